@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choosing the tokens that fill the pages dealt to each (layer, KV head)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_TIER_BITS = 4
+_SCORE_BITS = 32
+_INT32_MAX = 2**31 - 1
+
+MAX_TIERS = 2**_TIER_BITS
+MAX_CANDIDATES = 2 ** (62 - _SCORE_BITS - _TIER_BITS)
+
+
+def select_tokens(
+    scores: Tensor, tiers: Tensor, counts: Tensor, num_pages: int, block_size: int
+) -> Tensor:
+    """Positions of the kept tokens, page by page.
+
+    Pair (l, h) keeps its ``counts[l, h] * block_size`` best candidates, ordered by tier (high
+    first), then score (high first), then position (low first). A NaN score ranks last in its tier.
+    Pages follow each other in prefix-sum order of the pairs l*H + h, see :func:`page_offsets`, and
+    a pair's positions ascend through its pages, all of which are full.
+
+    Args:
+        scores: float32 ``[L, H, C]``, or ``[L, 1, C]`` for one ranking in all heads of a layer.
+        tiers: integer ``[C]``, values in ``0..MAX_TIERS - 1``.
+        counts: int64 ``[L, H]``, pages of each pair: each at most C / N, together ``num_pages``.
+        num_pages: rows of the result, k*L*H, known without asking the device.
+        block_size: N.
+
+    Returns:
+        int32 ``[num_pages, N]``.
+
+    Raises:
+        ValueError: if a shape, dtype or number does not fit; the message names the argument.
+    """
+    _check(scores, tiers, counts, num_pages, block_size)
+    wanted = counts * block_size
+    keys = _ranking_keys(scores, tiers)
+    kept = keys >= _thresholds(keys, wanted).unsqueeze(-1)  # [L, H, C]
+    return _compact(kept, num_pages * block_size).view(num_pages, block_size)
+
+
+def page_offsets(counts: Tensor) -> Tensor:
+    """Exclusive prefix sums of the pairs' page counts: ``[L, H]`` -> int32 ``[L*H + 1]``.
+
+    Pair p owns the region's pages ``offsets[p] .. offsets[p + 1] - 1``.
+    """
+    offsets = torch.zeros(counts.numel() + 1, dtype=torch.int32, device=counts.device)
+    torch.cumsum(counts.flatten(), dim=0, dtype=torch.int32, out=offsets[1:])
+    return offsets
+
+
+def _ranking_keys(scores: Tensor, tiers: Tensor) -> Tensor:
+    """One non-negative int64 per candidate, all different within a row: tier, score, -position."""
+    num_candidates = scores.shape[-1]
+    position_bits = _position_bits(num_candidates)
+    bits = (scores + 0.0).view(torch.int32)  # the addition turns -0 into +0
+    # Reversing the magnitude of negative floats makes their bits order as the floats do.
+    ordered = torch.where(bits < 0, bits ^ _INT32_MAX, bits)
+    ordered = ordered.masked_fill(scores.isnan(), -_INT32_MAX - 1)
+    positions = torch.arange(num_candidates, device=scores.device)
+    base = (tiers.long() << (_SCORE_BITS + position_bits)) + (num_candidates - 1 - positions)
+    return ((ordered.long() + _INT32_MAX + 1) << position_bits) + base
+
+
+def _thresholds(keys: Tensor, wanted: Tensor) -> Tensor:
+    """The ``wanted``-th largest key of each row, found bit by bit; int64 ``[L, H]``.
+
+    A few dozen counting passes beat a sort of 64-bit keys about threefold and need no index
+    tensor. ``wanted == 0`` gives a threshold above every key.
+    """
+    thresholds = torch.zeros_like(wanted)
+    top_bit = _TIER_BITS + _SCORE_BITS + _position_bits(keys.shape[-1])
+    for bit in range(top_bit, -1, -1):
+        candidates = thresholds | (1 << bit)
+        enough = (keys >= candidates.unsqueeze(-1)).sum(dim=-1) >= wanted
+        thresholds = torch.where(enough, candidates, thresholds)
+    return thresholds
+
+
+def _position_bits(num_candidates: int) -> int:
+    return max(1, (num_candidates - 1).bit_length())
+
+
+def _compact(kept: Tensor, num_kept: int) -> Tensor:
+    """Last-dimension indices of the ``num_kept`` true entries, in row-major order; int32."""
+    rank = kept.flatten().cumsum(dim=0) - 1
+    # One slot more than needed takes whatever is not kept: no data-dependent shape.
+    slots = torch.where(kept.flatten(), rank, num_kept).clamp_(max=num_kept)
+    positions = torch.arange(kept.shape[-1], dtype=torch.int32, device=kept.device)
+    compacted = torch.zeros(num_kept + 1, dtype=torch.int32, device=kept.device)
+    compacted.scatter_(0, slots, positions.expand_as(kept).reshape(-1))
+    return compacted[:num_kept]
+
+
+def _check(scores: Tensor, tiers: Tensor, counts: Tensor, num_pages: int, block_size: int) -> None:
+    if counts.dim() != 2 or counts.dtype != torch.int64:
+        raise ValueError(f"counts must be int64 [L, H], got {counts.dtype} {list(counts.shape)}")
+    layers, heads = counts.shape
+    if (
+        scores.dim() != 3
+        or scores.dtype != torch.float32
+        or scores.shape[0] != layers
+        or scores.shape[1] not in (1, heads)
+    ):
+        raise ValueError(
+            f"scores must be float32 [{layers}, {heads}, C] or [{layers}, 1, C], "
+            f"got {scores.dtype} {list(scores.shape)}"
+        )
+    num_candidates = scores.shape[-1]
+    if tiers.shape != (num_candidates,) or tiers.is_floating_point():
+        raise ValueError(
+            f"tiers must be integer [{num_candidates}], got {tiers.dtype} {list(tiers.shape)}"
+        )
+    if num_candidates > MAX_CANDIDATES:
+        raise ValueError(f"scores must have at most {MAX_CANDIDATES} candidates")
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1, got {block_size}")
+    if not 0 <= num_pages * block_size <= layers * heads * num_candidates:
+        raise ValueError(
+            f"num_pages must be between 0 and {layers * heads * num_candidates // block_size}, "
+            f"got {num_pages}"
+        )

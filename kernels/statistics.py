@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention statistics of a few observation rows over a paged prompt, one layer at a time.
+
+The rows' probabilities are recomputed from their queries and the cached keys, so earlier chunks of
+a chunked prefill and prefix-cache hits are covered like any other key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+_FLOAT_BYTES = 4
+
+
+class ObservedAttention:
+    """Column statistics of A[h] = mean over the G query heads of KV head h of softmax(q k^T).
+
+    Row i is the observation token at ``row_positions[i]``; it sees keys ``0..row_positions[i]``.
+    Built by :func:`observe`.
+
+    Scratch memory: the probabilities of one row chunk, the gathered keys and the kept head
+    averages take at most ``workspace_bytes`` each. Only where a single row (4*2*H*G*num_keys
+    bytes) or a single block of keys (4*H*N*D) is larger than that does the size of that one count.
+
+    Attributes:
+        column_sums: float32 ``[H, num_keys]``, sum of A[h] over the rows.
+        num_rows, num_keys, num_heads: O, P and H.
+        row_positions: int64 ``[O]``, ascending.
+    """
+
+    def __init__(
+        self,
+        queries: Tensor,
+        key_pages: Tensor,
+        block_ids: Tensor,
+        row_positions: Tensor,
+        num_keys: int,
+        scale: float,
+        workspace_bytes: int,
+        log_sum_exp: Tensor | None = None,
+    ) -> None:
+        self.num_rows, self.num_heads, self.group_size, self.head_size = queries.shape
+        self.num_keys = num_keys
+        self.row_positions = row_positions
+        self._workspace_bytes = workspace_bytes
+        self._key_pages = key_pages
+        self._block_ids = block_ids
+        # Float32 throughout: a bf16 logit of 20 is off by up to 0.06, its probability by 6 %.
+        self._queries = queries.permute(1, 2, 0, 3).float() * scale  # [H, G, O, D]
+        self._log_sum_exp = None if log_sum_exp is None else log_sum_exp.permute(1, 2, 0).float()
+        self._keys: Tensor | None = None
+        self._averages: Tensor | None = None
+        self._gather_all_if_small()
+        self.column_sums = self._observe()
+
+    def weighted_column_sums(self, weights: Tensor) -> Tensor:
+        """sum over rows i of weights[h, i] * A[h][i, j].
+
+        Args:
+            weights: float ``[H, O]``, or ``[1, O]`` for the same weights in every head.
+
+        Returns:
+            float32 ``[H, num_keys]``.
+
+        Raises:
+            ValueError: if ``weights`` has another shape.
+        """
+        if weights.shape not in ((self.num_heads, self.num_rows), (1, self.num_rows)):
+            raise ValueError(
+                f"weights must be [{self.num_heads}, {self.num_rows}] or [1, {self.num_rows}], "
+                f"got {list(weights.shape)}"
+            )
+        row_weights = weights.float().expand(self.num_heads, -1).unsqueeze(1)  # [H, 1, O]
+        if self._averages is not None:
+            return torch.bmm(row_weights, self._averages).squeeze(1)
+        sums = self._queries.new_zeros(self.num_heads, 1, self.num_keys)
+        for rows, probabilities in self.row_chunks():
+            sums.baddbmm_(row_weights[:, :, rows], probabilities.mean(dim=1))
+        return sums.squeeze(1)
+
+    def mean_over_heads(self) -> HeadMean:
+        """The same statistics of A = mean over *all* query heads of the layer."""
+        return HeadMean(self)
+
+    def row_chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yields ``(rows, probabilities)``, probabilities float32 ``[H, G, R, num_keys]``.
+
+        The tensor is a buffer that the next iteration overwrites. Every statistic of the rows
+        (sums, maxima, entropies, counts) can be built on this.
+        """
+        heads, group, keys = self.num_heads, self.group_size, self.num_keys
+        row_bytes = 2 * heads * group * keys * _FLOAT_BYTES  # logits and probabilities
+        step = max(1, min(self.num_rows, self._workspace_bytes // row_bytes))
+        # One pair of buffers for all chunks: fresh pages cost more than the arithmetic on them.
+        logits = self._queries.new_empty(heads * group * step * keys)
+        probabilities = torch.empty_like(logits)
+        for start in range(0, self.num_rows, step):
+            rows = slice(start, min(start + step, self.num_rows))
+            shape = (heads, group, rows.stop - start, keys)
+            size = heads * group * shape[2] * keys
+            chunk = logits[:size].view(shape)
+            self._logits(rows, out=chunk)
+            yield rows, self._softmax(rows, chunk, out=probabilities[:size].view(shape))
+
+    def _observe(self) -> Tensor:
+        """Column sums; keeps the head averages for the weighted pass if they are small enough."""
+        heads, keys = self.num_heads, self.num_keys
+        sums = self._queries.new_zeros(heads, keys)
+        if heads * self.num_rows * keys * _FLOAT_BYTES <= self._workspace_bytes:
+            self._averages = self._queries.new_empty(heads, self.num_rows, keys)
+        for rows, probabilities in self.row_chunks():
+            if self._averages is None:
+                sums += probabilities.mean(dim=1).sum(dim=1)
+            else:
+                torch.mean(probabilities, dim=1, out=self._averages[:, rows])
+        if self._averages is not None:
+            torch.sum(self._averages, dim=1, out=sums)
+            self._keys = None  # only a recomputation would need them
+        return sums
+
+    def _logits(self, rows: slice, out: Tensor) -> None:
+        """Scaled, causally masked logits of ``rows``, written to ``out`` [H, G, R, num_keys]."""
+        flat = out.flatten(1, 2)
+        queries = self._queries[:, :, rows].flatten(1, 2)  # [H, G*R, D]
+        for start, keys in self._key_chunks():
+            torch.bmm(queries, keys, out=flat[:, :, start : start + keys.shape[-1]])
+        future = torch.arange(self.num_keys, device=out.device) > self.row_positions[rows, None]
+        out.masked_fill_(future, float("-inf"))
+
+    def _softmax(self, rows: slice, logits: Tensor, out: Tensor) -> Tensor:
+        if self._log_sum_exp is None:
+            return torch.softmax(logits, dim=-1, out=out)
+        return torch.exp(logits.sub_(self._log_sum_exp[:, :, rows, None]), out=out)
+
+    def _gather_all_if_small(self) -> None:
+        page_bytes = self.num_heads * self._key_pages.shape[2] * self.head_size * _FLOAT_BYTES
+        self._blocks_per_chunk = max(1, self._workspace_bytes // page_bytes)
+        if self._block_ids.shape[0] <= self._blocks_per_chunk:
+            self._keys = self._gather(0, self._block_ids.shape[0])
+
+    def _key_chunks(self) -> Iterator[tuple[int, Tensor]]:
+        """Yields ``(first position, keys)``, keys float32 ``[H, D, n]``, positions in order."""
+        if self._keys is not None:
+            yield 0, self._keys
+            return
+        for start in range(0, self._block_ids.shape[0], self._blocks_per_chunk):
+            yield (
+                start * self._key_pages.shape[2],
+                self._gather(start, start + self._blocks_per_chunk),
+            )
+
+    def _gather(self, start: int, stop: int) -> Tensor:
+        """Keys of blocks ``start..stop-1``, cut at num_keys: the slots behind may hold garbage."""
+        block_size = self._key_pages.shape[2]
+        ids = self._block_ids[start:stop]
+        num_keys = min(self.num_keys - start * block_size, ids.shape[0] * block_size)
+        # Pages are copied in the order they are stored in, [D, N] or [N, D].
+        if self._key_pages.stride(-2) == 1:
+            pages = self._key_pages.transpose(2, 3).index_select(0, ids).permute(1, 2, 0, 3)
+        else:
+            pages = self._key_pages.index_select(0, ids).permute(1, 0, 2, 3)
+        keys = torch.empty(pages.shape, dtype=torch.float32, device=pages.device).copy_(pages)
+        if self._key_pages.stride(-2) == 1:
+            return keys.flatten(2, 3)[:, :, :num_keys]
+        return keys.flatten(1, 2)[:, :num_keys].transpose(1, 2)
+
+
+class HeadMean:
+    """Statistics of an :class:`ObservedAttention`, averaged over the layer's heads: H becomes 1."""
+
+    num_heads = 1
+
+    def __init__(self, attention: ObservedAttention) -> None:
+        self._attention = attention
+        self.num_rows = attention.num_rows
+        self.num_keys = attention.num_keys
+        self.row_positions = attention.row_positions
+        self.column_sums = attention.column_sums.mean(dim=0, keepdim=True)
+
+    def weighted_column_sums(self, weights: Tensor) -> Tensor:
+        """As :meth:`ObservedAttention.weighted_column_sums`: ``[1, O]`` -> ``[1, num_keys]``."""
+        if weights.shape != (1, self.num_rows):
+            raise ValueError(f"weights must be [1, {self.num_rows}], got {list(weights.shape)}")
+        return self._attention.weighted_column_sums(weights).mean(dim=0, keepdim=True)
+
+    def mean_over_heads(self) -> HeadMean:
+        return self
+
+
+def observe(
+    queries: Tensor,
+    key_pages: Tensor,
+    block_ids: Tensor,
+    row_positions: Tensor,
+    num_keys: int,
+    scale: float,
+    workspace_bytes: int = 64 << 20,
+    log_sum_exp: Tensor | None = None,
+) -> ObservedAttention:
+    """Attention of the observation rows over the whole prompt, for one layer.
+
+    Args:
+        queries: ``[O, H, G, D]``, rotated, any float dtype.
+        key_pages: ``[num_blocks, H, N, D]``, the layer's logical view of the pool; any strides.
+            Slots of the last block behind ``num_keys`` are never read into a result.
+        block_ids: int32 or int64 ``[ceil(num_keys / N)]``, the prompt's blocks in order.
+        row_positions: int64 ``[O]``, ascending positions of the rows, each below ``num_keys``.
+        num_keys: P, at least 1.
+        scale: factor of the logits, as the model's attention applies it.
+        workspace_bytes: bound of each scratch buffer, see :class:`ObservedAttention`.
+        log_sum_exp: float ``[O, H, G]``, natural log of the rows' softmax denominators, where the
+            attention kernel returned it; saves the reduction over the keys.
+
+    Raises:
+        ValueError: if a shape, dtype or number does not fit; the message names the argument.
+    """
+    _check(queries, key_pages, block_ids, row_positions, num_keys, log_sum_exp)
+    return ObservedAttention(
+        queries, key_pages, block_ids, row_positions, num_keys, scale, workspace_bytes, log_sum_exp
+    )
+
+
+def _check(
+    queries: Tensor,
+    key_pages: Tensor,
+    block_ids: Tensor,
+    row_positions: Tensor,
+    num_keys: int,
+    log_sum_exp: Tensor | None,
+) -> None:
+    if queries.dim() != 4 or not queries.is_floating_point():
+        raise ValueError(f"queries must be floating [O, H, G, D], got {_describe(queries)}")
+    rows, heads, group, head_size = queries.shape
+    if key_pages.dim() != 4 or (key_pages.shape[1], key_pages.shape[3]) != (heads, head_size):
+        raise ValueError(
+            f"key_pages must be [num_blocks, {heads}, N, {head_size}], got {_describe(key_pages)}"
+        )
+    if num_keys < 1:
+        raise ValueError(f"num_keys must be at least 1, got {num_keys}")
+    num_blocks = -(-num_keys // key_pages.shape[2])
+    if block_ids.shape != (num_blocks,) or block_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"block_ids must be int32 or int64 [{num_blocks}], got {_describe(block_ids)}"
+        )
+    if row_positions.shape != (rows,) or row_positions.dtype != torch.int64:
+        raise ValueError(f"row_positions must be int64 [{rows}], got {_describe(row_positions)}")
+    if log_sum_exp is not None and log_sum_exp.shape != (rows, heads, group):
+        raise ValueError(
+            f"log_sum_exp must be [{rows}, {heads}, {group}], got {_describe(log_sum_exp)}"
+        )
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"

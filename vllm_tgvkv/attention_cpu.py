@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's CPU attention backend, extended to caches whose heads have lengths of their own.
+
+A batch without compressed requests runs vLLM's own code unchanged. Otherwise the
+decode rows, which the batch has first, run as one virtual sequence per (request,
+KV head) over pages instead of blocks, through the same kernel; prefill chunks in
+the same batch run as in stock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from vllm import _custom_ops as ops
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import CommonAttentionMetadata, MultipleOf
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout, replace_as
+
+from vllm_tgvkv.compatibility import UnsupportedByEvictionError
+from vllm_tgvkv.config import config_of
+from vllm_tgvkv.evictor import CacheShape, Evictor
+from vllm_tgvkv.kernels.page_tables import write_lengths, write_page_tables
+from vllm_tgvkv.manager import EvictingSpec
+from vllm_tgvkv.pages import PageLayoutError, PagePool
+
+
+class EvictingCPUBackend(CPUAttentionBackend):
+    """`CPU_ATTN` with head pages; chosen by the worker while it loads the model."""
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(16)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.BLHNC,)
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        if type(spec) is not FullAttentionSpec:
+            raise UnsupportedByEvictionError(
+                f"--kv-eviction works with full attention only, and this model has a layer with "
+                f"{type(spec).__name__}: serve another model or leave out --kv-eviction"
+            )
+        return replace_as(spec, EvictingSpec)
+
+    @staticmethod
+    def get_impl_cls() -> type[EvictingCPUImpl]:
+        return EvictingCPUImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[EvictingCPUMetadataBuilder]:
+        return EvictingCPUMetadataBuilder
+
+
+@dataclass
+class RaggedDecode:
+    """The decode rows of a step as virtual sequences, for all layers.
+
+    `tables` int32 [L, B, H, W] are page numbers, `lengths` int32 [L, B, H] tokens,
+    `schedules` the kernel's own work partition of every layer.
+    """
+
+    num_rows: int
+    starts: torch.Tensor
+    tables: torch.Tensor
+    lengths: torch.Tensor
+    schedules: list[torch.Tensor]
+
+
+@dataclass
+class EvictingCPUMetadata(CPUAttentionMetadata):
+    """Stock metadata of the whole batch, or of its prefill part where `decode` is set."""
+
+    decode: RaggedDecode | None = None
+    evictor: Evictor | None = None
+    """Set in a step in which some prompt's layers have to be observed."""
+
+
+class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
+    """Builds the metadata and owns the worker's `Evictor`."""
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1)  # decode rows first
+        # An AMX machine would store keys in tiles, from which a token cannot be copied alone.
+        self.isa = "vec" if self.block_size % 32 == 0 else "vec16"
+        self._set_isa_to_layers(layer_names)
+        check_page_format(self.block_size, self.head_dim, self.dtype, self.isa)
+        self.layer_names = layer_names
+        self.shape = CacheShape(
+            num_layers=len(layer_names),
+            num_heads=self.num_kv_heads,
+            group_size=self.num_heads // self.num_kv_heads,
+            head_size=self.head_dim,
+            block_size=self.block_size,
+        )
+        self.evictor = Evictor(config_of(vllm_config), self.shape, device)
+        self.row_of: dict[str, int] = {}
+        """Rows of the batch by request id; the worker binds the runner's own mapping."""
+        self._starts = torch.arange(
+            vllm_config.scheduler_config.max_num_seqs * self.num_kv_heads + 1, dtype=torch.int32
+        )
+        self._seen_rows: torch.Tensor | None = None
+        self._tables: torch.Tensor | None = None
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> EvictingCPUMetadata:
+        num_decodes = 0
+        if self.evictor.regions is not None and self.evictor.regions.num_live:
+            num_decodes, *_ = split_decodes_and_prefills(common_attn_metadata, decode_threshold=1)
+        decode = self._ragged_decode(common_attn_metadata, num_decodes) if num_decodes else None
+        stock_part = _without_decodes(common_attn_metadata, num_decodes)
+        if stock_part.num_reqs:
+            stock = super().build(common_prefix_len, stock_part, fast_build)
+        else:
+            stock = _nothing(stock_part)
+        starts = common_attn_metadata.query_start_loc_cpu
+        observing = self.evictor.prepare(lambda request_id: int(starts[self.row_of[request_id]]))
+        return EvictingCPUMetadata(
+            **{f.name: getattr(stock, f.name) for f in fields(CPUAttentionMetadata)},
+            decode=decode,
+            evictor=self.evictor if observing else None,
+        )
+
+    def _ragged_decode(self, common: CommonAttentionMetadata, num_rows: int) -> RaggedDecode | None:
+        """Virtual sequences of the first `num_rows` rows; None if no row is compressed."""
+        regions, shape = self.evictor.regions, self.shape
+        assert regions is not None
+        rows = common.block_table_tensor[:num_rows]
+        first_blocks = rows[:, 0]
+        retained = regions.num_retained[first_blocks]
+        if not retained.any():
+            return None
+        replaced = regions.num_replaced[first_blocks]
+        offsets = regions.offsets[first_blocks]
+        seq_lens = common.seq_lens[:num_rows]
+        tables = self._page_tables(rows, seq_lens, retained, replaced, offsets)
+        lengths = torch.empty(
+            shape.num_layers, num_rows, shape.num_heads, dtype=torch.int32, device=rows.device
+        )
+        write_lengths(seq_lens, retained, replaced, offsets, shape.block_size, lengths)
+        starts = self._starts[: num_rows * shape.num_heads + 1]
+        return RaggedDecode(
+            num_rows=num_rows,
+            starts=starts,
+            tables=tables,
+            lengths=lengths,
+            schedules=[self._schedule(starts, lengths[layer]) for layer in range(shape.num_layers)],
+        )
+
+    def _page_tables(
+        self,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        retained: torch.Tensor,
+        replaced: torch.Tensor,
+        offsets: torch.Tensor,
+    ) -> torch.Tensor:
+        """Page tables [L, B, H, W]; those of the last step while the batch's rows stay."""
+        width = int((seq_lens.max() + self.block_size - 1) // self.block_size)
+        seen = torch.cat((rows[:, :width], retained.unsqueeze(1)), dim=1)
+        if self._tables is None or self._seen_rows is None or not torch.equal(seen, self._seen_rows):
+            shape = (self.shape.num_layers, rows.shape[0], self.shape.num_heads, width)
+            self._tables = torch.empty(shape, dtype=torch.int32, device=rows.device)
+            write_page_tables(
+                rows, seq_lens, retained, replaced, offsets, self.block_size, self._tables
+            )
+            self._seen_rows = seen
+        return self._tables
+
+    def _schedule(self, starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=lengths.numel(),
+            num_heads=self.shape.group_size,
+            num_kv_heads=1,
+            head_dim=self.head_dim,
+            seq_lens=lengths.view(-1),
+            dtype=self.dtype,
+            query_start_loc=starts,
+            causal=True,
+            sliding_window_size=-1,
+            isa=self.isa,
+            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
+
+
+class EvictingCPUImpl(CPUAttentionBackendImpl):
+    """Stock attention, plus ragged decode rows and a look at prompts that are to be evicted."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for found, what in (
+            (self.alibi_slopes is not None, "ALiBi position biases"),
+            (self.sliding_window != -1, "sliding-window attention"),
+            (bool(self.logits_soft_cap), "soft-capped attention logits"),
+            (self.sinks is not None, "learned attention sinks"),
+            (self.kv_sharing_target_layer_name is not None, "layers that share a KV cache"),
+        ):
+            if found:
+                raise UnsupportedByEvictionError(
+                    f"--kv-eviction does not work with {what} yet: serve another model "
+                    "or leave out --kv-eviction"
+                )
+        self.layer = -1
+        """Index of the layer in the pool; set by the worker."""
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: EvictingCPUMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if attn_metadata is None:
+            return output
+        num_decodes = 0
+        if attn_metadata.decode is not None:
+            num_decodes = attn_metadata.decode.num_rows
+            self._attend_ragged(attn_metadata.decode, query, output)
+        if attn_metadata.num_actual_tokens:
+            super().forward(
+                layer,
+                query[num_decodes:],
+                key[num_decodes:],
+                value[num_decodes:],
+                kv_cache,
+                attn_metadata,
+                output[num_decodes:],
+                output_scale,
+                output_block_scale,
+            )
+        if attn_metadata.evictor is not None:
+            attn_metadata.evictor.observe_layer(self.layer, query, self.scale)
+        return output
+
+    def _attend_ragged(
+        self, decode: RaggedDecode, query: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        """One query token a row, so [B, H * G, D] is [B * H, G, D] as well.
+
+        vLLM's queries may be a slice of a fused projection; then reshaping copies them.
+        """
+        shape = (decode.num_rows * self.num_kv_heads, self.num_queries_per_kv, self.head_size)
+        ops.cpu_attention_with_kv_cache(
+            query=query[: decode.num_rows].reshape(shape),
+            key_cache=self.key_pages,
+            value_cache=self.value_pages,
+            output=output[: decode.num_rows].view(shape),
+            query_start_loc=decode.starts,
+            seq_lens=decode.lengths[self.layer].view(-1),
+            scale=self.scale,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=decode.tables[self.layer].flatten(0, 1),
+            softcap=0,
+            scheduler_metadata=decode.schedules[self.layer],
+            s_aux=None,
+        )
+
+    def bind(self, layer: int, pool: PagePool) -> None:
+        """Attach the pool, once vLLM has allocated the cache."""
+        self.layer = layer
+        self.pool = pool
+        pages = pool.raw.view(-1, 1, 2 * pool.block_size, self.head_size)
+        self.key_pages, self.value_pages = pages.chunk(2, dim=2)
+
+
+def _without_decodes(
+    common: CommonAttentionMetadata, num_decodes: int
+) -> CommonAttentionMetadata:
+    """The batch without its first `num_decodes` rows, which have one token each."""
+    if num_decodes == 0:
+        return common
+    starts = common.query_start_loc[num_decodes:] - num_decodes
+    return common.replace(
+        query_start_loc=starts,
+        query_start_loc_cpu=common.query_start_loc_cpu[num_decodes:] - num_decodes,
+        seq_lens=common.seq_lens[num_decodes:],
+        num_reqs=common.num_reqs - num_decodes,
+        num_actual_tokens=common.num_actual_tokens - num_decodes,
+        block_table_tensor=common.block_table_tensor[num_decodes:],
+        slot_mapping=common.slot_mapping[num_decodes:],
+    )
+
+
+def _nothing(common: CommonAttentionMetadata) -> CPUAttentionMetadata:
+    """Stock metadata of no rows."""
+    return CPUAttentionMetadata(
+        num_actual_tokens=0,
+        max_query_len=0,
+        query_start_loc=common.query_start_loc,
+        max_seq_len=0,
+        seq_lens=common.seq_lens,
+        block_table=common.block_table_tensor,
+        slot_mapping=common.slot_mapping,
+        scheduler_metadata=None,
+    )
+
+
+def check_page_format(block_size: int, head_size: int, dtype: torch.dtype, isa: str) -> None:
+    """Write one page with vLLM's kernel and see that keys lie [D, N] and values [N, D].
+
+    Raises:
+        PageLayoutError: if they do not.
+    """
+    # Small whole numbers are exact in every dtype.
+    rows = torch.arange(block_size * head_size).remainder(251).to(dtype).view(block_size, head_size)
+    tokens = rows.unsqueeze(1)
+    page = torch.zeros(1, 1, 2 * block_size, head_size, dtype=dtype)
+    keys, values = page.chunk(2, dim=2)
+    slots = torch.arange(block_size, dtype=torch.int64)
+    ops.cpu_attn_reshape_and_cache(tokens, tokens, keys, values, slots, isa)
+    if not torch.equal(page.flatten(), torch.cat((rows.t().flatten(), rows.flatten()))):
+        raise PageLayoutError(
+            f"vLLM's CPU kernel stores pages of {block_size} slots x {head_size} values ({dtype}, "
+            f"{isa}) in a format this package does not know: report it, and leave out "
+            "--kv-eviction meanwhile"
+        )

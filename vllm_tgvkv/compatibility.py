@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What eviction does not run with, refused before a model loads.
+
+Each refusal names the flag or the property of the model and the way out.
+`docs/compatibility.md` gives the reasons.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_tgvkv.config import EvictionConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+_WAY_OUT = "or leave out --kv-eviction"
+
+
+class UnsupportedByEvictionError(EvictionConfigError):
+    """Eviction cannot run with a given flag or model."""
+
+
+def check_engine_args(engine_args: EngineArgs, scheduler_cls: str, worker_cls: str) -> None:
+    """Refuse what must be known before vLLM builds its configuration."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        raise UnsupportedByEvictionError(
+            f"--kv-eviction runs on vLLM's CPU platform only, and this is "
+            f"{current_platform.device_name or current_platform.device_type}: "
+            f"use a CPU build of vLLM {_WAY_OUT}"
+        )
+    if engine_args.scheduler_cls not in (None, scheduler_cls):
+        raise UnsupportedByEvictionError(
+            f"--kv-eviction brings its own scheduler class: remove --scheduler-cls "
+            f"{engine_args.scheduler_cls} {_WAY_OUT}"
+        )
+    if engine_args.worker_cls not in ("auto", worker_cls):
+        raise UnsupportedByEvictionError(
+            f"--kv-eviction brings its own worker class: remove --worker-cls "
+            f"{engine_args.worker_cls} {_WAY_OUT}"
+        )
+
+
+def check_vllm_config(vllm_config: VllmConfig) -> None:
+    """Refuse every feature and kind of model that eviction is not right with.
+
+    Raises:
+        UnsupportedByEvictionError: with the first reason found.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    for found, what, remedy in (
+        *_model_checks(model),
+        (
+            vllm_config.speculative_config is not None,
+            "speculative decoding",
+            "remove --speculative-config",
+        ),
+        (
+            vllm_config.kv_transfer_config is not None,
+            "KV connectors",
+            "remove --kv-transfer-config",
+        ),
+        (
+            parallel.tensor_parallel_size > 1,
+            f"tensor parallelism (--tensor-parallel-size {parallel.tensor_parallel_size})",
+            "use --tensor-parallel-size 1",
+        ),
+        (
+            parallel.pipeline_parallel_size > 1,
+            f"pipeline parallelism (--pipeline-parallel-size {parallel.pipeline_parallel_size})",
+            "use --pipeline-parallel-size 1",
+        ),
+        (
+            parallel.data_parallel_size > 1,
+            f"data parallelism (--data-parallel-size {parallel.data_parallel_size})",
+            "use --data-parallel-size 1 and one server per replica",
+        ),
+        (
+            parallel.decode_context_parallel_size > 1,
+            f"context parallelism (--decode-context-parallel-size "
+            f"{parallel.decode_context_parallel_size})",
+            "use --decode-context-parallel-size 1",
+        ),
+        (
+            parallel.prefill_context_parallel_size > 1,
+            f"context parallelism (--prefill-context-parallel-size "
+            f"{parallel.prefill_context_parallel_size})",
+            "use --prefill-context-parallel-size 1",
+        ),
+        (
+            vllm_config.cache_config.cache_dtype.startswith(("fp8", "int", "nvfp4", "turboquant")),
+            f"a quantised cache (--kv-cache-dtype {vllm_config.cache_config.cache_dtype})",
+            "use --kv-cache-dtype auto",
+        ),
+        (
+            vllm_config.use_v2_model_runner,
+            "vLLM's model runner V2",
+            "set VLLM_USE_V2_MODEL_RUNNER=0",
+        ),
+    ):
+        if found:
+            raise UnsupportedByEvictionError(
+                f"--kv-eviction does not work with {what} yet: {remedy} {_WAY_OUT}"
+            )
+
+
+def _model_checks(model: ModelConfig) -> tuple[tuple[bool, str, str], ...]:
+    """Properties of the model: (found, what it is called, what to do)."""
+    other = "serve another model"
+    text = model.hf_text_config
+    return (
+        (model.runner_type != "generate", f"--runner {model.runner_type}", "use a generating model"),
+        (model.use_mla, "multi-head latent attention (MLA)", other),
+        (model.is_encoder_decoder, "cross attention (an encoder-decoder model)", other),
+        (
+            model.is_hybrid or model.has_inner_state or model.is_attention_free,
+            "hybrid or state-space models",
+            other,
+        ),
+        (_has_sliding_window(text), "sliding-window attention", other),
+        (
+            getattr(text, "attention_chunk_size", None) is not None,
+            "chunked local attention",
+            other,
+        ),
+        (model.is_mm_prefix_lm, "bidirectional attention over image tokens (prefix LM)", other),
+        (
+            bool(getattr(text, "attn_logit_softcapping", None)),
+            "soft-capped attention logits",
+            other,
+        ),
+    )
+
+
+def _has_sliding_window(text_config: Any) -> bool:
+    """Whether some layer of the language model attends over a window only."""
+    layer_types = getattr(text_config, "layer_types", None)
+    if layer_types is not None:
+        return any("sliding" in kind for kind in layer_types)
+    window = getattr(text_config, "sliding_window", None)
+    return bool(window) and getattr(text_config, "use_sliding_window", True)

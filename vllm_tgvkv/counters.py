@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running totals of what eviction did, kept by the scheduler."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+SKIP_REASONS = {
+    "policy_none": "the request asked for kv_eviction none",
+    "text_only": "the prompt has no image or video",
+    "prompt_too_short": "the prompt is shorter than min_prompt_tokens or than a block",
+    "budget_covers_prompt": "the budget holds the whole prompt",
+    "single_token": "the request generates one token only",
+    "pool_too_small": "the pool cannot hold the prompt and the retained blocks together",
+    "unknown_patch_grid": "grid pooling is asked for and an image's patch grid is not known",
+    "unsupported_request": "prompt embeddings, or a session of streamed inputs",
+}
+
+
+@dataclass
+class EvictionCounters:
+    """Totals since the start of the engine."""
+
+    requests_evicted: int = 0
+    requests_skipped: Counter[str] = field(default_factory=Counter)
+    """By reason, see `SKIP_REASONS`."""
+    prompt_tokens_seen: int = 0
+    """Prompt tokens of evicted requests, before."""
+    prompt_tokens_kept: int = 0
+    """The same prompts, after: retained region and tail, mean over layers and heads."""
+    blocks_given_back: int = 0
+
+    def skip(self, reason: str) -> None:
+        assert reason in SKIP_REASONS, reason
+        self.requests_skipped[reason] += 1
+
+    def evicted(self, num_prompt_tokens: int, num_kept: int, num_blocks_back: int) -> None:
+        self.requests_evicted += 1
+        self.prompt_tokens_seen += num_prompt_tokens
+        self.prompt_tokens_kept += num_kept
+        self.blocks_given_back += num_blocks_back
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON and for other processes."""
+        return {
+            "requests_evicted": self.requests_evicted,
+            "requests_skipped": dict(self.requests_skipped),
+            "prompt_tokens_seen": self.prompt_tokens_seen,
+            "prompt_tokens_kept": self.prompt_tokens_kept,
+            "blocks_given_back": self.blocks_given_back,
+        }

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV cache spec and block manager: who holds which block of a compressed request.
+
+A request's row of blocks, before and after its eviction (t0 full prompt blocks,
+k of them retained, T tail blocks):
+
+    before   [ p_0 ... p_{k-1} ... p_{t0-1} | tail_0 ... tail_{T-1} ]
+    after    [ f_0 ... f_{k-1} | null ... null | tail_0 ... tail_{T-1} ]
+
+    p     prompt blocks: given back to the pool at the end of the step that evicts;
+          prefix-cache entries on them stay valid until the pool reuses them
+    f     fresh blocks: reserved when the last prefill chunk is scheduled, so that
+          running out is vLLM's ordinary back-pressure; never hashed
+    tail  the partial last prompt block and decoded tokens: vLLM appends to it
+
+Positions, slot mapping and sequence lengths of vLLM are not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
+from vllm.v1.request import Request
+
+
+@dataclass
+class Compression:
+    """A request that is evicted when its prefill ends, and where it stands."""
+
+    request: Request
+    num_retained_blocks: int
+    num_full_blocks: int
+    reserved: tuple[KVCacheBlock, ...] = ()
+    """Fresh blocks held between the scheduling of the last chunk and the swap."""
+    swapped: bool = False
+    """Whether the request's row is compressed now."""
+
+    def needs_reservation(self, num_tokens: int) -> bool:
+        """Whether a chunk that brings the request to `num_tokens` is its last."""
+        return not (self.reserved or self.swapped) and num_tokens >= self.request.num_tokens
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Block ids around one eviction, as the worker needs them."""
+
+    old_blocks: list[int]
+    new_blocks: list[int]
+    row_blocks: list[int]
+    num_freed: int
+
+
+class EvictingManager(FullAttentionManager):
+    """A `FullAttentionManager` whose requests may trade prompt blocks for fewer fresh ones."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.compressions: dict[str, Compression] = {}
+        self.released: list[int] = []
+        """First block ids of regions dropped since the last drain."""
+        self.record_freed = False
+        self.freed: list[int] = []
+        """Unhashed blocks given back since the last drain, if `record_freed`."""
+
+    # -- reservation, while the prefill is scheduled ------------------------------------
+
+    def expect_eviction(self, request: Request, num_retained: int, num_full: int) -> None:
+        """Reserve `num_retained` fresh blocks when the request's last chunk is scheduled."""
+        self.compressions[request.request_id] = Compression(request, num_retained, num_full)
+
+    def forget(self, request_id: str) -> None:
+        """Drop the record of a request that holds no blocks: it ended, or stays as it is."""
+        compression = self.compressions.pop(request_id, None)
+        assert compression is None or not (compression.reserved or compression.swapped)
+
+    def can_ever_fit(self, request: Request, num_retained: int) -> bool:
+        """Whether an empty pool would hold the request's tokens and the retained blocks."""
+        usable = self.block_pool.num_gpu_blocks - 1  # the null block is never handed out
+        return cdiv(request.num_tokens, self.block_size) + num_retained <= usable
+
+    def get_num_blocks_to_allocate(
+        self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any
+    ) -> int:
+        num_blocks = super().get_num_blocks_to_allocate(request_id, num_tokens, *args, **kwargs)
+        compression = self.compressions.get(request_id)
+        if compression and compression.needs_reservation(num_tokens):
+            num_blocks += compression.num_retained_blocks
+        return num_blocks
+
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, num_tokens_main_model: int
+    ) -> list[KVCacheBlock]:
+        new_blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
+        compression = self.compressions.get(request_id)
+        if compression and compression.needs_reservation(num_tokens):
+            num_retained = compression.num_retained_blocks
+            compression.reserved = tuple(self.block_pool.get_new_blocks(num_retained))
+        return new_blocks
+
+    def is_compressed(self, request_id: str) -> bool:
+        """Whether the request's row starts with a compressed region."""
+        compression = self.compressions.get(request_id)
+        return compression is not None and compression.swapped
+
+    # -- the swap, right after the last chunk was scheduled -----------------------------
+
+    def swap(self, request_id: str) -> Swap:
+        """Put the fresh blocks in place of the prompt's and give those back to the pool.
+
+        The copy runs at the end of this step's forward pass; whoever gets a freed
+        block writes to it in a later step.
+        """
+        compression = self.compressions[request_id]
+        num_full, fresh = compression.num_full_blocks, compression.reserved
+        blocks = self.req_to_blocks[request_id]
+        old = blocks[:num_full]
+        num_prompt_blocks = cdiv(compression.request.num_prompt_tokens, self.block_size)
+        old_ids = [block.block_id for block in blocks[:num_prompt_blocks]]
+        nulls = [self._null_block] * (num_full - len(fresh))
+        blocks[:num_full] = [*fresh, *nulls]
+        compression.reserved, compression.swapped = (), True
+        free_before = self.block_pool.get_num_free_blocks()
+        self._give_back(old)
+        return Swap(
+            old_blocks=old_ids,
+            new_blocks=[block.block_id for block in fresh],
+            row_blocks=[block.block_id for block in blocks],
+            num_freed=self.block_pool.get_num_free_blocks() - free_before,
+        )
+
+    # -- vLLM's side of the life of a request -------------------------------------------
+
+    def cache_blocks(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        # What a compressed request decodes depends on the keys that were kept, so its
+        # blocks must never serve as another request's prefix.
+        if not self.is_compressed(request.request_id):
+            super().cache_blocks(request, *args, **kwargs)
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        blocks = super().pop_blocks_for_free(request_id)
+        if compression := self.compressions.get(request_id):
+            # Ended or preempted; a preempted request is evicted again after it has
+            # prefilled again.
+            if compression.swapped:
+                self.released.append(blocks[0].block_id)
+            blocks.extend(compression.reserved)
+            compression.reserved, compression.swapped = (), False
+        self._record_freed(blocks)
+        return blocks
+
+    def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
+        # A compressed row does not start with the prompt's blocks.
+        return 0
+
+    def drain_released(self) -> list[int]:
+        released, self.released = self.released, []
+        return released
+
+    def drain_freed(self) -> list[int]:
+        freed, self.freed = self.freed, []
+        return freed
+
+    def _give_back(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self._record_freed(blocks)
+        # Last blocks first, as vLLM frees: the pool reuses those least likely to be hit.
+        self.block_pool.free_blocks(reversed(blocks))
+
+    def _record_freed(self, blocks: Sequence[KVCacheBlock]) -> None:
+        if self.record_freed:
+            self.freed.extend(
+                block.block_id
+                for block in blocks
+                if block.ref_cnt == 1 and block.block_hash is None and not block.is_null
+            )
+
+
+@register_kv_cache_spec(manager_class=EvictingManager, uniform_type_base_spec=FullAttentionSpec)
+@dataclass(frozen=True, kw_only=True)
+class EvictingSpec(FullAttentionSpec):
+    """Full attention whose blocks are managed by `EvictingManager`."""

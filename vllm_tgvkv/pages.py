@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block pool seen as head pages that any layer can address.
+
+With vLLM's layout BLHNC one buffer is ordered block, layer, KV head, slot,
+content. A block is then L * H equal pages, and page
+`(block * L + layer) * H + head` is contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+class PageLayoutError(RuntimeError):
+    """vLLM's cache tensors are not laid out as this package needs them."""
+
+
+@dataclass(frozen=True)
+class PagePool:
+    """Views of the whole KV cache; nothing is copied.
+
+    `raw` is [num_pages, 2 * N * D]: keys in the first half of a page, values in
+    the second. `keys` and `values` are logical views [num_pages, N, D] with
+    whatever strides the attention kernel's page format implies.
+    """
+
+    raw: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    num_layers: int
+    num_heads: int
+    block_size: int
+
+    @property
+    def pages_per_block(self) -> int:
+        return self.num_layers * self.num_heads
+
+    @property
+    def num_blocks(self) -> int:
+        return self.raw.shape[0] // self.pages_per_block
+
+    def layer_keys(self, layer: int) -> torch.Tensor:
+        """Keys of one layer as a logical view [num_blocks, H, N, D]."""
+        shape = (self.num_blocks, self.num_layers, self.num_heads, *self.keys.shape[1:])
+        return self.keys.unflatten(0, shape[:3])[:, layer]
+
+    def poison(self, blocks: Sequence[int]) -> None:
+        """Fill blocks with NaN (debug only)."""
+        view = self.raw.view(self.num_blocks, -1)
+        view[torch.tensor(blocks, device=view.device)] = float("nan")
+
+
+def page_pool(layer_caches: Sequence[torch.Tensor], keys_transposed: bool) -> PagePool:
+    """Build the pool from vLLM's per-layer views [num_blocks, H, N, 2 * D], in layer order.
+
+    `keys_transposed` says that a page's keys are stored [D, N], as the CPU
+    kernels for block sizes that are a multiple of 32 store them.
+
+    Raises:
+        PageLayoutError: if the views do not interleave in one buffer as BLHNC.
+    """
+    first = layer_caches[0]
+    num_layers = len(layer_caches)
+    num_blocks, num_heads, block_size, content = first.shape
+    page = block_size * content
+    strides = (num_layers * num_heads * page, page, content, 1)
+    for layer, cache in enumerate(layer_caches):
+        offset = cache.storage_offset() - first.storage_offset()
+        if (
+            cache.shape != first.shape
+            or cache.stride() != strides
+            or cache.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+            or offset != layer * num_heads * page
+        ):
+            raise PageLayoutError(
+                f"layer {layer}'s KV cache has shape {tuple(cache.shape)}, strides "
+                f"{cache.stride()} and offset {offset}; layout BLHNC needs shape "
+                f"{tuple(first.shape)}, strides {strides} and offset {layer * num_heads * page}: "
+                "unset VLLM_KV_CACHE_LAYOUT or leave out --kv-eviction"
+            )
+    num_pages = num_blocks * num_layers * num_heads
+    raw = first.as_strided((num_pages, page), (page, 1), first.storage_offset())
+    head_size = content // 2
+    keys, values = raw.view(num_pages, 2, -1).unbind(1)
+    values = values.unflatten(1, (block_size, head_size))
+    if keys_transposed:
+        keys = keys.unflatten(1, (head_size, block_size)).transpose(1, 2)
+    else:
+        keys = keys.unflatten(1, (block_size, head_size))
+    return PagePool(raw, keys, values, num_layers, num_heads, block_size)

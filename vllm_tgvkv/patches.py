@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functions of vLLM that are wrapped because vLLM has no hook there.
+
+| function | why | can go when |
+|---|---|---|
+| `EngineArgs.add_cli_args` | a general plugin cannot add flags to `vllm serve` | vLLM lets plugins add an argument group |
+| `EngineArgs.from_cli_args` | the flags must reach `additional_config` | the same |
+| `EngineArgs.create_engine_config` | `additional_config` must choose scheduler and worker, and refuse what is unsupported before a model loads; no hook sees both | vLLM offers a config hook to general plugins |
+| `InputProcessor._validate_params` | a wrong `vllm_xargs` value must become HTTP 400 in the server process | vLLM lets plugins validate request parameters |
+
+The first three are wrapped when the plugin loads and pass everything through
+unless eviction is asked for; the fourth is wrapped once it is.
+`tests/test_patches.py` fails when one of them changes its signature.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
+from vllm.logger import init_logger
+from vllm.sampling_params import SamplingParams
+
+from vllm_tgvkv.compatibility import check_engine_args, check_vllm_config
+from vllm_tgvkv.config import (
+    CONFIG_KEY,
+    NONE,
+    Budget,
+    EvictionConfig,
+    EvictionConfigError,
+    RequestWish,
+    config_of,
+    read_config_file,
+)
+from vllm_tgvkv.policies import POLICY_NAMES
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger("vllm.tgvkv")
+
+_MARK = "_wrapped_by_vllm_tgvkv"
+
+SCHEDULER_CLS = "vllm_tgvkv.scheduler.EvictionScheduler"
+WORKER_CLS = "vllm_tgvkv.worker.EvictionCPUWorker"
+
+
+def install_flags() -> None:
+    """Wrap the three functions of `EngineArgs`; calling it again changes nothing."""
+    _wrap(EngineArgs, "add_cli_args", _add_flags, staticmethod)
+    _wrap(EngineArgs, "from_cli_args", _read_flags, classmethod)
+    _wrap(EngineArgs, "create_engine_config", _configure_engine)
+
+
+def install_request_validation() -> None:
+    """Wrap the check of request parameters; calling it again changes nothing."""
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    _wrap(InputProcessor, "_validate_params", _validate_request)
+
+
+def _wrap(
+    owner: type,
+    name: str,
+    wrapper: Callable[..., Any],
+    binding: Callable[[Callable[..., Any]], Any] | None = None,
+) -> None:
+    """Replace `owner.name` by `wrapper`, which gets the original function first."""
+    original = owner.__dict__[name]
+    function = getattr(original, "__func__", original)
+    if hasattr(function, _MARK):
+        return
+
+    @functools.wraps(function)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(function, *args, **kwargs)
+
+    setattr(replacement, _MARK, True)
+    setattr(owner, name, binding(replacement) if binding else replacement)
+
+
+def _add_flags(original: Callable[..., Any], parser: Any) -> Any:
+    parser = original(parser)
+    group = parser.add_argument_group(
+        title="KVEviction",
+        description="KV-cache eviction at the end of a prompt (vllm-tgvkv).",
+    )
+    group.add_argument(
+        "--kv-eviction",
+        choices=(NONE, *POLICY_NAMES),
+        default=None,
+        help="Method that decides which cache entries of a prompt are kept for decoding. "
+        "Without it, or with `none`, vLLM runs as stock.",
+    )
+    group.add_argument(
+        "--kv-eviction-budget",
+        type=_budget_flag,
+        default=None,
+        help="What is kept: a fraction of the prompt, 0 < budget <= 1, or a whole number of "
+        "tokens per KV head (default: 0.1). A request can override it with "
+        "`vllm_xargs: {\"kv_eviction_budget\": 0.2}`.",
+    )
+    group.add_argument(
+        "--kv-eviction-config",
+        type=_config_flag,
+        default=None,
+        help="Everything else, as a YAML or JSON file or inline JSON: granularity (layer, head), "
+        "observation_window, sinks, floor_pages, min_prompt_tokens, text_only (keep, evict), "
+        "prefix_reuse (exact, full), pooling.",
+    )
+    return parser
+
+
+def _budget_flag(value: str) -> float | int:
+    try:
+        budget = Budget.parse(value, "the budget")
+    except EvictionConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return budget.tokens if budget.tokens is not None else float(value)
+
+
+def _config_flag(value: str) -> dict[str, Any]:
+    try:
+        values = read_config_file(value)
+        EvictionConfig.from_mapping(values)
+    except EvictionConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return values
+
+
+def _read_flags(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
+    engine_args = original(cls, args)
+    flags = {
+        "policy": getattr(args, "kv_eviction", None),
+        "budget": getattr(args, "kv_eviction_budget", None),
+    }
+    given = {name: value for name, value in flags.items() if value is not None}
+    extra = getattr(args, "kv_eviction_config", None)
+    if not given and extra is None:
+        return engine_args
+    if CONFIG_KEY in engine_args.additional_config:
+        raise EvictionConfigError(
+            f"--kv-eviction* and --additional-config with {CONFIG_KEY!r} are both given: use one"
+        )
+    values = {**(extra or {}), **given}
+    if "policy" not in values:
+        raise EvictionConfigError(
+            "--kv-eviction-budget or --kv-eviction-config is given without --kv-eviction: "
+            f"name a method, such as --kv-eviction {POLICY_NAMES[0]}"
+        )
+    engine_args.additional_config = {**engine_args.additional_config, CONFIG_KEY: values}
+    return engine_args
+
+
+def _configure_engine(
+    original: Callable[..., VllmConfig], engine_args: EngineArgs, *args: Any, **kwargs: Any
+) -> VllmConfig:
+    additional = engine_args.additional_config
+    if not isinstance(additional, dict) or CONFIG_KEY not in additional:
+        return original(engine_args, *args, **kwargs)
+    config = EvictionConfig.from_mapping(additional[CONFIG_KEY])
+    if not config.active:
+        return original(engine_args, *args, **kwargs)
+
+    check_engine_args(engine_args, SCHEDULER_CLS, WORKER_CLS)
+    engine_args.scheduler_cls = SCHEDULER_CLS
+    engine_args.worker_cls = WORKER_CLS
+    vllm_config = original(engine_args, *args, **kwargs)
+    check_vllm_config(vllm_config)
+    install_request_validation()
+    return vllm_config
+
+
+def _validate_request(
+    original: Callable[..., Any], processor: Any, params: Any, *args: Any, **kwargs: Any
+) -> Any:
+    result = original(processor, params, *args, **kwargs)
+    config = config_of(processor.vllm_config)
+    if config.active and isinstance(params, SamplingParams):
+        try:
+            RequestWish.resolve(config, params.extra_args)
+        except EvictionConfigError as error:
+            raise VLLMValidationError(str(error), parameter="vllm_xargs") from error
+    return result

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pooling of token scores over neighbours, in the sequence or in an image's patch grid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_KINDS = ("none", "sequence", "grid")
+_REDUCTIONS = ("max", "mean")
+
+
+@dataclass(frozen=True)
+class ImageSpan:
+    """A contiguous run of vision positions and, where known, the patch grid it spells out."""
+
+    start: int
+    length: int
+    grid: tuple[int, int] | None = None
+    """(rows, columns), row-major, rows * columns = length."""
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """How a token's score is pooled with its neighbours'.
+
+    ``sequence``: over the ``kernel`` nearest positions of the same run, a run being one image or a
+    stretch of text without an image in it. ``grid``: over ``kernel`` x ``kernel`` patches of the
+    same image; text is left as it is. At a border only what is inside counts.
+
+    Raises:
+        ValueError: for an unknown ``kind`` or ``reduce``, or a kernel that is not odd and positive.
+    """
+
+    kind: Literal["none", "sequence", "grid"] = "none"
+    kernel: int = 3
+    reduce: Literal["max", "mean"] = "max"
+
+    def __post_init__(self) -> None:
+        if self.kind not in _KINDS:
+            raise ValueError(f"kind must be one of {', '.join(_KINDS)}, got {self.kind!r}")
+        if self.reduce not in _REDUCTIONS:
+            raise ValueError(f"reduce must be one of {', '.join(_REDUCTIONS)}, got {self.reduce!r}")
+        is_count = isinstance(self.kernel, int) and not isinstance(self.kernel, bool)
+        if not is_count or self.kernel < 1 or self.kernel % 2 == 0:
+            raise ValueError(f"kernel must be an odd positive number, got {self.kernel!r}")
+
+
+def pool(
+    scores: Tensor, is_vision: Tensor, images: tuple[ImageSpan, ...], pooling: Pooling
+) -> Tensor:
+    """Pooled scores, float32 ``[H, P]`` -> ``[H, P]``; ``is_vision`` is bool ``[P]``.
+
+    Raises:
+        ValueError: if ``grid`` pooling meets an image without a grid that fits its length.
+    """
+    if pooling.kind == "sequence":
+        return _pool_sequence(scores, _run_numbers(is_vision, images), pooling)
+    if pooling.kind == "grid":
+        return _pool_grids(scores, images, pooling)
+    return scores
+
+
+def _run_numbers(is_vision: Tensor, images: tuple[ImageSpan, ...]) -> Tensor:
+    """The number of the run each position is in, int64 ``[P]``, ascending."""
+    starts = torch.zeros_like(is_vision)
+    starts[1:] = is_vision[1:] != is_vision[:-1]
+    for image in images:  # two images may follow each other without text between them
+        starts[image.start] = True
+    return starts.cumsum(dim=0)
+
+
+def _pool_sequence(scores: Tensor, runs: Tensor, pooling: Pooling) -> Tensor:
+    reach = pooling.kernel // 2
+    neighbours = F.pad(scores, (reach, reach)).unfold(-1, pooling.kernel, 1)  # [H, P, kernel]
+    same_run = F.pad(runs, (reach, reach), value=-1).unfold(0, pooling.kernel, 1) == runs[:, None]
+    if pooling.reduce == "max":
+        return neighbours.masked_fill(~same_run, float("-inf")).amax(dim=-1)
+    return neighbours.masked_fill(~same_run, 0).sum(dim=-1) / same_run.sum(dim=-1)
+
+
+def _pool_grids(scores: Tensor, images: tuple[ImageSpan, ...], pooling: Pooling) -> Tensor:
+    pooled = scores.clone()
+    for image in images:
+        rows, columns = _grid(image)
+        patches = slice(image.start, image.start + image.length)
+        grid = _pool_grid(scores[:, patches].reshape(-1, rows, columns), pooling)
+        pooled[:, patches] = grid.flatten(1)
+    return pooled
+
+
+def _pool_grid(grid: Tensor, pooling: Pooling) -> Tensor:
+    """``[H, rows, columns]`` -> the same shape."""
+    reach = pooling.kernel // 2
+    if pooling.reduce == "mean":
+        return F.avg_pool2d(grid, pooling.kernel, 1, reach, count_include_pad=False)
+    return F.max_pool2d(grid, pooling.kernel, 1, reach)
+
+
+def _grid(image: ImageSpan) -> tuple[int, int]:
+    where = f"the image at positions {image.start}..{image.start + image.length - 1}"
+    if image.grid is None:
+        raise ValueError(f"pooling over the patch grid: the grid of {where} is not known")
+    rows, columns = image.grid
+    if rows * columns != image.length:
+        raise ValueError(
+            f"pooling over the patch grid: {where} has {image.length} tokens, "
+            f"its grid {rows} x {columns}"
+        )
+    return rows, columns

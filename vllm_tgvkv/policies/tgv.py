@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TGV-KV: text-vision budgeting (TVB), text-weighted ranking (TWR), text-prioritised retention.
+
+Rows of all sums are the observation rows O, text positions after the first vision token.
+Retention (TPR) is ``text_first``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm_tgvkv.policies.base import (
+    Attention,
+    Budget,
+    Granularity,
+    Prompt,
+    Score,
+    at_granularity,
+)
+from vllm_tgvkv.policies.registry import BUDGETS, POLICIES, SCORES, Recipe
+
+
+@SCORES.register("tgv")
+class TgvScore(Score):
+    """Text-weighted ranking.
+
+    The weight of row j is what it receives from the rows of O at or after it, divided by how many
+    those are, then normalised to sum 1::
+
+        w[j] = sum_{i in O, i >= j} A[i, j] / (|O| - rank(j) + 1),   rank(j) = 1 .. |O|
+
+    A vision token's score is its weighted column sum, ``s[j] = sum_{i in O} w[i] A[i, j]``; a text
+    token's is the plain one, ``s[j] = sum_{i in O, i >= j} A[i, j]``. The paper sums text over all
+    text rows i >= j. Here they are the rows of O, **a choice**: a prefix-cache hit, which computes
+    no queries, then changes nothing as long as it ends before the first of them.
+
+    The two are on different scales, which only matters to a retention that mixes them.
+    """
+
+    def __call__(self, attention: Attention, prompt: Prompt, granularity: Granularity) -> Tensor:
+        attention = at_granularity(attention, granularity)
+        text = attention.column_sums
+        vision = attention.weighted_column_sums(_row_weights(text, prompt.rows))
+        return torch.where(prompt.is_vision, vision, text)
+
+
+@BUDGETS.register("tgv")
+class TgvBudget(Budget):
+    """Text-vision budgeting: t[l] = sum of A[l] over rows O and vision columns, over its total."""
+
+    def strength(self, attention: Attention, prompt: Prompt, granularity: Granularity) -> Tensor:
+        sums = at_granularity(attention, granularity).column_sums
+        return torch.where(prompt.is_vision, sums, 0.0).sum(dim=-1)
+
+    def shares(self, strengths: Tensor) -> Tensor:
+        return strengths / strengths.sum()
+
+
+POLICIES.add("tgv", Recipe(score="tgv", budget="tgv", retention="text_first"))
+
+
+def _row_weights(column_sums: Tensor, rows: Tensor) -> Tensor:
+    """w of :class:`TgvScore`: float32 ``[H, O]`` from column sums ``[H, P]``, sum 1 per head."""
+    # Causality: column j of A is zero in the rows before j, so the column sum is the sum i >= j.
+    received = column_sums.index_select(-1, rows)
+    num_later = torch.arange(rows.shape[0], 0, -1, device=rows.device)
+    weights = received / num_later
+    total = weights.sum(dim=-1, keepdim=True)
+    return weights / total.clamp(min=torch.finfo(total.dtype).tiny)

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compressed regions of running requests, found by the first block of their row.
+
+A region is k fresh blocks whose k * L * H pages are dealt to the (layer, head)
+pairs in prefix-sum order; its whole state is k, the number t0 of prompt blocks it
+replaced, and L * H + 1 offsets. A row of vLLM's block table starts with the
+region's first block, which no other request shares, so the state is kept by that
+block's id: a decode step needs no request ids, whatever order the batch has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class Regions:
+    """Region state on the device, one slot for each block of the pool.
+
+    `num_retained` [num_blocks] int32 is k, or 0 where no region starts;
+    `num_replaced` [num_blocks] int32 is t0; `offsets` [num_blocks, L * H + 1] int32.
+    """
+
+    def __init__(self, num_blocks: int, num_pairs: int, device: torch.device) -> None:
+        self.num_retained = torch.zeros(num_blocks, dtype=torch.int32, device=device)
+        self.num_replaced = torch.zeros(num_blocks, dtype=torch.int32, device=device)
+        self.offsets = torch.zeros(num_blocks, num_pairs + 1, dtype=torch.int32, device=device)
+        self.num_live = 0
+
+    def add(
+        self, first_block: int, num_retained: int, num_replaced: int, offsets: torch.Tensor
+    ) -> None:
+        """Record a region; `offsets` is int32 [L * H + 1] on the device."""
+        self.num_retained[first_block] = num_retained
+        self.num_replaced[first_block] = num_replaced
+        self.offsets[first_block] = offsets
+        self.num_live += 1
+
+    def release(self, first_blocks: Sequence[int]) -> None:
+        """Drop regions whose blocks went back to the pool."""
+        for block in first_blocks:
+            self.num_retained[block] = 0
+            self.num_replaced[block] = 0
+        self.num_live -= len(first_blocks)

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's scheduler, plus: decide who is evicted, reserve, swap, tell the worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from vllm.logger import init_logger
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+from vllm_tgvkv.config import NONE, RequestWish, config_of
+from vllm_tgvkv.counters import EvictionCounters
+from vllm_tgvkv.integrity import check_integrity
+from vllm_tgvkv.manager import EvictingManager, Swap
+from vllm_tgvkv.plan import ATTRIBUTE, Eviction, Observation, StepPlan
+from vllm_tgvkv.prompt import PromptMap, map_prompt
+
+logger = init_logger("vllm.tgvkv")
+
+
+@dataclass
+class Candidate:
+    """A request that is to be evicted at the end of its prefill."""
+
+    wish: RequestWish
+    prompt: PromptMap
+    num_retained_blocks: int
+    first_row: int = 0
+    """Index of the first observation row that is computed, not taken from the cache."""
+
+
+class EvictionScheduler(Scheduler):
+    """The stock scheduler with evictions; all scheduling decisions stay vLLM's.
+
+    For each request: `add_request` decides whether it will be evicted and how many
+    blocks it retains; the manager reserves them when the last prefill chunk is
+    scheduled; `schedule` then swaps the blocks and attaches a `StepPlan` to the
+    step's output. The freed count is known here, before the step runs.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.eviction_config = config_of(self.vllm_config)
+        self.eviction_counters = EvictionCounters()
+        (manager,) = self.kv_cache_manager.coordinator.single_type_managers
+        assert isinstance(manager, EvictingManager), type(manager)
+        self._manager = manager
+        self._manager.record_freed = self.eviction_config.debug.poison
+        self._candidates: dict[str, Candidate] = {}
+        self._forgotten: list[str] = []
+        config = self.eviction_config
+        logger.info(
+            "KV eviction: policy %s, budget %s, granularity %s; pages of %d tokens, "
+            "pool of %d blocks, each %d layers x KV heads",
+            config.policy,
+            config.budget,
+            config.granularity,
+            self.block_size,
+            self.block_pool_size,
+            self.pages_per_block,
+        )
+
+    @property
+    def block_pool_size(self) -> int:
+        return self._manager.block_pool.num_gpu_blocks - 1
+
+    @property
+    def pages_per_block(self) -> int:
+        (group,) = self.kv_cache_config.kv_cache_groups
+        return len(group.layer_names) * group.kv_cache_spec.num_kv_heads
+
+    # -- arrival ------------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        is_new = request.request_id not in self.requests
+        super().add_request(request)
+        if is_new:
+            self._consider(request)
+
+    def _consider(self, request: Request) -> None:
+        """Make the request a candidate, or count why it is none."""
+        candidate = self._make_candidate(request)
+        if isinstance(candidate, str):
+            self._skip(request, candidate)
+            return
+        self._candidates[request.request_id] = candidate
+        self._manager.expect_eviction(
+            request,
+            candidate.num_retained_blocks,
+            request.num_prompt_tokens // self.block_size,
+        )
+
+    def _make_candidate(self, request: Request) -> Candidate | str:
+        """A candidate, or the reason (a key of `SKIP_REASONS`) why the request is none."""
+        config, num_tokens = self.eviction_config, request.num_prompt_tokens
+        if request.sampling_params is None or request.prompt_token_ids is None or request.resumable:
+            return "unsupported_request"
+        wish = RequestWish.resolve(config, request.sampling_params.extra_args)
+        if wish.policy == NONE:
+            return "policy_none"
+        if request.max_tokens <= 1:
+            return "single_token"
+        if num_tokens < max(config.min_prompt_tokens, self.block_size):
+            return "prompt_too_short"
+        prompt = map_prompt(num_tokens, request.mm_features, config.observation_window)
+        if not prompt.has_vision and config.text_only == "keep":
+            return "text_only"
+        if config.pooling.kind == "grid" and any(run.grid is None for run in prompt.vision):
+            return "unknown_patch_grid"
+        num_retained = wish.budget.retained_blocks(num_tokens, self.block_size)
+        num_full = num_tokens // self.block_size
+        if num_retained >= num_full and not config.debug.evict_at_full_budget:
+            return "budget_covers_prompt"
+        if not self._manager.can_ever_fit(request, num_retained):
+            return "pool_too_small"
+        return Candidate(wish, prompt, num_retained)
+
+    def _skip(self, request: Request, reason: str) -> None:
+        self.eviction_counters.skip(reason)
+        logger.debug("KV eviction of %s skipped: %s", request.request_id, reason)
+
+    # -- admission ----------------------------------------------------------------------
+
+    def _get_local_prefix_cache_hit(self, request: Request) -> tuple[Any, int, int, bool]:
+        blocks, num_hit, boundary, diverged = super()._get_local_prefix_cache_hit(request)
+        candidate = self._candidates.get(request.request_id)
+        if candidate is None:
+            return blocks, num_hit, boundary, diverged
+        if not self._manager.can_ever_fit(request, candidate.num_retained_blocks):
+            # A preempted request has grown: its replay and the retained blocks together
+            # no longer fit an empty pool, so waiting for them would never end.
+            self._forget(request.request_id)
+            self._skip(request, "pool_too_small")
+            return blocks, num_hit, boundary, diverged
+        rows = candidate.prompt.rows
+        if self.eviction_config.prefix_reuse == "exact" and num_hit > rows[0]:
+            num_hit = int(rows[0]) // self.block_size * self.block_size
+            blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, num_hit)
+        candidate.first_row = int(np.searchsorted(rows, num_hit))
+        return blocks, num_hit, boundary, diverged
+
+    # -- each step ----------------------------------------------------------------------
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        output = super().schedule(*args, **kwargs)
+        plan = StepPlan(
+            released=self._manager.drain_released(),
+            forgotten=self._forgotten,
+            poisoned=self._manager.drain_freed(),
+        )
+        self._forgotten = []
+        for request_id, num_scheduled in output.num_scheduled_tokens.items():
+            if request_id in self._candidates and not self._manager.is_compressed(request_id):
+                self._plan_chunk(plan, self.requests[request_id], num_scheduled)
+        if plan:
+            setattr(output, ATTRIBUTE, plan)
+        if self.eviction_config.debug.check_integrity:
+            check_integrity(self)
+        return output
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        super()._preempt_request(request, *args, **kwargs)
+        if request.request_id in self._candidates:
+            self._forgotten.append(request.request_id)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        result = super()._free_request(request, *args, **kwargs)
+        self._forget(request.request_id)
+        return result
+
+    def _forget(self, request_id: str) -> None:
+        """The request ended or will not be evicted."""
+        if self._candidates.pop(request_id, None) is not None:
+            self._forgotten.append(request_id)
+            self._manager.forget(request_id)
+
+    def _plan_chunk(self, plan: StepPlan, request: Request, num_scheduled: int) -> None:
+        """Add what a chunk of a candidate's prefill asks of the worker."""
+        candidate = self._candidates[request.request_id]
+        end = request.num_computed_tokens  # vLLM has advanced it by this chunk already
+        start = end - num_scheduled
+        rows = candidate.prompt.rows
+        first, last = np.searchsorted(rows, (start, end))
+        if first < last:
+            plan.observations.append(
+                Observation(
+                    request_id=request.request_id,
+                    chunk_start=start,
+                    first=int(first),
+                    rows=rows[first:last],
+                    num_rows=len(rows),
+                )
+            )
+        if not request.is_prefill_chunk:
+            plan.evictions.append(self._evict(request, candidate))
+
+    def _evict(self, request: Request, candidate: Candidate) -> Eviction:
+        swap = self._manager.swap(request.request_id)
+        self._count(request, candidate, swap)
+        return Eviction(
+            request_id=request.request_id,
+            policy=candidate.wish.policy,
+            prompt=candidate.prompt,
+            first_row=candidate.first_row,
+            old_blocks=np.array(swap.old_blocks, dtype=np.int32),
+            new_blocks=np.array(swap.new_blocks, dtype=np.int32),
+            row_blocks=np.array(swap.row_blocks, dtype=np.int32),
+        )
+
+    def _count(self, request: Request, candidate: Candidate, swap: Swap) -> None:
+        num_tokens, retained = request.num_prompt_tokens, candidate.num_retained_blocks
+        num_kept = retained * self.block_size + num_tokens % self.block_size
+        self.eviction_counters.evicted(num_tokens, num_kept, swap.num_freed - retained)
+        logger.debug(
+            "KV eviction of %s: %s, %s; %d of %d prompt tokens kept a head, blocks %d -> %d",
+            request.request_id,
+            candidate.wish.policy,
+            candidate.wish.budget,
+            num_kept,
+            num_tokens,
+            len(swap.old_blocks),
+            len(swap.old_blocks) - num_tokens // self.block_size + retained,
+        )

@@ -9,6 +9,7 @@ the same batch run as in stock.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -111,14 +112,18 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             head_size=self.head_dim,
             block_size=self.block_size,
         )
-        self.evictor = Evictor(config_of(vllm_config), self.shape, device)
-        self.row_of: dict[str, int] = {}
-        """Rows of the batch by request id; the worker binds the runner's own mapping."""
+        self.evictor: Evictor | None = None
+        self._row_of: Mapping[str, int] = {}
         self._starts = torch.arange(
             vllm_config.scheduler_config.max_num_seqs * self.num_kv_heads + 1, dtype=torch.int32
         )
         self._seen_rows: torch.Tensor | None = None
         self._tables: torch.Tensor | None = None
+
+    def bind(self, pool: PagePool, row_of: Mapping[str, int]) -> None:
+        """Attach the cache, once vLLM has allocated it, and the batch's rows by request id."""
+        self.evictor = Evictor(config_of(self.vllm_config), self.shape, pool)
+        self._row_of = row_of
 
     def build(
         self,
@@ -126,27 +131,28 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> EvictingCPUMetadata:
-        num_decodes = 0
-        if self.evictor.regions is not None and self.evictor.regions.num_live:
-            num_decodes, *_ = split_decodes_and_prefills(common_attn_metadata, decode_threshold=1)
-        decode = self._ragged_decode(common_attn_metadata, num_decodes) if num_decodes else None
-        stock_part = _without_decodes(common_attn_metadata, num_decodes)
+        decode = self._ragged_decode(common_attn_metadata)
+        stock_part = _without_decodes(common_attn_metadata, decode.num_rows if decode else 0)
         if stock_part.num_reqs:
             stock = super().build(common_prefix_len, stock_part, fast_build)
         else:
             stock = _nothing(stock_part)
         starts = common_attn_metadata.query_start_loc_cpu
-        observing = self.evictor.prepare(lambda request_id: int(starts[self.row_of[request_id]]))
+        observing = self.evictor is not None and self.evictor.prepare(
+            lambda request_id: int(starts[self._row_of[request_id]])
+        )
         return EvictingCPUMetadata(
             **{f.name: getattr(stock, f.name) for f in fields(CPUAttentionMetadata)},
             decode=decode,
             evictor=self.evictor if observing else None,
         )
 
-    def _ragged_decode(self, common: CommonAttentionMetadata, num_rows: int) -> RaggedDecode | None:
-        """Virtual sequences of the first `num_rows` rows; None if no row is compressed."""
+    def _ragged_decode(self, common: CommonAttentionMetadata) -> RaggedDecode | None:
+        """Virtual sequences of the batch's decode rows; None if no row is compressed."""
+        if self.evictor is None or not self.evictor.regions.num_live:
+            return None
+        num_rows, *_ = split_decodes_and_prefills(common, decode_threshold=1)
         regions, shape = self.evictor.regions, self.shape
-        assert regions is not None
         rows = common.block_table_tensor[:num_rows]
         first_blocks = rows[:, 0]
         retained = regions.num_retained[first_blocks]
@@ -155,7 +161,6 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         replaced = regions.num_replaced[first_blocks]
         offsets = regions.offsets[first_blocks]
         seq_lens = common.seq_lens[:num_rows]
-        tables = self._page_tables(rows, seq_lens, retained, replaced, offsets)
         lengths = torch.empty(
             shape.num_layers, num_rows, shape.num_heads, dtype=torch.int32, device=rows.device
         )
@@ -164,7 +169,7 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         return RaggedDecode(
             num_rows=num_rows,
             starts=starts,
-            tables=tables,
+            tables=self._page_tables(rows, seq_lens, retained, replaced, offsets),
             lengths=lengths,
             schedules=[self._schedule(starts, lengths[layer]) for layer in range(shape.num_layers)],
         )
@@ -180,7 +185,8 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         """Page tables [L, B, H, W]; those of the last step while the batch's rows stay."""
         width = int((seq_lens.max() + self.block_size - 1) // self.block_size)
         seen = torch.cat((rows[:, :width], retained.unsqueeze(1)), dim=1)
-        if self._tables is None or self._seen_rows is None or not torch.equal(seen, self._seen_rows):
+        unchanged = self._seen_rows is not None and torch.equal(seen, self._seen_rows)
+        if self._tables is None or not unchanged:
             shape = (self.shape.num_layers, rows.shape[0], self.shape.num_heads, width)
             self._tables = torch.empty(shape, dtype=torch.int32, device=rows.device)
             write_page_tables(
@@ -293,9 +299,7 @@ class EvictingCPUImpl(CPUAttentionBackendImpl):
         self.key_pages, self.value_pages = pages.chunk(2, dim=2)
 
 
-def _without_decodes(
-    common: CommonAttentionMetadata, num_decodes: int
-) -> CommonAttentionMetadata:
+def _without_decodes(common: CommonAttentionMetadata, num_decodes: int) -> CommonAttentionMetadata:
     """The batch without its first `num_decodes` rows, which have one token each."""
     if num_decodes == 0:
         return common

@@ -112,7 +112,7 @@ def _model_checks(model: ModelConfig) -> tuple[tuple[bool, str, str], ...]:
     other = "serve another model"
     text = model.hf_text_config
     return (
-        (model.runner_type != "generate", f"--runner {model.runner_type}", "use a generating model"),
+        (model.runner_type != "generate", f"--runner {model.runner_type}", other),
         (model.use_mla, "multi-head latent attention (MLA)", other),
         (model.is_encoder_decoder, "cross attention (an encoder-decoder model)", other),
         (

@@ -47,29 +47,38 @@ class CacheShape:
 
 
 @dataclass
-class PromptWork:
-    """One prompt's part of the current forward pass."""
+class Judgement:
+    """A prompt that is evicted in this forward pass, and what its layers showed so far."""
 
-    request_id: str
-    token_index: torch.Tensor | None = None
-    """Rows of the batch's queries that are observation rows, int64."""
-    observation: Observation | None = None
-    eviction: Eviction | None = None
-    policy: Policy | None = None
-    prompt: Prompt | None = None
-    old_blocks: torch.Tensor | None = None
+    eviction: Eviction
+    policy: Policy
+    prompt: Prompt
+    old_blocks: torch.Tensor
+    """Block ids of the prompt, int32 [ceil(P / N)]."""
     scores: list[torch.Tensor] = field(default_factory=list)
     """A layer each, float32 [H or 1, C]."""
     strengths: list[torch.Tensor] = field(default_factory=list)
     """A layer each, float32 [H or 1]."""
 
+
+@dataclass
+class PromptWork:
+    """One prompt's part of the current forward pass."""
+
+    request_id: str
+    observation: Observation | None = None
+    token_index: torch.Tensor | None = None
+    """Rows of the batch's queries that are the observation's rows, int64."""
+    judgement: Judgement | None = None
+
     @property
     def in_one_chunk(self) -> bool:
         """Whether every row that votes is in the chunk that ends the prefill."""
-        if self.eviction is None:
-            return False
-        first = self.observation.first if self.observation else None
-        return first == self.eviction.first_row
+        return (
+            self.judgement is not None
+            and self.observation is not None
+            and self.observation.first == self.judgement.eviction.first_row
+        )
 
 
 @dataclass(frozen=True)
@@ -86,23 +95,18 @@ class KeptTokens:
 class Evictor:
     """Carries out `StepPlan`s; owned by the attention metadata builder of a worker."""
 
-    def __init__(self, config: EvictionConfig, shape: CacheShape, device: torch.device) -> None:
+    def __init__(self, config: EvictionConfig, shape: CacheShape, pool: PagePool) -> None:
         self.config = config
         self.shape = shape
-        self.device = device
-        self.regions: Regions | None = None
-        self.pool: PagePool | None = None
+        self.pool = pool
+        self.device = pool.raw.device
+        self.regions = Regions(pool.num_blocks, shape.num_pairs, self.device)
         self.kept: deque[KeptTokens] = deque(maxlen=256)
         self._policies: dict[str, Policy] = {}
         self._queries: dict[str, torch.Tensor] = {}
         """Observation queries of prompts that span several chunks, [L, O, H * G, D]."""
         self._plan = StepPlan()
         self._work: list[PromptWork] = []
-
-    def bind(self, pool: PagePool) -> None:
-        """Attach the cache, once vLLM has allocated it."""
-        self.pool = pool
-        self.regions = Regions(pool.num_blocks, self.shape.num_pairs, self.device)
 
     # -- a step -------------------------------------------------------------------------
 
@@ -130,10 +134,12 @@ class Evictor:
             work.token_index = self._to_device(observation.rows + start)
         for eviction in self._plan.evictions:
             work = works.setdefault(eviction.request_id, PromptWork(eviction.request_id))
-            work.eviction = eviction
-            work.policy = self._policy(eviction.policy)
-            work.prompt = self._prompt(eviction)
-            work.old_blocks = self._to_device(eviction.old_blocks)
+            work.judgement = Judgement(
+                eviction,
+                self._policy(eviction.policy),
+                self._prompt(eviction),
+                self._to_device(eviction.old_blocks),
+            )
         self._work = list(works.values())
         return bool(self._work)
 
@@ -143,65 +149,67 @@ class Evictor:
         `queries` is [tokens, H * G, D], rotated, of the whole batch.
         """
         for work in self._work:
-            rows = self._rows_of(work, layer, queries)
-            if work.eviction is not None:
-                assert rows is not None
-                self._score_layer(work, layer, rows, scale)
-                if len(work.scores) == self.shape.num_layers:
-                    self._finish(work)
+            chunk = self._chunk_rows(work, layer, queries)
+            if work.judgement is None:
+                continue
+            if chunk is not None and work.in_one_chunk:
+                rows = chunk
+            else:
+                first = work.judgement.eviction.first_row
+                rows = self._queries[work.request_id][layer, first:]
+            self._judge_layer(work.judgement, layer, rows, scale)
+            if len(work.judgement.scores) == self.shape.num_layers:
+                self._finish(work.judgement)
 
     # -- observation --------------------------------------------------------------------
 
-    def _rows_of(
+    def _chunk_rows(
         self, work: PromptWork, layer: int, queries: torch.Tensor
     ) -> torch.Tensor | None:
-        """Queries of the rows that vote, [O, H * G, D]; kept back while chunks are to come."""
-        chunk = None
-        if work.token_index is not None:
-            chunk = queries.index_select(0, work.token_index)
-            if work.in_one_chunk:
-                return chunk
+        """Queries of this chunk's observation rows, [n, H * G, D], or None if it has none.
+
+        They are kept until the prefill ends, unless it ends with this chunk and no
+        earlier one had rows.
+        """
         observation = work.observation
-        if observation is not None and chunk is not None:
+        if observation is None or work.token_index is None:
+            return None
+        chunk = queries.index_select(0, work.token_index)
+        if not work.in_one_chunk:
             if work.request_id not in self._queries:
                 shape = (self.shape.num_layers, observation.num_rows, *queries.shape[1:])
                 self._queries[work.request_id] = queries.new_empty(shape)
             last = observation.first + len(observation.rows)
             self._queries[work.request_id][layer, observation.first : last] = chunk
-        if work.eviction is None:
-            return None
-        return self._queries[work.request_id][layer, work.eviction.first_row :]
+        return chunk
 
-    def _score_layer(
-        self, work: PromptWork, layer: int, rows: torch.Tensor, scale: float
+    def _judge_layer(
+        self, judgement: Judgement, layer: int, rows: torch.Tensor, scale: float
     ) -> None:
-        assert work.policy is not None and work.prompt is not None and work.old_blocks is not None
-        shape = self.shape
+        shape, prompt = self.shape, judgement.prompt
         attention = observe(
-            rows.view(-1, shape.num_heads, shape.group_size, shape.head_size),
+            rows.unflatten(1, (shape.num_heads, shape.group_size)),
             self.pool.layer_keys(layer),
-            work.old_blocks,
-            work.prompt.rows,
-            work.prompt.num_tokens,
+            judgement.old_blocks,
+            prompt.rows,
+            prompt.num_tokens,
             scale,
         )
-        scores, strength = work.policy.look(attention, work.prompt)
+        scores, strength = judgement.policy.look(attention, prompt)
         # A copy of the candidates: a view would keep the tail's columns alive as well.
-        work.scores.append(scores[:, : work.prompt.num_candidates].contiguous())
-        work.strengths.append(strength)
+        judgement.scores.append(scores[:, : prompt.num_candidates].contiguous())
+        judgement.strengths.append(strength)
 
     # -- decision -----------------------------------------------------------------------
 
-    def _finish(self, work: PromptWork) -> None:
+    def _finish(self, judgement: Judgement) -> None:
         """Deal the pages, select the tokens, copy them, store the region."""
-        eviction, prompt, policy = work.eviction, work.prompt, work.policy
-        assert eviction is not None and prompt is not None and policy is not None
-        assert work.old_blocks is not None
+        eviction, prompt, policy = judgement.eviction, judgement.prompt, judgement.policy
         shape, num_retained = self.shape, eviction.num_retained_blocks
         num_full = prompt.num_candidates // shape.block_size
-        counts = self._deal(policy, torch.stack(work.strengths), num_retained, num_full)
+        counts = self._deal(policy, torch.stack(judgement.strengths), num_retained, num_full)
         positions = select_tokens(
-            torch.stack(work.scores),
+            torch.stack(judgement.scores),
             policy.retention.tiers(prompt)[: prompt.num_candidates],
             counts,
             num_retained * shape.num_pairs,
@@ -213,15 +221,15 @@ class Evictor:
             self.pool.values,
             positions,
             offsets,
-            work.old_blocks[:num_full],
+            judgement.old_blocks[:num_full],
             self._to_device(eviction.new_blocks),
             shape.num_layers,
             shape.num_heads,
         )
         self.regions.add(int(eviction.new_blocks[0]), num_retained, num_full, offsets)
-        self._queries.pop(work.request_id, None)
+        self._queries.pop(eviction.request_id, None)
         if self.config.debug.record_kept:
-            self.kept.append(KeptTokens(work.request_id, counts, positions))
+            self.kept.append(KeptTokens(eviction.request_id, counts, positions))
 
     def _deal(
         self, policy: Policy, strengths: torch.Tensor, num_retained: int, num_full: int

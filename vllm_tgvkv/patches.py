@@ -102,7 +102,7 @@ def _add_flags(original: Callable[..., Any], parser: Any) -> Any:
         default=None,
         help="What is kept: a fraction of the prompt, 0 < budget <= 1, or a whole number of "
         "tokens per KV head (default: 0.1). A request can override it with "
-        "`vllm_xargs: {\"kv_eviction_budget\": 0.2}`.",
+        '`vllm_xargs: {"kv_eviction_budget": 0.2}`.',
     )
     group.add_argument(
         "--kv-eviction-config",

@@ -68,13 +68,11 @@ def map_prompt(
 def _vision_runs(feature: MultiModalFeatureSpec) -> Iterator[VisionRun]:
     if feature.modality not in VISION_MODALITIES:
         return
-    position = feature.mm_position
-    spans = [
-        (start, last + 1 - start) for start, last in position.extract_embeds_range() if last >= start
-    ]
-    grid = _patch_grid(feature.data, feature.modality)
-    for start, length in spans:
-        yield VisionRun(start, length, _grid_of_run(length, grid))
+    patches = _patch_grid(feature.data, feature.modality)
+    for start, last in feature.mm_position.extract_embeds_range():
+        length = last + 1 - start
+        if length > 0:
+            yield VisionRun(start, length, _grid_of_run(length, patches))
 
 
 def _patch_grid(data: Any, modality: str) -> tuple[int, int] | None:

@@ -54,8 +54,7 @@ class EvictionCPUWorker(CPUWorker):
             impl = layers[name].impl
             assert isinstance(impl, EvictingCPUImpl), type(impl)
             impl.bind(index, pool)
-        builder.evictor.bind(pool)
-        builder.row_of = self.model_runner.input_batch.req_id_to_index
+        builder.bind(pool, self.model_runner.input_batch.req_id_to_index)
         self._rows_to_rewrite: list[Eviction] = []
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
@@ -84,7 +83,9 @@ class EvictionCPUWorker(CPUWorker):
 
     @property
     def evictor(self) -> Evictor:
-        return self._builder().evictor
+        evictor = self._builder().evictor
+        assert evictor is not None, "the KV cache is not initialised"
+        return evictor
 
     def _builder(self) -> EvictingCPUMetadataBuilder:
         ((group,),) = self.model_runner.attn_groups

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 CONFIG_KEY = "kv_eviction"
 """Key of the mapping in vLLM's `additional_config`."""
 
+REQUEST_KEYS = ("kv_eviction", "kv_eviction_budget", "kv_eviction_report")
+"""What a request may set in its `vllm_xargs`."""
+
 NONE = "none"
 """The policy name that means: keep everything."""
 
@@ -88,7 +91,7 @@ class DebugOptions:
     """Switches for tests; each costs time and none changes what is kept."""
 
     poison: bool = False
-    """Fill every block given back with NaN at once."""
+    """Fill every block given back with NaN at once, and clear it when it is handed out again."""
     check_integrity: bool = False
     """Recount every block after each scheduler step and raise when something is off."""
     evict_at_full_budget: bool = False
@@ -155,10 +158,12 @@ class EvictionConfig:
 
 @dataclass(frozen=True)
 class RequestWish:
-    """Policy and budget of one request, after its `vllm_xargs` were applied."""
+    """What one request asked for, after its `vllm_xargs` were applied to the settings."""
 
     policy: str
     budget: Budget
+    report: bool = False
+    """Whether the response tells what was evicted, under `kv_transfer_params.kv_eviction`."""
 
     @classmethod
     def resolve(cls, config: EvictionConfig, extra_args: Mapping[str, Any] | None) -> RequestWish:
@@ -168,16 +173,21 @@ class RequestWish:
             EvictionConfigError: for an unknown `kv_eviction*` key or a wrong value.
         """
         given = {k: v for k, v in (extra_args or {}).items() if k.startswith("kv_eviction")}
-        if unknown := sorted(given.keys() - {"kv_eviction", "kv_eviction_budget"}):
+        if unknown := sorted(given.keys() - set(REQUEST_KEYS)):
             raise EvictionConfigError(
-                f"vllm_xargs has {', '.join(unknown)}: known are kv_eviction and kv_eviction_budget"
+                f"vllm_xargs has {', '.join(unknown)}: known are {', '.join(REQUEST_KEYS)}"
             )
         policy, budget = config.policy, config.budget
         if "kv_eviction" in given:
             policy = parse_policy_name(given["kv_eviction"], "vllm_xargs.kv_eviction")
         if "kv_eviction_budget" in given:
             budget = Budget.parse(given["kv_eviction_budget"], "vllm_xargs.kv_eviction_budget")
-        return cls(policy, budget)
+        report = given.get("kv_eviction_report", 0)
+        if report not in (0, 1):
+            raise EvictionConfigError(
+                f"vllm_xargs.kv_eviction_report is {report!r}: give 1 for a report, or 0"
+            )
+        return cls(policy, budget, bool(report))
 
 
 def parse_policy_name(value: Any, source: str) -> str:

@@ -31,16 +31,28 @@ class EvictionCounters:
     prompt_tokens_kept: int = 0
     """The same prompts, after: retained region and tail, mean over layers and heads."""
     blocks_given_back: int = 0
+    """Blocks returned to the pool, less the fresh ones taken. A block that another
+    request or a running prefix shares is not returned."""
+    _changed: bool = False
 
     def skip(self, reason: str) -> None:
         assert reason in SKIP_REASONS, reason
         self.requests_skipped[reason] += 1
+        self._changed = True
 
     def evicted(self, num_prompt_tokens: int, num_kept: int, num_blocks_back: int) -> None:
         self.requests_evicted += 1
         self.prompt_tokens_seen += num_prompt_tokens
         self.prompt_tokens_kept += num_kept
         self.blocks_given_back += num_blocks_back
+        self._changed = True
+
+    def take_if_changed(self) -> dict[str, Any] | None:
+        """The totals, if they changed since the last call."""
+        if not self._changed:
+            return None
+        self._changed = False
+        return self.as_dict()
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON and for other processes."""

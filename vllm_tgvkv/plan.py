@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 
@@ -59,11 +60,11 @@ class StepPlan:
     """Blocks given back since the last step (debug option `poison` only)."""
     observations: list[Observation] = field(default_factory=list)
     evictions: list[Eviction] = field(default_factory=list)
+    counters: dict[str, Any] | None = None
+    """The scheduler's totals, if they changed; workers keep them for `collective_rpc`."""
 
     def __bool__(self) -> bool:
-        return any(
-            (self.released, self.forgotten, self.poisoned, self.observations, self.evictions)
-        )
+        return any(getattr(self, part.name) for part in fields(self))
 
 
 ATTRIBUTE = "kv_eviction_plan"

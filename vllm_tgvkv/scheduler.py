@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from vllm.logger import init_logger
+from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from vllm_tgvkv.config import NONE, RequestWish, config_of
+from vllm_tgvkv.config import CONFIG_KEY, NONE, RequestWish, config_of
 from vllm_tgvkv.counters import EvictionCounters
 from vllm_tgvkv.integrity import check_integrity
 from vllm_tgvkv.manager import EvictingManager, Swap
@@ -33,6 +34,19 @@ class Candidate:
     """Index of the first observation row that is computed, not taken from the cache."""
 
 
+@dataclass
+class EvictionReport:
+    """What a response says about its request's cache, where it was asked to."""
+
+    policy: str
+    prompt_tokens: int
+    blocks_before: int
+    kept_tokens: int | None = None
+    """Prompt tokens kept, mean over layers and heads; None if nothing was evicted."""
+    blocks_after: int | None = None
+    skip_reason: str | None = None
+
+
 class EvictionScheduler(Scheduler):
     """The stock scheduler with evictions; all scheduling decisions stay vLLM's.
 
@@ -49,9 +63,14 @@ class EvictionScheduler(Scheduler):
         (manager,) = self.kv_cache_manager.coordinator.single_type_managers
         assert isinstance(manager, EvictingManager), type(manager)
         self._manager = manager
-        self._manager.record_freed = self.eviction_config.debug.poison
+        if self.eviction_config.debug.poison:
+            self._manager.record_freed = True
+            # vLLM's kernels multiply unwritten slots by zero, which NaN survives: let vLLM
+            # clear each block when it is handed out again.
+            self.needs_kv_cache_zeroing = self._manager._record_new_block_ids = True
         self._candidates: dict[str, Candidate] = {}
         self._forgotten: list[str] = []
+        self._reports: dict[str, EvictionReport] = {}
         config = self.eviction_config
         logger.info(
             "KV eviction: policy %s, budget %s, granularity %s; pages of %d tokens, "
@@ -83,7 +102,14 @@ class EvictionScheduler(Scheduler):
 
     def _consider(self, request: Request) -> None:
         """Make the request a candidate, or count why it is none."""
-        candidate = self._make_candidate(request)
+        extra_args = request.sampling_params.extra_args if request.sampling_params else None
+        wish = RequestWish.resolve(self.eviction_config, extra_args)
+        if wish.report:
+            num_blocks = cdiv(request.num_prompt_tokens, self.block_size)
+            self._reports[request.request_id] = EvictionReport(
+                wish.policy, request.num_prompt_tokens, num_blocks
+            )
+        candidate = self._make_candidate(request, wish)
         if isinstance(candidate, str):
             self._skip(request, candidate)
             return
@@ -94,12 +120,11 @@ class EvictionScheduler(Scheduler):
             request.num_prompt_tokens // self.block_size,
         )
 
-    def _make_candidate(self, request: Request) -> Candidate | str:
+    def _make_candidate(self, request: Request, wish: RequestWish) -> Candidate | str:
         """A candidate, or the reason (a key of `SKIP_REASONS`) why the request is none."""
         config, num_tokens = self.eviction_config, request.num_prompt_tokens
         if request.sampling_params is None or request.prompt_token_ids is None or request.resumable:
             return "unsupported_request"
-        wish = RequestWish.resolve(config, request.sampling_params.extra_args)
         if wish.policy == NONE:
             return "policy_none"
         if request.max_tokens <= 1:
@@ -121,6 +146,8 @@ class EvictionScheduler(Scheduler):
 
     def _skip(self, request: Request, reason: str) -> None:
         self.eviction_counters.skip(reason)
+        if report := self._reports.get(request.request_id):
+            report.skip_reason = reason
         logger.debug("KV eviction of %s skipped: %s", request.request_id, reason)
 
     # -- admission ----------------------------------------------------------------------
@@ -156,6 +183,7 @@ class EvictionScheduler(Scheduler):
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             if request_id in self._candidates and not self._manager.is_compressed(request_id):
                 self._plan_chunk(plan, self.requests[request_id], num_scheduled)
+        plan.counters = self.eviction_counters.take_if_changed()
         if plan:
             setattr(output, ATTRIBUTE, plan)
         if self.eviction_config.debug.check_integrity:
@@ -168,9 +196,11 @@ class EvictionScheduler(Scheduler):
             self._forgotten.append(request.request_id)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        result = super()._free_request(request, *args, **kwargs)
+        kv_params, ec_params = super()._free_request(request, *args, **kwargs)
         self._forget(request.request_id)
-        return result
+        if report := self._reports.pop(request.request_id, None):
+            kv_params = {**(kv_params or {}), CONFIG_KEY: asdict(report)}
+        return kv_params, ec_params
 
     def _forget(self, request_id: str) -> None:
         """The request ended or will not be evicted."""
@@ -213,8 +243,12 @@ class EvictionScheduler(Scheduler):
 
     def _count(self, request: Request, candidate: Candidate, swap: Swap) -> None:
         num_tokens, retained = request.num_prompt_tokens, candidate.num_retained_blocks
-        num_kept = retained * self.block_size + num_tokens % self.block_size
+        num_full, num_tail = divmod(num_tokens, self.block_size)
+        num_kept = retained * self.block_size + num_tail
+        num_blocks = len(swap.old_blocks) - num_full + retained
         self.eviction_counters.evicted(num_tokens, num_kept, swap.num_freed - retained)
+        if report := self._reports.get(request.request_id):
+            report.kept_tokens, report.blocks_after = num_kept, num_blocks
         logger.debug(
             "KV eviction of %s: %s, %s; %d of %d prompt tokens kept a head, blocks %d -> %d",
             request.request_id,
@@ -223,5 +257,5 @@ class EvictionScheduler(Scheduler):
             num_kept,
             num_tokens,
             len(swap.old_blocks),
-            len(swap.old_blocks) - num_tokens // self.block_size + retained,
+            num_blocks,
         )

@@ -14,6 +14,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_tgvkv.attention_cpu import EvictingCPUImpl, EvictingCPUMetadataBuilder
+from vllm_tgvkv.counters import EvictionCounters
 from vllm_tgvkv.evictor import Evictor
 from vllm_tgvkv.pages import page_pool
 from vllm_tgvkv.plan import ATTRIBUTE, Eviction, StepPlan
@@ -56,14 +57,20 @@ class EvictionCPUWorker(CPUWorker):
             impl.bind(index, pool)
         builder.bind(pool, self.model_runner.input_batch.req_id_to_index)
         self._rows_to_rewrite: list[Eviction] = []
+        self._counters = EvictionCounters().as_dict()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         plan: StepPlan = getattr(scheduler_output, ATTRIBUTE, None) or StepPlan()
         for eviction in self._rows_to_rewrite:
             self._rewrite_row(eviction)
         self._rows_to_rewrite = plan.evictions
+        self._counters = plan.counters or self._counters
         self.evictor.begin_step(plan)
         return super().execute_model(scheduler_output)
+
+    def kv_eviction_stats(self) -> dict[str, Any]:
+        """Totals of `EvictionCounters` as of the last step, for `collective_rpc`."""
+        return self._counters
 
     def kv_eviction_kept(self) -> list[dict[str, Any]]:
         """Kept tokens of the last evictions, with the debug option `record_kept`.

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real vLLM engine in this process, stepped by hand and checked after every step."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+
+from tests.emulation import Eviction, Oracle, Selection
+from vllm_tgvkv.config import CONFIG_KEY
+from vllm_tgvkv.evictor import Evictor
+from vllm_tgvkv.integrity import check_integrity
+from vllm_tgvkv.scheduler import EvictionScheduler
+
+
+# The scheduler and the worker in this process: tests look into both.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request: a prompt text with image placeholders, its images, and what is wished."""
+
+    text: str
+    images: tuple[Image.Image, ...] = ()
+    max_tokens: int = 100
+    xargs: Mapping[str, Any] = field(default_factory=dict)
+    arrival: int = 0
+    """Step before which the request is added."""
+
+    def prompt(self) -> dict[str, Any]:
+        data = {"multi_modal_data": {"image": list(self.images)}} if self.images else {}
+        return {"prompt": self.text, **data}
+
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=0,
+            ignore_eos=True,
+            extra_args=dict(self.xargs) or None,
+        )
+
+
+class Engine:
+    """One `LLM`, with or without eviction."""
+
+    def __init__(self, folder: Path, eviction: Mapping[str, Any] | None, **options: Any) -> None:
+        additional = {} if eviction is None else {CONFIG_KEY: eviction}
+        defaults: dict[str, Any] = {
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 1024,
+            "max_num_seqs": 8,
+            "block_size": 32,
+            "num_gpu_blocks_override": 256,
+            "enable_prefix_caching": False,
+            "limit_mm_per_prompt": {"image": 4},
+            "disable_log_stats": True,
+        }
+        self.llm = LLM(model=str(folder), additional_config=additional, **(defaults | options))
+        self.engine = self.llm.llm_engine
+        core: Any = self.engine.engine_core
+        self.core = core.engine_core
+        self.evicts = eviction is not None
+        self._next_id = 0
+
+    @property
+    def scheduler(self) -> EvictionScheduler:
+        return self.core.scheduler
+
+    @property
+    def evictor(self) -> Evictor:
+        return self.core.model_executor.driver_worker.worker.evictor
+
+    @property
+    def counters(self) -> dict[str, Any]:
+        return self.scheduler.eviction_counters.as_dict()
+
+    def add(self, ask: Ask) -> str:
+        """Submit a request; returns the id that outputs carry."""
+        self._next_id += 1
+        name = f"r{self._next_id}"
+        self.engine.add_request(name, ask.prompt(), ask.sampling())
+        return name
+
+    def step(self) -> list[Any]:
+        """Run one step; with eviction every block is recounted afterwards."""
+        outputs = self.engine.step()
+        if self.evicts:
+            check_integrity(self.scheduler)
+        return outputs
+
+    def run(self, asks: Sequence[Ask]) -> list[Any]:
+        """Serve requests that arrive at their steps; returns their final outputs in order."""
+        names: list[str | None] = [None] * len(asks)
+        finished: dict[str, Any] = {}
+        step = 0
+        while None in names or self.engine.has_unfinished_requests():
+            for i, ask in enumerate(asks):
+                if names[i] is None and ask.arrival <= step:
+                    names[i] = self.add(ask)
+            finished.update({o.request_id: o for o in self.step() if o.finished})
+            step += 1
+        self.assert_empty()
+        return [finished[name] for name in names if name is not None]
+
+    def tokens(self, asks: Sequence[Ask]) -> list[list[int]]:
+        """Greedy tokens of each request."""
+        return [list(output.outputs[0].token_ids) for output in self.run(asks)]
+
+    def assert_empty(self) -> None:
+        """Every block is back in the pool and nothing is remembered of any request."""
+        self.engine.step()  # the worker hears of the last requests' end
+        pool = self.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        if self.evicts:
+            check_integrity(self.scheduler)
+            assert not self.scheduler._manager.compressions
+            assert not self.scheduler._candidates
+
+    def close(self) -> None:
+        self.core.shutdown()
+        del self.llm, self.engine, self.core
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+@contextmanager
+def engine(
+    folder: Path, eviction: Mapping[str, Any] | None = None, **options: Any
+) -> Iterator[Engine]:
+    """An engine that is shut down at the end, so that the process can start another one."""
+    running = Engine(folder, eviction, **options)
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def kept_mask(engine: Engine, index: int, num_tokens: int) -> torch.Tensor:
+    """Prompt positions that one of the last evictions kept, bool [L, H, P], tail included."""
+    kept = engine.evictor.kept[index]
+    shape = engine.evictor.shape
+    mask = torch.zeros(shape.num_pairs, num_tokens, dtype=torch.bool)
+    pair = torch.repeat_interleave(torch.arange(shape.num_pairs), kept.counts.flatten())
+    mask[pair[:, None], kept.positions.long()] = True
+    mask[:, num_tokens // shape.block_size * shape.block_size :] = True
+    return mask.view(shape.num_layers, shape.num_heads, num_tokens)
+
+
+def expected(oracle: Oracle, ask: Ask, eviction: Eviction) -> tuple[list[int], Selection]:
+    """Tokens and kept positions the oracle gives for a request."""
+    prompt = oracle.prompt(ask.text, ask.images)
+    selection = oracle.select(prompt, eviction)
+    return oracle.generate(prompt, ask.max_tokens, selection.kept), selection

@@ -13,6 +13,8 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+SMALLEST_SHARE = Fraction(1e-290)
+
 
 def attention_probabilities(
     queries: Tensor,
@@ -37,13 +39,14 @@ def attention_probabilities(
 
 
 def apportion(shares: Sequence[float], total: int, floor: int, cap: int) -> list[int]:
-    """Counts for one row of shares, in exact fractions."""
+    """Counts for one row of shares, in exact fractions; remainders within 2^-32 are equal."""
     size = len(shares)
     exact = [Fraction(1)] * size
     if all(math.isfinite(s) for s in shares) and max(shares) > 0:
         largest = max(shares)
-        exact = [max(Fraction(s) / Fraction(largest), Fraction(1e-290)) for s in shares]
-    counts = _water_fill(exact, total, floor, cap)
+        exact = [max(Fraction(s) / Fraction(largest), SMALLEST_SHARE) for s in shares]
+    real = _water_fill(exact, total, floor, cap)
+    counts = [Fraction(round(count * 2**32), 2**32) for count in real]
     whole = [math.floor(count) for count in counts]
     by_remainder = sorted(range(size), key=lambda i: (whole[i] - counts[i], i))
     for i in by_remainder[: total - sum(whole)]:
@@ -58,17 +61,17 @@ def _water_fill(shares: list[Fraction], total: int, floor: int, cap: int) -> lis
         free = [i for i in range(len(shares)) if i not in counts]
         if not free:
             break
-        level = (total - sum(counts.values())) / sum(shares[i] for i in free)
+        level = (total - sum(counts.values())) / sum((shares[i] for i in free), Fraction(0))
         too_many = [i for i in free if level * shares[i] > cap]
         too_few = [i for i in free if level * shares[i] < floor]
         excess = sum(level * shares[i] - cap for i in too_many)
         lack = sum(floor - level * shares[i] for i in too_few)
         if not too_many and not too_few:
-            counts.update({i: level * shares[i] for i in free})
+            counts |= {i: level * shares[i] for i in free}
         if excess >= lack:
-            counts.update(dict.fromkeys(too_many, Fraction(cap)))
+            counts |= dict.fromkeys(too_many, Fraction(cap))
         if lack >= excess:
-            counts.update(dict.fromkeys(too_few, Fraction(floor)))
+            counts |= dict.fromkeys(too_few, Fraction(floor))
     return [counts[i] for i in range(len(shares))]
 
 
@@ -131,14 +134,15 @@ def page_tables(
     def sequence(layer: int, b: int, head: int) -> tuple[list[int], int]:
         pair = layer * num_heads + head
         row, seq_len = block_table[b].tolist(), int(seq_lens[b])
-        pages, start = [], 0
+        pages: list[int] = []
+        start = 0
         if int(region_blocks[b]) > 0:
             start = int(region_start[b])
-            for r in range(int(offsets[b, pair]), int(offsets[b, pair + 1])):
-                pages.append(row[r // pairs] * pairs + r % pairs)
+            region = range(int(offsets[b, pair]), int(offsets[b, pair + 1]))
+            pages = [row[r // pairs] * pairs + r % pairs for r in region]
         length = len(pages) * block_size + seq_len - start * block_size
-        for column in range(start, math.ceil(seq_len / block_size)):
-            pages.append(row[column] * pairs + pair)
+        tail = range(start, math.ceil(seq_len / block_size))
+        pages += [row[column] * pairs + pair for column in tail]
         return pages, length
 
     requests = range(block_table.shape[0])

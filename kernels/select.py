@@ -70,14 +70,17 @@ def _ranking_keys(scores: Tensor, tiers: Tensor) -> Tensor:
 def _thresholds(keys: Tensor, wanted: Tensor) -> Tensor:
     """The ``wanted``-th largest key of each row, found bit by bit; int64 ``[L, H]``.
 
-    A few dozen counting passes beat a sort of 64-bit keys about threefold and need no index
-    tensor. ``wanted == 0`` gives a threshold above every key.
+    A few dozen counting passes beat a sort of 64-bit keys severalfold. ``wanted == 0``
+    gives a threshold above every key.
     """
     thresholds = torch.zeros_like(wanted)
+    # Comparing into int64 spares the sum a conversion, half of its time.
+    at_least = torch.empty(*wanted.shape, keys.shape[-1], dtype=torch.int64, device=keys.device)
     top_bit = _TIER_BITS + _SCORE_BITS + _position_bits(keys.shape[-1])
     for bit in range(top_bit, -1, -1):
         candidates = thresholds | (1 << bit)
-        enough = (keys >= candidates.unsqueeze(-1)).sum(dim=-1) >= wanted
+        torch.ge(keys, candidates.unsqueeze(-1), out=at_least)
+        enough = at_least.sum(dim=-1) >= wanted
         thresholds = torch.where(enough, candidates, thresholds)
     return thresholds
 

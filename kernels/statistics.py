@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 _FLOAT_BYTES = 4
+# More rows at once do not speed the matrix product up, but cost cache and fresh memory.
+_MAX_ROWS = 16
 
 
 class ObservedAttention:
@@ -23,7 +25,8 @@ class ObservedAttention:
 
     Scratch memory: the probabilities of one row chunk, the gathered keys and the kept head
     averages take at most ``workspace_bytes`` each. Only where a single row (4*2*H*G*num_keys
-    bytes) or a single block of keys (4*H*N*D) is larger than that does the size of that one count.
+    bytes) or a single block of keys is larger than that does its size count. Keys that do not fit
+    as a whole are gathered anew, piece by piece, for each chunk of rows.
 
     Attributes:
         column_sums: float32 ``[H, num_keys]``, sum of A[h] over the rows.
@@ -93,7 +96,7 @@ class ObservedAttention:
         """
         heads, group, keys = self.num_heads, self.group_size, self.num_keys
         row_bytes = 2 * heads * group * keys * _FLOAT_BYTES  # logits and probabilities
-        step = max(1, min(self.num_rows, self._workspace_bytes // row_bytes))
+        step = max(1, min(_MAX_ROWS, self.num_rows, self._workspace_bytes // row_bytes))
         # One pair of buffers for all chunks: fresh pages cost more than the arithmetic on them.
         logits = self._queries.new_empty(heads * group * step * keys)
         probabilities = torch.empty_like(logits)
@@ -136,7 +139,9 @@ class ObservedAttention:
         return torch.exp(logits.sub_(self._log_sum_exp[:, :, rows, None]), out=out)
 
     def _gather_all_if_small(self) -> None:
-        page_bytes = self.num_heads * self._key_pages.shape[2] * self.head_size * _FLOAT_BYTES
+        # Gathered in the cache's dtype, then converted.
+        value_bytes = self._key_pages.element_size() + _FLOAT_BYTES
+        page_bytes = self.num_heads * self._key_pages.shape[2] * self.head_size * value_bytes
         self._blocks_per_chunk = max(1, self._workspace_bytes // page_bytes)
         if self._block_ids.shape[0] <= self._blocks_per_chunk:
             self._keys = self._gather(0, self._block_ids.shape[0])

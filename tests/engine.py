@@ -22,7 +22,6 @@ from vllm_tgvkv.evictor import Evictor
 from vllm_tgvkv.integrity import check_integrity
 from vllm_tgvkv.scheduler import EvictionScheduler
 
-
 # The scheduler and the worker in this process: tests look into both.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
@@ -118,6 +117,19 @@ class Engine:
         """Greedy tokens of each request."""
         return [list(output.outputs[0].token_ids) for output in self.run(asks)]
 
+    def kept(self, request_id: str, num_tokens: int) -> torch.Tensor | None:
+        """Prompt positions a request kept, bool [L, H, P] with the tail; None if not evicted."""
+        # vLLM adds a random suffix to the ids it is given.
+        found = [k for k in self.evictor.kept if k.request_id.rsplit("-", 1)[0] == request_id]
+        if not found:
+            return None
+        shape = self.evictor.shape
+        mask = torch.zeros(shape.num_pairs, num_tokens, dtype=torch.bool)
+        pair = torch.repeat_interleave(torch.arange(shape.num_pairs), found[-1].counts.flatten())
+        mask[pair[:, None], found[-1].positions.long()] = True
+        mask[:, num_tokens // shape.block_size * shape.block_size :] = True
+        return mask.view(shape.num_layers, shape.num_heads, num_tokens)
+
     def assert_empty(self) -> None:
         """Every block is back in the pool and nothing is remembered of any request."""
         self.engine.step()  # the worker hears of the last requests' end
@@ -147,19 +159,35 @@ def engine(
         running.close()
 
 
-def kept_mask(engine: Engine, index: int, num_tokens: int) -> torch.Tensor:
-    """Prompt positions that one of the last evictions kept, bool [L, H, P], tail included."""
-    kept = engine.evictor.kept[index]
-    shape = engine.evictor.shape
-    mask = torch.zeros(shape.num_pairs, num_tokens, dtype=torch.bool)
-    pair = torch.repeat_interleave(torch.arange(shape.num_pairs), kept.counts.flatten())
-    mask[pair[:, None], kept.positions.long()] = True
-    mask[:, num_tokens // shape.block_size * shape.block_size :] = True
-    return mask.view(shape.num_layers, shape.num_heads, num_tokens)
-
-
 def expected(oracle: Oracle, ask: Ask, eviction: Eviction) -> tuple[list[int], Selection]:
     """Tokens and kept positions the oracle gives for a request."""
     prompt = oracle.prompt(ask.text, ask.images)
     selection = oracle.select(prompt, eviction)
-    return oracle.generate(prompt, ask.max_tokens, selection.kept), selection
+    kept = selection.kept if selection.evicts else None
+    return oracle.generate(prompt, ask.max_tokens, kept), selection
+
+
+def assert_agrees(
+    running: Engine, oracle: Oracle, asks: Sequence[Ask], budget: float = 0.1
+) -> list[Any]:
+    """Serve the requests; tokens and kept positions of each must be the oracle's.
+
+    `budget` is the server's, for requests that bring none. Returns the outputs.
+    """
+    config, shape = running.evictor.config, running.evictor.shape
+    outputs = running.run(asks)
+    for index, (ask, output) in enumerate(zip(asks, outputs, strict=True)):
+        eviction = Eviction(
+            ask.xargs.get("kv_eviction_budget", budget),
+            shape.block_size,
+            config.granularity,
+            sinks=config.sinks,
+            observation_window=config.observation_window,
+        )
+        tokens, selection = expected(oracle, ask, eviction)
+        kept = running.kept(output.request_id, len(output.prompt_token_ids))
+        assert (kept is not None) == selection.evicts, f"request {index}"
+        if kept is not None:
+            assert torch.equal(kept, selection.kept), f"request {index} keeps other tokens"
+        assert list(output.outputs[0].token_ids) == tokens, f"request {index}"
+    return outputs

@@ -71,8 +71,14 @@ def _vision_runs(feature: MultiModalFeatureSpec) -> Iterator[VisionRun]:
     patches = _patch_grid(feature.data, feature.modality)
     for start, last in feature.mm_position.extract_embeds_range():
         length = last + 1 - start
-        if length > 0:
-            yield VisionRun(start, length, _grid_of_run(length, patches))
+        if length <= 0:
+            continue
+        grid = _grid_of_run(length, patches)
+        # Frames that follow each other without text are runs of their own, so that pooling
+        # over a grid stays within a frame.
+        frame = grid[0] * grid[1] if grid else length
+        for offset in range(0, length, frame):
+            yield VisionRun(start + offset, frame, grid)
 
 
 def _patch_grid(data: Any, modality: str) -> tuple[int, int] | None:
@@ -85,20 +91,18 @@ def _patch_grid(data: Any, modality: str) -> tuple[int, int] | None:
 
 
 def _grid_of_run(length: int, patches: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Grid of a run of `length` tokens.
+    """Grid of one frame in a run of `length` tokens.
 
-    `patches` are rows and columns before the processor's spatial merge; a run
-    covers a whole number of frames of that shape, stacked by rows. Without it a
-    square number of tokens is taken as a square image, as CLIP towers give it.
+    `patches` are rows and columns before the processor merges patches, 2 x 2 in the
+    models of today; a run is a whole number of frames. Without `patches` a square
+    number of tokens is taken as one square image, as CLIP towers give it.
     """
     if patches is None:
         side = math.isqrt(length)
         return (side, side) if side * side == length else None
     rows, columns = patches
-    for merge in (1, 2, 4):
-        frame = (rows // merge) * (columns // merge)
-        if rows % merge == columns % merge == 0 and frame and length % frame == 0:
-            frames = length // frame
-            if frames == 1 or merge > 1:
-                return frames * (rows // merge), columns // merge
-    return None
+    if length == rows * columns:
+        return patches
+    merged = (rows // 2, columns // 2)
+    num_tokens = merged[0] * merged[1]
+    return merged if num_tokens and length % num_tokens == 0 else None

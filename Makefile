@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+# `make` lists the targets. Everything runs in a virtual environment of the project's own.
+
+SHELL := /bin/bash
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SOURCES := vllm_tgvkv kernels demo benchmarks tests tools setup.py
+
+# Asked by running it: a version manager's shim may exist for a Python that does not.
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.10 python3.13 python3; do \
+	$$python -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null \
+	&& echo $$python && break; done)
+
+include tools/cpu/environment.mk
+export OMP_WAIT_POLICY VLLM_CPU_OMP_THREADS_BIND VLLM_CPU_KVCACHE_SPACE
+export HF_HUB_OFFLINE VLLM_NO_USAGE_STATS TOKENIZERS_PARALLELISM
+
+.DEFAULT_GOAL := help
+.PHONY: help setup lint test test-fast demo demo-model bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## make the environment: vLLM for CPU, this plugin, test and demo tools
+
+# vLLM first and by itself: its pin decides for torch's CPU build, and a resolver that sees other
+# requirements earlier might begin with gigabytes of CUDA.
+$(STAMP): pyproject.toml setup.py $(wildcard tools/cpu/*)
+	@test -x $(BIN)/python || test -n "$(PYTHON)" || \
+		{ echo "No Python >= 3.10 with ensurepip found; name one: make setup PYTHON=..."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c tools/cpu/constraints.txt ./tools/cpu || \
+		{ echo "If torch's CPU build was not found: set PIP_EXTRA_INDEX_URL to an index with it."; \
+		  exit 1; }
+	$(BIN)/pip install --quiet -c tools/cpu/constraints.txt -e '.[dev]'
+	rm -rf tools/cpu/build tools/cpu/vllm.egg-info
+	touch $@
+
+lint: setup ## ruff and mypy
+	$(BIN)/ruff check $(wildcard $(SOURCES))
+	$(BIN)/ruff format --check $(wildcard $(SOURCES))
+	$(BIN)/mypy
+
+test: lint ## everything: lint and all tests
+	$(BIN)/python -m pytest -q
+
+test-fast: setup ## the tests that start no engine
+	$(BIN)/python -m pytest -q -m "not engine"
+
+demo: setup ## serve the demonstration model with eviction and ask it about images
+	$(BIN)/python -m demo.run
+
+demo-model: setup ## train the demonstration model from scratch
+	$(BIN)/python -m demo.train
+
+bench: setup ## speed and memory against stock vLLM
+	$(BIN)/python -m benchmarks.run
+
+clean: ## remove the environment and all build products
+	rm -rf $(VENV) build dist *.egg-info tools/cpu/build tools/cpu/*.egg-info
+	rm -rf .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -33,7 +33,7 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
-    Qwen2TokenizerFast,
+    Qwen2Tokenizer,
     Qwen2VLImageProcessor,
     Qwen2VLVideoProcessor,
 )
@@ -183,7 +183,7 @@ def write_llava(folder: Path, model: TinyModel) -> None:
 
 def write_qwen2_5_vl(folder: Path, model: TinyModel) -> None:
     """Write a Qwen2.5-VL model; images of different sizes have different numbers of tokens."""
-    tokenizer, ids = _tokenizer(_QWEN_TOKENS, QWEN_IMAGE, Qwen2TokenizerFast)
+    tokenizer, ids = _tokenizer(_QWEN_TOKENS, QWEN_IMAGE, Qwen2Tokenizer)
     sizes = model.text_config()
     quarter = model.head_size // 8  # rotary pairs per head = head size / 2, split 1 : 1.5 : 1.5
     sections = [2 * quarter, *2 * [(model.head_size // 2 - 2 * quarter) // 2]]
@@ -257,7 +257,7 @@ def _tokenizer(
         chat_template=_CHAT_TEMPLATE.replace("IMAGE", image_text),
         model_max_length=MAX_POSITIONS,
     )
-    return tokenizer, {token: tokens.token_to_id(token) for token in special}
+    return tokenizer, {token: tokenizer.convert_tokens_to_ids(token) for token in special}
 
 
 @torch.no_grad()

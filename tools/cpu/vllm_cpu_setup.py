@@ -85,7 +85,7 @@ def run_torchvision(run: Callable[[ModuleType], None], module: ModuleType) -> No
 def run_torchaudio_loader(run: Callable[[ModuleType], None], module: ModuleType) -> None:
     """Execute `torchaudio._extension.utils`, then let its loader answer "not there" on failure."""
     run(module)
-    load = module._load_lib
+    load = module._load_lib  # type: ignore[attr-defined]
 
     def load_if_possible(name: str) -> bool:
         try:
@@ -93,7 +93,7 @@ def run_torchaudio_loader(run: Callable[[ModuleType], None], module: ModuleType)
         except OSError:
             return False
 
-    module._load_lib = load_if_possible
+    module._load_lib = load_if_possible  # type: ignore[attr-defined]
 
 
 def run_torchcodec(run: Callable[[ModuleType], None], module: ModuleType) -> None:

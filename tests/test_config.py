@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings, budgets, request wishes and config files; what every error message says."""
+
+from __future__ import annotations
+
+import json
+import math
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_tgvkv.config import (
+    CONFIG_KEY,
+    Budget,
+    DebugOptions,
+    EvictionConfig,
+    EvictionConfigError,
+    RequestWish,
+    read_config_file,
+)
+from vllm_tgvkv.policies import POLICY_NAMES, Pooling
+
+
+@pytest.mark.parametrize(
+    ("value", "budget"),
+    [
+        (0.1, Budget(fraction=0.1)),
+        ("0.1", Budget(fraction=0.1)),
+        ("5e-2", Budget(fraction=0.05)),
+        (1, Budget(fraction=1.0)),
+        ("1.0", Budget(fraction=1.0)),
+        (2, Budget(tokens=2)),
+        (512.0, Budget(tokens=512)),
+        ("512", Budget(tokens=512)),
+    ],
+)
+def test_budget_is_a_fraction_up_to_one_and_tokens_above(value: Any, budget: Budget) -> None:
+    assert Budget.parse(value, "--flag") == budget
+
+
+@pytest.mark.parametrize(
+    "value",
+    [0, -1, -0.1, 1.5, "1.5", "abc", "", "10%", "nan", math.nan, math.inf, "-inf", 10**400]
+    + [True, False, None, [0.1], {"fraction": 0.1}],
+)
+def test_wrong_budget_names_source_value_and_way_out(value: Any) -> None:
+    with pytest.raises(EvictionConfigError) as caught:
+        Budget.parse(value, "--some-flag")
+    message = str(caught.value)
+    assert message.startswith(f"--some-flag is {value!r}: ")
+    assert "0 < budget <= 1" in message
+    assert "tokens per KV head" in message
+
+
+@given(
+    num_tokens=st.integers(1, 5000),
+    block_size=st.sampled_from([1, 16, 32, 128]),
+    value=st.one_of(st.integers(1, 100).map(lambda n: n / 100), st.integers(2, 6000)),
+)
+def test_retained_blocks_are_the_plain_formula(
+    num_tokens: int, block_size: int, value: float
+) -> None:
+    """Region and tail within the budget, one block at least, never more than the prompt has."""
+    num_full, tail = num_tokens // block_size, num_tokens % block_size
+    retained = Budget.parse(value, "x").retained_blocks(num_tokens, block_size)
+    exact = Fraction(value) * num_tokens if value <= 1 else Fraction(value)
+    fits = [k for k in range(1, num_full + 1) if k * block_size + tail <= exact]
+    wanted = min(max(fits, default=1), num_full)
+    # One block to either side where the product is rounded at the border of a block.
+    border = value <= 1 and (exact - tail) / block_size % 1 in (0, 1)
+    assert retained == wanted or (border or _is_close_to_border(exact, tail, block_size))
+    assert abs(retained - wanted) <= 1
+    assert 0 <= retained <= num_full
+
+
+def _is_close_to_border(exact: Fraction, tail: int, block_size: int) -> bool:
+    blocks = float((exact - tail) / block_size)
+    return abs(blocks - round(blocks)) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("budget", "num_tokens", "retained"),
+    [
+        (Budget(fraction=0.1), 300, 1),  # 30 tokens: less than tail and a block
+        (Budget(fraction=0.2), 320, 2),  # 64 tokens: exactly two blocks
+        (Budget(fraction=0.2), 321, 1),  # 64.2 tokens, one of them in the tail
+        (Budget(fraction=1.0), 300, 9),
+        (Budget(tokens=130), 300, 3),  # 12 in the tail, 118 for blocks of 32
+        (Budget(tokens=10_000), 300, 9),
+        (Budget(tokens=2), 300, 1),
+        (Budget(fraction=0.5), 31, 0),  # no full block to retain
+    ],
+)
+def test_retained_blocks_by_hand(budget: Budget, num_tokens: int, retained: int) -> None:
+    assert budget.retained_blocks(num_tokens, 32) == retained
+
+
+def test_budget_reads_well_in_the_log() -> None:
+    assert str(Budget(fraction=0.125)) == "12.5 % of the prompt"
+    assert str(Budget(tokens=512)) == "512 tokens per head"
+
+
+def test_defaults_are_inactive() -> None:
+    config = EvictionConfig()
+    assert not config.active
+    assert EvictionConfig.from_mapping({}) == config
+    assert not EvictionConfig.from_mapping({"policy": "none", "budget": 0.2}).active
+
+
+def test_every_field_is_read() -> None:
+    config = EvictionConfig.from_mapping(
+        {
+            "policy": "tgv",
+            "budget": "256",
+            "granularity": "head",
+            "observation_window": 64,
+            "sinks": 0,
+            "floor_pages": 2,
+            "min_prompt_tokens": 1000,
+            "text_only": "evict",
+            "prefix_reuse": "full",
+            "pooling": {"kind": "grid", "kernel": 5, "reduce": "mean"},
+            "debug": {"poison": True, "check_integrity": True},
+        }
+    )
+    assert config == EvictionConfig(
+        policy="tgv",
+        budget=Budget(tokens=256),
+        granularity="head",
+        observation_window=64,
+        sinks=0,
+        floor_pages=2,
+        min_prompt_tokens=1000,
+        text_only="evict",
+        prefix_reuse="full",
+        pooling=Pooling("grid", 5, "mean"),
+        debug=DebugOptions(poison=True, check_integrity=True),
+    )
+    assert config.active
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_every_policy_can_be_named(policy: str) -> None:
+    assert EvictionConfig.from_mapping({"policy": policy}).policy == policy
+
+
+@pytest.mark.parametrize(
+    ("values", "parts"),
+    [
+        ({"policy": "snap"}, ["kv_eviction.policy", "'snap'", "choose one of none, tgv"]),
+        ({"policy": None}, ["kv_eviction.policy", "None", "choose one of"]),
+        ({"policy": ["tgv"]}, ["kv_eviction.policy", "['tgv']", "choose one of"]),
+        ({"budget": 0}, ["kv_eviction.budget", "0", "0 < budget <= 1"]),
+        ({"granularity": "token"}, ["kv_eviction.granularity", "'token'", "layer, head"]),
+        ({"text_only": True}, ["kv_eviction.text_only", "True", "keep, evict"]),
+        ({"prefix_reuse": "off"}, ["kv_eviction.prefix_reuse", "'off'", "exact, full"]),
+        ({"observation_window": 0}, ["kv_eviction.observation_window", "0", "at least 1"]),
+        ({"observation_window": "9"}, ["kv_eviction.observation_window", "'9'", "whole number"]),
+        ({"sinks": -1}, ["kv_eviction.sinks", "-1", "at least 0"]),
+        ({"sinks": 1.5}, ["kv_eviction.sinks", "1.5", "whole number"]),
+        ({"floor_pages": True}, ["kv_eviction.floor_pages", "True", "whole number"]),
+        ({"min_prompt_tokens": None}, ["kv_eviction.min_prompt_tokens", "None", "at least 0"]),
+        ({"pooling": "grid"}, ["kv_eviction.pooling", "'grid'", "mapping"]),
+        ({"pooling": {"kind": "x"}}, ["kv_eviction.pooling", "kind", "'x'", "none, sequence"]),
+        ({"pooling": {"kernel": 4}}, ["kv_eviction.pooling", "kernel", "4", "odd"]),
+        ({"pooling": {"size": 3}}, ["kv_eviction.pooling", "size", "known are kind, kernel"]),
+        ({"debug": {"posion": True}}, ["kv_eviction.debug", "posion", "known are poison"]),
+        ({"debug": None}, ["kv_eviction.debug", "None", "mapping"]),
+        ({"buget": 0.1, 7: 1}, ["kv_eviction", "unknown 7, buget", "known are policy, budget"]),
+        ("tgv", [f"additional_config['{CONFIG_KEY}']", "'tgv'", "'policy': 'tgv'"]),
+        (None, [f"additional_config['{CONFIG_KEY}']", "None", "mapping"]),
+    ],
+)
+def test_wrong_settings_name_field_value_and_way_out(values: Any, parts: list[str]) -> None:
+    with pytest.raises(EvictionConfigError) as caught:
+        EvictionConfig.from_mapping(values)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+SERVER = EvictionConfig(policy="tgv", budget=Budget(fraction=0.1))
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "wish"),
+    [
+        (None, RequestWish("tgv", SERVER.budget)),
+        ({}, RequestWish("tgv", SERVER.budget)),
+        ({"someone_elses": 1}, RequestWish("tgv", SERVER.budget)),
+        ({"kv_eviction": "none"}, RequestWish("none", SERVER.budget)),
+        ({"kv_eviction_budget": 0.5}, RequestWish("tgv", Budget(fraction=0.5))),
+        ({"kv_eviction_budget": "64"}, RequestWish("tgv", Budget(tokens=64))),
+        ({"kv_eviction_report": 1}, RequestWish("tgv", SERVER.budget, report=True)),
+        ({"kv_eviction_report": 0}, RequestWish("tgv", SERVER.budget)),
+    ],
+)
+def test_request_wishes(extra_args: dict[str, Any] | None, wish: RequestWish) -> None:
+    assert RequestWish.resolve(SERVER, extra_args) == wish
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "parts"),
+    [
+        ({"kv_eviction": "TGV"}, ["vllm_xargs.kv_eviction", "'TGV'", "none, tgv"]),
+        ({"kv_eviction": 1}, ["vllm_xargs.kv_eviction", "1", "none, tgv"]),
+        ({"kv_eviction_budget": "most"}, ["vllm_xargs.kv_eviction_budget", "'most'", "512"]),
+        ({"kv_eviction_budget": [0.1]}, ["vllm_xargs.kv_eviction_budget", "[0.1]", "512"]),
+        ({"kv_eviction_report": "yes"}, ["vllm_xargs.kv_eviction_report", "'yes'", "give 1"]),
+        ({"kv_eviction_report": [1]}, ["vllm_xargs.kv_eviction_report", "[1]", "give 1"]),
+        ({"kv_eviction_sinks": 4}, ["vllm_xargs", "kv_eviction_sinks", "kv_eviction_budget"]),
+    ],
+)
+def test_wrong_wishes_name_parameter_value_and_way_out(
+    extra_args: dict[str, Any], parts: list[str]
+) -> None:
+    with pytest.raises(EvictionConfigError) as caught:
+        RequestWish.resolve(SERVER, extra_args)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+VALUES = {"granularity": "head", "pooling": {"kind": "sequence"}}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.yaml", "granularity: head\npooling:\n  kind: sequence\n"),
+        ("a.json", json.dumps(VALUES)),
+        ("no_suffix", "{granularity: head, pooling: {kind: sequence}}"),
+    ],
+)
+def test_config_files(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    assert read_config_file(str(tmp_path / name)) == VALUES
+
+
+def test_inline_json() -> None:
+    assert read_config_file("  " + json.dumps(VALUES)) == VALUES
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        (None, "cannot be read"),
+        (b"\xff\xfe\x00", "cannot be read"),
+        (b"granularity: [head", "not valid YAML or JSON"),
+        (b"- granularity", "give a mapping"),
+        (b"", "holds None; give a mapping"),
+        (b"head", "holds 'head'; give a mapping"),
+    ],
+)
+def test_unreadable_files_name_flag_path_and_way_out(
+    tmp_path: Path, content: bytes | None, part: str
+) -> None:
+    path = tmp_path / "eviction.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(EvictionConfigError) as caught:
+        read_config_file(str(path))
+    assert str(caught.value).startswith(f"--kv-eviction-config {path}: ")
+    assert part in str(caught.value)
+
+
+def test_broken_inline_json() -> None:
+    with pytest.raises(EvictionConfigError, match="--kv-eviction-config .*not valid"):
+        read_config_file("{granularity: head}")

@@ -8,14 +8,17 @@ block is recounted after every step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.emulation import Oracle
 from tests.engine import Ask, Engine, assert_agrees, engine
 from tests.models import LLAVA_IMAGE, QWEN_IMAGE, random_image, random_text
+from vllm_tgvkv.policies.tgv import TgvBudget
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -71,8 +74,35 @@ def test_tokens_and_kept_positions_are_the_oracles(evicting: Engine, oracle: Ora
         album(11, 0, 60, 0, 77, arrival=31, max_tokens=140),
         album(12, 30, 300, arrival=90, xargs={"kv_eviction_budget": 130}),
         album(13, 40, 200, arrival=90, max_tokens=7),
+        album(14, 3, 10, 20, arrival=90, xargs=budget(0.6)),  # little text: vision is ranked
     ]
     assert_agrees(evicting, oracle, asks)
+
+
+def test_extreme_shares_make_ragged_caches(
+    evicting: Engine, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some (layer, head) without a page, others with all of the prompt's: tokens still agree.
+
+    The policy's shares are replaced, since a random model's are nearly equal; the oracle gets
+    the kept positions.
+    """
+    shape, config = evicting.evictor.shape, evicting.evictor.config
+    heads = shape.num_heads if config.granularity == "head" else 1
+    shares = torch.full((shape.num_layers, heads), 1e-6)
+    shares.view(-1)[::3] = (torch.arange(len(shares.view(-1)[::3])) + 1.0) ** 4
+    monkeypatch.setattr(TgvBudget, "shares", lambda self, strengths: shares)
+    monkeypatch.setattr(evicting.evictor, "config", replace(config, floor_pages=0))
+    asks = [album(15 + i, 20, 250 + 31 * i, xargs=budget(0.4), arrival=i) for i in range(3)]
+    for ask, output in zip(asks, evicting.run(asks), strict=True):
+        prompt = oracle.prompt(ask.text, ask.images)
+        kept = evicting.kept(output.request_id, len(prompt.token_ids))
+        assert kept is not None
+        num_full = len(prompt.token_ids) // shape.block_size
+        pages = kept[:, :, : num_full * shape.block_size].sum(-1) // shape.block_size
+        assert pages.min() == 0
+        assert pages.max() == num_full
+        assert list(output.outputs[0].token_ids) == oracle.generate(prompt, ask.max_tokens, kept)
 
 
 def test_lengths_around_block_borders(evicting: Engine, oracle: Oracle) -> None:

@@ -85,7 +85,7 @@ def run_torchvision(run: Callable[[ModuleType], None], module: ModuleType) -> No
 def run_torchaudio_loader(run: Callable[[ModuleType], None], module: ModuleType) -> None:
     """Execute `torchaudio._extension.utils`, then let its loader answer "not there" on failure."""
     run(module)
-    load = module._load_lib  # type: ignore[attr-defined]
+    load = module._load_lib
 
     def load_if_possible(name: str) -> bool:
         try:

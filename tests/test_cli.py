@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flags in the real argument parser of `vllm serve`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from vllm_tgvkv.config import CONFIG_KEY, EvictionConfig, EvictionConfigError
+from vllm_tgvkv.policies import POLICY_NAMES
+
+
+@pytest.fixture(scope="module")
+def parser() -> FlexibleArgumentParser:
+    """The parser `vllm serve` builds, as `vllm.entrypoints.cli.main` does."""
+    parser = FlexibleArgumentParser()
+    ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
+    return parser
+
+
+def parse(parser: FlexibleArgumentParser, *flags: str, model: str = ".") -> argparse.Namespace:
+    # vLLM reads `sys.argv` to know which of its commands runs.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["vllm", "serve", model, *flags])
+        args = parser.parse_args(sys.argv[1:])
+    args.model = args.model_tag  # as the command does
+    return args
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the configuration of a small Llama and nothing else."""
+    folder = tmp_path_factory.mktemp("llama")
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    return folder
+
+
+def settings(parser: FlexibleArgumentParser, *flags: str) -> dict[str, Any]:
+    """`additional_config` after these flags."""
+    return AsyncEngineArgs.from_cli_args(parse(parser, *flags)).additional_config
+
+
+@pytest.mark.parametrize("topic", ["KVEviction", "kv-eviction", "all"])
+def test_help_shows_a_group_of_its_own(
+    parser: FlexibleArgumentParser, capsys: pytest.CaptureFixture[str], topic: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(parser, f"--help={topic}")
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert "--kv-eviction" in text
+    assert "--kv-eviction-budget" in text
+    assert "--kv-eviction-config" in text
+    assert "{" + ",".join(["none", *POLICY_NAMES]) + "}" in text
+    if topic != "kv-eviction":  # a search for flags shows no group titles
+        assert "KVEviction" in text
+    if topic == "KVEviction":
+        assert "--max-model-len" not in text
+
+
+def test_plain_help_lists_the_group(
+    parser: FlexibleArgumentParser, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(parser, "--help")
+    assert "KVEviction" in capsys.readouterr().out
+
+
+def test_every_field_is_named_in_the_help(
+    parser: FlexibleArgumentParser, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(parser, "--help=KVEviction")
+    words = capsys.readouterr().out.replace(",", " ").split()
+    fields = set(EvictionConfig.__dataclass_fields__) - {"policy", "budget", "debug"}
+    assert not [name for name in fields if name not in words and f"{name}." not in words]
+
+
+@pytest.mark.parametrize(
+    ("flags", "mapping"),
+    [
+        ([], None),
+        (["--kv-eviction", "none"], {"policy": "none"}),
+        (["--kv-eviction", "tgv"], {"policy": "tgv"}),
+        (["--kv-eviction=tgv", "--kv-eviction-budget=0.2"], {"policy": "tgv", "budget": 0.2}),
+        (["--kv_eviction", "tgv", "--kv_eviction_budget", "1"], {"policy": "tgv", "budget": 1.0}),
+        (["--kv-eviction", "tgv", "--kv-eviction-budget", "512"], {"policy": "tgv", "budget": 512}),
+        (
+            ["--kv-eviction", "tgv", "--kv-eviction-config", '{"granularity": "head"}'],
+            {"policy": "tgv", "granularity": "head"},
+        ),
+        (
+            ["--kv-eviction", "tgv", "--kv-eviction-config.pooling.kind", "grid"],
+            {"policy": "tgv", "pooling": {"kind": "grid"}},
+        ),
+        (["--kv-eviction-config", '{"policy": "tgv", "sinks": 0}'], {"policy": "tgv", "sinks": 0}),
+        (
+            ["--kv-eviction", "none", "--kv-eviction-config", '{"policy": "tgv", "budget": 0.5}'],
+            {"policy": "none", "budget": 0.5},
+        ),
+    ],
+)
+def test_flags_fill_additional_config(
+    parser: FlexibleArgumentParser, flags: list[str], mapping: dict[str, Any] | None
+) -> None:
+    """The flags of their own win over the same keys in the config."""
+    assert settings(parser, *flags) == ({} if mapping is None else {CONFIG_KEY: mapping})
+
+
+def test_other_additional_config_is_kept(parser: FlexibleArgumentParser) -> None:
+    flags = ["--additional-config", '{"other": {"x": 1}}', "--kv-eviction", "tgv"]
+    assert settings(parser, *flags) == {"other": {"x": 1}, CONFIG_KEY: {"policy": "tgv"}}
+
+
+def test_eviction_config_as_a_file(parser: FlexibleArgumentParser, tmp_path: Path) -> None:
+    path = tmp_path / "eviction.yaml"
+    path.write_text("granularity: head\npooling: {kind: grid, kernel: 5}\n")
+    mapping = settings(parser, "--kv-eviction", "tgv", "--kv-eviction-config", str(path))
+    assert mapping[CONFIG_KEY] == {
+        "policy": "tgv",
+        "granularity": "head",
+        "pooling": {"kind": "grid", "kernel": 5},
+    }
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_vllms_own_config_file(
+    parser: FlexibleArgumentParser, tmp_path: Path, inline: bool
+) -> None:
+    """`vllm serve --config serve.yaml` with our keys in it."""
+    eviction = tmp_path / "eviction.json"
+    eviction.write_text(json.dumps({"sinks": 8}))
+    config = "{sinks: 8}" if inline else str(eviction)
+    path = tmp_path / "serve.yaml"
+    path.write_text(
+        "max-model-len: 777\nkv-eviction: tgv\nkv-eviction-budget: 0.25\n"
+        f"kv-eviction-config: {config}\n"
+    )
+    args = parse(parser, "--config", str(path))
+    assert args.max_model_len == 777
+    assert AsyncEngineArgs.from_cli_args(args).additional_config[CONFIG_KEY] == {
+        "policy": "tgv",
+        "budget": 0.25,
+        "sinks": 8,
+    }
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (["--kv-eviction", "snap"], ["--kv-eviction", "'snap'", "none", "tgv"]),
+        (["--kv-eviction-budget", "0"], ["--kv-eviction-budget", "'0'", "0 < budget <= 1"]),
+        (["--kv-eviction-budget=-1"], ["--kv-eviction-budget", "'-1'", "tokens per KV head"]),
+        (["--kv-eviction-budget", "1.5"], ["--kv-eviction-budget", "'1.5'", "0 < budget <= 1"]),
+        (["--kv-eviction-budget", "lots"], ["--kv-eviction-budget", "'lots'", "such as 512"]),
+        (["--kv-eviction-budget", "nan"], ["--kv-eviction-budget", "'nan'", "such as 512"]),
+        (
+            ["--kv-eviction-config", "/nowhere/eviction.yaml"],
+            ["--kv-eviction-config", "/nowhere/eviction.yaml", "YAML or JSON"],
+        ),
+        (["--kv-eviction-config", "{sinks: 8"], ["--kv-eviction-config", "{sinks: 8", "not valid"]),
+        (
+            ["--kv-eviction-config", '{"sinks": -1}'],
+            ["--kv-eviction-config", "kv_eviction.sinks is -1", "at least 0"],
+        ),
+        (
+            ["--kv-eviction-config", '{"snks": 4}'],
+            ["--kv-eviction-config", "snks", "known are", "sinks"],
+        ),
+    ],
+)
+def test_wrong_values_exit_with_one_message(
+    parser: FlexibleArgumentParser,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    parts: list[str],
+) -> None:
+    """The last line names the flag, the value and the way out."""
+    with pytest.raises(SystemExit) as caught:
+        parse(parser, "--kv-eviction", "tgv", *flags)
+    assert caught.value.code not in (0, None)
+    lines = capsys.readouterr().err.strip().splitlines()
+    for part in parts:
+        assert part in lines[-1]
+    assert sum("error:" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize(
+    "flags", [["--kv-eviction-budget", "0.2"], ["--kv-eviction-config", '{"sinks": 8}']]
+)
+def test_settings_without_a_method_are_refused(
+    parser: FlexibleArgumentParser, flags: list[str]
+) -> None:
+    with pytest.raises(EvictionConfigError) as caught:
+        settings(parser, *flags)
+    assert flags[0] in str(caught.value)
+    assert "--kv-eviction tgv" in str(caught.value)
+
+
+def test_flags_and_additional_config_together_are_refused(parser: FlexibleArgumentParser) -> None:
+    additional = json.dumps({CONFIG_KEY: {"policy": "tgv"}})
+    with pytest.raises(EvictionConfigError, match="--additional-config.*both given: use one"):
+        settings(parser, "--kv-eviction", "tgv", "--additional-config", additional)
+
+
+def read_in_a_fresh_process(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+    """What an API server process makes of the arguments it is sent."""
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    wrapped = hasattr(InputProcessor._validate_params, "_wrapped_by_vllm_tgvkv")
+    return config.additional_config, wrapped
+
+
+@pytest.mark.slow
+def test_flags_reach_api_server_processes(parser: FlexibleArgumentParser, llama: Path) -> None:
+    """`--api-server-count 2`: each server is a new process that reads the parsed arguments.
+
+    No plugin is loaded there yet when it does. A server that misses the flags lets wrong
+    request parameters through, and they end the engine.
+    """
+    args = parse(parser, "--kv-eviction", "tgv", "--kv-eviction-budget", "0.2", model=str(llama))
+    wanted = {CONFIG_KEY: {"policy": "tgv", "budget": 0.2}}
+    assert AsyncEngineArgs.from_cli_args(args).additional_config == wanted  # the parent's
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        assert pool.submit(read_in_a_fresh_process, args).result() == (wanted, True)
+    assert AsyncEngineArgs.from_cli_args(args).additional_config == wanted  # once more
+
+
+def test_additional_config_alone_is_enough(parser: FlexibleArgumentParser) -> None:
+    mapping = {CONFIG_KEY: {"policy": "tgv", "budget": 0.2}}
+    assert settings(parser, "--additional-config", json.dumps(mapping)) == mapping

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract with vLLM's wrapped functions: fails when vLLM changes under the wrappers."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import vllm
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.exceptions import VLLMClientError, VLLMValidationError
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.input_processor import InputProcessor
+
+from vllm_tgvkv import patches
+from vllm_tgvkv.plugin import UnsupportedVllmError, check_vllm_version, register
+
+PARAMETERS: dict[tuple[type, str], list[str]] = {
+    (EngineArgs, "add_cli_args"): ["parser"],
+    (EngineArgs, "from_cli_args"): ["cls", "args"],
+    (EngineArgs, "create_engine_config"): ["self", "usage_context", "headless"],
+    (InputProcessor, "_validate_params"): ["self", "params", "supported_tasks"],
+}
+"""The wrapped functions and the parameters the wrappers rely on."""
+
+
+def function_of(owner: type, name: str) -> Callable[..., Any]:
+    """The function `owner` defines itself, wrapped or not."""
+    attribute = owner.__dict__[name]
+    return getattr(attribute, "__func__", attribute)
+
+
+def is_wrapped(owner: type, name: str) -> bool:
+    return hasattr(function_of(owner, name), patches._MARK)
+
+
+@pytest.mark.parametrize(("owner", "name"), PARAMETERS)
+def test_parameters_are_those_the_wrappers_rely_on(owner: type, name: str) -> None:
+    original = inspect.unwrap(function_of(owner, name))
+    assert original.__module__.startswith("vllm.")
+    assert list(inspect.signature(original).parameters) == PARAMETERS[owner, name]
+
+
+def test_bindings_are_vllms() -> None:
+    """A wrapper is bound as the function it replaces: static, class method, method."""
+    register()
+    patches.install_request_validation()
+    kinds = [type(owner.__dict__[name]).__name__ for owner, name in PARAMETERS]
+    assert kinds == ["staticmethod", "classmethod", "function", "function"]
+
+
+def test_subclasses_do_not_bypass_the_wrappers() -> None:
+    """`vllm serve` uses `AsyncEngineArgs`: it inherits, or calls the function of `EngineArgs`."""
+    assert "from_cli_args" not in AsyncEngineArgs.__dict__
+    assert "create_engine_config" not in AsyncEngineArgs.__dict__
+    source = inspect.getsource(AsyncEngineArgs.add_cli_args)
+    assert source.index("load_general_plugins()") < source.index("EngineArgs.add_cli_args(parser)")
+
+
+def test_fields_the_wrappers_read_and_write() -> None:
+    fields = inspect.signature(EngineArgs).parameters
+    assert {"additional_config", "scheduler_cls", "worker_cls"} <= set(fields)
+    assert fields["scheduler_cls"].default is None
+    assert fields["worker_cls"].default == "auto"
+    assert "vllm_config" in inspect.getsource(InputProcessor.__init__)
+    assert "extra_args" in SamplingParams.__struct_fields__
+    assert issubclass(VLLMValidationError, VLLMClientError)  # what becomes HTTP 400
+    assert "additional_config" in VllmConfig.__dataclass_fields__
+
+
+def test_wrapping_twice_wraps_once() -> None:
+    for _ in range(2):
+        register()
+        patches.install_request_validation()
+    for owner, name in PARAMETERS:
+        function = function_of(owner, name)
+        assert is_wrapped(owner, name)
+        assert not hasattr(inspect.unwrap(function), patches._MARK)
+        assert function.__wrapped__ is inspect.unwrap(function)  # type: ignore[attr-defined]
+
+
+def test_the_table_lists_what_is_wrapped() -> None:
+    """The module's docstring names every wrapped function, and nothing else is wrapped."""
+    listed = re.findall(r"^\| `(\w+)\.(\w+)` \|", patches.__doc__ or "", flags=re.MULTILINE)
+    assert listed == [(owner.__name__, name) for owner, name in PARAMETERS]
+    calls = re.findall(r'^ {4}_wrap\((\w+), "(\w+)"', inspect.getsource(patches), re.MULTILINE)
+    assert calls == listed
+
+
+def test_registration_accepts_the_installed_vllm() -> None:
+    check_vllm_version(vllm.__version__)
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cpu", "0.32.1", "0.32.1.post1", "0.32.2rc1"])
+def test_supported_versions(version: str) -> None:
+    check_vllm_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "1.32.0", "0.3.2", "0.33.0rc1+cpu", "dev"])
+def test_other_versions_are_refused_with_both_versions_and_the_way_out(version: str) -> None:
+    with pytest.raises(UnsupportedVllmError) as caught:
+        check_vllm_version(version)
+    message = str(caught.value)
+    assert "works with vLLM 0.32.x" in message
+    assert f"{version} is installed" in message
+    assert "install vllm==0.32.*" in message
+    assert "uninstall vllm-tgvkv" in message
+
+
+def test_register_refuses_before_it_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.33.0")
+    monkeypatch.setattr(patches, "install_flags", lambda: pytest.fail("wrapped all the same"))
+    with pytest.raises(UnsupportedVllmError):
+        register()

@@ -214,7 +214,7 @@ def test_settings_without_a_method_are_refused(
 
 def test_flags_and_additional_config_together_are_refused(parser: FlexibleArgumentParser) -> None:
     additional = json.dumps({CONFIG_KEY: {"policy": "tgv"}})
-    with pytest.raises(EvictionConfigError, match="--additional-config.*both given: use one"):
+    with pytest.raises(EvictionConfigError, match=r"--additional-config .*both given: use one"):
         settings(parser, "--kv-eviction", "tgv", "--additional-config", additional)
 
 

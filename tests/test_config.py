@@ -44,8 +44,10 @@ def test_budget_is_a_fraction_up_to_one_and_tokens_above(value: Any, budget: Bud
 
 @pytest.mark.parametrize(
     "value",
-    [0, -1, -0.1, 1.5, "1.5", "abc", "", "10%", "nan", math.nan, math.inf, "-inf", 10**400]
-    + [True, False, None, [0.1], {"fraction": 0.1}],
+    [
+        *(0, -1, -0.1, 1.5, "1.5", "abc", "", "10%", "nan", math.nan, math.inf, "-inf", 10**400),
+        *(True, False, None, [0.1], {"fraction": 0.1}),
+    ],
 )
 def test_wrong_budget_names_source_value_and_way_out(value: Any) -> None:
     with pytest.raises(EvictionConfigError) as caught:
@@ -267,5 +269,5 @@ def test_unreadable_files_name_flag_path_and_way_out(
 
 
 def test_broken_inline_json() -> None:
-    with pytest.raises(EvictionConfigError, match="--kv-eviction-config .*not valid"):
+    with pytest.raises(EvictionConfigError, match=r"--kv-eviction-config .*not valid"):
         read_config_file("{granularity: head}")

@@ -4,13 +4,14 @@
 A batch without compressed requests runs vLLM's own code unchanged. Otherwise the
 decode rows, which the batch has first, run as one virtual sequence per (request,
 KV head) over pages instead of blocks, through the same kernel; prefill chunks in
-the same batch run as in stock.
+the same batch run as in stock. A compressed request has several tokens in a step
+only after a preemption, when it computes again what it had generated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -65,25 +66,34 @@ class EvictingCPUBackend(CPUAttentionBackend):
 
 
 @dataclass
-class RaggedDecode:
-    """The decode rows of a step as virtual sequences, for all layers.
+class RaggedRows:
+    """The rows of a step that run as virtual sequences, for all layers.
 
-    `tables` int32 [L, B, H, W] are page numbers, `lengths` int32 [L, B, H] tokens,
-    `schedules` the kernel's own work partition of every layer.
+    There are R rows and T tokens in them; a virtual sequence is a row's tokens for
+    one KV head, rows first.
     """
 
-    num_rows: int
+    num_tokens: int
     starts: torch.Tensor
+    """First query of every virtual sequence, int32 [R * H + 1]."""
     tables: torch.Tensor
+    """Page numbers, int32 [L, R, H, W]."""
     lengths: torch.Tensor
+    """Keys of every virtual sequence, int32 [L, R, H]."""
     schedules: list[torch.Tensor]
+    """The kernel's own work partition of every layer."""
+    queries: torch.Tensor | None
+    """Where the T * H queries of one KV head each lie in the batch's, int64; None where the
+    rows are the batch's first and have one token each, so that they lie there in order."""
 
 
 @dataclass
 class EvictingCPUMetadata(CPUAttentionMetadata):
-    """Stock metadata of the whole batch, or of its prefill part where `decode` is set."""
+    """Stock metadata, of the whole batch or of what is left beside the ragged rows."""
 
-    decode: RaggedDecode | None = None
+    ragged: RaggedRows | None = None
+    stock_tokens: slice | torch.Tensor = field(default_factory=lambda: slice(None))
+    """The tokens that are left to stock attention: a slice, or int64 indices."""
     evictor: Evictor | None = None
     """Set in a step in which some prompt's layers have to be observed."""
 
@@ -131,8 +141,12 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> EvictingCPUMetadata:
-        decode = self._ragged_decode(common_attn_metadata)
-        stock_part = _without_decodes(common_attn_metadata, decode.num_rows if decode else 0)
+        rows = self._ragged_rows(common_attn_metadata)
+        ragged, stock_part = None, common_attn_metadata
+        stock_tokens: slice | torch.Tensor = slice(None)
+        if rows is not None:
+            ragged = self._make_ragged(common_attn_metadata, rows)
+            stock_part, stock_tokens = _without_rows(common_attn_metadata, rows)
         if stock_part.num_reqs:
             stock = super().build(common_prefix_len, stock_part, fast_build)
         else:
@@ -143,35 +157,52 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         )
         return EvictingCPUMetadata(
             **{f.name: getattr(stock, f.name) for f in fields(CPUAttentionMetadata)},
-            decode=decode,
+            ragged=ragged,
+            stock_tokens=stock_tokens,
             evictor=self.evictor if observing else None,
         )
 
-    def _ragged_decode(self, common: CommonAttentionMetadata) -> RaggedDecode | None:
-        """Virtual sequences of the batch's decode rows; None if no row is compressed."""
+    def _ragged_rows(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
+        """Rows to run as virtual sequences, int64 [R]; None if no row is compressed.
+
+        All decode rows, since the kernel takes them in one call, and the compressed rows
+        with more than one token.
+        """
         if self.evictor is None or not self.evictor.regions.num_live:
             return None
-        num_rows, *_ = split_decodes_and_prefills(common, decode_threshold=1)
-        regions, shape = self.evictor.regions, self.shape
-        rows = common.block_table_tensor[:num_rows]
-        first_blocks = rows[:, 0]
-        retained = regions.num_retained[first_blocks]
-        if not retained.any():
+        compressed = self.evictor.regions.num_retained[common.block_table_tensor[:, 0]] > 0
+        if not compressed.any():
             return None
-        replaced = regions.num_replaced[first_blocks]
+        num_decodes, *_ = split_decodes_and_prefills(common, decode_threshold=1)
+        compressed[:num_decodes] = True
+        return compressed.nonzero().squeeze(1)
+
+    def _make_ragged(self, common: CommonAttentionMetadata, rows: torch.Tensor) -> RaggedRows:
+        assert self.evictor is not None
+        regions, shape, num_rows = self.evictor.regions, self.shape, len(rows)
+        num_tokens = common.query_start_loc.diff()[rows]
+        if int(num_tokens.sum()) == num_rows:
+            queries = None  # decode rows alone are the batch's first
+            starts = self._starts[: num_rows * shape.num_heads + 1]
+        else:
+            queries, starts = _queries_by_head(
+                common.query_start_loc[rows], num_tokens, shape.num_heads
+            )
+        block_table, seq_lens = common.block_table_tensor[rows], common.seq_lens[rows]
+        first_blocks = block_table[:, 0]
+        retained, replaced = regions.num_retained[first_blocks], regions.num_replaced[first_blocks]
         offsets = regions.offsets[first_blocks]
-        seq_lens = common.seq_lens[:num_rows]
         lengths = torch.empty(
             shape.num_layers, num_rows, shape.num_heads, dtype=torch.int32, device=rows.device
         )
         write_lengths(seq_lens, retained, replaced, offsets, shape.block_size, lengths)
-        starts = self._starts[: num_rows * shape.num_heads + 1]
-        return RaggedDecode(
-            num_rows=num_rows,
+        return RaggedRows(
+            num_tokens=int(num_tokens.sum()),
             starts=starts,
-            tables=self._page_tables(rows, seq_lens, retained, replaced, offsets),
+            tables=self._page_tables(block_table, seq_lens, retained, replaced, offsets),
             lengths=lengths,
             schedules=[self._schedule(starts, lengths[layer]) for layer in range(shape.num_layers)],
+            queries=queries,
         )
 
     def _page_tables(
@@ -246,50 +277,56 @@ class EvictingCPUImpl(CPUAttentionBackendImpl):
     ) -> torch.Tensor:
         if attn_metadata is None:
             return output
-        num_decodes = 0
-        if attn_metadata.decode is not None:
-            num_decodes = attn_metadata.decode.num_rows
-            self._attend_ragged(attn_metadata.decode, query, output)
+        if attn_metadata.ragged is not None:
+            self._attend_ragged(attn_metadata.ragged, query, output)
         if attn_metadata.num_actual_tokens:
+            tokens = attn_metadata.stock_tokens
+            stock_output = output[tokens]
             super().forward(
                 layer,
-                query[num_decodes:],
-                key[num_decodes:],
-                value[num_decodes:],
+                query[tokens],
+                key,
+                value,
                 kv_cache,
                 attn_metadata,
-                output[num_decodes:],
+                stock_output,
                 output_scale,
                 output_block_scale,
             )
+            if isinstance(tokens, torch.Tensor):
+                output[tokens] = stock_output  # indexing by tensor gave a copy
         if attn_metadata.evictor is not None:
             attn_metadata.evictor.observe_layer(self.layer, query, self.scale)
         return output
 
-    def _attend_ragged(
-        self, decode: RaggedDecode, query: torch.Tensor, output: torch.Tensor
-    ) -> None:
-        """One query token a row, so [B, H * G, D] is [B * H, G, D] as well.
-
-        vLLM's queries may be a slice of a fused projection; then reshaping copies them.
-        """
-        shape = (decode.num_rows * self.num_kv_heads, self.num_queries_per_kv, self.head_size)
+    def _attend_ragged(self, rows: RaggedRows, query: torch.Tensor, output: torch.Tensor) -> None:
+        """Attention of the ragged rows; [tokens, H * G, D] is [tokens * H, G, D] as well."""
+        by_head = (-1, self.num_queries_per_kv, self.head_size)
+        num_tokens = len(query) if rows.queries is not None else rows.num_tokens
+        # vLLM's queries may be a slice of a fused projection; then reshaping copies them.
+        queries = query[:num_tokens].reshape(by_head)
+        outputs = output[:num_tokens].view(by_head)
+        ragged_outputs = outputs
+        if rows.queries is not None:
+            queries, ragged_outputs = queries[rows.queries], outputs[rows.queries]
         ops.cpu_attention_with_kv_cache(
-            query=query[: decode.num_rows].reshape(shape),
+            query=queries,
             key_cache=self.key_pages,
             value_cache=self.value_pages,
-            output=output[: decode.num_rows].view(shape),
-            query_start_loc=decode.starts,
-            seq_lens=decode.lengths[self.layer].view(-1),
+            output=ragged_outputs,
+            query_start_loc=rows.starts,
+            seq_lens=rows.lengths[self.layer].view(-1),
             scale=self.scale,
             causal=True,
             alibi_slopes=None,
             sliding_window=-1,
-            block_table=decode.tables[self.layer].flatten(0, 1),
+            block_table=rows.tables[self.layer].flatten(0, 1),
             softcap=0,
-            scheduler_metadata=decode.schedules[self.layer],
+            scheduler_metadata=rows.schedules[self.layer],
             s_aux=None,
         )
+        if rows.queries is not None:
+            outputs[rows.queries] = ragged_outputs
 
     def bind(self, layer: int, pool: PagePool) -> None:
         """Attach the pool, once vLLM has allocated the cache."""
@@ -299,19 +336,54 @@ class EvictingCPUImpl(CPUAttentionBackendImpl):
         self.key_pages, self.value_pages = pages.chunk(2, dim=2)
 
 
-def _without_decodes(common: CommonAttentionMetadata, num_decodes: int) -> CommonAttentionMetadata:
-    """The batch without its first `num_decodes` rows, which have one token each."""
-    if num_decodes == 0:
-        return common
-    starts = common.query_start_loc[num_decodes:] - num_decodes
-    return common.replace(
-        query_start_loc=starts,
-        query_start_loc_cpu=common.query_start_loc_cpu[num_decodes:] - num_decodes,
-        seq_lens=common.seq_lens[num_decodes:],
-        num_reqs=common.num_reqs - num_decodes,
-        num_actual_tokens=common.num_actual_tokens - num_decodes,
-        block_table_tensor=common.block_table_tensor[num_decodes:],
-        slot_mapping=common.slot_mapping[num_decodes:],
+def _queries_by_head(
+    first_tokens: torch.Tensor, num_tokens: torch.Tensor, num_heads: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries of virtual sequences: rows first, then KV heads, then tokens.
+
+    `first_tokens` and `num_tokens` are int32 [R]. Returns their indices in
+    [tokens * H], int64 [T * H], and each sequence's first, int32 [R * H + 1].
+    """
+    lengths = num_tokens.repeat_interleave(num_heads)
+    starts = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    torch.cumsum(lengths, 0, dtype=torch.int32, out=starts[1:])
+    sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
+    token = torch.arange(len(sequence)) - starts[sequence] + first_tokens[sequence // num_heads]
+    return token * num_heads + sequence % num_heads, starts
+
+
+def _without_rows(
+    common: CommonAttentionMetadata, rows: torch.Tensor
+) -> tuple[CommonAttentionMetadata, slice | torch.Tensor]:
+    """The batch without some rows, and its tokens that are left."""
+    num_rows = len(rows)
+    if num_rows == common.num_reqs:
+        return common.replace(num_reqs=0, num_actual_tokens=0), slice(0)
+    starts = common.query_start_loc
+    if int(rows[-1]) == num_rows - 1:  # the first rows
+        left = torch.arange(num_rows, common.num_reqs)
+        first = int(starts[num_rows])
+        tokens: slice | torch.Tensor = slice(first, None)
+        num_tokens = common.num_actual_tokens - first
+    else:
+        is_left = torch.ones(common.num_reqs, dtype=torch.bool)
+        is_left[rows] = False
+        left = is_left.nonzero().squeeze(1)
+        tokens = is_left.repeat_interleave(starts.diff()).nonzero().squeeze(1)
+        num_tokens = len(tokens)
+    new_starts = torch.zeros(len(left) + 1, dtype=starts.dtype)
+    torch.cumsum(starts.diff()[left], 0, out=new_starts[1:])
+    return (
+        common.replace(
+            query_start_loc=new_starts,
+            query_start_loc_cpu=new_starts,
+            seq_lens=common.seq_lens[left],
+            num_reqs=len(left),
+            num_actual_tokens=num_tokens,
+            block_table_tensor=common.block_table_tensor[left],
+            slot_mapping=common.slot_mapping[tokens],
+        ),
+        tokens,
     )
 
 

@@ -43,8 +43,8 @@ class Compression:
     """Whether the request's row is compressed now."""
 
     def needs_reservation(self, num_tokens: int) -> bool:
-        """Whether a chunk that brings the request to `num_tokens` is its last."""
-        return not (self.reserved or self.swapped) and num_tokens >= self.request.num_tokens
+        """Whether a chunk that brings the request to `num_tokens` ends its prompt."""
+        return not (self.reserved or self.swapped) and num_tokens >= self.request.num_prompt_tokens
 
 
 @dataclass(frozen=True)

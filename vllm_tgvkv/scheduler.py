@@ -170,6 +170,24 @@ class EvictionScheduler(Scheduler):
         candidate.first_row = int(np.searchsorted(rows, num_hit))
         return blocks, num_hit, boundary, diverged
 
+    def _reserve_prefill_lookahead(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        """End a chunk with the prompt, where it would run on into generated tokens.
+
+        vLLM asks this of every chunk. Only a preempted request has tokens behind its
+        prompt when it prefills: they follow in the next chunk, over the compressed cache,
+        as they were computed the first time.
+        """
+        num_new_tokens = super()._reserve_prefill_lookahead(
+            request, num_computed_tokens, num_new_tokens
+        )
+        if request.request_id in self._candidates:
+            left_of_prompt = request.num_prompt_tokens - num_computed_tokens
+            if left_of_prompt > 0:
+                return min(num_new_tokens, left_of_prompt)
+        return num_new_tokens
+
     # -- each step ----------------------------------------------------------------------
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -225,7 +243,7 @@ class EvictionScheduler(Scheduler):
                     num_rows=len(rows),
                 )
             )
-        if not request.is_prefill_chunk:
+        if end == request.num_prompt_tokens:
             plan.evictions.append(self._evict(request, candidate))
 
     def _evict(self, request: Request, candidate: Candidate) -> Eviction:

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What eviction refuses, on folders that hold a model's configuration and not one weight."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_tgvkv.compatibility import UnsupportedByEvictionError
+from vllm_tgvkv.config import CONFIG_KEY, EvictionConfigError
+from vllm_tgvkv.patches import SCHEDULER_CLS, WORKER_CLS
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "max_position_embeddings": 512,
+}
+VISION: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 28,
+    "patch_size": 14,
+}
+TGV = {CONFIG_KEY: {"policy": "tgv", "budget": 0.1}}
+
+
+def llama() -> Any:
+    return transformers.LlamaConfig(**SIZES)
+
+
+def deepseek_v2() -> Any:
+    return transformers.DeepseekV2Config(
+        **{**SIZES, "num_key_value_heads": 4},
+        kv_lora_rank=16,
+        q_lora_rank=None,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        n_group=1,
+        topk_group=1,
+    )
+
+
+def mistral() -> Any:
+    return transformers.MistralConfig(**SIZES, sliding_window=64)
+
+
+def qwen2(use_sliding_window: bool = True) -> Any:
+    return transformers.Qwen2Config(
+        **SIZES, use_sliding_window=use_sliding_window, sliding_window=64, max_window_layers=1
+    )
+
+
+def gemma2_without_windows() -> Any:
+    layers = ["full_attention"] * 2
+    return transformers.Gemma2Config(**SIZES, head_dim=16, layer_types=layers)
+
+
+def gemma3() -> Any:
+    layers = ["full_attention"] * 2
+    text = {**SIZES, "head_dim": 16, "sliding_window": None, "layer_types": layers}
+    return transformers.Gemma3Config(text_config=text, vision_config=VISION)
+
+
+def jamba() -> Any:
+    return transformers.JambaConfig(
+        **SIZES, num_experts=1, attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False
+    )
+
+
+def whisper() -> Any:
+    return transformers.WhisperConfig(
+        d_model=64,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        vocab_size=300,
+    )
+
+
+def llama4() -> Any:
+    text = {**SIZES, "head_dim": 16, "attention_chunk_size": 64, "num_local_experts": 2}
+    sizes = {"vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64}
+    return transformers.Llama4Config(
+        text_config={**text, "intermediate_size_mlp": 64}, vision_config={**VISION, **sizes}
+    )
+
+
+Folder = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """A function that writes `config.json` of a model, and nothing else."""
+
+    def write(config: Callable[..., Any], architecture: str, **fields: Any) -> str:
+        path = tmp_path_factory.mktemp(config.__name__)
+        values = config(**fields)
+        values.architectures = [architecture]
+        values.save_pretrained(path)
+        return str(path)
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Folder) -> str:
+    return folder(llama, "LlamaForCausalLM")
+
+
+def configure(model: str, eviction: Any = TGV, **options: Any) -> VllmConfig:
+    return EngineArgs(model=model, additional_config=eviction, **options).create_engine_config()
+
+
+def refusal(model: str, **options: Any) -> str:
+    with pytest.raises(UnsupportedByEvictionError) as caught:
+        configure(model, **options)
+    message = str(caught.value)
+    assert message.startswith("--kv-eviction ")
+    assert message.endswith(" or leave out --kv-eviction")
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "architecture", "feature"),
+    [
+        (deepseek_v2, "DeepseekV2ForCausalLM", "multi-head latent attention (MLA)"),
+        (mistral, "MistralForCausalLM", "sliding-window attention"),
+        (qwen2, "Qwen2ForCausalLM", "sliding-window attention"),
+        (gemma2_without_windows, "Gemma2ForCausalLM", "soft-capped attention logits"),
+        (gemma3, "Gemma3ForConditionalGeneration", "bidirectional attention over image tokens"),
+        (jamba, "JambaForCausalLM", "hybrid or state-space models"),
+        (whisper, "WhisperForConditionalGeneration", "cross attention"),
+        (llama4, "Llama4ForConditionalGeneration", "chunked local attention"),
+    ],
+)
+def test_models_that_are_refused(
+    folder: Folder, config: Callable[..., Any], architecture: str, feature: str
+) -> None:
+    """The message arrives before any weight is read: there is none."""
+    message = refusal(folder(config, architecture))
+    assert f"does not work with {feature}" in message
+    assert "serve another model" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "feature", "way_out"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor parallelism", "--tensor-parallel-size 1"),
+        ({"pipeline_parallel_size": 2}, "pipeline parallelism", "--pipeline-parallel-size 1"),
+        ({"data_parallel_size": 2}, "data parallelism", "--data-parallel-size 1"),
+        (
+            {
+                "speculative_config": {
+                    "method": "ngram",
+                    "num_speculative_tokens": 2,
+                    "prompt_lookup_max": 3,
+                }
+            },
+            "speculative decoding",
+            "remove --speculative-config",
+        ),
+        (
+            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+            "KV connectors",
+            "remove --kv-transfer-config",
+        ),
+        ({"kv_offloading_size": 1.0}, "KV connectors", "remove"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8", "--kv-cache-dtype auto"),
+        (
+            {"kv_cache_dtype": "int8_per_token_head"},
+            "--kv-cache-dtype int8_per_token_head",
+            "--kv-cache-dtype auto",
+        ),
+        ({"runner": "pooling"}, "--runner pooling", "serve another model"),
+        (
+            {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
+            "its own scheduler class",
+            "remove --scheduler-cls vllm.v1.core.sched.scheduler.Scheduler",
+        ),
+        (
+            {"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"},
+            "its own worker class",
+            "remove --worker-cls vllm.v1.worker.cpu_worker.CPUWorker",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_flags_that_are_refused(
+    plain: str, options: dict[str, Any], feature: str, way_out: str
+) -> None:
+    message = refusal(plain, **options)
+    assert feature in message
+    assert way_out in message
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (
+            {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+            "--decode-context-parallel-size 1",
+        ),
+        ({"prefill_context_parallel_size": 2}, "prefill context parallel"),
+    ],
+    ids=["decode", "prefill"],
+)
+def test_context_parallelism_is_refused_by_vllm_itself(
+    plain: str, options: dict[str, Any], part: str
+) -> None:
+    """Fails once vLLM lets it pass; our own refusal must then be tested here."""
+    with pytest.raises(ValueError, match=part):
+        configure(plain, **options)
+
+
+def test_model_runner_v2_is_refused(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By vLLM where Triton is missing, by the plugin where it is there."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(ValueError, match=r"[Mm]odel [Rr]unner V2"):
+        configure(plain)
+    # The plugin's own refusal, which a build with Triton reaches.
+    from vllm_tgvkv.compatibility import check_vllm_config
+
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
+    vllm_config = configure(plain)
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", property(lambda self: True))
+    with pytest.raises(UnsupportedByEvictionError, match="set VLLM_USE_V2_MODEL_RUNNER=0"):
+        check_vllm_config(vllm_config)
+
+
+def test_another_platform_is_refused(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    assert "use a CPU build of vLLM" in refusal(plain)
+
+
+def test_wrong_settings_are_refused_before_a_model_is_looked_at(tmp_path: Path) -> None:
+    with pytest.raises(EvictionConfigError, match=r"kv_eviction\.budget is 0"):
+        configure(str(tmp_path), {CONFIG_KEY: {"policy": "tgv", "budget": 0}})
+
+
+def test_what_is_supported_gets_the_plugins_classes(plain: str, folder: Folder) -> None:
+    """Also a model whose configuration names a window that it does not use."""
+    for model in (plain, folder(qwen2, "Qwen2ForCausalLM", use_sliding_window=False)):
+        config = configure(model)
+        assert config.scheduler_config.scheduler_cls == SCHEDULER_CLS
+        assert config.parallel_config.worker_cls == WORKER_CLS
+        # The scheduler decides from what has been computed: no step may be in flight.
+        assert not config.scheduler_config.async_scheduling
+
+
+@pytest.mark.parametrize("eviction", [{}, {CONFIG_KEY: {"policy": "none"}}])
+def test_nothing_is_refused_without_eviction(folder: Folder, eviction: dict[str, Any]) -> None:
+    for model in (folder(mistral, "MistralForCausalLM"), folder(llama, "LlamaForCausalLM")):
+        config = configure(model, eviction, kv_cache_dtype="fp8")
+        assert config.scheduler_config.scheduler_cls is None
+        assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+
+
+@pytest.mark.slow
+def test_serve_exits_with_the_message_as_its_last_line(plain: str) -> None:
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", plain, "--skip-tokenizer-init"]
+    command += ["--kv-eviction", "tgv", "--tensor-parallel-size", "2", "--port", "0"]
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
+    run = subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        timeout=240,
+    )
+    assert run.returncode not in (0, None)
+    assert (
+        run.stdout.strip()
+        .splitlines()[-1]
+        .endswith(
+            "--kv-eviction does not work with tensor parallelism (--tensor-parallel-size 2) yet: "
+            "use --tensor-parallel-size 1 or leave out --kv-eviction"
+        )
+    )

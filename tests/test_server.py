@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real `vllm serve --kv-eviction tgv`, asked through the official client."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.models import random_image, random_text
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+BLOCK_SIZE = 32
+VISION_TOKENS = 64
+START_SECONDS = 240
+STOP_SECONDS = 60
+REPORT = {"kv_eviction_report": 1}
+
+
+@dataclass
+class Server:
+    """A running `vllm serve` and a client for it."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    client: Any
+    """An `openai.OpenAI`; requests are plain dictionaries here."""
+
+    def lines(self) -> list[str]:
+        return self.log.read_text(errors="replace").splitlines()
+
+    def ask(self, xargs: dict[str, Any] | None = None, **options: Any) -> Any:
+        """One chat question about a PNG image."""
+        values = {"messages": messages(0), "max_tokens": 8, "temperature": 0, **options}
+        extra = {"extra_body": {"vllm_xargs": xargs}} if xargs is not None else {}
+        return self.client.chat.completions.create(model="tiny", **values, **extra)
+
+
+def messages(seed: int, images: int = 1, length: int = 300) -> list[dict[str, Any]]:
+    content: list[dict[str, Any]] = []
+    for index in range(images):
+        png = io.BytesIO()
+        random_image(10 * seed + index, 112, 84).save(png, "PNG")
+        url = "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
+        content.append({"type": "image_url", "image_url": {"url": url}})
+    content.append({"type": "text", "text": random_text(seed, length)})
+    return [{"role": "user", "content": content}]
+
+
+def report_of(answer: Any) -> dict[str, Any]:
+    return answer.kv_transfer_params["kv_eviction"]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def is_healthy(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{address}/health", timeout=5):
+            return True
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return False
+
+
+def group_members(group: int) -> list[int]:
+    """Processes of a process group that have not ended, from /proc."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
+        except (OSError, ValueError):
+            continue  # ended meanwhile
+        if int(its_group) == group and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(
+    tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A server in a process group of its own; its log tells every eviction."""
+    folder, port = tiny_model("llava", image_size=112), free_port()
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(folder)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"]
+    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
+    command += ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", "256"]
+    command += ["--limit-mm-per-prompt", '{"image": 2}', "--generation-config", "vllm"]
+    command += ["--kv-eviction", "tgv", "--kv-eviction-budget", "0.1"]
+    command += ["--kv-eviction-config", '{"debug": {"check_integrity": true}}']
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "DEBUG"}
+    address = f"http://127.0.0.1:{port}"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while not is_healthy(address):
+            assert process.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < deadline, log.read_text()[-3000:]
+            time.sleep(0.5)
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=120, max_retries=0)
+        yield Server(process, log, client)
+    finally:
+        for member in group_members(process.pid):  # the server is the leader of its group
+            os.kill(member, signal.SIGKILL)
+        process.wait(STOP_SECONDS)
+
+
+def test_start_log_has_one_line_with_the_settings(server: Server) -> None:
+    lines = [line for line in server.lines() if "KV eviction: policy" in line]
+    assert len(lines) == 1
+    assert lines[0].endswith(
+        "KV eviction: policy tgv, budget 10 % of the prompt, granularity layer; "
+        "pages of 32 tokens, pool of 255 blocks, each 8 layers x KV heads"
+    )
+
+
+def test_answer_tells_what_was_evicted(server: Server) -> None:
+    answer = server.ask(REPORT)
+    num_tokens = answer.usage.prompt_tokens
+    assert num_tokens > 300 + VISION_TOKENS
+    assert answer.usage.completion_tokens == 8
+    assert answer.choices[0].message.content
+    tail = num_tokens % BLOCK_SIZE
+    assert report_of(answer) == {
+        "policy": "tgv",
+        "prompt_tokens": num_tokens,
+        "kept_tokens": BLOCK_SIZE + tail,
+        "blocks_before": -(-num_tokens // BLOCK_SIZE),
+        "blocks_after": 1 + bool(tail),
+        "skip_reason": None,
+    }
+
+
+def test_no_report_unless_asked(server: Server) -> None:
+    assert server.ask().kv_transfer_params is None
+
+
+def test_log_has_one_debug_line_per_eviction(server: Server) -> None:
+    marks = ("KV eviction of", "tgv, 60 tokens per head")
+    before = sum(all(mark in line for mark in marks) for line in server.lines())
+    answer = server.ask({"kv_eviction_budget": 60, **REPORT})
+    report = report_of(answer)
+    lines = [line for line in server.lines() if all(mark in line for mark in marks)]
+    assert len(lines) == before + 1
+    assert answer.id in lines[-1]
+    assert f"{report['kept_tokens']} of {report['prompt_tokens']} prompt tokens kept" in lines[-1]
+    assert lines[-1].endswith(f"blocks {report['blocks_before']} -> {report['blocks_after']}")
+
+
+def test_wishes_of_a_request(server: Server) -> None:
+    half = report_of(server.ask({"kv_eviction_budget": 0.5, **REPORT}))
+    num_tokens = half["prompt_tokens"]
+    assert 0.5 * num_tokens - BLOCK_SIZE < half["kept_tokens"] <= 0.5 * num_tokens
+    tokens = report_of(server.ask({"kv_eviction_budget": "200", **REPORT}))
+    assert 200 - BLOCK_SIZE < tokens["kept_tokens"] <= 200
+    none = report_of(server.ask({"kv_eviction": "none", **REPORT}))
+    assert (none["policy"], none["skip_reason"]) == ("none", "policy_none")
+    assert none["blocks_after"] is None
+    full = report_of(server.ask({"kv_eviction_budget": 1, **REPORT}))
+    assert full["skip_reason"] == "budget_covers_prompt"
+
+
+@pytest.mark.parametrize(
+    ("xargs", "parts"),
+    [
+        ({"kv_eviction": "snap"}, ["vllm_xargs.kv_eviction is 'snap'", "none, tgv"]),
+        ({"kv_eviction": True}, ["vllm_xargs.kv_eviction is", "none, tgv"]),
+        ({"kv_eviction_budget": 0}, ["vllm_xargs.kv_eviction_budget is 0", "0 < budget <= 1"]),
+        ({"kv_eviction_budget": -1}, ["vllm_xargs.kv_eviction_budget is -1", "such as 512"]),
+        ({"kv_eviction_budget": 1.5}, ["vllm_xargs.kv_eviction_budget is 1.5", "such as 512"]),
+        ({"kv_eviction_budget": "abc"}, ["vllm_xargs.kv_eviction_budget is 'abc'", "such as 512"]),
+        ({"kv_eviction_budget": "nan"}, ["vllm_xargs.kv_eviction_budget is 'nan'", "such as 512"]),
+        ({"kv_eviction_budget": [0.1]}, ["vllm_xargs.kv_eviction_budget is [0.1]", "such as 512"]),
+        ({"kv_eviction_report": "yes"}, ["vllm_xargs.kv_eviction_report is 'yes'", "give 1"]),
+        ({"kv_eviction_sinks": 4}, ["vllm_xargs has kv_eviction_sinks", "kv_eviction_budget"]),
+    ],
+    ids=repr,
+)
+def test_wrong_wishes_are_http_400(server: Server, xargs: dict[str, Any], parts: list[str]) -> None:
+    """The message names the parameter, its value and the way out; the server lives on."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        server.ask(xargs)
+    for part in parts:
+        assert part in str(caught.value)
+    assert server.ask(max_tokens=2).usage.completion_tokens == 2
+
+
+def test_wrong_wishes_in_a_stream_and_in_completions(server: Server) -> None:
+    wrong = {"kv_eviction_budget": -1}
+    # vLLM validates a stream's request once the response has begun: an error event ends it.
+    with pytest.raises(openai.APIError, match="kv_eviction_budget is -1") as caught:
+        list(server.ask(wrong, stream=True))
+    assert caught.value.body["code"] == 400
+    with pytest.raises(openai.BadRequestError, match="kv_eviction_budget"):
+        server.client.completions.create(
+            model="tiny", prompt="a" * 200, extra_body={"vllm_xargs": wrong}
+        )
+
+
+def test_stream_has_the_same_text(server: Server) -> None:
+    whole = server.ask(max_tokens=20, seed=1)
+    stream = server.ask(max_tokens=20, seed=1, stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+    assert text == whole.choices[0].message.content
+
+
+def test_several_choices_share_a_prompt(server: Server) -> None:
+    """Each is a request of its own that is evicted, though they share the prompt's blocks."""
+    before = evictions(server)
+    answer = server.ask(REPORT, n=2, max_tokens=40, temperature=1)
+    assert answer.usage.completion_tokens == 80
+    assert len({choice.message.content for choice in answer.choices}) == 2
+    assert evictions(server) - before == 2
+    assert report_of(answer)["blocks_after"] == 2
+
+
+def evictions(server: Server) -> int:
+    return sum(" prompt tokens kept a head, blocks " in line for line in server.lines())
+
+
+def test_two_images_in_a_prompt(server: Server) -> None:
+    answer = server.ask(REPORT, messages=messages(7, images=2))
+    assert answer.usage.prompt_tokens > 300 + 2 * VISION_TOKENS
+    assert report_of(answer)["skip_reason"] is None
+
+
+def test_text_passes_untouched(server: Server) -> None:
+    text = [{"role": "user", "content": random_text(3, 400)}]
+    report = report_of(server.ask(REPORT, messages=text))
+    assert (report["skip_reason"], report["kept_tokens"]) == ("text_only", None)
+
+
+def test_completions(server: Server) -> None:
+    answer = server.client.completions.create(
+        model="tiny",
+        prompt=random_text(4, 400),
+        max_tokens=5,
+        temperature=0,
+        extra_body={"vllm_xargs": REPORT},
+    )
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 5
+    assert report_of(answer)["skip_reason"] == "text_only"
+
+
+def test_responses(server: Server) -> None:
+    content = messages(0)[0]["content"]
+    image = {"type": "input_image", "image_url": content[0]["image_url"]["url"], "detail": "auto"}
+    question: Any = [{"type": "input_text", "text": content[1]["text"]}, image]
+    body = {"model": "tiny", "input": [{"role": "user", "content": question}]}
+    before = evictions(server)
+    answer = server.client.responses.create(**body, max_output_tokens=8)
+    assert answer.usage is not None
+    assert answer.usage.output_tokens == 8
+    assert evictions(server) - before == 1
+    with pytest.raises(openai.BadRequestError, match="kv_eviction_budget"):
+        server.client.responses.create(
+            **body, extra_body={"vllm_xargs": {"kv_eviction_budget": 1.5}}
+        )
+
+
+def test_many_at_once_answer_as_alone(server: Server) -> None:
+    """Different prompts and budgets in one batch; each answer is the one it gives alone."""
+
+    def ask(seed: int) -> str:
+        wish = {"kv_eviction_budget": (0.1, 0.3, 0.6, 1)[seed % 4]}
+        answer = server.ask(wish, messages=messages(seed, length=150 + 60 * seed), max_tokens=40)
+        assert answer.usage.completion_tokens == 40
+        return answer.choices[0].message.content
+
+    with ThreadPoolExecutor(8) as threads:
+        together = list(threads.map(ask, range(8)))
+    assert together == [ask(seed) for seed in range(8)]
+    assert len(set(together)) == 8
+
+
+def test_engine_logs_no_error(server: Server) -> None:
+    """Every step was recounted (`check_integrity`), and no wrong wish reached the engine."""
+    lines = [line for line in server.lines() if re.match(r"\((EngineCore|Worker|VllmWorker)", line)]
+    assert lines
+    assert [line for line in lines if re.search(r"\bERROR\b|Traceback|Integrity", line)] == []
+
+
+def test_interrupt_ends_every_process(server: Server) -> None:
+    """Last in this file: the server is gone afterwards."""
+    assert len(group_members(server.process.pid)) > 1  # the engine is a process of its own
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(STOP_SECONDS) in (0, -signal.SIGINT, 128 + signal.SIGINT)
+    deadline = time.monotonic() + 10
+    while group_members(server.process.pid) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert group_members(server.process.pid) == []

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Without `--kv-eviction` vLLM is stock, also after an engine with eviction in the same process."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+PARTS = ("scheduler", "manager", "worker", "attention_cpu", "evictor")
+"""Modules of the package that only an engine with eviction has a use for."""
+
+STOCK = {
+    "scheduler": "vllm.v1.core.sched.scheduler.Scheduler",
+    "worker": "vllm.v1.worker.cpu_worker.CPUWorker",
+    "manager": "vllm.v1.core.single_type_kv_cache_manager.FullAttentionManager",
+    "spec": "vllm.v1.kv_cache_interface.FullAttentionSpec",
+    "backend": "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend",
+    "builder": "vllm.v1.attention.backends.cpu_attn.CPUAttentionMetadataBuilder",
+    "impl": "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl",
+    "layers outermost": True,
+    "wrong wish passes": True,
+}
+EVICTING = {
+    "scheduler": "vllm_tgvkv.scheduler.EvictionScheduler",
+    "worker": "vllm_tgvkv.worker.EvictionCPUWorker",
+    "manager": "vllm_tgvkv.manager.EvictingManager",
+    "spec": "vllm_tgvkv.manager.EvictingSpec",
+    "backend": "vllm_tgvkv.attention_cpu.EvictingCPUBackend",
+    "builder": "vllm_tgvkv.attention_cpu.EvictingCPUMetadataBuilder",
+    "impl": "vllm_tgvkv.attention_cpu.EvictingCPUImpl",
+    "layers outermost": False,
+    "wrong wish passes": False,
+}
+
+
+def name_of(thing: Any) -> str:
+    kind = thing if isinstance(thing, type) else type(thing)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def engine_facts(folder: Path, additional_config: dict[str, Any]) -> dict[str, Any]:
+    """Start an engine in this process, ask it something, and tell what it is made of."""
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.exceptions import VLLMValidationError
+
+    llm = LLM(
+        model=str(folder),
+        additional_config=additional_config,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=256,
+        max_num_seqs=2,
+        block_size=32,
+        num_gpu_blocks_override=32,
+        disable_log_stats=True,
+    )
+    client: Any = llm.llm_engine.engine_core
+    core = client.engine_core
+    worker = core.model_executor.driver_worker.worker
+    ((group,),) = worker.model_runner.attn_groups
+    layers = worker.vllm_config.compilation_config.static_forward_context
+    caches = [layers[name].kv_cache for name in sorted(group.layer_names)]
+    (manager,) = core.scheduler.kv_cache_manager.coordinator.single_type_managers
+    try:
+        wish = SamplingParams(max_tokens=2, extra_args={"kv_eviction": "nonsense"})
+        llm.generate("What passes untouched?", wish, use_tqdm=False)
+        passes = True
+    except VLLMValidationError:
+        passes = False
+    facts = {
+        "scheduler": name_of(core.scheduler),
+        "worker": name_of(worker),
+        "manager": name_of(manager),
+        "spec": name_of(group.kv_cache_spec),
+        "backend": name_of(group.backend),
+        "builder": name_of(group.get_metadata_builder()),
+        "impl": name_of(layers[group.layer_names[0]].impl),
+        # Layout LBHNC keeps a layer's cache in one piece, BLHNC interleaves the layers.
+        "layers outermost": all(cache.is_contiguous() for cache in caches),
+        "wrong wish passes": passes,
+    }
+    core.shutdown()
+    del llm, client, core, worker, group, layers, caches, manager
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    return facts
+
+
+def in_a_fresh_process(folder: Path) -> dict[str, Any]:
+    """Stock twice, then with eviction, then stock again; runs in a process of its own."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    found: dict[str, Any] = {"without": engine_facts(folder, {})}
+    found["none"] = engine_facts(folder, {"kv_eviction": {"policy": "none", "budget": 0.5}})
+
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    found["imported"] = [part for part in PARTS if f"vllm_tgvkv.{part}" in sys.modules]
+    found["validation"] = InputProcessor._validate_params.__module__
+    found["validation wrapped"] = hasattr(InputProcessor._validate_params, "__wrapped__")
+    found["backend overridden"] = AttentionBackendEnum.CPU_ATTN.is_overridden()
+
+    found["tgv"] = engine_facts(folder, {"kv_eviction": {"policy": "tgv"}})
+    found["after"] = engine_facts(folder, {})
+    found["backend overridden after"] = AttentionBackendEnum.CPU_ATTN.is_overridden()
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tiny_model: Callable[..., Path]) -> dict[str, Any]:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(in_a_fresh_process, tiny_model("llava", image_size=112)).result()
+
+
+@pytest.mark.parametrize("case", ["without", "none"])
+def test_without_a_method_everything_is_vllms(found: dict[str, Any], case: str) -> None:
+    assert found[case] == STOCK
+
+
+def test_without_a_method_nothing_is_imported_or_wrapped(found: dict[str, Any]) -> None:
+    assert found["imported"] == []
+    assert found["validation"] == "vllm.v1.engine.input_processor"
+    assert not found["validation wrapped"]
+    assert not found["backend overridden"]
+
+
+def test_with_a_method_every_part_is_the_plugins(found: dict[str, Any]) -> None:
+    """Otherwise the checks of stock vLLM above would prove nothing."""
+    assert found["tgv"] == EVICTING
+
+
+def test_stock_engine_after_one_with_eviction(found: dict[str, Any]) -> None:
+    assert found["after"] == STOCK
+    assert not found["backend overridden after"]

@@ -54,6 +54,16 @@ class EvictionCounters:
         self._changed = False
         return self.as_dict()
 
+    def __str__(self) -> str:
+        """One line for the log."""
+        skipped = ", ".join(f"{reason} {n}" for reason, n in self.requests_skipped.items())
+        return (
+            f"{self.requests_evicted} requests evicted, "
+            f"{self.requests_skipped.total()} skipped{f' ({skipped})' if skipped else ''}, "
+            f"{self.prompt_tokens_kept} of {self.prompt_tokens_seen} prompt tokens kept, "
+            f"{self.blocks_given_back} blocks given back"
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON and for other processes."""
         return {

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from vllm import envs
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request
 
 from vllm_tgvkv.config import CONFIG_KEY, NONE, RequestWish, config_of
@@ -71,6 +74,7 @@ class EvictionScheduler(Scheduler):
         self._candidates: dict[str, Candidate] = {}
         self._forgotten: list[str] = []
         self._reports: dict[str, EvictionReport] = {}
+        self._last_log, self._last_line = time.monotonic(), str(self.eviction_counters)
         config = self.eviction_config
         logger.info(
             "KV eviction: policy %s, budget %s, granularity %s; pages of %d tokens, "
@@ -187,6 +191,20 @@ class EvictionScheduler(Scheduler):
             if left_of_prompt > 0:
                 return min(num_new_tokens, left_of_prompt)
         return num_new_tokens
+
+    # -- statistics ---------------------------------------------------------------------
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        """vLLM's statistics; at vLLM's interval the totals are logged, if they changed."""
+        stats = super().make_stats(*args, **kwargs)
+        now = time.monotonic()
+        if stats is not None and now - self._last_log >= envs.VLLM_LOG_STATS_INTERVAL:
+            self._last_log = now
+            line = str(self.eviction_counters)
+            if line != self._last_line:
+                self._last_line = line
+                logger.info("KV eviction: %s", line)
+        return stats
 
     # -- each step ----------------------------------------------------------------------
 

@@ -218,7 +218,8 @@ def test_wrong_wishes_in_a_stream_and_in_completions(server: Server) -> None:
     # vLLM validates a stream's request once the response has begun: an error event ends it.
     with pytest.raises(openai.APIError, match="kv_eviction_budget is -1") as caught:
         list(server.ask(wrong, stream=True))
-    assert caught.value.body["code"] == 400
+    body: Any = caught.value.body
+    assert body["code"] == 400
     with pytest.raises(openai.BadRequestError, match="kv_eviction_budget"):
         server.client.completions.create(
             model="tiny", prompt="a" * 200, extra_body={"vllm_xargs": wrong}
@@ -277,9 +278,12 @@ def test_responses(server: Server) -> None:
     question: Any = [{"type": "input_text", "text": content[1]["text"]}, image]
     body = {"model": "tiny", "input": [{"role": "user", "content": question}]}
     before = evictions(server)
-    answer = server.client.responses.create(**body, max_output_tokens=8)
+    answer = server.client.responses.create(
+        **body, max_output_tokens=8, extra_body={"vllm_xargs": REPORT}
+    )
     assert answer.usage is not None
     assert answer.usage.output_tokens == 8
+    assert report_of(answer)["blocks_after"] == 2
     assert evictions(server) - before == 1
     with pytest.raises(openai.BadRequestError, match="kv_eviction_budget"):
         server.client.responses.create(

@@ -61,7 +61,7 @@ def check_vllm_config(vllm_config: VllmConfig) -> None:
         (
             vllm_config.kv_transfer_config is not None,
             "KV connectors",
-            "remove --kv-transfer-config",
+            "remove --kv-transfer-config or --kv-offloading-size",
         ),
         (
             parallel.tensor_parallel_size > 1,
@@ -126,6 +126,7 @@ def _model_checks(model: ModelConfig) -> tuple[tuple[bool, str, str], ...]:
             "chunked local attention",
             other,
         ),
+        (bool(_other_layers(text)), f"layers of kind {', '.join(_other_layers(text))}", other),
         (model.is_mm_prefix_lm, "bidirectional attention over image tokens (prefix LM)", other),
         (
             bool(getattr(text, "attn_logit_softcapping", None)),
@@ -133,6 +134,16 @@ def _model_checks(model: ModelConfig) -> tuple[tuple[bool, str, str], ...]:
             other,
         ),
     )
+
+
+def _other_layers(text_config: Any) -> list[str]:
+    """Kinds of layers, as the model's configuration lists them, beside full attention."""
+    kinds = (
+        getattr(text_config, "layer_types", None)
+        or getattr(text_config, "layers_block_type", None)
+        or ()
+    )
+    return sorted({str(kind) for kind in kinds} - {"full_attention", "attention"})
 
 
 def _has_sliding_window(text_config: Any) -> bool:

@@ -99,6 +99,11 @@ class DebugOptions:
     record_kept: bool = False
     """Remember the kept positions of the last evictions, for `collective_rpc`."""
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} is {value!r}: give true or false")
+
 
 @dataclass(frozen=True)
 class EvictionConfig:

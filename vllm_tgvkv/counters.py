@@ -15,6 +15,7 @@ SKIP_REASONS = {
     "single_token": "the request generates one token only",
     "pool_too_small": "the pool cannot hold the prompt and the retained blocks together",
     "unknown_patch_grid": "grid pooling is asked for and an image's patch grid is not known",
+    "invalid_request": "its vllm_xargs are wrong, and no front end of vLLM has checked them",
     "unsupported_request": "prompt embeddings, or a session of streamed inputs",
 }
 

@@ -153,6 +153,10 @@ def _read_flags(original: Callable[..., Any], cls: type, args: argparse.Namespac
             f"name a method, such as --kv-eviction {POLICY_NAMES[0]}"
         )
     engine_args.additional_config = {**engine_args.additional_config, CONFIG_KEY: values}
+    # With --api-server-count the arguments travel to processes that read them before any
+    # plugin is loaded there; what they find in `additional_config` is enough.
+    args.additional_config = engine_args.additional_config
+    args.kv_eviction = args.kv_eviction_budget = args.kv_eviction_config = None
     return engine_args
 
 

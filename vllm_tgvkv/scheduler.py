@@ -16,7 +16,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request
 
-from vllm_tgvkv.config import CONFIG_KEY, NONE, RequestWish, config_of
+from vllm_tgvkv.config import CONFIG_KEY, NONE, EvictionConfigError, RequestWish, config_of
 from vllm_tgvkv.counters import EvictionCounters
 from vllm_tgvkv.integrity import check_integrity
 from vllm_tgvkv.manager import EvictingManager, Swap
@@ -107,7 +107,14 @@ class EvictionScheduler(Scheduler):
     def _consider(self, request: Request) -> None:
         """Make the request a candidate, or count why it is none."""
         extra_args = request.sampling_params.extra_args if request.sampling_params else None
-        wish = RequestWish.resolve(self.eviction_config, extra_args)
+        try:
+            wish = RequestWish.resolve(self.eviction_config, extra_args)
+        except EvictionConfigError as error:
+            # vLLM's front ends answer such a request with HTTP 400; one that does not must
+            # not be able to end the engine.
+            logger.warning("KV eviction of %s skipped: %s", request.request_id, error)
+            self._skip(request, "invalid_request")
+            return
         if wish.report:
             num_blocks = cdiv(request.num_prompt_tokens, self.block_size)
             self._reports[request.request_id] = EvictionReport(

@@ -1,0 +1,373 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The comparisons: which arms, which prompts, in which order, and what is asked of the result."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.arm import Arm, ArmError, ArmProcess, Arms
+from benchmarks.measurement import DecodeBytes, Line, Target
+from benchmarks.shape import ModelShape
+from benchmarks.workload import Workload
+
+BUDGET = 0.1
+WORKSPACE = 64 << 20
+"""Bound of each scratch buffer of the eviction, `workspace_bytes` of the kernels."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large and how often: the whole run, or the quick one."""
+
+    rounds: int
+    decode_steps: int
+    first_token: Workload
+    decode: Workload
+    long: Workload
+    long_rounds: int
+    wide: Workload
+    wide_steps: int
+    burst: Workload
+    burst_requests: int
+    burst_output: int
+    burst_rounds: int
+    overhead: Workload
+    overhead_batches: tuple[int, ...] = (8, 32)
+
+
+FULL = Scale(
+    rounds=5,
+    decode_steps=24,
+    first_token=Workload(2048),
+    decode=Workload(1024),
+    long=Workload(8192),
+    long_rounds=3,
+    wide=Workload(16384),
+    wide_steps=8,
+    burst=Workload(2048),
+    burst_requests=24,
+    burst_output=128,
+    burst_rounds=1,
+    overhead=Workload(640),
+)
+QUICK = Scale(
+    rounds=3,
+    decode_steps=12,
+    first_token=Workload(1024),
+    decode=Workload(640),
+    long=Workload(2048),
+    long_rounds=2,
+    wide=Workload(4096),
+    wide_steps=6,
+    burst=Workload(1280),
+    burst_requests=24,
+    burst_output=64,
+    burst_rounds=1,
+    overhead=Workload(640),
+)
+
+COMMON = ModelShape("common", 1024, 8, 16, 4, 64, 2816)
+"""Costs of the plugin: compute and weights as in a real model, four queries a KV head."""
+KV_BOUND = ModelShape("kv-bound", 512, 4, 16, 8, 128, 1408, vocabulary=4096)
+"""Gain of the plugin: caches far larger than weights."""
+
+
+def arms(
+    shape: ModelShape, pool_tokens: int, block_size: int, flags: dict[str, Any], forced: bool
+) -> list[Arm]:
+    """Stock in its two guises, ours, and, if `forced`, ours at a budget of 1 that still evicts.
+
+    All have a pool of the same bytes, and `flags`. *Production* adds nothing. The others share
+    the block size.
+    """
+    stock = {**flags, "kv_cache_memory_bytes": pool_tokens * shape.kv_bytes_per_token}
+    same = {**stock, "block_size": block_size}
+    ours = {"policy": "tgv", "budget": BUDGET}
+    everything = {"policy": "tgv", "budget": 1.0, "debug": {"evict_at_full_budget": True}}
+    result = [
+        Arm("production", stock),
+        Arm("constrained", same),
+        Arm("ours", {**same, "additional_config": {"kv_eviction": ours}}),
+    ]
+    if forced:
+        result.append(Arm("forced", {**same, "additional_config": {"kv_eviction": everything}}))
+    return result
+
+
+class Comparison:
+    """Measures arms against each other and collects the lines of the report."""
+
+    def __init__(self, scale: Scale, root: str, block_size: int, eager: bool, say: Say) -> None:
+        self.scale = scale
+        self.root = root
+        self.block_size = block_size
+        self.eager = eager
+        self.say = say
+        self.lines: list[Line] = []
+        self.facts: dict[str, Any] = {}
+        self.failures: dict[str, str] = {}
+        self._seeds = itertools.count(0, 1000)
+
+    def run(self, only: Sequence[str] = ()) -> None:
+        """Everything, or the named parts: costs, gain, burst. A part that fails leaves the rest."""
+        for name, part in (
+            ("costs", self._costs),
+            ("gain", self._gain),
+            ("burst", self._burst),
+        ):
+            if only and name not in only:
+                continue
+            try:
+                part()
+            except ArmError as error:
+                self.say(f"part `{name}` failed: {error}")
+                self.failures[name] = str(error)
+
+    # -- what it costs ------------------------------------------------------------------
+
+    def _costs(self) -> None:
+        scale, shape = self.scale, COMMON
+        longest = max(
+            scale.long.prompt_tokens * 5 // 4 + 512,
+            8 * (scale.decode.prompt_tokens + scale.rounds * scale.decode_steps + 512),
+            max(scale.overhead_batches) * (scale.overhead.prompt_tokens + 256),
+        )
+        with self._start("costs", shape, longest, forced=True) as arms:
+            self._warm_up(arms)
+            self._first_token(arms)
+            self._full_budget_decode(arms)
+            self._eviction_share(arms)
+            self._eviction_memory(arms)
+            for batch in scale.overhead_batches:
+                self._host_overhead(arms, batch)
+
+    def _first_token(self, arms: Arms) -> None:
+        self.say("a. time to first token at budget 1.0")
+        seconds: dict[str, list[float]] = {}
+        for _, arm, seed in self._turns(arms, self.scale.rounds):
+            result = arm.ask("prefill", workload=self.scale.first_token, seed=seed, budget=1.0)
+            seconds.setdefault(arm.arm.name, []).append(result["seconds"])
+        tokens = self.scale.first_token.prompt_tokens
+        self._full_budget_lines(f"time to first token, {tokens} tokens", "s", "lower", seconds)
+
+    def _full_budget_decode(self, arms: Arms) -> None:
+        self.say("a. decode throughput at budget 1.0, batch 8")
+        batch, workload = 8, self.scale.decode
+        rates = self._decode(arms, batch, workload, 1.0)
+        self._full_budget_lines(
+            f"decode, batch {batch}, {workload.prompt_tokens} tokens", "tokens/s", "higher", rates
+        )
+
+    def _full_budget_lines(self, what: str, unit: str, better: Any, values: Any) -> None:
+        skipped = {name: series for name, series in values.items() if name != "forced"}
+        forced = {name: series for name, series in values.items() if name != "ours"}
+        line = Line(f"a. budget 1.0: {what}", unit, better, skipped)
+        line.require(0.97)
+        self.lines.append(line)
+        self.lines.append(
+            Line(f"a. budget 1.0, all pages dealt anew: {what}", unit, better, forced, "forced")
+        )
+
+    def _decode(
+        self, arms: Arms, batch: int, workload: Workload, budget: float
+    ) -> dict[str, list[float]]:
+        """Tokens per second of every round, from the median step."""
+        seed = next(self._seeds)
+        for arm in arms.processes.values():
+            arm.ask("fill", workload=workload, batch=batch, seed=seed, budget=budget)
+            arm.ask("decode", steps=4)
+        rates: dict[str, list[float]] = {}
+        for _, arm, _ in self._turns(arms, self.scale.rounds):
+            result = arm.ask("decode", steps=self.scale.decode_steps)
+            rate = batch / statistics.median(result["seconds"])
+            rates.setdefault(arm.arm.name, []).append(rate)
+        for arm in arms.processes.values():
+            arm.ask("clear")
+        return rates
+
+    def _eviction_share(self, arms: Arms) -> None:
+        """Twice: with a short question, and with more text than the observation window."""
+        tokens = self.scale.long.prompt_tokens
+        for question in (self.scale.long.question_tokens, 512):
+            self.say(f"c. eviction's share of prefill: {tokens} tokens, {question} observed")
+            workload = Workload(tokens, question)
+            seconds: dict[str, list[float]] = {}
+            shares = []
+            for _, arm, seed in self._turns(arms, self.scale.long_rounds, skip=("forced",)):
+                result = arm.ask("prefill", workload=workload, seed=seed, budget=BUDGET)
+                seconds.setdefault(arm.arm.name, []).append(result["seconds"])
+                if arm.arm.name == "ours":
+                    shares.append(100 * result["eviction"] / result["seconds"])
+            what = f"{tokens} tokens, {question} observed"
+            share = Line(f"c. eviction's share of prefill: {what}", "%", "lower", {"ours": shares})
+            share.targets.append(Target("<= 3 %", share.median("ours"), 3.0, "lower"))
+            self.lines.append(share)
+            self.lines.append(Line(f"c. time to first token: {what}", "s", "lower", seconds))
+
+    def _eviction_memory(self, arms: Arms) -> None:
+        self.say("e. memory of an eviction")
+        workload, shape = Workload(self.scale.long.prompt_tokens, 512), COMMON
+        seed = next(self._seeds)
+        result = arms["ours"].ask("eviction_memory", workload=workload, seed=seed, budget=BUDGET)
+        tokens = workload.prompt_tokens
+        rows, queries = 512, shape.query_heads * shape.head_size
+        bound = 4 * WORKSPACE + shape.layers * (
+            40 * shape.kv_heads * tokens + 2 * rows * queries  # scores and ranking; kept queries
+        )
+        mib = 1 << 20
+        line = Line(
+            f"e. eviction beyond the pool, peak: {tokens} tokens, {rows} observed",
+            "MiB",
+            "lower",
+            {"ours": [result["peak"] / mib]},
+            notes=f"the prompt's cache is {tokens * shape.kv_bytes_per_token / mib:.0f} MiB",
+            details=result,
+        )
+        target = f"<= {bound / mib:.0f} MiB, the stated bound"
+        line.targets.append(Target(target, result["peak"], bound, "lower"))
+        self.lines.append(line)
+
+    def _host_overhead(self, arms: Arms, batch: int) -> None:
+        self.say(f"f. metadata of a decode step, batch {batch}")
+        seed = next(self._seeds)
+        names = ("constrained", "ours")
+        for name in names:
+            arms[name].ask(
+                "fill", workload=self.scale.overhead, batch=batch, seed=seed, budget=BUDGET
+            )
+        milliseconds: dict[str, list[float]] = {}
+        parts: list[dict[str, float]] = []
+        shares = []
+        for _, arm, _ in self._turns(arms, self.scale.rounds, skip=("production", "forced")):
+            result = arm.ask("decode", steps=self.block_size)
+            spent = result["watches"]
+            milliseconds.setdefault(arm.arm.name, []).append(1e3 * spent["metadata"])
+            if arm.arm.name == "ours":
+                shares.append(100 * spent["metadata"] / statistics.mean(result["seconds"]))
+                parts.append({part: round(1e3 * value, 4) for part, value in spent.items()})
+        for name in names:
+            arms[name].ask("clear")
+        line = Line(f"f. metadata of a step, batch {batch}", "ms", "lower", milliseconds)
+        line.notes = f"{statistics.median(shares):.1f} % of ours' step"
+        line.details = {"parts_ms": parts, "share_percent": shares}
+        self.lines.append(line)
+
+    # -- what it brings -----------------------------------------------------------------
+
+    def _gain(self) -> None:
+        scale, shape, batch = self.scale, KV_BOUND, 8
+        tokens = batch * (scale.wide.prompt_tokens + 4 * self.block_size + 256)
+        with self._start("gain", shape, tokens) as arms:
+            self._warm_up(arms)
+            for arm in arms.processes.values():
+                self.say(f"b. filling caches of {arm.arm.name}")
+                arm.ask(
+                    "fill", workload=scale.wide, batch=batch, seed=0, budget=BUDGET, attend=False
+                )
+                arm.ask("decode", steps=2)
+            self.say("b. decode bound by KV reads")
+            rates: dict[str, list[float]] = {}
+            cached: dict[str, list[float]] = {}
+            for _, arm, _ in self._turns(arms, scale.rounds):
+                result = arm.ask("decode", steps=scale.wide_steps)
+                name = arm.arm.name
+                rates.setdefault(name, []).append(batch / statistics.median(result["seconds"]))
+                cached.setdefault(name, []).append(result["cached_tokens"])
+        self._gain_line(shape, batch, rates, {n: statistics.mean(c) for n, c in cached.items()})
+
+    def _gain_line(
+        self,
+        shape: ModelShape,
+        batch: int,
+        rates: dict[str, list[float]],
+        cached_tokens: dict[str, float],
+    ) -> None:
+        reads = {
+            name: DecodeBytes(shape.weight_bytes_per_step, tokens * shape.kv_bytes_per_token)
+            for name, tokens in cached_tokens.items()
+        }
+        line = Line(
+            f"b. budget {BUDGET}: decode, batch {batch}, {self.scale.wide.prompt_tokens} tokens",
+            "tokens/s",
+            "higher",
+            rates,
+            details={name: vars(read) for name, read in reads.items()},
+        )
+        notes = []
+        for ratio in line.ratios():
+            ideal = reads[ratio.against].ideal_speed_up(reads["ours"])
+            text = f">= 0.85 of the ideal {ideal:.2f} x, {ratio.against}"
+            line.targets.append(Target(text, ratio.median / ideal, 0.85))
+            line.details[f"ideal_over_{ratio.against}"] = ideal
+        gigabytes = {name: f"{read.total / 1e9:.2f}" for name, read in reads.items()}
+        notes.append("GB read a step: " + ", ".join(f"{n} {g}" for n, g in gigabytes.items()))
+        line.notes = "; ".join(notes)
+        self.lines.append(line)
+
+    def _burst(self) -> None:
+        scale = self.scale
+        requests, output, workload = scale.burst_requests, scale.burst_output, scale.burst
+        # One more block for each: a request's tail rarely ends with a block.
+        blocks = 4 * -(-(workload.prompt_tokens + output) // 128) + 1
+        with self._start("burst", KV_BOUND, blocks * 128) as arms:
+            self._warm_up(arms)
+            results: dict[str, list[dict[str, float]]] = {}
+            for number, arm, seed in self._turns(arms, scale.burst_rounds):
+                self.say(f"d. {requests} requests at once, {arm.arm.name}, round {number + 1}")
+                result = arm.ask(
+                    "burst",
+                    workload=workload,
+                    requests=requests,
+                    seed=seed,
+                    max_tokens=output,
+                    budget=BUDGET,
+                )
+                results.setdefault(arm.arm.name, []).append(result)
+
+        def line(measure: str, unit: str, key: str) -> Line:
+            rounds = {name: [r[key] for r in found] for name, found in results.items()}
+            what = f"{requests} requests of {workload.prompt_tokens} + {output} tokens"
+            return Line(f"d. {measure}: {what}", unit, "higher", rounds)
+
+        running = line("peak running, pool of 4", "requests", "peak_running")
+        running.targets.append(Target(">= 20 at once", running.median("ours"), 20))
+        self.lines += [
+            running,
+            line("peak decoding in one step, pool of 4", "requests", "peak_decoding"),
+            line("prompt and output together, pool of 4", "tokens/s", "tokens_per_second"),
+            line("output, pool of 4", "tokens/s", "output_tokens_per_second"),
+        ]
+
+    # -- common -------------------------------------------------------------------------
+
+    def _start(self, name: str, shape: ModelShape, pool_tokens: int, forced: bool = False) -> Arms:
+        self.say(f"starting the engines of part `{name}`")
+        flags: dict[str, Any] = {"max_model_len": min(pool_tokens - 512, 24576)}
+        if self.eager:
+            flags["enforce_eager"] = True
+        chosen = arms(shape, pool_tokens, self.block_size, flags, forced)
+        running = Arms(chosen, shape, self.root)
+        self.facts[name] = {n: process.facts for n, process in running.processes.items()}
+        return running
+
+    def _warm_up(self, arms: Arms) -> None:
+        """One short request through every arm, not measured."""
+        for arm in arms.processes.values():
+            arm.ask("prefill", workload=Workload(1280), seed=next(self._seeds), budget=BUDGET)
+
+    def _turns(
+        self, arms: Arms, rounds: int, skip: tuple[str, ...] = ()
+    ) -> Iterator[tuple[int, ArmProcess, int]]:
+        """Rounds in which each arm has its turn, in an order that rotates; a seed a round."""
+        processes = [arm for name, arm in arms.processes.items() if name not in skip]
+        for number in range(rounds):
+            seed = next(self._seeds)
+            first = number % len(processes)
+            for arm in (*processes[first:], *processes[:first]):
+                yield number, arm, seed

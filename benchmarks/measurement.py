@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measured values, and what they amount to beside those of stock vLLM."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Better = Literal["higher", "lower"]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Ours against one stock arm: above 1 is better than stock, whatever the unit.
+
+    The median of the rounds' own ratios, each between neighbours in time, and their extremes.
+    """
+
+    against: str
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, against: str, ours: list[float], stock: list[float], better: Better) -> Ratio:
+        pairs = list(zip(ours, stock, strict=True))
+        ratios = [o / s if better == "higher" else s / o for o, s in pairs]
+        return cls(against, statistics.median(ratios), min(ratios), max(ratios))
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} [{self.low:.3f} .. {self.high:.3f}]"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a value has to reach; `value` is None where nothing was asked for."""
+
+    text: str
+    value: float
+    limit: float
+    better: Better = "higher"
+
+    @property
+    def met(self) -> bool:
+        return self.value >= self.limit if self.better == "higher" else self.value <= self.limit
+
+
+@dataclass
+class Line:
+    """One line of the report: a value of every arm, one a round, and the ratios to stock."""
+
+    measure: str
+    unit: str
+    better: Better
+    rounds: dict[str, list[float]]
+    ours: str = "ours"
+    targets: list[Target] = field(default_factory=list)
+    notes: str = ""
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def stock(self) -> list[str]:
+        return [name for name in ("production", "constrained") if name in self.rounds]
+
+    def median(self, arm: str) -> float:
+        return statistics.median(self.rounds[arm])
+
+    def ratio(self, against: str) -> Ratio:
+        return Ratio.of(against, self.rounds[self.ours], self.rounds[against], self.better)
+
+    def ratios(self) -> list[Ratio]:
+        return [self.ratio(name) for name in self.stock] if self.ours in self.rounds else []
+
+    def require(self, limit: float, what: str = "of stock") -> None:
+        """Ask for a ratio of at least `limit` against each stock arm."""
+        for ratio in self.ratios():
+            text = f">= {limit:g} {what}, {ratio.against}"
+            self.targets.append(Target(text, ratio.median, limit))
+
+
+@dataclass(frozen=True)
+class DecodeBytes:
+    """Bytes a decode step has to read: every weight once, every cached key and value once."""
+
+    weights: float
+    cache: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.cache
+
+    def ideal_speed_up(self, after: DecodeBytes) -> float:
+        """The speed-up if time were proportional to the bytes."""
+        return self.total / after.total

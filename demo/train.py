@@ -1,5 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train the demonstration model from scratch: ``python -m demo.train``."""
+"""Train the demonstration model from scratch: ``python -m demo.train``.
+
+The tower first learns to read small windows of pages, then the language model to look up a bare
+key in them, then to understand whole questions, and at last everything on whole pages. Looking up
+starts suddenly after about 1000 steps with questions, when ``outlook`` has begun to fall.
+
+On two idle CPU cores with AVX512-BF16 the stages take about 35 minutes by the time of single steps.
+The model in ``demo/model`` gives the exact answer on 99.5 % of 400 test pages in Hugging Face
+(``python -m demo.evaluate --pages 400``). Its training, on a busy machine, was interrupted and
+adjusted on the way: it had 3000, 1550, 450 and 600 steps where ``STAGES`` has 3000, 1500, 500 and
+800, and its first 800 with questions used whole phrases.
+"""
 
 import argparse
 import time
@@ -19,12 +30,15 @@ TINY, SMALL, WHOLE = (12, 9), (12, 12), (24, 24)
 STAGES = (
     Stage(2500, 32, questions=0, window=SMALL, entries=(2, 4), rates=(3e-3, 1e-3)),
     Stage(500, 16, questions=0, window=WHOLE, entries=(3, 10), rates=(1e-3, 1e-3)),
-    Stage(750, 32, questions=3, window=TINY, entries=(2, 3), rates=(1.5e-3, 1e-3), brief=True),
-    Stage(450, 32, questions=3, window=SMALL, entries=(2, 4), rates=(1e-3, 1e-3)),
-    Stage(600, 16, questions=4, window=WHOLE, entries=(3, 8), rates=(1e-3, 0)),
+    Stage(1500, 32, questions=3, window=TINY, entries=(2, 3), rates=(1.5e-3, 1e-3), brief=True),
+    Stage(500, 32, questions=3, window=SMALL, entries=(2, 4), rates=(1e-3, 1e-3)),
+    Stage(800, 16, questions=4, window=WHOLE, entries=(3, 8), rates=(1e-3, 0)),
 )
 WARM_UP = 50
-REPORT, SAVE = 25, 125
+"""Steps at the start of a stage in which the learning rate grows."""
+
+REPORT, SAVE = 50, 250
+"""Steps between two lines of the log, and between two savings of the model."""
 
 
 def train(folder: Path, checkpoint: Path | None, seed: int) -> None:

@@ -8,6 +8,7 @@ a chunked prefill and prefix-cache hits are covered like any other key.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -44,6 +45,7 @@ class ObservedAttention:
         scale: float,
         workspace_bytes: int,
         log_sum_exp: Tensor | None = None,
+        num_common_keys: int = 0,
     ) -> None:
         self.num_rows, self.num_heads, self.group_size, self.head_size = queries.shape
         self.num_keys = num_keys
@@ -51,8 +53,12 @@ class ObservedAttention:
         self._workspace_bytes = workspace_bytes
         self._key_pages = key_pages
         self._block_ids = block_ids
+        self._scale = scale
+        self._num_common_keys = num_common_keys
         # Float32 throughout: a bf16 logit of 20 is off by up to 0.06, its probability by 6 %.
-        self._queries = queries.permute(1, 2, 0, 3).float() * scale  # [H, G, O, D]
+        # The scale is applied to the products, so that bf16 queries stay exact.
+        self._queries = queries.permute(1, 2, 0, 3).float()  # [H, G, O, D]
+        self._is_bfloat16 = queries.dtype == key_pages.dtype == torch.bfloat16
         self._log_sum_exp = None if log_sum_exp is None else log_sum_exp.permute(1, 2, 0).float()
         self._keys: Tensor | None = None
         self._averages: Tensor | None = None
@@ -118,7 +124,7 @@ class ObservedAttention:
             if self._averages is None:
                 sums += probabilities.mean(dim=1).sum(dim=1)
             else:
-                torch.mean(probabilities, dim=1, out=self._averages[:, rows])
+                _mean_over_group(probabilities, self._averages[:, rows])
         if self._averages is not None:
             torch.sum(self._averages, dim=1, out=sums)
             self._keys = None  # only a recomputation would need them
@@ -129,9 +135,14 @@ class ObservedAttention:
         flat = out.flatten(1, 2)
         queries = self._queries[:, :, rows].flatten(1, 2)  # [H, G*R, D]
         for start, keys in self._key_chunks():
-            torch.bmm(queries, keys, out=flat[:, :, start : start + keys.shape[-1]])
-        future = torch.arange(self.num_keys, device=out.device) > self.row_positions[rows, None]
-        out.masked_fill_(future, float("-inf"))
+            part = flat[:, :, start : start + keys.shape[-1]]
+            with _bfloat16_products(self._is_bfloat16):
+                torch.baddbmm(part, queries, keys, beta=0, alpha=self._scale, out=part)
+        # Nobody's future begins earlier; masking all keys costs as much as the softmax.
+        first = self._num_common_keys
+        positions = torch.arange(first, self.num_keys, device=out.device)
+        future = positions > self.row_positions[rows, None]
+        out[..., first:].masked_fill_(future, float("-inf"))
 
     def _softmax(self, rows: slice, logits: Tensor, out: Tensor) -> Tensor:
         if self._log_sum_exp is None:
@@ -173,6 +184,18 @@ class ObservedAttention:
         return keys.flatten(1, 2)[:, :num_keys].transpose(1, 2)
 
 
+def _mean_over_group(probabilities: Tensor, out: Tensor) -> None:
+    """Mean over G of ``[H, G, R, P]``, written to ``out`` ``[H, R, P]``.
+
+    On CPU adding G slices is about three times as fast as a reduction over a middle dimension.
+    """
+    group = probabilities.shape[1]
+    out.copy_(probabilities[:, 0])
+    for g in range(1, group):
+        out.add_(probabilities[:, g])
+    out.mul_(1 / group)
+
+
 class HeadMean:
     """Statistics of an :class:`ObservedAttention`, averaged over the layer's heads: H becomes 1."""
 
@@ -204,6 +227,7 @@ def observe(
     scale: float,
     workspace_bytes: int = 64 << 20,
     log_sum_exp: Tensor | None = None,
+    num_common_keys: int = 0,
 ) -> ObservedAttention:
     """Attention of the observation rows over the whole prompt, for one layer.
 
@@ -218,14 +242,43 @@ def observe(
         workspace_bytes: bound of each scratch buffer, see :class:`ObservedAttention`.
         log_sum_exp: float ``[O, H, G]``, natural log of the rows' softmax denominators, where the
             attention kernel returned it; saves the reduction over the keys.
+        num_common_keys: this many first keys are seen by every row; at most
+            ``row_positions[0] + 1``, which the caller knows without asking the device.
 
     Raises:
         ValueError: if a shape, dtype or number does not fit; the message names the argument.
     """
     _check(queries, key_pages, block_ids, row_positions, num_keys, log_sum_exp)
     return ObservedAttention(
-        queries, key_pages, block_ids, row_positions, num_keys, scale, workspace_bytes, log_sum_exp
+        queries,
+        key_pages,
+        block_ids,
+        row_positions,
+        num_keys,
+        scale,
+        workspace_bytes,
+        log_sum_exp,
+        num_common_keys,
     )
+
+
+@contextmanager
+def _bfloat16_products(enabled: bool) -> Iterator[None]:
+    """Let float32 matmuls on CPU multiply in bf16 and add in float32, where that is exact.
+
+    For values that were bf16 before it loses nothing and takes a third of the time; elsewhere
+    than on CPUs with bf16 instructions it changes nothing.
+    """
+    if not enabled:
+        yield
+        return
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 def _check(

@@ -35,6 +35,9 @@ from vllm_tgvkv.kernels.page_tables import write_lengths, write_page_tables
 from vllm_tgvkv.manager import EvictingSpec
 from vllm_tgvkv.pages import PageLayoutError, PagePool
 
+_TABLE_STEP = 16
+"""Page tables grow by this many pages at once."""
+
 
 class EvictingCPUBackend(CPUAttentionBackend):
     """`CPU_ATTN` with head pages; chosen by the worker while it loads the model."""
@@ -127,8 +130,9 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         self._starts = torch.arange(
             vllm_config.scheduler_config.max_num_seqs * self.num_kv_heads + 1, dtype=torch.int32
         )
-        self._seen_rows: torch.Tensor | None = None
         self._tables: torch.Tensor | None = None
+        self._seen = torch.empty(0, 0, dtype=torch.int32)
+        self._seen_version = -1
 
     def bind(self, pool: PagePool, row_of: Mapping[str, int]) -> None:
         """Attach the cache, once vLLM has allocated it, and the batch's rows by request id."""
@@ -199,7 +203,7 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         return RaggedRows(
             num_tokens=int(num_tokens.sum()),
             starts=starts,
-            tables=self._page_tables(block_table, seq_lens, retained, replaced, offsets),
+            tables=self._page_tables(block_table, seq_lens, retained, replaced, offsets, lengths),
             lengths=lengths,
             schedules=[self._schedule(starts, lengths[layer]) for layer in range(shape.num_layers)],
             queries=queries,
@@ -207,24 +211,56 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
 
     def _page_tables(
         self,
-        rows: torch.Tensor,
+        block_table: torch.Tensor,
         seq_lens: torch.Tensor,
         retained: torch.Tensor,
         replaced: torch.Tensor,
         offsets: torch.Tensor,
+        lengths: torch.Tensor,
     ) -> torch.Tensor:
-        """Page tables [L, B, H, W]; those of the last step while the batch's rows stay."""
-        width = int((seq_lens.max() + self.block_size - 1) // self.block_size)
-        seen = torch.cat((rows[:, :width], retained.unsqueeze(1)), dim=1)
-        unchanged = self._seen_rows is not None and torch.equal(seen, self._seen_rows)
-        if self._tables is None or not unchanged:
-            shape = (self.shape.num_layers, rows.shape[0], self.shape.num_heads, width)
-            self._tables = torch.empty(shape, dtype=torch.int32, device=rows.device)
+        """Page tables [L, R, H, W] of R rows.
+
+        A row's tables change when it gets a block, that is every N-th step; only the rows
+        that changed since the last step are written anew. Reading tensors here is no
+        synchronisation: they are the host's.
+        """
+        assert self.evictor is not None
+        regions, shape = self.evictor.regions, self.shape
+        num_blocks = int(seq_lens.max() - 1) // self.block_size + 1
+        num_pages = int(lengths.max() - 1) // self.block_size + 1
+        seen = block_table[:, :num_blocks]
+        tables = self._tables
+        if (
+            tables is None
+            or self._seen_version != regions.version
+            or tables.shape[1] != len(seen)
+            or tables.shape[3] < num_pages
+        ):
+            width = (num_pages // _TABLE_STEP + 1) * _TABLE_STEP
+            size = (shape.num_layers, len(seen), shape.num_heads, width)
+            tables = torch.empty(size, dtype=torch.int32)
+            changed = torch.arange(len(seen))
+        else:
+            changed = (self._seen_rows(num_blocks) != seen).any(1).nonzero().squeeze(1)
+        if len(changed):
+            new = torch.empty_like(tables[:, : len(changed)])
             write_page_tables(
-                rows, seq_lens, retained, replaced, offsets, self.block_size, self._tables
+                block_table[changed],
+                seq_lens[changed],
+                retained[changed],
+                replaced[changed],
+                offsets[changed],
+                self.block_size,
+                new,
             )
-            self._seen_rows = seen
-        return self._tables
+            tables[:, changed] = new
+        self._tables, self._seen, self._seen_version = tables, seen, regions.version
+        return tables
+
+    def _seen_rows(self, num_blocks: int) -> torch.Tensor:
+        """The last step's block table, as wide as this step's."""
+        missing = num_blocks - self._seen.shape[1]
+        return torch.nn.functional.pad(self._seen, (0, missing))
 
     def _schedule(self, starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         return ops.cpu_attn_get_scheduler_metadata(

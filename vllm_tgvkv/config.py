@@ -113,7 +113,7 @@ class EvictionConfig:
     budget: Budget = Budget(fraction=0.1)
     granularity: Literal["layer", "head"] = "layer"
     """`layer`: one token set for all heads of a layer; `head`: a set and a length for each."""
-    observation_window: int = 512
+    observation_window: int = 128
     """At most this many of the last text rows vote on what is kept."""
     sinks: int = 4
     """This many first tokens are kept before all others."""

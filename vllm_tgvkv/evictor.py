@@ -187,6 +187,7 @@ class Evictor:
         self, judgement: Judgement, layer: int, rows: torch.Tensor, scale: float
     ) -> None:
         shape, prompt = self.shape, judgement.prompt
+        rows_on_host = judgement.eviction.prompt.rows[judgement.eviction.first_row :]
         attention = observe(
             rows.unflatten(1, (shape.num_heads, shape.group_size)),
             self.pool.layer_keys(layer),
@@ -194,6 +195,7 @@ class Evictor:
             prompt.rows,
             prompt.num_tokens,
             scale,
+            num_common_keys=int(rows_on_host[0]) + 1,
         )
         scores, strength = judgement.policy.look(attention, prompt)
         # A copy of the candidates: a view would keep the tail's columns alive as well.

@@ -27,6 +27,8 @@ class Regions:
         self.num_replaced = torch.zeros(num_blocks, dtype=torch.int32, device=device)
         self.offsets = torch.zeros(num_blocks, num_pairs + 1, dtype=torch.int32, device=device)
         self.num_live = 0
+        self.version = 0
+        """Changes with every region; what was derived from the tables is stale then."""
 
     def add(
         self, first_block: int, num_retained: int, num_replaced: int, offsets: torch.Tensor
@@ -36,6 +38,7 @@ class Regions:
         self.num_replaced[first_block] = num_replaced
         self.offsets[first_block] = offsets
         self.num_live += 1
+        self.version += 1
 
     def release(self, first_blocks: Sequence[int]) -> None:
         """Drop regions whose blocks went back to the pool."""
@@ -43,3 +46,4 @@ class Regions:
             self.num_retained[block] = 0
             self.num_replaced[block] = 0
         self.num_live -= len(first_blocks)
+        self.version += bool(first_blocks)

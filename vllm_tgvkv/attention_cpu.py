@@ -132,7 +132,9 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         )
         self._tables: torch.Tensor | None = None
         self._seen = torch.empty(0, 0, dtype=torch.int32)
+        self._seen_lens = torch.empty(0, dtype=torch.int32)
         self._seen_version = -1
+        self._last: RaggedRows | None = None
 
     def bind(self, pool: PagePool, row_of: Mapping[str, int]) -> None:
         """Attach the cache, once vLLM has allocated it, and the batch's rows by request id."""
@@ -145,16 +147,19 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> EvictingCPUMetadata:
-        rows = self._ragged_rows(common_attn_metadata)
-        ragged, stock_part = None, common_attn_metadata
+        stock_part = common_attn_metadata
         stock_tokens: slice | torch.Tensor = slice(None)
+        ragged = self._advance(common_attn_metadata)
+        if ragged is not None:
+            return EvictingCPUMetadata(**_NO_STOCK_ROWS, ragged=ragged)
+        rows = self._ragged_rows(common_attn_metadata)
         if rows is not None:
             ragged = self._make_ragged(common_attn_metadata, rows)
             stock_part, stock_tokens = _without_rows(common_attn_metadata, rows)
         if stock_part.num_reqs:
             stock = super().build(common_prefix_len, stock_part, fast_build)
         else:
-            stock = _nothing(stock_part)
+            stock = CPUAttentionMetadata(**_NO_STOCK_ROWS)
         starts = common_attn_metadata.query_start_loc_cpu
         observing = self.evictor is not None and self.evictor.prepare(
             lambda request_id: int(starts[self._row_of[request_id]])
@@ -165,6 +170,34 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             stock_tokens=stock_tokens,
             evictor=self.evictor if observing else None,
         )
+
+    def _advance(self, common: CommonAttentionMetadata) -> RaggedRows | None:
+        """The last step's rows, one token later; None if this step is not just that.
+
+        It is for most steps: the same requests decode on and none starts a block. Then only
+        lengths and schedules change.
+        """
+        last = self._last
+        if (
+            last is None
+            or self.evictor is None
+            or self.evictor.has_work
+            or self._seen_version != self.evictor.regions.version
+            or common.max_query_len != 1
+            or common.num_reqs != len(self._seen)
+        ):
+            return None
+        self._seen_lens += 1
+        if (
+            not torch.equal(common.seq_lens, self._seen_lens)
+            or not torch.equal(common.block_table_tensor[:, : self._seen.shape[1]], self._seen)
+            or (self._seen_lens % self.block_size == 1).any()
+        ):
+            self._last = None
+            return None
+        last.lengths += 1
+        last.schedules = [self._schedule(last.starts, lengths) for lengths in last.lengths]
+        return last
 
     def _ragged_rows(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
         """Rows to run as virtual sequences, int64 [R]; None if no row is compressed.
@@ -200,14 +233,17 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             shape.num_layers, num_rows, shape.num_heads, dtype=torch.int32, device=rows.device
         )
         write_lengths(seq_lens, retained, replaced, offsets, shape.block_size, lengths)
-        return RaggedRows(
+        ragged = RaggedRows(
             num_tokens=int(num_tokens.sum()),
             starts=starts,
             tables=self._page_tables(block_table, seq_lens, retained, replaced, offsets, lengths),
             lengths=lengths,
-            schedules=[self._schedule(starts, lengths[layer]) for layer in range(shape.num_layers)],
+            schedules=[self._schedule(starts, layer) for layer in lengths],
             queries=queries,
         )
+        self._seen_lens = seq_lens
+        self._last = ragged if queries is None else None
+        return ragged
 
     def _page_tables(
         self,
@@ -423,18 +459,17 @@ def _without_rows(
     )
 
 
-def _nothing(common: CommonAttentionMetadata) -> CPUAttentionMetadata:
-    """Stock metadata of no rows."""
-    return CPUAttentionMetadata(
-        num_actual_tokens=0,
-        max_query_len=0,
-        query_start_loc=common.query_start_loc,
-        max_seq_len=0,
-        seq_lens=common.seq_lens,
-        block_table=common.block_table_tensor,
-        slot_mapping=common.slot_mapping,
-        scheduler_metadata=None,
-    )
+_NO_STOCK_ROWS: dict[str, Any] = {
+    "num_actual_tokens": 0,
+    "max_query_len": 0,
+    "query_start_loc": None,
+    "max_seq_len": 0,
+    "seq_lens": None,
+    "block_table": None,
+    "slot_mapping": None,
+    "scheduler_metadata": None,
+}
+"""Stock metadata of a batch whose rows are all ragged; nothing reads it."""
 
 
 def check_page_format(block_size: int, head_size: int, dtype: torch.dtype, isa: str) -> None:

@@ -120,6 +120,11 @@ class Evictor:
         if plan.poisoned:
             self.pool.poison(plan.poisoned)
 
+    @property
+    def has_work(self) -> bool:
+        """Whether prompts have to be observed in this step."""
+        return bool(self._plan.observations or self._plan.evictions)
+
     def prepare(self, first_token: Callable[[str], int]) -> bool:
         """Resolve the plan's requests in the batch; whether the layers have to be observed.
 

@@ -13,6 +13,7 @@ from benchmarks.arm import Arm, ArmError, ArmProcess, Arms
 from benchmarks.measurement import DecodeBytes, Line, Target
 from benchmarks.shape import ModelShape
 from benchmarks.workload import Workload
+from vllm_tgvkv.config import EvictionConfig
 
 BUDGET = 0.1
 WORKSPACE = 64 << 20
@@ -26,6 +27,7 @@ class Scale:
     """How large and how often: the whole run, or the quick one."""
 
     rounds: int
+    first_token_rounds: int
     decode_steps: int
     first_token: Workload
     decode: Workload
@@ -43,13 +45,14 @@ class Scale:
 
 FULL = Scale(
     rounds=5,
+    first_token_rounds=15,
     decode_steps=24,
     first_token=Workload(2048),
     decode=Workload(1024),
     long=Workload(8192),
     long_rounds=3,
     wide=Workload(16384),
-    wide_steps=8,
+    wide_steps=16,
     burst=Workload(2048),
     burst_requests=24,
     burst_output=128,
@@ -58,6 +61,7 @@ FULL = Scale(
 )
 QUICK = Scale(
     rounds=3,
+    first_token_rounds=5,
     decode_steps=12,
     first_token=Workload(1024),
     decode=Workload(640),
@@ -150,7 +154,7 @@ class Comparison:
     def _first_token(self, arms: Arms) -> None:
         self.say("a. time to first token at budget 1.0")
         seconds: dict[str, list[float]] = {}
-        for _, arm, seed in self._turns(arms, self.scale.rounds):
+        for _, arm, seed in self._turns(arms, self.scale.first_token_rounds):
             result = arm.ask("prefill", workload=self.scale.first_token, seed=seed, budget=1.0)
             seconds.setdefault(arm.arm.name, []).append(result["seconds"])
         tokens = self.scale.first_token.prompt_tokens
@@ -195,7 +199,7 @@ class Comparison:
         """Twice: with a short question, and with more text than the observation window."""
         tokens = self.scale.long.prompt_tokens
         for question in (self.scale.long.question_tokens, 512):
-            self.say(f"c. eviction's share of prefill: {tokens} tokens, {question} observed")
+            self.say(f"c. eviction's share of prefill: {tokens} tokens, a question of {question}")
             workload = Workload(tokens, question)
             seconds: dict[str, list[float]] = {}
             shares = []
@@ -204,7 +208,7 @@ class Comparison:
                 seconds.setdefault(arm.arm.name, []).append(result["seconds"])
                 if arm.arm.name == "ours":
                     shares.append(100 * result["eviction"] / result["seconds"])
-            what = f"{tokens} tokens, {question} observed"
+            what = f"{tokens} tokens, a question of {question}"
             share = Line(f"c. eviction's share of prefill: {what}", "%", "lower", {"ours": shares})
             share.targets.append(Target("<= 3 %", share.median("ours"), 3.0, "lower"))
             self.lines.append(share)
@@ -216,7 +220,7 @@ class Comparison:
         seed = next(self._seeds)
         result = arms["ours"].ask("eviction_memory", workload=workload, seed=seed, budget=BUDGET)
         tokens = workload.prompt_tokens
-        rows, queries = 512, shape.query_heads * shape.head_size
+        rows, queries = EvictionConfig.observation_window, shape.query_heads * shape.head_size
         bound = 4 * WORKSPACE + shape.layers * (
             40 * shape.kv_heads * tokens + 2 * rows * queries  # scores and ranking; kept queries
         )

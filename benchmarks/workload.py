@@ -17,7 +17,7 @@ class Workload:
     """A kind of prompt: `[text | images | question]`, `prompt_tokens` long.
 
     There are as many images as fit, and the text in front of them is what is left. All text after
-    the first image, the question, is what the plugin observes (at most 512 rows of it).
+    the first image, the question, is what the plugin observes, at most `observation_window` rows.
     """
 
     prompt_tokens: int

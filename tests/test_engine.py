@@ -235,14 +235,21 @@ def test_prefix_cache_serves_the_same_image_again(folder: Path, oracle: Oracle) 
 
 
 def test_full_prefix_reuse_hits_as_stock(folder: Path) -> None:
-    """`prefix_reuse: full`: the hit is stock's, and the rows inside it do not vote."""
-    ask = album(85, 60, 200, max_tokens=20)
+    """`prefix_reuse: full`: the hit is stock's, and the rows inside it do not vote.
+
+    Unless no row would be left: the last one, here between two images, is always computed.
+    """
+    ask, ends_with_an_image = album(85, 60, 200, max_tokens=20), album(86, 20, 150, 0)
     with engine(folder, enable_prefix_caching=True) as stock:
         hits = [stock.run([ask])[0].num_cached_tokens for _ in range(2)]
     settings = tgv(debug={"record_kept": True}, prefix_reuse="full")
     with engine(folder, settings, enable_prefix_caching=True) as running:
         assert [running.run([ask])[0].num_cached_tokens for _ in range(2)] == hits
-        assert running.counters["requests_evicted"] == 2
+        assert running.run([ends_with_an_image])[0].num_cached_tokens == 0
+        last_row = 20 + VISION_TOKENS + 150 - 1
+        (again,) = running.run([ends_with_an_image])
+        assert again.num_cached_tokens == last_row // 32 * 32
+        assert running.counters["requests_evicted"] == 4
 
 
 def test_preemption_in_a_small_pool(folder: Path, oracle: Oracle) -> None:

@@ -138,7 +138,7 @@ def test_start_log_has_one_line_with_the_settings(server: Server) -> None:
     assert len(lines) == 1
     assert lines[0].endswith(
         "KV eviction: policy tgv, budget 10 % of the prompt, granularity layer; "
-        "pages of 32 tokens, pool of 255 blocks, each 8 layers x KV heads"
+        "pages of 32 tokens, pool of 255 blocks of 8 pages (layers x KV heads)"
     )
 
 

@@ -78,7 +78,7 @@ class EvictionScheduler(Scheduler):
         config = self.eviction_config
         logger.info(
             "KV eviction: policy %s, budget %s, granularity %s; pages of %d tokens, "
-            "pool of %d blocks, each %d layers x KV heads",
+            "pool of %d blocks of %d pages (layers x KV heads)",
             config.policy,
             config.budget,
             config.granularity,
@@ -175,8 +175,10 @@ class EvictionScheduler(Scheduler):
             self._skip(request, "pool_too_small")
             return blocks, num_hit, boundary, diverged
         rows = candidate.prompt.rows
-        if self.eviction_config.prefix_reuse == "exact" and num_hit > rows[0]:
-            num_hit = int(rows[0]) // self.block_size * self.block_size
+        # At least one row has to be computed, since a hit brings no queries.
+        limit = int(rows[0] if self.eviction_config.prefix_reuse == "exact" else rows[-1])
+        if num_hit > limit:
+            num_hit = limit // self.block_size * self.block_size
             blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, num_hit)
         candidate.first_row = int(np.searchsorted(rows, num_hit))
         return blocks, num_hit, boundary, diverged

@@ -52,7 +52,7 @@ def parse() -> argparse.Namespace:
         "--only", nargs="+", default=(), choices=("costs", "gain", "burst"), help="parts to run"
     )
     parser.add_argument(
-        "--block-size", type=int, default=32, help="of ours and of constrained (default: 32)"
+        "--block-size", type=int, default=128, help="of ours and of constrained (default: 128)"
     )
     parser.add_argument("--eager", action="store_true", help="all arms without torch.compile")
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table as well")

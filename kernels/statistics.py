@@ -7,7 +7,8 @@ a chunked prefill and prefix-cache hits are covered like any other key.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,6 +17,25 @@ from torch import Tensor
 _FLOAT_BYTES = 4
 # More rows at once do not speed the matrix product up, but cost cache and fresh memory.
 _MAX_ROWS = 16
+
+
+class Scratch:
+    """Buffers that one observation after another uses.
+
+    On CPU the first touch of fresh memory costs as much as the arithmetic on it. An
+    :class:`ObservedAttention` is valid until its scratch is used for the next.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, name: str, shape: Sequence[int], device: torch.device) -> Tensor:
+        """An uninitialised float32 tensor; the buffer of that name grows where it must."""
+        size = math.prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[name] = torch.empty(size, dtype=torch.float32, device=device)
+        return buffer[:size].view(shape)
 
 
 class ObservedAttention:
@@ -46,7 +66,9 @@ class ObservedAttention:
         workspace_bytes: int,
         log_sum_exp: Tensor | None = None,
         num_common_keys: int = 0,
+        scratch: Scratch | None = None,
     ) -> None:
+        self._scratch = scratch or Scratch()
         self.num_rows, self.num_heads, self.group_size, self.head_size = queries.shape
         self.num_keys = num_keys
         self.row_positions = row_positions
@@ -103,23 +125,19 @@ class ObservedAttention:
         heads, group, keys = self.num_heads, self.group_size, self.num_keys
         row_bytes = 2 * heads * group * keys * _FLOAT_BYTES  # logits and probabilities
         step = max(1, min(_MAX_ROWS, self.num_rows, self._workspace_bytes // row_bytes))
-        # One pair of buffers for all chunks: fresh pages cost more than the arithmetic on them.
-        logits = self._queries.new_empty(heads * group * step * keys)
-        probabilities = torch.empty_like(logits)
         for start in range(0, self.num_rows, step):
             rows = slice(start, min(start + step, self.num_rows))
             shape = (heads, group, rows.stop - start, keys)
-            size = heads * group * shape[2] * keys
-            chunk = logits[:size].view(shape)
-            self._logits(rows, out=chunk)
-            yield rows, self._softmax(rows, chunk, out=probabilities[:size].view(shape))
+            logits = self._take("logits", shape)
+            self._logits(rows, out=logits)
+            yield rows, self._softmax(rows, logits, out=self._take("probabilities", shape))
 
     def _observe(self) -> Tensor:
         """Column sums; keeps the head averages for the weighted pass if they are small enough."""
         heads, keys = self.num_heads, self.num_keys
         sums = self._queries.new_zeros(heads, keys)
         if heads * self.num_rows * keys * _FLOAT_BYTES <= self._workspace_bytes:
-            self._averages = self._queries.new_empty(heads, self.num_rows, keys)
+            self._averages = self._take("averages", (heads, self.num_rows, keys))
         for rows, probabilities in self.row_chunks():
             if self._averages is None:
                 sums += probabilities.mean(dim=1).sum(dim=1)
@@ -168,6 +186,9 @@ class ObservedAttention:
                 self._gather(start, start + self._blocks_per_chunk),
             )
 
+    def _take(self, name: str, shape: Sequence[int]) -> Tensor:
+        return self._scratch.take(name, shape, self._queries.device)
+
     def _gather(self, start: int, stop: int) -> Tensor:
         """Keys of blocks ``start..stop-1``, cut at num_keys: the slots behind may hold garbage."""
         block_size = self._key_pages.shape[2]
@@ -178,7 +199,7 @@ class ObservedAttention:
             pages = self._key_pages.transpose(2, 3).index_select(0, ids).permute(1, 2, 0, 3)
         else:
             pages = self._key_pages.index_select(0, ids).permute(1, 0, 2, 3)
-        keys = torch.empty(pages.shape, dtype=torch.float32, device=pages.device).copy_(pages)
+        keys = self._take("keys", pages.shape).copy_(pages)
         if self._key_pages.stride(-2) == 1:
             return keys.flatten(2, 3)[:, :, :num_keys]
         return keys.flatten(1, 2)[:, :num_keys].transpose(1, 2)
@@ -228,6 +249,7 @@ def observe(
     workspace_bytes: int = 64 << 20,
     log_sum_exp: Tensor | None = None,
     num_common_keys: int = 0,
+    scratch: Scratch | None = None,
 ) -> ObservedAttention:
     """Attention of the observation rows over the whole prompt, for one layer.
 
@@ -244,6 +266,7 @@ def observe(
             attention kernel returned it; saves the reduction over the keys.
         num_common_keys: this many first keys are seen by every row; at most
             ``row_positions[0] + 1``, which the caller knows without asking the device.
+        scratch: buffers of the observation before this one, to be used again.
 
     Raises:
         ValueError: if a shape, dtype or number does not fit; the message names the argument.
@@ -259,6 +282,7 @@ def observe(
         workspace_bytes,
         log_sum_exp,
         num_common_keys,
+        scratch,
     )
 
 

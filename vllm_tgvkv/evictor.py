@@ -24,7 +24,7 @@ from vllm_tgvkv.config import EvictionConfig
 from vllm_tgvkv.kernels.apportion import apportion
 from vllm_tgvkv.kernels.copy import copy_kept
 from vllm_tgvkv.kernels.select import page_offsets, select_tokens
-from vllm_tgvkv.kernels.statistics import observe
+from vllm_tgvkv.kernels.statistics import Scratch, observe
 from vllm_tgvkv.pages import PagePool
 from vllm_tgvkv.plan import Eviction, Observation, StepPlan
 from vllm_tgvkv.policies import ImageSpan, Policy, Prompt, build_policy
@@ -107,6 +107,7 @@ class Evictor:
         """Observation queries of prompts that span several chunks, [L, O, H * G, D]."""
         self._plan = StepPlan()
         self._work: list[PromptWork] = []
+        self._scratch = Scratch()
 
     # -- a step -------------------------------------------------------------------------
 
@@ -114,6 +115,7 @@ class Evictor:
         """Take over what the scheduler decided, before the batch is built."""
         self._plan = plan
         self._work = []
+        self._scratch = Scratch()  # the layers of a step share it; then its memory is free
         self.regions.release(plan.released)
         for request_id in plan.forgotten:
             self._queries.pop(request_id, None)
@@ -201,6 +203,7 @@ class Evictor:
             prompt.num_tokens,
             scale,
             num_common_keys=int(rows_on_host[0]) + 1,
+            scratch=self._scratch,
         )
         scores, strength = judgement.policy.look(attention, prompt)
         # A copy of the candidates: a view would keep the tail's columns alive as well.

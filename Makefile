@@ -55,7 +55,7 @@ demo-model: setup ## train the demonstration model from scratch
 	$(BIN)/python -m demo.train
 
 bench: setup ## speed and memory against stock vLLM
-	$(BIN)/python -m benchmarks.run
+	$(BIN)/python -m benchmarks.run --eager
 
 clean: ## remove the environment and all build products
 	rm -rf $(VENV) build dist *.egg-info tools/cpu/build tools/cpu/*.egg-info

@@ -78,7 +78,7 @@ QUICK = Scale(
 
 COMMON = ModelShape("common", 1024, 8, 16, 4, 64, 2816)
 """Costs of the plugin: compute and weights as in a real model, four queries a KV head."""
-KV_BOUND = ModelShape("kv-bound", 512, 4, 16, 8, 128, 1408, vocabulary=4096)
+KV_BOUND = ModelShape("kv-bound", 512, 8, 16, 8, 128, 1408, vocabulary=4096)
 """Gain of the plugin: caches far larger than weights."""
 
 

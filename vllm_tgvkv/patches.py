@@ -89,17 +89,18 @@ def _add_flags(original: Callable[..., Any], parser: Any) -> Any:
         title="KVEviction",
         description="KV-cache eviction at the end of a prompt (vllm-tgvkv).",
     )
+    # Absent flags leave no attribute: the help page would call None their default.
     group.add_argument(
         "--kv-eviction",
         choices=(NONE, *POLICY_NAMES),
-        default=None,
+        default=argparse.SUPPRESS,
         help="Method that decides which cache entries of a prompt are kept for decoding. "
         "Without it, or with `none`, vLLM runs as stock.",
     )
     group.add_argument(
         "--kv-eviction-budget",
         type=_budget_flag,
-        default=None,
+        default=argparse.SUPPRESS,
         help="What is kept: a fraction of the prompt, 0 < budget <= 1, or a whole number of "
         "tokens per KV head (default: 0.1). A request can override it with "
         '`vllm_xargs: {"kv_eviction_budget": 0.2}`.',
@@ -107,7 +108,7 @@ def _add_flags(original: Callable[..., Any], parser: Any) -> Any:
     group.add_argument(
         "--kv-eviction-config",
         type=_config_flag,
-        default=None,
+        default=argparse.SUPPRESS,
         help="Everything else, as a YAML or JSON file or inline JSON: granularity (layer, head), "
         "observation_window, sinks, floor_pages, min_prompt_tokens, text_only (keep, evict), "
         "prefix_reuse (exact, full), pooling.",
@@ -156,7 +157,8 @@ def _read_flags(original: Callable[..., Any], cls: type, args: argparse.Namespac
     # With --api-server-count the arguments travel to processes that read them before any
     # plugin is loaded there; what they find in `additional_config` is enough.
     args.additional_config = engine_args.additional_config
-    args.kv_eviction = args.kv_eviction_budget = args.kv_eviction_config = None
+    for flag in ("kv_eviction", "kv_eviction_budget", "kv_eviction_config"):
+        vars(args).pop(flag, None)
     return engine_args
 
 

@@ -4,13 +4,16 @@
 Starts the real `vllm serve` with `--kv-eviction tgv`, sends PNG pages with questions through
 the official OpenAI client, and prints what the full cache and four budgets answer, with the KV
 blocks each of them held. Ends by itself; the exit status is not zero if anything is wrong.
+`python -m demo.run --pages 200` measures the same on more pages.
 """
 
 from __future__ import annotations
 
+import argparse
 import base64
 import io
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -33,7 +36,6 @@ MODEL = Path(__file__).parent / "model"
 BLOCK_SIZE = 16
 DEFAULT_BUDGET = 0.1
 BUDGETS = (0.5, 0.2, 0.1, 0.05)
-NUM_PAGES = 8
 STARTUP_SECONDS = 240
 LEAST_FULL_CACHE_ACCURACY = 0.75
 """Of the few questions asked here; the tests measure the model on many."""
@@ -58,24 +60,30 @@ class Answer:
 
 def main() -> int:
     """Run the demonstration; returns the exit status."""
-    print(f"Starting: {' '.join(serve_command('PORT'))}")
+    parser = argparse.ArgumentParser(description="Serve the demonstration model and ask it.")
+    parser.add_argument("--pages", type=int, default=8, help="one question each (default: 8)")
+    parser.add_argument("--granularity", choices=("layer", "head"), default="layer")
+    options = parser.parse_args()
+    print(f"Starting: {shlex.join(serve_command('PORT', options.granularity))}")
     started = time.monotonic()
     try:
-        with server() as url:
+        with server(options.granularity) as url:
             print(f"The server is ready after {time.monotonic() - started:.0f} s.\n")
             client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-            rows = [ask_about_page(client, index) for index in range(NUM_PAGES)]
+            rows = [ask_about_page(client, index) for index in range(options.pages)]
         return summarise(rows)
     except (DemoError, openai.OpenAIError) as error:
         print(f"\nThe demonstration failed: {error}", file=sys.stderr)
         return 1
 
 
-def serve_command(port: int | str) -> list[str]:
+def serve_command(port: int | str, granularity: str) -> list[str]:
     """The command a user would type; `vllm` is the one beside this Python."""
+    config = [] if granularity == "layer" else ["--kv-eviction-config", '{"granularity": "head"}']
     return [
         *(str(Path(sys.executable).with_name("vllm")), "serve", os.path.relpath(MODEL)),
         *("--kv-eviction", "tgv", "--kv-eviction-budget", str(DEFAULT_BUDGET)),
+        *config,
         *("--block-size", str(BLOCK_SIZE), "--max-model-len", "4096", "--max-num-seqs", "8"),
         *("--enforce-eager", "--served-model-name", "demo"),
         *("--host", "127.0.0.1", "--port", str(port)),
@@ -83,7 +91,7 @@ def serve_command(port: int | str) -> list[str]:
 
 
 @contextmanager
-def server() -> Iterator[str]:
+def server(granularity: str) -> Iterator[str]:
     """A running server's URL; its whole process group is gone afterwards.
 
     Raises:
@@ -92,7 +100,10 @@ def server() -> Iterator[str]:
     port = free_port()
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            serve_command(port), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            serve_command(port, granularity),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             url = f"http://127.0.0.1:{port}"

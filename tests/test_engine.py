@@ -113,6 +113,7 @@ def test_lengths_around_block_borders(evicting: Engine, oracle: Oracle) -> None:
             [(-1, 34), (0, 34), (1, 34), (31, 3), (32, 2), (33, 65)]
         )
     ]
+    asks.append(Ask("a", max_tokens=40))  # a prompt of one token
     assert_agrees(evicting, oracle, asks)
 
 

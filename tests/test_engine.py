@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -213,6 +214,16 @@ def test_full_budget_through_the_compressed_path_is_stock(folder: Path) -> None:
             assert running.counters["requests_evicted"] == len(asks)
 
 
+def test_compiled_model(folder: Path, oracle: Oracle) -> None:
+    """torch.compile, which is vLLM's default: attention and evictions are outside the graphs."""
+    asks = [
+        album(75 + i, 20, 100 + 33 * i, xargs=budget(value), arrival=i)
+        for i, value in enumerate(BUDGETS)
+    ]
+    with engine(folder, tgv("head"), enforce_eager=False) as running:
+        assert_agrees(running, oracle, asks)
+
+
 def test_prefix_cache_serves_the_same_image_again(folder: Path, oracle: Oracle) -> None:
     """Hits on blocks that were given back; what is kept does not depend on the hit."""
     first = album(80, 60, 200, max_tokens=40)
@@ -306,6 +317,31 @@ def test_images_of_several_sizes_with_mrope(
     ]
     with engine(folder, tgv(granularity)) as running:
         assert_agrees(running, Oracle(folder), asks)
+
+
+def test_video_by_position(tiny_model: Callable[..., Path]) -> None:
+    """A video's frames, contiguous in Qwen2.5-VL's prompt, are vision where its tokens are."""
+    frames = np.random.default_rng(0).integers(0, 256, (8, 84, 112, 3), dtype=np.uint8)
+    told = {"fps": 2.0, "duration": 4.0, "total_num_frames": 8, "frames_indices": list(range(8))}
+    video = (frames, {**told, "video_backend": "opencv", "do_sample_frames": False})
+    text = random_text(1, 20) + QWEN_IMAGE.replace("image_pad", "video_pad") + random_text(2, 120)
+    settings = tgv(budget=0.2, pooling={"kind": "grid"})
+    with engine(tiny_model("qwen2_5_vl"), settings, limit_mm_per_prompt={"video": 1}) as running:
+        prompt = {"prompt": text, "multi_modal_data": {"video": [video]}}
+        running.engine.add_request("video", prompt, Ask("", max_tokens=40).sampling())
+        running.step()
+        (candidate,) = running.scheduler._candidates.values()
+        (request,) = running.scheduler.requests.values()
+        token = running.engine.vllm_config.model_config.hf_config.video_token_id
+        is_video = np.array(request.prompt_token_ids) == token
+        assert is_video.any()
+        assert np.array_equal(candidate.prompt.is_vision(), is_video)
+        # 8 frames in pairs, 84 x 112 pixels in tokens of 28 x 28.
+        assert [(run.length, run.grid) for run in candidate.prompt.vision] == [(12, (3, 4))] * 4
+        while running.engine.has_unfinished_requests():
+            running.step()
+        assert running.counters["requests_evicted"] == 1
+        running.assert_empty()
 
 
 @pytest.mark.parametrize("kind", ["sequence", "grid"])

@@ -68,41 +68,41 @@ def map_prompt(
 def _vision_runs(feature: MultiModalFeatureSpec) -> Iterator[VisionRun]:
     if feature.modality not in VISION_MODALITIES:
         return
-    patches = _patch_grid(feature.data, feature.modality)
+    reported = _reported_grid(feature)
     for start, last in feature.mm_position.extract_embeds_range():
         length = last + 1 - start
         if length <= 0:
             continue
-        grid = _grid_of_run(length, patches)
+        # Without a report a square number of tokens is taken as a square image, as CLIP
+        # towers give it.
+        grid = reported or _square(length)
+        frame = grid[0] * grid[1] if grid else length
+        if length % frame:
+            frame, grid = length, None
         # Frames that follow each other without text are runs of their own, so that pooling
         # over a grid stays within a frame.
-        frame = grid[0] * grid[1] if grid else length
         for offset in range(0, length, frame):
             yield VisionRun(start + offset, frame, grid)
 
 
-def _patch_grid(data: Any, modality: str) -> tuple[int, int] | None:
-    """Rows and columns (of merged or unmerged patches) as Qwen-style processors report them."""
-    key = f"{modality}_grid_thw"
-    if data is None or key not in data:
-        return None
-    _, rows, columns = (int(n) for n in data[key].data.flatten()[:3])
-    return rows, columns
+def _reported_grid(feature: MultiModalFeatureSpec) -> tuple[int, int] | None:
+    """Rows and columns of tokens in an image, or in a frame of a video, by its processor.
 
-
-def _grid_of_run(length: int, patches: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Grid of one frame in a run of `length` tokens.
-
-    `patches` are rows and columns before the processor merges patches, 2 x 2 in the
-    models of today; a run is a whole number of frames. Without `patches` a square
-    number of tokens is taken as one square image, as CLIP towers give it.
+    Qwen-style processors report frames, rows and columns of patches; the side of the squares
+    of patches that they merge into one token follows from the number of tokens.
     """
-    if patches is None:
-        side = math.isqrt(length)
-        return (side, side) if side * side == length else None
-    rows, columns = patches
-    if length == rows * columns:
-        return patches
-    merged = (rows // 2, columns // 2)
-    num_tokens = merged[0] * merged[1]
-    return merged if num_tokens and length % num_tokens == 0 else None
+    key = f"{feature.modality}_grid_thw"
+    if feature.data is None or key not in feature.data:
+        return None
+    thw: Any = feature.data[key].data
+    frames, rows, columns = (int(n) for n in thw.flatten()[:3])
+    num_tokens = feature.mm_position.get_num_embeds()
+    merge = math.isqrt(frames * rows * columns // max(num_tokens, 1))
+    if merge and frames * (rows // merge) * (columns // merge) == num_tokens:
+        return rows // merge, columns // merge
+    return None
+
+
+def _square(num_tokens: int) -> tuple[int, int] | None:
+    side = math.isqrt(num_tokens)
+    return (side, side) if side * side == num_tokens else None

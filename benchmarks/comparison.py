@@ -140,7 +140,9 @@ class Comparison:
         longest = max(
             scale.long.prompt_tokens * 5 // 4 + 512,
             8 * (scale.decode.prompt_tokens + scale.rounds * scale.decode_steps + 512),
-            max(scale.overhead_batches) * (scale.overhead.prompt_tokens + 256),
+            # Whole blocks of each request, and one more for what it decodes.
+            max(scale.overhead_batches)
+            * (scale.overhead.prompt_tokens + 256 + 2 * self.block_size),
         )
         with self._start("costs", shape, longest, forced=True) as arms:
             self._warm_up(arms)

@@ -10,11 +10,8 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
 import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
@@ -25,13 +22,14 @@ from types import ModuleType
 
 import pytest
 
+from demo.run import free_port
 from tests.conftest import ROOT, default_environment
 from tests.models import random_image
+from tests.serving import wait_until_healthy
 
 needs_cpu_setup = pytest.mark.skipif(
     importlib.util.find_spec("vllm_cpu_setup") is None, reason="tools/cpu is not installed"
 )
-START_SECONDS = 240
 
 
 def python(code: str) -> str:
@@ -110,9 +108,7 @@ def test_wheel_holds_every_module(tmp_path: Path) -> None:
 @contextmanager
 def vllm_serve(folder: Path, log: Path) -> Iterator[str]:
     """Run the `vllm serve` command on `folder` and yield its address once it is healthy."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [str(Path(sys.executable).with_name("vllm")), "serve", str(folder)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"]
     command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
@@ -120,23 +116,11 @@ def vllm_serve(folder: Path, log: Path) -> Iterator[str]:
     with log.open("w") as output:
         server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=os.environ)
     try:
-        deadline = time.monotonic() + START_SECONDS
-        while not is_healthy(address):
-            assert server.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < deadline, log.read_text()[-3000:]
-            time.sleep(0.5)
+        wait_until_healthy(server, address, log)
         yield address
     finally:
         server.terminate()
         server.wait(60)
-
-
-def is_healthy(address: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{address}/health", timeout=5):
-            return True
-    except (urllib.error.URLError, ConnectionError, TimeoutError):
-        return False
 
 
 @needs_cpu_setup

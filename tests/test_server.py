@@ -8,12 +8,9 @@ import io
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,13 +20,14 @@ from typing import Any
 import openai
 import pytest
 
+from demo.run import free_port
 from tests.models import random_image, random_text
+from tests.serving import wait_until_healthy
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 BLOCK_SIZE = 32
 VISION_TOKENS = 64
-START_SECONDS = 240
 STOP_SECONDS = 60
 REPORT = {"kv_eviction_report": 1}
 
@@ -66,20 +64,6 @@ def messages(seed: int, images: int = 1, length: int = 300) -> list[dict[str, An
 
 def report_of(answer: Any) -> dict[str, Any]:
     return answer.kv_transfer_params["kv_eviction"]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def is_healthy(address: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{address}/health", timeout=5):
-            return True
-    except (urllib.error.URLError, ConnectionError, TimeoutError):
-        return False
 
 
 def group_members(group: int) -> list[int]:
@@ -120,11 +104,7 @@ def server(
             start_new_session=True,
         )
     try:
-        deadline = time.monotonic() + START_SECONDS
-        while not is_healthy(address):
-            assert process.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < deadline, log.read_text()[-3000:]
-            time.sleep(0.5)
+        wait_until_healthy(process, address, log)
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=120, max_retries=0)
         yield Server(process, log, client)
     finally:

@@ -53,11 +53,11 @@ class PagePool:
         view[torch.tensor(blocks, device=view.device)] = float("nan")
 
 
-def page_pool(layer_caches: Sequence[torch.Tensor], keys_transposed: bool) -> PagePool:
+def page_pool(layer_caches: Sequence[torch.Tensor]) -> PagePool:
     """Build the pool from vLLM's per-layer views [num_blocks, H, N, 2 * D], in layer order.
 
-    `keys_transposed` says that a page's keys are stored [D, N], as the CPU
-    kernels for block sizes that are a multiple of 32 store them.
+    A page's keys are stored [D, N] and its values [N, D], the format of vLLM's CPU kernels,
+    which `check_page_format` makes sure of.
 
     Raises:
         PageLayoutError: if the views do not interleave in one buffer as BLHNC.
@@ -86,8 +86,5 @@ def page_pool(layer_caches: Sequence[torch.Tensor], keys_transposed: bool) -> Pa
     head_size = content // 2
     keys, values = raw.view(num_pages, 2, -1).unbind(1)
     values = values.unflatten(1, (block_size, head_size))
-    if keys_transposed:
-        keys = keys.unflatten(1, (head_size, block_size)).transpose(1, 2)
-    else:
-        keys = keys.unflatten(1, (block_size, head_size))
+    keys = keys.unflatten(1, (head_size, block_size)).transpose(1, 2)
     return PagePool(raw, keys, values, num_layers, num_heads, block_size)

@@ -50,7 +50,7 @@ class EvictionCPUWorker(CPUWorker):
         builder = self._builder()
         layers = self.vllm_config.compilation_config.static_forward_context
         names = sorted(builder.layer_names, key=lambda n: layers[n].kv_cache.storage_offset())
-        pool = page_pool([layers[name].kv_cache for name in names], keys_transposed=True)
+        pool = page_pool([layers[name].kv_cache for name in names])
         for index, name in enumerate(names):
             impl = layers[name].impl
             assert isinstance(impl, EvictingCPUImpl), type(impl)

@@ -14,7 +14,7 @@ _SMALLEST_SHARE = 1e-290
 _GRID = 2.0**32
 
 
-def apportion(shares: Tensor, total: int, floor: int, cap: int) -> Tensor:
+def apportion(shares: Tensor, total: int | Tensor, floor: int, cap: int) -> Tensor:
     """Integer counts in proportion to ``shares`` that sum to exactly ``total``.
 
     Water filling: the real-valued count of share s is clip(level * s, floor, cap), with the one
@@ -27,7 +27,8 @@ def apportion(shares: Tensor, total: int, floor: int, cap: int) -> Tensor:
 
     Args:
         shares: float ``[..., M]``; each row is dealt on its own.
-        total: what each row sums to.
+        total: what each row sums to; an integer scalar tensor is not checked, which would wait
+            for the device.
         floor: least count.
         cap: greatest count.
 
@@ -44,7 +45,7 @@ def apportion(shares: Tensor, total: int, floor: int, cap: int) -> Tensor:
     size = shares.shape[-1]
     if not 0 <= floor <= cap:
         raise ValueError(f"floor and cap must satisfy 0 <= floor <= cap, got {floor} and {cap}")
-    if not floor * size <= total <= cap * size:
+    if isinstance(total, int) and not floor * size <= total <= cap * size:
         raise ValueError(
             f"total must be between floor*M = {floor * size} and cap*M = {cap * size}, got {total}"
         )
@@ -60,7 +61,7 @@ def _normalise(shares: Tensor) -> Tensor:
     return torch.where(finite & (largest > 0), relative, uniform).clamp(min=_SMALLEST_SHARE)
 
 
-def _water_fill(shares: Tensor, total: int, floor: int, cap: int) -> Tensor:
+def _water_fill(shares: Tensor, total: int | Tensor, floor: int, cap: int) -> Tensor:
     """clip(level * shares, floor, cap) with the level at which it sums to ``total``.
 
     The sum is piecewise linear in the level with a breakpoint where a share leaves the floor or
@@ -89,7 +90,7 @@ def _take_row(matrix: Tensor, row: Tensor) -> Tensor:
     return matrix.gather(-2, index).squeeze(-2)
 
 
-def _round(counts: Tensor, total: int) -> Tensor:
+def _round(counts: Tensor, total: int | Tensor) -> Tensor:
     """Largest remainder: rounds ``counts``, which sum to ``total``, to integers that do."""
     counts = (counts * _GRID).round() / _GRID
     whole = counts.floor()

@@ -25,7 +25,8 @@ def copy_kept(
     With M = L*H, page r of the compressed region is pool page ``new_blocks[r // M]*M + r % M``.
     Its tokens are those of pair p = l*H + h with ``offsets[p] <= r < offsets[p + 1]``; the token at
     position j comes from pool page ``old_blocks[j // N]*M + p``, slot ``j % N``. Bits are copied
-    as they are, whatever the dtype; nothing but the new blocks is written.
+    as they are, whatever the dtype; nothing but the new blocks is written. Pages from
+    ``offsets[M]`` on belong to no pair; what is written to them has no meaning.
 
     Scratch memory is at most ``workspace_bytes``, or what one page needs if that is more.
 
@@ -50,7 +51,7 @@ def copy_kept(
     for start in range(0, positions.shape[0], step):
         chunk = positions[start : start + step].long()
         region = torch.arange(start, start + chunk.shape[0], device=positions.device)
-        pair = torch.searchsorted(offsets, region, right=True).sub_(1)
+        pair = torch.searchsorted(offsets, region, right=True).sub_(1).clamp_(max=pairs - 1)
         source = old_blocks.long()[chunk // block_size] * pairs + pair[:, None]
         slots = chunk % block_size
         target = new_blocks.long()[region // pairs] * pairs + region % pairs

@@ -26,9 +26,11 @@ def select_tokens(
 
     Args:
         scores: float32 ``[L, H, C]``, or ``[L, 1, C]`` for one ranking in all heads of a layer.
-        tiers: integer ``[C]``, values in ``0..MAX_TIERS - 1``.
-        counts: int64 ``[L, H]``, pages of each pair: each at most C / N, together ``num_pages``.
-        num_pages: rows of the result, k*L*H, known without asking the device.
+        tiers: integer ``[C]``, ``[L, H, C]`` or ``[L, 1, C]``, values in ``0..MAX_TIERS - 1``.
+        counts: int64 ``[L, H]``, pages of each pair: each at most C / N, together at most
+            ``num_pages``.
+        num_pages: rows of the result, known without asking the device; those behind the last
+            page that was dealt hold valid positions without meaning.
         block_size: N.
 
     Returns:
@@ -39,8 +41,8 @@ def select_tokens(
     """
     _check(scores, tiers, counts, num_pages, block_size)
     wanted = counts * block_size
-    keys = _ranking_keys(scores, tiers)
-    kept = keys >= _thresholds(keys, wanted).unsqueeze(-1)  # [L, H, C]
+    keys = ranking_keys(scores, tiers)
+    kept = keys >= thresholds(keys, wanted).unsqueeze(-1)  # [L, H, C]
     return _compact(kept, num_pages * block_size).view(num_pages, block_size)
 
 
@@ -54,8 +56,11 @@ def page_offsets(counts: Tensor) -> Tensor:
     return offsets
 
 
-def _ranking_keys(scores: Tensor, tiers: Tensor) -> Tensor:
-    """One non-negative int64 per candidate, all different within a row: tier, score, -position."""
+def ranking_keys(scores: Tensor, tiers: Tensor) -> Tensor:
+    """One non-negative int64 per candidate, all different within a row: tier, score, -position.
+
+    Scores float32 ``[..., C]`` and tiers integer ``[C]`` or ``[..., C]``; keys are below 2^62.
+    """
     num_candidates = scores.shape[-1]
     position_bits = _position_bits(num_candidates)
     bits = (scores + 0.0).view(torch.int32)  # the addition turns -0 into +0
@@ -67,17 +72,24 @@ def _ranking_keys(scores: Tensor, tiers: Tensor) -> Tensor:
     return ((ordered.long() + _INT32_MAX + 1) << position_bits) + base
 
 
-def _thresholds(keys: Tensor, wanted: Tensor) -> Tensor:
-    """The ``wanted``-th largest key of each row, found bit by bit; int64 ``[L, H]``.
+def thresholds(keys: Tensor, wanted: Tensor, num_bits: int | None = None) -> Tensor:
+    """The ``wanted``-th largest key of each row, found bit by bit; int64, of ``wanted``'s shape.
 
     A few dozen counting passes beat a sort of 64-bit keys severalfold. ``wanted == 0``
     gives a threshold above every key.
+
+    Args:
+        keys: int64 ``[..., C]``, not negative.
+        wanted: int64, of a shape that ``keys.shape[:-1]`` broadcasts to.
+        num_bits: the keys are below ``2**num_bits``; by default those of :func:`ranking_keys`.
     """
     thresholds = torch.zeros_like(wanted)
     # Comparing into int64 spares the sum a conversion, half of its time.
     at_least = torch.empty(*wanted.shape, keys.shape[-1], dtype=torch.int64, device=keys.device)
-    top_bit = _TIER_BITS + _SCORE_BITS + _position_bits(keys.shape[-1])
-    for bit in range(top_bit, -1, -1):
+    if num_bits is None:
+        # One bit more than the keys have, for a threshold above all of them.
+        num_bits = _TIER_BITS + _SCORE_BITS + _position_bits(keys.shape[-1]) + 1
+    for bit in range(num_bits - 1, -1, -1):
         candidates = thresholds | (1 << bit)
         torch.ge(keys, candidates.unsqueeze(-1), out=at_least)
         enough = at_least.sum(dim=-1) >= wanted
@@ -115,9 +127,11 @@ def _check(scores: Tensor, tiers: Tensor, counts: Tensor, num_pages: int, block_
             f"got {scores.dtype} {list(scores.shape)}"
         )
     num_candidates = scores.shape[-1]
-    if tiers.shape != (num_candidates,) or tiers.is_floating_point():
+    own_tiers = ((layers, 1, num_candidates), (layers, heads, num_candidates))
+    if tiers.shape not in ((num_candidates,), *own_tiers) or tiers.is_floating_point():
         raise ValueError(
-            f"tiers must be integer [{num_candidates}], got {tiers.dtype} {list(tiers.shape)}"
+            f"tiers must be integer [{num_candidates}] or [{layers}, {heads}, {num_candidates}], "
+            f"got {tiers.dtype} {list(tiers.shape)}"
         )
     if num_candidates > MAX_CANDIDATES:
         raise ValueError(f"scores must have at most {MAX_CANDIDATES} candidates")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention statistics of a few observation rows over a paged prompt, one layer at a time.
+"""Attention statistics of some rows over a paged prompt, one layer at a time.
 
 The rows' probabilities are recomputed from their queries and the cached keys, so earlier chunks of
 a chunked prefill and prefix-cache hits are covered like any other key.
@@ -10,9 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+Statistic = Literal["row_averages", "share_below", "row_entropies"]
+"""What may be computed beside the column sums. ``row_averages`` makes weighted sums cheap."""
+
+THRESHOLD = 0.01
+"""An entry below this part of its row's maximum counts as nothing (VL-Cache's p)."""
 
 _FLOAT_BYTES = 4
 # More rows at once do not speed the matrix product up, but cost cache and fresh memory.
@@ -39,10 +48,13 @@ class Scratch:
 
 
 class ObservedAttention:
-    """Column statistics of A[h] = mean over the G query heads of KV head h of softmax(q k^T).
+    """Statistics of some rows of A, the softmax of q k^T over all keys before a row.
 
     Row i is the observation token at ``row_positions[i]``; it sees keys ``0..row_positions[i]``.
-    Built by :func:`observe`.
+    S is the number of *groups* of query heads that each statistic averages over: the G query heads
+    of a KV head (S = H), or, with ``per_head`` false, all of the layer's (S = 1). Built by
+    :func:`observe`; ``statistics`` names what is computed in the same pass over the keys as the
+    column sums. Nothing is computed before it is asked for.
 
     Scratch memory: the probabilities of one row chunk, the gathered keys and the kept head
     averages take at most ``workspace_bytes`` each. Only where a single row (4*2*H*G*num_keys
@@ -50,8 +62,7 @@ class ObservedAttention:
     as a whole are gathered anew, piece by piece, for each chunk of rows.
 
     Attributes:
-        column_sums: float32 ``[H, num_keys]``, sum of A[h] over the rows.
-        num_rows, num_keys, num_heads: O, P and H.
+        num_rows, num_keys, num_groups: O, P and S.
         row_positions: int64 ``[O]``, ascending.
     """
 
@@ -63,15 +74,19 @@ class ObservedAttention:
         row_positions: Tensor,
         num_keys: int,
         scale: float,
+        per_head: bool,
+        statistics: frozenset[Statistic],
         workspace_bytes: int,
-        log_sum_exp: Tensor | None = None,
-        num_common_keys: int = 0,
-        scratch: Scratch | None = None,
+        log_sum_exp: Tensor | None,
+        num_common_keys: int,
+        scratch: Scratch | None,
     ) -> None:
         self._scratch = scratch or Scratch()
         self.num_rows, self.num_heads, self.group_size, self.head_size = queries.shape
         self.num_keys = num_keys
         self.row_positions = row_positions
+        self.num_groups = self.num_heads if per_head else 1
+        self._statistics = statistics
         self._workspace_bytes = workspace_bytes
         self._key_pages = key_pages
         self._block_ids = block_ids
@@ -83,70 +98,165 @@ class ObservedAttention:
         self._is_bfloat16 = queries.dtype == key_pages.dtype == torch.bfloat16
         self._log_sum_exp = None if log_sum_exp is None else log_sum_exp.permute(1, 2, 0).float()
         self._keys: Tensor | None = None
-        self._averages: Tensor | None = None
         self._gather_all_if_small()
-        self.column_sums = self._observe()
+
+    @property
+    def column_sums(self) -> Tensor:
+        """float32 ``[S, P]``, sum of A over the rows."""
+        return self._first_pass.column_sums
+
+    @property
+    def share_below(self) -> Tensor:
+        """float32 ``[S]``, share of the visible entries below ``THRESHOLD`` of their row's maximum.
+
+        Counted for each query head by itself; the mean over the group.
+        """
+        return self._declared("share_below", self._first_pass.share_below)
+
+    @property
+    def row_entropies(self) -> Tensor:
+        """float32 ``[S, O]``, entropy of each row in nats, mean over the group's query heads."""
+        return self._declared("row_entropies", self._first_pass.row_entropies)
 
     def weighted_column_sums(self, weights: Tensor) -> Tensor:
-        """sum over rows i of weights[h, i] * A[h][i, j].
+        """sum over rows i of weights[s, i] * A[s][i, j].
 
         Args:
-            weights: float ``[H, O]``, or ``[1, O]`` for the same weights in every head.
+            weights: float ``[S, O]``, or ``[1, O]`` for the same weights in every group.
 
         Returns:
-            float32 ``[H, num_keys]``.
+            float32 ``[S, num_keys]``.
 
         Raises:
             ValueError: if ``weights`` has another shape.
         """
-        if weights.shape not in ((self.num_heads, self.num_rows), (1, self.num_rows)):
+        if weights.shape not in ((self.num_groups, self.num_rows), (1, self.num_rows)):
             raise ValueError(
-                f"weights must be [{self.num_heads}, {self.num_rows}] or [1, {self.num_rows}], "
+                f"weights must be [{self.num_groups}, {self.num_rows}] or [1, {self.num_rows}], "
                 f"got {list(weights.shape)}"
             )
-        row_weights = weights.float().expand(self.num_heads, -1).unsqueeze(1)  # [H, 1, O]
-        if self._averages is not None:
-            return torch.bmm(row_weights, self._averages).squeeze(1)
-        sums = self._queries.new_zeros(self.num_heads, 1, self.num_keys)
+        averages = self._first_pass.row_averages if "row_averages" in self._statistics else None
+        if averages is None:
+            return self.mixed_column_sums(weights.unsqueeze(1)).squeeze(1)
+        row_weights = weights.float().expand(self.num_groups, -1).unsqueeze(1)
+        return torch.bmm(row_weights, averages).squeeze(1)
+
+    def mixed_column_sums(self, weights: Tensor) -> Tensor:
+        """Several weighted column sums in one pass: ``[S or 1, K, O]`` -> ``[S, K, num_keys]``."""
+        sums = self._queries.new_zeros(self.num_heads, weights.shape[1], self.num_keys)
+        weights = weights.float().expand(self.num_heads, -1, -1)
         for rows, probabilities in self.row_chunks():
-            sums.baddbmm_(row_weights[:, :, rows], probabilities.mean(dim=1))
-        return sums.squeeze(1)
+            # The same weights for each of the group's heads: [H, K, G * R].
+            repeated = weights[:, :, rows].repeat(1, 1, self.group_size)
+            sums.baddbmm_(repeated, probabilities.flatten(1, 2))
+        return self._mean_of_groups(sums / self.group_size)
 
-    def mean_over_heads(self) -> HeadMean:
-        """The same statistics of A = mean over *all* query heads of the layer."""
-        return HeadMean(self)
+    def renormalised_column_sums(
+        self, keys: Tensor, weights: Tensor, last_row_only: bool = False
+    ) -> Tensor:
+        """Weighted column sums of the softmax over a subset of the keys.
 
-    def row_chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yields ``(rows, probabilities)``, probabilities float32 ``[H, G, R, num_keys]``.
+        A row's softmax over a subset is its softmax over all keys, divided by what the subset got
+        of it; that is done for each query head, before the mean over its group.
 
-        The tensor is a buffer that the next iteration overwrites. Every statistic of the rows
-        (sums, maxima, entropies, counts) can be built on this.
+        Args:
+            keys: bool ``[S or 1, num_keys]``, the subset.
+            weights: float ``[S or 1, O]``, of the rows.
+            last_row_only: the weights of all other rows are zero; spares computing them.
+
+        Returns:
+            float32 ``[S, num_keys]``, zero outside of the subset.
+        """
+        subset = keys.float().expand(self.num_heads, -1)
+        weights = weights.float().expand(self.num_heads, -1)
+        sums = torch.zeros_like(subset[:, None])
+        first = self.num_rows - 1 if last_row_only else 0
+        for rows, probabilities in self.row_chunks(first):
+            flat = probabilities.flatten(1, 2)  # [H, G * R, P]
+            mass = torch.bmm(flat, subset.unsqueeze(-1)).squeeze(-1)
+            repeated = weights[:, rows].repeat(1, self.group_size)
+            # A subset that got nothing of a row has nothing to share out.
+            scaled = torch.where(mass > 0, repeated / mass, 0.0)
+            sums.baddbmm_(scaled.unsqueeze(1), flat)
+        return self._mean_of_groups(sums.squeeze(1) * subset / self.group_size)
+
+    def row_chunks(self, first: int = 0) -> Iterator[tuple[slice, Tensor]]:
+        """Yields ``(rows, probabilities)`` from row ``first`` on.
+
+        Probabilities are float32 ``[H, G, R, num_keys]``, in a buffer that the next iteration
+        overwrites.
         """
         heads, group, keys = self.num_heads, self.group_size, self.num_keys
         row_bytes = 2 * heads * group * keys * _FLOAT_BYTES  # logits and probabilities
-        step = max(1, min(_MAX_ROWS, self.num_rows, self._workspace_bytes // row_bytes))
-        for start in range(0, self.num_rows, step):
+        step = max(1, min(_MAX_ROWS, self.num_rows - first, self._workspace_bytes // row_bytes))
+        for start in range(first, self.num_rows, step):
             rows = slice(start, min(start + step, self.num_rows))
             shape = (heads, group, rows.stop - start, keys)
             logits = self._take("logits", shape)
             self._logits(rows, out=logits)
             yield rows, self._softmax(rows, logits, out=self._take("probabilities", shape))
 
-    def _observe(self) -> Tensor:
-        """Column sums; keeps the head averages for the weighted pass if they are small enough."""
-        heads, keys = self.num_heads, self.num_keys
-        sums = self._queries.new_zeros(heads, keys)
-        if heads * self.num_rows * keys * _FLOAT_BYTES <= self._workspace_bytes:
-            self._averages = self._take("averages", (heads, self.num_rows, keys))
+    @cached_property
+    def _first_pass(self) -> _FirstPass:
+        """Column sums and whatever else was asked for, in one pass over the rows.
+
+        Row averages are kept for the weighted sums if they are asked for and small enough.
+        """
+        groups, keys, queried = self.num_groups, self.num_keys, self._statistics
+        averages = None
+        if (
+            "row_averages" in queried
+            and groups * self.num_rows * keys * _FLOAT_BYTES <= self._workspace_bytes
+        ):
+            averages = self._take("averages", (groups, self.num_rows, keys))
+        sums = self._queries.new_zeros(self.num_heads, 1, keys)
+        below = self._queries.new_zeros(self.num_heads, self.group_size)
+        entropies = self._queries.new_zeros(self.num_heads, self.num_rows)
         for rows, probabilities in self.row_chunks():
-            if self._averages is None:
-                sums += probabilities.mean(dim=1).sum(dim=1)
+            if averages is not None:
+                _mean_over_group(probabilities, averages[:, rows])
             else:
-                _mean_over_group(probabilities, self._averages[:, rows])
-        if self._averages is not None:
-            torch.sum(self._averages, dim=1, out=sums)
-            self._keys = None  # only a recomputation would need them
-        return sums
+                flat = probabilities.flatten(1, 2)
+                sums.baddbmm_(torch.ones_like(flat[:, None, :, 0]), flat, alpha=1 / self.group_size)
+            # The logits are not needed any more: their buffer takes the rest.
+            spare = self._take("logits", probabilities.shape)
+            if "share_below" in queried:
+                least = probabilities.amax(dim=-1, keepdim=True).mul_(THRESHOLD)
+                torch.lt(probabilities, least, out=spare)
+                below += spare.sum(dim=(2, 3))
+            if "row_entropies" in queried:
+                torch.special.entr(probabilities, out=spare)
+                entropies[:, rows] = spare.sum(dim=-1).mean(dim=1)
+        if averages is None:
+            column_sums = self._mean_of_groups(sums.squeeze(1))
+        else:
+            column_sums = averages.sum(dim=1)
+        return _FirstPass(
+            column_sums=column_sums,
+            row_averages=averages,
+            share_below=self._share_of_visible(below),
+            row_entropies=self._mean_of_groups(entropies),
+        )
+
+    def _share_of_visible(self, below: Tensor) -> Tensor:
+        """Counts over whole rows, ``[H, G]`` -> shares of the entries the rows see, ``[S]``."""
+        num_visible = (self.row_positions + 1).sum()
+        # What a row does not see has probability zero and was counted as well.
+        num_hidden = self.num_rows * self.num_keys - num_visible
+        return self._mean_of_groups((below.mean(dim=1) - num_hidden) / num_visible)
+
+    def _mean_of_groups(self, per_head: Tensor) -> Tensor:
+        """``[H, ...]`` -> ``[S, ...]``."""
+        if self.num_groups == self.num_heads:
+            return per_head
+        return per_head.mean(dim=0, keepdim=True)
+
+    def _declared(self, name: Statistic, value: Tensor) -> Tensor:
+        if name not in self._statistics:
+            raise ValueError(
+                f"{name} was not computed: name it in the `statistics` of the score or budget"
+            )
+        return value
 
     def _logits(self, rows: slice, out: Tensor) -> None:
         """Scaled, causally masked logits of ``rows``, written to ``out`` [H, G, R, num_keys]."""
@@ -206,37 +316,27 @@ class ObservedAttention:
 
 
 def _mean_over_group(probabilities: Tensor, out: Tensor) -> None:
-    """Mean over G of ``[H, G, R, P]``, written to ``out`` ``[H, R, P]``.
+    """Mean of ``[H, G, R, P]`` over G, or over H and G, written to ``out`` ``[S, R, P]``.
 
-    On CPU adding G slices is about three times as fast as a reduction over a middle dimension.
+    On CPU adding slices is about three times as fast as a reduction over a middle dimension.
     """
-    group = probabilities.shape[1]
-    out.copy_(probabilities[:, 0])
-    for g in range(1, group):
-        out.add_(probabilities[:, g])
-    out.mul_(1 / group)
+    by_group = probabilities.view(out.shape[0], -1, *out.shape[1:])
+    num_averaged = by_group.shape[1]
+    out.copy_(by_group[:, 0])
+    for g in range(1, num_averaged):
+        out.add_(by_group[:, g])
+    out.mul_(1 / num_averaged)
 
 
-class HeadMean:
-    """Statistics of an :class:`ObservedAttention`, averaged over the layer's heads: H becomes 1."""
+@dataclass(frozen=True)
+class _FirstPass:
+    """What the first pass over the rows computed; zeros where it was not asked to."""
 
-    num_heads = 1
-
-    def __init__(self, attention: ObservedAttention) -> None:
-        self._attention = attention
-        self.num_rows = attention.num_rows
-        self.num_keys = attention.num_keys
-        self.row_positions = attention.row_positions
-        self.column_sums = attention.column_sums.mean(dim=0, keepdim=True)
-
-    def weighted_column_sums(self, weights: Tensor) -> Tensor:
-        """As :meth:`ObservedAttention.weighted_column_sums`: ``[1, O]`` -> ``[1, num_keys]``."""
-        if weights.shape != (1, self.num_rows):
-            raise ValueError(f"weights must be [1, {self.num_rows}], got {list(weights.shape)}")
-        return self._attention.weighted_column_sums(weights).mean(dim=0, keepdim=True)
-
-    def mean_over_heads(self) -> HeadMean:
-        return self
+    column_sums: Tensor
+    row_averages: Tensor | None
+    """A of every row, float32 ``[S, O, P]``; None if not asked for, or too large to keep."""
+    share_below: Tensor
+    row_entropies: Tensor
 
 
 def observe(
@@ -246,6 +346,8 @@ def observe(
     row_positions: Tensor,
     num_keys: int,
     scale: float,
+    per_head: bool = True,
+    statistics: frozenset[Statistic] = frozenset(),
     workspace_bytes: int = 64 << 20,
     log_sum_exp: Tensor | None = None,
     num_common_keys: int = 0,
@@ -261,6 +363,8 @@ def observe(
         row_positions: int64 ``[O]``, ascending positions of the rows, each below ``num_keys``.
         num_keys: P, at least 1.
         scale: factor of the logits, as the model's attention applies it.
+        per_head: whether statistics are those of each KV head, or of the layer as a whole.
+        statistics: what will be asked for beside column sums; the rest costs nothing.
         workspace_bytes: bound of each scratch buffer, see :class:`ObservedAttention`.
         log_sum_exp: float ``[O, H, G]``, natural log of the rows' softmax denominators, where the
             attention kernel returned it; saves the reduction over the keys.
@@ -279,6 +383,8 @@ def observe(
         row_positions,
         num_keys,
         scale,
+        per_head,
+        statistics,
         workspace_bytes,
         log_sum_exp,
         num_common_keys,

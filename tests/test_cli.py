@@ -110,6 +110,14 @@ def test_every_field_is_named_in_the_help(
         ),
         (["--kv-eviction-config", '{"policy": "tgv", "sinks": 0}'], {"policy": "tgv", "sinks": 0}),
         (
+            ["--kv-eviction", "tgv", "--kv-eviction-budget", "auto:0.98,max=0.4"],
+            {"policy": "tgv", "budget": "auto:0.98,max=0.4"},
+        ),
+        (
+            ["--kv-eviction", "m", "--kv-eviction-config", '{"methods": {"m": {"budget": "vv"}}}'],
+            {"policy": "m", "methods": {"m": {"budget": "vv"}}},
+        ),
+        (
             ["--kv-eviction", "none", "--kv-eviction-config", '{"policy": "tgv", "budget": 0.5}'],
             {"policy": "none", "budget": 0.5},
         ),
@@ -163,7 +171,7 @@ def test_vllms_own_config_file(
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [
-        (["--kv-eviction", "snap"], ["--kv-eviction", "'snap'", "none", "tgv"]),
+        (["--kv-eviction-budget", "auto:2"], ["--kv-eviction-budget", "'auto:2'", "auto:0.98"]),
         (["--kv-eviction-budget", "0"], ["--kv-eviction-budget", "'0'", "0 < budget <= 1"]),
         (["--kv-eviction-budget=-1"], ["--kv-eviction-budget", "'-1'", "tokens per KV head"]),
         (["--kv-eviction-budget", "1.5"], ["--kv-eviction-budget", "'1.5'", "0 < budget <= 1"]),
@@ -198,6 +206,33 @@ def test_wrong_values_exit_with_one_message(
     for part in parts:
         assert part in lines[-1]
     assert sum("error:" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (["--kv-eviction", "snap"], ["--kv-eviction is 'snap'", "none, tgv"]),
+        (
+            ["--kv-eviction", "random", "--kv-eviction-budget", "auto:0.9"],
+            ["auto", "--kv-eviction 'random'", "another method"],
+        ),
+        (
+            ["--kv-eviction", "adakv", "--kv-eviction-config", '{"granularity": "layer"}'],
+            ["'adakv'", "no meaning", "choose head"],
+        ),
+        (
+            ["--kv-eviction", "aircache", "--kv-eviction-config", '{"text_only": "evict"}'],
+            ["text_only", "'aircache'", "snapkv"],
+        ),
+    ],
+)
+def test_methods_that_cannot_be_are_refused(
+    parser: FlexibleArgumentParser, flags: list[str], parts: list[str]
+) -> None:
+    with pytest.raises(EvictionConfigError) as caught:
+        settings(parser, *flags)
+    for part in parts:
+        assert part in str(caught.value)
 
 
 @pytest.mark.parametrize(

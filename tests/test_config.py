@@ -22,7 +22,8 @@ from vllm_tgvkv.config import (
     RequestWish,
     read_config_file,
 )
-from vllm_tgvkv.policies import POLICY_NAMES, Pooling
+from vllm_tgvkv.decision import Guard
+from vllm_tgvkv.policies import POLICY_NAMES, Mix, Pooling
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,61 @@ def test_retained_blocks_by_hand(budget: Budget, num_tokens: int, retained: int)
     assert budget.retained_blocks(num_tokens, 32) == retained
 
 
+@pytest.mark.parametrize(
+    ("value", "budget"),
+    [
+        ("auto:0.98", Budget(fraction=0.5, share=0.98, least=0.02)),
+        ("auto:0.9,max=0.3", Budget(fraction=0.3, share=0.9, least=0.02)),
+        ("auto:0.5, min=0.1, max=1", Budget(fraction=1.0, share=0.5, least=0.1)),
+    ],
+)
+def test_auto_budgets(value: str, budget: Budget) -> None:
+    assert Budget.parse(value, "x") == budget
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("auto", "auto:", "auto:0", "auto:1", "auto:nan", "auto:x", "auto:0.9,", "auto:0.9,low=1"),
+        *("auto:0.9,min=0", "auto:0.9,max=2", "auto:0.9,min=0.3,max=0.2", "auto:0.9,max=nan"),
+    ],
+)
+def test_wrong_auto_budgets_show_a_right_one(value: str) -> None:
+    with pytest.raises(EvictionConfigError, match=r"auto:0\.98,min=0\.02,max=0\.5"):
+        Budget.parse(value, "x")
+
+
+def test_a_guard_holds_the_text_and_the_lower_bound() -> None:
+    budget = Budget.parse("auto:0.9,min=0.25,max=0.5", "x")
+    assert budget.retained_blocks(330, 16) == 9  # 165 tokens, 10 of them in the tail
+    assert budget.guard(330, 20, 16) == Guard(0.9, 4)
+    assert budget.guard(330, 81, 16) == Guard(0.9, 6)
+    assert Budget(fraction=0.5).guard(330, 20, 16) is None
+
+
+def test_parts_and_settings_of_a_mix() -> None:
+    """A mix's own settings come first, then the server's, then those of what it is based on."""
+    config = EvictionConfig.from_mapping(
+        {
+            "granularity": "head",
+            "methods": {
+                "a": {"score": "snapkv", "budget": "aircache", "retain": "by_score"},
+                "b": {"base": "snapkv", "granularity": "layer"},
+            },
+        }
+    )
+    a, b = config.build_policy("a"), config.build_policy("b")
+    assert (a.name, a.score.rows, a.granularity) == ("a", "window", "head")
+    assert a.pooling == Pooling()
+    assert b.granularity == "layer"
+    assert b.pooling == Pooling("sequence", 7, "max")
+    assert config.build_policy("vlcache").granularity == "head"
+    assert EvictionConfig().build_policy("vlcache").granularity == "layer"
+
+
 def test_budget_reads_well_in_the_log() -> None:
+    auto = Budget.parse("auto:0.98", "x")
+    assert str(auto) == "auto for 98 % of the attention, 2 to 50 % of the prompt"
     assert str(Budget(fraction=0.125)) == "12.5 % of the prompt"
     assert str(Budget(tokens=512)) == "512 tokens per head"
 
@@ -116,7 +171,7 @@ def test_defaults_are_inactive() -> None:
 def test_every_field_is_read() -> None:
     config = EvictionConfig.from_mapping(
         {
-            "policy": "tgv",
+            "policy": "snapkv",
             "budget": "256",
             "granularity": "head",
             "observation_window": 64,
@@ -126,11 +181,12 @@ def test_every_field_is_read() -> None:
             "text_only": "evict",
             "prefix_reuse": "full",
             "pooling": {"kind": "grid", "kernel": 5, "reduce": "mean"},
+            "methods": {"mine": {"base": "h2o", "pooling": {"kind": "sequence"}, "merge": True}},
             "debug": {"poison": True, "check_integrity": True},
         }
     )
     assert config == EvictionConfig(
-        policy="tgv",
+        policy="snapkv",
         budget=Budget(tokens=256),
         granularity="head",
         observation_window=64,
@@ -140,6 +196,7 @@ def test_every_field_is_read() -> None:
         text_only="evict",
         prefix_reuse="full",
         pooling=Pooling("grid", 5, "mean"),
+        methods={"mine": Mix("h2o", pooling=Pooling("sequence"), merge=True)},
         debug=DebugOptions(poison=True, check_integrity=True),
     )
     assert config.active
@@ -173,6 +230,17 @@ def test_every_policy_can_be_named(policy: str) -> None:
         ({"debug": {"posion": True}}, ["kv_eviction.debug", "posion", "known are poison"]),
         ({"debug": None}, ["kv_eviction.debug", "None", "mapping"]),
         ({"buget": 0.1, 7: 1}, ["kv_eviction", "unknown 7, buget", "known are policy, budget"]),
+        ({"methods": {"m": {"score": "x"}}}, ["'m'", "unknown score 'x'", "tgv"]),
+        ({"methods": {"m": {"skore": "tgv"}}}, ["methods.m", "skore", "known are base"]),
+        ({"methods": {"m": {"base": "m"}}}, ["'m'", "unknown policy", "tgv"]),
+        ({"methods": {"m": {"merge": "yes"}}}, ["methods.m.merge", "'yes'", "true or false"]),
+        ({"methods": {"m": {"pooling": {"kernel": 2}}}}, ["methods.m.pooling", "odd"]),
+        ({"methods": {"m": 1}}, ["methods.m", "1", "mapping"]),
+        ({"methods": {"tgv": {}}}, ["methods.tgv", "taken"]),
+        ({"methods": []}, ["methods", "[]", "mapping"]),
+        ({"policy": "streaming", "budget": "auto:0.9"}, ["auto", "'streaming'", "fraction"]),
+        ({"policy": "tgv", "text_only": "evict"}, ["text_only", "'tgv'", "snapkv"]),
+        ({"policy": "adakv", "granularity": "layer"}, ["'adakv'", "choose head"]),
         ("tgv", [f"additional_config['{CONFIG_KEY}']", "'tgv'", "'policy': 'tgv'"]),
         (None, [f"additional_config['{CONFIG_KEY}']", "None", "mapping"]),
     ],
@@ -213,6 +281,7 @@ def test_request_wishes(extra_args: dict[str, Any] | None, wish: RequestWish) ->
         ({"kv_eviction_budget": [0.1]}, ["vllm_xargs.kv_eviction_budget", "[0.1]", "512"]),
         ({"kv_eviction_report": "yes"}, ["vllm_xargs.kv_eviction_report", "'yes'", "give 1"]),
         ({"kv_eviction_report": [1]}, ["vllm_xargs.kv_eviction_report", "[1]", "give 1"]),
+        ({"kv_eviction": "random", "kv_eviction_budget": "auto:0.9"}, ["auto", "'random'"]),
         ({"kv_eviction_sinks": 4}, ["vllm_xargs", "kv_eviction_sinks", "kv_eviction_budget"]),
     ],
 )

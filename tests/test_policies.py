@@ -1,30 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies against their definitions, and the whole decision without a synchronisation."""
+"""Retention, pooling, registry; and every method's whole decision without a synchronisation.
+
+What each method keeps is compared with its definition in `test_methods.py`.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.reference import (
-    causal_attention,
-    fresh_seed,
-    heads_of,
-    paged,
-    tgv_kept,
-    tgv_score,
-    tgv_strength,
-)
-from vllm_tgvkv.kernels import reference
-from vllm_tgvkv.kernels.apportion import apportion
+from tests.reference import fresh_seed
+from vllm_tgvkv.decision import Decider, Guard
 from vllm_tgvkv.kernels.copy import copy_kept
+from vllm_tgvkv.kernels.merge import merge_evicted
 from vllm_tgvkv.kernels.page_tables import write_lengths, write_page_tables
-from vllm_tgvkv.kernels.select import page_offsets, select_tokens
-from vllm_tgvkv.kernels.statistics import ObservedAttention, observe
-from vllm_tgvkv.policies import ImageSpan, Policy, Pooling, Prompt, build_policy
+from vllm_tgvkv.kernels.row_sums import RowSums
+from vllm_tgvkv.kernels.select import page_offsets
+from vllm_tgvkv.kernels.statistics import observe
+from vllm_tgvkv.policies import (
+    NO_ATTENTION,
+    POLICY_NAMES,
+    Attention,
+    ImageSpan,
+    LayerView,
+    Mix,
+    Policy,
+    Pooling,
+    Prompt,
+    RowSet,
+    build_policy,
+)
 from vllm_tgvkv.policies.pooling import pool
 from vllm_tgvkv.policies.registry import Recipe, Registry
 
@@ -48,129 +57,27 @@ def make_prompt(layout: str, sinks: int = 2) -> Prompt:
     is_vision = torch.zeros(num_tokens, dtype=torch.bool)
     for start, length in images:
         is_vision[start : start + length] = True
-    rows = [j for j in range(images[0][0], num_tokens) if not is_vision[j]]
     return Prompt(
         num_tokens=num_tokens,
         num_candidates=num_tokens // BLOCK_SIZE * BLOCK_SIZE,
         is_vision=is_vision,
-        rows=torch.tensor(rows),
         sinks=sinks,
         images=tuple(ImageSpan(start, length) for start, length in images),
     )
 
 
-def make_layers(prompt: Prompt) -> tuple[list[ObservedAttention], list[torch.Tensor]]:
-    """Observations of random layers, and their whole attention matrices ``[H, G, P, P]``."""
-    observed, exact = [], []
-    for _ in range(LAYERS):
-        queries = torch.randn(prompt.num_tokens, HEADS, GROUP, HEAD_SIZE) * 2
-        keys = torch.randn(prompt.num_tokens, HEADS, HEAD_SIZE)
-        pages, ids = paged(keys, BLOCK_SIZE, transposed=True)
-        rows = prompt.rows
-        observed.append(observe(queries[rows], pages, ids, rows, prompt.num_tokens, SCALE))
-        exact.append(causal_attention(queries, keys, SCALE))
-    return observed, exact
-
-
-def decide(
-    policy: Policy, layers: list[ObservedAttention], prompt: Prompt, num_retained: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counts ``[L, H]`` and kept positions of all pages, as the cache does it."""
-    looks = [policy.look(attention, prompt) for attention in layers]
-    scores = torch.stack([score[:, : prompt.num_candidates] for score, _ in looks])
-    shares = policy.budget.shares(torch.stack([strength for _, strength in looks]))
-    total, cap = num_retained * shares.numel(), prompt.num_candidates // BLOCK_SIZE
-    counts = apportion(shares.flatten(), total, 0, cap).view(shares.shape)
-    counts = counts.expand(LAYERS, HEADS).contiguous()
-    tiers = policy.retention.tiers(prompt)[: prompt.num_candidates]
-    num_pages = num_retained * LAYERS * HEADS
-    return counts, select_tokens(scores, tiers, counts, num_pages, BLOCK_SIZE)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("granularity", ["layer", "head"])
-def test_tgv_keeps_what_its_definition_says(layout: str, granularity: Any) -> None:
-    fresh_seed()
-    prompt = make_prompt(layout)
-    observed, exact = make_layers(prompt)
-    vision = set(torch.arange(prompt.num_tokens)[prompt.is_vision].tolist())
-    rows = prompt.rows.tolist()
-    matrices = [heads_of(attention, granularity) for attention in exact]
-    strengths = [tgv_strength(a, vision, rows) for layer in matrices for a in layer]
-    cap = prompt.num_candidates // BLOCK_SIZE
-    policy = build_policy("tgv", granularity=granularity)
-    for num_retained in range(1, cap + 1):
-        counts, positions = decide(policy, observed, prompt, num_retained)
-        expected = reference.apportion(strengths, num_retained * len(strengths), 0, cap)
-        assert counts.sum() == num_retained * LAYERS * HEADS
-        assert counts[:, : len(matrices[0])].flatten().tolist() == expected
-        offsets = page_offsets(counts).tolist()
-        for pair in range(LAYERS * HEADS):
-            layer, head = divmod(pair, HEADS)
-            matrix = matrices[layer][head if granularity == "head" else 0]
-            kept = tgv_kept(
-                tgv_score(matrix, vision, rows),
-                vision,
-                prompt.sinks,
-                prompt.num_candidates,
-                int(counts[layer, head]) * BLOCK_SIZE,
-            )
-            assert positions[offsets[pair] : offsets[pair + 1]].flatten().tolist() == kept
-
-
-@pytest.mark.parametrize("granularity", ["layer", "head"])
-def test_tgv_scores_and_strengths(granularity: Any) -> None:
-    fresh_seed()
-    prompt = make_prompt("several")
-    observed, exact = make_layers(prompt)
-    policy = build_policy("tgv", granularity=granularity)
-    vision = set(torch.arange(prompt.num_tokens)[prompt.is_vision].tolist())
-    rows = prompt.rows.tolist()
-    for attention, whole in zip(observed, exact, strict=True):
-        scores, strength = policy.look(attention, prompt)
-        heads = heads_of(whole, granularity)
-        expected = torch.tensor([tgv_score(a, vision, rows) for a in heads])
-        torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-6)
-        expected = torch.tensor([tgv_strength(a, vision, rows) for a in heads])
-        torch.testing.assert_close(strength, expected, rtol=1e-4, atol=1e-6)
-
-
 def test_retention_orders() -> None:
     prompt = make_prompt("at the start", sinks=2)
-    orders = {
-        name: build_policy("tgv", retain=name).retention.tiers(prompt).tolist()
-        for name in ("text_first", "vision_first", "by_score")
+    num_kept = torch.tensor([[4], [12]])
+    tiers = {
+        name: build_policy(Mix("tgv", retain=name)).retention.tiers(prompt, num_kept).tolist()
+        for name in ("text_first", "vision_first", "by_score", "recent_half", "window")
     }
-    assert orders["text_first"] == [2] * 2 + [0] * 7 + [1] * 7
-    assert orders["vision_first"] == [2] * 2 + [1] * 7 + [0] * 7
-    assert orders["by_score"] == [2] * 2 + [0] * 14
-
-
-@pytest.mark.parametrize(("granularity", "heads"), [("layer", 1), ("head", HEADS)])
-def test_uniform_budget(granularity: Any, heads: int) -> None:
-    fresh_seed()
-    prompt = make_prompt("one")
-    observed, _ = make_layers(prompt)
-    policy = build_policy("tgv", granularity=granularity, budget="uniform")
-    _, strength = policy.look(observed[0], prompt)
-    assert strength.tolist() == [1.0] * heads
-    counts, _ = decide(policy, observed, prompt, 3)
-    assert counts.tolist() == [[3] * HEADS] * LAYERS
-
-
-def test_a_prompt_that_nobody_looks_at_gets_equal_budgets() -> None:
-    fresh_seed()
-    prompt = make_prompt("one")
-    text = Prompt(
-        prompt.num_tokens,
-        prompt.num_candidates,
-        torch.zeros_like(prompt.is_vision),
-        prompt.rows,
-        sinks=0,
-    )
-    observed, _ = make_layers(text)
-    counts, _ = decide(build_policy("tgv", granularity="head"), observed, text, 2)
-    assert counts.tolist() == [[2] * HEADS] * LAYERS
+    assert tiers["text_first"] == [2] * 2 + [0] * 7 + [1] * 7
+    assert tiers["vision_first"] == [2] * 2 + [1] * 7 + [0] * 7
+    assert tiers["by_score"] == [2] * 2 + [0] * 14
+    assert tiers["window"] == [2] * 2 + [1] * 14
+    assert tiers["recent_half"] == [[[2] * 2 + [0] * (14 - n) + [1] * n] for n in (2, 6)]
 
 
 def naive_pool(scores: list[float], neighbours: list[list[int]], reduce: str) -> list[float]:
@@ -246,13 +153,23 @@ def test_unknown_names_list_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"unknown policy 'tgvv': choose one of .*tgv"):
         build_policy("tgvv")
     with pytest.raises(ValueError, match=r"unknown score .*tgv"):
-        build_policy("tgv", score="nothing")
-    with pytest.raises(ValueError, match=r"unknown budget .*tgv, uniform|unknown budget .*uniform"):
-        build_policy("tgv", budget="nothing")
+        build_policy(Mix(score="nothing"))
+    with pytest.raises(ValueError, match=r"unknown budget .*uniform"):
+        build_policy(Mix(budget="nothing"))
     with pytest.raises(ValueError, match=r"unknown retention .*text_first"):
-        build_policy("tgv", retain="nothing")
+        build_policy(Mix(retain="nothing"))
     with pytest.raises(ValueError, match="granularity"):
-        build_policy("tgv", granularity="token")  # type: ignore[arg-type]
+        build_policy(Mix(granularity="token"))  # type: ignore[arg-type]
+
+
+def test_parts_without_meaning_together_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"'adakv' has no meaning at .*'layer': choose head"):
+        build_policy(Mix("adakv", granularity="layer"))
+
+
+def test_attention_that_was_not_asked_for_is_named() -> None:
+    with pytest.raises(AttributeError, match="column_sums"):
+        _ = NO_ATTENTION.column_sums
 
 
 def test_a_name_is_registered_once() -> None:
@@ -306,7 +223,9 @@ def test_the_check_itself_catches_synchronisation() -> None:
             operation()
 
 
-def run_everything(policy: Policy, device: str, workspace_bytes: int) -> None:
+def run_everything(
+    policy: Policy, device: str, workspace_bytes: int = 1 << 20, guard: Guard | None = None
+) -> None:
     """Statistics to page tables of one prompt, on tensors of ``device``."""
     images, num_tokens = LAYOUTS["several"]
     prompt = make_prompt("several")
@@ -314,12 +233,11 @@ def run_everything(policy: Policy, device: str, workspace_bytes: int) -> None:
         num_tokens=num_tokens,
         num_candidates=prompt.num_candidates,
         is_vision=prompt.is_vision.to(device),
-        rows=prompt.rows.to(device),
         sinks=2,
         images=tuple(ImageSpan(start, length, (1, length)) for start, length in images),
     )
     num_old, k, pairs = prompt.num_candidates // BLOCK_SIZE, 2, LAYERS * HEADS
-    queries = torch.randn(prompt.rows.shape[0], HEADS, GROUP, HEAD_SIZE, device=device)
+    queries = torch.randn(num_tokens, HEADS, GROUP, HEAD_SIZE, device=device)
     pages = torch.randn(num_old + 1, HEADS, BLOCK_SIZE, HEAD_SIZE, device=device)
     cache = torch.zeros(2, (num_old + k) * pairs, BLOCK_SIZE, HEAD_SIZE, device=device)
     blocks = torch.randperm(num_old + k).int().to(device)
@@ -328,41 +246,85 @@ def run_everything(policy: Policy, device: str, workspace_bytes: int) -> None:
     regions = (torch.full_like(seq_lens, k), torch.full_like(seq_lens, num_old))
     tables = torch.empty(LAYERS, 1, HEADS, num_old + 1, dtype=torch.int32, device=device)
     ids = torch.arange(num_old + 1, device=device)
+    positions = torch.arange(num_tokens, device=device)
+    num_sets = HEADS if policy.granularity == "head" else 1
+
+    def attention(rows: RowSet) -> Attention:
+        first = 0 if rows == "all" else num_tokens - 5
+        observed = observe(
+            queries[first:],
+            pages,
+            ids,
+            positions[first:],
+            num_tokens,
+            SCALE,
+            per_head=policy.granularity == "head",
+            statistics=policy.statistics(rows),
+            workspace_bytes=workspace_bytes,
+        )
+        if rows != "all":
+            return observed
+        sums = RowSums(num_sets, num_tokens, positions.device)
+        sums.add(observed, prompt.is_vision)
+        return sums
+
     with NoSynchronisation():
-        layers = [
-            observe(queries, pages, ids, prompt.rows, num_tokens, SCALE, workspace_bytes)
-            for _ in range(LAYERS)
-        ]
-        counts, positions = decide(policy, layers, prompt, k)
-        offsets = page_offsets(counts)
+        scores, strengths, masses = [], [], []
+        for layer in range(LAYERS):
+            seen = {rows: attention(rows) for rows in policy.row_sets}
+            view = LayerView(layer, num_sets, prompt, seen.get(policy.score.rows, NO_ATTENTION))
+            score = policy.score(view)
+            if guard:
+                masses.append(view.attention.column_sums)
+            view = replace(view, attention=seen.get(policy.budget.rows, NO_ATTENTION))
+            strengths.append(policy.budget.strength(view, score))
+            scores.append(policy.pooled(score, prompt)[:, : prompt.num_candidates])
+        decider = Decider(
+            policy, prompt, torch.stack(scores), torch.stack(strengths), HEADS, BLOCK_SIZE, 0
+        )
+        if guard:
+            decision = decider.decide_guarded(k, torch.stack(masses), guard)
+        else:
+            decision = decider.decide(k)
+        offsets = page_offsets(decision.counts)
         old, new = blocks[:num_old], blocks[num_old:]
-        copy_kept(*cache, positions, offsets, old, new, LAYERS, HEADS, workspace_bytes)
+        region = (*cache, decision.positions, offsets, old, new, LAYERS, HEADS)
+        copy_kept(*region, workspace_bytes)
+        if policy.merge:
+            merge_evicted(*region)
         write_page_tables(row, seq_lens, *regions, offsets[None], BLOCK_SIZE, tables)
         write_lengths(seq_lens, *regions, offsets[None], BLOCK_SIZE, tables[..., 0])
+
+
+MIXES = [
+    *(Mix(name) for name in POLICY_NAMES),
+    *(Mix(name, granularity="head") for name in ("tgv", "vlcache", "aircache", "prefixkv")),
+    *(Mix(budget=budget) for budget in ("vv", "tt", "entropy")),
+    Mix(score="vv_tt"),
+    Mix(pooling=Pooling("grid")),
+]
 
 
 # Tensors of the device `meta` have no data: whatever looks at it fails, `tolist` included, which
 # the dispatch mode cannot see.
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("granularity", ["layer", "head"])
-@pytest.mark.parametrize("pooling", [Pooling(), Pooling("sequence"), Pooling("grid")])
-@pytest.mark.parametrize("workspace_bytes", [0, 1 << 20])
-def test_nothing_synchronises(
-    device: str, granularity: Any, pooling: Pooling, workspace_bytes: int
-) -> None:
-    policy = build_policy("tgv", granularity=granularity, pooling=pooling)
-    run_everything(policy, device, workspace_bytes)
+@pytest.mark.parametrize("mix", MIXES, ids=str)
+def test_nothing_synchronises(device: str, mix: Mix) -> None:
+    policy = build_policy(mix)
+    run_everything(policy, device)
+    run_everything(policy, device, workspace_bytes=0)
+    if policy.score.rows != "none":
+        run_everything(policy, device, guard=Guard(0.9, 1))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("granularity", ["layer", "head"])
-@pytest.mark.parametrize("pooling", [Pooling(), Pooling("sequence"), Pooling("grid")])
-def test_nothing_synchronises_on_cuda(granularity: Any, pooling: Pooling) -> None:
-    policy = build_policy("tgv", granularity=granularity, pooling=pooling)
-    run_everything(policy, "cuda", 1 << 20)  # whatever is set up on first use
+@pytest.mark.parametrize("mix", MIXES, ids=str)
+def test_nothing_synchronises_on_cuda(mix: Mix) -> None:
+    policy = build_policy(mix)
+    run_everything(policy, "cuda")  # whatever is set up on first use
     previous = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        run_everything(policy, "cuda", 1 << 20)
+        run_everything(policy, "cuda")
     finally:
         torch.cuda.set_sync_debug_mode(previous)

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from tests.reference import fresh_seed, paged
 from vllm_tgvkv.kernels import reference
-from vllm_tgvkv.kernels.statistics import ObservedAttention, observe
+from vllm_tgvkv.kernels.row_sums import RowSums
+from vllm_tgvkv.kernels.statistics import ObservedAttention, Statistic, observe
 
 HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE = 2, 3, 8, 4
 SCALE = HEAD_SIZE**-0.5
@@ -16,7 +19,7 @@ SCALE = HEAD_SIZE**-0.5
 
 def make(
     num_keys: int, num_rows: int, dtype: torch.dtype = torch.float32, transposed: bool = True
-) -> dict[str, object]:
+) -> dict[str, Any]:
     keys = torch.randn(num_keys, HEADS, HEAD_SIZE).to(dtype)
     key_pages, block_ids = paged(keys, BLOCK_SIZE, transposed)
     return {
@@ -29,26 +32,55 @@ def make(
     }
 
 
-def check(attention: ObservedAttention, exact: torch.Tensor) -> None:
-    """``exact`` is A of every query head, ``[H, G, O, P]``."""
-    per_head = exact.mean(dim=1)
-    torch.testing.assert_close(
-        attention.column_sums.double(), per_head.sum(1), rtol=1e-5, atol=1e-6
-    )
-    for rows in (1, HEADS):
-        weights = torch.rand(rows, per_head.shape[1])
-        expected = (weights.double()[:, :, None] * per_head).sum(dim=1)
-        got = attention.weighted_column_sums(weights)
+ALL: frozenset[Statistic] = frozenset({"row_averages", "share_below", "row_entropies"})
+
+
+def check(arguments: dict[str, Any], exact: torch.Tensor, **options: Any) -> None:
+    """Every statistic, for heads and for the layer, from one pass or from several.
+
+    ``exact`` is A of every query head, float64 ``[H, G, O, P]``.
+    """
+    for per_head in (True, False):
+        for statistics in (ALL, ALL - {"row_averages"}):
+            check_one(
+                observe(**arguments, per_head=per_head, statistics=statistics, **options), exact
+            )
+
+
+def check_one(attention: ObservedAttention, exact: torch.Tensor) -> None:
+    rows, num_keys = attention.row_positions, exact.shape[-1]
+    num_sets = attention.num_groups
+    by_set = exact.reshape(num_sets, -1, *exact.shape[2:])  # [S, query heads, O, P]
+
+    def agree(got: torch.Tensor, expected: torch.Tensor) -> None:
         assert got.dtype == torch.float32
         torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-6)
-    mean = attention.mean_over_heads()
-    torch.testing.assert_close(
-        mean.column_sums.double(), exact.mean(dim=(0, 1)).sum(0)[None], rtol=1e-5, atol=1e-6
-    )
-    weights = torch.rand(1, per_head.shape[1])
-    expected = (weights.double()[0, :, None] * exact.mean(dim=(0, 1))).sum(dim=0)
-    got = mean.weighted_column_sums(weights)
-    torch.testing.assert_close(got.double(), expected[None], rtol=1e-5, atol=1e-6)
+
+    # Weighted sums come first: nothing has been computed then.
+    for size in (1, num_sets):
+        weights = torch.rand(size, len(rows))
+        expected = (weights.double()[:, :, None] * by_set.mean(1)).sum(dim=1)
+        agree(attention.weighted_column_sums(weights), expected)
+    agree(attention.column_sums, by_set.mean(1).sum(1))
+    weights = torch.rand(1, 2, len(rows))
+    agree(attention.mixed_column_sums(weights), weights.double() @ by_set.mean(1))
+
+    visible = torch.arange(num_keys) <= rows[:, None]
+    below = (by_set < 0.01 * by_set.amax(-1, keepdim=True)) & visible
+    agree(attention.share_below, below.sum((2, 3)).double().mean(1) / visible.sum())
+    entropies = torch.special.entr(by_set).sum(-1).mean(1)
+    agree(attention.row_entropies, entropies)
+
+    keys = torch.rand(num_sets, num_keys) < 0.5
+    keys[:, 0] = True
+    weights = torch.rand(num_sets, len(rows))
+    subset = by_set * keys[:, None, None]
+    subset = (subset / subset.sum(-1, keepdim=True)).mean(1)
+    expected = (weights.double()[:, :, None] * subset).sum(1)
+    agree(attention.renormalised_column_sums(keys, weights), expected)
+    weights[:, :-1] = 0
+    expected = (weights.double()[:, :, None] * subset).sum(1)
+    agree(attention.renormalised_column_sums(keys, weights, last_row_only=True), expected)
 
 
 @pytest.mark.parametrize("num_keys", [1, 3, 4, 5, 21, 22, 23, 24])
@@ -56,14 +88,14 @@ def check(attention: ObservedAttention, exact: torch.Tensor) -> None:
 def test_every_tail_length_and_layout(num_keys: int, transposed: bool) -> None:
     fresh_seed()
     arguments = make(num_keys, min(num_keys, 7), transposed=transposed)
-    check(observe(**arguments), reference.attention_probabilities(**arguments))
+    check(arguments, reference.attention_probabilities(**arguments))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_inputs_are_not_rounded_again(dtype: torch.dtype) -> None:
     fresh_seed()
     arguments = make(23, 9, dtype)
-    check(observe(**arguments), reference.attention_probabilities(**arguments))
+    check(arguments, reference.attention_probabilities(**arguments))
 
 
 # Bytes of one row (2 * 4 * H * G * P) and of one block of keys (8 * H * N * D) at P = 37.
@@ -75,8 +107,9 @@ ROW, BLOCK = 8 * HEADS * GROUP * 37, 8 * HEADS * BLOCK_SIZE * HEAD_SIZE
 def test_any_workspace_gives_the_same(workspace_bytes: int, transposed: bool) -> None:
     fresh_seed()
     arguments = make(37, 20, transposed=transposed)
+    exact = reference.attention_probabilities(**arguments)
+    check(arguments, exact, workspace_bytes=workspace_bytes)
     attention = observe(**arguments, workspace_bytes=workspace_bytes)
-    check(attention, reference.attention_probabilities(**arguments))
     for rows, probabilities in attention.row_chunks():
         size = rows.stop - rows.start
         assert probabilities.shape == (HEADS, GROUP, size, 37)
@@ -99,7 +132,7 @@ def test_log_sum_exp_of_the_attention_kernel_can_be_used() -> None:
     logits = torch.einsum("ohgd,khd->ohgk", arguments["queries"], keys) * SCALE
     future = torch.arange(19) > arguments["row_positions"][:, None]
     logits = logits.masked_fill(future[:, None, None], float("-inf"))
-    check(observe(**arguments, log_sum_exp=logits.logsumexp(dim=-1)), exact)
+    check(arguments, exact, log_sum_exp=logits.logsumexp(dim=-1))
 
 
 def test_no_rows_give_zeros() -> None:
@@ -124,8 +157,45 @@ def test_wrong_arguments_are_named(change: dict[str, object], word: str) -> None
         observe(**{**make(20, 4), **change})
 
 
-def test_wrong_weights_are_named() -> None:
+@pytest.mark.parametrize("per_head", [True, False])
+def test_wrong_weights_are_named(per_head: bool) -> None:
+    attention = observe(**make(20, 4), per_head=per_head)
+    with pytest.raises(ValueError, match="weights"):
+        attention.weighted_column_sums(torch.zeros(HEADS, 5))
+
+
+def test_a_statistic_that_was_not_asked_for_is_named() -> None:
     attention = observe(**make(20, 4))
-    for observed in (attention, attention.mean_over_heads()):
-        with pytest.raises(ValueError, match="weights"):
-            observed.weighted_column_sums(torch.zeros(HEADS, 5))
+    with pytest.raises(ValueError, match="share_below was not computed"):
+        _ = attention.share_below
+    with pytest.raises(ValueError, match="row_entropies was not computed"):
+        _ = attention.row_entropies
+
+
+@pytest.mark.parametrize("per_head", [True, False])
+def test_sums_over_all_rows_of_several_chunks(per_head: bool) -> None:
+    """Each chunk sees the keys so far only; NaN behind them must not matter."""
+    fresh_seed()
+    arguments = make(37, 37)
+    exact = reference.attention_probabilities(**arguments)
+    by_set = exact.reshape(HEADS if per_head else 1, -1, 37, 37).mean(1)
+    is_vision = torch.rand(37) < 0.5
+    sums = RowSums(len(by_set), 37, torch.device("cpu"))
+    for start, end in ((0, 1), (1, 20), (20, 37)):
+        rows = slice(start, end)
+        chunk = observe(
+            queries=arguments["queries"][rows],
+            key_pages=arguments["key_pages"],
+            block_ids=arguments["block_ids"][: -(-end // BLOCK_SIZE)],
+            row_positions=arguments["row_positions"][rows],
+            num_keys=end,
+            scale=SCALE,
+            per_head=per_head,
+        )
+        sums.add(chunk, is_vision[rows])
+    for got, rows_of in (
+        (sums.text_column_sums, ~is_vision),
+        (sums.vision_column_sums, is_vision),
+        (sums.column_sums, torch.ones_like(is_vision)),
+    ):
+        torch.testing.assert_close(got.double(), by_set[:, rows_of].sum(1), rtol=1e-5, atol=1e-6)

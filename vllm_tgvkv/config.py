@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
-from vllm_tgvkv.policies import POLICY_NAMES, Pooling
+from vllm_tgvkv.decision import Guard
+from vllm_tgvkv.policies import (
+    POLICY_NAMES,
+    Granularity,
+    Mix,
+    Policy,
+    Pooling,
+    build_policy,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,52 +46,98 @@ class EvictionConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Budget:
-    """How much of a prompt's cache is kept: a fraction, or tokens per KV head."""
+    """How much of a prompt's cache is kept: a fraction, tokens per KV head, or what is needed."""
 
     fraction: float | None = None
     tokens: int | None = None
+    share: float | None = None
+    """Of `auto:SHARE`: the part of the attention that the kept keys hold, with the smallest
+    fraction between `least` and `fraction` that does."""
+    least: float = 0.0
 
     @classmethod
     def parse(cls, value: Any, source: str) -> Budget:
-        """Read 0 < value <= 1 as a fraction of the prompt, a whole number above 1 as tokens.
+        """Read a budget.
 
-        `source` names the flag or field in the error message.
+        0 < value <= 1 is a fraction of the prompt, a whole number above 1 tokens, and
+        `auto:SHARE`, with bounds if wanted as `auto:SHARE,min=0.02,max=0.5`, the smallest
+        fraction that keeps SHARE of the attention. `source` names the flag or field in the
+        error message.
         """
-        hint = (
+        hint = EvictionConfigError(
             f"{source} is {value!r}: give a fraction of the prompt, 0 < budget <= 1, "
-            "or a whole number of tokens per KV head, such as 512"
+            "a whole number of tokens per KV head, such as 512, or auto:SHARE, such as "
+            "auto:0.98 or auto:0.98,min=0.02,max=0.5"
         )
+        if isinstance(value, str) and value.startswith("auto:"):
+            return cls._parse_auto(value.removeprefix("auto:"), hint)
         if isinstance(value, bool):
-            raise EvictionConfigError(hint)
+            raise hint
         try:
             number = float(value)
         except (TypeError, ValueError, OverflowError):
-            raise EvictionConfigError(hint) from None
+            raise hint from None
         if 0.0 < number <= 1.0:
             return cls(fraction=number)
         if number > 1.0 and number.is_integer():
             return cls(tokens=int(number))
-        raise EvictionConfigError(hint)
+        raise hint
+
+    @classmethod
+    def _parse_auto(cls, text: str, hint: EvictionConfigError) -> Budget:
+        share, *bounds = text.split(",")
+        given = {"min": "0.02", "max": "0.5"}
+        for bound in bounds:
+            name, _, value = bound.strip().partition("=")
+            if name not in given:
+                raise hint
+            given[name] = value
+        try:
+            number, least, most = float(share), float(given["min"]), float(given["max"])
+        except ValueError:
+            raise hint from None
+        # Written so that NaN is refused as well.
+        if not (0.0 < number < 1.0 and 0.0 < least <= most <= 1.0):
+            raise hint
+        return cls(fraction=most, share=number, least=least)
+
+    @property
+    def is_auto(self) -> bool:
+        return self.share is not None
 
     def retained_blocks(self, num_prompt_tokens: int, block_size: int) -> int:
-        """Blocks k of the compressed region, 1 <= k <= floor(P / N).
+        """Blocks k of the compressed region, 1 <= k <= floor(P / N); at most, for `auto`.
 
         The region and the tail (the partial last block, always kept) together
         stay within the budget; the region has at least one block.
         """
-        num_full_blocks, num_tail_tokens = divmod(num_prompt_tokens, block_size)
         if self.tokens is not None:
-            allowance: float = self.tokens
-        else:
-            assert self.fraction is not None
-            allowance = self.fraction * num_prompt_tokens
-        retained = int((allowance - num_tail_tokens) // block_size)
-        return min(max(retained, 1), num_full_blocks)
+            return _blocks_within(self.tokens, num_prompt_tokens, block_size)
+        assert self.fraction is not None
+        return _blocks_within(self.fraction * num_prompt_tokens, num_prompt_tokens, block_size)
+
+    def guard(self, num_prompt_tokens: int, num_text: int, block_size: int) -> Guard | None:
+        """What `auto` promises for a prompt with `num_text` text tokens in its full blocks."""
+        if self.share is None:
+            return None
+        least = _blocks_within(self.least * num_prompt_tokens, num_prompt_tokens, block_size)
+        return Guard(self.share, max(least, -(-num_text // block_size)))
 
     def __str__(self) -> str:
+        if self.share is not None:
+            return (
+                f"auto for {100 * self.share:g} % of the attention, "
+                f"{100 * self.least:g} to {100 * (self.fraction or 0):g} % of the prompt"
+            )
         if self.tokens is not None:
             return f"{self.tokens} tokens per head"
         return f"{100 * (self.fraction or 0):g} % of the prompt"
+
+
+def _blocks_within(allowance: float, num_prompt_tokens: int, block_size: int) -> int:
+    num_full_blocks, num_tail_tokens = divmod(num_prompt_tokens, block_size)
+    retained = int((allowance - num_tail_tokens) // block_size)
+    return min(max(retained, 1), num_full_blocks)
 
 
 @dataclass(frozen=True)
@@ -111,8 +165,9 @@ class EvictionConfig:
 
     policy: str = NONE
     budget: Budget = Budget(fraction=0.1)
-    granularity: Literal["layer", "head"] = "layer"
-    """`layer`: one token set for all heads of a layer; `head`: a set and a length for each."""
+    granularity: Granularity | None = None
+    """`layer`: one token set for all heads of a layer; `head`: a set and a length for each;
+    None: what the method's paper does."""
     observation_window: int = 128
     """At most this many of the last text rows vote on what is kept."""
     sinks: int = 4
@@ -127,7 +182,10 @@ class EvictionConfig:
     """`exact`: a prefix-cache hit ends before the first observation row, so that a
     prompt keeps the same tokens whatever is cached; `full`: the hit is as long as
     in stock vLLM and the rows inside it do not vote."""
-    pooling: Pooling = field(default_factory=Pooling)
+    pooling: Pooling | None = None
+    """Pooling of the scores; None: what the method's paper does."""
+    methods: Mapping[str, Mix] = field(default_factory=dict)
+    """Methods of the user's own, by name, mixed from the parts of others."""
     debug: DebugOptions = field(default_factory=DebugOptions)
 
     @property
@@ -149,16 +207,72 @@ class EvictionConfig:
             )
         _reject_unknown_keys(values, cls, "kv_eviction")
         converted: dict[str, Any] = dict(values)
-        converted["policy"] = parse_policy_name(values.get("policy", NONE), "kv_eviction.policy")
         if "budget" in values:
             converted["budget"] = Budget.parse(values["budget"], "kv_eviction.budget")
-        for name in ("granularity", "text_only", "prefix_reuse"):
+        for name in _CHOICES:
             _check_choice(converted, name)
         for name, least in _LEAST.items():
             _check_count(converted, name, least)
-        converted["pooling"] = _nested(Pooling, values.get("pooling", {}), "kv_eviction.pooling")
+        converted["pooling"] = _pooling(values.get("pooling"), "kv_eviction.pooling")
+        converted["methods"] = _parse_methods(values.get("methods", {}))
         converted["debug"] = _nested(DebugOptions, values.get("debug", {}), "kv_eviction.debug")
-        return cls(**converted)
+        config = cls(**converted)
+        config._check_methods()
+        return config
+
+    @property
+    def method_names(self) -> tuple[str, ...]:
+        """What `policy` and a request's `kv_eviction` may be."""
+        return (NONE, *POLICY_NAMES, *self.methods)
+
+    def build_policy(self, name: str) -> Policy:
+        """The policy of a method; the server's granularity and pooling come before its own.
+
+        Raises:
+            EvictionConfigError: for parts that have no meaning together.
+        """
+        mix = self.methods.get(name) or Mix(name)
+        mix = dataclasses.replace(
+            mix,
+            granularity=mix.granularity or self.granularity,
+            pooling=mix.pooling or self.pooling,
+        )
+        try:
+            return build_policy(mix, name)
+        except ValueError as error:
+            raise EvictionConfigError(f"kv_eviction method {name!r}: {error}") from error
+
+    def check_method(self, name: Any, budget: Budget, source: str) -> str:
+        """Check that a method exists and goes with the settings and a budget; returns its name.
+
+        `source` names the flag or field of the method in the error message.
+        """
+        if name not in self.method_names:
+            raise EvictionConfigError(
+                f"{source} is {name!r}: choose one of {', '.join(self.method_names)}"
+            )
+        if name == NONE:
+            return NONE
+        policy = self.build_policy(name)
+        if budget.is_auto and policy.score.rows == "none":
+            raise EvictionConfigError(
+                f"budget auto with {source} {name!r}: its scores do not look at attention, whose "
+                "share auto guards; give a fraction, or another method"
+            )
+        return str(name)
+
+    def _check_methods(self) -> None:
+        for name in self.methods:
+            self.build_policy(name)
+        self.check_method(self.policy, self.budget, "kv_eviction.policy")
+        if self.policy == NONE or self.text_only == "keep":
+            return
+        if self.build_policy(self.policy).budget.needs_vision:
+            raise EvictionConfigError(
+                f"kv_eviction.text_only is 'evict' with policy {self.policy!r}, whose layer budget "
+                "is the attention to images, which such prompts lack: choose a method without "
+                "one, such as snapkv, or text_only: keep"
+            )
 
 
 @dataclass(frozen=True)
@@ -184,23 +298,16 @@ class RequestWish:
             )
         policy, budget = config.policy, config.budget
         if "kv_eviction" in given:
-            policy = parse_policy_name(given["kv_eviction"], "vllm_xargs.kv_eviction")
+            policy = given["kv_eviction"]
         if "kv_eviction_budget" in given:
             budget = Budget.parse(given["kv_eviction_budget"], "vllm_xargs.kv_eviction_budget")
+        policy = config.check_method(policy, budget, "vllm_xargs.kv_eviction")
         report = given.get("kv_eviction_report", 0)
         if report not in (0, 1):
             raise EvictionConfigError(
                 f"vllm_xargs.kv_eviction_report is {report!r}: give 1 for a report, or 0"
             )
         return cls(policy, budget, bool(report))
-
-
-def parse_policy_name(value: Any, source: str) -> str:
-    """Check a policy name; `source` names the flag or field in the error message."""
-    names = (NONE, *POLICY_NAMES)
-    if value not in names:
-        raise EvictionConfigError(f"{source} is {value!r}: choose one of {', '.join(names)}")
-    return str(value)
 
 
 def read_config_file(value: str) -> dict[str, Any]:
@@ -243,17 +350,44 @@ def _reject_unknown_keys(values: Mapping[str, Any], cls: type, source: str) -> N
         )
 
 
+_CHOICES = {
+    "granularity": (None, "layer", "head"),
+    "text_only": ("keep", "evict"),
+    "prefix_reuse": ("exact", "full"),
+}
+
+
 def _check_choice(values: Mapping[str, Any], name: str) -> None:
-    choices = {
-        "granularity": ("layer", "head"),
-        "text_only": ("keep", "evict"),
-        "prefix_reuse": ("exact", "full"),
-    }[name]
+    choices = _CHOICES[name]
     value = values.get(name, choices[0])
     if value not in choices:
-        raise EvictionConfigError(
-            f"kv_eviction.{name} is {value!r}: choose one of {', '.join(choices)}"
-        )
+        named = ", ".join("null" if choice is None else choice for choice in choices)
+        raise EvictionConfigError(f"kv_eviction.{name} is {value!r}: choose one of {named}")
+
+
+def _parse_methods(values: Any) -> dict[str, Mix]:
+    source = "kv_eviction.methods"
+    if not isinstance(values, Mapping):
+        raise EvictionConfigError(f"{source} is {values!r}: give a mapping of names to mixes")
+    methods = {}
+    for name, entry in values.items():
+        where = f"{source}.{name}"
+        if not isinstance(name, str) or name in (NONE, *POLICY_NAMES):
+            raise EvictionConfigError(f"{where}: the name is taken or no text; choose another one")
+        if isinstance(entry, Mapping) and "pooling" in entry:
+            entry = {**entry, "pooling": _pooling(entry["pooling"], f"{where}.pooling")}
+        mix: Mix = _nested(Mix, entry, where)
+        if mix.merge not in (None, True, False):
+            raise EvictionConfigError(f"{where}.merge is {mix.merge!r}: give true or false")
+        methods[name] = mix
+    return methods
+
+
+def _pooling(values: Any, source: str) -> Pooling | None:
+    if values is None or isinstance(values, Pooling):
+        return values
+    pooling: Pooling = _nested(Pooling, values, source)
+    return pooling
 
 
 def _check_count(values: Mapping[str, Any], name: str, least: int) -> None:

@@ -14,6 +14,7 @@ SKIP_REASONS = {
     "budget_covers_prompt": "the budget holds the whole prompt",
     "single_token": "the request generates one token only",
     "pool_too_small": "the pool cannot hold the prompt and the retained blocks together",
+    "method_needs_vision": "the method's budget is attention to images, and there are none",
     "unknown_patch_grid": "grid pooling is asked for and an image's patch grid is not known",
     "invalid_request": "its vllm_xargs are wrong, and no front end of vLLM has checked them",
     "unsupported_request": "prompt embeddings, or a session of streamed inputs",
@@ -41,11 +42,10 @@ class EvictionCounters:
         self.requests_skipped[reason] += 1
         self._changed = True
 
-    def evicted(self, num_prompt_tokens: int, num_kept: int, num_blocks_back: int) -> None:
+    def evicted(self, num_prompt_tokens: int, num_kept: int) -> None:
         self.requests_evicted += 1
         self.prompt_tokens_seen += num_prompt_tokens
         self.prompt_tokens_kept += num_kept
-        self.blocks_given_back += num_blocks_back
         self._changed = True
 
     def take_if_changed(self) -> dict[str, Any] | None:

@@ -18,16 +18,27 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from vllm_tgvkv.config import EvictionConfig
-from vllm_tgvkv.kernels.apportion import apportion
+from vllm_tgvkv.decision import Decider
 from vllm_tgvkv.kernels.copy import copy_kept
-from vllm_tgvkv.kernels.select import page_offsets, select_tokens
+from vllm_tgvkv.kernels.merge import merge_evicted
+from vllm_tgvkv.kernels.row_sums import RowSums
+from vllm_tgvkv.kernels.select import page_offsets
 from vllm_tgvkv.kernels.statistics import Scratch, observe
 from vllm_tgvkv.pages import PagePool
-from vllm_tgvkv.plan import Eviction, Observation, StepPlan
-from vllm_tgvkv.policies import ImageSpan, Policy, Prompt, build_policy
+from vllm_tgvkv.plan import Eviction, Observation, Retained, RowSumming, StepPlan
+from vllm_tgvkv.policies import (
+    NO_ATTENTION,
+    Attention,
+    ImageSpan,
+    LayerView,
+    Policy,
+    Prompt,
+    RowSet,
+)
 from vllm_tgvkv.regions import Regions
 
 
@@ -53,12 +64,43 @@ class Judgement:
     eviction: Eviction
     policy: Policy
     prompt: Prompt
+    row_sets: list[VotingRows]
     old_blocks: torch.Tensor
     """Block ids of the prompt, int32 [ceil(P / N)]."""
     scores: list[torch.Tensor] = field(default_factory=list)
-    """A layer each, float32 [H or 1, C]."""
+    """A layer each, float32 [S, C], pooled."""
     strengths: list[torch.Tensor] = field(default_factory=list)
-    """A layer each, float32 [H or 1]."""
+    """A layer each, float32 [S, F]."""
+    masses: list[torch.Tensor] = field(default_factory=list)
+    """A layer each, float32 [S, P], where a guard needs them."""
+
+
+@dataclass(frozen=True)
+class VotingRows:
+    """One row set of a prompt, as far as it was computed."""
+
+    kind: RowSet
+    positions: torch.Tensor
+    """int64, ascending."""
+    index: torch.Tensor | None
+    """Their places among the prompt's observation rows, int64; None if they are all of these."""
+    num_common_keys: int
+    """Keys that all of the rows see."""
+
+
+@dataclass
+class Summing:
+    """A chunk whose rows are all added to the prompt's column sums."""
+
+    num_keys: int
+    blocks: torch.Tensor
+    tokens: slice
+    """The chunk's rows of the batch's queries."""
+    positions: torch.Tensor
+    is_vision: torch.Tensor
+    policy: Policy
+    num_tokens: int
+    """Of the whole prompt."""
 
 
 @dataclass
@@ -69,6 +111,7 @@ class PromptWork:
     observation: Observation | None = None
     token_index: torch.Tensor | None = None
     """Rows of the batch's queries that are the observation's rows, int64."""
+    summing: Summing | None = None
     judgement: Judgement | None = None
 
     @property
@@ -105,6 +148,9 @@ class Evictor:
         self._policies: dict[str, Policy] = {}
         self._queries: dict[str, torch.Tensor] = {}
         """Observation queries of prompts that span several chunks, [L, O, H * G, D]."""
+        self._sums: dict[str, list[RowSums]] = {}
+        """Column sums over all rows so far, a layer each, of prompts that need them."""
+        self._retained: list[tuple[Eviction, torch.Tensor]] = []
         self._plan = StepPlan()
         self._work: list[PromptWork] = []
         self._scratch = Scratch()
@@ -118,14 +164,15 @@ class Evictor:
         self._scratch = Scratch()  # the layers of a step share it; then its memory is free
         self.regions.release(plan.released)
         for request_id in plan.forgotten:
-            self._queries.pop(request_id, None)
+            self._forget(request_id)
         if plan.poisoned:
             self.pool.poison(plan.poisoned)
 
     @property
     def has_work(self) -> bool:
         """Whether prompts have to be observed in this step."""
-        return bool(self._plan.observations or self._plan.evictions)
+        plan = self._plan
+        return bool(plan.observations or plan.summings or plan.evictions)
 
     def prepare(self, first_token: Callable[[str], int]) -> bool:
         """Resolve the plan's requests in the batch; whether the layers have to be observed.
@@ -139,12 +186,16 @@ class Evictor:
             start = first_token(observation.request_id) - observation.chunk_start
             work.observation = observation
             work.token_index = self._to_device(observation.rows + start)
+        for summing in self._plan.summings:
+            work = works.setdefault(summing.request_id, PromptWork(summing.request_id))
+            work.summing = self._summing(summing, first_token(summing.request_id))
         for eviction in self._plan.evictions:
             work = works.setdefault(eviction.request_id, PromptWork(eviction.request_id))
             work.judgement = Judgement(
                 eviction,
-                self._policy(eviction.policy),
+                self._policy(eviction.method),
                 self._prompt(eviction),
+                self._voting_rows(eviction),
                 self._to_device(eviction.old_blocks),
             )
         self._work = list(works.values())
@@ -156,17 +207,27 @@ class Evictor:
         `queries` is [tokens, H * G, D], rotated, of the whole batch.
         """
         for work in self._work:
-            chunk = self._chunk_rows(work, layer, queries)
+            rows = self._chunk_rows(work, layer, queries)
+            if work.summing is not None:
+                self._add_rows(work.request_id, work.summing, layer, queries, scale)
             if work.judgement is None:
                 continue
-            if chunk is not None and work.in_one_chunk:
-                rows = chunk
-            else:
-                first = work.judgement.eviction.first_row
-                rows = self._queries[work.request_id][layer, first:]
+            if not work.in_one_chunk and work.request_id in self._queries:
+                rows = self._queries[work.request_id][layer, work.judgement.eviction.first_row :]
             self._judge_layer(work.judgement, layer, rows, scale)
             if len(work.judgement.scores) == self.shape.num_layers:
                 self._finish(work.judgement)
+
+    def take_retained(self) -> list[Retained]:
+        """What the guarded evictions since the last call retained.
+
+        Reads a number from the device; to be called where that waits for nothing.
+        """
+        retained, self._retained = self._retained, []
+        return [
+            Retained(eviction.request_id, int(eviction.new_blocks[0]), int(number))
+            for eviction, number in retained
+        ]
 
     # -- observation --------------------------------------------------------------------
 
@@ -190,80 +251,132 @@ class Evictor:
             self._queries[work.request_id][layer, observation.first : last] = chunk
         return chunk
 
-    def _judge_layer(
-        self, judgement: Judgement, layer: int, rows: torch.Tensor, scale: float
+    def _add_rows(
+        self, request_id: str, summing: Summing, layer: int, queries: torch.Tensor, scale: float
     ) -> None:
-        shape, prompt = self.shape, judgement.prompt
-        rows_on_host = judgement.eviction.prompt.rows[judgement.eviction.first_row :]
-        attention = observe(
-            rows.unflatten(1, (shape.num_heads, shape.group_size)),
+        chunk = observe(
+            self._by_head(queries[summing.tokens]),
             self.pool.layer_keys(layer),
-            judgement.old_blocks,
-            prompt.rows,
-            prompt.num_tokens,
+            summing.blocks,
+            summing.positions,
+            summing.num_keys,
             scale,
-            num_common_keys=int(rows_on_host[0]) + 1,
+            per_head=summing.policy.granularity == "head",
             scratch=self._scratch,
         )
-        scores, strength = judgement.policy.look(attention, prompt)
+        if request_id not in self._sums:
+            self._sums[request_id] = [
+                RowSums(chunk.num_groups, summing.num_tokens, self.device)
+                for _ in range(self.shape.num_layers)
+            ]
+        self._sums[request_id][layer].add(chunk, summing.is_vision)
+
+    def _judge_layer(
+        self, judgement: Judgement, layer: int, rows: torch.Tensor | None, scale: float
+    ) -> None:
+        """Scores and strength of one layer; `rows` are the queries of all observation rows."""
+        policy, prompt = judgement.policy, judgement.prompt
+        num_sets = self.shape.num_heads if policy.granularity == "head" else 1
+
+        def view(kind: RowSet) -> LayerView:
+            attention = self._attention(judgement, kind, layer, rows, scale)
+            return LayerView(layer, num_sets, prompt, attention)
+
+        seen = view(policy.score.rows)
+        scores = policy.score(seen)
+        if judgement.eviction.guard is not None:
+            judgement.masses.append(seen.attention.column_sums)
+        if policy.budget.rows not in ("none", policy.score.rows):
+            seen = view(policy.budget.rows)
+        judgement.strengths.append(policy.budget.strength(seen, scores))
         # A copy of the candidates: a view would keep the tail's columns alive as well.
-        judgement.scores.append(scores[:, : prompt.num_candidates].contiguous())
-        judgement.strengths.append(strength)
+        pooled = policy.pooled(scores, prompt)[:, : prompt.num_candidates]
+        judgement.scores.append(pooled.contiguous())
+
+    def _attention(
+        self,
+        judgement: Judgement,
+        kind: RowSet,
+        layer: int,
+        rows: torch.Tensor | None,
+        scale: float,
+    ) -> Attention:
+        """The attention of one row set; its scratch is good until the next call."""
+        if kind == "none":
+            return NO_ATTENTION
+        if kind == "all":
+            return self._sums[judgement.eviction.request_id][layer]
+        policy = judgement.policy
+        (voting,) = (voting for voting in judgement.row_sets if voting.kind == kind)
+        assert rows is not None
+        return observe(
+            self._by_head(rows if voting.index is None else rows.index_select(0, voting.index)),
+            self.pool.layer_keys(layer),
+            judgement.old_blocks,
+            voting.positions,
+            judgement.prompt.num_tokens,
+            scale,
+            per_head=policy.granularity == "head",
+            statistics=policy.statistics(kind),
+            num_common_keys=voting.num_common_keys,
+            scratch=self._scratch,
+        )
+
+    def _by_head(self, queries: torch.Tensor) -> torch.Tensor:
+        """[O, H * G, D] -> [O, H, G, D]."""
+        return queries.unflatten(1, (self.shape.num_heads, self.shape.group_size))
 
     # -- decision -----------------------------------------------------------------------
 
     def _finish(self, judgement: Judgement) -> None:
-        """Deal the pages, select the tokens, copy them, store the region."""
+        """Decide, copy what is kept, store the region."""
         eviction, prompt, policy = judgement.eviction, judgement.prompt, judgement.policy
         shape, num_retained = self.shape, eviction.num_retained_blocks
-        num_full = prompt.num_candidates // shape.block_size
-        counts = self._deal(policy, torch.stack(judgement.strengths), num_retained, num_full)
-        positions = select_tokens(
+        decider = Decider(
+            policy,
+            prompt,
             torch.stack(judgement.scores),
-            policy.retention.tiers(prompt)[: prompt.num_candidates],
-            counts,
-            num_retained * shape.num_pairs,
+            torch.stack(judgement.strengths),
+            shape.num_heads,
             shape.block_size,
+            self.config.floor_pages,
         )
-        offsets = page_offsets(counts)
-        copy_kept(
+        if eviction.guard is None:
+            decision = decider.decide(num_retained)
+        else:
+            masses = torch.stack(judgement.masses)
+            decision = decider.decide_guarded(num_retained, masses, eviction.guard)
+            assert decision.num_retained is not None
+            self._retained.append((eviction, decision.num_retained))
+        num_full = prompt.num_candidates // shape.block_size
+        offsets = page_offsets(decision.counts)
+        pages = (
             self.pool.keys,
             self.pool.values,
-            positions,
+            decision.positions,
             offsets,
             judgement.old_blocks[:num_full],
             self._to_device(eviction.new_blocks),
             shape.num_layers,
             shape.num_heads,
         )
+        copy_kept(*pages)
+        if policy.merge:
+            merge_evicted(*pages)
         self.regions.add(int(eviction.new_blocks[0]), num_retained, num_full, offsets)
-        self._queries.pop(eviction.request_id, None)
+        self._forget(eviction.request_id)
         if self.config.debug.record_kept:
-            self.kept.append(KeptTokens(eviction.request_id, counts, positions))
+            self.kept.append(KeptTokens(eviction.request_id, decision.counts, decision.positions))
 
-    def _deal(
-        self, policy: Policy, strengths: torch.Tensor, num_retained: int, num_full: int
-    ) -> torch.Tensor:
-        """Pages of every (layer, head), int64 [L, H], that sum to k * L * H.
-
-        At granularity `layer` a layer gets the same number for each of its heads, so
-        what is dealt is k * L units of H pages.
-        """
-        shape = self.shape
-        floor = min(self.config.floor_pages, num_retained)
-        shares = policy.budget.shares(strengths)
-        total = num_retained * shares.numel()
-        counts = apportion(shares.flatten(), total, floor, num_full).view_as(shares)
-        return counts.expand(shape.num_layers, shape.num_heads).contiguous()
+    def _forget(self, request_id: str) -> None:
+        self._queries.pop(request_id, None)
+        self._sums.pop(request_id, None)
 
     # -- the plan on the device ---------------------------------------------------------
 
     def _policy(self, name: str) -> Policy:
         if name not in self._policies:
-            config = self.config
-            self._policies[name] = build_policy(
-                name, granularity=config.granularity, pooling=config.pooling
-            )
+            self._policies[name] = self.config.build_policy(name)
         return self._policies[name]
 
     def _prompt(self, eviction: Eviction) -> Prompt:
@@ -272,9 +385,32 @@ class Evictor:
             num_tokens=prompt.num_tokens,
             num_candidates=prompt.num_tokens // self.shape.block_size * self.shape.block_size,
             is_vision=self._to_device(prompt.is_vision()),
-            rows=self._to_device(prompt.rows[eviction.first_row :]),
             sinks=self.config.sinks,
             images=tuple(ImageSpan(run.start, run.length, run.grid) for run in prompt.vision),
+        )
+
+    def _voting_rows(self, eviction: Eviction) -> list[VotingRows]:
+        computed = eviction.voters.rows[eviction.first_row :]
+        voting = []
+        for kind, positions in eviction.voters.sets.items():
+            positions = positions[positions >= eviction.num_cached]
+            is_all = len(positions) == len(computed)
+            index = None if is_all else self._to_device(np.searchsorted(computed, positions))
+            voting.append(
+                VotingRows(kind, self._to_device(positions), index, int(positions[0]) + 1)
+            )
+        return voting
+
+    def _summing(self, summing: RowSumming, first_token: int) -> Summing:
+        start, end = summing.chunk_start, summing.num_keys
+        return Summing(
+            num_keys=end,
+            blocks=self._to_device(summing.blocks),
+            tokens=slice(first_token, first_token + end - start),
+            positions=torch.arange(start, end, device=self.device),
+            is_vision=self._to_device(summing.prompt.is_vision()[start:end]),
+            policy=self._policy(summing.method),
+            num_tokens=summing.prompt.num_tokens,
         )
 
     def _to_device(self, array: Sequence[int] | object) -> torch.Tensor:

@@ -13,6 +13,9 @@ k of them retained, T tail blocks):
           running out is vLLM's ordinary back-pressure; never hashed
     tail  the partial last prompt block and decoded tokens: vLLM appends to it
 
+Where a guard (budget `auto`) finds that fewer than k blocks are enough, the last of them
+become null as well, once the scheduler hears of it.
+
 Positions, slot mapping and sequence lengths of vLLM are not touched.
 """
 
@@ -22,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
@@ -134,6 +138,30 @@ class EvictingManager(FullAttentionManager):
             row_blocks=[block.block_id for block in blocks],
             num_freed=self.block_pool.get_num_free_blocks() - free_before,
         )
+
+    def block_ids(self, request_id: str, num_tokens: int) -> np.ndarray:
+        """Ids of the blocks that hold a request's first tokens, int32 [ceil(num_tokens / N)]."""
+        blocks = self.req_to_blocks[request_id][: cdiv(num_tokens, self.block_size)]
+        return np.array([block.block_id for block in blocks], dtype=np.int32)
+
+    def trim(self, request_id: str, first_block: int, num_retained: int) -> int | None:
+        """Give back what a region that starts with `first_block` holds beyond `num_retained`.
+
+        Its pages are dealt to the first blocks, so no page table points to the others.
+        Returns the number of blocks given back, or None if there is no such region any more.
+        """
+        compression = self.compressions.get(request_id)
+        if compression is None or not compression.swapped:
+            return None
+        blocks = self.req_to_blocks[request_id]
+        if blocks[0].block_id != first_block:
+            return None
+        spare = slice(num_retained, compression.num_retained_blocks)
+        given_back = blocks[spare]
+        blocks[spare] = [self._null_block] * len(given_back)
+        compression.num_retained_blocks = num_retained
+        self._give_back(given_back)
+        return len(given_back)
 
     # -- vLLM's side of the life of a request -------------------------------------------
 

@@ -92,17 +92,18 @@ def _add_flags(original: Callable[..., Any], parser: Any) -> Any:
     # Absent flags leave no attribute: the help page would call None their default.
     group.add_argument(
         "--kv-eviction",
-        choices=(NONE, *POLICY_NAMES),
+        metavar=f"{{{','.join((NONE, *POLICY_NAMES))}}}",
         default=argparse.SUPPRESS,
-        help="Method that decides which cache entries of a prompt are kept for decoding. "
-        "Without it, or with `none`, vLLM runs as stock.",
+        help="Method that decides which cache entries of a prompt are kept for decoding, or a "
+        "mix that --kv-eviction-config names. Without it, or with `none`, vLLM runs as stock.",
     )
     group.add_argument(
         "--kv-eviction-budget",
         type=_budget_flag,
         default=argparse.SUPPRESS,
-        help="What is kept: a fraction of the prompt, 0 < budget <= 1, or a whole number of "
-        "tokens per KV head (default: 0.1). A request can override it with "
+        help="What is kept: a fraction of the prompt, 0 < budget <= 1, a whole number of "
+        "tokens per KV head, or auto:SHARE, such as auto:0.98,min=0.02,max=0.5, the smallest "
+        "fraction that keeps SHARE of the attention (default: 0.1). A request can override it with "
         '`vllm_xargs: {"kv_eviction_budget": 0.2}`.',
     )
     group.add_argument(
@@ -111,16 +112,18 @@ def _add_flags(original: Callable[..., Any], parser: Any) -> Any:
         default=argparse.SUPPRESS,
         help="Everything else, as a YAML or JSON file or inline JSON: granularity (layer, head), "
         "observation_window, sinks, floor_pages, min_prompt_tokens, text_only (keep, evict), "
-        "prefix_reuse (exact, full), pooling.",
+        "prefix_reuse (exact, full), pooling, methods (mixes of parts of methods, by name).",
     )
     return parser
 
 
-def _budget_flag(value: str) -> float | int:
+def _budget_flag(value: str) -> float | int | str:
     try:
         budget = Budget.parse(value, "the budget")
     except EvictionConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+    if budget.is_auto:
+        return value
     return budget.tokens if budget.tokens is not None else float(value)
 
 
@@ -153,6 +156,10 @@ def _read_flags(original: Callable[..., Any], cls: type, args: argparse.Namespac
             "--kv-eviction-budget or --kv-eviction-config is given without --kv-eviction: "
             f"name a method, such as --kv-eviction {POLICY_NAMES[0]}"
         )
+    # What is wrong is refused before a model is looked at, a method by the name of its flag.
+    settings = EvictionConfig.from_mapping({**values, "policy": NONE})
+    settings.check_method(values["policy"], settings.budget, "--kv-eviction")
+    EvictionConfig.from_mapping(values)
     engine_args.additional_config = {**engine_args.additional_config, CONFIG_KEY: values}
     # With --api-server-count the arguments travel to processes that read them before any
     # plugin is loaded there; what they find in `additional_config` is enough.

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from vllm_tgvkv.prompt import PromptMap
+from vllm_tgvkv.decision import Guard
+from vllm_tgvkv.prompt import PromptMap, Voters
 
 
 @dataclass(frozen=True)
@@ -27,15 +28,31 @@ class Observation:
 
 
 @dataclass(frozen=True)
+class RowSumming:
+    """A chunk of a prompt all of whose rows are added to its column sums."""
+
+    request_id: str
+    method: str
+    chunk_start: int
+    num_keys: int
+    """Tokens of the prompt up to the chunk's end."""
+    blocks: np.ndarray
+    """Block ids of these tokens, int32."""
+    prompt: PromptMap
+
+
+@dataclass(frozen=True)
 class Eviction:
     """A prompt whose last chunk runs in this step and whose cache shrinks at its end."""
 
     request_id: str
-    policy: str
+    method: str
     prompt: PromptMap
-    first_row: int
-    """Index of the first observation row that was computed; earlier ones came from
-    the prefix cache and do not vote."""
+    voters: Voters
+    num_cached: int
+    """Rows below this position came from the prefix cache and do not vote."""
+    guard: Guard | None
+    """Where it is set, the worker may retain fewer blocks than it is given."""
     old_blocks: np.ndarray
     """Block ids of the prompt, int32 [ceil(P / N)]; the last may be partly filled."""
     new_blocks: np.ndarray
@@ -47,6 +64,11 @@ class Eviction:
     def num_retained_blocks(self) -> int:
         return len(self.new_blocks)
 
+    @property
+    def first_row(self) -> int:
+        """Index of the first observation row that was computed."""
+        return int(np.searchsorted(self.voters.rows, self.num_cached))
+
 
 @dataclass
 class StepPlan:
@@ -55,10 +77,11 @@ class StepPlan:
     released: list[int] = field(default_factory=list)
     """First block ids of regions whose requests ended or were preempted."""
     forgotten: list[str] = field(default_factory=list)
-    """Requests whose kept observation queries are no longer needed."""
+    """Requests of which nothing that was observed is needed any more."""
     poisoned: list[int] = field(default_factory=list)
     """Blocks given back since the last step (debug option `poison` only)."""
     observations: list[Observation] = field(default_factory=list)
+    summings: list[RowSumming] = field(default_factory=list)
     evictions: list[Eviction] = field(default_factory=list)
     counters: dict[str, Any] | None = None
     """The scheduler's totals, if they changed; workers keep them for `collective_rpc`."""
@@ -67,5 +90,18 @@ class StepPlan:
         return any(getattr(self, part.name) for part in fields(self))
 
 
+@dataclass(frozen=True)
+class Retained:
+    """How many blocks a guarded eviction retained; travels from the worker to the scheduler."""
+
+    request_id: str
+    first_block: int
+    """First block of the region: tells an eviction from another one of the same request."""
+    num_blocks: int
+
+
 ATTRIBUTE = "kv_eviction_plan"
 """Name under which the plan hangs on vLLM's `SchedulerOutput`."""
+
+RETAINED_ATTRIBUTE = "kv_eviction_retained"
+"""Name under which a list of `Retained` hangs on vLLM's `ModelRunnerOutput`."""

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a prompt's image and video tokens lie, and which text rows vote on them."""
+"""Where a prompt's image and video tokens lie, and which rows vote on what is kept."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from vllm_tgvkv.policies import RowSet
+from vllm_tgvkv.policies.snapkv import WINDOW
 
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
@@ -31,8 +34,6 @@ class PromptMap:
 
     num_tokens: int
     vision: tuple[VisionRun, ...]
-    rows: np.ndarray
-    """Observation rows, int64, ascending positions."""
 
     @property
     def has_vision(self) -> bool:
@@ -46,23 +47,65 @@ class PromptMap:
         return mask
 
 
-def map_prompt(
-    num_tokens: int, features: Sequence[MultiModalFeatureSpec], observation_window: int
-) -> PromptMap:
-    """Find the vision runs and observation rows of a prompt.
+@dataclass(frozen=True)
+class Voters:
+    """The rows of a prompt whose attention a policy looks at."""
+
+    sets: Mapping[RowSet, np.ndarray]
+    """Positions of each row set but `all`, int64, ascending, not empty."""
+    rows: np.ndarray
+    """Their union, int64, ascending."""
+    every_row: bool
+    """Whether the row set `all` is asked for as well."""
+
+    def last_cached(self, exact: bool) -> int | None:
+        """How many first tokens may come from the prefix cache, which brings no queries.
+
+        With `exact`, all rows have to be computed, so that what is kept does not depend on the
+        cache; else one row of each set. None is any number.
+        """
+        if self.every_row:
+            return 0
+        if not self.sets:
+            return None
+        return int(min(rows[0 if exact else -1] for rows in self.sets.values()))
+
+
+def map_prompt(num_tokens: int, features: Sequence[MultiModalFeatureSpec]) -> PromptMap:
+    """Find the vision runs of a prompt.
 
     Vision positions are those placeholder tokens of images and videos that carry
     embeddings; a video whose frames are separated by text gives one run a frame.
-    Observation rows are the text positions after the first vision token, at most
-    the last `observation_window` of them; without such text the last position,
-    and without vision the last `observation_window` positions.
     """
-    vision = tuple(run for feature in features for run in _vision_runs(feature))
-    prompt = PromptMap(num_tokens, vision, np.empty(0, dtype=np.int64))
-    first = min((run.start for run in vision), default=0)
+    runs = (run for feature in features for run in _vision_runs(feature))
+    return PromptMap(num_tokens, tuple(runs))
+
+
+def voters(prompt: PromptMap, row_sets: Sequence[RowSet], observation_window: int) -> Voters:
+    """Positions of the given row sets.
+
+    `text` are the text positions after the first vision token and `after_vision` those
+    after the last one, at most the last `observation_window` of them; without such text
+    the last position, and without vision the last `observation_window` positions.
+    `window` are the last positions of the prompt.
+    """
+    sets: dict[RowSet, np.ndarray] = {
+        kind: _rows(prompt, kind, observation_window) for kind in row_sets if kind != "all"
+    }
+    union = np.unique(np.concatenate([*sets.values(), np.empty(0, np.int64)]))
+    return Voters(sets, union, "all" in row_sets)
+
+
+def _rows(prompt: PromptMap, kind: RowSet, observation_window: int) -> np.ndarray:
+    if kind == "window":
+        return np.arange(max(prompt.num_tokens - WINDOW, 0), prompt.num_tokens)
+    first = 0
+    if prompt.has_vision:
+        starts = [run.start for run in prompt.vision]
+        ends = [run.start + run.length for run in prompt.vision]
+        first = max(ends) if kind == "after_vision" else min(starts)
     text = np.flatnonzero(~prompt.is_vision()[first:]) + first
-    rows = text[-observation_window:] if len(text) else np.array([num_tokens - 1])
-    return PromptMap(num_tokens, vision, rows.astype(np.int64))
+    return text[-observation_window:] if len(text) else np.array([prompt.num_tokens - 1])
 
 
 def _vision_runs(feature: MultiModalFeatureSpec) -> Iterator[VisionRun]:

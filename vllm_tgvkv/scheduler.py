@@ -18,10 +18,19 @@ from vllm.v1.request import Request
 
 from vllm_tgvkv.config import CONFIG_KEY, NONE, EvictionConfigError, RequestWish, config_of
 from vllm_tgvkv.counters import EvictionCounters
+from vllm_tgvkv.decision import Guard
 from vllm_tgvkv.integrity import check_integrity
-from vllm_tgvkv.manager import EvictingManager, Swap
-from vllm_tgvkv.plan import ATTRIBUTE, Eviction, Observation, StepPlan
-from vllm_tgvkv.prompt import PromptMap, map_prompt
+from vllm_tgvkv.manager import EvictingManager
+from vllm_tgvkv.plan import (
+    ATTRIBUTE,
+    RETAINED_ATTRIBUTE,
+    Eviction,
+    Observation,
+    Retained,
+    RowSumming,
+    StepPlan,
+)
+from vllm_tgvkv.prompt import PromptMap, Voters, map_prompt, voters
 
 logger = init_logger("vllm.tgvkv")
 
@@ -32,9 +41,12 @@ class Candidate:
 
     wish: RequestWish
     prompt: PromptMap
+    voters: Voters
     num_retained_blocks: int
-    first_row: int = 0
-    """Index of the first observation row that is computed, not taken from the cache."""
+    """With a guard, at most."""
+    guard: Guard | None
+    num_cached: int = 0
+    """Tokens of the prompt that were taken from the prefix cache, not computed."""
 
 
 @dataclass
@@ -81,7 +93,7 @@ class EvictionScheduler(Scheduler):
             "pool of %d blocks of %d pages (layers x KV heads)",
             config.policy,
             config.budget,
-            config.granularity,
+            config.build_policy(config.policy).granularity,
             self.block_size,
             self.block_pool_size,
             self.pages_per_block,
@@ -142,18 +154,26 @@ class EvictionScheduler(Scheduler):
             return "single_token"
         if num_tokens < max(config.min_prompt_tokens, self.block_size):
             return "prompt_too_short"
-        prompt = map_prompt(num_tokens, request.mm_features, config.observation_window)
-        if not prompt.has_vision and config.text_only == "keep":
-            return "text_only"
-        if config.pooling.kind == "grid" and any(run.grid is None for run in prompt.vision):
+        policy = config.build_policy(wish.policy)
+        prompt = map_prompt(num_tokens, request.mm_features)
+        if not prompt.has_vision:
+            if config.text_only == "keep":
+                return "text_only"
+            if policy.budget.needs_vision:
+                return "method_needs_vision"
+        if policy.pooling.kind == "grid" and any(run.grid is None for run in prompt.vision):
             return "unknown_patch_grid"
         num_retained = wish.budget.retained_blocks(num_tokens, self.block_size)
         num_full = num_tokens // self.block_size
-        if num_retained >= num_full and not config.debug.evict_at_full_budget:
+        num_text = int((~prompt.is_vision()[: num_full * self.block_size]).sum())
+        guard = wish.budget.guard(num_tokens, num_text, self.block_size)
+        covers = num_retained >= num_full and guard is None
+        if covers and not config.debug.evict_at_full_budget:
             return "budget_covers_prompt"
         if not self._manager.can_ever_fit(request, num_retained):
             return "pool_too_small"
-        return Candidate(wish, prompt, num_retained)
+        rows = voters(prompt, policy.row_sets, config.observation_window)
+        return Candidate(wish, prompt, rows, num_retained, guard)
 
     def _skip(self, request: Request, reason: str) -> None:
         self.eviction_counters.skip(reason)
@@ -174,13 +194,11 @@ class EvictionScheduler(Scheduler):
             self._forget(request.request_id)
             self._skip(request, "pool_too_small")
             return blocks, num_hit, boundary, diverged
-        rows = candidate.prompt.rows
-        # At least one row has to be computed, since a hit brings no queries.
-        limit = int(rows[0] if self.eviction_config.prefix_reuse == "exact" else rows[-1])
-        if num_hit > limit:
+        limit = candidate.voters.last_cached(self.eviction_config.prefix_reuse == "exact")
+        if limit is not None and num_hit > limit:
             num_hit = limit // self.block_size * self.block_size
             blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, num_hit)
-        candidate.first_row = int(np.searchsorted(rows, num_hit))
+        candidate.num_cached = num_hit
         return blocks, num_hit, boundary, diverged
 
     def _reserve_prefill_lookahead(
@@ -258,7 +276,7 @@ class EvictionScheduler(Scheduler):
         candidate = self._candidates[request.request_id]
         end = request.num_computed_tokens  # vLLM has advanced it by this chunk already
         start = end - num_scheduled
-        rows = candidate.prompt.rows
+        rows = candidate.voters.rows
         first, last = np.searchsorted(rows, (start, end))
         if first < last:
             plan.observations.append(
@@ -270,28 +288,62 @@ class EvictionScheduler(Scheduler):
                     num_rows=len(rows),
                 )
             )
+        if candidate.voters.every_row:
+            plan.summings.append(
+                RowSumming(
+                    request_id=request.request_id,
+                    method=candidate.wish.policy,
+                    chunk_start=start,
+                    num_keys=end,
+                    blocks=self._manager.block_ids(request.request_id, end),
+                    prompt=candidate.prompt,
+                )
+            )
         if end == request.num_prompt_tokens:
             plan.evictions.append(self._evict(request, candidate))
 
     def _evict(self, request: Request, candidate: Candidate) -> Eviction:
         swap = self._manager.swap(request.request_id)
-        self._count(request, candidate, swap)
+        self.eviction_counters.blocks_given_back += swap.num_freed - len(swap.new_blocks)
+        if candidate.guard is None:
+            self._count(request, candidate, candidate.num_retained_blocks)
         return Eviction(
             request_id=request.request_id,
-            policy=candidate.wish.policy,
+            method=candidate.wish.policy,
             prompt=candidate.prompt,
-            first_row=candidate.first_row,
+            voters=candidate.voters,
+            num_cached=candidate.num_cached,
+            guard=candidate.guard,
             old_blocks=np.array(swap.old_blocks, dtype=np.int32),
             new_blocks=np.array(swap.new_blocks, dtype=np.int32),
             row_blocks=np.array(swap.row_blocks, dtype=np.int32),
         )
 
-    def _count(self, request: Request, candidate: Candidate, swap: Swap) -> None:
-        num_tokens, retained = request.num_prompt_tokens, candidate.num_retained_blocks
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        # Before vLLM's own update, which may end the request and make its report.
+        for retained in getattr(model_runner_output, RETAINED_ATTRIBUTE, ()):
+            self._trim(retained)
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _trim(self, retained: Retained) -> None:
+        """Take back the blocks that a guarded eviction was given and did not need."""
+        candidate = self._candidates.get(retained.request_id)
+        num_freed = self._manager.trim(
+            retained.request_id, retained.first_block, retained.num_blocks
+        )
+        if candidate is None or num_freed is None:
+            return  # it ended or was preempted, and all of its blocks went back
+        self.eviction_counters.blocks_given_back += num_freed
+        self._count(self.requests[retained.request_id], candidate, retained.num_blocks)
+
+    def _count(self, request: Request, candidate: Candidate, retained: int) -> None:
+        """Put an eviction that retained so many blocks on record."""
+        num_tokens = request.num_prompt_tokens
         num_full, num_tail = divmod(num_tokens, self.block_size)
         num_kept = retained * self.block_size + num_tail
-        num_blocks = len(swap.old_blocks) - num_full + retained
-        self.eviction_counters.evicted(num_tokens, num_kept, swap.num_freed - retained)
+        num_blocks_before = cdiv(num_tokens, self.block_size)
+        num_blocks = num_blocks_before - num_full + retained
+        self.eviction_counters.evicted(num_tokens, num_kept)
         if report := self._reports.get(request.request_id):
             report.kept_tokens, report.blocks_after = num_kept, num_blocks
         logger.debug(
@@ -301,6 +353,6 @@ class EvictionScheduler(Scheduler):
             candidate.wish.budget,
             num_kept,
             num_tokens,
-            len(swap.old_blocks),
+            num_blocks_before,
             num_blocks,
         )

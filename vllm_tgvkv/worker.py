@@ -17,7 +17,7 @@ from vllm_tgvkv.attention_cpu import EvictingCPUImpl, EvictingCPUMetadataBuilder
 from vllm_tgvkv.counters import EvictionCounters
 from vllm_tgvkv.evictor import Evictor
 from vllm_tgvkv.pages import page_pool
-from vllm_tgvkv.plan import ATTRIBUTE, Eviction, StepPlan
+from vllm_tgvkv.plan import ATTRIBUTE, RETAINED_ATTRIBUTE, Eviction, StepPlan
 
 BACKEND = "vllm_tgvkv.attention_cpu.EvictingCPUBackend"
 
@@ -67,6 +67,12 @@ class EvictionCPUWorker(CPUWorker):
         self._counters = plan.counters or self._counters
         self.evictor.begin_step(plan)
         return super().execute_model(scheduler_output)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().sample_tokens(*args, **kwargs)
+        if retained := self.evictor.take_retained():
+            setattr(output, RETAINED_ATTRIBUTE, retained)
+        return output
 
     def kv_eviction_stats(self) -> dict[str, Any]:
         """Totals of `EvictionCounters` as of the last step, for `collective_rpc`."""

@@ -1,33 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eviction policies: what a token is worth, what a head is owed, which modality stays first."""
+"""Eviction policies: what a token is worth, what a head is owed, which tokens stay first."""
 
-# Importing a method's module registers what is in it.
-from vllm_tgvkv.policies import retention, tgv, uniform  # noqa: F401
+# Importing a method's module registers what is in it; the order is that of all lists of methods.
+from vllm_tgvkv.policies import retention, uniform  # noqa: F401, I001
+from vllm_tgvkv.policies import tgv, vlcache, aircache  # noqa: F401
+from vllm_tgvkv.policies import snapkv, pyramidkv, adakv  # noqa: F401
+from vllm_tgvkv.policies import h2o, prefixkv, elastic, streaming, random  # noqa: F401
+from vllm_tgvkv.policies import ablations  # noqa: F401
 from vllm_tgvkv.policies.base import (
+    NO_ATTENTION,
     Attention,
     Budget,
     Granularity,
     ImageSpan,
+    LayerView,
+    Looks,
     Policy,
     Prompt,
     Retention,
+    RowSet,
     Score,
 )
 from vllm_tgvkv.policies.pooling import Pooling
-from vllm_tgvkv.policies.registry import POLICIES, build_policy
+from vllm_tgvkv.policies.registry import POLICIES, Mix, build_policy
 
 POLICY_NAMES = POLICIES.names
 
 __all__ = [
+    "NO_ATTENTION",
     "POLICY_NAMES",
     "Attention",
     "Budget",
     "Granularity",
     "ImageSpan",
+    "LayerView",
+    "Looks",
+    "Mix",
     "Policy",
     "Pooling",
     "Prompt",
     "Retention",
+    "RowSet",
     "Score",
     "build_policy",
 ]

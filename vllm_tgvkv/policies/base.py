@@ -2,20 +2,30 @@
 """The three parts of a policy - score, budget, retention - and what they look at.
 
 The parts take tensors and return tensors. They know nothing of pages, and the cache knows nothing
-of methods.
+of methods. L is the number of layers, H of KV heads, P of prompt tokens; S is the number of token
+sets a layer has: H at granularity ``head``, 1 at granularity ``layer``.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, NoReturn, Protocol, cast
 
 from torch import Tensor
 
+from vllm_tgvkv.kernels.statistics import Statistic
 from vllm_tgvkv.policies.pooling import ImageSpan, Pooling, pool
 
 Granularity = Literal["layer", "head"]
+
+RowSet = Literal["none", "text", "after_vision", "window", "all"]
+"""Whose queries vote, see :func:`~vllm_tgvkv.prompt.voters`:
+
+``text`` the text after the first vision token, ``after_vision`` the text after the last one (of
+both at most the last ``observation_window``), ``window`` the last tokens of the prompt, ``all``
+every token; ``none`` for what needs no attention.
+"""
 
 
 @dataclass(frozen=True)
@@ -28,8 +38,6 @@ class Prompt:
     """C, the tokens in full blocks; those behind are the tail, which is never evicted."""
     is_vision: Tensor
     """bool ``[P]``, positions of image and video embeddings (V); the others are text (T)."""
-    rows: Tensor
-    """int64 ``[O]``, ascending positions of the observation rows."""
     sinks: int
     """This many first tokens are kept before all others."""
     images: tuple[ImageSpan, ...] = ()
@@ -39,54 +47,124 @@ class Prompt:
 class Attention(Protocol):
     """Attention statistics of one layer, see :class:`~vllm_tgvkv.kernels.statistics`.
 
-    H is the number of KV heads, or 1 after ``mean_over_heads``.
+    Those of the row set ``all`` are :class:`~vllm_tgvkv.kernels.row_sums.RowSums`, which has the
+    column sums only.
     """
 
     @property
+    def row_positions(self) -> Tensor:
+        """int64 ``[O]``, ascending positions of the rows."""
+
+    @property
     def column_sums(self) -> Tensor:
-        """float32 ``[H, P]``, sum over the rows of A[h]."""
+        """float32 ``[S, P]``, sum of A over the rows."""
+
+    @property
+    def text_column_sums(self) -> Tensor:
+        """float32 ``[S, P]``, sum of A over the text rows; of the row set ``all`` only."""
+
+    @property
+    def vision_column_sums(self) -> Tensor:
+        """float32 ``[S, P]``, sum of A over the vision rows; of the row set ``all`` only."""
+
+    @property
+    def share_below(self) -> Tensor:
+        """float32 ``[S]``, share of the entries that are next to nothing in their row."""
+
+    @property
+    def row_entropies(self) -> Tensor:
+        """float32 ``[S, O]``, entropies of the rows in nats."""
 
     def weighted_column_sums(self, weights: Tensor) -> Tensor:
-        """float ``[H or 1, O]`` -> float32 ``[H, P]``, weighted sum over the rows of A[h]."""
+        """float ``[S or 1, O]`` -> float32 ``[S, P]``, weighted sum of A over the rows."""
 
-    def mean_over_heads(self) -> Attention:
-        """The statistics of the mean over all query heads of the layer."""
+    def renormalised_column_sums(
+        self, keys: Tensor, weights: Tensor, last_row_only: bool = False
+    ) -> Tensor:
+        """The same of the softmax over the subset ``keys``, bool ``[S or 1, P]``."""
 
 
-def at_granularity(attention: Attention, granularity: Granularity) -> Attention:
-    """A[l, h] for ``head``, A[l] for ``layer``."""
-    return attention.mean_over_heads() if granularity == "layer" else attention
+class _NoAttention:
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"no attention was observed: set `rows`, whose {name} are wanted")
+
+
+NO_ATTENTION = cast(Attention, _NoAttention())
+"""The attention of the row set ``none``."""
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """One layer of one prompt, as a score or budget sees it."""
+
+    layer: int
+    num_sets: int
+    """S."""
+    prompt: Prompt
+    attention: Attention
+    """Of the rows that the score or budget asked for."""
+
+
+@dataclass(frozen=True)
+class Looks:
+    """What all layers showed, for the sharing of the pages."""
+
+    prompt: Prompt
+    scores: Tensor
+    """float32 ``[L, S, C]``, pooled."""
+    strengths: Tensor
+    """float32 ``[L, S, F]``, what :meth:`Budget.strength` returned."""
+    tiers: Tensor
+    """int32 ``[C]`` or ``[L, S, C]``, of the retention, where all get the same."""
+    num_kept: Tensor
+    """int64 scalar, b: candidates that a head keeps on average."""
 
 
 class Score(ABC):
     """What a token is worth to a layer or head."""
 
+    rows: ClassVar[RowSet] = "text"
+    statistics: ClassVar[frozenset[Statistic]] = frozenset()
+    """What is asked of the attention beside its column sums."""
+
     @abstractmethod
-    def __call__(self, attention: Attention, prompt: Prompt, granularity: Granularity) -> Tensor:
-        """float32 ``[H, P]``, or ``[1, P]`` at granularity ``layer``; higher is better."""
+    def __call__(self, view: LayerView) -> Tensor:
+        """float32 ``[S, P]``; higher is better."""
 
 
 class Budget(ABC):
     """How the pages are shared out among the layers, or among the layers and heads."""
 
-    @abstractmethod
-    def strength(self, attention: Attention, prompt: Prompt, granularity: Granularity) -> Tensor:
-        """What one layer brings to the sharing: float32 ``[H]``, or ``[1]`` at ``layer``."""
+    rows: ClassVar[RowSet] = "none"
+    statistics: ClassVar[frozenset[Statistic]] = frozenset()
+    granularities: ClassVar[tuple[Granularity, ...]] = ("layer", "head")
+    needs_vision: ClassVar[bool] = False
+    """Whether a prompt without image or video leaves nothing to go by."""
+
+    def strength(self, view: LayerView, scores: Tensor) -> Tensor:
+        """What one layer brings to the sharing: float32 ``[S, F]``, F numbers of any meaning.
+
+        ``scores`` are the policy's, float32 ``[S, P]``, before pooling.
+        """
+        return scores.new_empty(view.num_sets, 0)
 
     @abstractmethod
-    def shares(self, strengths: Tensor) -> Tensor:
-        """All layers' strengths, ``[L, H or 1]`` -> non-negative shares of the same shape.
+    def shares(self, looks: Looks) -> Tensor:
+        """float ``[L, S]``, not negative.
 
         Only their ratios count. All zero, or any of them not finite, means equal shares.
         """
 
 
 class Retention(ABC):
-    """Which kinds of tokens are kept before any score is looked at."""
+    """Which tokens are kept before any score is looked at."""
 
     @abstractmethod
-    def tiers(self, prompt: Prompt) -> Tensor:
-        """int32 ``[P]``, small non-negative numbers; a higher tier is kept first."""
+    def tiers(self, prompt: Prompt, num_kept: Tensor) -> Tensor:
+        """int32 ``[P]`` or ``[*, P]``: small non-negative numbers; a higher tier is kept first.
+
+        ``num_kept`` is int64 ``[*]``, the candidates that are kept, where that matters.
+        """
 
 
 @dataclass(frozen=True)
@@ -99,17 +177,24 @@ class Policy:
     retention: Retention
     granularity: Granularity = "layer"
     pooling: Pooling = field(default_factory=Pooling)
+    merge: bool = False
+    """Whether evicted tokens are merged into kept ones, see :mod:`~vllm_tgvkv.kernels.merge`."""
 
-    def look(self, attention: Attention, prompt: Prompt) -> tuple[Tensor, Tensor]:
-        """Scores and strength of one layer.
+    @property
+    def row_sets(self) -> tuple[RowSet, ...]:
+        """The row sets whose attention is looked at, each once."""
+        sets: dict[RowSet, None] = {self.score.rows: None, self.budget.rows: None}
+        return tuple(kind for kind in sets if kind != "none")
 
-        Returns:
-            float32 ``[H, P]`` and ``[H]``; H is 1 at granularity ``layer``, where every head of
-            the layer shares the token set and gets the same number of pages.
+    def statistics(self, rows: RowSet) -> frozenset[Statistic]:
+        """What the parts that look at ``rows`` ask of their attention."""
+        parts: tuple[Score | Budget, ...] = (self.score, self.budget)
+        return frozenset[Statistic]().union(*(p.statistics for p in parts if p.rows == rows))
+
+    def pooled(self, scores: Tensor, prompt: Prompt) -> Tensor:
+        """Scores ``[S, P]`` after pooling.
 
         Raises:
             ValueError: if pooling over the patch grid meets an image whose grid is not known.
         """
-        scores = self.score(attention, prompt, self.granularity)
-        scores = pool(scores, prompt.is_vision, prompt.images, self.pooling)
-        return scores, self.budget.strength(attention, prompt, self.granularity)
+        return pool(scores, prompt.is_vision, prompt.images, self.pooling)

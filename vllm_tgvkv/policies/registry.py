@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of policies and of their parts.
+"""Names of methods and of their parts.
 
 A new method is one file: it registers its parts and a recipe, and the package imports it.
 """
@@ -7,7 +7,7 @@ A new method is one file: it registers its parts and a recipe, and the package i
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from vllm_tgvkv.policies.base import Budget, Granularity, Policy, Retention, Score
@@ -49,12 +49,31 @@ class Registry(Generic[T]):
 
 @dataclass(frozen=True)
 class Recipe:
-    """Names of a policy's parts, and the granularity its paper works at."""
+    """Names of a method's parts, and the settings its paper works with."""
 
     score: str
     budget: str
-    retention: str
+    retain: str
     granularity: Granularity = "layer"
+    pooling: Pooling = field(default_factory=Pooling)
+    merge: bool = False
+
+
+@dataclass(frozen=True)
+class Mix:
+    """A method of the user's own: another one, with some of its parts and settings replaced.
+
+    The fields are the keys of an entry of ``methods`` in the configuration; None is what ``base``
+    has.
+    """
+
+    base: str = "tgv"
+    score: str | None = None
+    budget: str | None = None
+    retain: str | None = None
+    granularity: Granularity | None = None
+    pooling: Pooling | None = None
+    merge: bool | None = None
 
 
 SCORES: Registry[Callable[[], Score]] = Registry("score")
@@ -63,34 +82,32 @@ RETENTIONS: Registry[Callable[[], Retention]] = Registry("retention")
 POLICIES: Registry[Recipe] = Registry("policy")
 
 
-def build_policy(
-    name: str,
-    granularity: Granularity | None = None,
-    pooling: Pooling | None = None,
-    score: str | None = None,
-    budget: str | None = None,
-    retain: str | None = None,
-) -> Policy:
-    """The policy of that name, with any of its parts replaced.
+def build_policy(mix: Mix | str, name: str | None = None) -> Policy:
+    """The policy of a mix, or of a registered method by its name.
 
-    Args:
-        name: one of ``POLICIES.names``.
-        granularity: ``layer`` or ``head``; None is the policy's own.
-        pooling: of the scores; None is no pooling.
-        score, budget, retain: names of parts to use instead of the policy's own.
+    ``name`` is the policy's own, by default that of the method it is based on.
 
     Raises:
-        ValueError: for an unknown name; the message lists the known ones.
+        ValueError: for an unknown name, which lists the known ones, or for parts that have no
+            meaning together.
     """
-    recipe = POLICIES[name]
-    granularity = granularity or recipe.granularity
-    if granularity not in ("layer", "head"):
-        raise ValueError(f"unknown granularity {granularity!r}: choose one of layer, head")
-    return Policy(
-        name=name,
-        score=SCORES[score or recipe.score](),
-        budget=BUDGETS[budget or recipe.budget](),
-        retention=RETENTIONS[retain or recipe.retention](),
-        granularity=granularity,
-        pooling=pooling or Pooling(),
+    if isinstance(mix, str):
+        mix = Mix(mix)
+    recipe = POLICIES[mix.base]
+    policy = Policy(
+        name=name or mix.base,
+        score=SCORES[mix.score or recipe.score](),
+        budget=BUDGETS[mix.budget or recipe.budget](),
+        retention=RETENTIONS[mix.retain or recipe.retain](),
+        granularity=mix.granularity or recipe.granularity,
+        pooling=mix.pooling or recipe.pooling,
+        merge=recipe.merge if mix.merge is None else mix.merge,
     )
+    if policy.granularity not in ("layer", "head"):
+        raise ValueError(f"unknown granularity {policy.granularity!r}: choose one of layer, head")
+    if policy.granularity not in policy.budget.granularities:
+        raise ValueError(
+            f"budget {mix.budget or recipe.budget!r} has no meaning at granularity "
+            f"{policy.granularity!r}: choose {' or '.join(policy.budget.granularities)}"
+        )
+    return policy

@@ -10,14 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_tgvkv.policies.base import (
-    Attention,
-    Budget,
-    Granularity,
-    Prompt,
-    Score,
-    at_granularity,
-)
+from vllm_tgvkv.policies.base import Budget, LayerView, Looks, Score
 from vllm_tgvkv.policies.registry import BUDGETS, POLICIES, SCORES, Recipe
 
 
@@ -38,30 +31,36 @@ class TgvScore(Score):
     The two are on different scales, which only matters to a retention that mixes them.
     """
 
-    def __call__(self, attention: Attention, prompt: Prompt, granularity: Granularity) -> Tensor:
-        attention = at_granularity(attention, granularity)
+    rows = "text"
+    statistics = frozenset({"row_averages"})
+
+    def __call__(self, view: LayerView) -> Tensor:
+        attention = view.attention
         text = attention.column_sums
-        vision = attention.weighted_column_sums(_row_weights(text, prompt.rows))
-        return torch.where(prompt.is_vision, vision, text)
+        vision = attention.weighted_column_sums(_row_weights(text, attention.row_positions))
+        return torch.where(view.prompt.is_vision, vision, text)
 
 
 @BUDGETS.register("tgv")
 class TgvBudget(Budget):
     """Text-vision budgeting: t[l] = sum of A[l] over rows O and vision columns, over its total."""
 
-    def strength(self, attention: Attention, prompt: Prompt, granularity: Granularity) -> Tensor:
-        sums = at_granularity(attention, granularity).column_sums
-        return torch.where(prompt.is_vision, sums, 0.0).sum(dim=-1)
+    rows = "text"
+    needs_vision = True
 
-    def shares(self, strengths: Tensor) -> Tensor:
-        return strengths / strengths.sum()
+    def strength(self, view: LayerView, scores: Tensor) -> Tensor:
+        sums = view.attention.column_sums
+        return torch.where(view.prompt.is_vision, sums, 0.0).sum(dim=-1, keepdim=True)
+
+    def shares(self, looks: Looks) -> Tensor:
+        return looks.strengths[..., 0]
 
 
-POLICIES.add("tgv", Recipe(score="tgv", budget="tgv", retention="text_first"))
+POLICIES.add("tgv", Recipe(score="tgv", budget="tgv", retain="text_first"))
 
 
 def _row_weights(column_sums: Tensor, rows: Tensor) -> Tensor:
-    """w of :class:`TgvScore`: float32 ``[H, O]`` from column sums ``[H, P]``, sum 1 per head."""
+    """w of :class:`TgvScore`: float32 ``[S, O]`` from column sums ``[S, P]``, sum 1 per set."""
     # Causality: column j of A is zero in the rows before j, so the column sum is the sum i >= j.
     received = column_sums.index_select(-1, rows)
     num_later = torch.arange(rows.shape[0], 0, -1, device=rows.device)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts that no method has: what papers, and we, compare the methods' own parts with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm_tgvkv.policies.base import Budget, LayerView, Looks, Score
+from vllm_tgvkv.policies.registry import BUDGETS, SCORES
+
+
+@SCORES.register("vv_tt")
+class OwnModalityScore(Score):
+    """A token's column sum over the rows of its own modality: vision by vision, text by text."""
+
+    rows = "all"
+
+    def __call__(self, view: LayerView) -> Tensor:
+        attention = view.attention
+        return torch.where(
+            view.prompt.is_vision, attention.vision_column_sums, attention.text_column_sums
+        )
+
+
+@BUDGETS.register("vv")
+class VisionVisionBudget(Budget):
+    """Share: sum of A over vision rows and vision columns."""
+
+    rows = "all"
+    needs_vision = True
+
+    def strength(self, view: LayerView, scores: Tensor) -> Tensor:
+        sums = view.attention.vision_column_sums
+        return torch.where(view.prompt.is_vision, sums, 0.0).sum(dim=-1, keepdim=True)
+
+    def shares(self, looks: Looks) -> Tensor:
+        return looks.strengths[..., 0]
+
+
+@BUDGETS.register("tt")
+class TextTextBudget(Budget):
+    """Share: sum of A over the observation rows and text columns."""
+
+    rows = "text"
+
+    def strength(self, view: LayerView, scores: Tensor) -> Tensor:
+        sums = view.attention.column_sums
+        return torch.where(view.prompt.is_vision, 0.0, sums).sum(dim=-1, keepdim=True)
+
+    def shares(self, looks: Looks) -> Tensor:
+        return looks.strengths[..., 0]
+
+
+@BUDGETS.register("entropy")
+class EntropyBudget(Budget):
+    """Share: exp of the mean entropy of the observation rows, the number of keys they look at."""
+
+    rows = "text"
+    statistics = frozenset({"row_entropies"})
+
+    def strength(self, view: LayerView, scores: Tensor) -> Tensor:
+        return view.attention.row_entropies.mean(dim=-1, keepdim=True).exp()
+
+    def shares(self, looks: Looks) -> Tensor:
+        return looks.strengths[..., 0]

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AirCache: the instruction's key words vote; layers get budget by strength and skewness.
+
+Source: Huang et al., "AirCache: Activating Inter-modal Relevancy KV Cache Compression for Efficient
+Large Vision-Language Model Inference", 2025.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm_tgvkv.policies.base import Budget, LayerView, Looks, Score
+from vllm_tgvkv.policies.registry import BUDGETS, POLICIES, SCORES, Recipe
+
+ELITE = 0.9
+"""A word is one of the elite from this part of the greatest attention on."""
+
+
+@SCORES.register("aircache")
+class EliteScore(Score):
+    """Attention of the elite words to the vision tokens.
+
+    T' is the text after the last vision token. The last word's attention over T' alone names the
+    elite E, all words with at least ``ELITE`` of the greatest. A vision token's score is the mean
+    over E of the attention over vision and E alone.
+
+    The method evicts no text. Where a budget cannot hold all of it, the last word's ordinary
+    attention ranks it, **a choice**.
+    """
+
+    rows = "after_vision"
+
+    def __call__(self, view: LayerView) -> Tensor:
+        attention, is_vision = view.attention, view.prompt.is_vision
+        rows = attention.row_positions
+        instruction = torch.zeros_like(is_vision).index_fill(0, rows, True)
+        last = torch.zeros(1, len(rows), device=rows.device)
+        last[:, -1] = 1
+        words = attention.renormalised_column_sums(instruction[None], last, last_row_only=True)
+        words = words.index_select(-1, rows)  # [S, O]
+        elite = words >= ELITE * words.amax(dim=-1, keepdim=True)
+        seen = is_vision.expand(view.num_sets, -1).index_copy(
+            1, rows, elite | is_vision.index_select(0, rows)
+        )
+        mean = elite / elite.sum(dim=-1, keepdim=True)
+        vision = attention.renormalised_column_sums(seen, mean)
+        everything = torch.ones_like(is_vision)
+        text = attention.renormalised_column_sums(everything[None], last, last_row_only=True)
+        return torch.where(is_vision, vision, text)
+
+
+@BUDGETS.register("aircache")
+class StrengthAndSkewnessBudget(Budget):
+    """All text everywhere; the rest by how strongly and how unevenly vision is looked at.
+
+    With the policy's scores s of the vision tokens: strength ``S = sum s``, skewness
+    ``K = mean(((s - mu) / sigma)^3)``, not below 0; a set's part of the vision budget is
+    ``(S / sum S + K / sum K) / 2``.
+    """
+
+    needs_vision = True
+
+    def strength(self, view: LayerView, scores: Tensor) -> Tensor:
+        is_vision = view.prompt.is_vision
+        vision = torch.where(is_vision, scores.double(), 0.0)
+        count = is_vision.sum()
+        mean = vision.sum(dim=-1, keepdim=True) / count
+        centred = torch.where(is_vision, vision - mean, 0.0)
+        deviation = (centred.square().sum(dim=-1) / count).sqrt()
+        skewness = centred.pow(3).sum(dim=-1) / count / deviation.pow(3)
+        # Scores that are all equal, and no scores, are not skewed.
+        skewness = torch.where(deviation > 0, skewness, 0.0).clamp(min=0)
+        return torch.stack((vision.sum(dim=-1), skewness), dim=-1)
+
+    def shares(self, looks: Looks) -> Tensor:
+        totals = looks.strengths.sum(dim=(0, 1))
+        strength, skewness = (looks.strengths / totals).unbind(-1)
+        # Where no layer is skewed, strength decides alone.
+        part = torch.where(totals[1] > 0, (strength + skewness) / 2, strength)
+        prompt = looks.prompt
+        num_text = (~prompt.is_vision[: prompt.num_candidates]).sum()
+        for_vision = (looks.num_kept - num_text).clamp(min=0)
+        return num_text + part * part.numel() * for_vision
+
+
+POLICIES.add("aircache", Recipe("aircache", "aircache", "text_first"))

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""H2O: heavy hitters, the tokens that all others look at most, and the most recent ones.
+
+Source: Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language
+Models", 2023.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from vllm_tgvkv.policies.base import LayerView, Score
+from vllm_tgvkv.policies.registry import POLICIES, SCORES, Recipe
+
+
+@SCORES.register("h2o")
+class HeavyHitterScore(Score):
+    """``s[j]`` = sum of A[i, j] over all rows of the prompt.
+
+    Needs the attention of the whole prefill once more, so no part of the prompt can come from the
+    prefix cache.
+    """
+
+    rows = "all"
+
+    def __call__(self, view: LayerView) -> Tensor:
+        return view.attention.column_sums
+
+
+POLICIES.add("h2o", Recipe("h2o", "uniform", "recent_half", granularity="head"))

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PrefixKV: every layer keeps the same share of its total importance.
+
+Source: Wang et al., "PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models
+Need for Efficient Generation", 2024.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm_tgvkv.policies.base import Budget, LayerView, Looks, Score
+from vllm_tgvkv.policies.registry import BUDGETS, POLICIES, SCORES, Recipe
+
+_STEPS = 30
+"""Bisections of [0, 1]; a billionth part separates any two tokens that matter."""
+
+
+@SCORES.register("text_rows")
+class TextRowsScore(Score):
+    """``s[j]`` = sum of A[i, j] over the observation rows."""
+
+    rows = "text"
+
+    def __call__(self, view: LayerView) -> Tensor:
+        return view.attention.column_sums
+
+
+@BUDGETS.register("prefixkv")
+class PrefixBudget(Budget):
+    """The shortest prefixes of the sorted scores that all hold the same part of their sum.
+
+    The part is found by bisection so that the prefixes' mean length is the budget.
+    """
+
+    def shares(self, looks: Looks) -> Tensor:
+        descending = looks.scores.double().sort(dim=-1, descending=True).values
+        held = descending.cumsum(dim=-1)
+        held = held / held[..., -1:].clamp(min=torch.finfo(held.dtype).tiny)
+        low, high = held.new_zeros(()), held.new_ones(())
+        for _ in range(_STEPS):
+            middle = (low + high) / 2
+            too_short = _prefix_lengths(held, middle).mean() < looks.num_kept
+            low, high = torch.where(too_short, middle, low), torch.where(too_short, high, middle)
+        return _prefix_lengths(held, high)
+
+
+def _prefix_lengths(held: Tensor, part: Tensor) -> Tensor:
+    """Tokens needed to hold ``part``: float64 ``[L, S]`` from cumulated ``[L, S, C]``."""
+    return (held < part).sum(dim=-1).add(1).clamp(max=held.shape[-1]).double()
+
+
+POLICIES.add("prefixkv", Recipe("text_rows", "prefixkv", "by_score"))

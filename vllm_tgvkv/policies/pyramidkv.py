@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PyramidKV: SnapKV's scores, and budgets that fall with depth.
+
+Source: Cai et al., "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information
+Funneling", 2024.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm_tgvkv.policies.base import Budget, Looks
+from vllm_tgvkv.policies.registry import BUDGETS, POLICIES, Recipe
+from vllm_tgvkv.policies.snapkv import POOLING
+
+SLOPE = 20
+"""The last layer gets 1 / SLOPE of the mean budget."""
+
+
+@BUDGETS.register("pyramid")
+class PyramidBudget(Budget):
+    """Linear in depth, from 2 - 1 / SLOPE of the mean at the first layer to 1 / SLOPE."""
+
+    def shares(self, looks: Looks) -> Tensor:
+        num_layers, num_sets, _ = looks.scores.shape
+        if num_layers == 1:
+            return looks.scores.new_ones(1, num_sets)
+        least = 1 / SLOPE
+        falling = torch.linspace(2 - least, least, num_layers, device=looks.scores.device)
+        return falling[:, None].expand(-1, num_sets)
+
+
+POLICIES.add("pyramidkv", Recipe("snapkv", "pyramid", "window", "head", POOLING))

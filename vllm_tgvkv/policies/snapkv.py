@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SnapKV: the last tokens of the prompt vote, and are kept themselves.
+
+Source: Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation", 2024.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm_tgvkv.policies.base import LayerView, Prompt, Retention, Score
+from vllm_tgvkv.policies.pooling import Pooling
+from vllm_tgvkv.policies.registry import POLICIES, RETENTIONS, SCORES, Recipe
+from vllm_tgvkv.policies.retention import sinks_above
+
+WINDOW = 32
+"""Rows of the window."""
+
+POOLING = Pooling("sequence", kernel=7, reduce="max")
+
+
+@SCORES.register("snapkv")
+class SnapScore(Score):
+    """``s[j]`` = sum of A[i, j] over the last ``WINDOW`` rows, pooled over 7 positions."""
+
+    rows = "window"
+
+    def __call__(self, view: LayerView) -> Tensor:
+        return view.attention.column_sums
+
+
+@RETENTIONS.register("window")
+class WindowFirst(Retention):
+    """The rows of the window before all others."""
+
+    def tiers(self, prompt: Prompt, num_kept: Tensor) -> Tensor:
+        positions = torch.arange(prompt.num_tokens, device=prompt.is_vision.device)
+        return sinks_above(prompt, positions >= prompt.num_tokens - WINDOW)
+
+
+POLICIES.add("snapkv", Recipe("snapkv", "uniform", "window", granularity="head", pooling=POOLING))

@@ -14,10 +14,14 @@ from benchmarks.measurement import DecodeBytes, Line, Target
 from benchmarks.shape import ModelShape
 from benchmarks.workload import Workload
 from vllm_tgvkv.config import EvictionConfig
+from vllm_tgvkv.policies import POLICY_NAMES
 
+METHODS = POLICY_NAMES
 BUDGET = 0.1
 WORKSPACE = 64 << 20
 """Bound of each scratch buffer of the eviction, `workspace_bytes` of the kernels."""
+
+PARTS = ("costs", "methods", "gain", "burst")
 
 Say = Callable[[str], None]
 
@@ -119,12 +123,9 @@ class Comparison:
         self._seeds = itertools.count(0, 1000)
 
     def run(self, only: Sequence[str] = ()) -> None:
-        """Everything, or the named parts: costs, gain, burst. A part that fails leaves the rest."""
-        for name, part in (
-            ("costs", self._costs),
-            ("gain", self._gain),
-            ("burst", self._burst),
-        ):
+        """All of `PARTS`, or the named ones. A part that fails leaves the rest."""
+        parts = (self._costs, self._methods, self._gain, self._burst)
+        for name, part in zip(PARTS, parts, strict=True):
             if only and name not in only:
                 continue
             try:
@@ -264,6 +265,51 @@ class Comparison:
         line.details = {"parts_ms": parts, "share_percent": shares}
         self.lines.append(line)
 
+    def _methods(self) -> None:
+        """The eviction of one prompt by every method; the question fills the window."""
+        scale, workload = self.scale, Workload(self.scale.long.prompt_tokens, 512)
+        pool = workload.prompt_tokens * 5 // 4 + 512
+        seconds: dict[str, list[dict[str, float]]] = {name: [] for name in METHODS}
+        with self._start("methods", COMMON, pool, only=("ours",)) as arms:
+            self._warm_up(arms)
+            for number in range(scale.rounds + 1):
+                self.say(f"g. eviction by {len(METHODS)} methods, round {number} (0 warms up)")
+                seed = next(self._seeds)
+                for name in METHODS[number:] + METHODS[:number]:
+                    result = arms["ours"].ask(
+                        "eviction_parts", workload=workload, seed=seed, budget=BUDGET, policy=name
+                    )
+                    if number:
+                        seconds[name].append(result)
+        tokens = workload.prompt_tokens
+        for name in METHODS:
+            line = Line(
+                f"g. {name}: one eviction, {tokens} tokens, a question of 512",
+                "ms",
+                "lower",
+                {"ours": [1e3 * round_["all"] for round_ in seconds[name]]},
+                details={"seconds": seconds[name]},
+            )
+            ratios = {}
+            for part in ("statistics", "decision"):
+                ratios[part] = statistics.median(
+                    ours[part] / tgv[part]
+                    for ours, tgv in zip(seconds[name], seconds["tgv"], strict=True)
+                )
+            extra = statistics.median(
+                1e3 * (ours["all"] - random["all"])
+                for ours, random in zip(seconds[name], seconds["random"], strict=True)
+            )
+            line.notes = (
+                f"{extra:.1f} ms more than random; statistics {ratios['statistics']:.2f} x tgv, "
+                f"selection and copy {ratios['decision']:.2f} x tgv"
+            )
+            if name != "h2o":  # which looks at every row
+                line.targets.append(
+                    Target("statistics <= 1.5 x tgv", ratios["statistics"], 1.5, "lower")
+                )
+            self.lines.append(line)
+
     # -- what it brings -----------------------------------------------------------------
 
     def _gain(self) -> None:
@@ -352,12 +398,20 @@ class Comparison:
 
     # -- common -------------------------------------------------------------------------
 
-    def _start(self, name: str, shape: ModelShape, pool_tokens: int, forced: bool = False) -> Arms:
+    def _start(
+        self,
+        name: str,
+        shape: ModelShape,
+        pool_tokens: int,
+        forced: bool = False,
+        only: tuple[str, ...] = (),
+    ) -> Arms:
         self.say(f"starting the engines of part `{name}`")
         flags: dict[str, Any] = {"max_model_len": min(pool_tokens - 512, 24576)}
         if self.eager:
             flags["enforce_eager"] = True
         chosen = arms(shape, pool_tokens, self.block_size, flags, forced)
+        chosen = [arm for arm in chosen if not only or arm.name in only]
         running = Arms(chosen, shape, self.root)
         self.facts[name] = {n: process.facts for n, process in running.processes.items()}
         return running

@@ -81,6 +81,8 @@ class Engine:
             from vllm_tgvkv import attention_cpu
 
             self.watches.watch(builder.evictor, "observe_layer", "eviction")
+            for name in ("_add_rows", "_judge_layer", "_finish"):
+                self.watches.watch(builder.evictor, name)
             self.watches.watch(builder, "_schedule", "schedules")
             for name in ("write_page_tables", "write_lengths"):
                 self.watches.watch(attention_cpu, name)
@@ -105,10 +107,18 @@ class Engine:
     def _add(self, workload: Workload, seed: int, max_tokens: int, budget: float | None) -> str:
         return self._submit(workload.prompt(self.shape, seed), max_tokens, budget)
 
-    def _submit(self, prompt: dict[str, Any], max_tokens: int, budget: float | None) -> str:
+    def _submit(
+        self,
+        prompt: dict[str, Any],
+        max_tokens: int,
+        budget: float | None,
+        policy: str | None = None,
+    ) -> str:
         from vllm import SamplingParams
 
-        extra = {"kv_eviction_budget": budget} if self.arm.evicts and budget is not None else None
+        wishes = {"kv_eviction_budget": budget, "kv_eviction": policy}
+        given = {name: value for name, value in wishes.items() if value is not None}
+        extra = (given or None) if self.arm.evicts else None
         self._count += 1
         request_id = self.engine.add_request(
             f"{self.arm.name}-{self._count}",
@@ -145,6 +155,27 @@ class Engine:
         result = {"seconds": seconds, "eviction": self.watches.seconds["eviction"]}
         self.clear()
         return result
+
+    def eviction_parts(
+        self, workload: Workload, seed: int, budget: float, policy: str
+    ) -> dict[str, float]:
+        """Seconds of one prompt's eviction: statistics with scores, then decision with copy.
+
+        The prompt's own attention is left out: what an eviction costs does not depend on it.
+        """
+        restore = _skip_prompt_attention()
+        self.watches.reset()
+        self._submit(workload.prompt(self.shape, seed), 2, budget, policy)
+        while not self.engine.step():
+            pass
+        restore()
+        spent = dict(self.watches.seconds)
+        self.clear()
+        return {
+            "all": spent["eviction"],
+            "statistics": spent["_judge_layer"] + spent.get("_add_rows", 0.0),
+            "decision": spent["_finish"],
+        }
 
     def fill(
         self, workload: Workload, batch: int, seed: int, budget: float | None, attend: bool = True

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.comparison import FULL, QUICK, Comparison
+from benchmarks.comparison import FULL, PARTS, QUICK, Comparison
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -48,9 +48,7 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds, shorter prompts")
-    parser.add_argument(
-        "--only", nargs="+", default=(), choices=("costs", "gain", "burst"), help="parts to run"
-    )
+    parser.add_argument("--only", nargs="+", default=(), choices=PARTS, help="parts to run")
     parser.add_argument(
         "--block-size", type=int, default=128, help="of ours and of constrained (default: 128)"
     )

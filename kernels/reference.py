@@ -118,6 +118,37 @@ def copy_kept(
                     pool[target, slot] = pool[source, j % block_size]
 
 
+def merge_evicted(
+    key_pages: Tensor,
+    value_pages: Tensor,
+    positions: Tensor,
+    offsets: Tensor,
+    old_blocks: Tensor,
+    new_blocks: Tensor,
+    num_layers: int,
+    num_heads: int,
+) -> None:
+    """Means over the candidates nearest to each kept token, cluster by cluster."""
+    pairs = num_layers * num_heads
+    block_size = key_pages.shape[1]
+    bounds = offsets.tolist()
+    for pair in range(pairs):
+        kept = positions[bounds[pair] : bounds[pair + 1]].flatten().tolist()
+        clusters: dict[int, list[int]] = {j: [] for j in kept}
+        for candidate in range(len(old_blocks) * block_size):
+            if kept:
+                clusters[min(kept, key=lambda j, i=candidate: (abs(j - i), j))].append(candidate)
+        for place, j in enumerate(kept):
+            r = bounds[pair] + place // block_size
+            target = int(new_blocks[r // pairs]) * pairs + r % pairs
+            for pool in (key_pages, value_pages):
+                tokens = [
+                    pool[int(old_blocks[i // block_size]) * pairs + pair, i % block_size].double()
+                    for i in clusters[j]
+                ]
+                pool[target, place % block_size] = torch.stack(tokens).mean(0).to(pool.dtype)
+
+
 def page_tables(
     block_table: Tensor,
     seq_lens: Tensor,

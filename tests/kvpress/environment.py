@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A virtual environment of kvpress's own, made on first use and kept below `build/`."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ENVIRONMENT = HERE.parents[1] / "build" / "kvpress"
+REQUIREMENTS = HERE / "requirements.txt"
+INSTALL_SECONDS = 1200
+
+
+def kvpress_python() -> Path:
+    """Return the environment's interpreter; installs whatever `requirements.txt` says now.
+
+    Raises:
+        RuntimeError: if the installation fails, with what pip said and what helps.
+    """
+    python = ENVIRONMENT / "bin" / "python"
+    stamp = ENVIRONMENT / "installed.txt"
+    wanted = f"{sys.version}\n{REQUIREMENTS.read_text()}"
+    ENVIRONMENT.parent.mkdir(exist_ok=True)
+    with ENVIRONMENT.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of several test processes, one installs
+        if not stamp.exists() or stamp.read_text() != wanted:
+            shutil.rmtree(ENVIRONMENT, ignore_errors=True)
+            _run(sys.executable, "-m", "venv", ENVIRONMENT)
+            # Compiling what is never imported would take longer than the rest.
+            _run(python, "-m", "pip", "install", "--quiet", "--no-compile", "-r", REQUIREMENTS)
+            stamp.write_text(wanted)
+    return python
+
+
+def run_script(name: str, *arguments: Path) -> None:
+    """Run a script of this folder in the environment.
+
+    Raises:
+        RuntimeError: if it fails, with what it printed.
+    """
+    _run(kvpress_python(), HERE / name, *arguments)
+
+
+def _run(*command: Path | str) -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    done = subprocess.run(
+        [str(part) for part in command],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=INSTALL_SECONDS,
+        check=False,
+    )
+    if done.returncode != 0:
+        what = " ".join(str(part) for part in command[1:])
+        raise RuntimeError(
+            f"kvpress's environment: `{what}` ended with {done.returncode}. It needs pip with an "
+            "index that has kvpress, and torch's CPU build (PIP_EXTRA_INDEX_URL).\n"
+            + "\n".join(done.stdout.splitlines()[-30:])
+        )

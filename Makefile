@@ -5,7 +5,7 @@ SHELL := /bin/bash
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SOURCES := vllm_tgvkv kernels demo benchmarks tests tools setup.py
+SOURCES := vllm_tgvkv kernels demo benchmarks evaluation tests tools setup.py
 
 # Asked by running it: a version manager's shim may exist for a Python that does not.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.10 python3.13 python3; do \
@@ -17,7 +17,7 @@ export OMP_WAIT_POLICY VLLM_CPU_OMP_THREADS_BIND VLLM_CPU_KVCACHE_SPACE
 export HF_HUB_OFFLINE VLLM_NO_USAGE_STATS TOKENIZERS_PARALLELISM
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint test test-fast demo demo-model bench clean
+.PHONY: help setup lint test test-fast demo demo-model eval bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,14 +45,17 @@ lint: setup ## ruff and mypy
 test: lint ## everything: lint and all tests
 	$(BIN)/python -m pytest -q
 
-test-fast: setup ## the tests that start no engine
-	$(BIN)/python -m pytest -q -m "not engine"
+test-fast: setup ## the tests that start no engine and install nothing
+	$(BIN)/python -m pytest -q -m "not engine and not slow"
 
 demo: setup ## serve the demonstration model with eviction and ask it about images
 	$(BIN)/python -m demo.run
 
 demo-model: setup ## train the demonstration model from scratch
 	$(BIN)/python -m demo.train
+
+eval: setup ## which method at which budget: every method on the demonstration model's tasks
+	$(BIN)/python -m evaluation.run
 
 bench: setup ## speed and memory against stock vLLM
 	$(BIN)/python -m benchmarks.run --eager

@@ -6,7 +6,9 @@ What each method keeps is compared with its definition in `test_methods.py`.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from vllm_tgvkv.decision import Decider, Guard
 from vllm_tgvkv.kernels.copy import copy_kept
 from vllm_tgvkv.kernels.merge import merge_evicted
 from vllm_tgvkv.kernels.page_tables import write_lengths, write_page_tables
+from vllm_tgvkv.kernels.reference import attention_probabilities
 from vllm_tgvkv.kernels.row_sums import RowSums
 from vllm_tgvkv.kernels.select import page_offsets
 from vllm_tgvkv.kernels.statistics import observe
@@ -35,7 +38,7 @@ from vllm_tgvkv.policies import (
     build_policy,
 )
 from vllm_tgvkv.policies.pooling import pool
-from vllm_tgvkv.policies.registry import Recipe, Registry
+from vllm_tgvkv.policies.registry import POLICIES, SCORES, Recipe, Registry
 
 LAYERS, HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE = 3, 2, 3, 8, 4
 SCALE = HEAD_SIZE**-0.5
@@ -315,6 +318,33 @@ def test_nothing_synchronises(device: str, mix: Mix) -> None:
     run_everything(policy, device, workspace_bytes=0)
     if policy.score.rows != "none":
         run_everything(policy, device, guard=Guard(0.9, 1))
+
+
+@pytest.mark.parametrize("granularity", ["layer", "head"])
+def test_the_worked_example_of_the_docs_works(
+    granularity: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The code block of docs/new_method.md registers a method, which decides as all others do."""
+    page = Path(__file__).parents[1] / "docs" / "new_method.md"
+    (example,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    for registry in (SCORES, POLICIES):
+        monkeypatch.setattr(registry, "_values", dict(registry._values))
+    exec(example, {})
+    policy = build_policy(Mix("last_row", granularity=granularity))
+    run_everything(policy, "cpu")
+    run_everything(policy, "meta", guard=Guard(0.9, 1))
+    fresh_seed()
+    prompt = make_prompt("one")
+    rows = torch.arange(prompt.num_tokens - 5, prompt.num_tokens)
+    keys = torch.randn(8, HEADS, BLOCK_SIZE, HEAD_SIZE)
+    arguments = (torch.randn(5, HEADS, GROUP, HEAD_SIZE), keys, torch.arange(8), rows)
+    attention = observe(
+        *arguments, prompt.num_tokens, SCALE, granularity == "head", policy.statistics("window")
+    )
+    scores = policy.score(LayerView(0, attention.num_groups, prompt, attention))
+    exact = attention_probabilities(*arguments, prompt.num_tokens, SCALE)[:, :, -1]
+    expected = exact.mean((0, 1))[None] if granularity == "layer" else exact.mean(1)
+    torch.testing.assert_close(scores.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -23,6 +23,7 @@ import pytest
 from demo.run import free_port
 from tests.models import random_image, random_text
 from tests.serving import wait_until_healthy
+from vllm_tgvkv.policies import POLICY_NAMES
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -168,6 +169,22 @@ def test_wishes_of_a_request(server: Server) -> None:
     assert full["skip_reason"] == "budget_covers_prompt"
 
 
+def test_every_method_and_a_guarded_budget(server: Server) -> None:
+    """Requests name their methods, in one batch; all hold what the budget says."""
+    asks = [{"kv_eviction": name, **REPORT} for name in POLICY_NAMES]
+    with ThreadPoolExecutor(len(asks)) as pool:
+        reports = [report_of(answer) for answer in pool.map(server.ask, asks)]
+    assert [report["policy"] for report in reports] == list(POLICY_NAMES)
+    assert all(report["skip_reason"] is None for report in reports)
+    assert len({report["blocks_after"] for report in reports}) == 1
+    guarded = [
+        report_of(server.ask({"kv_eviction_budget": f"auto:{share},max=0.99", **REPORT}))
+        for share in (0.5, 0.97)
+    ]
+    kept = [report["kept_tokens"] for report in guarded]
+    assert 0 < kept[0] < kept[1] < guarded[0]["prompt_tokens"]
+
+
 @pytest.mark.parametrize(
     ("xargs", "parts"),
     [
@@ -179,6 +196,10 @@ def test_wishes_of_a_request(server: Server) -> None:
         ({"kv_eviction_budget": "abc"}, ["vllm_xargs.kv_eviction_budget is 'abc'", "such as 512"]),
         ({"kv_eviction_budget": "nan"}, ["vllm_xargs.kv_eviction_budget is 'nan'", "such as 512"]),
         ({"kv_eviction_budget": [0.1]}, ["vllm_xargs.kv_eviction_budget is [0.1]", "such as 512"]),
+        (
+            {"kv_eviction": "random", "kv_eviction_budget": "auto:0.9"},
+            ["auto", "'random'", "give a fraction, or another method"],
+        ),
         ({"kv_eviction_report": "yes"}, ["vllm_xargs.kv_eviction_report is 'yes'", "give 1"]),
         ({"kv_eviction_sinks": 4}, ["vllm_xargs has kv_eviction_sinks", "kv_eviction_budget"]),
     ],

@@ -19,11 +19,11 @@ def merge_evicted(
 ) -> None:
     """Replaces each kept token's key and value by means over the candidates nearest to it.
 
-    A candidate belongs to the kept token of its (layer, head) that is nearest in position, the
-    lower of two; a kept token belongs to itself. Means are taken in float32. To be called after
-    :func:`~vllm_tgvkv.kernels.copy.copy_kept`, with the same arguments; a pair without pages loses
-    its tokens as it does there. Scratch memory: one layer's candidates and the whole region in
-    float32.
+    A candidate belongs to the kept candidate of its (layer, head) that is nearest in position, the
+    lower of two; a kept one belongs to itself. The tail takes part on neither side. Means are taken
+    in float32. To be called after :func:`~vllm_tgvkv.kernels.copy.copy_kept`, with the same
+    arguments; a pair without pages loses its tokens as it does there. Scratch memory: one layer's
+    candidates and the whole region in float32.
     """
     pairs = num_layers * num_heads
     block_size = key_pages.shape[1]

@@ -135,9 +135,9 @@ def merge_evicted(
     for pair in range(pairs):
         kept = positions[bounds[pair] : bounds[pair + 1]].flatten().tolist()
         clusters: dict[int, list[int]] = {j: [] for j in kept}
-        for candidate in range(len(old_blocks) * block_size):
-            if kept:
-                clusters[min(kept, key=lambda j, i=candidate: (abs(j - i), j))].append(candidate)
+        for candidate in range(len(old_blocks) * block_size if kept else 0):
+            _, nearest = min((abs(j - candidate), j) for j in kept)
+            clusters[nearest].append(candidate)
         for place, j in enumerate(kept):
             r = bounds[pair] + place // block_size
             target = int(new_blocks[r // pairs]) * pairs + r % pairs

@@ -24,8 +24,8 @@ THRESHOLD = 0.01
 """An entry below this part of its row's maximum counts as nothing (VL-Cache's p)."""
 
 _FLOAT_BYTES = 4
-# More rows at once do not speed the matrix product up, but cost cache and fresh memory.
-_MAX_ROWS = 16
+# Logits of more rows at once do not speed the matrix product up, but cost cache.
+_LOGITS_BYTES = 8 << 20
 
 
 class Scratch:
@@ -107,7 +107,7 @@ class ObservedAttention:
 
     @property
     def share_below(self) -> Tensor:
-        """float32 ``[S]``, share of the visible entries below ``THRESHOLD`` of their row's maximum.
+        """float64 ``[S]``, share of the visible entries below ``THRESHOLD`` of their row's maximum.
 
         Counted for each query head by itself; the mean over the group.
         """
@@ -187,8 +187,10 @@ class ObservedAttention:
         overwrites.
         """
         heads, group, keys = self.num_heads, self.group_size, self.num_keys
-        row_bytes = 2 * heads * group * keys * _FLOAT_BYTES  # logits and probabilities
-        step = max(1, min(_MAX_ROWS, self.num_rows - first, self._workspace_bytes // row_bytes))
+        row_bytes = heads * group * keys * _FLOAT_BYTES
+        # Logits and probabilities share the workspace.
+        most = min(_LOGITS_BYTES, self._workspace_bytes // 2) // row_bytes
+        step = max(1, min(most, self.num_rows - first))
         for start in range(first, self.num_rows, step):
             rows = slice(start, min(start + step, self.num_rows))
             shape = (heads, group, rows.stop - start, keys)
@@ -210,7 +212,8 @@ class ObservedAttention:
         ):
             averages = self._take("averages", (groups, self.num_rows, keys))
         sums = self._queries.new_zeros(self.num_heads, 1, keys)
-        below = self._queries.new_zeros(self.num_heads, self.group_size)
+        # Counts beyond float32's whole numbers are reached by 128 rows of 131k keys.
+        below = self._queries.new_zeros(self.num_heads, self.group_size, dtype=torch.float64)
         entropies = self._queries.new_zeros(self.num_heads, self.num_rows)
         for rows, probabilities in self.row_chunks():
             if averages is not None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TGV-KV on plain Hugging Face models: the independent oracle of the engine tests.
+"""Every method on plain Hugging Face models: the independent oracle of the engine tests.
 
 Nothing is evicted here. The whole cache is kept, and every query after the prefill is kept from
-seeing the prompt keys that its (layer, KV head) would have lost. The method itself is written out
-naively, with loops and in float64, from its definition; no code is shared with the plugin.
+seeing the prompt keys that its (layer, KV head) would have lost. What that is, `tests.methods` says
+from the prefill's attention; no code is shared with the plugin.
 
 Shapes: L layers, Q query heads, H KV heads, P prompt tokens.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,42 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-LAYER = "layer"
-HEAD = "head"
+from tests import methods
+from tests.methods import (
+    HEAD,
+    LAYER,
+    Auto,
+    Layout,
+    Mix,
+    Pool,
+    Selection,
+    Settings,
+    deal,
+    merged,
+    mix_of,
+    retained_blocks,
+    retained_positions,
+    rows,
+    tgv_scores,
+    water_fill,
+)
+
+__all__ = [
+    "HEAD",
+    "LAYER",
+    "Eviction",
+    "Oracle",
+    "Prompt",
+    "Selection",
+    "deal",
+    "emulate",
+    "observation_rows",
+    "retained_blocks",
+    "retained_positions",
+    "select",
+    "token_scores",
+    "water_fill",
+]
 
 
 @dataclass(frozen=True)
@@ -32,18 +66,43 @@ class Eviction:
     Attributes:
         budget: a float is a fraction of the prompt, an int a number of tokens per head.
         block_size: tokens per page, N.
-        granularity: "layer", one token set for all heads of a layer, or "head".
+        granularity: "layer", one token set for all heads of a layer, or "head"; None is the
+            method's own.
         sinks: leading positions that are kept before all others.
         observation_window: at most so many text rows vote, the last ones.
         floor: least number of pages of every (layer, head).
+        method: name or parts.
+        pooling: of the scores; None is the method's own.
+        text_only: "keep" or "evict", what happens to prompts without vision.
     """
 
-    budget: float | int
+    budget: float | int | Auto
     block_size: int = 32
-    granularity: str = LAYER
+    granularity: str | None = None
     sinks: int = 4
     observation_window: int = 512
     floor: int = 1
+    method: str | Mix = "tgv"
+    pooling: Pool | None = None
+    text_only: str = "keep"
+
+    @property
+    def settings(self) -> Settings:
+        """Return what is asked of the method."""
+        return Settings(
+            budget=self.budget,
+            block_size=self.block_size,
+            sinks=self.sinks,
+            window=self.observation_window,
+            floor=self.floor,
+            granularity=self.granularity,
+            pooling=self.pooling,
+        )
+
+    @property
+    def merges(self) -> bool:
+        """Return whether evicted tokens live on in the kept ones."""
+        return mix_of(self.method, self.settings).merge
 
 
 @dataclass(frozen=True)
@@ -54,40 +113,33 @@ class Prompt:
         inputs: keyword arguments for the model.
         token_ids: the P prompt tokens, image placeholders expanded.
         vision: bool [P], true at image placeholders.
+        images: the run of each image, in order.
     """
 
     inputs: dict[str, torch.Tensor]
     token_ids: list[int]
     vision: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Selection:
-    """What stays of a prompt.
-
-    Attributes:
-        kept: bool [L, H, P].
-        pages: int [L, H], full pages per (layer, head) in the compressed region; empty of meaning
-            (all equal to t0) when nothing is evicted.
-        blocks: retained blocks k; t0 when nothing is evicted.
-    """
-
-    kept: torch.Tensor
-    pages: torch.Tensor
-    blocks: int
+    images: tuple[methods.Image, ...] = ()
 
     @property
-    def evicts(self) -> bool:
-        """Return whether anything is evicted."""
-        return not bool(self.kept.all())
+    def layout(self) -> Layout:
+        """Return the positions alone."""
+        return Layout(len(self.token_ids), self.images)
 
 
-def retained_blocks(prompt_tokens: int, block_size: int, budget: float | int) -> int:
-    """Return k, the blocks that fit the budget beside the tail, at least 1 and at most t0."""
-    full_blocks = prompt_tokens // block_size
-    tail = prompt_tokens - full_blocks * block_size
-    tokens = budget if isinstance(budget, int) else budget * prompt_tokens
-    return min(max(1, math.floor((tokens - tail) / block_size)), full_blocks)
+def layout_of(vision: torch.Tensor) -> Layout:
+    """Return the layout in which every run of vision positions is one image.
+
+    Args:
+        vision: bool [P].
+    """
+    images: list[methods.Image] = []
+    for j, is_vision in enumerate(vision.tolist()):
+        if is_vision and images and images[-1].start + images[-1].length == j:
+            images[-1] = methods.Image(images[-1].start, images[-1].length + 1)
+        elif is_vision:
+            images.append(methods.Image(j, 1))
+    return Layout(len(vision), tuple(images))
 
 
 def observation_rows(vision: torch.Tensor, window: int) -> list[int]:
@@ -96,138 +148,40 @@ def observation_rows(vision: torch.Tensor, window: int) -> list[int]:
     Args:
         vision: bool [P].
     """
-    first = int(vision.nonzero()[0])
-    rows = [i for i in range(first, len(vision)) if not vision[i]]
-    return rows[-window:]
-
-
-def column_sums(attention: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """Return c [P], c[j] = sum of A[i, j] over the observation rows i.
-
-    Args:
-        attention: float64 [P, P], causal.
-    """
-    return attention[list(rows)].sum(0)
+    return rows("text", layout_of(vision), window)
 
 
 def token_scores(
     attention: torch.Tensor, rows: Sequence[int], vision: torch.Tensor
 ) -> torch.Tensor:
-    """Return the scores [P]: text-weighted ranking for vision, column sums for text.
+    """Return TGV-KV's scores [P].
 
     Args:
         attention: float64 [P, P], causal.
         vision: bool [P].
     """
-    sums = column_sums(attention, rows)
-    weights = [float(sums[j]) / (len(rows) - rank + 1) for rank, j in enumerate(rows, start=1)]
-    total = sum(weights)
-    scores = sums.clone()
-    for j in range(len(vision)):
-        if vision[j]:
-            weighted = sum(w * float(attention[i, j]) for w, i in zip(weights, rows, strict=True))
-            scores[j] = weighted / total if total > 0 else 0.0
-    return scores
-
-
-def water_fill(shares: Sequence[float], total: int, floor: int, cap: int) -> list[float]:
-    """Return x with x[p] = clip(level * shares[p], floor, cap) that sums to `total`.
-
-    Places of share 0 stay at the floor unless all others are full; what is then left is spread
-    evenly over them.
-    """
-
-    def at(level: float) -> list[float]:
-        return [min(max(level * share, floor), cap) for share in shares]
-
-    positive = [p for p, share in enumerate(shares) if share > 0]
-    zero = [p for p, share in enumerate(shares) if share <= 0]
-    if len(positive) * cap + len(zero) * floor <= total:
-        rest = total - len(positive) * cap
-        return [float(cap) if share > 0 else rest / len(zero) for share in shares]
-    low, high = 0.0, cap / min(shares[p] for p in positive)
-    for _ in range(200):
-        level = (low + high) / 2
-        low, high = (level, high) if sum(at(level)) < total else (low, level)
-    return at(high)
-
-
-def deal(shares: Sequence[float], total: int, floor: int, cap: int) -> list[int]:
-    """Return whole units for the shares: water filling, then largest remainders.
-
-    Ties go to the lower index; the units sum to `total`.
-    """
-    real = water_fill(shares, total, floor, cap)
-    units = [math.floor(x) for x in real]
-    order = sorted(range(len(real)), key=lambda p: (units[p] - real[p], p))
-    while sum(units) < total:
-        for p in order:
-            if sum(units) < total and units[p] < cap:
-                units[p] += 1
-    return units
-
-
-def retained_positions(
-    scores: torch.Tensor, vision: torch.Tensor, candidates: int, count: int, sinks: int
-) -> list[int]:
-    """Return the `count` best of the first `candidates` positions.
-
-    Sinks come first, then text, then vision; then the higher score, then the lower position.
-
-    Args:
-        scores: float64 [P].
-        vision: bool [P].
-    """
-
-    def rank(j: int) -> tuple[int, float, int]:
-        kind = 0 if j < sinks else 2 if vision[j] else 1
-        return kind, -float(scores[j]), j
-
-    return sorted(range(candidates), key=rank)[:count]
+    return tgv_scores(attention, rows, vision.tolist())
 
 
 def select(
-    attention: torch.Tensor, vision: torch.Tensor, kv_heads: int, eviction: Eviction
+    attention: torch.Tensor, prompt: Prompt | torch.Tensor, kv_heads: int, eviction: Eviction
 ) -> Selection:
-    """Return what TGV-KV keeps of a prompt.
+    """Return what the method keeps of a prompt.
 
     Args:
         attention: float64 [L, Q, P, P], softmax over all keys.
-        vision: bool [P].
+        prompt: or its vision positions, bool [P].
         kv_heads: H; query head q belongs to KV head q // (Q / H).
     """
-    layers, query_heads, length, _ = attention.shape
-    full_blocks = length // eviction.block_size
-    blocks = retained_blocks(length, eviction.block_size, eviction.budget)
-    kept = torch.ones(layers, kv_heads, length, dtype=torch.bool)
-    if blocks >= full_blocks or not vision.any():
-        return Selection(kept, torch.full((layers, kv_heads), full_blocks), full_blocks)
-
-    rows = observation_rows(vision, eviction.observation_window)
-    groups = 1 if eviction.granularity == LAYER else kv_heads
-    pooled = attention.view(layers, groups, query_heads // groups, length, length).mean(2)
-    strengths = [
-        float(column_sums(pooled[layer, group], rows)[vision].sum())
-        for layer in range(layers)
-        for group in range(groups)
-    ]
-    shares = [s / sum(strengths) if sum(strengths) > 0 else 1.0 for s in strengths]
-    units = deal(shares, blocks * len(shares), floor=min(eviction.floor, blocks), cap=full_blocks)
-    pages = torch.tensor(units).view(layers, groups).repeat(1, kv_heads // groups)
-
-    candidates = full_blocks * eviction.block_size
-    kept[:, :, :candidates] = False
-    for layer in range(layers):
-        for head in range(kv_heads):
-            scores = token_scores(pooled[layer, head if groups > 1 else 0], rows, vision)
-            count = int(pages[layer, head]) * eviction.block_size
-            best = retained_positions(scores, vision, candidates, count, eviction.sinks)
-            kept[layer, head, best] = True
-    return Selection(kept, pages, blocks)
+    layout = prompt.layout if isinstance(prompt, Prompt) else layout_of(prompt)
+    settings = eviction.settings
+    if not layout.images and eviction.text_only == "keep":
+        settings = replace(settings, budget=layout.length)
+    return methods.select(eviction.method, attention, layout, kv_heads, settings)
 
 
 class Oracle:
-    """A Hugging Face model that generates as if prompt keys were evicted."""
+    """A Hugging Face model that generates as if prompt keys were evicted, or merged."""
 
     def __init__(self, folder: Path | str, dtype: torch.dtype = torch.float32) -> None:
         """Load the model of `folder` with eager attention.
@@ -248,7 +202,22 @@ class Oracle:
         """Return the prompt for `text`, which holds one placeholder text per image."""
         inputs = self.processor(text=text, images=list(images) or None, return_tensors="pt")
         ids = inputs["input_ids"][0]
-        return Prompt(dict(inputs), ids.tolist(), ids == self.model.config.image_token_id)
+        vision = ids == self.model.config.image_token_id
+        places = vision.nonzero().flatten().tolist()
+        found = []
+        for grid in self._grids(inputs, len(places), len(images)):
+            size = grid[0] * grid[1]
+            found.append(methods.Image(places[0], size, grid))
+            places = places[size:]
+        assert not places
+        return Prompt(dict(inputs), ids.tolist(), vision, tuple(found))
+
+    def _grids(self, inputs: Any, tokens: int, images: int) -> list[tuple[int, int]]:
+        """Return rows and columns of tokens of each image."""
+        if "image_grid_thw" in inputs:
+            merge = self.model.config.vision_config.spatial_merge_size
+            return [(h // merge, w // merge) for _, h, w in inputs["image_grid_thw"].tolist()]
+        return [(math.isqrt(tokens // images),) * 2] * images if images else []
 
     @torch.no_grad()
     def attention(self, prompt: Prompt) -> torch.Tensor:
@@ -257,12 +226,16 @@ class Oracle:
         return torch.cat(output.attentions).double()
 
     def select(self, prompt: Prompt, eviction: Eviction) -> Selection:
-        """Return what TGV-KV keeps of `prompt`."""
-        return select(self.attention(prompt), prompt.vision, self.kv_heads, eviction)
+        """Return what the method keeps of `prompt`."""
+        return select(self.attention(prompt), prompt, self.kv_heads, eviction)
 
     @torch.no_grad()
     def generate(
-        self, prompt: Prompt, max_tokens: int, kept: torch.Tensor | None = None
+        self,
+        prompt: Prompt,
+        max_tokens: int,
+        kept: torch.Tensor | None = None,
+        merging: int = 0,
     ) -> list[int]:
         """Return `max_tokens` greedy tokens; the end-of-text token does not stop it.
 
@@ -271,8 +244,10 @@ class Oracle:
 
         Args:
             kept: bool [L, H, P], by default everything.
+            merging: of so many leading positions, those that are not kept are merged into those
+                that are.
         """
-        with self._masked(kept):
+        with self._masked(kept, merging):
             output = self.model.generate(
                 **prompt.inputs,
                 max_new_tokens=max_tokens,
@@ -283,7 +258,7 @@ class Oracle:
         return output[0, len(prompt.token_ids) :].tolist()
 
     @contextmanager
-    def _masked(self, kept: torch.Tensor | None) -> Iterator[None]:
+    def _masked(self, kept: torch.Tensor | None, merging: int) -> Iterator[None]:
         """Hide the prompt keys that are not kept from every query after the prefill.
 
         Eager attention adds its mask [batch, 1, queries, keys] to the scores, and a mask with a
@@ -295,9 +270,15 @@ class Oracle:
         hidden = ~kept.repeat_interleave(self.query_heads // self.kv_heads, dim=1)  # [L, Q, P]
         length = kept.shape[-1]
 
-        def hide(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
-            if kwargs["past_key_values"].get_seq_length(module.layer_idx) < length:
+        def hide(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+            cached = kwargs["past_key_values"].get_seq_length(module.layer_idx)
+            if cached < length:
                 return args, kwargs  # the prefill
+            if cached == length and merging:  # the first token after it
+                cache = kwargs["past_key_values"].layers[module.layer_idx]
+                for head, row in enumerate(kept[module.layer_idx].tolist()):
+                    for states in (cache.keys, cache.values):
+                        states[0, head, :length] = merged(states[0, head, :length], row, merging)
             mask = kwargs["attention_mask"]
             mask = mask.expand(-1, self.query_heads, -1, -1).clone()
             lowest = torch.finfo(mask.dtype).min
@@ -316,13 +297,12 @@ class Oracle:
 
 
 def emulate(
-    oracle: Oracle,
-    text: str,
-    images: Sequence[Image.Image],
-    eviction: Eviction,
-    max_tokens: int,
+    oracle: Oracle, prompt: Prompt, eviction: Eviction, max_tokens: int
 ) -> tuple[list[int], Selection]:
     """Return the greedy tokens of a prompt under `eviction`, and what was kept of it."""
-    prompt = oracle.prompt(text, images)
     selection = oracle.select(prompt, eviction)
-    return oracle.generate(prompt, max_tokens, selection.kept), selection
+    if not selection.evicts:
+        return oracle.generate(prompt, max_tokens), selection
+    candidates = len(prompt.token_ids) // eviction.block_size * eviction.block_size
+    merging = candidates if eviction.merges else 0
+    return oracle.generate(prompt, max_tokens, selection.kept, merging), selection

@@ -126,7 +126,8 @@ class Engine:
         shape = self.evictor.shape
         mask = torch.zeros(shape.num_pairs, num_tokens, dtype=torch.bool)
         pair = torch.repeat_interleave(torch.arange(shape.num_pairs), found[-1].counts.flatten())
-        mask[pair[:, None], found[-1].positions.long()] = True
+        # A guard may have dealt fewer pages than it was given.
+        mask[pair[:, None], found[-1].positions[: len(pair)].long()] = True
         mask[:, num_tokens // shape.block_size * shape.block_size :] = True
         return mask.view(shape.num_layers, shape.num_heads, num_tokens)
 

@@ -52,8 +52,10 @@ def check_one(attention: ObservedAttention, exact: torch.Tensor) -> None:
     num_sets = attention.num_groups
     by_set = exact.reshape(num_sets, -1, *exact.shape[2:])  # [S, query heads, O, P]
 
-    def agree(got: torch.Tensor, expected: torch.Tensor) -> None:
-        assert got.dtype == torch.float32
+    def agree(
+        got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype = torch.float32
+    ) -> None:
+        assert got.dtype == dtype
         torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-6)
 
     # Weighted sums come first: nothing has been computed then.
@@ -67,7 +69,8 @@ def check_one(attention: ObservedAttention, exact: torch.Tensor) -> None:
 
     visible = torch.arange(num_keys) <= rows[:, None]
     below = (by_set < 0.01 * by_set.amax(-1, keepdim=True)) & visible
-    agree(attention.share_below, below.sum((2, 3)).double().mean(1) / visible.sum())
+    share = below.sum((2, 3)).double().mean(1) / visible.sum()
+    agree(attention.share_below, share, torch.float64)
     entropies = torch.special.entr(by_set).sum(-1).mean(1)
     agree(attention.row_entropies, entropies)
 

@@ -116,12 +116,12 @@ class Budget:
         assert self.fraction is not None
         return _blocks_within(self.fraction * num_prompt_tokens, num_prompt_tokens, block_size)
 
-    def guard(self, num_prompt_tokens: int, num_text: int, block_size: int) -> Guard | None:
-        """What `auto` promises for a prompt with `num_text` text tokens in its full blocks."""
+    def guard(self, num_prompt_tokens: int, num_certain: int, block_size: int) -> Guard | None:
+        """What `auto` promises for a prompt with so many sinks and text tokens in full blocks."""
         if self.share is None:
             return None
         least = _blocks_within(self.least * num_prompt_tokens, num_prompt_tokens, block_size)
-        return Guard(self.share, max(least, -(-num_text // block_size)))
+        return Guard(self.share, max(least, -(-num_certain // block_size)))
 
     def __str__(self) -> str:
         if self.share is not None:

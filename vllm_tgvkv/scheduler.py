@@ -165,8 +165,9 @@ class EvictionScheduler(Scheduler):
             return "unknown_patch_grid"
         num_retained = wish.budget.retained_blocks(num_tokens, self.block_size)
         num_full = num_tokens // self.block_size
-        num_text = int((~prompt.is_vision()[: num_full * self.block_size]).sum())
-        guard = wish.budget.guard(num_tokens, num_text, self.block_size)
+        is_certain = ~prompt.is_vision()[: num_full * self.block_size]
+        is_certain[: config.sinks] = True
+        guard = wish.budget.guard(num_tokens, int(is_certain.sum()), self.block_size)
         covers = num_retained >= num_full and guard is None
         if covers and not config.debug.evict_at_full_budget:
             return "budget_covers_prompt"

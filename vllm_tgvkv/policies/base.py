@@ -69,7 +69,7 @@ class Attention(Protocol):
 
     @property
     def share_below(self) -> Tensor:
-        """float32 ``[S]``, share of the entries that are next to nothing in their row."""
+        """float64 ``[S]``, share of the entries that are next to nothing in their row."""
 
     @property
     def row_entropies(self) -> Tensor:
@@ -113,7 +113,7 @@ class Looks:
     scores: Tensor
     """float32 ``[L, S, C]``, pooled."""
     strengths: Tensor
-    """float32 ``[L, S, F]``, what :meth:`Budget.strength` returned."""
+    """float ``[L, S, F]``, what :meth:`Budget.strength` returned."""
     tiers: Tensor
     """int32 ``[C]`` or ``[L, S, C]``, of the retention, where all get the same."""
     num_kept: Tensor
@@ -142,7 +142,7 @@ class Budget(ABC):
     """Whether a prompt without image or video leaves nothing to go by."""
 
     def strength(self, view: LayerView, scores: Tensor) -> Tensor:
-        """What one layer brings to the sharing: float32 ``[S, F]``, F numbers of any meaning.
+        """What one layer brings to the sharing: float ``[S, F]``, F numbers of any meaning.
 
         ``scores`` are the policy's, float32 ``[S, P]``, before pooling.
         """

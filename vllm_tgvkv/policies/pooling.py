@@ -80,7 +80,9 @@ def _pool_sequence(scores: Tensor, runs: Tensor, pooling: Pooling) -> Tensor:
     same_run = F.pad(runs, (reach, reach), value=-1).unfold(0, pooling.kernel, 1) == runs[:, None]
     if pooling.reduce == "max":
         return neighbours.masked_fill(~same_run, float("-inf")).amax(dim=-1)
-    return neighbours.masked_fill(~same_run, 0).sum(dim=-1) / same_run.sum(dim=-1)
+    # In float64, so that equal neighbourhoods have equal means in whatever order they are added.
+    sums = neighbours.masked_fill(~same_run, 0).sum(dim=-1, dtype=torch.float64)
+    return (sums / same_run.sum(dim=-1)).float()
 
 
 def _pool_grids(scores: Tensor, images: tuple[ImageSpan, ...], pooling: Pooling) -> Tensor:

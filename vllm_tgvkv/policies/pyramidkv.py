@@ -27,7 +27,10 @@ class PyramidBudget(Budget):
         if num_layers == 1:
             return looks.scores.new_ones(1, num_sets)
         least = 1 / SLOPE
-        falling = torch.linspace(2 - least, least, num_layers, device=looks.scores.device)
+        # In float64: layers that mirror each other about the mean have equal remainders.
+        falling = torch.linspace(
+            2 - least, least, num_layers, dtype=torch.float64, device=looks.scores.device
+        )
         return falling[:, None].expand(-1, num_sets)
 
 

@@ -41,7 +41,7 @@ class SparsityBudget(Budget):
         return 1 - view.attention.share_below.unsqueeze(-1)
 
     def shares(self, looks: Looks) -> Tensor:
-        density = looks.strengths[..., 0].double()
+        density = looks.strengths[..., 0]
         fraction = looks.num_kept / looks.prompt.num_candidates
         return (density / density.mean() * fraction).clamp(LEAST_SHARE, 1)
 

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was answered, and the log that an interrupted evaluation goes on from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+Key = tuple[str, int, str]
+"""Task and number of the question, key of the arm."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer held against the truth, token by token, and the memory its request held.
+
+    `hits` has a `1` for every token of the truth, its end token included, that the answer has at
+    the same place, and a `0` for every other.
+    """
+
+    task: str
+    number: int
+    arm: str
+    text: str
+    hits: str
+    prompt_tokens: int
+    kept_tokens: float
+    blocks_before: int
+    blocks_after: int
+
+    @property
+    def key(self) -> Key:
+        return self.task, self.number, self.arm
+
+    @property
+    def is_exact(self) -> bool:
+        """All tokens are right; the end token among them leaves no room for more."""
+        return "0" not in self.hits
+
+    @property
+    def first(self) -> bool:
+        """The token that is computed from the full cache is right."""
+        return self.hits[0] == "1"
+
+    @property
+    def later(self) -> float:
+        """Share of right tokens among those that are computed from what was kept."""
+        return self.hits.count("1", 1) / (len(self.hits) - 1)
+
+    @property
+    def blocks_held(self) -> float:
+        """Share of the prompt's blocks that are held while the answer is generated."""
+        return self.blocks_after / self.blocks_before
+
+    @property
+    def tokens_held(self) -> float:
+        return self.kept_tokens / self.prompt_tokens
+
+
+def compare(answer: Sequence[int], truth: Sequence[int]) -> str:
+    """Return `Answer.hits` of token ids that both end with the end token."""
+    padded = [*answer, *[-1] * len(truth)]
+    return "".join("01"[given == right] for given, right in zip(padded, truth, strict=False))
+
+
+class AnswerLog:
+    """Answers as JSON lines, in a file that only one configuration writes to.
+
+    A new line is written for each answer, so that an interrupted run loses at most the one it was
+    writing; that half line is dropped when the log is read.
+    """
+
+    def __init__(self, folder: Path, fingerprint: str, fresh: bool = False) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / f"answers-{fingerprint}.jsonl"
+        if fresh:
+            self.path.unlink(missing_ok=True)
+        self._answers = {answer.key: answer for answer in self._read()}
+        self._file: IO[str] = self.path.open("a", encoding="utf-8")
+
+    def _read(self) -> Iterator[Answer]:
+        if not self.path.exists():
+            return
+        text = self.path.read_text(encoding="utf-8")
+        whole, newline, rest = text.rpartition("\n")
+        if rest:
+            self.path.write_text(whole + newline, encoding="utf-8")
+        for line in whole.splitlines():
+            yield Answer(**json.loads(line))
+
+    def __enter__(self) -> AnswerLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._answers
+
+    def __getitem__(self, key: Key) -> Answer:
+        return self._answers[key]
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def add(self, answer: Answer) -> None:
+        self._answers[answer.key] = answer
+        self._file.write(json.dumps(asdict(answer)) + "\n")
+        self._file.flush()

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real vLLM engine, in this process, asked every question once for each arm."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from demo.tasks import MAX_ANSWER_TOKENS, Example
+from evaluation.answers import Answer, Key, compare
+from evaluation.arms import Arm, engine_methods
+from evaluation.questions import Question
+from vllm_tgvkv.config import Budget
+
+ROOT = Path(__file__).parents[1]
+MODEL = ROOT / "demo" / "model"
+PACKAGES = ("vllm", "vllm-tgvkv", "torch", "transformers", "numpy", "pillow", "matplotlib")
+"""What an answer may depend on; matplotlib brings the faces the pages are drawn with."""
+
+Work = tuple[Question, Sequence[Arm]]
+"""A question and the arms that answer it, side by side, so that they share its prefix."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What makes one engine's answers differ from another's."""
+
+    block_size: int = 16
+    max_num_seqs: int = 96
+    max_model_len: int = 2048
+    seed: int = 0
+
+    @property
+    def fingerprint(self) -> str:
+        """Of these settings, the model, the versions, and the sources an answer depends on."""
+        facts = json.dumps([asdict(self), engine_methods(), versions()], sort_keys=True)
+        digest = hashlib.sha256(facts.encode())
+        for path in answer_files():
+            digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
+        return digest.hexdigest()[:12]
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of what an answer may depend on."""
+    return {name: version(name) for name in PACKAGES}
+
+
+def answer_files() -> list[Path]:
+    """Files that decide over an answer: the model, the plugin, pages, tasks and arms."""
+    sources = [
+        path for folder in ("vllm_tgvkv", "kernels") for path in (ROOT / folder).rglob("*.py")
+    ]
+    model = [path for path in MODEL.iterdir() if path.is_file()]
+    tasks = [ROOT / "demo" / name for name in ("pages.py", "tasks.py")]
+    return sorted({*sources, *model, *tasks, Path(__file__).with_name("questions.py")})
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Prompt positions that one request kept of the full blocks, and where its images lie."""
+
+    key: Key
+    counts: np.ndarray
+    """Pages of every layer and head, int ``[L, H]``."""
+    positions: np.ndarray
+    """Positions in them, int ``[pages, block size]``, in the order of layers and heads."""
+    images: tuple[tuple[int, int], ...]
+    """Start and length of every image."""
+
+
+class Engine:
+    """One vLLM engine for all arms; a context manager, so that another can follow it."""
+
+    def __init__(self, settings: Settings) -> None:
+        from vllm import LLM
+
+        self.settings = settings
+        eviction = {
+            "policy": "tgv",
+            "methods": engine_methods(),
+            "debug": {"record_kept": True},
+        }
+        self._llm = LLM(
+            model=str(MODEL),
+            dtype="bfloat16",
+            enforce_eager=True,
+            block_size=settings.block_size,
+            max_num_seqs=settings.max_num_seqs,
+            max_model_len=settings.max_model_len,
+            seed=settings.seed,
+            enable_prefix_caching=True,
+            limit_mm_per_prompt={"image": 2},
+            additional_config={"kv_eviction": eviction},
+            disable_log_stats=True,
+        )
+        self._engine = self._llm.llm_engine
+        tokenizer = self._llm.get_tokenizer()
+        self._encode = tokenizer.encode
+        self._end = tokenizer.eos_token_id
+        self._asked: dict[str, tuple[Question, list[Arm], list[int]]] = {}
+        self._images: dict[Question, tuple[tuple[int, int], ...]] = {}
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self._engine.engine_core.shutdown()
+        del self._llm, self._engine
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+    def answers(self, work: Iterable[Work]) -> Iterator[Answer]:
+        """Yield the answer of every arm to its question, in the order in which they finish."""
+        waiting = iter(work)
+        exhausted = False
+        while True:
+            # A queue as long as the batch keeps it full; a longer one only takes memory.
+            while not exhausted and len(self._asked) < 2 * self.settings.max_num_seqs:
+                item = next(waiting, None)
+                exhausted = item is None
+                if item is not None:
+                    self._ask(*item)
+            if not self._asked:
+                return
+            for output in self._engine.step():
+                if output.finished:
+                    yield from self._answers(output)
+
+    def _ask(self, question: Question, arms: Sequence[Arm]) -> None:
+        from vllm import SamplingParams
+
+        example = question.example()
+        prompt = self._render(example)
+        self._images[question] = tuple(
+            (place.offset, place.length) for place in prompt["mm_placeholders"]["image"]
+        )
+        truth = [*self._encode(example.answer, add_special_tokens=False), self._end]
+        for same in self._grouped(arms, len(prompt["prompt_token_ids"])):
+            name = f"{question.task}/{question.number}/{same[0].key}"
+            sampling = SamplingParams(
+                max_tokens=MAX_ANSWER_TOKENS, temperature=0, extra_args=same[0].xargs
+            )
+            self._engine.add_request(name, prompt, sampling)
+            self._asked[name] = (question, same, truth)
+
+    def _grouped(self, arms: Sequence[Arm], num_tokens: int) -> Iterable[list[Arm]]:
+        """Arms together that ask the same: one method, and budgets of as many blocks."""
+        groups: dict[tuple[str, int | str], list[Arm]] = {}
+        for arm in arms:
+            blocks: int | str = str(arm.budget)
+            if isinstance(arm.budget, float):
+                budget = Budget.parse(arm.budget, "the budget of an arm")
+                blocks = budget.retained_blocks(num_tokens, self.settings.block_size)
+            groups.setdefault((arm.method, blocks), []).append(arm)
+        return groups.values()
+
+    def _render(self, example: Example) -> Any:
+        """The engine's input, once for all arms: text, image and tokens are the same."""
+        from vllm.renderers.params import ChatParams
+
+        renderer = self._llm.renderer
+        messages = example.messages(lambda image: {"type": "image_pil", "image_pil": image})
+        _, (prompt,) = renderer.render_chat(
+            [messages],
+            ChatParams(chat_template_kwargs={"add_generation_prompt": True}),
+            # The template has put the start token already.
+            renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False),
+        )
+        return prompt
+
+    def _answers(self, output: Any) -> Iterator[Answer]:
+        """The answer, once for each arm that asked the same."""
+        question, arms, truth = self._asked.pop(output.request_id)
+        (completion,) = output.outputs
+        report = output.kv_transfer_params["kv_eviction"]
+        num_tokens, before = report["prompt_tokens"], report["blocks_before"]
+        untouched = report["blocks_after"] is None
+        for arm in arms:
+            yield Answer(
+                task=question.task,
+                number=question.number,
+                arm=arm.key,
+                text=completion.text,
+                hits=compare(list(completion.token_ids), truth),
+                prompt_tokens=num_tokens,
+                kept_tokens=num_tokens if untouched else report["kept_tokens"],
+                blocks_before=before,
+                blocks_after=before if untouched else report["blocks_after"],
+            )
+
+    def kept(self) -> Iterator[Kept]:
+        """What the last evictions kept; the engine remembers some hundreds of them."""
+        (records,) = self._llm.collective_rpc("kv_eviction_kept")
+        for record in records:
+            # vLLM adds a random suffix to the ids it is given.
+            task, number, arm = record["request_id"].rsplit("-", 1)[0].split("/")
+            images = self._images[Question(task, int(number))]
+            yield Kept((task, int(number), arm), record["counts"], record["positions"], images)

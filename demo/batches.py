@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training batches: pages cut into patches, labels of the patches, and blocks of questions.
+"""Training batches: pages cut into patches, labels of the patches, and questions.
 
-All prompts of a batch share one prefix. Several questions are asked of the same pages; each is a
-*block* that sees the prefix, the pages and itself, so no answer leaks into another question.
+All prompts of a batch share one prefix. Several questions are asked of the same pages.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 
 from demo import chat
-from demo.pages import KEYS, PAGE_SIZE, PATCH, Page, Question, draw_page
+from demo.blocks import IGNORE, Blocks, make_blocks, shorten
+from demo.pages import KEYS, PAGE_SIZE, PATCH, SLOT_HEIGHT, SLOT_WIDTH, Page, draw_page
+from demo.tasks import Example, ask, can_ask
 
 GRID = PAGE_SIZE // PATCH
-IGNORE = -100
+SLOT_COLUMNS, SLOT_ROWS = SLOT_WIDTH // PATCH, SLOT_HEIGHT // PATCH
+SLOTS = (GRID // SLOT_COLUMNS) * (GRID // SLOT_ROWS)
 LABEL_AREA = 25
 """Pixels of a patch that an ink box must cover for the patch to be labelled with it."""
 
@@ -29,79 +33,103 @@ SYSTEM_TEXTS = (
 
 @dataclass(frozen=True)
 class Stage:
-    """A stretch of training: ``steps`` batches of ``prompts`` prompts, each with ``questions``.
+    """A stretch of training: ``steps`` batches of pages, ``pages`` of them in each.
+
+    A prompt of one page is asked a question of each of ``tasks``; the share ``pairs`` of all
+    batches has prompts of two pages, which are asked ``pair_tasks``. Without tasks, only the vision
+    tower and the projector learn, to read.
 
     ``window`` is the part of the page that is drawn and seen, in patches (columns, rows). It lies
-    anywhere on the page and keeps its positions: small windows make the first steps cheap. Without
-    questions, only the vision tower and the projector learn, to read. The learning rate goes
-    linearly from the first of ``rates`` to the second. ``brief`` questions are the bare key:
-    looking up is learned much faster when nothing lies between the key and the answer.
+    anywhere on the page, on a row of slots, and keeps its positions: small windows make the first
+    steps cheap. The learning rate goes linearly from the first of ``rates`` to the second.
+    ``brief`` questions are as short as their task allows, a bare key for ``value``: looking up is
+    learned much faster when nothing lies between the key and the answer. With ``seen``, the
+    language model sees that many patches of a page only, those with ink among them: blank paper
+    costs as much as ink. ``reading`` tells whether the vision tower learns.
     """
 
     steps: int
-    prompts: int
-    questions: int
+    pages: int
     window: tuple[int, int]
     entries: tuple[int, int]
     rates: tuple[float, float]
+    tasks: tuple[str, ...] = ()
+    pair_tasks: tuple[str, ...] = ()
+    pairs: float = 0.25
     brief: bool = False
+    seen: int | None = None
+    reading: bool = True
 
 
 @dataclass(frozen=True)
 class Batch:
-    """B prompts of M pages (N = B * M), P visible patches a page, Q question blocks of L tokens.
+    """B prompts of M pages (N = B * M), P patches a page, Q question blocks.
 
     ``patches [N, P, 3 * 14 * 14]`` float32, normalised; ``places [N, P]`` index on the page's grid;
-    ``glyphs``, ``keys``, ``ranks`` ``[N, P]`` what a patch shows: its character and the key of its
-    entry (tokens), and the character's place in the entry, or ``IGNORE`` on empty paper;
-    ``prefix [T]`` tokens before the pages; ``blocks [B, Q, L]`` tokens of question and answer;
-    ``targets [B, Q, L]`` the next token where it belongs to the answer, else ``IGNORE``;
-    ``asked [B, Q, L]`` rows of the question from its key on; ``outlook [B, Q, V]`` how often each
-    token occurs in the answer, as a distribution.
+    ``seen [N, S]`` the patches that the language model sees, as indices into P, ascending;
+    ``glyphs``, ``keys``, ``ranks``, ``slots`` ``[N, S]`` what a patch shows: its character and the
+    key of its entry (tokens), the character's place in the entry, and the slot on the page, or
+    ``IGNORE`` on empty paper;
+    ``prefix [T]`` tokens before the pages; ``tasks`` names the task of each block of ``blocks``.
     """
 
     patches: torch.Tensor
     places: torch.Tensor
+    seen: torch.Tensor
     glyphs: torch.Tensor
     keys: torch.Tensor
     ranks: torch.Tensor
+    slots: torch.Tensor
     prefix: torch.Tensor
-    blocks: torch.Tensor
-    targets: torch.Tensor
-    asked: torch.Tensor
-    outlook: torch.Tensor
+    tasks: tuple[str, ...]
+    blocks: Blocks
 
     def to(self, device: torch.device) -> "Batch":
-        return Batch(**{name: value.to(device) for name, value in vars(self).items()})
+        fields: dict[str, Any] = {
+            name: value if isinstance(value, tuple) else value.to(device)
+            for name, value in vars(self).items()
+        }
+        return Batch(**fields)
 
 
 def make_batch(rng: np.random.Generator, stage: Stage) -> Batch:
-    """Draw one batch of ``stage``; a quarter of the batches have two pages a prompt."""
-    pages_per_prompt = 2 if rng.random() < 0.25 else 1
-    pages, windows, questions = [], [], []
-    for _ in range(max(stage.prompts // pages_per_prompt, 1)):
+    """Draw one batch of ``stage``."""
+    count, tasks = (2, stage.pair_tasks) if rng.random() < stage.pairs else (1, stage.tasks)
+    prompts = []
+    for _ in range(max(stage.pages // count, 1)):
         letters = rng.permutation(list(KEYS))
-        asked: list[Question] = []
-        for number in range(pages_per_prompt):
-            count = int(rng.integers(stage.entries[0], stage.entries[1] + 1))
-            mine = letters[number::pages_per_prompt][:count].tolist()
-            page = draw_page(rng, mine, *(side * PATCH for side in stage.window))
-            pages.append(page)
-            windows.append([int(rng.integers(GRID - side + 1)) for side in stage.window])
-            asked.extend(page.questions)
-        order = rng.permutation(len(asked))
-        questions.append([asked[i] for i in np.resize(order, stage.questions)])
+        prompts.append([_draw(rng, stage, letters[i::count].tolist()) for i in range(count)])
+    pages = [page for prompt in prompts for page in prompt]
     labels = [label_patches(page) for page in pages]
     glyphs, keys, ranks = (torch.from_numpy(np.stack(kind)) for kind in zip(*labels, strict=True))
+    places = torch.tensor([_places(rng, stage.window) for _ in pages])
+    slots = torch.where(glyphs == IGNORE, IGNORE, _slots(places))
+    seen = torch.from_numpy(np.stack([_seen(rng, row, stage.seen) for row in glyphs.numpy()]))
+    examples = [[_ask(rng, task, prompt, stage.brief) for task in tasks] for prompt in prompts]
+    glyphs, keys, ranks, slots = (label.gather(1, seen) for label in (glyphs, keys, ranks, slots))
     return Batch(
-        torch.from_numpy(np.stack([cut_patches(page.image) for page in pages])),
-        torch.tensor([_places(stage.window, corner) for corner in windows]),
-        glyphs,
-        keys,
-        ranks,
-        torch.tensor(_prefix(rng)),
-        *_blocks(rng, questions, stage.brief),
+        patches=torch.from_numpy(np.stack([cut_patches(page.image) for page in pages])),
+        places=places,
+        seen=seen,
+        glyphs=glyphs,
+        keys=keys,
+        ranks=ranks,
+        slots=slots,
+        prefix=torch.tensor(_prefix(rng)),
+        tasks=tasks,
+        blocks=make_blocks(examples),
     )
+
+
+def _draw(rng: np.random.Generator, stage: Stage, letters: list[str]) -> Page:
+    count = int(rng.integers(stage.entries[0], stage.entries[1] + 1))
+    return draw_page(rng, letters[:count], *(side * PATCH for side in stage.window))
+
+
+def _ask(rng: np.random.Generator, task: str, pages: Sequence[Page], brief: bool) -> Example:
+    """Draw a question of ``task``, or of ``value`` where the pages have none."""
+    example = ask(task if can_ask(task, pages) else "value", pages, rng)
+    return shorten(example) if brief else example
 
 
 def cut_patches(image: Image.Image) -> np.ndarray:
@@ -109,12 +137,13 @@ def cut_patches(image: Image.Image) -> np.ndarray:
     pixels = np.asarray(image)
     rows, columns = pixels.shape[0] // PATCH, pixels.shape[1] // PATCH
     patches = pixels.reshape(rows, PATCH, columns, PATCH, 3).transpose(0, 2, 4, 1, 3)
-    patches = patches.reshape(rows * columns, -1).astype(np.float32)
-    return (patches / 255 - chat.PIXEL_MEAN) / chat.PIXEL_STD
+    patches = patches.reshape(rows * columns, -1).astype(np.float32) / 255
+    normalised: np.ndarray = (patches - chat.PIXEL_MEAN) / chat.PIXEL_STD
+    return normalised
 
 
-def label_patches(page: Page) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return glyph token, key token and rank of the character that fills most of each patch.
+def label_patches(page: Page) -> tuple[np.ndarray, ...]:
+    """Return glyph, key and rank of the character that fills most of each patch.
 
     Each is int64 ``[patches]``, ``IGNORE`` where no ink box covers ``LABEL_AREA`` pixels.
     """
@@ -123,28 +152,38 @@ def label_patches(page: Page) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         for entry in page.entries
         for rank, (character, box) in enumerate(zip(entry.text, entry.boxes, strict=True))
     ]
-    glyph, key, rank, left, top, right, bottom = np.array(drawn).T
+    *labels, left, top, right, bottom = np.array(drawn).T
 
     def overlap(low: np.ndarray, high: np.ndarray, length: int) -> np.ndarray:
         edges = np.arange(0, length, PATCH)
         shared = np.minimum(high[:, None], edges + PATCH) - np.maximum(low[:, None], edges)
-        return np.maximum(shared, 0)
+        positive: np.ndarray = np.maximum(shared, 0)
+        return positive
 
     across = overlap(left, right, page.image.width)
     down = overlap(top, bottom, page.image.height)
     area = (down[:, :, None] * across[:, None, :]).reshape(len(drawn), -1)
     owner, empty = area.argmax(0), area.max(0) < LABEL_AREA
-    glyphs, keys, ranks = (np.where(empty, IGNORE, kind[owner]) for kind in (glyph, key, rank))
-    return glyphs, keys, ranks
+    return tuple(np.where(empty, IGNORE, label[owner]) for label in labels)
 
 
-def _places(window: tuple[int, int], corner: list[int]) -> list[int]:
+def _places(rng: np.random.Generator, window: tuple[int, int]) -> list[int]:
+    """Lay ``window`` somewhere on the page; return the places of its patches."""
     columns, rows = window
-    return [
-        (corner[1] + row) * GRID + corner[0] + column
-        for row in range(rows)
-        for column in range(columns)
-    ]
+    left = int(rng.integers(GRID - columns + 1))
+    top = int(rng.integers((GRID - rows) // SLOT_ROWS + 1)) * SLOT_ROWS
+    return [(top + row) * GRID + left + column for row in range(rows) for column in range(columns)]
+
+
+def _slots(places: torch.Tensor) -> torch.Tensor:
+    rows, columns = places // GRID // SLOT_ROWS, places % GRID // SLOT_COLUMNS
+    return rows * (GRID // SLOT_COLUMNS) + columns
+
+
+def _seen(rng: np.random.Generator, glyphs: np.ndarray, count: int | None) -> np.ndarray:
+    """Choose ``count`` patches at random, or all, those with a glyph before all others."""
+    order = np.argsort(rng.random(len(glyphs)) + (glyphs == IGNORE))
+    return np.sort(order[:count])
 
 
 def _prefix(rng: np.random.Generator) -> list[int]:
@@ -158,29 +197,3 @@ def _prefix(rng: np.random.Generator) -> list[int]:
         text = "".join(rng.choice(letters, size=rng.integers(1, 60)))
     system = [chat.TOKENS[chat.SYSTEM], *chat.encode(text)] if text else []
     return [chat.TOKENS[chat.BOS], *system, chat.TOKENS[chat.USER]]
-
-
-def _blocks(
-    rng: np.random.Generator, questions: list[list[Question]], brief: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return ``blocks``, ``targets``, ``asked`` and ``outlook`` of a batch."""
-    count = len(questions[0])
-    blocks = np.full((len(questions), count, 64), chat.TOKENS[chat.PAD])
-    targets = np.full(blocks.shape, IGNORE)
-    asked = np.zeros(blocks.shape, bool)
-    outlook = np.zeros((len(questions), count, chat.VOCABULARY_SIZE), np.float32)
-    longest = 0
-    for i, row in enumerate(questions):
-        for j, question in enumerate(row):
-            text = question.key if brief else question.text
-            text = ("\n" if rng.random() < 0.15 else "") + text
-            prompt = [*chat.encode(text), chat.TOKENS[chat.ASSISTANT]]
-            answer = [*chat.encode(question.answer), chat.TOKENS[chat.EOS]]
-            end = len(prompt) + len(answer)
-            blocks[i, j, :end] = prompt + answer
-            targets[i, j, len(prompt) - 1 : end - 1] = answer
-            asked[i, j, text.rindex(question.key) : len(prompt)] = True
-            np.add.at(outlook[i, j], answer[:-1], 1 / len(question.answer))
-            longest = max(longest, end)
-    cut = (torch.from_numpy(array[:, :, :longest]) for array in (blocks, targets, asked))
-    return *cut, torch.from_numpy(outlook)

@@ -1,58 +1,80 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact match of the model in Hugging Face: ``python -m demo.evaluate``.
 
-Each page is asked one question, through the chat template and the image processor as a server
-would, and decoded greedily in bfloat16. An answer counts if it is right to the last character.
+Each page is asked one question of each task, through the chat template and the image processor as
+a server would, and decoded greedily in bfloat16. An answer counts if it is right to the last
+character.
 """
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
+from PIL import Image
 
 from demo.huggingface import LlavaForConditionalGeneration, LlavaProcessor
-from demo.pages import SPLITS, Page, Question, make_page
+from demo.pages import SPLITS
+from demo.tasks import MAX_ANSWER_TOKENS, TASKS, Example, make_example
 
 MODEL = Path(__file__).with_name("model")
+BATCH = 16
 
 
-def answer(
-    model: LlavaForConditionalGeneration, processor: LlavaProcessor, page: Page, question: Question
-) -> str:
-    """Return what the model says to ``question`` about ``page``."""
-    content = [{"type": "image"}, {"type": "text", "text": question.text}]
-    prompt = processor.apply_chat_template(
-        [{"role": "user", "content": content}], add_generation_prompt=True
-    )
+def answers(
+    model: LlavaForConditionalGeneration, processor: LlavaProcessor, examples: list[Example]
+) -> list[str]:
+    """Return what the model says to ``examples``, which have equally many pages."""
+    prompts = [
+        processor.apply_chat_template(example.messages(_image_part), add_generation_prompt=True)
+        for example in examples
+    ]
     # The template has put the start token already.
     inputs = processor(
-        text=prompt, images=page.image, add_special_tokens=False, return_tensors="pt"
+        text=prompts,
+        images=[[page.image for page in example.pages] for example in examples],
+        padding=True,
+        padding_side="left",
+        add_special_tokens=False,
+        return_tensors="pt",
     ).to(model.device, torch.bfloat16)
-    output = model.generate(**inputs, do_sample=False, max_new_tokens=12)
+    output = model.generate(**inputs, do_sample=False, max_new_tokens=MAX_ANSWER_TOKENS)
     length = inputs["input_ids"].shape[1]
-    return processor.tokenizer.decode(output[0, length:], skip_special_tokens=True)
+    texts: list[str] = processor.tokenizer.batch_decode(
+        output[:, length:], skip_special_tokens=True
+    )
+    return texts
 
 
-def exact_match(folder: Path, split: str, pages: int) -> float:
-    """Return the share of right answers on the first ``pages`` pages of ``split``."""
-    model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    processor = LlavaProcessor.from_pretrained(folder)
+def _image_part(_: Image.Image) -> dict[str, Any]:
+    return {"type": "image"}
+
+
+def exact_match(
+    model: LlavaForConditionalGeneration, processor: LlavaProcessor, examples: list[Example]
+) -> float:
+    """Return the share of right answers to ``examples``, which have equally many pages."""
     right = 0
-    for index in range(pages):
-        page = make_page(split, index)
-        question = page.questions[index % len(page.questions)]
-        right += answer(model, processor, page, question) == question.answer
-    return right / pages
+    for start in range(0, len(examples), BATCH):
+        some = examples[start : start + BATCH]
+        said = answers(model, processor, some)
+        right += sum(text == example.answer for text, example in zip(said, some, strict=True))
+    return right / len(examples)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--task", choices=TASKS, nargs="+", default=TASKS)
     parser.add_argument("--split", choices=SPLITS, default="test")
     parser.add_argument("--pages", type=int, default=300)
     options = parser.parse_args()
-    share = exact_match(options.model, options.split, options.pages)
-    print(f"exact match on {options.pages} {options.split} pages: {share:.1%}")
+    model = LlavaForConditionalGeneration.from_pretrained(options.model, dtype=torch.bfloat16)
+    processor = LlavaProcessor.from_pretrained(options.model)
+    print(f"Exact match on {options.pages} {options.split} pages")
+    for task in options.task:
+        examples = [make_example(task, options.split, index) for index in range(options.pages)]
+        print(f"{task:12}{exact_match(model.eval(), processor, examples):.1%}", flush=True)
 
 
 if __name__ == "__main__":

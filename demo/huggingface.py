@@ -33,7 +33,6 @@ for _package in ("torchvision", "torchaudio"):
         _hide(_package)
 
 from transformers import (  # noqa: E402
-    AttentionInterface,
     CLIPVisionConfig,
     LlamaConfig,
     LlavaConfig,
@@ -44,7 +43,6 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.llava.processing_llava import LlavaProcessor  # noqa: E402
 
 __all__ = [
-    "AttentionInterface",
     "CLIPImageProcessorPil",
     "CLIPVisionConfig",
     "LlamaConfig",

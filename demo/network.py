@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model as Hugging Face's LLaVA, and the training pass that asks many questions at once."""
 
-from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from demo import chat
-from demo.batches import GRID, IGNORE, Batch
+from demo.batches import GRID, SLOTS, Batch
+from demo.blocks import IGNORE
 from demo.huggingface import (
-    AttentionInterface,
     CLIPVisionConfig,
     LlamaConfig,
     LlavaConfig,
@@ -19,8 +19,19 @@ from demo.huggingface import (
 from demo.pages import PAGE_SIZE, PATCH, VALUE_LENGTHS
 
 WIDTH = 128
-CHUNK = 8
-"""Prompts whose attention is computed at once; their scores then stay in the CPU's cache."""
+
+LOSSES = {
+    "answer": 1.0,
+    "choice": 1.0,
+    "outlook": 0.5,
+    "lead": 0.5,
+    "partner": 0.5,
+    "glyph": 0.5,
+    "key": 0.5,
+    "rank": 0.5,
+    "slot": 0.5,
+}
+"""Weights of the losses; ``choice`` counts the keys in answers once more."""
 
 
 def make_config() -> LlavaConfig:
@@ -62,70 +73,69 @@ def make_config() -> LlavaConfig:
     )
 
 
-@dataclass(frozen=True)
-class Losses:
-    """Scalars of one batch; ``right`` is the share of answers without a wrong token.
-
-    ``answer``, ``outlook`` and ``right`` are zero for a batch without questions.
-    """
-
-    answer: torch.Tensor
-    glyph: torch.Tensor
-    key: torch.Tensor
-    rank: torch.Tensor
-    outlook: torch.Tensor
-    right: torch.Tensor
-
-    @property
-    def total(self) -> torch.Tensor:
-        return self.answer + 0.5 * (self.glyph + self.key + self.rank) + 0.5 * self.outlook
-
-
 class Trainee(nn.Module):
-    """LLaVA with three heads that only training uses.
+    """LLaVA with heads that only training uses.
 
-    ``key`` and ``rank`` make every patch know the entry it belongs to and its place there, as a
-    large tower would. Glyph and key are read through the tied embedding, so that a patch comes to
-    speak of characters as the text does. ``outlook`` makes
-    the rows of a question name the characters of the whole answer, without their order: the end
-    of the prompt has to look at all of the value, yet cannot spell it for the rows to come.
+    ``key``, ``rank`` and ``slot`` make every patch know the entry it belongs to and its place there
+    and on the page, as a large tower would. Glyph and key are read through the tied embedding, so
+    that a patch comes to speak of characters as the text does.
+
+    ``outlook`` makes the rows of a question name the characters of the whole answer, without their
+    order: the end of the prompt has to look at all of the value, yet cannot spell it for the rows
+    to come. ``lead`` and ``partner`` have a key in a question looked up in lower layers, so that
+    higher ones can build on it: digits are compared, and the order on a row is found.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, start: Path | None = None) -> None:
+        """Start from the weights in the folder ``start``, or from random ones."""
         super().__init__()
         self.llava = LlavaForConditionalGeneration(make_config())
-        self.llava.set_attn_implementation("demo_chunked")
-        self.key = nn.Linear(WIDTH, WIDTH)
-        self.rank = nn.Linear(WIDTH, len("K:") + max(VALUE_LENGTHS))
-        self.outlook = nn.Linear(WIDTH, chat.VOCABULARY_SIZE)
         with torch.no_grad():
             positions = self.llava.model.vision_tower.embeddings.position_embedding.weight
             positions[1:] = _grid_waves(WIDTH)
+        if start:
+            trained = LlavaForConditionalGeneration.from_pretrained(start, dtype=torch.float32)
+            self.llava.load_state_dict(trained.state_dict())
+        self.key = nn.Linear(WIDTH, WIDTH)
+        self.rank = nn.Linear(WIDTH, len("K:") + max(VALUE_LENGTHS))
+        self.slot = nn.Linear(WIDTH, SLOTS)
+        self.outlook = nn.Linear(WIDTH, chat.VOCABULARY_SIZE)
+        self.lead = nn.Linear(WIDTH, chat.VOCABULARY_SIZE)
+        self.partner = nn.Linear(WIDTH, chat.VOCABULARY_SIZE)
 
-    def forward(self, batch: Batch) -> Losses:
+    def forward(self, batch: Batch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Return the losses of ``LOSSES`` by name, those of questions only if there are any.
+
+        Also return ``[Q]``, for every block the share of prompts without a wrong token in it.
+        """
         features = self._look(batch)
         embedding = self.llava.get_input_embeddings().weight
-        answer = outlook = right = features.new_zeros(())
-        if batch.blocks.numel():
-            hidden = self._read(batch, features)
-            logits = functional.linear(hidden, embedding).float()
-            answer = _cross_entropy(logits, batch.targets)
-            wrong = (logits.argmax(-1) != batch.targets) & (batch.targets != IGNORE)
-            right = 1 - wrong.any(-1).float().mean()
-            wanted = batch.outlook[batch.asked.nonzero()[:, :2].unbind(1)]
-            guess = self.outlook(hidden[batch.asked]).float().log_softmax(-1)
-            outlook = -(wanted * guess).sum(-1).mean()
-        return Losses(
-            answer=answer,
-            glyph=_cross_entropy(functional.linear(features, embedding), batch.glyphs),
-            key=_cross_entropy(functional.linear(self.key(features), embedding), batch.keys),
-            rank=_cross_entropy(self.rank(features), batch.ranks),
-            outlook=outlook,
-            right=right,
-        )
+        losses = {
+            "glyph": _cross_entropy(functional.linear(features, embedding), batch.glyphs),
+            "key": _cross_entropy(functional.linear(self.key(features), embedding), batch.keys),
+            "rank": _cross_entropy(self.rank(features), batch.ranks),
+            "slot": _cross_entropy(self.slot(features), batch.slots),
+        }
+        if not batch.tasks:
+            return losses, features.new_zeros(0)
+        blocks = batch.blocks
+        _, _, second, third, last = self._read(batch, features)
+        logits = functional.linear(last, embedding)
+        asked = blocks.asked != IGNORE
+        guess = self.outlook(last[asked]).float().log_softmax(-1)
+        losses |= {
+            "answer": _cross_entropy(logits, blocks.targets),
+            "choice": _cross_entropy(logits, blocks.choices),
+            "outlook": -(blocks.outlook[blocks.asked[asked]] * guess).sum(-1).mean(),
+            "lead": _cross_entropy(self.lead(second), blocks.leads),
+            "partner": _cross_entropy(self.partner(third), blocks.partners),
+        }
+        wrong = (logits.argmax(-1) != blocks.targets) & (blocks.targets != IGNORE)
+        wrong_in_block = wrong.float() @ functional.one_hot(blocks.owners).float()
+        return losses, (wrong_in_block == 0).float().mean(0)
 
     def _look(self, batch: Batch) -> torch.Tensor:
-        """Return projected features ``[N, P, d]`` of the visible patches."""
+        """Return projected features ``[N, S, d]`` of the patches that the language model sees."""
         tower = self.llava.model.vision_tower
         embeddings = tower.embeddings
         patches = functional.linear(batch.patches, embeddings.patch_embedding.weight.flatten(1))
@@ -133,78 +143,52 @@ class Trainee(nn.Module):
         places = functional.pad(batch.places + 1, (1, 0))
         hidden = torch.cat([first, patches], 1) + embeddings.position_embedding(places)
         hidden = tower.encoder(inputs_embeds=tower.pre_layrnorm(hidden)).last_hidden_state
-        return self.llava.model.multi_modal_projector(hidden[:, 1:])
+        number = torch.arange(len(hidden), device=hidden.device)[:, None]
+        return self.llava.model.multi_modal_projector(hidden[number, batch.seen + 1])
 
-    def _read(self, batch: Batch, features: torch.Tensor) -> torch.Tensor:
-        """Return the language model's last hidden states of the blocks, ``[B, Q, L, d]``."""
-        prompts, questions, length = batch.blocks.shape
+    def _read(self, batch: Batch, features: torch.Tensor) -> list[torch.Tensor]:
+        """Return the hidden states of the blocks, ``[B, R, d]``, before and after every layer."""
+        prompts = len(batch.blocks.tokens)
         embed = self.llava.get_input_embeddings()
         prefix = embed(batch.prefix).expand(prompts, -1, -1)
         pages = features.reshape(prompts, -1, features.shape[-1])
-        inputs = torch.cat([prefix, pages, embed(batch.blocks).flatten(1, 2)], 1)
+        inputs = torch.cat([prefix, pages, embed(batch.blocks.tokens)], 1)
 
         before, count = len(batch.prefix), len(features) // prompts
-        starts = before + GRID * GRID * torch.arange(count, device=pages.device)
-        steps = torch.arange(before + GRID * GRID * count + length, device=pages.device)
+        starts = before + GRID * GRID * torch.arange(count + 1, device=pages.device)
+        first = torch.arange(before, device=pages.device)
+        places = batch.places.gather(1, batch.seen)
         positions = torch.cat(
             [
-                steps[:before].expand(prompts, -1),
-                (batch.places.view(prompts, count, -1) + starts[:, None]).flatten(1),
-                steps[-length:].repeat(prompts, questions),
+                first.expand(prompts, -1),
+                (places.view(prompts, count, -1) + starts[:-1, None]).flatten(1),
+                (batch.blocks.offsets + starts[-1]).expand(prompts, -1),
             ],
             1,
         )
-        hidden = self.llava.model.language_model(
+        context = before + pages.shape[1]
+        output = self.llava.model.language_model(
             inputs_embeds=inputs,
             position_ids=positions,
-            attention_mask=_block_mask(before + pages.shape[1], questions, length, inputs),
+            attention_mask=_block_mask(context, batch.blocks.owners),
             use_cache=False,
-        ).last_hidden_state
-        return hidden[:, before + pages.shape[1] :].unflatten(1, (questions, length))
+            output_hidden_states=True,
+        )
+        return [hidden[:, context:] for hidden in output.hidden_states]
 
 
-def chunked_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
-    **_: object,
-) -> tuple[torch.Tensor, None]:
-    """Attention of ``[B, heads, S, head size]`` by plain matrix products, ``CHUNK`` rows at a time.
-
-    On CPU and at these sizes two to three times faster than ``scaled_dot_product_attention``.
-    ``attention_mask`` is added to the scores, ``[1, 1, S, S]``. Returns
-    ``[B, S, heads, head size]`` and no weights.
-    """
-    groups = query.shape[1] // key.shape[1]
-    key, value = (part.repeat_interleave(groups, 1) for part in (key, value))
-    chunks = []
-    for q, k, v in zip(*(part.split(CHUNK) for part in (query * scaling, key, value)), strict=True):
-        scores = q @ k.mT
-        if attention_mask is not None:
-            scores = scores + attention_mask
-        chunks.append(scores.softmax(-1, dtype=scores.dtype) @ v)
-    return torch.cat(chunks).transpose(1, 2), None
-
-
-AttentionInterface.register("demo_chunked", chunked_attention)
-
-
-def _block_mask(context: int, questions: int, length: int, inputs: torch.Tensor) -> torch.Tensor:
+def _block_mask(context: int, owners: torch.Tensor) -> torch.Tensor:
     """Additive mask ``[1, 1, S, S]``: causal, and no block sees another one."""
-    owner = torch.arange(questions, device=inputs.device).repeat_interleave(length)
-    owner = functional.pad(owner, (context, 0), value=-1)
+    owner = functional.pad(owners, (context, 0), value=-1)
     seen = (owner == -1) | (owner == owner[:, None])
-    dtype = torch.get_autocast_dtype(inputs.device.type)
-    mask = torch.zeros(seen.shape, dtype=dtype, device=inputs.device)
+    mask = torch.zeros(seen.shape, device=owners.device)
     return mask.masked_fill_(~seen.tril(), -torch.inf)[None, None]
 
 
 def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     chosen = targets != IGNORE
-    return functional.cross_entropy(logits[chosen].float(), targets[chosen])
+    total = functional.cross_entropy(logits[chosen].float(), targets[chosen], reduction="sum")
+    return total / chosen.sum().clamp(min=1)
 
 
 def _grid_waves(width: int) -> torch.Tensor:

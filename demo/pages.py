@@ -73,6 +73,11 @@ class Entry:
     def text(self) -> str:
         return f"{self.key}:{self.value}"
 
+    @property
+    def row(self) -> int:
+        """The row of slots that the entry stands in; its ink never leaves its slot."""
+        return self.boxes[0][1] // SLOT_HEIGHT
+
 
 @dataclass(frozen=True)
 class Question:
@@ -124,23 +129,24 @@ def draw_page(
     columns, rows = width // SLOT_WIDTH, height // SLOT_HEIGHT
     if len(keys) > columns * rows:
         raise ValueError(f"{len(keys)} entries do not fit into {columns * rows} slots")
-    face, size = _pick(rng, FACES), _pick(rng, FONT_SIZES)
+    face, size = pick(rng, FACES), pick(rng, FONT_SIZES)
     slots = np.sort(rng.choice(columns * rows, size=len(keys), replace=False))
     ink = np.zeros((height, width), np.float32)
     entries = []
     for key, slot in zip(keys, slots, strict=True):
-        value = "".join(_pick(rng, VALUE_CHARACTERS) for _ in range(_pick(rng, VALUE_LENGTHS)))
+        value = "".join(pick(rng, VALUE_CHARACTERS) for _ in range(pick(rng, VALUE_LENGTHS)))
         corner = (slot % columns * SLOT_WIDTH, slot // columns * SLOT_HEIGHT)
         boxes = _draw_line(ink, rng, f"{key}:{value}", face, size, corner)
         entries.append(Entry(key, value, boxes))
     questions = tuple(
-        Question(_pick(rng, PHRASES).format(key=entry.key), entry.key, entry.value)
+        Question(pick(rng, PHRASES).format(key=entry.key), entry.key, entry.value)
         for entry in entries
     )
     return Page(_print(ink, rng), tuple(entries), questions)
 
 
-def _pick(rng: np.random.Generator, options: Sequence[_T]) -> _T:
+def pick(rng: np.random.Generator, options: Sequence[_T]) -> _T:
+    """Return one of ``options``, all equally likely."""
     return options[int(rng.integers(len(options)))]
 
 

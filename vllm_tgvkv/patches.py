@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.tgvkv")
 
 _MARK = "_wrapped_by_vllm_tgvkv"
+_SETTINGS = "_settings_of_vllm_tgvkv"
 
 SCHEDULER_CLS = "vllm_tgvkv.scheduler.EvictionScheduler"
 WORKER_CLS = "vllm_tgvkv.worker.EvictionCPUWorker"
@@ -192,7 +193,11 @@ def _validate_request(
     original: Callable[..., Any], processor: Any, params: Any, *args: Any, **kwargs: Any
 ) -> Any:
     result = original(processor, params, *args, **kwargs)
-    config = config_of(processor.vllm_config)
+    # Read once: settings with many mixes take longer to check than a request should.
+    config = getattr(processor, _SETTINGS, None)
+    if config is None:
+        config = config_of(processor.vllm_config)
+        setattr(processor, _SETTINGS, config)
     if config.active and isinstance(params, SamplingParams):
         try:
             RequestWish.resolve(config, params.extra_args)

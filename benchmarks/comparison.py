@@ -272,7 +272,7 @@ class Comparison:
         seconds: dict[str, list[dict[str, float]]] = {name: [] for name in METHODS}
         with self._start("methods", COMMON, pool, only=("ours",)) as arms:
             self._warm_up(arms)
-            for number in range(scale.rounds + 1):
+            for number in range(scale.long_rounds + 1):
                 self.say(f"g. eviction by {len(METHODS)} methods, round {number} (0 warms up)")
                 seed = next(self._seeds)
                 for name in METHODS[number:] + METHODS[:number]:

@@ -12,8 +12,8 @@ from vllm_tgvkv.kernels.statistics import ObservedAttention
 class RowSums:
     """Column sums of one layer over the text rows and over the vision rows of a prompt.
 
-    Row i sees keys ``0..i``, so a chunk of rows needs nothing of the chunks after it. Made of the
-    first chunk, :meth:`add` takes the following ones.
+    Row i sees keys ``0..i``, so a chunk of rows needs nothing of the chunks after it. Starts with
+    zeros; :meth:`add` takes one chunk after another.
     """
 
     def __init__(self, num_sets: int, num_tokens: int, device: torch.device) -> None:

@@ -6,8 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_tgvkv.policies.base import Budget, LayerView, Looks, Score
+from vllm_tgvkv.policies.base import Budget, LayerView, Score
 from vllm_tgvkv.policies.registry import BUDGETS, SCORES
+from vllm_tgvkv.policies.tgv import mass
 
 
 @SCORES.register("vv_tt")
@@ -31,11 +32,7 @@ class VisionVisionBudget(Budget):
     needs_vision = True
 
     def strength(self, view: LayerView, scores: Tensor) -> Tensor:
-        sums = view.attention.vision_column_sums
-        return torch.where(view.prompt.is_vision, sums, 0.0).sum(dim=-1, keepdim=True)
-
-    def shares(self, looks: Looks) -> Tensor:
-        return looks.strengths[..., 0]
+        return mass(view.attention.vision_column_sums, view.prompt.is_vision)
 
 
 @BUDGETS.register("tt")
@@ -45,11 +42,7 @@ class TextTextBudget(Budget):
     rows = "text"
 
     def strength(self, view: LayerView, scores: Tensor) -> Tensor:
-        sums = view.attention.column_sums
-        return torch.where(view.prompt.is_vision, 0.0, sums).sum(dim=-1, keepdim=True)
-
-    def shares(self, looks: Looks) -> Tensor:
-        return looks.strengths[..., 0]
+        return mass(view.attention.column_sums, ~view.prompt.is_vision)
 
 
 @BUDGETS.register("entropy")
@@ -61,6 +54,3 @@ class EntropyBudget(Budget):
 
     def strength(self, view: LayerView, scores: Tensor) -> Tensor:
         return view.attention.row_entropies.mean(dim=-1, keepdim=True).exp()
-
-    def shares(self, looks: Looks) -> Tensor:
-        return looks.strengths[..., 0]

@@ -132,7 +132,7 @@ class Score(ABC):
         """float32 ``[S, P]``; higher is better."""
 
 
-class Budget(ABC):
+class Budget:
     """How the pages are shared out among the layers, or among the layers and heads."""
 
     rows: ClassVar[RowSet] = "none"
@@ -148,12 +148,12 @@ class Budget(ABC):
         """
         return scores.new_empty(view.num_sets, 0)
 
-    @abstractmethod
     def shares(self, looks: Looks) -> Tensor:
-        """float ``[L, S]``, not negative.
+        """float ``[L, S]``, not negative; if not overridden, the first number of each strength.
 
         Only their ratios count. All zero, or any of them not finite, means equal shares.
         """
+        return looks.strengths[..., 0]
 
 
 class Retention(ABC):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_tgvkv.policies.base import Budget, LayerView, Looks, Score
+from vllm_tgvkv.policies.base import Budget, LayerView, Score
 from vllm_tgvkv.policies.registry import BUDGETS, POLICIES, SCORES, Recipe
 
 
@@ -49,14 +49,15 @@ class TgvBudget(Budget):
     needs_vision = True
 
     def strength(self, view: LayerView, scores: Tensor) -> Tensor:
-        sums = view.attention.column_sums
-        return torch.where(view.prompt.is_vision, sums, 0.0).sum(dim=-1, keepdim=True)
-
-    def shares(self, looks: Looks) -> Tensor:
-        return looks.strengths[..., 0]
+        return mass(view.attention.column_sums, view.prompt.is_vision)
 
 
 POLICIES.add("tgv", Recipe(score="tgv", budget="tgv", retain="text_first"))
+
+
+def mass(column_sums: Tensor, columns: Tensor) -> Tensor:
+    """What the columns (bool ``[P]``) got of the sums ``[S, P]``: float32 ``[S, 1]``."""
+    return torch.where(columns, column_sums, 0.0).sum(dim=-1, keepdim=True)
 
 
 def _row_weights(column_sums: Tensor, rows: Tensor) -> Tensor:

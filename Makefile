@@ -12,15 +12,19 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.10 python3.13 pyth
 	$$python -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null \
 	&& echo $$python && break; done)
 
+# `make setup` installs vLLM for CPU. On a GPU, name the Python of an environment that has vLLM for
+# CUDA and this plugin: make bench-gpu GPU_PYTHON=python
+GPU_PYTHON ?= $(BIN)/python
+
 include tools/cpu/environment.mk
 export OMP_WAIT_POLICY VLLM_CPU_OMP_THREADS_BIND VLLM_CPU_KVCACHE_SPACE
 export HF_HUB_OFFLINE VLLM_NO_USAGE_STATS TOKENIZERS_PARALLELISM
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint test test-fast demo demo-model eval bench clean
+.PHONY: help setup lint test test-fast test-gpu compile-kernels demo demo-model eval bench bench-gpu clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## make the environment: vLLM for CPU, this plugin, test and demo tools
 
@@ -48,6 +52,12 @@ test: lint ## everything: lint and all tests
 test-fast: setup ## the tests that start no engine and install nothing
 	$(BIN)/python -m pytest -q -m "not engine and not slow"
 
+test-gpu: ## the Triton kernels, on the GPU if there is one, else under Triton's interpreter
+	$(GPU_PYTHON) -m pytest -q tests/gpu
+
+compile-kernels: setup ## build every Triton kernel for three GPU generations; fails on spills
+	$(BIN)/python -m vllm_tgvkv.kernels.gpu.compile
+
 demo: setup ## serve the demonstration model with eviction and ask it about images
 	$(BIN)/python -m demo.run
 
@@ -59,6 +69,9 @@ eval: setup ## which method at which budget: every method on the demonstration m
 
 bench: setup ## speed and memory against stock vLLM
 	$(BIN)/python -m benchmarks.run --eager
+
+bench-gpu: ## speed and memory on a GPU against stock vLLM, at most 8 minutes
+	$(GPU_PYTHON) -m benchmarks.gpu
 
 clean: ## remove the environment and all build products
 	rm -rf $(VENV) build dist *.egg-info tools/cpu/build tools/cpu/*.egg-info

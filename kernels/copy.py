@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm_tgvkv.kernels import gpu
+
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -28,7 +30,8 @@ def copy_kept(
     as they are, whatever the dtype; nothing but the new blocks is written. Pages from
     ``offsets[M]`` on belong to no pair; what is written to them has no meaning.
 
-    Scratch memory is at most ``workspace_bytes``, or what one page needs if that is more.
+    Scratch memory is at most ``workspace_bytes``, or what one page needs if that is more; on CUDA
+    there is none.
 
     Args:
         key_pages: ``[num_pool_pages, N, D]``, logical view of the whole pool; any strides.
@@ -43,6 +46,20 @@ def copy_kept(
     """
     pairs = num_layers * num_heads
     _check(key_pages, value_pages, positions, offsets, old_blocks, new_blocks, pairs)
+    if gpu.runs(key_pages):
+        from vllm_tgvkv.kernels.gpu import copy as triton_copy
+
+        triton_copy.copy_kept(
+            key_pages,
+            value_pages,
+            positions,
+            offsets,
+            old_blocks,
+            new_blocks,
+            num_layers,
+            num_heads,
+        )
+        return
     block_size = key_pages.shape[1]
     pools = [pool.view(_INTEGER_OF_SIZE[pool.element_size()]) for pool in (key_pages, value_pages)]
     token_bytes = max(pool.shape[2] * pool.element_size() for pool in pools)

@@ -3,6 +3,9 @@
 
 A compressed request owns k fresh blocks, whose k*L*H pages are dealt to the (layer, head) pairs in
 prefix-sum order, and an ordinary tail from prompt block t0 on. Everything else is k = t0 = 0.
+
+The state of regions covers the whole pool and is looked up, on the device, by the first id of a
+request's row in the block table. Block 0 is vLLM's null block, where no region starts.
 """
 
 from __future__ import annotations
@@ -10,21 +13,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm_tgvkv.kernels import gpu
+
 
 def write_page_tables(
     block_table: Tensor,
     seq_lens: Tensor,
-    region_blocks: Tensor,
-    region_start: Tensor,
+    retained: Tensor,
+    replaced: Tensor,
     offsets: Tensor,
     block_size: int,
+    first_layer: int,
     tables: Tensor,
 ) -> None:
     """Fills ``tables`` with the pool pages that each (layer, request, head) attends to, in order.
 
-    First the n[l, h] = ``offsets[b, p + 1] - offsets[b, p]`` pages of the compressed region (p =
-    l*H + h), then head h's page of layer l in each tail block t0, t0 + 1, ... up to the one that
-    holds the current token. The entries behind are 0, which is a valid page.
+    First the n[l, h] = ``offsets[b, p + 1] - offsets[b, p]`` pages of the compressed region (b the
+    first block of the request's row, p = l*H + h), then head h's page of layer l in each tail block
+    t0, t0 + 1, ... up to the one that holds the current token. On CPU the entries behind are 0,
+    which is a valid page; on CUDA they stay as they were.
 
     A table changes only when its request's row does, that is every N-th token: with unchanged rows
     :func:`write_lengths` alone is enough.
@@ -32,34 +39,54 @@ def write_page_tables(
     Args:
         block_table: int32 ``[B, W]``; a compressed request's row is
             ``[k fresh ids | zeros | tail ids from column t0 on]``.
-        seq_lens: int32 ``[B]``, tokens including the current one, evicted ones counted.
-        region_blocks: int32 ``[B]``, k; 0 for an ordinary request.
-        region_start: int32 ``[B]``, t0; 0 for an ordinary request.
-        offsets: int32 ``[B, L*H + 1]``; anything where k is 0.
+        seq_lens: int32 ``[B]``, tokens including the current one, evicted ones counted. A row with
+            0 tokens has no pages, and nothing of it is read.
+        retained: int32 ``[num_blocks]``, k of the region that starts with a block; 0 elsewhere.
+        replaced: int32 ``[num_blocks]``, t0 likewise.
+        offsets: int32 ``[num_blocks, L*H + 1]``; anything where k is 0.
         block_size: N.
-        tables: int32 ``[L, B, H, W_out]``, written. W_out must be at least the number of pages of
-            the longest virtual sequence. The counts n are on the device, but since n <= min(t0,
-            k*L*H), the largest ceil(seq_len / N) over the requests is always enough, and so is W.
+        first_layer: layer of ``tables[0]``.
+        tables: int32 ``[l, B, H, W_out]``, written: the tables of l layers. W_out must be at least
+            the number of pages of the longest virtual sequence. The counts n are on the device, but
+            since n <= min(t0, k*L*H), the largest ceil(seq_len / N) over the requests is always
+            enough, and so is W.
 
     Raises:
         ValueError: if a shape or dtype does not fit; the message names the argument.
     """
-    _check(block_table, seq_lens, region_blocks, region_start, offsets)
+    _check(block_table, seq_lens, retained, replaced, offsets)
     _check_output("tables", tables, 4, offsets, seq_lens)
     layers, requests, heads, width = tables.shape
-    pairs = layers * heads
+    pairs = offsets.shape[1] - 1
+    if not 0 <= first_layer <= pairs // heads - layers:
+        raise ValueError(
+            f"first_layer must be such that tables of {layers} layers end within "
+            f"{pairs // heads}, got {first_layer}"
+        )
+    if gpu.runs(tables):
+        from vllm_tgvkv.kernels.gpu import page_tables as triton_page_tables
+
+        triton_page_tables.write_page_tables(
+            block_table, seq_lens, retained, replaced, offsets, block_size, first_layer, tables
+        )
+        return
     device = tables.device
+    first_pair, end_pair = first_layer * heads, (first_layer + layers) * heads
     per_request = (1, requests, 1, 1)
-    first, counts = _regions(region_blocks, offsets, layers, heads)  # [L, B, H]
-    first, counts = first.unsqueeze(-1), counts.unsqueeze(-1)
+    first_blocks = _first_blocks(block_table, seq_lens)
+    start = replaced.index_select(0, first_blocks).view(per_request)
+    first, counts = _regions(
+        first_blocks, retained, offsets[:, first_pair : end_pair + 1], layers, heads
+    )
+    first, counts = first.unsqueeze(-1), counts.unsqueeze(-1)  # [l, B, H, 1]
     column = torch.arange(width, dtype=torch.int32, device=device)
-    pair = torch.arange(pairs, dtype=torch.int32, device=device).view(layers, 1, heads, 1)
+    pair = torch.arange(first_pair, end_pair, dtype=torch.int32, device=device)
+    pair = pair.view(layers, 1, heads, 1)
 
     region_page = first + column
     region_column = torch.div(region_page, pairs, rounding_mode="floor")
     in_block = region_page.sub_(region_column * pairs)
     in_region = column < counts
-    start = region_start.view(per_request)
     table_column = torch.where(in_region, region_column, (start - counts) + column)
     # Columns behind the last page would point outside the row; what they fetch is zeroed below.
     table_column.clamp_(0, block_table.shape[1] - 1)
@@ -75,16 +102,17 @@ def write_page_tables(
 
 
 def write_lengths(
+    block_table: Tensor,
     seq_lens: Tensor,
-    region_blocks: Tensor,
-    region_start: Tensor,
+    retained: Tensor,
+    replaced: Tensor,
     offsets: Tensor,
     block_size: int,
     lengths: Tensor,
 ) -> None:
     """Fills ``lengths`` with the tokens that each (layer, request, head) attends to.
 
-    n*N tokens of the region and ``seq_len - t0*N`` of the tail.
+    n*N tokens of the region and ``seq_len - t0*N`` of the tail; 0 in rows without tokens.
 
     Args:
         lengths: int32 ``[L, B, H]``, written. The rest as in :func:`write_page_tables`.
@@ -92,59 +120,74 @@ def write_lengths(
     Raises:
         ValueError: if a shape or dtype does not fit; the message names the argument.
     """
-    _check(None, seq_lens, region_blocks, region_start, offsets)
+    _check(block_table, seq_lens, retained, replaced, offsets)
     _check_output("lengths", lengths, 3, offsets, seq_lens)
     layers, requests, heads = lengths.shape
-    _, counts = _regions(region_blocks, offsets, layers, heads)
-    tail = (seq_lens - region_start * block_size).view(1, requests, 1)
+    if layers * heads != offsets.shape[1] - 1:
+        raise ValueError(
+            f"lengths must be of all layers, L*H = {offsets.shape[1] - 1}, got "
+            f"{list(lengths.shape)}"
+        )
+    if gpu.runs(lengths):
+        from vllm_tgvkv.kernels.gpu import page_tables as triton_page_tables
+
+        triton_page_tables.write_lengths(
+            block_table, seq_lens, retained, replaced, offsets, block_size, lengths
+        )
+        return
+    first_blocks = _first_blocks(block_table, seq_lens)
+    _, counts = _regions(first_blocks, retained, offsets, layers, heads)
+    start = replaced.index_select(0, first_blocks)
+    tail = torch.sub(seq_lens, start, alpha=block_size).view(1, requests, 1)
     torch.add(tail, counts, alpha=block_size, out=lengths)
 
 
+def _first_blocks(block_table: Tensor, seq_lens: Tensor) -> Tensor:
+    """First block of every row, int32 ``[B]``; the null block where a row has no tokens."""
+    return block_table[:, 0].masked_fill(seq_lens <= 0, 0)
+
+
 def _regions(
-    region_blocks: Tensor, offsets: Tensor, layers: int, heads: int
+    first_blocks: Tensor, retained: Tensor, offsets: Tensor, layers: int, heads: int
 ) -> tuple[Tensor, Tensor]:
-    """First region page and number of region pages, int32 ``[L, B, H]``; zeros where k is 0."""
-    requests = offsets.shape[0]
-    offsets = offsets.masked_fill(region_blocks.unsqueeze(-1) <= 0, 0)
+    """First region page and number of region pages, int32 ``[l, B, H]``; zeros where k is 0."""
+    requests = len(first_blocks)
+    has_no_region = retained.index_select(0, first_blocks).unsqueeze(-1) <= 0
+    offsets = offsets.index_select(0, first_blocks).masked_fill_(has_no_region, 0)
     first = offsets[:, :-1].view(requests, layers, heads).transpose(0, 1)
     counts = offsets.diff(dim=-1).view(requests, layers, heads).transpose(0, 1)
     return first, counts
 
 
 def _check(
-    block_table: Tensor | None,
-    seq_lens: Tensor,
-    region_blocks: Tensor,
-    region_start: Tensor,
-    offsets: Tensor,
+    block_table: Tensor, seq_lens: Tensor, retained: Tensor, replaced: Tensor, offsets: Tensor
 ) -> None:
-    requests = seq_lens.numel()
-    named = {
-        "block_table": (block_table, 2),
-        "seq_lens": (seq_lens, 1),
-        "region_blocks": (region_blocks, 1),
-        "region_start": (region_start, 1),
-        "offsets": (offsets, 2),
-    }
-    for name, (tensor, dims) in named.items():
-        if tensor is None:
-            continue
-        if tensor.dtype != torch.int32 or tensor.dim() != dims or tensor.shape[0] != requests:
-            shape = f"[{requests}]" if dims == 1 else f"[{requests}, ...]"
+    requests, num_blocks = seq_lens.numel(), retained.numel()
+    for name, tensor, rows, dims in (
+        ("block_table", block_table, requests, 2),
+        ("seq_lens", seq_lens, requests, 1),
+        ("retained", retained, num_blocks, 1),
+        ("replaced", replaced, num_blocks, 1),
+        ("offsets", offsets, num_blocks, 2),
+    ):
+        if tensor.dtype != torch.int32 or tensor.dim() != dims or tensor.shape[0] != rows:
+            shape = f"[{rows}]" if dims == 1 else f"[{rows}, ...]"
             raise ValueError(
                 f"{name} must be int32 {shape}, got {tensor.dtype} {list(tensor.shape)}"
             )
 
 
 def _check_output(name: str, out: Tensor, dims: int, offsets: Tensor, seq_lens: Tensor) -> None:
+    pairs = offsets.shape[1] - 1
     if (
         out.dtype != torch.int32
         or out.dim() != dims
         or out.shape[1] != seq_lens.numel()
-        or out.shape[0] * out.shape[2] != offsets.shape[1] - 1
+        or not out.shape[2]
+        or pairs % out.shape[2]
     ):
-        shape = "[L, B, H, W_out]" if dims == 4 else "[L, B, H]"
+        shape = "[l, B, H, W_out]" if dims == 4 else "[L, B, H]"
         raise ValueError(
-            f"{name} must be int32 {shape} with B = {seq_lens.numel()} and "
-            f"L*H = {offsets.shape[1] - 1}, got {out.dtype} {list(out.shape)}"
+            f"{name} must be int32 {shape} with B = {seq_lens.numel()} and H a divisor of "
+            f"L*H = {pairs}, got {out.dtype} {list(out.shape)}"
         )

@@ -8,6 +8,7 @@ a chunked prefill and prefix-cache hits are covered like any other key.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+
+from vllm_tgvkv.kernels import gpu
 
 Statistic = Literal["row_averages", "share_below", "row_entropies"]
 """What may be computed beside the column sums. ``row_averages`` makes weighted sums cheap."""
@@ -47,7 +50,7 @@ class Scratch:
         return buffer[:size].view(shape)
 
 
-class ObservedAttention:
+class ObservedAttention(ABC):
     """Statistics of some rows of A, the softmax of q k^T over all keys before a row.
 
     Row i is the observation token at ``row_positions[i]``; it sees keys ``0..row_positions[i]``.
@@ -55,11 +58,6 @@ class ObservedAttention:
     of a KV head (S = H), or, with ``per_head`` false, all of the layer's (S = 1). Built by
     :func:`observe`; ``statistics`` names what is computed in the same pass over the keys as the
     column sums. Nothing is computed before it is asked for.
-
-    Scratch memory: the probabilities of one row chunk, the gathered keys and the kept head
-    averages take at most ``workspace_bytes`` each. Only where a single row (4*2*H*G*num_keys
-    bytes) or a single block of keys is larger than that does its size count. Keys that do not fit
-    as a whole are gathered anew, piece by piece, for each chunk of rows.
 
     Attributes:
         num_rows, num_keys, num_groups: O, P and S.
@@ -69,36 +67,16 @@ class ObservedAttention:
     def __init__(
         self,
         queries: Tensor,
-        key_pages: Tensor,
-        block_ids: Tensor,
         row_positions: Tensor,
         num_keys: int,
-        scale: float,
         per_head: bool,
         statistics: frozenset[Statistic],
-        workspace_bytes: int,
-        log_sum_exp: Tensor | None,
-        num_common_keys: int,
-        scratch: Scratch | None,
     ) -> None:
-        self._scratch = scratch or Scratch()
         self.num_rows, self.num_heads, self.group_size, self.head_size = queries.shape
         self.num_keys = num_keys
         self.row_positions = row_positions
         self.num_groups = self.num_heads if per_head else 1
         self._statistics = statistics
-        self._workspace_bytes = workspace_bytes
-        self._key_pages = key_pages
-        self._block_ids = block_ids
-        self._scale = scale
-        self._num_common_keys = num_common_keys
-        # Float32 throughout: a bf16 logit of 20 is off by up to 0.06, its probability by 6 %.
-        # The scale is applied to the products, so that bf16 queries stay exact.
-        self._queries = queries.permute(1, 2, 0, 3).float()  # [H, G, O, D]
-        self._is_bfloat16 = queries.dtype == key_pages.dtype == torch.bfloat16
-        self._log_sum_exp = None if log_sum_exp is None else log_sum_exp.permute(1, 2, 0).float()
-        self._keys: Tensor | None = None
-        self._gather_all_if_small()
 
     @property
     def column_sums(self) -> Tensor:
@@ -135,22 +113,17 @@ class ObservedAttention:
                 f"weights must be [{self.num_groups}, {self.num_rows}] or [1, {self.num_rows}], "
                 f"got {list(weights.shape)}"
             )
-        averages = self._first_pass.row_averages if "row_averages" in self._statistics else None
-        if averages is None:
-            return self.mixed_column_sums(weights.unsqueeze(1)).squeeze(1)
-        row_weights = weights.float().expand(self.num_groups, -1).unsqueeze(1)
-        return torch.bmm(row_weights, averages).squeeze(1)
+        return self.mixed_column_sums(weights.unsqueeze(1)).squeeze(1)
 
     def mixed_column_sums(self, weights: Tensor) -> Tensor:
         """Several weighted column sums in one pass: ``[S or 1, K, O]`` -> ``[S, K, num_keys]``."""
-        sums = self._queries.new_zeros(self.num_heads, weights.shape[1], self.num_keys)
-        weights = weights.float().expand(self.num_heads, -1, -1)
-        for rows, probabilities in self.row_chunks():
-            # The same weights for each of the group's heads: [H, K, G * R].
-            repeated = weights[:, :, rows].repeat(1, 1, self.group_size)
-            sums.baddbmm_(repeated, probabilities.flatten(1, 2))
-        return self._mean_of_groups(sums / self.group_size)
+        if "row_averages" in self._statistics:
+            averages = self._first_pass.row_averages
+            if averages is not None:
+                return self._weigh(weights, averages)
+        return self._weighted_pass(weights)
 
+    @abstractmethod
     def renormalised_column_sums(
         self, keys: Tensor, weights: Tensor, last_row_only: bool = False
     ) -> Tensor:
@@ -165,8 +138,88 @@ class ObservedAttention:
             last_row_only: the weights of all other rows are zero; spares computing them.
 
         Returns:
-            float32 ``[S, num_keys]``, zero outside of the subset.
+            float32 ``[S, num_keys]``, zero outside of the subset. A row without any visible key
+            in the subset adds nothing.
         """
+
+    @cached_property
+    @abstractmethod
+    def _first_pass(self) -> FirstPass:
+        """Column sums and whatever else was asked for, in one pass over the rows.
+
+        Row averages are kept for the weighted sums if they are asked for and small enough.
+        """
+
+    @abstractmethod
+    def _weigh(self, weights: Tensor, averages: Tensor) -> Tensor:
+        """``[S or 1, K, O]`` and the kept averages -> ``[S, K, num_keys]``."""
+
+    @abstractmethod
+    def _weighted_pass(self, weights: Tensor) -> Tensor:
+        """The same without kept averages, in another pass over the rows."""
+
+    def _declared(self, name: Statistic, value: Tensor) -> Tensor:
+        if name not in self._statistics:
+            raise ValueError(
+                f"{name} was not computed: name it in the `statistics` of the score or budget"
+            )
+        return value
+
+
+class TorchAttention(ObservedAttention):
+    """The statistics in PyTorch, a chunk of rows at a time.
+
+    Scratch memory: the probabilities of one row chunk, the gathered keys and the kept head
+    averages take at most ``workspace_bytes`` each. Only where a single row (4*2*H*G*num_keys
+    bytes) or a single block of keys is larger than that does its size count. Keys that do not fit
+    as a whole are gathered anew, piece by piece, for each chunk of rows.
+    """
+
+    def __init__(
+        self,
+        queries: Tensor,
+        key_pages: Tensor,
+        block_ids: Tensor,
+        row_positions: Tensor,
+        num_keys: int,
+        scale: float,
+        per_head: bool,
+        statistics: frozenset[Statistic],
+        workspace_bytes: int,
+        log_sum_exp: Tensor | None,
+        num_common_keys: int,
+        scratch: Scratch | None,
+    ) -> None:
+        super().__init__(queries, row_positions, num_keys, per_head, statistics)
+        self._scratch = scratch or Scratch()
+        self._workspace_bytes = workspace_bytes
+        self._key_pages = key_pages
+        self._block_ids = block_ids
+        self._scale = scale
+        self._num_common_keys = num_common_keys
+        # Float32 throughout: a bf16 logit of 20 is off by up to 0.06, its probability by 6 %.
+        # The scale is applied to the products, so that bf16 queries stay exact.
+        self._queries = queries.permute(1, 2, 0, 3).float()  # [H, G, O, D]
+        self._is_bfloat16 = queries.dtype == key_pages.dtype == torch.bfloat16
+        self._log_sum_exp = None if log_sum_exp is None else log_sum_exp.permute(1, 2, 0).float()
+        self._keys: Tensor | None = None
+        self._gather_all_if_small()
+
+    def _weigh(self, weights: Tensor, averages: Tensor) -> Tensor:
+        return torch.bmm(weights.float().expand(self.num_groups, -1, -1), averages)
+
+    def _weighted_pass(self, weights: Tensor) -> Tensor:
+        sums = self._queries.new_zeros(self.num_heads, weights.shape[1], self.num_keys)
+        weights = weights.float().expand(self.num_heads, -1, -1)
+        for rows, probabilities in self.row_chunks():
+            # The same weights for each of the group's heads: [H, K, G * R].
+            repeated = weights[:, :, rows].repeat(1, 1, self.group_size)
+            sums.baddbmm_(repeated, probabilities.flatten(1, 2))
+        return self._mean_of_groups(sums / self.group_size)
+
+    def renormalised_column_sums(
+        self, keys: Tensor, weights: Tensor, last_row_only: bool = False
+    ) -> Tensor:
         subset = keys.float().expand(self.num_heads, -1)
         weights = weights.float().expand(self.num_heads, -1)
         sums = torch.zeros_like(subset[:, None])
@@ -199,11 +252,7 @@ class ObservedAttention:
             yield rows, self._softmax(rows, logits, out=self._take("probabilities", shape))
 
     @cached_property
-    def _first_pass(self) -> _FirstPass:
-        """Column sums and whatever else was asked for, in one pass over the rows.
-
-        Row averages are kept for the weighted sums if they are asked for and small enough.
-        """
+    def _first_pass(self) -> FirstPass:
         groups, keys, queried = self.num_groups, self.num_keys, self._statistics
         averages = None
         if (
@@ -234,7 +283,7 @@ class ObservedAttention:
             column_sums = self._mean_of_groups(sums.squeeze(1))
         else:
             column_sums = averages.sum(dim=1)
-        return _FirstPass(
+        return FirstPass(
             column_sums=column_sums,
             row_averages=averages,
             share_below=self._share_of_visible(below),
@@ -253,13 +302,6 @@ class ObservedAttention:
         if self.num_groups == self.num_heads:
             return per_head
         return per_head.mean(dim=0, keepdim=True)
-
-    def _declared(self, name: Statistic, value: Tensor) -> Tensor:
-        if name not in self._statistics:
-            raise ValueError(
-                f"{name} was not computed: name it in the `statistics` of the score or budget"
-            )
-        return value
 
     def _logits(self, rows: slice, out: Tensor) -> None:
         """Scaled, causally masked logits of ``rows``, written to ``out`` [H, G, R, num_keys]."""
@@ -332,12 +374,12 @@ def _mean_over_group(probabilities: Tensor, out: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class _FirstPass:
-    """What the first pass over the rows computed; zeros where it was not asked to."""
+class FirstPass:
+    """What the first pass over the rows computed; a statistic not asked for has no meaning."""
 
     column_sums: Tensor
     row_averages: Tensor | None
-    """A of every row, float32 ``[S, O, P]``; None if not asked for, or too large to keep."""
+    """A of every row, float32 ``[S, O, P or more]``; None if not asked for, or too large to keep."""
     share_below: Tensor
     row_entropies: Tensor
 
@@ -368,7 +410,8 @@ def observe(
         scale: factor of the logits, as the model's attention applies it.
         per_head: whether statistics are those of each KV head, or of the layer as a whole.
         statistics: what will be asked for beside column sums; the rest costs nothing.
-        workspace_bytes: bound of each scratch buffer, see :class:`ObservedAttention`.
+        workspace_bytes: bound of each scratch buffer, see :class:`TorchAttention` and
+            :class:`~vllm_tgvkv.kernels.gpu.statistics.TritonAttention`.
         log_sum_exp: float ``[O, H, G]``, natural log of the rows' softmax denominators, where the
             attention kernel returned it; saves the reduction over the keys.
         num_common_keys: this many first keys are seen by every row; at most
@@ -379,7 +422,23 @@ def observe(
         ValueError: if a shape, dtype or number does not fit; the message names the argument.
     """
     _check(queries, key_pages, block_ids, row_positions, num_keys, log_sum_exp)
-    return ObservedAttention(
+    if gpu.runs(queries):
+        from vllm_tgvkv.kernels.gpu.statistics import TritonAttention
+
+        return TritonAttention(
+            queries,
+            key_pages,
+            block_ids,
+            row_positions,
+            num_keys,
+            scale,
+            per_head,
+            statistics,
+            workspace_bytes,
+            log_sum_exp,
+            scratch,
+        )
+    return TorchAttention(
         queries,
         key_pages,
         block_ids,

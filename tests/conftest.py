@@ -3,8 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import importlib.util
 import os
+import pkgutil
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +27,46 @@ def default_environment() -> dict[str, str]:
 # Before torch and vLLM are imported: both read their settings then.
 for _name, _value in default_environment().items():
     os.environ.setdefault(_name, _value)
+
+
+def has_cuda() -> bool:
+    """Whether there is a CUDA device, asked so that a forked engine can still use it."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def load_kernels_interpreted() -> None:
+    """Import Triton and our Triton kernels so that Triton's interpreter runs them on CPU tensors.
+
+    Whether a ``@triton.jit`` function is interpreted is decided where it is decorated, for
+    Triton's own (``tl.sum``) when Triton is imported. So this comes before vLLM, which imports
+    Triton; afterwards the variable goes, and processes that tests start know nothing of it.
+    """
+    assert "triton" not in sys.modules, "imported before TRITON_INTERPRET could be set"
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        package = importlib.import_module("vllm_tgvkv.kernels.gpu")
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            # A module that cannot be imported fails in the tests that use it, not in all.
+            with contextlib.suppress(Exception):
+                importlib.import_module(module.name)
+    finally:
+        del os.environ["TRITON_INTERPRET"]
+
+
+if importlib.util.find_spec("triton") and not has_cuda():
+    load_kernels_interpreted()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a CUDA device where there is none."""
+    if has_cuda():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -20,23 +21,50 @@ from vllm_tgvkv.kernels.select import page_offsets, select_tokens
 GARBAGE = st.integers(-(2**31), 2**31 - 1)
 
 
+NUM_BLOCKS = 200
+
+
 @dataclass
 class Batch:
-    """Random decode requests, some of them compressed."""
+    """Random decode requests, some of them compressed, some rows without tokens."""
 
     layers: int
     heads: int
     block_size: int
-    arguments: tuple[torch.Tensor, ...]
+    gathered: tuple[torch.Tensor, ...]
+    """Block table, lengths and region state by row, as the reference takes them."""
+    pooled: tuple[torch.Tensor, ...]
+    """The same with region state by block."""
     extra_width: int
+
+    @property
+    def width(self) -> int:
+        """The least documented width, blocks of the longest sequence, and a bit more."""
+        return math.ceil(int(self.gathered[1].max()) / self.block_size) + self.extra_width
+
+    def expected(self, width: int, behind: int) -> tuple[list[Any], list[Any]]:
+        """Tables with `behind` in the entries behind the last page, and lengths."""
+        pages, lengths = reference.page_tables(
+            *self.gathered, self.block_size, self.layers, self.heads
+        )
+        return [
+            [[row + [behind] * (width - len(row)) for row in heads] for heads in layer]
+            for layer in pages
+        ], lengths
 
 
 @st.composite
 def batches(draw: st.DrawFn) -> Batch:
     layers, heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     pairs, block_size = layers * heads, draw(st.sampled_from([1, 4, 16]))
-    ids = iter(draw(st.permutations(range(1, 200))))
-    rows, seq_lens, region_blocks, region_start, offsets = [], [], [], [], []
+    ids = iter(draw(st.permutations(range(1, NUM_BLOCKS))))
+    garbage = draw(st.lists(GARBAGE, min_size=3, max_size=3))
+    retained, replaced, offsets = (
+        torch.full((NUM_BLOCKS, *shape), value, dtype=torch.int32)
+        for shape, value in zip(((), (), (pairs + 1,)), garbage, strict=True)
+    )
+    retained[0] = replaced[0] = 0
+    rows, seq_lens, firsts = [], [], []
     for _ in range(draw(st.integers(1, 4))):
         seq_len = draw(st.integers(1, 8 * block_size))
         num_blocks = math.ceil(seq_len / block_size)
@@ -45,59 +73,73 @@ def batches(draw: st.DrawFn) -> Batch:
         k = draw(st.integers(0, start))
         if k == 0:
             start = 0
-            offsets.append(draw(st.lists(GARBAGE, min_size=pairs + 1, max_size=pairs + 1)))
-        else:
+        fresh, tail = [next(ids) for _ in range(k)], [next(ids) for _ in range(num_blocks - start)]
+        row = fresh + [0] * (start - k) + tail
+        retained[row[0]], replaced[row[0]] = k, start
+        if k:
             counts = reference.apportion(
                 draw(st.lists(st.floats(0, 1), min_size=pairs, max_size=pairs)),
                 k * pairs,
                 0,
                 start,
             )
-            offsets.append(page_offsets(torch.tensor(counts)).tolist())
-        fresh, tail = [next(ids) for _ in range(k)], [next(ids) for _ in range(num_blocks - start)]
-        rows.append(fresh + [0] * (start - k) + tail)
+            offsets[row[0]] = page_offsets(torch.tensor(counts))
+        firsts.append(row[0])
+        rows.append(row)
         seq_lens.append(seq_len)
-        region_blocks.append(k)
-        region_start.append(start)
+    for _ in range(draw(st.integers(0, 2))):  # rows without tokens, whose table says nothing
+        place = draw(st.integers(0, len(rows)))
+        for values, value in ((rows, []), (seq_lens, 0), (firsts, 0)):
+            values.insert(place, value)
     width = max(map(len, rows)) + draw(st.integers(0, 2))
     stale = draw(GARBAGE)
-    table = [row + [stale] * (width - len(row)) for row in rows]
-    named = (table, seq_lens, region_blocks, region_start, offsets)
-    arguments = tuple(torch.tensor(values, dtype=torch.int32) for values in named)
-    return Batch(layers, heads, block_size, arguments, draw(st.integers(0, 3)))
+    table, lens = (
+        torch.tensor(values, dtype=torch.int32)
+        for values in ([row + [stale] * (width - len(row)) for row in rows], seq_lens)
+    )
+    return Batch(
+        layers,
+        heads,
+        block_size,
+        (table, lens, retained[firsts], replaced[firsts], offsets[firsts]),
+        (table, lens, retained, replaced, offsets),
+        draw(st.integers(0, 3)),
+    )
 
 
 @settings(deadline=None)
-@given(batches())
-def test_tables_and_lengths_equal_the_reference(batch: Batch) -> None:
-    block_table, *rest = batch.arguments
-    requests = block_table.shape[0]
-    pages, expected_lengths = reference.page_tables(
-        *batch.arguments, batch.block_size, batch.layers, batch.heads
-    )
-    # The least documented width: blocks of the longest sequence.
-    width = math.ceil(int(rest[0].max()) / batch.block_size) + batch.extra_width
-    shape = (batch.layers, requests, batch.heads)
-    tables = torch.full((*shape, width), -7, dtype=torch.int32)
-    lengths = torch.full(shape, -7, dtype=torch.int32)
-    write_page_tables(block_table, *rest, batch.block_size, tables)
-    write_lengths(*rest, batch.block_size, lengths)
+@given(batches(), st.data())
+def test_tables_and_lengths_equal_the_reference(batch: Batch, data: st.DataObject) -> None:
+    width, requests = batch.width, len(batch.gathered[1])
+    expected_tables, expected_lengths = batch.expected(width, behind=0)
+    first = data.draw(st.integers(0, batch.layers - 1))
+    end = data.draw(st.integers(first, batch.layers))
+    tables = torch.full((end - first, requests, batch.heads, width), -7, dtype=torch.int32)
+    lengths = torch.full((batch.layers, requests, batch.heads), -7, dtype=torch.int32)
+    write_page_tables(*batch.pooled, batch.block_size, first, tables)
+    write_lengths(*batch.pooled, batch.block_size, lengths)
     assert lengths.tolist() == expected_lengths
-    assert tables.tolist() == [
-        [[row + [0] * (width - len(row)) for row in heads] for heads in layer] for layer in pages
-    ]
+    assert tables.tolist() == expected_tables[first:end]
 
 
-def test_wrong_outputs_are_named() -> None:
+def test_wrong_arguments_are_named() -> None:
     table, one = torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     offsets = torch.zeros(1, 5, dtype=torch.int32)
-    wrong = torch.zeros(3, 1, 2, 2, dtype=torch.int32)
+    tables = torch.zeros(2, 1, 2, 2, dtype=torch.int32)
+    state = (table, one, one, one, offsets, 4)
+    for first_layer in (-1, 1):
+        with pytest.raises(ValueError, match="first_layer"):
+            write_page_tables(*state, first_layer, tables)
     with pytest.raises(ValueError, match="tables"):
-        write_page_tables(table, one, one, one, offsets, 4, wrong)
+        write_page_tables(*state, 0, torch.zeros(1, 1, 3, 2, dtype=torch.int32))
     with pytest.raises(ValueError, match="lengths"):
-        write_lengths(one, one, one, offsets, 4, wrong)
+        write_lengths(*state, tables[:1, :, :, 0])
+    with pytest.raises(ValueError, match="lengths"):
+        write_lengths(*state, tables)
     with pytest.raises(ValueError, match="seq_lens"):
-        write_lengths(one.long(), one, one, offsets, 4, torch.zeros(2, 1, 2, dtype=torch.int32))
+        write_lengths(table, one.long(), one, one, offsets, 4, tables[..., 0])
+    with pytest.raises(ValueError, match="offsets"):
+        write_lengths(table, one, one, one, offsets.expand(2, 5), 4, tables[..., 0])
 
 
 @dataclass

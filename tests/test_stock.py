@@ -16,7 +16,7 @@ import pytest
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-PARTS = ("scheduler", "manager", "worker", "attention_cpu", "evictor")
+PARTS = ("scheduler", "manager", "worker", "worker_cpu", "attention_cpu", "attention_cuda", "evictor")
 """Modules of the package that only an engine with eviction has a use for."""
 
 STOCK = {
@@ -32,7 +32,7 @@ STOCK = {
 }
 EVICTING = {
     "scheduler": "vllm_tgvkv.scheduler.EvictionScheduler",
-    "worker": "vllm_tgvkv.worker.EvictionCPUWorker",
+    "worker": "vllm_tgvkv.worker_cpu.EvictionCPUWorker",
     "manager": "vllm_tgvkv.manager.EvictingManager",
     "spec": "vllm_tgvkv.manager.EvictingSpec",
     "backend": "vllm_tgvkv.attention_cpu.EvictingCPUBackend",

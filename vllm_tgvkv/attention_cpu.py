@@ -10,8 +10,8 @@ only after a preemption, when it computes again what it had generated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,13 +26,12 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout, replace_as
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
-from vllm_tgvkv.compatibility import UnsupportedByEvictionError
+from vllm_tgvkv.attention import RowFinder, check_layer, evicting_spec, first_token
 from vllm_tgvkv.config import config_of
 from vllm_tgvkv.evictor import CacheShape, Evictor
 from vllm_tgvkv.kernels.page_tables import write_lengths, write_page_tables
-from vllm_tgvkv.manager import EvictingSpec
 from vllm_tgvkv.pages import PageLayoutError, PagePool
 
 _TABLE_STEP = 16
@@ -52,12 +51,7 @@ class EvictingCPUBackend(CPUAttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        if type(spec) is not FullAttentionSpec:
-            raise UnsupportedByEvictionError(
-                f"--kv-eviction works with full attention only, and this model has a layer with "
-                f"{type(spec).__name__}: serve another model or leave out --kv-eviction"
-            )
-        return replace_as(spec, EvictingSpec)
+        return evicting_spec(spec)
 
     @staticmethod
     def get_impl_cls() -> type[EvictingCPUImpl]:
@@ -104,6 +98,8 @@ class EvictingCPUMetadata(CPUAttentionMetadata):
 class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
     """Builds the metadata and owns the worker's `Evictor`."""
 
+    slots_first = False
+
     def __init__(
         self,
         kv_cache_spec: AttentionSpec,
@@ -126,7 +122,6 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             block_size=self.block_size,
         )
         self.evictor: Evictor | None = None
-        self._row_of: Mapping[str, int] = {}
         self._starts = torch.arange(
             vllm_config.scheduler_config.max_num_seqs * self.num_kv_heads + 1, dtype=torch.int32
         )
@@ -136,10 +131,9 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         self._seen_version = -1
         self._last: RaggedRows | None = None
 
-    def bind(self, pool: PagePool, row_of: Mapping[str, int]) -> None:
-        """Attach the cache, once vLLM has allocated it, and the batch's rows by request id."""
+    def bind(self, pool: PagePool, find_row: RowFinder) -> None:
         self.evictor = Evictor(config_of(self.vllm_config), self.shape, pool)
-        self._row_of = row_of
+        self._find_row = find_row
 
     def build(
         self,
@@ -160,9 +154,8 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             stock = super().build(common_prefix_len, stock_part, fast_build)
         else:
             stock = CPUAttentionMetadata(**_NO_STOCK_ROWS)
-        starts = common_attn_metadata.query_start_loc_cpu
         observing = self.evictor is not None and self.evictor.prepare(
-            lambda request_id: int(starts[self._row_of[request_id]])
+            partial(first_token, self._find_row, common_attn_metadata)
         )
         return EvictingCPUMetadata(
             **{f.name: getattr(stock, f.name) for f in fields(CPUAttentionMetadata)},
@@ -226,17 +219,22 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
                 common.query_start_loc[rows], num_tokens, shape.num_heads
             )
         block_table, seq_lens = common.block_table_tensor[rows], common.seq_lens[rows]
-        first_blocks = block_table[:, 0]
-        retained, replaced = regions.num_retained[first_blocks], regions.num_replaced[first_blocks]
-        offsets = regions.offsets[first_blocks]
         lengths = torch.empty(
             shape.num_layers, num_rows, shape.num_heads, dtype=torch.int32, device=rows.device
         )
-        write_lengths(seq_lens, retained, replaced, offsets, shape.block_size, lengths)
+        write_lengths(
+            block_table,
+            seq_lens,
+            regions.num_retained,
+            regions.num_replaced,
+            regions.offsets,
+            shape.block_size,
+            lengths,
+        )
         ragged = RaggedRows(
             num_tokens=int(num_tokens.sum()),
             starts=starts,
-            tables=self._page_tables(block_table, seq_lens, retained, replaced, offsets, lengths),
+            tables=self._page_tables(block_table, seq_lens, lengths),
             lengths=lengths,
             schedules=[self._schedule(starts, layer) for layer in lengths],
             queries=queries,
@@ -246,13 +244,7 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         return ragged
 
     def _page_tables(
-        self,
-        block_table: torch.Tensor,
-        seq_lens: torch.Tensor,
-        retained: torch.Tensor,
-        replaced: torch.Tensor,
-        offsets: torch.Tensor,
-        lengths: torch.Tensor,
+        self, block_table: torch.Tensor, seq_lens: torch.Tensor, lengths: torch.Tensor
     ) -> torch.Tensor:
         """Page tables [L, R, H, W] of R rows.
 
@@ -283,10 +275,11 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             write_page_tables(
                 block_table[changed],
                 seq_lens[changed],
-                retained[changed],
-                replaced[changed],
-                offsets[changed],
+                regions.num_retained,
+                regions.num_replaced,
+                regions.offsets,
                 self.block_size,
+                0,
                 new,
             )
             tables[:, changed] = new
@@ -320,20 +313,9 @@ class EvictingCPUImpl(CPUAttentionBackendImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        for found, what in (
-            (self.alibi_slopes is not None, "ALiBi position biases"),
-            (self.sliding_window != -1, "sliding-window attention"),
-            (bool(self.logits_soft_cap), "soft-capped attention logits"),
-            (self.sinks is not None, "learned attention sinks"),
-            (self.kv_sharing_target_layer_name is not None, "layers that share a KV cache"),
-        ):
-            if found:
-                raise UnsupportedByEvictionError(
-                    f"--kv-eviction does not work with {what} yet: serve another model "
-                    "or leave out --kv-eviction"
-                )
+        check_layer(self, has_window=self.sliding_window != -1)
         self.layer = -1
-        """Index of the layer in the pool; set by the worker."""
+        """Index of the layer in the pool."""
 
     def forward(
         self,
@@ -401,7 +383,6 @@ class EvictingCPUImpl(CPUAttentionBackendImpl):
             outputs[rows.queries] = ragged_outputs
 
     def bind(self, layer: int, pool: PagePool) -> None:
-        """Attach the pool, once vLLM has allocated the cache."""
         self.layer = layer
         self.pool = pool
         pages = pool.raw.view(-1, 1, 2 * pool.block_size, self.head_size)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_tgvkv.config import EvictionConfigError
+from vllm_tgvkv.platforms import Platform, eviction_platform
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -22,35 +23,45 @@ class UnsupportedByEvictionError(EvictionConfigError):
     """Eviction cannot run with a given flag or model."""
 
 
-def check_engine_args(engine_args: EngineArgs, scheduler_cls: str, worker_cls: str) -> None:
-    """Refuse what must be known before vLLM builds its configuration."""
-    from vllm.platforms import current_platform
+def check_engine_args(engine_args: EngineArgs) -> Platform:
+    """Refuse what must be known before vLLM builds its configuration.
 
-    if not current_platform.is_cpu():
+    Returns:
+        What eviction brings for the platform.
+
+    Raises:
+        UnsupportedByEvictionError: with the first reason found.
+    """
+    platform = eviction_platform()
+    if platform is None:
+        from vllm.platforms import current_platform
+
         raise UnsupportedByEvictionError(
-            f"--kv-eviction runs on vLLM's CPU platform only, and this is "
+            f"--kv-eviction runs on vLLM's CPU and CUDA platforms, and this is "
             f"{current_platform.device_name or current_platform.device_type}: "
-            f"use a CPU build of vLLM {_WAY_OUT}"
+            f"use a CPU or CUDA build of vLLM {_WAY_OUT}"
         )
-    if engine_args.scheduler_cls not in (None, scheduler_cls):
+    if engine_args.scheduler_cls is not None:
         raise UnsupportedByEvictionError(
             f"--kv-eviction brings its own scheduler class: remove --scheduler-cls "
             f"{engine_args.scheduler_cls} {_WAY_OUT}"
         )
-    if engine_args.worker_cls not in ("auto", worker_cls):
+    if engine_args.worker_cls not in ("auto", platform.worker_cls):
         raise UnsupportedByEvictionError(
             f"--kv-eviction brings its own worker class: remove --worker-cls "
             f"{engine_args.worker_cls} {_WAY_OUT}"
         )
+    return platform
 
 
-def check_vllm_config(vllm_config: VllmConfig) -> None:
+def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
     """Refuse every feature and kind of model that eviction is not right with.
 
     Raises:
         UnsupportedByEvictionError: with the first reason found.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    backend = vllm_config.attention_config.backend
     for found, what, remedy in (
         *_model_checks(model),
         (
@@ -96,8 +107,24 @@ def check_vllm_config(vllm_config: VllmConfig) -> None:
             "use --kv-cache-dtype auto",
         ),
         (
-            vllm_config.use_v2_model_runner,
-            "vLLM's model runner V2",
+            backend is not None and backend.name != platform.attention_backend,
+            f"--attention-backend {backend and backend.name}",
+            f"use {platform.attention_backend}, which is extended",
+        ),
+        (
+            parallel.use_ubatching,
+            "microbatches (--enable-dbo, --ubatch-size)",
+            "remove these flags",
+        ),
+        (
+            model.enable_sleep_mode,
+            "sleep mode (--enable-sleep-mode)",
+            "remove the flag",
+        ),
+        (
+            platform.worker_cls.startswith("vllm_tgvkv.worker_cpu.")
+            and vllm_config.use_v2_model_runner,
+            "vLLM's model runner V2 on CPU",
             "set VLLM_USE_V2_MODEL_RUNNER=0",
         ),
     ):

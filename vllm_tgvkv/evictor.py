@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_tgvkv.config import EvictionConfig
 from vllm_tgvkv.decision import Decider
@@ -135,6 +136,27 @@ class KeptTokens:
     """Kept positions, int32 [pages, N], pages in (layer, head) order."""
 
 
+class RetainedCounts:
+    """How many blocks guarded evictions retained, on the way from the device to the host."""
+
+    def __init__(self, evictions: Sequence[tuple[Eviction, torch.Tensor]]) -> None:
+        self._evictions = [eviction for eviction, _ in evictions]
+        numbers = torch.stack([number for _, number in evictions])
+        self._numbers = numbers.to("cpu", non_blocking=True)
+        self._copied = torch.cuda.Event(blocking=True) if numbers.is_cuda else None
+        if self._copied is not None:
+            self._copied.record()
+
+    def read(self) -> list[Retained]:
+        """Wait for the step that evicted, and return its numbers."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return [
+            Retained(eviction.request_id, int(eviction.new_blocks[0]), int(number))
+            for eviction, number in zip(self._evictions, self._numbers, strict=True)
+        ]
+
+
 class Evictor:
     """Carries out `StepPlan`s; owned by the attention metadata builder of a worker."""
 
@@ -218,16 +240,10 @@ class Evictor:
             if len(work.judgement.scores) == self.shape.num_layers:
                 self._finish(work.judgement)
 
-    def take_retained(self) -> list[Retained]:
-        """What the guarded evictions since the last call retained.
-
-        Reads a number from the device; to be called where that waits for nothing.
-        """
-        retained, self._retained = self._retained, []
-        return [
-            Retained(eviction.request_id, int(eviction.new_blocks[0]), int(number))
-            for eviction, number in retained
-        ]
+    def take_retained(self) -> RetainedCounts | None:
+        """What the guarded evictions since the last call retained, if there were any."""
+        evictions, self._retained = self._retained, []
+        return RetainedCounts(evictions) if evictions else None
 
     # -- observation --------------------------------------------------------------------
 
@@ -363,7 +379,8 @@ class Evictor:
         copy_kept(*pages)
         if policy.merge:
             merge_evicted(*pages)
-        self.regions.add(int(eviction.new_blocks[0]), num_retained, num_full, offsets)
+        first_block = int(eviction.new_blocks[0])
+        self.regions.add(eviction.request_id, first_block, num_retained, num_full, offsets)
         self._forget(eviction.request_id)
         if self.config.debug.record_kept:
             self.kept.append(KeptTokens(eviction.request_id, decision.counts, decision.positions))
@@ -413,5 +430,5 @@ class Evictor:
             num_tokens=summing.prompt.num_tokens,
         )
 
-    def _to_device(self, array: Sequence[int] | object) -> torch.Tensor:
-        return torch.as_tensor(array).to(self.device, non_blocking=True)
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return async_tensor_h2d(array, self.device)

@@ -22,9 +22,8 @@ class PageLayoutError(RuntimeError):
 class PagePool:
     """Views of the whole KV cache; nothing is copied.
 
-    `raw` is [num_pages, 2 * N * D]: keys in the first half of a page, values in
-    the second. `keys` and `values` are logical views [num_pages, N, D] with
-    whatever strides the attention kernel's page format implies.
+    `raw` is [num_pages, 2 * N * D]. `keys` and `values` are logical views
+    [num_pages, N, D] with whatever strides the attention kernel's page format implies.
     """
 
     raw: torch.Tensor
@@ -47,17 +46,22 @@ class PagePool:
         shape = (self.num_blocks, self.num_layers, self.num_heads, *self.keys.shape[1:])
         return self.keys.unflatten(0, shape[:3])[:, layer]
 
+    @property
+    def head_size(self) -> int:
+        return self.keys.shape[2]
+
     def poison(self, blocks: Sequence[int]) -> None:
         """Fill blocks with NaN (debug only)."""
         view = self.raw.view(self.num_blocks, -1)
         view[torch.tensor(blocks, device=view.device)] = float("nan")
 
 
-def page_pool(layer_caches: Sequence[torch.Tensor]) -> PagePool:
+def page_pool(layer_caches: Sequence[torch.Tensor], slots_first: bool) -> PagePool:
     """Build the pool from vLLM's per-layer views [num_blocks, H, N, 2 * D], in layer order.
 
-    A page's keys are stored [D, N] and its values [N, D], the format of vLLM's CPU kernels,
-    which `check_page_format` makes sure of.
+    With `slots_first` a page is [N, 2 * D], each slot's key before its value, as FlashAttention
+    has it. Otherwise keys are stored [D, N] and then values [N, D], the format of vLLM's CPU
+    kernels, which `check_page_format` makes sure of.
 
     Raises:
         PageLayoutError: if the views do not interleave in one buffer as BLHNC.
@@ -84,7 +88,10 @@ def page_pool(layer_caches: Sequence[torch.Tensor]) -> PagePool:
     num_pages = num_blocks * num_layers * num_heads
     raw = first.as_strided((num_pages, page), (page, 1), first.storage_offset())
     head_size = content // 2
-    keys, values = raw.view(num_pages, 2, -1).unbind(1)
-    values = values.unflatten(1, (block_size, head_size))
-    keys = keys.unflatten(1, (head_size, block_size)).transpose(1, 2)
+    if slots_first:
+        keys, values = raw.view(num_pages, block_size, content).split(head_size, dim=2)
+    else:
+        keys, values = raw.view(num_pages, 2, -1).unbind(1)
+        values = values.unflatten(1, (block_size, head_size))
+        keys = keys.unflatten(1, (head_size, block_size)).transpose(1, 2)
     return PagePool(raw, keys, values, num_layers, num_heads, block_size)

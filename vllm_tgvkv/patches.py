@@ -24,6 +24,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_tgvkv.compatibility import check_engine_args, check_vllm_config
 from vllm_tgvkv.config import (
@@ -47,7 +48,7 @@ _MARK = "_wrapped_by_vllm_tgvkv"
 _SETTINGS = "_settings_of_vllm_tgvkv"
 
 SCHEDULER_CLS = "vllm_tgvkv.scheduler.EvictionScheduler"
-WORKER_CLS = "vllm_tgvkv.worker.EvictionCPUWorker"
+ASYNC_SCHEDULER_CLS = "vllm_tgvkv.scheduler.AsyncEvictionScheduler"
 
 
 def install_flags() -> None:
@@ -180,11 +181,15 @@ def _configure_engine(
     if not config.active:
         return original(engine_args, *args, **kwargs)
 
-    check_engine_args(engine_args, SCHEDULER_CLS, WORKER_CLS)
-    engine_args.scheduler_cls = SCHEDULER_CLS
-    engine_args.worker_cls = WORKER_CLS
+    platform = check_engine_args(engine_args)
+    engine_args.worker_cls = platform.worker_cls
     vllm_config = original(engine_args, *args, **kwargs)
-    check_vllm_config(vllm_config)
+    check_vllm_config(vllm_config, platform)
+    # What vLLM decides last: whether steps are scheduled ahead, and where nobody asked for an
+    # attention backend, which one.
+    scheduler = vllm_config.scheduler_config
+    scheduler.scheduler_cls = ASYNC_SCHEDULER_CLS if scheduler.async_scheduling else SCHEDULER_CLS
+    vllm_config.attention_config.backend = AttentionBackendEnum[platform.attention_backend]
     install_request_validation()
     return vllm_config
 

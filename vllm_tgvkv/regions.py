@@ -10,7 +10,7 @@ block's id: a decode step needs no request ids, whatever order the batch has.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -26,18 +26,32 @@ class Regions:
         self.num_retained = torch.zeros(num_blocks, dtype=torch.int32, device=device)
         self.num_replaced = torch.zeros(num_blocks, dtype=torch.int32, device=device)
         self.offsets = torch.zeros(num_blocks, num_pairs + 1, dtype=torch.int32, device=device)
-        self.num_live = 0
+        self._owners: dict[int, str] = {}
         self.version = 0
         """Changes with every region; what was derived from the tables is stale then."""
 
+    @property
+    def num_live(self) -> int:
+        return len(self._owners)
+
+    @property
+    def owners(self) -> Iterable[str]:
+        """Ids of the compressed requests."""
+        return self._owners.values()
+
     def add(
-        self, first_block: int, num_retained: int, num_replaced: int, offsets: torch.Tensor
+        self,
+        request_id: str,
+        first_block: int,
+        num_retained: int,
+        num_replaced: int,
+        offsets: torch.Tensor,
     ) -> None:
-        """Record a region; `offsets` is int32 [L * H + 1] on the device."""
+        """Record a request's region; `offsets` is int32 [L * H + 1] on the device."""
+        self._owners[first_block] = request_id
         self.num_retained[first_block] = num_retained
         self.num_replaced[first_block] = num_replaced
         self.offsets[first_block] = offsets
-        self.num_live += 1
         self.version += 1
 
     def release(self, first_blocks: Sequence[int]) -> None:
@@ -45,5 +59,5 @@ class Regions:
         for block in first_blocks:
             self.num_retained[block] = 0
             self.num_replaced[block] = 0
-        self.num_live -= len(first_blocks)
+            del self._owners[block]
         self.version += bool(first_blocks)

@@ -11,6 +11,7 @@ import numpy as np
 from vllm import envs
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
@@ -357,3 +358,11 @@ class EvictionScheduler(Scheduler):
             num_blocks_before,
             num_blocks,
         )
+
+
+class AsyncEvictionScheduler(EvictionScheduler, AsyncScheduler):
+    """The same over vLLM's scheduler that plans a step while the last one runs.
+
+    A swap is right before the step that copies has run: every step of the device comes after it,
+    and no block is read by position alone.
+    """

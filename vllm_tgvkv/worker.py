@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's CPU worker with the evicting attention backend and compressed block-table rows."""
+"""What eviction adds to a worker of vLLM, on any platform.
+
+Stock workers become evicting ones by `EvictingWorker` in front of them: `worker_cpu.py`,
+`worker_cuda.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,72 +11,89 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 from vllm.v1.attention import selector
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from vllm_tgvkv.attention_cpu import EvictingCPUImpl, EvictingCPUMetadataBuilder
+from vllm_tgvkv.attention import EvictingBuilder
 from vllm_tgvkv.counters import EvictionCounters
-from vllm_tgvkv.evictor import Evictor
+from vllm_tgvkv.evictor import Evictor, RetainedCounts
 from vllm_tgvkv.pages import page_pool
 from vllm_tgvkv.plan import ATTRIBUTE, RETAINED_ATTRIBUTE, Eviction, StepPlan
 
-BACKEND = "vllm_tgvkv.attention_cpu.EvictingCPUBackend"
-
 
 @contextmanager
-def evicting_backend() -> Iterator[None]:
-    """Let vLLM's CPU attention resolve to ours, for the layers built meanwhile.
+def evicting_backend(replaced: AttentionBackendEnum, backend: str) -> Iterator[None]:
+    """Let one of vLLM's attention backends resolve to ours, for the layers built meanwhile.
 
     The override ends with the block, so that another engine of the same process
     gets stock attention.
     """
-    register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
+    register_backend(replaced, backend)
     selector._cached_get_attn_backend.cache_clear()
     try:
         yield
     finally:
-        AttentionBackendEnum.CPU_ATTN.clear_override()
+        replaced.clear_override()
         selector._cached_get_attn_backend.cache_clear()
 
 
-class EvictionCPUWorker(CPUWorker):
-    """The stock worker; hands each step's `StepPlan` to the evictor."""
+class EvictingWorker:
+    """Hands each step's `StepPlan` to the evictor, and rows that shrank to the model runner."""
+
+    replaced_backend: AttentionBackendEnum
+    evicting_backend: str
+    """Qualified name of the attention backend that takes its place."""
+
+    # Of vLLM's worker.
+    vllm_config: Any
+    model_runner: Any
+
+    _evictor: Evictor | None = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        with evicting_backend():
-            super().load_model(*args, **kwargs)
+        with evicting_backend(self.replaced_backend, self.evicting_backend):
+            super().load_model(*args, **kwargs)  # type: ignore[misc]
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
-        super().initialize_from_config(*args, **kwargs)
+        super().initialize_from_config(*args, **kwargs)  # type: ignore[misc]
         builder = self._builder()
         layers = self.vllm_config.compilation_config.static_forward_context
         names = sorted(builder.layer_names, key=lambda n: layers[n].kv_cache.storage_offset())
-        pool = page_pool([layers[name].kv_cache for name in names])
+        pool = page_pool([layers[name].kv_cache for name in names], builder.slots_first)
         for index, name in enumerate(names):
-            impl = layers[name].impl
-            assert isinstance(impl, EvictingCPUImpl), type(impl)
-            impl.bind(index, pool)
-        builder.bind(pool, self.model_runner.input_batch.req_id_to_index)
-        self._rows_to_rewrite: list[Eviction] = []
+            layers[name].impl.bind(index, pool)
+        builder.bind(pool, self.find_row)
+        self._evictor = builder.evictor
+        self._shrunk: list[Eviction] = []
         self._counters = EvictionCounters().as_dict()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         plan: StepPlan = getattr(scheduler_output, ATTRIBUTE, None) or StepPlan()
-        for eviction in self._rows_to_rewrite:
-            self._rewrite_row(eviction)
-        self._rows_to_rewrite = plan.evictions
+        self.rewrite_rows(self._shrunk)
+        self._shrunk = plan.evictions
         self._counters = plan.counters or self._counters
         self.evictor.begin_step(plan)
-        return super().execute_model(scheduler_output)
+        return super().execute_model(scheduler_output)  # type: ignore[misc]
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().sample_tokens(*args, **kwargs)
-        if retained := self.evictor.take_retained():
-            setattr(output, RETAINED_ATTRIBUTE, retained)
-        return output
+        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        counts = self.evictor.take_retained()
+        if counts is None:
+            return output
+        if isinstance(output, AsyncModelRunnerOutput):
+            return OutputWithRetained(output, counts)
+        return attach_retained(output, counts)
+
+    def find_row(self, common: CommonAttentionMetadata, request_id: str) -> int | None:
+        """Row of a request in the batch that is being built, see `RowFinder`."""
+        raise NotImplementedError
+
+    def rewrite_rows(self, evictions: list[Eviction]) -> None:
+        """Put compressed rows in place of prompts', before the next step is built."""
+        raise NotImplementedError
 
     def kv_eviction_stats(self) -> dict[str, Any]:
         """Totals of `EvictionCounters` as of the last step, for `collective_rpc`."""
@@ -88,38 +109,38 @@ class EvictionCPUWorker(CPUWorker):
         return [
             {
                 "request_id": kept.request_id,
-                "counts": kept.counts.numpy(),
-                "positions": kept.positions.numpy(),
+                "counts": kept.counts.numpy(force=True),
+                "positions": kept.positions.numpy(force=True),
             }
             for kept in self.evictor.kept
         ]
 
     @property
     def evictor(self) -> Evictor:
-        evictor = self._builder().evictor
-        assert evictor is not None, "the KV cache is not initialised"
-        return evictor
+        assert self._evictor is not None, "the KV cache is not initialised"
+        return self._evictor
 
-    def _builder(self) -> EvictingCPUMetadataBuilder:
+    @property
+    def observes(self) -> bool:
+        """Whether prompts are observed in this step."""
+        return self._evictor is not None and self._evictor.has_work
+
+    def _builder(self) -> EvictingBuilder:
         ((group,),) = self.model_runner.attn_groups
-        builder = group.get_metadata_builder()
-        assert isinstance(builder, EvictingCPUMetadataBuilder), type(builder)
-        return builder
+        return group.get_metadata_builder()
 
-    def _rewrite_row(self, eviction: Eviction) -> None:
-        """Put the compressed row in place of the prompt's, before the next step is built.
 
-        A request that ended meanwhile is gone from the runner; a preempted one gets
-        a row of its own when it is scheduled again.
-        """
-        runner = self.model_runner
-        state = runner.requests.get(eviction.request_id)
-        if state is None:
-            return
-        blocks = eviction.row_blocks
-        (ids,) = state.block_ids
-        ids[: len(blocks)] = blocks.tolist()
-        row = runner.input_batch.req_id_to_index.get(eviction.request_id)
-        if row is not None:
-            table = runner.input_batch.block_table[0].block_table.np
-            table[row, : len(blocks)] = blocks.astype(np.int32)
+class OutputWithRetained(AsyncModelRunnerOutput):
+    """A step's output that is still on the device, and what its evictions retained."""
+
+    def __init__(self, output: AsyncModelRunnerOutput, counts: RetainedCounts) -> None:
+        self._output = output
+        self._counts = counts
+
+    def get_output(self) -> ModelRunnerOutput:
+        return attach_retained(self._output.get_output(), self._counts)
+
+
+def attach_retained(output: ModelRunnerOutput, counts: RetainedCounts) -> ModelRunnerOutput:
+    setattr(output, RETAINED_ATTRIBUTE, counts.read())
+    return output

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode attention over heads with lengths of their own, straight from block table and regions.
+
+A virtual sequence is one (row, KV head) of a layer; its pages are those that
+:func:`~vllm_tgvkv.kernels.page_tables.write_page_tables` would list, computed instead of listed.
+On CUDA a fixed number of programs share all chunks of all virtual sequences evenly, whatever their
+lengths are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from vllm_tgvkv.kernels import gpu
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """How P programs share the work of a step: buffers that every step fills anew.
+
+    The C chunks of a layer, sequence after sequence, are dealt in order: program p has chunks
+    ``p*C // P`` to ``(p + 1)*C // P - 1``.
+    """
+
+    chunk: int
+    """Tokens that a program handles at a time, a power of two."""
+    ends: Tensor
+    """int32 ``[L, R*H + 1]``: 0, then the number of chunks up to every sequence's last one."""
+    first: Tensor
+    """int32 ``[L, P]``, the sequence of each program's first chunk; anything if it has none."""
+    partials: Tensor
+    """float32 ``[P, 2, G, D + 2]``: of the first and the last sequence of a program, where it has
+    only a part of it, the weighted sum of values, the maximal logit (base 2) and the sum of
+    weights. Layers share it, as they run one after the other."""
+
+    @classmethod
+    def allocate(
+        cls,
+        num_layers: int,
+        num_rows: int,
+        num_heads: int,
+        group_size: int,
+        head_size: int,
+        num_programs: int,
+        device: torch.device | str,
+        chunk: int = 64,
+    ) -> DecodePlan:
+        """Allocate the buffers for up to `num_rows` rows.
+
+        On CUDA `num_programs` is best what the GPU runs at once: two to four per multiprocessor,
+        see :data:`vllm_tgvkv.kernels.gpu.decode.PROGRAMS_PER_SM`.
+        """
+        return cls(
+            chunk,
+            torch.zeros(num_layers, num_rows * num_heads + 1, dtype=torch.int32, device=device),
+            torch.zeros(num_layers, num_programs, dtype=torch.int32, device=device),
+            torch.zeros(num_programs, 2, group_size, head_size + 2, device=device),
+        )
+
+    def for_sequences(self, num_sequences: int) -> DecodePlan:
+        """The same buffers for a step with fewer virtual sequences, R*H."""
+        return replace(self, ends=self.ends[:, : num_sequences + 1])
+
+
+def plan_decode(lengths: Tensor, plan: DecodePlan) -> None:
+    """Deals the work of a step, for all layers; to be called once the lengths are known.
+
+    Args:
+        lengths: int32 ``[L, R, H]``, contiguous in H.
+        plan: ``ends`` and ``first`` are written.
+
+    Raises:
+        ValueError: if a shape or dtype does not fit; the message names the argument.
+    """
+    _check_plan(lengths, plan)
+    if gpu.runs(lengths):
+        from vllm_tgvkv.kernels.gpu import decode as triton_decode
+
+        triton_decode.plan_decode(lengths, plan)
+        return
+    chunks = (lengths.flatten(1) + (plan.chunk - 1)) // plan.chunk
+    plan.ends[:, :1] = 0
+    plan.ends[:, 1:] = chunks.cumsum(1)
+    num_programs = plan.first.shape[1]
+    programs = torch.arange(num_programs, device=lengths.device)
+    begins = programs * plan.ends[:, -1:].long() // num_programs
+    plan.first.copy_(torch.searchsorted(plan.ends[:, 1:].long().contiguous(), begins, right=True))
+
+
+def decode(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    retained: Tensor,
+    replaced: Tensor,
+    offsets: Tensor,
+    layer: int,
+    scale: float,
+    plan: DecodePlan,
+    out: Tensor,
+) -> None:
+    """Attention of one query token per row in one layer; ``out`` is zero where a length is 0.
+
+    With M = L*H, p = layer*H + h, b the first block of row r and n = ``offsets[b, p + 1] -
+    offsets[b, p]`` (0 where ``retained[b]`` is 0), page i of head h is, for i < n, page ``(offsets[b, p]
+    + i) % M`` of block ``block_table[r, (offsets[b, p] + i) // M]``, then page p of block
+    ``block_table[r, t0 + i - n]`` with t0 = ``replaced[b]``. Slots from the length on and pages of
+    others are not read.
+
+    On CUDA, products and sums are in float32 and weights are rounded to the dtype of the values
+    before they are multiplied with them, as is usual; the result of the same call is the same, bit
+    by bit. Nothing is allocated and no device value is read, so that it works in a CUDA graph.
+
+    Args:
+        query: ``[R, H*G, D]``; head j belongs to KV head j // G.
+        keys: ``[num_pages, N, D]``, logical view of the whole pool; any strides.
+        values: ``[num_pages, N, D]``, likewise.
+        block_table: int32 ``[R, W]``.
+        lengths: int32 ``[L, R, H]`` of
+            :func:`~vllm_tgvkv.kernels.page_tables.write_lengths`. Of a row of length 0 nothing else
+            is read.
+        retained: int32 ``[num_blocks]``, as in
+            :func:`~vllm_tgvkv.kernels.page_tables.write_page_tables`.
+        replaced: int32 ``[num_blocks]``, likewise.
+        offsets: int32 ``[num_blocks, M + 1]``, likewise.
+        layer: index of the layer.
+        scale: of the logits.
+        plan: filled by :func:`plan_decode` from the same lengths.
+        out: ``[R, H*G, D]``, written.
+
+    Raises:
+        ValueError: if a shape or dtype does not fit; the message names the argument.
+    """
+    _check_plan(lengths, plan)
+    _check(query, keys, values, block_table, lengths, retained, replaced, offsets, layer, out)
+    group = query.shape[1] // lengths.shape[2]
+    if plan.partials.shape[2:] != (group, query.shape[2] + 2):
+        raise ValueError(
+            f"plan.partials must be [P, 2, {group}, {query.shape[2] + 2}], got "
+            f"{list(plan.partials.shape)}"
+        )
+    if gpu.runs(query):
+        from vllm_tgvkv.kernels.gpu import decode as triton_decode
+
+        triton_decode.decode(
+            query,
+            keys,
+            values,
+            block_table,
+            lengths,
+            retained,
+            replaced,
+            offsets,
+            layer,
+            scale,
+            plan,
+            out,
+        )
+        return
+    exact = torch.promote_types(query.dtype, torch.float32)
+    num_heads, pairs, block_size = lengths.shape[2], offsets.shape[1] - 1, keys.shape[1]
+    grouped = query.unflatten(1, (num_heads, group)).to(exact)
+    for row, row_lengths in enumerate(lengths[layer].tolist()):
+        for head, length in enumerate(row_lengths):
+            heads = slice(head * group, (head + 1) * group)
+            if length == 0:
+                out[row, heads] = 0
+                continue
+            block = int(block_table[row, 0])
+            pair = layer * num_heads + head
+            first, end = offsets[block, pair : pair + 2].tolist() if retained[block] > 0 else (0, 0)
+            num_tail = -(-length // block_size) - (end - first)
+            start = int(replaced[block])
+            region = torch.arange(first, end, device=query.device)
+            tail = block_table[row, start : start + num_tail].long() * pairs + pair
+            region_pages = block_table[row, region // pairs].long() * pairs + region % pairs
+            pages = torch.cat((region_pages, tail))
+            k, v = (pool[pages].flatten(0, 1)[:length].to(exact) for pool in (keys, values))
+            weights = (grouped[row, head] @ k.T * scale).softmax(1)
+            out[row, heads] = (weights @ v).to(out.dtype)
+
+
+def _check_plan(lengths: Tensor, plan: DecodePlan) -> None:
+    if lengths.dtype != torch.int32 or lengths.dim() != 3 or lengths.stride(2) != 1:
+        raise ValueError(
+            f"lengths must be int32 [L, R, H], contiguous in H, got {lengths.dtype} "
+            f"{list(lengths.shape)}"
+        )
+    layers, rows, heads = lengths.shape
+    if plan.chunk <= 0 or plan.chunk & (plan.chunk - 1):
+        raise ValueError(f"plan.chunk must be a power of two, got {plan.chunk}")
+    if plan.ends.dtype != torch.int32 or plan.ends.shape != (layers, rows * heads + 1):
+        raise ValueError(
+            f"plan.ends must be int32 {[layers, rows * heads + 1]}, got {plan.ends.dtype} "
+            f"{list(plan.ends.shape)}"
+        )
+    if plan.first.dtype != torch.int32 or plan.first.dim() != 2 or len(plan.first) != layers:
+        raise ValueError(
+            f"plan.first must be int32 [{layers}, P], got {plan.first.dtype} "
+            f"{list(plan.first.shape)}"
+        )
+    partials = plan.partials
+    if (
+        partials.dtype != torch.float32
+        or partials.dim() != 4
+        or partials.shape[:2] != (plan.first.shape[1], 2)
+        or not partials.is_contiguous()
+    ):
+        raise ValueError(
+            f"plan.partials must be float32 [{plan.first.shape[1]}, 2, G, D + 2], contiguous, got "
+            f"{partials.dtype} {list(partials.shape)}"
+        )
+
+
+def _check(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    retained: Tensor,
+    replaced: Tensor,
+    offsets: Tensor,
+    layer: int,
+    out: Tensor,
+) -> None:
+    layers, rows, heads = lengths.shape
+    if query.dim() != 3 or len(query) != rows or query.shape[1] % heads or not query.shape[1]:
+        raise ValueError(f"query must be [{rows}, {heads}*G, D], got {list(query.shape)}")
+    if out.shape != query.shape:
+        raise ValueError(f"out must be {list(query.shape)}, got {list(out.shape)}")
+    for name, pool in (("keys", keys), ("values", values)):
+        if pool.dim() != 3 or pool.shape[2] != query.shape[2] or pool.shape != keys.shape:
+            raise ValueError(
+                f"{name} must be [num_pages, N, {query.shape[2]}], got {list(pool.shape)}"
+            )
+        if pool.dtype != query.dtype:
+            raise ValueError(f"{name} must be {query.dtype} as the query, got {pool.dtype}")
+    num_blocks = retained.numel()
+    for name, tensor, shape in (
+        ("block_table", block_table, (rows, block_table.shape[-1])),
+        ("retained", retained, (num_blocks,)),
+        ("replaced", replaced, (num_blocks,)),
+        ("offsets", offsets, (num_blocks, layers * heads + 1)),
+    ):
+        if tensor.dtype != torch.int32 or tensor.shape != shape:
+            raise ValueError(
+                f"{name} must be int32 {list(shape)}, got {tensor.dtype} {list(tensor.shape)}"
+            )
+    if not 0 <= layer < layers:
+        raise ValueError(f"layer must be within the {layers} of lengths, got {layer}")

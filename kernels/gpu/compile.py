@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build every kernel for GPUs that need not be there, and report registers and spills.
+
+``python -m vllm_tgvkv.kernels.gpu.compile`` compiles what the ``variants()`` of each module of this
+package yield, for compute capabilities 8.0, 9.0 and 10.0, and fails where a kernel does not build
+or keeps values in local memory that belong in registers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import multiprocessing
+import os
+import pkgutil
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+PACKAGE = "vllm_tgvkv.kernels.gpu"
+CAPABILITIES = (80, 90, 100)
+
+#: Bytes of shared memory a program may have at most; a launch with more fails.
+_SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+
+_LOG_OF_PTXAS = re.compile(
+    r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
+    r"(?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A specialisation of a kernel, as a launch makes it.
+
+    Attributes:
+        name: what distinguishes it from the kernel's other variants, e.g. ``"bf16 D128 N16"``.
+        kernel: the ``@triton.jit`` function.
+        signature: type of every argument that is passed at run time: ``"*bf16"``, ``"i32"``,
+            ``"fp32"``. Arguments listed in `constants` may be left out.
+        constants: values of the ``tl.constexpr`` arguments, and of the others that Triton turns
+            into constants at a launch: integers equal to 1 (a unit stride) and ``None``.
+        num_warps, num_stages: as the launch gives them.
+        aligned: arguments that are a multiple of 16 at a launch, pointers in bytes and integers
+            in value; Triton specialises on it. By default all pointers, as PyTorch allocates
+            them, and no integer.
+        spill_limit: bytes of spill stores that are accepted; say why where it is not 0.
+    """
+
+    name: str
+    kernel: Any
+    signature: Mapping[str, str]
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    num_warps: int = 4
+    num_stages: int = 3
+    aligned: Collection[str] | None = None
+    spill_limit: int = 0
+
+    @property
+    def kernel_name(self) -> str:
+        """Return the kernel's name."""
+        return str(self.kernel.__name__)
+
+    def aligned_arguments(self) -> set[str]:
+        """Return the names of the arguments that are compiled as multiples of 16."""
+        if self.aligned is not None:
+            return set(self.aligned)
+        return {name for name, kind in self.signature.items() if kind.startswith("*")}
+
+    def source(self) -> Any:
+        """Return the ``ASTSource`` that Triton would compile at a launch.
+
+        Raises:
+            ValueError: an argument has neither a type nor a value, or does not exist.
+        """
+        from triton.compiler import ASTSource
+
+        arguments = list(self.kernel.arg_names)
+        types = {**self.signature, **dict.fromkeys(self.constants, "constexpr")}
+        if wrong := set(types).symmetric_difference(arguments):
+            raise ValueError(f"missing or unknown arguments: {', '.join(sorted(wrong))}")
+        if wrong := self.aligned_arguments() - set(arguments):
+            raise ValueError(f"unknown aligned arguments: {', '.join(sorted(wrong))}")
+        position = {name: (i,) for i, name in enumerate(arguments)}
+        return ASTSource(
+            self.kernel,
+            {name: types[name] for name in arguments},
+            constexprs={position[name]: value for name, value in self.constants.items()},
+            attrs={
+                position[name]: [["tt.divisibility", 16]]
+                for name in sorted(self.aligned_arguments() - set(self.constants))
+            },
+        )
+
+
+@dataclass(frozen=True)
+class Build:
+    """Outcome of one compilation.
+
+    Attributes:
+        shared: bytes of shared memory of a program.
+        stack, spill_stores, spill_loads: bytes of local memory of a thread.
+        error: why there is nothing to launch; empty otherwise.
+    """
+
+    module: str
+    kernel: str
+    variant: str
+    cc: int
+    spill_limit: int
+    seconds: float
+    registers: int = 0
+    shared: int = 0
+    stack: int = 0
+    spill_stores: int = 0
+    spill_loads: int = 0
+    error: str = ""
+
+    @property
+    def accepted(self) -> bool:
+        """Whether it was built and spills no more than allowed."""
+        return not self.error and max(self.spill_stores, self.spill_loads) <= self.spill_limit
+
+    def line(self) -> str:
+        """Return its row of the printed table."""
+        head = f"{self.module:<14} {self.kernel:<34} {self.variant:<34} {self.cc:>3}"
+        if self.error:
+            return f"{head}  FAILED: {self.error.splitlines()[-1]}"
+        spills = f"{self.spill_stores}/{self.spill_loads}"
+        verdict = "" if self.accepted else f"  SPILLS, limit {self.spill_limit}"
+        return (
+            f"{head} {self.registers:>5} {self.shared:>7} {self.stack:>6} {spills:>9} "
+            f"{self.seconds:>6.1f}{verdict}"
+        )
+
+    @staticmethod
+    def header() -> str:
+        """Return the heading of the table."""
+        return (
+            f"{'module':<14} {'kernel':<34} {'variant':<34} {'cc':>3} {'regs':>5} {'shared':>7} "
+            f"{'stack':>6} {'spills':>9} {'s':>6}"
+        )
+
+
+def build(module: str, variant: Variant, cc: int) -> Build:
+    """Compile `variant` for compute capability `cc` and return what it needs.
+
+    Spills are what ptxas reports in this very compilation: a stack frame alone would also count
+    arrays that are indexed at run time.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    begin = time.perf_counter()
+    log = io.StringIO()
+    error, shared = "", 0
+    # Neither a cached build, which has no log, nor one left behind for the next reader.
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        triton.knobs.cache.scope(),
+        triton.knobs.nvidia.scope(),
+        contextlib.redirect_stdout(log),
+    ):
+        triton.knobs.cache.dir = cache
+        triton.knobs.nvidia.dump_ptxas_log = True
+        try:
+            built = triton.compile(
+                variant.source(),
+                target=GPUTarget("cuda", cc, 32),
+                options={"num_warps": variant.num_warps, "num_stages": variant.num_stages},
+            )
+            shared = built.metadata.shared
+            if shared > _SHARED_LIMIT.get(cc, shared):
+                error = f"{shared} bytes of shared memory, the GPU has {_SHARED_LIMIT[cc]}"
+        except Exception as failure:  # the table shows it, and the other kernels are still built
+            error = f"{type(failure).__name__}: {failure}".strip()
+    found = _LOG_OF_PTXAS.search(log.getvalue())
+    if not found and not error:
+        error = "no report of registers in the log of ptxas"
+    numbers = {name: int(value) for name, value in found.groupdict().items()} if found else {}
+    return Build(
+        module=module.rpartition(".")[2],
+        kernel=variant.kernel_name,
+        variant=variant.name,
+        cc=cc,
+        spill_limit=variant.spill_limit,
+        seconds=time.perf_counter() - begin,
+        registers=numbers.get("registers", 0),
+        shared=shared,
+        stack=numbers.get("stack", 0),
+        spill_stores=numbers.get("stores", 0),
+        spill_loads=numbers.get("loads", 0),
+        error=error,
+    )
+
+
+def modules_with_variants() -> Iterator[ModuleType]:
+    """Import the modules of this package and yield those that define ``variants``."""
+    package = importlib.import_module(PACKAGE)
+    for info in pkgutil.iter_modules(package.__path__, f"{PACKAGE}."):
+        module = importlib.import_module(info.name)
+        if hasattr(module, "variants"):
+            yield module
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compile, print a line per build, and return 1 if one failed or spills too much."""
+    parser = argparse.ArgumentParser(prog=f"python -m {PACKAGE}.compile", description=__doc__)
+    parser.add_argument("--cc", type=int, nargs="+", default=CAPABILITIES, help="capabilities")
+    parser.add_argument("--only", help="module, kernel or variant whose name contains this")
+    parser.add_argument("--module", nargs="+", help="modules to take instead of the package's")
+    parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1))
+    options = parser.parse_args(arguments)
+    modules = (
+        [importlib.import_module(name) for name in options.module]
+        if options.module
+        else list(modules_with_variants())
+    )
+    tasks = [
+        (module.__name__, place, cc)
+        for module in modules
+        for place, variant in enumerate(module.variants())
+        for cc in options.cc
+        if not options.only
+        or options.only in f"{module.__name__}\n{variant.kernel_name}\n{variant.name}"
+    ]
+    print(Build.header(), flush=True)
+    builds = []
+    # Fresh interpreters: a fork of a process in which torch or LLVM has threads may hang.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max(1, min(options.jobs, len(tasks))), mp_context=context) as pool:
+        for result in pool.map(_build_task, *zip(*tasks, strict=True)) if tasks else ():
+            print(result.line(), flush=True)
+            builds.append(result)
+    refused = sum(not result.accepted for result in builds)
+    print(f"{len(builds)} builds, {refused} not accepted")
+    return 1 if refused or not builds else 0
+
+
+def _build_task(module: str, place: int, cc: int) -> Build:
+    """Compile the variant number `place` of a module, in a worker process."""
+    return build(module, list(importlib.import_module(module).variants())[place], cc)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

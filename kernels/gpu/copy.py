@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copying the kept tokens of all layers and heads in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_tgvkv.kernels.gpu.compile import Variant
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+# Tokens of one program together; with 128 threads four accesses of 16 bytes each are in flight.
+_BYTES_PER_PROGRAM = 8192
+
+
+@triton.jit
+def _copy_kernel(
+    pool,
+    positions,
+    offsets,
+    old_blocks,
+    new_blocks,
+    NUM_PAIRS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    FAN: tl.constexpr,
+    SLOTS: tl.constexpr,
+    WORDS: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
+    WORD_STRIDE: tl.constexpr,
+):
+    """Fills SLOTS slots of one page of the region; nothing where no pair owns the page.
+
+    Strides are constants, so that it is known which accesses are of 16 bytes.
+    """
+    page = tl.program_id(0)
+    # The owner is the last pair whose first page is not behind this one. Two loads of FAN offsets
+    # find it: every STRIDE-th one, then those behind the last that fits.
+    STRIDE: tl.constexpr = (NUM_PAIRS + FAN) // FAN
+    fan = tl.arange(0, FAN)
+    first = tl.load(offsets + fan * STRIDE, mask=fan * STRIDE <= NUM_PAIRS, other=page + 1)
+    coarse = (tl.sum((first <= page).to(tl.int32)) - 1) * STRIDE
+    near = coarse + 1 + fan
+    first = tl.load(offsets + near, mask=(fan < STRIDE - 1) & (near <= NUM_PAIRS), other=page + 1)
+    pair = coarse + tl.sum((first <= page).to(tl.int32))
+    if pair < NUM_PAIRS:
+        slot = tl.program_id(1) * SLOTS + tl.arange(0, SLOTS)
+        exists = slot < BLOCK_SIZE
+        position = tl.load(positions + page.to(tl.int64) * BLOCK_SIZE + slot, mask=exists, other=0)
+        block = tl.load(old_blocks + position // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
+        source = (block * NUM_PAIRS + pair) * PAGE_STRIDE + position % BLOCK_SIZE * SLOT_STRIDE
+        block = tl.load(new_blocks + page // NUM_PAIRS).to(tl.int64)
+        target = (block * NUM_PAIRS + page % NUM_PAIRS) * PAGE_STRIDE + slot * SLOT_STRIDE
+        word = tl.arange(0, WORDS)[None, :]
+        written = exists[:, None] & (word < NUM_WORDS)
+        word *= WORD_STRIDE
+        content = tl.load(pool + source[:, None] + word, mask=written)
+        tl.store(pool + target[:, None] + word, content, mask=written)
+
+
+def copy_kept(
+    key_pages: Tensor,
+    value_pages: Tensor,
+    positions: Tensor,
+    offsets: Tensor,
+    old_blocks: Tensor,
+    new_blocks: Tensor,
+    num_layers: int,
+    num_heads: int,
+) -> None:
+    """Copies the selected tokens; see :func:`vllm_tgvkv.kernels.copy.copy_kept`.
+
+    Exact: bits are moved as integers. One launch where a slot's value follows its key, as in pages
+    ``[N, 2D]``, else one for keys and one for values. Pages that belong to no pair are not written.
+    No scratch memory. Shapes, strides and the number of pages decide the launch; the device is not
+    asked.
+
+    Args:
+        key_pages: ``[num_pool_pages, N, D]``, any strides and dtype.
+        value_pages: ``[num_pool_pages, N, D_v]``, likewise.
+        positions: int32 or int64 ``[k*M, N]``.
+        offsets: int32 or int64 ``[M + 1]``.
+        old_blocks: int32 or int64 ``[t0]``.
+        new_blocks: int32 or int64 ``[k]``.
+    """
+    num_pages, block_size = positions.shape
+    if num_pages == 0:
+        return
+    num_pairs = num_layers * num_heads
+    for pool in _whole_slots(key_pages, value_pages):
+        words = _as_words(pool)
+        num_words = words.shape[2]
+        padded = triton.next_power_of_2(num_words)
+        slots = min(
+            triton.next_power_of_2(block_size),
+            max(1, _BYTES_PER_PROGRAM // (padded * words.element_size())),
+        )
+        _copy_kernel[(num_pages, triton.cdiv(block_size, slots))](
+            words,
+            positions.contiguous(),
+            offsets.contiguous(),
+            old_blocks.contiguous(),
+            new_blocks.contiguous(),
+            NUM_PAIRS=num_pairs,
+            BLOCK_SIZE=block_size,
+            NUM_WORDS=num_words,
+            FAN=_fan(num_pairs),
+            SLOTS=slots,
+            WORDS=padded,
+            PAGE_STRIDE=words.stride(0),
+            SLOT_STRIDE=words.stride(1),
+            WORD_STRIDE=words.stride(2),
+            num_warps=4,
+        )
+
+
+def _fan(num_pairs: int) -> int:
+    """A power of two whose square is at least the number of offsets."""
+    fan = 1
+    while fan * fan < num_pairs + 1:
+        fan *= 2
+    return fan
+
+
+def _whole_slots(keys: Tensor, values: Tensor) -> list[Tensor]:
+    """One view of all slots' keys and values where each value follows its key, else the two."""
+    size = keys.shape[2]
+    if (
+        keys.dtype == values.dtype
+        and keys.stride() == values.stride()
+        and keys.stride(2) == 1
+        and values.data_ptr() == keys.data_ptr() + size * keys.element_size()
+    ):
+        whole = (*keys.shape[:2], size + values.shape[2])
+        return [keys.as_strided(whole, keys.stride())]
+    return [keys, values]
+
+
+def _as_words(pool: Tensor) -> Tensor:
+    """The pool as the widest integers that its strides allow."""
+    size = pool.element_size()
+    if pool.stride(2) == 1:
+        in_bytes = [size * n for n in (pool.shape[2], *pool.stride()[:2], pool.storage_offset())]
+        for dtype in _INTEGERS:
+            if dtype.itemsize >= size and not any(n % dtype.itemsize for n in in_bytes):
+                return pool.view(dtype)
+    return pool.view(next(dtype for dtype in _INTEGERS if dtype.itemsize == size))
+
+
+def variants() -> Iterator[Variant]:
+    """The specialisations to cross-compile."""
+    indices = dict.fromkeys(("positions", "offsets", "old_blocks", "new_blocks"), "*i32")
+    for name, num_pairs, block_size, num_bytes in (
+        ("16-bit D128 N16 M1024", 1024, 16, 512),
+        ("16-bit D64 N128 M28", 28, 128, 256),
+        ("16-bit D80 N32 M288", 288, 32, 320),
+        ("16-bit D256 N16 M112", 112, 16, 1024),
+    ):
+        num_words = num_bytes // 8
+        padded = triton.next_power_of_2(num_words)
+        yield Variant(
+            name,
+            _copy_kernel,
+            {"pool": "*i64", **indices},
+            {
+                "NUM_PAIRS": num_pairs,
+                "BLOCK_SIZE": block_size,
+                "NUM_WORDS": num_words,
+                "FAN": _fan(num_pairs),
+                "SLOTS": min(block_size, _BYTES_PER_PROGRAM // (8 * padded)),
+                "WORDS": padded,
+                "PAGE_STRIDE": block_size * num_words,
+                "SLOT_STRIDE": num_words,
+                "WORD_STRIDE": 1,
+            },
+            num_warps=4,
+        )

@@ -1,0 +1,401 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ragged decode attention: a fixed number of programs share all chunks of a layer evenly.
+
+Lengths differ by head, so a program for each sequence would leave most of the GPU waiting for the
+longest, and a fixed number of programs for each would be too many for some and too few for others.
+Here a program takes an equal share of the layer's chunks, wherever that begins and ends. Sequences
+it has alone it finishes; of its first and its last, which others may have parts of, it leaves
+partial sums, which a second launch adds up in the order of the programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_tgvkv.kernels.gpu.compile import Variant
+
+if TYPE_CHECKING:
+    from vllm_tgvkv.kernels.decode import DecodePlan
+
+PROGRAMS_PER_SM = 2
+"""Programs that a multiprocessor runs at once, limited by the chunks they have on the way."""
+
+_SEQUENCES_PER_TILE = 1024
+_PROGRAMS_PER_TILE = 128
+_PARTIALS_PER_TILE = 16
+_LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _share(program, num_programs, num_chunks):
+    """First chunk of a program."""
+    return (program.to(tl.int64) * num_chunks // num_programs).to(tl.int32)
+
+
+@triton.jit
+def _owner(chunk, num_programs, num_chunks):
+    """The program that has a chunk: the last whose first chunk is not behind it."""
+    return (((chunk.to(tl.int64) + 1) * num_programs - 1) // num_chunks).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["num_sequences", "layer_stride", "row_stride", "ends_stride"])
+def _ends_kernel(
+    lengths,
+    ends,
+    num_sequences,
+    layer_stride,
+    row_stride,
+    ends_stride,
+    NUM_HEADS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Running sum of the numbers of chunks of one layer's sequences."""
+    layer = tl.program_id(0).to(tl.int64)
+    lengths += layer * layer_stride
+    ends += layer * ends_stride
+    tl.store(ends, 0)
+    before = 0
+    for tile in range(0, num_sequences, TILE):
+        sequence = tile + tl.arange(0, TILE)
+        exists = sequence < num_sequences
+        place = (sequence // NUM_HEADS).to(tl.int64) * row_stride + sequence % NUM_HEADS
+        chunks = (tl.load(lengths + place, mask=exists, other=0) + CHUNK - 1) // CHUNK
+        tl.store(ends + 1 + sequence, before + tl.cumsum(chunks, 0), mask=exists)
+        before += tl.sum(chunks, 0)
+
+
+@triton.jit(do_not_specialize=["num_sequences", "num_programs", "num_steps", "ends_stride"])
+def _first_kernel(
+    ends, first, num_sequences, num_programs, num_steps, ends_stride, TILE: tl.constexpr
+):
+    """The sequences with the first chunks of TILE programs, by binary search."""
+    layer = tl.program_id(0).to(tl.int64)
+    ends += layer * ends_stride
+    program = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    chunk = _share(program, num_programs, tl.load(ends + num_sequences))
+    # The number of sequences that end at or before the chunk lies within [low, high].
+    low = tl.zeros([TILE], tl.int32)
+    high = low + num_sequences
+    for _ in range(num_steps):
+        middle = (low + high) // 2
+        is_open = low < high
+        is_before = tl.load(ends + 1 + middle, mask=is_open, other=0) <= chunk
+        low = tl.where(is_open & is_before, middle + 1, low)
+        high = tl.where(is_open & is_before, high, middle)
+    tl.store(first + layer * num_programs + program, low, mask=program < num_programs)
+
+
+@triton.jit(do_not_specialize=["layer", "num_sequences", "lengths_stride", "ends_stride"])
+def _decode_kernel(
+    query,
+    keys,
+    values,
+    block_table,
+    lengths,
+    retained,
+    replaced,
+    offsets,
+    ends,
+    first,
+    partials,
+    out,
+    layer,
+    scale,
+    num_sequences,
+    query_stride,
+    query_head_stride,
+    key_page_stride,
+    key_slot_stride,
+    key_stride,
+    value_page_stride,
+    value_slot_stride,
+    value_stride,
+    table_stride,
+    lengths_layer_stride,
+    lengths_stride,
+    offsets_stride,
+    ends_stride,
+    out_stride,
+    out_head_stride,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_PAIRS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    GROUP_TILE: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+):
+    """Attention over one program's chunks, sequence after sequence."""
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    ends += layer.to(tl.int64) * ends_stride
+    num_chunks = tl.load(ends + num_sequences)
+    begin = _share(program, num_programs, num_chunks)
+    end = _share(program + 1, num_programs, num_chunks)
+    sequence = tl.load(first + layer.to(tl.int64) * num_programs + program)
+    lengths += layer.to(tl.int64) * lengths_layer_stride
+
+    member = tl.arange(0, GROUP_TILE)
+    dim = tl.arange(0, HEAD_TILE)
+    in_group = (member < GROUP)[:, None] & (dim < HEAD_SIZE)[None, :]
+    current = begin
+    while current < end:
+        sequence_begin = tl.load(ends + sequence)
+        sequence_end = tl.load(ends + sequence + 1)
+        stop = tl.minimum(sequence_end, end)
+        if current < stop:
+            row, head = (sequence // NUM_HEADS).to(tl.int64), sequence % NUM_HEADS
+            pair = layer * NUM_HEADS + head
+            length = tl.load(lengths + row * lengths_stride + head)
+            ids = block_table + row * table_stride
+            region = tl.load(ids).to(tl.int64)
+            has_region = tl.load(retained + region) > 0
+            start = tl.load(replaced + region)
+            offset = offsets + region * offsets_stride + pair
+            first_page = tl.load(offset, mask=has_region, other=0)
+            count = tl.load(offset + 1, mask=has_region, other=0) - first_page
+            heads = head * GROUP + member
+            place = row * query_stride + heads[:, None] * query_head_stride + dim[None, :]
+            queries = tl.load(query + place, mask=in_group, other=0.0)
+
+            maximum = tl.full([GROUP_TILE], float("-inf"), tl.float32)
+            # By column of the chunk, so that only the maximum is exchanged between warps.
+            sums = tl.zeros([GROUP_TILE, CHUNK], tl.float32)
+            weighted = tl.zeros([GROUP_TILE, HEAD_TILE], tl.float32)
+            for chunk in range(current - sequence_begin, stop - sequence_begin):
+                token = chunk * CHUNK + tl.arange(0, CHUNK)
+                exists = token < length
+                index = token // BLOCK_SIZE
+                in_region = index < count
+                region_page = first_page + index
+                column = tl.where(in_region, region_page // NUM_PAIRS, index - count + start)
+                in_block = tl.where(in_region, region_page % NUM_PAIRS, pair)
+                block = tl.load(ids + column, mask=exists, other=0)
+                page = (block * NUM_PAIRS + in_block).to(tl.int64)
+                slot = token % BLOCK_SIZE
+                if HEAD_SIZE == HEAD_TILE:
+                    is_read = exists[:, None]
+                else:
+                    is_read = exists[:, None] & (dim < HEAD_SIZE)[None, :]
+                key_place = page * key_page_stride + slot * key_slot_stride
+                chunk_keys = tl.load(
+                    keys + key_place[:, None] + dim[None, :] * key_stride, mask=is_read, other=0.0
+                )
+                value_place = page * value_page_stride + slot * value_slot_stride
+                chunk_values = tl.load(
+                    values + value_place[:, None] + dim[None, :] * value_stride,
+                    mask=is_read,
+                    other=0.0,
+                )
+                logits = tl.dot(queries, tl.trans(chunk_keys), input_precision="ieee") * scale
+                logits = tl.where(exists[None, :], logits, float("-inf"))
+                # Finite: a chunk of a sequence has at least one token.
+                new_maximum = tl.maximum(maximum, tl.max(logits, 1))
+                weights = tl.exp2(logits - new_maximum[:, None])
+                decay = tl.exp2(maximum - new_maximum)
+                sums = sums * decay[:, None] + weights
+                weighted = tl.dot(
+                    weights.to(chunk_values.dtype),
+                    chunk_values,
+                    weighted * decay[:, None],
+                    input_precision="ieee",
+                )
+                maximum = new_maximum
+            sum_of_weights = tl.sum(sums, 1)
+            if sequence_begin >= begin and sequence_end <= end:
+                place = row * out_stride + heads[:, None] * out_head_stride + dim[None, :]
+                result = weighted / sum_of_weights[:, None]
+                tl.store(out + place, result.to(out.dtype.element_ty), mask=in_group)
+            else:
+                side = tl.where(sequence_begin <= begin, 0, 1)
+                place = ((program * 2 + side) * GROUP + member) * (HEAD_SIZE + 2)
+                tl.store(partials + place[:, None] + dim[None, :], weighted, mask=in_group)
+                tl.store(partials + place + HEAD_SIZE, maximum, mask=member < GROUP)
+                tl.store(partials + place + HEAD_SIZE + 1, sum_of_weights, mask=member < GROUP)
+        current = stop
+        sequence += 1
+
+
+@triton.jit(do_not_specialize=["layer", "num_sequences", "num_programs", "ends_stride"])
+def _combine_kernel(
+    ends,
+    partials,
+    out,
+    layer,
+    num_sequences,
+    num_programs,
+    ends_stride,
+    out_stride,
+    out_head_stride,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The result of one query head if several programs have parts of it, or none has."""
+    sequence, member = tl.program_id(0), tl.program_id(1)
+    ends += layer.to(tl.int64) * ends_stride
+    num_chunks = tl.load(ends + num_sequences)
+    sequence_begin = tl.load(ends + sequence)
+    sequence_end = tl.load(ends + sequence + 1)
+    row, head = (sequence // NUM_HEADS).to(tl.int64), sequence % NUM_HEADS
+    dim = tl.arange(0, HEAD_TILE)
+    out += row * out_stride + (head * GROUP + member) * out_head_stride + dim
+    if sequence_begin == sequence_end:
+        zeros = tl.zeros([HEAD_TILE], tl.float32).to(out.dtype.element_ty)
+        tl.store(out, zeros, mask=dim < HEAD_SIZE)
+    else:
+        first_program = _owner(sequence_begin, num_programs, num_chunks)
+        last_program = _owner(sequence_end - 1, num_programs, num_chunks)
+        if first_program < last_program:
+            maximum = tl.full([1], float("-inf"), tl.float32)
+            sum_of_weights = tl.zeros([1], tl.float32)
+            weighted = tl.zeros([HEAD_TILE], tl.float32)
+            for tile in range(first_program, last_program + 1, TILE):
+                program = tile + tl.arange(0, TILE)
+                begin = _share(program, num_programs, num_chunks)
+                # With fewer chunks than programs, some in between have none.
+                has_part = begin < _share(program + 1, num_programs, num_chunks)
+                has_part = (program <= last_program) & has_part
+                side = tl.where(sequence_begin <= begin, 0, 1)
+                part = partials + ((program * 2 + side) * GROUP + member) * (HEAD_SIZE + 2)
+                maxima = tl.load(part + HEAD_SIZE, mask=has_part, other=float("-inf"))
+                sums = tl.load(part + HEAD_SIZE + 1, mask=has_part, other=0.0)
+                parts = tl.load(
+                    part[:, None] + dim[None, :],
+                    mask=has_part[:, None] & (dim < HEAD_SIZE)[None, :],
+                    other=0.0,
+                )
+                # Finite from the first tile on, which the first part is in.
+                new_maximum = tl.maximum(maximum, tl.max(maxima, 0))
+                decay = tl.exp2(maximum - new_maximum)
+                factors = tl.exp2(maxima - new_maximum)
+                sum_of_weights = sum_of_weights * decay + tl.sum(sums * factors, 0)
+                weighted = weighted * decay + tl.sum(parts * factors[:, None], 0)
+                maximum = new_maximum
+            result = (weighted / sum_of_weights).to(out.dtype.element_ty)
+            tl.store(out, result, mask=dim < HEAD_SIZE)
+
+
+def plan_decode(lengths: Tensor, plan: DecodePlan) -> None:
+    """Deals the work, in two launches for all layers; see :mod:`vllm_tgvkv.kernels.decode`.
+
+    Exact. The grids depend on L, R, H and P alone.
+    """
+    num_layers, num_rows, num_heads = lengths.shape
+    num_sequences, num_programs = num_rows * num_heads, plan.first.shape[1]
+    _ends_kernel[(num_layers,)](
+        lengths,
+        plan.ends,
+        num_sequences,
+        lengths.stride(0),
+        lengths.stride(1),
+        plan.ends.stride(0),
+        NUM_HEADS=num_heads,
+        CHUNK=plan.chunk,
+        TILE=_SEQUENCES_PER_TILE,
+        num_warps=8,
+    )
+    _first_kernel[(num_layers, triton.cdiv(num_programs, _PROGRAMS_PER_TILE))](
+        plan.ends,
+        plan.first,
+        num_sequences,
+        num_programs,
+        num_sequences.bit_length(),
+        plan.ends.stride(0),
+        TILE=_PROGRAMS_PER_TILE,
+        num_warps=4,
+    )
+
+
+def decode(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    retained: Tensor,
+    replaced: Tensor,
+    offsets: Tensor,
+    layer: int,
+    scale: float,
+    plan: DecodePlan,
+    out: Tensor,
+) -> None:
+    """One layer's attention in two launches; see :func:`vllm_tgvkv.kernels.decode.decode`.
+
+    Not exact: float32 sums in an order that depends on P, and weights in the dtype of the values.
+    ``query`` and ``out`` are contiguous in D. Fast where keys and values are too.
+    """
+    num_heads = lengths.shape[2]
+    num_sequences, num_programs = lengths.shape[1] * num_heads, plan.first.shape[1]
+    head_size = query.shape[2]
+    group = query.shape[1] // num_heads
+    shape = {"NUM_HEADS": num_heads, "GROUP": group, "HEAD_SIZE": head_size}
+    head_tile = triton.next_power_of_2(head_size)
+    num_stages = _num_stages(plan.chunk, head_tile, query.element_size())
+    _decode_kernel[(num_programs,)](
+        query,
+        keys,
+        values,
+        block_table,
+        lengths,
+        retained,
+        replaced,
+        offsets,
+        plan.ends,
+        plan.first,
+        plan.partials,
+        out,
+        layer,
+        scale * _LOG2_E,
+        num_sequences,
+        *query.stride()[:2],
+        *keys.stride(),
+        *values.stride(),
+        block_table.stride(0),
+        *lengths.stride()[:2],
+        offsets.stride(0),
+        plan.ends.stride(0),
+        *out.stride()[:2],
+        **shape,
+        BLOCK_SIZE=keys.shape[1],
+        NUM_PAIRS=offsets.shape[1] - 1,
+        CHUNK=plan.chunk,
+        GROUP_TILE=max(16, triton.next_power_of_2(group)),
+        HEAD_TILE=head_tile,
+        num_warps=4,
+        num_stages=num_stages,
+    )
+    _combine_kernel[(num_sequences, group)](
+        plan.ends,
+        plan.partials,
+        out,
+        layer,
+        num_sequences,
+        num_programs,
+        plan.ends.stride(0),
+        *out.stride()[:2],
+        **shape,
+        HEAD_TILE=head_tile,
+        TILE=_PARTIALS_PER_TILE,
+        num_warps=4,
+    )
+
+
+def _num_stages(chunk: int, head_tile: int, element_size: int) -> int:
+    """Chunks on the way, so that two programs fit a multiprocessor's shared memory."""
+    return 3
+
+
+def variants() -> Iterator[Variant]:
+    """The specialisations to cross-compile."""
+    return iter(())

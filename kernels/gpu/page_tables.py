@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Page tables and lengths of all layers' virtual sequences, a launch each.
+
+The grids depend on the sizes of the buffers alone and nothing is allocated, so both launches can be
+captured in a CUDA graph and replayed with other contents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_tgvkv.kernels.gpu.compile import Variant
+
+_PAIRS_PER_PROGRAM = 256
+_COLUMNS_PER_TILE = 128
+
+
+@triton.jit
+def _region_of_row(block_table, seq_lens, retained, replaced, row, table_stride):
+    """Tokens, first block, k > 0 and t0 of a row; without tokens nothing else of it is read."""
+    seq_len = tl.load(seq_lens + row)
+    has_tokens = seq_len > 0
+    first_block = tl.load(block_table + row * table_stride, mask=has_tokens, other=0).to(tl.int64)
+    has_region = tl.load(retained + first_block, mask=has_tokens, other=0) > 0
+    start = tl.load(replaced + first_block, mask=has_tokens, other=0)
+    return seq_len, first_block, has_region, start
+
+
+@triton.jit(do_not_specialize=["layer_stride", "row_stride"])
+def _lengths_kernel(
+    block_table,
+    seq_lens,
+    retained,
+    replaced,
+    offsets,
+    lengths,
+    table_stride,
+    offsets_stride,
+    layer_stride,
+    row_stride,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_PAIRS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Lengths of TILE (layer, head) pairs of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    seq_len, first_block, has_region, start = _region_of_row(
+        block_table, seq_lens, retained, replaced, row, table_stride
+    )
+    pair = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    exists = pair < NUM_PAIRS
+    is_dealt = pair < tl.where(has_region, NUM_PAIRS, 0)
+    offset = offsets + first_block * offsets_stride + pair
+    first = tl.load(offset, mask=is_dealt, other=0)
+    end = tl.load(offset + 1, mask=is_dealt, other=0)
+    length = (end - first) * BLOCK_SIZE + (seq_len - start * BLOCK_SIZE)
+    layer, head = (pair // NUM_HEADS).to(tl.int64), pair % NUM_HEADS
+    tl.store(lengths + layer * layer_stride + row * row_stride + head, length, mask=exists)
+
+
+@triton.jit(do_not_specialize=["first_layer", "num_rows", "width"])
+def _page_tables_kernel(
+    block_table,
+    seq_lens,
+    retained,
+    replaced,
+    offsets,
+    tables,
+    first_layer,
+    num_rows,
+    width,
+    table_stride,
+    offsets_stride,
+    layer_stride,
+    row_stride,
+    head_stride,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_PAIRS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The pages of one (layer, row, head), TILE at a time, as many as it has."""
+    sequence = tl.program_id(0)
+    head = sequence % NUM_HEADS
+    row = (sequence // NUM_HEADS % num_rows).to(tl.int64)
+    layer = sequence // NUM_HEADS // num_rows
+    pair = (first_layer + layer) * NUM_HEADS + head
+    seq_len, first_block, has_region, start = _region_of_row(
+        block_table, seq_lens, retained, replaced, row, table_stride
+    )
+    offset = offsets + first_block * offsets_stride + pair
+    first = tl.load(offset, mask=has_region, other=0)
+    count = tl.load(offset + 1, mask=has_region, other=0) - first
+    needed = count + (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE - start
+    needed = tl.minimum(needed, width)
+    block_ids = block_table + row * table_stride
+    table = tables + layer.to(tl.int64) * layer_stride + row * row_stride + head * head_stride
+    for tile in range(0, needed, TILE):
+        column = tile + tl.arange(0, TILE)
+        in_region = column < count
+        region_page = first + column
+        source = tl.where(in_region, region_page // NUM_PAIRS, column - count + start)
+        in_block = tl.where(in_region, region_page % NUM_PAIRS, pair)
+        block = tl.load(block_ids + source, mask=column < needed, other=0)
+        tl.store(table + column, block * NUM_PAIRS + in_block, mask=column < needed)
+
+
+def write_lengths(
+    block_table: Tensor,
+    seq_lens: Tensor,
+    retained: Tensor,
+    replaced: Tensor,
+    offsets: Tensor,
+    block_size: int,
+    lengths: Tensor,
+) -> None:
+    """The lengths of all layers in one launch; see :func:`vllm_tgvkv.kernels.page_tables`.
+
+    Exact. Rows of ``block_table`` and ``offsets``, layers and rows of ``lengths`` may have any
+    strides; the last dimensions, ``seq_lens``, ``retained`` and ``replaced`` are contiguous.
+    """
+    _, num_rows, num_heads = lengths.shape
+    num_pairs = offsets.shape[1] - 1
+    if num_rows == 0:
+        return
+    _lengths_kernel[(num_rows, triton.cdiv(num_pairs, _PAIRS_PER_PROGRAM))](
+        block_table,
+        seq_lens,
+        retained,
+        replaced,
+        offsets,
+        lengths,
+        block_table.stride(0),
+        offsets.stride(0),
+        lengths.stride(0),
+        lengths.stride(1),
+        BLOCK_SIZE=block_size,
+        NUM_HEADS=num_heads,
+        NUM_PAIRS=num_pairs,
+        TILE=_PAIRS_PER_PROGRAM,
+        num_warps=4,
+    )
+
+
+def write_page_tables(
+    block_table: Tensor,
+    seq_lens: Tensor,
+    retained: Tensor,
+    replaced: Tensor,
+    offsets: Tensor,
+    block_size: int,
+    first_layer: int,
+    tables: Tensor,
+) -> None:
+    """The tables of l layers in one launch; see :func:`vllm_tgvkv.kernels.page_tables`.
+
+    Exact. The entries behind a sequence's last page stay as they were: no attention reads them.
+    A program runs for each (layer, row, head) whatever the width, so a table as wide as the longest
+    sequence costs nothing. All but the last dimension of the tensors may have any strides.
+    """
+    num_layers, num_rows, num_heads, width = tables.shape
+    if tables.numel() == 0:
+        return
+    _page_tables_kernel[(num_layers * num_rows * num_heads,)](
+        block_table,
+        seq_lens,
+        retained,
+        replaced,
+        offsets,
+        tables,
+        first_layer,
+        num_rows,
+        width,
+        block_table.stride(0),
+        offsets.stride(0),
+        *tables.stride()[:3],
+        BLOCK_SIZE=block_size,
+        NUM_HEADS=num_heads,
+        NUM_PAIRS=offsets.shape[1] - 1,
+        TILE=_COLUMNS_PER_TILE,
+        num_warps=1,
+    )
+
+
+def variants() -> Iterator[Variant]:
+    """The specialisations to cross-compile."""
+    shapes = {
+        "N16 H8 L32": {"BLOCK_SIZE": 16, "NUM_HEADS": 8, "NUM_PAIRS": 256},
+        "N48 H1 L28": {"BLOCK_SIZE": 48, "NUM_HEADS": 1, "NUM_PAIRS": 28},
+    }
+    state = dict.fromkeys(("block_table", "seq_lens", "retained", "replaced", "offsets"), "*i32")
+    strides = dict.fromkeys(("table_stride", "offsets_stride", "layer_stride", "row_stride"), "i32")
+    for name, shape in shapes.items():
+        yield Variant(
+            name,
+            _lengths_kernel,
+            {**state, "lengths": "*i32", **strides},
+            {**shape, "TILE": _PAIRS_PER_PROGRAM},
+            num_warps=4,
+        )
+        sizes = dict.fromkeys(("first_layer", "num_rows", "width", "head_stride"), "i32")
+        yield Variant(
+            name,
+            _page_tables_kernel,
+            {**state, "tables": "*i32", **sizes, **strides},
+            {**shape, "TILE": _COLUMNS_PER_TILE},
+            num_warps=1,
+        )

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA attention backend in a real engine on a machine without a GPU.
+
+What is pretended, and nothing else: FlashAttention and its cache writer are a few lines of PyTorch
+with the same arguments, and vLLM's CPU worker and model runner V1 stand for the GPU's. Backend,
+metadata, page format, evictor, scheduler and, if wished, the Triton kernels (interpreted) are the
+real ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.attention.backends import flash_attn
+
+from vllm_tgvkv import platforms
+from vllm_tgvkv.worker_cpu import EvictionCPUWorker
+
+
+class FlashOnCPUWorker(EvictionCPUWorker):
+    """The CPU worker with the attention backend of the GPU."""
+
+    evicting_backend = "vllm_tgvkv.attention_cuda.EvictingFlashBackend"
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    max_seqlen_q: int,
+    cu_seqlens_q: torch.Tensor,
+    max_seqlen_k: int,
+    seqused_k: torch.Tensor,
+    softmax_scale: float,
+    block_table: torch.Tensor,
+    out: torch.Tensor,
+    causal: bool,
+    **ignored: Any,
+) -> torch.Tensor:
+    """`flash_attn_varlen_func` over a paged cache [pages, N, heads, D]."""
+    assert causal
+    starts = cu_seqlens_q.tolist()
+    for row, num_keys in enumerate(seqused_k.tolist()):
+        first, end = starts[row], starts[row + 1]
+        assert end - first <= max_seqlen_q
+        assert num_keys <= max_seqlen_k
+        if first == end:
+            continue
+        if not num_keys:
+            out[first:end] = 0
+            continue
+        pages = block_table[row, : -(-num_keys // k.shape[1])].long()
+        keys, values = (pool[pages].flatten(0, 1)[:num_keys].float() for pool in (k, v))
+        group = q.shape[1] // k.shape[2]
+        keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
+        logits = torch.einsum("qhd,khd->hqk", q[first:end].float(), keys) * softmax_scale
+        last = torch.arange(num_keys - (end - first), num_keys)
+        logits.masked_fill_(torch.arange(num_keys) > last[:, None], float("-inf"))
+        out[first:end] = torch.einsum("hqk,khd->qhd", logits.softmax(-1), values).to(out.dtype)
+    return out
+
+
+def write_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *ignored: Any,
+) -> None:
+    """`reshape_and_cache_flash` into a cache [blocks, N, heads, D]."""
+    written = slot_mapping >= 0
+    slots = slot_mapping[written]
+    blocks, places = slots // key_cache.shape[1], slots % key_cache.shape[1]
+    key_cache[blocks, places] = key[: len(slot_mapping)][written]
+    value_cache[blocks, places] = value[: len(slot_mapping)][written]
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let engines with eviction, started from now on in this process, use the CUDA backend."""
+    monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", attend, raising=False)
+    monkeypatch.setattr(flash_attn, "reshape_and_cache_flash", write_cache, raising=False)
+    monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda *args, **kwargs: 2)
+    monkeypatch.setattr(
+        flash_attn.FlashAttentionImpl, "forward", flash_attn.FlashAttentionImpl.forward
+    )
+    worker = f"{FlashOnCPUWorker.__module__}.{FlashOnCPUWorker.__qualname__}"
+    monkeypatch.setattr(platforms, "_CPU", platforms.Platform(worker, "CPU_ATTN"))

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the Triton kernels run in these tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.conftest import has_cuda
+from vllm_tgvkv.kernels import gpu
+
+
+# Of module scope: hypothesis wants no fixture that is set up anew for every test function.
+@pytest.fixture(scope="module")
+def device() -> Iterator[str]:
+    """Return the device of the tensors, "cuda" or "cpu".
+
+    Without a GPU the functions of :mod:`vllm_tgvkv.kernels` send CPU tensors to the Triton kernels
+    as well, which run under Triton's interpreter.
+    """
+    pytest.importorskip("triton", reason="Triton is not installed")
+    if has_cuda():
+        yield "cuda"
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        # `tl.constexpr` functions ask for it again when they are called.
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.setattr(gpu, "on_cpu", True)
+        yield "cpu"

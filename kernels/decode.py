@@ -106,9 +106,9 @@ def decode(
 ) -> None:
     """Attention of one query token per row in one layer; ``out`` is zero where a length is 0.
 
-    With M = L*H, p = layer*H + h, b the first block of row r and n = ``offsets[b, p + 1] -
-    offsets[b, p]`` (0 where ``retained[b]`` is 0), page i of head h is, for i < n, page ``(offsets[b, p]
-    + i) % M`` of block ``block_table[r, (offsets[b, p] + i) // M]``, then page p of block
+    With M = L*H, p = layer*H + h, b the first block of row r, o = ``offsets[b, p]`` and n =
+    ``offsets[b, p + 1] - o`` (0 where ``retained[b]`` is 0), page i of head h is page
+    ``(o + i) % M`` of block ``block_table[r, (o + i) // M]`` for i < n, then page p of block
     ``block_table[r, t0 + i - n]`` with t0 = ``replaced[b]``. Slots from the length on and pages of
     others are not read.
 
@@ -186,7 +186,11 @@ def decode(
 
 
 def _check_plan(lengths: Tensor, plan: DecodePlan) -> None:
-    if lengths.dtype != torch.int32 or lengths.dim() != 3 or lengths.stride(2) != 1:
+    if (
+        lengths.dtype != torch.int32
+        or lengths.dim() != 3
+        or (lengths.shape[2] > 1 and lengths.stride(2) != 1)
+    ):
         raise ValueError(
             f"lengths must be int32 [L, R, H], contiguous in H, got {lengths.dtype} "
             f"{list(lengths.shape)}"
@@ -199,20 +203,25 @@ def _check_plan(lengths: Tensor, plan: DecodePlan) -> None:
             f"plan.ends must be int32 {[layers, rows * heads + 1]}, got {plan.ends.dtype} "
             f"{list(plan.ends.shape)}"
         )
-    if plan.first.dtype != torch.int32 or plan.first.dim() != 2 or len(plan.first) != layers:
+    first, partials = plan.first, plan.partials
+    if (
+        first.dtype != torch.int32
+        or first.dim() != 2
+        or len(first) != layers
+        or not first.is_contiguous()
+    ):
         raise ValueError(
-            f"plan.first must be int32 [{layers}, P], got {plan.first.dtype} "
-            f"{list(plan.first.shape)}"
+            f"plan.first must be int32 [{layers}, P], contiguous, got {first.dtype} "
+            f"{list(first.shape)}"
         )
-    partials = plan.partials
     if (
         partials.dtype != torch.float32
         or partials.dim() != 4
-        or partials.shape[:2] != (plan.first.shape[1], 2)
+        or partials.shape[:2] != (first.shape[1], 2)
         or not partials.is_contiguous()
     ):
         raise ValueError(
-            f"plan.partials must be float32 [{plan.first.shape[1]}, 2, G, D + 2], contiguous, got "
+            f"plan.partials must be float32 [{first.shape[1]}, 2, G, D + 2], contiguous, got "
             f"{partials.dtype} {list(partials.shape)}"
         )
 

@@ -13,9 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends import flash_attn
 
 from vllm_tgvkv import platforms
+from vllm_tgvkv.attention_cuda import (
+    EvictingFlashBackend,
+    EvictingFlashMetadata,
+    EvictingFlashMetadataBuilder,
+)
 from vllm_tgvkv.worker_cpu import EvictionCPUWorker
 
 
@@ -23,6 +29,47 @@ class FlashOnCPUWorker(EvictionCPUWorker):
     """The CPU worker with the attention backend of the GPU."""
 
     evicting_backend = "vllm_tgvkv.attention_cuda.EvictingFlashBackend"
+
+
+class ReplayingBuilder(EvictingFlashMetadataBuilder):
+    """Treats decode steps as graphs are: captured once for each size, with what was there then.
+
+    A replayed graph runs on the tensors it was captured with, whatever `build` returns later.
+    So do the layers here: the first metadata of each size are returned for ever.
+    """
+
+    num_replays = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.use_full_cuda_graph = True
+        self.captured: dict[int, EvictingFlashMetadata] = {}
+
+    def build(self, prefix: int, common: Any, fast_build: bool = False) -> EvictingFlashMetadata:
+        is_decode = common.max_query_len == 1 and not (self.evictor and self.evictor.has_work)
+        if not is_decode:
+            return super().build(prefix, common, fast_build)
+        if common.num_reqs not in self.captured:
+            longest = self.vllm_config.model_config.max_model_len
+            captured = super().build(prefix, common.replace(max_seq_len=longest), fast_build)
+            self.captured[common.num_reqs] = captured
+        type(self).num_replays += 1
+        super().build(prefix, common, fast_build)
+        return self.captured[common.num_reqs]
+
+
+class ReplayingBackend(EvictingFlashBackend):
+    """The CUDA backend over `ReplayingBuilder`."""
+
+    @staticmethod
+    def get_builder_cls() -> type[ReplayingBuilder]:
+        return ReplayingBuilder
+
+
+class ReplayOnCPUWorker(EvictionCPUWorker):
+    """The CPU worker over `ReplayingBackend`."""
+
+    evicting_backend = f"{__name__}.ReplayingBackend"
 
 
 def attend(
@@ -78,13 +125,24 @@ def write_cache(
     value_cache[blocks, places] = value[: len(slot_mapping)][written]
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
+def pretend(
+    monkeypatch: pytest.MonkeyPatch, worker_cls: type[EvictionCPUWorker] = FlashOnCPUWorker
+) -> None:
     """Let engines with eviction, started from now on in this process, use the CUDA backend."""
     monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", attend, raising=False)
     monkeypatch.setattr(flash_attn, "reshape_and_cache_flash", write_cache, raising=False)
     monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda *args, **kwargs: 2)
-    monkeypatch.setattr(
-        flash_attn.FlashAttentionImpl, "forward", flash_attn.FlashAttentionImpl.forward
-    )
-    worker = f"{FlashOnCPUWorker.__module__}.{FlashOnCPUWorker.__qualname__}"
+    worker = f"{worker_cls.__module__}.{worker_cls.__qualname__}"
     monkeypatch.setattr(platforms, "_CPU", platforms.Platform(worker, "CPU_ATTN"))
+
+
+def schedule_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let engines schedule a step while the last one runs, as on a GPU; vLLM's CPU does not."""
+    platform = type(current_platform)
+    original = platform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: type, vllm_config: Any) -> None:
+        original(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(platform, "check_and_update_config", classmethod(check_and_update_config))

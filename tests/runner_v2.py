@@ -124,6 +124,7 @@ def main() -> None:
     """Serve `example` and print what came out as the last line of the standard output."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--model", choices=["llava", "qwen2_5_vl"], default="llava")
+    parser.add_argument("--folder", type=Path, help="where such a model is; else one is written")
     parser.add_argument("--eviction", type=json.loads, help="settings of the plugin, as JSON")
     parser.add_argument("--options", type=json.loads, default={}, help="of the engine, as JSON")
     arguments = parser.parse_args()
@@ -137,7 +138,9 @@ def main() -> None:
     model = TinyModel(arguments.model)
     with (
         tempfile.TemporaryDirectory() as root,
-        engine(model_folder(Path(root), model), arguments.eviction, **arguments.options) as running,
+        engine(
+            arguments.folder or model_folder(root, model), arguments.eviction, **arguments.options
+        ) as running,
     ):
         started = time.perf_counter()
         tokens = running.tokens(example(model))

@@ -7,13 +7,32 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from vllm.v1.attention.backends import flash_attn
 
 from tests import flash_on_cpu
 from tests.emulation import Oracle
-from tests.engine import Engine, assert_agrees, engine
-from tests.test_engine import BUDGETS, IMAGE_SIZE, album, budget, tgv
+from tests.engine import Ask, Engine, assert_agrees, engine
+from tests.models import random_text
+from tests.test_engine import (
+    BUDGETS,
+    IMAGE_SIZE,
+    album,
+    budget,
+    test_extreme_shares_make_ragged_caches,  # noqa: F401 - runs here as well
+    test_lengths_around_block_borders,  # noqa: F401
+    test_preemption_in_a_small_pool,  # noqa: F401
+    test_prefix_cache_serves_the_same_image_again,  # noqa: F401
+    tgv,
+)
+from vllm_tgvkv.kernels import gpu
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+ASKS = [
+    album(seed, 20 + 9 * seed, 170 + 41 * seed, xargs=budget(value), arrival=3 * seed)
+    for seed, value in enumerate(BUDGETS)
+]
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +45,7 @@ def oracle(folder: Path) -> Oracle:
     return Oracle(folder)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def flash() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         flash_on_cpu.pretend(monkeypatch)
@@ -34,20 +53,61 @@ def flash() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", params=["layer", "head"])
-def evicting(request: pytest.FixtureRequest, folder: Path, flash: None) -> Iterator[Engine]:
+def evicting(request: pytest.FixtureRequest, folder: Path) -> Iterator[Engine]:
     with engine(folder, tgv(request.param), block_size=16) as running:
         yield running
 
 
-def test_tokens_and_kept_positions_are_the_oracles(evicting: Engine, oracle: Oracle) -> None:
-    """Three budgets, one to three images, arrivals and ends interleaved, many blocks of decode."""
+def test_it_is_the_cuda_backend(evicting: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call a layer for every decode step, over pages of one head."""
+    shape = evicting.evictor.shape
+    sequences: list[int] = []
+
+    def attend(**arguments: object) -> torch.Tensor:
+        keys, table = arguments["k"], arguments["block_table"]
+        assert isinstance(keys, torch.Tensor)
+        assert isinstance(table, torch.Tensor)
+        if arguments["max_seqlen_q"] == 1:
+            sequences.append(len(table))
+            assert keys.shape[1:] == (16, 1, shape.head_size)
+            assert keys.stride()[1:] == (2 * shape.head_size, 2 * shape.head_size, 1)
+        return flash_on_cpu.attend(**arguments)
+
+    monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", attend)
+    evicting.run([album(70, 20, 200, max_tokens=11)])
+    assert sequences == [shape.num_heads] * shape.num_layers * 10
+
+
+def test_chunks_replays_and_decodes_in_one_batch(folder: Path, oracle: Oracle) -> None:
+    """Prefill chunks through stock attention beside ragged decodes, scheduled ahead."""
     asks = [
-        album(seed, 20 + 9 * seed, 170 + 41 * seed, xargs=budget(value), arrival=3 * seed)
-        for seed, value in enumerate(BUDGETS)
+        *ASKS,
+        album(52, 3, 200, arrival=9, xargs=budget(0.5)),
+        Ask(random_text(53, 150), max_tokens=30, arrival=12),
+        album(54, 100, 64, arrival=14),
     ]
-    asks += [
-        album(10, 5, 40, 90, xargs=budget(0.2), arrival=30),
-        album(12, 30, 300, arrival=60, xargs={"kv_eviction_budget": 130}),
-        album(14, 3, 10, 20, arrival=60, xargs=budget(0.6)),
-    ]
-    assert_agrees(evicting, oracle, asks)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        flash_on_cpu.schedule_ahead(monkeypatch)
+        with engine(folder, tgv("head"), max_num_batched_tokens=64) as running:
+            assert running.core.async_scheduling
+            assert_agrees(running, oracle, asks)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_decode_steps_are_right_as_graphs(folder: Path, oracle: Oracle, kernels: str) -> None:
+    """Metadata of the first step of each size serve all later ones, whoever is in the batch.
+
+    With `triton`, every kernel of ours is a Triton kernel, interpreted.
+    """
+    asks = [*ASKS, Ask(random_text(53, 150), max_tokens=40, arrival=20)]
+    asks.append(album(55, 20, 200, arrival=110, max_tokens=20))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        flash_on_cpu.pretend(monkeypatch, flash_on_cpu.ReplayOnCPUWorker)
+        if kernels == "triton":
+            monkeypatch.setenv("TRITON_INTERPRET", "1")
+            monkeypatch.setattr(gpu, "on_cpu", True)
+            asks = [*asks[2:4], *asks[4:]]
+        before = flash_on_cpu.ReplayingBuilder.num_replays
+        with engine(folder, tgv("head"), block_size=16) as running:
+            assert_agrees(running, oracle, asks)
+        assert flash_on_cpu.ReplayingBuilder.num_replays > before + 50

@@ -299,9 +299,9 @@ class EvictingFlashImpl(FlashAttentionImpl):
 
     def bind(self, layer: int, pool: PagePool) -> None:
         self.layer = layer
-        # One head, with strides that the tensor memory accelerator accepts.
-        self.key_pages = pool.keys.unsqueeze(2)
-        self.value_pages = pool.values.unsqueeze(2)
+        # One head, whose stride is one that the tensor memory accelerator accepts.
+        pages = pool.raw.view(-1, pool.block_size, 1, 2 * self.head_size)
+        self.key_pages, self.value_pages = pages.split(self.head_size, dim=-1)
 
     def forward(
         self,

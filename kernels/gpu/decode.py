@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -162,8 +161,8 @@ def _decode_kernel(
             first_page = tl.load(offset, mask=has_region, other=0)
             count = tl.load(offset + 1, mask=has_region, other=0) - first_page
             heads = head * GROUP + member
-            place = row * query_stride + heads[:, None] * query_head_stride + dim[None, :]
-            queries = tl.load(query + place, mask=in_group, other=0.0)
+            source = query + row * query_stride + heads[:, None] * query_head_stride + dim[None, :]
+            queries = tl.load(source, mask=in_group, other=0.0)
 
             maximum = tl.full([GROUP_TILE], float("-inf"), tl.float32)
             # By column of the chunk, so that only the maximum is exchanged between warps.
@@ -210,15 +209,15 @@ def _decode_kernel(
                 maximum = new_maximum
             sum_of_weights = tl.sum(sums, 1)
             if sequence_begin >= begin and sequence_end <= end:
-                place = row * out_stride + heads[:, None] * out_head_stride + dim[None, :]
-                result = weighted / sum_of_weights[:, None]
-                tl.store(out + place, result.to(out.dtype.element_ty), mask=in_group)
+                result = out + row * out_stride + heads[:, None] * out_head_stride + dim[None, :]
+                mean = weighted / sum_of_weights[:, None]
+                tl.store(result, mean.to(out.dtype.element_ty), mask=in_group)
             else:
                 side = tl.where(sequence_begin <= begin, 0, 1)
-                place = ((program * 2 + side) * GROUP + member) * (HEAD_SIZE + 2)
-                tl.store(partials + place[:, None] + dim[None, :], weighted, mask=in_group)
-                tl.store(partials + place + HEAD_SIZE, maximum, mask=member < GROUP)
-                tl.store(partials + place + HEAD_SIZE + 1, sum_of_weights, mask=member < GROUP)
+                part = partials + ((program * 2 + side) * GROUP + member) * (HEAD_SIZE + 2)
+                tl.store(part[:, None] + dim[None, :], weighted, mask=in_group)
+                tl.store(part + HEAD_SIZE, maximum, mask=member < GROUP)
+                tl.store(part + HEAD_SIZE + 1, sum_of_weights, mask=member < GROUP)
         current = stop
         sequence += 1
 

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from vllm_tgvkv.kernels.gpu.compile import Variant
 
-_TILE = 4096
-_NUM_WARPS = 16
+_TILE = 2048
+_NUM_WARPS = 8
 
 
 @triton.jit
@@ -49,7 +49,17 @@ def _ranks(scores, tiers, candidate, exists, score_stride, tier_stride):
     return (tier.to(tl.int64) << 36) | ((ordered.to(tl.int64) + 0x80000000) << 4)
 
 
-@triton.jit(do_not_specialize=["num_heads", "num_slots"])
+@triton.jit(
+    do_not_specialize=[
+        "num_heads",
+        "num_candidates",
+        "num_slots",
+        "score_layer_stride",
+        "score_row_stride",
+        "tier_layer_stride",
+        "tier_row_stride",
+    ]
+)
 def _select_kernel(
     scores,
     tiers,
@@ -103,21 +113,20 @@ def _select_kernel(
             candidate = tile + in_tile
             exists = candidate < num_candidates
             rank = _ranks(scores, tiers, candidate, exists, score_stride, tier_stride)
-            above = (exists & (rank > prefix)).to(tl.int32)
-            equal = (exists & (rank == prefix)).to(tl.int32)
             # Both running counts of a tile in one scan, 16 bits each.
-            packed = (above << 16) | equal
-            earlier = tl.cumsum(packed) - packed
-            above_earlier = num_above + (earlier >> 16)
+            one = tl.where(rank > prefix, 1 << 16, (rank == prefix).to(tl.int32))
+            one = tl.where(exists, one, 0)
+            earlier = tl.cumsum(one) - one
             equal_earlier = num_equal + (earlier & 0xFFFF)
-            kept = (above != 0) | ((equal != 0) & (equal_earlier < wanted))
-            place = above_earlier + tl.minimum(equal_earlier, wanted)
+            place = num_above + (earlier >> 16) + tl.minimum(equal_earlier, wanted)
+            kept = (one == 1 << 16) | ((one == 1) & (equal_earlier < wanted))
             tl.store(selected + place, candidate, mask=kept & (place < room))
-            num_above += tl.sum(above)
-            num_equal += tl.sum(equal)
+            total = tl.sum(one)
+            num_above += total >> 16
+            num_equal += total & 0xFFFF
 
 
-@triton.jit(do_not_specialize=["num_digits", "above_all"])
+@triton.jit(do_not_specialize=["num_keys", "num_digits", "above_all"])
 def _thresholds_kernel(
     keys, wanted, thresholds, num_keys, num_digits, above_all, TILE: tl.constexpr
 ):
@@ -222,10 +231,10 @@ def variants() -> Iterator[Variant]:
             {**pointers, "tiers": tier_type, **dict.fromkeys((*sizes, *strides), "i32")},
             {"score_stride": 1, "tier_stride": 1, "BLOCK_SIZE": 16, "TILE": _TILE},
             num_warps=_NUM_WARPS,
-            aligned={*pointers, "tiers", "num_candidates", *strides},
+            aligned={*pointers, "tiers"},
         )
     yield Variant(
-        "aligned",
+        "",
         _thresholds_kernel,
         {
             **dict.fromkeys(("keys", "wanted", "thresholds"), "*i64"),
@@ -235,5 +244,4 @@ def variants() -> Iterator[Variant]:
         },
         {"TILE": _TILE},
         num_warps=_NUM_WARPS,
-        aligned={"keys", "wanted", "thresholds", "num_keys"},
     )

@@ -19,6 +19,7 @@ Cost of a layer, with P keys, H KV heads of D values, O rows of G query heads, b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -90,8 +91,8 @@ def _softmax_kernel(
     block_ids,
     row_positions,
     subset,
-    maxima,
-    denominators,
+    split_maxima,
+    split_totals,
     num_rows,
     num_keys,
     keys_per_split,
@@ -157,33 +158,38 @@ def _softmax_kernel(
         total = total * tl.exp(maximum - shift) + tl.sum(tl.exp(logits - shift[:, None]), 1)
         maximum = larger
     place = (split * tl.num_programs(2) + head) * num_rows * GROUP + vector
-    tl.store(maxima + place, maximum, mask=exists)
-    tl.store(denominators + place, total, mask=exists)
+    tl.store(split_maxima + place, maximum, mask=exists)
+    tl.store(split_totals + place, total, mask=exists)
 
 
 @triton.jit(do_not_specialize=["num_splits", "num_values"])
 def _combine_kernel(
     split_maxima,
-    split_denominators,
+    split_totals,
     maxima,
-    denominators,
+    log_sum_exp,
     num_splits,
     num_values,
     SPLITS: tl.constexpr,
     VALUES: tl.constexpr,
 ):
-    """Maximum and denominator over all keys of VALUES query vectors, from those of the splits."""
+    """Maximum and log-sum-exp over all keys of VALUES query vectors, from those of the splits.
+
+    Of a row that sees no key they are -inf and, so that all its probabilities become 0, inf.
+    """
     value = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
     split = tl.arange(0, SPLITS)
     mask = (split < num_splits)[:, None] & (value < num_values)[None, :]
     place = split[:, None] * num_values + value[None, :]
     parts = tl.load(split_maxima + place, mask=mask, other=float("-inf"))
-    totals = tl.load(split_denominators + place, mask=mask, other=0.0)
+    totals = tl.load(split_totals + place, mask=mask, other=0.0)
     maximum = tl.max(parts, 0)
-    shift = tl.where(maximum == float("-inf"), 0.0, maximum)
+    sees = maximum > float("-inf")
+    shift = tl.where(sees, maximum, 0.0)
     total = tl.sum(totals * tl.exp(parts - shift[None, :]), 0)
+    result = tl.where(sees, shift + tl.log(tl.where(sees, total, 1.0)), float("inf"))
     tl.store(maxima + value, maximum, mask=value < num_values)
-    tl.store(denominators + value, total, mask=value < num_values)
+    tl.store(log_sum_exp + value, result, mask=value < num_values)
 
 
 @triton.jit(
@@ -196,7 +202,7 @@ def _combine_kernel(
         "weights_row_stride",
         "subset_stride",
     ],
-    do_not_specialize_on_alignment=["row_positions", "weights", "subset", "maxima", "denominators"],
+    do_not_specialize_on_alignment=["row_positions", "weights", "subset"],
 )
 def _columns_kernel(
     queries,
@@ -204,7 +210,7 @@ def _columns_kernel(
     block_ids,
     row_positions,
     maxima,
-    denominators,
+    log_sum_exp,
     weights,
     subset,
     sums,
@@ -232,13 +238,12 @@ def _columns_kernel(
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    HAS_DENOMINATORS: tl.constexpr,
     HAS_SUBSET: tl.constexpr,
     NUM_WEIGHTS: tl.constexpr,
     STORES_AVERAGES: tl.constexpr,
     COUNTS_BELOW: tl.constexpr,
     HAS_ENTROPIES: tl.constexpr,
-    THRESHOLD: tl.constexpr,
+    LOG_THRESHOLD: tl.constexpr,
     PADDED_GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -248,7 +253,8 @@ def _columns_kernel(
 
     Probabilities have keys along the first dimension and query vectors along the second, vector
     m * ROWS + r being row r of query head m. So the mean over the group adds registers of one
-    thread, and sums over rows need no other warp.
+    thread, and sums over rows need no other warp. What a row must not see may come out of the
+    exponential as anything, and is masked after that mean, where there is less of it.
     """
     split, block, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_splits, num_blocks = tl.num_programs(0), tl.num_programs(1)
@@ -278,9 +284,11 @@ def _columns_kernel(
     for tile in range(first_tile, last_tile):
         row = tile * ROWS + row_in_tile
         has_vector = (row < num_rows) & (member < GROUP)
-        positions = tl.load(row_positions + row, mask=has_vector, other=-1).to(tl.int32)
-        visible = columns[:, None] <= positions[None, :]
         offsets = row.to(tl.int64) * query_row_stride + member * query_member_stride
+        row_of_tile = tile * ROWS + tl.arange(0, ROWS)
+        has_row = row_of_tile < num_rows
+        positions = tl.load(row_positions + row_of_tile, mask=has_row, other=-1).to(tl.int32)
+        visible = columns[:, None] <= positions[None, :]
         mean = tl.zeros([KEYS, ROWS], tl.float32)
         entropy = tl.zeros([ROWS], tl.float32)
         for head_of_group in range(HEADS):
@@ -298,50 +306,43 @@ def _columns_kernel(
                 WIDTH,
             )
             place = (head * num_rows + row) * GROUP + member
-            # Rows that see nothing, and vectors that pad the tile: exp(-inf) everywhere.
-            shift = tl.load(maxima + place, mask=has_vector, other=float("inf"))
-            if HAS_DENOMINATORS:
-                denominator = tl.load(denominators + place, mask=has_vector, other=0.0)
-                shift = tl.where(denominator > 0, shift, float("inf"))
-                denominator = tl.where(denominator > 0, denominator, 1.0)
-            below_maximum = tl.where(
-                visible, _products(keys, vectors) * scale - shift[None, :], float("-inf")
-            )
-            probabilities = tl.exp(below_maximum)
+            shift = tl.load(log_sum_exp + place, mask=has_vector, other=float("inf"))
+            logits = _products(keys, vectors) * scale
+            probabilities = tl.exp(logits - shift[None, :])
+            of_group = tl.sum(tl.reshape(probabilities, [KEYS, PADDED_GROUP, ROWS]), 1)
+            mean += tl.where(visible, of_group, 0.0)
             if COUNTS_BELOW:
-                is_below = visible & (probabilities < THRESHOLD)
-                count += tl.sum(is_below.to(tl.int32), 1)
-            if HAS_DENOMINATORS:
-                probabilities *= (1.0 / denominator)[None, :]
+                limit = LOG_THRESHOLD + tl.load(
+                    maxima + place, mask=has_vector, other=float("-inf")
+                )
+                is_below = (logits < limit[None, :]).to(tl.int32)
+                below = tl.sum(tl.reshape(is_below, [KEYS, PADDED_GROUP, ROWS]), 1)
+                count += tl.sum(tl.where(visible, below, 0), 1)
             if HAS_ENTROPIES:
-                surprise = tl.where(probabilities > 0, -below_maximum, 0.0)
-                if HAS_DENOMINATORS:
-                    surprise += tl.log(denominator)[None, :]
-                terms = tl.sum(probabilities * surprise, 0)
-                entropy += tl.sum(tl.reshape(terms, [PADDED_GROUP, ROWS]), 0)
-            mean += tl.sum(tl.reshape(probabilities, [KEYS, PADDED_GROUP, ROWS]), 1)
+                # 0 * inf is not a number; a probability of 0 has no part in the entropy.
+                surprise = tl.where(probabilities > 0, shift[None, :] - logits, 0.0)
+                terms = tl.reshape(probabilities * surprise, [KEYS, PADDED_GROUP, ROWS])
+                entropy += tl.sum(tl.where(visible, tl.sum(terms, 1), 0.0), 0)
         mean *= 1.0 / (HEADS * GROUP)
-        row = tile * ROWS + tl.arange(0, ROWS)
         if NUM_WEIGHTS == 0:
             sum_0 += tl.sum(mean, 1)
         else:
-            weight = weights + group * weights_group_stride + row * weights_row_stride
-            weight_0 = tl.load(weight, mask=row < num_rows, other=0.0)
+            weight = weights + group * weights_group_stride + row_of_tile * weights_row_stride
+            weight_0 = tl.load(weight, mask=has_row, other=0.0)
             sum_0 += tl.sum(mean * weight_0[None, :], 1)
             if NUM_WEIGHTS == 2:
-                weight_1 = tl.load(weight + weights_sum_stride, mask=row < num_rows, other=0.0)
+                weight_1 = tl.load(weight + weights_sum_stride, mask=has_row, other=0.0)
                 sum_1 += tl.sum(mean * weight_1[None, :], 1)
         if STORES_AVERAGES:
-            place = (group * num_rows + row).to(tl.int64) * averages_stride
-            tl.store(
-                averages + place[None, :] + columns[:, None], mean, mask=(row < num_rows)[None, :]
-            )
+            place = (group * num_rows + row_of_tile).to(tl.int64) * averages_stride
+            place = place[None, :] + columns[:, None]
+            tl.store(averages + place, mean, mask=has_row[None, :])
         if HAS_ENTROPIES:
-            place = (block * tl.num_programs(2) + group) * num_rows + row
-            tl.store(entropies + place, entropy * (1.0 / (HEADS * GROUP)), mask=row < num_rows)
+            place = (block * tl.num_programs(2) + group) * num_rows + row_of_tile
+            tl.store(entropies + place, entropy * (1.0 / (HEADS * GROUP)), mask=has_row)
     if HAS_SUBSET:
         chosen = tl.load(subset + group * subset_stride + columns, mask=exist, other=0) != 0
-        # A column outside may hold anything: it was divided by what others got.
+        # A column outside may hold anything: it was measured against others.
         sum_0 = tl.where(chosen, sum_0, 0.0)
         sum_1 = tl.where(chosen, sum_1, 0.0)
     NUM_SUMS: tl.constexpr = 1 if NUM_WEIGHTS == 0 else NUM_WEIGHTS
@@ -398,32 +399,39 @@ def _weigh_kernel(
 
 @dataclass(frozen=True)
 class _Tiles:
-    """Sizes of the matrix products of one kind of vectors on one kind of GPU."""
+    """Sizes of the matrix products, for one model on one kind of GPU."""
 
     width: int
     """D, padded to a power of two."""
-    vectors: int
-    """Query vectors of a tile."""
+    padded_group: int
+    """G, likewise."""
+    softmax_rows: int
     softmax_keys: int
     softmax_stages: int
+    columns_vectors: int
+    """Rows times padded group."""
     columns_keys: int
     columns_warps: int
     columns_stages: int
 
     @staticmethod
-    def of(head_size: int, element_size: int, shared_bytes: int) -> _Tiles:
-        """What fits the shared memory of a program, twice where the vectors are short."""
+    def of(head_size: int, group_size: int, element_size: int, shared_bytes: int) -> _Tiles:
+        """What fits the shared memory of a program, and the registers of its threads."""
         width = max(16, triton.next_power_of_2(head_size))
-        vectors = 128 if width * element_size <= 256 else 64
-        if shared_bytes < 128 * 1024:
-            vectors //= 2
+        padded_group = triton.next_power_of_2(group_size)
+        side = 128 if width * element_size <= 256 else 64
+        if shared_bytes < 160 * 1024:
+            side //= 2
         return _Tiles(
             width=width,
-            vectors=vectors,
-            softmax_keys=min(vectors, 64),
-            softmax_stages=3 if vectors == 128 else 2,
-            columns_keys=vectors,
-            columns_warps=8 if vectors == 128 else 4,
+            padded_group=padded_group,
+            softmax_rows=side,
+            softmax_keys=min(side, 64),
+            softmax_stages=3 if side == 128 else 2,
+            # The mean over a small group is nearly as large as what it is of.
+            columns_vectors=side if padded_group > 2 else min(side, 64),
+            columns_keys=side,
+            columns_warps=8 if side == 128 else 4,
             columns_stages=2 if width * element_size <= 512 else 1,
         )
 
@@ -440,8 +448,9 @@ class TritonAttention(ObservedAttention):
     """The statistics in Triton; see this module for its passes.
 
     Queries and keys are multiplied as they are (16-bit products are exact) and added in float32,
-    as is everything else; counts are exact. The maximum is taken off before the exponential, so
-    that logits of any size keep the precision that float32 leaves them.
+    as is everything else. The log-sum-exp is taken off before the exponential, so that logits of
+    any size keep the precision that float32 leaves them. Counts are exact, but for entries that
+    float32 cannot tell from the threshold.
 
     Scratch memory: the kept head averages take at most ``workspace_bytes``, otherwise each weighted
     sum reads the keys again. Partial results of the programs are a few MiB at most, those of the
@@ -471,7 +480,9 @@ class TritonAttention(ObservedAttention):
         self._log_sum_exp = log_sum_exp
         self._scratch = scratch or Scratch()
         element_size = max(queries.element_size(), key_pages.element_size())
-        self._tiles = _Tiles.of(self.head_size, element_size, _shared_bytes(queries.device))
+        self._tiles = _Tiles.of(
+            self.head_size, self.group_size, element_size, _shared_bytes(queries.device)
+        )
 
     def renormalised_column_sums(
         self, keys: Tensor, weights: Tensor, last_row_only: bool = False
@@ -542,28 +553,26 @@ class TritonAttention(ObservedAttention):
         # What lies below a part of the maximum cannot be told from the log-sum-exp.
         if self._log_sum_exp is None or "share_below" in self._statistics:
             return self._softmax_pass(self._rows(), "")
-        shift = self._take("maxima", self.num_heads, self.num_rows, self.group_size)
-        return _Softmax(shift.copy_(self._log_sum_exp.transpose(0, 1)), None)
+        log_sum_exp = self._take("log-sum-exp", self.num_heads, self.num_rows, self.group_size)
+        return _Softmax(None, log_sum_exp.copy_(self._log_sum_exp.transpose(0, 1)))
 
     def _softmax_pass(self, rows: _Rows, name: str, subset: Tensor | None = None) -> _Softmax:
-        """Maxima and denominators, float32 ``[H, O, G]`` each, in buffers of that name."""
+        """Maxima and log-sum-exps of the rows, in buffers of that name."""
         heads, tiles = self.num_heads, self._tiles
-        num_values = rows.number * self.group_size
-        maxima = self._take(f"{name}maxima", heads, rows.number, self.group_size)
-        denominators = self._take(f"{name}denominators", *maxima.shape)
+        shape = (heads, rows.number, self.group_size)
+        maxima, log_sum_exp = self._take(f"{name}maxima", *shape), self._take(f"{name}lse", *shape)
+        num_values = maxima.numel()
         if num_values == 0:
-            return _Softmax(maxima, denominators)
-        num_tiles = triton.cdiv(num_values, tiles.vectors)
+            return _Softmax(maxima, log_sum_exp)
+        num_tiles = triton.cdiv(rows.number * self.group_size, tiles.softmax_rows)
         key_tiles = triton.cdiv(self.num_keys, tiles.softmax_keys)
         wanted = triton.cdiv(_SOFTMAX_PROGRAMS, num_tiles * heads)
         tiles_per_split = triton.cdiv(key_tiles, min(wanted, _MOST_SPLITS, key_tiles))
         num_splits = triton.cdiv(key_tiles, tiles_per_split)
-        of_splits = maxima, denominators
-        if num_splits > 1:
-            of_splits = (
-                self._take("split maxima", num_splits, *maxima.shape),
-                self._take("split denominators", num_splits, *maxima.shape),
-            )
+        of_splits = (
+            self._take("split maxima", num_splits, *shape),
+            self._take("split totals", num_splits, *shape),
+        )
         _softmax_kernel[(num_tiles, num_splits, heads)](
             rows.queries,
             self._key_pages,
@@ -582,24 +591,23 @@ class TritonAttention(ObservedAttention):
             HEAD_SIZE=self.head_size,
             BLOCK_SIZE=self._key_pages.shape[2],
             HAS_SUBSET=subset is not None,
-            ROWS=tiles.vectors,
+            ROWS=tiles.softmax_rows,
             KEYS=tiles.softmax_keys,
             WIDTH=tiles.width,
             num_warps=4,
             num_stages=tiles.softmax_stages,
         )
-        if num_splits > 1:
-            _combine_kernel[(triton.cdiv(maxima.numel(), _COMBINED_VALUES),)](
-                *of_splits,
-                maxima,
-                denominators,
-                num_splits,
-                maxima.numel(),
-                SPLITS=_MOST_SPLITS,
-                VALUES=_COMBINED_VALUES,
-                num_warps=4,
-            )
-        return _Softmax(maxima, denominators)
+        _combine_kernel[(triton.cdiv(num_values, _COMBINED_VALUES),)](
+            *of_splits,
+            maxima,
+            log_sum_exp,
+            num_splits,
+            num_values,
+            SPLITS=_MOST_SPLITS,
+            VALUES=_COMBINED_VALUES,
+            num_warps=4,
+        )
+        return _Softmax(maxima, log_sum_exp)
 
     def _columns_pass(
         self,
@@ -614,8 +622,7 @@ class TritonAttention(ObservedAttention):
         """Sums of the columns, plain or with weights float32 ``[S or 1, 1 or 2, O]``."""
         tiles, groups = self._tiles, self.num_groups
         num_sums = 1 if weights is None else weights.shape[1]
-        padded_group = triton.next_power_of_2(self.group_size)
-        rows_of_tile = tiles.vectors // padded_group
+        rows_of_tile = tiles.columns_vectors // tiles.padded_group
         num_tiles = triton.cdiv(rows.number, rows_of_tile)
         num_blocks = triton.cdiv(self.num_keys, tiles.columns_keys)
         wanted = triton.cdiv(_COLUMNS_PROGRAMS, num_blocks * groups)
@@ -635,8 +642,8 @@ class TritonAttention(ObservedAttention):
             self._key_pages,
             self._block_ids,
             rows.positions,
-            softmax.shift,
-            softmax.denominators,
+            softmax.maxima if counts_below else None,
+            softmax.log_sum_exp,
             weights,
             _bytes_of(subset),
             sums,
@@ -658,14 +665,13 @@ class TritonAttention(ObservedAttention):
             GROUP=self.group_size,
             HEAD_SIZE=self.head_size,
             BLOCK_SIZE=self._key_pages.shape[2],
-            HAS_DENOMINATORS=softmax.denominators is not None,
             HAS_SUBSET=subset is not None,
             NUM_WEIGHTS=0 if weights is None else num_sums,
             STORES_AVERAGES=averages is not None,
             COUNTS_BELOW=counts_below,
             HAS_ENTROPIES=has_entropies,
-            THRESHOLD=THRESHOLD,
-            PADDED_GROUP=padded_group,
+            LOG_THRESHOLD=math.log(THRESHOLD),
+            PADDED_GROUP=tiles.padded_group,
             ROWS=rows_of_tile,
             KEYS=tiles.columns_keys,
             WIDTH=tiles.width,
@@ -705,12 +711,11 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Softmax:
-    """What makes probabilities of logits: ``exp(logit - shift) / denominator``."""
+    """Of every query head and row, float32 ``[H, O, G]``."""
 
-    shift: Tensor
-    """float32 ``[H, O, G]``: the maximum, or the log-sum-exp where there is no denominator."""
-    denominators: Tensor | None
-    """float32 ``[H, O, G]``; 0 where a row sees nothing."""
+    maxima: Tensor | None
+    """None where the attention kernel gave the log-sum-exp."""
+    log_sum_exp: Tensor
 
 
 @dataclass(frozen=True)
@@ -739,79 +744,81 @@ def variants() -> Iterator[Variant]:
     for dtype, head_size, group, heads in (("bf16", 128, 4, 8), ("fp16", 64, 7, 4)):
         for subset in (False, True):
             yield _softmax_variant(dtype, head_size, group, subset)
-        for heads_of_group in (1, heads):
-            yield _columns_variant(dtype, head_size, group, heads_of_group, averages=True)
-            yield _columns_variant(dtype, head_size, group, heads_of_group, weights=2)
-    yield _columns_variant("bf16", 128, 4, 8, averages=True, denominators=False)
+        for heads_of_set in (1, heads):
+            yield _columns_variant(dtype, head_size, group, heads_of_set, averages=True)
+            yield _columns_variant(dtype, head_size, group, heads_of_set, weights=2)
     yield _columns_variant("bf16", 128, 4, 1, counts=True)
     yield _columns_variant("bf16", 128, 4, 8, averages=True, counts=True, entropies=True)
     yield _columns_variant("bf16", 128, 4, 8, weights=1, subset=True)
-    yield _columns_variant("bf16", 128, 1, 16)
-    yield _columns_variant("bf16", 128, 16, 2)
+    yield _columns_variant("bf16", 128, 1, 16, averages=True)
+    yield _columns_variant("bf16", 128, 16, 2, averages=True)
     yield _softmax_variant("bf16", 256, 2, False)
     yield _columns_variant("bf16", 256, 2, 1, averages=True)
     yield _columns_variant("bf16", 256, 2, 4, averages=True, counts=True)
     yield Variant(
         "fp32",
         _combine_kernel,
-        {
-            **dict.fromkeys(
-                ("split_maxima", "split_denominators", "maxima", "denominators"), "*fp32"
-            ),
-            **dict.fromkeys(("num_splits", "num_values"), "i32"),
-        },
+        _typed("*fp32", "split_maxima split_totals maxima log_sum_exp")
+        | _typed("i32", "num_splits num_values"),
         {"SPLITS": _MOST_SPLITS, "VALUES": _COMBINED_VALUES},
     )
     yield Variant(
         "fp32",
         _weigh_kernel,
-        {
-            **dict.fromkeys(("averages", "weights", "sums"), "*fp32"),
-            **dict.fromkeys(("num_rows", "num_keys", "averages_stride"), "i32"),
-            **dict.fromkeys(
-                ("weights_group_stride", "weights_sum_stride", "weights_row_stride"), "i32"
-            ),
-        },
+        _typed("*fp32", "averages weights sums")
+        | _typed("i32", "num_rows num_keys averages_stride")
+        | _typed("i32", "weights_group_stride weights_sum_stride weights_row_stride"),
         {"ROWS": _WEIGHED_ROWS, "COLUMNS": _WEIGHED_COLUMNS},
         aligned=("averages", "sums", "averages_stride"),
     )
 
 
-_HOPPER_SHARED_BYTES = 227 * 1024
+def _typed(kind: str, names: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), kind)
+
+
+_SHARED_OF_VARIANTS = 227 * 1024
 _PAGED = {
-    **{"block_ids": "*i32", "row_positions": "*i64", "scale": "fp32"},
-    **dict.fromkeys(("num_rows", "num_keys"), "i32"),
-    **dict.fromkeys(("query_row_stride", "query_head_stride", "query_member_stride"), "i32"),
-    **dict.fromkeys(("block_stride", "head_stride", "slot_stride", "subset_stride"), "i32"),
+    **_typed("*i32", "block_ids"),
+    **_typed("*i64", "row_positions"),
+    **_typed("fp32", "scale"),
+    **_typed("i32", "num_rows num_keys subset_stride"),
+    **_typed("i32", "query_row_stride query_head_stride query_member_stride"),
+    **_typed("i32", "block_stride head_stride slot_stride"),
 }
 _ALIGNED = (
-    *("queries", "key_pages", "block_ids"),
-    *("query_row_stride", "query_head_stride", "query_member_stride"),
-    *("block_stride", "head_stride", "slot_stride"),
-)
+    "queries key_pages block_ids query_row_stride query_head_stride query_member_stride "
+    "block_stride head_stride slot_stride"
+).split()
 
 
 def _softmax_variant(dtype: str, head_size: int, group: int, subset: bool) -> Variant:
-    tiles = _Tiles.of(head_size, 2, _HOPPER_SHARED_BYTES)
+    tiles = _Tiles.of(head_size, group, 2, _SHARED_OF_VARIANTS)
+    signature = _PAGED | _typed(f"*{dtype}", "queries key_pages")
+    signature |= _typed("*fp32", "split_maxima split_totals") | _typed("i32", "keys_per_split")
+    constants: dict[str, object] = {
+        "query_dim_stride": 1,
+        "dim_stride": 1,
+        "GROUP": group,
+        "HEAD_SIZE": head_size,
+        "BLOCK_SIZE": 16,
+        "HAS_SUBSET": subset,
+        "ROWS": tiles.softmax_rows,
+        "KEYS": tiles.softmax_keys,
+        "WIDTH": tiles.width,
+    }
+    if subset:
+        signature |= _typed("*u8", "subset")
+    else:
+        constants["subset"] = None
     return Variant(
         f"{dtype} D{head_size} G{group}{' subset' * subset}",
         _softmax_kernel,
-        {
-            **_PAGED,
-            **dict.fromkeys(("queries", "key_pages"), f"*{dtype}"),
-            **dict.fromkeys(("maxima", "denominators"), "*fp32"),
-            "keys_per_split": "i32",
-        }
-        | ({"subset": "*u8"} if subset else {}),
-        {
-            **{"query_dim_stride": 1, "dim_stride": 1},
-            **{"GROUP": group, "HEAD_SIZE": head_size, "BLOCK_SIZE": 16, "HAS_SUBSET": subset},
-            **{"ROWS": tiles.vectors, "KEYS": tiles.softmax_keys, "WIDTH": tiles.width},
-        }
-        | ({} if subset else {"subset": None}),
+        signature,
+        constants,
         num_warps=4,
         num_stages=tiles.softmax_stages,
-        aligned=(*_ALIGNED, "maxima", "denominators"),
+        aligned=(*_ALIGNED, "split_maxima", "split_totals"),
     )
 
 
@@ -825,45 +832,52 @@ def _columns_variant(
     counts: bool = False,
     entropies: bool = False,
     subset: bool = False,
-    denominators: bool = True,
 ) -> Variant:
-    tiles = _Tiles.of(head_size, 2, _HOPPER_SHARED_BYTES)
-    padded_group = triton.next_power_of_2(group)
-    optional = {
-        "denominators": ("*fp32", denominators),
-        "weights": ("*fp32", weights > 0),
-        "subset": ("*u8", subset),
-        "averages": ("*fp32", averages),
+    tiles = _Tiles.of(head_size, group, 2, _SHARED_OF_VARIANTS)
+    signature = _PAGED | _typed(f"*{dtype}", "queries key_pages")
+    signature |= _typed("*fp32", "log_sum_exp sums entropies") | _typed("*i32", "counts")
+    signature |= _typed("i32", "tiles_per_split averages_stride")
+    signature |= _typed("i32", "weights_group_stride weights_sum_stride weights_row_stride")
+    constants: dict[str, object] = {
+        "query_dim_stride": 1,
+        "dim_stride": 1,
+        "HEADS": heads,
+        "GROUP": group,
+        "HEAD_SIZE": head_size,
+        "BLOCK_SIZE": 16,
+        "HAS_SUBSET": subset,
+        "NUM_WEIGHTS": weights,
+        "STORES_AVERAGES": averages,
+        "COUNTS_BELOW": counts,
+        "HAS_ENTROPIES": entropies,
+        "LOG_THRESHOLD": math.log(THRESHOLD),
+        "PADDED_GROUP": tiles.padded_group,
+        "ROWS": tiles.columns_vectors // tiles.padded_group,
+        "KEYS": tiles.columns_keys,
+        "WIDTH": tiles.width,
     }
-    extras = {
-        **{"averages": averages, "counts": counts, "entropies": entropies, "subset": subset},
-        **{f"weights {weights}": weights > 0, "log-sum-exp": not denominators},
-    }
+    name = f"{dtype} D{head_size} G{group} H{heads}" + " counts" * counts + " entropies" * entropies
+    aligned = [*_ALIGNED, "log_sum_exp", "sums", "averages_stride"]
+    for argument, kind, used in (
+        ("maxima", "*fp32", counts),
+        ("weights", "*fp32", weights > 0),
+        ("subset", "*u8", subset),
+        ("averages", "*fp32", averages),
+    ):
+        if not used:
+            constants[argument] = None
+            continue
+        signature[argument] = kind
+        if kind == "*fp32" and argument != "weights":
+            aligned.append(argument)
+        if argument != "maxima":
+            name += f" {argument}"
     return Variant(
-        " ".join(
-            [f"{dtype} D{head_size} G{group} H{heads}", *(k for k, used in extras.items() if used)]
-        ),
+        name,
         _columns_kernel,
-        {
-            **_PAGED,
-            **dict.fromkeys(("queries", "key_pages"), f"*{dtype}"),
-            **dict.fromkeys(("maxima", "sums", "entropies"), "*fp32"),
-            **{"counts": "*i32", "tiles_per_split": "i32", "averages_stride": "i32"},
-            **dict.fromkeys(
-                ("weights_group_stride", "weights_sum_stride", "weights_row_stride"), "i32"
-            ),
-            **{name: kind for name, (kind, used) in optional.items() if used},
-        },
-        {
-            **{name: None for name, (_, used) in optional.items() if not used},
-            **{"query_dim_stride": 1, "dim_stride": 1, "THRESHOLD": THRESHOLD},
-            **{"HEADS": heads, "GROUP": group, "HEAD_SIZE": head_size, "BLOCK_SIZE": 16},
-            **{"HAS_DENOMINATORS": denominators, "HAS_SUBSET": subset, "NUM_WEIGHTS": weights},
-            **{"STORES_AVERAGES": averages, "COUNTS_BELOW": counts, "HAS_ENTROPIES": entropies},
-            **{"PADDED_GROUP": padded_group, "ROWS": tiles.vectors // padded_group},
-            **{"KEYS": tiles.columns_keys, "WIDTH": tiles.width},
-        },
+        signature,
+        constants,
         num_warps=tiles.columns_warps,
         num_stages=tiles.columns_stages,
-        aligned=(*_ALIGNED, "sums", "averages_stride", *(("averages",) if averages else ())),
+        aligned=aligned,
     )

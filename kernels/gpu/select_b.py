@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choosing the tokens of every (layer, KV head) in one launch, and thresholds of given keys.
+
+A row is searched for its least kept key digit by digit: a pass counts how often each value of the
+next eight bits occurs among the keys that agree with the digits found so far.
+
+One program takes a whole row. On an H100 a pass costs about 50 instructions a candidate, for 32
+candidates at once, and there are six: 1024 rows of 128k candidates, 1.3e8 in all, come to some
+1.2e9 warp instructions, about 1.3 ms on 132 multiprocessors that issue four a cycle. 28 rows keep
+only 28 of them busy and still need no more than about 0.2 ms, against seconds of prefill for such a
+prompt. So rows are not divided between programs, which would take six launches or a grid barrier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_tgvkv.kernels.gpu.compile import Variant
+
+_TILE = 2048
+_NUM_WARPS = 8
+
+
+@triton.jit
+def _narrow(bins, wanted):
+    """Digit of the ``wanted``-th largest of the counted keys, and its rank among those with it."""
+    at_least = tl.cumsum(bins, reverse=True)
+    digit = tl.maximum(tl.sum((at_least >= wanted).to(tl.int32)) - 1, 0)
+    greater = tl.arange(0, bins.shape[0]) > digit
+    return digit, wanted - tl.sum(tl.where(greater, bins, 0))
+
+
+@triton.jit
+def _ranks(scores, tiers, candidate, exists, score_stride, tier_stride):
+    """40 bits of int64 that order candidates as (tier, score) do; equal where these are equal."""
+    score = tl.load(scores + candidate * score_stride, mask=exists, other=0.0)
+    tier = tl.load(tiers + candidate * tier_stride, mask=exists, other=0)
+    bits = score.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    # Reversing the magnitude of negative floats makes their bits order as the floats do.
+    ordered = tl.where(bits < 0, -magnitude, bits)  # and -0 becomes +0
+    ordered = tl.where(magnitude > 0x7F800000, -0x7FFFFFFF, ordered)  # NaN, below -infinity
+    # 1 .. 2^32 - 1; four more bits make five digits of it.
+    return (tier.to(tl.int64) << 36) | ((ordered.to(tl.int64) + 0x80000000) << 4)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_heads",
+        
+        "num_slots",
+    ]
+)
+def _select_kernel(
+    scores,
+    tiers,
+    counts,
+    selected,
+    num_heads,
+    num_candidates,
+    num_slots,
+    score_layer_stride,
+    score_row_stride,
+    score_stride,
+    tier_layer_stride,
+    tier_row_stride,
+    tier_stride,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The kept positions of one (layer, head), ascending, at its pages' place in ``selected``."""
+    pair = tl.program_id(0)
+    layer, head = (pair // num_heads).to(tl.int64), pair % num_heads
+    scores += layer * score_layer_stride + head * score_row_stride
+    tiers += layer * tier_layer_stride + head * tier_row_stride
+    in_tile = tl.arange(0, TILE)
+    wanted = (tl.load(counts + pair) * BLOCK_SIZE).to(tl.int32)
+    if wanted > 0:
+        slot = tl.full((), 0, tl.int64)
+        for tile in range(0, pair, 1024):
+            other = tile + tl.arange(0, 1024)
+            slot += tl.sum(tl.load(counts + other, mask=other < pair, other=0)) * BLOCK_SIZE
+
+        selected += slot
+        room = tl.minimum(num_slots - slot, num_candidates).to(tl.int32)
+
+        prefix = tl.full((), 0, tl.int64)
+        for digit in range(5):
+            shift = 32 - 8 * digit
+            bins = tl.zeros([256], tl.int32)
+            for tile in range(0, num_candidates, TILE):
+                candidate = tile + in_tile
+                exists = candidate < num_candidates
+                rank = _ranks(scores, tiers, candidate, exists, score_stride, tier_stride) >> shift
+                agrees = exists & ((rank >> 8) == prefix)
+                bins += tl.histogram((rank & 255).to(tl.int32), 256, mask=agrees)
+            value, wanted = _narrow(bins, wanted)
+            prefix = (prefix << 8) | value
+
+        # All above the least kept rank, and of those that have it the first `wanted`.
+        num_above = 0
+        num_equal = 0
+        for tile in range(0, num_candidates, TILE):
+            candidate = tile + in_tile
+            exists = candidate < num_candidates
+            rank = _ranks(scores, tiers, candidate, exists, score_stride, tier_stride)
+            # Both running counts of a tile in one scan, 16 bits each.
+            one = tl.where(rank > prefix, 1 << 16, (rank == prefix).to(tl.int32))
+            one = tl.where(exists, one, 0)
+            earlier = tl.cumsum(one) - one
+            equal_earlier = num_equal + (earlier & 0xFFFF)
+            place = num_above + (earlier >> 16) + tl.minimum(equal_earlier, wanted)
+            kept = (one == 1 << 16) | ((one == 1) & (equal_earlier < wanted))
+            tl.store(selected + place, candidate, mask=kept & (place < room))
+            total = tl.sum(one)
+            num_above += total >> 16
+            num_equal += total & 0xFFFF
+
+
+@triton.jit(do_not_specialize=["num_keys", "num_digits", "above_all"])
+def _thresholds_kernel(
+    keys, wanted, thresholds, num_keys, num_digits, above_all, TILE: tl.constexpr
+):
+    """The threshold of one row of keys."""
+    row = tl.program_id(0).to(tl.int64)
+    keys += row * num_keys
+    in_tile = tl.arange(0, TILE)
+    left = tl.load(wanted + row)
+    threshold = tl.full((), 0, tl.int64) + above_all
+    if left > 0:
+        threshold = tl.full((), 0, tl.int64)
+        for digit in range(num_digits):
+            shift = 8 * (num_digits - 1 - digit)
+            bins = tl.zeros([256], tl.int32)
+            for tile in range(0, num_keys, TILE):
+                place = tile + in_tile
+                exists = place < num_keys
+                key = tl.load(keys + place, mask=exists, other=0) >> shift
+                agrees = exists & ((key >> 8) == threshold)
+                bins += tl.histogram((key & 255).to(tl.int32), 256, mask=agrees)
+            value, left = _narrow(bins, left)
+            threshold = (threshold << 8) | value
+    tl.store(thresholds + row, threshold)
+
+
+def select_tokens(
+    scores: Tensor, tiers: Tensor, counts: Tensor, num_pages: int, block_size: int
+) -> Tensor:
+    """Positions of the kept tokens; see :func:`vllm_tgvkv.kernels.select.select_tokens`.
+
+    Exact, ties included: it works on integers alone. Slots behind the last page that was dealt are
+    0. One launch besides that filling. Where heads share a ranking, each of them searches it anew:
+    it comes from the cache, and heads may have different counts.
+
+    Args:
+        scores: float32 ``[L, H, C]`` or ``[L, 1, C]``, any strides.
+        tiers: integer ``[C]``, ``[L, H, C]`` or ``[L, 1, C]``, any strides.
+        counts: int64 ``[L, H]``.
+        num_pages: rows of the result; a pair whose pages would be behind them is cut off.
+        block_size: N.
+
+    Returns:
+        int32 ``[num_pages, N]``.
+    """
+    shape = (*counts.shape, scores.shape[-1])
+    scores, tiers = scores.expand(shape), tiers.expand(shape)
+    selected = torch.zeros(num_pages, block_size, dtype=torch.int32, device=scores.device)
+    if selected.numel() and counts.numel():
+        _select_kernel[(counts.numel(),)](
+            scores,
+            tiers,
+            counts.contiguous(),
+            selected,
+            shape[1],
+            shape[2],
+            selected.numel(),
+            *scores.stride(),
+            *tiers.stride(),
+            BLOCK_SIZE=block_size,
+            TILE=_TILE,
+            num_warps=_NUM_WARPS,
+        )
+    return selected
+
+
+def thresholds(keys: Tensor, wanted: Tensor, num_bits: int) -> Tensor:
+    """The ``wanted``-th largest key of each row; see :func:`vllm_tgvkv.kernels.select.thresholds`.
+
+    Exact. One launch; keys whose rows are broadcast or not contiguous are copied first.
+
+    Args:
+        keys: int64 ``[..., C]``, in ``0 .. 2**num_bits - 1``.
+        wanted: int64, of a shape that ``keys.shape[:-1]`` broadcasts to; where it is 0, the result
+            is ``2**num_bits - 1``.
+        num_bits: at most 63.
+    """
+    keys = keys.expand(*wanted.shape, keys.shape[-1]).contiguous()
+    found = torch.empty_like(wanted, memory_format=torch.contiguous_format)
+    if found.numel():
+        _thresholds_kernel[(found.numel(),)](
+            keys,
+            wanted.contiguous(),
+            found,
+            keys.shape[-1],
+            triton.cdiv(num_bits, 8),
+            2**num_bits - 1,
+            TILE=_TILE,
+            num_warps=_NUM_WARPS,
+        )
+    return found
+
+
+def variants() -> Iterator[Variant]:
+    """The specialisations to cross-compile."""
+    sizes = ("num_heads",  "num_slots")
+    strides = ("score_layer_stride", "score_row_stride", "tier_layer_stride", "tier_row_stride")
+    pointers = {"scores": "*fp32", "counts": "*i64", "selected": "*i32"}
+    for tier_type in ("*i32", "*i64"):
+        yield Variant(
+            f"tiers {tier_type[1:]}",
+            _select_kernel,
+            {**pointers, "tiers": tier_type, **dict.fromkeys((*sizes, *strides), "i32")},
+            {"score_stride": 1, "tier_stride": 1, "BLOCK_SIZE": 16, "TILE": _TILE},
+            num_warps=_NUM_WARPS,
+            aligned={*pointers, "tiers", "num_candidates", *strides},
+        )
+    yield Variant(
+        "",
+        _thresholds_kernel,
+        {
+            **dict.fromkeys(("keys", "wanted", "thresholds"), "*i64"),
+            "num_keys": "i32",
+            "num_digits": "i32",
+            "above_all": "i64",
+        },
+        {"TILE": _TILE},
+        num_warps=_NUM_WARPS,
+    )

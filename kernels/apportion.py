@@ -6,12 +6,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm_tgvkv.kernels import gpu
+
 # Shares below this fraction of the largest count as this fraction of it: a zero share still takes
 # part once everybody else is full, and no quotient of two shares overflows float64.
 _SMALLEST_SHARE = 1e-290
-# Real-valued counts are rounded to this grid, so that rounding errors neither turn 3.0 into 2 plus
-# a remainder nor decide between equal remainders.
-_GRID = 2.0**32
+# Real-valued counts are rounded to multiples of 2^-32, so that rounding errors neither turn 3.0
+# into 2 plus a remainder nor decide between equal remainders.
+_GRID_BITS = 32
 
 
 def apportion(shares: Tensor, total: int | Tensor, floor: int, cap: int) -> Tensor:
@@ -19,8 +21,13 @@ def apportion(shares: Tensor, total: int | Tensor, floor: int, cap: int) -> Tens
 
     Water filling: the real-valued count of share s is clip(level * s, floor, cap), with the one
     level at which the counts sum to ``total``; so what a full share cannot take goes to the others
-    in proportion. Then the largest remainders are rounded up, ties by index. Everything is float64
-    and on the shares' device, without synchronisation; memory is 16 M^2 bytes a row.
+    in proportion. Then the largest remainders are rounded up, ties by index. Everything is on the
+    shares' device, without synchronisation.
+
+    Numbers are float64, but sums are of integers: counts are rounded to multiples of a unit that is
+    as small as int64 allows, at most 2^-32 for ``cap * M`` below 2^30. So a sum does not depend on
+    the order of its terms, a higher level never has a smaller one, and every device that divides,
+    multiplies and adds float64 as IEEE 754 says, one operation at a time, gives the same counts.
 
     A row of shares that sums to zero or holds a NaN or an infinity counts as all equal; a negative
     share counts as zero.
@@ -45,11 +52,23 @@ def apportion(shares: Tensor, total: int | Tensor, floor: int, cap: int) -> Tens
     size = shares.shape[-1]
     if not 0 <= floor <= cap:
         raise ValueError(f"floor and cap must satisfy 0 <= floor <= cap, got {floor} and {cap}")
-    if isinstance(total, int) and not floor * size <= total <= cap * size:
-        raise ValueError(
-            f"total must be between floor*M = {floor * size} and cap*M = {cap * size}, got {total}"
+    if isinstance(total, int):
+        if not floor * size <= total <= cap * size:
+            raise ValueError(
+                f"total must be between floor*M = {floor * size} and cap*M = {cap * size}, "
+                f"got {total}"
+            )
+        total = torch.full((), total, dtype=torch.int64, device=shares.device)
+    # The sum of all counts, each at most `cap`, stays below 2^62 units.
+    unit_bits = 62 - (cap * size).bit_length()
+    if gpu.runs(shares):
+        from vllm_tgvkv.kernels.gpu import apportion as triton_apportion
+
+        return triton_apportion.apportion(
+            shares, total, floor, cap, unit_bits, _SMALLEST_SHARE, _GRID_BITS
         )
-    return _round(_water_fill(_normalise(shares.double()), total, floor, cap), total)
+    total = total.long()
+    return _round(_water_fill(_normalise(shares.double()), total, floor, cap, unit_bits), total)
 
 
 def _normalise(shares: Tensor) -> Tensor:
@@ -61,42 +80,48 @@ def _normalise(shares: Tensor) -> Tensor:
     return torch.where(finite & (largest > 0), relative, uniform).clamp(min=_SMALLEST_SHARE)
 
 
-def _water_fill(shares: Tensor, total: int | Tensor, floor: int, cap: int) -> Tensor:
+def _water_fill(shares: Tensor, total: Tensor, floor: int, cap: int, unit_bits: int) -> Tensor:
     """clip(level * shares, floor, cap) with the level at which it sums to ``total``.
 
     The sum is piecewise linear in the level with a breakpoint where a share leaves the floor or
     reaches the cap. Interpolating between the counts at the two breakpoints around ``total``,
     rather than solving for the level, stays exact over any range of shares.
     """
-    levels = torch.cat((floor / shares, cap / shares), dim=-1)  # [..., 2M]
-    counts_at = (levels.unsqueeze(-1) * shares.unsqueeze(-2)).clamp(floor, cap)  # [..., 2M, M]
-    sums = counts_at.sum(dim=-1)
-    infinity = float("inf")
-    # Rounding must not lift the lowest breakpoint, where all are at the floor, above the total.
-    not_above = (sums <= total) | (levels == levels.amin(dim=-1, keepdim=True))
-    below = levels.masked_fill(~not_above, -infinity).argmax(dim=-1, keepdim=True)
-    above = levels.masked_fill(not_above, infinity).argmin(dim=-1, keepdim=True)
-    low = _take_row(counts_at, below)
-    high = _take_row(counts_at, above)
-    span = (sums.gather(-1, above) - sums.gather(-1, below)).clamp(min=0)
-    missing = total - sums.gather(-1, below)
-    fraction = torch.where(span > 0, missing / span, torch.zeros_like(span)).clamp(0, 1)
-    # Where nothing is above, all are full and `above` is arbitrary.
-    return torch.where(not_above.all(dim=-1, keepdim=True), low, torch.lerp(low, high, fraction))
+
+    def counts_at(level: Tensor) -> Tensor:
+        return (level * shares).clamp(floor, cap)
+
+    def in_units(counts: Tensor) -> Tensor:
+        return (counts * 2.0**unit_bits + 0.5).long().sum(dim=-1, keepdim=True)
+
+    bounds = torch.full_like(shares, floor), torch.full_like(shares, cap)
+    levels = torch.cat([bound / shares for bound in bounds], dim=-1).sort(dim=-1).values
+    num_levels = levels.shape[-1]
+    target = total << unit_bits
+    # The lowest breakpoint, with all at the floor, is not above the total; behind the last all are
+    # full.
+    below = torch.zeros(*shares.shape[:-1], 1, dtype=torch.int64, device=shares.device)
+    above = torch.full_like(below, num_levels)
+    for _ in range(num_levels.bit_length()):
+        middle = (below + above) >> 1
+        fits = in_units(counts_at(levels.gather(-1, middle))) <= target
+        below, above = torch.where(fits, middle, below), torch.where(fits, above, middle)
+    low = counts_at(levels.gather(-1, below))
+    high = counts_at(levels.gather(-1, above.clamp(max=num_levels - 1)))
+    low_sum = in_units(low)
+    span = in_units(high) - low_sum
+    missing = (target - low_sum).double()
+    fraction = torch.where(span > 0, missing / span.clamp(min=1).double(), 0.0).clamp(0, 1)
+    return low + fraction * (high - low)
 
 
-def _take_row(matrix: Tensor, row: Tensor) -> Tensor:
-    index = row.unsqueeze(-1).expand(*row.shape[:-1], 1, matrix.shape[-1])
-    return matrix.gather(-2, index).squeeze(-2)
-
-
-def _round(counts: Tensor, total: int | Tensor) -> Tensor:
+def _round(counts: Tensor, total: Tensor) -> Tensor:
     """Largest remainder: rounds ``counts``, which sum to ``total``, to integers that do."""
-    counts = (counts * _GRID).round() / _GRID
-    whole = counts.floor()
+    fixed = (counts * 2.0**_GRID_BITS + 0.5).long()
+    whole = fixed >> _GRID_BITS
     left = total - whole.sum(dim=-1, keepdim=True)
-    order = (counts - whole).argsort(dim=-1, descending=True, stable=True)
+    order = (fixed - (whole << _GRID_BITS)).argsort(dim=-1, descending=True, stable=True)
     rank = torch.empty_like(order).scatter_(
         -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
     )
-    return (whole + (rank < left)).to(torch.int64)
+    return whole + (rank < left)

@@ -44,14 +44,14 @@ class DecodePlan:
         num_heads: int,
         group_size: int,
         head_size: int,
+        chunk: int,
         num_programs: int,
         device: torch.device | str,
-        chunk: int = 64,
     ) -> DecodePlan:
         """Allocate the buffers for up to `num_rows` rows.
 
-        On CUDA `num_programs` is best what the GPU runs at once: two to four per multiprocessor,
-        see :data:`vllm_tgvkv.kernels.gpu.decode.PROGRAMS_PER_SM`.
+        What suits a GPU say ``chunk_size`` and ``num_programs`` of
+        :mod:`vllm_tgvkv.kernels.gpu.decode`; results are right with any.
         """
         return cls(
             chunk,

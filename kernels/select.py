@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm_tgvkv.kernels import gpu
+
 _TIER_BITS = 4
 _SCORE_BITS = 32
 _INT32_MAX = 2**31 - 1
@@ -40,6 +42,10 @@ def select_tokens(
         ValueError: if a shape, dtype or number does not fit; the message names the argument.
     """
     _check(scores, tiers, counts, num_pages, block_size)
+    if gpu.runs(scores):
+        from vllm_tgvkv.kernels.gpu import select as triton_select
+
+        return triton_select.select_tokens(scores, tiers, counts, num_pages, block_size)
     wanted = counts * block_size
     keys = ranking_keys(scores, tiers)
     kept = keys >= thresholds(keys, wanted).unsqueeze(-1)  # [L, H, C]
@@ -83,12 +89,16 @@ def thresholds(keys: Tensor, wanted: Tensor, num_bits: int | None = None) -> Ten
         wanted: int64, of a shape that ``keys.shape[:-1]`` broadcasts to.
         num_bits: the keys are below ``2**num_bits``; by default those of :func:`ranking_keys`.
     """
-    thresholds = torch.zeros_like(wanted)
-    # Comparing into int64 spares the sum a conversion, half of its time.
-    at_least = torch.empty(*wanted.shape, keys.shape[-1], dtype=torch.int64, device=keys.device)
     if num_bits is None:
         # One bit more than the keys have, for a threshold above all of them.
         num_bits = _TIER_BITS + _SCORE_BITS + _position_bits(keys.shape[-1]) + 1
+    if gpu.runs(keys):
+        from vllm_tgvkv.kernels.gpu import select as triton_select
+
+        return triton_select.thresholds(keys, wanted, num_bits)
+    thresholds = torch.zeros_like(wanted)
+    # Comparing into int64 spares the sum a conversion, half of its time.
+    at_least = torch.empty(*wanted.shape, keys.shape[-1], dtype=torch.int64, device=keys.device)
     for bit in range(num_bits - 1, -1, -1):
         candidates = thresholds | (1 << bit)
         torch.ge(keys, candidates.unsqueeze(-1), out=at_least)

@@ -379,7 +379,7 @@ class FirstPass:
 
     column_sums: Tensor
     row_averages: Tensor | None
-    """A of every row, float32 ``[S, O, P or more]``; None if not asked for, or too large to keep."""
+    """A of every row, float32 ``[S, O, P]``; None if not asked for, or too large to keep."""
     share_below: Tensor
     row_entropies: Tensor
 

@@ -257,6 +257,23 @@ class Oracle:
             )
         return output[0, len(prompt.token_ids) :].tolist()
 
+    @torch.no_grad()
+    def logprobs(
+        self, prompt: Prompt, tokens: Sequence[int], kept: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the log-probabilities [T, V] of what may follow the prompt and each token.
+
+        Row i is the distribution of `tokens[i]`, which sees the prompt's kept positions and all
+        tokens before it.
+        """
+        after = torch.tensor(tokens[:-1])[None]
+        with self._masked(kept, 0):
+            output = self.model(**prompt.inputs, use_cache=True)
+            cache = output.past_key_values
+            rest = self.model(input_ids=after, past_key_values=cache, use_cache=True)
+        logits = torch.cat((output.logits[0, -1:], rest.logits[0]))
+        return logits.double().log_softmax(-1)
+
     @contextmanager
     def _masked(self, kept: torch.Tensor | None, merging: int) -> Iterator[None]:
         """Hide the prompt keys that are not kept from every query after the prefill.

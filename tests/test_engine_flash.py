@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from vllm.v1.attention.backends import flash_attn
 
 from tests import flash_on_cpu
 from tests.emulation import Oracle
-from tests.engine import Ask, Engine, assert_agrees, engine
+from tests.engine import Ask, Engine, assert_agrees, assert_close, engine
 from tests.models import random_text
 from tests.test_engine import (
     BUDGETS,
@@ -111,3 +112,11 @@ def test_decode_steps_are_right_as_graphs(folder: Path, oracle: Oracle, kernels:
         with engine(folder, tgv("head"), block_size=16) as running:
             assert_agrees(running, oracle, asks)
         assert flash_on_cpu.ReplayingBuilder.num_replays > before + 50
+
+
+def test_bfloat16_is_close_to_the_oracle(tiny_model: Callable[..., Path]) -> None:
+    """The comparison that the tests on a GPU make (`tests/gpu/test_engine.py`), at work here."""
+    folder = tiny_model("llava", image_size=IMAGE_SIZE, head_size=64)
+    asks = [replace(ask, logprobs=1) for ask in ASKS]
+    with engine(folder, tgv("head"), block_size=16, dtype="bfloat16") as running:
+        assert_close(running, Oracle(folder), asks)

@@ -17,8 +17,12 @@ NAN, INFINITY = float("nan"), float("inf")
 SCORE = st.sampled_from([0.0, -0.0, 0.5, 1.0, -1.0, -2.5, 1e-42, -1e-42, INFINITY, -INFINITY, NAN])
 
 
+Selection = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]
+"""Arguments of `select_tokens`."""
+
+
 @st.composite
-def selections(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
+def selections(draw: st.DrawFn) -> Selection:
     layers, heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     blocks, block_size = draw(st.integers(0, 4)), draw(st.sampled_from([1, 2, 4]))
     rows = draw(st.sampled_from([1, heads]))
@@ -36,9 +40,7 @@ def selections(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
 @settings(deadline=None)
 @given(selections())
-def test_equals_the_reference(
-    selection: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int],
-) -> None:
+def test_equals_the_reference(selection: Selection) -> None:
     positions = select_tokens(*selection)
     assert positions.dtype == torch.int32
     assert positions.tolist() == reference.select_tokens(*selection)

@@ -47,25 +47,28 @@ def check(arguments: dict[str, Any], exact: torch.Tensor, **options: Any) -> Non
             )
 
 
-def check_one(attention: ObservedAttention, exact: torch.Tensor) -> None:
-    rows, num_keys = attention.row_positions, exact.shape[-1]
-    num_sets = attention.num_groups
+def check_one(
+    attention: ObservedAttention, exact: torch.Tensor, rtol: float = 1e-5, atol: float = 1e-6
+) -> None:
+    """Every statistic of one observation, weighted sums first."""
+    rows, num_keys = attention.row_positions.cpu(), exact.shape[-1]
+    num_sets, device = attention.num_groups, attention.row_positions.device
     by_set = exact.reshape(num_sets, -1, *exact.shape[2:])  # [S, query heads, O, P]
 
     def agree(
         got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype = torch.float32
     ) -> None:
         assert got.dtype == dtype
-        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(got.double().cpu(), expected, rtol=rtol, atol=atol)
 
-    # Weighted sums come first: nothing has been computed then.
+    # Nothing has been computed then.
     for size in (1, num_sets):
         weights = torch.rand(size, len(rows))
         expected = (weights.double()[:, :, None] * by_set.mean(1)).sum(dim=1)
-        agree(attention.weighted_column_sums(weights), expected)
+        agree(attention.weighted_column_sums(weights.to(device)), expected)
     agree(attention.column_sums, by_set.mean(1).sum(1))
     weights = torch.rand(1, 2, len(rows))
-    agree(attention.mixed_column_sums(weights), weights.double() @ by_set.mean(1))
+    agree(attention.mixed_column_sums(weights.to(device)), weights.double() @ by_set.mean(1))
 
     visible = torch.arange(num_keys) <= rows[:, None]
     below = (by_set < 0.01 * by_set.amax(-1, keepdim=True)) & visible
@@ -74,16 +77,19 @@ def check_one(attention: ObservedAttention, exact: torch.Tensor) -> None:
     entropies = torch.special.entr(by_set).sum(-1).mean(1)
     agree(attention.row_entropies, entropies)
 
-    keys = torch.rand(num_sets, num_keys) < 0.5
-    keys[:, 0] = True
-    weights = torch.rand(num_sets, len(rows))
-    subset = by_set * keys[:, None, None]
-    subset = (subset / subset.sum(-1, keepdim=True)).mean(1)
-    expected = (weights.double()[:, :, None] * subset).sum(1)
-    agree(attention.renormalised_column_sums(keys, weights), expected)
-    weights[:, :-1] = 0
-    expected = (weights.double()[:, :, None] * subset).sum(1)
-    agree(attention.renormalised_column_sums(keys, weights, last_row_only=True), expected)
+    # One subset for all groups has to serve both; early rows may see none of it.
+    for size in (1, num_sets):
+        keys = torch.rand(size, num_keys) < 0.5
+        weights = torch.rand(size, len(rows))
+        subset = by_set * keys[:, None, None]
+        subset = (subset / subset.sum(-1, keepdim=True)).nan_to_num(0).mean(1)
+        expected = (weights.double()[:, :, None] * subset).sum(1)
+        chosen = keys.to(device)
+        agree(attention.renormalised_column_sums(chosen, weights.to(device)), expected)
+        weights[:, :-1] = 0
+        expected = (weights.double()[:, :, None] * subset).sum(1)
+        got = attention.renormalised_column_sums(chosen, weights.to(device), last_row_only=True)
+        agree(got, expected)
 
 
 @pytest.mark.parametrize("num_keys", [1, 3, 4, 5, 21, 22, 23, 24])

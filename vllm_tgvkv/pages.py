@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
 
 class PageLayoutError(RuntimeError):
@@ -53,7 +54,7 @@ class PagePool:
     def poison(self, blocks: Sequence[int]) -> None:
         """Fill blocks with NaN (debug only)."""
         view = self.raw.view(self.num_blocks, -1)
-        view[torch.tensor(blocks, device=view.device)] = float("nan")
+        view[async_tensor_h2d(list(blocks), view.device)] = float("nan")
 
 
 def page_pool(layer_caches: Sequence[torch.Tensor], slots_first: bool) -> PagePool:

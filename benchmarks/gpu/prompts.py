@@ -45,7 +45,7 @@ def text_prompt(num_tokens: int, seed: int) -> dict[str, Any]:
 def _image_size(rng: np.random.Generator, shape: Shape, room: int) -> tuple[int, int] | None:
     """Height and width in tokens of the next image, None if no more fits."""
     if shape.arch == "llava":
-        side = 24 if shape.layers > 8 else 8
+        side = shape.image_side
         return (side, side) if side * side <= room else None
     if room < 64:
         return None

@@ -58,6 +58,8 @@ class Shape:
     intermediate: int
     vocabulary: int
     vision: VisionShape
+    image_side: int = 24
+    """Tokens a side of every image, where they are all resized to one size (LLaVA)."""
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -101,6 +103,7 @@ def tiny(shape: Shape) -> Shape:
         head_size=32,
         intermediate=256,
         vocabulary=320,
+        image_side=8,
         vision=replace(shape.vision, hidden=64, layers=2, heads=2, intermediate=128),
     )
 
@@ -272,7 +275,7 @@ def _write_llava(folder: Path, shape: Shape, ids: dict[str, int]) -> None:
     from transformers import LlavaConfig
 
     vision = shape.vision
-    side = 24 * vision.patch if shape == LLAVA_7B else 8 * vision.patch
+    side = shape.image_side * vision.patch
     config = LlavaConfig(
         text_config={
             **_text_config(shape),

@@ -11,8 +11,9 @@ partial sums, which a second launch adds up in the order of the programs.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,9 +22,6 @@ from vllm_tgvkv.kernels.gpu.compile import Variant
 
 if TYPE_CHECKING:
     from vllm_tgvkv.kernels.decode import DecodePlan
-
-PROGRAMS_PER_SM = 2
-"""Programs that a multiprocessor runs at once, limited by the chunks they have on the way."""
 
 _SEQUENCES_PER_TILE = 1024
 _PROGRAMS_PER_TILE = 128
@@ -146,23 +144,24 @@ def _decode_kernel(
     in_group = (member < GROUP)[:, None] & (dim < HEAD_SIZE)[None, :]
     current = begin
     while current < end:
+        # Loads that need nothing but the sequence come first, so that they wait together.
         sequence_begin = tl.load(ends + sequence)
         sequence_end = tl.load(ends + sequence + 1)
+        row, head = (sequence // NUM_HEADS).to(tl.int64), sequence % NUM_HEADS
+        length = tl.load(lengths + row * lengths_stride + head)
+        ids = block_table + row * table_stride
+        region = tl.load(ids).to(tl.int64)
         stop = tl.minimum(sequence_end, end)
         if current < stop:
-            row, head = (sequence // NUM_HEADS).to(tl.int64), sequence % NUM_HEADS
             pair = layer * NUM_HEADS + head
-            length = tl.load(lengths + row * lengths_stride + head)
-            ids = block_table + row * table_stride
-            region = tl.load(ids).to(tl.int64)
-            has_region = tl.load(retained + region) > 0
-            start = tl.load(replaced + region)
-            offset = offsets + region * offsets_stride + pair
-            first_page = tl.load(offset, mask=has_region, other=0)
-            count = tl.load(offset + 1, mask=has_region, other=0) - first_page
             heads = head * GROUP + member
             source = query + row * query_stride + heads[:, None] * query_head_stride + dim[None, :]
             queries = tl.load(source, mask=in_group, other=0.0)
+            has_region = tl.load(retained + region) > 0
+            start = tl.load(replaced + region)
+            offset = offsets + region * offsets_stride + pair
+            first_page, end_page = tl.load(offset), tl.load(offset + 1)
+            count = tl.where(has_region, end_page - first_page, 0)
 
             maximum = tl.full([GROUP_TILE], float("-inf"), tl.float32)
             # By column of the chunk, so that only the maximum is exchanged between warps.
@@ -284,6 +283,33 @@ def _combine_kernel(
             tl.store(out, result, mask=dim < HEAD_SIZE)
 
 
+def chunk_size(head_size: int) -> int:
+    """Tokens of a chunk: 64, or fewer if their keys and values would be more than 32 KiB."""
+    return 64 if head_size <= 128 else 32
+
+
+def num_programs(device: torch.device, head_size: int, element_size: int = 2) -> int:
+    """Programs that the GPU runs at once; more would begin when the others are done."""
+    properties = torch.cuda.get_device_properties(device)
+    head_tile = triton.next_power_of_2(head_size)
+    bytes_of_chunk = 2 * chunk_size(head_size) * head_tile * element_size
+    # Besides chunks, queries and what the two products exchange between warps.
+    shared = _num_buffers(head_tile) * bytes_of_chunk + 48 * head_tile * element_size
+    by_memory = properties.shared_memory_per_multiprocessor // shared
+    by_registers = 3 if head_tile <= 128 else 2
+    return int(properties.multi_processor_count * max(1, min(by_memory, by_registers)))
+
+
+def _num_buffers(head_tile: int) -> int:
+    """Chunks that a program has on their way or at hand."""
+    return 3 if head_tile <= 64 else 2
+
+
+def _num_stages(head_tile: int) -> int:
+    """Triton's name of it: it shares stages between block ids and what they point to."""
+    return 2 * _num_buffers(head_tile) + 1
+
+
 def plan_decode(lengths: Tensor, plan: DecodePlan) -> None:
     """Deals the work, in two launches for all layers; see :mod:`vllm_tgvkv.kernels.decode`.
 
@@ -340,7 +366,6 @@ def decode(
     group = query.shape[1] // num_heads
     shape = {"NUM_HEADS": num_heads, "GROUP": group, "HEAD_SIZE": head_size}
     head_tile = triton.next_power_of_2(head_size)
-    num_stages = _num_stages(plan.chunk, head_tile, query.element_size())
     _decode_kernel[(num_programs,)](
         query,
         keys,
@@ -372,7 +397,7 @@ def decode(
         GROUP_TILE=max(16, triton.next_power_of_2(group)),
         HEAD_TILE=head_tile,
         num_warps=4,
-        num_stages=num_stages,
+        num_stages=_num_stages(head_tile),
     )
     _combine_kernel[(num_sequences, group)](
         plan.ends,
@@ -390,11 +415,55 @@ def decode(
     )
 
 
-def _num_stages(chunk: int, head_tile: int, element_size: int) -> int:
-    """Chunks on the way, so that two programs fit a multiprocessor's shared memory."""
-    return 3
-
-
 def variants() -> Iterator[Variant]:
     """The specialisations to cross-compile."""
-    return iter(())
+    tables = ("block_table", "lengths", "retained", "replaced", "offsets", "ends", "first")
+    rows = ("query_stride", "query_head_stride", "out_stride", "out_head_stride")
+    pages = ("key_page_stride", "key_slot_stride", "value_page_stride", "value_slot_stride")
+    sizes = ("layer", "num_sequences", "num_programs", "num_steps", "row_stride", "table_stride")
+    strides = ("layer_stride", "ends_stride", "offsets_stride", "lengths_stride")
+    types = {
+        **dict.fromkeys(tables, "*i32"),
+        **dict.fromkeys((*rows, *pages, *sizes, *strides, "lengths_layer_stride"), "i32"),
+        "partials": "*fp32",
+        "scale": "fp32",
+    }
+
+    def variant(
+        name: str, kernel: Any, constants: dict[str, int], num_warps: int, dtype: str = "fp32"
+    ) -> Variant:
+        named = {**types, **dict.fromkeys(("query", "keys", "values", "out"), f"*{dtype}")}
+        signature = {
+            argument: named[argument] for argument in kernel.arg_names if argument not in constants
+        }
+        aligned = [a for a, kind in signature.items() if kind[0] == "*" or a in (*rows, *pages)]
+        stages = _num_stages(constants.get("HEAD_TILE", 128))
+        return Variant(name, kernel, signature, constants, num_warps, stages, aligned)
+
+    tile = {"TILE": _SEQUENCES_PER_TILE}
+    yield variant("H8", _ends_kernel, {"NUM_HEADS": 8, "CHUNK": 64, **tile}, 8)
+    yield variant("", _first_kernel, {"TILE": _PROGRAMS_PER_TILE}, 4)
+    for dtype, head_size, block_size, num_heads, num_layers, group in (
+        ("bf16", 128, 16, 8, 32, 4),
+        ("fp16", 64, 32, 2, 24, 7),
+        ("bf16", 80, 16, 32, 32, 1),
+        ("bf16", 256, 16, 1, 26, 8),
+    ):
+        head_tile = triton.next_power_of_2(head_size)
+        shape = {
+            "NUM_HEADS": num_heads,
+            "GROUP": group,
+            "HEAD_SIZE": head_size,
+            "HEAD_TILE": head_tile,
+        }
+        name = f"{dtype} D{head_size} N{block_size} G{group}"
+        layout = {
+            "key_stride": 1,
+            "value_stride": 1,
+            "BLOCK_SIZE": block_size,
+            "NUM_PAIRS": num_layers * num_heads,
+            "CHUNK": chunk_size(head_size),
+            "GROUP_TILE": 16,
+        }
+        yield variant(name, _decode_kernel, {**shape, **layout}, 4, dtype)
+        yield variant(name, _combine_kernel, {**shape, "TILE": _PARTIALS_PER_TILE}, 4, dtype)

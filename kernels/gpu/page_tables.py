@@ -54,11 +54,12 @@ def _lengths_kernel(
     )
     pair = tl.program_id(1) * TILE + tl.arange(0, TILE)
     exists = pair < NUM_PAIRS
-    is_dealt = pair < tl.where(has_region, NUM_PAIRS, 0)
+    # Offsets are anything where no region starts, but always there to be read.
     offset = offsets + first_block * offsets_stride + pair
-    first = tl.load(offset, mask=is_dealt, other=0)
-    end = tl.load(offset + 1, mask=is_dealt, other=0)
-    length = (end - first) * BLOCK_SIZE + (seq_len - start * BLOCK_SIZE)
+    first = tl.load(offset, mask=exists, other=0)
+    end = tl.load(offset + 1, mask=exists, other=0)
+    count = tl.where(has_region, end - first, 0)
+    length = count * BLOCK_SIZE + (seq_len - start * BLOCK_SIZE)
     layer, head = (pair // NUM_HEADS).to(tl.int64), pair % NUM_HEADS
     tl.store(lengths + layer * layer_stride + row * row_stride + head, length, mask=exists)
 
@@ -94,8 +95,8 @@ def _page_tables_kernel(
         block_table, seq_lens, retained, replaced, row, table_stride
     )
     offset = offsets + first_block * offsets_stride + pair
-    first = tl.load(offset, mask=has_region, other=0)
-    count = tl.load(offset + 1, mask=has_region, other=0) - first
+    first, end = tl.load(offset), tl.load(offset + 1)
+    count = tl.where(has_region, end - first, 0)
     needed = count + (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE - start
     needed = tl.minimum(needed, width)
     block_ids = block_table + row * table_stride

@@ -23,6 +23,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -441,7 +442,8 @@ def _shared_bytes(device: torch.device) -> int:
     """Shared memory a program may have."""
     if device.type != "cuda":
         return 1 << 20
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 class TritonAttention(ObservedAttention):
@@ -748,13 +750,15 @@ def variants() -> Iterator[Variant]:
             yield _columns_variant(dtype, head_size, group, heads_of_set, averages=True)
             yield _columns_variant(dtype, head_size, group, heads_of_set, weights=2)
     yield _columns_variant("bf16", 128, 4, 1, counts=True)
-    yield _columns_variant("bf16", 128, 4, 8, averages=True, counts=True, entropies=True)
+    yield _columns_variant("bf16", 128, 4, 8, averages=True, entropies=True)
+    yield _columns_variant("bf16", 128, 4, 8, counts=True)
     yield _columns_variant("bf16", 128, 4, 8, weights=1, subset=True)
     yield _columns_variant("bf16", 128, 1, 16, averages=True)
     yield _columns_variant("bf16", 128, 16, 2, averages=True)
     yield _softmax_variant("bf16", 256, 2, False)
     yield _columns_variant("bf16", 256, 2, 1, averages=True)
-    yield _columns_variant("bf16", 256, 2, 4, averages=True, counts=True)
+    yield _columns_variant("bf16", 256, 2, 4, averages=True)
+    yield _columns_variant("bf16", 256, 8, 4, weights=2)
     yield Variant(
         "fp32",
         _combine_kernel,
@@ -787,9 +791,10 @@ _PAGED = {
     **_typed("i32", "block_stride head_stride slot_stride"),
 }
 _ALIGNED = (
-    "queries key_pages block_ids query_row_stride query_head_stride query_member_stride "
-    "block_stride head_stride slot_stride"
-).split()
+    *("queries", "query_row_stride", "query_head_stride", "query_member_stride"),
+    *("key_pages", "block_stride", "head_stride", "slot_stride"),
+    "block_ids",
+)
 
 
 def _softmax_variant(dtype: str, head_size: int, group: int, subset: bool) -> Variant:

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +21,34 @@ from vllm_tgvkv.kernels.decode import DecodePlan, decode, plan_decode
 from vllm_tgvkv.kernels.page_tables import write_lengths
 from vllm_tgvkv.kernels.select import page_offsets
 
+tl = pytest.importorskip("triton.language", reason="Triton is not installed")
+
 NAN = float("nan")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def bfloat16_products(device: str) -> Iterator[None]:
+    """Triton's interpreter multiplies the bits of bfloat16 matrices as integers; let it not."""
+    if device == "cuda":
+        yield
+        return
+    import numpy as np
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    create_dot = InterpreterBuilder.create_dot
+
+    def widened(matrix: TensorHandle) -> TensorHandle:
+        if matrix.dtype.scalar != tl.bfloat16:
+            return matrix
+        return TensorHandle((matrix.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def dot(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *rest: Any) -> TensorHandle:
+        return create_dot(self, widened(a), widened(b), *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpreterBuilder, "create_dot", dot)
+        yield
 
 
 @dataclass
@@ -110,7 +137,7 @@ class Scene:
     def plan(self, num_programs: int, chunk: int, device: str = "cpu") -> DecodePlan:
         """A plan whose buffers are poisoned."""
         sizes = (self.num_layers, len(self.rows), self.num_heads, self.group_size, self.head_size)
-        plan = DecodePlan.allocate(*sizes, num_programs, device, chunk)
+        plan = DecodePlan.allocate(*sizes, chunk, num_programs, device)
         for ints in (plan.ends, plan.first):
             ints.fill_(-1)
         plan.partials.fill_(NAN)
@@ -137,8 +164,8 @@ class Scene:
             outs.append(out.cpu())
         return outs
 
-    def check(self, outs: Sequence[Tensor]) -> None:
-        tolerance = TOLERANCE[self.dtype]
+    def check(self, outs: Sequence[Tensor], tolerance: float | None = None) -> None:
+        tolerance = tolerance or TOLERANCE[self.dtype]
         for layer, out in enumerate(outs):
             expected = self.expected(layer)
             torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
@@ -203,8 +230,8 @@ def test_the_work_is_dealt_as_by_the_reference(
     rows = torch.tensor(lengths, dtype=torch.int32)
     table = torch.stack([rows.roll(i) for i in range(layers * heads)])
     table = table.view(layers, heads, -1).transpose(1, 2).contiguous()
-    size = (layers, len(lengths), heads, 1, 8, num_programs)
-    plan, expected = (DecodePlan.allocate(*size, where, chunk=16) for where in (device, "cpu"))
+    size = (layers, len(lengths), heads, 1, 8, 16, num_programs)
+    plan, expected = (DecodePlan.allocate(*size, where) for where in (device, "cpu"))
     plan_decode(table.to(device), plan)
     with pytorch_on_cpu():
         plan_decode(table, expected)
@@ -231,14 +258,19 @@ RAGGED = [
 ]
 
 
-@pytest.mark.parametrize("num_programs", [1, 2, 5, 13, 200])
-@pytest.mark.parametrize("chunk", [4, 16])
+@pytest.mark.parametrize(
+    ("num_programs", "chunk"), [(1, 16), (2, 4), (5, 16), (13, 4), (31, 8), (90, 16)]
+)
 def test_any_number_of_programs_shares_the_work(device: str, num_programs: int, chunk: int) -> None:
     fresh_seed()
     scene = Scene(2, 3, RAGGED)
-    outs = scene.run(device, num_programs, chunk)
-    scene.check(outs)
-    again = scene.run(device, num_programs, chunk)
+    scene.check(scene.run(device, num_programs, chunk))
+
+
+def test_the_same_call_gives_the_same_bits(device: str) -> None:
+    fresh_seed()
+    scene = Scene(1, 3, [Row(40), Row(70)])
+    outs, again = (scene.run(device, 11, 4) for _ in range(2))
     assert all(torch.equal(*pair) for pair in zip(outs, again, strict=True))
 
 
@@ -274,7 +306,8 @@ def test_large_logits(device: str) -> None:
     fresh_seed()
     scene = Scene(2, 3, RAGGED)
     scene.query *= 200
-    scene.check(scene.run(device, 5, 4))
+    # A logit's rounding error is a weight's relative error.
+    scene.check(scene.run(device, 5, 4), tolerance=1e-2)
 
 
 def test_a_step_without_tokens_is_zero(device: str) -> None:

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m benchmarks.gpu`: measure against stock vLLM on this GPU, print and keep the table.
+
+Each part runs in a process of its own. Parts are ordered by importance; when the time is up, those
+that are left are named and skipped, and what is running is ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu import journal
+from benchmarks.gpu.plan import SCALES, arms
+from benchmarks.gpu.report import SMOKE_NOTICE, Report, table
+
+RESULTS = Path(__file__).parents[1] / "results"
+_LEAST_SECONDS = {"full": 75.0, "quick": 60.0, "smoke": 1.0}
+"""An engine that has less time than this would not come to its first measurement."""
+_GRACE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """A process that appends to a journal."""
+
+    name: str
+    command: list[str]
+    most_seconds: float
+    least_seconds: float = 0.0
+
+
+def main() -> int:
+    """Run all parts; 0 unless one of them failed, whether or not targets were met."""
+    options = parse()
+    scale = "smoke" if options.smoke else "quick" if options.quick else "full"
+    if not options.smoke and not torch.cuda.is_available():
+        print("No CUDA device: nothing can be measured here (--smoke runs the code).")
+        return 1
+    if options.smoke:
+        print(SMOKE_NOTICE)
+    begin = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - begin:5.0f} s] {text}", file=sys.stderr, flush=True)
+
+    report = Report(options.results, scale)
+    ends: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        results = Path(scratch, "entries.jsonl")
+        for part in parts(scale, results):
+            if options.only and not any(word in part.name for word in options.only):
+                continue
+            left = 60 * options.minutes - (time.monotonic() - begin)
+            if left < part.least_seconds + _GRACE_SECONDS:
+                ends[part.name] = "SKIPPED, the time is up"
+            else:
+                say(part.name)
+                ends[part.name] = run(part, min(left - _GRACE_SECONDS, part.most_seconds))
+            say(f"{part.name}: {ends[part.name]}")
+            report.write(journal.read(results), ends)
+        entries = journal.read(results)
+    print(report.markdown(table(entries), ends))
+    say(f"written to {report.json_path} and {report.markdown_path.name}")
+    broken = any("failed" in entry for entry in entries)
+    return 1 if broken or any(end.startswith("FAILED") for end in ends.values()) else 0
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=8.0, help="for everything (default: 8)")
+    parser.add_argument("--quick", action="store_true", help="one model, fewer and shorter outputs")
+    parser.add_argument("--smoke", action="store_true", help="tiny, without a GPU: no measurement")
+    parser.add_argument("--only", nargs="+", help="parts whose name contains one of these words")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of both files")
+    return parser.parse_args()
+
+
+def parts(scale: str, results: Path) -> Iterator[Part]:
+    """All parts by importance."""
+    python = [sys.executable, "-m"]
+    smoke = ["--smoke"] if scale == "smoke" else []
+    kernels = [*python, "benchmarks.gpu.kernels", str(results), *smoke]
+    yield Part("kernels", kernels, 90.0)
+    for number, arm in enumerate(arms(SCALES[scale])):
+        command = [*python, "benchmarks.gpu.arm", str(results), scale, str(number)]
+        yield Part(arm.title, command, 200.0, _LEAST_SECONDS[scale])
+
+
+def run(part: Part, seconds: float) -> str:
+    """Run a part for at most so long, and say how it ended."""
+    begin = time.monotonic()
+    command = [*part.command, "--until", str(time.time() + seconds)]
+    # A session of its own, so that whatever it started ends with it.
+    process = subprocess.Popen(command, stdout=sys.stderr, start_new_session=True)
+    try:
+        code = process.wait(seconds + _GRACE_SECONDS / 2)
+    except subprocess.TimeoutExpired:
+        code = None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    took = f"{time.monotonic() - begin:.0f} s"
+    if code is None:
+        return f"ENDED after {took}, what it had measured is kept"
+    return f"done in {took}" if code == 0 else f"FAILED with exit code {code} after {took}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One vLLM engine in this process, and what is measured on it.
+
+The engine's core runs in the process of its front end (`VLLM_ENABLE_V1_MULTIPROCESSING=0`), with
+asynchronous scheduling as by default, so that steps can be driven and watched. Images are
+preprocessed before the clock starts: that is the CPU's work, the same for all, and would hide what
+the GPU does.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+for _name, _value in ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
+
+import torch  # noqa: E402
+from vllm import EngineArgs, SamplingParams  # noqa: E402
+from vllm.usage.usage_lib import UsageContext  # noqa: E402
+from vllm.v1.engine import EngineCoreRequest  # noqa: E402
+from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
+
+from benchmarks.gpu.prompts import image_prompt, text_prompt  # noqa: E402
+from benchmarks.gpu.shapes import Shape, write_model  # noqa: E402
+from benchmarks.gpu.timing import DeviceStopwatch, synchronize  # noqa: E402
+from benchmarks.gpu.traffic import Traffic  # noqa: E402
+from benchmarks.probe import Stopwatches  # noqa: E402
+
+_NUM_TEMPLATES = 4
+"""Prompts that are preprocessed for each length; the others are copies with images of new names."""
+
+
+class Engine:
+    """A vLLM engine with its stopwatches; `evicts` says whether the plugin is on."""
+
+    def __init__(
+        self, shape: Shape, folder: Path, pool_tokens: int, engine_args: dict[str, Any]
+    ) -> None:
+        self.shape = shape
+        self.evicts = "additional_config" in engine_args
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.eviction = DeviceStopwatch(self.device)
+        if self.evicts:
+            from vllm_tgvkv.evictor import Evictor
+
+            self.eviction.wrap(Evictor, "observe_layer")
+        begin = time.perf_counter()
+        self.engine = LLMEngine.from_engine_args(
+            EngineArgs(
+                model=str(write_model(folder, shape)),
+                load_format="dummy",
+                dtype="bfloat16",
+                kv_cache_memory_bytes=pool_tokens * shape.kv_bytes_per_token,
+                limit_mm_per_prompt={"image": 128, "video": 0}
+                if shape.arch != "llava"
+                else {"image": 128},
+                seed=0,
+                **engine_args,
+            ),
+            usage_context=UsageContext.OPENAI_API_SERVER,  # the defaults of `vllm serve`
+        )
+        self.start_seconds = time.perf_counter() - begin
+        core: Any = self.engine.engine_core
+        self.core = core.engine_core
+        self.host = Stopwatches()
+        self._templates: dict[int, list[EngineCoreRequest]] = {}
+        self._count = 0
+        self._seed = 0
+
+    def describe(self) -> dict[str, Any]:
+        """Settings that vLLM arrived at."""
+        config = self.engine.vllm_config
+        runner = self.core.model_executor.driver_worker.worker.model_runner
+        return {
+            "start_seconds": round(self.start_seconds, 1),
+            "block_size": config.cache_config.block_size,
+            "num_blocks": config.cache_config.num_gpu_blocks,
+            "prefix_caching": config.cache_config.enable_prefix_caching,
+            "async_scheduling": config.scheduler_config.async_scheduling,
+            "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+            "max_num_seqs": config.scheduler_config.max_num_seqs,
+            "compilation": str(config.compilation_config.mode),
+            "cudagraphs": str(config.compilation_config.cudagraph_mode),
+            "attention": str(config.attention_config.backend),
+            "scheduler": type(self.core.scheduler).__name__,
+            "runner": f"{type(runner).__module__}.{type(runner).__name__}",
+        }
+
+    # -- measurements -------------------------------------------------------------------
+
+    def throughput(
+        self, traffic: Traffic, budget: float | None = None, pool_tokens: int | None = None
+    ) -> dict[str, float]:
+        """Serve `traffic` that arrives at once; tokens a second and how many ran together.
+
+        With `pool_tokens`, all blocks but those for so many tokens are taken out of the pool.
+        """
+        requests = [self._request(traffic, budget) for _ in range(traffic.requests)]
+        before = self._num_evicted()
+        with self._pool_of(pool_tokens):
+            synchronize(self.device)
+            begin = time.perf_counter()
+            self._submit(requests)
+            running = []
+            while self.engine.has_unfinished_requests():
+                self.engine.step()
+                running.append(self.core.scheduler.get_request_counts()[0])
+            synchronize(self.device)
+            seconds = time.perf_counter() - begin
+        return {
+            "seconds": seconds,
+            "tokens_per_second": traffic.requests * traffic.request_tokens / seconds,
+            "output_tokens_per_second": traffic.requests * traffic.output_tokens / seconds,
+            "peak_running": max(running),
+            "steps": len(running),
+            "evicted": self._num_evicted() - before,
+        }
+
+    def prefill(
+        self, prompt_tokens: int, rounds: int, budget: float | None = None
+    ) -> dict[str, float]:
+        """Time prompts alone, from arrival to first token; the eviction's part in device time."""
+        traffic = Traffic(1, prompt_tokens, 2)
+        seconds, parts = [], []
+        for number in range(rounds + 1):
+            request = self._request(traffic, budget)
+            self.eviction.take()
+            synchronize(self.device)
+            begin = time.perf_counter()
+            self._submit([request])
+            while not self.engine.step():
+                pass
+            elapsed = time.perf_counter() - begin
+            if number > 0:  # the first one warms up
+                seconds.append(elapsed)
+                parts.append(self.eviction.take())
+            self._drain()
+        result = {"seconds": statistics.median(seconds)}
+        if self.evicts:
+            result["eviction_seconds"] = statistics.median(parts)
+            shares = [part / whole for part, whole in zip(parts, seconds, strict=True)]
+            result["eviction_share"] = statistics.median(shares)
+        return result
+
+    def decode(
+        self, batch: int, prompt_tokens: int, steps: int, budget: float | None = None
+    ) -> dict[str, float]:
+        """Time decode steps of `batch` requests, and the host's work in them.
+
+        The host's work is timed with the device idle before every step, so that no wait for the
+        device counts as work.
+        """
+        traffic = Traffic(batch, prompt_tokens, 2 * steps + 64)
+        self._submit([self._request(traffic, budget) for _ in range(batch)])
+        started: set[str] = set()
+        while len(started) < batch:
+            started.update(output.request_id for output in self.engine.step())
+        synchronize(self.device)
+        begin = time.perf_counter()
+        counts = [len(self.engine.step()) for _ in range(steps)]
+        synchronize(self.device)
+        wall = time.perf_counter() - begin
+        assert all(count in (0, batch) for count in counts), counts
+        with self._host_watched():
+            for _ in range(steps):
+                self.engine.step()
+            host = sum(self.host.seconds.values()) / self.host.calls["execute_model"]
+            parts = {f"host_{name}": s / steps for name, s in self.host.seconds.items()}
+        self._abort()
+        return {"step_seconds": wall / steps, "host_seconds": host, **parts}
+
+    # -- requests -----------------------------------------------------------------------
+
+    def _request(self, traffic: Traffic, budget: float | None) -> EngineCoreRequest:
+        """A preprocessed request whose images, or whose text, nobody has seen before."""
+        self._count += 1
+        name = f"request-{self._count}"
+        params = SamplingParams(
+            max_tokens=traffic.output_tokens,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"kv_eviction_budget": budget} if budget and self.evicts else None,
+        )
+        if not traffic.images:
+            return self._preprocess(name, text_prompt(traffic.prompt_tokens, self._count), params)
+        templates = self._templates.setdefault(traffic.prompt_tokens, [])
+        if len(templates) < _NUM_TEMPLATES:
+            self._seed += 1
+            prompt = image_prompt(self.shape, traffic.prompt_tokens, self._seed)
+            template = self._preprocess(name, prompt, params)
+            length = len(template.prompt_token_ids or ())
+            assert length == traffic.prompt_tokens, (length, traffic.prompt_tokens)
+            templates.append(template)
+        template = templates[self._count % len(templates)]
+        request = EngineCoreRequest(
+            **{field: getattr(template, field) for field in template.__struct_fields__}
+        )
+        request.request_id = name
+        request.sampling_params = params
+        request.mm_features = [
+            replace(feature, identifier=f"{name}-{place}", mm_hash=f"{name}-{place}")
+            for place, feature in enumerate(template.mm_features or ())
+        ]
+        return request
+
+    def _preprocess(
+        self, name: str, prompt: dict[str, Any], params: SamplingParams
+    ) -> EngineCoreRequest:
+        return self.engine.input_processor.process_inputs(
+            name, prompt, params, supported_tasks=self.engine.get_supported_tasks()
+        )
+
+    def _submit(self, requests: Sequence[EngineCoreRequest]) -> None:
+        for request in requests:
+            request.arrival_time = time.time()
+            assert request.sampling_params is not None
+            self.engine.add_request(request.request_id, request, request.sampling_params)
+
+    def _drain(self) -> None:
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+        synchronize(self.device)
+
+    def _abort(self) -> None:
+        self.engine.abort_request(list(self.engine.output_processor.request_states), internal=True)
+        for _ in range(4):  # batches that are on the way, and the news of their end
+            self.engine.step()
+        synchronize(self.device)
+
+    # -- instruments --------------------------------------------------------------------
+
+    @contextmanager
+    def _pool_of(self, num_tokens: int | None) -> Iterator[None]:
+        """Leave blocks for `num_tokens` in the pool while the block runs."""
+        pool = self.core.scheduler.kv_cache_manager.block_pool
+        taken = []
+        if num_tokens is not None:
+            left = -(-num_tokens // self.engine.vllm_config.cache_config.block_size)
+            taken = pool.get_new_blocks(pool.get_num_free_blocks() - left)
+        try:
+            yield
+        finally:
+            pool.free_blocks(reversed(taken))
+
+    @contextmanager
+    def _host_watched(self) -> Iterator[None]:
+        """Time the host's work in every step, the device being idle before it."""
+        owners = {
+            "schedule": self.core.scheduler,
+            "execute_model": self.core.model_executor,
+            "sample_tokens": self.core.model_executor,
+            "update_from_output": self.core.scheduler,
+        }
+        self.host.reset()
+        for name, owner in owners.items():
+            self.host.watch(owner, name)
+        watched = self.core.model_executor.execute_model
+
+        def execute_model(*args: Any, **kwargs: Any) -> Any:
+            synchronize(self.device)
+            return watched(*args, **kwargs)
+
+        self.core.model_executor.execute_model = execute_model
+        try:
+            yield
+        finally:
+            for name, owner in owners.items():
+                delattr(owner, name)  # uncovers the method of the class
+
+    def _num_evicted(self) -> int:
+        """Requests evicted so far: the proof that eviction was on."""
+        if not self.evicts:
+            return 0
+        return int(self.core.scheduler.eviction_counters.requests_evicted)

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results as they come: one JSON line each, so that nothing is lost when a process is ended."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+class Journal:
+    """Appends entries with some fields in common to a file."""
+
+    def __init__(self, path: Path, **common: Any) -> None:
+        self.path = path
+        self.common = common
+
+    def write(self, **entry: Any) -> None:
+        """Append one entry."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({**self.common, **entry}) + "\n")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the complete entries of a file; none if it does not exist."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]

@@ -1,0 +1,431 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels alone, each beside the time that its bytes take to be copied.
+
+`python -m benchmarks.gpu.kernels RESULTS [--smoke]` appends one JSON line a case to RESULTS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.cache import CompressedCache
+from benchmarks.gpu.journal import Journal
+from benchmarks.gpu.timing import seconds_per_call
+from vllm_tgvkv.kernels.apportion import apportion
+from vllm_tgvkv.kernels.copy import copy_kept
+from vllm_tgvkv.kernels.decode import DecodePlan, decode, plan_decode
+from vllm_tgvkv.kernels.page_tables import write_lengths, write_page_tables
+from vllm_tgvkv.kernels.select import page_offsets, select_tokens
+from vllm_tgvkv.kernels.statistics import Scratch, observe
+
+_AUTO, _UNSPLIT = 0, 1
+"""Values of FlashAttention's `num_splits`."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured; the full sizes or those of a smoke test."""
+
+    copy_bytes: int
+    rows: int
+    layers: int
+    heads: int
+    group: int
+    head_size: int
+    mean_blocks: int
+    """Kept blocks of a request: 16 tokens each in every head, on average."""
+    prompt_blocks: int
+    many_sequences: tuple[int, ...]
+    prompts: tuple[int, ...]
+    """Lengths of the prompts that are evicted, in tokens."""
+    observed: int
+    decode_batch: int
+
+
+FULL = Sizes(
+    copy_bytes=1 << 30,
+    rows=32,
+    layers=36,
+    heads=8,
+    group=4,
+    head_size=128,
+    mean_blocks=100,
+    prompt_blocks=1000,
+    many_sequences=(256, 512, 1024, 2048, 4096, 8192),
+    prompts=(8192, 32768),
+    observed=64,
+    decode_batch=64,
+)
+SMOKE = Sizes(
+    copy_bytes=1 << 16,
+    rows=2,
+    layers=2,
+    heads=2,
+    group=2,
+    head_size=32,
+    mean_blocks=3,
+    prompt_blocks=8,
+    many_sequences=(4,),
+    prompts=(128,),
+    observed=8,
+    decode_batch=2,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call, the bytes it cannot avoid to move, and the largest error of its result."""
+
+    name: str
+    call: Callable[[], Any]
+    bytes: float
+    error: Callable[[], float] | None = None
+    note: str = ""
+
+
+class Kernels:
+    """All cases on one device."""
+
+    def __init__(self, sizes: Sizes, device: torch.device) -> None:
+        self.sizes = sizes
+        self.device = device
+        self.dtype = torch.bfloat16
+
+    def groups(self) -> list[Callable[[], Iterator[Case]]]:
+        """Groups of cases, by importance; each frees its memory before the next."""
+        sizes = self.sizes
+        many = [partial(self.many_sequences, number) for number in sizes.many_sequences]
+        ends = [partial(self.end_of_prefill, tokens) for tokens in sizes.prompts]
+        return [
+            partial(self.decode_attention, ragged=True),
+            partial(self.decode_attention, ragged=False),
+            *ends,
+            self.decode_step,
+            *many,
+        ]
+
+    # -- decode -------------------------------------------------------------------------
+
+    def decode_attention(self, ragged: bool) -> Iterator[Case]:
+        """One layer's decode attention of 32 rows over 1,600 kept tokens a head on average."""
+        sizes = self.sizes
+        cache = self._cache(sizes.rows, 1, sizes.mean_blocks, sizes.prompt_blocks, ragged)
+        lengths = cache.lengths()
+        query, out = self._queries(sizes.rows, 2)
+        kind = "ragged" if ragged else "uniform"
+        size = self._decode_bytes(cache, lengths, query)
+        spread = lengths.double().std() / lengths.double().mean()
+        note = (
+            f"R {sizes.rows}, H {sizes.heads}, G {sizes.group}, D {sizes.head_size}, mean "
+            f"{lengths.double().mean():.0f} tokens, coefficient of variation {spread:.2f}"
+        )
+        expected = _reference(cache, lengths, query)
+        for chunk in (32, 64, 128):
+            plan = self._plan(cache, chunk)
+            plan_decode(lengths, plan)
+            call = partial(self._decode, cache, lengths, plan, query, out)
+            error = partial(_checked, call, out, expected)
+            yield Case(f"decode attention, {kind}, ours, chunk {chunk}", call, size, error, note)
+        attend = self._flash_attention()
+        if attend is None:
+            return
+        virtual = self._virtual_sequences(attend, cache, lengths, query, out, _AUTO)
+        error = partial(_checked, virtual, out, expected)
+        yield Case(f"decode attention, {kind}, FlashAttention", virtual, size, error, note)
+        if not ragged:
+            stock = self._stock_cache(attend, int(lengths.max()), query, out)
+            yield Case("decode attention, uniform, FlashAttention, stock cache", stock, size)
+
+    def many_sequences(self, number: int) -> Iterator[Case]:
+        """FlashAttention over a batch of many short virtual sequences."""
+        attend = self._flash_attention()
+        if attend is None:
+            return
+        rows = max(1, number // self.sizes.heads)
+        cache = self._cache(rows, 1, max(1, self.sizes.mean_blocks // 10), 200, ragged=True)
+        lengths = cache.lengths()
+        query, out = self._queries(rows, 2)
+        size = self._decode_bytes(cache, lengths, query)
+        expected = _reference(cache, lengths, query)
+        for name, splits in (("splits chosen by it", _AUTO), ("unsplit", _UNSPLIT)):
+            call = self._virtual_sequences(attend, cache, lengths, query, out, splits)
+            error = partial(_checked, call, out, expected)
+            yield Case(f"FlashAttention, {number} virtual sequences, {name}", call, size, error)
+        plan = self._plan(cache, 64)
+        plan_decode(lengths, plan)
+        call = partial(self._decode, cache, lengths, plan, query, out)
+        error = partial(_checked, call, out, expected)
+        yield Case(f"ours, {number} virtual sequences", call, size, error)
+
+    def decode_step(self) -> Iterator[Case]:
+        """What a step computes once for all layers."""
+        sizes = self.sizes
+        blocks = max(1, sizes.mean_blocks // 2)
+        cache = self._cache(sizes.decode_batch, sizes.layers, blocks, 10 * blocks, ragged=True)
+        lengths, tables = cache.new_lengths(), cache.new_tables()
+        note = f"batch {sizes.decode_batch}, all {sizes.layers} layers"
+        write = partial(write_lengths, *cache.state, lengths)
+        yield Case("lengths of virtual sequences", write, 3 * lengths.nbytes, None, note)
+        num_pages = int(cache.lengths().sum()) / cache.block_size
+        write = partial(write_page_tables, *cache.state, 0, tables)
+        yield Case("page tables", write, 4 * num_pages + 3 * lengths.nbytes, None, note)
+        plan = self._plan(cache, 64)
+        size = lengths.nbytes + plan.ends.nbytes + plan.first.nbytes
+        yield Case("plan of decode", partial(plan_decode, cache.lengths(), plan), size, None, note)
+
+    # -- eviction -----------------------------------------------------------------------
+
+    def end_of_prefill(self, tokens: int) -> Iterator[Case]:
+        """Statistics of a layer, then what follows once for all layers, at a budget of 10 %."""
+        sizes, device = self.sizes, self.device
+        blocks = tokens // 16
+        kept = max(1, blocks // 10)
+        torch.manual_seed(1)
+        ids = (torch.randperm(blocks + kept, device=device) + 1).int()
+        shape = (blocks + kept + 1, sizes.layers, sizes.heads, 16, 2 * sizes.head_size)
+        pool = torch.empty(shape, dtype=self.dtype, device=device).normal_()
+        keys, values = pool.split(sizes.head_size, dim=-1)
+        where = f"prompt of {tokens}"
+        yield self._statistics_case(keys[:, 0], ids[:blocks], tokens, where)
+
+        pairs = sizes.layers * sizes.heads
+        shares = torch.empty(pairs, device=device).exponential_()
+        deal = partial(apportion, shares, kept * pairs, 1, blocks)
+        yield Case(f"apportionment, {where}", deal, 2 * 8 * pairs, None, f"{pairs} heads")
+        counts = deal().view(sizes.layers, sizes.heads)
+        scores = torch.rand(*counts.shape, blocks * 16, device=device)
+        tiers = torch.zeros(blocks * 16, dtype=torch.int64, device=device)
+        choose = partial(select_tokens, scores, tiers, counts, kept * pairs, 16)
+        size = scores.nbytes + kept * pairs * 16 * 4
+        yield Case(f"selection, {where}", choose, size, None, "a ranking a head, all layers")
+        move = partial(
+            copy_kept,
+            keys.flatten(0, 2),
+            values.flatten(0, 2),
+            choose(),
+            page_offsets(counts),
+            ids[:blocks],
+            ids[blocks:],
+            sizes.layers,
+            sizes.heads,
+        )
+        size = 2 * kept * pairs * 16 * 2 * sizes.head_size * self.dtype.itemsize
+        yield Case(f"copy, {where}", move, size, None, "all layers")
+
+    def _statistics_case(self, keys: Tensor, ids: Tensor, tokens: int, where: str) -> Case:
+        sizes, device = self.sizes, self.device
+        rows = torch.arange(tokens - sizes.observed, tokens, device=device)
+        shape = (sizes.observed, sizes.heads, sizes.group, sizes.head_size)
+        queries = torch.empty(shape, dtype=self.dtype, device=device).normal_()
+        weights = torch.rand(1, sizes.observed, device=device)
+        scratch = Scratch()
+
+        def statistics() -> None:
+            observed = observe(
+                queries,
+                keys,
+                ids,
+                rows,
+                tokens,
+                sizes.head_size**-0.5,
+                per_head=False,
+                statistics=frozenset({"row_averages"}),
+                num_common_keys=tokens - sizes.observed,
+                scratch=scratch,
+            )
+            _ = observed.column_sums, observed.weighted_column_sums(weights)
+
+        size = tokens * sizes.heads * sizes.head_size * self.dtype.itemsize
+        note = f"a layer, {sizes.observed} rows; bytes are those of the keys, once"
+        return Case(f"statistics, {where}", statistics, size, None, note)
+
+    # -- pieces -------------------------------------------------------------------------
+
+    def _cache(
+        self, rows: int, layers: int, retained: int, replaced: int, ragged: bool
+    ) -> CompressedCache:
+        sizes = self.sizes
+        return CompressedCache.build(
+            rows, layers, sizes.heads, sizes.head_size, retained, replaced, ragged,
+            self.device, self.dtype,
+        )  # fmt: skip
+
+    def _queries(self, rows: int, number: int) -> list[Tensor]:
+        shape = (number, rows, self.sizes.heads * self.sizes.group, self.sizes.head_size)
+        return list(torch.empty(shape, dtype=self.dtype, device=self.device).normal_())
+
+    def _decode_bytes(self, cache: CompressedCache, lengths: Tensor, query: Tensor) -> float:
+        return float(lengths.sum()) * cache.token_bytes() + 2 * query.nbytes
+
+    def _plan(self, cache: CompressedCache, chunk: int) -> DecodePlan:
+        sizes, programs = self.sizes, 4
+        if self.device.type == "cuda":
+            from vllm_tgvkv.kernels.gpu.decode import PROGRAMS_PER_SM
+
+            properties = torch.cuda.get_device_properties(self.device)
+            programs = PROGRAMS_PER_SM * properties.multi_processor_count
+        return DecodePlan.allocate(
+            cache.num_layers, len(cache.seq_lens), sizes.heads, sizes.group, sizes.head_size,
+            programs, self.device, chunk,
+        )  # fmt: skip
+
+    def _decode(
+        self, cache: CompressedCache, lengths: Tensor, plan: DecodePlan, query: Tensor, out: Tensor
+    ) -> None:
+        decode(
+            query, cache.keys, cache.values, cache.block_table, lengths, cache.retained,
+            cache.replaced, cache.offsets, 0, self.sizes.head_size**-0.5, plan, out,
+        )  # fmt: skip
+
+    def _flash_attention(self) -> Callable[..., Tensor] | None:
+        """The function of vLLM's package, in the version that vLLM would choose."""
+        if self.device.type != "cuda":
+            return None
+        from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+        from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+        version = get_flash_attn_version(head_size=self.sizes.head_size) or 3
+        return partial(flash_attn_varlen_func, fa_version=version, causal=True, max_seqlen_q=1)
+
+    def _virtual_sequences(
+        self,
+        attend: Callable[..., Tensor],
+        cache: CompressedCache,
+        lengths: Tensor,
+        query: Tensor,
+        out: Tensor,
+        num_splits: int,
+    ) -> Callable[[], Tensor]:
+        """A call over one virtual sequence per (row, KV head)."""
+        by_head = (-1, self.sizes.group, self.sizes.head_size)
+        starts = torch.arange(lengths.numel() + 1, dtype=torch.int32, device=self.device)
+        return partial(
+            attend,
+            q=query.view(by_head),
+            k=cache.keys.unsqueeze(2),
+            v=cache.values.unsqueeze(2),
+            out=out.view(by_head),
+            cu_seqlens_q=starts,
+            seqused_k=lengths[0].flatten(),
+            max_seqlen_k=int(lengths.max()),
+            softmax_scale=self.sizes.head_size**-0.5,
+            block_table=cache.tables()[0].flatten(0, 1),
+            num_splits=num_splits,
+        )
+
+    def _stock_cache(
+        self, attend: Callable[..., Tensor], length: int, query: Tensor, out: Tensor
+    ) -> Callable[[], Tensor]:
+        """A call over ordinary sequences of `length` tokens in a cache [block, head, slot, KV]."""
+        sizes = self.sizes
+        blocks = -(-length // 16)
+        shape = (1 + sizes.rows * blocks, sizes.heads, 16, 2 * sizes.head_size)
+        cache = torch.empty(shape, dtype=self.dtype, device=self.device).normal_()
+        keys, values = cache.transpose(1, 2).split(sizes.head_size, dim=-1)
+        table = torch.randperm(sizes.rows * blocks, device=self.device).int() + 1
+        return partial(
+            attend,
+            q=query,
+            k=keys,
+            v=values,
+            out=out,
+            cu_seqlens_q=torch.arange(sizes.rows + 1, dtype=torch.int32, device=self.device),
+            seqused_k=torch.full((sizes.rows,), length, dtype=torch.int32, device=self.device),
+            max_seqlen_k=length,
+            softmax_scale=sizes.head_size**-0.5,
+            block_table=table.view(sizes.rows, blocks),
+            num_splits=_AUTO,
+        )
+
+
+def _reference(cache: CompressedCache, lengths: Tensor, query: Tensor) -> Tensor:
+    """Attention of the first and the last row in float32, [2, H * G, D]."""
+    tables = cache.tables()[0]
+    rows = []
+    for row in (0, len(query) - 1):
+        heads = query[row].float().view(lengths.shape[2], -1, query.shape[2])
+        results = []
+        for head, length in enumerate(lengths[0, row].tolist()):
+            pages = tables[row, head, : -(-length // cache.block_size)].long()
+            k, v = (p[pages].flatten(0, 1)[:length].float() for p in (cache.keys, cache.values))
+            weights = (heads[head] @ k.T * query.shape[2] ** -0.5).softmax(1)
+            results.append(weights @ v)
+        rows.append(torch.cat(results))
+    return torch.stack(rows)
+
+
+def _checked(call: Callable[[], Any], out: Tensor, expected: Tensor) -> float:
+    """Relative error of the rows that are known."""
+    out.fill_(torch.nan)
+    call()
+    found = out[[0, -1]].float()
+    return float((found - expected).norm() / expected.norm())
+
+
+def copy_bandwidth(sizes: Sizes, device: torch.device) -> float:
+    """Bytes a second of a plain copy, read and written ones."""
+    source = torch.zeros(sizes.copy_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / seconds_per_call(lambda: target.copy_(source), device)
+
+
+def main() -> int:
+    """Measure all cases; a case that fails says so and leaves the others."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--until", type=float, default=float("inf"), help="time.time() of the end")
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sizes = SMOKE if options.smoke else FULL
+    journal = Journal(options.results, part="kernels")
+    bandwidth = copy_bandwidth(sizes, device)
+    journal.write(name="copy bandwidth", bandwidth=bandwidth)
+    for group in Kernels(sizes, device).groups():
+        if time.time() > options.until:
+            journal.write(skipped="kernels that follow", reason="time is up")
+            break
+        try:
+            _measure(group(), journal, device, bandwidth)
+        except Exception:  # the other groups are still measured
+            journal.write(name=_name(group), failed=traceback.format_exc())
+    return 0
+
+
+def _measure(
+    cases: Iterator[Case], journal: Journal, device: torch.device, bandwidth: float
+) -> None:
+    for case in cases:
+        try:
+            error = case.error() if case.error else None
+            seconds = seconds_per_call(case.call, device)
+        except Exception:
+            journal.write(name=case.name, failed=traceback.format_exc())
+            continue
+        journal.write(
+            name=case.name,
+            seconds=seconds,
+            bytes=case.bytes,
+            share=case.bytes / seconds / bandwidth,
+            error=error,
+            note=case.note,
+        )
+
+
+def _name(group: Callable[[], Iterator[Case]]) -> str:
+    return f"{group.func.__name__} {group.args}" if isinstance(group, partial) else group.__name__
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is measured: kernels, then the arms of each model, by importance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from benchmarks.gpu.shapes import LLAVA_7B, QWEN2_5_VL_7B, QWEN3_VL_8B, Shape, tiny
+from benchmarks.gpu.traffic import Traffic
+
+BUDGET = 0.1
+ARMS = ("production", "ours", "constrained")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large and how often."""
+
+    shapes: tuple[Shape, ...]
+    image: Traffic
+    """Requests that all fit a scarce pool's ample counterpart."""
+    scarce_requests: int
+    """Requests of the same kind that compete for a scarce pool."""
+    scarce_pool: int
+    """Requests that a scarce pool holds with their full cache."""
+    text: Traffic
+    prefills: tuple[int, ...]
+    prefill_rounds: int
+    decode_batch: int
+    decode_prompt: int
+    decode_steps: int
+    pool_bytes: int
+    """Bound of the ample pool; models with large caches get fewer requests."""
+    max_model_len: int
+    engine_args: dict[str, Any]
+    arms: tuple[str, ...] = ARMS
+
+
+FULL = Scale(
+    shapes=(QWEN3_VL_8B, QWEN2_5_VL_7B, LLAVA_7B),
+    image=Traffic(32, 8192, 512),
+    scarce_requests=48,
+    scarce_pool=6,
+    text=Traffic(64, 1024, 256, images=False),
+    prefills=(8192, 32768),
+    prefill_rounds=3,
+    decode_batch=64,
+    decode_prompt=1024,
+    decode_steps=64,
+    pool_bytes=42 << 30,
+    max_model_len=33024,
+    engine_args={},
+)
+QUICK = replace(
+    FULL,
+    shapes=(QWEN3_VL_8B,),
+    image=Traffic(16, 8192, 128),
+    scarce_requests=24,
+    scarce_pool=4,
+    text=Traffic(32, 1024, 64, images=False),
+    prefill_rounds=2,
+    decode_steps=32,
+    pool_bytes=24 << 30,
+)
+SMOKE = Scale(
+    shapes=(tiny(LLAVA_7B),),
+    image=Traffic(3, 256, 6),
+    scarce_requests=3,
+    scarce_pool=2,
+    text=Traffic(2, 140, 4, images=False),
+    prefills=(256,),
+    prefill_rounds=1,
+    decode_batch=2,
+    decode_prompt=192,
+    decode_steps=3,
+    pool_bytes=1 << 22,
+    max_model_len=512,
+    engine_args={"enforce_eager": True, "max_num_seqs": 8, "block_size": 16},
+    arms=("production", "ours"),
+)
+SCALES = {"full": FULL, "quick": QUICK, "smoke": SMOKE}
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One measurement of an arm: a method of `Engine` and its arguments."""
+
+    name: str
+    method: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One engine and its phases, run in a process of its own."""
+
+    shape: Shape
+    name: str
+    scale: Scale
+
+    @property
+    def title(self) -> str:
+        """Name of this part of the run."""
+        return f"{self.shape.name}, {self.name}"
+
+    @property
+    def num_image_requests(self) -> int:
+        """Requests that fit the ample pool with their full cache."""
+        request_bytes = self.scale.image.request_tokens * self.shape.kv_bytes_per_token
+        return max(2, min(self.scale.image.requests, self.scale.pool_bytes // request_bytes))
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens of the pool, the same for all arms."""
+        # A block a request for its last, partial one, and room for what eviction has on the way.
+        tokens = self.num_image_requests * (self.scale.image.request_tokens + 64)
+        return max(tokens, self.scale.max_model_len + 512)
+
+    def engine_args(self) -> dict[str, Any]:
+        """Arguments of vLLM's engine: its defaults but for what makes the arm."""
+        common = {"max_model_len": self.scale.max_model_len, **self.scale.engine_args}
+        if self.name == "ours":
+            settings = {"policy": "tgv", "budget": BUDGET}
+            return {**common, "additional_config": {"kv_eviction": settings}}
+        if self.name == "constrained":
+            return {**common, "attention_backend": "FLASH_ATTN", "block_size": 16}
+        return common
+
+    def phases(self) -> Iterator[Phase]:
+        """What is measured on this engine, by importance."""
+        scale = self.scale
+        ample = replace(scale.image, requests=self.num_image_requests)
+        num_scarce = min(scale.scarce_requests, 8 * scale.scarce_pool)
+        scarce = replace(scale.image, requests=num_scarce)
+        pool = scale.scarce_pool * (scale.image.request_tokens + 64)
+        first_model = self.shape == scale.shapes[0]
+        yield Phase("warm-up", "throughput", _traffic(replace(ample, requests=2, output_tokens=4)))
+        yield Phase("scarce", "throughput", {**_traffic(scarce), "pool_tokens": pool})
+        yield Phase("ample", "throughput", _traffic(ample))
+        if not first_model or self.name == "constrained":
+            return
+        yield Phase(
+            "decode",
+            "decode",
+            {
+                "batch": scale.decode_batch,
+                "prompt_tokens": scale.decode_prompt,
+                "steps": scale.decode_steps,
+            },
+        )
+        for tokens in scale.prefills:
+            arguments = {"prompt_tokens": tokens, "rounds": scale.prefill_rounds}
+            yield Phase(f"prefill {tokens}", "prefill", arguments)
+        if self.name == "ours":
+            yield Phase("full budget", "throughput", {**_traffic(ample), "budget": 1.0})
+        yield Phase("text", "throughput", _traffic(scale.text))
+
+
+def arms(scale: Scale) -> Iterator[Arm]:
+    """All arms by importance: stock and ours of each model before any constrained one."""
+    first, *others = scale.shapes
+    for name in scale.arms:
+        yield Arm(first, name, scale)
+    for shape in others:
+        for name in scale.arms[:2]:
+            yield Arm(shape, name, scale)
+
+
+def _traffic(traffic: Traffic) -> dict[str, Any]:
+    return {"traffic": asdict(traffic)}

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One JSON with everything that was measured, and one Markdown table with what was asked for."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.measurement import Target
+from benchmarks.report import machine, revision
+
+SMOKE_NOTICE = "smoke: no measurement"
+Entry = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    measure: str
+    ours: str
+    production: str = ""
+    constrained: str = ""
+    target: Target | None = None
+    note: str = ""
+
+    def cells(self) -> list[str]:
+        """Return its cells as text."""
+        verdict = ""
+        if self.target is not None:
+            met = "met" if self.target.met else "**missed**"
+            verdict = f"{self.target.text}: {self.target.value:.3g} {met}"
+        return [self.measure, self.ours, self.production, self.constrained, verdict, self.note]
+
+
+class Report:
+    """Collects journals and writes both files anew whenever it is asked to."""
+
+    def __init__(self, folder: Path, scale: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        self.scale = scale
+        self.begin = time.monotonic()
+        stem = f"{self.date.replace(':', '')}-gpu" + ("-smoke" if scale == "smoke" else "")
+        self.json_path = folder / f"{stem}.json"
+        self.markdown_path = folder / f"{stem}.md"
+        self.circumstances = {**machine(), **_device()}
+
+    def write(self, entries: Sequence[Entry], parts: dict[str, str]) -> None:
+        """Write what is known so far; `parts` says how each part of the run ended."""
+        rows = table(entries)
+        record = {
+            "notice": SMOKE_NOTICE if self.scale == "smoke" else None,
+            "command": "python -m benchmarks.gpu " + " ".join(sys.argv[1:]),
+            "date": self.date,
+            "seconds": round(time.monotonic() - self.begin, 1),
+            "scale": self.scale,
+            "revision": revision(),
+            "versions": {n: _version(n) for n in ("vllm", "torch", "triton", "vllm-tgvkv")},
+            "machine": self.circumstances,
+            "parts": parts,
+            "rows": [{**asdict(row), "met": row.target and row.target.met} for row in rows],
+            "entries": list(entries),
+        }
+        self.json_path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        self.markdown_path.write_text(self.markdown(rows, parts), encoding="utf-8")
+
+    def markdown(self, rows: Iterable[Row], parts: dict[str, str]) -> str:
+        """The table, and the parts that did not run to their end."""
+        lines = [f"{SMOKE_NOTICE}\n"] if self.scale == "smoke" else []
+        lines += [
+            f"{self.circumstances['device']}, {self.date}, "
+            f"`python -m benchmarks.gpu {' '.join(sys.argv[1:])}`\n",
+            "| measure | ours | production | constrained | target | note |",
+            "|---|---|---|---|---|---|",
+        ]
+        lines += ["| " + " | ".join(row.cells()) + " |" for row in rows]
+        lines += [""] + [f"- {name}: {end}" for name, end in parts.items()]
+        return "\n".join(lines) + "\n"
+
+
+def table(entries: Sequence[Entry]) -> list[Row]:
+    """Rows of everything that was measured."""
+    measured = [entry for entry in entries if "failed" not in entry and "skipped" not in entry]
+    rows = [*_kernel_rows(measured)]
+    shapes = list(dict.fromkeys(entry["shape"] for entry in measured if "shape" in entry))
+    for number, shape in enumerate(shapes):
+        values = {
+            (entry["arm"], entry["phase"]): entry
+            for entry in measured
+            if entry.get("shape") == shape and "values" in entry
+        }
+        rows += _engine_rows(shape, values, has_targets=number == 0)
+    rows += [_failure(entry) for entry in entries if "failed" in entry]
+    return rows
+
+
+# -- kernels ----------------------------------------------------------------------------
+
+
+def _kernel_rows(entries: Sequence[Entry]) -> Iterable[Row]:
+    kernels = {entry["name"]: entry for entry in entries if entry.get("part") == "kernels"}
+    bandwidth = kernels.pop("copy bandwidth", None)
+    if bandwidth is None:
+        return
+    yield Row("copy bandwidth, read and written bytes", f"{bandwidth['bandwidth'] / 1e9:,.0f} GB/s")
+    own = kernels.get("decode attention, uniform, FlashAttention, stock cache")
+    best = {
+        kind: min(
+            (e["seconds"] for name, e in kernels.items() if name.startswith(_OURS.format(kind))),
+            default=None,
+        )
+        for kind in ("ragged", "uniform")
+    }
+    for name, entry in kernels.items():
+        target = None
+        if name.startswith(_OURS.format("ragged")) and entry["seconds"] == best["ragged"]:
+            target = Target(">= 0.85 of copy bandwidth", entry["share"], 0.85)
+        elif (
+            name.startswith(_OURS.format("uniform")) and own and entry["seconds"] == best["uniform"]
+        ):
+            ratio = entry["seconds"] / own["seconds"]
+            target = Target("<= 1.05 x FlashAttention's own time", ratio, 1.05, "lower")
+        notes = [
+            f"{entry['share']:.1%} of copy bandwidth, {entry['bytes'] / 2**20:,.1f} MiB",
+            f"error {entry['error']:.1e}" if entry["error"] is not None else "",
+            entry["note"],
+        ]
+        note = "; ".join(filter(None, notes))
+        yield Row(f"kernel: {name}", f"{entry['seconds'] * 1e6:,.1f} us", target=target, note=note)
+
+
+_OURS = "decode attention, {}, ours"
+
+# -- engines ----------------------------------------------------------------------------
+
+_Values = dict[tuple[str, str], Entry]
+
+
+def _engine_rows(shape: str, values: _Values, has_targets: bool) -> Iterable[Row]:
+    def get(arm: str, phase: str, field: str) -> float | None:
+        entry = values.get((arm, phase))
+        return entry["values"].get(field) if entry else None
+
+    def row(
+        measure: str,
+        phase: str,
+        field: str,
+        limit: float | None = None,
+        unit: str = "",
+        factor: float = 1.0,
+        stock_phase: str | None = None,
+        lower: bool = False,
+    ) -> Iterable[Row]:
+        """Yield a row that compares a field of all arms, if ours has it."""
+        ours = get("ours", phase, field)
+        if ours is None:
+            return
+        stock = {
+            arm: get(arm, stock_phase or phase, field) for arm in ("production", "constrained")
+        }
+        target, reference = None, stock["production"]
+        if limit is not None and has_targets and reference:
+            sign = "<=" if lower else ">="
+            text = f"{sign} {limit:g} x production"
+            target = Target(text, ours / reference, limit, "lower" if lower else "higher")
+        ratios = [f"{ours / value:.3f} x {arm}" for arm, value in stock.items() if value]
+        yield Row(
+            f"{shape}: {measure}",
+            _amount(ours * factor, unit),
+            *(_amount(value * factor, unit) if value else "" for value in stock.values()),
+            target=target,
+            note=", ".join(ratios),
+        )
+
+    rate, unit = "output_tokens_per_second", "tokens/s"
+    yield from row("output at 10 %, memory scarce", "scarce", rate, 3.0, unit)
+    yield from row("peak running at 10 %, memory scarce", "scarce", "peak_running", 7.0)
+    yield from row("output at 10 %, memory ample", "ample", rate, 1.3, unit)
+    yield from row("output at 100 %, memory ample", "full budget", rate, 0.97, unit, 1.0, "ample")
+    yield from row("output, text only", "text", rate, 0.97, unit)
+    decode = "decode step, batch 64 at 10 %"
+    yield from row(f"{decode}, host's work", "decode", "host_seconds", 1.05, "ms", 1e3, None, True)
+    yield from row(f"{decode}, from step to step", "decode", "step_seconds", None, "ms", 1e3)
+    for phase in sorted({p for _, p in values if p.startswith("prefill ")}, key=len):
+        tokens = phase.split()[1]
+        measure = f"time to first token, {tokens} tokens"
+        yield from row(measure, phase, "seconds", None, "ms", 1e3)
+        share = get("ours", phase, "eviction_share")
+        if share is not None:
+            target = Target("<= 0.015 of prefill", share, 0.015, "lower") if has_targets else None
+            name = f"{shape}: statistics, selection and copy, {tokens} tokens"
+            seconds = get("ours", phase, "eviction_seconds") or 0.0
+            yield Row(name, _amount(1e3 * seconds, "ms"), target=target, note=f"{share:.2%}")
+    evicted = {p: int(e["values"].get("evicted", 0)) for (a, p), e in values.items() if a == "ours"}
+    if evicted:
+        counts = ", ".join(f"{phase} {number}" for phase, number in evicted.items() if number)
+        yield Row(f"{shape}: requests evicted", str(sum(evicted.values())), note=counts)
+
+
+def _amount(value: float, unit: str) -> str:
+    return f"{value:,.4g} {unit}".strip() if value < 1e4 else f"{value:,.0f} {unit}".strip()
+
+
+def _failure(entry: Entry) -> Row:
+    name = entry.get("name") or f"{entry['part']}: {entry.get('phase', '')}"
+    return Row(name, "FAILED", note=str(entry["failed"]).strip().splitlines()[-1].replace("|", "/"))
+
+
+def _device() -> dict[str, Any]:
+    if not torch.cuda.is_available():
+        return {"device": "no GPU"}
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "device": properties.name,
+        "multiprocessors": properties.multi_processor_count,
+        "gpu_memory_gib": round(properties.total_memory / 2**30, 1),
+        "cuda": torch.version.cuda,
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seconds of work on a device."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_HEAD_START_CYCLES = 20_000_000
+"""The device waits some 10 ms, so that the host is ahead of it with its launches."""
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was asked for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_per_call(
+    function: Callable[[], Any], device: torch.device, calls: int = 20, rounds: int = 3
+) -> float:
+    """Return the seconds that one call takes on the device, the median of several rounds.
+
+    Launches are queued while the device is kept busy, so they count only as far as the device
+    waits for them. What a call reads is cold only if it is larger than the device's cache.
+    """
+    for _ in range(3):
+        function()
+    synchronize(device)
+    return statistics.median(_round(function, device, calls) for _ in range(rounds))
+
+
+def _round(function: Callable[[], Any], device: torch.device, calls: int) -> float:
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        for _ in range(calls):
+            function()
+        return (time.perf_counter() - begin) / calls
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(_HEAD_START_CYCLES)
+    first.record()
+    for _ in range(calls):
+        function()
+    last.record()
+    last.synchronize()
+    return first.elapsed_time(last) / 1e3 / calls
+
+
+class DeviceStopwatch:
+    """Seconds that pass on the device within wrapped functions, waits for launches included."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._spans: list[tuple[Any, Any]] = []
+
+    def wrap(self, owner: Any, name: str) -> None:
+        """Replace the function `owner.name` by a timed version."""
+        function = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = self._now()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._spans.append((begin, self._now()))
+
+        setattr(owner, name, timed)
+
+    def take(self) -> float:
+        """Return the seconds since the last call, once the device is done."""
+        synchronize(self.device)
+        spans, self._spans = self._spans, []
+        if self.device.type != "cuda":
+            return sum(end - begin for begin, end in spans)
+        return sum(begin.elapsed_time(end) for begin, end in spans) / 1e3
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dealing pages out: one program a row of shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_tgvkv.kernels.gpu.compile import Variant
+
+
+@triton.jit
+def _counts_at(level, shares, floor, cap):
+    return tl.minimum(tl.maximum(level * shares, floor), cap)
+
+
+@triton.jit
+def _sum_in_units(counts, unit, exists):
+    """Sum of the counts, each rounded to a multiple of 1 / ``unit``: integers, in any order."""
+    return tl.sum(tl.where(exists, (counts * unit + 0.5).to(tl.int64), 0))
+
+
+@triton.jit(do_not_specialize=["size", "floor", "cap", "unit_bits"])
+def _apportion_kernel(
+    shares,
+    total,
+    counts,
+    size,
+    floor,
+    cap,
+    unit_bits,
+    BLOCK: tl.constexpr,
+    RANK_BITS: tl.constexpr,
+    SMALLEST_SHARE: tl.constexpr,
+    GRID_BITS: tl.constexpr,
+):
+    """Counts of one row."""
+    index = tl.arange(0, BLOCK)
+    exists = index < size
+    row = tl.program_id(0).to(tl.int64) * size
+    share = tl.load(shares + row + index, mask=exists, other=0).to(tl.float64)
+    total = tl.load(total).to(tl.int64)
+    floor = tl.full((), 0, tl.float64) + floor
+    cap = tl.full((), 0, tl.float64) + cap
+
+    largest = tl.max(share)
+    num_unusable = tl.sum((~(tl.abs(share) < float("inf"))).to(tl.int32))
+    usable = (num_unusable == 0) & (largest > 0)
+    share = tl.where(usable, tl.maximum(share, 0.0) / tl.where(usable, largest, 1.0), 1.0)
+    share = tl.maximum(share, SMALLEST_SHARE)
+
+    # The greatest level whose counts do not exceed the total. Floats that are not negative order as
+    # their bits do, and each sum is at least that of a lower level.
+    unit = (tl.full((), 1, tl.int64) << unit_bits).to(tl.float64)
+    target = total << unit_bits
+    leaves = floor / share
+    fills = cap / share
+    low_bits = floor.to(tl.int64, bitcast=True)
+    high_bits = tl.max(tl.where(exists, fills, 0.0)).to(tl.int64, bitcast=True) + 1
+    for _ in range(63):
+        bits = low_bits + ((high_bits - low_bits) >> 1)
+        level = bits.to(tl.float64, bitcast=True)
+        fits = _sum_in_units(_counts_at(level, share, floor, cap), unit, exists) <= target
+        low_bits = tl.where(fits, bits, low_bits)
+        high_bits = tl.where(fits, high_bits, bits)
+    level = low_bits.to(tl.float64, bitcast=True)
+
+    # The breakpoints around it. Where none is above, all are full.
+    below = tl.maximum(
+        tl.max(tl.where(exists & (leaves <= level), leaves, 0.0)),
+        tl.max(tl.where(exists & (fills <= level), fills, 0.0)),
+    )
+    above = tl.minimum(
+        tl.min(tl.where(exists & (leaves > level), leaves, float("inf"))),
+        tl.min(tl.where(exists & (fills > level), fills, float("inf"))),
+    )
+    above = tl.where(above < float("inf"), above, below)
+    low = _counts_at(below, share, floor, cap)
+    high = _counts_at(above, share, floor, cap)
+    low_sum = _sum_in_units(low, unit, exists)
+    span = _sum_in_units(high, unit, exists) - low_sum
+    missing = (target - low_sum).to(tl.float64)
+    fraction = tl.where(span > 0, missing / tl.maximum(span, 1).to(tl.float64), 0.0)
+    fraction = tl.minimum(tl.maximum(fraction, 0.0), 1.0)
+    real = low + fraction * (high - low)
+
+    # Largest remainders, the first of equal ones, found bit by bit.
+    fixed = (real * (1 << GRID_BITS) + 0.5).to(tl.int64)
+    whole = fixed >> GRID_BITS
+    left = total - tl.sum(tl.where(exists, whole, 0))
+    rank = (fixed & ((1 << GRID_BITS) - 1)) * BLOCK + (BLOCK - 1 - index)
+    rank = tl.where(exists, rank, -1)
+    threshold = tl.full((), 0, tl.int64)
+    for step in range(RANK_BITS):
+        raised = threshold | (tl.full((), 1, tl.int64) << (RANK_BITS - 1 - step))
+        enough = tl.sum((rank >= raised).to(tl.int32)) >= left
+        threshold = tl.where(enough, raised, threshold)
+    whole += (rank >= threshold).to(tl.int64)
+    tl.store(counts + row + index, whole, mask=exists)
+
+
+def apportion(
+    shares: Tensor,
+    total: Tensor,
+    floor: int,
+    cap: int,
+    unit_bits: int,
+    smallest_share: float,
+    grid_bits: int,
+) -> Tensor:
+    """Counts that sum to ``total``; see :func:`vllm_tgvkv.kernels.apportion.apportion`.
+
+    Exactly the integers of the PyTorch code: see there why no order of summation changes them.
+    Multiplications and additions stay separate, as they are there. A row is one program, of M
+    padded to a power of two; made for M up to 2048, right for more. Two bisections of some sixty
+    sums each take a few microseconds.
+
+    Args:
+        shares: floating ``[..., M]``.
+        total: integer scalar tensor.
+        floor, cap: bounds of a count.
+        unit_bits: sums are taken of multiples of ``2**-unit_bits``.
+        smallest_share: least share relative to the largest.
+        grid_bits: counts are rounded to multiples of ``2**-grid_bits``.
+
+    Returns:
+        int64 ``[..., M]``.
+    """
+    shares = shares.contiguous()
+    size = shares.shape[-1]
+    counts = torch.empty(shares.shape, dtype=torch.int64, device=shares.device)
+    block = triton.next_power_of_2(size)
+    if counts.numel():
+        _apportion_kernel[(counts.numel() // size,)](
+            shares,
+            total,
+            counts,
+            size,
+            floor,
+            cap,
+            unit_bits,
+            BLOCK=block,
+            RANK_BITS=_rank_bits(block, grid_bits),
+            SMALLEST_SHARE=smallest_share,
+            GRID_BITS=grid_bits,
+            num_warps=_num_warps(block),
+            enable_fp_fusion=False,
+        )
+    return counts
+
+
+def _rank_bits(block: int, grid_bits: int) -> int:
+    """Bits of a threshold above every remainder, so one more than remainder and index have."""
+    return grid_bits + block.bit_length()
+
+
+def _num_warps(block: int) -> int:
+    return 4 if block <= 1024 else 8
+
+
+def variants() -> Iterator[Variant]:
+    """The specialisations to cross-compile."""
+    for block in (64, 1024, 2048):
+        yield Variant(
+            f"M{block}",
+            _apportion_kernel,
+            {
+                "shares": "*fp64",
+                "total": "*i64",
+                "counts": "*i64",
+                **dict.fromkeys(("size", "floor", "cap", "unit_bits"), "i32"),
+            },
+            {
+                "BLOCK": block,
+                "RANK_BITS": _rank_bits(block, 32),
+                "SMALLEST_SHARE": 1e-290,
+                "GRID_BITS": 32,
+            },
+            num_warps=_num_warps(block),
+        )

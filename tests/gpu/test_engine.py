@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Eviction on a CUDA device: both model runners, with and without graphs, against the oracle.
+
+FlashAttention knows no float32, so tokens are judged by the oracle one after the other
+(`tests.engine.Deviation`). vLLM's own check raises where a step makes the host wait for the device
+(`VLLM_GPU_SYNC_CHECK`, set in `tests/conftest.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.emulation import Oracle
+from tests.engine import Ask, Engine, assert_close, engine
+from tests.models import LLAVA_IMAGE, QWEN_IMAGE, random_text
+from tests.test_engine import BUDGETS, album, budget, tgv
+
+pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.slow]
+
+IMAGES = {"llava": LLAVA_IMAGE, "qwen2_5_vl": QWEN_IMAGE}
+OPTIONS = {
+    "dtype": "bfloat16",
+    "block_size": 16,
+    "num_gpu_blocks_override": 512,
+    "gpu_memory_utilization": 0.3,
+}
+
+
+def requests(image_text: str) -> list[Ask]:
+    """Three budgets, arrivals and ends interleaved, and a prompt that nobody evicts."""
+    asks = [
+        album(
+            seed,
+            20 + 9 * seed,
+            170 + 41 * seed,
+            image_text=image_text,
+            xargs=budget(value),
+            arrival=3 * seed,
+            logprobs=1,
+        )
+        for seed, value in enumerate(BUDGETS)
+    ]
+    return [*asks, Ask(random_text(53, 150), max_tokens=40, arrival=14, logprobs=1)]
+
+
+@pytest.fixture(scope="module", params=list(IMAGES))
+def arch(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model: Callable[..., Path], arch: str) -> Path:
+    return tiny_model(arch, image_size=112, head_size=64)
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path) -> Oracle:
+    return Oracle(folder)
+
+
+@pytest.fixture(scope="module", params=["1", "0"], ids=["runner-v2", "runner-v1"])
+def runner(request: pytest.FixtureRequest) -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", request.param)
+        yield request.param
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+@pytest.mark.parametrize("granularity", ["layer", "head"])
+def test_tokens_and_kept_positions(
+    folder: Path, oracle: Oracle, arch: str, runner: str, granularity: str, eager: bool
+) -> None:
+    with engine(folder, tgv(granularity), enforce_eager=eager, **OPTIONS) as running:
+        assert_runner(running, runner)
+        assert_close(running, oracle, requests(IMAGES[arch]))
+        # A prompt whose last chunk is one token would be a decode step to a graph.
+        asks = [album(60, 20, 200, image_text=IMAGES[arch], logprobs=1)] * 2
+        assert_close(running, oracle, asks)
+
+
+def test_chunked_prefill_and_prefix_cache(
+    folder: Path, oracle: Oracle, arch: str, runner: str
+) -> None:
+    """Chunks beside ragged decodes; the same image again, from the cache."""
+    options = {**OPTIONS, "max_num_batched_tokens": 80, "enable_prefix_caching": True}
+    with engine(folder, tgv("head", debug={"record_kept": True}), **options) as running:
+        assert_runner(running, runner)
+        assert_close(running, oracle, requests(IMAGES[arch]))
+        assert_close(running, oracle, requests(IMAGES[arch]))
+
+
+def test_preemption(folder: Path, oracle: Oracle, arch: str, runner: str) -> None:
+    """A pool too small for all: some are preempted, and compute several tokens over pages."""
+    asks = [
+        album(
+            90 + i,
+            20,
+            100 + 10 * i,
+            image_text=IMAGES[arch],
+            max_tokens=150,
+            xargs=budget(0.5),
+            arrival=i,
+            logprobs=1,
+        )
+        for i in range(6)
+    ]
+    options = {**OPTIONS, "num_gpu_blocks_override": 68, "max_num_seqs": 6}
+    with engine(folder, tgv("head"), **options) as running:
+        assert_runner(running, runner)
+        assert_close(running, oracle, asks)
+        assert running.counters["requests_evicted"] > len(asks)
+
+
+def assert_runner(running: Engine, runner: str) -> None:
+    """The engine has the wished model runner, and ours at that."""
+    found = type(running.core.model_executor.driver_worker.worker.model_runner).__name__
+    assert found == {"0": "EvictingModelRunnerV1", "1": "EvictingModelRunnerV2"}[runner]

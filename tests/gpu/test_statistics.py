@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention statistics by the Triton kernels, against float64 and against PyTorch's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gpu import pytorch_on_cpu
+from tests.reference import fresh_seed
+from tests.test_statistics import ALL, check_one
+from vllm_tgvkv.kernels import reference
+from vllm_tgvkv.kernels.row_sums import RowSums
+from vllm_tgvkv.kernels.statistics import Scratch, observe
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+# The GPU's exponential is good to a few units in the last place of its argument.
+TOLERANCE = {"rtol": 3e-5, "atol": 2e-6}
+
+
+class Poisoned(Scratch):
+    """Buffers that are full of NaN whenever they are handed out."""
+
+    def take(self, name: str, shape: Sequence[int], device: torch.device) -> Tensor:
+        return super().take(name, shape, device).fill_(math.nan)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New tensors hold garbage: what a kernel leaves out shows."""
+    from vllm_tgvkv.kernels.gpu.statistics import TritonAttention
+
+    empty = TritonAttention._empty
+
+    def poisoned(self: TritonAttention, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return empty(self, *shape, dtype=dtype).fill_(math.nan if dtype.is_floating_point else 9999)
+
+    monkeypatch.setattr(TritonAttention, "_empty", poisoned)
+
+
+def make(
+    num_keys: int,
+    num_rows: int,
+    device: str,
+    heads: int = 2,
+    group: int = 2,
+    head_size: int = 16,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    index: torch.dtype = torch.int32,
+) -> dict[str, Any]:
+    """Arguments of ``observe``: pages as on CUDA, slots of K and V, NaN where nothing is cached."""
+    num_blocks = math.ceil(num_keys / block_size)
+    keys = torch.randn(num_keys, heads, head_size)
+    pool = torch.full((num_blocks + 3, heads, block_size, 2 * head_size), math.nan)
+    ids = torch.randperm(num_blocks + 3)[:num_blocks]
+    for j in range(num_keys):
+        pool[ids[j // block_size], :, j % block_size, :head_size] = keys[j]
+    return {
+        # Rows of a batch, of which other rows are between.
+        "queries": torch.randn(num_rows, heads, group, head_size).mul(2).to(device, dtype),
+        "key_pages": pool.to(device, dtype)[..., :head_size],
+        "block_ids": ids.to(device, index),
+        "row_positions": torch.randperm(num_keys)[:num_rows].sort().values.to(device),
+        "num_keys": num_keys,
+        "scale": head_size**-0.5,
+    }
+
+
+def on_cpu(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.cpu() if isinstance(v, Tensor) else v for k, v in arguments.items()}
+
+
+def exact(arguments: dict[str, Any]) -> Tensor:
+    """A of every query head, float64 ``[H, G, O, P]``."""
+    return reference.attention_probabilities(**on_cpu(arguments))
+
+
+def check(arguments: dict[str, Any], per_head: bool, stored: bool = True, **options: Any) -> None:
+    """Every statistic against float64; weighted sums from stored averages, or from the keys."""
+    statistics = ALL if stored else ALL - {"row_averages"}
+    options = {"scratch": Poisoned(), "per_head": per_head, "statistics": statistics, **options}
+    check_one(observe(**arguments, **options), exact(arguments), **TOLERANCE)
+
+
+# Around slots, pages, and tiles of 64 and 128 keys.
+@pytest.mark.parametrize("num_keys", [1, 16, 17, 64, 127, 128, 129, 257])
+def test_every_tail(device: str, num_keys: int) -> None:
+    fresh_seed()
+    arguments = make(num_keys, min(num_keys, 7), device)
+    check(arguments, per_head=num_keys % 2 == 0, stored=num_keys % 3 == 0)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 16])
+def test_every_group_size(device: str, group: int) -> None:
+    fresh_seed()
+    arguments = make(
+        70, 9, device, heads=1 + group % 2, group=group, block_size=(16, 32)[group % 2]
+    )
+    check(arguments, per_head=group < 4, stored=group % 3 == 0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_size", "block_size"),
+    [
+        (torch.bfloat16, 128, 16),
+        (torch.bfloat16, 80, 32),
+        (torch.float16, 64, 48),
+        (torch.bfloat16, 256, 16),
+        (torch.float16, 96, 128),
+        (torch.float32, 256, 16),
+    ],
+)
+@pytest.mark.parametrize("per_head", [True, False])
+def test_dtypes_and_head_sizes(
+    device: str, dtype: torch.dtype, head_size: int, block_size: int, per_head: bool
+) -> None:
+    """Products of 16-bit values are exact, so they agree as closely as float32 does."""
+    fresh_seed()
+    check(make(75, 5, device, 2, 4, head_size, block_size, dtype), per_head)
+
+
+@pytest.mark.parametrize("per_head", [True, False])
+@pytest.mark.parametrize("workspace_bytes", [0, 1 << 20])
+def test_more_rows_than_a_tile_has(device: str, per_head: bool, workspace_bytes: int) -> None:
+    """Averages that do not fit are not kept; all sums then come from the keys."""
+    fresh_seed()
+    check(make(150, 150, device, group=3), per_head, workspace_bytes=workspace_bytes)
+
+
+@pytest.mark.parametrize("programs", [1, 1 << 20])
+def test_any_number_of_splits(device: str, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh_seed()
+    from vllm_tgvkv.kernels.gpu import statistics
+
+    monkeypatch.setattr(statistics, "_SOFTMAX_PROGRAMS", programs)
+    monkeypatch.setattr(statistics, "_COLUMNS_PROGRAMS", programs)
+    check(make(300, 70, device, group=4), per_head=True, stored=False)
+
+
+def test_little_shared_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh_seed()
+    from vllm_tgvkv.kernels.gpu import statistics
+
+    monkeypatch.setattr(statistics, "_shared_bytes", lambda device: 99 << 10)
+    check(make(140, 20, device, group=4), per_head=True)
+    check(make(70, 5, device, group=3, head_size=256, dtype=torch.bfloat16), per_head=False)
+
+
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize("statistics", [frozenset(), frozenset({"share_below"})])
+def test_log_sum_exp_of_the_attention_kernel(
+    device: str, stored: bool, statistics: frozenset[Any]
+) -> None:
+    """Also where the maximum has to be found all the same."""
+    fresh_seed()
+    arguments = make(90, 6, device, group=3)
+    at_hand = on_cpu(arguments)
+    keys = at_hand["key_pages"][at_hand["block_ids"].long()].transpose(1, 2).flatten(0, 1)[:90]
+    logits = torch.einsum("ohgd,khd->ohgk", at_hand["queries"], keys) * arguments["scale"]
+    future = torch.arange(90) > at_hand["row_positions"][:, None]
+    logits = logits.masked_fill(future[:, None, None], -math.inf)
+    statistics |= {"row_entropies"} | ({"row_averages"} if stored else set())
+    attention = observe(
+        **arguments,
+        statistics=statistics,
+        log_sum_exp=logits.logsumexp(dim=-1).to(device),
+        scratch=Poisoned(),
+    )
+    with pytorch_on_cpu():
+        expected = observe(**at_hand, statistics=statistics)
+    weights = torch.rand(2, 6)
+    for got, wanted in (
+        (attention.column_sums, expected.column_sums),
+        (attention.row_entropies, expected.row_entropies),
+        (
+            attention.weighted_column_sums(weights.to(device)),
+            expected.weighted_column_sums(weights),
+        ),
+    ):
+        torch.testing.assert_close(got.cpu(), wanted, **TOLERANCE)
+    if "share_below" in statistics:
+        torch.testing.assert_close(attention.share_below.cpu(), expected.share_below)
+
+
+@pytest.mark.parametrize("per_head", [True, False])
+def test_huge_logits(device: str, per_head: bool) -> None:
+    """Rows still add up to one, and the first of a row's logits by far gets all of it."""
+    fresh_seed()
+    arguments = make(140, 8, device)
+    arguments["queries"] *= 1000
+    attention = observe(**arguments, per_head=per_head, statistics=ALL, scratch=Poisoned())
+    by_set = exact(arguments).flatten(0, 1).view(2 if per_head else 1, -1, 8, 140).mean(1)
+    ones = torch.ones(1, 8, device=device)
+    sums = attention.column_sums
+    torch.testing.assert_close(sums, attention.weighted_column_sums(ones))
+    torch.testing.assert_close(sums.cpu().double(), by_set.sum(1), rtol=2e-3, atol=2e-3)
+    total = torch.full((by_set.shape[0],), 8.0)
+    torch.testing.assert_close(sums.sum(1).cpu(), total, rtol=1e-3, atol=0)
+    assert attention.share_below.gt(0.8).all()
+    assert attention.row_entropies.isfinite().all()
+    # What a row must not see may be larger than all it sees, beyond what an exponential can hold.
+    hidden = torch.zeros(1, 140, dtype=torch.bool, device=device)
+    hidden[:, arguments["row_positions"][:1]] = True
+    one = attention.renormalised_column_sums(hidden, ones)
+    assert one[hidden.expand_as(one)].tolist() == pytest.approx([8.0] * len(one), rel=1e-3)
+    assert (one.masked_fill(hidden, 0) == 0).all()
+
+
+def test_a_subset_that_is_never_seen_gets_nothing(device: str) -> None:
+    fresh_seed()
+    arguments = make(40, 3, device)
+    arguments["row_positions"] = torch.tensor([3, 5, 20], device=device)
+    attention = observe(**arguments, scratch=Poisoned())
+    keys = torch.arange(40, device=device)[None] > 20
+    got = attention.renormalised_column_sums(keys, torch.ones(1, 3, device=device))
+    assert (got == 0).all()
+    keys = torch.arange(40, device=device)[None] > 19
+    got = attention.renormalised_column_sums(keys, torch.ones(1, 3, device=device))
+    assert got[:, 20].tolist() == [1.0, 1.0]
+    assert got.sum() == 2
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 5])
+@pytest.mark.parametrize("stored", [True, False])
+def test_any_number_of_mixed_sums(device: str, number: int, stored: bool) -> None:
+    fresh_seed()
+    arguments = make(90, 12, device)
+    weights = (torch.rand(2, number, 12) < 0.5)[:, :, ::2].repeat(1, 1, 2)
+    options = {"statistics": frozenset({"row_averages"} if stored else ())}
+    got = observe(**arguments, **options, scratch=Poisoned()).mixed_column_sums(weights.to(device))
+    expected = weights.double() @ exact(arguments).mean(1)
+    torch.testing.assert_close(got.cpu().double(), expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_any_strides(device: str, index: torch.dtype) -> None:
+    """Queries of some heads of a wider batch, keys stored transposed."""
+    fresh_seed()
+    arguments = make(60, 10, device, heads=3, index=index)
+    pages, queries = arguments["key_pages"], arguments["queries"]
+    arguments["key_pages"] = pages.transpose(2, 3).contiguous().transpose(2, 3)
+    wide = torch.full((20, 3, 4, 24), math.nan, device=device)
+    wide[5:15, :, 1:3, 2:18] = queries
+    arguments["queries"] = wide[5:15, :, 1:3, 2:18]
+    check(arguments, per_head=True)
+
+
+def all_bits(arguments: dict[str, Any], per_head: bool, stored: bool) -> list[Tensor]:
+    attention = observe(
+        **arguments, per_head=per_head, statistics=ALL if stored else ALL - {"row_averages"}
+    )
+    num_rows, num_keys = len(arguments["row_positions"]), arguments["num_keys"]
+    device = arguments["queries"].device
+    weights = torch.linspace(0, 1, num_rows, device=device)[None]
+    subset = torch.arange(num_keys, device=device)[None] % 3 > 0
+    return [
+        attention.column_sums,
+        attention.share_below,
+        attention.row_entropies,
+        attention.weighted_column_sums(weights),
+        attention.renormalised_column_sums(subset, weights),
+    ]
+
+
+@pytest.mark.parametrize("per_head", [True, False])
+@pytest.mark.parametrize("stored", [True, False])
+def test_the_same_bits_wherever_the_pages_are(device: str, per_head: bool, stored: bool) -> None:
+    fresh_seed()
+    arguments = make(200, 40, device, group=4, dtype=torch.bfloat16)
+    first = all_bits(arguments, per_head, stored)
+    pages, ids = arguments["key_pages"], arguments["block_ids"].long()
+    moved = torch.full((len(pages) + 7, *pages.shape[1:]), math.nan, device=device).to(pages.dtype)
+    new_ids = torch.randperm(len(moved), device=device)[: len(ids)]
+    moved[new_ids] = pages[ids]
+    for again in (arguments, {**arguments, "key_pages": moved, "block_ids": new_ids.int()}):
+        for a, b in zip(first, all_bits(again, per_head, stored), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_no_rows_give_zeros(device: str) -> None:
+    attention = observe(**make(9, 0, device), statistics=ALL, scratch=Poisoned())
+    zeros = [[0.0] * 9] * 2
+    assert attention.column_sums.tolist() == zeros
+    assert attention.weighted_column_sums(torch.ones(1, 0, device=device)).tolist() == zeros
+    attention = observe(**make(9, 0, device), scratch=Poisoned())
+    assert attention.weighted_column_sums(torch.ones(1, 0, device=device)).tolist() == zeros
+
+
+@pytest.mark.parametrize("per_head", [True, False])
+def test_sums_over_all_rows_of_several_chunks(device: str, per_head: bool) -> None:
+    """Each chunk sees the keys so far only; NaN behind them must not matter."""
+    fresh_seed()
+    arguments = make(150, 150, device, group=4)
+    by_set = exact(arguments).reshape(2 if per_head else 1, -1, 150, 150).mean(1)
+    is_vision = torch.rand(150) < 0.5
+    sums = RowSums(len(by_set), 150, torch.device(device))
+    scratch = Poisoned()
+    pages, ids = arguments["key_pages"], arguments["block_ids"]
+    for start, end in ((0, 1), (1, 100), (100, 150)):
+        rows = slice(start, end)
+        num_blocks = math.ceil(end / 16)
+        unwritten = pages.clone()
+        unwritten[ids[num_blocks - 1].long(), :, (end - 1) % 16 + 1 :] = math.nan
+        chunk = observe(
+            queries=arguments["queries"][rows],
+            key_pages=unwritten,
+            block_ids=ids[:num_blocks],
+            row_positions=arguments["row_positions"][rows],
+            num_keys=end,
+            scale=arguments["scale"],
+            per_head=per_head,
+            scratch=scratch,
+        )
+        sums.add(chunk, is_vision[rows].to(device))
+    for got, rows_of in (
+        (sums.text_column_sums, ~is_vision),
+        (sums.vision_column_sums, is_vision),
+        (sums.column_sums, torch.ones_like(is_vision)),
+    ):
+        expected = by_set[:, rows_of].sum(1)
+        torch.testing.assert_close(got.double().cpu(), expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("statistics", "launches"),
+    [
+        (frozenset(), ["softmax", "combine", "columns", "columns"]),
+        (frozenset({"row_averages"}), ["softmax", "combine", "columns", "weigh"]),
+    ],
+)
+def test_keys_are_read_twice_at_most(
+    device: str,
+    statistics: frozenset[Any],
+    launches: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once for the log-sum-exp, if it is not given, and once for all the rest."""
+    from vllm_tgvkv.kernels.gpu import statistics as module
+
+    seen: list[str] = []
+
+    class Watched:
+        def __init__(self, name: str) -> None:
+            self.name, self.kernel = name, getattr(module, f"_{name}_kernel")
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+            seen.append(self.name)
+            return self.kernel[grid]  # type: ignore[no-any-return]
+
+    for name in ("softmax", "combine", "columns", "weigh"):
+        monkeypatch.setattr(module, f"_{name}_kernel", Watched(name))
+    fresh_seed()
+    arguments = make(40, 5, device)
+    weights = torch.rand(2, 5, device=device)
+    attention = observe(**arguments, statistics=statistics)
+    assert not seen
+    _ = attention.column_sums, attention.weighted_column_sums(weights), attention.column_sums
+    assert seen == launches
+    seen.clear()
+    given = observe(
+        **arguments, statistics=statistics, log_sum_exp=torch.zeros(5, 2, 2, device=device)
+    )
+    _ = given.column_sums, given.weighted_column_sums(weights)
+    assert seen == launches[2:]

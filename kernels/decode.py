@@ -60,6 +60,34 @@ class DecodePlan:
             torch.zeros(num_programs, 2, group_size, head_size + 2, device=device),
         )
 
+    @classmethod
+    def for_device(
+        cls,
+        num_layers: int,
+        num_rows: int,
+        num_heads: int,
+        group_size: int,
+        head_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> DecodePlan:
+        """Allocate the buffers with as many programs as the device runs at once."""
+        from vllm_tgvkv.kernels.gpu import decode as triton_decode
+
+        num_programs = 8  # under the interpreter
+        if device.type == "cuda":
+            num_programs = triton_decode.num_programs(device, head_size, dtype.itemsize)
+        return cls.allocate(
+            num_layers,
+            num_rows,
+            num_heads,
+            group_size,
+            head_size,
+            triton_decode.chunk_size(head_size),
+            num_programs,
+            device,
+        )
+
     def for_sequences(self, num_sequences: int) -> DecodePlan:
         """The same buffers for a step with fewer virtual sequences, R*H."""
         return replace(self, ends=self.ends[:, : num_sequences + 1])

@@ -236,9 +236,9 @@ def deviation(running: Engine, oracle: Oracle, asks: Sequence[Ask], budget: floa
             worst["kept"] = min(worst["kept"], float(same))
         completion = output.outputs[0]
         tokens = list(completion.token_ids)
-        ours = torch.tensor([
-            step[token].logprob for step, token in zip(completion.logprobs, tokens, strict=True)
-        ])
+        ours = torch.tensor(
+            [step[token].logprob for step, token in zip(completion.logprobs, tokens, strict=True)]
+        )
         for name, mask in (("logprob", kept), ("without_eviction", None)):
             theirs = oracle.logprobs(prompt, tokens, mask)
             of_token = theirs.gather(1, torch.tensor(tokens)[:, None]).squeeze(1)

@@ -96,6 +96,23 @@ def test_large_dealings_match_the_reference() -> None:
         )
 
 
+def test_order_of_the_shares_does_not_matter() -> None:
+    """Sums are exact: only equal remainders, which these shares hardly have, look at the order."""
+    fresh_seed()
+    for shares in (torch.rand(2048), torch.rand(2048) ** 20, torch.randn(2048).mul(30).exp()):
+        order = torch.randperm(len(shares))
+        counts = apportion(shares, 5 * len(shares), 1, 100)
+        assert torch.equal(apportion(shares[order], 5 * len(shares), 1, 100), counts[order])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_total_on_the_device_is_the_same(dtype: torch.dtype) -> None:
+    fresh_seed()
+    shares = torch.rand(3, 70)
+    counts = apportion(shares, torch.tensor(500, dtype=dtype), 1, 8192)
+    assert torch.equal(counts, apportion(shares, 500, 1, 8192))
+
+
 @pytest.mark.parametrize(
     ("total", "floor", "cap", "word"),
     [(10, 3, 2, "floor"), (10, -1, 5, "floor"), (2, 1, 9, "total"), (28, 0, 9, "total")],

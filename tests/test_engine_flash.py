@@ -26,6 +26,7 @@ from tests.test_engine import (
     test_prefix_cache_serves_the_same_image_again,  # noqa: F401
     tgv,
 )
+from vllm_tgvkv import attention_cuda
 from vllm_tgvkv.kernels import gpu
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -34,6 +35,10 @@ ASKS = [
     album(seed, 20 + 9 * seed, 170 + 41 * seed, xargs=budget(value), arrival=3 * seed)
     for seed, value in enumerate(BUDGETS)
 ]
+
+
+TABLE_BYTES_OF_A_LAYER = 8 * 2 * (1024 // 32) * 4
+"""Requests, KV heads, blocks of 32 tokens, bytes of an entry."""
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +55,9 @@ def oracle(folder: Path) -> Oracle:
 def flash() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         flash_on_cpu.pretend(monkeypatch)
+        # Several slices of a request that was preempted, tables of three of the four layers.
+        monkeypatch.setattr(attention_cuda, "_REPLAY_ROWS", 16)
+        monkeypatch.setattr(attention_cuda, "_TABLE_BYTES", 3 * TABLE_BYTES_OF_A_LAYER)
         yield
 
 
@@ -94,11 +102,14 @@ def test_chunks_replays_and_decodes_in_one_batch(folder: Path, oracle: Oracle) -
             assert_agrees(running, oracle, asks)
 
 
+@pytest.mark.parametrize("decode_kernel", ["stock", "triton"])
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
-def test_decode_steps_are_right_as_graphs(folder: Path, oracle: Oracle, kernels: str) -> None:
+def test_decode_steps_are_right_as_graphs(
+    folder: Path, oracle: Oracle, kernels: str, decode_kernel: str
+) -> None:
     """Metadata of the first step of each size serve all later ones, whoever is in the batch.
 
-    With `triton`, every kernel of ours is a Triton kernel, interpreted.
+    With the kernels of `triton`, every kernel of ours is a Triton kernel, interpreted.
     """
     asks = [*ASKS, Ask(random_text(53, 150), max_tokens=40, arrival=20)]
     asks.append(album(55, 20, 200, arrival=110, max_tokens=20))
@@ -109,7 +120,8 @@ def test_decode_steps_are_right_as_graphs(folder: Path, oracle: Oracle, kernels:
             monkeypatch.setattr(gpu, "on_cpu", True)
             asks = [*asks[2:4], *asks[4:]]
         before = flash_on_cpu.ReplayingBuilder.num_replays
-        with engine(folder, tgv("head"), block_size=16) as running:
+        settings = tgv("head", decode_kernel=decode_kernel)
+        with engine(folder, settings, block_size=16) as running:
             assert_agrees(running, oracle, asks)
         assert flash_on_cpu.ReplayingBuilder.num_replays > before + 50
 

@@ -62,7 +62,7 @@ def check_one(
         torch.testing.assert_close(got.double().cpu(), expected, rtol=rtol, atol=atol)
 
     # Nothing has been computed then.
-    for size in (1, num_sets):
+    for size in {1, num_sets}:
         weights = torch.rand(size, len(rows))
         expected = (weights.double()[:, :, None] * by_set.mean(1)).sum(dim=1)
         agree(attention.weighted_column_sums(weights.to(device)), expected)
@@ -78,7 +78,7 @@ def check_one(
     agree(attention.row_entropies, entropies)
 
     # One subset for all groups has to serve both; early rows may see none of it.
-    for size in (1, num_sets):
+    for size in {1, num_sets}:
         keys = torch.rand(size, num_keys) < 0.5
         weights = torch.rand(size, len(rows))
         subset = by_set * keys[:, None, None]

@@ -16,7 +16,15 @@ import pytest
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-PARTS = ("scheduler", "manager", "worker", "worker_cpu", "attention_cpu", "attention_cuda", "evictor")
+PARTS = (
+    "scheduler",
+    "manager",
+    "worker",
+    "worker_cpu",
+    "attention_cpu",
+    "attention_cuda",
+    "evictor",
+)
 """Modules of the package that only an engine with eviction has a use for."""
 
 STOCK = {

@@ -114,9 +114,11 @@ def test_what_is_overridden_exists_in_vllm() -> None:
         (EvictingModelRunnerV1, GPUModelRunnerV1),
         (EvictingModelRunnerV2, GPUModelRunnerV2),
     ):
-        overridden = {
-            name for name, value in vars(cls).items() if inspect.isfunction(value)
-        } - {"__init__", "find_row", "rewrite_rows"}
+        overridden = {name for name, value in vars(cls).items() if inspect.isfunction(value)} - {
+            "__init__",
+            "find_row",
+            "rewrite_rows",
+        }
         assert overridden
         assert overridden <= set(dir(base)), overridden
     parameters = inspect.signature(

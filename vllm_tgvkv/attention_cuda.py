@@ -34,12 +34,13 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 from vllm_tgvkv.attention import RowFinder, check_layer, evicting_spec, first_token
 from vllm_tgvkv.config import config_of
 from vllm_tgvkv.evictor import CacheShape, Evictor
+from vllm_tgvkv.kernels.decode import DecodePlan, decode, plan_decode
 from vllm_tgvkv.kernels.page_tables import write_lengths, write_page_tables
 from vllm_tgvkv.pages import PagePool
 from vllm_tgvkv.regions import Regions
 
 _TABLE_BYTES = 64 << 20
-"""Page tables of as many layers as fit are written at once; those of one layer always are."""
+"""Page tables of as many layers as fit are written at once; those of one layer are in any case."""
 
 _MOST_SPLIT_SEQUENCES = 992
 """FlashAttention 3 balances the splits of at most so many sequences on the device. More than that
@@ -69,24 +70,6 @@ class EvictingFlashBackend(FlashAttentionBackend):
         return EvictingFlashMetadataBuilder
 
 
-class RaggedBuffers:
-    """Lengths and page tables of at most `max_rows` rows, in memory that graphs may refer to."""
-
-    def __init__(
-        self, shape: CacheShape, max_rows: int, width: int, table_bytes: int, device: torch.device
-    ) -> None:
-        rows = (max_rows, shape.num_heads)
-        layer_bytes = max_rows * shape.num_heads * width * 4
-        self.num_table_layers = max(1, min(shape.num_layers, table_bytes // layer_bytes))
-        self.tables = torch.zeros(
-            self.num_table_layers, *rows, width, dtype=torch.int32, device=device
-        )
-        self.lengths = torch.zeros(shape.num_layers, *rows, dtype=torch.int32, device=device)
-        self.starts = torch.arange(
-            max_rows * shape.num_heads + 1, dtype=torch.int32, device=device
-        )
-
-
 @dataclass
 class RaggedRows:
     """R tokens that attend as virtual sequences, one for each of their KV heads."""
@@ -98,10 +81,8 @@ class RaggedRows:
     max_seq_len: int
     """At least the longest virtual sequence."""
     num_splits: int
-    """Greatest number of parts of a sequence; 0 leaves it to FlashAttention."""
-    buffers: RaggedBuffers
-    regions: Regions
-    block_size: int
+    """Into how many parts a sequence may be split; 0 leaves it to FlashAttention."""
+    kernel: RaggedKernel
     tokens: torch.Tensor | None = None
     """Their indices in the batch, int64 [R]; None if they are its first tokens."""
 
@@ -109,29 +90,154 @@ class RaggedRows:
     def num_rows(self) -> int:
         return len(self.seq_lens)
 
-    def layer_pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Page tables int32 [R * H, W] and lengths int32 [R * H] of a layer.
 
-        To be asked for layer after layer: the first writes the lengths of all, and the tables of
-        several are written with the first of them.
-        """
-        buffers, regions = self.buffers, self.regions
-        lengths = buffers.lengths[:, : self.num_rows]
-        tables = buffers.tables[:, : self.num_rows]
-        state = (
-            self.block_table,
-            self.seq_lens,
-            regions.num_retained,
-            regions.num_replaced,
-            regions.offsets,
-            self.block_size,
+class RaggedKernel:
+    """Attention of at most `max_rows` rows: a kernel, and the memory of what it is told.
+
+    Graphs refer to that memory. It is filled by the first layer, in the graph if there is one.
+    Where several sets of rows `take_turns` in each layer, every layer fills it.
+    """
+
+    def __init__(
+        self,
+        shape: CacheShape,
+        regions: Regions,
+        max_rows: int,
+        take_turns: bool,
+        device: torch.device,
+    ) -> None:
+        self.shape = shape
+        self.regions = regions
+        self.take_turns = take_turns
+        self._lengths = torch.zeros(
+            shape.num_layers, max_rows, shape.num_heads, dtype=torch.int32, device=device
         )
-        if layer == 0:
-            write_lengths(*state, lengths)
-        index = layer % buffers.num_table_layers
+
+    def attend(
+        self, impl: EvictingFlashImpl, rows: RaggedRows, query: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        """Attention of the rows in the layer of `impl`, after that of the layers before.
+
+        `query` and `output` are [R, H * G, D].
+        """
+        raise NotImplementedError
+
+    def _lengths_of(self, rows: RaggedRows, layer: int) -> torch.Tensor:
+        """Keys of every virtual sequence in every layer, int32 [L, R, H]."""
+        lengths = self._lengths[:, : rows.num_rows]
+        if self._fills_at(layer):
+            write_lengths(*self._state(rows), lengths)
+        return lengths
+
+    def _fills_at(self, layer: int) -> bool:
+        return layer == 0 or self.take_turns
+
+    def _state(self, rows: RaggedRows) -> tuple[Any, ...]:
+        regions = self.regions
+        state = (regions.num_retained, regions.num_replaced, regions.offsets)
+        return (rows.block_table, rows.seq_lens, *state, self.shape.block_size)
+
+
+class FlashKernel(RaggedKernel):
+    """FlashAttention, which wants a page table of `width` entries for every virtual sequence.
+
+    Tables of as many layers as fit `_TABLE_BYTES` are written at once.
+    """
+
+    def __init__(
+        self,
+        shape: CacheShape,
+        regions: Regions,
+        max_rows: int,
+        take_turns: bool,
+        width: int,
+        device: torch.device,
+    ) -> None:
+        super().__init__(shape, regions, max_rows, take_turns, device)
+        layer_bytes = max_rows * shape.num_heads * width * 4
+        num_layers = 1
+        if not take_turns:
+            num_layers = max(1, min(shape.num_layers, _TABLE_BYTES // layer_bytes))
+        self._tables = torch.zeros(
+            num_layers, max_rows, shape.num_heads, width, dtype=torch.int32, device=device
+        )
+        self._starts = torch.arange(
+            max_rows * shape.num_heads + 1, dtype=torch.int32, device=device
+        )
+
+    def attend(
+        self, impl: EvictingFlashImpl, rows: RaggedRows, query: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        layer, num_layers = impl.layer, self.shape.num_layers
+        lengths = self._lengths_of(rows, layer)[layer].flatten()
+        tables = self._tables[: num_layers - layer, : rows.num_rows]
+        index = layer % len(self._tables)
         if index == 0:
-            write_page_tables(*state, layer, tables[: len(lengths) - layer])
-        return tables[index].flatten(0, 1), lengths[layer].flatten()
+            write_page_tables(*self._state(rows), layer, tables)
+        # [R, H * G, D] is [R * H, G, D] as well. vLLM's queries may be a slice of a fused
+        # projection; then reshaping copies them.
+        by_head = (-1, self.shape.group_size, self.shape.head_size)
+        flash_attn.flash_attn_varlen_func(
+            q=query.reshape(by_head),
+            k=impl.key_pages,
+            v=impl.value_pages,
+            out=output.view(by_head),
+            cu_seqlens_q=self._starts[: len(lengths) + 1],
+            max_seqlen_q=1,
+            seqused_k=lengths,
+            max_seqlen_k=rows.max_seq_len,
+            softmax_scale=impl.scale,
+            causal=True,
+            block_table=self._tables[index, : rows.num_rows].flatten(0, 1),
+            fa_version=impl.vllm_flash_attn_version,
+            num_splits=rows.num_splits,
+        )
+
+
+class TritonKernel(RaggedKernel):
+    """The kernel of our own, which computes pages instead of reading tables."""
+
+    def __init__(
+        self,
+        shape: CacheShape,
+        regions: Regions,
+        max_rows: int,
+        take_turns: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(shape, regions, max_rows, take_turns, device)
+        self._plan = DecodePlan.for_device(
+            shape.num_layers,
+            max_rows,
+            shape.num_heads,
+            shape.group_size,
+            shape.head_size,
+            dtype,
+            device,
+        )
+
+    def attend(
+        self, impl: EvictingFlashImpl, rows: RaggedRows, query: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        lengths = self._lengths_of(rows, impl.layer)
+        plan = self._plan.for_sequences(rows.num_rows * self.shape.num_heads)
+        if self._fills_at(impl.layer):
+            plan_decode(lengths, plan)
+        decode(
+            query,
+            impl.pool.keys,
+            impl.pool.values,
+            rows.block_table,
+            lengths,
+            self.regions.num_retained,
+            self.regions.num_replaced,
+            self.regions.offsets,
+            impl.layer,
+            impl.scale,
+            plan,
+            output,
+        )
 
 
 @dataclass
@@ -171,12 +277,13 @@ class EvictingFlashMetadataBuilder(FlashAttentionMetadataBuilder):
             head_size=self.headdim,
             block_size=self.block_size,
         )
+        self.config = config_of(vllm_config)
         self.evictor: Evictor | None = None
 
     def bind(self, pool: PagePool, find_row: RowFinder) -> None:
-        self.evictor = Evictor(config_of(self.vllm_config), self.shape, pool)
+        self.evictor = Evictor(self.config, self.shape, pool)
         self._find_row = find_row
-        self._buffers: RaggedBuffers | None = None
+        self._kernel: RaggedKernel | None = None
 
     def build(
         self,
@@ -225,26 +332,29 @@ class EvictingFlashMetadataBuilder(FlashAttentionMetadataBuilder):
 
     def _decode_rows(self, common: CommonAttentionMetadata, num_rows: int) -> RaggedRows:
         """The first rows of a batch, which have one token each."""
-        assert self.evictor is not None
-        if self._buffers is None:
-            # As wide as the runner's block table, which never changes its size.
+        if self._kernel is None:
             max_rows = self.vllm_config.scheduler_config.max_num_seqs
-            self._buffers = RaggedBuffers(
-                self.shape,
-                max(max_rows, self.max_cudagraph_size or 0),
-                common.block_table_tensor.shape[1],
-                _TABLE_BYTES,
-                self.device,
+            self._kernel = self._make_kernel(
+                max(max_rows, self.max_cudagraph_size or 0), common, take_turns=False
             )
         return RaggedRows(
             block_table=common.block_table_tensor[:num_rows],
             seq_lens=common.seq_lens[:num_rows],
             max_seq_len=common.max_seq_len,
             num_splits=self._num_splits(num_rows),
-            buffers=self._buffers,
-            regions=self.evictor.regions,
-            block_size=self.block_size,
+            kernel=self._kernel,
         )
+
+    def _make_kernel(
+        self, max_rows: int, common: CommonAttentionMetadata, take_turns: bool
+    ) -> RaggedKernel:
+        assert self.evictor is not None
+        common_arguments = (self.shape, self.evictor.regions, max_rows, take_turns)
+        if self.config.decode_kernel == "triton":
+            return TritonKernel(*common_arguments, self.evictor.pool.raw.dtype, self.device)
+        # The runner's block table has one width from the start to the end.
+        width = common.block_table_tensor.shape[1]
+        return FlashKernel(*common_arguments, width, self.device)
 
     def _num_splits(self, num_rows: int) -> int:
         if num_rows * self.shape.num_heads > _MOST_SPLIT_SEQUENCES or envs.VLLM_BATCH_INVARIANT:
@@ -265,11 +375,10 @@ class EvictingFlashMetadataBuilder(FlashAttentionMetadataBuilder):
 
     def _replay_rows(self, common: CommonAttentionMetadata, row: int) -> list[RaggedRows]:
         """The tokens of one compressed request, each as a row, in slices of bounded memory."""
-        assert self.evictor is not None
         start, end = common.query_start_loc_cpu[row : row + 2].tolist()
-        width = common.block_table_tensor.shape[1]
         size = min(_REPLAY_ROWS, end - start)
-        buffers = RaggedBuffers(self.shape, size, width, 0, self.device)
+        # Not the kernel of the decode rows, whose memory holds what later layers need.
+        kernel = self._make_kernel(size, common, take_turns=True)
         slices = []
         for first in range(start, end, size):
             tokens = torch.arange(first, min(first + size, end), device=self.device)
@@ -279,9 +388,7 @@ class EvictingFlashMetadataBuilder(FlashAttentionMetadataBuilder):
                     seq_lens=(common.seq_lens[row] - end + 1 + tokens).int(),
                     max_seq_len=common.max_seq_len,
                     num_splits=0 if size * self.shape.num_heads <= _MOST_SPLIT_SEQUENCES else 1,
-                    buffers=buffers,
-                    regions=self.evictor.regions,
-                    block_size=self.block_size,
+                    kernel=kernel,
                     tokens=tokens,
                 )
             )
@@ -299,6 +406,7 @@ class EvictingFlashImpl(FlashAttentionImpl):
 
     def bind(self, layer: int, pool: PagePool) -> None:
         self.layer = layer
+        self.pool = pool
         # One head, whose stride is one that the tensor memory accelerator accepts.
         pages = pool.raw.view(-1, pool.block_size, 1, 2 * self.head_size)
         self.key_pages, self.value_pages = pages.split(self.head_size, dim=-1)
@@ -333,29 +441,11 @@ class EvictingFlashImpl(FlashAttentionImpl):
         return output
 
     def _attend_ragged(self, rows: RaggedRows, query: torch.Tensor, output: torch.Tensor) -> None:
-        """Attention of the ragged rows; [tokens, H * G, D] is [tokens * H, G, D] as well."""
-        by_head = (-1, self.num_queries_per_kv, self.head_size)
         tokens = slice(rows.num_rows) if rows.tokens is None else rows.tokens
-        # vLLM's queries may be a slice of a fused projection; then reshaping copies them.
-        queries, ragged_output = query[tokens].reshape(by_head), output[tokens]
-        tables, lengths = rows.layer_pages(self.layer)
-        flash_attn.flash_attn_varlen_func(
-            q=queries,
-            k=self.key_pages,
-            v=self.value_pages,
-            out=ragged_output.view(by_head),
-            cu_seqlens_q=rows.buffers.starts[: len(lengths) + 1],
-            max_seqlen_q=1,
-            seqused_k=lengths,
-            max_seqlen_k=rows.max_seq_len,
-            softmax_scale=self.scale,
-            causal=True,
-            block_table=tables,
-            fa_version=self.vllm_flash_attn_version,
-            num_splits=rows.num_splits,
-        )
+        ragged_output = output[tokens]
+        rows.kernel.attend(self, rows, query[tokens], ragged_output)
         if rows.tokens is not None:
-            output[rows.tokens] = ragged_output
+            output[rows.tokens] = ragged_output  # indexing by tensor gave a copy
 
 
 def _without_rows(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_tgvkv.config import EvictionConfigError
+from vllm_tgvkv.config import EvictionConfigError, config_of
 from vllm_tgvkv.platforms import Platform, eviction_platform
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     backend = vllm_config.attention_config.backend
+    decode_kernel = config_of(vllm_config).decode_kernel
     for found, what, remedy in (
         *_model_checks(model),
         (
@@ -110,6 +111,11 @@ def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
             backend is not None and backend.name != platform.attention_backend,
             f"--attention-backend {backend and backend.name}",
             f"use {platform.attention_backend}, which is extended",
+        ),
+        (
+            decode_kernel not in platform.decode_kernels,
+            f"decode_kernel: {decode_kernel} on this platform",
+            f"use one of: {', '.join(platform.decode_kernels)}",
         ),
         (
             parallel.use_ubatching,

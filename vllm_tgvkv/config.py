@@ -186,6 +186,9 @@ class EvictionConfig:
     """Pooling of the scores; None: what the method's paper does."""
     methods: Mapping[str, Mix] = field(default_factory=dict)
     """Methods of the user's own, by name, mixed from the parts of others."""
+    decode_kernel: Literal["stock", "triton"] = "stock"
+    """What decodes: `stock`, the attention kernel that vLLM has for the platform, with a page
+    table for every head; `triton`, one of our own that needs no tables (CUDA only)."""
     debug: DebugOptions = field(default_factory=DebugOptions)
 
     @property
@@ -354,6 +357,7 @@ _CHOICES = {
     "granularity": (None, "layer", "head"),
     "text_only": ("keep", "evict"),
     "prefix_reuse": ("exact", "full"),
+    "decode_kernel": ("stock", "triton"),
 }
 
 

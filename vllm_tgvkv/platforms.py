@@ -13,10 +13,14 @@ class Platform:
     worker_cls: str
     attention_backend: str
     """The backend of vLLM that ours extends; no other can be used."""
+    decode_kernels: tuple[str, ...] = ("stock",)
+    """What the setting `decode_kernel` may be."""
 
 
 _CPU = Platform("vllm_tgvkv.worker_cpu.EvictionCPUWorker", "CPU_ATTN")
-_CUDA = Platform("vllm_tgvkv.worker_cuda.EvictionGPUWorker", "FLASH_ATTN")
+_CUDA = Platform(
+    "vllm_tgvkv.worker_cuda.EvictionGPUWorker", "FLASH_ATTN", decode_kernels=("stock", "triton")
+)
 
 
 def eviction_platform() -> Platform | None:

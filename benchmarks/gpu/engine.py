@@ -121,6 +121,7 @@ class Engine:
                 running.append(self.core.scheduler.get_request_counts()[0])
             synchronize(self.device)
             seconds = time.perf_counter() - begin
+            self._settle()
         return {
             "seconds": seconds,
             "tokens_per_second": traffic.requests * traffic.request_tokens / seconds,
@@ -234,11 +235,15 @@ class Engine:
     def _drain(self) -> None:
         while self.engine.has_unfinished_requests():
             self.engine.step()
-        synchronize(self.device)
+        self._settle()
 
     def _abort(self) -> None:
         self.engine.abort_request(list(self.engine.output_processor.request_states), internal=True)
-        for _ in range(4):  # batches that are on the way, and the news of their end
+        self._settle()
+
+    def _settle(self) -> None:
+        """Let the engine finish batches that are on the way, and hear of their end."""
+        for _ in range(4):
             self.engine.step()
         synchronize(self.device)
 

@@ -164,9 +164,9 @@ class Kernels:
             yield Case(f"FlashAttention, {number} virtual sequences, {name}", call, size, error)
         plan = self._plan(cache, 64)
         plan_decode(lengths, plan)
-        call = partial(self._decode, cache, lengths, plan, query, out)
-        error = partial(_checked, call, out, expected)
-        yield Case(f"ours, {number} virtual sequences", call, size, error)
+        ours = partial(self._decode, cache, lengths, plan, query, out)
+        error = partial(_checked, ours, out, expected)
+        yield Case(f"ours, {number} virtual sequences", ours, size, error)
 
     def decode_step(self) -> Iterator[Case]:
         """What a step computes once for all layers."""

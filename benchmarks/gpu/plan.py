@@ -77,7 +77,7 @@ SMOKE = Scale(
     decode_steps=3,
     pool_bytes=1 << 22,
     max_model_len=512,
-    engine_args={"enforce_eager": True, "max_num_seqs": 8, "block_size": 16},
+    engine_args={"enforce_eager": True, "max_num_seqs": 8, "block_size": 32},
     arms=("production", "ours"),
 )
 SCALES = {"full": FULL, "quick": QUICK, "smoke": SMOKE}

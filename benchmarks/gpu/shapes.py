@@ -141,7 +141,8 @@ def _write_tokenizer(folder: Path, shape: Shape) -> dict[str, int]:
         path = folder / "tokenizer_config.json"
         settings = {**json.loads(path.read_text()), "tokenizer_class": "Qwen2TokenizerFast"}
         _write(folder, path.name, settings)
-    return {token: tokens.token_to_id(token) for token in special}
+    vocabulary: dict[str, int] = tokens.get_vocab()
+    return {token: vocabulary[token] for token in special}
 
 
 def _text_config(shape: Shape) -> dict[str, Any]:
@@ -168,7 +169,7 @@ def _rope(shape: Shape, weights: tuple[int, int, int], **more: Any) -> dict[str,
     return {"rope_type": "default", "mrope_section": sections, **more}
 
 
-def _qwen_ids(ids: dict[str, int]) -> dict[str, int]:
+def _qwen_ids(ids: dict[str, int]) -> dict[str, Any]:
     return {
         "image_token_id": ids["<|image_pad|>"],
         "video_token_id": ids["<|video_pad|>"],
@@ -181,7 +182,6 @@ def _write_qwen2_5(folder: Path, shape: Shape, ids: dict[str, int]) -> None:
     from transformers import Qwen2_5_VLConfig
 
     vision = shape.vision
-    theta = 1_000_000.0
     config = Qwen2_5_VLConfig(
         text_config={
             **_text_config(shape),
@@ -189,7 +189,7 @@ def _write_qwen2_5(folder: Path, shape: Shape, ids: dict[str, int]) -> None:
             "use_sliding_window": False,
             "bos_token_id": None,
             "eos_token_id": ids["<|im_end|>"],
-            "rope_parameters": _rope(shape, (2, 3, 3), rope_theta=theta),
+            "rope_parameters": _rope(shape, (2, 3, 3), rope_theta=1_000_000.0),
         },
         vision_config={
             "depth": vision.layers,

@@ -47,9 +47,9 @@ def _apportion_kernel(
     floor = tl.full((), 0, tl.float64) + floor
     cap = tl.full((), 0, tl.float64) + cap
 
-    largest = tl.max(share)
-    num_unusable = tl.sum((~(tl.abs(share) < float("inf"))).to(tl.int32))
-    usable = (num_unusable == 0) & (largest > 0)
+    finite = tl.abs(share) < float("inf")
+    largest = tl.max(tl.where(finite, share, 0.0))
+    usable = (tl.sum((~finite).to(tl.int32)) == 0) & (largest > 0)
     share = tl.where(usable, tl.maximum(share, 0.0) / tl.where(usable, largest, 1.0), 1.0)
     share = tl.maximum(share, SMALLEST_SHARE)
 

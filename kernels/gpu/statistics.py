@@ -50,6 +50,8 @@ _WEIGHED_COLUMNS = 64
 _WEIGHED_ROWS = 32
 # Padding of the averages' rows, a multiple of every tile: the compiler sees aligned stores.
 _COLUMNS_MULTIPLE = 128
+# The interpreter's products of bf16 values are those of their bits.
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -76,7 +78,7 @@ def _load_vectors(
 @triton.jit
 def _products(rows, columns):
     """float32 ``rows @ columns^T``. Products of 16-bit values are exact, others are IEEE's."""
-    if rows.dtype != columns.dtype:
+    if rows.dtype != columns.dtype or _INTERPRETED:
         rows = rows.to(tl.float32)
         columns = columns.to(tl.float32)
     return tl.dot(rows, tl.trans(columns), input_precision="ieee")
@@ -417,7 +419,7 @@ class _Tiles:
 
     @staticmethod
     def of(head_size: int, group_size: int, element_size: int, shared_bytes: int) -> _Tiles:
-        """What fits the shared memory of a program, and the registers of its threads."""
+        """What fits the shared memory of a program."""
         width = max(16, triton.next_power_of_2(head_size))
         padded_group = triton.next_power_of_2(group_size)
         side = 128 if width * element_size <= 256 else 64
@@ -432,9 +434,14 @@ class _Tiles:
             # The mean over a small group is nearly as large as what it is of.
             columns_vectors=side if padded_group > 2 else min(side, 64),
             columns_keys=side,
-            columns_warps=8 if side == 128 else 4,
+            columns_warps=8 if width * element_size > 256 or side == 128 else 4,
             columns_stages=2 if width * element_size <= 512 else 1,
         )
+
+    def rows_of_columns(self, has_row_statistics: bool) -> int:
+        """Rows of a tile of the columns pass: fewer where a probability needs more registers."""
+        vectors = min(self.columns_vectors, 64) if has_row_statistics else self.columns_vectors
+        return vectors // self.padded_group
 
 
 @lru_cache
@@ -624,7 +631,7 @@ class TritonAttention(ObservedAttention):
         """Sums of the columns, plain or with weights float32 ``[S or 1, 1 or 2, O]``."""
         tiles, groups = self._tiles, self.num_groups
         num_sums = 1 if weights is None else weights.shape[1]
-        rows_of_tile = tiles.columns_vectors // tiles.padded_group
+        rows_of_tile = tiles.rows_of_columns(counts_below or has_entropies)
         num_tiles = triton.cdiv(rows.number, rows_of_tile)
         num_blocks = triton.cdiv(self.num_keys, tiles.columns_keys)
         wanted = triton.cdiv(_COLUMNS_PROGRAMS, num_blocks * groups)
@@ -857,7 +864,7 @@ def _columns_variant(
         "HAS_ENTROPIES": entropies,
         "LOG_THRESHOLD": math.log(THRESHOLD),
         "PADDED_GROUP": tiles.padded_group,
-        "ROWS": tiles.columns_vectors // tiles.padded_group,
+        "ROWS": tiles.rows_of_columns(counts or entropies),
         "KEYS": tiles.columns_keys,
         "WIDTH": tiles.width,
     }

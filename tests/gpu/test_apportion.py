@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dealing on Triton: the very integers of the PyTorch code and of exact fractions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from tests.gpu import pytorch_on_cpu
+from tests.reference import fresh_seed
+from tests.test_apportion import ANY_SHARE, PLAIN_SHARE, dealings
+from vllm_tgvkv.kernels import reference
+from vllm_tgvkv.kernels.apportion import apportion
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+
+def assert_same(
+    device: str, shares: torch.Tensor, total: int | torch.Tensor, floor: int, cap: int
+) -> list:
+    counts = apportion(shares.to(device), total, floor, cap)
+    with pytorch_on_cpu():
+        total = total.cpu() if isinstance(total, torch.Tensor) else total
+        expected = apportion(shares, total, floor, cap)
+    assert counts.dtype == torch.int64
+    assert counts.tolist() == expected.tolist()
+    return counts.tolist()
+
+
+@settings(deadline=None, max_examples=40)
+@given(dealings(ANY_SHARE))
+def test_any_shares(device: str, dealing: tuple[list[float], int, int, int]) -> None:
+    """Zeros, NaN, infinities, 1e30 beside 5e-324."""
+    shares, total, floor, cap = dealing
+    counts = assert_same(device, torch.tensor(shares, dtype=torch.float64), total, floor, cap)
+    assert sum(counts) == total
+
+
+@settings(deadline=None, max_examples=20)
+@given(dealings(PLAIN_SHARE))
+def test_equals_exact_fractions(device: str, dealing: tuple[list[float], int, int, int]) -> None:
+    shares = torch.tensor(dealing[0], dtype=torch.float64, device=device)
+    assert apportion(shares, *dealing[1:]).tolist() == reference.apportion(*dealing)
+
+
+@pytest.mark.parametrize("size", [1, 36, 300, 2048])
+def test_random_rows(device: str, size: int) -> None:
+    """Many rows of a launch: even, uneven, extreme, with a few distinct values, one-hot."""
+    fresh_seed()
+    rows = torch.stack(
+        (
+            torch.rand(size),
+            torch.rand(size) ** 20,
+            torch.randint(0, 4, (size,)).float(),
+            torch.arange(size) % 7 == 3,
+            torch.randn(size).mul(200).double().exp(),
+        )
+    )
+    shares = rows.view(5, 1, size)
+    for floor, cap in ((0, 13), (1, 8192)):
+        total = int(torch.randint(floor * size, cap * size + 1, ()))
+        assert_same(device, shares, total, floor, cap)
+    assert_same(device, shares, torch.tensor(3 * size, device=device), 1, 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_types_of_shares_and_total(device: str, dtype: torch.dtype) -> None:
+    fresh_seed()
+    shares = torch.rand(6, 2).to(dtype).T
+    total = torch.tensor(15, dtype=torch.int32, device=device)
+    assert_same(device, shares, total, 1, 20)
+
+
+def test_bounds_that_leave_no_choice(device: str) -> None:
+    shares = torch.tensor([3.0, 0.0, 1.0])
+    assert assert_same(device, shares, 0, 0, 0) == [0, 0, 0]
+    assert assert_same(device, shares, 6, 2, 2) == [2, 2, 2]
+    assert assert_same(device, shares, 3, 1, 9) == [1, 1, 1]
+    assert assert_same(device, shares, 27, 1, 9) == [9, 9, 9]

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make bench-gpu` runs from start to end, and says what it left out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu.__main__ import Part, main, run
+from benchmarks.gpu.plan import FULL, SMOKE, arms
+from benchmarks.gpu.report import SMOKE_NOTICE, table
+from tests.conftest import ROOT, has_cuda
+
+KERNELS = {"part": "kernels", "bytes": 100, "note": "", "error": 1e-3}
+OURS = {"shape": "M", "arm": "ours", "part": "M, ours"}
+PRODUCTION = {"shape": "M", "arm": "production", "part": "M, production"}
+
+
+@pytest.mark.engine
+def test_smoke_run_from_start_to_end(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--smoke", "--results", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert done.stdout.startswith(SMOKE_NOTICE)
+    (json_file,) = tmp_path.glob("*-gpu-smoke.json")
+    (markdown_file,) = tmp_path.glob("*-gpu-smoke.md")
+    record = json.loads(json_file.read_text())
+    assert record["notice"] == SMOKE_NOTICE
+    assert all(end.startswith("done") for end in record["parts"].values()), record["parts"]
+    assert len(record["parts"]) == 1 + len(SMOKE.arms)
+    for arm in arms(SMOKE):
+        found = [e["phase"] for e in record["entries"] if e["part"] == arm.title]
+        assert found == ["start", *(phase.name for phase in arm.phases())]
+    rows = {row["measure"]: row for row in record["rows"]}
+    assert any(name.endswith("memory scarce") and row["target"] for name, row in rows.items())
+    evicted = next(row for name, row in rows.items() if name.endswith("requests evicted"))
+    assert int(evicted["ours"]) > 0
+    assert all(row["ours"] != "FAILED" for row in rows.values())
+    assert all(name in markdown_file.read_text() for name in rows)
+
+
+def run_here(patch: pytest.MonkeyPatch, *options: str) -> int:
+    patch.setattr(sys, "argv", ["benchmarks.gpu", *options])
+    return main()
+
+
+def test_parts_are_named_when_the_time_is_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_here(monkeypatch, "--smoke", "--minutes", "0", "--results", str(tmp_path)) == 0
+    assert capsys.readouterr().out.count("SKIPPED, the time is up") == 1 + len(SMOKE.arms)
+
+
+@pytest.mark.skipif(has_cuda(), reason="there is a GPU")
+def test_without_a_gpu_nothing_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_here(monkeypatch, "--results", str(tmp_path)) == 1
+    assert "No CUDA device" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_part_that_hangs_is_ended() -> None:
+    hangs = Part("hangs", [sys.executable, "-c", "import time; time.sleep(60)"], 60.0)
+    assert run(hangs, -4.0).startswith("ENDED after")
+
+
+def test_a_part_that_fails_is_told() -> None:
+    fails = Part("fails", [sys.executable, "-c", "raise SystemExit(3)"], 60.0)
+    assert run(fails, 30.0).startswith("FAILED with exit code 3")
+
+
+def test_targets_are_judged_against_production() -> None:
+    def scarce(arm: dict[str, str], rate: float, running: int) -> dict[str, object]:
+        values = {"output_tokens_per_second": rate, "peak_running": running, "evicted": 5}
+        return {**arm, "phase": "scarce", "values": values, "arguments": {}}
+
+    rows = table([scarce(PRODUCTION, 100.0, 4), scarce(OURS, 320.0, 27)])
+    assert [row.target and row.target.met for row in rows] == [True, False, None]
+    assert rows[0].note == "3.200 x production"
+    # Nothing to compare with: no verdict.
+    assert [row.target for row in table([scarce(OURS, 320.0, 27)])] == [None, None, None]
+
+
+def test_the_best_of_our_kernels_is_judged() -> None:
+    def case(name: str, seconds: float, error: float = 1e-3) -> dict[str, object]:
+        share = 1e-4 / seconds
+        return {**KERNELS, "name": name, "seconds": seconds, "share": share, "error": error}
+
+    rows = table(
+        [
+            {"part": "kernels", "name": "copy bandwidth", "bandwidth": 3e12},
+            case("decode attention, ragged, ours, chunk 32", 1.1e-4),
+            case("decode attention, ragged, ours, chunk 64", 2e-4, error=float("nan")),
+            case("decode attention, uniform, ours, chunk 32", 1.1e-4),
+            case("decode attention, uniform, FlashAttention, stock cache", 1e-4),
+            {"part": "kernels", "name": "copy", "failed": "Traceback\nValueError: no"},
+        ]
+    )
+    assert [row.target and row.target.met for row in rows] == [
+        None, True, None, False, None, None,
+    ]  # fmt: skip
+    assert "WRONG RESULT" in rows[2].ours
+    assert (rows[-1].ours, rows[-1].note) == ("FAILED", "ValueError: no")
+
+
+def test_all_arms_of_a_model_have_the_same_pool() -> None:
+    for shape in FULL.shapes:
+        of_shape = [arm for arm in arms(FULL) if arm.shape == shape]
+        assert {arm.pool_tokens for arm in of_shape} == {of_shape[0].pool_tokens}
+        assert of_shape[0].pool_tokens * shape.kv_bytes_per_token < 45 << 30
+        assert [arm.name for arm in of_shape][:2] == ["production", "ours"]
+        assert "additional_config" not in of_shape[0].engine_args()

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The copy of kept tokens on Triton: every bit, every page format, nothing else written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.reference import fresh_seed
+from vllm_tgvkv.kernels import reference
+from vllm_tgvkv.kernels.copy import copy_kept
+from vllm_tgvkv.kernels.select import page_offsets
+
+pytest.importorskip("triton", reason="Triton is not installed")
+triton_copy = pytest.importorskip("vllm_tgvkv.kernels.gpu.copy")
+
+FORMATS = ("joint", "cpu", "apart", "swapped")
+
+
+@dataclass
+class Case:
+    """A pool on the device, what of it to copy and where to."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    positions: torch.Tensor
+    counts: torch.Tensor
+    old_blocks: torch.Tensor
+    new_blocks: torch.Tensor
+
+    def copy(self) -> None:
+        tensors = (self.positions, page_offsets(self.counts), self.old_blocks, self.new_blocks)
+        on_device = [tensor.to(self.keys.device) for tensor in tensors]
+        copy_kept(self.keys, self.values, *on_device, *self.counts.shape)
+
+
+def pools_of(
+    page_format: str,
+    num_pages: int,
+    block_size: int,
+    head_size: int,
+    dtype: torch.dtype,
+    device: str = "cpu",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values ``[num_pages, N, D]`` of random bytes."""
+    size = num_pages * block_size * head_size * dtype.itemsize
+    raw = torch.randint(0, 256, (2 * size,), dtype=torch.uint8).to(device).view(dtype)
+    if page_format in ("joint", "swapped"):
+        keys, values = raw.view(num_pages, block_size, 2, head_size).unbind(2)
+        return (keys, values) if page_format == "joint" else (values, keys)
+    if page_format == "apart":
+        keys, values = raw.view(2, num_pages, block_size, head_size).unbind(0)
+        return keys.clone(), values
+    keys, values = raw.view(num_pages, 2, -1).unbind(1)
+    keys = keys.unflatten(1, (head_size, block_size)).transpose(1, 2)
+    return keys, values.unflatten(1, (block_size, head_size))
+
+
+def make_case(
+    page_format: str,
+    counts: torch.Tensor,
+    num_retained: int,
+    block_size: int,
+    head_size: int,
+    dtype: torch.dtype,
+    device: str,
+    num_old: int = 4,
+) -> Case:
+    pairs = counts.numel()
+    num_blocks = num_old + num_retained + 2
+    blocks = torch.randperm(num_blocks)
+    shape = (num_retained * pairs, block_size)
+    return Case(
+        *pools_of(page_format, num_blocks * pairs, block_size, head_size, dtype, device),
+        torch.randint(0, num_old * block_size, shape, dtype=torch.int32),
+        counts,
+        blocks[:num_old].int(),
+        blocks[num_old : num_old + num_retained],
+    )
+
+
+def assert_copied(case: Case) -> None:
+    """Compares all bits of the pool with the loops', which write no page that nobody owns."""
+    expected = [pool.cpu().clone().view(_integer(pool)) for pool in (case.keys, case.values)]
+    offsets = page_offsets(case.counts)
+    blocks = (case.old_blocks, case.new_blocks)
+    reference.copy_kept(*expected, case.positions, offsets, *blocks, *case.counts.shape)
+    case.copy()
+    for pool, want in zip((case.keys, case.values), expected, strict=True):
+        assert torch.equal(pool.view(want.dtype).cpu(), want)
+
+
+def _integer(pool: torch.Tensor) -> torch.dtype:
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32}[pool.element_size()]
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    page_format=st.sampled_from(FORMATS),
+    counts=st.lists(st.integers(0, 4), min_size=1, max_size=6),
+    heads=st.integers(1, 3),
+    unowned=st.integers(0, 1),
+    block_size=st.sampled_from([1, 3, 4]),
+    head_size=st.sampled_from([1, 4, 5, 12]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float8_e4m3fn]),
+)
+def test_every_format(
+    device: str,
+    page_format: str,
+    counts: list[int],
+    heads: int,
+    unowned: int,
+    block_size: int,
+    head_size: int,
+    dtype: torch.dtype,
+) -> None:
+    fresh_seed()
+    dealt = torch.tensor(counts[: max(1, len(counts) // heads) * heads])
+    dealt = dealt.view(-1, heads if len(dealt) % heads == 0 else 1)
+    retained = -(-int(dealt.sum()) // dealt.numel()) + unowned
+    assert_copied(make_case(page_format, dealt, retained, block_size, head_size, dtype, device))
+
+
+@pytest.mark.parametrize(
+    ("block_size", "head_size", "dtype"),
+    [
+        (16, 128, torch.bfloat16),
+        (48, 80, torch.float16),
+        (128, 64, torch.bfloat16),
+        (16, 256, torch.float32),
+    ],
+)
+@pytest.mark.parametrize("page_format", ["joint", "cpu"])
+def test_real_sizes(
+    device: str, page_format: str, block_size: int, head_size: int, dtype: torch.dtype
+) -> None:
+    """Pages of one and of several programs, heads without a page."""
+    fresh_seed()
+    counts = torch.tensor([[0, 3, 0], [1, 0, 1]])
+    assert_copied(make_case(page_format, counts, 1, block_size, head_size, dtype, device))
+
+
+@pytest.mark.parametrize("num_pairs", [1, 2, 15, 16, 17, 300])
+def test_owner_of_every_page(device: str, num_pairs: int) -> None:
+    """Numbers of pairs around the squares that the search divides into."""
+    fresh_seed()
+    dealt = torch.multinomial(torch.rand(num_pairs) ** 4, num_pairs, replacement=True)
+    counts = dealt.bincount(minlength=num_pairs).view(num_pairs, 1)
+    assert_copied(make_case("joint", counts, 1, 1, 2, torch.bfloat16, device, num_old=1))
+
+
+def test_whole_slots_are_moved_as_the_widest_integers() -> None:
+    def launches(page_format: str, head_size: int) -> list[tuple[list[int], torch.dtype]]:
+        pools = pools_of(page_format, 3, 4, head_size, torch.bfloat16)
+        words = map(triton_copy._as_words, triton_copy._whole_slots(*pools))
+        return [(list(pool.shape), pool.dtype) for pool in words]
+
+    assert launches("joint", 80) == [([3, 4, 40], torch.int64)]
+    assert launches("joint", 5) == [([3, 4, 5], torch.int32)]
+    assert launches("swapped", 80) == [([3, 4, 20], torch.int64)] * 2
+    assert launches("cpu", 80) == [([3, 4, 80], torch.int16), ([3, 4, 20], torch.int64)]
+
+
+def test_nothing_to_copy(device: str) -> None:
+    case = make_case("joint", torch.zeros(2, 2, dtype=torch.int64), 0, 4, 8, torch.bfloat16, device)
+    assert_copied(case)
+
+
+@pytest.mark.gpu
+def test_pools_of_more_than_2_to_the_31_values() -> None:
+    fresh_seed()
+    counts = torch.tensor([[1, 1], [0, 2]])
+    block_size, head_size = 128, 256
+    case = make_case("joint", counts, 1, block_size, head_size, torch.bfloat16, "cpu")
+    block_values = counts.numel() * block_size * 2 * head_size
+    num_blocks = 2**31 // block_values + 10
+    pool = torch.zeros(
+        num_blocks * 4, block_size, 2, head_size, dtype=torch.bfloat16, device="cuda"
+    )
+    keys, values = pool.unbind(2)
+    old = case.old_blocks + num_blocks - 9
+    new = torch.tensor([num_blocks - 1])
+    source = torch.randn(4 * 4, block_size, 2, head_size, dtype=torch.bfloat16)
+    for i, block in enumerate(old.tolist()):
+        pool[block * 4 : block * 4 + 4] = source[i * 4 : i * 4 + 4].to("cuda")
+    offsets = page_offsets(counts)
+    tensors = [tensor.to("cuda") for tensor in (case.positions, offsets, old, new)]
+    copy_kept(keys, values, *tensors, *counts.shape)
+    small = torch.cat((source, torch.zeros(4, block_size, 2, head_size, dtype=torch.bfloat16)))
+    ids = (torch.arange(4), torch.tensor([4]))
+    reference.copy_kept(*small.unbind(2), case.positions, offsets, *ids, *counts.shape)
+    assert torch.equal(pool[-4:].cpu(), small[-4:])

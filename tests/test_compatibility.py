@@ -15,9 +15,11 @@ import transformers
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_tgvkv.compatibility import UnsupportedByEvictionError
+from tests import flash_on_cpu
+from vllm_tgvkv.compatibility import UnsupportedByEvictionError, check_vllm_config
 from vllm_tgvkv.config import CONFIG_KEY, EvictionConfigError
-from vllm_tgvkv.patches import SCHEDULER_CLS, WORKER_CLS
+from vllm_tgvkv.patches import ASYNC_SCHEDULER_CLS, SCHEDULER_CLS
+from vllm_tgvkv.platforms import eviction_platform
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -206,6 +208,7 @@ def test_models_that_are_refused(
             "its own worker class",
             "remove --worker-cls vllm.v1.worker.cpu_worker.CPUWorker",
         ),
+        ({"attention_backend": "TRITON_ATTN"}, "--attention-backend TRITON_ATTN", "use CPU_ATTN"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -242,20 +245,50 @@ def test_model_runner_v2_is_refused(plain: str, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ValueError, match=r"[Mm]odel [Rr]unner V2"):
         configure(plain)
     # The plugin's own refusal, which a build with Triton reaches.
-    from vllm_tgvkv.compatibility import check_vllm_config
-
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
-    vllm_config = configure(plain)
+    vllm_config, platform = configure(plain), eviction_platform()
+    assert platform is not None
     monkeypatch.setattr(VllmConfig, "use_v2_model_runner", property(lambda self: True))
     with pytest.raises(UnsupportedByEvictionError, match="set VLLM_USE_V2_MODEL_RUNNER=0"):
-        check_vllm_config(vllm_config)
+        check_vllm_config(vllm_config, platform)
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "feature"),
+    [
+        ("parallel_config", "enable_dbo", "microbatches"),
+        ("model_config", "enable_sleep_mode", "sleep mode"),
+    ],
+)
+def test_what_only_a_gpu_lets_pass_is_refused(
+    plain: str, part: str, field: str, feature: str
+) -> None:
+    """On CPU vLLM refuses these flags itself."""
+    vllm_config, platform = configure(plain), eviction_platform()
+    assert platform is not None
+    setattr(getattr(vllm_config, part), field, True)
+    with pytest.raises(UnsupportedByEvictionError, match=feature):
+        check_vllm_config(vllm_config, platform)
+
+
+def test_a_decode_kernel_that_the_platform_does_not_have_is_refused(plain: str) -> None:
+    eviction = {CONFIG_KEY: {"policy": "tgv", "decode_kernel": "triton"}}
+    with pytest.raises(UnsupportedByEvictionError, match="decode_kernel: triton on this platform"):
+        configure(plain, eviction)
+
+
+def test_steps_that_are_scheduled_ahead_have_a_scheduler_for_that(
+    plain: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flash_on_cpu.schedule_ahead(monkeypatch)
+    assert configure(plain).scheduler_config.scheduler_cls == ASYNC_SCHEDULER_CLS
 
 
 def test_another_platform_is_refused(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.platforms import current_platform
 
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    assert "use a CPU build of vLLM" in refusal(plain)
+    assert "use a CPU or CUDA build of vLLM" in refusal(plain)
 
 
 def test_wrong_settings_are_refused_before_a_model_is_looked_at(tmp_path: Path) -> None:
@@ -268,9 +301,11 @@ def test_what_is_supported_gets_the_plugins_classes(plain: str, folder: Folder) 
     for model in (plain, folder(qwen2, "Qwen2ForCausalLM", use_sliding_window=False)):
         config = configure(model)
         assert config.scheduler_config.scheduler_cls == SCHEDULER_CLS
-        assert config.parallel_config.worker_cls == WORKER_CLS
-        # The scheduler decides from what has been computed: no step may be in flight.
-        assert not config.scheduler_config.async_scheduling
+        platform = eviction_platform()
+        assert platform is not None
+        assert config.parallel_config.worker_cls == platform.worker_cls
+        assert config.attention_config.backend.name == platform.attention_backend
+        assert not config.scheduler_config.async_scheduling  # vLLM's choice on CPU
 
 
 @pytest.mark.parametrize("eviction", [{}, {CONFIG_KEY: {"policy": "none"}}])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from tests.test_engine import (
     tgv,
 )
 from vllm_tgvkv import attention_cuda
+from vllm_tgvkv.config import EvictionConfig
 from vllm_tgvkv.kernels import gpu
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -64,7 +66,27 @@ def flash() -> Iterator[None]:
 @pytest.fixture(scope="module", params=["layer", "head"])
 def evicting(request: pytest.FixtureRequest, folder: Path) -> Iterator[Engine]:
     with engine(folder, tgv(request.param), block_size=16) as running:
+        running.evictor.warm_up()  # as the GPU's worker does when it starts
         yield running
+
+
+@pytest.mark.parametrize(
+    ("method", "budget"),
+    [("random", 0.1), *product(("tgv", "h2o", "elastic", "pyramidkv"), (0.1, "auto:0.9"))],
+)
+def test_a_warm_up_leaves_nothing(
+    evicting: Engine, method: str, budget: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the server's method and budget are."""
+    evictor = evicting.evictor
+    config = EvictionConfig.from_mapping({"policy": method, "budget": budget})
+    monkeypatch.setattr(evictor, "config", config)
+    evictor.pool.raw.zero_()
+    evictor.warm_up()
+    assert not evictor.pool.raw.any()
+    assert not evictor.regions.num_live
+    assert not evictor.regions.num_retained.any()
+    assert not any((evictor._queries, evictor._sums, evictor._retained, evictor.kept))
 
 
 def test_it_is_the_cuda_backend(evicting: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

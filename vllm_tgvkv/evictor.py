@@ -40,7 +40,11 @@ from vllm_tgvkv.policies import (
     Prompt,
     RowSet,
 )
+from vllm_tgvkv.prompt import PromptMap, VisionRun, voters
 from vllm_tgvkv.regions import Regions
+
+_WORKSPACE_BYTES = 64 << 20
+"""Bound of each scratch buffer of the statistics."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +180,7 @@ class Evictor:
         self._plan = StepPlan()
         self._work: list[PromptWork] = []
         self._scratch = Scratch()
+        self._workspace_bytes = _WORKSPACE_BYTES
 
     # -- a step -------------------------------------------------------------------------
 
@@ -245,6 +250,50 @@ class Evictor:
         evictions, self._retained = self._retained, []
         return RetainedCounts(evictions) if evictions else None
 
+    def warm_up(self) -> None:
+        """Evict a made-up prompt, so that no request waits until kernels are compiled.
+
+        To be called before the cache is used: its first blocks are written, and cleared again.
+        A pool too small for that has no use for eviction either.
+        """
+        size = self.shape.block_size
+        prompt = PromptMap(4 * size + 1, (VisionRun(size, 2 * size, None),))
+        old_blocks, new_blocks = np.arange(1, 6, dtype=np.int32), np.array([6], dtype=np.int32)
+        if self.pool.num_blocks <= 6:
+            return
+        policy = self._policy(self.config.policy)
+        voting = voters(prompt, policy.row_sets, self.config.observation_window)
+        eviction = Eviction(
+            request_id="warm-up",
+            method=self.config.policy,
+            prompt=prompt,
+            voters=voting,
+            num_cached=0,
+            guard=self.config.budget.guard(prompt.num_tokens, 2 * size, size),
+            old_blocks=old_blocks,
+            new_blocks=new_blocks,
+            row_blocks=new_blocks,
+        )
+        plan = StepPlan(evictions=[eviction])
+        if len(voting.rows):
+            rows = Observation("warm-up", 0, 0, voting.rows, len(voting.rows))
+            plan.observations.append(rows)
+        if voting.every_row:
+            chunk = (self.config.policy, 0, prompt.num_tokens, old_blocks, prompt)
+            plan.summings.append(RowSumming("warm-up", *chunk))
+        heads = self.shape.num_heads * self.shape.group_size
+        queries = self.pool.raw.new_zeros(prompt.num_tokens, heads, self.shape.head_size)
+        # Long prompts take another path: their statistics do not fit the workspace.
+        for self._workspace_bytes in (0, _WORKSPACE_BYTES):
+            self.begin_step(plan)
+            self.prepare(lambda _: 0)
+            for layer in range(self.shape.num_layers):
+                self.observe_layer(layer, queries, 1.0)
+            self.begin_step(StepPlan(released=[int(new_blocks[0])]))
+        self._retained.clear()
+        self.kept.clear()
+        self.pool.raw[: 7 * self.pool.pages_per_block] = 0
+
     # -- observation --------------------------------------------------------------------
 
     def _chunk_rows(
@@ -278,6 +327,7 @@ class Evictor:
             summing.num_keys,
             scale,
             per_head=summing.policy.granularity == "head",
+            workspace_bytes=self._workspace_bytes,
             scratch=self._scratch,
         )
         if request_id not in self._sums:
@@ -334,6 +384,7 @@ class Evictor:
             scale,
             per_head=policy.granularity == "head",
             statistics=policy.statistics(kind),
+            workspace_bytes=self._workspace_bytes,
             num_common_keys=voting.num_common_keys,
             scratch=self._scratch,
         )

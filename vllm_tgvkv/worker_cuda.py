@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -31,6 +32,11 @@ class EvictionGPUWorker(EvictingWorker, Worker):
     def _make_model_runner(self) -> Any:
         runner = EvictingModelRunnerV2 if self.use_v2_model_runner else EvictingModelRunnerV1
         return runner(self.vllm_config, self.device, self)
+
+    @torch.inference_mode()
+    def compile_or_warm_up_model(self) -> Any:
+        self.evictor.warm_up()
+        return super().compile_or_warm_up_model()
 
     def find_row(self, common: CommonAttentionMetadata, request_id: str) -> int | None:
         return self.model_runner.rows.find(self.model_runner, common, request_id)

@@ -131,18 +131,26 @@ class Kernels:
             f"{lengths.double().mean():.0f} tokens, coefficient of variation {spread:.2f}"
         )
         expected = _reference(cache, lengths, query)
-        for chunk in (32, 64, 128):
-            plan = self._plan(cache, chunk)
+        chunk, programs = self._launch()
+        for name, plan in (
+            ("our kernel", self._plan(cache)),
+            *(
+                (f"our kernel with chunks of {c}, {p} programs", self._plan(cache, c, p))
+                for c, p in ((chunk // 2, programs), (chunk, programs // 2), (chunk, 2 * programs))
+            ),
+        ):
             plan_decode(lengths, plan)
             call = partial(self._decode, cache, lengths, plan, query, out)
             error = partial(_checked, call, out, expected)
-            yield Case(f"decode attention, {kind}, ours, chunk {chunk}", call, size, error, note)
+            yield Case(f"decode attention, {kind}, {name}", call, size, error, note)
         attend = self._flash_attention()
         if attend is None:
             return
         virtual = self._virtual_sequences(attend, cache, lengths, query, out, _AUTO)
         error = partial(_checked, virtual, out, expected)
-        yield Case(f"decode attention, {kind}, FlashAttention", virtual, size, error, note)
+        yield Case(
+            f"decode attention, {kind}, FlashAttention over pages", virtual, size, error, note
+        )
         if not ragged:
             stock = self._stock_cache(attend, int(lengths.max()), query, out)
             yield Case("decode attention, uniform, FlashAttention, stock cache", stock, size)
@@ -162,11 +170,11 @@ class Kernels:
             call = self._virtual_sequences(attend, cache, lengths, query, out, splits)
             error = partial(_checked, call, out, expected)
             yield Case(f"FlashAttention, {number} virtual sequences, {name}", call, size, error)
-        plan = self._plan(cache, 64)
+        plan = self._plan(cache)
         plan_decode(lengths, plan)
         ours = partial(self._decode, cache, lengths, plan, query, out)
         error = partial(_checked, ours, out, expected)
-        yield Case(f"ours, {number} virtual sequences", ours, size, error)
+        yield Case(f"our kernel, {number} virtual sequences", ours, size, error)
 
     def decode_step(self) -> Iterator[Case]:
         """What a step computes once for all layers."""
@@ -180,7 +188,7 @@ class Kernels:
         num_pages = int(cache.lengths().sum()) / cache.block_size
         write = partial(write_page_tables, *cache.state, 0, tables)
         yield Case("page tables", write, 4 * num_pages + 3 * lengths.nbytes, None, note)
-        plan = self._plan(cache, 64)
+        plan = self._plan(cache)
         size = lengths.nbytes + plan.ends.nbytes + plan.first.nbytes
         yield Case("plan of decode", partial(plan_decode, cache.lengths(), plan), size, None, note)
 
@@ -268,16 +276,23 @@ class Kernels:
     def _decode_bytes(self, cache: CompressedCache, lengths: Tensor, query: Tensor) -> float:
         return float(lengths.sum()) * cache.token_bytes() + 2 * query.nbytes
 
-    def _plan(self, cache: CompressedCache, chunk: int) -> DecodePlan:
-        sizes, programs = self.sizes, 4
-        if self.device.type == "cuda":
-            from vllm_tgvkv.kernels.gpu.decode import PROGRAMS_PER_SM
+    def _launch(self) -> tuple[int, int]:
+        """Tokens of a chunk and number of programs, as the attention backend takes them."""
+        if self.device.type != "cuda":
+            return 16, 4
+        from vllm_tgvkv.kernels.gpu.decode import chunk_size, num_programs
 
-            properties = torch.cuda.get_device_properties(self.device)
-            programs = PROGRAMS_PER_SM * properties.multi_processor_count
+        head_size = self.sizes.head_size
+        return chunk_size(head_size), num_programs(self.device, head_size)
+
+    def _plan(
+        self, cache: CompressedCache, chunk: int | None = None, programs: int | None = None
+    ) -> DecodePlan:
+        sizes = self.sizes
+        usual_chunk, usual_programs = self._launch()
         return DecodePlan.allocate(
             cache.num_layers, len(cache.seq_lens), sizes.heads, sizes.group, sizes.head_size,
-            programs, self.device, chunk,
+            chunk or usual_chunk, programs or usual_programs, self.device,
         )  # fmt: skip
 
     def _decode(

@@ -11,7 +11,9 @@ from benchmarks.gpu.shapes import LLAVA_7B, QWEN2_5_VL_7B, QWEN3_VL_8B, Shape, t
 from benchmarks.gpu.traffic import Traffic
 
 BUDGET = 0.1
-ARMS = ("production", "ours", "constrained")
+ARMS = ("production", "ours", "constrained", "triton")
+"""Stock as it comes, the plugin, stock with the plugin's flags, the plugin's own decode kernel."""
+OURS = ("ours", "triton")
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,9 @@ class Arm:
     def engine_args(self) -> dict[str, Any]:
         """Arguments of vLLM's engine: its defaults but for what makes the arm."""
         common = {"max_model_len": self.scale.max_model_len, **self.scale.engine_args}
-        if self.name == "ours":
-            settings = {"policy": "tgv", "budget": BUDGET}
+        if self.name in OURS:
+            kernel = {"decode_kernel": "triton"} if self.name == "triton" else {}
+            settings = {"policy": "tgv", "budget": BUDGET, **kernel}
             return {**common, "additional_config": {"kv_eviction": settings}}
         if self.name == "constrained":
             return {**common, "attention_backend": "FLASH_ATTN", "block_size": 16}
@@ -136,20 +139,19 @@ class Arm:
         scarce = replace(scale.image, requests=num_scarce)
         pool = scale.scarce_pool * (scale.image.request_tokens + 64)
         first_model = self.shape == scale.shapes[0]
+        decode = {
+            "batch": scale.decode_batch,
+            "prompt_tokens": scale.decode_prompt,
+            "steps": scale.decode_steps,
+        }
         yield Phase("warm-up", "throughput", _traffic(replace(ample, requests=2, output_tokens=4)))
         yield Phase("scarce", "throughput", {**_traffic(scarce), "pool_tokens": pool})
         yield Phase("ample", "throughput", _traffic(ample))
         if not first_model or self.name == "constrained":
             return
-        yield Phase(
-            "decode",
-            "decode",
-            {
-                "batch": scale.decode_batch,
-                "prompt_tokens": scale.decode_prompt,
-                "steps": scale.decode_steps,
-            },
-        )
+        yield Phase("decode", "decode", decode)
+        if self.name == "triton":
+            return
         for tokens in scale.prefills:
             arguments = {"prompt_tokens": tokens, "rounds": scale.prefill_rounds}
             yield Phase(f"prefill {tokens}", "prefill", arguments)
@@ -159,12 +161,12 @@ class Arm:
 
 
 def arms(scale: Scale) -> Iterator[Arm]:
-    """All arms by importance: stock and ours of each model before any constrained one."""
+    """All arms by importance: those of the first model, then stock and ours of the others."""
     first, *others = scale.shapes
     for name in scale.arms:
         yield Arm(first, name, scale)
     for shape in others:
-        for name in scale.arms[:2]:
+        for name in ("production", "ours"):
             yield Arm(shape, name, scale)
 
 

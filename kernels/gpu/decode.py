@@ -10,6 +10,7 @@ partial sums, which a second launch adds up in the order of the programs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ _SEQUENCES_PER_TILE = 1024
 _PROGRAMS_PER_TILE = 128
 _PARTIALS_PER_TILE = 16
 _LOG2_E = 1.4426950408889634
+_OTHER_BYTES = 11 << 10
+"""At most so much shared memory has a program besides chunks: queries, weights, block ids."""
 
 
 @triton.jit
@@ -284,30 +287,44 @@ def _combine_kernel(
 
 
 def chunk_size(head_size: int) -> int:
-    """Tokens of a chunk: 64, or fewer if their keys and values would be more than 32 KiB."""
-    return 64 if head_size <= 128 else 32
+    """Tokens whose keys and values are 32 KiB in 16-bit formats; at least 16, at most 128."""
+    return max(16, min(128, 8192 // triton.next_power_of_2(head_size)))
 
 
 def num_programs(device: torch.device, head_size: int, element_size: int = 2) -> int:
     """Programs that the GPU runs at once; more would begin when the others are done."""
     properties = torch.cuda.get_device_properties(device)
-    head_tile = triton.next_power_of_2(head_size)
-    bytes_of_chunk = 2 * chunk_size(head_size) * head_tile * element_size
-    # Besides chunks, queries and what the two products exchange between warps.
-    shared = _num_buffers(head_tile) * bytes_of_chunk + 48 * head_tile * element_size
-    by_memory = properties.shared_memory_per_multiprocessor // shared
-    by_registers = 3 if head_tile <= 128 else 2
-    return int(properties.multi_processor_count * max(1, min(by_memory, by_registers)))
+    chunk_bytes = _chunk_bytes(chunk_size(head_size), head_size, element_size)
+    programs, _ = _residents(properties.shared_memory_per_multiprocessor, chunk_bytes)
+    return int(properties.multi_processor_count * programs)
 
 
-def _num_buffers(head_tile: int) -> int:
-    """Chunks that a program has on their way or at hand."""
-    return 3 if head_tile <= 64 else 2
+def _chunk_bytes(chunk: int, head_size: int, element_size: int) -> int:
+    return 2 * chunk * triton.next_power_of_2(head_size) * element_size
 
 
-def _num_stages(head_tile: int) -> int:
-    """Triton's name of it: it shares stages between block ids and what they point to."""
-    return 2 * _num_buffers(head_tile) + 1
+def _residents(shared_memory: int, chunk_bytes: int) -> tuple[int, int]:
+    """Programs of a multiprocessor, and chunks in the shared memory of each.
+
+    Two programs, so that one's chunks are on their way while the other is between sequences;
+    registers would not always do for three. Of its chunks a program computes on one: with at least
+    two, the next ones are on their way meanwhile.
+    """
+    for programs in (2, 1):
+        buffers = (shared_memory // programs - _OTHER_BYTES) // chunk_bytes
+        if buffers >= 2:
+            return programs, min(buffers, 4)
+    return 1, 1
+
+
+@functools.cache
+def _num_stages(device: torch.device, chunk_bytes: int) -> int:
+    """What makes Triton keep that many chunks: it shares stages with the loads of block ids."""
+    if device.type != "cuda":  # under the interpreter
+        return 1
+    properties = torch.cuda.get_device_properties(device)
+    _, buffers = _residents(properties.shared_memory_per_multiprocessor, chunk_bytes)
+    return 2 * buffers + 1
 
 
 def plan_decode(lengths: Tensor, plan: DecodePlan) -> None:
@@ -366,6 +383,7 @@ def decode(
     group = query.shape[1] // num_heads
     shape = {"NUM_HEADS": num_heads, "GROUP": group, "HEAD_SIZE": head_size}
     head_tile = triton.next_power_of_2(head_size)
+    chunk_bytes = _chunk_bytes(plan.chunk, head_size, query.element_size())
     _decode_kernel[(num_programs,)](
         query,
         keys,
@@ -397,7 +415,7 @@ def decode(
         GROUP_TILE=max(16, triton.next_power_of_2(group)),
         HEAD_TILE=head_tile,
         num_warps=4,
-        num_stages=_num_stages(head_tile),
+        num_stages=_num_stages(query.device, chunk_bytes),
     )
     _combine_kernel[(num_sequences, group)](
         plan.ends,
@@ -430,24 +448,30 @@ def variants() -> Iterator[Variant]:
     }
 
     def variant(
-        name: str, kernel: Any, constants: dict[str, int], num_warps: int, dtype: str = "fp32"
+        name: str,
+        kernel: Any,
+        constants: dict[str, int],
+        dtype: str = "fp32",
+        num_warps: int = 4,
+        num_stages: int = 3,
     ) -> Variant:
         named = {**types, **dict.fromkeys(("query", "keys", "values", "out"), f"*{dtype}")}
         signature = {
             argument: named[argument] for argument in kernel.arg_names if argument not in constants
         }
         aligned = [a for a, kind in signature.items() if kind[0] == "*" or a in (*rows, *pages)]
-        stages = _num_stages(constants.get("HEAD_TILE", 128))
-        return Variant(name, kernel, signature, constants, num_warps, stages, aligned)
+        return Variant(name, kernel, signature, constants, num_warps, num_stages, aligned)
 
     tile = {"TILE": _SEQUENCES_PER_TILE}
-    yield variant("H8", _ends_kernel, {"NUM_HEADS": 8, "CHUNK": 64, **tile}, 8)
-    yield variant("", _first_kernel, {"TILE": _PROGRAMS_PER_TILE}, 4)
-    for dtype, head_size, block_size, num_heads, num_layers, group in (
-        ("bf16", 128, 16, 8, 32, 4),
-        ("fp16", 64, 32, 2, 24, 7),
-        ("bf16", 80, 16, 32, 32, 1),
-        ("bf16", 256, 16, 1, 26, 8),
+    yield variant("H8", _ends_kernel, {"NUM_HEADS": 8, "CHUNK": 64, **tile}, num_warps=8)
+    yield variant("", _first_kernel, {"TILE": _PROGRAMS_PER_TILE})
+    # Seven stages are three chunks, as on GPUs of capability 9.0, five are two.
+    for dtype, head_size, block_size, num_heads, num_layers, group, num_stages in (
+        ("bf16", 128, 16, 8, 32, 4, 7),
+        ("bf16", 128, 16, 8, 32, 4, 5),
+        ("fp16", 64, 32, 2, 24, 7, 7),
+        ("bf16", 80, 16, 32, 32, 1, 7),
+        ("bf16", 256, 16, 1, 26, 8, 7),
     ):
         head_tile = triton.next_power_of_2(head_size)
         shape = {
@@ -456,7 +480,7 @@ def variants() -> Iterator[Variant]:
             "HEAD_SIZE": head_size,
             "HEAD_TILE": head_tile,
         }
-        name = f"{dtype} D{head_size} N{block_size} G{group}"
+        name = f"{dtype} D{head_size} N{block_size} G{group} x{num_stages}"
         layout = {
             "key_stride": 1,
             "value_stride": 1,
@@ -465,5 +489,8 @@ def variants() -> Iterator[Variant]:
             "CHUNK": chunk_size(head_size),
             "GROUP_TILE": 16,
         }
-        yield variant(name, _decode_kernel, {**shape, **layout}, 4, dtype)
-        yield variant(name, _combine_kernel, {**shape, "TILE": _PARTIALS_PER_TILE}, 4, dtype)
+        constants = {**shape, **layout}
+        yield variant(name, _decode_kernel, constants, dtype, num_stages=num_stages)
+        if num_stages == 7:
+            tile = {"TILE": _PARTIALS_PER_TILE}
+            yield variant(name, _combine_kernel, {**shape, **tile}, dtype)

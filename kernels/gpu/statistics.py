@@ -266,6 +266,7 @@ def _columns_kernel(
     slots = _slot_offsets(block_ids, columns, num_keys, block_stride, slot_stride, BLOCK_SIZE)
     vector = tl.arange(0, PADDED_GROUP * ROWS)
     member, row_in_tile = vector // ROWS, vector % ROWS
+    offsets = row_in_tile * query_row_stride + member * query_member_stride
     first_tile = split * tiles_per_split
     last_tile = tl.minimum(first_tile + tiles_per_split, tl.cdiv(num_rows, ROWS))
     if not STORES_AVERAGES and not HAS_ENTROPIES:
@@ -287,7 +288,7 @@ def _columns_kernel(
     for tile in range(first_tile, last_tile):
         row = tile * ROWS + row_in_tile
         has_vector = (row < num_rows) & (member < GROUP)
-        offsets = row.to(tl.int64) * query_row_stride + member * query_member_stride
+        tile_queries = queries + tl.cast(tile * ROWS, tl.int64) * query_row_stride
         row_of_tile = tile * ROWS + tl.arange(0, ROWS)
         has_row = row_of_tile < num_rows
         positions = tl.load(row_positions + row_of_tile, mask=has_row, other=-1).to(tl.int32)
@@ -301,7 +302,7 @@ def _columns_kernel(
                     key_pages + head * head_stride, slots, exist, dim_stride, HEAD_SIZE, WIDTH
                 )
             vectors = _load_vectors(
-                queries + head * query_head_stride,
+                tile_queries + head * query_head_stride,
                 offsets,
                 has_vector,
                 query_dim_stride,

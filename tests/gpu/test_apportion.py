@@ -28,7 +28,7 @@ def assert_same(
     return counts.tolist()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(dealings(ANY_SHARE))
 def test_any_shares(device: str, dealing: tuple[list[float], int, int, int]) -> None:
     """Zeros, NaN, infinities, 1e30 beside 5e-324."""
@@ -37,14 +37,14 @@ def test_any_shares(device: str, dealing: tuple[list[float], int, int, int]) -> 
     assert sum(counts) == total
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=8)
 @given(dealings(PLAIN_SHARE))
 def test_equals_exact_fractions(device: str, dealing: tuple[list[float], int, int, int]) -> None:
     shares = torch.tensor(dealing[0], dtype=torch.float64, device=device)
     assert apportion(shares, *dealing[1:]).tolist() == reference.apportion(*dealing)
 
 
-@pytest.mark.parametrize("size", [1, 36, 300, 2048])
+@pytest.mark.parametrize("size", [1, 36, 2048])
 def test_random_rows(device: str, size: int) -> None:
     """Many rows of a launch: even, uneven, extreme, with a few distinct values, one-hot."""
     fresh_seed()
@@ -58,10 +58,8 @@ def test_random_rows(device: str, size: int) -> None:
         )
     )
     shares = rows.view(5, 1, size)
-    for floor, cap in ((0, 13), (1, 8192)):
-        total = int(torch.randint(floor * size, cap * size + 1, ()))
-        assert_same(device, shares, total, floor, cap)
-    assert_same(device, shares, torch.tensor(3 * size, device=device), 1, 5)
+    assert_same(device, shares, int(torch.randint(13 * size + 1, ())), 0, 13)
+    assert_same(device, shares, torch.tensor(3 * size, device=device), 1, 8192)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -22,6 +22,7 @@ from vllm_tgvkv.kernels.page_tables import write_lengths
 from vllm_tgvkv.kernels.select import page_offsets
 
 tl = pytest.importorskip("triton.language", reason="Triton is not installed")
+triton_decode = pytest.importorskip("vllm_tgvkv.kernels.gpu.decode")
 
 NAN = float("nan")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -198,7 +199,7 @@ def scenes(draw: st.DrawFn) -> Callable[[], Scene]:
     return lambda: Scene(layers, heads, rows, group_size=1, head_size=8, block_size=size)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=15)
 @given(scenes(), st.integers(1, 7), st.sampled_from([4, 8, 16]))
 def test_the_kernels_equal_the_definition(
     device: str, make_scene: Callable[[], Scene], num_programs: int, chunk: int
@@ -328,6 +329,24 @@ def test_buffers_serve_fewer_rows(device: str) -> None:
     plan_decode(scene.lengths.to(device), on_device)
     assert torch.equal(on_device.ends.cpu(), expected.ends)
     assert torch.equal(on_device.first.cpu(), expected.first)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "memory", "head_size", "element_size", "residents"),
+    [
+        ("H100, H200", 233472, 128, 2, (2, 3)),
+        ("H100, H200", 233472, 64, 2, (2, 3)),
+        ("H100, H200", 233472, 128, 4, (1, 3)),
+        ("A100", 167936, 256, 2, (2, 2)),
+        ("L40", 102400, 80, 2, (1, 2)),
+        ("too small", 65536, 128, 4, (1, 1)),
+    ],
+)
+def test_programs_fill_the_shared_memory(
+    gpu: str, memory: int, head_size: int, element_size: int, residents: tuple[int, int]
+) -> None:
+    size = triton_decode._chunk_bytes(triton_decode.chunk_size(head_size), head_size, element_size)
+    assert triton_decode._residents(memory, size) == residents
 
 
 def test_wrong_arguments_are_named() -> None:

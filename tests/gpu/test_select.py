@@ -90,7 +90,7 @@ def test_counts_beyond_the_result_write_nothing_behind_it(device: str) -> None:
     assert positions[:4].flatten().tolist() == list(range(16))
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 @given(
     st.lists(SCORE, min_size=1, max_size=20), st.lists(st.integers(0, 20), min_size=1, max_size=3)
 )

@@ -26,7 +26,7 @@ class DecodePlan:
     """
 
     chunk: int
-    """Tokens that a program handles at a time, a power of two."""
+    """Tokens that a program handles at a time, a power of two from 16 on."""
     ends: Tensor
     """int32 ``[L, R*H + 1]``: 0, then the number of chunks up to every sequence's last one."""
     first: Tensor
@@ -145,7 +145,7 @@ def decode(
     by bit. Nothing is allocated and no device value is read, so that it works in a CUDA graph.
 
     Args:
-        query: ``[R, H*G, D]``; head j belongs to KV head j // G.
+        query: ``[R, H*G, D]``, contiguous in D; head j belongs to KV head j // G.
         keys: ``[num_pages, N, D]``, logical view of the whole pool; any strides.
         values: ``[num_pages, N, D]``, likewise.
         block_table: int32 ``[R, W]``.
@@ -159,7 +159,7 @@ def decode(
         layer: index of the layer.
         scale: of the logits.
         plan: filled by :func:`plan_decode` from the same lengths.
-        out: ``[R, H*G, D]``, written.
+        out: ``[R, H*G, D]``, contiguous in D, written.
 
     Raises:
         ValueError: if a shape or dtype does not fit; the message names the argument.
@@ -224,8 +224,8 @@ def _check_plan(lengths: Tensor, plan: DecodePlan) -> None:
             f"{list(lengths.shape)}"
         )
     layers, rows, heads = lengths.shape
-    if plan.chunk <= 0 or plan.chunk & (plan.chunk - 1):
-        raise ValueError(f"plan.chunk must be a power of two, got {plan.chunk}")
+    if plan.chunk < 16 or plan.chunk & (plan.chunk - 1):
+        raise ValueError(f"plan.chunk must be a power of two from 16 on, got {plan.chunk}")
     if plan.ends.dtype != torch.int32 or plan.ends.shape != (layers, rows * heads + 1):
         raise ValueError(
             f"plan.ends must be int32 {[layers, rows * heads + 1]}, got {plan.ends.dtype} "
@@ -271,6 +271,9 @@ def _check(
         raise ValueError(f"query must be [{rows}, {heads}*G, D], got {list(query.shape)}")
     if out.shape != query.shape:
         raise ValueError(f"out must be {list(query.shape)}, got {list(out.shape)}")
+    for name, tensor in (("query", query), ("out", out)):
+        if tensor.stride(2) != 1:
+            raise ValueError(f"{name} must be contiguous in D, got strides {tensor.stride()}")
     for name, pool in (("keys", keys), ("values", values)):
         if pool.dim() != 3 or pool.shape[2] != query.shape[2] or pool.shape != keys.shape:
             raise ValueError(

@@ -22,6 +22,9 @@ What vLLM's CPU worker pretends by itself (`vllm/v1/worker/cpu/shm.py`): streams
 nothing, `synchronize` that does nothing, pinned memory and copies to the device that are the tensor
 itself, buffers in unified memory that are plain memory, and no barrier in kernels.
 
+Engines with eviction have the plugin's runner V2 for the GPU once `pretend_gpu_worker` is called;
+what that pretends beyond this, FlashAttention, is in `flash_on_cpu.py` and `runner_v2_worker.py`.
+
 What this shows: the order of schedules, inputs and outputs, with steps scheduled before the tokens
 of the step before are known; block tables, slot mappings and metadata of V2, computed by vLLM's own
 kernels. What it cannot show: anything that happens while the device is busy (races between host and
@@ -94,15 +97,25 @@ def _keep_asynchronous_scheduling() -> None:
 
     if not current_platform.is_cpu():
         raise RuntimeError(f"vLLM's platform is {current_platform.device_type}: nothing to pretend")
-    adapt = CpuPlatform.check_and_update_config
+    adapt = CpuPlatform.check_and_update_config.__func__
 
     @functools.wraps(adapt)
-    def check_and_update_config(vllm_config: Any) -> None:
+    def check_and_update_config(cls: type, vllm_config: Any) -> None:
         wanted = vllm_config.scheduler_config.async_scheduling
-        adapt(vllm_config)
+        adapt(cls, vllm_config)
         vllm_config.scheduler_config.async_scheduling = wanted
 
-    CpuPlatform.check_and_update_config = staticmethod(check_and_update_config)
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def pretend_gpu_worker() -> None:
+    """Give engines with eviction the GPU's runner; without, their runner is vLLM's for CPU."""
+    import pytest
+
+    from tests import flash_on_cpu
+    from tests.runner_v2_worker import EvictingV2Worker
+
+    flash_on_cpu.pretend(pytest.MonkeyPatch(), EvictingV2Worker)
 
 
 def example(model: TinyModel) -> list[Ask]:
@@ -110,52 +123,52 @@ def example(model: TinyModel) -> list[Ask]:
     from tests.engine import Ask
     from tests.models import random_image, random_text
 
+    text = random_text(0, 30) + model.image_text + random_text(1, 170)
     return [
-        Ask(
-            random_text(0, 30) + model.image_text + random_text(1, 40),
-            (random_image(2, 112, 112),),
-            max_tokens=20,
-        ),
+        Ask(text, (random_image(2, 112, 112),), max_tokens=20),
         Ask(random_text(3, 70), max_tokens=20),
     ]
 
 
 def main() -> None:
-    """Serve `example` and print what came out as the last line of the standard output."""
+    """Serve `example`; the last line of the standard output is what came out, as JSON."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--model", choices=["llava", "qwen2_5_vl"], default="llava")
     parser.add_argument("--folder", type=Path, help="where such a model is; else one is written")
     parser.add_argument("--eviction", type=json.loads, help="settings of the plugin, as JSON")
-    parser.add_argument("--options", type=json.loads, default={}, help="of the engine, as JSON")
+    parser.add_argument(
+        "--options", type=json.loads, default={}, help="more of vLLM's options, as JSON"
+    )
     arguments = parser.parse_args()
 
     start = time.perf_counter()
     prepare()
-    from tests.engine import engine
+    from tests.engine import Engine
     from tests.models import TinyModel, model_folder
 
-    imported = time.perf_counter()
-    model = TinyModel(arguments.model)
-    with (
-        tempfile.TemporaryDirectory() as root,
-        engine(
-            arguments.folder or model_folder(root, model), arguments.eviction, **arguments.options
-        ) as running,
-    ):
+    if arguments.eviction:
+        pretend_gpu_worker()
+    model = TinyModel(arguments.model, image_size=112)
+    with tempfile.TemporaryDirectory() as root:
+        imported = time.perf_counter()
+        folder = arguments.folder or model_folder(root, model)
+        running = Engine(folder, arguments.eviction, **arguments.options)
         started = time.perf_counter()
         tokens = running.tokens(example(model))
         ended = time.perf_counter()
-        runner = running.core.model_executor.driver_worker.worker.model_runner
-        result = {
-            "tokens": tokens,
-            "runner": type(runner).__module__,
-            "scheduler": type(running.scheduler).__name__,
-            "seconds": {
-                "import": round(imported - start, 1),
-                "start": round(started - imported, 1),
-                "serve": round(ended - started, 1),
-            },
-        }
+    result = {
+        "tokens": tokens,
+        "runner": type(running.core.model_executor.driver_worker.worker.model_runner).__name__,
+        "scheduler": type(running.scheduler).__name__,
+        "asynchronous": running.core.async_scheduling,
+        "evicted": running.counters["requests_evicted"] if arguments.eviction else 0,
+        "seconds": {
+            "import": round(imported - start, 1),
+            "start": round(started - imported, 1),
+            "serve": round(ended - started, 1),
+        },
+    }
+    running.close()
     print(json.dumps(result))
 
 

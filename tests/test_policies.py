@@ -295,8 +295,9 @@ def run_everything(
         copy_kept(*region, workspace_bytes)
         if policy.merge:
             merge_evicted(*region)
-        write_page_tables(row, seq_lens, *regions, offsets[None], BLOCK_SIZE, tables)
-        write_lengths(seq_lens, *regions, offsets[None], BLOCK_SIZE, tables[..., 0])
+        state = (row, seq_lens, *regions, offsets[None], BLOCK_SIZE)
+        write_page_tables(*state, 0, tables)
+        write_lengths(*state, tables[..., 0])
 
 
 MIXES = [

@@ -279,7 +279,7 @@ class Kernels:
     def _launch(self) -> tuple[int, int]:
         """Tokens of a chunk and number of programs, as the attention backend takes them."""
         if self.device.type != "cuda":
-            return 16, 4
+            return 32, 4
         from vllm_tgvkv.kernels.gpu.decode import chunk_size, num_programs
 
         head_size = self.sizes.head_size
@@ -439,7 +439,10 @@ def _measure(
 
 
 def _name(group: Callable[[], Iterator[Case]]) -> str:
-    return f"{group.func.__name__} {group.args}" if isinstance(group, partial) else group.__name__
+    if not isinstance(group, partial):
+        return group.__name__
+    given = [*map(str, group.args), *(f"{name}={value}" for name, value in group.keywords.items())]
+    return f"{group.func.__name__}({', '.join(given)})"
 
 
 if __name__ == "__main__":

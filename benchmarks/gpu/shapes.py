@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shape import DTYPE_BYTES
+DTYPE_BYTES = 2
+"""bfloat16, weights and cache."""
 
 MAX_POSITIONS = 40960
 MOST_TOKENS_PER_IMAGE = 2304

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 on_cpu = False
-"""Whether CPU tensors go to the Triton kernels as well; tests set it, under Triton's interpreter."""
+"""Whether CPU tensors go to the Triton kernels as well; set by tests, under the interpreter."""
 
 
 def runs(tensor: torch.Tensor) -> bool:

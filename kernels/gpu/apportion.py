@@ -15,6 +15,7 @@ from vllm_tgvkv.kernels.gpu.compile import Variant
 
 @triton.jit
 def _counts_at(level, shares, floor, cap):
+    """Real-valued counts at one level."""
     return tl.minimum(tl.maximum(level * shares, floor), cap)
 
 

@@ -288,7 +288,7 @@ def _combine_kernel(
 
 def chunk_size(head_size: int) -> int:
     """Tokens whose keys and values are 32 KiB in 16-bit formats; at least 16, at most 128."""
-    return max(16, min(128, 8192 // triton.next_power_of_2(head_size)))
+    return max(16, min(128, 8192 // _tile(head_size)))
 
 
 def num_programs(device: torch.device, head_size: int, element_size: int = 2) -> int:
@@ -299,8 +299,13 @@ def num_programs(device: torch.device, head_size: int, element_size: int = 2) ->
     return int(properties.multi_processor_count * programs)
 
 
+def _tile(size: int) -> int:
+    """The least size of a matrix that a product takes and `size` fits."""
+    return max(16, triton.next_power_of_2(size))
+
+
 def _chunk_bytes(chunk: int, head_size: int, element_size: int) -> int:
-    return 2 * chunk * triton.next_power_of_2(head_size) * element_size
+    return 2 * chunk * _tile(head_size) * element_size
 
 
 def _residents(shared_memory: int, chunk_bytes: int) -> tuple[int, int]:
@@ -382,7 +387,7 @@ def decode(
     head_size = query.shape[2]
     group = query.shape[1] // num_heads
     shape = {"NUM_HEADS": num_heads, "GROUP": group, "HEAD_SIZE": head_size}
-    head_tile = triton.next_power_of_2(head_size)
+    head_tile = _tile(head_size)
     chunk_bytes = _chunk_bytes(plan.chunk, head_size, query.element_size())
     _decode_kernel[(num_programs,)](
         query,
@@ -412,7 +417,7 @@ def decode(
         BLOCK_SIZE=keys.shape[1],
         NUM_PAIRS=offsets.shape[1] - 1,
         CHUNK=plan.chunk,
-        GROUP_TILE=max(16, triton.next_power_of_2(group)),
+        GROUP_TILE=_tile(group),
         HEAD_TILE=head_tile,
         num_warps=4,
         num_stages=_num_stages(query.device, chunk_bytes),
@@ -473,7 +478,7 @@ def variants() -> Iterator[Variant]:
         ("bf16", 80, 16, 32, 32, 1, 7),
         ("bf16", 256, 16, 1, 26, 8, 7),
     ):
-        head_tile = triton.next_power_of_2(head_size)
+        head_tile = _tile(head_size)
         shape = {
             "NUM_HEADS": num_heads,
             "GROUP": group,
@@ -487,7 +492,7 @@ def variants() -> Iterator[Variant]:
             "BLOCK_SIZE": block_size,
             "NUM_PAIRS": num_layers * num_heads,
             "CHUNK": chunk_size(head_size),
-            "GROUP_TILE": 16,
+            "GROUP_TILE": _tile(group),
         }
         constants = {**shape, **layout}
         yield variant(name, _decode_kernel, constants, dtype, num_stages=num_stages)

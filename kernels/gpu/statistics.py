@@ -463,8 +463,8 @@ class TritonAttention(ObservedAttention):
     float32 cannot tell from the threshold.
 
     Scratch memory: the kept head averages take at most ``workspace_bytes``, otherwise each weighted
-    sum reads the keys again. Partial results of the programs are a few MiB at most, those of the
-    rows 8*H*G*O bytes.
+    sum reads the keys again. Partial results of the programs are a few MiB at most, maxima and
+    log-sum-exps of the rows 16*H*G*O bytes.
     """
 
     def __init__(
@@ -790,6 +790,8 @@ def _typed(kind: str, names: str) -> dict[str, str]:
 
 
 _SHARED_OF_VARIANTS = 227 * 1024
+# A few addresses of loads, used once a tile, which some GPUs and compilers put there.
+_SPILL_LIMIT = 64
 _PAGED = {
     **_typed("*i32", "block_ids"),
     **_typed("*i64", "row_positions"),
@@ -832,6 +834,7 @@ def _softmax_variant(dtype: str, head_size: int, group: int, subset: bool) -> Va
         num_warps=4,
         num_stages=tiles.softmax_stages,
         aligned=(*_ALIGNED, "split_maxima", "split_totals"),
+        spill_limit=_SPILL_LIMIT,
     )
 
 
@@ -893,4 +896,5 @@ def _columns_variant(
         num_warps=tiles.columns_warps,
         num_stages=tiles.columns_stages,
         aligned=aligned,
+        spill_limit=_SPILL_LIMIT if heads > 1 else 0,
     )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -27,4 +28,24 @@ def device() -> Iterator[str]:
         # `tl.constexpr` functions ask for it again when they are called.
         patch.setenv("TRITON_INTERPRET", "1")
         patch.setattr(gpu, "on_cpu", True)
+        multiply_bfloat16(patch)
         yield "cpu"
+
+
+def multiply_bfloat16(patch: pytest.MonkeyPatch) -> None:
+    """Let Triton's interpreter multiply bfloat16 matrices; it takes their bits for integers."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    create_dot = InterpreterBuilder.create_dot
+
+    def widened(matrix: TensorHandle) -> TensorHandle:
+        if matrix.dtype.scalar != tl.bfloat16:
+            return matrix
+        return TensorHandle((matrix.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def dot(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *rest: Any) -> TensorHandle:
+        return create_dot(self, widened(a), widened(b), *rest)
+
+    patch.setattr(InterpreterBuilder, "create_dot", dot)

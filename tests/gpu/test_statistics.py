@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.gpu import pytorch_on_cpu
 from tests.reference import fresh_seed
 from tests.test_statistics import ALL, check_one
-from vllm_tgvkv.kernels import reference
+from vllm_tgvkv.kernels import gpu, reference
 from vllm_tgvkv.kernels.row_sums import RowSums
 from vllm_tgvkv.kernels.statistics import Scratch, observe
 
@@ -365,3 +365,42 @@ def test_keys_are_read_twice_at_most(
     )
     _ = given.column_sums, given.weighted_column_sums(weights)
     assert seen == launches[2:]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("per_head", [True, False])
+@pytest.mark.parametrize("num_keys", [8197, 40_000])
+def test_a_large_prompt_without_waiting(num_keys: int, per_head: bool) -> None:
+    """Qwen3-VL-8B's shape, against PyTorch on the same GPU."""
+    fresh_seed()
+    num_rows, heads, group, head_size = 64, 8, 4, 128
+    num_blocks = math.ceil(num_keys / 16)
+    pool = torch.full((3 * num_blocks, heads, 16, 2 * head_size), math.nan, device="cuda").to(BF16)
+    ids = torch.randperm(len(pool), device="cuda")[:num_blocks].int()
+    pool[ids] = torch.randn(num_blocks, heads, 16, 2 * head_size, device="cuda").to(BF16)
+    pool[ids[-1], :, num_keys % 16 or 16 :] = math.nan
+    positions = torch.arange(num_keys - num_rows - 3, num_keys - 3, device="cuda")
+    shape = (num_rows, heads, group, head_size)
+    arguments: dict[str, Any] = {
+        "queries": torch.randn(shape, device="cuda", dtype=BF16),
+        "key_pages": pool[..., :head_size],
+        "block_ids": ids,
+        "row_positions": positions,
+        "num_keys": num_keys,
+        "scale": head_size**-0.5,
+    }
+    first = all_bits(arguments, per_head, stored=True)
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = all_bits(arguments, per_head, stored=True)
+        direct = all_bits(arguments, per_head, stored=False)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu, "runs", lambda tensor: False)
+        expected = all_bits(arguments, per_head, stored=True)
+    for got, same, other, wanted in zip(first, again, direct, expected, strict=True):
+        assert torch.equal(got, same)
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(got, other, rtol=1e-4, atol=1e-5)

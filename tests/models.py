@@ -272,8 +272,8 @@ def _initialise(
     """
     generator = torch.Generator().manual_seed(model.seed)
     for name, parameter in network.named_parameters():
-        if parameter.ndim < 2:  # norms and biases keep their neutral values
-            continue
+        if parameter.ndim < 2 and "embedding" not in name:
+            continue  # norms and biases keep their neutral values
         scale = model.initializer_range
         if "q_proj" in name or "k_proj" in name:
             scale *= model.query_key_gain

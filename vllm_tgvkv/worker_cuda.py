@@ -38,6 +38,13 @@ class EvictionGPUWorker(EvictingWorker, Worker):
         self.evictor.warm_up()
         return super().compile_or_warm_up_model()
 
+    def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
+        super().initialize_from_config(*args, **kwargs)
+        if self.evictor.config.debug.poison:
+            # Blocks are cleared when they are handed out, which vLLM prepares only for models
+            # that need it.
+            self.model_runner._init_kv_zero_meta()
+
     def find_row(self, common: CommonAttentionMetadata, request_id: str) -> int | None:
         return self.model_runner.rows.find(self.model_runner, common, request_id)
 

@@ -29,8 +29,8 @@ from vllm_tgvkv.kernels.page_tables import write_lengths, write_page_tables
 from vllm_tgvkv.kernels.select import page_offsets, select_tokens
 from vllm_tgvkv.kernels.statistics import Scratch, observe
 
-_AUTO, _UNSPLIT = 0, 1
-"""Values of FlashAttention's `num_splits`."""
+_AUTO, _UNSPLIT, _IN_GRAPHS = 0, 1, 32
+"""Values of FlashAttention's `num_splits`: its own choice, none, vLLM's bound inside graphs."""
 
 
 @dataclass(frozen=True)
@@ -146,14 +146,14 @@ class Kernels:
         attend = self._flash_attention()
         if attend is None:
             return
-        virtual = self._virtual_sequences(attend, cache, lengths, query, out, _AUTO)
-        error = partial(_checked, virtual, out, expected)
-        yield Case(
-            f"decode attention, {kind}, FlashAttention over pages", virtual, size, error, note
-        )
-        if not ragged:
-            stock = self._stock_cache(attend, int(lengths.max()), query, out)
-            yield Case("decode attention, uniform, FlashAttention, stock cache", stock, size)
+        for splits, name in ((_IN_GRAPHS, ""), (_AUTO, ", splits chosen by it")):
+            virtual = self._virtual_sequences(attend, cache, lengths, query, out, splits)
+            error = partial(_checked, virtual, out, expected)
+            name = f"decode attention, {kind}, FlashAttention over pages{name}"
+            yield Case(name, virtual, size, error, note)
+            if not ragged:
+                stock = self._stock_cache(attend, int(lengths.max()), query, out, splits)
+                yield Case(name.replace("over pages", "stock cache"), stock, size)
 
     def many_sequences(self, number: int) -> Iterator[Case]:
         """FlashAttention over a batch of many short virtual sequences."""
@@ -333,14 +333,19 @@ class Kernels:
             out=out.view(by_head),
             cu_seqlens_q=starts,
             seqused_k=lengths[0].flatten(),
-            max_seqlen_k=int(lengths.max()),
+            max_seqlen_k=int(cache.seq_lens.max()),  # all that the host knows
             softmax_scale=self.sizes.head_size**-0.5,
             block_table=cache.tables()[0].flatten(0, 1),
             num_splits=num_splits,
         )
 
     def _stock_cache(
-        self, attend: Callable[..., Tensor], length: int, query: Tensor, out: Tensor
+        self,
+        attend: Callable[..., Tensor],
+        length: int,
+        query: Tensor,
+        out: Tensor,
+        num_splits: int,
     ) -> Callable[[], Tensor]:
         """A call over ordinary sequences of `length` tokens in a cache [block, head, slot, KV]."""
         sizes = self.sizes
@@ -360,7 +365,7 @@ class Kernels:
             max_seqlen_k=length,
             softmax_scale=sizes.head_size**-0.5,
             block_table=table.view(sizes.rows, blocks),
-            num_splits=_AUTO,
+            num_splits=num_splits,
         )
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-_HEAD_START_CYCLES = 20_000_000
-"""The device waits some 10 ms, so that the host is ahead of it with its launches."""
+_HEAD_START_CYCLES = 50_000_000
+"""The device waits some 30 ms, so that the host is ahead of it with its launches."""
 
 
 def synchronize(device: torch.device) -> None:

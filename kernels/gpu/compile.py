@@ -132,7 +132,7 @@ class Build:
 
     def line(self) -> str:
         """Return its row of the printed table."""
-        head = f"{self.module:<14} {self.kernel:<34} {self.variant:<34} {self.cc:>3}"
+        head = f"{self.module:<14} {self.kernel:<34} {self.variant or '-':<34} {self.cc:>3}"
         if self.error:
             return f"{head}  FAILED: {self.error.splitlines()[-1]}"
         spills = f"{self.spill_stores}/{self.spill_loads}"

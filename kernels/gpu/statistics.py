@@ -50,8 +50,6 @@ _WEIGHED_COLUMNS = 64
 _WEIGHED_ROWS = 32
 # Padding of the averages' rows, a multiple of every tile: the compiler sees aligned stores.
 _COLUMNS_MULTIPLE = 128
-# The interpreter's products of bf16 values are those of their bits.
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -78,7 +76,7 @@ def _load_vectors(
 @triton.jit
 def _products(rows, columns):
     """float32 ``rows @ columns^T``. Products of 16-bit values are exact, others are IEEE's."""
-    if rows.dtype != columns.dtype or _INTERPRETED:
+    if rows.dtype != columns.dtype:
         rows = rows.to(tl.float32)
         columns = columns.to(tl.float32)
     return tl.dot(rows, tl.trans(columns), input_precision="ieee")

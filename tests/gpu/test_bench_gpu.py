@@ -6,11 +6,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.gpu.__main__ import Part, main, run
+from benchmarks.gpu.kernels import SMOKE as SMOKE_SIZES
+from benchmarks.gpu.kernels import Kernels
 from benchmarks.gpu.plan import FULL, SMOKE, arms
 from benchmarks.gpu.report import SMOKE_NOTICE, table
 from tests.conftest import ROOT, has_cuda
@@ -97,7 +101,7 @@ def test_our_kernels_are_judged_as_they_are_launched() -> None:
             case("decode attention, ragged, our kernel", 1.1e-4),
             case("decode attention, ragged, our kernel with chunks", 1e-4, error=float("nan")),
             case("decode attention, uniform, FlashAttention over pages", 1.1e-4),
-            case("decode attention, uniform, FlashAttention, stock cache", 1e-4),
+            case("decode attention, uniform, FlashAttention stock cache", 1e-4),
             {"part": "kernels", "name": "copy", "failed": "Traceback\nValueError: no"},
         ]
     )
@@ -106,6 +110,28 @@ def test_our_kernels_are_judged_as_they_are_launched() -> None:
     ]  # fmt: skip
     assert "WRONG RESULT" in rows[2].ours
     assert (rows[-1].ours, rows[-1].note) == ("FAILED", "ValueError: no")
+
+
+def test_cases_of_attention_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With FlashAttention played by PyTorch, so that its arguments are tested without a GPU."""
+    from tests.flash_on_cpu import attend
+
+    cases = Kernels(SMOKE_SIZES, torch.device("cpu"))
+    flash = partial(attend, causal=True, max_seqlen_q=1)
+    monkeypatch.setattr(cases, "_flash_attention", lambda: flash)
+    errors = {}
+    for group in (
+        cases.decode_attention(ragged=True),
+        cases.decode_attention(ragged=False),
+        cases.many_sequences(SMOKE_SIZES.many_sequences[0]),
+    ):
+        for case in group:
+            case.call()
+            errors[case.name] = case.error() if case.error else 0.0
+    names = "\n".join(errors)
+    assert sum("FlashAttention" in name for name in errors) == 8, names
+    assert sum("our kernel" in name for name in errors) == 9, names
+    assert all(error < 0.01 for error in errors.values()), errors
 
 
 def test_all_arms_of_a_model_have_the_same_pool() -> None:

@@ -59,7 +59,7 @@ def test_every_variant_builds_without_spills(cc: int) -> None:
     run = compiled("--cc", str(cc))
     lines = [re.split(r" {2,}", line) for line in run.stdout.splitlines()]
     expected = [
-        [module.__name__.rpartition(".")[2], variant.kernel_name, variant.name]
+        [module.__name__.rpartition(".")[2], variant.kernel_name, variant.name or "-"]
         for module in modules_with_variants()
         for variant in module.variants()
     ]

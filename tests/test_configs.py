@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files in `configs/`, read as `vllm serve --config` and Prometheus read them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+import yaml
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from tests.conftest import ROOT
+from vllm_tgvkv import patches
+from vllm_tgvkv.config import CONFIG_KEY, Budget, EvictionConfig
+
+CONFIGS = ROOT / "configs"
+FLAVOURS = ("quality", "balanced", "throughput")
+MODELS = (
+    "internvl3-8b",
+    "llava-1.5-7b",
+    "llava-onevision-7b",
+    "qwen2.5-vl-7b",
+    "qwen3-vl-4b",
+    "qwen3-vl-8b",
+)
+FILES = [CONFIGS / model / f"{flavour}.yaml" for model in MODELS for flavour in FLAVOURS]
+
+
+def label(path: Path) -> str:
+    return f"{path.parent.name}-{path.stem}"
+
+
+each_file = pytest.mark.parametrize("path", FILES, ids=label)
+
+
+@pytest.fixture(scope="session")
+def serve_parser() -> FlexibleArgumentParser:
+    """The parser of `vllm serve` with the plugin's flags."""
+    patches.install_flags()
+    parser = FlexibleArgumentParser()
+    ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
+    return parser
+
+
+def serve(parser: FlexibleArgumentParser, *arguments: str) -> argparse.Namespace:
+    """What `vllm serve ARGUMENTS` reads from its command line."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["vllm", "serve", *arguments])
+        args = parser.parse_args(sys.argv[1:])
+    args.model = args.model_tag or args.model  # as the command does
+    return args
+
+
+def check_keys(parser: FlexibleArgumentParser, values: dict[str, Any]) -> None:
+    """Fail on keys which are no flags: vLLM says nothing about those whose value is `false`."""
+    (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    known = commands.choices["serve"]._option_string_actions
+    assert [key for key in values if f"--{key}" not in known] == []
+
+
+def read(path: Path) -> dict[str, Any]:
+    values = yaml.safe_load(path.read_text())
+    assert isinstance(values, dict)
+    return values
+
+
+def test_every_model_has_every_flavour() -> None:
+    assert sorted(CONFIGS.glob("*/*.yaml")) == sorted(FILES)
+
+
+@each_file
+def test_values_reach_engine_and_eviction(serve_parser: FlexibleArgumentParser, path: Path) -> None:
+    values = read(path)
+    check_keys(serve_parser, values)
+    engine_args = AsyncEngineArgs.from_cli_args(serve(serve_parser, "--config", str(path)))
+
+    settings = EvictionConfig.from_mapping(engine_args.additional_config[CONFIG_KEY])
+    assert settings.policy == values.pop("kv-eviction")
+    assert settings.budget == Budget.parse(values.pop("kv-eviction-budget"), "the file")
+    assert settings.active
+
+    found = {key: getattr(engine_args, key.replace("-", "_")) for key in values}
+    assert found == values
+
+
+@each_file
+def test_one_flag_leads_back_to_stock(serve_parser: FlexibleArgumentParser, path: Path) -> None:
+    args = serve(serve_parser, "--config", str(path), "--kv-eviction", "none")
+    mapping = AsyncEngineArgs.from_cli_args(args).additional_config[CONFIG_KEY]
+    assert not EvictionConfig.from_mapping(mapping).active
+
+
+@pytest.mark.parametrize(
+    ("line", "raises"),
+    [
+        ("kv-evicton-window: 3", SystemExit),
+        ("kv-eviction-budget: 2.5", SystemExit),
+        ("max-model-length: 3", SystemExit),
+        ("no-such-switch: false", AssertionError),
+    ],
+)
+def test_a_wrong_line_is_noticed(
+    serve_parser: FlexibleArgumentParser,
+    tmp_path: Path,
+    line: str,
+    raises: type[BaseException],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_text(f"{FILES[0].read_text().replace('kv-eviction-budget', '# ')}{line}\n")
+    with pytest.raises(raises):
+        serve(serve_parser, "--config", str(path))
+        check_keys(serve_parser, read(path))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_flavours_of_a_model_differ_where_the_readme_says(model: str) -> None:
+    files = [read(CONFIGS / model / f"{flavour}.yaml") for flavour in FLAVOURS]
+    assert files[0].keys() == files[1].keys() == files[2].keys()
+    for key in ("model", "gpu-memory-utilization", "block-size"):
+        assert len({values[key] for values in files}) == 1, key
+    budgets = [values["kv-eviction-budget"] for values in files]
+    assert budgets == sorted(budgets, reverse=True)
+
+
+def table(heading: str) -> list[list[str]]:
+    """Rows of the first table below a heading of `configs/README.md`, without its head."""
+    text = (CONFIGS / "README.md").read_text().split(f"\n## {heading}\n")[1]
+    rows = re.findall(r"^\|(.*)\|$", text.split("\n## ")[0], flags=re.MULTILINE)
+    return [[cell.strip().strip("`") for cell in row.split("|")] for row in rows[2:]]
+
+
+def test_tables_of_the_readme_are_those_of_the_files() -> None:
+    by_model = {model: [read(CONFIGS / model / f"{f}.yaml") for f in FLAVOURS] for model in MODELS}
+    rows = {row[0]: row for row in table("Models")}
+    assert rows.keys() == by_model.keys()
+    for model, files in by_model.items():
+        name, length, images = (rows[model][i] for i in (1, 3, 4))
+        assert {name} == {values["model"] for values in files}
+        assert length == " / ".join(str(values["max-model-len"]) for values in files)
+        assert images == " / ".join(str(v["limit-mm-per-prompt"]["image"]) for v in files)
+
+    for key, *cells, note in table("Flavours"):
+        stated = [cell.strip("`") for cell in cells]
+        for model, files in by_model.items():
+            if key == "kv-eviction-budget" and f"`{model}`" in note:
+                stated_here = re.findall(r"\d\.\d+", note)
+            else:
+                stated_here = stated
+            assert stated_here == [str(values[key]) for values in files], (model, key)
+
+
+def test_the_mix_of_the_readme_is_read(
+    serve_parser: FlexibleArgumentParser, tmp_path: Path
+) -> None:
+    mix = re.findall(r"```yaml\n(.*?)```", (CONFIGS / "README.md").read_text(), flags=re.DOTALL)
+    assert len(mix) == 1
+    balanced = (CONFIGS / "qwen2.5-vl-7b/balanced.yaml").read_text()
+    path = tmp_path / "mix.yaml"
+    path.write_text(balanced.replace("kv-eviction: tgv\n", mix[0]))
+    engine_args = AsyncEngineArgs.from_cli_args(serve(serve_parser, "--config", str(path)))
+    settings = EvictionConfig.from_mapping(engine_args.additional_config[CONFIG_KEY])
+    assert settings.policy == "plain_sums"
+    assert settings.methods["plain_sums"].score == "text_rows"
+
+
+ARCHITECTURES = {
+    "internvl3-8b": "InternVLForConditionalGeneration",
+    "llava-1.5-7b": "LlavaForConditionalGeneration",
+    "llava-onevision-7b": "LlavaOnevisionForConditionalGeneration",
+    "qwen2.5-vl-7b": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3-vl-4b": "Qwen3VLForConditionalGeneration",
+    "qwen3-vl-8b": "Qwen3VLForConditionalGeneration",
+}
+
+
+@pytest.fixture
+def config_folder(tmp_path: Path) -> Callable[[str], Path]:
+    """A folder with the default configuration of an architecture and nothing else."""
+
+    def make(architecture: str) -> Path:
+        config = getattr(transformers, architecture).config_class()
+        config.architectures = [architecture]
+        text = config.get_text_config()
+        text.max_position_embeddings = max(text.max_position_embeddings, 4096)
+        config.save_pretrained(tmp_path)
+        return tmp_path
+
+    return make
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_engine_configuration_is_accepted(
+    serve_parser: FlexibleArgumentParser, config_folder: Callable[[str], Path], model: str
+) -> None:
+    """vLLM knows the architecture, and the plugin has nothing against it."""
+    folder = config_folder(ARCHITECTURES[model])
+    for flavour in FLAVOURS:
+        path = CONFIGS / model / f"{flavour}.yaml"
+        args = serve(serve_parser, str(folder), "--config", str(path), "--skip-tokenizer-init")
+        config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+        values = read(path)
+        assert config.model_config.architecture == ARCHITECTURES[model]
+        assert config.model_config.max_model_len == values["max-model-len"]
+        assert config.cache_config.block_size == values["block-size"]
+        assert config.scheduler_config.scheduler_cls in (
+            patches.SCHEDULER_CLS,
+            patches.ASYNC_SCHEDULER_CLS,
+        )
+
+
+def test_prometheus_scrapes_metrics() -> None:
+    path = CONFIGS / "prometheus/prometheus.yml"
+    (job,) = read(path)["scrape_configs"]
+    assert job["metrics_path"] == "/metrics"
+    if promtool := shutil.which("promtool"):
+        subprocess.run([promtool, "check", "config", path], check=True, capture_output=True)
+
+
+def test_grafana_asks_that_prometheus() -> None:
+    folder = CONFIGS / "grafana/provisioning"
+    (source,) = read(folder / "datasources/prometheus.yml")["datasources"]
+    assert (source["uid"], source["type"]) == ("prometheus", "prometheus")
+    interval = read(CONFIGS / "prometheus/prometheus.yml")["global"]["scrape_interval"]
+    assert source["jsonData"]["timeInterval"] == interval
+    (provider,) = read(folder / "dashboards/vllm-tgvkv.yml")["providers"]
+    assert provider["type"] == "file"
+
+
+def test_dashboards_use_the_provisioned_source() -> None:
+    for path in (CONFIGS / "grafana/dashboards").glob("*.json"):
+        uids = re.findall(r'"uid": "([^"]*)"', json.dumps(json.loads(path.read_text())["panels"]))
+        assert set(uids) <= {"prometheus", "${datasource}", "-- Mixed --", "grafana"}

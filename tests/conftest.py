@@ -56,7 +56,10 @@ def load_kernels_interpreted() -> None:
         del os.environ["TRITON_INTERPRET"]
 
 
-if importlib.util.find_spec("triton") and not has_cuda():
+if has_cuda():
+    # vLLM raises where a step makes the host wait for the device.
+    os.environ.setdefault("VLLM_GPU_SYNC_CHECK", "error")
+elif importlib.util.find_spec("triton"):
     load_kernels_interpreted()
 
 

@@ -140,12 +140,12 @@ def test_decode_steps_are_right_as_graphs(
         if kernels == "triton":
             monkeypatch.setenv("TRITON_INTERPRET", "1")
             monkeypatch.setattr(gpu, "on_cpu", True)
-            asks = [*asks[2:4], *asks[4:]]
+            asks = [replace(ask, max_tokens=10) for ask in asks[2:4]]
         before = flash_on_cpu.ReplayingBuilder.num_replays
         settings = tgv("head", decode_kernel=decode_kernel)
         with engine(folder, settings, block_size=16) as running:
             assert_agrees(running, oracle, asks)
-        assert flash_on_cpu.ReplayingBuilder.num_replays > before + 50
+        assert flash_on_cpu.ReplayingBuilder.num_replays > before + 9
 
 
 def test_bfloat16_is_close_to_the_oracle(tiny_model: Callable[..., Path]) -> None:

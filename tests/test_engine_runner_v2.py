@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Eviction on vLLM's model runner V2, in processes where Triton's interpreter runs its kernels.
 
-`runner_v2.py` says what is pretended. Runner, scheduler, evictor, backend and block tables are those
-of a GPU; every step is scheduled before the tokens of the step before are known.
+`runner_v2.py` says what is pretended. Runner, scheduler, evictor, backend and block tables are a
+GPU's; every step is scheduled before the tokens of the step before are known.
 """
 
 from __future__ import annotations

@@ -132,7 +132,8 @@ class Build:
 
     def line(self) -> str:
         """Return its row of the printed table."""
-        head = f"{self.module:<14} {self.kernel:<34} {self.variant or '-':<34} {self.cc:>3}"
+        # Two spaces between columns, however long a name is.
+        head = f"{self.module:<12}  {self.kernel:<22}  {self.variant or '-':<37}  {self.cc:>3}"
         if self.error:
             return f"{head}  FAILED: {self.error.splitlines()[-1]}"
         spills = f"{self.spill_stores}/{self.spill_loads}"
@@ -146,7 +147,7 @@ class Build:
     def header() -> str:
         """Return the heading of the table."""
         return (
-            f"{'module':<14} {'kernel':<34} {'variant':<34} {'cc':>3} {'regs':>5} {'shared':>7} "
+            f"{'module':<12}  {'kernel':<22}  {'variant':<37}  {'cc':>3} {'regs':>5} {'shared':>7} "
             f"{'stack':>6} {'spills':>9} {'s':>6}"
         )
 

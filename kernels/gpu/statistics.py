@@ -789,7 +789,7 @@ def _typed(kind: str, names: str) -> dict[str, str]:
 
 _SHARED_OF_VARIANTS = 227 * 1024
 # A few addresses of loads, used once a tile, which some GPUs and compilers put there.
-_SPILL_LIMIT = 64
+_SPILL_LIMIT = 128
 _PAGED = {
     **_typed("*i32", "block_ids"),
     **_typed("*i64", "row_positions"),

@@ -76,9 +76,18 @@ def test_tokens_and_kept_positions(
     with engine(folder, tgv(granularity), enforce_eager=eager, **OPTIONS) as running:
         assert_runner(running, runner)
         assert_close(running, oracle, requests(IMAGES[arch]))
-        # A prompt whose last chunk is one token would be a decode step to a graph.
-        asks = [album(60, 20, 200, image_text=IMAGES[arch], logprobs=1)] * 2
-        assert_close(running, oracle, asks)
+
+
+def test_a_prompt_that_ends_with_one_token(
+    folder: Path, oracle: Oracle, arch: str, runner: str
+) -> None:
+    """The step has single tokens only, as one that is replayed as a graph; but it must observe."""
+    ask = album(60, 20, 200, image_text=IMAGES[arch], logprobs=1)
+    length = len(oracle.prompt(ask.text, ask.images).token_ids)
+    options = {**OPTIONS, "max_num_batched_tokens": length - 1}
+    with engine(folder, tgv("head"), **options) as running:
+        assert_runner(running, runner)
+        assert_close(running, oracle, [ask])
 
 
 def test_chunked_prefill_and_prefix_cache(

@@ -48,8 +48,10 @@ class Server:
     def ask(self, xargs: dict[str, Any] | None = None, **options: Any) -> Any:
         """One chat question about a PNG image."""
         values = {"messages": messages(0), "max_tokens": 8, "temperature": 0, **options}
-        extra = {"extra_body": {"vllm_xargs": xargs}} if xargs is not None else {}
-        return self.client.chat.completions.create(model="tiny", **values, **extra)
+        extra: dict[str, Any] = {"ignore_eos": True}
+        if xargs is not None:
+            extra["vllm_xargs"] = xargs
+        return self.client.chat.completions.create(model="tiny", **values, extra_body=extra)
 
 
 def messages(seed: int, images: int = 1, length: int = 300) -> list[dict[str, Any]]:

@@ -114,7 +114,8 @@ def _add_flags(original: Callable[..., Any], parser: Any) -> Any:
         default=argparse.SUPPRESS,
         help="Everything else, as a YAML or JSON file or inline JSON: granularity (layer, head), "
         "observation_window, sinks, floor_pages, min_prompt_tokens, text_only (keep, evict), "
-        "prefix_reuse (exact, full), pooling, methods (mixes of parts of methods, by name).",
+        "prefix_reuse (exact, full), decode_kernel (stock, triton), metrics (true, false), pooling, "
+        "methods (mixes of parts of methods, by name).",
     )
     return parser
 

@@ -5,7 +5,7 @@ SHELL := /bin/bash
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SOURCES := vllm_tgvkv kernels demo benchmarks evaluation tests tools setup.py
+SOURCES := vllm_tgvkv kernels server demo benchmarks evaluation tests tools setup.py
 
 # Asked by running it: a version manager's shim may exist for a Python that does not.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.10 python3.13 python3; do \

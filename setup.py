@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Package list; everything else is in pyproject.toml.
 
-`kernels/` stands at the root of the repository for the reader, but is installed as
-`vllm_tgvkv.kernels`: a top-level package `kernels` would shadow the one transformers looks for.
+`kernels/` and `server/` stand at the root of the repository for the reader, but are installed as
+`vllm_tgvkv.kernels` and `vllm_tgvkv.server`: top-level packages of these names would shadow others,
+such as the `kernels` that transformers looks for.
 """
 
 from setuptools import find_packages, setup
 
 #: Installed parent name of each root folder that is not itself the package.
-MAPPED = {"kernels": "vllm_tgvkv.kernels"}
+MAPPED = {"kernels": "vllm_tgvkv.kernels", "server": "vllm_tgvkv.server"}
 
 
 def mapped_packages() -> dict[str, str]:

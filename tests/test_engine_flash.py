@@ -86,7 +86,7 @@ def test_a_warm_up_leaves_nothing(
     assert not evictor.pool.raw.any()
     assert not evictor.regions.num_live
     assert not evictor.regions.num_retained.any()
-    assert not any((evictor._queries, evictor._sums, evictor._retained, evictor.kept))
+    assert not any((evictor._queries, evictor._sums, evictor._outcomes, evictor.kept))
 
 
 def test_it_is_the_cuda_backend(evicting: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from typing import Any
 
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from demo.run import free_port
 from tests.models import random_image, random_text
@@ -96,7 +99,7 @@ def server(
     command += ["--limit-mm-per-prompt", '{"image": 2}', "--generation-config", "vllm"]
     command += ["--kv-eviction", "tgv", "--kv-eviction-budget", "0.1"]
     command += ["--kv-eviction-config", '{"debug": {"check_integrity": true}}']
-    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "DEBUG"}
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_PLUGINS": "tgvkv"}
     address = f"http://127.0.0.1:{port}"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -114,6 +117,69 @@ def server(
         for member in group_members(process.pid):  # the server is the leader of its group
             os.kill(member, signal.SIGKILL)
         process.wait(STOP_SECONDS)
+
+
+def scraped(server: Server) -> dict[tuple[str, ...], float]:
+    """Samples of eviction on `/metrics`, by name and the values of our own labels."""
+    address = str(server.client.base_url).removesuffix("/v1/")
+    with urllib.request.urlopen(f"{address}/metrics", timeout=10) as response:
+        text = response.read().decode()
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name.startswith("vllm:kv_eviction_"):
+                assert sample.labels.pop("model_name") == "tiny"
+                assert sample.labels.pop("engine") == "0"
+                name = sample.name.removeprefix("vllm:kv_eviction_")
+                order = ("policy", "reason", "modality", "part", "le")
+                labels = [sample.labels[label] for label in order if label in sample.labels]
+                found[(name, *labels)] = sample.value
+    return found
+
+
+def test_metrics(server: Server) -> None:
+    """What one evicted request and one without an image add."""
+    before = scraped(server)
+    answer = server.ask({"kv_eviction": "random", "kv_eviction_budget": 0.5, **REPORT})
+    report = report_of(answer)
+    server.ask(messages=[{"role": "user", "content": random_text(3, 400)}])
+    deadline = time.monotonic() + 20
+    while True:  # statistics arrive with a later step
+        after = scraped(server)
+        grown = {
+            key: after[key] - before.get(key, 0) for key in after if after[key] != before.get(key)
+        }
+        if ("skipped_requests_total", "tgv", "text_only") in grown or time.monotonic() > deadline:
+            break
+        server.ask(messages=[{"role": "user", "content": "a"}], max_tokens=2)
+        time.sleep(0.1)
+    assert grown["requests_total", "random"] == 1
+    assert grown["skipped_requests_total", "tgv", "text_only"] == 1
+    seen = {m: grown["prompt_tokens_total", "random", m] for m in ("text", "vision")}
+    kept = {m: grown["kept_tokens_total", "random", m] for m in ("text", "vision")}
+    assert seen == {"text": report["prompt_tokens"] - VISION_TOKENS, "vision": VISION_TOKENS}
+    assert sum(kept.values()) == report["kept_tokens"]
+    assert min(kept.values()) > 0
+    assert grown["blocks_given_back_total", "random"] >= 1
+    assert grown["kept_fraction_count", "random"] == 1
+    fraction = report["kept_tokens"] / report["prompt_tokens"]
+    assert grown["kept_fraction_sum", "random"] == pytest.approx(fraction, abs=1e-3)
+    for part in ("statistics", "selection", "copy"):
+        assert grown["seconds_count", "random", part] == 1
+        assert 0 < grown["seconds_sum", "random", part] < 5
+
+
+def test_status(server: Server) -> None:
+    address = str(server.client.base_url).removesuffix("/v1/")
+    with urllib.request.urlopen(f"{address}/kv-eviction/status", timeout=10) as response:
+        status = json.load(response)
+    assert status["settings"]["policy"] == "tgv"
+    assert status["settings"]["budget"] == "10 % of the prompt"
+    (engine,) = status["engines"]
+    assert engine["pool"] == {"blocks": 255, "block_size": 32, "layers": 4, "kv_heads": 2}
+    assert engine["totals"]["requests_evicted"] > 0
+    with urllib.request.urlopen(f"{address}/openapi.json", timeout=10) as response:
+        assert "/kv-eviction/status" in json.load(response)["paths"]
 
 
 def test_start_log_has_one_line_with_the_settings(server: Server) -> None:

@@ -189,6 +189,8 @@ class EvictionConfig:
     decode_kernel: Literal["stock", "triton"] = "stock"
     """What decodes: `stock`, the attention kernel that vLLM has for the platform, with a page
     table for every head; `triton`, one of our own that needs no tables (CUDA only)."""
+    metrics: bool = True
+    """Whether `/metrics` has what eviction did, unless `--disable-log-stats` is given."""
     debug: DebugOptions = field(default_factory=DebugOptions)
 
     @property
@@ -358,6 +360,7 @@ _CHOICES = {
     "text_only": ("keep", "evict"),
     "prefix_reuse": ("exact", "full"),
     "decode_kernel": ("stock", "triton"),
+    "metrics": (True, False),
 }
 
 
@@ -365,7 +368,8 @@ def _check_choice(values: Mapping[str, Any], name: str) -> None:
     choices = _CHOICES[name]
     value = values.get(name, choices[0])
     if value not in choices:
-        named = ", ".join("null" if choice is None else choice for choice in choices)
+        names: dict[Any, str] = {None: "null", True: "true", False: "false"}
+        named = ", ".join(names.get(choice, str(choice)) for choice in choices)
         raise EvictionConfigError(f"kv_eviction.{name} is {value!r}: choose one of {named}")
 
 

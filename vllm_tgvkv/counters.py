@@ -7,6 +7,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_tgvkv.metrics import Observations
+from vllm_tgvkv.plan import Outcome
+
 SKIP_REASONS = {
     "policy_none": "the request asked for kv_eviction none",
     "text_only": "the prompt has no image or video",
@@ -35,18 +38,46 @@ class EvictionCounters:
     blocks_given_back: int = 0
     """Blocks returned to the pool, less the fresh ones taken. A block that another
     request or a running prefix shares is not returned."""
+    observations: Observations | None = None
+    """For Prometheus, where it is wanted."""
     _changed: bool = False
 
-    def skip(self, reason: str) -> None:
+    def skip(self, policy: str, reason: str) -> None:
         assert reason in SKIP_REASONS, reason
         self.requests_skipped[reason] += 1
         self._changed = True
+        if self.observations is not None:
+            self.observations.count("skipped_requests", policy, reason)
 
-    def evicted(self, num_prompt_tokens: int, num_kept: int) -> None:
+    def evicted(self, policy: str, num_prompt_tokens: int, num_kept: int) -> None:
+        if self.observations is not None:
+            self.observations.count("requests", policy)
+            self.observations.observe("kept_fraction", policy, value=num_kept / num_prompt_tokens)
         self.requests_evicted += 1
         self.prompt_tokens_seen += num_prompt_tokens
         self.prompt_tokens_kept += num_kept
         self._changed = True
+
+    def gave_back(self, policy: str, num_blocks: int) -> None:
+        self.blocks_given_back += num_blocks
+        self._changed = True
+        # Where others share a prompt's blocks, an eviction may take more than it gives.
+        if self.observations is not None and num_blocks > 0:
+            self.observations.count("blocks_given_back", policy, by=num_blocks)
+
+    def deferred(self, policy: str) -> None:
+        if self.observations is not None:
+            self.observations.count("deferred_requests", policy)
+
+    def came_out(self, outcome: Outcome) -> None:
+        """Put on record what the worker found out about an eviction."""
+        if self.observations is None:
+            return
+        for name, tokens in (("prompt_tokens", outcome.seen), ("kept_tokens", outcome.kept)):
+            for modality, number in tokens.items():
+                self.observations.count(name, outcome.method, modality, by=number)
+        for part, seconds in outcome.seconds.items():
+            self.observations.observe("seconds", outcome.method, part, value=seconds)
 
     def take_if_changed(self) -> dict[str, Any] | None:
         """The totals, if they changed since the last call."""

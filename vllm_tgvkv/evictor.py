@@ -23,14 +23,14 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_tgvkv.config import EvictionConfig
-from vllm_tgvkv.decision import Decider
+from vllm_tgvkv.decision import Decider, Decision
 from vllm_tgvkv.kernels.copy import copy_kept
 from vllm_tgvkv.kernels.merge import merge_evicted
 from vllm_tgvkv.kernels.row_sums import RowSums
 from vllm_tgvkv.kernels.select import page_offsets
 from vllm_tgvkv.kernels.statistics import Scratch, observe
 from vllm_tgvkv.pages import PagePool
-from vllm_tgvkv.plan import Eviction, Observation, Retained, RowSumming, StepPlan
+from vllm_tgvkv.plan import Eviction, Observation, Outcome, RowSumming, StepPlan
 from vllm_tgvkv.policies import (
     NO_ATTENTION,
     Attention,
@@ -42,6 +42,7 @@ from vllm_tgvkv.policies import (
 )
 from vllm_tgvkv.prompt import PromptMap, VisionRun, voters
 from vllm_tgvkv.regions import Regions
+from vllm_tgvkv.stopwatch import Stopwatch
 
 _WORKSPACE_BYTES = 64 << 20
 """Bound of each scratch buffer of the statistics."""
@@ -140,25 +141,58 @@ class KeptTokens:
     """Kept positions, int32 [pages, N], pages in (layer, head) order."""
 
 
-class RetainedCounts:
-    """How many blocks guarded evictions retained, on the way from the device to the host."""
+@dataclass(frozen=True)
+class PendingOutcome:
+    """One eviction's outcome, as long as its numbers are on the device."""
 
-    def __init__(self, evictions: Sequence[tuple[Eviction, torch.Tensor]]) -> None:
-        self._evictions = [eviction for eviction, _ in evictions]
-        numbers = torch.stack([number for _, number in evictions])
-        self._numbers = numbers.to("cpu", non_blocking=True)
-        self._copied = torch.cuda.Event(blocking=True) if numbers.is_cuda else None
+    eviction: Eviction
+    num_retained: torch.Tensor
+    """int64 scalar."""
+    num_vision: torch.Tensor
+    """Vision tokens in the region, summed over layers and heads, int64 scalar."""
+    watch: Stopwatch
+
+
+class Outcomes:
+    """Outcomes of a step's evictions, on the way from the device to the host."""
+
+    def __init__(self, pending: Sequence[PendingOutcome], shape: CacheShape) -> None:
+        self._pending = pending
+        self._shape = shape
+        stacked = torch.stack([torch.stack((p.num_retained, p.num_vision)) for p in pending])
+        self._numbers = stacked.to("cpu", non_blocking=True)
+        self._copied = torch.cuda.Event(blocking=True) if stacked.is_cuda else None
         if self._copied is not None:
             self._copied.record()
 
-    def read(self) -> list[Retained]:
-        """Wait for the step that evicted, and return its numbers."""
+    def read(self) -> list[Outcome]:
+        """Wait for the step that evicted, and return what came of it."""
         if self._copied is not None:
             self._copied.synchronize()
         return [
-            Retained(eviction.request_id, int(eviction.new_blocks[0]), int(number))
-            for eviction, number in zip(self._evictions, self._numbers, strict=True)
+            self._outcome(pending, retained, vision)
+            for pending, (retained, vision) in zip(
+                self._pending, self._numbers.tolist(), strict=True
+            )
         ]
+
+    def _outcome(self, pending: PendingOutcome, num_retained: int, vision_sum: int) -> Outcome:
+        eviction, size = pending.eviction, self._shape.block_size
+        is_vision = eviction.prompt.is_vision()
+        num_tokens = len(is_vision)
+        num_candidates = num_tokens // size * size
+        vision = round(vision_sum / self._shape.num_pairs) + int(is_vision[num_candidates:].sum())
+        kept = num_retained * size + num_tokens - num_candidates
+        num_vision = int(is_vision.sum())
+        return Outcome(
+            request_id=eviction.request_id,
+            first_block=int(eviction.new_blocks[0]),
+            num_blocks=num_retained if eviction.guard is not None else None,
+            method=eviction.method,
+            seen={"text": num_tokens - num_vision, "vision": num_vision},
+            kept={"text": kept - vision, "vision": vision},
+            seconds=pending.watch.seconds(),
+        )
 
 
 class Evictor:
@@ -176,7 +210,8 @@ class Evictor:
         """Observation queries of prompts that span several chunks, [L, O, H * G, D]."""
         self._sums: dict[str, list[RowSums]] = {}
         """Column sums over all rows so far, a layer each, of prompts that need them."""
-        self._retained: list[tuple[Eviction, torch.Tensor]] = []
+        self._outcomes: list[PendingOutcome] = []
+        self._watches: dict[str, Stopwatch] = {}
         self._plan = StepPlan()
         self._work: list[PromptWork] = []
         self._scratch = Scratch()
@@ -234,21 +269,16 @@ class Evictor:
         `queries` is [tokens, H * G, D], rotated, of the whole batch.
         """
         for work in self._work:
-            rows = self._chunk_rows(work, layer, queries)
-            if work.summing is not None:
-                self._add_rows(work.request_id, work.summing, layer, queries, scale)
-            if work.judgement is None:
-                continue
-            if not work.in_one_chunk and work.request_id in self._queries:
-                rows = self._queries[work.request_id][layer, work.judgement.eviction.first_row :]
-            self._judge_layer(work.judgement, layer, rows, scale)
-            if len(work.judgement.scores) == self.shape.num_layers:
-                self._finish(work.judgement)
+            watch = self._watches.setdefault(work.request_id, self._stopwatch())
+            with watch.time("statistics"):
+                self._observe(work, layer, queries, scale)
+            if work.judgement and len(work.judgement.scores) == self.shape.num_layers:
+                self._finish(work.judgement, watch)
 
-    def take_retained(self) -> RetainedCounts | None:
-        """What the guarded evictions since the last call retained, if there were any."""
-        evictions, self._retained = self._retained, []
-        return RetainedCounts(evictions) if evictions else None
+    def take_outcomes(self) -> Outcomes | None:
+        """What came of the evictions since the last call, if there were any."""
+        pending, self._outcomes = self._outcomes, []
+        return Outcomes(pending, self.shape) if pending else None
 
     def warm_up(self) -> None:
         """Evict a made-up prompt, so that no request waits until kernels are compiled.
@@ -290,11 +320,20 @@ class Evictor:
             for layer in range(self.shape.num_layers):
                 self.observe_layer(layer, queries, 1.0)
             self.begin_step(StepPlan(released=[int(new_blocks[0])]))
-        self._retained.clear()
+        self._outcomes.clear()
         self.kept.clear()
         self.pool.raw[: 7 * self.pool.pages_per_block] = 0
 
     # -- observation --------------------------------------------------------------------
+
+    def _observe(self, work: PromptWork, layer: int, queries: torch.Tensor, scale: float) -> None:
+        rows = self._chunk_rows(work, layer, queries)
+        if work.summing is not None:
+            self._add_rows(work.request_id, work.summing, layer, queries, scale)
+        if work.judgement is not None:
+            if not work.in_one_chunk and work.request_id in self._queries:
+                rows = self._queries[work.request_id][layer, work.judgement.eviction.first_row :]
+            self._judge_layer(work.judgement, layer, rows, scale)
 
     def _chunk_rows(
         self, work: PromptWork, layer: int, queries: torch.Tensor
@@ -395,28 +434,14 @@ class Evictor:
 
     # -- decision -----------------------------------------------------------------------
 
-    def _finish(self, judgement: Judgement) -> None:
+    def _finish(self, judgement: Judgement, watch: Stopwatch) -> None:
         """Decide, copy what is kept, store the region."""
         eviction, prompt, policy = judgement.eviction, judgement.prompt, judgement.policy
-        shape, num_retained = self.shape, eviction.num_retained_blocks
-        decider = Decider(
-            policy,
-            prompt,
-            torch.stack(judgement.scores),
-            torch.stack(judgement.strengths),
-            shape.num_heads,
-            shape.block_size,
-            self.config.floor_pages,
-        )
-        if eviction.guard is None:
-            decision = decider.decide(num_retained)
-        else:
-            masses = torch.stack(judgement.masses)
-            decision = decider.decide_guarded(num_retained, masses, eviction.guard)
-            assert decision.num_retained is not None
-            self._retained.append((eviction, decision.num_retained))
+        shape = self.shape
+        with watch.time("selection"):
+            decision = self._decide(judgement)
+            offsets = page_offsets(decision.counts)
         num_full = prompt.num_candidates // shape.block_size
-        offsets = page_offsets(decision.counts)
         pages = (
             self.pool.keys,
             self.pool.values,
@@ -427,18 +452,50 @@ class Evictor:
             shape.num_layers,
             shape.num_heads,
         )
-        copy_kept(*pages)
-        if policy.merge:
-            merge_evicted(*pages)
-        first_block = int(eviction.new_blocks[0])
-        self.regions.add(eviction.request_id, first_block, num_retained, num_full, offsets)
+        with watch.time("copy"):
+            copy_kept(*pages)
+            if policy.merge:
+                merge_evicted(*pages)
+        self.regions.add(
+            eviction.request_id,
+            int(eviction.new_blocks[0]),
+            eviction.num_retained_blocks,
+            num_full,
+            offsets,
+        )
         self._forget(eviction.request_id)
+        if self.config.metrics or eviction.guard is not None:
+            num_vision = _count_vision(prompt, decision.positions, offsets)
+            num_retained = decision.num_retained
+            if num_retained is None:
+                num_retained = torch.full_like(num_vision, eviction.num_retained_blocks)
+            self._outcomes.append(PendingOutcome(eviction, num_retained, num_vision, watch))
         if self.config.debug.record_kept:
             self.kept.append(KeptTokens(eviction.request_id, decision.counts, decision.positions))
+
+    def _stopwatch(self) -> Stopwatch:
+        return Stopwatch(self.device, self.config.metrics)
+
+    def _decide(self, judgement: Judgement) -> Decision:
+        eviction, shape = judgement.eviction, self.shape
+        decider = Decider(
+            judgement.policy,
+            judgement.prompt,
+            torch.stack(judgement.scores),
+            torch.stack(judgement.strengths),
+            shape.num_heads,
+            shape.block_size,
+            self.config.floor_pages,
+        )
+        if eviction.guard is None:
+            return decider.decide(eviction.num_retained_blocks)
+        masses = torch.stack(judgement.masses)
+        return decider.decide_guarded(eviction.num_retained_blocks, masses, eviction.guard)
 
     def _forget(self, request_id: str) -> None:
         self._queries.pop(request_id, None)
         self._sums.pop(request_id, None)
+        self._watches.pop(request_id, None)
 
     # -- the plan on the device ---------------------------------------------------------
 
@@ -483,3 +540,10 @@ class Evictor:
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return async_tensor_h2d(array, self.device)
+
+
+def _count_vision(prompt: Prompt, positions: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Vision tokens in all pages that were dealt, int64 scalar; see `select_tokens`."""
+    in_page = prompt.is_vision[positions.long()].sum(1)
+    is_dealt = torch.arange(len(in_page), device=offsets.device) < offsets[-1]
+    return (in_page * is_dealt).sum()

@@ -45,6 +45,8 @@ class Compression:
     """Fresh blocks held between the scheduling of the last chunk and the swap."""
     swapped: bool = False
     """Whether the request's row is compressed now."""
+    deferred: bool = False
+    """Whether the last chunk had to wait for the blocks to copy into."""
 
     def needs_reservation(self, num_tokens: int) -> bool:
         """Whether a chunk that brings the request to `num_tokens` ends its prompt."""
@@ -59,6 +61,8 @@ class Swap:
     new_blocks: list[int]
     row_blocks: list[int]
     num_freed: int
+    deferred: bool
+    """Whether the last chunk had to wait for the blocks to copy into."""
 
 
 class EvictingManager(FullAttentionManager):
@@ -95,6 +99,9 @@ class EvictingManager(FullAttentionManager):
         num_blocks = super().get_num_blocks_to_allocate(request_id, num_tokens, *args, **kwargs)
         compression = self.compressions.get(request_id)
         if compression and compression.needs_reservation(num_tokens):
+            num_free = self.block_pool.get_num_free_blocks()
+            if num_blocks <= num_free < num_blocks + compression.num_retained_blocks:
+                compression.deferred = True
             num_blocks += compression.num_retained_blocks
         return num_blocks
 
@@ -137,7 +144,17 @@ class EvictingManager(FullAttentionManager):
             new_blocks=[block.block_id for block in fresh],
             row_blocks=[block.block_id for block in blocks],
             num_freed=self.block_pool.get_num_free_blocks() - free_before,
+            deferred=compression.deferred,
         )
+
+    def num_held(self) -> tuple[int, int]:
+        """Requests that are compressed now, and the blocks they hold."""
+        compressed = [(r, c) for r, c in self.compressions.items() if c.swapped]
+        blocks = sum(
+            c.num_retained_blocks + len(self.req_to_blocks[r]) - c.num_full_blocks
+            for r, c in compressed
+        )
+        return len(compressed), blocks
 
     def block_ids(self, request_id: str, num_tokens: int) -> np.ndarray:
         """Ids of the blocks that hold a request's first tokens, int32 [ceil(num_tokens / N)]."""

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of vLLM that are wrapped because vLLM has no hook there.
+"""The functions and the class of vLLM that are wrapped because vLLM has no hook there.
 
 | function | why | can go when |
 |---|---|---|
 | `EngineArgs.add_cli_args` | a general plugin cannot add flags to `vllm serve` | vLLM lets plugins add an argument group |
 | `EngineArgs.from_cli_args` | the flags must reach `additional_config` | the same |
 | `EngineArgs.create_engine_config` | `additional_config` must choose scheduler and worker, and refuse what is unsupported before a model loads; no hook sees both | vLLM offers a config hook to general plugins |
+| `loggers.PrometheusStatLogger` (replaced by a subclass) | `/metrics` has no door for an engine's own numbers but stat logger plugins, and one that is installed turns `--disable-log-stats` off for every engine | such a plugin may decline |
 | `InputProcessor._validate_params` | a wrong `vllm_xargs` value must become HTTP 400 in the server process | vLLM lets plugins validate request parameters |
 
 The first three are wrapped when the plugin loads and pass everything through
-unless eviction is asked for; the fourth is wrapped once it is.
+unless eviction is asked for; the others are once it is.
 `tests/test_patches.py` fails when one of them changes its signature.
 """  # noqa: E501
 
@@ -65,6 +66,15 @@ def install_request_validation() -> None:
     _wrap(InputProcessor, "_validate_params", _validate_request)
 
 
+def install_metrics() -> None:
+    """Put a subclass in the place of vLLM's Prometheus logger; again changes nothing."""
+    from vllm.v1.metrics import loggers
+
+    from vllm_tgvkv.server.prometheus import EvictionPrometheusStatLogger
+
+    loggers.PrometheusStatLogger = EvictionPrometheusStatLogger
+
+
 def _wrap(
     owner: type,
     name: str,
@@ -114,8 +124,8 @@ def _add_flags(original: Callable[..., Any], parser: Any) -> Any:
         default=argparse.SUPPRESS,
         help="Everything else, as a YAML or JSON file or inline JSON: granularity (layer, head), "
         "observation_window, sinks, floor_pages, min_prompt_tokens, text_only (keep, evict), "
-        "prefix_reuse (exact, full), decode_kernel (stock, triton), metrics (true, false), pooling, "
-        "methods (mixes of parts of methods, by name).",
+        "prefix_reuse (exact, full), decode_kernel (stock, triton), metrics (true, false), "
+        "pooling, methods (mixes of parts of methods, by name).",
     )
     return parser
 
@@ -192,6 +202,8 @@ def _configure_engine(
     scheduler.scheduler_cls = ASYNC_SCHEDULER_CLS if scheduler.async_scheduling else SCHEDULER_CLS
     vllm_config.attention_config.backend = AttentionBackendEnum[platform.attention_backend]
     install_request_validation()
+    if config.metrics:
+        install_metrics()
     return vllm_config
 
 

@@ -91,17 +91,25 @@ class StepPlan:
 
 
 @dataclass(frozen=True)
-class Retained:
-    """How many blocks a guarded eviction retained; travels from the worker to the scheduler."""
+class Outcome:
+    """What only the worker knows of an eviction; travels from it to the scheduler."""
 
     request_id: str
     first_block: int
     """First block of the region: tells an eviction from another one of the same request."""
-    num_blocks: int
+    num_blocks: int | None
+    """Blocks that a guarded eviction retained; None if there was no guard."""
+    method: str
+    seen: dict[str, int]
+    """Prompt tokens by modality, `text` and `vision`."""
+    kept: dict[str, int]
+    """Kept ones, mean over layers and heads, rounded."""
+    seconds: dict[str, float]
+    """Time on the device by part, see `stopwatch.PARTS`."""
 
 
 ATTRIBUTE = "kv_eviction_plan"
 """Name under which the plan hangs on vLLM's `SchedulerOutput`."""
 
-RETAINED_ATTRIBUTE = "kv_eviction_retained"
-"""Name under which a list of `Retained` hangs on vLLM's `ModelRunnerOutput`."""
+OUTCOMES_ATTRIBUTE = "kv_eviction_outcomes"
+"""Name under which a list of `Outcome` hangs on vLLM's `ModelRunnerOutput`."""

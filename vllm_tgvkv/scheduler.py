@@ -22,18 +22,22 @@ from vllm_tgvkv.counters import EvictionCounters
 from vllm_tgvkv.decision import Guard
 from vllm_tgvkv.integrity import check_integrity
 from vllm_tgvkv.manager import EvictingManager
+from vllm_tgvkv.metrics import Observations
 from vllm_tgvkv.plan import (
     ATTRIBUTE,
-    RETAINED_ATTRIBUTE,
+    OUTCOMES_ATTRIBUTE,
     Eviction,
     Observation,
-    Retained,
+    Outcome,
     RowSumming,
     StepPlan,
 )
 from vllm_tgvkv.prompt import PromptMap, Voters, map_prompt, voters
 
 logger = init_logger("vllm.tgvkv")
+
+_GAUGE_SECONDS = 1.0
+"""Gauges are looked at this often; they take a look at every compressed request."""
 
 
 @dataclass
@@ -75,7 +79,9 @@ class EvictionScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.eviction_config = config_of(self.vllm_config)
-        self.eviction_counters = EvictionCounters()
+        measures = self.log_stats and self.eviction_config.metrics
+        self._observations = Observations() if measures else None
+        self.eviction_counters = EvictionCounters(observations=self._observations)
         (manager,) = self.kv_cache_manager.coordinator.single_type_managers
         assert isinstance(manager, EvictingManager), type(manager)
         self._manager = manager
@@ -87,6 +93,7 @@ class EvictionScheduler(Scheduler):
         self._candidates: dict[str, Candidate] = {}
         self._forgotten: list[str] = []
         self._reports: dict[str, EvictionReport] = {}
+        self._last_gauges = 0.0
         self._last_log, self._last_line = time.monotonic(), str(self.eviction_counters)
         config = self.eviction_config
         logger.info(
@@ -126,7 +133,7 @@ class EvictionScheduler(Scheduler):
             # vLLM's front ends answer such a request with HTTP 400; one that does not must
             # not be able to end the engine.
             logger.warning("KV eviction of %s skipped: %s", request.request_id, error)
-            self._skip(request, "invalid_request")
+            self._skip(request, self.eviction_config.policy, "invalid_request")
             return
         if wish.report:
             num_blocks = cdiv(request.num_prompt_tokens, self.block_size)
@@ -135,7 +142,7 @@ class EvictionScheduler(Scheduler):
             )
         candidate = self._make_candidate(request, wish)
         if isinstance(candidate, str):
-            self._skip(request, candidate)
+            self._skip(request, wish.policy, candidate)
             return
         self._candidates[request.request_id] = candidate
         self._manager.expect_eviction(
@@ -177,8 +184,8 @@ class EvictionScheduler(Scheduler):
         rows = voters(prompt, policy.row_sets, config.observation_window)
         return Candidate(wish, prompt, rows, num_retained, guard)
 
-    def _skip(self, request: Request, reason: str) -> None:
-        self.eviction_counters.skip(reason)
+    def _skip(self, request: Request, policy: str, reason: str) -> None:
+        self.eviction_counters.skip(policy, reason)
         if report := self._reports.get(request.request_id):
             report.skip_reason = reason
         logger.debug("KV eviction of %s skipped: %s", request.request_id, reason)
@@ -194,7 +201,7 @@ class EvictionScheduler(Scheduler):
             # A preempted request has grown: its replay and the retained blocks together
             # no longer fit an empty pool, so waiting for them would never end.
             self._forget(request.request_id)
-            self._skip(request, "pool_too_small")
+            self._skip(request, candidate.wish.policy, "pool_too_small")
             return blocks, num_hit, boundary, diverged
         limit = candidate.voters.last_cached(self.eviction_config.prefix_reuse == "exact")
         if limit is not None and num_hit > limit:
@@ -227,6 +234,13 @@ class EvictionScheduler(Scheduler):
         """vLLM's statistics; at vLLM's interval the totals are logged, if they changed."""
         stats = super().make_stats(*args, **kwargs)
         now = time.monotonic()
+        if stats is not None and self._observations is not None:
+            if now - self._last_gauges >= _GAUGE_SECONDS:
+                self._last_gauges = now
+                num_requests, num_blocks = self._manager.num_held()
+                self._observations.set("compressed_requests", num_requests)
+                self._observations.set("blocks_held", num_blocks)
+            self._observations.move_to(stats.waiting_lora_adapters)
         if stats is not None and now - self._last_log >= envs.VLLM_LOG_STATS_INTERVAL:
             self._last_log = now
             line = str(self.eviction_counters)
@@ -306,7 +320,11 @@ class EvictionScheduler(Scheduler):
 
     def _evict(self, request: Request, candidate: Candidate) -> Eviction:
         swap = self._manager.swap(request.request_id)
-        self.eviction_counters.blocks_given_back += swap.num_freed - len(swap.new_blocks)
+        self.eviction_counters.gave_back(
+            candidate.wish.policy, swap.num_freed - len(swap.new_blocks)
+        )
+        if swap.deferred:
+            self.eviction_counters.deferred(candidate.wish.policy)
         if candidate.guard is None:
             self._count(request, candidate, candidate.num_retained_blocks)
         return Eviction(
@@ -323,20 +341,20 @@ class EvictionScheduler(Scheduler):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         # Before vLLM's own update, which may end the request and make its report.
-        for retained in getattr(model_runner_output, RETAINED_ATTRIBUTE, ()):
-            self._trim(retained)
+        for outcome in getattr(model_runner_output, OUTCOMES_ATTRIBUTE, ()):
+            self.eviction_counters.came_out(outcome)
+            if outcome.num_blocks is not None:
+                self._trim(outcome, outcome.num_blocks)
         return super().update_from_output(scheduler_output, model_runner_output)
 
-    def _trim(self, retained: Retained) -> None:
+    def _trim(self, outcome: Outcome, num_retained: int) -> None:
         """Take back the blocks that a guarded eviction was given and did not need."""
-        candidate = self._candidates.get(retained.request_id)
-        num_freed = self._manager.trim(
-            retained.request_id, retained.first_block, retained.num_blocks
-        )
+        candidate = self._candidates.get(outcome.request_id)
+        num_freed = self._manager.trim(outcome.request_id, outcome.first_block, num_retained)
         if candidate is None or num_freed is None:
             return  # it ended or was preempted, and all of its blocks went back
-        self.eviction_counters.blocks_given_back += num_freed
-        self._count(self.requests[retained.request_id], candidate, retained.num_blocks)
+        self.eviction_counters.gave_back(candidate.wish.policy, num_freed)
+        self._count(self.requests[outcome.request_id], candidate, num_retained)
 
     def _count(self, request: Request, candidate: Candidate, retained: int) -> None:
         """Put an eviction that retained so many blocks on record."""
@@ -345,7 +363,7 @@ class EvictionScheduler(Scheduler):
         num_kept = retained * self.block_size + num_tail
         num_blocks_before = cdiv(num_tokens, self.block_size)
         num_blocks = num_blocks_before - num_full + retained
-        self.eviction_counters.evicted(num_tokens, num_kept)
+        self.eviction_counters.evicted(candidate.wish.policy, num_tokens, num_kept)
         if report := self._reports.get(request.request_id):
             report.kept_tokens, report.blocks_after = num_kept, num_blocks
         logger.debug(

@@ -19,9 +19,9 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_tgvkv.attention import EvictingBuilder
 from vllm_tgvkv.counters import EvictionCounters
-from vllm_tgvkv.evictor import Evictor, RetainedCounts
+from vllm_tgvkv.evictor import Evictor, Outcomes
 from vllm_tgvkv.pages import page_pool
-from vllm_tgvkv.plan import ATTRIBUTE, RETAINED_ATTRIBUTE, Eviction, StepPlan
+from vllm_tgvkv.plan import ATTRIBUTE, OUTCOMES_ATTRIBUTE, Eviction, StepPlan
 
 
 @contextmanager
@@ -80,12 +80,12 @@ class EvictingWorker:
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
-        counts = self.evictor.take_retained()
-        if counts is None:
+        outcomes = self.evictor.take_outcomes()
+        if outcomes is None:
             return output
         if isinstance(output, AsyncModelRunnerOutput):
-            return OutputWithRetained(output, counts)
-        return attach_retained(output, counts)
+            return OutputWithOutcomes(output, outcomes)
+        return attach_outcomes(output, outcomes)
 
     def find_row(self, common: CommonAttentionMetadata, request_id: str) -> int | None:
         """Row of a request in the batch that is being built, see `RowFinder`."""
@@ -98,6 +98,19 @@ class EvictingWorker:
     def kv_eviction_stats(self) -> dict[str, Any]:
         """Totals of `EvictionCounters` as of the last step, for `collective_rpc`."""
         return self._counters
+
+    def kv_eviction_status(self) -> dict[str, Any]:
+        """Totals and pool of this engine, for `GET /kv-eviction/status`."""
+        pool = self.evictor.pool
+        return {
+            "totals": self._counters,
+            "pool": {
+                "blocks": pool.num_blocks - 1,
+                "block_size": pool.block_size,
+                "layers": pool.num_layers,
+                "kv_heads": pool.num_heads,
+            },
+        }
 
     def kv_eviction_kept(self) -> list[dict[str, Any]]:
         """Kept tokens of the last evictions, with the debug option `record_kept`.
@@ -130,17 +143,17 @@ class EvictingWorker:
         return group.get_metadata_builder()
 
 
-class OutputWithRetained(AsyncModelRunnerOutput):
-    """A step's output that is still on the device, and what its evictions retained."""
+class OutputWithOutcomes(AsyncModelRunnerOutput):
+    """A step's output that is still on the device, and what came of its evictions."""
 
-    def __init__(self, output: AsyncModelRunnerOutput, counts: RetainedCounts) -> None:
+    def __init__(self, output: AsyncModelRunnerOutput, outcomes: Outcomes) -> None:
         self._output = output
-        self._counts = counts
+        self._outcomes = outcomes
 
     def get_output(self) -> ModelRunnerOutput:
-        return attach_retained(self._output.get_output(), self._counts)
+        return attach_outcomes(self._output.get_output(), self._outcomes)
 
 
-def attach_retained(output: ModelRunnerOutput, counts: RetainedCounts) -> ModelRunnerOutput:
-    setattr(output, RETAINED_ATTRIBUTE, counts.read())
+def attach_outcomes(output: ModelRunnerOutput, outcomes: Outcomes) -> ModelRunnerOutput:
+    setattr(output, OUTCOMES_ATTRIBUTE, outcomes.read())
     return output

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run of load: `vllm bench serve`, with the requests of a workload."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from demo.pages import make_page
+from demo.run import png_url, stop
+from demo.tasks import make_example
+from loadtests.profile import Arm, Pages, Profile, Random
+from loadtests.server import LoadTestError, Server, environment, executable, tail
+
+PERCENTILES = (50, 90, 99)
+METRICS = ("ttft", "tpot", "itl", "e2el")
+SPLIT = "test"
+WARM_UP_PAGE = 900_000
+"""Pages from here on are shown before anything is measured, and not again."""
+
+DETAILS = ("itls", "start_times", "queue_times", "latencies", "generated_texts")
+"""Lists of `vllm bench serve` that are not kept."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests of one workload at one rate. All arms get the same, at the same times."""
+
+    workload: str
+    rate: float
+    requests: int
+    seed: int
+    first_page: int
+    """No other load shows pages from this one on."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.workload} {self.rate:g}/s"
+
+
+def plan(profile: Profile) -> list[Load]:
+    """All loads of a sweep, in order."""
+    return list(_loads(profile))
+
+
+def rounds(profile: Profile) -> Iterator[Load]:
+    """The loads of a soak: those of a sweep again and again, with new requests each time."""
+    start = 0
+    while True:
+        for load in _loads(profile, start):
+            start += 1
+            yield load
+
+
+def _loads(profile: Profile, start: int = 0) -> Iterator[Load]:
+    """Each load's number decides its seed and pages."""
+    number = start
+    for name, workload in profile.workloads.items():
+        for rate in workload.rates:
+            requests = workload.requests(rate)
+            yield Load(name, rate, requests, profile.seed + number, number * 10_000)
+            number += 1
+
+
+def run_load(profile: Profile, arm: Arm, server: Server, load: Load, folder: Path) -> dict:
+    """Run `vllm bench serve`; its result without what is of no use later.
+
+    Raises:
+        LoadTestError: if it fails; single requests that fail are counted in the result.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    result, log = folder / "bench.json", folder / "bench.log"
+    result.unlink(missing_ok=True)
+    command = [executable(), *bench_arguments(profile, arm, server, load, folder)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment(profile),
+            start_new_session=True,
+        )
+        try:
+            status = process.wait()
+        finally:
+            stop(process)
+    if status != 0 or not result.exists():
+        raise LoadTestError(
+            f"vllm bench serve ended with status {status}; the end of {log}:\n{tail(log)}"
+        )
+    return read_result(result)
+
+
+def bench_arguments(
+    profile: Profile, arm: Arm, server: Server, load: Load, folder: Path
+) -> list[str]:
+    """Arguments of `vllm` for a load; writes the requests of a `pages` workload."""
+    workload = profile.workloads[load.workload]
+    arguments = ["bench", "serve", "--backend", "openai-chat"]
+    arguments += ["--base-url", server.url, "--endpoint", "/v1/chat/completions"]
+    arguments += ["--model", profile.model, "--served-model-name", profile.request_model]
+    if profile.tokenizer is not None:
+        arguments += ["--tokenizer", profile.tokenizer]
+    arguments += ["--num-prompts", str(load.requests), "--request-rate", str(load.rate)]
+    # A burstiness of 1 is a Poisson process. Greedy, so that arms can be compared.
+    arguments += ["--burstiness", "1", "--seed", str(load.seed), "--temperature", "0"]
+    arguments += ["--percentile-metrics", ",".join(METRICS)]
+    arguments += ["--metric-percentiles", ",".join(map(str, PERCENTILES))]
+    if profile.goodput:
+        arguments += ["--goodput", *(f"{name}:{value}" for name, value in profile.goodput.items())]
+    if arm.extra_body:
+        arguments += ["--extra-body", json.dumps(arm.extra_body)]
+    arguments += ["--disable-tqdm", "--disable-shuffle", "--save-result", "--save-detailed"]
+    arguments += ["--result-dir", str(folder), "--result-filename", "bench.json"]
+    if isinstance(workload, Random):
+        return arguments + _random_arguments(workload)
+    requests = folder / "requests.jsonl"
+    with requests.open("w", encoding="utf-8") as file:
+        for content in page_requests(workload, load.first_page, load.requests):
+            file.write(json.dumps({"content": content}) + "\n")
+    arguments += ["--dataset-name", "custom_image", "--dataset-path", str(requests)]
+    arguments += ["--enable-multimodal-chat", "--no-oversample"]
+    arguments += ["--custom-output-len", str(workload.output_tokens)]
+    return arguments if workload.natural_end else [*arguments, "--ignore-eos"]
+
+
+def _random_arguments(workload: Random) -> list[str]:
+    size = workload.image_size
+    arguments = ["--dataset-name", "random-mm"]
+    arguments += ["--random-input-len", str(workload.input_tokens)]
+    arguments += ["--random-output-len", str(workload.output_tokens)]
+    arguments += ["--random-range-ratio", str(workload.spread)]
+    arguments += ["--random-prefix-len", str(workload.prefix_tokens)]
+    arguments += ["--random-mm-base-items-per-request", str(workload.images)]
+    limit = {"image": max(1, workload.images), "video": 0}
+    arguments += ["--random-mm-limit-mm-per-prompt", json.dumps(limit)]
+    return [*arguments, "--random-mm-bucket-config", f"{{({size}, {size}, 1): 1.0}}"]
+
+
+def page_requests(workload: Pages, first: int, count: int) -> Iterator[list[dict[str, Any]]]:
+    """The contents of `count` messages: their images, then the question."""
+    for number in range(count):
+        scale = workload.scales[number % len(workload.scales)]
+        if workload.questions_per_image > 1:
+            page = make_page(SPLIT, first + number // workload.questions_per_image)
+            place = number % workload.questions_per_image
+            scale = workload.scales[number // workload.questions_per_image % len(workload.scales)]
+            images = [page.image]
+            question = page.questions[place % len(page.questions)].text
+        else:
+            task = workload.tasks[number % len(workload.tasks)]
+            example = make_example(task, SPLIT, first + number)
+            images = [page.image for page in example.pages]
+            question = example.question
+        yield [
+            *({"type": "image_url", "image_url": {"url": _url(image, scale)}} for image in images),
+            {"type": "text", "text": question},
+        ]
+
+
+def _url(image: Image.Image, scale: int) -> str:
+    return png_url(image.resize((image.width * scale, image.height * scale)))
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """What `vllm bench serve` saved: its figures, and lists by request where arms are compared."""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    texts = result["generated_texts"]
+    result["texts"] = [hashlib.sha256(text.encode()).hexdigest()[:8] for text in texts]
+    result["errors"] = [error.strip().splitlines()[-1] if error else "" for error in result["errors"]]
+    return {name: value for name, value in result.items() if name not in DETAILS}
+
+
+def warm_up(profile: Profile, arm: Arm, server: Server) -> None:
+    """Send a few requests one after the other, so that the first measured one is not the first.
+
+    Raises:
+        LoadTestError: if one is refused; the message has the server's.
+    """
+    workload = Pages(rates=(1,), seconds=1, output_tokens=8)
+    for content in page_requests(workload, WARM_UP_PAGE, profile.warmup_requests):
+        body = {
+            "model": profile.request_model,
+            "messages": [{"role": "user", "content": content}],
+            "max_completion_tokens": workload.output_tokens,
+            "temperature": 0,
+            **arm.extra_body,
+        }
+        request = urllib.request.Request(
+            f"{server.url}/v1/chat/completions",
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        if key := os.environ.get("OPENAI_API_KEY"):
+            request.add_header("Authorization", f"Bearer {key}")
+        try:
+            with urllib.request.urlopen(request, timeout=profile.startup_seconds) as response:
+                response.read()
+        except urllib.error.HTTPError as error:
+            said = error.read().decode(errors="replace")[:2000]
+            raise LoadTestError(f"{server.url} refused a request: {said}") from None
+        except OSError as error:
+            raise LoadTestError(f"{server.url} did not answer a request: {error}") from None

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`results.json`: what was measured, and everything the report is written from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from loadtests.scrape import Sample
+
+FILE = "results.json"
+COUNTERS = ("preemptions", "prefix_queries", "prefix_hits", "image_hits", "finished")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One load on one arm."""
+
+    arm: str
+    workload: str
+    rate: float
+    bench: dict[str, Any]
+    """What `vllm bench serve` measured."""
+    times: list[float]
+    """Seconds since the arm was ready, of every look at its `/metrics`."""
+    running: list[float]
+    waiting: list[float]
+    kv_usage: list[float]
+    memory_mib: list[float | None]
+    counts: dict[str, float]
+    """How far counters went up during the run."""
+    eviction: dict[str, float]
+    """The same of the plugin's own."""
+    drain_seconds: float
+    idle: bool
+    """Whether nothing ran or waited and no block was in use in the end."""
+    left: dict[str, float]
+    """Running and waiting requests and blocks in use in the end."""
+
+    @classmethod
+    def of(
+        cls,
+        arm: str,
+        workload: str,
+        rate: float,
+        bench: dict[str, Any],
+        samples: Sequence[Sample],
+        drained: tuple[float, Sample],
+        ready: float,
+    ) -> Run:
+        """Put together a run from the looks at the server; the last one is after it was drained."""
+        first, (seconds, last) = samples[0], drained
+        looks = [*samples, last]
+        return cls(
+            arm=arm,
+            workload=workload,
+            rate=rate,
+            bench=bench,
+            times=[round(look.time - ready, 2) for look in looks],
+            running=[look.running for look in looks],
+            waiting=[look.waiting for look in looks],
+            kv_usage=[round(look.kv_usage, 4) for look in looks],
+            memory_mib=[
+                None if look.memory_mib is None else round(look.memory_mib, 1) for look in looks
+            ],
+            counts={name: getattr(last, name) - getattr(first, name) for name in COUNTERS},
+            eviction={n: v - first.eviction.get(n, 0.0) for n, v in last.eviction.items()},
+            drain_seconds=round(seconds, 2),
+            idle=last.idle,
+            left={"running": last.running, "waiting": last.waiting, "kv_usage": last.kv_usage},
+        )
+
+    @property
+    def begin(self) -> int:
+        """The look before the first that saw a request: `vllm bench serve` takes time to start."""
+        seen = [i for i, (r, w) in enumerate(zip(self.running, self.waiting, strict=True)) if r + w]
+        return max(0, seen[0] - 1) if seen else 0
+
+    @property
+    def prefix_hit_share(self) -> float:
+        queries = self.counts["prefix_queries"]
+        return self.counts["prefix_hits"] / queries if queries else 0.0
+
+
+@dataclass
+class Record:
+    """One load test, as far as it got."""
+
+    profile: dict[str, Any]
+    facts: dict[str, Any]
+    arms: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Of each arm: command, pool, seconds to start, load of the machine before."""
+    runs: list[Run] = field(default_factory=list)
+
+    def write(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(asdict(self), separators=(",", ":"))
+        # A run a line: short, and differences can be read.
+        text = text.replace('{"arm":', '\n{"arm":')
+        (folder / FILE).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> Record:
+        values = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        values["runs"] = [Run(**run) for run in values["runs"]]
+        return cls(**values)
+
+    def of(self, arm: str | None = None, workload: str | None = None) -> list[Run]:
+        """The runs of an arm and a workload, in order."""
+        return [
+            run
+            for run in self.runs
+            if arm in (None, run.arm) and workload in (None, run.workload)
+        ]
+
+    @property
+    def is_soak(self) -> bool:
+        return self.profile["soak"] is not None

@@ -1,0 +1,463 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dashboard, alerts and `docs/metrics.md` against what vLLM's Prometheus logger with ours exports.
+
+A real Prometheus scrapes it, loads the rules and answers every query, where one is installed (Debian
+package `prometheus`). Elsewhere, names are compared with a scrape, and queries parsed if the package
+`promql-parser` is there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import shutil
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+import wsgiref.simple_server
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import prometheus_client
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+from vllm.config import VllmConfig
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+
+from demo.run import free_port
+from tests.conftest import ROOT
+from vllm_tgvkv.config import CONFIG_KEY
+from vllm_tgvkv.counters import SKIP_REASONS
+from vllm_tgvkv.metrics import METRICS, Observations
+from vllm_tgvkv.server.prometheus import EvictionPrometheusStatLogger
+
+CONFIGS = ROOT / "configs"
+DASHBOARD = CONFIGS / "grafana/dashboards/kv-eviction.json"
+RULES = CONFIGS / "prometheus/rules/kv-eviction.yml"
+ALERT_TESTS = sorted((ROOT / "tests/data/alerts").glob("*.yml"))
+RECORDED = ROOT / "tests/data/metrics.txt"
+"""`/metrics` of a server with eviction: curl -s localhost:8000/metrics > tests/data/metrics.txt"""
+TROUBLESHOOTING = ROOT / "docs/troubleshooting.md"
+
+START_SECONDS = 60
+SCRAPE_INTERVAL = "200ms"
+SCRAPES = 8
+LABELS = {
+    "policy": ("tgv", "snapkv"),
+    "reason": tuple(SKIP_REASONS),
+    "modality": ("text", "vision"),
+    "part": ("statistics", "selection", "copy"),
+}
+VARIABLES = {
+    "__rate_interval": "1m",
+    "__range": "1m",
+    "model_name": "m",
+    "engine": "0",
+    "policy": "tgv",
+}
+"""One value each: a matcher of a label that a metric has not then finds nothing."""
+
+
+# What is checked
+
+
+@dataclass(frozen=True)
+class Query:
+    """A query of a panel."""
+
+    panel: int
+    title: str
+    expression: str
+    legend: str
+
+    @property
+    def filled(self) -> str:
+        """The query with a value for every variable, as Grafana sends it."""
+        return re.sub(r"\$(\w+)", lambda match: VARIABLES[match[1]], self.expression)
+
+
+def dashboard() -> dict[str, Any]:
+    return json.loads(DASHBOARD.read_text())
+
+
+def panels() -> list[dict[str, Any]]:
+    return [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
+
+
+def rules() -> list[dict[str, Any]]:
+    return [rule for g in yaml.safe_load(RULES.read_text())["groups"] for rule in g["rules"]]
+
+
+QUERIES = [
+    Query(panel["id"], panel["title"], target["expr"], target["legendFormat"])
+    for panel in panels()
+    for target in panel["targets"]
+]
+EXPRESSIONS = {f"{q.panel}-{n}": q.filled for n, q in enumerate(QUERIES)} | {
+    rule["alert"]: rule["expr"] for rule in rules()
+}
+each_query = pytest.mark.parametrize("query", QUERIES, ids=lambda q: f"{q.panel}-{q.title}")
+each_expression = pytest.mark.parametrize("expression", EXPRESSIONS.values(), ids=EXPRESSIONS)
+each_rule = pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule["alert"])
+
+
+def selectors(expression: str) -> list[tuple[str, str]]:
+    """Names of metrics and what stands in braces behind them."""
+    return re.findall(r"(vllm:\w+)(?:\{([^}]*)\})?", expression)
+
+
+def program(name: str) -> str:
+    path = shutil.which(name)
+    if path is None:
+        pytest.skip(f"{name} is not installed (Debian package prometheus)")
+    return path
+
+
+# What is asked
+
+
+class Traffic:
+    """vLLM's Prometheus logger with ours, and an engine's statistics to feed it."""
+
+    def __init__(self) -> None:
+        config = VllmConfig()
+        config.model_config = SimpleNamespace(
+            served_model_name="m", max_model_len=1024, is_diffusion=False
+        )
+        config.additional_config = {CONFIG_KEY: {"policy": "tgv"}}
+        self._logger = EvictionPrometheusStatLogger(config)
+
+    def step(self) -> None:
+        """Let every metric of ours move, and those of vLLM that are asked for."""
+        observations = Observations()
+        for metric in METRICS.values():
+            for labels in itertools.product(*(LABELS[label] for label in metric.labels)):
+                if metric.kind == "gauge":
+                    observations.set(metric.name, 3)
+                elif metric.kind == "histogram":
+                    observations.observe(metric.name, *labels, value=0.01)
+                else:
+                    number = {"prompt_tokens": 100, "kept_tokens": 12}.get(metric.name, 2)
+                    observations.count(metric.name, *labels, by=number)
+        stats = SchedulerStats(num_running_reqs=5, num_waiting_reqs=2, kv_cache_usage=0.7)
+        observations.move_to(stats.waiting_lora_adapters)
+        iteration = IterationStats()
+        iteration.time_to_first_tokens_iter = [0.2, 0.2]
+        iteration.inter_token_latencies_iter = [0.02] * 10
+        iteration.num_preempted_reqs = 1
+        self._logger.record(stats, iteration)
+
+
+@pytest.fixture(scope="module")
+def traffic() -> Iterator[Traffic]:
+    yield Traffic()
+    unregister_vllm_metrics()
+
+
+@pytest.fixture(scope="module")
+def metrics_address(traffic: Traffic) -> Iterator[str]:
+    """Host and port of a `/metrics` with a step of traffic before every scrape."""
+    app = prometheus_client.make_wsgi_app()
+
+    def one_more_step(environ: Any, start_response: Any) -> Any:
+        traffic.step()
+        return app(environ, start_response)
+
+    class Silent(wsgiref.simple_server.WSGIRequestHandler):
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    with wsgiref.simple_server.make_server(
+        "127.0.0.1", 0, one_more_step, handler_class=Silent
+    ) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+class Prometheus:
+    """The HTTP API of a running Prometheus."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def get(self, path: str, **parameters: str) -> Any:
+        url = f"{self._address}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+        try:
+            with urllib.request.urlopen(url, timeout=10) as response:
+                answer = json.load(response)
+        except urllib.error.HTTPError as error:
+            raise AssertionError(error.read().decode()) from error
+        assert not answer.get("warnings"), answer
+        return answer["data"]
+
+    def query(self, expression: str) -> list[tuple[dict[str, str], float]]:
+        """Labels and value of every series of an instant query."""
+        found = self.get("query", query=expression)["result"]
+        return [(series["metric"], float(series["value"][1])) for series in found]
+
+    def is_busy(self) -> bool:
+        """Whether there are enough scrapes and the rules were looked at."""
+        try:
+            counts = self.query("count_over_time(vllm:num_requests_running[1m])")
+            groups = self.get("rules")["groups"]
+        except (urllib.error.URLError, ConnectionError, AssertionError):
+            return False  # it is starting
+        was_evaluated = all(g["lastEvaluation"] > "0001-01-02" for g in groups) and groups
+        return bool(counts) and counts[0][1] >= SCRAPES and bool(was_evaluated)
+
+
+@pytest.fixture(scope="module")
+def prometheus(
+    metrics_address: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Prometheus]:
+    """A Prometheus with our configuration and rules, but for addresses and interval."""
+    binary = program("prometheus")
+    folder = tmp_path_factory.mktemp("prometheus")
+    config = yaml.safe_load((CONFIGS / "prometheus/prometheus.yml").read_text())
+    config["global"] = dict.fromkeys(config["global"], SCRAPE_INTERVAL)
+    config["rule_files"] = [str(RULES.parent / Path(p).name) for p in config["rule_files"]]
+    config["scrape_configs"][0]["static_configs"] = [{"targets": [metrics_address]}]
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    address = f"127.0.0.1:{free_port()}"
+    command = [binary, f"--config.file={folder}/prometheus.yml", "--log.level=warn"]
+    command += [f"--storage.tsdb.path={folder}/data", f"--web.listen-address={address}"]
+    log = folder / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        server = Prometheus(f"http://{address}")
+        deadline = time.monotonic() + START_SECONDS
+        while not server.is_busy():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        yield server
+    finally:
+        process.terminate()
+        process.wait(START_SECONDS)
+
+
+# Queries
+
+
+@each_query
+def test_a_query_finds_numbers(prometheus: Prometheus, query: Query) -> None:
+    found = prometheus.query(query.filled)
+    assert found
+    assert all(math.isfinite(value) for _, value in found), found
+    for labels, _ in found:
+        assert set(re.findall(r"\{\{(\w+)\}\}", query.legend)) <= labels.keys()
+    legends = [re.sub(r"\{\{(\w+)\}\}", lambda m: row[0][m[1]], query.legend) for row in found]  # noqa: B023
+    assert len(set(legends)) == len(found), "several lines with one name"
+
+
+def test_numbers_at_a_glance(prometheus: Prometheus) -> None:
+    """The figures that `Traffic` makes."""
+    num_skipped = 2 * len(SKIP_REASONS)
+    expected = {
+        "Requests evicted": 2 / (2 + num_skipped),
+        "Prompt tokens kept": 0.12,
+        "Blocks given back per eviction": 1,
+        "Eviction against time to first token": 3 * 0.01 / 0.2,
+        "Skipped by mistake": 3 * 2 / (2 + num_skipped),
+        "Highest KV cache usage": 0.7,
+    }
+    stats = {p["title"]: p["id"] for p in panels() if p["type"] == "stat"}
+    assert stats.keys() == expected.keys()
+    for query in QUERIES:
+        if query.title in stats:
+            ((_, value),) = prometheus.query(query.filled)
+            assert value == pytest.approx(expected[query.title], rel=1e-3), query.title
+
+
+def test_variables_have_values(prometheus: Prometheus) -> None:
+    queries = [v for v in dashboard()["templating"]["list"] if v["type"] == "query"]
+    assert {v["name"] for v in queries} == VARIABLES.keys() - {"__rate_interval", "__range"}
+    for variable in queries:
+        text = variable["query"]["query"]
+        selector, label = re.fullmatch(r"label_values\((.*), (\w+)\)", text).groups()
+        match = re.sub(r"\$(\w+)", lambda m: VARIABLES[m[1]], selector)
+        found = {series[label] for series in prometheus.get("series", **{"match[]": match})}
+        assert VARIABLES[variable["name"]] in found
+
+
+@each_expression
+def test_an_expression_parses(expression: str) -> None:
+    """By another parser than Prometheus' own, for machines without it."""
+    reason = "promql-parser is not installed; Prometheus parses, where it is"
+    pytest.importorskip("promql_parser", reason=reason).parse(expression)
+
+
+def label_names(scrape: str) -> dict[str, set[str]]:
+    names: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(scrape):
+        for sample in family.samples:
+            names.setdefault(sample.name, set()).update(sample.labels)
+    return names
+
+
+@pytest.fixture(scope="module", params=["logger", "server"])
+def scraped(request: pytest.FixtureRequest, traffic: Traffic) -> dict[str, set[str]]:
+    """Names of metrics and of their labels, of the logger in this process or a recorded server's."""
+    if request.param == "logger":
+        traffic.step()
+        return label_names(prometheus_client.generate_latest().decode())
+    if not RECORDED.exists():
+        pytest.skip(f"no recorded scrape of a server at {RECORDED.relative_to(ROOT)}")
+    return label_names(RECORDED.read_text())
+
+
+@each_expression
+def test_names_are_exported(scraped: dict[str, set[str]], expression: str) -> None:
+    found = selectors(expression)
+    assert found
+    for name, matchers in found:
+        assert name in scraped
+        assert set(re.findall(r"(\w+)\s*[=!]", matchers)) <= scraped[name], name
+
+
+def test_reasons_are_known() -> None:
+    text = "".join(EXPRESSIONS.values()) + json.dumps(panels()).replace('\\"', '"')
+    named = {reason for m in re.findall(r'reason=~"([^"]*)"', text) for reason in m.split("|")}
+    assert named
+    assert named <= SKIP_REASONS.keys()
+
+
+# The dashboard's file
+
+
+def test_a_panel_says_what_it_shows() -> None:
+    for panel in panels():
+        assert panel["description"].endswith("."), panel["title"]
+        assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+        assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+    titles = [panel["title"] for panel in panels()]
+    assert len(set(titles)) == len(titles)
+
+
+def test_every_metric_has_a_panel() -> None:
+    asked = {name for query in QUERIES for name, _ in selectors(query.expression)}
+    for metric in METRICS.values():
+        assert any(name.startswith(f"vllm:kv_eviction_{metric.name}") for name in asked), metric
+
+
+def test_panels_lie_side_by_side() -> None:
+    """In rows of full width; a panel's id is its row's plus its place, so ids stay."""
+    below, row = 0, 0
+    for panel in dashboard()["panels"]:
+        place = panel["gridPos"]
+        if panel["type"] == "row":
+            row, right, count = row + 100, 0, 0
+            assert (panel["id"], place["y"], place["w"]) == (row, below, 24)
+            below += place["h"]
+            continue
+        count += 1
+        assert (panel["id"], place["x"]) == (row + count, right)
+        right += place["w"]
+        if right == 24:
+            below, right = below + place["h"], 0
+    assert right == 0
+
+
+def test_keys_are_sorted() -> None:
+    def check(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        assert keys == sorted(set(keys))
+        return dict(pairs)
+
+    json.loads(DASHBOARD.read_text(), object_pairs_hook=check)
+
+
+# Alerts
+
+
+def test_prometheus_evaluates_the_rules(prometheus: Prometheus) -> None:
+    found = [rule for group in prometheus.get("rules")["groups"] for rule in group["rules"]]
+    assert [rule["name"] for rule in found] == [rule["alert"] for rule in rules()]
+    assert [(r["name"], r["health"], r.get("lastError")) for r in found if r["health"] != "ok"] == []
+
+
+@each_rule
+def test_selectors_of_a_rule_find_something(prometheus: Prometheus, rule: dict[str, Any]) -> None:
+    for name, matchers in selectors(rule["expr"]):
+        assert prometheus.query(f"count({name}{{{matchers}}})"), name
+
+
+@each_rule
+def test_a_rule_says_what_to_do(rule: dict[str, Any]) -> None:
+    assert list(rule["annotations"]) == ["summary", "description", "action", "runbook"]
+    assert rule["labels"]["severity"] in ("warning", "critical")
+    assert re.fullmatch(r"docs/troubleshooting\.md#[a-z-]+", rule["annotations"]["runbook"])
+
+
+@each_rule
+def test_the_runbook_is_there(rule: dict[str, Any]) -> None:
+    if not TROUBLESHOOTING.exists():
+        pytest.skip("docs/troubleshooting.md is not written yet")
+    headings = re.findall(r"^#+ (.*)$", TROUBLESHOOTING.read_text(), flags=re.MULTILINE)
+    anchors = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    assert rule["annotations"]["runbook"].split("#")[1] in anchors
+
+
+def test_promtool_accepts_the_rules() -> None:
+    subprocess.run([program("promtool"), "check", "rules", "--lint-fatal", RULES], check=True)
+
+
+def test_every_alert_has_tests() -> None:
+    assert {path.stem for path in ALERT_TESTS} == {rule["alert"] for rule in rules()}
+    for path in ALERT_TESTS:
+        firing = [
+            bool(case["exp_samples"])
+            for test in yaml.safe_load(path.read_text())["tests"]
+            for case in test["promql_expr_test"]
+        ]
+        assert True in firing, path.name
+        assert False in firing, path.name
+
+
+@pytest.mark.parametrize("path", ALERT_TESTS, ids=lambda path: path.stem)
+def test_an_alert_fires_when_it_should(path: Path) -> None:
+    command = [program("promtool"), "test", "rules", path]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("path", ALERT_TESTS, ids=lambda path: path.stem)
+def test_annotations_use_labels_the_alert_has(path: Path) -> None:
+    (rule,) = (rule for rule in rules() if rule["alert"] == path.stem)
+    used = set(re.findall(r"\$labels\.(\w+)", json.dumps(rule["annotations"])))
+    for test in yaml.safe_load(path.read_text())["tests"]:
+        for sample in (s for case in test["promql_expr_test"] for s in case["exp_samples"]):
+            assert used <= set(re.findall(r'(\w+)="', sample["labels"]))
+
+
+# The documentation
+
+
+def test_the_table_of_metrics_is_right() -> None:
+    text = (ROOT / "docs/metrics.md").read_text()
+    rows = re.findall(r"^\| `vllm:kv_eviction_(\w+)` \| (\w+) \| (.*?) \|", text, re.MULTILINE)
+    assert [(name, kind, re.findall(r"`(\w+)`", labels)) for name, kind, labels in rows] == [
+        (f"{m.name}{'_total' if m.kind == 'counter' else ''}", m.kind, list(m.labels))
+        for m in METRICS.values()
+    ]
+
+
+def test_reasons_and_alerts_are_explained() -> None:
+    text = (ROOT / "docs/metrics.md").read_text()
+    reasons = re.findall(r"^\| `(\w+)` \| (.*?) \|", text, re.MULTILINE)
+    assert [reason for reason, _ in reasons if not reason.startswith("KV")] == list(SKIP_REASONS)
+    assert [name for name, _ in reasons if name.startswith("KV")] == [r["alert"] for r in rules()]

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What travels from scheduler to Prometheus, and what it becomes there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import prometheus_client
+import pytest
+from vllm.v1.metrics import loggers
+from vllm.v1.metrics.stats import SchedulerStats
+
+from vllm_tgvkv.config import CONFIG_KEY
+from vllm_tgvkv.counters import SKIP_REASONS, EvictionCounters
+from vllm_tgvkv.metrics import METRICS, Observations, take_observations
+from vllm_tgvkv.plan import Outcome
+
+
+def test_what_is_observed_arrives_and_leaves_no_trace() -> None:
+    observations = Observations()
+    observations.count("requests", "tgv")
+    observations.count("requests", "tgv", by=2)
+    observations.count("requests", "h2o")
+    observations.set("blocks_held", 7)
+    observations.observe("kept_fraction", "tgv", value=0.1234)
+    observations.observe("seconds", "tgv", "copy", value=0.00042)
+    field = {"an adapter": 3}
+    observations.move_to(field)
+    found = {(metric.name, *labels): number for metric, labels, number in take_observations(field)}
+    assert found == {
+        ("requests", "tgv"): 3,
+        ("requests", "h2o"): 1,
+        ("blocks_held",): 7,
+        ("kept_fraction", "tgv", "1234"): 1,
+        ("seconds", "tgv", "copy", "420"): 1,
+    }
+    assert field == {"an adapter": 3}
+    observations.move_to(field)
+    assert field == {"an adapter": 3}
+
+
+def config(eviction: dict[str, Any] | None) -> Any:
+    """A `VllmConfig`, as far as the logger asks for it."""
+    vllm_config = pytest.importorskip("vllm.config").VllmConfig()
+    vllm_config.model_config = SimpleNamespace(
+        served_model_name="m", max_model_len=1024, is_diffusion=False
+    )
+    if eviction is not None:
+        vllm_config.additional_config = {CONFIG_KEY: eviction}
+    return vllm_config
+
+
+@pytest.fixture(autouse=True)
+def registry() -> Iterator[None]:
+    from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+
+    yield
+    unregister_vllm_metrics()
+
+
+def value(name: str, **labels: str) -> float | None:
+    labels = {"model_name": "m", "engine": "0", **labels}
+    return prometheus_client.REGISTRY.get_sample_value(f"vllm:kv_eviction_{name}", labels)
+
+
+def logger(eviction: dict[str, Any] | None) -> Any:
+    from vllm_tgvkv.server.prometheus import EvictionPrometheusStatLogger
+
+    return EvictionPrometheusStatLogger(config(eviction))
+
+
+def test_series_of_the_servers_method_begin_at_zero() -> None:
+    logger({"policy": "tgv"})
+    assert value("requests_total", policy="tgv") == 0
+    assert all(value("skipped_requests_total", policy="tgv", reason=r) == 0 for r in SKIP_REASONS)
+    assert value("seconds_count", policy="tgv", part="selection") == 0
+    assert value("kept_tokens_total", policy="tgv", modality="vision") == 0
+    assert value("requests_total", policy="h2o") is None
+
+
+def test_statistics_become_metrics() -> None:
+    prometheus = logger({"policy": "tgv"})
+    counters = EvictionCounters(observations=Observations())
+    counters.evicted("h2o", 400, 40)
+    counters.gave_back("h2o", 9)
+    counters.gave_back("h2o", -2)  # others share the prompt's blocks
+    counters.deferred("h2o")
+    counters.skip("tgv", "text_only")
+    seen, kept = {"text": 300, "vision": 100}, {"text": 30, "vision": 10}
+    counters.came_out(Outcome("r", 5, None, "h2o", seen, kept, {"copy": 0.002}))
+    stats = SchedulerStats()
+    assert counters.observations is not None
+    counters.observations.set("compressed_requests", 3)
+    counters.observations.move_to(stats.waiting_lora_adapters)
+    prometheus.record(stats, None)
+    assert not stats.waiting_lora_adapters
+    assert value("requests_total", policy="h2o") == 1
+    assert value("kept_fraction_sum", policy="h2o") == pytest.approx(0.1)
+    assert value("kept_fraction_bucket", policy="h2o", le="0.1") == 1
+    assert value("blocks_given_back_total", policy="h2o") == 9
+    assert value("deferred_requests_total", policy="h2o") == 1
+    assert value("skipped_requests_total", policy="tgv", reason="text_only") == 1
+    assert value("prompt_tokens_total", policy="h2o", modality="text") == 300
+    assert value("kept_tokens_total", policy="h2o", modality="vision") == 10
+    assert value("seconds_sum", policy="h2o", part="copy") == pytest.approx(0.002)
+    assert value("compressed_requests") == 3
+    assert counters.blocks_given_back == 7
+
+
+@pytest.mark.parametrize(
+    "eviction", [None, {"policy": "none"}, {"policy": "tgv", "metrics": False}]
+)
+def test_without_eviction_there_is_no_metric_of_ours(eviction: dict[str, Any] | None) -> None:
+    prometheus = logger(eviction)
+    prometheus.record(SchedulerStats(), None)
+    names = {metric.name for metric in prometheus_client.REGISTRY.collect()}
+    assert "vllm:num_requests_running" in names
+    assert not {name for name in names if "kv_eviction" in name}
+
+
+def test_every_metric_is_counted_somewhere() -> None:
+    """By name, so that one which nothing feeds is found."""
+    import inspect
+
+    from vllm_tgvkv import counters, scheduler
+
+    source = inspect.getsource(counters) + inspect.getsource(scheduler)
+    assert [name for name in METRICS if f'"{name}"' not in source] == []
+
+
+def test_vllm_makes_its_prometheus_logger_by_that_name() -> None:
+    """Contract of the replacement in `patches.py`."""
+    import inspect
+
+    assert "PrometheusStatLogger(vllm_config" in inspect.getsource(loggers.StatLoggerManager)
+    assert SchedulerStats.__dataclass_fields__["waiting_lora_adapters"].type in (
+        "dict[str, int]",
+        dict[str, int],
+    )

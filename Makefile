@@ -5,7 +5,7 @@ SHELL := /bin/bash
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SOURCES := vllm_tgvkv kernels server demo benchmarks evaluation tests tools setup.py
+SOURCES := vllm_tgvkv kernels server demo benchmarks evaluation loadtests tests tools setup.py
 
 # Asked by running it: a version manager's shim may exist for a Python that does not.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.10 python3.13 python3; do \
@@ -21,7 +21,7 @@ export OMP_WAIT_POLICY VLLM_CPU_OMP_THREADS_BIND VLLM_CPU_KVCACHE_SPACE
 export HF_HUB_OFFLINE VLLM_NO_USAGE_STATS TOKENIZERS_PARALLELISM
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint test test-fast test-gpu compile-kernels demo demo-model eval bench bench-gpu clean
+.PHONY: help setup lint test test-fast test-gpu compile-kernels demo demo-model eval bench bench-gpu loadtest clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -72,6 +72,9 @@ bench: setup ## speed and memory against stock vLLM
 
 bench-gpu: ## speed and memory on a GPU against stock vLLM, at most 8 minutes
 	$(GPU_PYTHON) -m benchmarks.gpu
+
+loadtest: setup ## load on a served endpoint, stock against evicting: PROFILE=... for others than laptop
+	$(BIN)/python -m loadtests.run --profile loadtests/profiles/$(or $(PROFILE),laptop).yaml
 
 clean: ## remove the environment and all build products
 	rm -rf $(VENV) build dist *.egg-info tools/cpu/build tools/cpu/*.egg-info

@@ -21,8 +21,8 @@ def apportion(shares: Tensor, total: int | Tensor, floor: int, cap: int) -> Tens
 
     Water filling: the real-valued count of share s is clip(level * s, floor, cap), with the one
     level at which the counts sum to ``total``; so what a full share cannot take goes to the others
-    in proportion. Then the largest remainders are rounded up, ties by index. Everything is on the
-    shares' device, without synchronisation.
+    in proportion. Then the largest remainders are rounded up; those closer than 2^-32 tie, and the
+    first wins. Everything is on the shares' device, without synchronisation.
 
     Numbers are float64, but sums are of integers: counts are rounded to multiples of a unit that is
     as small as int64 allows, at most 2^-32 for ``cap * M`` below 2^30. So a sum does not depend on

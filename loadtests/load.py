@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import io
 import json
 import os
 import subprocess
@@ -20,11 +22,12 @@ from demo.pages import make_page
 from demo.run import png_url, stop
 from demo.tasks import make_example
 from loadtests.profile import Arm, Pages, Profile, Random
-from loadtests.server import LoadTestError, Server, environment, executable, tail
+from loadtests.server import LoadTestError, Server, environment, executable, said
 
 PERCENTILES = (50, 90, 99)
 METRICS = ("ttft", "tpot", "itl", "e2el")
 SPLIT = "test"
+REQUESTS = "requests.jsonl"
 WARM_UP_PAGE = 900_000
 """Pages from here on are shown before anything is measured, and not again."""
 
@@ -94,10 +97,9 @@ def run_load(profile: Profile, arm: Arm, server: Server, load: Load, folder: Pat
             status = process.wait()
         finally:
             stop(process)
+            (folder / REQUESTS).unlink(missing_ok=True)
     if status != 0 or not result.exists():
-        raise LoadTestError(
-            f"vllm bench serve ended with status {status}; the end of {log}:\n{tail(log)}"
-        )
+        raise LoadTestError(f"vllm bench serve ended with status {status}; {said(log)}")
     return read_result(result)
 
 
@@ -124,7 +126,7 @@ def bench_arguments(
     arguments += ["--result-dir", str(folder), "--result-filename", "bench.json"]
     if isinstance(workload, Random):
         return arguments + _random_arguments(workload)
-    requests = folder / "requests.jsonl"
+    requests = folder / REQUESTS
     with requests.open("w", encoding="utf-8") as file:
         for content in page_requests(workload, load.first_page, load.requests):
             file.write(json.dumps({"content": content}) + "\n")
@@ -169,7 +171,12 @@ def page_requests(workload: Pages, first: int, count: int) -> Iterator[list[dict
 
 
 def _url(image: Image.Image, scale: int) -> str:
-    return png_url(image.resize((image.width * scale, image.height * scale)))
+    if scale == 1:
+        return png_url(image)
+    # Enlarged grain makes a PNG of megabytes.
+    file = io.BytesIO()
+    image.resize((image.width * scale, image.height * scale)).save(file, "JPEG", quality=90)
+    return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def read_result(path: Path) -> dict[str, Any]:
@@ -177,7 +184,9 @@ def read_result(path: Path) -> dict[str, Any]:
     result = json.loads(path.read_text(encoding="utf-8"))
     texts = result["generated_texts"]
     result["texts"] = [hashlib.sha256(text.encode()).hexdigest()[:8] for text in texts]
-    result["errors"] = [error.strip().splitlines()[-1] if error else "" for error in result["errors"]]
+    result["errors"] = [
+        error.strip().splitlines()[-1] if error else "" for error in result["errors"]
+    ]
     return {name: value for name, value in result.items() if name not in DETAILS}
 
 
@@ -207,7 +216,7 @@ def warm_up(profile: Profile, arm: Arm, server: Server) -> None:
             with urllib.request.urlopen(request, timeout=profile.startup_seconds) as response:
                 response.read()
         except urllib.error.HTTPError as error:
-            said = error.read().decode(errors="replace")[:2000]
-            raise LoadTestError(f"{server.url} refused a request: {said}") from None
+            answer = error.read().decode(errors="replace")[:2000]
+            raise LoadTestError(f"{server.url} refused a request: {answer}") from None
         except OSError as error:
             raise LoadTestError(f"{server.url} did not answer a request: {error}") from None

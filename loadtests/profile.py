@@ -40,7 +40,7 @@ class Workload:
     rates: tuple[float, ...]
     seconds: float
     output_tokens: int
-    """The most a request generates."""
+    """Of an answer: the most, or the mean where they vary."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rates", _numbers("rates", self.rates))
@@ -86,7 +86,7 @@ class Pages(Workload):
     questions_per_image: int = 1
     """Above 1, so many requests in a row share an image, and with it their prefix."""
     scales: tuple[int, ...] = (1,)
-    """In turn, pages are enlarged so many times: more tokens where a model's resolution follows."""
+    """In turn, pages are enlarged so many times, and are JPEG then: more tokens to most models."""
     natural_end: bool = True
     """Whether answers end where the model ends them; else all have `output_tokens`."""
 
@@ -256,7 +256,7 @@ def _workload(given: Any, where: str) -> Random | Pages:
 
 def _build(cls: type[T], given: Any, where: str) -> T:
     """Make a dataclass of a mapping; `where` is the path of its field."""
-    values = {} if given is None else _mapping(where, given)
+    values = _mapping(where, given) if given not in (None, {}) else {}
     prefix = f"{where}." if where else ""
     known = {field.name: field for field in fields(cls)}  # type: ignore[arg-type]
     for name in values:

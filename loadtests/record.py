@@ -111,9 +111,7 @@ class Record:
     def of(self, arm: str | None = None, workload: str | None = None) -> list[Run]:
         """The runs of an arm and a workload, in order."""
         return [
-            run
-            for run in self.runs
-            if arm in (None, run.arm) and workload in (None, run.workload)
+            run for run in self.runs if arm in (None, run.arm) and workload in (None, run.workload)
         ]
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -118,18 +119,20 @@ def _wait_until_healthy(
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if process is not None and process.poll() is not None:
-            raise LoadTestError(
-                f"vllm serve ended with status {process.returncode}; "
-                f"the end of {log}:\n{tail(log)}"
-            )
+            raise LoadTestError(f"vllm serve ended with status {process.returncode}; {said(log)}")
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5):
                 return
         except OSError:
             time.sleep(0.5)
     what = f"{url}/health did not answer in {seconds:g} s"
-    raise LoadTestError(what if process is None else f"{what}; the end of {log}:\n{tail(log)}")
+    raise LoadTestError(what if process is None else f"{what}; {said(log)}")
 
 
-def tail(log: Path, num_lines: int = 30) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:])
+def said(log: Path, num_lines: int = 15) -> str:
+    """The errors that a log names, each once, or else how it ends."""
+    lines = log.read_text(errors="replace").splitlines()
+    errors = [match.group() for line in lines if (match := re.search(r"\b\w+Error: .*", line))]
+    if errors:
+        return f"{log} has:\n" + "\n".join(dict.fromkeys(errors))
+    return f"the end of {log}:\n" + "\n".join(lines[-num_lines:])

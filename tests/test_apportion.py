@@ -50,7 +50,9 @@ def test_sums_to_total_within_bounds(dealing: tuple[list[float], int, int, int])
         least = 1e-290 * max(shares)
         by_share = sorted(zip((max(s, least) for s in shares), counts, strict=True))
         for (less, count), (more, other) in itertools.pairwise(by_share):
-            assert other >= count - (less == more), "a greater share gets no fewer"
+            # Counts that differ by less than 2^-32 tie, as `apportion` documents.
+            ties = math.isclose(less, more, rel_tol=1e-9)
+            assert other >= count - ties, "a greater share gets no fewer"
 
 
 @settings(deadline=None, max_examples=300)

@@ -164,6 +164,8 @@ def test_metrics(server: Server) -> None:
     assert grown["kept_fraction_count", "random"] == 1
     fraction = report["kept_tokens"] / report["prompt_tokens"]
     assert grown["kept_fraction_sum", "random"] == pytest.approx(fraction, abs=1e-3)
+    # Nothing runs, and nothing is held.
+    assert (after["compressed_requests",], after["blocks_held",]) == (0, 0)
     for part in ("statistics", "selection", "copy"):
         assert grown["seconds_count", "random", part] == 1
         assert 0 < grown["seconds_sum", "random", part] < 5

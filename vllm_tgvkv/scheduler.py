@@ -235,7 +235,8 @@ class EvictionScheduler(Scheduler):
         stats = super().make_stats(*args, **kwargs)
         now = time.monotonic()
         if stats is not None and self._observations is not None:
-            if now - self._last_gauges >= _GAUGE_SECONDS:
+            # An idle server makes no statistics: its last ones must say that nothing is held.
+            if now - self._last_gauges >= _GAUGE_SECONDS or not self.running:
                 self._last_gauges = now
                 num_requests, num_blocks = self._manager.num_held()
                 self._observations.set("compressed_requests", num_requests)

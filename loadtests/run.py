@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m loadtests.run --profile FILE`: load on served endpoints, stock against evicting.
+
+Drives each arm of a profile with `vllm bench serve`, looks at its `/metrics` meanwhile, and writes
+one report: Markdown, a self-contained HTML page, and the figures as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from loadtests.load import Load, plan, rounds, run_load, warm_up
+from loadtests.profile import Arm, Profile, ProfileError
+from loadtests.record import FILE, Record, Run
+from loadtests.report import failures, write_report
+from loadtests.scrape import Sample, Scraper, drain, scrape
+from loadtests.server import LoadTestError, Server, serving
+
+ROOT = Path(__file__).parents[1]
+OUTPUT = ROOT / "build" / "loadtest"
+PACKAGES = ("vllm", "vllm-tgvkv", "torch", "transformers")
+
+
+class LoadTest:
+    """One run of a profile, and the record it fills."""
+
+    def __init__(self, profile: Profile, record: Record, logs: Path, output: Path) -> None:
+        self.profile = profile
+        self.record = record
+        self.logs = logs
+        self.output = output
+        self._started = time.monotonic()
+
+    def run(self) -> None:
+        """Put every arm under load, one after the other.
+
+        Raises:
+            LoadTestError: if a server or `vllm bench serve` fails, or the pools differ.
+        """
+        self.logs.mkdir(parents=True, exist_ok=True)
+        for name, arm in self.profile.arms.items():
+            busy = os.getloadavg()[0]
+            with self._bar(name) as bar:
+                bar.set_postfix_str("starting")
+                folder = self.logs / _file_name(name)
+                with serving(self.profile, arm, self.logs / f"{_file_name(name)}.log") as server:
+                    self.record.arms[name] = {
+                        "pool": self._pool(name, server),
+                        "command": server.command,
+                        "extra_body": dict(arm.extra_body),
+                        "start_seconds": server.start_seconds and round(server.start_seconds, 1),
+                        "machine_load_before": round(busy, 2),
+                    }
+                    warm_up(self.profile, arm, server)
+                    self._load(name, arm, server, bar, folder)
+
+    def _load(self, name: str, arm: Arm, server: Server, bar: Progress, folder: Path) -> None:
+        profile, ready = self.profile, time.monotonic()
+        for load in self._loads(ready):
+            bar.set_postfix_str(load.label)
+            with Scraper(server, profile.scrape_seconds, bar.saw) as scraper:
+                bench = run_load(profile, arm, server, load, folder / _file_name(load.label))
+            if not scraper.samples:
+                raise LoadTestError(f"{server.url}/metrics did not answer once during {load.label}")
+            drained = drain(server, profile.drain_seconds)
+            self.record.runs.append(
+                Run.of(name, load.workload, load.rate, bench, scraper.samples, drained, ready)
+            )
+            self._keep()
+            bar.end(load.requests)
+
+    def _keep(self) -> None:
+        """Write what was measured so far: a failure later on does not lose it."""
+        self.record.facts["seconds"] = round(time.monotonic() - self._started)
+        self.record.write(self.output)
+
+    def _loads(self, ready: float) -> Iterator[Load]:
+        """The loads of a sweep; those of a soak that begin before its time is over."""
+        if self.profile.soak is None:
+            yield from plan(self.profile)
+            return
+        longest = 0.0
+        for load in rounds(self.profile):
+            begun = time.monotonic()
+            if begun - ready + longest > self.profile.soak.seconds:
+                return
+            yield load
+            longest = max(longest, time.monotonic() - begun)
+
+    def _pool(self, name: str, server: Server) -> tuple[int, int] | None:
+        """The server's pool, which has to be that of the arms before."""
+        pool = scrape(server).pool
+        for other, its in self.record.arms.items():
+            if its["pool"] != pool:
+                raise LoadTestError(
+                    f"arm {name} has {_words(pool)}, but {other} {_words(its['pool'])}; start both "
+                    "with the same --num-gpu-blocks-override and --block-size"
+                )
+        return pool
+
+    def _bar(self, name: str) -> Progress:
+        total = None
+        if self.profile.soak is None:
+            total = sum(load.requests for load in plan(self.profile))
+        return Progress(total=total, desc=name, unit="request")
+
+
+class Progress(tqdm):
+    """A bar of requests, moved by what the server says it has finished."""
+
+    done = 0
+    """Requests of ended loads."""
+    base: float | None = None
+    """What the server had finished when the load began."""
+
+    def saw(self, sample: Sample) -> None:
+        if self.base is None:
+            self.base = sample.finished
+        self._set(self.done + int(sample.finished - self.base))
+
+    def end(self, requests: int) -> None:
+        """A load has ended."""
+        self.done, self.base = self.done + requests, None
+        self._set(self.done)
+
+    def _set(self, value: int) -> None:
+        self.update(value - self.n)
+
+
+def _words(pool: Sequence[int] | None) -> str:
+    return "an unknown pool" if pool is None else f"{pool[0]} blocks of {pool[1]} tokens"
+
+
+def _file_name(label: str) -> str:
+    return "".join(c if c.isalnum() or c in ".-" else "_" for c in label)
+
+
+def facts(given: Sequence[str], note: str) -> dict[str, Any]:
+    """What a reader of the report has to know of how it came about."""
+    return {
+        "command": shlex.join(["python", "-m", "loadtests.run", *given]),
+        "date": datetime.date.today().isoformat(),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "cores": os.cpu_count(),
+        "machine": platform.machine(),
+        "note": note,
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a load test; returns the exit status."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    parser = argparse.ArgumentParser(prog="python -m loadtests.run", description=__doc__)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--profile", type=Path, help="what to do: a file as in loadtests/profiles")
+    source.add_argument(
+        "--report-only", type=Path, metavar="FOLDER", help=f"write the report of its {FILE} again"
+    )
+    parser.add_argument(
+        "--output", type=Path, help="folder of the report (default: build/loadtest/NAME)"
+    )
+    parser.add_argument("--note", default="", help="goes into the report: what else ran, say")
+    options = parser.parse_args(given)
+    if options.report_only is not None:
+        if not (options.report_only / FILE).exists():
+            parser.error(f"--report-only {options.report_only}: holds no {FILE}")
+        record, output = Record.read(options.report_only), options.output or options.report_only
+    else:
+        try:
+            profile = Profile.read(options.profile)
+        except ProfileError as error:
+            parser.error(f"--profile {error}")
+        output = options.output or OUTPUT / _file_name(profile.name)
+        record = Record(asdict(profile), facts(given, options.note))
+        try:
+            LoadTest(profile, record, OUTPUT / _file_name(profile.name) / "logs", output).run()
+        except (LoadTestError, OSError) as error:
+            print(f"\nThe load test failed: {error}", file=sys.stderr)
+            return _rest(record, output, 1)
+        except KeyboardInterrupt:
+            print("\nInterrupted.", file=sys.stderr)
+            return _rest(record, output, 130)
+    write_report(record, output)
+    print(f"Written: {output / 'README.md'} and {output / 'report.html'}")
+    for failure in failures(record):
+        print(f"FAILED: {failure}", file=sys.stderr)
+    return 1 if failures(record) else 0
+
+
+def _rest(record: Record, output: Path, status: int) -> int:
+    """Say what is left of a test that did not end."""
+    if record.runs:
+        print(
+            f"{len(record.runs)} loads are in {output / FILE}; "
+            f"--report-only {output} writes a report of them.",
+            file=sys.stderr,
+        )
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

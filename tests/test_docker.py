@@ -556,9 +556,13 @@ def test_parts_of_the_chart_fit_together(values: dict[str, Any]) -> None:
     if "PodMonitor" in objects:
         monitor = objects["PodMonitor"]["spec"]
         assert monitor["selector"]["matchLabels"].items() <= labels
-        assert monitor["podMetricsEndpoints"] == [
-            {"port": "http", "path": "/metrics", "interval": "15s"}
-        ]
+        (endpoint,) = monitor["podMetricsEndpoints"]
+        (relabeling,) = endpoint.pop("metricRelabelings")
+        assert endpoint == {"port": "http", "path": "/metrics", "interval": "15s"}
+        # The same as in the configuration of a Prometheus that stands alone.
+        prometheus = yaml.safe_load((ROOT / "configs/prometheus/prometheus.yml").read_text())
+        (alone,) = prometheus["scrape_configs"][0]["metric_relabel_configs"]
+        assert list(relabeling.values()) == list(alone.values())
     if "HorizontalPodAutoscaler" in objects:
         assert "replicas" not in deployment
         target = objects["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]

@@ -62,9 +62,9 @@ def draw_throughput(record: Record, workloads: Sequence[str], path: Path) -> Non
                 axes.annotate(
                     f"{run.rate:g}/s",
                     (x, run.bench["p50_e2el_ms"] / 1000),
-                    xytext=(0, -12 if number else 7),
+                    xytext=(-6, 5) if number else (6, -11),
                     textcoords="offset points",
-                    ha="center",
+                    ha="right" if number else "left",
                     color=_colour(number),
                     fontsize=8,
                 )

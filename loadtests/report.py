@@ -150,7 +150,7 @@ def _sweep(record: Record, folder: Path) -> list[Block]:
     plots.draw_usage(record, folder / "usage.svg")
     blocks += [
         Heading("Running requests and blocks in use"),
-        Plot("running.svg", "Most requests that ran at a time; black marks: most that waited"),
+        Plot("running.svg", "Most requests that ran at a time, and most that waited"),
         Plot("usage.svg", "KV blocks in use over time"),
         Text(
             "Blocks of the prefix cache that no request uses are free. Looked at every "

@@ -467,8 +467,8 @@ def test_tiny_profile_from_start_to_end(tmp_path: Path) -> None:
         name=tmp_path.name,
         serve__dtype="bfloat16",
         arms__stock=None,
-        workloads__lengths={"kind": "random", "rates": [4], "seconds": 1.5, "output_tokens": 8},
-        scrape_seconds=0.1,
+        workloads__lengths={"kind": "random", "rates": [4], "seconds": 1.5, "output_tokens": 96},
+        scrape_seconds=0.05,
     )
     values["serve"] |= {"max-model-len": 1024, "max-num-seqs": 8}
     done = run_profile(values, tmp_path)

@@ -269,7 +269,7 @@ class Evictor:
         `queries` is [tokens, H * G, D], rotated, of the whole batch.
         """
         for work in self._work:
-            watch = self._watches.setdefault(work.request_id, self._stopwatch())
+            watch = self._watch(work.request_id)
             with watch.time("statistics"):
                 self._observe(work, layer, queries, scale)
             if work.judgement and len(work.judgement.scores) == self.shape.num_layers:
@@ -473,8 +473,11 @@ class Evictor:
         if self.config.debug.record_kept:
             self.kept.append(KeptTokens(eviction.request_id, decision.counts, decision.positions))
 
-    def _stopwatch(self) -> Stopwatch:
-        return Stopwatch(self.device, self.config.metrics)
+    def _watch(self, request_id: str) -> Stopwatch:
+        """One for each prompt, from its first chunk to its eviction."""
+        if request_id not in self._watches:
+            self._watches[request_id] = Stopwatch(self.device, self.config.metrics)
+        return self._watches[request_id]
 
     def _decide(self, judgement: Judgement) -> Decision:
         eviction, shape = judgement.eviction, self.shape

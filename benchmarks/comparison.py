@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.arm import Arm, ArmError, ArmProcess, Arms
-from benchmarks.measurement import DecodeBytes, Line, Target
+from benchmarks.measurement import DecodeBytes, Line, Target, interval
+from benchmarks.metrics import MetricsCost, MetricsScale
+from benchmarks.schedulers import Traffic, measure
 from benchmarks.shape import ModelShape
 from benchmarks.workload import Workload
 from vllm_tgvkv.config import EvictionConfig
@@ -21,7 +23,7 @@ BUDGET = 0.1
 WORKSPACE = 64 << 20
 """Bound of each scratch buffer of the eviction, `workspace_bytes` of the kernels."""
 
-PARTS = ("costs", "methods", "gain", "burst")
+PARTS = ("costs", "methods", "gain", "burst", "metrics", "scheduler")
 
 Say = Callable[[str], None]
 
@@ -44,6 +46,8 @@ class Scale:
     burst_output: int
     burst_rounds: int
     overhead: Workload
+    metrics: MetricsScale
+    scheduler_rounds: int
     overhead_batches: tuple[int, ...] = (8, 32)
 
 
@@ -62,6 +66,18 @@ FULL = Scale(
     burst_output=128,
     burst_rounds=1,
     overhead=Workload(640),
+    metrics=MetricsScale(
+        batches=(8, 128),
+        decode_rounds=(120, 40),
+        cycles=1,
+        decode=Workload(640),
+        first_token=Workload(2048),
+        first_token_rounds=42,
+        traced_rounds=24,
+        traced_steps=32,
+        calls=2000,
+    ),
+    scheduler_rounds=60,
 )
 QUICK = Scale(
     rounds=3,
@@ -78,10 +94,27 @@ QUICK = Scale(
     burst_output=64,
     burst_rounds=1,
     overhead=Workload(640),
+    metrics=MetricsScale(
+        batches=(8, 32),
+        decode_rounds=(20, 20),
+        cycles=1,
+        decode=Workload(640),
+        first_token=Workload(1280),
+        first_token_rounds=20,
+        traced_rounds=20,
+        traced_steps=12,
+        calls=500,
+    ),
+    scheduler_rounds=20,
 )
 
 COMMON = ModelShape("common", 1024, 8, 16, 4, 64, 2816)
 """Costs of the plugin: compute and weights as in a real model, four queries a KV head."""
+STEPS_PER_ROUND = 10
+SCHEDULER_TRAFFIC = (
+    Traffic("no request ends", 256, 1024, None),
+    Traffic("2 requests begin and end in a step", 256, 1024, 128),
+)
 KV_BOUND = ModelShape("kv-bound", 512, 8, 16, 8, 128, 1408, vocabulary=4096)
 """Gain of the plugin: caches far larger than weights."""
 
@@ -108,6 +141,22 @@ def arms(
     return result
 
 
+def metrics_arms(
+    shape: ModelShape, pool_tokens: int, block_size: int, flags: dict[str, Any]
+) -> list[Arm]:
+    """Ours with metrics and ours without."""
+    same = {
+        **flags,
+        "kv_cache_memory_bytes": pool_tokens * shape.kv_bytes_per_token,
+        "block_size": block_size,
+    }
+    settings = {"policy": "tgv", "budget": BUDGET}
+    return [
+        Arm(name, {**same, "additional_config": {"kv_eviction": {**settings, "metrics": on}}})
+        for name, on in (("metrics", True), ("without", False))
+    ]
+
+
 class Comparison:
     """Measures arms against each other and collects the lines of the report."""
 
@@ -124,7 +173,14 @@ class Comparison:
 
     def run(self, only: Sequence[str] = ()) -> None:
         """All of `PARTS`, or the named ones. A part that fails leaves the rest."""
-        parts = (self._costs, self._methods, self._gain, self._burst)
+        parts = (
+            self._costs,
+            self._methods,
+            self._gain,
+            self._burst,
+            self._metrics,
+            self._scheduler,
+        )
         for name, part in zip(PARTS, parts, strict=True):
             if only and name not in only:
                 continue
@@ -396,6 +452,59 @@ class Comparison:
             line("output, pool of 4", "tokens/s", "output_tokens_per_second"),
         ]
 
+    # -- what our own bookkeeping costs -------------------------------------------------
+
+    def _metrics(self) -> None:
+        scale, shape = self.scale.metrics, COMMON
+        steps = 6 * 3 * scale.cycles
+        longest = max(
+            batch * (BUDGET * scale.decode.prompt_tokens + rounds * steps + 3 * self.block_size)
+            for batch, rounds in zip(scale.batches, scale.decode_rounds, strict=True)
+        )
+        # While it prefills, a request has its whole prompt.
+        pool_tokens = round(longest) + 8 * scale.first_token.prompt_tokens
+        self.say("starting the engines of part `metrics`")
+        flags = {**self._flags(pool_tokens), "max_num_seqs": max(scale.batches)}
+        chosen = metrics_arms(shape, pool_tokens, self.block_size, flags)
+        with self._launch("metrics", shape, chosen) as arms:
+            cost = MetricsCost(scale, BUDGET, self._seeds, self.say)
+            cost.check(arms["metrics"], arms["without"])
+            for batch, rounds in zip(scale.batches, scale.decode_rounds, strict=True):
+                self.lines += cost.decode(arms["metrics"], batch, rounds)
+            self.lines += cost.first_token(arms["metrics"])
+            self.lines.append(cost.traced_decode(arms["metrics"]))
+
+    def _scheduler(self) -> None:
+        for traffic in SCHEDULER_TRAFFIC:
+            self.say(f"i. schedulers side by side, {traffic.running} running, {traffic.name}")
+            steps = self.scale.scheduler_rounds * STEPS_PER_ROUND
+            timing = measure(COMMON, self.root, BUDGET, traffic, steps)
+            microseconds: dict[str, list[float]] = {"ours": [], "constrained": []}
+            for first in range(0, steps, STEPS_PER_ROUND):
+                round_ = slice(first, first + STEPS_PER_ROUND)
+                running = sum(timing.running[round_])
+                for name, seconds in (("ours", timing.ours), ("constrained", timing.stock)):
+                    microseconds[name].append(1e6 * sum(seconds[round_]) / running)
+            self._scheduler_lines(traffic, microseconds, timing.evicted / steps)
+
+    def _scheduler_lines(
+        self, traffic: Traffic, microseconds: dict[str, list[float]], evictions: float
+    ) -> None:
+        what = f"{traffic.running} running, {traffic.name}"
+        extra = [
+            ours - stock
+            for ours, stock in zip(*(microseconds[n] for n in ("ours", "constrained")), strict=True)
+        ]
+        line = Line(
+            f"i. scheduler, more than stock: {what}", "us a request", "lower", {"ours": extra}
+        )
+        bounds = interval(extra)
+        assert bounds is not None
+        line.notes = f"{evictions:.2f} evictions a step; 95 %: {bounds[0]:.2f} .. {bounds[1]:.2f}"
+        line.targets.append(Target("<= 50 us a running request", bounds[1], 50.0, "lower"))
+        whole = Line(f"i. scheduler: {what}", "us a request", "lower", microseconds)
+        self.lines += [whole, line]
+
     # -- common -------------------------------------------------------------------------
 
     def _start(
@@ -407,11 +516,17 @@ class Comparison:
         only: tuple[str, ...] = (),
     ) -> Arms:
         self.say(f"starting the engines of part `{name}`")
+        chosen = arms(shape, pool_tokens, self.block_size, self._flags(pool_tokens), forced)
+        return self._launch(name, shape, [arm for arm in chosen if not only or arm.name in only])
+
+    def _flags(self, pool_tokens: int) -> dict[str, Any]:
+        """What all arms of a part have in common."""
         flags: dict[str, Any] = {"max_model_len": min(pool_tokens - 512, 24576)}
         if self.eager:
             flags["enforce_eager"] = True
-        chosen = arms(shape, pool_tokens, self.block_size, flags, forced)
-        chosen = [arm for arm in chosen if not only or arm.name in only]
+        return flags
+
+    def _launch(self, name: str, shape: ModelShape, chosen: list[Arm]) -> Arms:
         running = Arms(chosen, shape, self.root)
         self.facts[name] = {n: process.facts for n, process in running.processes.items()}
         return running

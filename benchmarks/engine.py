@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import os
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -78,9 +80,11 @@ class Engine:
         builder = self.group.get_metadata_builder()
         self.watches.watch(builder, "build", "metadata")
         if self.arm.evicts:
-            from vllm_tgvkv import attention_cpu
+            from vllm_tgvkv import attention_cpu, worker
 
             self.watches.watch(builder.evictor, "observe_layer", "eviction")
+            self.watches.watch(builder.evictor, "take_outcomes", "outcomes")
+            self.watches.watch(worker, "attach_outcomes", "outcomes")
             for name in ("_add_rows", "_judge_layer", "_finish"):
                 self.watches.watch(builder.evictor, name)
             self.watches.watch(builder, "_schedule", "schedules")
@@ -104,8 +108,16 @@ class Engine:
 
     # -- requests -----------------------------------------------------------------------
 
-    def _add(self, workload: Workload, seed: int, max_tokens: int, budget: float | None) -> str:
-        return self._submit(workload.prompt(self.shape, seed), max_tokens, budget)
+    def _add(
+        self,
+        workload: Workload,
+        seed: int,
+        max_tokens: int,
+        budget: float | None,
+        trace: bool = False,
+    ) -> str:
+        prompt = workload.prompt(self.shape, seed)
+        return self._submit(prompt, max_tokens, budget, trace=trace)
 
     def _submit(
         self,
@@ -113,10 +125,15 @@ class Engine:
         max_tokens: int,
         budget: float | None,
         policy: str | None = None,
+        trace: bool = False,
     ) -> str:
         from vllm import SamplingParams
 
-        wishes = {"kv_eviction_budget": budget, "kv_eviction": policy}
+        wishes = {
+            "kv_eviction_budget": budget,
+            "kv_eviction": policy,
+            "kv_eviction_trace": 1 if trace else None,
+        }
         given = {name: value for name, value in wishes.items() if value is not None}
         extra = (given or None) if self.arm.evicts else None
         self._count += 1
@@ -143,16 +160,22 @@ class Engine:
 
     # -- measurements -------------------------------------------------------------------
 
-    def prefill(self, workload: Workload, seed: int, budget: float | None) -> dict[str, float]:
+    def prefill(
+        self, workload: Workload, seed: int, budget: float | None, trace: bool = False
+    ) -> dict[str, float]:
         """Time one prompt alone: arrival to first token, and the eviction's part of it."""
         prompt = workload.prompt(self.shape, seed)
         self.watches.reset()
         start = time.perf_counter()
-        self._submit(prompt, 2, budget)
+        self._submit(prompt, 2, budget, trace=trace)
         while not self.engine.step():
             pass
         seconds = time.perf_counter() - start
-        result = {"seconds": seconds, "eviction": self.watches.seconds["eviction"]}
+        result = {
+            "seconds": seconds,
+            "eviction": self.watches.seconds["eviction"],
+            "outcomes": self.watches.seconds["outcomes"],
+        }
         self.clear()
         return result
 
@@ -178,7 +201,13 @@ class Engine:
         }
 
     def fill(
-        self, workload: Workload, batch: int, seed: int, budget: float | None, attend: bool = True
+        self,
+        workload: Workload,
+        batch: int,
+        seed: int,
+        budget: float | None,
+        attend: bool = True,
+        trace: bool = False,
     ) -> dict[str, float]:
         """Prefill `batch` requests and leave them running.
 
@@ -189,7 +218,7 @@ class Engine:
         start = time.perf_counter()
         room = self.engine.vllm_config.model_config.max_model_len - workload.prompt_tokens
         for index in range(batch):
-            self._add(workload, seed + index, room, budget)
+            self._add(workload, seed + index, room, budget, trace)
         started: set[str] = set()
         while len(started) < batch:
             started.update(output.request_id for output in self.engine.step())
@@ -211,6 +240,61 @@ class Engine:
             "seconds": seconds,
             "watches": {name: total / steps for name, total in self.watches.seconds.items()},
             "cached_tokens": self._cached_tokens(),
+        }
+
+    # -- metrics ------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _collection(self) -> Any:
+        from benchmarks.collection import Collection
+
+        assert self.engine.logger_manager is not None, "vLLM's statistics are off"
+        return Collection(
+            self.core.scheduler,
+            self.group.get_metadata_builder().evictor,
+            self.engine.logger_manager.stat_loggers,
+        )
+
+    def collect(self, on: bool) -> None:
+        """Switch the metrics of eviction on or off."""
+        self._collection.switch(on)
+
+    def collected(self) -> dict[str, Any]:
+        """Which places collect, what Prometheus would read, counted evictions, kept traces."""
+        from benchmarks.collection import exported
+
+        return {
+            "state": self._collection.state(),
+            "exported": exported(),
+            "counters": self.core.scheduler.eviction_counters.as_dict(),
+            "traces": len(self._collection.evictor.traces.newest_first()),
+        }
+
+    def collection_microseconds(self, calls: int) -> dict[str, float]:
+        """See `Collection.microseconds`; the metrics have to be on."""
+        found: dict[str, float] = self._collection.microseconds(calls)
+        return found
+
+    def decode_switched(self, states: dict[str, bool], cycles: int) -> dict[str, dict[str, float]]:
+        """Seconds of a decode step, wall and CPU, by state of the metrics; they are left on.
+
+        The state changes with every step. A cycle has all orders of the states, so that neither
+        what slows a step down nor the growing caches favour one of them.
+        """
+        orders = list(itertools.permutations(states))
+        spent: dict[str, dict[str, float]] = {name: defaultdict(float) for name in states}
+        for name in itertools.chain.from_iterable(orders * cycles):
+            self._collection.switch(states[name])
+            wall, cpu = time.perf_counter(), time.process_time()
+            outputs = self.engine.step()
+            spent[name]["wall"] += time.perf_counter() - wall
+            spent[name]["cpu"] += time.process_time() - cpu
+            assert len(outputs) == len(self._live), (len(outputs), len(self._live))
+        self._collection.switch(True)
+        steps = len(orders) * cycles
+        return {
+            name: {clock: seconds / steps for clock, seconds in clocks.items()}
+            for name, clocks in spent.items()
         }
 
     def _cached_tokens(self) -> float:

@@ -4,10 +4,25 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 Better = Literal["higher", "lower"]
+
+LEAST_ROUNDS = 20
+"""Fewer values say too little about how far their median may be off."""
+
+
+def interval(values: Sequence[float], resamples: int = 4000) -> tuple[float, float] | None:
+    """Where the median lies with 95 % confidence (bootstrap); None below `LEAST_ROUNDS`."""
+    if len(values) < LEAST_ROUNDS:
+        return None
+    drawn = np.random.default_rng(0).choice(np.asarray(values), (resamples, len(values)))
+    low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975))
+    return float(low), float(high)
 
 
 @dataclass(frozen=True)
@@ -21,14 +36,20 @@ class Ratio:
     median: float
     low: float
     high: float
+    interval: tuple[float, float] | None = None
+    """Of the median, see `interval`."""
 
     @classmethod
     def of(cls, against: str, ours: list[float], stock: list[float], better: Better) -> Ratio:
         pairs = list(zip(ours, stock, strict=True))
         ratios = [o / s if better == "higher" else s / o for o, s in pairs]
-        return cls(against, statistics.median(ratios), min(ratios), max(ratios))
+        middle = statistics.median(ratios)
+        return cls(against, middle, min(ratios), max(ratios), interval(ratios))
 
     def __str__(self) -> str:
+        if self.interval:
+            low, high = self.interval
+            return f"{self.median:.4f} (95 %: {low:.4f} .. {high:.4f})"
         return f"{self.median:.3f} [{self.low:.3f} .. {self.high:.3f}]"
 
 
@@ -58,10 +79,12 @@ class Line:
     targets: list[Target] = field(default_factory=list)
     notes: str = ""
     details: dict[str, Any] = field(default_factory=dict)
+    against: tuple[str, ...] = ("production", "constrained")
+    """The arms that ours is compared with."""
 
     @property
     def stock(self) -> list[str]:
-        return [name for name in ("production", "constrained") if name in self.rounds]
+        return [name for name in self.against if name in self.rounds]
 
     def median(self, arm: str) -> float:
         return statistics.median(self.rounds[arm])
@@ -77,6 +100,12 @@ class Line:
         for ratio in self.ratios():
             text = f">= {limit:g} {what}, {ratio.against}"
             self.targets.append(Target(text, ratio.median, limit))
+
+    def require_surely(self, limit: float, what: str) -> None:
+        """The same of the lower end of the ratio's interval; without one nothing is met."""
+        for ratio in self.ratios():
+            low = ratio.interval[0] if ratio.interval else 0.0
+            self.targets.append(Target(f">= {limit:g} {what}, with 95 % confidence", low, limit))
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def table(lines: list[Line]) -> str:
     blocks = []
     for line in lines:
         header = f"{line.measure} ({line.unit})"
-        arms = [name for name in (line.ours, *ARMS[1:]) if name in line.rounds]
+        arms = [name for name in (line.ours, *line.stock) if name in line.rounds]
         values = "   ".join(f"{name} {_number(line.median(name))}" for name in arms)
         rows = [header, f"    median      {values}"]
         rows += [f"    x {r.against:<12}{r}" for r in line.ratios()]
@@ -40,7 +40,33 @@ def table(lines: list[Line]) -> str:
 
 
 def markdown(lines: list[Line]) -> str:
-    """The same as one table for docs/benchmarks.md."""
+    """The same as tables for docs/benchmarks.md: against stock, and among arms of ours."""
+    against_stock = [line for line in lines if line.against == ARMS[1:]]
+    among_ours = [line for line in lines if line.against != ARMS[1:]]
+    tables = []
+    if against_stock:
+        tables.append(_against_stock(against_stock))
+    if among_ours:
+        tables.append(_among_ours(among_ours))
+    return "\n\n".join(tables)
+
+
+def _among_ours(lines: list[Line]) -> str:
+    rows = ["| measure | median | against | ratio | target |", "|---|---|---|---|---|"]
+    for line in lines:
+        others = ", ".join(f"{name} {_number(line.median(name))}" for name in line.stock)
+        cells = [
+            f"{line.measure}, {line.unit}",
+            f"{line.ours} {_number(line.median(line.ours))}",
+            others,
+            ", ".join(str(ratio) for ratio in line.ratios()),
+            _targets(line),
+        ]
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def _against_stock(lines: list[Line]) -> str:
     head = "| measure | ours | production | constrained | x production | x constrained | target |"
     rows = [head, "|---|---|---|---|---|---|---|"]
     for line in lines:
@@ -51,14 +77,15 @@ def markdown(lines: list[Line]) -> str:
         ]
         ratios = {ratio.against: str(ratio) for ratio in line.ratios()}
         cells += [ratios.get(name, "") for name in ARMS[1:]]
-        cells.append(
-            "; ".join(
-                f"{t.text}: {_number(t.value)} {'met' if t.met else '**missed**'}"
-                for t in line.targets
-            )
-        )
+        cells.append(_targets(line))
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
+
+
+def _targets(line: Line) -> str:
+    return "; ".join(
+        f"{t.text}: {_number(t.value)} {'met' if t.met else '**missed**'}" for t in line.targets
+    )
 
 
 def record(lines: list[Line], facts: dict[str, Any], seconds: float) -> dict[str, Any]:

@@ -7,104 +7,57 @@ vLLM loads it only where `VLLM_PLUGINS` names `tgvkv`.
 from __future__ import annotations
 
 from argparse import Namespace
-from dataclasses import dataclass
+from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
-from pydantic import BaseModel, Field
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Path, Request
+from fastapi.responses import FileResponse
+from fastapi.security import HTTPBearer
 from starlette.datastructures import State
-from vllm import envs
-from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 
-from vllm_tgvkv.config import EvictionConfig, config_of
+from vllm_tgvkv.config import EvictionConfig, EvictionConfigError, config_of
+from vllm_tgvkv.defaults import Defaults
+from vllm_tgvkv.server import schemas
+from vllm_tgvkv.server.access import Access, GuardedRoute, changeable_server, evicting_server
+from vllm_tgvkv.server.ask import ask
+from vllm_tgvkv.server.engines import ask_engines
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
 
+PAGE = FilePath(__file__).parent / "inspector"
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",
+}
 
-class Totals(BaseModel):
-    """What one engine did since it started."""
+# `GuardedRoute` is what asks for the key; this tells the OpenAPI document of it.
+_bearer = HTTPBearer(auto_error=False, description="The server's --api-key, if it has one.")
+router = APIRouter(
+    prefix="/kv-eviction",
+    tags=["kv-eviction"],
+    route_class=GuardedRoute,
+    dependencies=[Depends(_bearer)],
+    responses={"4XX": {"model": ErrorResponse, "description": "What is wrong, and the way out."}},
+)
 
-    requests_evicted: int
-    requests_skipped: dict[str, int] = Field(description="By reason.")
-    prompt_tokens_seen: int = Field(description="Prompt tokens of evicted requests.")
-    prompt_tokens_kept: int = Field(description="Of these, mean over layers and KV heads.")
-    blocks_given_back: int
-
-
-class Pool(BaseModel):
-    """The KV cache of one engine."""
-
-    blocks: int = Field(description="That requests can have.")
-    block_size: int = Field(description="Tokens of a block, and slots of a page.")
-    layers: int
-    kv_heads: int
-
-
-class Engine(BaseModel):
-    """One engine; there are several with data parallelism."""
-
-    totals: Totals
-    pool: Pool
-
-
-class Settings(BaseModel):
-    """What new requests get that wish nothing else."""
-
-    policy: str
-    budget: str
-    granularity: str
-    observation_window: int
-    sinks: int
-    floor_pages: int
-    min_prompt_tokens: int
-    text_only: str
-    prefix_reuse: str
-
-
-class Status(BaseModel):
-    """Answer of `GET /kv-eviction/status`."""
-
-    settings: Settings
-    engines: list[Engine]
-
-
-@dataclass(frozen=True)
-class Access:
-    """What the routes need of the server they are attached to."""
-
-    engine_client: Any
-    """An `EngineClient`; None on a server without an engine."""
-    config: EvictionConfig
-    authentication: AuthenticationMiddleware | None
-    """vLLM's own check of `--api-key`; None if the server has no key."""
-
-
-def access(request: Request) -> Access:
-    """The server's `Access`, for requests that bring the key.
-
-    Raises:
-        HTTPException: 401 without the key, 409 if the server does not evict.
-    """
-    found: Access = request.app.state.kv_eviction
-    authentication = found.authentication
-    if authentication is not None and not authentication.verify_token(request.headers):
-        raise HTTPException(401, "Unauthorized: send the server's --api-key as a bearer token")
-    if found.engine_client is None or not found.config.active:
-        raise HTTPException(409, "this server does not evict: start it with --kv-eviction")
-    return found
-
-
-router = APIRouter(prefix="/kv-eviction", tags=["kv-eviction"])
+EvictingServer = Annotated[Access, Depends(evicting_server)]
+TraceName = Annotated[str, Path(max_length=512, description="Of a trace, or a response's `id`.")]
 
 
 @router.get("/status", summary="Settings, totals and pool of every engine")
-async def status(access: Annotated[Access, Depends(access)]) -> Status:
+async def status(server: EvictingServer) -> schemas.Status:
     """Totals are as of each engine's last step."""
-    config = access.config
-    workers: list[dict[str, Any]] = await access.engine_client.collective_rpc("kv_eviction_status")
-    return Status(
-        settings=Settings(
+    config = server.defaults.config
+    engines = await ask_engines(server.engine_client, "kv_eviction_status")
+    return schemas.Status(
+        model=_model(server),
+        settings=schemas.Settings(
             policy=config.policy,
             budget=str(config.budget),
             granularity=config.build_policy(config.policy).granularity,
@@ -115,7 +68,116 @@ async def status(access: Annotated[Access, Depends(access)]) -> Status:
             text_only=config.text_only,
             prefix_reuse=config.prefix_reuse,
         ),
-        engines=[Engine(**worker) for worker in workers],
+        defaults=_defaults(server),
+        methods=list(config.method_names),
+        # Every worker of an engine says the same.
+        engines=[schemas.Engine(**workers[0]) for workers in engines],
+    )
+
+
+@router.put(
+    "/defaults",
+    summary="Change policy and budget of new requests",
+)
+def change_defaults(
+    change: schemas.DefaultsChange, server: Annotated[Access, Depends(changeable_server)]
+) -> schemas.Defaults:
+    """Requests that arrive after the answer have the new defaults, on every API server and engine
+    that shares the file system. An empty body brings back what the server was started with.
+
+    403: this is not the admin, or it is not enabled; 409: the file cannot be written.
+    """
+    try:
+        server.defaults.write(change.model_dump(exclude_none=True))
+    except EvictionConfigError as error:
+        raise HTTPException(400, str(error)) from error
+    except OSError as error:
+        path = server.defaults.config.defaults_file
+        raise HTTPException(409, f"{path} cannot be written: {error.strerror}") from error
+    return _defaults(server)
+
+
+@router.get("/requests", summary="The last requests that asked for a trace")
+async def traces(server: EvictingServer) -> schemas.TraceList:
+    """Requests with `vllm_xargs: {"kv_eviction_trace": 1}` that were evicted."""
+    engines = await ask_engines(server.engine_client, "kv_eviction_traces")
+    found = [schemas.TraceSummary(**trace) for workers in engines for trace in workers[0]]
+    return schemas.TraceList(requests=sorted(found, key=lambda trace: -trace.time))
+
+
+@router.get(
+    "/requests/{name}",
+    summary="What was kept of a request's prompt",
+)
+async def trace(name: TraceName, server: EvictingServer) -> schemas.Trace:
+    """Pages by layer and head, where images lie, and how many heads keep each token."""
+    return schemas.Trace(**await _find(server, name))
+
+
+@router.get(
+    "/requests/{name}/layers/{layer}",
+    summary="Kept positions and scores of one layer",
+)
+async def trace_layer(
+    name: TraceName, layer: Annotated[int, Path(ge=0, lt=2**31)], server: EvictingServer
+) -> schemas.TraceLayer:
+    """At granularity `layer` one token set for all heads, at `head` one for each."""
+    return schemas.TraceLayer(**await _find(server, name, layer))
+
+
+@router.post(
+    "/ask",
+    summary="Ask the full and the evicted cache about an image",
+)
+@with_cancellation
+async def ask_both(
+    question: schemas.Question, raw_request: Request, server: EvictingServer
+) -> schemas.Answers:
+    """Greedy answers to one question, and the name of the trace."""
+    return await ask(
+        raw_request.app,
+        server.given_key(raw_request.headers),
+        _model(server),
+        server.defaults.current(),
+        question,
+    )
+
+
+@router.get("/", include_in_schema=False)
+@router.get("/inspector.js", include_in_schema=False)
+@router.get("/inspector.css", include_in_schema=False)
+def page(request: Request, server: EvictingServer) -> FileResponse:
+    """The inspector, which uses the routes above."""
+    name = request.url.path.rpartition("/")[2] or "index.html"
+    return FileResponse(PAGE / name, headers=PAGE_HEADERS)
+
+
+async def _find(server: Access, *args: Any) -> dict[str, Any]:
+    """A trace or a layer of it, from the engine that has it.
+
+    Raises:
+        HTTPException: 404.
+    """
+    for workers in await ask_engines(server.engine_client, "kv_eviction_trace", *args):
+        if workers[0] is not None:
+            found: dict[str, Any] = workers[0]
+            return found
+    raise HTTPException(
+        404,
+        "there is no such trace or layer: the request is unknown, has not ended its prefill, was "
+        "not evicted, did not set kv_eviction_trace, or its trace was pushed out by newer ones "
+        "(max_traces, max_trace_mib)",
+    )
+
+
+def _model(server: Access) -> str:
+    return str(server.engine_client.model_config.served_model_name)
+
+
+def _defaults(server: Access) -> schemas.Defaults:
+    current, started = server.defaults.current(), server.defaults.config
+    return schemas.Defaults(
+        policy=current.policy, budget=current.budget.value, changed=current != started
     )
 
 
@@ -131,10 +193,5 @@ class EvictionEndpoints:
     async def init_state(
         self, engine_client: EngineClient | None, state: State, args: Namespace
     ) -> None:
-        # As vLLM reads it: the flag comes before the variable.
-        keys = [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
-        state.kv_eviction = Access(
-            engine_client,
-            EvictionConfig() if engine_client is None else config_of(engine_client.vllm_config),
-            AuthenticationMiddleware(lambda *_: None, keys) if keys else None,
-        )
+        config = EvictionConfig() if engine_client is None else config_of(engine_client.vllm_config)
+        state.kv_eviction = Access.of_server(engine_client, Defaults(config), args)

@@ -17,9 +17,10 @@ from vllm_tgvkv.metrics import METRICS, Metric, take_observations
 class EvictionPrometheusStatLogger(PrometheusStatLogger):
     """Stock, plus eviction where an engine has it.
 
-    With several API servers vLLM lets prometheus_client add up what their processes have, and
-    sends an engine's statistics to one of them; counters and histograms add up, of a gauge the
-    last value counts.
+    With several API servers vLLM sends an engine's statistics to one of them, now this one and now
+    that one, and any of them answers a scrape with what all their processes have together. So
+    everything here adds up, gauges too: of the last value set it would not be known whether it is
+    the engine's last.
     """
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
@@ -45,7 +46,7 @@ class EvictionPrometheusStatLogger(PrometheusStatLogger):
             "labelnames": ["model_name", "engine", *metric.labels],
         }
         if metric.kind == "gauge":
-            return self._gauge_cls(multiprocess_mode="mostrecent", **arguments)
+            return self._gauge_cls(multiprocess_mode="sum", **arguments)
         if metric.kind == "histogram":
             return self._histogram_cls(buckets=metric.buckets, **arguments)
         return self._counter_cls(**arguments)
@@ -59,8 +60,6 @@ class EvictionPrometheusStatLogger(PrometheusStatLogger):
             child = self._evictions[metric.name].labels(*engine, *labels_)
             for _ in range(number):
                 child.observe(int(value) * metric.unit)
-        elif metric.kind == "gauge":
-            self._evictions[metric.name].labels(*engine, *labels).set(number)
         else:
             self._evictions[metric.name].labels(*engine, *labels).inc(number)
 

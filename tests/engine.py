@@ -177,8 +177,20 @@ def assert_agrees(
 
     `budget` is the server's, for requests that bring none. Returns the outputs.
     """
-    config, shape = running.evictor.config, running.evictor.shape
     outputs = running.run(asks)
+    assert_outputs_agree(running, oracle, asks, outputs, budget)
+    return outputs
+
+
+def assert_outputs_agree(
+    running: Engine,
+    oracle: Oracle,
+    asks: Sequence[Ask],
+    outputs: Sequence[Any],
+    budget: float = 0.1,
+) -> None:
+    """Tokens and kept positions of finished requests must be the oracle's."""
+    config, shape = running.evictor.config, running.evictor.shape
     for index, (ask, output) in enumerate(zip(asks, outputs, strict=True)):
         eviction = Eviction(
             ask.xargs.get("kv_eviction_budget", budget),
@@ -193,7 +205,6 @@ def assert_agrees(
         if kept is not None:
             assert torch.equal(kept, selection.kept), f"request {index} keeps other tokens"
         assert list(output.outputs[0].token_ids) == tokens, f"request {index}"
-    return outputs
 
 
 @dataclass(frozen=True)

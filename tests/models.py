@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny vision-language models with random weights, as folders that vLLM and transformers load.
+"""Tiny models with random weights, as folders that vLLM and transformers load.
 
 Nothing is downloaded. The weights are float32 and stored, not made up by the loader, so that both
 frameworks compute the same function and greedy text can be compared token for token.
@@ -12,8 +12,8 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,22 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import (
     CLIPImageProcessor,
+    GotOcr2ImageProcessor,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
+    InternVLProcessor,
+    InternVLVideoProcessor,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
+    LlavaNextImageProcessor,
+    LlavaNextProcessor,
+    LlavaOnevisionConfig,
+    LlavaOnevisionForConditionalGeneration,
+    LlavaOnevisionImageProcessor,
+    LlavaOnevisionProcessor,
+    LlavaOnevisionVideoProcessor,
     LlavaProcessor,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -34,17 +48,35 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
     Qwen2Tokenizer,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     Qwen2VLImageProcessor,
+    Qwen2VLProcessor,
     Qwen2VLVideoProcessor,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
 )
 
 PATCH = 14
 MAX_POSITIONS = 8192
 LLAVA_IMAGE = "<image>"
+LLAVA_VIDEO = "<video>"
 QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+QWEN_VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
+INTERN_IMAGE = "<IMG_CONTEXT>"
 
 _CHAT_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _LLAVA_TOKENS = [*_CHAT_TOKENS, LLAVA_IMAGE]
+_INTERN_TOKENS = {
+    "start_image_token": "<img>",
+    "end_image_token": "</img>",
+    "context_image_token": INTERN_IMAGE,
+    "video_token": LLAVA_VIDEO,
+}
 _QWEN_TOKENS = [
     *_CHAT_TOKENS,
     "<|vision_start|>",
@@ -68,10 +100,10 @@ class TinyModel:
     """What a tiny model looks like; equal descriptions give byte-identical weights.
 
     Attributes:
-        arch: "llava" or "qwen2_5_vl".
-        image_size: side of the square LLaVA resizes every image to, in pixels, a multiple of 14;
-            an image has (image_size / 14)^2 vision tokens. Qwen2.5-VL takes images as they are
-            and has one token per 28 x 28 pixels.
+        arch: transformers' name of the kind of model, a key of `FAMILIES`.
+        image_size: side of the square tiles that go into the vision tower, in pixels, a multiple
+            of 14 (InternVL: 28). LLaVA makes one of every image, the others several. The Qwen
+            models take images as they are and have one token per 28 x 28 pixels.
         vision_gain: factor on the projector's output, so that the text depends on the images.
     """
 
@@ -89,7 +121,12 @@ class TinyModel:
     @property
     def image_text(self) -> str:
         """Return the text that stands for one image in a prompt."""
-        return {"llava": LLAVA_IMAGE, "qwen2_5_vl": QWEN_IMAGE}[self.arch]
+        return FAMILIES[self.arch].image_text
+
+    @property
+    def video_text(self) -> str:
+        """Return the text that stands for one video in a prompt."""
+        return FAMILIES[self.arch].video_text
 
     def text_config(self) -> dict[str, Any]:
         """Return the sizes of the language model."""
@@ -116,7 +153,7 @@ def model_folder(root: Path | str, model: TinyModel) -> Path:
         return folder
     Path(root).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root) as scratch:
-        _WRITERS[model.arch](Path(scratch, "model"), model)
+        FAMILIES[model.arch].write(Path(scratch, "model"), model)
         with contextlib.suppress(OSError):  # another process was faster
             os.rename(Path(scratch, "model"), folder)
     return folder
@@ -134,30 +171,25 @@ def random_text(seed: int, length: int) -> str:
     return np.random.default_rng(seed).choice(letters, length).tobytes().decode()
 
 
+def random_video(seed: int, frames: int, width: int, height: int) -> tuple[np.ndarray, Any]:
+    """Return a video of 2 frames a second as vLLM takes it: uint8 [frames, height, width, 3]."""
+    images = [np.asarray(random_image(seed + i, width, height)) for i in range(frames)]
+    return np.stack(images), {
+        "fps": 2.0,
+        "duration": frames / 2.0,
+        "total_num_frames": frames,
+        "frames_indices": list(range(frames)),
+        "video_backend": "opencv",
+        "do_sample_frames": False,
+    }
+
+
 def write_llava(folder: Path, model: TinyModel) -> None:
     """Write a LLaVA model: CLIP tower, two-layer projector, Llama."""
     tokenizer, ids = _tokenizer(_LLAVA_TOKENS, LLAVA_IMAGE)
     config = LlavaConfig(
-        text_config={
-            "model_type": "llama",
-            "architectures": ["LlamaForCausalLM"],
-            "vocab_size": len(tokenizer),
-            "rms_norm_eps": 1e-5,
-            "bos_token_id": None,
-            "eos_token_id": ids["<|im_end|>"],
-            "dtype": "float32",
-            **model.text_config(),
-        },
-        vision_config={
-            "model_type": "clip_vision_model",
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_attention_heads": 2,
-            "num_hidden_layers": 3,
-            "image_size": model.image_size,
-            "patch_size": PATCH,
-            "projection_dim": 64,
-        },
+        text_config=_llama_config(model, tokenizer, ids),
+        vision_config=_clip_config(model),
         image_token_index=ids[LLAVA_IMAGE],
         vision_feature_layer=-2,
         vision_feature_select_strategy="default",
@@ -181,38 +213,181 @@ def write_llava(folder: Path, model: TinyModel) -> None:
     _rename_weights(folder, _clip_name_of_vllm)
 
 
-def write_qwen2_5_vl(folder: Path, model: TinyModel) -> None:
-    """Write a Qwen2.5-VL model; images of different sizes have different numbers of tokens."""
+def write_llava_next(folder: Path, model: TinyModel) -> None:
+    """Write a LLaVA-NeXT model: images are seen whole and in tiles, with a token after each row."""
+    tokenizer, ids = _tokenizer(_LLAVA_TOKENS, LLAVA_IMAGE)
+    side = model.image_size
+    config = LlavaNextConfig(
+        text_config=_llama_config(model, tokenizer, ids),
+        vision_config=_clip_config(model),
+        image_token_index=ids[LLAVA_IMAGE],
+        image_grid_pinpoints=_pinpoints(side),
+        image_seq_length=(side // PATCH) ** 2,
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    network = LlavaNextForConditionalGeneration(config)
+    _initialise(network, model, "multi_modal_projector.linear_2", silent=ids.values())
+    processor = LlavaNextProcessor(
+        image_processor=LlavaNextImageProcessor(
+            size={"shortest_edge": side},
+            crop_size={"height": side, "width": side},
+            image_grid_pinpoints=_pinpoints(side),
+        ),
+        tokenizer=tokenizer,
+        patch_size=PATCH,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=tokenizer.chat_template,
+    )
+    _save(folder, network, processor, ids)
+    _rename_weights(folder, _clip_name_of_vllm)
+
+
+def write_llava_onevision(folder: Path, model: TinyModel) -> None:
+    """Write a LLaVA-OneVision model: tiles as in LLaVA-NeXT, and videos of pooled frames."""
+    tokenizer, ids = _tokenizer([*_LLAVA_TOKENS, LLAVA_VIDEO], LLAVA_IMAGE)
+    side = model.image_size
+    config = LlavaOnevisionConfig(
+        text_config={"model_type": "qwen2", **_llama_config(model, tokenizer, ids, "Qwen2")},
+        vision_config={**_clip_config(model), "model_type": "siglip_vision_model"},
+        image_token_index=ids[LLAVA_IMAGE],
+        video_token_index=ids[LLAVA_VIDEO],
+        image_grid_pinpoints=_pinpoints(side, 6),
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    network = LlavaOnevisionForConditionalGeneration(config)
+    _initialise(network, model, "multi_modal_projector.linear_2", silent=ids.values())
+    size = {"height": side, "width": side}
+    processor = LlavaOnevisionProcessor(
+        image_processor=LlavaOnevisionImageProcessor(
+            size=size, image_grid_pinpoints=_pinpoints(side, 6)
+        ),
+        tokenizer=tokenizer,
+        video_processor=LlavaOnevisionVideoProcessor(size=size),
+        num_image_tokens=(side // PATCH) ** 2,
+        vision_feature_select_strategy="full",
+        chat_template=tokenizer.chat_template,
+    )
+    _save(folder, network, processor, ids)
+    _rename_weights(folder, _clip_name_of_vllm)
+
+
+def write_internvl(folder: Path, model: TinyModel) -> None:
+    """Write an InternVL model, in transformers' format: images are tiles and a thumbnail."""
+    tokenizer, ids = _tokenizer(
+        [*_CHAT_TOKENS, *_INTERN_TOKENS.values()],
+        INTERN_IMAGE,
+        Qwen2Tokenizer,
+        extra_special_tokens=_INTERN_TOKENS,
+    )
+    side = model.image_size
+    num_tokens = (side // PATCH // 2) ** 2
+    config = InternVLConfig(
+        text_config={"model_type": "qwen3", **_llama_config(model, tokenizer, ids, "Qwen3")},
+        vision_config={
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_attention_heads": 2,
+            "num_hidden_layers": 2,
+            "image_size": side,
+            "patch_size": PATCH,
+            "layer_scale_init_value": 1.0,
+        },
+        image_token_id=ids[INTERN_IMAGE],
+        image_seq_length=num_tokens,
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    network = InternVLForConditionalGeneration(config)
+    _initialise(network, model, "multi_modal_projector.linear_2", silent=ids.values())
+    size = {"height": side, "width": side}
+    processor = InternVLProcessor(
+        image_processor=GotOcr2ImageProcessor(size=size, min_patches=1, max_patches=6),
+        tokenizer=tokenizer,
+        video_processor=InternVLVideoProcessor(size=size),
+        image_seq_length=num_tokens,
+        chat_template=tokenizer.chat_template,
+    )
+    _save(folder, network, processor, ids)
+
+
+def write_qwen3(folder: Path, model: TinyModel) -> None:
+    """Write a Qwen3 language model, which has no vision."""
+    tokenizer, ids = _tokenizer(_CHAT_TOKENS, "", Qwen2Tokenizer)
+    network = Qwen3ForCausalLM(Qwen3Config(**_llama_config(model, tokenizer, ids, "Qwen3")))
+    _initialise(network, model, "nothing", silent=ids.values())
+    _save(folder, network, tokenizer, ids)
+
+
+def _llama_config(
+    model: TinyModel, tokenizer: Any, ids: dict[str, int], kind: str = "Llama"
+) -> dict[str, Any]:
+    """Return the language model's configuration, but for its type where it is not Llama."""
+    own = {"model_type": "llama"} if kind == "Llama" else {}
+    return {
+        **own,
+        "architectures": [f"{kind}ForCausalLM"],
+        "vocab_size": len(tokenizer),
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": None,
+        "eos_token_id": ids["<|im_end|>"],
+        "dtype": "float32",
+        **({"head_dim": model.head_size} if kind == "Qwen3" else {}),
+        **model.text_config(),
+    }
+
+
+def _clip_config(model: TinyModel) -> dict[str, Any]:
+    return {
+        "model_type": "clip_vision_model",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 3,
+        "image_size": model.image_size,
+        "patch_size": PATCH,
+        "projection_dim": 64,
+    }
+
+
+def _pinpoints(side: int, most: int = 3) -> list[list[int]]:
+    """Return the sizes (height, width) into which images are fitted: up to `most` tiles a side."""
+    sides = range(1, most + 1)
+    return [[side * rows, side * columns] for rows in sides for columns in sides]
+
+
+def write_qwen_vl(folder: Path, model: TinyModel) -> None:
+    """Write a Qwen-VL model; images of different sizes have different numbers of tokens."""
+    kind = _QWEN_KINDS[model.arch]
     tokenizer, ids = _tokenizer(_QWEN_TOKENS, QWEN_IMAGE, Qwen2Tokenizer)
     sizes = model.text_config()
     quarter = model.head_size // 8  # rotary pairs per head = head size / 2, split 1 : 1.5 : 1.5
     sections = [2 * quarter, *2 * [(model.head_size // 2 - 2 * quarter) // 2]]
-    config = Qwen2_5_VLConfig(
+    config = kind.config(
         text_config={
             "vocab_size": len(tokenizer),
             "rms_norm_eps": 1e-6,
             "bos_token_id": None,
             "eos_token_id": ids["<|im_end|>"],
-            "use_sliding_window": False,
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 1_000_000.0,
                 "mrope_section": sections,
+                **kind.rope,
             },
             "dtype": "float32",
+            **kind.text(model),
             **sizes,
         },
         vision_config={
             "depth": 2,
-            "hidden_size": 64,
-            "intermediate_size": 128,
             "num_heads": 2,
             "patch_size": PATCH,
             "spatial_merge_size": 2,
             "temporal_patch_size": 2,
-            "window_size": 112,
-            "fullatt_block_indexes": [1],
-            "out_hidden_size": sizes["hidden_size"],
+            **kind.vision(sizes["hidden_size"]),
         },
         image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"],
@@ -221,21 +396,97 @@ def write_qwen2_5_vl(folder: Path, model: TinyModel) -> None:
         tie_word_embeddings=False,
         dtype="float32",
     )
-    network = Qwen2_5_VLForConditionalGeneration(config)
-    _initialise(network, model, "visual.merger.mlp.2", silent=ids.values())
-    pixels = {"size": {"shortest_edge": 28 * 28, "longest_edge": 1280 * 28 * 28}}
-    processor = Qwen2_5_VLProcessor(
+    network = kind.network(config)
+    _initialise(network, model, kind.projector, silent=ids.values())
+    pixels = {"size": {"shortest_edge": 28 * 28, "longest_edge": 1280 * 28 * 28}, **kind.pixels}
+    processor = kind.processor(
         image_processor=Qwen2VLImageProcessor(**pixels),
         tokenizer=tokenizer,
-        video_processor=Qwen2VLVideoProcessor(**pixels),
+        video_processor=kind.video_processor(**pixels),
         chat_template=tokenizer.chat_template,
     )
     _save(folder, network, processor, ids)
 
 
-_WRITERS: dict[str, Callable[[Path, TinyModel], None]] = {
-    "llava": write_llava,
-    "qwen2_5_vl": write_qwen2_5_vl,
+@dataclass(frozen=True)
+class _QwenKind:
+    """In what a generation of Qwen-VL differs from the others."""
+
+    config: Any
+    network: Any
+    processor: Any
+    video_processor: Any
+    projector: str
+    vision: Callable[[int], dict[str, Any]]
+    text: Callable[[TinyModel], dict[str, Any]]
+    rope: Mapping[str, Any] = field(default_factory=dict)
+    pixels: Mapping[str, Any] = field(default_factory=dict)
+
+
+_QWEN_KINDS = {
+    "qwen2_vl": _QwenKind(
+        Qwen2VLConfig,
+        Qwen2VLForConditionalGeneration,
+        Qwen2VLProcessor,
+        Qwen2VLVideoProcessor,
+        "visual.merger.mlp.2",
+        vision=lambda hidden: {"embed_dim": 64, "mlp_ratio": 2, "hidden_size": hidden},
+        text=lambda model: {"use_sliding_window": False},
+    ),
+    "qwen2_5_vl": _QwenKind(
+        Qwen2_5_VLConfig,
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen2_5_VLProcessor,
+        Qwen2VLVideoProcessor,
+        "visual.merger.mlp.2",
+        vision=lambda hidden: {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "window_size": 112,
+            "fullatt_block_indexes": [1],
+            "out_hidden_size": hidden,
+        },
+        text=lambda model: {"use_sliding_window": False},
+    ),
+    "qwen3_vl": _QwenKind(
+        Qwen3VLConfig,
+        Qwen3VLForConditionalGeneration,
+        Qwen3VLProcessor,
+        Qwen3VLVideoProcessor,
+        "linear_fc2",
+        # A level of deepstack after each layer of the tower.
+        vision=lambda hidden: {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1],
+            "out_hidden_size": hidden,
+        },
+        text=lambda model: {"head_dim": model.head_size},
+        rope={"mrope_interleaved": True},
+        pixels={"patch_size": PATCH},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """How models of one architecture are written and spoken to."""
+
+    write: Callable[[Path, TinyModel], None]
+    image_text: str = ""
+    video_text: str = ""
+
+
+FAMILIES = {
+    "llava": Family(write_llava, LLAVA_IMAGE),
+    "llava_next": Family(write_llava_next, LLAVA_IMAGE),
+    "llava_onevision": Family(write_llava_onevision, LLAVA_IMAGE, LLAVA_VIDEO),
+    "qwen2_vl": Family(write_qwen_vl, QWEN_IMAGE, QWEN_VIDEO),
+    "qwen2_5_vl": Family(write_qwen_vl, QWEN_IMAGE, QWEN_VIDEO),
+    "qwen3_vl": Family(write_qwen_vl, QWEN_IMAGE, QWEN_VIDEO),
+    "internvl": Family(write_internvl, INTERN_IMAGE, LLAVA_VIDEO),
+    "qwen3": Family(write_qwen3),
 }
 
 
@@ -243,6 +494,7 @@ def _tokenizer(
     special: Sequence[str],
     image_text: str,
     tokenizer_class: type[PreTrainedTokenizerFast] = PreTrainedTokenizerFast,
+    **options: Any,
 ) -> tuple[PreTrainedTokenizerFast, dict[str, int]]:
     """Return a tokenizer with one token per byte, and the ids of its special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -256,6 +508,7 @@ def _tokenizer(
         pad_token="<|endoftext|>",
         chat_template=_CHAT_TEMPLATE.replace("IMAGE", image_text),
         model_max_length=MAX_POSITIONS,
+        **options,
     )
     return tokenizer, {token: tokenizer.convert_tokens_to_ids(token) for token in special}
 
@@ -272,7 +525,7 @@ def _initialise(
     """
     generator = torch.Generator().manual_seed(model.seed)
     for name, parameter in network.named_parameters():
-        if parameter.ndim < 2 and "embedding" not in name:
+        if parameter.ndim < 2 and "embedding" not in name and "newline" not in name:
             continue  # norms and biases keep their neutral values
         scale = model.initializer_range
         if "q_proj" in name or "k_proj" in name:

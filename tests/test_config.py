@@ -266,6 +266,7 @@ SERVER = EvictionConfig(policy="tgv", budget=Budget(fraction=0.1))
         ({"kv_eviction_budget": "64"}, RequestWish("tgv", Budget(tokens=64))),
         ({"kv_eviction_report": 1}, RequestWish("tgv", SERVER.budget, report=True)),
         ({"kv_eviction_report": 0}, RequestWish("tgv", SERVER.budget)),
+        ({"kv_eviction_trace": 1}, RequestWish("tgv", SERVER.budget, trace=True)),
     ],
 )
 def test_request_wishes(extra_args: dict[str, Any] | None, wish: RequestWish) -> None:
@@ -280,6 +281,7 @@ def test_request_wishes(extra_args: dict[str, Any] | None, wish: RequestWish) ->
         ({"kv_eviction_budget": "most"}, ["vllm_xargs.kv_eviction_budget", "'most'", "512"]),
         ({"kv_eviction_budget": [0.1]}, ["vllm_xargs.kv_eviction_budget", "[0.1]", "512"]),
         ({"kv_eviction_report": "yes"}, ["vllm_xargs.kv_eviction_report", "'yes'", "give 1"]),
+        ({"kv_eviction_trace": 2}, ["vllm_xargs.kv_eviction_trace is 2", "give 1 for a trace"]),
         ({"kv_eviction_report": [1]}, ["vllm_xargs.kv_eviction_report", "[1]", "give 1"]),
         ({"kv_eviction": "random", "kv_eviction_budget": "auto:0.9"}, ["auto", "'random'"]),
         ({"kv_eviction_sinks": 4}, ["vllm_xargs", "kv_eviction_sinks", "kv_eviction_budget"]),
@@ -292,6 +294,19 @@ def test_wrong_wishes_name_parameter_value_and_way_out(
         RequestWish.resolve(SERVER, extra_args)
     for part in parts:
         assert part in str(caught.value)
+
+
+def test_a_server_without_traces_says_how_to_get_them() -> None:
+    config = EvictionConfig(policy="tgv", max_traces=0)
+    assert not RequestWish.resolve(config, {"kv_eviction_trace": 0}).trace
+    with pytest.raises(EvictionConfigError, match="max_traces of at least 1"):
+        RequestWish.resolve(config, {"kv_eviction_trace": 1})
+
+
+@pytest.mark.parametrize("value", [0.1, 1.0, 512, "auto:0.9", "auto:0.5,min=0.1,max=0.2"])
+def test_a_budgets_value_reads_back(value: Any) -> None:
+    budget = Budget.parse(value, "it")
+    assert Budget.parse(budget.value, "it") == budget
 
 
 VALUES = {"granularity": "head", "pooling": {"kind": "sequence"}}

@@ -150,6 +150,7 @@ def test_report_and_totals(evicting: Engine) -> None:
         "blocks_before": 10,
         "blocks_after": 2,
         "skip_reason": None,
+        "trace": None,
     }
     after = evicting.counters
     assert after["requests_evicted"] - before["requests_evicted"] == 1
@@ -167,6 +168,38 @@ def test_abort_in_prefill_and_decode(evicting: Engine) -> None:
         evicting.engine.abort_request(names)
         evicting.step()
         evicting.assert_empty()
+
+
+def test_traces_say_what_was_kept(evicting: Engine) -> None:
+    """As the debug option records it; a guard deals fewer pages than it was given."""
+    trace = {"kv_eviction_trace": 1}
+    asks = [
+        album(35, 20, 200, xargs={**budget(0.3), **trace}, max_tokens=3),
+        album(36, 20, 240, xargs={"kv_eviction_budget": "auto:0.7", **trace}, max_tokens=3),
+        album(37, 20, 240, xargs=budget(0.3), max_tokens=3),
+    ]
+    *traced, silent = evicting.run(asks)
+    shape = evicting.evictor.shape
+    for output in traced:
+        (found,) = evicting.llm.collective_rpc("kv_eviction_trace", args=(output.request_id,))
+        num_tokens = len(output.prompt_token_ids)
+        kept = evicting.kept(output.request_id, num_tokens)
+        assert kept is not None
+        assert found["kept_by"] == kept.flatten(0, 1).sum(0).tolist()
+        full = num_tokens // shape.block_size * shape.block_size
+        pages = kept[..., :full].sum(-1) // shape.block_size
+        assert found["pages"] == pages.tolist()
+        assert [span["grid"] for span in found["vision"]] == [[8, 8]]
+        for index in range(shape.num_layers):
+            args = (output.request_id, index)
+            (layer,) = evicting.llm.collective_rpc("kv_eviction_trace", args=args)
+            for of_set in layer["token_sets"]:
+                assert len(of_set["scores"]) == full
+                for head in of_set["heads"]:
+                    assert of_set["positions"] == kept[index, head].nonzero().flatten().tolist()
+    assert evicting.llm.collective_rpc("kv_eviction_trace", args=(silent.request_id,)) == [None]
+    (listed,) = evicting.llm.collective_rpc("kv_eviction_traces")
+    assert len(listed) == len(traced)
 
 
 @pytest.mark.parametrize("granularity", ["layer", "head"])

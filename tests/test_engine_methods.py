@@ -183,6 +183,7 @@ def assert_report(output: Any, expected: Expected, blocks: int) -> None:
         "kept_tokens": blocks * BLOCK_SIZE + tail,
         "blocks_after": blocks + (tail > 0),
         "skip_reason": None,
+        "trace": None,
     }
 
 

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import prometheus_client
 import pytest
+from prometheus_client.multiprocess import MultiProcessCollector
 from vllm.v1.metrics import loggers
 from vllm.v1.metrics.stats import SchedulerStats
 
@@ -39,6 +43,12 @@ def test_what_is_observed_arrives_and_leaves_no_trace() -> None:
     assert field == {"an adapter": 3}
     observations.move_to(field)
     assert field == {"an adapter": 3}
+    # Of a gauge its changes travel.
+    observations.set("blocks_held", 7)
+    observations.set("blocks_held", 9)
+    observations.set("blocks_held", 2)
+    observations.move_to(field)
+    assert [number for _, _, number in take_observations(field)] == [-5]
 
 
 def config(eviction: dict[str, Any] | None) -> Any:
@@ -107,6 +117,42 @@ def test_statistics_become_metrics() -> None:
     assert value("seconds_sum", policy="h2o", part="copy") == pytest.approx(0.002)
     assert value("compressed_requests") == 3
     assert counters.blocks_given_back == 7
+
+
+def record(steps: list[dict[str, int]]) -> None:
+    """What one of several API server processes does with the statistics that reach it."""
+    prometheus = logger({"policy": "tgv"})
+    for numbers in steps:
+        prometheus.record(SchedulerStats(waiting_lora_adapters=dict(numbers)), None)
+
+
+@pytest.mark.slow
+def test_statistics_may_reach_any_api_server_in_any_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of several processes, as a scrape of any of them puts them together."""
+    observations, steps = Observations(), []
+    for held in (5, 2, 3, 0):
+        observations.set("blocks_held", held)
+        observations.count("requests", "tgv")
+        steps.append({})
+        observations.move_to(steps[-1])
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    registry = prometheus_client.CollectorRegistry()
+    MultiProcessCollector(registry, str(tmp_path))
+
+    def found(name: str, **labels: str) -> float | None:
+        labels = {"model_name": "m", "engine": "0", **labels}
+        return registry.get_sample_value(f"vllm:kv_eviction_{name}", labels)
+
+    seen = []
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn) as first, ProcessPoolExecutor(1, spawn) as second:
+        # The process with the last step is the first to be through.
+        for process, mine in ((first, ()), (second, (1, 3)), (first, (0, 2))):
+            process.submit(record, [steps[i] for i in mine]).result()
+            seen.append((found("requests_total", policy="tgv"), found("blocks_held")))
+    assert seen == [(0, 0), (2, -6), (4, 0)]
 
 
 @pytest.mark.parametrize(

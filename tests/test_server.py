@@ -3,19 +3,13 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,106 +17,38 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from demo.run import free_port
-from tests.models import random_image, random_text
-from tests.serving import wait_until_healthy
+from tests.models import random_text
+from tests.serving import (
+    BLOCK_SIZE,
+    STOP_SECONDS,
+    VISION_TOKENS,
+    Server,
+    group_members,
+    messages,
+    report_of,
+    serve,
+)
 from vllm_tgvkv.policies import POLICY_NAMES
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-BLOCK_SIZE = 32
-VISION_TOKENS = 64
-STOP_SECONDS = 60
 REPORT = {"kv_eviction_report": 1}
-
-
-@dataclass
-class Server:
-    """A running `vllm serve` and a client for it."""
-
-    process: subprocess.Popen[bytes]
-    log: Path
-    client: Any
-    """An `openai.OpenAI`; requests are plain dictionaries here."""
-
-    def lines(self) -> list[str]:
-        return self.log.read_text(errors="replace").splitlines()
-
-    def ask(self, xargs: dict[str, Any] | None = None, **options: Any) -> Any:
-        """One chat question about a PNG image."""
-        values = {"messages": messages(0), "max_tokens": 8, "temperature": 0, **options}
-        extra: dict[str, Any] = {"ignore_eos": True}
-        if xargs is not None:
-            extra["vllm_xargs"] = xargs
-        return self.client.chat.completions.create(model="tiny", **values, extra_body=extra)
-
-
-def messages(seed: int, images: int = 1, length: int = 300) -> list[dict[str, Any]]:
-    content: list[dict[str, Any]] = []
-    for index in range(images):
-        png = io.BytesIO()
-        random_image(10 * seed + index, 112, 84).save(png, "PNG")
-        url = "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
-        content.append({"type": "image_url", "image_url": {"url": url}})
-    content.append({"type": "text", "text": random_text(seed, length)})
-    return [{"role": "user", "content": content}]
-
-
-def report_of(answer: Any) -> dict[str, Any]:
-    return answer.kv_transfer_params["kv_eviction"]
-
-
-def group_members(group: int) -> list[int]:
-    """Processes of a process group that have not ended, from /proc."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
-        except (OSError, ValueError):
-            continue  # ended meanwhile
-        if int(its_group) == group and state != "Z":
-            found.append(int(stat.parent.name))
-    return found
 
 
 @pytest.fixture(scope="module")
 def server(
     tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """A server in a process group of its own; its log tells every eviction."""
-    folder, port = tiny_model("llava", image_size=112), free_port()
+    """Its log tells every eviction."""
     log = tmp_path_factory.mktemp("server") / "server.log"
-    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(folder)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"]
-    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
-    command += ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", "256"]
-    command += ["--limit-mm-per-prompt", '{"image": 2}', "--generation-config", "vllm"]
-    command += ["--kv-eviction", "tgv", "--kv-eviction-budget", "0.1"]
-    command += ["--kv-eviction-config", '{"debug": {"check_integrity": true}}']
-    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_PLUGINS": "tgvkv"}
-    address = f"http://127.0.0.1:{port}"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
-    try:
-        wait_until_healthy(process, address, log)
-        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=120, max_retries=0)
-        yield Server(process, log, client)
-    finally:
-        for member in group_members(process.pid):  # the server is the leader of its group
-            os.kill(member, signal.SIGKILL)
-        process.wait(STOP_SECONDS)
+    config = {"debug": {"check_integrity": True}}
+    with serve(tiny_model("llava", image_size=112), log, config) as running:
+        yield running
 
 
 def scraped(server: Server) -> dict[tuple[str, ...], float]:
     """Samples of eviction on `/metrics`, by name and the values of our own labels."""
-    address = str(server.client.base_url).removesuffix("/v1/")
-    with urllib.request.urlopen(f"{address}/metrics", timeout=10) as response:
+    with urllib.request.urlopen(f"{server.address}/metrics", timeout=10) as response:
         text = response.read().decode()
     found = {}
     for family in text_string_to_metric_families(text):
@@ -172,15 +98,14 @@ def test_metrics(server: Server) -> None:
 
 
 def test_status(server: Server) -> None:
-    address = str(server.client.base_url).removesuffix("/v1/")
-    with urllib.request.urlopen(f"{address}/kv-eviction/status", timeout=10) as response:
+    with urllib.request.urlopen(f"{server.address}/kv-eviction/status", timeout=10) as response:
         status = json.load(response)
     assert status["settings"]["policy"] == "tgv"
     assert status["settings"]["budget"] == "10 % of the prompt"
     (engine,) = status["engines"]
     assert engine["pool"] == {"blocks": 255, "block_size": 32, "layers": 4, "kv_heads": 2}
     assert engine["totals"]["requests_evicted"] > 0
-    with urllib.request.urlopen(f"{address}/openapi.json", timeout=10) as response:
+    with urllib.request.urlopen(f"{server.address}/openapi.json", timeout=10) as response:
         assert "/kv-eviction/status" in json.load(response)["paths"]
 
 
@@ -207,6 +132,7 @@ def test_answer_tells_what_was_evicted(server: Server) -> None:
         "blocks_before": -(-num_tokens // BLOCK_SIZE),
         "blocks_after": 1 + bool(tail),
         "skip_reason": None,
+        "trace": None,
     }
 
 

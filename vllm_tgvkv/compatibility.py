@@ -62,6 +62,7 @@ def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     backend = vllm_config.attention_config.backend
+    replicated = parallel.data_parallel_size > 1
     decode_kernel = config_of(vllm_config).decode_kernel
     for found, what, remedy in (
         *_model_checks(model),
@@ -86,9 +87,22 @@ def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
             "use --pipeline-parallel-size 1",
         ),
         (
-            parallel.data_parallel_size > 1,
-            f"data parallelism (--data-parallel-size {parallel.data_parallel_size})",
+            replicated and model.is_moe,
+            f"data parallelism of a mixture of experts "
+            f"(--data-parallel-size {parallel.data_parallel_size})",
             "use --data-parallel-size 1 and one server per replica",
+        ),
+        (
+            replicated and parallel.data_parallel_backend != "mp",
+            f"--data-parallel-backend {parallel.data_parallel_backend}",
+            "use --data-parallel-backend mp",
+        ),
+        (
+            replicated and parallel.data_parallel_size_local != parallel.data_parallel_size,
+            f"data parallelism over several nodes "
+            f"(--data-parallel-size-local {parallel.data_parallel_size_local} of "
+            f"{parallel.data_parallel_size})",
+            "use one server per node with all of its replicas",
         ),
         (
             parallel.decode_context_parallel_size > 1,

@@ -33,7 +33,12 @@ if TYPE_CHECKING:
 CONFIG_KEY = "kv_eviction"
 """Key of the mapping in vLLM's `additional_config`."""
 
-REQUEST_KEYS = ("kv_eviction", "kv_eviction_budget", "kv_eviction_report")
+REQUEST_KEYS = (
+    "kv_eviction",
+    "kv_eviction_budget",
+    "kv_eviction_report",
+    "kv_eviction_trace",
+)
 """What a request may set in its `vllm_xargs`."""
 
 NONE = "none"
@@ -123,6 +128,16 @@ class Budget:
         least = _blocks_within(self.least * num_prompt_tokens, num_prompt_tokens, block_size)
         return Guard(self.share, max(least, -(-num_certain // block_size)))
 
+    @property
+    def value(self) -> float | int | str:
+        """As `parse` reads it."""
+        if self.share is not None:
+            return f"auto:{self.share},min={self.least},max={self.fraction}"
+        if self.tokens is not None:
+            return self.tokens
+        assert self.fraction is not None
+        return self.fraction
+
     def __str__(self) -> str:
         if self.share is not None:
             return (
@@ -191,6 +206,13 @@ class EvictionConfig:
     table for every head; `triton`, one of our own that needs no tables (CUDA only)."""
     metrics: bool = True
     """Whether `/metrics` has what eviction did, unless `--disable-log-stats` is given."""
+    max_traces: int = 32
+    """So many of the last traces that requests asked for are remembered; 0: none may ask."""
+    max_trace_mib: int = 64
+    """Memory of the remembered traces together, in MiB on the host."""
+    defaults_file: str | None = None
+    """File with the policy and budget of new requests that may change while the server runs,
+    see `defaults.py`."""
     debug: DebugOptions = field(default_factory=DebugOptions)
 
     @property
@@ -218,11 +240,12 @@ class EvictionConfig:
             _check_choice(converted, name)
         for name, least in _LEAST.items():
             _check_count(converted, name, least)
+        _check_path(values.get("defaults_file"), "kv_eviction.defaults_file")
         converted["pooling"] = _pooling(values.get("pooling"), "kv_eviction.pooling")
         converted["methods"] = _parse_methods(values.get("methods", {}))
         converted["debug"] = _nested(DebugOptions, values.get("debug", {}), "kv_eviction.debug")
         config = cls(**converted)
-        config._check_methods()
+        config.check_methods()
         return config
 
     @property
@@ -266,7 +289,12 @@ class EvictionConfig:
             )
         return str(name)
 
-    def _check_methods(self) -> None:
+    def check_methods(self) -> None:
+        """Check that methods, policy, budget and `text_only` go together.
+
+        Raises:
+            EvictionConfigError: naming the field, its value and what it may be.
+        """
         for name in self.methods:
             self.build_policy(name)
         self.check_method(self.policy, self.budget, "kv_eviction.policy")
@@ -288,6 +316,8 @@ class RequestWish:
     budget: Budget
     report: bool = False
     """Whether the response tells what was evicted, under `kv_transfer_params.kv_eviction`."""
+    trace: bool = False
+    """Whether the server remembers what was kept, for `GET /kv-eviction/requests`."""
 
     @classmethod
     def resolve(cls, config: EvictionConfig, extra_args: Mapping[str, Any] | None) -> RequestWish:
@@ -307,12 +337,15 @@ class RequestWish:
         if "kv_eviction_budget" in given:
             budget = Budget.parse(given["kv_eviction_budget"], "vllm_xargs.kv_eviction_budget")
         policy = config.check_method(policy, budget, "vllm_xargs.kv_eviction")
-        report = given.get("kv_eviction_report", 0)
-        if report not in (0, 1):
+        report, trace = (
+            _switch(given, f"kv_eviction_{name}", name) for name in ("report", "trace")
+        )
+        if trace and not config.max_traces:
             raise EvictionConfigError(
-                f"vllm_xargs.kv_eviction_report is {report!r}: give 1 for a report, or 0"
+                "vllm_xargs.kv_eviction_trace is 1, and this server keeps no traces: start it with "
+                "max_traces of at least 1 in --kv-eviction-config, or leave it out"
             )
-        return cls(policy, budget, bool(report))
+        return cls(policy, budget, report, trace)
 
 
 def read_config_file(value: str) -> dict[str, Any]:
@@ -344,7 +377,30 @@ def config_of(vllm_config: VllmConfig) -> EvictionConfig:
     return EvictionConfig.from_mapping(additional[CONFIG_KEY])
 
 
-_LEAST = {"observation_window": 1, "sinks": 0, "floor_pages": 0, "min_prompt_tokens": 0}
+_LEAST = {
+    "observation_window": 1,
+    "sinks": 0,
+    "floor_pages": 0,
+    "min_prompt_tokens": 0,
+    "max_traces": 0,
+    "max_trace_mib": 1,
+}
+
+
+def _switch(given: Mapping[str, Any], name: str, what: str) -> bool:
+    value = given.get(name, 0)
+    if value not in (0, 1):
+        raise EvictionConfigError(f"vllm_xargs.{name} is {value!r}: give 1 for a {what}, or 0")
+    return bool(value)
+
+
+def _check_path(value: Any, source: str) -> None:
+    if value is None:
+        return
+    if not isinstance(value, str) or not Path(value).is_absolute():
+        raise EvictionConfigError(f"{source} is {value!r}: give the absolute path of a file")
+    if not Path(value).parent.is_dir():
+        raise EvictionConfigError(f"{source} is {value!r}: its folder does not exist; create it")
 
 
 def _reject_unknown_keys(values: Mapping[str, Any], cls: type, source: str) -> None:

@@ -14,6 +14,7 @@ Nothing here waits for the device: every size is known from the plan.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ from vllm_tgvkv.policies import (
 from vllm_tgvkv.prompt import PromptMap, VisionRun, voters
 from vllm_tgvkv.regions import Regions
 from vllm_tgvkv.stopwatch import Stopwatch
+from vllm_tgvkv.trace import Trace, Traces
 
 _WORKSPACE_BYTES = 64 << 20
 """Bound of each scratch buffer of the statistics."""
@@ -151,14 +153,19 @@ class PendingOutcome:
     num_vision: torch.Tensor
     """Vision tokens in the region, summed over layers and heads, int64 scalar."""
     watch: Stopwatch
+    trace: Trace | None
+    """Its arrays may still be on their way to the host."""
 
 
 class Outcomes:
     """Outcomes of a step's evictions, on the way from the device to the host."""
 
-    def __init__(self, pending: Sequence[PendingOutcome], shape: CacheShape) -> None:
+    def __init__(
+        self, pending: Sequence[PendingOutcome], shape: CacheShape, traces: Traces
+    ) -> None:
         self._pending = pending
         self._shape = shape
+        self._traces = traces
         stacked = torch.stack([torch.stack((p.num_retained, p.num_vision)) for p in pending])
         self._numbers = stacked.to("cpu", non_blocking=True)
         self._copied = torch.cuda.Event(blocking=True) if stacked.is_cuda else None
@@ -184,6 +191,8 @@ class Outcomes:
         vision = round(vision_sum / self._shape.num_pairs) + int(is_vision[num_candidates:].sum())
         kept = num_retained * size + num_tokens - num_candidates
         num_vision = int(is_vision.sum())
+        if pending.trace is not None:
+            self._traces.add(pending.trace)
         return Outcome(
             request_id=eviction.request_id,
             first_block=int(eviction.new_blocks[0]),
@@ -205,6 +214,7 @@ class Evictor:
         self.device = pool.raw.device
         self.regions = Regions(pool.num_blocks, shape.num_pairs, self.device)
         self.kept: deque[KeptTokens] = deque(maxlen=256)
+        self.traces = Traces(config.max_traces, config.max_trace_mib << 20)
         self._policies: dict[str, Policy] = {}
         self._queries: dict[str, torch.Tensor] = {}
         """Observation queries of prompts that span several chunks, [L, O, H * G, D]."""
@@ -278,7 +288,7 @@ class Evictor:
     def take_outcomes(self) -> Outcomes | None:
         """What came of the evictions since the last call, if there were any."""
         pending, self._outcomes = self._outcomes, []
-        return Outcomes(pending, self.shape) if pending else None
+        return Outcomes(pending, self.shape, self.traces) if pending else None
 
     def warm_up(self) -> None:
         """Evict a made-up prompt, so that no request waits until kernels are compiled.
@@ -300,6 +310,7 @@ class Evictor:
             voters=voting,
             num_cached=0,
             guard=self.config.budget.guard(prompt.num_tokens, 2 * size, size),
+            traced_budget=None,
             old_blocks=old_blocks,
             new_blocks=new_blocks,
             row_blocks=new_blocks,
@@ -464,14 +475,36 @@ class Evictor:
             offsets,
         )
         self._forget(eviction.request_id)
-        if self.config.metrics or eviction.guard is not None:
+        trace = self._trace(judgement, decision) if eviction.traced_budget else None
+        if self.config.metrics or eviction.guard is not None or trace is not None:
             num_vision = _count_vision(prompt, decision.positions, offsets)
             num_retained = decision.num_retained
             if num_retained is None:
                 num_retained = torch.full_like(num_vision, eviction.num_retained_blocks)
-            self._outcomes.append(PendingOutcome(eviction, num_retained, num_vision, watch))
+            self._outcomes.append(PendingOutcome(eviction, num_retained, num_vision, watch, trace))
         if self.config.debug.record_kept:
             self.kept.append(KeptTokens(eviction.request_id, decision.counts, decision.positions))
+
+    def _trace(self, judgement: Judgement, decision: Decision) -> Trace:
+        """What the eviction decided, on the way to the host."""
+        eviction = judgement.eviction
+        assert eviction.traced_budget is not None
+        counts, positions, scores = (
+            tensor.to("cpu", non_blocking=True)
+            for tensor in (decision.counts, decision.positions, torch.stack(judgement.scores))
+        )
+        return Trace(
+            id=eviction.request_id,
+            policy=eviction.method,
+            budget=eviction.traced_budget,
+            granularity=judgement.policy.granularity,
+            time=time.time(),
+            prompt=eviction.prompt,
+            block_size=self.shape.block_size,
+            counts=counts.numpy(),
+            positions=positions.numpy(),
+            scores=scores.numpy(),
+        )
 
     def _watch(self, request_id: str) -> Stopwatch:
         """One for each prompt, from its first chunk to its eviction."""

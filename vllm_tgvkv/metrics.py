@@ -95,14 +95,22 @@ class Observations:
 
     def __init__(self) -> None:
         self._numbers: Counter[str] = Counter()
+        self._gauges: dict[str, int] = {}
 
     def count(self, name: str, *labels: str, by: int = 1) -> None:
         """Add to a counter."""
         self._numbers[_SEPARATOR.join((_PREFIX, name, *labels))] += by
 
     def set(self, name: str, value: int) -> None:
-        """Set a gauge."""
-        self._numbers[_SEPARATOR.join((_PREFIX, name))] = value
+        """Set a gauge. What travels is by how much it changed.
+
+        With several API servers an engine's statistics reach one now and another one later, and
+        which of them is late nobody knows: changes add up to the same in any order.
+        """
+        change = value - self._gauges.get(name, 0)
+        self._gauges[name] = value
+        if change:
+            self.count(name, by=change)
 
     def observe(self, name: str, *labels: str, value: float) -> None:
         """Add one value to a histogram."""
@@ -121,7 +129,8 @@ def take_observations(
     """Take out of a field what `Observations.move_to` wrote into it.
 
     Yields:
-        Metric, labels and number; the last label of a histogram is the value in its unit.
+        Metric, labels and number. The last label of a histogram is the value in its unit; the
+        number of a gauge is by how much it changed.
     """
     for key in [key for key in field if key.startswith(_PREFIX + _SEPARATOR)]:
         _, name, *labels = key.split(_SEPARATOR)

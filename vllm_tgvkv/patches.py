@@ -38,6 +38,7 @@ from vllm_tgvkv.config import (
     config_of,
     read_config_file,
 )
+from vllm_tgvkv.defaults import Defaults
 from vllm_tgvkv.policies import POLICY_NAMES
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.tgvkv")
 
 _MARK = "_wrapped_by_vllm_tgvkv"
-_SETTINGS = "_settings_of_vllm_tgvkv"
+_DEFAULTS = "_defaults_of_vllm_tgvkv"
 
 SCHEDULER_CLS = "vllm_tgvkv.scheduler.EvictionScheduler"
 ASYNC_SCHEDULER_CLS = "vllm_tgvkv.scheduler.AsyncEvictionScheduler"
@@ -125,7 +126,8 @@ def _add_flags(original: Callable[..., Any], parser: Any) -> Any:
         help="Everything else, as a YAML or JSON file or inline JSON: granularity (layer, head), "
         "observation_window, sinks, floor_pages, min_prompt_tokens, text_only (keep, evict), "
         "prefix_reuse (exact, full), decode_kernel (stock, triton), metrics (true, false), "
-        "pooling, methods (mixes of parts of methods, by name).",
+        "max_traces, max_trace_mib, defaults_file, pooling, methods (mixes of parts of methods, "
+        "by name).",
     )
     return parser
 
@@ -212,13 +214,13 @@ def _validate_request(
 ) -> Any:
     result = original(processor, params, *args, **kwargs)
     # Read once: settings with many mixes take longer to check than a request should.
-    config = getattr(processor, _SETTINGS, None)
-    if config is None:
-        config = config_of(processor.vllm_config)
-        setattr(processor, _SETTINGS, config)
-    if config.active and isinstance(params, SamplingParams):
+    defaults = getattr(processor, _DEFAULTS, None)
+    if defaults is None:
+        defaults = Defaults(config_of(processor.vllm_config))
+        setattr(processor, _DEFAULTS, defaults)
+    if defaults.config.active and isinstance(params, SamplingParams):
         try:
-            RequestWish.resolve(config, params.extra_args)
+            RequestWish.resolve(defaults.current(), params.extra_args)
         except EvictionConfigError as error:
             raise VLLMValidationError(str(error), parameter="vllm_xargs") from error
     return result

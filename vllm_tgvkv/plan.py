@@ -53,6 +53,8 @@ class Eviction:
     """Rows below this position came from the prefix cache and do not vote."""
     guard: Guard | None
     """Where it is set, the worker may retain fewer blocks than it is given."""
+    traced_budget: str | None
+    """The budget in words, where the request asked for a trace."""
     old_blocks: np.ndarray
     """Block ids of the prompt, int32 [ceil(P / N)]; the last may be partly filled."""
     new_blocks: np.ndarray

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from transformers.image_processing_utils import select_best_resolution
 
 from vllm_tgvkv.policies import RowSet
 from vllm_tgvkv.policies.snapkv import WINDOW
@@ -18,14 +19,21 @@ if TYPE_CHECKING:
 
 VISION_MODALITIES = frozenset({"image", "video"})
 
+Grid = tuple[int, int]
+"""Rows and columns of tokens."""
+
 
 @dataclass(frozen=True)
 class VisionRun:
-    """A contiguous run of vision tokens, with its patch grid (rows, columns) where known."""
+    """A contiguous run of vision tokens: an image, a tile of one, or a frame of a video."""
 
     start: int
     length: int
-    grid: tuple[int, int] | None
+    grid: Grid | None
+    """How its tokens lie in the image, row by row, or None where that is not known for certain.
+
+    A token that ends a row (LLaVA-NeXT, LLaVA-OneVision) is the row's last column.
+    """
 
 
 @dataclass(frozen=True)
@@ -71,13 +79,19 @@ class Voters:
         return int(min(rows[0 if exact else -1] for rows in self.sets.values()))
 
 
-def map_prompt(num_tokens: int, features: Sequence[MultiModalFeatureSpec]) -> PromptMap:
+def map_prompt(
+    num_tokens: int, features: Sequence[MultiModalFeatureSpec], model: Any = None
+) -> PromptMap:
     """Find the vision runs of a prompt.
 
-    Vision positions are those placeholder tokens of images and videos that carry
-    embeddings; a video whose frames are separated by text gives one run a frame.
+    Vision positions are those placeholder tokens of images and videos that carry embeddings. A
+    tile of an image and a frame of a video are runs of their own, whether text is between them
+    or not.
+
+    Args:
+        model: configuration of the model, as transformers has it; it says what the grids are.
     """
-    runs = (run for feature in features for run in _vision_runs(feature))
+    runs = (run for feature in features for run in _vision_runs(feature, model))
     return PromptMap(num_tokens, tuple(runs))
 
 
@@ -108,44 +122,119 @@ def _rows(prompt: PromptMap, kind: RowSet, observation_window: int) -> np.ndarra
     return text[-observation_window:] if len(text) else np.array([prompt.num_tokens - 1])
 
 
-def _vision_runs(feature: MultiModalFeatureSpec) -> Iterator[VisionRun]:
+def _vision_runs(feature: MultiModalFeatureSpec, model: Any) -> Iterator[VisionRun]:
     if feature.modality not in VISION_MODALITIES:
         return
-    reported = _reported_grid(feature)
-    for start, last in feature.mm_position.extract_embeds_range():
-        length = last + 1 - start
-        if length <= 0:
-            continue
-        # Without a report a square number of tokens is taken as a square image, as CLIP
-        # towers give it.
-        grid = reported or _square(length)
-        frame = grid[0] * grid[1] if grid else length
-        if length % frame:
-            frame, grid = length, None
-        # Frames that follow each other without text are runs of their own, so that pooling
-        # over a grid stays within a frame.
-        for offset in range(0, length, frame):
-            yield VisionRun(start + offset, frame, grid)
+    embedded = feature.mm_position.extract_embeds_range()
+    spans = [(start, last + 1 - start) for start, last in embedded if last >= start]
+    grids = _patch_grids(feature, model)
+    runs = _deal(spans, grids) if grids else None
+    # Grids that do not fill the placeholder to the last token are another model's.
+    yield from runs or [VisionRun(start, length, None) for start, length in spans]
 
 
-def _reported_grid(feature: MultiModalFeatureSpec) -> tuple[int, int] | None:
-    """Rows and columns of tokens in an image, or in a frame of a video, by its processor.
+def _deal(spans: Sequence[tuple[int, int]], grids: Sequence[Grid]) -> list[VisionRun] | None:
+    """Cut stretches of tokens, given by start and length, into one run for each grid."""
+    runs, rest = [], list(grids)
+    for start, length in spans:
+        end = start + length
+        while start < end:
+            size = math.prod(rest[0]) if rest else 0
+            if not 0 < size <= end - start:
+                return None
+            runs.append(VisionRun(start, size, rest.pop(0)))
+            start += size
+    return None if rest else runs
 
-    Qwen-style processors report frames, rows and columns of patches; the side of the squares
-    of patches that they merge into one token follows from the number of tokens.
+
+def _patch_grids(feature: MultiModalFeatureSpec, model: Any) -> list[Grid] | None:
+    """The grids that an image's or a video's tokens spell out, one after the other.
+
+    vLLM does not say how tokens lie in an image, and their number does not either: four tiles of
+    16 x 16 are as many as one of 32 x 32. So this is known model by model, or not at all.
     """
-    key = f"{feature.modality}_grid_thw"
-    if feature.data is None or key not in feature.data:
+    reported = {} if feature.data is None else feature.data
+    thw = reported.get(f"{feature.modality}_grid_thw")
+    if thw is not None:
+        return _merged_grids(thw.data, model)
+    read = _GRIDS_OF.get(getattr(model, "model_type", ""))
+    return read(feature, model) if read else None
+
+
+def _merged_grids(thw: Any, model: Any) -> list[Grid] | None:
+    """Qwen's processors report frames, rows and columns of patches; squares of them are merged."""
+    merge = getattr(getattr(model, "vision_config", None), "spatial_merge_size", None)
+    if not isinstance(merge, int):
         return None
-    thw: Any = feature.data[key].data
     frames, rows, columns = (int(n) for n in thw.flatten()[:3])
-    num_tokens = feature.mm_position.get_num_embeds()
-    merge = math.isqrt(frames * rows * columns // max(num_tokens, 1))
-    if merge and frames * (rows // merge) * (columns // merge) == num_tokens:
-        return rows // merge, columns // merge
-    return None
+    return [(rows // merge, columns // merge)] * frames
 
 
-def _square(num_tokens: int) -> tuple[int, int] | None:
-    side = math.isqrt(num_tokens)
-    return (side, side) if side * side == num_tokens else None
+def _llava_grids(feature: MultiModalFeatureSpec, model: Any) -> list[Grid] | None:
+    """One square, behind the class token where the model keeps it."""
+    side = _tile_side(model)
+    extra = feature.mm_position.get_num_embeds() - side * side
+    return [*[(1, 1)] * extra, (side, side)] if extra in (0, 1) else None
+
+
+def _llava_next_grids(feature: MultiModalFeatureSpec, model: Any) -> list[Grid] | None:
+    """The whole image in a square, then its tiles as one grid without the padding.
+
+    Each row of the second ends with a token that stands for its end.
+    """
+    size = None if feature.data is None else feature.data.get("image_sizes")
+    side = _tile_side(model)
+    if size is None or side == 0:
+        return None
+    height, width = (int(n) for n in size.data.flatten()[:2])
+    fitted = select_best_resolution((height, width), model.image_grid_pinpoints)
+    rows, columns = (n // model.vision_config.image_size * side for n in fitted)
+    # The padding is an even number of rows, or of columns, half of them on either side.
+    if width * rows > height * columns:
+        rows -= (rows - height * columns // width) // 2 * 2
+    else:
+        columns -= (columns - width * rows // height) // 2 * 2
+    if model.model_type == "llava_onevision":
+        # More than nine tiles are scaled down; vLLM has that number from nowhere else.
+        ratio = math.sqrt(rows * columns / (9 * side * side))
+        if ratio > 1.1:
+            rows, columns = int(rows // ratio), int(columns // ratio)
+    return [(side, side), (rows, columns + 1)]
+
+
+def _onevision_grids(feature: MultiModalFeatureSpec, model: Any) -> list[Grid] | None:
+    """Images as in LLaVA-NeXT; of a video's frames 2 x 2 patches each, and one token at its end."""
+    if feature.modality == "image":
+        return _llava_next_grids(feature, model)
+    side = -(-_tile_side(model) // 2)
+    if side == 0:
+        return None
+    frames = feature.mm_position.get_num_embeds() // (side * side)
+    return [*[(side, side)] * frames, (1, 1)]
+
+
+def _internvl_grids(feature: MultiModalFeatureSpec, model: Any) -> list[Grid] | None:
+    """Square tiles one after the other, the last of them the whole image; a frame is a tile."""
+    reported = {} if feature.data is None else feature.data
+    tiles = reported.get(f"{feature.modality}_num_patches")
+    if tiles is None:
+        return None
+    num_tiles = int(tiles.data)
+    side = math.isqrt(feature.mm_position.get_num_embeds() // max(num_tiles, 1))
+    return [(side, side)] * num_tiles
+
+
+def _tile_side(model: Any) -> int:
+    """Patches along a side of what goes into the vision tower; 0 if it is not said plainly."""
+    vision = getattr(model, "vision_config", None)
+    image, patch = getattr(vision, "image_size", None), getattr(vision, "patch_size", None)
+    return image // patch if isinstance(image, int) and isinstance(patch, int) else 0
+
+
+_GRIDS_OF: dict[str, Callable[[MultiModalFeatureSpec, Any], list[Grid] | None]] = {
+    "llava": _llava_grids,
+    "llava_next": _llava_next_grids,
+    "llava_onevision": _onevision_grids,
+    "internvl": _internvl_grids,
+    "internvl_chat": _internvl_grids,
+}

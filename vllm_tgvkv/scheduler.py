@@ -20,6 +20,7 @@ from vllm.v1.request import Request
 from vllm_tgvkv.config import CONFIG_KEY, NONE, EvictionConfigError, RequestWish, config_of
 from vllm_tgvkv.counters import EvictionCounters
 from vllm_tgvkv.decision import Guard
+from vllm_tgvkv.defaults import Defaults
 from vllm_tgvkv.integrity import check_integrity
 from vllm_tgvkv.manager import EvictingManager
 from vllm_tgvkv.metrics import Observations
@@ -65,6 +66,8 @@ class EvictionReport:
     """Prompt tokens kept, mean over layers and heads; None if nothing was evicted."""
     blocks_after: int | None = None
     skip_reason: str | None = None
+    trace: str | None = None
+    """Name of the trace below `/kv-eviction/requests`, where the request asked for one."""
 
 
 class EvictionScheduler(Scheduler):
@@ -79,6 +82,7 @@ class EvictionScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.eviction_config = config_of(self.vllm_config)
+        self._defaults = Defaults(self.eviction_config)
         measures = self.log_stats and self.eviction_config.metrics
         self._observations = Observations() if measures else None
         self.eviction_counters = EvictionCounters(observations=self._observations)
@@ -128,7 +132,7 @@ class EvictionScheduler(Scheduler):
         """Make the request a candidate, or count why it is none."""
         extra_args = request.sampling_params.extra_args if request.sampling_params else None
         try:
-            wish = RequestWish.resolve(self.eviction_config, extra_args)
+            wish = RequestWish.resolve(self._defaults.current(), extra_args)
         except EvictionConfigError as error:
             # vLLM's front ends answer such a request with HTTP 400; one that does not must
             # not be able to end the engine.
@@ -163,7 +167,8 @@ class EvictionScheduler(Scheduler):
         if num_tokens < max(config.min_prompt_tokens, self.block_size):
             return "prompt_too_short"
         policy = config.build_policy(wish.policy)
-        prompt = map_prompt(num_tokens, request.mm_features)
+        model = self.vllm_config.model_config.hf_config
+        prompt = map_prompt(num_tokens, request.mm_features, model)
         if not prompt.has_vision:
             if config.text_only == "keep":
                 return "text_only"
@@ -335,6 +340,7 @@ class EvictionScheduler(Scheduler):
             voters=candidate.voters,
             num_cached=candidate.num_cached,
             guard=candidate.guard,
+            traced_budget=str(candidate.wish.budget) if candidate.wish.trace else None,
             old_blocks=np.array(swap.old_blocks, dtype=np.int32),
             new_blocks=np.array(swap.new_blocks, dtype=np.int32),
             row_blocks=np.array(swap.row_blocks, dtype=np.int32),
@@ -367,6 +373,7 @@ class EvictionScheduler(Scheduler):
         self.eviction_counters.evicted(candidate.wish.policy, num_tokens, num_kept)
         if report := self._reports.get(request.request_id):
             report.kept_tokens, report.blocks_after = num_kept, num_blocks
+            report.trace = request.request_id if candidate.wish.trace else None
         logger.debug(
             "KV eviction of %s: %s, %s; %d of %d prompt tokens kept a head, blocks %d -> %d",
             request.request_id,

@@ -112,6 +112,17 @@ class EvictingWorker:
             },
         }
 
+    def kv_eviction_traces(self) -> list[dict[str, Any]]:
+        """Summaries of the remembered traces, newest first, for `GET /kv-eviction/requests`."""
+        return [trace.summary() for trace in self.evictor.traces.newest_first()]
+
+    def kv_eviction_trace(self, name: str, layer: int | None = None) -> dict[str, Any] | None:
+        """A trace, or one layer of it; None if it is not known (any more) or has no such layer."""
+        trace = self.evictor.traces.find(name)
+        if trace is None:
+            return None
+        return trace.detail() if layer is None else trace.layer(layer)
+
     def kv_eviction_kept(self) -> list[dict[str, Any]]:
         """Kept tokens of the last evictions, with the debug option `record_kept`.
 

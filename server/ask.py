@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One question about one image, put to the full and to the evicted cache.
+
+Both go through the server's own `/v1/chat/completions`, inside the process: whatever the server
+does with a request it does with these.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from typing import Any
+
+import httpx
+from fastapi import FastAPI, HTTPException
+from PIL import Image
+from starlette.concurrency import run_in_threadpool
+
+from vllm_tgvkv.config import EvictionConfig
+from vllm_tgvkv.server.schemas import Answers, EvictedAnswer, FullAnswer, Question
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+MAX_PIXELS = 64_000_000
+
+
+async def ask(
+    app: FastAPI, key: str | None, model: str, config: EvictionConfig, question: Question
+) -> Answers:
+    """Answers of both caches.
+
+    Raises:
+        HTTPException: 400 for what is no image, 413 for one that is too large, and whatever the
+            server says to the request.
+    """
+    url = await run_in_threadpool(_checked, question.image)
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    wishes: dict[str, Any] = {"kv_eviction_trace": int(config.max_traces > 0)}
+    if question.policy is not None:
+        wishes["kv_eviction"] = question.policy
+    if question.budget is not None:
+        wishes["kv_eviction_budget"] = question.budget
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://itself", headers=headers, timeout=None
+    ) as client:
+
+        async def answer(xargs: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+            body = _request(model, url, question, {**xargs, "kv_eviction_report": 1})
+            return _read(await client.post("/v1/chat/completions", json=body))
+
+        # One after the other: together they would share the prompt's blocks, and none came back.
+        text, report = await answer(wishes)
+        full = (await answer({"kv_eviction": "none"}))[0] if question.compare else None
+    before = report["blocks_before"]
+    budget = config.budget.value if question.budget is None else question.budget
+    return Answers(
+        model=model,
+        full=None if full is None else FullAnswer(text=full, blocks=before),
+        evicted=EvictedAnswer(
+            text=text,
+            blocks=before if report["blocks_after"] is None else report["blocks_after"],
+            policy=report["policy"],
+            budget=budget,
+            prompt_tokens=report["prompt_tokens"],
+            kept_tokens=report["kept_tokens"],
+            blocks_before=before,
+            skip_reason=report["skip_reason"],
+            trace=report["trace"],
+        ),
+    )
+
+
+def _checked(image: str) -> str:
+    """The image as a data URL, decoded once to see that it can be.
+
+    Raises:
+        HTTPException: 400 or 413.
+    """
+    _, comma, data = image.rpartition(",")
+    try:
+        raw = base64.b64decode(data if comma else image, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise HTTPException(400, f"image is not base64: {error}") from error
+    try:
+        with Image.open(io.BytesIO(raw), formats=FORMATS) as opened:
+            kind, (width, height) = opened.format, opened.size
+            if width * height <= MAX_PIXELS:
+                opened.load()
+    except Exception as error:  # its decoders raise nearly anything on what is no image
+        raise HTTPException(
+            400, f"image cannot be read: send one of {', '.join(FORMATS)}"
+        ) from error
+    if width * height > MAX_PIXELS:
+        raise HTTPException(
+            413, f"image has {width} x {height} pixels: send at most {MAX_PIXELS // 10**6} million"
+        )
+    return f"data:image/{str(kind).lower()};base64,{base64.b64encode(raw).decode()}"
+
+
+def _request(model: str, url: str, question: Question, xargs: dict[str, Any]) -> dict[str, Any]:
+    content = [
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "text", "text": question.question},
+    ]
+    return {
+        "model": model,
+        "messages": [{"role": "user", "content": content}],
+        "temperature": 0,
+        "max_tokens": question.max_tokens,
+        "vllm_xargs": xargs,
+    }
+
+
+def _read(response: httpx.Response) -> tuple[str, dict[str, Any]]:
+    """Text and report of an answer.
+
+    Raises:
+        HTTPException: with what the server said instead.
+    """
+    answer = response.json()
+    if response.status_code != 200:
+        message = answer.get("error", {}).get("message") or response.text
+        raise HTTPException(response.status_code, message)
+    report: dict[str, Any] = answer["kv_transfer_params"]["kv_eviction"]
+    return answer["choices"][0]["message"]["content"] or "", report

@@ -1,0 +1,470 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real scheduler and block manager over a worker without a model.
+
+The worker is a double of vLLM's model runner V1 with our worker in front of it: it keeps rows of
+block ids, writes what each slot would hold, and checks before it reads a slot that nobody else
+wrote there. So a block that is given away too early, a row that was not rewritten or a region that
+was not dropped ends a step with an `AssertionError`, where a model would only write worse text.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.config import CacheConfig, SchedulerConfig, VllmConfig
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_tgvkv.config import CONFIG_KEY
+from vllm_tgvkv.integrity import check_integrity
+from vllm_tgvkv.manager import EvictingSpec
+from vllm_tgvkv.plan import ATTRIBUTE, OUTCOMES_ATTRIBUTE, Eviction, Outcome, StepPlan
+from vllm_tgvkv.scheduler import AsyncEvictionScheduler, EvictionScheduler
+
+END = 2
+"""The token that ends an answer."""
+
+_MASK = (1 << 62) - 1
+
+init_none_hash(sha256_cbor)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A server, as far as its scheduler knows it."""
+
+    num_blocks: int = 64
+    """Blocks that can be handed out."""
+    block_size: int = 16
+    max_num_seqs: int = 64
+    chunk: int = 256
+    """Tokens a step, `--max-num-batched-tokens`."""
+    long_prefill: int = 0
+    """Tokens of one prompt a step, `--long-prefill-token-threshold`."""
+    max_model_len: int = 1024
+    policy: str = "fcfs"
+    prefix_caching: bool = True
+    ahead: bool = False
+    """Whether a step is scheduled while the last one runs."""
+    watermark: float = 0.0
+    encoder_budget: int = 4096
+    """Image tokens a step, and in the encoder's cache."""
+    eviction: Mapping[str, Any] | None = field(default_factory=lambda: {"policy": "tgv"})
+    """None: stock vLLM."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request and how many tokens its answer has."""
+
+    name: str
+    prompt: tuple[int, ...]
+    answer: int = 16
+    images: tuple[tuple[int, int], ...] = ()
+    """Offset and length of each; the first tokens of equal images are equal."""
+    max_tokens: int = 0
+    """At least `answer`; 0 for exactly that."""
+    xargs: Mapping[str, Any] = field(default_factory=dict)
+    priority: int = 0
+    arrival: int = 0
+
+    def request(self, block_size: int) -> Request:
+        params = SamplingParams(
+            max_tokens=max(self.max_tokens, self.answer),
+            temperature=0,
+            extra_args=dict(self.xargs) or None,
+        )
+        params._eos_token_id = END
+        features = [
+            MultiModalFeatureSpec(
+                data=None,
+                modality="image",
+                identifier=f"{self.prompt[offset : offset + length]}",
+                mm_position=PlaceholderRange(offset=offset, length=length),
+            )
+            for offset, length in self.images
+        ]
+        return Request(
+            self.name,
+            list(self.prompt),
+            params,
+            None,
+            arrival_time=float(self.arrival),
+            mm_features=features,
+            priority=self.priority,
+            block_hasher=get_request_block_hasher(block_size, sha256_cbor),
+        )
+
+
+def make_scheduler(setup: Setup) -> Scheduler:
+    """vLLM's scheduler, or with eviction ours, over a pool of `setup.num_blocks` blocks."""
+    config = VllmConfig()
+    register_all_kvcache_specs(config)
+    config.model_config = SimpleNamespace(
+        uses_mrope=False,
+        max_model_len=setup.max_model_len,
+        runner_type="generate",
+        is_diffusion=False,
+        is_encoder_decoder=False,
+        supports_multimodal_inputs=False,
+        return_sampling_mask=False,
+        multimodal_config=None,
+    )
+    config.scheduler_config = SchedulerConfig(
+        max_num_seqs=setup.max_num_seqs,
+        max_num_batched_tokens=setup.chunk,
+        max_model_len=setup.max_model_len,
+        is_encoder_decoder=False,
+        enable_chunked_prefill=True,
+        long_prefill_token_threshold=setup.long_prefill,
+        policy=setup.policy,
+        watermark=setup.watermark,
+        async_scheduling=setup.ahead,
+    )
+    config.cache_config = CacheConfig(
+        block_size=setup.block_size, enable_prefix_caching=setup.prefix_caching
+    )
+    num_blocks = setup.num_blocks + 1  # vLLM keeps one as the null block
+    config.cache_config.num_gpu_blocks = num_blocks
+    spec_class, scheduler_class = FullAttentionSpec, AsyncScheduler if setup.ahead else Scheduler
+    if setup.eviction is not None:
+        config.additional_config = {CONFIG_KEY: dict(setup.eviction)}
+        spec_class = EvictingSpec
+        scheduler_class = AsyncEvictionScheduler if setup.ahead else EvictionScheduler
+    spec = spec_class(
+        block_size=setup.block_size, num_kv_heads=2, head_size=4, dtype=torch.float32
+    )
+    scheduler = scheduler_class(
+        config,
+        KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer.0", "layer.1"], spec)]),
+        SimpleNamespace(accept_tokens=lambda *_: True),  # type: ignore[arg-type]
+        block_size=setup.block_size,
+        log_stats=False,
+    )
+    scheduler.use_v2_model_runner = False
+    # What a model with a vision tower would have set.
+    scheduler.max_num_encoder_input_tokens = setup.encoder_budget
+    scheduler.encoder_cache_manager = EncoderCacheManager(setup.encoder_budget)
+    return scheduler
+
+
+@dataclass
+class Row:
+    """What the model runner knows of a request."""
+
+    job: Job
+    tokens: list[int]
+    blocks: list[int]
+    num_computed: int
+    compressed: bool | None = None
+    """Whether its answer is decoded over a compressed cache; None before the first token."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """A compressed region: whose it is and where its pages lie."""
+
+    owner: str
+    blocks: np.ndarray
+    mark: int
+
+
+class WorkerDouble:
+    """Executes scheduled steps on slots that say what they hold."""
+
+    def __init__(self, setup: Setup, seed: int = 0) -> None:
+        self.block_size = setup.block_size
+        self.memory = np.full((setup.num_blocks + 1, setup.block_size), -1, dtype=np.int64)
+        self.jobs: dict[str, Job] = {}
+        self.rows: dict[str, Row] = {}
+        self.regions: dict[int, Region] = {}
+        self.observed: set[str] = set()
+        """Requests of whose prompts something is remembered from one chunk to the next."""
+        self.evicts: dict[str, bool] = {}
+        """Whether the answer of a request came from a compressed cache; it may never change."""
+        self.num_evictions = 0
+        self._shrunk: list[Eviction] = []
+        self._random = random.Random(seed)
+        self._chains: dict[tuple[str, bool], tuple[int, np.ndarray]] = {}
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        plan: StepPlan = getattr(output, ATTRIBUTE, None) or StepPlan()
+        for eviction in self._shrunk:
+            if row := self.rows.get(eviction.request_id):
+                row.blocks[: len(eviction.row_blocks)] = eviction.row_blocks.tolist()
+        self._shrunk = plan.evictions
+        for first in plan.released:
+            del self.regions[first]  # a `KeyError` would end a worker as well
+        for name in plan.forgotten:
+            self.observed.discard(name)
+        self._update_rows(output)
+        for name, num_new in output.num_scheduled_tokens.items():
+            self._run(name, num_new)
+        for part in (*plan.observations, *plan.summings):
+            self.observed.add(part.request_id)
+            assert part.chunk_start == self._start(part.request_id, output)
+        outcomes = [self._evict(eviction) for eviction in plan.evictions]
+        names = list(output.num_scheduled_tokens)
+        result = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: i for i, name in enumerate(names)},
+            sampled_token_ids=[self._sample(name) for name in names],
+        )
+        if outcomes:
+            setattr(result, OUTCOMES_ATTRIBUTE, outcomes)
+        return result
+
+    def assert_empty(self) -> None:
+        assert not self.rows
+        assert not self.regions
+        assert not self.observed
+
+    def _update_rows(self, output: SchedulerOutput) -> None:
+        for name in output.finished_req_ids:
+            self.rows.pop(name, None)
+        for new in output.scheduled_new_reqs:
+            (blocks,) = new.block_ids
+            assert new.req_id not in self.rows
+            self.rows[new.req_id] = Row(
+                self.jobs[new.req_id],
+                list(new.prompt_token_ids or ()),
+                list(blocks),
+                new.num_computed_tokens,
+            )
+        cached = output.scheduled_cached_reqs
+        for i, name in enumerate(cached.req_ids):
+            row = self.rows[name]
+            row.num_computed = cached.num_computed_tokens[i]
+            new_blocks = cached.new_block_ids[i]
+            if name in cached.resumed_req_ids:
+                assert new_blocks is not None
+                row.blocks = list(new_blocks[0])
+                row.tokens = list(cached.all_token_ids[name])
+            elif new_blocks is not None:
+                row.blocks.extend(new_blocks[0])
+
+    def _start(self, name: str, output: SchedulerOutput) -> int:
+        return self.rows[name].num_computed - output.num_scheduled_tokens[name]
+
+    def _run(self, name: str, num_new: int) -> None:
+        """Write the slots of new tokens, after a look at all that their attention reads."""
+        row = self.rows[name]
+        num_prompt = len(row.job.prompt)
+        start, end = row.num_computed, row.num_computed + num_new
+        assert end <= len(row.tokens), f"{name} computes tokens that nobody knows"
+        assert end <= len(row.blocks) * self.block_size, f"{name} has no slots for its tokens"
+        region = self.regions.get(row.blocks[0])
+        first_slot = 0
+        if region is not None:
+            assert region.owner == name, f"{name} decodes over the region of {region.owner}"
+            assert start >= num_prompt
+            assert (self.memory[region.blocks] == region.mark).all(), f"region of {name} damaged"
+            first_slot = num_prompt // self.block_size * self.block_size
+        if end > num_prompt:
+            compressed = self.evicts.setdefault(name, region is not None)
+            assert compressed == (region is not None), f"{name} is now evicted, now not"
+        chain = self._chain(row, region is not None)
+        ids = np.array(row.blocks, dtype=np.int64)
+        slots = np.arange(first_slot, end)
+        slots = ids[slots // self.block_size] * self.block_size + slots % self.block_size
+        assert (slots[start - first_slot :] >= self.block_size).all(), "writes to the null block"
+        flat = self.memory.reshape(-1)
+        flat[slots[start - first_slot :]] = chain[start:end]
+        held = flat[slots]
+        wrong = np.flatnonzero(held != chain[first_slot:end])
+        assert not len(wrong), f"{name} reads a strange token at {wrong[0] + first_slot}"
+        row.num_computed = end
+
+    def _evict(self, eviction: Eviction) -> Outcome:
+        name, size = eviction.request_id, self.block_size
+        row = self.rows[name]
+        num_prompt = len(row.job.prompt)
+        assert row.num_computed == num_prompt
+        slots = np.arange(num_prompt)
+        held = self.memory[eviction.old_blocks[slots // size], slots % size]
+        assert (held == self._chain(row, False)[:num_prompt]).all(), f"prompt of {name} damaged"
+        retained = eviction.num_retained_blocks
+        num_dealt = retained
+        if eviction.guard is not None:
+            least = min(eviction.guard.least_blocks, retained)
+            num_dealt = self._random.randint(least, retained)
+        blocks = eviction.new_blocks[:num_dealt].astype(np.int64)
+        self.num_evictions += 1
+        mark = -2 - self.num_evictions
+        self.memory[blocks] = mark
+        first = int(eviction.new_blocks[0])
+        assert first not in self.regions, f"the region of {self.regions[first].owner} is in use"
+        self.regions[first] = Region(name, blocks, mark)
+        self.observed.discard(name)
+        return Outcome(
+            request_id=name,
+            first_block=first,
+            num_blocks=num_dealt if eviction.guard is not None else None,
+            method=eviction.method,
+            seen={},
+            kept={},
+            seconds={},
+        )
+
+    def _sample(self, name: str) -> list[int]:
+        row = self.rows[name]
+        if row.num_computed < len(row.tokens):
+            return []
+        num_answer = len(row.tokens) - len(row.job.prompt) + 1
+        token = END
+        if num_answer != row.job.answer:
+            # By what was read, so that equal prompts go on equally if both caches are whole.
+            compressed = self.evicts.get(name, False)
+            token = 3 + int(self._chain(row, compressed)[-1]) % 1000
+        row.tokens.append(token)
+        return [token]
+
+    def _chain(self, row: Row, compressed: bool) -> np.ndarray:
+        """What the slot of each token holds: a digest of all tokens up to it, int64 [tokens].
+
+        Keys behind a compressed prompt depend on what was kept and are no other request's.
+        """
+        known, chain = self._chains.get((row.job.name, compressed), (0, np.zeros(0, np.int64)))
+        num_tokens, num_prompt = len(row.tokens), len(row.job.prompt)
+        if known < num_tokens:
+            if num_tokens > len(chain):
+                chain = np.concatenate([chain, np.zeros(num_tokens, np.int64)])
+            digest = int(chain[known - 1]) if known else 17
+            for position in range(known, num_tokens):
+                if compressed and position == num_prompt:
+                    digest = hash((digest, row.job.name))
+                digest = hash((digest, row.tokens[position])) & _MASK
+                chain[position] = digest
+            self._chains[row.job.name, compressed] = num_tokens, chain
+        return chain[:num_tokens]
+
+
+class Double:
+    """A server in steps: arrivals, `EngineCore`'s loop, and a recount of all blocks each time."""
+
+    def __init__(self, setup: Setup, seed: int = 0, check: bool = True) -> None:
+        self.setup = setup
+        self.scheduler: Any = make_scheduler(setup)
+        self.worker = WorkerDouble(setup, seed)
+        self.check = check and setup.eviction is not None
+        self.answers: dict[str, list[int]] = {}
+        self.finished: dict[str, int] = {}
+        """Step in which each request ended."""
+        self.num_steps = 0
+        self.num_tokens = 0
+        self.num_preemptions = 0
+        self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+
+    @property
+    def pool(self) -> Any:
+        return self.scheduler.kv_cache_manager.block_pool
+
+    @property
+    def num_free(self) -> int:
+        return self.pool.get_num_free_blocks()
+
+    @property
+    def running(self) -> list[str]:
+        return [request.request_id for request in self.scheduler.running]
+
+    def arrive(self, job: Job) -> Request:
+        request = job.request(self.setup.block_size)
+        self.worker.jobs[job.name] = job
+        self.answers[job.name] = []
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        self.finished.setdefault(name, self.num_steps)
+        self.checked()
+
+    def reset_prefix_cache(self, running: bool = True) -> None:
+        self.scheduler.reset_prefix_cache(reset_running_requests=running)
+        self.checked()
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._in_flight or self.scheduler.has_requests())
+
+    def schedule(self) -> int:
+        """Schedule a step and hand it to the worker; returns its tokens."""
+        output = self.scheduler.schedule()
+        self.num_preemptions += len(output.preempted_req_ids or ())
+        num_tokens = output.total_num_scheduled_tokens
+        self.num_tokens += num_tokens
+        self.num_steps += num_tokens > 0
+        self._in_flight.append((output, self.worker.execute(output)))
+        self.checked()
+        return num_tokens
+
+    def update(self) -> None:
+        """Bring the oldest step's tokens back to the scheduler."""
+        outputs = self.scheduler.update_from_output(*self._in_flight.popleft())
+        for batch in outputs.values():
+            for output in batch.outputs:
+                self.answers[output.request_id].extend(output.new_token_ids)
+                if output.finish_reason is not None:
+                    self.finished.setdefault(output.request_id, self.num_steps)
+        self.checked()
+
+    def step(self) -> int:
+        """One turn of the engine's loop; returns the tokens scheduled in it."""
+        num_tokens = 0
+        if self.scheduler.has_requests():
+            num_tokens = self.schedule()
+            if self.setup.ahead and num_tokens and len(self._in_flight) < 2:
+                return num_tokens
+        if self._in_flight:
+            self.update()
+        return num_tokens
+
+    def run(self, jobs: Sequence[Job], max_steps: int = 100_000) -> None:
+        """Serve jobs that arrive at their steps, and see that all is given back."""
+        queue = deque(sorted(jobs, key=lambda job: job.arrival))
+        for turn in range(max_steps):
+            while queue and queue[0].arrival <= turn:
+                self.arrive(queue.popleft())
+            if not queue and self.is_idle:
+                break
+            self.step()
+        else:
+            raise AssertionError(f"{sorted(self.scheduler.requests)} did not end")
+        self.assert_empty()
+
+    def checked(self) -> None:
+        if self.check:
+            check_integrity(self.scheduler)
+
+    def assert_empty(self) -> None:
+        """Every block is back and nobody remembers a request."""
+        assert self.num_free == self.setup.num_blocks
+        scheduler = self.scheduler
+        assert not scheduler.requests
+        assert not scheduler.running
+        assert not scheduler.waiting
+        assert not scheduler._inflight_prefills
+        if self.setup.eviction is not None:
+            manager = scheduler._manager
+            assert not manager.compressions
+            assert not manager.req_to_blocks
+            assert not scheduler._candidates
+            assert not scheduler._reports
+            self.worker.assert_empty()

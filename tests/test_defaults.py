@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Defaults that change while the server runs: whatever wrote the file, and whatever is in it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_tgvkv.config import Budget, EvictionConfig, EvictionConfigError
+from vllm_tgvkv.defaults import Defaults
+
+
+def server(path: Path | None, **values: Any) -> EvictionConfig:
+    file = {} if path is None else {"defaults_file": str(path)}
+    return EvictionConfig.from_mapping({"policy": "tgv", "budget": 0.1, **file, **values})
+
+
+def test_without_a_file_the_settings_are_the_servers() -> None:
+    config = server(None)
+    assert Defaults(config).current() is config
+
+
+def test_every_process_sees_what_one_of_them_wrote(tmp_path: Path) -> None:
+    config = server(tmp_path / "defaults.json", sinks=7)
+    one, other = Defaults(config), Defaults(config)
+    assert one.current() == other.current() == config
+    one.write({"policy": "snapkv", "budget": 0.5})
+    found = other.current()
+    assert (found.policy, found.budget, found.sinks) == ("snapkv", Budget(fraction=0.5), 7)
+    other.write({"budget": "auto:0.9"})
+    assert (one.current().policy, str(one.current().budget)[:4]) == ("tgv", "auto")
+    one.write({})
+    assert other.current() == config
+    assert [path.name for path in tmp_path.iterdir()] == ["defaults.json"]
+
+
+@pytest.mark.parametrize("text", ["policy: none\n", "", "{}", "budget: 512"])
+def test_files_that_people_write(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "defaults.yaml"
+    path.write_text(text)
+    defaults = Defaults(server(path))
+    expected = {"policy: none\n": ("none", "0.1"), "budget: 512": ("tgv", "512")}
+    found = defaults.current()
+    assert (found.policy, str(found.budget.value)) == expected.get(text, ("tgv", "0.1"))
+    path.unlink()
+    assert defaults.current() == defaults.config
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("budget: 7.5", ["budget of", "7.5", "0 < budget <= 1"]),
+        ("policy: snap", ["policy of", "'snap'", "none, tgv"]),
+        ("{policy: random, budget: 'auto:0.9'}", ["auto", "random"]),
+        ("sinks: 4", ["unknown sinks", "policy, budget"]),
+        ("- tgv", ["holds ['tgv']", "give a mapping"]),
+        ("{", ["cannot be read"]),
+        ("\x00", ["cannot be read"]),
+    ],
+)
+def test_a_file_with_mistakes_changes_nothing(
+    tmp_path: Path, text: str, parts: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "defaults.yaml"
+    path.write_text("budget: 0.25")
+    defaults = Defaults(server(path))
+    assert defaults.current().budget == Budget(fraction=0.25)
+    path.write_text(text)
+    with caplog.at_level("WARNING", "vllm.tgvkv"):
+        for _ in range(3):
+            assert defaults.current().budget == Budget(fraction=0.25)
+    (record,) = caplog.records  # once, not for each request
+    for part in [str(path), *parts]:
+        assert part in record.getMessage()
+    path.write_text("budget: 0.75")
+    assert defaults.current().budget == Budget(fraction=0.75)
+
+
+def test_what_is_wrong_is_not_written(tmp_path: Path) -> None:
+    path = tmp_path / "defaults.json"
+    defaults = Defaults(server(path))
+    with pytest.raises(EvictionConfigError, match="budget of the request is 0"):
+        defaults.write({"budget": 0})
+    with pytest.raises(EvictionConfigError, match="text_only is 'evict'"):
+        Defaults(server(path, policy="snapkv", text_only="evict")).write({"policy": "tgv"})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_swapped_like_a_mounted_configmap(tmp_path: Path) -> None:
+    """Same size and time, another file behind the link."""
+    link = tmp_path / "defaults.yaml"
+    for name, budget in (("a", 0.2), ("b", 0.3)):
+        (tmp_path / name).write_text(json.dumps({"budget": budget}))
+        os.utime(tmp_path / name, ns=(10**18, 10**18))
+    link.symlink_to(tmp_path / "a")
+    defaults = Defaults(server(link))
+    assert defaults.current().budget == Budget(fraction=0.2)
+    (tmp_path / "new").symlink_to(tmp_path / "b")
+    os.replace(tmp_path / "new", link)
+    assert defaults.current().budget == Budget(fraction=0.3)
+
+
+@pytest.mark.parametrize("path", ["relative.yaml", 7, "/no/such/folder/defaults.yaml"])
+def test_the_files_place_is_checked_at_start(path: Any) -> None:
+    with pytest.raises(EvictionConfigError, match=r"kv_eviction\.defaults_file is"):
+        EvictionConfig.from_mapping({"policy": "tgv", "defaults_file": path})

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a trace says of an eviction, against a slow count; how many are remembered."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from vllm_tgvkv.prompt import PromptMap, VisionRun
+from vllm_tgvkv.trace import Trace, Traces
+
+N, L, H = 4, 3, 2
+
+
+def make_trace(
+    rng: np.random.Generator, num_tokens: int, granularity: str = "head", name: str = "r"
+) -> tuple[Trace, dict[tuple[int, int], set[int]]]:
+    """A trace of random pages, and what each (layer, head) keeps of the full blocks."""
+    num_full = num_tokens // N
+    num_retained = int(rng.integers(1, num_full + 1))
+    per_set = 1 if granularity == "layer" else H
+    # Pages of each token set, at most the full blocks of the prompt.
+    units = np.zeros((L, per_set), dtype=np.int64)
+    for _ in range(num_retained * L * per_set):
+        open_ = np.argwhere(units < num_full)
+        units[tuple(open_[rng.integers(len(open_))])] += 1
+    counts = np.repeat(units, H // per_set, axis=1)
+    kept: dict[tuple[int, int], set[int]] = {}
+    pages = []
+    for layer in range(L):
+        for token_set in range(per_set):
+            size = units[layer, token_set] * N
+            chosen = rng.permutation(num_full * N)[:size]
+            for head in range(token_set * (H // per_set), (token_set + 1) * (H // per_set)):
+                kept[layer, head] = set(chosen.tolist())
+                pages.append(rng.permutation(chosen))
+    unused = np.full((int(rng.integers(0, 3)), N), 10**6)  # as a guard leaves behind
+    positions = np.concatenate([np.concatenate(pages).reshape(-1, N), unused]).astype(np.int32)
+    scores = rng.normal(size=(L, per_set, num_full * N)).astype(np.float32)
+    vision = (VisionRun(1, 4, (2, 2)), VisionRun(7, 2, None))
+    prompt = PromptMap(num_tokens, vision)
+    trace = Trace(name, "tgv", "10 %", granularity, 1.5, prompt, N, counts, positions, scores)
+    return trace, kept
+
+
+@pytest.mark.parametrize("granularity", ["layer", "head"])
+@pytest.mark.parametrize("num_tokens", [12, 21, 39])
+def test_a_trace_says_what_each_head_keeps(granularity: str, num_tokens: int) -> None:
+    rng = np.random.default_rng()
+    trace, kept = make_trace(rng, num_tokens, granularity)
+    tail = list(range(num_tokens // N * N, num_tokens))
+    detail = json.loads(json.dumps(trace.detail()))
+    assert detail["pages"] == [[len(kept[la, h]) // N for h in range(H)] for la in range(L)]
+    assert detail["kept_by"] == [
+        L * H if token in tail else sum(token in of_pair for of_pair in kept.values())
+        for token in range(num_tokens)
+    ]
+    assert detail["kept_tokens"] * L * H == sum(detail["kept_by"])
+    assert detail["blocks_before"] == math.ceil(num_tokens / N)
+    assert detail["blocks_after"] * N >= detail["kept_tokens"] > (detail["blocks_after"] - 1) * N
+    assert detail["vision"] == [
+        {"start": 1, "length": 4, "grid": [2, 2]},
+        {"start": 7, "length": 2, "grid": None},
+    ]
+    for layer in range(L):
+        found = trace.layer(layer)
+        assert found is not None
+        sets = found["token_sets"]
+        assert [head for of_set in sets for head in of_set["heads"]] == list(range(H))
+        assert len(sets) == (1 if granularity == "layer" else H)
+        for index, of_set in enumerate(sets):
+            for head in of_set["heads"]:
+                assert of_set["positions"] == sorted(kept[layer, head]) + tail
+            assert of_set["scores"] == pytest.approx(trace.scores[layer, index], rel=1e-4)
+
+
+def test_there_is_no_layer_outside_the_model() -> None:
+    trace, _ = make_trace(np.random.default_rng(), 16)
+    assert trace.layer(L) is None
+    assert trace.layer(-1) is None
+
+
+def test_scores_are_short_numbers_that_json_can_say() -> None:
+    trace, _ = make_trace(np.random.default_rng(), 16)
+    special = [np.nan, np.inf, -np.inf, 0.0, 1 / 3, -2e-30, 123456.7, 1e38]
+    trace.scores[0, 0, : len(special)] = special
+    layer = trace.layer(0)
+    text = json.dumps(layer, allow_nan=False)
+    scores = json.loads(text)["token_sets"][0]["scores"]
+    assert scores[:4] == [None, None, None, 0.0]
+    assert scores[4:8] == [0.33333, -2e-30, 123460.0, 1e38]
+
+
+def test_the_oldest_traces_are_forgotten() -> None:
+    rng = np.random.default_rng()
+    traces = [make_trace(rng, 16, name=f"r{index}")[0] for index in range(5)]
+    by_number = Traces(max_traces=3, max_bytes=1 << 30)
+    for trace in traces:
+        by_number.add(trace)
+    assert [trace.id for trace in by_number.newest_first()] == ["r4", "r3", "r2"]
+    by_number.add(traces[2])  # evicted anew after a preemption
+    assert [trace.id for trace in by_number.newest_first()] == ["r2", "r4", "r3"]
+    by_size = Traces(max_traces=100, max_bytes=traces[3].nbytes + traces[4].nbytes)
+    for trace in traces:
+        by_size.add(trace)
+    assert [trace.id for trace in by_size.newest_first()] == ["r4", "r3"]
+
+
+def test_a_trace_that_is_too_large_pushes_nothing_out() -> None:
+    rng = np.random.default_rng()
+    small, large = make_trace(rng, 12, name="small")[0], make_trace(rng, 400, name="large")[0]
+    traces = Traces(max_traces=10, max_bytes=large.nbytes - 1)
+    traces.add(small)
+    traces.add(large)
+    assert [trace.id for trace in traces.newest_first()] == ["small"]
+
+
+def test_traces_are_found_by_the_id_that_a_client_sees() -> None:
+    rng = np.random.default_rng()
+    traces = Traces(10, 1 << 30)
+    for name in ("cmpl-a-01234567", "cmpl-ab-89abcdef", "1_cmpl-n-00000000", "cmpl-a-11111111"):
+        traces.add(make_trace(rng, 12, name=name)[0])
+
+    def found(name: str) -> str | None:
+        trace = traces.find(name)
+        return trace and trace.id
+
+    assert found("cmpl-a-01234567") == "cmpl-a-01234567"
+    assert found("cmpl-a") == "cmpl-a-11111111"  # the newest
+    assert found("cmpl-n") == "1_cmpl-n-00000000"
+    assert found("cmpl-") is None
+    assert found("cmpl.a") is None  # no pattern
+    assert found("") is None

@@ -20,6 +20,7 @@ SKIP_REASONS = {
     "method_needs_vision": "the method's budget is attention to images, and there are none",
     "unknown_patch_grid": "grid pooling is asked for and an image's patch grid is not known",
     "invalid_request": "its vllm_xargs are wrong, and no front end of vLLM has checked them",
+    "policy_failed": "the method raised or memory ran out; the request ended with an error",
     "unsupported_request": "prompt embeddings, or a session of streamed inputs",
 }
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_tgvkv.config import EvictionConfig
@@ -31,7 +32,7 @@ from vllm_tgvkv.kernels.row_sums import RowSums
 from vllm_tgvkv.kernels.select import page_offsets
 from vllm_tgvkv.kernels.statistics import Scratch, observe
 from vllm_tgvkv.pages import PagePool
-from vllm_tgvkv.plan import Eviction, Observation, Outcome, RowSumming, StepPlan
+from vllm_tgvkv.plan import Eviction, Failure, Observation, Outcome, RowSumming, StepPlan
 from vllm_tgvkv.policies import (
     NO_ATTENTION,
     Attention,
@@ -45,6 +46,8 @@ from vllm_tgvkv.prompt import PromptMap, VisionRun, voters
 from vllm_tgvkv.regions import Regions
 from vllm_tgvkv.stopwatch import Stopwatch
 from vllm_tgvkv.trace import Trace, Traces
+
+logger = init_logger("vllm.tgvkv")
 
 _WORKSPACE_BYTES = 64 << 20
 """Bound of each scratch buffer of the statistics."""
@@ -121,6 +124,7 @@ class PromptWork:
     """Rows of the batch's queries that are the observation's rows, int64."""
     summing: Summing | None = None
     judgement: Judgement | None = None
+    failed: bool = False
 
     @property
     def in_one_chunk(self) -> bool:
@@ -161,27 +165,36 @@ class Outcomes:
     """Outcomes of a step's evictions, on the way from the device to the host."""
 
     def __init__(
-        self, pending: Sequence[PendingOutcome], shape: CacheShape, traces: Traces
+        self,
+        pending: Sequence[PendingOutcome],
+        failures: Sequence[Failure],
+        shape: CacheShape,
+        traces: Traces,
     ) -> None:
         self._pending = pending
+        self._failures = failures
         self._shape = shape
         self._traces = traces
-        stacked = torch.stack([torch.stack((p.num_retained, p.num_vision)) for p in pending])
-        self._numbers = stacked.to("cpu", non_blocking=True)
-        self._copied = torch.cuda.Event(blocking=True) if stacked.is_cuda else None
+        self._numbers = torch.empty(0, 2, dtype=torch.int64)
+        self._copied = None
+        if pending:
+            stacked = torch.stack([torch.stack((p.num_retained, p.num_vision)) for p in pending])
+            self._numbers = stacked.to("cpu", non_blocking=True)
+            self._copied = torch.cuda.Event(blocking=True) if stacked.is_cuda else None
         if self._copied is not None:
             self._copied.record()
 
-    def read(self) -> list[Outcome]:
+    def read(self) -> list[Outcome | Failure]:
         """Wait for the step that evicted, and return what came of it."""
         if self._copied is not None:
             self._copied.synchronize()
-        return [
+        outcomes = [
             self._outcome(pending, retained, vision)
             for pending, (retained, vision) in zip(
                 self._pending, self._numbers.tolist(), strict=True
             )
         ]
+        return [*outcomes, *self._failures]
 
     def _outcome(self, pending: PendingOutcome, num_retained: int, vision_sum: int) -> Outcome:
         eviction, size = pending.eviction, self._shape.block_size
@@ -221,6 +234,7 @@ class Evictor:
         self._sums: dict[str, list[RowSums]] = {}
         """Column sums over all rows so far, a layer each, of prompts that need them."""
         self._outcomes: list[PendingOutcome] = []
+        self._failures: list[Failure] = []
         self._watches: dict[str, Stopwatch] = {}
         self._plan = StepPlan()
         self._work: list[PromptWork] = []
@@ -279,16 +293,24 @@ class Evictor:
         `queries` is [tokens, H * G, D], rotated, of the whole batch.
         """
         for work in self._work:
+            if work.failed:
+                continue
             watch = self._watch(work.request_id)
-            with watch.time("statistics"):
-                self._observe(work, layer, queries, scale)
-            if work.judgement and len(work.judgement.scores) == self.shape.num_layers:
-                self._finish(work.judgement, watch)
+            try:
+                with watch.time("statistics"):
+                    self._observe(work, layer, queries, scale)
+                if work.judgement and len(work.judgement.scores) == self.shape.num_layers:
+                    self._finish(work.judgement, watch)
+            except Exception as error:  # whatever a method or an allocator raises
+                self._fail(work, error)
 
     def take_outcomes(self) -> Outcomes | None:
         """What came of the evictions since the last call, if there were any."""
         pending, self._outcomes = self._outcomes, []
-        return Outcomes(pending, self.shape, self.traces) if pending else None
+        failures, self._failures = self._failures, []
+        if not (pending or failures):
+            return None
+        return Outcomes(pending, failures, self.shape, self.traces)
 
     def warm_up(self) -> None:
         """Evict a made-up prompt, so that no request waits until kernels are compiled.
@@ -484,6 +506,29 @@ class Evictor:
             self._outcomes.append(PendingOutcome(eviction, num_retained, num_vision, watch, trace))
         if self.config.debug.record_kept:
             self.kept.append(KeptTokens(eviction.request_id, decision.counts, decision.positions))
+
+    def _fail(self, work: PromptWork, error: Exception) -> None:
+        """Give one request up, and no other: the scheduler ends it with an error.
+
+        Its row may be compressed already, and a step that is scheduled ahead may still read it:
+        the region gets a valid shape, whatever its pages hold. Nobody sees what comes of it.
+        """
+        logger.error("KV eviction of %s failed", work.request_id, exc_info=error)
+        work.failed = True
+        self._forget(work.request_id)
+        self._failures.append(Failure(work.request_id, f"{type(error).__name__}: {error}"))
+        if work.judgement is None:
+            return
+        eviction, shape = work.judgement.eviction, self.shape
+        size = (shape.num_layers, shape.num_heads)
+        pages = torch.full(size, eviction.num_retained_blocks, device=self.device)
+        self.regions.add(
+            eviction.request_id,
+            int(eviction.new_blocks[0]),
+            eviction.num_retained_blocks,
+            eviction.prompt.num_tokens // shape.block_size,
+            page_offsets(pages),
+        )
 
     def _trace(self, judgement: Judgement, decision: Decision) -> Trace:
         """What the eviction decided, on the way to the host."""

@@ -110,8 +110,16 @@ class Outcome:
     """Time on the device by part, see `stopwatch.PARTS`."""
 
 
+@dataclass(frozen=True)
+class Failure:
+    """A prompt that could not be judged: its method raised, or memory ran out."""
+
+    request_id: str
+    error: str
+
+
 ATTRIBUTE = "kv_eviction_plan"
 """Name under which the plan hangs on vLLM's `SchedulerOutput`."""
 
 OUTCOMES_ATTRIBUTE = "kv_eviction_outcomes"
-"""Name under which a list of `Outcome` hangs on vLLM's `ModelRunnerOutput`."""
+"""Name under which a list of `Outcome` and `Failure` hangs on vLLM's `ModelRunnerOutput`."""

@@ -28,6 +28,7 @@ from vllm_tgvkv.plan import (
     ATTRIBUTE,
     OUTCOMES_ATTRIBUTE,
     Eviction,
+    Failure,
     Observation,
     Outcome,
     RowSumming,
@@ -208,8 +209,13 @@ class EvictionScheduler(Scheduler):
             self._forget(request.request_id)
             self._skip(request, candidate.wish.policy, "pool_too_small")
             return blocks, num_hit, boundary, diverged
-        limit = candidate.voters.last_cached(self.eviction_config.prefix_reuse == "exact")
-        if limit is not None and num_hit > limit:
+        # What evicts is the step that ends the prompt, also of a preempted request whose whole
+        # prompt, and more, may be cached by now.
+        limit = request.num_prompt_tokens - 1
+        last_cached = candidate.voters.last_cached(self.eviction_config.prefix_reuse == "exact")
+        if last_cached is not None:
+            limit = min(limit, last_cached)
+        if num_hit > limit:
             num_hit = limit // self.block_size * self.block_size
             blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, num_hit)
         candidate.num_cached = num_hit
@@ -349,10 +355,22 @@ class EvictionScheduler(Scheduler):
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         # Before vLLM's own update, which may end the request and make its report.
         for outcome in getattr(model_runner_output, OUTCOMES_ATTRIBUTE, ()):
+            if isinstance(outcome, Failure):
+                self._fail(outcome)
+                continue
             self.eviction_counters.came_out(outcome)
             if outcome.num_blocks is not None:
                 self._trim(outcome, outcome.num_blocks)
         return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _fail(self, failure: Failure) -> None:
+        """End a request whose prompt could not be judged: its blocks are swapped already."""
+        candidate = self._candidates.get(failure.request_id)
+        if candidate is None:
+            return  # it ended meanwhile
+        self._skip(self.requests[failure.request_id], candidate.wish.policy, "policy_failed")
+        # vLLM ends with an error what it finds here when it updates.
+        self.grammar_compile_error_reqs.add(failure.request_id)
 
     def _trim(self, outcome: Outcome, num_retained: int) -> None:
         """Take back the blocks that a guarded eviction was given and did not need."""

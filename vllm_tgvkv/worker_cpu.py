@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -17,6 +20,21 @@ class EvictionCPUWorker(EvictingWorker, CPUWorker):
 
     replaced_backend = AttentionBackendEnum.CPU_ATTN
     evicting_backend = "vllm_tgvkv.attention_cpu.EvictingCPUBackend"
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """Sample; a row that does not end its request's known tokens leaves its generator alone.
+
+        vLLM draws for such a row as well, and then turns back the offset of its generator, which
+        ends the engine: a CPU's generators have none.
+        """
+        runner = self.model_runner
+        generators, num_rows = runner.input_batch.generators, runner.input_batch.num_reqs
+        (unfinished,) = np.nonzero(runner.discard_request_mask.np[:num_rows])
+        set_aside = {i: generators.pop(i) for i in unfinished.tolist() if i in generators}
+        try:
+            return super().sample_tokens(*args, **kwargs)
+        finally:
+            generators.update(set_aside)
 
     def find_row(self, common: CommonAttentionMetadata, request_id: str) -> int | None:
         return RowsV1.find(self.model_runner, common, request_id)

@@ -173,7 +173,11 @@ def test_models_that_are_refused(
     [
         ({"tensor_parallel_size": 2}, "tensor parallelism", "--tensor-parallel-size 1"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism", "--pipeline-parallel-size 1"),
-        ({"data_parallel_size": 2}, "data parallelism", "--data-parallel-size 1"),
+        (
+            {"data_parallel_size": 2, "data_parallel_size_local": 1},
+            "data parallelism over several nodes (--data-parallel-size-local 1 of 2)",
+            "one server per node",
+        ),
         (
             {
                 "speculative_config": {
@@ -218,6 +222,31 @@ def test_flags_that_are_refused(
     message = refusal(plain, **options)
     assert feature in message
     assert way_out in message
+
+
+def qwen3_moe() -> Any:
+    return transformers.Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2)
+
+
+def test_replicas_are_refused_where_their_steps_depend_on_each_other(folder: Folder) -> None:
+    """A mixture of experts: one engine of it has no such steps, and dense replicas have none."""
+    mixture = folder(qwen3_moe, "Qwen3MoeForCausalLM")
+    message = refusal(mixture, data_parallel_size=2)
+    assert "data parallelism of a mixture of experts (--data-parallel-size 2)" in message
+    assert "one server per replica" in message
+    assert configure(mixture).scheduler_config.scheduler_cls == SCHEDULER_CLS
+
+
+def test_replicas_of_a_dense_model(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that vLLM starts itself as processes of one machine."""
+    vllm_config, platform = configure(plain, data_parallel_size=2), eviction_platform()
+    assert vllm_config.scheduler_config.scheduler_cls == SCHEDULER_CLS
+    assert vllm_config.parallel_config.data_parallel_size == 2
+    assert platform is not None
+    # What vLLM refuses itself where Ray is not installed.
+    monkeypatch.setattr(vllm_config.parallel_config, "data_parallel_backend", "ray")
+    with pytest.raises(UnsupportedByEvictionError, match="use --data-parallel-backend mp"):
+        check_vllm_config(vllm_config, platform)
 
 
 @pytest.mark.parametrize(

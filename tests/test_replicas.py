@@ -19,7 +19,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.engine import engine
-from tests.serving import Server, group_members, messages, serve
+from tests.serving import BLOCK_SIZE, Server, group_members, messages, serve
 from vllm_tgvkv.counters import SKIP_REASONS
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -31,6 +31,7 @@ EVICTION = {"policy": "tgv", "budget": 0.1}
 SECONDS = 120
 START_SECONDS = 600
 """Eight processes start on what may be two cores."""
+ADMIN_KEY = "admin"
 REPORT = {"kv_eviction_report": 1}
 
 
@@ -75,9 +76,10 @@ def call(
     path: str,
     body: Any = None,
     rank: int | None = None,
+    **headers: str,
 ) -> tuple[int, str]:
     """Status and text of one request; an engine can be asked for."""
-    headers = {"Content-Type": "application/json"}
+    headers["Content-Type"] = "application/json"
     if rank is not None:
         headers["X-data-parallel-rank"] = str(rank)
     connection.request(method, path, None if body is None else json.dumps(body), headers)
@@ -125,9 +127,11 @@ def server(
     alone: list[str], folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     """Started once the single engine is gone: memory and cores are few."""
-    log = tmp_path_factory.mktemp("replicas") / "server.log"
-    config = {"debug": {"check_integrity": True}}
+    folder_of_test = tmp_path_factory.mktemp("replicas")
+    log, defaults = folder_of_test / "server.log", folder_of_test / "defaults.json"
+    config = {"defaults_file": str(defaults), "debug": {"check_integrity": True}}
     environment = {
+        "KV_EVICTION_ADMIN_KEY": ADMIN_KEY,
         "VLLM_LOGGING_LEVEL": "INFO",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # connections wait for their turn
@@ -279,6 +283,43 @@ def test_gauges_are_those_of_each_engine_while_it_runs_and_zero_afterwards(
     for door in doors:
         for name in ("compressed_requests", "blocks_held"):
             assert eventually(lambda door=door, name=name: Scrape(door).of(name) == zero), name
+
+
+def test_every_api_server_finds_the_traces_of_every_engine(doors: list[Any]) -> None:
+    names = []
+    for rank, door in zip(ENGINES, doors, strict=True):
+        wishes = {**REPORT, "kv_eviction_trace": 1}
+        body = question(2000 + rank, vllm_xargs=wishes)
+        status, text = call(door, "POST", "/v1/chat/completions", body, rank)
+        assert status == 200, text
+        names.append(json.loads(text)["kv_transfer_params"]["kv_eviction"]["trace"])
+    for door in doors:
+        status, text = call(door, "GET", "/kv-eviction/requests")
+        listed = [trace["id"] for trace in json.loads(text)["requests"]]
+        assert (status, listed) == (200, names[::-1])
+        for name in names:
+            for path in (f"/kv-eviction/requests/{name}", f"/kv-eviction/requests/{name}/layers/0"):
+                assert call(door, "GET", path)[0] == 200
+        assert call(door, "GET", "/kv-eviction/requests/unknown")[0] == 404
+
+
+def test_changed_defaults_reach_every_api_server_and_engine(doors: list[Any]) -> None:
+    bearer = f"Bearer {ADMIN_KEY}"
+    for door, budget in zip(doors, (0.5, 0.25), strict=True):
+        change = {"policy": "snapkv", "budget": budget}
+        status, text = call(door, "PUT", "/kv-eviction/defaults", change, Authorization=bearer)
+        assert status == 200, text
+        for other in doors:
+            told = json.loads(call(other, "GET", "/kv-eviction/status")[1])["defaults"]
+            assert told == {"policy": "snapkv", "budget": budget, "changed": True}
+            for rank in ENGINES:
+                body = question(3000)
+                _, text = call(other, "POST", "/v1/chat/completions", body, rank)
+                report = json.loads(text)["kv_transfer_params"]["kv_eviction"]
+                assert report["policy"] == "snapkv"
+                most = budget * report["prompt_tokens"]
+                assert most - BLOCK_SIZE < report["kept_tokens"] <= most
+    assert call(doors[0], "PUT", "/kv-eviction/defaults", {}, Authorization=bearer)[0] == 200
 
 
 @pytest.mark.parametrize("xargs", [{"kv_eviction_budget": -1}, {"kv_eviction": "snap"}], ids=repr)

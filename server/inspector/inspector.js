@@ -30,6 +30,7 @@ const FRACTIONS = [
 ];
 const MOST_BYTES = 32 * 2 ** 20;
 const MOST_PIXELS = 64e6;
+const MOST_TOKENS = 1024;
 const REMEMBERED_PICTURES = 20;
 const RECENT_EVERY_MS = 15_000;
 const MAP_PIXELS = 1120; // of the longer side
@@ -44,6 +45,7 @@ const SKIP_REASONS = {
   method_needs_vision: "this method measures attention to images, and there are none",
   unknown_patch_grid: "the method pools over a grid of patches that is not known for this image",
   invalid_request: "the server did not understand the method or the budget",
+  policy_failed: "the method failed, and the request with it; the server's log says how",
   unsupported_request: "requests of this kind cannot be evicted",
 };
 
@@ -74,7 +76,7 @@ const state = {
 const $ = (id) => document.getElementById(id);
 const count = (number, digits = 0) =>
   number.toLocaleString("en-GB", { maximumFractionDigits: digits });
-const percent = (part) => `${count(100 * part, part > 0 && part < 0.1 ? 1 : 0)} %`;
+const percent = (part) => `${count(100 * part, part > 0 && part < 0.1 ? 1 : 0)}\u00a0%`;
 const plural = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
 const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString("en-GB");
 const pause = (milliseconds) => new Promise((done) => setTimeout(done, milliseconds));
@@ -245,7 +247,9 @@ async function ask(again = false) {
   const asked = question();
   if (!asked.picture) return refuse("Choose an image first.", "file");
   if (!asked.question) return refuse("Write a question first.", "question");
-  if (!(asked.tokens >= 1)) return refuse("Answer tokens: give at least 1.", "max-tokens");
+  if (!(asked.tokens >= 1 && asked.tokens <= MOST_TOKENS)) {
+    return refuse(`Answer tokens: give a number from 1 to ${MOST_TOKENS}.`, "max-tokens");
+  }
   const compare = !again || state.full === null;
   const body = JSON.stringify({
     image: asked.picture.url,
@@ -272,6 +276,7 @@ async function ask(again = false) {
     Object.assign(state, { evicted, seconds: (performance.now() - started) / 1000 });
     if (compare) state.full = full;
     showAnswers();
+    if (compare) $("answers").scrollIntoView({ block: "nearest" }); // on a phone, below the form
     if (evicted.trace === null) {
       closeTrace();
     } else {
@@ -692,7 +697,7 @@ function showMap() {
   }
   kept.forEach((part, index) => {
     if (scores) pen.fillStyle = colour(scores[index] || 0, under ? 0.78 : 1);
-    else if (under) pen.fillStyle = `rgb(12 15 24 / ${0.8 * (1 - Math.sqrt(part))})`;
+    else if (under) pen.fillStyle = `rgb(12 15 24 / ${0.72 * (1 - Math.sqrt(part))})`;
     else pen.fillStyle = part ? colour(0.3 + 0.7 * part) : "#2a303c";
     if (scores && Number.isNaN(scores[index])) pen.fillStyle = "#6b7280";
     const [left, top, width, height] = box(index);

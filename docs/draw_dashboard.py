@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draw docs/dashboard/*.png: the panels of the Grafana dashboard, filled by a real server.
 
-Serves the demonstration model with eviction and a small pool, sends it mixed traffic for two
+Serves the demonstration model with eviction and a small pool, sends it mixed traffic for four
 minutes, has a real Prometheus (Debian package `prometheus`) scrape it with configs/prometheus,
 asks Prometheus every query of configs/grafana/dashboards/kv-eviction.json, and draws the answers
 with Matplotlib where the dashboard puts its panels. The pictures are not Grafana's.
 
-Usage: python -m docs.draw_dashboard            (some four minutes on two cores)
+Usage: python -m docs.draw_dashboard            (some six minutes on two cores)
        python -m docs.draw_dashboard --redraw   (the same pictures from docs/dashboard/results.json)
 """
 
@@ -61,7 +61,7 @@ PROMETHEUS = ROOT / "configs/prometheus"
 FOLDER = Path(__file__).with_name("dashboard")
 RESULTS = FOLDER / "results.json"
 
-SCRAPE_SECONDS = 2
+SCRAPE_SECONDS = 4
 START_SECONDS = 60
 POOL = ("--num-gpu-blocks-override", "160", "--max-model-len", "2048", "--max-num-seqs", "32")
 """Small, so that the pool fills up: four prompts of one page with their full cache."""
@@ -69,7 +69,7 @@ POOL = ("--num-gpu-blocks-override", "160", "--max-model-len", "2048", "--max-nu
 
 # Traffic
 
-PHASES = ((30, 2), (30, 6), (30, 16), (30, 4))
+PHASES = ((60, 2), (60, 6), (60, 12), (60, 4))
 """Seconds, and how many clients ask meanwhile, each one request after the other."""
 
 
@@ -108,7 +108,9 @@ class Clients:
     """Clients that ask about pages which nobody has asked about before."""
 
     def __init__(self, url: str) -> None:
-        self._client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        self._client = openai.AsyncOpenAI(
+            base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300
+        )
         self._random = random.Random(0)
         self._deck: list[Kind] = []
         self._pages = 0
@@ -119,10 +121,12 @@ class Clients:
         """All phases; then waits for the last answers."""
         running: set[asyncio.Task[None]] = set()
         for seconds, self._wanted in PHASES:
-            running = {task for task in running if not task.done()}
             for number in range(len(running), self._wanted):
                 running.add(asyncio.create_task(self._ask_while_wanted(number)))
             await asyncio.sleep(seconds)
+            done = {task for task in running if task.done()}
+            running -= done
+            await asyncio.gather(*done)  # raises what they raised
         self._wanted = 0
         await asyncio.gather(*running)
 
@@ -458,7 +462,10 @@ def draw_heatmap(canvas: Canvas, panel: dict[str, Any], series: Series, bounds: 
     over_time(axes, times[-1])
     axes.grid(visible=False)
     bar = canvas.axes(x + 46, y + height - 22, width - 62, 6)
-    canvas.figure.colorbar(mesh, cax=bar, orientation="horizontal")
+    ticks = MaxNLocator(4, integer=True).tick_values(0, counts.max())
+    canvas.figure.colorbar(
+        mesh, cax=bar, orientation="horizontal", ticks=ticks[ticks <= counts.max()]
+    )
     bar.tick_params(length=0, labelsize=6.5, colors=MUTED, pad=1)
     bar.spines[:].set_visible(False)
 
@@ -502,7 +509,8 @@ def draw_lines(canvas: Canvas, panel: dict[str, Any], series: Series, bounds: Bo
     if custom.get("thresholdsStyle"):
         for step in defaults["thresholds"]["steps"][1:]:
             axes.axhline(step["value"], color=NAMED[step["color"]], linewidth=0.9, alpha=0.8)
-    axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
+    whole = unit.startswith("suffix:") and not unit.endswith("/s")
+    axes.yaxis.set_major_locator(MaxNLocator(4, integer=whole, steps=[1, 2, 2.5, 5, 10]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: written(v, unit, short=True)))
     over_time(axes, times[-1])
 
@@ -510,7 +518,7 @@ def draw_lines(canvas: Canvas, panel: dict[str, Any], series: Series, bounds: Bo
 def over_time(axes: Axes, seconds: float) -> None:
     """Minutes and seconds since the traffic began."""
     axes.set_xlim(0, seconds)
-    axes.xaxis.set_major_locator(MultipleLocator(30))
+    axes.xaxis.set_major_locator(MultipleLocator(60))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda t, _: f"{int(t) // 60}:{int(t) % 60:02}"))
     axes.tick_params(length=0, labelsize=7, colors=MUTED)
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -538,6 +546,7 @@ def written(value: float, unit: str, decimals: int | None = None, short: bool = 
                 return "0 s" if value == 0 else f"{value / size:.3g} {name}"
     if decimals is None:
         decimals = 0 if value >= 100 or value == int(value) else 1 if value >= 10 else 2
+        decimals += 0 < value < 0.01
     number = f"{value:.{decimals}f}"
     suffix = {"reqps": "req/s", "short": ""}.get(unit, unit.removeprefix("suffix: "))
     if short:

@@ -292,10 +292,13 @@ def borrow_packages(site_packages: Path) -> None:
 
 CHECK_INSTALLATION = """
 import importlib, sys
+from importlib.metadata import distribution
 from pathlib import Path
-for package in ("vllm_tgvkv", "vllm_tgvkv.kernels", "vllm_tgvkv.kernels.gpu"):
+for package in ("vllm_tgvkv", "vllm_tgvkv.kernels", "vllm_tgvkv.kernels.gpu", "vllm_tgvkv.server"):
     file = importlib.import_module(package).__file__
     assert Path(file).is_relative_to(sys.prefix), file
+for entry_point in distribution("vllm-tgvkv").entry_points:
+    entry_point.load()
 from vllm.entrypoints.cli.main import main
 sys.argv = ["vllm", "serve", "--help=KVEviction"]
 main()
@@ -324,9 +327,15 @@ def test_install_steps_in_a_clean_environment(path: Path, tmp_path: Path) -> Non
 
     packed = zipfile.ZipFile(build.wheel).namelist()
     expected = {str(p.relative_to(ROOT)) for p in (ROOT / "vllm_tgvkv").rglob("*.py")}
-    expected |= {f"vllm_tgvkv/{p.relative_to(ROOT)}" for p in (ROOT / "kernels").rglob("*.py")}
+    for folder in ("kernels", "server"):
+        files = [
+            p for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".html", ".js", ".css")
+        ]
+        expected |= {f"vllm_tgvkv/{p.relative_to(ROOT)}" for p in files}
     assert expected | {"vllm_tgvkv/py.typed"} <= set(packed)
-    assert "vllm_tgvkv/kernels/gpu/__init__.py" in packed
+    assert {"vllm_tgvkv/kernels/gpu/__init__.py", "vllm_tgvkv/server/inspector/index.html"} <= {
+        *packed
+    }
 
     borrow_packages(build.site_packages)
     run = subprocess.run(

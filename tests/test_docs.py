@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import itertools
 import json
 import re
 import shlex
@@ -20,7 +21,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.conftest import ROOT
 from tests.test_configs import engine_args, serve_parser
-from vllm_tgvkv.config import CONFIG_KEY, REQUEST_KEYS, EvictionConfig
+from vllm_tgvkv.config import CONFIG_KEY, REQUEST_KEYS, EvictionConfig, RequestWish
 from vllm_tgvkv.metrics import METRICS
 
 __all__ = ["serve_parser"]  # a fixture
@@ -65,19 +66,18 @@ each_block = pytest.mark.parametrize("block", BLOCKS, ids=str)
 
 def commands(block: Block) -> Iterator[list[str]]:
     """Words of every command of a shell block, without the variables set for it."""
-    for line in block.text.replace("\\\n", " ").splitlines():
-        lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
-        lexer.whitespace_split = True
-        words: list[str] = []
-        for word in [*lexer, ";"]:
-            if word in (";", "&&", "||", "|", "&"):
-                while words and re.match(r"\w+=", words[0]):
-                    del words[0]
-                if words:
-                    yield words
-                words = []
-            else:
-                words.append(word)
+    text = re.sub(r"(^|\s)#.*$", "", block.text.replace("\\\n", " "), flags=re.MULTILINE)
+    ends = ";&|()<>\n"
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=ends)
+    lexer.whitespace, lexer.commenters, lexer.whitespace_split = " \t", "", True
+    words: list[str] = []
+    for word in [*lexer, "\n"]:
+        if set(word) <= set(ends):
+            if words:
+                yield words
+            words = []
+        elif words or not re.match(r"\w+=", word):
+            words.append(word)
 
 
 COMMANDS = [words for block in SHELL for words in commands(block)]
@@ -139,6 +139,8 @@ def test_pictures_are_shown() -> None:
 @each_page
 def test_named_tests_exist(page: Path) -> None:
     """`test_engine.py::test_x` names one; `::test_y` after it another of the same file."""
+    for name in re.findall(r"`(?:tests/)?(test_\w+\.py)", page.read_text()):
+        assert (ROOT / "tests" / name).exists(), name
     file = ""
     for name, test in re.findall(r"`(?:tests/)?(test_\w+\.py)?::(test_\w+)`", page.read_text()):
         file = name or file
@@ -184,16 +186,18 @@ def test_modules_that_are_run_exist() -> None:
 
 
 def test_commands_that_serve_are_understood(
-    serve_parser: FlexibleArgumentParser, monkeypatch: pytest.MonkeyPatch
+    serve_parser: FlexibleArgumentParser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """By vLLM's parser with the plugin's flags; the settings of eviction are checked."""
     monkeypatch.chdir(ROOT)  # for --config
+    (tmp_path / "etc/vllm").mkdir(parents=True)
     served = [words[2:] for words in COMMANDS if words[:2] == ["vllm", "serve"]]
     evicting = 0
     for arguments in served:
         if any(argument.startswith("--help") for argument in arguments):
             continue
-        made = engine_args(serve_parser, *arguments)
+        existing = [word.replace("/etc/vllm", f"{tmp_path}/etc/vllm") for word in arguments]
+        made = engine_args(serve_parser, *existing)
         if CONFIG_KEY in made.additional_config:
             evicting += EvictionConfig.from_mapping(made.additional_config[CONFIG_KEY]).active
     assert evicting > 4
@@ -211,7 +215,7 @@ def mappings(value: Any) -> Iterator[dict[str, Any]]:
             yield from mappings(child)
 
 
-def test_settings_in_yaml_and_json_are_accepted() -> None:
+def test_settings_and_wishes_are_accepted() -> None:
     checked = 0
     for block in BLOCKS:
         if block.language not in ("yaml", "json"):
@@ -221,10 +225,14 @@ def test_settings_in_yaml_and_json_are_accepted() -> None:
                 name = {"policy": mapping["kv-eviction"]} if "kv-eviction" in mapping else {}
                 EvictionConfig.from_mapping({**settings, **name})
                 checked += 1
-            if xargs := mapping.get("vllm_xargs"):
-                assert set(xargs) <= set(REQUEST_KEYS)
+            if "vllm_xargs" in mapping:
+                RequestWish.resolve(EvictionConfig(), mapping["vllm_xargs"])
                 checked += 1
-    assert checked
+    for word in itertools.chain(*COMMANDS):
+        if word.startswith('{"kv_eviction') and "$" not in word:
+            RequestWish.resolve(EvictionConfig(), json.loads(word))
+            checked += 1
+    assert checked > 4
 
 
 @each_page
@@ -244,7 +252,8 @@ def test_names_of_flags_keys_and_metrics_exist(page: Path) -> None:
 
 def test_the_readme_has_a_row_for_every_field() -> None:
     table = (ROOT / "README.md").read_text().split("| field of the config |")[1].split("\n\n")[0]
-    rows = set(re.findall(r"^\| `(\w+)`", table, flags=re.MULTILINE))
+    cells = re.findall(r"^\|([^|]*)\|", table, flags=re.MULTILINE)
+    rows = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
     # These have flags of their own; `debug` is for tests.
     assert rows == {field.name for field in fields(EvictionConfig)} - {"policy", "budget", "debug"}
 

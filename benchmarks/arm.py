@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -18,10 +20,24 @@ class Arm:
 
     name: str
     engine_args: dict[str, Any] = field(default_factory=dict)
+    threads: int | None = None
+    """Of the model's computations; None: as many as there are cores."""
 
     @property
     def evicts(self) -> bool:
         return "additional_config" in self.engine_args
+
+
+@contextlib.contextmanager
+def _environment(**variables: str | None) -> Iterator[None]:
+    """Variables for what starts meanwhile: torch reads its own before a process can set them."""
+    before = dict(os.environ)
+    os.environ.update({name: value for name, value in variables.items() if value is not None})
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 class ArmError(RuntimeError):
@@ -38,7 +54,8 @@ class ArmProcess:
         self.arm = arm
         self._pipe, child = context.Pipe()
         self._process = context.Process(target=serve, args=(child, arm, shape, root), daemon=True)
-        self._process.start()
+        with _environment(OMP_NUM_THREADS=str(arm.threads) if arm.threads else None):
+            self._process.start()
         child.close()
         self.facts: dict[str, Any] = {}
 

@@ -23,7 +23,7 @@ BUDGET = 0.1
 WORKSPACE = 64 << 20
 """Bound of each scratch buffer of the eviction, `workspace_bytes` of the kernels."""
 
-PARTS = ("costs", "methods", "gain", "burst", "metrics", "scheduler")
+PARTS = ("costs", "methods", "gain", "burst", "metrics", "traces", "scheduler")
 
 Say = Callable[[str], None]
 
@@ -68,13 +68,15 @@ FULL = Scale(
     overhead=Workload(640),
     metrics=MetricsScale(
         batches=(8, 128),
-        decode_rounds=(120, 40),
-        cycles=1,
+        fills=(6, 4),
+        rounds_per_fill=50,
+        cycles=2,
         decode=Workload(640),
         first_token=Workload(2048),
-        first_token_rounds=42,
-        traced_rounds=24,
-        traced_steps=32,
+        first_token_rounds=150,
+        traced_fills=4,
+        traced_rounds=300,
+        traced_steps=3,
         calls=2000,
     ),
     scheduler_rounds=60,
@@ -96,13 +98,15 @@ QUICK = Scale(
     overhead=Workload(640),
     metrics=MetricsScale(
         batches=(8, 32),
-        decode_rounds=(20, 20),
+        fills=(1, 1),
+        rounds_per_fill=20,
         cycles=1,
         decode=Workload(640),
         first_token=Workload(1280),
         first_token_rounds=20,
-        traced_rounds=20,
-        traced_steps=12,
+        traced_fills=1,
+        traced_rounds=40,
+        traced_steps=3,
         calls=500,
     ),
     scheduler_rounds=20,
@@ -110,6 +114,9 @@ QUICK = Scale(
 
 COMMON = ModelShape("common", 1024, 8, 16, 4, 64, 2816)
 """Costs of the plugin: compute and weights as in a real model, four queries a KV head."""
+BRIEF = ModelShape("brief", 256, 4, 8, 4, 32, 704, vocabulary=4096, dtype="float32")
+"""Cost of metrics: a step that is nearly all vLLM's own work on the host, where theirs is done.
+No step of a larger model is shorter."""
 STEPS_PER_ROUND = 10
 SCHEDULER_TRAFFIC = (
     Traffic("no request ends", 256, 1024, None),
@@ -144,7 +151,8 @@ def arms(
 def metrics_arms(
     shape: ModelShape, pool_tokens: int, block_size: int, flags: dict[str, Any]
 ) -> list[Arm]:
-    """Ours with metrics and ours without."""
+    """Ours with metrics and ours without, with one thread: what waits for a second core on a
+    machine that is shared varies by more than what is looked for."""
     same = {
         **flags,
         "kv_cache_memory_bytes": pool_tokens * shape.kv_bytes_per_token,
@@ -152,7 +160,7 @@ def metrics_arms(
     }
     settings = {"policy": "tgv", "budget": BUDGET}
     return [
-        Arm(name, {**same, "additional_config": {"kv_eviction": {**settings, "metrics": on}}})
+        Arm(name, {**same, "additional_config": {"kv_eviction": {**settings, "metrics": on}}}, 1)
         for name, on in (("metrics", True), ("without", False))
     ]
 
@@ -179,6 +187,7 @@ class Comparison:
             self._gain,
             self._burst,
             self._metrics,
+            self._traces,
             self._scheduler,
         )
         for name, part in zip(PARTS, parts, strict=True):
@@ -455,24 +464,30 @@ class Comparison:
     # -- what our own bookkeeping costs -------------------------------------------------
 
     def _metrics(self) -> None:
-        scale, shape = self.scale.metrics, COMMON
-        steps = 6 * 3 * scale.cycles
-        longest = max(
-            batch * (BUDGET * scale.decode.prompt_tokens + rounds * steps + 3 * self.block_size)
-            for batch, rounds in zip(scale.batches, scale.decode_rounds, strict=True)
-        )
-        # While it prefills, a request has its whole prompt.
-        pool_tokens = round(longest) + 8 * scale.first_token.prompt_tokens
-        self.say("starting the engines of part `metrics`")
-        flags = {**self._flags(pool_tokens), "max_num_seqs": max(scale.batches)}
-        chosen = metrics_arms(shape, pool_tokens, self.block_size, flags)
-        with self._launch("metrics", shape, chosen) as arms:
-            cost = MetricsCost(scale, BUDGET, self._seeds, self.say)
+        with self._start_metrics("metrics", max(self.scale.metrics.batches)) as arms:
+            cost = MetricsCost(self.scale.metrics, BUDGET, self._seeds, self.say)
             cost.check(arms["metrics"], arms["without"])
-            for batch, rounds in zip(scale.batches, scale.decode_rounds, strict=True):
-                self.lines += cost.decode(arms["metrics"], batch, rounds)
+            batches = zip(self.scale.metrics.batches, self.scale.metrics.fills, strict=True)
+            for batch, fills in batches:
+                self.lines += cost.decode(arms["metrics"], batch, fills)
+
+    def _traces(self) -> None:
+        with self._start_metrics("traces", 8) as arms:
+            cost = MetricsCost(self.scale.metrics, BUDGET, self._seeds, self.say)
+            cost.check(arms["metrics"], arms["without"])
             self.lines += cost.first_token(arms["metrics"])
-            self.lines.append(cost.traced_decode(arms["metrics"]))
+            self.lines += cost.traced_decode(arms["metrics"], arms["without"])
+
+    def _start_metrics(self, name: str, batch: int) -> Arms:
+        scale = self.scale.metrics
+        steps = 6 * 3 * scale.cycles * scale.rounds_per_fill
+        longest = BUDGET * scale.decode.prompt_tokens + steps + 3 * self.block_size
+        # While it prefills, a request has its whole prompt.
+        pool_tokens = round(batch * longest) + 8 * scale.first_token.prompt_tokens
+        self.say(f"starting the engines of part `{name}`")
+        flags = {**self._flags(pool_tokens), "max_num_seqs": batch}
+        chosen = metrics_arms(BRIEF, pool_tokens, self.block_size, flags)
+        return self._launch(name, BRIEF, chosen)
 
     def _scheduler(self) -> None:
         for traffic in SCHEDULER_TRAFFIC:

@@ -7,9 +7,9 @@ import functools
 import inspect
 import itertools
 import os
+import random
 import time
 import traceback
-from collections import defaultdict
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -61,7 +61,7 @@ class Engine:
             EngineArgs(
                 model=str(model_folder(Path(root), shape)),
                 load_format="dummy",
-                dtype="bfloat16",
+                dtype=shape.dtype,
                 limit_mm_per_prompt={"image": 64},
                 seed=0,
                 **arm.engine_args,
@@ -73,6 +73,7 @@ class Engine:
         ((self.group,),) = self.runner.attn_groups
         self.watches = Stopwatches()
         self._watch()
+        self._shuffler = random.Random(0)
         self._count = 0
         self._live: set[str] = set()
 
@@ -166,13 +167,13 @@ class Engine:
         """Time one prompt alone: arrival to first token, and the eviction's part of it."""
         prompt = workload.prompt(self.shape, seed)
         self.watches.reset()
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         self._submit(prompt, 2, budget, trace=trace)
         while not self.engine.step():
             pass
-        seconds = time.perf_counter() - start
         result = {
-            "seconds": seconds,
+            "seconds": time.perf_counter() - start,
+            "cpu": time.process_time() - cpu_start,
             "eviction": self.watches.seconds["eviction"],
             "outcomes": self.watches.seconds["outcomes"],
         }
@@ -230,14 +231,16 @@ class Engine:
     def decode(self, steps: int) -> dict[str, Any]:
         """Time `steps` decode steps of whatever is running, one by one."""
         self.watches.reset()
-        seconds = []
+        seconds, cpu_seconds = [], []
         for _ in range(steps):
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             outputs = self.engine.step()
             seconds.append(time.perf_counter() - start)
+            cpu_seconds.append(time.process_time() - cpu_start)
             assert len(outputs) == len(self._live), (len(outputs), len(self._live))
         return {
             "seconds": seconds,
+            "cpu": cpu_seconds,
             "watches": {name: total / steps for name, total in self.watches.seconds.items()},
             "cached_tokens": self._cached_tokens(),
         }
@@ -275,27 +278,27 @@ class Engine:
         found: dict[str, float] = self._collection.microseconds(calls)
         return found
 
-    def decode_switched(self, states: dict[str, bool], cycles: int) -> dict[str, dict[str, float]]:
-        """Seconds of a decode step, wall and CPU, by state of the metrics; they are left on.
+    def decode_switched(
+        self, states: dict[str, bool], cycles: int
+    ) -> dict[str, dict[str, list[float]]]:
+        """Seconds of decode steps, wall and CPU, by state of the metrics, which are left on.
 
-        The state changes with every step. A cycle has all orders of the states, so that neither
-        what slows a step down nor the growing caches favour one of them.
+        The state changes with every step: the values of an index are those of neighbours. A cycle
+        has all orders of the states, so that the growing caches favour none; they are shuffled,
+        because a machine that is shared has rhythms of its own.
         """
-        orders = list(itertools.permutations(states))
-        spent: dict[str, dict[str, float]] = {name: defaultdict(float) for name in states}
-        for name in itertools.chain.from_iterable(orders * cycles):
+        orders = list(itertools.permutations(states)) * cycles
+        self._shuffler.shuffle(orders)
+        spent: dict[str, dict[str, list[float]]] = {n: {"wall": [], "cpu": []} for n in states}
+        for name in itertools.chain.from_iterable(orders):
             self._collection.switch(states[name])
             wall, cpu = time.perf_counter(), time.process_time()
             outputs = self.engine.step()
-            spent[name]["wall"] += time.perf_counter() - wall
-            spent[name]["cpu"] += time.process_time() - cpu
+            spent[name]["wall"].append(time.perf_counter() - wall)
+            spent[name]["cpu"].append(time.process_time() - cpu)
             assert len(outputs) == len(self._live), (len(outputs), len(self._live))
         self._collection.switch(True)
-        steps = len(orders) * cycles
-        return {
-            name: {clock: seconds / steps for clock, seconds in clocks.items()}
-            for name, clocks in spent.items()
-        }
+        return spent
 
     def _cached_tokens(self) -> float:
         """Tokens a step reads per layer and KV head, mean over both, all requests together."""

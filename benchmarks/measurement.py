@@ -81,6 +81,9 @@ class Line:
     details: dict[str, Any] = field(default_factory=dict)
     against: tuple[str, ...] = ("production", "constrained")
     """The arms that ours is compared with."""
+    neighbours: dict[str, list[float]] = field(default_factory=dict)
+    """Values that were taken right after one another, where there are any: ratios are theirs, and
+    what slows a whole round down falls out of them. Only their number is kept."""
 
     @property
     def stock(self) -> list[str]:
@@ -90,7 +93,8 @@ class Line:
         return statistics.median(self.rounds[arm])
 
     def ratio(self, against: str) -> Ratio:
-        return Ratio.of(against, self.rounds[self.ours], self.rounds[against], self.better)
+        values = self.neighbours or self.rounds
+        return Ratio.of(against, values[self.ours], values[against], self.better)
 
     def ratios(self) -> list[Ratio]:
         return [self.ratio(name) for name in self.stock] if self.ours in self.rounds else []
@@ -104,8 +108,11 @@ class Line:
     def require_surely(self, limit: float, what: str) -> None:
         """The same of the lower end of the ratio's interval; without one nothing is met."""
         for ratio in self.ratios():
-            low = ratio.interval[0] if ratio.interval else 0.0
-            self.targets.append(Target(f">= {limit:g} {what}, with 95 % confidence", low, limit))
+            low, high = ratio.interval or (0.0, 1.0)
+            text = f">= {limit:g} {what}, with 95 % confidence"
+            if low < limit <= high:
+                text += " (too few rounds to tell)"
+            self.targets.append(Target(text, low, limit))
 
 
 @dataclass(frozen=True)

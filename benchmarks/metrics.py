@@ -3,17 +3,21 @@
 
 from __future__ import annotations
 
-import itertools
+import random
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from benchmarks.arm import ArmError, ArmProcess
-from benchmarks.measurement import Line, Target
+from benchmarks.measurement import Line, Target, interval
 from benchmarks.workload import Workload
 
 ON, OFF, AGAIN, TRACED = "metrics", "without", "without, again", "traced"
 STATES = {ON: True, OFF: False, AGAIN: False}
+
+
+def _by_clock_and_state() -> dict[str, dict[str, list[float]]]:
+    return {clock: {name: [] for name in STATES} for clock in ("wall", "cpu")}
 
 
 @dataclass(frozen=True)
@@ -21,14 +25,17 @@ class MetricsScale:
     """How large and how often."""
 
     batches: tuple[int, ...]
-    decode_rounds: tuple[int, ...]
-    """For each of the batches."""
+    fills: tuple[int, ...]
+    """For each of the batches, how often it begins anew: long contexts make steps long."""
+    rounds_per_fill: int
     cycles: int
     """Of all orders of the states in a round."""
     decode: Workload
     first_token: Workload
     first_token_rounds: int
+    traced_fills: int
     traced_rounds: int
+    """In each fill."""
     traced_steps: int
     calls: int
 
@@ -94,50 +101,53 @@ class MetricsCost:
 
     # -- decode -------------------------------------------------------------------------
 
-    def decode(self, engine: ArmProcess, batch: int, rounds: int) -> list[Line]:
+    def decode(self, engine: ArmProcess, batch: int, fills: int) -> list[Line]:
         """Throughput by wall clock and by CPU time, with a control; then the code by itself."""
         scale, workload = self.scale, self.scale.decode
-        self.say(f"h. filling caches of a batch of {batch}")
-        seed = next(self.seeds)
-        engine.ask("fill", workload=workload, batch=batch, seed=seed, budget=self.budget)
-        engine.ask("decode", steps=8)
-        self.say(f"h. decode throughput, metrics switched from step to step, batch {batch}")
-        rates: dict[str, dict[str, list[float]]] = {
-            clock: {name: [] for name in STATES} for clock in ("wall", "cpu")
-        }
-        for _ in range(rounds):
-            found = engine.ask("decode_switched", states=STATES, cycles=scale.cycles)
-            for name, clocks in found.items():
-                for clock, seconds in clocks.items():
-                    rates[clock][name].append(batch / seconds)
-        step = batch / statistics.median(rates["wall"][OFF])
+        rates: dict[str, dict[str, list[float]]] = _by_clock_and_state()
+        steps: dict[str, dict[str, list[float]]] = _by_clock_and_state()
+        for number in range(fills):
+            if number:
+                engine.ask("clear")
+            self.say(f"h. decode, metrics switched from step to step, batch {batch}, {number + 1}")
+            self._fill(engine, batch)
+            for _ in range(scale.rounds_per_fill):
+                found = engine.ask("decode_switched", states=STATES, cycles=scale.cycles)
+                for name, clocks in found.items():
+                    for clock, seconds in clocks.items():
+                        steps[clock][name] += [batch / each for each in seconds]
+                        rates[clock][name].append(batch / statistics.median(seconds))
+        step = batch / statistics.median(steps["wall"][OFF])
         microseconds = self._microseconds(engine, batch, step)
         engine.ask("clear")
         what = f"decode, batch {batch}, {workload.prompt_tokens} tokens"
-        wall, cpu = (
-            Line(
-                f"h. metrics: {what}{of}",
-                unit,
-                "higher",
-                {name: series for name, series in rates[clock].items() if name != AGAIN},
-                ON,
-                against=(OFF,),
-            )
-            for clock, of, unit in (
-                ("wall", "", "tokens/s"),
-                ("cpu", ", by CPU time", "tokens/CPU s"),
-            )
-        )
+
+        def line(ours: str, clock: str, name: str, unit: str) -> Line:
+            made = Line(f"h. {name}: {what}", unit, "higher", {}, ours, against=(OFF,))
+            made.rounds = {state: rates[clock][state] for state in (ours, OFF)}
+            made.neighbours = {state: steps[clock][state] for state in (ours, OFF)}
+            return made
+
+        wall = line(ON, "wall", "metrics", "tokens/s")
         wall.require_surely(0.99, "of without")
-        control = Line(
-            f"h. control, twice without metrics: {what}",
-            "tokens/s",
-            "higher",
-            {name: rates["wall"][name] for name in (AGAIN, OFF)},
-            AGAIN,
-            against=(OFF,),
+        cpu = line(ON, "cpu", "metrics, by CPU time", "tokens/CPU s")
+        cpu.require_surely(0.99, "of without")
+        controls = [
+            line(AGAIN, "wall", "control, twice without metrics", "tokens/s"),
+            line(AGAIN, "cpu", "control, by CPU time", "tokens/CPU s"),
+        ]
+        return [wall, cpu, *controls, microseconds]
+
+    def _fill(self, engine: ArmProcess, batch: int, trace: bool = False) -> None:
+        engine.ask(
+            "fill",
+            workload=self.scale.decode,
+            batch=batch,
+            seed=next(self.seeds),
+            budget=self.budget,
+            trace=trace,
         )
-        return [wall, cpu, control, microseconds]
+        engine.ask("decode", steps=8)
 
     def _microseconds(self, engine: ArmProcess, batch: int, step: float) -> Line:
         self.say(f"h. the code of metrics by itself, batch {batch}")
@@ -162,15 +172,13 @@ class MetricsCost:
     # -- evictions ----------------------------------------------------------------------
 
     def first_token(self, engine: ArmProcess) -> list[Line]:
-        """Time to first token and of the eviction in it, in turn without, with, and traced."""
-        workload = self.scale.first_token
+        """Time to first token and of the eviction in it: without metrics, with them, traced."""
+        workload, states = self.scale.first_token, (OFF, ON, TRACED)
         self.say(f"h. time to first token, {workload.prompt_tokens} tokens")
-        names = (OFF, ON, TRACED)
-        orders = list(itertools.permutations(names))
-        first: dict[str, list[float]] = {name: [] for name in names}
-        eviction: dict[str, list[float]] = {name: [] for name in names}
-        for number in range(self.scale.first_token_rounds):
-            for name in orders[number % len(orders)]:
+        results: dict[str, list[dict[str, float]]] = {name: [] for name in states}
+        shuffler = random.Random(0)
+        for _ in range(self.scale.first_token_rounds):
+            for name in shuffler.sample(states, len(states)):
                 engine.ask("collect", on=name != OFF)
                 result = engine.ask(
                     "prefill",
@@ -179,44 +187,72 @@ class MetricsCost:
                     budget=self.budget,
                     trace=name == TRACED,
                 )
-                first[name].append(result["seconds"])
-                eviction[name].append(1e3 * (result["eviction"] + result["outcomes"]))
+                results[name].append(result)
         engine.ask("collect", on=True)
         lines = []
-        for ours, against in ((ON, OFF), (TRACED, ON)):
-            for what, unit, values in (
-                (f"time to first token, {workload.prompt_tokens} tokens", "s", first),
-                (f"one eviction, {workload.prompt_tokens} tokens", "ms", eviction),
+        for ours, other in ((ON, OFF), (TRACED, ON)):
+            for measure, unit, key in (
+                ("time to first token", "ms", "seconds"),
+                ("time to first token, by CPU time", "CPU ms", "cpu"),
+                ("one eviction", "ms", "eviction"),
+                ("report of an eviction", "ms", "outcomes"),
             ):
-                rounds = {name: values[name] for name in (ours, against)}
-                line = Line(f"h. {ours}: {what}", unit, "lower", rounds, ours, against=(against,))
-                more = statistics.median(
-                    one - other for one, other in zip(values[ours], values[against], strict=True)
-                )
-                line.notes = f"{1e3 * more if unit == 's' else more:.2f} ms more than {against}"
-                lines.append(line)
+                what = f"h. {ours}: {measure}, {workload.prompt_tokens} tokens"
+                values = {n: [1e3 * r[key] for r in results[n]] for n in (ours, other)}
+                lines.append(self._difference(what, unit, values, ours, other))
         return lines
 
-    def traced_decode(self, engine: ArmProcess) -> Line:
-        """Throughput of a batch that was traced beside one that was not."""
-        batch, workload = 8, self.scale.decode
-        self.say(f"h. decode throughput of traced requests, batch {batch}")
-        rates: dict[str, list[float]] = {ON: [], TRACED: []}
-        for number in range(self.scale.traced_rounds):
-            for name in (ON, TRACED) if number % 2 else (TRACED, ON):
-                engine.ask(
-                    "fill",
-                    workload=workload,
-                    batch=batch,
-                    seed=next(self.seeds),
-                    budget=self.budget,
-                    trace=name == TRACED,
-                )
-                engine.ask("decode", steps=4)
-                seconds = engine.ask("decode", steps=self.scale.traced_steps)["seconds"]
-                rates[name].append(batch / statistics.median(seconds))
+    @staticmethod
+    def _difference(
+        what: str, unit: str, values: dict[str, list[float]], ours: str, other: str
+    ) -> Line:
+        """A line whose note says how much more one state takes than another."""
+        line = Line(what, unit, "lower", values, ours, against=(other,))
+        pairs = zip(values[ours], values[other], strict=True)
+        more = [one - two for one, two in pairs]
+        line.notes = f"{statistics.median(more):.2f} {unit} more than {other}"
+        if bounds := interval(more):
+            line.notes += f" (95 %: {bounds[0]:.2f} .. {bounds[1]:.2f})"
+        return line
+
+    def traced_decode(self, one: ArmProcess, other: ArmProcess) -> list[Line]:
+        """Throughput of a batch that was traced beside one that was not, in two engines.
+
+        They change places, and what one of them is faster by falls out of the geometric mean.
+        """
+        batch, workload, scale = 8, self.scale.decode, self.scale
+        for engine in (one, other):
+            engine.ask("collect", on=False)
+        halves: dict[tuple[str, str], tuple[list[float], list[float]]] = {
+            (name, clock): ([], []) for name in (OFF, TRACED) for clock in ("seconds", "cpu")
+        }
+        for number in range(2 * scale.traced_fills):
+            self.say(f"h. decode of traced requests, batch {batch}, {number + 1}")
+            roles = {TRACED: one, OFF: other} if number % 2 else {OFF: one, TRACED: other}
+            for name, engine in roles.items():
+                self._fill(engine, batch, trace=name == TRACED)
+            for round_ in range(scale.traced_rounds):
+                for name in (OFF, TRACED) if round_ % 2 else (TRACED, OFF):
+                    result = roles[name].ask("decode", steps=scale.traced_steps)
+                    for clock in ("seconds", "cpu"):
+                        rate = batch / statistics.median(result[clock])
+                        halves[name, clock][number % 2].append(rate)
+            for engine in roles.values():
                 engine.ask("clear")
         what = f"decode, batch {batch}, {workload.prompt_tokens} tokens"
-        line = Line(f"h. traced: {what}", "tokens/s", "higher", rates, TRACED, against=(ON,))
-        line.require_surely(0.99, "of metrics")
-        return line
+        lines = []
+        for title, unit, clock in (
+            ("traced", "tokens/s", "seconds"),
+            ("traced, by CPU time", "tokens/CPU s", "cpu"),
+        ):
+            rates = {
+                name: [
+                    statistics.geometric_mean(pair)
+                    for pair in zip(*halves[name, clock], strict=True)
+                ]
+                for name in (OFF, TRACED)
+            }
+            line = Line(f"h. {title}: {what}", unit, "higher", rates, TRACED, against=(OFF,))
+            line.require_surely(0.99, "of without")
+            lines.append(line)
+        return lines

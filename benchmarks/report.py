@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -124,7 +125,9 @@ def write(result: dict[str, Any], folder: Path) -> Path:
     """Write the record to a file named by its date."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{result['date'].replace(':', '')}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(result, indent=1)
+    text = re.sub(r"\[[-+.\de,\s]+\]", lambda numbers: " ".join(numbers[0].split()), text)
+    path.write_text(text + "\n", encoding="utf-8")
     return path
 
 
@@ -134,7 +137,8 @@ def _line(line: Line) -> dict[str, Any]:
         "unit": line.unit,
         "better": line.better,
         "ours": line.ours,
-        "rounds": line.rounds,
+        "rounds": {n: [float(f"{v:.6g}") for v in values] for n, values in line.rounds.items()},
+        "neighbours": len(line.neighbours.get(line.ours, ())),
         "medians": {name: statistics.median(values) for name, values in line.rounds.items()},
         "ratios": [dataclasses.asdict(ratio) for ratio in line.ratios()],
         "targets": [{**dataclasses.asdict(t), "met": t.met} for t in line.targets],

@@ -204,7 +204,7 @@ def _config(shape: ModelShape, root: str, eviction: dict[str, Any] | None, traff
     config = EngineArgs(
         model=str(model_folder(Path(root), shape)),
         load_format="dummy",
-        dtype="bfloat16",
+        dtype=shape.dtype,
         block_size=BLOCK_SIZE,
         max_model_len=8192,
         max_num_seqs=traffic.running,
@@ -231,7 +231,7 @@ def _scheduler(config: Any, shape: ModelShape, traffic: Traffic) -> Any:
         block_size=BLOCK_SIZE,
         num_kv_heads=shape.kv_heads,
         head_size=shape.head_size,
-        dtype=torch.bfloat16,
+        dtype=getattr(torch, shape.dtype),
     )
     if config_of(config).active:
         spec = evicting_spec(spec)

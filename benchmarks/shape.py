@@ -13,6 +13,7 @@ import os
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -20,8 +21,6 @@ from transformers import CLIPImageProcessor, LlavaConfig, LlavaProcessor, PreTra
 
 PATCH = 14
 IMAGE = "<image>"
-DTYPE_BYTES = 2
-"""bfloat16, weights and cache."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,12 @@ class ModelShape:
     vocabulary: int = 32000
     image_size: int = 336
     max_positions: int = 32768
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of weights and cache."""
+
+    @property
+    def dtype_bytes(self) -> int:
+        return 2 if self.dtype == "bfloat16" else 4
 
     @property
     def tokens_per_image(self) -> int:
@@ -50,14 +55,14 @@ class ModelShape:
     @property
     def kv_bytes_per_token(self) -> int:
         """Keys and values of one token in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_size * DTYPE_BYTES
+        return 2 * self.layers * self.kv_heads * self.head_size * self.dtype_bytes
 
     @property
     def weight_bytes_per_step(self) -> int:
         """Weights that a decode step reads: all layers and the output head, no embedding table."""
         attention = 2 * self.hidden * (self.query_heads + self.kv_heads) * self.head_size
         layer = attention + 3 * self.hidden * self.intermediate
-        return (self.layers * layer + self.hidden * self.vocabulary) * DTYPE_BYTES
+        return (self.layers * layer + self.hidden * self.vocabulary) * self.dtype_bytes
 
 
 def model_folder(root: Path, shape: ModelShape) -> Path:
@@ -104,7 +109,7 @@ def _write(folder: Path, shape: ModelShape) -> None:
             "bos_token_id": None,
             "eos_token_id": ids["<eos>"],
             "tie_word_embeddings": False,
-            "dtype": "bfloat16",
+            "dtype": shape.dtype,
         },
         vision_config={
             "model_type": "clip_vision_model",
@@ -120,7 +125,7 @@ def _write(folder: Path, shape: ModelShape) -> None:
         vision_feature_layer=-2,
         vision_feature_select_strategy="default",
         tie_word_embeddings=False,
-        dtype="bfloat16",
+        dtype=shape.dtype,
         architectures=["LlavaForConditionalGeneration"],
     )
     config.save_pretrained(folder)

@@ -19,7 +19,12 @@ from typing import Any
 
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+)
 
 from tests import methods
 from tests.methods import (
@@ -190,9 +195,9 @@ class Oracle:
             dtype: of weights and arithmetic.
         """
         self.processor = AutoProcessor.from_pretrained(folder)
-        self.model = AutoModelForImageTextToText.from_pretrained(
-            folder, dtype=dtype, attn_implementation="eager"
-        ).eval()
+        sees = hasattr(AutoConfig.from_pretrained(folder), "vision_config")
+        kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        self.model = kind.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
         text = self.model.config.get_text_config()
         self.layers: int = text.num_hidden_layers
         self.query_heads: int = text.num_attention_heads
@@ -304,7 +309,7 @@ class Oracle:
 
         handles = [
             layer.self_attn.register_forward_pre_hook(hide, with_kwargs=True)
-            for layer in self.model.model.language_model.layers
+            for layer in getattr(self.model.model, "language_model", self.model.model).layers
         ]
         try:
             yield

@@ -444,6 +444,9 @@ _QWEN_KINDS = {
             "intermediate_size": 128,
             "window_size": 112,
             "fullatt_block_indexes": [1],
+            # A video no longer than it is wide: transformers counts on from its width behind it,
+            # vLLM from whatever is more.
+            "tokens_per_second": 1,
             "out_hidden_size": hidden,
         },
         text=lambda model: {"use_sliding_window": False},
@@ -464,7 +467,8 @@ _QWEN_KINDS = {
         },
         text=lambda model: {"head_dim": model.head_size},
         rope={"mrope_interleaved": True},
-        pixels={"patch_size": PATCH},
+        # vLLM normalises videos as images are, and transformers' defaults for the two differ.
+        pixels={"patch_size": PATCH, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
     ),
 }
 
@@ -525,6 +529,8 @@ def _initialise(
     """
     generator = torch.Generator().manual_seed(model.seed)
     for name, parameter in network.named_parameters():
+        if "q_norm" in name or "k_norm" in name:
+            parameter.fill_(model.query_key_gain)  # Qwen3: what the projections give is undone
         if parameter.ndim < 2 and "embedding" not in name and "newline" not in name:
             continue  # norms and biases keep their neutral values
         scale = model.initializer_range

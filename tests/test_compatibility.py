@@ -16,6 +16,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from tests import flash_on_cpu
+from vllm_tgvkv import platforms
 from vllm_tgvkv.compatibility import UnsupportedByEvictionError, check_vllm_config
 from vllm_tgvkv.config import CONFIG_KEY, EvictionConfigError
 from vllm_tgvkv.patches import ASYNC_SCHEDULER_CLS, SCHEDULER_CLS
@@ -171,7 +172,6 @@ def test_models_that_are_refused(
 @pytest.mark.parametrize(
     ("options", "feature", "way_out"),
     [
-        ({"tensor_parallel_size": 2}, "tensor parallelism", "--tensor-parallel-size 1"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism", "--pipeline-parallel-size 1"),
         (
             {"data_parallel_size": 2, "data_parallel_size_local": 1},
@@ -247,6 +247,39 @@ def test_replicas_of_a_dense_model(plain: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(vllm_config.parallel_config, "data_parallel_backend", "ray")
     with pytest.raises(UnsupportedByEvictionError, match="use --data-parallel-backend mp"):
         check_vllm_config(vllm_config, platform)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "feature", "way_out"),
+    [
+        ("distributed_executor_backend", "ray", "and --distributed-executor-backend ray", "mp"),
+        ("nnodes", 2, "over several nodes (--nnodes 2)", "--nnodes 1"),
+        ("data_parallel_size", 2, "in replicas (--data-parallel-size 2)", "--data-parallel-size 1"),
+    ],
+)
+def test_ranks_are_processes_of_one_machine(
+    plain: str,
+    monkeypatch: pytest.MonkeyPatch,
+    field: str,
+    value: Any,
+    feature: str,
+    way_out: str,
+) -> None:
+    """Set behind vLLM's back, which refuses some of it here by itself."""
+    vllm_config, platform = configure(plain, tensor_parallel_size=2), eviction_platform()
+    assert vllm_config.scheduler_config.scheduler_cls == SCHEDULER_CLS
+    assert platform is not None
+    monkeypatch.setattr(vllm_config.parallel_config, field, value)
+    with pytest.raises(UnsupportedByEvictionError) as caught:
+        check_vllm_config(vllm_config, platform)
+    assert f"does not work with tensor parallelism {feature}" in str(caught.value)
+    assert way_out in str(caught.value)
+
+
+def test_ranks_with_a_gpu_each_are_refused(plain: str) -> None:
+    vllm_config = configure(plain, tensor_parallel_size=2)
+    with pytest.raises(UnsupportedByEvictionError, match=r"parallel-size 2.* on this platform"):
+        check_vllm_config(vllm_config, platforms._CUDA)
 
 
 @pytest.mark.parametrize(
@@ -348,7 +381,7 @@ def test_nothing_is_refused_without_eviction(folder: Folder, eviction: dict[str,
 @pytest.mark.slow
 def test_serve_exits_with_the_message_as_its_last_line(plain: str) -> None:
     command = [str(Path(sys.executable).with_name("vllm")), "serve", plain, "--skip-tokenizer-init"]
-    command += ["--kv-eviction", "tgv", "--tensor-parallel-size", "2", "--port", "0"]
+    command += ["--kv-eviction", "tgv", "--pipeline-parallel-size", "2", "--port", "0"]
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
     run = subprocess.run(
         command,
@@ -363,7 +396,7 @@ def test_serve_exits_with_the_message_as_its_last_line(plain: str) -> None:
         run.stdout.strip()
         .splitlines()[-1]
         .endswith(
-            "--kv-eviction does not work with tensor parallelism (--tensor-parallel-size 2) yet: "
-            "use --tensor-parallel-size 1 or leave out --kv-eviction"
+            "--kv-eviction does not work with pipeline parallelism (--pipeline-parallel-size 2) "
+            "yet: use --pipeline-parallel-size 1 or leave out --kv-eviction"
         )
     )

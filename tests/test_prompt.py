@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,23 +26,47 @@ def feature(
     length: int,
     embeds: Sequence[int] | None = None,
     modality: str = "image",
-    grid_thw: tuple[int, int, int] | None = None,
+    reported: Mapping[str, int | Sequence[int]] | None = None,
 ) -> MultiModalFeatureSpec:
-    """A placeholder at `offset`; `embeds` are the positions in it that carry embeddings."""
+    """A placeholder at `offset`; `embeds` are the positions in it that carry embeddings.
+
+    `reported` is what the model's processor says of it besides the pixels.
+    """
     is_embed = None
     if embeds is not None:
         is_embed = torch.zeros(length, dtype=torch.bool)
         is_embed[list(embeds)] = True
     data = None
-    if grid_thw is not None:
-        elem = MultiModalFieldElem(data=torch.tensor(grid_thw), field=MultiModalBatchedField())
-        data = MultiModalKwargsItem({f"{modality}_grid_thw": elem})
+    if reported is not None:
+        data = MultiModalKwargsItem(
+            {
+                key: MultiModalFieldElem(data=torch.tensor(value), field=MultiModalBatchedField())
+                for key, value in reported.items()
+            }
+        )
     return MultiModalFeatureSpec(
         data=data,
         modality=modality,
         identifier=f"{modality}-{offset}",
         mm_position=PlaceholderRange(offset, length, is_embed),
     )
+
+
+def model(model_type: str, **fields: Any) -> SimpleNamespace:
+    """A configuration; the tower sees 4 x 4 patches at a time."""
+    vision = SimpleNamespace(image_size=56, patch_size=14, spatial_merge_size=2)
+    return SimpleNamespace(model_type=model_type, vision_config=vision, **fields)
+
+
+def grids(found: MultiModalFeatureSpec, of: Any) -> list[tuple[int, tuple[int, int] | None]]:
+    """Length and grid of each run; they follow each other without a gap."""
+    found_runs = map_prompt(1000, [found], of).vision
+    ends = [run.start + run.length for run in found_runs]
+    assert [run.start for run in found_runs[1:]] == ends[:-1]
+    return [(run.length, run.grid) for run in found_runs]
+
+
+TILED = {"image_grid_pinpoints": [[56 * i, 56 * j] for i in range(1, 7) for j in range(1, 7)]}
 
 
 def runs(prompt: PromptMap) -> list[tuple[int, int]]:
@@ -59,7 +85,7 @@ def test_one_image() -> None:
     """Text before the image does not vote; all text after it does."""
     prompt = map_prompt(20, [feature(5, 9)])
     assert prompt.num_tokens == 20
-    assert prompt.vision == (VisionRun(5, 9, (3, 3)),)
+    assert prompt.vision == (VisionRun(5, 9, None),)
     assert vision_positions(prompt) == list(range(5, 14))
     assert text_rows(prompt) == [14, 15, 16, 17, 18, 19]
     assert voters(prompt, ("text",), 512).rows.dtype == np.int64
@@ -112,7 +138,8 @@ def test_audio_is_text() -> None:
 def test_video_with_text_between_its_frames() -> None:
     """Start tokens and time stamps inside the placeholder are text; each frame is a run."""
     embeds = [1, 2, 3, 4, 7, 8, 9, 10]
-    prompt = map_prompt(20, [feature(3, 12, embeds, "video")])
+    video = feature(3, 12, embeds, "video", {"video_grid_thw": (2, 4, 4)})
+    prompt = map_prompt(20, [video], model("qwen3_vl"))
     assert prompt.vision == (VisionRun(4, 4, (2, 2)), VisionRun(10, 4, (2, 2)))
     assert text_rows(prompt) == [8, 9, *range(14, 20)]
 
@@ -124,36 +151,93 @@ def test_placeholder_without_embeddings_is_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "grid_thw", "grid"),
+    ("length", "thw", "expected"),
     [
-        (9, None, (3, 3)),
-        (8, None, None),
-        (24, (1, 4, 6), (4, 6)),  # patches as they are
-        (6, (1, 4, 6), (2, 3)),  # 2 x 2 patches merged into a token
-        (5, (1, 4, 6), None),
+        (6, (1, 4, 6), [(6, (2, 3))]),
+        (18, (3, 4, 6), [(6, (2, 3))] * 3),  # frames without text between them
+        (24, (1, 4, 6), [(24, None)]),  # not merged: another model's report
+        (5, (1, 4, 6), [(5, None)]),  # tokens of a video were pruned
+        (4, (4, 4, 4), [(4, None)]),  # the same, though 4 frames of 1 x 1 would fit
+        (9, None, [(9, None)]),  # the report stayed with the worker: 3 x 3 would be a guess
     ],
 )
-def test_patch_grids(
-    length: int, grid_thw: tuple[int, int, int] | None, grid: tuple[int, int] | None
+def test_reported_grids_are_taken_if_they_are_the_placeholders(
+    length: int, thw: tuple[int, int, int] | None, expected: list[Any]
 ) -> None:
-    (run,) = map_prompt(50, [feature(3, length, grid_thw=grid_thw)]).vision
-    assert run == VisionRun(3, length, grid)
-
-
-def test_contiguous_frames_of_a_video_are_runs_of_their_own() -> None:
-    video = feature(3, 18, modality="video", grid_thw=(3, 4, 6))
-    prompt = map_prompt(30, [video])
-    assert prompt.vision == tuple(VisionRun(start, 6, (2, 3)) for start in (3, 9, 15))
-    assert vision_positions(prompt) == list(range(3, 21))
-    assert text_rows(prompt) == list(range(21, 30))
+    reported = None if thw is None else {"image_grid_thw": thw}
+    assert grids(feature(3, length, reported=reported), model("qwen2_vl")) == expected
 
 
 def test_grid_of_another_modality_is_not_taken() -> None:
     """A video's grid says nothing about an image."""
-    image = feature(3, 4)
-    image.data = feature(0, 6, modality="video", grid_thw=(1, 4, 6)).data
-    (run,) = map_prompt(30, [image]).vision
-    assert run.grid == (2, 2)
+    image = feature(3, 6, reported={"video_grid_thw": (1, 4, 6)})
+    assert grids(image, model("qwen2_vl")) == [(6, None)]
+
+
+def test_a_square_number_of_tokens_is_no_square() -> None:
+    """Without a model that is known nothing is said, whatever the number."""
+    image = feature(3, 16)
+    assert grids(image, None) == [(16, None)]
+    assert grids(image, SimpleNamespace()) == [(16, None)]
+    assert grids(image, model("minicpmv")) == [(16, None)]
+    assert grids(feature(3, 16), SimpleNamespace(model_type="llava")) == [(16, None)]
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [(16, [(16, (4, 4))]), (17, [(1, (1, 1)), (16, (4, 4))]), (9, [(9, None)]), (18, [(18, None)])],
+)
+def test_llava_sees_one_square(length: int, expected: list[Any]) -> None:
+    """With the class token in front of it, if the model keeps that."""
+    assert grids(feature(3, length), model("llava")) == expected
+
+
+def test_rows_of_a_larger_image_that_are_runs_of_their_own_are_no_squares() -> None:
+    """Pixtral in LLaVA's clothes: a token that is text ends each row."""
+    embeds = [column + 5 * row for row in range(4) for column in range(4)]
+    (first, *rest) = map_prompt(50, [feature(3, 20, embeds)], model("llava")).vision
+    assert first == VisionRun(3, 4, None)
+    assert len(rest) == 3
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "rows", "columns"),
+    [
+        (112, 112, 8, 8),  # two tiles by two
+        (56, 168, 4, 12),
+        (150, 70, 12, 6),  # columns of padding are gone
+        (90, 200, 6, 12),  # rows of padding are gone
+    ],
+)
+def test_llava_next_sees_a_square_and_rows_with_ends(
+    height: int, width: int, rows: int, columns: int
+) -> None:
+    tiled = model("llava_next", **TILED)
+    length = 16 + rows * (columns + 1)
+    reported = {"image_sizes": (height, width)}
+    found = grids(feature(3, length, reported=reported), tiled)
+    assert found == [(16, (4, 4)), (length - 16, (rows, columns + 1))]
+    assert grids(feature(3, length + 1, reported=reported), tiled) == [(length + 1, None)]
+    assert grids(feature(3, length), tiled) == [(length, None)]
+
+
+def test_llava_onevision_scales_many_tiles_down_and_ends_a_video_with_a_token() -> None:
+    tiled = model("llava_onevision", **TILED)
+    reported = {"image_sizes": (336, 336)}  # 24 x 24 patches, shrunk to what 9 tiles have
+    found = grids(feature(3, 16 + 12 * 13, reported=reported), tiled)
+    assert found == [(16, (4, 4)), (156, (12, 13))]
+    video = feature(3, 13, modality="video")
+    assert grids(video, tiled) == [*[(4, (2, 2))] * 3, (1, (1, 1))]
+    assert grids(feature(3, 14, modality="video"), tiled) == [(14, None)]
+
+
+def test_tiles_of_internvl_are_no_larger_square() -> None:
+    """Four tiles of 2 x 2 are as many tokens as 4 x 4."""
+    internvl = model("internvl")
+    image = feature(3, 18, range(1, 17), reported={"image_num_patches": 4})
+    assert grids(image, internvl) == [(4, (2, 2))] * 4
+    assert grids(feature(3, 16), internvl) == [(16, None)]
+    assert grids(feature(3, 15, reported={"image_num_patches": 3}), internvl) == [(15, None)]
 
 
 def test_row_sets() -> None:

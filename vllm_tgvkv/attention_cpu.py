@@ -33,6 +33,7 @@ from vllm_tgvkv.config import config_of
 from vllm_tgvkv.evictor import CacheShape, Evictor
 from vllm_tgvkv.kernels.page_tables import write_lengths, write_page_tables
 from vllm_tgvkv.pages import PageLayoutError, PagePool
+from vllm_tgvkv.ranks import tensor_ranks
 
 _TABLE_STEP = 16
 """Page tables grow by this many pages at once."""
@@ -132,7 +133,8 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         self._last: RaggedRows | None = None
 
     def bind(self, pool: PagePool, find_row: RowFinder) -> None:
-        self.evictor = Evictor(config_of(self.vllm_config), self.shape, pool)
+        ranks = tensor_ranks(self.vllm_config)
+        self.evictor = Evictor(config_of(self.vllm_config), self.shape, pool, ranks)
         self._find_row = find_row
 
     def build(

@@ -63,6 +63,7 @@ def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     backend = vllm_config.attention_config.backend
     replicated = parallel.data_parallel_size > 1
+    on_cpu = platform.worker_cls.startswith("vllm_tgvkv.worker_cpu.")
     decode_kernel = config_of(vllm_config).decode_kernel
     for found, what, remedy in (
         *_model_checks(model),
@@ -77,9 +78,27 @@ def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
             "remove --kv-transfer-config or --kv-offloading-size",
         ),
         (
-            parallel.tensor_parallel_size > 1,
-            f"tensor parallelism (--tensor-parallel-size {parallel.tensor_parallel_size})",
+            parallel.tensor_parallel_size > 1 and not on_cpu,
+            f"tensor parallelism (--tensor-parallel-size {parallel.tensor_parallel_size}) "
+            "on this platform",
             "use --tensor-parallel-size 1",
+        ),
+        (
+            parallel.tensor_parallel_size > 1
+            and parallel.distributed_executor_backend not in (None, "mp"),
+            f"tensor parallelism and --distributed-executor-backend "
+            f"{parallel.distributed_executor_backend}",
+            "use --distributed-executor-backend mp",
+        ),
+        (
+            parallel.tensor_parallel_size > 1 and parallel.nnodes > 1,
+            f"tensor parallelism over several nodes (--nnodes {parallel.nnodes})",
+            "use --nnodes 1",
+        ),
+        (
+            parallel.tensor_parallel_size > 1 and replicated,
+            f"tensor parallelism in replicas (--data-parallel-size {parallel.data_parallel_size})",
+            "use --data-parallel-size 1 or --tensor-parallel-size 1",
         ),
         (
             parallel.pipeline_parallel_size > 1,
@@ -142,8 +161,7 @@ def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
             "remove the flag",
         ),
         (
-            platform.worker_cls.startswith("vllm_tgvkv.worker_cpu.")
-            and vllm_config.use_v2_model_runner,
+            on_cpu and vllm_config.use_v2_model_runner,
             "vLLM's model runner V2 on CPU",
             "set VLLM_USE_V2_MODEL_RUNNER=0",
         ),
@@ -175,6 +193,13 @@ def _model_checks(model: ModelConfig) -> tuple[tuple[bool, str, str], ...]:
         ),
         (bool(_other_layers(text)), f"layers of kind {', '.join(_other_layers(text))}", other),
         (model.is_mm_prefix_lm, "bidirectional attention over image tokens (prefix LM)", other),
+        (
+            # Which tokens of a placeholder are a video's is then known in the worker only.
+            model.multimodal_config is not None
+            and model.multimodal_config.is_multimodal_pruning_enabled(),
+            "pruned videos (--video-pruning-rate)",
+            "remove the flag",
+        ),
         (
             bool(getattr(text, "attn_logit_softcapping", None)),
             "soft-capped attention logits",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -70,7 +70,7 @@ class Budget:
         error message.
         """
         hint = EvictionConfigError(
-            f"{source} is {value!r}: give a fraction of the prompt, 0 < budget <= 1, "
+            f"{source} is {_shown(value)}: give a fraction of the prompt, 0 < budget <= 1, "
             "a whole number of tokens per KV head, such as 512, or auto:SHARE, such as "
             "auto:0.98 or auto:0.98,min=0.02,max=0.5"
         )
@@ -277,7 +277,7 @@ class EvictionConfig:
         """
         if name not in self.method_names:
             raise EvictionConfigError(
-                f"{source} is {name!r}: choose one of {', '.join(self.method_names)}"
+                f"{source} is {_shown(name)}: choose one of {', '.join(self.method_names)}"
             )
         if name == NONE:
             return NONE
@@ -326,10 +326,11 @@ class RequestWish:
         Raises:
             EvictionConfigError: for an unknown `kv_eviction*` key or a wrong value.
         """
-        given = {k: v for k, v in (extra_args or {}).items() if k.startswith("kv_eviction")}
+        given = {k: v for k, v in (extra_args or {}).items() if str(k).startswith("kv_eviction")}
         if unknown := sorted(given.keys() - set(REQUEST_KEYS)):
+            names = ", ".join(_shown(name, str) for name in unknown)
             raise EvictionConfigError(
-                f"vllm_xargs has {', '.join(unknown)}: known are {', '.join(REQUEST_KEYS)}"
+                f"vllm_xargs has {names}: known are {', '.join(REQUEST_KEYS)}"
             )
         policy, budget = config.policy, config.budget
         if "kv_eviction" in given:
@@ -387,10 +388,25 @@ _LEAST = {
 }
 
 
+_MOST_SHOWN = 200
+"""Characters of a wrong value that its message quotes."""
+
+
+def _shown(value: Any, text: Callable[[Any], str] = repr) -> str:
+    """A value as a message quotes it, which may go to a log: not all of what a client sent."""
+    try:
+        whole = text(value)
+    except ValueError:  # Python writes no whole number of more than 4300 digits
+        return f"a very long {type(value).__name__}"
+    return whole if len(whole) <= _MOST_SHOWN else f"{whole[:_MOST_SHOWN]}..."
+
+
 def _switch(given: Mapping[str, Any], name: str, what: str) -> bool:
     value = given.get(name, 0)
     if value not in (0, 1):
-        raise EvictionConfigError(f"vllm_xargs.{name} is {value!r}: give 1 for a {what}, or 0")
+        raise EvictionConfigError(
+            f"vllm_xargs.{name} is {_shown(value)}: give 1 for a {what}, or 0"
+        )
     return bool(value)
 
 

@@ -17,7 +17,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -43,9 +45,12 @@ from vllm_tgvkv.policies import (
     RowSet,
 )
 from vllm_tgvkv.prompt import PromptMap, VisionRun, voters
+from vllm_tgvkv.ranks import Ranks
 from vllm_tgvkv.regions import Regions
 from vllm_tgvkv.stopwatch import Stopwatch
 from vllm_tgvkv.trace import Trace, Traces
+
+T = TypeVar("T")
 
 logger = init_logger("vllm.tgvkv")
 
@@ -55,7 +60,10 @@ _WORKSPACE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Sizes of the cache: L layers, H KV heads, G query heads each, D values a head, N slots."""
+    """Sizes of the cache: L layers, H KV heads, G query heads each, D values a head, N slots.
+
+    Where ranks hold the heads together, H are those of this rank.
+    """
 
     num_layers: int
     num_heads: int
@@ -84,6 +92,16 @@ class Judgement:
     """A layer each, float32 [S, F]."""
     masses: list[torch.Tensor] = field(default_factory=list)
     """A layer each, float32 [S, P], where a guard needs them."""
+    decision: Decision | None = None
+    """Once its pages are copied."""
+    num_vision: torch.Tensor | None = None
+    """Vision tokens in the region, summed over layers and this rank's heads, if asked for."""
+    trace: Trace | None = None
+    """If the request asked for one."""
+
+    @property
+    def per_head(self) -> bool:
+        return self.policy.granularity == "head"
 
 
 @dataclass(frozen=True)
@@ -124,7 +142,16 @@ class PromptWork:
     """Rows of the batch's queries that are the observation's rows, int64."""
     summing: Summing | None = None
     judgement: Judgement | None = None
-    failed: bool = False
+    error: Exception | None = None
+    """What ended it: the first thing that was raised for it, on this rank or another."""
+
+    def attempt(self, part: Callable[[], T]) -> T | None:
+        """Do a part of the work, whatever a method or an allocator raises in it."""
+        try:
+            return part()
+        except Exception as error:
+            self.error = self.error or error
+            return None
 
     @property
     def in_one_chunk(self) -> bool:
@@ -155,7 +182,9 @@ class PendingOutcome:
     num_retained: torch.Tensor
     """int64 scalar."""
     num_vision: torch.Tensor
-    """Vision tokens in the region, summed over layers and heads, int64 scalar."""
+    """Vision tokens in the region, summed over layers and the heads of all ranks, int64 scalar."""
+    num_pairs: int
+    """What it is summed over."""
     watch: Stopwatch
     trace: Trace | None
     """Its arrays may still be on their way to the host."""
@@ -201,7 +230,7 @@ class Outcomes:
         is_vision = eviction.prompt.is_vision()
         num_tokens = len(is_vision)
         num_candidates = num_tokens // size * size
-        vision = round(vision_sum / self._shape.num_pairs) + int(is_vision[num_candidates:].sum())
+        vision = round(vision_sum / pending.num_pairs) + int(is_vision[num_candidates:].sum())
         kept = num_retained * size + num_tokens - num_candidates
         num_vision = int(is_vision.sum())
         if pending.trace is not None:
@@ -220,10 +249,17 @@ class Outcomes:
 class Evictor:
     """Carries out `StepPlan`s; owned by the attention metadata builder of a worker."""
 
-    def __init__(self, config: EvictionConfig, shape: CacheShape, pool: PagePool) -> None:
+    def __init__(
+        self,
+        config: EvictionConfig,
+        shape: CacheShape,
+        pool: PagePool,
+        ranks: Ranks | None = None,
+    ) -> None:
         self.config = config
         self.shape = shape
         self.pool = pool
+        self.ranks = ranks or Ranks()
         self.device = pool.raw.device
         self.regions = Regions(pool.num_blocks, shape.num_pairs, self.device)
         self.kept: deque[KeptTokens] = deque(maxlen=256)
@@ -293,16 +329,10 @@ class Evictor:
         `queries` is [tokens, H * G, D], rotated, of the whole batch.
         """
         for work in self._work:
-            if work.failed:
-                continue
-            watch = self._watch(work.request_id)
-            try:
-                with watch.time("statistics"):
-                    self._observe(work, layer, queries, scale)
-                if work.judgement and len(work.judgement.scores) == self.shape.num_layers:
-                    self._finish(work.judgement, watch)
-            except Exception as error:  # whatever a method or an allocator raises
-                self._fail(work, error)
+            with self._watch(work.request_id).time("statistics"):
+                self._observe(work, layer, queries, scale)
+        if layer == self.shape.num_layers - 1:
+            self._end_layers()
 
     def take_outcomes(self) -> Outcomes | None:
         """What came of the evictions since the last call, if there were any."""
@@ -360,13 +390,29 @@ class Evictor:
     # -- observation --------------------------------------------------------------------
 
     def _observe(self, work: PromptWork, layer: int, queries: torch.Tensor, scale: float) -> None:
+        rows = None
+        if work.error is None:
+            rows = work.attempt(lambda: self._take_rows(work, layer, queries, scale))
+        judgement = work.judgement
+        if judgement is None:
+            return
+        # Other ranks wait for this one's statistics, or to hear that there are none.
+        if work.error is None or self.ranks.shares_sets(judgement.per_head):
+            work.attempt(lambda: self._judge_layer(work, judgement, layer, rows, scale))
+
+    def _take_rows(
+        self, work: PromptWork, layer: int, queries: torch.Tensor, scale: float
+    ) -> torch.Tensor | None:
+        """Take what the chunk has of the rows that vote; queries of all of them, once all are in.
+
+        They are [O, H * G, D].
+        """
         rows = self._chunk_rows(work, layer, queries)
         if work.summing is not None:
             self._add_rows(work.request_id, work.summing, layer, queries, scale)
-        if work.judgement is not None:
-            if not work.in_one_chunk and work.request_id in self._queries:
-                rows = self._queries[work.request_id][layer, work.judgement.eviction.first_row :]
-            self._judge_layer(work.judgement, layer, rows, scale)
+        if work.judgement and not work.in_one_chunk and work.request_id in self._queries:
+            return self._queries[work.request_id][layer, work.judgement.eviction.first_row :]
+        return rows
 
     def _chunk_rows(
         self, work: PromptWork, layer: int, queries: torch.Tensor
@@ -410,15 +456,21 @@ class Evictor:
         self._sums[request_id][layer].add(chunk, summing.is_vision)
 
     def _judge_layer(
-        self, judgement: Judgement, layer: int, rows: torch.Tensor | None, scale: float
+        self,
+        work: PromptWork,
+        judgement: Judgement,
+        layer: int,
+        rows: torch.Tensor | None,
+        scale: float,
     ) -> None:
         """Scores and strength of one layer; `rows` are the queries of all observation rows."""
         policy, prompt = judgement.policy, judgement.prompt
-        num_sets = self.shape.num_heads if policy.granularity == "head" else 1
+        num_sets = self.shape.num_heads if judgement.per_head else 1
+        first_set = self.ranks.part * num_sets if judgement.per_head else 0
 
         def view(kind: RowSet) -> LayerView:
-            attention = self._attention(judgement, kind, layer, rows, scale)
-            return LayerView(layer, num_sets, prompt, attention)
+            attention = self._attention(work, judgement, kind, layer, rows, scale)
+            return LayerView(layer, num_sets, prompt, attention, first_set)
 
         seen = view(policy.score.rows)
         scores = policy.score(seen)
@@ -433,6 +485,7 @@ class Evictor:
 
     def _attention(
         self,
+        work: PromptWork,
         judgement: Judgement,
         kind: RowSet,
         layer: int,
@@ -442,10 +495,33 @@ class Evictor:
         """The attention of one row set; its scratch is good until the next call."""
         if kind == "none":
             return NO_ATTENTION
-        if kind == "all":
+        voting = next((voting for voting in judgement.row_sets if voting.kind == kind), None)
+
+        def own() -> Attention:
+            if work.error is not None:
+                raise work.error
+            return self._own_attention(judgement, voting, layer, rows, scale)
+
+        return self.ranks.attention(
+            own,
+            voting.positions if voting else None,
+            judgement.prompt.num_tokens,
+            judgement.policy.statistics(kind),
+            judgement.per_head,
+            self.device,
+        )
+
+    def _own_attention(
+        self,
+        judgement: Judgement,
+        voting: VotingRows | None,
+        layer: int,
+        rows: torch.Tensor | None,
+        scale: float,
+    ) -> Attention:
+        """The attention of this rank's heads."""
+        if voting is None:
             return self._sums[judgement.eviction.request_id][layer]
-        policy = judgement.policy
-        (voting,) = (voting for voting in judgement.row_sets if voting.kind == kind)
         assert rows is not None
         return observe(
             self._by_head(rows if voting.index is None else rows.index_select(0, voting.index)),
@@ -454,8 +530,8 @@ class Evictor:
             voting.positions,
             judgement.prompt.num_tokens,
             scale,
-            per_head=policy.granularity == "head",
-            statistics=policy.statistics(kind),
+            per_head=judgement.per_head,
+            statistics=judgement.policy.statistics(voting.kind),
             workspace_bytes=self._workspace_bytes,
             num_common_keys=voting.num_common_keys,
             scratch=self._scratch,
@@ -467,12 +543,33 @@ class Evictor:
 
     # -- decision -----------------------------------------------------------------------
 
-    def _finish(self, judgement: Judgement, watch: Stopwatch) -> None:
+    def _end_layers(self) -> None:
+        """Evict the prompts that were judged; give up those that failed on any rank."""
+        self._agree()
+        judged = [(work, work.judgement) for work in self._work if work.judgement is not None]
+        for work, judgement in judged:
+            if work.error is None:
+                work.attempt(partial(self._finish, judgement))
+        if judged:
+            self._agree()
+        for work in self._work:
+            if work.error is not None:
+                self._fail(work, work.error)
+            elif work.judgement is not None:
+                self._record(work.judgement)
+
+    def _agree(self) -> None:
+        errors = self.ranks.agree([work.error for work in self._work])
+        for work, error in zip(self._work, errors, strict=True):
+            work.error = error
+
+    def _finish(self, judgement: Judgement) -> None:
         """Decide, copy what is kept, store the region."""
         eviction, prompt, policy = judgement.eviction, judgement.prompt, judgement.policy
-        shape = self.shape
+        shape, watch = self.shape, self._watch(judgement.eviction.request_id)
         with watch.time("selection"):
-            decision = self._decide(judgement)
+            decider, masses = self._decider(judgement)
+            decision = self._decide(judgement, decider, masses)
             offsets = page_offsets(decision.counts)
         num_full = prompt.num_candidates // shape.block_size
         pages = (
@@ -496,14 +593,33 @@ class Evictor:
             num_full,
             offsets,
         )
+        judgement.decision = decision
+        if self.config.metrics or eviction.guard is not None or eviction.traced_budget:
+            judgement.num_vision = _count_vision(prompt, decision.positions, offsets)
+        # The first rank answers for all.
+        if eviction.traced_budget and self.ranks.rank == 0:
+            if self.ranks.num_parts > 1:
+                everything = replace(decider, heads=slice(None), agree=lambda find: find())
+                decision = self._decide(judgement, everything, masses)
+            judgement.trace = self._trace(judgement, decider, decision)
+
+    def _record(self, judgement: Judgement) -> None:
+        """Put a prompt that was evicted on record, and forget what was observed of it."""
+        eviction, decision = judgement.eviction, judgement.decision
+        assert decision is not None
+        watch = self._watch(eviction.request_id)
         self._forget(eviction.request_id)
-        trace = self._trace(judgement, decision) if eviction.traced_budget else None
-        if self.config.metrics or eviction.guard is not None or trace is not None:
-            num_vision = _count_vision(prompt, decision.positions, offsets)
+        if judgement.num_vision is not None:
+            num_vision = self.ranks.sum(judgement.num_vision)
             num_retained = decision.num_retained
             if num_retained is None:
                 num_retained = torch.full_like(num_vision, eviction.num_retained_blocks)
-            self._outcomes.append(PendingOutcome(eviction, num_retained, num_vision, watch, trace))
+            num_pairs = self.shape.num_pairs * self.ranks.size
+            self._outcomes.append(
+                PendingOutcome(
+                    eviction, num_retained, num_vision, num_pairs, watch, judgement.trace
+                )
+            )
         if self.config.debug.record_kept:
             self.kept.append(KeptTokens(eviction.request_id, decision.counts, decision.positions))
 
@@ -514,7 +630,6 @@ class Evictor:
         the region gets a valid shape, whatever its pages hold. Nobody sees what comes of it.
         """
         logger.error("KV eviction of %s failed", work.request_id, exc_info=error)
-        work.failed = True
         self._forget(work.request_id)
         self._failures.append(Failure(work.request_id, f"{type(error).__name__}: {error}"))
         if work.judgement is None:
@@ -530,13 +645,13 @@ class Evictor:
             page_offsets(pages),
         )
 
-    def _trace(self, judgement: Judgement, decision: Decision) -> Trace:
-        """What the eviction decided, on the way to the host."""
+    def _trace(self, judgement: Judgement, decider: Decider, decision: Decision) -> Trace:
+        """What the eviction decided for the heads of all ranks, on the way to the host."""
         eviction = judgement.eviction
         assert eviction.traced_budget is not None
         counts, positions, scores = (
             tensor.to("cpu", non_blocking=True)
-            for tensor in (decision.counts, decision.positions, torch.stack(judgement.scores))
+            for tensor in (decision.counts, decision.positions, decider.scores)
         )
         return Trace(
             id=eviction.request_id,
@@ -557,20 +672,34 @@ class Evictor:
             self._watches[request_id] = Stopwatch(self.device, self.config.metrics)
         return self._watches[request_id]
 
-    def _decide(self, judgement: Judgement) -> Decision:
-        eviction, shape = judgement.eviction, self.shape
+    def _decider(self, judgement: Judgement) -> tuple[Decider, torch.Tensor | None]:
+        """What decides for this rank's heads, knowing all; and all masses, if there is a guard."""
+        shape, ranks = self.shape, self.ranks
+        seen = [judgement.scores, judgement.strengths]
+        if judgement.eviction.guard is not None:
+            seen.append(judgement.masses)
+        scores, strengths, *masses = ranks.stack(seen, judgement.per_head)
+        own = ranks.part * shape.num_heads
         decider = Decider(
             judgement.policy,
             judgement.prompt,
-            torch.stack(judgement.scores),
-            torch.stack(judgement.strengths),
-            shape.num_heads,
+            scores,
+            strengths,
+            shape.num_heads * ranks.num_parts,
             shape.block_size,
             self.config.floor_pages,
+            ranks.num_parts,
+            slice(own, own + shape.num_heads),
+            lambda find: ranks.first(find, self.device),
         )
-        if eviction.guard is None:
+        return decider, masses[0] if masses else None
+
+    def _decide(
+        self, judgement: Judgement, decider: Decider, masses: torch.Tensor | None
+    ) -> Decision:
+        eviction = judgement.eviction
+        if eviction.guard is None or masses is None:
             return decider.decide(eviction.num_retained_blocks)
-        masses = torch.stack(judgement.masses)
         return decider.decide_guarded(eviction.num_retained_blocks, masses, eviction.guard)
 
     def _forget(self, request_id: str) -> None:

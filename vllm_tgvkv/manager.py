@@ -17,6 +17,10 @@ Where a guard (budget `auto`) finds that fewer than k blocks are enough, the las
 become null as well, once the scheduler hears of it.
 
 Positions, slot mapping and sequence lengths of vLLM are not touched.
+
+A prompt needs all of its blocks once, and its fresh ones beside them, before it shrinks. So that
+prompts which prefill together do not take these from each other, they finish in the order in which
+they were admitted (a banker's order, see `Prefill`); decoding requests count by what they hold.
 """
 
 from __future__ import annotations
@@ -53,6 +57,34 @@ class Compression:
         return not (self.reserved or self.swapped) and num_tokens >= self.request.num_prompt_tokens
 
 
+@dataclass
+class Prefill:
+    """What an admitted prompt still takes from the pool, and what it brings back at its end.
+
+    Prefills are kept in the order of admission. They are safe as long as the first can take all it
+    still needs from the free blocks, the second once the first has given back, and so on: then
+    none has to be preempted for another. What decoding requests take in the meantime is not in
+    these sums; vLLM preempts for it as ever.
+    """
+
+    num_tokens: int
+    """Tokens it computes: the prompt, and after a preemption what it had generated."""
+    num_left: int = 0
+    """Blocks it still takes."""
+    num_returned: int = 0
+    """Blocks it gives back when it is evicted; those that others share are not counted."""
+    last_step: int = 0
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A request that vLLM is about to admit, and how many of its blocks others hold as well."""
+
+    request_id: str
+    num_tokens: int
+    num_shared: int
+
+
 @dataclass(frozen=True)
 class Swap:
     """Block ids around one eviction, as the worker needs them."""
@@ -71,6 +103,10 @@ class EvictingManager(FullAttentionManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.compressions: dict[str, Compression] = {}
+        self.prefills: dict[str, Prefill] = {}
+        """Requests that are admitted and have not got all of their blocks, in that order."""
+        self._admission: Admission | None = None
+        self._step = 0
         self.released: list[int] = []
         """First block ids of regions dropped since the last drain."""
         self.record_freed = False
@@ -89,21 +125,53 @@ class EvictingManager(FullAttentionManager):
         assert compression is None or not (compression.reserved or compression.swapped)
 
     def can_ever_fit(self, request: Request, num_retained: int) -> bool:
-        """Whether an empty pool would hold the request's tokens and the retained blocks."""
+        """Whether an empty pool would hold the prompt and the retained blocks together.
+
+        It holds all that follows then, however often the request is preempted: what is replayed
+        behind the prompt takes the place of blocks that the prompt gave back.
+        """
         usable = self.block_pool.num_gpu_blocks - 1  # the null block is never handed out
-        return cdiv(request.num_tokens, self.block_size) + num_retained <= usable
+        return cdiv(request.num_prompt_tokens, self.block_size) + num_retained <= usable
 
     def get_num_blocks_to_allocate(
-        self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        *args: Any,
+        apply_admission_cap: bool = False,
+        **kwargs: Any,
     ) -> int:
-        num_blocks = super().get_num_blocks_to_allocate(request_id, num_tokens, *args, **kwargs)
+        """Blocks for a chunk, or with `apply_admission_cap` for a whole request.
+
+        vLLM compares the number with the free blocks. A request that is not admitted yet is asked
+        for more than it takes, where earlier prefills need the free blocks.
+        """
+        num_blocks = super().get_num_blocks_to_allocate(
+            request_id,
+            num_tokens,
+            new_computed_blocks,
+            *args,
+            apply_admission_cap=apply_admission_cap,
+            **kwargs,
+        )
         compression = self.compressions.get(request_id)
         if compression and compression.needs_reservation(num_tokens):
             num_free = self.block_pool.get_num_free_blocks()
             if num_blocks <= num_free < num_blocks + compression.num_retained_blocks:
                 compression.deferred = True
             num_blocks += compression.num_retained_blocks
-        return num_blocks
+        if request_id in self.req_to_blocks:
+            return num_blocks
+        if not apply_admission_cap:
+            return num_blocks + (self._wanted_before(None) or 0)
+        num_shared = sum(block.ref_cnt > 0 for block in new_computed_blocks)
+        self._admission = Admission(request_id, num_tokens, num_shared)
+        if compression:
+            # At its end the prompt gives blocks back, before what follows is computed again.
+            num_behind = self._num_behind(compression, num_tokens)
+            num_blocks -= min(num_behind, compression.num_full_blocks - num_shared)
+        return max(num_blocks - self._brought_back(num_shared), 0)
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
@@ -113,7 +181,96 @@ class EvictingManager(FullAttentionManager):
         if compression and compression.needs_reservation(num_tokens):
             num_retained = compression.num_retained_blocks
             compression.reserved = tuple(self.block_pool.get_new_blocks(num_retained))
+        if (admission := self._admission) and admission.request_id == request_id:
+            self._admission = None
+            self._admit(admission)
+        if request_id in self.prefills:
+            self._advance(request_id)
         return new_blocks
+
+    # -- prefills beside each other -----------------------------------------------------
+
+    def new_step_starts(self) -> None:
+        super().new_step_starts()
+        self._step += 1
+
+    def may_take(self, request_id: str, num_tokens: int) -> bool:
+        """Whether a prefill may grow to `num_tokens` now, and those before it still finish.
+
+        Only prefills that advance in this step are waited for: one that does not may itself wait
+        for something that this one holds, such as a place in the encoder's cache.
+        """
+        if request_id not in self.prefills:
+            return True
+        wanted = self._wanted_before(request_id)
+        if wanted is None:
+            return True
+        num_blocks = cdiv(num_tokens, self.block_size) - len(self.req_to_blocks[request_id])
+        compression = self.compressions.get(request_id)
+        if compression and compression.needs_reservation(num_tokens):
+            num_blocks += compression.num_retained_blocks
+        return num_blocks + wanted <= self.block_pool.get_num_free_blocks()
+
+    def _wanted_before(self, request_id: str | None) -> int | None:
+        """Free blocks without which the prefills before this one, or all, would not finish.
+
+        None if there are none.
+        """
+        wanted: int | None = None
+        brought = 0
+        for name, prefill in self.prefills.items():
+            if name == request_id:
+                break
+            if request_id is not None and prefill.last_step != self._step:
+                continue
+            brought -= prefill.num_left
+            wanted = max(wanted or 0, -brought)
+            brought += prefill.num_returned
+        return wanted
+
+    def _brought_back(self, num_shared: int) -> int:
+        """Blocks that are free more, or less, once all prefills have ended.
+
+        What the next request shares with them is not given back; or all keep what they have.
+        """
+        num_left = sum(prefill.num_left for prefill in self.prefills.values())
+        num_returned = sum(prefill.num_returned for prefill in self.prefills.values())
+        return max(num_returned - num_shared, 0) - num_left
+
+    def _admit(self, admission: Admission) -> None:
+        num_shared = admission.num_shared
+        for prefill in self.prefills.values():
+            if not num_shared:
+                break
+            kept = min(prefill.num_returned, num_shared)
+            prefill.num_returned -= kept
+            num_shared -= kept
+        prefill = self.prefills[admission.request_id] = Prefill(admission.num_tokens)
+        if compression := self.compressions.get(admission.request_id):
+            prefill.num_returned = max(compression.num_full_blocks - admission.num_shared, 0)
+
+    def _advance(self, request_id: str) -> None:
+        """Bring a prefill's sums up to date; it is none any more once it has all its blocks."""
+        prefill = self.prefills[request_id]
+        prefill.last_step = self._step
+        num_held = len(self.req_to_blocks[request_id])
+        compression = self.compressions.get(request_id)
+        if compression is None or compression.swapped:
+            prefill.num_left = cdiv(prefill.num_tokens, self.block_size) - num_held
+            prefill.num_returned = 0
+            if prefill.num_left <= 0:
+                del self.prefills[request_id]
+            return
+        num_prompt_blocks = cdiv(compression.request.num_prompt_tokens, self.block_size)
+        num_behind = self._num_behind(compression, prefill.num_tokens)
+        prefill.num_left = num_prompt_blocks - num_held + max(num_behind - prefill.num_returned, 0)
+        if not compression.reserved:
+            prefill.num_left += compression.num_retained_blocks
+
+    def _num_behind(self, compression: Compression, num_tokens: int) -> int:
+        """Blocks of tokens that a preempted request had generated."""
+        num_prompt_blocks = cdiv(compression.request.num_prompt_tokens, self.block_size)
+        return cdiv(num_tokens, self.block_size) - num_prompt_blocks
 
     def is_compressed(self, request_id: str) -> bool:
         """Whether the request's row starts with a compressed region."""
@@ -139,6 +296,8 @@ class EvictingManager(FullAttentionManager):
         compression.reserved, compression.swapped = (), True
         free_before = self.block_pool.get_num_free_blocks()
         self._give_back(old)
+        if request_id in self.prefills:
+            self._advance(request_id)
         return Swap(
             old_blocks=old_ids,
             new_blocks=[block.block_id for block in fresh],
@@ -180,6 +339,17 @@ class EvictingManager(FullAttentionManager):
         self._give_back(given_back)
         return len(given_back)
 
+    def uncache_uncomputed(self, request: Request) -> None:
+        """Take blocks out of the prefix cache that a step fills which will not run.
+
+        vLLM enters a chunk's blocks when it schedules the chunk. Under the policy `priority` it
+        may preempt the request later in the same step, and leaves the entries there: whoever hits
+        them, the request itself first of all, reads blocks that nobody wrote.
+        """
+        first = request.num_computed_tokens // self.block_size
+        blocks = self.req_to_blocks.get(request.request_id, [])[first:]
+        self.block_pool.evict_blocks({block.block_id for block in blocks if not block.is_null})
+
     # -- vLLM's side of the life of a request -------------------------------------------
 
     def cache_blocks(self, request: Request, *args: Any, **kwargs: Any) -> None:
@@ -190,6 +360,7 @@ class EvictingManager(FullAttentionManager):
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         blocks = super().pop_blocks_for_free(request_id)
+        self.prefills.pop(request_id, None)
         if compression := self.compressions.get(request_id):
             # Ended or preempted; a preempted request is evicted again after it has
             # prefilled again.

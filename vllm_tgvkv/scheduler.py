@@ -54,6 +54,11 @@ class Candidate:
     guard: Guard | None
     num_cached: int = 0
     """Tokens of the prompt that were taken from the prefix cache, not computed."""
+    num_pending: int = 0
+    """Guarded evictions whose outcome has not come back."""
+    num_stale: int = 0
+    """Those of them that a preemption undid. Steps are scheduled ahead, so the request may be
+    evicted again before it comes, even into a region that starts with the same block."""
 
 
 @dataclass
@@ -203,12 +208,6 @@ class EvictionScheduler(Scheduler):
         candidate = self._candidates.get(request.request_id)
         if candidate is None:
             return blocks, num_hit, boundary, diverged
-        if not self._manager.can_ever_fit(request, candidate.num_retained_blocks):
-            # A preempted request has grown: its replay and the retained blocks together
-            # no longer fit an empty pool, so waiting for them would never end.
-            self._forget(request.request_id)
-            self._skip(request, candidate.wish.policy, "pool_too_small")
-            return blocks, num_hit, boundary, diverged
         # What evicts is the step that ends the prompt, also of a preempted request whose whole
         # prompt, and more, may be cached by now.
         limit = request.num_prompt_tokens - 1
@@ -229,6 +228,8 @@ class EvictionScheduler(Scheduler):
         vLLM asks this of every chunk. Only a preempted request has tokens behind its
         prompt when it prefills: they follow in the next chunk, over the compressed cache,
         as they were computed the first time.
+
+        0, which vLLM skips, where a prefill that was admitted earlier needs the blocks.
         """
         num_new_tokens = super()._reserve_prefill_lookahead(
             request, num_computed_tokens, num_new_tokens
@@ -236,8 +237,9 @@ class EvictionScheduler(Scheduler):
         if request.request_id in self._candidates:
             left_of_prompt = request.num_prompt_tokens - num_computed_tokens
             if left_of_prompt > 0:
-                return min(num_new_tokens, left_of_prompt)
-        return num_new_tokens
+                num_new_tokens = min(num_new_tokens, left_of_prompt)
+        may_take = self._manager.may_take(request.request_id, num_computed_tokens + num_new_tokens)
+        return num_new_tokens if may_take else 0
 
     # -- statistics ---------------------------------------------------------------------
 
@@ -282,9 +284,11 @@ class EvictionScheduler(Scheduler):
         return output
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        self._manager.uncache_uncomputed(request)
         super()._preempt_request(request, *args, **kwargs)
-        if request.request_id in self._candidates:
+        if candidate := self._candidates.get(request.request_id):
             self._forgotten.append(request.request_id)
+            candidate.num_stale = candidate.num_pending
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         kv_params, ec_params = super()._free_request(request, *args, **kwargs)
@@ -339,6 +343,8 @@ class EvictionScheduler(Scheduler):
             self.eviction_counters.deferred(candidate.wish.policy)
         if candidate.guard is None:
             self._count(request, candidate, candidate.num_retained_blocks)
+        else:
+            candidate.num_pending += 1
         return Eviction(
             request_id=request.request_id,
             method=candidate.wish.policy,
@@ -375,9 +381,15 @@ class EvictionScheduler(Scheduler):
     def _trim(self, outcome: Outcome, num_retained: int) -> None:
         """Take back the blocks that a guarded eviction was given and did not need."""
         candidate = self._candidates.get(outcome.request_id)
+        if candidate is None:
+            return  # it ended, and all of its blocks went back
+        candidate.num_pending -= 1
+        if candidate.num_stale:
+            candidate.num_stale -= 1
+            return  # it was preempted since
         num_freed = self._manager.trim(outcome.request_id, outcome.first_block, num_retained)
-        if candidate is None or num_freed is None:
-            return  # it ended or was preempted, and all of its blocks went back
+        if num_freed is None:
+            return
         self.eviction_counters.gave_back(candidate.wish.policy, num_freed)
         self._count(self.requests[outcome.request_id], candidate, num_retained)
 

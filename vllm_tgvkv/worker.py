@@ -108,7 +108,7 @@ class EvictingWorker:
                 "blocks": pool.num_blocks - 1,
                 "block_size": pool.block_size,
                 "layers": pool.num_layers,
-                "kv_heads": pool.num_heads,
+                "kv_heads": pool.num_heads * self.evictor.ranks.num_parts,
             },
         }
 

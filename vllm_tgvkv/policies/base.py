@@ -103,6 +103,8 @@ class LayerView:
     prompt: Prompt
     attention: Attention
     """Of the rows that the score or budget asked for."""
+    first_set: int = 0
+    """Which of the model's token sets the first one is, where ranks have others."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ class RandomScore(Score):
     def __call__(self, view: LayerView) -> Tensor:
         device = view.prompt.is_vision.device
         positions = torch.arange(view.prompt.num_tokens, device=device)
-        token_set = torch.arange(view.num_sets, device=device)[:, None]
+        token_set = view.first_set + torch.arange(view.num_sets, device=device)[:, None]
         mixed = _mix(_mix(_mix(positions) + token_set) + view.layer)
         # The upper 24 bits: as many as a float32 holds exactly.
         return (mixed >> 8).float() / 2**24

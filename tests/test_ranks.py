@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor-parallel ranks as threads of this process, against one rank that has all heads.
+
+The threads exchange what vLLM's ranks would; a rank that does not call when the others do breaks
+the barrier and the test.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_tgvkv import evictor as evictor_module
+from vllm_tgvkv.config import Budget, EvictionConfig
+from vllm_tgvkv.evictor import CacheShape, Evictor
+from vllm_tgvkv.pages import page_pool
+from vllm_tgvkv.plan import Eviction, Failure, Observation, Outcome, RowSumming, StepPlan
+from vllm_tgvkv.policies import POLICY_NAMES
+from vllm_tgvkv.prompt import PromptMap, VisionRun, voters
+from vllm_tgvkv.ranks import RankError, Ranks, TensorRanks
+
+LAYERS, HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE = 3, 4, 2, 16, 16
+NUM_BLOCKS = 40
+WINDOW = 24
+PROMPTS = {
+    "first": PromptMap(150, (VisionRun(9, 48, (6, 8)), VisionRun(60, 35, (5, 7)))),
+    "second": PromptMap(115, (VisionRun(20, 64, (8, 8)),)),
+}
+SHARED = [name for name in POLICY_NAMES if name != "adakv"]
+"""Methods that have a meaning at granularity `layer`."""
+
+
+class Wire:
+    """What threads exchange their numbers through."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier = threading.Barrier(size, timeout=15)
+        self._values: list[Any] = [None] * size
+        self.num_exchanges = 0
+
+    def end(self, rank: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        def exchange(values: torch.Tensor) -> torch.Tensor:
+            assert values.dtype == torch.float32, "vLLM's shared memory moves no other types"
+            self._values[rank] = values.clone()
+            self._barrier.wait()
+            gathered = torch.stack(self._values)
+            self.num_exchanges += rank == 0
+            self._barrier.wait()
+            return gathered
+
+        return exchange
+
+
+@dataclass
+class Run:
+    """What came of one step on one rank."""
+
+    evictor: Evictor
+    outcomes: dict[str, Outcome | Failure]
+
+    def kept(self, name: str) -> torch.Tensor:
+        """Kept positions in full blocks, bool [L, H, P]; every page must be full."""
+        (found,) = (kept for kept in self.evictor.kept if kept.request_id == name)
+        pairs = found.counts.flatten()
+        mask = torch.zeros(len(pairs), PROMPTS[name].num_tokens, dtype=torch.bool)
+        pair = torch.repeat_interleave(torch.arange(len(pairs)), pairs)
+        mask[pair[:, None], found.positions[: len(pair)].long()] = True
+        assert torch.equal(mask.sum(-1), pairs * BLOCK_SIZE)
+        return mask.unflatten(0, found.counts.shape)
+
+    def counts(self, name: str) -> torch.Tensor:
+        (found,) = (kept for kept in self.evictor.kept if kept.request_id == name)
+        return found.counts
+
+
+@dataclass
+class Model:
+    """Keys and queries of all heads; ranks get their parts."""
+
+    keys: torch.Tensor
+    """[num_blocks, L, H, N, 2 * D]"""
+    queries: torch.Tensor
+    """[L, tokens, H, G, D]"""
+
+    @classmethod
+    def random(cls, kv_heads: int = HEADS, group: int = GROUP) -> Model:
+        generator = torch.Generator().manual_seed(7)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator)
+
+        tokens = sum(prompt.num_tokens for prompt in PROMPTS.values())
+        return cls(
+            normal(NUM_BLOCKS, LAYERS, kv_heads, BLOCK_SIZE, 2 * HEAD_SIZE),
+            2 * normal(LAYERS, tokens, kv_heads, group, HEAD_SIZE),
+        )
+
+    def evict(self, ranks: Ranks, config: EvictionConfig, plan: StepPlan) -> Run:
+        """Run one step on the heads of one rank."""
+        num_heads, group = self.queries.shape[2:4]
+        replicas = ranks.size // ranks.num_parts
+        heads = slice(
+            ranks.part * num_heads // ranks.num_parts,
+            (ranks.part + 1) * num_heads // ranks.num_parts,
+        )
+        place = ranks.rank % replicas
+        members = slice(place * group // replicas, (place + 1) * group // replicas)
+        cache = self.keys[:, :, heads].contiguous()
+        pool = page_pool(cache.unbind(1), slots_first=True)
+        shape = CacheShape(LAYERS, cache.shape[2], group // replicas, HEAD_SIZE, BLOCK_SIZE)
+        evictor = Evictor(config, shape, pool, ranks)
+        evictor.begin_step(plan)
+        starts = {"first": 0, "second": PROMPTS["first"].num_tokens}
+        evictor.prepare(starts.__getitem__)
+        for layer in range(LAYERS):
+            queries = self.queries[layer, :, heads, members].flatten(1, 2)
+            evictor.observe_layer(layer, queries, HEAD_SIZE**-0.5)
+        outcomes = evictor.take_outcomes()
+        return Run(evictor, {o.request_id: o for o in (outcomes.read() if outcomes else [])})
+
+
+def settings(granularity: str | None) -> EvictionConfig:
+    return EvictionConfig.from_mapping(
+        {
+            "policy": "tgv",
+            "granularity": granularity,
+            "observation_window": WINDOW,
+            "debug": {"record_kept": True},
+        }
+    )
+
+
+def step(config: EvictionConfig, methods: dict[str, str], budget: Any) -> StepPlan:
+    """Both prompts end in one step; the first one asks for a trace."""
+    plan, block = StepPlan(), 1
+    for name, prompt in PROMPTS.items():
+        policy = config.build_policy(methods[name])
+        voting = voters(prompt, policy.row_sets, config.observation_window)
+        wish = Budget.parse(budget, "budget")
+        num_old = -(-prompt.num_tokens // BLOCK_SIZE)
+        num_new = wish.retained_blocks(prompt.num_tokens, BLOCK_SIZE)
+        blocks = np.arange(block, block + num_old + num_new, dtype=np.int32)
+        block += num_old + num_new
+        num_full = prompt.num_tokens // BLOCK_SIZE * BLOCK_SIZE
+        num_certain = int((~prompt.is_vision()[:num_full]).sum())
+        plan.evictions.append(
+            Eviction(
+                request_id=name,
+                method=methods[name],
+                prompt=prompt,
+                voters=voting,
+                num_cached=0,
+                guard=wish.guard(prompt.num_tokens, num_certain, BLOCK_SIZE),
+                traced_budget="some" if name == "first" else None,
+                old_blocks=blocks[:num_old],
+                new_blocks=blocks[num_old:],
+                row_blocks=blocks[num_old:],
+            )
+        )
+        if len(voting.rows):
+            plan.observations.append(Observation(name, 0, 0, voting.rows, len(voting.rows)))
+        if voting.every_row:
+            chunk = (0, prompt.num_tokens, blocks[:num_old], prompt)
+            plan.summings.append(RowSumming(name, methods[name], *chunk))
+    return plan
+
+
+def run_ranks(
+    model: Model, size: int, config: EvictionConfig, plan: StepPlan, replicas: int = 1
+) -> tuple[list[Run], Wire]:
+    """One step on as many threads as there are ranks."""
+    wire = Wire(size)
+    runs: list[Any] = [None] * size
+
+    def work(rank: int) -> None:
+        with torch.inference_mode():
+            ranks = TensorRanks(size, rank, replicas, wire.end(rank))
+            runs[rank] = model.evict(ranks, config, plan)
+
+    threads = [
+        threading.Thread(target=work, args=(rank,), name=f"rank {rank}", daemon=True)
+        for rank in range(size)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert None not in runs
+    return runs, wire
+
+
+def both(method: str) -> dict[str, str]:
+    return {"first": method, "second": "snapkv"}
+
+
+def kept_by(runs: Sequence[Run], name: str) -> torch.Tensor:
+    return torch.cat([run.kept(name) for run in runs], dim=1)
+
+
+@pytest.mark.parametrize("method", SHARED)
+@pytest.mark.parametrize("size", [2, 4])
+def test_at_granularity_layer_ranks_keep_what_one_rank_keeps(method: str, size: int) -> None:
+    config, model = settings("layer"), Model.random()
+    for budget in (0.2, 0.45, 0.8):
+        plan = step(config, both(method), budget)
+        alone = model.evict(Ranks(), config, plan)
+        runs, _ = run_ranks(model, size, config, plan)
+        for name in PROMPTS:
+            assert torch.equal(kept_by(runs, name), alone.kept(name)), (budget, name)
+            assert all(torch.equal(run.counts(name), runs[0].counts(name)) for run in runs)
+        for run in runs:
+            for name in PROMPTS:
+                assert isinstance(run.outcomes[name], Outcome)
+                assert run.outcomes[name].kept == alone.outcomes[name].kept  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("method", POLICY_NAMES)
+def test_at_granularity_head_every_rank_deals_its_own_pages(method: str) -> None:
+    """Page conservation on each; a head with as many pages as on one rank keeps the same."""
+    config, model = settings("head"), Model.random()
+    for budget in (0.2, 0.45):
+        plan = step(config, both(method), budget)
+        alone = model.evict(Ranks(), config, plan)
+        runs, _ = run_ranks(model, 2, config, plan)
+        for eviction in plan.evictions:
+            name, k = eviction.request_id, eviction.num_retained_blocks
+            for run in runs:
+                assert run.counts(name).sum() == k * LAYERS * HEADS // 2
+                assert run.outcomes[name].kept == runs[0].outcomes[name].kept  # type: ignore[union-attr]
+            counts = torch.cat([run.counts(name) for run in runs], dim=1)
+            same = counts == alone.counts(name)
+            assert torch.equal(kept_by(runs, name)[same], alone.kept(name)[same])
+            assert same.all() or method not in ("snapkv", "h2o", "random", "streaming")
+
+
+@pytest.mark.parametrize("granularity", ["layer", "head"])
+def test_the_first_ranks_trace_has_the_heads_of_all(granularity: str) -> None:
+    config, model = settings(granularity), Model.random()
+    for budget in (0.45, "auto:0.8,min=0.05,max=0.6"):
+        plan = step(config, both("tgv"), budget)
+        alone = model.evict(Ranks(), config, plan)
+        runs, _ = run_ranks(model, 2, config, plan)
+        trace, wanted = runs[0].evictor.traces.find("first"), alone.evictor.traces.find("first")
+        assert trace is not None
+        assert wanted is not None
+        np.testing.assert_allclose(trace.scores, wanted.scores, rtol=1e-5)
+        counts = torch.cat([run.counts("first") for run in runs], dim=1)
+        assert trace.counts.tolist() == counts.tolist()
+        kept = kept_by(runs, "first")
+        for index in range(LAYERS):
+            found = trace.layer(index)
+            assert found is not None
+            for of_set in found["token_sets"]:
+                for head in of_set["heads"]:
+                    positions = torch.tensor(of_set["positions"])
+                    full = PROMPTS["first"].num_tokens // BLOCK_SIZE * BLOCK_SIZE
+                    assert torch.equal(
+                        positions[positions < full], kept[index, head].nonzero().flatten()
+                    )
+        assert not runs[1].evictor.traces.newest_first()
+
+
+@pytest.mark.parametrize("granularity", ["layer", "head"])
+def test_a_guard_finds_one_number_for_all_ranks(granularity: str) -> None:
+    config, model = settings(granularity), Model.random()
+    numbers = set()
+    for share in (0.3, 0.6, 0.9):
+        plan = step(config, both("tgv"), f"auto:{share},min=0.05,max=0.9")
+        alone = model.evict(Ranks(), config, plan)
+        runs, _ = run_ranks(model, 2, config, plan)
+        for name in PROMPTS:
+            found = {run.outcomes[name].num_blocks for run in runs}  # type: ignore[union-attr]
+            assert len(found) == 1
+            numbers |= found
+            if granularity == "layer":
+                assert found == {alone.outcomes[name].num_blocks}  # type: ignore[union-attr]
+                assert torch.equal(kept_by(runs, name), alone.kept(name))
+    assert len(numbers) > 2
+
+
+@pytest.mark.parametrize("granularity", ["layer", "head"])
+@pytest.mark.parametrize("method", ["tgv", "snapkv", "vlcache", "aircache", "h2o", "random"])
+def test_ranks_that_hold_the_same_head_keep_the_same(method: str, granularity: str) -> None:
+    """Two KV heads on four ranks: each rank has one, and half of its query heads."""
+    config, model = settings(granularity), Model.random(kv_heads=2, group=4)
+    plan = step(config, both(method), 0.45)
+    alone = model.evict(Ranks(), config, plan)
+    runs, _ = run_ranks(model, 4, config, plan, replicas=2)
+    for name in PROMPTS:
+        kept = kept_by(runs, name)
+        assert torch.equal(kept[:, 0], kept[:, 1])
+        assert torch.equal(kept[:, 2], kept[:, 3])
+        counts = torch.cat([run.counts(name) for run in runs], dim=1)[:, ::2]
+        same = counts == alone.counts(name)
+        assert same.all() or granularity == "head"
+        assert torch.equal(kept[:, ::2][same], alone.kept(name)[same])
+
+
+@pytest.mark.parametrize(
+    ("granularity", "method", "per_layer"),
+    [("layer", "tgv", 2), ("layer", "snapkv", 1), ("layer", "vlcache", 1), ("head", "tgv", 0)],
+)
+def test_exchanges_are_few(granularity: str, method: str, per_layer: int) -> None:
+    """Beside those of the layers: two for the step, and one or two for each prompt."""
+    config, model = settings(granularity), Model.random()
+    plan = step(config, dict.fromkeys(PROMPTS, method), 0.45)
+    _, wire = run_ranks(model, 2, config, plan)
+    of_prompt = per_layer * LAYERS + (2 if granularity == "head" else 1)
+    assert wire.num_exchanges == 2 + of_prompt * len(PROMPTS)
+
+
+@pytest.mark.parametrize("granularity", ["layer", "head"])
+@pytest.mark.parametrize("method", ["tgv", "h2o", "aircache"])
+@pytest.mark.parametrize(("part", "call"), [("observe", 1), ("observe", 4), ("copy_kept", 1)])
+def test_what_fails_on_one_rank_fails_on_all(
+    monkeypatch: pytest.MonkeyPatch, granularity: str, method: str, part: str, call: int
+) -> None:
+    """Memory runs out for one prompt on one rank; the other prompt is evicted on all."""
+    config, model = settings(granularity), Model.random()
+    plan = step(config, {"first": method, "second": method}, 0.45)
+    alone = model.evict(Ranks(), config, plan)
+    real, calls = getattr(evictor_module, part), 0
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        if threading.current_thread().name == "rank 1":
+            calls += 1
+            if calls == call:
+                raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(evictor_module, part, failing)
+    runs, _ = run_ranks(model, 2, config, plan)
+    failed = [
+        {name for name, outcome in run.outcomes.items() if isinstance(outcome, Failure)}
+        for run in runs
+    ]
+    assert failed[0] == failed[1]
+    (name,) = failed[0]
+    assert f"{RankError.__name__}: failed on rank 1" in runs[0].outcomes[name].error  # type: ignore[union-attr]
+    assert "OutOfMemoryError" in runs[1].outcomes[name].error  # type: ignore[union-attr]
+    (other,) = PROMPTS.keys() - {name}
+    if granularity == "layer":
+        assert torch.equal(kept_by(runs, other), alone.kept(other))
+    for run in runs:
+        assert run.evictor.regions.num_live == 2
+        assert not any((run.evictor._queries, run.evictor._sums, run.evictor._watches))
+
+
+def test_numbers_arrive_bit_by_bit() -> None:
+    """Doubles, NaN and strengths of no number at all."""
+    wire = Wire(2)
+    results: list[Any] = [None, None]
+    generator = torch.Generator().manual_seed(3)
+    scores = torch.randn(2, LAYERS, 2, 5, generator=generator)
+    strengths = torch.randn(2, LAYERS, 2, 3, generator=generator, dtype=torch.float64)
+    strengths[1, 0, 0, 0] = float("nan")
+
+    def work(rank: int) -> None:
+        ranks = TensorRanks(2, rank, 1, wire.end(rank))
+        parts = [list(scores[rank]), list(strengths[rank]), list(scores[rank, ..., :0])]
+        results[rank] = ranks.stack(parts, per_head=True)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for found in results:
+        for part, wanted in zip(found, (scores, strengths, scores[..., :0]), strict=True):
+            joined = torch.cat(tuple(wanted), dim=1)
+            assert part.dtype == joined.dtype
+            torch.testing.assert_close(part, joined, rtol=0, atol=0, equal_nan=True)

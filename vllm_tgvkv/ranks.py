@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensor-parallel ranks that hold the heads of every layer together.
+
+Every rank runs the whole eviction for its own heads, on its own pages, by the one scheduler's plan.
+What must not differ between ranks is computed by each of them from the same numbers:
+
+- where heads of several ranks share a token set, the policy sees the mean of the ranks' attention
+  statistics, so that its scores and strengths are the same everywhere;
+- at granularity `head` the ranks show each other their scores and strengths once, after the last
+  layer, and each decides for all heads;
+- a prompt that fails on one rank fails on all.
+
+Ranks only ever gather. Each adds up by itself, in the order of the ranks, so that all have the same
+bits whatever the order in which a reduction would add.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from vllm_tgvkv.kernels.statistics import Statistic
+from vllm_tgvkv.policies import Attention
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+_BITS = torch.float32
+"""What is exchanged, whatever it stands for: vLLM's shared memory moves no integers."""
+
+
+class RankError(RuntimeError):
+    """Another rank could not do its part of an eviction."""
+
+
+class Ranks:
+    """One rank's place among its kind; this one is alone, and nothing costs it anything."""
+
+    size = 1
+    rank = 0
+    num_parts = 1
+    """Ranks that hold different KV heads; fewer than `size` where heads are replicated."""
+    part = 0
+    """Which of these parts this rank holds."""
+
+    def shares_sets(self, per_head: bool) -> bool:
+        """Whether a token set belongs to heads of several ranks."""
+        return False
+
+    def attention(
+        self,
+        own: Callable[[], Attention],
+        rows: Tensor | None,
+        num_keys: int,
+        statistics: frozenset[Statistic],
+        per_head: bool,
+        device: torch.device,
+    ) -> Attention:
+        """The attention that a policy sees of one layer; `own` gives that of this rank's heads."""
+        return own()
+
+    def stack(self, numbers: Sequence[Sequence[Tensor]], per_head: bool) -> list[Tensor]:
+        """L tensors `[S, X]` of this rank's heads -> `[L, S of all parts, X]`, for each of several.
+
+        Token sets that the ranks share are the same on all of them.
+        """
+        return [torch.stack(tuple(layers)) for layers in numbers]
+
+    def first(self, find: Callable[[], Tensor], device: torch.device) -> Tensor:
+        """What the first rank finds, an int64 scalar."""
+        return find()
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The ranks' sum of an int64 scalar."""
+        return value
+
+    def agree(self, errors: Sequence[Exception | None]) -> list[Exception | None]:
+        """This rank's errors, and a `RankError` wherever only another rank has one."""
+        return list(errors)
+
+
+class TensorRanks(Ranks):
+    """One of several ranks, all of which call the same methods in the same order.
+
+    `exchange` takes float32 `[n]` of each rank to `[size, n]` on each, bit by bit. Heads are spread
+    as vLLM does: equally, or `replicas` neighbours hold the same KV head.
+    """
+
+    def __init__(
+        self, size: int, rank: int, replicas: int, exchange: Callable[[Tensor], Tensor]
+    ) -> None:
+        self.size = size
+        self.rank = rank
+        self.replicas = replicas
+        self.num_parts = size // replicas
+        self.part = rank // replicas
+        self._exchange = exchange
+
+    def shares_sets(self, per_head: bool) -> bool:
+        return not per_head or self.replicas > 1
+
+    def attention(
+        self,
+        own: Callable[[], Attention],
+        rows: Tensor | None,
+        num_keys: int,
+        statistics: frozenset[Statistic],
+        per_head: bool,
+        device: torch.device,
+    ) -> Attention:
+        if not self.shares_sets(per_head):
+            return own()
+        first = self.part * self.replicas
+        members = slice(first, first + self.replicas) if per_head else slice(None)
+
+        def mean(part: Callable[[], Tensor], size: int, dtype: torch.dtype) -> Tensor:
+            return self._gather(part, size, dtype, device)[members].mean(dim=0)
+
+        return SharedAttention(mean, own, rows, num_keys, statistics)
+
+    def stack(self, numbers: Sequence[Sequence[Tensor]], per_head: bool) -> list[Tensor]:
+        if not per_head:
+            return super().stack(numbers, per_head)
+        sizes = [sum(layer.nbytes for layer in layers) // _BITS.itemsize for layers in numbers]
+        device = numbers[0][0].device
+
+        def part() -> Tensor:
+            return torch.cat([torch.stack(tuple(x)).flatten().view(_BITS) for x in numbers])
+
+        gathered = self._gather(part, sum(sizes), _BITS, device)[:: self.replicas]
+        stacked = []
+        for layers, bits in zip(numbers, gathered.split(sizes, dim=1), strict=True):
+            values = bits.contiguous().view(layers[0].dtype)
+            by_part = values.view(self.num_parts, len(layers), *layers[0].shape)
+            stacked.append(by_part.transpose(0, 1).flatten(1, 2))
+        return stacked
+
+    def first(self, find: Callable[[], Tensor], device: torch.device) -> Tensor:
+        return self._gather(lambda: find().flatten(), 1, torch.int64, device)[0, 0]
+
+    def sum(self, value: Tensor) -> Tensor:
+        return self._gather(value.flatten, 1, value.dtype, value.device).sum()
+
+    def agree(self, errors: Sequence[Exception | None]) -> list[Exception | None]:
+        failed = torch.tensor([error is not None for error in errors]).float()
+        ranks_failed = self._exchange(failed).t().tolist()
+        return [
+            error or _error_elsewhere(ranks)
+            for error, ranks in zip(errors, ranks_failed, strict=True)
+        ]
+
+    def _gather(
+        self,
+        part: Callable[[], Tensor],
+        size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """`[size]` of each rank -> `[ranks, size]`.
+
+        A rank whose `part` raises takes part with a mark, since the others wait for it: then all
+        of them raise.
+        """
+        error: Exception | None = None
+        try:
+            values = part().to(dtype)
+        except Exception as raised:
+            error, values = raised, torch.zeros(size, dtype=dtype, device=device)
+        bits = values.contiguous().view(_BITS)
+        mark = bits.new_full((1,), error is not None)
+        gathered = self._exchange(torch.cat((bits, mark)))
+        error = error or _error_elsewhere(gathered[:, -1].tolist())
+        if error is not None:
+            raise error
+        return gathered[:, :-1].contiguous().view(dtype)
+
+
+def _error_elsewhere(failed: list[float]) -> RankError | None:
+    ranks = ", ".join(str(rank) for rank, has_failed in enumerate(failed) if has_failed)
+    return RankError(f"failed on rank {ranks}") if ranks else None
+
+
+class SharedAttention:
+    """The mean of several ranks' statistics of one layer, for a token set that they share.
+
+    All ranks hold equally many query heads, so it is the mean over all of these. What is asked for
+    the first time costs an exchange of a few numbers a key; see `Attention` for the meanings.
+    """
+
+    row_positions: Tensor
+
+    def __init__(
+        self,
+        mean: Callable[[Callable[[], Tensor], int, torch.dtype], Tensor],
+        own: Callable[[], Attention],
+        rows: Tensor | None,
+        num_keys: int,
+        statistics: frozenset[Statistic],
+    ) -> None:
+        self._mean = mean
+        self._own = cache(own)
+        self._num_keys = num_keys
+        # Row averages are a means of this rank to weigh its rows.
+        self._statistics = sorted(statistics - {"row_averages"})
+        self._known: dict[str, Tensor] = {}
+        if rows is not None:
+            self.row_positions = rows
+
+    @property
+    def column_sums(self) -> Tensor:
+        return self._first_pass[: self._num_keys].float().unsqueeze(0)
+
+    @property
+    def share_below(self) -> Tensor:
+        return self._statistic("share_below")
+
+    @property
+    def row_entropies(self) -> Tensor:
+        return self._statistic("row_entropies").float().unsqueeze(0)
+
+    @property
+    def text_column_sums(self) -> Tensor:
+        return self._by_modality[:1]
+
+    @property
+    def vision_column_sums(self) -> Tensor:
+        return self._by_modality[1:]
+
+    def weighted_column_sums(self, weights: Tensor) -> Tensor:
+        return self._columns(lambda: self._own().weighted_column_sums(weights))
+
+    def renormalised_column_sums(
+        self, keys: Tensor, weights: Tensor, last_row_only: bool = False
+    ) -> Tensor:
+        return self._columns(
+            lambda: self._own().renormalised_column_sums(keys, weights, last_row_only)
+        )
+
+    @property
+    def _first_pass(self) -> Tensor:
+        """Column sums and all statistics that were declared, in one exchange."""
+        if "first pass" in self._known:
+            return self._known["first pass"]
+        size = self._num_keys + sum(map(self._size, self._statistics))
+        names = ["column_sums", *self._statistics]
+        self._known["first pass"] = self._mean(
+            lambda: torch.cat([getattr(self._own(), name).flatten() for name in names]),
+            size,
+            torch.float64 if "share_below" in names else torch.float32,
+        )
+        return self._known["first pass"]
+
+    @property
+    def _by_modality(self) -> Tensor:
+        def part() -> Tensor:
+            own = self._own()
+            return torch.cat((own.text_column_sums, own.vision_column_sums), dim=1).flatten()
+
+        if "by modality" not in self._known:
+            sums = self._mean(part, 2 * self._num_keys, torch.float32)
+            self._known["by modality"] = sums.view(2, -1)
+        return self._known["by modality"]
+
+    def _columns(self, part: Callable[[], Tensor]) -> Tensor:
+        mean = self._mean(lambda: part().flatten(), self._num_keys, torch.float32)
+        return mean.unsqueeze(0)
+
+    def _size(self, name: str) -> int:
+        return 1 if name == "share_below" else len(self.row_positions)
+
+    def _statistic(self, name: Statistic) -> Tensor:
+        if name not in self._statistics:
+            raise ValueError(
+                f"{name} was not computed: name it in the `statistics` of the score or budget"
+            )
+        start = self._num_keys
+        for other in self._statistics[: self._statistics.index(name)]:
+            start += self._size(other)
+        return self._first_pass[start : start + self._size(name)]
+
+
+def tensor_ranks(vllm_config: VllmConfig) -> Ranks:
+    """This worker's place among the tensor-parallel ranks of its engine."""
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1:
+        return Ranks()
+    num_kv_heads = vllm_config.model_config.get_total_num_kv_heads()
+    return TensorRanks(
+        group.world_size,
+        group.rank_in_group,
+        max(1, group.world_size // num_kv_heads),
+        lambda values: group.all_gather(values, dim=0).view(group.world_size, -1),
+    )

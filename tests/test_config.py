@@ -46,7 +46,7 @@ def test_budget_is_a_fraction_up_to_one_and_tokens_above(value: Any, budget: Bud
 @pytest.mark.parametrize(
     "value",
     [
-        *(0, -1, -0.1, 1.5, "1.5", "abc", "", "10%", "nan", math.nan, math.inf, "-inf", 10**400),
+        *(0, -1, -0.1, 1.5, "1.5", "abc", "", "10%", "nan", math.nan, math.inf, "-inf", -(10**90)),
         *(True, False, None, [0.1], {"fraction": 0.1}),
     ],
 )
@@ -57,6 +57,16 @@ def test_wrong_budget_names_source_value_and_way_out(value: Any) -> None:
     assert message.startswith(f"--some-flag is {value!r}: ")
     assert "0 < budget <= 1" in message
     assert "tokens per KV head" in message
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**9000), "a" * 10**6, [0.1] * 10**5])
+def test_a_message_quotes_the_beginning_of_a_long_value(value: Any) -> None:
+    with pytest.raises(EvictionConfigError) as caught:
+        Budget.parse(value, "--some-flag")
+    message = str(caught.value)
+    assert len(message) < 500
+    assert message.startswith("--some-flag is ")
+    assert "..." in message or "a very long int" in message
 
 
 @given(

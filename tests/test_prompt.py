@@ -206,7 +206,7 @@ def test_rows_of_a_larger_image_that_are_runs_of_their_own_are_no_squares() -> N
         (112, 112, 8, 8),  # two tiles by two
         (56, 168, 4, 12),
         (150, 70, 12, 6),  # columns of padding are gone
-        (90, 200, 6, 12),  # rows of padding are gone
+        (70, 280, 6, 20),  # rows of padding are gone
     ],
 )
 def test_llava_next_sees_a_square_and_rows_with_ends(

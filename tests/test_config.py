@@ -59,7 +59,11 @@ def test_wrong_budget_names_source_value_and_way_out(value: Any) -> None:
     assert "tokens per KV head" in message
 
 
-@pytest.mark.parametrize("value", [10**400, -(10**9000), "a" * 10**6, [0.1] * 10**5])
+@pytest.mark.parametrize(
+    "value",
+    [10**400, -(10**9000), "a" * 10**6, [0.1] * 10**5],
+    ids=["long", "longer", "text", "list"],
+)
 def test_a_message_quotes_the_beginning_of_a_long_value(value: Any) -> None:
     with pytest.raises(EvictionConfigError) as caught:
         Budget.parse(value, "--some-flag")

@@ -12,6 +12,7 @@ from unittest.mock import patch
 from vllm.v1.worker.cpu import model_runner as cpu
 
 from tests.flash_on_cpu import FlashOnCPUWorker
+from vllm_tgvkv.worker import EvictingWorker
 from vllm_tgvkv.worker_cuda import EvictingModelRunnerV2, EvictionGPUWorker
 
 
@@ -24,6 +25,8 @@ class EvictingV2Worker(FlashOnCPUWorker):
 
     find_row = EvictionGPUWorker.find_row
     rewrite_rows = EvictionGPUWorker.rewrite_rows
+    # Past the CPU worker's own, which looks after the generators of runner V1.
+    sample_tokens = EvictingWorker.sample_tokens
 
     def init_device(self) -> None:
         def runner(vllm_config: Any, device: Any) -> EvictingV2Runner:

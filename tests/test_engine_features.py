@@ -12,15 +12,23 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import torch
 from PIL import Image
+from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import save_file
 from vllm import SamplingParams
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
@@ -29,9 +37,12 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 from vllm.v1.request import RequestStatus
 
+from demo.run import free_port
 from tests.emulation import Oracle
 from tests.engine import Ask, Engine, assert_agrees, assert_outputs_agree, engine
 from tests.models import LLAVA_IMAGE, random_image, random_text
+from tests.serving import wait_until_healthy
+from tests.test_server import Server, group_members, messages, report_of
 from vllm_tgvkv.policies import POLICY_NAMES
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -602,7 +613,6 @@ JSON_SCHEMA = {
     "additionalProperties": False,
 }
 SAMPLINGS: dict[str, dict[str, Any]] = {
-    "greedy, to the end of the model's length": {"max_tokens": None},
     "seed": {"temperature": 1, "seed": 7},
     "top k, top p, min p": {
         "temperature": 0.8,
@@ -626,6 +636,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "grammar": {
         "structured_outputs": StructuredOutputsParams(grammar='root ::= ("ab" | "cd")+ "."')
     },
+    "greedy, to the end of the model's length": {"max_tokens": None},
 }
 FULLY = {**SETTINGS, "budget": 1.0, "debug": {**DEBUG, "evict_at_full_budget": True}}
 
@@ -640,7 +651,7 @@ def sample(running: Engine, preempt_every: int | None = None) -> dict[str, Any]:
         if waiting:
             seed, (kind, sampling) = waiting.pop(0)
             ends = "structured_outputs" not in sampling
-            ask = question(100 + seed, 20, 100 + 13 * seed, max_tokens=60)
+            ask = question(100 + seed, 20, 90 + 7 * seed, max_tokens=40)
             names[kind] = submit(running, ask, **{"ignore_eos": ends, **sampling})
         if preempt_every and not next(steps) % preempt_every and running.scheduler.running:
             running.scheduler._preempt_request(running.scheduler.running.pop(), 0.0)
@@ -671,10 +682,10 @@ def beams(running: Engine) -> list[Any]:
 
 def test_with_everything_kept_every_way_to_sample_gives_what_stock_gives(folder: Path) -> None:
     """Through compressed caches, in chunks and after preemptions, where stock had none of it."""
-    options = {"max_model_len": 448, "enable_prefix_caching": True, "enable_prompt_embeds": True}
+    options = {"max_model_len": 336, "enable_prefix_caching": True, "enable_prompt_embeds": True}
     with engine(folder, **options) as stock:
         want, want_beams, want_embedded = sample(stock), beams(stock), embedded(stock)
-    small = {"num_gpu_blocks_override": 44, "max_num_batched_tokens": 128}
+    small = {"num_gpu_blocks_override": 44, "max_num_batched_tokens": 256}
     with engine(folder, FULLY, **options, **small) as running:
         preemptions = []
         preempt = running.scheduler._preempt_request
@@ -684,7 +695,7 @@ def test_with_everything_kept_every_way_to_sample_gives_what_stock_gives(folder:
             preempt(request, *args, **kwargs)
 
         running.scheduler._preempt_request = watched  # type: ignore[method-assign]
-        found = sample(running, preempt_every=7)
+        found = sample(running, preempt_every=9)
         seeded = [r for r in preemptions if r.sampling_params.seed is not None]
         guided = [r for r in preemptions if r.sampling_params.structured_outputs is not None]
         assert seeded
@@ -695,7 +706,7 @@ def test_with_everything_kept_every_way_to_sample_gives_what_stock_gives(folder:
         assert embedded(running) == want_embedded
         skipped = running.counters["requests_skipped"]
         assert skipped.keys() == {"single_token", "unsupported_request"}
-        with pytest.raises(ValueError, match="not supported"):
+        with pytest.raises(ValueError, match="only supported for pooling"):
             running.llm.embed(["a prompt"])
     for kind, stocks in want.items():
         ours = found[kind]
@@ -709,7 +720,7 @@ def test_with_everything_kept_every_way_to_sample_gives_what_stock_gives(folder:
             ours, stocks = numbers(ours.prompt_logprobs), numbers(stocks.prompt_logprobs)
             torch.testing.assert_close(ours, stocks, atol=1e-4, rtol=1e-4)
     to_the_end = found["greedy, to the end of the model's length"]
-    assert len(to_the_end.prompt_token_ids) + len(to_the_end.outputs[0].token_ids) == 448
+    assert len(to_the_end.prompt_token_ids) + len(to_the_end.outputs[0].token_ids) == 336
     assert {found["several"].outputs[i].text for i in (0, 1)} != 1
     assert found["stop string"].outputs[0].stop_reason in list("aeiou")
     assert found["min tokens, then a stop token"].outputs[0].finish_reason == "stop"
@@ -855,3 +866,160 @@ def test_options_that_decide_how_prompts_are_scheduled(
             cached = running.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
             assert len(stored) == len(cached)
             assert stored
+
+
+# -- over HTTP ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(
+    folder: Path, adapters: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """`vllm serve` with adapters, vLLM's own control routes, and a line for each request."""
+    port, log = free_port(), tmp_path_factory.mktemp("server") / "server.log"
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(folder)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"]
+    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
+    command += ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", "96"]
+    command += ["--generation-config", "vllm", "--enable-log-requests", "--enable-lora"]
+    command += ["--max-loras", "3", "--scheduling-policy", "priority", "--lora-modules"]
+    command += [f"{name}={path}" for name, (path, _) in adapters.items()]
+    command += ["--kv-eviction", "tgv", "--kv-eviction-budget", "0.3"]
+    command += ["--kv-eviction-config", json.dumps({"debug": DEBUG})]
+    environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_PLUGINS": "tgvkv"}
+    address = f"http://127.0.0.1:{port}"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+    try:
+        wait_until_healthy(process, address, log)
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=120, max_retries=0)
+        yield Server(process, log, client)
+    finally:
+        for member in group_members(process.pid):
+            os.kill(member, signal.SIGKILL)
+        process.wait(60)
+
+
+def post(server: Server, route: str) -> Any:
+    address = str(server.client.base_url).removesuffix("/v1/")
+    request = urllib.request.Request(f"{address}{route}", data=b"", method="POST")
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.loads(response.read() or b"null")
+
+
+def scraped(server: Server, name: str) -> list[Any]:
+    """Samples of a metric of vLLM's."""
+    address = str(server.client.base_url).removesuffix("/v1/")
+    with urllib.request.urlopen(f"{address}/metrics", timeout=10) as response:
+        families = text_string_to_metric_families(response.read().decode())
+    return [sample for family in families for sample in family.samples if sample.name == name]
+
+
+def answer(server: Server, xargs: dict[str, Any], model: str = "tiny", **fields: Any) -> Any:
+    """One chat answer; `extra_body` is joined with what every request has."""
+    extra = {"vllm_xargs": {"kv_eviction_report": 1, **xargs}, **fields.pop("extra_body", {})}
+    body = {"messages": messages(1), "max_tokens": 30, "temperature": 0, **fields}
+    return server.client.chat.completions.create(model=model, extra_body=extra, **body)
+
+
+def test_guided_answers_and_logprobs_over_http(server: Server) -> None:
+    schema = {"name": "s", "schema": JSON_SCHEMA, "strict": True}
+    guided = answer(
+        server,
+        {},
+        max_tokens=120,
+        response_format={"type": "json_schema", "json_schema": schema},
+    )
+    assert json.loads(guided.choices[0].message.content).keys() == {"a", "b"}
+    assert report_of(guided)["skip_reason"] is None
+    choice = answer(server, {}, extra_body={"structured_outputs": {"choice": ["left", "right"]}})
+    assert choice.choices[0].message.content in ("left", "right")
+    assert report_of(choice)["skip_reason"] is None
+    fields = {"logprobs": True, "top_logprobs": 4, "extra_body": {"prompt_logprobs": 1}}
+    evicted = answer(server, {}, max_tokens=4, **fields)
+    stock = answer(server, {"kv_eviction": "none"}, max_tokens=4, **fields)
+    assert report_of(evicted)["skip_reason"] is None
+    # The first token and the whole prompt come from the full cache.
+    mine, its = (a.choices[0].logprobs.content for a in (evicted, stock))
+    assert [t.token for t in mine[0].top_logprobs] == [t.token for t in its[0].top_logprobs]
+    assert mine[0].logprob == pytest.approx(its[0].logprob, abs=1e-3)
+    assert mine[3].logprob != pytest.approx(its[3].logprob, abs=1e-3)
+    assert len(evicted.prompt_logprobs) == evicted.usage.prompt_tokens
+    for here, there in zip(evicted.prompt_logprobs[1:], stock.prompt_logprobs[1:], strict=True):
+        for token in here.keys() & there.keys():
+            assert here[token]["logprob"] == pytest.approx(there[token]["logprob"], abs=1e-3)
+
+
+def test_beams_are_stocks_over_http(server: Server) -> None:
+    """Each step of a beam is a request of one token, which never reads a compressed cache."""
+    beams = {"n": 2, "max_tokens": 4, "extra_body": {"use_beam_search": True}}
+    texts = [
+        [choice.message.content for choice in answer(server, xargs, **beams).choices]
+        for xargs in ({}, {"kv_eviction": "none"})
+    ]
+    assert texts[0] == texts[1]
+    assert len(set(texts[0])) == 2
+
+
+def test_adapters_are_models_over_http(server: Server) -> None:
+    answers = [answer(server, {}, model=model) for model in ("tiny", "first", "second")]
+    assert len({a.choices[0].message.content for a in answers}) == 3
+    assert {report_of(a)["skip_reason"] for a in answers} == {None}
+    # Our numbers travel in a field of vLLM's statistics that is there for adapters.
+    labels = [sample.labels for sample in scraped(server, "vllm:lora_requests_info")]
+    assert labels
+    assert not [value for label in labels for value in label.values() if "eviction" in value]
+
+
+def test_a_client_that_goes_away(server: Server) -> None:
+    stream = answer(server, {}, max_tokens=600, stream=True, extra_body={"ignore_eos": True})
+    for _ in range(3):
+        next(stream)
+    stream.close()
+    deadline = time.monotonic() + 30
+    running = ("vllm:num_requests_running", "vllm:kv_eviction_compressed_requests")
+    while any(sample.value for name in running for sample in scraped(server, name)):
+        assert time.monotonic() < deadline
+        answer(server, {}, max_tokens=2)  # statistics come with steps
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    "disturb",
+    [("/pause?mode=keep", "/resume"), ("/reset_prefix_cache?reset_running_requests=true",)],
+    ids=["pause", "reset"],
+)
+def test_control_routes_change_no_answer(server: Server, disturb: Sequence[str]) -> None:
+    fields = {"max_tokens": 150, "extra_body": {"ignore_eos": True}}
+    alone = answer(server, {}, **fields).choices[0].message.content
+    stream = answer(server, {}, stream=True, **fields)
+    text = [
+        chunk.choices[0].delta.content or "" for chunk, _ in zip(stream, range(4)) if chunk.choices
+    ]
+    for route in disturb:
+        assert post(server, route) in (
+            {"status": "paused"},
+            {"status": "resumed"},
+            {"success": True},
+        )
+    text += [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
+    assert "".join(text) == alone
+
+
+@pytest.mark.parametrize("route", ["embeddings", "audio/transcriptions", "audio/translations"])
+def test_what_the_model_cannot_do_is_an_error_of_vllms(server: Server, route: str) -> None:
+    with pytest.raises((openai.NotFoundError, openai.BadRequestError)):
+        server.client.post(f"/{route}", cast_to=object, body={"model": "tiny", "input": "a"})
+    assert report_of(answer(server, {}, max_tokens=2))["skip_reason"] is None
+
+
+def test_the_servers_log_tells_requests_and_no_error(server: Server) -> None:
+    lines = server.lines()
+    assert [line for line in lines if "Received request" in line]
+    assert [line for line in lines if re.search(r"\bERROR\b|Traceback|Integrity", line)] == []

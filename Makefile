@@ -16,12 +16,16 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.10 python3.13 pyth
 # CUDA and this plugin: make bench-gpu GPU_PYTHON=python
 GPU_PYTHON ?= $(BIN)/python
 
+# Tests run in this many processes, a file in one of them: its engines are shared by its tests.
+JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+
 include tools/cpu/environment.mk
 export OMP_WAIT_POLICY VLLM_CPU_OMP_THREADS_BIND VLLM_CPU_KVCACHE_SPACE
 export HF_HUB_OFFLINE VLLM_NO_USAGE_STATS TOKENIZERS_PARALLELISM
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint test test-fast test-gpu compile-kernels demo demo-model eval bench bench-gpu loadtest clean
+.PHONY: help setup lint test test-all test-fast test-gpu compile-kernels demo demo-model eval bench bench-gpu loadtest clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,8 +50,11 @@ lint: setup ## ruff and mypy
 	$(BIN)/ruff format --check $(wildcard $(SOURCES))
 	$(BIN)/mypy
 
-test: lint ## everything: lint and all tests
-	$(BIN)/python -m pytest -q
+test: lint ## lint and the usual tests, within 20 minutes on two cores: JOBS=... for more
+	$(PYTEST) -m "not compatibility"
+
+test-all: test ## the same and what is marked `compatibility`: features of vLLM, faults
+	$(PYTEST) -m compatibility
 
 test-fast: setup ## the tests that start no engine and install nothing
 	$(BIN)/python -m pytest -q -m "not engine and not slow"

@@ -19,7 +19,7 @@ from vllm_tgvkv.policies.base import LayerView
 from vllm_tgvkv.policies.snapkv import SnapScore
 from vllm_tgvkv.policies.tgv import TgvBudget
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from tests.models import random_text
 from tests.test_engine import album
 from vllm_tgvkv.attention_cpu import EvictingCPUMetadata, EvictingCPUMetadataBuilder
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 
 NUM_REQUESTS = 1000
 METHODS = ("tgv", "snapkv", "pyramidkv", "adakv", "streaming", "random", "none")

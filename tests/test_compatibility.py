@@ -195,12 +195,6 @@ def test_models_that_are_refused(
             "remove --kv-transfer-config",
         ),
         ({"kv_offloading_size": 1.0}, "KV connectors", "remove"),
-        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8", "--kv-cache-dtype auto"),
-        (
-            {"kv_cache_dtype": "int8_per_token_head"},
-            "--kv-cache-dtype int8_per_token_head",
-            "--kv-cache-dtype auto",
-        ),
         ({"runner": "pooling"}, "--runner pooling", "serve another model"),
         (
             {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
@@ -222,6 +216,77 @@ def test_flags_that_are_refused(
     message = refusal(plain, **options)
     assert feature in message
     assert way_out in message
+
+
+def wide_llama(**fields: Any) -> Any:
+    return transformers.LlamaConfig(**SIZES, head_dim=32, **fields)
+
+
+FP8_OF_A_CHECKPOINT = {
+    "quant_method": "compressed-tensors",
+    "format": "dense",
+    "config_groups": {},
+    "ignore": [],
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "feature", "way_out"),
+    [
+        *(
+            (
+                {"kv_cache_dtype": dtype},
+                f"a quantised cache (--kv-cache-dtype {dtype})",
+                "use --kv-cache-dtype auto or one of fp8, fp8_e4m3, fp8_e5m2",
+            )
+            for dtype in (
+                "int8_per_token_head",
+                "fp8_per_token_head",
+                "int4_per_token_head",
+                "nvfp4",
+                "ultraquant_4bit",
+            )
+        ),
+        (
+            {"kv_cache_dtype": "fp8", "block_size": 16},
+            "a quantised cache (--kv-cache-dtype fp8) in blocks of 16 tokens",
+            "use a --block-size that is a multiple of 32",
+        ),
+        (
+            {"kv_cache_dtype": "fp8_e5m2", "kv_cache_dtype_skip_layers": ["0", "1"]},
+            "(--kv-cache-dtype fp8_e5m2) and layers that have another",
+            "remove --kv-cache-dtype-skip-layers",
+        ),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+def test_quantised_caches_that_are_refused(
+    folder: Folder, options: dict[str, Any], feature: str, way_out: str
+) -> None:
+    message = refusal(folder(wide_llama, "LlamaForCausalLM"), **options)
+    assert feature in message
+    assert way_out in message
+
+
+def test_fp8_caches_are_for_cpus_and_heads_of_32_values(plain: str, folder: Folder) -> None:
+    """Also where the checkpoint asks for one, and then `auto` would be no way out."""
+    wide = folder(wide_llama, "LlamaForCausalLM", dtype="bfloat16")
+    asking = folder(
+        wide_llama,
+        "LlamaForCausalLM",
+        dtype="bfloat16",
+        quantization_config=FP8_OF_A_CHECKPOINT,
+    )
+    for model, asked in ((wide, "fp8"), (wide, "fp8_e5m2"), (asking, "auto")):
+        config = configure(model, kv_cache_dtype=asked)
+        assert config.scheduler_config.scheduler_cls == SCHEDULER_CLS
+        with pytest.raises(UnsupportedByEvictionError) as caught:
+            check_vllm_config(config, platforms._CUDA)
+        assert "a quantised cache (--kv-cache-dtype fp8" in str(caught.value)
+        assert ") on this platform yet: use --kv-cache-dtype bfloat16 or " in str(caught.value)
+    message = refusal(plain, kv_cache_dtype="fp8")
+    assert "a quantised cache (--kv-cache-dtype fp8) of heads of 16 values" in message
 
 
 def qwen3_moe() -> Any:

@@ -32,8 +32,11 @@ from vllm_tgvkv.attention import RowFinder, check_layer, evicting_spec, first_to
 from vllm_tgvkv.config import config_of
 from vllm_tgvkv.evictor import CacheShape, Evictor
 from vllm_tgvkv.kernels.page_tables import write_lengths, write_page_tables
-from vllm_tgvkv.pages import PageLayoutError, PagePool
+from vllm_tgvkv.pages import FP8, PageLayoutError, PagePool
 from vllm_tgvkv.ranks import tensor_ranks
+
+_FP8_CODES = 123
+"""So many first bytes are numbers in every format of fp8, neither infinite nor NaN."""
 
 _TABLE_STEP = 16
 """Page tables grow by this many pages at once."""
@@ -113,7 +116,7 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         # An AMX machine would store keys in tiles, from which a token cannot be copied alone.
         self.isa = "vec" if self.block_size % 32 == 0 else "vec16"
         self._set_isa_to_layers(layer_names)
-        check_page_format(self.block_size, self.head_dim, self.dtype, self.isa)
+        check_page_format(self.block_size, self.head_dim, self.dtype, self.isa, self.kv_cache_dtype)
         self.layer_names = layer_names
         self.shape = CacheShape(
             num_layers=len(layer_names),
@@ -334,7 +337,7 @@ class EvictingCPUImpl(CPUAttentionBackendImpl):
         if attn_metadata is None:
             return output
         if attn_metadata.ragged is not None:
-            self._attend_ragged(attn_metadata.ragged, query, output)
+            self._attend_ragged(attn_metadata.ragged, layer, query, output)
         if attn_metadata.num_actual_tokens:
             tokens = attn_metadata.stock_tokens
             stock_output = output[tokens]
@@ -352,10 +355,14 @@ class EvictingCPUImpl(CPUAttentionBackendImpl):
             if isinstance(tokens, torch.Tensor):
                 output[tokens] = stock_output  # indexing by tensor gave a copy
         if attn_metadata.evictor is not None:
-            attn_metadata.evictor.observe_layer(self.layer, query, self.scale)
+            # Quantised keys lie in the cache divided by their scale.
+            key_scale = layer._k_scale_float if self.is_fp8_kv_cache else 1.0
+            attn_metadata.evictor.observe_layer(self.layer, query, self.scale * key_scale)
         return output
 
-    def _attend_ragged(self, rows: RaggedRows, query: torch.Tensor, output: torch.Tensor) -> None:
+    def _attend_ragged(
+        self, rows: RaggedRows, layer: Any, query: torch.Tensor, output: torch.Tensor
+    ) -> None:
         """Attention of the ragged rows; [tokens, H * G, D] is [tokens * H, G, D] as well."""
         by_head = (-1, self.num_queries_per_kv, self.head_size)
         num_tokens = len(query) if rows.queries is not None else rows.num_tokens
@@ -380,6 +387,9 @@ class EvictingCPUImpl(CPUAttentionBackendImpl):
             softcap=0,
             scheduler_metadata=rows.schedules[self.layer],
             s_aux=None,
+            k_scale=layer._k_scale_float,
+            v_scale=layer._v_scale_float,
+            kv_cache_dtype=self.kv_cache_dtype,
         )
         if rows.queries is not None:
             outputs[rows.queries] = ragged_outputs
@@ -455,22 +465,32 @@ _NO_STOCK_ROWS: dict[str, Any] = {
 """Stock metadata of a batch whose rows are all ragged; nothing reads it."""
 
 
-def check_page_format(block_size: int, head_size: int, dtype: torch.dtype, isa: str) -> None:
+def check_page_format(
+    block_size: int, head_size: int, dtype: torch.dtype, isa: str, kv_cache_dtype: str
+) -> None:
     """Write one page with vLLM's kernel and see that keys lie [D, N] and values [N, D].
+
+    In a quantised cache also that bytes are what `FP8` says.
 
     Raises:
         PageLayoutError: if they do not.
     """
-    # Small whole numbers are exact in every dtype.
-    rows = torch.arange(block_size * head_size).remainder(251).to(dtype).view(block_size, head_size)
-    tokens = rows.unsqueeze(1)
-    page = torch.zeros(1, 1, 2 * block_size, head_size, dtype=dtype)
+    numbers = torch.arange(block_size * head_size).view(block_size, head_size)
+    if kv_cache_dtype in FP8:
+        stored = numbers.remainder(_FP8_CODES).to(torch.uint8)
+        tokens = stored.view(FP8[kv_cache_dtype]).to(dtype).unsqueeze(1)
+    else:
+        stored = numbers.remainder(251).to(dtype)  # small whole numbers are exact in every dtype
+        tokens = stored.unsqueeze(1)
+    page = torch.zeros(1, 1, 2 * block_size, head_size, dtype=stored.dtype)
     keys, values = page.chunk(2, dim=2)
     slots = torch.arange(block_size, dtype=torch.int64)
-    ops.cpu_attn_reshape_and_cache(tokens, tokens, keys, values, slots, isa)
-    if not torch.equal(page.flatten(), torch.cat((rows.t().flatten(), rows.flatten()))):
+    ops.cpu_attn_reshape_and_cache(
+        tokens, tokens, keys, values, slots, isa, kv_cache_dtype=kv_cache_dtype
+    )
+    if not torch.equal(page.flatten(), torch.cat((stored.t().flatten(), stored.flatten()))):
         raise PageLayoutError(
             f"vLLM's CPU kernel stores pages of {block_size} slots x {head_size} values ({dtype}, "
-            f"{isa}) in a format this package does not know: report it, and leave out "
-            "--kv-eviction meanwhile"
+            f"{isa}, --kv-cache-dtype {kv_cache_dtype}) in a format this package does not know: "
+            "report it, and leave out --kv-eviction meanwhile"
         )

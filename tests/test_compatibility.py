@@ -8,11 +8,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import transformers
 from vllm.config import VllmConfig
+from vllm.config.speculative import SpeculativeMethod
 from vllm.engine.arg_utils import EngineArgs
 
 from tests import flash_on_cpu
@@ -179,17 +180,6 @@ def test_models_that_are_refused(
             "one server per node",
         ),
         (
-            {
-                "speculative_config": {
-                    "method": "ngram",
-                    "num_speculative_tokens": 2,
-                    "prompt_lookup_max": 3,
-                }
-            },
-            "speculative decoding",
-            "remove --speculative-config",
-        ),
-        (
             {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
             "KV connectors",
             "remove --kv-transfer-config",
@@ -287,6 +277,44 @@ def test_fp8_caches_are_for_cpus_and_heads_of_32_values(plain: str, folder: Fold
         assert ") on this platform yet: use --kv-cache-dtype bfloat16 or " in str(caught.value)
     message = refusal(plain, kv_cache_dtype="fp8")
     assert "a quantised cache (--kv-cache-dtype fp8) of heads of 16 values" in message
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+
+
+def test_drafts_by_ngrams_are_planned_step_by_step(plain: str) -> None:
+    """vLLM does not schedule these ahead, neither by default nor by force."""
+    vllm_config = configure(plain, speculative_config=NGRAM)
+    assert vllm_config.scheduler_config.scheduler_cls == SCHEDULER_CLS
+    with pytest.raises(ValueError, match="async scheduling is only supported with"):
+        configure(plain, speculative_config=NGRAM, async_scheduling=True)
+
+
+def test_other_drafts_are_refused_by_name(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set behind vLLM's back, which wants a draft model or a package for most of them."""
+    vllm_config, platform = configure(plain, speculative_config=NGRAM), eviction_platform()
+    assert platform is not None
+    others = {*get_args(SpeculativeMethod)} - {"ngram"}
+    assert {"draft_model", "eagle", "eagle3", "medusa", "mtp", "ngram_gpu", "suffix"} < others
+    for method in others:
+        monkeypatch.setattr(vllm_config.speculative_config, "method", method)
+        with pytest.raises(UnsupportedByEvictionError) as caught:
+            check_vllm_config(vllm_config, platform)
+        assert str(caught.value) == (
+            f"--kv-eviction does not work with speculative decoding by {method} yet: use the "
+            "method ngram in --speculative-config, remove the flag or leave out --kv-eviction"
+        )
+
+
+def test_a_draft_model_is_refused(plain: str) -> None:
+    draft = {"method": "draft_model", "model": plain, "num_speculative_tokens": 2}
+    assert "speculative decoding by draft_model" in refusal(plain, speculative_config=draft)
+
+
+def test_drafts_are_refused_on_a_gpu(plain: str) -> None:
+    vllm_config = configure(plain, speculative_config=NGRAM)
+    with pytest.raises(UnsupportedByEvictionError, match="by ngram on this platform yet: remove"):
+        check_vllm_config(vllm_config, platforms._CUDA)
 
 
 def qwen3_moe() -> Any:

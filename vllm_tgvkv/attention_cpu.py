@@ -5,7 +5,8 @@ A batch without compressed requests runs vLLM's own code unchanged. Otherwise th
 decode rows, which the batch has first, run as one virtual sequence per (request,
 KV head) over pages instead of blocks, through the same kernel; prefill chunks in
 the same batch run as in stock. A compressed request has several tokens in a step
-only after a preemption, when it computes again what it had generated.
+with drafts to verify, and after a preemption, when it computes again what it had
+generated.
 """
 
 from __future__ import annotations
@@ -112,7 +113,9 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._init_reorder_batch_threshold(1)  # decode rows first
+        # Decode rows first, with or without drafts: who has some changes from step to step, and
+        # rows that change places get their page tables written anew.
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         # An AMX machine would store keys in tiles, from which a token cannot be copied alone.
         self.isa = "vec" if self.block_size % 32 == 0 else "vec16"
         self._set_isa_to_layers(layer_names)
@@ -130,6 +133,8 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             vllm_config.scheduler_config.max_num_seqs * self.num_kv_heads + 1, dtype=torch.int32
         )
         self._tables: torch.Tensor | None = None
+        self._written = torch.empty(0, dtype=torch.int32)
+        """Blocks of every row that its page tables cover."""
         self._seen = torch.empty(0, 0, dtype=torch.int32)
         self._seen_lens = torch.empty(0, dtype=torch.int32)
         self._seen_version = -1
@@ -208,7 +213,8 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         compressed = self.evictor.regions.num_retained[common.block_table_tensor[:, 0]] > 0
         if not compressed.any():
             return None
-        num_decodes, *_ = split_decodes_and_prefills(common, decode_threshold=1)
+        assert self.reorder_batch_threshold is not None
+        num_decodes, *_ = split_decodes_and_prefills(common, self.reorder_batch_threshold)
         compressed[:num_decodes] = True
         return compressed.nonzero().squeeze(1)
 
@@ -254,12 +260,14 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         """Page tables [L, R, H, W] of R rows.
 
         A row's tables change when it gets a block, that is every N-th step; only the rows
-        that changed since the last step are written anew. Reading tensors here is no
-        synchronisation: they are the host's.
+        that changed since the last step are written anew. A row may also grow into a block that
+        it has had for a while, for drafts that were rejected; its tables were perhaps written
+        in between. Reading tensors here is no synchronisation: they are the host's.
         """
         assert self.evictor is not None
         regions, shape = self.evictor.regions, self.shape
-        num_blocks = int(seq_lens.max() - 1) // self.block_size + 1
+        needed = (seq_lens - 1) // self.block_size + 1
+        num_blocks = int(needed.max())
         num_pages = int(lengths.max() - 1) // self.block_size + 1
         seen = block_table[:, :num_blocks]
         tables = self._tables
@@ -272,9 +280,11 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             width = (num_pages // _TABLE_STEP + 1) * _TABLE_STEP
             size = (shape.num_layers, len(seen), shape.num_heads, width)
             tables = torch.empty(size, dtype=torch.int32)
+            self._written = torch.empty_like(needed)
             changed = torch.arange(len(seen))
         else:
-            changed = (self._seen_rows(num_blocks) != seen).any(1).nonzero().squeeze(1)
+            is_new = (self._seen_rows(num_blocks) != seen).any(1) | (needed > self._written)
+            changed = is_new.nonzero().squeeze(1)
         if len(changed):
             new = torch.empty_like(tables[:, : len(changed)])
             write_page_tables(
@@ -288,6 +298,7 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
                 new,
             )
             tables[:, changed] = new
+            self._written[changed] = needed[changed]
         self._tables, self._seen, self._seen_version = tables, seen, regions.version
         return tables
 

@@ -69,11 +69,18 @@ def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
     replicated = parallel.data_parallel_size > 1
     on_cpu = platform.worker_cls.startswith("vllm_tgvkv.worker_cpu.")
     decode_kernel = config_of(vllm_config).decode_kernel
+    speculative = vllm_config.speculative_config
+    drafts = f"speculative decoding by {speculative.method}" if speculative else ""
     for found, what, remedy in (
         *_model_checks(model),
         (
-            vllm_config.speculative_config is not None,
-            "speculative decoding",
+            speculative is not None and speculative.method != "ngram",
+            drafts,
+            "use the method ngram in --speculative-config, remove the flag",
+        ),
+        (
+            speculative is not None and not on_cpu,
+            f"{drafts} on this platform",
             "remove --speculative-config",
         ),
         (

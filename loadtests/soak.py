@@ -53,7 +53,7 @@ OUTPUT = ROOT / "build" / "soak"
 SERVE = [
     *("serve", os.path.relpath(MODEL), "--served-model-name", "demo", "--dtype", "float32"),
     # Four whole prompts: requests wait, and some are preempted.
-    *("--block-size", "16", "--num-gpu-blocks-override", "160", "--max-model-len", "1536"),
+    *("--block-size", "32", "--num-gpu-blocks-override", "80", "--max-model-len", "1536"),
     # Prompts are cut, and several prefill at once.
     *("--max-num-batched-tokens", "512", "--long-prefill-token-threshold", "256"),
     *("--max-num-seqs", "16", "--enforce-eager", "--mm-processor-cache-gb", "0.1"),

@@ -9,10 +9,12 @@ was not dropped ends a step with an `AssertionError`, where a model would only w
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +37,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_tgvkv.config import CONFIG_KEY
 from vllm_tgvkv.integrity import check_integrity
-from vllm_tgvkv.manager import EvictingSpec
+from vllm_tgvkv.manager import EvictingManager, EvictingSpec, Prefill, Queue
 from vllm_tgvkv.plan import ATTRIBUTE, OUTCOMES_ATTRIBUTE, Eviction, Failure, Outcome, StepPlan
 from vllm_tgvkv.scheduler import AsyncEvictionScheduler, EvictionScheduler
 
@@ -411,6 +413,19 @@ class Double:
         self.num_tokens = 0
         self.num_preemptions = 0
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.num_sums = 0
+        """Times that what earlier prefills need was known from the sums of the step."""
+        if self.check:
+            manager = self.scheduler._manager
+            manager._advanced_before = partial(self._advanced_before, manager)
+
+    def _advanced_before(self, manager: EvictingManager, prefill: Prefill) -> Queue:
+        """The manager's sums, beside those over all prefills."""
+        found = EvictingManager._advanced_before(manager, prefill)
+        self.num_sums += found is manager._advanced
+        everything = itertools.takewhile(lambda p: p is not prefill, manager.prefills.values())
+        assert found == Queue.of(p for p in everything if p.last_step == manager._step)
+        return found
 
     @property
     def pool(self) -> Any:

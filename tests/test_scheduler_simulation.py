@@ -146,7 +146,7 @@ def run(workload: Workload, seed: int) -> Double:
 
 
 def test_random_workloads_end_and_leave_nothing_behind() -> None:
-    evictions = preemptions = errors = 0
+    evictions = preemptions = errors = sums = 0
     for seed in range(NUM_WORKLOADS):
         try:
             double = run(make_workload(seed), seed)
@@ -155,9 +155,11 @@ def test_random_workloads_end_and_leave_nothing_behind() -> None:
         evictions += double.worker.num_evictions
         preemptions += double.num_preemptions
         errors += len(double.errors)
+        sums += double.num_sums
     assert evictions > 3 * NUM_WORKLOADS
     assert preemptions > NUM_WORKLOADS // 2
     assert errors > NUM_WORKLOADS // 10
+    assert sums > 10 * NUM_WORKLOADS
 
 
 def prompt(seed: int, length: int) -> tuple[int, ...]:

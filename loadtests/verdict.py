@@ -243,6 +243,7 @@ class Soak:
     def read(cls, folder: Path) -> Soak:
         values = json.loads((folder / FILE).read_text(encoding="utf-8"))
         for arm in values["arms"].values():
+            arm["pool"] = arm["pool"] and tuple(arm["pool"])
             for part, kind in ROWS.items():
                 arm[part] = [kind(*row) for row in arm[part]]
         values["arms"] = {name: Arm(**arm) for name, arm in values["arms"].items()}

@@ -261,7 +261,6 @@ def test_a_slope_that_wanders_is_less_certain() -> None:
 def test_record_survives_its_file_and_the_report_is_whole(soak: Soak, tmp_path: Path) -> None:
     lost = Visit(1, 2.0, 3.0, FAILED, False, 0, None, "APIError: lost")
     soak.arms[EVICTING_ARM].visits += [lost, replace(lost, ended=LEFT, comparison=WRONG)]
-    soak.arms[EVICTING_ARM].pool = None
     soak.write(tmp_path)
     assert asdict(Soak.read(tmp_path)) == asdict(soak)
     assert command.main(["--report-only", str(tmp_path)]) == 1

@@ -111,6 +111,7 @@ def make_job(
         xargs=xargs,
         priority=rng.randrange(3),
         arrival=arrival,
+        fails=rng.choice(("observe", "evict")) if rng.random() < 0.08 else "",
     )
 
 
@@ -137,13 +138,7 @@ def run(workload: Workload, seed: int) -> Double:
         double.step()
     double.assert_empty()
     for job in jobs:
-        expected = double.worker.expected(job)
-        answer = double.answers[job.name]
-        assert job.name in double.finished
-        if job.name in workload.aborts.values():
-            assert answer == expected[: len(answer)]
-        else:
-            assert answer == expected, f"{job.name} answers otherwise than alone"
+        double.assert_answered(job, job.name in workload.aborts.values())
     if workload.setup.policy == "fcfs":
         order = [job.name for job in jobs if job.name in set(double.admitted)]
         assert double.admitted == order, "somebody was overtaken"
@@ -151,7 +146,7 @@ def run(workload: Workload, seed: int) -> Double:
 
 
 def test_random_workloads_end_and_leave_nothing_behind() -> None:
-    evictions = preemptions = 0
+    evictions = preemptions = errors = sums = 0
     for seed in range(NUM_WORKLOADS):
         try:
             double = run(make_workload(seed), seed)
@@ -159,8 +154,12 @@ def test_random_workloads_end_and_leave_nothing_behind() -> None:
             raise AssertionError(f"workload {seed}: {make_workload(seed).setup}") from error
         evictions += double.worker.num_evictions
         preemptions += double.num_preemptions
+        errors += len(double.errors)
+        sums += double.num_sums
     assert evictions > 3 * NUM_WORKLOADS
     assert preemptions > NUM_WORKLOADS // 2
+    assert errors > NUM_WORKLOADS // 10
+    assert sums > 10 * NUM_WORKLOADS
 
 
 def prompt(seed: int, length: int) -> tuple[int, ...]:

@@ -34,6 +34,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     num_steps = 0
     num_evictions = 0
     num_preemptions = 0
+    num_errors = 0
 
     @initialize(
         num_blocks=st.integers(LONGEST // SIZE, 3 * LONGEST // SIZE),
@@ -71,6 +72,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         image=st.integers(0, 40),
         priority=st.integers(0, 2),
         evicted=st.booleans(),
+        fails=st.sampled_from(("", "", "", "", "observe", "evict")),
     )
     def arrive(
         self,
@@ -81,6 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         image: int,
         priority: int,
         evicted: bool,
+        fails: str,
     ) -> None:
         name = f"r{len(self.jobs)}"
         tokens = random.Random(head)
@@ -96,6 +99,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             xargs={} if evicted else {"kv_eviction": "none"},
             priority=priority,
             arrival=len(self.jobs),
+            fails=fails,
         )
         self.jobs.append(job)
         self.double.arrive(job)
@@ -148,15 +152,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         double = self.double
         double.run([])
         for job in self.jobs:
-            expected, answer = double.worker.expected(job), double.answers[job.name]
-            if job.name in self.aborted:
-                assert answer == expected[: len(answer)]
-            else:
-                assert answer == expected
+            double.assert_answered(job, job.name in self.aborted)
         cls = SchedulerMachine
         cls.num_steps += double.num_steps
         cls.num_evictions += double.worker.num_evictions
         cls.num_preemptions += double.num_preemptions
+        cls.num_errors += len(double.errors)
 
 
 def test_no_order_of_events_loses_a_block_or_a_token() -> None:
@@ -174,3 +175,4 @@ def test_no_order_of_events_loses_a_block_or_a_token() -> None:
     assert SchedulerMachine.num_steps > 46 * NUM_EXAMPLES
     assert SchedulerMachine.num_evictions > NUM_EXAMPLES
     assert SchedulerMachine.num_preemptions > NUM_EXAMPLES
+    assert SchedulerMachine.num_errors > NUM_EXAMPLES // 4

@@ -25,7 +25,8 @@ export OMP_WAIT_POLICY VLLM_CPU_OMP_THREADS_BIND VLLM_CPU_KVCACHE_SPACE
 export HF_HUB_OFFLINE VLLM_NO_USAGE_STATS TOKENIZERS_PARALLELISM
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint test test-all test-fast test-gpu compile-kernels demo demo-model eval bench bench-gpu loadtest clean
+.PHONY: help setup lint test test-all test-fast test-gpu test-scheduler compile-kernels demo demo-model
+.PHONY: eval bench bench-gpu loadtest soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,6 +63,10 @@ test-fast: setup ## the tests that start no engine and install nothing
 test-gpu: ## the Triton kernels, on the GPU if there is one, else under Triton's interpreter
 	$(GPU_PYTHON) -m pytest -q tests/gpu
 
+test-scheduler: setup ## WORKLOADS=3000 random workloads, EXAMPLES=5000 random sequences of events: an hour
+	$(BIN)/python -m tests.test_scheduler_simulation $(or $(WORKLOADS),3000)
+	SCHEDULER_EXAMPLES=$(or $(EXAMPLES),5000) $(BIN)/python -m pytest -qs tests/test_scheduler_states.py
+
 compile-kernels: setup ## build every Triton kernel for three GPU generations; fails on spills
 	$(BIN)/python -m vllm_tgvkv.kernels.gpu.compile
 
@@ -82,6 +87,9 @@ bench-gpu: ## speed and memory on a GPU against stock vLLM, at most 8 minutes
 
 loadtest: setup ## load on a served endpoint, stock against evicting: PROFILE=... for others than laptop
 	$(BIN)/python -m loadtests.run --profile loadtests/profiles/$(or $(PROFILE),laptop).yaml
+
+soak: setup ## mixed traffic whose every answer is checked: MINUTES=30; STOCK=1 for a stock server before
+	$(BIN)/python -m loadtests.soak --minutes $(or $(MINUTES),30) $(if $(STOCK),--stock)
 
 clean: ## remove the environment and all build products
 	rm -rf $(VENV) build dist *.egg-info tools/cpu/build tools/cpu/*.egg-info

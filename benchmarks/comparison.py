@@ -121,8 +121,8 @@ STEPS_PER_ROUND = 10
 SCHEDULER_TRAFFIC = (
     Traffic("no request ends", 256, 1024, None),
     Traffic("2 requests begin and end in a step", 256, 1024, 128),
-    Traffic("64 prompts at a time in a full pool", 256, 1024, 49, chunk=64, pool_blocks=3500),
-    Traffic("128 prompts at a time in a full pool", 256, 1024, 33, chunk=32, pool_blocks=5000),
+    Traffic("chunks of 64 tokens in a full pool", 256, 1024, 49, chunk=64, pool_blocks=3500),
+    Traffic("chunks of 32 tokens in a full pool", 256, 1024, 33, chunk=32, pool_blocks=5000),
 )
 KV_BOUND = ModelShape("kv-bound", 512, 8, 16, 8, 128, 1408, vocabulary=4096)
 """Gain of the plugin: caches far larger than weights."""

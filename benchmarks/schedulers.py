@@ -111,6 +111,8 @@ def _measure(shape: ModelShape, root: str, budget: float, traffic: Traffic, step
         waiting.append(len(ours.scheduler.waiting))
         same = running_stock[-1] == running[-1]
         assert same or traffic.pool_blocks, "the schedulers went different ways"
+    flight = sum(prefilling) / steps
+    assert flight >= 64 or not traffic.pool_blocks, f"{flight:.0f} prompts are in flight: too few"
     held, _ = ours.scheduler._manager.num_held()
     held += prefilling[-1]
     assert held >= 0.9 * running[-1], f"{held} of {running[-1]} are compressed, or will be"
@@ -118,7 +120,7 @@ def _measure(shape: ModelShape, root: str, budget: float, traffic: Traffic, step
         **seconds,
         running=running,
         evicted=ours.scheduler.eviction_counters.requests_evicted - evicted,
-        prefilling=sum(prefilling) / steps,
+        prefilling=flight,
         waiting=sum(waiting) / steps,
         running_stock=running_stock,
     )

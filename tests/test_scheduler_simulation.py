@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random workloads on the real scheduler: each request ends, and nothing is lost on the way.
 
-A long run: `python -m tests.test_scheduler_simulation 5000`; a second number is the first
-workload's, so `1 4711` is number 4711 again.
+A long run: `make test-scheduler WORKLOADS=5000`, or `python -m tests.test_scheduler_simulation
+5000`; a second number is the first workload's, so `1 4711` is number 4711 again.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import random
 import sys
 import traceback
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -424,12 +425,21 @@ def test_a_prefill_that_waits_for_the_encoder_is_not_waited_for() -> None:
 
 if __name__ == "__main__":
     count, first = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    failed = 0
+    totals: Counter[str] = Counter()
     for number in range(first, first + count):
         try:
-            run(make_workload(number), number)
+            double = run(make_workload(number), number)
         except Exception:
-            failed += 1
+            totals["failed"] += 1
             print(f"workload {number}: {make_workload(number).setup}")
             traceback.print_exc()
-    print(f"{failed} of {count} workloads failed")
+        else:
+            totals["requests"] += len(double.answers)
+            totals["steps"] += double.num_steps
+            totals["evictions"] += double.worker.num_evictions
+            totals["preemptions"] += double.num_preemptions
+            totals["errors"] += len(double.errors)
+        if (number - first + 1) % 100 == 0:
+            print(f"{number - first + 1} workloads: {dict(totals)}", flush=True)
+    print(f"{totals['failed']} of {count} workloads failed")
+    sys.exit(totals["failed"] > 0)

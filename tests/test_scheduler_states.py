@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Any order of arrivals, steps, preemptions, aborts and resets keeps the pool's books right.
 
-A long run: `SCHEDULER_EXAMPLES=5000 python -m pytest tests/test_scheduler_states.py`.
+A long run: `make test-scheduler EXAMPLES=5000`, or `SCHEDULER_EXAMPLES=5000 python -m pytest -s
+tests/test_scheduler_states.py`.
 """
 
 from __future__ import annotations
@@ -172,7 +173,12 @@ def test_no_order_of_events_loses_a_block_or_a_token() -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
-    assert SchedulerMachine.num_steps > 46 * NUM_EXAMPLES
-    assert SchedulerMachine.num_evictions > NUM_EXAMPLES
-    assert SchedulerMachine.num_preemptions > NUM_EXAMPLES
-    assert SchedulerMachine.num_errors > NUM_EXAMPLES // 4
+    found = SchedulerMachine
+    print(
+        f"{found.num_steps} steps, {found.num_evictions} evictions, {found.num_preemptions} "
+        f"preemptions, {found.num_errors} prompts that failed"
+    )
+    assert found.num_steps > 46 * NUM_EXAMPLES  # more than 10,000, as it is run in CI
+    assert found.num_evictions > NUM_EXAMPLES
+    assert found.num_preemptions > NUM_EXAMPLES
+    assert found.num_errors > NUM_EXAMPLES // 4

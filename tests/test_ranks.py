@@ -23,7 +23,7 @@ from vllm_tgvkv.pages import page_pool
 from vllm_tgvkv.plan import Eviction, Failure, Observation, Outcome, RowSumming, StepPlan
 from vllm_tgvkv.policies import POLICY_NAMES
 from vllm_tgvkv.prompt import PromptMap, VisionRun, voters
-from vllm_tgvkv.ranks import RankError, Ranks, TensorRanks
+from vllm_tgvkv.ranks import RankError, Ranks, SharedAttention, TensorRanks
 
 LAYERS, HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE = 3, 4, 2, 16, 16
 NUM_BLOCKS = 40
@@ -307,12 +307,15 @@ def test_ranks_that_hold_the_same_head_keep_the_same(method: str, granularity: s
     [("layer", "tgv", 2), ("layer", "snapkv", 1), ("layer", "vlcache", 1), ("head", "tgv", 0)],
 )
 def test_exchanges_are_few(granularity: str, method: str, per_layer: int) -> None:
-    """Beside those of the layers: two for the step, and one or two for each prompt."""
+    """Beside those of the layers: two for the step, and one or two for each prompt.
+
+    Each is two: where every rank is, and what they have to say.
+    """
     config, model = settings(granularity), Model.random()
     plan = step(config, dict.fromkeys(PROMPTS, method), 0.45)
     _, wire = run_ranks(model, 2, config, plan)
     of_prompt = per_layer * LAYERS + (2 if granularity == "head" else 1)
-    assert wire.num_exchanges == 2 + of_prompt * len(PROMPTS)
+    assert wire.num_exchanges == 2 * (2 + of_prompt * len(PROMPTS))
 
 
 @pytest.mark.parametrize("granularity", ["layer", "head"])
@@ -348,6 +351,69 @@ def test_what_fails_on_one_rank_fails_on_all(
     (other,) = PROMPTS.keys() - {name}
     if granularity == "layer":
         assert torch.equal(kept_by(runs, other), alone.kept(other))
+    for run in runs:
+        assert run.evictor.regions.num_live == 2
+        assert not any((run.evictor._queries, run.evictor._sums, run.evictor._watches))
+
+
+@pytest.mark.parametrize("granularity", ["layer", "head"])
+@pytest.mark.parametrize("method", ["tgv", "aircache"])
+@pytest.mark.parametrize(
+    ("where", "call"),
+    [
+        ("before the score", 1),
+        ("between exchanges", 2),
+        ("after the score", 3),
+        ("after the strength", 2),
+        ("in the shares", 1),
+        ("in the shares", 2),
+    ],
+)
+def test_a_methods_own_code_may_fail_on_one_rank(
+    monkeypatch: pytest.MonkeyPatch, granularity: str, method: str, where: str, call: int
+) -> None:
+    """It leaves its part of the work early, while the others go on to exchanges that follow.
+
+    Two KV heads on four ranks, so that token sets are shared at either granularity.
+    """
+    config, model = settings(granularity), Model.random(kv_heads=2, group=4)
+    plan = step(config, {"first": method, "second": method}, "auto:0.9,min=0.2,max=0.6")
+    healthy, _ = run_ranks(model, 4, config, plan, replicas=2)
+    policy, calls = config.build_policy(method), 0
+    owner, name = {
+        "before the score": (type(policy.score), "__call__"),
+        "between exchanges": (SharedAttention, "_columns"),
+        "after the score": (type(policy.score), "__call__"),
+        "after the strength": (type(policy.budget), "strength"),
+        "in the shares": (type(policy.budget), "shares"),
+    }[where]
+    real = getattr(owner, name)
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        fails = False
+        if threading.current_thread().name == "rank 1":
+            calls += 1
+            fails = calls == call
+        if fails and not where.startswith("after"):
+            raise MemoryError
+        result = real(*args, **kwargs)
+        if fails:
+            raise MemoryError
+        return result
+
+    monkeypatch.setattr(owner, name, failing)
+    runs, _ = run_ranks(model, 4, config, plan, replicas=2)
+    assert calls >= call
+    failed = [
+        {name for name, outcome in run.outcomes.items() if isinstance(outcome, Failure)}
+        for run in runs
+    ]
+    assert failed[0] == failed[1] == failed[2] == failed[3]
+    (lost,) = failed[0]
+    assert "MemoryError" in runs[1].outcomes[lost].error  # type: ignore[union-attr]
+    (other,) = PROMPTS.keys() - {lost}
+    assert torch.equal(kept_by(runs, other), kept_by(healthy, other))
     for run in runs:
         assert run.evictor.regions.num_live == 2
         assert not any((run.evictor._queries, run.evictor._sums, run.evictor._watches))

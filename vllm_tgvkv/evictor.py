@@ -397,6 +397,7 @@ class Evictor:
         judgement = work.judgement
         if judgement is None:
             return
+        self.ranks.next_section()
         # Other ranks wait for this one's statistics, or to hear that there are none.
         if work.error is None or self.ranks.shares_sets(judgement.per_head):
             work.attempt(lambda: self._judge_layer(work, judgement, layer, rows, scale))
@@ -509,7 +510,6 @@ class Evictor:
             judgement.prompt.num_tokens,
             judgement.policy.statistics(kind),
             judgement.per_head,
-            self.device,
         )
 
     def _own_attention(
@@ -549,6 +549,7 @@ class Evictor:
         self._agree()
         judged = [(work, work.judgement) for work in self._work if work.judgement is not None]
         for work, judgement in judged:
+            self.ranks.next_section()
             if work.error is None:
                 work.attempt(partial(self._finish, judgement))
         if judged:
@@ -691,7 +692,7 @@ class Evictor:
             self.config.floor_pages,
             ranks.num_parts,
             slice(own, own + shape.num_heads),
-            lambda find: ranks.first(find, self.device),
+            ranks.first,
         )
         return decider, masses[0] if masses else None
 

@@ -8,7 +8,8 @@ What must not differ between ranks is computed by each of them from the same num
   statistics, so that its scores and strengths are the same everywhere;
 - at granularity `head` the ranks show each other their scores and strengths once, after the last
   layer, and each decides for all heads;
-- a prompt that fails on one rank fails on all.
+- a prompt that fails on one rank fails on all, wherever it does: each exchange begins with a few
+  numbers that say where every rank is.
 
 Ranks only ever gather. Each adds up by itself, in the order of the ranks, so that all have the same
 bits whatever the order in which a reduction would add.
@@ -48,6 +49,12 @@ class Ranks:
     part = 0
     """Which of these parts this rank holds."""
 
+    def next_section(self) -> None:
+        """Begin a section of a step's work: a layer of a prompt, or its decision.
+
+        All ranks begin the same sections in the same order; one that fails in a section leaves it.
+        """
+
     def shares_sets(self, per_head: bool) -> bool:
         """Whether a token set belongs to heads of several ranks."""
         return False
@@ -59,7 +66,6 @@ class Ranks:
         num_keys: int,
         statistics: frozenset[Statistic],
         per_head: bool,
-        device: torch.device,
     ) -> Attention:
         """The attention that a policy sees of one layer; `own` gives that of this rank's heads."""
         return own()
@@ -71,7 +77,7 @@ class Ranks:
         """
         return [torch.stack(tuple(layers)) for layers in numbers]
 
-    def first(self, find: Callable[[], Tensor], device: torch.device) -> Tensor:
+    def first(self, find: Callable[[], Tensor]) -> Tensor:
         """What the first rank finds, an int64 scalar."""
         return find()
 
@@ -87,8 +93,10 @@ class Ranks:
 class TensorRanks(Ranks):
     """One of several ranks, all of which call the same methods in the same order.
 
-    `exchange` takes float32 `[n]` of each rank to `[size, n]` on each, bit by bit. Heads are spread
-    as vLLM does: equally, or `replicas` neighbours hold the same KV head.
+    A rank that left a section early calls fewer of them; the others hear of it at their next call
+    and leave the section as well. `exchange` takes float32 `[n]` of each rank to `[size, n]` on
+    each, bit by bit. Heads are spread as vLLM does: equally, or `replicas` neighbours hold the same
+    KV head.
     """
 
     def __init__(
@@ -100,6 +108,10 @@ class TensorRanks(Ranks):
         self.num_parts = size // replicas
         self.part = rank // replicas
         self._exchange = exchange
+        self._section = 0
+
+    def next_section(self) -> None:
+        self._section += 1
 
     def shares_sets(self, per_head: bool) -> bool:
         return not per_head or self.replicas > 1
@@ -111,15 +123,14 @@ class TensorRanks(Ranks):
         num_keys: int,
         statistics: frozenset[Statistic],
         per_head: bool,
-        device: torch.device,
     ) -> Attention:
         if not self.shares_sets(per_head):
             return own()
         first = self.part * self.replicas
         members = slice(first, first + self.replicas) if per_head else slice(None)
 
-        def mean(part: Callable[[], Tensor], size: int, dtype: torch.dtype) -> Tensor:
-            return self._gather(part, size, dtype, device)[members].mean(dim=0)
+        def mean(part: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
+            return self._gather(part, dtype)[members].mean(dim=0)
 
         return SharedAttention(mean, own, rows, num_keys, statistics)
 
@@ -127,12 +138,11 @@ class TensorRanks(Ranks):
         if not per_head:
             return super().stack(numbers, per_head)
         sizes = [sum(layer.nbytes for layer in layers) // _BITS.itemsize for layers in numbers]
-        device = numbers[0][0].device
 
         def part() -> Tensor:
             return torch.cat([torch.stack(tuple(x)).flatten().view(_BITS) for x in numbers])
 
-        gathered = self._gather(part, sum(sizes), _BITS, device)[:: self.replicas]
+        gathered = self._gather(part, _BITS)[:: self.replicas]
         stacked = []
         for layers, bits in zip(numbers, gathered.split(sizes, dim=1), strict=True):
             values = bits.contiguous().view(layers[0].dtype)
@@ -140,47 +150,48 @@ class TensorRanks(Ranks):
             stacked.append(by_part.transpose(0, 1).flatten(1, 2))
         return stacked
 
-    def first(self, find: Callable[[], Tensor], device: torch.device) -> Tensor:
-        return self._gather(lambda: find().flatten(), 1, torch.int64, device)[0, 0]
+    def first(self, find: Callable[[], Tensor]) -> Tensor:
+        return self._gather(lambda: find().flatten(), torch.int64)[0, 0]
 
     def sum(self, value: Tensor) -> Tensor:
-        return self._gather(value.flatten, 1, value.dtype, value.device).sum()
+        return self._gather(value.flatten, value.dtype).sum()
 
     def agree(self, errors: Sequence[Exception | None]) -> list[Exception | None]:
+        self.next_section()
         failed = torch.tensor([error is not None for error in errors]).float()
+        self._meet()
         ranks_failed = self._exchange(failed).t().tolist()
         return [
             error or _error_elsewhere(ranks)
             for error, ranks in zip(errors, ranks_failed, strict=True)
         ]
 
-    def _gather(
-        self,
-        part: Callable[[], Tensor],
-        size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Tensor:
-        """`[size]` of each rank -> `[ranks, size]`.
-
-        A rank whose `part` raises takes part with a mark, since the others wait for it: then all
-        of them raise.
-        """
-        error: Exception | None = None
+    def _gather(self, part: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
+        """`[n]` of each rank -> `[ranks, n]`; where `part` raises on a rank, all of them raise."""
+        bits, error = torch.empty(0), None
         try:
-            values = part().to(dtype)
+            bits = part().to(dtype).contiguous().view(_BITS)
         except Exception as raised:
-            error, values = raised, torch.zeros(size, dtype=dtype, device=device)
-        bits = values.contiguous().view(_BITS)
-        mark = bits.new_full((1,), error is not None)
-        gathered = self._exchange(torch.cat((bits, mark)))
-        error = error or _error_elsewhere(gathered[:, -1].tolist())
+            error = raised
+        self._meet(error)
+        return self._exchange(bits).view(dtype)
+
+    def _meet(self, error: Exception | None = None) -> None:
+        """Wait until all ranks are here; raise if one of them failed or has left the section.
+
+        A rank that is ahead of others waits until they have left their section and followed.
+        """
+        while True:
+            here = torch.tensor([self._section, error is not None])
+            sections, failed = self._exchange(here.view(_BITS)).view(here.dtype).unbind(1)
+            if (sections >= self._section).all():
+                break
+        error = error or _error_elsewhere((failed.bool() | (sections > self._section)).tolist())
         if error is not None:
             raise error
-        return gathered[:, :-1].contiguous().view(dtype)
 
 
-def _error_elsewhere(failed: list[float]) -> RankError | None:
+def _error_elsewhere(failed: Sequence[float]) -> RankError | None:
     ranks = ", ".join(str(rank) for rank, has_failed in enumerate(failed) if has_failed)
     return RankError(f"failed on rank {ranks}") if ranks else None
 
@@ -196,7 +207,7 @@ class SharedAttention:
 
     def __init__(
         self,
-        mean: Callable[[Callable[[], Tensor], int, torch.dtype], Tensor],
+        mean: Callable[[Callable[[], Tensor], torch.dtype], Tensor],
         own: Callable[[], Attention],
         rows: Tensor | None,
         num_keys: int,
@@ -246,11 +257,9 @@ class SharedAttention:
         """Column sums and all statistics that were declared, in one exchange."""
         if "first pass" in self._known:
             return self._known["first pass"]
-        size = self._num_keys + sum(map(self._size, self._statistics))
         names = ["column_sums", *self._statistics]
         self._known["first pass"] = self._mean(
             lambda: torch.cat([getattr(self._own(), name).flatten() for name in names]),
-            size,
             torch.float64 if "share_below" in names else torch.float32,
         )
         return self._known["first pass"]
@@ -262,12 +271,12 @@ class SharedAttention:
             return torch.cat((own.text_column_sums, own.vision_column_sums), dim=1).flatten()
 
         if "by modality" not in self._known:
-            sums = self._mean(part, 2 * self._num_keys, torch.float32)
+            sums = self._mean(part, torch.float32)
             self._known["by modality"] = sums.view(2, -1)
         return self._known["by modality"]
 
     def _columns(self, part: Callable[[], Tensor]) -> Tensor:
-        mean = self._mean(lambda: part().flatten(), self._num_keys, torch.float32)
+        mean = self._mean(lambda: part().flatten(), torch.float32)
         return mean.unsqueeze(0)
 
     def _size(self, name: str) -> int:

@@ -391,6 +391,33 @@ def test_prefills_do_not_take_each_others_blocks(
         assert tokens[0] < 0.9 * tokens[1]
 
 
+def test_what_earlier_prefills_need_is_known_in_any_order_of_events() -> None:
+    """vLLM goes through them in their order, as a rule; `Double` compares with all prefills."""
+    sums = 0
+    for seed in range(30):
+        rng = random.Random(seed)
+        double = Double(Setup(200, chunk=512, long_prefill=16, eviction=settings()))
+        for number in range(8):
+            double.arrive(Job(f"r{number}", prompt(number, 200), 4, ((4, 100),)))
+        double.step()
+        manager = double.scheduler._manager
+        manager.new_step_starts()
+        names = list(manager.prefills)
+        assert len(names) == 8
+        if seed % 2:
+            rng.shuffle(names)
+        advanced: list[str] = []
+        for name in names:
+            manager._advance(name)
+            advanced.append(name)
+            if rng.random() < 0.2:
+                preempt(double, advanced.pop(rng.randrange(len(advanced))))
+            for prefill in manager.prefills.values():
+                manager._advanced_before(prefill)
+        sums += double.num_sums
+    assert sums > 100
+
+
 def test_a_prefill_waits_for_blocks_that_an_earlier_one_is_about_to_give_back() -> None:
     """Asked for one more block, vLLM would preempt the first of equal priority: the earlier one.
 

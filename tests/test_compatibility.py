@@ -311,6 +311,11 @@ def test_a_draft_model_is_refused(plain: str) -> None:
     assert "speculative decoding by draft_model" in refusal(plain, speculative_config=draft)
 
 
+def test_drafts_are_refused_on_several_ranks(plain: str) -> None:
+    message = refusal(plain, speculative_config=NGRAM, tensor_parallel_size=2)
+    assert "by ngram and tensor parallelism (--tensor-parallel-size 2)" in message
+
+
 def test_drafts_are_refused_on_a_gpu(plain: str) -> None:
     vllm_config = configure(plain, speculative_config=NGRAM)
     with pytest.raises(UnsupportedByEvictionError, match="by ngram on this platform yet: remove"):

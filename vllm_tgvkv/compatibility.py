@@ -84,6 +84,12 @@ def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
             "remove --speculative-config",
         ),
         (
+            speculative is not None and parallel.tensor_parallel_size > 1,
+            f"{drafts} and tensor parallelism "
+            f"(--tensor-parallel-size {parallel.tensor_parallel_size})",
+            "use --tensor-parallel-size 1 or remove --speculative-config",
+        ),
+        (
             vllm_config.kv_transfer_config is not None,
             "KV connectors",
             "remove --kv-transfer-config or --kv-offloading-size",

@@ -509,6 +509,23 @@ def test_hostile_wishes_end_their_request_and_no_more(evicting: Engine, key: str
     assert evicting.counters["requests_skipped"]["invalid_request"] == skipped
 
 
+def test_images_that_overlap_cost_the_eviction_and_no_more(evicting: Engine) -> None:
+    """vLLM places them side by side; told otherwise, the scheduler keeps the whole cache."""
+    ask = question(95, 20, 140, max_tokens=2)
+    names = [submit(evicting, ask) for _ in range(3)]
+    skipped = evicting.counters["requests_skipped"].get("unsupported_request", 0)
+    for request, shift in zip(requests(evicting, names), (1, -1, 10_000), strict=True):
+        placed = request.mm_features
+        (image,) = placed
+        where = replace(image.mm_position, offset=image.mm_position.offset + shift)
+        evicting.scheduler._forget(request.request_id)
+        request.mm_features = [replace(image, mm_position=where), image]
+        evicting.scheduler._consider(request)
+        request.mm_features = placed
+    assert {len(o.outputs[0].token_ids) for o in drain(evicting).values()} == {2}
+    assert evicting.counters["requests_skipped"]["unsupported_request"] == skipped + 3
+
+
 def test_odd_prompts_are_evicted_or_pass(evicting: Engine) -> None:
     """All methods, on prompts of images alone, of text alone, and images at either end."""
     images = tuple(random_image(i, 112, 112) for i in range(4))
@@ -546,6 +563,7 @@ def test_odd_prompts_are_evicted_or_pass(evicting: Engine) -> None:
     "ask",
     [
         Ask(LLAVA_IMAGE * 5, tuple(random_image(i) for i in range(5))),  # the limit is 4
+        Ask(LLAVA_IMAGE * 10_000, (random_image(12),) * 10_000),
         Ask(LLAVA_IMAGE, tuple(random_image(i) for i in (10, 11))),
         Ask("", (random_image(13),)),
         Ask(LLAVA_IMAGE, (Image.new("RGB", (0, 0)),)),
@@ -556,6 +574,7 @@ def test_odd_prompts_are_evicted_or_pass(evicting: Engine) -> None:
     ],
     ids=[
         "five images",
+        "ten thousand images",
         "two for one",
         "no place",
         "0x0",

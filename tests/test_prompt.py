@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
     MultiModalFeatureSpec,
@@ -238,6 +241,68 @@ def test_tiles_of_internvl_are_no_larger_square() -> None:
     assert grids(image, internvl) == [(4, (2, 2))] * 4
     assert grids(feature(3, 16), internvl) == [(16, None)]
     assert grids(feature(3, 15, reported={"image_num_patches": 3}), internvl) == [(15, None)]
+
+
+MODELS = [None, model("llava"), model("internvl"), model("qwen3_vl")] + [
+    model(name, **TILED) for name in ("llava_next", "llava_onevision")
+]
+
+
+@st.composite
+def features_of_any_kind(draw: st.DrawFn) -> list[MultiModalFeatureSpec]:
+    """Over each other, in any order, empty, outside of the prompt; with reports that are wrong."""
+    small = st.integers(0, 9)
+    found = []
+    for _ in range(draw(st.integers(0, 4))):
+        length = draw(st.integers(0, 24))
+        embeds = draw(st.none() | st.sets(st.integers(0, length - 1))) if length else None
+        reported = draw(
+            st.none()
+            | st.fixed_dictionaries(
+                {},
+                optional={
+                    "image_grid_thw": st.tuples(small, small, small),
+                    "video_grid_thw": st.tuples(small, small, small),
+                    "image_sizes": st.tuples(st.integers(0, 400), st.integers(0, 400)),
+                    "image_num_patches": small,
+                },
+            )
+        )
+        modality = draw(st.sampled_from(["image", "video", "audio"]))
+        offset = draw(st.integers(0, 50))
+        listed = None if embeds is None else sorted(embeds)
+        found.append(feature(offset, length, listed, modality, reported))
+    return found
+
+
+@given(features_of_any_kind(), st.integers(1, 60), st.sampled_from(MODELS), st.integers(1, 70))
+def test_any_placeholders_are_mapped_or_known_as_malformed(
+    features: list[MultiModalFeatureSpec], num_tokens: int, of: Any, window: int
+) -> None:
+    prompt = map_prompt(num_tokens, features, of)
+    embedded = [
+        position
+        for found in features
+        if found.modality != "audio"
+        for first, last in found.mm_position.extract_embeds_range()
+        for position in range(first, last + 1)
+    ]
+    covered = [i for run in prompt.vision for i in range(run.start, run.start + run.length)]
+    assert sorted(covered) == sorted(embedded)
+    assert all(run.grid is None or math.prod(run.grid) == run.length for run in prompt.vision)
+    apart = len(set(embedded)) == len(embedded)
+    inside = all(0 <= position < num_tokens for position in embedded)
+    assert prompt.is_well_formed == (apart and inside)
+    if not prompt.is_well_formed:
+        return
+    assert covered == vision_positions(prompt)
+    found = voters(prompt, ("text", "after_vision", "window"), window)
+    for rows in found.sets.values():
+        assert len(rows)
+        assert (np.diff(rows) > 0).all()
+        assert rows[0] >= 0
+        assert rows[-1] < num_tokens
+    assert set(found.rows) == set().union(*(set(rows) for rows in found.sets.values()))
 
 
 def test_row_sets() -> None:

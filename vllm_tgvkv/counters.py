@@ -21,7 +21,7 @@ SKIP_REASONS = {
     "unknown_patch_grid": "grid pooling is asked for and an image's patch grid is not known",
     "invalid_request": "its vllm_xargs are wrong, and no front end of vLLM has checked them",
     "policy_failed": "the method raised or memory ran out; the request ended with an error",
-    "unsupported_request": "prompt embeddings, or a session of streamed inputs",
+    "unsupported_request": "prompt embeddings, streamed inputs, or images that overlap",
 }
 
 

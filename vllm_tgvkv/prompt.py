@@ -42,10 +42,22 @@ class PromptMap:
 
     num_tokens: int
     vision: tuple[VisionRun, ...]
+    """By their start."""
 
     @property
     def has_vision(self) -> bool:
         return bool(self.vision)
+
+    @property
+    def is_well_formed(self) -> bool:
+        """Whether all runs lie within the prompt, none over another.
+
+        vLLM's processors see to that. Everything here relies on it, and none of it is worth an
+        engine that ends: a prompt that is not is served with its whole cache.
+        """
+        ends = (0, *(run.start + run.length for run in self.vision))
+        starts = (*(run.start for run in self.vision), self.num_tokens)
+        return all(end <= start for end, start in zip(ends, starts, strict=True))
 
     def is_vision(self) -> np.ndarray:
         """Boolean mask of shape [num_tokens]."""
@@ -92,7 +104,7 @@ def map_prompt(
         model: configuration of the model, as transformers has it; it says what the grids are.
     """
     runs = (run for feature in features for run in _vision_runs(feature, model))
-    return PromptMap(num_tokens, tuple(runs))
+    return PromptMap(num_tokens, tuple(sorted(runs, key=lambda run: run.start)))
 
 
 def voters(prompt: PromptMap, row_sets: Sequence[RowSet], observation_window: int) -> Voters:
@@ -187,6 +199,8 @@ def _llava_next_grids(feature: MultiModalFeatureSpec, model: Any) -> list[Grid] 
     if size is None or side == 0:
         return None
     height, width = (int(n) for n in size.data.flatten()[:2])
+    if height < 1 or width < 1:
+        return None
     fitted = select_best_resolution((height, width), model.image_grid_pinpoints)
     rows, columns = (n // model.vision_config.image_size * side for n in fitted)
     # The padding is an even number of rows, or of columns, half of them on either side.

@@ -175,6 +175,8 @@ class EvictionScheduler(Scheduler):
         policy = config.build_policy(wish.policy)
         model = self.vllm_config.model_config.hf_config
         prompt = map_prompt(num_tokens, request.mm_features, model)
+        if not prompt.is_well_formed:
+            return "unsupported_request"
         if not prompt.has_vision:
             if config.text_only == "keep":
                 return "text_only"

@@ -67,7 +67,7 @@ LEAVING = 0.1
 """Share of clients that go away before their answer is complete."""
 ANSWER_SECONDS = 300.0
 DRAIN_SECONDS = 30.0
-SCRAPE_SECONDS = 1.0
+SCRAPE_SECONDS = 2.0
 LOG_ERROR = re.compile(r"\bERROR\b|\bCRITICAL\b|Traceback|Integrity")
 
 

@@ -196,17 +196,43 @@ def test_every_method_and_a_guarded_budget(server: Server) -> None:
             {"kv_eviction": "random", "kv_eviction_budget": "auto:0.9"},
             ["auto", "'random'", "give a fraction, or another method"],
         ),
+        ({"kv_eviction_budget": "9" * 5000}, ["kv_eviction_budget is '999", "...", "such as 512"]),
         ({"kv_eviction_report": "yes"}, ["vllm_xargs.kv_eviction_report is 'yes'", "give 1"]),
+        ({"kv_eviction_trace": 2}, ["vllm_xargs.kv_eviction_trace is 2", "give 1 for a trace"]),
         ({"kv_eviction_sinks": 4}, ["vllm_xargs has kv_eviction_sinks", "kv_eviction_budget"]),
     ],
-    ids=repr,
+    ids=lambda value: repr(value)[:60],
 )
 def test_wrong_wishes_are_http_400(server: Server, xargs: dict[str, Any], parts: list[str]) -> None:
     """The message names the parameter, its value and the way out; the server lives on."""
+    server.ask(max_tokens=1)  # the image is known: see the next test
     with pytest.raises(openai.BadRequestError) as caught:
         server.ask(xargs)
     for part in parts:
         assert part in str(caught.value)
+    assert server.ask(max_tokens=2).usage.completion_tokens == 2
+
+
+def test_an_image_that_came_with_a_wrong_request_first_is_missed_once(server: Server) -> None:
+    """By vLLM's engine, whatever was wrong, since only the front end has seen it."""
+    for seed, wrong in (
+        (901, {"xargs": {"kv_eviction_budget": 0}}),
+        (902, {"logit_bias": {99999: 1}}),
+    ):
+        ask = {"messages": messages(seed), "max_tokens": 2}
+        with pytest.raises(openai.BadRequestError):
+            server.ask(**ask, **wrong)
+        with pytest.raises(openai.InternalServerError):
+            server.ask(**ask)
+        assert server.ask(**ask).usage.completion_tokens == 2
+
+
+def test_ten_thousand_images_are_http_400(server: Server) -> None:
+    """By vLLM's own limit; none of them is looked at."""
+    (message,) = messages(1)
+    (image,) = (part for part in message["content"] if part["type"] == "image_url")
+    with pytest.raises(openai.BadRequestError, match="image"):
+        server.ask(messages=[{**message, "content": [image] * 10_000}])
     assert server.ask(max_tokens=2).usage.completion_tokens == 2
 
 

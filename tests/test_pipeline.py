@@ -8,7 +8,7 @@ poisoned, and every block is recounted after every step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,8 @@ ROWS = 128
 NAMES = {
     f"{method}_by_{granularity}": {"base": method, "granularity": granularity}
     for granularity, of_granularity in {
-        "layer": ("tgv", "snapkv", "vlcache", "aircache", "h2o", "prefixkv", "random"),
-        "head": ("tgv", "adakv", "pyramidkv", "prefixkv", "aircache"),
+        "layer": ("tgv", "snapkv", "vlcache", "h2o", "prefixkv", "random"),
+        "head": ("tgv", "adakv", "pyramidkv", "aircache"),
     }.items()
     for method in of_granularity
 }
@@ -107,7 +107,7 @@ def running(folder: Path) -> Iterator[PipelineEngine]:
     options = {
         "max_num_batched_tokens": 128,
         "max_model_len": 768,
-        "num_gpu_blocks_override": 30,
+        "num_gpu_blocks_override": 24,
         "enable_prefix_caching": True,
     }
     with two_workers(
@@ -119,10 +119,10 @@ def running(folder: Path) -> Iterator[PipelineEngine]:
 def expect(
     oracle: Oracle,
     seed: int,
-    lengths: tuple[int, int],
+    lengths: tuple[int, ...],
     name: str,
     budget: float | Auto,
-    max_tokens: int = 30,
+    max_tokens: int = 20,
     arrival: int = 0,
 ) -> Expected:
     """A request with a method of `NAMES`, and what each stage is to keep."""
@@ -212,8 +212,10 @@ def test_each_stage_keeps_what_its_layers_say(
         lambda outcome: outcomes.update({outcome.request_id.rsplit("-", 1)[0]: outcome}),
     )
     cases = [
-        expect(oracle, seed, (20 + 9 * seed, 190 + 17 * seed), name, budget, arrival=2 * seed)
-        for seed, (name, budget) in enumerate(zip(NAMES, (0.45, 0.15, 0.3) * 4, strict=True))
+        expect(oracle, seed, (20 + 5 * seed, 150 + 14 * seed), name, budget, arrival=2 * seed)
+        for seed, (name, budget) in enumerate(
+            zip(NAMES, (0.45, 0.15, 0.3, 0.4, 0.2) * 2, strict=True)
+        )
     ]
     outputs = running.run([case.ask for case in cases])
     dealt = []
@@ -236,8 +238,8 @@ def test_the_neediest_stage_says_how_many_blocks_auto_takes(
     running: PipelineEngine, oracle: Oracle
 ) -> None:
     cases = [
-        expect(oracle, 40 + i, (20, 200 + 17 * i), f"tgv_by_{granularity}", Auto(share, 0.1, 0.9))
-        for i, (granularity, share) in enumerate(product(("layer", "head"), (0.5, 0.7, 0.85)))
+        expect(oracle, 40, (10, 10, 10, 40), f"tgv_by_{granularity}", Auto(share, 0.1, 0.9))
+        for granularity, share in product(("layer", "head"), (0.5, 0.8))
     ]
     outputs = running.run([case.ask for case in cases])
     unequal = 0
@@ -261,15 +263,16 @@ def test_preemption_prefix_cache_and_a_budget_of_everything(
     before = running.counters["requests_evicted"]
     outputs = running.run(asks)
     assert running.counters["requests_evicted"] > before + len(asks)  # some a second time
-    again = running.run(asks)
-    cached = [output.num_cached_tokens for output in again]
-    assert any(cached), cached
-    for both in (outputs, again):
-        for case, output in zip([*cases, full], both, strict=True):
-            parts = assert_served(running, oracle, case, output)
-        assert all(part.all() for part in parts)
-        tokens = list(both[-1].outputs[0].token_ids)
-        assert tokens == oracle.generate(full.prompt, full.ask.max_tokens)
+    for case, output in zip([*cases, full], outputs, strict=True):
+        parts = assert_served(running, oracle, case, output)
+    assert all(part.all() for part in parts)
+    tokens = list(outputs[-1].outputs[0].token_ids)
+    assert tokens == oracle.generate(full.prompt, full.ask.max_tokens)
+
+    *_, case = cases
+    (*_, hit) = running.run([case.ask, replace(case.ask, arrival=case.ask.arrival + 8)])
+    assert hit.num_cached_tokens > 0
+    assert_served(running, oracle, case, hit)
 
 
 def break_method(worker: Any, layers: Sequence[int]) -> None:

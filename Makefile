@@ -16,12 +16,17 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.10 python3.13 pyth
 # CUDA and this plugin: make bench-gpu GPU_PYTHON=python
 GPU_PYTHON ?= $(BIN)/python
 
+# Tests run in this many processes, a file in one of them: its engines are shared by its tests.
+JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+
 include tools/cpu/environment.mk
 export OMP_WAIT_POLICY VLLM_CPU_OMP_THREADS_BIND VLLM_CPU_KVCACHE_SPACE
 export HF_HUB_OFFLINE VLLM_NO_USAGE_STATS TOKENIZERS_PARALLELISM
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint test test-fast test-gpu compile-kernels demo demo-model eval bench bench-gpu loadtest clean
+.PHONY: help setup lint test test-all test-fast test-gpu test-scheduler compile-kernels demo demo-model
+.PHONY: eval bench bench-gpu loadtest soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,14 +51,21 @@ lint: setup ## ruff and mypy
 	$(BIN)/ruff format --check $(wildcard $(SOURCES))
 	$(BIN)/mypy
 
-test: lint ## everything: lint and all tests
-	$(BIN)/python -m pytest -q
+test: lint ## lint and the usual tests, within 20 minutes on two cores: JOBS=... for more
+	$(PYTEST) -m "not compatibility"
+
+test-all: test ## the same and what is marked `compatibility`: features of vLLM, faults
+	$(PYTEST) -m compatibility
 
 test-fast: setup ## the tests that start no engine and install nothing
 	$(BIN)/python -m pytest -q -m "not engine and not slow"
 
 test-gpu: ## the Triton kernels, on the GPU if there is one, else under Triton's interpreter
 	$(GPU_PYTHON) -m pytest -q tests/gpu
+
+test-scheduler: setup ## WORKLOADS=3000 random workloads, EXAMPLES=5000 random sequences of events: an hour
+	$(BIN)/python -m tests.test_scheduler_simulation $(or $(WORKLOADS),3000)
+	SCHEDULER_EXAMPLES=$(or $(EXAMPLES),5000) $(BIN)/python -m pytest -qs tests/test_scheduler_states.py
 
 compile-kernels: setup ## build every Triton kernel for three GPU generations; fails on spills
 	$(BIN)/python -m vllm_tgvkv.kernels.gpu.compile
@@ -75,6 +87,9 @@ bench-gpu: ## speed and memory on a GPU against stock vLLM, at most 8 minutes
 
 loadtest: setup ## load on a served endpoint, stock against evicting: PROFILE=... for others than laptop
 	$(BIN)/python -m loadtests.run --profile loadtests/profiles/$(or $(PROFILE),laptop).yaml
+
+soak: setup ## mixed traffic whose every answer is checked: MINUTES=30; STOCK=1 for a stock server before
+	$(BIN)/python -m loadtests.soak --minutes $(or $(MINUTES),30) $(if $(STOCK),--stock)
 
 clean: ## remove the environment and all build products
 	rm -rf $(VENV) build dist *.egg-info tools/cpu/build tools/cpu/*.egg-info

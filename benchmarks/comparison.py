@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.arm import Arm, ArmError, ArmProcess, Arms
 from benchmarks.measurement import DecodeBytes, Line, Target, interval
 from benchmarks.metrics import MetricsCost, MetricsScale
-from benchmarks.schedulers import Traffic, measure
+from benchmarks.schedulers import Timing, Traffic, measure
 from benchmarks.shape import ModelShape
 from benchmarks.workload import Workload
 from vllm_tgvkv.config import EvictionConfig
@@ -121,6 +121,8 @@ STEPS_PER_ROUND = 10
 SCHEDULER_TRAFFIC = (
     Traffic("no request ends", 256, 1024, None),
     Traffic("2 requests begin and end in a step", 256, 1024, 128),
+    Traffic("chunks of 64 tokens in a full pool", 256, 1024, 49, chunk=64, pool_blocks=3500),
+    Traffic("chunks of 32 tokens in a full pool", 256, 1024, 33, chunk=32, pool_blocks=5000),
 )
 KV_BOUND = ModelShape("kv-bound", 512, 8, 16, 8, 128, 1408, vocabulary=4096)
 """Gain of the plugin: caches far larger than weights."""
@@ -497,13 +499,15 @@ class Comparison:
             microseconds: dict[str, list[float]] = {"ours": [], "constrained": []}
             for first in range(0, steps, STEPS_PER_ROUND):
                 round_ = slice(first, first + STEPS_PER_ROUND)
-                running = sum(timing.running[round_])
-                for name, seconds in (("ours", timing.ours), ("constrained", timing.stock)):
-                    microseconds[name].append(1e6 * sum(seconds[round_]) / running)
-            self._scheduler_lines(traffic, microseconds, timing.evicted / steps)
+                for name, seconds, running in (
+                    ("ours", timing.ours, timing.running),
+                    ("constrained", timing.stock, timing.running_stock),
+                ):
+                    microseconds[name].append(1e6 * sum(seconds[round_]) / sum(running[round_]))
+            self._scheduler_lines(traffic, microseconds, timing)
 
     def _scheduler_lines(
-        self, traffic: Traffic, microseconds: dict[str, list[float]], evictions: float
+        self, traffic: Traffic, microseconds: dict[str, list[float]], timing: Timing
     ) -> None:
         what = f"{traffic.running} running, {traffic.name}"
         extra = [
@@ -515,7 +519,12 @@ class Comparison:
         )
         bounds = interval(extra)
         assert bounds is not None
-        line.notes = f"{evictions:.2f} evictions a step; 95 %: {bounds[0]:.2f} .. {bounds[1]:.2f}"
+        steps = len(timing.running)
+        line.notes = (
+            f"{timing.evicted / steps:.2f} evictions a step, {timing.prefilling:.0f} prompts in "
+            f"flight, {sum(timing.running) / steps:.0f} running, {timing.waiting:.0f} waiting; "
+            f"95 %: {bounds[0]:.2f} .. {bounds[1]:.2f}"
+        )
         line.targets.append(Target("<= 50 us a running request", bounds[1], 50.0, "lower"))
         whole = Line(f"i. scheduler: {what}", "us a request", "lower", microseconds)
         self.lines += [whole, line]

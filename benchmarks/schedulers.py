@@ -34,11 +34,21 @@ class Traffic:
     prompt_tokens: int
     output_tokens: int | None
     """None: no request ends. Else as many begin as end, spread evenly over the steps."""
+    chunk: int = 0
+    """Tokens of one prompt a step, so that several prefill at once; 0: all of it."""
+    pool_blocks: int | None = None
+    """Of ours, so few that prompts wait for each other; None, and stock: enough for all."""
+
+    @property
+    def steps_of_prompt(self) -> int:
+        return -(-self.prompt_tokens // self.chunk) if self.chunk else 1
 
     @property
     def begin_per_step(self) -> int:
         """Few enough that all of a step's prompts run in it, and that they do not end in waves."""
-        return max(1, self.running // self.output_tokens) if self.output_tokens else 4
+        if self.output_tokens is None:
+            return 4
+        return max(1, self.running // (self.output_tokens + self.steps_of_prompt - 1))
 
     @property
     def warm_up(self) -> int:
@@ -56,6 +66,11 @@ class Timing:
     running: list[int]
     evicted: int
     """Evictions while it was measured."""
+    prefilling: float
+    """Prompts of ours that were in flight after a step, mean."""
+    waiting: float
+    """Requests of ours that waited after a step, mean."""
+    running_stock: list[int]
 
 
 def measure(shape: ModelShape, root: str, budget: float, traffic: Traffic, steps: int) -> Timing:
@@ -81,23 +96,33 @@ def _measure(shape: ModelShape, root: str, budget: float, traffic: Traffic, step
     for _ in range(traffic.warm_up):
         for lane in lanes.values():
             lane.step()
-    assert len(ours.scheduler.running) >= 0.95 * traffic.running, "too few began"
+    assert len(stock.scheduler.running) >= 0.95 * traffic.running, "too few began"
     gc.collect()
     gc.freeze()
     evicted = ours.scheduler.eviction_counters.requests_evicted
     seconds: dict[str, list[float]] = {name: [] for name in lanes}
-    running = []
+    running, running_stock, prefilling, waiting = [], [], [], []
     for number in range(steps):
         for name in ("ours", "stock") if number % 2 else ("stock", "ours"):
             seconds[name].append(lanes[name].step())
         running.append(len(ours.scheduler.running))
-        assert len(stock.scheduler.running) == running[-1], "the schedulers went different ways"
+        running_stock.append(len(stock.scheduler.running))
+        prefilling.append(len(ours.scheduler._manager.prefills))
+        waiting.append(len(ours.scheduler.waiting))
+        same = running_stock[-1] == running[-1]
+        assert same or traffic.pool_blocks, "the schedulers went different ways"
+    flight = sum(prefilling) / steps
+    assert flight >= 64 or not traffic.pool_blocks, f"{flight:.0f} prompts are in flight: too few"
     held, _ = ours.scheduler._manager.num_held()
-    assert held >= 0.9 * running[-1], f"{held} of {running[-1]} are compressed"
+    held += prefilling[-1]
+    assert held >= 0.9 * running[-1], f"{held} of {running[-1]} are compressed, or will be"
     return Timing(
         **seconds,
         running=running,
         evicted=ours.scheduler.eviction_counters.requests_evicted - evicted,
+        prefilling=flight,
+        waiting=sum(waiting) / steps,
+        running_stock=running_stock,
     )
 
 
@@ -209,11 +234,14 @@ def _config(shape: ModelShape, root: str, eviction: dict[str, Any] | None, traff
         max_model_len=8192,
         max_num_seqs=traffic.running,
         max_num_batched_tokens=8192,
+        long_prefill_token_threshold=traffic.chunk,
         enforce_eager=True,
         **additional,
     ).create_engine_config()
     longest = traffic.prompt_tokens + (traffic.output_tokens or 4096)
-    config.cache_config.num_gpu_blocks = (traffic.running + 8) * (longest // BLOCK_SIZE + 2)
+    enough = (traffic.running + 8) * (longest // BLOCK_SIZE + 2)
+    tight = traffic.pool_blocks if eviction else None
+    config.cache_config.num_gpu_blocks = tight or enough
     return config
 
 

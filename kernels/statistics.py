@@ -27,6 +27,7 @@ THRESHOLD = 0.01
 """An entry below this part of its row's maximum counts as nothing (VL-Cache's p)."""
 
 _FLOAT_BYTES = 4
+_EXACT_IN_BFLOAT16 = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 # Logits of more rows at once do not speed the matrix product up, but cost cache.
 _LOGITS_BYTES = 8 << 20
 
@@ -200,7 +201,9 @@ class TorchAttention(ObservedAttention):
         # Float32 throughout: a bf16 logit of 20 is off by up to 0.06, its probability by 6 %.
         # The scale is applied to the products, so that bf16 queries stay exact.
         self._queries = queries.permute(1, 2, 0, 3).float()  # [H, G, O, D]
-        self._is_bfloat16 = queries.dtype == key_pages.dtype == torch.bfloat16
+        self._is_bfloat16 = (
+            queries.dtype == torch.bfloat16 and key_pages.dtype in _EXACT_IN_BFLOAT16
+        )
         self._log_sum_exp = None if log_sum_exp is None else log_sum_exp.permute(1, 2, 0).float()
         self._keys: Tensor | None = None
         self._gather_all_if_small()
@@ -403,11 +406,12 @@ def observe(
     Args:
         queries: ``[O, H, G, D]``, rotated, any float dtype.
         key_pages: ``[num_blocks, H, N, D]``, the layer's logical view of the pool; any strides.
-            Slots of the last block behind ``num_keys`` are never read into a result.
+            Slots of the last block behind ``num_keys`` are never read into a result. Of keys in
+            fp8 the scale belongs into ``scale``; they are converted as they are gathered.
         block_ids: int32 or int64 ``[ceil(num_keys / N)]``, the prompt's blocks in order.
         row_positions: int64 ``[O]``, ascending positions of the rows, each below ``num_keys``.
         num_keys: P, at least 1.
-        scale: factor of the logits, as the model's attention applies it.
+        scale: factor of the products, as the model's attention applies it.
         per_head: whether statistics are those of each KV head, or of the layer as a whole.
         statistics: what will be asked for beside column sums; the rest costs nothing.
         workspace_bytes: bound of each scratch buffer, see :class:`TorchAttention` and
@@ -458,7 +462,7 @@ def observe(
 def _bfloat16_products(enabled: bool) -> Iterator[None]:
     """Let float32 matmuls on CPU multiply in bf16 and add in float32, where that is exact.
 
-    For values that were bf16 before it loses nothing and takes a third of the time; elsewhere
+    For values that are whole in bf16 it loses nothing and takes a third of the time; elsewhere
     than on CPUs with bf16 instructions it changes nothing.
     """
     if not enabled:

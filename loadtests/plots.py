@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import matplotlib
@@ -19,6 +20,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentForma
 from loadtests.drift import Drift
 from loadtests.load import PERCENTILES
 from loadtests.record import Record, Run
+from loadtests.verdict import ANSWERED, STRETCHES, Soak
 
 # Okabe and Ito's colours; the first arm is the reference.
 COLOURS = ("#555555", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -259,6 +261,36 @@ def draw_soak(record: Record, path: Path) -> None:
         grid[2].set_ylabel("server's memory, MiB")
         grid[2].set_ylim(bottom=0)
     grid[-1].set_xlabel("minutes")
+    _save(figure, path)
+
+
+def draw_watched(soak: Soak, path: Path) -> None:
+    """Memory, blocks in use and latency of a soak whose answers were checked."""
+    figure, grid = plt.subplots(3, 1, figsize=(WIDTH, 6.6), sharex=True, layout="constrained")
+    for number, (name, arm) in enumerate(soak.arms.items()):
+        colour = _colour(number if soak.control else 1)
+        times = [look.time / 60 for look in arm.looks]
+        grid[0].plot(times, [look.memory_mib for look in arm.looks], color=colour, label=name)
+        grid[1].plot(times, [look.kv_usage for look in arm.looks], color=colour, linewidth=0.6)
+        begins = np.array([visit.begin for visit in arm.ended(ANSWERED)])
+        seconds = np.array([visit.seconds for visit in arm.ended(ANSWERED)])
+        edges = np.linspace(0, arm.seconds, 3 * STRETCHES + 1)
+        parts = [seconds[(begins >= a) & (begins < b)] for a, b in pairwise(edges)]
+        for quantile, dashes in zip((0.5, 0.9), DASHES, strict=False):
+            heights = [np.quantile(part, quantile) if len(part) else np.nan for part in parts]
+            middles = (edges[:-1] + edges[1:]) / 120
+            label = f"{name}, p{100 * quantile:.0f}"
+            grid[2].plot(middles, heights, linestyle=dashes, color=colour, label=label)
+    grid[0].set_ylabel("server's memory, MiB")
+    grid[0].set_ylim(bottom=0)
+    grid[0].legend(frameon=False)
+    grid[1].set_ylabel("KV blocks in use")
+    grid[1].yaxis.set_major_formatter(PercentFormatter(1.0))
+    grid[1].set_ylim(bottom=0)
+    grid[2].set_ylabel("seconds to the last token")
+    grid[2].set_ylim(bottom=0)
+    grid[2].legend(frameon=False)
+    grid[2].set_xlabel("minutes")
     _save(figure, path)
 
 

@@ -70,7 +70,12 @@ class Run:
             eviction={n: v - first.eviction.get(n, 0.0) for n, v in last.eviction.items()},
             drain_seconds=round(seconds, 2),
             idle=last.idle,
-            left={"running": last.running, "waiting": last.waiting, "kv_usage": last.kv_usage},
+            left={
+                "running": last.running,
+                "waiting": last.waiting,
+                "kv_usage": last.kv_usage,
+                "blocks_held": last.blocks_held,
+            },
         )
 
     @property

@@ -30,6 +30,7 @@ USAGE = "vllm:kv_cache_usage_perc"
 POOL = "vllm:cache_config_info"
 MEMORY = "process_resident_memory_bytes"
 EVICTION = "vllm:kv_eviction_"
+HELD = f"{EVICTION}blocks_held"
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,12 @@ class Sample:
     """Blocks of an engine, and slots of a block."""
     eviction: dict[str, float] = field(default_factory=dict)
     """Counters of the plugin by their names, added up over their labels."""
+    blocks_held: float = 0
+    """By compressed requests, as the plugin says."""
 
     @property
     def idle(self) -> bool:
-        return self.running == 0 and self.waiting == 0 and self.kv_usage == 0
+        return not (self.running or self.waiting or self.kv_usage or self.blocks_held)
 
 
 def parse(text: str, now: float, memory_mib: float | None = None) -> Sample:
@@ -68,6 +71,7 @@ def parse(text: str, now: float, memory_mib: float | None = None) -> Sample:
     usage: list[float] = []
     pool = None
     eviction: dict[str, float] = {}
+    held = 0.0
     for family in text_string_to_metric_families(text):
         for name, labels, value, *_ in family.samples:
             if name in SUMMED:
@@ -78,6 +82,8 @@ def parse(text: str, now: float, memory_mib: float | None = None) -> Sample:
                 pool = (int(labels["num_gpu_blocks"]), int(labels["block_size"]))
             elif name == MEMORY and memory_mib is None:
                 memory_mib = value / MIB
+            elif name == HELD:
+                held += value
             elif name.startswith(EVICTION) and name.endswith("_total"):
                 short = name.removeprefix(EVICTION).removesuffix("_total")
                 eviction[short] = eviction.get(short, 0.0) + value
@@ -89,6 +95,7 @@ def parse(text: str, now: float, memory_mib: float | None = None) -> Sample:
         memory_mib=memory_mib,
         pool=pool,
         eviction=eviction,
+        blocks_held=held,
         **sums,
     )
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,27 +88,40 @@ def serving(profile: Profile, arm: Arm, log: Path) -> Iterator[Server]:
     Raises:
         LoadTestError: if it does not answer in `startup_seconds`.
     """
-    started = time.monotonic()
     if arm.url is not None:
         url = arm.url.rstrip("/")
         _wait_until_healthy(url, None, log, profile.startup_seconds)
         yield Server(url)
         return
+    arguments = serve_arguments(profile, arm)
+    with launched(arguments, environment(profile), log, profile.startup_seconds) as server:
+        yield server
+
+
+@contextmanager
+def launched(
+    arguments: Sequence[str], variables: Mapping[str, str], log: Path, seconds: float
+) -> Iterator[Server]:
+    """A server that is started with these arguments of `vllm`; it is gone afterwards.
+
+    Raises:
+        LoadTestError: if it does not answer in so many seconds.
+    """
+    started = time.monotonic()
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    arguments = serve_arguments(profile, arm)
     with log.open("wb") as output:
         process = subprocess.Popen(
             [executable(), *arguments, "--host", "127.0.0.1", "--port", str(port)],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment(profile),
+            env=variables,
             start_new_session=True,
         )
     try:
-        _wait_until_healthy(url, process, log, profile.startup_seconds)
-        seconds = time.monotonic() - started
-        yield Server(url, shlex.join(["vllm", *arguments]), process, seconds)
+        _wait_until_healthy(url, process, log, seconds)
+        taken = time.monotonic() - started
+        yield Server(url, shlex.join(["vllm", *arguments]), process, taken)
     finally:
         stop(process)
 

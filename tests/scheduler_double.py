@@ -9,10 +9,12 @@ was not dropped ends a step with an `AssertionError`, where a model would only w
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,14 +30,15 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_tgvkv.config import CONFIG_KEY
 from vllm_tgvkv.integrity import check_integrity
-from vllm_tgvkv.manager import EvictingSpec
-from vllm_tgvkv.plan import ATTRIBUTE, OUTCOMES_ATTRIBUTE, Eviction, Outcome, StepPlan
+from vllm_tgvkv.manager import EvictingManager, EvictingSpec, Prefill, Queue
+from vllm_tgvkv.plan import ATTRIBUTE, OUTCOMES_ATTRIBUTE, Eviction, Failure, Outcome, StepPlan
 from vllm_tgvkv.scheduler import AsyncEvictionScheduler, EvictionScheduler
 
 END = 2
@@ -84,6 +87,8 @@ class Job:
     xargs: Mapping[str, Any] = field(default_factory=dict)
     priority: int = 0
     arrival: int = 0
+    fails: str = ""
+    """`observe` or `evict`: what the worker cannot do with its prompt."""
 
     def request(self, block_size: int) -> Request:
         params = SamplingParams(
@@ -199,6 +204,8 @@ class WorkerDouble:
         """Requests of whose prompts something is remembered from one chunk to the next."""
         self.evicts: dict[str, bool] = {}
         """Whether the answer of a request came from a compressed cache; it may never change."""
+        self.failed: set[str] = set()
+        """Requests whose prompts could not be judged."""
         self.num_evictions = 0
         self._shrunk: list[Eviction] = []
         self._random = random.Random(seed)
@@ -218,10 +225,22 @@ class WorkerDouble:
         self._update_rows(output)
         for name, num_new in output.num_scheduled_tokens.items():
             self._run(name, num_new)
+        failing = set()
         for part in (*plan.observations, *plan.summings):
             self.observed.add(part.request_id)
             assert part.chunk_start == self._start(part.request_id, output)
-        outcomes = [self._evict(eviction) for eviction in plan.evictions]
+            if self.jobs[part.request_id].fails == "observe":
+                failing.add(part.request_id)
+        outcomes: list[Outcome | Failure] = []
+        for eviction in plan.evictions:
+            outcome = self._evict(eviction)  # also of one that fails: its region gets a shape
+            if self.jobs[eviction.request_id].fails == "evict":
+                failing.add(eviction.request_id)
+            if eviction.request_id not in failing:
+                outcomes.append(outcome)
+        outcomes += [Failure(name, "made up") for name in sorted(failing)]
+        self.observed -= failing
+        self.failed |= failing
         names = list(output.num_scheduled_tokens)
         result = ModelRunnerOutput(
             req_ids=names,
@@ -384,6 +403,8 @@ class Double:
         self.answers: dict[str, list[int]] = {}
         self.finished: dict[str, int] = {}
         """Step in which each request ended."""
+        self.errors: set[str] = set()
+        """Those that ended with an error."""
         self.admitted: list[str] = []
         """Requests in the order of their first admission."""
         self.num_stalls = 0
@@ -392,6 +413,19 @@ class Double:
         self.num_tokens = 0
         self.num_preemptions = 0
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.num_sums = 0
+        """Times that what earlier prefills need was known from the sums of the step."""
+        if self.check:
+            manager = self.scheduler._manager
+            manager._advanced_before = partial(self._advanced_before, manager)
+
+    def _advanced_before(self, manager: EvictingManager, prefill: Prefill) -> Queue:
+        """The manager's sums, beside those over all prefills."""
+        found = EvictingManager._advanced_before(manager, prefill)
+        self.num_sums += found is manager._advanced
+        everything = itertools.takewhile(lambda p: p is not prefill, manager.prefills.values())
+        assert found == Queue.of(p for p in everything if p.last_step == manager._step)
+        return found
 
     @property
     def pool(self) -> Any:
@@ -448,6 +482,8 @@ class Double:
                 self.answers[output.request_id].extend(output.new_token_ids)
                 if output.finish_reason is not None:
                     self.finished.setdefault(output.request_id, self.num_steps)
+                if output.finish_reason == FinishReason.ERROR:
+                    self.errors.add(output.request_id)
         self.checked()
 
     def step(self) -> int:
@@ -473,6 +509,19 @@ class Double:
         else:
             raise AssertionError(f"{sorted(self.scheduler.requests)} did not end")
         self.assert_empty()
+
+    def assert_answered(self, job: Job, aborted: bool) -> None:
+        """The request's answer is the one it gives alone, or ends where the request did."""
+        expected, answer = self.worker.expected(job), self.answers[job.name]
+        assert job.name in self.finished
+        has_failed = job.name in self.worker.failed
+        if job.name in self.errors:
+            assert has_failed, f"{job.name} ends with an error and nothing failed"
+            assert len(answer) <= 1  # what the step that failed had sampled
+        elif not aborted:
+            assert answer == expected, f"{job.name} answers otherwise than alone"
+            assert not has_failed or job.answer == 1, f"{job.name} failed and goes on"
+        assert answer == expected[: len(answer)]
 
     def checked(self) -> None:
         if self.check:

@@ -8,11 +8,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import transformers
 from vllm.config import VllmConfig
+from vllm.config.speculative import SpeculativeMethod
 from vllm.engine.arg_utils import EngineArgs
 
 from tests import flash_on_cpu
@@ -40,6 +41,7 @@ VISION: dict[str, Any] = {
     "patch_size": 14,
 }
 TGV = {CONFIG_KEY: {"policy": "tgv", "budget": 0.1}}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 
 
 def llama() -> Any:
@@ -173,6 +175,11 @@ def test_models_that_are_refused(
     ("options", "feature", "way_out"),
     [
         (
+            {"speculative_config": NGRAM, "pipeline_parallel_size": 2},
+            "speculative decoding by ngram in pipeline stages (--pipeline-parallel-size 2)",
+            "remove --speculative-config or use --pipeline-parallel-size 1",
+        ),
+        (
             {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
             "tensor parallelism in pipeline stages "
             "(--tensor-parallel-size 2 and --pipeline-parallel-size 2)",
@@ -184,28 +191,11 @@ def test_models_that_are_refused(
             "one server per node",
         ),
         (
-            {
-                "speculative_config": {
-                    "method": "ngram",
-                    "num_speculative_tokens": 2,
-                    "prompt_lookup_max": 3,
-                }
-            },
-            "speculative decoding",
-            "remove --speculative-config",
-        ),
-        (
             {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
             "KV connectors",
             "remove --kv-transfer-config",
         ),
         ({"kv_offloading_size": 1.0}, "KV connectors", "remove"),
-        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8", "--kv-cache-dtype auto"),
-        (
-            {"kv_cache_dtype": "int8_per_token_head"},
-            "--kv-cache-dtype int8_per_token_head",
-            "--kv-cache-dtype auto",
-        ),
         ({"runner": "pooling"}, "--runner pooling", "serve another model"),
         (
             {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
@@ -227,6 +217,112 @@ def test_flags_that_are_refused(
     message = refusal(plain, **options)
     assert feature in message
     assert way_out in message
+
+
+def wide_llama(**fields: Any) -> Any:
+    return transformers.LlamaConfig(**SIZES, head_dim=32, **fields)
+
+
+FP8_OF_A_CHECKPOINT = {
+    "quant_method": "compressed-tensors",
+    "format": "dense",
+    "config_groups": {},
+    "ignore": [],
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "feature", "way_out"),
+    [
+        *(
+            (
+                {"kv_cache_dtype": dtype},
+                f"a quantised cache (--kv-cache-dtype {dtype})",
+                "use --kv-cache-dtype auto or one of fp8, fp8_e4m3, fp8_e5m2",
+            )
+            for dtype in (
+                "int8_per_token_head",
+                "fp8_per_token_head",
+                "int4_per_token_head",
+                "nvfp4",
+                "ultraquant_4bit",
+            )
+        ),
+        (
+            {"kv_cache_dtype": "fp8", "block_size": 16},
+            "a quantised cache (--kv-cache-dtype fp8) in blocks of 16 tokens",
+            "use a --block-size that is a multiple of 32",
+        ),
+        (
+            {"kv_cache_dtype": "fp8_e5m2", "kv_cache_dtype_skip_layers": ["0", "1"]},
+            "(--kv-cache-dtype fp8_e5m2) and layers that have another",
+            "remove --kv-cache-dtype-skip-layers",
+        ),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+def test_quantised_caches_that_are_refused(
+    folder: Folder, options: dict[str, Any], feature: str, way_out: str
+) -> None:
+    message = refusal(folder(wide_llama, "LlamaForCausalLM"), **options)
+    assert feature in message
+    assert way_out in message
+
+
+def test_fp8_caches_are_for_cpus_and_heads_of_32_values(plain: str, folder: Folder) -> None:
+    """Also where the checkpoint asks for one, and then `auto` would be no way out."""
+    wide = folder(wide_llama, "LlamaForCausalLM", dtype="bfloat16")
+    asking = folder(
+        wide_llama,
+        "LlamaForCausalLM",
+        dtype="bfloat16",
+        quantization_config=FP8_OF_A_CHECKPOINT,
+    )
+    for model, asked in ((wide, "fp8"), (wide, "fp8_e5m2"), (asking, "auto")):
+        config = configure(model, kv_cache_dtype=asked)
+        assert config.scheduler_config.scheduler_cls == SCHEDULER_CLS
+        with pytest.raises(UnsupportedByEvictionError) as caught:
+            check_vllm_config(config, platforms._CUDA)
+        assert "a quantised cache (--kv-cache-dtype fp8" in str(caught.value)
+        assert ") on this platform yet: use --kv-cache-dtype bfloat16 or " in str(caught.value)
+    message = refusal(plain, kv_cache_dtype="fp8")
+    assert "a quantised cache (--kv-cache-dtype fp8) of heads of 16 values" in message
+
+
+def test_drafts_by_ngrams_are_planned_step_by_step(plain: str) -> None:
+    """vLLM does not schedule these ahead, neither by default nor by force."""
+    vllm_config = configure(plain, speculative_config=NGRAM)
+    assert vllm_config.scheduler_config.scheduler_cls == SCHEDULER_CLS
+    with pytest.raises(ValueError, match="async scheduling is only supported with"):
+        configure(plain, speculative_config=NGRAM, async_scheduling=True)
+
+
+def test_other_drafts_are_refused_by_name(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set behind vLLM's back, which wants a draft model or a package for most of them."""
+    vllm_config, platform = configure(plain, speculative_config=NGRAM), eviction_platform()
+    assert platform is not None
+    others = {*get_args(SpeculativeMethod)} - {"ngram"}
+    assert {"draft_model", "eagle", "eagle3", "medusa", "mtp", "ngram_gpu", "suffix"} < others
+    for method in others:
+        monkeypatch.setattr(vllm_config.speculative_config, "method", method)
+        with pytest.raises(UnsupportedByEvictionError) as caught:
+            check_vllm_config(vllm_config, platform)
+        assert str(caught.value) == (
+            f"--kv-eviction does not work with speculative decoding by {method} yet: use the "
+            "method ngram in --speculative-config, remove the flag or leave out --kv-eviction"
+        )
+
+
+def test_a_draft_model_is_refused(plain: str) -> None:
+    draft = {"method": "draft_model", "model": plain, "num_speculative_tokens": 2}
+    assert "speculative decoding by draft_model" in refusal(plain, speculative_config=draft)
+
+
+def test_drafts_are_refused_on_a_gpu(plain: str) -> None:
+    vllm_config = configure(plain, speculative_config=NGRAM)
+    with pytest.raises(UnsupportedByEvictionError, match="by ngram on this platform yet: remove"):
+        check_vllm_config(vllm_config, platforms._CUDA)
 
 
 def qwen3_moe() -> Any:

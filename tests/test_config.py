@@ -3,18 +3,24 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import dataclasses
 import json
 import math
+import pickle
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vllm_tgvkv.config import (
     CONFIG_KEY,
+    REQUEST_KEYS,
     Budget,
     DebugOptions,
     EvictionConfig,
@@ -23,6 +29,8 @@ from vllm_tgvkv.config import (
     read_config_file,
 )
 from vllm_tgvkv.decision import Guard
+from vllm_tgvkv.defaults import Defaults
+from vllm_tgvkv.patches import _budget_flag, _config_flag
 from vllm_tgvkv.policies import POLICY_NAMES, Mix, Pooling
 
 
@@ -341,6 +349,158 @@ def test_config_files(tmp_path: Path, name: str, text: str) -> None:
 
 def test_inline_json() -> None:
     assert read_config_file("  " + json.dumps(VALUES)) == VALUES
+
+
+# -- anything at all --------------------------------------------------------------------------
+
+WORDS = st.sampled_from(
+    [
+        *("tgv", "none", "snapkv", "adakv", "random", "prefixkv", "by_score", "layer", "head"),
+        *("grid", "max", "keep", "evict", "auto:0.9", "auto:", "0.1", "512", "9" * 5000, "m"),
+        *("/tmp/x", "/tmp/\0", "/tmp/\ud800", "/nowhere/x", "2024-13-45", "kernel", "kind", "\0"),
+    ]
+)
+NUMBERS = st.one_of(
+    st.integers(-2, 600),
+    st.integers(),
+    st.sampled_from([2**31 - 1, 2**31, 10**400]),
+    st.floats(),
+    st.just(5000).map(lambda digits: -(10**digits)),  # a number that Python does not write
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | NUMBERS | WORDS | st.text(max_size=8),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(WORDS | st.text(max_size=4), inner, max_size=3),
+    ),
+    max_leaves=6,
+)
+"""What JSON and YAML can hold, many times what a field may be."""
+
+
+def with_fields(cls: type) -> st.SearchStrategy[dict[str, Any]]:
+    """Mappings of some of the fields of a dataclass to anything."""
+    names = st.sampled_from([field.name for field in dataclasses.fields(cls)])
+    return st.dictionaries(names, JSON, max_size=3)
+
+
+FIELD_VALUES = {
+    "pooling": JSON | with_fields(Pooling),
+    "debug": JSON | with_fields(DebugOptions),
+    "methods": JSON | st.dictionaries(WORDS, JSON | with_fields(Mix), max_size=2),
+}
+SETTINGS = st.fixed_dictionaries(
+    {},
+    optional={
+        field.name: FIELD_VALUES.get(field.name, JSON)
+        for field in dataclasses.fields(EvictionConfig)
+    },
+)
+
+
+@given(SETTINGS)
+def test_any_settings_are_valid_or_refused(values: dict[str, Any]) -> None:
+    """And what is valid can be asked for, logged and travel to another process."""
+    try:
+        config = EvictionConfig.from_mapping(values)
+    except EvictionConfigError:
+        return
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert str(config.budget)
+    for name in config.method_names:
+        assert config.check_method(name, Budget(fraction=0.5), "it") == name
+    assert Defaults(config).current().policy == config.policy
+    assert RequestWish.resolve(config, None).policy == config.policy
+
+
+def refusal(call: Callable[[], Any]) -> str | None:
+    """What an `EvictionConfigError` says; any other error is the test's."""
+    try:
+        call()
+    except EvictionConfigError as error:
+        return str(error)
+    return None
+
+
+@given(st.data(), st.sampled_from([field.name for field in dataclasses.fields(EvictionConfig)]))
+def test_a_refusal_names_the_field(data: st.DataObject, name: str) -> None:
+    value = data.draw(FIELD_VALUES.get(name, JSON))
+    said = refusal(lambda: EvictionConfig.from_mapping({name: value}))
+    # What is wrong with a mix's parts together is told of the method.
+    known = ("kv_eviction.methods", "kv_eviction method ") if name == "methods" else ()
+    assert said is None or said.startswith((f"kv_eviction.{name}", *known))
+
+
+@given(st.dictionaries(st.sampled_from(REQUEST_KEYS) | st.text() | WORDS, JSON, max_size=4))
+def test_any_wishes_are_fulfilled_or_refused(extra_args: dict[str, Any]) -> None:
+    said = refusal(lambda: RequestWish.resolve(SERVER, extra_args))
+    if said is not None:
+        assert "vllm_xargs" in said
+        assert len(said) < 2000
+        return
+    wish = RequestWish.resolve(SERVER, extra_args)
+    assert wish.policy in SERVER.method_names
+    assert 0 < wish.budget.retained_blocks(10**6, 16) <= 10**6 // 16
+    assert Budget.parse(wish.budget.value, "it") == wish.budget
+
+
+BUDGETS = st.from_regex(r"(auto:)?[0-9.e+-]+(,(min|max)=[0-9.e-]+)*", fullmatch=True)
+
+
+@given(st.text() | WORDS | BUDGETS)
+def test_any_text_is_a_budget_or_refused(text: str) -> None:
+    """Also on the command line, which knows errors of its own."""
+    said = refusal(lambda: Budget.parse(text, "--flag"))
+    if said is not None:
+        assert said.startswith("--flag is ")
+        with pytest.raises(argparse.ArgumentTypeError):
+            _budget_flag(text)
+        return
+    budget = Budget.parse(text, "--flag")
+    assert 1 <= budget.retained_blocks(1000, 16) <= 62
+    assert Budget.parse(_budget_flag(text), "--flag") == budget
+
+
+def fits_json(values: Any) -> bool:
+    try:
+        json.dumps(values)
+    except ValueError:
+        return False
+    return True
+
+
+def assert_read_or_refused(path: Path, text: str) -> None:
+    """As settings and as defaults, which never end what asks for them."""
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    for flag in (text, str(path)):
+        refusal(lambda flag=flag: read_config_file(flag))
+        with contextlib.suppress(argparse.ArgumentTypeError):
+            assert isinstance(_config_flag(flag), dict)
+    server = EvictionConfig.from_mapping({"policy": "tgv", "defaults_file": str(path)})
+    found = Defaults(server).current()
+    assert dataclasses.replace(found, policy="tgv", budget=server.budget) == server
+    assert found.policy in server.method_names
+
+
+@given(st.text() | WORDS | SETTINGS.filter(fits_json).map(json.dumps))
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_any_file_is_read_or_refused(tmp_path: Path, text: str) -> None:
+    assert_read_or_refused(tmp_path / "file.yaml", text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("budget: 2024-13-45", "policy: " + "9" * 5000, "&a [*a]", "&a {policy: *a}", "\0"),
+        *("[" * 400, '{"a":' * 1500, "? {a: b}\n: c", "{<<: 1}", "!!python/none x"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_texts_that_parsers_stumble_over(tmp_path: Path, text: str) -> None:
+    """No such day, no end, itself, too many digits: not all of it is an error of YAML's own."""
+    assert_read_or_refused(tmp_path / "file.yaml", text)
 
 
 @pytest.mark.parametrize(

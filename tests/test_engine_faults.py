@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong inside an eviction costs one request, and nothing else."""
+"""What goes wrong inside an eviction: an exception costs one request, a dead worker no silence."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
+import openai
 import pytest
 import torch
 
 from tests.emulation import Oracle
 from tests.engine import Ask, Engine, assert_outputs_agree, engine
+from tests.serving import STOP_SECONDS, serve
 from tests.test_engine import album, budget
 from vllm_tgvkv import evictor
 from vllm_tgvkv.config import Budget
@@ -19,7 +24,7 @@ from vllm_tgvkv.policies.base import LayerView
 from vllm_tgvkv.policies.snapkv import SnapScore
 from vllm_tgvkv.policies.tgv import TgvBudget
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -137,3 +142,34 @@ def test_scores_and_strengths_that_say_nothing(
         assert (kept.sum(-1) == num_kept).all()  # equal shares
         prompt = oracle.prompt(request.text, request.images)
         assert list(output.outputs[0].token_ids) == oracle.generate(prompt, 30, kept)
+
+
+def test_a_worker_that_dies_in_an_eviction_takes_no_request_along_in_silence(
+    folder: Path, tmp_path: Path
+) -> None:
+    """As in stock vLLM: who waits gets an error, and the server ends."""
+
+    def ask(max_tokens: int) -> int:
+        try:
+            server.ask(max_tokens=max_tokens)
+        except openai.APIStatusError as error:
+            return error.status_code
+        except openai.APIConnectionError:
+            return 0
+        return 200
+
+    # One of vLLM's development routes tells the worker to die.
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    flags = ["--worker-extension-cls", "tests.dying_worker.Mortal"]
+    with (
+        serve(folder, tmp_path / "log", {}, environment=environment, flags=flags) as server,
+        ThreadPoolExecutor(3) as threads,
+    ):
+        waiting = [threads.submit(ask, 600) for _ in range(2)]
+        time.sleep(1)
+        call = {"method": "die_in_the_next_eviction"}
+        assert httpx.post(f"{server.address}/collective_rpc", json=call, timeout=60).is_success
+        waiting.append(threads.submit(ask, 8))
+        codes = [future.result(60) for future in waiting]
+        assert all(code == 0 or code >= 500 for code in codes)
+        server.process.wait(STOP_SECONDS)

@@ -43,7 +43,7 @@ from vllm_tgvkv.attention_cpu import EvictingCPUImpl
 from vllm_tgvkv.compatibility import UnsupportedByEvictionError
 from vllm_tgvkv.policies import POLICY_NAMES
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 
 DEBUG = {"poison": True, "record_kept": True, "check_integrity": True}
 SETTINGS = {"policy": "tgv", "budget": 0.1, "debug": DEBUG}

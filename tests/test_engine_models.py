@@ -29,7 +29,7 @@ from tests.models import random_video as video
 from vllm_tgvkv.compatibility import UnsupportedByEvictionError
 from vllm_tgvkv.config import CONFIG_KEY
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 
 BLOCK_SIZE = 16
 IMAGE_SIZE = 56

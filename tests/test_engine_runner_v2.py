@@ -16,7 +16,7 @@ import pytest
 
 from tests import runner_v2
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from tests.emulation import Eviction, Oracle
 from tests.engine import Ask, Engine
 from tests.test_engine import DEBUG, album, budget
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 
 METHODS = {
     "layer": ("tgv", "snapkv", "vlcache", "aircache", "h2o", "prefixkv"),

@@ -22,7 +22,7 @@ from tests.engine import engine
 from tests.serving import BLOCK_SIZE, Server, group_members, messages, serve
 from vllm_tgvkv.counters import SKIP_REASONS
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 
 ENGINES = (0, 1)
 NUM_REQUESTS = 40

@@ -4,13 +4,10 @@
 from __future__ import annotations
 
 import base64
-import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +18,8 @@ import pytest
 from tests.models import random_text
 from tests.serving import (
     BLOCK_SIZE,
-    STOP_SECONDS,
     VISION_TOKENS,
     Server,
-    group_members,
     png_url,
     report_of,
     serve,
@@ -265,29 +260,3 @@ def test_the_server_logged_no_error_and_lost_no_block(server: Server) -> None:
         time.sleep(0.5)
     assert held
     assert {float(line.split()[-1]) for line in held} == {0.0}
-
-
-def test_an_engine_that_is_killed_takes_no_request_along_in_silence(server: Server) -> None:
-    """Last in this file. As in stock vLLM: who waits gets an error, and the server ends."""
-
-    def ask() -> int:
-        try:
-            server.ask(max_tokens=600)
-        except openai.APIStatusError as error:
-            return error.status_code
-        except openai.APIConnectionError:
-            return 0
-        return 200
-
-    with ThreadPoolExecutor(3) as threads:
-        waiting = [threads.submit(ask) for _ in range(3)]
-        time.sleep(1)
-        (engine,) = [
-            member
-            for member in group_members(server.process.pid)
-            if "EngineCore" in Path(f"/proc/{member}/cmdline").read_text()
-        ]
-        os.kill(engine, signal.SIGKILL)
-        codes = [future.result(60) for future in waiting]
-    assert all(code == 0 or code >= 500 for code in codes)
-    server.process.wait(STOP_SECONDS)

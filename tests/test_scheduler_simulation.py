@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random workloads on the real scheduler: each request ends, and nothing is lost on the way.
 
-A long run: `python -m tests.test_scheduler_simulation 5000`; a second number is the first
-workload's, so `1 4711` is number 4711 again.
+A long run: `make test-scheduler WORKLOADS=5000`, or `python -m tests.test_scheduler_simulation
+5000`; a second number is the first workload's, so `1 4711` is number 4711 again.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import random
 import sys
 import traceback
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -111,6 +112,7 @@ def make_job(
         xargs=xargs,
         priority=rng.randrange(3),
         arrival=arrival,
+        fails=rng.choice(("observe", "evict")) if rng.random() < 0.08 else "",
     )
 
 
@@ -137,13 +139,7 @@ def run(workload: Workload, seed: int) -> Double:
         double.step()
     double.assert_empty()
     for job in jobs:
-        expected = double.worker.expected(job)
-        answer = double.answers[job.name]
-        assert job.name in double.finished
-        if job.name in workload.aborts.values():
-            assert answer == expected[: len(answer)]
-        else:
-            assert answer == expected, f"{job.name} answers otherwise than alone"
+        double.assert_answered(job, job.name in workload.aborts.values())
     if workload.setup.policy == "fcfs":
         order = [job.name for job in jobs if job.name in set(double.admitted)]
         assert double.admitted == order, "somebody was overtaken"
@@ -151,7 +147,7 @@ def run(workload: Workload, seed: int) -> Double:
 
 
 def test_random_workloads_end_and_leave_nothing_behind() -> None:
-    evictions = preemptions = 0
+    evictions = preemptions = errors = sums = 0
     for seed in range(NUM_WORKLOADS):
         try:
             double = run(make_workload(seed), seed)
@@ -159,8 +155,12 @@ def test_random_workloads_end_and_leave_nothing_behind() -> None:
             raise AssertionError(f"workload {seed}: {make_workload(seed).setup}") from error
         evictions += double.worker.num_evictions
         preemptions += double.num_preemptions
+        errors += len(double.errors)
+        sums += double.num_sums
     assert evictions > 3 * NUM_WORKLOADS
     assert preemptions > NUM_WORKLOADS // 2
+    assert errors > NUM_WORKLOADS // 10
+    assert sums > 10 * NUM_WORKLOADS
 
 
 def prompt(seed: int, length: int) -> tuple[int, ...]:
@@ -425,12 +425,21 @@ def test_a_prefill_that_waits_for_the_encoder_is_not_waited_for() -> None:
 
 if __name__ == "__main__":
     count, first = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    failed = 0
+    totals: Counter[str] = Counter()
     for number in range(first, first + count):
         try:
-            run(make_workload(number), number)
+            double = run(make_workload(number), number)
         except Exception:
-            failed += 1
+            totals["failed"] += 1
             print(f"workload {number}: {make_workload(number).setup}")
             traceback.print_exc()
-    print(f"{failed} of {count} workloads failed")
+        else:
+            totals["requests"] += len(double.answers)
+            totals["steps"] += double.num_steps
+            totals["evictions"] += double.worker.num_evictions
+            totals["preemptions"] += double.num_preemptions
+            totals["errors"] += len(double.errors)
+        if (number - first + 1) % 100 == 0:
+            print(f"{number - first + 1} workloads: {dict(totals)}", flush=True)
+    print(f"{totals['failed']} of {count} workloads failed")
+    sys.exit(totals["failed"] > 0)

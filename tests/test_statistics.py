@@ -107,6 +107,24 @@ def test_half_precision_inputs_are_not_rounded_again(dtype: torch.dtype) -> None
     check(arguments, reference.attention_probabilities(**arguments))
 
 
+@pytest.mark.parametrize("queries", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("workspace_bytes", [0, 1 << 20])
+def test_quantised_keys_are_read_as_they_are(
+    dtype: torch.dtype, queries: torch.dtype, workspace_bytes: int
+) -> None:
+    """Their scale, which is any number, is part of the logits'."""
+    fresh_seed()
+    key_scale = 0.37
+    arguments = make(23, 9)
+    arguments["queries"] = arguments["queries"].to(queries)
+    arguments["key_pages"] = (arguments["key_pages"] / key_scale).to(dtype)
+    cached = {**arguments, "key_pages": arguments["key_pages"].double() * key_scale}
+    exact = reference.attention_probabilities(**cached)
+    arguments["scale"] *= key_scale
+    check(arguments, exact, workspace_bytes=workspace_bytes)
+
+
 # Bytes of one row (2 * 4 * H * G * P) and of one block of keys (8 * H * N * D) at P = 37.
 ROW, BLOCK = 8 * HEADS * GROUP * 37, 8 * HEADS * BLOCK_SIZE * HEAD_SIZE
 

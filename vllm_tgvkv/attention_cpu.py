@@ -5,7 +5,8 @@ A batch without compressed requests runs vLLM's own code unchanged. Otherwise th
 decode rows, which the batch has first, run as one virtual sequence per (request,
 KV head) over pages instead of blocks, through the same kernel; prefill chunks in
 the same batch run as in stock. A compressed request has several tokens in a step
-only after a preemption, when it computes again what it had generated.
+with drafts to verify, and after a preemption, when it computes again what it had
+generated.
 """
 
 from __future__ import annotations
@@ -32,9 +33,12 @@ from vllm_tgvkv.attention import RowFinder, check_layer, evicting_spec, first_to
 from vllm_tgvkv.config import config_of
 from vllm_tgvkv.evictor import CacheShape, Evictor
 from vllm_tgvkv.kernels.page_tables import write_lengths, write_page_tables
-from vllm_tgvkv.pages import PageLayoutError, PagePool
+from vllm_tgvkv.pages import FP8, PageLayoutError, PagePool
 from vllm_tgvkv.ranks import tensor_ranks
 from vllm_tgvkv.stages import pipeline_stages
+
+_FP8_CODES = 123
+"""So many first bytes are numbers in every format of fp8, neither infinite nor NaN."""
 
 _TABLE_STEP = 16
 """Page tables grow by this many pages at once."""
@@ -110,11 +114,13 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._init_reorder_batch_threshold(1)  # decode rows first
+        # Decode rows first, with or without drafts: who has some changes from step to step, and
+        # rows that change places get their page tables written anew.
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         # An AMX machine would store keys in tiles, from which a token cannot be copied alone.
         self.isa = "vec" if self.block_size % 32 == 0 else "vec16"
         self._set_isa_to_layers(layer_names)
-        check_page_format(self.block_size, self.head_dim, self.dtype, self.isa)
+        check_page_format(self.block_size, self.head_dim, self.dtype, self.isa, self.kv_cache_dtype)
         self.layer_names = layer_names
         self.shape = CacheShape(
             num_layers=len(layer_names),
@@ -128,6 +134,8 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             vllm_config.scheduler_config.max_num_seqs * self.num_kv_heads + 1, dtype=torch.int32
         )
         self._tables: torch.Tensor | None = None
+        self._written = torch.empty(0, dtype=torch.int32)
+        """Blocks of every row that its page tables cover."""
         self._seen = torch.empty(0, 0, dtype=torch.int32)
         self._seen_lens = torch.empty(0, dtype=torch.int32)
         self._seen_version = -1
@@ -206,7 +214,8 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         compressed = self.evictor.regions.num_retained[common.block_table_tensor[:, 0]] > 0
         if not compressed.any():
             return None
-        num_decodes, *_ = split_decodes_and_prefills(common, decode_threshold=1)
+        assert self.reorder_batch_threshold is not None
+        num_decodes, *_ = split_decodes_and_prefills(common, self.reorder_batch_threshold)
         compressed[:num_decodes] = True
         return compressed.nonzero().squeeze(1)
 
@@ -252,12 +261,14 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         """Page tables [L, R, H, W] of R rows.
 
         A row's tables change when it gets a block, that is every N-th step; only the rows
-        that changed since the last step are written anew. Reading tensors here is no
-        synchronisation: they are the host's.
+        that changed since the last step are written anew. A row may also grow into a block that
+        it has had for a while, for drafts that were rejected; its tables were perhaps written
+        in between. Reading tensors here is no synchronisation: they are the host's.
         """
         assert self.evictor is not None
         regions, shape = self.evictor.regions, self.shape
-        num_blocks = int(seq_lens.max() - 1) // self.block_size + 1
+        needed = (seq_lens - 1) // self.block_size + 1
+        num_blocks = int(needed.max())
         num_pages = int(lengths.max() - 1) // self.block_size + 1
         seen = block_table[:, :num_blocks]
         tables = self._tables
@@ -270,9 +281,11 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             width = (num_pages // _TABLE_STEP + 1) * _TABLE_STEP
             size = (shape.num_layers, len(seen), shape.num_heads, width)
             tables = torch.empty(size, dtype=torch.int32)
+            self._written = torch.empty_like(needed)
             changed = torch.arange(len(seen))
         else:
-            changed = (self._seen_rows(num_blocks) != seen).any(1).nonzero().squeeze(1)
+            is_new = (self._seen_rows(num_blocks) != seen).any(1) | (needed > self._written)
+            changed = is_new.nonzero().squeeze(1)
         if len(changed):
             new = torch.empty_like(tables[:, : len(changed)])
             write_page_tables(
@@ -286,6 +299,7 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
                 new,
             )
             tables[:, changed] = new
+            self._written[changed] = needed[changed]
         self._tables, self._seen, self._seen_version = tables, seen, regions.version
         return tables
 
@@ -335,7 +349,7 @@ class EvictingCPUImpl(CPUAttentionBackendImpl):
         if attn_metadata is None:
             return output
         if attn_metadata.ragged is not None:
-            self._attend_ragged(attn_metadata.ragged, query, output)
+            self._attend_ragged(attn_metadata.ragged, layer, query, output)
         if attn_metadata.num_actual_tokens:
             tokens = attn_metadata.stock_tokens
             stock_output = output[tokens]
@@ -353,10 +367,14 @@ class EvictingCPUImpl(CPUAttentionBackendImpl):
             if isinstance(tokens, torch.Tensor):
                 output[tokens] = stock_output  # indexing by tensor gave a copy
         if attn_metadata.evictor is not None:
-            attn_metadata.evictor.observe_layer(self.layer, query, self.scale)
+            # Quantised keys lie in the cache divided by their scale.
+            key_scale = layer._k_scale_float if self.is_fp8_kv_cache else 1.0
+            attn_metadata.evictor.observe_layer(self.layer, query, self.scale * key_scale)
         return output
 
-    def _attend_ragged(self, rows: RaggedRows, query: torch.Tensor, output: torch.Tensor) -> None:
+    def _attend_ragged(
+        self, rows: RaggedRows, layer: Any, query: torch.Tensor, output: torch.Tensor
+    ) -> None:
         """Attention of the ragged rows; [tokens, H * G, D] is [tokens * H, G, D] as well."""
         by_head = (-1, self.num_queries_per_kv, self.head_size)
         num_tokens = len(query) if rows.queries is not None else rows.num_tokens
@@ -381,6 +399,9 @@ class EvictingCPUImpl(CPUAttentionBackendImpl):
             softcap=0,
             scheduler_metadata=rows.schedules[self.layer],
             s_aux=None,
+            k_scale=layer._k_scale_float,
+            v_scale=layer._v_scale_float,
+            kv_cache_dtype=self.kv_cache_dtype,
         )
         if rows.queries is not None:
             outputs[rows.queries] = ragged_outputs
@@ -456,22 +477,32 @@ _NO_STOCK_ROWS: dict[str, Any] = {
 """Stock metadata of a batch whose rows are all ragged; nothing reads it."""
 
 
-def check_page_format(block_size: int, head_size: int, dtype: torch.dtype, isa: str) -> None:
+def check_page_format(
+    block_size: int, head_size: int, dtype: torch.dtype, isa: str, kv_cache_dtype: str
+) -> None:
     """Write one page with vLLM's kernel and see that keys lie [D, N] and values [N, D].
+
+    In a quantised cache also that bytes are what `FP8` says.
 
     Raises:
         PageLayoutError: if they do not.
     """
-    # Small whole numbers are exact in every dtype.
-    rows = torch.arange(block_size * head_size).remainder(251).to(dtype).view(block_size, head_size)
-    tokens = rows.unsqueeze(1)
-    page = torch.zeros(1, 1, 2 * block_size, head_size, dtype=dtype)
+    numbers = torch.arange(block_size * head_size).view(block_size, head_size)
+    if kv_cache_dtype in FP8:
+        stored = numbers.remainder(_FP8_CODES).to(torch.uint8)
+        tokens = stored.view(FP8[kv_cache_dtype]).to(dtype).unsqueeze(1)
+    else:
+        stored = numbers.remainder(251).to(dtype)  # small whole numbers are exact in every dtype
+        tokens = stored.unsqueeze(1)
+    page = torch.zeros(1, 1, 2 * block_size, head_size, dtype=stored.dtype)
     keys, values = page.chunk(2, dim=2)
     slots = torch.arange(block_size, dtype=torch.int64)
-    ops.cpu_attn_reshape_and_cache(tokens, tokens, keys, values, slots, isa)
-    if not torch.equal(page.flatten(), torch.cat((rows.t().flatten(), rows.flatten()))):
+    ops.cpu_attn_reshape_and_cache(
+        tokens, tokens, keys, values, slots, isa, kv_cache_dtype=kv_cache_dtype
+    )
+    if not torch.equal(page.flatten(), torch.cat((stored.t().flatten(), stored.flatten()))):
         raise PageLayoutError(
             f"vLLM's CPU kernel stores pages of {block_size} slots x {head_size} values ({dtype}, "
-            f"{isa}) in a format this package does not know: report it, and leave out "
-            "--kv-eviction meanwhile"
+            f"{isa}, --kv-cache-dtype {kv_cache_dtype}) in a format this package does not know: "
+            "report it, and leave out --kv-eviction meanwhile"
         )

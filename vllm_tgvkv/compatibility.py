@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_tgvkv.config import EvictionConfigError, config_of
+from vllm_tgvkv.pages import FP8
 from vllm_tgvkv.platforms import Platform, eviction_platform
 
 if TYPE_CHECKING:
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 _WAY_OUT = "or leave out --kv-eviction"
+
+_PLAIN_CACHES = ("auto", "float16", "bfloat16")
+"""Values of `--kv-cache-dtype` that quantise nothing."""
 
 
 class UnsupportedByEvictionError(EvictionConfigError):
@@ -65,11 +69,18 @@ def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
     replicated = parallel.data_parallel_size > 1
     on_cpu = platform.worker_cls.startswith("vllm_tgvkv.worker_cpu.")
     decode_kernel = config_of(vllm_config).decode_kernel
+    speculative = vllm_config.speculative_config
+    drafts = f"speculative decoding by {speculative.method}" if speculative else ""
     for found, what, remedy in (
         *_model_checks(model),
         (
-            vllm_config.speculative_config is not None,
-            "speculative decoding",
+            speculative is not None and speculative.method != "ngram",
+            drafts,
+            "use the method ngram in --speculative-config, remove the flag",
+        ),
+        (
+            speculative is not None and not on_cpu,
+            f"{drafts} on this platform",
             "remove --speculative-config",
         ),
         (
@@ -86,6 +97,12 @@ def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
             "pipeline",
             parallel.pipeline_parallel_size,
             "--pipeline-parallel-size",
+        ),
+        (
+            speculative is not None and parallel.pipeline_parallel_size > 1,
+            f"{drafts} in pipeline stages (--pipeline-parallel-size "
+            f"{parallel.pipeline_parallel_size})",
+            "remove --speculative-config or use --pipeline-parallel-size 1",
         ),
         (
             parallel.tensor_parallel_size > 1 and parallel.pipeline_parallel_size > 1,
@@ -124,11 +141,7 @@ def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
             f"{parallel.prefill_context_parallel_size})",
             "use --prefill-context-parallel-size 1",
         ),
-        (
-            vllm_config.cache_config.cache_dtype.startswith(("fp8", "int", "nvfp4", "turboquant")),
-            f"a quantised cache (--kv-cache-dtype {vllm_config.cache_config.cache_dtype})",
-            "use --kv-cache-dtype auto",
-        ),
+        *_cache_checks(vllm_config, on_cpu),
         (
             backend is not None and backend.name != platform.attention_backend,
             f"--attention-backend {backend and backend.name}",
@@ -182,6 +195,49 @@ def _worker_checks(
             several and parallel.data_parallel_size > 1,
             f"{what} in replicas (--data-parallel-size {parallel.data_parallel_size})",
             f"use --data-parallel-size 1 or {flag} 1",
+        ),
+    )
+
+
+def _cache_checks(vllm_config: VllmConfig, on_cpu: bool) -> tuple[tuple[bool, str, str], ...]:
+    """Properties of a quantised cache: (found, what it is called, what to do)."""
+    cache, model = vllm_config.cache_config, vllm_config.model_config
+    dtype, block_size, head_size = cache.cache_dtype, cache.block_size, model.get_head_size()
+    # vLLM finds that out when it builds the layers.
+    if dtype == "auto" and getattr(vllm_config.quant_config, "kv_cache_scheme", None):
+        dtype = "fp8"
+    if dtype in _PLAIN_CACHES:
+        return ()
+    what = f"a quantised cache (--kv-cache-dtype {dtype})"
+    # Of such a model `auto` is no way out.
+    own = str(model.dtype).removeprefix("torch.")
+    plain = own if own in _PLAIN_CACHES else "auto"
+    return (
+        (
+            not on_cpu,
+            f"{what} on this platform",
+            f"use --kv-cache-dtype {plain}",
+        ),
+        (
+            dtype not in FP8,
+            what,
+            f"use --kv-cache-dtype auto or one of {', '.join(FP8)}",
+        ),
+        (
+            bool(cache.kv_cache_dtype_skip_layers),
+            f"{what} and layers that have another "
+            f"(--kv-cache-dtype-skip-layers {' '.join(cache.kv_cache_dtype_skip_layers)})",
+            "remove --kv-cache-dtype-skip-layers",
+        ),
+        (
+            block_size % 32 != 0,
+            f"{what} in blocks of {block_size} tokens",
+            "use a --block-size that is a multiple of 32",
+        ),
+        (
+            head_size % 32 != 0,
+            f"{what} of heads of {head_size} values",
+            "use --kv-cache-dtype auto, or serve a model with a multiple of 32,",
         ),
     )
 

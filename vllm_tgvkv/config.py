@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,7 +71,7 @@ class Budget:
         error message.
         """
         hint = EvictionConfigError(
-            f"{source} is {_shown(value)}: give a fraction of the prompt, 0 < budget <= 1, "
+            f"{source} is {shown(value)}: give a fraction of the prompt, 0 < budget <= 1, "
             "a whole number of tokens per KV head, such as 512, or auto:SHARE, such as "
             "auto:0.98 or auto:0.98,min=0.02,max=0.5"
         )
@@ -229,7 +230,7 @@ class EvictionConfig:
         """
         if not isinstance(values, Mapping):
             raise EvictionConfigError(
-                f"additional_config[{CONFIG_KEY!r}] is {values!r}: give a mapping such as "
+                f"additional_config[{CONFIG_KEY!r}] is {shown(values)}: give a mapping such as "
                 "{'policy': 'tgv', 'budget': 0.1}"
             )
         _reject_unknown_keys(values, cls, "kv_eviction")
@@ -268,7 +269,7 @@ class EvictionConfig:
         try:
             return build_policy(mix, name)
         except ValueError as error:
-            raise EvictionConfigError(f"kv_eviction method {name!r}: {error}") from error
+            raise EvictionConfigError(f"kv_eviction method {shown(name)}: {error}") from error
 
     def check_method(self, name: Any, budget: Budget, source: str) -> str:
         """Check that a method exists and goes with the settings and a budget; returns its name.
@@ -277,7 +278,7 @@ class EvictionConfig:
         """
         if name not in self.method_names:
             raise EvictionConfigError(
-                f"{source} is {_shown(name)}: choose one of {', '.join(self.method_names)}"
+                f"{source} is {shown(name)}: choose one of {', '.join(self.method_names)}"
             )
         if name == NONE:
             return NONE
@@ -328,7 +329,7 @@ class RequestWish:
         """
         given = {k: v for k, v in (extra_args or {}).items() if str(k).startswith("kv_eviction")}
         if unknown := sorted(given.keys() - set(REQUEST_KEYS)):
-            names = ", ".join(_shown(name, str) for name in unknown)
+            names = ", ".join(shown(name, str) for name in unknown)
             raise EvictionConfigError(
                 f"vllm_xargs has {names}: known are {', '.join(REQUEST_KEYS)}"
             )
@@ -355,17 +356,17 @@ def read_config_file(value: str) -> dict[str, Any]:
     inline = value.lstrip().startswith("{")
     try:
         text = value if inline else Path(value).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # no UTF-8, or a path with a NUL
         raise EvictionConfigError(
             f"{flag} {value}: cannot be read ({error}); give a YAML or JSON file, or inline JSON"
         ) from error
     try:
         parsed = json.loads(text) if inline else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError) as error:
+    except PARSE_ERRORS as error:
         raise EvictionConfigError(f"{flag} {value}: not valid YAML or JSON ({error})") from error
     if not isinstance(parsed, dict):
         raise EvictionConfigError(
-            f"{flag} {value}: holds {parsed!r}; give a mapping such as {{granularity: head}}"
+            f"{flag} {value}: holds {shown(parsed)}; give a mapping such as {{granularity: head}}"
         )
     return parsed
 
@@ -378,6 +379,10 @@ def config_of(vllm_config: VllmConfig) -> EvictionConfig:
     return EvictionConfig.from_mapping(additional[CONFIG_KEY])
 
 
+PARSE_ERRORS = (ValueError, RecursionError, yaml.YAMLError)
+"""What a text may raise in JSON's and YAML's parsers: a date without such a day, a number of too
+many digits, brackets without an end."""
+
 _LEAST = {
     "observation_window": 1,
     "sinks": 0,
@@ -388,15 +393,18 @@ _LEAST = {
 }
 
 
+_MOST = 2**31 - 1
+"""Largest number of anything; more do not fit the arrays that count them."""
+
 _MOST_SHOWN = 200
 """Characters of a wrong value that its message quotes."""
 
 
-def _shown(value: Any, text: Callable[[Any], str] = repr) -> str:
+def shown(value: Any, text: Callable[[Any], str] = repr) -> str:
     """A value as a message quotes it, which may go to a log: not all of what a client sent."""
     try:
         whole = text(value)
-    except ValueError:  # Python writes no whole number of more than 4300 digits
+    except (ValueError, RecursionError):  # Python writes no number of more than 4300 digits
         return f"a very long {type(value).__name__}"
     return whole if len(whole) <= _MOST_SHOWN else f"{whole[:_MOST_SHOWN]}..."
 
@@ -404,24 +412,31 @@ def _shown(value: Any, text: Callable[[Any], str] = repr) -> str:
 def _switch(given: Mapping[str, Any], name: str, what: str) -> bool:
     value = given.get(name, 0)
     if value not in (0, 1):
-        raise EvictionConfigError(
-            f"vllm_xargs.{name} is {_shown(value)}: give 1 for a {what}, or 0"
-        )
+        raise EvictionConfigError(f"vllm_xargs.{name} is {shown(value)}: give 1 for a {what}, or 0")
     return bool(value)
 
 
 def _check_path(value: Any, source: str) -> None:
     if value is None:
         return
-    if not isinstance(value, str) or not Path(value).is_absolute():
-        raise EvictionConfigError(f"{source} is {value!r}: give the absolute path of a file")
+    if not isinstance(value, str) or not _is_path(value) or not Path(value).is_absolute():
+        raise EvictionConfigError(f"{source} is {shown(value)}: give the absolute path of a file")
     if not Path(value).parent.is_dir():
-        raise EvictionConfigError(f"{source} is {value!r}: its folder does not exist; create it")
+        raise EvictionConfigError(
+            f"{source} is {shown(value)}: its folder does not exist; create it"
+        )
+
+
+def _is_path(value: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:
+        return False
 
 
 def _reject_unknown_keys(values: Mapping[str, Any], cls: type, source: str) -> None:
     known = [f.name for f in dataclasses.fields(cls)]
-    if unknown := sorted(str(key) for key in values if key not in known):
+    if unknown := sorted(shown(key, str) for key in values if key not in known):
         raise EvictionConfigError(
             f"{source} has unknown {', '.join(unknown)}: known are {', '.join(known)}"
         )
@@ -442,23 +457,27 @@ def _check_choice(values: Mapping[str, Any], name: str) -> None:
     if value not in choices:
         names: dict[Any, str] = {None: "null", True: "true", False: "false"}
         named = ", ".join(names.get(choice, str(choice)) for choice in choices)
-        raise EvictionConfigError(f"kv_eviction.{name} is {value!r}: choose one of {named}")
+        raise EvictionConfigError(f"kv_eviction.{name} is {shown(value)}: choose one of {named}")
 
 
 def _parse_methods(values: Any) -> dict[str, Mix]:
     source = "kv_eviction.methods"
     if not isinstance(values, Mapping):
-        raise EvictionConfigError(f"{source} is {values!r}: give a mapping of names to mixes")
+        raise EvictionConfigError(f"{source} is {shown(values)}: give a mapping of names to mixes")
     methods = {}
     for name, entry in values.items():
-        where = f"{source}.{name}"
+        where = f"{source}.{shown(name, str)}"
         if not isinstance(name, str) or name in (NONE, *POLICY_NAMES):
             raise EvictionConfigError(f"{where}: the name is taken or no text; choose another one")
         if isinstance(entry, Mapping) and "pooling" in entry:
             entry = {**entry, "pooling": _pooling(entry["pooling"], f"{where}.pooling")}
         mix: Mix = _nested(Mix, entry, where)
         if mix.merge not in (None, True, False):
-            raise EvictionConfigError(f"{where}.merge is {mix.merge!r}: give true or false")
+            raise EvictionConfigError(f"{where}.merge is {shown(mix.merge)}: give true or false")
+        for part in ("base", "score", "budget", "retain", "granularity"):
+            value = getattr(mix, part)
+            if not isinstance(value, str) and (value is not None or part == "base"):
+                raise EvictionConfigError(f"{where}.{part} is {shown(value)}: give a name")
         methods[name] = mix
     return methods
 
@@ -472,15 +491,16 @@ def _pooling(values: Any, source: str) -> Pooling | None:
 
 def _check_count(values: Mapping[str, Any], name: str, least: int) -> None:
     value = values.get(name, least)
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
         raise EvictionConfigError(
-            f"kv_eviction.{name} is {value!r}: give a whole number, at least {least}"
+            f"kv_eviction.{name} is {shown(value)}: give a whole number, at least {least} and "
+            f"at most {_MOST}"
         )
 
 
 def _nested(cls: type, values: Any, source: str) -> Any:
     if not isinstance(values, Mapping):
-        raise EvictionConfigError(f"{source} is {values!r}: give a mapping")
+        raise EvictionConfigError(f"{source} is {shown(values)}: give a mapping")
     _reject_unknown_keys(values, cls, source)
     try:
         return cls(**values)

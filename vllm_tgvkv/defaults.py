@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 from vllm.logger import init_logger
 
-from vllm_tgvkv.config import Budget, EvictionConfig, EvictionConfigError
+from vllm_tgvkv.config import PARSE_ERRORS, Budget, EvictionConfig, EvictionConfigError, shown
 
 logger = init_logger("vllm.tgvkv")
 
@@ -66,7 +66,7 @@ class Defaults:
         Raises:
             EvictionConfigError: naming `source`, the field, its value and what it may be.
         """
-        if unknown := sorted(str(key) for key in values if key not in _FIELDS):
+        if unknown := sorted(shown(key, str) for key in values if key not in _FIELDS):
             raise EvictionConfigError(
                 f"{source} has unknown {', '.join(unknown)}: known are {', '.join(_FIELDS)}"
             )
@@ -104,12 +104,12 @@ class Defaults:
 def _read(path: Path) -> Mapping[str, Any]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, *PARSE_ERRORS) as error:
         raise EvictionConfigError(f"{path} cannot be read ({error})") from error
     if values is None:  # an empty file
         return {}
     if not isinstance(values, Mapping):
         raise EvictionConfigError(
-            f"{path} holds {values!r}: give a mapping such as {{policy: snapkv, budget: 0.2}}"
+            f"{path} holds {shown(values)}: give a mapping such as {{policy: snapkv, budget: 0.2}}"
         )
     return values

@@ -348,7 +348,8 @@ class Evictor:
     def observe_layer(self, layer: int, queries: torch.Tensor, scale: float) -> None:
         """Look at one layer, after its keys were cached and its attention ran.
 
-        `queries` is [tokens, H * G, D], rotated, of the whole batch.
+        `queries` is [tokens, H * G, D], rotated, of the whole batch; `scale` is the factor of
+        their products with keys as they are stored.
         """
         for work in self._work:
             with self._watch(work.request_id).time("statistics"):

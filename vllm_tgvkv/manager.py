@@ -25,7 +25,8 @@ they were admitted (a banker's order, see `Prefill`); decoding requests count by
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,8 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 from vllm.v1.request import Request
+
+_OUT_OF_ORDER = sys.maxsize
 
 
 @dataclass
@@ -67,6 +70,8 @@ class Prefill:
     these sums; vLLM preempts for it as ever.
     """
 
+    number: int
+    """Place in the order of admission."""
     num_tokens: int
     """Tokens it computes: the prompt, and after a preemption what it had generated."""
     num_left: int = 0
@@ -74,6 +79,28 @@ class Prefill:
     num_returned: int = 0
     """Blocks it gives back when it is evicted; those that others share are not counted."""
     last_step: int = 0
+
+
+@dataclass
+class Queue:
+    """Prefills one behind the other, each of which ends before the next one goes on."""
+
+    wanted: int | None = None
+    """Free blocks without which one of them would not finish; None if there are none."""
+    brought: int = 0
+    """Blocks that are free more, or less, once all of them have ended."""
+
+    def add(self, prefill: Prefill) -> None:
+        self.brought -= prefill.num_left
+        self.wanted = max(self.wanted or 0, -self.brought)
+        self.brought += prefill.num_returned
+
+    @classmethod
+    def of(cls, prefills: Iterable[Prefill]) -> Queue:
+        queue = cls()
+        for prefill in prefills:
+            queue.add(prefill)
+        return queue
 
 
 @dataclass(frozen=True)
@@ -106,7 +133,11 @@ class EvictingManager(FullAttentionManager):
         self.prefills: dict[str, Prefill] = {}
         """Requests that are admitted and have not got all of their blocks, in that order."""
         self._admission: Admission | None = None
+        self._num_admitted = 0
         self._step = 0
+        self._advanced, self._last_advanced = Queue(), 0
+        """Prefills that have advanced in this step, and the number of the last of them. They do so
+        in their order, so that each costs an addition; `_OUT_OF_ORDER` where they did not."""
         self.released: list[int] = []
         """First block ids of regions dropped since the last drain."""
         self.record_freed = False
@@ -164,7 +195,7 @@ class EvictingManager(FullAttentionManager):
         if request_id in self.req_to_blocks:
             return num_blocks
         if not apply_admission_cap:
-            return num_blocks + (self._wanted_before(None) or 0)
+            return num_blocks + (Queue.of(self.prefills.values()).wanted or 0)
         num_shared = sum(block.ref_cnt > 0 for block in new_computed_blocks)
         self._admission = Admission(request_id, num_tokens, num_shared)
         if compression:
@@ -193,6 +224,7 @@ class EvictingManager(FullAttentionManager):
     def new_step_starts(self) -> None:
         super().new_step_starts()
         self._step += 1
+        self._advanced, self._last_advanced = Queue(), 0
 
     def may_take(self, request_id: str, num_tokens: int) -> bool:
         """Whether a prefill may grow to `num_tokens` now, and those before it still finish.
@@ -200,9 +232,10 @@ class EvictingManager(FullAttentionManager):
         Only prefills that advance in this step are waited for: one that does not may itself wait
         for something that this one holds, such as a place in the encoder's cache.
         """
-        if request_id not in self.prefills:
+        prefill = self.prefills.get(request_id)
+        if prefill is None:
             return True
-        wanted = self._wanted_before(request_id)
+        wanted = self._advanced_before(prefill).wanted
         if wanted is None:
             return True
         num_blocks = cdiv(num_tokens, self.block_size) - len(self.req_to_blocks[request_id])
@@ -211,22 +244,15 @@ class EvictingManager(FullAttentionManager):
             num_blocks += compression.num_retained_blocks
         return num_blocks + wanted <= self.block_pool.get_num_free_blocks()
 
-    def _wanted_before(self, request_id: str | None) -> int | None:
-        """Free blocks without which the prefills before this one, or all, would not finish.
-
-        None if there are none.
-        """
-        wanted: int | None = None
-        brought = 0
-        for name, prefill in self.prefills.items():
-            if name == request_id:
-                break
-            if request_id is not None and prefill.last_step != self._step:
-                continue
-            brought -= prefill.num_left
-            wanted = max(wanted or 0, -brought)
-            brought += prefill.num_returned
-        return wanted
+    def _advanced_before(self, prefill: Prefill) -> Queue:
+        """The prefills before this one that advance in this step."""
+        if prefill.number > self._last_advanced:
+            return self._advanced
+        return Queue.of(
+            other
+            for other in self.prefills.values()
+            if other.number < prefill.number and other.last_step == self._step
+        )
 
     def _brought_back(self, num_shared: int) -> int:
         """Blocks that are free more, or less, once all prefills have ended.
@@ -245,13 +271,18 @@ class EvictingManager(FullAttentionManager):
             kept = min(prefill.num_returned, num_shared)
             prefill.num_returned -= kept
             num_shared -= kept
-        prefill = self.prefills[admission.request_id] = Prefill(admission.num_tokens)
+            self._last_advanced = _OUT_OF_ORDER
+        self._num_admitted += 1
+        prefill = Prefill(self._num_admitted, admission.num_tokens)
+        self.prefills[admission.request_id] = prefill
         if compression := self.compressions.get(admission.request_id):
             prefill.num_returned = max(compression.num_full_blocks - admission.num_shared, 0)
 
     def _advance(self, request_id: str) -> None:
         """Bring a prefill's sums up to date; it is none any more once it has all its blocks."""
         prefill = self.prefills[request_id]
+        if prefill.last_step == self._step or prefill.number < self._last_advanced:
+            self._last_advanced = _OUT_OF_ORDER
         prefill.last_step = self._step
         num_held = len(self.req_to_blocks[request_id])
         compression = self.compressions.get(request_id)
@@ -260,12 +291,17 @@ class EvictingManager(FullAttentionManager):
             prefill.num_returned = 0
             if prefill.num_left <= 0:
                 del self.prefills[request_id]
-            return
-        num_prompt_blocks = cdiv(compression.request.num_prompt_tokens, self.block_size)
-        num_behind = self._num_behind(compression, prefill.num_tokens)
-        prefill.num_left = num_prompt_blocks - num_held + max(num_behind - prefill.num_returned, 0)
-        if not compression.reserved:
-            prefill.num_left += compression.num_retained_blocks
+                return
+        else:
+            num_prompt_blocks = cdiv(compression.request.num_prompt_tokens, self.block_size)
+            num_behind = self._num_behind(compression, prefill.num_tokens)
+            prefill.num_left = num_prompt_blocks - num_held
+            prefill.num_left += max(num_behind - prefill.num_returned, 0)
+            if not compression.reserved:
+                prefill.num_left += compression.num_retained_blocks
+        if prefill.number > self._last_advanced:
+            self._advanced.add(prefill)
+            self._last_advanced = prefill.number
 
     def _num_behind(self, compression: Compression, num_tokens: int) -> int:
         """Blocks of tokens that a preempted request had generated."""
@@ -360,7 +396,9 @@ class EvictingManager(FullAttentionManager):
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         blocks = super().pop_blocks_for_free(request_id)
-        self.prefills.pop(request_id, None)
+        prefill = self.prefills.pop(request_id, None)
+        if prefill is not None and prefill.last_step == self._step:
+            self._last_advanced = _OUT_OF_ORDER
         if compression := self.compressions.get(request_id):
             # Ended or preempted; a preempted request is evicted again after it has
             # prefilled again.

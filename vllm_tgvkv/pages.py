@@ -14,6 +14,17 @@ from dataclasses import dataclass
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
+FP8 = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+"""What the bytes of a quantised cache stand for, by vLLM's `--kv-cache-dtype`.
+
+A layer has one scale for all of its keys and one for its values. A page may therefore move within
+its layer as it is, and means are taken as well before a scale as behind it.
+"""
+
 
 class PageLayoutError(RuntimeError):
     """vLLM's cache tensors are not laid out as this package needs them."""
@@ -23,8 +34,9 @@ class PageLayoutError(RuntimeError):
 class PagePool:
     """Views of the whole KV cache; nothing is copied.
 
-    `raw` is [num_pages, 2 * N * D]. `keys` and `values` are logical views
-    [num_pages, N, D] with whatever strides the attention kernel's page format implies.
+    `raw` is [num_pages, 2 * N * D], bytes where the cache is quantised. `keys` and `values` are
+    logical views [num_pages, N, D] with whatever strides the attention kernel's page format
+    implies; in a quantised cache they are fp8, divided by their layer's scale.
     """
 
     raw: torch.Tensor
@@ -52,17 +64,20 @@ class PagePool:
         return self.keys.shape[2]
 
     def poison(self, blocks: Sequence[int]) -> None:
-        """Fill blocks with NaN (debug only)."""
-        view = self.raw.view(self.num_blocks, -1)
+        """Fill blocks with NaN (debug only); vLLM's CPU kernel reads that of e4m3 as 240."""
+        view = self.raw.view(self.keys.dtype).view(self.num_blocks, -1)
         view[async_tensor_h2d(list(blocks), view.device)] = float("nan")
 
 
-def page_pool(layer_caches: Sequence[torch.Tensor], slots_first: bool) -> PagePool:
+def page_pool(
+    layer_caches: Sequence[torch.Tensor], slots_first: bool, dtype: torch.dtype | None = None
+) -> PagePool:
     """Build the pool from vLLM's per-layer views [num_blocks, H, N, 2 * D], in layer order.
 
     With `slots_first` a page is [N, 2 * D], each slot's key before its value, as FlashAttention
     has it. Otherwise keys are stored [D, N] and then values [N, D], the format of vLLM's CPU
-    kernels, which `check_page_format` makes sure of.
+    kernels, which `check_page_format` makes sure of. `dtype` is one of `FP8` where the caches are
+    bytes.
 
     Raises:
         PageLayoutError: if the views do not interleave in one buffer as BLHNC.
@@ -89,10 +104,11 @@ def page_pool(layer_caches: Sequence[torch.Tensor], slots_first: bool) -> PagePo
     num_pages = num_blocks * num_layers * num_heads
     raw = first.as_strided((num_pages, page), (page, 1), first.storage_offset())
     head_size = content // 2
+    pages = raw if dtype is None else raw.view(dtype)
     if slots_first:
-        keys, values = raw.view(num_pages, block_size, content).split(head_size, dim=2)
+        keys, values = pages.view(num_pages, block_size, content).split(head_size, dim=2)
     else:
-        keys, values = raw.view(num_pages, 2, -1).unbind(1)
+        keys, values = pages.view(num_pages, 2, -1).unbind(1)
         values = values.unflatten(1, (block_size, head_size))
         keys = keys.unflatten(1, (head_size, block_size)).transpose(1, 2)
     return PagePool(raw, keys, values, num_layers, num_heads, block_size)

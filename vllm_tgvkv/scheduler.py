@@ -210,8 +210,9 @@ class EvictionScheduler(Scheduler):
         if candidate is None:
             return blocks, num_hit, boundary, diverged
         # What evicts is the step that ends the prompt, also of a preempted request whose whole
-        # prompt, and more, may be cached by now.
-        limit = request.num_prompt_tokens - 1
+        # prompt, and more, may be cached by now. Where drafts are verified, vLLM fills a first
+        # step of one token up with places for drafts, which would lie behind the prompt's end.
+        limit = request.num_prompt_tokens - (2 if self.num_spec_tokens else 1)
         last_cached = candidate.voters.last_cached(self.eviction_config.prefix_reuse == "exact")
         if last_cached is not None:
             limit = min(limit, last_cached)

@@ -20,7 +20,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm_tgvkv.attention import EvictingBuilder
 from vllm_tgvkv.counters import EvictionCounters
 from vllm_tgvkv.evictor import Evictor, Outcomes
-from vllm_tgvkv.pages import page_pool
+from vllm_tgvkv.pages import FP8, page_pool
 from vllm_tgvkv.plan import ATTRIBUTE, OUTCOMES_ATTRIBUTE, Eviction, StepPlan
 
 
@@ -62,7 +62,8 @@ class EvictingWorker:
         builder = self._builder()
         layers = self.vllm_config.compilation_config.static_forward_context
         names = sorted(builder.layer_names, key=lambda n: layers[n].kv_cache.storage_offset())
-        pool = page_pool([layers[name].kv_cache for name in names], builder.slots_first)
+        dtype = FP8.get(self.vllm_config.cache_config.cache_dtype)
+        pool = page_pool([layers[name].kv_cache for name in names], builder.slots_first, dtype)
         for index, name in enumerate(names):
             layers[name].impl.bind(index, pool)
         builder.bind(pool, self.find_row)

@@ -12,6 +12,8 @@ from torch import Tensor
 
 _KINDS = ("none", "sequence", "grid")
 _REDUCTIONS = ("max", "mean")
+_LARGEST_KERNEL = 255
+"""Pooling over a sequence takes the kernel times the memory of the scores."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,11 @@ class Pooling:
         if self.reduce not in _REDUCTIONS:
             raise ValueError(f"reduce must be one of {', '.join(_REDUCTIONS)}, got {self.reduce!r}")
         is_count = isinstance(self.kernel, int) and not isinstance(self.kernel, bool)
-        if not is_count or self.kernel < 1 or self.kernel % 2 == 0:
-            raise ValueError(f"kernel must be an odd positive number, got {self.kernel!r}")
+        if not is_count or not 1 <= self.kernel <= _LARGEST_KERNEL or self.kernel % 2 == 0:
+            raise ValueError(
+                f"kernel must be an odd positive number, at most {_LARGEST_KERNEL}, got "
+                f"{self.kernel!r}"
+            )
 
 
 def pool(

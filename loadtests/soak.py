@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m loadtests.soak --minutes 30`: mixed traffic whose every answer is checked.
+
+Serves the demonstration model with a small pool and asks a fixed list of requests one by one; then
+the same requests arrive at random, all kinds beside each other, and each has to be answered as it
+was alone. Meanwhile memory, blocks and latency are watched. `vllm bench serve`, which drives the
+other load tests, does not look at answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+from tqdm import tqdm
+
+from demo.run import MODEL
+from loadtests.mix import MIXES, Case, make_cases
+from loadtests.profile import Profile
+from loadtests.run import ROOT, facts
+from loadtests.scrape import Sample, Scraper, drain, scrape
+from loadtests.server import LoadTestError, Server, launched
+from loadtests.soak_report import write_report
+from loadtests.verdict import (
+    ANSWERED,
+    FAILED,
+    FILE,
+    LEFT,
+    Arm,
+    Look,
+    Soak,
+    Token,
+    Visit,
+    compare,
+    failures,
+    undecided,
+)
+
+OUTPUT = ROOT / "build" / "soak"
+# Rounding differs from batch to batch. In float32 it hardly ever changes a greedy token.
+SERVE = [
+    *("serve", os.path.relpath(MODEL), "--served-model-name", "demo", "--dtype", "float32"),
+    # Four whole prompts: requests wait, and some are preempted.
+    *("--block-size", "32", "--num-gpu-blocks-override", "80", "--max-model-len", "1536"),
+    # Prompts are cut, and several prefill at once.
+    *("--max-num-batched-tokens", "512", "--long-prefill-token-threshold", "256"),
+    *("--max-num-seqs", "16", "--enforce-eager", "--mm-processor-cache-gb", "0.1"),
+]
+EVICTING = ["--kv-eviction", "tgv", "--kv-eviction-budget", "0.1"]
+EVICTING += ["--kv-eviction-config", json.dumps({"methods": MIXES})]
+STOCK_ARM, EVICTING_ARM = "stock", "evicting"
+
+STREAMED = 0.5
+LEAVING = 0.1
+"""Share of clients that go away before their answer is complete."""
+ANSWER_SECONDS = 300.0
+DRAIN_SECONDS = 30.0
+SCRAPE_SECONDS = 1.0
+LOG_ERROR = re.compile(r"\bERROR\b|\bCRITICAL\b|Traceback|Integrity")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one of the requests is asked."""
+
+    case: int
+    is_streamed: bool
+    leaves_after: float | None = None
+    """Tokens of a stream, or seconds, after which its client goes away."""
+
+
+def plans(num_cases: int, seed: int) -> Iterator[Plan]:
+    """All cases in a random order, and again, for ever: the mix is equal at any time."""
+    rng = random.Random(seed)
+    while True:
+        for case in rng.sample(range(num_cases), num_cases):
+            is_streamed = rng.random() < STREAMED
+            leaves = rng.random() < LEAVING
+            # What it has heard, or else when: also before the first token.
+            after = float(rng.randint(0, 30)) if is_streamed else rng.uniform(0, 2)
+            yield Plan(case, is_streamed, after if leaves else None)
+
+
+class Client:
+    """Asks one server."""
+
+    def __init__(self, url: str, cases: Sequence[Case], evicting: bool) -> None:
+        self._openai = openai.AsyncOpenAI(
+            base_url=f"{url}/v1", api_key="none", timeout=ANSWER_SECONDS, max_retries=0
+        )
+        self._bodies = [case.body(evicting) for case in cases]
+        self.num_cases = len(cases)
+
+    async def close(self) -> None:
+        await self._openai.close()
+
+    async def ask(self, plan: Plan, heard: list[Token]) -> bool:
+        """Add the tokens of the answer to `heard` as they come; whether all of them have.
+
+        Raises:
+            openai.OpenAIError: if there is no answer.
+        """
+        create: Any = self._openai.chat.completions.create
+        body = self._bodies[plan.case]
+        if not plan.is_streamed:
+            answer = await create(model="demo", **body)
+            heard.extend(_tokens(answer.choices[0]))
+            return True
+        stream = await create(model="demo", **body, stream=True)
+        try:
+            async for chunk in stream:
+                for choice in chunk.choices:
+                    heard.extend(_tokens(choice))
+                if plan.leaves_after is not None and len(heard) >= plan.leaves_after:
+                    return False
+            return True
+        finally:
+            await stream.close()
+
+    async def all_alone(self) -> list[list[Token]]:
+        """The answers to all cases, one after the other."""
+        answers: list[list[Token]] = []
+        for case in range(self.num_cases):
+            answers.append([])
+            await self.ask(Plan(case, is_streamed=False), answers[-1])
+        return answers
+
+
+def _tokens(choice: Any) -> list[Token]:
+    if choice.logprobs is None or choice.logprobs.content is None:
+        return []
+    return [
+        Token(part.token, part.logprob, {rival.token: rival.logprob for rival in part.top_logprobs})
+        for part in choice.logprobs.content
+    ]
+
+
+class Traffic:
+    """Requests that arrive as a Poisson process, so many at a time at most."""
+
+    def __init__(self, client: Client, expected: Sequence[Sequence[Token]], options: Any) -> None:
+        self.visits: list[Visit] = []
+        self._client = client
+        self._expected = expected
+        self._rate: float = options.rate
+        self._in_flight: int = options.in_flight
+        self._seed: int = options.seed
+        self._begin = 0.0
+
+    async def run(self, seconds: float, bar: tqdm) -> None:
+        """Send requests for so long, and wait for the last answer."""
+        rng, places = random.Random(self._seed + 1), asyncio.Semaphore(self._in_flight)
+        self._begin = time.monotonic()
+        arrival = self._begin
+        tasks: set[asyncio.Task[None]] = set()
+        for plan in plans(self._client.num_cases, self._seed):
+            # Where all places are taken, the next one waits, and those behind it.
+            arrival = max(arrival + rng.expovariate(self._rate), time.monotonic())
+            if arrival - self._begin > seconds:
+                break
+            await asyncio.sleep(arrival - time.monotonic())
+            await places.acquire()
+            task = asyncio.create_task(self._visit(plan, bar))
+            tasks.add(task)
+            task.add_done_callback(lambda done: (tasks.discard(done), places.release()))
+        await asyncio.gather(*tasks)
+
+    async def _visit(self, plan: Plan, bar: tqdm) -> None:
+        heard: list[Token] = []
+        begin, ended, error = time.monotonic(), LEFT, ""
+        patience = None if plan.is_streamed else plan.leaves_after
+        try:
+            if await asyncio.wait_for(self._client.ask(plan, heard), patience):
+                ended = ANSWERED
+        except asyncio.TimeoutError:
+            pass
+        except openai.OpenAIError as raised:
+            ended, error = FAILED, f"{type(raised).__name__}: {raised}"[:300]
+        comparison = None
+        if ended != FAILED:
+            comparison = compare(self._expected[plan.case], heard, whole=ended == ANSWERED)
+        self.visits.append(
+            Visit(
+                case=plan.case,
+                begin=round(begin - self._begin, 2),
+                seconds=round(time.monotonic() - begin, 3),
+                ended=ended,
+                is_streamed=plan.is_streamed,
+                num_tokens=len(heard),
+                comparison=comparison,
+                error=error,
+            )
+        )
+        bar.update()
+
+
+async def soak_arm(server: Server, name: str, cases: Sequence[Case], options: Any) -> Arm:
+    """Ask alone, ask mixed, ask alone again; what came of it."""
+    client = Client(server.url, cases, evicting=name == EVICTING_ARM)
+    seconds = 60 * options.minutes
+    arm = Arm(server.command or "", scrape(server).pool, seconds)
+    expected = await client.all_alone()
+    traffic = Traffic(client, expected, options)
+    begin = time.monotonic()
+    with tqdm(desc=name, unit=" requests") as bar, Scraper(server, SCRAPE_SECONDS) as scraper:
+        await traffic.run(seconds, bar)
+    # In a thread: connections of clients that went away are closed meanwhile.
+    await asyncio.to_thread(drain, server, DRAIN_SECONDS)
+    again = await client.all_alone()
+    arm.visits = traffic.visits
+    arm.afterwards = [
+        compare(right, answer, whole=True) for right, answer in zip(expected, again, strict=True)
+    ]
+    arm.looks = [_look(sample, begin) for sample in scraper.samples]
+    _, last = await asyncio.to_thread(drain, server, DRAIN_SECONDS)
+    arm.left = {
+        "running": last.running,
+        "waiting": last.waiting,
+        "kv_usage": last.kv_usage,
+        "blocks_held": last.blocks_held,
+    }
+    arm.eviction = last.eviction
+    await client.close()
+    return arm
+
+
+def _look(sample: Sample, begin: float) -> Look:
+    assert sample.memory_mib is not None  # the server was started here
+    return Look(
+        time=round(sample.time - begin, 1),
+        memory_mib=round(sample.memory_mib, 1),
+        kv_usage=round(sample.kv_usage, 3),
+        running=sample.running,
+        preemptions=sample.preemptions,
+    )
+
+
+def errors_in(log: Path) -> list[str]:
+    """Lines that tell of an error."""
+    lines = log.read_text(errors="replace").splitlines()
+    return [line for line in lines if LOG_ERROR.search(line)]
+
+
+def run(options: Any, soak: Soak, cases: Sequence[Case]) -> None:
+    """Soak one server, or a stock one and then ours; fills the record.
+
+    Raises:
+        LoadTestError: if a server does not come up, or a request that is alone fails.
+    """
+    environment = {**os.environ, **dict(_profile().environment)}
+    arms = {STOCK_ARM: SERVE} if options.stock else {}
+    options.output.mkdir(parents=True, exist_ok=True)
+    for name, arguments in {**arms, EVICTING_ARM: [*SERVE, *EVICTING]}.items():
+        log = OUTPUT / f"{name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with launched(arguments, environment, log, _profile().startup_seconds) as server:
+            try:
+                soak.arms[name] = asyncio.run(soak_arm(server, name, cases, options))
+            except openai.OpenAIError as error:
+                raise LoadTestError(f"a request failed that was alone: {error}") from error
+            soak.arms[name].log_errors = errors_in(log)
+        soak.write(options.output)
+
+
+def _profile() -> Profile:
+    """Variables of a small CPU machine, as the other soak has them."""
+    return Profile.read(ROOT / "loadtests" / "profiles" / "soak.yaml")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a soak; returns the exit status."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    options = parse(given)
+    if options.report_only is not None:
+        soak = Soak.read(options.report_only)
+        options.output = options.report_only
+    else:
+        cases = make_cases()
+        about = facts(given, options.note)
+        about["command"] = shlex.join(["python", "-m", "loadtests.soak", *given])
+        about["machine_load_before"] = round(os.getloadavg()[0], 2)
+        about |= {"rate": options.rate, "in_flight": options.in_flight}
+        soak = Soak(about, [case.kind for case in cases])
+        soak.control = STOCK_ARM if options.stock else None
+        try:
+            run(options, soak, cases)
+        except (LoadTestError, OSError) as error:
+            print(f"\nThe soak failed: {error}", file=sys.stderr)
+            return 1
+    write_report(soak, options.output)
+    print(f"Written: {options.output / 'README.md'} and {options.output / FILE}")
+    for failure in failures(soak):
+        print(f"FAILED: {failure}", file=sys.stderr)
+    for question in undecided(soak):
+        print(f"Undecided: {question}", file=sys.stderr)
+    return 1 if failures(soak) else 0
+
+
+def parse(given: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m loadtests.soak", description=__doc__)
+    parser.add_argument("--minutes", type=_positive, default=30, help="of traffic (default: 30)")
+    parser.add_argument(
+        "--stock", action="store_true", help="a stock server before ours, for as long: the control"
+    )
+    parser.add_argument("--rate", type=_positive, default=3, help="requests a second (default: 3)")
+    parser.add_argument("--in-flight", type=_count, default=12, help="at most (default: 12)")
+    parser.add_argument("--seed", type=int, default=0, help="of order and arrivals")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of the report")
+    parser.add_argument("--note", default="", help="goes into the report: what else ran, say")
+    parser.add_argument(
+        "--report-only", type=Path, metavar="FOLDER", help=f"write the report of its {FILE} again"
+    )
+    return parser.parse_args(given)
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

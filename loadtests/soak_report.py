@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report of a soak, written from its record alone."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from evaluation.statistics import Estimate
+from loadtests.document import Block, Code, Heading, Items, Plot, Table, Text, write
+from loadtests.plots import draw_watched
+from loadtests.verdict import (
+    ANSWERED,
+    FAILED,
+    FILE,
+    LEFT,
+    LIMITS,
+    Arm,
+    Comparison,
+    Soak,
+    failures,
+    undecided,
+)
+
+PLOT = "watched.svg"
+
+
+def write_report(soak: Soak, folder: Path) -> None:
+    """Write `README.md`, `report.html` and the plot into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw_watched(soak, folder / PLOT)
+    facts = soak.facts
+    blocks: list[Block] = [
+        Heading("Soak with answers checked", 1),
+        Text(
+            f"{len(soak.kinds)} greedy requests to the demonstration model, asked one by one and "
+            f"then at random for {_minutes(soak)} minutes, {facts['rate']:g} a second, at most "
+            f"{facts['in_flight']} at a time: methods, budgets and granularities of their own, "
+            "guarded budgets, uncompressed ones, chats that share pages, text. Half of them are "
+            "streams; clients of a tenth go away before the end. Each answer is compared with that "
+            f"of the same request alone. All figures are in [{FILE}]({FILE})."
+        ),
+        Code(facts["command"]),
+        Text(_verdict(soak)),
+        Heading("Answers"),
+        _answers(soak),
+        *_differences(soak),
+        Heading("Memory, blocks and latency"),
+        _watched(soak),
+        Plot(PLOT, "Memory, blocks in use and latency over time"),
+        Text(
+            "Memory is that of all processes of the server; growth is the slope of least squares "
+            "over the last two thirds of the time, because caches fill in the first. Latency is "
+            "from the request to the last token, over the median of the same request in the whole "
+            "run, so that the mix does not matter: the median of the last third of the time to "
+            "that of the first, with a bootstrap interval over stretches of time. In brackets: "
+            "95 %. A limit is broken if the whole interval is beyond it"
+            + (f" and beyond that of {soak.control}." if soak.control else ".")
+        ),
+        Heading("How it was made"),
+        Items(_circumstances(soak)),
+    ]
+    write(blocks, folder)
+
+
+def _minutes(soak: Soak) -> str:
+    return " and ".join(dict.fromkeys(f"{arm.seconds / 60:g}" for arm in soak.arms.values()))
+
+
+def _verdict(soak: Soak) -> str:
+    broken, open_ = failures(soak), undecided(soak)
+    text = (
+        f"**Failed:** {'; '.join(broken)}."
+        if broken
+        else "**Passed:** every request was answered as it is alone, and in the end no request "
+        "ran or waited, no KV block was in use or held, and no log had an error."
+    )
+    return f"{text} **Undecided:** {'; '.join(open_)}." if open_ else text
+
+
+def _answers(soak: Soak) -> Table:
+    header = ["arm", "requests", "answered", "left early", "failed", "tokens", "wrong"]
+    header += ["near ties", "largest drift", "preemptions", "most at a time", "evictions"]
+    rows = []
+    for name, arm in soak.arms.items():
+        looks = arm.looks
+        rows.append(
+            [
+                name,
+                str(len(arm.visits)),
+                *(str(len(arm.ended(how))) for how in (ANSWERED, LEFT, FAILED)),
+                str(sum(visit.num_tokens for visit in arm.visits)),
+                str(len(arm.wrong)),
+                str(len(arm.ties)),
+                f"{arm.drift:.1e}",
+                f"{looks[-1].preemptions - looks[0].preemptions:.0f}" if looks else "",
+                f"{max((look.running for look in looks), default=0):.0f}",
+                f"{arm.eviction.get('requests', 0):.0f}",
+            ]
+        )
+    return Table(header, rows)
+
+
+def _differences(soak: Soak) -> list[Block]:
+    text = (
+        "*Drift* is the largest difference of log-probabilities at equal tokens, at most "
+        f"{LIMITS.drift:g}. A batch's shape changes rounding: two tokens that are nearly as likely "
+        f"may change places. Where they are less than {LIMITS.tie:g} apart in both answers it is a "
+        "*near tie*; any other difference is *wrong*."
+    )
+    found = [
+        f"{name}, `{soak.kinds[visit.case]}` {visit.case}, {visit.begin:.0f} s: {_where(its)}"
+        for name, arm in soak.arms.items()
+        for visit in arm.visits
+        if (its := visit.comparison) is not None and (its.differs_at is not None or its.is_wrong())
+    ]
+    found += [
+        f"{name}, afterwards `{soak.kinds[case]}` {case}: {_where(its)}"
+        for name, arm in soak.arms.items()
+        for case, its in enumerate(arm.afterwards)
+        if its.differs_at is not None or its.is_wrong()
+    ]
+    if len(found) > 20:
+        found[20:] = [f"and {len(found) - 20} more"]
+    return [Text(text), Items(found)] if found else [Text(text)]
+
+
+def _where(its: Comparison) -> str:
+    if its.differs_at is None:
+        return f"drift {its.drift:.1e}"
+    gap = "no near rival" if its.gap is None else f"{its.gap:.1e} apart"
+    kind = "wrong" if its.is_wrong() else "near tie"
+    return f"{kind} at token {its.differs_at}, {gap}, drift {its.drift:.1e}"
+
+
+def _watched(soak: Soak) -> Table:
+    header = ["arm", "memory, first", "last", "MiB an hour", "limit", "median latency"]
+    header += ["last third to first", "limit", "KV use, mean", "most", "in the end"]
+    rows = [
+        [
+            name,
+            *_memory(arm),
+            _interval(arm.growth(), "+.0f"),
+            f"{LIMITS.growth:g}",
+            *_latency(arm),
+            _interval(arm.slowdown(), ".3f"),
+            f"{LIMITS.slowdown:g}",
+            f"{statistics.fmean([look.kv_usage for look in arm.looks] or [0]):.0%}",
+            f"{max((look.kv_usage for look in arm.looks), default=0):.0%}",
+            f"{arm.left['kv_usage']:.0%}",
+        ]
+        for name, arm in soak.arms.items()
+    ]
+    return Table(header, rows)
+
+
+def _memory(arm: Arm) -> list[str]:
+    if not arm.looks:
+        return ["", ""]
+    return [f"{arm.looks[place].memory_mib:.0f} MiB" for place in (0, -1)]
+
+
+def _latency(arm: Arm) -> list[str]:
+    seconds = [visit.seconds for visit in arm.ended(ANSWERED)]
+    return [f"{statistics.median(seconds):.2f} s" if seconds else ""]
+
+
+def _interval(estimate: Estimate | None, form: str) -> str:
+    if estimate is None:
+        return "not known"
+    mean, low, high = (format(v, form) for v in (estimate.mean, estimate.low, estimate.high))
+    return f"{mean} [{low}, {high}]"
+
+
+def _circumstances(soak: Soak) -> Sequence[str]:
+    facts = soak.facts
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    items = [
+        f"{facts['date']}; {versions}; {facts['cores']} cores ({facts['machine']}) for client and "
+        f"server; load average before: {facts['machine_load_before']:g}."
+    ]
+    for name, arm in soak.arms.items():
+        pool = f", pool of {arm.pool[0]} blocks of {arm.pool[1]} tokens" if arm.pool else ""
+        items.append(f"**{name}**: `{arm.command}`{pool}.")
+    return [*items, facts["note"]] if facts["note"] else items

@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a soak recorded, and what is said of it: answers, blocks, memory and latency."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from evaluation.statistics import CONFIDENCE_Z, RESAMPLES, SEED, Estimate
+
+FILE = "results.json"
+STRETCHES = 20
+"""Parts of a third of the time that the bootstrap draws: requests beside each other are alike."""
+
+ANSWERED, LEFT, FAILED = "answered", "left", "failed"
+"""How a request ended: as it should, because its client went away, or otherwise."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    tie: float = 1e-3
+    """Two tokens whose log-probabilities differ by less may change places."""
+    drift: float = 1e-3
+    """Log-probabilities of equal tokens differ by less than this."""
+    growth: float = 60.0
+    """MiB an hour."""
+    slowdown: float = 1.1
+    """Latency in the last third of the time to that in the first."""
+    seconds: float = 600
+    """What is shorter says nothing of growth and slowdown: caches fill, allocators find their
+    size."""
+
+
+LIMITS = Limits()
+
+
+class Token(NamedTuple):
+    """One token of an answer."""
+
+    token: str
+    logprob: float
+    rivals: Mapping[str, float]
+    """Log-probabilities of the likeliest tokens."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """An answer beside the one that was expected."""
+
+    drift: float
+    """Largest difference of log-probabilities, as far as the tokens are equal."""
+    differs_at: int | None = None
+    """The first token that is another, or missing, or too much."""
+    gap: float | None = None
+    """How far the two tokens are apart, the larger one of the two answers; None: very far."""
+
+    def is_tie(self, limits: Limits = LIMITS) -> bool:
+        return self.gap is not None and self.gap < limits.tie
+
+    def is_wrong(self, limits: Limits = LIMITS) -> bool:
+        differs = self.differs_at is not None and not self.is_tie(limits)
+        return differs or not self.drift <= limits.drift
+
+
+def compare(expected: Sequence[Token], heard: Sequence[Token], whole: bool) -> Comparison:
+    """Compare an answer with the expected one; `whole` is false where its client went away."""
+    drift = 0.0
+    for index, (right, token) in enumerate(zip(expected, heard, strict=False)):
+        if right.token != token.token:
+            gap = max(_gap(right, token.token), _gap(token, right.token))
+            return Comparison(drift, index, gap if math.isfinite(gap) else None)
+        drift = max(drift, abs(right.logprob - token.logprob))
+        if math.isnan(token.logprob):
+            return Comparison(drift, index)
+    if len(heard) > len(expected) or (whole and len(heard) < len(expected)):
+        return Comparison(drift, min(len(heard), len(expected)))
+    return Comparison(drift)
+
+
+def _gap(token: Token, rival: str) -> float:
+    return token.logprob - token.rivals.get(rival, -math.inf)
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One request of the mixed traffic."""
+
+    case: int
+    begin: float
+    """Seconds since the traffic began."""
+    seconds: float
+    ended: str
+    is_streamed: bool
+    num_tokens: int
+    comparison: Comparison | None
+    """None where it failed."""
+    error: str = ""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.comparison, list):  # from a file
+            object.__setattr__(self, "comparison", Comparison(*self.comparison))
+
+
+@dataclass(frozen=True)
+class Look:
+    """The server at one moment of the mixed traffic."""
+
+    time: float
+    """Seconds since the traffic began."""
+    memory_mib: float
+    kv_usage: float
+    running: float
+    preemptions: float
+
+
+@dataclass
+class Arm:
+    """What happened to one server."""
+
+    command: str
+    pool: tuple[int, int] | None
+    seconds: float
+    """Of mixed traffic."""
+    visits: list[Visit] = field(default_factory=list)
+    afterwards: list[Comparison] = field(default_factory=list)
+    """Every case once more, alone, when the traffic is over."""
+    looks: list[Look] = field(default_factory=list)
+    left: dict[str, float] = field(default_factory=dict)
+    """Requests that run or wait and blocks in use in the end; all have to be 0."""
+    eviction: dict[str, float] = field(default_factory=dict)
+    """Counters of the plugin."""
+    log_errors: list[str] = field(default_factory=list)
+    """Lines of the server's log that tell of an error."""
+
+    @property
+    def wrong(self) -> list[Comparison]:
+        return [c for c in self._comparisons if c.is_wrong()]
+
+    @property
+    def ties(self) -> list[Comparison]:
+        return [c for c in self._comparisons if c.is_tie() and not c.is_wrong()]
+
+    @property
+    def drift(self) -> float:
+        return max((c.drift for c in self._comparisons), default=0.0)
+
+    @property
+    def _comparisons(self) -> list[Comparison]:
+        return [*(v.comparison for v in self.visits if v.comparison), *self.afterwards]
+
+    def ended(self, how: str) -> list[Visit]:
+        return [visit for visit in self.visits if visit.ended == how]
+
+    def growth(self) -> Estimate | None:
+        """MiB an hour over the last two thirds; None with too few looks."""
+        late = [look for look in self.looks if look.time >= self.seconds / 3]
+        if len(late) < 10:
+            return None
+        return slope([look.time / 3600 for look in late], [look.memory_mib for look in late])
+
+    def slowdown(self) -> Estimate | None:
+        """Latency in the last third to that in the first, at equal mix; None with too few."""
+        return slowdown(self.ended(ANSWERED), self.seconds)
+
+
+def slope(times: Sequence[float], values: Sequence[float]) -> Estimate:
+    """Least squares with a 95 % interval, wider where what is left goes on from look to look."""
+    x, y = np.asarray(times, np.float64), np.asarray(values, np.float64)
+    x = x - x.mean()
+    steepness = float(x @ y / (x @ x))
+    rest = y - y.mean() - steepness * x
+    power = float(rest @ rest)
+    if power == 0:
+        return Estimate(steepness, steepness, steepness)
+    # First-order autocorrelation: as if there were (1 - r) / (1 + r) times as many looks.
+    again = min(max(float(rest[1:] @ rest[:-1]) / power, 0.0), 0.99)
+    error = math.sqrt(power / (len(x) - 2) / float(x @ x) * (1 + again) / (1 - again))
+    half = CONFIDENCE_Z * error
+    return Estimate(steepness, steepness - half, steepness + half)
+
+
+def slowdown(visits: Sequence[Visit], seconds: float) -> Estimate | None:
+    """Ratio of medians, last third to first, of latencies over their case's own median.
+
+    So a case that one third has more of than the other does not count as a change. The interval is
+    that of a bootstrap over short stretches of time.
+    """
+    by_case: dict[int, list[float]] = {}
+    for visit in visits:
+        by_case.setdefault(visit.case, []).append(visit.seconds)
+    medians = {case: statistics.median(times) for case, times in by_case.items()}
+    stretches: list[list[list[float]]] = [[[] for _ in range(STRETCHES)] for _ in range(3)]
+    for visit in visits:
+        place = min(int(3 * STRETCHES * visit.begin / seconds), 3 * STRETCHES - 1)
+        third, stretch = divmod(place, STRETCHES)
+        stretches[third][stretch].append(visit.seconds / medians[visit.case])
+    first, _, last = ([np.array(s) for s in third if s] for third in stretches)
+    if min(len(first), len(last)) < STRETCHES // 2:
+        return None
+    rng = np.random.default_rng(SEED)
+
+    def drawn(parts: list[np.ndarray]) -> float:
+        chosen = rng.integers(len(parts), size=len(parts))
+        return float(np.median(np.concatenate([parts[i] for i in chosen])))
+
+    ratios = [drawn(last) / drawn(first) for _ in range(RESAMPLES // 10)]
+    low, high = np.quantile(ratios, (0.025, 0.975))
+    ratio = float(np.median(np.concatenate(last)) / np.median(np.concatenate(first)))
+    return Estimate(ratio, float(low), float(high))
+
+
+ROWS = {"visits": Visit, "afterwards": Comparison, "looks": Look}
+
+
+@dataclass
+class Soak:
+    """A soak, as far as it got."""
+
+    facts: dict[str, Any]
+    kinds: list[str]
+    """Of each case."""
+    arms: dict[str, Arm] = field(default_factory=dict)
+    control: str | None = None
+    """The stock server's arm, if there is one."""
+
+    def write(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        values = asdict(self)
+        for name, arm in self.arms.items():
+            for part in ROWS:  # names for each of thousands would be most of the file
+                values["arms"][name][part] = [astuple(row) for row in getattr(arm, part)]
+        text = json.dumps(values, separators=(",", ":"))
+        (folder / FILE).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> Soak:
+        values = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        for arm in values["arms"].values():
+            arm["pool"] = arm["pool"] and tuple(arm["pool"])
+            for part, kind in ROWS.items():
+                arm[part] = [kind(*row) for row in arm[part]]
+        values["arms"] = {name: Arm(**arm) for name, arm in values["arms"].items()}
+        return cls(**values)
+
+
+def failures(soak: Soak, limits: Limits = LIMITS) -> list[str]:
+    """What must not be. Memory and latency of the control are vLLM's own and fail nothing."""
+    return [
+        f"{name}: {what}"
+        for name, arm in soak.arms.items()
+        for what in (*_broken(arm), *(() if name == soak.control else _drifted(soak, arm, limits)))
+    ]
+
+
+def undecided(soak: Soak, limits: Limits = LIMITS) -> list[str]:
+    """What the soak was too short, or the machine too busy, to tell."""
+    found = []
+    for name, arm in soak.arms.items():
+        for what, estimate, limit in _trends(arm, limits):
+            if estimate is None:
+                found.append(f"{name}: too short to tell whether {what}")
+            elif estimate.low <= limit < estimate.high:
+                found.append(f"{name}: whether {what} beyond {limit:g}")
+    return found
+
+
+def _broken(arm: Arm) -> list[str]:
+    found = []
+    if lost := arm.ended(FAILED):
+        reasons = "; ".join(dict.fromkeys(visit.error for visit in lost))
+        found.append(f"{len(lost)} requests failed: {reasons[:500]}")
+    if not arm.ended(ANSWERED):
+        found.append("no request was answered")
+    if arm.wrong:
+        found.append(f"{len(arm.wrong)} answers are not those of the same requests alone")
+    if any(arm.left.values()):
+        left = ", ".join(f"{what} {value:g}" for what, value in arm.left.items() if value)
+        found.append(f"not empty in the end: {left}")
+    if arm.log_errors:
+        found.append(f"{len(arm.log_errors)} errors in its log, first: {arm.log_errors[0][:300]}")
+    return found
+
+
+def _drifted(soak: Soak, arm: Arm, limits: Limits) -> list[str]:
+    control = soak.arms.get(soak.control or "")
+    others = [None] * 2 if control is None else [e for _, e, _ in _trends(control, limits)]
+    return [
+        f"{what}: {estimate.mean:.3g} [{estimate.low:.3g}, {estimate.high:.3g}], limit {limit:g}"
+        for (what, estimate, limit), other in zip(_trends(arm, limits), others, strict=True)
+        # What stock does as well is not ours.
+        if estimate is not None and estimate.low > max(limit, other.high if other else limit)
+    ]
+
+
+def _trends(arm: Arm, limits: Limits) -> list[tuple[str, Estimate | None, float]]:
+    is_long = arm.seconds >= limits.seconds
+    return [
+        ("memory grows (MiB an hour)", arm.growth() if is_long else None, limits.growth),
+        ("latency rises (ratio)", arm.slowdown() if is_long else None, limits.slowdown),
+    ]

@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The soak whose answers are checked: what it sends, and that it sees what goes wrong."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import xml.etree.ElementTree
+from collections import Counter
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from loadtests import soak as command
+from loadtests.mix import MIXES, make_cases
+from loadtests.soak import EVICTING_ARM, STOCK_ARM, errors_in, parse, plans
+from loadtests.soak_report import write_report
+from loadtests.verdict import (
+    ANSWERED,
+    FAILED,
+    LEFT,
+    Arm,
+    Comparison,
+    Look,
+    Soak,
+    Token,
+    Visit,
+    compare,
+    failures,
+    slope,
+    undecided,
+)
+from vllm_tgvkv.policies import POLICY_NAMES
+
+SECONDS = 1800.0
+
+
+# -- traffic --------------------------------------------------------------------------------
+
+
+def test_the_mix_has_everything_in_it() -> None:
+    cases = make_cases()
+    assert len({json.dumps([case.messages, dict(case.xargs)]) for case in cases}) == len(cases)
+    methods = {case.xargs.get("kv_eviction", "tgv") for case in cases}
+    assert methods == {*POLICY_NAMES, *MIXES, "none"}
+    assert {mix["granularity"] for mix in MIXES.values()} == {"head", "layer"}
+    budgets = [str(case.xargs.get("kv_eviction_budget", "")) for case in cases]
+    assert any(budget.startswith("auto:") for budget in budgets)
+    assert len(set(budgets)) > 6
+    assert sum(isinstance(case.messages[0]["content"], str) for case in cases) == 5
+    assert len({len(case.messages) for case in cases}) > 1  # chats of one and of two turns
+    pages = Counter(json.dumps(case.messages[0]["content"][0]) for case in cases)
+    assert max(pages.values()) == 4  # shared prefixes
+    assert "vllm_xargs" not in cases[0].body(evicting=False)["extra_body"]
+    for kind in {case.kind for case in cases}:
+        assert {case.is_long for case in cases if case.kind == kind} == {True, False}
+
+
+def test_every_round_of_traffic_has_every_request_once() -> None:
+    drawn = list(itertools.islice(plans(40, seed=0), 4000))
+    for first in range(0, len(drawn), 40):
+        assert len({plan.case for plan in drawn[first : first + 40]}) == 40
+    assert drawn == list(itertools.islice(plans(40, seed=0), 4000))
+    assert 0.4 < sum(plan.is_streamed for plan in drawn) / 4000 < 0.6
+    leaving = [plan for plan in drawn if plan.leaves_after is not None]
+    assert 0.05 < len(leaving) / 4000 < 0.15
+    assert {plan.is_streamed for plan in leaving} == {True, False}
+
+
+# -- answers --------------------------------------------------------------------------------
+
+
+def answer(text: str, rival: str = "z", gap: float = 5.0) -> list[Token]:
+    """Each token with one rival that is less likely by `gap`."""
+    return [Token(token, -0.5, {token: -0.5, rival: -0.5 - gap}) for token in text]
+
+
+def test_equal_answers_and_beginnings_of_them() -> None:
+    assert compare(answer("abc"), answer("abc"), whole=True) == Comparison(0.0)
+    assert compare(answer("abc"), answer("a"), whole=False) == Comparison(0.0)
+    assert not Comparison(0.0).is_wrong()
+
+
+@pytest.mark.parametrize(
+    ("heard", "whole", "differs_at"),
+    [
+        (answer("axc"), True, 1),
+        (answer("axc"), False, 1),
+        (answer("ab"), True, 2),
+        (answer(""), True, 0),
+        (answer("abcd"), True, 3),
+        (answer("abcd"), False, 3),
+        ([*answer("ab"), Token("c", math.nan, {})], True, 2),
+    ],
+    ids=["other", "other, client gone", "short", "empty", "long", "long, client gone", "nan"],
+)
+def test_wrong_answers(heard: list[Token], whole: bool, differs_at: int) -> None:
+    found = compare(answer("abc"), heard, whole)
+    assert found.differs_at == differs_at
+    assert found.is_wrong()
+    assert not found.is_tie()
+
+
+@pytest.mark.parametrize(
+    ("expected_gap", "heard_gap", "is_tie"),
+    [(1e-4, 1e-4, True), (1e-4, 0.1, False), (0.1, 1e-4, False)],
+)
+def test_a_near_tie_is_near_in_both_answers(
+    expected_gap: float, heard_gap: float, is_tie: bool
+) -> None:
+    expected = [*answer("a"), *answer("b", rival="x", gap=expected_gap)]
+    heard = [*answer("a"), *answer("x", rival="b", gap=heard_gap)]
+    found = compare(expected, heard, whole=True)
+    assert found.gap == pytest.approx(max(expected_gap, heard_gap))
+    assert (found.is_tie(), found.is_wrong()) == (is_tie, not is_tie)
+
+
+def test_equal_tokens_of_other_probability_are_wrong() -> None:
+    """A strange page changes a log-probability long before it changes a greedy token."""
+    near, far = ([*answer("a"), replace_logprob(-0.5 + by)] for by in (1e-5, 0.01))
+    expected = [*answer("a"), replace_logprob(-0.5)]
+    assert compare(expected, near, whole=True).drift == pytest.approx(1e-5)
+    assert not compare(expected, near, whole=True).is_wrong()
+    assert compare(expected, far, whole=True).is_wrong()
+
+
+def replace_logprob(value: float) -> Token:
+    return Token("b", value, {"b": value})
+
+
+# -- verdict --------------------------------------------------------------------------------
+
+
+def visits(slower: float = 1.0, seconds: float = SECONDS) -> list[Visit]:
+    """Of two cases, one ten times as slow as the other; the slow one is mostly early."""
+    rng, found = random.Random(0), []
+    for begin in range(int(seconds)):
+        is_late = begin > seconds * 2 / 3
+        case = int(rng.random() < (0.2 if is_late else 0.6))
+        taken = (1 + 9 * case) * rng.uniform(0.8, 1.2) * (slower if is_late else 1)
+        found.append(Visit(case, begin, taken, ANSWERED, False, 8, Comparison(1e-6)))
+    return found
+
+
+def looks(growth: float = 0.0, seconds: float = SECONDS) -> list[Look]:
+    """Memory that fills in the first third, moves a little, and grows by so many MiB an hour."""
+    rng, found = random.Random(1), []
+    for time in range(int(seconds)):
+        filled = 1000 + 200 * min(1, 3 * time / seconds)
+        memory = filled + growth * time / 3600 + rng.uniform(-2, 2)
+        found.append(Look(time, memory, 0.5, 6.0, 0.0))
+    return found
+
+
+@pytest.fixture
+def soak() -> Soak:
+    """A flawless one."""
+    arm = Arm("vllm serve", (80, 32), SECONDS, visits(), [Comparison(0.0)] * 2, looks())
+    arm.left = {"running": 0.0, "waiting": 0.0, "kv_usage": 0.0, "blocks_held": 0.0}
+    facts = {
+        "command": "python -m loadtests.soak",
+        "date": "2026-11-22",
+        "versions": {"vllm": "0.32.0"},
+        "cores": 2,
+        "machine": "x86_64",
+        "note": "",
+        "machine_load_before": 0.1,
+        "rate": 3.0,
+        "in_flight": 12,
+    }
+    return Soak(facts, ["methods", "text"], {EVICTING_ARM: arm})
+
+
+def test_a_flawless_soak_passes(soak: Soak) -> None:
+    assert failures(soak) == []
+    assert undecided(soak) == []
+
+
+WRONG = Comparison(0.0, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("visits", Visit(0, 5.0, 1.0, ANSWERED, True, 8, WRONG), "1 answers are not those"),
+        ("visits", Visit(0, 5.0, 1.0, LEFT, True, 8, WRONG), "1 answers are not those"),
+        ("visits", Visit(0, 5.0, 1.0, FAILED, True, 0, None, "lost"), "1 requests failed: lost"),
+        ("afterwards", WRONG, "1 answers are not those"),
+        ("log_errors", "ERROR Traceback", "1 errors in its log, first: ERROR"),
+        ("kv_usage", 0.01, "not empty in the end: kv_usage 0.01"),
+        ("blocks_held", 3.0, "not empty in the end: blocks_held 3"),
+        ("running", 1.0, "not empty in the end: running 1"),
+    ],
+)
+def test_what_went_wrong_is_said(
+    soak: Soak, tmp_path: Path, name: str, value: object, said: str
+) -> None:
+    arm = soak.arms[EVICTING_ARM]
+    if name in arm.left:
+        arm.left[name] = value  # type: ignore[assignment]
+    else:
+        setattr(arm, name, [*getattr(arm, name)[1:], value])
+    (found,) = failures(soak)
+    assert found.startswith(f"{EVICTING_ARM}: {said}")
+    write_report(soak, tmp_path)
+    assert f"**Failed:** {EVICTING_ARM}: {said}" in (tmp_path / "README.md").read_text()
+
+
+def test_nothing_answered_is_no_success(soak: Soak) -> None:
+    soak.arms[EVICTING_ARM].visits.clear()
+    assert failures(soak) == [f"{EVICTING_ARM}: no request was answered"]
+
+
+def test_memory_and_latency_have_to_be_flat(soak: Soak) -> None:
+    arm = soak.arms[EVICTING_ARM]
+    assert arm.growth() is not None
+    soak.arms[EVICTING_ARM] = replace(arm, looks=looks(growth=200))
+    (found,) = failures(soak)
+    assert "memory grows (MiB an hour): 199 [" in found
+    # What stock does as well is not held against us.
+    soak.control, soak.arms[STOCK_ARM] = STOCK_ARM, replace(arm, looks=looks(growth=210))
+    assert failures(soak) == []
+    soak.control = None
+    soak.arms = {EVICTING_ARM: replace(arm, visits=visits(slower=1.3))}
+    (found,) = failures(soak)
+    assert "latency rises (ratio): 1.2" in found
+
+
+def test_a_short_soak_says_nothing_of_memory_and_latency(soak: Soak) -> None:
+    arm = replace(soak.arms[EVICTING_ARM], seconds=60.0, looks=looks(200, 60), visits=visits(2, 60))
+    soak.arms[EVICTING_ARM] = arm
+    assert failures(soak) == []
+    assert ["too short" in line for line in undecided(soak)] == [True, True]
+
+
+def test_latency_is_compared_at_equal_mix(soak: Soak) -> None:
+    found = soak.arms[EVICTING_ARM].slowdown()
+    assert found is not None
+    assert found.low < 1 < found.high
+    assert found.high - found.low < 0.1
+
+
+def test_a_slope_that_wanders_is_less_certain() -> None:
+    """A random walk has no slope, however many steps are looked at."""
+    times = [step / 3600 for step in range(500)]
+    rng, covered, widths = random.Random(3), 0, ([], [])  # type: ignore[var-annotated]
+    for _ in range(200):
+        noise = [rng.gauss(0, 1) for _ in times]
+        found = slope(times, [10 * t + n for t, n in zip(times, noise, strict=True)])
+        covered += found.low < 10 < found.high
+        walk = slope(times, list(itertools.accumulate(noise)))
+        for width, of in zip(widths, (found, walk), strict=True):
+            width.append(of.high - of.low)
+    assert 0.9 < covered / 200 < 0.99
+    assert sorted(widths[1])[100] > 20 * sorted(widths[0])[100]
+
+
+def test_record_survives_its_file_and_the_report_is_whole(soak: Soak, tmp_path: Path) -> None:
+    lost = Visit(1, 2.0, 3.0, FAILED, False, 0, None, "APIError: lost")
+    soak.arms[EVICTING_ARM].visits += [lost, replace(lost, ended=LEFT, comparison=WRONG)]
+    soak.write(tmp_path)
+    assert asdict(Soak.read(tmp_path)) == asdict(soak)
+    assert command.main(["--report-only", str(tmp_path)]) == 1
+    xml.etree.ElementTree.parse(tmp_path / "watched.svg")
+    text = (tmp_path / "README.md").read_text()
+    assert "`text` 1, 2 s: wrong at token 3, no near rival" in text
+    assert (tmp_path / "report.html").exists()
+
+
+def test_errors_of_a_log_are_found(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    lines = ["INFO 11-22 all is well", "(EngineCore) ERROR 11-22 it is not", "Traceback (most"]
+    log.write_text("\n".join(lines))
+    assert errors_in(log) == lines[1:]
+
+
+# -- a real run -----------------------------------------------------------------------------
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_short_soak_of_a_real_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every seventh request for some seconds, more than the pool holds at a time."""
+    monkeypatch.setattr(command, "OUTPUT", tmp_path)
+    cases = make_cases()[::7]
+    arguments = ["--minutes", "0.15", "--rate", "10", "--output", str(tmp_path)]
+    soak = Soak({}, [case.kind for case in cases])
+    command.run(parse(arguments), soak, cases)
+    assert failures(soak) == []
+    (arm,) = soak.arms.values()
+    assert asdict(Soak.read(tmp_path)) == asdict(soak)
+    assert arm.pool == (80, 32)
+    assert arm.eviction["requests"] > 0
+    assert len(arm.afterwards) == len(cases)
+    assert len(arm.ended(ANSWERED)) > len(cases) // 2
+    assert max(visit.num_tokens for visit in arm.visits) == 64
+    assert max(look.running for look in arm.looks) > 1
+    assert min(look.memory_mib for look in arm.looks) > 100
+    # Rounding differs between batches: the answers were not taken from somewhere.
+    assert 0 < arm.drift < 1e-3

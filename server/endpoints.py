@@ -101,7 +101,13 @@ def change_defaults(
 async def traces(server: EvictingServer) -> schemas.TraceList:
     """Requests with `vllm_xargs: {"kv_eviction_trace": 1}` that were evicted."""
     engines = await ask_engines(server.engine_client, "kv_eviction_traces")
-    found = [schemas.TraceSummary(**trace) for workers in engines for trace in workers[0]]
+    # Of an engine's workers one keeps the traces.
+    found = [
+        schemas.TraceSummary(**trace)
+        for workers in engines
+        for traces_of_worker in workers
+        for trace in traces_of_worker
+    ]
     return schemas.TraceList(requests=sorted(found, key=lambda trace: -trace.time))
 
 
@@ -159,9 +165,9 @@ async def _find(server: Access, *args: Any) -> dict[str, Any]:
         HTTPException: 404.
     """
     for workers in await ask_engines(server.engine_client, "kv_eviction_trace", *args):
-        if workers[0] is not None:
-            found: dict[str, Any] = workers[0]
-            return found
+        for found in workers:
+            if found is not None:
+                return dict(found)
     raise HTTPException(
         404,
         "there is no such trace or layer: the request is unknown, has not ended its prefill, was "

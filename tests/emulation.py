@@ -169,7 +169,11 @@ def token_scores(
 
 
 def select(
-    attention: torch.Tensor, prompt: Prompt | torch.Tensor, kv_heads: int, eviction: Eviction
+    attention: torch.Tensor,
+    prompt: Prompt | torch.Tensor,
+    kv_heads: int,
+    eviction: Eviction,
+    stages: Sequence[int] | None = None,
 ) -> Selection:
     """Return what the method keeps of a prompt.
 
@@ -177,12 +181,13 @@ def select(
         attention: float64 [L, Q, P, P], softmax over all keys.
         prompt: or its vision positions, bool [P].
         kv_heads: H; query head q belongs to KV head q // (Q / H).
+        stages: layers of each pipeline stage, where there are several.
     """
     layout = prompt.layout if isinstance(prompt, Prompt) else layout_of(prompt)
     settings = eviction.settings
     if not layout.images and eviction.text_only == "keep":
         settings = replace(settings, budget=layout.length)
-    return methods.select(eviction.method, attention, layout, kv_heads, settings)
+    return methods.select(eviction.method, attention, layout, kv_heads, settings, stages=stages)
 
 
 class Oracle:
@@ -230,9 +235,11 @@ class Oracle:
         output = self.model(**prompt.inputs, output_attentions=True, use_cache=False)
         return torch.cat(output.attentions).double()
 
-    def select(self, prompt: Prompt, eviction: Eviction) -> Selection:
-        """Return what the method keeps of `prompt`."""
-        return select(self.attention(prompt), prompt, self.kv_heads, eviction)
+    def select(
+        self, prompt: Prompt, eviction: Eviction, stages: Sequence[int] | None = None
+    ) -> Selection:
+        """Return what the method keeps of `prompt`, in pipeline stages of so many layers."""
+        return select(self.attention(prompt), prompt, self.kv_heads, eviction, stages)
 
     @torch.no_grad()
     def generate(

@@ -382,6 +382,8 @@ class Votes:
         tiers: of the retention where every voter keeps b candidates.
         blocks: k.
         noise: relative change of shares that are real numbers, see `is_stable`.
+        depth: the first of these layers among the model's, and how many the model has; None if
+            they are all.
     """
 
     voters: list[list[Voter]]
@@ -391,6 +393,22 @@ class Votes:
     case: Case
     blocks: int
     noise: float = 0.0
+    depth: tuple[int, int] | None = None
+
+    def of_stages(self, stages: Sequence[int]) -> list[Votes]:
+        """Return the votes of pipeline stages with so many layers each, which share nothing."""
+        ends = list(itertools.accumulate(stages))
+        parts = [slice(end - size, end) for end, size in zip(ends, stages, strict=True)]
+        return [
+            replace(
+                self,
+                voters=self.voters[part],
+                raw=self.raw[part],
+                scores=self.scores[part],
+                depth=(part.start, ends[-1]),
+            )
+            for part in parts
+        ]
 
     @property
     def budget(self) -> int:
@@ -468,11 +486,11 @@ def aircache_shares(votes: Votes) -> list[float]:
 
 def pyramid_shares(votes: Votes) -> list[float]:
     """Return shares that fall linearly with depth, from 2 - 1/20 to 1/20."""
-    layers = len(votes.voters)
+    first, layers = votes.depth or (0, len(votes.voters))
     high, low = 2 - 1 / 20, 1 / 20
     return [
         high - (high - low) * layer / (layers - 1) if layers > 1 else 1.0
-        for layer, voters in enumerate(votes.voters)
+        for layer, voters in enumerate(votes.voters, first)
         for _ in voters
     ]
 
@@ -629,6 +647,7 @@ def select(
     kv_heads: int,
     settings: Settings,
     scores: Tensor | None = None,
+    stages: Sequence[int] | None = None,
 ) -> Selection:
     """Return what a method keeps of a prompt.
 
@@ -637,10 +656,20 @@ def select(
         kv_heads: H; query head q belongs to KV head q // (Q / H).
         scores: [L, 1 or H, P], unpooled, instead of the method's own; for `random`, whose
             definition does not say which numbers are drawn.
+        stages: layers of each pipeline stage, where there are several. Each deals by itself; the
+            blocks are the most that one of them retains.
     """
     mix = mix_of(method, settings)
     votes = look(mix, attention, layout, kv_heads, settings, scores)
-    return choose(mix, votes, kv_heads, settings)
+    parts = [
+        choose(mix, part, kv_heads, settings)
+        for part in votes.of_stages(stages or [len(attention)])
+    ]
+    return Selection(
+        torch.cat([part.kept for part in parts]),
+        torch.cat([part.pages for part in parts]),
+        max(part.blocks for part in parts),
+    )
 
 
 def look(
@@ -779,6 +808,7 @@ def is_stable(
     budgets: Sequence[float | int | Auto],
     noise: float = 1e-5,
     trials: int = 6,
+    stages: Sequence[int] | None = None,
 ) -> bool:
     """Return whether rounding cannot change what is kept, under any of the budgets.
 
@@ -793,7 +823,11 @@ def is_stable(
         noisy = attention * factor if trial else attention
         votes = look(mix, noisy, layout, kv_heads, settings)
         votes = replace(votes, noise=noise if trial else 0.0)
-        kept = [choose(mix, votes, kv_heads, replace(settings, budget=b)).kept for b in budgets]
+        kept = [
+            choose(mix, part, kv_heads, replace(settings, budget=b)).kept
+            for b in budgets
+            for part in votes.of_stages(stages or [len(attention)])
+        ]
         wanted = wanted or kept
         if not all(map(torch.equal, kept, wanted)):
             return False

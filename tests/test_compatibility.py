@@ -41,6 +41,7 @@ VISION: dict[str, Any] = {
     "patch_size": 14,
 }
 TGV = {CONFIG_KEY: {"policy": "tgv", "budget": 0.1}}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 
 
 def llama() -> Any:
@@ -173,7 +174,17 @@ def test_models_that_are_refused(
 @pytest.mark.parametrize(
     ("options", "feature", "way_out"),
     [
-        ({"pipeline_parallel_size": 2}, "pipeline parallelism", "--pipeline-parallel-size 1"),
+        (
+            {"speculative_config": NGRAM, "pipeline_parallel_size": 2},
+            "speculative decoding by ngram in pipeline stages (--pipeline-parallel-size 2)",
+            "remove --speculative-config or use --pipeline-parallel-size 1",
+        ),
+        (
+            {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+            "tensor parallelism in pipeline stages "
+            "(--tensor-parallel-size 2 and --pipeline-parallel-size 2)",
+            "--pipeline-parallel-size 1",
+        ),
         (
             {"data_parallel_size": 2, "data_parallel_size_local": 1},
             "data parallelism over several nodes (--data-parallel-size-local 1 of 2)",
@@ -279,9 +290,6 @@ def test_fp8_caches_are_for_cpus_and_heads_of_32_values(plain: str, folder: Fold
     assert "a quantised cache (--kv-cache-dtype fp8) of heads of 16 values" in message
 
 
-NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-
-
 def test_drafts_by_ngrams_are_planned_step_by_step(plain: str) -> None:
     """vLLM does not schedule these ahead, neither by default nor by force."""
     vllm_config = configure(plain, speculative_config=NGRAM)
@@ -355,28 +363,33 @@ def test_replicas_of_a_dense_model(plain: str, monkeypatch: pytest.MonkeyPatch) 
         ("data_parallel_size", 2, "in replicas (--data-parallel-size 2)", "--data-parallel-size 1"),
     ],
 )
-def test_ranks_are_processes_of_one_machine(
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+def test_ranks_and_stages_are_processes_of_one_machine(
     plain: str,
     monkeypatch: pytest.MonkeyPatch,
+    kind: str,
     field: str,
     value: Any,
     feature: str,
     way_out: str,
 ) -> None:
     """Set behind vLLM's back, which refuses some of it here by itself."""
-    vllm_config, platform = configure(plain, tensor_parallel_size=2), eviction_platform()
+    vllm_config = configure(plain, **{f"{kind}_parallel_size": 2})
+    platform = eviction_platform()
     assert vllm_config.scheduler_config.scheduler_cls == SCHEDULER_CLS
     assert platform is not None
     monkeypatch.setattr(vllm_config.parallel_config, field, value)
     with pytest.raises(UnsupportedByEvictionError) as caught:
         check_vllm_config(vllm_config, platform)
-    assert f"does not work with tensor parallelism {feature}" in str(caught.value)
+    assert f"does not work with {kind} parallelism {feature}" in str(caught.value)
     assert way_out in str(caught.value)
 
 
-def test_ranks_with_a_gpu_each_are_refused(plain: str) -> None:
-    vllm_config = configure(plain, tensor_parallel_size=2)
-    with pytest.raises(UnsupportedByEvictionError, match=r"parallel-size 2.* on this platform"):
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+def test_ranks_and_stages_with_a_gpu_each_are_refused(plain: str, kind: str) -> None:
+    vllm_config = configure(plain, **{f"{kind}_parallel_size": 2})
+    message = rf"{kind} parallelism \(--{kind}-parallel-size 2\) on this platform"
+    with pytest.raises(UnsupportedByEvictionError, match=message):
         check_vllm_config(vllm_config, platforms._CUDA)
 
 
@@ -479,7 +492,8 @@ def test_nothing_is_refused_without_eviction(folder: Folder, eviction: dict[str,
 @pytest.mark.slow
 def test_serve_exits_with_the_message_as_its_last_line(plain: str) -> None:
     command = [str(Path(sys.executable).with_name("vllm")), "serve", plain, "--skip-tokenizer-init"]
-    command += ["--kv-eviction", "tgv", "--pipeline-parallel-size", "2", "--port", "0"]
+    command += ["--kv-eviction", "tgv", "--port", "0"]
+    command += ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"]
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
     run = subprocess.run(
         command,
@@ -494,7 +508,8 @@ def test_serve_exits_with_the_message_as_its_last_line(plain: str) -> None:
         run.stdout.strip()
         .splitlines()[-1]
         .endswith(
-            "--kv-eviction does not work with pipeline parallelism (--pipeline-parallel-size 2) "
-            "yet: use --pipeline-parallel-size 1 or leave out --kv-eviction"
+            "--kv-eviction does not work with tensor parallelism in pipeline stages "
+            "(--tensor-parallel-size 2 and --pipeline-parallel-size 2) yet: use "
+            "--tensor-parallel-size 1 or --pipeline-parallel-size 1 or leave out --kv-eviction"
         )
     )

@@ -43,7 +43,11 @@ class EngineClient:
         self, method: str, worker_method: str, timeout: None, args: Any, kwargs: Any
     ) -> list[list[Any]]:
         assert method == "collective_rpc"
-        return [[getattr(self, worker_method)(engine, *args)] for engine in range(2)]
+        # Of an engine's workers, tensor-parallel ranks or pipeline stages, one keeps the traces.
+        others: dict[str, Any] = {"kv_eviction_traces": [], "kv_eviction_trace": None}
+        answers = [getattr(self, worker_method)(engine, *args) for engine in range(2)]
+        ranks, stages = ([answer, others.get(worker_method, answer)] for answer in answers)
+        return [ranks, stages[::-1]]
 
     def kv_eviction_status(self, engine: int) -> dict[str, Any]:
         return {"totals": EvictionCounters().as_dict(), "pool": POOL}

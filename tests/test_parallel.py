@@ -31,10 +31,10 @@ SETTINGS = {"policy": "tgv", "budget": 0.2, "methods": NAMES, "debug": DEBUG}
 
 
 class ParallelEngine(Engine):
-    """The scheduler is in this process, the ranks are not."""
+    """The scheduler is in this process, the workers are not."""
 
-    def kept_on_ranks(self, name: str, num_tokens: int) -> list[torch.Tensor]:
-        """Prompt positions that each rank's heads kept, bool [L, H, P] with the tail."""
+    def kept_on_workers(self, name: str, num_tokens: int) -> list[torch.Tensor]:
+        """Prompt positions that each worker's heads kept, bool [L, H, P] with the tail."""
         size = self.scheduler.block_size
         masks = []
         for found in self.llm.collective_rpc("kv_eviction_kept"):
@@ -51,14 +51,17 @@ class ParallelEngine(Engine):
 
 
 @contextmanager
-def two_ranks(
-    folder: Path, eviction: Mapping[str, Any], **options: Any
-) -> Iterator[ParallelEngine]:
+def two_workers(
+    folder: Path,
+    eviction: Mapping[str, Any],
+    kind: type[ParallelEngine] = ParallelEngine,
+    **options: Any,
+) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
         # This process has threads, which a fork would not survive.
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-        running = ParallelEngine(folder, eviction, tensor_parallel_size=2, **options)
+        running = kind(folder, eviction, **options)
         try:
             yield running
         finally:
@@ -79,7 +82,7 @@ def oracle(folder: Path) -> Oracle:
 def running(folder: Path) -> Iterator[ParallelEngine]:
     """Chunks of 128 tokens beside compressed decodes, in a pool in which not all have room."""
     options = {"max_num_batched_tokens": 128, "max_model_len": 768, "num_gpu_blocks_override": 30}
-    with two_ranks(folder, SETTINGS, **options) as found:
+    with two_workers(folder, SETTINGS, tensor_parallel_size=2, **options) as found:
         yield found
 
 
@@ -102,7 +105,7 @@ def serve(
         prompt = oracle.prompt(ask.text, ask.images)
         num_tokens = len(prompt.token_ids)
         full = num_tokens // size * size
-        parts = running.kept_on_ranks(output.request_id, num_tokens)
+        parts = running.kept_on_workers(output.request_id, num_tokens)
         assert len({int(part[..., :full].sum()) for part in parts}) == 1
         kept = torch.cat(parts, dim=1)
         tokens = list(output.outputs[0].token_ids)

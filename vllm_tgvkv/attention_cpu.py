@@ -35,6 +35,7 @@ from vllm_tgvkv.evictor import CacheShape, Evictor
 from vllm_tgvkv.kernels.page_tables import write_lengths, write_page_tables
 from vllm_tgvkv.pages import FP8, PageLayoutError, PagePool
 from vllm_tgvkv.ranks import tensor_ranks
+from vllm_tgvkv.stages import pipeline_stages
 
 _FP8_CODES = 123
 """So many first bytes are numbers in every format of fp8, neither infinite nor NaN."""
@@ -141,8 +142,8 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         self._last: RaggedRows | None = None
 
     def bind(self, pool: PagePool, find_row: RowFinder) -> None:
-        ranks = tensor_ranks(self.vllm_config)
-        self.evictor = Evictor(config_of(self.vllm_config), self.shape, pool, ranks)
+        ranks, stages = tensor_ranks(self.vllm_config), pipeline_stages(self.shape.num_layers)
+        self.evictor = Evictor(config_of(self.vllm_config), self.shape, pool, ranks, stages)
         self._find_row = find_row
 
     def build(

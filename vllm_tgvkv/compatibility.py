@@ -14,7 +14,7 @@ from vllm_tgvkv.pages import FP8
 from vllm_tgvkv.platforms import Platform, eviction_platform
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
 _WAY_OUT = "or leave out --kv-eviction"
@@ -94,33 +94,28 @@ def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
             "KV connectors",
             "remove --kv-transfer-config or --kv-offloading-size",
         ),
-        (
-            parallel.tensor_parallel_size > 1 and not on_cpu,
-            f"tensor parallelism (--tensor-parallel-size {parallel.tensor_parallel_size}) "
-            "on this platform",
-            "use --tensor-parallel-size 1",
+        *_worker_checks(
+            parallel, on_cpu, "tensor", parallel.tensor_parallel_size, "--tensor-parallel-size"
+        ),
+        *_worker_checks(
+            parallel,
+            on_cpu,
+            "pipeline",
+            parallel.pipeline_parallel_size,
+            "--pipeline-parallel-size",
         ),
         (
-            parallel.tensor_parallel_size > 1
-            and parallel.distributed_executor_backend not in (None, "mp"),
-            f"tensor parallelism and --distributed-executor-backend "
-            f"{parallel.distributed_executor_backend}",
-            "use --distributed-executor-backend mp",
+            speculative is not None and parallel.pipeline_parallel_size > 1,
+            f"{drafts} in pipeline stages (--pipeline-parallel-size "
+            f"{parallel.pipeline_parallel_size})",
+            "remove --speculative-config or use --pipeline-parallel-size 1",
         ),
         (
-            parallel.tensor_parallel_size > 1 and parallel.nnodes > 1,
-            f"tensor parallelism over several nodes (--nnodes {parallel.nnodes})",
-            "use --nnodes 1",
-        ),
-        (
-            parallel.tensor_parallel_size > 1 and replicated,
-            f"tensor parallelism in replicas (--data-parallel-size {parallel.data_parallel_size})",
-            "use --data-parallel-size 1 or --tensor-parallel-size 1",
-        ),
-        (
-            parallel.pipeline_parallel_size > 1,
-            f"pipeline parallelism (--pipeline-parallel-size {parallel.pipeline_parallel_size})",
-            "use --pipeline-parallel-size 1",
+            parallel.tensor_parallel_size > 1 and parallel.pipeline_parallel_size > 1,
+            f"tensor parallelism in pipeline stages (--tensor-parallel-size "
+            f"{parallel.tensor_parallel_size} and --pipeline-parallel-size "
+            f"{parallel.pipeline_parallel_size})",
+            "use --tensor-parallel-size 1 or --pipeline-parallel-size 1",
         ),
         (
             replicated and model.is_moe,
@@ -183,6 +178,31 @@ def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
             raise UnsupportedByEvictionError(
                 f"--kv-eviction does not work with {what} yet: {remedy} {_WAY_OUT}"
             )
+
+
+def _worker_checks(
+    parallel: ParallelConfig, on_cpu: bool, kind: str, size: int, flag: str
+) -> tuple[tuple[bool, str, str], ...]:
+    """Engines of several workers: (found, what it is called, what to do)."""
+    several, what = size > 1, f"{kind} parallelism"
+    return (
+        (several and not on_cpu, f"{what} ({flag} {size}) on this platform", f"use {flag} 1"),
+        (
+            several and parallel.distributed_executor_backend not in (None, "mp"),
+            f"{what} and --distributed-executor-backend {parallel.distributed_executor_backend}",
+            "use --distributed-executor-backend mp",
+        ),
+        (
+            several and parallel.nnodes > 1,
+            f"{what} over several nodes (--nnodes {parallel.nnodes})",
+            "use --nnodes 1",
+        ),
+        (
+            several and parallel.data_parallel_size > 1,
+            f"{what} in replicas (--data-parallel-size {parallel.data_parallel_size})",
+            f"use --data-parallel-size 1 or {flag} 1",
+        ),
+    )
 
 
 def _cache_checks(vllm_config: VllmConfig, on_cpu: bool) -> tuple[tuple[bool, str, str], ...]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vllm_tgvkv.kernels.apportion import apportion
 from vllm_tgvkv.kernels.select import ranking_keys, select_tokens, thresholds
-from vllm_tgvkv.policies import Looks, Policy, Prompt
+from vllm_tgvkv.policies import WHOLE_MODEL, Depth, Looks, Policy, Prompt
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class Decider:
     """The heads whose pages and tokens are wanted."""
     agree: Callable[[Callable[[], Tensor]], Tensor] = lambda find: find()
     """Finds the number of a guarded decision that all ranks go by."""
+    depth: Depth = WHOLE_MODEL
 
     def decide(self, num_retained: int) -> Decision:
         """Deal ``num_retained`` blocks, which is between 1 and the full blocks of the prompt."""
@@ -114,6 +115,7 @@ class Decider:
             strengths=self.strengths,
             tiers=self._tiers(kept.expand(self.scores.shape[:2]), guarded),
             num_kept=kept,
+            depth=self.depth,
         )
         shares = self.policy.budget.shares(looks)
         cap = self.prompt.num_candidates // self.block_size

@@ -38,6 +38,7 @@ from vllm_tgvkv.plan import Eviction, Failure, Observation, Outcome, RowSumming,
 from vllm_tgvkv.policies import (
     NO_ATTENTION,
     Attention,
+    Depth,
     ImageSpan,
     LayerView,
     Policy,
@@ -47,6 +48,7 @@ from vllm_tgvkv.policies import (
 from vllm_tgvkv.prompt import PromptMap, VisionRun, voters
 from vllm_tgvkv.ranks import Ranks
 from vllm_tgvkv.regions import Regions
+from vllm_tgvkv.stages import Found, Stages
 from vllm_tgvkv.stopwatch import Stopwatch
 from vllm_tgvkv.trace import Trace, Traces
 
@@ -62,7 +64,8 @@ _WORKSPACE_BYTES = 64 << 20
 class CacheShape:
     """Sizes of the cache: L layers, H KV heads, G query heads each, D values a head, N slots.
 
-    Where ranks hold the heads together, H are those of this rank.
+    Where ranks hold the heads together, H are those of this rank; where pipeline stages hold the
+    layers together, L are those of this stage.
     """
 
     num_layers: int
@@ -199,11 +202,13 @@ class Outcomes:
         failures: Sequence[Failure],
         shape: CacheShape,
         traces: Traces,
+        stages: Stages,
     ) -> None:
         self._pending = pending
         self._failures = failures
         self._shape = shape
         self._traces = traces
+        self._stages = stages
         self._numbers = torch.empty(0, 2, dtype=torch.int64)
         self._copied = None
         if pending:
@@ -213,36 +218,51 @@ class Outcomes:
         if self._copied is not None:
             self._copied.record()
 
-    def read(self) -> list[Outcome | Failure]:
-        """Wait for the step that evicted, and return what came of it."""
+    def found(self) -> list[Found | Failure]:
+        """Wait for the step that evicted, and return what came of it in this stage's layers."""
         if self._copied is not None:
             self._copied.synchronize()
-        outcomes = [
-            self._outcome(pending, retained, vision)
-            for pending, (retained, vision) in zip(
-                self._pending, self._numbers.tolist(), strict=True
+        numbers = zip(self._pending, self._numbers.tolist(), strict=True)
+        found = [
+            Found(
+                request_id=pending.eviction.request_id,
+                num_retained=num_retained,
+                num_pages=num_retained * pending.num_pairs,
+                num_vision=num_vision,
+                num_pairs=pending.num_pairs,
+                seconds=pending.watch.seconds(),
+                trace=pending.trace,
             )
+            for pending, (num_retained, num_vision) in numbers
         ]
-        return [*outcomes, *self._failures]
+        return [*found, *self._failures]
 
-    def _outcome(self, pending: PendingOutcome, num_retained: int, vision_sum: int) -> Outcome:
-        eviction, size = pending.eviction, self._shape.block_size
+    def read(self) -> list[Outcome | Failure]:
+        """Wait for the step that evicted, and return what came of it in all layers."""
+        evictions = {pending.eviction.request_id: pending.eviction for pending in self._pending}
+        return [
+            part if isinstance(part, Failure) else self._outcome(evictions[part.request_id], part)
+            for part in self._stages.join(self.found())
+        ]
+
+    def _outcome(self, eviction: Eviction, found: Found) -> Outcome:
+        size = self._shape.block_size
         is_vision = eviction.prompt.is_vision()
         num_tokens = len(is_vision)
         num_candidates = num_tokens // size * size
-        vision = round(vision_sum / pending.num_pairs) + int(is_vision[num_candidates:].sum())
-        kept = num_retained * size + num_tokens - num_candidates
+        vision = round(found.num_vision / found.num_pairs) + int(is_vision[num_candidates:].sum())
+        kept = round(found.num_pages * size / found.num_pairs) + num_tokens - num_candidates
         num_vision = int(is_vision.sum())
-        if pending.trace is not None:
-            self._traces.add(pending.trace)
+        if found.trace is not None:
+            self._traces.add(found.trace)
         return Outcome(
             request_id=eviction.request_id,
             first_block=int(eviction.new_blocks[0]),
-            num_blocks=num_retained if eviction.guard is not None else None,
+            num_blocks=found.num_retained if eviction.guard is not None else None,
             method=eviction.method,
             seen={"text": num_tokens - num_vision, "vision": num_vision},
             kept={"text": kept - vision, "vision": vision},
-            seconds=pending.watch.seconds(),
+            seconds=found.seconds,
         )
 
 
@@ -255,11 +275,13 @@ class Evictor:
         shape: CacheShape,
         pool: PagePool,
         ranks: Ranks | None = None,
+        stages: Stages | None = None,
     ) -> None:
         self.config = config
         self.shape = shape
         self.pool = pool
         self.ranks = ranks or Ranks()
+        self.stages = stages or Stages(shape.num_layers)
         self.device = pool.raw.device
         self.regions = Regions(pool.num_blocks, shape.num_pairs, self.device)
         self.kept: deque[KeptTokens] = deque(maxlen=256)
@@ -336,12 +358,20 @@ class Evictor:
             self._end_layers()
 
     def take_outcomes(self) -> Outcomes | None:
-        """What came of the evictions since the last call, if there were any."""
+        """What came of this step's evictions, if there is something to tell the scheduler.
+
+        To be called once at the end of every step. A pipeline stage but the last tells the last
+        one instead.
+        """
         pending, self._outcomes = self._outcomes, []
         failures, self._failures = self._failures, []
-        if not (pending or failures):
+        outcomes = Outcomes(pending, failures, self.shape, self.traces, self.stages)
+        if not self.stages.is_last:
+            if self.has_work:
+                self.stages.tell(outcomes.found())
             return None
-        return Outcomes(pending, failures, self.shape, self.traces)
+        hears_others = self.stages.size > 1 and self.has_work
+        return outcomes if pending or failures or hears_others else None
 
     def warm_up(self) -> None:
         """Evict a made-up prompt, so that no request waits until kernels are compiled.
@@ -472,7 +502,9 @@ class Evictor:
 
         def view(kind: RowSet) -> LayerView:
             attention = self._attention(work, judgement, kind, layer, rows, scale)
-            return LayerView(layer, num_sets, prompt, attention, first_set)
+            return LayerView(
+                self.stages.first_layer + layer, num_sets, prompt, attention, first_set
+            )
 
         seen = view(policy.score.rows)
         scores = policy.score(seen)
@@ -693,6 +725,7 @@ class Evictor:
             ranks.num_parts,
             slice(own, own + shape.num_heads),
             ranks.first,
+            Depth(self.stages.first_layer, self.stages.num_layers),
         )
         return decider, masses[0] if masses else None
 

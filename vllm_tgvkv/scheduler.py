@@ -123,6 +123,7 @@ class EvictionScheduler(Scheduler):
 
     @property
     def pages_per_block(self) -> int:
+        """Of the first worker, where several hold the heads or layers together."""
         (group,) = self.kv_cache_config.kv_cache_groups
         return len(group.layer_names) * group.kv_cache_spec.num_kv_heads
 
@@ -345,7 +346,10 @@ class EvictionScheduler(Scheduler):
         if swap.deferred:
             self.eviction_counters.deferred(candidate.wish.policy)
         if candidate.guard is None:
-            self._count(request, candidate, candidate.num_retained_blocks)
+            num_retained = candidate.num_retained_blocks
+            num_tail = request.num_prompt_tokens % self.block_size
+            num_kept = num_retained * self.block_size + num_tail
+            self._count(request, candidate, num_retained, num_kept)
         else:
             candidate.num_pending += 1
         return Eviction(
@@ -394,13 +398,13 @@ class EvictionScheduler(Scheduler):
         if num_freed is None:
             return
         self.eviction_counters.gave_back(candidate.wish.policy, num_freed)
-        self._count(self.requests[outcome.request_id], candidate, num_retained)
+        num_kept = sum(outcome.kept.values())
+        self._count(self.requests[outcome.request_id], candidate, num_retained, num_kept)
 
-    def _count(self, request: Request, candidate: Candidate, retained: int) -> None:
-        """Put an eviction that retained so many blocks on record."""
+    def _count(self, request: Request, candidate: Candidate, retained: int, num_kept: int) -> None:
+        """Put an eviction that retained so many blocks, and tokens a head, on record."""
         num_tokens = request.num_prompt_tokens
-        num_full, num_tail = divmod(num_tokens, self.block_size)
-        num_kept = retained * self.block_size + num_tail
+        num_full = num_tokens // self.block_size
         num_blocks_before = cdiv(num_tokens, self.block_size)
         num_blocks = num_blocks_before - num_full + retained
         self.eviction_counters.evicted(candidate.wish.policy, num_tokens, num_kept)

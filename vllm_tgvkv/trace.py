@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 import threading
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,13 @@ class Trace:
     that was dealt has no meaning."""
     scores: np.ndarray
     """Pooled scores of the tokens in full blocks, float32 [L, S, C]."""
+    stage_blocks: int = 0
+    """Blocks of the region, where pipeline stages of it needed different numbers."""
+
+    @property
+    def num_retained(self) -> int:
+        """Blocks of the region."""
+        return self.stage_blocks or int(self.counts.sum()) // self.counts.size
 
     @property
     def nbytes(self) -> int:
@@ -53,7 +61,7 @@ class Trace:
         """Sizes of the prompt before and after."""
         num_tokens, num_pairs = self.prompt.num_tokens, self.counts.size
         num_full, num_tail = divmod(num_tokens, self.block_size)
-        num_retained = int(self.counts.sum()) // num_pairs
+        num_kept = round(int(self.counts.sum()) * self.block_size / num_pairs)
         return {
             "id": self.id,
             "policy": self.policy,
@@ -61,9 +69,9 @@ class Trace:
             "granularity": self.granularity,
             "time": self.time,
             "prompt_tokens": num_tokens,
-            "kept_tokens": num_retained * self.block_size + num_tail,
+            "kept_tokens": num_kept + num_tail,
             "blocks_before": num_full + bool(num_tail),
-            "blocks_after": num_retained + bool(num_tail),
+            "blocks_after": self.num_retained + bool(num_tail),
         }
 
     def detail(self) -> dict[str, Any]:
@@ -115,6 +123,17 @@ class Trace:
         pages = self.positions[ends[pair] - self.counts[layer, head] : ends[pair]]
         tail = np.arange(self._num_candidates, self.prompt.num_tokens)
         return np.concatenate([np.sort(pages, axis=None), tail])
+
+
+def join_traces(parts: Sequence[Trace]) -> Trace:
+    """The trace of one eviction, from those of the stages that have the layers, in order."""
+    return replace(
+        parts[-1],
+        counts=np.concatenate([part.counts for part in parts]),
+        positions=np.concatenate([part.positions[: part.counts.sum()] for part in parts]),
+        scores=np.concatenate([part.scores for part in parts]),
+        stage_blocks=max(part.num_retained for part in parts),
+    )
 
 
 class Traces:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from vllm.distributed import get_pp_group
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -20,6 +21,21 @@ class EvictionCPUWorker(EvictingWorker, CPUWorker):
 
     replaced_backend = AttentionBackendEnum.CPU_ATTN
     evicting_backend = "vllm_tgvkv.attention_cpu.EvictingCPUBackend"
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load; a pipeline stage that gets hidden states from another one can take them then.
+
+        vLLM makes the room for them in a warm-up which it leaves out with `--enforce-eager`, and
+        the first request ends the engine.
+        """
+        super().load_model(*args, **kwargs)
+        runner = self.model_runner
+        if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens,
+                dtype=runner.model_config.dtype,
+                device=runner.device,
+            )
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Sample; a row that does not end its request's known tokens leaves its generator alone.

@@ -9,8 +9,10 @@ from vllm_tgvkv.policies import h2o, prefixkv, elastic, streaming, random  # noq
 from vllm_tgvkv.policies import ablations  # noqa: F401
 from vllm_tgvkv.policies.base import (
     NO_ATTENTION,
+    WHOLE_MODEL,
     Attention,
     Budget,
+    Depth,
     Granularity,
     ImageSpan,
     LayerView,
@@ -29,8 +31,10 @@ POLICY_NAMES = POLICIES.names
 __all__ = [
     "NO_ATTENTION",
     "POLICY_NAMES",
+    "WHOLE_MODEL",
     "Attention",
     "Budget",
+    "Depth",
     "Granularity",
     "ImageSpan",
     "LayerView",

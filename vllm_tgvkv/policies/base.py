@@ -98,6 +98,7 @@ class LayerView:
     """One layer of one prompt, as a score or budget sees it."""
 
     layer: int
+    """Of the model's layers."""
     num_sets: int
     """S."""
     prompt: Prompt
@@ -108,8 +109,20 @@ class LayerView:
 
 
 @dataclass(frozen=True)
+class Depth:
+    """Where in the model the layers are that share their pages; by default they are all of them."""
+
+    first_layer: int = 0
+    num_layers: int | None = None
+    """Of the model."""
+
+
+WHOLE_MODEL = Depth()
+
+
+@dataclass(frozen=True)
 class Looks:
-    """What all layers showed, for the sharing of the pages."""
+    """What all layers showed, for the sharing of the pages; of a pipeline stage its own layers."""
 
     prompt: Prompt
     scores: Tensor
@@ -120,6 +133,7 @@ class Looks:
     """int32 ``[C]`` or ``[L, S, C]``, of the retention, where all get the same."""
     num_kept: Tensor
     """int64 scalar, b: candidates that a head keeps on average."""
+    depth: Depth = WHOLE_MODEL
 
 
 class Score(ABC):

@@ -23,7 +23,8 @@ class PyramidBudget(Budget):
     """Linear in depth, from 2 - 1 / SLOPE of the mean at the first layer to 1 / SLOPE."""
 
     def shares(self, looks: Looks) -> Tensor:
-        num_layers, num_sets, _ = looks.scores.shape
+        num_looked_at, num_sets, _ = looks.scores.shape
+        num_layers = looks.depth.num_layers or num_looked_at
         if num_layers == 1:
             return looks.scores.new_ones(1, num_sets)
         least = 1 / SLOPE
@@ -31,6 +32,7 @@ class PyramidBudget(Budget):
         falling = torch.linspace(
             2 - least, least, num_layers, dtype=torch.float64, device=looks.scores.device
         )
+        falling = falling[looks.depth.first_layer :][:num_looked_at]
         return falling[:, None].expand(-1, num_sets)
 
 

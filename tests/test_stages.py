@@ -8,16 +8,16 @@ from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from tests import methods
-from tests.test_ranks import BLOCK_SIZE, LAYERS, PROMPTS, Model, both, settings, step
+from tests.test_ranks import BLOCK_SIZE, LAYERS, PROMPTS, Model, Run, both, settings, step
 from vllm_tgvkv import evictor as evictor_module
 from vllm_tgvkv.evictor import CacheShape, Evictor
 from vllm_tgvkv.pages import page_pool
 from vllm_tgvkv.plan import Failure, Outcome, StepPlan
+from vllm_tgvkv.ranks import Ranks
 from vllm_tgvkv.stages import Found, PipelineStages, Stages, join_found
 
 assert LAYERS == 3
@@ -174,17 +174,28 @@ def test_messages_are_waited_for_when_more_are_out_than_steps_can_be() -> None:
     assert len(sent) == 5
 
 
+@pytest.mark.parametrize("method", ["snapkv", "h2o", "random", "streaming"])
+def test_methods_with_equal_shares_keep_the_same_in_stages(method: str) -> None:
+    config, model = settings("head"), Model.random()
+    plan = step(config, both(method), 0.4)
+    alone = model.evict(Ranks(), config, plan)
+    pipeline = Pipeline((2, 1), config, model)
+    pipeline.run(plan)
+    for name in PROMPTS:
+        runs = [Run(evictor, {}) for evictor in pipeline.evictors]
+        assert torch.equal(torch.cat([run.kept(name) for run in runs]), alone.kept(name))
+
+
 def test_a_pyramid_goes_on_from_stage_to_stage() -> None:
     """Not one pyramid for each stage: within a stage the ratios are those of the whole model."""
     config, model = settings(None), Model.random()
-    pipeline = Pipeline((1, 2), config, model)
-    pipeline.run(step(config, both("pyramidkv"), 0.4))
+    pipeline = Pipeline((2, 1), config, model)
+    plan = step(config, both("pyramidkv"), 0.4)
+    pipeline.run(plan)
     first, last = pipeline.counts("first")
-    votes: Any = methods.Votes([[None]] * 3, [[None]] * 3, [[None]] * 3, [], None, 0)  # type: ignore[arg-type, list-item]
-    shares = np.array(methods.pyramid_shares(votes))
-    assert first.unique().numel() == 1
-    total, cap = int(last[:, 0].sum()), PROMPTS["first"].num_tokens // BLOCK_SIZE
-    of_stage = [share for share in shares[1:] for _ in range(last.shape[1])]
-    assert last.flatten().tolist() == methods.deal(of_stage, int(last.sum()), 1, cap)
-    assert last[0, 0] > last[1, 0]
-    assert total > 0
+    heads, cap = first.shape[1], PROMPTS["first"].num_tokens // BLOCK_SIZE
+    whole = torch.linspace(2 - 1 / 20, 1 / 20, LAYERS).tolist()
+    shares = [share for share in whole[:2] for _ in range(heads)]
+    blocks = plan.evictions[0].num_retained_blocks
+    assert first.flatten().tolist() == methods.deal(shares, 2 * heads * blocks, 1, cap)
+    assert last.unique().tolist() == [blocks]

@@ -294,6 +294,25 @@ def test_reset_of_the_prefix_cache_under_compressed_requests(
     assert evicting.counters["requests_evicted"] >= evictions + 3
 
 
+def test_an_image_that_a_hit_had_covered_is_encoded_after_a_preemption(
+    evicting: Engine, oracle: Oracle
+) -> None:
+    """Its data did not come to the worker with the request; in stock vLLM that ends the engine."""
+    ask = question(60, 20, 150, max_tokens=40, xargs=budget(0.3))
+    evicting.run([ask])
+    name = submit(evicting, ask)
+    for _ in range(3):
+        evicting.step()
+    (request,) = requests(evicting, [name])
+    runner = evicting.core.model_executor.driver_worker.worker.model_runner
+    (image,) = runner.requests[request.request_id].mm_features
+    assert image.data is None
+    assert evicting.llm.reset_prefix_cache(reset_running_requests=True)
+    evicting.engine.reset_encoder_cache()
+    finished = drain(evicting)
+    assert_outputs_agree(evicting, oracle, [ask], [finished[name]])
+
+
 # -- scheduling -----------------------------------------------------------------------------
 
 

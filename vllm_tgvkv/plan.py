@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
+from vllm.multimodal.inputs import MultiModalFeatureSpec
 
 from vllm_tgvkv.decision import Guard
 from vllm_tgvkv.prompt import PromptMap, Voters
@@ -85,6 +86,9 @@ class StepPlan:
     observations: list[Observation] = field(default_factory=list)
     summings: list[RowSumming] = field(default_factory=list)
     evictions: list[Eviction] = field(default_factory=list)
+    images: dict[str, list[MultiModalFeatureSpec]] = field(default_factory=dict)
+    """All images of resumed requests of which some are encoded in this step. vLLM sends a worker
+    no data of those that a prefix-cache hit covered, and a preemption may lose the hit."""
     counters: dict[str, Any] | None = None
     """The scheduler's totals, if they changed; workers keep them for `collective_rpc`."""
 

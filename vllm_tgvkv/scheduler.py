@@ -280,6 +280,11 @@ class EvictionScheduler(Scheduler):
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             if request_id in self._candidates and not self._manager.is_compressed(request_id):
                 self._plan_chunk(plan, self.requests[request_id], num_scheduled)
+        if not self.use_v2_model_runner:  # which is sent whole requests when they are resumed
+            for request_id in output.scheduled_encoder_inputs:
+                request = self.requests[request_id]
+                if request.num_preemptions:
+                    plan.images[request_id] = request.mm_features
         plan.counters = self.eviction_counters.take_if_changed()
         if plan:
             setattr(output, ATTRIBUTE, plan)

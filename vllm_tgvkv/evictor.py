@@ -365,13 +365,15 @@ class Evictor:
         """
         pending, self._outcomes = self._outcomes, []
         failures, self._failures = self._failures, []
-        outcomes = Outcomes(pending, failures, self.shape, self.traces, self.stages)
-        if not self.stages.is_last:
-            if self.has_work:
-                self.stages.tell(outcomes.found())
+        exchanges = self.stages.size > 1 and self.has_work
+        if not (pending or failures or exchanges):
             return None
-        hears_others = self.stages.size > 1 and self.has_work
-        return outcomes if pending or failures or hears_others else None
+        outcomes = Outcomes(pending, failures, self.shape, self.traces, self.stages)
+        if self.stages.is_last:
+            return outcomes
+        if exchanges:
+            self.stages.tell(outcomes.found())
+        return None
 
     def warm_up(self) -> None:
         """Evict a made-up prompt, so that no request waits until kernels are compiled.

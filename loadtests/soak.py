@@ -259,24 +259,21 @@ def run(options: Any, soak: Soak, cases: Sequence[Case]) -> None:
     Raises:
         LoadTestError: if a server does not come up, or a request that is alone fails.
     """
-    environment = {**os.environ, **dict(_profile().environment)}
+    # Variables of a small CPU machine, as the other soak has them.
+    profile = Profile.read(ROOT / "loadtests" / "profiles" / "soak.yaml")
+    environment = {**os.environ, **dict(profile.environment)}
     arms = {STOCK_ARM: SERVE} if options.stock else {}
     options.output.mkdir(parents=True, exist_ok=True)
     for name, arguments in {**arms, EVICTING_ARM: [*SERVE, *EVICTING]}.items():
         log = OUTPUT / f"{name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        with launched(arguments, environment, log, _profile().startup_seconds) as server:
+        with launched(arguments, environment, log, profile.startup_seconds) as server:
             try:
                 soak.arms[name] = asyncio.run(soak_arm(server, name, cases, options))
             except openai.OpenAIError as error:
                 raise LoadTestError(f"a request failed that was alone: {error}") from error
             soak.arms[name].log_errors = errors_in(log)
         soak.write(options.output)
-
-
-def _profile() -> Profile:
-    """Variables of a small CPU machine, as the other soak has them."""
-    return Profile.read(ROOT / "loadtests" / "profiles" / "soak.yaml")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

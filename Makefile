@@ -88,7 +88,7 @@ bench-gpu: ## speed and memory on a GPU against stock vLLM, at most 8 minutes
 loadtest: setup ## load on a served endpoint, stock against evicting: PROFILE=... for others than laptop
 	$(BIN)/python -m loadtests.run --profile loadtests/profiles/$(or $(PROFILE),laptop).yaml
 
-soak: setup ## mixed traffic whose every answer is checked: MINUTES=30; STOCK=1 for a stock server before
+soak: setup ## mixed traffic whose every answer is checked: MINUTES=30; STOCK=1 for a stock server after
 	$(BIN)/python -m loadtests.soak --minutes $(or $(MINUTES),30) $(if $(STOCK),--stock)
 
 clean: ## remove the environment and all build products

@@ -38,6 +38,10 @@ class Server:
     process: subprocess.Popen[bytes] | None = None
     start_seconds: float | None = None
 
+    def is_alive(self) -> bool:
+        """Whether it runs, as far as can be told: one that was not started here does."""
+        return self.process is None or self.process.poll() is None
+
     def memory_mib(self) -> float | None:
         """Resident memory of all its processes; pages that two of them share count twice."""
         if self.process is None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import math
@@ -12,7 +13,9 @@ from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import openai
 import pytest
+from tqdm import tqdm
 
 from loadtests import soak as command
 from loadtests.mix import MIXES, make_cases
@@ -68,6 +71,24 @@ def test_every_round_of_traffic_has_every_request_once() -> None:
     leaving = [plan for plan in drawn if plan.leaves_after is not None]
     assert 0.05 < len(leaving) / 4000 < 0.15
     assert {plan.is_streamed for plan in leaving} == {True, False}
+
+
+def test_traffic_ends_with_the_server() -> None:
+    """It does not go on for half an hour, adding up requests that fail."""
+
+    class Unreachable(command.Client):
+        num_asked = 0
+
+        async def ask(self, plan: command.Plan, heard: list[Token]) -> bool:
+            self.num_asked += 1
+            raise openai.OpenAIError("nobody is there")
+
+    client = Unreachable("http://127.0.0.1", make_cases()[:2], evicting=True)
+    options = parse(["--rate", "1000"])
+    traffic = command.Traffic(client, [[], []], lambda: client.num_asked < 3, options)
+    asyncio.run(asyncio.wait_for(traffic.run(1800, tqdm(disable=True)), timeout=30))
+    assert {visit.ended for visit in traffic.visits} == {FAILED}
+    assert 3 <= len(traffic.visits) < 50
 
 
 # -- answers --------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -180,12 +181,6 @@ def test_models_that_are_refused(
             "remove --speculative-config or use --pipeline-parallel-size 1",
         ),
         (
-            {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
-            "tensor parallelism in pipeline stages "
-            "(--tensor-parallel-size 2 and --pipeline-parallel-size 2)",
-            "--pipeline-parallel-size 1",
-        ),
-        (
             {"data_parallel_size": 2, "data_parallel_size_local": 1},
             "data parallelism over several nodes (--data-parallel-size-local 1 of 2)",
             "one server per node",
@@ -319,11 +314,6 @@ def test_a_draft_model_is_refused(plain: str) -> None:
     assert "speculative decoding by draft_model" in refusal(plain, speculative_config=draft)
 
 
-def test_drafts_are_refused_on_several_ranks(plain: str) -> None:
-    message = refusal(plain, speculative_config=NGRAM, tensor_parallel_size=2)
-    assert "by ngram and tensor parallelism (--tensor-parallel-size 2)" in message
-
-
 def test_drafts_are_refused_on_a_gpu(plain: str) -> None:
     vllm_config = configure(plain, speculative_config=NGRAM)
     with pytest.raises(UnsupportedByEvictionError, match="by ngram on this platform yet: remove"):
@@ -360,7 +350,6 @@ def test_replicas_of_a_dense_model(plain: str, monkeypatch: pytest.MonkeyPatch) 
     [
         ("distributed_executor_backend", "ray", "and --distributed-executor-backend ray", "mp"),
         ("nnodes", 2, "over several nodes (--nnodes 2)", "--nnodes 1"),
-        ("data_parallel_size", 2, "in replicas (--data-parallel-size 2)", "--data-parallel-size 1"),
     ],
 )
 @pytest.mark.parametrize("kind", ["tensor", "pipeline"])
@@ -493,7 +482,7 @@ def test_nothing_is_refused_without_eviction(folder: Folder, eviction: dict[str,
 def test_serve_exits_with_the_message_as_its_last_line(plain: str) -> None:
     command = [str(Path(sys.executable).with_name("vllm")), "serve", plain, "--skip-tokenizer-init"]
     command += ["--kv-eviction", "tgv", "--port", "0"]
-    command += ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"]
+    command += ["--speculative-config", json.dumps(NGRAM), "--pipeline-parallel-size", "2"]
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
     run = subprocess.run(
         command,
@@ -508,8 +497,8 @@ def test_serve_exits_with_the_message_as_its_last_line(plain: str) -> None:
         run.stdout.strip()
         .splitlines()[-1]
         .endswith(
-            "--kv-eviction does not work with tensor parallelism in pipeline stages "
-            "(--tensor-parallel-size 2 and --pipeline-parallel-size 2) yet: use "
-            "--tensor-parallel-size 1 or --pipeline-parallel-size 1 or leave out --kv-eviction"
+            "--kv-eviction does not work with speculative decoding by ngram in pipeline stages "
+            "(--pipeline-parallel-size 2) yet: remove --speculative-config or use "
+            "--pipeline-parallel-size 1 or leave out --kv-eviction"
         )
     )

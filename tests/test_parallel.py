@@ -51,14 +51,16 @@ class ParallelEngine(Engine):
 
 
 @contextmanager
-def two_workers(
+def workers(
     folder: Path,
     eviction: Mapping[str, Any],
     kind: type[ParallelEngine] = ParallelEngine,
+    cores: str = "0|1",
     **options: Any,
 ) -> Iterator[Any]:
+    """An engine of one worker for each of `cores`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", cores)
         # This process has threads, which a fork would not survive.
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         running = kind(folder, eviction, **options)
@@ -82,7 +84,7 @@ def oracle(folder: Path) -> Oracle:
 def running(folder: Path) -> Iterator[ParallelEngine]:
     """Chunks of 128 tokens beside compressed decodes, in a pool in which not all have room."""
     options = {"max_num_batched_tokens": 128, "max_model_len": 768, "num_gpu_blocks_override": 30}
-    with two_workers(folder, SETTINGS, tensor_parallel_size=2, **options) as found:
+    with workers(folder, SETTINGS, tensor_parallel_size=2, **options) as found:
         yield found
 
 

@@ -167,7 +167,7 @@ def test_messages_are_waited_for_when_more_are_out_than_steps_can_be() -> None:
         return Handle(len(sent) - 1)
 
     stage = PipelineStages((2, 1, 2), 1, send, lambda stage: None)
-    assert (stage.first_layer, stage.num_layers, stage.is_last) == (2, 5, False)
+    assert (stage.first_layer, stage.model_layers, stage.is_last) == (2, 5, False)
     for number in range(5):
         stage.tell([Failure(str(number), "")])
         assert waited == list(range(number - 2))

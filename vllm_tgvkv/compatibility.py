@@ -84,12 +84,6 @@ def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
             "remove --speculative-config",
         ),
         (
-            speculative is not None and parallel.tensor_parallel_size > 1,
-            f"{drafts} and tensor parallelism "
-            f"(--tensor-parallel-size {parallel.tensor_parallel_size})",
-            "use --tensor-parallel-size 1 or remove --speculative-config",
-        ),
-        (
             vllm_config.kv_transfer_config is not None,
             "KV connectors",
             "remove --kv-transfer-config or --kv-offloading-size",
@@ -109,13 +103,6 @@ def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
             f"{drafts} in pipeline stages (--pipeline-parallel-size "
             f"{parallel.pipeline_parallel_size})",
             "remove --speculative-config or use --pipeline-parallel-size 1",
-        ),
-        (
-            parallel.tensor_parallel_size > 1 and parallel.pipeline_parallel_size > 1,
-            f"tensor parallelism in pipeline stages (--tensor-parallel-size "
-            f"{parallel.tensor_parallel_size} and --pipeline-parallel-size "
-            f"{parallel.pipeline_parallel_size})",
-            "use --tensor-parallel-size 1 or --pipeline-parallel-size 1",
         ),
         (
             replicated and model.is_moe,
@@ -196,11 +183,6 @@ def _worker_checks(
             several and parallel.nnodes > 1,
             f"{what} over several nodes (--nnodes {parallel.nnodes})",
             "use --nnodes 1",
-        ),
-        (
-            several and parallel.data_parallel_size > 1,
-            f"{what} in replicas (--data-parallel-size {parallel.data_parallel_size})",
-            f"use --data-parallel-size 1 or {flag} 1",
         ),
     )
 

@@ -727,7 +727,7 @@ class Evictor:
             ranks.num_parts,
             slice(own, own + shape.num_heads),
             ranks.first,
-            Depth(self.stages.first_layer, self.stages.num_layers),
+            Depth(self.stages.first_layer, self.stages.model_layers),
         )
         return decider, masses[0] if masses else None
 

@@ -46,9 +46,9 @@ class Stages:
     first_layer = 0
     """Of the model's layers, the first of this stage."""
 
-    def __init__(self, num_layers: int) -> None:
-        self.num_layers = num_layers
-        """Of the model."""
+    def __init__(self, model_layers: int) -> None:
+        self.model_layers = model_layers
+        """Layers of the whole model."""
 
     def tell(self, found: list[Found | Failure]) -> None:
         """Send the last stage what this one found in a step."""

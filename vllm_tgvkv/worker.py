@@ -110,7 +110,7 @@ class EvictingWorker:
             "pool": {
                 "blocks": pool.num_blocks - 1,
                 "block_size": pool.block_size,
-                "layers": self.evictor.stages.num_layers,
+                "layers": self.evictor.stages.model_layers,
                 "kv_heads": pool.num_heads * self.evictor.ranks.num_parts,
             },
         }

@@ -7,6 +7,7 @@ does with a request it does with these.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import io
@@ -16,6 +17,7 @@ import httpx
 from fastapi import FastAPI, HTTPException
 from PIL import Image
 from starlette.concurrency import run_in_threadpool
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_tgvkv.config import EvictionConfig
 from vllm_tgvkv.server.schemas import Answers, EvictedAnswer, FullAnswer, Question
@@ -35,7 +37,7 @@ async def ask(
     """
     url = await run_in_threadpool(_checked, question.image)
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    transport = httpx.ASGITransport(_told_of_leaving(app), raise_app_exceptions=False)
     wishes: dict[str, Any] = {"kv_eviction_trace": int(config.max_traces > 0)}
     if question.policy is not None:
         wishes["kv_eviction"] = question.policy
@@ -69,6 +71,33 @@ async def ask(
             trace=report["trace"],
         ),
     )
+
+
+def _told_of_leaving(app: ASGIApp) -> ASGIApp:
+    """The app, to which a call that is cancelled looks like a client that went away.
+
+    A cancelled call by itself leaves vLLM's handler at work: it is a task of its own, which ends
+    early if the client disconnects.
+    """
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        gone, body_ended = asyncio.Event(), False
+
+        async def hear() -> Message:
+            nonlocal body_ended
+            if body_ended:
+                await gone.wait()
+                return {"type": "http.disconnect"}
+            message = await receive()
+            body_ended = not message.get("more_body", False)
+            return message
+
+        try:
+            await asyncio.shield(asyncio.ensure_future(app(scope, hear, send)))
+        finally:
+            gone.set()
+
+    return call
 
 
 def _checked(image: str) -> str:

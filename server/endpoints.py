@@ -10,7 +10,7 @@ from argparse import Namespace
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Path, Request
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Path, Request, Response
 from fastapi.responses import FileResponse
 from fastapi.security import HTTPBearer
 from starlette.datastructures import State
@@ -134,12 +134,21 @@ async def trace_layer(
 @router.post(
     "/ask",
     summary="Ask the full and the evicted cache about an image",
+    response_model=schemas.Answers,
 )
-@with_cancellation
 async def ask_both(
     question: schemas.Question, raw_request: Request, server: EvictingServer
-) -> schemas.Answers:
+) -> schemas.Answers | Response:
     """Greedy answers to one question, and the name of the trace."""
+    answers: schemas.Answers | None = await _ask_both(question, raw_request, server)
+    # None if the client went away: nobody reads it, but a route has to answer with something.
+    return answers or Response(status_code=499)
+
+
+@with_cancellation
+async def _ask_both(
+    question: schemas.Question, raw_request: Request, server: Access
+) -> schemas.Answers:
     return await ask(
         raw_request.app,
         server.given_key(raw_request.headers),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import base64
+import re
 import subprocess
 import sys
 import time
@@ -212,6 +213,22 @@ def test_changed_defaults_count_for_the_next_request(server: Server, client: htt
     assert report_of(server.ask({"kv_eviction_report": 1}))["policy"] == "tgv"
 
 
+def test_a_client_that_goes_away(server: Server, client: httpx.Client) -> None:
+    """Its question ends with it; the last test here sees that no error was logged."""
+    for seconds in (0.5, 1, 2):
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/ask", json=question(max_tokens=600), timeout=seconds)
+    # Gauges are as of the last step: one more, in which none of them is.
+    assert client.post("/ask", json=question(max_tokens=20)).status_code == 200
+    assert num_running(server) == 0
+
+
+def num_running(server: Server) -> float:
+    text = httpx.get(f"{server.address}/metrics").text
+    (value,) = re.findall(r"^vllm:num_requests_running{.*} (\S+)$", text, re.MULTILINE)
+    return float(value)
+
+
 def test_pages_allow_nothing_from_elsewhere(client: httpx.Client) -> None:
     for path, kind in (
         ("/", "text/html"),
@@ -236,7 +253,8 @@ def test_fuzzed_requests_get_no_server_error(
     # What is an image, or a method's name, the document cannot say.
     command += ["--exclude-checks", "positive_data_acceptance"]
     command += ["--phases", "examples,coverage,fuzzing", "--max-examples", "30"]
-    command += ["--request-timeout", "60", "--suppress-health-check", "all", "--no-color"]
+    # 2 x 1024 tokens, the most that can be asked for, on a busy machine.
+    command += ["--request-timeout", "240", "--suppress-health-check", "all", "--no-color"]
     command += ["--generation-database", ":memory:", "--continue-on-failure"]
     result = subprocess.run(
         command, capture_output=True, text=True, timeout=FUZZ_SECONDS, cwd=tmp_path, check=False

@@ -33,6 +33,16 @@ SETTINGS = {"policy": "tgv", "budget": 0.2, "methods": NAMES, "debug": DEBUG}
 class ParallelEngine(Engine):
     """The scheduler is in this process, the workers are not."""
 
+    keeps_traces = 0
+    """The worker that does, for all."""
+
+    def only_answer(self, method: str, *args: Any) -> Any:
+        """What the worker that keeps the traces returns; no other one has an answer."""
+        answers = self.llm.collective_rpc(method, args=args)
+        answer = answers.pop(self.keeps_traces)
+        assert set(answers) == {None}
+        return answer
+
     def kept_on_workers(self, name: str, num_tokens: int) -> list[torch.Tensor]:
         """Prompt positions that each worker's heads kept, bool [L, H, P] with the tail."""
         size = self.scheduler.block_size
@@ -112,8 +122,7 @@ def serve(
         kept = torch.cat(parts, dim=1)
         tokens = list(output.outputs[0].token_ids)
         assert tokens == oracle.generate(prompt, ask.max_tokens, kept), ask.xargs
-        (trace, none) = running.llm.collective_rpc("kv_eviction_trace", args=(output.request_id,))
-        assert none is None
+        trace = running.only_answer("kv_eviction_trace", output.request_id)
         assert trace["kept_by"] == kept.flatten(0, 1).sum(0).tolist()
         assert trace["pages"] == (kept[..., :full].sum(-1) // size).tolist()
         yield ask, kept

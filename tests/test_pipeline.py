@@ -55,6 +55,7 @@ SETTINGS = {
 class PipelineEngine(ParallelEngine):
     """Counts the steps that were scheduled while one was in flight that evicts."""
 
+    keeps_traces = -1
     num_overlaps = 0
 
     def step(self) -> list[Any]:
@@ -182,13 +183,11 @@ def assert_served(
 
     pages = kept[..., : num_full * size].sum(-1) // size
     blocks = [int(part.sum()) / part.numel() for part in pages.split(list(stages))]
-    args = (output.request_id,)
-    *others, trace = running.llm.collective_rpc("kv_eviction_trace", args=args)
-    assert set(others) == {None}
+    trace = running.only_answer("kv_eviction_trace", output.request_id)
     assert trace["pages"] == pages.tolist()
     assert trace["kept_by"] == kept.flatten(0, 1).sum(0).tolist()
     for layer in (0, stages[0], sum(stages) - 1):
-        *_, found = running.llm.collective_rpc("kv_eviction_trace", args=(*args, layer))
+        found = running.only_answer("kv_eviction_trace", output.request_id, layer)
         for of_set in found["token_sets"]:
             for head in of_set["heads"]:
                 assert of_set["positions"] == kept[layer, head].nonzero().flatten().tolist()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ from tests.emulation import Oracle
 from tests.engine import engine
 from tests.methods import Auto
 from tests.models import QWEN_IMAGE
-from tests.serving import Server, group_members, messages, report_of, serve
+from tests.serving import Server, eventually, messages, report_of, serve
 from tests.test_engine import album
 from tests.test_engine_speculation import DEBUG, GRANULARITIES, NGRAM, answers, draft_counts
 from tests.test_parallel import ParallelEngine, with_method, workers
@@ -35,7 +34,6 @@ from tests.test_pipeline import (
     break_method,
     expect,
 )
-from tests.test_replicas import eventually
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 
@@ -266,9 +264,7 @@ def test_replicas_of_several_workers(
                     == {"0", "1"}
                 )
             ), name
-        server.process.send_signal(signal.SIGINT)
-        server.process.wait(120)
-        assert group_members(server.process.pid) == []
+        server.interrupt()
     wrong = r"\bERROR\b|Traceback|Integrity"
     assert [line for line in server.lines() if re.search(wrong, line)] == []
 

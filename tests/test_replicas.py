@@ -19,7 +19,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.engine import engine
-from tests.serving import BLOCK_SIZE, Server, group_members, messages, serve
+from tests.serving import BLOCK_SIZE, Server, eventually, group_members, messages, serve
 from vllm_tgvkv.counters import SKIP_REASONS
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
@@ -190,16 +190,6 @@ class Scrape:
         return sum(self.of(name, *labels).values())
 
 
-def eventually(check: Callable[[], bool]) -> bool:
-    """Whether something comes true before long; statistics arrive after answers."""
-    deadline = time.monotonic() + SECONDS
-    while not check():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
-
-
 def test_series_of_every_engine_begin_at_zero(doors: list[Any]) -> None:
     """First in this file: nothing has been asked yet."""
     for door in doors:
@@ -360,6 +350,4 @@ def test_every_engine_tells_its_settings_and_none_an_error(server: Server) -> No
 
 def test_interrupt_ends_every_process(server: Server) -> None:
     """Last in this file: the server is gone afterwards."""
-    server.process.send_signal(signal.SIGINT)
-    assert server.process.wait(SECONDS) in (0, -signal.SIGINT, 128 + signal.SIGINT)
-    assert eventually(lambda: group_members(server.process.pid) == [])
+    server.interrupt()

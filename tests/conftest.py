@@ -14,8 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).parents[1]
+
+# Nothing fails for the time it takes: machines are busy, and a fresh clone makes tables first.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 def default_environment() -> dict[str, str]:

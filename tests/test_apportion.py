@@ -38,7 +38,6 @@ def deal(shares: list[float], total: int, floor: int, cap: int) -> list[int]:
     return apportion(torch.tensor(shares, dtype=torch.float64), total, floor, cap).tolist()
 
 
-@settings(deadline=None)
 @given(dealings(ANY_SHARE))
 def test_sums_to_total_within_bounds(dealing: tuple[list[float], int, int, int]) -> None:
     shares, total, floor, cap = dealing
@@ -55,7 +54,7 @@ def test_sums_to_total_within_bounds(dealing: tuple[list[float], int, int, int])
             assert other >= count - ties, "a greater share gets no fewer"
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(dealings(PLAIN_SHARE))
 def test_equals_exact_fractions(dealing: tuple[list[float], int, int, int]) -> None:
     assert deal(*dealing) == reference.apportion(*dealing)

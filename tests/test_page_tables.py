@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.reference import fresh_seed
@@ -107,7 +107,6 @@ def batches(draw: st.DrawFn) -> Batch:
     )
 
 
-@settings(deadline=None)
 @given(batches(), st.data())
 def test_tables_and_lengths_equal_the_reference(batch: Batch, data: st.DataObject) -> None:
     width, requests = batch.width, len(batch.gathered[1])

@@ -167,7 +167,6 @@ def test_no_order_of_events_loses_a_block_or_a_token() -> None:
         settings=settings(
             max_examples=NUM_EXAMPLES,
             stateful_step_count=50,
-            deadline=None,
             database=None,
             derandomize="SCHEDULER_EXAMPLES" not in os.environ,
             suppress_health_check=list(HealthCheck),

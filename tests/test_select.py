@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.reference import fresh_seed
@@ -38,7 +38,6 @@ def selections(draw: st.DrawFn) -> Selection:
     return scores, tiers, counts, int(counts.sum()), block_size
 
 
-@settings(deadline=None)
 @given(selections())
 def test_equals_the_reference(selection: Selection) -> None:
     positions = select_tokens(*selection)

@@ -28,7 +28,7 @@ def assert_same(
     return counts.tolist()
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(dealings(ANY_SHARE))
 def test_any_shares(device: str, dealing: tuple[list[float], int, int, int]) -> None:
     """Zeros, NaN, infinities, 1e30 beside 5e-324."""
@@ -37,7 +37,7 @@ def test_any_shares(device: str, dealing: tuple[list[float], int, int, int]) -> 
     assert sum(counts) == total
 
 
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(dealings(PLAIN_SHARE))
 def test_equals_exact_fractions(device: str, dealing: tuple[list[float], int, int, int]) -> None:
     shares = torch.tensor(dealing[0], dtype=torch.float64, device=device)

@@ -98,7 +98,7 @@ def _integer(pool: torch.Tensor) -> torch.dtype:
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32}[pool.element_size()]
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     page_format=st.sampled_from(FORMATS),
     counts=st.lists(st.integers(0, 4), min_size=1, max_size=6),

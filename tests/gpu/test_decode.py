@@ -175,7 +175,7 @@ def scenes(draw: st.DrawFn) -> Callable[[], Scene]:
     return lambda: Scene(layers, heads, rows, group_size=1, head_size=8, block_size=size)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(scenes(), st.integers(1, 7), st.sampled_from([16, 32]))
 def test_the_kernels_equal_the_definition(
     device: str, make_scene: Callable[[], Scene], num_programs: int, chunk: int
@@ -185,7 +185,7 @@ def test_the_kernels_equal_the_definition(
     scene.check(scene.run(device, num_programs, chunk))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(scenes())
 def test_the_reference_equals_the_definition(make_scene: Callable[[], Scene]) -> None:
     fresh_seed()
@@ -194,7 +194,7 @@ def test_the_reference_equals_the_definition(make_scene: Callable[[], Scene]) ->
         scene.check(scene.run("cpu", 3, 16))
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(
     st.integers(1, 3),
     st.integers(1, 3),

@@ -18,7 +18,7 @@ from vllm_tgvkv.kernels.page_tables import write_lengths, write_page_tables
 POISON = -7
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(batch=batches(), data=st.data())
 def test_tables_and_lengths_equal_the_reference(
     device: str, batch: Batch, data: st.DataObject

@@ -33,7 +33,7 @@ def assert_same(device: str, selection: Selection) -> torch.Tensor:
     return positions
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(selections())
 def test_equals_the_reference(device: str, selection: Selection) -> None:
     assert select_on(device, selection).tolist() == reference.select_tokens(*selection)
@@ -90,7 +90,7 @@ def test_counts_beyond_the_result_write_nothing_behind_it(device: str) -> None:
     assert positions[:4].flatten().tolist() == list(range(16))
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(
     st.lists(SCORE, min_size=1, max_size=20), st.lists(st.integers(0, 20), min_size=1, max_size=3)
 )

@@ -332,7 +332,7 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--stock", action="store_true", help="a stock server after ours, for as long: the control"
     )
-    parser.add_argument("--rate", type=_positive, default=3, help="requests a second (default: 3)")
+    parser.add_argument("--rate", type=_positive, default=2, help="requests a second (default: 2)")
     parser.add_argument("--in-flight", type=_count, default=12, help="at most (default: 12)")
     parser.add_argument("--seed", type=int, default=0, help="of order and arrivals")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of the report")

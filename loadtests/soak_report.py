@@ -60,7 +60,9 @@ def write_report(soak: Soak, folder: Path) -> None:
             + (
                 f" and beyond that of {soak.control}, whose pool has room for all that is in "
                 "flight: in this traffic stock vLLM 0.32 ends where a request is preempted that "
-                "began with a prefix-cache hit over an image (`docs/compatibility.md`)."
+                "began with a prefix-cache hit over an image (`docs/compatibility.md`). How long "
+                "the two take is not to be compared: the larger pool remembers most of these "
+                "prompts as cached prefixes."
                 if soak.control
                 else "."
             )

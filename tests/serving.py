@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+from prometheus_client.parser import text_string_to_metric_families
 
 from demo.run import free_port
 from tests.models import random_image, random_text
@@ -52,6 +53,13 @@ class Server:
         if xargs is not None:
             extra["vllm_xargs"] = xargs
         return self.client.chat.completions.create(model="tiny", **values, extra_body=extra)
+
+    def samples(self, *names: str) -> list[Any]:
+        """Samples of some of the metrics, or of all."""
+        with urllib.request.urlopen(f"{self.address}/metrics", timeout=10) as response:
+            families = text_string_to_metric_families(response.read().decode())
+        samples = [sample for family in families for sample in family.samples]
+        return [sample for sample in samples if not names or sample.name in names]
 
     def interrupt(self) -> None:
         """End the server as Ctrl-C does; nothing of it is left, soon after it has ended itself.

@@ -257,10 +257,9 @@ def test_replicas_of_several_workers(
             trace = json.loads(get(server, f"/kv-eviction/requests/{report['trace']}"))
             assert trace["kept_tokens"] == report["kept_tokens"]
         for name in counted:
-            series = re.compile(rf'^vllm:{name}{{.*engine="(\d)".*}} (\S+)$', re.MULTILINE)
             assert eventually(
-                lambda series=series: (
-                    {rank for rank, n in series.findall(get(server, "/metrics")) if float(n) > 0}
+                lambda name=name: (
+                    {s.labels["engine"] for s in server.samples(f"vllm:{name}") if s.value > 0}
                     == {"0", "1"}
                 )
             ), name

@@ -23,7 +23,6 @@ import openai
 import pytest
 import torch
 from PIL import Image
-from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import save_file
 from vllm import SamplingParams
 from vllm.config import set_current_vllm_config
@@ -948,13 +947,6 @@ def post(server: Server, route: str) -> Any:
         return json.loads(response.read() or b"null")
 
 
-def scraped(server: Server, name: str) -> list[Any]:
-    """Samples of a metric of vLLM's."""
-    with urllib.request.urlopen(f"{server.address}/metrics", timeout=10) as response:
-        families = text_string_to_metric_families(response.read().decode())
-    return [sample for family in families for sample in family.samples if sample.name == name]
-
-
 def answer(server: Server, xargs: dict[str, Any], model: str = "tiny", **fields: Any) -> Any:
     """One chat answer; `extra_body` is joined with what every request has."""
     extra = {"vllm_xargs": {"kv_eviction_report": 1, **xargs}, **fields.pop("extra_body", {})}
@@ -1006,7 +998,7 @@ def test_adapters_are_models_over_http(server: Server) -> None:
     assert len({a.choices[0].message.content for a in answers}) == 3
     assert {report_of(a)["skip_reason"] for a in answers} == {None}
     # Our numbers travel in a field of vLLM's statistics that is there for adapters.
-    labels = [sample.labels for sample in scraped(server, "vllm:lora_requests_info")]
+    labels = [sample.labels for sample in server.samples("vllm:lora_requests_info")]
     assert labels
     assert not [value for label in labels for value in label.values() if "eviction" in value]
 
@@ -1020,7 +1012,7 @@ def test_a_client_that_goes_away(server: Server) -> None:
 
     def nothing_runs() -> bool:
         answer(server, {}, max_tokens=2)  # statistics come with steps
-        return not any(sample.value for name in running for sample in scraped(server, name))
+        return not any(sample.value for sample in server.samples(*running))
 
     assert eventually(nothing_runs)
 

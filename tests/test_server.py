@@ -14,7 +14,6 @@ from typing import Any
 
 import openai
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.models import random_text
 from tests.serving import (
@@ -46,18 +45,15 @@ def server(
 
 def scraped(server: Server) -> dict[tuple[str, ...], float]:
     """Samples of eviction on `/metrics`, by name and the values of our own labels."""
-    with urllib.request.urlopen(f"{server.address}/metrics", timeout=10) as response:
-        text = response.read().decode()
     found = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name.startswith("vllm:kv_eviction_"):
-                assert sample.labels.pop("model_name") == "tiny"
-                assert sample.labels.pop("engine") == "0"
-                name = sample.name.removeprefix("vllm:kv_eviction_")
-                order = ("policy", "reason", "modality", "part", "le")
-                labels = [sample.labels[label] for label in order if label in sample.labels]
-                found[(name, *labels)] = sample.value
+    for sample in server.samples():
+        if sample.name.startswith("vllm:kv_eviction_"):
+            assert sample.labels.pop("model_name") == "tiny"
+            assert sample.labels.pop("engine") == "0"
+            name = sample.name.removeprefix("vllm:kv_eviction_")
+            order = ("policy", "reason", "modality", "part", "le")
+            labels = [sample.labels[label] for label in order if label in sample.labels]
+            found[(name, *labels)] = sample.value
     return found
 
 

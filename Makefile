@@ -5,7 +5,7 @@ SHELL := /bin/bash
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SOURCES := vllm_tgvkv kernels server demo benchmarks evaluation loadtests tests tools setup.py
+SOURCES := vllm_tgvkv kernels server oracle measure demo benchmarks evaluation loadtests tests tools
 
 # Asked by running it: a version manager's shim may exist for a Python that does not.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.10 python3.13 python3; do \
@@ -35,7 +35,7 @@ setup: $(STAMP) ## make the environment: vLLM for CPU, this plugin, test and dem
 
 # vLLM first and by itself: its pin decides for torch's CPU build, and a resolver that sees other
 # requirements earlier might begin with gigabytes of CUDA.
-$(STAMP): pyproject.toml setup.py $(wildcard tools/cpu/*)
+$(STAMP): pyproject.toml $(wildcard tools/cpu/*)
 	@test -x $(BIN)/python || test -n "$(PYTHON)" || \
 		{ echo "No Python >= 3.10 with ensurepip found; name one: make setup PYTHON=..."; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -64,8 +64,8 @@ test-gpu: ## the Triton kernels, on the GPU if there is one, else under Triton's
 	$(GPU_PYTHON) -m pytest -q tests/gpu
 
 test-scheduler: setup ## WORKLOADS=3000 random workloads, EXAMPLES=5000 random sequences of events: an hour
-	$(BIN)/python -m tests.test_scheduler_simulation $(or $(WORKLOADS),3000)
-	SCHEDULER_EXAMPLES=$(or $(EXAMPLES),5000) $(BIN)/python -m pytest -qs tests/test_scheduler_states.py
+	$(BIN)/python -m tests.scheduler.test_simulation $(or $(WORKLOADS),3000)
+	SCHEDULER_EXAMPLES=$(or $(EXAMPLES),5000) $(BIN)/python -m pytest -qs tests/scheduler/test_states.py
 
 compile-kernels: setup ## build every Triton kernel for three GPU generations; fails on spills
 	$(BIN)/python -m vllm_tgvkv.kernels.gpu.compile

@@ -22,7 +22,7 @@ from evaluation.answers import Answer, compare
 from evaluation.arms import Arm
 from evaluation.engine import MODEL, Work
 from evaluation.questions import Question
-from tests.methods import Image, Layout, Selection, Settings, choose, look, mix_of
+from oracle.methods import Image, Layout, Selection, Settings, choose, look, mix_of
 from vllm_tgvkv.config import EvictionConfig
 
 

@@ -11,7 +11,7 @@
 
 The first three are wrapped when the plugin loads and pass everything through
 unless eviction is asked for; the others are once it is.
-`tests/test_patches.py` fails when one of them changes its signature.
+`tests/unit/test_patches.py` fails when one of them changes its signature.
 """  # noqa: E501
 
 from __future__ import annotations

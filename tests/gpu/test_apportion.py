@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from oracle import kernels as reference
+from oracle.attention import fresh_seed
 from tests.gpu import pytorch_on_cpu
-from tests.reference import fresh_seed
-from tests.test_apportion import ANY_SHARE, PLAIN_SHARE, dealings
-from vllm_tgvkv.kernels import reference
+from tests.unit.test_apportion import ANY_SHARE, PLAIN_SHARE, dealings
 from vllm_tgvkv.kernels.apportion import apportion
 
 pytest.importorskip("triton", reason="Triton is not installed")

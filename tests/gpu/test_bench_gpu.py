@@ -114,7 +114,7 @@ def test_our_kernels_are_judged_as_they_are_launched() -> None:
 
 def test_cases_of_attention_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """With FlashAttention played by PyTorch, so that its arguments are tested without a GPU."""
-    from tests.flash_on_cpu import attend
+    from tests.engine.flash_on_cpu import attend
 
     cases = Kernels(SMOKE_SIZES, torch.device("cpu"))
     flash = partial(attend, causal=True, max_seqlen_q=1)

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.reference import fresh_seed
-from vllm_tgvkv.kernels import reference
+from oracle import kernels as reference
+from oracle.attention import fresh_seed
 from vllm_tgvkv.kernels.copy import copy_kept
 from vllm_tgvkv.kernels.select import page_offsets
 

@@ -2,8 +2,8 @@
 """Eviction on a CUDA device: both model runners, with and without graphs, against the oracle.
 
 FlashAttention knows no float32, so tokens are judged by the oracle one after the other
-(`tests.engine.Deviation`). vLLM's own check raises where a step makes the host wait for the device
-(`VLLM_GPU_SYNC_CHECK`, set in `tests/conftest.py`).
+(`tests.engine.running.Deviation`). vLLM's own check (`VLLM_GPU_SYNC_CHECK`, set in
+`tests/conftest.py`) raises where a step makes the host wait for the device.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.emulation import Oracle
-from tests.engine import Ask, Engine, assert_close, engine
+from oracle.emulation import Oracle
+from tests.engine.running import Ask, Engine, assert_close, engine
+from tests.engine.test_engine import BUDGETS, album, budget, tgv
 from tests.models import LLAVA_IMAGE, QWEN_IMAGE, random_text
-from tests.test_engine import BUDGETS, album, budget, tgv
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.slow]
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from oracle import kernels as reference
+from oracle.attention import fresh_seed
 from tests.gpu import pytorch_on_cpu
-from tests.reference import fresh_seed
-from tests.test_statistics import ALL, check_one
-from vllm_tgvkv.kernels import gpu, reference
+from tests.unit.test_statistics import ALL, check_one
+from vllm_tgvkv.kernels import gpu
 from vllm_tgvkv.kernels.row_sums import RowSums
 from vllm_tgvkv.kernels.statistics import Scratch, observe
 

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's model runner V2 in this process, without a GPU.
+
+The runner (`vllm/v1/worker/gpu/model_runner.py`, on the CPU platform its subclass in
+`vllm/v1/worker/cpu/model_runner.py`) needs Triton: it keeps block tables, positions, slot mappings
+and the sampler's state in kernels. Here Triton's interpreter runs these kernels, on the tensors of
+the CPU platform. `prepare` makes that possible and has to be called before vLLM or Triton is
+imported, so in a process of its own; importing this module changes nothing.
+
+What `prepare` pretends:
+
+1. `TRITON_INTERPRET=1`: every kernel that is defined from then on is interpreted, vLLM's too. The
+   interpreter follows addresses in memory, as kernels over several block tables do.
+2. A Triton backend called "cpu". vLLM's CPU builds use Triton only if there is one. Nothing may be
+   compiled for it: its driver says that it is active, and raises when it is asked for more.
+   Consequence beyond the runner: vLLM does not put its C++ functions in place of Triton kernels,
+   so that the runner V1 would be interpreted as well.
+3. The CPU platform has no word in asynchronous scheduling, which it would switch off. So it is on
+   by default, as on a GPU; `async_scheduling=False` switches it off.
+
+What vLLM's CPU worker pretends by itself (`vllm/v1/worker/cpu/shm.py`): streams and events that do
+nothing, `synchronize` that does nothing, pinned memory and copies to the device that are the tensor
+itself, buffers in unified memory that are plain memory, and no barrier in kernels.
+
+Engines with eviction have the plugin's runner V2 for the GPU once `pretend_gpu_worker` is called;
+what that pretends beyond this, FlashAttention, is in `flash_on_cpu.py` and `runner_v2_worker.py`.
+
+What this shows: the order of schedules, inputs and outputs, with steps scheduled before the tokens
+of the step before are known; block tables, slot mappings and metadata of V2, computed by vLLM's own
+kernels. What it cannot show: anything that happens while the device is busy (races between host and
+device, hidden synchronisation), CUDA graphs, padding to graph sizes, and `torch.compile`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.engine.running import Ask
+    from tests.models import TinyModel
+
+ENVIRONMENT = {
+    "TRITON_INTERPRET": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a child process would not be prepared
+}
+
+
+class NoCompiler:
+    """What is found where Triton lists the driver of its backend "cpu"."""
+
+    def __init__(self) -> None:
+        raise RuntimeError("Triton's backend 'cpu' is a pretence: kernels are only interpreted")
+
+    @staticmethod
+    def is_active() -> bool:
+        return True
+
+
+def prepare() -> None:
+    """Make V2 the model runner of the engines of this process.
+
+    Raises:
+        RuntimeError: vLLM is imported already, or Triton without its interpreter, or vLLM is not
+            a CPU build.
+    """
+    if "vllm" in sys.modules:
+        raise RuntimeError("vLLM is imported already, without what its runner V2 needs")
+    importlib.import_module("tests.conftest")  # the settings of tools/cpu/environment.mk
+    os.environ.update(ENVIRONMENT)
+    _pretend_triton_backend()
+    _keep_asynchronous_scheduling()
+
+
+def _pretend_triton_backend() -> None:
+    import triton.language as tl
+    from triton.backends import Backend, backends
+    from triton.runtime.interpreter import InterpretedFunction
+
+    if not isinstance(tl.sum, InterpretedFunction):
+        raise RuntimeError("Triton was imported without TRITON_INTERPRET=1")
+    backends["cpu"] = Backend(compiler=NoCompiler, driver=NoCompiler)
+
+
+def _keep_asynchronous_scheduling() -> None:
+    from vllm.platforms import current_platform
+    from vllm.platforms.cpu import CpuPlatform
+
+    if not current_platform.is_cpu():
+        raise RuntimeError(f"vLLM's platform is {current_platform.device_type}: nothing to pretend")
+    adapt = CpuPlatform.check_and_update_config.__func__
+
+    @functools.wraps(adapt)
+    def check_and_update_config(cls: type, vllm_config: Any) -> None:
+        wanted = vllm_config.scheduler_config.async_scheduling
+        adapt(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = wanted
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def pretend_gpu_worker() -> None:
+    """Give engines with eviction the GPU's runner; without, their runner is vLLM's for CPU."""
+    import pytest
+
+    from tests.engine import flash_on_cpu
+    from tests.engine.runner_v2_worker import EvictingV2Worker
+
+    flash_on_cpu.pretend(pytest.MonkeyPatch(), EvictingV2Worker)
+
+
+def example(model: TinyModel) -> list[Ask]:
+    """Return two requests, with an image and without."""
+    from tests.engine.running import Ask
+    from tests.models import random_image, random_text
+
+    text = random_text(0, 30) + model.image_text + random_text(1, 170)
+    return [
+        Ask(text, (random_image(2, 112, 112),), max_tokens=20),
+        Ask(random_text(3, 70), max_tokens=20),
+    ]
+
+
+def main() -> None:
+    """Serve `example`; the last line of the standard output is what came out, as JSON."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--model", choices=["llava", "qwen2_5_vl"], default="llava")
+    parser.add_argument("--folder", type=Path, help="where such a model is; else one is written")
+    parser.add_argument("--eviction", type=json.loads, help="settings of the plugin, as JSON")
+    parser.add_argument(
+        "--options", type=json.loads, default={}, help="more of vLLM's options, as JSON"
+    )
+    arguments = parser.parse_args()
+
+    start = time.perf_counter()
+    prepare()
+    from tests.engine.running import Engine
+    from tests.models import TinyModel, model_folder
+
+    if arguments.eviction:
+        pretend_gpu_worker()
+    model = TinyModel(arguments.model, image_size=112)
+    with tempfile.TemporaryDirectory() as root:
+        imported = time.perf_counter()
+        folder = arguments.folder or model_folder(root, model)
+        running = Engine(folder, arguments.eviction, **arguments.options)
+        started = time.perf_counter()
+        tokens = running.tokens(example(model))
+        ended = time.perf_counter()
+    result = {
+        "tokens": tokens,
+        "runner": type(running.core.model_executor.driver_worker.worker.model_runner).__name__,
+        "scheduler": type(running.scheduler).__name__,
+        "asynchronous": running.core.async_scheduling,
+        "evicted": running.counters["requests_evicted"] if arguments.eviction else 0,
+        "seconds": {
+            "import": round(imported - start, 1),
+            "start": round(started - imported, 1),
+            "serve": round(ended - started, 1),
+        },
+    }
+    running.close()
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

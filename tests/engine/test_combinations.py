@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks, stages, replicas and drafts beside each other, and more stages than two."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+from oracle.emulation import Oracle
+from oracle.methods import Auto
+from tests.engine.running import engine
+from tests.engine.test_engine import album
+from tests.engine.test_parallel import ParallelEngine, with_method, workers
+from tests.engine.test_parallel import serve as serve_on_ranks
+from tests.engine.test_pipeline import (
+    SETTINGS,
+    STAGES,
+    PipelineEngine,
+    assert_served,
+    break_method,
+    expect,
+)
+from tests.engine.test_speculation import DEBUG, GRANULARITIES, NGRAM, answers, draft_counts
+from tests.models import QWEN_IMAGE
+from tests.server.serving import Server, eventually, messages, report_of, serve
+
+pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
+
+FOUR_WORKERS = "0|1|0|1"
+REPEATS_ITSELF = 0.055
+"""Weights small enough that some n-grams are right."""
+
+
+# -- ranks and stages -----------------------------------------------------------------------
+
+
+class GridEngine(PipelineEngine):
+    """Two stages of two ranks each."""
+
+    keeps_traces = 2
+    """The first rank of the last stage."""
+
+    def kept_on_workers(self, name: str, num_tokens: int) -> list[torch.Tensor]:
+        """Prompt positions that each stage kept, bool [L, H, P] with the tail.
+
+        Every worker has dealt as many pages of each of its layers and heads as any other.
+        """
+        parts = super().kept_on_workers(name, num_tokens)
+        size = self.scheduler.block_size
+        full = num_tokens // size * size
+        assert len({float(part[..., :full].float().mean()) for part in parts}) == 1
+        return [torch.cat(parts[first : first + 2], dim=1) for first in (0, 2)]
+
+
+def test_ranks_in_stages(tiny_model: Callable[..., Path]) -> None:
+    """Each stage keeps what it would as one worker; what fails on one rank of one stage fails."""
+    folder = tiny_model("llava", image_size=112, layers=sum(STAGES))
+    oracle = Oracle(folder)
+    names = ("tgv_by_layer", "vlcache_by_layer", "h2o_by_layer", "tgv_by_head", "adakv_by_head")
+    cases = [
+        expect(oracle, 200 + i, (20, 140 + 20 * i), name, 0.3, 40, arrival=2 * i)
+        for i, name in enumerate(names)
+    ]
+    bad = [
+        album(220 + i, 20, 90, max_tokens=40, arrival=3 * i, xargs={"kv_eviction": "snapkv"})
+        for i in range(2)
+    ]
+    with workers(
+        folder,
+        SETTINGS,
+        GridEngine,
+        FOUR_WORKERS,
+        tensor_parallel_size=2,
+        pipeline_parallel_size=2,
+        enable_prefix_caching=True,
+        max_num_batched_tokens=128,
+        max_model_len=640,
+        num_gpu_blocks_override=40,
+    ) as running:
+        outputs = running.run([case.ask for case in cases])
+        running.llm.collective_rpc(break_method, args=((STAGES[0],), 1))
+        failed = running.run([*bad, cases[0].ask])
+        running.llm.collective_rpc(break_method, args=((),))
+        outputs.append(failed.pop())
+        assert [output.outputs[0].finish_reason for output in failed] == ["error"] * len(bad)
+        for case, output in zip([*cases, cases[0]], outputs, strict=True):
+            if case.ask.xargs["kv_eviction"].endswith("head"):  # heads' pages stay on their rank
+                case = replace(case, selection=None)
+            assert_served(running, oracle, case, output)
+        statuses = running.llm.collective_rpc("kv_eviction_status")
+        assert statuses == statuses[:1] * 4
+        assert statuses[0]["pool"]["kv_heads"] == 2
+        assert statuses[0]["pool"]["layers"] == sum(STAGES)
+
+
+def test_three_stages(tiny_model: Callable[..., Path]) -> None:
+    """Requests are preempted while a step of theirs is in flight, and go on as if they were not."""
+    stages = (2, 2, 1)
+    folder = tiny_model("llava", image_size=112, layers=sum(stages))
+    oracle = Oracle(folder)
+    wishes = product(("tgv_by_layer", "tgv_by_head"), (0.6, 0.4, Auto(0.8, 0.1, 0.9)))
+    cases = [
+        expect(oracle, 280 + i, (20, 150 + 20 * i), *wish, 220, arrival=i, stages=stages)
+        for i, wish in enumerate(wishes)
+    ]
+    with workers(
+        folder,
+        SETTINGS,
+        PipelineEngine,
+        "0|1|0",
+        pipeline_parallel_size=3,
+        max_num_batched_tokens=128,
+        max_model_len=640,
+        num_gpu_blocks_override=21,
+        enable_prefix_caching=True,
+    ) as running:
+        outputs = running.run([case.ask for case in cases])
+        for case, output in zip(cases, outputs, strict=True):
+            assert_served(running, oracle, case, output, stages)
+        assert running.counters["requests_evicted"] > len(cases), "nobody was preempted"
+
+
+# -- drafts ---------------------------------------------------------------------------------
+
+
+def test_drafts_on_ranks(tiny_model: Callable[..., Path]) -> None:
+    """Chunks, compressed rows with drafts, right and wrong, and a pool without room for all."""
+    folder = tiny_model("llava", image_size=112, initializer_range=REPEATS_ITSELF)
+    oracle = Oracle(folder)
+    wishes = product(GRANULARITIES, (0.5, 0.2, "auto:0.8"))
+    asks = [
+        with_method(album(240 + i, 20, 170 + 17 * i, arrival=2 * i), name, wish, 60)
+        for i, (name, wish) in enumerate(wishes)
+    ]
+    settings = {"policy": "tgv", "methods": GRANULARITIES, "debug": DEBUG}
+    with workers(
+        folder,
+        settings,
+        ParallelEngine,
+        tensor_parallel_size=2,
+        speculative_config=NGRAM,
+        disable_log_stats=False,
+        max_num_batched_tokens=128,
+        max_model_len=640,
+        num_gpu_blocks_override=30,
+    ) as running:
+        assert len(list(serve_on_ranks(oracle, running, asks))) == len(asks)
+        assert_some_were_right(*draft_counts(running))
+
+
+def test_drafts_with_positions_in_three_dimensions(tiny_model: Callable[..., Path]) -> None:
+    """Qwen2.5-VL, whose drafts go on counting from what its images took."""
+    folder = tiny_model("qwen2_5_vl", initializer_range=REPEATS_ITSELF)
+    asks = [
+        album(
+            260 + i,
+            *(20, 100 + 31 * i, 40),
+            image_text=QWEN_IMAGE,
+            arrival=2 * i,
+            xargs={"kv_eviction": name, "kv_eviction_budget": wish},
+        )
+        for i, (name, wish) in enumerate(product(GRANULARITIES, (0.5, 0.2, "auto:0.8")))
+    ]
+    settings = {"policy": "tgv", "methods": GRANULARITIES, "debug": DEBUG}
+    with engine(folder, settings) as running:
+        alone = [answers(running, [ask])[0] for ask in asks]
+    with engine(
+        folder,
+        settings,
+        speculative_config=NGRAM,
+        max_num_batched_tokens=128,
+        disable_log_stats=False,
+    ) as running:
+        for found, wanted in zip(answers(running, asks), alone, strict=True):
+            assert found.tokens == wanted.tokens
+            assert found.kept is not None
+            assert wanted.kept is not None
+            assert torch.equal(found.kept, wanted.kept)
+        assert_some_were_right(*draft_counts(running))
+
+
+def assert_some_were_right(drafted: int, accepted: int) -> None:
+    """And some were wrong."""
+    assert 10 < accepted < drafted - 10
+
+
+# -- replicas -------------------------------------------------------------------------------
+
+
+NUM_QUESTIONS = 8
+ANSWER: dict[str, Any] = {"max_tokens": 60, "temperature": 0}
+# Equal shares of all layers: stages by themselves deal as one worker does.
+WISH = {"kv_eviction": "snapkv", "kv_eviction_budget": 0.3}
+TRACED = {**WISH, "kv_eviction_report": 1, "kv_eviction_trace": 1}
+CONFIG = {"granularity": "layer", "debug": {"check_integrity": True}}
+
+
+@pytest.mark.parametrize(
+    ("flags", "counted"),
+    [
+        (
+            ["--tensor-parallel-size", "2", "--speculative-config", json.dumps(NGRAM)],
+            ["kv_eviction_requests_total", "spec_decode_num_accepted_tokens_total"],
+        ),
+        (["--pipeline-parallel-size", "2"], ["kv_eviction_requests_total"]),
+    ],
+    ids=["ranks with drafts", "stages"],
+)
+def test_replicas_of_several_workers(
+    tiny_model: Callable[..., Path], tmp_path: Path, flags: Sequence[str], counted: Sequence[str]
+) -> None:
+    """`vllm serve` with two engines of two workers each; `counted` is above 0 on both."""
+    folder = tiny_model("llava", image_size=112, initializer_range=REPEATS_ITSELF, layers=4)
+    questions = [messages(300 + seed) for seed in range(NUM_QUESTIONS)]
+    with engine(folder, {"policy": "tgv", **CONFIG}) as single:
+        sampling = SamplingParams(**ANSWER, ignore_eos=True, extra_args=WISH)
+        alone = [o.outputs[0].text for o in single.llm.chat(questions, sampling, use_tqdm=False)]
+        assert single.counters["requests_evicted"] == NUM_QUESTIONS
+    environment = {
+        "VLLM_CPU_OMP_THREADS_BIND": FOUR_WORKERS,
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    }
+    with serve(
+        folder,
+        tmp_path / "server.log",
+        CONFIG,
+        environment=environment,
+        flags=[*flags, "--data-parallel-size", "2"],
+        start_seconds=600,
+    ) as server:
+
+        def ask(number: int) -> Any:
+            return server.client.chat.completions.create(
+                model="tiny",
+                messages=questions[number],
+                **ANSWER,
+                extra_headers={"X-data-parallel-rank": str(number % 2)},
+                extra_body={"ignore_eos": True, "vllm_xargs": TRACED},
+            )
+
+        with ThreadPoolExecutor(NUM_QUESTIONS) as threads:
+            found = list(threads.map(ask, range(NUM_QUESTIONS)))
+        assert [answer.choices[0].message.content for answer in found] == alone
+        for report in map(report_of, found):
+            trace = json.loads(get(server, f"/kv-eviction/requests/{report['trace']}"))
+            assert trace["kept_tokens"] == report["kept_tokens"]
+        for name in counted:
+            assert eventually(
+                lambda name=name: (
+                    {s.labels["engine"] for s in server.samples(f"vllm:{name}") if s.value > 0}
+                    == {"0", "1"}
+                )
+            ), name
+        server.interrupt()
+    wrong = r"\bERROR\b|Traceback|Integrity"
+    assert [line for line in server.lines() if re.search(wrong, line)] == []
+
+
+def get(server: Server, path: str) -> str:
+    with urllib.request.urlopen(f"{server.address}{path}", timeout=60) as response:
+        return response.read().decode()

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA attention backend in real engines, FlashAttention itself apart (`flash_on_cpu.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from vllm.v1.attention.backends import flash_attn
+
+from oracle.emulation import Oracle
+from tests.engine import flash_on_cpu
+from tests.engine.running import Ask, Engine, assert_agrees, assert_close, engine
+from tests.engine.test_engine import (
+    BUDGETS,
+    IMAGE_SIZE,
+    album,
+    budget,
+    test_extreme_shares_make_ragged_caches,  # noqa: F401 - runs here as well
+    test_lengths_around_block_borders,  # noqa: F401
+    test_preemption_in_a_small_pool,  # noqa: F401
+    test_prefix_cache_serves_the_same_image_again,  # noqa: F401
+    tgv,
+)
+from tests.models import random_text
+from vllm_tgvkv import attention_cuda
+from vllm_tgvkv.config import EvictionConfig
+from vllm_tgvkv.kernels import gpu
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+ASKS = [
+    album(seed, 20 + 9 * seed, 170 + 41 * seed, xargs=budget(value), arrival=3 * seed)
+    for seed, value in enumerate(BUDGETS)
+]
+
+
+TABLE_BYTES_OF_A_LAYER = 8 * 2 * (1024 // 32) * 4
+"""Requests, KV heads, blocks of 32 tokens, bytes of an entry."""
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("llava", image_size=IMAGE_SIZE)
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path) -> Oracle:
+    return Oracle(folder)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def flash() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        flash_on_cpu.pretend(monkeypatch)
+        # Several slices of a request that was preempted, tables of three of the four layers.
+        monkeypatch.setattr(attention_cuda, "_REPLAY_ROWS", 16)
+        monkeypatch.setattr(attention_cuda, "_TABLE_BYTES", 3 * TABLE_BYTES_OF_A_LAYER)
+        yield
+
+
+@pytest.fixture(scope="module", params=["layer", "head"])
+def evicting(request: pytest.FixtureRequest, folder: Path) -> Iterator[Engine]:
+    with engine(folder, tgv(request.param), block_size=16) as running:
+        running.evictor.warm_up()  # as the GPU's worker does when it starts
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("method", "budget"),
+    [("random", 0.1), *product(("tgv", "h2o", "elastic", "pyramidkv"), (0.1, "auto:0.9"))],
+)
+def test_a_warm_up_leaves_nothing(
+    evicting: Engine, method: str, budget: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the server's method and budget are."""
+    evictor = evicting.evictor
+    config = EvictionConfig.from_mapping({"policy": method, "budget": budget})
+    monkeypatch.setattr(evictor, "config", config)
+    evictor.pool.raw.zero_()
+    evictor.warm_up()
+    assert not evictor.pool.raw.any()
+    assert not evictor.regions.num_live
+    assert not evictor.regions.num_retained.any()
+    assert not any((evictor._queries, evictor._sums, evictor._outcomes, evictor.kept))
+
+
+def test_it_is_the_cuda_backend(evicting: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call a layer for every decode step, over pages of one head."""
+    shape = evicting.evictor.shape
+    sequences: list[int] = []
+
+    def attend(**arguments: object) -> torch.Tensor:
+        keys, table = arguments["k"], arguments["block_table"]
+        assert isinstance(keys, torch.Tensor)
+        assert isinstance(table, torch.Tensor)
+        if arguments["max_seqlen_q"] == 1:
+            sequences.append(len(table))
+            assert keys.shape[1:] == (16, 1, shape.head_size)
+            assert keys.stride()[1:] == (2 * shape.head_size, 2 * shape.head_size, 1)
+        return flash_on_cpu.attend(**arguments)
+
+    monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", attend)
+    evicting.run([album(70, 20, 200, max_tokens=11)])
+    assert sequences == [shape.num_heads] * shape.num_layers * 10
+
+
+def test_chunks_replays_and_decodes_in_one_batch(folder: Path, oracle: Oracle) -> None:
+    """Prefill chunks through stock attention beside ragged decodes, scheduled ahead."""
+    asks = [
+        *ASKS,
+        album(52, 3, 200, arrival=9, xargs=budget(0.5)),
+        Ask(random_text(53, 150), max_tokens=30, arrival=12),
+        album(54, 100, 64, arrival=14),
+    ]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        flash_on_cpu.schedule_ahead(monkeypatch)
+        with engine(folder, tgv("head"), max_num_batched_tokens=64) as running:
+            assert running.core.async_scheduling
+            assert_agrees(running, oracle, asks)
+
+
+@pytest.mark.parametrize("decode_kernel", ["stock", "triton"])
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_decode_steps_are_right_as_graphs(
+    folder: Path, oracle: Oracle, kernels: str, decode_kernel: str
+) -> None:
+    """Metadata of the first step of each size serve all later ones, whoever is in the batch.
+
+    With the kernels of `triton`, every kernel of ours is a Triton kernel, interpreted.
+    """
+    asks = [*ASKS, Ask(random_text(53, 150), max_tokens=40, arrival=20)]
+    asks.append(album(55, 20, 200, arrival=110, max_tokens=20))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        flash_on_cpu.pretend(monkeypatch, flash_on_cpu.ReplayOnCPUWorker)
+        if kernels == "triton":
+            monkeypatch.setenv("TRITON_INTERPRET", "1")
+            monkeypatch.setattr(gpu, "on_cpu", True)
+            asks = [replace(ask, max_tokens=10) for ask in asks[2:4]]
+        before = flash_on_cpu.ReplayingBuilder.num_replays
+        settings = tgv("head", decode_kernel=decode_kernel)
+        with engine(folder, settings, block_size=16) as running:
+            assert_agrees(running, oracle, asks)
+        assert flash_on_cpu.ReplayingBuilder.num_replays > before + 9
+
+
+def test_bfloat16_is_close_to_the_oracle(tiny_model: Callable[..., Path]) -> None:
+    """The comparison that the tests on a GPU make (`tests/gpu/test_engine.py`), at work here."""
+    folder = tiny_model("llava", image_size=IMAGE_SIZE, head_size=64)
+    asks = [replace(ask, logprobs=1) for ask in ASKS]
+    with engine(folder, tgv("head"), block_size=16, dtype="bfloat16") as running:
+        assert_close(running, Oracle(folder), asks)

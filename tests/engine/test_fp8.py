@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Eviction from a quantised cache, `--kv-cache-dtype fp8`, with scales of a checkpoint's own.
+
+Two witnesses that share no code with the plugin: float64 arithmetic on the bytes that vLLM's kernel
+stored, for what is kept, and a Hugging Face model whose keys and values are rounded as that kernel
+rounds them, for the tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.models.llama import modeling_llama
+from vllm import _custom_ops as ops
+
+from oracle.emulation import Eviction, Oracle, Prompt, select
+from tests.engine.running import Ask, Engine, deviation, engine
+from tests.engine.test_engine import album, tgv
+from vllm_tgvkv import attention_cpu
+from vllm_tgvkv.attention_cpu import check_page_format
+from vllm_tgvkv.pages import FP8, PageLayoutError
+
+pytestmark = [
+    pytest.mark.compatibility,
+    pytest.mark.engine,
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not torch.cpu._is_avx512_supported(), reason="vLLM's fp8 caches on CPU need AVX-512"
+    ),
+]
+
+LAYERS, BLOCK_SIZE = 4, 32
+KEY_SCALES = [0.013, 0.031, 0.047, 0.022]
+VALUE_SCALES = [0.011, 0.019, 0.007, 0.029]
+HALF = {"kv_eviction_budget": 0.5}
+DEBUG = {"poison": True, "check_integrity": True, "record_kept": True}
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("llava", image_size=112)
+
+
+@pytest.fixture(scope="module")
+def folder(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model as a checkpoint that asks for an fp8 cache and brings scales for it."""
+    folder = tmp_path_factory.mktemp("fp8") / "model"
+    shutil.copytree(plain, folder)
+    config = json.loads((folder / "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "config_groups": {},
+        "ignore": [],
+        "kv_cache_scheme": {**scheme, "dynamic": False},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(folder / "model.safetensors")
+    for kind, scales in (("k", KEY_SCALES), ("v", VALUE_SCALES)):
+        for layer, scale in enumerate(scales):
+            name = f"language_model.model.layers.{layer}.self_attn.{kind}_scale"
+            weights[name] = torch.tensor(scale)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def stored(values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """What a cache has in place of float32 values: vLLM's CPU kernel rounds towards zero."""
+    most = torch.finfo(dtype).max
+    scaled = (values / scale).clamp(-most, most)
+    nearest = scaled.to(dtype)
+    codes = nearest.view(torch.uint8).clone()
+    codes -= (nearest.float().abs() > scaled.abs()).to(torch.uint8)  # the next one towards zero
+    return codes.view(dtype)
+
+
+@pytest.fixture(scope="module")
+def oracle(plain: Path) -> Iterator[Oracle]:
+    """The model with a cache of fp8_e4m3."""
+    attend = modeling_llama.eager_attention_forward
+
+    def attend_to_stored(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        keys, values = (
+            stored(tensor, scales[module.layer_idx], torch.float8_e4m3fn).float()
+            * scales[module.layer_idx]
+            for tensor, scales in ((key, KEY_SCALES), (value, VALUE_SCALES))
+        )
+        return attend(module, query, keys, values, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modeling_llama, "eager_attention_forward", attend_to_stored)
+        yield Oracle(plain)
+
+
+class Recorder:
+    """Queries of one request that runs alone, and its prompt's keys, as its layers see them."""
+
+    def __init__(self, running: Engine, patch: pytest.MonkeyPatch) -> None:
+        self.queries: list[list[Tensor]] = [[] for _ in range(LAYERS)]
+        """Of every chunk, a layer each."""
+        self.keys: list[Tensor] = [torch.empty(0)] * LAYERS
+        """Bytes [P, H, D] of every layer, in the step that ends the prompt."""
+        layers = running.engine.vllm_config.compilation_config.static_forward_context
+        for index in range(LAYERS):
+            layer = layers[f"language_model.model.layers.{index}.self_attn.attn"]
+            patch.setattr(layer.impl, "forward", self._watching(index, layer.impl.forward))
+
+    def _watching(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def watch(
+            layer: Any,
+            query: Tensor,
+            key: Any,
+            value: Any,
+            cache: Tensor,
+            metadata: Any,
+            **out: Any,
+        ) -> Any:
+            if metadata is not None and metadata.ragged is None:
+                self.queries[index].append(query.clone())
+                (length,) = metadata.seq_lens.tolist()
+                pages = cache[metadata.block_table[0, : -(-length // BLOCK_SIZE)]]
+                keys = pages.flatten(2).chunk(2, dim=2)[0]  # [D, N] and then the values
+                keys = keys.unflatten(2, (-1, BLOCK_SIZE)).permute(0, 3, 1, 2)
+                self.keys[index] = keys.flatten(0, 1)[:length].clone()
+            return forward(layer, query, key, value, cache, metadata, **out)
+
+        return watch
+
+    def attention(self, length: int) -> Tensor:
+        """The prompt's attention [L, Q, P, P] in float64, from the bytes in the cache."""
+        found = []
+        for queries, codes, scale in zip(self.queries, self.keys, KEY_SCALES, strict=True):
+            rows = torch.cat(queries)[:length].double()  # [P, Q, D]
+            assert rows.shape[0] == codes.shape[0] == length
+            keys = codes.view(torch.float8_e4m3fn).double() * float(torch.tensor(scale))
+            keys = keys.repeat_interleave(rows.shape[1] // keys.shape[1], dim=1)
+            logits = torch.einsum("iqd,jqd->qij", rows, keys) * rows.shape[2] ** -0.5
+            future = torch.ones(length, length).triu(1).bool()
+            found.append(logits.masked_fill(future, float("-inf")).softmax(-1))
+        return torch.stack(found)
+
+
+def assert_keeps_what_the_cache_says(running: Engine, oracle: Oracle, ask: Ask) -> Tensor:
+    """Serve a request alone; its kept positions follow from the bytes in the cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        recorder = Recorder(running, patch)
+        (output,) = running.run([ask])
+    prompt: Prompt = oracle.prompt(ask.text, ask.images)
+    wanted = Eviction(
+        ask.xargs.get("kv_eviction_budget", 0.1),
+        BLOCK_SIZE,
+        ask.xargs.get("granularity", running.evictor.config.granularity),
+        observation_window=128,
+        method=ask.xargs["kv_eviction"],
+    )
+    attention = recorder.attention(len(prompt.token_ids))
+    kept = running.kept(output.request_id, len(prompt.token_ids))
+    assert kept is not None
+    assert torch.equal(kept, select(attention, prompt, oracle.kv_heads, wanted).kept)
+    return kept
+
+
+def test_the_oracle_rounds_as_the_kernel_does() -> None:
+    """And pages have the format that the plugin reads; bytes that mean something else are found."""
+    tokens = torch.randn(BLOCK_SIZE, 1, 32, generator=torch.Generator().manual_seed(0)) * 20
+    tokens[0, 0, :4] = torch.tensor([1e4, -1e4, 1e-3, 0.0])
+    slots = torch.arange(BLOCK_SIZE)
+    for name, dtype in (("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)):
+        page = torch.zeros(1, 1, 2 * BLOCK_SIZE, 32, dtype=torch.uint8)
+        pools = page.chunk(2, dim=2)
+        ops.cpu_attn_reshape_and_cache(tokens, tokens, *pools, slots, "vec", 0.02, 0.5, name)
+        keys, values = page.flatten().chunk(2)
+        for codes, scale in ((keys.view(32, -1).t(), 0.02), (values.view(-1, 32), 0.5)):
+            wanted = stored(tokens[:, 0], scale, dtype).view(torch.uint8)
+            # A product with 1 / scale may be rounded otherwise than a quotient.
+            assert (codes == wanted).float().mean() > 0.999
+        for model_dtype in (torch.float32, torch.bfloat16, torch.float16):
+            check_page_format(BLOCK_SIZE, 32, model_dtype, "vec", name)
+            other = "fp8_e5m2" if name == "fp8_e4m3" else "fp8_e4m3"
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(attention_cpu, "FP8", {name: FP8[other]})
+                with pytest.raises(PageLayoutError, match=f"--kv-cache-dtype {name}"):
+                    check_page_format(BLOCK_SIZE, 32, model_dtype, "vec", name)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8_e5m2"])
+def test_with_everything_kept_tokens_are_those_of_stock(
+    plain: Path, folder: Path, dtype: str
+) -> None:
+    """Every page is dealt anew: scales that the checkpoint brings, and a format without any."""
+    asks = [album(70 + i, 20, 150 + 67 * i, arrival=2 * i, max_tokens=60) for i in range(4)]
+    options = {"kv_cache_dtype": dtype, "max_num_batched_tokens": 64}
+    model = folder if dtype == "auto" else plain
+    with engine(model, **options) as stock:
+        wanted = stock.tokens(asks)
+    settings = tgv("head", budget=1.0, debug={**DEBUG, "evict_at_full_budget": True})
+    with engine(model, settings, **options) as running:
+        assert running.tokens(asks) == wanted
+        assert running.counters["requests_evicted"] == len(asks)
+
+
+@pytest.mark.parametrize("granularity", ["layer", "head"])
+def test_what_is_kept_follows_from_the_bytes_in_the_cache(
+    folder: Path, oracle: Oracle, granularity: str
+) -> None:
+    """Chunks, rows of every kind, merging; then a cached prefix, or preemptions in a small pool.
+
+    A rounding error of float32 may decide between two neighbours in fp8, so what requests answer
+    together is not compared token by token: each token is as probable as the oracle says.
+    """
+    shared = granularity == "layer"
+    settings = tgv(granularity, debug={**DEBUG, "poison": not shared})
+    options = {"enable_prefix_caching": True} if shared else {"num_gpu_blocks_override": 34}
+    with engine(folder, settings, max_num_batched_tokens=64, **options) as running:
+        assert running.engine.vllm_config.cache_config.cache_dtype == "fp8"
+        assert running.evictor.pool.raw.dtype == torch.uint8
+        for i, method in enumerate(("tgv", "snapkv", "h2o", "vlcache", "elastic")):
+            wish = {"kv_eviction": method, "kv_eviction_budget": 0.2}
+            ask = album(700 + i, 20, 30, 170 + 37 * i, max_tokens=5, xargs=wish)
+            kept = assert_keeps_what_the_cache_says(running, oracle, ask)
+        if shared:
+            (output,) = running.run([ask])
+            assert output.num_cached_tokens > 0
+            again = running.kept(output.request_id, kept.shape[-1])
+            assert again is not None
+            assert torch.equal(again, kept)
+            return
+        asks = [
+            album(90 + i, 20, 100 + 10 * i, max_tokens=110, logprobs=1, xargs=HALF, arrival=i)
+            for i in range(6)
+        ]
+        before = running.counters["requests_evicted"]
+        found = deviation(running, oracle, asks, 0.1)
+        assert running.counters["requests_evicted"] - before > len(asks)  # some twice
+        # Ten times what was seen, and what it would be to attend to everything.
+        assert found.logprob < 0.13, found
+        assert found.regret < 0.02, found
+        assert found.kept > 0.97, found
+        assert found.without_eviction > 2, found

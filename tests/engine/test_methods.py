@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every method in real engines, many of them in one batch, against `oracle.methods`.
+
+Engines without prefix caching poison what they give back with NaN, and every block is recounted
+after every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.exceptions import VLLMValidationError
+
+from oracle import methods
+from oracle.emulation import Eviction, Oracle, Prompt, Selection
+from oracle.methods import HEAD, LAYER, METHODS, Auto, Mix, Pool
+from tests.engine.running import Ask, Engine, engine
+from tests.models import LLAVA_IMAGE, random_image, random_text
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+BLOCK_SIZE = 32
+DEBUG = {"poison": True, "check_integrity": True, "record_kept": True}
+
+# Every method at the granularity that is not its own, and combinations that no method is.
+MIXES = {
+    f"{name}-{other}": replace(mix, granularity=other)
+    for name, mix in METHODS.items()
+    for other in {LAYER, HEAD} - {mix.granularity}
+    if name not in ("adakv", "random")
+} | {
+    "own modality": Mix("vv_tt", "vv", "vision_first", HEAD),
+    "text": Mix("text_rows", "tt", "text_first", HEAD, Pool("grid", 3, "mean")),
+    "entropy": Mix("aircache", "entropy", "recent_half", HEAD, Pool("sequence", 5, "mean")),
+    "elite everywhere": Mix("h2o", "aircache", "recent_tenth", LAYER),
+    "competing": Mix("tgv", "adakv", "by_score", HEAD, merge=True),
+    "prefix and all": Mix("vv_tt", "prefixkv", "window", HEAD),
+}
+EVERYTHING = {**METHODS, **MIXES}
+SERVER = {
+    "policy": "snapkv",
+    "budget": 0.3,
+    "text_only": "evict",
+    "methods": {name: asdict(mix) for name, mix in MIXES.items()},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request: text lengths around images, and how it is evicted."""
+
+    method: str
+    budget: float | int | Auto
+    lengths: tuple[int, ...]
+    max_tokens: int = 20
+
+    @property
+    def wanted(self) -> Eviction:
+        mix = EVERYTHING[self.method]
+        return Eviction(
+            self.budget, BLOCK_SIZE, observation_window=128, method=mix, text_only="evict"
+        )
+
+    def ask(self, seed: int, arrival: int = 0) -> Ask:
+        texts = [random_text(100 * seed + i, n) for i, n in enumerate(self.lengths)]
+        images = tuple(random_image(100 * seed + i) for i in range(len(texts) - 1))
+        budget: Any = self.budget
+        if isinstance(budget, Auto):
+            budget = f"auto:{budget.share},min={budget.least},max={budget.most}"
+        xargs = {
+            "kv_eviction": self.method,
+            "kv_eviction_budget": budget,
+            "kv_eviction_report": 1,
+        }
+        return Ask(LLAVA_IMAGE.join(texts), images, self.max_tokens, xargs, arrival)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A case with inputs on which rounding decides nothing, and what the oracle says of them."""
+
+    case: Case
+    ask: Ask
+    prompt: Prompt
+    selection: Selection | None
+    """None where the definition does not say, as with random scores."""
+    tokens: list[int] | None
+
+    def tokens_given(self, oracle: Oracle, kept: torch.Tensor) -> list[int]:
+        if self.tokens is not None:
+            return self.tokens
+        return oracle.generate(self.prompt, self.ask.max_tokens, kept)
+
+
+class Cases:
+    """What the oracle expects, worked out once for all engines."""
+
+    def __init__(self, oracle: Oracle) -> None:
+        self.oracle = oracle
+        self.expected = cache(self._expected)
+
+    def _expected(self, case: Case, seed: int, arrival: int) -> Expected:
+        torch.manual_seed(seed)
+        for attempt in range(20):
+            ask = case.ask(seed + 1000 * attempt, arrival)
+            prompt = self.oracle.prompt(ask.text, ask.images)
+            if METHODS.get(case.method) == METHODS["random"]:
+                return Expected(case, ask, prompt, None, None)
+            attention, wanted = self.oracle.attention(prompt), case.wanted
+            if methods.is_stable(
+                wanted.method,
+                attention,
+                prompt.layout,
+                self.oracle.kv_heads,
+                wanted.settings,
+                [case.budget],
+                noise=3e-5,
+                trials=3,
+            ):
+                selection = self.oracle.select(prompt, wanted)
+                tokens = self.oracle.generate(prompt, ask.max_tokens, selection.kept)
+                if wanted.merges:
+                    full = len(prompt.token_ids) // BLOCK_SIZE * BLOCK_SIZE
+                    dropped = tokens
+                    tokens = self.oracle.generate(prompt, ask.max_tokens, selection.kept, full)
+                    if tokens == dropped:
+                        continue  # where merging shows in no token, the tokens say nothing of it
+                return Expected(case, ask, prompt, selection, tokens)
+        raise AssertionError(f"{case}: no inputs are good")
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("llava", image_size=112)
+
+
+@pytest.fixture(scope="module")
+def cases(folder: Path) -> Cases:
+    return Cases(Oracle(folder))
+
+
+OPTIONS = {"max_num_seqs": 64, "num_gpu_blocks_override": 768}
+
+
+@pytest.fixture(scope="module", params=["whole", "chunked"])
+def running(request: pytest.FixtureRequest, folder: Path) -> Iterator[Engine]:
+    """Prompts in one piece, or in pieces of 64 tokens."""
+    chunks = {"whole": 16384, "chunked": 64}
+    settings = {**SERVER, "debug": DEBUG}
+    with engine(
+        folder, settings, max_num_batched_tokens=chunks[request.param], **OPTIONS
+    ) as started:
+        yield started
+
+
+def kept_by(running: Engine, output: Any) -> torch.Tensor:
+    """Prompt positions a request kept, bool [L, H, P] with the tail."""
+    shape, length = running.evictor.shape, len(output.prompt_token_ids)
+    # vLLM adds a random suffix to the ids it is given.
+    name = output.request_id
+    found = [k for k in running.evictor.kept if k.request_id.rsplit("-", 1)[0] == name]
+    counts = found[-1].counts.flatten()
+    mask = torch.zeros(shape.num_pairs, length, dtype=torch.bool)
+    pair = torch.repeat_interleave(torch.arange(shape.num_pairs), counts)
+    # A guarded eviction has room for more pages than it deals.
+    mask[pair[:, None], found[-1].positions[: len(pair)].long()] = True
+    mask[:, length // BLOCK_SIZE * BLOCK_SIZE :] = True
+    return mask.view(shape.num_layers, shape.num_heads, length)
+
+
+def assert_report(output: Any, expected: Expected, blocks: int) -> None:
+    full, tail = divmod(len(expected.prompt.token_ids), BLOCK_SIZE)
+    assert output.kv_transfer_params["kv_eviction"] == {
+        "policy": expected.case.method,
+        "prompt_tokens": len(expected.prompt.token_ids),
+        "blocks_before": full + (tail > 0),
+        "kept_tokens": blocks * BLOCK_SIZE + tail,
+        "blocks_after": blocks + (tail > 0),
+        "skip_reason": None,
+        "trace": None,
+    }
+
+
+def assert_served(cases: Cases, expected: Expected, running: Engine, output: Any) -> None:
+    """Tokens and kept positions are the oracle's, and the report says so."""
+    kept, message = kept_by(running, output), f"{expected.case}"
+    candidates = kept.shape[-1] // BLOCK_SIZE * BLOCK_SIZE
+    mean = kept[..., :candidates].sum() / kept[..., 0].numel() / BLOCK_SIZE
+    assert_report(output, expected, int(mean))
+    if expected.selection is not None:
+        assert int(mean) == expected.selection.blocks, message
+        assert torch.equal(kept, expected.selection.kept), f"{message} keeps other tokens"
+    assert (kept[..., :4]).all(), message
+    tokens = list(output.outputs[0].token_ids)
+    assert tokens == expected.tokens_given(cases.oracle, kept), message
+
+
+def batch() -> list[Case]:
+    """Every method at two budgets, with one image and with two, and every mix at one."""
+    own = [
+        case
+        for i, name in enumerate(METHODS)
+        for case in (
+            Case(name, 0.5, (20 + 7 * i, 130 + 9 * i)),
+            Case(name, 0.2, (40 - 3 * i, 20 + i, 100 + 5 * i)),
+        )
+    ]
+    budgets: list[float | int] = [0.3, 0.4, 100]
+    mixed = [Case(name, budgets[i % 3], (10 + 5 * i, 120 + i)) for i, name in enumerate(MIXES)]
+    # The last tokens of the prompt are an image's: no text after vision votes.
+    ends = [Case(name, 0.4, (60, 50, 0)) for name in ("tgv", "vlcache", "aircache", "snapkv-layer")]
+    return own + mixed + ends
+
+
+def test_all_methods_in_one_batch(running: Engine, cases: Cases) -> None:
+    before = running.counters["requests_evicted"]
+    expected = [cases.expected(case, 1 + i, i // 5) for i, case in enumerate(batch())]
+    outputs = running.run([each.ask for each in expected])
+    assert running.counters["requests_evicted"] - before == len(expected)
+    for each, output in zip(expected, outputs, strict=True):
+        assert_served(cases, each, running, output)
+
+
+AUTO = [
+    Case("tgv", Auto(0.9, 0.02, 0.9), (20, 100)),
+    Case("tgv-head", Auto(0.7, 0.02, 0.5), (50, 60, 60)),
+    Case("vlcache", Auto(0.95, 0.1, 0.99), (30, 70, 40)),
+    Case("snapkv", Auto(0.85, 0.02, 0.8), (20, 90)),
+    Case("h2o", Auto(0.97, 0.02, 0.9), (10, 50, 60)),
+    Case("elastic", Auto(0.5, 0.5, 0.8), (20, 60, 10)),
+    Case("aircache", Auto(0.99, 0.02, 0.3), (20, 60, 30)),  # the bound comes first
+    Case("prefixkv-head", Auto(0.8, 0.02, 0.7), (20, 70, 30)),
+]
+
+
+def test_auto_budgets_hold_the_fewest_blocks(running: Engine, cases: Cases) -> None:
+    """What is reserved beyond the oracle's k goes back while the request still decodes."""
+    expected = [cases.expected(case, 200 + i, 0) for i, case in enumerate(AUTO)]
+    names = [running.add(each.ask) for each in expected]
+    held: dict[str, int] = {}
+    finished: dict[str, Any] = {}
+    while running.engine.has_unfinished_requests():
+        finished |= {output.request_id: output for output in running.step() if output.finished}
+        for name, blocks in running.scheduler._manager.req_to_blocks.items():
+            request = running.scheduler.requests[name]
+            # What vLLM holds for the tail and what was decoded is no business of ours.
+            behind = -(-request.num_computed_tokens // BLOCK_SIZE)
+            behind -= request.num_prompt_tokens // BLOCK_SIZE
+            held[name.rsplit("-", 1)[0]] = sum(not block.is_null for block in blocks) - behind
+    running.assert_empty()
+    for name, each in zip(names, expected, strict=True):
+        assert each.selection is not None
+        assert_served(cases, each, running, finished[name])
+        assert held[name] == each.selection.blocks, each.case
+    numbers = {each.selection.blocks for each in expected if each.selection is not None}
+    assert len(numbers) > 2, "all prompts need as many blocks: nothing was tested"
+
+
+TEXT_ONLY = ["snapkv", "h2o", "streaming", "adakv", "vlcache", "prefixkv", "elastic", "random"]
+
+
+def test_prompts_without_vision(running: Engine, cases: Cases) -> None:
+    expected = [
+        cases.expected(Case(name, 0.25, (170 + 11 * i,)), 300 + i, i)
+        for i, name in enumerate(TEXT_ONLY)
+    ]
+    outputs = running.run([each.ask for each in expected])
+    for each, output in zip(expected, outputs, strict=True):
+        assert_served(cases, each, running, output)
+
+
+@pytest.mark.parametrize("method", ["tgv", "aircache", "own modality"])
+def test_methods_that_cannot_do_without_vision(running: Engine, cases: Cases, method: str) -> None:
+    ask = Case(method, 0.25, (200,)).ask(400)
+    (output,) = running.run([ask])
+    report = output.kv_transfer_params["kv_eviction"]
+    assert report["skip_reason"] == "method_needs_vision"
+    prompt = cases.oracle.prompt(ask.text)
+    assert list(output.outputs[0].token_ids) == cases.oracle.generate(prompt, ask.max_tokens)
+
+
+@pytest.mark.parametrize(
+    "xargs",
+    [
+        {"kv_eviction": "random", "kv_eviction_budget": "auto:0.9"},
+        {"kv_eviction": "streaming", "kv_eviction_budget": "auto:0.9"},
+        {"kv_eviction": "no such mix"},
+    ],
+)
+def test_wishes_without_meaning_are_refused(running: Engine, xargs: dict[str, Any]) -> None:
+    with pytest.raises(VLLMValidationError, match=r"'(random|streaming|no such mix)'"):
+        running.add(Ask(random_text(1, 150), max_tokens=2, xargs=xargs))
+
+
+def test_prefix_cache_changes_nothing(folder: Path, cases: Cases) -> None:
+    """Each prompt twice: a hit ends before the first row that votes, and both keep the same."""
+    names = [*METHODS, "own modality", "elite everywhere", "competing", "prefix and all"]
+    expected = [
+        cases.expected(Case(name, 0.3, (70, 130 + i), max_tokens=8), 500 + i, 0)
+        for i, name in enumerate(names)
+    ]
+    settings = {**SERVER, "debug": {"check_integrity": True, "record_kept": True}}
+    with engine(folder, settings, enable_prefix_caching=True, **OPTIONS) as running:
+        for turn in range(2):
+            outputs = running.run([each.ask for each in expected])
+            for each, output in zip(expected, outputs, strict=True):
+                assert_served(cases, each, running, output)
+                hit = cached_tokens(each) if turn else 0
+                assert output.num_cached_tokens == hit, each.case
+        hits = {output.num_cached_tokens for output in outputs}
+        assert len(hits) == 4, "from nothing to the whole prompt"
+
+
+def cached_tokens(expected: Expected) -> int:
+    """Whole blocks before the first row of whatever the method's parts look at."""
+    mix = EVERYTHING[expected.case.method]
+    rows_of_budget = {
+        "tgv": "text",
+        "tt": "text",
+        "entropy": "text",
+        "vv": "all",
+        "vlcache": "after_vision",
+    }
+    looked_at = {methods.ROWS_OF_SCORE.get(mix.score), rows_of_budget.get(mix.budget)} - {None}
+    layout = expected.prompt.layout
+    firsts = [methods.rows(str(kind), layout, 128)[0] for kind in looked_at]
+    # At least the prompt's last token is always computed.
+    return min([*firsts, layout.length - 1]) // BLOCK_SIZE * BLOCK_SIZE

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every family of models in a real engine, against Hugging Face's own model of the same weights.
+
+One engine a family, in chunks that cut images and frames in two. What is given back is poisoned
+with NaN, and every block is recounted after every step.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.engine.arg_utils import EngineArgs
+
+from oracle import methods
+from oracle.emulation import Eviction, Oracle, Prompt
+from oracle.methods import METHODS, Image, Mix, Pool
+from tests.engine.running import Ask, Engine, engine
+from tests.models import FAMILIES, PATCH, TinyModel, random_image, random_text
+from tests.models import random_video as video
+from vllm_tgvkv.compatibility import UnsupportedByEvictionError
+from vllm_tgvkv.config import CONFIG_KEY
+
+pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
+
+BLOCK_SIZE = 16
+IMAGE_SIZE = 56
+SIDE = IMAGE_SIZE // PATCH
+GRIDDED = replace(METHODS["tgv"], pooling=Pool("grid", 3, "mean"))
+MIXES = {"gridded": GRIDDED}
+SERVER = {
+    "policy": "snapkv",
+    "budget": 0.3,
+    "text_only": "evict",
+    "min_prompt_tokens": 64,
+    "methods": {name: asdict(mix) for name, mix in MIXES.items()},
+    "debug": {"poison": True, "record_kept": True, "evict_at_full_budget": True},
+}
+OPTIONS = {
+    "block_size": BLOCK_SIZE,
+    "num_gpu_blocks_override": 768,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 160,
+    # Its dummy inputs are as large as a context allows, and thousands of frames take a minute.
+    "skip_mm_profiling": True,
+}
+
+
+@dataclass(frozen=True)
+class Scene(Ask):
+    """A request with videos besides its images."""
+
+    videos: tuple[tuple[np.ndarray, Any], ...] = ()
+    timed: bool = True
+    """Whether the model wants to know when its frames were taken."""
+
+    def prompt(self) -> dict[str, Any]:
+        videos = list(self.videos) if self.timed else [frames for frames, _ in self.videos]
+        data = {"image": list(self.images), "video": videos}
+        return {
+            "prompt": self.text,
+            "multi_modal_data": {modality: items for modality, items in data.items() if items},
+        }
+
+
+class FamilyOracle(Oracle):
+    """Hugging Face's model and processor, asked for videos too and for the grids of all images."""
+
+    def __init__(self, folder: Path, arch: str) -> None:
+        super().__init__(folder)
+        self.arch = arch
+
+    @cached_property
+    def vision_tokens(self) -> list[int]:
+        """Return the ids that stand for embeddings of images and videos."""
+        config = self.model.config
+        ids = [getattr(config, f"{kind}_token_id", None) for kind in ("image", "video")]
+        return [token for token in ids if token is not None]
+
+    def scene(self, scene: Scene) -> Prompt:
+        """Return the prompt as the model sees it."""
+        given: dict[str, Any] = {"images": list(scene.images)} if scene.images else {}
+        if scene.videos:
+            given["videos"] = [frames for frames, _ in scene.videos]
+            if scene.timed:
+                names = ("fps", "duration", "total_num_frames", "frames_indices", "video_backend")
+                given["video_metadata"] = [{n: told[n] for n in names} for _, told in scene.videos]
+            given["do_sample_frames"] = False
+        inputs = dict(self.processor(text=scene.text, return_tensors="pt", **given))
+        ids = inputs["input_ids"][0]
+        vision = torch.isin(ids, torch.tensor(self.vision_tokens, dtype=ids.dtype))
+        places = vision.nonzero().flatten().tolist()
+        images = []
+        for grid in self.grids(scene, inputs):
+            size = math.prod(grid)
+            assert places[size - 1] == places[0] + size - 1, "text inside a grid"
+            images.append(Image(places[0], size, grid))
+            places = places[size:]
+        assert not places, "more vision tokens than grids have"
+        return Prompt(inputs, ids.tolist(), vision, tuple(images))
+
+    def grids(self, scene: Scene, inputs: dict[str, Any]) -> list[tuple[int, int]]:
+        """Return rows and columns of every run of vision tokens, images before videos."""
+        if self.arch.startswith("qwen"):
+            sizes = [inputs.get(f"{kind}_grid_thw") for kind in ("image", "video")]
+            frames = [thw for size in sizes if size is not None for thw in size.tolist()]
+            return [(h // 2, w // 2) for t, h, w in frames for _ in range(t)]
+        if self.arch == "llava":
+            return [(SIDE, SIDE)] * len(scene.images)
+        frames = [frame for frames, _ in scene.videos for frame in frames]
+        half = SIDE // 2
+        if self.arch == "internvl":
+            crops = {"crop_to_patches": True, "max_patches": 6}
+            tiles = [
+                self.processor.image_processor.get_number_of_image_patches(
+                    image.height, image.width, crops
+                )
+                for image in scene.images
+            ]
+            return [(half, half)] * (sum(tiles) + len(frames))
+        tiled = [grid for rows in self.newlines(scene, inputs) for grid in ((SIDE, SIDE), rows)]
+        ends = [(1, 1)] * len(scene.videos)
+        return [*tiled, *[(half, half)] * len(frames), *ends]
+
+    @torch.no_grad()
+    def newlines(self, scene: Scene, inputs: dict[str, Any]) -> list[tuple[int, int]]:
+        """Return rows and columns behind each image's square, from where its rows end."""
+        if not scene.images:
+            return []
+        model = self.model.model
+        features = model.get_image_features(inputs["pixel_values"], inputs["image_sizes"])
+        found = []
+        for image in features.pooler_output:
+            ends = (image[SIDE * SIDE :] == model.image_newline).all(1)
+            columns = int(ends.nonzero()[0]) + 1
+            assert ends.view(-1, columns)[:, -1].all(), "rows end elsewhere"
+            assert ends.sum() == len(ends) // columns
+            found.append((len(ends) // columns, columns))
+        return found
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family's tiny model, twice: in an engine and as its own definition."""
+
+    model: TinyModel
+    running: Engine
+    oracle: FamilyOracle
+
+    @property
+    def sees(self) -> bool:
+        return bool(self.model.image_text)
+
+    def scene(
+        self, seed: int, xargs: dict[str, Any], num_tokens: int = 20, arrival: int = 0
+    ) -> Scene:
+        """Images of three shapes between text, then a video where the family has them."""
+        texts = [random_text(10 * seed + i, 5 + (7 * seed + 5 * i) % 30) for i in range(5)]
+        sizes = [(112, 112), (168, 56), (70, 150), (200, 90)]
+        first = seed % len(sizes)
+        chosen = sizes[first : first + 1 + seed % 3] if self.sees else []
+        images = tuple(random_image(10 * seed + i, *size) for i, size in enumerate(chosen))
+        text = texts[0]
+        for i in range(len(images)):
+            text += self.model.image_text + texts[1 + i]
+        videos = ()
+        if self.model.video_text and seed % 2:
+            videos = (video(seed, 3 + seed % 3, 84, 56),)
+            text += self.model.video_text
+        text += random_text(10 * seed + 9, 60 if self.sees else 190)
+        timed = self.model.arch.startswith("qwen")
+        return Scene(text, images, num_tokens, xargs, arrival, videos=videos, timed=timed)
+
+    def stable_scene(
+        self, seed: int, method: str, budget: float, arrival: int
+    ) -> tuple[Scene, Prompt]:
+        """A scene on which rounding decides nothing of what is kept."""
+        xargs = {"kv_eviction": method, "kv_eviction_budget": budget}
+        wanted = eviction(method, budget)
+        for attempt in range(20):
+            scene = self.scene(seed + 100 * attempt, xargs, arrival=arrival)
+            prompt = self.oracle.scene(scene)
+            if methods.is_stable(
+                wanted.method,
+                self.oracle.attention(prompt),
+                prompt.layout,
+                self.oracle.kv_heads,
+                wanted.settings,
+                [budget],
+                noise=3e-5,
+                trials=2,
+            ):
+                return scene, prompt
+        raise AssertionError("no scene is good")
+
+
+def eviction(method: str, budget: float) -> Eviction:
+    mix: str | Mix = MIXES.get(method, method)
+    return Eviction(budget, BLOCK_SIZE, observation_window=128, method=mix, text_only="evict")
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def family(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> Iterator[Family]:
+    model = TinyModel(request.param, image_size=IMAGE_SIZE)
+    folder = tiny_model(model.arch, image_size=IMAGE_SIZE)
+    texts = {"image": model.image_text, "video": model.video_text}
+    limits = {modality: 4 for modality, text in texts.items() if text}
+    with engine(folder, SERVER, limit_mm_per_prompt=limits, **OPTIONS) as running:
+        yield Family(model, running, FamilyOracle(folder, model.arch))
+
+
+INSIDE = {
+    ("qwen3_vl", "video"): r"(<\d\.\d seconds><\|vision_start\|><\|vision_end\|>)+",
+    ("internvl", "image"): r"<img></img>",
+    ("internvl", "video"): r"Frame1: <img></img>(\nFrame\d: <img></img>)+",
+}
+"""Text that a family writes around the tokens of an image or a video, in its placeholder."""
+
+
+def test_vision_is_where_the_models_tokens_are(family: Family) -> None:
+    """Positions by placeholder and by token id are one; text in a placeholder is text."""
+    if not family.sees:
+        pytest.skip("a language model")
+    running, oracle = family.running, family.oracle
+    tokenizer = running.llm.get_tokenizer()
+    for seed in (1, 2, 5, 5):  # the last from the processor's cache
+        scene = family.scene(seed, {})
+        wanted = oracle.scene(scene)
+        running.add(scene)
+        (request,) = running.scheduler.requests.values()
+        (candidate,) = running.scheduler._candidates.values()
+        ids, is_vision = np.array(request.prompt_token_ids), candidate.prompt.is_vision()
+        if family.model.arch == "internvl":  # transformers writes frames with the image's token
+            wanted_ids = np.where(is_vision, ids, wanted.token_ids)
+        else:
+            wanted_ids = np.array(wanted.token_ids)
+        assert np.array_equal(ids, wanted_ids)
+        video_token = tokenizer.convert_tokens_to_ids("<video>")
+        assert np.array_equal(is_vision, np.isin(ids, [*oracle.vision_tokens, video_token]))
+        runs = [(run.start, run.length, run.grid) for run in candidate.prompt.vision]
+        assert runs == [(image.start, image.length, image.grid) for image in wanted.images]
+        for feature in request.mm_features:
+            place = feature.mm_position
+            inside = slice(place.offset, place.offset + place.length)
+            text = tokenizer.decode(ids[inside][~is_vision[inside]])
+            assert re.fullmatch(INSIDE.get((family.model.arch, feature.modality), ""), text)
+        while running.engine.has_unfinished_requests():
+            running.step()
+        running.assert_empty()
+
+
+def test_tokens_and_kept_positions_are_the_oracles_alone_and_in_a_batch(family: Family) -> None:
+    """Methods at budgets of their own, arrivals interleaved with chunks and decodes."""
+    running, oracle = family.running, family.oracle
+    names = ("tgv", "gridded", "snapkv") if family.sees else ("snapkv", "h2o", "adakv")
+    cases = [(name, budget) for name in names for budget in (0.5, 0.1)]
+    before = running.counters["requests_evicted"]
+    made = [family.stable_scene(1 + i, *case, arrival=i) for i, case in enumerate(cases)]
+    outputs = running.run([scene for scene, _ in made])
+    assert running.counters["requests_evicted"] - before == len(cases)
+    for (method, budget), (scene, prompt), output in zip(cases, made, outputs, strict=True):
+        message = f"{method} at {budget}"
+        selection = oracle.select(prompt, eviction(method, budget))
+        length = len(prompt.token_ids)
+        kept = running.kept(output.request_id, length)
+        assert kept is not None
+        assert torch.equal(kept, selection.kept), f"{message} keeps other tokens"
+        tokens = list(output.outputs[0].token_ids)
+        assert tokens == oracle.generate(prompt, scene.max_tokens, kept), message
+        (alone,) = running.run([replace(scene, arrival=0)])
+        assert list(alone.outputs[0].token_ids) == tokens, message
+        assert torch.equal(running.kept(alone.request_id, length), kept), message
+
+
+def test_everything_kept_is_stock(family: Family) -> None:
+    """All pages dealt anew into fresh blocks: the tokens of a request that is not evicted."""
+    running, oracle = family.running, family.oracle
+    full = {"kv_eviction": "snapkv", "kv_eviction_budget": 1.0}
+    none = {"kv_eviction": "none"}
+    before = running.counters["requests_evicted"]
+    scenes = [family.scene(20 + i, full, 40) for i in range(3)]
+    evicted = running.tokens(scenes)
+    assert running.counters["requests_evicted"] - before == len(scenes)
+    assert evicted == running.tokens([replace(scene, xargs=none) for scene in scenes])
+    assert running.counters["requests_evicted"] - before == len(scenes)
+    assert evicted == [oracle.generate(oracle.scene(scene), 40) for scene in scenes]
+
+
+def test_every_method_keeps_whole_pages_of_the_prompt(family: Family) -> None:
+    """As many as its budget buys, the first tokens and the tail among them."""
+    running = family.running
+    needs = {"tgv", "aircache"} if not family.sees else set()
+    asks = [
+        family.scene(31, {"kv_eviction": name, "kv_eviction_budget": 0.2, "kv_eviction_report": 1})
+        for name in METHODS
+        if name not in needs
+    ]
+    for output in running.run(asks):
+        report = output.kv_transfer_params["kv_eviction"]
+        assert report["skip_reason"] is None
+        length = len(output.prompt_token_ids)
+        candidates = length // BLOCK_SIZE * BLOCK_SIZE
+        kept = running.kept(output.request_id, length)
+        assert kept is not None
+        assert kept[..., :4].all()
+        counts = kept[..., :candidates].sum(-1)
+        assert (counts % BLOCK_SIZE == 0).all()
+        tail = length - candidates
+        assert counts.float().mean() + tail == report["kept_tokens"]
+        assert report["kept_tokens"] <= max(0.2 * length, BLOCK_SIZE + tail)
+
+
+def test_pruned_videos_are_refused(tiny_model: Callable[..., Path]) -> None:
+    """Which tokens are a video's is then known in the worker only, and here not looked for."""
+    options = {"additional_config": {CONFIG_KEY: SERVER}, "video_pruning_rate": 0.5}
+    with pytest.raises(UnsupportedByEvictionError, match="pruned videos"):
+        EngineArgs(model=str(tiny_model("qwen3_vl")), **options).create_engine_config()

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Eviction on two tensor-parallel ranks, each a process with a core of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from oracle.emulation import Eviction, Oracle
+from tests.engine.running import Ask, Engine
+from tests.engine.test_engine import DEBUG, album, budget
+
+pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
+
+METHODS = {
+    "layer": ("tgv", "snapkv", "vlcache", "aircache", "h2o", "prefixkv"),
+    "head": ("tgv", "adakv", "snapkv", "prefixkv"),
+}
+NAMES = {
+    f"{method}_by_{granularity}": {"base": method, "granularity": granularity}
+    for granularity, methods in METHODS.items()
+    for method in methods
+}
+SETTINGS = {"policy": "tgv", "budget": 0.2, "methods": NAMES, "debug": DEBUG}
+
+
+class ParallelEngine(Engine):
+    """The scheduler is in this process, the workers are not."""
+
+    keeps_traces = 0
+    """The worker that does, for all."""
+
+    def only_answer(self, method: str, *args: Any) -> Any:
+        """What the worker that keeps the traces returns; no other one has an answer."""
+        answers = self.llm.collective_rpc(method, args=args)
+        answer = answers.pop(self.keeps_traces)
+        assert set(answers) == {None}
+        return answer
+
+    def kept_on_workers(self, name: str, num_tokens: int) -> list[torch.Tensor]:
+        """Prompt positions that each worker's heads kept, bool [L, H, P] with the tail."""
+        size = self.scheduler.block_size
+        masks = []
+        for found in self.llm.collective_rpc("kv_eviction_kept"):
+            (*_, kept) = [k for k in found if k["request_id"].rsplit("-", 1)[0] == name]
+            counts = torch.from_numpy(kept["counts"])
+            positions = torch.from_numpy(kept["positions"]).long()
+            mask = torch.zeros(counts.numel(), num_tokens, dtype=torch.bool)
+            pair = torch.repeat_interleave(torch.arange(counts.numel()), counts.flatten())
+            mask[pair[:, None], positions[: len(pair)]] = True
+            assert torch.equal(mask.sum(-1), counts.flatten() * size)  # each page is full
+            mask[:, num_tokens // size * size :] = True
+            masks.append(mask.unflatten(0, counts.shape))
+        return masks
+
+
+@contextmanager
+def workers(
+    folder: Path,
+    eviction: Mapping[str, Any],
+    kind: type[ParallelEngine] = ParallelEngine,
+    cores: str = "0|1",
+    **options: Any,
+) -> Iterator[Any]:
+    """An engine of one worker for each of `cores`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", cores)
+        # This process has threads, which a fork would not survive.
+        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        running = kind(folder, eviction, **options)
+        try:
+            yield running
+        finally:
+            running.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("llava", image_size=112)
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path) -> Oracle:
+    return Oracle(folder)
+
+
+@pytest.fixture(scope="module")
+def running(folder: Path) -> Iterator[ParallelEngine]:
+    """Chunks of 128 tokens beside compressed decodes, in a pool in which not all have room."""
+    options = {"max_num_batched_tokens": 128, "max_model_len": 768, "num_gpu_blocks_override": 30}
+    with workers(folder, SETTINGS, tensor_parallel_size=2, **options) as found:
+        yield found
+
+
+def with_method(ask: Ask, method: str, wish: Any, max_tokens: int = 40) -> Ask:
+    xargs = {"kv_eviction": method, **budget(wish), "kv_eviction_trace": 1}
+    return Ask(ask.text, ask.images, max_tokens, xargs, ask.arrival)
+
+
+def serve(
+    oracle: Oracle, running: ParallelEngine, asks: Sequence[Ask]
+) -> Iterator[tuple[Ask, torch.Tensor]]:
+    """Serve the requests and yield what was kept, bool [L, H, P], of all heads.
+
+    The ranks have dealt equally many pages, the text follows from what they kept, and the first
+    rank's trace has the heads of both.
+    """
+    outputs = running.run(asks)
+    size = running.scheduler.block_size
+    for ask, output in zip(asks, outputs, strict=True):
+        prompt = oracle.prompt(ask.text, ask.images)
+        num_tokens = len(prompt.token_ids)
+        full = num_tokens // size * size
+        parts = running.kept_on_workers(output.request_id, num_tokens)
+        assert len({int(part[..., :full].sum()) for part in parts}) == 1
+        kept = torch.cat(parts, dim=1)
+        tokens = list(output.outputs[0].token_ids)
+        assert tokens == oracle.generate(prompt, ask.max_tokens, kept), ask.xargs
+        trace = running.only_answer("kv_eviction_trace", output.request_id)
+        assert trace["kept_by"] == kept.flatten(0, 1).sum(0).tolist()
+        assert trace["pages"] == (kept[..., :full].sum(-1) // size).tolist()
+        yield ask, kept
+
+
+def test_a_layers_heads_keep_the_same_on_two_ranks_as_on_one(
+    running: ParallelEngine, oracle: Oracle
+) -> None:
+    """The oracle is one rank; every prompt comes in several chunks."""
+    asks = [
+        with_method(
+            album(seed, 20 + 9 * seed, 190 + 23 * seed, arrival=2 * seed), f"{name}_by_layer", wish
+        )
+        for seed, (name, wish) in enumerate(product(METHODS["layer"], (0.45, 0.15)))
+    ]
+    for ask, kept in serve(oracle, running, asks):
+        method = NAMES[ask.xargs["kv_eviction"]]["base"]
+        eviction = Eviction(
+            ask.xargs["kv_eviction_budget"],
+            granularity="layer",
+            method=method,
+            observation_window=128,
+        )
+        assert torch.equal(kept, oracle.select(oracle.prompt(ask.text, ask.images), eviction).kept)
+
+
+def test_heads_with_sets_of_their_own_share_the_pages_of_their_rank(
+    running: ParallelEngine, oracle: Oracle
+) -> None:
+    """There is no room for all: some are preempted and evicted a second time."""
+    asks = [
+        with_method(
+            album(20 + seed, 20, 170 + 23 * seed, arrival=seed), f"{name}_by_head", 0.5, 120
+        )
+        for seed, name in enumerate(METHODS["head"])
+    ]
+    before = running.counters["requests_evicted"]
+    for ask, kept in serve(oracle, running, asks):
+        if ask.xargs["kv_eviction"] == "snapkv_by_head":  # equal shares leave nothing to deal
+            eviction = Eviction(0.5, granularity="head", method="snapkv")
+            prompt = oracle.prompt(ask.text, ask.images)
+            assert torch.equal(kept, oracle.select(prompt, eviction).kept)
+    assert running.counters["requests_evicted"] > before + len(asks)
+
+
+def test_ranks_find_one_number_of_blocks(running: ParallelEngine, oracle: Oracle) -> None:
+    """A budget of `auto`: `run` recounts what the scheduler took back."""
+    asks = [
+        with_method(album(40 + i, 20, 200 + 30 * i), f"tgv_by_{granularity}", f"auto:{share}")
+        for i, (granularity, share) in enumerate(product(METHODS, (0.5, 0.8)))
+    ]
+    assert len(list(serve(oracle, running, asks))) == len(asks)
+
+
+def test_ranks_say_the_same_of_their_engine(running: ParallelEngine) -> None:
+    first, second = running.llm.collective_rpc("kv_eviction_status")
+    assert first == second
+    assert first["pool"]["kv_heads"] == 2

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Eviction on vLLM's model runner V2, in processes where Triton's interpreter runs its kernels.
+
+`runner_v2.py` says what is pretended. Runner, scheduler, evictor, backend and block tables are a
+GPU's; every step is scheduled before the tokens of the step before are known.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.engine import runner_v2
+
+pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[ProcessPoolExecutor]:
+    """A process that is prepared before it imports vLLM."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, initializer=runner_v2.prepare) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("llava", image_size=112)
+
+
+def test_tokens_and_kept_positions_are_the_oracles(
+    process: ProcessPoolExecutor, folder: Path
+) -> None:
+    """Chunked prompts beside ragged decodes, hits in the prefix cache, budgets per request."""
+    process.submit(chunks_and_hits, folder).result()
+
+
+def test_preemption(process: ProcessPoolExecutor, folder: Path) -> None:
+    process.submit(preemption, folder).result()
+
+
+# -- what runs in the other process: nothing of vLLM may be imported before ------------------
+
+
+def chunks_and_hits(folder: Path) -> None:
+    from oracle.emulation import Eviction, Oracle
+    from oracle.methods import Auto
+    from tests.engine.running import Ask, assert_agrees, engine, expected
+    from tests.engine.test_engine import BUDGETS, album, budget, tgv
+    from tests.models import random_text
+
+    runner_v2.pretend_gpu_worker()
+    oracle = Oracle(folder)
+    asks = [
+        album(seed, 20 + 9 * seed, 170 + 41 * seed, xargs=budget(value), arrival=3 * seed)
+        for seed, value in enumerate(BUDGETS)
+    ]
+    asks.append(Ask(random_text(53, 150), max_tokens=30, arrival=12))
+    options = {"max_num_batched_tokens": 64, "enable_prefix_caching": True}
+    with engine(folder, tgv("head", debug={"record_kept": True}), **options) as running:
+        runner = running.core.model_executor.driver_worker.worker.model_runner
+        assert type(runner).__mro__[1].__name__ == "EvictingModelRunnerV2"
+        assert type(running.scheduler).__name__ == "AsyncEvictionScheduler"
+        assert_agrees(running, oracle, asks)
+        outputs = assert_agrees(running, oracle, asks)
+        assert all(output.num_cached_tokens for output in outputs[:3])
+
+        # A number of blocks that the device found comes to the scheduler a step later.
+        ask = album(60, 20, 300, xargs={"kv_eviction_budget": "auto:0.9"})
+        (output,) = running.run([ask])
+        window = running.evictor.config.observation_window
+        size = running.evictor.shape.block_size
+        eviction = Eviction(Auto(0.9), size, "head", observation_window=window)
+        tokens, selection = expected(oracle, ask, eviction)
+        kept = running.kept(output.request_id, len(output.prompt_token_ids))
+        assert (kept == selection.kept).all()
+        assert list(output.outputs[0].token_ids) == tokens
+
+
+def preemption(folder: Path) -> None:
+    from oracle.emulation import Oracle
+    from tests.engine.test_engine import test_preemption_in_a_small_pool
+
+    runner_v2.pretend_gpu_worker()
+    test_preemption_in_a_small_pool(folder, Oracle(folder))

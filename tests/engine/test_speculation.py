@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts that are verified over compressed caches: n-grams, and drafts as dice have it.
+
+The yardstick is the same requests without drafts, alone in an engine with room for all; where
+every page is kept, stock vLLM with the same drafts. Blocks that are given back are filled with
+NaN, and every block is recounted in every step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from llvmlite.binding import ffi
+
+from oracle.emulation import Oracle
+from tests.engine.running import Ask, Engine, engine
+from tests.engine.test_features import SAMPLINGS, numbers, requests, submit
+from tests.models import LLAVA_IMAGE, random_image, random_text
+
+pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
+
+# An engine with n-grams loads numba. The next one of the same process, in whatever test, would not
+# start: vLLM on CPU asks everything in every module for its `__dict__`, and gets from llvmlite's
+# library a function of that name, which is no dictionary.
+ffi._lib_fn_wrapper.get = lambda self, name: None
+
+BLOCK_SIZE = 32
+VISION_TOKENS = 64
+NUM_DRAFTS = 3
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": NUM_DRAFTS,
+    "prompt_lookup_min": 2,
+    "prompt_lookup_max": 4,
+}
+GRANULARITIES = {name: {"base": "tgv", "granularity": name} for name in ("layer", "head")}
+DEBUG = {"poison": True, "record_kept": True, "check_integrity": True}
+SETTINGS = {
+    "policy": "tgv",
+    "budget": 0.1,
+    "methods": GRANULARITIES,
+    "debug": {**DEBUG, "evict_at_full_budget": True},
+}
+
+
+def question(seed: int, after: int, method: str, budget: Any = 1.0, **fields: Any) -> Ask:
+    """20 letters, an image, and `after` letters."""
+    text = random_text(2 * seed, 20) + LLAVA_IMAGE + random_text(2 * seed + 1, after)
+    xargs = {"kv_eviction": method, "kv_eviction_budget": budget}
+    return Ask(text, (random_image(seed, 112, 112),), **{"xargs": xargs, **fields})
+
+
+_BORDER = 256 - 20 - VISION_TOKENS
+"""Letters that fill a block to its last slot."""
+ASKS = [
+    question(0, 170, "layer", 0.5),
+    question(1, 211, "head", 0.5, arrival=3),
+    question(2, 250, "layer", "auto:0.8", arrival=3),
+    Ask(random_text(3, 150), arrival=5),
+    question(4, 230, "head", "auto:0.6", arrival=6),
+    question(5, 190, "none", arrival=8),
+    question(6, _BORDER - 1, "head", 0.2, arrival=10),
+    question(7, _BORDER, "layer", 0.5, arrival=10),
+    question(8, _BORDER + 1, "head", 0.5, arrival=12),
+    question(9, 120, "layer", 0.3, arrival=14, max_tokens=6),
+]
+NUM_EVICTED = sum(ask.xargs.get("kv_eviction", "none") != "none" for ask in ASKS)
+# No drafts of vLLM's go together with these two.
+WITHOUT_DRAFTS = ("top k, top p, min p", "logit bias", "several")
+SAMPLED = {kind: how for kind, how in SAMPLINGS.items() if kind not in WITHOUT_DRAFTS}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of a request, and which positions of its prompt were kept."""
+
+    prompt: list[int]
+    tokens: list[int]
+    kept: torch.Tensor | None
+
+
+def answers(running: Engine, asks: Sequence[Ask]) -> list[Answer]:
+    found = []
+    for output in running.run(asks):
+        prompt = list(output.prompt_token_ids)
+        kept = running.kept(output.request_id, len(prompt))
+        found.append(Answer(prompt, list(output.outputs[0].token_ids), kept))
+    return found
+
+
+def sampled(running: Engine) -> dict[str, Any]:
+    """Every kind of sampling, two requests at a time: nobody is preempted.
+
+    A preempted request loses its drafts, and random numbers are drawn for drafts as well.
+    """
+    finished = {}
+    waiting = list(enumerate(SAMPLED.items()))
+    while waiting:
+        names = {}
+        for seed, (kind, how) in waiting[:2]:
+            ask = question(100 + seed, 90 + 7 * seed, "layer", max_tokens=40)
+            ask = ask if running.evicts else replace(ask, xargs={})
+            how = {"ignore_eos": "structured_outputs" not in how, **how}
+            names[submit(running, ask, **how)] = kind
+        waiting = waiting[2:]
+        while running.engine.has_unfinished_requests():
+            finished.update({names[o.request_id]: o for o in running.step() if o.finished})
+    running.assert_empty()
+    return finished
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model: Callable[..., Path]) -> Path:
+    """Weights small enough that the model repeats itself now and then, but minds its prompt."""
+    return tiny_model("llava", image_size=112, initializer_range=0.055)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> list[Answer]:
+    """Without drafts, chunks, hits and preemptions."""
+    with engine(folder, SETTINGS) as running:
+        found = answers(running, ASKS)
+        assert running.counters["requests_evicted"] == NUM_EVICTED
+    return found
+
+
+@pytest.fixture(scope="module")
+def stocks(folder: Path) -> dict[str, Any]:
+    with engine(folder, speculative_config=NGRAM, max_model_len=448) as stock:
+        return sampled(stock)
+
+
+@pytest.fixture(scope="module")
+def drafting(folder: Path, alone: Any, stocks: Any) -> Iterator[Engine]:
+    """Chunks, a prefix cache, and a pool that several prompts do not fit into.
+
+    It starts after the others have ended: there is one engine in a process at a time.
+    """
+    with engine(
+        folder,
+        SETTINGS,
+        speculative_config=NGRAM,
+        max_model_len=448,
+        max_num_batched_tokens=128,
+        max_num_seqs=6,
+        num_gpu_blocks_override=25,
+        enable_prefix_caching=True,
+        disable_log_stats=False,
+    ) as running:
+        yield running
+
+
+def draft_counts(running: Engine) -> tuple[int, int]:
+    """Drafts that were verified and accepted so far, by vLLM's own metrics."""
+    values = {metric.name: getattr(metric, "value", 0) for metric in running.llm.get_metrics()}
+    prefix = "vllm:spec_decode_num_"
+    return values[f"{prefix}draft_tokens"], values[f"{prefix}accepted_tokens"]
+
+
+def assert_same(running: Engine, alone: Sequence[Answer]) -> None:
+    """The same tokens and kept positions with drafts, some of them right and some wrong."""
+    running.llm.reset_prefix_cache()
+    before = draft_counts(running)
+    evicted = running.counters["requests_evicted"]
+    for index, (found, wanted) in enumerate(zip(answers(running, ASKS), alone, strict=True)):
+        assert found.tokens == wanted.tokens, f"request {index}"
+        assert (found.kept is None) == (wanted.kept is None), f"request {index}"
+        if found.kept is not None:
+            assert torch.equal(found.kept, wanted.kept), f"request {index} keeps other tokens"
+    assert running.counters["requests_evicted"] > evicted + NUM_EVICTED, "nobody was preempted"
+    drafted, accepted = (
+        now - then for now, then in zip(draft_counts(running), before, strict=True)
+    )
+    assert 100 < accepted < drafted - 100
+
+
+def test_ngrams_change_neither_tokens_nor_what_is_kept(
+    drafting: Engine, alone: list[Answer], folder: Path
+) -> None:
+    """Also by the oracle, which knows nothing of drafts."""
+    assert_same(drafting, alone)
+    oracle = Oracle(folder)
+    for ask, answer in zip(ASKS, alone, strict=True):
+        prompt = oracle.prompt(ask.text, ask.images)
+        assert oracle.generate(prompt, ask.max_tokens, answer.kept) == answer.tokens
+
+
+def test_drafts_as_dice_have_it_change_nothing(
+    drafting: Engine, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right ones up to any place, then wrong ones, or none, in every row and step anew.
+
+    So block borders are crossed by drafts that are accepted, rejected, and proposed again, in
+    every order; who has drafts changes from step to step, and every ninth step one loses its own.
+    """
+    runner: Any = drafting.core.model_executor.driver_worker.worker.model_runner
+    answer_of = {tuple(answer.prompt): answer.tokens for answer in alone}
+    dice = random.Random(0)
+    crossed = {"accepted": 0, "rejected": 0}
+
+    def propose(num: int, sampled: list[list[int]], lengths: Any, *_: Any, **__: Any) -> Any:
+        drafts = []
+        for row, name in enumerate(runner.input_batch.req_ids):
+            prompt = runner.requests[name].prompt_token_ids
+            position = int(lengths[row]) - len(prompt)
+            right = answer_of[tuple(prompt)][position : position + dice.randint(0, num)]
+            wrong = [dice.randrange(64, 90) for _ in range(dice.randint(0, num - len(right)))]
+            drafts.append(right + wrong if sampled[row] else [])
+            slot = (int(lengths[row]) - 1) % BLOCK_SIZE
+            crossed["accepted"] += slot + len(right) >= BLOCK_SIZE
+            crossed["rejected"] += slot + len(right) < BLOCK_SIZE <= slot + len(drafts[-1])
+        return drafts
+
+    step, steps, scheduler = drafting.step, itertools.count(1), drafting.scheduler
+
+    def step_and_preempt() -> list[Any]:
+        if not next(steps) % 9 and scheduler.running:
+            scheduler._preempt_request(scheduler.running.pop(), 0.0)
+        return step()
+
+    monkeypatch.setattr(runner.drafter, "propose", propose)
+    monkeypatch.setattr(drafting, "step", step_and_preempt)
+    assert_same(drafting, alone)
+    assert min(crossed.values()) > 5
+
+
+def test_with_everything_kept_every_way_to_sample_gives_what_stock_gives(
+    drafting: Engine, stocks: dict[str, Any]
+) -> None:
+    """Through compressed caches and in chunks, with the same n-grams."""
+    evicted = drafting.counters["requests_evicted"]
+    drafted, _ = draft_counts(drafting)
+    found = sampled(drafting)
+    assert drafting.counters["requests_evicted"] == evicted + len(SAMPLED)
+    assert draft_counts(drafting)[0] > drafted
+    for kind, stock in stocks.items():
+        (mine,), (its,) = found[kind].outputs, stock.outputs
+        assert list(mine.token_ids) == list(its.token_ids), kind
+        assert (mine.text, mine.finish_reason) == (its.text, its.finish_reason), kind
+        assert mine.stop_reason == its.stop_reason, kind
+        if its.logprobs:
+            torch.testing.assert_close(numbers(mine.logprobs), numbers(its.logprobs))
+
+
+def test_a_prompt_that_is_cached_to_its_last_token_ends_with_it(drafting: Engine) -> None:
+    """vLLM fills a first step of one token up with places for drafts, beside running requests."""
+    length = 4 * BLOCK_SIZE + 1 - 20 - VISION_TOKENS
+    evicted = question(50, length, "streaming", 0.5, max_tokens=20)  # takes any hit
+    other = question(51, length, "none", max_tokens=20)
+    beside = question(52, 40, "none", max_tokens=60)
+    asks = (evicted, other)
+    drafting.llm.reset_prefix_cache()
+    want = [answers(drafting, [ask])[0] for ask in asks]
+    before = drafting.counters["requests_evicted"]
+    submit(drafting, beside)
+    for _ in range(4):
+        drafting.step()
+    names = [submit(drafting, ask) for ask in asks]
+    finished = {}
+    while drafting.engine.has_unfinished_requests():
+        finished.update({o.request_id: o for o in drafting.step() if o.finished})
+    drafting.assert_empty()
+    assert drafting.counters["requests_evicted"] == before + 1
+    hits = [finished[name].num_cached_tokens for name in names]
+    assert hits == [3 * BLOCK_SIZE, 4 * BLOCK_SIZE]
+    for name, wanted in zip(names, want, strict=True):
+        assert list(finished[name].outputs[0].token_ids) == wanted.tokens
+
+
+def test_requests_end_while_their_drafts_are_under_way(drafting: Engine) -> None:
+    """By an abort, and as they are preempted; `assert_empty` misses no block."""
+    asks = [question(60 + i, 100, "head", 0.5, max_tokens=60) for i in range(3)]
+    names = [submit(drafting, ask) for ask in asks]
+    while not any(request.spec_token_ids for request in requests(drafting, names)):
+        drafting.step()
+    *_, last = requests(drafting, names)
+    drafting.scheduler.running.remove(last)
+    drafting.scheduler._preempt_request(last, 0.0)
+    drafting.engine.abort_request(names)
+    drafting.step()
+    drafting.assert_empty()
+    assert drafting.evictor.regions.num_live == 0

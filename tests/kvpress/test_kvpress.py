@@ -1,0 +1,541 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same tokens as NVIDIA's kvpress keeps, on the same weights and prompts.
+
+kvpress runs in an environment of its own, see `tests/kvpress`; what it keeps there, and the queries
+and keys it saw, come here. Pages of one token make the granularities equal. Every difference is
+deliberate, and a test says what it is; `docs/kvpress.md` lists them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from oracle.attention import fresh_seed, paged
+from tests.kvpress.environment import run_script
+from tests.kvpress.record import load, states_of
+from vllm_tgvkv.config import Budget
+from vllm_tgvkv.decision import Decider
+from vllm_tgvkv.kernels.row_sums import RowSums
+from vllm_tgvkv.kernels.select import page_offsets, select_tokens
+from vllm_tgvkv.kernels.statistics import observe
+from vllm_tgvkv.policies import (
+    NO_ATTENTION,
+    Attention,
+    LayerView,
+    Mix,
+    Policy,
+    Pooling,
+    Prompt,
+    RowSet,
+    adakv,
+    build_policy,
+)
+from vllm_tgvkv.policies.snapkv import WINDOW
+from vllm_tgvkv.prompt import PromptMap, voters
+
+pytestmark = pytest.mark.slow
+
+LAYERS, QUERY_HEADS, KV_HEADS, HEAD_SIZE, VOCABULARY = 4, 4, 2, 16, 64
+SCALE = HEAD_SIZE**-0.5
+PROMPTS = {"short": 97, "round": 100, "middle": 230, "long": 1400}
+RATIOS = (0.1, 0.37, 0.6)
+"""Compression ratios that leave more than the window of every prompt."""
+KERNEL = 5
+ROUNDING = 1e-5
+"""Relative difference of two scores that float32 may order either way."""
+
+NO_POOLING = Pooling()
+MEAN_POOLING = Pooling("sequence", KERNEL, "mean")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of kvpress, as `tests/kvpress/kept.py` reads it."""
+
+    prompt: str
+    press: str
+    options: dict[str, Any] = field(default_factory=dict)
+    attention: str = "sdpa"
+
+
+def snap(ratio: float, kernel: int = 1) -> dict[str, Any]:
+    return {"compression_ratio": ratio, "window_size": WINDOW, "kernel_size": kernel}
+
+
+def all_cases() -> dict[str, Case]:
+    cases = {
+        "snapkv-eager": Case("middle", "SnapKVPress", snap(0.5), "eager"),
+        "snapkv-small": Case("middle", "SnapKVPress", snap(0.9)),
+        "streaming-round": Case("round", "StreamingLLMPress", {"compression_ratio": 0.9}),
+        "streaming-small": Case("short", "StreamingLLMPress", {"compression_ratio": 0.97}),
+        "pyramidkv": Case("long", "PyramidKVPress", snap(0.52)),
+        "pyramidkv-capped": Case("long", "PyramidKVPress", snap(0.3)),
+        "pyramidkv-short": Case("middle", "PyramidKVPress", snap(0.6)),
+        "adakv-safeguard": Case("long", "AdaKVPress", {"over": snap(0.52), "alpha_safeguard": 0.5}),
+    }
+    for prompt in ("short", "middle"):
+        for ratio in RATIOS:
+            name = f"{prompt}-{ratio}"
+            by_ratio = {"compression_ratio": ratio}
+            for kernel in (1, KERNEL):
+                over = snap(ratio, kernel)
+                cases[f"snapkv-{kernel}-{name}"] = Case(prompt, "SnapKVPress", over)
+                cases[f"adakv-{kernel}-{name}"] = Case(prompt, "AdaKVPress", {"over": over})
+            cases[f"streaming-{name}"] = Case(prompt, "StreamingLLMPress", by_ratio)
+            cases[f"h2o-{name}"] = Case(prompt, "ObservedAttentionPress", by_ratio, "eager")
+    return cases
+
+
+over_prompts = pytest.mark.parametrize("prompt", ["short", "middle"])
+over_ratios = pytest.mark.parametrize("ratio", RATIOS)
+
+
+# -- kvpress's side ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What kvpress kept, and what it saw."""
+
+    folder: Path
+    prompts: Mapping[str, Tensor]
+    """Tokens, int64 ``[P]``."""
+    recorded: Mapping[str, Tensor]
+
+    def kept(self, case: str) -> Tensor:
+        """bool ``[L, H, P]``."""
+        return self.recorded[f"kept.{case}"]
+
+    def scores(self, case: str) -> Tensor:
+        """float32 ``[L, H, P]``."""
+        return self.recorded[f"scores.{case}"]
+
+    def states(self, case: str) -> tuple[Tensor, Tensor]:
+        """Rotated queries ``[L, P, Q, D]`` and keys ``[L, P, H, D]`` of the case's prompt."""
+        name = f"{CASES[case].prompt}.{CASES[case].attention}"
+        return self.recorded[f"queries.{name}"], self.recorded[f"keys.{name}"]
+
+
+CASES = all_cases()
+
+
+@pytest.fixture(scope="module")
+def peer(tmp_path_factory: pytest.TempPathFactory) -> Peer:
+    """kvpress on random weights and prompts."""
+    fresh_seed()
+    folder = tmp_path_factory.mktemp("kvpress")
+    write_model(folder / "model")
+    prompts = {name: torch.randint(VOCABULARY, (length,)) for name, length in PROMPTS.items()}
+    (folder / "prompts.json").write_text(json.dumps({k: v.tolist() for k, v in prompts.items()}))
+    (folder / "cases.json").write_text(json.dumps({k: asdict(v) for k, v in CASES.items()}))
+    run_script("kept.py", folder)
+    return Peer(folder, prompts, load_file(folder / "recorded.safetensors"))
+
+
+@torch.no_grad()
+def write_model(folder: Path) -> None:
+    """Write a Llama whose heads look at some tokens much more than at others.
+
+    The last KV head is the sharpest, so that heads differ in how many tokens they want.
+    """
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=QUERY_HEADS * HEAD_SIZE,
+            intermediate_size=128,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=QUERY_HEADS,
+            num_key_value_heads=KV_HEADS,
+            head_dim=HEAD_SIZE,
+            max_position_embeddings=4096,
+            tie_word_embeddings=False,
+        )
+    )
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(0.0, 0.15)
+        if "k_proj" in name:
+            parameter[-HEAD_SIZE:] *= 6
+    model.save_pretrained(folder)
+
+
+# -- our side ---------------------------------------------------------------------------------
+
+
+def without_pooling(method: str, **parts: Any) -> Policy:
+    return build_policy(Mix(method, pooling=NO_POOLING, **parts))
+
+
+def prompt_of(scores: Tensor, sinks: int = 0) -> Prompt:
+    """A prompt of text, all of it in full blocks."""
+    num_tokens = scores.shape[-1]
+    return Prompt(num_tokens, num_tokens, torch.zeros(num_tokens, dtype=torch.bool), sinks)
+
+
+def attention_of(kind: RowSet, queries: Tensor, keys: Tensor) -> Attention:
+    """The statistics of one layer's row set, from queries ``[P, Q, D]`` and keys ``[P, H, D]``."""
+    if kind == "none":
+        return NO_ATTENTION
+    num_tokens = keys.shape[0]
+    pages, ids = paged(keys, 1, transposed=True)
+    queries = queries.unflatten(1, (KV_HEADS, -1))
+    if kind != "all":
+        rows = torch.from_numpy(voters(PromptMap(num_tokens, ()), [kind], 128).sets[kind])
+        return observe(queries[rows], pages, ids, rows, num_tokens, SCALE)
+    sums = RowSums(KV_HEADS, num_tokens, keys.device)
+    for rows in torch.arange(num_tokens).split(num_tokens // 2):
+        seen = int(rows[-1]) + 1
+        chunk = observe(queries[rows], pages, ids[:seen], rows, seen, SCALE)
+        sums.add(chunk, torch.zeros_like(rows, dtype=torch.bool))
+    return sums
+
+
+def our_scores(policy: Policy, states: tuple[Tensor, Tensor]) -> Tensor:
+    """Unpooled scores, float32 ``[L, S, P]``."""
+    prompt = prompt_of(states[0][0, :, 0, 0])
+    num_sets = KV_HEADS if policy.granularity == "head" else 1
+    return torch.stack(
+        [
+            policy.score(
+                LayerView(layer, num_sets, prompt, attention_of(policy.score.rows, queries, keys))
+            )
+            for layer, (queries, keys) in enumerate(zip(*states, strict=True))
+        ]
+    )
+
+
+def pooled(policy: Policy, scores: Tensor) -> Tensor:
+    return torch.stack([policy.pooled(layer, prompt_of(scores)) for layer in scores])
+
+
+def our_kept(policy: Policy, scores: Tensor, num_kept: int, sinks: int = 0) -> Tensor:
+    """What we keep by pooled ``scores``, ``num_kept`` tokens a head on average: ``[L, H, P]``."""
+    nothing = scores.new_empty(*scores.shape[:2], 0)  # strengths, which no budget here looks at
+    decider = Decider(policy, prompt_of(scores, sinks), scores, nothing, KV_HEADS, 1, 0)
+    decision = decider.decide(num_kept)
+    return mask_of(decision.positions, decision.counts, scores.shape[-1])
+
+
+def kept_with(policy: Policy, scores: Tensor, counts: Tensor) -> Tensor:
+    """What we keep if each (layer, head) gets its number of ``counts``, ``[L, H]``."""
+    tiers = policy.retention.tiers(prompt_of(scores), counts)
+    positions = select_tokens(scores, tiers, counts, int(counts.sum()), 1)
+    return mask_of(positions, counts, scores.shape[-1])
+
+
+def mask_of(positions: Tensor, counts: Tensor, num_tokens: int) -> Tensor:
+    """Kept positions, pages in (layer, head) order, as bool ``[L, H, P]``."""
+    kept = torch.zeros(counts.numel(), num_tokens, dtype=torch.bool)
+    offsets = page_offsets(counts).tolist()
+    for pair in range(counts.numel()):
+        kept[pair, positions[offsets[pair] : offsets[pair + 1]].flatten().long()] = True
+    return kept.view(*counts.shape, num_tokens)
+
+
+# -- comparison -------------------------------------------------------------------------------
+
+
+def kept_number(kept: Tensor) -> int:
+    """Tokens a head keeps on average."""
+    return int(kept.sum()) // (LAYERS * KV_HEADS)
+
+
+def best(scores: Tensor, number: int) -> Tensor:
+    """The highest ``number`` of each head, bool ``[L, H, P]``."""
+    chosen = scores.topk(number, dim=-1).indices
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, chosen, True)
+
+
+def assert_same(ours: Tensor, theirs: Tensor, scores: Tensor) -> None:
+    """The same tokens, but for such that kvpress's own ``scores`` hold to be equal.
+
+    ``[..., n]`` each; a row is what competes for one budget.
+    """
+    assert ours.shape == theirs.shape == scores.shape
+    rows = zip(ours.flatten(0, -2), theirs.flatten(0, -2), scores.flatten(0, -2), strict=True)
+    for mine, other, score in rows:
+        assert mine.sum() == other.sum()
+        exchanged = score[mine != other]
+        if len(exchanged):
+            assert exchanged.max() - exchanged.min() <= ROUNDING * exchanged.max()
+
+
+def assert_same_of_layers(ours: Tensor, theirs: Tensor, scores: Tensor) -> None:
+    """The same where the heads of a layer compete."""
+    assert_same(ours.flatten(1), theirs.flatten(1), scores.flatten(1))
+
+
+# -- the model --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_this_environment_computes_the_same_states(peer: Peer, name: str) -> None:
+    """Weights, rotary positions and head order mean the same to both versions of transformers."""
+    model = load(peer.folder / "model", "sdpa")
+    queries, keys = states_of(model, peer.prompts[name][None])
+    torch.testing.assert_close(queries, peer.recorded[f"queries.{name}.sdpa"], rtol=0, atol=1e-4)
+    torch.testing.assert_close(keys, peer.recorded[f"keys.{name}.sdpa"], rtol=0, atol=1e-4)
+
+
+# -- SnapKV -----------------------------------------------------------------------------------
+
+
+@over_prompts
+@over_ratios
+def test_snapkv(peer: Peer, prompt: str, ratio: float) -> None:
+    case = f"snapkv-1-{prompt}-{ratio}"
+    policy = without_pooling("snapkv")
+    scores = our_scores(policy, peer.states(case))
+    theirs = peer.kept(case)
+    assert_same(our_kept(policy, scores, kept_number(theirs)), theirs, peer.scores(case))
+    torch.testing.assert_close(
+        scores[..., :-WINDOW] / WINDOW, peer.scores(case)[..., :-WINDOW], rtol=1e-4, atol=1e-8
+    )
+
+
+def test_snapkv_on_the_attention_that_the_model_itself_returns(peer: Peer) -> None:
+    """With eager attention kvpress takes the model's probabilities and computes none."""
+    policy = without_pooling("snapkv")
+    scores = our_scores(policy, peer.states("snapkv-eager"))
+    theirs = peer.kept("snapkv-eager")
+    assert_same(our_kept(policy, scores, kept_number(theirs)), theirs, peer.scores("snapkv-eager"))
+
+
+def with_their_borders(scores: Tensor) -> Tensor:
+    """Unpooled ``[L, H, P]``, pooled as kvpress does.
+
+    The window does not take part, and what is outside counts as zeros.
+    """
+    before = F.avg_pool1d(scores[..., :-WINDOW], KERNEL, stride=1, padding=KERNEL // 2)
+    return torch.cat((before, scores[..., -WINDOW:]), dim=-1)
+
+
+@over_prompts
+@over_ratios
+def test_snapkv_pools_differently_at_two_borders_only(
+    peer: Peer, prompt: str, ratio: float
+) -> None:
+    case = f"snapkv-{KERNEL}-{prompt}-{ratio}"
+    policy = build_policy(Mix("snapkv", pooling=MEAN_POOLING))
+    unpooled = our_scores(policy, peer.states(case))
+    scores, theirs = pooled(policy, unpooled), peer.kept(case)
+    number = kept_number(theirs)
+
+    reach, size = KERNEL // 2, unpooled.shape[-1]
+    window = size - WINDOW
+    inside = slice(reach, window - reach)
+    torch.testing.assert_close(
+        scores[..., inside] / WINDOW, peer.scores(case)[..., inside], rtol=1e-4, atol=1e-8
+    )
+    # The first token has two neighbours outside: we divide by 3, kvpress by 5.
+    torch.testing.assert_close(
+        scores[..., 0] / WINDOW * 3 / 5, peer.scores(case)[..., 0], rtol=1e-4, atol=1e-8
+    )
+    # The last one before the window: two neighbours are rows of the window.
+    missing = unpooled[..., window : window + reach].sum(dim=-1) / KERNEL
+    torch.testing.assert_close(
+        (scores[..., window - 1] - missing) / WINDOW,
+        peer.scores(case)[..., window - 1],
+        rtol=1e-3,
+        atol=1e-6,
+    )
+    borders = torch.ones(size, dtype=torch.bool)
+    borders[inside] = borders[window:] = False
+    ours = our_kept(policy, scores, number)
+    # Each token that kvpress has instead of another is at a border, or replaces one that is.
+    assert ((ours & ~theirs).sum(-1) <= ((ours ^ theirs) & borders).sum(-1)).all()
+    assert_same(our_kept(policy, with_their_borders(unpooled), number), theirs, peer.scores(case))
+
+
+def test_a_budget_below_the_window_keeps_the_best_of_it(peer: Peer) -> None:
+    """kvpress's window has one score, so which of it stays is undefined; ours is ranked."""
+    policy = without_pooling("snapkv")
+    scores = our_scores(policy, peer.states("snapkv-small"))
+    theirs = peer.kept("snapkv-small")
+    number = kept_number(theirs)
+    assert number < WINDOW
+    assert not theirs[..., :-WINDOW].any()
+    assert len(peer.scores("snapkv-small")[..., -WINDOW:].unique()) == LAYERS
+    of_window = torch.full_like(scores, float("-inf"))
+    of_window[..., -WINDOW:] = scores[..., -WINDOW:]
+    assert torch.equal(our_kept(policy, scores, number), best(of_window, number))
+
+
+@over_prompts
+@over_ratios
+def test_our_sinks_come_first(peer: Peer, prompt: str, ratio: float) -> None:
+    case, sinks = f"snapkv-1-{prompt}-{ratio}", 4
+    policy = without_pooling("snapkv")
+    number = kept_number(peer.kept(case))
+    theirs = peer.scores(case).clone()
+    theirs[..., :sinks] = 2 * theirs.max()
+    ours = our_kept(policy, our_scores(policy, peer.states(case)), number, sinks)
+    assert_same(ours, best(theirs, number), theirs)
+
+
+# -- StreamingLLM -----------------------------------------------------------------------------
+
+
+@over_prompts
+@over_ratios
+def test_streaming(peer: Peer, prompt: str, ratio: float) -> None:
+    policy, theirs = build_policy("streaming"), peer.kept(f"streaming-{prompt}-{ratio}")
+    scores = our_scores(policy, peer.states(f"streaming-{prompt}-{ratio}"))
+    assert torch.equal(our_kept(policy, scores, kept_number(theirs), sinks=4), theirs)
+
+
+def test_a_budget_below_the_sinks_keeps_the_last_of_them(peer: Peer) -> None:
+    """kvpress's sinks have one score, so which of them stay is undefined; ours are ranked."""
+    policy, theirs, sinks = build_policy("streaming"), peer.kept("streaming-small"), 4
+    number = kept_number(theirs)
+    assert number == 2
+    assert not theirs[..., sinks:].any()
+    scores = our_scores(policy, peer.states("streaming-small"))
+    ours = our_kept(policy, scores, number, sinks)
+    assert ours[..., sinks - number : sinks].all()
+    assert ours.sum() == theirs.sum()
+
+
+def test_a_tenth_of_a_hundred_is_ten(peer: Peer) -> None:
+    """kvpress truncates 100 * (1 - 0.9), which is 9.999... in floating point."""
+    assert kept_number(peer.kept("streaming-round")) == 9
+    assert Budget(fraction=0.1).retained_blocks(PROMPTS["round"], 1) == 10
+
+
+# -- PyramidKV --------------------------------------------------------------------------------
+
+
+def test_pyramidkv(peer: Peer) -> None:
+    """Where kvpress's pyramid stands as it is: its lowest layer has room for the window."""
+    policy, theirs = without_pooling("pyramidkv"), peer.kept("pyramidkv")
+    scores = our_scores(policy, peer.states("pyramidkv"))
+    counts = theirs.sum(dim=-1)
+    assert counts[0, 0] > 30 * counts[-1, 0]
+    assert_same(our_kept(policy, scores, kept_number(theirs)), theirs, peer.scores("pyramidkv"))
+
+
+def test_pyramidkv_fills_the_first_layers_up(peer: Peer) -> None:
+    """A layer whose share is more than the prompt: kvpress flattens the slope, we fill it.
+
+    kvpress bounds the first layer by the prompt without the window, ours is the prompt.
+    """
+    policy, theirs = without_pooling("pyramidkv"), peer.kept("pyramidkv-capped")
+    scores = our_scores(policy, peer.states("pyramidkv-capped"))
+    size, mean = PROMPTS["long"], PROMPTS["long"] * (1 - 0.3)
+    counts = theirs.sum(dim=-1)
+    first = size - WINDOW
+    step = (first - (2 * mean - first)) / (LAYERS - 1)
+    assert counts[:, 0].tolist() == [round(first - layer * step) for layer in range(LAYERS)]
+    ours = our_kept(policy, scores, kept_number(theirs)).sum(dim=-1)
+    assert ours.sum() == counts.sum()
+    assert ours[0].tolist() == [size] * KV_HEADS
+    # Layers that are not full share the rest in proportion to the pyramid.
+    number = ours[:, 0].tolist()
+    share = [2 - 1 / 20 - layer * (2 - 2 / 20) / (LAYERS - 1) for layer in range(LAYERS)]
+    open_layers = [layer for layer in range(LAYERS) if number[layer] < size]
+    rest = sum(number[layer] for layer in open_layers)
+    level = rest / sum(share[layer] for layer in open_layers)
+    for layer in range(LAYERS):
+        assert abs(number[layer] - min(level * share[layer], size)) < 1
+    assert_same(kept_with(policy, scores, counts), theirs, peer.scores("pyramidkv-capped"))
+
+
+def test_pyramidkv_stays_a_pyramid_for_short_prompts(peer: Peer) -> None:
+    """Where the lowest layer has no room for the window, kvpress gives all the same."""
+    policy, theirs = without_pooling("pyramidkv"), peer.kept("pyramidkv-short")
+    scores = our_scores(policy, peer.states("pyramidkv-short"))
+    counts = theirs.sum(dim=-1)
+    assert (counts == round(PROMPTS["middle"] * (1 - 0.6))).all()
+    ours = our_kept(policy, scores, int(counts[0, 0])).sum(dim=-1)
+    assert ours.sum() == counts.sum()
+    assert (ours[:-1] > ours[1:]).all()
+    assert_same(kept_with(policy, scores, counts), theirs, peer.scores("pyramidkv-short"))
+
+
+# -- AdaKV ------------------------------------------------------------------------------------
+
+
+@over_prompts
+@over_ratios
+def test_adakv(peer: Peer, prompt: str, ratio: float) -> None:
+    case = f"adakv-1-{prompt}-{ratio}"
+    policy, theirs = without_pooling("adakv"), peer.kept(case)
+    scores = our_scores(policy, peer.states(case))
+    ours = our_kept(policy, scores, kept_number(theirs))
+    assert_same_of_layers(ours, theirs, peer.scores(case))
+    assert (theirs.sum(dim=-1).diff(dim=-1) != 0).any(), "the heads should differ"
+
+
+@over_prompts
+@over_ratios
+def test_adakv_over_pooled_scores(peer: Peer, prompt: str, ratio: float) -> None:
+    case = f"adakv-{KERNEL}-{prompt}-{ratio}"
+    policy, theirs = build_policy(Mix("adakv", pooling=MEAN_POOLING)), peer.kept(case)
+    scores = with_their_borders(our_scores(policy, peer.states(case)))
+    ours = our_kept(policy, scores, kept_number(theirs))
+    assert_same_of_layers(ours, theirs, peer.scores(case))
+
+
+def test_adakv_safeguard(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a half for certain, which heads of so small a model need; then with the fifth."""
+    policy, theirs = without_pooling("adakv"), peer.kept("adakv-safeguard")
+    number = kept_number(theirs)
+    assert theirs.sum(dim=-1).min() == number // 2, "no head needed the safeguard"
+    scores = our_scores(policy, peer.states("adakv-safeguard"))
+    monkeypatch.setattr(adakv, "SAFEGUARD", 2)
+    ours = our_kept(policy, scores, number)
+    assert_same_of_layers(ours, theirs, peer.scores("adakv-safeguard"))
+    monkeypatch.undo()
+    # kvpress makes it one token at least.
+    assert [max(1, int(n * 0.2)) for n in range(5, 9999)] == [
+        n // adakv.SAFEGUARD for n in range(5, 9999)
+    ]
+
+
+# -- H2O --------------------------------------------------------------------------------------
+
+
+def later_rows(scores: Tensor) -> Tensor:
+    """How many rows see each position, float32 ``[P]``."""
+    return torch.arange(scores.shape[-1], 0, -1).float()
+
+
+@over_prompts
+@over_ratios
+def test_h2o_with_their_normalisation(peer: Peer, prompt: str, ratio: float) -> None:
+    """The same column sums: kvpress divides each by the number of rows that see the column."""
+    case = f"h2o-{prompt}-{ratio}"
+    policy, theirs = without_pooling("h2o", retain="by_score"), peer.kept(case)
+    scores = our_scores(policy, peer.states(case))
+    means = scores / later_rows(scores)
+    torch.testing.assert_close(means, peer.scores(case), rtol=1e-4, atol=1e-8)
+    assert_same(our_kept(policy, means, kept_number(theirs)), theirs, peer.scores(case))
+
+
+@over_prompts
+@over_ratios
+def test_h2o_keeps_heavy_hitters_by_sum(peer: Peer, prompt: str, ratio: float) -> None:
+    """Sums, and half of the budget for the most recent: the paper's, and ours."""
+    case = f"h2o-{prompt}-{ratio}"
+    theirs, number = peer.scores(case), kept_number(peer.kept(case))
+    sums = theirs * later_rows(theirs)
+
+    by_score = without_pooling("h2o", retain="by_score")
+    scores = our_scores(by_score, peer.states(case))
+    assert_same(our_kept(by_score, scores, number), best(sums, number), sums)
+
+    recent_half = sums.clone()
+    recent_half[..., -(number // 2) :] = 2 * sums.max()
+    ours = our_kept(build_policy("h2o"), scores, number)
+    assert_same(ours, best(recent_half, number), recent_half)

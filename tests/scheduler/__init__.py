@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real scheduler and block manager over a worker without a model."""

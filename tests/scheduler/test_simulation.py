@@ -1,0 +1,472 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random workloads on the real scheduler: each request ends, and nothing is lost on the way.
+
+A long run: `make test-scheduler WORKLOADS=5000`, or `python -m tests.scheduler.test_simulation
+5000`; a second number is the first workload's, so `1 4711` is number 4711 again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import random
+import sys
+import traceback
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.scheduler.double import Double, Job, Setup
+from vllm_tgvkv.manager import EvictingManager
+
+NUM_WORKLOADS = int(os.environ.get("SCHEDULER_WORKLOADS", "120"))
+POLICIES = ("tgv", "snapkv", "h2o", "streaming")
+BUDGETS = (0.05, 0.1, 0.3, 0.6, 1.0, 16)
+GUARDS = ("auto:0.9,min=0.05,max=0.6", "auto:0.5,min=0.3,max=1")
+
+
+@dataclasses.dataclass
+class Workload:
+    setup: Setup
+    jobs: list[Job]
+    aborts: dict[int, str]
+    """Requests that are taken back, by turn."""
+    resets: set[int]
+    """Turns before which all that runs is preempted and the prefix cache emptied."""
+
+
+def make_workload(seed: int) -> Workload:
+    rng = random.Random(seed)
+    size = rng.choice((4, 16))
+    longest = rng.choice((12, 24, 40)) * size
+    chunk = rng.choice((size, 3 * size + 1, 8 * size, 64 * size))
+    policy = rng.choice(POLICIES)
+    setup = Setup(
+        # From one request at a time to more than are asked for.
+        num_blocks=int((longest // size) * rng.choice((1.0, 1.1, 1.3, 2, 4))) + rng.randint(1, 6),
+        block_size=size,
+        max_num_seqs=min(chunk, rng.choice((1, 3, 8, 64))),
+        chunk=chunk,
+        long_prefill=rng.choice((0, 0, size + 1, 2 * size)),
+        max_model_len=longest,
+        policy=rng.choice(("fcfs", "fcfs", "priority")),
+        prefix_caching=rng.random() < 0.7,
+        ahead=rng.random() < 0.5,
+        watermark=rng.choice((0.0, 0.0, 0.05)),
+        encoder_budget=rng.choice((longest, 4 * longest)),
+        eviction={
+            "policy": policy,
+            # `auto` guards attention, which `streaming` does not look at.
+            "budget": rng.choice(BUDGETS if policy == "streaming" else (*BUDGETS, *GUARDS)),
+            "min_prompt_tokens": size,
+            "observation_window": rng.choice((1, 2 * size)),
+            "sinks": rng.choice((0, 4)),
+            "prefix_reuse": rng.choice(("exact", "full")),
+            "debug": {
+                "poison": rng.random() < 0.3,
+                "evict_at_full_budget": rng.random() < 0.3,
+            },
+        },
+    )
+    heads = [tuple(rng.randrange(3, 1000) for _ in range(longest)) for _ in range(3)]
+    num_jobs = rng.randint(2, 24)
+    gap = rng.choice((0.0, 0.3, 2.0))
+    jobs = [
+        make_job(rng, f"r{i}", heads, longest, int(i * gap * rng.random())) for i in range(num_jobs)
+    ]
+    aborts = {rng.randrange(60): job.name for job in jobs if rng.random() < 0.1}
+    resets = {rng.randrange(80)} if rng.random() < 0.2 else set()
+    return Workload(setup, jobs, aborts, resets)
+
+
+def make_job(
+    rng: random.Random, name: str, heads: list[tuple[int, ...]], longest: int, arrival: int
+) -> Job:
+    """A request with a prefix that others may have as well, most with images."""
+    num_prompt = rng.randint(2, longest - 2)
+    shared = rng.choice((0, 0, num_prompt // 2, num_prompt))
+    own = tuple(rng.randrange(3, 1000) for _ in range(num_prompt - shared))
+    answer = rng.choice((1, 2, rng.randint(1, longest - num_prompt)))
+    images = []
+    start = 0
+    while rng.random() < 0.6 and num_prompt - start > 4:
+        offset = rng.randint(start, num_prompt - 3)
+        length = rng.randint(1, num_prompt - 1 - offset)
+        images.append((offset, length))
+        start = offset + length
+    xargs: dict[str, Any] = {}
+    if rng.random() < 0.15:
+        xargs["kv_eviction"] = "none"
+    if rng.random() < 0.3:
+        xargs["kv_eviction_budget"] = rng.choice((0.05, 0.5, 1.0))
+    if rng.random() < 0.3:
+        xargs["kv_eviction_report"] = 1
+    return Job(
+        name,
+        rng.choice(heads)[:shared] + own,
+        answer,
+        tuple(images),
+        max_tokens=rng.choice((0, longest - num_prompt)),
+        xargs=xargs,
+        priority=rng.randrange(3),
+        arrival=arrival,
+        fails=rng.choice(("observe", "evict")) if rng.random() < 0.08 else "",
+    )
+
+
+def run(workload: Workload, seed: int) -> Double:
+    """Serve a workload; `Double` looks at every block and slot after every step."""
+    double = Double(workload.setup, seed)
+    jobs = sorted(workload.jobs, key=lambda job: job.arrival)
+    left = list(jobs)
+    # Were all alone, one after the other, and each preempted a few times.
+    patience = 200 + 12 * sum(
+        job.answer + len(job.prompt) // min(workload.setup.chunk, workload.setup.block_size) + 2
+        for job in jobs
+    )
+    for turn in itertools.count():
+        assert turn < patience, f"{sorted(double.scheduler.requests)} starve"
+        while left and left[0].arrival <= turn:
+            double.arrive(left.pop(0))
+        if (name := workload.aborts.get(turn)) in double.scheduler.requests:
+            double.abort(name)
+        if turn in workload.resets:
+            double.reset_prefix_cache()
+        if not left and double.is_idle:
+            break
+        double.step()
+    double.assert_empty()
+    for job in jobs:
+        double.assert_answered(job, job.name in workload.aborts.values())
+    if workload.setup.policy == "fcfs":
+        order = [job.name for job in jobs if job.name in set(double.admitted)]
+        assert double.admitted == order, "somebody was overtaken"
+    return double
+
+
+def test_random_workloads_end_and_leave_nothing_behind() -> None:
+    evictions = preemptions = errors = sums = 0
+    for seed in range(NUM_WORKLOADS):
+        try:
+            double = run(make_workload(seed), seed)
+        except BaseException as error:
+            raise AssertionError(f"workload {seed}: {make_workload(seed).setup}") from error
+        evictions += double.worker.num_evictions
+        preemptions += double.num_preemptions
+        errors += len(double.errors)
+        sums += double.num_sums
+    assert evictions > 3 * NUM_WORKLOADS
+    assert preemptions > NUM_WORKLOADS // 2
+    assert errors > NUM_WORKLOADS // 10
+    assert sums > 10 * NUM_WORKLOADS
+
+
+def prompt(seed: int, length: int) -> tuple[int, ...]:
+    rng = random.Random(seed)
+    return tuple(rng.randrange(3, 1000) for _ in range(length))
+
+
+def settings(policy: str = "tgv", budget: Any = 0.2, **more: Any) -> dict[str, Any]:
+    return {"policy": policy, "budget": budget, "min_prompt_tokens": 16, **more}
+
+
+def preempt(double: Double, name: str) -> None:
+    """As vLLM's scheduler does where blocks run out."""
+    scheduler = double.scheduler
+    request = scheduler.requests[name]
+    scheduler.running.remove(request)
+    scheduler._preempt_request(request, 0.0)
+    scheduler.prev_step_scheduled_req_ids.discard(name)
+
+
+def test_a_preempted_request_is_evicted_again_however_long_its_answer_is() -> None:
+    """Prompt, answer and fresh blocks together exceed the pool; they never exist together."""
+    setup = Setup(14, eviction=settings(budget=0.5), chunk=512, max_model_len=224)
+    double = Double(setup)
+    job = Job("r", prompt(1, 128), 90, ((4, 100),))
+    double.arrive(job)
+    for _ in range(85):
+        double.step()
+    preempt(double, "r")
+    double.run([])
+    assert double.worker.num_evictions == 2
+    assert double.answers["r"] == double.worker.expected(job)
+    assert not double.scheduler.eviction_counters.requests_skipped
+
+
+def test_blocks_of_a_withdrawn_chunk_are_nobodys_prefix() -> None:
+    """With priorities a request is preempted in the very step that scheduled a chunk of it.
+
+    vLLM has the chunk's blocks in its prefix cache by then; in stock 0.32 this reads them.
+    """
+    setup = Setup(
+        20, eviction=settings(), policy="priority", chunk=100, long_prefill=64, max_model_len=320
+    )
+    double = Double(setup)
+    low = Job("low", prompt(1, 300), 4, ((4, 200),), priority=5)
+    high = Job("high", prompt(2, 15), 60, ((4, 8),), xargs={"kv_eviction": "none"})
+    double.arrive(low)
+    double.step()
+    double.arrive(high)
+    double.run([])
+    assert double.num_preemptions
+    assert double.answers["low"] == double.worker.expected(low)
+
+
+def test_a_withdrawn_last_chunk_gives_its_fresh_blocks_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    withdrawn = []
+    pop = EvictingManager.pop_blocks_for_free
+
+    def pop_and_look(manager: EvictingManager, name: str) -> Any:
+        compression = manager.compressions.get(name)
+        withdrawn.extend(compression.reserved if compression else ())
+        return pop(manager, name)
+
+    monkeypatch.setattr(EvictingManager, "pop_blocks_for_free", pop_and_look)
+    for num_blocks, length in itertools.product(range(18, 22), (14, 15, 16)):
+        setup = Setup(
+            num_blocks,
+            eviction=settings(budget=0.4),
+            policy="priority",
+            chunk=100,
+            long_prefill=64,
+            max_model_len=320,
+        )
+        double = Double(setup)
+        double.arrive(Job("low", prompt(1, 220), 4, ((4, 200),), priority=5))
+        double.step()
+        double.arrive(Job("high", prompt(2, length), 80, xargs={"kv_eviction": "none"}))
+        double.run([])
+    assert withdrawn
+
+
+def test_an_answer_over_a_compressed_cache_is_nobodys_prefix() -> None:
+    double = Double(Setup(eviction=settings()))
+    first = Job("first", prompt(1, 100), 60, ((4, 80),))
+    double.run([first])
+    turns = (*first.prompt, *double.answers["first"], 3, 4)
+    second = Job("second", turns, 10, first.images, xargs={"kv_eviction": "none"})
+    double.run([second])
+    assert double.answers["second"] == double.worker.expected(second)
+
+
+def test_what_a_preemption_undid_takes_no_blocks_from_a_second_eviction() -> None:
+    """The first outcome comes after the second eviction, whose region may start alike."""
+    setup = Setup(64, eviction=settings(budget="auto:0.9,min=0.1,max=1"), ahead=True)
+    double = Double(setup)
+    double.arrive(Job("r", prompt(1, 160), 20, ((4, 100),)))
+    double.schedule()
+    double.reset_prefix_cache()
+    double.schedule()
+    manager = double.scheduler._manager
+    first_block = manager.req_to_blocks["r"][0].block_id
+    _, result = double._in_flight[0]
+    (outcome,) = result.kv_eviction_outcomes
+    outcome = dataclasses.replace(outcome, first_block=first_block, num_blocks=1)
+    result.kv_eviction_outcomes = [outcome]
+    double.update()
+    assert manager.compressions["r"].num_retained_blocks > 1
+    double.run([])
+    assert double.scheduler.eviction_counters.requests_evicted == 1
+
+
+def test_a_replay_does_not_take_its_prompt_whole_from_the_cache() -> None:
+    """A twin that is not evicted caches prompt and answer; a preempted request has both as well.
+
+    A method without observation rows allows any hit, and one that reaches behind the prompt
+    leaves no chunk that ends with it, after which the eviction could run.
+    """
+    setup = Setup(16, eviction=settings("streaming", 0.5), chunk=64, max_model_len=256)
+    double = Double(setup)
+    # With a region as large as the prompt's cache the answers are the same.
+    image = ((4, 40),)
+    double.arrive(Job("twin", prompt(1, 64), 60, image, xargs={"kv_eviction": "none"}))
+    for _ in range(10):
+        double.step()
+    double.arrive(Job("evicted", prompt(1, 64), 60, image))
+    while not double.worker.num_evictions:
+        double.step()
+    double.step()
+    request = double.scheduler.requests["evicted"]
+    twin = double.scheduler.requests["twin"]
+    assert twin.num_computed_tokens >= request.num_prompt_tokens
+    # What it answered, were it as the twin did: enough for a block of its own.
+    answered = list(twin.output_token_ids)
+    preempt(double, "evicted")
+    request._output_token_ids.clear()
+    del request._all_token_ids[64:], request.block_hashes[:]
+    request.append_output_token_ids(answered)
+    double.schedule()
+    assert double.worker.num_evictions == 2
+
+
+# -- admission --------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Load:
+    """What a saturated server did."""
+
+    num_steps: int
+    num_tokens: int
+    num_preemptions: int
+    num_running: float
+    """Mean, as long as requests wait."""
+
+    @property
+    def cost(self) -> float:
+        """Steps, where one of as many tokens as fit takes twice as long as an empty one."""
+        return self.num_steps + self.num_tokens / 512
+
+
+def saturate(setup: Setup, seed: int, prompts: tuple[int, int], answers: tuple[int, int]) -> Load:
+    """Forty requests at once."""
+    rng = random.Random(seed)
+    double = Double(setup, check=False)
+    for i in range(40):
+        length = rng.randint(*prompts)
+        images = ((4, length - 40),)
+        double.arrive(Job(f"r{i}", prompt(i, length), rng.randint(*answers), images))
+    running = []
+    while not double.is_idle:
+        double.step()
+        if double.scheduler.waiting:
+            running.append(len(double.running))
+    return Load(
+        double.num_steps,
+        double.num_tokens,
+        double.num_preemptions,
+        sum(running) / max(len(running), 1),
+    )
+
+
+def server(eviction: dict[str, Any] | None, long_prefill: int = 0, num_blocks: int = 256) -> Setup:
+    return Setup(
+        num_blocks,
+        chunk=512,
+        long_prefill=long_prefill,
+        max_model_len=2048,
+        prefix_caching=False,
+        encoder_budget=8192,
+        eviction=eviction,
+    )
+
+
+def without_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Admit as vLLM does: what fits this moment, whatever other prefills need."""
+    monkeypatch.setattr(EvictingManager, "_admit", lambda *_: None)
+
+
+def test_running_requests_count_by_what_they_hold() -> None:
+    """At a tenth of the prompt several times as many run, and nothing is thrown away for it."""
+    shape = (1, (600, 1000), (20, 60))
+    stock = saturate(server(None), *shape)
+    evicting = saturate(server(settings(budget=0.1)), *shape)
+    assert evicting.num_running > 3 * stock.num_running
+    assert evicting.cost < 0.5 * stock.cost
+    assert evicting.num_preemptions < stock.num_preemptions
+
+
+@pytest.mark.parametrize("long_prefill", [0, 64, 128])
+def test_prefills_do_not_take_each_others_blocks(
+    long_prefill: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where several prompts prefill at once, and no slower where one does after the other."""
+    costs, tokens = [], []
+    shapes = [(1, (600, 1000), (20, 60)), (2, (100, 1800), (10, 100))]
+    for _ in range(2):
+        loads = [
+            saturate(server(settings(budget=0.1), long_prefill), seed, *shape)
+            for seed, *shape in shapes
+        ]
+        costs.append(sum(load.cost for load in loads))
+        tokens.append(sum(load.num_tokens for load in loads))
+        without_order(monkeypatch)
+    assert costs[0] <= 1.01 * costs[1]
+    if long_prefill:
+        assert tokens[0] < 0.9 * tokens[1]
+
+
+def test_what_earlier_prefills_need_is_known_in_any_order_of_events() -> None:
+    """vLLM goes through them in their order, as a rule; `Double` compares with all prefills."""
+    sums = 0
+    for seed in range(30):
+        rng = random.Random(seed)
+        double = Double(Setup(200, chunk=512, long_prefill=16, eviction=settings()))
+        for number in range(8):
+            double.arrive(Job(f"r{number}", prompt(number, 200), 4, ((4, 100),)))
+        double.step()
+        manager = double.scheduler._manager
+        manager.new_step_starts()
+        names = list(manager.prefills)
+        assert len(names) == 8
+        if seed % 2:
+            rng.shuffle(names)
+        advanced: list[str] = []
+        for name in names:
+            manager._advance(name)
+            advanced.append(name)
+            if rng.random() < 0.2:
+                preempt(double, advanced.pop(rng.randrange(len(advanced))))
+            for prefill in manager.prefills.values():
+                manager._advanced_before(prefill)
+        sums += double.num_sums
+    assert sums > 100
+
+
+def test_a_prefill_waits_for_blocks_that_an_earlier_one_is_about_to_give_back() -> None:
+    """Asked for one more block, vLLM would preempt the first of equal priority: the earlier one.
+
+    The two could take turns at that for ever.
+    """
+    setup = Setup(
+        39,
+        eviction=settings(budget=0.6),
+        policy="priority",
+        chunk=128,
+        long_prefill=17,
+        prefix_caching=False,
+    )
+    images = ((4, 200),)
+    double = Double(setup)
+    double.run([Job("a", prompt(3, 306), 9, images), Job("b", prompt(4, 285), 9, images)])
+    assert double.worker.num_evictions == 2
+    assert not double.num_preemptions
+
+
+def test_a_prefill_that_waits_for_the_encoder_is_not_waited_for() -> None:
+    """The second holds the encoder's cache, the first the blocks: one has to go on."""
+    setup = Setup(28, eviction=settings(), chunk=64, long_prefill=32, encoder_budget=160)
+    jobs = [
+        Job("first", prompt(1, 320), 4, ((100, 160),)),
+        Job("second", prompt(2, 320), 4, ((1, 160),)),
+    ]
+    double = Double(setup)
+    double.run(jobs)
+    assert double.worker.num_evictions >= 2
+
+
+if __name__ == "__main__":
+    count, first = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    totals: Counter[str] = Counter()
+    for number in range(first, first + count):
+        try:
+            double = run(make_workload(number), number)
+        except Exception:
+            totals["failed"] += 1
+            print(f"workload {number}: {make_workload(number).setup}")
+            traceback.print_exc()
+        else:
+            totals["requests"] += len(double.answers)
+            totals["steps"] += double.num_steps
+            totals["evictions"] += double.worker.num_evictions
+            totals["preemptions"] += double.num_preemptions
+            totals["errors"] += len(double.errors)
+        if (number - first + 1) % 100 == 0:
+            print(f"{number - first + 1} workloads: {dict(totals)}", flush=True)
+    print(f"{totals['failed']} of {count} workloads failed")
+    sys.exit(totals["failed"] > 0)

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Any order of arrivals, steps, preemptions, aborts and resets keeps the pool's books right.
+
+A long run: `make test-scheduler EXAMPLES=5000`, or `SCHEDULER_EXAMPLES=5000 python -m pytest -s
+tests/scheduler/test_states.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from tests.scheduler.double import Double, Job, Setup
+
+NUM_EXAMPLES = int(os.environ.get("SCHEDULER_EXAMPLES", "220"))
+SIZE = 4
+LONGEST = 96
+BUDGETS = (0.1, 0.4, 1.0, "auto:0.9,min=0.05,max=0.6")
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """`Double` recounts all blocks after each call, and checks each slot that is read."""
+
+    num_steps = 0
+    num_evictions = 0
+    num_preemptions = 0
+    num_errors = 0
+
+    @initialize(
+        num_blocks=st.integers(LONGEST // SIZE, 3 * LONGEST // SIZE),
+        chunk=st.sampled_from((8, 29, 64)),
+        long_prefill=st.sampled_from((0, 5, 8)),
+        policy=st.sampled_from(("fcfs", "priority")),
+        method=st.sampled_from(("tgv", "h2o")),
+        budget=st.sampled_from(BUDGETS),
+        exact=st.booleans(),
+        prefix_caching=st.booleans(),
+        ahead=st.booleans(),
+        poison=st.booleans(),
+    )
+    def start(self, method: str, budget: Any, exact: bool, poison: bool, **options: Any) -> None:
+        eviction = {
+            "policy": method,
+            "budget": budget,
+            "min_prompt_tokens": 8,
+            "observation_window": 8,
+            "prefix_reuse": "exact" if exact else "full",
+            "debug": {"poison": poison, "evict_at_full_budget": True},
+        }
+        setup = Setup(
+            block_size=SIZE, max_num_seqs=6, max_model_len=LONGEST, eviction=eviction, **options
+        )
+        self.double = Double(setup)
+        self.jobs: list[Job] = []
+        self.aborted: set[str] = set()
+
+    @rule(
+        head=st.integers(0, 2),
+        shared=st.integers(0, LONGEST // 2),
+        own=st.integers(2, LONGEST // 3),
+        answer=st.integers(1, LONGEST // 7),
+        image=st.integers(0, 40),
+        priority=st.integers(0, 2),
+        evicted=st.booleans(),
+        fails=st.sampled_from(("", "", "", "", "observe", "evict")),
+    )
+    def arrive(
+        self,
+        head: int,
+        shared: int,
+        own: int,
+        answer: int,
+        image: int,
+        priority: int,
+        evicted: bool,
+        fails: str,
+    ) -> None:
+        name = f"r{len(self.jobs)}"
+        tokens = random.Random(head)
+        prompt = [tokens.randrange(3, 1000) for _ in range(shared)]
+        tokens = random.Random(name)
+        prompt += [tokens.randrange(3, 1000) for _ in range(own)]
+        length = min(image, len(prompt) - 2)
+        job = Job(
+            name,
+            tuple(prompt),
+            answer,
+            ((1, length),) if length > 0 else (),
+            xargs={} if evicted else {"kv_eviction": "none"},
+            priority=priority,
+            arrival=len(self.jobs),
+            fails=fails,
+        )
+        self.jobs.append(job)
+        self.double.arrive(job)
+
+    @precondition(lambda self: self.double.finished)
+    @rule(data=st.data(), own=st.integers(1, 8), answer=st.integers(1, 12))
+    def follow(self, data: st.DataObject, own: int, answer: int) -> None:
+        """A second turn: what was asked and answered, and something new."""
+        name = data.draw(st.sampled_from(sorted(self.double.finished)))
+        before = self.double.worker.jobs[name]
+        prompt = [*before.prompt, *self.double.answers[name], *range(3, 3 + own)]
+        if len(prompt) + answer > LONGEST:
+            return
+        name = f"r{len(self.jobs)}"
+        job = Job(name, tuple(prompt), answer, before.images, arrival=len(self.jobs))
+        self.jobs.append(job)
+        self.double.arrive(job)
+
+    @precondition(lambda self: not self.double.is_idle)
+    @rule(turns=st.integers(1, 14))
+    def step(self, turns: int) -> None:
+        for _ in range(turns):
+            self.double.step()
+
+    @precondition(lambda self: self.double.running)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        """The last one, as vLLM does where blocks run out; no method of ours chooses."""
+        scheduler = self.double.scheduler
+        request = data.draw(st.sampled_from(scheduler.running))
+        scheduler.running.remove(request)
+        scheduler._preempt_request(request, 0.0)
+        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+        self.double.checked()
+
+    @precondition(lambda self: self.double.scheduler.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.double.scheduler.requests)))
+        self.aborted.add(name)
+        self.double.abort(name)
+
+    @rule(running=st.booleans())
+    def reset(self, running: bool) -> None:
+        self.double.reset_prefix_cache(running)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "double"):
+            return
+        double = self.double
+        double.run([])
+        for job in self.jobs:
+            double.assert_answered(job, job.name in self.aborted)
+        cls = SchedulerMachine
+        cls.num_steps += double.num_steps
+        cls.num_evictions += double.worker.num_evictions
+        cls.num_preemptions += double.num_preemptions
+        cls.num_errors += len(double.errors)
+
+
+def test_no_order_of_events_loses_a_block_or_a_token() -> None:
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        SchedulerMachine,
+        settings=settings(
+            max_examples=NUM_EXAMPLES,
+            stateful_step_count=50,
+            database=None,
+            derandomize="SCHEDULER_EXAMPLES" not in os.environ,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    found = SchedulerMachine
+    print(
+        f"{found.num_steps} steps, {found.num_evictions} evictions, {found.num_preemptions} "
+        f"preemptions, {found.num_errors} prompts that failed"
+    )
+    assert found.num_steps > 46 * NUM_EXAMPLES  # more than 10,000, as it is run in CI
+    assert found.num_evictions > NUM_EXAMPLES
+    assert found.num_preemptions > NUM_EXAMPLES
+    assert found.num_errors > NUM_EXAMPLES // 4

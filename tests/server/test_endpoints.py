@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who gets an answer from `/kv-eviction`; `server/test_server.py` asks a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from argparse import Namespace
+from base64 import b64encode
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from PIL import Image
+from starlette.datastructures import State
+from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
+
+from tests.unit.test_trace import make_trace
+from vllm_tgvkv.config import CONFIG_KEY
+from vllm_tgvkv.counters import EvictionCounters
+from vllm_tgvkv.server.endpoints import EvictionEndpoints
+
+POOL = {"blocks": 9, "block_size": 16, "layers": 2, "kv_heads": 4}
+
+
+class EngineClient:
+    """Two engines, as data parallelism has them; each remembers a trace."""
+
+    def __init__(self, eviction: dict[str, Any] | None) -> None:
+        additional = {} if eviction is None else {CONFIG_KEY: eviction}
+        self.vllm_config = SimpleNamespace(additional_config=additional)
+        self.model_config = SimpleNamespace(served_model_name="tiny")
+        self.engine_core = self
+        rng = np.random.default_rng()
+        self.traces = [make_trace(rng, 21, name=f"of-{engine}")[0] for engine in range(2)]
+
+    async def call_utility_all_async(
+        self, method: str, worker_method: str, timeout: None, args: Any, kwargs: Any
+    ) -> list[list[Any]]:
+        assert method == "collective_rpc"
+        # Of an engine's workers, tensor-parallel ranks or pipeline stages, one keeps the traces.
+        others: dict[str, Any] = {"kv_eviction_traces": [], "kv_eviction_trace": None}
+        answers = [getattr(self, worker_method)(engine, *args) for engine in range(2)]
+        ranks, stages = ([answer, others.get(worker_method, answer)] for answer in answers)
+        return [ranks, stages[::-1]]
+
+    def kv_eviction_status(self, engine: int) -> dict[str, Any]:
+        return {"totals": EvictionCounters().as_dict(), "pool": POOL}
+
+    def kv_eviction_traces(self, engine: int) -> list[dict[str, Any]]:
+        return [{**self.traces[engine].summary(), "time": float(engine)}]
+
+    def kv_eviction_trace(self, engine: int, name: str, layer: int | None = None) -> Any:
+        trace = self.traces[engine]
+        if name != trace.id:
+            return None
+        return trace.detail() if layer is None else trace.layer(layer)
+
+
+def client(engine_client: Any, keys: list[str] | None = None) -> TestClient:
+    app, plugin = FastAPI(), EvictionEndpoints()
+    assert isinstance(plugin, EndpointPlugin)
+    plugin.attach_router(app)
+    state: State = app.state
+    asyncio.run(plugin.init_state(engine_client, state, Namespace(api_key=keys)))
+    return TestClient(app)
+
+
+def test_every_engine_is_in_the_answer() -> None:
+    answer = client(EngineClient({"policy": "tgv", "budget": 512})).get("/kv-eviction/status")
+    assert answer.status_code == 200
+    found = answer.json()
+    assert found["settings"]["budget"] == "512 tokens per head"
+    assert found["settings"]["granularity"] == "layer"
+    assert [engine["pool"] for engine in found["engines"]] == [POOL] * 2
+
+
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({}, 401),
+        ({"Authorization": "Bearer wrong"}, 401),
+        ({"Authorization": "Basic right"}, 401),
+        ({"Authorization": f"Basic {b64encode(b'anybody:right').decode()}"}, 200),
+        ({"Authorization": f"Basic {b64encode(b'right:wrong').decode()}"}, 401),
+        ({"Authorization": f"Basic {b64encode(bytes([200, 201])).decode()}"}, 401),
+        ({"Authorization": "Bearer"}, 401),
+        ({"Authorization": "Bearer right"}, 200),
+        ({"Authorization": "Bearer other"}, 200),
+    ],
+)
+def test_the_servers_key_is_asked_for(headers: dict[str, str], code: int) -> None:
+    server = client(EngineClient({"policy": "tgv"}), ["right", "other"])
+    assert server.get("/kv-eviction/status", headers=headers).status_code == code
+
+
+def test_the_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    server = client(EngineClient({"policy": "tgv"}))
+    assert server.get("/kv-eviction/status").status_code == 401
+
+
+@pytest.mark.parametrize("engine_client", [None, EngineClient(None), EngineClient({})])
+def test_a_server_without_eviction_says_what_to_do(engine_client: Any) -> None:
+    answer = client(engine_client).get("/kv-eviction/status")
+    assert answer.status_code == 409
+    assert "--kv-eviction" in answer.json()["detail"]
+
+
+def test_every_route_asks_for_the_key_before_it_reads_anything() -> None:
+    """A browser that is refused asks its user."""
+    server = client(EngineClient({"policy": "tgv"}), ["right"])
+    found: Any = server.app
+    routes = [r for r in found.routes if r.path.startswith("/kv-eviction")]
+    assert len(routes) >= 8
+    for route in routes:
+        (method,) = route.methods - {"HEAD"}
+        if method == "PUT":
+            continue  # the admin's: below
+        answer = server.request(method, route.path.format(name="of-0", layer=0), content=b"{")
+        assert answer.status_code == 401, route.path
+        assert answer.headers["www-authenticate"].startswith("Basic ")
+
+
+def test_traces_of_all_engines() -> None:
+    engines = EngineClient({"policy": "tgv"})
+    server = client(engines)
+    listed = server.get("/kv-eviction/requests").json()["requests"]
+    assert [trace["id"] for trace in listed] == ["of-1", "of-0"]  # newest first
+    for trace in engines.traces:
+        found = server.get(f"/kv-eviction/requests/{trace.id}").json()
+        assert found == json.loads(json.dumps(trace.detail()))
+        layer = server.get(f"/kv-eviction/requests/{trace.id}/layers/2").json()
+        assert layer == json.loads(json.dumps(trace.layer(2)))
+
+
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        ("requests/unknown", 404),
+        ("requests/of-0/layers/3", 404),
+        ("requests/of-0/layers/-1", 422),  # vLLM's server makes 400 of these
+        ("requests/of-0/layers/x", 422),
+        (f"requests/{'x' * 600}", 422),
+        ("nothing", 404),
+    ],
+)
+def test_what_is_not_there(path: str, code: int) -> None:
+    answer = client(EngineClient({"policy": "tgv"})).get(f"/kv-eviction/{path}")
+    assert answer.status_code == code
+
+
+def test_a_body_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_tgvkv.server.access.MAX_BODY_BYTES", 1 << 20)
+    server = client(EngineClient({"policy": "tgv"}))
+    answer = server.post("/kv-eviction/ask", content=b"x" * ((1 << 20) + 1))
+    assert answer.status_code == 413
+    assert "1 MiB" in answer.json()["detail"]
+
+
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize(
+    ("image", "code", "part"),
+    [
+        ("%%%", 400, "not base64"),
+        ("", 400, "cannot be read"),
+        (b64encode(b"<svg/>").decode(), 400, "PNG, JPEG"),
+        (f"data:image/png;base64,{b64encode(PNG_SIGNATURE).decode()}", 400, "cannot be read"),
+    ],
+)
+def test_what_is_no_image(image: str, code: int, part: str) -> None:
+    server = client(EngineClient({"policy": "tgv"}))
+    answer = server.post("/kv-eviction/ask", json={"image": image, "question": "?"})
+    assert answer.status_code == code
+    assert part in answer.json()["detail"]
+
+
+def test_an_image_of_too_many_pixels_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_tgvkv.server.ask.MAX_PIXELS", 999)
+    png = io.BytesIO()
+    Image.new("RGB", (100, 10)).save(png, "PNG")
+    image = b64encode(png.getvalue()).decode()
+    answer = client(EngineClient({"policy": "tgv"})).post(
+        "/kv-eviction/ask", json={"image": image, "question": "?"}
+    )
+    assert answer.status_code == 413
+    assert "100 x 10" in answer.json()["detail"]
+
+
+CHANGE = {"policy": "snapkv", "budget": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("file", "admin_key", "given", "code", "part"),
+    [
+        (False, "boss", "boss", 403, "defaults_file"),
+        (True, None, "right", 403, "KV_EVICTION_ADMIN_KEY"),
+        (True, None, "", 403, "KV_EVICTION_ADMIN_KEY"),
+        (True, "boss", None, 401, "KV_EVICTION_ADMIN_KEY"),
+        (True, "boss", "right", 403, "KV_EVICTION_ADMIN_KEY"),
+        (True, "boss", "boss", 200, None),
+    ],
+)
+def test_only_the_admin_changes_defaults(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    file: bool,
+    admin_key: str | None,
+    given: str | None,
+    code: int,
+    part: str | None,
+) -> None:
+    path = tmp_path / "defaults.json"
+    if admin_key is None:
+        monkeypatch.delenv("KV_EVICTION_ADMIN_KEY", raising=False)
+    else:
+        monkeypatch.setenv("KV_EVICTION_ADMIN_KEY", admin_key)
+    eviction = {"policy": "tgv", **({"defaults_file": str(path)} if file else {})}
+    server = client(EngineClient(eviction), ["right"])
+    headers = {} if given is None else {"Authorization": f"Bearer {given}"}
+    answer = server.put("/kv-eviction/defaults", json=CHANGE, headers=headers)
+    assert answer.status_code == code
+    if part is not None:
+        assert part in answer.json()["detail"]
+        assert not path.exists()
+    else:
+        assert answer.json() == {**CHANGE, "changed": True}
+        found = server.get("/kv-eviction/status", headers={"Authorization": "Bearer right"}).json()
+        assert found["defaults"] == answer.json()
+        assert found["settings"]["policy"] == "tgv"
+
+
+def test_a_browsers_password_does_not_make_an_admin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KV_EVICTION_ADMIN_KEY", "boss")
+    server = client(EngineClient({"policy": "tgv", "defaults_file": str(tmp_path / "d.json")}))
+    answer = server.put("/kv-eviction/defaults", json=CHANGE, auth=("admin", "boss"))
+    assert answer.status_code == 403
+
+
+def test_defaults_that_are_wrong_or_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KV_EVICTION_ADMIN_KEY", "boss")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    server = client(EngineClient({"policy": "tgv", "defaults_file": str(folder / "d.json")}))
+    boss = {"Authorization": "Bearer boss"}
+    wrong = server.put("/kv-eviction/defaults", json={"budget": 0}, headers=boss)
+    assert wrong.status_code == 400
+    assert wrong.json()["detail"].startswith("budget of the request is 0: give")
+    unknown = server.put("/kv-eviction/defaults", json={"sinks": 4}, headers=boss)
+    assert unknown.status_code == 422
+    folder.rmdir()
+    lost = server.put("/kv-eviction/defaults", json=CHANGE, headers=boss)
+    assert lost.status_code == 409
+    assert "cannot be written: No such file" in lost.json()["detail"]
+
+
+def test_nothing_but_get() -> None:
+    server = client(EngineClient({"policy": "tgv"}))
+    assert server.post("/kv-eviction/status").status_code == 405
+    assert server.get("/kv-eviction/nothing").status_code == 404

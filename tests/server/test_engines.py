@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asking all engines of a server; `server/test_replicas.py` asks those of a real one."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import Any
+
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.core_client import AsyncMPClient, DPLBAsyncMPClient
+
+from vllm_tgvkv.server.engines import ask_engines
+
+
+class OneEngine:
+    """What `EngineClient` promises, and no more."""
+
+    async def collective_rpc(self, method: str, timeout: Any = None, args: Any = ()) -> list[Any]:
+        return [(method, *args)]
+
+
+class SeveralEngines:
+    """An `AsyncLLM` with data parallelism, as far as it is asked."""
+
+    def __init__(self) -> None:
+        self.engine_core = self
+
+    async def call_utility_all_async(self, utility: str, *args: Any) -> list[Any]:
+        assert utility == "collective_rpc"
+        method, timeout, arguments, keywords = args
+        assert (timeout, keywords) == (None, None)
+        return [[(engine, method, *arguments)] for engine in "ab"]
+
+
+def test_answers_come_by_engine_and_worker() -> None:
+    assert asyncio.run(ask_engines(SeveralEngines(), "m", 1)) == [[("a", "m", 1)], [("b", "m", 1)]]
+    assert asyncio.run(ask_engines(OneEngine(), "m", 1)) == [[("m", 1)]]
+
+
+def test_vllm_asks_all_engines_by_that_name() -> None:
+    """Contract of `ask_engines`, which uses more than `EngineClient` promises."""
+    assert list(inspect.signature(EngineCore.collective_rpc).parameters)[1:] == [
+        "method",
+        "timeout",
+        "args",
+        "kwargs",
+    ]
+    # What asks one engine does so with the same arguments, and only it forgets the others.
+    asked = inspect.getsource(AsyncMPClient.collective_rpc_async)
+    assert '"collective_rpc", method, timeout, args, kwargs' in asked
+    assert "call_utility_all_async(method, *args))[0]" in inspect.getsource(
+        DPLBAsyncMPClient.call_utility_async
+    )
+    assert "for engine in self.core_engines" in inspect.getsource(
+        AsyncMPClient.call_utility_all_async
+    )
+    assert "self.engine_core = EngineCoreClient.make_async_mp_client" in inspect.getsource(AsyncLLM)

@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm serve --data-parallel-size 2 --api-server-count 2`: any API server, any engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.engine.running import engine
+from tests.server.serving import BLOCK_SIZE, Server, eventually, group_members, messages, serve
+from vllm_tgvkv.counters import SKIP_REASONS
+
+pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
+
+ENGINES = (0, 1)
+NUM_REQUESTS = 40
+TOKENS = 16
+EVICTION = {"policy": "tgv", "budget": 0.1}
+SECONDS = 120
+START_SECONDS = 600
+"""Eight processes start on what may be two cores."""
+ADMIN_KEY = "admin"
+REPORT = {"kv_eviction_report": 1}
+
+
+def connect(server: Server, api_server: int | None = None) -> HTTPConnection:
+    """A connection that a given API server process accepted; any, if none is given.
+
+    On an idle machine the same process may accept them all: it is held up meanwhile.
+    """
+    held_up: set[int] = set()
+    try:
+        while True:
+            connection = HTTPConnection(server.address.removeprefix("http://"), timeout=SECONDS)
+            assert call(connection, "GET", "/version")[0] == 200
+            owner = server_of(server, connection)
+            if api_server in (None, owner):
+                connection.auto_open = 0  # a new one would be another process's
+                return connection
+            connection.close()
+            os.kill(owner, signal.SIGSTOP)
+            held_up.add(owner)
+    finally:
+        for process in held_up:
+            os.kill(process, signal.SIGCONT)
+
+
+def server_of(server: Server, connection: HTTPConnection) -> int:
+    """The process at the other end of a connection, from /proc."""
+    port = connection.sock.getsockname()[1]
+    members = group_members(server.process.pid)
+    (owner,) = (member for member in members if is_at_other_end(member, port))
+    return owner
+
+
+def is_at_other_end(process: int, port: int) -> bool:
+    """Whether a process has the end of a connection whose other end is a local port."""
+    table = Path(f"/proc/{process}/net/tcp").read_text().splitlines()[1:]
+    rows = [row.split() for row in table]
+    sockets = {f"socket:[{row[9]}]" for row in rows if row[2].endswith(f":{port:04X}")}
+    for descriptor in Path(f"/proc/{process}/fd").iterdir():
+        try:
+            if os.readlink(descriptor) in sockets:
+                return True
+        except OSError:
+            continue  # closed meanwhile
+    return False
+
+
+def call(
+    connection: HTTPConnection,
+    method: str,
+    path: str,
+    body: Any = None,
+    rank: int | None = None,
+    **headers: str,
+) -> tuple[int, str]:
+    """Status and text of one request; an engine can be asked for."""
+    headers["Content-Type"] = "application/json"
+    if rank is not None:
+        headers["X-data-parallel-rank"] = str(rank)
+    connection.request(method, path, None if body is None else json.dumps(body), headers)
+    response = connection.getresponse()
+    return response.status, response.read().decode()
+
+
+def question(seed: int, **fields: Any) -> dict[str, Any]:
+    """A chat request about an image that no other seed has."""
+    values = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "vllm_xargs": REPORT}
+    return {"model": "tiny", "messages": messages(seed), **values, **fields}
+
+
+def wish(seed: int) -> dict[str, Any]:
+    return {"kv_eviction_budget": (0.1, 0.3, 0.6)[seed % 3], **REPORT}
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("llava", image_size=112)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> list[str]:
+    """What one engine that is the only one answers to each question."""
+    from vllm import SamplingParams
+
+    with engine(folder, EVICTION) as running:
+        outputs = running.llm.chat(
+            [messages(seed) for seed in range(NUM_REQUESTS)],
+            [
+                SamplingParams(
+                    max_tokens=TOKENS, temperature=0, ignore_eos=True, extra_args=wish(seed)
+                )
+                for seed in range(NUM_REQUESTS)
+            ],
+            use_tqdm=False,
+        )
+        assert running.counters["requests_evicted"] == NUM_REQUESTS
+    return [output.outputs[0].text for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def server(
+    alone: list[str], folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """Started once the single engine is gone: memory and cores are few."""
+    folder_of_test = tmp_path_factory.mktemp("replicas")
+    log, defaults = folder_of_test / "server.log", folder_of_test / "defaults.json"
+    config = {"defaults_file": str(defaults), "debug": {"check_integrity": True}}
+    environment = {
+        "KV_EVICTION_ADMIN_KEY": ADMIN_KEY,
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # connections wait for their turn
+    }
+    flags = ["--data-parallel-size", "2", "--api-server-count", "2", "--max-model-len", "4096"]
+    with serve(
+        folder, log, config, environment=environment, flags=flags, start_seconds=START_SECONDS
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def doors(server: Server) -> list[HTTPConnection]:
+    """A connection to each API server process."""
+    found: dict[int, HTTPConnection] = {}
+    deadline = time.monotonic() + SECONDS
+    while len(found) < 2:
+        connection = connect(server)
+        found.setdefault(server_of(server, connection), connection)
+        assert time.monotonic() < deadline, f"only {list(found)} answers"
+    return list(found.values())
+
+
+class Scrape:
+    """Metrics of eviction by engine, as one API server tells them."""
+
+    def __init__(self, door: HTTPConnection) -> None:
+        self.samples: dict[tuple[str, int], dict[tuple[str, ...], float]] = {}
+        status, text = call(door, "GET", "/metrics")
+        assert status == 200
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name.startswith("vllm:kv_eviction_"):
+                    engine = int(sample.labels["engine"])
+                    key = sample.name.removeprefix("vllm:kv_eviction_"), engine
+                    order = ("policy", "reason", "modality", "part", "le")
+                    labels = tuple(sample.labels[name] for name in order if name in sample.labels)
+                    values = self.samples.setdefault(key, {})
+                    assert labels not in values  # one series, not one for each process
+                    values[labels] = sample.value
+
+    def of(self, name: str, *labels: str) -> dict[int, float]:
+        """A series of every engine; KeyError where an engine lacks it."""
+        return {engine: self.samples[name, engine][labels] for engine in ENGINES}
+
+    def total(self, name: str, *labels: str) -> float:
+        return sum(self.of(name, *labels).values())
+
+
+def test_series_of_every_engine_begin_at_zero(doors: list[Any]) -> None:
+    """First in this file: nothing has been asked yet."""
+    for door in doors:
+        scrape = Scrape(door)
+        zero = dict.fromkeys(ENGINES, 0.0)
+        assert scrape.of("requests_total", "tgv") == zero
+        assert scrape.of("compressed_requests") == zero
+        assert scrape.of("blocks_held") == zero
+        assert scrape.of("seconds_count", "tgv", "selection") == zero
+        for reason in SKIP_REASONS:
+            assert scrape.of("skipped_requests_total", "tgv", reason) == zero
+
+
+def test_load_on_all_of_them_at_once(server: Server, doors: list[Any], alone: list[str]) -> None:
+    """Answers are those of a single engine, and what is reported adds up to what is scraped."""
+    lines = [[connect(server, server_of(server, door)) for _ in range(4)] for door in doors]
+    free = [connection for pair in zip(*lines, strict=True) for connection in pair]
+
+    def ask(seed: int) -> dict[str, Any]:
+        connection = free.pop()
+        status, text = call(
+            connection, "POST", "/v1/chat/completions", question(seed, vllm_xargs=wish(seed))
+        )
+        free.append(connection)
+        assert status == 200, text
+        return json.loads(text)
+
+    with ThreadPoolExecutor(len(free)) as threads:
+        answers = list(threads.map(ask, range(NUM_REQUESTS)))
+    assert [answer["choices"][0]["message"]["content"] for answer in answers] == alone
+    reports = [answer["kv_transfer_params"]["kv_eviction"] for answer in answers]
+    assert all(report["skip_reason"] is None for report in reports)
+
+    for door in doors:
+        assert eventually(
+            lambda door=door: (
+                Scrape(door).total("requests_total", "tgv") == NUM_REQUESTS
+                and Scrape(door).total("blocks_held") == 0
+            )
+        )
+    scrapes = [Scrape(door) for door in doors]
+    assert scrapes[0].samples == scrapes[1].samples
+    scrape = scrapes[0]
+    evicted = scrape.of("requests_total", "tgv")
+    assert min(evicted.values()) > 0
+    given_back = sum(report["blocks_before"] - report["blocks_after"] for report in reports)
+    assert scrape.total("blocks_given_back_total", "tgv") == given_back > 0
+    seen = sum(report["prompt_tokens"] for report in reports)
+    assert sum(scrape.total("prompt_tokens_total", "tgv", m) for m in ("text", "vision")) == seen
+    assert scrape.of("compressed_requests") == scrape.of("blocks_held") == {0: 0.0, 1: 0.0}
+    assert scrape.of("kept_fraction_count", "tgv") == evicted
+    assert scrape.of("kept_fraction_bucket", "tgv", "+Inf") == evicted
+    kept = sum(report["kept_tokens"] / report["prompt_tokens"] for report in reports)
+    assert scrape.total("kept_fraction_sum", "tgv") == pytest.approx(kept, abs=1e-4 * NUM_REQUESTS)
+    for part in ("statistics", "selection", "copy"):
+        assert scrape.of("seconds_count", "tgv", part) == evicted
+
+    for door in doors:
+        status, text = call(door, "GET", "/kv-eviction/status")
+        assert status == 200
+        engines = json.loads(text)["engines"]
+        assert [engine["pool"]["blocks"] for engine in engines] == [255, 255]
+        totals = [engine["totals"] for engine in engines]
+        assert dict(enumerate(t["requests_evicted"] for t in totals)) == evicted
+        assert sum(t["blocks_given_back"] for t in totals) == given_back
+
+
+def test_gauges_are_those_of_each_engine_while_it_runs_and_zero_afterwards(
+    server: Server, doors: list[Any]
+) -> None:
+    """An engine's requests come from both API servers, and so do its statistics."""
+    wanted = [(0, 0), (0, 1), (1, 1)]  # engine and API server
+    streams = []
+    for seed, (rank, index) in enumerate(wanted, 1000):
+        stream = connect(server, server_of(server, doors[index]))
+        body = json.dumps(question(seed, max_tokens=3500, stream=True))
+        headers = {"Content-Type": "application/json", "X-data-parallel-rank": str(rank)}
+        stream.request("POST", "/v1/chat/completions", body, headers)
+        streams.append((stream, stream.getresponse()))
+    counts = {rank: float(n) for rank, n in Counter(rank for rank, _ in wanted).items()}
+    for door in doors:
+        assert eventually(lambda door=door: Scrape(door).of("compressed_requests") == counts), (
+            Scrape(door).of("compressed_requests")
+        )
+        assert min(Scrape(door).of("blocks_held").values()) >= 2
+    for stream, response in streams:
+        response.close()
+        stream.close()
+    zero = dict.fromkeys(ENGINES, 0.0)
+    for door in doors:
+        for name in ("compressed_requests", "blocks_held"):
+            assert eventually(lambda door=door, name=name: Scrape(door).of(name) == zero), name
+
+
+def test_every_api_server_finds_the_traces_of_every_engine(doors: list[Any]) -> None:
+    names = []
+    for rank, door in zip(ENGINES, doors, strict=True):
+        wishes = {**REPORT, "kv_eviction_trace": 1}
+        body = question(2000 + rank, vllm_xargs=wishes)
+        status, text = call(door, "POST", "/v1/chat/completions", body, rank)
+        assert status == 200, text
+        names.append(json.loads(text)["kv_transfer_params"]["kv_eviction"]["trace"])
+    for door in doors:
+        status, text = call(door, "GET", "/kv-eviction/requests")
+        listed = [trace["id"] for trace in json.loads(text)["requests"]]
+        assert (status, listed) == (200, names[::-1])
+        for name in names:
+            for path in (f"/kv-eviction/requests/{name}", f"/kv-eviction/requests/{name}/layers/0"):
+                assert call(door, "GET", path)[0] == 200
+        assert call(door, "GET", "/kv-eviction/requests/unknown")[0] == 404
+
+
+def test_changed_defaults_reach_every_api_server_and_engine(doors: list[Any]) -> None:
+    bearer = f"Bearer {ADMIN_KEY}"
+    for door, budget in zip(doors, (0.5, 0.25), strict=True):
+        change = {"policy": "snapkv", "budget": budget}
+        status, text = call(door, "PUT", "/kv-eviction/defaults", change, Authorization=bearer)
+        assert status == 200, text
+        for other in doors:
+            told = json.loads(call(other, "GET", "/kv-eviction/status")[1])["defaults"]
+            assert told == {"policy": "snapkv", "budget": budget, "changed": True}
+            for rank in ENGINES:
+                body = question(3000)
+                _, text = call(other, "POST", "/v1/chat/completions", body, rank)
+                report = json.loads(text)["kv_transfer_params"]["kv_eviction"]
+                assert report["policy"] == "snapkv"
+                most = budget * report["prompt_tokens"]
+                assert most - BLOCK_SIZE < report["kept_tokens"] <= most
+    assert call(doors[0], "PUT", "/kv-eviction/defaults", {}, Authorization=bearer)[0] == 200
+
+
+@pytest.mark.parametrize("xargs", [{"kv_eviction_budget": -1}, {"kv_eviction": "snap"}], ids=repr)
+def test_wrong_wishes_are_http_400_at_every_api_server(
+    doors: list[Any], xargs: dict[str, Any]
+) -> None:
+    before = Scrape(doors[0]).of("skipped_requests_total", "tgv", "invalid_request")
+    for door in doors:
+        for rank in ENGINES:
+            status, text = call(
+                door, "POST", "/v1/chat/completions", question(1, vllm_xargs=xargs), rank
+            )
+            assert status == 400, text
+            assert next(iter(xargs)) in json.loads(text)["error"]["message"]
+            status, text = call(door, "POST", "/v1/chat/completions", question(1), rank)
+            assert status == 200, text
+    after = Scrape(doors[0]).of("skipped_requests_total", "tgv", "invalid_request")
+    assert after == before  # no engine saw one
+
+
+def test_every_engine_tells_its_settings_and_none_an_error(server: Server) -> None:
+    lines = server.log.read_text(errors="replace").splitlines()
+    told = [line for line in lines if "KV eviction: policy tgv, budget 10 % of the prompt" in line]
+    assert len(told) == 2
+    assert len({line.split(" pid=")[0] for line in told}) == 2
+    wrong = r"\bERROR\b|Traceback|Integrity"
+    assert [line for line in lines if re.search(wrong, line)] == []
+
+
+def test_interrupt_ends_every_process(server: Server) -> None:
+    """Last in this file: the server is gone afterwards."""
+    server.interrupt()

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routes below `/kv-eviction` of a real server with keys: traces, questions, defaults, fuzz."""
+
+from __future__ import annotations
+
+import base64
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.models import random_text
+from tests.server.serving import (
+    BLOCK_SIZE,
+    VISION_TOKENS,
+    Server,
+    eventually,
+    png_url,
+    report_of,
+    serve,
+)
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+KEY, ADMIN = "sesame", "boss"
+WISHES = {"kv_eviction_budget": 0.3, "kv_eviction_report": 1, "kv_eviction_trace": 1}
+FUZZ_SECONDS = 600
+MAX_TRACES = 5
+
+
+@pytest.fixture(scope="module")
+def server(
+    tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("server")
+    config = {
+        "debug": {"check_integrity": True},
+        "defaults_file": str(folder / "defaults.json"),
+        "max_traces": MAX_TRACES,
+    }
+    environment = {"KV_EVICTION_ADMIN_KEY": ADMIN}
+    model = tiny_model("llava", image_size=112)
+    with serve(model, folder / "log", config, key=KEY, environment=environment) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[httpx.Client]:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    base = f"{server.address}/kv-eviction"
+    with httpx.Client(base_url=base, headers=headers, timeout=60) as found:
+        yield found
+
+
+def put(client: httpx.Client, **change: Any) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {ADMIN}"}
+    return client.put("/defaults", json=change, headers=headers)
+
+
+def question(seed: int = 0, **fields: Any) -> dict[str, Any]:
+    return {"image": png_url(seed), "question": random_text(seed, 300), "max_tokens": 6, **fields}
+
+
+def test_no_route_answers_without_the_key(server: Server) -> None:
+    for path in ("", "status", "requests", "requests/x", "inspector.js"):
+        answer = httpx.get(f"{server.address}/kv-eviction/{path}", follow_redirects=False)
+        assert answer.status_code == 401, path
+        assert answer.headers["www-authenticate"].startswith("Basic ")
+        assert "--api-key" in answer.json()["error"]["message"]
+
+
+def test_a_trace_agrees_with_the_report(server: Server, client: httpx.Client) -> None:
+    answer = server.ask(WISHES)
+    report = report_of(answer)
+    assert report["trace"].startswith(answer.id)
+    trace = client.get(f"/requests/{report['trace']}").json()
+    for field in ("policy", "prompt_tokens", "kept_tokens", "blocks_before", "blocks_after"):
+        assert trace[field] == report[field], field
+    assert trace == client.get(f"/requests/{answer.id}").json()
+    layers, heads = trace["layers"], trace["kv_heads"]
+    retained = report["kept_tokens"] // BLOCK_SIZE
+    assert sum(map(sum, trace["pages"])) == retained * layers * heads
+    assert sum(trace["kept_by"]) == report["kept_tokens"] * layers * heads
+    (span,) = trace["vision"]
+    assert (span["length"], span["grid"]) == (VISION_TOKENS, [8, 8])
+    kept_by = [0] * report["prompt_tokens"]
+    for index in range(layers):
+        layer = client.get(f"/requests/{answer.id}/layers/{index}").json()
+        for of_set in layer["token_sets"]:
+            for position in of_set["positions"]:
+                kept_by[position] += len(of_set["heads"])
+    assert kept_by == trace["kept_by"]
+
+
+def test_traces_have_no_text_and_no_image(server: Server, client: httpx.Client) -> None:
+    """Only numbers, and the words of the settings."""
+    trace = client.get(f"/requests/{server.ask(WISHES).id}").json()
+
+    def words(value: Any) -> Iterator[str]:
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            for part in value.values():
+                yield from words(part)
+        elif isinstance(value, list):
+            for part in value:
+                yield from words(part)
+
+    assert set(words(trace)) == {trace["id"], "tgv", "30 % of the prompt", "layer"}
+
+
+def test_old_traces_expire_and_nobody_is_traced_unasked(
+    server: Server, client: httpx.Client
+) -> None:
+    first = server.ask(WISHES)
+    assert client.get(f"/requests/{first.id}").status_code == 200
+    asked = [server.ask(WISHES).id for _ in range(MAX_TRACES)]
+    server.ask({"kv_eviction_budget": 0.3})
+    server.ask({**WISHES, "kv_eviction": "none"})
+    listed = [trace["id"] for trace in client.get("/requests").json()["requests"]]
+    assert [name.rpartition("-")[0] for name in listed] == asked[::-1]
+    expired = client.get(f"/requests/{first.id}")
+    assert expired.status_code == 404
+    assert "max_traces" in expired.json()["error"]["message"]
+
+
+def test_both_caches_answer_a_question(server: Server, client: httpx.Client) -> None:
+    found = client.post("/ask", json=question(budget=0.3)).json()
+    wishes = {**WISHES, "kv_eviction": "tgv"}
+    asked = [{"type": "image_url", "image_url": {"url": png_url(0)}}]
+    asked += [{"type": "text", "text": random_text(0, 300)}]
+    same = {"messages": [{"role": "user", "content": asked}], "max_tokens": 6}
+    for answer, xargs in ((found["evicted"], wishes), (found["full"], {"kv_eviction": "none"})):
+        direct = server.client.chat.completions.create(
+            model="tiny", temperature=0, extra_body={"vllm_xargs": xargs}, **same
+        )
+        assert answer["text"] == direct.choices[0].message.content
+    evicted = found["evicted"]
+    assert found["full"]["blocks"] == evicted["blocks_before"] > evicted["blocks"]
+    trace = client.get(f"/requests/{evicted['trace']}").json()
+    assert trace["blocks_after"] == evicted["blocks"]
+    alone = client.post("/ask", json=question(compare=False, policy="none")).json()
+    assert alone["full"] is None
+    assert (alone["evicted"]["skip_reason"], alone["evicted"]["trace"]) == ("policy_none", None)
+
+
+def test_questions_through_a_browsers_password(server: Server) -> None:
+    answer = httpx.post(
+        f"{server.address}/kv-eviction/ask", json=question(), auth=("", KEY), timeout=60
+    )
+    assert answer.json()["evicted"]["trace"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "part"),
+    [
+        ({"image": base64.b64encode(b"no image").decode()}, 400, "cannot be read"),
+        ({"image": "*"}, 400, "not base64"),
+        ({"question": ""}, 400, "question"),
+        ({"question": "a" * 5000}, 400, "1024"),  # max_model_len
+        ({"budget": 0}, 400, "vllm_xargs.kv_eviction_budget is 0"),
+        ({"policy": "snap"}, 400, "vllm_xargs.kv_eviction is 'snap'"),
+        ({"max_tokens": 10**6}, 400, "max_tokens"),
+        ({"temperature": 1}, 400, "temperature"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_wrong_questions_say_what_is_wrong(
+    client: httpx.Client, fields: dict[str, Any], code: int, part: str
+) -> None:
+    answer = client.post("/ask", json=question(**fields))
+    assert answer.status_code == code
+    assert part in answer.json()["error"]["message"]
+
+
+def test_a_body_that_is_too_large_and_one_that_is_no_json(client: httpx.Client) -> None:
+    assert client.post("/ask", json=question(image="a" * (33 << 20))).status_code == 413
+    assert client.post("/ask", content=b"\xff{").status_code == 400
+    deep = b'{"image":' + b"[" * 100_000
+    answer = client.post("/ask", content=deep, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    assert client.get("/status").status_code == 200
+
+
+def test_changed_defaults_count_for_the_next_request(server: Server, client: httpx.Client) -> None:
+    try:
+        assert put(client, policy="snapkv", budget=0.5).status_code == 200
+        report = report_of(server.ask({"kv_eviction_report": 1}))
+        assert report["policy"] == "snapkv"
+        assert report["kept_tokens"] > 0.5 * report["prompt_tokens"] - BLOCK_SIZE
+        own = report_of(server.ask({"kv_eviction_report": 1, "kv_eviction": "tgv"}))
+        assert (own["policy"], own["kept_tokens"]) == ("tgv", report["kept_tokens"])
+        put(client, policy="none")  # what an operator does when something is wrong
+        assert report_of(server.ask({"kv_eviction_report": 1}))["skip_reason"] == "policy_none"
+        # A wish is checked with what it is put together with.
+        put(client, policy="random")
+        with pytest.raises(openai.BadRequestError, match="auto"):
+            server.ask({"kv_eviction_budget": "auto:0.9"})
+        wrong = put(client, budget=1.5)
+        assert wrong.status_code == 400
+        assert "budget of the request is 1.5" in wrong.json()["error"]["message"]
+        denied = client.put("/defaults", json={})
+        assert denied.status_code == 403
+        assert client.get("/status").json()["defaults"]["policy"] == "random"
+    finally:
+        assert put(client).json() == {"policy": "tgv", "budget": 0.1, "changed": False}
+    assert report_of(server.ask({"kv_eviction_report": 1}))["policy"] == "tgv"
+
+
+def test_a_client_that_goes_away(server: Server, client: httpx.Client) -> None:
+    """Its question ends with it; the last test here sees that no error was logged."""
+    for seconds in (0.5, 1, 2):
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/ask", json=question(max_tokens=600), timeout=seconds)
+    # Gauges are as of the last step: one more, in which none of them is.
+    assert client.post("/ask", json=question(max_tokens=20)).status_code == 200
+    assert [sample.value for sample in server.samples("vllm:num_requests_running")] == [0]
+
+
+def test_pages_allow_nothing_from_elsewhere(client: httpx.Client) -> None:
+    for path, kind in (
+        ("/", "text/html"),
+        ("/inspector.js", "javascript"),
+        ("/inspector.css", "css"),
+    ):
+        answer = client.get(path)
+        assert answer.status_code == 200
+        assert kind in answer.headers["content-type"]
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "http" not in policy
+
+
+@pytest.mark.parametrize("key", [KEY, ADMIN])
+def test_fuzzed_requests_get_no_server_error(
+    server: Server, client: httpx.Client, tmp_path: Path, key: str
+) -> None:
+    """What the OpenAPI document allows and what it does not: documented answers, none late."""
+    command = [str(Path(sys.executable).with_name("st")), "run", f"{server.address}/openapi.json"]
+    command += ["--include-path-regex", "^/kv-eviction", "-H", f"Authorization: Bearer {key}"]
+    # What is an image, or a method's name, the document cannot say.
+    command += ["--exclude-checks", "positive_data_acceptance"]
+    command += ["--phases", "examples,coverage,fuzzing", "--max-examples", "30"]
+    # 2 x 1024 tokens, the most that can be asked for, on a busy machine.
+    command += ["--request-timeout", "240", "--suppress-health-check", "all", "--no-color"]
+    command += ["--generation-database", ":memory:", "--continue-on-failure"]
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=FUZZ_SECONDS, cwd=tmp_path, check=False
+    )
+    put(client)
+    assert result.returncode == 0, result.stdout[-6000:]
+    assert "6 selected" in result.stdout
+    assert server.ask(max_tokens=2).usage.completion_tokens == 2
+
+
+def test_the_server_logged_no_error_and_lost_no_block(server: Server) -> None:
+    """Every step of the above was recounted (`check_integrity`)."""
+    bad = [line for line in server.lines() if "Traceback" in line or " ERROR " in line]
+    assert bad == []
+
+    def held() -> list[float]:
+        return [sample.value for sample in server.samples("vllm:kv_eviction_blocks_held")]
+
+    assert held()
+    assert eventually(lambda: not any(held()))

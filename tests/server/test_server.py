@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real `vllm serve --kv-eviction tgv`, asked through the official client."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.models import random_text
+from tests.server.serving import (
+    BLOCK_SIZE,
+    VISION_TOKENS,
+    Server,
+    group_members,
+    messages,
+    report_of,
+    serve,
+)
+from vllm_tgvkv.policies import POLICY_NAMES
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+REPORT = {"kv_eviction_report": 1}
+
+
+@pytest.fixture(scope="module")
+def server(
+    tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """Its log tells every eviction."""
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    config = {"debug": {"check_integrity": True}}
+    with serve(tiny_model("llava", image_size=112), log, config) as running:
+        yield running
+
+
+def scraped(server: Server) -> dict[tuple[str, ...], float]:
+    """Samples of eviction on `/metrics`, by name and the values of our own labels."""
+    found = {}
+    for sample in server.samples():
+        if sample.name.startswith("vllm:kv_eviction_"):
+            assert sample.labels.pop("model_name") == "tiny"
+            assert sample.labels.pop("engine") == "0"
+            name = sample.name.removeprefix("vllm:kv_eviction_")
+            order = ("policy", "reason", "modality", "part", "le")
+            labels = [sample.labels[label] for label in order if label in sample.labels]
+            found[(name, *labels)] = sample.value
+    return found
+
+
+def test_metrics(server: Server) -> None:
+    """What one evicted request and one without an image add."""
+    before = scraped(server)
+    answer = server.ask({"kv_eviction": "random", "kv_eviction_budget": 0.5, **REPORT})
+    report = report_of(answer)
+    server.ask(messages=[{"role": "user", "content": random_text(3, 400)}])
+    deadline = time.monotonic() + 20
+    while True:  # statistics arrive with a later step
+        after = scraped(server)
+        grown = {
+            key: after[key] - before.get(key, 0) for key in after if after[key] != before.get(key)
+        }
+        if ("skipped_requests_total", "tgv", "text_only") in grown or time.monotonic() > deadline:
+            break
+        server.ask(messages=[{"role": "user", "content": "a"}], max_tokens=2)
+        time.sleep(0.1)
+    assert grown["requests_total", "random"] == 1
+    assert grown["skipped_requests_total", "tgv", "text_only"] == 1
+    seen = {m: grown["prompt_tokens_total", "random", m] for m in ("text", "vision")}
+    kept = {m: grown["kept_tokens_total", "random", m] for m in ("text", "vision")}
+    assert seen == {"text": report["prompt_tokens"] - VISION_TOKENS, "vision": VISION_TOKENS}
+    assert sum(kept.values()) == report["kept_tokens"]
+    assert min(kept.values()) > 0
+    assert grown["blocks_given_back_total", "random"] >= 1
+    assert grown["kept_fraction_count", "random"] == 1
+    fraction = report["kept_tokens"] / report["prompt_tokens"]
+    assert grown["kept_fraction_sum", "random"] == pytest.approx(fraction, abs=1e-3)
+    # Nothing runs, and nothing is held.
+    assert (after["compressed_requests",], after["blocks_held",]) == (0, 0)
+    for part in ("statistics", "selection", "copy"):
+        assert grown["seconds_count", "random", part] == 1
+        assert 0 < grown["seconds_sum", "random", part] < 5
+
+
+def test_status(server: Server) -> None:
+    with urllib.request.urlopen(f"{server.address}/kv-eviction/status", timeout=10) as response:
+        status = json.load(response)
+    assert status["settings"]["policy"] == "tgv"
+    assert status["settings"]["budget"] == "10 % of the prompt"
+    (engine,) = status["engines"]
+    assert engine["pool"] == {"blocks": 255, "block_size": 32, "layers": 4, "kv_heads": 2}
+    assert engine["totals"]["requests_evicted"] > 0
+    with urllib.request.urlopen(f"{server.address}/openapi.json", timeout=10) as response:
+        assert "/kv-eviction/status" in json.load(response)["paths"]
+
+
+def test_start_log_has_one_line_with_the_settings(server: Server) -> None:
+    lines = [line for line in server.lines() if "KV eviction: policy" in line]
+    assert len(lines) == 1
+    assert lines[0].endswith(
+        "KV eviction: policy tgv, budget 10 % of the prompt, granularity layer; "
+        "pages of 32 tokens, pool of 255 blocks of 8 pages (layers x KV heads)"
+    )
+
+
+def test_answer_tells_what_was_evicted(server: Server) -> None:
+    answer = server.ask(REPORT)
+    num_tokens = answer.usage.prompt_tokens
+    assert num_tokens > 300 + VISION_TOKENS
+    assert answer.usage.completion_tokens == 8
+    assert answer.choices[0].message.content
+    tail = num_tokens % BLOCK_SIZE
+    assert report_of(answer) == {
+        "policy": "tgv",
+        "prompt_tokens": num_tokens,
+        "kept_tokens": BLOCK_SIZE + tail,
+        "blocks_before": -(-num_tokens // BLOCK_SIZE),
+        "blocks_after": 1 + bool(tail),
+        "skip_reason": None,
+        "trace": None,
+    }
+
+
+def test_no_report_unless_asked(server: Server) -> None:
+    assert server.ask().kv_transfer_params is None
+
+
+def test_log_has_one_debug_line_per_eviction(server: Server) -> None:
+    marks = ("KV eviction of", "tgv, 60 tokens per head")
+    before = sum(all(mark in line for mark in marks) for line in server.lines())
+    answer = server.ask({"kv_eviction_budget": 60, **REPORT})
+    report = report_of(answer)
+    lines = [line for line in server.lines() if all(mark in line for mark in marks)]
+    assert len(lines) == before + 1
+    assert answer.id in lines[-1]
+    assert f"{report['kept_tokens']} of {report['prompt_tokens']} prompt tokens kept" in lines[-1]
+    assert lines[-1].endswith(f"blocks {report['blocks_before']} -> {report['blocks_after']}")
+
+
+def test_wishes_of_a_request(server: Server) -> None:
+    half = report_of(server.ask({"kv_eviction_budget": 0.5, **REPORT}))
+    num_tokens = half["prompt_tokens"]
+    assert 0.5 * num_tokens - BLOCK_SIZE < half["kept_tokens"] <= 0.5 * num_tokens
+    tokens = report_of(server.ask({"kv_eviction_budget": "200", **REPORT}))
+    assert 200 - BLOCK_SIZE < tokens["kept_tokens"] <= 200
+    none = report_of(server.ask({"kv_eviction": "none", **REPORT}))
+    assert (none["policy"], none["skip_reason"]) == ("none", "policy_none")
+    assert none["blocks_after"] is None
+    full = report_of(server.ask({"kv_eviction_budget": 1, **REPORT}))
+    assert full["skip_reason"] == "budget_covers_prompt"
+
+
+def test_every_method_and_a_guarded_budget(server: Server) -> None:
+    """Requests name their methods, in one batch; all hold what the budget says."""
+    asks = [{"kv_eviction": name, **REPORT} for name in POLICY_NAMES]
+    with ThreadPoolExecutor(len(asks)) as pool:
+        reports = [report_of(answer) for answer in pool.map(server.ask, asks)]
+    assert [report["policy"] for report in reports] == list(POLICY_NAMES)
+    assert all(report["skip_reason"] is None for report in reports)
+    assert len({report["blocks_after"] for report in reports}) == 1
+    guarded = [
+        report_of(server.ask({"kv_eviction_budget": f"auto:{share},max=0.99", **REPORT}))
+        for share in (0.5, 0.97)
+    ]
+    kept = [report["kept_tokens"] for report in guarded]
+    assert 0 < kept[0] < kept[1] < guarded[0]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("xargs", "parts"),
+    [
+        ({"kv_eviction": "snap"}, ["vllm_xargs.kv_eviction is 'snap'", "none, tgv"]),
+        ({"kv_eviction": True}, ["vllm_xargs.kv_eviction is", "none, tgv"]),
+        ({"kv_eviction_budget": 0}, ["vllm_xargs.kv_eviction_budget is 0", "0 < budget <= 1"]),
+        ({"kv_eviction_budget": -1}, ["vllm_xargs.kv_eviction_budget is -1", "such as 512"]),
+        ({"kv_eviction_budget": 1.5}, ["vllm_xargs.kv_eviction_budget is 1.5", "such as 512"]),
+        ({"kv_eviction_budget": "abc"}, ["vllm_xargs.kv_eviction_budget is 'abc'", "such as 512"]),
+        ({"kv_eviction_budget": "nan"}, ["vllm_xargs.kv_eviction_budget is 'nan'", "such as 512"]),
+        ({"kv_eviction_budget": [0.1]}, ["vllm_xargs.kv_eviction_budget is [0.1]", "such as 512"]),
+        (
+            {"kv_eviction": "random", "kv_eviction_budget": "auto:0.9"},
+            ["auto", "'random'", "give a fraction, or another method"],
+        ),
+        ({"kv_eviction_budget": "9" * 5000}, ["kv_eviction_budget is '999", "...", "such as 512"]),
+        ({"kv_eviction_report": "yes"}, ["vllm_xargs.kv_eviction_report is 'yes'", "give 1"]),
+        ({"kv_eviction_trace": 2}, ["vllm_xargs.kv_eviction_trace is 2", "give 1 for a trace"]),
+        ({"kv_eviction_sinks": 4}, ["vllm_xargs has kv_eviction_sinks", "kv_eviction_budget"]),
+    ],
+    ids=lambda value: repr(value)[:60],
+)
+def test_wrong_wishes_are_http_400(server: Server, xargs: dict[str, Any], parts: list[str]) -> None:
+    """The message names the parameter, its value and the way out; the server lives on."""
+    server.ask(max_tokens=1)  # the image is known: see the next test
+    with pytest.raises(openai.BadRequestError) as caught:
+        server.ask(xargs)
+    for part in parts:
+        assert part in str(caught.value)
+    assert server.ask(max_tokens=2).usage.completion_tokens == 2
+
+
+def test_an_image_that_came_with_a_wrong_request_first_is_missed_once(server: Server) -> None:
+    """By vLLM's engine, whatever was wrong, since only the front end has seen it."""
+    for seed, wrong in (
+        (901, {"xargs": {"kv_eviction_budget": 0}}),
+        (902, {"logit_bias": {99999: 1}}),
+    ):
+        ask = {"messages": messages(seed), "max_tokens": 2}
+        with pytest.raises(openai.BadRequestError):
+            server.ask(**ask, **wrong)
+        with pytest.raises(openai.InternalServerError):
+            server.ask(**ask)
+        assert server.ask(**ask).usage.completion_tokens == 2
+
+
+def test_ten_thousand_images_are_http_400(server: Server) -> None:
+    """By vLLM's own limit; none of them is looked at."""
+    (message,) = messages(1)
+    (image,) = (part for part in message["content"] if part["type"] == "image_url")
+    with pytest.raises(openai.BadRequestError, match="image"):
+        server.ask(messages=[{**message, "content": [image] * 10_000}])
+    assert server.ask(max_tokens=2).usage.completion_tokens == 2
+
+
+def test_wrong_wishes_in_a_stream_and_in_completions(server: Server) -> None:
+    wrong = {"kv_eviction_budget": -1}
+    # vLLM validates a stream's request once the response has begun: an error event ends it.
+    with pytest.raises(openai.APIError, match="kv_eviction_budget is -1") as caught:
+        list(server.ask(wrong, stream=True))
+    body: Any = caught.value.body
+    assert body["code"] == 400
+    with pytest.raises(openai.BadRequestError, match="kv_eviction_budget"):
+        server.client.completions.create(
+            model="tiny", prompt="a" * 200, extra_body={"vllm_xargs": wrong}
+        )
+
+
+def test_stream_has_the_same_text(server: Server) -> None:
+    whole = server.ask(max_tokens=20, seed=1)
+    stream = server.ask(max_tokens=20, seed=1, stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+    assert text == whole.choices[0].message.content
+
+
+def test_several_choices_share_a_prompt(server: Server) -> None:
+    """Each is a request of its own that is evicted, though they share the prompt's blocks."""
+    before = evictions(server)
+    answer = server.ask(REPORT, n=2, max_tokens=40, temperature=1)
+    assert answer.usage.completion_tokens == 80
+    assert len({choice.message.content for choice in answer.choices}) == 2
+    assert evictions(server) - before == 2
+    assert report_of(answer)["blocks_after"] == 2
+
+
+def evictions(server: Server) -> int:
+    return sum(" prompt tokens kept a head, blocks " in line for line in server.lines())
+
+
+def test_two_images_in_a_prompt(server: Server) -> None:
+    answer = server.ask(REPORT, messages=messages(7, images=2))
+    assert answer.usage.prompt_tokens > 300 + 2 * VISION_TOKENS
+    assert report_of(answer)["skip_reason"] is None
+
+
+def test_text_passes_untouched(server: Server) -> None:
+    text = [{"role": "user", "content": random_text(3, 400)}]
+    report = report_of(server.ask(REPORT, messages=text))
+    assert (report["skip_reason"], report["kept_tokens"]) == ("text_only", None)
+
+
+def test_completions(server: Server) -> None:
+    answer = server.client.completions.create(
+        model="tiny",
+        prompt=random_text(4, 400),
+        max_tokens=5,
+        temperature=0,
+        extra_body={"vllm_xargs": REPORT},
+    )
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 5
+    assert report_of(answer)["skip_reason"] == "text_only"
+
+
+def test_responses(server: Server) -> None:
+    content = messages(0)[0]["content"]
+    image = {"type": "input_image", "image_url": content[0]["image_url"]["url"], "detail": "auto"}
+    question: Any = [{"type": "input_text", "text": content[1]["text"]}, image]
+    body = {"model": "tiny", "input": [{"role": "user", "content": question}]}
+    before = evictions(server)
+    answer = server.client.responses.create(
+        **body, max_output_tokens=8, extra_body={"vllm_xargs": REPORT}
+    )
+    assert answer.usage is not None
+    assert answer.usage.output_tokens == 8
+    assert report_of(answer)["blocks_after"] == 2
+    assert evictions(server) - before == 1
+    with pytest.raises(openai.BadRequestError, match="kv_eviction_budget"):
+        server.client.responses.create(
+            **body, extra_body={"vllm_xargs": {"kv_eviction_budget": 1.5}}
+        )
+
+
+def test_many_at_once_answer_as_alone(server: Server) -> None:
+    """Different prompts and budgets in one batch; each answer is the one it gives alone."""
+
+    def ask(seed: int) -> str:
+        wish = {"kv_eviction_budget": (0.1, 0.3, 0.6, 1)[seed % 4]}
+        answer = server.ask(wish, messages=messages(seed, length=150 + 60 * seed), max_tokens=40)
+        assert answer.usage.completion_tokens == 40
+        return answer.choices[0].message.content
+
+    with ThreadPoolExecutor(8) as threads:
+        together = list(threads.map(ask, range(8)))
+    assert together == [ask(seed) for seed in range(8)]
+    assert len(set(together)) == 8
+
+
+def test_engine_logs_no_error(server: Server) -> None:
+    """Every step was recounted (`check_integrity`), and no wrong wish reached the engine."""
+    lines = [line for line in server.lines() if re.match(r"\((EngineCore|Worker|VllmWorker)", line)]
+    assert lines
+    assert [line for line in lines if re.search(r"\bERROR\b|Traceback|Integrity", line)] == []
+
+
+def test_interrupt_ends_every_process(server: Server) -> None:
+    """Last in this file: the server is gone afterwards."""
+    assert len(group_members(server.process.pid)) > 1  # the engine is a process of its own
+    server.interrupt()

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything around the plugin: docs, configurations, images, demo, evaluation, load tests."""

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU set-up of tools/cpu and the installed packages."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import urllib.request
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from demo.run import free_port
+from tests.conftest import ROOT, default_environment
+from tests.models import random_image
+from tests.server.serving import wait_until_healthy
+
+needs_cpu_setup = pytest.mark.skipif(
+    importlib.util.find_spec("vllm_cpu_setup") is None, reason="tools/cpu is not installed"
+)
+
+
+def python(code: str) -> str:
+    """Run `code` in a fresh interpreter and return what it prints."""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+@needs_cpu_setup
+def test_stand_in_carries_the_version_of_the_real_one() -> None:
+    assert version("vllm") == version("vllm-cpu") + "+cpu"
+
+
+@needs_cpu_setup
+@pytest.mark.parametrize("package", ["torchvision.transforms.v2", "torchaudio"])
+def test_companions_of_torch_can_be_imported(package: str) -> None:
+    python(f"import {package}")
+
+
+@needs_cpu_setup
+def test_torchcodec_fails_as_vllm_expects_or_works() -> None:
+    python("try: import torchcodec\nexcept (ImportError, RuntimeError): pass")
+
+
+@needs_cpu_setup
+def test_hook_costs_nothing_until_needed() -> None:
+    """Neither starting Python nor asking whether torchvision exists may import torch."""
+    python(
+        "import sys, importlib.util as u\n"
+        "assert u.find_spec('torchvision')\n"
+        "assert 'torch' not in sys.modules and 'torchvision' not in sys.modules"
+    )
+
+
+@needs_cpu_setup
+def test_hook_stands_aside_where_torchvision_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm_cpu_setup
+
+    executed: list[ModuleType] = []
+    package = ModuleType("torchvision")
+    package.__path__ = []
+    monkeypatch.setattr(vllm_cpu_setup, "_declarations", [])
+    monkeypatch.setattr(vllm_cpu_setup, "native_library_loads", lambda locations: True)
+    vllm_cpu_setup.run_torchvision(executed.append, package)
+    assert executed == [package]
+    assert not vllm_cpu_setup._declarations
+
+
+def test_environment_is_exported_by_the_makefile() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    exported = " ".join(re.findall(r"^export (.*)$", makefile, flags=re.MULTILINE)).split()
+    assert sorted(exported) == sorted(default_environment())
+
+
+def test_wheel_holds_every_module(tmp_path: Path) -> None:
+    """`kernels/` becomes `vllm_tgvkv/kernels/`, and no sub-package is forgotten."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    if (ROOT / "README.md").exists():
+        shutil.copy(ROOT / "README.md", source)
+    for name in ("vllm_tgvkv", "kernels", "server"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
+    command += ["--no-build-isolation", "--wheel-dir", str(tmp_path), str(source)]
+    subprocess.run(command, check=True)
+    wheel = zipfile.ZipFile(next(tmp_path.glob("*.whl")))
+    packed = {name for name in wheel.namelist() if name.endswith(".py")}
+    expected = {str(p.relative_to(ROOT)) for p in (ROOT / "vllm_tgvkv").rglob("*.py")}
+    for folder in ("kernels", "server"):
+        expected |= {f"vllm_tgvkv/{p.relative_to(ROOT)}" for p in (ROOT / folder).rglob("*.py")}
+    assert packed == expected
+
+
+@contextmanager
+def vllm_serve(folder: Path, log: Path) -> Iterator[str]:
+    """Run the `vllm serve` command on `folder` and yield its address once it is healthy."""
+    port = free_port()
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(folder)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"]
+    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
+    address = f"http://127.0.0.1:{port}"
+    with log.open("w") as output:
+        server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=os.environ)
+    try:
+        wait_until_healthy(server, address, log)
+        yield address
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+@needs_cpu_setup
+@pytest.mark.engine
+@pytest.mark.slow
+def test_stock_server_answers_about_a_png(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """The `vllm` command works, and the set-up reaches the server and its engine process."""
+    png = io.BytesIO()
+    random_image(0, 112, 84).save(png, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
+    content = [
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "text", "text": "What is this?"},
+    ]
+    body = {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": 8}
+    with vllm_serve(tiny_model(), tmp_path / "server.log") as address:
+        request = urllib.request.Request(
+            f"{address}/v1/chat/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            answer = json.load(response)
+    assert answer["usage"]["completion_tokens"] == 8

@@ -1,0 +1,706 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The images, the compose file and the Helm chart in `docker/`, as far as they go without Docker.
+
+hadolint, Docker Compose and Helm are the real ones, from packages that bundle them. They read and
+render; nothing is built, started or installed by them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import venv
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import setuptools
+import yaml
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from tests.conftest import ROOT
+from tests.tools.test_configs import serve, serve_parser
+from vllm_tgvkv.plugin import SUPPORTED_VLLM
+
+__all__ = ["serve_parser"]  # a fixture
+
+DOCKER = ROOT / "docker"
+DOCKERFILES = [DOCKER / "Dockerfile", DOCKER / "Dockerfile.cpu"]
+COMPOSE = DOCKER / "compose.yaml"
+CHART = DOCKER / "helm/vllm-tgvkv"
+UID = 10001
+
+each_dockerfile = pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+
+
+def tool(name: str) -> str:
+    """Path of a program that a package brings into this environment."""
+    path = shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if path is None:
+        pytest.skip(f"{name} is not installed")
+    return path
+
+
+# Dockerfiles
+
+
+@dataclass(frozen=True)
+class Instruction:
+    stage: int
+    """0 for the first FROM; -1 before it."""
+    keyword: str
+    value: str
+
+    @property
+    def exec_form(self) -> list[str]:
+        """The value of an instruction in exec form."""
+        return json.loads(self.value)
+
+
+def instructions(path: Path) -> list[Instruction]:
+    lines = [line for line in path.read_text().splitlines() if not line.lstrip().startswith("#")]
+    found, stage = [], -1
+    for line in re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines():
+        if line.strip():
+            keyword, value = line.split(maxsplit=1)
+            stage += keyword == "FROM"
+            found.append(Instruction(stage, keyword, value))
+    return found
+
+
+def final(path: Path, keyword: str) -> list[Instruction]:
+    """Instructions of one kind in the last stage, which is the image."""
+    found = instructions(path)
+    return [i for i in found if i.stage == found[-1].stage and i.keyword == keyword]
+
+
+def dockerignored(name: str) -> bool:
+    """Whether `.dockerignore` keeps a path out of the build context: the last match decides."""
+    ignored = False
+    for line in (ROOT / ".dockerignore").read_text().splitlines():
+        if not line or line.startswith("#"):
+            continue
+        pattern = line.removeprefix("!").removeprefix("**/")
+        parts = name.split("/")
+        prefixes = ["/".join(parts[: n + 1]) for n in range(len(parts))]
+        names = parts if "**/" in line else prefixes
+        if any(fnmatch.fnmatchcase(candidate, pattern) for candidate in names):
+            ignored = not line.startswith("!")
+    return ignored
+
+
+@each_dockerfile
+def test_hadolint_has_nothing_to_say(path: Path) -> None:
+    run = subprocess.run([tool("hadolint"), path], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout
+
+
+@each_dockerfile
+def test_dockerfile_says_what_operators_need(path: Path) -> None:
+    everything = instructions(path)
+    assert everything[-1] == final(path, "ENTRYPOINT")[0]
+    assert everything[-1].exec_form == ["vllm", "serve"]
+    assert everything[-2].keyword == "USER"
+    assert everything[-2].value == f"{UID}:0"
+    assert len(final(path, "HEALTHCHECK")) == 1
+    assert [i.exec_form for i in final(path, "VOLUME")] == [["/models"]]
+    assert not any(i.keyword == "ADD" for i in everything)
+
+    version = importlib.metadata.version("vllm-tgvkv")
+    labels = dict(re.findall(r'org\.opencontainers\.image\.([\w.]+)="([^"]*)"', path.read_text()))
+    assert labels["version"].removesuffix("-cpu") == version
+    assert labels.keys() >= {"title", "description", "licenses", "base.name"}
+
+
+@each_dockerfile
+def test_bases_are_pinned(path: Path) -> None:
+    arguments = dict(i.value.split("=", 1) for i in instructions(path) if i.keyword == "ARG")
+    for base in (i.value.split(" AS ")[0] for i in instructions(path) if i.keyword == "FROM"):
+        image = arguments[base.strip("${}")] if base.startswith("$") else base
+        assert re.fullmatch(r"[\w/-]+:v?\d+\.\d+\.\d+[\w.-]*", image), image
+        if "vllm" in image:
+            assert image.split(":v")[1].startswith("{}.{}.".format(*SUPPORTED_VLLM))
+            assert f'base.name="docker.io/{image}"' in path.read_text()
+
+
+@each_dockerfile
+def test_layers_carry_no_caches(path: Path) -> None:
+    for instruction in instructions(path):
+        command = instruction.value
+        if instruction.keyword != "RUN":
+            continue
+        if "apt-get" in command:
+            assert "--no-install-recommends" in command
+            assert command.endswith("rm -rf /var/lib/apt/lists/*")
+        for part in command.split("&&"):
+            if "pip install" in part or "pip wheel" in part:
+                assert "--no-cache" in part
+
+
+@each_dockerfile
+def test_context_has_what_is_copied(path: Path) -> None:
+    for instruction in instructions(path):
+        if instruction.keyword == "COPY" and "--from=" not in instruction.value:
+            for source in instruction.value.split()[:-1]:
+                assert (ROOT / source).exists()
+                assert not dockerignored(source), source
+
+
+def test_context_has_nothing_else() -> None:
+    assert not dockerignored("vllm_tgvkv/policies/tgv.py")
+    assert dockerignored("vllm_tgvkv/policies/__pycache__/tgv.cpython-311.pyc")
+    assert dockerignored("tools/cpu/build")
+    for name in (".git", ".venv", "tests", "demo/model", "docs", "tools", "docker/.env"):
+        assert dockerignored(name), name
+
+
+@pytest.fixture
+def answering() -> Iterator[list[int]]:
+    """A server on a free port: [status that /health answers, port]."""
+    state = [200, 0]
+
+    class Health(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(state[0] if self.path == "/health" else 404)
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Health)
+    state[1] = server.server_port
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield state
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@each_dockerfile
+@pytest.mark.parametrize(("status", "healthy"), [(200, True), (503, False), (None, False)])
+def test_healthcheck_tells(
+    path: Path, answering: list[int], status: int | None, healthy: bool
+) -> None:
+    (check,) = final(path, "HEALTHCHECK")
+    command = json.loads(check.value.split("CMD ")[1])
+    assert command[0] == "python3"
+    port = answering[1] if status else 1  # nobody answers there
+    answering[0] = status or 0
+    code = command[2].replace(":8000/", f":{port}/")
+    run = subprocess.run([sys.executable, *command[1:2], code], capture_output=True, check=False)
+    assert (run.returncode == 0) is healthy
+
+
+# Installation
+
+
+class ImageBuild:
+    """Runs the instructions of a stage in a folder in place of a container's root.
+
+    Absolute paths of the Dockerfile are those below `root`. Nothing is downloaded: setuptools is
+    this environment's, and dependencies are left out.
+    """
+
+    PATHS = ("/source", "/wheels", "/opt/venv")
+
+    def __init__(self, path: Path, root: Path) -> None:
+        self.path, self.root = path, root
+        self.source = root / "source"
+        self.source.mkdir()
+        build_tools = root / "build_tools"
+        build_tools.mkdir()
+        for part in Path(setuptools.__file__).parents[1].glob("setuptools*"):
+            (build_tools / part.name).symlink_to(part)
+        self.environment = {
+            **os.environ,
+            "PATH": f"{root}/opt/venv/bin:{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(build_tools),  # before the older setuptools of a new environment
+            "PIP_NO_DEPS": "1",
+            "PIP_NO_INDEX": "1",
+            "PIP_NO_BUILD_ISOLATION": "0",  # pip's way to say that there is none
+            "TORCH_INDEX": "",
+        }
+
+    def run_stage(self, stage: int) -> None:
+        for instruction in instructions(self.path):
+            if instruction.stage == stage and instruction.keyword == "COPY":
+                self.copy(instruction.value.split())
+            elif instruction.stage == stage and instruction.keyword == "RUN":
+                self.run(instruction.value)
+
+    def copy(self, words: list[str]) -> None:
+        *sources, target = words
+        for source in map(Path, sources):
+            destination = self.source / (source.name if target == "./" else target)
+            if (ROOT / source).is_dir():
+                shutil.copytree(ROOT / source, destination, ignore=self.ignore)
+            else:
+                shutil.copy(ROOT / source, destination)
+
+    @staticmethod
+    def ignore(folder: str, names: list[str]) -> list[str]:
+        relative = Path(folder).relative_to(ROOT)
+        return [name for name in names if dockerignored(str(relative / name))]
+
+    def run(self, command: str) -> None:
+        command = re.sub(r"--mount=\S+ *", "", command)
+        for path in self.PATHS:
+            command = re.sub(rf"(?<![\w.]){path}\b", str(self.root) + path, command)
+        run = subprocess.run(
+            ["bash", "-euc", command],
+            cwd=self.source,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert run.returncode == 0, f"{command}\n{run.stdout}\n{run.stderr}"
+
+    @property
+    def wheel(self) -> Path:
+        (wheel,) = (self.root / "wheels").glob("*.whl")
+        return wheel
+
+    @property
+    def site_packages(self) -> Path:
+        (folder,) = (self.root / "opt/venv/lib").glob("python*/site-packages")
+        return folder
+
+
+def borrow_packages(site_packages: Path) -> None:
+    """Let an environment see the packages of this one, but none of its start-up files.
+
+    So an editable installation of the plugin here is not seen there.
+    """
+    here = Path(yaml.__file__).parents[1]
+    start = "import vllm_cpu_setup; vllm_cpu_setup.install()"
+    lines = [str(here), *([start] if (here / "vllm_cpu_setup.py").exists() else [])]
+    (site_packages / "zz_borrowed.pth").write_text("\n".join(lines) + "\n")
+
+
+CHECK_INSTALLATION = """
+import importlib, sys
+from importlib.metadata import distribution
+from pathlib import Path
+for package in ("vllm_tgvkv", "vllm_tgvkv.kernels", "vllm_tgvkv.kernels.gpu", "vllm_tgvkv.server"):
+    file = importlib.import_module(package).__file__
+    assert Path(file).is_relative_to(sys.prefix), file
+for entry_point in distribution("vllm-tgvkv").entry_points:
+    entry_point.load()
+from vllm.entrypoints.cli.main import main
+sys.argv = ["vllm", "serve", "--help=KVEviction"]
+main()
+"""
+
+
+@pytest.mark.slow
+@each_dockerfile
+def test_install_steps_in_a_clean_environment(path: Path, tmp_path: Path) -> None:
+    """What the image's `pip` lines install is the whole plugin, and `vllm serve` has its flags."""
+    build = ImageBuild(path, tmp_path)
+    if path.name == "Dockerfile":
+        build.run_stage(0)
+        (install,) = (i for i in final(path, "RUN") if "/wheels/*.whl" in i.value)
+        # The environment stands for the system's Python, pip for uv, which is in the base image.
+        venv.create(tmp_path / "opt/venv", symlinks=True)
+        build.environment["PIP_PYTHON"] = str(tmp_path / "opt/venv/bin/python")
+        command = install.value.replace("uv pip install --system", "pip install")
+        assert command != install.value
+        build.run(command)
+    else:
+        build.run_stage(0)
+        assert importlib.metadata.Distribution.at(
+            next(build.site_packages.glob("vllm-*.dist-info"))
+        ).version.endswith("+cpu")
+
+    packed = zipfile.ZipFile(build.wheel).namelist()
+    expected = {str(p.relative_to(ROOT)) for p in (ROOT / "vllm_tgvkv").rglob("*.py")}
+    for folder in ("kernels", "server"):
+        files = [
+            p for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".html", ".js", ".css")
+        ]
+        expected |= {f"vllm_tgvkv/{p.relative_to(ROOT)}" for p in files}
+    assert expected | {"vllm_tgvkv/py.typed"} <= set(packed)
+    assert {"vllm_tgvkv/kernels/gpu/__init__.py", "vllm_tgvkv/server/inspector/index.html"} <= {
+        *packed
+    }
+
+    borrow_packages(build.site_packages)
+    run = subprocess.run(
+        [tmp_path / "opt/venv/bin/python", "-c", CHECK_INSTALLATION],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "--kv-eviction-budget" in run.stdout
+
+
+# Compose
+
+
+def composed(*profiles: str, **environment: str) -> dict[str, Any]:
+    """The compose file as Docker Compose understands it."""
+    flags = [flag for profile in profiles for flag in ("--profile", profile)]
+    run = subprocess.run(
+        [
+            *(tool("docker-compose"), "-f", COMPOSE, "--env-file", os.devnull),
+            *(*flags, "config", "--format", "json"),
+        ],
+        env={"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "warning" not in run.stderr.lower(), run.stderr
+    return json.loads(run.stdout)
+
+
+def in_repository(arguments: list[str]) -> list[str]:
+    """Arguments of a container with the paths of its configurations in the repository."""
+    return [re.sub(r"^/configs/", f"{ROOT}/configs/", argument) for argument in arguments]
+
+
+@pytest.mark.parametrize("profile", ["gpu", "cpu"])
+def test_compose_serves_and_watches(profile: str) -> None:
+    services = composed(profile)["services"]
+    name = f"server-{profile}"
+    assert services.keys() == {name, "prometheus", "grafana"}
+
+    server = services[name]
+    dockerfile = Path(server["build"]["context"], server["build"]["dockerfile"])
+    assert dockerfile in DOCKERFILES
+    assert server["image"].split(":")[1].removesuffix("-cpu") == importlib.metadata.version(
+        "vllm-tgvkv"
+    )
+    devices = server.get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices")
+    assert bool(devices) is (profile == "gpu")
+
+    # Prometheus finds the server by this name, Grafana finds Prometheus by that of its service.
+    scraped = yaml.safe_load((ROOT / "configs/prometheus/prometheus.yml").read_text())
+    (target,) = scraped["scrape_configs"][0]["static_configs"][0]["targets"]
+    alias, port = target.split(":")
+    assert server["networks"]["default"]["aliases"] == [alias]
+    assert [p["target"] for p in server["ports"]] == [int(port)]
+    sources = ROOT / "configs/grafana/provisioning/datasources/prometheus.yml"
+    assert yaml.safe_load(sources.read_text())["datasources"][0]["url"] == "http://prometheus:9090"
+
+    providers = ROOT / "configs/grafana/provisioning/dashboards/vllm-tgvkv.yml"
+    folder = yaml.safe_load(providers.read_text())["providers"][0]["options"]["path"]
+    assert folder in [mount["target"] for mount in services["grafana"]["volumes"]]
+
+
+def test_compose_is_closed_by_default() -> None:
+    for name, service in composed("gpu", "cpu")["services"].items():
+        assert {port["host_ip"] for port in service["ports"]} == {"127.0.0.1"}, name
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        assert not service.get("privileged")
+        assert re.fullmatch(r"[\w/-]+:v?\d+\.\d+\.\d+(-cpu)?", service["image"]), name
+        for mount in service["volumes"]:
+            if mount["type"] == "bind":
+                assert mount["read_only"]
+                assert Path(mount["source"]).is_dir(), mount["source"]
+
+
+@pytest.mark.parametrize("profile", ["gpu", "cpu"])
+@pytest.mark.parametrize("config", ["", "llava-1.5-7b/quality"])
+def test_compose_commands_are_read_by_vllm(
+    serve_parser: FlexibleArgumentParser, profile: str, config: str
+) -> None:
+    server = composed(profile, CONFIG=config)["services"][f"server-{profile}"]
+    args = serve(serve_parser, *in_repository(server["command"]))
+    assert args.kv_eviction in ("tgv", "snapkv")
+    if config:
+        assert args.model == "llava-hf/llava-1.5-7b-hf"
+    if profile == "cpu":
+        assert (args.max_model_len, args.max_num_seqs) == (4096, 8)
+        assert args.limit_mm_per_prompt == {"image": 1, "video": 0}
+
+
+def test_compose_hands_keys_over() -> None:
+    server = composed("gpu", VLLM_API_KEY="secret", HF_TOKEN="hf")["services"]["server-gpu"]
+    assert server["environment"] == {"VLLM_API_KEY": "secret", "HF_TOKEN": "hf"}
+
+
+# Helm
+
+EVERYTHING: dict[str, Any] = {
+    "image": {"repository": "registry.example/vllm-tgvkv", "digest": f"sha256:{'0' * 64}"},
+    "imagePullSecrets": [{"name": "registry"}],
+    "server": {
+        "configYaml": "model: some/model\nkv-eviction: tgv\n",
+        "tensorParallelSize": 4,
+        "extraArgs": ["--kv-eviction", "none", "--max-num-seqs=3"],
+        "extraEnv": [{"name": "VLLM_LOGGING_LEVEL", "value": "DEBUG"}],
+    },
+    "apiKey": {"secretName": "keys", "secretKey": "vllm"},
+    "huggingFaceToken": {"secretName": "keys", "secretKey": "hf"},
+    "modelStorage": {"storageClassName": "fast", "accessModes": ["ReadWriteMany"], "keep": False},
+    "service": {"type": "LoadBalancer", "port": 80, "annotations": {"a": "b"}},
+    "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+    "autoscaling": {"enabled": True, "maxReplicas": 8},
+    "podAnnotations": {"c": "d"},
+    "podLabels": {"team": "vision"},
+    "nodeSelector": {"nvidia.com/gpu.product": "H100"},
+    "affinity": {"podAntiAffinity": {}},
+    "topologySpreadConstraints": [
+        {
+            "maxSkew": 1,
+            "topologyKey": "kubernetes.io/hostname",
+            "whenUnsatisfiable": "ScheduleAnyway",
+            "labelSelector": {"matchLabels": {"app.kubernetes.io/name": "vllm-tgvkv"}},
+        }
+    ],
+    "runtimeClassName": "nvidia",
+    "priorityClassName": "high",
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "everything": EVERYTHING,
+    "no storage": {"modelStorage": {"enabled": False}},
+    "existing claim": {"modelStorage": {"existingClaim": "weights"}, "replicas": 3},
+    "scale by waiting": {"autoscaling": {"enabled": True, "metrics": {"running": None}}},
+}
+each_variant = pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS.keys())
+
+
+def rendered(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Objects of a release `rel` in the namespace `ns`, by kind, as Helm makes them."""
+    helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")
+    with helm.Chart.load(CHART) as chart:
+        files = chart.render(values, name="rel", namespace="ns")
+    objects = [
+        found
+        for name, text in files.items()
+        if not name.endswith("NOTES.txt")
+        for found in yaml.safe_load_all(text)
+        if found
+    ]
+    by_kind = {found["kind"]: found for found in objects}
+    assert len(by_kind) == len(objects)
+    return by_kind
+
+
+def container(values: dict[str, Any]) -> dict[str, Any]:
+    (found,) = rendered(values)["Deployment"]["spec"]["template"]["spec"]["containers"]
+    return found
+
+
+def test_helm_lint_has_nothing_to_say() -> None:
+    helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")
+    report = helm.lint(CHART, strict=True)
+    assert report["errors"] == []
+    messages = [m["error"] for m in report["messages"]]
+    assert [m for m in messages if "icon is recommended" not in m] == []
+
+
+@pytest.mark.parametrize("version", ["1.26", "latest"])
+@each_variant
+def test_objects_are_those_of_kubernetes(values: dict[str, Any], version: str) -> None:
+    kubernetes = pytest.importorskip("kubernetes_validate")
+    version = kubernetes.latest_version() if version == "latest" else version
+    objects = rendered(values)
+    assert objects.keys() >= {"Deployment", "Service"}
+    for kind, found in objects.items():
+        assert found["metadata"]["namespace"] == "ns"
+        if kind != "PodMonitor":  # the Prometheus operator's, of which no package brings the schema
+            kubernetes.validate(found, version, strict=True)
+
+
+def test_kinds_follow_the_values() -> None:
+    always = {"Deployment", "Service"}
+    assert rendered({}).keys() == always | {"PersistentVolumeClaim"}
+    assert rendered(VARIANTS["no storage"]).keys() == always
+    assert rendered(VARIANTS["existing claim"]).keys() == always
+    assert rendered(EVERYTHING).keys() == always | {
+        "ConfigMap",
+        "HorizontalPodAutoscaler",
+        "PersistentVolumeClaim",
+        "PodMonitor",
+    }
+
+
+@each_variant
+def test_parts_of_the_chart_fit_together(values: dict[str, Any]) -> None:
+    objects = rendered(values)
+    deployment = objects["Deployment"]["spec"]
+    pod = deployment["template"]["spec"]
+    (server,) = pod["containers"]
+    labels = deployment["template"]["metadata"]["labels"].items()
+
+    assert deployment["selector"]["matchLabels"].items() <= labels
+    assert objects["Service"]["spec"]["selector"].items() <= labels
+    ports = {port["name"] for port in server["ports"]}
+    assert {p["targetPort"] for p in objects["Service"]["spec"]["ports"]} <= ports
+    for kind in ("startup", "readiness", "liveness"):
+        assert server[f"{kind}Probe"]["httpGet"] == {"path": "/health", "port": "http"}
+
+    mounted = {mount["name"]: mount["mountPath"] for mount in server["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert mounted.keys() == volumes.keys()
+    assert mounted["shm"] == "/dev/shm"
+    assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
+    if "PersistentVolumeClaim" in objects:
+        claim = volumes["models"]["persistentVolumeClaim"]["claimName"]
+        assert claim == objects["PersistentVolumeClaim"]["metadata"]["name"]
+    if "ConfigMap" in objects:
+        assert volumes["config"]["configMap"]["name"] == objects["ConfigMap"]["metadata"]["name"]
+        assert "--config" in server["args"]
+    if "PodMonitor" in objects:
+        monitor = objects["PodMonitor"]["spec"]
+        assert monitor["selector"]["matchLabels"].items() <= labels
+        (endpoint,) = monitor["podMetricsEndpoints"]
+        (relabeling,) = endpoint.pop("metricRelabelings")
+        assert endpoint == {"port": "http", "path": "/metrics", "interval": "15s"}
+        # The same as in the configuration of a Prometheus that stands alone.
+        prometheus = yaml.safe_load((ROOT / "configs/prometheus/prometheus.yml").read_text())
+        (alone,) = prometheus["scrape_configs"][0]["metric_relabel_configs"]
+        assert list(relabeling.values()) == list(alone.values())
+    if "HorizontalPodAutoscaler" in objects:
+        assert "replicas" not in deployment
+        target = objects["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]
+        assert target["name"] == objects["Deployment"]["metadata"]["name"]
+
+
+@each_variant
+def test_pods_may_do_little(values: dict[str, Any]) -> None:
+    pod = rendered(values)["Deployment"]["spec"]["template"]["spec"]
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["runAsUser"] == UID
+    (server,) = pod["containers"]
+    assert server["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    # What the image's variables point to can be written.
+    written = {mount["mountPath"] for mount in server["volumeMounts"] if not mount.get("readOnly")}
+    (environment,) = final(DOCKERFILES[0], "ENV")
+    folders = re.findall(r"=(/\w+)", environment.value)
+    assert set(folders) == {"/cache", "/models"}
+    assert set(folders) | {"/tmp", "/dev/shm"} == written
+
+
+@each_variant
+def test_arguments_are_read_by_vllm(
+    serve_parser: FlexibleArgumentParser, values: dict[str, Any], tmp_path: Path
+) -> None:
+    objects = rendered(values)
+    arguments = in_repository(container(values)["args"])
+    if "ConfigMap" in objects:
+        path = tmp_path / "config.yaml"
+        path.write_text(objects["ConfigMap"]["data"]["config.yaml"])
+        arguments[arguments.index("/etc/vllm/config.yaml")] = str(path)
+    args = serve(serve_parser, *arguments)
+    wanted = values.get("server", {})
+    assert args.tensor_parallel_size == wanted.get("tensorParallelSize", 1)
+    assert args.shutdown_timeout == 60
+    assert args.kv_eviction == ("none" if "extraArgs" in wanted else "tgv")
+
+
+def test_gpus_follow_tensor_parallelism() -> None:
+    for values, number in (({}, 1), (EVERYTHING, 4)):
+        resources = container(values)["resources"]
+        assert resources["limits"]["nvidia.com/gpu"] == number
+        assert resources["requests"]["nvidia.com/gpu"] == number
+
+
+def test_keys_come_from_secrets() -> None:
+    assert not container({}).get("env")
+    environment = {e["name"]: e for e in container(EVERYTHING)["env"]}
+    key = environment["VLLM_API_KEY"]["valueFrom"]["secretKeyRef"]
+    assert key == {"name": "keys", "key": "vllm"}
+    assert environment["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "keys", "key": "hf"}
+
+
+def test_pods_are_given_the_time_they_need() -> None:
+    deployment = rendered({})["Deployment"]["spec"]
+    pod = deployment["template"]["spec"]
+    (server,) = pod["containers"]
+    pause = int(server["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod["terminationGracePeriodSeconds"] > pause + 60
+    startup = server["startupProbe"]
+    starting = startup["periodSeconds"] * startup["failureThreshold"]
+    assert deployment["progressDeadlineSeconds"] > starting
+
+
+def test_autoscaler_asks_for_gauges_of_vllm() -> None:
+    """Each metric is one that the adapter's rule makes of a gauge in vLLM's /metrics."""
+    adapter = yaml.safe_load((DOCKER / "helm/prometheus-adapter.yaml").read_text())
+    (rule,) = adapter["rules"]["custom"]
+    series = re.search(r'__name__=~"([^"]*)"', rule["seriesQuery"])
+    assert series is not None
+    from vllm.v1.metrics import loggers
+
+    gauges = re.findall(r'"(vllm:\w+)"', Path(loggers.__file__).read_text())
+    served = {
+        re.sub(rule["name"]["matches"], rule["name"]["as"].replace("${1}", r"\1"), gauge)
+        for gauge in gauges
+        if re.fullmatch(series[1], gauge)
+    }
+    metrics = rendered(EVERYTHING)["HorizontalPodAutoscaler"]["spec"]["metrics"]
+    assert {metric["pods"]["metric"]["name"] for metric in metrics} == served
+    (waiting,) = rendered(VARIANTS["scale by waiting"])["HorizontalPodAutoscaler"]["spec"][
+        "metrics"
+    ]
+    assert waiting["pods"]["metric"]["name"] == "vllm_num_requests_waiting"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"replica": 2},
+        {"replicas": "two"},
+        {"server": {"tensorParallelSize": 0}},
+        {"server": {"config": "../secret"}},
+        {"server": {"extraArgs": "--kv-eviction none"}},
+        {"image": {"digest": "latest"}},
+        {"apiKey": {"key": "written down here"}},
+        {"modelStorage": {"size": "much"}},
+        {"autoscaling": {"metrics": {"running": {"name": "vllm:num_requests_running"}}}},
+    ],
+    ids=str,
+)
+def test_wrong_values_are_refused(values: dict[str, Any]) -> None:
+    helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")
+    with pytest.raises(helm.HelmValuesError, match="schema"):
+        rendered(values)
+
+
+def test_every_value_has_a_schema() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert schema["properties"].keys() - {"global"} == values.keys()
+
+
+def test_versions_agree() -> None:
+    version = importlib.metadata.version("vllm-tgvkv")
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["appVersion"] == version
+    assert container({})["image"] == f"vllm-tgvkv:{version}"
+    assert container(EVERYTHING)["image"].startswith("registry.example/vllm-tgvkv@sha256:")
+
+
+def test_commands_in_the_comments_name_files_that_exist() -> None:
+    for path in (*DOCKERFILES, COMPOSE):
+        for line in path.read_text().splitlines():
+            if line.startswith("#   docker"):
+                for word in re.findall(r"docker/[\w./-]+", line):
+                    assert (ROOT / word).is_file(), word

@@ -1,0 +1,490 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The load tests: profiles, the report of a recorded run, and a tiny run against a real server."""
+
+from __future__ import annotations
+
+import copy
+import html.parser
+import json
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from demo.run import MODEL
+from loadtests import run
+from loadtests.document import Heading, Table, Text
+from loadtests.drift import drifts
+from loadtests.load import bench_arguments, page_requests, plan, read_result, rounds
+from loadtests.profile import Pages, Profile, ProfileError
+from loadtests.record import FILE, Record
+from loadtests.report import failures, memory_growth, write_report
+from loadtests.scrape import parse
+from loadtests.server import LoadTestError, Server, flags, serve_arguments
+
+ROOT = Path(__file__).parents[2]
+PROFILES = sorted((ROOT / "loadtests" / "profiles").glob("*.yaml"))
+DATA = ROOT / "tests/data/loadtests"
+"""Made by a real run of the demonstration model, stock and evicting."""
+
+TINY: dict[str, Any] = {
+    "name": "tiny",
+    "model": "demo/model",
+    "served_model_name": "demo",
+    "serve": {"block-size": 32, "num-gpu-blocks-override": 64, "enforce-eager": True},
+    "arms": {"stock": {}, "tgv": {"serve": {"kv-eviction": "tgv"}}},
+    "workloads": {
+        "lengths": {"kind": "random", "rates": [1, 4], "seconds": 3, "output_tokens": 16},
+        "pages": {"kind": "pages", "rates": [2], "seconds": 2, "output_tokens": 12},
+    },
+}
+
+
+def tiny(**changes: Any) -> dict[str, Any]:
+    """`TINY` with fields replaced; `a__b` is field b of a."""
+    values = copy.deepcopy(TINY)
+    for path, value in changes.items():
+        *parents, name = path.split("__")
+        place = values
+        for parent in parents:
+            place = place[parent]
+        if value is None:
+            del place[name]
+        else:
+            place[name] = value
+    return values
+
+
+# -- profiles -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
+def test_profiles_are_valid(path: Path) -> None:
+    profile = Profile.read(path)
+    assert profile.name == path.stem
+    assert Profile.from_dict(yaml.safe_load(path.read_text())) == profile
+
+
+def test_profiles_serve_what_their_model_can() -> None:
+    """A pool, less the null block, has to hold the longest request, or nothing starts."""
+    for path in PROFILES:
+        profile = Profile.read(path)
+        if profile.serve:
+            slots = profile.serve["block-size"] * (profile.serve["num-gpu-blocks-override"] - 1)
+            assert slots >= profile.serve["max-model-len"]
+            assert (ROOT / profile.model).is_dir()
+
+
+def test_laptop_asks_for_less_than_five_minutes() -> None:
+    """Of load alone; starting servers and clients comes on top, see docs/loadtest."""
+    profile = Profile.read(ROOT / "loadtests" / "profiles" / "laptop.yaml")
+    seconds = sum(load.requests / load.rate for load in plan(profile))
+    assert seconds * len(profile.arms) < 150
+
+
+def test_example_of_the_documentation_is_valid() -> None:
+    text = (ROOT / "docs" / "loadtest.md").read_text()
+    (example,) = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
+    assert list(Profile.from_dict(yaml.safe_load(example)).arms) == ["stock", "tgv 10 %"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"modell": "x"}, ["modell is no field", "did you mean model?"]),
+        ({"xyz": 1}, ["xyz is no field", "choose from name, model, arms"]),
+        ({"model": None}, ["model is missing", "give it"]),
+        ({"arms": {}}, ["arms is {}", "give at least one"]),
+        ({"arms__tgv__serv": {}}, ["arms.tgv.serv is no field", "did you mean serve?"]),
+        ({"arms__tgv__serve__block-size": 16}, ["arms.tgv.serve.block-size", "serve.block-size"]),
+        ({"arms__tgv__url": "http://x"}, ["arms.tgv.url and serve are both given"]),
+        ({"arms__stock__url": "x:8000"}, ["arms.stock.url is 'x:8000'", "http://HOST:PORT"]),
+        ({"arms__stock__extra_body": 3}, ["arms.stock.extra_body is 3", "fields of a request"]),
+        ({"serve__block-size": None}, ["serve.block-size is missing", "same pool"]),
+        ({"serve__port": 80}, ["serve.port is set by the load test"]),
+        ({"serve__--dtype": "half"}, ["serve.--dtype", "write it dtype"]),
+        ({"serve__enforce_eager": True}, ["serve.enforce_eager", "write it enforce-eager"]),
+        ({"serve__enforce-eager": False}, ["serve.enforce-eager is False", "no-enforce-eager"]),
+        ({"goodput": {"itl": 3}}, ["goodput.itl is no field", "ttft, tpot, e2el"]),
+        ({"goodput": {"ttft": 0}}, ["goodput.ttft is 0", "above 0"]),
+        ({"scrape_seconds": 0}, ["scrape_seconds is 0", "above 0"]),
+        ({"seed": -1}, ["seed is -1", "at least 0"]),
+        ({"workloads__pages__kind": "text"}, ["workloads.pages.kind is 'text'", "random, pages"]),
+        ({"workloads__pages__rates": 2}, ["workloads.pages.rates is 2", "give a list"]),
+        ({"workloads__pages__rates": [1, 0]}, ["workloads.pages.rates is 0", "above 0"]),
+        ({"workloads__pages__tasks": ["chat"]}, ["workloads.pages.tasks has 'chat'", "value, row"]),
+        ({"workloads__pages__spread": 1}, ["workloads.pages.spread is no field"]),
+        (
+            {"workloads__pages__questions_per_image": 2, "workloads__pages__tasks": ["row"]},
+            ["workloads.pages.questions_per_image is 2", "value alone"],
+        ),
+        ({"workloads__pages__natural_end": 1}, ["workloads.pages.natural_end is 1", "true or"]),
+        ({"workloads__lengths__spread": 1}, ["workloads.lengths.spread is 1", "below 1"]),
+        ({"workloads__lengths__images": 1.5}, ["workloads.lengths.images is 1.5", "whole number"]),
+        ({"soak": {"seconds": "long"}}, ["soak.seconds is 'long'", "above 0"]),
+        ({"soak": {"seconds": 1e9}}, ["soak.seconds is", "at most 86400"]),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_wrong_profiles_are_refused(
+    changes: dict[str, Any], parts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The message names file, field, value and the way out; nothing is started."""
+    path = tmp_path / "wrong.yaml"
+    path.write_text(yaml.safe_dump(tiny(**changes)))
+    with pytest.raises(SystemExit) as caught:
+        run.main(["--profile", str(path)])
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    for part in [*parts, str(path)]:
+        assert part in said
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "a: [", "text"])
+def test_files_that_are_no_profiles(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_text(text)
+    with pytest.raises(ProfileError, match=re.escape(str(path))):
+        Profile.read(path)
+    with pytest.raises(ProfileError, match="nowhere"):
+        Profile.read(tmp_path / "nowhere.yaml")
+
+
+def test_served_arms_differ_in_their_own_flags_only() -> None:
+    profile = Profile.from_dict(tiny())
+    stock, ours = (serve_arguments(profile, arm) for arm in profile.arms.values())
+    assert ours == [*stock, "--kv-eviction", "tgv"]
+    assert stock[:4] == ["serve", "demo/model", "--served-model-name", "demo"]
+    assert flags({"a": True, "b": 1, "c": {"d": [2]}}) == ["--a", "--b", "1", "--c", '{"d": [2]}']
+
+
+# -- load -----------------------------------------------------------------------------------
+
+
+def test_loads_have_requests_of_their_own() -> None:
+    """No two loads of an arm share pages or seeds; arms share all."""
+    loads = plan(Profile.from_dict(tiny()))
+    assert [(load.workload, load.rate, load.requests) for load in loads] == [
+        ("lengths", 1, 3),
+        ("lengths", 4, 12),
+        ("pages", 2, 4),
+    ]
+    assert len({load.seed for load in loads}) == len({load.first_page for load in loads}) == 3
+    again = rounds(Profile.from_dict(tiny()))
+    assert [next(again) for _ in loads] == loads
+    assert next(again).seed not in {load.seed for load in loads}
+
+
+def images_of(workload: Pages, first: int, count: int) -> list[str]:
+    return [
+        part["image_url"]["url"]
+        for content in page_requests(workload, first, count)
+        for part in content
+        if part["type"] == "image_url"
+    ]
+
+
+def test_images_are_unique_unless_shared_on_purpose() -> None:
+    mixed = Pages(rates=(1,), seconds=1, output_tokens=8, tasks=("value", "row", "two_images"))
+    images = images_of(mixed, 0, 6)
+    assert len(images) == 8
+    assert len(set(images + images_of(mixed, 10_000, 6))) == 16
+    chats = Pages(rates=(1,), seconds=1, output_tokens=8, questions_per_image=3)
+    requests = list(page_requests(chats, 0, 6))
+    assert [len(set(images_of(chats, 0, count))) for count in (3, 6)] == [1, 2]
+    assert len({content[-1]["text"] for content in requests[:3]}) == 3
+    assert [part["type"] for part in requests[0]] == ["image_url", "text"]
+
+
+def test_bench_gets_poisson_arrivals_and_natural_ends(tmp_path: Path) -> None:
+    profile = Profile.from_dict(
+        tiny(goodput={"ttft": 500}, arms__tgv={"url": "http://h:1/", "extra_body": {"a": 1}})
+    )
+    arm = profile.arms["tgv"]
+    lengths, _, pages = (
+        bench_arguments(profile, arm, Server("http://h:1"), load, tmp_path)
+        for load in plan(profile)
+    )
+    for arguments in (lengths, pages):
+        joined = " ".join(arguments)
+        for part in (
+            "--base-url http://h:1 ",
+            "--burstiness 1 ",
+            "--temperature 0",
+            "--goodput ttft:500",
+            '--extra-body {"a": 1}',
+        ):
+            assert part in joined
+        assert "--ignore-eos" not in arguments  # random-mm sets it itself
+    assert "--request-rate 2" in " ".join(pages)
+    lines = [json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines()]
+    assert len(lines) == 4
+    assert all(line["content"][0]["type"] == "image_url" for line in lines)
+
+
+def test_bench_arguments_are_known_to_vllm(tmp_path: Path) -> None:
+    """Every argument is parsed by vLLM's own parser."""
+    from vllm.benchmarks.serve import add_cli_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    add_cli_args(parser)
+    for path in PROFILES:
+        profile = Profile.read(path)
+        for load in plan(profile):
+            small = replace(load, requests=1)
+            for arm in profile.arms.values():
+                arguments = bench_arguments(profile, arm, Server("http://h:1"), small, tmp_path)
+                parsed = parser.parse_args(arguments[2:])
+                assert parsed.request_rate == load.rate
+                assert parsed.burstiness == 1
+
+
+# -- what was recorded ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def record() -> Record:
+    return Record.read(DATA)
+
+
+def test_result_of_bench_is_read() -> None:
+    result = read_result(DATA / "bench.json")
+    assert result["completed"] == len(result["output_lens"]) == len(result["texts"])
+    assert result["failed"] == 0
+    assert set(result["errors"]) == {""}
+    assert all(re.fullmatch("[0-9a-f]{8}", text) for text in result["texts"])
+    assert "generated_texts" not in result
+    for measure in ("ttft", "itl", "e2el"):
+        values = [result[f"p{percentile}_{measure}_ms"] for percentile in (50, 90, 99)]
+        assert values == sorted(values)
+
+
+def test_metrics_are_parsed() -> None:
+    """The text is what a server of ours answered under load."""
+    sample = parse((DATA / "metrics.txt").read_text(), now=3.0)
+    assert (sample.time, sample.pool) == (3.0, (100, 32))
+    assert sample.running > 0
+    assert 0 < sample.kv_usage <= 1
+    assert sample.memory_mib is not None
+    assert sample.memory_mib > 100
+    assert not sample.idle
+    assert sample.eviction
+    assert all(value >= 0 for value in sample.eviction.values())
+
+
+def test_metrics_of_several_engines_are_added_up() -> None:
+    lines = []
+    for engine, (running, usage) in enumerate([(2, 0.25), (3, 0.75)]):
+        labels = f'{{engine="{engine}",model_name="m"}}'
+        lines += [f"vllm:num_requests_running{labels} {running}"]
+        lines += [f"vllm:kv_cache_usage_perc{labels} {usage}"]
+    sample = parse("\n".join(lines) + "\n", now=0, memory_mib=7)
+    assert (sample.running, sample.kv_usage, sample.memory_mib) == (5, 0.75, 7)
+    with pytest.raises(LoadTestError, match="is this a vLLM server"):
+        parse("up 1\n", now=0)
+
+
+def test_record_survives_its_file(record: Record, tmp_path: Path) -> None:
+    record.write(tmp_path)
+    assert asdict(Record.read(tmp_path)) == asdict(record)
+
+
+def test_pools_must_be_equal(
+    record: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample = replace(parse((DATA / "metrics.txt").read_text(), now=0), pool=(99, 16))
+    monkeypatch.setattr(run, "scrape", lambda server: sample)
+    test = run.LoadTest(Profile.from_dict(tiny()), record, tmp_path, tmp_path)
+    with pytest.raises(LoadTestError, match="other has 99 blocks of 16 tokens, but stock 100"):
+        test._pool("other", Server("http://h:1"))
+    record.arms.clear()
+    assert test._pool("other", Server("http://h:1")) == (99, 16)
+
+
+def test_drift_compares_the_same_prompts(record: Record) -> None:
+    found = drifts(record)
+    assert {drift.workload for drift in found} == {"pages", "chats"}
+    for drift in found:
+        assert (drift.reference, drift.arm) == tuple(record.arms)
+        assert drift.same_texts <= sum(a == b for a, b in drift.lengths)
+        assert drift.difference.mean == pytest.approx(drift.means[1] - drift.means[0])
+    (reference,) = record.of(found[0].reference, "pages")
+    reference.bench["errors"][0] = "lost"
+    assert len(drifts(record)[0].lengths) == len(found[0].lengths) - 1
+
+
+class Outside(html.parser.HTMLParser):
+    """Collects what a page would load from elsewhere, and whether its tags are closed."""
+
+    VOID = frozenset({"meta", "br", "hr", "img"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loaded: list[str] = []
+        self.drawings = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.drawings += tag == "svg"
+        if tag in ("script", "link", "img", "iframe", "image"):
+            self.loaded.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href") and tag != "a":
+                assert value is not None
+                if not value.startswith("#"):
+                    self.loaded.append(value)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_report_of_a_recorded_run(record: Record, tmp_path: Path) -> None:
+    """One Markdown, one HTML that loads nothing, and well-formed plots."""
+    write_report(record, tmp_path)
+    text, page = ((tmp_path / name).read_text() for name in ("README.md", "report.html"))
+    plots = sorted(path.name for path in tmp_path.glob("*.svg"))
+    assert plots == ["drift.svg", "percentiles.svg", "running.svg", "throughput.svg", "usage.svg"]
+    for plot in plots:
+        xml.etree.ElementTree.parse(tmp_path / plot)
+        assert f"]({plot})" in text
+    reader = Outside()
+    reader.feed(page)
+    assert (reader.open, reader.loaded, reader.drawings) == ([], [], len(plots))
+    assert "@import" not in page
+    assert not re.search(r"url\((?!#)", page)
+    for run_ in record.runs:
+        assert f"`{run_.workload}` {run_.rate:g}/s | {run_.arm} |" in text
+        assert f"{run_.bench['p99_ttft_ms']:.0f}" in text
+    assert "No request failed." in text
+    assert failures(record) == []
+    write_report(record, tmp_path / "again")
+    for path in (tmp_path / "again").iterdir():
+        assert path.read_bytes() == (tmp_path / path.name).read_bytes()
+
+
+def test_report_names_what_must_not_be(record: Record, tmp_path: Path) -> None:
+    first, second = record.runs[:2]
+    first.bench["failed"], first.bench["errors"][0] = 1, "Bad Gateway"
+    left = {"running": 0.0, "waiting": 0.0, "kv_usage": 0.12}
+    record.runs[1] = replace(second, idle=False, left=left, drain_seconds=30.0)
+    found = failures(record)
+    assert len(found) == 2
+    assert "1 requests failed: Bad Gateway" in found[0]
+    assert "not empty 30 s after the load" in found[1]
+    assert "kv_usage 0.12" in found[1]
+    write_report(record, tmp_path)
+    assert "**Failed:**" in (tmp_path / "README.md").read_text()
+
+
+def test_soak_watches_memory(record: Record, tmp_path: Path) -> None:
+    """Growth in the first third is forgiven; later growth fails the soak."""
+    arm = next(iter(record.arms))
+    record.arms = {arm: record.arms[arm]}
+    record.profile["soak"] = {"seconds": 90, "max_growth_mib": 20}
+    template = record.runs[0]
+
+    def soak(slope: float) -> list[Any]:
+        runs = []
+        for number in range(9):
+            times = [number * 10 + step for step in (0.0, 3.0, 6.0, 9.0)]
+            memory = [500.0 + 100 * min(1, t / 30) + slope * max(0, t - 30) for t in times]
+            runs.append(
+                replace(
+                    template,
+                    times=times,
+                    running=[0, 3, 2, 0],
+                    waiting=[0, 1, 0, 0],
+                    kv_usage=[0, 0.5, 0.4, 0],
+                    memory_mib=memory,
+                )
+            )
+        return runs
+
+    record.runs = soak(0)
+    assert memory_growth(record.runs) == pytest.approx(0, abs=1)
+    assert failures(record) == []
+    record.runs = soak(1)
+    assert memory_growth(record.runs) == pytest.approx(30, abs=2)
+    assert failures(record) == [f"{arm}: memory grew by 30 MiB; the limit is 20"]
+    write_report(record, tmp_path)
+    assert "+30 MiB" in (tmp_path / "README.md").read_text()
+    assert (tmp_path / "soak.svg").exists()
+
+
+def test_document_keeps_both_forms_alike() -> None:
+    assert Heading("A <b>", 3).html(Path()) == "<h3>A &lt;b&gt;</h3>"
+    text = Text("`x < 1` is **so**, see [this](a.json)")
+    assert text.html(Path()) == (
+        '<p><code>x &lt; 1</code> is <strong>so</strong>, see <a href="a.json">this</a></p>'
+    )
+    table = Table(["a", "b"], [["1", "2"]])
+    assert table.markdown() == "| a | b |\n| :-- | --: |\n| 1 | 2 |"
+    assert table.html(Path()).count("<td>") == 2
+
+
+def test_report_only_needs_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run.main(["--report-only", str(tmp_path)])
+    assert f"holds no {FILE}" in capsys.readouterr().err
+    (tmp_path / FILE).write_bytes((DATA / FILE).read_bytes())
+    assert run.main(["--report-only", str(tmp_path)]) == 0
+    assert (tmp_path / "report.html").exists()
+
+
+# -- a real run -----------------------------------------------------------------------------
+
+
+def run_profile(values: dict[str, Any], folder: Path) -> subprocess.CompletedProcess[str]:
+    path = folder / "profile.yaml"
+    path.write_text(yaml.safe_dump(values))
+    command = [sys.executable, "-m", "loadtests.run", "--profile", str(path)]
+    return subprocess.run(
+        [*command, "--output", str(folder / "report")],
+        cwd=ROOT,
+        env={**os.environ, "OMP_WAIT_POLICY": "passive"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_tiny_profile_from_start_to_end(tmp_path: Path) -> None:
+    """A real server that evicts, a run of each kind of workload, and a report."""
+    values = tiny(
+        model=str(MODEL),
+        name=tmp_path.name,
+        serve__dtype="bfloat16",
+        arms__stock=None,
+        workloads__lengths={"kind": "random", "rates": [4], "seconds": 1.5, "output_tokens": 96},
+        scrape_seconds=0.05,
+    )
+    values["serve"] |= {"max-model-len": 1024, "max-num-seqs": 8}
+    done = run_profile(values, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    record = Record.read(tmp_path / "report")
+    assert [run_.workload for run_ in record.runs] == ["lengths", "pages"]
+    assert record.arms["tgv"]["pool"] == [64, 32]
+    for run_ in record.runs:
+        assert run_.idle
+        assert run_.bench["failed"] == 0
+        assert run_.bench["completed"] == run_.counts["finished"]
+        assert run_.counts["image_hits"] == 0
+        assert max(run_.running) >= 1
+        assert max(run_.kv_usage) > 0
+        assert all(memory is not None and memory > 100 for memory in run_.memory_mib)
+    assert record.runs[0].eviction
+    assert (tmp_path / "report" / "report.html").exists()
+    assert "tgv: 100%" in done.stderr
+    assert not [line for line in done.stderr.splitlines() if "Traceback" in line]

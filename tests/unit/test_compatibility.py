@@ -1,0 +1,504 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What eviction refuses, on folders that hold a model's configuration and not one weight."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import transformers
+from vllm.config import VllmConfig
+from vllm.config.speculative import SpeculativeMethod
+from vllm.engine.arg_utils import EngineArgs
+
+from tests.engine import flash_on_cpu
+from vllm_tgvkv import platforms
+from vllm_tgvkv.compatibility import UnsupportedByEvictionError, check_vllm_config
+from vllm_tgvkv.config import CONFIG_KEY, EvictionConfigError
+from vllm_tgvkv.patches import ASYNC_SCHEDULER_CLS, SCHEDULER_CLS
+from vllm_tgvkv.platforms import eviction_platform
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "max_position_embeddings": 512,
+}
+VISION: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 28,
+    "patch_size": 14,
+}
+TGV = {CONFIG_KEY: {"policy": "tgv", "budget": 0.1}}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+
+
+def llama() -> Any:
+    return transformers.LlamaConfig(**SIZES)
+
+
+def deepseek_v2() -> Any:
+    return transformers.DeepseekV2Config(
+        **{**SIZES, "num_key_value_heads": 4},
+        kv_lora_rank=16,
+        q_lora_rank=None,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        n_group=1,
+        topk_group=1,
+    )
+
+
+def mistral() -> Any:
+    return transformers.MistralConfig(**SIZES, sliding_window=64)
+
+
+def qwen2(use_sliding_window: bool = True) -> Any:
+    return transformers.Qwen2Config(
+        **SIZES, use_sliding_window=use_sliding_window, sliding_window=64, max_window_layers=1
+    )
+
+
+def gemma2_without_windows() -> Any:
+    layers = ["full_attention"] * 2
+    return transformers.Gemma2Config(**SIZES, head_dim=16, layer_types=layers)
+
+
+def gemma3() -> Any:
+    layers = ["full_attention"] * 2
+    text = {**SIZES, "head_dim": 16, "sliding_window": None, "layer_types": layers}
+    return transformers.Gemma3Config(text_config=text, vision_config=VISION)
+
+
+def jamba() -> Any:
+    return transformers.JambaConfig(
+        **SIZES, num_experts=1, attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False
+    )
+
+
+def whisper() -> Any:
+    return transformers.WhisperConfig(
+        d_model=64,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        vocab_size=300,
+    )
+
+
+def llama4() -> Any:
+    text = {**SIZES, "head_dim": 16, "attention_chunk_size": 64, "num_local_experts": 2}
+    sizes = {"vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64}
+    return transformers.Llama4Config(
+        text_config={**text, "intermediate_size_mlp": 64}, vision_config={**VISION, **sizes}
+    )
+
+
+Folder = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """A function that writes `config.json` of a model, and nothing else."""
+
+    def write(config: Callable[..., Any], architecture: str, **fields: Any) -> str:
+        path = tmp_path_factory.mktemp(config.__name__)
+        values = config(**fields)
+        values.architectures = [architecture]
+        values.save_pretrained(path)
+        return str(path)
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Folder) -> str:
+    return folder(llama, "LlamaForCausalLM")
+
+
+def configure(model: str, eviction: Any = TGV, **options: Any) -> VllmConfig:
+    return EngineArgs(model=model, additional_config=eviction, **options).create_engine_config()
+
+
+def refusal(model: str, **options: Any) -> str:
+    with pytest.raises(UnsupportedByEvictionError) as caught:
+        configure(model, **options)
+    message = str(caught.value)
+    assert message.startswith("--kv-eviction ")
+    assert message.endswith(" or leave out --kv-eviction")
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "architecture", "feature"),
+    [
+        (deepseek_v2, "DeepseekV2ForCausalLM", "multi-head latent attention (MLA)"),
+        (mistral, "MistralForCausalLM", "sliding-window attention"),
+        (qwen2, "Qwen2ForCausalLM", "sliding-window attention"),
+        (gemma2_without_windows, "Gemma2ForCausalLM", "soft-capped attention logits"),
+        (gemma3, "Gemma3ForConditionalGeneration", "bidirectional attention over image tokens"),
+        (jamba, "JambaForCausalLM", "hybrid or state-space models"),
+        (whisper, "WhisperForConditionalGeneration", "cross attention"),
+        (llama4, "Llama4ForConditionalGeneration", "chunked local attention"),
+    ],
+)
+def test_models_that_are_refused(
+    folder: Folder, config: Callable[..., Any], architecture: str, feature: str
+) -> None:
+    """The message arrives before any weight is read: there is none."""
+    message = refusal(folder(config, architecture))
+    assert f"does not work with {feature}" in message
+    assert "serve another model" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "feature", "way_out"),
+    [
+        (
+            {"speculative_config": NGRAM, "pipeline_parallel_size": 2},
+            "speculative decoding by ngram in pipeline stages (--pipeline-parallel-size 2)",
+            "remove --speculative-config or use --pipeline-parallel-size 1",
+        ),
+        (
+            {"data_parallel_size": 2, "data_parallel_size_local": 1},
+            "data parallelism over several nodes (--data-parallel-size-local 1 of 2)",
+            "one server per node",
+        ),
+        (
+            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+            "KV connectors",
+            "remove --kv-transfer-config",
+        ),
+        ({"kv_offloading_size": 1.0}, "KV connectors", "remove"),
+        ({"runner": "pooling"}, "--runner pooling", "serve another model"),
+        (
+            {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
+            "its own scheduler class",
+            "remove --scheduler-cls vllm.v1.core.sched.scheduler.Scheduler",
+        ),
+        (
+            {"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"},
+            "its own worker class",
+            "remove --worker-cls vllm.v1.worker.cpu_worker.CPUWorker",
+        ),
+        ({"attention_backend": "TRITON_ATTN"}, "--attention-backend TRITON_ATTN", "use CPU_ATTN"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_flags_that_are_refused(
+    plain: str, options: dict[str, Any], feature: str, way_out: str
+) -> None:
+    message = refusal(plain, **options)
+    assert feature in message
+    assert way_out in message
+
+
+def wide_llama(**fields: Any) -> Any:
+    return transformers.LlamaConfig(**SIZES, head_dim=32, **fields)
+
+
+FP8_OF_A_CHECKPOINT = {
+    "quant_method": "compressed-tensors",
+    "format": "dense",
+    "config_groups": {},
+    "ignore": [],
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "feature", "way_out"),
+    [
+        *(
+            (
+                {"kv_cache_dtype": dtype},
+                f"a quantised cache (--kv-cache-dtype {dtype})",
+                "use --kv-cache-dtype auto or one of fp8, fp8_e4m3, fp8_e5m2",
+            )
+            for dtype in (
+                "int8_per_token_head",
+                "fp8_per_token_head",
+                "int4_per_token_head",
+                "nvfp4",
+                "ultraquant_4bit",
+            )
+        ),
+        (
+            {"kv_cache_dtype": "fp8", "block_size": 16},
+            "a quantised cache (--kv-cache-dtype fp8) in blocks of 16 tokens",
+            "use a --block-size that is a multiple of 32",
+        ),
+        (
+            {"kv_cache_dtype": "fp8_e5m2", "kv_cache_dtype_skip_layers": ["0", "1"]},
+            "(--kv-cache-dtype fp8_e5m2) and layers that have another",
+            "remove --kv-cache-dtype-skip-layers",
+        ),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+def test_quantised_caches_that_are_refused(
+    folder: Folder, options: dict[str, Any], feature: str, way_out: str
+) -> None:
+    message = refusal(folder(wide_llama, "LlamaForCausalLM"), **options)
+    assert feature in message
+    assert way_out in message
+
+
+def test_fp8_caches_are_for_cpus_and_heads_of_32_values(plain: str, folder: Folder) -> None:
+    """Also where the checkpoint asks for one, and then `auto` would be no way out."""
+    wide = folder(wide_llama, "LlamaForCausalLM", dtype="bfloat16")
+    asking = folder(
+        wide_llama,
+        "LlamaForCausalLM",
+        dtype="bfloat16",
+        quantization_config=FP8_OF_A_CHECKPOINT,
+    )
+    for model, asked in ((wide, "fp8"), (wide, "fp8_e5m2"), (asking, "auto")):
+        config = configure(model, kv_cache_dtype=asked)
+        assert config.scheduler_config.scheduler_cls == SCHEDULER_CLS
+        with pytest.raises(UnsupportedByEvictionError) as caught:
+            check_vllm_config(config, platforms._CUDA)
+        assert "a quantised cache (--kv-cache-dtype fp8" in str(caught.value)
+        assert ") on this platform yet: use --kv-cache-dtype bfloat16 or " in str(caught.value)
+    message = refusal(plain, kv_cache_dtype="fp8")
+    assert "a quantised cache (--kv-cache-dtype fp8) of heads of 16 values" in message
+
+
+def test_drafts_by_ngrams_are_planned_step_by_step(plain: str) -> None:
+    """vLLM does not schedule these ahead, neither by default nor by force."""
+    vllm_config = configure(plain, speculative_config=NGRAM)
+    assert vllm_config.scheduler_config.scheduler_cls == SCHEDULER_CLS
+    with pytest.raises(ValueError, match="async scheduling is only supported with"):
+        configure(plain, speculative_config=NGRAM, async_scheduling=True)
+
+
+def test_other_drafts_are_refused_by_name(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set behind vLLM's back, which wants a draft model or a package for most of them."""
+    vllm_config, platform = configure(plain, speculative_config=NGRAM), eviction_platform()
+    assert platform is not None
+    others = {*get_args(SpeculativeMethod)} - {"ngram"}
+    assert {"draft_model", "eagle", "eagle3", "medusa", "mtp", "ngram_gpu", "suffix"} < others
+    for method in others:
+        monkeypatch.setattr(vllm_config.speculative_config, "method", method)
+        with pytest.raises(UnsupportedByEvictionError) as caught:
+            check_vllm_config(vllm_config, platform)
+        assert str(caught.value) == (
+            f"--kv-eviction does not work with speculative decoding by {method} yet: use the "
+            "method ngram in --speculative-config, remove the flag or leave out --kv-eviction"
+        )
+
+
+def test_a_draft_model_is_refused(plain: str) -> None:
+    draft = {"method": "draft_model", "model": plain, "num_speculative_tokens": 2}
+    assert "speculative decoding by draft_model" in refusal(plain, speculative_config=draft)
+
+
+def test_drafts_are_refused_on_a_gpu(plain: str) -> None:
+    vllm_config = configure(plain, speculative_config=NGRAM)
+    with pytest.raises(UnsupportedByEvictionError, match="by ngram on this platform yet: remove"):
+        check_vllm_config(vllm_config, platforms._CUDA)
+
+
+def qwen3_moe() -> Any:
+    return transformers.Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2)
+
+
+def test_replicas_are_refused_where_their_steps_depend_on_each_other(folder: Folder) -> None:
+    """A mixture of experts: one engine of it has no such steps, and dense replicas have none."""
+    mixture = folder(qwen3_moe, "Qwen3MoeForCausalLM")
+    message = refusal(mixture, data_parallel_size=2)
+    assert "data parallelism of a mixture of experts (--data-parallel-size 2)" in message
+    assert "one server per replica" in message
+    assert configure(mixture).scheduler_config.scheduler_cls == SCHEDULER_CLS
+
+
+def test_replicas_of_a_dense_model(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that vLLM starts itself as processes of one machine."""
+    vllm_config, platform = configure(plain, data_parallel_size=2), eviction_platform()
+    assert vllm_config.scheduler_config.scheduler_cls == SCHEDULER_CLS
+    assert vllm_config.parallel_config.data_parallel_size == 2
+    assert platform is not None
+    # What vLLM refuses itself where Ray is not installed.
+    monkeypatch.setattr(vllm_config.parallel_config, "data_parallel_backend", "ray")
+    with pytest.raises(UnsupportedByEvictionError, match="use --data-parallel-backend mp"):
+        check_vllm_config(vllm_config, platform)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "feature", "way_out"),
+    [
+        ("distributed_executor_backend", "ray", "and --distributed-executor-backend ray", "mp"),
+        ("nnodes", 2, "over several nodes (--nnodes 2)", "--nnodes 1"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+def test_ranks_and_stages_are_processes_of_one_machine(
+    plain: str,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    field: str,
+    value: Any,
+    feature: str,
+    way_out: str,
+) -> None:
+    """Set behind vLLM's back, which refuses some of it here by itself."""
+    vllm_config = configure(plain, **{f"{kind}_parallel_size": 2})
+    platform = eviction_platform()
+    assert vllm_config.scheduler_config.scheduler_cls == SCHEDULER_CLS
+    assert platform is not None
+    monkeypatch.setattr(vllm_config.parallel_config, field, value)
+    with pytest.raises(UnsupportedByEvictionError) as caught:
+        check_vllm_config(vllm_config, platform)
+    assert f"does not work with {kind} parallelism {feature}" in str(caught.value)
+    assert way_out in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+def test_ranks_and_stages_with_a_gpu_each_are_refused(plain: str, kind: str) -> None:
+    vllm_config = configure(plain, **{f"{kind}_parallel_size": 2})
+    message = rf"{kind} parallelism \(--{kind}-parallel-size 2\) on this platform"
+    with pytest.raises(UnsupportedByEvictionError, match=message):
+        check_vllm_config(vllm_config, platforms._CUDA)
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (
+            {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+            "--decode-context-parallel-size 1",
+        ),
+        ({"prefill_context_parallel_size": 2}, "prefill context parallel"),
+    ],
+    ids=["decode", "prefill"],
+)
+def test_context_parallelism_is_refused_by_vllm_itself(
+    plain: str, options: dict[str, Any], part: str
+) -> None:
+    """Fails once vLLM lets it pass; our own refusal must then be tested here."""
+    with pytest.raises(ValueError, match=part):
+        configure(plain, **options)
+
+
+def test_model_runner_v2_is_refused(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By vLLM where Triton is missing, by the plugin where it is there."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(ValueError, match=r"[Mm]odel [Rr]unner V2"):
+        configure(plain)
+    # The plugin's own refusal, which a build with Triton reaches.
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
+    vllm_config, platform = configure(plain), eviction_platform()
+    assert platform is not None
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", property(lambda self: True))
+    with pytest.raises(UnsupportedByEvictionError, match="set VLLM_USE_V2_MODEL_RUNNER=0"):
+        check_vllm_config(vllm_config, platform)
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "feature"),
+    [
+        ("parallel_config", "enable_dbo", "microbatches"),
+        ("model_config", "enable_sleep_mode", "sleep mode"),
+    ],
+)
+def test_what_only_a_gpu_lets_pass_is_refused(
+    plain: str, part: str, field: str, feature: str
+) -> None:
+    """On CPU vLLM refuses these flags itself."""
+    vllm_config, platform = configure(plain), eviction_platform()
+    assert platform is not None
+    setattr(getattr(vllm_config, part), field, True)
+    with pytest.raises(UnsupportedByEvictionError, match=feature):
+        check_vllm_config(vllm_config, platform)
+
+
+def test_a_decode_kernel_that_the_platform_does_not_have_is_refused(plain: str) -> None:
+    eviction = {CONFIG_KEY: {"policy": "tgv", "decode_kernel": "triton"}}
+    with pytest.raises(UnsupportedByEvictionError, match="decode_kernel: triton on this platform"):
+        configure(plain, eviction)
+
+
+def test_steps_that_are_scheduled_ahead_have_a_scheduler_for_that(
+    plain: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flash_on_cpu.schedule_ahead(monkeypatch)
+    assert configure(plain).scheduler_config.scheduler_cls == ASYNC_SCHEDULER_CLS
+
+
+def test_another_platform_is_refused(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    assert "use a CPU or CUDA build of vLLM" in refusal(plain)
+
+
+def test_wrong_settings_are_refused_before_a_model_is_looked_at(tmp_path: Path) -> None:
+    with pytest.raises(EvictionConfigError, match=r"kv_eviction\.budget is 0"):
+        configure(str(tmp_path), {CONFIG_KEY: {"policy": "tgv", "budget": 0}})
+
+
+def test_what_is_supported_gets_the_plugins_classes(plain: str, folder: Folder) -> None:
+    """Also a model whose configuration names a window that it does not use."""
+    for model in (plain, folder(qwen2, "Qwen2ForCausalLM", use_sliding_window=False)):
+        config = configure(model)
+        assert config.scheduler_config.scheduler_cls == SCHEDULER_CLS
+        platform = eviction_platform()
+        assert platform is not None
+        assert config.parallel_config.worker_cls == platform.worker_cls
+        assert config.attention_config.backend.name == platform.attention_backend
+        assert not config.scheduler_config.async_scheduling  # vLLM's choice on CPU
+
+
+@pytest.mark.parametrize("eviction", [{}, {CONFIG_KEY: {"policy": "none"}}])
+def test_nothing_is_refused_without_eviction(folder: Folder, eviction: dict[str, Any]) -> None:
+    for model in (folder(mistral, "MistralForCausalLM"), folder(llama, "LlamaForCausalLM")):
+        config = configure(model, eviction, kv_cache_dtype="fp8")
+        assert config.scheduler_config.scheduler_cls is None
+        assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+
+
+@pytest.mark.slow
+def test_serve_exits_with_the_message_as_its_last_line(plain: str) -> None:
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", plain, "--skip-tokenizer-init"]
+    command += ["--kv-eviction", "tgv", "--port", "0"]
+    command += ["--speculative-config", json.dumps(NGRAM), "--pipeline-parallel-size", "2"]
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
+    run = subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        timeout=240,
+    )
+    assert run.returncode not in (0, None)
+    assert (
+        run.stdout.strip()
+        .splitlines()[-1]
+        .endswith(
+            "--kv-eviction does not work with speculative decoding by ngram in pipeline stages "
+            "(--pipeline-parallel-size 2) yet: remove --speculative-config or use "
+            "--pipeline-parallel-size 1 or leave out --kv-eviction"
+        )
+    )

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Merging of evicted tokens against loops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from oracle import kernels as reference
+from oracle.attention import fresh_seed
+from vllm_tgvkv.kernels.copy import copy_kept
+from vllm_tgvkv.kernels.merge import merge_evicted
+from vllm_tgvkv.kernels.select import page_offsets, select_tokens
+
+LAYERS, HEADS, BLOCK_SIZE, HEAD_SIZE = 2, 3, 4, 5
+PAIRS = LAYERS * HEADS
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        [[1, 1, 1], [1, 1, 1]],
+        [[0, 2, 1], [3, 0, 0]],  # heads without a page, first and last
+        [[0, 0, 6], [0, 0, 0]],  # one head with all of the prompt
+        [[1, 0, 1], [0, 2, 0]],  # fewer pages than the region has
+    ],
+)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+)
+def test_kept_tokens_become_means_of_what_is_nearest(
+    counts: list[list[int]], dtype: torch.dtype
+) -> None:
+    fresh_seed()
+    num_old, num_new = 6, 1
+    dealt = torch.tensor(counts)
+    num_new = -(-int(dealt.sum()) // PAIRS)
+    scores = torch.randn(LAYERS, HEADS, num_old * BLOCK_SIZE)
+    tiers = torch.zeros(num_old * BLOCK_SIZE, dtype=torch.int32)
+    positions = select_tokens(scores, tiers, dealt, num_new * PAIRS, BLOCK_SIZE)
+    offsets = page_offsets(dealt)
+    blocks = torch.randperm(num_old + num_new + 2)
+    old, new = blocks[:num_old], blocks[num_old : num_old + num_new]
+    keys, values = torch.randn(2, len(blocks) * PAIRS, BLOCK_SIZE, HEAD_SIZE).to(dtype)
+    # What is neither read nor written here is NaN, and so are the fresh blocks before the copy.
+    for pool in (keys, values):
+        pool.view(len(blocks), -1)[blocks[num_old:]] = float("nan")
+    expected = (keys.clone(), values.clone())
+    region = (positions, offsets, old, new, LAYERS, HEADS)
+    copy_kept(keys, values, *region)
+    merge_evicted(keys, values, *region)
+    reference.copy_kept(*expected, *region)
+    reference.merge_evicted(*expected, *region)
+    num_pages = int(offsets[-1])
+    page = torch.arange(num_pages)
+    written = new[page // PAIRS] * PAIRS + page % PAIRS
+    # Sums of a few numbers of fp8 are exact in float32, so that both means are rounded alike.
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 1e-2}.get(dtype, 0)
+    for pool, whole in zip((keys.float(), values.float()), expected, strict=True):
+        whole = whole.float()
+        assert not pool[written].isnan().any()
+        torch.testing.assert_close(pool[written], whole[written], rtol=tolerance, atol=tolerance)
+        untouched = blocks[[*range(num_old), *range(num_old + num_new, len(blocks))]]
+        by_block = pool.view(len(blocks), -1)[untouched]
+        assert torch.equal(
+            by_block.nan_to_num(7), whole.view(len(blocks), -1)[untouched].nan_to_num(7)
+        )

@@ -1,0 +1,593 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every method, and free mixes of their parts, against `oracle.methods`.
+
+A new method needs a row in `METHODS` there; everything here then runs over it. Inputs are random.
+Where a comparison of numbers is so close that rounding might decide it, they are drawn anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from oracle import methods
+from oracle.attention import fresh_seed, paged
+from oracle.methods import HEAD, LAYER, METHODS, Image, Layout, Pool, Settings
+from vllm_tgvkv.decision import Decider, Decision, Guard
+from vllm_tgvkv.kernels.apportion import apportion
+from vllm_tgvkv.kernels.copy import copy_kept
+from vllm_tgvkv.kernels.merge import merge_evicted
+from vllm_tgvkv.kernels.row_sums import RowSums
+from vllm_tgvkv.kernels.select import page_offsets
+from vllm_tgvkv.kernels.statistics import observe
+from vllm_tgvkv.policies import (
+    NO_ATTENTION,
+    POLICY_NAMES,
+    ImageSpan,
+    LayerView,
+    Looks,
+    Mix,
+    Policy,
+    Pooling,
+    Prompt,
+    build_policy,
+)
+from vllm_tgvkv.policies.registry import BUDGETS, RETENTIONS, SCORES
+from vllm_tgvkv.prompt import PromptMap, VisionRun, voters
+
+LAYERS, HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE = 3, 2, 3, 8, 4
+SCALE = HEAD_SIZE**-0.5
+
+# (rows, columns) and start of the images, and the prompt's length: one image, several with text
+# between, two side by side, an image first of all or last of all, images up to the last token but
+# one, prompts longer than every window.
+LAYOUTS = {
+    "one": ([(6, (3, 4))], 29),
+    "several": ([(5, (2, 3)), (13, (2, 2)), (20, (3, 3))], 34),
+    "side by side": ([(4, (2, 3)), (10, (3, 2))], 23),
+    "at the start": ([(0, (3, 3))], 16),
+    "at the end": ([(7, (2, 2)), (15, (3, 4))], 27),
+    "short question": ([(2, (5, 6))], 33),
+    "long": ([(8, (6, 5)), (44, (2, 3))], 78),
+    "long question": ([(2, (3, 4))], 72),
+}
+SOME = ["several", "at the end", "long"]
+TEXT_ONLY = "text only"
+EVERY_LAYOUT = {**LAYOUTS, TEXT_ONLY: ([], 50)}
+
+OWN = [
+    (name, granularity)
+    for name, mix in METHODS.items()
+    for granularity in (LAYER, HEAD)
+    if name != "random" and (mix.budget != "adakv" or granularity == HEAD)
+]
+GUARDED = [case for case in OWN if METHODS[case[0]].score in methods.ROWS_OF_SCORE]
+NEEDS_VISION = {"tgv", "vv", "aircache"}
+"""Budgets that a prompt without vision leaves nothing to go by."""
+
+
+def layout_of(name: str) -> Layout:
+    images, length = EVERY_LAYOUT[name]
+    return Layout(length, tuple(Image(start, r * c, (r, c)) for start, (r, c) in images))
+
+
+def prompt_of(layout: Layout, settings: Settings) -> Prompt:
+    return Prompt(
+        num_tokens=layout.length,
+        num_candidates=layout.length // settings.block_size * settings.block_size,
+        is_vision=torch.tensor(layout.vision),
+        sinks=settings.sinks,
+        images=tuple(ImageSpan(image.start, image.length, image.grid) for image in layout.images),
+    )
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Queries ``[P, H, G, D]`` and keys ``[P, H, D]`` of each layer, and A ``[L, H * G, P, P]``."""
+
+    queries: list[Tensor]
+    keys: list[Tensor]
+    attention: Tensor
+
+
+def draw(layout: Layout, is_good: Callable[[Tensor], bool] = lambda attention: True) -> Inputs:
+    """Random inputs; drawn anew until ``is_good(attention)``."""
+    for _ in range(50):
+        queries = [torch.randn(layout.length, HEADS, GROUP, HEAD_SIZE) * 2 for _ in range(LAYERS)]
+        keys = [torch.randn(layout.length, HEADS, HEAD_SIZE) for _ in range(LAYERS)]
+        attention = torch.stack(
+            [methods.causal_attention(q, k, SCALE) for q, k in zip(queries, keys, strict=True)]
+        )
+        if is_good(attention):
+            return Inputs(queries, keys, attention)
+    raise AssertionError("no random inputs are good: the condition is wrong")
+
+
+def stable(mix: methods.Mix, layout: Layout, settings: list[Settings]) -> Callable[[Tensor], bool]:
+    """Whether rounding cannot change what any of the settings, which differ in budget, keeps."""
+    budgets = [each.budget for each in settings]
+    return lambda attention: methods.is_stable(
+        mix, attention, layout, HEADS, settings[0], budgets, trials=4
+    )
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a policy saw of all layers: scores before pooling ``[L, S, P]``, and the rest."""
+
+    raw: Tensor
+    scores: Tensor
+    strengths: Tensor
+    masses: Tensor | None
+
+
+def look(policy: Policy, inputs: Inputs, layout: Layout, settings: Settings) -> Seen:
+    """Show all layers to the policy, as the evictor does, with the rows in random chunks."""
+    prompt = prompt_of(layout, settings)
+    runs = tuple(VisionRun(i.start, i.length, i.grid) for i in layout.images)
+    rows = voters(PromptMap(layout.length, runs), policy.row_sets, settings.window)
+    per_head = policy.granularity == HEAD
+    raw, scores, strengths, masses = [], [], [], []
+    for layer, (queries, keys) in enumerate(zip(inputs.queries, inputs.keys, strict=True)):
+        pages, ids = paged(keys, settings.block_size, transposed=True)
+
+        def view(
+            kind: str,
+            layer: int = layer,
+            queries: Tensor = queries,
+            pages: Tensor = pages,
+            ids: Tensor = ids,
+        ) -> LayerView:
+            attention: Any = NO_ATTENTION
+            if kind == "all":
+                attention = RowSums(HEADS if per_head else 1, layout.length, ids.device)
+                cuts = sorted(random.sample(range(1, layout.length), 2))
+                for start, end in itertools.pairwise([0, *cuts, layout.length]):
+                    positions = torch.arange(start, end)
+                    blocks = ids[: -(-end // settings.block_size)]
+                    chunk = observe(
+                        queries[positions], pages, blocks, positions, end, SCALE, per_head
+                    )
+                    attention.add(chunk, prompt.is_vision[positions])
+            elif kind != "none":
+                positions = torch.as_tensor(rows.sets[kind])  # type: ignore[index]
+                attention = observe(
+                    queries[positions],
+                    pages,
+                    ids,
+                    positions,
+                    layout.length,
+                    SCALE,
+                    per_head,
+                    policy.statistics(kind),  # type: ignore[arg-type]
+                )
+            return LayerView(layer, HEADS if per_head else 1, prompt, attention)
+
+        seen = view(policy.score.rows)
+        raw.append(policy.score(seen))
+        if policy.score.rows != "none":
+            masses.append(seen.attention.column_sums)
+        strengths.append(policy.budget.strength(view(policy.budget.rows), raw[-1]))
+        scores.append(policy.pooled(raw[-1], prompt)[:, : prompt.num_candidates].contiguous())
+    return Seen(
+        torch.stack(raw),
+        torch.stack(scores),
+        torch.stack(strengths),
+        torch.stack(masses) if masses else None,
+    )
+
+
+def policy_of(mix: methods.Mix) -> Policy:
+    pooling = Pooling(mix.pooling.kind, mix.pooling.kernel, mix.pooling.reduce)  # type: ignore[arg-type]
+    return build_policy(
+        Mix(
+            score=mix.score,
+            budget=mix.budget,
+            retain=mix.retain,
+            granularity=mix.granularity,  # type: ignore[arg-type]
+            pooling=pooling,
+            merge=mix.merge,
+        )
+    )
+
+
+def decider(policy: Policy, seen: Seen, layout: Layout, settings: Settings) -> Decider:
+    return Decider(
+        policy,
+        prompt_of(layout, settings),
+        seen.scores,
+        seen.strengths,
+        HEADS,
+        settings.block_size,
+        settings.floor,
+    )
+
+
+def kept(decision: Decision, layout: Layout, settings: Settings) -> Tensor:
+    """bool ``[L, H, P]``, the tail included."""
+    mask = torch.zeros(LAYERS * HEADS, layout.length, dtype=torch.bool)
+    offsets = page_offsets(decision.counts).tolist()
+    for pair, (start, end) in enumerate(itertools.pairwise(offsets)):
+        mask[pair, decision.positions[start:end].flatten().long()] = True
+    mask[:, layout.length // settings.block_size * settings.block_size :] = True
+    return mask.view(LAYERS, HEADS, layout.length)
+
+
+def budgets(layout: Layout, **fields: Any) -> list[Settings]:
+    """Settings for one retained block, all but one, and some between."""
+    full, tail = divmod(layout.length, BLOCK_SIZE)
+    blocks = sorted({1, 2, full // 3, full // 2, full - 1} & set(range(1, full)))
+    return [Settings(k * BLOCK_SIZE + tail, BLOCK_SIZE, **fields) for k in blocks]
+
+
+def some_settings() -> dict[str, Any]:
+    return {
+        "sinks": random.choice([0, 2, 4]),
+        "window": random.choice([3, 10, 1000]),
+        "floor": random.choice([0, 1]),
+    }
+
+
+def assert_keeps_the_same(
+    mix: methods.Mix, layout: Layout, settings: list[Settings], policy: Policy | None = None
+) -> None:
+    """Ours keeps what the definition keeps, under each of the settings."""
+    policy = policy or policy_of(mix)
+    inputs = draw(layout, stable(mix, layout, settings))
+    seen = look(policy, inputs, layout, settings[0])
+    for each in settings:
+        wanted = methods.select(mix, inputs.attention, layout, HEADS, each)
+        decision = decider(policy, seen, layout, each).decide(wanted.blocks)
+        message = f"{mix}, {each}, {layout}"
+        assert decision.counts.sum() == wanted.blocks * LAYERS * HEADS, message
+        assert torch.equal(decision.counts, wanted.pages), message
+        assert torch.equal(kept(decision, layout, each), wanted.kept), message
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    random.seed(fresh_seed())
+
+
+# -- methods ----------------------------------------------------------------------------------
+
+
+def test_every_method_is_here() -> None:
+    assert set(POLICY_NAMES) == set(METHODS)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_methods_own_parts(name: str) -> None:
+    """By name alone one gets the parts, granularity and pooling that the definition gives."""
+    policy, mix = build_policy(name), METHODS[name]
+    assert type(policy.score) is type(SCORES[mix.score]())
+    assert type(policy.budget) is type(BUDGETS[mix.budget]())
+    wanted = RETENTIONS[mix.retain]()
+    assert (type(policy.retention), vars(policy.retention)) == (type(wanted), vars(wanted))
+    assert policy.granularity == mix.granularity
+    assert policy.merge == mix.merge
+    pooling = policy.pooling
+    if mix.pooling.kind == "none":
+        assert pooling.kind == "none"
+    else:
+        assert Pool(pooling.kind, pooling.kernel, pooling.reduce) == mix.pooling
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("name", "granularity"), OWN)
+def test_methods_keep_what_their_definitions_say(name: str, granularity: str, layout: str) -> None:
+    mix = replace(METHODS[name], granularity=granularity)
+    policy = build_policy(Mix(name, granularity=granularity))  # type: ignore[arg-type]
+    where = layout_of(layout)
+    assert_keeps_the_same(mix, where, budgets(where, **some_settings()), policy)
+
+
+@pytest.mark.parametrize("name", [n for n, g in OWN if METHODS[n].granularity == g])
+def test_prompts_without_vision(name: str) -> None:
+    mix, layout = METHODS[name], layout_of(TEXT_ONLY)
+    assert build_policy(name).budget.needs_vision == (mix.budget in NEEDS_VISION)
+    if mix.budget not in NEEDS_VISION:
+        assert_keeps_the_same(mix, layout, budgets(layout, **some_settings()))
+
+
+# -- parts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", [*SOME, TEXT_ONLY])
+@pytest.mark.parametrize("granularity", [LAYER, HEAD])
+@pytest.mark.parametrize("score", methods.SCORES)
+def test_scores(score: str, granularity: str, layout: str) -> None:
+    mix = methods.Mix(score, "uniform", "by_score", granularity)
+    where, settings = layout_of(layout), Settings(2, BLOCK_SIZE, **some_settings())
+    case = methods.Case(where, settings.sinks, settings.window, BLOCK_SIZE)
+
+    def elites(attention: Tensor) -> list[list[int]]:
+        rows = methods.rows("after_vision", where, settings.window)
+        found = methods.voters_of(attention, HEADS, granularity)
+        return [methods.elite(voter, rows) for layer in found for voter in layer]
+
+    def elite_is_clear(attention: Tensor) -> bool:
+        noise = 1 + 1e-5 * torch.randn(attention.shape)
+        return elites(attention) == elites(attention * noise)
+
+    inputs = draw(where, elite_is_clear)
+    seen = look(policy_of(mix), inputs, where, settings)
+    found = methods.voters_of(inputs.attention, HEADS, granularity)
+    wanted = torch.stack(
+        [torch.stack([methods.SCORES[score](voter, case) for voter in layer]) for layer in found]
+    )
+    torch.testing.assert_close(seen.raw.double(), wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", SOME)
+@pytest.mark.parametrize(
+    ("budget", "granularity"),
+    [
+        case
+        for case in itertools.product(methods.BUDGETS, (LAYER, HEAD))
+        if case != ("adakv", LAYER)
+    ],
+)
+def test_shares(budget: str, granularity: str, layout: str) -> None:
+    """The real-valued shares, which pages would show only roughly."""
+    score = random.choice(["tgv", "text_rows", "h2o", "snapkv", "aircache"])
+    retain = random.choice(["text_first", "by_score", "window", "recent_half"])
+    mix = methods.Mix(score, budget, retain, granularity)
+    where = layout_of(layout)
+    (settings,) = random.sample(budgets(where, **some_settings()), 1)
+    policy = policy_of(mix)
+    case = methods.Case(where, settings.sinks, settings.window, BLOCK_SIZE)
+    blocks = methods.retained_blocks(where.length, BLOCK_SIZE, settings.budget)  # type: ignore[arg-type]
+    kinds = methods.tiers(retain, case, blocks * BLOCK_SIZE)
+
+    def shares(attention: Tensor) -> Tensor:
+        found = methods.voters_of(attention, HEADS, granularity)
+        raw = [[methods.SCORES[score](voter, case) for voter in layer] for layer in found]
+        votes = methods.Votes(found, raw, raw, kinds, case, blocks)
+        numbers = torch.tensor(methods.BUDGETS[budget](votes), dtype=torch.float64)
+        return numbers / numbers.sum()
+
+    def close(one: Tensor, other: Tensor) -> bool:
+        return torch.allclose(one, other, rtol=2e-4, atol=1e-9)
+
+    def is_clear(attention: Tensor) -> bool:
+        """Counts of tokens do not change under noise."""
+        noises = [1 + 1e-5 * torch.randn(attention[..., :1, :].shape) for _ in range(4)]
+        return all(close(shares(attention), shares(attention * noise)) for noise in noises)
+
+    inputs = draw(where, is_clear)
+    seen = look(policy, inputs, where, settings)
+    looks = Looks(
+        prompt=prompt_of(where, settings),
+        scores=seen.scores,
+        strengths=seen.strengths,
+        tiers=torch.tensor(kinds[: case.candidates]).int(),
+        num_kept=torch.tensor(blocks * BLOCK_SIZE),
+    )
+    ours = policy.budget.shares(looks).double()
+    assert ours.shape == (LAYERS, HEADS if granularity == HEAD else 1)
+    wanted = shares(inputs.attention)
+    assert close((ours / ours.sum()).flatten(), wanted), (mix, settings, ours, wanted)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 4, 28])
+def test_pyramids_of_many_layers(layers: int) -> None:
+    """Shares mirror each other, so that remainders are often equal: the upper layer's counts."""
+    for blocks in range(1, 41):
+        prompt = Prompt(1000, 1000, torch.zeros(1000, dtype=torch.bool), sinks=4)
+        scores = torch.zeros(layers, 2, 1000)
+        kept = torch.tensor(blocks * BLOCK_SIZE)
+        looks = Looks(prompt, scores, scores[..., :0], torch.zeros(1000).int(), kept)
+        shares = BUDGETS["pyramid"]().shares(looks)
+        ours = apportion(shares.flatten(), blocks * layers * 2, 1, 3 * blocks)
+        voters = [[methods.Voter(scores, scores)] * 2] * layers
+        votes = methods.Votes(voters, [], [], [], methods.Case(Layout(1000), 4, 9, 4), blocks)
+        wanted = methods.deal(methods.pyramid_shares(votes), len(ours) * blocks, 1, 3 * blocks)
+        assert ours.tolist() == wanted
+
+
+@pytest.mark.parametrize("retain", ["text_first", "vision_first", "by_score", "window"])
+def test_tiers_that_do_not_depend_on_counts(retain: str) -> None:
+    layout, settings = layout_of("several"), Settings(8, BLOCK_SIZE, sinks=2)
+    found = policy_of(methods.Mix("tgv", "uniform", retain)).retention.tiers(
+        prompt_of(layout, settings), torch.tensor(8)
+    )
+    case = methods.Case(layout, 2, 10, BLOCK_SIZE)
+    assert order_of(found.tolist()) == order_of(methods.tiers(retain, case, 8))
+
+
+def order_of(tiers: list[int]) -> list[int]:
+    """The tiers numbered from 0, so that only their order counts."""
+    return [sorted(set(tiers)).index(tier) for tier in tiers]
+
+
+@pytest.mark.parametrize("budget", methods.BUDGETS)
+@pytest.mark.parametrize(
+    "retain", ["text_first", "vision_first", "by_score", "window", "recent_half", "recent_tenth"]
+)
+def test_free_mixes_of_parts(budget: str, retain: str) -> None:
+    """Any score with any budget and retention, granularity and pooling, on any prompt."""
+    for _ in range(2):
+        kind, reduce = random.choice(["none", "sequence", "grid"]), random.choice(["max", "mean"])
+        kernel, where = random.choice([1, 3, 5]), random.choice(list(LAYOUTS))
+        if reduce == "mean" and kind != "none":
+            # Tokens whose neighbours are the same tokens tie, but for the order of summation:
+            # only layouts without a run, row or column that is shorter than the kernel.
+            kernel, where = 3, random.choice(["one", "at the start"])
+        mix = methods.Mix(
+            score=random.choice(list(methods.SCORES)),
+            budget=budget,
+            retain=retain,
+            granularity=HEAD if budget == "adakv" else random.choice([LAYER, HEAD]),
+            pooling=Pool(kind, kernel, reduce),
+        )
+        layout = layout_of(where)
+        chosen = random.sample(budgets(layout, **some_settings()), 2)
+        assert_keeps_the_same(mix, layout, chosen)
+
+
+# -- random -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("granularity", [LAYER, HEAD])
+def test_random_is_evenly_spread_and_repeats_itself(granularity: str) -> None:
+    layout, settings = Layout(4000), Settings(0.1, BLOCK_SIZE)
+    sets = HEADS if granularity == HEAD else 1
+    score = policy_of(methods.Mix("random", "uniform", "by_score", granularity)).score
+    prompt = prompt_of(layout, settings)
+    views = [LayerView(layer, sets, prompt, NO_ATTENTION) for layer in range(LAYERS)]
+    scores = torch.stack([score(view) for view in views])
+    assert torch.equal(scores, torch.stack([score(view) for view in views]))
+    flat = scores.flatten(0, 1).double()
+    assert flat.shape == (LAYERS * sets, layout.length)
+    assert ((flat >= 0) & (flat < 1)).all()
+    # Six standard deviations of uniform numbers.
+    counts = (flat[..., None] * 10).floor().eq(torch.arange(10)).sum(1) / layout.length
+    assert ((counts - 0.1).abs() < 6 * (0.09 / layout.length) ** 0.5).all()
+    both = torch.corrcoef(torch.cat((flat, flat.roll(1, dims=1))))
+    both.fill_diagonal_(0)
+    assert both.abs().max() < 6 / layout.length**0.5
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_random_keeps_its_own_scores_best(layout: str) -> None:
+    mix, where = METHODS["random"], layout_of(layout)
+    policy, inputs = build_policy("random"), draw(where)
+    for settings in budgets(where):
+        seen = look(policy, inputs, where, settings)
+        wanted = methods.select(mix, inputs.attention, where, HEADS, settings, seen.raw)
+        decision = decider(policy, seen, where, settings).decide(wanted.blocks)
+        assert torch.equal(kept(decision, where, settings), wanted.kept)
+
+
+# -- budgets that promise a share -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["at the start", *SOME])
+@pytest.mark.parametrize(("name", "granularity"), GUARDED)
+def test_fewest_blocks_that_hold_the_share(name: str, granularity: str, layout: str) -> None:
+    mix, where = replace(METHODS[name], granularity=granularity), layout_of(layout)
+    auto = methods.Auto(random.choice([0.3, 0.8, 0.9, 0.97, 1.0]), 0.02, random.choice([0.5, 0.9]))
+    settings = Settings(auto, BLOCK_SIZE, **{**some_settings(), "floor": 1})
+    inputs = draw(
+        where,
+        lambda attention: (
+            stable(mix, where, [settings])(attention)
+            and is_monotone(mix, attention, where, settings)
+        ),
+    )
+    policy = policy_of(mix)
+    seen = look(policy, inputs, where, settings)
+    assert seen.masses is not None
+    wanted = methods.select(mix, inputs.attention, where, HEADS, settings)
+    most = methods.retained_blocks(where.length, BLOCK_SIZE, auto.most)
+    guard = Guard(auto.share, least_blocks(where, settings, auto))
+    decision = decider(policy, seen, where, settings).decide_guarded(most, seen.masses, guard)
+    assert decision.num_retained is not None
+    assert int(decision.num_retained) == wanted.blocks, (mix, settings)
+    assert torch.equal(decision.counts, wanted.pages)
+    assert torch.equal(kept(decision, where, settings), wanted.kept)
+
+
+def least_blocks(layout: Layout, settings: Settings, auto: methods.Auto) -> int:
+    least = methods.retained_blocks(layout.length, BLOCK_SIZE, auto.least)
+    candidates = layout.length // BLOCK_SIZE * BLOCK_SIZE
+    text = sum(j < settings.sinks or not layout.vision[j] for j in range(candidates))
+    return max(least, -(-text // BLOCK_SIZE))
+
+
+def is_monotone(mix: methods.Mix, attention: Tensor, layout: Layout, settings: Settings) -> bool:
+    """Whether more blocks always hold more: else "the fewest" cannot be found by bisection."""
+    votes = methods.look(mix, attention, layout, HEADS, settings)
+    mass = methods.masses(mix, votes)
+    held = [
+        float((mass * methods.fill(mix, votes, settings, k, text_above=True).kept).sum())
+        for k in range(1, layout.length // BLOCK_SIZE)
+    ]
+    return held == sorted(held)
+
+
+# -- merging ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("granularity", [LAYER, HEAD])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_merged_keys_and_values(granularity: str, dtype: torch.dtype) -> None:
+    """Kept slots hold the means of all candidates nearest to them; nothing else is written."""
+    layout = layout_of(random.choice(list(LAYOUTS)))
+    full, pairs = layout.length // BLOCK_SIZE, LAYERS * HEADS
+    k = random.randint(1, full - 1)
+    settings = Settings(k * BLOCK_SIZE + layout.length % BLOCK_SIZE, BLOCK_SIZE, floor=0)
+    mix = methods.Mix("text_rows", "tgv", "by_score", granularity, merge=True)
+    inputs = draw(layout)
+    policy = policy_of(mix)
+    seen = look(policy, inputs, layout, settings)
+    decision = decider(policy, seen, layout, settings).decide(k)
+    offsets = page_offsets(decision.counts)
+    blocks = torch.randperm(full + k + 2).int()
+    old, new = blocks[:full], blocks[full : full + k]
+    pools = torch.randn(2, len(blocks) * pairs, BLOCK_SIZE, HEAD_SIZE).to(dtype)
+    before = pools.clone()
+    arguments = (*pools, decision.positions, offsets, old, new, LAYERS, HEADS)
+    copy_kept(*arguments)
+    merge_evicted(*arguments)
+
+    wanted = before.clone()
+    mask = kept(decision, layout, settings).flatten(0, 1)
+    for pair in range(pairs):
+        source = old.long() * pairs + pair
+        pages = range(int(offsets[pair]), int(offsets[pair + 1]))
+        target = [int(new[r // pairs]) * pairs + r % pairs for r in pages]
+        places = [j for j in range(full * BLOCK_SIZE) if mask[pair, j]]
+        for pool in range(2):
+            states = before[pool, source].flatten(0, 1).double()
+            result = methods.merged(states, mask[pair].tolist(), len(states))[places]
+            wanted[pool, target] = result.view(-1, BLOCK_SIZE, HEAD_SIZE).to(dtype)
+    tolerance = (
+        {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0.01, "atol": 0.01}
+    )
+    torch.testing.assert_close(pools, wanted, **tolerance)
+    untouched = torch.ones(len(before[0]), dtype=torch.bool)
+    untouched[(new.long()[:, None] * pairs + torch.arange(pairs)).flatten()] = False
+    assert torch.equal(pools[:, untouched], before[:, untouched])
+
+
+def test_merge_targets_by_hand() -> None:
+    kept = [False, True, False, False, False, True, False, False, True]
+    assert methods.merge_targets(kept, 8) == [1, 1, 1, 1, 5, 5, 5, 5]
+    states = torch.arange(9.0)[:, None]
+    assert methods.merged(states, kept, 8).flatten().tolist() == [0, 1.5, 2, 3, 4, 5.5, 6, 7, 8]
+
+
+# -- refusals ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mix", "words"),
+    [
+        (Mix("tgvv"), r"unknown policy 'tgvv': choose one of .*tgv.*adakv"),
+        (Mix(score="nothing"), r"unknown score 'nothing': choose one of .*tgv.*vv_tt"),
+        (Mix(budget="nothing"), r"unknown budget 'nothing': choose one of .*entropy"),
+        (Mix(retain="nothing"), r"unknown retention 'nothing': choose one of .*text_first"),
+        (Mix(granularity="token"), "granularity 'token'"),  # type: ignore[arg-type]
+        (Mix("adakv", granularity="layer"), "'adakv' has no meaning at granularity 'layer'"),
+        (Mix(budget="adakv"), "'adakv' has no meaning at granularity 'layer': choose head"),
+    ],
+)
+def test_meaningless_mixes_are_refused(mix: Mix, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        build_policy(mix)
+
+
+def test_every_part_is_here() -> None:
+    assert set(SCORES.names) == {*methods.SCORES, "random"}
+    assert set(BUDGETS.names) == set(methods.BUDGETS)
+    retentions = {"text_first", "vision_first", "by_score", "window", "recent_half", "recent_tenth"}
+    assert set(RETENTIONS.names) == retentions

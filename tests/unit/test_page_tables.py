@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Page arithmetic: the decode step's tables and lengths, and the copy into fresh pages."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oracle import kernels as reference
+from oracle.attention import fresh_seed
+from vllm_tgvkv.kernels.copy import copy_kept
+from vllm_tgvkv.kernels.page_tables import write_lengths, write_page_tables
+from vllm_tgvkv.kernels.select import page_offsets, select_tokens
+
+GARBAGE = st.integers(-(2**31), 2**31 - 1)
+
+
+NUM_BLOCKS = 200
+
+
+@dataclass
+class Batch:
+    """Random decode requests, some of them compressed, some rows without tokens."""
+
+    layers: int
+    heads: int
+    block_size: int
+    gathered: tuple[torch.Tensor, ...]
+    """Block table, lengths and region state by row, as the reference takes them."""
+    pooled: tuple[torch.Tensor, ...]
+    """The same with region state by block."""
+    extra_width: int
+
+    @property
+    def width(self) -> int:
+        """The least documented width, blocks of the longest sequence, and a bit more."""
+        return math.ceil(int(self.gathered[1].max()) / self.block_size) + self.extra_width
+
+    def expected(self, width: int, behind: int) -> tuple[list[Any], list[Any]]:
+        """Tables with `behind` in the entries behind the last page, and lengths."""
+        pages, lengths = reference.page_tables(
+            *self.gathered, self.block_size, self.layers, self.heads
+        )
+        return [
+            [[row + [behind] * (width - len(row)) for row in heads] for heads in layer]
+            for layer in pages
+        ], lengths
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    layers, heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    pairs, block_size = layers * heads, draw(st.sampled_from([1, 4, 16]))
+    ids = iter(draw(st.permutations(range(1, NUM_BLOCKS))))
+    garbage = draw(st.lists(GARBAGE, min_size=3, max_size=3))
+    retained, replaced, offsets = (
+        torch.full((NUM_BLOCKS, *shape), value, dtype=torch.int32)
+        for shape, value in zip(((), (), (pairs + 1,)), garbage, strict=True)
+    )
+    retained[0] = replaced[0] = 0
+    rows, seq_lens, firsts = [], [], []
+    for _ in range(draw(st.integers(1, 4))):
+        seq_len = draw(st.integers(1, 8 * block_size))
+        num_blocks = math.ceil(seq_len / block_size)
+        # The current token is never part of the region.
+        start = draw(st.integers(0, (seq_len - 1) // block_size))
+        k = draw(st.integers(0, start))
+        if k == 0:
+            start = 0
+        fresh, tail = [next(ids) for _ in range(k)], [next(ids) for _ in range(num_blocks - start)]
+        row = fresh + [0] * (start - k) + tail
+        retained[row[0]], replaced[row[0]] = k, start
+        if k:
+            counts = reference.apportion(
+                draw(st.lists(st.floats(0, 1), min_size=pairs, max_size=pairs)),
+                k * pairs,
+                0,
+                start,
+            )
+            offsets[row[0]] = page_offsets(torch.tensor(counts))
+        firsts.append(row[0])
+        rows.append(row)
+        seq_lens.append(seq_len)
+    for _ in range(draw(st.integers(0, 2))):  # rows without tokens, whose table says nothing
+        place = draw(st.integers(0, len(rows)))
+        for values, value in ((rows, []), (seq_lens, 0), (firsts, 0)):
+            values.insert(place, value)
+    width = max(map(len, rows)) + draw(st.integers(0, 2))
+    stale = draw(GARBAGE)
+    table, lens = (
+        torch.tensor(values, dtype=torch.int32)
+        for values in ([row + [stale] * (width - len(row)) for row in rows], seq_lens)
+    )
+    return Batch(
+        layers,
+        heads,
+        block_size,
+        (table, lens, retained[firsts], replaced[firsts], offsets[firsts]),
+        (table, lens, retained, replaced, offsets),
+        draw(st.integers(0, 3)),
+    )
+
+
+@given(batches(), st.data())
+def test_tables_and_lengths_equal_the_reference(batch: Batch, data: st.DataObject) -> None:
+    width, requests = batch.width, len(batch.gathered[1])
+    expected_tables, expected_lengths = batch.expected(width, behind=0)
+    first = data.draw(st.integers(0, batch.layers - 1))
+    end = data.draw(st.integers(first, batch.layers))
+    tables = torch.full((end - first, requests, batch.heads, width), -7, dtype=torch.int32)
+    lengths = torch.full((batch.layers, requests, batch.heads), -7, dtype=torch.int32)
+    write_page_tables(*batch.pooled, batch.block_size, first, tables)
+    write_lengths(*batch.pooled, batch.block_size, lengths)
+    assert lengths.tolist() == expected_lengths
+    assert tables.tolist() == expected_tables[first:end]
+
+
+def test_wrong_arguments_are_named() -> None:
+    table, one = torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    offsets = torch.zeros(1, 5, dtype=torch.int32)
+    tables = torch.zeros(2, 1, 2, 2, dtype=torch.int32)
+    state = (table, one, one, one, offsets, 4)
+    for first_layer in (-1, 1):
+        with pytest.raises(ValueError, match="first_layer"):
+            write_page_tables(*state, first_layer, tables)
+    with pytest.raises(ValueError, match="tables"):
+        write_page_tables(*state, 0, torch.zeros(1, 1, 3, 2, dtype=torch.int32))
+    with pytest.raises(ValueError, match="lengths"):
+        write_lengths(*state, tables[:1, :, :, 0])
+    with pytest.raises(ValueError, match="lengths"):
+        write_lengths(*state, tables)
+    with pytest.raises(ValueError, match="seq_lens"):
+        write_lengths(table, one.long(), one, one, offsets, 4, tables[..., 0])
+    with pytest.raises(ValueError, match="offsets"):
+        write_lengths(table, one, one, one, offsets.expand(2, 5), 4, tables[..., 0])
+
+
+@dataclass
+class Pool:
+    """A pool whose prompt holds numbers and whose every other bit says NaN."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    old_blocks: torch.Tensor
+    new_blocks: torch.Tensor
+
+
+def make_pool(dtype: torch.dtype, pairs: int, block_size: int, num_old: int, num_new: int) -> Pool:
+    head_size, blocks = 8, num_old + num_new + 2
+    # All ones is NaN in every floating format, float8 included.
+    storage = torch.full((blocks * pairs, 2, block_size * head_size), -1, dtype=torch.int8)
+    storage = storage.repeat(1, 1, dtype.itemsize).view(dtype)
+    keys = storage[:, 0].unflatten(1, (head_size, block_size)).transpose(1, 2)
+    values = storage[:, 1].unflatten(1, (block_size, head_size))
+    ids = torch.randperm(blocks)
+    old, new = ids[:num_old], ids[num_old : num_old + num_new]
+    for block in old.tolist():
+        for page in range(block * pairs, (block + 1) * pairs):
+            keys[page] = torch.randn(block_size, head_size).to(dtype)
+            values[page] = torch.randn(block_size, head_size).to(dtype)
+    return Pool(keys, values, old.int(), new.int())
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float32, torch.float16, torch.float8_e4m3fn]
+)
+@pytest.mark.parametrize("workspace_bytes", [0, 1000, 1 << 20])
+def test_copy_writes_the_kept_tokens_and_nothing_else(
+    dtype: torch.dtype, workspace_bytes: int
+) -> None:
+    fresh_seed()
+    layers, heads, block_size, num_old, k = 3, 2, 4, 7, 2
+    pairs = layers * heads
+    pool = make_pool(dtype, pairs, block_size, num_old, k)
+    counts = torch.tensor(reference.apportion(torch.rand(pairs).tolist(), k * pairs, 0, num_old))
+    counts = counts.view(layers, heads)
+    scores = torch.rand(layers, heads, num_old * block_size)
+    tiers = torch.zeros(num_old * block_size, dtype=torch.int32)
+    positions = select_tokens(scores, tiers, counts, k * pairs, block_size)
+    offsets = page_offsets(counts)
+    expected = [part.float() for part in (pool.keys, pool.values)]
+    blocks = (pool.old_blocks, pool.new_blocks)
+    reference.copy_kept(*expected, positions, offsets, *blocks, layers, heads)
+    copy_kept(pool.keys, pool.values, positions, offsets, *blocks, layers, heads, workspace_bytes)
+    for got, want in zip((pool.keys, pool.values), expected, strict=True):
+        torch.testing.assert_close(got.float(), want, rtol=0, atol=0, equal_nan=True)
+        new_pages = (pool.new_blocks.long()[:, None] * pairs + torch.arange(pairs)).flatten()
+        assert not got.float()[new_pages].isnan().any()
+
+
+def test_copy_names_wrong_arguments() -> None:
+    pool = make_pool(torch.float32, 2, 4, 3, 1)
+    positions, offsets = torch.zeros(2, 4).int(), torch.zeros(3).int()
+    blocks = (pool.old_blocks, pool.new_blocks)
+    with pytest.raises(ValueError, match="positions"):
+        copy_kept(pool.keys, pool.values, positions[:1], offsets, *blocks, 1, 2)
+    with pytest.raises(ValueError, match="offsets"):
+        copy_kept(pool.keys, pool.values, positions, offsets[:2], *blocks, 1, 2)
+    with pytest.raises(ValueError, match="value_pages"):
+        copy_kept(pool.keys, pool.values[1:], positions, offsets, *blocks, 1, 2)

@@ -1,0 +1,361 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Retention, pooling, registry; and every method's whole decision without a synchronisation.
+
+What each method keeps is compared with its definition in `unit/test_methods.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from oracle.attention import fresh_seed
+from oracle.kernels import attention_probabilities
+from vllm_tgvkv.decision import Decider, Guard
+from vllm_tgvkv.kernels.copy import copy_kept
+from vllm_tgvkv.kernels.merge import merge_evicted
+from vllm_tgvkv.kernels.page_tables import write_lengths, write_page_tables
+from vllm_tgvkv.kernels.row_sums import RowSums
+from vllm_tgvkv.kernels.select import page_offsets
+from vllm_tgvkv.kernels.statistics import observe
+from vllm_tgvkv.policies import (
+    NO_ATTENTION,
+    POLICY_NAMES,
+    Attention,
+    ImageSpan,
+    LayerView,
+    Mix,
+    Policy,
+    Pooling,
+    Prompt,
+    RowSet,
+    build_policy,
+)
+from vllm_tgvkv.policies.pooling import pool
+from vllm_tgvkv.policies.registry import POLICIES, SCORES, Recipe, Registry
+
+LAYERS, HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE = 3, 2, 3, 8, 4
+SCALE = HEAD_SIZE**-0.5
+
+# (start, length) of the images, and the prompt's length: one image, several with text between,
+# two side by side, an image first of all, images up to the last token but one.
+LAYOUTS = {
+    "one": ([(6, 12)], 29),
+    "several": ([(5, 6), (13, 4), (20, 9)], 34),
+    "side by side": ([(4, 6), (10, 6)], 23),
+    "at the start": ([(0, 9)], 16),
+    "short question": ([(2, 30)], 33),
+    "little text": ([(1, 20), (22, 2)], 26),
+}
+
+
+def make_prompt(layout: str, sinks: int = 2) -> Prompt:
+    images, num_tokens = LAYOUTS[layout]
+    is_vision = torch.zeros(num_tokens, dtype=torch.bool)
+    for start, length in images:
+        is_vision[start : start + length] = True
+    return Prompt(
+        num_tokens=num_tokens,
+        num_candidates=num_tokens // BLOCK_SIZE * BLOCK_SIZE,
+        is_vision=is_vision,
+        sinks=sinks,
+        images=tuple(ImageSpan(start, length) for start, length in images),
+    )
+
+
+def test_retention_orders() -> None:
+    prompt = make_prompt("at the start", sinks=2)
+    num_kept = torch.tensor([[4], [12]])
+    tiers = {
+        name: build_policy(Mix("tgv", retain=name)).retention.tiers(prompt, num_kept).tolist()
+        for name in ("text_first", "vision_first", "by_score", "recent_half", "window")
+    }
+    assert tiers["text_first"] == [2] * 2 + [0] * 7 + [1] * 7
+    assert tiers["vision_first"] == [2] * 2 + [1] * 7 + [0] * 7
+    assert tiers["by_score"] == [2] * 2 + [0] * 14
+    assert tiers["window"] == [2] * 2 + [1] * 14
+    assert tiers["recent_half"] == [[[2] * 2 + [0] * (14 - n) + [1] * n] for n in (2, 6)]
+
+
+def naive_pool(scores: list[float], neighbours: list[list[int]], reduce: str) -> list[float]:
+    groups = [[scores[j] for j in near] for near in neighbours]
+    return [max(group) if reduce == "max" else sum(group) / len(group) for group in groups]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("reduce", ["max", "mean"])
+@pytest.mark.parametrize("kernel", [1, 3, 7])
+def test_sequence_pooling_stays_inside_runs(layout: str, reduce: Any, kernel: int) -> None:
+    fresh_seed()
+    prompt = make_prompt(layout)
+    size = prompt.num_tokens
+    run = [0] * size  # 0 before the first image; an image and the text behind it have their own
+    for number, image in enumerate(prompt.images):
+        for j in range(image.start, size):
+            run[j] = 2 * number + (1 if j < image.start + image.length else 2)
+    near = [
+        [i for i in range(size) if abs(i - j) <= kernel // 2 and run[i] == run[j]]
+        for j in range(size)
+    ]
+    scores = torch.randn(2, size)
+    pooled = pool(scores, prompt.is_vision, prompt.images, Pooling("sequence", kernel, reduce))
+    expected = torch.tensor([naive_pool(row, near, reduce) for row in scores.tolist()])
+    torch.testing.assert_close(pooled, expected)
+
+
+@pytest.mark.parametrize("reduce", ["max", "mean"])
+@pytest.mark.parametrize("kernel", [1, 3, 5])
+def test_grid_pooling_stays_inside_images(reduce: Any, kernel: int) -> None:
+    fresh_seed()
+    images = (ImageSpan(3, 12, (3, 4)), ImageSpan(15, 2, (1, 2)), ImageSpan(19, 4, (4, 1)))
+    size = 25
+    is_vision = torch.zeros(size, dtype=torch.bool)
+    near = [[j] for j in range(size)]
+    for image in images:
+        is_vision[image.start : image.start + image.length] = True
+        _, columns = image.grid
+        for j in range(image.length):
+            near[image.start + j] = [
+                image.start + i
+                for i in range(image.length)
+                if abs(i // columns - j // columns) <= kernel // 2
+                and abs(i % columns - j % columns) <= kernel // 2
+            ]
+    scores = torch.randn(2, size)
+    pooled = pool(scores, is_vision, images, Pooling("grid", kernel, reduce))
+    expected = torch.tensor([naive_pool(row, near, reduce) for row in scores.tolist()])
+    torch.testing.assert_close(pooled, expected)
+
+
+def test_grid_pooling_names_an_image_without_grid() -> None:
+    prompt = make_prompt("several")
+    scores = torch.zeros(1, prompt.num_tokens)
+    with pytest.raises(ValueError, match=r"positions 5\.\.10 is not known"):
+        pool(scores, prompt.is_vision, prompt.images, Pooling("grid"))
+    wrong = (ImageSpan(5, 6, (2, 2)),)
+    with pytest.raises(ValueError, match="6 tokens, its grid 2 x 2"):
+        pool(scores, prompt.is_vision, wrong, Pooling("grid"))
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [({"kind": "cube"}, "kind"), ({"reduce": "min"}, "reduce"), ({"kernel": 4}, "kernel")],
+)
+def test_wrong_pooling_is_refused(options: dict[str, Any], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        Pooling(**options)
+
+
+def test_unknown_names_list_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"unknown policy 'tgvv': choose one of .*tgv"):
+        build_policy("tgvv")
+    with pytest.raises(ValueError, match=r"unknown score .*tgv"):
+        build_policy(Mix(score="nothing"))
+    with pytest.raises(ValueError, match=r"unknown budget .*uniform"):
+        build_policy(Mix(budget="nothing"))
+    with pytest.raises(ValueError, match=r"unknown retention .*text_first"):
+        build_policy(Mix(retain="nothing"))
+    with pytest.raises(ValueError, match="granularity"):
+        build_policy(Mix(granularity="token"))  # type: ignore[arg-type]
+
+
+def test_parts_without_meaning_together_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"'adakv' has no meaning at .*'layer': choose head"):
+        build_policy(Mix("adakv", granularity="layer"))
+
+
+def test_attention_that_was_not_asked_for_is_named() -> None:
+    with pytest.raises(AttributeError, match="column_sums"):
+        _ = NO_ATTENTION.column_sums
+
+
+def test_a_name_is_registered_once() -> None:
+    registry: Registry[Recipe] = Registry("policy")
+    registry.add("x", Recipe("tgv", "tgv", "by_score"))
+    with pytest.raises(ValueError, match="already"):
+        registry.add("x", Recipe("tgv", "tgv", "by_score"))
+
+
+class NoSynchronisation(TorchDispatchMode):
+    """Raises on every operation that would wait for a device or has a data-dependent shape."""
+
+    FORBIDDEN = frozenset(
+        {
+            "_local_scalar_dense",
+            "item",
+            "nonzero",
+            "masked_select",
+            "is_nonzero",
+            "equal",
+            "_unique2",
+            "unique_dim",
+            "unique_consecutive",
+            "argwhere",
+            "bincount",
+        }
+    )
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        name = func.overloadpacket.__name__
+        assert name not in self.FORBIDDEN, f"{name} synchronises"
+        if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
+            dtypes = {index.dtype for index in args[1] if index is not None}
+            assert torch.bool not in dtypes, f"{name} with a boolean mask synchronises"
+        if name == "repeat_interleave":
+            assert "output_size" in (kwargs or {}), "repeat_interleave synchronises"
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_check_itself_catches_synchronisation() -> None:
+    tensor = torch.ones(3)
+    for operation in (
+        lambda: tensor[0].item(),
+        lambda: tensor.nonzero(),
+        lambda: tensor[tensor > 0],
+        lambda: bool((tensor > 0).all()),
+    ):
+        with NoSynchronisation(), pytest.raises(AssertionError, match="synchronises"):
+            operation()
+
+
+def run_everything(
+    policy: Policy, device: str, workspace_bytes: int = 1 << 20, guard: Guard | None = None
+) -> None:
+    """Statistics to page tables of one prompt, on tensors of ``device``."""
+    images, num_tokens = LAYOUTS["several"]
+    prompt = make_prompt("several")
+    prompt = Prompt(
+        num_tokens=num_tokens,
+        num_candidates=prompt.num_candidates,
+        is_vision=prompt.is_vision.to(device),
+        sinks=2,
+        images=tuple(ImageSpan(start, length, (1, length)) for start, length in images),
+    )
+    num_old, k, pairs = prompt.num_candidates // BLOCK_SIZE, 2, LAYERS * HEADS
+    queries = torch.randn(num_tokens, HEADS, GROUP, HEAD_SIZE, device=device)
+    pages = torch.randn(num_old + 1, HEADS, BLOCK_SIZE, HEAD_SIZE, device=device)
+    cache = torch.zeros(2, (num_old + k) * pairs, BLOCK_SIZE, HEAD_SIZE, device=device)
+    blocks = torch.randperm(num_old + k).int().to(device)
+    row = torch.zeros(1, num_old + 1, dtype=torch.int32, device=device)
+    seq_lens = torch.full((1,), num_tokens, dtype=torch.int32, device=device)
+    regions = (torch.full_like(seq_lens, k), torch.full_like(seq_lens, num_old))
+    tables = torch.empty(LAYERS, 1, HEADS, num_old + 1, dtype=torch.int32, device=device)
+    ids = torch.arange(num_old + 1, device=device)
+    positions = torch.arange(num_tokens, device=device)
+    num_sets = HEADS if policy.granularity == "head" else 1
+
+    def attention(rows: RowSet) -> Attention:
+        first = 0 if rows == "all" else num_tokens - 5
+        observed = observe(
+            queries[first:],
+            pages,
+            ids,
+            positions[first:],
+            num_tokens,
+            SCALE,
+            per_head=policy.granularity == "head",
+            statistics=policy.statistics(rows),
+            workspace_bytes=workspace_bytes,
+        )
+        if rows != "all":
+            return observed
+        sums = RowSums(num_sets, num_tokens, positions.device)
+        sums.add(observed, prompt.is_vision)
+        return sums
+
+    with NoSynchronisation():
+        scores, strengths, masses = [], [], []
+        for layer in range(LAYERS):
+            seen = {rows: attention(rows) for rows in policy.row_sets}
+            view = LayerView(layer, num_sets, prompt, seen.get(policy.score.rows, NO_ATTENTION))
+            score = policy.score(view)
+            if guard:
+                masses.append(view.attention.column_sums)
+            view = replace(view, attention=seen.get(policy.budget.rows, NO_ATTENTION))
+            strengths.append(policy.budget.strength(view, score))
+            scores.append(policy.pooled(score, prompt)[:, : prompt.num_candidates])
+        decider = Decider(
+            policy, prompt, torch.stack(scores), torch.stack(strengths), HEADS, BLOCK_SIZE, 0
+        )
+        if guard:
+            decision = decider.decide_guarded(k, torch.stack(masses), guard)
+        else:
+            decision = decider.decide(k)
+        offsets = page_offsets(decision.counts)
+        old, new = blocks[:num_old], blocks[num_old:]
+        region = (*cache, decision.positions, offsets, old, new, LAYERS, HEADS)
+        copy_kept(*region, workspace_bytes)
+        if policy.merge:
+            merge_evicted(*region)
+        state = (row, seq_lens, *regions, offsets[None], BLOCK_SIZE)
+        write_page_tables(*state, 0, tables)
+        write_lengths(*state, tables[..., 0])
+
+
+MIXES = [
+    *(Mix(name) for name in POLICY_NAMES),
+    *(Mix(name, granularity="head") for name in ("tgv", "vlcache", "aircache", "prefixkv")),
+    *(Mix(budget=budget) for budget in ("vv", "tt", "entropy")),
+    Mix(score="vv_tt"),
+    Mix(pooling=Pooling("grid")),
+]
+
+
+# Tensors of the device `meta` have no data: whatever looks at it fails, `tolist` included, which
+# the dispatch mode cannot see.
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("mix", MIXES, ids=str)
+def test_nothing_synchronises(device: str, mix: Mix) -> None:
+    policy = build_policy(mix)
+    run_everything(policy, device)
+    run_everything(policy, device, workspace_bytes=0)
+    if policy.score.rows != "none":
+        run_everything(policy, device, guard=Guard(0.9, 1))
+
+
+@pytest.mark.parametrize("granularity", ["layer", "head"])
+def test_the_worked_example_of_the_docs_works(
+    granularity: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The code block of docs/new_method.md registers a method, which decides as all others do."""
+    page = Path(__file__).parents[2] / "docs" / "new_method.md"
+    (example,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    for registry in (SCORES, POLICIES):
+        monkeypatch.setattr(registry, "_values", dict(registry._values))
+    exec(example, {})
+    policy = build_policy(Mix("last_row", granularity=granularity))
+    run_everything(policy, "cpu")
+    run_everything(policy, "meta", guard=Guard(0.9, 1))
+    fresh_seed()
+    prompt = make_prompt("one")
+    rows = torch.arange(prompt.num_tokens - 5, prompt.num_tokens)
+    keys = torch.randn(8, HEADS, BLOCK_SIZE, HEAD_SIZE)
+    arguments = (torch.randn(5, HEADS, GROUP, HEAD_SIZE), keys, torch.arange(8), rows)
+    attention = observe(
+        *arguments, prompt.num_tokens, SCALE, granularity == "head", policy.statistics("window")
+    )
+    scores = policy.score(LayerView(0, attention.num_groups, prompt, attention))
+    exact = attention_probabilities(*arguments, prompt.num_tokens, SCALE)[:, :, -1]
+    expected = exact.mean((0, 1))[None] if granularity == "layer" else exact.mean(1)
+    torch.testing.assert_close(scores.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("mix", MIXES, ids=str)
+def test_nothing_synchronises_on_cuda(mix: Mix) -> None:
+    policy = build_policy(mix)
+    run_everything(policy, "cuda")  # whatever is set up on first use
+    previous = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run_everything(policy, "cuda")
+    finally:
+        torch.cuda.set_sync_debug_mode(previous)

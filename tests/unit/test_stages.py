@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipeline stages one after the other in this process, without an engine."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import replace
+from itertools import permutations
+from typing import Any
+
+import pytest
+import torch
+
+from oracle import methods
+from tests.unit.test_ranks import BLOCK_SIZE, LAYERS, PROMPTS, Model, Run, both, settings, step
+from vllm_tgvkv import evictor as evictor_module
+from vllm_tgvkv.evictor import CacheShape, Evictor
+from vllm_tgvkv.pages import page_pool
+from vllm_tgvkv.plan import Failure, Outcome, StepPlan
+from vllm_tgvkv.ranks import Ranks
+from vllm_tgvkv.stages import Found, PipelineStages, Stages, join_found
+
+assert LAYERS == 3
+
+
+class Pipeline:
+    """Evictors of stages with so many layers each; the last ones answer."""
+
+    def __init__(self, layers: tuple[int, ...], config: Any, model: Model) -> None:
+        self.sent: dict[int, deque[Any]] = defaultdict(deque)
+        self.model, self.evictors = model, []
+        for stage, size in enumerate(layers):
+            stages = PipelineStages(
+                layers, stage, self.sent[stage].append, lambda s: self.sent[s].popleft()
+            )
+            cache = model.keys[:, stages.first_layer :][:, :size].contiguous()
+            _, _, heads, group, head_size = model.queries.shape
+            shape = CacheShape(size, heads, group, head_size, BLOCK_SIZE)
+            pool = page_pool(cache.unbind(1), slots_first=True)
+            self.evictors.append(Evictor(config, shape, pool, stages=stages))
+
+    def run(self, plan: StepPlan) -> dict[str, Outcome | Failure]:
+        """One step; earlier stages have sent all they have before the last one looks."""
+        starts = {"first": 0, "second": PROMPTS["first"].num_tokens}
+        answers = []
+        for evictor in self.evictors:
+            evictor.begin_step(plan)
+            evictor.prepare(starts.__getitem__)
+            for layer in range(evictor.shape.num_layers):
+                queries = self.model.queries[evictor.stages.first_layer + layer].flatten(1, 2)
+                evictor.observe_layer(layer, queries, evictor.shape.head_size**-0.5)
+            answers.append(evictor.take_outcomes())
+        assert not any(answers[:-1])
+        outcomes = answers[-1].read() if answers[-1] else []
+        assert not any(self.sent.values())
+        assert len({outcome.request_id for outcome in outcomes}) == len(outcomes)
+        return {outcome.request_id: outcome for outcome in outcomes}
+
+    def counts(self, name: str) -> list[torch.Tensor]:
+        return [next(k for k in e.kept if k.request_id == name).counts for e in self.evictors]
+
+
+@pytest.mark.parametrize("layers", [(1, 2), (2, 1), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("granularity", ["layer", "head"])
+@pytest.mark.parametrize(
+    ("budget", "sharpness"),
+    [
+        (0.4, (1.0, 1.0, 1.0)),
+        # The flatter a stage's attention, the more blocks it needs; where it is sharp, all rows
+        # look at the same few keys.
+        ("auto:0.7,min=0.05,max=0.95", (8.0, 1.0, 0.01)),
+        ("auto:0.7,min=0.05,max=0.95", (0.01, 1.0, 8.0)),
+    ],
+    ids=["fraction", "auto", "auto reversed"],
+)
+def test_the_last_stage_answers_for_all(
+    layers: tuple[int, ...], granularity: str, budget: Any, sharpness: tuple[float, ...]
+) -> None:
+    model = Model.random()
+    for queries, factor in zip(model.queries, sharpness, strict=True):
+        queries.copy_(factor * (queries[:1] if factor > 1 else queries))
+    pipeline = Pipeline(layers, settings(granularity), model)
+    plan = step(settings(granularity), both("tgv"), budget)
+    outcomes = pipeline.run(plan)
+    for eviction in plan.evictions:
+        name, outcome = eviction.request_id, outcomes[eviction.request_id]
+        assert isinstance(outcome, Outcome)
+        counts = pipeline.counts(name)
+        blocks = [int(c.sum()) // c.numel() for c in counts]
+        assert [int(c.sum()) for c in counts] == [
+            b * c.numel() for b, c in zip(blocks, counts, strict=True)
+        ]
+        if eviction.guard is None:
+            assert set(blocks) == {eviction.num_retained_blocks}
+            assert outcome.num_blocks is None
+        else:
+            assert len(set(blocks)) > 1
+            assert outcome.num_blocks == max(blocks)
+        tail = PROMPTS[name].num_tokens % BLOCK_SIZE
+        num_kept = int(torch.cat(counts).sum()) * BLOCK_SIZE / torch.cat(counts).numel()
+        assert sum(outcome.kept.values()) == round(num_kept) + tail
+        assert set(outcome.seconds) == {"statistics", "selection", "copy"}
+    trace = pipeline.evictors[-1].traces.find("first")
+    assert trace is not None
+    assert trace.counts.tolist() == torch.cat(pipeline.counts("first")).tolist()
+    assert trace.scores.shape[0] == LAYERS
+    assert not any(e.traces.newest_first() for e in pipeline.evictors[:-1])
+    assert not pipeline.run(StepPlan())  # nothing is sent in a step without evictions
+
+
+@pytest.mark.parametrize("failing", [(0,), (1,), (2,), (0, 2)], ids=str)
+@pytest.mark.parametrize("part", ["observe", "copy_kept"])
+def test_what_fails_on_one_stage_has_failed(
+    monkeypatch: pytest.MonkeyPatch, failing: tuple[int, ...], part: str
+) -> None:
+    """Once, whichever stages it fails on; every stage has a region of a valid shape."""
+    pipeline = Pipeline((1, 1, 1), settings("head"), Model.random())
+    plan = step(settings("head"), both("tgv"), 0.4)
+    real, calls = getattr(evictor_module, part), 0
+
+    def raising(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        stage, of_prompt = divmod(calls, 2)  # a layer for each of two prompts
+        calls += 1
+        if stage in failing and of_prompt == 0:
+            raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(evictor_module, part, raising)
+    outcomes = pipeline.run(plan)
+    assert calls == 6
+    assert isinstance(outcomes["first"], Failure)
+    assert isinstance(outcomes["second"], Outcome)
+    for evictor in pipeline.evictors:
+        assert evictor.regions.num_live == 2
+        assert not any((evictor._queries, evictor._sums, evictor._watches))
+
+
+def test_found_is_joined_in_any_order() -> None:
+    part = Found("r", 3, 6, 10, 2, {"copy": 1.0}, None)
+    others = [replace(part, num_retained=5, num_pages=5, num_pairs=1), Failure("s", "first")]
+    stages = [[part, Failure("s", "second")], others, [replace(part, num_retained=1)]]
+    for order in permutations(stages):
+        found, failure = join_found(order)
+        assert isinstance(found, Found)
+        assert (found.num_retained, found.num_pages, found.num_vision) == (5, 17, 30)
+        assert (found.num_pairs, found.seconds) == (5, {"copy": 3.0})
+        assert failure == Failure("s", failure.error)  # type: ignore[union-attr]
+    alone = Stages(4)
+    assert alone.join([part]) == [part]
+
+
+def test_messages_are_waited_for_when_more_are_out_than_steps_can_be() -> None:
+    waited: list[int] = []
+
+    class Handle:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def wait(self) -> None:
+            waited.append(self.number)
+
+    sent: list[Any] = []
+
+    def send(found: Any) -> Handle:
+        sent.append(found)
+        return Handle(len(sent) - 1)
+
+    stage = PipelineStages((2, 1, 2), 1, send, lambda stage: None)
+    assert (stage.first_layer, stage.model_layers, stage.is_last) == (2, 5, False)
+    for number in range(5):
+        stage.tell([Failure(str(number), "")])
+        assert waited == list(range(number - 2))
+    assert len(sent) == 5
+
+
+@pytest.mark.parametrize("method", ["snapkv", "h2o", "random", "streaming"])
+def test_methods_with_equal_shares_keep_the_same_in_stages(method: str) -> None:
+    config, model = settings("head"), Model.random()
+    plan = step(config, both(method), 0.4)
+    alone = model.evict(Ranks(), config, plan)
+    pipeline = Pipeline((2, 1), config, model)
+    pipeline.run(plan)
+    for name in PROMPTS:
+        runs = [Run(evictor, {}) for evictor in pipeline.evictors]
+        assert torch.equal(torch.cat([run.kept(name) for run in runs]), alone.kept(name))
+
+
+def test_a_pyramid_goes_on_from_stage_to_stage() -> None:
+    """Not one pyramid for each stage: within a stage the ratios are those of the whole model."""
+    config, model = settings(None), Model.random()
+    pipeline = Pipeline((2, 1), config, model)
+    plan = step(config, both("pyramidkv"), 0.4)
+    pipeline.run(plan)
+    first, last = pipeline.counts("first")
+    heads, cap = first.shape[1], PROMPTS["first"].num_tokens // BLOCK_SIZE
+    whole = torch.linspace(2 - 1 / 20, 1 / 20, LAYERS).tolist()
+    shares = [share for share in whole[:2] for _ in range(heads)]
+    blocks = plan.evictions[0].num_retained_blocks
+    assert first.flatten().tolist() == methods.deal(shares, 2 * heads * blocks, 1, cap)
+    assert last.unique().tolist() == [blocks]

@@ -96,7 +96,7 @@ class Collection:
         def count(counters: EvictionCounters) -> None:
             counters.gave_back("tgv", 4)
             counters.evicted("tgv", 640, 64)
-            counters.came_out(outcome)
+            counters.record_outcome(outcome)
 
         def with_ours() -> None:
             self._record(pipe.through(self.scheduler.make_stats()))

@@ -18,7 +18,7 @@ from demo.tasks import MAX_ANSWER_TOKENS, Example
 from evaluation.answers import Answer, Key, compare
 from evaluation.arms import Arm, engine_methods
 from evaluation.questions import Question
-from vllm_tgvkv.config import Budget
+from vllm_tgvkv.budget import Budget
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "demo" / "model"

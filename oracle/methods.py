@@ -5,7 +5,7 @@ No code is shared with the plugin. A method is a mix of four parts, each looked 
 
     score     attention of one layer or head -> what each of its tokens is worth
     pooling   scores -> scores
-    budget    all layers or heads -> what each of them is owed, dealt in whole pages
+    allocation all layers or heads -> what each of them is owed, dealt in whole pages
     retention which tokens come before all others, whatever they score
 
 Notation: L layers, Q query heads, H KV heads, P prompt tokens, N tokens per page; C candidates, the
@@ -46,7 +46,7 @@ class Mix:
     """A method's parts by name, its own granularity and its own pooling."""
 
     score: str
-    budget: str
+    allocation: str
     retain: str
     granularity: str = LAYER
     pooling: Pool = Pool()
@@ -370,12 +370,12 @@ def retained_positions(
     return order(scores, kinds, candidates)[:count]
 
 
-# -- budgets ----------------------------------------------------------------------------------
+# -- allocations -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Votes:
-    """What budgets look at: voters of all layers, [L][V], and what they found.
+    """What allocations look at: voters of all layers, [L][V], and what they found.
 
     Attributes:
         raw, scores: scores [P] before and after pooling, [L][V].
@@ -421,7 +421,7 @@ class Votes:
 
 
 def block_of(rows_name: str, columns_are_vision: bool) -> Callable[[Votes], list[float]]:
-    """Return the budget that sums A over some rows and one modality's columns."""
+    """Return the allocation that sums A over some rows and one modality's columns."""
 
     def shares(votes: Votes) -> list[float]:
         layout = votes.case.layout
@@ -548,7 +548,7 @@ def entropy_shares(votes: Votes) -> list[float]:
     return votes.each(spread)
 
 
-BUDGETS: dict[str, Callable[[Votes], list[float]]] = {
+ALLOCATIONS: dict[str, Callable[[Votes], list[float]]] = {
     "uniform": lambda votes: votes.each(lambda voter: 1.0),
     "tgv": block_of("text", True),
     "vv": block_of("vision", True),
@@ -562,7 +562,7 @@ BUDGETS: dict[str, Callable[[Votes], list[float]]] = {
 }
 
 
-EXACT_BUDGETS = {"uniform", "pyramid", "adakv", "prefixkv"}
+EXACT_ALLOCATIONS = {"uniform", "pyramid", "adakv", "prefixkv"}
 """Their shares are equal or whole numbers, or come from no attention at all."""
 
 
@@ -718,8 +718,8 @@ def fill(mix: Mix, votes: Votes, settings: Settings, blocks: int, text_above: bo
     """Return what each voter keeps with `blocks` retained blocks, [L, V, P]."""
     case = votes.case
     kinds = tiers(mix.retain, case, blocks * case.block_size, text_above)
-    shares = BUDGETS[mix.budget](replace(votes, tiers=kinds, blocks=blocks))
-    if votes.noise and mix.budget not in EXACT_BUDGETS:
+    shares = ALLOCATIONS[mix.allocation](replace(votes, tiers=kinds, blocks=blocks))
+    if votes.noise and mix.allocation not in EXACT_ALLOCATIONS:
         shares = shaken(torch.tensor(shares, dtype=torch.float64), votes.noise).tolist()
     units = deal(
         equal_if_hopeless(shares),

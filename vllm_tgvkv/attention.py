@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace_as
 
-from vllm_tgvkv.compatibility import UnsupportedByEvictionError
+from vllm_tgvkv.errors import UnsupportedByEvictionError
 from vllm_tgvkv.evictor import Evictor
 from vllm_tgvkv.manager import EvictingSpec
 from vllm_tgvkv.pages import PagePool

@@ -31,9 +31,9 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from vllm_tgvkv.attention import RowFinder, check_layer, evicting_spec, first_token
 from vllm_tgvkv.config import config_of
-from vllm_tgvkv.evictor import CacheShape, Evictor
+from vllm_tgvkv.evictor import Evictor
 from vllm_tgvkv.kernels.page_tables import write_lengths, write_page_tables
-from vllm_tgvkv.pages import FP8, PageLayoutError, PagePool
+from vllm_tgvkv.pages import FP8, CacheShape, PageLayoutError, PagePool
 from vllm_tgvkv.ranks import tensor_ranks
 from vllm_tgvkv.stages import pipeline_stages
 

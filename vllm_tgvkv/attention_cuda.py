@@ -33,10 +33,10 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from vllm_tgvkv.attention import RowFinder, check_layer, evicting_spec, first_token
 from vllm_tgvkv.config import config_of
-from vllm_tgvkv.evictor import CacheShape, Evictor
+from vllm_tgvkv.evictor import Evictor
 from vllm_tgvkv.kernels.decode import DecodePlan, decode, plan_decode
 from vllm_tgvkv.kernels.page_tables import write_lengths, write_page_tables
-from vllm_tgvkv.pages import PagePool
+from vllm_tgvkv.pages import CacheShape, PagePool
 from vllm_tgvkv.regions import Regions
 
 _TABLE_BYTES = 64 << 20

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_tgvkv.config import EvictionConfigError, config_of
+from vllm_tgvkv.config import config_of
+from vllm_tgvkv.errors import UnsupportedByEvictionError
 from vllm_tgvkv.pages import FP8
 from vllm_tgvkv.platforms import Platform, eviction_platform
 
@@ -21,10 +22,6 @@ _WAY_OUT = "or leave out --kv-eviction"
 
 _PLAIN_CACHES = ("auto", "float16", "bfloat16")
 """Values of `--kv-cache-dtype` that quantise nothing."""
-
-
-class UnsupportedByEvictionError(EvictionConfigError):
-    """Eviction cannot run with a given flag or model."""
 
 
 def check_engine_args(engine_args: EngineArgs) -> Platform:

@@ -11,14 +11,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
+from vllm.logger import init_logger
 
-from vllm_tgvkv.decision import Guard
+from vllm_tgvkv.budget import Budget
+from vllm_tgvkv.errors import EvictionConfigError, quoted
 from vllm_tgvkv.policies import (
     POLICY_NAMES,
     Granularity,
@@ -30,6 +32,8 @@ from vllm_tgvkv.policies import (
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = init_logger("vllm.tgvkv")
 
 CONFIG_KEY = "kv_eviction"
 """Key of the mapping in vLLM's `additional_config`."""
@@ -44,116 +48,6 @@ REQUEST_KEYS = (
 
 NONE = "none"
 """The policy name that means: keep everything."""
-
-
-class EvictionConfigError(ValueError):
-    """A flag, field or request parameter is wrong; the message names it and the way out."""
-
-
-@dataclass(frozen=True)
-class Budget:
-    """How much of a prompt's cache is kept: a fraction, tokens per KV head, or what is needed."""
-
-    fraction: float | None = None
-    tokens: int | None = None
-    share: float | None = None
-    """Of `auto:SHARE`: the part of the attention that the kept keys hold, with the smallest
-    fraction between `least` and `fraction` that does."""
-    least: float = 0.0
-
-    @classmethod
-    def parse(cls, value: Any, source: str) -> Budget:
-        """Read a budget.
-
-        0 < value <= 1 is a fraction of the prompt, a whole number above 1 tokens, and
-        `auto:SHARE`, with bounds if wanted as `auto:SHARE,min=0.02,max=0.5`, the smallest
-        fraction that keeps SHARE of the attention. `source` names the flag or field in the
-        error message.
-        """
-        hint = EvictionConfigError(
-            f"{source} is {shown(value)}: give a fraction of the prompt, 0 < budget <= 1, "
-            "a whole number of tokens per KV head, such as 512, or auto:SHARE, such as "
-            "auto:0.98 or auto:0.98,min=0.02,max=0.5"
-        )
-        if isinstance(value, str) and value.startswith("auto:"):
-            return cls._parse_auto(value.removeprefix("auto:"), hint)
-        if isinstance(value, bool):
-            raise hint
-        try:
-            number = float(value)
-        except (TypeError, ValueError, OverflowError):
-            raise hint from None
-        if 0.0 < number <= 1.0:
-            return cls(fraction=number)
-        if number > 1.0 and number.is_integer():
-            return cls(tokens=int(number))
-        raise hint
-
-    @classmethod
-    def _parse_auto(cls, text: str, hint: EvictionConfigError) -> Budget:
-        share, *bounds = text.split(",")
-        given = {"min": "0.02", "max": "0.5"}
-        for bound in bounds:
-            name, _, value = bound.strip().partition("=")
-            if name not in given:
-                raise hint
-            given[name] = value
-        try:
-            number, least, most = float(share), float(given["min"]), float(given["max"])
-        except ValueError:
-            raise hint from None
-        # Written so that NaN is refused as well.
-        if not (0.0 < number < 1.0 and 0.0 < least <= most <= 1.0):
-            raise hint
-        return cls(fraction=most, share=number, least=least)
-
-    @property
-    def is_auto(self) -> bool:
-        return self.share is not None
-
-    def retained_blocks(self, num_prompt_tokens: int, block_size: int) -> int:
-        """Blocks k of the compressed region, 1 <= k <= floor(P / N); at most, for `auto`.
-
-        The region and the tail (the partial last block, always kept) together
-        stay within the budget; the region has at least one block.
-        """
-        if self.tokens is not None:
-            return _blocks_within(self.tokens, num_prompt_tokens, block_size)
-        assert self.fraction is not None
-        return _blocks_within(self.fraction * num_prompt_tokens, num_prompt_tokens, block_size)
-
-    def guard(self, num_prompt_tokens: int, num_certain: int, block_size: int) -> Guard | None:
-        """What `auto` promises for a prompt with so many sinks and text tokens in full blocks."""
-        if self.share is None:
-            return None
-        least = _blocks_within(self.least * num_prompt_tokens, num_prompt_tokens, block_size)
-        return Guard(self.share, max(least, -(-num_certain // block_size)))
-
-    @property
-    def value(self) -> float | int | str:
-        """As `parse` reads it."""
-        if self.share is not None:
-            return f"auto:{self.share},min={self.least},max={self.fraction}"
-        if self.tokens is not None:
-            return self.tokens
-        assert self.fraction is not None
-        return self.fraction
-
-    def __str__(self) -> str:
-        if self.share is not None:
-            return (
-                f"auto for {100 * self.share:g} % of the attention, "
-                f"{100 * self.least:g} to {100 * (self.fraction or 0):g} % of the prompt"
-            )
-        if self.tokens is not None:
-            return f"{self.tokens} tokens per head"
-        return f"{100 * (self.fraction or 0):g} % of the prompt"
-
-
-def _blocks_within(allowance: float, num_prompt_tokens: int, block_size: int) -> int:
-    num_full_blocks, num_tail_tokens = divmod(num_prompt_tokens, block_size)
-    retained = int((allowance - num_tail_tokens) // block_size)
-    return min(max(retained, 1), num_full_blocks)
 
 
 @dataclass(frozen=True)
@@ -180,7 +74,7 @@ class EvictionConfig:
     """The server's settings. Field names are the keys of `--kv-eviction-config`."""
 
     policy: str = NONE
-    budget: Budget = Budget(fraction=0.1)
+    budget: Budget = field(default_factory=lambda: Budget(fraction=0.1))
     granularity: Granularity | None = None
     """`layer`: one token set for all heads of a layer; `head`: a set and a length for each;
     None: what the method's paper does."""
@@ -230,7 +124,7 @@ class EvictionConfig:
         """
         if not isinstance(values, Mapping):
             raise EvictionConfigError(
-                f"additional_config[{CONFIG_KEY!r}] is {shown(values)}: give a mapping such as "
+                f"additional_config[{CONFIG_KEY!r}] is {quoted(values)}: give a mapping such as "
                 "{'policy': 'tgv', 'budget': 0.1}"
             )
         _reject_unknown_keys(values, cls, "kv_eviction")
@@ -239,7 +133,7 @@ class EvictionConfig:
             converted["budget"] = Budget.parse(values["budget"], "kv_eviction.budget")
         for name in _CHOICES:
             _check_choice(converted, name)
-        for name, least in _LEAST.items():
+        for name, least in _MIN.items():
             _check_count(converted, name, least)
         _check_path(values.get("defaults_file"), "kv_eviction.defaults_file")
         converted["pooling"] = _pooling(values.get("pooling"), "kv_eviction.pooling")
@@ -269,7 +163,7 @@ class EvictionConfig:
         try:
             return build_policy(mix, name)
         except ValueError as error:
-            raise EvictionConfigError(f"kv_eviction method {shown(name)}: {error}") from error
+            raise EvictionConfigError(f"kv_eviction method {quoted(name)}: {error}") from error
 
     def check_method(self, name: Any, budget: Budget, source: str) -> str:
         """Check that a method exists and goes with the settings and a budget; returns its name.
@@ -278,7 +172,7 @@ class EvictionConfig:
         """
         if name not in self.method_names:
             raise EvictionConfigError(
-                f"{source} is {shown(name)}: choose one of {', '.join(self.method_names)}"
+                f"{source} is {quoted(name)}: choose one of {', '.join(self.method_names)}"
             )
         if name == NONE:
             return NONE
@@ -301,7 +195,7 @@ class EvictionConfig:
         self.check_method(self.policy, self.budget, "kv_eviction.policy")
         if self.policy == NONE or self.text_only == "keep":
             return
-        if self.build_policy(self.policy).budget.needs_vision:
+        if self.build_policy(self.policy).allocation.needs_vision:
             raise EvictionConfigError(
                 f"kv_eviction.text_only is 'evict' with policy {self.policy!r}, whose layer budget "
                 "is the attention to images, which such prompts lack: choose a method without "
@@ -310,7 +204,7 @@ class EvictionConfig:
 
 
 @dataclass(frozen=True)
-class RequestWish:
+class RequestOptions:
     """What one request asked for, after its `vllm_xargs` were applied to the settings."""
 
     policy: str
@@ -321,7 +215,9 @@ class RequestWish:
     """Whether the server remembers what was kept, for `GET /kv-eviction/requests`."""
 
     @classmethod
-    def resolve(cls, config: EvictionConfig, extra_args: Mapping[str, Any] | None) -> RequestWish:
+    def resolve(
+        cls, config: EvictionConfig, extra_args: Mapping[str, Any] | None
+    ) -> RequestOptions:
         """Apply `vllm_xargs` to the server's settings.
 
         Raises:
@@ -329,7 +225,7 @@ class RequestWish:
         """
         given = {k: v for k, v in (extra_args or {}).items() if str(k).startswith("kv_eviction")}
         if unknown := sorted(given.keys() - set(REQUEST_KEYS)):
-            names = ", ".join(shown(name, str) for name in unknown)
+            names = ", ".join(quoted(name, str) for name in unknown)
             raise EvictionConfigError(
                 f"vllm_xargs has {names}: known are {', '.join(REQUEST_KEYS)}"
             )
@@ -366,7 +262,7 @@ def read_config_file(value: str) -> dict[str, Any]:
         raise EvictionConfigError(f"{flag} {value}: not valid YAML or JSON ({error})") from error
     if not isinstance(parsed, dict):
         raise EvictionConfigError(
-            f"{flag} {value}: holds {shown(parsed)}; give a mapping such as {{granularity: head}}"
+            f"{flag} {value}: holds {quoted(parsed)}; give a mapping such as {{granularity: head}}"
         )
     return parsed
 
@@ -383,7 +279,7 @@ PARSE_ERRORS = (ValueError, RecursionError, yaml.YAMLError)
 """What a text may raise in JSON's and YAML's parsers: a date without such a day, a number of too
 many digits, brackets without an end."""
 
-_LEAST = {
+_MIN = {
     "observation_window": 1,
     "sinks": 0,
     "floor_pages": 0,
@@ -393,26 +289,16 @@ _LEAST = {
 }
 
 
-_MOST = 2**31 - 1
+_MAX_COUNT = 2**31 - 1
 """Largest number of anything; more do not fit the arrays that count them."""
-
-_MOST_SHOWN = 200
-"""Characters of a wrong value that its message quotes."""
-
-
-def shown(value: Any, text: Callable[[Any], str] = repr) -> str:
-    """A value as a message quotes it, which may go to a log: not all of what a client sent."""
-    try:
-        whole = text(value)
-    except (ValueError, RecursionError):  # Python writes no number of more than 4300 digits
-        return f"a very long {type(value).__name__}"
-    return whole if len(whole) <= _MOST_SHOWN else f"{whole[:_MOST_SHOWN]}..."
 
 
 def _switch(given: Mapping[str, Any], name: str, what: str) -> bool:
     value = given.get(name, 0)
     if value not in (0, 1):
-        raise EvictionConfigError(f"vllm_xargs.{name} is {shown(value)}: give 1 for a {what}, or 0")
+        raise EvictionConfigError(
+            f"vllm_xargs.{name} is {quoted(value)}: give 1 for a {what}, or 0"
+        )
     return bool(value)
 
 
@@ -420,10 +306,10 @@ def _check_path(value: Any, source: str) -> None:
     if value is None:
         return
     if not isinstance(value, str) or not _is_path(value) or not Path(value).is_absolute():
-        raise EvictionConfigError(f"{source} is {shown(value)}: give the absolute path of a file")
+        raise EvictionConfigError(f"{source} is {quoted(value)}: give the absolute path of a file")
     if not Path(value).parent.is_dir():
         raise EvictionConfigError(
-            f"{source} is {shown(value)}: its folder does not exist; create it"
+            f"{source} is {quoted(value)}: its folder does not exist; create it"
         )
 
 
@@ -436,7 +322,7 @@ def _is_path(value: str) -> bool:
 
 def _reject_unknown_keys(values: Mapping[str, Any], cls: type, source: str) -> None:
     known = [f.name for f in dataclasses.fields(cls)]
-    if unknown := sorted(shown(key, str) for key in values if key not in known):
+    if unknown := sorted(quoted(key, str) for key in values if key not in known):
         raise EvictionConfigError(
             f"{source} has unknown {', '.join(unknown)}: known are {', '.join(known)}"
         )
@@ -457,27 +343,30 @@ def _check_choice(values: Mapping[str, Any], name: str) -> None:
     if value not in choices:
         names: dict[Any, str] = {None: "null", True: "true", False: "false"}
         named = ", ".join(names.get(choice, str(choice)) for choice in choices)
-        raise EvictionConfigError(f"kv_eviction.{name} is {shown(value)}: choose one of {named}")
+        raise EvictionConfigError(f"kv_eviction.{name} is {quoted(value)}: choose one of {named}")
 
 
 def _parse_methods(values: Any) -> dict[str, Mix]:
     source = "kv_eviction.methods"
     if not isinstance(values, Mapping):
-        raise EvictionConfigError(f"{source} is {shown(values)}: give a mapping of names to mixes")
+        raise EvictionConfigError(f"{source} is {quoted(values)}: give a mapping of names to mixes")
     methods = {}
     for name, entry in values.items():
-        where = f"{source}.{shown(name, str)}"
+        where = f"{source}.{quoted(name, str)}"
         if not isinstance(name, str) or name in (NONE, *POLICY_NAMES):
             raise EvictionConfigError(f"{where}: the name is taken or no text; choose another one")
         if isinstance(entry, Mapping) and "pooling" in entry:
             entry = {**entry, "pooling": _pooling(entry["pooling"], f"{where}.pooling")}
+        if isinstance(entry, Mapping) and "budget" in entry and "allocation" not in entry:
+            logger.warning("%s.budget is now called allocation: rename it", where)
+            entry = {("allocation" if k == "budget" else k): v for k, v in entry.items()}
         mix: Mix = _nested(Mix, entry, where)
         if mix.merge not in (None, True, False):
-            raise EvictionConfigError(f"{where}.merge is {shown(mix.merge)}: give true or false")
-        for part in ("base", "score", "budget", "retain", "granularity"):
+            raise EvictionConfigError(f"{where}.merge is {quoted(mix.merge)}: give true or false")
+        for part in ("base", "score", "allocation", "retain", "granularity"):
             value = getattr(mix, part)
             if not isinstance(value, str) and (value is not None or part == "base"):
-                raise EvictionConfigError(f"{where}.{part} is {shown(value)}: give a name")
+                raise EvictionConfigError(f"{where}.{part} is {quoted(value)}: give a name")
         methods[name] = mix
     return methods
 
@@ -491,16 +380,16 @@ def _pooling(values: Any, source: str) -> Pooling | None:
 
 def _check_count(values: Mapping[str, Any], name: str, least: int) -> None:
     value = values.get(name, least)
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MAX_COUNT:
         raise EvictionConfigError(
-            f"kv_eviction.{name} is {shown(value)}: give a whole number, at least {least} and "
-            f"at most {_MOST}"
+            f"kv_eviction.{name} is {quoted(value)}: give a whole number, at least {least} and "
+            f"at most {_MAX_COUNT}"
         )
 
 
 def _nested(cls: type, values: Any, source: str) -> Any:
     if not isinstance(values, Mapping):
-        raise EvictionConfigError(f"{source} is {shown(values)}: give a mapping")
+        raise EvictionConfigError(f"{source} is {quoted(values)}: give a mapping")
     _reject_unknown_keys(values, cls, source)
     try:
         return cls(**values)

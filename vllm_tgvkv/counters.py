@@ -70,7 +70,7 @@ class EvictionCounters:
         if self.observations is not None:
             self.observations.count("deferred_requests", policy)
 
-    def came_out(self, outcome: Outcome) -> None:
+    def record_outcome(self, outcome: Outcome) -> None:
         """Put on record what the worker found out about an eviction."""
         if self.observations is None:
             return

@@ -13,19 +13,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from vllm_tgvkv.budget import Guard
 from vllm_tgvkv.kernels.apportion import apportion
 from vllm_tgvkv.kernels.select import ranking_keys, select_tokens, thresholds
-from vllm_tgvkv.policies import WHOLE_MODEL, Depth, Looks, Policy, Prompt
-
-
-@dataclass(frozen=True)
-class Guard:
-    """The promise of a budget ``auto:share``."""
-
-    share: float
-    """Part of the attention mass that the kept keys must hold."""
-    least_blocks: int
-    """Fewer are never retained: the budget's lower bound, and what holds the text."""
+from vllm_tgvkv.policies import WHOLE_MODEL, AllLayers, Depth, Policy, Prompt
 
 
 @dataclass(frozen=True)
@@ -109,7 +100,7 @@ class Decider:
         is k * L units of H pages, and every part gets as many.
         """
         kept = retained * self.block_size
-        looks = Looks(
+        layers = AllLayers(
             prompt=self.prompt,
             scores=self.scores,
             strengths=self.strengths,
@@ -117,7 +108,7 @@ class Decider:
             num_kept=kept,
             depth=self.depth,
         )
-        shares = self.policy.budget.shares(looks)
+        shares = self.policy.allocation.shares(layers)
         cap = self.prompt.num_candidates // self.block_size
         num_layers, num_sets = shares.shape
         num_parts = self.num_parts if num_sets > 1 else 1

@@ -21,7 +21,9 @@ from typing import Any
 import yaml
 from vllm.logger import init_logger
 
-from vllm_tgvkv.config import PARSE_ERRORS, Budget, EvictionConfig, EvictionConfigError, shown
+from vllm_tgvkv.budget import Budget
+from vllm_tgvkv.config import PARSE_ERRORS, EvictionConfig
+from vllm_tgvkv.errors import EvictionConfigError, quoted
 
 logger = init_logger("vllm.tgvkv")
 
@@ -66,7 +68,7 @@ class Defaults:
         Raises:
             EvictionConfigError: naming `source`, the field, its value and what it may be.
         """
-        if unknown := sorted(shown(key, str) for key in values if key not in _FIELDS):
+        if unknown := sorted(quoted(key, str) for key in values if key not in _FIELDS):
             raise EvictionConfigError(
                 f"{source} has unknown {', '.join(unknown)}: known are {', '.join(_FIELDS)}"
             )
@@ -110,6 +112,6 @@ def _read(path: Path) -> Mapping[str, Any]:
         return {}
     if not isinstance(values, Mapping):
         raise EvictionConfigError(
-            f"{path} holds {shown(values)}: give a mapping such as {{policy: snapkv, budget: 0.2}}"
+            f"{path} holds {quoted(values)}: give a mapping such as {{policy: snapkv, budget: 0.2}}"
         )
     return values

@@ -33,22 +33,13 @@ from vllm_tgvkv.kernels.merge import merge_evicted
 from vllm_tgvkv.kernels.row_sums import RowSums
 from vllm_tgvkv.kernels.select import page_offsets
 from vllm_tgvkv.kernels.statistics import Scratch, observe
-from vllm_tgvkv.pages import PagePool
+from vllm_tgvkv.pages import CacheShape, PagePool
 from vllm_tgvkv.plan import Eviction, Failure, Observation, Outcome, RowSumming, StepPlan
-from vllm_tgvkv.policies import (
-    NO_ATTENTION,
-    Attention,
-    Depth,
-    ImageSpan,
-    LayerView,
-    Policy,
-    Prompt,
-    RowSet,
-)
-from vllm_tgvkv.prompt import PromptMap, VisionRun, voters
+from vllm_tgvkv.policies import NO_ATTENTION, Attention, Depth, LayerView, Policy, Prompt
+from vllm_tgvkv.prompt import PromptMap, RowSet, VisionSpan, voters
 from vllm_tgvkv.ranks import Ranks
 from vllm_tgvkv.regions import Regions
-from vllm_tgvkv.stages import Found, Stages
+from vllm_tgvkv.stages import StageOutcome, Stages
 from vllm_tgvkv.stopwatch import Stopwatch
 from vllm_tgvkv.trace import Trace, Traces
 
@@ -58,25 +49,6 @@ logger = init_logger("vllm.tgvkv")
 
 _WORKSPACE_BYTES = 64 << 20
 """Bound of each scratch buffer of the statistics."""
-
-
-@dataclass(frozen=True)
-class CacheShape:
-    """Sizes of the cache: L layers, H KV heads, G query heads each, D values a head, N slots.
-
-    Where ranks hold the heads together, H are those of this rank; where pipeline stages hold the
-    layers together, L are those of this stage.
-    """
-
-    num_layers: int
-    num_heads: int
-    group_size: int
-    head_size: int
-    block_size: int
-
-    @property
-    def num_pairs(self) -> int:
-        return self.num_layers * self.num_heads
 
 
 @dataclass
@@ -218,13 +190,13 @@ class Outcomes:
         if self._copied is not None:
             self._copied.record()
 
-    def found(self) -> list[Found | Failure]:
+    def found(self) -> list[StageOutcome | Failure]:
         """Wait for the step that evicted, and return what came of it in this stage's layers."""
         if self._copied is not None:
             self._copied.synchronize()
         numbers = zip(self._pending, self._numbers.tolist(), strict=True)
         found = [
-            Found(
+            StageOutcome(
                 request_id=pending.eviction.request_id,
                 num_retained=num_retained,
                 num_pages=num_retained * pending.num_pairs,
@@ -245,7 +217,7 @@ class Outcomes:
             for part in self._stages.join(self.found())
         ]
 
-    def _outcome(self, eviction: Eviction, found: Found) -> Outcome:
+    def _outcome(self, eviction: Eviction, found: StageOutcome) -> Outcome:
         size = self._shape.block_size
         is_vision = eviction.prompt.is_vision()
         num_tokens = len(is_vision)
@@ -382,7 +354,7 @@ class Evictor:
         A pool too small for that has no use for eviction either.
         """
         size = self.shape.block_size
-        prompt = PromptMap(4 * size + 1, (VisionRun(size, 2 * size, None),))
+        prompt = PromptMap(4 * size + 1, (VisionSpan(size, 2 * size, None),))
         old_blocks, new_blocks = np.arange(1, 6, dtype=np.int32), np.array([6], dtype=np.int32)
         if self.pool.num_blocks <= 6:
             return
@@ -512,9 +484,9 @@ class Evictor:
         scores = policy.score(seen)
         if judgement.eviction.guard is not None:
             judgement.masses.append(seen.attention.column_sums)
-        if policy.budget.rows not in ("none", policy.score.rows):
-            seen = view(policy.budget.rows)
-        judgement.strengths.append(policy.budget.strength(seen, scores))
+        if policy.allocation.rows not in ("none", policy.score.rows):
+            seen = view(policy.allocation.rows)
+        judgement.strengths.append(policy.allocation.strength(seen, scores))
         # A copy of the candidates: a view would keep the tail's columns alive as well.
         pooled = policy.pooled(scores, prompt)[:, : prompt.num_candidates]
         judgement.scores.append(pooled.contiguous())
@@ -758,7 +730,7 @@ class Evictor:
             num_candidates=prompt.num_tokens // self.shape.block_size * self.shape.block_size,
             is_vision=self._to_device(prompt.is_vision()),
             sinks=self.config.sinks,
-            images=tuple(ImageSpan(run.start, run.length, run.grid) for run in prompt.vision),
+            images=tuple(VisionSpan(run.start, run.length, run.grid) for run in prompt.vision),
         )
 
     def _voting_rows(self, eviction: Eviction) -> list[VotingRows]:

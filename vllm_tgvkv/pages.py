@@ -31,6 +31,25 @@ class PageLayoutError(RuntimeError):
 
 
 @dataclass(frozen=True)
+class CacheShape:
+    """Sizes of the cache: L layers, H KV heads, G query heads each, D values a head, N slots.
+
+    Where ranks hold the heads together, H are those of this rank; where pipeline stages hold the
+    layers together, L are those of this stage.
+    """
+
+    num_layers: int
+    num_heads: int
+    group_size: int
+    head_size: int
+    block_size: int
+
+    @property
+    def num_pairs(self) -> int:
+        return self.num_layers * self.num_heads
+
+
+@dataclass(frozen=True)
 class PagePool:
     """Views of the whole KV cache; nothing is copied.
 

@@ -27,18 +27,18 @@ from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from vllm_tgvkv.budget import Budget
 from vllm_tgvkv.compatibility import check_engine_args, check_vllm_config
 from vllm_tgvkv.config import (
     CONFIG_KEY,
     NONE,
-    Budget,
     EvictionConfig,
-    EvictionConfigError,
-    RequestWish,
+    RequestOptions,
     config_of,
     read_config_file,
 )
 from vllm_tgvkv.defaults import Defaults
+from vllm_tgvkv.errors import EvictionConfigError
 from vllm_tgvkv.policies import POLICY_NAMES
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ def _validate_request(
         setattr(processor, _DEFAULTS, defaults)
     if defaults.config.active and isinstance(params, SamplingParams):
         try:
-            RequestWish.resolve(defaults.current(), params.extra_args)
+            RequestOptions.resolve(defaults.current(), params.extra_args)
         except EvictionConfigError as error:
             raise VLLMValidationError(str(error), parameter="vllm_xargs") from error
     return result

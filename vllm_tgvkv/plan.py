@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 
-from vllm_tgvkv.decision import Guard
+from vllm_tgvkv.budget import Guard
 from vllm_tgvkv.prompt import PromptMap, Voters
 
 

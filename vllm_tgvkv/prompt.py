@@ -6,13 +6,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from transformers.image_processing_utils import select_best_resolution
-
-from vllm_tgvkv.policies import RowSet
-from vllm_tgvkv.policies.snapkv import WINDOW
 
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
@@ -22,14 +19,25 @@ VISION_MODALITIES = frozenset({"image", "video"})
 Grid = tuple[int, int]
 """Rows and columns of tokens."""
 
+RowSet = Literal["none", "text", "after_vision", "window", "all"]
+"""Whose queries vote, see `voters`:
+
+`text` the text after the first vision token, `after_vision` the text after the last one (of
+both at most the last `observation_window`), `window` the last tokens of the prompt, `all`
+every token; `none` for what needs no attention.
+"""
+
+WINDOW = 32
+"""Rows of the row set `window`."""
+
 
 @dataclass(frozen=True)
-class VisionRun:
+class VisionSpan:
     """A contiguous run of vision tokens: an image, a tile of one, or a frame of a video."""
 
     start: int
     length: int
-    grid: Grid | None
+    grid: Grid | None = None
     """How its tokens lie in the image, row by row, or None where that is not known for certain.
 
     A token that ends a row (LLaVA-NeXT, LLaVA-OneVision) is the row's last column.
@@ -41,7 +49,7 @@ class PromptMap:
     """Modalities of one prompt, as plain host data that travels from scheduler to worker."""
 
     num_tokens: int
-    vision: tuple[VisionRun, ...]
+    vision: tuple[VisionSpan, ...]
     """By their start."""
 
     @property
@@ -134,7 +142,7 @@ def _rows(prompt: PromptMap, kind: RowSet, observation_window: int) -> np.ndarra
     return text[-observation_window:] if len(text) else np.array([prompt.num_tokens - 1])
 
 
-def _vision_runs(feature: MultiModalFeatureSpec, model: Any) -> Iterator[VisionRun]:
+def _vision_runs(feature: MultiModalFeatureSpec, model: Any) -> Iterator[VisionSpan]:
     if feature.modality not in VISION_MODALITIES:
         return
     embedded = feature.mm_position.extract_embeds_range()
@@ -142,10 +150,10 @@ def _vision_runs(feature: MultiModalFeatureSpec, model: Any) -> Iterator[VisionR
     grids = _patch_grids(feature, model)
     runs = _deal(spans, grids) if grids else None
     # Grids that do not fill the placeholder to the last token are another model's.
-    yield from runs or [VisionRun(start, length, None) for start, length in spans]
+    yield from runs or [VisionSpan(start, length, None) for start, length in spans]
 
 
-def _deal(spans: Sequence[tuple[int, int]], grids: Sequence[Grid]) -> list[VisionRun] | None:
+def _deal(spans: Sequence[tuple[int, int]], grids: Sequence[Grid]) -> list[VisionSpan] | None:
     """Cut stretches of tokens, given by start and length, into one run for each grid."""
     runs, rest = [], list(grids)
     for start, length in spans:
@@ -154,7 +162,7 @@ def _deal(spans: Sequence[tuple[int, int]], grids: Sequence[Grid]) -> list[Visio
             size = math.prod(rest[0]) if rest else 0
             if not 0 < size <= end - start:
                 return None
-            runs.append(VisionRun(start, size, rest.pop(0)))
+            runs.append(VisionSpan(start, size, rest.pop(0)))
             start += size
     return None if rest else runs
 

@@ -17,10 +17,11 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request
 
-from vllm_tgvkv.config import CONFIG_KEY, NONE, EvictionConfigError, RequestWish, config_of
+from vllm_tgvkv.budget import Guard
+from vllm_tgvkv.config import CONFIG_KEY, NONE, RequestOptions, config_of
 from vllm_tgvkv.counters import EvictionCounters
-from vllm_tgvkv.decision import Guard
 from vllm_tgvkv.defaults import Defaults
+from vllm_tgvkv.errors import EvictionConfigError
 from vllm_tgvkv.integrity import check_integrity
 from vllm_tgvkv.manager import EvictingManager
 from vllm_tgvkv.metrics import Observations
@@ -46,7 +47,7 @@ _GAUGE_SECONDS = 1.0
 class Candidate:
     """A request that is to be evicted at the end of its prefill."""
 
-    wish: RequestWish
+    wish: RequestOptions
     prompt: PromptMap
     voters: Voters
     num_retained_blocks: int
@@ -139,7 +140,7 @@ class EvictionScheduler(Scheduler):
         """Make the request a candidate, or count why it is none."""
         extra_args = request.sampling_params.extra_args if request.sampling_params else None
         try:
-            wish = RequestWish.resolve(self._defaults.current(), extra_args)
+            wish = RequestOptions.resolve(self._defaults.current(), extra_args)
         except EvictionConfigError as error:
             # vLLM's front ends answer such a request with HTTP 400; one that does not must
             # not be able to end the engine.
@@ -162,7 +163,7 @@ class EvictionScheduler(Scheduler):
             request.num_prompt_tokens // self.block_size,
         )
 
-    def _make_candidate(self, request: Request, wish: RequestWish) -> Candidate | str:
+    def _make_candidate(self, request: Request, wish: RequestOptions) -> Candidate | str:
         """A candidate, or the reason (a key of `SKIP_REASONS`) why the request is none."""
         config, num_tokens = self.eviction_config, request.num_prompt_tokens
         if request.sampling_params is None or request.prompt_token_ids is None or request.resumable:
@@ -181,7 +182,7 @@ class EvictionScheduler(Scheduler):
         if not prompt.has_vision:
             if config.text_only == "keep":
                 return "text_only"
-            if policy.budget.needs_vision:
+            if policy.allocation.needs_vision:
                 return "method_needs_vision"
         if policy.pooling.kind == "grid" and any(run.grid is None for run in prompt.vision):
             return "unknown_patch_grid"
@@ -376,7 +377,7 @@ class EvictionScheduler(Scheduler):
             if isinstance(outcome, Failure):
                 self._fail(outcome)
                 continue
-            self.eviction_counters.came_out(outcome)
+            self.eviction_counters.record_outcome(outcome)
             if outcome.num_blocks is not None:
                 self._trim(outcome, outcome.num_blocks)
         return super().update_from_output(scheduler_output, model_runner_output)

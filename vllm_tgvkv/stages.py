@@ -21,7 +21,7 @@ from vllm_tgvkv.trace import Trace, join_traces
 
 
 @dataclass(frozen=True)
-class Found:
+class StageOutcome:
     """What came of one eviction in the layers of a stage."""
 
     request_id: str
@@ -50,11 +50,11 @@ class Stages:
         self.model_layers = model_layers
         """Layers of the whole model."""
 
-    def tell(self, found: list[Found | Failure]) -> None:
+    def tell(self, found: list[StageOutcome | Failure]) -> None:
         """Send the last stage what this one found in a step."""
         raise NotImplementedError("there is no other stage")
 
-    def join(self, found: list[Found | Failure]) -> list[Found | Failure]:
+    def join(self, found: list[StageOutcome | Failure]) -> list[StageOutcome | Failure]:
         """What all stages found in a step; to be called by the last one."""
         return found
 
@@ -80,22 +80,22 @@ class PipelineStages(Stages):
         self._send, self._receive = send, receive
         self._sent: deque[Any] = deque()
 
-    def tell(self, found: list[Found | Failure]) -> None:
+    def tell(self, found: list[StageOutcome | Failure]) -> None:
         # At most so many steps are in flight: what is waited for has long arrived.
         if len(self._sent) == self.size:
             self._sent.popleft().wait()
         self._sent.append(self._send(found))
 
-    def join(self, found: list[Found | Failure]) -> list[Found | Failure]:
+    def join(self, found: list[StageOutcome | Failure]) -> list[StageOutcome | Failure]:
         return join_found([*map(self._receive, range(self.size - 1)), found])
 
 
-def join_found(stages: Sequence[Sequence[Found | Failure]]) -> list[Found | Failure]:
+def join_found(stages: Sequence[Sequence[StageOutcome | Failure]]) -> list[StageOutcome | Failure]:
     """What stages found, as if one had all layers: what fails on one of them has failed.
 
     The blocks that a request needs are those that the neediest stage does.
     """
-    parts: dict[str, list[Found]] = {}
+    parts: dict[str, list[StageOutcome]] = {}
     failures: dict[str, Failure] = {}
     for found in stages:
         for part in found:
@@ -107,7 +107,7 @@ def join_found(stages: Sequence[Sequence[Found | Failure]]) -> list[Found | Fail
     return [*joined, *failures.values()]
 
 
-def _join(parts: Sequence[Found]) -> Found:
+def _join(parts: Sequence[StageOutcome]) -> StageOutcome:
     traces = [part.trace for part in parts if part.trace is not None]
     names = dict.fromkeys(name for part in parts for name in part.seconds)
     return replace(

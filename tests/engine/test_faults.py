@@ -19,7 +19,7 @@ from tests.engine.running import Ask, Engine, assert_outputs_agree, engine
 from tests.engine.test_engine import album, budget
 from tests.server.serving import STOP_SECONDS, serve
 from vllm_tgvkv import evictor
-from vllm_tgvkv.config import Budget
+from vllm_tgvkv.budget import Budget
 from vllm_tgvkv.policies.base import LayerView
 from vllm_tgvkv.policies.snapkv import SnapScore
 from vllm_tgvkv.policies.tgv import TgvBudget

@@ -38,7 +38,7 @@ from tests.engine.running import Ask, Engine, assert_agrees, assert_outputs_agre
 from tests.models import LLAVA_IMAGE, random_image, random_text
 from tests.server.serving import Server, eventually, messages, report_of, serve
 from vllm_tgvkv.attention_cpu import EvictingCPUImpl
-from vllm_tgvkv.compatibility import UnsupportedByEvictionError
+from vllm_tgvkv.errors import UnsupportedByEvictionError
 from vllm_tgvkv.policies import POLICY_NAMES
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]

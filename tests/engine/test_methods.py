@@ -327,7 +327,7 @@ def cached_tokens(expected: Expected) -> int:
         "vv": "all",
         "vlcache": "after_vision",
     }
-    looked_at = {methods.ROWS_OF_SCORE.get(mix.score), rows_of_budget.get(mix.budget)} - {None}
+    looked_at = {methods.ROWS_OF_SCORE.get(mix.score), rows_of_budget.get(mix.allocation)} - {None}
     layout = expected.prompt.layout
     firsts = [methods.rows(str(kind), layout, 128)[0] for kind in looked_at]
     # At least the prompt's last token is always computed.

@@ -26,8 +26,8 @@ from oracle.methods import METHODS, Image, Mix, Pool
 from tests.engine.running import Ask, Engine, engine
 from tests.models import FAMILIES, PATCH, TinyModel, random_image, random_text
 from tests.models import random_video as video
-from vllm_tgvkv.compatibility import UnsupportedByEvictionError
 from vllm_tgvkv.config import CONFIG_KEY
+from vllm_tgvkv.errors import UnsupportedByEvictionError
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 

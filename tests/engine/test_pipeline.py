@@ -210,7 +210,7 @@ def test_each_stage_keeps_what_its_layers_say(
     outcomes: dict[str, Outcome] = {}
     monkeypatch.setattr(
         running.scheduler.eviction_counters,
-        "came_out",
+        "record_outcome",
         lambda outcome: outcomes.update({outcome.request_id.rsplit("-", 1)[0]: outcome}),
     )
     budgets = (0.45, 0.15, 0.3, 0.4, 0.2) * 2

@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from oracle.attention import fresh_seed, paged
 from tests.kvpress.environment import run_script
 from tests.kvpress.record import load, states_of
-from vllm_tgvkv.config import Budget
+from vllm_tgvkv.budget import Budget
 from vllm_tgvkv.decision import Decider
 from vllm_tgvkv.kernels.row_sums import RowSums
 from vllm_tgvkv.kernels.select import page_offsets, select_tokens
@@ -37,12 +37,10 @@ from vllm_tgvkv.policies import (
     Policy,
     Pooling,
     Prompt,
-    RowSet,
     adakv,
     build_policy,
 )
-from vllm_tgvkv.policies.snapkv import WINDOW
-from vllm_tgvkv.prompt import PromptMap, voters
+from vllm_tgvkv.prompt import WINDOW, PromptMap, RowSet, voters
 
 pytestmark = pytest.mark.slow
 

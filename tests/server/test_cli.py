@@ -17,7 +17,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm_tgvkv.config import CONFIG_KEY, EvictionConfig, EvictionConfigError
+from vllm_tgvkv.config import CONFIG_KEY, EvictionConfig
+from vllm_tgvkv.errors import EvictionConfigError
 from vllm_tgvkv.policies import POLICY_NAMES
 
 
@@ -114,8 +115,13 @@ def test_every_field_is_named_in_the_help(
             {"policy": "tgv", "budget": "auto:0.98,max=0.4"},
         ),
         (
-            ["--kv-eviction", "m", "--kv-eviction-config", '{"methods": {"m": {"budget": "vv"}}}'],
-            {"policy": "m", "methods": {"m": {"budget": "vv"}}},
+            [
+                "--kv-eviction",
+                "m",
+                "--kv-eviction-config",
+                '{"methods": {"m": {"allocation": "vv"}}}',
+            ],
+            {"policy": "m", "methods": {"m": {"allocation": "vv"}}},
         ),
         (
             ["--kv-eviction", "none", "--kv-eviction-config", '{"policy": "tgv", "budget": 0.5}'],

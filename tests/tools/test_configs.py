@@ -22,7 +22,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.conftest import ROOT
 from vllm_tgvkv import patches
-from vllm_tgvkv.config import CONFIG_KEY, Budget, EvictionConfig
+from vllm_tgvkv.budget import Budget
+from vllm_tgvkv.config import CONFIG_KEY, EvictionConfig
 
 CONFIGS = ROOT / "configs"
 FLAVOURS = ("quality", "balanced", "throughput")

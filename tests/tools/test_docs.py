@@ -21,7 +21,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.conftest import ROOT
 from tests.tools.test_configs import engine_args, serve_parser
-from vllm_tgvkv.config import CONFIG_KEY, REQUEST_KEYS, EvictionConfig, RequestWish
+from vllm_tgvkv.config import CONFIG_KEY, REQUEST_KEYS, EvictionConfig, RequestOptions
 from vllm_tgvkv.metrics import METRICS
 
 __all__ = ["serve_parser"]  # a fixture
@@ -228,11 +228,11 @@ def test_settings_and_wishes_are_accepted() -> None:
                 EvictionConfig.from_mapping({**settings, **name})
                 checked += 1
             if "vllm_xargs" in mapping:
-                RequestWish.resolve(EvictionConfig(), mapping["vllm_xargs"])
+                RequestOptions.resolve(EvictionConfig(), mapping["vllm_xargs"])
                 checked += 1
     for word in itertools.chain(*COMMANDS):
         if word.startswith('{"kv_eviction') and "$" not in word:
-            RequestWish.resolve(EvictionConfig(), json.loads(word))
+            RequestOptions.resolve(EvictionConfig(), json.loads(word))
             checked += 1
     assert checked > 4
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from vllm_tgvkv.attention_cpu import EvictingCPUMetadataBuilder
-from vllm_tgvkv.evictor import CacheShape
 from vllm_tgvkv.kernels.page_tables import write_lengths, write_page_tables
+from vllm_tgvkv.pages import CacheShape
 from vllm_tgvkv.regions import Regions
 
 BLOCK_SIZE = 4

@@ -19,8 +19,9 @@ from vllm.engine.arg_utils import EngineArgs
 
 from tests.engine import flash_on_cpu
 from vllm_tgvkv import platforms
-from vllm_tgvkv.compatibility import UnsupportedByEvictionError, check_vllm_config
-from vllm_tgvkv.config import CONFIG_KEY, EvictionConfigError
+from vllm_tgvkv.compatibility import check_vllm_config
+from vllm_tgvkv.config import CONFIG_KEY
+from vllm_tgvkv.errors import EvictionConfigError, UnsupportedByEvictionError
 from vllm_tgvkv.patches import ASYNC_SCHEDULER_CLS, SCHEDULER_CLS
 from vllm_tgvkv.platforms import eviction_platform
 

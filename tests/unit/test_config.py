@@ -18,18 +18,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from vllm_tgvkv.budget import Budget, Guard
 from vllm_tgvkv.config import (
     CONFIG_KEY,
     REQUEST_KEYS,
-    Budget,
     DebugOptions,
     EvictionConfig,
-    EvictionConfigError,
-    RequestWish,
+    RequestOptions,
     read_config_file,
 )
-from vllm_tgvkv.decision import Guard
 from vllm_tgvkv.defaults import Defaults
+from vllm_tgvkv.errors import EvictionConfigError
 from vllm_tgvkv.patches import _budget_flag, _config_flag
 from vllm_tgvkv.policies import POLICY_NAMES, Mix, Pooling
 
@@ -162,7 +161,7 @@ def test_parts_and_settings_of_a_mix() -> None:
         {
             "granularity": "head",
             "methods": {
-                "a": {"score": "snapkv", "budget": "aircache", "retain": "by_score"},
+                "a": {"score": "snapkv", "allocation": "aircache", "retain": "by_score"},
                 "b": {"base": "snapkv", "granularity": "layer"},
             },
         }
@@ -280,19 +279,19 @@ SERVER = EvictionConfig(policy="tgv", budget=Budget(fraction=0.1))
 @pytest.mark.parametrize(
     ("extra_args", "wish"),
     [
-        (None, RequestWish("tgv", SERVER.budget)),
-        ({}, RequestWish("tgv", SERVER.budget)),
-        ({"someone_elses": 1}, RequestWish("tgv", SERVER.budget)),
-        ({"kv_eviction": "none"}, RequestWish("none", SERVER.budget)),
-        ({"kv_eviction_budget": 0.5}, RequestWish("tgv", Budget(fraction=0.5))),
-        ({"kv_eviction_budget": "64"}, RequestWish("tgv", Budget(tokens=64))),
-        ({"kv_eviction_report": 1}, RequestWish("tgv", SERVER.budget, report=True)),
-        ({"kv_eviction_report": 0}, RequestWish("tgv", SERVER.budget)),
-        ({"kv_eviction_trace": 1}, RequestWish("tgv", SERVER.budget, trace=True)),
+        (None, RequestOptions("tgv", SERVER.budget)),
+        ({}, RequestOptions("tgv", SERVER.budget)),
+        ({"someone_elses": 1}, RequestOptions("tgv", SERVER.budget)),
+        ({"kv_eviction": "none"}, RequestOptions("none", SERVER.budget)),
+        ({"kv_eviction_budget": 0.5}, RequestOptions("tgv", Budget(fraction=0.5))),
+        ({"kv_eviction_budget": "64"}, RequestOptions("tgv", Budget(tokens=64))),
+        ({"kv_eviction_report": 1}, RequestOptions("tgv", SERVER.budget, report=True)),
+        ({"kv_eviction_report": 0}, RequestOptions("tgv", SERVER.budget)),
+        ({"kv_eviction_trace": 1}, RequestOptions("tgv", SERVER.budget, trace=True)),
     ],
 )
-def test_request_wishes(extra_args: dict[str, Any] | None, wish: RequestWish) -> None:
-    assert RequestWish.resolve(SERVER, extra_args) == wish
+def test_request_wishes(extra_args: dict[str, Any] | None, wish: RequestOptions) -> None:
+    assert RequestOptions.resolve(SERVER, extra_args) == wish
 
 
 @pytest.mark.parametrize(
@@ -313,16 +312,16 @@ def test_wrong_wishes_name_parameter_value_and_way_out(
     extra_args: dict[str, Any], parts: list[str]
 ) -> None:
     with pytest.raises(EvictionConfigError) as caught:
-        RequestWish.resolve(SERVER, extra_args)
+        RequestOptions.resolve(SERVER, extra_args)
     for part in parts:
         assert part in str(caught.value)
 
 
 def test_a_server_without_traces_says_how_to_get_them() -> None:
     config = EvictionConfig(policy="tgv", max_traces=0)
-    assert not RequestWish.resolve(config, {"kv_eviction_trace": 0}).trace
+    assert not RequestOptions.resolve(config, {"kv_eviction_trace": 0}).trace
     with pytest.raises(EvictionConfigError, match="max_traces of at least 1"):
-        RequestWish.resolve(config, {"kv_eviction_trace": 1})
+        RequestOptions.resolve(config, {"kv_eviction_trace": 1})
 
 
 @pytest.mark.parametrize("value", [0.1, 1.0, 512, "auto:0.9", "auto:0.5,min=0.1,max=0.2"])
@@ -410,7 +409,7 @@ def test_any_settings_are_valid_or_refused(values: dict[str, Any]) -> None:
     for name in config.method_names:
         assert config.check_method(name, Budget(fraction=0.5), "it") == name
     assert Defaults(config).current().policy == config.policy
-    assert RequestWish.resolve(config, None).policy == config.policy
+    assert RequestOptions.resolve(config, None).policy == config.policy
 
 
 def refusal(call: Callable[[], Any]) -> str | None:
@@ -433,12 +432,12 @@ def test_a_refusal_names_the_field(data: st.DataObject, name: str) -> None:
 
 @given(st.dictionaries(st.sampled_from(REQUEST_KEYS) | st.text() | WORDS, JSON, max_size=4))
 def test_any_wishes_are_fulfilled_or_refused(extra_args: dict[str, Any]) -> None:
-    said = refusal(lambda: RequestWish.resolve(SERVER, extra_args))
+    said = refusal(lambda: RequestOptions.resolve(SERVER, extra_args))
     if said is not None:
         assert "vllm_xargs" in said
         assert len(said) < 2000
         return
-    wish = RequestWish.resolve(SERVER, extra_args)
+    wish = RequestOptions.resolve(SERVER, extra_args)
     assert wish.policy in SERVER.method_names
     assert 0 < wish.budget.retained_blocks(10**6, 16) <= 10**6 // 16
     assert Budget.parse(wish.budget.value, "it") == wish.budget

@@ -20,7 +20,8 @@ from torch import Tensor
 from oracle import methods
 from oracle.attention import fresh_seed, paged
 from oracle.methods import HEAD, LAYER, METHODS, Image, Layout, Pool, Settings
-from vllm_tgvkv.decision import Decider, Decision, Guard
+from vllm_tgvkv.budget import Guard
+from vllm_tgvkv.decision import Decider, Decision
 from vllm_tgvkv.kernels.apportion import apportion
 from vllm_tgvkv.kernels.copy import copy_kept
 from vllm_tgvkv.kernels.merge import merge_evicted
@@ -30,17 +31,16 @@ from vllm_tgvkv.kernels.statistics import observe
 from vllm_tgvkv.policies import (
     NO_ATTENTION,
     POLICY_NAMES,
-    ImageSpan,
+    AllLayers,
     LayerView,
-    Looks,
     Mix,
     Policy,
     Pooling,
     Prompt,
     build_policy,
 )
-from vllm_tgvkv.policies.registry import BUDGETS, RETENTIONS, SCORES
-from vllm_tgvkv.prompt import PromptMap, VisionRun, voters
+from vllm_tgvkv.policies.registry import ALLOCATIONS, RETENTIONS, SCORES
+from vllm_tgvkv.prompt import PromptMap, VisionSpan, voters
 
 LAYERS, HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE = 3, 2, 3, 8, 4
 SCALE = HEAD_SIZE**-0.5
@@ -66,7 +66,7 @@ OWN = [
     (name, granularity)
     for name, mix in METHODS.items()
     for granularity in (LAYER, HEAD)
-    if name != "random" and (mix.budget != "adakv" or granularity == HEAD)
+    if name != "random" and (mix.allocation != "adakv" or granularity == HEAD)
 ]
 GUARDED = [case for case in OWN if METHODS[case[0]].score in methods.ROWS_OF_SCORE]
 NEEDS_VISION = {"tgv", "vv", "aircache"}
@@ -84,7 +84,7 @@ def prompt_of(layout: Layout, settings: Settings) -> Prompt:
         num_candidates=layout.length // settings.block_size * settings.block_size,
         is_vision=torch.tensor(layout.vision),
         sinks=settings.sinks,
-        images=tuple(ImageSpan(image.start, image.length, image.grid) for image in layout.images),
+        images=tuple(VisionSpan(image.start, image.length, image.grid) for image in layout.images),
     )
 
 
@@ -131,7 +131,7 @@ class Seen:
 def look(policy: Policy, inputs: Inputs, layout: Layout, settings: Settings) -> Seen:
     """Show all layers to the policy, as the evictor does, with the rows in random chunks."""
     prompt = prompt_of(layout, settings)
-    runs = tuple(VisionRun(i.start, i.length, i.grid) for i in layout.images)
+    runs = tuple(VisionSpan(i.start, i.length, i.grid) for i in layout.images)
     rows = voters(PromptMap(layout.length, runs), policy.row_sets, settings.window)
     per_head = policy.granularity == HEAD
     raw, scores, strengths, masses = [], [], [], []
@@ -174,7 +174,7 @@ def look(policy: Policy, inputs: Inputs, layout: Layout, settings: Settings) -> 
         raw.append(policy.score(seen))
         if policy.score.rows != "none":
             masses.append(seen.attention.column_sums)
-        strengths.append(policy.budget.strength(view(policy.budget.rows), raw[-1]))
+        strengths.append(policy.allocation.strength(view(policy.allocation.rows), raw[-1]))
         scores.append(policy.pooled(raw[-1], prompt)[:, : prompt.num_candidates].contiguous())
     return Seen(
         torch.stack(raw),
@@ -189,7 +189,7 @@ def policy_of(mix: methods.Mix) -> Policy:
     return build_policy(
         Mix(
             score=mix.score,
-            budget=mix.budget,
+            allocation=mix.allocation,
             retain=mix.retain,
             granularity=mix.granularity,  # type: ignore[arg-type]
             pooling=pooling,
@@ -268,7 +268,7 @@ def test_a_methods_own_parts(name: str) -> None:
     """By name alone one gets the parts, granularity and pooling that the definition gives."""
     policy, mix = build_policy(name), METHODS[name]
     assert type(policy.score) is type(SCORES[mix.score]())
-    assert type(policy.budget) is type(BUDGETS[mix.budget]())
+    assert type(policy.allocation) is type(ALLOCATIONS[mix.allocation]())
     wanted = RETENTIONS[mix.retain]()
     assert (type(policy.retention), vars(policy.retention)) == (type(wanted), vars(wanted))
     assert policy.granularity == mix.granularity
@@ -292,8 +292,8 @@ def test_methods_keep_what_their_definitions_say(name: str, granularity: str, la
 @pytest.mark.parametrize("name", [n for n, g in OWN if METHODS[n].granularity == g])
 def test_prompts_without_vision(name: str) -> None:
     mix, layout = METHODS[name], layout_of(TEXT_ONLY)
-    assert build_policy(name).budget.needs_vision == (mix.budget in NEEDS_VISION)
-    if mix.budget not in NEEDS_VISION:
+    assert build_policy(name).allocation.needs_vision == (mix.allocation in NEEDS_VISION)
+    if mix.allocation not in NEEDS_VISION:
         assert_keeps_the_same(mix, layout, budgets(layout, **some_settings()))
 
 
@@ -331,7 +331,7 @@ def test_scores(score: str, granularity: str, layout: str) -> None:
     ("budget", "granularity"),
     [
         case
-        for case in itertools.product(methods.BUDGETS, (LAYER, HEAD))
+        for case in itertools.product(methods.ALLOCATIONS, (LAYER, HEAD))
         if case != ("adakv", LAYER)
     ],
 )
@@ -351,7 +351,7 @@ def test_shares(budget: str, granularity: str, layout: str) -> None:
         found = methods.voters_of(attention, HEADS, granularity)
         raw = [[methods.SCORES[score](voter, case) for voter in layer] for layer in found]
         votes = methods.Votes(found, raw, raw, kinds, case, blocks)
-        numbers = torch.tensor(methods.BUDGETS[budget](votes), dtype=torch.float64)
+        numbers = torch.tensor(methods.ALLOCATIONS[budget](votes), dtype=torch.float64)
         return numbers / numbers.sum()
 
     def close(one: Tensor, other: Tensor) -> bool:
@@ -364,14 +364,14 @@ def test_shares(budget: str, granularity: str, layout: str) -> None:
 
     inputs = draw(where, is_clear)
     seen = look(policy, inputs, where, settings)
-    looks = Looks(
+    looks = AllLayers(
         prompt=prompt_of(where, settings),
         scores=seen.scores,
         strengths=seen.strengths,
         tiers=torch.tensor(kinds[: case.candidates]).int(),
         num_kept=torch.tensor(blocks * BLOCK_SIZE),
     )
-    ours = policy.budget.shares(looks).double()
+    ours = policy.allocation.shares(looks).double()
     assert ours.shape == (LAYERS, HEADS if granularity == HEAD else 1)
     wanted = shares(inputs.attention)
     assert close((ours / ours.sum()).flatten(), wanted), (mix, settings, ours, wanted)
@@ -384,8 +384,8 @@ def test_pyramids_of_many_layers(layers: int) -> None:
         prompt = Prompt(1000, 1000, torch.zeros(1000, dtype=torch.bool), sinks=4)
         scores = torch.zeros(layers, 2, 1000)
         kept = torch.tensor(blocks * BLOCK_SIZE)
-        looks = Looks(prompt, scores, scores[..., :0], torch.zeros(1000).int(), kept)
-        shares = BUDGETS["pyramid"]().shares(looks)
+        looks = AllLayers(prompt, scores, scores[..., :0], torch.zeros(1000).int(), kept)
+        shares = ALLOCATIONS["pyramid"]().shares(looks)
         ours = apportion(shares.flatten(), blocks * layers * 2, 1, 3 * blocks)
         voters = [[methods.Voter(scores, scores)] * 2] * layers
         votes = methods.Votes(voters, [], [], [], methods.Case(Layout(1000), 4, 9, 4), blocks)
@@ -408,12 +408,12 @@ def order_of(tiers: list[int]) -> list[int]:
     return [sorted(set(tiers)).index(tier) for tier in tiers]
 
 
-@pytest.mark.parametrize("budget", methods.BUDGETS)
+@pytest.mark.parametrize("allocation", methods.ALLOCATIONS)
 @pytest.mark.parametrize(
     "retain", ["text_first", "vision_first", "by_score", "window", "recent_half", "recent_tenth"]
 )
-def test_free_mixes_of_parts(budget: str, retain: str) -> None:
-    """Any score with any budget and retention, granularity and pooling, on any prompt."""
+def test_free_mixes_of_parts(allocation: str, retain: str) -> None:
+    """Any score with any allocation and retention, granularity and pooling, on any prompt."""
     for _ in range(2):
         kind, reduce = random.choice(["none", "sequence", "grid"]), random.choice(["max", "mean"])
         kernel, where = random.choice([1, 3, 5]), random.choice(list(LAYOUTS))
@@ -423,9 +423,9 @@ def test_free_mixes_of_parts(budget: str, retain: str) -> None:
             kernel, where = 3, random.choice(["one", "at the start"])
         mix = methods.Mix(
             score=random.choice(list(methods.SCORES)),
-            budget=budget,
+            allocation=allocation,
             retain=retain,
-            granularity=HEAD if budget == "adakv" else random.choice([LAYER, HEAD]),
+            granularity=HEAD if allocation == "adakv" else random.choice([LAYER, HEAD]),
             pooling=Pool(kind, kernel, reduce),
         )
         layout = layout_of(where)
@@ -574,11 +574,11 @@ def test_merge_targets_by_hand() -> None:
     [
         (Mix("tgvv"), r"unknown policy 'tgvv': choose one of .*tgv.*adakv"),
         (Mix(score="nothing"), r"unknown score 'nothing': choose one of .*tgv.*vv_tt"),
-        (Mix(budget="nothing"), r"unknown budget 'nothing': choose one of .*entropy"),
+        (Mix(allocation="nothing"), r"unknown allocation 'nothing': choose one of .*entropy"),
         (Mix(retain="nothing"), r"unknown retention 'nothing': choose one of .*text_first"),
         (Mix(granularity="token"), "granularity 'token'"),  # type: ignore[arg-type]
         (Mix("adakv", granularity="layer"), "'adakv' has no meaning at granularity 'layer'"),
-        (Mix(budget="adakv"), "'adakv' has no meaning at granularity 'layer': choose head"),
+        (Mix(allocation="adakv"), "'adakv' has no meaning at granularity 'layer': choose head"),
     ],
 )
 def test_meaningless_mixes_are_refused(mix: Mix, words: str) -> None:
@@ -588,6 +588,6 @@ def test_meaningless_mixes_are_refused(mix: Mix, words: str) -> None:
 
 def test_every_part_is_here() -> None:
     assert set(SCORES.names) == {*methods.SCORES, "random"}
-    assert set(BUDGETS.names) == set(methods.BUDGETS)
+    assert set(ALLOCATIONS.names) == set(methods.ALLOCATIONS)
     retentions = {"text_first", "vision_first", "by_score", "window", "recent_half", "recent_tenth"}
     assert set(RETENTIONS.names) == retentions

@@ -99,7 +99,7 @@ def test_statistics_become_metrics() -> None:
     counters.deferred("h2o")
     counters.skip("tgv", "text_only")
     seen, kept = {"text": 300, "vision": 100}, {"text": 30, "vision": 10}
-    counters.came_out(Outcome("r", 5, None, "h2o", seen, kept, {"copy": 0.002}))
+    counters.record_outcome(Outcome("r", 5, None, "h2o", seen, kept, {"copy": 0.002}))
     stats = SchedulerStats()
     assert counters.observations is not None
     counters.observations.set("compressed_requests", 3)

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from oracle.attention import fresh_seed
 from oracle.kernels import attention_probabilities
-from vllm_tgvkv.decision import Decider, Guard
+from vllm_tgvkv.budget import Guard
+from vllm_tgvkv.decision import Decider
 from vllm_tgvkv.kernels.copy import copy_kept
 from vllm_tgvkv.kernels.merge import merge_evicted
 from vllm_tgvkv.kernels.page_tables import write_lengths, write_page_tables
@@ -28,17 +29,16 @@ from vllm_tgvkv.policies import (
     NO_ATTENTION,
     POLICY_NAMES,
     Attention,
-    ImageSpan,
     LayerView,
     Mix,
     Policy,
     Pooling,
     Prompt,
-    RowSet,
     build_policy,
 )
 from vllm_tgvkv.policies.pooling import pool
 from vllm_tgvkv.policies.registry import POLICIES, SCORES, Recipe, Registry
+from vllm_tgvkv.prompt import RowSet, VisionSpan
 
 LAYERS, HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE = 3, 2, 3, 8, 4
 SCALE = HEAD_SIZE**-0.5
@@ -65,7 +65,7 @@ def make_prompt(layout: str, sinks: int = 2) -> Prompt:
         num_candidates=num_tokens // BLOCK_SIZE * BLOCK_SIZE,
         is_vision=is_vision,
         sinks=sinks,
-        images=tuple(ImageSpan(start, length) for start, length in images),
+        images=tuple(VisionSpan(start, length) for start, length in images),
     )
 
 
@@ -113,7 +113,7 @@ def test_sequence_pooling_stays_inside_runs(layout: str, reduce: Any, kernel: in
 @pytest.mark.parametrize("kernel", [1, 3, 5])
 def test_grid_pooling_stays_inside_images(reduce: Any, kernel: int) -> None:
     fresh_seed()
-    images = (ImageSpan(3, 12, (3, 4)), ImageSpan(15, 2, (1, 2)), ImageSpan(19, 4, (4, 1)))
+    images = (VisionSpan(3, 12, (3, 4)), VisionSpan(15, 2, (1, 2)), VisionSpan(19, 4, (4, 1)))
     size = 25
     is_vision = torch.zeros(size, dtype=torch.bool)
     near = [[j] for j in range(size)]
@@ -138,7 +138,7 @@ def test_grid_pooling_names_an_image_without_grid() -> None:
     scores = torch.zeros(1, prompt.num_tokens)
     with pytest.raises(ValueError, match=r"positions 5\.\.10 is not known"):
         pool(scores, prompt.is_vision, prompt.images, Pooling("grid"))
-    wrong = (ImageSpan(5, 6, (2, 2)),)
+    wrong = (VisionSpan(5, 6, (2, 2)),)
     with pytest.raises(ValueError, match="6 tokens, its grid 2 x 2"):
         pool(scores, prompt.is_vision, wrong, Pooling("grid"))
 
@@ -158,7 +158,7 @@ def test_unknown_names_list_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"unknown score .*tgv"):
         build_policy(Mix(score="nothing"))
     with pytest.raises(ValueError, match=r"unknown budget .*uniform"):
-        build_policy(Mix(budget="nothing"))
+        build_policy(Mix(allocation="nothing"))
     with pytest.raises(ValueError, match=r"unknown retention .*text_first"):
         build_policy(Mix(retain="nothing"))
     with pytest.raises(ValueError, match="granularity"):
@@ -237,7 +237,7 @@ def run_everything(
         num_candidates=prompt.num_candidates,
         is_vision=prompt.is_vision.to(device),
         sinks=2,
-        images=tuple(ImageSpan(start, length, (1, length)) for start, length in images),
+        images=tuple(VisionSpan(start, length, (1, length)) for start, length in images),
     )
     num_old, k, pairs = prompt.num_candidates // BLOCK_SIZE, 2, LAYERS * HEADS
     queries = torch.randn(num_tokens, HEADS, GROUP, HEAD_SIZE, device=device)
@@ -279,8 +279,8 @@ def run_everything(
             score = policy.score(view)
             if guard:
                 masses.append(view.attention.column_sums)
-            view = replace(view, attention=seen.get(policy.budget.rows, NO_ATTENTION))
-            strengths.append(policy.budget.strength(view, score))
+            view = replace(view, attention=seen.get(policy.allocation.rows, NO_ATTENTION))
+            strengths.append(policy.allocation.strength(view, score))
             scores.append(policy.pooled(score, prompt)[:, : prompt.num_candidates])
         decider = Decider(
             policy, prompt, torch.stack(scores), torch.stack(strengths), HEADS, BLOCK_SIZE, 0
@@ -303,7 +303,7 @@ def run_everything(
 MIXES = [
     *(Mix(name) for name in POLICY_NAMES),
     *(Mix(name, granularity="head") for name in ("tgv", "vlcache", "aircache", "prefixkv")),
-    *(Mix(budget=budget) for budget in ("vv", "tt", "entropy")),
+    *(Mix(allocation=part) for part in ("vv", "tt", "entropy")),
     Mix(score="vv_tt"),
     Mix(pooling=Pooling("grid")),
 ]

@@ -21,7 +21,7 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 
-from vllm_tgvkv.prompt import PromptMap, VisionRun, map_prompt, voters
+from vllm_tgvkv.prompt import PromptMap, VisionSpan, map_prompt, voters
 
 
 def feature(
@@ -88,7 +88,7 @@ def test_one_image() -> None:
     """Text before the image does not vote; all text after it does."""
     prompt = map_prompt(20, [feature(5, 9)])
     assert prompt.num_tokens == 20
-    assert prompt.vision == (VisionRun(5, 9, None),)
+    assert prompt.vision == (VisionSpan(5, 9, None),)
     assert vision_positions(prompt) == list(range(5, 14))
     assert text_rows(prompt) == [14, 15, 16, 17, 18, 19]
     assert voters(prompt, ("text",), 512).rows.dtype == np.int64
@@ -143,7 +143,7 @@ def test_video_with_text_between_its_frames() -> None:
     embeds = [1, 2, 3, 4, 7, 8, 9, 10]
     video = feature(3, 12, embeds, "video", {"video_grid_thw": (2, 4, 4)})
     prompt = map_prompt(20, [video], model("qwen3_vl"))
-    assert prompt.vision == (VisionRun(4, 4, (2, 2)), VisionRun(10, 4, (2, 2)))
+    assert prompt.vision == (VisionSpan(4, 4, (2, 2)), VisionSpan(10, 4, (2, 2)))
     assert text_rows(prompt) == [8, 9, *range(14, 20)]
 
 
@@ -199,7 +199,7 @@ def test_rows_of_a_larger_image_that_are_runs_of_their_own_are_no_squares() -> N
     """Pixtral in LLaVA's clothes: a token that is text ends each row."""
     embeds = [column + 5 * row for row in range(4) for column in range(4)]
     (first, *rest) = map_prompt(50, [feature(3, 20, embeds)], model("llava")).vision
-    assert first == VisionRun(3, 4, None)
+    assert first == VisionSpan(3, 4, None)
     assert len(rest) == 3
 
 

@@ -17,20 +17,21 @@ import pytest
 import torch
 
 from vllm_tgvkv import evictor as evictor_module
-from vllm_tgvkv.config import Budget, EvictionConfig
-from vllm_tgvkv.evictor import CacheShape, Evictor
-from vllm_tgvkv.pages import page_pool
+from vllm_tgvkv.budget import Budget
+from vllm_tgvkv.config import EvictionConfig
+from vllm_tgvkv.evictor import Evictor
+from vllm_tgvkv.pages import CacheShape, page_pool
 from vllm_tgvkv.plan import Eviction, Failure, Observation, Outcome, RowSumming, StepPlan
 from vllm_tgvkv.policies import POLICY_NAMES
-from vllm_tgvkv.prompt import PromptMap, VisionRun, voters
+from vllm_tgvkv.prompt import PromptMap, VisionSpan, voters
 from vllm_tgvkv.ranks import RankError, Ranks, SharedAttention, TensorRanks
 
 LAYERS, HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE = 3, 4, 2, 16, 16
 NUM_BLOCKS = 40
 WINDOW = 24
 PROMPTS = {
-    "first": PromptMap(150, (VisionRun(9, 48, (6, 8)), VisionRun(60, 35, (5, 7)))),
-    "second": PromptMap(115, (VisionRun(20, 64, (8, 8)),)),
+    "first": PromptMap(150, (VisionSpan(9, 48, (6, 8)), VisionSpan(60, 35, (5, 7)))),
+    "second": PromptMap(115, (VisionSpan(20, 64, (8, 8)),)),
 }
 SHARED = [name for name in POLICY_NAMES if name != "adakv"]
 """Methods that have a meaning at granularity `layer`."""
@@ -384,8 +385,8 @@ def test_a_methods_own_code_may_fail_on_one_rank(
         "before the score": (type(policy.score), "__call__"),
         "between exchanges": (SharedAttention, "_columns"),
         "after the score": (type(policy.score), "__call__"),
-        "after the strength": (type(policy.budget), "strength"),
-        "in the shares": (type(policy.budget), "shares"),
+        "after the strength": (type(policy.allocation), "strength"),
+        "in the shares": (type(policy.allocation), "shares"),
     }[where]
     real = getattr(owner, name)
 

@@ -14,11 +14,11 @@ import torch
 from oracle import methods
 from tests.unit.test_ranks import BLOCK_SIZE, LAYERS, PROMPTS, Model, Run, both, settings, step
 from vllm_tgvkv import evictor as evictor_module
-from vllm_tgvkv.evictor import CacheShape, Evictor
-from vllm_tgvkv.pages import page_pool
+from vllm_tgvkv.evictor import Evictor
+from vllm_tgvkv.pages import CacheShape, page_pool
 from vllm_tgvkv.plan import Failure, Outcome, StepPlan
 from vllm_tgvkv.ranks import Ranks
-from vllm_tgvkv.stages import Found, PipelineStages, Stages, join_found
+from vllm_tgvkv.stages import PipelineStages, StageOutcome, Stages, join_found
 
 assert LAYERS == 3
 
@@ -137,12 +137,12 @@ def test_what_fails_on_one_stage_has_failed(
 
 
 def test_found_is_joined_in_any_order() -> None:
-    part = Found("r", 3, 6, 10, 2, {"copy": 1.0}, None)
+    part = StageOutcome("r", 3, 6, 10, 2, {"copy": 1.0}, None)
     others = [replace(part, num_retained=5, num_pages=5, num_pairs=1), Failure("s", "first")]
     stages = [[part, Failure("s", "second")], others, [replace(part, num_retained=1)]]
     for order in permutations(stages):
         found, failure = join_found(order)
-        assert isinstance(found, Found)
+        assert isinstance(found, StageOutcome)
         assert (found.num_retained, found.num_pages, found.num_vision) == (5, 17, 30)
         assert (found.num_pairs, found.seconds) == (5, {"copy": 3.0})
         assert failure == Failure("s", failure.error)  # type: ignore[union-attr]

@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 
-from vllm_tgvkv.prompt import PromptMap, VisionRun
+from vllm_tgvkv.prompt import PromptMap, VisionSpan
 from vllm_tgvkv.trace import Trace, Traces
 
 N, L, H = 4, 3, 2
@@ -40,7 +40,7 @@ def make_trace(
     unused = np.full((int(rng.integers(0, 3)), N), 10**6)  # as a guard leaves behind
     positions = np.concatenate([np.concatenate(pages).reshape(-1, N), unused]).astype(np.int32)
     scores = rng.normal(size=(L, per_set, num_full * N)).astype(np.float32)
-    vision = (VisionRun(1, 4, (2, 2)), VisionRun(7, 2, None))
+    vision = (VisionSpan(1, 4, (2, 2)), VisionSpan(7, 2, None))
     prompt = PromptMap(num_tokens, vision)
     trace = Trace(name, "tgv", "10 %", granularity, 1.5, prompt, N, counts, positions, scores)
     return trace, kept

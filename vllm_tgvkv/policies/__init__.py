@@ -10,21 +10,20 @@ from vllm_tgvkv.policies import ablations  # noqa: F401
 from vllm_tgvkv.policies.base import (
     NO_ATTENTION,
     WHOLE_MODEL,
+    AllLayers,
+    Allocation,
     Attention,
-    Budget,
     Depth,
     Granularity,
-    ImageSpan,
     LayerView,
-    Looks,
     Policy,
     Prompt,
     Retention,
-    RowSet,
     Score,
 )
 from vllm_tgvkv.policies.pooling import Pooling
 from vllm_tgvkv.policies.registry import POLICIES, Mix, build_policy
+from vllm_tgvkv.prompt import RowSet, VisionSpan
 
 POLICY_NAMES = POLICIES.names
 
@@ -32,13 +31,12 @@ __all__ = [
     "NO_ATTENTION",
     "POLICY_NAMES",
     "WHOLE_MODEL",
+    "AllLayers",
+    "Allocation",
     "Attention",
-    "Budget",
     "Depth",
     "Granularity",
-    "ImageSpan",
     "LayerView",
-    "Looks",
     "Mix",
     "Policy",
     "Pooling",
@@ -46,5 +44,6 @@ __all__ = [
     "Retention",
     "RowSet",
     "Score",
+    "VisionSpan",
     "build_policy",
 ]

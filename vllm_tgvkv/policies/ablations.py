@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_tgvkv.policies.base import Budget, LayerView, Score
-from vllm_tgvkv.policies.registry import BUDGETS, SCORES
+from vllm_tgvkv.policies.base import Allocation, LayerView, Score
+from vllm_tgvkv.policies.registry import ALLOCATIONS, SCORES
 from vllm_tgvkv.policies.tgv import mass
 
 
@@ -24,8 +24,8 @@ class OwnModalityScore(Score):
         )
 
 
-@BUDGETS.register("vv")
-class VisionVisionBudget(Budget):
+@ALLOCATIONS.register("vv")
+class VisionVisionAllocation(Allocation):
     """Share: sum of A over vision rows and vision columns."""
 
     rows = "all"
@@ -35,8 +35,8 @@ class VisionVisionBudget(Budget):
         return mass(view.attention.vision_column_sums, view.prompt.is_vision)
 
 
-@BUDGETS.register("tt")
-class TextTextBudget(Budget):
+@ALLOCATIONS.register("tt")
+class TextTextAllocation(Allocation):
     """Share: sum of A over the observation rows and text columns."""
 
     rows = "text"
@@ -45,8 +45,8 @@ class TextTextBudget(Budget):
         return mass(view.attention.column_sums, ~view.prompt.is_vision)
 
 
-@BUDGETS.register("entropy")
-class EntropyBudget(Budget):
+@ALLOCATIONS.register("entropy")
+class EntropyAllocation(Allocation):
     """Share: exp of the mean entropy of the observation rows, the number of keys they look at."""
 
     rows = "text"

@@ -10,8 +10,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from vllm_tgvkv.kernels.select import ranking_keys, thresholds
-from vllm_tgvkv.policies.base import Budget, Looks
-from vllm_tgvkv.policies.registry import BUDGETS, POLICIES, Recipe
+from vllm_tgvkv.policies.base import AllLayers, Allocation
+from vllm_tgvkv.policies.registry import ALLOCATIONS, POLICIES, Recipe
 from vllm_tgvkv.policies.snapkv import POOLING
 
 SAFEGUARD = 5
@@ -21,8 +21,8 @@ _SAFE = 1 << 62
 """Above every ranking key."""
 
 
-@BUDGETS.register("adakv")
-class AdaBudget(Budget):
+@ALLOCATIONS.register("adakv")
+class AdaAllocation(Allocation):
     """A head's share is how many of the layer's best b * H tokens are its own.
 
     Each head's own best b / SAFEGUARD are among them whatever the others have. Works over any
@@ -31,14 +31,14 @@ class AdaBudget(Budget):
 
     granularities = ("head",)
 
-    def shares(self, looks: Looks) -> Tensor:
-        num_heads = looks.scores.shape[1]
-        keys = ranking_keys(looks.scores, looks.tiers)  # [L, H, C]
-        certain = looks.num_kept.div(SAFEGUARD, rounding_mode="floor")
+    def shares(self, layers: AllLayers) -> Tensor:
+        num_heads = layers.scores.shape[1]
+        keys = ranking_keys(layers.scores, layers.tiers)  # [L, H, C]
+        certain = layers.num_kept.div(SAFEGUARD, rounding_mode="floor")
         safe = keys >= thresholds(keys, certain.expand(keys.shape[:2])).unsqueeze(-1)
         keys = keys + safe * _SAFE
         # Keys of two heads may be equal; then both count, and the shares are a token too large.
-        wanted = (looks.num_kept * num_heads).expand(keys.shape[0])
+        wanted = (layers.num_kept * num_heads).expand(keys.shape[0])
         least = thresholds(keys.flatten(1), wanted, num_bits=63)
         return (keys >= least[:, None, None]).sum(dim=-1).double()
 

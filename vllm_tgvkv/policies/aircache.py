@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_tgvkv.policies.base import Budget, LayerView, Looks, Score
-from vllm_tgvkv.policies.registry import BUDGETS, POLICIES, SCORES, Recipe
+from vllm_tgvkv.policies.base import AllLayers, Allocation, LayerView, Score
+from vllm_tgvkv.policies.registry import ALLOCATIONS, POLICIES, SCORES, Recipe
 
 ELITE = 0.9
 """A word is one of the elite from this part of the greatest attention on."""
@@ -50,8 +50,8 @@ class EliteScore(Score):
         return torch.where(is_vision, vision, text)
 
 
-@BUDGETS.register("aircache")
-class StrengthAndSkewnessBudget(Budget):
+@ALLOCATIONS.register("aircache")
+class StrengthAndSkewnessAllocation(Allocation):
     """All text everywhere; the rest by how strongly and how unevenly vision is looked at.
 
     With the policy's scores s of the vision tokens: strength ``S = sum s``, skewness
@@ -73,14 +73,14 @@ class StrengthAndSkewnessBudget(Budget):
         skewness = torch.where(deviation > 0, skewness, 0.0).clamp(min=0)
         return torch.stack((vision.sum(dim=-1), skewness), dim=-1)
 
-    def shares(self, looks: Looks) -> Tensor:
-        totals = looks.strengths.sum(dim=(0, 1))
-        strength, skewness = (looks.strengths / totals).unbind(-1)
+    def shares(self, layers: AllLayers) -> Tensor:
+        totals = layers.strengths.sum(dim=(0, 1))
+        strength, skewness = (layers.strengths / totals).unbind(-1)
         # Where no layer is skewed, strength decides alone.
         part = torch.where(totals[1] > 0, (strength + skewness) / 2, strength)
-        prompt = looks.prompt
+        prompt = layers.prompt
         num_text = (~prompt.is_vision[: prompt.num_candidates]).sum()
-        for_vision = (looks.num_kept - num_text).clamp(min=0)
+        for_vision = (layers.num_kept - num_text).clamp(min=0)
         return num_text + part * part.numel() * for_vision
 
 

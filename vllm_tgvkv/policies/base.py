@@ -15,17 +15,10 @@ from typing import ClassVar, Literal, NoReturn, Protocol, cast
 from torch import Tensor
 
 from vllm_tgvkv.kernels.statistics import Statistic
-from vllm_tgvkv.policies.pooling import ImageSpan, Pooling, pool
+from vllm_tgvkv.policies.pooling import Pooling, pool
+from vllm_tgvkv.prompt import RowSet, VisionSpan
 
 Granularity = Literal["layer", "head"]
-
-RowSet = Literal["none", "text", "after_vision", "window", "all"]
-"""Whose queries vote, see :func:`~vllm_tgvkv.prompt.voters`:
-
-``text`` the text after the first vision token, ``after_vision`` the text after the last one (of
-both at most the last ``observation_window``), ``window`` the last tokens of the prompt, ``all``
-every token; ``none`` for what needs no attention.
-"""
 
 
 @dataclass(frozen=True)
@@ -40,7 +33,7 @@ class Prompt:
     """bool ``[P]``, positions of image and video embeddings (V); the others are text (T)."""
     sinks: int
     """This many first tokens are kept before all others."""
-    images: tuple[ImageSpan, ...] = ()
+    images: tuple[VisionSpan, ...] = ()
     """The contiguous runs of vision positions, in order."""
 
 
@@ -121,14 +114,14 @@ WHOLE_MODEL = Depth()
 
 
 @dataclass(frozen=True)
-class Looks:
+class AllLayers:
     """What all layers showed, for the sharing of the pages; of a pipeline stage its own layers."""
 
     prompt: Prompt
     scores: Tensor
     """float32 ``[L, S, C]``, pooled."""
     strengths: Tensor
-    """float ``[L, S, F]``, what :meth:`Budget.strength` returned."""
+    """float ``[L, S, F]``, what :meth:`Allocation.strength` returned."""
     tiers: Tensor
     """int32 ``[C]`` or ``[L, S, C]``, of the retention, where all get the same."""
     num_kept: Tensor
@@ -148,7 +141,7 @@ class Score(ABC):
         """float32 ``[S, P]``; higher is better."""
 
 
-class Budget:
+class Allocation:
     """How the pages are shared out among the layers, or among the layers and heads."""
 
     rows: ClassVar[RowSet] = "none"
@@ -164,12 +157,12 @@ class Budget:
         """
         return scores.new_empty(view.num_sets, 0)
 
-    def shares(self, looks: Looks) -> Tensor:
+    def shares(self, layers: AllLayers) -> Tensor:
         """float ``[L, S]``, not negative; if not overridden, the first number of each strength.
 
         Only their ratios count. All zero, or any of them not finite, means equal shares.
         """
-        return looks.strengths[..., 0]
+        return layers.strengths[..., 0]
 
 
 class Retention(ABC):
@@ -189,7 +182,7 @@ class Policy:
 
     name: str
     score: Score
-    budget: Budget
+    allocation: Allocation
     retention: Retention
     granularity: Granularity = "layer"
     pooling: Pooling = field(default_factory=Pooling)
@@ -199,12 +192,12 @@ class Policy:
     @property
     def row_sets(self) -> tuple[RowSet, ...]:
         """The row sets whose attention is looked at, each once."""
-        sets: dict[RowSet, None] = {self.score.rows: None, self.budget.rows: None}
+        sets: dict[RowSet, None] = {self.score.rows: None, self.allocation.rows: None}
         return tuple(kind for kind in sets if kind != "none")
 
     def statistics(self, rows: RowSet) -> frozenset[Statistic]:
         """What the parts that look at ``rows`` ask of their attention."""
-        parts: tuple[Score | Budget, ...] = (self.score, self.budget)
+        parts: tuple[Score | Allocation, ...] = (self.score, self.allocation)
         return frozenset[Statistic]().union(*(p.statistics for p in parts if p.rows == rows))
 
     def pooled(self, scores: Tensor, prompt: Prompt) -> Tensor:

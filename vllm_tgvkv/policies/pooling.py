@@ -10,20 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vllm_tgvkv.prompt import VisionSpan
+
 _KINDS = ("none", "sequence", "grid")
 _REDUCTIONS = ("max", "mean")
 _LARGEST_KERNEL = 255
 """Pooling over a sequence takes the kernel times the memory of the scores."""
-
-
-@dataclass(frozen=True)
-class ImageSpan:
-    """A contiguous run of vision positions and, where known, the patch grid it spells out."""
-
-    start: int
-    length: int
-    grid: tuple[int, int] | None = None
-    """(rows, columns), row-major, rows * columns = length."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +48,7 @@ class Pooling:
 
 
 def pool(
-    scores: Tensor, is_vision: Tensor, images: tuple[ImageSpan, ...], pooling: Pooling
+    scores: Tensor, is_vision: Tensor, images: tuple[VisionSpan, ...], pooling: Pooling
 ) -> Tensor:
     """Pooled scores, float32 ``[H, P]`` -> ``[H, P]``; ``is_vision`` is bool ``[P]``.
 
@@ -70,7 +62,7 @@ def pool(
     return scores
 
 
-def _run_numbers(is_vision: Tensor, images: tuple[ImageSpan, ...]) -> Tensor:
+def _run_numbers(is_vision: Tensor, images: tuple[VisionSpan, ...]) -> Tensor:
     """The number of the run each position is in, int64 ``[P]``, ascending."""
     starts = torch.zeros_like(is_vision)
     starts[1:] = is_vision[1:] != is_vision[:-1]
@@ -90,7 +82,7 @@ def _pool_sequence(scores: Tensor, runs: Tensor, pooling: Pooling) -> Tensor:
     return (sums / same_run.sum(dim=-1)).float()
 
 
-def _pool_grids(scores: Tensor, images: tuple[ImageSpan, ...], pooling: Pooling) -> Tensor:
+def _pool_grids(scores: Tensor, images: tuple[VisionSpan, ...], pooling: Pooling) -> Tensor:
     pooled = scores.clone()
     for image in images:
         rows, columns = _grid(image)
@@ -108,7 +100,7 @@ def _pool_grid(grid: Tensor, pooling: Pooling) -> Tensor:
     return F.max_pool2d(grid, pooling.kernel, 1, reach)
 
 
-def _grid(image: ImageSpan) -> tuple[int, int]:
+def _grid(image: VisionSpan) -> tuple[int, int]:
     where = f"the image at positions {image.start}..{image.start + image.length - 1}"
     if image.grid is None:
         raise ValueError(f"pooling over the patch grid: the grid of {where} is not known")

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_tgvkv.policies.base import Budget, LayerView, Looks, Score
-from vllm_tgvkv.policies.registry import BUDGETS, POLICIES, SCORES, Recipe
+from vllm_tgvkv.policies.base import AllLayers, Allocation, LayerView, Score
+from vllm_tgvkv.policies.registry import ALLOCATIONS, POLICIES, SCORES, Recipe
 
 _STEPS = 30
 """Bisections of [0, 1]; a billionth part separates any two tokens that matter."""
@@ -27,21 +27,21 @@ class TextRowsScore(Score):
         return view.attention.column_sums
 
 
-@BUDGETS.register("prefixkv")
-class PrefixBudget(Budget):
+@ALLOCATIONS.register("prefixkv")
+class PrefixAllocation(Allocation):
     """The shortest prefixes of the sorted scores that all hold the same part of their sum.
 
     The part is found by bisection so that the prefixes' mean length is the budget.
     """
 
-    def shares(self, looks: Looks) -> Tensor:
-        descending = looks.scores.double().sort(dim=-1, descending=True).values
+    def shares(self, layers: AllLayers) -> Tensor:
+        descending = layers.scores.double().sort(dim=-1, descending=True).values
         held = descending.cumsum(dim=-1)
         held = held / held[..., -1:].clamp(min=torch.finfo(held.dtype).tiny)
         low, high = held.new_zeros(()), held.new_ones(())
         for _ in range(_STEPS):
             middle = (low + high) / 2
-            too_short = _prefix_lengths(held, middle).mean() < looks.num_kept
+            too_short = _prefix_lengths(held, middle).mean() < layers.num_kept
             low, high = torch.where(too_short, middle, low), torch.where(too_short, high, middle)
         return _prefix_lengths(held, high)
 

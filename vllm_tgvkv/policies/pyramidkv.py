@@ -10,29 +10,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_tgvkv.policies.base import Budget, Looks
-from vllm_tgvkv.policies.registry import BUDGETS, POLICIES, Recipe
+from vllm_tgvkv.policies.base import AllLayers, Allocation
+from vllm_tgvkv.policies.registry import ALLOCATIONS, POLICIES, Recipe
 from vllm_tgvkv.policies.snapkv import POOLING
 
 SLOPE = 20
 """The last layer gets 1 / SLOPE of the mean budget."""
 
 
-@BUDGETS.register("pyramid")
-class PyramidBudget(Budget):
+@ALLOCATIONS.register("pyramid")
+class PyramidAllocation(Allocation):
     """Linear in depth, from 2 - 1 / SLOPE of the mean at the first layer to 1 / SLOPE."""
 
-    def shares(self, looks: Looks) -> Tensor:
-        num_looked_at, num_sets, _ = looks.scores.shape
-        num_layers = looks.depth.num_layers or num_looked_at
+    def shares(self, layers: AllLayers) -> Tensor:
+        num_looked_at, num_sets, _ = layers.scores.shape
+        num_layers = layers.depth.num_layers or num_looked_at
         if num_layers == 1:
-            return looks.scores.new_ones(1, num_sets)
+            return layers.scores.new_ones(1, num_sets)
         least = 1 / SLOPE
         # In float64: layers that mirror each other about the mean have equal remainders.
         falling = torch.linspace(
-            2 - least, least, num_layers, dtype=torch.float64, device=looks.scores.device
+            2 - least, least, num_layers, dtype=torch.float64, device=layers.scores.device
         )
-        falling = falling[looks.depth.first_layer :][:num_looked_at]
+        falling = falling[layers.depth.first_layer :][:num_looked_at]
         return falling[:, None].expand(-1, num_sets)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from vllm_tgvkv.policies.base import Budget, Granularity, Policy, Retention, Score
+from vllm_tgvkv.policies.base import Allocation, Granularity, Policy, Retention, Score
 from vllm_tgvkv.policies.pooling import Pooling
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class Recipe:
     """Names of a method's parts, and the settings its paper works with."""
 
     score: str
-    budget: str
+    allocation: str
     retain: str
     granularity: Granularity = "layer"
     pooling: Pooling = field(default_factory=Pooling)
@@ -69,7 +69,7 @@ class Mix:
 
     base: str = "tgv"
     score: str | None = None
-    budget: str | None = None
+    allocation: str | None = None
     retain: str | None = None
     granularity: Granularity | None = None
     pooling: Pooling | None = None
@@ -77,7 +77,7 @@ class Mix:
 
 
 SCORES: Registry[Callable[[], Score]] = Registry("score")
-BUDGETS: Registry[Callable[[], Budget]] = Registry("budget")
+ALLOCATIONS: Registry[Callable[[], Allocation]] = Registry("allocation")
 RETENTIONS: Registry[Callable[[], Retention]] = Registry("retention")
 POLICIES: Registry[Recipe] = Registry("policy")
 
@@ -97,7 +97,7 @@ def build_policy(mix: Mix | str, name: str | None = None) -> Policy:
     policy = Policy(
         name=name or mix.base,
         score=SCORES[mix.score or recipe.score](),
-        budget=BUDGETS[mix.budget or recipe.budget](),
+        allocation=ALLOCATIONS[mix.allocation or recipe.allocation](),
         retention=RETENTIONS[mix.retain or recipe.retain](),
         granularity=mix.granularity or recipe.granularity,
         pooling=mix.pooling or recipe.pooling,
@@ -105,9 +105,9 @@ def build_policy(mix: Mix | str, name: str | None = None) -> Policy:
     )
     if policy.granularity not in ("layer", "head"):
         raise ValueError(f"unknown granularity {policy.granularity!r}: choose one of layer, head")
-    if policy.granularity not in policy.budget.granularities:
+    if policy.granularity not in policy.allocation.granularities:
         raise ValueError(
-            f"budget {mix.budget or recipe.budget!r} has no meaning at granularity "
-            f"{policy.granularity!r}: choose {' or '.join(policy.budget.granularities)}"
+            f"allocation {mix.allocation or recipe.allocation!r} has no meaning at granularity "
+            f"{policy.granularity!r}: choose {' or '.join(policy.allocation.granularities)}"
         )
     return policy

@@ -13,9 +13,7 @@ from vllm_tgvkv.policies.base import LayerView, Prompt, Retention, Score
 from vllm_tgvkv.policies.pooling import Pooling
 from vllm_tgvkv.policies.registry import POLICIES, RETENTIONS, SCORES, Recipe
 from vllm_tgvkv.policies.retention import sinks_above
-
-WINDOW = 32
-"""Rows of the window."""
+from vllm_tgvkv.prompt import WINDOW
 
 POOLING = Pooling("sequence", kernel=7, reduce="max")
 

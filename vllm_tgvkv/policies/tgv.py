@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_tgvkv.policies.base import Budget, LayerView, Score
-from vllm_tgvkv.policies.registry import BUDGETS, POLICIES, SCORES, Recipe
+from vllm_tgvkv.policies.base import Allocation, LayerView, Score
+from vllm_tgvkv.policies.registry import ALLOCATIONS, POLICIES, SCORES, Recipe
 
 
 @SCORES.register("tgv")
@@ -41,8 +41,8 @@ class TgvScore(Score):
         return torch.where(view.prompt.is_vision, vision, text)
 
 
-@BUDGETS.register("tgv")
-class TgvBudget(Budget):
+@ALLOCATIONS.register("tgv")
+class TgvAllocation(Allocation):
     """Text-vision budgeting: t[l] = sum of A[l] over rows O and vision columns, over its total."""
 
     rows = "text"
@@ -52,7 +52,7 @@ class TgvBudget(Budget):
         return mass(view.attention.column_sums, view.prompt.is_vision)
 
 
-POLICIES.add("tgv", Recipe(score="tgv", budget="tgv", retain="text_first"))
+POLICIES.add("tgv", Recipe(score="tgv", allocation="tgv", retain="text_first"))
 
 
 def mass(column_sums: Tensor, columns: Tensor) -> Tensor:

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vllm_tgvkv.policies.base import Budget, Looks
-from vllm_tgvkv.policies.registry import BUDGETS
+from vllm_tgvkv.policies.base import AllLayers, Allocation
+from vllm_tgvkv.policies.registry import ALLOCATIONS
 
 
-@BUDGETS.register("uniform")
-class UniformBudget(Budget):
+@ALLOCATIONS.register("uniform")
+class UniformAllocation(Allocation):
     """Equal shares."""
 
-    def shares(self, looks: Looks) -> Tensor:
-        return looks.scores.new_ones(looks.scores.shape[:2])
+    def shares(self, layers: AllLayers) -> Tensor:
+        return layers.scores.new_ones(layers.scores.shape[:2])

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vllm_tgvkv.policies.base import Budget, LayerView, Looks, Score
-from vllm_tgvkv.policies.registry import BUDGETS, POLICIES, SCORES, Recipe
+from vllm_tgvkv.policies.base import AllLayers, Allocation, LayerView, Score
+from vllm_tgvkv.policies.registry import ALLOCATIONS, POLICIES, SCORES, Recipe
 
 LEAST_SHARE = 0.01
 """Least part of its own tokens that a layer keeps."""
@@ -26,8 +26,8 @@ class PostVisionScore(Score):
         return view.attention.column_sums
 
 
-@BUDGETS.register("vlcache")
-class SparsityBudget(Budget):
+@ALLOCATIONS.register("vlcache")
+class SparsityAllocation(Allocation):
     """Share of layer l: its density ``1 - gamma[l]`` over their sum, times the total.
 
     gamma is the part of the entries of those rows that are below 1 % of their row's maximum, for
@@ -40,9 +40,9 @@ class SparsityBudget(Budget):
     def strength(self, view: LayerView, scores: Tensor) -> Tensor:
         return 1 - view.attention.share_below.unsqueeze(-1)
 
-    def shares(self, looks: Looks) -> Tensor:
-        density = looks.strengths[..., 0]
-        fraction = looks.num_kept / looks.prompt.num_candidates
+    def shares(self, layers: AllLayers) -> Tensor:
+        density = layers.strengths[..., 0]
+        fraction = layers.num_kept / layers.prompt.num_candidates
         return (density / density.mean() * fraction).clamp(LEAST_SHARE, 1)
 
 

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much of a prompt's cache is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_tgvkv.errors import EvictionConfigError, quoted
+
+
+@dataclass(frozen=True)
+class Guard:
+    """The promise of a budget `auto:share`."""
+
+    share: float
+    """Part of the attention mass that the kept keys must hold."""
+    least_blocks: int
+    """Fewer are never retained: the budget's lower bound, and what holds the text."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much of a prompt's cache is kept: a fraction, tokens per KV head, or what is needed."""
+
+    fraction: float | None = None
+    tokens: int | None = None
+    share: float | None = None
+    """Of `auto:SHARE`: the part of the attention that the kept keys hold, with the smallest
+    fraction between `least` and `fraction` that does."""
+    least: float = 0.0
+
+    @classmethod
+    def parse(cls, value: Any, source: str) -> Budget:
+        """Read a budget.
+
+        0 < value <= 1 is a fraction of the prompt, a whole number above 1 tokens, and
+        `auto:SHARE`, with bounds if wanted as `auto:SHARE,min=0.02,max=0.5`, the smallest
+        fraction that keeps SHARE of the attention. `source` names the flag or field in the
+        error message.
+        """
+        hint = EvictionConfigError(
+            f"{source} is {quoted(value)}: give a fraction of the prompt, 0 < budget <= 1, "
+            "a whole number of tokens per KV head, such as 512, or auto:SHARE, such as "
+            "auto:0.98 or auto:0.98,min=0.02,max=0.5"
+        )
+        if isinstance(value, str) and value.startswith("auto:"):
+            return cls._parse_auto(value.removeprefix("auto:"), hint)
+        if isinstance(value, bool):
+            raise hint
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError):
+            raise hint from None
+        if 0.0 < number <= 1.0:
+            return cls(fraction=number)
+        if number > 1.0 and number.is_integer():
+            return cls(tokens=int(number))
+        raise hint
+
+    @classmethod
+    def _parse_auto(cls, text: str, hint: EvictionConfigError) -> Budget:
+        share, *bounds = text.split(",")
+        given = {"min": "0.02", "max": "0.5"}
+        for bound in bounds:
+            name, _, value = bound.strip().partition("=")
+            if name not in given:
+                raise hint
+            given[name] = value
+        try:
+            number, least, most = float(share), float(given["min"]), float(given["max"])
+        except ValueError:
+            raise hint from None
+        # Written so that NaN is refused as well.
+        if not (0.0 < number < 1.0 and 0.0 < least <= most <= 1.0):
+            raise hint
+        return cls(fraction=most, share=number, least=least)
+
+    @property
+    def is_auto(self) -> bool:
+        return self.share is not None
+
+    def retained_blocks(self, num_prompt_tokens: int, block_size: int) -> int:
+        """Blocks k of the compressed region, 1 <= k <= floor(P / N); at most, for `auto`.
+
+        The region and the tail (the partial last block, always kept) together
+        stay within the budget; the region has at least one block.
+        """
+        if self.tokens is not None:
+            return _blocks_within(self.tokens, num_prompt_tokens, block_size)
+        assert self.fraction is not None
+        return _blocks_within(self.fraction * num_prompt_tokens, num_prompt_tokens, block_size)
+
+    def guard(self, num_prompt_tokens: int, num_certain: int, block_size: int) -> Guard | None:
+        """What `auto` promises for a prompt with so many sinks and text tokens in full blocks."""
+        if self.share is None:
+            return None
+        least = _blocks_within(self.least * num_prompt_tokens, num_prompt_tokens, block_size)
+        return Guard(self.share, max(least, -(-num_certain // block_size)))
+
+    @property
+    def value(self) -> float | int | str:
+        """As `parse` reads it."""
+        if self.share is not None:
+            return f"auto:{self.share},min={self.least},max={self.fraction}"
+        if self.tokens is not None:
+            return self.tokens
+        assert self.fraction is not None
+        return self.fraction
+
+    def __str__(self) -> str:
+        if self.share is not None:
+            return (
+                f"auto for {100 * self.share:g} % of the attention, "
+                f"{100 * self.least:g} to {100 * (self.fraction or 0):g} % of the prompt"
+            )
+        if self.tokens is not None:
+            return f"{self.tokens} tokens per head"
+        return f"{100 * (self.fraction or 0):g} % of the prompt"
+
+
+def _blocks_within(allowance: float, num_prompt_tokens: int, block_size: int) -> int:
+    num_full_blocks, num_tail_tokens = divmod(num_prompt_tokens, block_size)
+    retained = int((allowance - num_tail_tokens) // block_size)
+    return min(max(retained, 1), num_full_blocks)

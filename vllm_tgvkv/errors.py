@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors that users see, and how their messages quote a wrong value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+_MAX_QUOTED = 200
+"""Characters of a wrong value that its message quotes."""
+
+
+class EvictionConfigError(ValueError):
+    """A flag, field or request parameter is wrong; the message names it and the way out."""
+
+
+class UnsupportedByEvictionError(EvictionConfigError):
+    """Eviction cannot run with a given flag or model."""
+
+
+def quoted(value: Any, text: Callable[[Any], str] = repr) -> str:
+    """A value as a message quotes it, which may go to a log: not all of what a client sent."""
+    try:
+        whole = text(value)
+    except (ValueError, RecursionError):  # Python writes no number of more than 4300 digits
+        return f"a very long {type(value).__name__}"
+    return whole if len(whole) <= _MAX_QUOTED else f"{whole[:_MAX_QUOTED]}..."

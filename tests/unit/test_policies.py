@@ -157,7 +157,7 @@ def test_unknown_names_list_the_known_ones() -> None:
         build_policy("tgvv")
     with pytest.raises(ValueError, match=r"unknown score .*tgv"):
         build_policy(Mix(score="nothing"))
-    with pytest.raises(ValueError, match=r"unknown budget .*uniform"):
+    with pytest.raises(ValueError, match=r"unknown allocation .*uniform"):
         build_policy(Mix(allocation="nothing"))
     with pytest.raises(ValueError, match=r"unknown retention .*text_first"):
         build_policy(Mix(retain="nothing"))

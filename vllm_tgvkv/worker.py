@@ -19,7 +19,8 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_tgvkv.attention import EvictingBuilder
 from vllm_tgvkv.counters import EvictionCounters
-from vllm_tgvkv.evictor import Evictor, Outcomes
+from vllm_tgvkv.evictor import Evictor
+from vllm_tgvkv.outcomes import Outcomes
 from vllm_tgvkv.pages import FP8, page_pool
 from vllm_tgvkv.plan import ATTRIBUTE, OUTCOMES_ATTRIBUTE, Eviction, StepPlan
 

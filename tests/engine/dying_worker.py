@@ -7,16 +7,14 @@ import os
 import signal
 from typing import Any
 
-from vllm_tgvkv.evictor import Evictor
+from vllm_tgvkv.decision import Decider
 
 
 class Mortal:
-    evictor: Evictor
-
     def die_in_the_next_eviction(self) -> None:
         """Its blocks are swapped by then and its layers observed; nothing is copied yet."""
 
         def die(*_: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        self.evictor._decide = die  # type: ignore[method-assign, assignment]
+        Decider.decide = die  # type: ignore[method-assign, assignment]

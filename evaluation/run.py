@@ -50,7 +50,7 @@ from evaluation.results import (
     first_token_changes,
     same_texts,
 )
-from evaluation.statistics import RESAMPLES, SEED
+from measure.statistics import RESAMPLES, SEED
 
 if TYPE_CHECKING:
     from evaluation.emulation import Emulation

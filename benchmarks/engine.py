@@ -85,7 +85,7 @@ class Engine:
 
             self.watches.watch(builder.evictor, "observe_layer", "eviction")
             self.watches.watch(builder.evictor, "take_outcomes", "outcomes")
-            self.watches.watch(worker, "attach_outcomes", "outcomes")
+            self.watches.watch(worker, "with_outcomes", "outcomes")
             for name in ("_add_rows", "_judge_layer", "_finish"):
                 self.watches.watch(builder.evictor, name)
             self.watches.watch(builder, "_schedule", "schedules")

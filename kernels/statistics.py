@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -51,7 +51,94 @@ class Scratch:
         return buffer[:size].view(shape)
 
 
-class ObservedAttention(ABC):
+class Attention(Protocol):
+    """Attention statistics of one layer over one prompt, as the parts of a policy see them.
+
+    A is the softmax of the row set's queries over the keys each row sees, O the number of these
+    rows, P of keys, S of token sets. No row set has all statistics: :class:`ObservedAttention`
+    recomputes A of a few rows, :class:`~vllm_tgvkv.kernels.row_sums.RowSums` adds up the columns of
+    all of them. A statistic that a subclass does not define raises an AttributeError that names the
+    row sets which have it.
+    """
+
+    @property
+    def row_positions(self) -> Tensor:
+        """int64 ``[O]``, ascending positions of the rows."""
+        _not_observed("row_positions", _FEW_ROWS)
+
+    @property
+    def column_sums(self) -> Tensor:
+        """float32 ``[S, P]``, sum of A over the rows."""
+        _not_observed("column_sums", f"{_FEW_ROWS} or 'all'")
+
+    @property
+    def text_column_sums(self) -> Tensor:
+        """float32 ``[S, P]``, sum of A over the text rows."""
+        _not_observed("text_column_sums", "'all'")
+
+    @property
+    def vision_column_sums(self) -> Tensor:
+        """float32 ``[S, P]``, sum of A over the vision rows."""
+        _not_observed("vision_column_sums", "'all'")
+
+    @property
+    def share_below(self) -> Tensor:
+        """float64 ``[S]``, share of the visible entries below ``THRESHOLD`` of their row's maximum.
+
+        Counted for each query head by itself; the mean over the group.
+        """
+        _not_observed("share_below", _FEW_ROWS)
+
+    @property
+    def row_entropies(self) -> Tensor:
+        """float32 ``[S, O]``, entropy of each row in nats, mean over the group's query heads."""
+        _not_observed("row_entropies", _FEW_ROWS)
+
+    def weighted_column_sums(self, weights: Tensor) -> Tensor:
+        """Sum over the rows i of ``weights[s, i] * A[s][i, j]``.
+
+        Args:
+            weights: float ``[S, O]``, or ``[1, O]`` for the same weights in every set.
+
+        Returns:
+            float32 ``[S, P]``.
+
+        Raises:
+            ValueError: if ``weights`` has another shape.
+        """
+        _not_observed("weighted_column_sums", _FEW_ROWS)
+
+    def renormalised_column_sums(
+        self, keys: Tensor, weights: Tensor, last_row_only: bool = False
+    ) -> Tensor:
+        """Weighted column sums of the softmax over a subset of the keys.
+
+        A row's softmax over a subset is its softmax over all keys, divided by the subset's part of
+        it; that is done for each query head, before the mean over its group.
+
+        Args:
+            keys: bool ``[S or 1, P]``, the subset.
+            weights: float ``[S or 1, O]``, of the rows.
+            last_row_only: the weights of all other rows are zero; spares computing them.
+
+        Returns:
+            float32 ``[S, P]``, zero outside the subset. A row that sees no key of the subset adds
+            nothing.
+        """
+        _not_observed("renormalised_column_sums", _FEW_ROWS)
+
+
+_FEW_ROWS = "'text', 'after_vision', 'window'"
+
+
+def _not_observed(name: str, row_sets: str) -> NoReturn:
+    raise AttributeError(
+        f"{name} is not observed for these rows: set `rows` of the score or allocation to one of "
+        f"{row_sets}"
+    )
+
+
+class ObservedAttention(Attention, ABC):
     """Statistics of some rows of A, the softmax of q k^T over all keys before a row.
 
     Row i is the observation token at ``row_positions[i]``; it sees keys ``0..row_positions[i]``.
@@ -75,40 +162,27 @@ class ObservedAttention(ABC):
     ) -> None:
         self.num_rows, self.num_heads, self.group_size, self.head_size = queries.shape
         self.num_keys = num_keys
-        self.row_positions = row_positions
+        self._row_positions = row_positions
         self.num_groups = self.num_heads if per_head else 1
         self._statistics = statistics
 
     @property
+    def row_positions(self) -> Tensor:
+        return self._row_positions
+
+    @property
     def column_sums(self) -> Tensor:
-        """float32 ``[S, P]``, sum of A over the rows."""
         return self._first_pass.column_sums
 
     @property
     def share_below(self) -> Tensor:
-        """float64 ``[S]``, share of the visible entries below ``THRESHOLD`` of their row's maximum.
-
-        Counted for each query head by itself; the mean over the group.
-        """
         return self._declared("share_below", self._first_pass.share_below)
 
     @property
     def row_entropies(self) -> Tensor:
-        """float32 ``[S, O]``, entropy of each row in nats, mean over the group's query heads."""
         return self._declared("row_entropies", self._first_pass.row_entropies)
 
     def weighted_column_sums(self, weights: Tensor) -> Tensor:
-        """sum over rows i of weights[s, i] * A[s][i, j].
-
-        Args:
-            weights: float ``[S, O]``, or ``[1, O]`` for the same weights in every group.
-
-        Returns:
-            float32 ``[S, num_keys]``.
-
-        Raises:
-            ValueError: if ``weights`` has another shape.
-        """
         if weights.shape not in ((self.num_groups, self.num_rows), (1, self.num_rows)):
             raise ValueError(
                 f"weights must be [{self.num_groups}, {self.num_rows}] or [1, {self.num_rows}], "
@@ -127,21 +201,7 @@ class ObservedAttention(ABC):
     @abstractmethod
     def renormalised_column_sums(
         self, keys: Tensor, weights: Tensor, last_row_only: bool = False
-    ) -> Tensor:
-        """Weighted column sums of the softmax over a subset of the keys.
-
-        A row's softmax over a subset is its softmax over all keys, divided by what the subset got
-        of it; that is done for each query head, before the mean over its group.
-
-        Args:
-            keys: bool ``[S or 1, num_keys]``, the subset.
-            weights: float ``[S or 1, O]``, of the rows.
-            last_row_only: the weights of all other rows are zero; spares computing them.
-
-        Returns:
-            float32 ``[S, num_keys]``, zero outside of the subset. A row without any visible key
-            in the subset adds nothing.
-        """
+    ) -> Tensor: ...
 
     @cached_property
     @abstractmethod

@@ -21,7 +21,7 @@ from vllm_tgvkv.attention import EvictingBuilder
 from vllm_tgvkv.counters import EvictionCounters
 from vllm_tgvkv.evictor import Evictor, Outcomes
 from vllm_tgvkv.pages import FP8, page_pool
-from vllm_tgvkv.plan import ATTRIBUTE, OUTCOMES_ATTRIBUTE, Eviction, StepPlan
+from vllm_tgvkv.plan import Eviction, attach_outcomes, plan_of
 
 
 @contextmanager
@@ -72,7 +72,7 @@ class EvictingWorker:
         self._counters = EvictionCounters().as_dict()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        plan: StepPlan = getattr(scheduler_output, ATTRIBUTE, None) or StepPlan()
+        plan = plan_of(scheduler_output)
         self.rewrite_rows(self._shrunk)
         self._shrunk = plan.evictions
         self._counters = plan.counters or self._counters
@@ -88,7 +88,7 @@ class EvictingWorker:
             return output
         if isinstance(output, AsyncModelRunnerOutput):
             return OutputWithOutcomes(output, outcomes)
-        return attach_outcomes(output, outcomes)
+        return with_outcomes(output, outcomes)
 
     def find_row(self, common: CommonAttentionMetadata, request_id: str) -> int | None:
         """Row of a request in the batch that is being built, see `RowFinder`."""
@@ -165,9 +165,9 @@ class OutputWithOutcomes(AsyncModelRunnerOutput):
         self._outcomes = outcomes
 
     def get_output(self) -> ModelRunnerOutput:
-        return attach_outcomes(self._output.get_output(), self._outcomes)
+        return with_outcomes(self._output.get_output(), self._outcomes)
 
 
-def attach_outcomes(output: ModelRunnerOutput, outcomes: Outcomes) -> ModelRunnerOutput:
-    setattr(output, OUTCOMES_ATTRIBUTE, outcomes.read())
-    return output
+def with_outcomes(output: ModelRunnerOutput, outcomes: Outcomes) -> ModelRunnerOutput:
+    """Wait for the step's outcomes and attach them."""
+    return attach_outcomes(output, outcomes.read())

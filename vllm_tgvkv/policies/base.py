@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, NoReturn, Protocol, cast
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from vllm_tgvkv.kernels.statistics import Statistic
+from vllm_tgvkv.kernels.statistics import Attention, Statistic
 from vllm_tgvkv.policies.pooling import Pooling, pool
 from vllm_tgvkv.prompt import RowSet, VisionSpan
 
@@ -37,52 +37,11 @@ class Prompt:
     """The contiguous runs of vision positions, in order."""
 
 
-class Attention(Protocol):
-    """Attention statistics of one layer, see :class:`~vllm_tgvkv.kernels.statistics`.
-
-    Those of the row set ``all`` are :class:`~vllm_tgvkv.kernels.row_sums.RowSums`, which has the
-    column sums only.
-    """
-
-    @property
-    def row_positions(self) -> Tensor:
-        """int64 ``[O]``, ascending positions of the rows."""
-
-    @property
-    def column_sums(self) -> Tensor:
-        """float32 ``[S, P]``, sum of A over the rows."""
-
-    @property
-    def text_column_sums(self) -> Tensor:
-        """float32 ``[S, P]``, sum of A over the text rows; of the row set ``all`` only."""
-
-    @property
-    def vision_column_sums(self) -> Tensor:
-        """float32 ``[S, P]``, sum of A over the vision rows; of the row set ``all`` only."""
-
-    @property
-    def share_below(self) -> Tensor:
-        """float64 ``[S]``, share of the entries that are next to nothing in their row."""
-
-    @property
-    def row_entropies(self) -> Tensor:
-        """float32 ``[S, O]``, entropies of the rows in nats."""
-
-    def weighted_column_sums(self, weights: Tensor) -> Tensor:
-        """float ``[S or 1, O]`` -> float32 ``[S, P]``, weighted sum of A over the rows."""
-
-    def renormalised_column_sums(
-        self, keys: Tensor, weights: Tensor, last_row_only: bool = False
-    ) -> Tensor:
-        """The same of the softmax over the subset ``keys``, bool ``[S or 1, P]``."""
+class _NoAttention(Attention):
+    """No statistics: all of them raise."""
 
 
-class _NoAttention:
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"no attention was observed: set `rows`, whose {name} are wanted")
-
-
-NO_ATTENTION = cast(Attention, _NoAttention())
+NO_ATTENTION: Attention = _NoAttention()
 """The attention of the row set ``none``."""
 
 

@@ -273,10 +273,8 @@ def record() -> dict[str, Any]:
         demo_server("layer", POOL) as server,
         prometheus(server.url.removeprefix("http://")) as source,
     ):
-        print(
-            f"serving at {server.url}; sending traffic for {sum(s for s, _ in PHASES)} s",
-            flush=True,
-        )
+        seconds = sum(seconds for seconds, _ in PHASES)
+        print(f"serving at {server.url}; sending traffic for {seconds} s", flush=True)
         clients = Clients(server.url)
         start = time.time()
         end = start + seconds

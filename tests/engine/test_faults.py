@@ -127,7 +127,9 @@ def test_scores_and_strengths_that_say_nothing(
         lambda self, view: torch.full_like(view.attention.column_sums, value),
     )
     monkeypatch.setattr(
-        TgvAllocation, "strength", lambda self, view, scores: scores.new_full((len(scores), 1), value)
+        TgvAllocation,
+        "strength",
+        lambda self, view, scores: scores.new_full((len(scores), 1), value),
     )
     ask = with_snapkv(album(30, 20, 200, max_tokens=30))
     tgv = album(31, 20, 200, max_tokens=30, xargs=budget(0.3))

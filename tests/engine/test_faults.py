@@ -22,7 +22,7 @@ from vllm_tgvkv import evictor
 from vllm_tgvkv.budget import Budget
 from vllm_tgvkv.policies.base import LayerView
 from vllm_tgvkv.policies.snapkv import SnapScore
-from vllm_tgvkv.policies.tgv import TgvBudget
+from vllm_tgvkv.policies.tgv import TgvAllocation
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 
@@ -127,7 +127,7 @@ def test_scores_and_strengths_that_say_nothing(
         lambda self, view: torch.full_like(view.attention.column_sums, value),
     )
     monkeypatch.setattr(
-        TgvBudget, "strength", lambda self, view, scores: scores.new_full((len(scores), 1), value)
+        TgvAllocation, "strength", lambda self, view, scores: scores.new_full((len(scores), 1), value)
     )
     ask = with_snapkv(album(30, 20, 200, max_tokens=30))
     tgv = album(31, 20, 200, max_tokens=30, xargs=budget(0.3))

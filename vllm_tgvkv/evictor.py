@@ -84,8 +84,8 @@ class Evictor:
         self._policies: dict[str, Policy] = {}
         self._current: list[PromptObservation] = []
         """Prompts observed in the current step."""
-        self._ended: list[PendingOutcome | Failure] = []
-        """Evictions of the current step."""
+        self.ended: list[PendingOutcome | Failure] = []
+        """Evictions of the current step, done or failed, until `take_outcomes`."""
 
     # -- a step -------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ class Evictor:
         Call it once at the end of every step. All pipeline stages but the last one send theirs to
         the last one and return None.
         """
-        ended, self._ended = self._ended, []
+        ended, self.ended = self.ended, []
         exchanges = self.stages.size > 1 and self.has_work
         if not (ended or exchanges):
             return None
@@ -240,7 +240,7 @@ class Evictor:
                 seen.stopwatch,
                 evicted.trace,
             )
-            self._ended.append(outcome)
+            self.ended.append(outcome)
         if self.config.debug.record_kept:
             self.kept.append(KeptTokens(seen.request_id, decision.counts, decision.positions))
 
@@ -252,7 +252,7 @@ class Evictor:
         """
         logger.error("KV eviction of %s failed", seen.request_id, exc_info=error)
         del self.observations[seen.request_id]
-        self._ended.append(Failure(seen.request_id, f"{type(error).__name__}: {error}"))
+        self.ended.append(Failure(seen.request_id, f"{type(error).__name__}: {error}"))
         if seen.due is not None:
             num_retained = seen.due.eviction.num_retained_blocks
             size = (self.shape.num_layers, self.shape.num_heads)

@@ -250,6 +250,7 @@ class Evictor:
         """
         logger.error("KV eviction of %s failed", seen.request_id, exc_info=error)
         del self.observations[seen.request_id]
+        seen.error = None  # its traceback refers to the observation, whose memory is freed now
         self.ended.append(Failure(seen.request_id, f"{type(error).__name__}: {error}"))
         if seen.due is not None:
             num_retained = seen.due.eviction.num_retained_blocks

@@ -62,6 +62,10 @@ class Rows:
     """Block ids of these keys, int32."""
     num_common_keys: int = 0
     """Every row sees the first `num_common_keys` keys."""
+    per_head: bool
+    """Whether statistics are those of each KV head, or of the layer as a whole."""
+    statistics: frozenset[Statistic] = frozenset()
+    """What is asked for in addition to column sums."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +74,6 @@ class SummedRows(Rows):
 
     is_vision: torch.Tensor
     """bool [O]."""
-    policy: Policy
     num_tokens: int
     """P, of the whole prompt."""
 
@@ -167,8 +170,8 @@ class PromptObservation:
             positions=torch.arange(start, end, device=self._part.device),
             num_keys=end,
             blocks=self._part.to_device(summing.blocks),
+            per_head=self._config.build_policy(summing.method).granularity == "head",
             is_vision=self._part.to_device(summing.prompt.is_vision()[start:end]),
-            policy=self._config.build_policy(summing.method),
             num_tokens=summing.prompt.num_tokens,
         )
 
@@ -181,6 +184,7 @@ class PromptObservation:
             sinks=self._config.sinks,
             images=eviction.prompt.vision,
         )
+        policy = self._config.build_policy(eviction.method)
         blocks = self._part.to_device(eviction.old_blocks)
         computed = eviction.voters.rows[eviction.first_row :]
         voting = {}
@@ -195,8 +199,9 @@ class PromptObservation:
                 num_keys=num_tokens,
                 blocks=blocks,
                 num_common_keys=int(positions[0]) + 1,
+                per_head=policy.granularity == "head",
+                statistics=policy.statistics(kind),
             )
-        policy = self._config.build_policy(eviction.method)
         return DueEviction(eviction, policy, prompt, voting, blocks)
 
     # -- a layer ------------------------------------------------------------------------
@@ -252,7 +257,7 @@ class PromptObservation:
     def _add_sums(
         self, summed: SummedRows, layer: int, queries: torch.Tensor, scale: float
     ) -> None:
-        chunk = self._observe(summed, summed.policy, frozenset(), layer, queries, scale)
+        chunk = self._observe(summed, layer, queries, scale)
         if not self._sums:
             self._sums = [
                 RowSums(chunk.num_groups, summed.num_tokens, self._part.device)
@@ -285,8 +290,7 @@ class PromptObservation:
         scale: float,
     ) -> LayerView:
         """Return what a part of the policy sees that uses the row set `kind`."""
-        part, policy, voting = self._part, due.policy, due.voting.get(kind)
-        statistics = policy.statistics(kind)
+        part, voting = self._part, due.voting.get(kind)
 
         def own() -> Attention:
             """Return the attention of this rank's heads."""
@@ -295,13 +299,16 @@ class PromptObservation:
             if voting is None:
                 return self._sums[layer]
             assert queries is not None
-            return self._observe(voting, policy, statistics, layer, queries, scale)
+            return self._observe(voting, layer, queries, scale)
 
         attention = NO_ATTENTION
         if kind != "none":
-            positions = voting.positions if voting else None
             attention = part.ranks.attention(
-                own, positions, due.prompt.num_tokens, statistics, due.per_head
+                own,
+                voting.positions if voting else None,
+                due.prompt.num_tokens,
+                due.policy.statistics(kind),
+                due.per_head,
             )
         num_sets = part.shape.num_heads if due.per_head else 1
         first_set = part.ranks.part * num_sets if due.per_head else 0
@@ -310,13 +317,7 @@ class PromptObservation:
         )
 
     def _observe(
-        self,
-        rows: Rows,
-        policy: Policy,
-        statistics: frozenset[Statistic],
-        layer: int,
-        queries: torch.Tensor,
-        scale: float,
+        self, rows: Rows, layer: int, queries: torch.Tensor, scale: float
     ) -> ObservedAttention:
         """Observe rows in one layer; valid until the next call, which reuses the scratch."""
         part = self._part
@@ -327,8 +328,8 @@ class PromptObservation:
             rows.positions,
             rows.num_keys,
             scale,
-            per_head=policy.granularity == "head",
-            statistics=statistics,
+            per_head=rows.per_head,
+            statistics=rows.statistics,
             workspace_bytes=part.workspace_bytes,
             num_common_keys=rows.num_common_keys,
             scratch=part.scratch,

@@ -170,7 +170,7 @@ def test_a_worker_that_dies_in_an_eviction_takes_no_request_along_in_silence(
         waiting = [threads.submit(ask, 600) for _ in range(2)]
         time.sleep(1)
         call = {"method": "die_in_the_next_eviction"}
-        assert httpx.post(f"{server.address}/collective_rpc", json=call, timeout=60).is_success
+        assert httpx.post(f"{server.url}/collective_rpc", json=call, timeout=60).is_success
         waiting.append(threads.submit(ask, 8))
         codes = [future.result(60) for future in waiting]
         assert all(code == 0 or code >= 500 for code in codes)

@@ -192,7 +192,7 @@ class _Lane:
         """One token for every request whose prompt is done, and what came of the evictions."""
         from vllm.v1.outputs import ModelRunnerOutput
 
-        from vllm_tgvkv.plan import ATTRIBUTE, OUTCOMES_ATTRIBUTE, Outcome
+        from vllm_tgvkv.plan import Outcome, attach_outcomes, plan_of
         from vllm_tgvkv.stopwatch import PARTS
 
         names = list(output.num_scheduled_tokens)
@@ -204,7 +204,6 @@ class _Lane:
                 [7] if r.num_computed_tokens >= r.num_tokens else [] for r in requests
             ],
         )
-        plan = getattr(output, ATTRIBUTE, None)
         outcomes = [
             Outcome(
                 request_id=eviction.request_id,
@@ -215,11 +214,9 @@ class _Lane:
                 kept={"text": 48, "vision": 58},
                 seconds=dict.fromkeys(PARTS, 0.001),
             )
-            for eviction in (plan.evictions if plan else ())
+            for eviction in plan_of(output).evictions
         ]
-        if outcomes:
-            setattr(answer, OUTCOMES_ATTRIBUTE, outcomes)
-        return answer
+        return attach_outcomes(answer, outcomes)
 
 
 def _config(shape: ModelShape, root: str, eviction: dict[str, Any] | None, traffic: Traffic) -> Any:

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_tgvkv.budget import Guard
 from vllm_tgvkv.prompt import PromptMap, Voters
@@ -122,8 +125,42 @@ class Failure:
     error: str
 
 
-ATTRIBUTE = "kv_eviction_plan"
-"""Name under which the plan hangs on vLLM's `SchedulerOutput`."""
+# vLLM's two outputs cross the border between scheduler and worker as they are: by reference in one
+# process, pickled to several. So subclasses with one more field carry ours, and steps without
+# evictions stay stock. Outputs are copied, not written to: vLLM shares an empty one among steps.
 
-OUTCOMES_ATTRIBUTE = "kv_eviction_outcomes"
-"""Name under which a list of `Outcome` and `Failure` hangs on vLLM's `ModelRunnerOutput`."""
+
+@dataclass
+class SchedulerOutputWithPlan(SchedulerOutput):
+    """A step that evicts, from the scheduler to its workers."""
+
+    plan: StepPlan = field(default_factory=StepPlan)
+
+
+@dataclass
+class ModelRunnerOutputWithOutcomes(ModelRunnerOutput):
+    """The result of a step that evicted, from a worker to the scheduler."""
+
+    outcomes: Sequence[Outcome | Failure] = ()
+
+
+def attach_plan(output: SchedulerOutput, plan: StepPlan) -> SchedulerOutput:
+    """Return the step's output with its plan; `output` itself if the plan is empty."""
+    return SchedulerOutputWithPlan(**vars(output), plan=plan) if plan else output
+
+
+def plan_of(output: SchedulerOutput) -> StepPlan:
+    """Return the plan that was attached to a step's output, or an empty one."""
+    return output.plan if isinstance(output, SchedulerOutputWithPlan) else StepPlan()
+
+
+def attach_outcomes(
+    output: ModelRunnerOutput, outcomes: Sequence[Outcome | Failure]
+) -> ModelRunnerOutput:
+    """Return a step's result with its outcomes; `output` itself if there are none."""
+    return ModelRunnerOutputWithOutcomes(**vars(output), outcomes=outcomes) if outcomes else output
+
+
+def outcomes_of(output: ModelRunnerOutput) -> Sequence[Outcome | Failure]:
+    """Return the outcomes that were attached to a step's result."""
+    return output.outcomes if isinstance(output, ModelRunnerOutputWithOutcomes) else ()

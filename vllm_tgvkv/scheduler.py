@@ -26,14 +26,14 @@ from vllm_tgvkv.integrity import check_integrity
 from vllm_tgvkv.manager import EvictingManager
 from vllm_tgvkv.metrics import Observations
 from vllm_tgvkv.plan import (
-    ATTRIBUTE,
-    OUTCOMES_ATTRIBUTE,
     Eviction,
     Failure,
     Observation,
     Outcome,
     RowSumming,
     StepPlan,
+    attach_plan,
+    outcomes_of,
 )
 from vllm_tgvkv.prompt import PromptMap, Voters, map_prompt, voters
 
@@ -287,11 +287,9 @@ class EvictionScheduler(Scheduler):
                 if request.num_preemptions:
                     plan.images[request_id] = request.mm_features
         plan.counters = self.eviction_counters.take_if_changed()
-        if plan:
-            setattr(output, ATTRIBUTE, plan)
         if self.eviction_config.debug.check_integrity:
             check_integrity(self)
-        return output
+        return attach_plan(output, plan)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self._manager.uncache_uncomputed(request)
@@ -373,7 +371,7 @@ class EvictionScheduler(Scheduler):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         # Before vLLM's own update, which may end the request and make its report.
-        for outcome in getattr(model_runner_output, OUTCOMES_ATTRIBUTE, ()):
+        for outcome in outcomes_of(model_runner_output):
             if isinstance(outcome, Failure):
                 self._fail(outcome)
                 continue

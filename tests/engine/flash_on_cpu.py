@@ -14,13 +14,15 @@ from typing import Any
 import pytest
 import torch
 from vllm.platforms import current_platform
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import flash_attn
 
 from vllm_tgvkv import platforms
+from vllm_tgvkv.attention import EvictingMetadata
 from vllm_tgvkv.attention_cuda import (
     EvictingFlashBackend,
-    EvictingFlashMetadata,
     EvictingFlashMetadataBuilder,
+    RaggedTokens,
 )
 from vllm_tgvkv.worker_cpu import EvictionCPUWorker
 
@@ -43,10 +45,13 @@ class ReplayingBuilder(EvictingFlashMetadataBuilder):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.use_full_cuda_graph = True
-        self.captured: dict[int, EvictingFlashMetadata] = {}
+        self.captured: dict[int, EvictingMetadata[RaggedTokens]] = {}
 
-    def build(self, prefix: int, common: Any, fast_build: bool = False) -> EvictingFlashMetadata:
-        is_decode = common.max_query_len == 1 and not (self.evictor and self.evictor.has_work)
+    def build(
+        self, prefix: int, common: CommonAttentionMetadata, fast_build: bool = False
+    ) -> EvictingMetadata[RaggedTokens]:
+        observes = self._evictor is not None and self._evictor.has_work
+        is_decode = common.max_query_len == 1 and not observes
         if not is_decode:
             return super().build(prefix, common, fast_build)
         if common.num_reqs not in self.captured:
@@ -61,9 +66,7 @@ class ReplayingBuilder(EvictingFlashMetadataBuilder):
 class ReplayingBackend(EvictingFlashBackend):
     """The CUDA backend over `ReplayingBuilder`."""
 
-    @staticmethod
-    def get_builder_cls() -> type[ReplayingBuilder]:
-        return ReplayingBuilder
+    builder_cls = ReplayingBuilder
 
 
 class ReplayOnCPUWorker(EvictionCPUWorker):

@@ -19,7 +19,7 @@ import torch
 from oracle.emulation import Oracle
 from tests.engine.running import Ask, Engine, assert_agrees, engine
 from tests.models import LLAVA_IMAGE, QWEN_IMAGE, random_image, random_text
-from vllm_tgvkv.policies.tgv import TgvBudget
+from vllm_tgvkv.policies.tgv import TgvAllocation
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -92,7 +92,7 @@ def test_extreme_shares_make_ragged_caches(
     heads = shape.num_heads if config.granularity == "head" else 1
     shares = torch.full((shape.num_layers, heads), 1e-6)
     shares.view(-1)[::3] = (torch.arange(len(shares.view(-1)[::3])) + 1.0) ** 4
-    monkeypatch.setattr(TgvBudget, "shares", lambda self, looks: shares)
+    monkeypatch.setattr(TgvAllocation, "shares", lambda self, looks: shares)
     monkeypatch.setattr(evicting.evictor, "config", replace(config, floor_pages=0))
     asks = [album(15 + i, 20, 250 + 31 * i, xargs=budget(0.4), arrival=i) for i in range(3)]
     for ask, output in zip(asks, evicting.run(asks), strict=True):

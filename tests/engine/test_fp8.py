@@ -126,10 +126,10 @@ class Recorder:
             metadata: Any,
             **out: Any,
         ) -> Any:
-            if metadata is not None and metadata.ragged is None:
+            if metadata is not None and not metadata.ragged:
                 self.queries[index].append(query.clone())
-                (length,) = metadata.seq_lens.tolist()
-                pages = cache[metadata.block_table[0, : -(-length // BLOCK_SIZE)]]
+                (length,) = metadata.stock.seq_lens.tolist()
+                pages = cache[metadata.stock.block_table[0, : -(-length // BLOCK_SIZE)]]
                 keys = pages.flatten(2).chunk(2, dim=2)[0]  # [D, N] and then the values
                 keys = keys.unflatten(2, (-1, BLOCK_SIZE)).permute(0, 3, 1, 2)
                 self.keys[index] = keys.flatten(0, 1)[:length].clone()

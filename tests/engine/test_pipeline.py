@@ -22,7 +22,7 @@ from oracle.methods import Auto
 from tests.engine.running import Ask
 from tests.engine.test_engine import album
 from tests.engine.test_parallel import ParallelEngine, workers
-from vllm_tgvkv.plan import ATTRIBUTE, Outcome
+from vllm_tgvkv.plan import Outcome, plan_of
 from vllm_tgvkv.policies.snapkv import SnapScore
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
@@ -62,7 +62,7 @@ class PipelineEngine(ParallelEngine):
         in_flight = [output for _, output, _ in self.core.batch_queue]
         outputs = super().step()
         new = [o for _, o, _ in self.core.batch_queue if all(o is not old for old in in_flight)]
-        if any(getattr(o, ATTRIBUTE, None) and getattr(o, ATTRIBUTE).evictions for o in in_flight):
+        if any(plan_of(output).evictions for output in in_flight):
             self.num_overlaps += any(output.total_num_scheduled_tokens for output in new)
         return outputs
 

@@ -38,7 +38,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_tgvkv.config import CONFIG_KEY
 from vllm_tgvkv.integrity import check_integrity
 from vllm_tgvkv.manager import EvictingManager, EvictingSpec, Prefill, Queue
-from vllm_tgvkv.plan import ATTRIBUTE, OUTCOMES_ATTRIBUTE, Eviction, Failure, Outcome, StepPlan
+from vllm_tgvkv.plan import Eviction, Failure, Outcome, attach_outcomes, plan_of
 from vllm_tgvkv.scheduler import AsyncEvictionScheduler, EvictionScheduler
 
 END = 2
@@ -212,7 +212,7 @@ class WorkerDouble:
         self._chains: dict[tuple[str, bool], tuple[int, np.ndarray]] = {}
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        plan: StepPlan = getattr(output, ATTRIBUTE, None) or StepPlan()
+        plan = plan_of(output)
         for eviction in self._shrunk:
             if row := self.rows.get(eviction.request_id):
                 row.blocks[: len(eviction.row_blocks)] = eviction.row_blocks.tolist()
@@ -247,9 +247,7 @@ class WorkerDouble:
             req_id_to_index={name: i for i, name in enumerate(names)},
             sampled_token_ids=[self._sample(name) for name in names],
         )
-        if outcomes:
-            setattr(result, OUTCOMES_ATTRIBUTE, outcomes)
-        return result
+        return attach_outcomes(result, outcomes)
 
     def assert_empty(self) -> None:
         assert not self.rows

@@ -265,9 +265,9 @@ def test_what_a_preemption_undid_takes_no_blocks_from_a_second_eviction() -> Non
     manager = double.scheduler._manager
     first_block = manager.req_to_blocks["r"][0].block_id
     _, result = double._in_flight[0]
-    (outcome,) = result.kv_eviction_outcomes
+    (outcome,) = result.outcomes
     outcome = dataclasses.replace(outcome, first_block=first_block, num_blocks=1)
-    result.kv_eviction_outcomes = [outcome]
+    result.outcomes = [outcome]
     double.update()
     assert manager.compressions["r"].num_retained_blocks > 1
     double.run([])

@@ -16,13 +16,13 @@ import httpx
 import openai
 import pytest
 
-from tests.models import random_text
+from measure.messages import image_part, png_url
+from tests.models import random_image, random_text
 from tests.server.serving import (
     BLOCK_SIZE,
     VISION_TOKENS,
     Server,
     eventually,
-    png_url,
     report_of,
     serve,
 )
@@ -54,7 +54,7 @@ def server(
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[httpx.Client]:
     headers = {"Authorization": f"Bearer {KEY}"}
-    base = f"{server.address}/kv-eviction"
+    base = f"{server.url}/kv-eviction"
     with httpx.Client(base_url=base, headers=headers, timeout=60) as found:
         yield found
 
@@ -65,12 +65,17 @@ def put(client: httpx.Client, **change: Any) -> httpx.Response:
 
 
 def question(seed: int = 0, **fields: Any) -> dict[str, Any]:
-    return {"image": png_url(seed), "question": random_text(seed, 300), "max_tokens": 6, **fields}
+    return {
+        "image": png_url(random_image(seed, 112, 84)),
+        "question": random_text(seed, 300),
+        "max_tokens": 6,
+        **fields,
+    }
 
 
 def test_no_route_answers_without_the_key(server: Server) -> None:
     for path in ("", "status", "requests", "requests/x", "inspector.js"):
-        answer = httpx.get(f"{server.address}/kv-eviction/{path}", follow_redirects=False)
+        answer = httpx.get(f"{server.url}/kv-eviction/{path}", follow_redirects=False)
         assert answer.status_code == 401, path
         assert answer.headers["www-authenticate"].startswith("Basic ")
         assert "--api-key" in answer.json()["error"]["message"]
@@ -134,7 +139,7 @@ def test_old_traces_expire_and_only_requests_that_ask_are_traced(
 def test_both_caches_answer_a_question(server: Server, client: httpx.Client) -> None:
     found = client.post("/ask", json=question(budget=0.3)).json()
     options = {**OPTIONS, "kv_eviction": "tgv"}
-    asked = [{"type": "image_url", "image_url": {"url": png_url(0)}}]
+    asked = [image_part(png_url(random_image(0, 112, 84)))]
     asked += [{"type": "text", "text": random_text(0, 300)}]
     same = {"messages": [{"role": "user", "content": asked}], "max_tokens": 6}
     for answer, xargs in ((found["evicted"], options), (found["full"], {"kv_eviction": "none"})):
@@ -153,7 +158,7 @@ def test_both_caches_answer_a_question(server: Server, client: httpx.Client) -> 
 
 def test_questions_through_a_browsers_password(server: Server) -> None:
     answer = httpx.post(
-        f"{server.address}/kv-eviction/ask", json=question(), auth=("", KEY), timeout=60
+        f"{server.url}/kv-eviction/ask", json=question(), auth=("", KEY), timeout=60
     )
     assert answer.json()["evicted"]["trace"]
 
@@ -234,7 +239,7 @@ def test_a_client_that_goes_away(server: Server, client: httpx.Client) -> None:
         lambda: answers() == before + 1,
     )
     for has_begun in phases:
-        connection = HTTPConnection(server.address.removeprefix("http://"))
+        connection = HTTPConnection(server.url.removeprefix("http://"))
         headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
         body = json.dumps(question(max_tokens=600))
         connection.request("POST", "/kv-eviction/ask", body, headers)
@@ -265,7 +270,7 @@ def test_fuzzed_requests_get_no_server_error(
     server: Server, client: httpx.Client, tmp_path: Path, key: str
 ) -> None:
     """Requests within and outside the OpenAPI document get documented answers."""
-    command = [str(Path(sys.executable).with_name("st")), "run", f"{server.address}/openapi.json"]
+    command = [str(Path(sys.executable).with_name("st")), "run", f"{server.url}/openapi.json"]
     command += ["--include-path-regex", "^/kv-eviction", "-H", f"Authorization: Bearer {key}"]
     # The document cannot describe valid images and names of methods.
     command += ["--exclude-checks", "positive_data_acceptance"]

@@ -170,9 +170,16 @@ def test_parts_without_meaning_together_are_refused() -> None:
         build_policy(Mix("adakv", granularity="layer"))
 
 
-def test_attention_that_was_not_asked_for_is_named() -> None:
-    with pytest.raises(AttributeError, match="column_sums"):
+def test_statistics_that_no_row_was_observed_for_name_the_row_sets_that_have_them() -> None:
+    sums = RowSums(1, 4, torch.device("cpu"))
+    with pytest.raises(AttributeError, match=r"column_sums is not observed.*'text'.*or 'all'"):
         _ = NO_ATTENTION.column_sums
+    with pytest.raises(AttributeError, match=r"text_column_sums is not observed.*to one of 'all'"):
+        _ = NO_ATTENTION.text_column_sums
+    with pytest.raises(AttributeError, match=r"row_positions is not observed.*'window'$"):
+        _ = sums.row_positions
+    with pytest.raises(AttributeError, match=r"weighted_column_sums is not observed"):
+        sums.weighted_column_sums(torch.ones(1, 4))
 
 
 def test_a_name_is_registered_once() -> None:

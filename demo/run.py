@@ -1,53 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make demo`: serve the demonstration model with eviction and ask it about pages it never saw.
 
-Starts the real `vllm serve` with `--kv-eviction tgv`, sends PNG pages with questions through
-the official OpenAI client, and prints what the full cache and four budgets answer, with the KV
-blocks each of them held. Ends by itself; the exit status is not zero if anything is wrong.
-`python -m demo.run --pages 200` measures the same on more pages.
+Starts `vllm serve` with `--kv-eviction tgv`, sends PNG pages with questions through the OpenAI
+client, and prints the answers with the full cache and with four budgets, and the KV blocks each
+held. The exit status is not zero if anything fails. `python -m demo.run --pages 200` does the same
+for more pages.
 """
 
 from __future__ import annotations
 
 import argparse
-import base64
-import io
 import os
 import shlex
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import openai
 from PIL import Image
 
 from demo.pages import Question, make_page
+from measure.messages import image_part, png_url, text_part
+from measure.serving import Server, ServingError, serving
 
 MODEL = Path(__file__).parent / "model"
 BLOCK_SIZE = 16
 DEFAULT_BUDGET = 0.1
 BUDGETS = (0.5, 0.2, 0.1, 0.05)
-STARTUP_SECONDS = 240
-LEAST_FULL_CACHE_ACCURACY = 0.75
-"""Of the few questions asked here; the tests measure the model on many."""
-
-
-class DemoError(RuntimeError):
-    """Something did not go as it must; the message says what."""
+MIN_FULL_CACHE_ACCURACY = 0.75
+"""Share of right answers to the few questions asked here; tests ask many."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer and the KV blocks its request held before and after the eviction."""
+    """An answer and the KV blocks its request held before and after the eviction."""
 
     text: str
     blocks_before: int
@@ -59,107 +49,51 @@ class Answer:
 
 
 def main() -> int:
-    """Run the demonstration; returns the exit status."""
+    """Run the demonstration and return the exit status."""
     parser = argparse.ArgumentParser(description="Serve the demonstration model and ask it.")
     parser.add_argument("--pages", type=int, default=8, help="one question each (default: 8)")
     parser.add_argument("--granularity", choices=("layer", "head"), default="layer")
     options = parser.parse_args()
-    print(f"Starting: {shlex.join(serve_command('PORT', options.granularity))}")
-    started = time.monotonic()
+    print(f"Starting: {shlex.join(['vllm', *serve_arguments(options.granularity)])}")
     try:
-        with server(options.granularity) as url:
-            print(f"The server is ready after {time.monotonic() - started:.0f} s.\n")
-            client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        with demo_server(options.granularity) as server:
+            print(f"The server is ready after {server.start_seconds:.0f} s.\n")
+            client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
             rows = [ask_about_page(client, index) for index in range(options.pages)]
         return summarise(rows)
-    except (DemoError, openai.OpenAIError) as error:
+    except (ServingError, openai.OpenAIError) as error:
         print(f"\nThe demonstration failed: {error}", file=sys.stderr)
         return 1
 
 
-def serve_command(port: int | str, granularity: str) -> list[str]:
-    """The command a user would type; `vllm` is the one beside this Python."""
+def serve_arguments(granularity: str) -> list[str]:
+    """Return the arguments of `vllm`, without host and port."""
     config = [] if granularity == "layer" else ["--kv-eviction-config", '{"granularity": "head"}']
     return [
-        *(str(Path(sys.executable).with_name("vllm")), "serve", os.path.relpath(MODEL)),
+        *("serve", os.path.relpath(MODEL)),
         *("--kv-eviction", "tgv", "--kv-eviction-budget", str(DEFAULT_BUDGET)),
         *config,
         *("--block-size", str(BLOCK_SIZE), "--max-model-len", "4096", "--max-num-seqs", "8"),
         *("--enforce-eager", "--served-model-name", "demo"),
-        *("--host", "127.0.0.1", "--port", str(port)),
     ]
 
 
 @contextmanager
-def server(granularity: str) -> Iterator[str]:
-    """A running server's URL; its whole process group is gone afterwards.
+def demo_server(granularity: str, more: Sequence[str] = ()) -> Iterator[Server]:
+    """Serve the demonstration model until the block ends; `more` are further flags.
 
     Raises:
-        DemoError: if it does not come up; the end of its log is printed.
+        ServingError: if the server does not start.
     """
-    port = free_port()
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            serve_command(port, granularity),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            url = f"http://127.0.0.1:{port}"
-            wait_until_ready(url, process, log)
-            yield url
-        finally:
-            stop(process)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def wait_until_ready(url: str, process: subprocess.Popen[bytes], log: IO[str]) -> None:
-    deadline = time.monotonic() + STARTUP_SECONDS
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise DemoError(f"vllm serve ended with status {process.returncode}:\n{tail(log)}")
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=2):
-                return
-        except OSError:
-            time.sleep(0.5)
-    raise DemoError(f"vllm serve was not ready after {STARTUP_SECONDS} s:\n{tail(log)}")
-
-
-def tail(log: IO[str], num_lines: int = 30) -> str:
-    log.seek(0)
-    return "".join(log.readlines()[-num_lines:])
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """End the server as Ctrl-C would, then make sure that none of its processes is left."""
-    for sign, seconds in ((signal.SIGINT, 30), (signal.SIGKILL, 10)):
-        if not signal_group(process.pid, sign):
-            break
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and signal_group(process.pid, 0):
-            process.poll()  # reaps the leader, which would count as alive otherwise
-            time.sleep(0.2)
-    process.wait(timeout=5)
-
-
-def signal_group(group: int, sign: int) -> bool:
-    """Send a signal to a process group; whether the group still exists. 0 only asks."""
-    try:
-        os.killpg(group, sign)
-    except ProcessLookupError:
-        return False
-    return True
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        serving([*serve_arguments(granularity), *more], Path(folder, "server.log")) as server,
+    ):
+        yield server
 
 
 def ask_about_page(client: openai.OpenAI, index: int) -> tuple[Question, list[Answer]]:
-    """Put one question about a test page to the full cache and to every budget; print a row."""
+    """Ask one question with the full cache and with every budget, and print a row."""
     page = make_page("test", index)
     question = page.questions[index % len(page.questions)]
     full = ask(client, page.image, question.text, {"kv_eviction": "none"})
@@ -167,7 +101,7 @@ def ask_about_page(client: openai.OpenAI, index: int) -> tuple[Question, list[An
     for budget in BUDGETS:
         answer = ask(client, page.image, question.text, {"kv_eviction_budget": budget})
         if not answer.blocks_after < answer.blocks_before:
-            raise DemoError(f"budget {budget} gave no block back for {question.text!r}")
+            raise ServingError(f"budget {budget} released no block for {question.text!r}")
         answers.append(answer)
     if index == 0:
         print_header()
@@ -176,41 +110,28 @@ def ask_about_page(client: openai.OpenAI, index: int) -> tuple[Question, list[An
 
 
 def ask(client: openai.OpenAI, image: Image.Image, question: str, xargs: dict[str, Any]) -> Answer:
-    """Send one page as a PNG with one question.
+    """Send a page as a PNG with a question.
 
     Raises:
-        DemoError: if the response does not tell what was evicted.
+        ServingError: if the response has no eviction report.
     """
+    content: Any = [image_part(png_url(image)), text_part(question)]
     response = client.chat.completions.create(
         model="demo",
-        messages=[
-            {
-                "role": "user",
-                "content": [
-                    {"type": "image_url", "image_url": {"url": png_url(image)}},
-                    {"type": "text", "text": question},
-                ],
-            }
-        ],
+        messages=[{"role": "user", "content": content}],
         temperature=0,
         max_tokens=12,
         extra_body={"vllm_xargs": {**xargs, "kv_eviction_report": 1}},
     )
     report = (getattr(response, "kv_transfer_params", None) or {}).get("kv_eviction")
     if report is None:
-        raise DemoError("the response carries no eviction report")
+        raise ServingError("the response has no eviction report")
     before = report["blocks_before"]
     return Answer(
         text=(response.choices[0].message.content or "").strip(),
         blocks_before=before,
         blocks_after=before if report["blocks_after"] is None else report["blocks_after"],
     )
-
-
-def png_url(image: Image.Image) -> str:
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 def print_header() -> None:
@@ -228,7 +149,7 @@ def print_row(question: Question, answers: list[Answer]) -> None:
 
 
 def summarise(rows: list[tuple[Question, list[Answer]]]) -> int:
-    """Print the last lines of the table; returns the exit status."""
+    """Print the last lines of the table and return the exit status."""
     columns = list(zip(*(answers for _, answers in rows), strict=True))
     right = [
         sum(a.text == question.answer for a, (question, _) in zip(column, rows, strict=True))
@@ -240,7 +161,7 @@ def summarise(rows: list[tuple[Question, list[Answer]]]) -> int:
         + "".join(f"{f'{n}/{len(rows)}':>9} " for n in right)
     )
     print(f"{'KV memory of the prompt given back':42}" + "".join(f"{s:>9.0%} " for s in saved))
-    if right[0] < LEAST_FULL_CACHE_ACCURACY * len(rows):
+    if right[0] < MIN_FULL_CACHE_ACCURACY * len(rows):
         print("\nThe full cache answers too few questions: is demo/model intact?", file=sys.stderr)
         return 1
     return 0

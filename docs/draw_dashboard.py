@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draw docs/dashboard/*.png: the panels of the Grafana dashboard, filled by a real server.
 
-Serves the demonstration model with eviction and a small pool, sends it mixed traffic for four
-minutes, has a real Prometheus (Debian package `prometheus`) scrape it with configs/prometheus,
-asks Prometheus every query of configs/grafana/dashboards/kv-eviction.json, and draws the answers
-with Matplotlib where the dashboard puts its panels. The pictures are not Grafana's.
+Serves the demonstration model with eviction and a small pool and sends it mixed traffic for four
+minutes. A real Prometheus (Debian package `prometheus`) scrapes it with configs/prometheus. Every
+query of configs/grafana/dashboards/kv-eviction.json is sent to Prometheus, and Matplotlib draws the
+answers in the dashboard's layout. Grafana itself is not involved.
 
-Usage: python -m docs.draw_dashboard            (some six minutes on two cores)
+Usage: python -m docs.draw_dashboard            (about six minutes on two cores)
        python -m docs.draw_dashboard --redraw   (the same pictures from docs/dashboard/results.json)
 """
 
@@ -16,13 +16,11 @@ import argparse
 import asyncio
 import contextlib
 import datetime
-import importlib.metadata
 import json
 import math
 import os
 import random
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -52,8 +50,11 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 from PIL import Image
 
-from demo.run import free_port, png_url, serve_command, stop, wait_until_ready
+from demo.run import demo_server
 from demo.tasks import make_example
+from measure.facts import versions
+from measure.messages import image_part, png_url
+from measure.serving import free_port
 
 ROOT = Path(__file__).parents[1]
 DASHBOARD = ROOT / "configs/grafana/dashboards/kv-eviction.json"
@@ -64,28 +65,28 @@ RESULTS = FOLDER / "results.json"
 SCRAPE_SECONDS = 4
 START_SECONDS = 60
 POOL = ("--num-gpu-blocks-override", "160", "--max-model-len", "2048", "--max-num-seqs", "32")
-"""Small, so that the pool fills up: four prompts of one page with their full cache."""
+"""A small pool that fills up: four uncompressed prompts of one page."""
 
 
 # Traffic
 
 PHASES = ((60, 2), (60, 6), (60, 12), (60, 4))
-"""Seconds, and how many clients ask meanwhile, each one request after the other."""
+"""Seconds and number of clients; each client sends one request after the other."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a client may ask next."""
+    """A kind of request."""
 
     of_forty: int
-    """So many of 40 requests are of this kind."""
+    """Requests of this kind among 40."""
     task: str | None = "value"
-    """Of demo/tasks.py; None is text without an image."""
+    """Task of demo/tasks.py; None is text without an image."""
     xargs: Mapping[str, Any] = field(default_factory=dict)
     repeat: int = 1
-    """So many pages, or so many times the text."""
-    most_tokens: int = 140
-    """Answers have this many, or down to half of it, whatever the model would say."""
+    """Number of pages, or repetitions of the text."""
+    max_tokens: int = 140
+    """Answers have between half of this and this many tokens; the end token is ignored."""
 
 
 KINDS = (
@@ -94,18 +95,18 @@ KINDS = (
     Kind(6, "value", {"kv_eviction": "snapkv", "kv_eviction_budget": 0.5}),
     Kind(4, "two_images", {"kv_eviction": "aircache", "kv_eviction_budget": 0.2}),
     Kind(5, "compare", {"kv_eviction_budget": "auto:0.8"}),
-    # Every reason to skip that a sound client can meet. The last does not fit the pool.
+    # Every skip reason that a correct client can meet. The last does not fit the pool.
     Kind(2, "value", {"kv_eviction": "none"}),
     Kind(1, "value", {"kv_eviction_budget": 4000}),
-    Kind(1, most_tokens=1),
-    Kind(2, None, repeat=20, most_tokens=40),
-    Kind(2, None, most_tokens=40),
-    Kind(1, "value", {"kv_eviction_budget": 0.6}, repeat=3, most_tokens=40),
+    Kind(1, max_tokens=1),
+    Kind(2, None, repeat=20, max_tokens=40),
+    Kind(2, None, max_tokens=40),
+    Kind(1, "value", {"kv_eviction_budget": 0.6}, repeat=3, max_tokens=40),
 )
 
 
 class Clients:
-    """Clients that ask about pages which nobody has asked about before."""
+    """Clients whose every request shows a new page."""
 
     def __init__(self, url: str) -> None:
         self._client = openai.AsyncOpenAI(
@@ -118,7 +119,7 @@ class Clients:
         self.answers = 0
 
     async def run(self) -> None:
-        """All phases; then waits for the last answers."""
+        """Run all phases and wait for the last answers."""
         running: set[asyncio.Task[None]] = set()
         for seconds, self._wanted in PHASES:
             for number in range(len(running), self._wanted):
@@ -126,7 +127,7 @@ class Clients:
             await asyncio.sleep(seconds)
             done = {task for task in running if task.done()}
             running -= done
-            await asyncio.gather(*done)  # raises what they raised
+            await asyncio.gather(*done)  # raises their errors
         self._wanted = 0
         await asyncio.gather(*running)
 
@@ -142,7 +143,7 @@ class Clients:
             model="demo",
             messages=self._messages(kind),
             temperature=0,
-            max_tokens=self._random.randint((kind.most_tokens + 1) // 2, kind.most_tokens),
+            max_tokens=self._random.randint((kind.max_tokens + 1) // 2, kind.max_tokens),
             extra_body={"vllm_xargs": dict(kind.xargs), "ignore_eos": True},
         )
         self.answers += 1
@@ -153,37 +154,20 @@ class Clients:
         content: list[dict[str, Any]] = []
         for _ in range(kind.repeat):
             self._pages += 1
-            (message,) = make_example(kind.task, "test", self._pages).messages(image_part)
+            example = make_example(kind.task, "test", self._pages)
+            (message,) = example.messages(lambda image: image_part(png_url(image)))
             content += message["content"]
         return [{"role": "user", "content": content}]
-
-
-def image_part(image: Image.Image) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": png_url(image)}}
 
 
 # Server and Prometheus
 
 
-@contextmanager
-def server() -> Iterator[str]:
-    """A running server's URL."""
-    port = free_port()
-    environment = (ROOT / "tools/cpu/environment.mk").read_text()
-    for name, value in re.findall(r"^(\w+) \?= (.*)$", environment, flags=re.MULTILINE):
+def set_environment() -> None:
+    """Set the variables of a small CPU machine, except those that are set already."""
+    text = (ROOT / "tools/cpu/environment.mk").read_text()
+    for name, value in re.findall(r"^(\w+) \?= (.*)$", text, flags=re.MULTILINE):
         os.environ.setdefault(name, value)
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            [*serve_command(port, "layer"), *POOL],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            wait_until_ready(f"http://127.0.0.1:{port}", process, log)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            stop(process)
 
 
 class Prometheus:
@@ -210,7 +194,7 @@ class Prometheus:
 
 @contextmanager
 def prometheus(target: str) -> Iterator[Prometheus]:
-    """A Prometheus with our configuration, but for addresses and interval."""
+    """Run a Prometheus with our configuration, except addresses and interval."""
     binary = shutil.which("prometheus")
     if binary is None:
         raise SystemExit("prometheus is not installed: Debian has it in its package prometheus")
@@ -234,7 +218,7 @@ def prometheus(target: str) -> Iterator[Prometheus]:
             process.wait(START_SECONDS)
 
 
-# What the dashboard asks
+# Queries of the dashboard
 
 
 def panels() -> list[dict[str, Any]]:
@@ -242,7 +226,7 @@ def panels() -> list[dict[str, Any]]:
 
 
 def ask(source: Prometheus, start: float, end: float) -> dict[str, list[dict[str, Any]]]:
-    """The answers to every query, by the panel's id.
+    """Return the answers to every query, by the panel's id.
 
     Variables are filled in as Grafana does: all models, engines and policies.
     """
@@ -272,33 +256,36 @@ def ask(source: Prometheus, start: float, end: float) -> dict[str, list[dict[str
 
 
 def named(legend: str, labels: Mapping[str, str]) -> str:
-    """What the legend calls a series; a label that it has not is a KeyError."""
+    """Return a series' name in the legend; raise KeyError if it lacks a label."""
     return re.sub(r"\{\{(\w+)\}\}", lambda match: labels[match[1]], legend)
 
 
 def rounded(value: str) -> float | None:
-    """Five digits are more than a picture shows; None where a quotient has no value."""
+    """Return a value with five digits; None if it is not finite."""
     number = float(value)
     return float(f"{number:.5g}") if math.isfinite(number) else None
 
 
 def record() -> dict[str, Any]:
-    """Serve, ask, and return everything the pictures are drawn from."""
-    with server() as url, prometheus(url.removeprefix("http://")) as source:
-        print(f"serving at {url}; sending traffic for {sum(s for s, _ in PHASES)} s", flush=True)
-        clients = Clients(url)
+    """Serve, ask, and return the data that the pictures are drawn from."""
+    set_environment()
+    with (
+        demo_server("layer", POOL) as server,
+        prometheus(server.url.removeprefix("http://")) as source,
+    ):
+        seconds = sum(seconds for seconds, _ in PHASES)
+        print(f"serving at {server.url}; sending traffic for {seconds} s", flush=True)
+        clients = Clients(server.url)
         start = time.time()
-        end = start + sum(seconds for seconds, _ in PHASES)
+        end = start + seconds
         asyncio.run(clients.run())
         time.sleep(2 * SCRAPE_SECONDS)
         answers = ask(source, start, end)
-    command = ["vllm", *serve_command("PORT", "layer")[1:], *POOL]
     return {
         "made": {
             "day": datetime.date.today().isoformat(),
-            "server": shlex.join(command),
-            "vllm": importlib.metadata.version("vllm"),
-            "vllm-tgvkv": importlib.metadata.version("vllm-tgvkv"),
+            "server": server.command,
+            **versions(("vllm", "vllm-tgvkv")),
             "prometheus": subprocess.check_output(["prometheus", "--version"], text=True).split()[
                 2
             ],
@@ -314,7 +301,7 @@ def record() -> dict[str, Any]:
 # Drawing
 
 COLUMN, LINE, GAP, TITLE = 50, 38, 8, 34
-"""Pixels: of the dashboard's 24 columns, of its lines, between panels, of a section's title."""
+"""Pixels of one of the 24 columns, a line, the gap between panels and a section's title."""
 SCALE = 1.5
 INK, MUTED, PAPER, GROUND, GRID = "#24292f", "#6e7781", "#ffffff", "#f0f2f5", "#e6e8eb"
 COLOURS = ("#2f7d5b", "#e0a83c", "#3b75af", "#d9622b", "#8a5fa8", "#4fb0c6", "#b03a48", "#7d8590")
@@ -324,7 +311,7 @@ matplotlib.rcParams.update({"font.size": 7.6, "text.color": INK, "axes.edgecolor
 
 
 def draw(results: dict[str, Any]) -> None:
-    """Write one picture per row of the dashboard, and one of them all."""
+    """Write one picture per row of the dashboard, and one of all rows."""
     rows: list[list[dict[str, Any]]] = []
     for panel in panels():
         if panel["type"] == "row":
@@ -338,7 +325,7 @@ def draw(results: dict[str, Any]) -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """As a PNG of few colours, a third as large."""
+    """Write a PNG with a palette, which is a third as large."""
     figure.savefig(path, dpi=72 * SCALE, facecolor=GROUND)
     plt.close(figure)
     with Image.open(path) as image:
@@ -348,7 +335,7 @@ def save(figure: Figure, path: Path) -> None:
 
 
 class Canvas:
-    """A figure measured in pixels from its upper left corner."""
+    """A figure in pixel coordinates from its upper left corner."""
 
     def __init__(self, width: float, height: float) -> None:
         self.width, self.height = width, height
@@ -398,7 +385,7 @@ Series = list[dict[str, Any]]
 
 
 def draw_stat(canvas: Canvas, panel: dict[str, Any], series: Series, bounds: Bounds) -> None:
-    """One number in the colour of the threshold that it has passed."""
+    """Draw one number in the colour of the threshold it exceeds."""
     x, y, width, height = bounds
     defaults = panel["fieldConfig"]["defaults"]
     ((_, value),) = series[0]["points"]
@@ -415,7 +402,7 @@ def draw_stat(canvas: Canvas, panel: dict[str, Any], series: Series, bounds: Bou
 
 
 def draw_bars(canvas: Canvas, panel: dict[str, Any], series: Series, bounds: Bounds) -> None:
-    """Horizontal bars with their names before and their values behind them."""
+    """Draw horizontal bars with names and values."""
     x, y, width, height = bounds
     field = panel["fieldConfig"]
     values = [one["points"][0][1] for one in series]
@@ -436,7 +423,7 @@ def draw_bars(canvas: Canvas, panel: dict[str, Any], series: Series, bounds: Bou
 
 
 def draw_heatmap(canvas: Canvas, panel: dict[str, Any], series: Series, bounds: Bounds) -> None:
-    """A histogram's buckets over time; Prometheus' counts include those of smaller buckets."""
+    """Draw a histogram's buckets over time; Prometheus' bucket counts are cumulative."""
     x, y, width, height = bounds
     unit = panel["options"]["yAxis"]["unit"]
     series = sorted(series, key=lambda one: float(one["name"].replace("+Inf", "inf")))
@@ -471,12 +458,12 @@ def draw_heatmap(canvas: Canvas, panel: dict[str, Any], series: Series, bounds: 
 
 
 def draw_lines(canvas: Canvas, panel: dict[str, Any], series: Series, bounds: Bounds) -> None:
-    """Lines, or areas on top of each other, over a table of means and maxima."""
+    """Draw lines or stacked areas above a table of means and maxima."""
     x, y, width, height = bounds
     defaults = panel["fieldConfig"]["defaults"]
     unit, custom = defaults["unit"], defaults["custom"]
     zero = [s["name"] for s in series if not any(value for _, value in s["points"])]
-    if len(zero) < 3:  # a few lines at zero are worth seeing
+    if len(zero) < 3:  # show a few lines at zero
         zero = []
     notes = textwrap.wrap("always 0: " + ", ".join(zero), int(width / 5)) if zero else []
     table = 26 + 14 * (len(series) - len(zero)) + 12 * len(notes)
@@ -516,7 +503,7 @@ def draw_lines(canvas: Canvas, panel: dict[str, Any], series: Series, bounds: Bo
 
 
 def over_time(axes: Axes, seconds: float) -> None:
-    """Minutes and seconds since the traffic began."""
+    """Return minutes and seconds since the traffic began."""
     axes.set_xlim(0, seconds)
     axes.xaxis.set_major_locator(MultipleLocator(60))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda t, _: f"{int(t) // 60}:{int(t) % 60:02}"))
@@ -535,7 +522,7 @@ DRAWN_AS = {
 
 
 def written(value: float, unit: str, decimals: int | None = None, short: bool = False) -> str:
-    """A number with its unit, about as Grafana writes it."""
+    """Return a number with its unit, roughly as Grafana formats it."""
     if unit == "percentunit":
         return f"{100 * value:.{0 if decimals is None and value in (0, 1) else 1}f}%".replace(
             ".0%", "%"

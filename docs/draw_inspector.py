@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make the pictures of docs/inspector.md: the demonstration server's own page, in Chromium.
 
-Starts the server, asks about a page of the test split on a wide screen, a dark one and a phone, and
-writes docs/inspector/*.png.
+Starts the server, asks about a page of the test split on a wide screen, in dark mode and on a
+phone, and writes docs/inspector/*.png.
 
 Usage: python -m docs.draw_inspector
 """
@@ -19,25 +19,25 @@ from PIL import Image
 from playwright.sync_api import sync_playwright
 
 from demo.pages import make_page
-from demo.run import server
+from demo.run import demo_server
 
 FOLDER = Path(__file__).with_name("inspector")
 PATIENCE_MS = 180_000
-MOST_BYTES = 400_000
+MAX_BYTES = 400_000
 DESKTOP = {"width": 1320, "height": 900}
 PAGE = make_page("test", 6)
 QUESTION = PAGE.questions[1]
 
 
 def main() -> None:
-    """Write the pictures, and say how large they are."""
+    """Write the pictures and print their sizes."""
     os.environ["VLLM_PLUGINS"] = "tgvkv"
     FOLDER.mkdir(exist_ok=True)
-    with server("head") as url, sync_playwright() as driver:
+    with demo_server("head") as server, sync_playwright() as driver:
         browser = driver.chromium.launch(
             executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
         )
-        address = f"{url}/kv-eviction/"
+        address = f"{server.url}/kv-eviction/"
         draw_desktop(browser, address)
         draw_dark(browser, address)
         draw_phone(browser, address)
@@ -50,7 +50,7 @@ def draw_desktop(browser: Any, address: str) -> None:
 
 
 def draw_dark(browser: Any, address: str) -> None:
-    """At a smaller budget, with the scores of one layer and head."""
+    """Draw a smaller budget with the scores of one layer and head."""
     page = asked(browser, address, viewport=DESKTOP, color_scheme="dark", steps=-1)
     page.focus("#pages [tabindex='0']")
     for key in ("PageDown", "ArrowUp", "ArrowRight"):
@@ -61,7 +61,7 @@ def draw_dark(browser: Any, address: str) -> None:
 
 
 def draw_phone(browser: Any, address: str) -> None:
-    """The first two screens of the answer."""
+    """Draw the first two screens of the answer."""
     page = asked(
         browser,
         address,
@@ -86,7 +86,7 @@ def draw_phone(browser: Any, address: str) -> None:
 
 
 def asked(browser: Any, address: str, steps: int = 0, **options: Any) -> Any:
-    """A page with answers at the default budget, or so many steps of the slider away from it."""
+    """Return a page with answers at the default budget, moved by `steps` of the slider."""
     page = browser.new_context(**options).new_page()
     page.set_default_timeout(PATIENCE_MS)
     page.goto(address)
@@ -122,11 +122,11 @@ def save(page: Any, name: str) -> None:
 
 
 def write(picture: Image.Image, name: str) -> None:
-    """With a palette only where the file is too large otherwise: it makes steps of ramps."""
+    """Write a PNG, with a palette only if it is too large otherwise: a palette shows bands."""
     path = FOLDER / f"{name}.png"
     picture = picture.convert("RGB")
     picture.save(path, optimize=True)
-    if path.stat().st_size > MOST_BYTES:
+    if path.stat().st_size > MAX_BYTES:
         picture.quantize(256, Image.Quantize.FASTOCTREE).save(path, optimize=True)
     print(f"{path.name}: {picture.width} x {picture.height}, {path.stat().st_size / 1000:.0f} kB")
 

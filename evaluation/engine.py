@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real vLLM engine, in this process, asked every question once for each arm."""
+"""A vLLM engine in this process that answers every question once per arm."""
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +16,22 @@ from demo.tasks import MAX_ANSWER_TOKENS, Example
 from evaluation.answers import Answer, Key, compare
 from evaluation.arms import Arm, engine_methods
 from evaluation.questions import Question
+from measure.engines import LocalLLM
+from measure.facts import versions
 from vllm_tgvkv.budget import Budget
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "demo" / "model"
 PACKAGES = ("vllm", "vllm-tgvkv", "torch", "transformers", "numpy", "pillow", "matplotlib")
-"""What an answer may depend on; matplotlib brings the faces the pages are drawn with."""
+"""Packages that may change an answer; matplotlib brings the fonts of the pages."""
 
 Work = tuple[Question, Sequence[Arm]]
-"""A question and the arms that answer it, side by side, so that they share its prefix."""
+"""A question and the arms that answer it together, so that they share its prefix."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What makes one engine's answers differ from another's."""
+    """Settings of an engine that may change its answers."""
 
     block_size: int = 16
     max_num_seqs: int = 96
@@ -40,21 +40,16 @@ class Settings:
 
     @property
     def fingerprint(self) -> str:
-        """Of these settings, the model, the versions, and the sources an answer depends on."""
-        facts = json.dumps([asdict(self), engine_methods(), versions()], sort_keys=True)
+        """Return a hash of these settings, the model, versions and sources."""
+        facts = json.dumps([asdict(self), engine_methods(), versions(PACKAGES)], sort_keys=True)
         digest = hashlib.sha256(facts.encode())
         for path in answer_files():
             digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
         return digest.hexdigest()[:12]
 
 
-def versions() -> dict[str, str]:
-    """Installed versions of what an answer may depend on."""
-    return {name: version(name) for name in PACKAGES}
-
-
 def answer_files() -> list[Path]:
-    """Files that decide over an answer: the model, the plugin, pages, tasks and arms."""
+    """Return the files that may change an answer: model, plugin, pages, tasks and questions."""
     sources = [
         path for folder in ("vllm_tgvkv", "kernels") for path in (ROOT / folder).rglob("*.py")
     ]
@@ -65,31 +60,30 @@ def answer_files() -> list[Path]:
 
 @dataclass(frozen=True)
 class Kept:
-    """Prompt positions that one request kept of the full blocks, and where its images lie."""
+    """Positions of the full prompt blocks that one request kept, and its images."""
 
     key: Key
     counts: np.ndarray
-    """Pages of every layer and head, int ``[L, H]``."""
+    """Pages of each layer and head, int ``[L, H]``."""
     positions: np.ndarray
-    """Positions in them, int ``[pages, block size]``, in the order of layers and heads."""
+    """Their positions, int ``[pages, block size]``, ordered by layer and head."""
     images: tuple[tuple[int, int], ...]
-    """Start and length of every image."""
+    """Start and length of each image."""
 
 
-class Engine:
-    """One vLLM engine for all arms; a context manager, so that another can follow it."""
+class AnsweringEngine(LocalLLM):
+    """One vLLM engine that answers for all arms, closed at the end of a `with` block."""
 
     def __init__(self, settings: Settings) -> None:
-        from vllm import LLM
-
         self.settings = settings
         eviction = {
             "policy": "tgv",
             "methods": engine_methods(),
             "debug": {"record_kept": True},
         }
-        self._llm = LLM(
-            model=str(MODEL),
+        super().__init__(
+            MODEL,
+            eviction,
             dtype="bfloat16",
             enforce_eager=True,
             block_size=settings.block_size,
@@ -98,33 +92,25 @@ class Engine:
             seed=settings.seed,
             enable_prefix_caching=True,
             limit_mm_per_prompt={"image": 2},
-            additional_config={"kv_eviction": eviction},
-            disable_log_stats=True,
         )
-        self._engine = self._llm.llm_engine
-        tokenizer = self._llm.get_tokenizer()
+        tokenizer = self.llm.get_tokenizer()
         self._encode = tokenizer.encode
         self._end = tokenizer.eos_token_id
         self._asked: dict[str, tuple[Question, list[Arm], list[int]]] = {}
         self._images: dict[Question, tuple[tuple[int, int], ...]] = {}
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> AnsweringEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        from vllm.distributed import cleanup_dist_env_and_memory
-
-        self._engine.engine_core.shutdown()
-        del self._llm, self._engine
-        gc.collect()
-        cleanup_dist_env_and_memory()
+        self.close()
 
     def answers(self, work: Iterable[Work]) -> Iterator[Answer]:
         """Yield the answer of every arm to its question, in the order in which they finish."""
         waiting = iter(work)
         exhausted = False
         while True:
-            # A queue as long as the batch keeps it full; a longer one only takes memory.
+            # A queue of twice the batch keeps the batch full; a longer one only takes memory.
             while not exhausted and len(self._asked) < 2 * self.settings.max_num_seqs:
                 item = next(waiting, None)
                 exhausted = item is None
@@ -132,7 +118,7 @@ class Engine:
                     self._ask(*item)
             if not self._asked:
                 return
-            for output in self._engine.step():
+            for output in self.engine.step():
                 if output.finished:
                     yield from self._answers(output)
 
@@ -150,11 +136,11 @@ class Engine:
             sampling = SamplingParams(
                 max_tokens=MAX_ANSWER_TOKENS, temperature=0, extra_args=same[0].xargs
             )
-            self._engine.add_request(name, prompt, sampling)
+            self.engine.add_request(name, prompt, sampling)
             self._asked[name] = (question, same, truth)
 
     def _grouped(self, arms: Sequence[Arm], num_tokens: int) -> Iterable[list[Arm]]:
-        """Arms together that ask the same: one method, and budgets of as many blocks."""
+        """Group arms with the same request: one method, and budgets of equally many blocks."""
         groups: dict[tuple[str, int | str], list[Arm]] = {}
         for arm in arms:
             blocks: int | str = str(arm.budget)
@@ -165,21 +151,21 @@ class Engine:
         return groups.values()
 
     def _render(self, example: Example) -> Any:
-        """The engine's input, once for all arms: text, image and tokens are the same."""
+        """Return the engine's input, which all arms share."""
         from vllm.renderers.params import ChatParams
 
-        renderer = self._llm.renderer
+        renderer = self.llm.renderer
         messages = example.messages(lambda image: {"type": "image_pil", "image_pil": image})
         _, (prompt,) = renderer.render_chat(
             [messages],
             ChatParams(chat_template_kwargs={"add_generation_prompt": True}),
-            # The template has put the start token already.
+            # The template has added the start token.
             renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False),
         )
         return prompt
 
     def _answers(self, output: Any) -> Iterator[Answer]:
-        """The answer, once for each arm that asked the same."""
+        """Yield the answer once for each arm that shares the request."""
         question, arms, truth = self._asked.pop(output.request_id)
         (completion,) = output.outputs
         report = output.kv_transfer_params["kv_eviction"]
@@ -199,10 +185,10 @@ class Engine:
             )
 
     def kept(self) -> Iterator[Kept]:
-        """What the last evictions kept; the engine remembers some hundreds of them."""
-        (records,) = self._llm.collective_rpc("kv_eviction_kept")
+        """Yield the positions that recent evictions kept; the engine stores 256."""
+        (records,) = self.llm.collective_rpc("kv_eviction_kept")
         for record in records:
-            # vLLM adds a random suffix to the ids it is given.
+            # vLLM appends a random suffix to ids.
             task, number, arm = record["request_id"].rsplit("-", 1)[0].split("/")
             images = self._images[Question(task, int(number))]
             yield Kept((task, int(number), arm), record["counts"], record["positions"], images)

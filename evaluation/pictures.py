@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from evaluation.arms import Arm
-from evaluation.engine import Engine, Kept
+from evaluation.engine import AnsweringEngine, Kept
 from evaluation.questions import Question
 from evaluation.record import Patches, Pictures
 
@@ -22,7 +22,7 @@ REMEMBERED = 256
 
 
 def take_pictures(
-    engine: Engine, methods: Sequence[str], num_questions: int = QUESTIONS
+    engine: AnsweringEngine, methods: Sequence[str], num_questions: int = QUESTIONS
 ) -> Pictures:
     """Ask every method the first questions of one task, and look at what it keeps."""
     arms = [Arm(method, BUDGET) for method in methods]

@@ -24,7 +24,7 @@ from demo.pages import PATCH
 from evaluation.questions import Question
 from evaluation.record import Pictures, Table
 from evaluation.results import ALL, Cell
-from evaluation.statistics import Estimate
+from measure.statistics import Estimate
 
 DPI = 110
 INK, FAINT = "#222222", "#c9c9c9"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.results import Cell, Comparison
-from evaluation.statistics import Estimate
+from measure.statistics import Estimate
 
 FILE = "results.json"
 

@@ -10,7 +10,7 @@ from evaluation import plots
 from evaluation.arms import ABLATIONS, OTHER_GRANULARITY
 from evaluation.record import FILE, Record, Table
 from evaluation.results import ALL, Cell, Comparison
-from evaluation.statistics import LEVEL
+from measure.statistics import LEVEL
 
 BEST_AT = (0.1, 0.05)
 """Budgets at which the best method is named."""

@@ -12,7 +12,7 @@ import numpy as np
 from evaluation.answers import Answer, AnswerLog
 from evaluation.arms import ABLATIONS, FULL, OTHER_GRANULARITY, Arm
 from evaluation.questions import Question
-from evaluation.statistics import Estimate, bootstrap, holm, mcnemar, wilson
+from measure.statistics import Estimate, bootstrap, holm, mcnemar, wilson
 
 ALL = "all"
 """The pooled questions of all tasks."""

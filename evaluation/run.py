@@ -8,7 +8,6 @@ and writes tables and pictures. An interrupted run goes on where it stopped.
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -33,7 +32,7 @@ from evaluation.arms import (
     crossed,
     granularity_arms,
 )
-from evaluation.engine import ROOT, Engine, Settings, versions
+from evaluation.engine import PACKAGES, ROOT, AnsweringEngine, Settings
 from evaluation.pictures import QUESTIONS as PICTURE_QUESTIONS
 from evaluation.pictures import take_pictures
 from evaluation.questions import Question, questions
@@ -50,7 +49,8 @@ from evaluation.results import (
     first_token_changes,
     same_texts,
 )
-from evaluation.statistics import RESAMPLES, SEED
+from measure.facts import command_line, versions
+from measure.statistics import RESAMPLES, SEED
 
 if TYPE_CHECKING:
     from evaluation.emulation import Emulation
@@ -67,7 +67,7 @@ QUICK_PARTS = ("grid", "pictures")
 QUICK_BUDGETS = (1.0, 0.5, 0.1)
 QUICK_QUESTIONS = 6
 
-T = TypeVar("T", bound="Engine | Emulation")
+T = TypeVar("T", bound="AnsweringEngine | Emulation")
 
 
 class UsageError(ValueError):
@@ -251,8 +251,8 @@ class Lazy(Generic[T]):
             self._started = None
 
 
-def engine(settings: Settings) -> Lazy[Engine]:
-    return Lazy(f"blocks of {settings.block_size}", lambda: Engine(settings))
+def engine(settings: Settings) -> Lazy[AnsweringEngine]:
+    return Lazy(f"blocks of {settings.block_size}", lambda: AnsweringEngine(settings))
 
 
 def emulation(block_size: int) -> Lazy[Emulation]:
@@ -369,7 +369,7 @@ def _plan(options: argparse.Namespace, output: Path, given: Sequence[str]) -> Pl
         output=output,
         logs=options.log,
         fresh=options.fresh,
-        command=shlex.join(["python", "-m", "evaluation.run", *given]),
+        command=command_line("evaluation.run", given),
     )
 
 
@@ -390,7 +390,7 @@ def _start(plan: Plan) -> Record:
     facts = {
         "commands": {},
         "fingerprint": settings.fingerprint,
-        "versions": versions(),
+        "versions": versions(PACKAGES),
         "settings": asdict(settings),
         "seeds": {"engine": settings.seed, "bootstrap": SEED},
         "resamples": RESAMPLES,

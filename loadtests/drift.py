@@ -1,31 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How answers to the same prompts differ between two arms where the model ends them."""
+"""Differences in length and text between two arms' answers to the same prompts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from evaluation.statistics import Estimate, bootstrap, wilson
 from loadtests.record import Record, Run
+from measure.statistics import Estimate, bootstrap, wilson
 
 
 @dataclass(frozen=True)
 class Drift:
-    """The answers of an arm beside those of the reference, prompt by prompt."""
+    """Answers of an arm compared with those of the reference, prompt by prompt."""
 
     workload: str
     rate: float
     reference: str
     arm: str
     lengths: list[tuple[int, int]]
-    """Tokens of each answer: the reference's, the arm's. Failed requests are left out."""
+    """Tokens of each answer: the reference's, the arm's; failed requests are left out."""
     same_texts: int
     limit: int
-    """`output_tokens` of the workload: answers of that length may have been cut."""
+    """`output_tokens` of the workload; answers of that length may have been cut."""
 
     @property
     def difference(self) -> Estimate:
-        """Tokens that the arm's answers are longer by, mean with its bootstrap interval."""
+        """Return how many tokens longer the arm's answers are, with its bootstrap interval."""
         return bootstrap([its - reference for reference, its in self.lengths])
 
     @property
@@ -46,7 +46,7 @@ class Drift:
 
     @property
     def cut(self) -> tuple[int, int]:
-        """How many answers of either arm reached the limit."""
+        """Return how many answers of each arm reached the limit."""
         return (
             sum(reference >= self.limit for reference, _ in self.lengths),
             sum(its >= self.limit for _, its in self.lengths),
@@ -54,7 +54,7 @@ class Drift:
 
 
 def drifts(record: Record) -> list[Drift]:
-    """One for each load with natural ends and each arm but the first."""
+    """Return the drift of each arm but the first, for each load with natural ends."""
     reference, *others = record.arms
     found = []
     for name, workload in record.profile["workloads"].items():

@@ -3,12 +3,8 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import io
 import json
-import os
-import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -19,32 +15,39 @@ from typing import Any
 from PIL import Image
 
 from demo.pages import make_page
-from demo.run import png_url, stop
 from demo.tasks import make_example
-from loadtests.profile import Arm, Pages, Profile, Random
-from loadtests.server import LoadTestError, Server, environment, executable, said
+from loadtests.profile import Pages, Profile, Random, ServedArm
+from measure.messages import image_part, jpeg_url, png_url, text_part
+from measure.serving import (
+    Server,
+    ServingError,
+    authorization,
+    log_errors,
+    process_group,
+    vllm_executable,
+)
 
 PERCENTILES = (50, 90, 99)
 METRICS = ("ttft", "tpot", "itl", "e2el")
 SPLIT = "test"
 REQUESTS = "requests.jsonl"
 WARM_UP_PAGE = 900_000
-"""Pages from here on are shown before anything is measured, and not again."""
+"""First of the pages that only warm-up requests show."""
 
 DETAILS = ("itls", "start_times", "queue_times", "latencies", "generated_texts")
-"""Lists of `vllm bench serve` that are not kept."""
+"""Lists in the result of `vllm bench serve` that are dropped."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """Requests of one workload at one rate. All arms get the same, at the same times."""
+    """Requests of one workload at one rate; all arms get the same at the same times."""
 
     workload: str
     rate: float
     requests: int
     seed: int
     first_page: int
-    """No other load shows pages from this one on."""
+    """This page and those after it are shown by this load alone."""
 
     @property
     def label(self) -> str:
@@ -52,12 +55,12 @@ class Load:
 
 
 def plan(profile: Profile) -> list[Load]:
-    """All loads of a sweep, in order."""
+    """Return all loads of a sweep, in order."""
     return list(_loads(profile))
 
 
 def rounds(profile: Profile) -> Iterator[Load]:
-    """The loads of a soak: those of a sweep again and again, with new requests each time."""
+    """Yield the loads of a soak: those of a sweep, repeated with new requests."""
     start = 0
     while True:
         for load in _loads(profile, start):
@@ -66,7 +69,7 @@ def rounds(profile: Profile) -> Iterator[Load]:
 
 
 def _loads(profile: Profile, start: int = 0) -> Iterator[Load]:
-    """Each load's number decides its seed and pages."""
+    """Yield each load once; its number determines its seed and pages."""
     number = start
     for name, workload in profile.workloads.items():
         for rate in workload.rates:
@@ -75,38 +78,32 @@ def _loads(profile: Profile, start: int = 0) -> Iterator[Load]:
             number += 1
 
 
-def run_load(profile: Profile, arm: Arm, server: Server, load: Load, folder: Path) -> dict:
-    """Run `vllm bench serve`; its result without what is of no use later.
+def run_load(
+    profile: Profile, arm: ServedArm, server: Server, load: Load, folder: Path
+) -> dict[str, Any]:
+    """Run `vllm bench serve` and return its result, see `read_result`.
 
     Raises:
-        LoadTestError: if it fails; single requests that fail are counted in the result.
+        ServingError: if the command fails; failed requests are counted in the result.
     """
     folder.mkdir(parents=True, exist_ok=True)
     result, log = folder / "bench.json", folder / "bench.log"
     result.unlink(missing_ok=True)
-    command = [executable(), *bench_arguments(profile, arm, server, load, folder)]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment(profile),
-            start_new_session=True,
-        )
-        try:
+    command = [vllm_executable(), *bench_arguments(profile, arm, server, load, folder)]
+    try:
+        with process_group(command, log, profile.environment) as process:
             status = process.wait()
-        finally:
-            stop(process)
-            (folder / REQUESTS).unlink(missing_ok=True)
+    finally:
+        (folder / REQUESTS).unlink(missing_ok=True)
     if status != 0 or not result.exists():
-        raise LoadTestError(f"vllm bench serve ended with status {status}; {said(log)}")
+        raise ServingError(f"vllm bench serve ended with status {status}; {log_errors(log)}")
     return read_result(result)
 
 
 def bench_arguments(
-    profile: Profile, arm: Arm, server: Server, load: Load, folder: Path
+    profile: Profile, arm: ServedArm, server: Server, load: Load, folder: Path
 ) -> list[str]:
-    """Arguments of `vllm` for a load; writes the requests of a `pages` workload."""
+    """Return the arguments of `vllm` for a load; write the requests of a `pages` workload."""
     workload = profile.workloads[load.workload]
     arguments = ["bench", "serve", "--backend", "openai-chat"]
     arguments += ["--base-url", server.url, "--endpoint", "/v1/chat/completions"]
@@ -150,7 +147,7 @@ def _random_arguments(workload: Random) -> list[str]:
 
 
 def page_requests(workload: Pages, first: int, count: int) -> Iterator[list[dict[str, Any]]]:
-    """The contents of `count` messages: their images, then the question."""
+    """Yield the contents of `count` messages: images, then the question."""
     for number in range(count):
         scale = workload.scales[number % len(workload.scales)]
         if workload.questions_per_image > 1:
@@ -164,23 +161,18 @@ def page_requests(workload: Pages, first: int, count: int) -> Iterator[list[dict
             example = make_example(task, SPLIT, first + number)
             images = [page.image for page in example.pages]
             question = example.question
-        yield [
-            *({"type": "image_url", "image_url": {"url": _url(image, scale)}} for image in images),
-            {"type": "text", "text": question},
-        ]
+        yield [*(image_part(_url(image, scale)) for image in images), text_part(question)]
 
 
 def _url(image: Image.Image, scale: int) -> str:
     if scale == 1:
         return png_url(image)
     # Enlarged grain makes a PNG of megabytes.
-    file = io.BytesIO()
-    image.resize((image.width * scale, image.height * scale)).save(file, "JPEG", quality=90)
-    return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
+    return jpeg_url(image.resize((image.width * scale, image.height * scale)))
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """What `vllm bench serve` saved: its figures, and lists by request where arms are compared."""
+    """Return what `vllm bench serve` saved: its figures, and the lists by request used later."""
     result = json.loads(path.read_text(encoding="utf-8"))
     texts = result["generated_texts"]
     result["texts"] = [hashlib.sha256(text.encode()).hexdigest()[:8] for text in texts]
@@ -190,11 +182,11 @@ def read_result(path: Path) -> dict[str, Any]:
     return {name: value for name, value in result.items() if name not in DETAILS}
 
 
-def warm_up(profile: Profile, arm: Arm, server: Server) -> None:
-    """Send a few requests one after the other, so that the first measured one is not the first.
+def warm_up(profile: Profile, arm: ServedArm, server: Server) -> None:
+    """Send `warmup_requests` requests one after the other.
 
     Raises:
-        LoadTestError: if one is refused; the message has the server's.
+        ServingError: if one is refused; the message has the server's.
     """
     workload = Pages(rates=(1,), seconds=1, output_tokens=8)
     for content in page_requests(workload, WARM_UP_PAGE, profile.warmup_requests):
@@ -208,15 +200,13 @@ def warm_up(profile: Profile, arm: Arm, server: Server) -> None:
         request = urllib.request.Request(
             f"{server.url}/v1/chat/completions",
             data=json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
+            headers={"Content-Type": "application/json", **authorization()},
         )
-        if key := os.environ.get("OPENAI_API_KEY"):
-            request.add_header("Authorization", f"Bearer {key}")
         try:
             with urllib.request.urlopen(request, timeout=profile.startup_seconds) as response:
                 response.read()
         except urllib.error.HTTPError as error:
             answer = error.read().decode(errors="replace")[:2000]
-            raise LoadTestError(f"{server.url} refused a request: {answer}") from None
+            raise ServingError(f"{server.url} refused a request: {answer}") from None
         except OSError as error:
-            raise LoadTestError(f"{server.url} did not answer a request: {error}") from None
+            raise ServingError(f"{server.url} did not answer a request: {error}") from None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests of `loadtests.soak`: a fixed list, as different from each other as they can be."""
+"""The requests of `loadtests.soak`: a fixed list that covers every kind."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from PIL import Image
-
-from demo.run import png_url
 from demo.tasks import make_example
+from measure.messages import image_part, png_url
 from vllm_tgvkv.policies import POLICY_NAMES
 
 SPLIT = "test"
@@ -22,20 +20,20 @@ MIXES = {
     "snapkv-layer": {"base": "snapkv", "granularity": "layer"},
     "h2o-layer": {"base": "h2o", "granularity": "layer"},
 }
-"""Of the server's configuration: a request chooses a granularity by the name of its method."""
+"""Mixes in the server's configuration; requests choose a granularity by these names."""
 
 BUDGETS = (0.1, 0.3, 0.05, 100, 0.6)
 GUARDED = ("tgv", "snapkv", "vlcache", "tgv-head")
 GUARDS = ("auto:0.9", "auto:0.98,min=0.05,max=0.5")
 LONG = 64
-"""Tokens of answers that do not end where the model ends them."""
+"""Length of answers that ignore the end token."""
 NATURAL = 24
-"""Tokens after which the others end, if the model goes on."""
+"""Limit of the other answers."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One request, which is asked again and again."""
+    """One request, which is repeated during the soak."""
 
     kind: str
     messages: list[dict[str, Any]]
@@ -47,7 +45,7 @@ class Case:
         return LONG if self.is_long else NATURAL
 
     def body(self, evicting: bool) -> dict[str, Any]:
-        """Fields of the request beside model and messages; greedy, with log-probabilities."""
+        """Return the fields of the request except the model; greedy, with log-probabilities."""
         extra: dict[str, Any] = {"return_tokens_as_token_ids": True, "ignore_eos": self.is_long}
         if evicting and self.xargs:
             extra["vllm_xargs"] = dict(self.xargs)
@@ -62,31 +60,33 @@ class Case:
 
 
 def make_cases() -> list[Case]:
-    """All requests; none is like another. Every other answer is long."""
+    """Return all requests, no two alike. Every second answer is long."""
     found = []
-    for number, (kind, task, page, xargs) in enumerate(_wishes()):
+    for number, (kind, task, page, xargs) in enumerate(_kinds()):
         if task is None:
             messages = [{"role": "user", "content": _text(page, length=40 + 90 * page)}]
         else:
-            messages = make_example(task, SPLIT, page).messages(_part)
+            messages = make_example(task, SPLIT, page).messages(
+                lambda image: image_part(png_url(image))
+            )
         found.append(Case(kind, messages, xargs, is_long=number % 2 == 1))
     return found
 
 
-def _wishes() -> Iterator[tuple[str, str | None, int, dict[str, Any]]]:
-    """Kind, task of `demo/tasks.py` or None for text, page and `vllm_xargs` of each."""
+def _kinds() -> Iterator[tuple[str, str | None, int, dict[str, Any]]]:
+    """Yield kind, task (None for text only), page and `vllm_xargs` of each request."""
     for number, method in enumerate((*POLICY_NAMES, *MIXES)):
         budget = BUDGETS[number % len(BUDGETS)]
         task = ("value", "row", "compare")[number % 3]
         yield "methods", task, number, {"kv_eviction": method, "kv_eviction_budget": budget}
     for number, method in enumerate(GUARDED):
-        budget = GUARDS[number % len(GUARDS)]
-        yield "auto", "row", 30 + number, {"kv_eviction": method, "kv_eviction_budget": budget}
+        guard = GUARDS[number % len(GUARDS)]
+        yield "auto", "row", 30 + number, {"kv_eviction": method, "kv_eviction_budget": guard}
     for number in range(5):
         yield "uncompressed", "value", 40 + number, {"kv_eviction": "none"}
     for number in range(4):
         yield "two images", "two_images", 50 + number, {"kv_eviction_budget": BUDGETS[number]}
-    for page in range(60, 63):  # several questions about one page, and a second turn of one
+    for page in range(60, 63):  # several questions about one page, one of them a second turn
         yield "chats", "value", page, {}
         yield "chats", "row", page, {}
         yield "chats", "chat", page, {"kv_eviction_budget": 0.3}
@@ -97,7 +97,3 @@ def _wishes() -> Iterator[tuple[str, str | None, int, dict[str, Any]]]:
 
 def _text(seed: int, length: int) -> str:
     return "".join(random.Random(seed).choices(string.ascii_letters + " ", k=length))
-
-
-def _part(image: Image.Image) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": png_url(image)}}

@@ -1,48 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plots of the report, as SVG files drawn from the record alone."""
+"""The plots of the report, as SVG files drawn from the record."""
 
 from __future__ import annotations
 
-import io
-import re
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
 from loadtests.drift import Drift
 from loadtests.load import PERCENTILES
 from loadtests.record import Record, Run
 from loadtests.verdict import ANSWERED, STRETCHES, Soak
+from measure.plots import VERMILION, colour, marker, save
 
-# Okabe and Ito's colours; the first arm is the reference.
-COLOURS = ("#555555", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 DASHES = ("-", "--", ":")
-MARKERS = "osD^vPX"
 WIDTH = 10.0
-
-matplotlib.rcParams.update(
-    {
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "grid.color": "#e5e5e5",
-        "font.size": 9,
-        "axes.titlesize": 10,
-    }
-)
 
 
 def draw_throughput(record: Record, workloads: Sequence[str], path: Path) -> None:
-    """Latency of whole requests against the tokens generated, a point for each rate."""
+    """Draw the latency of whole requests against tokens generated, a point for each rate."""
     figure, grid = plt.subplots(
         1, len(workloads), figsize=(WIDTH, 4.2), squeeze=False, layout="constrained"
     )
@@ -56,8 +36,8 @@ def draw_throughput(record: Record, workloads: Sequence[str], path: Path) -> Non
                     tokens,
                     latency,
                     linestyle=dashes,
-                    marker=MARKERS[number % len(MARKERS)],
-                    color=_colour(number),
+                    marker=marker(number),
+                    color=colour(number),
                     label=f"{arm}, p{percentile}",
                 )
             for run, x in zip(runs, tokens, strict=True):
@@ -67,7 +47,7 @@ def draw_throughput(record: Record, workloads: Sequence[str], path: Path) -> Non
                     xytext=(-6, 5) if number else (6, -11),
                     textcoords="offset points",
                     ha="right" if number else "left",
-                    color=_colour(number),
+                    color=colour(number),
                     fontsize=8,
                 )
         axes.set_title(workload)
@@ -76,11 +56,11 @@ def draw_throughput(record: Record, workloads: Sequence[str], path: Path) -> Non
         axes.set_ylim(bottom=0)
         axes.margins(x=0.08)
         axes.legend(frameon=False)
-    _save(figure, path)
+    save(figure, path)
 
 
 def draw_percentiles(record: Record, workloads: Sequence[str], path: Path) -> None:
-    """Time to first token and inter-token latency, percentiles against the rate."""
+    """Draw percentiles of time to first token and inter-token latency against the rate."""
     measures = {"ttft": "time to first token, ms", "itl": "inter-token latency, ms"}
     figure, grid = plt.subplots(
         len(workloads),
@@ -98,8 +78,8 @@ def draw_percentiles(record: Record, workloads: Sequence[str], path: Path) -> No
                         [run.rate for run in runs],
                         [run.bench[f"p{percentile}_{measure}_ms"] for run in runs],
                         linestyle=dashes,
-                        marker=MARKERS[number % len(MARKERS)],
-                        color=_colour(number),
+                        marker=marker(number),
+                        color=colour(number),
                         label=f"{arm}, p{percentile}",
                     )
             axes.set_yscale("log")
@@ -120,11 +100,11 @@ def draw_percentiles(record: Record, workloads: Sequence[str], path: Path) -> No
         ncols=len(record.arms) * len(PERCENTILES),
         frameon=False,
     )
-    _save(figure, path)
+    save(figure, path)
 
 
 def draw_running(record: Record, path: Path) -> None:
-    """Most requests that ran at a time, and most that waited, for each load."""
+    """Draw the peaks of running and waiting requests for each load."""
     loads = list(dict.fromkeys((run.workload, run.rate) for run in record.runs))
     figure, grid = plt.subplots(
         2, 1, figsize=(WIDTH, 4.6), sharex=True, layout="constrained", height_ratios=(3, 2)
@@ -139,7 +119,7 @@ def draw_running(record: Record, path: Path) -> None:
                 [place + shift for place in places],
                 [max(getattr(runs[loads[place]], measure)) for place in places],
                 width * 0.92,
-                color=_colour(number),
+                color=colour(number),
                 label=arm,
             )
             axes.bar_label(bars, fmt="%.0f", padding=1)
@@ -149,11 +129,11 @@ def draw_running(record: Record, path: Path) -> None:
         axes.set_ylabel(f"most requests {measure}")
     grid[0].legend(frameon=False)
     grid[1].set_xticks(range(len(loads)), [f"{workload}\n{rate:g}/s" for workload, rate in loads])
-    _save(figure, path)
+    save(figure, path)
 
 
 def draw_usage(record: Record, path: Path) -> None:
-    """The share of the pool in use over time, a diagram for each load."""
+    """Draw the share of the pool in use over time, a diagram for each load."""
     loads = list(dict.fromkeys((run.workload, run.rate) for run in record.runs))
     columns = min(3, len(loads))
     rows = -(-len(loads) // columns)
@@ -171,7 +151,7 @@ def draw_usage(record: Record, path: Path) -> None:
                 if run.rate == rate:
                     times, usage = _under_load(run, run.kv_usage)
                     axes.step(
-                        times, usage, where="post", color=_colour(number), label=arm, linewidth=1.3
+                        times, usage, where="post", color=colour(number), label=arm, linewidth=1.3
                     )
         axes.set_title(f"{workload}, {rate:g}/s")
         axes.set_ylim(0, 1.03)
@@ -182,11 +162,11 @@ def draw_usage(record: Record, path: Path) -> None:
         axes.set_ylabel("KV blocks in use")
     grid.flat[0].legend(frameon=False)
     figure.supxlabel("seconds since the first request", fontsize=9)
-    _save(figure, path)
+    save(figure, path)
 
 
 def draw_drift(drifts: Sequence[Drift], path: Path) -> None:
-    """Lengths of the same answers in both arms: on the line they agree; area is count."""
+    """Draw the lengths of the same answers in both arms; a dot's area is their number."""
     figure, grid = plt.subplots(
         1,
         len(drifts),
@@ -202,7 +182,7 @@ def draw_drift(drifts: Sequence[Drift], path: Path) -> None:
             pairs[:, 0],
             pairs[:, 1],
             s=18 * counts,
-            color=COLOURS[1],
+            color=VERMILION,
             alpha=0.55,
             linewidths=0,
             zorder=2,
@@ -215,11 +195,11 @@ def draw_drift(drifts: Sequence[Drift], path: Path) -> None:
         axes.set_title(f"{drift.workload}, {drift.rate:g}/s")
         axes.set_xlabel(f"tokens generated, {drift.reference}")
         axes.set_ylabel(f"tokens generated, {drift.arm}")
-    _save(figure, path)
+    save(figure, path)
 
 
 def draw_soak(record: Record, path: Path) -> None:
-    """Memory, blocks in use and requests over the whole time, for each arm."""
+    """Draw memory, blocks in use and running requests over time for each arm."""
     has_memory = any(value is not None for run in record.runs for value in run.memory_mib)
     figure, grid = plt.subplots(
         2 + has_memory,
@@ -233,8 +213,8 @@ def draw_soak(record: Record, path: Path) -> None:
         times = [time / 60 for run in runs for time in run.times]
         usage = [value for run in runs for value in run.kv_usage]
         running = [value for run in runs for value in run.running]
-        grid[0].plot(times, usage, color=_colour(number), linewidth=0.8, label=arm)
-        grid[1].plot(times, running, color=_colour(number), linewidth=0.8)
+        grid[0].plot(times, usage, color=colour(number), linewidth=0.8, label=arm)
+        grid[1].plot(times, running, color=colour(number), linewidth=0.8)
         ends = [run.times[-1] / 60 for run in runs]
         left = [run.kv_usage[-1] for run in runs]
         grid[0].plot(
@@ -250,7 +230,7 @@ def draw_soak(record: Record, path: Path) -> None:
         )
         if has_memory:
             memory = [v for run in runs for v in run.memory_mib]
-            grid[2].plot(times, memory, color=_colour(number), linewidth=1)
+            grid[2].plot(times, memory, color=colour(number), linewidth=1)
     grid[0].yaxis.set_major_formatter(PercentFormatter(1.0))
     grid[0].set_ylabel("KV blocks in use")
     grid[0].set_ylim(bottom=0)
@@ -261,17 +241,19 @@ def draw_soak(record: Record, path: Path) -> None:
         grid[2].set_ylabel("server's memory, MiB")
         grid[2].set_ylim(bottom=0)
     grid[-1].set_xlabel("minutes")
-    _save(figure, path)
+    save(figure, path)
 
 
 def draw_watched(soak: Soak, path: Path) -> None:
-    """Memory, blocks in use and latency of a soak whose answers were checked."""
+    """Draw memory, blocks in use and latency of a soak with checked answers."""
     figure, grid = plt.subplots(3, 1, figsize=(WIDTH, 6.6), sharex=True, layout="constrained")
     for number, (name, arm) in enumerate(soak.arms.items()):
-        colour = _colour(number if soak.control else 1)
-        times = [look.time / 60 for look in arm.looks]
-        grid[0].plot(times, [look.memory_mib for look in arm.looks], color=colour, label=name)
-        grid[1].plot(times, [look.kv_usage for look in arm.looks], color=colour, linewidth=0.6)
+        its_colour = colour(number if soak.control else 1)
+        times = [moment.time / 60 for moment in arm.moments]
+        memory = [moment.memory_mib for moment in arm.moments]
+        grid[0].plot(times, memory, color=its_colour, label=name)
+        usage = [moment.kv_usage for moment in arm.moments]
+        grid[1].plot(times, usage, color=its_colour, linewidth=0.6)
         begins = np.array([visit.begin for visit in arm.ended(ANSWERED)])
         seconds = np.array([visit.seconds for visit in arm.ended(ANSWERED)])
         edges = np.linspace(0, arm.seconds, 3 * STRETCHES + 1)
@@ -280,7 +262,7 @@ def draw_watched(soak: Soak, path: Path) -> None:
             heights = [np.quantile(part, quantile) if len(part) else np.nan for part in parts]
             middles = (edges[:-1] + edges[1:]) / 120
             label = f"{name}, p{100 * quantile:.0f}"
-            grid[2].plot(middles, heights, linestyle=dashes, color=colour, label=label)
+            grid[2].plot(middles, heights, linestyle=dashes, color=its_colour, label=label)
     grid[0].set_ylabel("server's memory, MiB")
     grid[0].set_ylim(bottom=0)
     grid[0].legend(frameon=False)
@@ -291,25 +273,10 @@ def draw_watched(soak: Soak, path: Path) -> None:
     grid[2].set_ylim(bottom=0)
     grid[2].legend(frameon=False)
     grid[2].set_xlabel("minutes")
-    _save(figure, path)
+    save(figure, path)
 
 
 def _under_load(run: Run, values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Times since the run's first request, and the values at them."""
+    """Return times since the run's first request, and the values at them."""
     begin = run.begin
     return [time - run.times[begin] for time in run.times[begin:]], list(values[begin:])
-
-
-def _colour(number: int) -> str:
-    return COLOURS[number % len(COLOURS)]
-
-
-def _save(figure: Figure, path: Path) -> None:
-    """Write an SVG element; the same record gives the same file."""
-    file = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": path.stem}):  # ids follow from the file's name
-        figure.savefig(file, format="svg", metadata={"Date": None})
-    plt.close(figure)
-    svg = file.getvalue()
-    svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
-    path.write_text(svg, encoding="utf-8")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a load test does: a YAML file, read into dataclasses and checked field by field."""
+"""The profile of a load test: a YAML file, read into dataclasses and checked by field."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import yaml
 from demo.tasks import TASKS
 
 POOL_FLAGS = ("block-size", "num-gpu-blocks-override")
-"""Flags of `vllm serve` that make the pools of two arms equal."""
+"""Flags of `vllm serve` that decide the size of the pool."""
 
 OWN_FLAGS = ("model", "host", "port", "served-model-name")
-"""Flags of `vllm serve` that are set here."""
+"""Flags of `vllm serve` that the load test sets."""
 
 GOODPUT = ("ttft", "tpot", "e2el")
 ONE_MESSAGE_TASKS = tuple(task for task in TASKS if task != "chat")
-"""`vllm bench serve` sends one message a request: no earlier turns with answers."""
+"""`vllm bench serve` sends one message per request, so no chats of several turns."""
 
 MAX_SOAK_SECONDS = 24 * 3600
 
@@ -35,12 +35,12 @@ class ProfileError(ValueError):
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests of one kind: `rates` of them a second, one after the other, `seconds` each."""
+    """Requests of one kind, sent at each of `rates` (requests a second) for `seconds`."""
 
     rates: tuple[float, ...]
     seconds: float
     output_tokens: int
-    """Of an answer: the most, or the mean where they vary."""
+    """Limit of an answer, or the mean where lengths are drawn."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rates", _numbers("rates", self.rates))
@@ -53,19 +53,19 @@ class Workload:
 
 @dataclass(frozen=True)
 class Random(Workload):
-    """`random-mm` of `vllm bench serve`: noise for images, lengths drawn around a mean."""
+    """Noise images and texts of random length: `random-mm` of `vllm bench serve`."""
 
     input_tokens: int = 48
-    """Of the text, without images."""
+    """Mean length of the text, without images."""
     spread: float = 0.5
-    """Lengths are even between (1 - spread) and (1 + spread) times the mean."""
+    """Lengths are uniform between (1 - spread) and (1 + spread) times the mean."""
     prefix_tokens: int = 0
-    """Tokens that begin the text of all requests."""
+    """Length of a text that all requests begin with."""
     images: int = 1
     image_size: int = 336
 
     natural_end = False
-    """Every answer has the length that was drawn for it."""
+    """Answers have the lengths that were drawn for them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,13 +82,13 @@ class Pages(Workload):
     """Drawn pages with questions (`demo/tasks.py`), sent as `custom_image`."""
 
     tasks: tuple[str, ...] = ("value",)
-    """In turn; `two_images` has twice the image tokens."""
+    """Tasks that requests cycle through; `two_images` has twice the image tokens."""
     questions_per_image: int = 1
-    """Above 1, so many requests in a row share an image, and with it their prefix."""
+    """Consecutive requests that share an image, and with it their prefix."""
     scales: tuple[int, ...] = (1,)
-    """In turn, pages are enlarged so many times, and are JPEG then: more tokens to most models."""
+    """Factors that pages are enlarged by, in turn; above 1 they are sent as JPEG."""
     natural_end: bool = True
-    """Whether answers end where the model ends them; else all have `output_tokens`."""
+    """Whether the model ends answers; otherwise all have `output_tokens`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -110,13 +110,13 @@ KINDS: dict[str, type[Random] | type[Pages]] = {"random": Random, "pages": Pages
 
 
 @dataclass(frozen=True)
-class Arm:
-    """One server under test: started here with flags of its own, or found at `url`."""
+class ServedArm:
+    """The server of one arm: started here with its own flags, or found at `url`."""
 
     serve: Mapping[str, Any] = field(default_factory=dict)
     url: str | None = None
     extra_body: Mapping[str, Any] = field(default_factory=dict)
-    """Goes into every request, as `{"vllm_xargs": {"kv_eviction": "none"}}`."""
+    """Fields added to every request, such as `{"vllm_xargs": {"kv_eviction": "none"}}`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "serve", _flags("serve", self.serve))
@@ -132,11 +132,11 @@ class Arm:
 
 @dataclass(frozen=True)
 class Soak:
-    """Runs of the workloads in turn for a bounded time, watching memory and blocks."""
+    """A soak: the workloads repeated for `seconds` while memory and blocks are watched."""
 
     seconds: float = 600
     max_growth_mib: float = 64
-    """The server's memory may grow by so much between the first and the last third."""
+    """Limit on the growth of the server's memory from the middle to the last third."""
 
     def __post_init__(self) -> None:
         _check_number("seconds", self.seconds)
@@ -147,27 +147,27 @@ class Soak:
 
 @dataclass(frozen=True)
 class Profile:
-    """A load test. The first arm is what the others are compared with."""
+    """A load test. The other arms are compared with the first."""
 
     name: str
     model: str
-    arms: dict[str, Arm]
+    arms: dict[str, ServedArm]
     workloads: dict[str, Random | Pages]
     served_model_name: str | None = None
     tokenizer: str | None = None
     serve: Mapping[str, Any] = field(default_factory=dict)
-    """Flags of `vllm serve` that all arms started here have."""
+    """Flags of `vllm serve` for all arms started here."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables of the servers and of `vllm bench serve`."""
+    """Environment variables of the servers and of `vllm bench serve`."""
     goodput: Mapping[str, float] = field(default_factory=dict)
-    """Milliseconds that a good request stays within."""
+    """Latency limits of a good request, in milliseconds."""
     seed: int = 0
     warmup_requests: int = 2
-    """Sent to each server before anything is measured."""
+    """Requests sent to each server before the measurement."""
     scrape_seconds: float = 0.5
     startup_seconds: float = 240
     drain_seconds: float = 30
-    """After a run, blocks and queues must be empty within this."""
+    """Time limit for blocks and queues to be empty after a load."""
     soak: Soak | None = None
 
     def __post_init__(self) -> None:
@@ -188,7 +188,7 @@ class Profile:
 
     @property
     def request_model(self) -> str:
-        """The model's name in requests."""
+        """Return the model's name in requests."""
         return self.served_model_name or self.model
 
     def _check_goodput(self) -> None:
@@ -233,10 +233,12 @@ class Profile:
 
     @classmethod
     def from_dict(cls, values: Any) -> Profile:
-        """Check all fields; `values` is what a YAML file holds."""
+        """Build a profile from the content of a YAML file, checking all fields."""
         values = dict(_mapping("", values))
         arms = _mapping("arms", values.get("arms"))
-        values["arms"] = {str(name): _build(Arm, arm, f"arms.{name}") for name, arm in arms.items()}
+        values["arms"] = {
+            str(name): _build(ServedArm, arm, f"arms.{name}") for name, arm in arms.items()
+        }
         workloads = _mapping("workloads", values.get("workloads"))
         values["workloads"] = {
             str(name): _workload(given, f"workloads.{name}") for name, given in workloads.items()
@@ -255,7 +257,7 @@ def _workload(given: Any, where: str) -> Random | Pages:
 
 
 def _build(cls: type[T], given: Any, where: str) -> T:
-    """Make a dataclass of a mapping; `where` is the path of its field."""
+    """Build a dataclass from a mapping; `where` is the path of its field."""
     values = _mapping(where, given) if given not in (None, {}) else {}
     prefix = f"{where}." if where else ""
     known = {field.name: field for field in fields(cls)}  # type: ignore[arg-type]
@@ -286,7 +288,7 @@ def _mapping(where: str, given: Any) -> Mapping[str, Any]:
 
 
 def _flags(where: str, given: Any) -> dict[str, Any]:
-    """Check flags of `vllm serve`, written without the leading dashes."""
+    """Return flags of `vllm serve` after checking them; names have no leading dashes."""
     if not isinstance(given, Mapping):
         raise ProfileError(f"{where} is {given!r}; give flags of vllm serve as `name: value`")
     for flag, value in given.items():

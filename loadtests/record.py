@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`results.json`: what was measured, and everything the report is written from."""
+"""`results.json`: all measurements, from which the report is written."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ COUNTERS = ("preemptions", "prefix_queries", "prefix_hits", "image_hits", "finis
 
 @dataclass(frozen=True)
 class Run:
-    """One load on one arm."""
+    """One load on one arm, with a sample list for each metric."""
 
     arm: str
     workload: str
     rate: float
     bench: dict[str, Any]
-    """What `vllm bench serve` measured."""
+    """Result of `vllm bench serve`, see `read_result`."""
     times: list[float]
-    """Seconds since the arm was ready, of every look at its `/metrics`."""
+    """Seconds since the arm was ready, of every sample of its `/metrics`."""
     running: list[float]
     waiting: list[float]
     kv_usage: list[float]
     memory_mib: list[float | None]
     counts: dict[str, float]
-    """How far counters went up during the run."""
+    """Increase of vLLM's counters during the run."""
     eviction: dict[str, float]
-    """The same of the plugin's own."""
+    """Increase of the plugin's counters."""
     drain_seconds: float
     idle: bool
-    """Whether nothing ran or waited and no block was in use in the end."""
+    """Whether nothing ran or waited and no block was in use at the end."""
     left: dict[str, float]
-    """Running and waiting requests and blocks in use in the end."""
+    """Running and waiting requests and blocks in use at the end."""
 
     @classmethod
     def of(
@@ -51,20 +51,20 @@ class Run:
         drained: tuple[float, Sample],
         ready: float,
     ) -> Run:
-        """Put together a run from the looks at the server; the last one is after it was drained."""
+        """Build a run from samples under load and `drained`, the result of `drain`."""
         first, (seconds, last) = samples[0], drained
-        looks = [*samples, last]
+        all_samples = [*samples, last]
         return cls(
             arm=arm,
             workload=workload,
             rate=rate,
             bench=bench,
-            times=[round(look.time - ready, 2) for look in looks],
-            running=[look.running for look in looks],
-            waiting=[look.waiting for look in looks],
-            kv_usage=[round(look.kv_usage, 4) for look in looks],
+            times=[round(s.time - ready, 2) for s in all_samples],
+            running=[s.running for s in all_samples],
+            waiting=[s.waiting for s in all_samples],
+            kv_usage=[round(s.kv_usage, 4) for s in all_samples],
             memory_mib=[
-                None if look.memory_mib is None else round(look.memory_mib, 1) for look in looks
+                None if s.memory_mib is None else round(s.memory_mib, 1) for s in all_samples
             ],
             counts={name: getattr(last, name) - getattr(first, name) for name in COUNTERS},
             eviction={n: v - first.eviction.get(n, 0.0) for n, v in last.eviction.items()},
@@ -80,7 +80,7 @@ class Run:
 
     @property
     def begin(self) -> int:
-        """The look before the first that saw a request: `vllm bench serve` takes time to start."""
+        """Return the sample before the first request: `vllm bench serve` takes time to start."""
         seen = [i for i, (r, w) in enumerate(zip(self.running, self.waiting, strict=True)) if r + w]
         return max(0, seen[0] - 1) if seen else 0
 
@@ -92,18 +92,18 @@ class Run:
 
 @dataclass
 class Record:
-    """One load test, as far as it got."""
+    """A load test, complete or interrupted."""
 
     profile: dict[str, Any]
     facts: dict[str, Any]
     arms: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Of each arm: command, pool, seconds to start, load of the machine before."""
+    """By arm: command, pool, seconds to start, load of the machine before."""
     runs: list[Run] = field(default_factory=list)
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(asdict(self), separators=(",", ":"))
-        # A run a line: short, and differences can be read.
+        # One line per run: short, and diffs are readable.
         text = text.replace('{"arm":', '\n{"arm":')
         (folder / FILE).write_text(text + "\n", encoding="utf-8")
 
@@ -114,7 +114,7 @@ class Record:
         return cls(**values)
 
     def of(self, arm: str | None = None, workload: str | None = None) -> list[Run]:
-        """The runs of an arm and a workload, in order."""
+        """Return the runs of an arm and a workload, in order."""
         return [
             run for run in self.runs if arm in (None, run.arm) and workload in (None, run.workload)
         ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report, written from the record alone."""
+"""The report of a load test, written from its record."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from loadtests import plots
-from loadtests.document import Block, Code, Heading, Items, Plot, Table, Text, write
 from loadtests.drift import Drift, drifts
 from loadtests.record import FILE, Record, Run
+from measure.document import Block, Code, Heading, Items, Plot, Table, Text, write
 
 
 def write_report(record: Record, folder: Path) -> None:
-    """Write `README.md`, `report.html` and the plots into `folder`."""
+    """Write `README.md`, `report.html` and the plots to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     blocks = _introduction(record)
     blocks += _soak(record, folder) if record.is_soak else _sweep(record, folder)
@@ -24,7 +24,7 @@ def write_report(record: Record, folder: Path) -> None:
 
 
 def failures(record: Record) -> list[str]:
-    """What must not be: requests that failed, blocks or requests left over, memory that grows."""
+    """Return the reasons to fail: failed requests, requests or blocks left over, growing memory."""
     found = []
     for run in record.runs:
         where = f"{run.arm}, {run.workload} at {run.rate:g}/s"
@@ -44,7 +44,7 @@ def failures(record: Record) -> list[str]:
 
 
 def memory_growth(runs: Sequence[Run]) -> float | None:
-    """MiB between the medians of the middle and of the last third of a soak.
+    """Return the growth of median memory from the middle to the last third of a soak, in MiB.
 
     The first third is left out, in which caches fill. None without figures, or with few.
     """
@@ -53,18 +53,18 @@ def memory_growth(runs: Sequence[Run]) -> float | None:
 
 
 def _memory_thirds(runs: Sequence[Run]) -> list[float] | None:
-    """The medians of three parts of equal time."""
-    looks = [
+    """Return the median memory of three parts of equal time, in MiB."""
+    samples = [
         (time, memory)
         for run in runs
         for time, memory in zip(run.times, run.memory_mib, strict=True)
         if memory is not None
     ]
-    if not looks:
+    if not samples:
         return None
-    begin, end = looks[0][0], looks[-1][0]
+    begin, end = samples[0][0], samples[-1][0]
     parts: list[list[float]] = [[], [], []]
-    for time, memory in looks:
+    for time, memory in samples:
         parts[min(2, int(3 * (time - begin) / max(end - begin, 1e-9)))].append(memory)
     return [statistics.median(part) for part in parts] if all(parts) else None
 
@@ -167,7 +167,7 @@ def _figures(record: Record) -> Table:
     header += ["tokens/s", "TTFT p50", "p90", "p99", "ITL p50", "p90", "p99", "E2E p50", "p99"]
     header += ["peak running", "waiting", "KV use", "preempted", "prefix hits"]
     runs = record.runs
-    if not record.is_soak:  # the arms of a load beside each other
+    if not record.is_soak:  # the arms of a load next to each other
         loads = list(dict.fromkeys((run.workload, run.rate) for run in runs))
         runs = sorted(runs, key=lambda run: loads.index((run.workload, run.rate)))
     rows = [_row(run, has_goodput) for run in runs]
@@ -175,7 +175,7 @@ def _figures(record: Record) -> Table:
 
 
 def _ratios(record: Record) -> list[Block]:
-    """Each arm beside the first."""
+    """Return the figures of the other arms as multiples of the first arm's."""
     measures = {
         "tokens/s": "output_throughput",
         "TTFT p50": "p50_ttft_ms",

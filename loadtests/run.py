@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m loadtests.run --profile FILE`: load on served endpoints, stock against evicting.
 
-Drives each arm of a profile with `vllm bench serve`, looks at its `/metrics` meanwhile, and writes
-one report: Markdown, a self-contained HTML page, and the figures as JSON.
+Drives each arm of a profile with `vllm bench serve`, samples its `/metrics` meanwhile, and writes a
+report as Markdown, as a self-contained HTML page, and as JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.metadata
 import os
 import platform
-import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -23,11 +21,13 @@ from typing import Any
 from tqdm import tqdm
 
 from loadtests.load import Load, plan, rounds, run_load, warm_up
-from loadtests.profile import Arm, Profile, ProfileError
+from loadtests.profile import Profile, ProfileError, ServedArm
 from loadtests.record import FILE, Record, Run
 from loadtests.report import failures, write_report
 from loadtests.scrape import Sample, Scraper, drain, scrape
-from loadtests.server import LoadTestError, Server, serving
+from loadtests.server import served
+from measure.facts import command_line, versions
+from measure.serving import Server, ServingError
 
 ROOT = Path(__file__).parents[1]
 OUTPUT = ROOT / "build" / "loadtest"
@@ -45,10 +45,10 @@ class LoadTest:
         self._started = time.monotonic()
 
     def run(self) -> None:
-        """Put every arm under load, one after the other.
+        """Load the arms one after the other.
 
         Raises:
-            LoadTestError: if a server or `vllm bench serve` fails, or the pools differ.
+            ServingError: if a server or `vllm bench serve` fails, or the pools differ.
         """
         self.logs.mkdir(parents=True, exist_ok=True)
         for name, arm in self.profile.arms.items():
@@ -56,7 +56,7 @@ class LoadTest:
             with self._bar(name) as bar:
                 bar.set_postfix_str("starting")
                 folder = self.logs / _file_name(name)
-                with serving(self.profile, arm, self.logs / f"{_file_name(name)}.log") as server:
+                with served(self.profile, arm, self.logs / f"{_file_name(name)}.log") as server:
                     self.record.arms[name] = {
                         "pool": self._pool(name, server),
                         "command": server.command,
@@ -67,14 +67,14 @@ class LoadTest:
                     warm_up(self.profile, arm, server)
                     self._load(name, arm, server, bar, folder)
 
-    def _load(self, name: str, arm: Arm, server: Server, bar: Progress, folder: Path) -> None:
+    def _load(self, name: str, arm: ServedArm, server: Server, bar: Progress, folder: Path) -> None:
         profile, ready = self.profile, time.monotonic()
         for load in self._loads(ready):
             bar.set_postfix_str(load.label)
             with Scraper(server, profile.scrape_seconds, bar.saw) as scraper:
                 bench = run_load(profile, arm, server, load, folder / _file_name(load.label))
             if not scraper.samples:
-                raise LoadTestError(f"{server.url}/metrics did not answer once during {load.label}")
+                raise ServingError(f"{server.url}/metrics did not answer once during {load.label}")
             drained = drain(server, profile.drain_seconds)
             self.record.runs.append(
                 Run.of(name, load.workload, load.rate, bench, scraper.samples, drained, ready)
@@ -83,12 +83,12 @@ class LoadTest:
             bar.end(load.requests)
 
     def _keep(self) -> None:
-        """Write what was measured so far: a failure later on does not lose it."""
+        """Write the record so far, so that a later failure does not lose it."""
         self.record.facts["seconds"] = round(time.monotonic() - self._started)
         self.record.write(self.output)
 
     def _loads(self, ready: float) -> Iterator[Load]:
-        """The loads of a sweep; those of a soak that begin before its time is over."""
+        """Yield the loads of a sweep, or those of a soak that fit into its time."""
         if self.profile.soak is None:
             yield from plan(self.profile)
             return
@@ -101,11 +101,11 @@ class LoadTest:
             longest = max(longest, time.monotonic() - begun)
 
     def _pool(self, name: str, server: Server) -> tuple[int, int] | None:
-        """The server's pool, which has to be that of the arms before."""
+        """Return the server's pool; raise if the arms before had another."""
         pool = scrape(server).pool
         for other, its in self.record.arms.items():
             if its["pool"] != pool:
-                raise LoadTestError(
+                raise ServingError(
                     f"arm {name} has {_words(pool)}, but {other} {_words(its['pool'])}; start both "
                     "with the same --num-gpu-blocks-override and --block-size"
                 )
@@ -119,12 +119,12 @@ class LoadTest:
 
 
 class Progress(tqdm):
-    """A bar of requests, moved by what the server says it has finished."""
+    """A bar of requests, moved by the server's count of finished ones."""
 
     done = 0
-    """Requests of ended loads."""
+    """Requests of earlier loads."""
     base: float | None = None
-    """What the server had finished when the load began."""
+    """The server's count when the load began."""
 
     def saw(self, sample: Sample) -> None:
         if self.base is None:
@@ -132,7 +132,7 @@ class Progress(tqdm):
         self._set(self.done + int(sample.finished - self.base))
 
     def end(self, requests: int) -> None:
-        """A load has ended."""
+        """Add the requests of a load that has ended."""
         self.done, self.base = self.done + requests, None
         self._set(self.done)
 
@@ -148,38 +148,31 @@ def _file_name(label: str) -> str:
     return "".join(c if c.isalnum() or c in ".-" else "_" for c in label)
 
 
-def facts(given: Sequence[str], note: str) -> dict[str, Any]:
-    """What a reader of the report has to know of how it came about."""
+def facts(module: str, given: Sequence[str], note: str) -> dict[str, Any]:
+    """Return how the record was made, for the reader of the report."""
     return {
-        "command": shlex.join(["python", "-m", "loadtests.run", *given]),
+        "command": command_line(module, given),
         "date": datetime.date.today().isoformat(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": versions(PACKAGES),
         "cores": os.cpu_count(),
         "machine": platform.machine(),
         "note": note,
     }
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a load test; returns the exit status."""
+    """Run a load test and return the exit status."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     parser = argparse.ArgumentParser(prog="python -m loadtests.run", description=__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--profile", type=Path, help="what to do: a file as in loadtests/profiles")
+    source.add_argument("--profile", type=Path, help="a profile, as in loadtests/profiles")
     source.add_argument(
-        "--report-only", type=Path, metavar="FOLDER", help=f"write the report of its {FILE} again"
+        "--report-only", type=Path, metavar="FOLDER", help=f"rewrite the report of its {FILE}"
     )
     parser.add_argument(
         "--output", type=Path, help="folder of the report (default: build/loadtest/NAME)"
     )
-    parser.add_argument("--note", default="", help="goes into the report: what else ran, say")
+    parser.add_argument("--note", default="", help="text for the report, such as what else ran")
     options = parser.parse_args(given)
     if options.report_only is not None:
         if not (options.report_only / FILE).exists():
@@ -191,10 +184,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ProfileError as error:
             parser.error(f"--profile {error}")
         output = options.output or OUTPUT / _file_name(profile.name)
-        record = Record(asdict(profile), facts(given, options.note))
+        record = Record(asdict(profile), facts("loadtests.run", given, options.note))
         try:
             LoadTest(profile, record, OUTPUT / _file_name(profile.name) / "logs", output).run()
-        except (LoadTestError, OSError) as error:
+        except (ServingError, OSError) as error:
             print(f"\nThe load test failed: {error}", file=sys.stderr)
             return _rest(record, output, 1)
         except KeyboardInterrupt:
@@ -208,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _rest(record: Record, output: Path, status: int) -> int:
-    """Say what is left of a test that did not end."""
+    """Say where the loads of an unfinished test are, and return `status`."""
     if record.runs:
         print(
             f"{len(record.runs)} loads are in {output / FILE}; "

@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server says of itself at `/metrics`, now and while it is under load."""
+"""Samples of a server's `/metrics`: one, or a series while it is under load."""
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from prometheus_client.parser import text_string_to_metric_families
-
-from loadtests.server import MIB, LoadTestError, Server
+from measure.serving import MIB, Server, ServingError, parse_samples
 
 SUMMED = {
     "vllm:num_requests_running": "running",
@@ -24,7 +20,7 @@ SUMMED = {
     "vllm:mm_cache_hits_total": "image_hits",
     "vllm:request_success_total": "finished",
 }
-"""Metrics that are added up over the engines of a server."""
+"""Metrics that are summed over the engines of a server."""
 
 USAGE = "vllm:kv_cache_usage_perc"
 POOL = "vllm:cache_config_info"
@@ -35,12 +31,12 @@ HELD = f"{EVICTION}blocks_held"
 
 @dataclass(frozen=True)
 class Sample:
-    """One look at `/metrics`."""
+    """The metrics of a server at one moment."""
 
     time: float
     """Seconds on this machine's monotonic clock."""
     kv_usage: float
-    """Share of the pool in use, of the fullest engine; cached blocks that are free do not count."""
+    """Share of the pool in use by requests, in the fullest engine."""
     running: float = 0
     waiting: float = 0
     preemptions: float = 0
@@ -50,11 +46,11 @@ class Sample:
     finished: float = 0
     memory_mib: float | None = None
     pool: tuple[int, int] | None = None
-    """Blocks of an engine, and slots of a block."""
+    """Blocks of an engine, slots of a block."""
     eviction: dict[str, float] = field(default_factory=dict)
-    """Counters of the plugin by their names, added up over their labels."""
+    """Counters of the plugin by name, summed over their labels."""
     blocks_held: float = 0
-    """By compressed requests, as the plugin says."""
+    """Blocks held by compressed requests, from the plugin's gauge."""
 
     @property
     def idle(self) -> bool:
@@ -62,33 +58,32 @@ class Sample:
 
 
 def parse(text: str, now: float, memory_mib: float | None = None) -> Sample:
-    """Read what `/metrics` answered.
+    """Read the text of `/metrics`.
 
     Raises:
-        LoadTestError: if it is not vLLM's.
+        ServingError: if it is not vLLM's.
     """
     sums = dict.fromkeys(SUMMED.values(), 0.0)
     usage: list[float] = []
     pool = None
     eviction: dict[str, float] = {}
     held = 0.0
-    for family in text_string_to_metric_families(text):
-        for name, labels, value, *_ in family.samples:
-            if name in SUMMED:
-                sums[SUMMED[name]] += value
-            elif name == USAGE:
-                usage.append(value)
-            elif name == POOL:
-                pool = (int(labels["num_gpu_blocks"]), int(labels["block_size"]))
-            elif name == MEMORY and memory_mib is None:
-                memory_mib = value / MIB
-            elif name == HELD:
-                held += value
-            elif name.startswith(EVICTION) and name.endswith("_total"):
-                short = name.removeprefix(EVICTION).removesuffix("_total")
-                eviction[short] = eviction.get(short, 0.0) + value
+    for name, labels, value, *_ in parse_samples(text):
+        if name in SUMMED:
+            sums[SUMMED[name]] += value
+        elif name == USAGE:
+            usage.append(value)
+        elif name == POOL:
+            pool = (int(labels["num_gpu_blocks"]), int(labels["block_size"]))
+        elif name == MEMORY and memory_mib is None:
+            memory_mib = value / MIB
+        elif name == HELD:
+            held += value
+        elif name.startswith(EVICTION) and name.endswith("_total"):
+            short = name.removeprefix(EVICTION).removesuffix("_total")
+            eviction[short] = eviction.get(short, 0.0) + value
     if not usage:
-        raise LoadTestError(f"/metrics has no {USAGE}; is this a vLLM server with statistics on?")
+        raise ServingError(f"/metrics has no {USAGE}; is this a vLLM server with statistics on?")
     return Sample(
         time=now,
         kv_usage=max(usage),
@@ -101,28 +96,23 @@ def parse(text: str, now: float, memory_mib: float | None = None) -> Sample:
 
 
 def scrape(server: Server) -> Sample:
-    """Look at the server now.
+    """Return a sample of the server.
 
     Raises:
         OSError: if it does not answer.
     """
-    request = urllib.request.Request(f"{server.url}/metrics")
-    if key := os.environ.get("OPENAI_API_KEY"):
-        request.add_header("Authorization", f"Bearer {key}")
-    with urllib.request.urlopen(request, timeout=10) as response:
-        text = response.read().decode()
-    return parse(text, time.monotonic(), server.memory_mib())
+    return parse(server.metrics(), time.monotonic(), server.memory_mib())
 
 
 class Scraper:
-    """Looks at the server again and again until the `with` block ends."""
+    """A thread that samples the server every `seconds` until the `with` block ends."""
 
     def __init__(
         self, server: Server, seconds: float, seen: Callable[[Sample], None] = lambda sample: None
     ) -> None:
         self.samples: list[Sample] = []
         self.misses = 0
-        """Times that `/metrics` did not answer."""
+        """Requests for `/metrics` that got no answer."""
         self._server = server
         self._seconds = seconds
         self._seen = seen
@@ -156,9 +146,9 @@ class Scraper:
 
 
 def drain(server: Server, seconds: float, step: float = 0.2) -> tuple[float, Sample]:
-    """Wait until nothing runs or waits and no block is in use; how long it took, and the last look.
+    """Wait until nothing runs or waits and no block is in use, for at most `seconds`.
 
-    The server is not idle then if it took longer than `seconds`.
+    Returns the seconds waited and the last sample, which is not idle if the time was over.
     """
     started = time.monotonic()
     while True:

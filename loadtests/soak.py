@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m loadtests.soak --minutes 30`: mixed traffic whose every answer is checked.
 
-Serves the demonstration model with a small pool and asks a fixed list of requests one by one; then
-the same requests arrive at random, all kinds beside each other, and each has to be answered as it
-was alone. Meanwhile memory, blocks and latency are watched. `vllm bench serve`, which drives the
-other load tests, does not look at answers.
+Serves the demonstration model with a small pool and asks a fixed list of requests one by one. Then
+the same requests arrive at random, all kinds mixed, and each must be answered as it was alone.
+Meanwhile memory, blocks and latency are watched. `vllm bench serve`, which drives the other load
+tests, does not compare answers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import json
 import os
 import random
 import re
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,29 +30,29 @@ from loadtests.mix import MIXES, Case, make_cases
 from loadtests.profile import Profile
 from loadtests.run import ROOT, facts
 from loadtests.scrape import Sample, Scraper, drain, scrape
-from loadtests.server import LoadTestError, Server, launched, said
 from loadtests.soak_report import write_report
 from loadtests.verdict import (
     ANSWERED,
     FAILED,
     FILE,
     LEFT,
-    Arm,
-    Look,
+    Moment,
     Soak,
+    SoakedArm,
     Token,
     Visit,
     compare,
     failures,
     undecided,
 )
+from measure.serving import Server, ServingError, log_errors, serving
 
 OUTPUT = ROOT / "build" / "soak"
-# Rounding differs from batch to batch. In float32 it hardly ever changes a greedy token.
+# Rounding differs between batches. In float32 it hardly ever changes a greedy token.
 SERVE = [
     *("serve", os.path.relpath(MODEL), "--served-model-name", "demo", "--dtype", "float32"),
     *("--block-size", "32", "--max-model-len", "1536"),
-    # Prompts are cut, and several prefill at once.
+    # Prompts are split into chunks, and several prefill at once.
     *("--max-num-batched-tokens", "512", "--long-prefill-token-threshold", "256"),
     *("--max-num-seqs", "16", "--enforce-eager", "--mm-processor-cache-gb", "0.1"),
 ]
@@ -61,16 +60,16 @@ EVICTING = ["--kv-eviction", "tgv", "--kv-eviction-budget", "0.1"]
 EVICTING += ["--kv-eviction-config", json.dumps({"methods": MIXES})]
 STOCK_ARM, EVICTING_ARM = "stock", "evicting"
 POOL_BLOCKS = {
-    # Four whole prompts: requests wait, and some are preempted.
+    # Room for four whole prompts: requests wait, and some are preempted.
     EVICTING_ARM: 80,
-    # All that is in flight: stock vLLM 0.32 ends when a request with an image is preempted that had
-    # begun with a prefix-cache hit (docs/compatibility.md), which takes this traffic half a minute.
+    # Room for all requests in flight: stock vLLM 0.32 ends when it preempts a request with an image
+    # that began with a prefix-cache hit (docs/compatibility.md), within half a minute here.
     STOCK_ARM: 640,
 }
 
 STREAMED = 0.5
 LEAVING = 0.1
-"""Share of clients that go away before their answer is complete."""
+"""Share of clients that leave before their answer is complete."""
 ANSWER_SECONDS = 300.0
 DRAIN_SECONDS = 30.0
 SCRAPE_SECONDS = 2.0
@@ -79,28 +78,28 @@ LOG_ERROR = re.compile(r"\bERROR\b|\bCRITICAL\b|Traceback|Integrity")
 
 @dataclass(frozen=True)
 class Plan:
-    """How one of the requests is asked."""
+    """How one request of the traffic is sent."""
 
     case: int
     is_streamed: bool
     leaves_after: float | None = None
-    """Tokens of a stream, or seconds, after which its client goes away."""
+    """Tokens of a stream, or seconds without stream, after which the client leaves."""
 
 
 def plans(num_cases: int, seed: int) -> Iterator[Plan]:
-    """All cases in a random order, and again, for ever: the mix is equal at any time."""
+    """Yield all cases in random order, again and again, so that the mix stays constant."""
     rng = random.Random(seed)
     while True:
         for case in rng.sample(range(num_cases), num_cases):
             is_streamed = rng.random() < STREAMED
             leaves = rng.random() < LEAVING
-            # What it has heard, or else when: also before the first token.
+            # Tokens heard, or seconds: a client may also leave before the first token.
             after = float(rng.randint(0, 30)) if is_streamed else rng.uniform(0, 2)
             yield Plan(case, is_streamed, after if leaves else None)
 
 
 class Client:
-    """Asks one server."""
+    """A client of one server."""
 
     def __init__(self, url: str, cases: Sequence[Case], evicting: bool) -> None:
         self._openai = openai.AsyncOpenAI(
@@ -113,7 +112,7 @@ class Client:
         await self._openai.close()
 
     async def ask(self, plan: Plan, heard: list[Token]) -> bool:
-        """Add the tokens of the answer to `heard` as they come; whether all of them have.
+        """Add the tokens of the answer to `heard`; return whether it is complete.
 
         Raises:
             openai.OpenAIError: if there is no answer.
@@ -136,7 +135,7 @@ class Client:
             await stream.close()
 
     async def all_alone(self) -> list[list[Token]]:
-        """The answers to all cases, one after the other."""
+        """Ask all cases one after the other and return the answers."""
         answers: list[list[Token]] = []
         for case in range(self.num_cases):
             answers.append([])
@@ -154,7 +153,7 @@ def _tokens(choice: Any) -> list[Token]:
 
 
 class Traffic:
-    """Requests that arrive as a Poisson process, so many at a time at most."""
+    """Requests that arrive as a Poisson process, with a limit on those in flight."""
 
     def __init__(
         self,
@@ -173,13 +172,13 @@ class Traffic:
         self._begin = 0.0
 
     async def run(self, seconds: float, bar: tqdm) -> None:
-        """Send requests for so long, or until the server ends, and wait for the last answer."""
+        """Send requests for `seconds`, or until the server ends, and wait for the last answer."""
         rng, places = random.Random(self._seed + 1), asyncio.Semaphore(self._in_flight)
         self._begin = time.monotonic()
         arrival = self._begin
         tasks: set[asyncio.Task[None]] = set()
         for plan in plans(self._client.num_cases, self._seed):
-            # Where all places are taken, the next one waits, and those behind it.
+            # If all places are taken, this and all later requests wait.
             arrival = max(arrival + rng.expovariate(self._rate), time.monotonic())
             if arrival - self._begin > seconds or not self._is_alive():
                 break
@@ -187,7 +186,8 @@ class Traffic:
             await places.acquire()
             task = asyncio.create_task(self._visit(plan, bar))
             tasks.add(task)
-            task.add_done_callback(lambda done: (tasks.discard(done), places.release()))
+            task.add_done_callback(tasks.discard)
+            task.add_done_callback(lambda _: places.release())
         await asyncio.gather(*tasks)
 
     async def _visit(self, plan: Plan, bar: tqdm) -> None:
@@ -219,29 +219,29 @@ class Traffic:
         bar.update()
 
 
-async def soak_arm(server: Server, name: str, cases: Sequence[Case], options: Any) -> Arm:
-    """Ask alone, ask mixed, ask alone again; what came of it.
+async def soak_arm(server: Server, name: str, cases: Sequence[Case], options: Any) -> SoakedArm:
+    """Ask each case alone, then mixed traffic, then each alone again; return the record.
 
     Raises:
-        openai.OpenAIError: if a request fails that is alone.
+        openai.OpenAIError: if a request that is alone fails.
         OSError: if the server has ended.
     """
     client = Client(server.url, cases, evicting=name == EVICTING_ARM)
     seconds = 60 * options.minutes
-    arm = Arm(server.command or "", scrape(server).pool, seconds)
+    arm = SoakedArm(server.command or "", scrape(server).pool, seconds)
     expected = await client.all_alone()
     traffic = Traffic(client, expected, server.is_alive, options)
     begin = time.monotonic()
     with tqdm(desc=name, unit=" requests") as bar, Scraper(server, SCRAPE_SECONDS) as scraper:
         await traffic.run(seconds, bar)
-    # In a thread: connections of clients that went away are closed meanwhile.
+    # In a thread: meanwhile the event loop closes connections of clients that left.
     await asyncio.to_thread(drain, server, DRAIN_SECONDS)
     again = await client.all_alone()
     arm.visits = traffic.visits
     arm.afterwards = [
         compare(right, answer, whole=True) for right, answer in zip(expected, again, strict=True)
     ]
-    arm.looks = [_look(sample, begin) for sample in scraper.samples]
+    arm.moments = [_moment(sample, begin) for sample in scraper.samples]
     _, last = await asyncio.to_thread(drain, server, DRAIN_SECONDS)
     arm.left = {
         "running": last.running,
@@ -254,9 +254,9 @@ async def soak_arm(server: Server, name: str, cases: Sequence[Case], options: An
     return arm
 
 
-def _look(sample: Sample, begin: float) -> Look:
+def _moment(sample: Sample, begin: float) -> Moment:
     assert sample.memory_mib is not None  # the server was started here
-    return Look(
+    return Moment(
         time=round(sample.time - begin, 1),
         memory_mib=round(sample.memory_mib, 1),
         kv_usage=round(sample.kv_usage, 3),
@@ -266,38 +266,44 @@ def _look(sample: Sample, begin: float) -> Look:
 
 
 def errors_in(log: Path) -> list[str]:
-    """Lines that tell of an error."""
+    """Return the lines that report an error."""
     lines = log.read_text(errors="replace").splitlines()
     return [line for line in lines if LOG_ERROR.search(line)]
 
 
 def run(options: Any, soak: Soak, cases: Sequence[Case]) -> None:
-    """Soak our server, and then a stock one if that is asked for; fills the record.
+    """Soak our server, then a stock one with `--stock`, and fill the record.
 
     Raises:
-        LoadTestError: if a server does not come up, or ends, or a request that is alone fails.
+        ServingError: if a server does not start, or ends, or refuses a request that is alone.
     """
-    # Variables of a small CPU machine, as the other soak has them.
+    # Environment variables for a small CPU machine, as in the other soak.
     profile = Profile.read(ROOT / "loadtests" / "profiles" / "soak.yaml")
-    environment = {**os.environ, **dict(profile.environment)}
     arms = {EVICTING_ARM: [*SERVE, *EVICTING], **({STOCK_ARM: SERVE} if options.stock else {})}
     options.output.mkdir(parents=True, exist_ok=True)
     for name, arguments in arms.items():
         pool = ["--num-gpu-blocks-override", str(POOL_BLOCKS[name])]
         log = OUTPUT / f"{name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        with launched([*arguments, *pool], environment, log, profile.startup_seconds) as server:
+        with serving(
+            [*arguments, *pool],
+            log,
+            environment=profile.environment,
+            start_seconds=profile.startup_seconds,
+        ) as server:
             try:
                 soak.arms[name] = asyncio.run(soak_arm(server, name, cases, options))
             except (openai.OpenAIError, OSError) as error:
                 what = "refused a request that was alone" if server.is_alive() else "ended"
-                raise LoadTestError(f"the {name} server {what}: {error}; {said(log)}") from error
+                raise ServingError(
+                    f"the {name} server {what}: {error}; {log_errors(log)}"
+                ) from error
             soak.arms[name].log_errors = errors_in(log)
         soak.write(options.output)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a soak; returns the exit status."""
+    """Run a soak and return the exit status."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     options = parse(given)
     if options.report_only is not None:
@@ -305,15 +311,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.output = options.report_only
     else:
         cases = make_cases()
-        about = facts(given, options.note)
-        about["command"] = shlex.join(["python", "-m", "loadtests.soak", *given])
+        about = facts("loadtests.soak", given, options.note)
         about["machine_load_before"] = round(os.getloadavg()[0], 2)
         about |= {"rate": options.rate, "in_flight": options.in_flight}
         soak = Soak(about, [case.kind for case in cases])
         soak.control = STOCK_ARM if options.stock else None
         try:
             run(options, soak, cases)
-        except (LoadTestError, OSError) as error:
+        except (ServingError, OSError) as error:
             print(f"\nThe soak failed: {error}", file=sys.stderr)
             return 1
     write_report(soak, options.output)
@@ -326,19 +331,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(given: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m loadtests.soak", description=__doc__)
     parser.add_argument("--minutes", type=_positive, default=30, help="of traffic (default: 30)")
     parser.add_argument(
-        "--stock", action="store_true", help="a stock server after ours, for as long: the control"
+        "--stock", action="store_true", help="then a stock server for as long: the control"
     )
     parser.add_argument("--rate", type=_positive, default=2, help="requests a second (default: 2)")
     parser.add_argument("--in-flight", type=_count, default=12, help="at most (default: 12)")
-    parser.add_argument("--seed", type=int, default=0, help="of order and arrivals")
+    parser.add_argument("--seed", type=int, default=0, help="of order and arrival times")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of the report")
-    parser.add_argument("--note", default="", help="goes into the report: what else ran, say")
+    parser.add_argument("--note", default="", help="text for the report, such as what else ran")
     parser.add_argument(
-        "--report-only", type=Path, metavar="FOLDER", help=f"write the report of its {FILE} again"
+        "--report-only", type=Path, metavar="FOLDER", help=f"rewrite the report of its {FILE}"
     )
     return parser.parse_args(given)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of a soak, written from its record alone."""
+"""The report of a soak, written from its record."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from evaluation.statistics import Estimate
-from loadtests.document import Block, Code, Heading, Items, Plot, Table, Text, write
 from loadtests.plots import draw_watched
 from loadtests.verdict import (
     ANSWERED,
@@ -16,18 +14,20 @@ from loadtests.verdict import (
     FILE,
     LEFT,
     LIMITS,
-    Arm,
     Comparison,
     Soak,
+    SoakedArm,
     failures,
     undecided,
 )
+from measure.document import Block, Code, Heading, Items, Plot, Table, Text, write
+from measure.statistics import Estimate
 
 PLOT = "watched.svg"
 
 
 def write_report(soak: Soak, folder: Path) -> None:
-    """Write `README.md`, `report.html` and the plot into `folder`."""
+    """Write `README.md`, `report.html` and the plot to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     draw_watched(soak, folder / PLOT)
     facts = soak.facts
@@ -93,7 +93,7 @@ def _answers(soak: Soak) -> Table:
     header += ["near ties", "largest drift", "preemptions", "most at a time", "evictions"]
     rows = []
     for name, arm in soak.arms.items():
-        looks = arm.looks
+        moments = arm.moments
         rows.append(
             [
                 name,
@@ -103,8 +103,8 @@ def _answers(soak: Soak) -> Table:
                 str(len(arm.wrong)),
                 str(len(arm.ties)),
                 f"{arm.drift:.1e}",
-                f"{looks[-1].preemptions - looks[0].preemptions:.0f}" if looks else "",
-                f"{max((look.running for look in looks), default=0):.0f}",
+                f"{moments[-1].preemptions - moments[0].preemptions:.0f}" if moments else "",
+                f"{max((moment.running for moment in moments), default=0):.0f}",
                 f"{arm.eviction.get('requests', 0):.0f}",
             ]
         )
@@ -155,8 +155,8 @@ def _watched(soak: Soak) -> Table:
             *_latency(arm),
             _interval(arm.slowdown(), ".3f"),
             f"{LIMITS.slowdown:g}",
-            f"{statistics.fmean([look.kv_usage for look in arm.looks] or [0]):.0%}",
-            f"{max((look.kv_usage for look in arm.looks), default=0):.0%}",
+            f"{statistics.fmean([moment.kv_usage for moment in arm.moments] or [0]):.0%}",
+            f"{max((moment.kv_usage for moment in arm.moments), default=0):.0%}",
             f"{arm.left['kv_usage']:.0%}",
         ]
         for name, arm in soak.arms.items()
@@ -164,13 +164,13 @@ def _watched(soak: Soak) -> Table:
     return Table(header, rows)
 
 
-def _memory(arm: Arm) -> list[str]:
-    if not arm.looks:
+def _memory(arm: SoakedArm) -> list[str]:
+    if not arm.moments:
         return ["", ""]
-    return [f"{arm.looks[place].memory_mib:.0f} MiB" for place in (0, -1)]
+    return [f"{arm.moments[place].memory_mib:.0f} MiB" for place in (0, -1)]
 
 
-def _latency(arm: Arm) -> list[str]:
+def _latency(arm: SoakedArm) -> list[str]:
     seconds = [visit.seconds for visit in arm.ended(ANSWERED)]
     return [f"{statistics.median(seconds):.2f} s" if seconds else ""]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a soak recorded, and what is said of it: answers, blocks, memory and latency."""
+"""The record of a soak, and the verdict on its answers, blocks, memory and latency."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from evaluation.statistics import CONFIDENCE_Z, RESAMPLES, SEED, Estimate
+from measure.statistics import CONFIDENCE_Z, RESAMPLES, SEED, Estimate
 
 FILE = "results.json"
 STRETCHES = 20
-"""Parts of a third of the time that the bootstrap draws: requests beside each other are alike."""
+"""Stretches per third of the time, the bootstrap's units: close requests are correlated."""
 
 ANSWERED, LEFT, FAILED = "answered", "left", "failed"
-"""How a request ended: as it should, because its client went away, or otherwise."""
+"""How a request ended: completely, because its client left, or with an error."""
 
 
 @dataclass(frozen=True)
 class Limits:
+    """Limits of a soak that passes."""
+
     tie: float = 1e-3
-    """Two tokens whose log-probabilities differ by less may change places."""
+    """Two tokens whose log-probabilities differ by less may be exchanged."""
     drift: float = 1e-3
-    """Log-probabilities of equal tokens differ by less than this."""
+    """Largest difference of log-probabilities of equal tokens."""
     growth: float = 60.0
-    """MiB an hour."""
+    """Of memory, in MiB per hour."""
     slowdown: float = 1.1
-    """Latency in the last third of the time to that in the first."""
+    """Ratio of latency in the last third of the time to the first."""
     seconds: float = 600
-    """What is shorter says nothing of growth and slowdown: caches fill, allocators find their
-    size."""
+    """Shorter soaks leave growth and slowdown undecided: caches still fill."""
 
 
 LIMITS = Limits()
@@ -52,14 +53,15 @@ class Token(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """An answer beside the one that was expected."""
+    """The difference between an answer and the expected one."""
 
     drift: float
-    """Largest difference of log-probabilities, as far as the tokens are equal."""
+    """Largest difference of log-probabilities before the tokens differ."""
     differs_at: int | None = None
-    """The first token that is another, or missing, or too much."""
+    """Index of the first token that differs, is missing or is surplus."""
     gap: float | None = None
-    """How far the two tokens are apart, the larger one of the two answers; None: very far."""
+    """Difference of the two tokens' log-probabilities, the larger of both answers; None if
+    one of them is not among the rivals."""
 
     def is_tie(self, limits: Limits = LIMITS) -> bool:
         return self.gap is not None and self.gap < limits.tie
@@ -70,7 +72,7 @@ class Comparison:
 
 
 def compare(expected: Sequence[Token], heard: Sequence[Token], whole: bool) -> Comparison:
-    """Compare an answer with the expected one; `whole` is false where its client went away."""
+    """Compare an answer with the expected one; `whole` is false if its client left early."""
     drift = 0.0
     for index, (right, token) in enumerate(zip(expected, heard, strict=False)):
         if right.token != token.token:
@@ -100,16 +102,17 @@ class Visit:
     is_streamed: bool
     num_tokens: int
     comparison: Comparison | None
-    """None where it failed."""
+    """None if the request failed."""
     error: str = ""
 
     def __post_init__(self) -> None:
-        if isinstance(self.comparison, list):  # from a file
-            object.__setattr__(self, "comparison", Comparison(*self.comparison))
+        given: Any = self.comparison
+        if isinstance(given, list):  # from a file
+            object.__setattr__(self, "comparison", Comparison(*given))
 
 
 @dataclass(frozen=True)
-class Look:
+class Moment:
     """The server at one moment of the mixed traffic."""
 
     time: float
@@ -121,23 +124,23 @@ class Look:
 
 
 @dataclass
-class Arm:
-    """What happened to one server."""
+class SoakedArm:
+    """One server's part of a soak."""
 
     command: str
     pool: tuple[int, int] | None
     seconds: float
-    """Of mixed traffic."""
+    """Duration of the mixed traffic."""
     visits: list[Visit] = field(default_factory=list)
     afterwards: list[Comparison] = field(default_factory=list)
-    """Every case once more, alone, when the traffic is over."""
-    looks: list[Look] = field(default_factory=list)
+    """Every case asked alone after the traffic."""
+    moments: list[Moment] = field(default_factory=list)
     left: dict[str, float] = field(default_factory=dict)
-    """Requests that run or wait and blocks in use in the end; all have to be 0."""
+    """Running and waiting requests and blocks in use at the end; all must be 0."""
     eviction: dict[str, float] = field(default_factory=dict)
     """Counters of the plugin."""
     log_errors: list[str] = field(default_factory=list)
-    """Lines of the server's log that tell of an error."""
+    """Lines of the server's log that report an error."""
 
     @property
     def wrong(self) -> list[Comparison]:
@@ -159,19 +162,19 @@ class Arm:
         return [visit for visit in self.visits if visit.ended == how]
 
     def growth(self) -> Estimate | None:
-        """MiB an hour over the last two thirds; None with too few looks."""
-        late = [look for look in self.looks if look.time >= self.seconds / 3]
+        """Return MiB per hour over the last two thirds; None with too few samples."""
+        late = [moment for moment in self.moments if moment.time >= self.seconds / 3]
         if len(late) < 10:
             return None
-        return slope([look.time / 3600 for look in late], [look.memory_mib for look in late])
+        return slope([moment.time / 3600 for moment in late], [m.memory_mib for m in late])
 
     def slowdown(self) -> Estimate | None:
-        """Latency in the last third to that in the first, at equal mix; None with too few."""
+        """Return the ratio of latencies, last third to first; None with too few requests."""
         return slowdown(self.ended(ANSWERED), self.seconds)
 
 
 def slope(times: Sequence[float], values: Sequence[float]) -> Estimate:
-    """Least squares with a 95 % interval, wider where what is left goes on from look to look."""
+    """Return the slope of least squares; its interval allows for autocorrelated residuals."""
     x, y = np.asarray(times, np.float64), np.asarray(values, np.float64)
     x = x - x.mean()
     steepness = float(x @ y / (x @ x))
@@ -179,7 +182,7 @@ def slope(times: Sequence[float], values: Sequence[float]) -> Estimate:
     power = float(rest @ rest)
     if power == 0:
         return Estimate(steepness, steepness, steepness)
-    # First-order autocorrelation: as if there were (1 - r) / (1 + r) times as many looks.
+    # First-order autocorrelation r leaves (1 - r) / (1 + r) times as many independent values.
     again = min(max(float(rest[1:] @ rest[:-1]) / power, 0.0), 0.99)
     error = math.sqrt(power / (len(x) - 2) / float(x @ x) * (1 + again) / (1 - again))
     half = CONFIDENCE_Z * error
@@ -187,10 +190,10 @@ def slope(times: Sequence[float], values: Sequence[float]) -> Estimate:
 
 
 def slowdown(visits: Sequence[Visit], seconds: float) -> Estimate | None:
-    """Ratio of medians, last third to first, of latencies over their case's own median.
+    """Return the ratio of median latencies, last third to first, each over its case's median.
 
-    So a case that one third has more of than the other does not count as a change. The interval is
-    that of a bootstrap over short stretches of time.
+    Dividing by the case's median removes differences in the mix. The interval is that of a
+    bootstrap over short stretches of time.
     """
     by_case: dict[int, list[float]] = {}
     for visit in visits:
@@ -216,25 +219,25 @@ def slowdown(visits: Sequence[Visit], seconds: float) -> Estimate | None:
     return Estimate(ratio, float(low), float(high))
 
 
-ROWS = {"visits": Visit, "afterwards": Comparison, "looks": Look}
+ROWS = {"visits": Visit, "afterwards": Comparison, "moments": Moment}
 
 
 @dataclass
 class Soak:
-    """A soak, as far as it got."""
+    """A soak, complete or interrupted."""
 
     facts: dict[str, Any]
     kinds: list[str]
-    """Of each case."""
-    arms: dict[str, Arm] = field(default_factory=dict)
+    """Kind of each case."""
+    arms: dict[str, SoakedArm] = field(default_factory=dict)
     control: str | None = None
-    """The stock server's arm, if there is one."""
+    """Name of the stock server's arm, if there is one."""
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         values = asdict(self)
         for name, arm in self.arms.items():
-            for part in ROWS:  # names for each of thousands would be most of the file
+            for part in ROWS:  # field names for thousands of rows would be most of the file
                 values["arms"][name][part] = [astuple(row) for row in getattr(arm, part)]
         text = json.dumps(values, separators=(",", ":"))
         (folder / FILE).write_text(text + "\n", encoding="utf-8")
@@ -246,12 +249,12 @@ class Soak:
             arm["pool"] = arm["pool"] and tuple(arm["pool"])
             for part, kind in ROWS.items():
                 arm[part] = [kind(*row) for row in arm[part]]
-        values["arms"] = {name: Arm(**arm) for name, arm in values["arms"].items()}
+        values["arms"] = {name: SoakedArm(**arm) for name, arm in values["arms"].items()}
         return cls(**values)
 
 
 def failures(soak: Soak, limits: Limits = LIMITS) -> list[str]:
-    """What must not be. Memory and latency of the control are vLLM's own and fail nothing."""
+    """Return the reasons to fail; the control's memory and latency are vLLM's and fail nothing."""
     return [
         f"{name}: {what}"
         for name, arm in soak.arms.items()
@@ -260,7 +263,7 @@ def failures(soak: Soak, limits: Limits = LIMITS) -> list[str]:
 
 
 def undecided(soak: Soak, limits: Limits = LIMITS) -> list[str]:
-    """What the soak was too short, or the machine too busy, to tell."""
+    """Return what the soak was too short, or the machine too noisy, to decide."""
     found = []
     for name, arm in soak.arms.items():
         for what, estimate, limit in _trends(arm, limits):
@@ -271,7 +274,7 @@ def undecided(soak: Soak, limits: Limits = LIMITS) -> list[str]:
     return found
 
 
-def _broken(arm: Arm) -> list[str]:
+def _broken(arm: SoakedArm) -> list[str]:
     found = []
     if lost := arm.ended(FAILED):
         reasons = "; ".join(dict.fromkeys(visit.error for visit in lost))
@@ -288,18 +291,18 @@ def _broken(arm: Arm) -> list[str]:
     return found
 
 
-def _drifted(soak: Soak, arm: Arm, limits: Limits) -> list[str]:
+def _drifted(soak: Soak, arm: SoakedArm, limits: Limits) -> list[str]:
     control = soak.arms.get(soak.control or "")
     others = [None] * 2 if control is None else [e for _, e, _ in _trends(control, limits)]
     return [
         f"{what}: {estimate.mean:.3g} [{estimate.low:.3g}, {estimate.high:.3g}], limit {limit:g}"
         for (what, estimate, limit), other in zip(_trends(arm, limits), others, strict=True)
-        # What stock does as well is not ours.
+        # Growth that stock vLLM shows as well is not ours.
         if estimate is not None and estimate.low > max(limit, other.high if other else limit)
     ]
 
 
-def _trends(arm: Arm, limits: Limits) -> list[tuple[str, Estimate | None, float]]:
+def _trends(arm: SoakedArm, limits: Limits) -> list[tuple[str, Estimate | None, float]]:
     is_long = arm.seconds >= limits.seconds
     return [
         ("memory grows (MiB an hour)", arm.growth() if is_long else None, limits.growth),

@@ -136,8 +136,8 @@ def pretend(
     monkeypatch.setattr(flash_attn, "reshape_and_cache_flash", write_cache, raising=False)
     monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda *args, **kwargs: 2)
     worker = f"{worker_cls.__module__}.{worker_cls.__qualname__}"
-    kernels = platforms._CUDA.decode_kernels
-    monkeypatch.setattr(platforms, "_CPU", platforms.Platform(worker, "CPU_ATTN", kernels))
+    kernels = platforms.CUDA.decode_kernels
+    monkeypatch.setattr(platforms, "CPU", platforms.Platform(worker, "CPU_ATTN", kernels))
 
 
 def schedule_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

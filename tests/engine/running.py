@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,22 +12,19 @@ from typing import Any
 
 import torch
 from PIL import Image
-from vllm import LLM, SamplingParams
-from vllm.distributed import cleanup_dist_env_and_memory
+from vllm import SamplingParams
 
+from measure.engines import LocalLLM
 from oracle.emulation import Eviction, Oracle, Selection
-from vllm_tgvkv.config import CONFIG_KEY
-from vllm_tgvkv.evictor import Evictor
 from vllm_tgvkv.integrity import check_integrity
-from vllm_tgvkv.scheduler import EvictionScheduler
 
-# The scheduler and the worker in this process: tests look into both.
+# Tests inspect the scheduler and the worker, so both run in this process.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: a prompt text with image placeholders, its images, and what is wished."""
+    """One request: a prompt text with image placeholders, its images, and its options."""
 
     text: str
     images: tuple[Image.Image, ...] = ()
@@ -52,11 +48,10 @@ class Ask:
         )
 
 
-class Engine:
-    """One `LLM`, with or without eviction."""
+class Engine(LocalLLM):
+    """An engine that recounts every block after every step if it evicts."""
 
     def __init__(self, folder: Path, eviction: Mapping[str, Any] | None, **options: Any) -> None:
-        additional = {} if eviction is None else {CONFIG_KEY: eviction}
         defaults: dict[str, Any] = {
             "dtype": "float32",
             "enforce_eager": True,
@@ -66,43 +61,32 @@ class Engine:
             "num_gpu_blocks_override": 256,
             "enable_prefix_caching": False,
             "limit_mm_per_prompt": {"image": 4},
-            "disable_log_stats": True,
         }
-        self.llm = LLM(model=str(folder), additional_config=additional, **(defaults | options))
-        self.engine = self.llm.llm_engine
-        core: Any = self.engine.engine_core
-        self.core = core.engine_core
+        super().__init__(folder, eviction, **(defaults | options))
         self.evicts = eviction is not None
         self._next_id = 0
 
     @property
-    def scheduler(self) -> EvictionScheduler:
-        return self.core.scheduler
-
-    @property
-    def evictor(self) -> Evictor:
-        return self.core.model_executor.driver_worker.worker.evictor
-
-    @property
     def counters(self) -> dict[str, Any]:
+        """Return the scheduler's counters by name."""
         return self.scheduler.eviction_counters.as_dict()
 
     def add(self, ask: Ask) -> str:
-        """Submit a request; returns the id that outputs carry."""
+        """Submit a request and return the id of its outputs."""
         self._next_id += 1
         name = f"r{self._next_id}"
         self.engine.add_request(name, ask.prompt(), ask.sampling())
         return name
 
     def step(self) -> list[Any]:
-        """Run one step; with eviction every block is recounted afterwards."""
+        """Run one step; with eviction, recount every block afterwards."""
         outputs = self.engine.step()
         if self.evicts:
             check_integrity(self.scheduler)
         return outputs
 
     def run(self, asks: Sequence[Ask]) -> list[Any]:
-        """Serve requests that arrive at their steps; returns their final outputs in order."""
+        """Serve requests that arrive at their steps; return their final outputs in order."""
         names: list[str | None] = [None] * len(asks)
         finished: dict[str, Any] = {}
         step = 0
@@ -116,26 +100,29 @@ class Engine:
         return [finished[name] for name in names if name is not None]
 
     def tokens(self, asks: Sequence[Ask]) -> list[list[int]]:
-        """Greedy tokens of each request."""
+        """Serve requests and return their greedy tokens."""
         return [list(output.outputs[0].token_ids) for output in self.run(asks)]
 
     def kept(self, request_id: str, num_tokens: int) -> torch.Tensor | None:
-        """Prompt positions a request kept, bool [L, H, P] with the tail; None if not evicted."""
-        # vLLM adds a random suffix to the ids it is given.
+        """Return the prompt positions a request kept, bool [L, H, P]; None if it was not evicted.
+
+        The tail counts as kept.
+        """
+        # vLLM appends a random suffix to ids.
         found = [k for k in self.evictor.kept if k.request_id.rsplit("-", 1)[0] == request_id]
         if not found:
             return None
         shape = self.evictor.shape
         mask = torch.zeros(shape.num_pairs, num_tokens, dtype=torch.bool)
         pair = torch.repeat_interleave(torch.arange(shape.num_pairs), found[-1].counts.flatten())
-        # A guard may have dealt fewer pages than it was given.
+        # A guard may have dealt fewer pages than it had.
         mask[pair[:, None], found[-1].positions[: len(pair)].long()] = True
         mask[:, num_tokens // shape.block_size * shape.block_size :] = True
         return mask.view(shape.num_layers, shape.num_heads, num_tokens)
 
     def assert_empty(self) -> None:
-        """Every block is back in the pool and nothing is remembered of any request."""
-        self.engine.step()  # the worker hears of the last requests' end
+        """Assert that every block is back in the pool and no request has state left."""
+        self.engine.step()  # tells the worker that the last requests ended
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
         if self.evicts:
@@ -143,18 +130,12 @@ class Engine:
             assert not self.scheduler._manager.compressions
             assert not self.scheduler._candidates
 
-    def close(self) -> None:
-        self.core.shutdown()
-        del self.llm, self.engine, self.core
-        gc.collect()
-        cleanup_dist_env_and_memory()
-
 
 @contextmanager
 def engine(
     folder: Path, eviction: Mapping[str, Any] | None = None, **options: Any
 ) -> Iterator[Engine]:
-    """An engine that is shut down at the end, so that the process can start another one."""
+    """Run an engine until the block ends."""
     running = Engine(folder, eviction, **options)
     try:
         yield running
@@ -162,8 +143,20 @@ def engine(
         running.close()
 
 
+def eviction_of(running: Engine, ask: Ask, budget: float) -> Eviction:
+    """Return the oracle's description of a request's eviction; `budget` is the server's."""
+    config, shape = running.evictor.config, running.evictor.shape
+    return Eviction(
+        ask.xargs.get("kv_eviction_budget", budget),
+        shape.block_size,
+        config.granularity,
+        sinks=config.sinks,
+        observation_window=config.observation_window,
+    )
+
+
 def expected(oracle: Oracle, ask: Ask, eviction: Eviction) -> tuple[list[int], Selection]:
-    """Tokens and kept positions the oracle gives for a request."""
+    """Return the tokens and kept positions the oracle gives for a request."""
     prompt = oracle.prompt(ask.text, ask.images)
     selection = oracle.select(prompt, eviction)
     kept = selection.kept if selection.evicts else None
@@ -173,9 +166,9 @@ def expected(oracle: Oracle, ask: Ask, eviction: Eviction) -> tuple[list[int], S
 def assert_agrees(
     running: Engine, oracle: Oracle, asks: Sequence[Ask], budget: float = 0.1
 ) -> list[Any]:
-    """Serve the requests; tokens and kept positions of each must be the oracle's.
+    """Serve requests, assert that tokens and kept positions are the oracle's, return outputs.
 
-    `budget` is the server's, for requests that bring none. Returns the outputs.
+    `budget` is the server's, for requests without one.
     """
     outputs = running.run(asks)
     assert_outputs_agree(running, oracle, asks, outputs, budget)
@@ -189,17 +182,9 @@ def assert_outputs_agree(
     outputs: Sequence[Any],
     budget: float = 0.1,
 ) -> None:
-    """Tokens and kept positions of finished requests must be the oracle's."""
-    config, shape = running.evictor.config, running.evictor.shape
+    """Assert that tokens and kept positions of finished requests are the oracle's."""
     for index, (ask, output) in enumerate(zip(asks, outputs, strict=True)):
-        eviction = Eviction(
-            ask.xargs.get("kv_eviction_budget", budget),
-            shape.block_size,
-            config.granularity,
-            sinks=config.sinks,
-            observation_window=config.observation_window,
-        )
-        tokens, selection = expected(oracle, ask, eviction)
+        tokens, selection = expected(oracle, ask, eviction_of(running, ask, budget))
         kept = running.kept(output.request_id, len(output.prompt_token_ids))
         assert (kept is not None) == selection.evicts, f"request {index}"
         if kept is not None:
@@ -209,37 +194,29 @@ def assert_outputs_agree(
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far an engine in low precision is from the oracle in float32, over all its tokens."""
+    """The distance of an engine in low precision from the oracle in float32, over all tokens."""
 
     logprob: float
-    """Largest difference of the log-probabilities of a generated token."""
+    """Largest difference in the log-probability of a generated token."""
     regret: float
-    """Most that a generated token is less probable to the oracle than its best one."""
+    """Largest gap, in the oracle's log-probabilities, between its best token and ours."""
     without_eviction: float
-    """`logprob`, had the oracle kept everything: what the others are to be compared with."""
+    """`logprob` against an oracle that keeps everything, for comparison."""
     kept: float
-    """Least part of the oracle's kept positions that the engine kept as well."""
+    """Smallest share of the oracle's kept positions that the engine kept."""
 
 
 def deviation(running: Engine, oracle: Oracle, asks: Sequence[Ask], budget: float) -> Deviation:
-    """Serve the requests, and let the oracle judge each token after the ones before it.
+    """Serve requests and compare each token's log-probability with the oracle's.
 
-    In bf16 greedy tokens break ties as they fall, so tokens cannot be compared one by one. The
-    oracle hides what the engine evicted. Requests must ask for log-probabilities.
+    In bf16 rounding decides near ties, so tokens cannot be compared one by one. The oracle hides
+    what the engine evicted. Requests must ask for log-probabilities.
     """
-    config, shape = running.evictor.config, running.evictor.shape
     worst = {"logprob": 0.0, "regret": 0.0, "without_eviction": 0.0, "kept": 1.0}
     for ask, output in zip(asks, running.run(asks), strict=True):
         prompt = oracle.prompt(ask.text, ask.images)
         kept = running.kept(output.request_id, len(prompt.token_ids))
-        eviction = Eviction(
-            ask.xargs.get("kv_eviction_budget", budget),
-            shape.block_size,
-            config.granularity,
-            sinks=config.sinks,
-            observation_window=config.observation_window,
-        )
-        selection = oracle.select(prompt, eviction)
+        selection = oracle.select(prompt, eviction_of(running, ask, budget))
         assert (kept is not None) == selection.evicts
         if kept is not None:
             assert kept.sum() == selection.kept.sum()
@@ -260,10 +237,10 @@ def deviation(running: Engine, oracle: Oracle, asks: Sequence[Ask], budget: floa
 
 
 def assert_close(running: Engine, oracle: Oracle, asks: Sequence[Ask], budget: float = 0.1) -> None:
-    """Serve the requests in bf16; the oracle must find nearly the same tokens and positions.
+    """Serve requests in bf16 and assert nearly the oracle's tokens and positions.
 
-    The bounds are twice what bf16 was seen to do to these tiny models (0.24, 0.23 and 2.5 %), and
-    an order of magnitude below what it does to take another prompt's keys, or all of them.
+    The bounds are twice the deviations measured for these tiny models (0.24, 0.23 and 2.5 %), and
+    an order of magnitude below the effect of another prompt's keys, or of all of them.
     """
     found = deviation(running, oracle, asks, budget)
     assert found.logprob < 0.5, found

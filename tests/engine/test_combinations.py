@@ -269,5 +269,5 @@ def test_replicas_of_several_workers(
 
 
 def get(server: Server, path: str) -> str:
-    with urllib.request.urlopen(f"{server.address}{path}", timeout=60) as response:
+    with urllib.request.urlopen(f"{server.url}{path}", timeout=60) as response:
         return response.read().decode()

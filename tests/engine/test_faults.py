@@ -127,7 +127,9 @@ def test_scores_and_strengths_that_say_nothing(
         lambda self, view: torch.full_like(view.attention.column_sums, value),
     )
     monkeypatch.setattr(
-        TgvAllocation, "strength", lambda self, view, scores: scores.new_full((len(scores), 1), value)
+        TgvAllocation,
+        "strength",
+        lambda self, view, scores: scores.new_full((len(scores), 1), value),
     )
     ask = with_snapkv(album(30, 20, 200, max_tokens=30))
     tgv = album(31, 20, 200, max_tokens=30, xargs=budget(0.3))
@@ -168,7 +170,7 @@ def test_a_worker_that_dies_in_an_eviction_takes_no_request_along_in_silence(
         waiting = [threads.submit(ask, 600) for _ in range(2)]
         time.sleep(1)
         call = {"method": "die_in_the_next_eviction"}
-        assert httpx.post(f"{server.address}/collective_rpc", json=call, timeout=60).is_success
+        assert httpx.post(f"{server.url}/collective_rpc", json=call, timeout=60).is_success
         waiting.append(threads.submit(ask, 8))
         codes = [future.result(60) for future in waiting]
         assert all(code == 0 or code >= 500 for code in codes)

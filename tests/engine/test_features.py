@@ -942,7 +942,7 @@ def server(
 
 
 def post(server: Server, route: str) -> Any:
-    request = urllib.request.Request(f"{server.address}{route}", data=b"", method="POST")
+    request = urllib.request.Request(f"{server.url}{route}", data=b"", method="POST")
     with urllib.request.urlopen(request, timeout=60) as response:
         return json.loads(response.read() or b"null")
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Without `--kv-eviction` vLLM is stock, also after an engine with eviction in the same process."""
+"""Without `--kv-eviction` vLLM is stock, also after an evicting engine in the same process."""
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import sys
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from measure.engines import LocalLLM
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 
@@ -25,7 +26,7 @@ PARTS = (
     "attention_cuda",
     "evictor",
 )
-"""Modules of the package that only an engine with eviction has a use for."""
+"""Modules of the package that only an engine with eviction uses."""
 
 STOCK = {
     "scheduler": "vllm.v1.core.sched.scheduler.Scheduler",
@@ -36,7 +37,7 @@ STOCK = {
     "builder": "vllm.v1.attention.backends.cpu_attn.CPUAttentionMetadataBuilder",
     "impl": "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl",
     "layers outermost": True,
-    "wrong wish passes": True,
+    "invalid request passes": True,
 }
 EVICTING = {
     "scheduler": "vllm_tgvkv.scheduler.EvictionScheduler",
@@ -47,7 +48,7 @@ EVICTING = {
     "builder": "vllm_tgvkv.attention_cpu.EvictingCPUMetadataBuilder",
     "impl": "vllm_tgvkv.attention_cpu.EvictingCPUImpl",
     "layers outermost": False,
-    "wrong wish passes": False,
+    "invalid request passes": False,
 }
 
 
@@ -56,39 +57,35 @@ def name_of(thing: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def engine_facts(folder: Path, additional_config: dict[str, Any]) -> dict[str, Any]:
-    """Start an engine in this process, ask it something, and tell what it is made of."""
-    from vllm import LLM, SamplingParams
-    from vllm.distributed import cleanup_dist_env_and_memory
+def engine_facts(folder: Path, eviction: dict[str, Any] | None) -> dict[str, Any]:
+    """Start an engine in this process, send an invalid request, and return its classes."""
+    from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
-    llm = LLM(
-        model=str(folder),
-        additional_config=additional_config,
+    running = LocalLLM(
+        folder,
+        eviction,
         dtype="float32",
         enforce_eager=True,
         max_model_len=256,
         max_num_seqs=2,
         block_size=32,
         num_gpu_blocks_override=32,
-        disable_log_stats=True,
     )
-    client: Any = llm.llm_engine.engine_core
-    core = client.engine_core
-    worker = core.model_executor.driver_worker.worker
-    ((group,),) = worker.model_runner.attn_groups
-    layers = worker.vllm_config.compilation_config.static_forward_context
+    core: Any = running.core
+    group = running.attention_group
+    layers = running.worker.vllm_config.compilation_config.static_forward_context
     caches = [layers[name].kv_cache for name in sorted(group.layer_names)]
     (manager,) = core.scheduler.kv_cache_manager.coordinator.single_type_managers
     try:
-        wish = SamplingParams(max_tokens=2, extra_args={"kv_eviction": "nonsense"})
-        llm.generate("What passes untouched?", wish, use_tqdm=False)
+        params = SamplingParams(max_tokens=2, extra_args={"kv_eviction": "nonsense"})
+        running.llm.generate("Does this pass?", params, use_tqdm=False)
         passes = True
     except VLLMValidationError:
         passes = False
     facts = {
         "scheduler": name_of(core.scheduler),
-        "worker": name_of(worker),
+        "worker": name_of(running.worker),
         "manager": name_of(manager),
         "spec": name_of(group.kv_cache_spec),
         "backend": name_of(group.backend),
@@ -96,20 +93,18 @@ def engine_facts(folder: Path, additional_config: dict[str, Any]) -> dict[str, A
         "impl": name_of(layers[group.layer_names[0]].impl),
         # Layout LBHNC keeps a layer's cache in one piece, BLHNC interleaves the layers.
         "layers outermost": all(cache.is_contiguous() for cache in caches),
-        "wrong wish passes": passes,
+        "invalid request passes": passes,
     }
-    core.shutdown()
-    del llm, client, core, worker, group, layers, caches, manager
-    gc.collect()
-    cleanup_dist_env_and_memory()
+    del core, group, layers, caches, manager
+    running.close()
     return facts
 
 
 def in_a_fresh_process(folder: Path) -> dict[str, Any]:
-    """Stock twice, then with eviction, then stock again; runs in a process of its own."""
+    """Start stock twice, one with eviction, and stock again; runs in a new process."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    found: dict[str, Any] = {"without": engine_facts(folder, {})}
-    found["none"] = engine_facts(folder, {"kv_eviction": {"policy": "none", "budget": 0.5}})
+    found: dict[str, Any] = {"without": engine_facts(folder, None)}
+    found["none"] = engine_facts(folder, {"policy": "none", "budget": 0.5})
 
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.engine.input_processor import InputProcessor
@@ -119,8 +114,8 @@ def in_a_fresh_process(folder: Path) -> dict[str, Any]:
     found["validation wrapped"] = hasattr(InputProcessor._validate_params, "__wrapped__")
     found["backend overridden"] = AttentionBackendEnum.CPU_ATTN.is_overridden()
 
-    found["tgv"] = engine_facts(folder, {"kv_eviction": {"policy": "tgv"}})
-    found["after"] = engine_facts(folder, {})
+    found["tgv"] = engine_facts(folder, {"policy": "tgv"})
+    found["after"] = engine_facts(folder, None)
     found["backend overridden after"] = AttentionBackendEnum.CPU_ATTN.is_overridden()
     return found
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 
 from oracle import kernels as reference
-from oracle.attention import fresh_seed
 from tests.gpu import pytorch_on_cpu
+from tests.inputs import fresh_seed
 from tests.unit.test_apportion import ANY_SHARE, PLAIN_SHARE, dealings
 from vllm_tgvkv.kernels.apportion import apportion
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oracle import kernels as reference
-from oracle.attention import fresh_seed
+from tests.inputs import fresh_seed
 from vllm_tgvkv.kernels.copy import copy_kept
 from vllm_tgvkv.kernels.select import page_offsets
 

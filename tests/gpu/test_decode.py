@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from oracle import kernels as reference
-from oracle.attention import fresh_seed
 from tests.gpu import pytorch_on_cpu
+from tests.inputs import fresh_seed
 from vllm_tgvkv.kernels.decode import DecodePlan, decode, plan_decode
 from vllm_tgvkv.kernels.page_tables import write_lengths
 from vllm_tgvkv.kernels.select import page_offsets

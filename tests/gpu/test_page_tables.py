@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oracle.attention import fresh_seed
 from tests.gpu import pytorch_on_cpu
+from tests.inputs import fresh_seed
 from tests.unit.test_page_tables import Batch, batches
 from vllm_tgvkv.kernels.page_tables import write_lengths, write_page_tables
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oracle import kernels as reference
-from oracle.attention import fresh_seed
 from tests.gpu import pytorch_on_cpu
+from tests.inputs import fresh_seed
 from tests.unit.test_select import SCORE, Selection, selections
 from vllm_tgvkv.kernels.select import MAX_TIERS, ranking_keys, select_tokens, thresholds
 

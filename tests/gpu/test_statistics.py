@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from oracle import kernels as reference
-from oracle.attention import fresh_seed
+from oracle.attention import attention_probabilities
 from tests.gpu import pytorch_on_cpu
+from tests.inputs import fresh_seed
 from tests.unit.test_statistics import ALL, check_one
 from vllm_tgvkv.kernels import gpu
 from vllm_tgvkv.kernels.row_sums import RowSums
@@ -80,7 +80,7 @@ def on_cpu(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def exact(arguments: dict[str, Any]) -> Tensor:
     """A of every query head, float64 ``[H, G, O, P]``."""
-    return reference.attention_probabilities(**on_cpu(arguments))
+    return attention_probabilities(**on_cpu(arguments))
 
 
 def check(arguments: dict[str, Any], per_head: bool, stored: bool = True, **options: Any) -> None:

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import multiprocessing
+import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -17,6 +19,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from vllm_tgvkv import patches
 from vllm_tgvkv.config import CONFIG_KEY, EvictionConfig
 from vllm_tgvkv.errors import EvictionConfigError
 from vllm_tgvkv.policies import POLICY_NAMES
@@ -82,14 +85,17 @@ def test_plain_help_lists_the_group(
     assert "KVEviction" in capsys.readouterr().out
 
 
-def test_every_field_is_named_in_the_help(
+def test_the_help_explains_every_setting(
     parser: FlexibleArgumentParser, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Those of `--kv-eviction-config` one a line, with values and default; `debug` is for tests."""
     with pytest.raises(SystemExit):
         parse(parser, "--help=KVEviction")
-    words = capsys.readouterr().out.replace(",", " ").split()
-    fields = set(EvictionConfig.__dataclass_fields__) - {"policy", "budget", "debug"}
-    assert not [name for name in fields if name not in words and f"{name}." not in words]
+    text = re.sub(r"\n +(?! |- )", " ", capsys.readouterr().out)
+    listed = re.findall(r"^ *- (\w+): .*\(.+; default: .+\)", text, flags=re.MULTILINE)
+    assert listed == [field.name for field in dataclasses.fields(EvictionConfig)][2:-1]
+    assert "`auto:SHARE`" in text
+    assert "10 % of the prompt" in text
 
 
 @pytest.mark.parametrize(
@@ -264,7 +270,7 @@ def read_in_a_fresh_process(args: argparse.Namespace) -> tuple[dict[str, Any], b
     from vllm.v1.engine.input_processor import InputProcessor
 
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
-    wrapped = hasattr(InputProcessor._validate_params, "_wrapped_by_vllm_tgvkv")
+    wrapped = patches.is_wrapped(InputProcessor, "_validate_params")
     return config.additional_config, wrapped
 
 

@@ -19,7 +19,8 @@ import pytest
 from PIL import Image
 
 from demo.pages import make_page
-from demo.run import MODEL, png_url
+from demo.run import MODEL
+from measure.messages import png_url
 from tests.server.serving import Server, serve
 from vllm_tgvkv.counters import SKIP_REASONS
 
@@ -70,7 +71,7 @@ def opened(server: Server, browser: Any) -> Iterator[Opener]:
     contexts, strangers, errors = [], [], []
 
     def on_request(request: Any) -> None:
-        if not request.url.startswith((server.address, "data:", "blob:")):
+        if not request.url.startswith((server.url, "data:", "blob:")):
             strangers.append(request.url)
 
     def on_console(message: Any) -> None:
@@ -88,7 +89,7 @@ def opened(server: Server, browser: Any) -> Iterator[Opener]:
         page.on("request", on_request)
         page.on("console", on_console)
         page.on("pageerror", lambda error: errors.append(str(error)))
-        page.goto(f"{server.address}/kv-eviction/{address}")
+        page.goto(f"{server.url}/kv-eviction/{address}")
         playwright.expect(page.locator("#server-facts")).to_contain_text("demo", timeout=60_000)
         return page
 
@@ -101,7 +102,7 @@ def opened(server: Server, browser: Any) -> Iterator[Opener]:
 
 def get(server: Server, path: str, key: str | None = KEY) -> Any:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    request = urllib.request.Request(f"{server.address}/kv-eviction/{path}", headers=headers)
+    request = urllib.request.Request(f"{server.url}/kv-eviction/{path}", headers=headers)
     with urllib.request.urlopen(request, timeout=60) as response:
         return json.load(response)
 
@@ -188,7 +189,7 @@ def test_the_page_cannot_be_opened_without_the_key(server: Server, browser: Any)
         assert refused.value.headers["WWW-Authenticate"].startswith("Basic")
     page = browser.new_page()
     with pytest.raises(playwright.Error, match="AUTH"):  # nobody is there to be asked for it
-        page.goto(f"{server.address}/kv-eviction/")
+        page.goto(f"{server.url}/kv-eviction/")
     assert page.locator("#form").count() == 0
     page.close()
 

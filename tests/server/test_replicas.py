@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from measure.serving import group_members
 from tests.engine.running import engine
-from tests.server.serving import BLOCK_SIZE, Server, eventually, group_members, messages, serve
+from tests.server.serving import BLOCK_SIZE, Server, eventually, messages, serve
 from vllm_tgvkv.counters import SKIP_REASONS
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
@@ -43,7 +44,7 @@ def connect(server: Server, api_server: int | None = None) -> HTTPConnection:
     held_up: set[int] = set()
     try:
         while True:
-            connection = HTTPConnection(server.address.removeprefix("http://"), timeout=SECONDS)
+            connection = HTTPConnection(server.url.removeprefix("http://"), timeout=SECONDS)
             assert call(connection, "GET", "/version")[0] == 200
             owner = server_of(server, connection)
             if api_server in (None, owner):

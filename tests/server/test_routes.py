@@ -14,13 +14,13 @@ import httpx
 import openai
 import pytest
 
-from tests.models import random_text
+from measure.messages import image_part, png_url
+from tests.models import random_image, random_text
 from tests.server.serving import (
     BLOCK_SIZE,
     VISION_TOKENS,
     Server,
     eventually,
-    png_url,
     report_of,
     serve,
 )
@@ -52,7 +52,7 @@ def server(
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[httpx.Client]:
     headers = {"Authorization": f"Bearer {KEY}"}
-    base = f"{server.address}/kv-eviction"
+    base = f"{server.url}/kv-eviction"
     with httpx.Client(base_url=base, headers=headers, timeout=60) as found:
         yield found
 
@@ -63,12 +63,17 @@ def put(client: httpx.Client, **change: Any) -> httpx.Response:
 
 
 def question(seed: int = 0, **fields: Any) -> dict[str, Any]:
-    return {"image": png_url(seed), "question": random_text(seed, 300), "max_tokens": 6, **fields}
+    return {
+        "image": png_url(random_image(seed, 112, 84)),
+        "question": random_text(seed, 300),
+        "max_tokens": 6,
+        **fields,
+    }
 
 
 def test_no_route_answers_without_the_key(server: Server) -> None:
     for path in ("", "status", "requests", "requests/x", "inspector.js"):
-        answer = httpx.get(f"{server.address}/kv-eviction/{path}", follow_redirects=False)
+        answer = httpx.get(f"{server.url}/kv-eviction/{path}", follow_redirects=False)
         assert answer.status_code == 401, path
         assert answer.headers["www-authenticate"].startswith("Basic ")
         assert "--api-key" in answer.json()["error"]["message"]
@@ -132,7 +137,7 @@ def test_old_traces_expire_and_nobody_is_traced_unasked(
 def test_both_caches_answer_a_question(server: Server, client: httpx.Client) -> None:
     found = client.post("/ask", json=question(budget=0.3)).json()
     wishes = {**WISHES, "kv_eviction": "tgv"}
-    asked = [{"type": "image_url", "image_url": {"url": png_url(0)}}]
+    asked = [image_part(png_url(random_image(0, 112, 84)))]
     asked += [{"type": "text", "text": random_text(0, 300)}]
     same = {"messages": [{"role": "user", "content": asked}], "max_tokens": 6}
     for answer, xargs in ((found["evicted"], wishes), (found["full"], {"kv_eviction": "none"})):
@@ -151,7 +156,7 @@ def test_both_caches_answer_a_question(server: Server, client: httpx.Client) -> 
 
 def test_questions_through_a_browsers_password(server: Server) -> None:
     answer = httpx.post(
-        f"{server.address}/kv-eviction/ask", json=question(), auth=("", KEY), timeout=60
+        f"{server.url}/kv-eviction/ask", json=question(), auth=("", KEY), timeout=60
     )
     assert answer.json()["evicted"]["trace"]
 
@@ -241,7 +246,7 @@ def test_fuzzed_requests_get_no_server_error(
     server: Server, client: httpx.Client, tmp_path: Path, key: str
 ) -> None:
     """What the OpenAPI document allows and what it does not: documented answers, none late."""
-    command = [str(Path(sys.executable).with_name("st")), "run", f"{server.address}/openapi.json"]
+    command = [str(Path(sys.executable).with_name("st")), "run", f"{server.url}/openapi.json"]
     command += ["--include-path-regex", "^/kv-eviction", "-H", f"Authorization: Bearer {key}"]
     # What is an image, or a method's name, the document cannot say.
     command += ["--exclude-checks", "positive_data_acceptance"]

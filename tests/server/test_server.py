@@ -15,12 +15,12 @@ from typing import Any
 import openai
 import pytest
 
+from measure.serving import group_members
 from tests.models import random_text
 from tests.server.serving import (
     BLOCK_SIZE,
     VISION_TOKENS,
     Server,
-    group_members,
     messages,
     report_of,
     serve,
@@ -92,14 +92,14 @@ def test_metrics(server: Server) -> None:
 
 
 def test_status(server: Server) -> None:
-    with urllib.request.urlopen(f"{server.address}/kv-eviction/status", timeout=10) as response:
+    with urllib.request.urlopen(f"{server.url}/kv-eviction/status", timeout=10) as response:
         status = json.load(response)
     assert status["settings"]["policy"] == "tgv"
     assert status["settings"]["budget"] == "10 % of the prompt"
     (engine,) = status["engines"]
     assert engine["pool"] == {"blocks": 255, "block_size": 32, "layers": 4, "kv_heads": 2}
     assert engine["totals"]["requests_evicted"] > 0
-    with urllib.request.urlopen(f"{server.address}/openapi.json", timeout=10) as response:
+    with urllib.request.urlopen(f"{server.url}/openapi.json", timeout=10) as response:
         assert "/kv-eviction/status" in json.load(response)["paths"]
 
 

@@ -3,27 +3,23 @@
 
 from __future__ import annotations
 
-import base64
 import importlib.util
-import io
 import json
-import os
 import re
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from demo.run import free_port
+from measure.messages import image_part, png_url, text_part
+from measure.serving import serving
 from tests.conftest import ROOT, default_environment
 from tests.models import random_image
-from tests.server.serving import wait_until_healthy
 
 needs_cpu_setup = pytest.mark.skipif(
     importlib.util.find_spec("vllm_cpu_setup") is None, reason="tools/cpu is not installed"
@@ -83,40 +79,18 @@ def test_environment_is_exported_by_the_makefile() -> None:
     assert sorted(exported) == sorted(default_environment())
 
 
-@contextmanager
-def vllm_serve(folder: Path, log: Path) -> Iterator[str]:
-    """Run the `vllm serve` command on `folder` and yield its address once it is healthy."""
-    port = free_port()
-    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(folder)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"]
-    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
-    address = f"http://127.0.0.1:{port}"
-    with log.open("w") as output:
-        server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=os.environ)
-    try:
-        wait_until_healthy(server, address, log)
-        yield address
-    finally:
-        server.terminate()
-        server.wait(60)
-
-
 @needs_cpu_setup
 @pytest.mark.engine
 @pytest.mark.slow
 def test_stock_server_answers_about_a_png(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     """The `vllm` command works, and the set-up reaches the server and its engine process."""
-    png = io.BytesIO()
-    random_image(0, 112, 84).save(png, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
-    content = [
-        {"type": "image_url", "image_url": {"url": url}},
-        {"type": "text", "text": "What is this?"},
-    ]
+    content = [image_part(png_url(random_image(0, 112, 84))), text_part("What is this?")]
     body = {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": 8}
-    with vllm_serve(tiny_model(), tmp_path / "server.log") as address:
+    arguments = ["serve", str(tiny_model()), "--served-model-name", "tiny"]
+    arguments += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
+    with serving(arguments, tmp_path / "server.log") as server:
         request = urllib.request.Request(
-            f"{address}/v1/chat/completions",
+            f"{server.url}/v1/chat/completions",
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )

@@ -34,7 +34,7 @@ from vllm.config import VllmConfig
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
-from demo.run import free_port
+from measure.serving import free_port
 from tests.conftest import ROOT
 from vllm_tgvkv.config import CONFIG_KEY
 from vllm_tgvkv.counters import SKIP_REASONS

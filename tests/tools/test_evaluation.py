@@ -22,7 +22,7 @@ from evaluation.pictures import count_patches
 from evaluation.questions import questions
 from evaluation.record import Record
 from evaluation.results import ALL, Side, cell, compare_methods, compare_pairs
-from evaluation.statistics import bootstrap, holm, mcnemar, wilson
+from measure.statistics import bootstrap, holm, mcnemar, wilson
 from vllm_tgvkv.config import EvictionConfig
 
 ANSWER = Answer("value", 0, "tgv@0.1", "123", "1111", 600, 60.0, 38, 4)

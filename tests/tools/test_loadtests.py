@@ -20,14 +20,15 @@ import yaml
 
 from demo.run import MODEL
 from loadtests import run
-from loadtests.document import Heading, Table, Text
 from loadtests.drift import drifts
 from loadtests.load import bench_arguments, page_requests, plan, read_result, rounds
 from loadtests.profile import Pages, Profile, ProfileError
 from loadtests.record import FILE, Record
 from loadtests.report import failures, memory_growth, write_report
 from loadtests.scrape import parse
-from loadtests.server import LoadTestError, Server, flags, serve_arguments
+from loadtests.server import serve_arguments
+from measure.document import Heading, Table, Text
+from measure.serving import Server, ServingError, flags
 
 ROOT = Path(__file__).parents[2]
 PROFILES = sorted((ROOT / "loadtests" / "profiles").glob("*.yaml"))
@@ -288,7 +289,7 @@ def test_metrics_of_several_engines_are_added_up() -> None:
         lines += [f"vllm:kv_cache_usage_perc{labels} {usage}"]
     sample = parse("\n".join(lines) + "\n", now=0, memory_mib=7)
     assert (sample.running, sample.kv_usage, sample.memory_mib) == (5, 0.75, 7)
-    with pytest.raises(LoadTestError, match="is this a vLLM server"):
+    with pytest.raises(ServingError, match="is this a vLLM server"):
         parse("up 1\n", now=0)
 
 
@@ -303,7 +304,7 @@ def test_pools_must_be_equal(
     sample = replace(parse((DATA / "metrics.txt").read_text(), now=0), pool=(99, 16))
     monkeypatch.setattr(run, "scrape", lambda server: sample)
     test = run.LoadTest(Profile.from_dict(tiny()), record, tmp_path, tmp_path)
-    with pytest.raises(LoadTestError, match="other has 99 blocks of 16 tokens, but stock 100"):
+    with pytest.raises(ServingError, match="other has 99 blocks of 16 tokens, but stock 100"):
         test._pool("other", Server("http://h:1"))
     record.arms.clear()
     assert test._pool("other", Server("http://h:1")) == (99, 16)

@@ -25,10 +25,10 @@ from loadtests.verdict import (
     ANSWERED,
     FAILED,
     LEFT,
-    Arm,
     Comparison,
-    Look,
+    Moment,
     Soak,
+    SoakedArm,
     Token,
     Visit,
     compare,
@@ -166,20 +166,20 @@ def visits(slower: float = 1.0, seconds: float = SECONDS) -> list[Visit]:
     return found
 
 
-def looks(growth: float = 0.0, seconds: float = SECONDS) -> list[Look]:
+def moments(growth: float = 0.0, seconds: float = SECONDS) -> list[Moment]:
     """Memory that fills in the first third, moves a little, and grows by so many MiB an hour."""
     rng, found = random.Random(1), []
     for time in range(int(seconds)):
         filled = 1000 + 200 * min(1, 3 * time / seconds)
         memory = filled + growth * time / 3600 + rng.uniform(-2, 2)
-        found.append(Look(time, memory, 0.5, 6.0, 0.0))
+        found.append(Moment(time, memory, 0.5, 6.0, 0.0))
     return found
 
 
 @pytest.fixture
 def soak() -> Soak:
     """A flawless one."""
-    arm = Arm("vllm serve", (80, 32), SECONDS, visits(), [Comparison(0.0)] * 2, looks())
+    arm = SoakedArm("vllm serve", (80, 32), SECONDS, visits(), [Comparison(0.0)] * 2, moments())
     arm.left = {"running": 0.0, "waiting": 0.0, "kv_usage": 0.0, "blocks_held": 0.0}
     facts = {
         "command": "python -m loadtests.soak",
@@ -238,11 +238,11 @@ def test_nothing_answered_is_no_success(soak: Soak) -> None:
 def test_memory_and_latency_have_to_be_flat(soak: Soak) -> None:
     arm = soak.arms[EVICTING_ARM]
     assert arm.growth() is not None
-    soak.arms[EVICTING_ARM] = replace(arm, looks=looks(growth=200))
+    soak.arms[EVICTING_ARM] = replace(arm, moments=moments(growth=200))
     (found,) = failures(soak)
     assert "memory grows (MiB an hour): 199 [" in found
     # What stock does as well is not held against us.
-    soak.control, soak.arms[STOCK_ARM] = STOCK_ARM, replace(arm, looks=looks(growth=210))
+    soak.control, soak.arms[STOCK_ARM] = STOCK_ARM, replace(arm, moments=moments(growth=210))
     assert failures(soak) == []
     soak.control = None
     soak.arms = {EVICTING_ARM: replace(arm, visits=visits(slower=1.3))}
@@ -251,7 +251,9 @@ def test_memory_and_latency_have_to_be_flat(soak: Soak) -> None:
 
 
 def test_a_short_soak_says_nothing_of_memory_and_latency(soak: Soak) -> None:
-    arm = replace(soak.arms[EVICTING_ARM], seconds=60.0, looks=looks(200, 60), visits=visits(2, 60))
+    arm = replace(
+        soak.arms[EVICTING_ARM], seconds=60.0, moments=moments(200, 60), visits=visits(2, 60)
+    )
     soak.arms[EVICTING_ARM] = arm
     assert failures(soak) == []
     assert ["too short" in line for line in undecided(soak)] == [True, True]
@@ -318,7 +320,7 @@ def test_a_short_soak_of_a_real_server(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(arm.afterwards) == len(cases)
     assert len(arm.ended(ANSWERED)) > len(cases) // 2
     assert max(visit.num_tokens for visit in arm.visits) == 64
-    assert max(look.running for look in arm.looks) > 1
-    assert min(look.memory_mib for look in arm.looks) > 100
+    assert max(moment.running for moment in arm.moments) > 1
+    assert min(moment.memory_mib for moment in arm.moments) > 100
     # Rounding differs between batches: the answers were not taken from somewhere.
     assert 0 < arm.drift < 1e-3

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oracle import kernels as reference
-from oracle.attention import fresh_seed
+from tests.inputs import fresh_seed
 from vllm_tgvkv.kernels.apportion import apportion
 
 NAN, INFINITY = float("nan"), float("inf")

@@ -279,7 +279,7 @@ def test_fp8_caches_are_for_cpus_and_heads_of_32_values(plain: str, folder: Fold
         config = configure(model, kv_cache_dtype=asked)
         assert config.scheduler_config.scheduler_cls == SCHEDULER_CLS
         with pytest.raises(UnsupportedByEvictionError) as caught:
-            check_vllm_config(config, platforms._CUDA)
+            check_vllm_config(config, platforms.CUDA)
         assert "a quantised cache (--kv-cache-dtype fp8" in str(caught.value)
         assert ") on this platform yet: use --kv-cache-dtype bfloat16 or " in str(caught.value)
     message = refusal(plain, kv_cache_dtype="fp8")
@@ -318,7 +318,7 @@ def test_a_draft_model_is_refused(plain: str) -> None:
 def test_drafts_are_refused_on_a_gpu(plain: str) -> None:
     vllm_config = configure(plain, speculative_config=NGRAM)
     with pytest.raises(UnsupportedByEvictionError, match="by ngram on this platform yet: remove"):
-        check_vllm_config(vllm_config, platforms._CUDA)
+        check_vllm_config(vllm_config, platforms.CUDA)
 
 
 def qwen3_moe() -> Any:
@@ -380,7 +380,7 @@ def test_ranks_and_stages_with_a_gpu_each_are_refused(plain: str, kind: str) -> 
     vllm_config = configure(plain, **{f"{kind}_parallel_size": 2})
     message = rf"{kind} parallelism \(--{kind}-parallel-size 2\) on this platform"
     with pytest.raises(UnsupportedByEvictionError, match=message):
-        check_vllm_config(vllm_config, platforms._CUDA)
+        check_vllm_config(vllm_config, platforms.CUDA)
 
 
 @pytest.mark.parametrize(

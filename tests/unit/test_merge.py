@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from oracle import kernels as reference
-from oracle.attention import fresh_seed
+from tests.inputs import fresh_seed
 from vllm_tgvkv.kernels.copy import copy_kept
 from vllm_tgvkv.kernels.merge import merge_evicted
 from vllm_tgvkv.kernels.select import page_offsets, select_tokens

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oracle import kernels as reference
-from oracle.attention import fresh_seed
+from tests.inputs import fresh_seed
 from vllm_tgvkv.kernels.copy import copy_kept
 from vllm_tgvkv.kernels.page_tables import write_lengths, write_page_tables
 from vllm_tgvkv.kernels.select import page_offsets, select_tokens

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from oracle import kernels as reference
-from oracle.attention import fresh_seed, paged
+from oracle.attention import attention_probabilities
+from tests.inputs import fresh_seed, paged
 from vllm_tgvkv.kernels.row_sums import RowSums
 from vllm_tgvkv.kernels.statistics import ObservedAttention, Statistic, observe
 
@@ -97,14 +97,14 @@ def check_one(
 def test_every_tail_length_and_layout(num_keys: int, transposed: bool) -> None:
     fresh_seed()
     arguments = make(num_keys, min(num_keys, 7), transposed=transposed)
-    check(arguments, reference.attention_probabilities(**arguments))
+    check(arguments, attention_probabilities(**arguments))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_inputs_are_not_rounded_again(dtype: torch.dtype) -> None:
     fresh_seed()
     arguments = make(23, 9, dtype)
-    check(arguments, reference.attention_probabilities(**arguments))
+    check(arguments, attention_probabilities(**arguments))
 
 
 @pytest.mark.parametrize("queries", [torch.float32, torch.bfloat16])
@@ -120,7 +120,7 @@ def test_quantised_keys_are_read_as_they_are(
     arguments["queries"] = arguments["queries"].to(queries)
     arguments["key_pages"] = (arguments["key_pages"] / key_scale).to(dtype)
     cached = {**arguments, "key_pages": arguments["key_pages"].double() * key_scale}
-    exact = reference.attention_probabilities(**cached)
+    exact = attention_probabilities(**cached)
     arguments["scale"] *= key_scale
     check(arguments, exact, workspace_bytes=workspace_bytes)
 
@@ -134,7 +134,7 @@ ROW, BLOCK = 8 * HEADS * GROUP * 37, 8 * HEADS * BLOCK_SIZE * HEAD_SIZE
 def test_any_workspace_gives_the_same(workspace_bytes: int, transposed: bool) -> None:
     fresh_seed()
     arguments = make(37, 20, transposed=transposed)
-    exact = reference.attention_probabilities(**arguments)
+    exact = attention_probabilities(**arguments)
     check(arguments, exact, workspace_bytes=workspace_bytes)
     attention = observe(**arguments, workspace_bytes=workspace_bytes)
     for rows, probabilities in attention.row_chunks():
@@ -146,7 +146,7 @@ def test_any_workspace_gives_the_same(workspace_bytes: int, transposed: bool) ->
 def test_row_chunks_give_the_probabilities() -> None:
     fresh_seed()
     arguments = make(37, 20)
-    exact = reference.attention_probabilities(**arguments)
+    exact = attention_probabilities(**arguments)
     for rows, probabilities in observe(**arguments).row_chunks():
         torch.testing.assert_close(probabilities.double(), exact[:, :, rows], rtol=1e-5, atol=1e-6)
 
@@ -154,7 +154,7 @@ def test_row_chunks_give_the_probabilities() -> None:
 def test_log_sum_exp_of_the_attention_kernel_can_be_used() -> None:
     fresh_seed()
     arguments = make(19, 6)
-    exact = reference.attention_probabilities(**arguments)
+    exact = attention_probabilities(**arguments)
     keys = arguments["key_pages"][arguments["block_ids"]].transpose(1, 2).flatten(0, 1)[:19]
     logits = torch.einsum("ohgd,khd->ohgk", arguments["queries"], keys) * SCALE
     future = torch.arange(19) > arguments["row_positions"][:, None]
@@ -204,7 +204,7 @@ def test_sums_over_all_rows_of_several_chunks(per_head: bool) -> None:
     """Each chunk sees the keys so far only; NaN behind them must not matter."""
     fresh_seed()
     arguments = make(37, 37)
-    exact = reference.attention_probabilities(**arguments)
+    exact = attention_probabilities(**arguments)
     by_set = exact.reshape(HEADS if per_head else 1, -1, 37, 37).mean(1)
     is_vision = torch.rand(37) < 0.5
     sums = RowSums(len(by_set), 37, torch.device("cpu"))

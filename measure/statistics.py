@@ -13,7 +13,7 @@ CONFIDENCE_Z = 1.959963984540054
 """Quantile of the normal distribution for two-sided 95 %."""
 
 LEVEL = 0.05
-"""What a corrected p-value has to be below for a claim."""
+"""Corrected p-values below this support a claim."""
 
 RESAMPLES = 10_000
 SEED = 0

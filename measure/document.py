@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A report as a list of blocks, written as Markdown and as one HTML file that needs no other."""
+"""A report as a list of blocks, written as Markdown and as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 STYLE = """\
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff;
@@ -28,6 +29,8 @@ th { vertical-align: bottom; }
 
 @dataclass(frozen=True)
 class Heading:
+    """A heading of level 1 to 6."""
+
     text: str
     level: int = 2
 
@@ -40,7 +43,7 @@ class Heading:
 
 @dataclass(frozen=True)
 class Text:
-    """A paragraph; `code`, **bold** and links are kept."""
+    """A paragraph with `code`, **bold** and links."""
 
     text: str
 
@@ -53,7 +56,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Items:
-    """A list."""
+    """A bulleted list."""
 
     items: Sequence[str]
 
@@ -66,6 +69,8 @@ class Items:
 
 @dataclass(frozen=True)
 class Code:
+    """A block of code."""
+
     text: str
 
     def markdown(self) -> str:
@@ -77,10 +82,12 @@ class Code:
 
 @dataclass(frozen=True)
 class Table:
+    """A table of cells that are formatted already."""
+
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     words: bool = False
-    """Whether all columns hold words, not only the first."""
+    """Align all columns to the left; otherwise all but the first hold numbers."""
 
     def markdown(self) -> str:
         marks = [":--", *([":--" if self.words else "--:"] * (len(self.header) - 1))]
@@ -117,13 +124,38 @@ class Plot:
         return f"<figure>{svg}<figcaption>{caption}</figcaption></figure>"
 
 
-Block = Heading | Text | Items | Code | Table | Plot
+@dataclass(frozen=True)
+class Details:
+    """Blocks that a reader unfolds."""
+
+    summary: str
+    blocks: Sequence[Block]
+
+    def markdown(self) -> str:
+        head = f"<details><summary>{self.summary}</summary>"
+        return markdown([Text(head), *self.blocks, Text("</details>")])
+
+    def html(self, folder: Path) -> str:
+        body = "\n".join(block.html(folder) for block in self.blocks)
+        return f"<details><summary>{_inline(self.summary)}</summary>\n{body}\n</details>"
+
+
+Block: TypeAlias = "Heading | Text | Items | Code | Table | Plot | Details"
+
+
+def markdown(blocks: Sequence[Block]) -> str:
+    """Return blocks as Markdown, without a newline at the end."""
+    return "\n\n".join(block.markdown() for block in blocks)
+
+
+def write_markdown(blocks: Sequence[Block], folder: Path) -> None:
+    """Write `README.md`."""
+    (folder / "README.md").write_text(markdown(blocks) + "\n", encoding="utf-8")
 
 
 def write(blocks: Sequence[Block], folder: Path) -> None:
-    """Write `README.md` and `report.html`; the SVG files of the plots lie in `folder` already."""
-    markdown = "\n\n".join(block.markdown() for block in blocks)
-    (folder / "README.md").write_text(markdown + "\n", encoding="utf-8")
+    """Write `README.md` and `report.html`; the plots' SVG files must be in `folder` already."""
+    write_markdown(blocks, folder)
     title = next(block.text for block in blocks if isinstance(block, Heading))
     body = "\n".join(block.html(folder) for block in blocks)
     page = (

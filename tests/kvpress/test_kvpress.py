@@ -2,8 +2,8 @@
 """Kept tokens equal those of NVIDIA's kvpress, on the same weights and prompts.
 
 kvpress runs in a separate environment, see `tests/kvpress`, and records its kept tokens, queries
-and keys. Pages of one token make the granularities equal. Every difference is intended and has a test;
-`docs/kvpress.md` lists them.
+and keys. Pages of one token make the granularities equal. Every difference is intended and has a
+test; `docs/kvpress.md` lists them.
 """
 
 from __future__ import annotations

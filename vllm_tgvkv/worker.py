@@ -21,7 +21,8 @@ from vllm.v1.worker.worker_base import WorkerBase
 from vllm_tgvkv.attention import EvictingBuilder
 from vllm_tgvkv.config import config_of
 from vllm_tgvkv.counters import EvictionCounters
-from vllm_tgvkv.evictor import Evictor, Outcomes
+from vllm_tgvkv.evictor import Evictor
+from vllm_tgvkv.outcomes import Outcomes
 from vllm_tgvkv.pages import FP8, page_pool
 from vllm_tgvkv.plan import Eviction, attach_outcomes, plan_of
 from vllm_tgvkv.ranks import tensor_ranks

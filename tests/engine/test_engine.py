@@ -219,7 +219,7 @@ def test_chunked_prefill_keeps_the_same(folder: Path, oracle: Oracle, granularit
         running.engine.abort_request(names)
         running.step()
         running.assert_empty()
-        assert not running.evictor._queries
+        assert not running.evictor.observations
 
 
 @pytest.mark.parametrize("block_size", [16, 128])

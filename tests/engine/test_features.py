@@ -104,8 +104,7 @@ def assert_forgotten(running: Engine) -> None:
         evictor = running.evictor
         assert evictor.regions.num_live == 0
         assert not evictor.regions.num_retained.any()
-        assert not evictor._queries
-        assert not evictor._sums
+        assert not evictor.observations
 
 
 @pytest.fixture(scope="module")

@@ -82,7 +82,7 @@ class Guard:
 
     def _evicted_in_this_step(self) -> dict[str, set[int]]:
         """Blocks that their requests read for the last time, while they are evicted."""
-        plan = self.running.evictor._plan
+        plan = self.running.evictor.plan
         return {e.request_id: set(e.old_blocks.tolist()) for e in plan.evictions}
 
 

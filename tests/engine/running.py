@@ -98,7 +98,7 @@ class Engine:
         """Run one step; with eviction every block is recounted afterwards."""
         outputs = self.engine.step()
         if self.evicts:
-            check_integrity(self.scheduler)
+            check_integrity(self.scheduler.manager, self.scheduler.requests.keys())
         return outputs
 
     def run(self, asks: Sequence[Ask]) -> list[Any]:
@@ -139,9 +139,9 @@ class Engine:
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
         if self.evicts:
-            check_integrity(self.scheduler)
-            assert not self.scheduler._manager.compressions
-            assert not self.scheduler._candidates
+            check_integrity(self.scheduler.manager, self.scheduler.requests.keys())
+            assert not self.scheduler.manager.compressions
+            assert not self.scheduler.candidates
 
     def close(self) -> None:
         self.core.shutdown()

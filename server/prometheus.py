@@ -13,7 +13,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from vllm_tgvkv.config import EvictionConfig, config_of
 from vllm_tgvkv.counters import SKIP_REASONS
-from vllm_tgvkv.metrics import METRICS, Metric, take_observations
+from vllm_tgvkv.metrics import METRICS, Metric, take_metrics
 
 
 class EvictionPrometheusStatLogger(PrometheusStatLogger):
@@ -36,7 +36,7 @@ class EvictionPrometheusStatLogger(PrometheusStatLogger):
         self, scheduler_stats: SchedulerStats | None, *args: Any, engine_idx: int = 0, **kwargs: Any
     ) -> None:
         if scheduler_stats is not None and self._evictions:
-            for metric, labels, number in take_observations(scheduler_stats.waiting_lora_adapters):
+            for metric, labels, number in take_metrics(scheduler_stats.waiting_lora_adapters):
                 self._record(metric, labels, number, engine_idx)
         super().record(scheduler_stats, *args, engine_idx=engine_idx, **kwargs)
 

@@ -324,7 +324,7 @@ def test_priorities_decide_who_is_preempted(
     preempt = scheduler._preempt_request
 
     def watched(request: Any, *args: Any, **kwargs: Any) -> None:
-        is_compressed = scheduler._manager.is_compressed(request.request_id)
+        is_compressed = scheduler.manager.is_compressed(request.request_id)
         victims[request.request_id.rsplit("-", 1)[0]] = is_compressed
         preempt(request, *args, **kwargs)
 
@@ -353,7 +353,7 @@ def test_abort_in_every_phase(evicting: Engine, oracle: Oracle, phase: str) -> N
     stays = submit(evicting, bystander, priority=-1)
     names = [submit(evicting, victim, priority=5) for victim in victims]
     inner = [r.request_id for r in requests(evicting, names)]
-    manager = evicting.scheduler._manager
+    manager = evicting.scheduler.manager
 
     def reached() -> bool:
         first, _ = requests(evicting, names)

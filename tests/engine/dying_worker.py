@@ -14,7 +14,7 @@ class Mortal:
     evictor: Evictor
 
     def die_in_the_next_eviction(self) -> None:
-        """Kill this process once the blocks are swapped and the layers observed, before the copy."""
+        """Kill this process once blocks are swapped and layers observed, before the copy."""
 
         def die(*_: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)

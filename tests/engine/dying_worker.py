@@ -12,7 +12,7 @@ from vllm_tgvkv.decision import Decider
 
 class Mortal:
     def die_in_the_next_eviction(self) -> None:
-        """Kill this process once the blocks are swapped and the layers observed, before the copy."""
+        """Kill this process once blocks are swapped and layers observed, before the copy."""
 
         def die(*_: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What eviction adds to an attention backend of vLLM, on any platform.
+"""The evicting part of an attention backend, on any platform.
 
 Each step's batch is split in two. *Ragged rows* attend over head pages, one virtual sequence per
 KV head: tokens of compressed requests, and the decode tokens that share a kernel call with them.

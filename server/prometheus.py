@@ -41,13 +41,16 @@ class EvictionPrometheusStatLogger(PrometheusStatLogger):
         super().record(scheduler_stats, *args, engine_idx=engine_idx, **kwargs)
 
     def _make(self, metric: Metric) -> Counter | Gauge | Histogram:
-        name = f"vllm:kv_eviction_{metric.name}"
-        labels = ["model_name", "engine", *metric.labels]
+        arguments = {
+            "name": f"vllm:kv_eviction_{metric.name}",
+            "documentation": metric.documentation,
+            "labelnames": ["model_name", "engine", *metric.labels],
+        }
         if metric.kind == "gauge":
-            return Gauge(name, metric.documentation, labels, multiprocess_mode="sum")
+            return self._gauge_cls(**arguments, multiprocess_mode="sum")
         if metric.kind == "histogram":
-            return Histogram(name, metric.documentation, labels, buckets=metric.buckets)
-        return Counter(name, metric.documentation, labels)
+            return self._histogram_cls(**arguments, buckets=metric.buckets)
+        return self._counter_cls(**arguments)
 
     def _record(
         self, metric: Metric, labels: tuple[str, ...], number: int, engine_idx: int

@@ -81,7 +81,7 @@ class Engine:
         builder = self.group.get_metadata_builder()
         self.watches.watch(builder, "build", "metadata")
         if self.arm.evicts:
-            from vllm_tgvkv import attention_cpu, worker
+            from vllm_tgvkv import worker
 
             self.watches.watch(builder.evictor, "observe_layer", "eviction")
             self.watches.watch(builder.evictor, "take_outcomes", "outcomes")
@@ -90,7 +90,7 @@ class Engine:
                 self.watches.watch(builder.evictor, name)
             self.watches.watch(builder, "_schedule", "schedules")
             for name in ("write_page_tables", "write_lengths"):
-                self.watches.watch(attention_cpu, name)
+                self.watches.watch(builder.evictor.regions, name)
 
     def describe(self) -> dict[str, Any]:
         """Facts about the engine for the report."""

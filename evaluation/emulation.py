@@ -22,7 +22,7 @@ from evaluation.answers import Answer, compare
 from evaluation.arms import Arm
 from evaluation.engine import MODEL, Work
 from evaluation.questions import Question
-from oracle.methods import Image, Layout, Selection, Settings, choose, look, mix_of
+from oracle.methods import Image, Layout, Selection, Settings, choose, mix_of, observe
 from vllm_tgvkv.config import EvictionConfig
 
 
@@ -115,16 +115,16 @@ class Emulation:
                     budget=float(arm.budget),
                     block_size=self.block_size,
                     sinks=defaults.sinks,
-                    window=defaults.observation_window,
+                    observation_window=defaults.observation_window,
                     floor=defaults.floor_pages,
                 )
                 for arm in mine
             ]
             mix = mix_of(method, settings[0])
             scores = self._random(attention, question) if mix.score == "random" else None
-            votes = look(mix, attention, layout, self._kv_heads, settings[0], scores)
+            evidence = observe(mix, attention, layout, self._kv_heads, settings[0], scores)
             for arm, its_settings in zip(mine, settings, strict=True):
-                selections[arm] = choose(mix, votes, self._kv_heads, its_settings)
+                selections[arm] = choose(mix, evidence, self._kv_heads, its_settings)
         return selections
 
     def _random(self, attention: Tensor, question: Question) -> Tensor:

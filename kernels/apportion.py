@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dealing a fixed number of pages out to competing shares."""
+"""Apportionment of a fixed number of pages to competing shares."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from torch import Tensor
 
 from vllm_tgvkv.kernels import gpu
 
-# Shares below this fraction of the largest count as this fraction of it: a zero share still takes
-# part once everybody else is full, and no quotient of two shares overflows float64.
+# Shares are at least this fraction of the largest: a zero share still gets pages once all others
+# are full, and no quotient of two shares overflows float64.
 _SMALLEST_SHARE = 1e-290
 # Real-valued counts are rounded to multiples of 2^-32, so that rounding errors neither turn 3.0
-# into 2 plus a remainder nor decide between equal remainders.
+# into 2 plus a remainder nor break ties of remainders.
 _GRID_BITS = 32
 
 
 def apportion(shares: Tensor, total: int | Tensor, floor: int, cap: int) -> Tensor:
-    """Integer counts in proportion to ``shares`` that sum to exactly ``total``.
+    """Return integer counts in proportion to ``shares`` that sum to exactly ``total``.
 
-    Water filling: the real-valued count of share s is clip(level * s, floor, cap), with the one
-    level at which the counts sum to ``total``; so what a full share cannot take goes to the others
-    in proportion. Then the largest remainders are rounded up; those closer than 2^-32 tie, and the
-    first wins. Everything is on the shares' device, without synchronisation.
+    Water filling: the real-valued count of share s is clip(level * s, floor, cap), at the level at
+    which the counts sum to ``total``. So pages that a full share cannot take go to the others in
+    proportion. Then the largest remainders are rounded up; remainders closer than 2^-32 tie, and
+    the first wins. All work is on the shares' device, without synchronisation.
 
     Numbers are float64, but sums are of integers: counts are rounded to multiples of a unit that is
     as small as int64 allows, at most 2^-32 for ``cap * M`` below 2^30. So a sum does not depend on
-    the order of its terms, a higher level never has a smaller one, and every device that divides,
-    multiplies and adds float64 as IEEE 754 says, one operation at a time, gives the same counts.
+    the order of its terms, a higher level never has a smaller sum, and every device that follows
+    IEEE 754 for single float64 operations gives the same counts.
 
-    A row of shares that sums to zero or holds a NaN or an infinity counts as all equal; a negative
-    share counts as zero.
+    A row of shares that are all zero, or not all finite, counts as all equal; a negative share
+    counts as zero.
 
     Args:
-        shares: float ``[..., M]``; each row is dealt on its own.
-        total: what each row sums to; an integer scalar tensor is not checked, which would wait
-            for the device.
+        shares: float ``[..., M]``; rows are independent.
+        total: sum of each row; an integer scalar tensor is not checked, since that would wait for
+            the device.
         floor: least count.
         cap: greatest count.
 
@@ -72,7 +72,7 @@ def apportion(shares: Tensor, total: int | Tensor, floor: int, cap: int) -> Tens
 
 
 def _normalise(shares: Tensor) -> Tensor:
-    """Shares in [_SMALLEST_SHARE, 1], the largest of each row being 1."""
+    """Scale each row of shares to [_SMALLEST_SHARE, 1], its largest being 1."""
     largest = shares.amax(dim=-1, keepdim=True)
     finite = shares.isfinite().all(dim=-1, keepdim=True)
     relative = shares.clamp(min=0) / largest
@@ -81,11 +81,11 @@ def _normalise(shares: Tensor) -> Tensor:
 
 
 def _water_fill(shares: Tensor, total: Tensor, floor: int, cap: int, unit_bits: int) -> Tensor:
-    """clip(level * shares, floor, cap) with the level at which it sums to ``total``.
+    """Return clip(level * shares, floor, cap) at the level at which it sums to ``total``.
 
-    The sum is piecewise linear in the level with a breakpoint where a share leaves the floor or
-    reaches the cap. Interpolating between the counts at the two breakpoints around ``total``,
-    rather than solving for the level, stays exact over any range of shares.
+    The sum is piecewise linear in the level, with a breakpoint where a share leaves the floor or
+    reaches the cap. Interpolating between the counts at the two breakpoints around ``total`` is
+    exact over any range of shares, unlike solving for the level.
     """
 
     def counts_at(level: Tensor) -> Tensor:
@@ -98,8 +98,8 @@ def _water_fill(shares: Tensor, total: Tensor, floor: int, cap: int, unit_bits: 
     levels = torch.cat([bound / shares for bound in bounds], dim=-1).sort(dim=-1).values
     num_levels = levels.shape[-1]
     target = total << unit_bits
-    # The lowest breakpoint, with all at the floor, is not above the total; behind the last all are
-    # full.
+    # At the lowest breakpoint all counts are at the floor, so their sum is at most the total. After
+    # the last, all are full.
     below = torch.zeros(*shares.shape[:-1], 1, dtype=torch.int64, device=shares.device)
     above = torch.full_like(below, num_levels)
     for _ in range(num_levels.bit_length()):
@@ -116,7 +116,7 @@ def _water_fill(shares: Tensor, total: Tensor, floor: int, cap: int, unit_bits: 
 
 
 def _round(counts: Tensor, total: Tensor) -> Tensor:
-    """Largest remainder: rounds ``counts``, which sum to ``total``, to integers that do."""
+    """Round ``counts`` to integers with the same sum ``total``, by largest remainders."""
     fixed = (counts * 2.0**_GRID_BITS + 0.5).long()
     whole = fixed >> _GRID_BITS
     left = total - whole.sum(dim=-1, keepdim=True)

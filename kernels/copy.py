@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copying kept tokens into fresh pages."""
+"""Copy of kept tokens into fresh pages."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def copy_kept(
     num_heads: int,
     workspace_bytes: int = 64 << 20,
 ) -> None:
-    """Copies the selected tokens of all layers and heads from their old blocks to new ones.
+    """Copy the selected tokens of all layers and heads from their old blocks to new ones.
 
-    With M = L*H, page r of the compressed region is pool page ``new_blocks[r // M]*M + r % M``.
-    Its tokens are those of pair p = l*H + h with ``offsets[p] <= r < offsets[p + 1]``; the token at
-    position j comes from pool page ``old_blocks[j // N]*M + p``, slot ``j % N``. Bits are copied
-    as they are, whatever the dtype; nothing but the new blocks is written. Pages from
-    ``offsets[M]`` on belong to no pair; what is written to them has no meaning.
+    With M = L*H, page r of the compressed region is pool page ``new_blocks[r // M]*M + r % M``. It
+    belongs to pair p = l*H + h with ``offsets[p] <= r < offsets[p + 1]``; the token at position j
+    comes from pool page ``old_blocks[j // N]*M + p``, slot ``j % N``. Bits are copied unchanged,
+    for any dtype. Only the new blocks are written. Pages from ``offsets[M]`` on belong to no pair;
+    their contents are undefined.
 
-    Scratch memory is at most ``workspace_bytes``, or what one page needs if that is more; on CUDA
-    there is none.
+    Scratch memory is at most ``workspace_bytes``, or the size of one page's tokens if that is more;
+    on CUDA there is none.
 
     Args:
         key_pages: ``[num_pool_pages, N, D]``, logical view of the whole pool; any strides.
@@ -63,7 +63,7 @@ def copy_kept(
     block_size = key_pages.shape[1]
     pools = [pool.view(_INTEGER_OF_SIZE[pool.element_size()]) for pool in (key_pages, value_pages)]
     token_bytes = max(pool.shape[2] * pool.element_size() for pool in pools)
-    # Besides the tokens themselves, six int64 of addresses each.
+    # Each token also needs six int64 of addresses.
     step = max(1, workspace_bytes // (block_size * (token_bytes + 48)))
     for start in range(0, positions.shape[0], step):
         chunk = positions[start : start + step].long()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode attention over heads with lengths of their own, straight from block table and regions.
+"""Decode attention over heads of different lengths, directly from block table and regions.
 
-A virtual sequence is one (row, KV head) of a layer; its pages are those that
+A virtual sequence is one (row, KV head) of a layer. Its pages are those that
 :func:`~vllm_tgvkv.kernels.page_tables.write_page_tables` would list, computed instead of listed.
-On CUDA a fixed number of programs share all chunks of all virtual sequences evenly, whatever their
-lengths are.
+On CUDA a fixed number of programs share the chunks of all virtual sequences evenly, for any
+lengths.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from vllm_tgvkv.kernels import gpu
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """How P programs share the work of a step: buffers that every step fills anew.
+    """Division of a step's work among P programs, in buffers that every step fills again.
 
-    The C chunks of a layer, sequence after sequence, are dealt in order: program p has chunks
-    ``p*C // P`` to ``(p + 1)*C // P - 1``.
+    The C chunks of a layer are numbered sequence by sequence; program p has chunks ``p*C // P`` to
+    ``(p + 1)*C // P - 1``.
     """
 
     chunk: int
-    """Tokens that a program handles at a time, a power of two from 16 on."""
+    """Tokens that a program handles at a time, a power of two, at least 16."""
     ends: Tensor
     """int32 ``[L, R*H + 1]``: 0, then the number of chunks up to every sequence's last one."""
     first: Tensor
-    """int32 ``[L, P]``, the sequence of each program's first chunk; anything if it has none."""
+    """int32 ``[L, P]``, the sequence of each program's first chunk; undefined if it has none."""
     partials: Tensor
-    """float32 ``[P, 2, G, D + 2]``: of the first and the last sequence of a program, where it has
-    only a part of it, the weighted sum of values, the maximal logit (base 2) and the sum of
-    weights. Layers share it, as they run one after the other."""
+    """float32 ``[P, 2, G, D + 2]``: for a program's first and last sequence, if it has only a part
+    of it, the weighted sum of values, the maximal logit (base 2) and the sum of weights. Layers
+    share the buffer, since they run in turn."""
 
     @classmethod
     def allocate(
@@ -50,8 +50,8 @@ class DecodePlan:
     ) -> DecodePlan:
         """Allocate the buffers for up to `num_rows` rows.
 
-        What suits a GPU say ``chunk_size`` and ``num_programs`` of
-        :mod:`vllm_tgvkv.kernels.gpu.decode`; results are right with any.
+        ``chunk_size`` and ``num_programs`` of :mod:`vllm_tgvkv.kernels.gpu.decode` return the best
+        values for a GPU; results are right with any.
         """
         return cls(
             chunk,
@@ -71,7 +71,7 @@ class DecodePlan:
         dtype: torch.dtype,
         device: torch.device,
     ) -> DecodePlan:
-        """Allocate the buffers with as many programs as the device runs at once."""
+        """Allocate the buffers for as many programs as the device runs concurrently."""
         from vllm_tgvkv.kernels.gpu import decode as triton_decode
 
         num_programs = 8  # under the interpreter
@@ -89,12 +89,12 @@ class DecodePlan:
         )
 
     def for_sequences(self, num_sequences: int) -> DecodePlan:
-        """The same buffers for a step with fewer virtual sequences, R*H."""
+        """Return a plan for fewer virtual sequences, R*H, in the same buffers."""
         return replace(self, ends=self.ends[:, : num_sequences + 1])
 
 
 def plan_decode(lengths: Tensor, plan: DecodePlan) -> None:
-    """Deals the work of a step, for all layers; to be called once the lengths are known.
+    """Divide the work of a step, for all layers, once the lengths are known.
 
     Args:
         lengths: int32 ``[L, R, H]``, contiguous in H.
@@ -132,17 +132,17 @@ def decode(
     plan: DecodePlan,
     out: Tensor,
 ) -> None:
-    """Attention of one query token per row in one layer; ``out`` is zero where a length is 0.
+    """Compute attention of one query token per row in one layer; rows of length 0 get zero.
 
     With M = L*H, p = layer*H + h, b the first block of row r, o = ``offsets[b, p]`` and n =
     ``offsets[b, p + 1] - o`` (0 where ``retained[b]`` is 0), page i of head h is page
     ``(o + i) % M`` of block ``block_table[r, (o + i) // M]`` for i < n, then page p of block
-    ``block_table[r, t0 + i - n]`` with t0 = ``replaced[b]``. Slots from the length on and pages of
-    others are not read.
+    ``block_table[r, t0 + i - n]`` with t0 = ``replaced[b]``. Slots from the length on and other
+    pages are not read.
 
-    On CUDA, products and sums are in float32 and weights are rounded to the dtype of the values
-    before they are multiplied with them, as is usual; the result of the same call is the same, bit
-    by bit. Nothing is allocated and no device value is read, so that it works in a CUDA graph.
+    On CUDA, products and sums are float32, and weights are rounded to the dtype of the values
+    before they are multiplied, as usual. Equal calls give bit-identical results. Nothing is
+    allocated and the host reads no device value, so the call works in a CUDA graph.
 
     Args:
         query: ``[R, H*G, D]``, contiguous in D; head j belongs to KV head j // G.
@@ -150,14 +150,13 @@ def decode(
         values: ``[num_pages, N, D]``, likewise.
         block_table: int32 ``[R, W]``.
         lengths: int32 ``[L, R, H]`` of
-            :func:`~vllm_tgvkv.kernels.page_tables.write_lengths`. Of a row of length 0 nothing else
-            is read.
+            :func:`~vllm_tgvkv.kernels.page_tables.write_lengths`. Rows of length 0 are not read.
         retained: int32 ``[num_blocks]``, as in
             :func:`~vllm_tgvkv.kernels.page_tables.write_page_tables`.
         replaced: int32 ``[num_blocks]``, likewise.
         offsets: int32 ``[num_blocks, M + 1]``, likewise.
         layer: index of the layer.
-        scale: of the logits.
+        scale: factor of the logits.
         plan: filled by :func:`plan_decode` from the same lengths.
         out: ``[R, H*G, D]``, contiguous in D, written.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merging evicted tokens into the kept ones beside them."""
+"""Merging of evicted tokens into their nearest kept neighbours."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def merge_evicted(
     num_layers: int,
     num_heads: int,
 ) -> None:
-    """Replaces each kept token's key and value by means over the candidates nearest to it.
+    """Replace each kept token's key and value by means over the candidates nearest to it.
 
     A candidate belongs to the kept candidate of its (layer, head) that is nearest in position, the
-    lower of two; a kept one belongs to itself. The tail takes part on neither side. Means are taken
-    in float32. To be called after :func:`~vllm_tgvkv.kernels.copy.copy_kept`, with the same
-    arguments; a pair without pages loses its tokens as it does there. Scratch memory: one layer's
-    candidates and the whole region in float32.
+    lower one of two; a kept candidate belongs to itself. The tail is neither merged nor merged
+    into. Means are float32. Call this after :func:`~vllm_tgvkv.kernels.copy.copy_kept`, with the
+    same arguments; the tokens of a pair without pages are lost, as they are there. Scratch memory:
+    one layer's candidates and the whole region in float32.
     """
     pairs = num_layers * num_heads
     block_size = key_pages.shape[1]
@@ -31,14 +31,14 @@ def merge_evicted(
     device = positions.device
     region = torch.arange(len(positions), device=device)
     pair = torch.searchsorted(offsets, region, right=True).sub_(1)
-    is_dealt = pair < pairs
+    has_pair = pair < pairs
     starts = _first_of_cluster(positions.long().flatten(), pair.repeat_interleave(block_size))
-    # Clusters in the order of (pair, first candidate), so one search finds every candidate's.
+    # Clusters are ordered by (pair, first candidate), so one search finds each candidate's cluster.
     clusters = pair.repeat_interleave(block_size) * num_candidates + starts
     page_of = new_blocks.long()[region // pairs] * pairs + region % pairs
     counts = torch.zeros(len(clusters), device=device)
     candidates = torch.arange(num_candidates, device=device)
-    members = [  # of every layer's candidates, which cluster
+    members = [  # cluster of each candidate, layer by layer
         torch.searchsorted(
             clusters,
             (torch.arange(num_heads, device=device)[:, None] + layer * num_heads) * num_candidates
@@ -59,17 +59,17 @@ def merge_evicted(
             heads = torch.arange(num_heads, device=device)[:, None] + layer * num_heads
             source = old_blocks.long()[candidates // block_size] * pairs + heads
             tokens = pool[source, candidates % block_size].float()  # [H, C, D]
-            # A pair without pages has no cluster; its tokens must not reach a neighbour's.
+            # A pair without pages has no cluster; its tokens must not enter another pair's.
             keeps = has_pages[layer * num_heads : (layer + 1) * num_heads, None, None]
             tokens.masked_fill_(~keeps, 0)
             sums.index_add_(0, member.clamp(min=0).flatten(), tokens.flatten(0, 1))
         means = (sums / counts[:, None].clamp(min=1)).view(len(region), block_size, -1)
         old = pool[page_of].float()
-        pool[page_of] = torch.where(is_dealt[:, None, None], means, old).to(pool.dtype)
+        pool[page_of] = torch.where(has_pair[:, None, None], means, old).to(pool.dtype)
 
 
 def _first_of_cluster(positions: Tensor, pair: Tensor) -> Tensor:
-    """First candidate nearest to each kept one: int64, from ascending positions within a pair."""
+    """Return the first candidate of each kept one's cluster, int64; positions ascend in a pair."""
     previous = positions.roll(1)
     first = pair != pair.roll(1)
     first[:1] = True

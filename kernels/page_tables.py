@@ -2,9 +2,9 @@
 """Page tables of the decode step: one virtual sequence per (request, KV head), in every layer.
 
 A compressed request owns k fresh blocks, whose k*L*H pages are dealt to the (layer, head) pairs in
-prefix-sum order, and an ordinary tail from prompt block t0 on. Everything else is k = t0 = 0.
+prefix-sum order, and an ordinary tail from prompt block t0 on. All other requests have k = t0 = 0.
 
-The state of regions covers the whole pool and is looked up, on the device, by the first id of a
+Region state covers the whole pool. It is looked up on the device by the first block id of a
 request's row in the block table. Block 0 is vLLM's null block, where no region starts.
 """
 
@@ -26,30 +26,30 @@ def write_page_tables(
     first_layer: int,
     tables: Tensor,
 ) -> None:
-    """Fills ``tables`` with the pool pages that each (layer, request, head) attends to, in order.
+    """Fill ``tables`` with the pool pages that each (layer, request, head) attends to, in order.
 
-    First the n[l, h] = ``offsets[b, p + 1] - offsets[b, p]`` pages of the compressed region (b the
-    first block of the request's row, p = l*H + h), then head h's page of layer l in each tail block
-    t0, t0 + 1, ... up to the one that holds the current token. On CPU the entries behind are 0,
-    which is a valid page; on CUDA they stay as they were.
+    These are the n[l, h] = ``offsets[b, p + 1] - offsets[b, p]`` pages of the compressed region (b
+    is the first block of the request's row, p = l*H + h), then head h's page of layer l in each
+    tail block t0, t0 + 1, ... up to the one that holds the current token. Later entries are 0 on
+    CPU, which is a valid page; on CUDA they are not written.
 
-    A table changes only when its request's row does, that is every N-th token: with unchanged rows
-    :func:`write_lengths` alone is enough.
+    A table changes only when its request's row does, every N-th token. While rows are unchanged,
+    :func:`write_lengths` is enough.
 
     Args:
         block_table: int32 ``[B, W]``; a compressed request's row is
             ``[k fresh ids | zeros | tail ids from column t0 on]``.
-        seq_lens: int32 ``[B]``, tokens including the current one, evicted ones counted. A row with
-            0 tokens has no pages, and nothing of it is read.
+        seq_lens: int32 ``[B]``, tokens including the current one and evicted ones. A row with 0
+            tokens has no pages, and its block ids are not read.
         retained: int32 ``[num_blocks]``, k of the region that starts with a block; 0 elsewhere.
-        replaced: int32 ``[num_blocks]``, t0 likewise.
-        offsets: int32 ``[num_blocks, L*H + 1]``; anything where k is 0.
+        replaced: int32 ``[num_blocks]``, t0 of that region; 0 elsewhere.
+        offsets: int32 ``[num_blocks, L*H + 1]``; undefined where k is 0.
         block_size: N.
         first_layer: layer of ``tables[0]``.
         tables: int32 ``[l, B, H, W_out]``, written: the tables of l layers. W_out must be at least
             the number of pages of the longest virtual sequence. The counts n are on the device, but
-            since n <= min(t0, k*L*H), the largest ceil(seq_len / N) over the requests is always
-            enough, and so is W.
+            n <= min(t0, k*L*H), so the largest ceil(seq_len / N) of the requests is enough, and so
+            is W.
 
     Raises:
         ValueError: if a shape or dtype does not fit; the message names the argument.
@@ -88,7 +88,7 @@ def write_page_tables(
     in_block = region_page.sub_(region_column * pairs)
     in_region = column < counts
     table_column = torch.where(in_region, region_column, (start - counts) + column)
-    # Columns behind the last page would point outside the row; what they fetch is zeroed below.
+    # Columns after the last page would point outside the row; their entries are zeroed below.
     table_column.clamp_(0, block_table.shape[1] - 1)
     row = torch.arange(requests, dtype=torch.int32, device=device) * block_table.shape[1]
     table_column += row.view(per_request)
@@ -110,12 +110,12 @@ def write_lengths(
     block_size: int,
     lengths: Tensor,
 ) -> None:
-    """Fills ``lengths`` with the tokens that each (layer, request, head) attends to.
+    """Fill ``lengths`` with the number of tokens that each (layer, request, head) attends to.
 
-    n*N tokens of the region and ``seq_len - t0*N`` of the tail; 0 in rows without tokens.
+    These are n*N tokens of the region and ``seq_len - t0*N`` of the tail; 0 in rows without tokens.
 
     Args:
-        lengths: int32 ``[L, B, H]``, written. The rest as in :func:`write_page_tables`.
+        lengths: int32 ``[L, B, H]``, written. Other arguments as in :func:`write_page_tables`.
 
     Raises:
         ValueError: if a shape or dtype does not fit; the message names the argument.
@@ -143,14 +143,14 @@ def write_lengths(
 
 
 def _first_blocks(block_table: Tensor, seq_lens: Tensor) -> Tensor:
-    """First block of every row, int32 ``[B]``; the null block where a row has no tokens."""
+    """Return the first block of every row, int32 ``[B]``; rows without tokens: the null block."""
     return block_table[:, 0].masked_fill(seq_lens <= 0, 0)
 
 
 def _regions(
     first_blocks: Tensor, retained: Tensor, offsets: Tensor, layers: int, heads: int
 ) -> tuple[Tensor, Tensor]:
-    """First region page and number of region pages, int32 ``[l, B, H]``; zeros where k is 0."""
+    """Return first region page and number of region pages, int32 ``[l, B, H]``; 0 where k is 0."""
     requests = len(first_blocks)
     has_no_region = retained.index_select(0, first_blocks).unsqueeze(-1) <= 0
     offsets = offsets.index_select(0, first_blocks).masked_fill_(has_no_region, 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Column sums over all rows of a prompt, gathered while its chunks are prefilled."""
+"""Column sums over all rows of a prompt, accumulated while its chunks are prefilled."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from vllm_tgvkv.kernels.statistics import Attention, ObservedAttention
 class RowSums(Attention):
     """Column sums of one layer over the text rows and over the vision rows of a prompt.
 
-    Row i sees keys ``0..i``, so a chunk of rows needs nothing of the chunks after it. Starts with
-    zeros; :meth:`add` takes one chunk after another.
+    Row i sees keys ``0..i``, so a chunk of rows does not depend on later chunks. The sums start at
+    zero; :meth:`add` adds one chunk.
     """
 
     def __init__(self, num_sets: int, num_tokens: int, device: torch.device) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing the tokens that fill the pages dealt to each (layer, KV head)."""
+"""Selection of the tokens that fill the pages of each (layer, KV head)."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ MAX_CANDIDATES = 2 ** (62 - _SCORE_BITS - _TIER_BITS)
 def select_tokens(
     scores: Tensor, tiers: Tensor, counts: Tensor, num_pages: int, block_size: int
 ) -> Tensor:
-    """Positions of the kept tokens, page by page.
+    """Return the positions of the kept tokens, page by page.
 
     Pair (l, h) keeps its ``counts[l, h] * block_size`` best candidates, ordered by tier (high
     first), then score (high first), then position (low first). A NaN score ranks last in its tier.
-    Pages follow each other in prefix-sum order of the pairs l*H + h, see :func:`page_offsets`, and
-    a pair's positions ascend through its pages, all of which are full.
+    Pages are in prefix-sum order of the pairs l*H + h, see :func:`page_offsets`. All pages of a
+    pair are full, and positions ascend through them.
 
     Args:
         scores: float32 ``[L, H, C]``, or ``[L, 1, C]`` for one ranking in all heads of a layer.
         tiers: integer ``[C]``, ``[L, H, C]`` or ``[L, 1, C]``, values in ``0..MAX_TIERS - 1``.
         counts: int64 ``[L, H]``, pages of each pair: each at most C / N, together at most
             ``num_pages``.
-        num_pages: rows of the result, known without asking the device; those behind the last
-            page that was dealt hold valid positions without meaning.
+        num_pages: rows of the result, known on the host. Rows after the last dealt page hold valid
+            but meaningless positions.
         block_size: N.
 
     Returns:
@@ -53,7 +53,7 @@ def select_tokens(
 
 
 def page_offsets(counts: Tensor) -> Tensor:
-    """Exclusive prefix sums of the pairs' page counts: ``[L, H]`` -> int32 ``[L*H + 1]``.
+    """Return the prefix sums of page counts ``[L, H]``, int32 ``[L*H + 1]``, starting with 0.
 
     Pair p owns the region's pages ``offsets[p] .. offsets[p + 1] - 1``.
     """
@@ -63,14 +63,15 @@ def page_offsets(counts: Tensor) -> Tensor:
 
 
 def ranking_keys(scores: Tensor, tiers: Tensor) -> Tensor:
-    """One non-negative int64 per candidate, all different within a row: tier, score, -position.
+    """Return int64 keys that order candidates by tier, score and -position, distinct in a row.
 
-    Scores float32 ``[..., C]`` and tiers integer ``[C]`` or ``[..., C]``; keys are below 2^62.
+    Scores are float32 ``[..., C]``, tiers integer ``[C]`` or ``[..., C]``. Keys are not negative
+    and below 2^62.
     """
     num_candidates = scores.shape[-1]
     position_bits = _position_bits(num_candidates)
     bits = (scores + 0.0).view(torch.int32)  # the addition turns -0 into +0
-    # Reversing the magnitude of negative floats makes their bits order as the floats do.
+    # Reversing the magnitude of negative floats makes their bits order like the floats.
     ordered = torch.where(bits < 0, bits ^ _INT32_MAX, bits)
     ordered = ordered.masked_fill(scores.isnan(), -_INT32_MAX - 1)
     positions = torch.arange(num_candidates, device=scores.device)
@@ -79,25 +80,25 @@ def ranking_keys(scores: Tensor, tiers: Tensor) -> Tensor:
 
 
 def thresholds(keys: Tensor, wanted: Tensor, num_bits: int | None = None) -> Tensor:
-    """The ``wanted``-th largest key of each row, found bit by bit; int64, of ``wanted``'s shape.
+    """Return the ``wanted``-th largest key of each row, int64 in the shape of ``wanted``.
 
-    A few dozen counting passes beat a sort of 64-bit keys severalfold. ``wanted == 0``
-    gives a threshold above every key.
+    The keys are found bit by bit: a few dozen counting passes are several times faster than a sort
+    of 64-bit keys. Where ``wanted`` is 0, the threshold is above every key.
 
     Args:
         keys: int64 ``[..., C]``, not negative.
         wanted: int64, of a shape that ``keys.shape[:-1]`` broadcasts to.
-        num_bits: the keys are below ``2**num_bits``; by default those of :func:`ranking_keys`.
+        num_bits: keys are below ``2**num_bits``; the default fits :func:`ranking_keys`.
     """
     if num_bits is None:
-        # One bit more than the keys have, for a threshold above all of them.
+        # One more bit than the keys have, for a threshold above all keys.
         num_bits = _TIER_BITS + _SCORE_BITS + _position_bits(keys.shape[-1]) + 1
     if gpu.runs(keys):
         from vllm_tgvkv.kernels.gpu import select as triton_select
 
         return triton_select.thresholds(keys, wanted, num_bits)
     thresholds = torch.zeros_like(wanted)
-    # Comparing into int64 spares the sum a conversion, half of its time.
+    # Comparing into int64 saves the sum a conversion, half of its time.
     at_least = torch.empty(*wanted.shape, keys.shape[-1], dtype=torch.int64, device=keys.device)
     for bit in range(num_bits - 1, -1, -1):
         candidates = thresholds | (1 << bit)
@@ -112,9 +113,9 @@ def _position_bits(num_candidates: int) -> int:
 
 
 def _compact(kept: Tensor, num_kept: int) -> Tensor:
-    """Last-dimension indices of the ``num_kept`` true entries, in row-major order; int32."""
+    """Return the last index of each of ``num_kept`` true entries, int32, in row-major order."""
     rank = kept.flatten().cumsum(dim=0) - 1
-    # One slot more than needed takes whatever is not kept: no data-dependent shape.
+    # One extra slot takes all entries that are not kept, so no shape depends on data.
     slots = torch.where(kept.flatten(), rank, num_kept).clamp_(max=num_kept)
     positions = torch.arange(kept.shape[-1], dtype=torch.int32, device=kept.device)
     compacted = torch.zeros(num_kept + 1, dtype=torch.int32, device=kept.device)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention statistics of some rows over a paged prompt, one layer at a time.
 
-The rows' probabilities are recomputed from their queries and the cached keys, so earlier chunks of
-a chunked prefill and prefix-cache hits are covered like any other key.
+Probabilities are recomputed from the rows' queries and the cached keys. So keys from earlier chunks
+of the prefill and from prefix-cache hits are covered as well.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from torch import Tensor
 from vllm_tgvkv.kernels import gpu
 
 Statistic = Literal["row_averages", "share_below", "row_entropies"]
-"""What may be computed beside the column sums. ``row_averages`` makes weighted sums cheap."""
+"""Statistics in addition to column sums. ``row_averages`` makes weighted sums cheap."""
 
 THRESHOLD = 0.01
-"""An entry below this part of its row's maximum counts as nothing (VL-Cache's p)."""
+"""Entries below this fraction of their row's maximum are negligible (VL-Cache's p)."""
 
 _FLOAT_BYTES = 4
 _EXACT_IN_BFLOAT16 = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
-# Logits of more rows at once do not speed the matrix product up, but cost cache.
+# Logits of more rows at a time do not make the matrix product faster, but take up cache.
 _LOGITS_BYTES = 8 << 20
 
 
 class Scratch:
-    """Buffers that one observation after another uses.
+    """Buffers that consecutive observations reuse.
 
     On CPU the first touch of fresh memory costs as much as the arithmetic on it. An
-    :class:`ObservedAttention` is valid until its scratch is used for the next.
+    :class:`ObservedAttention` is valid until the next one uses its scratch.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, name: str, shape: Sequence[int], device: torch.device) -> Tensor:
-        """An uninitialised float32 tensor; the buffer of that name grows where it must."""
+        """Return an uninitialised float32 tensor in the buffer ``name``, which grows as needed."""
         size = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size:
@@ -54,11 +54,11 @@ class Scratch:
 class Attention(Protocol):
     """Attention statistics of one layer over one prompt, as the parts of a policy see them.
 
-    A is the softmax of the row set's queries over the keys each row sees, O the number of these
-    rows, P of keys, S of token sets. No row set has all statistics: :class:`ObservedAttention`
-    recomputes A of a few rows, :class:`~vllm_tgvkv.kernels.row_sums.RowSums` adds up the columns of
-    all of them. A statistic that a subclass does not define raises an AttributeError that names the
-    row sets which have it.
+    A is the softmax of the rows' queries over the keys that each row sees. O is the number of rows,
+    P of keys, S of token sets. No row set has all statistics: :class:`ObservedAttention` recomputes
+    A of a few rows, :class:`~vllm_tgvkv.kernels.row_sums.RowSums` adds up the columns of all rows.
+    Statistics that a subclass does not define raise an AttributeError, which names the row sets
+    that have them.
     """
 
     @property
@@ -139,13 +139,13 @@ def _not_observed(name: str, row_sets: str) -> NoReturn:
 
 
 class ObservedAttention(Attention, ABC):
-    """Statistics of some rows of A, the softmax of q k^T over all keys before a row.
+    """Statistics of some rows of A.
 
     Row i is the observation token at ``row_positions[i]``; it sees keys ``0..row_positions[i]``.
-    S is the number of *groups* of query heads that each statistic averages over: the G query heads
-    of a KV head (S = H), or, with ``per_head`` false, all of the layer's (S = 1). Built by
-    :func:`observe`; ``statistics`` names what is computed in the same pass over the keys as the
-    column sums. Nothing is computed before it is asked for.
+    S is the number of *groups* of query heads over which statistics are averaged: the G query heads
+    of each KV head (S = H), or all query heads of the layer if ``per_head`` is false (S = 1). Built
+    by :func:`observe`; ``statistics`` are computed in the same pass over the keys as the column
+    sums. All statistics are computed on first access.
 
     Attributes:
         num_rows, num_keys, num_groups: O, P and S.
@@ -191,7 +191,7 @@ class ObservedAttention(Attention, ABC):
         return self.mixed_column_sums(weights.unsqueeze(1)).squeeze(1)
 
     def mixed_column_sums(self, weights: Tensor) -> Tensor:
-        """Several weighted column sums in one pass: ``[S or 1, K, O]`` -> ``[S, K, num_keys]``."""
+        """Return K weighted column sums ``[S, K, num_keys]``; weights are ``[S or 1, K, O]``."""
         if "row_averages" in self._statistics:
             averages = self._first_pass.row_averages
             if averages is not None:
@@ -206,34 +206,34 @@ class ObservedAttention(Attention, ABC):
     @cached_property
     @abstractmethod
     def _first_pass(self) -> FirstPass:
-        """Column sums and whatever else was asked for, in one pass over the rows.
+        """Column sums and the requested statistics, from one pass over the rows.
 
-        Row averages are kept for the weighted sums if they are asked for and small enough.
+        Row averages are kept for weighted sums if they are requested and small enough.
         """
 
     @abstractmethod
     def _weigh(self, weights: Tensor, averages: Tensor) -> Tensor:
-        """``[S or 1, K, O]`` and the kept averages -> ``[S, K, num_keys]``."""
+        """Return the sums of :meth:`mixed_column_sums` from the kept averages."""
 
     @abstractmethod
     def _weighted_pass(self, weights: Tensor) -> Tensor:
-        """The same without kept averages, in another pass over the rows."""
+        """Return the sums of :meth:`mixed_column_sums` from another pass over the rows."""
 
     def _declared(self, name: Statistic, value: Tensor) -> Tensor:
         if name not in self._statistics:
             raise ValueError(
-                f"{name} was not computed: name it in the `statistics` of the score or budget"
+                f"{name} was not computed: name it in the `statistics` of the score or allocation"
             )
         return value
 
 
 class TorchAttention(ObservedAttention):
-    """The statistics in PyTorch, a chunk of rows at a time.
+    """Statistics in PyTorch, computed in chunks of rows.
 
-    Scratch memory: the probabilities of one row chunk, the gathered keys and the kept head
-    averages take at most ``workspace_bytes`` each. Only where a single row (4*2*H*G*num_keys
-    bytes) or a single block of keys is larger than that does its size count. Keys that do not fit
-    as a whole are gathered anew, piece by piece, for each chunk of rows.
+    Scratch memory: the probabilities of one row chunk, the gathered keys and the kept head averages
+    take at most ``workspace_bytes`` each, or the size of a single row (4*2*H*G*num_keys bytes) or
+    block of keys if that is larger. If the keys do not fit, they are gathered piece by piece, again
+    for each chunk of rows.
     """
 
     def __init__(
@@ -258,8 +258,8 @@ class TorchAttention(ObservedAttention):
         self._block_ids = block_ids
         self._scale = scale
         self._num_common_keys = num_common_keys
-        # Float32 throughout: a bf16 logit of 20 is off by up to 0.06, its probability by 6 %.
-        # The scale is applied to the products, so that bf16 queries stay exact.
+        # Float32: a bf16 logit of 20 is off by up to 0.06, its probability by 6 %. The scale is
+        # applied to the products, so that bf16 queries stay exact.
         self._queries = queries.permute(1, 2, 0, 3).float()  # [H, G, O, D]
         self._is_bfloat16 = (
             queries.dtype == torch.bfloat16 and key_pages.dtype in _EXACT_IN_BFLOAT16
@@ -291,13 +291,13 @@ class TorchAttention(ObservedAttention):
             flat = probabilities.flatten(1, 2)  # [H, G * R, P]
             mass = torch.bmm(flat, subset.unsqueeze(-1)).squeeze(-1)
             repeated = weights[:, rows].repeat(1, self.group_size)
-            # A subset that got nothing of a row has nothing to share out.
+            # A row that sees no key of the subset adds nothing.
             scaled = torch.where(mass > 0, repeated / mass, 0.0)
             sums.baddbmm_(scaled.unsqueeze(1), flat)
         return self._mean_of_groups(sums.squeeze(1) * subset / self.group_size)
 
     def row_chunks(self, first: int = 0) -> Iterator[tuple[slice, Tensor]]:
-        """Yields ``(rows, probabilities)`` from row ``first`` on.
+        """Yield ``(rows, probabilities)`` from row ``first`` on.
 
         Probabilities are float32 ``[H, G, R, num_keys]``, in a buffer that the next iteration
         overwrites.
@@ -324,7 +324,7 @@ class TorchAttention(ObservedAttention):
         ):
             averages = self._take("averages", (groups, self.num_rows, keys))
         sums = self._queries.new_zeros(self.num_heads, 1, keys)
-        # Counts beyond float32's whole numbers are reached by 128 rows of 131k keys.
+        # 128 rows of 131k keys exceed the integers that float32 holds.
         below = self._queries.new_zeros(self.num_heads, self.group_size, dtype=torch.float64)
         entropies = self._queries.new_zeros(self.num_heads, self.num_rows)
         for rows, probabilities in self.row_chunks():
@@ -333,7 +333,7 @@ class TorchAttention(ObservedAttention):
             else:
                 flat = probabilities.flatten(1, 2)
                 sums.baddbmm_(torch.ones_like(flat[:, None, :, 0]), flat, alpha=1 / self.group_size)
-            # The logits are not needed any more: their buffer takes the rest.
+            # The logits are no longer needed; reuse their buffer.
             spare = self._take("logits", probabilities.shape)
             if "share_below" in queried:
                 least = probabilities.amax(dim=-1, keepdim=True).mul_(THRESHOLD)
@@ -354,27 +354,28 @@ class TorchAttention(ObservedAttention):
         )
 
     def _share_of_visible(self, below: Tensor) -> Tensor:
-        """Counts over whole rows, ``[H, G]`` -> shares of the entries the rows see, ``[S]``."""
+        """Return shares of the visible entries ``[S]`` from counts over whole rows ``[H, G]``."""
         num_visible = (self.row_positions + 1).sum()
-        # What a row does not see has probability zero and was counted as well.
+        # Entries that a row does not see have probability zero and were counted as well.
         num_hidden = self.num_rows * self.num_keys - num_visible
         return self._mean_of_groups((below.mean(dim=1) - num_hidden) / num_visible)
 
     def _mean_of_groups(self, per_head: Tensor) -> Tensor:
-        """``[H, ...]`` -> ``[S, ...]``."""
+        """Return means ``[S, ...]`` of values ``[H, ...]``."""
         if self.num_groups == self.num_heads:
             return per_head
         return per_head.mean(dim=0, keepdim=True)
 
     def _logits(self, rows: slice, out: Tensor) -> None:
-        """Scaled, causally masked logits of ``rows``, written to ``out`` [H, G, R, num_keys]."""
+        """Write scaled, causally masked logits of ``rows`` to ``out`` [H, G, R, num_keys]."""
         flat = out.flatten(1, 2)
         queries = self._queries[:, :, rows].flatten(1, 2)  # [H, G*R, D]
         for start, keys in self._key_chunks():
             part = flat[:, :, start : start + keys.shape[-1]]
             with _bfloat16_products(self._is_bfloat16):
                 torch.baddbmm(part, queries, keys, beta=0, alpha=self._scale, out=part)
-        # Nobody's future begins earlier; masking all keys costs as much as the softmax.
+        # Every row sees the first `num_common_keys` keys. Masking all keys costs as much as the
+        # softmax.
         first = self._num_common_keys
         positions = torch.arange(first, self.num_keys, device=out.device)
         future = positions > self.row_positions[rows, None]
@@ -386,7 +387,7 @@ class TorchAttention(ObservedAttention):
         return torch.exp(logits.sub_(self._log_sum_exp[:, :, rows, None]), out=out)
 
     def _gather_all_if_small(self) -> None:
-        # Gathered in the cache's dtype, then converted.
+        # Keys are gathered in the cache's dtype, then converted.
         value_bytes = self._key_pages.element_size() + _FLOAT_BYTES
         page_bytes = self.num_heads * self._key_pages.shape[2] * self.head_size * value_bytes
         self._blocks_per_chunk = max(1, self._workspace_bytes // page_bytes)
@@ -394,7 +395,7 @@ class TorchAttention(ObservedAttention):
             self._keys = self._gather(0, self._block_ids.shape[0])
 
     def _key_chunks(self) -> Iterator[tuple[int, Tensor]]:
-        """Yields ``(first position, keys)``, keys float32 ``[H, D, n]``, positions in order."""
+        """Yield ``(first position, keys)`` in order; keys are float32 ``[H, D, n]``."""
         if self._keys is not None:
             yield 0, self._keys
             return
@@ -408,11 +409,11 @@ class TorchAttention(ObservedAttention):
         return self._scratch.take(name, shape, self._queries.device)
 
     def _gather(self, start: int, stop: int) -> Tensor:
-        """Keys of blocks ``start..stop-1``, cut at num_keys: the slots behind may hold garbage."""
+        """Return keys of blocks ``start..stop-1`` up to num_keys; later slots may be garbage."""
         block_size = self._key_pages.shape[2]
         ids = self._block_ids[start:stop]
         num_keys = min(self.num_keys - start * block_size, ids.shape[0] * block_size)
-        # Pages are copied in the order they are stored in, [D, N] or [N, D].
+        # Copy pages in storage order, [D, N] or [N, D].
         if self._key_pages.stride(-2) == 1:
             pages = self._key_pages.transpose(2, 3).index_select(0, ids).permute(1, 2, 0, 3)
         else:
@@ -424,9 +425,9 @@ class TorchAttention(ObservedAttention):
 
 
 def _mean_over_group(probabilities: Tensor, out: Tensor) -> None:
-    """Mean of ``[H, G, R, P]`` over G, or over H and G, written to ``out`` ``[S, R, P]``.
+    """Write the mean of ``[H, G, R, P]`` over G, or over H and G, to ``out`` ``[S, R, P]``.
 
-    On CPU adding slices is about three times as fast as a reduction over a middle dimension.
+    On CPU adding slices is about three times as fast as reducing a middle dimension.
     """
     by_group = probabilities.view(out.shape[0], -1, *out.shape[1:])
     num_averaged = by_group.shape[1]
@@ -438,11 +439,11 @@ def _mean_over_group(probabilities: Tensor, out: Tensor) -> None:
 
 @dataclass(frozen=True)
 class FirstPass:
-    """What the first pass over the rows computed; a statistic not asked for has no meaning."""
+    """Results of the first pass over the rows; statistics that were not requested are undefined."""
 
     column_sums: Tensor
     row_averages: Tensor | None
-    """A of every row, float32 ``[S, O, P]``; None if not asked for, or too large to keep."""
+    """A of every row, float32 ``[S, O, P]``; None if not requested, or too large to keep."""
     share_below: Tensor
     row_entropies: Tensor
 
@@ -461,26 +462,26 @@ def observe(
     num_common_keys: int = 0,
     scratch: Scratch | None = None,
 ) -> ObservedAttention:
-    """Attention of the observation rows over the whole prompt, for one layer.
+    """Return the attention of some rows over the prompt's keys, for one layer.
 
     Args:
         queries: ``[O, H, G, D]``, rotated, any float dtype.
         key_pages: ``[num_blocks, H, N, D]``, the layer's logical view of the pool; any strides.
-            Slots of the last block behind ``num_keys`` are never read into a result. Of keys in
-            fp8 the scale belongs into ``scale``; they are converted as they are gathered.
+            Slots from ``num_keys`` on never affect a result. Keys in fp8 are converted as they are
+            gathered; ``scale`` has to include their scale.
         block_ids: int32 or int64 ``[ceil(num_keys / N)]``, the prompt's blocks in order.
         row_positions: int64 ``[O]``, ascending positions of the rows, each below ``num_keys``.
         num_keys: P, at least 1.
-        scale: factor of the products, as the model's attention applies it.
-        per_head: whether statistics are those of each KV head, or of the layer as a whole.
-        statistics: what will be asked for beside column sums; the rest costs nothing.
+        scale: factor of the products, as in the model's attention.
+        per_head: whether statistics are per KV head, or for the whole layer.
+        statistics: the statistics that will be read, besides column sums.
         workspace_bytes: bound of each scratch buffer, see :class:`TorchAttention` and
             :class:`~vllm_tgvkv.kernels.gpu.statistics.TritonAttention`.
-        log_sum_exp: float ``[O, H, G]``, natural log of the rows' softmax denominators, where the
-            attention kernel returned it; saves the reduction over the keys.
-        num_common_keys: this many first keys are seen by every row; at most
-            ``row_positions[0] + 1``, which the caller knows without asking the device.
-        scratch: buffers of the observation before this one, to be used again.
+        log_sum_exp: float ``[O, H, G]``, natural log of the rows' softmax denominators if the
+            attention kernel returned them; saves the reduction over the keys.
+        num_common_keys: number of first keys that every row sees, at most ``row_positions[0] + 1``;
+            known on the host.
+        scratch: buffers of an earlier observation to reuse.
 
     Raises:
         ValueError: if a shape, dtype or number does not fit; the message names the argument.
@@ -520,10 +521,10 @@ def observe(
 
 @contextmanager
 def _bfloat16_products(enabled: bool) -> Iterator[None]:
-    """Let float32 matmuls on CPU multiply in bf16 and add in float32, where that is exact.
+    """Let float32 matmuls on CPU multiply in bf16 and add in float32.
 
-    For values that are whole in bf16 it loses nothing and takes a third of the time; elsewhere
-    than on CPUs with bf16 instructions it changes nothing.
+    For values that bf16 holds exactly this loses nothing and takes a third of the time. It has no
+    effect except on CPUs with bf16 instructions.
     """
     if not enabled:
         yield

@@ -1,2 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Independent references that tests and the evaluation compare with. Nothing here is shipped."""
+"""Independent references for tests and the evaluation. They share no code with the plugin.
+
+=======================  =====================================  ===================================
+module                   reference                              compared with
+=======================  =====================================  ===================================
+:mod:`oracle.attention`  attention by its definition            the statistics kernels; input of
+                                                                the methods
+:mod:`oracle.kernels`    each kernel, in loops over exact       the PyTorch kernels, and the Triton
+                         numbers                                kernels on a GPU or interpreted
+:mod:`oracle.methods`    every method, from whole attention     the policies and their decisions
+                         matrices
+:mod:`oracle.emulation`  Hugging Face models that generate as   tokens and kept positions of real
+                         if prompt keys were evicted            engines
+=======================  =====================================  ===================================
+
+Each module builds on those above it. The evaluation uses the methods to emulate pages of one token.
+The package is not installed.
+"""

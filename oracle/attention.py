@@ -1,53 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests compare with: attention by its definition, in loops and float64; pages of keys."""
+"""Attention by its definition, in float64."""
 
 from __future__ import annotations
 
 import math
-import os
 
 import torch
 from torch import Tensor
 
 
-def fresh_seed() -> int:
-    """Seeds torch anew and prints the seed; set TGVKV_SEED to repeat a failure."""
-    seed = int(os.environ.get("TGVKV_SEED") or int.from_bytes(os.urandom(4), "little"))
-    torch.manual_seed(seed)
-    print(f"TGVKV_SEED={seed}")
-    return seed
-
-
-def paged(keys: Tensor, block_size: int, transposed: bool) -> tuple[Tensor, Tensor]:
-    """Keys ``[P, H, D]`` laid out in shuffled blocks of a pool that is NaN everywhere else.
-
-    Returns:
-        The pool's logical view ``[num_blocks, H, N, D]`` (stored ``[D, N]`` if ``transposed``)
-        and the block ids.
-    """
-    num_tokens, heads, head_size = keys.shape
-    num_blocks = math.ceil(num_tokens / block_size)
-    shape = (num_blocks + 3, heads, block_size, head_size)
-    pool = torch.full(shape, float("nan"), dtype=keys.dtype)
-    if transposed:
-        pool = pool.transpose(2, 3).contiguous().transpose(2, 3)
-    ids = torch.randperm(num_blocks + 3)[:num_blocks]
-    for j in range(num_tokens):
-        pool[ids[j // block_size], :, j % block_size] = keys[j]
-    return pool, ids
-
-
 def causal_attention(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """A of one layer over all rows: queries ``[P, H, G, D]``, keys ``[P, H, D]``.
+    """Return A of one layer, float64 [H * G, P, P], from queries [P, H, G, D], keys [P, H, D]."""
+    return _attention(queries, keys, torch.arange(len(keys)), scale).flatten(0, 1)
 
-    Returns:
-        float64 ``[H, G, P, P]``.
-    """
-    num_tokens, heads, group, _ = queries.shape
-    attention = torch.zeros(heads, group, num_tokens, num_tokens, dtype=torch.float64)
-    for h in range(heads):
-        for g in range(group):
-            for i in range(num_tokens):
-                logits = keys[: i + 1, h].double() @ queries[i, h, g].double() * scale
-                attention[h, g, i, : i + 1] = logits.softmax(dim=0)
-    return attention
+
+def attention_probabilities(
+    queries: Tensor,
+    key_pages: Tensor,
+    block_ids: Tensor,
+    row_positions: Tensor,
+    num_keys: int,
+    scale: float,
+) -> Tensor:
+    """Return A of some rows, float64 [H, G, O, num_keys]; arguments as in the kernel `observe`."""
+    block_size = key_pages.shape[2]
+    keys = [key_pages[block_ids[j // block_size], :, j % block_size] for j in range(num_keys)]
+    return _attention(queries, torch.stack(keys), row_positions, scale)
+
+
+def _attention(queries: Tensor, keys: Tensor, row_positions: Tensor, scale: float) -> Tensor:
+    logits = torch.einsum("ihgd,jhd->hgij", queries.double(), keys.double()) * scale
+    future = torch.arange(len(keys)) > row_positions[:, None]
+    return logits.masked_fill(future, -math.inf).softmax(-1)

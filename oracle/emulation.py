@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every method on plain Hugging Face models: the independent oracle of the engine tests.
+"""Every method on plain Hugging Face models: the oracle of the engine tests.
 
-Nothing is evicted here. The whole cache is kept, and every query after the prefill is kept from
-seeing the prompt keys that its (layer, KV head) would have lost. `oracle.methods` works out which
-from the prefill's attention. No code is shared with the plugin.
+Nothing is evicted here. The whole cache stays, and a mask hides the prompt keys that each (layer,
+KV head) would have lost from every query after the prefill. `oracle.methods` finds these keys from
+the prefill's attention.
 
 Shapes: L layers, Q query heads, H KV heads, P prompt tokens.
 """
@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import PIL.Image
 import torch
-from PIL import Image
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -27,87 +27,26 @@ from transformers import (
 )
 
 from oracle import methods
-from oracle.methods import (
-    HEAD,
-    LAYER,
-    Auto,
-    Layout,
-    Mix,
-    Pool,
-    Selection,
-    Settings,
-    deal,
-    merged,
-    mix_of,
-    retained_blocks,
-    retained_positions,
-    rows,
-    tgv_scores,
-    water_fill,
-)
-
-__all__ = [
-    "HEAD",
-    "LAYER",
-    "Eviction",
-    "Oracle",
-    "Prompt",
-    "Selection",
-    "deal",
-    "emulate",
-    "observation_rows",
-    "retained_blocks",
-    "retained_positions",
-    "select",
-    "token_scores",
-    "water_fill",
-]
+from oracle.kernels import merged
+from oracle.methods import Image, Layout, Mix, Selection, Settings, mix_of
 
 
 @dataclass(frozen=True)
-class Eviction:
-    """What to evict.
+class Eviction(Settings):
+    """A method and the settings it works under.
 
     Attributes:
-        budget: a float is a fraction of the prompt, an int a number of tokens per head.
-        block_size: tokens per page, N.
-        granularity: "layer", one token set for all heads of a layer, or "head"; None is the
-            method's own.
-        sinks: leading positions that are kept before all others.
-        observation_window: at most so many text rows vote, the last ones.
-        floor: least number of pages of every (layer, head).
         method: name or parts.
-        pooling: of the scores; None is the method's own.
-        text_only: "keep" or "evict", what happens to prompts without vision.
+        text_only: "keep" or "evict" prompts without vision.
     """
 
-    budget: float | int | Auto
-    block_size: int = 32
-    granularity: str | None = None
-    sinks: int = 4
-    observation_window: int = 512
-    floor: int = 1
     method: str | Mix = "tgv"
-    pooling: Pool | None = None
     text_only: str = "keep"
 
     @property
-    def settings(self) -> Settings:
-        """Return what is asked of the method."""
-        return Settings(
-            budget=self.budget,
-            block_size=self.block_size,
-            sinks=self.sinks,
-            window=self.observation_window,
-            floor=self.floor,
-            granularity=self.granularity,
-            pooling=self.pooling,
-        )
-
-    @property
     def merges(self) -> bool:
-        """Return whether evicted tokens live on in the kept ones."""
-        return mix_of(self.method, self.settings).merge
+        """Whether evicted tokens are merged into kept ones."""
+        return mix_of(self.method, self).merge
 
 
 @dataclass(frozen=True)
@@ -116,82 +55,39 @@ class Prompt:
 
     Attributes:
         inputs: keyword arguments for the model.
-        token_ids: the P prompt tokens, image placeholders expanded.
+        token_ids: the P prompt tokens, with expanded image placeholders.
         vision: bool [P], true at image placeholders.
-        images: the run of each image, in order.
+        images: run of each image, in order.
     """
 
     inputs: dict[str, torch.Tensor]
     token_ids: list[int]
     vision: torch.Tensor
-    images: tuple[methods.Image, ...] = ()
+    images: tuple[Image, ...] = ()
 
     @property
     def layout(self) -> Layout:
-        """Return the positions alone."""
+        """Positions of the prompt."""
         return Layout(len(self.token_ids), self.images)
-
-
-def layout_of(vision: torch.Tensor) -> Layout:
-    """Return the layout in which every run of vision positions is one image.
-
-    Args:
-        vision: bool [P].
-    """
-    images: list[methods.Image] = []
-    for j, is_vision in enumerate(vision.tolist()):
-        if is_vision and images and images[-1].start + images[-1].length == j:
-            images[-1] = methods.Image(images[-1].start, images[-1].length + 1)
-        elif is_vision:
-            images.append(methods.Image(j, 1))
-    return Layout(len(vision), tuple(images))
-
-
-def observation_rows(vision: torch.Tensor, window: int) -> list[int]:
-    """Return the last `window` text positions after the first vision token.
-
-    Args:
-        vision: bool [P].
-    """
-    return rows("text", layout_of(vision), window)
-
-
-def token_scores(
-    attention: torch.Tensor, rows: Sequence[int], vision: torch.Tensor
-) -> torch.Tensor:
-    """Return TGV-KV's scores [P].
-
-    Args:
-        attention: float64 [P, P], causal.
-        vision: bool [P].
-    """
-    return tgv_scores(attention, rows, vision.tolist())
 
 
 def select(
     attention: torch.Tensor,
-    prompt: Prompt | torch.Tensor,
+    prompt: Prompt,
     kv_heads: int,
     eviction: Eviction,
     stages: Sequence[int] | None = None,
 ) -> Selection:
-    """Return what the method keeps of a prompt.
-
-    Args:
-        attention: float64 [L, Q, P, P], softmax over all keys.
-        prompt: or its vision positions, bool [P].
-        kv_heads: H; query head q belongs to KV head q // (Q / H).
-        stages: layers of each pipeline stage, where there are several.
-    """
-    layout = prompt.layout if isinstance(prompt, Prompt) else layout_of(prompt)
-    settings = eviction.settings
+    """Return the part of a prompt that is kept; arguments as in `methods.select`."""
+    layout = prompt.layout
+    settings: Settings = eviction
     if not layout.images and eviction.text_only == "keep":
-        settings = replace(settings, budget=layout.length)
+        settings = replace(eviction, budget=layout.length)
     return methods.select(eviction.method, attention, layout, kv_heads, settings, stages=stages)
 
 
 class Oracle:
-    """A Hugging Face model that generates as if prompt keys were evicted, or merged."""
+    """A Hugging Face model that generates as if prompt keys were evicted or merged."""
 
     def __init__(self, folder: Path | str, dtype: torch.dtype = torch.float32) -> None:
         """Load the model of `folder` with eager attention.
@@ -208,8 +104,8 @@ class Oracle:
         self.query_heads: int = text.num_attention_heads
         self.kv_heads: int = text.num_key_value_heads
 
-    def prompt(self, text: str, images: Sequence[Image.Image] = ()) -> Prompt:
-        """Return the prompt for `text`, which holds one placeholder text per image."""
+    def prompt(self, text: str, images: Sequence[PIL.Image.Image] = ()) -> Prompt:
+        """Return the prompt for `text`, which has one placeholder per image."""
         inputs = self.processor(text=text, images=list(images) or None, return_tensors="pt")
         ids = inputs["input_ids"][0]
         vision = ids == self.model.config.image_token_id
@@ -217,7 +113,7 @@ class Oracle:
         found = []
         for grid in self._grids(inputs, len(places), len(images)):
             size = grid[0] * grid[1]
-            found.append(methods.Image(places[0], size, grid))
+            found.append(Image(places[0], size, grid))
             places = places[size:]
         assert not places
         return Prompt(dict(inputs), ids.tolist(), vision, tuple(found))
@@ -238,7 +134,7 @@ class Oracle:
     def select(
         self, prompt: Prompt, eviction: Eviction, stages: Sequence[int] | None = None
     ) -> Selection:
-        """Return what the method keeps of `prompt`, in pipeline stages of so many layers."""
+        """Return the part of `prompt` that is kept, by stages with that many layers."""
         return select(self.attention(prompt), prompt, self.kv_heads, eviction, stages)
 
     @torch.no_grad()
@@ -249,15 +145,14 @@ class Oracle:
         kept: torch.Tensor | None = None,
         merging: int = 0,
     ) -> list[int]:
-        """Return `max_tokens` greedy tokens; the end-of-text token does not stop it.
+        """Return `max_tokens` greedy tokens; an end-of-text token does not stop generation.
 
-        The first token comes from the full prompt. All later ones see of the prompt only what is
-        kept, and of what was generated everything.
+        The first token comes from the full prompt. Later ones see the kept part of the prompt, and
+        all generated tokens.
 
         Args:
             kept: bool [L, H, P], by default everything.
-            merging: of so many leading positions, those that are not kept are merged into those
-                that are.
+            merging: among this many first positions, those not kept are merged into kept ones.
         """
         with self._masked(kept, merging):
             output = self.model.generate(
@@ -273,10 +168,9 @@ class Oracle:
     def logprobs(
         self, prompt: Prompt, tokens: Sequence[int], kept: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the log-probabilities [T, V] of what may follow the prompt and each token.
+        """Return log-probabilities [T, V]; row i is the distribution of `tokens[i]`.
 
-        Row i is the distribution of `tokens[i]`, which sees the prompt's kept positions and all
-        tokens before it.
+        Each token sees the prompt's kept positions and all tokens before it.
         """
         after = torch.tensor(tokens[:-1])[None]
         with self._masked(kept, 0):
@@ -290,8 +184,8 @@ class Oracle:
     def _masked(self, kept: torch.Tensor | None, merging: int) -> Iterator[None]:
         """Hide the prompt keys that are not kept from every query after the prefill.
 
-        Eager attention adds its mask [batch, 1, queries, keys] to the scores, and a mask with a
-        head dimension of Q does as well; so it is enough to change the mask each layer is given.
+        Eager attention adds its mask [batch, 1, queries, keys] to the scores. A mask with a head
+        dimension of Q works as well, so it is enough to change the mask that each layer gets.
         """
         if kept is None:
             yield
@@ -323,15 +217,3 @@ class Oracle:
         finally:
             for handle in handles:
                 handle.remove()
-
-
-def emulate(
-    oracle: Oracle, prompt: Prompt, eviction: Eviction, max_tokens: int
-) -> tuple[list[int], Selection]:
-    """Return the greedy tokens of a prompt under `eviction`, and what was kept of it."""
-    selection = oracle.select(prompt, eviction)
-    if not selection.evicts:
-        return oracle.generate(prompt, max_tokens), selection
-    candidates = len(prompt.token_ids) // eviction.block_size * eviction.block_size
-    merging = candidates if eviction.merges else 0
-    return oracle.generate(prompt, max_tokens, selection.kept, merging), selection

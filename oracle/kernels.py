@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slow, obvious versions of every kernel of this package: loops over Python numbers, float64.
+"""Slow, simple versions of the kernels: loops over Python numbers, exact fractions, float64.
 
-They say what the kernels compute; tests compare the two.
+Arguments are those of the kernels with the same names.
 """
 
 from __future__ import annotations
@@ -10,86 +10,76 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-import torch
 from torch import Tensor
 
 SMALLEST_SHARE = Fraction(1e-290)
 
 
-def attention_probabilities(
-    queries: Tensor,
-    key_pages: Tensor,
-    block_ids: Tensor,
-    row_positions: Tensor,
-    num_keys: int,
-    scale: float,
-) -> Tensor:
-    """A of every query head, float64 ``[H, G, O, num_keys]``; arguments as in ``observe``."""
-    num_rows, heads, group, _ = queries.shape
-    block_size = key_pages.shape[2]
-    result = torch.zeros(heads, group, num_rows, num_keys, dtype=torch.float64)
-    for h in range(heads):
-        keys = [key_pages[block_ids[j // block_size], h, j % block_size] for j in range(num_keys)]
-        for i, position in enumerate(row_positions.tolist()):
-            visible = torch.stack(keys[: position + 1]).double()
-            for g in range(group):
-                logits = visible @ queries[i, h, g].double() * scale
-                result[h, g, i, : position + 1] = torch.softmax(logits, dim=0)
-    return result
-
-
 def apportion(shares: Sequence[float], total: int, floor: int, cap: int) -> list[int]:
-    """Counts for one row of shares, in exact fractions; remainders within 2^-32 are equal."""
-    size = len(shares)
-    exact = [Fraction(1)] * size
-    if all(math.isfinite(s) for s in shares) and max(shares) > 0:
-        largest = max(shares)
-        exact = [max(Fraction(s) / Fraction(largest), SMALLEST_SHARE) for s in shares]
-    real = _water_fill(exact, total, floor, cap)
-    counts = [Fraction(round(count * 2**32), 2**32) for count in real]
+    """Return counts for one row of shares that sum to `total`.
+
+    Remainders within 2^-32 are equal; of these, the lower index wins.
+    """
+    counts = [
+        Fraction(round(count * 2**32), 2**32) for count in water_fill(shares, total, floor, cap)
+    ]
     whole = [math.floor(count) for count in counts]
-    by_remainder = sorted(range(size), key=lambda i: (whole[i] - counts[i], i))
+    by_remainder = sorted(range(len(shares)), key=lambda i: (whole[i] - counts[i], i))
     for i in by_remainder[: total - sum(whole)]:
         whole[i] += 1
     return whole
 
 
-def _water_fill(shares: list[Fraction], total: int, floor: int, cap: int) -> list[Fraction]:
-    """Deals freely, then fixes whichever bound is violated more in sum, until none is."""
+def water_fill(shares: Sequence[float], total: int, floor: int, cap: int) -> list[Fraction]:
+    """Return x with x[p] = clip(level * shares[p], floor, cap) that sums to `total`.
+
+    Shares that are all zero, or not all finite, are equal; a zero among others is tiny. The counts
+    that violate a bound are fixed at it, first those of the bound that is violated more in sum.
+    """
+    size = len(shares)
+    exact = [Fraction(1)] * size
+    if all(map(math.isfinite, shares)) and max(shares) > 0:
+        largest = Fraction(max(shares))
+        exact = [max(Fraction(share) / largest, SMALLEST_SHARE) for share in shares]
     counts: dict[int, Fraction] = {}
-    while True:
-        free = [i for i in range(len(shares)) if i not in counts]
-        if not free:
-            break
-        level = (total - sum(counts.values())) / sum((shares[i] for i in free), Fraction(0))
-        too_many = [i for i in free if level * shares[i] > cap]
-        too_few = [i for i in free if level * shares[i] < floor]
-        excess = sum(level * shares[i] - cap for i in too_many)
-        lack = sum(floor - level * shares[i] for i in too_few)
-        if not too_many and not too_few:
-            counts |= {i: level * shares[i] for i in free}
+    while len(counts) < size:
+        free = [i for i in range(size) if i not in counts]
+        level = (total - sum(counts.values())) / sum((exact[i] for i in free), Fraction(0))
+        above = [i for i in free if level * exact[i] > cap]
+        below = [i for i in free if level * exact[i] < floor]
+        excess = sum(level * exact[i] - cap for i in above)
+        lack = sum(floor - level * exact[i] for i in below)
+        if not above and not below:
+            counts |= {i: level * exact[i] for i in free}
         if excess >= lack:
-            counts |= dict.fromkeys(too_many, Fraction(cap))
+            counts |= dict.fromkeys(above, Fraction(cap))
         if lack >= excess:
-            counts |= dict.fromkeys(too_few, Fraction(floor))
-    return [counts[i] for i in range(len(shares))]
+            counts |= dict.fromkeys(below, Fraction(floor))
+    return [counts[i] for i in range(size)]
+
+
+def ranking(scores: Tensor, tiers: Sequence[int], num_candidates: int) -> list[int]:
+    """Return the candidates, best first: by tier, then score, then lower position; NaN is lowest.
+
+    Args:
+        scores: [P].
+        tiers: of all positions; a higher tier comes first.
+    """
+    values = [-math.inf if math.isnan(score) else score for score in scores.tolist()]
+    is_nan = scores.isnan().tolist()
+    return sorted(range(num_candidates), key=lambda j: (-tiers[j], is_nan[j], -values[j], j))
 
 
 def select_tokens(
     scores: Tensor, tiers: Tensor, counts: Tensor, num_pages: int, block_size: int
 ) -> list[list[int]]:
-    """Positions of the kept tokens, a list per page."""
+    """Return the positions of the kept tokens, a list per page."""
     pages = []
     for layer in range(counts.shape[0]):
         for head in range(counts.shape[1]):
-            row = scores[layer, head if scores.shape[1] > 1 else 0].tolist()
-
-            def rank(j: int, row: list[float] = row) -> tuple[int, bool, float, int]:
-                is_nan = math.isnan(row[j])
-                return -int(tiers[j]), is_nan, 0.0 if is_nan else -row[j], j
-
+            row = scores[layer, head if scores.shape[1] > 1 else 0]
             number = int(counts[layer, head])
-            kept = sorted(sorted(range(len(row)), key=rank)[: number * block_size])
+            kept = sorted(ranking(row, tiers.tolist(), len(row))[: number * block_size])
             pages += [kept[i * block_size : (i + 1) * block_size] for i in range(number)]
     assert len(pages) == num_pages
     return pages
@@ -105,7 +95,7 @@ def copy_kept(
     num_layers: int,
     num_heads: int,
 ) -> None:
-    """Copies token by token."""
+    """Copy token by token."""
     pairs = num_layers * num_heads
     block_size = key_pages.shape[1]
     bounds = offsets.tolist()
@@ -128,25 +118,39 @@ def merge_evicted(
     num_layers: int,
     num_heads: int,
 ) -> None:
-    """Means over the candidates nearest to each kept token, cluster by cluster."""
+    """Replace kept tokens by means over the candidates nearest to them, head by head."""
     pairs = num_layers * num_heads
-    block_size = key_pages.shape[1]
+    size = key_pages.shape[1]
     bounds = offsets.tolist()
     for pair in range(pairs):
-        kept = positions[bounds[pair] : bounds[pair + 1]].flatten().tolist()
-        clusters: dict[int, list[int]] = {j: [] for j in kept}
-        for candidate in range(len(old_blocks) * block_size if kept else 0):
-            _, nearest = min((abs(j - candidate), j) for j in kept)
-            clusters[nearest].append(candidate)
-        for place, j in enumerate(kept):
-            r = bounds[pair] + place // block_size
-            target = int(new_blocks[r // pairs]) * pairs + r % pairs
-            for pool in (key_pages, value_pages):
-                tokens = [
-                    pool[int(old_blocks[i // block_size]) * pairs + pair, i % block_size].double()
-                    for i in clusters[j]
-                ]
-                pool[target, place % block_size] = torch.stack(tokens).mean(0).to(pool.dtype)
+        places = positions[bounds[pair] : bounds[pair + 1]].flatten().tolist()
+        kept = [j in places for j in range(len(old_blocks) * size)]
+        for pool in (key_pages, value_pages):
+            states = pool[old_blocks.long() * pairs + pair].flatten(0, 1).double()
+            means = merged(states, kept, len(kept))
+            for place, j in enumerate(places):
+                r = bounds[pair] + place // size
+                target = int(new_blocks[r // pairs]) * pairs + r % pairs
+                pool[target, place % size] = means[j].to(pool.dtype)
+
+
+def merge_targets(kept: Sequence[bool], num_candidates: int) -> list[int]:
+    """Return the kept candidate that each candidate is merged into; a kept one is its own target.
+
+    It is the nearest one by position, the lower of two.
+    """
+    places = [j for j in range(num_candidates) if kept[j]]
+    return [min(places, key=lambda p: (abs(p - j), p)) for j in range(num_candidates)]
+
+
+def merged(states: Tensor, kept: Sequence[bool], num_candidates: int) -> Tensor:
+    """Return keys or values [P, D] of one head, kept ones being the means of their clusters."""
+    result = states.clone()
+    # A head that keeps no candidate has no target.
+    targets = merge_targets(kept, num_candidates) if any(kept[:num_candidates]) else []
+    for place in set(targets):
+        result[place] = states[[j for j, t in enumerate(targets) if t == place]].mean(0)
+    return result
 
 
 def page_tables(
@@ -159,7 +163,10 @@ def page_tables(
     num_layers: int,
     num_heads: int,
 ) -> tuple[list[list[list[list[int]]]], list[list[list[int]]]]:
-    """Pages and length of every virtual sequence, both indexed layer, request, head."""
+    """Return pages and lengths of all virtual sequences, both indexed by layer, request, head.
+
+    The region state is given per request.
+    """
     pairs = num_layers * num_heads
 
     def sequence(layer: int, b: int, head: int) -> tuple[list[int], int]:

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every method from its definition: whole attention matrices, loops, float64.
 
-No code is shared with the plugin. A method is a mix of four parts, each looked up by name:
+A method is a mix of four parts, each with a name:
 
-    score     attention of one layer or head -> what each of its tokens is worth
-    pooling   scores -> scores
-    allocation all layers or heads -> what each of them is owed, dealt in whole pages
-    retention which tokens come before all others, whatever they score
+    score       attention of one layer or head -> value of each token
+    pooling     scores -> scores
+    allocation  scores and attention of all layers or heads -> their shares of the pages
+    retention   tokens that are kept before all others, whatever their scores
 
 Notation: L layers, Q query heads, H KV heads, P prompt tokens, N tokens per page; C candidates, the
-tokens in full pages (those behind are the tail, which always stays); k retained pages per (layer,
-head) on average; b = k * N. At granularity "layer" there is one *voter* per layer, at "head" one
-per KV head; a voter looks through all query heads of the layer, or through those of its head.
+tokens in full pages (the tokens after them are the tail, which is always kept); k retained pages
+per (layer, head) on average; b = k * N. S token sets per layer: one at granularity "layer", whose
+attention is that of all query heads; one per KV head at "head".
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from oracle.kernels import apportion, ranking
+
 LAYER = "layer"
 HEAD = "head"
 
 WINDOW = 32
-"""Positions at the prompt's end that are snapkv's rows, and that `window` keeps."""
+"""Positions at the end of the prompt: SnapKV's rows, and the tokens that `window` keeps."""
 
 
 @dataclass(frozen=True)
 class Pool:
-    """How scores are pooled: kind "none", "sequence" or "grid", reduce "max" or "mean"."""
+    """Pooling of scores: kind "none", "sequence" or "grid", reduce "max" or "mean"."""
 
     kind: str = "none"
     kernel: int = 3
@@ -43,7 +45,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Mix:
-    """A method's parts by name, its own granularity and its own pooling."""
+    """A method: names of its parts, granularity and pooling."""
 
     score: str
     allocation: str
@@ -71,7 +73,7 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Auto:
-    """A budget that holds `share` of the attention; bounds are fractions of the prompt."""
+    """Smallest budget that holds `share` of the attention; bounds are fractions of the prompt."""
 
     share: float
     least: float = 0.02
@@ -80,7 +82,7 @@ class Auto:
 
 @dataclass(frozen=True)
 class Image:
-    """One run of vision positions, with its patch grid (rows, columns) where known."""
+    """A run of vision positions, with its patch grid (rows, columns) if known."""
 
     start: int
     length: int
@@ -89,14 +91,14 @@ class Image:
 
 @dataclass(frozen=True)
 class Layout:
-    """A prompt's positions: P, and where its images are, in order."""
+    """Positions of a prompt: its length P, and its images in order."""
 
     length: int
     images: tuple[Image, ...] = ()
 
     @cached_property
     def vision(self) -> list[bool]:
-        """Return for each position whether it is vision."""
+        """Whether each position is vision."""
         return [
             any(image.start <= j < image.start + image.length for image in self.images)
             for j in range(self.length)
@@ -105,35 +107,34 @@ class Layout:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is asked of a method.
+    """Budget and options of an eviction.
 
     Attributes:
         budget: a float is a fraction of the prompt, an int a number of tokens per head.
         block_size: N.
-        sinks: leading positions that are kept before all others.
-        window: at most so many text rows vote, the last ones.
-        floor: least number of pages of every voter.
-        granularity, pooling: instead of the method's own.
+        granularity, pooling: replace those of the method.
+        sinks: number of first positions that are kept before all others.
+        observation_window: greatest number of text rows that vote, the last ones.
+        floor: least number of pages of every token set.
     """
 
     budget: float | int | Auto
     block_size: int = 32
-    sinks: int = 4
-    window: int = 512
-    floor: int = 1
     granularity: str | None = None
+    sinks: int = 4
+    observation_window: int = 512
+    floor: int = 1
     pooling: Pool | None = None
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What stays of a prompt.
+    """Kept part of a prompt with t0 full blocks.
 
     Attributes:
         kept: bool [L, H, P].
-        pages: int [L, H], full pages per (layer, head) in the compressed region; empty of meaning
-            (all equal to t0) when nothing is evicted.
-        blocks: retained blocks k; t0 when nothing is evicted.
+        pages: int [L, H], full pages per (layer, head); t0 if nothing is evicted.
+        blocks: retained blocks k; t0 if nothing is evicted.
     """
 
     kept: Tensor
@@ -142,28 +143,32 @@ class Selection:
 
     @property
     def evicts(self) -> bool:
-        """Return whether anything is evicted."""
+        """Whether any token is evicted."""
         return not bool(self.kept.all())
 
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt and what is asked, as the parts see them."""
+    """A prompt and the options of its eviction, as the parts see them."""
 
     layout: Layout
     sinks: int
-    window: int
+    observation_window: int
     block_size: int
 
     @property
     def candidates(self) -> int:
-        """Return C."""
+        """C."""
         return self.layout.length // self.block_size * self.block_size
+
+    def rows(self, name: str) -> list[int]:
+        """Return the positions of the row set `name`."""
+        return rows(name, self.layout, self.observation_window)
 
 
 @dataclass(frozen=True)
-class Voter:
-    """One layer or one KV head.
+class TokenSet:
+    """A layer or a KV head.
 
     Attributes:
         heads: float64 [n, P, P], A of each of its query heads.
@@ -177,17 +182,18 @@ class Voter:
 # -- rows -------------------------------------------------------------------------------------
 
 
-def rows(name: str, layout: Layout, window: int) -> list[int]:
-    """Return the positions whose queries vote."""
+def rows(name: str, layout: Layout, observation_window: int) -> list[int]:
+    """Return the positions of the row set `name`."""
     vision, last = layout.vision, layout.length - 1
     if name == "all":
         return list(range(layout.length))
     if name == "window":
         return list(range(max(0, layout.length - WINDOW), layout.length))
     if True not in vision:
-        return list(range(layout.length))[-window:]
+        return list(range(layout.length))[-observation_window:]
     where = vision.index(True) if name == "text" else last - vision[::-1].index(True)
-    return [i for i in range(where, layout.length) if not vision[i]][-window:] or [last]
+    text = [i for i in range(where, layout.length) if not vision[i]]
+    return text[-observation_window:] or [last]
 
 
 ROWS_OF_SCORE = {
@@ -226,43 +232,43 @@ def tgv_scores(attention: Tensor, rows: Sequence[int], vision: Sequence[bool]) -
     return torch.where(torch.tensor(vision), weighted / sum(weights), sums)
 
 
-def elite(voter: Voter, instruction: Sequence[int]) -> list[int]:
-    """Return E: the instruction tokens that the last of them looks at nearly as much as at one."""
-    seen = voter.heads[:, instruction[-1]][:, list(instruction)]  # [n, T']
+def elite(token_set: TokenSet, instruction: Sequence[int]) -> list[int]:
+    """Return E: the instruction tokens that get nearly the most attention of the last one."""
+    seen = token_set.heads[:, instruction[-1]][:, list(instruction)]  # [n, T']
     attention = (seen / seen.sum(1, keepdim=True)).mean(0).tolist()
     highest = max(attention)
     return [j for j, a in zip(instruction, attention, strict=True) if a >= 0.9 * highest]
 
 
-def aircache_scores(voter: Voter, case: Case) -> Tensor:
-    """Return vision scores by the elite's own softmax over vision and elite; text: the last row."""
+def aircache_scores(token_set: TokenSet, case: Case) -> Tensor:
+    """Return the elite's softmax over vision and elite for vision, the last row for text."""
     vision = case.layout.vision
-    instruction = rows("after_vision", case.layout, case.window)
-    experts = elite(voter, instruction)
+    instruction = case.rows("after_vision")
+    experts = elite(token_set, instruction)
     total = torch.zeros(case.layout.length, dtype=torch.float64)
     for i in experts:
         keys = [j for j in range(i + 1) if vision[j] or j in experts]
-        for head in voter.heads:
+        for head in token_set.heads:
             row = head[i, keys]
-            total[keys] += row / row.sum() / len(voter.heads) / len(experts)
-    plain = voter.mean[instruction[-1]]
+            total[keys] += row / row.sum() / len(token_set.heads) / len(experts)
+    plain = token_set.mean[instruction[-1]]
     return torch.where(torch.tensor(vision), total, plain)
 
 
-def vv_tt_scores(voter: Voter, case: Case) -> Tensor:
+def vv_tt_scores(token_set: TokenSet, case: Case) -> Tensor:
     """Return column sums over the rows of the token's own modality."""
     vision = torch.tensor(case.layout.vision)
-    return torch.where(vision, voter.mean[vision].sum(0), voter.mean[~vision].sum(0))
+    return torch.where(vision, token_set.mean[vision].sum(0), token_set.mean[~vision].sum(0))
 
 
-def summed(name: str) -> Callable[[Voter, Case], Tensor]:
-    """Return the score that is the column sum over the rows of that name."""
-    return lambda voter, case: column_sums(voter.mean, rows(name, case.layout, case.window))
+def summed(name: str) -> Callable[[TokenSet, Case], Tensor]:
+    """Return the score that sums columns over a row set."""
+    return lambda token_set, case: column_sums(token_set.mean, case.rows(name))
 
 
-SCORES: dict[str, Callable[[Voter, Case], Tensor]] = {
-    "tgv": lambda voter, case: tgv_scores(
-        voter.mean, rows("text", case.layout, case.window), case.layout.vision
+SCORES: dict[str, Callable[[TokenSet, Case], Tensor]] = {
+    "tgv": lambda token_set, case: tgv_scores(
+        token_set.mean, case.rows("text"), case.layout.vision
     ),
     "text_rows": summed("text"),
     "vlcache": summed("after_vision"),
@@ -270,12 +276,12 @@ SCORES: dict[str, Callable[[Voter, Case], Tensor]] = {
     "h2o": summed("all"),
     "aircache": aircache_scores,
     "vv_tt": vv_tt_scores,
-    "recency": lambda voter, case: torch.arange(case.layout.length, dtype=torch.float64),
+    "recency": lambda token_set, case: torch.arange(case.layout.length, dtype=torch.float64),
 }
 
 
 def runs(layout: Layout) -> list[int]:
-    """Return the number of the run each position is in: an image, or text between images."""
+    """Return the index of each position's run: an image, or text between images."""
     number, result, vision = 0, [], layout.vision
     starts = {image.start for image in layout.images}
     for j in range(layout.length):
@@ -286,7 +292,7 @@ def runs(layout: Layout) -> list[int]:
 
 
 def neighbours(layout: Layout, pool: Pool) -> list[list[int]]:
-    """Return the positions each position is pooled with, itself included."""
+    """Return for each position the positions it is pooled with, including itself."""
     reach, everything = pool.kernel // 2, range(layout.length)
     if pool.kind == "sequence":
         run = runs(layout)
@@ -321,11 +327,13 @@ def pooled(scores: Tensor, layout: Layout, pool: Pool) -> Tensor:
 
 
 def tiers(retain: str, case: Case, count: int, text_above: bool = False) -> list[int]:
-    """Return the tier of every position, higher first, for a voter that keeps `count` candidates.
+    """Return the tier of every position, for a token set that keeps `count` candidates.
+
+    Positions of a higher tier are kept first.
 
     Args:
         retain: name of the retention.
-        text_above: whether text comes before all but sinks, whatever the retention says.
+        text_above: whether text precedes everything but sinks, as guarded budgets require.
     """
     length, vision = case.layout.length, case.layout.vision
     tail = length - case.candidates
@@ -349,44 +357,23 @@ def tiers(retain: str, case: Case, count: int, text_above: bool = False) -> list
     ]
 
 
-def order(scores: Tensor, tiers: Sequence[int], candidates: int) -> list[int]:
-    """Return the candidates, best first: higher tier, then higher score, then lower position."""
-    values = scores.tolist()
-    return sorted(range(candidates), key=lambda j: (-tiers[j], -values[j], j))
-
-
-def retained_positions(
-    scores: Tensor, vision: Tensor, candidates: int, count: int, sinks: int
-) -> list[int]:
-    """Return the `count` best of the first `candidates` positions, text first.
-
-    Sinks come first, then text, then vision; then the higher score, then the lower position.
-
-    Args:
-        scores: float64 [P].
-        vision: bool [P].
-    """
-    kinds = [2 if j < sinks else 0 if vision[j] else 1 for j in range(len(vision))]
-    return order(scores, kinds, candidates)[:count]
-
-
 # -- allocations -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Votes:
-    """What allocations look at: voters of all layers, [L][V], and what they found.
+class Evidence:
+    """Inputs of an allocation: token sets [L][S] of all layers, and their scores.
 
     Attributes:
-        raw, scores: scores [P] before and after pooling, [L][V].
-        tiers: of the retention where every voter keeps b candidates.
+        raw, scores: scores [P] before and after pooling, [L][S].
+        tiers: of the retention, if every token set keeps b candidates.
         blocks: k.
-        noise: relative change of shares that are real numbers, see `is_stable`.
-        depth: the first of these layers among the model's, and how many the model has; None if
-            they are all.
+        noise: relative change of real-valued shares, see `is_stable`.
+        depth: index of the first layer in the model, and the model's number of layers; None if
+            these are all its layers.
     """
 
-    voters: list[list[Voter]]
+    token_sets: list[list[TokenSet]]
     raw: list[list[Tensor]]
     scores: list[list[Tensor]]
     tiers: list[int]
@@ -395,14 +382,14 @@ class Votes:
     noise: float = 0.0
     depth: tuple[int, int] | None = None
 
-    def of_stages(self, stages: Sequence[int]) -> list[Votes]:
-        """Return the votes of pipeline stages with so many layers each, which share nothing."""
+    def of_stages(self, stages: Sequence[int]) -> list[Evidence]:
+        """Return the evidence of each pipeline stage, which has that many layers."""
         ends = list(itertools.accumulate(stages))
         parts = [slice(end - size, end) for end, size in zip(ends, stages, strict=True)]
         return [
             replace(
                 self,
-                voters=self.voters[part],
+                token_sets=self.token_sets[part],
                 raw=self.raw[part],
                 scores=self.scores[part],
                 depth=(part.start, ends[-1]),
@@ -412,36 +399,36 @@ class Votes:
 
     @property
     def budget(self) -> int:
-        """Return b."""
+        """b."""
         return self.blocks * self.case.block_size
 
-    def each(self, strength: Callable[[Voter], float]) -> list[float]:
-        """Return the strength of each voter, in order."""
-        return [strength(voter) for layer in self.voters for voter in layer]
+    def each(self, strength: Callable[[TokenSet], float]) -> list[float]:
+        """Return the strength of each token set, in order."""
+        return [strength(token_set) for layer in self.token_sets for token_set in layer]
 
 
-def block_of(rows_name: str, columns_are_vision: bool) -> Callable[[Votes], list[float]]:
-    """Return the allocation that sums A over some rows and one modality's columns."""
+def block_of(rows_name: str, columns_are_vision: bool) -> Callable[[Evidence], list[float]]:
+    """Return the allocation by the sum of A over a row set and one modality's columns."""
 
-    def shares(votes: Votes) -> list[float]:
-        layout = votes.case.layout
+    def shares(evidence: Evidence) -> list[float]:
+        layout = evidence.case.layout
         columns = [j for j, v in enumerate(layout.vision) if v == columns_are_vision]
         if rows_name == "vision":
             picked = [i for i, v in enumerate(layout.vision) if v]
         else:
-            picked = rows(rows_name, layout, votes.case.window)
-        return votes.each(lambda voter: float(voter.mean[picked][:, columns].sum()))
+            picked = evidence.case.rows(rows_name)
+        return evidence.each(lambda token_set: float(token_set.mean[picked][:, columns].sum()))
 
     return shares
 
 
-def vlcache_shares(votes: Votes) -> list[float]:
-    """Return layer shares by how few entries of the rows are negligible."""
-    observed = rows("after_vision", votes.case.layout, votes.case.window)
+def vlcache_shares(evidence: Evidence) -> list[float]:
+    """Return the fractions of non-negligible entries of the rows."""
+    observed = evidence.case.rows("after_vision")
 
-    def density(voter: Voter) -> float:
+    def density(token_set: TokenSet) -> float:
         densities = []
-        for head in voter.heads:
+        for head in token_set.heads:
             seen = [head[i, : i + 1].tolist() for i in observed]
             negligible = 0
             for row in seen:
@@ -450,13 +437,13 @@ def vlcache_shares(votes: Votes) -> list[float]:
             densities.append(1 - negligible / sum(map(len, seen)))
         return sum(densities) / len(densities)
 
-    dense = votes.each(density)
-    fraction = votes.budget / votes.case.candidates
+    dense = evidence.each(density)
+    fraction = evidence.budget / evidence.case.candidates
     return [min(max(d / sum(dense) * fraction * len(dense), 0.01), 1.0) for d in dense]
 
 
 def skewness(values: Sequence[float]) -> float:
-    """Return the population skewness, 0 for equal values."""
+    """Return the population skewness; 0 for equal values."""
     mean = sum(values) / len(values)
     deviation = math.sqrt(sum((v - mean) ** 2 for v in values) / len(values))
     if deviation <= 1e-12 * abs(mean):
@@ -464,12 +451,12 @@ def skewness(values: Sequence[float]) -> float:
     return sum(((v - mean) / deviation) ** 3 for v in values) / len(values)
 
 
-def aircache_shares(votes: Votes) -> list[float]:
-    """Return the text and a share of what is left of the budget, by strength and skewness."""
-    case = votes.case
+def aircache_shares(evidence: Evidence) -> list[float]:
+    """Return all text, and a share of the remaining budget by strength and skewness."""
+    case = evidence.case
     vision = [j for j, v in enumerate(case.layout.vision) if v]
     text = case.candidates - sum(1 for j in vision if j < case.candidates)
-    values = [[float(s) for s in raw[vision]] for layer in votes.raw for raw in layer]
+    values = [[float(s) for s in raw[vision]] for layer in evidence.raw for raw in layer]
     strength = [sum(v) for v in values]
     skew = [max(0.0, skewness(v)) if v else 0.0 for v in values]
 
@@ -480,76 +467,76 @@ def aircache_shares(votes: Votes) -> list[float]:
     of_vision = normalised(strength)
     if sum(skew) > 0:
         of_vision = [(s + k) / 2 for s, k in zip(of_vision, normalised(skew), strict=True)]
-    left = max(votes.budget - text, 0)
+    left = max(evidence.budget - text, 0)
     return [text + v * len(values) * left for v in of_vision]
 
 
-def pyramid_shares(votes: Votes) -> list[float]:
+def pyramid_shares(evidence: Evidence) -> list[float]:
     """Return shares that fall linearly with depth, from 2 - 1/20 to 1/20."""
-    first, layers = votes.depth or (0, len(votes.voters))
+    first, layers = evidence.depth or (0, len(evidence.token_sets))
     high, low = 2 - 1 / 20, 1 / 20
     return [
         high - (high - low) * layer / (layers - 1) if layers > 1 else 1.0
-        for layer, voters in enumerate(votes.voters, first)
-        for _ in voters
+        for layer, token_sets in enumerate(evidence.token_sets, first)
+        for _ in token_sets
     ]
 
 
-def adakv_shares(votes: Votes) -> list[float]:
+def adakv_shares(evidence: Evidence) -> list[float]:
     """Return how many tokens of each head are among the best of all heads of its layer."""
-    certain = math.floor(0.2 * votes.budget)
+    guaranteed = math.floor(0.2 * evidence.budget)
     result: list[float] = []
-    for scores in votes.scores:
+    for scores in evidence.scores:
         ranks = []
         for head, values in enumerate(scores):
-            best = order(values, votes.tiers, votes.case.candidates)
+            best = ranking(values, evidence.tiers, evidence.case.candidates)
             for place, j in enumerate(best):
-                ranks.append((place >= certain, -votes.tiers[j], -float(values[j]), j, head))
+                ranks.append((place >= guaranteed, -evidence.tiers[j], -float(values[j]), j, head))
         ranks.sort()
         counts = [0] * len(scores)
-        for *_, head in ranks[: votes.budget * len(scores)]:
+        for *_, head in ranks[: evidence.budget * len(scores)]:
             counts[head] += 1
         result += counts
     return result
 
 
-def prefixkv_shares(votes: Votes) -> list[float]:
-    """Return how many tokens each voter needs for the one share of its scores that all get.
+def prefixkv_shares(evidence: Evidence) -> list[float]:
+    """Return how many tokens each token set needs to hold the same fraction of its scores.
 
-    A voter needs its (m+1)-th token as soon as the share exceeds what m tokens hold; so the
-    b * M first steps of all M voters are taken. Tokens that score 0 are never needed.
+    A set needs its (m+1)-th token as soon as the fraction exceeds that of its m best. So the first
+    b * M of these steps of all M sets are taken. Tokens that score 0 are never needed.
     """
     steps = []
-    candidates = votes.case.candidates
-    voters = list(itertools.chain(*votes.scores))
-    for number, scores in enumerate(voters):
+    candidates = evidence.case.candidates
+    token_sets = list(itertools.chain(*evidence.scores))
+    for number, scores in enumerate(token_sets):
         values = scores[:candidates].sort(descending=True).values
         held = (values / values.sum()).cumsum(0).tolist()
         needed = int((values > 0).sum())
         steps += [(before, number) for before in [0.0, *held][:needed]]
     steps.sort()
-    counts = [0.0] * len(voters)
-    for _, number in steps[: votes.budget * len(voters)]:
+    counts = [0.0] * len(token_sets)
+    for _, number in steps[: evidence.budget * len(token_sets)]:
         counts[number] += 1
     return counts
 
 
-def entropy_shares(votes: Votes) -> list[float]:
-    """Return e to the mean entropy of the text rows: how many tokens a head really looks at."""
-    observed = rows("text", votes.case.layout, votes.case.window)
+def entropy_shares(evidence: Evidence) -> list[float]:
+    """Return exp of the mean entropy of the text rows, their effective number of tokens."""
+    observed = evidence.case.rows("text")
 
     def entropy(probabilities: Tensor) -> float:
         return float(torch.special.entr(probabilities).sum())
 
-    def spread(voter: Voter) -> float:
-        entropies = [entropy(head[i]) for head in voter.heads for i in observed]
+    def spread(token_set: TokenSet) -> float:
+        entropies = [entropy(head[i]) for head in token_set.heads for i in observed]
         return math.exp(sum(entropies) / len(entropies))
 
-    return votes.each(spread)
+    return evidence.each(spread)
 
 
-ALLOCATIONS: dict[str, Callable[[Votes], list[float]]] = {
-    "uniform": lambda votes: votes.each(lambda voter: 1.0),
+ALLOCATIONS: dict[str, Callable[[Evidence], list[float]]] = {
+    "uniform": lambda evidence: evidence.each(lambda token_set: 1.0),
     "tgv": block_of("text", True),
     "vv": block_of("vision", True),
     "tt": block_of("text", False),
@@ -563,62 +550,22 @@ ALLOCATIONS: dict[str, Callable[[Votes], list[float]]] = {
 
 
 EXACT_ALLOCATIONS = {"uniform", "pyramid", "adakv", "prefixkv"}
-"""Their shares are equal or whole numbers, or come from no attention at all."""
+"""Allocations whose shares are equal, integers, or independent of attention."""
 
 
 def retained_blocks(prompt_tokens: int, block_size: int, budget: float | int) -> int:
-    """Return k, the blocks that fit the budget beside the tail, at least 1 and at most t0."""
+    """Return k, the blocks that fit the budget with the tail, at least 1 and at most t0."""
     full_blocks = prompt_tokens // block_size
     tail = prompt_tokens - full_blocks * block_size
     tokens = budget if isinstance(budget, int) else budget * prompt_tokens
     return min(max(1, math.floor((tokens - tail) / block_size)), full_blocks)
 
 
-def water_fill(shares: Sequence[float], total: int, floor: int, cap: int) -> list[float]:
-    """Return x with x[p] = clip(level * shares[p], floor, cap) that sums to `total`.
-
-    Places of share 0 stay at the floor unless all others are full; what is then left is spread
-    evenly over them.
-    """
-
-    def at(level: float) -> list[float]:
-        return [min(max(level * share, floor), cap) for share in shares]
-
-    positive = [p for p, share in enumerate(shares) if share > 0]
-    zero = [p for p, share in enumerate(shares) if share <= 0]
-    if len(positive) * cap + len(zero) * floor <= total:
-        rest = total - len(positive) * cap
-        return [float(cap) if share > 0 else rest / len(zero) for share in shares]
-    low, high = 0.0, cap / min(shares[p] for p in positive)
-    for _ in range(200):
-        level = (low + high) / 2
-        if level in (low, high):
-            break
-        low, high = (level, high) if sum(at(level)) < total else (low, level)
-    return at(high)
-
-
-def deal(shares: Sequence[float], total: int, floor: int, cap: int) -> list[int]:
-    """Return whole units for the shares: water filling, then largest remainders.
-
-    Ties go to the lower index, remainders within 2^-32 being ties; the units sum to `total`.
-    """
-    grid = 2.0**32
-    real = [round(x * grid) / grid for x in water_fill(shares, total, floor, cap)]
-    units = [math.floor(x) for x in real]
-    by_remainder = sorted(range(len(real)), key=lambda p: (units[p] - real[p], p))
-    while sum(units) < total:
-        for p in by_remainder:
-            if sum(units) < total and units[p] < cap:
-                units[p] += 1
-    return units
-
-
 # -- a method ---------------------------------------------------------------------------------
 
 
 def mix_of(method: str | Mix, settings: Settings) -> Mix:
-    """Return the method's parts, with the settings' granularity and pooling."""
+    """Return the method with the granularity and pooling of the settings."""
     mix = METHODS[method] if isinstance(method, str) else method
     return replace(
         mix,
@@ -627,15 +574,15 @@ def mix_of(method: str | Mix, settings: Settings) -> Mix:
     )
 
 
-def voters_of(attention: Tensor, kv_heads: int, granularity: str) -> list[list[Voter]]:
-    """Return the voters [L][1 or H].
+def token_sets_of(attention: Tensor, kv_heads: int, granularity: str) -> list[list[TokenSet]]:
+    """Return the token sets [L][S].
 
     Args:
         attention: float64 [L, Q, P, P]; query head q belongs to KV head q // (Q / H).
     """
     number = 1 if granularity == LAYER else kv_heads
     return [
-        [Voter(heads, heads.mean(0)) for heads in layer.chunk(number)]
+        [TokenSet(heads, heads.mean(0)) for heads in layer.chunk(number)]
         for layer in attention.double()
     ]
 
@@ -649,21 +596,21 @@ def select(
     scores: Tensor | None = None,
     stages: Sequence[int] | None = None,
 ) -> Selection:
-    """Return what a method keeps of a prompt.
+    """Return the part of a prompt that a method keeps.
 
     Args:
         attention: float64 [L, Q, P, P], softmax over all keys.
         kv_heads: H; query head q belongs to KV head q // (Q / H).
-        scores: [L, 1 or H, P], unpooled, instead of the method's own; for `random`, whose
-            definition does not say which numbers are drawn.
-        stages: layers of each pipeline stage, where there are several. Each deals by itself; the
-            blocks are the most that one of them retains.
+        scores: [L, S, P], unpooled, replacing the method's; for `random`, whose definition does not
+            say which numbers are drawn.
+        stages: number of layers of each pipeline stage. Each stage shares out its own pages; the
+            result has the most blocks of any stage.
     """
     mix = mix_of(method, settings)
-    votes = look(mix, attention, layout, kv_heads, settings, scores)
+    evidence = observe(mix, attention, layout, kv_heads, settings, scores)
     parts = [
         choose(mix, part, kv_heads, settings)
-        for part in votes.of_stages(stages or [len(attention)])
+        for part in evidence.of_stages(stages or [len(attention)])
     ]
     return Selection(
         torch.cat([part.kept for part in parts]),
@@ -672,40 +619,40 @@ def select(
     )
 
 
-def look(
+def observe(
     mix: Mix,
     attention: Tensor,
     layout: Layout,
     kv_heads: int,
     settings: Settings,
     scores: Tensor | None = None,
-) -> Votes:
-    """Return what all voters find, for any budget; arguments as in `select`."""
-    case = Case(layout, settings.sinks, settings.window, settings.block_size)
-    voters = voters_of(attention, kv_heads, mix.granularity)
+) -> Evidence:
+    """Return the evidence of all token sets, for any budget; arguments as in `select`."""
+    case = Case(layout, settings.sinks, settings.observation_window, settings.block_size)
+    token_sets = token_sets_of(attention, kv_heads, mix.granularity)
     if scores is None:
-        raw = [[SCORES[mix.score](voter, case) for voter in layer] for layer in voters]
+        raw = [[SCORES[mix.score](token_set, case) for token_set in layer] for layer in token_sets]
     else:
         raw = [list(layer) for layer in scores]
-    found = [[pooled(values, layout, mix.pooling) for values in layer] for layer in raw]
-    return Votes(voters, raw, found, [], case, 0)
+    scored = [[pooled(values, layout, mix.pooling) for values in layer] for layer in raw]
+    return Evidence(token_sets, raw, scored, [], case, 0)
 
 
-def choose(mix: Mix, votes: Votes, kv_heads: int, settings: Settings) -> Selection:
-    """Return what is kept under the settings' budget."""
-    length, size = votes.case.layout.length, settings.block_size
-    shape = (len(votes.voters), kv_heads)
+def choose(mix: Mix, evidence: Evidence, kv_heads: int, settings: Settings) -> Selection:
+    """Return the part that is kept under the settings' budget."""
+    length, size = evidence.case.layout.length, settings.block_size
+    shape = (len(evidence.token_sets), kv_heads)
     kept = torch.ones(*shape, length, dtype=torch.bool)
     everything = Selection(kept, torch.full(shape, length // size), length // size)
     if length < size:
         return everything
     if isinstance(settings.budget, Auto):
-        chosen = smallest(mix, votes, settings, settings.budget)
+        chosen = smallest(mix, evidence, settings, settings.budget)
     else:
         blocks = retained_blocks(length, size, settings.budget)
         if blocks >= length // size:
             return everything
-        chosen = fill(mix, votes, settings, blocks, text_above=False)
+        chosen = fill(mix, evidence, settings, blocks, text_above=False)
     repeats = kv_heads // chosen.pages.shape[1]
     return Selection(
         chosen.kept.repeat_interleave(repeats, dim=1),
@@ -714,88 +661,61 @@ def choose(mix: Mix, votes: Votes, kv_heads: int, settings: Settings) -> Selecti
     )
 
 
-def fill(mix: Mix, votes: Votes, settings: Settings, blocks: int, text_above: bool) -> Selection:
-    """Return what each voter keeps with `blocks` retained blocks, [L, V, P]."""
-    case = votes.case
+def fill(
+    mix: Mix, evidence: Evidence, settings: Settings, blocks: int, text_above: bool
+) -> Selection:
+    """Return the part that each token set keeps with `blocks` retained blocks, [L, S, P]."""
+    case = evidence.case
     kinds = tiers(mix.retain, case, blocks * case.block_size, text_above)
-    shares = ALLOCATIONS[mix.allocation](replace(votes, tiers=kinds, blocks=blocks))
-    if votes.noise and mix.allocation not in EXACT_ALLOCATIONS:
-        shares = shaken(torch.tensor(shares, dtype=torch.float64), votes.noise).tolist()
-    units = deal(
-        equal_if_hopeless(shares),
+    shares = ALLOCATIONS[mix.allocation](replace(evidence, tiers=kinds, blocks=blocks))
+    if evidence.noise and mix.allocation not in EXACT_ALLOCATIONS:
+        shares = perturbed(torch.tensor(shares, dtype=torch.float64), evidence.noise).tolist()
+    counts = apportion(
+        shares,
         blocks * len(shares),
         floor=min(settings.floor, blocks),
         cap=case.candidates // case.block_size,
     )
-    pages = torch.tensor(units).view(len(votes.voters), -1)
+    pages = torch.tensor(counts).view(len(evidence.token_sets), -1)
     kept = torch.ones(*pages.shape, case.layout.length, dtype=torch.bool)
     kept[..., : case.candidates] = False
-    for layer, voter in itertools.product(*map(range, pages.shape)):
-        count = int(pages[layer, voter]) * case.block_size
+    for layer, token_set in itertools.product(*map(range, pages.shape)):
+        count = int(pages[layer, token_set]) * case.block_size
         kinds = tiers(mix.retain, case, count, text_above)
-        best = order(votes.scores[layer][voter], kinds, case.candidates)[:count]
-        kept[layer, voter, best] = True
+        best = ranking(evidence.scores[layer][token_set], kinds, case.candidates)[:count]
+        kept[layer, token_set, best] = True
     return Selection(kept, pages, blocks)
 
 
-def masses(mix: Mix, votes: Votes) -> Tensor:
-    """Return the attention [L, V, P] that each token got from the score's own rows."""
-    case = votes.case
-    observed = rows(ROWS_OF_SCORE[mix.score], case.layout, case.window)
+def masses(mix: Mix, evidence: Evidence) -> Tensor:
+    """Return the attention [L, S, P] that each token gets from the score's rows."""
+    case = evidence.case
+    observed = case.rows(ROWS_OF_SCORE[mix.score])
     return torch.stack(
-        [torch.stack([column_sums(v.mean, observed) for v in layer]) for layer in votes.voters]
+        [
+            torch.stack([column_sums(v.mean, observed) for v in layer])
+            for layer in evidence.token_sets
+        ]
     )
 
 
-def smallest(mix: Mix, votes: Votes, settings: Settings, auto: Auto) -> Selection:
-    """Return what is kept with the fewest blocks that hold the share of the attention, and text."""
-    length, size = votes.case.layout.length, settings.block_size
-    mass = masses(mix, votes)
-    vision = votes.case.layout.vision
-    text = sum(1 for j in range(votes.case.candidates) if j < settings.sinks or not vision[j])
+def smallest(mix: Mix, evidence: Evidence, settings: Settings, auto: Auto) -> Selection:
+    """Return the selection with the fewest blocks that hold the share of attention and all text."""
+    length, size = evidence.case.layout.length, settings.block_size
+    mass = masses(mix, evidence)
+    vision = evidence.case.layout.vision
+    text = sum(1 for j in range(evidence.case.candidates) if j < settings.sinks or not vision[j])
     most = retained_blocks(length, size, auto.most)
     for blocks in range(retained_blocks(length, size, auto.least), most + 1):
-        selection = fill(mix, votes, settings, blocks, True)
+        selection = fill(mix, evidence, settings, blocks, True)
         enough = float((mass * selection.kept).sum()) >= auto.share * float(mass.sum())
         if blocks == most or (enough and blocks * size >= text):
             return selection
     raise AssertionError("bounds out of order")
 
 
-def causal_attention(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """Return A of one layer, float64 [Q, P, P], from queries [P, H, G, D] and keys [P, H, D]."""
-    logits = torch.einsum("ihgd,jhd->hgij", queries.double(), keys.double()) * scale
-    future = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
-    return logits.masked_fill(future, -math.inf).softmax(-1).flatten(0, 1)
-
-
-def equal_if_hopeless(shares: list[float]) -> list[float]:
-    """Return equal shares where none is positive or one is no number."""
-    hopeless = not all(map(math.isfinite, shares)) or max(shares) <= 0
-    return [1.0] * len(shares) if hopeless else shares
-
-
-def merge_targets(kept: Sequence[bool], candidates: int) -> list[int]:
-    """Return the kept candidate each candidate ends up in; a kept one is its own.
-
-    An evicted one goes to the nearest by position, to the lower of two.
-    """
-    places = [j for j in range(candidates) if kept[j]]
-    return [min(places, key=lambda p: (abs(p - j), p)) for j in range(candidates)]
-
-
-def merged(states: Tensor, kept: Sequence[bool], candidates: int) -> Tensor:
-    """Return keys or values [P, D] of one head, kept ones being means over what they took in."""
-    result = states.clone()
-    # A head that keeps no candidate has nothing to merge into.
-    targets = merge_targets(kept, candidates) if any(kept[:candidates]) else []
-    for place in set(targets):
-        result[place] = states[[j for j, t in enumerate(targets) if t == place]].mean(0)
-    return result
-
-
-def shaken(values: Tensor, noise: float) -> Tensor:
-    """Return values with a relative change of at most `noise`, each its own."""
+def perturbed(values: Tensor, noise: float) -> Tensor:
+    """Return values with random relative changes of at most `noise`."""
     return values * (1 + noise * (2 * torch.rand(values.shape, dtype=torch.float64) - 1))
 
 
@@ -810,23 +730,23 @@ def is_stable(
     trials: int = 6,
     stages: Sequence[int] | None = None,
 ) -> bool:
-    """Return whether rounding cannot change what is kept, under any of the budgets.
+    """Return whether the kept tokens are independent of rounding, for all of the budgets.
 
-    Thresholds, ranks and remainders are decided by comparisons; those that noise far above the
-    rounding of float32 turns over say nothing about an implementation. Shares get noise of their
-    own: those that come from counts would be the same under any in the attention.
+    Thresholds, ranks and remainders depend on comparisons. If noise far above the rounding of
+    float32 reverses one, the result says nothing about an implementation. Shares get separate
+    noise, since noise in the attention does not change shares that come from counts.
     """
     mix = mix_of(method, settings)
     wanted: list[Tensor] = []
     for trial in range(1 + trials):
-        factor = shaken(torch.ones_like(attention[:, :, :1]), noise)  # one for a key's column
+        factor = perturbed(torch.ones_like(attention[:, :, :1]), noise)  # one per key
         noisy = attention * factor if trial else attention
-        votes = look(mix, noisy, layout, kv_heads, settings)
-        votes = replace(votes, noise=noise if trial else 0.0)
+        evidence = observe(mix, noisy, layout, kv_heads, settings)
+        evidence = replace(evidence, noise=noise if trial else 0.0)
         kept = [
             choose(mix, part, kv_heads, replace(settings, budget=b)).kept
             for b in budgets
-            for part in votes.of_stages(stages or [len(attention)])
+            for part in evidence.of_stages(stages or [len(attention)])
         ]
         wanted = wanted or kept
         if not all(map(torch.equal, kept, wanted)):

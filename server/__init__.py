@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What operators touch of a running server: metrics and HTTP routes."""
+"""Interfaces for operators of a running server: metrics and HTTP routes."""

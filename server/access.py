@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may use the routes below `/kv-eviction`, and how much they may send."""
+"""Access to the routes below `/kv-eviction`: keys, and the size of a request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import HTTPException, Request, Response
 from fastapi.responses import JSONResponse
@@ -23,35 +23,41 @@ from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddlew
 
 from vllm_tgvkv.defaults import Defaults
 
+if TYPE_CHECKING:
+    from vllm.engine.protocol import EngineClient
+
 ADMIN_KEY_VARIABLE = "KV_EVICTION_ADMIN_KEY"
 MAX_BODY_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
 class Access:
-    """What the routes need of the server they are attached to."""
+    """Engines, settings and keys of the server that the routes are attached to."""
 
-    engine_client: Any
-    """An `EngineClient`; None on a server without an engine."""
+    engine_client: EngineClient | None
+    """None on a server without an engine."""
     defaults: Defaults
     keys: tuple[str, ...]
-    """Any of them opens all routes but those of the admin; without keys these are open."""
+    """Keys that open all routes except the admin's. Without any, these routes are open."""
     admin_key: str | None
+    """Key of the admin; without it, defaults cannot be changed."""
 
     @classmethod
-    def of_server(cls, engine_client: Any, defaults: Defaults, args: Namespace) -> Access:
-        # As vLLM reads it: the flag comes before the variable.
+    def of_server(
+        cls, engine_client: EngineClient | None, defaults: Defaults, args: Namespace
+    ) -> Access:
+        """Build it with the server's keys: those of the flag, else that of the variable."""
         keys = [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
         return cls(engine_client, defaults, tuple(keys), os.environ.get(ADMIN_KEY_VARIABLE) or None)
 
     def given_key(self, headers: Headers) -> str | None:
-        """The key a request brings, if it is the server's."""
+        """Return the key that a request sends, if it is one of the server's."""
         key = _offered(headers)
         return key if key is not None and _is_one_of(key, self.keys) else None
 
 
 class GuardedRoute(APIRoute):
-    """A route that asks for the key before it reads the body, and reads no more than the bound."""
+    """A route that checks the key before it reads the body, and limits the body's size."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
@@ -63,14 +69,14 @@ class GuardedRoute(APIRoute):
             try:
                 return await handler(Request(request.scope, _bounded(request)))
             except StarletteHTTPException as error:
-                # What FastAPI says to an unreadable body; vLLM words errors of its subclass only.
+                # FastAPI's error for an unreadable body. vLLM formats only its subclass.
                 raise HTTPException(error.status_code, error.detail) from error
 
         return guarded
 
 
 def evicting_server(request: Request) -> Access:
-    """The server's `Access`.
+    """Return the server's `Access`.
 
     Raises:
         HTTPException: 409 if the server does not evict.
@@ -82,11 +88,11 @@ def evicting_server(request: Request) -> Access:
 
 
 def changeable_server(request: Request) -> Access:
-    """The server's `Access`, for the admin.
+    """Return the server's `Access` to its admin.
 
     Raises:
-        HTTPException: 403 where defaults cannot be changed or this is not the admin, 401 without
-            any key.
+        HTTPException: 403 if defaults cannot be changed or the caller is not the admin, 401
+            without a key.
     """
     found = evicting_server(request)
     if found.defaults.config.defaults_file is None:
@@ -99,7 +105,7 @@ def changeable_server(request: Request) -> Access:
         raise HTTPException(
             403, f"nobody is the admin of this server: start it with {ADMIN_KEY_VARIABLE} set"
         )
-    # Not as a password: a browser would send that along with requests that other sites make.
+    # A password is refused: a browser would also send it with requests that other sites make.
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not _is_one_of(key, (found.admin_key,)):
         code = 403 if scheme else 401
@@ -109,12 +115,12 @@ def changeable_server(request: Request) -> Access:
 
 def _may_enter(route: APIRoute, access: Access, headers: Headers) -> bool:
     for_admin = any(d.call is changeable_server for d in route.dependant.dependencies)
-    # The admin's own check says what is missing; it is stricter than this one.
+    # The admin's own check is stricter, and says what is missing.
     return for_admin or not access.keys or access.given_key(headers) is not None
 
 
 def _offered(headers: Headers) -> str | None:
-    """The key in a request: a bearer token, or the password that a browser asks its user for."""
+    """Return the key in a request: a bearer token, or the password of HTTP Basic."""
     scheme, _, credentials = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         return credentials
@@ -128,7 +134,7 @@ def _offered(headers: Headers) -> str | None:
 
 
 def _is_one_of(key: str, keys: tuple[str, ...]) -> bool:
-    """vLLM's own comparison, which takes the same time whatever is right."""
+    """Compare a key with several in constant time, as vLLM does."""
     if not keys:
         return False
     checker = AuthenticationMiddleware(lambda *_: None, list(keys))
@@ -146,7 +152,7 @@ def _unauthorized() -> Response:
 
 
 def _bounded(request: Request) -> Receive:
-    """The request's body, as long as it is within `MAX_BODY_BYTES`."""
+    """Return a reader of the request's body that raises beyond `MAX_BODY_BYTES`."""
     left = MAX_BODY_BYTES
 
     async def receive() -> Message:

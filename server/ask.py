@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One question about one image, put to the full and to the evicted cache.
+"""Answers of the full and the evicted cache to one question about one image.
 
-Both go through the server's own `/v1/chat/completions`, inside the process: whatever the server
-does with a request it does with these.
+Both requests go through the server's own `/v1/chat/completions`, inside the process, so the server
+treats them like any other.
 """
 
 from __future__ import annotations
@@ -25,34 +25,37 @@ from vllm_tgvkv.server.schemas import Answers, EvictedAnswer, FullAnswer, Questi
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_PIXELS = 64_000_000
 
+Options = dict[str, str | int | float]
+"""A request's `vllm_xargs`."""
+
 
 async def ask(
     app: FastAPI, key: str | None, model: str, config: EvictionConfig, question: Question
 ) -> Answers:
-    """Answers of both caches.
+    """Ask both caches.
 
     Raises:
-        HTTPException: 400 for what is no image, 413 for one that is too large, and whatever the
-            server says to the request.
+        HTTPException: 400 for an invalid image, 413 for one that is too large, and any error that
+            the server returns for the request.
     """
     url = await run_in_threadpool(_checked, question.image)
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    transport = httpx.ASGITransport(_told_of_leaving(app), raise_app_exceptions=False)
-    wishes: dict[str, Any] = {"kv_eviction_trace": int(config.max_traces > 0)}
+    transport = httpx.ASGITransport(_with_disconnects(app), raise_app_exceptions=False)
+    options: Options = {"kv_eviction_trace": int(config.max_traces > 0)}
     if question.policy is not None:
-        wishes["kv_eviction"] = question.policy
+        options["kv_eviction"] = question.policy
     if question.budget is not None:
-        wishes["kv_eviction_budget"] = question.budget
+        options["kv_eviction_budget"] = question.budget
     async with httpx.AsyncClient(
         transport=transport, base_url="http://itself", headers=headers, timeout=None
     ) as client:
 
-        async def answer(xargs: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        async def answer(xargs: Options) -> tuple[str, dict[str, Any]]:
             body = _request(model, url, question, {**xargs, "kv_eviction_report": 1})
             return _read(await client.post("/v1/chat/completions", json=body))
 
-        # One after the other: together they would share the prompt's blocks, and none came back.
-        text, report = await answer(wishes)
+        # In sequence: concurrent requests would share the prompt's blocks, and free none of them.
+        text, report = await answer(options)
         full = (await answer({"kv_eviction": "none"}))[0] if question.compare else None
     before = report["blocks_before"]
     budget = config.budget.value if question.budget is None else question.budget
@@ -73,35 +76,34 @@ async def ask(
     )
 
 
-def _told_of_leaving(app: ASGIApp) -> ASGIApp:
-    """The app, to which a call that is cancelled looks like a client that went away.
+def _with_disconnects(app: ASGIApp) -> ASGIApp:
+    """Wrap an app so that cancelling a call looks like a client that disconnects.
 
-    A cancelled call by itself leaves vLLM's handler at work: it is a task of its own, which ends
-    early if the client disconnects.
+    vLLM's handler runs in its own task. A disconnect ends it; cancelling the call alone does not.
     """
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
-        gone, body_ended = asyncio.Event(), False
+        cancelled, body_ended = asyncio.Event(), False
 
-        async def hear() -> Message:
+        async def receive_or_disconnect() -> Message:
             nonlocal body_ended
             if body_ended:
-                await gone.wait()
+                await cancelled.wait()
                 return {"type": "http.disconnect"}
             message = await receive()
             body_ended = not message.get("more_body", False)
             return message
 
         try:
-            await asyncio.shield(asyncio.ensure_future(app(scope, hear, send)))
+            await asyncio.shield(asyncio.ensure_future(app(scope, receive_or_disconnect, send)))
         finally:
-            gone.set()
+            cancelled.set()
 
     return call
 
 
 def _checked(image: str) -> str:
-    """The image as a data URL, decoded once to see that it can be.
+    """Return the image as a data URL, after decoding it once as a check.
 
     Raises:
         HTTPException: 400 or 413.
@@ -116,7 +118,7 @@ def _checked(image: str) -> str:
             kind, (width, height) = opened.format, opened.size
             if width * height <= MAX_PIXELS:
                 opened.load()
-    except Exception as error:  # its decoders raise nearly anything on what is no image
+    except Exception as error:  # decoders raise almost any error for invalid data
         raise HTTPException(
             400, f"image cannot be read: send one of {', '.join(FORMATS)}"
         ) from error
@@ -127,7 +129,8 @@ def _checked(image: str) -> str:
     return f"data:image/{str(kind).lower()};base64,{base64.b64encode(raw).decode()}"
 
 
-def _request(model: str, url: str, question: Question, xargs: dict[str, Any]) -> dict[str, Any]:
+def _request(model: str, url: str, question: Question, xargs: Options) -> dict[str, Any]:
+    """Build the body of a chat request."""
     content = [
         {"type": "image_url", "image_url": {"url": url}},
         {"type": "text", "text": question.question},
@@ -142,10 +145,10 @@ def _request(model: str, url: str, question: Question, xargs: dict[str, Any]) ->
 
 
 def _read(response: httpx.Response) -> tuple[str, dict[str, Any]]:
-    """Text and report of an answer.
+    """Return text and report of a response.
 
     Raises:
-        HTTPException: with what the server said instead.
+        HTTPException: with the server's error.
     """
     answer = response.json()
     if response.status_code != 200:

@@ -37,56 +37,50 @@ PAGE_HEADERS = {
     "Cache-Control": "no-cache",
 }
 
-# `GuardedRoute` is what asks for the key; this tells the OpenAPI document of it.
+# For the OpenAPI document only: `GuardedRoute` checks the key.
 _bearer = HTTPBearer(auto_error=False, description="The server's --api-key, if it has one.")
 router = APIRouter(
     prefix="/kv-eviction",
     tags=["kv-eviction"],
     route_class=GuardedRoute,
     dependencies=[Depends(_bearer)],
-    responses={"4XX": {"model": ErrorResponse, "description": "What is wrong, and the way out."}},
+    responses={"4XX": {"model": ErrorResponse, "description": "The error, and the way out."}},
 )
 
 EvictingServer = Annotated[Access, Depends(evicting_server)]
-TraceName = Annotated[str, Path(max_length=512, description="Of a trace, or a response's `id`.")]
+TraceName = Annotated[
+    str, Path(max_length=512, description="Name of a trace, or `id` of a response.")
+]
 
 
 @router.get("/status", summary="Settings, totals and pool of every engine")
 async def status(server: EvictingServer) -> schemas.Status:
-    """Totals are as of each engine's last step."""
+    """Settings, defaults, and totals up to each engine's last step."""
     config = server.defaults.config
+    settings = {
+        **vars(config),
+        "budget": str(config.budget),
+        "granularity": config.build_policy(config.policy).granularity,
+    }
     engines = await ask_engines(server.engine_client, "kv_eviction_status")
     return schemas.Status(
         model=_model(server),
-        settings=schemas.Settings(
-            policy=config.policy,
-            budget=str(config.budget),
-            granularity=config.build_policy(config.policy).granularity,
-            observation_window=config.observation_window,
-            sinks=config.sinks,
-            floor_pages=config.floor_pages,
-            min_prompt_tokens=config.min_prompt_tokens,
-            text_only=config.text_only,
-            prefix_reuse=config.prefix_reuse,
-        ),
+        settings=schemas.Settings(**settings),
         defaults=_defaults(server),
         methods=list(config.method_names),
-        # Every worker of an engine says the same.
+        # All workers of an engine give the same answer.
         engines=[schemas.Engine(**workers[0]) for workers in engines],
     )
 
 
-@router.put(
-    "/defaults",
-    summary="Change policy and budget of new requests",
-)
+@router.put("/defaults", summary="Change policy and budget of new requests")
 def change_defaults(
     change: schemas.DefaultsChange, server: Annotated[Access, Depends(changeable_server)]
 ) -> schemas.Defaults:
-    """Requests that arrive after the answer have the new defaults, on every API server and engine
-    that shares the file system. An empty body brings back what the server was started with.
+    """The new defaults apply to requests that arrive after the answer, on every API server and
+    engine that shares the file system. An empty body restores what the server was started with.
 
-    403: this is not the admin, or it is not enabled; 409: the file cannot be written.
+    403: the caller is not the admin, or changes are not enabled; 409: the file cannot be written.
     """
     try:
         server.defaults.write(change.model_dump(exclude_none=True))
@@ -100,9 +94,9 @@ def change_defaults(
 
 @router.get("/requests", summary="The last requests that asked for a trace")
 async def traces(server: EvictingServer) -> schemas.TraceList:
-    """Requests with `vllm_xargs: {"kv_eviction_trace": 1}` that were evicted."""
+    """Evicted requests that set `vllm_xargs: {"kv_eviction_trace": 1}`."""
     engines = await ask_engines(server.engine_client, "kv_eviction_traces")
-    # Of an engine's workers one keeps the traces.
+    # One worker of each engine keeps the traces.
     found = [
         schemas.TraceSummary(**trace)
         for workers in engines
@@ -112,12 +106,9 @@ async def traces(server: EvictingServer) -> schemas.TraceList:
     return schemas.TraceList(requests=sorted(found, key=lambda trace: -trace.time))
 
 
-@router.get(
-    "/requests/{name}",
-    summary="What was kept of a request's prompt",
-)
+@router.get("/requests/{name}", summary="What was kept of a request's prompt")
 async def trace(name: TraceName, server: EvictingServer) -> schemas.Trace:
-    """Pages by layer and head, where images lie, and how many heads keep each token."""
+    """Pages by layer and head, positions of images, and how many heads keep each token."""
     return schemas.Trace(**await _find(server, name))
 
 
@@ -128,7 +119,7 @@ async def trace(name: TraceName, server: EvictingServer) -> schemas.Trace:
 async def trace_layer(
     name: TraceName, layer: Annotated[int, Path(ge=0, lt=2**31)], server: EvictingServer
 ) -> schemas.TraceLayer:
-    """At granularity `layer` one token set for all heads, at `head` one for each."""
+    """One token set for all heads at granularity `layer`, one for each at `head`."""
     return schemas.TraceLayer(**await _find(server, name, layer))
 
 
@@ -140,9 +131,9 @@ async def trace_layer(
 async def ask_both(
     question: schemas.Question, raw_request: Request, server: EvictingServer
 ) -> schemas.Answers | Response:
-    """Greedy answers to one question, and the name of the trace."""
+    """Greedy answers of both caches to one question, and the name of the trace."""
     answers: schemas.Answers | None = await _ask_both(question, raw_request, server)
-    # None if the client went away: nobody reads it, but a route has to answer with something.
+    # None if the client has disconnected. Nobody reads the response, but a route must return one.
     return answers or Response(status_code=499)
 
 
@@ -163,16 +154,16 @@ async def _ask_both(
 @router.get("/inspector.js", include_in_schema=False)
 @router.get("/inspector.css", include_in_schema=False)
 def page(request: Request, server: EvictingServer) -> FileResponse:
-    """The inspector, which uses the routes above."""
+    """Return a file of the inspector, the page that uses the routes above."""
     name = request.url.path.rpartition("/")[2] or "index.html"
     return FileResponse(PAGE / name, headers=PAGE_HEADERS)
 
 
-async def _find(server: Access, *args: Any) -> dict[str, Any]:
-    """A trace or a layer of it, from the engine that has it.
+async def _find(server: Access, *args: str | int) -> dict[str, Any]:
+    """Return a trace, or one layer of it, from the engine that keeps it.
 
     Raises:
-        HTTPException: 404.
+        HTTPException: 404 if no engine does.
     """
     for workers in await ask_engines(server.engine_client, "kv_eviction_trace", *args):
         for found in workers:
@@ -187,6 +178,7 @@ async def _find(server: Access, *args: Any) -> dict[str, Any]:
 
 
 def _model(server: Access) -> str:
+    assert server.engine_client is not None  # see `evicting_server`
     return str(server.engine_client.model_config.served_model_name)
 
 
@@ -198,7 +190,7 @@ def _defaults(server: Access) -> schemas.Defaults:
 
 
 class EvictionEndpoints:
-    """The entry point of the group `vllm.endpoint_plugins`."""
+    """Entry point of the group `vllm.endpoint_plugins`."""
 
     name = "tgvkv"
     required_tasks = ("generate",)

@@ -1,30 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asking the workers of every engine, whichever API server process is asked."""
+"""Calls to the workers of every engine, from any API server process."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.engine.protocol import EngineClient
 
 
-async def ask_engines(engine_client: Any, method: str, *args: Any) -> list[list[Any]]:
-    """Call a worker method on every engine that the client knows, all at the same time.
+async def ask_engines(
+    engine_client: EngineClient, method: str, *args: str | int
+) -> list[list[Any]]:
+    """Call a worker method on every engine of a client at the same time.
 
-    With data parallelism `EngineClient.collective_rpc` asks all engines and returns what the first
-    one said. An engine answers between two steps, so this takes as long as the longest step.
+    With data parallelism `EngineClient.collective_rpc` calls all engines but returns only the first
+    one's answer. An engine answers between two steps, so this takes as long as the longest step.
 
     Args:
-        engine_client: An `EngineClient` of vLLM.
-        method: A method of the worker.
-        args: Positional; what msgpack can carry.
+        engine_client: The server's client of its engines.
+        method: Name of the worker's method.
+        args: Positional arguments that msgpack can encode.
 
     Returns:
         Answers by engine, in the order of their ranks, and by worker.
 
     Raises:
-        Exception: vLLM's own, if the method raises on some engine or an engine has died.
+        Exception: vLLM's own, if the method raises on an engine or an engine has died.
     """
     ask_all = getattr(getattr(engine_client, "engine_core", None), "call_utility_all_async", None)
-    if ask_all is None:  # not an `AsyncLLM`: a client of one engine
+    if ask_all is None:  # a client of one engine, not an `AsyncLLM`
         return [await engine_client.collective_rpc(method, args=args)]
     answers: list[list[Any]] = await ask_all("collective_rpc", method, None, args, None)
     return answers

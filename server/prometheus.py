@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's Prometheus logger with the metrics of eviction, on the same `/metrics`."""
+"""vLLM's Prometheus logger, which also exports eviction's metrics on the same `/metrics`."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import SchedulerStats
@@ -15,17 +17,16 @@ from vllm_tgvkv.metrics import METRICS, Metric, take_observations
 
 
 class EvictionPrometheusStatLogger(PrometheusStatLogger):
-    """Stock, plus eviction where an engine has it.
+    """Stock logger, with eviction's metrics if the server evicts.
 
-    With several API servers vLLM sends an engine's statistics to one of them, now this one and now
-    that one, and any of them answers a scrape with what all their processes have together. So
-    everything here adds up, gauges too: of the last value set it would not be known whether it is
-    the engine's last.
+    With several API servers vLLM sends each of an engine's statistics to any of them, and any of
+    them answers a scrape for all their processes. So every metric adds up, gauges too: the last
+    value that a process has set may not be the engine's last.
     """
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
         super().__init__(vllm_config, engine_indexes)
-        self._evictions: dict[str, Any] = {}
+        self._evictions: dict[str, Counter | Gauge | Histogram] = {}
         config = config_of(vllm_config)
         if config.active and config.metrics:
             self._evictions = {metric.name: self._make(metric) for metric in METRICS.values()}
@@ -39,32 +40,30 @@ class EvictionPrometheusStatLogger(PrometheusStatLogger):
                 self._record(metric, labels, number, engine_idx)
         super().record(scheduler_stats, *args, engine_idx=engine_idx, **kwargs)
 
-    def _make(self, metric: Metric) -> Any:
-        arguments: dict[str, Any] = {
-            "name": f"vllm:kv_eviction_{metric.name}",
-            "documentation": metric.documentation,
-            "labelnames": ["model_name", "engine", *metric.labels],
-        }
+    def _make(self, metric: Metric) -> Counter | Gauge | Histogram:
+        name = f"vllm:kv_eviction_{metric.name}"
+        labels = ["model_name", "engine", *metric.labels]
         if metric.kind == "gauge":
-            return self._gauge_cls(multiprocess_mode="sum", **arguments)
+            return Gauge(name, metric.documentation, labels, multiprocess_mode="sum")
         if metric.kind == "histogram":
-            return self._histogram_cls(buckets=metric.buckets, **arguments)
-        return self._counter_cls(**arguments)
+            return Histogram(name, metric.documentation, labels, buckets=metric.buckets)
+        return Counter(name, metric.documentation, labels)
 
     def _record(
         self, metric: Metric, labels: tuple[str, ...], number: int, engine_idx: int
     ) -> None:
         engine = self.per_engine_labelvalues[engine_idx]
-        if metric.kind == "histogram":
+        exported = self._evictions[metric.name]
+        if isinstance(exported, Histogram):
             *labels_, value = labels
-            child = self._evictions[metric.name].labels(*engine, *labels_)
+            child = exported.labels(*engine, *labels_)
             for _ in range(number):
                 child.observe(int(value) * metric.unit)
         else:
-            self._evictions[metric.name].labels(*engine, *labels).inc(number)
+            exported.labels(*engine, *labels).inc(number)
 
     def _begin_at_zero(self, config: EvictionConfig) -> None:
-        """Make the series of the server's method, so that a rate over them starts at once."""
+        """Create the series of the server's method, so that rates over them start at once."""
         values = {
             "policy": (config.policy,),
             "reason": tuple(SKIP_REASONS),
@@ -72,9 +71,7 @@ class EvictionPrometheusStatLogger(PrometheusStatLogger):
             "part": ("statistics", "selection", "copy"),
         }
         for engine in self.per_engine_labelvalues.values():
-            for name, metric in self._evictions.items():
-                combinations: list[tuple[str, ...]] = [()]
-                for label in METRICS[name].labels:
-                    combinations = [(*c, value) for c in combinations for value in values[label]]
-                for combination in combinations:
-                    metric.labels(*engine, *combination)
+            for name, exported in self._evictions.items():
+                of_labels = (values[label] for label in METRICS[name].labels)
+                for combination in itertools.product(*of_labels):
+                    exported.labels(*engine, *combination)

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the routes below `/kv-eviction` take and answer."""
+"""Schemas of requests and responses of the routes below `/kv-eviction`."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
+
+from vllm_tgvkv.config import EvictionConfig
+from vllm_tgvkv.settings import settings_of
 
 BudgetValue = Annotated[
     float | int | str,
@@ -16,20 +19,22 @@ BudgetValue = Annotated[
 
 
 class Totals(BaseModel):
-    """What one engine did since it started."""
+    """Totals of one engine since it started."""
 
     requests_evicted: int
     requests_skipped: dict[str, int] = Field(description="By reason.")
     prompt_tokens_seen: int = Field(description="Prompt tokens of evicted requests.")
-    prompt_tokens_kept: int = Field(description="Of these, mean over layers and KV heads.")
+    prompt_tokens_kept: int = Field(
+        description="Kept tokens of evicted requests, mean over layers and KV heads."
+    )
     blocks_given_back: int
 
 
 class Pool(BaseModel):
     """The KV cache of one engine."""
 
-    blocks: int = Field(description="That requests can have.")
-    block_size: int = Field(description="Tokens of a block, and slots of a page.")
+    blocks: int = Field(description="Blocks that requests can use.")
+    block_size: int = Field(description="Tokens in a block, and slots in a page.")
     layers: int
     kv_heads: int
 
@@ -41,26 +46,24 @@ class Engine(BaseModel):
     pool: Pool
 
 
-class Settings(BaseModel):
-    """What the server was started with."""
+_fields: dict[str, Any] = {
+    found.name: (int if found.type is int else str, Field(description=found.help))
+    for found in settings_of(EvictionConfig)
+    if found.in_status
+}
+_DeclaredSettings: Any = create_model("_DeclaredSettings", **_fields)
 
-    policy: str
-    budget: str
-    granularity: str
-    observation_window: int
-    sinks: int
-    floor_pages: int
-    min_prompt_tokens: int
-    text_only: str
-    prefix_reuse: str
+
+class Settings(_DeclaredSettings):
+    """Settings that the server was started with."""
 
 
 class Defaults(BaseModel):
-    """What new requests get that wish nothing else."""
+    """Policy and budget of requests that set neither."""
 
     policy: str
     budget: BudgetValue
-    changed: bool = Field(description="Whether this is not what the server was started with.")
+    changed: bool = Field(description="Whether these differ from what the server was started with.")
 
 
 class Status(BaseModel):
@@ -69,12 +72,12 @@ class Status(BaseModel):
     model: str
     settings: Settings
     defaults: Defaults
-    methods: list[str] = Field(description="What a request's `kv_eviction` may be.")
+    methods: list[str] = Field(description="Values of a request's `kv_eviction`.")
     engines: list[Engine]
 
 
 class DefaultsChange(BaseModel):
-    """Body of `PUT /kv-eviction/defaults`; what is left out is as the server was started with."""
+    """Body of `PUT /kv-eviction/defaults`; a missing field is as the server was started with."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -83,13 +86,13 @@ class DefaultsChange(BaseModel):
 
 
 class TraceSummary(BaseModel):
-    """A traced request's cache before and after."""
+    """Cache of a traced request before and after its eviction."""
 
     id: str
     policy: str
     budget: str
     granularity: str
-    time: float = Field(description="Seconds since 1970.")
+    time: float = Field(description="Time of the eviction, in seconds since 1970.")
     prompt_tokens: int
     kept_tokens: int = Field(description="Mean over layers and KV heads.")
     blocks_before: int
@@ -103,7 +106,7 @@ class TraceList(BaseModel):
 
 
 class VisionSpan(BaseModel):
-    """Tokens of an image, or of a frame of a video, that follow each other."""
+    """Consecutive tokens of an image, or of a frame of a video."""
 
     start: int
     length: int
@@ -117,16 +120,16 @@ class Trace(TraceSummary):
     layers: int
     kv_heads: int
     vision: list[VisionSpan]
-    pages: list[list[int]] = Field(description="By layer and KV head.")
-    kept_by: list[int] = Field(description="How many of all layers x KV heads keep each token.")
+    pages: list[list[int]] = Field(description="Number of pages, by layer and KV head.")
+    kept_by: list[int] = Field(description="Number of (layer, KV head) pairs that keep each token.")
 
 
 class TokenSet(BaseModel):
     """Tokens that some heads of a layer share."""
 
     heads: list[int]
-    positions: list[int] = Field(description="Kept ones, ascending.")
-    scores: list[float | None] = Field(description="Of the tokens in full blocks.")
+    positions: list[int] = Field(description="Kept positions, ascending.")
+    scores: list[float | None] = Field(description="Scores of the tokens in full blocks.")
 
 
 class TraceLayer(BaseModel):
@@ -152,18 +155,18 @@ class Question(BaseModel):
     policy: str | None = Field(None, examples=["tgv"])
     budget: BudgetValue | None = None
     max_tokens: int = Field(64, ge=1, le=1024)
-    compare: bool = Field(True, description="Whether the full cache is asked as well.")
+    compare: bool = Field(True, description="Whether to ask the full cache as well.")
 
 
 class FullAnswer(BaseModel):
-    """What the full cache says."""
+    """Answer from the full cache."""
 
     text: str
-    blocks: int = Field(description="That the prompt holds.")
+    blocks: int = Field(description="Blocks that the prompt holds.")
 
 
 class EvictedAnswer(FullAnswer):
-    """What the evicted cache says, and what was evicted."""
+    """Answer from the evicted cache, and a report of the eviction."""
 
     policy: str
     budget: BudgetValue
@@ -171,7 +174,7 @@ class EvictedAnswer(FullAnswer):
     kept_tokens: int | None = Field(description="Mean over layers and KV heads.")
     blocks_before: int
     skip_reason: str | None = Field(description="Why nothing was evicted.")
-    trace: str | None = Field(description="Name below `/kv-eviction/requests`.")
+    trace: str | None = Field(description="Name of the trace below `/kv-eviction/requests`.")
 
 
 class Answers(BaseModel):

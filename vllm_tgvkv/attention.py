@@ -1,54 +1,261 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the attention backends of all platforms have in common."""
+"""The evicting part of an attention backend, on any platform.
+
+Each step's batch is split in two. *Ragged rows* attend over head pages, one virtual sequence per
+KV head: tokens of compressed requests, and the decode tokens that share a kernel call with them.
+The rest of the batch runs vLLM's own attention, unchanged.
+
+The classes here go in front of vLLM's: `attention_cpu.py`, `attention_cuda.py`.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
-from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace_as
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d, is_quantized_kv_cache
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionLayer,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheLayout,
+    replace_as,
+)
 
 from vllm_tgvkv.errors import UnsupportedByEvictionError
 from vllm_tgvkv.evictor import Evictor
 from vllm_tgvkv.manager import EvictingSpec
 from vllm_tgvkv.pages import PagePool
 
+Rows = TypeVar("Rows")
+"""A backend's description of ragged rows for its kernel."""
+
+Tokens: TypeAlias = slice | torch.Tensor
+"""Some tokens of a batch: a slice, or int64 indices."""
+
+Rest: TypeAlias = tuple[CommonAttentionMetadata | None, Tokens]
+"""The part of a batch that is left to vLLM's attention, and its tokens; None if it is empty."""
+
+Split: TypeAlias = tuple[Sequence[Rows], Rest]
+"""A batch's ragged rows, and the rest of it."""
+
+NOTHING: Rest = (None, slice(0))
+
 
 class RowFinder(Protocol):
-    """Where requests stand in a batch; the two model runners keep it in different places."""
+    """Look-up of a request's row; vLLM's two model runners store it in different places."""
 
     def __call__(self, common: CommonAttentionMetadata, request_id: str) -> int | None:
-        """Row of a request in the batch that is being built; None if it is not in it."""
+        """Return a request's row in the batch that is being built, or None if it has none."""
 
 
-class EvictingBuilder(Protocol):
-    """A metadata builder that owns a worker's `Evictor`."""
+@dataclass
+class EvictingMetadata(Generic[Rows]):
+    """Attention metadata of one step, the same for all layers."""
 
-    layer_names: list[str]
-    slots_first: bool
-    """Page format, see `page_pool`."""
+    ragged: Sequence[Rows]
+    stock: AttentionMetadata | None
+    """vLLM's metadata of the rest of the batch; None if all rows are ragged."""
+    stock_tokens: Tokens
     evictor: Evictor | None
-
-    def bind(self, pool: PagePool, find_row: RowFinder) -> None:
-        """Attach the cache, once vLLM has allocated it."""
+    """Set in steps in which it observes the layers."""
 
 
-class EvictingImpl(Protocol):
-    """The attention of a layer that reads pages."""
+class EvictingBackend(AttentionBackend):
+    """A backend of vLLM with head pages; the worker selects it while it loads the model."""
+
+    impl_cls: ClassVar[type[AttentionImpl]]
+    builder_cls: ClassVar[type[AttentionMetadataBuilder]]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.BLHNC,)
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        return evicting_spec(spec)
+
+    @classmethod
+    def get_impl_cls(cls) -> type[AttentionImpl]:
+        return cls.impl_cls
+
+    @classmethod
+    def get_builder_cls(cls) -> type[AttentionMetadataBuilder]:
+        return cls.builder_cls
+
+
+class EvictingBuilder(AttentionMetadataBuilder, Generic[Rows]):
+    """Builds `EvictingMetadata`: the ragged rows, and vLLM's metadata of the rest."""
+
+    slots_first: ClassVar[bool]
+    """Page format of the backend's kernels, see `page_pool`."""
+
+    _evictor: Evictor | None = None
+
+    def bind(self, evictor: Evictor, find_row: RowFinder) -> None:
+        """Attach the worker's evictor, once vLLM has allocated the cache."""
+        self._evictor = evictor
+        self._find_row = find_row
+
+    @property
+    def evictor(self) -> Evictor:
+        assert self._evictor is not None, "the KV cache is not allocated yet"
+        return self._evictor
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> EvictingMetadata[Rows]:
+        common = common_attn_metadata
+        if self._evictor is None:  # a trial run, before the cache is allocated
+            ragged, (rest, tokens) = unsplit(common)
+        else:
+            ragged, (rest, tokens) = self.split(common)
+        stock = None
+        if rest is not None:
+            stock = super().build(common_prefix_len, rest, fast_build)
+        return EvictingMetadata(ragged, stock, tokens, self._observer(common))
+
+    def split(self, common: CommonAttentionMetadata) -> Split[Rows]:
+        """Split a batch, once the cache is allocated."""
+        raise NotImplementedError
+
+    def _observer(self, common: CommonAttentionMetadata) -> Evictor | None:
+        """Return the evictor, prepared for this batch, if it has to observe the step's layers."""
+        if self._evictor is None or not self._evictor.has_work:
+            return None
+
+        def first_token(request_id: str) -> int:
+            row = self._find_row(common, request_id)
+            assert row is not None, f"{request_id} is observed, but not in the batch"
+            return int(common.query_start_loc_cpu[row])
+
+        self._evictor.prepare(first_token)
+        return self._evictor
+
+
+class EvictingImpl(AttentionImpl, Generic[Rows]):
+    """The attention of one layer: ragged rows, vLLM's attention of the rest, observation."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        check_layer(self)
+        self.layer = -1
+        """Index of the layer in the pool."""
 
     def bind(self, layer: int, pool: PagePool) -> None:
         """Attach the pool, once vLLM has allocated the cache; `layer` is the index in it."""
+        self.layer = layer
+        self.pool = pool
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: EvictingMetadata[Rows] | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        scales = (output_scale, output_block_scale)
+        if attn_metadata is None:  # a profiling run
+            return super().forward(layer, query, key, value, kv_cache, None, output, *scales)
+        for rows in attn_metadata.ragged:
+            self.attend_ragged(rows, layer, query, output)
+        stock, tokens = attn_metadata.stock, attn_metadata.stock_tokens
+        if stock is not None:
+            stock_output = output[tokens]
+            super().forward(
+                layer, query[tokens], key, value, kv_cache, stock, stock_output, *scales
+            )
+            write_back(output, tokens, stock_output)
+        if attn_metadata.evictor is not None:
+            # The cache holds quantised keys divided by their scale.
+            key_scale = layer._k_scale_float if is_quantized_kv_cache(self.kv_cache_dtype) else 1.0
+            attn_metadata.evictor.observe_layer(self.layer, query, self.scale * key_scale)
+        return output
+
+    def attend_ragged(
+        self, rows: Rows, layer: AttentionLayer, query: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        """Write the attention of ragged rows to their places in `output`.
+
+        `query` and `output` are those of the whole batch, [tokens, H * G, D].
+        """
+        raise NotImplementedError
 
 
-def first_token(find_row: RowFinder, common: CommonAttentionMetadata, request_id: str) -> int:
-    """Index of a request's first token in the batch's queries; the request must be in it."""
-    row = find_row(common, request_id)
-    assert row is not None, f"{request_id} is observed, but not in the batch"
-    return int(common.query_start_loc_cpu[row])
+def unsplit(common: CommonAttentionMetadata) -> Split[Any]:
+    """Leave all of a batch to vLLM's attention."""
+    return (), (common, slice(None))
+
+
+def write_back(whole: torch.Tensor, index: Tokens, part: torch.Tensor) -> None:
+    """Store `part`, made by `whole[index]` and changed since, in its place.
+
+    Indexing by a slice gives a view, which needs nothing; indexing by a tensor gives a copy.
+    """
+    if isinstance(index, torch.Tensor):
+        whole[index] = part
+
+
+def without_rows(common: CommonAttentionMetadata, num_first: int, others: Sequence[int]) -> Rest:
+    """Return the batch without its first rows and some `others`, which are ascending.
+
+    Never waits for the device: sizes are computed from the host's copy of the query starts.
+    """
+    if common.num_reqs == num_first + len(others):
+        return NOTHING
+    starts_cpu, starts = common.query_start_loc_cpu, common.query_start_loc
+    rows: Tokens
+    tokens: Tokens
+    if not others:
+        first = int(starts_cpu[num_first])
+        rows, tokens = slice(num_first, None), slice(first, None)
+        num_rows, num_tokens = common.num_reqs - num_first, common.num_actual_tokens - first
+        new_starts_cpu, new_starts = starts_cpu[num_first:] - first, starts[num_first:] - first
+    else:
+        is_left = torch.ones(common.num_reqs, dtype=torch.bool)
+        is_left[:num_first] = False
+        is_left[list(others)] = False
+        lengths = starts_cpu.diff()
+        rows_cpu = is_left.nonzero().squeeze(1)
+        tokens_cpu = is_left.repeat_interleave(lengths).nonzero().squeeze(1)
+        num_rows, num_tokens = len(rows_cpu), len(tokens_cpu)
+        new_starts_cpu = torch.zeros(num_rows + 1, dtype=starts_cpu.dtype)
+        torch.cumsum(lengths[rows_cpu], 0, out=new_starts_cpu[1:])
+        rows, tokens, new_starts = (
+            async_tensor_h2d(values, starts.device)
+            for values in (rows_cpu, tokens_cpu, new_starts_cpu)
+        )
+    rest = common.replace(
+        query_start_loc=new_starts,
+        query_start_loc_cpu=new_starts_cpu,
+        seq_lens=common.seq_lens[rows],
+        num_reqs=num_rows,
+        num_actual_tokens=num_tokens,
+        block_table_tensor=common.block_table_tensor[rows],
+        slot_mapping=common.slot_mapping[tokens],
+    )
+    return rest, tokens
 
 
 def evicting_spec(spec: AttentionSpec) -> AttentionSpec:
-    """The spec by which vLLM lets `EvictingManager` manage a layer's blocks.
+    """Return the spec that makes vLLM use `EvictingManager` for a layer's blocks.
 
     Raises:
         UnsupportedByEvictionError: unless the layer has full attention.
@@ -61,15 +268,16 @@ def evicting_spec(spec: AttentionSpec) -> AttentionSpec:
     return replace_as(spec, EvictingSpec)
 
 
-def check_layer(impl: Any, has_window: bool) -> None:
-    """Refuse what the statistics and the ragged decode do not compute.
+def check_layer(impl: AttentionImpl) -> None:
+    """Refuse layers that the statistics and the ragged kernels do not compute.
 
     Raises:
         UnsupportedByEvictionError: with the first such property of the layer.
     """
+    no_window = (-1, (-1, -1))  # on CPU, in FlashAttention
     for found, what in (
         (impl.alibi_slopes is not None, "ALiBi position biases"),
-        (has_window, "sliding-window attention"),
+        (impl.sliding_window not in no_window, "sliding-window attention"),
         (bool(impl.logits_soft_cap), "soft-capped attention logits"),
         (impl.sinks is not None, "learned attention sinks"),
         (impl.kv_sharing_target_layer_name is not None, "layers that share a KV cache"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a prompt's cache is kept."""
+"""Budget of an eviction: how much of a prompt's cache is kept."""
 
 from __future__ import annotations
 
@@ -11,33 +11,37 @@ from vllm_tgvkv.errors import EvictionConfigError, quoted
 
 @dataclass(frozen=True)
 class Guard:
-    """The promise of a budget `auto:share`."""
+    """Guarantee of an `auto:SHARE` budget for one prompt."""
 
     share: float
-    """Part of the attention mass that the kept keys must hold."""
+    """Fraction of the attention mass that the kept keys must hold."""
     least_blocks: int
-    """Fewer are never retained: the budget's lower bound, and what holds the text."""
+    """Lower bound of the retained blocks: that of the budget, and room for the text."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How much of a prompt's cache is kept: a fraction, tokens per KV head, or what is needed."""
+    """A fraction of the prompt, tokens per KV head, or `auto:SHARE`."""
 
     fraction: float | None = None
+    """Fraction of the prompt; the largest one, for `auto:SHARE`."""
     tokens: int | None = None
+    """Tokens per KV head."""
     share: float | None = None
-    """Of `auto:SHARE`: the part of the attention that the kept keys hold, with the smallest
-    fraction between `least` and `fraction` that does."""
+    """Fraction of the attention that the kept keys hold, for `auto:SHARE`."""
     least: float = 0.0
+    """Smallest fraction of the prompt, for `auto:SHARE`."""
 
     @classmethod
     def parse(cls, value: Any, source: str) -> Budget:
         """Read a budget.
 
-        0 < value <= 1 is a fraction of the prompt, a whole number above 1 tokens, and
-        `auto:SHARE`, with bounds if wanted as `auto:SHARE,min=0.02,max=0.5`, the smallest
-        fraction that keeps SHARE of the attention. `source` names the flag or field in the
-        error message.
+        0 < value <= 1 is a fraction of the prompt, a whole number above 1 is tokens per KV head,
+        and `auto:SHARE` is the smallest fraction that keeps SHARE of the attention, with optional
+        bounds as in `auto:SHARE,min=0.02,max=0.5`.
+
+        Raises:
+            EvictionConfigError: for any other value; the message begins with `source`.
         """
         hint = EvictionConfigError(
             f"{source} is {quoted(value)}: give a fraction of the prompt, 0 < budget <= 1, "
@@ -71,7 +75,7 @@ class Budget:
             number, least, most = float(share), float(given["min"]), float(given["max"])
         except ValueError:
             raise hint from None
-        # Written so that NaN is refused as well.
+        # This form of the comparison refuses NaN too.
         if not (0.0 < number < 1.0 and 0.0 < least <= most <= 1.0):
             raise hint
         return cls(fraction=most, share=number, least=least)
@@ -81,10 +85,10 @@ class Budget:
         return self.share is not None
 
     def retained_blocks(self, num_prompt_tokens: int, block_size: int) -> int:
-        """Blocks k of the compressed region, 1 <= k <= floor(P / N); at most, for `auto`.
+        """Return the blocks k of the compressed region, 1 <= k <= floor(P / N).
 
-        The region and the tail (the partial last block, always kept) together
-        stay within the budget; the region has at least one block.
+        The region and the tail, which is the partial last block and always kept, stay within the
+        budget together, but the region has at least one block. For `auto` this is the upper bound.
         """
         if self.tokens is not None:
             return _blocks_within(self.tokens, num_prompt_tokens, block_size)
@@ -92,7 +96,10 @@ class Budget:
         return _blocks_within(self.fraction * num_prompt_tokens, num_prompt_tokens, block_size)
 
     def guard(self, num_prompt_tokens: int, num_certain: int, block_size: int) -> Guard | None:
-        """What `auto` promises for a prompt with so many sinks and text tokens in full blocks."""
+        """Return the guarantee of `auto` for a prompt; None for other budgets.
+
+        `num_certain` is the number of sinks and text tokens in full blocks, which are always kept.
+        """
         if self.share is None:
             return None
         least = _blocks_within(self.least * num_prompt_tokens, num_prompt_tokens, block_size)
@@ -100,7 +107,7 @@ class Budget:
 
     @property
     def value(self) -> float | int | str:
-        """As `parse` reads it."""
+        """The budget as `parse` reads it."""
         if self.share is not None:
             return f"auto:{self.share},min={self.least},max={self.fraction}"
         if self.tokens is not None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What eviction does not run with, refused before a model loads.
+"""Features and models that eviction does not run with, refused before a model loads.
 
-Each refusal names the flag or the property of the model and the way out.
+Each refusal names the flag or the property of the model, and the way out.
 `docs/compatibility.md` gives the reasons.
 """
 
@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_tgvkv.config import config_of
 from vllm_tgvkv.errors import UnsupportedByEvictionError
-from vllm_tgvkv.pages import FP8
 from vllm_tgvkv.platforms import Platform, eviction_platform
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
 _WAY_OUT = "or leave out --kv-eviction"
@@ -23,12 +22,15 @@ _WAY_OUT = "or leave out --kv-eviction"
 _PLAIN_CACHES = ("auto", "float16", "bfloat16")
 """Values of `--kv-cache-dtype` that quantise nothing."""
 
+Refusal = tuple[bool, str, str]
+"""Whether something is refused, its name for the user, and the way out."""
+
 
 def check_engine_args(engine_args: EngineArgs) -> Platform:
     """Refuse what must be known before vLLM builds its configuration.
 
     Returns:
-        What eviction brings for the platform.
+        The platform that vLLM runs on.
 
     Raises:
         UnsupportedByEvictionError: with the first reason found.
@@ -42,195 +44,40 @@ def check_engine_args(engine_args: EngineArgs) -> Platform:
             f"{current_platform.device_name or current_platform.device_type}: "
             f"use a CPU or CUDA build of vLLM {_WAY_OUT}"
         )
-    if engine_args.scheduler_cls is not None:
-        raise UnsupportedByEvictionError(
-            f"--kv-eviction brings its own scheduler class: remove --scheduler-cls "
-            f"{engine_args.scheduler_cls} {_WAY_OUT}"
-        )
-    if engine_args.worker_cls not in ("auto", platform.worker_cls):
-        raise UnsupportedByEvictionError(
-            f"--kv-eviction brings its own worker class: remove --worker-cls "
-            f"{engine_args.worker_cls} {_WAY_OUT}"
-        )
+    for kind, given, allowed in (
+        ("scheduler", engine_args.scheduler_cls, (None,)),
+        ("worker", engine_args.worker_cls, ("auto", platform.worker_cls)),
+    ):
+        if given not in allowed:
+            raise UnsupportedByEvictionError(
+                f"--kv-eviction brings its own {kind} class: remove --{kind}-cls {given} {_WAY_OUT}"
+            )
     return platform
 
 
 def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
-    """Refuse every feature and kind of model that eviction is not right with.
+    """Refuse every feature and kind of model that eviction does not support.
 
     Raises:
         UnsupportedByEvictionError: with the first reason found.
     """
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    backend = vllm_config.attention_config.backend
-    replicated = parallel.data_parallel_size > 1
-    on_cpu = platform.worker_cls.startswith("vllm_tgvkv.worker_cpu.")
-    decode_kernel = config_of(vllm_config).decode_kernel
-    speculative = vllm_config.speculative_config
-    drafts = f"speculative decoding by {speculative.method}" if speculative else ""
-    for found, what, remedy in (
-        *_model_checks(model),
-        (
-            speculative is not None and speculative.method != "ngram",
-            drafts,
-            "use the method ngram in --speculative-config, remove the flag",
-        ),
-        (
-            speculative is not None and not on_cpu,
-            f"{drafts} on this platform",
-            "remove --speculative-config",
-        ),
-        (
-            vllm_config.kv_transfer_config is not None,
-            "KV connectors",
-            "remove --kv-transfer-config or --kv-offloading-size",
-        ),
-        *_worker_checks(
-            parallel, on_cpu, "tensor", parallel.tensor_parallel_size, "--tensor-parallel-size"
-        ),
-        *_worker_checks(
-            parallel,
-            on_cpu,
-            "pipeline",
-            parallel.pipeline_parallel_size,
-            "--pipeline-parallel-size",
-        ),
-        (
-            speculative is not None and parallel.pipeline_parallel_size > 1,
-            f"{drafts} in pipeline stages (--pipeline-parallel-size "
-            f"{parallel.pipeline_parallel_size})",
-            "remove --speculative-config or use --pipeline-parallel-size 1",
-        ),
-        (
-            replicated and model.is_moe,
-            f"data parallelism of a mixture of experts "
-            f"(--data-parallel-size {parallel.data_parallel_size})",
-            "use --data-parallel-size 1 and one server per replica",
-        ),
-        (
-            replicated and parallel.data_parallel_backend != "mp",
-            f"--data-parallel-backend {parallel.data_parallel_backend}",
-            "use --data-parallel-backend mp",
-        ),
-        (
-            replicated and parallel.data_parallel_size_local != parallel.data_parallel_size,
-            f"data parallelism over several nodes "
-            f"(--data-parallel-size-local {parallel.data_parallel_size_local} of "
-            f"{parallel.data_parallel_size})",
-            "use one server per node with all of its replicas",
-        ),
-        (
-            parallel.decode_context_parallel_size > 1,
-            f"context parallelism (--decode-context-parallel-size "
-            f"{parallel.decode_context_parallel_size})",
-            "use --decode-context-parallel-size 1",
-        ),
-        (
-            parallel.prefill_context_parallel_size > 1,
-            f"context parallelism (--prefill-context-parallel-size "
-            f"{parallel.prefill_context_parallel_size})",
-            "use --prefill-context-parallel-size 1",
-        ),
-        *_cache_checks(vllm_config, on_cpu),
-        (
-            backend is not None and backend.name != platform.attention_backend,
-            f"--attention-backend {backend and backend.name}",
-            f"use {platform.attention_backend}, which is extended",
-        ),
-        (
-            decode_kernel not in platform.decode_kernels,
-            f"decode_kernel: {decode_kernel} on this platform",
-            f"use one of: {', '.join(platform.decode_kernels)}",
-        ),
-        (
-            parallel.use_ubatching,
-            "microbatches (--enable-dbo, --ubatch-size)",
-            "remove these flags",
-        ),
-        (
-            model.enable_sleep_mode,
-            "sleep mode (--enable-sleep-mode)",
-            "remove the flag",
-        ),
-        (
-            on_cpu and vllm_config.use_v2_model_runner,
-            "vLLM's model runner V2 on CPU",
-            "set VLLM_USE_V2_MODEL_RUNNER=0",
-        ),
+    for is_refused, what, way_out in (
+        *_model_refusals(vllm_config.model_config),
+        *_cache_refusals(vllm_config, platform),
+        *_engine_refusals(vllm_config, platform),
     ):
-        if found:
+        if is_refused:
             raise UnsupportedByEvictionError(
-                f"--kv-eviction does not work with {what} yet: {remedy} {_WAY_OUT}"
+                f"--kv-eviction does not work with {what} yet: {way_out} {_WAY_OUT}"
             )
 
 
-def _worker_checks(
-    parallel: ParallelConfig, on_cpu: bool, kind: str, size: int, flag: str
-) -> tuple[tuple[bool, str, str], ...]:
-    """Engines of several workers: (found, what it is called, what to do)."""
-    several, what = size > 1, f"{kind} parallelism"
-    return (
-        (several and not on_cpu, f"{what} ({flag} {size}) on this platform", f"use {flag} 1"),
-        (
-            several and parallel.distributed_executor_backend not in (None, "mp"),
-            f"{what} and --distributed-executor-backend {parallel.distributed_executor_backend}",
-            "use --distributed-executor-backend mp",
-        ),
-        (
-            several and parallel.nnodes > 1,
-            f"{what} over several nodes (--nnodes {parallel.nnodes})",
-            "use --nnodes 1",
-        ),
-    )
-
-
-def _cache_checks(vllm_config: VllmConfig, on_cpu: bool) -> tuple[tuple[bool, str, str], ...]:
-    """Properties of a quantised cache: (found, what it is called, what to do)."""
-    cache, model = vllm_config.cache_config, vllm_config.model_config
-    dtype, block_size, head_size = cache.cache_dtype, cache.block_size, model.get_head_size()
-    # vLLM finds that out when it builds the layers.
-    if dtype == "auto" and getattr(vllm_config.quant_config, "kv_cache_scheme", None):
-        dtype = "fp8"
-    if dtype in _PLAIN_CACHES:
-        return ()
-    what = f"a quantised cache (--kv-cache-dtype {dtype})"
-    # Of such a model `auto` is no way out.
-    own = str(model.dtype).removeprefix("torch.")
-    plain = own if own in _PLAIN_CACHES else "auto"
-    return (
-        (
-            not on_cpu,
-            f"{what} on this platform",
-            f"use --kv-cache-dtype {plain}",
-        ),
-        (
-            dtype not in FP8,
-            what,
-            f"use --kv-cache-dtype auto or one of {', '.join(FP8)}",
-        ),
-        (
-            bool(cache.kv_cache_dtype_skip_layers),
-            f"{what} and layers that have another "
-            f"(--kv-cache-dtype-skip-layers {' '.join(cache.kv_cache_dtype_skip_layers)})",
-            "remove --kv-cache-dtype-skip-layers",
-        ),
-        (
-            block_size % 32 != 0,
-            f"{what} in blocks of {block_size} tokens",
-            "use a --block-size that is a multiple of 32",
-        ),
-        (
-            head_size % 32 != 0,
-            f"{what} of heads of {head_size} values",
-            "use --kv-cache-dtype auto, or serve a model with a multiple of 32,",
-        ),
-    )
-
-
-def _model_checks(model: ModelConfig) -> tuple[tuple[bool, str, str], ...]:
-    """Properties of the model: (found, what it is called, what to do)."""
+def _model_refusals(model: ModelConfig) -> tuple[Refusal, ...]:
+    """List what the model may not be or have."""
     other = "serve another model"
     text = model.hf_text_config
+    vision = model.multimodal_config
+    layers = _other_layers(text)
     return (
         (model.runner_type != "generate", f"--runner {model.runner_type}", other),
         (model.use_mla, "multi-head latent attention (MLA)", other),
@@ -246,12 +93,11 @@ def _model_checks(model: ModelConfig) -> tuple[tuple[bool, str, str], ...]:
             "chunked local attention",
             other,
         ),
-        (bool(_other_layers(text)), f"layers of kind {', '.join(_other_layers(text))}", other),
+        (bool(layers), f"layers of kind {', '.join(layers)}", other),
         (model.is_mm_prefix_lm, "bidirectional attention over image tokens (prefix LM)", other),
         (
-            # Which tokens of a placeholder are a video's is then known in the worker only.
-            model.multimodal_config is not None
-            and model.multimodal_config.is_multimodal_pruning_enabled(),
+            # Only the worker knows which tokens of a placeholder are then the video's.
+            vision is not None and vision.is_multimodal_pruning_enabled(),
             "pruned videos (--video-pruning-rate)",
             "remove the flag",
         ),
@@ -263,8 +109,161 @@ def _model_checks(model: ModelConfig) -> tuple[tuple[bool, str, str], ...]:
     )
 
 
+def _cache_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusal, ...]:
+    """List what a quantised cache may not be; nothing for other caches."""
+    cache, model = vllm_config.cache_config, vllm_config.model_config
+    dtype, block_size, head_size = cache.cache_dtype, cache.block_size, model.get_head_size()
+    skipped = cache.kv_cache_dtype_skip_layers
+    # vLLM reads the checkpoint's scheme only when it builds the layers.
+    if dtype == "auto" and getattr(vllm_config.quant_config, "kv_cache_scheme", None):
+        dtype = "fp8"
+    if dtype in _PLAIN_CACHES:
+        return ()
+    what = f"a quantised cache (--kv-cache-dtype {dtype})"
+    # `auto` would choose the checkpoint's quantised cache again.
+    model_dtype = str(model.dtype).removeprefix("torch.")
+    plain = model_dtype if model_dtype in _PLAIN_CACHES else "auto"
+    return (
+        (
+            not platform.quantised_caches,
+            f"{what} on this platform",
+            f"use --kv-cache-dtype {plain}",
+        ),
+        (
+            dtype not in platform.quantised_caches,
+            what,
+            f"use --kv-cache-dtype auto or one of {', '.join(platform.quantised_caches)}",
+        ),
+        (
+            bool(skipped),
+            f"{what} and layers that have another (--kv-cache-dtype-skip-layers "
+            f"{' '.join(skipped)})",
+            "remove --kv-cache-dtype-skip-layers",
+        ),
+        (
+            block_size % 32 != 0,
+            f"{what} in blocks of {block_size} tokens",
+            "use a --block-size that is a multiple of 32",
+        ),
+        (
+            head_size % 32 != 0,
+            f"{what} of heads of {head_size} values",
+            "use --kv-cache-dtype auto, or serve a model with a multiple of 32,",
+        ),
+    )
+
+
+def _engine_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusal, ...]:
+    """List what the engine may not do, or be split into."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    several = "tensor parallelism" if ranks > 1 else "pipeline parallelism" if stages > 1 else ""
+    executor = parallel.distributed_executor_backend
+    replicas, local_replicas = parallel.data_parallel_size, parallel.data_parallel_size_local
+    decode_contexts = parallel.decode_context_parallel_size
+    prefill_contexts = parallel.prefill_context_parallel_size
+    speculative = vllm_config.speculative_config
+    method = "" if speculative is None else str(speculative.method)
+    drafts = f"speculative decoding by {method}"
+    backend = vllm_config.attention_config.backend
+    kernel = config_of(vllm_config).decode_kernel
+    return (
+        # Drafts
+        (
+            method not in ("", "ngram"),
+            drafts,
+            "use the method ngram in --speculative-config, remove the flag",
+        ),
+        (
+            bool(method) and not platform.supports_drafts,
+            f"{drafts} on this platform",
+            "remove --speculative-config",
+        ),
+        (
+            bool(method) and stages > 1,
+            f"{drafts} in pipeline stages (--pipeline-parallel-size {stages})",
+            "remove --speculative-config or use --pipeline-parallel-size 1",
+        ),
+        # Workers of one engine
+        (
+            ranks > 1 and not platform.supports_ranks,
+            f"tensor parallelism (--tensor-parallel-size {ranks}) on this platform",
+            "use --tensor-parallel-size 1",
+        ),
+        (
+            stages > 1 and not platform.supports_stages,
+            f"pipeline parallelism (--pipeline-parallel-size {stages}) on this platform",
+            "use --pipeline-parallel-size 1",
+        ),
+        (
+            bool(several) and executor not in (None, "mp"),
+            f"{several} and --distributed-executor-backend {executor}",
+            "use --distributed-executor-backend mp",
+        ),
+        (
+            bool(several) and parallel.nnodes > 1,
+            f"{several} over several nodes (--nnodes {parallel.nnodes})",
+            "use --nnodes 1",
+        ),
+        (
+            decode_contexts > 1,
+            f"context parallelism (--decode-context-parallel-size {decode_contexts})",
+            "use --decode-context-parallel-size 1",
+        ),
+        (
+            prefill_contexts > 1,
+            f"context parallelism (--prefill-context-parallel-size {prefill_contexts})",
+            "use --prefill-context-parallel-size 1",
+        ),
+        # Replicas
+        (
+            replicas > 1 and model.is_moe,
+            f"data parallelism of a mixture of experts (--data-parallel-size {replicas})",
+            "use --data-parallel-size 1 and one server per replica",
+        ),
+        (
+            replicas > 1 and parallel.data_parallel_backend != "mp",
+            f"--data-parallel-backend {parallel.data_parallel_backend}",
+            "use --data-parallel-backend mp",
+        ),
+        (
+            replicas > 1 and local_replicas != replicas,
+            f"data parallelism over several nodes (--data-parallel-size-local {local_replicas} "
+            f"of {replicas})",
+            "use one server per node with all of its replicas",
+        ),
+        # The worker
+        (
+            vllm_config.kv_transfer_config is not None,
+            "KV connectors",
+            "remove --kv-transfer-config or --kv-offloading-size",
+        ),
+        (
+            backend is not None and backend.name != platform.attention_backend,
+            f"--attention-backend {backend and backend.name}",
+            f"use {platform.attention_backend}, which is extended",
+        ),
+        (
+            kernel not in platform.decode_kernels,
+            f"decode_kernel: {kernel} on this platform",
+            f"use one of: {', '.join(platform.decode_kernels)}",
+        ),
+        (
+            parallel.use_ubatching,
+            "microbatches (--enable-dbo, --ubatch-size)",
+            "remove these flags",
+        ),
+        (model.enable_sleep_mode, "sleep mode (--enable-sleep-mode)", "remove the flag"),
+        (
+            vllm_config.use_v2_model_runner and not platform.supports_model_runner_v2,
+            "vLLM's model runner V2 on CPU",
+            "set VLLM_USE_V2_MODEL_RUNNER=0",
+        ),
+    )
+
+
 def _other_layers(text_config: Any) -> list[str]:
-    """Kinds of layers, as the model's configuration lists them, beside full attention."""
+    """Return the kinds of layers other than full attention, as the configuration lists them."""
     kinds = (
         getattr(text_config, "layer_types", None)
         or getattr(text_config, "layers_block_type", None)
@@ -274,7 +273,7 @@ def _other_layers(text_config: Any) -> list[str]:
 
 
 def _has_sliding_window(text_config: Any) -> bool:
-    """Whether some layer of the language model attends over a window only."""
+    """Return whether a layer of the language model attends over a window only."""
     layer_types = getattr(text_config, "layer_types", None)
     if layer_types is not None:
         return any("sliding" in kind for kind in layer_types)

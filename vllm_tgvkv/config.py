@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the user asks for: the server's defaults and one request's wishes.
+"""Settings of the server, and the options of one request.
 
-The same mapping travels everywhere: `--kv-eviction*` flags fill
-`additional_config["kv_eviction"]`, `LLM(additional_config=...)` sets it
-directly, and vLLM carries it to every process.
+Every source fills the same mapping, `additional_config["kv_eviction"]`: the `--kv-eviction*`
+flags, or `LLM(additional_config=...)`. vLLM carries it to every process.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,6 +28,7 @@ from vllm_tgvkv.policies import (
     Pooling,
     build_policy,
 )
+from vllm_tgvkv.settings import read, setting
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -44,80 +44,177 @@ REQUEST_KEYS = (
     "kv_eviction_report",
     "kv_eviction_trace",
 )
-"""What a request may set in its `vllm_xargs`."""
+"""Keys that a request may set in its `vllm_xargs`."""
 
 NONE = "none"
-"""The policy name that means: keep everything."""
+"""The policy name that keeps everything."""
+
+PARSE_ERRORS = (ValueError, RecursionError, yaml.YAMLError)
+"""Errors that the parsers of JSON and YAML raise: also for a date without such a day, a number of
+too many digits, and brackets without an end."""
+
+
+def _parse_later(value: Any, source: str) -> Any:
+    """Return a value that `EvictionConfig.check_methods` checks, once the mixes are known."""
+    return value
+
+
+def _parse_path(value: Any, source: str) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or not _is_path(value) or not Path(value).is_absolute():
+        raise EvictionConfigError(f"{source} is {quoted(value)}: give the absolute path of a file")
+    if not Path(value).parent.is_dir():
+        raise EvictionConfigError(
+            f"{source} is {quoted(value)}: its folder does not exist; create it"
+        )
+    return value
+
+
+def _is_path(value: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:
+        return False
+
+
+def _parse_methods(values: Any, source: str) -> dict[str, Mix]:
+    if not isinstance(values, Mapping):
+        raise EvictionConfigError(f"{source} is {quoted(values)}: give a mapping of names to mixes")
+    methods = {}
+    for name, entry in values.items():
+        where = f"{source}.{quoted(name, str)}"
+        if not isinstance(name, str) or name in (NONE, *POLICY_NAMES):
+            raise EvictionConfigError(f"{where}: the name is taken or no text; choose another one")
+        if isinstance(entry, Mapping) and "budget" in entry and "allocation" not in entry:
+            logger.warning("%s.budget is now called allocation: rename it", where)
+            entry = {("allocation" if key == "budget" else key): entry[key] for key in entry}
+        methods[name] = read(Mix, entry, where)
+    return methods
 
 
 @dataclass(frozen=True)
 class DebugOptions:
-    """Switches for tests; each costs time and none changes what is kept."""
+    """Switches for tests. Each costs time; none changes what is kept."""
 
-    poison: bool = False
-    """Fill every block given back with NaN at once, and clear it when it is handed out again."""
-    check_integrity: bool = False
-    """Recount every block after each scheduler step and raise when something is off."""
-    evict_at_full_budget: bool = False
-    """Run the eviction even where the budget covers the prompt: every page is dealt anew."""
-    record_kept: bool = False
-    """Remember the kept positions of the last evictions, for `collective_rpc`."""
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not isinstance(value, bool):
-                raise ValueError(f"{name} is {value!r}: give true or false")
+    poison: bool = setting(
+        False, help="Fill every freed block with NaN, and clear it when it is allocated again."
+    )
+    check_integrity: bool = setting(
+        False, help="Recount every block after each scheduler step, and raise on a mismatch."
+    )
+    evict_at_full_budget: bool = setting(
+        False, help="Evict even if the budget covers the prompt: every page is dealt again."
+    )
+    record_kept: bool = setting(
+        False, help="Remember the kept positions of the last evictions, for `collective_rpc`."
+    )
 
 
 @dataclass(frozen=True)
 class EvictionConfig:
     """The server's settings. Field names are the keys of `--kv-eviction-config`."""
 
-    policy: str = NONE
-    budget: Budget = field(default_factory=lambda: Budget(fraction=0.1))
-    granularity: Granularity | None = None
-    """`layer`: one token set for all heads of a layer; `head`: a set and a length for each;
-    None: what the method's paper does."""
-    observation_window: int = 128
-    """At most this many of the last text rows vote on what is kept."""
-    sinks: int = 4
-    """This many first tokens are kept before all others."""
-    floor_pages: int = 1
-    """Pages every (layer, head) gets before the shares are looked at."""
-    min_prompt_tokens: int = 128
-    """Shorter prompts pass untouched."""
-    text_only: Literal["keep", "evict"] = "keep"
-    """What happens to a prompt without an image or video."""
-    prefix_reuse: Literal["exact", "full"] = "exact"
-    """`exact`: a prefix-cache hit ends before the first observation row, so that a
-    prompt keeps the same tokens whatever is cached; `full`: the hit is as long as
-    in stock vLLM and the rows inside it do not vote."""
-    pooling: Pooling | None = None
-    """Pooling of the scores; None: what the method's paper does."""
-    methods: Mapping[str, Mix] = field(default_factory=dict)
-    """Methods of the user's own, by name, mixed from the parts of others."""
-    decode_kernel: Literal["stock", "triton"] = "stock"
-    """What decodes: `stock`, the attention kernel that vLLM has for the platform, with a page
-    table for every head; `triton`, one of our own that needs no tables (CUDA only)."""
-    metrics: bool = True
-    """Whether `/metrics` has what eviction did, unless `--disable-log-stats` is given."""
-    max_traces: int = 32
-    """So many of the last traces that requests asked for are remembered; 0: none may ask."""
-    max_trace_mib: int = 64
-    """Memory of the remembered traces together, in MiB on the host."""
-    defaults_file: str | None = None
-    """File with the policy and budget of new requests that may change while the server runs,
-    see `defaults.py`."""
-    debug: DebugOptions = field(default_factory=DebugOptions)
+    policy: str = setting(
+        NONE,
+        parser=_parse_later,
+        accepts="a method, or a name in `methods`",
+        help="Method that decides which cache entries of a prompt are kept for decoding. With "
+        "`none` vLLM runs as stock.",
+        in_status=True,
+    )
+    budget: Budget = setting(
+        Budget(fraction=0.1),
+        parser=Budget.parse,
+        accepts="fraction, tokens, or `auto:SHARE`",
+        help="Share of the prompt that is kept: a fraction, 0 < budget <= 1; a whole number of "
+        "tokens per KV head; or `auto:SHARE`, such as `auto:0.98,min=0.02,max=0.5`: the smallest "
+        "fraction that keeps SHARE of the question's attention.",
+        in_status=True,
+    )
+    granularity: Granularity | None = setting(
+        None,
+        help="`layer`: one token set and length for all heads of a layer; `head`: one for each.",
+        unset="the method's own",
+        in_status=True,
+    )
+    observation_window: int = setting(
+        128,
+        at_least=1,
+        help="At most this many of the last text tokens after the first image vote on what is "
+        "kept.",
+        in_status=True,
+    )
+    sinks: int = setting(
+        4, at_least=0, help="Number of first tokens that are always kept.", in_status=True
+    )
+    floor_pages: int = setting(
+        1,
+        at_least=0,
+        help="Pages that every (layer, head) gets before the policy's shares count.",
+        in_status=True,
+    )
+    min_prompt_tokens: int = setting(
+        128, at_least=0, help="Shorter prompts pass untouched.", in_status=True
+    )
+    text_only: Literal["keep", "evict"] = setting(
+        "keep", help="Treatment of prompts without an image or video.", in_status=True
+    )
+    prefix_reuse: Literal["exact", "full"] = setting(
+        "exact",
+        help="`exact`: a prefix-cache hit ends before the first token that votes, so that a "
+        "prompt keeps the same tokens with any cache; `full`: the hit is as long as in stock "
+        "vLLM, and the tokens inside it do not vote.",
+        in_status=True,
+    )
+    pooling: Pooling | None = setting(
+        None,
+        accepts="`{kind: none, sequence or grid, kernel: 3, reduce: max or mean}`",
+        help="Pooling of scores over neighbouring tokens.",
+        unset="the method's own",
+    )
+    methods: Mapping[str, Mix] = setting(
+        {},
+        parser=_parse_methods,
+        accepts="`{mine: {base: tgv, score: snapkv, allocation: aircache, retain: by_score}}`",
+        help="Mixes of the parts of methods, by name.",
+    )
+    decode_kernel: Literal["stock", "triton"] = setting(
+        "stock",
+        help="`stock`: vLLM's attention kernel, with a page table for every head; `triton`: the "
+        "plugin's own kernel, which needs no tables (CUDA only).",
+    )
+    metrics: bool = setting(
+        True,
+        help="Whether `/metrics` shows eviction, unless `--disable-log-stats` is given.",
+    )
+    max_traces: int = setting(
+        32,
+        at_least=0,
+        help="Number of traces kept for requests that ask for one; with 0 none may ask.",
+    )
+    max_trace_mib: int = setting(
+        64, at_least=1, help="Host memory of all kept traces together, in MiB."
+    )
+    defaults_file: str | None = setting(
+        None,
+        parser=_parse_path,
+        accepts="absolute path",
+        help="File with `policy` and `budget` of new requests, which may change while the server "
+        "runs.",
+    )
+    debug: DebugOptions = setting(
+        DebugOptions(), help="Switches for tests.", accepts="see below", for_tests=True
+    )
 
     @property
     def active(self) -> bool:
-        """Whether anything of this package runs at all."""
+        """Whether the server evicts."""
         return self.policy != NONE
 
     @classmethod
-    def from_mapping(cls, values: Any) -> EvictionConfig:
-        """Build and check the settings.
+    def from_mapping(cls, values: object) -> EvictionConfig:
+        """Build the settings from a mapping, checking every value.
 
         Raises:
             EvictionConfigError: naming the field, its value and what it may be.
@@ -127,29 +224,17 @@ class EvictionConfig:
                 f"additional_config[{CONFIG_KEY!r}] is {quoted(values)}: give a mapping such as "
                 "{'policy': 'tgv', 'budget': 0.1}"
             )
-        _reject_unknown_keys(values, cls, "kv_eviction")
-        converted: dict[str, Any] = dict(values)
-        if "budget" in values:
-            converted["budget"] = Budget.parse(values["budget"], "kv_eviction.budget")
-        for name in _CHOICES:
-            _check_choice(converted, name)
-        for name, least in _MIN.items():
-            _check_count(converted, name, least)
-        _check_path(values.get("defaults_file"), "kv_eviction.defaults_file")
-        converted["pooling"] = _pooling(values.get("pooling"), "kv_eviction.pooling")
-        converted["methods"] = _parse_methods(values.get("methods", {}))
-        converted["debug"] = _nested(DebugOptions, values.get("debug", {}), "kv_eviction.debug")
-        config = cls(**converted)
+        config = read(cls, values, "kv_eviction")
         config.check_methods()
         return config
 
     @property
     def method_names(self) -> tuple[str, ...]:
-        """What `policy` and a request's `kv_eviction` may be."""
+        """Values of `policy`, and of a request's `kv_eviction`."""
         return (NONE, *POLICY_NAMES, *self.methods)
 
     def build_policy(self, name: str) -> Policy:
-        """The policy of a method; the server's granularity and pooling come before its own.
+        """Build a method's policy, with the server's granularity and pooling where they are set.
 
         Raises:
             EvictionConfigError: for parts that have no meaning together.
@@ -166,9 +251,12 @@ class EvictionConfig:
             raise EvictionConfigError(f"kv_eviction method {quoted(name)}: {error}") from error
 
     def check_method(self, name: Any, budget: Budget, source: str) -> str:
-        """Check that a method exists and goes with the settings and a budget; returns its name.
+        """Return a method's name after checking it against the settings and a budget.
 
-        `source` names the flag or field of the method in the error message.
+        `source` names the flag or field of the method in error messages.
+
+        Raises:
+            EvictionConfigError: for an unknown method, or one that cannot run with them.
         """
         if name not in self.method_names:
             raise EvictionConfigError(
@@ -179,13 +267,13 @@ class EvictionConfig:
         policy = self.build_policy(name)
         if budget.is_auto and policy.score.rows == "none":
             raise EvictionConfigError(
-                f"budget auto with {source} {name!r}: its scores do not look at attention, whose "
+                f"budget auto with {source} {name!r}: its scores ignore attention, whose "
                 "share auto guards; give a fraction, or another method"
             )
         return str(name)
 
     def check_methods(self) -> None:
-        """Check that methods, policy, budget and `text_only` go together.
+        """Check methods, policy, budget and `text_only` against each other.
 
         Raises:
             EvictionConfigError: naming the field, its value and what it may be.
@@ -205,20 +293,20 @@ class EvictionConfig:
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """What one request asked for, after its `vllm_xargs` were applied to the settings."""
+    """Options of one request: its `vllm_xargs`, and the settings where it sets none."""
 
     policy: str
     budget: Budget
     report: bool = False
-    """Whether the response tells what was evicted, under `kv_transfer_params.kv_eviction`."""
+    """Whether the response reports the eviction, under `kv_transfer_params.kv_eviction`."""
     trace: bool = False
-    """Whether the server remembers what was kept, for `GET /kv-eviction/requests`."""
+    """Whether the server keeps a trace, for `GET /kv-eviction/requests`."""
 
     @classmethod
     def resolve(
         cls, config: EvictionConfig, extra_args: Mapping[str, Any] | None
     ) -> RequestOptions:
-        """Apply `vllm_xargs` to the server's settings.
+        """Apply a request's `vllm_xargs` to the server's settings.
 
         Raises:
             EvictionConfigError: for an unknown `kv_eviction*` key or a wrong value.
@@ -247,7 +335,11 @@ class RequestOptions:
 
 
 def read_config_file(value: str) -> dict[str, Any]:
-    """Read `--kv-eviction-config`: inline JSON (it starts with `{`) or a YAML/JSON file."""
+    """Read `--kv-eviction-config`: inline JSON, which starts with `{`, or a YAML or JSON file.
+
+    Raises:
+        EvictionConfigError: if the file cannot be read, or holds no mapping.
+    """
     flag = "--kv-eviction-config"
     inline = value.lstrip().startswith("{")
     try:
@@ -268,29 +360,11 @@ def read_config_file(value: str) -> dict[str, Any]:
 
 
 def config_of(vllm_config: VllmConfig) -> EvictionConfig:
-    """The eviction settings a `VllmConfig` carries; inactive ones if it carries none."""
+    """Return the settings that a `VllmConfig` carries; inactive ones if it carries none."""
     additional = vllm_config.additional_config
     if not isinstance(additional, dict) or CONFIG_KEY not in additional:
         return EvictionConfig()
     return EvictionConfig.from_mapping(additional[CONFIG_KEY])
-
-
-PARSE_ERRORS = (ValueError, RecursionError, yaml.YAMLError)
-"""What a text may raise in JSON's and YAML's parsers: a date without such a day, a number of too
-many digits, brackets without an end."""
-
-_MIN = {
-    "observation_window": 1,
-    "sinks": 0,
-    "floor_pages": 0,
-    "min_prompt_tokens": 0,
-    "max_traces": 0,
-    "max_trace_mib": 1,
-}
-
-
-_MAX_COUNT = 2**31 - 1
-"""Largest number of anything; more do not fit the arrays that count them."""
 
 
 def _switch(given: Mapping[str, Any], name: str, what: str) -> bool:
@@ -300,98 +374,3 @@ def _switch(given: Mapping[str, Any], name: str, what: str) -> bool:
             f"vllm_xargs.{name} is {quoted(value)}: give 1 for a {what}, or 0"
         )
     return bool(value)
-
-
-def _check_path(value: Any, source: str) -> None:
-    if value is None:
-        return
-    if not isinstance(value, str) or not _is_path(value) or not Path(value).is_absolute():
-        raise EvictionConfigError(f"{source} is {quoted(value)}: give the absolute path of a file")
-    if not Path(value).parent.is_dir():
-        raise EvictionConfigError(
-            f"{source} is {quoted(value)}: its folder does not exist; create it"
-        )
-
-
-def _is_path(value: str) -> bool:
-    try:
-        return b"\0" not in os.fsencode(value)
-    except UnicodeEncodeError:
-        return False
-
-
-def _reject_unknown_keys(values: Mapping[str, Any], cls: type, source: str) -> None:
-    known = [f.name for f in dataclasses.fields(cls)]
-    if unknown := sorted(quoted(key, str) for key in values if key not in known):
-        raise EvictionConfigError(
-            f"{source} has unknown {', '.join(unknown)}: known are {', '.join(known)}"
-        )
-
-
-_CHOICES = {
-    "granularity": (None, "layer", "head"),
-    "text_only": ("keep", "evict"),
-    "prefix_reuse": ("exact", "full"),
-    "decode_kernel": ("stock", "triton"),
-    "metrics": (True, False),
-}
-
-
-def _check_choice(values: Mapping[str, Any], name: str) -> None:
-    choices = _CHOICES[name]
-    value = values.get(name, choices[0])
-    if value not in choices:
-        names: dict[Any, str] = {None: "null", True: "true", False: "false"}
-        named = ", ".join(names.get(choice, str(choice)) for choice in choices)
-        raise EvictionConfigError(f"kv_eviction.{name} is {quoted(value)}: choose one of {named}")
-
-
-def _parse_methods(values: Any) -> dict[str, Mix]:
-    source = "kv_eviction.methods"
-    if not isinstance(values, Mapping):
-        raise EvictionConfigError(f"{source} is {quoted(values)}: give a mapping of names to mixes")
-    methods = {}
-    for name, entry in values.items():
-        where = f"{source}.{quoted(name, str)}"
-        if not isinstance(name, str) or name in (NONE, *POLICY_NAMES):
-            raise EvictionConfigError(f"{where}: the name is taken or no text; choose another one")
-        if isinstance(entry, Mapping) and "pooling" in entry:
-            entry = {**entry, "pooling": _pooling(entry["pooling"], f"{where}.pooling")}
-        if isinstance(entry, Mapping) and "budget" in entry and "allocation" not in entry:
-            logger.warning("%s.budget is now called allocation: rename it", where)
-            entry = {("allocation" if k == "budget" else k): v for k, v in entry.items()}
-        mix: Mix = _nested(Mix, entry, where)
-        if mix.merge not in (None, True, False):
-            raise EvictionConfigError(f"{where}.merge is {quoted(mix.merge)}: give true or false")
-        for part in ("base", "score", "allocation", "retain", "granularity"):
-            value = getattr(mix, part)
-            if not isinstance(value, str) and (value is not None or part == "base"):
-                raise EvictionConfigError(f"{where}.{part} is {quoted(value)}: give a name")
-        methods[name] = mix
-    return methods
-
-
-def _pooling(values: Any, source: str) -> Pooling | None:
-    if values is None or isinstance(values, Pooling):
-        return values
-    pooling: Pooling = _nested(Pooling, values, source)
-    return pooling
-
-
-def _check_count(values: Mapping[str, Any], name: str, least: int) -> None:
-    value = values.get(name, least)
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MAX_COUNT:
-        raise EvictionConfigError(
-            f"kv_eviction.{name} is {quoted(value)}: give a whole number, at least {least} and "
-            f"at most {_MAX_COUNT}"
-        )
-
-
-def _nested(cls: type, values: Any, source: str) -> Any:
-    if not isinstance(values, Mapping):
-        raise EvictionConfigError(f"{source} is {quoted(values)}: give a mapping")
-    _reject_unknown_keys(values, cls, source)
-    try:
-        return cls(**values)
-    except ValueError as error:
-        raise EvictionConfigError(f"{source}: {error}") from error

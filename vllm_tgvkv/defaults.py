@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policy and budget of requests that name none; they may change while the server runs.
+"""Policy and budget of requests that set neither; they may change while the server runs.
 
 `defaults_file` names a YAML or JSON file that may set `policy` and `budget`, such as
-`{policy: snapkv, budget: 0.2}`. Every process that looks at requests - API servers, engines - reads
-it before the next request, so all of them agree without talking to each other. Without the file, or
-where it leaves a field out, the flags the server was started with count. `PUT
-/kv-eviction/defaults` writes the file; so may anything else, such as a mounted ConfigMap.
+`{policy: snapkv, budget: 0.2}`. Every process that reads requests (API servers and engines) checks
+the file before each request, so they agree without talking to each other. A field that the file
+leaves out, or a missing file, means the value that the server was started with. The file is written
+by `PUT /kv-eviction/defaults` or by anything else, such as a mounted ConfigMap.
 """
 
 from __future__ import annotations
@@ -31,39 +31,39 @@ _FIELDS = ("policy", "budget")
 
 
 class Defaults:
-    """The settings for the next request: the server's, with what the file says now."""
+    """The server's settings, updated from `defaults_file` before each request."""
 
     def __init__(self, config: EvictionConfig) -> None:
         self.config = config
-        """As the server was started."""
+        """Settings that the server was started with."""
         self._current = config
-        self._seen: tuple[int, ...] | None = None
-        """Of the file that was read last: what tells it from a newer one."""
+        self._version: tuple[int, ...] | None = None
+        """Time, inode and size of the file that was read last."""
 
     def current(self) -> EvictionConfig:
-        """The settings; asks the file system whether the file changed, and reads it if so.
+        """Return the settings for the next request, reading the file again if it has changed.
 
-        A file with mistakes is logged once and changes nothing.
+        An invalid file is logged once and changes nothing.
         """
         if self.config.defaults_file is None:
             return self.config
         path = Path(self.config.defaults_file)
         try:
             found = path.stat()
-            seen = (found.st_mtime_ns, found.st_ino, found.st_size)
+            version = (found.st_mtime_ns, found.st_ino, found.st_size)
         except OSError:
-            seen = None
-        if seen == self._seen:
+            version = None
+        if version == self._version:
             return self._current
-        self._seen = seen
+        self._version = version
         try:
-            self._current = self.config if seen is None else self.apply(_read(path), str(path))
+            self._current = self.config if version is None else self.apply(_read(path), str(path))
         except EvictionConfigError as error:
             logger.warning("KV eviction keeps its defaults: %s", error)
         return self._current
 
     def apply(self, values: Mapping[str, Any], source: str) -> EvictionConfig:
-        """The server's settings with the given `policy` and `budget`.
+        """Return the settings that the server was started with, with another `policy` or `budget`.
 
         Raises:
             EvictionConfigError: naming `source`, the field, its value and what it may be.
@@ -82,16 +82,16 @@ class Defaults:
         return changed
 
     def write(self, values: Mapping[str, Any]) -> EvictionConfig:
-        """Put checked values into the file, in one stroke; the next request has them.
+        """Check values and replace the file by them atomically; returns the new settings.
 
         Raises:
-            EvictionConfigError: as `apply`.
+            EvictionConfigError: as `apply` does.
             OSError: if the file cannot be written.
         """
         assert self.config.defaults_file is not None
         self.apply(values, "the request")
         path = Path(self.config.defaults_file)
-        # Beside the file: only within a file system is a rename one stroke.
+        # In the same folder: a rename is atomic only within one file system.
         descriptor, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:

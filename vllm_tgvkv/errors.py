@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors that users see, and how their messages quote a wrong value."""
+"""Errors that users see, and the quoting of wrong values in their messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 _MAX_QUOTED = 200
-"""Characters of a wrong value that its message quotes."""
+"""Characters of a wrong value in a message."""
 
 
 class EvictionConfigError(ValueError):
@@ -19,9 +19,9 @@ class UnsupportedByEvictionError(EvictionConfigError):
 
 
 def quoted(value: Any, text: Callable[[Any], str] = repr) -> str:
-    """A value as a message quotes it, which may go to a log: not all of what a client sent."""
+    """Return a value as text for a message, cut to a length that is safe in a log."""
     try:
         whole = text(value)
-    except (ValueError, RecursionError):  # Python writes no number of more than 4300 digits
+    except (ValueError, RecursionError):  # Python prints no number of more than 4300 digits
         return f"a very long {type(value).__name__}"
     return whole if len(whole) <= _MAX_QUOTED else f"{whole[:_MAX_QUOTED]}..."

@@ -409,10 +409,6 @@ class EvictingManager(FullAttentionManager):
         self._record_freed(blocks)
         return blocks
 
-    def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
-        # A compressed row does not start with the prompt's blocks.
-        return 0
-
     def drain_released(self) -> list[int]:
         released, self.released = self.released, []
         return released

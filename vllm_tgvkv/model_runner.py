@@ -1,29 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How vLLM's two model runners keep the rows of their batches."""
+"""Rows of the batch in vLLM's two model runners: find them, and rewrite those that shrank."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_tgvkv.plan import Eviction
 
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as GPUModelRunnerV1
+
 
 class RowsV1:
     """Model runner V1: a persistent batch, whose block table is copied to the device each step."""
 
     @staticmethod
-    def find(runner: Any, common: CommonAttentionMetadata, request_id: str) -> int | None:
+    def find(
+        runner: GPUModelRunnerV1, common: CommonAttentionMetadata, request_id: str
+    ) -> int | None:
         return runner.input_batch.req_id_to_index.get(request_id)
 
     @staticmethod
-    def rewrite(runner: Any, eviction: Eviction) -> None:
-        """Put a compressed row in the prompt's place.
+    def rewrite(runner: GPUModelRunnerV1, eviction: Eviction) -> None:
+        """Replace a prompt's row by its compressed row.
 
-        A request that ended meanwhile is gone from the runner; a preempted one gets
-        a row of its own when it is scheduled again.
+        A request that has ended is gone from the runner. A preempted one has no row in the batch
+        until it is scheduled again.
         """
         state = runner.requests.get(eviction.request_id)
         if state is None:
@@ -41,7 +47,9 @@ class RowsV2:
     """Model runner V2: a table of requests on the device, from which each batch is gathered."""
 
     @staticmethod
-    def find(runner: Any, common: CommonAttentionMetadata, request_id: str) -> int | None:
+    def find(
+        runner: GPUModelRunnerV2, common: CommonAttentionMetadata, request_id: str
+    ) -> int | None:
         index = runner.req_states.req_id_to_index.get(request_id)
         if index is None or common.req_idx is None:
             return None
@@ -49,11 +57,11 @@ class RowsV2:
         return int(rows[0]) if len(rows) else None
 
     @staticmethod
-    def rewrite(runner: Any, eviction: Eviction) -> None:
-        """Put a compressed row in the prompt's place; it is written with the step's other blocks.
+    def rewrite(runner: GPUModelRunnerV2, eviction: Eviction) -> None:
+        """Stage a compressed row in place of its prompt's; it is written with the step's blocks.
 
-        To be called after vLLM took ended and preempted requests away, whose place another
-        request may have, and before it appends the step's new blocks.
+        To be called after vLLM removed ended and preempted requests, whose places other requests
+        may have taken, and before it appends the step's new blocks.
         """
         index = runner.req_states.req_id_to_index.get(eviction.request_id)
         if index is not None:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The block pool seen as head pages that any layer can address.
+"""vLLM's KV cache as head pages that any layer can address.
 
-With vLLM's layout BLHNC one buffer is ordered block, layer, KV head, slot,
-content. A block is then L * H equal pages, and page
-`(block * L + layer) * H + head` is contiguous.
+In vLLM's layout BLHNC one buffer is ordered by block, layer, KV head, slot, content. So a block
+consists of L * H equal pages, and page `(block * L + layer) * H + head` is contiguous.
 """
 
 from __future__ import annotations
@@ -19,23 +18,22 @@ FP8 = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
-"""What the bytes of a quantised cache stand for, by vLLM's `--kv-cache-dtype`.
+"""Element types of a quantised cache, by vLLM's `--kv-cache-dtype`.
 
-A layer has one scale for all of its keys and one for its values. A page may therefore move within
-its layer as it is, and means are taken as well before a scale as behind it.
+A layer has one scale for all of its keys and one for its values. So a page can move within its
+layer unchanged, and a mean may be taken before or after scaling.
 """
 
 
 class PageLayoutError(RuntimeError):
-    """vLLM's cache tensors are not laid out as this package needs them."""
+    """vLLM's cache has a layout or a page format that this package does not support."""
 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Sizes of the cache: L layers, H KV heads, G query heads each, D values a head, N slots.
+    """Sizes of the cache: L layers, H KV heads of G query heads each, head size D, N slots a block.
 
-    Where ranks hold the heads together, H are those of this rank; where pipeline stages hold the
-    layers together, L are those of this stage.
+    H counts the heads of this tensor-parallel rank, and L the layers of this pipeline stage.
     """
 
     num_layers: int
@@ -46,6 +44,7 @@ class CacheShape:
 
     @property
     def num_pairs(self) -> int:
+        """Number of (layer, KV head) pairs, which is the number of pages in a block."""
         return self.num_layers * self.num_heads
 
 
@@ -53,9 +52,9 @@ class CacheShape:
 class PagePool:
     """Views of the whole KV cache; nothing is copied.
 
-    `raw` is [num_pages, 2 * N * D], bytes where the cache is quantised. `keys` and `values` are
-    logical views [num_pages, N, D] with whatever strides the attention kernel's page format
-    implies; in a quantised cache they are fp8, divided by their layer's scale.
+    `raw` is [num_pages, 2 * N * D], uint8 in a quantised cache. `keys` and `values` are logical
+    views [num_pages, N, D] with the strides of the attention kernel's page format; in a quantised
+    cache they are fp8, divided by their layer's scale.
     """
 
     raw: torch.Tensor
@@ -73,17 +72,23 @@ class PagePool:
     def num_blocks(self) -> int:
         return self.raw.shape[0] // self.pages_per_block
 
-    def layer_keys(self, layer: int) -> torch.Tensor:
-        """Keys of one layer as a logical view [num_blocks, H, N, D]."""
-        shape = (self.num_blocks, self.num_layers, self.num_heads, *self.keys.shape[1:])
-        return self.keys.unflatten(0, shape[:3])[:, layer]
-
     @property
     def head_size(self) -> int:
         return self.keys.shape[2]
 
+    def shape(self, group_size: int) -> CacheShape:
+        """Return the cache's sizes, with `group_size` query heads for each KV head."""
+        return CacheShape(
+            self.num_layers, self.num_heads, group_size, self.head_size, self.block_size
+        )
+
+    def layer_keys(self, layer: int) -> torch.Tensor:
+        """Return the keys of one layer as a logical view [num_blocks, H, N, D]."""
+        sizes = (self.num_blocks, self.num_layers, self.num_heads)
+        return self.keys.unflatten(0, sizes)[:, layer]
+
     def poison(self, blocks: Sequence[int]) -> None:
-        """Fill blocks with NaN (debug only); vLLM's CPU kernel reads that of e4m3 as 240."""
+        """Fill blocks with NaN (debug only); vLLM's CPU kernel reads the NaN of e4m3 as 240."""
         view = self.raw.view(self.keys.dtype).view(self.num_blocks, -1)
         view[async_tensor_h2d(list(blocks), view.device)] = float("nan")
 
@@ -93,10 +98,9 @@ def page_pool(
 ) -> PagePool:
     """Build the pool from vLLM's per-layer views [num_blocks, H, N, 2 * D], in layer order.
 
-    With `slots_first` a page is [N, 2 * D], each slot's key before its value, as FlashAttention
-    has it. Otherwise keys are stored [D, N] and then values [N, D], the format of vLLM's CPU
-    kernels, which `check_page_format` makes sure of. `dtype` is one of `FP8` where the caches are
-    bytes.
+    With `slots_first` a page is [N, 2 * D], each slot's key before its value, as in FlashAttention.
+    Otherwise keys are stored [D, N] and then values [N, D], as in vLLM's CPU kernels, which
+    `check_page_format` verifies. `dtype` is one of `FP8` if the cache is quantised.
 
     Raises:
         PageLayoutError: if the views do not interleave in one buffer as BLHNC.

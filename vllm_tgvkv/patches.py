@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions and the class of vLLM that are wrapped because vLLM has no hook there.
+"""The functions and the class of vLLM that this plugin wraps, because vLLM has no hook for them.
 
 | function | why | can go when |
 |---|---|---|
 | `EngineArgs.add_cli_args` | a general plugin cannot add flags to `vllm serve` | vLLM lets plugins add an argument group |
 | `EngineArgs.from_cli_args` | the flags must reach `additional_config` | the same |
 | `EngineArgs.create_engine_config` | `additional_config` must choose scheduler and worker, and refuse what is unsupported before a model loads; no hook sees both | vLLM offers a config hook to general plugins |
-| `loggers.PrometheusStatLogger` (replaced by a subclass) | `/metrics` has no door for an engine's own numbers but stat logger plugins, and one that is installed turns `--disable-log-stats` off for every engine | such a plugin may decline |
+| `loggers.PrometheusStatLogger` (replaced by a subclass) | only stat logger plugins can add an engine's own numbers to `/metrics`, and installing one turns `--disable-log-stats` off for every engine | such a plugin may decline |
 | `InputProcessor._validate_params` | a wrong `vllm_xargs` value must become HTTP 400 in the server process | vLLM lets plugins validate request parameters |
 
-The first three are wrapped when the plugin loads and pass everything through
-unless eviction is asked for; the others are once it is.
-`tests/unit/test_patches.py` fails when one of them changes its signature.
+The first three are wrapped when the plugin loads, and pass everything through unless eviction is
+switched on. The others are wrapped when it is. `tests/unit/test_patches.py` fails when one of them
+changes its signature.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import argparse
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
@@ -40,35 +41,38 @@ from vllm_tgvkv.config import (
 from vllm_tgvkv.defaults import Defaults
 from vllm_tgvkv.errors import EvictionConfigError
 from vllm_tgvkv.policies import POLICY_NAMES
+from vllm_tgvkv.settings import help_lines, settings_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.engine.input_processor import InputProcessor
 
 logger = init_logger("vllm.tgvkv")
 
-_MARK = "_wrapped_by_vllm_tgvkv"
-_DEFAULTS = "_defaults_of_vllm_tgvkv"
+_replacements: set[Callable[..., Any]] = set()
+_defaults: WeakKeyDictionary[InputProcessor, Defaults] = WeakKeyDictionary()
+"""Settings that each processor's requests are checked against, read once."""
 
 SCHEDULER_CLS = "vllm_tgvkv.scheduler.EvictionScheduler"
 ASYNC_SCHEDULER_CLS = "vllm_tgvkv.scheduler.AsyncEvictionScheduler"
 
 
 def install_flags() -> None:
-    """Wrap the three functions of `EngineArgs`; calling it again changes nothing."""
+    """Wrap the three functions of `EngineArgs`; a second call changes nothing."""
     _wrap(EngineArgs, "add_cli_args", _add_flags, staticmethod)
     _wrap(EngineArgs, "from_cli_args", _read_flags, classmethod)
     _wrap(EngineArgs, "create_engine_config", _configure_engine)
 
 
 def install_request_validation() -> None:
-    """Wrap the check of request parameters; calling it again changes nothing."""
+    """Wrap the check of request parameters; a second call changes nothing."""
     from vllm.v1.engine.input_processor import InputProcessor
 
     _wrap(InputProcessor, "_validate_params", _validate_request)
 
 
 def install_metrics() -> None:
-    """Put a subclass in the place of vLLM's Prometheus logger; again changes nothing."""
+    """Replace vLLM's Prometheus logger by a subclass; a second call changes nothing."""
     from vllm.v1.metrics import loggers
 
     from vllm_tgvkv.server.prometheus import EvictionPrometheusStatLogger
@@ -82,54 +86,71 @@ def _wrap(
     wrapper: Callable[..., Any],
     binding: Callable[[Callable[..., Any]], Any] | None = None,
 ) -> None:
-    """Replace `owner.name` by `wrapper`, which gets the original function first."""
-    original = owner.__dict__[name]
-    function = getattr(original, "__func__", original)
-    if hasattr(function, _MARK):
+    """Replace `owner.name` by `wrapper`, whose first argument is the original function."""
+    original = function_of(owner, name)
+    if original in _replacements:
         return
 
-    @functools.wraps(function)
+    @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(function, *args, **kwargs)
+        return wrapper(original, *args, **kwargs)
 
-    setattr(replacement, _MARK, True)
+    _replacements.add(replacement)
     setattr(owner, name, binding(replacement) if binding else replacement)
+
+
+def function_of(owner: type, name: str) -> Callable[..., Any]:
+    """Return the function that a class itself defines, wrapped or not, without its binding."""
+    attribute = owner.__dict__[name]
+    function: Callable[..., Any] = getattr(attribute, "__func__", attribute)
+    return function
+
+
+def is_wrapped(owner: type, name: str) -> bool:
+    """Return whether this plugin has replaced a function of a class."""
+    return function_of(owner, name) in _replacements
 
 
 def _add_flags(original: Callable[..., Any], parser: Any) -> Any:
     parser = original(parser)
+    policy, budget, *others = settings_of(EvictionConfig)
     group = parser.add_argument_group(
         title="KVEviction",
         description="KV-cache eviction at the end of a prompt (vllm-tgvkv).",
     )
-    # Absent flags leave no attribute: the help page would call None their default.
+    # Suppressed, because the help page would show a default of None.
     group.add_argument(
         "--kv-eviction",
         metavar=f"{{{','.join((NONE, *POLICY_NAMES))}}}",
         default=argparse.SUPPRESS,
-        help="Method that decides which cache entries of a prompt are kept for decoding, or a "
-        "mix that --kv-eviction-config names. Without it, or with `none`, vLLM runs as stock.",
+        help=_escape(
+            f"{policy.help} It may also be a mix that --kv-eviction-config names. "
+            f"Default: {policy.default_text}."
+        ),
     )
     group.add_argument(
         "--kv-eviction-budget",
         type=_budget_flag,
         default=argparse.SUPPRESS,
-        help="What is kept: a fraction of the prompt, 0 < budget <= 1, a whole number of "
-        "tokens per KV head, or auto:SHARE, such as auto:0.98,min=0.02,max=0.5, the smallest "
-        "fraction that keeps SHARE of the attention (default: 0.1). A request can override it with "
-        '`vllm_xargs: {"kv_eviction_budget": 0.2}`.',
+        help=_escape(
+            f"{budget.help} Default: {budget.default_text}. A request can override it "
+            'with `vllm_xargs: {"kv_eviction_budget": 0.2}`.'
+        ),
     )
     group.add_argument(
         "--kv-eviction-config",
         type=_config_flag,
         default=argparse.SUPPRESS,
-        help="Everything else, as a YAML or JSON file or inline JSON: granularity (layer, head), "
-        "observation_window, sinks, floor_pages, min_prompt_tokens, text_only (keep, evict), "
-        "prefix_reuse (exact, full), decode_kernel (stock, triton), metrics (true, false), "
-        "max_traces, max_trace_mib, defaults_file, pooling, methods (mixes of parts of methods, "
-        "by name).",
+        help=_escape(
+            "Everything else, as a YAML or JSON file or inline JSON:\n\n" + help_lines(others)
+        ),
     )
     return parser
+
+
+def _escape(text: str) -> str:
+    """Escape what argparse would take for a format."""
+    return text.replace("%", "%%")
 
 
 def _budget_flag(value: str) -> float | int | str:
@@ -153,12 +174,10 @@ def _config_flag(value: str) -> dict[str, Any]:
 
 def _read_flags(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
     engine_args = original(cls, args)
-    flags = {
-        "policy": getattr(args, "kv_eviction", None),
-        "budget": getattr(args, "kv_eviction_budget", None),
-    }
-    given = {name: value for name, value in flags.items() if value is not None}
-    extra = getattr(args, "kv_eviction_config", None)
+    flags = vars(args)
+    named = {"policy": flags.get("kv_eviction"), "budget": flags.get("kv_eviction_budget")}
+    given = {name: value for name, value in named.items() if value is not None}
+    extra = flags.get("kv_eviction_config")
     if not given and extra is None:
         return engine_args
     if CONFIG_KEY in engine_args.additional_config:
@@ -171,16 +190,16 @@ def _read_flags(original: Callable[..., Any], cls: type, args: argparse.Namespac
             "--kv-eviction-budget or --kv-eviction-config is given without --kv-eviction: "
             f"name a method, such as --kv-eviction {POLICY_NAMES[0]}"
         )
-    # What is wrong is refused before a model is looked at, a method by the name of its flag.
+    # Checked before a model is read. An unknown method is reported by the name of its flag.
     settings = EvictionConfig.from_mapping({**values, "policy": NONE})
     settings.check_method(values["policy"], settings.budget, "--kv-eviction")
     EvictionConfig.from_mapping(values)
     engine_args.additional_config = {**engine_args.additional_config, CONFIG_KEY: values}
-    # With --api-server-count the arguments travel to processes that read them before any
-    # plugin is loaded there; what they find in `additional_config` is enough.
+    # With --api-server-count other processes read the arguments before they load any plugin:
+    # `additional_config` has to hold everything.
     args.additional_config = engine_args.additional_config
     for flag in ("kv_eviction", "kv_eviction_budget", "kv_eviction_config"):
-        vars(args).pop(flag, None)
+        flags.pop(flag, None)
     return engine_args
 
 
@@ -198,8 +217,8 @@ def _configure_engine(
     engine_args.worker_cls = platform.worker_cls
     vllm_config = original(engine_args, *args, **kwargs)
     check_vllm_config(vllm_config, platform)
-    # What vLLM decides last: whether steps are scheduled ahead, and where nobody asked for an
-    # attention backend, which one.
+    # vLLM has decided by now whether steps are scheduled ahead, and whether the user named an
+    # attention backend.
     scheduler = vllm_config.scheduler_config
     scheduler.scheduler_cls = ASYNC_SCHEDULER_CLS if scheduler.async_scheduling else SCHEDULER_CLS
     vllm_config.attention_config.backend = AttentionBackendEnum[platform.attention_backend]
@@ -210,14 +229,13 @@ def _configure_engine(
 
 
 def _validate_request(
-    original: Callable[..., Any], processor: Any, params: Any, *args: Any, **kwargs: Any
+    original: Callable[..., Any], processor: InputProcessor, params: Any, *args: Any, **kwargs: Any
 ) -> Any:
     result = original(processor, params, *args, **kwargs)
-    # Read once: settings with many mixes take longer to check than a request should.
-    defaults = getattr(processor, _DEFAULTS, None)
-    if defaults is None:
-        defaults = Defaults(config_of(processor.vllm_config))
-        setattr(processor, _DEFAULTS, defaults)
+    # Read once: checking the settings takes too long to do for every request.
+    if processor not in _defaults:
+        _defaults[processor] = Defaults(config_of(processor.vllm_config))
+    defaults = _defaults[processor]
     if defaults.config.active and isinstance(params, SamplingParams):
         try:
             RequestOptions.resolve(defaults.current(), params.extra_args)

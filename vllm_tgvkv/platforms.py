@@ -1,34 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The platforms of vLLM that eviction runs on, and what it brings for each."""
+"""The platforms of vLLM that eviction runs on, and what it can do on each."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vllm_tgvkv.pages import FP8
+
 
 @dataclass(frozen=True)
 class Platform:
-    """Names of classes; none is imported before a worker needs it."""
+    """Classes by name, which a worker imports when it needs them, and capabilities."""
 
     worker_cls: str
     attention_backend: str
-    """The backend of vLLM that ours extends; no other can be used."""
+    """The backend of vLLM that the plugin's backend extends; no other can be used."""
     decode_kernels: tuple[str, ...] = ("stock",)
-    """What the setting `decode_kernel` may be."""
+    """Values of the setting `decode_kernel`."""
+    supports_ranks: bool = False
+    """Whether several workers may share the KV heads (tensor parallelism)."""
+    supports_stages: bool = False
+    """Whether several workers may share the layers (pipeline parallelism)."""
+    supports_drafts: bool = False
+    """Whether decode steps may hold drafts (speculative decoding)."""
+    quantised_caches: tuple[str, ...] = ()
+    """Values of `--kv-cache-dtype` for caches that are quantised."""
+    supports_model_runner_v2: bool = True
 
 
-_CPU = Platform("vllm_tgvkv.worker_cpu.EvictionCPUWorker", "CPU_ATTN")
-_CUDA = Platform(
+CPU = Platform(
+    "vllm_tgvkv.worker_cpu.EvictionCPUWorker",
+    "CPU_ATTN",
+    supports_ranks=True,
+    supports_stages=True,
+    supports_drafts=True,
+    quantised_caches=tuple(FP8),
+    supports_model_runner_v2=False,
+)
+CUDA = Platform(
     "vllm_tgvkv.worker_cuda.EvictionGPUWorker", "FLASH_ATTN", decode_kernels=("stock", "triton")
 )
 
 
 def eviction_platform() -> Platform | None:
-    """What eviction brings for the platform vLLM runs on; None if it does not support it."""
+    """Return the platform vLLM runs on; None if eviction does not support it."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        return _CPU
+        return CPU
     if current_platform.is_cuda():
-        return _CUDA
+        return CUDA
     return None

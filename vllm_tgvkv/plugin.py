@@ -9,7 +9,7 @@ SUPPORTED_VLLM = (0, 32)
 
 
 class UnsupportedVllmError(RuntimeError):
-    """The installed vLLM is not the minor version this package was checked against."""
+    """The installed vLLM is not of the minor version that this package supports."""
 
 
 def check_vllm_version(installed: str) -> None:
@@ -25,7 +25,7 @@ def check_vllm_version(installed: str) -> None:
 
 
 def register() -> None:
-    """Teach vLLM the `--kv-eviction` flags; nothing else happens until one is given."""
+    """Add the `--kv-eviction` flags to vLLM. Nothing else changes until one of them is given."""
     import vllm
 
     check_vllm_version(vllm.__version__)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a prompt's image and video tokens lie, and which rows vote on what is kept."""
+"""Positions of a prompt's image and video tokens, and of the rows that vote on what is kept.
+
+To support the patch grids of another model family, add a function with `_grids_of(MODEL_TYPE)`.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,15 @@ Grid = tuple[int, int]
 """Rows and columns of tokens."""
 
 RowSet = Literal["none", "text", "after_vision", "window", "all"]
-"""Whose queries vote, see `voters`:
+"""Tokens whose queries vote, see `voters`:
 
-`text` the text after the first vision token, `after_vision` the text after the last one (of
-both at most the last `observation_window`), `window` the last tokens of the prompt, `all`
-every token; `none` for what needs no attention.
+`text` is the text after the first vision token, `after_vision` the text after the last one (at
+most the last `observation_window` tokens of either), `window` the last tokens of the prompt, `all`
+every token, and `none` no token, for scores that use no attention.
 """
 
 WINDOW = 32
-"""Rows of the row set `window`."""
+"""Number of rows in the row set `window`."""
 
 
 @dataclass(frozen=True)
@@ -38,19 +41,19 @@ class VisionSpan:
     start: int
     length: int
     grid: Grid | None = None
-    """How its tokens lie in the image, row by row, or None where that is not known for certain.
+    """Layout of its tokens in the image, row by row, or None where it is not known for certain.
 
-    A token that ends a row (LLaVA-NeXT, LLaVA-OneVision) is the row's last column.
+    End-of-row tokens (LLaVA-NeXT, LLaVA-OneVision) are the last column.
     """
 
 
 @dataclass(frozen=True)
 class PromptMap:
-    """Modalities of one prompt, as plain host data that travels from scheduler to worker."""
+    """Modalities of one prompt: plain host data, sent from the scheduler to the worker."""
 
     num_tokens: int
     vision: tuple[VisionSpan, ...]
-    """By their start."""
+    """Ordered by start."""
 
     @property
     def has_vision(self) -> bool:
@@ -58,17 +61,17 @@ class PromptMap:
 
     @property
     def is_well_formed(self) -> bool:
-        """Whether all runs lie within the prompt, none over another.
+        """Whether all runs lie within the prompt and none overlap.
 
-        vLLM's processors see to that. Everything here relies on it, and none of it is worth an
-        engine that ends: a prompt that is not is served with its whole cache.
+        vLLM's processors ensure this, and eviction relies on it. A malformed prompt is served with
+        its whole cache rather than ending the engine.
         """
         ends = (0, *(run.start + run.length for run in self.vision))
         starts = (*(run.start for run in self.vision), self.num_tokens)
         return all(end <= start for end, start in zip(ends, starts, strict=True))
 
     def is_vision(self) -> np.ndarray:
-        """Boolean mask of shape [num_tokens]."""
+        """Return the boolean mask of vision tokens, of shape [num_tokens]."""
         mask = np.zeros(self.num_tokens, dtype=bool)
         for run in self.vision:
             mask[run.start : run.start + run.length] = True
@@ -77,20 +80,20 @@ class PromptMap:
 
 @dataclass(frozen=True)
 class Voters:
-    """The rows of a prompt whose attention a policy looks at."""
+    """Rows of a prompt whose attention a policy reads."""
 
     sets: Mapping[RowSet, np.ndarray]
     """Positions of each row set but `all`, int64, ascending, not empty."""
     rows: np.ndarray
     """Their union, int64, ascending."""
     every_row: bool
-    """Whether the row set `all` is asked for as well."""
+    """Whether the policy reads the row set `all` as well."""
 
     def last_cached(self, exact: bool) -> int | None:
-        """How many first tokens may come from the prefix cache, which brings no queries.
+        """Return how many first tokens may come from the prefix cache, which holds no queries.
 
-        With `exact`, all rows have to be computed, so that what is kept does not depend on the
-        cache; else one row of each set. None is any number.
+        With `exact`, all rows must be computed, so that the kept tokens do not depend on the cache;
+        otherwise, one row of each set. None means no limit.
         """
         if self.every_row:
             return 0
@@ -104,24 +107,23 @@ def map_prompt(
 ) -> PromptMap:
     """Find the vision runs of a prompt.
 
-    Vision positions are those placeholder tokens of images and videos that carry embeddings. A
-    tile of an image and a frame of a video are runs of their own, whether text is between them
-    or not.
+    Vision positions are the placeholder tokens of images and videos that carry embeddings. Each
+    tile of an image and each frame of a video is a run, with or without text between them.
 
     Args:
-        model: configuration of the model, as transformers has it; it says what the grids are.
+        model: transformers configuration of the model, which determines the grids.
     """
     runs = (run for feature in features for run in _vision_runs(feature, model))
     return PromptMap(num_tokens, tuple(sorted(runs, key=lambda run: run.start)))
 
 
 def voters(prompt: PromptMap, row_sets: Sequence[RowSet], observation_window: int) -> Voters:
-    """Positions of the given row sets.
+    """Return the positions of the given row sets.
 
-    `text` are the text positions after the first vision token and `after_vision` those
-    after the last one, at most the last `observation_window` of them; without such text
-    the last position, and without vision the last `observation_window` positions.
-    `window` are the last positions of the prompt.
+    `text` holds the text positions after the first vision token, `after_vision` those after the
+    last one; of either, at most the last `observation_window`. Without such text, both hold the
+    last position; without vision, the last `observation_window` positions. `window` holds the last
+    positions of the prompt.
     """
     sets: dict[RowSet, np.ndarray] = {
         kind: _rows(prompt, kind, observation_window) for kind in row_sets if kind != "all"
@@ -148,13 +150,13 @@ def _vision_runs(feature: MultiModalFeatureSpec, model: Any) -> Iterator[VisionS
     embedded = feature.mm_position.extract_embeds_range()
     spans = [(start, last + 1 - start) for start, last in embedded if last >= start]
     grids = _patch_grids(feature, model)
-    runs = _deal(spans, grids) if grids else None
-    # Grids that do not fill the placeholder to the last token are another model's.
+    runs = _split(spans, grids) if grids else None
+    # If the grids do not fill the placeholder exactly, they belong to another model.
     yield from runs or [VisionSpan(start, length, None) for start, length in spans]
 
 
-def _deal(spans: Sequence[tuple[int, int]], grids: Sequence[Grid]) -> list[VisionSpan] | None:
-    """Cut stretches of tokens, given by start and length, into one run for each grid."""
+def _split(spans: Sequence[tuple[int, int]], grids: Sequence[Grid]) -> list[VisionSpan] | None:
+    """Split spans (start, length) into one run per grid; None unless they match exactly."""
     runs, rest = [], list(grids)
     for start, length in spans:
         end = start + length
@@ -167,22 +169,44 @@ def _deal(spans: Sequence[tuple[int, int]], grids: Sequence[Grid]) -> list[Visio
     return None if rest else runs
 
 
-def _patch_grids(feature: MultiModalFeatureSpec, model: Any) -> list[Grid] | None:
-    """The grids that an image's or a video's tokens spell out, one after the other.
+# -- patch grids of model families ------------------------------------------------------
 
-    vLLM does not say how tokens lie in an image, and their number does not either: four tiles of
-    16 x 16 are as many as one of 32 x 32. So this is known model by model, or not at all.
+GridReader = Callable[["MultiModalFeatureSpec", Any], "list[Grid] | None"]
+"""Returns the grids of a feature's tokens, in order, or None where they are unknown.
+
+The second argument is the model's configuration.
+"""
+
+_GRID_READERS: dict[str, GridReader] = {}
+"""By model type."""
+
+
+def _grids_of(*model_types: str) -> Callable[[GridReader], GridReader]:
+    """Register the reader of a model family."""
+
+    def register(reader: GridReader) -> GridReader:
+        _GRID_READERS.update(dict.fromkeys(model_types, reader))
+        return reader
+
+    return register
+
+
+def _patch_grids(feature: MultiModalFeatureSpec, model: Any) -> list[Grid] | None:
+    """Return the grids of an image's or a video's tokens, in order, or None if they are unknown.
+
+    vLLM does not report the layout of the tokens, and their number does not determine it: four
+    tiles of 16 x 16 have as many tokens as one of 32 x 32. So it takes a reader for each family;
+    Qwen's families are recognised by what their processors report.
     """
-    reported = {} if feature.data is None else feature.data
-    thw = reported.get(f"{feature.modality}_grid_thw")
+    thw = _reported(feature, f"{feature.modality}_grid_thw")
     if thw is not None:
-        return _merged_grids(thw.data, model)
-    read = _GRIDS_OF.get(getattr(model, "model_type", ""))
+        return _merged_grids(thw, model)
+    read = _GRID_READERS.get(getattr(model, "model_type", ""))
     return read(feature, model) if read else None
 
 
 def _merged_grids(thw: Any, model: Any) -> list[Grid] | None:
-    """Qwen's processors report frames, rows and columns of patches; squares of them are merged."""
+    """Qwen: `thw` is frames, rows and columns of patches; squares of patches are merged."""
     merge = getattr(getattr(model, "vision_config", None), "spatial_merge_size", None)
     if not isinstance(merge, int):
         return None
@@ -190,42 +214,45 @@ def _merged_grids(thw: Any, model: Any) -> list[Grid] | None:
     return [(rows // merge, columns // merge)] * frames
 
 
+@_grids_of("llava")
 def _llava_grids(feature: MultiModalFeatureSpec, model: Any) -> list[Grid] | None:
-    """One square, behind the class token where the model keeps it."""
+    """One square, after the class token if the model keeps it."""
     side = _tile_side(model)
     extra = feature.mm_position.get_num_embeds() - side * side
     return [*[(1, 1)] * extra, (side, side)] if extra in (0, 1) else None
 
 
+@_grids_of("llava_next")
 def _llava_next_grids(feature: MultiModalFeatureSpec, model: Any) -> list[Grid] | None:
-    """The whole image in a square, then its tiles as one grid without the padding.
+    """The whole image as a square, then its tiles as one grid without the padding.
 
-    Each row of the second ends with a token that stands for its end.
+    Each row of the second grid ends with an end-of-row token.
     """
-    size = None if feature.data is None else feature.data.get("image_sizes")
+    size = _reported(feature, "image_sizes")
     side = _tile_side(model)
     if size is None or side == 0:
         return None
-    height, width = (int(n) for n in size.data.flatten()[:2])
+    height, width = (int(n) for n in size.flatten()[:2])
     if height < 1 or width < 1:
         return None
     fitted = select_best_resolution((height, width), model.image_grid_pinpoints)
     rows, columns = (n // model.vision_config.image_size * side for n in fitted)
-    # The padding is an even number of rows, or of columns, half of them on either side.
+    # The padding is an even number of rows or columns, half of them on each side.
     if width * rows > height * columns:
         rows -= (rows - height * columns // width) // 2 * 2
     else:
         columns -= (columns - width * rows // height) // 2 * 2
     if model.model_type == "llava_onevision":
-        # More than nine tiles are scaled down; vLLM has that number from nowhere else.
+        # More than nine tiles are scaled down; vLLM hard-codes this number as well.
         ratio = math.sqrt(rows * columns / (9 * side * side))
         if ratio > 1.1:
             rows, columns = int(rows // ratio), int(columns // ratio)
     return [(side, side), (rows, columns + 1)]
 
 
+@_grids_of("llava_onevision")
 def _onevision_grids(feature: MultiModalFeatureSpec, model: Any) -> list[Grid] | None:
-    """Images as in LLaVA-NeXT; of a video's frames 2 x 2 patches each, and one token at its end."""
+    """Images as in LLaVA-NeXT; video frames with 2 x 2 patches merged, then one end token."""
     if feature.modality == "image":
         return _llava_next_grids(feature, model)
     side = -(-_tile_side(model) // 2)
@@ -235,28 +262,25 @@ def _onevision_grids(feature: MultiModalFeatureSpec, model: Any) -> list[Grid] |
     return [*[(side, side)] * frames, (1, 1)]
 
 
+@_grids_of("internvl", "internvl_chat")
 def _internvl_grids(feature: MultiModalFeatureSpec, model: Any) -> list[Grid] | None:
-    """Square tiles one after the other, the last of them the whole image; a frame is a tile."""
-    reported = {} if feature.data is None else feature.data
-    tiles = reported.get(f"{feature.modality}_num_patches")
+    """Square tiles in order, the whole image last; a video frame is a tile."""
+    tiles = _reported(feature, f"{feature.modality}_num_patches")
     if tiles is None:
         return None
-    num_tiles = int(tiles.data)
+    num_tiles = int(tiles)
     side = math.isqrt(feature.mm_position.get_num_embeds() // max(num_tiles, 1))
     return [(side, side)] * num_tiles
 
 
+def _reported(feature: MultiModalFeatureSpec, field: str) -> Any:
+    """Return a value that the model's processor reported for this feature, or None."""
+    element = None if feature.data is None else feature.data.get(field)
+    return None if element is None else element.data
+
+
 def _tile_side(model: Any) -> int:
-    """Patches along a side of what goes into the vision tower; 0 if it is not said plainly."""
+    """Return the patches along a side of the vision tower's input; 0 if it is not configured."""
     vision = getattr(model, "vision_config", None)
     image, patch = getattr(vision, "image_size", None), getattr(vision, "patch_size", None)
     return image // patch if isinstance(image, int) and isinstance(patch, int) else 0
-
-
-_GRIDS_OF: dict[str, Callable[[MultiModalFeatureSpec, Any], list[Grid] | None]] = {
-    "llava": _llava_grids,
-    "llava_next": _llava_next_grids,
-    "llava_onevision": _onevision_grids,
-    "internvl": _internvl_grids,
-    "internvl_chat": _internvl_grids,
-}

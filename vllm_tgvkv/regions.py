@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from vllm_tgvkv.kernels import page_tables
+
 
 class Regions:
     """Region state on the device, one slot for each block of the pool.
@@ -61,3 +63,41 @@ class Regions:
             self.num_replaced[block] = 0
             del self._owners[block]
         self.version += bool(first_blocks)
+
+    def write_lengths(
+        self,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_size: int,
+        lengths: torch.Tensor,
+    ) -> None:
+        """Write how many keys each row of a block table attends to, see `page_tables`."""
+        page_tables.write_lengths(
+            block_table,
+            seq_lens,
+            self.num_retained,
+            self.num_replaced,
+            self.offsets,
+            block_size,
+            lengths,
+        )
+
+    def write_page_tables(
+        self,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_size: int,
+        first_layer: int,
+        tables: torch.Tensor,
+    ) -> None:
+        """Write the pages that each row of a block table attends to, see `page_tables`."""
+        page_tables.write_page_tables(
+            block_table,
+            seq_lens,
+            self.num_retained,
+            self.num_replaced,
+            self.offsets,
+            block_size,
+            first_layer,
+            tables,
+        )

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's CPU worker with eviction."""
+"""vLLM's CPU worker with eviction, on model runner V1."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 from vllm.distributed import get_pp_group
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_tgvkv.model_runner import RowsV1
@@ -17,18 +17,18 @@ from vllm_tgvkv.worker import EvictingWorker
 
 
 class EvictionCPUWorker(EvictingWorker, CPUWorker):
-    """The stock worker with evicting attention; model runner V1."""
+    """The stock worker with evicting attention."""
 
     replaced_backend = AttentionBackendEnum.CPU_ATTN
     evicting_backend = "vllm_tgvkv.attention_cpu.EvictingCPUBackend"
 
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load; a pipeline stage that gets hidden states from another one can take them then.
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """Load the model, and allocate room for hidden states from another pipeline stage.
 
-        vLLM makes the room for them in a warm-up which it leaves out with `--enforce-eager`, and
-        the first request ends the engine.
+        vLLM allocates it in a warm-up that `--enforce-eager` leaves out; then the first request
+        would end the engine.
         """
-        super().load_model(*args, **kwargs)
+        super().load_model(load_dummy_weights=load_dummy_weights)
         runner = self.model_runner
         if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
@@ -37,18 +37,20 @@ class EvictionCPUWorker(EvictingWorker, CPUWorker):
                 device=runner.device,
             )
 
-    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """Sample; a row that does not end its request's known tokens leaves its generator alone.
+    def sample_tokens(
+        self, grammar_output: GrammarOutput | None
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+        """Sample, with the random generators of unfinished prompts set aside.
 
-        vLLM draws for such a row as well, and then turns back the offset of its generator, which
-        ends the engine: a CPU's generators have none.
+        vLLM draws for such rows as well and then resets the generator's offset, which ends the
+        engine: a CPU's generators have no offset.
         """
         runner = self.model_runner
         generators, num_rows = runner.input_batch.generators, runner.input_batch.num_reqs
         (unfinished,) = np.nonzero(runner.discard_request_mask.np[:num_rows])
         set_aside = {i: generators.pop(i) for i in unfinished.tolist() if i in generators}
         try:
-            return super().sample_tokens(*args, **kwargs)
+            return super().sample_tokens(grammar_output)
         finally:
             generators.update(set_aside)
 

@@ -2,21 +2,27 @@
 """vLLM's GPU worker with eviction, on both of its model runners.
 
 The runners are subclassed for two things: rows that shrank are rewritten where the runner itself
-updates its rows, and a step in which prompts are observed runs its attention outside of graphs.
-A batch of single tokens would be replayed as one graph, and a prompt may well end with one token.
+updates its rows, and a step in which layers are observed runs its attention outside of graphs. A
+batch of single tokens would be replayed as one graph, and a prompt may end with a chunk of one
+token.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
+from vllm.config import VllmConfig
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.model_runner import BatchReqState
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner as GPUModelRunnerV1
 from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_tgvkv.model_runner import RowsV1, RowsV2
 from vllm_tgvkv.plan import Eviction
@@ -29,44 +35,56 @@ class EvictionGPUWorker(EvictingWorker, Worker):
     replaced_backend = AttentionBackendEnum.FLASH_ATTN
     evicting_backend = "vllm_tgvkv.attention_cuda.EvictingFlashBackend"
 
-    def _make_model_runner(self) -> Any:
+    def _make_model_runner(self) -> EvictingModelRunnerV1 | EvictingModelRunnerV2:
         runner = EvictingModelRunnerV2 if self.use_v2_model_runner else EvictingModelRunnerV1
         return runner(self.vllm_config, self.device, self)
 
     @torch.inference_mode()
-    def compile_or_warm_up_model(self) -> Any:
+    def compile_or_warm_up_model(self) -> CompilationTimes:
         self.evictor.warm_up()
         return super().compile_or_warm_up_model()
 
-    def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
-        super().initialize_from_config(*args, **kwargs)
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        super().initialize_from_config(kv_cache_config)
         if self.evictor.config.debug.poison:
-            # Blocks are cleared when they are handed out, which vLLM prepares only for models
-            # that need it.
+            # Blocks are cleared when they are allocated, which vLLM prepares only for models that
+            # need it.
             self.model_runner._init_kv_zero_meta()
 
     def find_row(self, common: CommonAttentionMetadata, request_id: str) -> int | None:
         return self.model_runner.rows.find(self.model_runner, common, request_id)
 
     def rewrite_rows(self, evictions: list[Eviction]) -> None:
+        """Leave the rows to the model runner, which rewrites them when it updates its own."""
         self.model_runner.shrunk = evictions
 
 
-class EvictingModelRunnerV1(GPUModelRunnerV1):
+class ShrinkingRows:
+    """The common part of both model runners: rows that shrink."""
+
+    rows: ClassVar[type[RowsV1 | RowsV2]]
+
+    def __init__(
+        self, vllm_config: VllmConfig, device: torch.device, worker: EvictionGPUWorker
+    ) -> None:
+        super().__init__(vllm_config, device)  # type: ignore[call-arg]
+        self.worker = worker
+        self.shrunk: list[Eviction] = []
+
+    def rewrite_shrunk_rows(self) -> None:
+        for eviction in self.shrunk:
+            self.rows.rewrite(self, eviction)
+        self.shrunk = []
+
+
+class EvictingModelRunnerV1(ShrinkingRows, GPUModelRunnerV1):
     """Model runner V1 with rows that shrink."""
 
     rows = RowsV1
 
-    def __init__(self, vllm_config: Any, device: Any, worker: EvictionGPUWorker) -> None:
-        super().__init__(vllm_config, device)
-        self.worker = worker
-        self.shrunk: list[Eviction] = []
-
-    def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
-        # Here the last step's copy of the block table is known to be over.
-        for eviction in self.shrunk:
-            self.rows.rewrite(self, eviction)
-        self.shrunk = []
+    def _update_states(self, scheduler_output: SchedulerOutput) -> Callable[..., Any] | None:
+        # Here the copy of the last step's block table has certainly ended.
+        self.rewrite_shrunk_rows()
         return super()._update_states(scheduler_output)
 
     def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
@@ -75,27 +93,20 @@ class EvictingModelRunnerV1(GPUModelRunnerV1):
         return super()._determine_batch_execution_and_padding(*args, **kwargs)
 
 
-class EvictingModelRunnerV2(GPUModelRunnerV2):
+class EvictingModelRunnerV2(ShrinkingRows, GPUModelRunnerV2):
     """Model runner V2 with rows that shrink."""
 
     rows = RowsV2
 
-    def __init__(self, vllm_config: Any, device: Any, worker: EvictionGPUWorker) -> None:
-        super().__init__(vllm_config, device)
-        self.worker = worker
-        self.shrunk: list[Eviction] = []
-
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
-        for eviction in self.shrunk:
-            self.rows.rewrite(self, eviction)
-        self.shrunk = []
+        self.rewrite_shrunk_rows()
         super().update_requests(scheduler_output)
 
     def gather_batch_req_state(
         self, scheduler_output: SchedulerOutput, dummy_run: bool
-    ) -> tuple[Any, int | None]:
+    ) -> tuple[BatchReqState | None, int | None]:
         state, uniform_token_count = super().gather_batch_req_state(scheduler_output, dummy_run)
         if not dummy_run and self.worker.observes:
-            # Not uniform: no graph of the whole step fits it.
+            # Not uniform, so that no graph of the whole step fits.
             uniform_token_count = None
         return state, uniform_token_count

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels, one file beside each PyTorch implementation of the same name.
+"""Triton kernels, in files named like the PyTorch implementations.
 
 The functions of :mod:`vllm_tgvkv.kernels` check their arguments, then run the PyTorch code on CPU
 tensors and the kernels of this package on CUDA tensors. The PyTorch code is their reference.
@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 
 on_cpu = False
-"""Whether CPU tensors go to the Triton kernels as well; set by tests, under the interpreter."""
+"""Whether Triton kernels handle CPU tensors as well; set by tests that use the interpreter."""
 
 
 def runs(tensor: torch.Tensor) -> bool:
-    """Whether the Triton kernels take a tensor's work."""
+    """Return whether Triton kernels handle this tensor."""
     return tensor.is_cuda or on_cpu

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dealing pages out: one program a row of shares."""
+"""Apportionment of pages, one program per row of shares."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _counts_at(level, shares, floor, cap):
 
 @triton.jit
 def _sum_in_units(counts, unit, exists):
-    """Sum of the counts, each rounded to a multiple of 1 / ``unit``: integers, in any order."""
+    """Integer sum of the counts, each rounded to a multiple of 1 / ``unit``."""
     return tl.sum(tl.where(exists, (counts * unit + 0.5).to(tl.int64), 0))
 
 
@@ -54,8 +54,8 @@ def _apportion_kernel(
     share = tl.where(usable, tl.maximum(share, 0.0) / tl.where(usable, largest, 1.0), 1.0)
     share = tl.maximum(share, SMALLEST_SHARE)
 
-    # The greatest level whose counts do not exceed the total. Floats that are not negative order as
-    # their bits do, and each sum is at least that of a lower level.
+    # The greatest level whose counts do not exceed the total. Non-negative floats are ordered like
+    # their bits, and a higher level never has a smaller sum.
     unit = (tl.full((), 1, tl.int64) << unit_bits).to(tl.float64)
     target = total << unit_bits
     leaves = floor / share
@@ -70,7 +70,7 @@ def _apportion_kernel(
         high_bits = tl.where(fits, high_bits, bits)
     level = low_bits.to(tl.float64, bitcast=True)
 
-    # The breakpoints around it. Where none is above, all are full.
+    # The breakpoints around it. If there is none above, all counts are full.
     below = tl.maximum(
         tl.max(tl.where(exists & (leaves <= level), leaves, 0.0)),
         tl.max(tl.where(exists & (fills <= level), fills, 0.0)),
@@ -89,7 +89,7 @@ def _apportion_kernel(
     fraction = tl.minimum(tl.maximum(fraction, 0.0), 1.0)
     real = low + fraction * (high - low)
 
-    # Largest remainders, the first of equal ones, found bit by bit.
+    # Largest remainders, found bit by bit; of equal ones, the first.
     fixed = (real * (1 << GRID_BITS) + 0.5).to(tl.int64)
     whole = fixed >> GRID_BITS
     left = total - tl.sum(tl.where(exists, whole, 0))
@@ -113,18 +113,18 @@ def apportion(
     smallest_share: float,
     grid_bits: int,
 ) -> Tensor:
-    """Counts that sum to ``total``; see :func:`vllm_tgvkv.kernels.apportion.apportion`.
+    """Return counts that sum to ``total``; see :func:`vllm_tgvkv.kernels.apportion.apportion`.
 
-    Exactly the integers of the PyTorch code: see there why no order of summation changes them.
-    Multiplications and additions stay separate, as they are there. A row is one program, of M
-    padded to a power of two; made for M up to 2048, right for more. Two bisections of some sixty
-    sums each take a few microseconds.
+    The integers equal those of the PyTorch code, which explains why the order of summation does not
+    matter. Multiplications and additions are not fused, as they are not there. One program handles
+    a row, with M padded to a power of two; it is tuned for M up to 2048 and correct for more. Two
+    bisections of about sixty sums each take a few microseconds.
 
     Args:
         shares: floating ``[..., M]``.
         total: integer scalar tensor.
         floor, cap: bounds of a count.
-        unit_bits: sums are taken of multiples of ``2**-unit_bits``.
+        unit_bits: counts are rounded to multiples of ``2**-unit_bits`` before they are summed.
         smallest_share: least share relative to the largest.
         grid_bits: counts are rounded to multiples of ``2**-grid_bits``.
 
@@ -155,7 +155,7 @@ def apportion(
 
 
 def _rank_bits(block: int, grid_bits: int) -> int:
-    """Bits of a threshold above every remainder, so one more than remainder and index have."""
+    """Return the bits of a threshold above every remainder: one more than remainder and index."""
     return grid_bits + block.bit_length()
 
 
@@ -164,7 +164,7 @@ def _num_warps(block: int) -> int:
 
 
 def variants() -> Iterator[Variant]:
-    """The specialisations to cross-compile."""
+    """Yield the specialisations to cross-compile."""
     for block in (64, 1024, 2048):
         yield Variant(
             f"M{block}",

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build every kernel for GPUs that need not be there, and report registers and spills.
+"""Cross-compile every kernel, without a GPU, and report registers and spills.
 
-``python -m vllm_tgvkv.kernels.gpu.compile`` compiles what the ``variants()`` of each module of this
-package yield, for compute capabilities 8.0, 9.0 and 10.0, and fails where a kernel does not build
-or keeps values in local memory that belong in registers.
+``python -m vllm_tgvkv.kernels.gpu.compile`` compiles the ``variants()`` of each module of this
+package for compute capabilities 8.0, 9.0 and 10.0. It fails if a kernel does not build or spills
+registers to local memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 PACKAGE = "vllm_tgvkv.kernels.gpu"
 CAPABILITIES = (80, 90, 100)
 
-#: Bytes of shared memory a program may have at most; a launch with more fails.
+#: Bytes of shared memory that a program may use; a launch with more fails.
 _SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 _LOG_OF_PTXAS = re.compile(
@@ -43,17 +43,17 @@ class Variant:
     """A specialisation of a kernel, as a launch makes it.
 
     Attributes:
-        name: what distinguishes it from the kernel's other variants, e.g. ``"bf16 D128 N16"``.
+        name: unique among the kernel's variants, e.g. ``"bf16 D128 N16"``.
         kernel: the ``@triton.jit`` function.
-        signature: type of every argument that is passed at run time: ``"*bf16"``, ``"i32"``,
-            ``"fp32"``. Arguments listed in `constants` may be left out.
-        constants: values of the ``tl.constexpr`` arguments, and of the others that Triton turns
-            into constants at a launch: integers equal to 1 (a unit stride) and ``None``.
-        num_warps, num_stages: as the launch gives them.
+        signature: type of every run-time argument: ``"*bf16"``, ``"i32"``, ``"fp32"``. Arguments
+            listed in `constants` may be left out.
+        constants: values of the ``tl.constexpr`` arguments, and of others that Triton turns into
+            constants at a launch: integers equal to 1 (a unit stride) and ``None``.
+        num_warps, num_stages: as in the launch.
         aligned: arguments that are a multiple of 16 at a launch, pointers in bytes and integers
             in value; Triton specialises on it. By default all pointers, as PyTorch allocates
             them, and no integer.
-        spill_limit: bytes of spill stores that are accepted; say why where it is not 0.
+        spill_limit: accepted bytes of spill stores; explain any value other than 0.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Variant:
         return {name for name, kind in self.signature.items() if kind.startswith("*")}
 
     def source(self) -> Any:
-        """Return the ``ASTSource`` that Triton would compile at a launch.
+        """Return the ``ASTSource`` that Triton compiles at a launch.
 
         Raises:
             ValueError: an argument has neither a type nor a value, or does not exist.
@@ -109,7 +109,7 @@ class Build:
     Attributes:
         shared: bytes of shared memory of a program.
         stack, spill_stores, spill_loads: bytes of local memory of a thread.
-        error: why there is nothing to launch; empty otherwise.
+        error: why the build failed, or empty.
     """
 
     module: str
@@ -127,12 +127,12 @@ class Build:
 
     @property
     def accepted(self) -> bool:
-        """Whether it was built and spills no more than allowed."""
+        """Whether the build succeeded and spills no more than allowed."""
         return not self.error and max(self.spill_stores, self.spill_loads) <= self.spill_limit
 
     def line(self) -> str:
         """Return its row of the printed table."""
-        # Two spaces between columns, however long a name is.
+        # Two spaces between columns, for names of any length.
         head = f"{self.module:<12}  {self.kernel:<22}  {self.variant or '-':<37}  {self.cc:>3}"
         if self.error:
             return f"{head}  FAILED: {self.error.splitlines()[-1]}"
@@ -153,10 +153,10 @@ class Build:
 
 
 def build(module: str, variant: Variant, cc: int) -> Build:
-    """Compile `variant` for compute capability `cc` and return what it needs.
+    """Compile `variant` for compute capability `cc` and return the resources it uses.
 
-    Spills are what ptxas reports in this very compilation: a stack frame alone would also count
-    arrays that are indexed at run time.
+    Spills are taken from ptxas's report, since the stack frame also includes arrays that are
+    indexed at run time.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -164,7 +164,7 @@ def build(module: str, variant: Variant, cc: int) -> Build:
     begin = time.perf_counter()
     log = io.StringIO()
     error, shared = "", 0
-    # Neither a cached build, which has no log, nor one left behind for the next reader.
+    # Use no cached build, since it has no log, and leave none behind.
     with (
         tempfile.TemporaryDirectory() as cache,
         triton.knobs.cache.scope(),
@@ -182,7 +182,7 @@ def build(module: str, variant: Variant, cc: int) -> Build:
             shared = built.metadata.shared
             if shared > _SHARED_LIMIT.get(cc, shared):
                 error = f"{shared} bytes of shared memory, the GPU has {_SHARED_LIMIT[cc]}"
-        except Exception as failure:  # the table shows it, and the other kernels are still built
+        except Exception as failure:  # shown in the table; the other kernels are still built
             error = f"{type(failure).__name__}: {failure}".strip()
     found = _LOG_OF_PTXAS.search(log.getvalue())
     if not found and not error:
@@ -217,8 +217,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Compile, print a line per build, and return 1 if one failed or spills too much."""
     parser = argparse.ArgumentParser(prog=f"python -m {PACKAGE}.compile", description=__doc__)
     parser.add_argument("--cc", type=int, nargs="+", default=CAPABILITIES, help="capabilities")
-    parser.add_argument("--only", help="module, kernel or variant whose name contains this")
-    parser.add_argument("--module", nargs="+", help="modules to take instead of the package's")
+    parser.add_argument("--only", help="only modules, kernels or variants whose name contains this")
+    parser.add_argument("--module", nargs="+", help="modules to compile instead of the package's")
     parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1))
     options = parser.parse_args(arguments)
     modules = (
@@ -236,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     print(Build.header(), flush=True)
     builds = []
-    # Fresh interpreters: a fork of a process in which torch or LLVM has threads may hang.
+    # Fresh interpreters: forking a process in which torch or LLVM has threads may hang.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max(1, min(options.jobs, len(tasks))), mp_context=context) as pool:
         for result in pool.map(_build_task, *zip(*tasks, strict=True)) if tasks else ():
@@ -248,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _build_task(module: str, place: int, cc: int) -> Build:
-    """Compile the variant number `place` of a module, in a worker process."""
+    """Compile the variant with index `place` of a module, in a worker process."""
     return build(module, list(importlib.import_module(module).variants())[place], cc)
 
 

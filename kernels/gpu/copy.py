@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copying the kept tokens of all layers and heads in one launch."""
+"""Copy of the kept tokens of all layers and heads in one launch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm_tgvkv.kernels.gpu.compile import Variant
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-# Tokens of one program together; with 128 threads four accesses of 16 bytes each are in flight.
+# Total size of a program's tokens: with 128 threads, four accesses of 16 bytes are in flight.
 _BYTES_PER_PROGRAM = 8192
 
 
@@ -34,13 +34,13 @@ def _copy_kernel(
     SLOT_STRIDE: tl.constexpr,
     WORD_STRIDE: tl.constexpr,
 ):
-    """Fills SLOTS slots of one page of the region; nothing where no pair owns the page.
+    """Fill SLOTS slots of one page of the region, unless no pair owns the page.
 
-    Strides are constants, so that it is known which accesses are of 16 bytes.
+    Strides are constants, so that the compiler can use accesses of 16 bytes.
     """
     page = tl.program_id(0)
-    # The owner is the last pair whose first page is not behind this one. Two loads of FAN offsets
-    # find it: every STRIDE-th one, then those behind the last that fits.
+    # The owner is the last pair whose first page is not after this one. Two loads of FAN offsets
+    # find it: every STRIDE-th offset, then those after the last that fits.
     STRIDE: tl.constexpr = (NUM_PAIRS + FAN) // FAN
     fan = tl.arange(0, FAN)
     first = tl.load(offsets + fan * STRIDE, mask=fan * STRIDE <= NUM_PAIRS, other=page + 1)
@@ -73,12 +73,12 @@ def copy_kept(
     num_layers: int,
     num_heads: int,
 ) -> None:
-    """Copies the selected tokens; see :func:`vllm_tgvkv.kernels.copy.copy_kept`.
+    """Copy the selected tokens; see :func:`vllm_tgvkv.kernels.copy.copy_kept`.
 
-    Exact: bits are moved as integers. One launch where a slot's value follows its key, as in pages
-    ``[N, 2D]``, else one for keys and one for values. Pages that belong to no pair are not written.
-    No scratch memory. Shapes, strides and the number of pages decide the launch; the device is not
-    asked.
+    Exact: bits are moved as integers. One launch if each slot's value follows its key, as in pages
+    ``[N, 2D]``, otherwise one for keys and one for values. Pages that belong to no pair are not
+    written. There is no scratch memory and no synchronisation: the launch depends on shapes,
+    strides and the number of pages.
 
     Args:
         key_pages: ``[num_pool_pages, N, D]``, any strides and dtype.
@@ -120,7 +120,7 @@ def copy_kept(
 
 
 def _fan(num_pairs: int) -> int:
-    """A power of two whose square is at least the number of offsets."""
+    """Return the least power of two whose square is at least the number of offsets."""
     fan = 1
     while fan * fan < num_pairs + 1:
         fan *= 2
@@ -128,7 +128,7 @@ def _fan(num_pairs: int) -> int:
 
 
 def _whole_slots(keys: Tensor, values: Tensor) -> list[Tensor]:
-    """One view of all slots' keys and values where each value follows its key, else the two."""
+    """Return one view of keys and values if each value follows its key, otherwise the two."""
     size = keys.shape[2]
     if (
         keys.dtype == values.dtype
@@ -142,7 +142,7 @@ def _whole_slots(keys: Tensor, values: Tensor) -> list[Tensor]:
 
 
 def _as_words(pool: Tensor) -> Tensor:
-    """The pool as the widest integers that its strides allow."""
+    """Return the pool as the widest integers that its strides allow."""
     size = pool.element_size()
     if pool.stride(2) == 1:
         in_bytes = [size * n for n in (pool.shape[2], *pool.stride()[:2], pool.storage_offset())]
@@ -153,7 +153,7 @@ def _as_words(pool: Tensor) -> Tensor:
 
 
 def variants() -> Iterator[Variant]:
-    """The specialisations to cross-compile."""
+    """Yield the specialisations to cross-compile."""
     indices = dict.fromkeys(("positions", "offsets", "old_blocks", "new_blocks"), "*i32")
     for name, num_pairs, block_size, num_bytes in (
         ("16-bit D128 N16 M1024", 1024, 16, 512),

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ragged decode attention: a fixed number of programs share all chunks of a layer evenly.
 
-Lengths differ by head, so a program for each sequence would leave most of the GPU waiting for the
-longest, and a fixed number of programs for each would be too many for some and too few for others.
-Here a program takes an equal share of the layer's chunks, wherever that begins and ends. Sequences
-it has alone it finishes; of its first and its last, which others may have parts of, it leaves
-partial sums, which a second launch adds up in the order of the programs.
+Lengths differ by head. With one program per sequence, most of the GPU would wait for the longest
+one; a fixed number of programs per sequence would be too many for some and too few for others. Here
+each program takes an equal share of the layer's chunks. It finishes the sequences that lie within
+its share. For its first and last sequence, which other programs may have parts of, it stores
+partial sums, and a second launch adds these up in the order of the programs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PROGRAMS_PER_TILE = 128
 _PARTIALS_PER_TILE = 16
 _LOG2_E = 1.4426950408889634
 _OTHER_BYTES = 11 << 10
-"""At most so much shared memory has a program besides chunks: queries, weights, block ids."""
+"""Bound of a program's shared memory besides chunks: queries, weights, block ids."""
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def _share(program, num_programs, num_chunks):
 
 @triton.jit
 def _owner(chunk, num_programs, num_chunks):
-    """The program that has a chunk: the last whose first chunk is not behind it."""
+    """The program that has a chunk: the last one whose first chunk is not after it."""
     return (((chunk.to(tl.int64) + 1) * num_programs - 1) // num_chunks).to(tl.int32)
 
 
@@ -147,7 +147,7 @@ def _decode_kernel(
     in_group = (member < GROUP)[:, None] & (dim < HEAD_SIZE)[None, :]
     current = begin
     while current < end:
-        # Loads that need nothing but the sequence come first, so that they wait together.
+        # Loads that depend only on the sequence come first, so that their latencies overlap.
         sequence_begin = tl.load(ends + sequence)
         sequence_end = tl.load(ends + sequence + 1)
         row, head = (sequence // NUM_HEADS).to(tl.int64), sequence % NUM_HEADS
@@ -167,7 +167,7 @@ def _decode_kernel(
             count = tl.where(has_region, end_page - first_page, 0)
 
             maximum = tl.full([GROUP_TILE], float("-inf"), tl.float32)
-            # By column of the chunk, so that only the maximum is exchanged between warps.
+            # Kept per column of the chunk, so that warps exchange only the maximum.
             sums = tl.zeros([GROUP_TILE, CHUNK], tl.float32)
             weighted = tl.zeros([GROUP_TILE, HEAD_TILE], tl.float32)
             for chunk in range(current - sequence_begin, stop - sequence_begin):
@@ -241,7 +241,7 @@ def _combine_kernel(
     HEAD_TILE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The result of one query head if several programs have parts of it, or none has."""
+    """The result of one query head if several programs have parts of it, or none has any."""
     sequence, member = tl.program_id(0), tl.program_id(1)
     ends += layer.to(tl.int64) * ends_stride
     num_chunks = tl.load(ends + num_sequences)
@@ -263,7 +263,7 @@ def _combine_kernel(
             for tile in range(first_program, last_program + 1, TILE):
                 program = tile + tl.arange(0, TILE)
                 begin = _share(program, num_programs, num_chunks)
-                # With fewer chunks than programs, some in between have none.
+                # If there are fewer chunks than programs, some programs in between have none.
                 has_part = begin < _share(program + 1, num_programs, num_chunks)
                 has_part = (program <= last_program) & has_part
                 side = tl.where(sequence_begin <= begin, 0, 1)
@@ -275,7 +275,7 @@ def _combine_kernel(
                     mask=has_part[:, None] & (dim < HEAD_SIZE)[None, :],
                     other=0.0,
                 )
-                # Finite from the first tile on, which the first part is in.
+                # Finite, since the first tile holds the first part.
                 new_maximum = tl.maximum(maximum, tl.max(maxima, 0))
                 decay = tl.exp2(maximum - new_maximum)
                 factors = tl.exp2(maxima - new_maximum)
@@ -287,12 +287,12 @@ def _combine_kernel(
 
 
 def chunk_size(head_size: int) -> int:
-    """Tokens whose keys and values are 32 KiB in 16-bit formats; at least 16, at most 128."""
+    """Return the tokens whose keys and values take 32 KiB in 16-bit formats, from 16 to 128."""
     return max(16, min(128, 8192 // _tile(head_size)))
 
 
 def num_programs(device: torch.device, head_size: int, element_size: int = 2) -> int:
-    """Programs that the GPU runs at once; more would begin when the others are done."""
+    """Return how many programs the GPU runs concurrently."""
     properties = torch.cuda.get_device_properties(device)
     chunk_bytes = _chunk_bytes(chunk_size(head_size), head_size, element_size)
     programs, _ = _residents(properties.shared_memory_per_multiprocessor, chunk_bytes)
@@ -300,7 +300,7 @@ def num_programs(device: torch.device, head_size: int, element_size: int = 2) ->
 
 
 def _tile(size: int) -> int:
-    """The least size of a matrix that a product takes and `size` fits."""
+    """Return the least matrix size that a product supports and that holds `size`."""
     return max(16, triton.next_power_of_2(size))
 
 
@@ -309,11 +309,11 @@ def _chunk_bytes(chunk: int, head_size: int, element_size: int) -> int:
 
 
 def _residents(shared_memory: int, chunk_bytes: int) -> tuple[int, int]:
-    """Programs of a multiprocessor, and chunks in the shared memory of each.
+    """Return the programs per multiprocessor, and the chunks in the shared memory of each.
 
-    Two programs, so that one's chunks are on their way while the other is between sequences;
-    registers would not always do for three. Of its chunks a program computes on one: with at least
-    two, the next ones are on their way meanwhile.
+    With two programs, one loads chunks while the other is between sequences; there are not always
+    enough registers for three. With at least two chunks, a program loads the next ones while it
+    computes on one.
     """
     for programs in (2, 1):
         buffers = (shared_memory // programs - _OTHER_BYTES) // chunk_bytes
@@ -324,7 +324,7 @@ def _residents(shared_memory: int, chunk_bytes: int) -> tuple[int, int]:
 
 @functools.cache
 def _num_stages(device: torch.device, chunk_bytes: int) -> int:
-    """What makes Triton keep that many chunks: it shares stages with the loads of block ids."""
+    """Return the stages for that many chunks: Triton shares them with the loads of block ids."""
     if device.type != "cuda":  # under the interpreter
         return 1
     properties = torch.cuda.get_device_properties(device)
@@ -333,9 +333,9 @@ def _num_stages(device: torch.device, chunk_bytes: int) -> int:
 
 
 def plan_decode(lengths: Tensor, plan: DecodePlan) -> None:
-    """Deals the work, in two launches for all layers; see :mod:`vllm_tgvkv.kernels.decode`.
+    """Divide the work, in two launches for all layers; see :mod:`vllm_tgvkv.kernels.decode`.
 
-    Exact. The grids depend on L, R, H and P alone.
+    Exact. The grids depend only on L, R, H and P.
     """
     num_layers, num_rows, num_heads = lengths.shape
     num_sequences, num_programs = num_rows * num_heads, plan.first.shape[1]
@@ -377,10 +377,10 @@ def decode(
     plan: DecodePlan,
     out: Tensor,
 ) -> None:
-    """One layer's attention in two launches; see :func:`vllm_tgvkv.kernels.decode.decode`.
+    """Compute one layer's attention in two launches; see :func:`vllm_tgvkv.kernels.decode.decode`.
 
     Not exact: float32 sums in an order that depends on P, and weights in the dtype of the values.
-    ``query`` and ``out`` are contiguous in D. Fast where keys and values are too.
+    ``query`` and ``out`` must be contiguous in D; it is faster if keys and values are, too.
     """
     num_heads = lengths.shape[2]
     num_sequences, num_programs = lengths.shape[1] * num_heads, plan.first.shape[1]
@@ -439,7 +439,7 @@ def decode(
 
 
 def variants() -> Iterator[Variant]:
-    """The specialisations to cross-compile."""
+    """Yield the specialisations to cross-compile."""
     tables = ("block_table", "lengths", "retained", "replaced", "offsets", "ends", "first")
     rows = ("query_stride", "query_head_stride", "out_stride", "out_head_stride")
     pages = ("key_page_stride", "key_slot_stride", "value_page_stride", "value_slot_stride")
@@ -470,7 +470,7 @@ def variants() -> Iterator[Variant]:
     tile = {"TILE": _SEQUENCES_PER_TILE}
     yield variant("H8", _ends_kernel, {"NUM_HEADS": 8, "CHUNK": 64, **tile}, num_warps=8)
     yield variant("", _first_kernel, {"TILE": _PROGRAMS_PER_TILE})
-    # Seven stages are three chunks, as on GPUs of capability 9.0, five are two.
+    # Seven stages hold three chunks, as on GPUs of capability 9.0; five hold two.
     for dtype, head_size, block_size, num_heads, num_layers, group, num_stages in (
         ("bf16", 128, 16, 8, 32, 4, 7),
         ("bf16", 128, 16, 8, 32, 4, 5),

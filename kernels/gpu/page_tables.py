@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Page tables and lengths of all layers' virtual sequences, a launch each.
+"""Page tables and lengths of all layers' virtual sequences, one launch each.
 
-The grids depend on the sizes of the buffers alone and nothing is allocated, so both launches can be
-captured in a CUDA graph and replayed with other contents.
+The grids depend only on buffer sizes and nothing is allocated, so both launches can be captured in
+a CUDA graph and replayed with other contents.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _COLUMNS_PER_TILE = 128
 
 @triton.jit
 def _region_of_row(block_table, seq_lens, retained, replaced, row, table_stride):
-    """Tokens, first block, k > 0 and t0 of a row; without tokens nothing else of it is read."""
+    """Tokens, first block, k > 0 and t0 of a row; a row without tokens is not read."""
     seq_len = tl.load(seq_lens + row)
     has_tokens = seq_len > 0
     first_block = tl.load(block_table + row * table_stride, mask=has_tokens, other=0).to(tl.int64)
@@ -54,7 +54,7 @@ def _lengths_kernel(
     )
     pair = tl.program_id(1) * TILE + tl.arange(0, TILE)
     exists = pair < NUM_PAIRS
-    # Offsets are anything where no region starts, but always there to be read.
+    # Offsets are undefined where no region starts, but always readable.
     offset = offsets + first_block * offsets_stride + pair
     first = tl.load(offset, mask=exists, other=0)
     end = tl.load(offset + 1, mask=exists, other=0)
@@ -85,7 +85,7 @@ def _page_tables_kernel(
     NUM_PAIRS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The pages of one (layer, row, head), TILE at a time, as many as it has."""
+    """The pages of one (layer, row, head), TILE at a time."""
     sequence = tl.program_id(0)
     head = sequence % NUM_HEADS
     row = (sequence // NUM_HEADS % num_rows).to(tl.int64)
@@ -120,10 +120,10 @@ def write_lengths(
     block_size: int,
     lengths: Tensor,
 ) -> None:
-    """The lengths of all layers in one launch; see :func:`vllm_tgvkv.kernels.page_tables`.
+    """Write the lengths of all layers in one launch; see :mod:`vllm_tgvkv.kernels.page_tables`.
 
     Exact. Rows of ``block_table`` and ``offsets``, layers and rows of ``lengths`` may have any
-    strides; the last dimensions, ``seq_lens``, ``retained`` and ``replaced`` are contiguous.
+    strides; the last dimensions, ``seq_lens``, ``retained`` and ``replaced`` must be contiguous.
     """
     _, num_rows, num_heads = lengths.shape
     num_pairs = offsets.shape[1] - 1
@@ -158,11 +158,11 @@ def write_page_tables(
     first_layer: int,
     tables: Tensor,
 ) -> None:
-    """The tables of l layers in one launch; see :func:`vllm_tgvkv.kernels.page_tables`.
+    """Write the tables of l layers in one launch; see :mod:`vllm_tgvkv.kernels.page_tables`.
 
-    Exact. The entries behind a sequence's last page stay as they were: no attention reads them.
-    A program runs for each (layer, row, head) whatever the width, so a table as wide as the longest
-    sequence costs nothing. All but the last dimension of the tensors may have any strides.
+    Exact. Entries after a sequence's last page are not written: attention does not read them. One
+    program runs for each (layer, row, head), so wider tables cost nothing. All but the last
+    dimension of the tensors may have any strides.
     """
     num_layers, num_rows, num_heads, width = tables.shape
     if tables.numel() == 0:
@@ -189,7 +189,7 @@ def write_page_tables(
 
 
 def variants() -> Iterator[Variant]:
-    """The specialisations to cross-compile."""
+    """Yield the specialisations to cross-compile."""
     shapes = {
         "N16 H8 L32": {"BLOCK_SIZE": 16, "NUM_HEADS": 8, "NUM_PAIRS": 256},
         "N48 H1 L28": {"BLOCK_SIZE": 48, "NUM_HEADS": 1, "NUM_PAIRS": 28},

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing the tokens of every (layer, KV head) in one launch, and thresholds of given keys.
+"""Selection of the tokens of every (layer, KV head) in one launch, and thresholds of given keys.
 
-A row is searched for its least kept key digit by digit: a pass counts how often each value of the
+The least kept key of a row is found digit by digit: each pass counts how often each value of the
 next eight bits occurs among the keys that agree with the digits found so far.
 
-One program takes a whole row. Compiled for an H100, a counting pass is 31 instructions for 32
-candidates, the last pass, which writes, 87: some 240 in all. So 1024 rows of 128k candidates are
-1e9 instructions, about 1.1 ms on 132 multiprocessors that start four in a cycle, and as long as
-reading the scores six times takes. 28 rows keep only 28 multiprocessors busy and need 0.2 to 0.4 ms
-nevertheless, against seconds of prefill for such a prompt. Rows are therefore not divided between
-programs, which would take a launch or a barrier over the grid for every digit.
+One program handles a whole row. Compiled for an H100, a counting pass takes 31 instructions for 32
+candidates and the last pass, which writes, 87: about 240 in all. So 1024 rows of 128k candidates
+are 1e9 instructions, about 1.1 ms on 132 multiprocessors that issue four per cycle, as long as
+reading the scores six times. 28 rows occupy only 28 multiprocessors but still need only 0.2 to 0.4
+ms, compared to seconds of prefill for such a prompt. Rows are therefore not divided among programs,
+which would take a launch or a grid-wide barrier for every digit.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _ranks(scores, tiers, candidate, exists, score_stride, tier_stride):
     tier = tl.load(tiers + candidate * tier_stride, mask=exists, other=0)
     bits = score.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    # Reversing the magnitude of negative floats makes their bits order as the floats do.
+    # Reversing the magnitude of negative floats makes their bits order like the floats.
     ordered = tl.where(bits < 0, -magnitude, bits)  # and -0 becomes +0
     ordered = tl.where(magnitude > 0x7F800000, -0x7FFFFFFF, ordered)  # NaN, below -infinity
     # 1 .. 2^32 - 1; four more bits make five digits of it.
@@ -78,7 +78,7 @@ def _select_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The kept positions of one (layer, head), ascending, at its pages' place in ``selected``."""
+    """Ascending kept positions of one (layer, head), written to its pages in ``selected``."""
     pair = tl.program_id(0)
     layer, head = (pair // num_heads).to(tl.int64), pair % num_heads
     scores += layer * score_layer_stride + head * score_row_stride
@@ -107,7 +107,7 @@ def _select_kernel(
             value, wanted = _narrow(bins, wanted)
             prefix = (prefix << 8) | value
 
-        # All above the least kept rank, and of those that have it the first `wanted`.
+        # Keep all candidates above the least kept rank, and the first `wanted` that have it.
         num_above = 0
         num_equal = 0
         for tile in range(0, num_candidates, TILE):
@@ -156,17 +156,17 @@ def _thresholds_kernel(
 def select_tokens(
     scores: Tensor, tiers: Tensor, counts: Tensor, num_pages: int, block_size: int
 ) -> Tensor:
-    """Positions of the kept tokens; see :func:`vllm_tgvkv.kernels.select.select_tokens`.
+    """Return the kept positions; see :func:`vllm_tgvkv.kernels.select.select_tokens`.
 
-    Exact, ties included: it works on integers alone. Slots behind the last page that was dealt are
-    0. One launch besides that filling. Where heads share a ranking, each of them searches it anew:
-    it comes from the cache, and heads may have different counts.
+    Exact, including ties: all arithmetic is on integers. Slots after the last dealt page are 0. One
+    launch, plus the one that fills with 0. Heads that share a ranking each search it: it is in the
+    cache, and their counts may differ.
 
     Args:
         scores: float32 ``[L, H, C]`` or ``[L, 1, C]``, any strides.
         tiers: integer ``[C]``, ``[L, H, C]`` or ``[L, 1, C]``, any strides.
         counts: int64 ``[L, H]``.
-        num_pages: rows of the result; a pair whose pages would be behind them is cut off.
+        num_pages: rows of the result; pages beyond them are not written.
         block_size: N.
 
     Returns:
@@ -194,7 +194,7 @@ def select_tokens(
 
 
 def thresholds(keys: Tensor, wanted: Tensor, num_bits: int) -> Tensor:
-    """The ``wanted``-th largest key of each row; see :func:`vllm_tgvkv.kernels.select.thresholds`.
+    """Return the ``wanted``-th largest keys; see :func:`vllm_tgvkv.kernels.select.thresholds`.
 
     Exact. One launch; keys whose rows are broadcast or not contiguous are copied first.
 
@@ -221,7 +221,7 @@ def thresholds(keys: Tensor, wanted: Tensor, num_bits: int) -> Tensor:
 
 
 def variants() -> Iterator[Variant]:
-    """The specialisations to cross-compile."""
+    """Yield the specialisations to cross-compile."""
     sizes = ("num_heads", "num_candidates", "num_slots")
     strides = ("score_layer_stride", "score_row_stride", "tier_layer_stride", "tier_row_stride")
     pointers = {"scores": "*fp32", "counts": "*i64", "selected": "*i32"}

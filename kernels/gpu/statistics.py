@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention statistics of some rows over a paged prompt: two passes over its keys, none over V.
 
-The *softmax* pass finds the maximum and the denominator of every row; it is left out where the
-attention kernel returned the log-sum-exp and nothing counts against the maximum. The *columns* pass
-recomputes the probabilities and adds them up over the heads of a group and over the rows. It may
-write the head averages of A, from which any weighted sum is made without touching the keys again.
+The *softmax* pass finds the maximum and the denominator of every row. It is skipped if the
+attention kernel returned the log-sum-exp and no statistic needs the maximum. The *columns* pass
+recomputes the probabilities and adds them up over the heads of a group and over the rows. It can
+write the head averages of A, from which weighted sums are computed without reading the keys again.
 
-No float is added in an order that depends on timing: what several programs have of one sum is
-written side by side and added afterwards. So the same prompt gives the same bits every time.
+The order of float additions does not depend on timing: programs write their parts of a sum
+separately, and these are added afterwards. So the same prompt always gives the same bits.
 
-Cost of a layer, with P keys, H KV heads of D values, O rows of G query heads, b bytes a value:
+Cost of a layer, with P keys, H KV heads of D values, O rows of G query heads, b bytes per value:
 
 - memory: 2*P*H*D*b bytes of keys (one read per KV head and pass; tiles of further rows find them in
-  L2), 4*S*O*P bytes of averages written and read again where they are asked for;
-- arithmetic: 4*P*O*H*G*D on the tensor cores and 2*P*O*H*G exponentials, half of both where the
-  log-sum-exp is given. With 64 rows, G = 4 and D = 128 that is 256 operations a byte of keys.
+  L2), and 4*S*O*P bytes of averages, written and read again, if they are requested;
+- arithmetic: 4*P*O*H*G*D on the tensor cores and 2*P*O*H*G exponentials, half of both if the
+  log-sum-exp is given. With 64 rows, G = 4 and D = 128 that is 256 operations per byte of keys.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from vllm_tgvkv.kernels.statistics import (
 )
 
 _FLOAT_BYTES = 4
-# Enough for every multiprocessor of any GPU to have several. A constant: were it the GPU's own
-# number, the order of the sums, and with it the last bit, would be too.
+# Enough for every multiprocessor of any GPU to have several. A constant, since the order of the
+# sums, and with it the last bit, depends on it.
 _SOFTMAX_PROGRAMS = 512
 _COLUMNS_PROGRAMS = 1024
 _MOST_SPLITS = 64
 _COMBINED_VALUES = 32
 _WEIGHED_COLUMNS = 64
 _WEIGHED_ROWS = 32
-# Padding of the averages' rows, a multiple of every tile: the compiler sees aligned stores.
+# Padding of the averages' rows, a multiple of every tile, so that stores are known to be aligned.
 _COLUMNS_MULTIPLE = 128
 
 
@@ -56,7 +56,7 @@ _COLUMNS_MULTIPLE = 128
 def _slot_offsets(
     block_ids, positions, num_keys, block_stride, slot_stride, BLOCK_SIZE: tl.constexpr
 ):
-    """Where the keys at ``positions`` are among the pages of head 0; int64, as pools are large."""
+    """Offsets of the keys at ``positions`` in the pages of head 0; int64, since pools are large."""
     blocks = tl.load(block_ids + positions // BLOCK_SIZE, mask=positions < num_keys, other=0)
     return blocks.to(tl.int64) * block_stride + (positions % BLOCK_SIZE) * slot_stride
 
@@ -65,7 +65,7 @@ def _slot_offsets(
 def _load_vectors(
     pointer, offsets, valid, dim_stride, HEAD_SIZE: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Vectors of HEAD_SIZE values, zero where they are not valid and behind their end."""
+    """Vectors of HEAD_SIZE values, padded with zeros; all zero where not valid."""
     dims = tl.arange(0, WIDTH)
     mask = valid[:, None]
     if HEAD_SIZE < WIDTH:
@@ -132,7 +132,7 @@ def _softmax_kernel(
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     first = split * keys_per_split
-    # Behind the last row's position there is nothing to see.
+    # No row sees keys after the last row's position.
     end = tl.minimum(tl.minimum(first + keys_per_split, num_keys), tl.max(positions, 0) + 1)
     for start in range(first, end, KEYS):
         columns = start + tl.arange(0, KEYS)
@@ -154,7 +154,7 @@ def _softmax_kernel(
             visible = visible & (chosen != 0)[None, :]
         logits = tl.where(visible, logits, float("-inf"))
         larger = tl.maximum(maximum, tl.max(logits, 1))
-        # -inf - -inf is not a number; rows that saw nothing yet have nothing to rescale.
+        # -inf - -inf is NaN; rows that saw no key so far have nothing to rescale.
         shift = tl.where(larger == float("-inf"), 0.0, larger)
         total = total * tl.exp(maximum - shift) + tl.sum(tl.exp(logits - shift[:, None]), 1)
         maximum = larger
@@ -176,7 +176,7 @@ def _combine_kernel(
 ):
     """Maximum and log-sum-exp over all keys of VALUES query vectors, from those of the splits.
 
-    Of a row that sees no key they are -inf and, so that all its probabilities become 0, inf.
+    For a row that sees no key, they are -inf and inf, so that all its probabilities become 0.
     """
     value = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
     split = tl.arange(0, SPLITS)
@@ -252,10 +252,10 @@ def _columns_kernel(
 ):
     """Sums of KEYS columns of one group's A over one split of the rows.
 
-    Probabilities have keys along the first dimension and query vectors along the second, vector
-    m * ROWS + r being row r of query head m. So the mean over the group adds registers of one
-    thread, and sums over rows need no other warp. What a row must not see may come out of the
-    exponential as anything, and is masked after that mean, where there is less of it.
+    Probabilities have keys along the first dimension and query vectors along the second; vector
+    m * ROWS + r is row r of query head m. So the mean over the group adds registers of one thread,
+    and sums over rows need no other warp. The exponentials of keys that a row does not see are
+    meaningless; they are masked after the mean, where there are fewer values.
     """
     split, block, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_splits, num_blocks = tl.num_programs(0), tl.num_programs(1)
@@ -268,7 +268,7 @@ def _columns_kernel(
     first_tile = split * tiles_per_split
     last_tile = tl.minimum(first_tile + tiles_per_split, tl.cdiv(num_rows, ROWS))
     if not STORES_AVERAGES and not HAS_ENTROPIES:
-        # Rows before the keys see none of them; as rows ascend, their number says where to begin.
+        # Rows before the keys see none of them. Rows ascend, so their number is the first to visit.
         before = 0
         for start in range(0, num_rows, 1024):
             some = start + tl.arange(0, 1024)
@@ -321,7 +321,7 @@ def _columns_kernel(
                 below = tl.sum(tl.reshape(is_below, [KEYS, PADDED_GROUP, ROWS]), 1)
                 count += tl.sum(tl.where(visible, below, 0), 1)
             if HAS_ENTROPIES:
-                # 0 * inf is not a number; a probability of 0 has no part in the entropy.
+                # 0 * inf is NaN; a probability of 0 adds nothing to the entropy.
                 surprise = tl.where(probabilities > 0, shift[None, :] - logits, 0.0)
                 terms = tl.reshape(probabilities * surprise, [KEYS, PADDED_GROUP, ROWS])
                 entropy += tl.sum(tl.where(visible, tl.sum(terms, 1), 0.0), 0)
@@ -344,7 +344,7 @@ def _columns_kernel(
             tl.store(entropies + place, entropy * (1.0 / (HEADS * GROUP)), mask=has_row)
     if HAS_SUBSET:
         chosen = tl.load(subset + group * subset_stride + columns, mask=exist, other=0) != 0
-        # A column outside may hold anything: it was measured against others.
+        # Columns outside the subset hold meaningless sums: the softmax did not include them.
         sum_0 = tl.where(chosen, sum_0, 0.0)
         sum_1 = tl.where(chosen, sum_1, 0.0)
     NUM_SUMS: tl.constexpr = 1 if NUM_WEIGHTS == 0 else NUM_WEIGHTS
@@ -401,7 +401,7 @@ def _weigh_kernel(
 
 @dataclass(frozen=True)
 class _Tiles:
-    """Sizes of the matrix products, for one model on one kind of GPU."""
+    """Sizes of the matrix products, for one model on one type of GPU."""
 
     width: int
     """D, padded to a power of two."""
@@ -418,7 +418,7 @@ class _Tiles:
 
     @staticmethod
     def of(head_size: int, group_size: int, element_size: int, shared_bytes: int) -> _Tiles:
-        """What fits the shared memory of a program."""
+        """Return sizes that fit the shared memory of a program."""
         width = max(16, triton.next_power_of_2(head_size))
         padded_group = triton.next_power_of_2(group_size)
         side = 128 if width * element_size <= 256 else 64
@@ -430,7 +430,7 @@ class _Tiles:
             softmax_rows=side,
             softmax_keys=min(side, 64),
             softmax_stages=3 if side == 128 else 2,
-            # The mean over a small group is nearly as large as what it is of.
+            # The mean over a small group is nearly as large as its input.
             columns_vectors=side if padded_group > 2 else min(side, 64),
             columns_keys=side,
             columns_warps=8 if width * element_size > 256 or side == 128 else 4,
@@ -438,14 +438,14 @@ class _Tiles:
         )
 
     def rows_of_columns(self, has_row_statistics: bool) -> int:
-        """Rows of a tile of the columns pass: fewer where a probability needs more registers."""
+        """Return the rows of a columns tile: fewer if a probability needs more registers."""
         vectors = min(self.columns_vectors, 64) if has_row_statistics else self.columns_vectors
         return vectors // self.padded_group
 
 
 @lru_cache
 def _shared_bytes(device: torch.device) -> int:
-    """Shared memory a program may have."""
+    """Return the bytes of shared memory that a program may use."""
     if device.type != "cuda":
         return 1 << 20
     properties: Any = torch.cuda.get_device_properties(device)
@@ -453,15 +453,15 @@ def _shared_bytes(device: torch.device) -> int:
 
 
 class TritonAttention(ObservedAttention):
-    """The statistics in Triton; see this module for its passes.
+    """Statistics in Triton; the module describes the passes.
 
-    Queries and keys are multiplied as they are (16-bit products are exact) and added in float32,
-    as is everything else. The log-sum-exp is taken off before the exponential, so that logits of
-    any size keep the precision that float32 leaves them. Counts are exact, but for entries that
-    float32 cannot tell from the threshold.
+    Queries and keys are multiplied in their own dtypes (16-bit products are exact); all sums are
+    float32. The log-sum-exp is subtracted before the exponential, so that logits of any size keep
+    float32's precision. Counts are exact except for entries that float32 cannot distinguish from
+    the threshold.
 
-    Scratch memory: the kept head averages take at most ``workspace_bytes``, otherwise each weighted
-    sum reads the keys again. Partial results of the programs are a few MiB at most, maxima and
+    Scratch memory: head averages are kept if they fit ``workspace_bytes``; otherwise, each weighted
+    sum reads the keys again. Partial results of the programs take a few MiB at most, maxima and
     log-sum-exps of the rows 16*H*G*O bytes.
     """
 
@@ -557,15 +557,15 @@ class TritonAttention(ObservedAttention):
 
     @cached_property
     def _softmax(self) -> _Softmax:
-        """Of all rows over all keys."""
-        # What lies below a part of the maximum cannot be told from the log-sum-exp.
+        """The softmax of all rows over all keys."""
+        # The log-sum-exp does not show which entries are below a fraction of the maximum.
         if self._log_sum_exp is None or "share_below" in self._statistics:
             return self._softmax_pass(self._rows(), "")
         log_sum_exp = self._take("log-sum-exp", self.num_heads, self.num_rows, self.group_size)
         return _Softmax(None, log_sum_exp.copy_(self._log_sum_exp.transpose(0, 1)))
 
     def _softmax_pass(self, rows: _Rows, name: str, subset: Tensor | None = None) -> _Softmax:
-        """Maxima and log-sum-exps of the rows, in buffers of that name."""
+        """Compute maxima and log-sum-exps of the rows, in buffers whose names begin with `name`."""
         heads, tiles = self.num_heads, self._tiles
         shape = (heads, rows.number, self.group_size)
         maxima, log_sum_exp = self._take(f"{name}maxima", *shape), self._take(f"{name}lse", *shape)
@@ -627,7 +627,7 @@ class TritonAttention(ObservedAttention):
         counts_below: bool = False,
         has_entropies: bool = False,
     ) -> _Columns:
-        """Sums of the columns, plain or with weights float32 ``[S or 1, 1 or 2, O]``."""
+        """Compute column sums, plain or with weights float32 ``[S or 1, 1 or 2, O]``."""
         tiles, groups = self._tiles, self.num_groups
         num_sums = 1 if weights is None else weights.shape[1]
         rows_of_tile = tiles.rows_of_columns(counts_below or has_entropies)
@@ -694,7 +694,7 @@ class TritonAttention(ObservedAttention):
         )
 
     def _share_of_visible(self, counts: Tensor) -> Tensor:
-        """Partial counts ``[S, *]`` over all query heads of a group -> shares ``[S]``."""
+        """Return shares ``[S]`` from partial counts ``[S, *]`` over a group's query heads."""
         num_visible = (self.row_positions + 1).sum()
         num_heads = self.num_heads // self.num_groups * self.group_size
         return counts.sum(dim=1).double() / (num_visible * num_heads)
@@ -708,7 +708,7 @@ class TritonAttention(ObservedAttention):
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows that a pass looks at."""
+    """Rows of a pass."""
 
     queries: Tensor
     """``[O, H, G, D]``."""
@@ -719,27 +719,27 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Softmax:
-    """Of every query head and row, float32 ``[H, O, G]``."""
+    """Softmax of every query head and row, float32 ``[H, O, G]``."""
 
     maxima: Tensor | None
-    """None where the attention kernel gave the log-sum-exp."""
+    """None if the attention kernel returned the log-sum-exp."""
     log_sum_exp: Tensor
 
 
 @dataclass(frozen=True)
 class _Columns:
-    """What one pass over the columns found; what it was not asked for is empty."""
+    """Results of one pass over the columns; those that were not requested are empty."""
 
     sums: Tensor
     """float32 ``[S, K, P]``."""
     counts: Tensor
-    """int32 ``[S, *]``, of the programs."""
+    """int32 ``[S, *]``, one per program."""
     entropies: Tensor
-    """float32 ``[*, S, O]``, of the blocks of keys."""
+    """float32 ``[*, S, O]``, one per block of keys."""
 
 
 def _stride_of_sets(tensor: Tensor) -> int:
-    """Stride of the first dimension, whose only entry serves every set if it has size 1."""
+    """Return the stride of the first dimension: 0 if it has size 1, for all sets to share."""
     return 0 if tensor.shape[0] == 1 else tensor.stride(0)
 
 
@@ -748,7 +748,7 @@ def _bytes_of(subset: Tensor | None) -> Tensor | None:
 
 
 def variants() -> Iterator[Variant]:
-    """What Qwen3-VL-8B launches, and other head sizes, groups and statistics."""
+    """Yield the kernels of Qwen3-VL-8B, and other head sizes, groups and statistics."""
     for dtype, head_size, group, heads in (("bf16", 128, 4, 8), ("fp16", 64, 7, 4)):
         for subset in (False, True):
             yield _softmax_variant(dtype, head_size, group, subset)
@@ -788,7 +788,7 @@ def _typed(kind: str, names: str) -> dict[str, str]:
 
 
 _SHARED_OF_VARIANTS = 227 * 1024
-# A few addresses of loads, used once a tile, which some GPUs and compilers put there.
+# A few load addresses, used once per tile, which some compilers spill for some GPUs.
 _SPILL_LIMIT = 128
 _PAGED = {
     **_typed("*i32", "block_ids"),

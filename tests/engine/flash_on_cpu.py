@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CUDA attention backend in a real engine on a machine without a GPU.
 
-What is pretended, and nothing else: FlashAttention and its cache writer are a few lines of PyTorch
-with the same arguments, and vLLM's CPU worker and model runner V1 stand for the GPU's. Backend,
-metadata, page format, evictor, scheduler and, if wished, the Triton kernels (interpreted) are the
-real ones.
+Two things are pretended: FlashAttention and its cache writer are a few lines of PyTorch with the
+same arguments, and vLLM's CPU worker and model runner V1 replace the GPU's. Backend, metadata, page
+format, evictor and scheduler are real. So are the Triton kernels (interpreted) where a test asks
+for them.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from typing import Any
 import pytest
 import torch
 from vllm.platforms import current_platform
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import flash_attn
 
 from vllm_tgvkv import platforms
+from vllm_tgvkv.attention import EvictingMetadata
 from vllm_tgvkv.attention_cuda import (
     EvictingFlashBackend,
-    EvictingFlashMetadata,
     EvictingFlashMetadataBuilder,
+    RaggedTokens,
 )
 from vllm_tgvkv.worker_cpu import EvictionCPUWorker
 
@@ -32,10 +34,10 @@ class FlashOnCPUWorker(EvictionCPUWorker):
 
 
 class ReplayingBuilder(EvictingFlashMetadataBuilder):
-    """Treats decode steps as graphs are: captured once for each size, with what was there then.
+    """Treats decode steps like graphs, which are captured once for each size.
 
-    A replayed graph runs on the tensors it was captured with, whatever `build` returns later.
-    So do the layers here: the first metadata of each size are returned for ever.
+    A replayed graph runs on the tensors it was captured with, and ignores what `build` returns
+    later. So do the layers here: every step gets the first metadata of its size.
     """
 
     num_replays = 0
@@ -43,10 +45,13 @@ class ReplayingBuilder(EvictingFlashMetadataBuilder):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.use_full_cuda_graph = True
-        self.captured: dict[int, EvictingFlashMetadata] = {}
+        self.captured: dict[int, EvictingMetadata[RaggedTokens]] = {}
 
-    def build(self, prefix: int, common: Any, fast_build: bool = False) -> EvictingFlashMetadata:
-        is_decode = common.max_query_len == 1 and not (self.evictor and self.evictor.has_work)
+    def build(
+        self, prefix: int, common: CommonAttentionMetadata, fast_build: bool = False
+    ) -> EvictingMetadata[RaggedTokens]:
+        observes = self._evictor is not None and self._evictor.has_work
+        is_decode = common.max_query_len == 1 and not observes
         if not is_decode:
             return super().build(prefix, common, fast_build)
         if common.num_reqs not in self.captured:
@@ -61,9 +66,7 @@ class ReplayingBuilder(EvictingFlashMetadataBuilder):
 class ReplayingBackend(EvictingFlashBackend):
     """The CUDA backend over `ReplayingBuilder`."""
 
-    @staticmethod
-    def get_builder_cls() -> type[ReplayingBuilder]:
-        return ReplayingBuilder
+    builder_cls = ReplayingBuilder
 
 
 class ReplayOnCPUWorker(EvictionCPUWorker):
@@ -128,17 +131,17 @@ def write_cache(
 def pretend(
     monkeypatch: pytest.MonkeyPatch, worker_cls: type[EvictionCPUWorker] = FlashOnCPUWorker
 ) -> None:
-    """Let engines with eviction, started from now on in this process, use the CUDA backend."""
+    """Make engines with eviction that start later in this process use the CUDA backend."""
     monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", attend, raising=False)
     monkeypatch.setattr(flash_attn, "reshape_and_cache_flash", write_cache, raising=False)
     monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda *args, **kwargs: 2)
     worker = f"{worker_cls.__module__}.{worker_cls.__qualname__}"
-    kernels = platforms._CUDA.decode_kernels
-    monkeypatch.setattr(platforms, "_CPU", platforms.Platform(worker, "CPU_ATTN", kernels))
+    kernels = platforms.CUDA.decode_kernels
+    monkeypatch.setattr(platforms, "CPU", platforms.Platform(worker, "CPU_ATTN", kernels))
 
 
 def schedule_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let engines schedule a step while the last one runs, as on a GPU; vLLM's CPU does not."""
+    """Make engines schedule a step while the last one runs, as on a GPU but not on vLLM's CPU."""
     platform = type(current_platform)
     original = platform.check_and_update_config.__func__
 

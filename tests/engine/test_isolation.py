@@ -21,7 +21,8 @@ import torch
 from tests.engine.running import Ask, Engine, engine
 from tests.engine.test_engine import album
 from tests.models import random_text
-from vllm_tgvkv.attention_cpu import EvictingCPUMetadata, EvictingCPUMetadataBuilder
+from vllm_tgvkv.attention import EvictingMetadata
+from vllm_tgvkv.attention_cpu import EvictingCPUMetadataBuilder, VirtualSequences
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 
@@ -42,7 +43,7 @@ class Guard:
     names: list[str] = field(default_factory=list)
     """Of the ragged rows, in their order."""
 
-    def check(self, common: Any, metadata: EvictingCPUMetadata) -> None:
+    def check(self, common: Any, metadata: EvictingMetadata[VirtualSequences]) -> None:
         names = self._batch()[: common.num_reqs]
         evicted = self._evicted_in_this_step()
         held = {name: self._held(name) | evicted.get(name, set()) for name in names}
@@ -52,8 +53,8 @@ class Guard:
             blocks = set(common.block_table_tensor[row, :num_blocks].tolist())
             # The row of a compressed request has the null block where nothing is left.
             assert blocks - held[name] <= {0}, f"{name} has blocks of others"
-        if metadata.ragged is not None:
-            self._check_pages(metadata.ragged, held, size)
+        for ragged in metadata.ragged:
+            self._check_pages(ragged, held, size)
 
     def _check_pages(self, ragged: Any, held: dict[str, set[int]], size: int) -> None:
         self.num_ragged_steps += 1

@@ -118,7 +118,7 @@ class Cases:
                 attention,
                 prompt.layout,
                 self.oracle.kv_heads,
-                wanted.settings,
+                wanted,
                 [case.budget],
                 noise=3e-5,
                 trials=3,

@@ -193,7 +193,7 @@ class Family:
                 self.oracle.attention(prompt),
                 prompt.layout,
                 self.oracle.kv_heads,
-                wanted.settings,
+                wanted,
                 [budget],
                 noise=3e-5,
                 trials=2,

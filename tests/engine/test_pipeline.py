@@ -150,7 +150,7 @@ def expect(
             attention,
             prompt.layout,
             oracle.kv_heads,
-            wanted.settings,
+            wanted,
             [budget],
             trials=2,
             stages=stages,

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from oracle.attention import fresh_seed, paged
+from tests.inputs import fresh_seed, paged
 from tests.kvpress.environment import run_script
 from tests.kvpress.record import load, states_of
 from vllm_tgvkv.budget import Budget

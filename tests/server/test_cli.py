@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import multiprocessing
+import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -17,6 +19,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from vllm_tgvkv import patches
 from vllm_tgvkv.config import CONFIG_KEY, EvictionConfig
 from vllm_tgvkv.errors import EvictionConfigError
 from vllm_tgvkv.policies import POLICY_NAMES
@@ -24,7 +27,7 @@ from vllm_tgvkv.policies import POLICY_NAMES
 
 @pytest.fixture(scope="module")
 def parser() -> FlexibleArgumentParser:
-    """The parser `vllm serve` builds, as `vllm.entrypoints.cli.main` does."""
+    """Build the parser of `vllm serve`, as `vllm.entrypoints.cli.main` does."""
     parser = FlexibleArgumentParser()
     ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
     return parser
@@ -41,7 +44,7 @@ def parse(parser: FlexibleArgumentParser, *flags: str, model: str = ".") -> argp
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the configuration of a small Llama and nothing else."""
+    """Write the configuration of a small Llama, without weights."""
     folder = tmp_path_factory.mktemp("llama")
     config = LlamaConfig(
         hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
@@ -52,12 +55,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(parser: FlexibleArgumentParser, *flags: str) -> dict[str, Any]:
-    """`additional_config` after these flags."""
+    """Return `additional_config` after these flags."""
     return AsyncEngineArgs.from_cli_args(parse(parser, *flags)).additional_config
 
 
 @pytest.mark.parametrize("topic", ["KVEviction", "kv-eviction", "all"])
-def test_help_shows_a_group_of_its_own(
+def test_help_shows_the_group_of_flags(
     parser: FlexibleArgumentParser, capsys: pytest.CaptureFixture[str], topic: str
 ) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -82,14 +85,17 @@ def test_plain_help_lists_the_group(
     assert "KVEviction" in capsys.readouterr().out
 
 
-def test_every_field_is_named_in_the_help(
+def test_the_help_explains_every_setting(
     parser: FlexibleArgumentParser, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Those of `--kv-eviction-config` one a line, with values and default; `debug` is for tests."""
     with pytest.raises(SystemExit):
         parse(parser, "--help=KVEviction")
-    words = capsys.readouterr().out.replace(",", " ").split()
-    fields = set(EvictionConfig.__dataclass_fields__) - {"policy", "budget", "debug"}
-    assert not [name for name in fields if name not in words and f"{name}." not in words]
+    text = re.sub(r"\n +(?! |- )", " ", capsys.readouterr().out)
+    listed = re.findall(r"^ *- (\w+): .*\(.+; default: .+\)", text, flags=re.MULTILINE)
+    assert listed == [field.name for field in dataclasses.fields(EvictionConfig)][2:-1]
+    assert "`auto:SHARE`" in text
+    assert "10 % of the prompt" in text
 
 
 @pytest.mark.parametrize(
@@ -132,7 +138,7 @@ def test_every_field_is_named_in_the_help(
 def test_flags_fill_additional_config(
     parser: FlexibleArgumentParser, flags: list[str], mapping: dict[str, Any] | None
 ) -> None:
-    """The flags of their own win over the same keys in the config."""
+    """A flag wins over the same key in the config."""
     assert settings(parser, *flags) == ({} if mapping is None else {CONFIG_KEY: mapping})
 
 
@@ -156,7 +162,7 @@ def test_eviction_config_as_a_file(parser: FlexibleArgumentParser, tmp_path: Pat
 def test_vllms_own_config_file(
     parser: FlexibleArgumentParser, tmp_path: Path, inline: bool
 ) -> None:
-    """`vllm serve --config serve.yaml` with our keys in it."""
+    """`vllm serve --config serve.yaml` with the plugin's keys in it."""
     eviction = tmp_path / "eviction.json"
     eviction.write_text(json.dumps({"sinks": 8}))
     config = "{sinks: 8}" if inline else str(eviction)
@@ -232,7 +238,7 @@ def test_wrong_values_exit_with_one_message(
         ),
     ],
 )
-def test_methods_that_cannot_be_are_refused(
+def test_impossible_methods_are_refused(
     parser: FlexibleArgumentParser, flags: list[str], parts: list[str]
 ) -> None:
     with pytest.raises(EvictionConfigError) as caught:
@@ -260,11 +266,11 @@ def test_flags_and_additional_config_together_are_refused(parser: FlexibleArgume
 
 
 def read_in_a_fresh_process(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
-    """What an API server process makes of the arguments it is sent."""
+    """Read the arguments as an API server process does."""
     from vllm.v1.engine.input_processor import InputProcessor
 
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
-    wrapped = hasattr(InputProcessor._validate_params, "_wrapped_by_vllm_tgvkv")
+    wrapped = patches.is_wrapped(InputProcessor, "_validate_params")
     return config.additional_config, wrapped
 
 
@@ -272,15 +278,15 @@ def read_in_a_fresh_process(args: argparse.Namespace) -> tuple[dict[str, Any], b
 def test_flags_reach_api_server_processes(parser: FlexibleArgumentParser, llama: Path) -> None:
     """`--api-server-count 2`: each server is a new process that reads the parsed arguments.
 
-    No plugin is loaded there yet when it does. A server that misses the flags lets wrong
-    request parameters through, and they end the engine.
+    It does so before it loads any plugin. A server that misses the flags would accept wrong
+    request parameters, which end the engine.
     """
     args = parse(parser, "--kv-eviction", "tgv", "--kv-eviction-budget", "0.2", model=str(llama))
     wanted = {CONFIG_KEY: {"policy": "tgv", "budget": 0.2}}
     assert AsyncEngineArgs.from_cli_args(args).additional_config == wanted  # the parent's
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         assert pool.submit(read_in_a_fresh_process, args).result() == (wanted, True)
-    assert AsyncEngineArgs.from_cli_args(args).additional_config == wanted  # once more
+    assert AsyncEngineArgs.from_cli_args(args).additional_config == wanted  # again
 
 
 def test_additional_config_alone_is_enough(parser: FlexibleArgumentParser) -> None:

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the CPU backend keeps from step to step, against making it anew."""
+"""State that the CPU backend keeps from step to step, against state made from scratch."""
 
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from vllm_tgvkv.attention_cpu import EvictingCPUMetadataBuilder
-from vllm_tgvkv.kernels.page_tables import write_lengths, write_page_tables
+from vllm_tgvkv.attention_cpu import PageTables
 from vllm_tgvkv.pages import CacheShape
 from vllm_tgvkv.regions import Regions
 
@@ -22,7 +19,7 @@ ROW_BLOCKS = 24
 
 @pytest.mark.parametrize("seed", range(20))
 def test_page_tables_follow_rows_that_grow_and_go_back(seed: int) -> None:
-    """Rejected drafts leave a row blocks that it grows into later, whatever happens between."""
+    """Rejected drafts leave a row with blocks that it grows into in a later step."""
     dice = random.Random(seed)
     num_rows = 4
     ids = torch.randperm(num_rows * ROW_BLOCKS, generator=torch.Generator().manual_seed(0)) + 1
@@ -34,11 +31,9 @@ def test_page_tables_follow_rows_that_grow_and_go_back(seed: int) -> None:
         offsets = torch.tensor([0, *counts]).cumsum(0).int()
         regions.add(f"r{row}", int(rows[row, 0]), 2, 6, offsets)
         held[row], lengths[row] = 6, 6 * BLOCK_SIZE
-    state = (regions.num_retained, regions.num_replaced, regions.offsets)
-    builder: Any = object.__new__(EvictingCPUMetadataBuilder)
-    builder.evictor, builder.shape = SimpleNamespace(regions=regions), SHAPE
-    builder.block_size, builder._tables, builder._seen_version = BLOCK_SIZE, None, -1
+    page_tables = PageTables(regions, SHAPE)
 
+    tables = torch.empty(0)
     order, steps, kept = list(range(num_rows)), 0, 0
     while max(lengths) + 4 <= ROW_BLOCKS * BLOCK_SIZE:
         steps += 1
@@ -54,12 +49,11 @@ def test_page_tables_follow_rows_that_grow_and_go_back(seed: int) -> None:
             dice.shuffle(order)
         table, seq_lens = table[order], torch.tensor(seen, dtype=torch.int32)[order]
         ends = torch.empty(SHAPE.num_layers, num_rows, SHAPE.num_heads, dtype=torch.int32)
-        write_lengths(table, seq_lens, *state, BLOCK_SIZE, ends)
-        before = builder._tables
-        tables = builder._page_tables(table, seq_lens, ends)
+        regions.write_lengths(table, seq_lens, BLOCK_SIZE, ends)
+        before, tables = tables, page_tables.update(table, seq_lens, ends)
         kept += tables is before
         new = torch.empty_like(tables)
-        write_page_tables(table, seq_lens, *state, BLOCK_SIZE, 0, new)
+        regions.write_page_tables(table, seq_lens, BLOCK_SIZE, 0, new)
         is_read = torch.arange(new.shape[-1]) * BLOCK_SIZE < ends.unsqueeze(-1)
         assert torch.equal(tables[is_read], new[is_read]), f"step {steps}"
         lengths = [

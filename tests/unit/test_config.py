@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings, budgets, request wishes and config files; what every error message says."""
+"""Settings, budgets, options of requests and config files, with every error message."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_wrong_budget_names_source_value_and_way_out(value: Any) -> None:
     [10**400, -(10**9000), "a" * 10**6, [0.1] * 10**5],
     ids=["long", "longer", "text", "list"],
 )
-def test_a_message_quotes_the_beginning_of_a_long_value(value: Any) -> None:
+def test_a_message_quotes_the_start_of_a_long_value(value: Any) -> None:
     with pytest.raises(EvictionConfigError) as caught:
         Budget.parse(value, "--some-flag")
     message = str(caught.value)
@@ -88,13 +88,13 @@ def test_a_message_quotes_the_beginning_of_a_long_value(value: Any) -> None:
 def test_retained_blocks_are_the_plain_formula(
     num_tokens: int, block_size: int, value: float
 ) -> None:
-    """Region and tail within the budget, one block at least, never more than the prompt has."""
+    """Region and tail within the budget, at least one block, never more than the prompt has."""
     num_full, tail = num_tokens // block_size, num_tokens % block_size
     retained = Budget.parse(value, "x").retained_blocks(num_tokens, block_size)
     exact = Fraction(value) * num_tokens if value <= 1 else Fraction(value)
     fits = [k for k in range(1, num_full + 1) if k * block_size + tail <= exact]
     wanted = min(max(fits, default=1), num_full)
-    # One block to either side where the product is rounded at the border of a block.
+    # Off by one block if rounding moves the product over the border of a block.
     border = value <= 1 and (exact - tail) / block_size % 1 in (0, 1)
     assert retained == wanted or (border or _is_close_to_border(exact, tail, block_size))
     assert abs(retained - wanted) <= 1
@@ -156,7 +156,7 @@ def test_a_guard_holds_the_text_and_the_lower_bound() -> None:
 
 
 def test_parts_and_settings_of_a_mix() -> None:
-    """A mix's own settings come first, then the server's, then those of what it is based on."""
+    """A mix's own settings come first, then the server's, then those of its base."""
     config = EvictionConfig.from_mapping(
         {
             "granularity": "head",
@@ -235,7 +235,7 @@ def test_every_policy_can_be_named(policy: str) -> None:
         ({"policy": None}, ["kv_eviction.policy", "None", "choose one of"]),
         ({"policy": ["tgv"]}, ["kv_eviction.policy", "['tgv']", "choose one of"]),
         ({"budget": 0}, ["kv_eviction.budget", "0", "0 < budget <= 1"]),
-        ({"granularity": "token"}, ["kv_eviction.granularity", "'token'", "layer, head"]),
+        ({"granularity": "token"}, ["kv_eviction.granularity", "'token'", "head, or leave it out"]),
         ({"text_only": True}, ["kv_eviction.text_only", "True", "keep, evict"]),
         ({"prefix_reuse": "off"}, ["kv_eviction.prefix_reuse", "'off'", "exact, full"]),
         ({"observation_window": 0}, ["kv_eviction.observation_window", "0", "at least 1"]),
@@ -277,7 +277,7 @@ SERVER = EvictionConfig(policy="tgv", budget=Budget(fraction=0.1))
 
 
 @pytest.mark.parametrize(
-    ("extra_args", "wish"),
+    ("extra_args", "options"),
     [
         (None, RequestOptions("tgv", SERVER.budget)),
         ({}, RequestOptions("tgv", SERVER.budget)),
@@ -290,8 +290,8 @@ SERVER = EvictionConfig(policy="tgv", budget=Budget(fraction=0.1))
         ({"kv_eviction_trace": 1}, RequestOptions("tgv", SERVER.budget, trace=True)),
     ],
 )
-def test_request_wishes(extra_args: dict[str, Any] | None, wish: RequestOptions) -> None:
-    assert RequestOptions.resolve(SERVER, extra_args) == wish
+def test_options_of_a_request(extra_args: dict[str, Any] | None, options: RequestOptions) -> None:
+    assert RequestOptions.resolve(SERVER, extra_args) == options
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_request_wishes(extra_args: dict[str, Any] | None, wish: RequestOptions)
         ({"kv_eviction_sinks": 4}, ["vllm_xargs", "kv_eviction_sinks", "kv_eviction_budget"]),
     ],
 )
-def test_wrong_wishes_name_parameter_value_and_way_out(
+def test_wrong_options_name_parameter_value_and_way_out(
     extra_args: dict[str, Any], parts: list[str]
 ) -> None:
     with pytest.raises(EvictionConfigError) as caught:
@@ -346,11 +346,25 @@ def test_config_files(tmp_path: Path, name: str, text: str) -> None:
     assert read_config_file(str(tmp_path / name)) == VALUES
 
 
+def test_the_old_name_of_an_allocation_still_works(caplog: pytest.LogCaptureFixture) -> None:
+    """With a warning; next to the new name it is unknown."""
+    mix = {"base": "snapkv", "budget": "aircache"}
+    with caplog.at_level("WARNING", "vllm.tgvkv"):
+        config = EvictionConfig.from_mapping({"methods": {"mine": mix}})
+    assert config.methods["mine"] == Mix("snapkv", allocation="aircache")
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "kv_eviction.methods.mine.budget is now called allocation: rename it"
+    )
+    with pytest.raises(EvictionConfigError, match=r"methods\.mine has unknown budget: known are"):
+        EvictionConfig.from_mapping({"methods": {"mine": {**mix, "allocation": "vv"}}})
+
+
 def test_inline_json() -> None:
     assert read_config_file("  " + json.dumps(VALUES)) == VALUES
 
 
-# -- anything at all --------------------------------------------------------------------------
+# -- any input --------------------------------------------------------------------------
 
 WORDS = st.sampled_from(
     [
@@ -364,7 +378,7 @@ NUMBERS = st.one_of(
     st.integers(),
     st.sampled_from([2**31 - 1, 2**31, 10**400]),
     st.floats(),
-    st.just(5000).map(lambda digits: -(10**digits)),  # a number that Python does not write
+    st.just(5000).map(lambda digits: -(10**digits)),  # a number that Python does not print
 )
 JSON = st.recursive(
     st.none() | st.booleans() | NUMBERS | WORDS | st.text(max_size=8),
@@ -374,7 +388,7 @@ JSON = st.recursive(
     ),
     max_leaves=6,
 )
-"""What JSON and YAML can hold, many times what a field may be."""
+"""Values that JSON and YAML can hold, most of them wrong for a field."""
 
 
 def with_fields(cls: type) -> st.SearchStrategy[dict[str, Any]]:
@@ -399,7 +413,7 @@ SETTINGS = st.fixed_dictionaries(
 
 @given(SETTINGS)
 def test_any_settings_are_valid_or_refused(values: dict[str, Any]) -> None:
-    """And what is valid can be asked for, logged and travel to another process."""
+    """Valid settings can also be used, logged and sent to another process."""
     try:
         config = EvictionConfig.from_mapping(values)
     except EvictionConfigError:
@@ -413,7 +427,7 @@ def test_any_settings_are_valid_or_refused(values: dict[str, Any]) -> None:
 
 
 def refusal(call: Callable[[], Any]) -> str | None:
-    """What an `EvictionConfigError` says; any other error is the test's."""
+    """Return the message of an `EvictionConfigError`; any other error fails the test."""
     try:
         call()
     except EvictionConfigError as error:
@@ -425,22 +439,22 @@ def refusal(call: Callable[[], Any]) -> str | None:
 def test_a_refusal_names_the_field(data: st.DataObject, name: str) -> None:
     value = data.draw(FIELD_VALUES.get(name, JSON))
     said = refusal(lambda: EvictionConfig.from_mapping({name: value}))
-    # What is wrong with a mix's parts together is told of the method.
+    # Parts of a mix that do not fit together are reported for the method.
     known = ("kv_eviction.methods", "kv_eviction method ") if name == "methods" else ()
     assert said is None or said.startswith((f"kv_eviction.{name}", *known))
 
 
 @given(st.dictionaries(st.sampled_from(REQUEST_KEYS) | st.text() | WORDS, JSON, max_size=4))
-def test_any_wishes_are_fulfilled_or_refused(extra_args: dict[str, Any]) -> None:
+def test_any_options_are_applied_or_refused(extra_args: dict[str, Any]) -> None:
     said = refusal(lambda: RequestOptions.resolve(SERVER, extra_args))
     if said is not None:
         assert "vllm_xargs" in said
         assert len(said) < 2000
         return
-    wish = RequestOptions.resolve(SERVER, extra_args)
-    assert wish.policy in SERVER.method_names
-    assert 0 < wish.budget.retained_blocks(10**6, 16) <= 10**6 // 16
-    assert Budget.parse(wish.budget.value, "it") == wish.budget
+    options = RequestOptions.resolve(SERVER, extra_args)
+    assert options.policy in SERVER.method_names
+    assert 0 < options.budget.retained_blocks(10**6, 16) <= 10**6 // 16
+    assert Budget.parse(options.budget.value, "it") == options.budget
 
 
 BUDGETS = st.from_regex(r"(auto:)?[0-9.e+-]+(,(min|max)=[0-9.e-]+)*", fullmatch=True)
@@ -448,7 +462,7 @@ BUDGETS = st.from_regex(r"(auto:)?[0-9.e+-]+(,(min|max)=[0-9.e-]+)*", fullmatch=
 
 @given(st.text() | WORDS | BUDGETS)
 def test_any_text_is_a_budget_or_refused(text: str) -> None:
-    """Also on the command line, which knows errors of its own."""
+    """Also on the command line, which has its own type of error."""
     said = refusal(lambda: Budget.parse(text, "--flag"))
     if said is not None:
         assert said.startswith("--flag is ")
@@ -469,7 +483,7 @@ def fits_json(values: Any) -> bool:
 
 
 def assert_read_or_refused(path: Path, text: str) -> None:
-    """As settings and as defaults, which never end what asks for them."""
+    """Read a file as settings and as defaults; reading defaults never raises."""
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     for flag in (text, str(path)):
         refusal(lambda flag=flag: read_config_file(flag))
@@ -498,8 +512,8 @@ def test_any_file_is_read_or_refused(tmp_path: Path, text: str) -> None:
     ],
     ids=lambda text: text[:20],
 )
-def test_texts_that_parsers_stumble_over(tmp_path: Path, text: str) -> None:
-    """No such day, no end, itself, too many digits: not all of it is an error of YAML's own."""
+def test_texts_that_break_parsers(tmp_path: Path, text: str) -> None:
+    """Invalid dates, open brackets, recursion, long numbers: not every error is YAML's."""
     assert_read_or_refused(tmp_path / "file.yaml", text)
 
 

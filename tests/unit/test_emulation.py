@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oracle itself: it has to be right before anything is compared with it."""
+"""Tests of the oracle itself, by examples worked out by hand."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from oracle.emulation import (
+from oracle.emulation import Eviction, Oracle, Prompt
+from oracle.kernels import apportion, ranking, water_fill
+from oracle.methods import (
     HEAD,
     LAYER,
-    Eviction,
-    Oracle,
-    Prompt,
-    deal,
-    observation_rows,
+    Case,
+    Image,
+    Layout,
     retained_blocks,
-    retained_positions,
-    token_scores,
-    water_fill,
+    rows,
+    tgv_scores,
+    tiers,
 )
 from tests.models import LLAVA_IMAGE, QWEN_IMAGE, random_image, random_text
 
@@ -39,7 +39,7 @@ def prompt(oracle: Oracle) -> Prompt:
 
 
 def two_images(arch: str) -> tuple[str, list]:
-    """Return a prompt text with two images apart from each other, and the images."""
+    """Return a prompt text with two separate images, and the images."""
     image = LLAVA_IMAGE if arch == "llava" else QWEN_IMAGE
     text = random_text(1, 40) + image + random_text(2, 60) + image + random_text(3, 70)
     return text, [random_image(i, *size) for i, size in enumerate(SIZES)]
@@ -52,18 +52,16 @@ def everything(oracle: Oracle, prompt: Prompt) -> torch.Tensor:
 def generate_from_smaller_cache(
     oracle: Oracle, prompt: Prompt, max_tokens: int, kept: torch.Tensor
 ) -> list[int]:
-    """Generate after really removing keys and values: what masking must be equal to.
+    """Generate after removing keys and values from the cache, to compare with masking.
 
     Args:
         kept: bool [L, H, P], the same number of positions for every layer and head.
     """
     output = oracle.model(**prompt.inputs, use_cache=True)
     cache = output.past_key_values
-    for layer, rows in zip(cache.layers, kept, strict=True):
-        layer.keys = torch.stack([k[row] for k, row in zip(layer.keys[0], rows, strict=True)])[None]
-        layer.values = torch.stack([v[row] for v, row in zip(layer.values[0], rows, strict=True)])[
-            None
-        ]
+    for layer, masks in zip(cache.layers, kept, strict=True):
+        layer.keys = masked(layer.keys[0], masks)[None]
+        layer.values = masked(layer.values[0], masks)[None]
     mrope_shift = getattr(oracle.model.model, "rope_deltas", None)
     position = len(prompt.token_ids) + (0 if mrope_shift is None else int(mrope_shift))
     shape = (1, 1) if mrope_shift is None else (3, 1, 1)
@@ -79,6 +77,11 @@ def generate_from_smaller_cache(
     return tokens
 
 
+def masked(states: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+    """Return each head's kept states, from states [H, P, D] and masks bool [H, P]."""
+    return torch.stack([head[mask] for head, mask in zip(states, masks, strict=True)])
+
+
 def test_keeping_everything_is_plain_generation(oracle: Oracle, prompt: Prompt) -> None:
     plain = oracle.model.generate(**prompt.inputs, max_new_tokens=TOKENS, do_sample=False)
     plain = plain[0, len(prompt.token_ids) :].tolist()
@@ -87,7 +90,7 @@ def test_keeping_everything_is_plain_generation(oracle: Oracle, prompt: Prompt) 
 
 
 def test_text_varies(oracle: Oracle, prompt: Prompt) -> None:
-    """A comparison of texts means something only if they do not repeat themselves."""
+    """A comparison of texts is meaningful only if they do not repeat themselves."""
     assert len(set(oracle.generate(prompt, TOKENS)[TOKENS // 2 :])) > TOKENS // 6
 
 
@@ -161,47 +164,46 @@ def test_retained_blocks(prompt_tokens: int, block_size: int, budget: float, blo
 
 
 def test_water_filling() -> None:
-    assert water_fill([1, 1, 2], 8, floor=0, cap=9) == pytest.approx([2, 2, 4])
-    # The excess of the third goes to the others in proportion; the first is lifted to the floor.
-    assert water_fill([0.01, 1, 10], 10, floor=1, cap=6) == pytest.approx([1, 3, 6])
-    # Without a share: the floor, until the others are full.
-    assert water_fill([0, 1, 1], 9, floor=1, cap=5) == pytest.approx([1, 4, 4])
-    assert water_fill([0, 0, 1], 11, floor=1, cap=5) == pytest.approx([3, 3, 5])
-    assert water_fill([0, 0, 0], 6, floor=1, cap=5) == pytest.approx([2, 2, 2])
+    assert water_fill([1, 1, 2], 8, floor=0, cap=9) == [2, 2, 4]
+    # The third one's excess goes to the others in proportion; the first is lifted to the floor.
+    assert water_fill([0.01, 1, 10], 10, floor=1, cap=6) == [1, 3, 6]
+    # A zero share stays at the floor until the others are full.
+    assert water_fill([0, 1, 1], 9, floor=1, cap=5) == [1, 4, 4]
+    assert water_fill([0, 0, 1], 11, floor=1, cap=5) == [3, 3, 5]
+    assert water_fill([0, 0, 0], 6, floor=1, cap=5) == [2, 2, 2]
 
 
-def test_dealing_breaks_ties_by_index() -> None:
-    assert deal([1, 1, 1], 5, floor=0, cap=9) == [2, 2, 1]
-    assert deal([1, 1, 1], 9, floor=0, cap=3) == [3, 3, 3]
-    assert deal([0, 0, 0], 4, floor=1, cap=5) == [2, 1, 1]
-    assert deal([1, 2.6, 1.4], 5, floor=0, cap=9) == [1, 3, 1]
+def test_apportionment_breaks_ties_by_index() -> None:
+    assert apportion([1, 1, 1], 5, floor=0, cap=9) == [2, 2, 1]
+    assert apportion([1, 1, 1], 9, floor=0, cap=3) == [3, 3, 3]
+    assert apportion([0, 0, 0], 4, floor=1, cap=5) == [2, 1, 1]
+    assert apportion([1, 2.6, 1.4], 5, floor=0, cap=9) == [1, 3, 1]
 
 
 def test_observation_rows() -> None:
-    vision = torch.tensor([False, True, True, False, False, True, False])
-    assert observation_rows(vision, 512) == [3, 4, 6]
-    assert observation_rows(vision, 2) == [4, 6]
+    layout = Layout(7, (Image(1, 2), Image(5, 1)))
+    assert rows("text", layout, 512) == [3, 4, 6]
+    assert rows("text", layout, 2) == [4, 6]
 
 
 def test_scores_of_a_small_example() -> None:
-    """Two text rows (2, 3) look at one vision token (1); worked out by hand."""
+    """Two text rows (2, 3) attend to one vision token (1); worked out by hand."""
     attention = torch.tensor(
         [[1, 0, 0, 0], [0.5, 0.5, 0, 0], [0.25, 0.5, 0.25, 0], [0.1, 0.2, 0.3, 0.4]],
         dtype=torch.float64,
     )
-    vision = torch.tensor([False, True, False, False])
-    rows = observation_rows(vision, 512)
+    layout = Layout(4, (Image(1, 1),))
     weights = [0.55 / 2, 0.4 / 1]
     expected = (weights[0] * 0.5 + weights[1] * 0.2) / sum(weights)
-    scores = token_scores(attention, rows, vision)
+    scores = tgv_scores(attention, rows("text", layout, 512), layout.vision)
     torch.testing.assert_close(scores, torch.tensor([0.35, expected, 0.55, 0.4]).double())
 
 
 def test_retention_order() -> None:
-    vision = torch.tensor([False, True, True, False, False, True, False, False])
+    case = Case(Layout(8, (Image(1, 2), Image(5, 1))), 1, 512, block_size=7)
     scores = torch.tensor([0.0, 9, 5, 1, 2, 9, 2, 99], dtype=torch.float64)
     # One sink, then text 4 and 6 (tied) and 3, then vision 1 and 5 (tied) and 2; 7 is no candidate.
-    order = retained_positions(scores, vision, candidates=7, count=7, sinks=1)
+    order = ranking(scores, tiers("text_first", case, 7), case.candidates)
     assert order == [0, 4, 6, 3, 1, 5, 2]
 
 
@@ -210,7 +212,7 @@ def test_retention_order() -> None:
 def test_stock_vllm_gives_the_same_tokens(
     oracle: Oracle, prompt: Prompt, tiny_model: Callable[..., Path]
 ) -> None:
-    """Without eviction, so that any later difference is the eviction's."""
+    """Without eviction, engine and oracle agree, so eviction explains any difference elsewhere."""
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -236,7 +238,7 @@ def test_stock_vllm_gives_the_same_tokens(
         )
     finally:
         engine.llm_engine.engine_core.shutdown()
-        cleanup_dist_env_and_memory()  # where other tests made engines run in this process
+        cleanup_dist_env_and_memory()  # other tests made engines run in this process
     for output, expected in zip(outputs, [prompt, oracle.prompt(single, images[:1])], strict=True):
         assert list(output.prompt_token_ids) == expected.token_ids
         assert list(output.outputs[0].token_ids) == oracle.generate(expected, 2 * TOKENS)

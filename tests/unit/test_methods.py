@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every method, and free mixes of their parts, against `oracle.methods`.
 
-A new method needs a row in `METHODS` there; everything here then runs over it. Inputs are random.
-Where a comparison of numbers is so close that rounding might decide it, they are drawn anew.
+A new method needs a row in `METHODS` there; all tests here then cover it. Inputs are random. They
+are redrawn if two compared numbers are so close that rounding might decide.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from oracle import kernels as reference
 from oracle import methods
-from oracle.attention import fresh_seed, paged
+from oracle.attention import causal_attention
 from oracle.methods import HEAD, LAYER, METHODS, Image, Layout, Pool, Settings
+from tests.inputs import fresh_seed, paged
 from vllm_tgvkv.budget import Guard
 from vllm_tgvkv.decision import Decider, Decision
 from vllm_tgvkv.kernels.apportion import apportion
@@ -40,14 +42,14 @@ from vllm_tgvkv.policies import (
     build_policy,
 )
 from vllm_tgvkv.policies.registry import ALLOCATIONS, RETENTIONS, SCORES
-from vllm_tgvkv.prompt import PromptMap, VisionSpan, voters
+from vllm_tgvkv.prompt import PromptMap, RowSet, VisionSpan, voters
 
 LAYERS, HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE = 3, 2, 3, 8, 4
 SCALE = HEAD_SIZE**-0.5
 
-# (rows, columns) and start of the images, and the prompt's length: one image, several with text
-# between, two side by side, an image first of all or last of all, images up to the last token but
-# one, prompts longer than every window.
+# Start and (rows, columns) of the images, and the prompt's length: one image, several with text
+# between, two without, an image at the start or the end, an image that ends one token before the
+# prompt, prompts longer than every window.
 LAYOUTS = {
     "one": ([(6, (3, 4))], 29),
     "several": ([(5, (2, 3)), (13, (2, 2)), (20, (3, 3))], 34),
@@ -70,7 +72,7 @@ OWN = [
 ]
 GUARDED = [case for case in OWN if METHODS[case[0]].score in methods.ROWS_OF_SCORE]
 NEEDS_VISION = {"tgv", "vv", "aircache"}
-"""Budgets that a prompt without vision leaves nothing to go by."""
+"""Allocations that are undefined for prompts without vision."""
 
 
 def layout_of(name: str) -> Layout:
@@ -98,12 +100,12 @@ class Inputs:
 
 
 def draw(layout: Layout, is_good: Callable[[Tensor], bool] = lambda attention: True) -> Inputs:
-    """Random inputs; drawn anew until ``is_good(attention)``."""
+    """Return random inputs, redrawn until ``is_good(attention)``."""
     for _ in range(50):
         queries = [torch.randn(layout.length, HEADS, GROUP, HEAD_SIZE) * 2 for _ in range(LAYERS)]
         keys = [torch.randn(layout.length, HEADS, HEAD_SIZE) for _ in range(LAYERS)]
         attention = torch.stack(
-            [methods.causal_attention(q, k, SCALE) for q, k in zip(queries, keys, strict=True)]
+            [causal_attention(q, k, SCALE) for q, k in zip(queries, keys, strict=True)]
         )
         if is_good(attention):
             return Inputs(queries, keys, attention)
@@ -111,7 +113,7 @@ def draw(layout: Layout, is_good: Callable[[Tensor], bool] = lambda attention: T
 
 
 def stable(mix: methods.Mix, layout: Layout, settings: list[Settings]) -> Callable[[Tensor], bool]:
-    """Whether rounding cannot change what any of the settings, which differ in budget, keeps."""
+    """Return whether the kept tokens are independent of rounding; settings differ in budget."""
     budgets = [each.budget for each in settings]
     return lambda attention: methods.is_stable(
         mix, attention, layout, HEADS, settings[0], budgets, trials=4
@@ -120,34 +122,35 @@ def stable(mix: methods.Mix, layout: Layout, settings: list[Settings]) -> Callab
 
 @dataclass(frozen=True)
 class Seen:
-    """What a policy saw of all layers: scores before pooling ``[L, S, P]``, and the rest."""
+    """Scores, strengths and masses of all layers."""
 
     raw: Tensor
+    """Scores before pooling, ``[L, S, P]``."""
     scores: Tensor
     strengths: Tensor
     masses: Tensor | None
 
 
 def look(policy: Policy, inputs: Inputs, layout: Layout, settings: Settings) -> Seen:
-    """Show all layers to the policy, as the evictor does, with the rows in random chunks."""
+    """Observe all layers as the evictor does, with the rows in random chunks."""
     prompt = prompt_of(layout, settings)
     runs = tuple(VisionSpan(i.start, i.length, i.grid) for i in layout.images)
-    rows = voters(PromptMap(layout.length, runs), policy.row_sets, settings.window)
+    rows = voters(PromptMap(layout.length, runs), policy.row_sets, settings.observation_window)
     per_head = policy.granularity == HEAD
     raw, scores, strengths, masses = [], [], [], []
     for layer, (queries, keys) in enumerate(zip(inputs.queries, inputs.keys, strict=True)):
         pages, ids = paged(keys, settings.block_size, transposed=True)
 
         def view(
-            kind: str,
+            kind: RowSet,
             layer: int = layer,
             queries: Tensor = queries,
             pages: Tensor = pages,
             ids: Tensor = ids,
         ) -> LayerView:
-            attention: Any = NO_ATTENTION
+            attention = NO_ATTENTION
             if kind == "all":
-                attention = RowSums(HEADS if per_head else 1, layout.length, ids.device)
+                attention = sums = RowSums(HEADS if per_head else 1, layout.length, ids.device)
                 cuts = sorted(random.sample(range(1, layout.length), 2))
                 for start, end in itertools.pairwise([0, *cuts, layout.length]):
                     positions = torch.arange(start, end)
@@ -155,9 +158,9 @@ def look(policy: Policy, inputs: Inputs, layout: Layout, settings: Settings) -> 
                     chunk = observe(
                         queries[positions], pages, blocks, positions, end, SCALE, per_head
                     )
-                    attention.add(chunk, prompt.is_vision[positions])
+                    sums.add(chunk, prompt.is_vision[positions])
             elif kind != "none":
-                positions = torch.as_tensor(rows.sets[kind])  # type: ignore[index]
+                positions = torch.as_tensor(rows.sets[kind])
                 attention = observe(
                     queries[positions],
                     pages,
@@ -166,7 +169,7 @@ def look(policy: Policy, inputs: Inputs, layout: Layout, settings: Settings) -> 
                     layout.length,
                     SCALE,
                     per_head,
-                    policy.statistics(kind),  # type: ignore[arg-type]
+                    policy.statistics(kind),
                 )
             return LayerView(layer, HEADS if per_head else 1, prompt, attention)
 
@@ -211,7 +214,7 @@ def decider(policy: Policy, seen: Seen, layout: Layout, settings: Settings) -> D
 
 
 def kept(decision: Decision, layout: Layout, settings: Settings) -> Tensor:
-    """bool ``[L, H, P]``, the tail included."""
+    """Return the kept positions with the tail, bool ``[L, H, P]``."""
     mask = torch.zeros(LAYERS * HEADS, layout.length, dtype=torch.bool)
     offsets = page_offsets(decision.counts).tolist()
     for pair, (start, end) in enumerate(itertools.pairwise(offsets)):
@@ -221,7 +224,7 @@ def kept(decision: Decision, layout: Layout, settings: Settings) -> Tensor:
 
 
 def budgets(layout: Layout, **fields: Any) -> list[Settings]:
-    """Settings for one retained block, all but one, and some between."""
+    """Return settings with one retained block, all but one, and some in between."""
     full, tail = divmod(layout.length, BLOCK_SIZE)
     blocks = sorted({1, 2, full // 3, full // 2, full - 1} & set(range(1, full)))
     return [Settings(k * BLOCK_SIZE + tail, BLOCK_SIZE, **fields) for k in blocks]
@@ -230,7 +233,7 @@ def budgets(layout: Layout, **fields: Any) -> list[Settings]:
 def some_settings() -> dict[str, Any]:
     return {
         "sinks": random.choice([0, 2, 4]),
-        "window": random.choice([3, 10, 1000]),
+        "observation_window": random.choice([3, 10, 1000]),
         "floor": random.choice([0, 1]),
     }
 
@@ -238,7 +241,7 @@ def some_settings() -> dict[str, Any]:
 def assert_keeps_the_same(
     mix: methods.Mix, layout: Layout, settings: list[Settings], policy: Policy | None = None
 ) -> None:
-    """Ours keeps what the definition keeps, under each of the settings."""
+    """Assert that the policy keeps what its definition keeps, under each of the settings."""
     policy = policy or policy_of(mix)
     inputs = draw(layout, stable(mix, layout, settings))
     seen = look(policy, inputs, layout, settings[0])
@@ -264,8 +267,8 @@ def test_every_method_is_here() -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_methods_own_parts(name: str) -> None:
-    """By name alone one gets the parts, granularity and pooling that the definition gives."""
+def test_parts_of_a_method(name: str) -> None:
+    """A method's name stands for the parts, granularity and pooling of its definition."""
     policy, mix = build_policy(name), METHODS[name]
     assert type(policy.score) is type(SCORES[mix.score]())
     assert type(policy.allocation) is type(ALLOCATIONS[mix.allocation]())
@@ -282,7 +285,7 @@ def test_a_methods_own_parts(name: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("name", "granularity"), OWN)
-def test_methods_keep_what_their_definitions_say(name: str, granularity: str, layout: str) -> None:
+def test_methods_keep_what_their_definitions_keep(name: str, granularity: str, layout: str) -> None:
     mix = replace(METHODS[name], granularity=granularity)
     policy = build_policy(Mix(name, granularity=granularity))  # type: ignore[arg-type]
     where = layout_of(layout)
@@ -306,12 +309,12 @@ def test_prompts_without_vision(name: str) -> None:
 def test_scores(score: str, granularity: str, layout: str) -> None:
     mix = methods.Mix(score, "uniform", "by_score", granularity)
     where, settings = layout_of(layout), Settings(2, BLOCK_SIZE, **some_settings())
-    case = methods.Case(where, settings.sinks, settings.window, BLOCK_SIZE)
+    case = methods.Case(where, settings.sinks, settings.observation_window, BLOCK_SIZE)
 
     def elites(attention: Tensor) -> list[list[int]]:
-        rows = methods.rows("after_vision", where, settings.window)
-        found = methods.voters_of(attention, HEADS, granularity)
-        return [methods.elite(voter, rows) for layer in found for voter in layer]
+        found = methods.token_sets_of(attention, HEADS, granularity)
+        rows = case.rows("after_vision")
+        return [methods.elite(token_set, rows) for layer in found for token_set in layer]
 
     def elite_is_clear(attention: Tensor) -> bool:
         noise = 1 + 1e-5 * torch.randn(attention.shape)
@@ -319,78 +322,80 @@ def test_scores(score: str, granularity: str, layout: str) -> None:
 
     inputs = draw(where, elite_is_clear)
     seen = look(policy_of(mix), inputs, where, settings)
-    found = methods.voters_of(inputs.attention, HEADS, granularity)
     wanted = torch.stack(
-        [torch.stack([methods.SCORES[score](voter, case) for voter in layer]) for layer in found]
+        [
+            torch.stack([methods.SCORES[score](token_set, case) for token_set in layer])
+            for layer in methods.token_sets_of(inputs.attention, HEADS, granularity)
+        ]
     )
     torch.testing.assert_close(seen.raw.double(), wanted, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("layout", SOME)
 @pytest.mark.parametrize(
-    ("budget", "granularity"),
+    ("allocation", "granularity"),
     [
         case
         for case in itertools.product(methods.ALLOCATIONS, (LAYER, HEAD))
         if case != ("adakv", LAYER)
     ],
 )
-def test_shares(budget: str, granularity: str, layout: str) -> None:
-    """The real-valued shares, which pages would show only roughly."""
+def test_shares(allocation: str, granularity: str, layout: str) -> None:
+    """Real-valued shares are compared, since pages show them only roughly."""
     score = random.choice(["tgv", "text_rows", "h2o", "snapkv", "aircache"])
     retain = random.choice(["text_first", "by_score", "window", "recent_half"])
-    mix = methods.Mix(score, budget, retain, granularity)
+    mix = methods.Mix(score, allocation, retain, granularity)
     where = layout_of(layout)
     (settings,) = random.sample(budgets(where, **some_settings()), 1)
     policy = policy_of(mix)
-    case = methods.Case(where, settings.sinks, settings.window, BLOCK_SIZE)
+    case = methods.Case(where, settings.sinks, settings.observation_window, BLOCK_SIZE)
     blocks = methods.retained_blocks(where.length, BLOCK_SIZE, settings.budget)  # type: ignore[arg-type]
     kinds = methods.tiers(retain, case, blocks * BLOCK_SIZE)
 
     def shares(attention: Tensor) -> Tensor:
-        found = methods.voters_of(attention, HEADS, granularity)
-        raw = [[methods.SCORES[score](voter, case) for voter in layer] for layer in found]
-        votes = methods.Votes(found, raw, raw, kinds, case, blocks)
-        numbers = torch.tensor(methods.ALLOCATIONS[budget](votes), dtype=torch.float64)
+        found = methods.token_sets_of(attention, HEADS, granularity)
+        raw = [[methods.SCORES[score](token_set, case) for token_set in layer] for layer in found]
+        evidence = methods.Evidence(found, raw, raw, kinds, case, blocks)
+        numbers = torch.tensor(methods.ALLOCATIONS[allocation](evidence), dtype=torch.float64)
         return numbers / numbers.sum()
 
     def close(one: Tensor, other: Tensor) -> bool:
         return torch.allclose(one, other, rtol=2e-4, atol=1e-9)
 
     def is_clear(attention: Tensor) -> bool:
-        """Counts of tokens do not change under noise."""
+        """Return whether noise leaves counts of tokens unchanged."""
         noises = [1 + 1e-5 * torch.randn(attention[..., :1, :].shape) for _ in range(4)]
         return all(close(shares(attention), shares(attention * noise)) for noise in noises)
 
     inputs = draw(where, is_clear)
     seen = look(policy, inputs, where, settings)
-    looks = AllLayers(
+    layers = AllLayers(
         prompt=prompt_of(where, settings),
         scores=seen.scores,
         strengths=seen.strengths,
         tiers=torch.tensor(kinds[: case.candidates]).int(),
         num_kept=torch.tensor(blocks * BLOCK_SIZE),
     )
-    ours = policy.allocation.shares(looks).double()
+    ours = policy.allocation.shares(layers).double()
     assert ours.shape == (LAYERS, HEADS if granularity == HEAD else 1)
     wanted = shares(inputs.attention)
     assert close((ours / ours.sum()).flatten(), wanted), (mix, settings, ours, wanted)
 
 
-@pytest.mark.parametrize("layers", [1, 2, 4, 28])
-def test_pyramids_of_many_layers(layers: int) -> None:
-    """Shares mirror each other, so that remainders are often equal: the upper layer's counts."""
+@pytest.mark.parametrize("num_layers", [1, 2, 4, 28])
+def test_pyramids_of_many_layers(num_layers: int) -> None:
+    """Shares are symmetric, so remainders are often equal; then the first layer wins."""
     for blocks in range(1, 41):
         prompt = Prompt(1000, 1000, torch.zeros(1000, dtype=torch.bool), sinks=4)
-        scores = torch.zeros(layers, 2, 1000)
+        scores = torch.zeros(num_layers, 2, 1000)
         kept = torch.tensor(blocks * BLOCK_SIZE)
-        looks = AllLayers(prompt, scores, scores[..., :0], torch.zeros(1000).int(), kept)
-        shares = ALLOCATIONS["pyramid"]().shares(looks)
-        ours = apportion(shares.flatten(), blocks * layers * 2, 1, 3 * blocks)
-        voters = [[methods.Voter(scores, scores)] * 2] * layers
-        votes = methods.Votes(voters, [], [], [], methods.Case(Layout(1000), 4, 9, 4), blocks)
-        wanted = methods.deal(methods.pyramid_shares(votes), len(ours) * blocks, 1, 3 * blocks)
-        assert ours.tolist() == wanted
+        layers = AllLayers(prompt, scores, scores[..., :0], torch.zeros(1000).int(), kept)
+        shares = ALLOCATIONS["pyramid"]().shares(layers).flatten()
+        ours = apportion(shares, blocks * len(shares), 1, 3 * blocks)
+        token_sets = [[methods.TokenSet(scores, scores)] * 2] * num_layers
+        case = methods.Case(Layout(1000), 4, 9, 4)
+        wanted = methods.pyramid_shares(methods.Evidence(token_sets, [], [], [], case, blocks))
+        assert ours.tolist() == reference.apportion(wanted, blocks * len(shares), 1, 3 * blocks)
 
 
 @pytest.mark.parametrize("retain", ["text_first", "vision_first", "by_score", "window"])
@@ -404,7 +409,7 @@ def test_tiers_that_do_not_depend_on_counts(retain: str) -> None:
 
 
 def order_of(tiers: list[int]) -> list[int]:
-    """The tiers numbered from 0, so that only their order counts."""
+    """Return the tiers renumbered from 0, so that only their order counts."""
     return [sorted(set(tiers)).index(tier) for tier in tiers]
 
 
@@ -413,13 +418,13 @@ def order_of(tiers: list[int]) -> list[int]:
     "retain", ["text_first", "vision_first", "by_score", "window", "recent_half", "recent_tenth"]
 )
 def test_free_mixes_of_parts(allocation: str, retain: str) -> None:
-    """Any score with any allocation and retention, granularity and pooling, on any prompt."""
+    """Any score, allocation, retention, granularity and pooling can be combined."""
     for _ in range(2):
         kind, reduce = random.choice(["none", "sequence", "grid"]), random.choice(["max", "mean"])
         kernel, where = random.choice([1, 3, 5]), random.choice(list(LAYOUTS))
         if reduce == "mean" and kind != "none":
-            # Tokens whose neighbours are the same tokens tie, but for the order of summation:
-            # only layouts without a run, row or column that is shorter than the kernel.
+            # Tokens with the same neighbours tie except for the order of summation. So take only
+            # layouts whose runs, rows and columns are at least as long as the kernel.
             kernel, where = 3, random.choice(["one", "at the start"])
         mix = methods.Mix(
             score=random.choice(list(methods.SCORES)),
@@ -467,7 +472,7 @@ def test_random_keeps_its_own_scores_best(layout: str) -> None:
         assert torch.equal(kept(decision, where, settings), wanted.kept)
 
 
-# -- budgets that promise a share -------------------------------------------------------------
+# -- guarded budgets --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["at the start", *SOME])
@@ -504,11 +509,11 @@ def least_blocks(layout: Layout, settings: Settings, auto: methods.Auto) -> int:
 
 
 def is_monotone(mix: methods.Mix, attention: Tensor, layout: Layout, settings: Settings) -> bool:
-    """Whether more blocks always hold more: else "the fewest" cannot be found by bisection."""
-    votes = methods.look(mix, attention, layout, HEADS, settings)
-    mass = methods.masses(mix, votes)
+    """Return whether more blocks always hold more, as bisection requires."""
+    evidence = methods.observe(mix, attention, layout, HEADS, settings)
+    mass = methods.masses(mix, evidence)
     held = [
-        float((mass * methods.fill(mix, votes, settings, k, text_above=True).kept).sum())
+        float((mass * methods.fill(mix, evidence, settings, k, text_above=True).kept).sum())
         for k in range(1, layout.length // BLOCK_SIZE)
     ]
     return held == sorted(held)
@@ -520,50 +525,38 @@ def is_monotone(mix: methods.Mix, attention: Tensor, layout: Layout, settings: S
 @pytest.mark.parametrize("granularity", [LAYER, HEAD])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_merged_keys_and_values(granularity: str, dtype: torch.dtype) -> None:
-    """Kept slots hold the means of all candidates nearest to them; nothing else is written."""
+    """Kept slots hold the means of the candidates nearest to them; nothing else is written."""
     layout = layout_of(random.choice(list(LAYOUTS)))
     full, pairs = layout.length // BLOCK_SIZE, LAYERS * HEADS
     k = random.randint(1, full - 1)
     settings = Settings(k * BLOCK_SIZE + layout.length % BLOCK_SIZE, BLOCK_SIZE, floor=0)
-    mix = methods.Mix("text_rows", "tgv", "by_score", granularity, merge=True)
-    inputs = draw(layout)
-    policy = policy_of(mix)
-    seen = look(policy, inputs, layout, settings)
+    policy = policy_of(methods.Mix("text_rows", "tgv", "by_score", granularity, merge=True))
+    seen = look(policy, draw(layout), layout, settings)
     decision = decider(policy, seen, layout, settings).decide(k)
-    offsets = page_offsets(decision.counts)
     blocks = torch.randperm(full + k + 2).int()
-    old, new = blocks[:full], blocks[full : full + k]
     pools = torch.randn(2, len(blocks) * pairs, BLOCK_SIZE, HEAD_SIZE).to(dtype)
-    before = pools.clone()
-    arguments = (*pools, decision.positions, offsets, old, new, LAYERS, HEADS)
-    copy_kept(*arguments)
-    merge_evicted(*arguments)
-
-    wanted = before.clone()
-    mask = kept(decision, layout, settings).flatten(0, 1)
-    for pair in range(pairs):
-        source = old.long() * pairs + pair
-        pages = range(int(offsets[pair]), int(offsets[pair + 1]))
-        target = [int(new[r // pairs]) * pairs + r % pairs for r in pages]
-        places = [j for j in range(full * BLOCK_SIZE) if mask[pair, j]]
-        for pool in range(2):
-            states = before[pool, source].flatten(0, 1).double()
-            result = methods.merged(states, mask[pair].tolist(), len(states))[places]
-            wanted[pool, target] = result.view(-1, BLOCK_SIZE, HEAD_SIZE).to(dtype)
+    wanted = pools.clone()
+    offsets = page_offsets(decision.counts)
+    region = (decision.positions, offsets, blocks[:full], blocks[full : full + k], LAYERS, HEADS)
+    copy_kept(*pools, *region)
+    merge_evicted(*pools, *region)
+    reference.copy_kept(*wanted, *region)
+    reference.merge_evicted(*wanted, *region)
     tolerance = (
         {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0.01, "atol": 0.01}
     )
     torch.testing.assert_close(pools, wanted, **tolerance)
-    untouched = torch.ones(len(before[0]), dtype=torch.bool)
-    untouched[(new.long()[:, None] * pairs + torch.arange(pairs)).flatten()] = False
-    assert torch.equal(pools[:, untouched], before[:, untouched])
+    is_new = torch.zeros(len(blocks), dtype=torch.bool)
+    is_new[blocks[full : full + k].long()] = True
+    others = ~is_new.repeat_interleave(pairs)
+    assert torch.equal(pools[:, others], wanted[:, others])
 
 
 def test_merge_targets_by_hand() -> None:
     kept = [False, True, False, False, False, True, False, False, True]
-    assert methods.merge_targets(kept, 8) == [1, 1, 1, 1, 5, 5, 5, 5]
+    assert reference.merge_targets(kept, 8) == [1, 1, 1, 1, 5, 5, 5, 5]
     states = torch.arange(9.0)[:, None]
-    assert methods.merged(states, kept, 8).flatten().tolist() == [0, 1.5, 2, 3, 4, 5.5, 6, 7, 8]
+    assert reference.merged(states, kept, 8).flatten().tolist() == [0, 1.5, 2, 3, 4, 5.5, 6, 7, 8]
 
 
 # -- refusals ---------------------------------------------------------------------------------
@@ -572,6 +565,7 @@ def test_merge_targets_by_hand() -> None:
 @pytest.mark.parametrize(
     ("mix", "words"),
     [
+        ("tgvv", r"unknown policy 'tgvv': choose one of .*tgv"),
         (Mix("tgvv"), r"unknown policy 'tgvv': choose one of .*tgv.*adakv"),
         (Mix(score="nothing"), r"unknown score 'nothing': choose one of .*tgv.*vv_tt"),
         (Mix(allocation="nothing"), r"unknown allocation 'nothing': choose one of .*entropy"),
@@ -581,7 +575,7 @@ def test_merge_targets_by_hand() -> None:
         (Mix(allocation="adakv"), "'adakv' has no meaning at granularity 'layer': choose head"),
     ],
 )
-def test_meaningless_mixes_are_refused(mix: Mix, words: str) -> None:
+def test_meaningless_mixes_are_refused(mix: Mix | str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         build_policy(mix)
 

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract with vLLM's wrapped functions: fails when vLLM changes under the wrappers."""
+"""Contract with the functions of vLLM that are wrapped: fails when vLLM changes them."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import vllm
@@ -25,28 +23,18 @@ PARAMETERS: dict[tuple[type, str], list[str]] = {
     (EngineArgs, "create_engine_config"): ["self", "usage_context", "headless"],
     (InputProcessor, "_validate_params"): ["self", "params", "supported_tasks"],
 }
-"""The wrapped functions and the parameters the wrappers rely on."""
-
-
-def function_of(owner: type, name: str) -> Callable[..., Any]:
-    """The function `owner` defines itself, wrapped or not."""
-    attribute = owner.__dict__[name]
-    return getattr(attribute, "__func__", attribute)
-
-
-def is_wrapped(owner: type, name: str) -> bool:
-    return hasattr(function_of(owner, name), patches._MARK)
+"""The wrapped functions, with the parameters that the wrappers expect."""
 
 
 @pytest.mark.parametrize(("owner", "name"), PARAMETERS)
-def test_parameters_are_those_the_wrappers_rely_on(owner: type, name: str) -> None:
-    original = inspect.unwrap(function_of(owner, name))
+def test_parameters_are_as_the_wrappers_expect(owner: type, name: str) -> None:
+    original = inspect.unwrap(patches.function_of(owner, name))
     assert original.__module__.startswith("vllm.")
     assert list(inspect.signature(original).parameters) == PARAMETERS[owner, name]
 
 
 def test_bindings_are_vllms() -> None:
-    """A wrapper is bound as the function it replaces: static, class method, method."""
+    """A wrapper has the binding of the function it replaces: static, class method, method."""
     register()
     patches.install_request_validation()
     kinds = [type(owner.__dict__[name]).__name__ for owner, name in PARAMETERS]
@@ -68,7 +56,7 @@ def test_fields_the_wrappers_read_and_write() -> None:
     assert fields["worker_cls"].default == "auto"
     assert "vllm_config" in inspect.getsource(InputProcessor.__init__)
     assert "extra_args" in SamplingParams.__struct_fields__
-    assert issubclass(VLLMValidationError, VLLMClientError)  # what becomes HTTP 400
+    assert issubclass(VLLMValidationError, VLLMClientError)  # HTTP 400
     assert "additional_config" in VllmConfig.__dataclass_fields__
 
 
@@ -77,9 +65,8 @@ def test_wrapping_twice_wraps_once() -> None:
         register()
         patches.install_request_validation()
     for owner, name in PARAMETERS:
-        function = function_of(owner, name)
-        assert is_wrapped(owner, name)
-        assert not hasattr(inspect.unwrap(function), patches._MARK)
+        assert patches.is_wrapped(owner, name)
+        function = patches.function_of(owner, name)
         assert function.__wrapped__ is inspect.unwrap(function)  # type: ignore[attr-defined]
 
 
@@ -113,6 +100,6 @@ def test_other_versions_are_refused_with_both_versions_and_the_way_out(version: 
 
 def test_register_refuses_before_it_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "__version__", "0.33.0")
-    monkeypatch.setattr(patches, "install_flags", lambda: pytest.fail("wrapped all the same"))
+    monkeypatch.setattr(patches, "install_flags", lambda: pytest.fail("it wrapped"))
     with pytest.raises(UnsupportedVllmError):
         register()

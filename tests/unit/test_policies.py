@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Retention, pooling, registry; and every method's whole decision without a synchronisation.
+"""Retention, pooling, registry, and every method's whole decision without a synchronisation.
 
-What each method keeps is compared with its definition in `unit/test_methods.py`.
+`unit/test_methods.py` compares the kept tokens of each method with its definition.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oracle.attention import fresh_seed
-from oracle.kernels import attention_probabilities
+from oracle import methods
+from oracle.attention import attention_probabilities
+from oracle.methods import Image, Layout, Pool
+from tests.inputs import fresh_seed
 from vllm_tgvkv.budget import Guard
 from vllm_tgvkv.decision import Decider
 from vllm_tgvkv.kernels.copy import copy_kept
@@ -43,8 +45,8 @@ from vllm_tgvkv.prompt import RowSet, VisionSpan
 LAYERS, HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE = 3, 2, 3, 8, 4
 SCALE = HEAD_SIZE**-0.5
 
-# (start, length) of the images, and the prompt's length: one image, several with text between,
-# two side by side, an image first of all, images up to the last token but one.
+# (start, length) of the images, and the prompt's length: one image, several with text between, two
+# without, an image at the start, an image that ends one token before the prompt.
 LAYOUTS = {
     "one": ([(6, 12)], 29),
     "several": ([(5, 6), (13, 4), (20, 9)], 34),
@@ -83,54 +85,30 @@ def test_retention_orders() -> None:
     assert tiers["recent_half"] == [[[2] * 2 + [0] * (14 - n) + [1] * n] for n in (2, 6)]
 
 
-def naive_pool(scores: list[float], neighbours: list[list[int]], reduce: str) -> list[float]:
-    groups = [[scores[j] for j in near] for near in neighbours]
-    return [max(group) if reduce == "max" else sum(group) / len(group) for group in groups]
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("reduce", ["max", "mean"])
 @pytest.mark.parametrize("kernel", [1, 3, 7])
 def test_sequence_pooling_stays_inside_runs(layout: str, reduce: Any, kernel: int) -> None:
-    fresh_seed()
-    prompt = make_prompt(layout)
-    size = prompt.num_tokens
-    run = [0] * size  # 0 before the first image; an image and the text behind it have their own
-    for number, image in enumerate(prompt.images):
-        for j in range(image.start, size):
-            run[j] = 2 * number + (1 if j < image.start + image.length else 2)
-    near = [
-        [i for i in range(size) if abs(i - j) <= kernel // 2 and run[i] == run[j]]
-        for j in range(size)
-    ]
-    scores = torch.randn(2, size)
-    pooled = pool(scores, prompt.is_vision, prompt.images, Pooling("sequence", kernel, reduce))
-    expected = torch.tensor([naive_pool(row, near, reduce) for row in scores.tolist()])
-    torch.testing.assert_close(pooled, expected)
+    images, num_tokens = LAYOUTS[layout]
+    placed = Layout(num_tokens, tuple(Image(*image) for image in images))
+    assert_pooled(placed, Pooling("sequence", kernel, reduce))
 
 
 @pytest.mark.parametrize("reduce", ["max", "mean"])
 @pytest.mark.parametrize("kernel", [1, 3, 5])
 def test_grid_pooling_stays_inside_images(reduce: Any, kernel: int) -> None:
+    images = (Image(3, 12, (3, 4)), Image(15, 2, (1, 2)), Image(19, 4, (4, 1)))
+    assert_pooled(Layout(25, images), Pooling("grid", kernel, reduce))
+
+
+def assert_pooled(layout: Layout, pooling: Pooling) -> None:
     fresh_seed()
-    images = (VisionSpan(3, 12, (3, 4)), VisionSpan(15, 2, (1, 2)), VisionSpan(19, 4, (4, 1)))
-    size = 25
-    is_vision = torch.zeros(size, dtype=torch.bool)
-    near = [[j] for j in range(size)]
-    for image in images:
-        is_vision[image.start : image.start + image.length] = True
-        _, columns = image.grid
-        for j in range(image.length):
-            near[image.start + j] = [
-                image.start + i
-                for i in range(image.length)
-                if abs(i // columns - j // columns) <= kernel // 2
-                and abs(i % columns - j % columns) <= kernel // 2
-            ]
-    scores = torch.randn(2, size)
-    pooled = pool(scores, is_vision, images, Pooling("grid", kernel, reduce))
-    expected = torch.tensor([naive_pool(row, near, reduce) for row in scores.tolist()])
-    torch.testing.assert_close(pooled, expected)
+    scores = torch.randn(2, layout.length)
+    images = tuple(VisionSpan(image.start, image.length, image.grid) for image in layout.images)
+    pooled = pool(scores, torch.tensor(layout.vision), images, pooling)
+    by_definition = Pool(pooling.kind, pooling.kernel, pooling.reduce)
+    expected = torch.stack([methods.pooled(row, layout, by_definition) for row in scores])
+    torch.testing.assert_close(pooled, expected.float())
 
 
 def test_grid_pooling_names_an_image_without_grid() -> None:
@@ -150,24 +128,6 @@ def test_grid_pooling_names_an_image_without_grid() -> None:
 def test_wrong_pooling_is_refused(options: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=word):
         Pooling(**options)
-
-
-def test_unknown_names_list_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"unknown policy 'tgvv': choose one of .*tgv"):
-        build_policy("tgvv")
-    with pytest.raises(ValueError, match=r"unknown score .*tgv"):
-        build_policy(Mix(score="nothing"))
-    with pytest.raises(ValueError, match=r"unknown allocation .*uniform"):
-        build_policy(Mix(allocation="nothing"))
-    with pytest.raises(ValueError, match=r"unknown retention .*text_first"):
-        build_policy(Mix(retain="nothing"))
-    with pytest.raises(ValueError, match="granularity"):
-        build_policy(Mix(granularity="token"))  # type: ignore[arg-type]
-
-
-def test_parts_without_meaning_together_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"'adakv' has no meaning at .*'layer': choose head"):
-        build_policy(Mix("adakv", granularity="layer"))
 
 
 def test_statistics_that_no_row_was_observed_for_name_the_row_sets_that_have_them() -> None:
@@ -236,7 +196,7 @@ def test_the_check_itself_catches_synchronisation() -> None:
 def run_everything(
     policy: Policy, device: str, workspace_bytes: int = 1 << 20, guard: Guard | None = None
 ) -> None:
-    """Statistics to page tables of one prompt, on tensors of ``device``."""
+    """Run one prompt from statistics to page tables, on tensors of ``device``."""
     images, num_tokens = LAYOUTS["several"]
     prompt = make_prompt("several")
     prompt = Prompt(
@@ -316,8 +276,8 @@ MIXES = [
 ]
 
 
-# Tensors of the device `meta` have no data: whatever looks at it fails, `tolist` included, which
-# the dispatch mode cannot see.
+# Tensors of the device `meta` have no data. So every read of it fails, even `tolist`, which the
+# dispatch mode cannot see.
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("mix", MIXES, ids=str)
 def test_nothing_synchronises(device: str, mix: Mix) -> None:
@@ -332,7 +292,7 @@ def test_nothing_synchronises(device: str, mix: Mix) -> None:
 def test_the_worked_example_of_the_docs_works(
     granularity: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The code block of docs/new_method.md registers a method, which decides as all others do."""
+    """The code block of docs/new_method.md registers a method that works like all others."""
     page = Path(__file__).parents[2] / "docs" / "new_method.md"
     (example,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     for registry in (SCORES, POLICIES):
@@ -359,7 +319,7 @@ def test_the_worked_example_of_the_docs_works(
 @pytest.mark.parametrize("mix", MIXES, ids=str)
 def test_nothing_synchronises_on_cuda(mix: Mix) -> None:
     policy = build_policy(mix)
-    run_everything(policy, "cuda")  # whatever is set up on first use
+    run_everything(policy, "cuda")  # first use sets up the device
     previous = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oracle import kernels as reference
-from oracle.attention import fresh_seed
+from tests.inputs import fresh_seed
 from vllm_tgvkv.kernels.select import MAX_TIERS, page_offsets, select_tokens
 
 NAN, INFINITY = float("nan"), float("inf")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from oracle import methods
+from oracle.kernels import apportion
 from tests.unit.test_ranks import BLOCK_SIZE, LAYERS, PROMPTS, Model, Run, both, settings, step
 from vllm_tgvkv import evictor as evictor_module
 from vllm_tgvkv.evictor import Evictor
@@ -197,5 +197,5 @@ def test_a_pyramid_goes_on_from_stage_to_stage() -> None:
     whole = torch.linspace(2 - 1 / 20, 1 / 20, LAYERS).tolist()
     shares = [share for share in whole[:2] for _ in range(heads)]
     blocks = plan.evictions[0].num_retained_blocks
-    assert first.flatten().tolist() == methods.deal(shares, 2 * heads * blocks, 1, cap)
+    assert first.flatten().tolist() == apportion(shares, 2 * heads * blocks, 1, cap)
     assert last.unique().tolist() == [blocks]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eviction policies: what a token is worth, what a head is owed, which tokens stay first."""
+"""Eviction policies: token scores, allocation of pages to heads, order of retention."""
 
-# Importing a method's module registers what is in it; the order is that of all lists of methods.
+# Importing a method's module registers it; lists of methods follow the order of these imports.
 from vllm_tgvkv.policies import retention, uniform  # noqa: F401, I001
 from vllm_tgvkv.policies import tgv, vlcache, aircache  # noqa: F401
 from vllm_tgvkv.policies import snapkv, pyramidkv, adakv  # noqa: F401

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts that no method has: what papers, and we, compare the methods' own parts with."""
+"""Parts that belong to no method and serve for comparison with the methods' own parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_tgvkv.policies.tgv import mass
 
 @SCORES.register("vv_tt")
 class OwnModalityScore(Score):
-    """A token's column sum over the rows of its own modality: vision by vision, text by text."""
+    """Column sums over the rows of a token's own modality: vision over vision, text over text."""
 
     rows = "all"
 
@@ -47,7 +47,7 @@ class TextTextAllocation(Allocation):
 
 @ALLOCATIONS.register("entropy")
 class EntropyAllocation(Allocation):
-    """Share: exp of the mean entropy of the observation rows, the number of keys they look at."""
+    """Share: exp of the observation rows' mean entropy, their effective number of keys."""
 
     rows = "text"
     statistics = frozenset({"row_entropies"})

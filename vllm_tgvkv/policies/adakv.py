@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdaKV: the heads of a layer compete for its budget.
+"""AdaKV: the heads of a layer compete for its pages.
 
 Source: Feng et al., "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for
 Efficient LLM Inference", 2024.
@@ -15,18 +15,18 @@ from vllm_tgvkv.policies.registry import ALLOCATIONS, POLICIES, Recipe
 from vllm_tgvkv.policies.snapkv import POOLING
 
 SAFEGUARD = 5
-"""1 / SAFEGUARD of the mean budget is certain to every head."""
+"""Every head is guaranteed 1 / SAFEGUARD of the mean number of kept tokens."""
 
 _SAFE = 1 << 62
-"""Above every ranking key."""
+"""Number above every ranking key."""
 
 
 @ALLOCATIONS.register("adakv")
 class AdaAllocation(Allocation):
-    """A head's share is how many of the layer's best b * H tokens are its own.
+    """Share of a head: how many of the layer's best b * H tokens belong to it.
 
-    Each head's own best b / SAFEGUARD are among them whatever the others have. Works over any
-    score; all layers get the same.
+    The best b / SAFEGUARD tokens of each head always count among them. Works with any score. All
+    layers get the same number of pages.
     """
 
     granularities = ("head",)
@@ -34,10 +34,10 @@ class AdaAllocation(Allocation):
     def shares(self, layers: AllLayers) -> Tensor:
         num_heads = layers.scores.shape[1]
         keys = ranking_keys(layers.scores, layers.tiers)  # [L, H, C]
-        certain = layers.num_kept.div(SAFEGUARD, rounding_mode="floor")
-        safe = keys >= thresholds(keys, certain.expand(keys.shape[:2])).unsqueeze(-1)
+        guaranteed = layers.num_kept.div(SAFEGUARD, rounding_mode="floor")
+        safe = keys >= thresholds(keys, guaranteed.expand(keys.shape[:2])).unsqueeze(-1)
         keys = keys + safe * _SAFE
-        # Keys of two heads may be equal; then both count, and the shares are a token too large.
+        # If two heads have equal keys, both count, and the shares are one token too large.
         wanted = (layers.num_kept * num_heads).expand(keys.shape[0])
         least = thresholds(keys.flatten(1), wanted, num_bits=63)
         return (keys >= least[:, None, None]).sum(dim=-1).double()

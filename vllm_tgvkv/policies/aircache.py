@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AirCache: the instruction's key words vote; layers get budget by strength and skewness.
+"""AirCache: the instruction's key tokens vote; layers share pages by strength and skewness.
 
 Source: Huang et al., "AirCache: Activating Inter-modal Relevancy KV Cache Compression for Efficient
 Large Vision-Language Model Inference", 2025.
@@ -14,18 +14,18 @@ from vllm_tgvkv.policies.base import AllLayers, Allocation, LayerView, Score
 from vllm_tgvkv.policies.registry import ALLOCATIONS, POLICIES, SCORES, Recipe
 
 ELITE = 0.9
-"""A word is one of the elite from this part of the greatest attention on."""
+"""Least attention of an elite token, as a fraction of the greatest attention."""
 
 
 @SCORES.register("aircache")
 class EliteScore(Score):
-    """Attention of the elite words to the vision tokens.
+    """Attention of the elite text tokens to the vision tokens.
 
-    T' is the text after the last vision token. The last word's attention over T' alone names the
-    elite E, all words with at least ``ELITE`` of the greatest. A vision token's score is the mean
-    over E of the attention over vision and E alone.
+    T' is the text after the last vision token. The elite E are the tokens of T' that get at least
+    ``ELITE`` of the greatest attention in the last token's softmax over T' alone. A vision token's
+    score is the mean over E of the softmax over vision and E alone.
 
-    The method evicts no text. Where a budget cannot hold all of it, the last word's ordinary
+    The method evicts no text. Where a budget cannot hold all text, the last token's ordinary
     attention ranks it, **a choice**.
     """
 
@@ -37,9 +37,9 @@ class EliteScore(Score):
         instruction = torch.zeros_like(is_vision).index_fill(0, rows, True)
         last = torch.zeros(1, len(rows), device=rows.device)
         last[:, -1] = 1
-        words = attention.renormalised_column_sums(instruction[None], last, last_row_only=True)
-        words = words.index_select(-1, rows)  # [S, O]
-        elite = words >= ELITE * words.amax(dim=-1, keepdim=True)
+        votes = attention.renormalised_column_sums(instruction[None], last, last_row_only=True)
+        votes = votes.index_select(-1, rows)  # [S, O]
+        elite = votes >= ELITE * votes.amax(dim=-1, keepdim=True)
         seen = is_vision.expand(view.num_sets, -1).index_copy(
             1, rows, elite | is_vision.index_select(0, rows)
         )
@@ -52,10 +52,10 @@ class EliteScore(Score):
 
 @ALLOCATIONS.register("aircache")
 class StrengthAndSkewnessAllocation(Allocation):
-    """All text everywhere; the rest by how strongly and how unevenly vision is looked at.
+    """All text in every token set; the rest by strength and skewness of the vision scores.
 
     With the policy's scores s of the vision tokens: strength ``S = sum s``, skewness
-    ``K = mean(((s - mu) / sigma)^3)``, not below 0; a set's part of the vision budget is
+    ``K = mean(((s - mu) / sigma)^3)``, at least 0. A set's fraction of the kept vision tokens is
     ``(S / sum S + K / sum K) / 2``.
     """
 
@@ -69,14 +69,14 @@ class StrengthAndSkewnessAllocation(Allocation):
         centred = torch.where(is_vision, vision - mean, 0.0)
         deviation = (centred.square().sum(dim=-1) / count).sqrt()
         skewness = centred.pow(3).sum(dim=-1) / count / deviation.pow(3)
-        # Scores that are all equal, and no scores, are not skewed.
+        # Equal scores, or none, have no skewness.
         skewness = torch.where(deviation > 0, skewness, 0.0).clamp(min=0)
         return torch.stack((vision.sum(dim=-1), skewness), dim=-1)
 
     def shares(self, layers: AllLayers) -> Tensor:
         totals = layers.strengths.sum(dim=(0, 1))
         strength, skewness = (layers.strengths / totals).unbind(-1)
-        # Where no layer is skewed, strength decides alone.
+        # If no layer is skewed, only the strength counts.
         part = torch.where(totals[1] > 0, (strength + skewness) / 2, strength)
         prompt = layers.prompt
         num_text = (~prompt.is_vision[: prompt.num_candidates]).sum()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three parts of a policy - score, budget, retention - and what they look at.
+"""The three parts of a policy - score, allocation, retention - and their inputs.
 
-The parts take tensors and return tensors. They know nothing of pages, and the cache knows nothing
-of methods. L is the number of layers, H of KV heads, P of prompt tokens; S is the number of token
-sets a layer has: H at granularity ``head``, 1 at granularity ``layer``.
+The parts take tensors and return tensors. They know nothing about pages, and the cache knows
+nothing about methods. L is the number of layers, H of KV heads, P of prompt tokens; S is the number
+of token sets in a layer: H at granularity ``head``, 1 at granularity ``layer``.
 """
 
 from __future__ import annotations
@@ -23,50 +23,50 @@ Granularity = Literal["layer", "head"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt, as the parts of a policy see it. Tensors are on the attention's device."""
+    """A prompt as the parts of a policy see it. Tensors are on the attention's device."""
 
     num_tokens: int
     """P."""
     num_candidates: int
-    """C, the tokens in full blocks; those behind are the tail, which is never evicted."""
+    """C, the tokens in full blocks. The tokens after them, the tail, are never evicted."""
     is_vision: Tensor
-    """bool ``[P]``, positions of image and video embeddings (V); the others are text (T)."""
+    """bool ``[P]``, true for image and video embeddings; all other positions are text."""
     sinks: int
-    """This many first tokens are kept before all others."""
+    """Number of first tokens that are kept before all others."""
     images: tuple[VisionSpan, ...] = ()
-    """The contiguous runs of vision positions, in order."""
+    """Contiguous runs of vision positions, in order."""
 
 
 class _NoAttention(Attention):
-    """No statistics: all of them raise."""
+    """No statistics; all of them raise."""
 
 
 NO_ATTENTION: Attention = _NoAttention()
-"""The attention of the row set ``none``."""
+"""Attention of the row set ``none``."""
 
 
 @dataclass(frozen=True)
 class LayerView:
-    """One layer of one prompt, as a score or budget sees it."""
+    """One layer of a prompt, as a score or allocation sees it."""
 
     layer: int
-    """Of the model's layers."""
+    """Index among the model's layers."""
     num_sets: int
     """S."""
     prompt: Prompt
     attention: Attention
-    """Of the rows that the score or budget asked for."""
+    """Attention of the row set that the score or allocation names."""
     first_set: int = 0
-    """Which of the model's token sets the first one is, where ranks have others."""
+    """Index of the first token set among the model's; not 0 where other ranks hold earlier sets."""
 
 
 @dataclass(frozen=True)
 class Depth:
-    """Where in the model the layers are that share their pages; by default they are all of them."""
+    """Position in the model of the layers that share their pages; by default, all layers."""
 
     first_layer: int = 0
     num_layers: int | None = None
-    """Of the model."""
+    """Number of layers in the model."""
 
 
 WHOLE_MODEL = Depth()
@@ -74,70 +74,82 @@ WHOLE_MODEL = Depth()
 
 @dataclass(frozen=True)
 class AllLayers:
-    """What all layers showed, for the sharing of the pages; of a pipeline stage its own layers."""
+    """Inputs of an allocation from all layers, or from the layers of this pipeline stage."""
 
     prompt: Prompt
     scores: Tensor
     """float32 ``[L, S, C]``, pooled."""
     strengths: Tensor
-    """float ``[L, S, F]``, what :meth:`Allocation.strength` returned."""
+    """float ``[L, S, F]``, the results of :meth:`Allocation.strength`."""
     tiers: Tensor
-    """int32 ``[C]`` or ``[L, S, C]``, of the retention, where all get the same."""
+    """int32 ``[C]`` or ``[L, S, C]``, from the retention, for equal shares."""
     num_kept: Tensor
     """int64 scalar, b: candidates that a head keeps on average."""
     depth: Depth = WHOLE_MODEL
 
 
 class Score(ABC):
-    """What a token is worth to a layer or head."""
+    """Value of each token to a layer or head."""
 
     rows: ClassVar[RowSet] = "text"
+    """Row set whose attention the score reads."""
     statistics: ClassVar[frozenset[Statistic]] = frozenset()
-    """What is asked of the attention beside its column sums."""
+    """Statistics the score reads in addition to column sums."""
 
     @abstractmethod
     def __call__(self, view: LayerView) -> Tensor:
-        """float32 ``[S, P]``; higher is better."""
+        """Return the scores, float32 ``[S, P]``; higher is better."""
 
 
 class Allocation:
-    """How the pages are shared out among the layers, or among the layers and heads."""
+    """Division of the pages among layers, or among layers and heads."""
 
     rows: ClassVar[RowSet] = "none"
+    """Row set whose attention the allocation reads."""
     statistics: ClassVar[frozenset[Statistic]] = frozenset()
+    """Statistics the allocation reads in addition to column sums."""
     granularities: ClassVar[tuple[Granularity, ...]] = ("layer", "head")
+    """Granularities at which the allocation is defined."""
     needs_vision: ClassVar[bool] = False
-    """Whether a prompt without image or video leaves nothing to go by."""
+    """Whether the shares are undefined for a prompt without an image or video."""
 
     def strength(self, view: LayerView, scores: Tensor) -> Tensor:
-        """What one layer brings to the sharing: float ``[S, F]``, F numbers of any meaning.
+        """Return F numbers per token set that :meth:`shares` needs from one layer.
 
-        ``scores`` are the policy's, float32 ``[S, P]``, before pooling.
+        Args:
+            scores: the policy's scores before pooling, float32 ``[S, P]``.
+
+        Returns:
+            float ``[S, F]``; by default, F is 0.
         """
         return scores.new_empty(view.num_sets, 0)
 
     def shares(self, layers: AllLayers) -> Tensor:
-        """float ``[L, S]``, not negative; if not overridden, the first number of each strength.
+        """Return the shares, float ``[L, S]``, not negative; by default, the first strength.
 
-        Only their ratios count. All zero, or any of them not finite, means equal shares.
+        Only their ratios count. Shares that are all zero, or not all finite, count as equal.
         """
         return layers.strengths[..., 0]
 
 
 class Retention(ABC):
-    """Which tokens are kept before any score is looked at."""
+    """Priority of tokens that takes precedence over their scores."""
 
     @abstractmethod
     def tiers(self, prompt: Prompt, num_kept: Tensor) -> Tensor:
-        """int32 ``[P]`` or ``[*, P]``: small non-negative numbers; a higher tier is kept first.
+        """Return the tier of each token, small and not negative; higher tiers are kept first.
 
-        ``num_kept`` is int64 ``[*]``, the candidates that are kept, where that matters.
+        Args:
+            num_kept: int64 ``[*]``, number of candidates that are kept.
+
+        Returns:
+            int32 ``[P]``, or ``[*, P]`` where tiers depend on ``num_kept``.
         """
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A method: the three parts, the granularity they work at, and pooling of the scores."""
+    """A method: its three parts, their granularity, and the pooling of scores."""
 
     name: str
     score: Score
@@ -150,19 +162,19 @@ class Policy:
 
     @property
     def row_sets(self) -> tuple[RowSet, ...]:
-        """The row sets whose attention is looked at, each once."""
+        """Row sets whose attention the policy reads, each once."""
         sets: dict[RowSet, None] = {self.score.rows: None, self.allocation.rows: None}
         return tuple(kind for kind in sets if kind != "none")
 
     def statistics(self, rows: RowSet) -> frozenset[Statistic]:
-        """What the parts that look at ``rows`` ask of their attention."""
+        """Return the statistics that the parts with this row set read."""
         parts: tuple[Score | Allocation, ...] = (self.score, self.allocation)
         return frozenset[Statistic]().union(*(p.statistics for p in parts if p.rows == rows))
 
     def pooled(self, scores: Tensor, prompt: Prompt) -> Tensor:
-        """Scores ``[S, P]`` after pooling.
+        """Return the scores ``[S, P]`` after pooling.
 
         Raises:
-            ValueError: if pooling over the patch grid meets an image whose grid is not known.
+            ValueError: if pooling over the patch grid meets an image whose grid is unknown.
         """
         return pool(scores, prompt.is_vision, prompt.images, self.pooling)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""H2O: heavy hitters, the tokens that all others look at most, and the most recent ones.
+"""H2O: heavy hitters, the tokens that get most attention, and the most recent tokens.
 
 Source: Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language
 Models", 2023.
@@ -17,8 +17,8 @@ from vllm_tgvkv.policies.registry import POLICIES, SCORES, Recipe
 class HeavyHitterScore(Score):
     """``s[j]`` = sum of A[i, j] over all rows of the prompt.
 
-    Needs the attention of the whole prefill once more, so no part of the prompt can come from the
-    prefix cache.
+    Recomputes the attention of the whole prefill, so no part of the prompt can come from the prefix
+    cache.
     """
 
     rows = "all"

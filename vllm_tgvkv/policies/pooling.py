@@ -15,16 +15,16 @@ from vllm_tgvkv.prompt import VisionSpan
 _KINDS = ("none", "sequence", "grid")
 _REDUCTIONS = ("max", "mean")
 _LARGEST_KERNEL = 255
-"""Pooling over a sequence takes the kernel times the memory of the scores."""
+"""Bound of the memory: pooling over a sequence takes ``kernel`` times that of the scores."""
 
 
 @dataclass(frozen=True)
 class Pooling:
-    """How a token's score is pooled with its neighbours'.
+    """Pooling of a token's score with its neighbours' scores.
 
-    ``sequence``: over the ``kernel`` nearest positions of the same run, a run being one image or a
-    stretch of text without an image in it. ``grid``: over ``kernel`` x ``kernel`` patches of the
-    same image; text is left as it is. At a border only what is inside counts.
+    ``sequence``: over the ``kernel`` nearest positions of the same run, which is one image or the
+    text between two images. ``grid``: over ``kernel`` x ``kernel`` patches of the same image; text
+    stays as it is. At a border, positions outside do not count.
 
     Raises:
         ValueError: for an unknown ``kind`` or ``reduce``, or a kernel that is not odd and positive.
@@ -50,10 +50,11 @@ class Pooling:
 def pool(
     scores: Tensor, is_vision: Tensor, images: tuple[VisionSpan, ...], pooling: Pooling
 ) -> Tensor:
-    """Pooled scores, float32 ``[H, P]`` -> ``[H, P]``; ``is_vision`` is bool ``[P]``.
+    """Return pooled scores, float32 ``[S, P]``, from scores ``[S, P]`` and the mask bool ``[P]``.
 
     Raises:
-        ValueError: if ``grid`` pooling meets an image without a grid that fits its length.
+        ValueError: if ``grid`` pooling meets an image whose grid is unknown or does not fit its
+            length.
     """
     if pooling.kind == "sequence":
         return _pool_sequence(scores, _run_numbers(is_vision, images), pooling)
@@ -63,21 +64,21 @@ def pool(
 
 
 def _run_numbers(is_vision: Tensor, images: tuple[VisionSpan, ...]) -> Tensor:
-    """The number of the run each position is in, int64 ``[P]``, ascending."""
+    """Return the index of each position's run, int64 ``[P]``, ascending."""
     starts = torch.zeros_like(is_vision)
     starts[1:] = is_vision[1:] != is_vision[:-1]
-    for image in images:  # two images may follow each other without text between them
+    for image in images:  # there may be no text between two images
         starts[image.start] = True
     return starts.cumsum(dim=0)
 
 
 def _pool_sequence(scores: Tensor, runs: Tensor, pooling: Pooling) -> Tensor:
     reach = pooling.kernel // 2
-    neighbours = F.pad(scores, (reach, reach)).unfold(-1, pooling.kernel, 1)  # [H, P, kernel]
+    neighbours = F.pad(scores, (reach, reach)).unfold(-1, pooling.kernel, 1)  # [S, P, kernel]
     same_run = F.pad(runs, (reach, reach), value=-1).unfold(0, pooling.kernel, 1) == runs[:, None]
     if pooling.reduce == "max":
         return neighbours.masked_fill(~same_run, float("-inf")).amax(dim=-1)
-    # In float64, so that equal neighbourhoods have equal means in whatever order they are added.
+    # In float64, so that equal neighbourhoods have equal means in any order of summation.
     sums = neighbours.masked_fill(~same_run, 0).sum(dim=-1, dtype=torch.float64)
     return (sums / same_run.sum(dim=-1)).float()
 
@@ -93,7 +94,7 @@ def _pool_grids(scores: Tensor, images: tuple[VisionSpan, ...], pooling: Pooling
 
 
 def _pool_grid(grid: Tensor, pooling: Pooling) -> Tensor:
-    """``[H, rows, columns]`` -> the same shape."""
+    """Return the pooled scores of one image, ``[S, rows, columns]`` like its argument."""
     reach = pooling.kernel // 2
     if pooling.reduce == "mean":
         return F.avg_pool2d(grid, pooling.kernel, 1, reach, count_include_pad=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PrefixKV: every layer keeps the same share of its total importance.
+"""PrefixKV: every layer keeps the same fraction of its total importance.
 
 Source: Wang et al., "PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models
 Need for Efficient Generation", 2024.
@@ -14,7 +14,7 @@ from vllm_tgvkv.policies.base import AllLayers, Allocation, LayerView, Score
 from vllm_tgvkv.policies.registry import ALLOCATIONS, POLICIES, SCORES, Recipe
 
 _STEPS = 30
-"""Bisections of [0, 1]; a billionth part separates any two tokens that matter."""
+"""Bisections of [0, 1]; a difference of 1e-9 separates any two tokens that matter."""
 
 
 @SCORES.register("text_rows")
@@ -29,9 +29,10 @@ class TextRowsScore(Score):
 
 @ALLOCATIONS.register("prefixkv")
 class PrefixAllocation(Allocation):
-    """The shortest prefixes of the sorted scores that all hold the same part of their sum.
+    """Share: length of the shortest prefix of the sorted scores that holds a fraction of their sum.
 
-    The part is found by bisection so that the prefixes' mean length is the budget.
+    The fraction is the same everywhere. Bisection finds the one at which prefixes have the mean
+    length b.
     """
 
     def shares(self, layers: AllLayers) -> Tensor:
@@ -46,9 +47,9 @@ class PrefixAllocation(Allocation):
         return _prefix_lengths(held, high)
 
 
-def _prefix_lengths(held: Tensor, part: Tensor) -> Tensor:
-    """Tokens needed to hold ``part``: float64 ``[L, S]`` from cumulated ``[L, S, C]``."""
-    return (held < part).sum(dim=-1).add(1).clamp(max=held.shape[-1]).double()
+def _prefix_lengths(held: Tensor, fraction: Tensor) -> Tensor:
+    """Return the tokens that hold ``fraction``, float64 ``[L, S]``; ``held`` is ``[L, S, C]``."""
+    return (held < fraction).sum(dim=-1).add(1).clamp(max=held.shape[-1]).double()
 
 
 POLICIES.add("prefixkv", Recipe("text_rows", "prefixkv", "by_score"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random tokens: what every method has to beat."""
+"""Random tokens: the baseline that every method has to beat."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _MASK = 2**32 - 1
 
 @SCORES.register("random")
 class RandomScore(Score):
-    """A hash of layer, head and position in [0, 1): the same prompt always keeps the same tokens.
+    """Hash of layer, head and position, in [0, 1).
 
-    A hash rather than a generator, since it has no state to carry from request to request.
+    Unlike a generator, a hash has no state, so the same prompt always keeps the same tokens.
     """
 
     rows = "none"
@@ -26,7 +26,7 @@ class RandomScore(Score):
         positions = torch.arange(view.prompt.num_tokens, device=device)
         token_set = view.first_set + torch.arange(view.num_sets, device=device)[:, None]
         mixed = _mix(_mix(_mix(positions) + token_set) + view.layer)
-        # The upper 24 bits: as many as a float32 holds exactly.
+        # The upper 24 bits, which a float32 holds exactly.
         return (mixed >> 8).float() / 2**24
 
 
@@ -34,12 +34,12 @@ POLICIES.add("random", Recipe("random", "uniform", "by_score"))
 
 
 def _mix(values: Tensor) -> Tensor:
-    """A bijection of the 32-bit integers that looks random; int64 in and out.
+    """Scramble 32-bit integers, held in int64, by a bijection.
 
-    The finaliser of MurmurHash3 (A. Appleby, public domain).
+    This is the finaliser of MurmurHash3 (A. Appleby, public domain).
     """
     values = values & _MASK
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        # The product of two 32-bit numbers may overflow 63 bits; what wraps around is masked off.
+        # The product of two 32-bit numbers may overflow 63 bits; the mask removes the excess.
         values = ((values ^ (values >> shift)) * factor) & _MASK
     return values ^ (values >> 16)

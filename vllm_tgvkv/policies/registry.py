@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names of methods and of their parts.
 
-A new method is one file: it registers its parts and a recipe, and the package imports it.
+A new method is one file that registers its parts and a recipe; the package imports it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Values by name; an unknown name is an error that lists the known ones."""
+    """Values by name; looking up an unknown name raises an error that lists the known ones."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -29,7 +29,7 @@ class Registry(Generic[T]):
         self._values[name] = value
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator that adds what it decorates, a class or a function."""
+        """Return a decorator that adds a class or function under ``name``."""
 
         def decorate(value: T) -> T:
             self.add(name, value)
@@ -49,7 +49,7 @@ class Registry(Generic[T]):
 
 @dataclass(frozen=True)
 class Recipe:
-    """Names of a method's parts, and the settings its paper works with."""
+    """Names of a method's parts, and its paper's settings."""
 
     score: str
     allocation: str
@@ -61,10 +61,10 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Mix:
-    """A method of the user's own: another one, with some of its parts and settings replaced.
+    """A user-defined method: another method with some parts and settings replaced.
 
-    The fields are the keys of an entry of ``methods`` in the configuration; None is what ``base``
-    has.
+    The fields are the keys of an entry of ``methods`` in the configuration; None inherits the value
+    from ``base``.
     """
 
     base: str = "tgv"
@@ -83,13 +83,14 @@ POLICIES: Registry[Recipe] = Registry("policy")
 
 
 def build_policy(mix: Mix | str, name: str | None = None) -> Policy:
-    """The policy of a mix, or of a registered method by its name.
+    """Build the policy of a mix, or of a registered method by its name.
 
-    ``name`` is the policy's own, by default that of the method it is based on.
+    Args:
+        name: of the policy, by default that of the method it is based on.
 
     Raises:
-        ValueError: for an unknown name, which lists the known ones, or for parts that have no
-            meaning together.
+        ValueError: for an unknown name, with a list of the known ones, or for parts that cannot be
+            combined.
     """
     if isinstance(mix, str):
         mix = Mix(mix)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens are kept first. Sinks, the first tokens of the prompt, always come before all."""
+"""Retention: tokens that are kept first. Sinks, the prompt's first tokens, precede all others."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from vllm_tgvkv.policies.registry import RETENTIONS
 
 @RETENTIONS.register("text_first")
 class TextFirst(Retention):
-    """Text before vision: TGV-KV's text-prioritised retention (TPR), exactly.
+    """Text before vision: TGV-KV's text-prioritised retention (TPR).
 
-    A budget beyond the text is filled up with the best vision tokens; a smaller one holds the best
-    text tokens and no vision.
+    A budget larger than the text holds all text and the best vision tokens; a smaller one holds the
+    best text tokens and no vision.
     """
 
     def tiers(self, prompt: Prompt, num_kept: Tensor) -> Tensor:
@@ -32,21 +32,21 @@ class VisionFirst(Retention):
 
 @RETENTIONS.register("by_score")
 class ByScore(Retention):
-    """No kind of token first: the score alone decides."""
+    """No modality first: the score alone decides."""
 
     def tiers(self, prompt: Prompt, num_kept: Tensor) -> Tensor:
         return sinks_above(prompt, torch.zeros_like(prompt.is_vision))
 
 
 class Recent(Retention):
-    """The most recent tokens first, a fraction of what a (layer, head) keeps of the prompt.
+    """The most recent tokens first, as a fraction of the prompt tokens that a (layer, head) keeps.
 
-    The tail counts on both sides: it is kept, and the most recent.
+    The tail counts among the kept and among the recent tokens.
     """
 
     def __init__(self, divisor: int) -> None:
         self.divisor = divisor
-        """The fraction is 1 / divisor; whole numbers round the same everywhere."""
+        """The fraction is 1 / divisor; integers round the same on every device."""
 
     def tiers(self, prompt: Prompt, num_kept: Tensor) -> Tensor:
         num_tail = prompt.num_tokens - prompt.num_candidates
@@ -60,7 +60,7 @@ RETENTIONS.add("recent_tenth", lambda: Recent(10))
 
 
 def sinks_above(prompt: Prompt, preferred: Tensor) -> Tensor:
-    """0, or 1 where ``preferred`` (bool ``[..., P]``), and 2 for the sinks; int32 ``[..., P]``."""
+    """Return tiers int32 ``[..., P]``: 2 for sinks, 1 where ``preferred`` (bool), 0 elsewhere."""
     tiers = preferred.to(torch.int32)
     tiers[..., : prompt.sinks] = 2
     return tiers

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SnapKV: the last tokens of the prompt vote, and are kept themselves.
+"""SnapKV: the last tokens of the prompt vote, and are always kept.
 
 Source: Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation", 2024.
 """
@@ -30,7 +30,7 @@ class SnapScore(Score):
 
 @RETENTIONS.register("window")
 class WindowFirst(Retention):
-    """The rows of the window before all others."""
+    """The rows of the window before all other tokens."""
 
     def tiers(self, prompt: Prompt, num_kept: Tensor) -> Tensor:
         positions = torch.arange(prompt.num_tokens, device=prompt.is_vision.device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StreamingLLM: the first tokens and the last.
+"""StreamingLLM: the first and the last tokens.
 
 Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """TGV-KV: text-vision budgeting (TVB), text-weighted ranking (TWR), text-prioritised retention.
 
-Rows of all sums are the observation rows O, text positions after the first vision token.
+All sums run over the observation rows O, the text positions after the first vision token.
 Retention (TPR) is ``text_first``.
 """
 
@@ -18,17 +18,17 @@ from vllm_tgvkv.policies.registry import ALLOCATIONS, POLICIES, SCORES, Recipe
 class TgvScore(Score):
     """Text-weighted ranking.
 
-    The weight of row j is what it receives from the rows of O at or after it, divided by how many
-    those are, then normalised to sum 1::
+    The weight of row j is the mean attention it receives from the rows of O at or after it,
+    normalised to sum 1::
 
         w[j] = sum_{i in O, i >= j} A[i, j] / (|O| - rank(j) + 1),   rank(j) = 1 .. |O|
 
     A vision token's score is its weighted column sum, ``s[j] = sum_{i in O} w[i] A[i, j]``; a text
-    token's is the plain one, ``s[j] = sum_{i in O, i >= j} A[i, j]``. The paper sums text over all
-    text rows i >= j. Here they are the rows of O, **a choice**: a prefix-cache hit, which computes
-    no queries, then changes nothing as long as it ends before the first of them.
+    token's score is its plain one, ``s[j] = sum_{i in O, i >= j} A[i, j]``. The paper sums text
+    over all text rows i >= j. Here the sum runs over the rows of O, **a choice**: a prefix-cache
+    hit, which computes no queries, then changes nothing if it ends before the first of these rows.
 
-    The two are on different scales, which only matters to a retention that mixes them.
+    The two scales differ, which matters only to a retention that mixes text and vision.
     """
 
     rows = "text"
@@ -43,7 +43,7 @@ class TgvScore(Score):
 
 @ALLOCATIONS.register("tgv")
 class TgvAllocation(Allocation):
-    """Text-vision budgeting: t[l] = sum of A[l] over rows O and vision columns, over its total."""
+    """Text-vision budgeting: share ``t[l]`` = sum of A[l] over rows O and vision columns."""
 
     rows = "text"
     needs_vision = True
@@ -56,13 +56,13 @@ POLICIES.add("tgv", Recipe(score="tgv", allocation="tgv", retain="text_first"))
 
 
 def mass(column_sums: Tensor, columns: Tensor) -> Tensor:
-    """What the columns (bool ``[P]``) got of the sums ``[S, P]``: float32 ``[S, 1]``."""
+    """Return the total of the columns (bool ``[P]``) of the sums ``[S, P]``: float32 ``[S, 1]``."""
     return torch.where(columns, column_sums, 0.0).sum(dim=-1, keepdim=True)
 
 
 def _row_weights(column_sums: Tensor, rows: Tensor) -> Tensor:
-    """w of :class:`TgvScore`: float32 ``[S, O]`` from column sums ``[S, P]``, sum 1 per set."""
-    # Causality: column j of A is zero in the rows before j, so the column sum is the sum i >= j.
+    """Return w of :class:`TgvScore`: float32 ``[S, O]``, sum 1 per set, from sums ``[S, P]``."""
+    # Column j of A is zero in the rows before j, so the column sum is the sum over i >= j.
     received = column_sums.index_select(-1, rows)
     num_later = torch.arange(rows.shape[0], 0, -1, device=rows.device)
     weights = received / num_later

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same budget for every layer and head."""
+"""The same number of pages for every layer and head."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""VL-Cache: layers get what their sparsity leaves to be kept; the text after the images votes.
+"""VL-Cache: layers share pages by their density; the text after the images votes.
 
 Source: Tu et al., "VL-Cache: Sparsity and Modality-Aware KV Cache Compression for Vision-Language
 Model Inference Acceleration", 2024.
@@ -13,7 +13,7 @@ from vllm_tgvkv.policies.base import AllLayers, Allocation, LayerView, Score
 from vllm_tgvkv.policies.registry import ALLOCATIONS, POLICIES, SCORES, Recipe
 
 LEAST_SHARE = 0.01
-"""Least part of its own tokens that a layer keeps."""
+"""Least fraction of its tokens that a layer keeps."""
 
 
 @SCORES.register("vlcache")
@@ -28,10 +28,10 @@ class PostVisionScore(Score):
 
 @ALLOCATIONS.register("vlcache")
 class SparsityAllocation(Allocation):
-    """Share of layer l: its density ``1 - gamma[l]`` over their sum, times the total.
+    """Share of layer l: its density ``1 - gamma[l]`` over the sum of all densities.
 
-    gamma is the part of the entries of those rows that are below 1 % of their row's maximum, for
-    each query head by itself, then averaged. A layer keeps between 1 % and all of its tokens.
+    gamma is the fraction of the rows' entries that are below 1 % of their row's maximum, counted
+    for each query head and then averaged. A layer keeps between 1 % and all of its tokens.
     """
 
     rows = "after_vision"

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write `docs/settings.md` from the declarations in `vllm_tgvkv/config.py`.
+
+Usage: python -m docs.write_settings
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vllm_tgvkv.config import DebugOptions, EvictionConfig
+from vllm_tgvkv.settings import settings_of, table
+
+PAGE = Path(__file__).with_name("settings.md")
+TEXT = """\
+# Settings
+
+`python -m docs.write_settings` writes this page from `vllm_tgvkv/config.py`, which declares every
+setting. `vllm serve --help=KVEviction` prints the same.
+
+`policy` and `budget` have flags, `--kv-eviction` and `--kv-eviction-budget`. `--kv-eviction-config`
+takes all of them, as a YAML or JSON file or inline JSON; a flag wins over the same field there. In
+Python they are `LLM(..., additional_config={{"kv_eviction": {{"policy": "tgv", "sinks": 8}}}})`.
+
+{settings}
+
+Methods, their pooling and mixes are explained in [methods.md](methods.md), `max_traces`,
+`max_trace_mib` and `defaults_file` in [http.md](http.md), and which settings to change when in
+[tuning.md](tuning.md).
+
+## For tests
+
+`debug` is a mapping of switches. Each costs time, and none changes what is kept.
+
+{debug}
+"""
+
+
+def page() -> str:
+    """Return the page's text."""
+    settings, debug = settings_of(EvictionConfig), settings_of(DebugOptions)
+    return TEXT.format(settings=table(settings), debug=table(debug))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

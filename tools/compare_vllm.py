@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare the names of vLLM that docs/upgrading.md lists with another vLLM's sources.
+
+    python tools/compare_vllm.py FOLDER
+
+FOLDER holds `vllm/`, for example an unpacked wheel. Nothing of it is imported or run. Printed are
+names that are gone, functions with other parameters, and functions with another body than in the
+installed vLLM; docstrings and comments do not count.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PAGE = Path(__file__).parents[1] / "docs/upgrading.md"
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A name of vLLM that the page lists."""
+
+    owner: str
+    """Dotted name of its module or class."""
+    name: str
+    parameters: str | None
+    """As `parameters_of` gives them, or `...` if they differ by platform; None if no function."""
+    use: str
+    files: tuple[str, ...]
+    """Where the plugin uses it, below the root of the repository."""
+
+
+def read_page(page: Path = PAGE) -> list[Listed]:
+    """Return the names in the first column of the page's tables.
+
+    An owner is a dotted name in the heading above the table, or stands before the name.
+    """
+    listed, owners = [], [""]
+    for line in page.read_text().splitlines():
+        if line.startswith("#"):
+            owners = re.findall(r"`(vllm[\w.]*)`", line)
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(cells) < 4 or not cells[0].startswith("`"):
+            continue
+        files = tuple(re.findall(r"`([\w./]+\.py)`", cells[2]))
+        for dotted, parameters in re.findall(r"`([\w.]+)(\([^`]*\))?`", cells[0]):
+            prefix, _, name = dotted.rpartition(".")
+            signature = parameters[1:-1] if parameters else None
+            listed += [
+                Listed(owner, name, signature, cells[1], files)
+                for owner in ([prefix] if prefix else owners)
+            ]
+    return listed
+
+
+def parameters_of(function: Function) -> str:
+    """Return a function's parameters by name, without `self` and `cls`: `a, b, *, c, **rest`."""
+    arguments = function.args
+    names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    if names[:1] in (["self"], ["cls"]):
+        names = names[1:]
+    if arguments.vararg:
+        names.append(f"*{arguments.vararg.arg}")
+    elif arguments.kwonlyargs:
+        names.append("*")
+    names += [argument.arg for argument in arguments.kwonlyargs]
+    if arguments.kwarg:
+        names.append(f"**{arguments.kwarg.arg}")
+    return ", ".join(names)
+
+
+def is_property(function: Function) -> bool:
+    """Return whether a function is read like an attribute."""
+    return any("property" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+def body_of(node: ast.AST) -> str:
+    """Return a function's statements, or a definition, without docstring, comments and layout.
+
+    Of a class nothing: its names are listed one by one.
+    """
+    if isinstance(node, ast.ClassDef | ast.Module):
+        return ""
+    if not isinstance(node, Function):
+        return ast.unparse(node)
+    body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+    return "\n".join(map(ast.unparse, body))
+
+
+def _statements(parent: ast.AST) -> Iterator[ast.AST]:
+    """Yield the statements of a module or class, in every branch of conditions and `try`."""
+    for node in ast.iter_child_nodes(parent):
+        yield node
+        if isinstance(node, ast.If | ast.Try | ast.With | ast.ExceptHandler):
+            yield from _statements(node)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A definition, and the module it stands in."""
+
+    module: str
+    node: ast.AST
+
+
+class Sources:
+    """Definitions in some packages, found without importing them."""
+
+    def __init__(self, *packages: Path) -> None:
+        """Take the folders of the packages, which bear their names."""
+        self.packages = packages
+        self._packages = {package.name: package for package in packages}
+
+    @functools.cache  # noqa: B019
+    def module(self, name: str) -> ast.Module | None:
+        """Return the parsed file of a module or package."""
+        file = self._file(name)
+        return None if file is None else ast.parse(file.read_text())
+
+    def _file(self, module: str) -> Path | None:
+        package, *names = module.split(".")
+        if package not in self._packages:
+            return None
+        path = self._packages[package].joinpath(*names)
+        files = (path / "__init__.py", path.with_name(f"{path.name}.py"))
+        return next((file for file in files if file.exists()), None)
+
+    def find(self, dotted: str) -> Found | None:
+        """Return the definition of a module, or of a name in a module or class."""
+        if (module := self.module(dotted)) is not None:
+            return Found(dotted, module)
+        owner, _, name = dotted.rpartition(".")
+        return self.member(owner, name) if owner else None
+
+    @functools.cache  # noqa: B019
+    def member(self, owner: str, name: str) -> Found | None:
+        """Return the definition of a name in a module or class, through imports and bases."""
+        found = self.find(owner)
+        if found is None:
+            return None
+        if isinstance(found.node, ast.ClassDef):
+            return self._of_class(found, found.node, name)
+        if isinstance(found.node, ast.Module):
+            return self._of_module(found, found.node, name)
+        return None
+
+    def bases(self, owner: str) -> list[str]:
+        """Return the bases of a class as dotted names; those in other packages are left out."""
+        found = self.find(owner)
+        if found is None or not isinstance(found.node, ast.ClassDef):
+            return []
+        names = [
+            ast.unparse(base.value if isinstance(base, ast.Subscript) else base)
+            for base in found.node.bases
+        ]
+        resolved = [self.find(f"{found.module}.{name}") for name in names]
+        return [
+            f"{base.module}.{base.node.name}"
+            for base in resolved
+            if base is not None and isinstance(base.node, ast.ClassDef)
+        ]
+
+    def _of_class(self, found: Found, node: ast.ClassDef, name: str) -> Found | None:
+        for statement in _statements(node):
+            if _defines(statement, name):
+                return Found(found.module, statement)
+        for inner in ast.walk(node):
+            if _defines(inner, f"self.{name}"):
+                return Found(found.module, inner)
+        inherited = (self.member(base, name) for base in self.bases(f"{found.module}.{node.name}"))
+        return next((one for one in inherited if one is not None), None)
+
+    def _of_module(self, found: Found, node: ast.Module, name: str) -> Found | None:
+        file = self._file(found.module)
+        is_package = file is not None and file.name == "__init__.py"
+        for statement in _statements(node):
+            if _defines(statement, name):
+                return Found(found.module, statement)
+            if isinstance(statement, ast.ImportFrom):
+                names = [(alias.name, alias.asname or alias.name) for alias in statement.names]
+                source = statement.module or ""
+                if statement.level:
+                    parts = found.module.split(".")
+                    parts = parts[: len(parts) - statement.level + is_package]
+                    source = ".".join([*parts, *filter(None, [source])])
+                for original, local in names:
+                    if local in (name, "*"):
+                        imported = self.find(f"{source}.{name if local == '*' else original}")
+                        if imported is not None:
+                            return imported
+        return None
+
+
+def _defines(statement: ast.AST, name: str) -> bool:
+    if isinstance(statement, Function | ast.ClassDef):
+        return statement.name == name
+    targets: list[ast.expr] = []
+    if isinstance(statement, ast.AnnAssign):
+        targets = [statement.target]
+    elif isinstance(statement, ast.Assign):
+        targets = statement.targets
+    return any(ast.unparse(target) == name for target in targets)
+
+
+def installed() -> Sources:
+    """Return the sources of the installed vLLM."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    return Sources(Path(spec.origin).parent)
+
+
+def differences(
+    listed: Iterable[Listed], sources: Sources, reference: Sources | None = None
+) -> Iterator[tuple[Listed, str]]:
+    """Yield every listed name that is different in `sources`, and how.
+
+    Where there is a `reference`, bodies of functions and what attributes are set to are compared.
+    """
+    for row in listed:
+        found = sources.member(row.owner, row.name)
+        if found is None:
+            yield row, "is gone"
+            continue
+        parameters = None
+        if isinstance(found.node, Function) and not is_property(found.node):
+            parameters = parameters_of(found.node)
+        if (parameters is None) != (row.parameters is None):
+            yield row, "is no function" if parameters is None else "is a function"
+        elif row.parameters not in ("...", parameters):
+            yield row, f"takes ({parameters})"
+        known = reference.member(row.owner, row.name) if reference else None
+        if known and body_of(known.node) != body_of(found.node):
+            what = "is set or declared otherwise" if parameters is None else "has another body"
+            yield row, what
+
+
+def main() -> None:
+    """Compare the folder of the command line with the installed vLLM."""
+    sources = Sources(Path(sys.argv[1]) / "vllm")
+    for row, difference in differences(read_page(), sources, installed()):
+        print(f"{row.owner}.{row.name} {difference} ({row.use}: {', '.join(row.files)})")
+
+
+if __name__ == "__main__":
+    main()

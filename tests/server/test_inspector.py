@@ -21,7 +21,7 @@ from PIL import Image
 from demo.pages import make_page
 from demo.run import MODEL
 from measure.messages import png_url
-from tests.server.serving import Server, serve
+from tests.server.serving import ChatServer, serve
 from vllm_tgvkv.counters import SKIP_REASONS
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -46,7 +46,7 @@ QUIET = (
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatServer]:
     log = tmp_path_factory.mktemp("inspector") / "server.log"
     flags = ["--block-size", "16", "--served-model-name", "demo"]
     config = {"granularity": "head"}
@@ -66,7 +66,7 @@ Opener = Callable[..., Any]
 
 
 @pytest.fixture
-def opened(server: Server, browser: Any) -> Iterator[Opener]:
+def opened(server: ChatServer, browser: Any) -> Iterator[Opener]:
     """Open the page with a key; fail on requests to other servers and on errors in the console."""
     contexts, strangers, errors = [], [], []
 
@@ -100,7 +100,7 @@ def opened(server: Server, browser: Any) -> Iterator[Opener]:
     assert errors == []
 
 
-def get(server: Server, path: str, key: str | None = KEY) -> Any:
+def get(server: ChatServer, path: str, key: str | None = KEY) -> Any:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     request = urllib.request.Request(f"{server.url}/kv-eviction/{path}", headers=headers)
     with urllib.request.urlopen(request, timeout=60) as response:
@@ -181,7 +181,7 @@ def undimmed() -> np.ndarray:
     return patches.mean((1, 3)).ravel()
 
 
-def test_the_page_cannot_be_opened_without_the_key(server: Server, browser: Any) -> None:
+def test_the_page_cannot_be_opened_without_the_key(server: ChatServer, browser: Any) -> None:
     for path in ("", "inspector.js", "inspector.css", "status"):
         with pytest.raises(urllib.error.HTTPError) as refused:
             get(server, path, key=None)
@@ -194,7 +194,7 @@ def test_the_page_cannot_be_opened_without_the_key(server: Server, browser: Any)
     page.close()
 
 
-def test_answers_and_numbers_are_those_of_the_server(server: Server, opened: Opener) -> None:
+def test_answers_and_numbers_are_those_of_the_server(server: ChatServer, opened: Opener) -> None:
     page = opened()
     answers = ask(page)
     evicted = answers["evicted"]
@@ -245,7 +245,7 @@ def test_differing_characters_are_marked(opened: Opener) -> None:
         assert ("the same" in page.inner_text("#verdict")) == (full == evicted)
 
 
-def test_kept_patches_are_bright_and_the_others_dim(server: Server, opened: Opener) -> None:
+def test_kept_patches_are_bright_and_the_others_dim(server: ChatServer, opened: Opener) -> None:
     page = opened()
     name = ask(page)["evicted"]["trace"]
     trace = get(server, f"requests/{name}")
@@ -275,7 +275,7 @@ def test_kept_patches_are_bright_and_the_others_dim(server: Server, opened: Open
     assert np.abs(brightness(page) / undimmed() - relative).max() > 0.1
 
 
-def test_everything_is_reached_by_keyboard(server: Server, opened: Opener) -> None:
+def test_everything_is_reached_by_keyboard(server: ChatServer, opened: Opener) -> None:
     page = opened()
     name = ask(page)["evicted"]["trace"]
     trace = get(server, f"requests/{name}")
@@ -454,7 +454,9 @@ def test_text_is_never_taken_for_html(opened: Opener) -> None:
     assert page.evaluate("window.attacked") is None
 
 
-def test_requests_of_others_are_listed_and_can_be_linked_to(server: Server, opened: Opener) -> None:
+def test_requests_of_others_are_listed_and_can_be_linked_to(
+    server: ChatServer, opened: Opener
+) -> None:
     content = [
         {"type": "image_url", "image_url": {"url": png_url(PAGE.image)}},
         {"type": "text", "text": QUESTION.text},

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from measure.serving import group_members
 from tests.engine.running import engine
-from tests.server.serving import BLOCK_SIZE, Server, eventually, messages, serve
+from tests.server.serving import BLOCK_SIZE, ChatServer, eventually, messages, serve
 from vllm_tgvkv.counters import SKIP_REASONS
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
@@ -35,7 +35,7 @@ ADMIN_KEY = "admin"
 REPORT = {"kv_eviction_report": 1}
 
 
-def connect(server: Server, api_server: int | None = None) -> HTTPConnection:
+def connect(server: ChatServer, api_server: int | None = None) -> HTTPConnection:
     """Open a connection that a given API server process accepts, or any if none is given.
 
     On an idle machine one process may accept them all, so the others are stopped meanwhile.
@@ -57,7 +57,7 @@ def connect(server: Server, api_server: int | None = None) -> HTTPConnection:
             os.kill(process, signal.SIGCONT)
 
 
-def server_of(server: Server, connection: HTTPConnection) -> int:
+def server_of(server: ChatServer, connection: HTTPConnection) -> int:
     """Return the process at the other end of a connection, from /proc."""
     port = connection.sock.getsockname()[1]
     members = group_members(server.process.pid)
@@ -135,7 +135,7 @@ def alone(folder: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def server(
     alone: list[str], folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
+) -> Iterator[ChatServer]:
     """Start the server after the single engine has ended, to save memory and cores."""
     folder_of_test = tmp_path_factory.mktemp("replicas")
     log, defaults = folder_of_test / "server.log", folder_of_test / "defaults.json"
@@ -154,7 +154,7 @@ def server(
 
 
 @pytest.fixture(scope="module")
-def doors(server: Server) -> list[HTTPConnection]:
+def doors(server: ChatServer) -> list[HTTPConnection]:
     """Open a connection to each API server process."""
     found: dict[int, HTTPConnection] = {}
 
@@ -206,7 +206,9 @@ def test_series_of_every_engine_begin_at_zero(doors: list[Any]) -> None:
             assert scrape.of("skipped_requests_total", "tgv", reason) == zero
 
 
-def test_load_on_all_of_them_at_once(server: Server, doors: list[Any], alone: list[str]) -> None:
+def test_load_on_all_of_them_at_once(
+    server: ChatServer, doors: list[Any], alone: list[str]
+) -> None:
     """Answers are those of a single engine, and reports add up to the scraped metrics."""
     lines = [[connect(server, server_of(server, door)) for _ in range(4)] for door in doors]
     free = [connection for pair in zip(*lines, strict=True) for connection in pair]
@@ -260,7 +262,9 @@ def test_load_on_all_of_them_at_once(server: Server, doors: list[Any], alone: li
         assert sum(t["blocks_given_back"] for t in totals) == given_back
 
 
-def test_gauges_show_the_running_requests_of_each_engine(server: Server, doors: list[Any]) -> None:
+def test_gauges_show_the_running_requests_of_each_engine(
+    server: ChatServer, doors: list[Any]
+) -> None:
     """An engine's requests come from both API servers, which also share its statistics."""
     wanted = [(0, 0), (0, 1), (1, 1)]  # engine and API server
     # Connected first: that takes long on a busy machine, and the requests have to run together.
@@ -340,7 +344,7 @@ def test_wrong_options_are_http_400_at_every_api_server(
     assert after == before  # none reached an engine
 
 
-def test_every_engine_logs_its_settings_and_no_error(server: Server) -> None:
+def test_every_engine_logs_its_settings_and_no_error(server: ChatServer) -> None:
     lines = server.log.read_text(errors="replace").splitlines()
     told = [line for line in lines if "KV eviction: policy tgv, budget 10 % of the prompt" in line]
     assert len(told) == 2
@@ -349,6 +353,6 @@ def test_every_engine_logs_its_settings_and_no_error(server: Server) -> None:
     assert [line for line in lines if re.search(wrong, line)] == []
 
 
-def test_interrupt_ends_every_process(server: Server) -> None:
+def test_interrupt_ends_every_process(server: ChatServer) -> None:
     """Last in this file, because it stops the server."""
     server.interrupt()

@@ -21,7 +21,7 @@ from tests.models import random_image, random_text
 from tests.server.serving import (
     BLOCK_SIZE,
     VISION_TOKENS,
-    Server,
+    ChatServer,
     eventually,
     report_of,
     serve,
@@ -38,7 +38,7 @@ MAX_TRACES = 5
 @pytest.fixture(scope="module")
 def server(
     tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
+) -> Iterator[ChatServer]:
     folder = tmp_path_factory.mktemp("server")
     config = {
         "debug": {"check_integrity": True},
@@ -52,7 +52,7 @@ def server(
 
 
 @pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[httpx.Client]:
+def client(server: ChatServer) -> Iterator[httpx.Client]:
     headers = {"Authorization": f"Bearer {KEY}"}
     base = f"{server.url}/kv-eviction"
     with httpx.Client(base_url=base, headers=headers, timeout=60) as found:
@@ -73,7 +73,7 @@ def question(seed: int = 0, **fields: Any) -> dict[str, Any]:
     }
 
 
-def test_no_route_answers_without_the_key(server: Server) -> None:
+def test_no_route_answers_without_the_key(server: ChatServer) -> None:
     for path in ("", "status", "requests", "requests/x", "inspector.js"):
         answer = httpx.get(f"{server.url}/kv-eviction/{path}", follow_redirects=False)
         assert answer.status_code == 401, path
@@ -81,7 +81,7 @@ def test_no_route_answers_without_the_key(server: Server) -> None:
         assert "--api-key" in answer.json()["error"]["message"]
 
 
-def test_a_trace_agrees_with_the_report(server: Server, client: httpx.Client) -> None:
+def test_a_trace_agrees_with_the_report(server: ChatServer, client: httpx.Client) -> None:
     answer = server.ask(OPTIONS)
     report = report_of(answer)
     assert report["trace"].startswith(answer.id)
@@ -104,7 +104,7 @@ def test_a_trace_agrees_with_the_report(server: Server, client: httpx.Client) ->
     assert kept_by == trace["kept_by"]
 
 
-def test_traces_have_no_text_and_no_image(server: Server, client: httpx.Client) -> None:
+def test_traces_have_no_text_and_no_image(server: ChatServer, client: httpx.Client) -> None:
     """A trace has only numbers, and the names of the settings."""
     trace = client.get(f"/requests/{server.ask(OPTIONS).id}").json()
 
@@ -122,7 +122,7 @@ def test_traces_have_no_text_and_no_image(server: Server, client: httpx.Client) 
 
 
 def test_old_traces_expire_and_only_requests_that_ask_are_traced(
-    server: Server, client: httpx.Client
+    server: ChatServer, client: httpx.Client
 ) -> None:
     first = server.ask(OPTIONS)
     assert client.get(f"/requests/{first.id}").status_code == 200
@@ -136,7 +136,7 @@ def test_old_traces_expire_and_only_requests_that_ask_are_traced(
     assert "max_traces" in expired.json()["error"]["message"]
 
 
-def test_both_caches_answer_a_question(server: Server, client: httpx.Client) -> None:
+def test_both_caches_answer_a_question(server: ChatServer, client: httpx.Client) -> None:
     found = client.post("/ask", json=question(budget=0.3)).json()
     options = {**OPTIONS, "kv_eviction": "tgv"}
     asked = [image_part(png_url(random_image(0, 112, 84)))]
@@ -156,7 +156,7 @@ def test_both_caches_answer_a_question(server: Server, client: httpx.Client) -> 
     assert (alone["evicted"]["skip_reason"], alone["evicted"]["trace"]) == ("policy_none", None)
 
 
-def test_questions_through_a_browsers_password(server: Server) -> None:
+def test_questions_through_a_browsers_password(server: ChatServer) -> None:
     answer = httpx.post(
         f"{server.url}/kv-eviction/ask", json=question(), auth=("", KEY), timeout=60
     )
@@ -194,7 +194,9 @@ def test_a_body_that_is_too_large_and_one_that_is_not_json(client: httpx.Client)
     assert client.get("/status").status_code == 200
 
 
-def test_changed_defaults_apply_to_the_next_request(server: Server, client: httpx.Client) -> None:
+def test_changed_defaults_apply_to_the_next_request(
+    server: ChatServer, client: httpx.Client
+) -> None:
     try:
         assert put(client, policy="snapkv", budget=0.5).status_code == 200
         report = report_of(server.ask({"kv_eviction_report": 1}))
@@ -219,7 +221,7 @@ def test_changed_defaults_apply_to_the_next_request(server: Server, client: http
     assert report_of(server.ask({"kv_eviction_report": 1}))["policy"] == "tgv"
 
 
-def test_a_client_that_goes_away(server: Server, client: httpx.Client) -> None:
+def test_a_client_that_goes_away(server: ChatServer, client: httpx.Client) -> None:
     """Its question ends at once, before, during and after the first of two answers.
 
     The last test of this file checks that no error was logged.
@@ -267,7 +269,7 @@ def test_pages_allow_nothing_from_elsewhere(client: httpx.Client) -> None:
 
 @pytest.mark.parametrize("key", [KEY, ADMIN])
 def test_fuzzed_requests_get_no_server_error(
-    server: Server, client: httpx.Client, tmp_path: Path, key: str
+    server: ChatServer, client: httpx.Client, tmp_path: Path, key: str
 ) -> None:
     """Requests within and outside the OpenAPI document get documented answers."""
     command = [str(Path(sys.executable).with_name("st")), "run", f"{server.url}/openapi.json"]
@@ -287,7 +289,7 @@ def test_fuzzed_requests_get_no_server_error(
     assert server.ask(max_tokens=2).usage.completion_tokens == 2
 
 
-def test_the_server_logged_no_error_and_lost_no_block(server: Server) -> None:
+def test_the_server_logged_no_error_and_lost_no_block(server: ChatServer) -> None:
     """`check_integrity` recounted every step of the tests above."""
     bad = [line for line in server.lines() if "Traceback" in line or " ERROR " in line]
     assert bad == []

@@ -20,7 +20,7 @@ from tests.models import random_text
 from tests.server.serving import (
     BLOCK_SIZE,
     VISION_TOKENS,
-    Server,
+    ChatServer,
     eventually,
     messages,
     report_of,
@@ -36,7 +36,7 @@ REPORT = {"kv_eviction_report": 1}
 @pytest.fixture(scope="module")
 def server(
     tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
+) -> Iterator[ChatServer]:
     """Start a server whose log has a line for every eviction."""
     log = tmp_path_factory.mktemp("server") / "server.log"
     config = {"debug": {"check_integrity": True}}
@@ -44,7 +44,7 @@ def server(
         yield running
 
 
-def scraped(server: Server) -> dict[tuple[str, ...], float]:
+def scraped(server: ChatServer) -> dict[tuple[str, ...], float]:
     """Return eviction's samples on `/metrics`, by name and the values of its own labels."""
     found = {}
     for sample in server.samples():
@@ -58,7 +58,7 @@ def scraped(server: Server) -> dict[tuple[str, ...], float]:
     return found
 
 
-def test_metrics(server: Server) -> None:
+def test_metrics(server: ChatServer) -> None:
     """One evicted request and one without an image add to the right series."""
     before, started = scraped(server), time.monotonic()
     answer = server.ask({"kv_eviction": "random", "kv_eviction_budget": 0.5, **REPORT})
@@ -94,7 +94,7 @@ def test_metrics(server: Server) -> None:
         assert 0 < grown["seconds_sum", "random", part] < elapsed  # they are seconds
 
 
-def test_status(server: Server) -> None:
+def test_status(server: ChatServer) -> None:
     with urllib.request.urlopen(f"{server.url}/kv-eviction/status", timeout=10) as response:
         status = json.load(response)
     assert status["settings"]["policy"] == "tgv"
@@ -106,7 +106,7 @@ def test_status(server: Server) -> None:
         assert "/kv-eviction/status" in json.load(response)["paths"]
 
 
-def test_start_log_has_one_line_with_the_settings(server: Server) -> None:
+def test_start_log_has_one_line_with_the_settings(server: ChatServer) -> None:
     lines = [line for line in server.lines() if "KV eviction: policy" in line]
     assert len(lines) == 1
     assert lines[0].endswith(
@@ -115,7 +115,7 @@ def test_start_log_has_one_line_with_the_settings(server: Server) -> None:
     )
 
 
-def test_answer_tells_what_was_evicted(server: Server) -> None:
+def test_answer_tells_what_was_evicted(server: ChatServer) -> None:
     answer = server.ask(REPORT)
     num_tokens = answer.usage.prompt_tokens
     assert num_tokens > 300 + VISION_TOKENS
@@ -133,11 +133,11 @@ def test_answer_tells_what_was_evicted(server: Server) -> None:
     }
 
 
-def test_no_report_unless_asked(server: Server) -> None:
+def test_no_report_unless_asked(server: ChatServer) -> None:
     assert server.ask().kv_transfer_params is None
 
 
-def test_log_has_one_debug_line_per_eviction(server: Server) -> None:
+def test_log_has_one_debug_line_per_eviction(server: ChatServer) -> None:
     marks = ("KV eviction of", "tgv, 60 tokens per head")
     before = sum(all(mark in line for mark in marks) for line in server.lines())
     answer = server.ask({"kv_eviction_budget": 60, **REPORT})
@@ -149,7 +149,7 @@ def test_log_has_one_debug_line_per_eviction(server: Server) -> None:
     assert lines[-1].endswith(f"blocks {report['blocks_before']} -> {report['blocks_after']}")
 
 
-def test_options_of_a_request(server: Server) -> None:
+def test_options_of_a_request(server: ChatServer) -> None:
     half = report_of(server.ask({"kv_eviction_budget": 0.5, **REPORT}))
     num_tokens = half["prompt_tokens"]
     assert 0.5 * num_tokens - BLOCK_SIZE < half["kept_tokens"] <= 0.5 * num_tokens
@@ -162,7 +162,7 @@ def test_options_of_a_request(server: Server) -> None:
     assert full["skip_reason"] == "budget_covers_prompt"
 
 
-def test_every_method_and_a_guarded_budget(server: Server) -> None:
+def test_every_method_and_a_guarded_budget(server: ChatServer) -> None:
     """Each request of one batch names a method; all of them stay within the budget."""
     asks = [{"kv_eviction": name, **REPORT} for name in POLICY_NAMES]
     with ThreadPoolExecutor(len(asks)) as pool:
@@ -201,7 +201,7 @@ def test_every_method_and_a_guarded_budget(server: Server) -> None:
     ids=lambda value: repr(value)[:60],
 )
 def test_wrong_options_are_http_400(
-    server: Server, xargs: dict[str, Any], parts: list[str]
+    server: ChatServer, xargs: dict[str, Any], parts: list[str]
 ) -> None:
     """The message names the parameter, its value and the way out; the server keeps running."""
     server.ask(max_tokens=1)  # so that the engine knows the image: see the next test
@@ -212,7 +212,7 @@ def test_wrong_options_are_http_400(
     assert server.ask(max_tokens=2).usage.completion_tokens == 2
 
 
-def test_an_image_that_came_with_a_wrong_request_first_is_missed_once(server: Server) -> None:
+def test_an_image_that_came_with_a_wrong_request_first_is_missed_once(server: ChatServer) -> None:
     """Only vLLM's front end has seen it, not the engine. Any wrong parameter has this effect."""
     for seed, wrong in (
         (901, {"xargs": {"kv_eviction_budget": 0}}),
@@ -226,7 +226,7 @@ def test_an_image_that_came_with_a_wrong_request_first_is_missed_once(server: Se
         assert server.ask(**ask).usage.completion_tokens == 2
 
 
-def test_ten_thousand_images_are_http_400(server: Server) -> None:
+def test_ten_thousand_images_are_http_400(server: ChatServer) -> None:
     """vLLM's own limit refuses them before it decodes any."""
     (message,) = messages(1)
     (image,) = (part for part in message["content"] if part["type"] == "image_url")
@@ -235,7 +235,7 @@ def test_ten_thousand_images_are_http_400(server: Server) -> None:
     assert server.ask(max_tokens=2).usage.completion_tokens == 2
 
 
-def test_wrong_options_in_a_stream_and_in_completions(server: Server) -> None:
+def test_wrong_options_in_a_stream_and_in_completions(server: ChatServer) -> None:
     wrong = {"kv_eviction_budget": -1}
     # vLLM validates a streamed request after the response has begun, and ends it by an error event.
     with pytest.raises(openai.APIError, match="kv_eviction_budget is -1") as caught:
@@ -248,14 +248,14 @@ def test_wrong_options_in_a_stream_and_in_completions(server: Server) -> None:
         )
 
 
-def test_stream_has_the_same_text(server: Server) -> None:
+def test_stream_has_the_same_text(server: ChatServer) -> None:
     whole = server.ask(max_tokens=20, seed=1)
     stream = server.ask(max_tokens=20, seed=1, stream=True)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
     assert text == whole.choices[0].message.content
 
 
-def test_several_choices_share_a_prompt(server: Server) -> None:
+def test_several_choices_share_a_prompt(server: ChatServer) -> None:
     """Each choice is a request that is evicted, although they share the prompt's blocks."""
     before = evictions(server)
     answer = server.ask(REPORT, n=2, max_tokens=40, temperature=1)
@@ -265,23 +265,23 @@ def test_several_choices_share_a_prompt(server: Server) -> None:
     assert report_of(answer)["blocks_after"] == 2
 
 
-def evictions(server: Server) -> int:
+def evictions(server: ChatServer) -> int:
     return sum(" prompt tokens kept a head, blocks " in line for line in server.lines())
 
 
-def test_two_images_in_a_prompt(server: Server) -> None:
+def test_two_images_in_a_prompt(server: ChatServer) -> None:
     answer = server.ask(REPORT, messages=messages(7, images=2))
     assert answer.usage.prompt_tokens > 300 + 2 * VISION_TOKENS
     assert report_of(answer)["skip_reason"] is None
 
 
-def test_text_passes_untouched(server: Server) -> None:
+def test_text_passes_untouched(server: ChatServer) -> None:
     text = [{"role": "user", "content": random_text(3, 400)}]
     report = report_of(server.ask(REPORT, messages=text))
     assert (report["skip_reason"], report["kept_tokens"]) == ("text_only", None)
 
 
-def test_completions(server: Server) -> None:
+def test_completions(server: ChatServer) -> None:
     answer = server.client.completions.create(
         model="tiny",
         prompt=random_text(4, 400),
@@ -294,7 +294,7 @@ def test_completions(server: Server) -> None:
     assert report_of(answer)["skip_reason"] == "text_only"
 
 
-def test_responses(server: Server) -> None:
+def test_responses(server: ChatServer) -> None:
     content = messages(0)[0]["content"]
     image = {"type": "input_image", "image_url": content[0]["image_url"]["url"], "detail": "auto"}
     question: Any = [{"type": "input_text", "text": content[1]["text"]}, image]
@@ -313,7 +313,7 @@ def test_responses(server: Server) -> None:
         )
 
 
-def test_many_at_once_answer_as_alone(server: Server) -> None:
+def test_many_at_once_answer_as_alone(server: ChatServer) -> None:
     """Different prompts and budgets in one batch; each request gets the answer it gets alone."""
 
     def ask(seed: int) -> str:
@@ -328,14 +328,14 @@ def test_many_at_once_answer_as_alone(server: Server) -> None:
     assert len(set(together)) == 8
 
 
-def test_engine_logs_no_error(server: Server) -> None:
+def test_engine_logs_no_error(server: ChatServer) -> None:
     """`check_integrity` recounted every step, and no wrong option reached the engine."""
     lines = [line for line in server.lines() if re.match(r"\((EngineCore|Worker|VllmWorker)", line)]
     assert lines
     assert [line for line in lines if re.search(r"\bERROR\b|Traceback|Integrity", line)] == []
 
 
-def test_interrupt_ends_every_process(server: Server) -> None:
+def test_interrupt_ends_every_process(server: ChatServer) -> None:
     """Last in this file, because it stops the server."""
     assert len(group_members(server.process.pid)) > 1  # the engine is a separate process
     server.interrupt()

@@ -363,7 +363,7 @@ def test_video_by_position(tiny_model: Callable[..., Path]) -> None:
         prompt = {"prompt": text, "multi_modal_data": {"video": [video]}}
         running.engine.add_request("video", prompt, Ask("", max_tokens=40).sampling())
         running.step()
-        (candidate,) = running.scheduler._candidates.values()
+        (candidate,) = running.scheduler.candidates.values()
         (request,) = running.scheduler.requests.values()
         token = running.engine.vllm_config.model_config.hf_config.video_token_id
         is_video = np.array(request.prompt_token_ids) == token

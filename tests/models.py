@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny models with random weights, as folders that vLLM and transformers load.
 
-Nothing is downloaded. The weights are float32 and stored, not made up by the loader, so that both
-frameworks compute the same function and greedy text can be compared token for token.
+Nothing is downloaded. The weights are stored in float32, so that both frameworks compute the same
+function and greedy text can be compared token for token.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,16 +16,12 @@ import numpy as np
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
 from transformers import (
-    CLIPImageProcessor,
     GotOcr2ImageProcessor,
     InternVLConfig,
     InternVLForConditionalGeneration,
     InternVLProcessor,
     InternVLVideoProcessor,
-    LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaNextConfig,
     LlavaNextForConditionalGeneration,
@@ -41,7 +32,6 @@ from transformers import (
     LlavaOnevisionImageProcessor,
     LlavaOnevisionProcessor,
     LlavaOnevisionVideoProcessor,
-    LlavaProcessor,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
@@ -59,6 +49,15 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
     Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
+)
+
+from measure.folders import (
+    byte_tokenizer,
+    clip_config,
+    llava_config,
+    llava_processor,
+    text_sizes,
+    written_once,
 )
 
 PATCH = 14
@@ -97,14 +96,14 @@ _CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class TinyModel:
-    """What a tiny model looks like; equal descriptions give byte-identical weights.
+    """Description of a tiny model; equal descriptions give byte-identical weights.
 
     Attributes:
         arch: transformers' name of the kind of model, a key of `FAMILIES`.
-        image_size: side of the square tiles that go into the vision tower, in pixels, a multiple
-            of 14 (InternVL: 28). LLaVA makes one of every image, the others several. The Qwen
-            models take images as they are and have one token per 28 x 28 pixels.
-        vision_gain: factor on the projector's output, so that the text depends on the images.
+        image_size: side of the square tiles of the vision tower in pixels, a multiple of 14
+            (InternVL: 28). LLaVA makes one tile of an image, the others several. Qwen models keep
+            the size of images and have one token per 28 x 28 pixels.
+        vision_gain: factor on the projector's weights, so that the text depends on the images.
     """
 
     arch: str = "llava"
@@ -131,32 +130,20 @@ class TinyModel:
     def text_config(self) -> dict[str, Any]:
         """Return the sizes of the language model."""
         hidden = self.heads * self.head_size
-        return {
-            "hidden_size": hidden,
-            "intermediate_size": 2 * hidden,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "max_position_embeddings": MAX_POSITIONS,
-            "tie_word_embeddings": False,
-        }
+        return text_sizes(
+            hidden=hidden,
+            intermediate=2 * hidden,
+            layers=self.layers,
+            query_heads=self.heads,
+            kv_heads=self.kv_heads,
+            max_positions=MAX_POSITIONS,
+        )
 
 
 def model_folder(root: Path | str, model: TinyModel) -> Path:
-    """Return the folder of `model` below `root`, writing it on the first call.
-
-    Safe under concurrent test processes: the folder appears complete or not at all.
-    """
-    key = hashlib.sha256(json.dumps(asdict(model), sort_keys=True).encode()).hexdigest()[:12]
-    folder = Path(root, f"{model.arch}-{key}")
-    if folder.exists():
-        return folder
-    Path(root).mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=root) as scratch:
-        FAMILIES[model.arch].write(Path(scratch, "model"), model)
-        with contextlib.suppress(OSError):  # another process was faster
-            os.rename(Path(scratch, "model"), folder)
-    return folder
+    """Return the folder of `model` below `root`, which is written on the first call."""
+    write = FAMILIES[model.arch].write
+    return written_once(root, model.arch, asdict(model), lambda folder: write(folder, model))
 
 
 def random_image(seed: int, width: int = 56, height: int = 56, cells: int = 7) -> Image.Image:
@@ -187,38 +174,19 @@ def random_video(seed: int, frames: int, width: int, height: int) -> tuple[np.nd
 def write_llava(folder: Path, model: TinyModel) -> None:
     """Write a LLaVA model: CLIP tower, two-layer projector, Llama."""
     tokenizer, ids = _tokenizer(_LLAVA_TOKENS, LLAVA_IMAGE)
-    config = LlavaConfig(
-        text_config=_llama_config(model, tokenizer, ids),
-        vision_config=_clip_config(model),
-        image_token_index=ids[LLAVA_IMAGE],
-        vision_feature_layer=-2,
-        vision_feature_select_strategy="default",
-        tie_word_embeddings=False,
-        dtype="float32",
-    )
-    network = LlavaForConditionalGeneration(config)
-    _initialise(network, model, "multi_modal_projector.linear_2", silent=ids.values())
-    processor = LlavaProcessor(
-        image_processor=CLIPImageProcessor(
-            size={"shortest_edge": model.image_size},
-            crop_size={"height": model.image_size, "width": model.image_size},
-        ),
-        tokenizer=tokenizer,
-        patch_size=PATCH,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=tokenizer.chat_template,
-    )
-    _save(folder, network, processor, ids)
+    text = _text_config(model, tokenizer, ids)
+    config = llava_config(text, _clip_config(model), ids[LLAVA_IMAGE], "float32")
+    processor = llava_processor(tokenizer, model.image_size, PATCH)
+    _save(folder, model, LlavaForConditionalGeneration(config), processor, ids)
     _rename_weights(folder, _clip_name_of_vllm)
 
 
 def write_llava_next(folder: Path, model: TinyModel) -> None:
-    """Write a LLaVA-NeXT model: images are seen whole and in tiles, with a token after each row."""
+    """Write a LLaVA-NeXT model: an image is scaled down and tiled, with a token per row end."""
     tokenizer, ids = _tokenizer(_LLAVA_TOKENS, LLAVA_IMAGE)
     side = model.image_size
     config = LlavaNextConfig(
-        text_config=_llama_config(model, tokenizer, ids),
+        text_config=_text_config(model, tokenizer, ids),
         vision_config=_clip_config(model),
         image_token_index=ids[LLAVA_IMAGE],
         image_grid_pinpoints=_pinpoints(side),
@@ -226,8 +194,6 @@ def write_llava_next(folder: Path, model: TinyModel) -> None:
         tie_word_embeddings=False,
         dtype="float32",
     )
-    network = LlavaNextForConditionalGeneration(config)
-    _initialise(network, model, "multi_modal_projector.linear_2", silent=ids.values())
     processor = LlavaNextProcessor(
         image_processor=LlavaNextImageProcessor(
             size={"shortest_edge": side},
@@ -240,7 +206,7 @@ def write_llava_next(folder: Path, model: TinyModel) -> None:
         num_additional_image_tokens=1,
         chat_template=tokenizer.chat_template,
     )
-    _save(folder, network, processor, ids)
+    _save(folder, model, LlavaNextForConditionalGeneration(config), processor, ids)
     _rename_weights(folder, _clip_name_of_vllm)
 
 
@@ -249,7 +215,7 @@ def write_llava_onevision(folder: Path, model: TinyModel) -> None:
     tokenizer, ids = _tokenizer([*_LLAVA_TOKENS, LLAVA_VIDEO], LLAVA_IMAGE)
     side = model.image_size
     config = LlavaOnevisionConfig(
-        text_config={"model_type": "qwen2", **_llama_config(model, tokenizer, ids, "Qwen2")},
+        text_config={"model_type": "qwen2", **_text_config(model, tokenizer, ids, "Qwen2")},
         vision_config={**_clip_config(model), "model_type": "siglip_vision_model"},
         image_token_index=ids[LLAVA_IMAGE],
         video_token_index=ids[LLAVA_VIDEO],
@@ -257,8 +223,6 @@ def write_llava_onevision(folder: Path, model: TinyModel) -> None:
         tie_word_embeddings=False,
         dtype="float32",
     )
-    network = LlavaOnevisionForConditionalGeneration(config)
-    _initialise(network, model, "multi_modal_projector.linear_2", silent=ids.values())
     size = {"height": side, "width": side}
     processor = LlavaOnevisionProcessor(
         image_processor=LlavaOnevisionImageProcessor(
@@ -270,7 +234,7 @@ def write_llava_onevision(folder: Path, model: TinyModel) -> None:
         vision_feature_select_strategy="full",
         chat_template=tokenizer.chat_template,
     )
-    _save(folder, network, processor, ids)
+    _save(folder, model, LlavaOnevisionForConditionalGeneration(config), processor, ids)
     _rename_weights(folder, _clip_name_of_vllm)
 
 
@@ -285,7 +249,7 @@ def write_internvl(folder: Path, model: TinyModel) -> None:
     side = model.image_size
     num_tokens = (side // PATCH // 2) ** 2
     config = InternVLConfig(
-        text_config={"model_type": "qwen3", **_llama_config(model, tokenizer, ids, "Qwen3")},
+        text_config={"model_type": "qwen3", **_text_config(model, tokenizer, ids, "Qwen3")},
         vision_config={
             "hidden_size": 64,
             "intermediate_size": 128,
@@ -300,8 +264,6 @@ def write_internvl(folder: Path, model: TinyModel) -> None:
         tie_word_embeddings=False,
         dtype="float32",
     )
-    network = InternVLForConditionalGeneration(config)
-    _initialise(network, model, "multi_modal_projector.linear_2", silent=ids.values())
     size = {"height": side, "width": side}
     processor = InternVLProcessor(
         image_processor=GotOcr2ImageProcessor(size=size, min_patches=1, max_patches=6),
@@ -310,21 +272,20 @@ def write_internvl(folder: Path, model: TinyModel) -> None:
         image_seq_length=num_tokens,
         chat_template=tokenizer.chat_template,
     )
-    _save(folder, network, processor, ids)
+    _save(folder, model, InternVLForConditionalGeneration(config), processor, ids)
 
 
 def write_qwen3(folder: Path, model: TinyModel) -> None:
     """Write a Qwen3 language model, which has no vision."""
     tokenizer, ids = _tokenizer(_CHAT_TOKENS, "", Qwen2Tokenizer)
-    network = Qwen3ForCausalLM(Qwen3Config(**_llama_config(model, tokenizer, ids, "Qwen3")))
-    _initialise(network, model, "nothing", silent=ids.values())
-    _save(folder, network, tokenizer, ids)
+    config = Qwen3Config(**_text_config(model, tokenizer, ids, "Qwen3"))
+    _save(folder, model, Qwen3ForCausalLM(config), tokenizer, ids, projector=None)
 
 
-def _llama_config(
+def _text_config(
     model: TinyModel, tokenizer: Any, ids: dict[str, int], kind: str = "Llama"
 ) -> dict[str, Any]:
-    """Return the language model's configuration, but for its type where it is not Llama."""
+    """Return the language model's configuration, without its type unless it is Llama."""
     own = {"model_type": "llama"} if kind == "Llama" else {}
     return {
         **own,
@@ -340,21 +301,12 @@ def _llama_config(
 
 
 def _clip_config(model: TinyModel) -> dict[str, Any]:
-    return {
-        "model_type": "clip_vision_model",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 3,
-        "image_size": model.image_size,
-        "patch_size": PATCH,
-        "projection_dim": 64,
-    }
+    return clip_config(image_size=model.image_size, patch=PATCH, layers=3)
 
 
-def _pinpoints(side: int, most: int = 3) -> list[list[int]]:
-    """Return the sizes (height, width) into which images are fitted: up to `most` tiles a side."""
-    sides = range(1, most + 1)
+def _pinpoints(side: int, max_tiles: int = 3) -> list[list[int]]:
+    """Return the sizes (height, width) that images are fitted to, up to `max_tiles` a side."""
+    sides = range(1, max_tiles + 1)
     return [[side * rows, side * columns] for rows in sides for columns in sides]
 
 
@@ -396,8 +348,6 @@ def write_qwen_vl(folder: Path, model: TinyModel) -> None:
         tie_word_embeddings=False,
         dtype="float32",
     )
-    network = kind.network(config)
-    _initialise(network, model, kind.projector, silent=ids.values())
     pixels = {"size": {"shortest_edge": 28 * 28, "longest_edge": 1280 * 28 * 28}, **kind.pixels}
     processor = kind.processor(
         image_processor=Qwen2VLImageProcessor(**pixels),
@@ -405,12 +355,12 @@ def write_qwen_vl(folder: Path, model: TinyModel) -> None:
         video_processor=kind.video_processor(**pixels),
         chat_template=tokenizer.chat_template,
     )
-    _save(folder, network, processor, ids)
+    _save(folder, model, kind.network(config), processor, ids, kind.projector)
 
 
 @dataclass(frozen=True)
 class _QwenKind:
-    """In what a generation of Qwen-VL differs from the others."""
+    """Differences between the generations of Qwen-VL."""
 
     config: Any
     network: Any
@@ -444,8 +394,8 @@ _QWEN_KINDS = {
             "intermediate_size": 128,
             "window_size": 112,
             "fullatt_block_indexes": [1],
-            # A video no longer than it is wide: transformers counts on from its width behind it,
-            # vLLM from whatever is more.
+            # Videos must not be longer than wide: after them transformers continues from the
+            # width, vLLM from the larger of both.
             "tokens_per_second": 1,
             "out_hidden_size": hidden,
         },
@@ -467,7 +417,7 @@ _QWEN_KINDS = {
         },
         text=lambda model: {"head_dim": model.head_size},
         rope={"mrope_interleaved": True},
-        # vLLM normalises videos as images are, and transformers' defaults for the two differ.
+        # vLLM normalises videos like images; transformers' defaults for the two differ.
         pixels={"patch_size": PATCH, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
     ),
 }
@@ -475,7 +425,7 @@ _QWEN_KINDS = {
 
 @dataclass(frozen=True)
 class Family:
-    """How models of one architecture are written and spoken to."""
+    """One architecture: how its models are written, and its placeholders in a prompt."""
 
     write: Callable[[Path, TinyModel], None]
     image_text: str = ""
@@ -501,53 +451,58 @@ def _tokenizer(
     **options: Any,
 ) -> tuple[PreTrainedTokenizerFast, dict[str, int]]:
     """Return a tokenizer with one token per byte, and the ids of its special tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = Tokenizer(BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokens.decoder = decoders.ByteLevel()
-    tokens.add_special_tokens([AddedToken(token, special=True) for token in special])
-    tokenizer = tokenizer_class(
-        tokenizer_object=tokens,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
+    return byte_tokenizer(
+        special,
+        eos="<|im_end|>",
+        pad="<|endoftext|>",
+        max_length=MAX_POSITIONS,
+        tokenizer_class=tokenizer_class,
         chat_template=_CHAT_TEMPLATE.replace("IMAGE", image_text),
-        model_max_length=MAX_POSITIONS,
         **options,
     )
-    return tokenizer, {token: tokenizer.convert_tokens_to_ids(token) for token in special}
 
 
-@torch.no_grad()
-def _initialise(
-    network: PreTrainedModel, model: TinyModel, projector: str, silent: Iterable[int]
+def _save(
+    folder: Path,
+    model: TinyModel,
+    network: PreTrainedModel,
+    processor: Any,
+    ids: dict[str, int],
+    projector: str | None = "multi_modal_projector.linear_2",
 ) -> None:
-    """Fill `network` with random weights under which greedy text varies and never ends.
-
-    With the default initialisation such a network repeats two tokens for ever, and a comparison
-    of texts would prove nothing. The tokens in `silent` get a logit of 0, which never wins: the
-    text neither stops nor contains image placeholders.
-    """
-    generator = torch.Generator().manual_seed(model.seed)
-    for name, parameter in network.named_parameters():
-        if "q_norm" in name or "k_norm" in name:
-            parameter.fill_(model.query_key_gain)  # Qwen3: what the projections give is undone
-        if parameter.ndim < 2 and "embedding" not in name and "newline" not in name:
-            continue  # norms and biases keep their neutral values
-        scale = model.initializer_range
-        if "q_proj" in name or "k_proj" in name:
-            scale *= model.query_key_gain
-        if projector in name:
-            scale *= model.vision_gain
-        parameter.normal_(0.0, scale, generator=generator)
-    network.get_output_embeddings().weight[list(silent)] = 0.0
-
-
-def _save(folder: Path, network: PreTrainedModel, processor: Any, ids: dict[str, int]) -> None:
-    """Save weights, configuration and processor."""
+    """Fill `network` with random weights and save weights, configuration and processor."""
+    _initialise(network, model, projector, silent=ids.values())
     network.generation_config.eos_token_id = ids["<|im_end|>"]
     network.generation_config.pad_token_id = ids["<|endoftext|>"]
     network.save_pretrained(folder)
     processor.save_pretrained(folder)
+
+
+@torch.no_grad()
+def _initialise(
+    network: PreTrainedModel, model: TinyModel, projector: str | None, silent: Iterable[int]
+) -> None:
+    """Fill `network` with random weights under which greedy text varies and never ends.
+
+    With the default initialisation such a network repeats two tokens forever, and comparing texts
+    would prove nothing. The tokens in `silent` get a logit of 0, which never wins: the text
+    neither stops nor contains image placeholders.
+    """
+    generator = torch.Generator().manual_seed(model.seed)
+    for name, parameter in network.named_parameters():
+        if "q_norm" in name or "k_norm" in name:
+            parameter.fill_(model.query_key_gain)  # Qwen3 normalises the gain of the projections
+        if parameter.ndim < 2 and "embedding" not in name and "newline" not in name:
+            if name.endswith(".bias"):
+                parameter.zero_()  # transformers draws some of SigLIP's without our seed
+            continue  # norms keep their neutral values
+        scale = model.initializer_range
+        if "q_proj" in name or "k_proj" in name:
+            scale *= model.query_key_gain
+        if projector is not None and projector in name:
+            scale *= model.vision_gain
+        parameter.normal_(0.0, scale, generator=generator)
+    network.get_output_embeddings().weight[list(silent)] = 0.0
 
 
 def _clip_name_of_vllm(name: str) -> str:

@@ -247,7 +247,7 @@ def test_auto_budgets_hold_the_fewest_blocks(running: Engine, cases: Cases) -> N
     finished: dict[str, Any] = {}
     while running.engine.has_unfinished_requests():
         finished |= {output.request_id: output for output in running.step() if output.finished}
-        for name, blocks in running.scheduler._manager.req_to_blocks.items():
+        for name, blocks in running.scheduler.manager.req_to_blocks.items():
             request = running.scheduler.requests[name]
             # Exclude the blocks of the tail and of decoded tokens.
             after = -(-request.num_computed_tokens // BLOCK_SIZE)

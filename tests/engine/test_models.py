@@ -236,7 +236,7 @@ def test_vision_is_where_the_models_tokens_are(family: Family) -> None:
         wanted = oracle.scene(scene)
         running.add(scene)
         (request,) = running.scheduler.requests.values()
-        (candidate,) = running.scheduler._candidates.values()
+        (candidate,) = running.scheduler.candidates.values()
         ids, is_vision = np.array(request.prompt_token_ids), candidate.prompt.is_vision()
         if family.model.arch == "internvl":  # transformers writes frames with the image's token
             wanted_ids = np.where(is_vision, ids, wanted.token_ids)

@@ -25,16 +25,16 @@ export OMP_WAIT_POLICY VLLM_CPU_OMP_THREADS_BIND VLLM_CPU_KVCACHE_SPACE
 export HF_HUB_OFFLINE VLLM_NO_USAGE_STATS TOKENIZERS_PARALLELISM
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint test test-all test-fast test-gpu test-scheduler compile-kernels demo demo-model
-.PHONY: eval bench bench-gpu loadtest soak clean
+.PHONY: help setup wheel lint test test-all test-fast test-gpu test-scheduler compile-kernels
+.PHONY: demo demo-model eval bench bench-gpu loadtest soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## make the environment: vLLM for CPU, this plugin, test and demo tools
+setup: $(STAMP) ## make the environment: vLLM for CPU, the plugin, tools for tests and demo
 
-# vLLM first and by itself: its pin decides for torch's CPU build, and a resolver that sees other
-# requirements earlier might begin with gigabytes of CUDA.
+# vLLM first and alone: it pins torch's CPU build. With other requirements in the same call, pip might
+# download gigabytes of CUDA first.
 $(STAMP): pyproject.toml $(wildcard tools/cpu/*)
 	@test -x $(BIN)/python || test -n "$(PYTHON)" || \
 		{ echo "No Python >= 3.10 with ensurepip found; name one: make setup PYTHON=..."; exit 1; }
@@ -46,10 +46,17 @@ $(STAMP): pyproject.toml $(wildcard tools/cpu/*)
 	rm -rf tools/cpu/build tools/cpu/vllm.egg-info
 	touch $@
 
-lint: setup ## ruff and mypy
+# With this environment's setuptools, so nothing is downloaded. `build/` may hold files that are gone.
+wheel: setup ## dist/*.whl, to install in an environment that has vLLM
+	rm -rf build dist
+	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	rm -rf build
+
+lint: setup ## ruff, mypy, and the order of layers (import-linter)
 	$(BIN)/ruff check $(wildcard $(SOURCES))
 	$(BIN)/ruff format --check $(wildcard $(SOURCES))
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo --no-cache
 
 test: lint ## lint and the usual tests, within 20 minutes on two cores: JOBS=... for more
 	$(PYTEST) -m "not compatibility"

@@ -7,16 +7,14 @@ import os
 import signal
 from typing import Any
 
-from vllm_tgvkv.evictor import Evictor
+from vllm_tgvkv.decision import Decider
 
 
 class Mortal:
-    evictor: Evictor
-
     def die_in_the_next_eviction(self) -> None:
-        """Kill this process once the blocks are swapped and the layers observed, before the copy."""
+        """Kill this process once blocks are swapped and layers observed, before the copy."""
 
         def die(*_: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        self.evictor._decide = die  # type: ignore[method-assign, assignment]
+        Decider.decide = die  # type: ignore[method-assign, assignment]

@@ -108,7 +108,7 @@ class Engine(LocalLLM):
         """Run one step; with eviction, recount every block afterwards."""
         outputs = self.engine.step()
         if self.evicts:
-            check_integrity(self.scheduler)
+            check_integrity(self.scheduler.manager, self.scheduler.requests.keys())
         requests = self.scheduler.requests.items()
         self.preempted |= {name_of(key): r for key, r in requests if r.num_preemptions}
         return outputs
@@ -166,17 +166,16 @@ class Engine(LocalLLM):
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
         if self.evicts:
-            check_integrity(self.scheduler)
-            assert not self.scheduler._manager.compressions
-            assert not self.scheduler._candidates
+            check_integrity(self.scheduler.manager, self.scheduler.requests.keys())
+            assert not self.scheduler.manager.compressions
+            assert not self.scheduler.candidates
 
     def assert_forgotten(self) -> None:
         """Assert that the worker, which knows of all ended requests, has no state of any."""
         if self.evicts:
             assert self.evictor.regions.num_live == 0
             assert not self.evictor.regions.num_retained.any()
-            assert not self.evictor._queries
-            assert not self.evictor._sums
+            assert not self.evictor.observations
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from tests.models import random_text
 from vllm_tgvkv import attention_cuda
 from vllm_tgvkv.config import EvictionConfig
 from vllm_tgvkv.kernels import gpu
+from vllm_tgvkv.warm_up import warm_up
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -66,7 +67,7 @@ def flash() -> Iterator[None]:
 @pytest.fixture(scope="module", params=["layer", "head"])
 def evicting(request: pytest.FixtureRequest, folder: Path) -> Iterator[Engine]:
     with engine(folder, tgv(request.param), block_size=16) as running:
-        running.evictor.warm_up()  # as the GPU's worker does when it starts
+        warm_up(running.evictor)  # as the GPU's worker does when it starts
         yield running
 
 
@@ -82,11 +83,11 @@ def test_a_warm_up_leaves_nothing(
     config = EvictionConfig.from_mapping({"policy": method, "budget": budget})
     monkeypatch.setattr(evictor, "config", config)
     evictor.pool.raw.zero_()
-    evictor.warm_up()
+    warm_up(evictor)
     assert not evictor.pool.raw.any()
     assert not evictor.regions.num_live
     assert not evictor.regions.num_retained.any()
-    assert not any((evictor._queries, evictor._sums, evictor._outcomes, evictor.kept))
+    assert not any((evictor.observations, evictor.ended, evictor.kept))
 
 
 def test_it_is_the_cuda_backend(evicting: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

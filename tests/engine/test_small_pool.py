@@ -263,7 +263,7 @@ def test_abort_in_every_phase(evicting: Engine, oracle: Oracle, phase: str) -> N
     stays = evicting.add(bystander, priority=-1)
     names = [evicting.add(victim, priority=5) for victim in victims]
     inner = [r.request_id for r in evicting.requests(names)]
-    manager = evicting.scheduler._manager
+    manager = evicting.scheduler.manager
 
     def reached() -> bool:
         first, _ = evicting.requests(names)

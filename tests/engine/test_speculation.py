@@ -221,7 +221,7 @@ def test_random_drafts_change_nothing(
 
     def step_and_preempt() -> list[Any]:
         if not next(steps) % 9 and scheduler.running:
-            scheduler._preempt_request(scheduler.running.pop(), 0.0)
+            drafting.preempt(scheduler.running[-1])
         return step()
 
     monkeypatch.setattr(runner.drafter, "propose", propose)
@@ -280,8 +280,7 @@ def test_requests_end_while_their_drafts_are_pending(drafting: Engine) -> None:
     while not any(request.spec_token_ids for request in drafting.requests(names)):
         drafting.step()
     *_, last = drafting.requests(names)
-    drafting.scheduler.running.remove(last)
-    drafting.scheduler._preempt_request(last, 0.0)
+    drafting.preempt(last)
     drafting.engine.abort_request(names)
     drafting.step()
     drafting.assert_empty()

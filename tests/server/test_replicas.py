@@ -267,9 +267,10 @@ def test_gauges_show_the_running_requests_of_each_engine(
 ) -> None:
     """An engine's requests come from both API servers, which also share its statistics."""
     wanted = [(0, 0), (0, 1), (1, 1)]  # engine and API server
+    # Connected first: that takes long on a busy machine, and the requests have to run together.
+    connections = [connect(server, server_of(server, doors[index])) for _, index in wanted]
     streams = []
-    for seed, (rank, index) in enumerate(wanted, 1000):
-        stream = connect(server, server_of(server, doors[index]))
+    for seed, ((rank, _), stream) in enumerate(zip(wanted, connections, strict=True), 1000):
         body = json.dumps(question(seed, max_tokens=3500, stream=True))
         headers = {"Content-Type": "application/json", "X-data-parallel-rank": str(rank)}
         stream.request("POST", "/v1/chat/completions", body, headers)

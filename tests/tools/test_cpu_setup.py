@@ -6,11 +6,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import shutil
 import subprocess
 import sys
 import urllib.request
-import zipfile
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -79,27 +77,6 @@ def test_environment_is_exported_by_the_makefile() -> None:
     makefile = (ROOT / "Makefile").read_text()
     exported = " ".join(re.findall(r"^export (.*)$", makefile, flags=re.MULTILINE)).split()
     assert sorted(exported) == sorted(default_environment())
-
-
-def test_wheel_holds_every_module(tmp_path: Path) -> None:
-    """`kernels/` becomes `vllm_tgvkv/kernels/`, and no sub-package is forgotten."""
-    source = tmp_path / "source"
-    source.mkdir()
-    for name in ("pyproject.toml", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    if (ROOT / "README.md").exists():
-        shutil.copy(ROOT / "README.md", source)
-    for name in ("vllm_tgvkv", "kernels", "server"):
-        shutil.copytree(ROOT / name, source / name, symlinks=True)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
-    command += ["--no-build-isolation", "--wheel-dir", str(tmp_path), str(source)]
-    subprocess.run(command, check=True)
-    wheel = zipfile.ZipFile(next(tmp_path.glob("*.whl")))
-    packed = {name for name in wheel.namelist() if name.endswith(".py")}
-    expected = {str(p.relative_to(ROOT)) for p in (ROOT / "vllm_tgvkv").rglob("*.py")}
-    for folder in ("kernels", "server"):
-        expected |= {f"vllm_tgvkv/{p.relative_to(ROOT)}" for p in (ROOT / folder).rglob("*.py")}
-    assert packed == expected
 
 
 @needs_cpu_setup

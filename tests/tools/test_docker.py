@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The images, the compose file and the Helm chart in `docker/`, as far as they go without Docker.
+"""The images, the compose file and the Helm chart in `docker/`, checked without Docker.
 
-hadolint, Docker Compose and Helm are the real ones, from packages that bundle them. They read and
-render; nothing is built, started or installed by them.
+hadolint, Docker Compose and Helm are the real programs, from packages that bundle them. They check
+and render files; they build, start and install nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import subprocess
 import sys
 import threading
 import venv
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -31,6 +30,13 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.conftest import ROOT
 from tests.tools.test_configs import serve, serve_parser
+from tests.tools.test_install import (
+    OFFLINE,
+    borrow_packages,
+    check_installation,
+    packaged_files,
+    packed_files,
+)
 from vllm_tgvkv.plugin import SUPPORTED_VLLM
 
 __all__ = ["serve_parser"]  # a fixture
@@ -45,7 +51,7 @@ each_dockerfile = pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: 
 
 
 def tool(name: str) -> str:
-    """Path of a program that a package brings into this environment."""
+    """Return the path of a program that a package of this environment contains."""
     path = shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if path is None:
         pytest.skip(f"{name} is not installed")
@@ -64,7 +70,7 @@ class Instruction:
 
     @property
     def exec_form(self) -> list[str]:
-        """The value of an instruction in exec form."""
+        """Return the words of an instruction in exec form."""
         return json.loads(self.value)
 
 
@@ -80,13 +86,13 @@ def instructions(path: Path) -> list[Instruction]:
 
 
 def final(path: Path, keyword: str) -> list[Instruction]:
-    """Instructions of one kind in the last stage, which is the image."""
+    """Return the instructions of one kind in the last stage, which is the image."""
     found = instructions(path)
     return [i for i in found if i.stage == found[-1].stage and i.keyword == keyword]
 
 
 def dockerignored(name: str) -> bool:
-    """Whether `.dockerignore` keeps a path out of the build context: the last match decides."""
+    """Return whether `.dockerignore` keeps a path out of the build context; the last match wins."""
     ignored = False
     for line in (ROOT / ".dockerignore").read_text().splitlines():
         if not line or line.startswith("#"):
@@ -101,7 +107,7 @@ def dockerignored(name: str) -> bool:
 
 
 @each_dockerfile
-def test_hadolint_has_nothing_to_say(path: Path) -> None:
+def test_hadolint_finds_nothing(path: Path) -> None:
     run = subprocess.run([tool("hadolint"), path], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout
 
@@ -149,7 +155,7 @@ def test_layers_carry_no_caches(path: Path) -> None:
 
 
 @each_dockerfile
-def test_context_has_what_is_copied(path: Path) -> None:
+def test_build_context_has_what_is_copied(path: Path) -> None:
     for instruction in instructions(path):
         if instruction.keyword == "COPY" and "--from=" not in instruction.value:
             for source in instruction.value.split()[:-1]:
@@ -157,7 +163,7 @@ def test_context_has_what_is_copied(path: Path) -> None:
                 assert not dockerignored(source), source
 
 
-def test_context_has_nothing_else() -> None:
+def test_build_context_has_nothing_else() -> None:
     assert not dockerignored("vllm_tgvkv/policies/tgv.py")
     assert dockerignored("vllm_tgvkv/policies/__pycache__/tgv.cpython-311.pyc")
     assert dockerignored("tools/cpu/build")
@@ -167,7 +173,7 @@ def test_context_has_nothing_else() -> None:
 
 @pytest.fixture
 def answering() -> Iterator[list[int]]:
-    """A server on a free port: [status that /health answers, port]."""
+    """Serve `/health` on a free port; the list holds the status it answers, and the port."""
     state = [200, 0]
 
     class Health(BaseHTTPRequestHandler):
@@ -207,10 +213,9 @@ def test_healthcheck_tells(
 
 
 class ImageBuild:
-    """Runs the instructions of a stage in a folder in place of a container's root.
+    """Runs the instructions of a build stage below `root`, which stands for the container's root.
 
-    Absolute paths of the Dockerfile are those below `root`. Nothing is downloaded: setuptools is
-    this environment's, and dependencies are left out.
+    Nothing is downloaded: setuptools comes from this environment, and dependencies are left out.
     """
 
     PATHS = ("/source", "/wheels", "/opt/venv")
@@ -226,10 +231,9 @@ class ImageBuild:
         self.environment = {
             **os.environ,
             "PATH": f"{root}/opt/venv/bin:{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": str(build_tools),  # before the older setuptools of a new environment
+            "PYTHONPATH": str(build_tools),  # ahead of a new environment's older setuptools
             "PIP_NO_DEPS": "1",
-            "PIP_NO_INDEX": "1",
-            "PIP_NO_BUILD_ISOLATION": "0",  # pip's way to say that there is none
+            **OFFLINE,
             "TORCH_INDEX": "",
         }
 
@@ -245,7 +249,7 @@ class ImageBuild:
         for source in map(Path, sources):
             destination = self.source / (source.name if target == "./" else target)
             if (ROOT / source).is_dir():
-                shutil.copytree(ROOT / source, destination, ignore=self.ignore)
+                shutil.copytree(ROOT / source, destination, symlinks=True, ignore=self.ignore)
             else:
                 shutil.copy(ROOT / source, destination)
 
@@ -279,36 +283,10 @@ class ImageBuild:
         return folder
 
 
-def borrow_packages(site_packages: Path) -> None:
-    """Let an environment see the packages of this one, but none of its start-up files.
-
-    So an editable installation of the plugin here is not seen there.
-    """
-    here = Path(yaml.__file__).parents[1]
-    start = "import vllm_cpu_setup; vllm_cpu_setup.install()"
-    lines = [str(here), *([start] if (here / "vllm_cpu_setup.py").exists() else [])]
-    (site_packages / "zz_borrowed.pth").write_text("\n".join(lines) + "\n")
-
-
-CHECK_INSTALLATION = """
-import importlib, sys
-from importlib.metadata import distribution
-from pathlib import Path
-for package in ("vllm_tgvkv", "vllm_tgvkv.kernels", "vllm_tgvkv.kernels.gpu", "vllm_tgvkv.server"):
-    file = importlib.import_module(package).__file__
-    assert Path(file).is_relative_to(sys.prefix), file
-for entry_point in distribution("vllm-tgvkv").entry_points:
-    entry_point.load()
-from vllm.entrypoints.cli.main import main
-sys.argv = ["vllm", "serve", "--help=KVEviction"]
-main()
-"""
-
-
 @pytest.mark.slow
 @each_dockerfile
 def test_install_steps_in_a_clean_environment(path: Path, tmp_path: Path) -> None:
-    """What the image's `pip` lines install is the whole plugin, and `vllm serve` has its flags."""
+    """The image's `pip` lines install the whole plugin, and `vllm serve` has its flags."""
     build = ImageBuild(path, tmp_path)
     if path.name == "Dockerfile":
         build.run_stage(0)
@@ -325,36 +303,16 @@ def test_install_steps_in_a_clean_environment(path: Path, tmp_path: Path) -> Non
             next(build.site_packages.glob("vllm-*.dist-info"))
         ).version.endswith("+cpu")
 
-    packed = zipfile.ZipFile(build.wheel).namelist()
-    expected = {str(p.relative_to(ROOT)) for p in (ROOT / "vllm_tgvkv").rglob("*.py")}
-    for folder in ("kernels", "server"):
-        files = [
-            p for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".html", ".js", ".css")
-        ]
-        expected |= {f"vllm_tgvkv/{p.relative_to(ROOT)}" for p in files}
-    assert expected | {"vllm_tgvkv/py.typed"} <= set(packed)
-    assert {"vllm_tgvkv/kernels/gpu/__init__.py", "vllm_tgvkv/server/inspector/index.html"} <= {
-        *packed
-    }
-
+    assert packed_files(build.wheel) == packaged_files()
     borrow_packages(build.site_packages)
-    run = subprocess.run(
-        [tmp_path / "opt/venv/bin/python", "-c", CHECK_INSTALLATION],
-        cwd=tmp_path,
-        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert "--kv-eviction-budget" in run.stdout
+    check_installation(tmp_path / "opt/venv/bin/python")
 
 
 # Compose
 
 
 def composed(*profiles: str, **environment: str) -> dict[str, Any]:
-    """The compose file as Docker Compose understands it."""
+    """Return the compose file as Docker Compose reads it."""
     flags = [flag for profile in profiles for flag in ("--profile", profile)]
     run = subprocess.run(
         [
@@ -372,7 +330,7 @@ def composed(*profiles: str, **environment: str) -> dict[str, Any]:
 
 
 def in_repository(arguments: list[str]) -> list[str]:
-    """Arguments of a container with the paths of its configurations in the repository."""
+    """Return a container's arguments with `/configs` replaced by the repository's folder."""
     return [re.sub(r"^/configs/", f"{ROOT}/configs/", argument) for argument in arguments]
 
 
@@ -481,7 +439,7 @@ each_variant = pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS
 
 
 def rendered(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Objects of a release `rel` in the namespace `ns`, by kind, as Helm makes them."""
+    """Return the objects Helm makes of release `rel` in namespace `ns`, by kind."""
     helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")
     with helm.Chart.load(CHART) as chart:
         files = chart.render(values, name="rel", namespace="ns")
@@ -502,7 +460,7 @@ def container(values: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def test_helm_lint_has_nothing_to_say() -> None:
+def test_helm_lint_finds_nothing() -> None:
     helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")
     report = helm.lint(CHART, strict=True)
     assert report["errors"] == []
@@ -519,7 +477,7 @@ def test_objects_are_those_of_kubernetes(values: dict[str, Any], version: str) -
     assert objects.keys() >= {"Deployment", "Service"}
     for kind, found in objects.items():
         assert found["metadata"]["namespace"] == "ns"
-        if kind != "PodMonitor":  # the Prometheus operator's, of which no package brings the schema
+        if kind != "PodMonitor":  # the Prometheus operator's; no package has its schema
             kubernetes.validate(found, version, strict=True)
 
 
@@ -590,7 +548,7 @@ def test_pods_may_do_little(values: dict[str, Any]) -> None:
         "readOnlyRootFilesystem": True,
         "capabilities": {"drop": ["ALL"]},
     }
-    # What the image's variables point to can be written.
+    # The folders in the image's variables are writable.
     written = {mount["mountPath"] for mount in server["volumeMounts"] if not mount.get("readOnly")}
     (environment,) = final(DOCKERFILES[0], "ENV")
     folders = re.findall(r"=(/\w+)", environment.value)
@@ -642,7 +600,7 @@ def test_pods_are_given_the_time_they_need() -> None:
 
 
 def test_autoscaler_asks_for_gauges_of_vllm() -> None:
-    """Each metric is one that the adapter's rule makes of a gauge in vLLM's /metrics."""
+    """The adapter's rule makes each metric from a gauge in vLLM's /metrics."""
     adapter = yaml.safe_load((DOCKER / "helm/prometheus-adapter.yaml").read_text())
     (rule,) = adapter["rules"]["custom"]
     series = re.search(r'__name__=~"([^"]*)"', rule["seriesQuery"])

@@ -16,7 +16,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_tgvkv.counters import EvictionCounters
 from vllm_tgvkv.evictor import Evictor
-from vllm_tgvkv.metrics import Observations
+from vllm_tgvkv.metrics import MetricsBuffer
 from vllm_tgvkv.plan import Outcome
 from vllm_tgvkv.scheduler import EvictionScheduler
 from vllm_tgvkv.server.prometheus import EvictionPrometheusStatLogger
@@ -56,17 +56,14 @@ class Collection:
         """Whether each place collects; to be compared with that of an engine so configured."""
         counters = self.scheduler.eviction_counters
         return {
-            "scheduler": self.scheduler._observations is not None,
-            "counters": counters.observations is not None,
+            "scheduler": counters.metrics is not None,
             "worker": self.evictor.config.metrics,
             "logger": any(isinstance(each, EvictionPrometheusStatLogger) for each in self.loggers),
         }
 
     def switch(self, on: bool) -> None:
         """Do what `metrics: true` or `metrics: false` would have done at the start."""
-        observations = Observations() if on else None
-        self.scheduler._observations = observations
-        self.scheduler.eviction_counters.observations = observations
+        self.scheduler.eviction_counters.metrics = MetricsBuffer() if on else None
         self.evictor.config = dataclasses.replace(self.evictor.config, metrics=on)
         ours = EvictionPrometheusStatLogger
         old, new = (ours.__base__, ours) if on else (ours, ours.__base__)
@@ -90,8 +87,8 @@ class Collection:
             kept={"text": 16, "vision": 48},
             seconds=dict.fromkeys(PARTS, 0.001),
         )
-        observed = EvictionCounters(observations=self.scheduler._observations)
-        assert observed.observations is not None, "metrics are off"
+        observed = EvictionCounters(metrics=self.scheduler.eviction_counters.metrics)
+        assert observed.metrics is not None, "metrics are off"
 
         def count(counters: EvictionCounters) -> None:
             counters.gave_back("tgv", 4)

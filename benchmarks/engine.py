@@ -82,12 +82,14 @@ class Engine:
         self.watches.watch(builder, "build", "metadata")
         if self.arm.evicts:
             from vllm_tgvkv import worker
+            from vllm_tgvkv.observation import PromptObservation
 
             self.watches.watch(builder.evictor, "observe_layer", "eviction")
             self.watches.watch(builder.evictor, "take_outcomes", "outcomes")
             self.watches.watch(worker, "with_outcomes", "outcomes")
-            for name in ("_add_rows", "_judge_layer", "_finish"):
-                self.watches.watch(builder.evictor, name)
+            for name in ("_add_sums", "_score_layer"):
+                self.watches.watch(PromptObservation, name)
+            self.watches.watch(builder.evictor, "_evict")
             self.watches.watch(builder, "_schedule", "schedules")
             for name in ("write_page_tables", "write_lengths"):
                 self.watches.watch(builder.evictor.regions, name)
@@ -197,8 +199,8 @@ class Engine:
         self.clear()
         return {
             "all": spent["eviction"],
-            "statistics": spent["_judge_layer"] + spent.get("_add_rows", 0.0),
-            "decision": spent["_finish"],
+            "statistics": spent["_score_layer"] + spent.get("_add_sums", 0.0),
+            "decision": spent["_evict"],
         }
 
     def fill(

@@ -107,13 +107,13 @@ def _measure(shape: ModelShape, root: str, budget: float, traffic: Traffic, step
             seconds[name].append(lanes[name].step())
         running.append(len(ours.scheduler.running))
         running_stock.append(len(stock.scheduler.running))
-        prefilling.append(len(ours.scheduler._manager.prefills))
+        prefilling.append(len(ours.scheduler.manager.order.prefills))
         waiting.append(len(ours.scheduler.waiting))
         same = running_stock[-1] == running[-1]
         assert same or traffic.pool_blocks, "the schedulers went different ways"
     flight = sum(prefilling) / steps
     assert flight >= 64 or not traffic.pool_blocks, f"{flight:.0f} prompts are in flight: too few"
-    held, _ = ours.scheduler._manager.num_held()
+    held, _ = ours.scheduler.manager.num_held()
     held += prefilling[-1]
     assert held >= 0.9 * running[-1], f"{held} of {running[-1]} are compressed, or will be"
     return Timing(

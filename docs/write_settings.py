@@ -37,8 +37,9 @@ Methods, their pooling and mixes are explained in [methods.md](methods.md), `max
 
 
 def page() -> str:
-    settings = [s for s in settings_of(EvictionConfig) if not s.declaration.for_tests]
-    return TEXT.format(settings=table(settings), debug=table(settings_of(DebugOptions)))
+    """Return the page's text."""
+    settings, debug = settings_of(EvictionConfig), settings_of(DebugOptions)
+    return TEXT.format(settings=table(settings), debug=table(debug))
 
 
 if __name__ == "__main__":

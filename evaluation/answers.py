@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was answered, and the log that an interrupted evaluation goes on from."""
+"""Answers, and the log from which an interrupted evaluation continues."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Key = tuple[str, int, str]
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer held against the truth, token by token, and the memory its request held.
+    """An answer compared with the truth token by token, and the memory its request held.
 
-    `hits` has a `1` for every token of the truth, its end token included, that the answer has at
-    the same place, and a `0` for every other.
+    `hits` has one digit per token of the truth, its end token included: `1` if the answer has the
+    token at the same place, else `0`.
     """
 
     task: str
@@ -37,22 +37,22 @@ class Answer:
 
     @property
     def is_exact(self) -> bool:
-        """All tokens are right; the end token among them leaves no room for more."""
+        """Return whether all tokens are right, the end token included."""
         return "0" not in self.hits
 
     @property
     def first(self) -> bool:
-        """The token that is computed from the full cache is right."""
+        """Return whether the first token is right, which is computed from the full cache."""
         return self.hits[0] == "1"
 
     @property
     def later(self) -> float:
-        """Share of right tokens among those that are computed from what was kept."""
+        """Return the share of right tokens among those computed from the kept tokens."""
         return self.hits.count("1", 1) / (len(self.hits) - 1)
 
     @property
     def blocks_held(self) -> float:
-        """Share of the prompt's blocks that are held while the answer is generated."""
+        """Return the share of the prompt's blocks held while decoding."""
         return self.blocks_after / self.blocks_before
 
     @property
@@ -67,10 +67,10 @@ def compare(answer: Sequence[int], truth: Sequence[int]) -> str:
 
 
 class AnswerLog:
-    """Answers as JSON lines, in a file that only one configuration writes to.
+    """Answers as JSON lines, in one file per configuration.
 
-    A new line is written for each answer, so that an interrupted run loses at most the one it was
-    writing; that half line is dropped when the log is read.
+    Each answer is written at once, so that an interrupted run loses at most one; an incomplete
+    last line is dropped when the log is read.
     """
 
     def __init__(self, folder: Path, fingerprint: str, fresh: bool = False) -> None:

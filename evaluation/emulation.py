@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any block size, 1 too, in Hugging Face: prompt keys are hidden that an eviction would drop.
+"""Eviction with any block size in Hugging Face, by hiding the prompt keys that it would drop.
 
-No engine has pages of one token. What a method would keep with them is worked out by the tests'
-own definition of the methods, which knows no smallest page, from the attention of a prefill that
-keeps everything; all tokens but the first are then generated without seeing what was dropped.
+No engine has pages of one token. The oracle's definition of the methods, which has no smallest
+page, selects the tokens from the attention of a full prefill. All tokens but the first are then
+generated without seeing the dropped ones.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from vllm_tgvkv.config import EvictionConfig
 
 
 class Emulation:
-    """The demonstration model in bfloat16, as if pages had `block_size` tokens.
+    """The demonstration model in bfloat16, with pages of `block_size` tokens.
 
-    Has what an `Engine` has to answer, and needs no end.
+    It answers like an `AnsweringEngine`.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -50,7 +50,7 @@ class Emulation:
         pass
 
     def answers(self, work: Iterable[Work]) -> Iterator[Answer]:
-        """Yield the answer of every arm to its question. All arms evict, to a fixed budget."""
+        """Yield the answer of every arm to its question. All arms evict to a fixed budget."""
         for question, arms in work:
             yield from self._ask(question, arms)
 
@@ -87,7 +87,7 @@ class Emulation:
         prompt = self._processor.apply_chat_template(
             example.messages(lambda image: {"type": "image"}), add_generation_prompt=True
         )
-        # The template has put the start token already.
+        # The template has added the start token.
         return self._processor(
             text=prompt,
             images=[page.image for page in example.pages],
@@ -103,7 +103,7 @@ class Emulation:
     def _select(
         self, arms: Sequence[Arm], attention: Tensor, layout: Layout, question: Question
     ) -> dict[Arm, Selection]:
-        """What every arm keeps; attention is float64 `[L, Q, P, P]`."""
+        """Return the selection of every arm; attention is float64 `[L, Q, P, P]`."""
         defaults = EvictionConfig()
         selections = {}
         by_method: dict[str, list[Arm]] = defaultdict(list)
@@ -123,8 +123,8 @@ class Emulation:
             mix = mix_of(method, settings[0])
             scores = self._random(attention, question) if mix.score == "random" else None
             evidence = observe(mix, attention, layout, self._kv_heads, settings[0], scores)
-            for arm, wish in zip(mine, settings, strict=True):
-                selections[arm] = choose(mix, evidence, self._kv_heads, wish)
+            for arm, its_settings in zip(mine, settings, strict=True):
+                selections[arm] = choose(mix, evidence, self._kv_heads, its_settings)
         return selections
 
     def _random(self, attention: Tensor, question: Question) -> Tensor:
@@ -132,7 +132,7 @@ class Emulation:
         return torch.rand(len(attention), 1, attention.shape[-1], generator=generator)
 
     def _generate(self, prefill: Any, kept: Tensor) -> Tensor:
-        """Greedy tokens `[arms, steps]`, until all have ended; `kept` is bool `[arms, L, H, P]`."""
+        """Return greedy tokens `[arms, steps]` until all end; `kept` is bool `[arms, L, H, P]`."""
         cache = prefill.past_key_values
         cache.batch_repeat_interleave(len(kept))
         token = prefill.logits[:, -1:].argmax(-1).expand(len(kept), 1)

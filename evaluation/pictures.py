@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the pages go: by layer and head over some questions, by patch for one."""
+"""Where kept pages are: by layer and head over some questions, by patch for one."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from evaluation.record import Patches, Pictures
 BUDGET = 0.1
 QUESTIONS = 40
 TASK = "value"
-REMEMBERED = 256
-"""Evictions that the engine remembers."""
+MAX_STORED = 256
+"""Evictions that the engine stores."""
 
 
 def take_pictures(
     engine: AnsweringEngine, methods: Sequence[str], num_questions: int = QUESTIONS
 ) -> Pictures:
-    """Ask every method the first questions of one task, and look at what it keeps."""
+    """Ask every method the first questions of one task and collect what it keeps."""
     arms = [Arm(method, BUDGET) for method in methods]
     questions = [Question(TASK, number) for number in range(num_questions)]
-    per_batch = max(REMEMBERED // len(arms), 1)
+    per_batch = max(MAX_STORED // len(arms), 1)
     texts: dict[str, str] = {}
     pages: dict[str, list[np.ndarray]] = defaultdict(list)
     patches: dict[str, np.ndarray] = {}
@@ -38,7 +38,7 @@ def take_pictures(
             if answer.number == 0:
                 texts[answer.arm] = answer.text
         asked = {(question.task, question.number) for question in batch}
-        # Those of the batch before may be remembered still.
+        # Evictions of the previous batch may still be stored.
         for kept in _latest(engine.kept()):
             task, number, arm = kept.key
             if (task, number) in asked:
@@ -64,7 +64,7 @@ def _latest(records: Iterable[Kept]) -> Iterable[Kept]:
 
 
 def count_patches(kept: Kept) -> np.ndarray:
-    """Return by how many (layer, head) pairs each patch of the first image is kept, as a grid."""
+    """Return the number of (layer, head) pairs that keep each patch of the first image."""
     start, length = kept.images[0]
     inside = kept.positions[(kept.positions >= start) & (kept.positions < start + length)]
     side = math.isqrt(length)

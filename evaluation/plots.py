@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures of the report, drawn from its results alone."""
+"""The pictures of the report, drawn from its results."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
@@ -22,11 +19,11 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from demo.pages import PATCH
 from evaluation.questions import Question
-from evaluation.record import Pictures, Table
+from evaluation.record import Pictures, ResultTable
 from evaluation.results import ALL, Cell
+from measure.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, save
 from measure.statistics import Estimate
 
-DPI = 110
 INK, FAINT = "#222222", "#c9c9c9"
 TICKS = (0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
 FEW_TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -34,27 +31,27 @@ FEW_TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 @dataclass(frozen=True)
 class Style:
-    """How one method's line looks, in all pictures."""
+    """The style of one method's line in all pictures."""
 
     colour: str
     dashes: Any = "-"
     marker: str = "o"
 
 
-# Okabe and Ito's colours; where two methods share one, the dashes tell them apart.
+# Where two methods share a colour, their dashes differ.
 STYLES = {
-    "tgv": Style("#d55e00"),
-    "auto": Style("#d55e00", (0, (4, 1.5)), "*"),
-    "vlcache": Style("#e69f00", "-", "s"),
-    "aircache": Style("#cc79a7", "-", "D"),
-    "prefixkv": Style("#cc79a7", (0, (4, 1.5)), "P"),
-    "snapkv": Style("#0072b2", "-", "^"),
-    "pyramidkv": Style("#0072b2", (0, (4, 1.5)), "v"),
-    "adakv": Style("#56b4e9", "-", "<"),
-    "h2o": Style("#009e73", "-", "h"),
-    "elastic": Style("#009e73", (0, (4, 1.5)), "X"),
-    "streaming": Style("#777777", "-", "|"),
-    "random": Style("#777777", (0, (1, 1.2)), "x"),
+    "tgv": Style(VERMILION),
+    "auto": Style(VERMILION, (0, (4, 1.5)), "*"),
+    "vlcache": Style(ORANGE, "-", "s"),
+    "aircache": Style(PURPLE, "-", "D"),
+    "prefixkv": Style(PURPLE, (0, (4, 1.5)), "P"),
+    "snapkv": Style(BLUE, "-", "^"),
+    "pyramidkv": Style(BLUE, (0, (4, 1.5)), "v"),
+    "adakv": Style(SKY, "-", "<"),
+    "h2o": Style(GREEN, "-", "h"),
+    "elastic": Style(GREEN, (0, (4, 1.5)), "X"),
+    "streaming": Style(GREY, "-", "|"),
+    "random": Style(GREY, (0, (1, 1.2)), "x"),
 }
 OTHER = Style("#000000", (0, (1, 1.2)), "d")
 
@@ -65,7 +62,7 @@ def style(method: str) -> Style:
 
 @dataclass(frozen=True)
 class Line:
-    """A method's points, from little memory to much."""
+    """A method's points, ordered by memory."""
 
     name: str
     held: list[float]
@@ -81,8 +78,8 @@ class Line:
         )
 
 
-def lines(table: Table, measure: str) -> list[Line]:
-    """One line for each method, and one for the budgets that follow the attention."""
+def lines(table: ResultTable, measure: str) -> list[Line]:
+    """Return a line for each method, and one for budgets that follow the attention."""
     pooled = [cell for cell in table.cells if cell.task == ALL]
     fixed = [cell for cell in pooled if isinstance(cell.budget, float) and cell.budget < 1]
     methods = dict.fromkeys(cell.method for cell in fixed)
@@ -91,14 +88,14 @@ def lines(table: Table, measure: str) -> list[Line]:
     return [*result, Line.of("auto", auto, measure)] if auto else result
 
 
-def full(table: Table, measure: str) -> Estimate | None:
-    """The measure with the full cache, if that was asked."""
+def full(table: ResultTable, measure: str) -> Estimate | None:
+    """Return the measure with the full cache, if it was measured."""
     found = [getattr(c, measure) for c in table.cells if c.task == ALL and c.budget == 1.0]
     return found[0] if found else None
 
 
-def draw_accuracy(table: Table, path: Path) -> None:
-    """All methods in one diagram: accuracy against the memory held."""
+def draw_accuracy(table: ResultTable, path: Path) -> None:
+    """Draw accuracy against memory for all methods in one diagram."""
     figure, axes = plt.subplots(figsize=(10, 6.2))
     drawn = lines(table, "exact")
     for line in drawn:
@@ -109,8 +106,8 @@ def draw_accuracy(table: Table, path: Path) -> None:
     _save(figure, path)
 
 
-def draw_methods(table: Table, path: Path) -> None:
-    """The same with a diagram for each method, the others in grey behind it."""
+def draw_methods(table: ResultTable, path: Path) -> None:
+    """Draw a diagram for each method, with the others in grey behind it."""
     drawn = lines(table, "exact")
     columns = 4
     rows = math.ceil(len(drawn) / columns)
@@ -130,7 +127,7 @@ def draw_methods(table: Table, path: Path) -> None:
         axes.set_visible(False)
     for axes in grid.flat:
         axes.set_xlabel("")
-    # The last row may be shorter than the others, whose lowest diagrams then have the numbers.
+    # Below the last diagram of each column; the last row may be shorter than the others.
     for axes in grid.flat[len(drawn) - columns : len(drawn)]:
         axes.tick_params(labelbottom=True)
     figure.supxlabel("KV blocks of the prompt held while decoding", fontsize=10)
@@ -138,8 +135,8 @@ def draw_methods(table: Table, path: Path) -> None:
     _save(figure, path)
 
 
-def draw_tokens(table: Table, path: Path) -> None:
-    """First token and later tokens, side by side."""
+def draw_tokens(table: ResultTable, path: Path) -> None:
+    """Draw first token and later tokens side by side."""
     figure, grid = plt.subplots(1, 2, figsize=(12, 5.2), sharey=True)
     for axes, measure, title in zip(
         grid,
@@ -158,12 +155,12 @@ def draw_tokens(table: Table, path: Path) -> None:
     _save(figure, path)
 
 
-def draw_blocks(table: Table, path: Path) -> None:
-    """A diagram for each method, a line for each block size."""
+def draw_blocks(table: ResultTable, path: Path) -> None:
+    """Draw a diagram for each method with a line for each block size."""
     pooled = [cell for cell in table.cells if cell.task == ALL]
     methods = list(dict.fromkeys(cell.method for cell in pooled))
     kinds = sorted({(cell.block_size, cell.emulated) for cell in pooled})
-    # An emulated size that the engine has as well only tells how good the emulation is.
+    # Emulated sizes that the engine has too only show how good the emulation is.
     kinds = [(size, emulated) for size, emulated in kinds if not emulated or size == 1]
     figure, grid = plt.subplots(
         1, len(methods), figsize=(3.9 * len(methods) + 0.4, 4.1), sharey=True, squeeze=False
@@ -178,8 +175,8 @@ def draw_blocks(table: Table, path: Path) -> None:
                 if (c.method, c.block_size, c.emulated) == (method, size, emulated)
             ]
             line = Line.of("exact, emulated" if emulated else f"blocks of {size}", mine, "exact")
-            look = Style(colour=to_hex(shade), dashes=":" if emulated else "-", marker=marker)
-            _draw_line(axes, line, band=0.12, look=look)
+            its_style = Style(colour=to_hex(shade), dashes=":" if emulated else "-", marker=marker)
+            _draw_line(axes, line, band=0.12, drawn_as=its_style)
             drawn.append(line)
         _set_axes(
             axes, drawn, "answers right to the last character" if method == methods[0] else ""
@@ -190,7 +187,7 @@ def draw_blocks(table: Table, path: Path) -> None:
 
 
 def draw_pages(pictures: Pictures, path: Path) -> None:
-    """Pages of every layer and head, a small table for each method."""
+    """Draw the pages of every layer and head, a small table for each method."""
     methods = list(pictures.pages)
     layers, heads = np.shape(pictures.pages[methods[0]])
     columns = min(6, len(methods))
@@ -224,13 +221,14 @@ def draw_pages(pictures: Pictures, path: Path) -> None:
         axes.set_yticks(range(layers), [f"layer {layer}" for layer in range(layers)], fontsize=8)
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
+        axes.grid(visible=False)
     for axes in grid.flat[len(methods) :]:
         axes.set_visible(False)
     _save(figure, path)
 
 
 def draw_patches(pictures: Pictures, methods: Sequence[str], path: Path) -> None:
-    """The page of one question with what each method kept of it, the source boxed."""
+    """Draw the page of one question and what each method kept of it, with the source boxed."""
     patches = pictures.patches
     example = Question(patches.task, patches.number).example()
     image = np.asarray(example.pages[0].image)
@@ -251,7 +249,7 @@ def draw_patches(pictures: Pictures, methods: Sequence[str], path: Path) -> None
                     far[0] - corner[0],
                     far[1] - corner[1],
                     fill=False,
-                    edgecolor="#d55e00",
+                    edgecolor=VERMILION,
                     linewidth=2,
                 )
             )
@@ -266,7 +264,7 @@ def draw_patches(pictures: Pictures, methods: Sequence[str], path: Path) -> None
 
 
 def _shade(axes: Axes, kept: np.ndarray, pairs: int) -> None:
-    """Cover what is gone; the fewer keep a patch, the darker it is."""
+    """Cover dropped patches; the fewer pairs keep a patch, the darker it is."""
     cover = np.zeros((*kept.shape, 4))
     cover[..., 2] = 0.25
     cover[..., 3] = 0.82 * (1 - np.sqrt(kept / pairs))
@@ -274,14 +272,14 @@ def _shade(axes: Axes, kept: np.ndarray, pairs: int) -> None:
     axes.imshow(cover, extent=(-0.5, size[0] - 0.5, size[1] - 0.5, -0.5), interpolation="nearest")
 
 
-def _draw_line(axes: Axes, line: Line, band: float, look: Style | None = None) -> None:
-    look = look or style(line.name)
+def _draw_line(axes: Axes, line: Line, band: float, drawn_as: Style | None = None) -> None:
+    its_style = drawn_as or style(line.name)
     axes.plot(
         line.held,
         [value.mean for value in line.values],
-        color=look.colour,
-        linestyle=look.dashes,
-        marker=look.marker,
+        color=its_style.colour,
+        linestyle=its_style.dashes,
+        marker=its_style.marker,
         markersize=5,
         linewidth=1.7,
         zorder=3,
@@ -292,7 +290,7 @@ def _draw_line(axes: Axes, line: Line, band: float, look: Style | None = None) -
             line.held,
             [value.low for value in line.values],
             [value.high for value in line.values],
-            color=look.colour,
+            color=its_style.colour,
             alpha=band,
             linewidth=0,
             zorder=2,
@@ -332,23 +330,20 @@ def _set_axes(
     axes.yaxis.set_major_formatter(percent)
     axes.set_xlabel("KV blocks of the prompt held while decoding")
     axes.set_ylabel(label)
-    axes.grid(color="#ececec", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _label_ends(axes: Axes, drawn: Sequence[Line], gap: float = 0.047) -> None:
-    """Write each line's name right of the diagram, and lead to its last point."""
+    """Write each line's name right of the diagram and connect it with the last point."""
     right = axes.get_xlim()[1]
     ends = sorted(drawn, key=lambda line: line.values[-1].mean)
     places = spread([line.values[-1].mean for line in ends], gap)
     for line, place in zip(ends, places, strict=True):
-        look = style(line.name)
+        its_style = style(line.name)
         end = (line.held[-1], line.values[-1].mean)
         axes.plot(
             [end[0], right * 1.05],
             [end[1], place],
-            color=look.colour,
+            color=its_style.colour,
             linewidth=0.7,
             alpha=0.7,
             clip_on=False,
@@ -357,10 +352,10 @@ def _label_ends(axes: Axes, drawn: Sequence[Line], gap: float = 0.047) -> None:
         axes.plot(
             [right * 1.06, right * 1.2],
             [place, place],
-            color=look.colour,
-            linestyle=look.dashes,
+            color=its_style.colour,
+            linestyle=its_style.dashes,
             linewidth=1.7,
-            marker=look.marker,
+            marker=its_style.marker,
             markersize=5,
             markevery=[1],
             clip_on=False,
@@ -369,7 +364,7 @@ def _label_ends(axes: Axes, drawn: Sequence[Line], gap: float = 0.047) -> None:
             right * 1.24,
             place,
             "tgv, auto" if line.name == "auto" else line.name,
-            color=look.colour,
+            color=its_style.colour,
             va="center",
             fontsize=9,
             fontweight="bold" if line.name in ("tgv", "auto") else "normal",
@@ -377,9 +372,9 @@ def _label_ends(axes: Axes, drawn: Sequence[Line], gap: float = 0.047) -> None:
 
 
 def spread(values: Sequence[float], gap: float) -> list[float]:
-    """Move ascending values apart until neighbours are `gap` apart, as little as possible.
+    """Return ascending values moved as little as possible so that neighbours are `gap` apart.
 
-    Values that are too close form a block, which stays around their mean and within 0..1.
+    Values that are too close form a block around their mean, within 0..1.
     """
     blocks: list[list[float]] = []
     for value in values:
@@ -406,6 +401,4 @@ def _top(block: Sequence[float], gap: float) -> float:
 
 def _save(figure: Figure, path: Path) -> None:
     figure.tight_layout()
-    # Without the date and the version that matplotlib writes, equal pictures are equal files.
-    figure.savefig(path, dpi=DPI, bbox_inches="tight", metadata={"Software": None})
-    plt.close(figure)
+    save(figure, path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The questions of an evaluation: tasks of demo/tasks.py on test pages that no training saw."""
+"""The questions of an evaluation: tasks of demo/tasks.py on pages of the test split."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Question:
 
     @property
     def index(self) -> int:
-        """Of the page and the example in the test split."""
+        """Return the index of the page and example in the test split."""
         return self.number * len(TASKS) + TASKS.index(self.task)
 
     def example(self) -> Example:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`results.json`: everything the report is written from, and nothing of the machine."""
+"""`results.json`: the results that the report is written from, independent of the machine."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ FILE = "results.json"
 
 
 @dataclass(frozen=True)
-class Table:
-    """Cells, and the comparisons made between them."""
+class ResultTable:
+    """Cells and the comparisons between them."""
 
     cells: list[Cell]
     comparisons: list[Comparison] = field(default_factory=list)
     notes: dict[str, Any] = field(default_factory=dict)
-    """Numbers that belong to the table and to no cell."""
+    """Numbers of the whole table."""
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Table:
+    def from_json(cls, values: dict[str, Any]) -> ResultTable:
         return cls(
             [Cell(**_estimates(cell)) for cell in values["cells"]],
             [Comparison(**_estimates(claim)) for claim in values["comparisons"]],
@@ -34,7 +34,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Patches:
-    """What methods kept of the first page of one question.
+    """The parts of one question's first page that methods kept.
 
     `kept` counts for each patch, `[rows][columns]`, the (layer, head) pairs that kept it.
     """
@@ -63,10 +63,10 @@ class Pictures:
 
 @dataclass
 class Record:
-    """The results so far. `facts` says how they were made."""
+    """The results so far, and the facts of how they were made."""
 
     facts: dict[str, Any]
-    tables: dict[str, Table] = field(default_factory=dict)
+    tables: dict[str, ResultTable] = field(default_factory=dict)
     pictures: Pictures | None = None
 
     @classmethod
@@ -75,7 +75,7 @@ class Record:
         pictures = values["pictures"]
         return cls(
             values["facts"],
-            {name: Table.from_json(table) for name, table in values["tables"].items()},
+            {name: ResultTable.from_json(table) for name, table in values["tables"].items()},
             None if pictures is None else Pictures.from_json(pictures),
         )
 
@@ -85,7 +85,7 @@ class Record:
 
 
 def _lines(value: Any, depth: int = 4) -> str:
-    """JSON with a line for each item, down to a depth below which all is on one line."""
+    """Return JSON with one line per item down to `depth`."""
     if depth == 0 or not isinstance(value, dict | list):
         return json.dumps(value)
     if isinstance(value, list):
@@ -103,7 +103,7 @@ def _estimates(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """Five digits are more than any of it is known to; an estimate is a list of three."""
+    """Return a value with floats of five digits; an estimate becomes a list of three."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):

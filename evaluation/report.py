@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report as Markdown, written from the results alone."""
+"""The report, written from the results."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 
 from evaluation import plots
 from evaluation.arms import ABLATIONS, OTHER_GRANULARITY
-from evaluation.record import FILE, Record, Table
+from evaluation.record import FILE, Record, ResultTable
 from evaluation.results import ALL, Cell, Comparison
+from measure.document import Block, Details, Heading, Items, Plot, Table, Text, write_markdown
 from measure.statistics import LEVEL
 
 BEST_AT = (0.1, 0.05)
@@ -21,8 +22,8 @@ PATCH_METHODS = ("tgv", "aircache", "prefixkv", "snapkv", "h2o", "streaming", "r
 INTRODUCTION = """\
 # Which method at which budget
 
-Every method of the plugin, asked the same questions through the real vLLM engine, one request each;
-method and budget are the request's own (`vllm_xargs`). Made by
+Every method of the plugin answers the same questions through the real vLLM engine. Each question is
+one request, which sets its own method and budget (`vllm_xargs`). Made by
 
     {commands}
 
@@ -32,16 +33,16 @@ tasks; measure yours.** All figures are in [results.json](results.json).
 ## How to read it
 
 - **Right** is an answer that is right to the last character. **First token** is computed from the
-  full cache, before anything is evicted, so no method can change it but by rounding. **Later
-  tokens** are all after it, end token included: the share that is right, place by place against the
-  truth, mean over the answers; a token that is wrong because an earlier one was counts as wrong.
-  *After a right first* is the same over the answers whose first token is right.
-- **Memory** is KV blocks held while decoding beside the blocks of the prompt, the partly filled
-  last block included, mean over the questions; tokens are what a layer and head keeps on average.
-  The *nominal* budget is what the request asked for. Whole blocks are dealt and one is always kept,
-  so the two differ. At one nominal budget all methods hold the same number of blocks for the same
-  question. Budgets that come to the same number of blocks for a prompt are the same request, which
-  is asked once.
+  full cache before anything is evicted, so methods change it only by rounding. **Later tokens** are
+  all others, the end token included: the share that equals the truth at the same place, mean over
+  the answers. A token that is wrong because an earlier one was wrong counts as wrong. *After a
+  right first* is the same over the answers whose first token is right.
+- **Memory** is KV blocks held while decoding, relative to the blocks of the prompt. It includes the
+  partly filled last block and is a mean over the questions. Tokens are the mean kept by a layer and
+  head. The *nominal* budget is what the request asked for. Only whole blocks are dealt and at least
+  one is kept, so the two differ. At one nominal budget all methods hold the same number of blocks
+  for the same question. Budgets that give the same number of blocks for a prompt are the same
+  request, which is sent once.
 - **Intervals** are 95 %: Wilson's for shares of answers, percentiles of {resamples} bootstrap
   resamples (seed {seed}) for later tokens and differences.
 - **Comparisons** are paired, on the same questions: McNemar's exact test, corrected by Holm's
@@ -50,24 +51,25 @@ tasks; measure yours.** All figures are in [results.json](results.json).
 """
 
 BLOCKS = """\
-vLLM's CPU attention has blocks of 16 tokens and multiples of it; those of 16, 32 and 128 are the
-engine's. No engine has pages of one token, so **exact token budgets are emulated**: in Hugging
-Face, in bfloat16 as well, with the whole cache kept and every prompt key hidden from later tokens
-that the method would have dropped, by the definition of the methods that the engine's tests are
-held against; a slot of budget is a token, and no token is kept besides. Being slow, the emulation
-has {questions} questions a cell. How far to trust it: emulated at 16, it gave the same text as the
-engine for {same} of {total} answers ({share}); its `random` draws other numbers and is left out
-of that count. The rest is rounding, which decides between nearly equal scores and tokens.
+vLLM's CPU attention has blocks of 16 tokens and its multiples; the engine measured 16, 32 and 128.
+No engine has pages of one token, so **exact token budgets are emulated** in Hugging Face, also in
+bfloat16: the whole cache is kept, and later tokens do not see the prompt keys that the method would
+have dropped, by the definition of the methods that also checks the engine. There a slot of budget
+is a token, and no other token is kept. The emulation is slow and has {questions} questions a cell.
+How far to trust it: emulated at 16, it gave the same text as the engine for {same} of {total}
+answers ({share}), without its `random`, which draws other numbers. The rest is rounding, which
+decides between nearly equal scores and tokens.
 
-At least one whole block is kept beside the partly filled last one. Prompts here have some 600
-tokens, or 1200 with two images, so with blocks of 128 several small budgets are the same and hold
-far more than they ask for: compare at the memory held.
+At least one whole block is kept in addition to the partly filled last one. Prompts here have about
+600 tokens, or 1200 with two images, so with blocks of 128 several small budgets are the same and
+hold far more than they ask for: compare at the memory held.
 """
 
 
 def write_report(record: Record, folder: Path) -> None:
-    """Write `README.md` and its pictures into `folder`, from what the record has."""
-    sections = [_introduction(record)]
+    """Write `README.md` and its pictures to `folder`, for the tables that the record has."""
+    folder.mkdir(parents=True, exist_ok=True)
+    blocks: list[Block] = [_introduction(record)]
     for name, section in (
         ("grid", _grid),
         ("granularity", _granularity),
@@ -75,61 +77,63 @@ def write_report(record: Record, folder: Path) -> None:
         ("blocks", _blocks),
     ):
         if name in record.tables:
-            sections += section(record.tables[name], folder)
-    sections += _pictures(record, folder)
-    sections.append(_circumstances(record))
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "README.md").write_text("\n".join(sections), encoding="utf-8")
+            blocks += section(record.tables[name], folder)
+    blocks += _pictures(record, folder)
+    blocks += _circumstances(record)
+    write_markdown(blocks, folder)
 
 
-def _introduction(record: Record) -> str:
+def _introduction(record: Record) -> Text:
     commands = dict.fromkeys(record.facts["commands"].values())
-    return INTRODUCTION.format(
+    text = INTRODUCTION.format(
         commands="\n    ".join(commands),
         resamples=record.facts["resamples"],
         seed=record.facts["seeds"]["bootstrap"],
         level=LEVEL,
     )
+    return Text(text.rstrip())
 
 
 # -- the grid -------------------------------------------------------------------------------
 
 
-def _grid(table: Table, folder: Path) -> list[str]:
+def _grid(table: ResultTable, folder: Path) -> list[Block]:
     plots.draw_accuracy(table, folder / "accuracy.png")
     plots.draw_methods(table, folder / "methods.png")
     plots.draw_tokens(table, folder / "tokens.png")
     pooled = _of(table.cells, ALL)
     ranked = _ranked(pooled)
-    sections = ["## The best method\n"]
+    blocks: list[Block] = [Heading("The best method")]
     for budget in BEST_AT:
-        sections += _best(table, budget)
-    sections += [
-        "## Accuracy against memory\n",
-        "![Accuracy against memory, all methods](accuracy.png)\n",
-        f"All tasks together, {_questions(pooled)} questions a cell, best at 10 % first. The bands "
-        "in the picture are the intervals.\n",
+        blocks += _best(table, budget)
+    blocks += [
+        Heading("Accuracy against memory"),
+        Plot("accuracy.png", "Accuracy against memory, all methods"),
+        Text(
+            f"All tasks together, {_questions(pooled)} questions a cell, best at 10 % first. The "
+            "bands in the picture are the intervals."
+        ),
         _accuracy_table(pooled, ranked),
-        "One diagram a method, the others behind it in grey:\n",
-        "![Accuracy against memory, method by method](methods.png)\n",
+        Text("One diagram a method, the others behind it in grey:"),
+        Plot("methods.png", "Accuracy against memory, method by method"),
     ]
-    sections += _auto(pooled)
-    sections += _tokens(table, ranked)
+    blocks += _auto(pooled)
+    blocks += _tokens(table, ranked)
     tasks = [task for task in dict.fromkeys(c.task for c in table.cells) if task != ALL]
     if len(tasks) > 1:
-        sections.append("## Task by task\n")
+        blocks.append(Heading("Task by task"))
         for task in tasks:
             cells = _of(table.cells, task)
-            sections += [
-                f"### `{task}`\n",
-                f"{_questions(cells)} questions a cell.\n",
+            blocks += [
+                Heading(f"`{task}`", 3),
+                Text(f"{_questions(cells)} questions a cell."),
                 _accuracy_table(cells, ranked),
             ]
-    return sections
+    return blocks
 
 
-def _best(table: Table, budget: float) -> list[str]:
-    """The best method at a budget, and how far behind the others are."""
+def _best(table: ResultTable, budget: float) -> list[Block]:
+    """Return the best method at a budget and its lead over the others."""
     claims = [claim for claim in table.comparisons if claim.budget == budget]
     if not claims:
         return []
@@ -143,15 +147,19 @@ def _best(table: Table, budget: float) -> list[str]:
         else f"not told apart from {_listed(close)} at the level {LEVEL:g}"
     )
     return [
-        f"**At {_percent(budget)}** (held: {_percent(cell.blocks_held)} of the blocks) most "
-        f"answers are right with **`{best}`**: {cell.exact}; {verdict}.\n",
+        Text(
+            f"**At {_percent(budget)}** (held: {_percent(cell.blocks_held)} of the blocks) most "
+            f"answers are right with **`{best}`**: {cell.exact}; {verdict}."
+        ),
         _comparison_table(against, "best", "other"),
-        f"Family of the correction: all {len(claims)} pairs of methods at this budget, because "
-        "the best was read off the same answers.\n",
+        Text(
+            f"Family of the correction: all {len(claims)} pairs of methods at this budget, because "
+            "the best was read off the same answers."
+        ),
     ]
 
 
-def _accuracy_table(cells: Sequence[Cell], methods: Sequence[str]) -> str:
+def _accuracy_table(cells: Sequence[Cell], methods: Sequence[str]) -> Table:
     budgets = _budgets(cells)
     header = ["nominal budget", *(_percent(budget) for budget in budgets)]
     held = [_at(cells, budget)[0] for budget in budgets]
@@ -165,10 +173,10 @@ def _accuracy_table(cells: Sequence[Cell], methods: Sequence[str]) -> str:
             found = [c for c in _at(cells, budget) if c.method == method or budget == 1.0]
             row.append(str(found[0].exact) if found else "")
         rows.append(row)
-    return _markdown(header, rows)
+    return Table(header, rows)
 
 
-def _auto(cells: Sequence[Cell]) -> list[str]:
+def _auto(cells: Sequence[Cell]) -> list[Block]:
     auto = [cell for cell in cells if isinstance(cell.budget, str)]
     if not auto:
         return []
@@ -183,14 +191,16 @@ def _auto(cells: Sequence[Cell]) -> list[str]:
         for cell in auto
     ]
     return [
-        "## A budget that follows the attention\n",
-        '`tgv` with `kv_eviction_budget: "auto:SHARE"`: each request holds the least memory that '
-        "keeps this share of its attention. The line *tgv, auto* in the pictures.\n",
-        _markdown(["budget", "blocks held", "tokens kept", "right", "later tokens"], rows),
+        Heading("A budget that follows the attention"),
+        Text(
+            '`tgv` with `kv_eviction_budget: "auto:SHARE"`: each request holds the least memory '
+            "that keeps this share of its attention. The line *tgv, auto* in the pictures."
+        ),
+        Table(["budget", "blocks held", "tokens kept", "right", "later tokens"], rows),
     ]
 
 
-def _tokens(table: Table, methods: Sequence[str]) -> list[str]:
+def _tokens(table: ResultTable, methods: Sequence[str]) -> list[Block]:
     cells = _of(table.cells, ALL)
     budgets = [budget for budget in _budgets(cells) if budget != 1.0]
     rows = [
@@ -206,25 +216,24 @@ def _tokens(table: Table, methods: Sequence[str]) -> list[str]:
         for cell in _at(cells, budget)
         if cell.method == method
     ]
+    parts = ["first token", "later tokens", "after a right first"]
     changed, total = table.notes["first_token_changes"]
     return [
-        "## First token and later tokens\n",
-        "![First and later tokens](tokens.png)\n",
-        f"Of {total} answers with eviction, {changed} begin differently than with the full cache. "
-        "Their first token is computed before the eviction; what differs is rounding, because a "
-        "request's neighbours in the batch differ.\n",
-        "<details><summary>Figures</summary>\n",
-        _markdown(
-            ["nominal budget", "method", "first token", "later tokens", "after a right first"], rows
+        Heading("First token and later tokens"),
+        Plot("tokens.png", "First and later tokens"),
+        Text(
+            f"Of {total} answers with eviction, {changed} begin differently than with the full "
+            "cache. Their first token is computed before the eviction; what differs is rounding, "
+            "because a request's neighbours in the batch differ."
         ),
-        "</details>\n",
+        Details("Figures", [Table(["nominal budget", "method", *parts], rows)]),
     ]
 
 
 # -- other tables ---------------------------------------------------------------------------
 
 
-def _granularity(table: Table, folder: Path) -> list[str]:
+def _granularity(table: ResultTable, folder: Path) -> list[Block]:
     cells = _of(table.cells, ALL)
     rows = []
     for claim in table.comparisons:
@@ -243,11 +252,13 @@ def _granularity(table: Table, folder: Path) -> list[str]:
             ]
         )
     return [
-        "## The other granularity\n",
-        "Methods at the granularity that is not their own: `layer` is one token set for all heads "
-        f"of a layer, `head` one each. {_questions(cells)} questions a cell. "
-        "Family: the whole table.\n",
-        _markdown(
+        Heading("The other granularity"),
+        Text(
+            "Methods at the granularity that is not their own: `layer` is one token set for all "
+            f"heads of a layer, `head` one each. {_questions(cells)} questions a cell. "
+            "Family: the whole table."
+        ),
+        Table(
             [
                 "nominal budget",
                 "method",
@@ -261,15 +272,18 @@ def _granularity(table: Table, folder: Path) -> list[str]:
     ]
 
 
-def _ablations(table: Table, folder: Path) -> list[str]:
+def _ablations(table: ResultTable, folder: Path) -> list[Block]:
     cells = _of(table.cells, ALL)
     budgets = _budgets(cells)
     claims = {(claim.second, claim.budget): claim for claim in table.comparisons}
-    sections = [
-        "## One part of TGV-KV replaced\n",
-        f"`tgv` with one part replaced by another, all else equal; {_questions(cells)} questions a "
-        "cell. Differences are those of `tgv` to the replacement: above zero, `tgv`'s own part is "
-        f"better. Family: all {len(table.comparisons)} replacements of the three tables.\n",
+    blocks: list[Block] = [
+        Heading("One part of TGV-KV replaced"),
+        Text(
+            f"`tgv` with one part replaced by another, all else equal; {_questions(cells)} "
+            "questions a cell. Differences are those of `tgv` to the replacement: above zero, "
+            f"`tgv`'s own part is better. Family: all {len(table.comparisons)} replacements of the "
+            "three tables."
+        ),
     ]
     for part in ABLATIONS:
         rows = []
@@ -291,14 +305,14 @@ def _ablations(table: Table, folder: Path) -> list[str]:
                         *_claim(claims[method, budget]),
                     ]
                 )
-        sections += [
-            f"### {part.title}\n",
-            _markdown(["nominal budget", f"`{part.field}`", "right", "later tokens", *CLAIM], rows),
+        blocks += [
+            Heading(part.title, 3),
+            Table(["nominal budget", f"`{part.name}`", "right", "later tokens", *CLAIM], rows),
         ]
-    return sections
+    return blocks
 
 
-def _blocks(table: Table, folder: Path) -> list[str]:
+def _blocks(table: ResultTable, folder: Path) -> list[Block]:
     plots.draw_blocks(table, folder / "blocks.png")
     cells = _of(table.cells, ALL)
     kinds = sorted({(cell.block_size, cell.emulated) for cell in cells})
@@ -320,32 +334,24 @@ def _blocks(table: Table, folder: Path) -> list[str]:
         if (cell.method, cell.block_size, cell.emulated) == (method, size, emulated)
     ]
     same, total = table.notes["same_as_engine"]
+    text = BLOCKS.format(
+        same=same,
+        total=total,
+        share=_percent(same / max(total, 1)),
+        questions=_questions(cell for cell in cells if cell.emulated),
+    )
+    header = ["nominal budget", "method", "block size", "questions", "blocks held", "tokens kept"]
     return [
-        "## Whole pages against exact token budgets\n",
-        BLOCKS.format(
-            same=same,
-            total=total,
-            share=_percent(same / max(total, 1)),
-            questions=_questions(cell for cell in cells if cell.emulated),
+        Heading("Whole pages against exact token budgets"),
+        Text(text.rstrip()),
+        Plot("blocks.png", "Accuracy by block size"),
+        Table([*header, "right", "later tokens"], rows),
+        Text(
+            "Exact token budgets against pages of 16, both emulated, on the same questions. The "
+            "exact budget keeps somewhat more, see *tokens kept*: what whole pages leave of a "
+            "budget is part of their price. Family: the whole table."
         ),
-        "![Accuracy by block size](blocks.png)\n",
-        _markdown(
-            [
-                "nominal budget",
-                "method",
-                "block size",
-                "questions",
-                "blocks held",
-                "tokens kept",
-                "right",
-                "later tokens",
-            ],
-            rows,
-        ),
-        "Exact token budgets against pages of 16, both emulated, on the same questions. The exact "
-        "budget keeps somewhat more, see *tokens kept*: what whole pages leave of a budget is part "
-        "of their price. Family: the whole table.\n",
-        _markdown(
+        Table(
             ["nominal budget", "exact", "pages", *CLAIM],
             [
                 [_percent(claim.budget), claim.first, claim.second, *_claim(claim)]
@@ -355,38 +361,43 @@ def _blocks(table: Table, folder: Path) -> list[str]:
     ]
 
 
-def _pictures(record: Record, folder: Path) -> list[str]:
+def _pictures(record: Record, folder: Path) -> list[Block]:
     if record.pictures is None:
         return []
     pictures = record.pictures
     plots.draw_pages(pictures, folder / "pages.png")
     plots.draw_patches(pictures, PATCH_METHODS, folder / "patches.png")
     return [
-        "## Where the pages go\n",
-        f"Pages of each layer and KV head at {_percent(pictures.budget)}, mean over "
-        f"{pictures.questions} questions of `{pictures.patches.task}`:\n",
-        "![Pages by layer and head](pages.png)\n",
-        "## What is kept of a page\n",
-        f"One question at {_percent(pictures.budget)}. The lighter a patch, the more of the "
-        f"{pictures.patches.pairs} (layer, head) pairs keep it; the box is the entry that is asked "
-        "for.\n",
-        "![Kept patches](patches.png)\n",
+        Heading("Where the pages go"),
+        Text(
+            f"Pages of each layer and KV head at {_percent(pictures.budget)}, mean over "
+            f"{pictures.questions} questions of `{pictures.patches.task}`:"
+        ),
+        Plot("pages.png", "Pages by layer and head"),
+        Heading("What is kept of a page"),
+        Text(
+            f"One question at {_percent(pictures.budget)}. The lighter a patch, the more of the "
+            f"{pictures.patches.pairs} (layer, head) pairs keep it; the box is the entry that is "
+            "asked for."
+        ),
+        Plot("patches.png", "Kept patches"),
     ]
 
 
-def _circumstances(record: Record) -> str:
+def _circumstances(record: Record) -> list[Block]:
     facts = record.facts
-    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    settings = ", ".join(f"{name} {value}" for name, value in facts["settings"].items())
-    seeds = ", ".join(f"{name} {value}" for name, value in facts["seeds"].items())
-    return (
-        "## How it was made\n\n"
-        f"- Versions: {versions}.\n"
-        f"- Engine: {settings}; bfloat16, eager, prefix caching, greedy decoding.\n"
-        f"- Seeds: {seeds}; pages and questions follow from their numbers in the test split.\n"
-        f"- Fingerprint of model, sources and settings: `{facts['fingerprint']}`.\n"
-        f"- Drawn again from [{FILE}]({FILE}) by `python -m evaluation.run --only report`.\n"
+    versions, settings, seeds = (
+        ", ".join(f"{name} {value}" for name, value in facts[part].items())
+        for part in ("versions", "settings", "seeds")
     )
+    items = [
+        f"Versions: {versions}.",
+        f"Engine: {settings}; bfloat16, eager, prefix caching, greedy decoding.",
+        f"Seeds: {seeds}; pages and questions follow from their numbers in the test split.",
+        f"Fingerprint of model, sources and settings: `{facts['fingerprint']}`.",
+        f"Drawn again from [{FILE}]({FILE}) by `python -m evaluation.run --only report`.",
+    ]
+    return [Heading("How it was made"), Items(items)]
 
 
 # -- parts of tables ------------------------------------------------------------------------
@@ -405,14 +416,9 @@ def _claim(claim: Comparison) -> list[str]:
     ]
 
 
-def _comparison_table(claims: Iterable[Comparison], first: str, second: str) -> str:
+def _comparison_table(claims: Iterable[Comparison], first: str, second: str) -> Table:
     rows = [[f"`{c.first}`", f"`{c.second}`", *_claim(c)] for c in claims]
-    return _markdown([first, second, *CLAIM], rows)
-
-
-def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    return Table([first, second, *CLAIM], rows)
 
 
 def _of(cells: Iterable[Cell], task: str) -> list[Cell]:
@@ -433,7 +439,7 @@ def _budgets(cells: Iterable[Cell]) -> list[float]:
 
 
 def _ranked(cells: Sequence[Cell]) -> list[str]:
-    """Methods, best first, by the budget nearest to the first of `BEST_AT`."""
+    """Return methods, best first, at the budget nearest to the first of `BEST_AT`."""
     evicting = [c for c in cells if isinstance(c.budget, float) and c.budget < 1]
     if not evicting:
         return ["none"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the answers amount to: cells of the tables, and comparisons between arms."""
+"""Cells of the result tables, and comparisons between arms."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class Cell:
-    """One arm on one task, or on all of them."""
+    """The results of one arm on one task, or on all tasks."""
 
     block_size: int
     """Tokens of a page."""
     emulated: bool
-    """Whether Hugging Face answered, and not the engine."""
+    """Whether Hugging Face answered instead of the engine."""
     method: str
     budget: float | str
     task: str
@@ -33,11 +33,11 @@ class Cell:
     exact: Estimate
     """Answers that are right to the last character."""
     first: Estimate
-    """Answers whose first token is right; it is computed from the full cache."""
+    """Answers whose first token is right, which is computed from the full cache."""
     later: Estimate
     """Share of right tokens among all later ones, mean over the answers."""
     later_after_first: Estimate
-    """The same of the answers whose first token is right."""
+    """The same over answers whose first token is right."""
     blocks_held: float
     """Share of the prompt's blocks held while decoding, mean over the answers."""
     tokens_held: float
@@ -56,7 +56,7 @@ class Comparison:
     """Questions that only `first` answered right."""
     second_only: int
     difference: Estimate
-    """Accuracy of `first` less that of `second`, with its bootstrap interval."""
+    """Accuracy of `first` minus that of `second`, with its bootstrap interval."""
     p: float
     """McNemar's exact test, not corrected."""
     p_holm: float
@@ -78,7 +78,7 @@ def cells(
     block_size: int,
     emulated: bool = False,
 ) -> list[Cell]:
-    """Return a cell for every arm and task, and one for all tasks together."""
+    """Return a cell for each arm and task, and one per arm for all tasks."""
     tasks = list(dict.fromkeys(question.task for question in questions))
     result = []
     for arm in arms:
@@ -90,7 +90,7 @@ def cells(
 
 
 def cell(arm: Arm, task: str, answers: Answers, block_size: int, emulated: bool = False) -> Cell:
-    """Sum up answers of one arm."""
+    """Return the cell of one arm's answers."""
     return Cell(
         block_size=block_size,
         emulated=emulated,
@@ -196,10 +196,10 @@ def compare_granularities(
 def first_token_changes(
     log: AnswerLog, arms: Iterable[Arm], questions: Sequence[Question]
 ) -> tuple[int, int]:
-    """Return how many answers begin differently than with the full cache, and of how many.
+    """Return the number of answers that begin differently than with the full cache, and of all.
 
     The first token is computed before anything is evicted: only rounding can change it, which
-    depends on what else is in the batch.
+    depends on the rest of the batch.
     """
     full = {(a.task, a.number): a.text[:1] for a in collect(log, FULL, questions)}
     others = [a for arm in arms if arm != FULL for a in collect(log, arm, questions)]
@@ -207,6 +207,6 @@ def first_token_changes(
 
 
 def same_texts(first: Answers, second: Answers) -> tuple[int, int]:
-    """Return how many answers to the same questions are the same text, and of how many."""
+    """Return the number of equal texts among answers to the same questions, and of all."""
     equal = sum(a.text == b.text for a, b in zip(first, second, strict=True))
     return equal, len(first)

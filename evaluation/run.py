@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m evaluation.run`: which method at which budget for my task?
 
-Asks the demonstration model every question with every method and budget, through the real engine,
-and writes tables and pictures. An interrupted run goes on where it stopped.
+Asks the demonstration model every question with every method and budget through a real engine, and
+writes tables and pictures. An interrupted run continues where it stopped.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from evaluation.engine import PACKAGES, ROOT, AnsweringEngine, Settings
 from evaluation.pictures import QUESTIONS as PICTURE_QUESTIONS
 from evaluation.pictures import take_pictures
 from evaluation.questions import Question, questions
-from evaluation.record import FILE, Record, Table
+from evaluation.record import FILE, Record, ResultTable
 from evaluation.report import write_report
 from evaluation.results import (
     Side,
@@ -61,7 +61,7 @@ OUTPUT = ROOT / "docs" / "evaluation"
 LOGS = ROOT / "build" / "evaluation"
 NUM_QUESTIONS = 100
 EMULATED_QUESTIONS = 40
-"""Questions of a task that are asked of the emulation, which is slow, at most."""
+"""Limit on the questions of a task for the emulation, which is slow."""
 
 QUICK_PARTS = ("grid", "pictures")
 QUICK_BUDGETS = (1.0, 0.5, 0.1)
@@ -76,7 +76,7 @@ class UsageError(ValueError):
 
 @dataclass(frozen=True)
 class Plan:
-    """What one run measures."""
+    """The measurements of one run."""
 
     parts: tuple[str, ...]
     methods: tuple[str, ...]
@@ -84,7 +84,7 @@ class Plan:
     tasks: tuple[str, ...]
     num_questions: int
     close: bool
-    """Whether the grid has the other granularities as well."""
+    """Whether to measure the other granularities as well."""
     output: Path
     logs: Path
     fresh: bool
@@ -113,14 +113,14 @@ class Plan:
 
 
 class Evaluation:
-    """One run: what its engines answer, and the record it fills."""
+    """One run, and the record it fills."""
 
     def __init__(self, plan: Plan, record: Record) -> None:
         self.plan = plan
         self.record = record
 
     def run(self) -> None:
-        """Measure all parts of the plan. Engines follow each other, one for each block size."""
+        """Measure all parts of the plan, with one engine after the other per block size."""
         settings = Settings()
         with (
             AnswerLog(self.plan.logs, settings.fingerprint, self.plan.fresh) as log,
@@ -138,7 +138,7 @@ class Evaluation:
             self._blocks()
 
     def _common_arms(self) -> list[Arm]:
-        """Arms of all parts that the first engine answers, each once."""
+        """Return the arms of all parts that the first engine answers, each once."""
         plan, arms = self.plan, []
         if "grid" in plan.parts:
             arms += [*plan.grid_arms, *plan.granularity_arms]
@@ -149,7 +149,7 @@ class Evaluation:
     def _ask(
         self, engine: Lazy[Any], log: AnswerLog, arms: Sequence[Arm], asked: Sequence[Question]
     ) -> None:
-        """Have an engine answer what its log does not have yet."""
+        """Have an engine answer what its log lacks."""
         work = []
         for question in asked:
             missing = [a for a in arms if (question.task, question.number, a.key) not in log]
@@ -168,27 +168,27 @@ class Evaluation:
         plan, asked = self.plan, self.plan.questions
         fixed = [arm for arm in plan.grid_arms if isinstance(arm.budget, float)]
         changed, total = first_token_changes(log, plan.grid_arms, asked)
-        self.record.tables["grid"] = Table(
+        self.record.tables["grid"] = ResultTable(
             cells(log, plan.grid_arms, asked, block_size),
             compare_methods(log, fixed, asked),
             {"first_token_changes": [changed, total]},
         )
         if plan.granularity_arms:
             own = [arm for arm in fixed if arm.budget in plan.close_budgets]
-            self.record.tables["granularity"] = Table(
+            self.record.tables["granularity"] = ResultTable(
                 cells(log, [*own, *plan.granularity_arms], asked, block_size),
                 compare_granularities(log, plan.granularity_arms, asked),
             )
 
     def _ablations(self, log: AnswerLog, block_size: int) -> None:
         plan, asked = self.plan, self.plan.questions
-        self.record.tables["ablations"] = Table(
+        self.record.tables["ablations"] = ResultTable(
             cells(log, ablation_arms(plan.budgets), asked, block_size),
             compare_ablations(log, plan.close_budgets, asked),
         )
 
     def _blocks(self) -> None:
-        """Pages of several sizes in the engine; of one token, and of 16 to compare, emulated."""
+        """Measure pages of several sizes, and emulated ones of 1 token and, to compare, of 16."""
         plan, asked = self.plan, self.plan.questions
         some = questions(plan.tasks, min(plan.num_questions, EMULATED_QUESTIONS))
         kinds: list[tuple[int, bool]] = [(size, False) for size in BLOCK_SIZES]
@@ -197,7 +197,7 @@ class Evaluation:
         for size, emulated in kinds:
             settings = Settings(block_size=size)
             suffix = "-emulated" if emulated else ""
-            # The log of the engine that answered the other parts was emptied already.
+            # The first engine has emptied its log already.
             fresh = plan.fresh and (emulated or size != Settings().block_size)
             with (
                 AnswerLog(plan.logs, settings.fingerprint + suffix, fresh) as log,
@@ -222,7 +222,7 @@ class Evaluation:
             for arm in plan.block_arms
             if arm.method != "random"
         ]
-        self.record.tables["blocks"] = Table(
+        self.record.tables["blocks"] = ResultTable(
             measured,
             compare_pairs(pairs),
             {"same_as_engine": [sum(same for same, _ in equal), sum(of for _, of in equal)]},
@@ -230,7 +230,7 @@ class Evaluation:
 
 
 class Lazy(Generic[T]):
-    """An engine that starts when it is first needed: a finished log needs none."""
+    """An engine that starts when it is first needed; a complete log needs none."""
 
     def __init__(self, label: str, start: Callable[[], T]) -> None:
         self.label = label
@@ -257,7 +257,7 @@ def engine(settings: Settings) -> Lazy[AnsweringEngine]:
 
 def emulation(block_size: int) -> Lazy[Emulation]:
     def start() -> Emulation:
-        # What it changes of transformers must not reach an engine.
+        # Its changes to transformers must not reach an engine.
         from evaluation.emulation import Emulation
 
         return Emulation(block_size)
@@ -266,7 +266,7 @@ def emulation(block_size: int) -> Lazy[Emulation]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the evaluation; returns the exit status."""
+    """Run the evaluation and return the exit status."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     parser = _parser()
     options = parser.parse_args(given)
@@ -282,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as error:
         parser.error(str(error))
     except KeyboardInterrupt:
-        print("\nInterrupted; the same command goes on from here.", file=sys.stderr)
+        print("\nInterrupted; the same command continues from here.", file=sys.stderr)
         return 130
     write_report(record, output)
     print(f"Written: {output / 'README.md'}")
@@ -294,14 +294,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help=f"a look in minutes: {', '.join(QUICK_PARTS)} with {QUICK_QUESTIONS} questions a task",
+        help=f"only {', '.join(QUICK_PARTS)}, with {QUICK_QUESTIONS} questions a task",
     )
     parser.add_argument(
         "--only",
         nargs="+",
         choices=(*PARTS, REPORT),
         metavar="PART",
-        help=f"of {', '.join(PARTS)}; {REPORT} alone writes the report of an earlier run again",
+        help=f"of {', '.join(PARTS)}; {REPORT} alone rewrites the report of an earlier run",
     )
     parser.add_argument(
         "--questions", type=int, metavar="N", help=f"of each task (default: {NUM_QUESTIONS})"
@@ -317,7 +317,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--log", type=Path, default=LOGS, help="folder of the answers (default: build/evaluation)"
     )
-    parser.add_argument("--fresh", action="store_true", help="forget the answers of earlier runs")
+    parser.add_argument("--fresh", action="store_true", help="discard the answers of earlier runs")
     return parser
 
 
@@ -385,7 +385,7 @@ def _read(output: Path) -> Record:
 
 
 def _start(plan: Plan) -> Record:
-    """The record to fill: that of an earlier run of other parts, or a new one."""
+    """Return the record of an earlier run of other parts, or a new one."""
     settings = Settings()
     facts = {
         "commands": {},

@@ -85,7 +85,7 @@ class Attention(Protocol):
     def share_below(self) -> Tensor:
         """float64 ``[S]``, share of the visible entries below ``THRESHOLD`` of their row's maximum.
 
-        Counted for each query head by itself; the mean over the group.
+        Counted for each query head, then averaged over the group.
         """
         _not_observed("share_below", _FEW_ROWS)
 

@@ -50,7 +50,7 @@ def save(figure: Figure, path: Path) -> None:
     if path.suffix == ".svg":
         path.write_text(_svg(figure, path.stem), encoding="utf-8")
     else:
-        figure.savefig(path, metadata={"Software": None})
+        figure.savefig(path, bbox_inches="tight", metadata={"Software": None})
     plt.close(figure)
 
 

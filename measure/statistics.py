@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Intervals of shares and of differences, tests of paired answers, and their correction."""
+"""Intervals of shares and differences, tests of paired answers, and their correction."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from vllm_tgvkv.config import EvictionConfig, config_of
 from vllm_tgvkv.counters import SKIP_REASONS
-from vllm_tgvkv.metrics import METRICS, Metric, take_observations
+from vllm_tgvkv.metrics import METRICS, Metric, take_metrics
 
 
 class EvictionPrometheusStatLogger(PrometheusStatLogger):
@@ -36,18 +36,21 @@ class EvictionPrometheusStatLogger(PrometheusStatLogger):
         self, scheduler_stats: SchedulerStats | None, *args: Any, engine_idx: int = 0, **kwargs: Any
     ) -> None:
         if scheduler_stats is not None and self._evictions:
-            for metric, labels, number in take_observations(scheduler_stats.waiting_lora_adapters):
+            for metric, labels, number in take_metrics(scheduler_stats.waiting_lora_adapters):
                 self._record(metric, labels, number, engine_idx)
         super().record(scheduler_stats, *args, engine_idx=engine_idx, **kwargs)
 
     def _make(self, metric: Metric) -> Counter | Gauge | Histogram:
-        name = f"vllm:kv_eviction_{metric.name}"
-        labels = ["model_name", "engine", *metric.labels]
+        arguments = {
+            "name": f"vllm:kv_eviction_{metric.name}",
+            "documentation": metric.documentation,
+            "labelnames": ["model_name", "engine", *metric.labels],
+        }
         if metric.kind == "gauge":
-            return Gauge(name, metric.documentation, labels, multiprocess_mode="sum")
+            return self._gauge_cls(**arguments, multiprocess_mode="sum")
         if metric.kind == "histogram":
-            return Histogram(name, metric.documentation, labels, buckets=metric.buckets)
-        return Counter(name, metric.documentation, labels)
+            return self._histogram_cls(**arguments, buckets=metric.buckets)
+        return self._counter_cls(**arguments)
 
     def _record(
         self, metric: Metric, labels: tuple[str, ...], number: int, engine_idx: int

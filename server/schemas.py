@@ -47,12 +47,9 @@ class Engine(BaseModel):
 
 
 _fields: dict[str, Any] = {
-    declared.name: (
-        int if declared.type is int else str,
-        Field(description=declared.declaration.help),
-    )
-    for declared in settings_of(EvictionConfig)
-    if declared.declaration.in_status
+    found.name: (int if found.type is int else str, Field(description=found.help))
+    for found in settings_of(EvictionConfig)
+    if found.in_status
 }
 _DeclaredSettings: Any = create_model("_DeclaredSettings", **_fields)
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What eviction adds to an attention backend of vLLM, on any platform.
+"""The evicting part of an attention backend, on any platform.
 
 Each step's batch is split in two. *Ragged rows* attend over head pages, one virtual sequence per
 KV head: tokens of compressed requests, and the decode tokens that share a kernel call with them.
 The rest of the batch runs vLLM's own attention, unchanged.
 
-The classes here go in front of vLLM's: `attention_cpu.py`, `attention_cuda.py`.
+The classes here are mixins in front of vLLM's: `attention_cpu.py`, `attention_cuda.py`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,12 @@ from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d, is_quantized_kv_cache
 from vllm.v1.attention.backend import (
-    AttentionBackend,
     AttentionImpl,
     AttentionLayer,
     AttentionMetadata,
-    AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
-from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
-    FullAttentionSpec,
-    KVCacheLayout,
-    replace_as,
-)
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout, replace_as
 
 from vllm_tgvkv.errors import UnsupportedByEvictionError
 from vllm_tgvkv.evictor import Evictor
@@ -70,11 +63,11 @@ class EvictingMetadata(Generic[Rows]):
     """Set in steps in which it observes the layers."""
 
 
-class EvictingBackend(AttentionBackend):
-    """A backend of vLLM with head pages; the worker selects it while it loads the model."""
+class EvictingBackend:
+    """Hooks of a backend with head pages; the worker selects it while it loads the model."""
 
-    impl_cls: ClassVar[type[AttentionImpl]]
-    builder_cls: ClassVar[type[AttentionMetadataBuilder]]
+    impl_cls: ClassVar[type[EvictingImpl[Any]]]
+    builder_cls: ClassVar[type[EvictingBuilder[Any]]]
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
@@ -85,19 +78,21 @@ class EvictingBackend(AttentionBackend):
         return evicting_spec(spec)
 
     @classmethod
-    def get_impl_cls(cls) -> type[AttentionImpl]:
+    def get_impl_cls(cls) -> type[EvictingImpl[Any]]:
         return cls.impl_cls
 
     @classmethod
-    def get_builder_cls(cls) -> type[AttentionMetadataBuilder]:
+    def get_builder_cls(cls) -> type[EvictingBuilder[Any]]:
         return cls.builder_cls
 
 
-class EvictingBuilder(AttentionMetadataBuilder, Generic[Rows]):
+class EvictingBuilder(Generic[Rows]):
     """Builds `EvictingMetadata`: the ragged rows, and vLLM's metadata of the rest."""
 
     slots_first: ClassVar[bool]
     """Page format of the backend's kernels, see `page_pool`."""
+
+    layer_names: list[str]  # of vLLM's builder
 
     _evictor: Evictor | None = None
 
@@ -124,7 +119,7 @@ class EvictingBuilder(AttentionMetadataBuilder, Generic[Rows]):
             ragged, (rest, tokens) = self.split(common)
         stock = None
         if rest is not None:
-            stock = super().build(common_prefix_len, rest, fast_build)
+            stock = super().build(common_prefix_len, rest, fast_build)  # type: ignore[misc]
         return EvictingMetadata(ragged, stock, tokens, self._observer(common))
 
     def split(self, common: CommonAttentionMetadata) -> Split[Rows]:
@@ -145,8 +140,12 @@ class EvictingBuilder(AttentionMetadataBuilder, Generic[Rows]):
         return self._evictor
 
 
-class EvictingImpl(AttentionImpl, Generic[Rows]):
+class EvictingImpl(Generic[Rows]):
     """The attention of one layer: ragged rows, vLLM's attention of the rest, observation."""
+
+    # Of vLLM's attention.
+    kv_cache_dtype: str
+    scale: float
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -171,17 +170,16 @@ class EvictingImpl(AttentionImpl, Generic[Rows]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        attend = super().forward  # type: ignore[misc]
         scales = (output_scale, output_block_scale)
         if attn_metadata is None:  # a profiling run
-            return super().forward(layer, query, key, value, kv_cache, None, output, *scales)
+            return attend(layer, query, key, value, kv_cache, None, output, *scales)
         for rows in attn_metadata.ragged:
             self.attend_ragged(rows, layer, query, output)
         stock, tokens = attn_metadata.stock, attn_metadata.stock_tokens
         if stock is not None:
             stock_output = output[tokens]
-            super().forward(
-                layer, query[tokens], key, value, kv_cache, stock, stock_output, *scales
-            )
+            attend(layer, query[tokens], key, value, kv_cache, stock, stock_output, *scales)
             write_back(output, tokens, stock_output)
         if attn_metadata.evictor is not None:
             # The cache holds quantised keys divided by their scale.

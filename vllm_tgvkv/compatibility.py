@@ -44,16 +44,14 @@ def check_engine_args(engine_args: EngineArgs) -> Platform:
             f"{current_platform.device_name or current_platform.device_type}: "
             f"use a CPU or CUDA build of vLLM {_WAY_OUT}"
         )
-    if engine_args.scheduler_cls is not None:
-        raise UnsupportedByEvictionError(
-            f"--kv-eviction brings its own scheduler class: remove --scheduler-cls "
-            f"{engine_args.scheduler_cls} {_WAY_OUT}"
-        )
-    if engine_args.worker_cls not in ("auto", platform.worker_cls):
-        raise UnsupportedByEvictionError(
-            f"--kv-eviction brings its own worker class: remove --worker-cls "
-            f"{engine_args.worker_cls} {_WAY_OUT}"
-        )
+    for kind, given, allowed in (
+        ("scheduler", engine_args.scheduler_cls, (None,)),
+        ("worker", engine_args.worker_cls, ("auto", platform.worker_cls)),
+    ):
+        if given not in allowed:
+            raise UnsupportedByEvictionError(
+                f"--kv-eviction brings its own {kind} class: remove --{kind}-cls {given} {_WAY_OUT}"
+            )
     return platform
 
 

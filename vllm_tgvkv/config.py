@@ -104,7 +104,7 @@ class DebugOptions:
         False, help="Recount every block after each scheduler step, and raise on a mismatch."
     )
     evict_at_full_budget: bool = setting(
-        False, help="Evict even if the budget covers the prompt: every page is dealt anew."
+        False, help="Evict even if the budget covers the prompt: every page is dealt again."
     )
     record_kept: bool = setting(
         False, help="Remember the kept positions of the last evictions, for `collective_rpc`."
@@ -117,7 +117,7 @@ class EvictionConfig:
 
     policy: str = setting(
         NONE,
-        parse=_parse_later,
+        parser=_parse_later,
         accepts="a method, or a name in `methods`",
         help="Method that decides which cache entries of a prompt are kept for decoding. With "
         "`none` vLLM runs as stock.",
@@ -125,7 +125,7 @@ class EvictionConfig:
     )
     budget: Budget = setting(
         Budget(fraction=0.1),
-        parse=Budget.parse,
+        parser=Budget.parse,
         accepts="fraction, tokens, or `auto:SHARE`",
         help="Share of the prompt that is kept: a fraction, 0 < budget <= 1; a whole number of "
         "tokens per KV head; or `auto:SHARE`, such as `auto:0.98,min=0.02,max=0.5`: the smallest "
@@ -175,7 +175,7 @@ class EvictionConfig:
     )
     methods: Mapping[str, Mix] = setting(
         {},
-        parse=_parse_methods,
+        parser=_parse_methods,
         accepts="`{mine: {base: tgv, score: snapkv, allocation: aircache, retain: by_score}}`",
         help="Mixes of the parts of methods, by name.",
     )
@@ -198,7 +198,7 @@ class EvictionConfig:
     )
     defaults_file: str | None = setting(
         None,
-        parse=_parse_path,
+        parser=_parse_path,
         accepts="absolute path",
         help="File with `policy` and `budget` of new requests, which may change while the server "
         "runs.",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running totals of what eviction did, kept by the scheduler."""
+"""Totals of evictions and skipped requests, kept by the scheduler."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_tgvkv.metrics import Observations
+from vllm_tgvkv.metrics import MetricsBuffer
 from vllm_tgvkv.plan import Outcome
 
 SKIP_REASONS = {
@@ -33,27 +33,27 @@ class EvictionCounters:
     requests_skipped: Counter[str] = field(default_factory=Counter)
     """By reason, see `SKIP_REASONS`."""
     prompt_tokens_seen: int = 0
-    """Prompt tokens of evicted requests, before."""
+    """Prompt tokens of evicted requests."""
     prompt_tokens_kept: int = 0
-    """The same prompts, after: retained region and tail, mean over layers and heads."""
+    """Prompt tokens kept of them: region and tail, mean over layers and heads."""
     blocks_given_back: int = 0
-    """Blocks returned to the pool, less the fresh ones taken. A block that another
-    request or a running prefix shares is not returned."""
-    observations: Observations | None = None
-    """For Prometheus, where it is wanted."""
+    """Blocks returned to the pool, less the fresh ones taken. Blocks shared with another request
+    are not returned."""
+    metrics: MetricsBuffer | None = None
+    """For Prometheus; None if metrics are off."""
     _changed: bool = False
 
     def skip(self, policy: str, reason: str) -> None:
         assert reason in SKIP_REASONS, reason
         self.requests_skipped[reason] += 1
         self._changed = True
-        if self.observations is not None:
-            self.observations.count("skipped_requests", policy, reason)
+        if self.metrics is not None:
+            self.metrics.count("skipped_requests", policy, reason)
 
     def evicted(self, policy: str, num_prompt_tokens: int, num_kept: int) -> None:
-        if self.observations is not None:
-            self.observations.count("requests", policy)
-            self.observations.observe("kept_fraction", policy, value=num_kept / num_prompt_tokens)
+        if self.metrics is not None:
+            self.metrics.count("requests", policy)
+            self.metrics.observe("kept_fraction", policy, value=num_kept / num_prompt_tokens)
         self.requests_evicted += 1
         self.prompt_tokens_seen += num_prompt_tokens
         self.prompt_tokens_kept += num_kept
@@ -62,33 +62,33 @@ class EvictionCounters:
     def gave_back(self, policy: str, num_blocks: int) -> None:
         self.blocks_given_back += num_blocks
         self._changed = True
-        # Where others share a prompt's blocks, an eviction may take more than it gives.
-        if self.observations is not None and num_blocks > 0:
-            self.observations.count("blocks_given_back", policy, by=num_blocks)
+        # If others share the prompt's blocks, an eviction may take more than it gives back.
+        if self.metrics is not None and num_blocks > 0:
+            self.metrics.count("blocks_given_back", policy, by=num_blocks)
 
     def deferred(self, policy: str) -> None:
-        if self.observations is not None:
-            self.observations.count("deferred_requests", policy)
+        if self.metrics is not None:
+            self.metrics.count("deferred_requests", policy)
 
     def record_outcome(self, outcome: Outcome) -> None:
-        """Put on record what the worker found out about an eviction."""
-        if self.observations is None:
+        """Count what the worker reports of an eviction."""
+        if self.metrics is None:
             return
         for name, tokens in (("prompt_tokens", outcome.seen), ("kept_tokens", outcome.kept)):
             for modality, number in tokens.items():
-                self.observations.count(name, outcome.method, modality, by=number)
+                self.metrics.count(name, outcome.method, modality, by=number)
         for part, seconds in outcome.seconds.items():
-            self.observations.observe("seconds", outcome.method, part, value=seconds)
+            self.metrics.observe("seconds", outcome.method, part, value=seconds)
 
     def take_if_changed(self) -> dict[str, Any] | None:
-        """The totals, if they changed since the last call."""
+        """Return the totals if they changed since the last call."""
         if not self._changed:
             return None
         self._changed = False
         return self.as_dict()
 
     def __str__(self) -> str:
-        """One line for the log."""
+        """Return one line for the log."""
         skipped = ", ".join(f"{reason} {n}" for reason, n in self.requests_skipped.items())
         return (
             f"{self.requests_evicted} requests evicted, "
@@ -98,7 +98,7 @@ class EvictionCounters:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON and for other processes."""
+        """Return plain data, for JSON and for other processes."""
         return {
             "requests_evicted": self.requests_evicted,
             "requests_skipped": dict(self.requests_skipped),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a policy's scores and strengths come to: pages of every (layer, head), kept tokens.
+"""From scores and strengths to the pages of every (layer, head) and the tokens in them.
 
-Nothing here waits for the device: every size is known beforehand, also where the number of
+Nothing here waits for the device: every size is known in advance, even where the number of
 retained blocks is found on the device.
 """
 
@@ -27,18 +27,18 @@ class Decision:
     """Pages, int64 ``[L, H]``."""
     positions: Tensor
     """Kept positions, int32 ``[k * L * H, N]``, pages in (layer, head) order; where a guard chose
-    fewer blocks, those behind the last page that was dealt have no meaning."""
-    num_retained: Tensor | None
-    """int64 scalar, where a guard chose; else it is what was given."""
+    fewer blocks, the pages after the last one dealt have no meaning."""
+    num_retained: Tensor
+    """Blocks that hold pages, int64 scalar: the given number, or fewer with a guard."""
 
 
 @dataclass(frozen=True)
 class Decider:
-    """Decides for one prompt whose layers have all been looked at.
+    """Decides for one prompt, once all of its layers are scored.
 
-    ``scores`` float32 ``[L, S, C]`` are pooled, ``strengths`` float ``[L, S, F]``. Both, and
-    ``num_heads``, are of all heads of the model. Where ranks hold ``num_parts`` equal parts of
-    them, each part has its own pages, k * L * H / num_parts, and none moves to another part.
+    ``scores``, float32 ``[L, S, C]``, are pooled; ``strengths`` are float ``[L, S, F]``. Both, and
+    ``num_heads``, cover all heads of the model. Where ranks hold ``num_parts`` equal parts of the
+    heads, each part has k * L * H / num_parts pages, and no page moves to another part.
     """
 
     policy: Policy
@@ -50,42 +50,49 @@ class Decider:
     floor_pages: int
     num_parts: int = 1
     heads: slice = field(default_factory=lambda: slice(None))
-    """The heads whose pages and tokens are wanted."""
+    """The heads whose pages and tokens are returned."""
     agree: Callable[[Callable[[], Tensor]], Tensor] = lambda find: find()
-    """Finds the number of a guarded decision that all ranks go by."""
+    """Makes all ranks use the same number of blocks in a guarded decision."""
     depth: Depth = WHOLE_MODEL
 
     def decide(self, num_retained: int) -> Decision:
-        """Deal ``num_retained`` blocks, which is between 1 and the full blocks of the prompt."""
+        """Deal ``num_retained`` blocks, between 1 and the number of full blocks of the prompt."""
         retained = torch.full((), num_retained, device=self.scores.device)
-        counts = self._deal(retained, min(self.floor_pages, num_retained), guarded=False)
-        counts = counts[:, self.heads]
-        return Decision(counts, self._fill(counts, num_retained, guarded=False), None)
+        floor = min(self.floor_pages, num_retained)
+        return self._decision(retained, num_retained, floor, guarded=False)
 
     def decide_guarded(self, num_retained: int, masses: Tensor, guard: Guard) -> Decision:
-        """Deal as few blocks as hold the guarded share of ``masses``, at most ``num_retained``.
+        """Deal the fewest blocks that hold the guarded share of ``masses``.
 
-        Text is kept before all but sinks. If even ``num_retained`` blocks do not hold the share,
-        they are what is dealt. Found by bisection, which is exact as long as more blocks hold more;
-        a budget that deals quite differently with one block more may break that by a block or two.
+        Sinks are kept first, then text. If even ``num_retained`` blocks do not hold the share,
+        all of them are dealt. The number is found by bisection. That is exact as long as more
+        blocks hold more mass; an allocation whose counts change a lot with one more block may
+        make it wrong by a block or two.
 
-        ``masses`` is float32 ``[L, S, P]``, the observed attention that each token got.
+        Args:
+            num_retained: the most blocks, as for :meth:`decide`.
+            masses: float32 ``[L, S, P]``, the observed attention that each token got.
+            guard: the share, and the fewest blocks.
         """
         least = min(guard.least_blocks, num_retained)
         floor = min(self.floor_pages, least)
-        found = self.agree(lambda: self._fewest(least, num_retained, floor, masses, guard.share))
-        counts = self._deal(found, floor, guarded=True)[:, self.heads]
-        return Decision(counts, self._fill(counts, num_retained, guarded=True), found)
+        fewest = self.agree(lambda: self._fewest(least, num_retained, floor, masses, guard.share))
+        return self._decision(fewest, num_retained, floor, guarded=True)
+
+    def _decision(self, retained: Tensor, most: int, floor: int, guarded: bool) -> Decision:
+        counts = self._deal(retained, floor, guarded)[:, self.heads]
+        return Decision(counts, self._fill(counts, most, guarded), retained)
 
     def _fewest(self, least: int, most: int, floor: int, masses: Tensor, share: float) -> Tensor:
-        """The fewest blocks that hold ``share`` of the masses, int64 scalar."""
+        """Return the fewest blocks that hold ``share`` of the masses, int64 scalar."""
         num_candidates = self.prompt.num_candidates
         tail = masses[..., num_candidates:].double().sum()
         wanted = masses.double().sum() * share - tail
         candidates = masses[..., :num_candidates].double()
         low = torch.full((), least - 1, device=masses.device)
         high = torch.full((), most, device=masses.device)
-        # What `high` deals is enough, or the bound; what `low` deals is not, or below the bound.
+        # Invariant: `high` blocks are enough or the upper bound; `low` blocks are not enough or
+        # below the lower bound.
         for _ in range((most - least + 1).bit_length()):
             middle = (low + high).div(2, rounding_mode="floor").clamp(min=least)
             kept = self._kept(self._deal(middle, floor, guarded=True))
@@ -94,10 +101,10 @@ class Decider:
         return high
 
     def _deal(self, retained: Tensor, floor: int, guarded: bool) -> Tensor:
-        """Pages of every (layer, head), int64 ``[L, H]``, that sum to k * L * H.
+        """Return the pages of every (layer, head), int64 ``[L, H]``; they sum to k * L * H.
 
-        At granularity `layer` a layer gets the same number for each of its heads, so what is dealt
-        is k * L units of H pages, and every part gets as many.
+        At granularity `layer` all heads of a layer get the same number: k * L units of H pages are
+        dealt, the same for every part.
         """
         kept = retained * self.block_size
         layers = AllLayers(
@@ -119,7 +126,7 @@ class Decider:
         return counts.expand(-1, self.num_heads).contiguous()
 
     def _tiers(self, num_kept: Tensor, guarded: bool) -> Tensor:
-        """Tiers of the candidates, int ``[C]`` or ``[L, S, C]``; guarded ones put text first."""
+        """Return the candidates' tiers, int ``[C]`` or ``[L, S, C]``; a guard puts text first."""
         prompt = self.prompt
         tiers = self.policy.retention.tiers(prompt, num_kept)[..., : prompt.num_candidates]
         if not guarded:
@@ -129,15 +136,15 @@ class Decider:
         return tiers
 
     def _kept(self, counts: Tensor) -> Tensor:
-        """Whether each candidate is kept under a guard, bool ``[L, S, C]``."""
+        """Return whether each candidate is kept under a guard, bool ``[L, S, C]``."""
         num_kept = counts[:, : self.scores.shape[1]] * self.block_size
         keys = ranking_keys(self.scores, self._tiers(num_kept, guarded=True))
         return keys >= thresholds(keys, num_kept).unsqueeze(-1)
 
     def _fill(self, counts: Tensor, num_retained: int, guarded: bool) -> Tensor:
-        """Kept positions of ``num_retained`` blocks, some of them perhaps not dealt.
+        """Return the kept positions of ``num_retained`` blocks, of which a guard may use fewer.
 
-        ``counts`` are those of the wanted heads.
+        ``counts`` has the pages of :attr:`heads` only.
         """
         scores = self.scores if self.scores.shape[1] == 1 else self.scores[:, self.heads]
         num_kept = counts[:, : scores.shape[1]] * self.block_size
@@ -147,4 +154,4 @@ class Decider:
 
 
 _TEXT_TIER, _SINK_TIER = 4, 8
-"""Above the tiers of every retention, which are below 4."""
+"""Above the tiers of all retentions, which are below 4."""

@@ -1,31 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One check that recounts every block of the pool."""
+"""A check that recounts every block of the pool."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Set
 
-if TYPE_CHECKING:
-    from vllm_tgvkv.manager import Compression, EvictingManager
-    from vllm_tgvkv.scheduler import EvictionScheduler
+from vllm_tgvkv.manager import Compression, EvictingManager
 
 
 class IntegrityError(RuntimeError):
-    """The pool's books do not agree; the message names the block or request."""
+    """The pool's records disagree; the message names the block or request."""
 
 
-def check_integrity(scheduler: EvictionScheduler) -> None:
+def check_integrity(manager: EvictingManager, known_ids: Set[str]) -> None:
     """Recount owners, reservations, free list and regions.
 
-    Every block but the null block is either in the free list with no owner, or out
-    of it with as many owners as its reference count; a region's blocks have one
-    owner, no hash, and stand at the start of their row followed by null blocks.
+    Every block but the null block is either in the free list with no owner, or out of it with as
+    many owners as its reference count. A region's blocks have one owner and no hash, and stand at
+    the start of their row, followed by null blocks.
+
+    Args:
+        known_ids: requests that may hold blocks.
 
     Raises:
-        IntegrityError: with the first disagreement.
+        IntegrityError: at the first disagreement.
     """
-    manager = scheduler._manager
     pool = manager.block_pool
     owners: Counter[int] = Counter()
     for blocks in manager.req_to_blocks.values():
@@ -58,9 +58,9 @@ def check_integrity(scheduler: EvictionScheduler) -> None:
     for request_id, compression in manager.compressions.items():
         if compression.swapped:
             _check_region(request_id, compression, manager, owners)
-    if unknown := manager.req_to_blocks.keys() - scheduler.requests.keys():
+    if unknown := manager.req_to_blocks.keys() - known_ids:
         raise IntegrityError(f"blocks are held for unknown requests {sorted(unknown)}")
-    if unknown := manager.compressions.keys() - scheduler.requests.keys():
+    if unknown := manager.compressions.keys() - known_ids:
         raise IntegrityError(f"evictions are pending for unknown requests {sorted(unknown)}")
 
 

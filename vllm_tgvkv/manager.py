@@ -13,20 +13,16 @@ k of them retained, T tail blocks):
           running out is vLLM's ordinary back-pressure; never hashed
     tail  the partial last prompt block and decoded tokens: vLLM appends to it
 
-Where a guard (budget `auto`) finds that fewer than k blocks are enough, the last of them
-become null as well, once the scheduler hears of it.
+If a guard (budget `auto`) finds that fewer than k blocks are enough, the last of them become
+null as well, once the scheduler is told.
 
-Positions, slot mapping and sequence lengths of vLLM are not touched.
-
-A prompt needs all of its blocks once, and its fresh ones beside them, before it shrinks. So that
-prompts which prefill together do not take these from each other, they finish in the order in which
-they were admitted (a banker's order, see `Prefill`); decoding requests count by what they hold.
+vLLM's positions, slot mapping and sequence lengths are not touched. Prompts that prefill together
+finish in the order of `admission.py`; decoding requests count by the blocks they hold.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,12 +34,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 from vllm.v1.request import Request
 
-_OUT_OF_ORDER = sys.maxsize
+from vllm_tgvkv.admission import Prefill, PrefillOrder
 
 
 @dataclass
 class Compression:
-    """A request that is evicted when its prefill ends, and where it stands."""
+    """A request that is evicted when its prefill ends."""
 
     request: Request
     num_retained_blocks: int
@@ -53,63 +49,23 @@ class Compression:
     swapped: bool = False
     """Whether the request's row is compressed now."""
     deferred: bool = False
-    """Whether the last chunk had to wait for the blocks to copy into."""
+    """Whether the last chunk had to wait for fresh blocks."""
 
-    def needs_reservation(self, num_tokens: int) -> bool:
-        """Whether a chunk that brings the request to `num_tokens` ends its prompt."""
-        return not (self.reserved or self.swapped) and num_tokens >= self.request.num_prompt_tokens
-
-
-@dataclass
-class Prefill:
-    """What an admitted prompt still takes from the pool, and what it brings back at its end.
-
-    Prefills are kept in the order of admission. They are safe as long as the first can take all it
-    still needs from the free blocks, the second once the first has given back, and so on: then
-    none has to be preempted for another. What decoding requests take in the meantime is not in
-    these sums; vLLM preempts for it as ever.
-    """
-
-    number: int
-    """Place in the order of admission."""
-    num_tokens: int
-    """Tokens it computes: the prompt, and after a preemption what it had generated."""
-    num_left: int = 0
-    """Blocks it still takes."""
-    num_returned: int = 0
-    """Blocks it gives back when it is evicted; those that others share are not counted."""
-    last_step: int = 0
-
-
-@dataclass
-class Queue:
-    """Prefills one behind the other, each of which ends before the next one goes on."""
-
-    wanted: int | None = None
-    """Free blocks without which one of them would not finish; None if there are none."""
-    brought: int = 0
-    """Blocks that are free more, or less, once all of them have ended."""
-
-    def add(self, prefill: Prefill) -> None:
-        self.brought -= prefill.num_left
-        self.wanted = max(self.wanted or 0, -self.brought)
-        self.brought += prefill.num_returned
-
-    @classmethod
-    def of(cls, prefills: Iterable[Prefill]) -> Queue:
-        queue = cls()
-        for prefill in prefills:
-            queue.add(prefill)
-        return queue
+    def num_to_reserve(self, num_tokens: int) -> int:
+        """Return the fresh blocks that a chunk up to `num_tokens` needs; 0 before the last."""
+        if self.reserved or self.swapped or num_tokens < self.request.num_prompt_tokens:
+            return 0
+        return self.num_retained_blocks
 
 
 @dataclass(frozen=True)
 class Admission:
-    """A request that vLLM is about to admit, and how many of its blocks others hold as well."""
+    """A request that vLLM is about to admit."""
 
     request_id: str
-    num_tokens: int
+    prefill: Prefill
     num_shared: int
+    """Blocks of its prefix that other requests hold as well."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +77,7 @@ class Swap:
     row_blocks: list[int]
     num_freed: int
     deferred: bool
-    """Whether the last chunk had to wait for the blocks to copy into."""
+    """Whether the last chunk had to wait for fresh blocks."""
 
 
 class EvictingManager(FullAttentionManager):
@@ -130,14 +86,8 @@ class EvictingManager(FullAttentionManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.compressions: dict[str, Compression] = {}
-        self.prefills: dict[str, Prefill] = {}
-        """Requests that are admitted and have not got all of their blocks, in that order."""
+        self.order = PrefillOrder()
         self._admission: Admission | None = None
-        self._num_admitted = 0
-        self._step = 0
-        self._advanced, self._last_advanced = Queue(), 0
-        """Prefills that have advanced in this step, and the number of the last of them. They do so
-        in their order, so that each costs an addition; `_OUT_OF_ORDER` where they did not."""
         self.released: list[int] = []
         """First block ids of regions dropped since the last drain."""
         self.record_freed = False
@@ -146,20 +96,21 @@ class EvictingManager(FullAttentionManager):
 
     # -- reservation, while the prefill is scheduled ------------------------------------
 
-    def expect_eviction(self, request: Request, num_retained: int, num_full: int) -> None:
+    def expect_eviction(self, request: Request, num_retained: int) -> None:
         """Reserve `num_retained` fresh blocks when the request's last chunk is scheduled."""
+        num_full = request.num_prompt_tokens // self.block_size
         self.compressions[request.request_id] = Compression(request, num_retained, num_full)
 
     def forget(self, request_id: str) -> None:
-        """Drop the record of a request that holds no blocks: it ended, or stays as it is."""
+        """Drop the record of a request that holds no blocks: it ended, or is not evicted."""
         compression = self.compressions.pop(request_id, None)
         assert compression is None or not (compression.reserved or compression.swapped)
 
     def can_ever_fit(self, request: Request, num_retained: int) -> bool:
-        """Whether an empty pool would hold the prompt and the retained blocks together.
+        """Return whether an empty pool holds the prompt and the retained blocks together.
 
-        It holds all that follows then, however often the request is preempted: what is replayed
-        behind the prompt takes the place of blocks that the prompt gave back.
+        If so, it holds the rest of the request as well, after any number of preemptions: replayed
+        tokens take the place of blocks that the prompt gave back.
         """
         usable = self.block_pool.num_gpu_blocks - 1  # the null block is never handed out
         return cdiv(request.num_prompt_tokens, self.block_size) + num_retained <= usable
@@ -173,10 +124,10 @@ class EvictingManager(FullAttentionManager):
         apply_admission_cap: bool = False,
         **kwargs: Any,
     ) -> int:
-        """Blocks for a chunk, or with `apply_admission_cap` for a whole request.
+        """Return the blocks for a chunk, or for a whole request with `apply_admission_cap`.
 
-        vLLM compares the number with the free blocks. A request that is not admitted yet is asked
-        for more than it takes, where earlier prefills need the free blocks.
+        vLLM compares the number with the free blocks. For a request that is not admitted yet it
+        includes the free blocks that earlier prefills need.
         """
         num_blocks = super().get_num_blocks_to_allocate(
             request_id,
@@ -187,129 +138,69 @@ class EvictingManager(FullAttentionManager):
             **kwargs,
         )
         compression = self.compressions.get(request_id)
-        if compression and compression.needs_reservation(num_tokens):
+        if compression and (num_fresh := compression.num_to_reserve(num_tokens)):
             num_free = self.block_pool.get_num_free_blocks()
-            if num_blocks <= num_free < num_blocks + compression.num_retained_blocks:
+            if num_blocks <= num_free < num_blocks + num_fresh:
                 compression.deferred = True
-            num_blocks += compression.num_retained_blocks
+            num_blocks += num_fresh
         if request_id in self.req_to_blocks:
             return num_blocks
         if not apply_admission_cap:
-            return num_blocks + (Queue.of(self.prefills.values()).wanted or 0)
+            return num_blocks + self.order.needed()
         num_shared = sum(block.ref_cnt > 0 for block in new_computed_blocks)
-        self._admission = Admission(request_id, num_tokens, num_shared)
-        if compression:
-            # At its end the prompt gives blocks back, before what follows is computed again.
-            num_behind = self._num_behind(compression, num_tokens)
-            num_blocks -= min(num_behind, compression.num_full_blocks - num_shared)
-        return max(num_blocks - self._brought_back(num_shared), 0)
+        prefill = self._prefill(request_id, num_tokens, num_shared)
+        self._admission = Admission(request_id, prefill, num_shared)
+        # The prompt gives blocks back before the tokens that follow it are computed again.
+        num_blocks -= min(prefill.num_replayed, prefill.num_returned)
+        return max(num_blocks - self.order.net_change(num_shared), 0)
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:
         new_blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
         compression = self.compressions.get(request_id)
-        if compression and compression.needs_reservation(num_tokens):
-            num_retained = compression.num_retained_blocks
-            compression.reserved = tuple(self.block_pool.get_new_blocks(num_retained))
+        if compression and (num_fresh := compression.num_to_reserve(num_tokens)):
+            compression.reserved = tuple(self.block_pool.get_new_blocks(num_fresh))
         if (admission := self._admission) and admission.request_id == request_id:
             self._admission = None
-            self._admit(admission)
-        if request_id in self.prefills:
-            self._advance(request_id)
+            self.order.admit(request_id, admission.prefill, admission.num_shared)
+        if request_id in self.order.prefills:
+            num_reserved = len(compression.reserved) if compression else 0
+            self.order.advance(request_id, len(self.req_to_blocks[request_id]) + num_reserved)
         return new_blocks
 
-    # -- prefills beside each other -----------------------------------------------------
+    # -- prompts that prefill together, see `admission.py` ------------------------------
 
     def new_step_starts(self) -> None:
         super().new_step_starts()
-        self._step += 1
-        self._advanced, self._last_advanced = Queue(), 0
+        self.order.begin_step()
 
     def may_take(self, request_id: str, num_tokens: int) -> bool:
-        """Whether a prefill may grow to `num_tokens` now, and those before it still finish.
-
-        Only prefills that advance in this step are waited for: one that does not may itself wait
-        for something that this one holds, such as a place in the encoder's cache.
-        """
-        prefill = self.prefills.get(request_id)
-        if prefill is None:
-            return True
-        wanted = self._advanced_before(prefill).wanted
-        if wanted is None:
+        """Return whether a request may grow to `num_tokens` now, and earlier prefills finish."""
+        if request_id not in self.order.prefills:
             return True
         num_blocks = cdiv(num_tokens, self.block_size) - len(self.req_to_blocks[request_id])
         compression = self.compressions.get(request_id)
-        if compression and compression.needs_reservation(num_tokens):
-            num_blocks += compression.num_retained_blocks
-        return num_blocks + wanted <= self.block_pool.get_num_free_blocks()
+        if compression:
+            num_blocks += compression.num_to_reserve(num_tokens)
+        num_free = self.block_pool.get_num_free_blocks()
+        return self.order.may_take(request_id, num_blocks, num_free)
 
-    def _advanced_before(self, prefill: Prefill) -> Queue:
-        """The prefills before this one that advance in this step."""
-        if prefill.number > self._last_advanced:
-            return self._advanced
-        return Queue.of(
-            other
-            for other in self.prefills.values()
-            if other.number < prefill.number and other.last_step == self._step
+    def _prefill(self, request_id: str, num_tokens: int, num_shared: int) -> Prefill:
+        num_blocks = cdiv(num_tokens, self.block_size)
+        compression = self.compressions.get(request_id)
+        if compression is None:
+            return Prefill(num_blocks)
+        num_prompt_blocks = cdiv(compression.request.num_prompt_tokens, self.block_size)
+        return Prefill(
+            num_prompt_blocks,
+            num_replayed=num_blocks - num_prompt_blocks,
+            num_fresh=compression.num_retained_blocks,
+            num_returned=max(compression.num_full_blocks - num_shared, 0),
         )
 
-    def _brought_back(self, num_shared: int) -> int:
-        """Blocks that are free more, or less, once all prefills have ended.
-
-        What the next request shares with them is not given back; or all keep what they have.
-        """
-        num_left = sum(prefill.num_left for prefill in self.prefills.values())
-        num_returned = sum(prefill.num_returned for prefill in self.prefills.values())
-        return max(num_returned - num_shared, 0) - num_left
-
-    def _admit(self, admission: Admission) -> None:
-        num_shared = admission.num_shared
-        for prefill in self.prefills.values():
-            if not num_shared:
-                break
-            kept = min(prefill.num_returned, num_shared)
-            prefill.num_returned -= kept
-            num_shared -= kept
-            self._last_advanced = _OUT_OF_ORDER
-        self._num_admitted += 1
-        prefill = Prefill(self._num_admitted, admission.num_tokens)
-        self.prefills[admission.request_id] = prefill
-        if compression := self.compressions.get(admission.request_id):
-            prefill.num_returned = max(compression.num_full_blocks - admission.num_shared, 0)
-
-    def _advance(self, request_id: str) -> None:
-        """Bring a prefill's sums up to date; it is none any more once it has all its blocks."""
-        prefill = self.prefills[request_id]
-        if prefill.last_step == self._step or prefill.number < self._last_advanced:
-            self._last_advanced = _OUT_OF_ORDER
-        prefill.last_step = self._step
-        num_held = len(self.req_to_blocks[request_id])
-        compression = self.compressions.get(request_id)
-        if compression is None or compression.swapped:
-            prefill.num_left = cdiv(prefill.num_tokens, self.block_size) - num_held
-            prefill.num_returned = 0
-            if prefill.num_left <= 0:
-                del self.prefills[request_id]
-                return
-        else:
-            num_prompt_blocks = cdiv(compression.request.num_prompt_tokens, self.block_size)
-            num_behind = self._num_behind(compression, prefill.num_tokens)
-            prefill.num_left = num_prompt_blocks - num_held
-            prefill.num_left += max(num_behind - prefill.num_returned, 0)
-            if not compression.reserved:
-                prefill.num_left += compression.num_retained_blocks
-        if prefill.number > self._last_advanced:
-            self._advanced.add(prefill)
-            self._last_advanced = prefill.number
-
-    def _num_behind(self, compression: Compression, num_tokens: int) -> int:
-        """Blocks of tokens that a preempted request had generated."""
-        num_prompt_blocks = cdiv(compression.request.num_prompt_tokens, self.block_size)
-        return cdiv(num_tokens, self.block_size) - num_prompt_blocks
-
     def is_compressed(self, request_id: str) -> bool:
-        """Whether the request's row starts with a compressed region."""
+        """Return whether the request's row starts with a compressed region."""
         compression = self.compressions.get(request_id)
         return compression is not None and compression.swapped
 
@@ -318,8 +209,8 @@ class EvictingManager(FullAttentionManager):
     def swap(self, request_id: str) -> Swap:
         """Put the fresh blocks in place of the prompt's and give those back to the pool.
 
-        The copy runs at the end of this step's forward pass; whoever gets a freed
-        block writes to it in a later step.
+        The copy runs at the end of this step's forward pass. The next owner of a freed block
+        writes to it in a later step.
         """
         compression = self.compressions[request_id]
         num_full, fresh = compression.num_full_blocks, compression.reserved
@@ -332,8 +223,8 @@ class EvictingManager(FullAttentionManager):
         compression.reserved, compression.swapped = (), True
         free_before = self.block_pool.get_num_free_blocks()
         self._give_back(old)
-        if request_id in self.prefills:
-            self._advance(request_id)
+        if request_id in self.order.prefills:
+            self.order.evict(request_id, len(blocks))
         return Swap(
             old_blocks=old_ids,
             new_blocks=[block.block_id for block in fresh],
@@ -343,7 +234,7 @@ class EvictingManager(FullAttentionManager):
         )
 
     def num_held(self) -> tuple[int, int]:
-        """Requests that are compressed now, and the blocks they hold."""
+        """Return the number of compressed requests and of the blocks they hold."""
         compressed = [(r, c) for r, c in self.compressions.items() if c.swapped]
         blocks = sum(
             c.num_retained_blocks + len(self.req_to_blocks[r]) - c.num_full_blocks
@@ -352,15 +243,15 @@ class EvictingManager(FullAttentionManager):
         return len(compressed), blocks
 
     def block_ids(self, request_id: str, num_tokens: int) -> np.ndarray:
-        """Ids of the blocks that hold a request's first tokens, int32 [ceil(num_tokens / N)]."""
+        """Return the block ids of a request's first tokens, int32 [ceil(num_tokens / N)]."""
         blocks = self.req_to_blocks[request_id][: cdiv(num_tokens, self.block_size)]
         return np.array([block.block_id for block in blocks], dtype=np.int32)
 
     def trim(self, request_id: str, first_block: int, num_retained: int) -> int | None:
-        """Give back what a region that starts with `first_block` holds beyond `num_retained`.
+        """Give back the blocks of the region at `first_block` behind its first `num_retained`.
 
-        Its pages are dealt to the first blocks, so no page table points to the others.
-        Returns the number of blocks given back, or None if there is no such region any more.
+        Its pages are dealt to the first blocks, so no page table points to the others. Returns
+        the number of blocks given back, or None if the region does not exist any more.
         """
         compression = self.compressions.get(request_id)
         if compression is None or not compression.swapped:
@@ -376,32 +267,29 @@ class EvictingManager(FullAttentionManager):
         return len(given_back)
 
     def uncache_uncomputed(self, request: Request) -> None:
-        """Take blocks out of the prefix cache that a step fills which will not run.
+        """Remove from the prefix cache the blocks of a chunk that will not run.
 
         vLLM enters a chunk's blocks when it schedules the chunk. Under the policy `priority` it
-        may preempt the request later in the same step, and leaves the entries there: whoever hits
-        them, the request itself first of all, reads blocks that nobody wrote.
+        may preempt the request later in the same step and leaves the entries there. Whoever hits
+        them, usually the request itself, would read blocks that were never written.
         """
         first = request.num_computed_tokens // self.block_size
         blocks = self.req_to_blocks.get(request.request_id, [])[first:]
         self.block_pool.evict_blocks({block.block_id for block in blocks if not block.is_null})
 
-    # -- vLLM's side of the life of a request -------------------------------------------
+    # -- overridden life cycle of a request ---------------------------------------------
 
     def cache_blocks(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        # What a compressed request decodes depends on the keys that were kept, so its
-        # blocks must never serve as another request's prefix.
+        # Keys decoded after an eviction depend on what was kept, so these blocks must never
+        # serve as another request's prefix.
         if not self.is_compressed(request.request_id):
             super().cache_blocks(request, *args, **kwargs)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         blocks = super().pop_blocks_for_free(request_id)
-        prefill = self.prefills.pop(request_id, None)
-        if prefill is not None and prefill.last_step == self._step:
-            self._last_advanced = _OUT_OF_ORDER
+        self.order.leave(request_id)
         if compression := self.compressions.get(request_id):
-            # Ended or preempted; a preempted request is evicted again after it has
-            # prefilled again.
+            # Ended or preempted; a preempted request prefills and is evicted again.
             if compression.swapped:
                 self.released.append(blocks[0].block_id)
             blocks.extend(compression.reserved)
@@ -419,7 +307,7 @@ class EvictingManager(FullAttentionManager):
 
     def _give_back(self, blocks: Sequence[KVCacheBlock]) -> None:
         self._record_freed(blocks)
-        # Last blocks first, as vLLM frees: the pool reuses those least likely to be hit.
+        # Last blocks first, as vLLM frees: the pool then reuses those least likely to be hit.
         self.block_pool.free_blocks(reversed(blocks))
 
     def _record_freed(self, blocks: Sequence[KVCacheBlock]) -> None:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What eviction exports to Prometheus, and how it travels there.
+"""Metrics for Prometheus, and their way from the engine's process to the API server's.
 
-The scheduler counts in the engine's process, vLLM's Prometheus logger lives in the API server's,
-and vLLM's statistics have no field of ours. What happened since the last step is written as numbers
-by name into a field that takes any names, `SchedulerStats.waiting_lora_adapters`, and taken out
-again before anything else looks at it (`patches.py` says where). A process that knows nothing of
-this package ignores it.
+The scheduler counts in the engine's process; vLLM's Prometheus logger runs in the API server's, and
+vLLM's statistics have no field for our metrics. So changes since the last step are written as
+numbers by name into a field that accepts any name, `SchedulerStats.waiting_lora_adapters`, and
+removed again before anything else reads it (see `patches.py`). A process without this package
+ignores them.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Literal
 
 _PREFIX = "kv_eviction"
 _SEPARATOR = "\x1f"
-"""Between the parts of a name; no name of a method or a reason has it."""
+"""Separates the parts of a name; occurs in no method or skip reason."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric; `vllm:kv_eviction_` comes before its name."""
+    """A metric; Prometheus sees its name with the prefix `vllm:kv_eviction_`."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
     documentation: str
     labels: tuple[str, ...] = ()
-    """Beside `model_name` and `engine`, which all of vLLM's have."""
+    """In addition to `model_name` and `engine`, which all metrics of vLLM have."""
     buckets: tuple[float, ...] = ()
     unit: float = 1.0
-    """What one of the whole numbers that travel stands for."""
+    """Value of one unit of the whole numbers that are sent."""
 
 
 METRICS = {
@@ -90,8 +90,8 @@ METRICS = {
 }
 
 
-class Observations:
-    """What happened since the statistics were last made."""
+class MetricsBuffer:
+    """Changes of the metrics since vLLM last made its statistics."""
 
     def __init__(self) -> None:
         self._numbers: Counter[str] = Counter()
@@ -102,10 +102,10 @@ class Observations:
         self._numbers[_SEPARATOR.join((_PREFIX, name, *labels))] += by
 
     def set(self, name: str, value: int) -> None:
-        """Set a gauge. What travels is by how much it changed.
+        """Set a gauge; only the change is sent.
 
-        With several API servers an engine's statistics reach one now and another one later, and
-        which of them is late nobody knows: changes add up to the same in any order.
+        With several API servers, any of them may receive an engine's statistics, in any order.
+        Changes add up to the same value in every order.
         """
         change = value - self._gauges.get(name, 0)
         self._gauges[name] = value
@@ -118,19 +118,19 @@ class Observations:
         self.count(name, *labels, str(units))
 
     def move_to(self, field: MutableMapping[str, int]) -> None:
-        """Write everything into a field of the statistics that travel, and begin anew."""
+        """Move all changes into a field of vLLM's statistics."""
         field.update(self._numbers)
         self._numbers.clear()
 
 
-def take_observations(
+def take_metrics(
     field: MutableMapping[str, int],
 ) -> Iterator[tuple[Metric, tuple[str, ...], int]]:
-    """Take out of a field what `Observations.move_to` wrote into it.
+    """Remove from a field what `MetricsBuffer.move_to` wrote into it.
 
     Yields:
         Metric, labels and number. The last label of a histogram is the value in its unit; the
-        number of a gauge is by how much it changed.
+        number of a gauge is its change.
     """
     for key in [key for key in field if key.startswith(_PREFIX + _SEPARATOR)]:
         _, name, *labels = key.split(_SEPARATOR)

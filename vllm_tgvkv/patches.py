@@ -113,8 +113,7 @@ def is_wrapped(owner: type, name: str) -> bool:
 
 def _add_flags(original: Callable[..., Any], parser: Any) -> Any:
     parser = original(parser)
-    settings = [found for found in settings_of(EvictionConfig) if not found.declaration.for_tests]
-    policy, budget, *others = settings
+    policy, budget, *others = settings_of(EvictionConfig)
     group = parser.add_argument_group(
         title="KVEviction",
         description="KV-cache eviction at the end of a prompt (vllm-tgvkv).",
@@ -125,7 +124,7 @@ def _add_flags(original: Callable[..., Any], parser: Any) -> Any:
         metavar=f"{{{','.join((NONE, *POLICY_NAMES))}}}",
         default=argparse.SUPPRESS,
         help=_escape(
-            f"{policy.declaration.help} It may also be a mix that --kv-eviction-config names. "
+            f"{policy.help} It may also be a mix that --kv-eviction-config names. "
             f"Default: {policy.default_text}."
         ),
     )
@@ -134,7 +133,7 @@ def _add_flags(original: Callable[..., Any], parser: Any) -> Any:
         type=_budget_flag,
         default=argparse.SUPPRESS,
         help=_escape(
-            f"{budget.declaration.help} Default: {budget.default_text}. A request can override it "
+            f"{budget.help} Default: {budget.default_text}. A request can override it "
             'with `vllm_xargs: {"kv_eviction_budget": 0.2}`.'
         ),
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler tells the worker about evictions, attached to one step's output."""
+"""Messages between scheduler and worker, attached to each step's output and result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_tgvkv.prompt import PromptMap, Voters
 
 @dataclass(frozen=True)
 class Observation:
-    """Observation rows whose queries appear in this step's chunk of a prompt."""
+    """Observation rows within this step's chunk of a prompt."""
 
     request_id: str
     chunk_start: int
@@ -33,7 +33,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class RowSumming:
-    """A chunk of a prompt all of whose rows are added to its column sums."""
+    """A chunk of a prompt whose rows are all added to the column sums."""
 
     request_id: str
     method: str
@@ -47,7 +47,7 @@ class RowSumming:
 
 @dataclass(frozen=True)
 class Eviction:
-    """A prompt whose last chunk runs in this step and whose cache shrinks at its end."""
+    """A prompt whose last chunk runs in this step and whose cache shrinks afterwards."""
 
     request_id: str
     method: str
@@ -56,15 +56,15 @@ class Eviction:
     num_cached: int
     """Rows below this position came from the prefix cache and do not vote."""
     guard: Guard | None
-    """Where it is set, the worker may retain fewer blocks than it is given."""
+    """If set, the worker may retain fewer blocks than it is given."""
     traced_budget: str | None
-    """The budget in words, where the request asked for a trace."""
+    """The budget in words, if the request asked for a trace."""
     old_blocks: np.ndarray
     """Block ids of the prompt, int32 [ceil(P / N)]; the last may be partly filled."""
     new_blocks: np.ndarray
     """The k fresh blocks of the compressed region, int32 [k]."""
     row_blocks: np.ndarray
-    """Block ids of the whole request afterwards: fresh, then zeros, then tail, int32."""
+    """Block ids of the whole request after the eviction: fresh, zeros, tail, int32."""
 
     @property
     def num_retained_blocks(self) -> int:
@@ -78,20 +78,20 @@ class Eviction:
 
 @dataclass
 class StepPlan:
-    """All of a step's eviction work; the worker does the lists in this order."""
+    """All eviction work of a step; the worker goes through the lists in this order."""
 
     released: list[int] = field(default_factory=list)
     """First block ids of regions whose requests ended or were preempted."""
     forgotten: list[str] = field(default_factory=list)
-    """Requests of which nothing that was observed is needed any more."""
+    """Requests whose observation state can be dropped."""
     poisoned: list[int] = field(default_factory=list)
     """Blocks given back since the last step (debug option `poison` only)."""
     observations: list[Observation] = field(default_factory=list)
     summings: list[RowSumming] = field(default_factory=list)
     evictions: list[Eviction] = field(default_factory=list)
     images: dict[str, list[MultiModalFeatureSpec]] = field(default_factory=dict)
-    """All images of resumed requests of which some are encoded in this step. vLLM sends a worker
-    no data of those that a prefix-cache hit covered, and a preemption may lose the hit."""
+    """All images of resumed requests with some to encode in this step. vLLM does not send a worker
+    the data of images that a prefix-cache hit covered, and a preemption may lose the hit."""
     counters: dict[str, Any] | None = None
     """The scheduler's totals, if they changed; workers keep them for `collective_rpc`."""
 
@@ -101,20 +101,20 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What only the worker knows of an eviction; travels from it to the scheduler."""
+    """Result of an eviction that only the worker knows, for the scheduler."""
 
     request_id: str
     first_block: int
-    """First block of the region: tells an eviction from another one of the same request."""
+    """First block of the region, which identifies the eviction among those of the request."""
     num_blocks: int | None
     """Blocks that a guarded eviction retained; None if there was no guard."""
     method: str
     seen: dict[str, int]
     """Prompt tokens by modality, `text` and `vision`."""
     kept: dict[str, int]
-    """Kept ones, mean over layers and heads, rounded."""
+    """Kept prompt tokens by modality, mean over layers and heads, rounded."""
     seconds: dict[str, float]
-    """Time on the device by part, see `stopwatch.PARTS`."""
+    """Seconds on the device by part, see `stopwatch.PARTS`."""
 
 
 @dataclass(frozen=True)
@@ -125,9 +125,9 @@ class Failure:
     error: str
 
 
-# vLLM's two outputs cross the border between scheduler and worker as they are: by reference in one
-# process, pickled to several. So subclasses with one more field carry ours, and steps without
-# evictions stay stock. Outputs are copied, not written to: vLLM shares an empty one among steps.
+# vLLM passes its two outputs between scheduler and worker by reference within a process and pickles
+# them between processes. Subclasses with one more field survive both; steps without evictions keep
+# the stock class. Outputs are copied, not modified: vLLM shares an empty result among steps.
 
 
 @dataclass

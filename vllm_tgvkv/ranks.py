@@ -2,17 +2,17 @@
 """The tensor-parallel ranks that hold the heads of every layer together.
 
 Every rank runs the whole eviction for its own heads, on its own pages, by the one scheduler's plan.
-What must not differ between ranks is computed by each of them from the same numbers:
+Values that must not differ between ranks are computed by each of them from the same numbers:
 
 - where heads of several ranks share a token set, the policy sees the mean of the ranks' attention
-  statistics, so that its scores and strengths are the same everywhere;
-- at granularity `head` the ranks show each other their scores and strengths once, after the last
-  layer, and each decides for all heads;
-- a prompt that fails on one rank fails on all, wherever it does: each exchange begins with a few
-  numbers that say where every rank is.
+  statistics, so its scores and strengths are the same everywhere;
+- at granularity `head` the ranks exchange their scores and strengths once, after the last layer,
+  and each decides for all heads;
+- a prompt that fails anywhere on one rank fails on all: each exchange begins with a few numbers
+  that say where every rank is.
 
-Ranks only ever gather. Each adds up by itself, in the order of the ranks, so that all have the same
-bits whatever the order in which a reduction would add.
+Ranks only ever gather. Each rank adds in the order of the ranks, so all get the same bits, whereas
+a reduction may add in any order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 _BITS = torch.float32
-"""What is exchanged, whatever it stands for: vLLM's shared memory moves no integers."""
+"""All values are exchanged as bits of this type: vLLM's shared memory moves no integers."""
 
 
 class RankError(RuntimeError):
@@ -40,14 +40,14 @@ class RankError(RuntimeError):
 
 
 class Ranks:
-    """One rank's place among its kind; this one is alone, and nothing costs it anything."""
+    """This rank's place among the ranks. By default it is the only one and exchanges nothing."""
 
     size = 1
     rank = 0
     num_parts = 1
     """Ranks that hold different KV heads; fewer than `size` where heads are replicated."""
     part = 0
-    """Which of these parts this rank holds."""
+    """Index of this rank's part."""
 
     def next_section(self) -> None:
         """Begin a section of a step's work: a layer of a prompt, or its decision.
@@ -56,7 +56,7 @@ class Ranks:
         """
 
     def shares_sets(self, per_head: bool) -> bool:
-        """Whether a token set belongs to heads of several ranks."""
+        """Return whether a token set belongs to heads of several ranks."""
         return False
 
     def attention(
@@ -67,34 +67,42 @@ class Ranks:
         statistics: frozenset[Statistic],
         per_head: bool,
     ) -> Attention:
-        """The attention that a policy sees of one layer; `own` gives that of this rank's heads."""
+        """Return the attention that a policy sees of one layer.
+
+        Args:
+            own: returns the attention of this rank's heads.
+            rows: int64 `[O]`, positions of the rows; None for the row set `all`.
+            num_keys: P.
+            statistics: what the policy declares.
+            per_head: whether each head has its own token set.
+        """
         return own()
 
     def stack(self, numbers: Sequence[Sequence[Tensor]], per_head: bool) -> list[Tensor]:
-        """L tensors `[S, X]` of this rank's heads -> `[L, S of all parts, X]`, for each of several.
+        """Stack several lists of L tensors `[S, X]` of this rank to `[L, S of all parts, X]` each.
 
         Token sets that the ranks share are the same on all of them.
         """
         return [torch.stack(tuple(layers)) for layers in numbers]
 
     def first(self, find: Callable[[], Tensor]) -> Tensor:
-        """What the first rank finds, an int64 scalar."""
+        """Return what `find`, an int64 scalar, is on the first rank."""
         return find()
 
     def sum(self, value: Tensor) -> Tensor:
-        """The ranks' sum of an int64 scalar."""
+        """Return the sum of an int64 scalar over the ranks."""
         return value
 
     def agree(self, errors: Sequence[Exception | None]) -> list[Exception | None]:
-        """This rank's errors, and a `RankError` wherever only another rank has one."""
+        """Return this rank's errors, with a `RankError` where only another rank has one."""
         return list(errors)
 
 
 class TensorRanks(Ranks):
     """One of several ranks, all of which call the same methods in the same order.
 
-    A rank that left a section early calls fewer of them; the others hear of it at their next call
-    and leave the section as well. `exchange` takes float32 `[n]` of each rank to `[size, n]` on
+    A rank that left a section early calls fewer of them; the others learn of it at their next call
+    and leave the section as well. `exchange` gathers float32 `[n]` of each rank to `[size, n]` on
     each, bit by bit. Heads are spread as vLLM does: equally, or `replicas` neighbours hold the same
     KV head.
     """
@@ -167,7 +175,7 @@ class TensorRanks(Ranks):
         ]
 
     def _gather(self, part: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
-        """`[n]` of each rank -> `[ranks, n]`; where `part` raises on a rank, all of them raise."""
+        """Gather `[n]` of each rank to `[ranks, n]`; if `part` raises on one rank, all raise."""
         bits, error = torch.empty(0), None
         try:
             bits = part().to(dtype).contiguous().view(_BITS)
@@ -199,8 +207,9 @@ def _error_elsewhere(failed: Sequence[float]) -> RankError | None:
 class SharedAttention:
     """The mean of several ranks' statistics of one layer, for a token set that they share.
 
-    All ranks hold equally many query heads, so it is the mean over all of these. What is asked for
-    the first time costs an exchange of a few numbers a key; see `Attention` for the meanings.
+    All ranks hold the same number of query heads, so this is the mean over all of these. A
+    statistic costs one exchange of a few numbers for each key, the first time it is read. See
+    `Attention` for the meaning of each.
     """
 
     row_positions: Tensor
@@ -216,8 +225,9 @@ class SharedAttention:
         self._mean = mean
         self._own = cache(own)
         self._num_keys = num_keys
-        # Row averages are a means of this rank to weigh its rows.
+        # Row averages only help a rank to weigh its own rows.
         self._statistics = sorted(statistics - {"row_averages"})
+        # Not cached properties: their lock would let ranks that are threads wait for each other.
         self._known: dict[str, Tensor] = {}
         if rows is not None:
             self.row_positions = rows
@@ -254,14 +264,17 @@ class SharedAttention:
 
     @property
     def _first_pass(self) -> Tensor:
-        """Column sums and all statistics that were declared, in one exchange."""
-        if "first pass" in self._known:
-            return self._known["first pass"]
-        names = ["column_sums", *self._statistics]
-        self._known["first pass"] = self._mean(
-            lambda: torch.cat([getattr(self._own(), name).flatten() for name in names]),
-            torch.float64 if "share_below" in names else torch.float32,
-        )
+        """Column sums, then all declared statistics, in one exchange."""
+
+        def part() -> Tensor:
+            own = self._own()
+            statistics = [_read(own, name).flatten() for name in self._statistics]
+            return torch.cat([own.column_sums.flatten(), *statistics])
+
+        if "first pass" not in self._known:
+            exact = "share_below" in self._statistics
+            sums = self._mean(part, torch.float64 if exact else torch.float32)
+            self._known["first pass"] = sums
         return self._known["first pass"]
 
     @property
@@ -279,7 +292,7 @@ class SharedAttention:
         mean = self._mean(lambda: part().flatten(), torch.float32)
         return mean.unsqueeze(0)
 
-    def _size(self, name: str) -> int:
+    def _size(self, name: Statistic) -> int:
         return 1 if name == "share_below" else len(self.row_positions)
 
     def _statistic(self, name: Statistic) -> Tensor:
@@ -287,14 +300,17 @@ class SharedAttention:
             raise ValueError(
                 f"{name} was not computed: name it in the `statistics` of the score or budget"
             )
-        start = self._num_keys
-        for other in self._statistics[: self._statistics.index(name)]:
-            start += self._size(other)
+        before = self._statistics[: self._statistics.index(name)]
+        start = self._num_keys + sum(map(self._size, before))
         return self._first_pass[start : start + self._size(name)]
 
 
+def _read(attention: Attention, name: Statistic) -> Tensor:
+    return attention.share_below if name == "share_below" else attention.row_entropies
+
+
 def tensor_ranks(vllm_config: VllmConfig) -> Ranks:
-    """This worker's place among the tensor-parallel ranks of its engine."""
+    """Return this worker's place among the tensor-parallel ranks of its engine."""
     from vllm.distributed import get_tp_group
 
     group = get_tp_group()

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compressed regions of running requests, found by the first block of their row.
 
-A region is k fresh blocks whose k * L * H pages are dealt to the (layer, head)
-pairs in prefix-sum order; its whole state is k, the number t0 of prompt blocks it
-replaced, and L * H + 1 offsets. A row of vLLM's block table starts with the
-region's first block, which no other request shares, so the state is kept by that
-block's id: a decode step needs no request ids, whatever order the batch has.
+A region is k fresh blocks whose k * L * H pages are dealt to the (layer, head) pairs in prefix-sum
+order. Its whole state is k, the number t0 of prompt blocks it replaced, and L * H + 1 offsets. A
+row of vLLM's block table starts with the region's first block, which no other request shares. So
+the state is indexed by that block's id, and a decode step needs no request ids and no batch order.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from vllm_tgvkv.kernels import page_tables
 class Regions:
     """Region state on the device, one slot for each block of the pool.
 
-    `num_retained` [num_blocks] int32 is k, or 0 where no region starts;
-    `num_replaced` [num_blocks] int32 is t0; `offsets` [num_blocks, L * H + 1] int32.
+    `num_retained`, int32 [num_blocks], is k, or 0 where no region starts; `num_replaced`, int32
+    [num_blocks], is t0; `offsets` is int32 [num_blocks, L * H + 1].
     """
 
     def __init__(self, num_blocks: int, num_pairs: int, device: torch.device) -> None:
@@ -30,7 +29,7 @@ class Regions:
         self.offsets = torch.zeros(num_blocks, num_pairs + 1, dtype=torch.int32, device=device)
         self._owners: dict[int, str] = {}
         self.version = 0
-        """Changes with every region; what was derived from the tables is stale then."""
+        """Grows with every change; data derived from an older version is stale."""
 
     @property
     def num_live(self) -> int:
@@ -57,7 +56,7 @@ class Regions:
         self.version += 1
 
     def release(self, first_blocks: Sequence[int]) -> None:
-        """Drop regions whose blocks went back to the pool."""
+        """Drop the regions that start with these blocks, which went back to the pool."""
         for block in first_blocks:
             self.num_retained[block] = 0
             self.num_replaced[block] = 0

@@ -32,27 +32,6 @@ Parser = Callable[[Any, str], Any]
 MAX_COUNT = 2**31 - 1
 """Upper bound of every whole number: larger ones do not fit the arrays that count."""
 
-_METADATA = "declaration"
-
-
-@dataclass(frozen=True)
-class Declaration:
-    """The part of a setting that its type and default do not tell."""
-
-    help: str = ""
-    at_least: int | None = None
-    """Lower bound of a whole number. Without one, the dataclass checks the number."""
-    accepts: str | None = None
-    """Values in words, where the type does not tell them."""
-    unset: str = "none"
-    """Default in words, where that is None or empty."""
-    parse: Parser | None = None
-    """Replaces the check that follows from the type."""
-    in_status: bool = False
-    """Whether `GET /kv-eviction/status` shows it."""
-    for_tests: bool = False
-    """Left out of the help and of the table of settings."""
-
 
 def setting(
     default: T,
@@ -61,12 +40,20 @@ def setting(
     at_least: int | None = None,
     accepts: str | None = None,
     unset: str = "none",
-    parse: Parser | None = None,
+    parser: Parser | None = None,
     in_status: bool = False,
     for_tests: bool = False,
 ) -> T:
-    """Declare a dataclass field; see `Declaration` for the arguments."""
-    metadata = {_METADATA: Declaration(help, at_least, accepts, unset, parse, in_status, for_tests)}
+    """Declare a dataclass field; `Setting` explains the arguments."""
+    metadata = {
+        "help": help,
+        "at_least": at_least,
+        "accepts": accepts,
+        "unset": unset,
+        "parser": parser,
+        "in_status": in_status,
+        "for_tests": for_tests,
+    }
     field: Any = (
         dataclasses.field(default_factory=default.copy, metadata=metadata)
         if isinstance(default, dict)
@@ -78,36 +65,49 @@ def setting(
 
 @dataclass(frozen=True)
 class Setting:
-    """One field of a dataclass: its declaration, type and default."""
+    """One field of a dataclass, with its declaration if it has one."""
 
     name: str
     type: Any
-    """Without None."""
+    """Type of the field, without None."""
     is_optional: bool
     """Whether None is a value, which users write as null or leave out."""
     default: Any
-    declaration: Declaration
+    help: str = ""
+    """Meaning, in Markdown."""
+    at_least: int | None = None
+    """Lower bound of a whole number. Without one, the dataclass checks the number."""
+    accepts: str | None = None
+    """Values in Markdown, where the type does not tell them."""
+    unset: str = "none"
+    """Default in Markdown, where that is None or empty."""
+    parser: Parser | None = None
+    """Replaces the check that follows from the type."""
+    in_status: bool = False
+    """Whether `GET /kv-eviction/status` shows it."""
+    for_tests: bool = False
+    """Whether help and documentation leave it out."""
 
     @property
     def choices(self) -> tuple[str, ...]:
         return get_args(self.type) if get_origin(self.type) is Literal else ()
 
     @property
-    def accepts(self) -> str:
-        """Values in words, Markdown."""
-        if self.declaration.accepts is not None:
-            return self.declaration.accepts
+    def values(self) -> str:
+        """Values in Markdown."""
+        if self.accepts is not None:
+            return self.accepts
         if self.type is bool:
             return "`true`, `false`"
         if self.type is int:
-            return f"whole number, at least {self.declaration.at_least}"
+            return f"whole number, at least {self.at_least}"
         return ", ".join(f"`{choice}`" for choice in self.choices)
 
     @property
     def default_text(self) -> str:
-        """Default in words, Markdown."""
+        """Default in Markdown."""
         if self.default in (None, {}):
-            return self.declaration.unset
+            return self.unset
         if isinstance(self.default, bool | int):
             return f"`{json.dumps(self.default)}`"
         return f"`{self.default}`" if isinstance(self.default, str) else str(self.default)
@@ -118,8 +118,8 @@ class Setting:
         Raises:
             EvictionConfigError: naming `source`, the value and what it may be.
         """
-        if self.declaration.parse is not None:
-            return self.declaration.parse(value, source)
+        if self.parser is not None:
+            return self.parser(value, source)
         if value is None and self.is_optional:
             return None
         if isinstance(self.type, type) and dataclasses.is_dataclass(self.type):
@@ -135,8 +135,8 @@ class Setting:
             )
         if self.type is str and not isinstance(value, str):
             raise EvictionConfigError(f"{source} is {quoted(value)}: give a name")
-        if self.type is int and self.declaration.at_least is not None:
-            _check_count(value, self.declaration.at_least, source)
+        if self.type is int and self.at_least is not None:
+            _check_count(value, self.at_least, source)
         return value
 
 
@@ -152,8 +152,7 @@ def settings_of(cls: type[DataclassInstance]) -> tuple[Setting, ...]:
             (hint,) = set(get_args(hint)) - {type(None)}
         factory = field.default_factory
         default = field.default if factory is dataclasses.MISSING else factory()
-        declaration = field.metadata.get(_METADATA, Declaration())
-        found.append(Setting(field.name, hint, is_optional, default, declaration))
+        found.append(Setting(field.name, hint, is_optional, default, **field.metadata))
     return tuple(found)
 
 
@@ -165,7 +164,7 @@ def read(cls: type[D], values: Any, source: str) -> D:
     """
     if not isinstance(values, Mapping):
         raise EvictionConfigError(f"{source} is {quoted(values)}: give a mapping")
-    settings = {declared.name: declared for declared in settings_of(cls)}
+    settings = {found.name: found for found in settings_of(cls)}
     if unknown := sorted(quoted(key, str) for key in values if key not in settings):
         raise EvictionConfigError(
             f"{source} has unknown {', '.join(unknown)}: known are {', '.join(settings)}"
@@ -182,9 +181,9 @@ def read(cls: type[D], values: Any, source: str) -> D:
 def help_lines(settings: Iterable[Setting]) -> str:
     """Return a list of settings for a flag's help, one a line."""
     lines = [
-        f"- {declared.name}: {declared.declaration.help} ({declared.accepts}; default: "
-        f"{declared.default_text})"
-        for declared in settings
+        f"- {found.name}: {found.help} ({found.values}; default: {found.default_text})"
+        for found in settings
+        if not found.for_tests
     ]
     return "\n".join(lines).replace("`", "")
 
@@ -192,9 +191,9 @@ def help_lines(settings: Iterable[Setting]) -> str:
 def table(settings: Iterable[Setting]) -> str:
     """Return a Markdown table of settings."""
     rows = [
-        f"| `{declared.name}` | {declared.declaration.help} | {declared.accepts} | "
-        f"{declared.default_text} |"
-        for declared in settings
+        f"| `{found.name}` | {found.help} | {found.values} | {found.default_text} |"
+        for found in settings
+        if not found.for_tests
     ]
     return "\n".join(("| field | meaning | values | default |", "|---|---|---|---|", *rows))
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pipeline stages that hold the layers of a model one after the other.
 
-There is one scheduler, so one block table: every stage has a pool of its own with the same block
-ids, and a block is a page of every (layer, head) of the stage. Pages cannot move to another stage,
-so each runs the whole eviction for its own layers by the same plan, as if there were no others.
+There is one scheduler, so one block table: every stage has its own pool with the same block ids,
+and a block is a page of every (layer, head) of the stage. Pages cannot move to another stage. So
+each stage runs the whole eviction for its own layers by the same plan, as if there were no others.
 
 Only the last stage answers the scheduler. In a step whose plan asks for eviction work, which all
-stages know from the plan, each earlier stage sends the last one what it found.
+stages know from the plan, each earlier stage sends the last one its outcomes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Protocol, TypeAlias
 
 from vllm_tgvkv.plan import Failure
 from vllm_tgvkv.trace import Trace, join_traces
@@ -22,83 +22,94 @@ from vllm_tgvkv.trace import Trace, join_traces
 
 @dataclass(frozen=True)
 class StageOutcome:
-    """What came of one eviction in the layers of a stage."""
+    """The outcome of one eviction in the layers of a stage."""
 
     request_id: str
     num_retained: int
     """Blocks of the region that hold pages."""
     num_pages: int
-    """Pages that were dealt, over layers and heads."""
+    """Pages in use, summed over layers and heads."""
     num_vision: int
     """Vision tokens in them."""
     num_pairs: int
     """Layers times heads."""
     seconds: dict[str, float]
-    """Time on the device by part."""
+    """Time on the device by part, see `stopwatch.PARTS`."""
     trace: Trace | None
 
 
+StageOutcomes: TypeAlias = list[StageOutcome | Failure]
+"""The outcomes of one step in the layers of a stage."""
+
+
+class Message(Protocol):
+    """A message that is being sent."""
+
+    def wait(self) -> object:
+        """Wait until it is sent."""
+
+
 class Stages:
-    """One stage's place in the pipeline; this one has all layers, and nothing costs it anything."""
+    """This stage's place in the pipeline. By default it is the only one and exchanges nothing."""
 
     size = 1
     is_last = True
     first_layer = 0
-    """Of the model's layers, the first of this stage."""
+    """Index of this stage's first layer in the model."""
 
     def __init__(self, model_layers: int) -> None:
         self.model_layers = model_layers
         """Layers of the whole model."""
 
-    def tell(self, found: list[StageOutcome | Failure]) -> None:
-        """Send the last stage what this one found in a step."""
+    def tell(self, outcomes: StageOutcomes) -> None:
+        """Send this stage's outcomes of a step to the last stage."""
         raise NotImplementedError("there is no other stage")
 
-    def join(self, found: list[StageOutcome | Failure]) -> list[StageOutcome | Failure]:
-        """What all stages found in a step; to be called by the last one."""
-        return found
+    def join(self, outcomes: StageOutcomes) -> StageOutcomes:
+        """Return the outcomes of a step in the layers of all stages; for the last stage only."""
+        return outcomes
 
 
 class PipelineStages(Stages):
     """One of several stages, all of which run the same steps in the same order.
 
-    `layers` are the numbers of layers of all stages. `send` gives the last stage an object and
-    returns a handle to wait for, `receive` takes an earlier stage's next one.
+    `layers` has the number of layers of each stage. `send` starts to send an object to the last
+    stage; `receive` waits for the next object from the stage of that index.
     """
 
     def __init__(
         self,
         layers: Sequence[int],
         stage: int,
-        send: Callable[[Any], Any],
-        receive: Callable[[int], Any],
+        send: Callable[[StageOutcomes], Message],
+        receive: Callable[[int], StageOutcomes],
     ) -> None:
         super().__init__(sum(layers))
         self.first_layer = sum(layers[:stage])
         self.size = len(layers)
         self.is_last = stage == self.size - 1
         self._send, self._receive = send, receive
-        self._sent: deque[Any] = deque()
+        self._sent: deque[Message] = deque()
 
-    def tell(self, found: list[StageOutcome | Failure]) -> None:
-        # At most so many steps are in flight: what is waited for has long arrived.
+    def tell(self, outcomes: StageOutcomes) -> None:
+        # At most `size` steps are in flight, so the oldest message has long arrived.
         if len(self._sent) == self.size:
             self._sent.popleft().wait()
-        self._sent.append(self._send(found))
+        self._sent.append(self._send(outcomes))
 
-    def join(self, found: list[StageOutcome | Failure]) -> list[StageOutcome | Failure]:
-        return join_found([*map(self._receive, range(self.size - 1)), found])
+    def join(self, outcomes: StageOutcomes) -> StageOutcomes:
+        return join_outcomes([*map(self._receive, range(self.size - 1)), outcomes])
 
 
-def join_found(stages: Sequence[Sequence[StageOutcome | Failure]]) -> list[StageOutcome | Failure]:
-    """What stages found, as if one had all layers: what fails on one of them has failed.
+def join_outcomes(stages: Sequence[StageOutcomes]) -> StageOutcomes:
+    """Return the stages' outcomes as if one stage had all layers.
 
-    The blocks that a request needs are those that the neediest stage does.
+    A request that failed on one stage has failed. It keeps the most blocks that any stage needs.
     """
     parts: dict[str, list[StageOutcome]] = {}
     failures: dict[str, Failure] = {}
-    for found in stages:
-        for part in found:
+    for outcomes in stages:
+        for part in outcomes:
             if isinstance(part, Failure):
                 failures.setdefault(part.request_id, part)
             else:
@@ -122,9 +133,9 @@ def _join(parts: Sequence[StageOutcome]) -> StageOutcome:
 
 
 def pipeline_stages(num_layers: int) -> Stages:
-    """This worker's place among the pipeline stages of its engine, of which it has `num_layers`.
+    """Return this worker's place among the pipeline stages; it has `num_layers` layers.
 
-    All stages call it at once.
+    All stages must call it at the same time.
     """
     import torch.distributed
     from vllm.distributed import get_pp_group
@@ -137,6 +148,6 @@ def pipeline_stages(num_layers: int) -> Stages:
     return PipelineStages(
         layers,
         group.rank_in_group,
-        lambda found: group.isend_object(found, dst=group.world_size - 1),
+        lambda outcomes: group.isend_object(outcomes, dst=group.world_size - 1),
         lambda stage: group.recv_object(src=stage),
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time that the parts of an eviction take on the device, without waiting for it."""
+"""Time that the parts of an eviction take on the device, measured without waiting for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PARTS = ("statistics", "selection", "copy")
 
 
 class Stopwatch:
-    """Adds up, for each part, the time of all stretches of it."""
+    """Adds up the time of every part over all its stretches."""
 
     def __init__(self, device: torch.device, enabled: bool = True) -> None:
         self._enabled = enabled
@@ -25,7 +25,7 @@ class Stopwatch:
 
     @contextmanager
     def time(self, part: str) -> Iterator[None]:
-        """Time what the device does with the work that is submitted inside."""
+        """Time the work that the block submits to the device."""
         if not self._enabled:
             yield
         elif self._on_cuda:
@@ -40,7 +40,7 @@ class Stopwatch:
             self._seconds[part] += time.perf_counter() - start
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by part; to be asked for when the device is known to be done."""
+        """Return seconds by part. Call it once the device is done."""
         for part, stretches in self._stretches.items():
             self._seconds[part] = sum(begin.elapsed_time(end) for begin, end in stretches) / 1e3
         return dict(self._seconds)

@@ -1,31 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """The evicting part of a worker, on any platform.
 
-`EvictingWorker` goes in front of vLLM's workers: `worker_cpu.py`, `worker_cuda.py`.
+`EvictingWorker` is a mixin in front of vLLM's workers: `worker_cpu.py`, `worker_cuda.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from vllm.config import VllmConfig
 from vllm.v1.attention import selector
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
-from vllm.v1.worker.worker_base import WorkerBase
 
 from vllm_tgvkv.attention import EvictingBuilder
 from vllm_tgvkv.config import config_of
 from vllm_tgvkv.counters import EvictionCounters
-from vllm_tgvkv.evictor import Evictor, Outcomes
+from vllm_tgvkv.evictor import Evictor
+from vllm_tgvkv.outcomes import Outcomes
 from vllm_tgvkv.pages import FP8, page_pool
 from vllm_tgvkv.plan import Eviction, attach_outcomes, plan_of
 from vllm_tgvkv.ranks import tensor_ranks
 from vllm_tgvkv.stages import pipeline_stages
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as GPUModelRunnerV1
 
 
 @contextmanager
@@ -44,8 +49,12 @@ def evicting_backend(replaced: AttentionBackendEnum, backend: str) -> Iterator[N
         selector._cached_get_attn_backend.cache_clear()
 
 
-class EvictingWorker(WorkerBase):
+class EvictingWorker:
     """Owns the evictor: hands it each step's plan, and rows that shrank to the model runner."""
+
+    # Of vLLM's worker.
+    vllm_config: VllmConfig
+    model_runner: GPUModelRunnerV1 | GPUModelRunnerV2
 
     replaced_backend: AttentionBackendEnum
     evicting_backend: str
@@ -55,11 +64,11 @@ class EvictingWorker(WorkerBase):
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         with evicting_backend(self.replaced_backend, self.evicting_backend):
-            super().load_model(load_dummy_weights=load_dummy_weights)
+            super().load_model(load_dummy_weights=load_dummy_weights)  # type: ignore[misc]
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the cache, make the evictor for it, and bind layers and builder to both."""
-        super().initialize_from_config(kv_cache_config)
+        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         ((group,),) = self.model_runner.attn_groups
         builder: EvictingBuilder = group.get_metadata_builder()
         modules = self.vllm_config.compilation_config.static_forward_context
@@ -90,12 +99,12 @@ class EvictingWorker(WorkerBase):
         self.evictor.begin_step(plan)
         for request_id, images in plan.images.items():
             self.model_runner.requests[request_id].mm_features = images
-        return super().execute_model(scheduler_output)
+        return super().execute_model(scheduler_output)  # type: ignore[misc]
 
     def sample_tokens(
         self, grammar_output: GrammarOutput | None
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
-        output = super().sample_tokens(grammar_output)
+        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
         outcomes = self.evictor.take_outcomes()
         if outcomes is None:
             return output

@@ -26,6 +26,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_tgvkv.model_runner import RowsV1, RowsV2
 from vllm_tgvkv.plan import Eviction
+from vllm_tgvkv.warm_up import warm_up
 from vllm_tgvkv.worker import EvictingWorker
 
 
@@ -41,7 +42,7 @@ class EvictionGPUWorker(EvictingWorker, Worker):
 
     @torch.inference_mode()
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        self.evictor.warm_up()
+        warm_up(self.evictor)
         return super().compile_or_warm_up_model()
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For vLLM's `--worker-extension-cls`: a worker that can be told to die."""
+"""A worker that dies on request, for vLLM's `--worker-extension-cls`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ import os
 import signal
 from typing import Any
 
-from vllm_tgvkv.evictor import Evictor
+from vllm_tgvkv.decision import Decider
 
 
 class Mortal:
-    evictor: Evictor
-
     def die_in_the_next_eviction(self) -> None:
-        """Its blocks are swapped by then and its layers observed; nothing is copied yet."""
+        """Kill this process once blocks are swapped and layers observed, before the copy."""
 
         def die(*_: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        self.evictor._decide = die  # type: ignore[method-assign, assignment]
+        Decider.decide = die  # type: ignore[method-assign, assignment]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CUDA attention backend in a real engine on a machine without a GPU.
 
-What is pretended, and nothing else: FlashAttention and its cache writer are a few lines of PyTorch
-with the same arguments, and vLLM's CPU worker and model runner V1 stand for the GPU's. Backend,
-metadata, page format, evictor, scheduler and, if wished, the Triton kernels (interpreted) are the
-real ones.
+Two things are pretended: FlashAttention and its cache writer are a few lines of PyTorch with the
+same arguments, and vLLM's CPU worker and model runner V1 replace the GPU's. Backend, metadata, page
+format, evictor and scheduler are real. So are the Triton kernels (interpreted) where a test asks
+for them.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class FlashOnCPUWorker(EvictionCPUWorker):
 
 
 class ReplayingBuilder(EvictingFlashMetadataBuilder):
-    """Treats decode steps as graphs are: captured once for each size, with what was there then.
+    """Treats decode steps like graphs, which are captured once for each size.
 
-    A replayed graph runs on the tensors it was captured with, whatever `build` returns later.
-    So do the layers here: the first metadata of each size are returned for ever.
+    A replayed graph runs on the tensors it was captured with, and ignores what `build` returns
+    later. So do the layers here: every step gets the first metadata of its size.
     """
 
     num_replays = 0
@@ -131,7 +131,7 @@ def write_cache(
 def pretend(
     monkeypatch: pytest.MonkeyPatch, worker_cls: type[EvictionCPUWorker] = FlashOnCPUWorker
 ) -> None:
-    """Let engines with eviction, started from now on in this process, use the CUDA backend."""
+    """Make engines with eviction that start later in this process use the CUDA backend."""
     monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", attend, raising=False)
     monkeypatch.setattr(flash_attn, "reshape_and_cache_flash", write_cache, raising=False)
     monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda *args, **kwargs: 2)
@@ -141,7 +141,7 @@ def pretend(
 
 
 def schedule_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let engines schedule a step while the last one runs, as on a GPU; vLLM's CPU does not."""
+    """Make engines schedule a step while the last one runs, as on a GPU but not on vLLM's CPU."""
     platform = type(current_platform)
     original = platform.check_and_update_config.__func__
 

@@ -7,28 +7,28 @@ and the sampler's state in kernels. Here Triton's interpreter runs these kernels
 the CPU platform. `prepare` makes that possible and has to be called before vLLM or Triton is
 imported, so in a process of its own; importing this module changes nothing.
 
-What `prepare` pretends:
+`prepare` pretends three things:
 
-1. `TRITON_INTERPRET=1`: every kernel that is defined from then on is interpreted, vLLM's too. The
-   interpreter follows addresses in memory, as kernels over several block tables do.
-2. A Triton backend called "cpu". vLLM's CPU builds use Triton only if there is one. Nothing may be
-   compiled for it: its driver says that it is active, and raises when it is asked for more.
-   Consequence beyond the runner: vLLM does not put its C++ functions in place of Triton kernels,
-   so that the runner V1 would be interpreted as well.
-3. The CPU platform has no word in asynchronous scheduling, which it would switch off. So it is on
-   by default, as on a GPU; `async_scheduling=False` switches it off.
+1. `TRITON_INTERPRET=1`: every kernel that is defined later is interpreted, vLLM's too. The
+   interpreter follows addresses in memory, which kernels over several block tables need.
+2. A Triton backend called "cpu". vLLM's CPU builds use Triton only if there is one. Its driver
+   reports that it is active, and raises on any other call: nothing is compiled for it. As a side
+   effect, vLLM does not replace Triton kernels by its C++ functions, so that runner V1 would be
+   interpreted as well.
+3. Asynchronous scheduling is on by default, as on a GPU, although the CPU platform would switch it
+   off; `async_scheduling=False` still does.
 
-What vLLM's CPU worker pretends by itself (`vllm/v1/worker/cpu/shm.py`): streams and events that do
-nothing, `synchronize` that does nothing, pinned memory and copies to the device that are the tensor
-itself, buffers in unified memory that are plain memory, and no barrier in kernels.
+vLLM's CPU worker itself pretends more (`vllm/v1/worker/cpu/shm.py`): streams, events and
+`synchronize` do nothing, pinned memory and copies to the device are the tensor itself, buffers in
+unified memory are plain memory, and kernels have no barrier.
 
-Engines with eviction have the plugin's runner V2 for the GPU once `pretend_gpu_worker` is called;
-what that pretends beyond this, FlashAttention, is in `flash_on_cpu.py` and `runner_v2_worker.py`.
+Engines with eviction get the plugin's GPU runner V2 once `pretend_gpu_worker` is called. It also
+pretends FlashAttention, see `flash_on_cpu.py` and `runner_v2_worker.py`.
 
-What this shows: the order of schedules, inputs and outputs, with steps scheduled before the tokens
-of the step before are known; block tables, slot mappings and metadata of V2, computed by vLLM's own
-kernels. What it cannot show: anything that happens while the device is busy (races between host and
-device, hidden synchronisation), CUDA graphs, padding to graph sizes, and `torch.compile`.
+Covered: the order of schedules, inputs and outputs, with steps scheduled before the previous step's
+tokens are known; V2's block tables, slot mappings and metadata, computed by vLLM's own kernels.
+Not covered: anything that happens while the device is busy (races between host and device, hidden
+synchronisation), CUDA graphs, padding to graph sizes, and `torch.compile`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ ENVIRONMENT = {
 
 
 class NoCompiler:
-    """What is found where Triton lists the driver of its backend "cpu"."""
+    """The driver that Triton lists for its backend "cpu"."""
 
     def __init__(self) -> None:
         raise RuntimeError("Triton's backend 'cpu' is a pretence: kernels are only interpreted")
@@ -109,7 +109,7 @@ def _keep_asynchronous_scheduling() -> None:
 
 
 def pretend_gpu_worker() -> None:
-    """Give engines with eviction the GPU's runner; without, their runner is vLLM's for CPU."""
+    """Make engines with eviction use the GPU's runner; otherwise they use vLLM's CPU runner."""
     import pytest
 
     from tests.engine import flash_on_cpu
@@ -131,13 +131,13 @@ def example(model: TinyModel) -> list[Ask]:
 
 
 def main() -> None:
-    """Serve `example`; the last line of the standard output is what came out, as JSON."""
+    """Serve `example`, and print the result as JSON in the last line of the standard output."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--model", choices=["llava", "qwen2_5_vl"], default="llava")
-    parser.add_argument("--folder", type=Path, help="where such a model is; else one is written")
+    parser.add_argument("--folder", type=Path, help="folder of such a model; default: write one")
     parser.add_argument("--eviction", type=json.loads, help="settings of the plugin, as JSON")
     parser.add_argument(
-        "--options", type=json.loads, default={}, help="more of vLLM's options, as JSON"
+        "--options", type=json.loads, default={}, help="further options of vLLM, as JSON"
     )
     arguments = parser.parse_args()
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GPU's evicting model runner V2 in a CPU worker, for processes that `runner_v2.py` prepared.
 
-The runner is the plugin's own for the GPU, over FlashAttention as `flash_on_cpu.py` pretends it.
+The runner is the plugin's GPU runner, over the FlashAttention that `flash_on_cpu.py` pretends.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import patch
 
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.cpu import model_runner as cpu
 
 from tests.engine.flash_on_cpu import FlashOnCPUWorker
@@ -17,15 +18,15 @@ from vllm_tgvkv.worker_cuda import EvictingModelRunnerV2, EvictionGPUWorker
 
 
 class EvictingV2Runner(EvictingModelRunnerV2, cpu.CPUModelRunner):
-    """The evicting runner with what the CPU's adds to the GPU's: how it warms up."""
+    """The evicting runner, which warms up like vLLM's CPU runner."""
 
 
 class EvictingV2Worker(FlashOnCPUWorker):
-    """The CPU worker with `EvictingV2Runner`, which it treats as the GPU worker does."""
+    """The CPU worker, with `EvictingV2Runner` and the GPU worker's treatment of it."""
 
     find_row = EvictionGPUWorker.find_row
     rewrite_rows = EvictionGPUWorker.rewrite_rows
-    # Past the CPU worker's own, which looks after the generators of runner V1.
+    # Skips the CPU worker's method, which handles the generators of runner V1.
     sample_tokens = EvictingWorker.sample_tokens
 
     def init_device(self) -> None:
@@ -35,8 +36,8 @@ class EvictingV2Worker(FlashOnCPUWorker):
         with patch.object(cpu, "CPUModelRunner", runner):
             super().init_device()
 
-    def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
-        super().initialize_from_config(*args, **kwargs)
-        # The debug option `poison` wants blocks cleared. V2 prepares that only for models that
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        super().initialize_from_config(kv_cache_config)
+        # The debug option `poison` needs blocks cleared. V2 prepares that only for models that
         # need it; V1 on CPU can always do it.
         self.model_runner._init_kv_zero_meta()

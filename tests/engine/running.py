@@ -82,7 +82,7 @@ class Engine(LocalLLM):
         """Run one step; with eviction, recount every block afterwards."""
         outputs = self.engine.step()
         if self.evicts:
-            check_integrity(self.scheduler)
+            check_integrity(self.scheduler.manager, self.scheduler.requests.keys())
         return outputs
 
     def run(self, asks: Sequence[Ask]) -> list[Any]:
@@ -126,9 +126,9 @@ class Engine(LocalLLM):
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
         if self.evicts:
-            check_integrity(self.scheduler)
-            assert not self.scheduler._manager.compressions
-            assert not self.scheduler._candidates
+            check_integrity(self.scheduler.manager, self.scheduler.requests.keys())
+            assert not self.scheduler.manager.compressions
+            assert not self.scheduler.candidates
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from tests.engine.test_pipeline import (
 )
 from tests.engine.test_speculation import DEBUG, GRANULARITIES, NGRAM, answers, draft_counts
 from tests.models import QWEN_IMAGE
-from tests.server.serving import Server, eventually, messages, report_of, serve
+from tests.server.serving import ChatServer, eventually, messages, report_of, serve
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 
@@ -268,6 +268,6 @@ def test_replicas_of_several_workers(
     assert [line for line in server.lines() if re.search(wrong, line)] == []
 
 
-def get(server: Server, path: str) -> str:
+def get(server: ChatServer, path: str) -> str:
     with urllib.request.urlopen(f"{server.url}{path}", timeout=60) as response:
         return response.read().decode()

@@ -219,7 +219,7 @@ def test_chunked_prefill_keeps_the_same(folder: Path, oracle: Oracle, granularit
         running.engine.abort_request(names)
         running.step()
         running.assert_empty()
-        assert not running.evictor._queries
+        assert not running.evictor.observations
 
 
 @pytest.mark.parametrize("block_size", [16, 128])
@@ -363,7 +363,7 @@ def test_video_by_position(tiny_model: Callable[..., Path]) -> None:
         prompt = {"prompt": text, "multi_modal_data": {"video": [video]}}
         running.engine.add_request("video", prompt, Ask("", max_tokens=40).sampling())
         running.step()
-        (candidate,) = running.scheduler._candidates.values()
+        (candidate,) = running.scheduler.candidates.values()
         (request,) = running.scheduler.requests.values()
         token = running.engine.vllm_config.model_config.hf_config.video_token_id
         is_video = np.array(request.prompt_token_ids) == token

@@ -18,7 +18,7 @@ from oracle.emulation import Oracle
 from tests.engine.running import Ask, Engine, assert_outputs_agree, engine
 from tests.engine.test_engine import album, budget
 from tests.server.serving import STOP_SECONDS, serve
-from vllm_tgvkv import evictor
+from vllm_tgvkv import observation
 from vllm_tgvkv.budget import Budget
 from vllm_tgvkv.policies.base import LayerView
 from vllm_tgvkv.policies.snapkv import SnapScore
@@ -99,7 +99,7 @@ def test_memory_that_runs_out_between_two_chunks(
     running: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """H2O looks at every chunk: the first one fails, long before the eviction is due."""
-    real, calls = evictor.observe, 0
+    real, calls = observation.observe, 0
 
     def observe(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
@@ -108,12 +108,11 @@ def test_memory_that_runs_out_between_two_chunks(
             raise torch.OutOfMemoryError("tried to allocate 2 GiB")
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(evictor, "observe", observe)
+    monkeypatch.setattr(observation, "observe", observe)
     ask = album(20, 20, 500, max_tokens=5)
     (output,) = running.run([Ask(ask.text, ask.images, 5, {"kv_eviction": "h2o"})])
     assert output.outputs[0].finish_reason == "error"
-    assert not running.evictor._sums
-    assert not running.evictor._queries
+    assert not running.evictor.observations
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.25])

@@ -36,7 +36,7 @@ from vllm.v1.request import RequestStatus
 from oracle.emulation import Oracle
 from tests.engine.running import Ask, Engine, assert_agrees, assert_outputs_agree, engine
 from tests.models import LLAVA_IMAGE, random_image, random_text
-from tests.server.serving import Server, eventually, messages, report_of, serve
+from tests.server.serving import ChatServer, eventually, messages, report_of, serve
 from vllm_tgvkv.attention_cpu import EvictingCPUImpl
 from vllm_tgvkv.errors import UnsupportedByEvictionError
 from vllm_tgvkv.policies import POLICY_NAMES
@@ -104,8 +104,7 @@ def assert_forgotten(running: Engine) -> None:
         evictor = running.evictor
         assert evictor.regions.num_live == 0
         assert not evictor.regions.num_retained.any()
-        assert not evictor._queries
-        assert not evictor._sums
+        assert not evictor.observations
 
 
 @pytest.fixture(scope="module")
@@ -325,7 +324,7 @@ def test_priorities_decide_who_is_preempted(
     preempt = scheduler._preempt_request
 
     def watched(request: Any, *args: Any, **kwargs: Any) -> None:
-        is_compressed = scheduler._manager.is_compressed(request.request_id)
+        is_compressed = scheduler.manager.is_compressed(request.request_id)
         victims[request.request_id.rsplit("-", 1)[0]] = is_compressed
         preempt(request, *args, **kwargs)
 
@@ -354,7 +353,7 @@ def test_abort_in_every_phase(evicting: Engine, oracle: Oracle, phase: str) -> N
     stays = submit(evicting, bystander, priority=-1)
     names = [submit(evicting, victim, priority=5) for victim in victims]
     inner = [r.request_id for r in requests(evicting, names)]
-    manager = evicting.scheduler._manager
+    manager = evicting.scheduler.manager
 
     def reached() -> bool:
         first, _ = requests(evicting, names)
@@ -930,7 +929,7 @@ def test_layers_that_attend_otherwise_are_refused(
 @pytest.fixture(scope="module")
 def server(
     folder: Path, adapters: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
+) -> Iterator[ChatServer]:
     """Adapters, vLLM's own control routes, and a line for each request."""
     log = tmp_path_factory.mktemp("server") / "server.log"
     flags = ["--kv-eviction-budget", "0.3", "--enable-log-requests", "--scheduling-policy"]
@@ -941,20 +940,20 @@ def server(
         yield running
 
 
-def post(server: Server, route: str) -> Any:
+def post(server: ChatServer, route: str) -> Any:
     request = urllib.request.Request(f"{server.url}{route}", data=b"", method="POST")
     with urllib.request.urlopen(request, timeout=60) as response:
         return json.loads(response.read() or b"null")
 
 
-def answer(server: Server, xargs: dict[str, Any], model: str = "tiny", **fields: Any) -> Any:
+def answer(server: ChatServer, xargs: dict[str, Any], model: str = "tiny", **fields: Any) -> Any:
     """One chat answer; `extra_body` is joined with what every request has."""
     extra = {"vllm_xargs": {"kv_eviction_report": 1, **xargs}, **fields.pop("extra_body", {})}
     body = {"messages": messages(1), "max_tokens": 30, "temperature": 0, **fields}
     return server.client.chat.completions.create(model=model, extra_body=extra, **body)
 
 
-def test_guided_answers_and_logprobs_over_http(server: Server) -> None:
+def test_guided_answers_and_logprobs_over_http(server: ChatServer) -> None:
     schema = {"name": "s", "schema": JSON_SCHEMA, "strict": True}
     guided = answer(
         server,
@@ -982,7 +981,7 @@ def test_guided_answers_and_logprobs_over_http(server: Server) -> None:
             assert here[token]["logprob"] == pytest.approx(there[token]["logprob"], abs=1e-3)
 
 
-def test_beams_are_stocks_over_http(server: Server) -> None:
+def test_beams_are_stocks_over_http(server: ChatServer) -> None:
     """Each step of a beam is a request of one token, which never reads a compressed cache."""
     beams = {"n": 2, "max_tokens": 4, "extra_body": {"use_beam_search": True}}
     texts = [
@@ -993,7 +992,7 @@ def test_beams_are_stocks_over_http(server: Server) -> None:
     assert len(set(texts[0])) == 2
 
 
-def test_adapters_are_models_over_http(server: Server) -> None:
+def test_adapters_are_models_over_http(server: ChatServer) -> None:
     answers = [answer(server, {}, model=model) for model in ("tiny", "first", "second")]
     assert len({a.choices[0].message.content for a in answers}) == 3
     assert {report_of(a)["skip_reason"] for a in answers} == {None}
@@ -1003,7 +1002,7 @@ def test_adapters_are_models_over_http(server: Server) -> None:
     assert not [value for label in labels for value in label.values() if "eviction" in value]
 
 
-def test_a_client_that_goes_away(server: Server) -> None:
+def test_a_client_that_goes_away(server: ChatServer) -> None:
     stream = answer(server, {}, max_tokens=600, stream=True, extra_body={"ignore_eos": True})
     for _ in range(3):
         next(stream)
@@ -1022,7 +1021,7 @@ def test_a_client_that_goes_away(server: Server) -> None:
     [("/pause?mode=keep", "/resume"), ("/reset_prefix_cache?reset_running_requests=true",)],
     ids=["pause", "reset"],
 )
-def test_control_routes_change_no_answer(server: Server, disturb: Sequence[str]) -> None:
+def test_control_routes_change_no_answer(server: ChatServer, disturb: Sequence[str]) -> None:
     # An image that was not asked for before, which vLLM would lose track of.
     fields = {"max_tokens": 150, "messages": messages(10 + len(disturb))}
     fields["extra_body"] = {"ignore_eos": True}
@@ -1037,13 +1036,13 @@ def test_control_routes_change_no_answer(server: Server, disturb: Sequence[str])
 
 
 @pytest.mark.parametrize("route", ["embeddings", "audio/transcriptions", "audio/translations"])
-def test_what_the_model_cannot_do_is_an_error_of_vllms(server: Server, route: str) -> None:
+def test_what_the_model_cannot_do_is_an_error_of_vllms(server: ChatServer, route: str) -> None:
     with pytest.raises((openai.NotFoundError, openai.BadRequestError)):
         server.client.post(f"/{route}", cast_to=object, body={"model": "tiny", "input": "a"})
     assert report_of(answer(server, {}, max_tokens=2))["skip_reason"] is None
 
 
-def test_the_servers_log_tells_requests_and_no_error(server: Server) -> None:
+def test_the_servers_log_tells_requests_and_no_error(server: ChatServer) -> None:
     lines = server.lines()
     assert [line for line in lines if "Received request" in line]
     assert [line for line in lines if re.search(r"\bERROR\b|Traceback|Integrity", line)] == []

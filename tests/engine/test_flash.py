@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA attention backend in real engines, FlashAttention itself apart (`flash_on_cpu.py`)."""
+"""The CUDA attention backend in real engines, without FlashAttention itself (`flash_on_cpu.py`)."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from tests.models import random_text
 from vllm_tgvkv import attention_cuda
 from vllm_tgvkv.config import EvictionConfig
 from vllm_tgvkv.kernels import gpu
+from vllm_tgvkv.warm_up import warm_up
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -57,7 +58,7 @@ def oracle(folder: Path) -> Oracle:
 def flash() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         flash_on_cpu.pretend(monkeypatch)
-        # Several slices of a request that was preempted, tables of three of the four layers.
+        # Preempted requests take several slices, and tables hold three of the four layers.
         monkeypatch.setattr(attention_cuda, "_REPLAY_ROWS", 16)
         monkeypatch.setattr(attention_cuda, "_TABLE_BYTES", 3 * TABLE_BYTES_OF_A_LAYER)
         yield
@@ -66,7 +67,7 @@ def flash() -> Iterator[None]:
 @pytest.fixture(scope="module", params=["layer", "head"])
 def evicting(request: pytest.FixtureRequest, folder: Path) -> Iterator[Engine]:
     with engine(folder, tgv(request.param), block_size=16) as running:
-        running.evictor.warm_up()  # as the GPU's worker does when it starts
+        warm_up(running.evictor)  # as the GPU's worker does when it starts
         yield running
 
 
@@ -77,20 +78,20 @@ def evicting(request: pytest.FixtureRequest, folder: Path) -> Iterator[Engine]:
 def test_a_warm_up_leaves_nothing(
     evicting: Engine, method: str, budget: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the server's method and budget are."""
+    """With any method and budget of the server."""
     evictor = evicting.evictor
     config = EvictionConfig.from_mapping({"policy": method, "budget": budget})
     monkeypatch.setattr(evictor, "config", config)
     evictor.pool.raw.zero_()
-    evictor.warm_up()
+    warm_up(evictor)
     assert not evictor.pool.raw.any()
     assert not evictor.regions.num_live
     assert not evictor.regions.num_retained.any()
-    assert not any((evictor._queries, evictor._sums, evictor._outcomes, evictor.kept))
+    assert not any((evictor.observations, evictor.ended, evictor.kept))
 
 
 def test_it_is_the_cuda_backend(evicting: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One call a layer for every decode step, over pages of one head."""
+    """One call per layer in every decode step, over pages of one head."""
     shape = evicting.evictor.shape
     sequences: list[int] = []
 
@@ -110,7 +111,7 @@ def test_it_is_the_cuda_backend(evicting: Engine, monkeypatch: pytest.MonkeyPatc
 
 
 def test_chunks_replays_and_decodes_in_one_batch(folder: Path, oracle: Oracle) -> None:
-    """Prefill chunks through stock attention beside ragged decodes, scheduled ahead."""
+    """Prefill chunks in stock attention together with ragged decodes, scheduled ahead."""
     asks = [
         *ASKS,
         album(52, 3, 200, arrival=9, xargs=budget(0.5)),
@@ -129,9 +130,9 @@ def test_chunks_replays_and_decodes_in_one_batch(folder: Path, oracle: Oracle) -
 def test_decode_steps_are_right_as_graphs(
     folder: Path, oracle: Oracle, kernels: str, decode_kernel: str
 ) -> None:
-    """Metadata of the first step of each size serve all later ones, whoever is in the batch.
+    """Metadata of the first step of each size are right for any later batch of that size.
 
-    With the kernels of `triton`, every kernel of ours is a Triton kernel, interpreted.
+    With `triton`, every kernel of this package is an interpreted Triton kernel.
     """
     asks = [*ASKS, Ask(random_text(53, 150), max_tokens=40, arrival=20)]
     asks.append(album(55, 20, 200, arrival=110, max_tokens=20))
@@ -149,7 +150,7 @@ def test_decode_steps_are_right_as_graphs(
 
 
 def test_bfloat16_is_close_to_the_oracle(tiny_model: Callable[..., Path]) -> None:
-    """The comparison that the tests on a GPU make (`tests/gpu/test_engine.py`), at work here."""
+    """The comparison that `tests/gpu/test_engine.py` makes on a GPU."""
     folder = tiny_model("llava", image_size=IMAGE_SIZE, head_size=64)
     asks = [replace(ask, logprobs=1) for ask in ASKS]
     with engine(folder, tgv("head"), block_size=16, dtype="bfloat16") as running:

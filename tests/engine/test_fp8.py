@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eviction from a quantised cache, `--kv-cache-dtype fp8`, with scales of a checkpoint's own.
+"""Eviction from a quantised cache, `--kv-cache-dtype fp8`, with the checkpoint's scales.
 
-Two witnesses that share no code with the plugin: float64 arithmetic on the bytes that vLLM's kernel
-stored, for what is kept, and a Hugging Face model whose keys and values are rounded as that kernel
-rounds them, for the tokens.
+Two references share no code with the plugin. Kept positions follow from float64 arithmetic on the
+bytes that vLLM's kernel stored. Tokens follow from a Hugging Face model whose keys and values are
+rounded like that kernel rounds them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def plain(tiny_model: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model as a checkpoint that asks for an fp8 cache and brings scales for it."""
+    """The same model as a checkpoint that requests an fp8 cache and contains scales for it."""
     folder = tmp_path_factory.mktemp("fp8") / "model"
     shutil.copytree(plain, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -74,7 +74,7 @@ def folder(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def stored(values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """What a cache has in place of float32 values: vLLM's CPU kernel rounds towards zero."""
+    """Return float32 values as vLLM's CPU kernel stores them, rounded towards zero."""
     most = torch.finfo(dtype).max
     scaled = (values / scale).clamp(-most, most)
     nearest = scaled.to(dtype)
@@ -104,11 +104,11 @@ def oracle(plain: Path) -> Iterator[Oracle]:
 
 
 class Recorder:
-    """Queries of one request that runs alone, and its prompt's keys, as its layers see them."""
+    """Records the queries and prompt keys that the layers see of one request, which runs alone."""
 
     def __init__(self, running: Engine, patch: pytest.MonkeyPatch) -> None:
         self.queries: list[list[Tensor]] = [[] for _ in range(LAYERS)]
-        """Of every chunk, a layer each."""
+        """Of every layer, a tensor for each chunk."""
         self.keys: list[Tensor] = [torch.empty(0)] * LAYERS
         """Bytes [P, H, D] of every layer, in the step that ends the prompt."""
         layers = running.engine.vllm_config.compilation_config.static_forward_context
@@ -138,7 +138,7 @@ class Recorder:
         return watch
 
     def attention(self, length: int) -> Tensor:
-        """The prompt's attention [L, Q, P, P] in float64, from the bytes in the cache."""
+        """Return the prompt's attention [L, Q, P, P] in float64, from the bytes in the cache."""
         found = []
         for queries, codes, scale in zip(self.queries, self.keys, KEY_SCALES, strict=True):
             rows = torch.cat(queries)[:length].double()  # [P, Q, D]
@@ -152,7 +152,7 @@ class Recorder:
 
 
 def assert_keeps_what_the_cache_says(running: Engine, oracle: Oracle, ask: Ask) -> Tensor:
-    """Serve a request alone; its kept positions follow from the bytes in the cache."""
+    """Serve a request alone, and check its kept positions against the bytes in the cache."""
     with pytest.MonkeyPatch.context() as patch:
         recorder = Recorder(running, patch)
         (output,) = running.run([ask])
@@ -172,7 +172,7 @@ def assert_keeps_what_the_cache_says(running: Engine, oracle: Oracle, ask: Ask) 
 
 
 def test_the_oracle_rounds_as_the_kernel_does() -> None:
-    """And pages have the format that the plugin reads; bytes that mean something else are found."""
+    """Pages have the format that the plugin reads, and bytes of another fp8 format are found."""
     tokens = torch.randn(BLOCK_SIZE, 1, 32, generator=torch.Generator().manual_seed(0)) * 20
     tokens[0, 0, :4] = torch.tensor([1e4, -1e4, 1e-3, 0.0])
     slots = torch.arange(BLOCK_SIZE)
@@ -183,7 +183,7 @@ def test_the_oracle_rounds_as_the_kernel_does() -> None:
         keys, values = page.flatten().chunk(2)
         for codes, scale in ((keys.view(32, -1).t(), 0.02), (values.view(-1, 32), 0.5)):
             wanted = stored(tokens[:, 0], scale, dtype).view(torch.uint8)
-            # A product with 1 / scale may be rounded otherwise than a quotient.
+            # A product with 1 / scale may round differently from a quotient.
             assert (codes == wanted).float().mean() > 0.999
         for model_dtype in (torch.float32, torch.bfloat16, torch.float16):
             check_page_format(BLOCK_SIZE, 32, model_dtype, "vec", name)
@@ -198,7 +198,7 @@ def test_the_oracle_rounds_as_the_kernel_does() -> None:
 def test_with_everything_kept_tokens_are_those_of_stock(
     plain: Path, folder: Path, dtype: str
 ) -> None:
-    """Every page is dealt anew: scales that the checkpoint brings, and a format without any."""
+    """Every page is dealt again, with the checkpoint's scales and in a format without scales."""
     asks = [album(70 + i, 20, 150 + 67 * i, arrival=2 * i, max_tokens=60) for i in range(4)]
     options = {"kv_cache_dtype": dtype, "max_num_batched_tokens": 64}
     model = folder if dtype == "auto" else plain
@@ -216,8 +216,8 @@ def test_what_is_kept_follows_from_the_bytes_in_the_cache(
 ) -> None:
     """Chunks, rows of every kind, merging; then a cached prefix, or preemptions in a small pool.
 
-    A rounding error of float32 may decide between two neighbours in fp8, so what requests answer
-    together is not compared token by token: each token is as probable as the oracle says.
+    A rounding error of float32 may decide between two neighbours in fp8. So the answers of requests
+    that run together are not compared by token, but by the probability that the oracle gives each.
     """
     shared = granularity == "layer"
     settings = tgv(granularity, debug={**DEBUG, "poison": not shared})
@@ -226,8 +226,8 @@ def test_what_is_kept_follows_from_the_bytes_in_the_cache(
         assert running.engine.vllm_config.cache_config.cache_dtype == "fp8"
         assert running.evictor.pool.raw.dtype == torch.uint8
         for i, method in enumerate(("tgv", "snapkv", "h2o", "vlcache", "elastic")):
-            wish = {"kv_eviction": method, "kv_eviction_budget": 0.2}
-            ask = album(700 + i, 20, 30, 170 + 37 * i, max_tokens=5, xargs=wish)
+            xargs = {"kv_eviction": method, "kv_eviction_budget": 0.2}
+            ask = album(700 + i, 20, 30, 170 + 37 * i, max_tokens=5, xargs=xargs)
             kept = assert_keeps_what_the_cache_says(running, oracle, ask)
         if shared:
             (output,) = running.run([ask])
@@ -242,8 +242,8 @@ def test_what_is_kept_follows_from_the_bytes_in_the_cache(
         ]
         before = running.counters["requests_evicted"]
         found = deviation(running, oracle, asks, 0.1)
-        assert running.counters["requests_evicted"] - before > len(asks)  # some twice
-        # Ten times what was seen, and what it would be to attend to everything.
+        assert running.counters["requests_evicted"] - before > len(asks)  # some more than once
+        # Ten times the measured deviation, and that of attention to everything.
         assert found.logprob < 0.13, found
         assert found.regret < 0.02, found
         assert found.kept > 0.97, found

@@ -77,12 +77,12 @@ class Guard:
         return list(worker.model_runner.input_batch.req_ids)
 
     def _held(self, name: str) -> set[int]:
-        blocks = self.running.scheduler._manager.req_to_blocks[name]
+        blocks = self.running.scheduler.manager.req_to_blocks[name]
         return {block.block_id for block in blocks if not block.is_null}
 
     def _evicted_in_this_step(self) -> dict[str, set[int]]:
         """Blocks that their requests read for the last time, while they are evicted."""
-        plan = self.running.evictor._plan
+        plan = self.running.evictor.plan
         return {e.request_id: set(e.old_blocks.tolist()) for e in plan.evictions}
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every method in real engines, many of them in one batch, against `oracle.methods`.
 
-Engines without prefix caching poison what they give back with NaN, and every block is recounted
-after every step.
+Engines without prefix caching fill released blocks with NaN. All blocks are recounted after every
+step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 BLOCK_SIZE = 32
 DEBUG = {"poison": True, "check_integrity": True, "record_kept": True}
 
-# Every method at the granularity that is not its own, and combinations that no method is.
+# Every method at its other granularity, and combinations that belong to no method.
 MIXES = {
     f"{name}-{other}": replace(mix, granularity=other)
     for name, mix in METHODS.items()
@@ -53,7 +53,7 @@ SERVER = {
 
 @dataclass(frozen=True)
 class Case:
-    """A request: text lengths around images, and how it is evicted."""
+    """A request: method, budget, and lengths of the text around its images."""
 
     method: str
     budget: float | int | Auto
@@ -83,13 +83,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Expected:
-    """A case with inputs on which rounding decides nothing, and what the oracle says of them."""
+    """A case, its inputs, on which rounding decides nothing, and the oracle's result."""
 
     case: Case
     ask: Ask
     prompt: Prompt
     selection: Selection | None
-    """None where the definition does not say, as with random scores."""
+    """None if the definition leaves it open, as with random scores."""
     tokens: list[int] | None
 
     def tokens_given(self, oracle: Oracle, kept: torch.Tensor) -> list[int]:
@@ -99,7 +99,7 @@ class Expected:
 
 
 class Cases:
-    """What the oracle expects, worked out once for all engines."""
+    """Results of the oracle, computed once for all engines."""
 
     def __init__(self, oracle: Oracle) -> None:
         self.oracle = oracle
@@ -130,7 +130,7 @@ class Cases:
                     dropped = tokens
                     tokens = self.oracle.generate(prompt, ask.max_tokens, selection.kept, full)
                     if tokens == dropped:
-                        continue  # where merging shows in no token, the tokens say nothing of it
+                        continue  # merging changes no token here, so the tokens do not test it
                 return Expected(case, ask, prompt, selection, tokens)
         raise AssertionError(f"{case}: no inputs are good")
 
@@ -150,7 +150,7 @@ OPTIONS = {"max_num_seqs": 64, "num_gpu_blocks_override": 768}
 
 @pytest.fixture(scope="module", params=["whole", "chunked"])
 def running(request: pytest.FixtureRequest, folder: Path) -> Iterator[Engine]:
-    """Prompts in one piece, or in pieces of 64 tokens."""
+    """Engine that prefills prompts whole, or in chunks of 64 tokens."""
     chunks = {"whole": 16384, "chunked": 64}
     settings = {**SERVER, "debug": DEBUG}
     with engine(
@@ -160,15 +160,15 @@ def running(request: pytest.FixtureRequest, folder: Path) -> Iterator[Engine]:
 
 
 def kept_by(running: Engine, output: Any) -> torch.Tensor:
-    """Prompt positions a request kept, bool [L, H, P] with the tail."""
+    """Return the prompt positions that a request kept, with the tail, bool [L, H, P]."""
     shape, length = running.evictor.shape, len(output.prompt_token_ids)
-    # vLLM adds a random suffix to the ids it is given.
+    # vLLM adds a random suffix to request ids.
     name = output.request_id
     found = [k for k in running.evictor.kept if k.request_id.rsplit("-", 1)[0] == name]
     counts = found[-1].counts.flatten()
     mask = torch.zeros(shape.num_pairs, length, dtype=torch.bool)
     pair = torch.repeat_interleave(torch.arange(shape.num_pairs), counts)
-    # A guarded eviction has room for more pages than it deals.
+    # A guarded eviction has room for more pages than it keeps.
     mask[pair[:, None], found[-1].positions[: len(pair)].long()] = True
     mask[:, length // BLOCK_SIZE * BLOCK_SIZE :] = True
     return mask.view(shape.num_layers, shape.num_heads, length)
@@ -188,7 +188,7 @@ def assert_report(output: Any, expected: Expected, blocks: int) -> None:
 
 
 def assert_served(cases: Cases, expected: Expected, running: Engine, output: Any) -> None:
-    """Tokens and kept positions are the oracle's, and the report says so."""
+    """Assert that tokens and kept positions equal the oracle's, and the report matches."""
     kept, message = kept_by(running, output), f"{expected.case}"
     candidates = kept.shape[-1] // BLOCK_SIZE * BLOCK_SIZE
     mean = kept[..., :candidates].sum() / kept[..., 0].numel() / BLOCK_SIZE
@@ -202,7 +202,7 @@ def assert_served(cases: Cases, expected: Expected, running: Engine, output: Any
 
 
 def batch() -> list[Case]:
-    """Every method at two budgets, with one image and with two, and every mix at one."""
+    """Return cases of every method with one and with two images, and of every mix."""
     own = [
         case
         for i, name in enumerate(METHODS)
@@ -213,7 +213,7 @@ def batch() -> list[Case]:
     ]
     budgets: list[float | int] = [0.3, 0.4, 100]
     mixed = [Case(name, budgets[i % 3], (10 + 5 * i, 120 + i)) for i, name in enumerate(MIXES)]
-    # The last tokens of the prompt are an image's: no text after vision votes.
+    # An image ends the prompt, so there is no text after vision to vote.
     ends = [Case(name, 0.4, (60, 50, 0)) for name in ("tgv", "vlcache", "aircache", "snapkv-layer")]
     return own + mixed + ends
 
@@ -234,25 +234,25 @@ AUTO = [
     Case("snapkv", Auto(0.85, 0.02, 0.8), (20, 90)),
     Case("h2o", Auto(0.97, 0.02, 0.9), (10, 50, 60)),
     Case("elastic", Auto(0.5, 0.5, 0.8), (20, 60, 10)),
-    Case("aircache", Auto(0.99, 0.02, 0.3), (20, 60, 30)),  # the bound comes first
+    Case("aircache", Auto(0.99, 0.02, 0.3), (20, 60, 30)),  # limited by the bound
     Case("prefixkv-head", Auto(0.8, 0.02, 0.7), (20, 70, 30)),
 ]
 
 
 def test_auto_budgets_hold_the_fewest_blocks(running: Engine, cases: Cases) -> None:
-    """What is reserved beyond the oracle's k goes back while the request still decodes."""
+    """Blocks reserved beyond the oracle's k are released while the request still decodes."""
     expected = [cases.expected(case, 200 + i, 0) for i, case in enumerate(AUTO)]
     names = [running.add(each.ask) for each in expected]
     held: dict[str, int] = {}
     finished: dict[str, Any] = {}
     while running.engine.has_unfinished_requests():
         finished |= {output.request_id: output for output in running.step() if output.finished}
-        for name, blocks in running.scheduler._manager.req_to_blocks.items():
+        for name, blocks in running.scheduler.manager.req_to_blocks.items():
             request = running.scheduler.requests[name]
-            # What vLLM holds for the tail and what was decoded is no business of ours.
-            behind = -(-request.num_computed_tokens // BLOCK_SIZE)
-            behind -= request.num_prompt_tokens // BLOCK_SIZE
-            held[name.rsplit("-", 1)[0]] = sum(not block.is_null for block in blocks) - behind
+            # Exclude the blocks of the tail and of decoded tokens.
+            after = -(-request.num_computed_tokens // BLOCK_SIZE)
+            after -= request.num_prompt_tokens // BLOCK_SIZE
+            held[name.rsplit("-", 1)[0]] = sum(not block.is_null for block in blocks) - after
     running.assert_empty()
     for name, each in zip(names, expected, strict=True):
         assert each.selection is not None
@@ -276,7 +276,7 @@ def test_prompts_without_vision(running: Engine, cases: Cases) -> None:
 
 
 @pytest.mark.parametrize("method", ["tgv", "aircache", "own modality"])
-def test_methods_that_cannot_do_without_vision(running: Engine, cases: Cases, method: str) -> None:
+def test_methods_that_need_vision(running: Engine, cases: Cases, method: str) -> None:
     ask = Case(method, 0.25, (200,)).ask(400)
     (output,) = running.run([ask])
     report = output.kv_transfer_params["kv_eviction"]
@@ -293,13 +293,13 @@ def test_methods_that_cannot_do_without_vision(running: Engine, cases: Cases, me
         {"kv_eviction": "no such mix"},
     ],
 )
-def test_wishes_without_meaning_are_refused(running: Engine, xargs: dict[str, Any]) -> None:
+def test_meaningless_options_are_refused(running: Engine, xargs: dict[str, Any]) -> None:
     with pytest.raises(VLLMValidationError, match=r"'(random|streaming|no such mix)'"):
         running.add(Ask(random_text(1, 150), max_tokens=2, xargs=xargs))
 
 
 def test_prefix_cache_changes_nothing(folder: Path, cases: Cases) -> None:
-    """Each prompt twice: a hit ends before the first row that votes, and both keep the same."""
+    """A hit ends before the first row that votes, and the same tokens are kept as without it."""
     names = [*METHODS, "own modality", "elite everywhere", "competing", "prefix and all"]
     expected = [
         cases.expected(Case(name, 0.3, (70, 130 + i), max_tokens=8), 500 + i, 0)
@@ -314,21 +314,21 @@ def test_prefix_cache_changes_nothing(folder: Path, cases: Cases) -> None:
                 hit = cached_tokens(each) if turn else 0
                 assert output.num_cached_tokens == hit, each.case
         hits = {output.num_cached_tokens for output in outputs}
-        assert len(hits) == 4, "from nothing to the whole prompt"
+        assert len(hits) == 4, "hits should range from nothing to the whole prompt"
 
 
 def cached_tokens(expected: Expected) -> int:
-    """Whole blocks before the first row of whatever the method's parts look at."""
+    """Return the tokens of whole blocks before the first row that the method reads."""
     mix = EVERYTHING[expected.case.method]
-    rows_of_budget = {
+    rows_of_allocation = {
         "tgv": "text",
         "tt": "text",
         "entropy": "text",
         "vv": "all",
         "vlcache": "after_vision",
     }
-    looked_at = {methods.ROWS_OF_SCORE.get(mix.score), rows_of_budget.get(mix.allocation)} - {None}
+    row_sets = {methods.ROWS_OF_SCORE.get(mix.score), rows_of_allocation.get(mix.allocation)}
     layout = expected.prompt.layout
-    firsts = [methods.rows(str(kind), layout, 128)[0] for kind in looked_at]
+    firsts = [methods.rows(str(kind), layout, 128)[0] for kind in row_sets - {None}]
     # At least the prompt's last token is always computed.
     return min([*firsts, layout.length - 1]) // BLOCK_SIZE * BLOCK_SIZE

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every family of models in a real engine, against Hugging Face's own model of the same weights.
+"""Every model family in a real engine, against Hugging Face's model of the same weights.
 
-One engine a family, in chunks that cut images and frames in two. What is given back is poisoned
-with NaN, and every block is recounted after every step.
+Each family has one engine, whose chunks split images and frames. Released blocks are filled with
+NaN, and all blocks are recounted after every step.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ OPTIONS = {
     "num_gpu_blocks_override": 768,
     "max_num_seqs": 16,
     "max_num_batched_tokens": 160,
-    # Its dummy inputs are as large as a context allows, and thousands of frames take a minute.
+    # Profiling uses the largest inputs; thousands of frames take a minute.
     "skip_mm_profiling": True,
 }
 
 
 @dataclass(frozen=True)
 class Scene(Ask):
-    """A request with videos besides its images."""
+    """A request with images and videos."""
 
     videos: tuple[tuple[np.ndarray, Any], ...] = ()
     timed: bool = True
-    """Whether the model wants to know when its frames were taken."""
+    """Whether the model uses the times of its frames."""
 
     def prompt(self) -> dict[str, Any]:
         videos = list(self.videos) if self.timed else [frames for frames, _ in self.videos]
@@ -72,7 +72,7 @@ class Scene(Ask):
 
 
 class FamilyOracle(Oracle):
-    """Hugging Face's model and processor, asked for videos too and for the grids of all images."""
+    """An oracle that handles videos and the grids of every family."""
 
     def __init__(self, folder: Path, arch: str) -> None:
         super().__init__(folder)
@@ -80,7 +80,7 @@ class FamilyOracle(Oracle):
 
     @cached_property
     def vision_tokens(self) -> list[int]:
-        """Return the ids that stand for embeddings of images and videos."""
+        """Ids of the tokens that stand for embeddings of images and videos."""
         config = self.model.config
         ids = [getattr(config, f"{kind}_token_id", None) for kind in ("image", "video")]
         return [token for token in ids if token is not None]
@@ -132,7 +132,7 @@ class FamilyOracle(Oracle):
 
     @torch.no_grad()
     def newlines(self, scene: Scene, inputs: dict[str, Any]) -> list[tuple[int, int]]:
-        """Return rows and columns behind each image's square, from where its rows end."""
+        """Return rows and columns after each image's square, found by the ends of its rows."""
         if not scene.images:
             return []
         model = self.model.model
@@ -149,7 +149,7 @@ class FamilyOracle(Oracle):
 
 @dataclass(frozen=True)
 class Family:
-    """A family's tiny model, twice: in an engine and as its own definition."""
+    """A family's tiny model, in an engine and as an oracle."""
 
     model: TinyModel
     running: Engine
@@ -162,7 +162,7 @@ class Family:
     def scene(
         self, seed: int, xargs: dict[str, Any], num_tokens: int = 20, arrival: int = 0
     ) -> Scene:
-        """Images of three shapes between text, then a video where the family has them."""
+        """Return a request with text and images, and a video if the family supports it."""
         texts = [random_text(10 * seed + i, 5 + (7 * seed + 5 * i) % 30) for i in range(5)]
         sizes = [(112, 112), (168, 56), (70, 150), (200, 90)]
         first = seed % len(sizes)
@@ -182,7 +182,7 @@ class Family:
     def stable_scene(
         self, seed: int, method: str, budget: float, arrival: int
     ) -> tuple[Scene, Prompt]:
-        """A scene on which rounding decides nothing of what is kept."""
+        """Return a scene whose kept tokens do not depend on rounding, and its prompt."""
         xargs = {"kv_eviction": method, "kv_eviction_budget": budget}
         wanted = eviction(method, budget)
         for attempt in range(20):
@@ -222,11 +222,11 @@ INSIDE = {
     ("internvl", "image"): r"<img></img>",
     ("internvl", "video"): r"Frame1: <img></img>(\nFrame\d: <img></img>)+",
 }
-"""Text that a family writes around the tokens of an image or a video, in its placeholder."""
+"""Text inside the placeholder of an image or a video, by family."""
 
 
 def test_vision_is_where_the_models_tokens_are(family: Family) -> None:
-    """Positions by placeholder and by token id are one; text in a placeholder is text."""
+    """Placeholders and token ids give the same positions; text in a placeholder is text."""
     if not family.sees:
         pytest.skip("a language model")
     running, oracle = family.running, family.oracle
@@ -236,7 +236,7 @@ def test_vision_is_where_the_models_tokens_are(family: Family) -> None:
         wanted = oracle.scene(scene)
         running.add(scene)
         (request,) = running.scheduler.requests.values()
-        (candidate,) = running.scheduler._candidates.values()
+        (candidate,) = running.scheduler.candidates.values()
         ids, is_vision = np.array(request.prompt_token_ids), candidate.prompt.is_vision()
         if family.model.arch == "internvl":  # transformers writes frames with the image's token
             wanted_ids = np.where(is_vision, ids, wanted.token_ids)
@@ -258,7 +258,7 @@ def test_vision_is_where_the_models_tokens_are(family: Family) -> None:
 
 
 def test_tokens_and_kept_positions_are_the_oracles_alone_and_in_a_batch(family: Family) -> None:
-    """Methods at budgets of their own, arrivals interleaved with chunks and decodes."""
+    """Methods at several budgets; arrivals interleave with chunks and decodes."""
     running, oracle = family.running, family.oracle
     names = ("tgv", "gridded", "snapkv") if family.sees else ("snapkv", "h2o", "adakv")
     cases = [(name, budget) for name in names for budget in (0.5, 0.1)]
@@ -281,7 +281,7 @@ def test_tokens_and_kept_positions_are_the_oracles_alone_and_in_a_batch(family: 
 
 
 def test_everything_kept_is_stock(family: Family) -> None:
-    """All pages dealt anew into fresh blocks: the tokens of a request that is not evicted."""
+    """Copying all pages to fresh blocks gives the tokens of a request without eviction."""
     running, oracle = family.running, family.oracle
     full = {"kv_eviction": "snapkv", "kv_eviction_budget": 1.0}
     none = {"kv_eviction": "none"}
@@ -295,7 +295,7 @@ def test_everything_kept_is_stock(family: Family) -> None:
 
 
 def test_every_method_keeps_whole_pages_of_the_prompt(family: Family) -> None:
-    """As many as its budget buys, the first tokens and the tail among them."""
+    """The pages fit the budget and include the first tokens and the tail."""
     running = family.running
     needs = {"tgv", "aircache"} if not family.sees else set()
     asks = [
@@ -319,7 +319,7 @@ def test_every_method_keeps_whole_pages_of_the_prompt(family: Family) -> None:
 
 
 def test_pruned_videos_are_refused(tiny_model: Callable[..., Path]) -> None:
-    """Which tokens are a video's is then known in the worker only, and here not looked for."""
+    """Only the worker knows which tokens of a pruned video remain."""
     options = {"additional_config": {CONFIG_KEY: SERVER}, "video_pruning_rate": 0.5}
     with pytest.raises(UnsupportedByEvictionError, match="pruned videos"):
         EngineArgs(model=str(tiny_model("qwen3_vl")), **options).create_engine_config()

@@ -22,6 +22,7 @@ from oracle.methods import Auto
 from tests.engine.running import Ask
 from tests.engine.test_engine import album
 from tests.engine.test_parallel import ParallelEngine, workers
+from vllm_tgvkv.kernels.row_sums import RowSums
 from vllm_tgvkv.plan import Outcome, plan_of
 from vllm_tgvkv.policies.snapkv import SnapScore
 
@@ -76,10 +77,9 @@ class PipelineEngine(ParallelEngine):
 
 
 def remembered(worker: Any) -> int:
-    """How many things a stage knows of requests."""
+    """Return the number of things that a stage stores about requests."""
     evictor = worker.evictor
-    parts = (evictor._queries, evictor._sums, evictor._watches, evictor._outcomes)
-    return evictor.regions.num_live + sum(map(len, (*parts, evictor._failures)))
+    return evictor.regions.num_live + len(evictor.observations) + len(evictor.ended)
 
 
 @dataclass(frozen=True)
@@ -291,16 +291,16 @@ def break_method(worker: Any, layers: Sequence[int], rank: int | None = None) ->
 
 
 def break_sums(worker: Any, stage: int) -> None:
-    """Let memory run out at a stage's first chunk of a prompt all of whose rows are summed."""
-    evictor = worker.evictor
-    if (evictor.stages.first_layer > 0) != bool(stage):
+    """Let memory run out at a stage's first chunk of a prompt whose rows are all summed."""
+    if (worker.evictor.stages.first_layer > 0) != bool(stage):
         return
+    original = RowSums.add
 
-    def add_rows(*args: Any) -> None:
-        del evictor._add_rows
+    def add(*args: Any) -> None:
+        RowSums.add = original  # type: ignore[method-assign]
         raise torch.OutOfMemoryError("tried to allocate 2 GiB")
 
-    evictor._add_rows = add_rows
+    RowSums.add = add  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("layers", [(1,), (4,), (0, 3)], ids=["first", "last", "both"])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Eviction on vLLM's model runner V2, in processes where Triton's interpreter runs its kernels.
 
-`runner_v2.py` says what is pretended. Runner, scheduler, evictor, backend and block tables are a
-GPU's; every step is scheduled before the tokens of the step before are known.
+`runner_v2.py` lists what is pretended. Runner, scheduler, evictor, backend and block tables are the
+GPU's. Every step is scheduled before the previous step's tokens are known.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def folder(tiny_model: Callable[..., Path]) -> Path:
 def test_tokens_and_kept_positions_are_the_oracles(
     process: ProcessPoolExecutor, folder: Path
 ) -> None:
-    """Chunked prompts beside ragged decodes, hits in the prefix cache, budgets per request."""
+    """Chunked prompts with ragged decodes, prefix-cache hits, budgets per request."""
     process.submit(chunks_and_hits, folder).result()
 
 
@@ -43,7 +43,7 @@ def test_preemption(process: ProcessPoolExecutor, folder: Path) -> None:
     process.submit(preemption, folder).result()
 
 
-# -- what runs in the other process: nothing of vLLM may be imported before ------------------
+# -- run in the other process, which must not have imported vLLM before ----------------------
 
 
 def chunks_and_hits(folder: Path) -> None:
@@ -69,7 +69,7 @@ def chunks_and_hits(folder: Path) -> None:
         outputs = assert_agrees(running, oracle, asks)
         assert all(output.num_cached_tokens for output in outputs[:3])
 
-        # A number of blocks that the device found comes to the scheduler a step later.
+        # The scheduler gets the number of blocks that the device found a step later.
         ask = album(60, 20, 300, xargs={"kv_eviction_budget": "auto:0.9"})
         (output,) = running.run([ask])
         window = running.evictor.config.observation_window

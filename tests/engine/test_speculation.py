@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts that are verified over compressed caches: n-grams, and drafts as dice have it.
+"""Drafts that are verified over compressed caches: n-grams, and drafts at random.
 
-The yardstick is the same requests without drafts, alone in an engine with room for all; where
-every page is kept, stock vLLM with the same drafts. Blocks that are given back are filled with
-NaN, and every block is recounted in every step.
+The reference is an engine that serves the same requests without drafts and with room for all;
+where every page is kept, it is stock vLLM with the same drafts. Freed blocks are filled with NaN,
+and all blocks are recounted in every step.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from tests.models import LLAVA_IMAGE, random_image, random_text
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 
-# An engine with n-grams loads numba. The next one of the same process, in whatever test, would not
-# start: vLLM on CPU asks everything in every module for its `__dict__`, and gets from llvmlite's
-# library a function of that name, which is no dictionary.
+# An engine with n-grams loads numba. Without this, no later engine of the process would start: vLLM
+# on CPU reads `__dict__` of everything in every module, and llvmlite's library returns a function.
 ffi._lib_fn_wrapper.get = lambda self, name: None
 
 BLOCK_SIZE = 32
@@ -72,14 +71,14 @@ ASKS = [
     question(9, 120, "layer", 0.3, arrival=14, max_tokens=6),
 ]
 NUM_EVICTED = sum(ask.xargs.get("kv_eviction", "none") != "none" for ask in ASKS)
-# No drafts of vLLM's go together with these two.
+# vLLM drafts for none of these.
 WITHOUT_DRAFTS = ("top k, top p, min p", "logit bias", "several")
 SAMPLED = {kind: how for kind, how in SAMPLINGS.items() if kind not in WITHOUT_DRAFTS}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a request, and which positions of its prompt were kept."""
+    """A request's tokens, and the kept positions of its prompt."""
 
     prompt: list[int]
     tokens: list[int]
@@ -96,9 +95,9 @@ def answers(running: Engine, asks: Sequence[Ask]) -> list[Answer]:
 
 
 def sampled(running: Engine) -> dict[str, Any]:
-    """Every kind of sampling, two requests at a time: nobody is preempted.
+    """Serve every kind of sampling, two requests at a time, so that none is preempted.
 
-    A preempted request loses its drafts, and random numbers are drawn for drafts as well.
+    A preempted request loses its drafts, and drafts take random numbers as well.
     """
     finished = {}
     waiting = list(enumerate(SAMPLED.items()))
@@ -118,7 +117,7 @@ def sampled(running: Engine) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tiny_model: Callable[..., Path]) -> Path:
-    """Weights small enough that the model repeats itself now and then, but minds its prompt."""
+    """Weights so small that the model sometimes repeats itself, but still depends on its prompt."""
     return tiny_model("llava", image_size=112, initializer_range=0.055)
 
 
@@ -139,9 +138,9 @@ def stocks(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def drafting(folder: Path, alone: Any, stocks: Any) -> Iterator[Engine]:
-    """Chunks, a prefix cache, and a pool that several prompts do not fit into.
+    """An engine with chunks, a prefix cache, and a pool too small for several prompts.
 
-    It starts after the others have ended: there is one engine in a process at a time.
+    It starts after the others have ended, since a process has one engine at a time.
     """
     with engine(
         folder,
@@ -158,14 +157,14 @@ def drafting(folder: Path, alone: Any, stocks: Any) -> Iterator[Engine]:
 
 
 def draft_counts(running: Engine) -> tuple[int, int]:
-    """Drafts that were verified and accepted so far, by vLLM's own metrics."""
+    """Return the drafts that were verified and accepted so far, by vLLM's own metrics."""
     values = {metric.name: getattr(metric, "value", 0) for metric in running.llm.get_metrics()}
     prefix = "vllm:spec_decode_num_"
     return values[f"{prefix}draft_tokens"], values[f"{prefix}accepted_tokens"]
 
 
 def assert_same(running: Engine, alone: Sequence[Answer]) -> None:
-    """The same tokens and kept positions with drafts, some of them right and some wrong."""
+    """Check that drafts, right and wrong, change neither tokens nor kept positions."""
     running.llm.reset_prefix_cache()
     before = draft_counts(running)
     evicted = running.counters["requests_evicted"]
@@ -174,7 +173,7 @@ def assert_same(running: Engine, alone: Sequence[Answer]) -> None:
         assert (found.kept is None) == (wanted.kept is None), f"request {index}"
         if found.kept is not None:
             assert torch.equal(found.kept, wanted.kept), f"request {index} keeps other tokens"
-    assert running.counters["requests_evicted"] > evicted + NUM_EVICTED, "nobody was preempted"
+    assert running.counters["requests_evicted"] > evicted + NUM_EVICTED, "no request was preempted"
     drafted, accepted = (
         now - then for now, then in zip(draft_counts(running), before, strict=True)
     )
@@ -184,7 +183,7 @@ def assert_same(running: Engine, alone: Sequence[Answer]) -> None:
 def test_ngrams_change_neither_tokens_nor_what_is_kept(
     drafting: Engine, alone: list[Answer], folder: Path
 ) -> None:
-    """Also by the oracle, which knows nothing of drafts."""
+    """The oracle, which has no drafts, agrees."""
     assert_same(drafting, alone)
     oracle = Oracle(folder)
     for ask, answer in zip(ASKS, alone, strict=True):
@@ -192,13 +191,13 @@ def test_ngrams_change_neither_tokens_nor_what_is_kept(
         assert oracle.generate(prompt, ask.max_tokens, answer.kept) == answer.tokens
 
 
-def test_drafts_as_dice_have_it_change_nothing(
+def test_random_drafts_change_nothing(
     drafting: Engine, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Right ones up to any place, then wrong ones, or none, in every row and step anew.
+    """Some right drafts, then some wrong ones, drawn for every row and step.
 
-    So block borders are crossed by drafts that are accepted, rejected, and proposed again, in
-    every order; who has drafts changes from step to step, and every ninth step one loses its own.
+    So drafts that are accepted, rejected and proposed again cross block borders in every order.
+    Which rows have drafts changes from step to step, and every ninth step one request loses them.
     """
     runner: Any = drafting.core.model_executor.driver_worker.worker.model_runner
     answer_of = {tuple(answer.prompt): answer.tokens for answer in alone}
@@ -250,16 +249,16 @@ def test_with_everything_kept_every_way_to_sample_gives_what_stock_gives(
 
 
 def test_a_prompt_that_is_cached_to_its_last_token_ends_with_it(drafting: Engine) -> None:
-    """vLLM fills a first step of one token up with places for drafts, beside running requests."""
+    """With running requests, vLLM fills a first step of one token up with places for drafts."""
     length = 4 * BLOCK_SIZE + 1 - 20 - VISION_TOKENS
     evicted = question(50, length, "streaming", 0.5, max_tokens=20)  # takes any hit
     other = question(51, length, "none", max_tokens=20)
-    beside = question(52, 40, "none", max_tokens=60)
+    running = question(52, 40, "none", max_tokens=60)
     asks = (evicted, other)
     drafting.llm.reset_prefix_cache()
     want = [answers(drafting, [ask])[0] for ask in asks]
     before = drafting.counters["requests_evicted"]
-    submit(drafting, beside)
+    submit(drafting, running)
     for _ in range(4):
         drafting.step()
     names = [submit(drafting, ask) for ask in asks]
@@ -274,8 +273,8 @@ def test_a_prompt_that_is_cached_to_its_last_token_ends_with_it(drafting: Engine
         assert list(finished[name].outputs[0].token_ids) == wanted.tokens
 
 
-def test_requests_end_while_their_drafts_are_under_way(drafting: Engine) -> None:
-    """By an abort, and as they are preempted; `assert_empty` misses no block."""
+def test_requests_end_while_their_drafts_are_pending(drafting: Engine) -> None:
+    """By an abort, or while preempted; `assert_empty` finds every block free."""
     asks = [question(60 + i, 100, "head", 0.5, max_tokens=60) for i in range(3)]
     names = [submit(drafting, ask) for ask in asks]
     while not any(request.spec_token_ids for request in requests(drafting, names)):

@@ -11,7 +11,7 @@ from vllm_tgvkv.kernels import gpu
 
 @contextlib.contextmanager
 def pytorch_on_cpu() -> Iterator[None]:
-    """Send CPU tensors to the PyTorch implementations inside, the kernels' references."""
+    """Run the PyTorch implementations for CPU tensors in this context, as references."""
     before, gpu.on_cpu = gpu.on_cpu, False
     try:
         yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the Triton kernels run in these tests."""
+"""Device on which these tests run the Triton kernels."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from tests.conftest import has_cuda
 from vllm_tgvkv.kernels import gpu
 
 
-# Of module scope: hypothesis wants no fixture that is set up anew for every test function.
+# Module scope, since hypothesis rejects function-scoped fixtures.
 @pytest.fixture(scope="module")
 def device() -> Iterator[str]:
     """Return the device of the tensors, "cuda" or "cpu".
 
-    Without a GPU the functions of :mod:`vllm_tgvkv.kernels` send CPU tensors to the Triton kernels
-    as well, which run under Triton's interpreter.
+    Without a GPU, the functions of :mod:`vllm_tgvkv.kernels` run the Triton kernels on CPU tensors
+    under Triton's interpreter.
     """
     pytest.importorskip("triton", reason="Triton is not installed")
     if has_cuda():
         yield "cuda"
         return
     with pytest.MonkeyPatch.context() as patch:
-        # `tl.constexpr` functions ask for it again when they are called.
+        # `tl.constexpr` functions read it again when they are called.
         patch.setenv("TRITON_INTERPRET", "1")
         patch.setattr(gpu, "on_cpu", True)
         multiply_bfloat16(patch)
@@ -33,7 +33,7 @@ def device() -> Iterator[str]:
 
 
 def multiply_bfloat16(patch: pytest.MonkeyPatch) -> None:
-    """Let Triton's interpreter multiply bfloat16 matrices; it takes their bits for integers."""
+    """Let Triton's interpreter multiply bfloat16 matrices, whose bits it treats as integers."""
     import numpy as np
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dealing on Triton: the very integers of the PyTorch code and of exact fractions."""
+"""Apportionment on Triton: the same integers as the PyTorch code and exact fractions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def assert_same(
 @settings(max_examples=15)
 @given(dealings(ANY_SHARE))
 def test_any_shares(device: str, dealing: tuple[list[float], int, int, int]) -> None:
-    """Zeros, NaN, infinities, 1e30 beside 5e-324."""
+    """Zeros, NaN, infinities, 1e30 together with 5e-324."""
     shares, total, floor, cap = dealing
     counts = assert_same(device, torch.tensor(shares, dtype=torch.float64), total, floor, cap)
     assert sum(counts) == total
@@ -46,7 +46,7 @@ def test_equals_exact_fractions(device: str, dealing: tuple[list[float], int, in
 
 @pytest.mark.parametrize("size", [1, 36, 2048])
 def test_random_rows(device: str, size: int) -> None:
-    """Many rows of a launch: even, uneven, extreme, with a few distinct values, one-hot."""
+    """Rows of one launch: even, uneven, few distinct values, periodic, extreme."""
     fresh_seed()
     rows = torch.stack(
         (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every Triton kernel builds for GPUs of three generations and keeps its values in registers."""
+"""Every Triton kernel builds for three GPU generations without spilling registers."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def hoard(x, y, SIZE: tl.constexpr):
 
 
 def variants():
-    types, many = {"x": "*fp32", "y": "*fp32"}, {"SIZE": 8192}
+    types, large = {"x": "*fp32", "y": "*fp32"}, {"SIZE": 8192}
     yield Variant("fits", add, {**types, "length": "i32"}, {"step": 1, "SIZE": 128})
-    yield Variant("spills", hoard, types, many, num_warps=1)
-    yield Variant("may spill", hoard, types, many, num_warps=1, spill_limit=1 << 20)
-    yield Variant("lacks y", hoard, {"x": "*fp32"}, many)
+    yield Variant("spills", hoard, types, large, num_warps=1)
+    yield Variant("may spill", hoard, types, large, num_warps=1, spill_limit=1 << 20)
+    yield Variant("lacks y", hoard, {"x": "*fp32"}, large)
 """
 
 
 def compiled(*options: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the command in an interpreter of its own: here, kernels may be interpreted."""
+    """Run the command in a new interpreter, since kernels may be interpreted in this one."""
     command = [sys.executable, "-m", "vllm_tgvkv.kernels.gpu.compile", *options]
     environment = {**os.environ, "PYTHONPATH": str(path)} if path else None
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -80,7 +80,7 @@ def test_a_kernel_that_spills_is_refused(tmp_path: Path) -> None:
     assert summary == "4 builds, 2 not accepted"
 
 
-def test_one_kernel_can_be_chosen(tmp_path: Path) -> None:
+def test_one_kernel_can_be_selected(tmp_path: Path) -> None:
     (tmp_path / "spilling.py").write_text(SPILLING)
     run = compiled("--module", "spilling", "--cc", "80", "--only", "fits", path=tmp_path)
     assert run.returncode == 0, run.stdout

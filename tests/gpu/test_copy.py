@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The copy of kept tokens on Triton: every bit, every page format, nothing else written."""
+"""Copy of kept tokens on Triton: every bit, every page format, nothing else written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORMATS = ("joint", "cpu", "apart", "swapped")
 
 @dataclass
 class Case:
-    """A pool on the device, what of it to copy and where to."""
+    """A pool on the device, and the tokens to copy."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -46,7 +46,7 @@ def pools_of(
     dtype: torch.dtype,
     device: str = "cpu",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values ``[num_pages, N, D]`` of random bytes."""
+    """Return keys and values ``[num_pages, N, D]`` of random bytes."""
     size = num_pages * block_size * head_size * dtype.itemsize
     raw = torch.randint(0, 256, (2 * size,), dtype=torch.uint8).to(device).view(dtype)
     if page_format in ("joint", "swapped"):
@@ -84,7 +84,7 @@ def make_case(
 
 
 def assert_copied(case: Case) -> None:
-    """Compares all bits of the pool with the loops', which write no page that nobody owns."""
+    """Compare all bits of the pool with the oracle, which writes no page without an owner."""
     expected = [pool.cpu().clone().view(_integer(pool)) for pool in (case.keys, case.values)]
     offsets = page_offsets(case.counts)
     blocks = (case.old_blocks, case.new_blocks)
@@ -138,7 +138,7 @@ def test_every_format(
 def test_real_sizes(
     device: str, page_format: str, block_size: int, head_size: int, dtype: torch.dtype
 ) -> None:
-    """Pages of one and of several programs, heads without a page."""
+    """Pages of one and of several programs; heads without a page."""
     fresh_seed()
     counts = torch.tensor([[0, 3, 0], [1, 0, 1]])
     assert_copied(make_case(page_format, counts, 1, block_size, head_size, dtype, device))
@@ -146,7 +146,7 @@ def test_real_sizes(
 
 @pytest.mark.parametrize("num_pairs", [1, 2, 15, 16, 17, 65])
 def test_owner_of_every_page(device: str, num_pairs: int) -> None:
-    """Numbers of pairs around the squares that the search divides into."""
+    """Numbers of pairs around powers of the search's fan."""
     fresh_seed()
     dealt = torch.multinomial(torch.rand(num_pairs) ** 4, num_pairs, replacement=True)
     counts = dealt.bincount(minlength=num_pairs).view(num_pairs, 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ragged decode attention: the kernels and their reference against the definition in float64."""
+"""Ragged decode attention: Triton and PyTorch against the definition in float64."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 @dataclass
 class Row:
-    """A row of the batch: tokens, blocks that replaced prompt blocks, pages of each pair."""
+    """A row of the batch: tokens, retained and replaced prompt blocks, pages of each pair."""
 
     seq_len: int
     retained: int = 0
@@ -39,7 +39,7 @@ class Row:
 
 @dataclass
 class Scene:
-    """A batch over a pool in which everything that must not be read is NaN."""
+    """A batch over a pool in which all slots that must not be read are NaN."""
 
     num_layers: int
     num_heads: int
@@ -49,7 +49,7 @@ class Scene:
     block_size: int = 16
     dtype: torch.dtype = torch.float32
     slots_first: bool = True
-    """Whether a slot's key and value are neighbours, as in CUDA's pages."""
+    """Whether a slot's value follows its key, as in CUDA's pages."""
 
     def __post_init__(self) -> None:
         pairs, size = self.num_layers * self.num_heads, self.block_size
@@ -97,7 +97,7 @@ class Scene:
         self.scale = 1.3 / math.sqrt(self.head_size)
 
     def expected(self, layer: int) -> Tensor:
-        """Attention by its definition, float64."""
+        """Return attention by its definition, float64."""
         out = torch.zeros(self.query.shape, dtype=torch.float64)
         for b in range(len(self.rows)):
             for j in range(out.shape[1]):
@@ -111,7 +111,7 @@ class Scene:
         return out
 
     def plan(self, num_programs: int, chunk: int, device: str = "cpu") -> DecodePlan:
-        """A plan whose buffers are poisoned."""
+        """Return a plan with poisoned buffers."""
         sizes = (self.num_layers, len(self.rows), self.num_heads, self.group_size, self.head_size)
         plan = DecodePlan.allocate(*sizes, chunk, num_programs, device)
         for ints in (plan.ends, plan.first):
@@ -120,8 +120,8 @@ class Scene:
         return plan
 
     def run(self, device: str, num_programs: int, chunk: int) -> list[Tensor]:
-        """Outputs of all layers."""
-        # Moved as a whole, so that keys and values stay parts of one buffer.
+        """Return the outputs of all layers."""
+        # Move the pool as a whole, so that keys and values stay parts of one buffer.
         pool = self.pool.to(device)
         keys, values = pool.chunk(2, dim=2)
         table, retained, replaced, offsets = (tensor.to(device) for tensor in self.state)
@@ -134,7 +134,7 @@ class Scene:
         outs = []
         for layer in range(self.num_layers):
             out = torch.full(self.query.shape, NAN, dtype=self.dtype, device=device)
-            # As a slice of a fused projection, which vLLM's queries may be.
+            # vLLM's queries may be a slice of a fused projection.
             query = torch.cat((self.query, self.query), dim=1).to(device)[:, : len(out[0])]
             rest = (layer, self.scale, plan, out)
             decode(query, keys, values, table, lengths, *regions, *rest)
@@ -151,12 +151,12 @@ class Scene:
 
 @st.composite
 def scenes(draw: st.DrawFn) -> Callable[[], Scene]:
-    """Scenes whose numbers are drawn when they are made."""
+    """Strategy for functions that make a scene, whose numbers are drawn at the call."""
     layers, heads = draw(st.integers(1, 2)), draw(st.integers(1, 3))
     size = draw(st.sampled_from([4, 6, 16]))
     rows = []
     for _ in range(draw(st.integers(1, 4))):
-        # Lengths at page borders are as likely as all others.
+        # Half of the lengths are at page borders.
         blocks, over = draw(st.integers(0, 9)), draw(st.sampled_from([0, 0, 1, size - 1]))
         seq_len = blocks * size + over
         replaced = draw(st.integers(0, max(0, (seq_len - 1) // size)))
@@ -201,7 +201,7 @@ def test_the_reference_equals_the_definition(make_scene: Callable[[], Scene]) ->
     st.lists(st.sampled_from([0, 0, 1, 15, 16, 17, 33, 500]), min_size=1, max_size=9),
     st.integers(1, 140),
 )
-def test_the_work_is_dealt_as_by_the_reference(
+def test_the_work_is_divided_like_the_reference(
     device: str, layers: int, heads: int, lengths: list[int], num_programs: int
 ) -> None:
     rows = torch.tensor(lengths, dtype=torch.int32)
@@ -227,7 +227,7 @@ def test_the_work_is_dealt_as_by_the_reference(
 RAGGED = [
     Row(70),
     Row(0),
-    # Pair by pair: many pages, none, one, and so on.
+    # Numbers of pages, pair by pair.
     Row(127, 2, 6, (6, 0, 1, 2, 3, 0)),
     Row(64, 1, 3, (0, 3, 0, 0, 1, 2)),
     Row(1),
@@ -252,7 +252,7 @@ def test_the_same_call_gives_the_same_bits(device: str) -> None:
 
 
 def test_one_long_sequence_is_spread_over_many_programs(device: str) -> None:
-    """More parts than the second launch takes at once."""
+    """A sequence with more parts than one tile of the second launch."""
     fresh_seed()
     scene = Scene(1, 1, [Row(803), Row(3)])
     scene.check(scene.run(device, 47, 16))
@@ -279,11 +279,11 @@ def test_transposed_pages(device: str) -> None:
 
 
 def test_large_logits(device: str) -> None:
-    """Logits far apart neither overflow nor lose the largest."""
+    """Logits that differ greatly neither overflow nor lose the largest."""
     fresh_seed()
     scene = Scene(2, 3, RAGGED)
     scene.query *= 200
-    # A logit's rounding error is a weight's relative error.
+    # A rounding error of a logit becomes a relative error of a weight.
     scene.check(scene.run(device, 5, 16), tolerance=1e-2)
 
 
@@ -372,7 +372,7 @@ def test_wrong_arguments_are_named() -> None:
 
 @pytest.mark.gpu
 def test_a_graph_follows_its_inputs() -> None:
-    """A captured step, replayed with other lengths, gives what a fresh launch does."""
+    """A captured step, replayed with other lengths, gives the same as a new launch."""
     scene = Scene(1, 2, [Row(500), Row(300), Row(0)], 4, 128, 16, torch.bfloat16)
     keys, values = scene.pool.cuda().chunk(2, dim=2)
     table, *regions = (tensor.cuda() for tensor in scene.state)

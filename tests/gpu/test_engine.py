@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Eviction on a CUDA device: both model runners, with and without graphs, against the oracle.
 
-FlashAttention knows no float32, so tokens are judged by the oracle one after the other
+FlashAttention does not support float32, so the oracle judges each token
 (`tests.engine.running.Deviation`). vLLM's own check (`VLLM_GPU_SYNC_CHECK`, set in
-`tests/conftest.py`) raises where a step makes the host wait for the device.
+`tests/conftest.py`) raises if a step makes the host wait for the device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OPTIONS = {
 
 
 def requests(image_text: str) -> list[Ask]:
-    """Three budgets, arrivals and ends interleaved, and a prompt that nobody evicts."""
+    """Return requests with three budgets, interleaved, and a prompt that is not evicted."""
     asks = [
         album(
             seed,
@@ -81,7 +81,7 @@ def test_tokens_and_kept_positions(
 def test_a_prompt_that_ends_with_one_token(
     folder: Path, oracle: Oracle, arch: str, runner: str
 ) -> None:
-    """The step has single tokens only, as one that is replayed as a graph; but it must observe."""
+    """The step has single tokens only, like one that is replayed as a graph, but is observed."""
     ask = album(60, 20, 200, image_text=IMAGES[arch], logprobs=1)
     length = len(oracle.prompt(ask.text, ask.images).token_ids)
     options = {**OPTIONS, "max_num_batched_tokens": length - 1}
@@ -93,7 +93,7 @@ def test_a_prompt_that_ends_with_one_token(
 def test_chunked_prefill_and_prefix_cache(
     folder: Path, oracle: Oracle, arch: str, runner: str
 ) -> None:
-    """Chunks beside ragged decodes; the same image again, from the cache."""
+    """Chunks with ragged decodes; the same image again, from the cache."""
     options = {**OPTIONS, "max_num_batched_tokens": 80, "enable_prefix_caching": True}
     with engine(folder, tgv("head", debug={"record_kept": True}), **options) as running:
         assert_runner(running, runner)
@@ -102,7 +102,7 @@ def test_chunked_prefill_and_prefix_cache(
 
 
 def test_preemption(folder: Path, oracle: Oracle, arch: str, runner: str) -> None:
-    """A pool too small for all: some are preempted, and compute several tokens over pages."""
+    """In a pool too small for all, some are preempted and compute several tokens over pages."""
     asks = [
         album(
             90 + i,
@@ -124,6 +124,6 @@ def test_preemption(folder: Path, oracle: Oracle, arch: str, runner: str) -> Non
 
 
 def assert_runner(running: Engine, runner: str) -> None:
-    """The engine has the wished model runner, and ours at that."""
+    """Check that the engine has this package's subclass of the given model runner."""
     found = type(running.core.model_executor.driver_worker.worker.model_runner).__name__
     assert found == {"0": "EvictingModelRunnerV1", "1": "EvictingModelRunnerV2"}[runner]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of this folder rely on: kernels run, interpreted or compiled."""
+"""Kernels run, interpreted or compiled, as the other tests of this folder assume."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_kernel_runs_with_functions_of_triton(device: str) -> None:
     torch.testing.assert_close(totals, values.sum(1) + 5 + values.amax(1))
 
 
-def test_public_functions_choose_the_kernels(device: str) -> None:
+def test_the_device_selects_the_kernels(device: str) -> None:
     values = torch.zeros(1, device=device)
     assert gpu.runs(values)
     with pytorch_on_cpu():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Page tables and lengths by the Triton kernels: equal to the reference, entry by entry."""
+"""Page tables and lengths on Triton equal the oracle, entry by entry."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def test_tables_and_lengths_equal_the_reference(
     device: str, batch: Batch, data: st.DataObject
 ) -> None:
     width, requests = batch.width, len(batch.gathered[1])
-    # Entries that no attention reads are not written.
-    expected_tables, expected_lengths = batch.expected(width, behind=POISON)
+    # Entries after the last page are not written.
+    expected_tables, expected_lengths = batch.expected(width, padding=POISON)
     first = data.draw(st.integers(0, batch.layers - 1))
     end = data.draw(st.integers(first, batch.layers))
     shape = (end - first, requests, batch.heads, width)
@@ -42,7 +42,7 @@ def test_tables_and_lengths_equal_the_reference(
 
 @pytest.mark.parametrize("block_size", [16, 48])
 def test_long_sequences_take_several_tiles(device: str, block_size: int) -> None:
-    """One head has nearly all pages of the region, and buffers are wider than their rows."""
+    """One head has nearly all pages of the region; buffers are wider than their rows."""
     fresh_seed()
     layers, heads, width, num_blocks = 2, 3, 700, 2000
     pairs = layers * heads
@@ -74,8 +74,8 @@ def test_long_sequences_take_several_tiles(device: str, block_size: int) -> None
     got_lengths = torch.full((layers, 4, heads + 1), POISON, dtype=torch.int32, device=device)
     write_page_tables(*on_device, block_size, 0, got[:, :3, :, :width])
     write_lengths(*on_device, block_size, got_lengths[:, :3, :heads])
-    behind = torch.arange(width) >= needed.unsqueeze(-1)
-    assert torch.equal(got[:, :3, :, :width].cpu(), expected.masked_fill(behind, POISON))
+    after = torch.arange(width) >= needed.unsqueeze(-1)
+    assert torch.equal(got[:, :3, :, :width].cpu(), expected.masked_fill(after, POISON))
     assert torch.equal(got_lengths[:, :3, :heads].cpu(), lengths)
     assert (got[:, 3] == POISON).all()
     assert (got[..., width:] == POISON).all()
@@ -83,8 +83,8 @@ def test_long_sequences_take_several_tiles(device: str, block_size: int) -> None
     assert (got_lengths[..., heads:] == POISON).all()
 
 
-def test_nothing_is_written_behind_a_narrow_table(device: str) -> None:
-    """Only widths below the documented one lose entries; they never spill into the next row."""
+def test_nothing_is_written_after_a_narrow_table(device: str) -> None:
+    """Too narrow a table loses entries, but they are never written to the next row."""
     table = torch.arange(1, 9, dtype=torch.int32, device=device).view(1, 8)
     zeros = torch.zeros(9, dtype=torch.int32, device=device)
     offsets = torch.zeros(9, 3, dtype=torch.int32, device=device)
@@ -97,7 +97,7 @@ def test_nothing_is_written_behind_a_narrow_table(device: str) -> None:
 
 @pytest.mark.gpu
 def test_a_graph_follows_its_inputs() -> None:
-    """A captured launch, replayed after the buffers changed, writes what a fresh one does."""
+    """A captured launch, replayed after the buffers changed, writes the same as a new launch."""
     layers, heads, block_size, num_blocks = 2, 4, 16, 40
     retained, replaced, seq_lens = (
         torch.zeros(size, dtype=torch.int32, device="cuda") for size in (num_blocks, num_blocks, 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection and thresholds on Triton against loops and the PyTorch code: all exact."""
+"""Selection and thresholds on Triton equal the oracle and the PyTorch code exactly."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def select_on(device: str, selection: Selection) -> torch.Tensor:
 
 
 def assert_same(device: str, selection: Selection) -> torch.Tensor:
-    """Compares with the PyTorch code, pages that no pair owns included."""
+    """Compare with the PyTorch code, including pages that no pair owns."""
     positions = select_on(device, selection)
     with pytorch_on_cpu():
         expected = select_tokens(*selection)
@@ -44,7 +44,7 @@ def test_equals_the_reference(device: str, selection: Selection) -> None:
 def test_rows_longer_than_a_tile(
     device: str, monkeypatch: pytest.MonkeyPatch, shared: bool, scores_of: str
 ) -> None:
-    """Ties across tiles, any float32 there is, tiers of every row, pages that nobody owns."""
+    """Ties across tiles, arbitrary float32 bits, tiers of every row, pages that no pair owns."""
     monkeypatch.setattr(triton_select, "_TILE", 64)
     fresh_seed()
     layers, heads, blocks, block_size = 2, 3, 21, 16
@@ -81,8 +81,8 @@ def test_nothing_to_select(device: str) -> None:
     assert select_on(device, (torch.zeros(1, 2, 8), tiers, counts, 1, 4)).tolist() == [[0] * 4]
 
 
-def test_counts_beyond_the_result_write_nothing_behind_it(device: str) -> None:
-    """Counts are not checked on the device; wrong ones must not reach other memory."""
+def test_counts_beyond_the_result_write_nothing_after_it(device: str) -> None:
+    """Counts are not checked on the device; wrong ones must not write to other memory."""
     scores, tiers = torch.rand(2, 2, 16), torch.zeros(16, dtype=torch.int32)
     arguments = (scores, tiers, torch.full((2, 2), 9))
     positions = triton_select.select_tokens(*(a.to(device) for a in arguments), 5, 4)
@@ -104,7 +104,7 @@ def test_thresholds_of_ranking_keys(device: str, row: list[float], wanted: list[
 
 
 def test_thresholds_of_all_63_bits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Broadcast rows, equal keys, none wanted."""
+    """Broadcast rows, equal keys, and a row of which no key is wanted."""
     monkeypatch.setattr(triton_select, "_TILE", 16)
     fresh_seed()
     keys = torch.randint(0, 2**63 - 1, (3, 1, 50))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention statistics by the Triton kernels, against float64 and against PyTorch's."""
+"""Attention statistics on Triton against float64 and PyTorch."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from vllm_tgvkv.kernels.statistics import Scratch, observe
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-# The GPU's exponential is good to a few units in the last place of its argument.
+# The GPU's exponential is accurate to a few units in the last place of its argument.
 TOLERANCE = {"rtol": 3e-5, "atol": 2e-6}
 
 
 class Poisoned(Scratch):
-    """Buffers that are full of NaN whenever they are handed out."""
+    """Buffers that are filled with NaN every time they are taken."""
 
     def take(self, name: str, shape: Sequence[int], device: torch.device) -> Tensor:
         return super().take(name, shape, device).fill_(math.nan)
@@ -34,7 +34,7 @@ class Poisoned(Scratch):
 
 @pytest.fixture(autouse=True)
 def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New tensors hold garbage: what a kernel leaves out shows."""
+    """Poison new tensors, so that values a kernel leaves out show."""
     from vllm_tgvkv.kernels.gpu.statistics import TritonAttention
 
     empty = TritonAttention._empty
@@ -56,7 +56,7 @@ def make(
     dtype: torch.dtype = torch.float32,
     index: torch.dtype = torch.int32,
 ) -> dict[str, Any]:
-    """Arguments of ``observe``: pages as on CUDA, slots of K and V, NaN where nothing is cached."""
+    """Return arguments of ``observe``: CUDA's pages with K and V, NaN where nothing is cached."""
     num_blocks = math.ceil(num_keys / block_size)
     keys = torch.randn(num_keys, heads, head_size)
     pool = torch.full((num_blocks + 3, heads, block_size, 2 * head_size), math.nan)
@@ -64,7 +64,6 @@ def make(
     for j in range(num_keys):
         pool[ids[j // block_size], :, j % block_size, :head_size] = keys[j]
     return {
-        # Rows of a batch, of which other rows are between.
         "queries": torch.randn(num_rows, heads, group, head_size).mul(2).to(device, dtype),
         "key_pages": pool.to(device, dtype)[..., :head_size],
         "block_ids": ids.to(device, index),
@@ -79,12 +78,12 @@ def on_cpu(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def exact(arguments: dict[str, Any]) -> Tensor:
-    """A of every query head, float64 ``[H, G, O, P]``."""
+    """Return A of every query head, float64 ``[H, G, O, P]``."""
     return attention_probabilities(**on_cpu(arguments))
 
 
 def check(arguments: dict[str, Any], per_head: bool, stored: bool = True, **options: Any) -> None:
-    """Every statistic against float64; weighted sums from stored averages, or from the keys."""
+    """Compare every statistic with float64; weighted sums from stored averages or from keys."""
     statistics = ALL if stored else ALL - {"row_averages"}
     options = {"scratch": Poisoned(), "per_head": per_head, "statistics": statistics, **options}
     check_one(observe(**arguments, **options), exact(arguments), **TOLERANCE)
@@ -93,8 +92,8 @@ def check(arguments: dict[str, Any], per_head: bool, stored: bool = True, **opti
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-# Lengths around slots, pages, and tiles of 64 and 128 keys; products of 16-bit values are exact, so
-# they agree as closely as float32 does.
+# Lengths around pages and tiles of 64 and 128 keys. Products of 16-bit values are exact, so results
+# agree as closely as with float32.
 @pytest.mark.parametrize(
     ("num_keys", "heads", "group", "head_size", "block_size", "dtype", "per_head", "stored"),
     [
@@ -128,7 +127,7 @@ def test_every_shape(
 
 @pytest.mark.parametrize(("per_head", "workspace_bytes"), [(True, 0), (False, 1 << 20)])
 def test_more_rows_than_a_tile_has(device: str, per_head: bool, workspace_bytes: int) -> None:
-    """Averages that do not fit are not kept; all sums then come from the keys."""
+    """Averages that do not fit are not kept; then all sums come from the keys."""
     fresh_seed()
     check(make(75, 75, device, group=3), per_head, workspace_bytes=workspace_bytes)
 
@@ -157,7 +156,7 @@ def test_little_shared_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_log_sum_exp_of_the_attention_kernel(
     device: str, stored: bool, statistics: frozenset[Any]
 ) -> None:
-    """Also where the maximum has to be found all the same."""
+    """It is used with and without a statistic that needs the maximum as well."""
     fresh_seed()
     arguments = make(90, 6, device, group=3)
     at_hand = on_cpu(arguments)
@@ -190,7 +189,7 @@ def test_log_sum_exp_of_the_attention_kernel(
 
 @pytest.mark.parametrize("per_head", [True, False])
 def test_huge_logits(device: str, per_head: bool) -> None:
-    """Rows still add up to one, and the first of a row's logits by far gets all of it."""
+    """Rows still sum to one, and by far the largest logit of a row gets everything."""
     fresh_seed()
     arguments = make(140, 8, device)
     arguments["queries"] *= 1000
@@ -204,7 +203,7 @@ def test_huge_logits(device: str, per_head: bool) -> None:
     torch.testing.assert_close(sums.sum(1).cpu(), total, rtol=1e-3, atol=0)
     assert attention.share_below.gt(0.8).all()
     assert attention.row_entropies.isfinite().all()
-    # What a row must not see may be larger than all it sees, beyond what an exponential can hold.
+    # A logit that a row must not see may exceed all others by more than an exponential can hold.
     hidden = torch.zeros(1, 140, dtype=torch.bool, device=device)
     hidden[:, arguments["row_positions"][:1]] = True
     one = attention.renormalised_column_sums(hidden, ones)
@@ -239,7 +238,7 @@ def test_any_number_of_mixed_sums(device: str, number: int, stored: bool) -> Non
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 def test_any_strides(device: str, index: torch.dtype) -> None:
-    """Queries of some heads of a wider batch, keys stored transposed."""
+    """Queries are part of a wider batch; keys are stored transposed."""
     fresh_seed()
     arguments = make(60, 10, device, heads=3, index=index)
     pages, queries = arguments["key_pages"], arguments["queries"]
@@ -292,7 +291,7 @@ def test_no_rows_give_zeros(device: str) -> None:
 
 @pytest.mark.parametrize("per_head", [True, False])
 def test_sums_over_all_rows_of_several_chunks(device: str, per_head: bool) -> None:
-    """Each chunk sees the keys so far only; NaN behind them must not matter."""
+    """Each chunk sees only the keys so far; NaN after them has no effect."""
     fresh_seed()
     arguments = make(90, 90, device)
     by_set = exact(arguments).reshape(2 if per_head else 1, -1, 90, 90).mean(1)
@@ -338,7 +337,7 @@ def test_keys_are_read_twice_at_most(
     launches: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Once for the log-sum-exp, if it is not given, and once for all the rest."""
+    """Once for the log-sum-exp, if it is not given, and once for all other statistics."""
     from vllm_tgvkv.kernels.gpu import statistics as module
 
     seen: list[str] = []

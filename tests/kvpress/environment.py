@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A virtual environment of kvpress's own, made on first use and kept below `build/`."""
+"""A separate virtual environment for kvpress, created on first use in `build/`."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ INSTALL_SECONDS = 1200
 
 
 def kvpress_python() -> Path:
-    """Return the environment's interpreter; installs whatever `requirements.txt` says now.
+    """Return the environment's interpreter, after installing `requirements.txt` if it changed.
 
     Raises:
-        RuntimeError: if the installation fails, with what pip said and what helps.
+        RuntimeError: if the installation fails, with pip's output and a way out.
     """
     python = ENVIRONMENT / "bin" / "python"
     stamp = ENVIRONMENT / "installed.txt"
     wanted = f"{sys.version}\n{REQUIREMENTS.read_text()}"
     ENVIRONMENT.parent.mkdir(exist_ok=True)
     with ENVIRONMENT.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of several test processes, one installs
+        fcntl.flock(lock, fcntl.LOCK_EX)  # only one of several test processes installs
         if not stamp.exists() or stamp.read_text() != wanted:
             shutil.rmtree(ENVIRONMENT, ignore_errors=True)
             _run(sys.executable, "-m", "venv", ENVIRONMENT)
-            # Compiling what is never imported would take longer than the rest.
+            # Compiling modules that are never imported would take longer than the rest.
             _run(python, "-m", "pip", "install", "--quiet", "--no-compile", "-r", REQUIREMENTS)
             stamp.write_text(wanted)
     return python
@@ -41,7 +41,7 @@ def run_script(name: str, *arguments: Path) -> None:
     """Run a script of this folder in the environment.
 
     Raises:
-        RuntimeError: if it fails, with what it printed.
+        RuntimeError: if it fails, with its output.
     """
     _run(kvpress_python(), HERE / name, *arguments)
 

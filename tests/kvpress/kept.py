@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kvpress keeps. Runs in kvpress's environment: `python kept.py FOLDER`.
+"""Record the tokens that kvpress keeps. Run in its environment: `python kept.py FOLDER`.
 
 Reads from FOLDER:
     model/          a LlamaForCausalLM
     prompts.json    {name: [token, ...]}
     cases.json      {name: {"prompt": name, "attention": "sdpa" or "eager", "press": class,
-                    "options": {...}}}; options "over" are those of the SnapKVPress that an
-                    AdaKVPress goes over
+                    "options": {...}}}; options "over" are those of the SnapKVPress inside an
+                    AdaKVPress
 
 Writes `recorded.safetensors`:
     queries.PROMPT.ATTENTION, keys.PROMPT.ATTENTION     float32 [L, P, Q or H, D], rotated
     kept.CASE                                           bool [L, H, P]
-    scores.CASE                                         float32 [L, H, P], the press's own
+    scores.CASE                                         float32 [L, H, P], of the press
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 
 def make_press(name: str, options: dict[str, Any]) -> tuple[Any, Any]:
-    """The press, and the one that scores: the same, or what an AdaKVPress goes over."""
+    """Return the press, and the one that scores: itself, or the press inside an AdaKVPress."""
     press_class = getattr(kvpress, name)
     if "over" not in options:
         press = press_class(**options)
@@ -42,7 +42,7 @@ def make_press(name: str, options: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def record_scores(scorer: Any) -> list[Tensor]:
-    """The list that the scores of every layer, ``[H, P]``, will be added to."""
+    """Return a list to which the scores of every layer, ``[H, P]``, will be added."""
     scores: list[Tensor] = []
     score = scorer.score
 
@@ -57,17 +57,17 @@ def record_scores(scorer: Any) -> list[Tensor]:
 
 @contextmanager
 def recorded_keys(model: LlamaForCausalLM) -> Iterator[list[Tensor]]:
-    """Collects the cached keys ``[H, P, D]`` of every layer as they are before a press.
+    """Collect the cached keys ``[H, P, D]`` of every layer before a press evicts any.
 
-    To be entered before the press: hooks run in the order they were registered.
+    Enter this context before that of the press: hooks run in the order of registration.
     """
     whole: list[Tensor] = []
 
-    def look(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def record(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         whole.append(kwargs["past_key_values"].layers[module.layer_idx].keys[0].clone())
 
     hooks = [
-        layer.self_attn.register_forward_hook(look, with_kwargs=True)
+        layer.self_attn.register_forward_hook(record, with_kwargs=True)
         for layer in model.model.layers
     ]
     try:
@@ -78,17 +78,17 @@ def recorded_keys(model: LlamaForCausalLM) -> Iterator[list[Tensor]]:
 
 
 def where_kept(whole: Tensor, left: Tensor) -> Tensor:
-    """Which of the keys ``[H, P, D]`` are among ``[H, n, D]``: bool ``[H, P]``."""
+    """Return which of the keys ``[H, P, D]`` are among ``[H, n, D]``, bool ``[H, P]``."""
     same = (whole[:, :, None] == left[:, None]).all(dim=-1)  # [H, P, n]
     if not (same.sum(dim=1) == 1).all():
-        raise ValueError("a kept key is that of no position, or of several")
+        raise ValueError("a kept key matches no position, or several")
     return same.any(dim=-1)
 
 
 def run_press(
     model: LlamaForCausalLM, press: Any, scorer: Any, tokens: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Kept positions and scores, ``[L, H, P]`` each."""
+    """Return kept positions and scores, each ``[L, H, P]``."""
     attentions = [layer.self_attn for layer in model.model.layers]
     for attention in attentions:
         attention.masked_key_indices = None
@@ -98,7 +98,7 @@ def run_press(
     kept = []
     for attention, keys in zip(attentions, whole, strict=True):
         positions = where_kept(keys, cache.layers[attention.layer_idx].keys[0])
-        if attention.masked_key_indices is not None:  # what AdaKV drops stays in the cache
+        if attention.masked_key_indices is not None:  # tokens that AdaKV drops stay in the cache
             positions[attention.masked_key_indices[1:]] = False
         kept.append(positions)
     return torch.stack(kept), torch.stack(scores)

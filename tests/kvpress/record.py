@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries and keys of every layer, as the attention of a Hugging Face model sees them.
+"""Queries and keys of every layer, as seen by the attention of a Hugging Face model.
 
 Runs in both environments, so it imports only torch and transformers.
 """
@@ -18,7 +18,7 @@ logging.disable_progress_bar()
 
 
 def load(folder: Path, attention: str) -> LlamaForCausalLM:
-    """The model of `folder` in float32, with "sdpa" or "eager" attention."""
+    """Load the model of `folder` in float32, with "sdpa" or "eager" attention."""
     return LlamaForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation=attention
     ).eval()
@@ -26,7 +26,7 @@ def load(folder: Path, attention: str) -> LlamaForCausalLM:
 
 @torch.no_grad()
 def states_of(model: LlamaForCausalLM, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotated queries ``[L, P, Q, D]`` and keys ``[L, P, H, D]`` of a prompt ``[1, P]``."""
+    """Return rotated queries ``[L, P, Q, D]`` and keys ``[L, P, H, D]`` of a prompt ``[1, P]``."""
     layers: list[tuple[Tensor, Tensor]] = []
     rotate = modeling_llama.apply_rotary_pos_emb
 

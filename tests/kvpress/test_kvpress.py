@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same tokens as NVIDIA's kvpress keeps, on the same weights and prompts.
+"""Kept tokens equal those of NVIDIA's kvpress, on the same weights and prompts.
 
-kvpress runs in an environment of its own, see `tests/kvpress`; what it keeps there, and the queries
-and keys it saw, come here. Pages of one token make the granularities equal. Every difference is
-deliberate, and a test says what it is; `docs/kvpress.md` lists them.
+kvpress runs in a separate environment, see `tests/kvpress`, and records its kept tokens, queries
+and keys. Pages of one token make the granularities equal. Every difference is intended and has a
+test; `docs/kvpress.md` lists them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ MEAN_POOLING = Pooling("sequence", KERNEL, "mean")
 
 @dataclass(frozen=True)
 class Case:
-    """One run of kvpress, as `tests/kvpress/kept.py` reads it."""
+    """One run of kvpress, in the format of `tests/kvpress/kept.py`."""
 
     prompt: str
     press: str
@@ -104,7 +104,7 @@ over_ratios = pytest.mark.parametrize("ratio", RATIOS)
 
 @dataclass(frozen=True)
 class Peer:
-    """What kvpress kept, and what it saw."""
+    """Records of kvpress: kept tokens, scores, queries and keys."""
 
     folder: Path
     prompts: Mapping[str, Tensor]
@@ -112,15 +112,15 @@ class Peer:
     recorded: Mapping[str, Tensor]
 
     def kept(self, case: str) -> Tensor:
-        """bool ``[L, H, P]``."""
+        """Return the kept tokens, bool ``[L, H, P]``."""
         return self.recorded[f"kept.{case}"]
 
     def scores(self, case: str) -> Tensor:
-        """float32 ``[L, H, P]``."""
+        """Return kvpress's scores, float32 ``[L, H, P]``."""
         return self.recorded[f"scores.{case}"]
 
     def states(self, case: str) -> tuple[Tensor, Tensor]:
-        """Rotated queries ``[L, P, Q, D]`` and keys ``[L, P, H, D]`` of the case's prompt."""
+        """Return rotated queries ``[L, P, Q, D]`` and keys ``[L, P, H, D]`` of the prompt."""
         name = f"{CASES[case].prompt}.{CASES[case].attention}"
         return self.recorded[f"queries.{name}"], self.recorded[f"keys.{name}"]
 
@@ -130,7 +130,7 @@ CASES = all_cases()
 
 @pytest.fixture(scope="module")
 def peer(tmp_path_factory: pytest.TempPathFactory) -> Peer:
-    """kvpress on random weights and prompts."""
+    """Records of kvpress on random weights and prompts."""
     fresh_seed()
     folder = tmp_path_factory.mktemp("kvpress")
     write_model(folder / "model")
@@ -143,9 +143,9 @@ def peer(tmp_path_factory: pytest.TempPathFactory) -> Peer:
 
 @torch.no_grad()
 def write_model(folder: Path) -> None:
-    """Write a Llama whose heads look at some tokens much more than at others.
+    """Write a Llama whose heads attend to some tokens much more than to others.
 
-    The last KV head is the sharpest, so that heads differ in how many tokens they want.
+    The last KV head is the sharpest, so that heads differ in how many tokens they need.
     """
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -176,13 +176,13 @@ def without_pooling(method: str, **parts: Any) -> Policy:
 
 
 def prompt_of(scores: Tensor, sinks: int = 0) -> Prompt:
-    """A prompt of text, all of it in full blocks."""
+    """Return a text-only prompt without a tail."""
     num_tokens = scores.shape[-1]
     return Prompt(num_tokens, num_tokens, torch.zeros(num_tokens, dtype=torch.bool), sinks)
 
 
 def attention_of(kind: RowSet, queries: Tensor, keys: Tensor) -> Attention:
-    """The statistics of one layer's row set, from queries ``[P, Q, D]`` and keys ``[P, H, D]``."""
+    """Return statistics of one layer's rows from queries ``[P, Q, D]`` and keys ``[P, H, D]``."""
     if kind == "none":
         return NO_ATTENTION
     num_tokens = keys.shape[0]
@@ -200,7 +200,7 @@ def attention_of(kind: RowSet, queries: Tensor, keys: Tensor) -> Attention:
 
 
 def our_scores(policy: Policy, states: tuple[Tensor, Tensor]) -> Tensor:
-    """Unpooled scores, float32 ``[L, S, P]``."""
+    """Return unpooled scores, float32 ``[L, S, P]``."""
     prompt = prompt_of(states[0][0, :, 0, 0])
     num_sets = KV_HEADS if policy.granularity == "head" else 1
     return torch.stack(
@@ -218,22 +218,22 @@ def pooled(policy: Policy, scores: Tensor) -> Tensor:
 
 
 def our_kept(policy: Policy, scores: Tensor, num_kept: int, sinks: int = 0) -> Tensor:
-    """What we keep by pooled ``scores``, ``num_kept`` tokens a head on average: ``[L, H, P]``."""
-    nothing = scores.new_empty(*scores.shape[:2], 0)  # strengths, which no budget here looks at
+    """Return our kept tokens ``[L, H, P]`` for pooled scores, ``num_kept`` per head on average."""
+    nothing = scores.new_empty(*scores.shape[:2], 0)  # strengths, which no allocation here uses
     decider = Decider(policy, prompt_of(scores, sinks), scores, nothing, KV_HEADS, 1, 0)
     decision = decider.decide(num_kept)
     return mask_of(decision.positions, decision.counts, scores.shape[-1])
 
 
 def kept_with(policy: Policy, scores: Tensor, counts: Tensor) -> Tensor:
-    """What we keep if each (layer, head) gets its number of ``counts``, ``[L, H]``."""
+    """Return our kept tokens if each (layer, head) keeps as many as kvpress, ``[L, H]``."""
     tiers = policy.retention.tiers(prompt_of(scores), counts)
     positions = select_tokens(scores, tiers, counts, int(counts.sum()), 1)
     return mask_of(positions, counts, scores.shape[-1])
 
 
 def mask_of(positions: Tensor, counts: Tensor, num_tokens: int) -> Tensor:
-    """Kept positions, pages in (layer, head) order, as bool ``[L, H, P]``."""
+    """Return kept positions, whose pages are in (layer, head) order, as bool ``[L, H, P]``."""
     kept = torch.zeros(counts.numel(), num_tokens, dtype=torch.bool)
     offsets = page_offsets(counts).tolist()
     for pair in range(counts.numel()):
@@ -245,20 +245,20 @@ def mask_of(positions: Tensor, counts: Tensor, num_tokens: int) -> Tensor:
 
 
 def kept_number(kept: Tensor) -> int:
-    """Tokens a head keeps on average."""
+    """Return the tokens that a head keeps on average."""
     return int(kept.sum()) // (LAYERS * KV_HEADS)
 
 
 def best(scores: Tensor, number: int) -> Tensor:
-    """The highest ``number`` of each head, bool ``[L, H, P]``."""
+    """Return the ``number`` highest scores of each head, bool ``[L, H, P]``."""
     chosen = scores.topk(number, dim=-1).indices
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, chosen, True)
 
 
 def assert_same(ours: Tensor, theirs: Tensor, scores: Tensor) -> None:
-    """The same tokens, but for such that kvpress's own ``scores`` hold to be equal.
+    """Assert that the kept tokens are equal, except for ties in kvpress's ``scores``.
 
-    ``[..., n]`` each; a row is what competes for one budget.
+    All are ``[..., n]``; the tokens of a row compete with each other.
     """
     assert ours.shape == theirs.shape == scores.shape
     rows = zip(ours.flatten(0, -2), theirs.flatten(0, -2), scores.flatten(0, -2), strict=True)
@@ -270,7 +270,7 @@ def assert_same(ours: Tensor, theirs: Tensor, scores: Tensor) -> None:
 
 
 def assert_same_of_layers(ours: Tensor, theirs: Tensor, scores: Tensor) -> None:
-    """The same where the heads of a layer compete."""
+    """Assert the same for methods in which the heads of a layer compete."""
     assert_same(ours.flatten(1), theirs.flatten(1), scores.flatten(1))
 
 
@@ -279,7 +279,7 @@ def assert_same_of_layers(ours: Tensor, theirs: Tensor, scores: Tensor) -> None:
 
 @pytest.mark.parametrize("name", PROMPTS)
 def test_this_environment_computes_the_same_states(peer: Peer, name: str) -> None:
-    """Weights, rotary positions and head order mean the same to both versions of transformers."""
+    """Both versions of transformers agree on weights, rotary positions and head order."""
     model = load(peer.folder / "model", "sdpa")
     queries, keys = states_of(model, peer.prompts[name][None])
     torch.testing.assert_close(queries, peer.recorded[f"queries.{name}.sdpa"], rtol=0, atol=1e-4)
@@ -302,8 +302,8 @@ def test_snapkv(peer: Peer, prompt: str, ratio: float) -> None:
     )
 
 
-def test_snapkv_on_the_attention_that_the_model_itself_returns(peer: Peer) -> None:
-    """With eager attention kvpress takes the model's probabilities and computes none."""
+def test_snapkv_on_the_attention_that_the_model_returns(peer: Peer) -> None:
+    """With eager attention, kvpress uses the model's probabilities and computes none."""
     policy = without_pooling("snapkv")
     scores = our_scores(policy, peer.states("snapkv-eager"))
     theirs = peer.kept("snapkv-eager")
@@ -311,9 +311,9 @@ def test_snapkv_on_the_attention_that_the_model_itself_returns(peer: Peer) -> No
 
 
 def with_their_borders(scores: Tensor) -> Tensor:
-    """Unpooled ``[L, H, P]``, pooled as kvpress does.
+    """Pool scores ``[L, H, P]`` like kvpress.
 
-    The window does not take part, and what is outside counts as zeros.
+    The window does not take part, and positions outside count as zeros.
     """
     before = F.avg_pool1d(scores[..., :-WINDOW], KERNEL, stride=1, padding=KERNEL // 2)
     return torch.cat((before, scores[..., -WINDOW:]), dim=-1)
@@ -336,11 +336,11 @@ def test_snapkv_pools_differently_at_two_borders_only(
     torch.testing.assert_close(
         scores[..., inside] / WINDOW, peer.scores(case)[..., inside], rtol=1e-4, atol=1e-8
     )
-    # The first token has two neighbours outside: we divide by 3, kvpress by 5.
+    # Two neighbours of the first token are outside: we divide by 3, kvpress by 5.
     torch.testing.assert_close(
         scores[..., 0] / WINDOW * 3 / 5, peer.scores(case)[..., 0], rtol=1e-4, atol=1e-8
     )
-    # The last one before the window: two neighbours are rows of the window.
+    # Two neighbours of the last token before the window are in the window.
     missing = unpooled[..., window : window + reach].sum(dim=-1) / KERNEL
     torch.testing.assert_close(
         (scores[..., window - 1] - missing) / WINDOW,
@@ -351,13 +351,13 @@ def test_snapkv_pools_differently_at_two_borders_only(
     borders = torch.ones(size, dtype=torch.bool)
     borders[inside] = borders[window:] = False
     ours = our_kept(policy, scores, number)
-    # Each token that kvpress has instead of another is at a border, or replaces one that is.
+    # Every difference involves a token at a border.
     assert ((ours & ~theirs).sum(-1) <= ((ours ^ theirs) & borders).sum(-1)).all()
     assert_same(our_kept(policy, with_their_borders(unpooled), number), theirs, peer.scores(case))
 
 
 def test_a_budget_below_the_window_keeps_the_best_of_it(peer: Peer) -> None:
-    """kvpress's window has one score, so which of it stays is undefined; ours is ranked."""
+    """kvpress's window has one score, so the part that stays is undefined; ours is ranked."""
     policy = without_pooling("snapkv")
     scores = our_scores(policy, peer.states("snapkv-small"))
     theirs = peer.kept("snapkv-small")
@@ -394,7 +394,7 @@ def test_streaming(peer: Peer, prompt: str, ratio: float) -> None:
 
 
 def test_a_budget_below_the_sinks_keeps_the_last_of_them(peer: Peer) -> None:
-    """kvpress's sinks have one score, so which of them stay is undefined; ours are ranked."""
+    """kvpress's sinks have one score, so the ones that stay are undefined; ours are ranked."""
     policy, theirs, sinks = build_policy("streaming"), peer.kept("streaming-small"), 4
     number = kept_number(theirs)
     assert number == 2
@@ -415,7 +415,7 @@ def test_a_tenth_of_a_hundred_is_ten(peer: Peer) -> None:
 
 
 def test_pyramidkv(peer: Peer) -> None:
-    """Where kvpress's pyramid stands as it is: its lowest layer has room for the window."""
+    """kvpress keeps its pyramid if the lowest layer has room for the window."""
     policy, theirs = without_pooling("pyramidkv"), peer.kept("pyramidkv")
     scores = our_scores(policy, peer.states("pyramidkv"))
     counts = theirs.sum(dim=-1)
@@ -424,9 +424,9 @@ def test_pyramidkv(peer: Peer) -> None:
 
 
 def test_pyramidkv_fills_the_first_layers_up(peer: Peer) -> None:
-    """A layer whose share is more than the prompt: kvpress flattens the slope, we fill it.
+    """If a layer's share exceeds the prompt, kvpress flattens the slope, and we fill the layer.
 
-    kvpress bounds the first layer by the prompt without the window, ours is the prompt.
+    kvpress bounds the first layer by the prompt without the window, we by the whole prompt.
     """
     policy, theirs = without_pooling("pyramidkv"), peer.kept("pyramidkv-capped")
     scores = our_scores(policy, peer.states("pyramidkv-capped"))
@@ -450,7 +450,7 @@ def test_pyramidkv_fills_the_first_layers_up(peer: Peer) -> None:
 
 
 def test_pyramidkv_stays_a_pyramid_for_short_prompts(peer: Peer) -> None:
-    """Where the lowest layer has no room for the window, kvpress gives all the same."""
+    """If the lowest layer has no room for the window, kvpress treats all layers equally."""
     policy, theirs = without_pooling("pyramidkv"), peer.kept("pyramidkv-short")
     scores = our_scores(policy, peer.states("pyramidkv-short"))
     counts = theirs.sum(dim=-1)
@@ -486,7 +486,7 @@ def test_adakv_over_pooled_scores(peer: Peer, prompt: str, ratio: float) -> None
 
 
 def test_adakv_safeguard(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a half for certain, which heads of so small a model need; then with the fifth."""
+    """First a guarantee of a half, which some heads of this small model need; then a fifth."""
     policy, theirs = without_pooling("adakv"), peer.kept("adakv-safeguard")
     number = kept_number(theirs)
     assert theirs.sum(dim=-1).min() == number // 2, "no head needed the safeguard"
@@ -495,7 +495,7 @@ def test_adakv_safeguard(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = our_kept(policy, scores, number)
     assert_same_of_layers(ours, theirs, peer.scores("adakv-safeguard"))
     monkeypatch.undo()
-    # kvpress makes it one token at least.
+    # kvpress guarantees at least one token.
     assert [max(1, int(n * 0.2)) for n in range(5, 9999)] == [
         n // adakv.SAFEGUARD for n in range(5, 9999)
     ]
@@ -505,14 +505,14 @@ def test_adakv_safeguard(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def later_rows(scores: Tensor) -> Tensor:
-    """How many rows see each position, float32 ``[P]``."""
+    """Return how many rows see each position, float32 ``[P]``."""
     return torch.arange(scores.shape[-1], 0, -1).float()
 
 
 @over_prompts
 @over_ratios
 def test_h2o_with_their_normalisation(peer: Peer, prompt: str, ratio: float) -> None:
-    """The same column sums: kvpress divides each by the number of rows that see the column."""
+    """Column sums are equal; kvpress divides each by the number of rows that see the column."""
     case = f"h2o-{prompt}-{ratio}"
     policy, theirs = without_pooling("h2o", retain="by_score"), peer.kept(case)
     scores = our_scores(policy, peer.states(case))
@@ -524,7 +524,7 @@ def test_h2o_with_their_normalisation(peer: Peer, prompt: str, ratio: float) -> 
 @over_prompts
 @over_ratios
 def test_h2o_keeps_heavy_hitters_by_sum(peer: Peer, prompt: str, ratio: float) -> None:
-    """Sums, and half of the budget for the most recent: the paper's, and ours."""
+    """Like the paper, we rank by sums and keep half of the budget for recent tokens."""
     case = f"h2o-{prompt}-{ratio}"
     theirs, number = peer.scores(case), kept_number(peer.kept(case))
     sums = theirs * later_rows(theirs)

@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The real scheduler and block manager over a worker without a model.
 
-The worker is a double of vLLM's model runner V1 with our worker in front of it: it keeps rows of
-block ids, writes what each slot would hold, and checks before it reads a slot that nobody else
-wrote there. So a block that is given away too early, a row that was not rewritten or a region that
-was not dropped ends a step with an `AssertionError`, where a model would only write worse text.
+The worker is a double of vLLM's model runner V1 with our worker in front of it. It keeps rows of
+block ids, writes a digest of the content into each slot, and checks each slot that it reads. So a
+block that is freed too early, a row that was not rewritten or a region that was not dropped ends a
+step with an `AssertionError`, where a model would only write worse text.
 """
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +35,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_tgvkv.config import CONFIG_KEY
 from vllm_tgvkv.integrity import check_integrity
-from vllm_tgvkv.manager import EvictingManager, EvictingSpec, Prefill, Queue
+from vllm_tgvkv.manager import EvictingSpec
 from vllm_tgvkv.plan import Eviction, Failure, Outcome, attach_outcomes, plan_of
 from vllm_tgvkv.scheduler import AsyncEvictionScheduler, EvictionScheduler
 
@@ -51,16 +49,16 @@ init_none_hash(sha256_cbor)
 
 @dataclass(frozen=True)
 class Setup:
-    """A server, as far as its scheduler knows it."""
+    """The parts of a server's configuration that its scheduler sees."""
 
     num_blocks: int = 64
-    """Blocks that can be handed out."""
+    """Blocks that can be allocated."""
     block_size: int = 16
     max_num_seqs: int = 64
     chunk: int = 256
-    """Tokens a step, `--max-num-batched-tokens`."""
+    """Tokens per step, `--max-num-batched-tokens`."""
     long_prefill: int = 0
-    """Tokens of one prompt a step, `--long-prefill-token-threshold`."""
+    """Tokens of one prompt per step, `--long-prefill-token-threshold`."""
     max_model_len: int = 1024
     policy: str = "fcfs"
     prefix_caching: bool = True
@@ -68,14 +66,14 @@ class Setup:
     """Whether a step is scheduled while the last one runs."""
     watermark: float = 0.0
     encoder_budget: int = 4096
-    """Image tokens a step, and in the encoder's cache."""
+    """Image tokens per step, and in the encoder's cache."""
     eviction: Mapping[str, Any] | None = field(default_factory=lambda: {"policy": "tgv"})
     """None: stock vLLM."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One request and how many tokens its answer has."""
+    """A request and the length of its answer."""
 
     name: str
     prompt: tuple[int, ...]
@@ -88,7 +86,7 @@ class Job:
     priority: int = 0
     arrival: int = 0
     fails: str = ""
-    """`observe` or `evict`: what the worker cannot do with its prompt."""
+    """`observe` or `evict`: the part of its eviction that fails on the worker."""
 
     def request(self, block_size: int) -> Request:
         params = SamplingParams(
@@ -119,7 +117,7 @@ class Job:
 
 
 def make_scheduler(setup: Setup) -> Scheduler:
-    """vLLM's scheduler, or with eviction ours, over a pool of `setup.num_blocks` blocks."""
+    """Return vLLM's scheduler, or ours with eviction, over a pool of `setup.num_blocks` blocks."""
     config = VllmConfig()
     register_all_kvcache_specs(config)
     config.model_config = SimpleNamespace(
@@ -163,7 +161,7 @@ def make_scheduler(setup: Setup) -> Scheduler:
         log_stats=False,
     )
     scheduler.use_v2_model_runner = False
-    # What a model with a vision tower would have set.
+    # As for a model with a vision tower.
     scheduler.max_num_encoder_input_tokens = setup.encoder_budget
     scheduler.encoder_cache_manager = EncoderCacheManager(setup.encoder_budget)
     return scheduler
@@ -171,7 +169,7 @@ def make_scheduler(setup: Setup) -> Scheduler:
 
 @dataclass
 class Row:
-    """What the model runner knows of a request."""
+    """The model runner's record of a request."""
 
     job: Job
     tokens: list[int]
@@ -183,7 +181,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Region:
-    """A compressed region: whose it is and where its pages lie."""
+    """A compressed region: its owner and the blocks of its pages."""
 
     owner: str
     blocks: np.ndarray
@@ -191,7 +189,7 @@ class Region:
 
 
 class WorkerDouble:
-    """Executes scheduled steps on slots that say what they hold."""
+    """Executes scheduled steps on slots that record their content."""
 
     def __init__(self, setup: Setup, seed: int = 0, verify: bool = True) -> None:
         self.block_size = setup.block_size
@@ -201,11 +199,11 @@ class WorkerDouble:
         self.rows: dict[str, Row] = {}
         self.regions: dict[int, Region] = {}
         self.observed: set[str] = set()
-        """Requests of whose prompts something is remembered from one chunk to the next."""
+        """Requests with observation state kept between chunks."""
         self.evicts: dict[str, bool] = {}
-        """Whether the answer of a request came from a compressed cache; it may never change."""
+        """Whether a request decodes over a compressed cache; this may never change."""
         self.failed: set[str] = set()
-        """Requests whose prompts could not be judged."""
+        """Requests whose eviction failed."""
         self.num_evictions = 0
         self._shrunk: list[Eviction] = []
         self._random = random.Random(seed)
@@ -282,11 +280,11 @@ class WorkerDouble:
         return self.rows[name].num_computed - output.num_scheduled_tokens[name]
 
     def _run(self, name: str, num_new: int) -> None:
-        """Write the slots of new tokens, after a look at all that their attention reads."""
+        """Write the slots of new tokens and check every slot that their attention reads."""
         row = self.rows[name]
         num_prompt = len(row.job.prompt)
         start, end = row.num_computed, row.num_computed + num_new
-        assert end <= len(row.tokens), f"{name} computes tokens that nobody knows"
+        assert end <= len(row.tokens), f"{name} computes unknown tokens"
         assert end <= len(row.blocks) * self.block_size, f"{name} has no slots for its tokens"
         region = self.regions.get(row.blocks[0])
         first_slot = 0
@@ -297,7 +295,7 @@ class WorkerDouble:
             first_slot = num_prompt // self.block_size * self.block_size
         if end > num_prompt:
             compressed = self.evicts.setdefault(name, region is not None)
-            assert compressed == (region is not None), f"{name} is now evicted, now not"
+            assert compressed == (region is not None), f"{name} is evicted on and off"
         if not self.verify:
             row.num_computed = end
             return
@@ -310,7 +308,7 @@ class WorkerDouble:
         flat[slots[start - first_slot :]] = chain[start:end]
         held = flat[slots]
         wrong = np.flatnonzero(held != chain[first_slot:end])
-        assert not len(wrong), f"{name} reads a strange token at {wrong[0] + first_slot}"
+        assert not len(wrong), f"{name} reads a foreign token at {wrong[0] + first_slot}"
         row.num_computed = end
 
     def _evict(self, eviction: Eviction) -> Outcome:
@@ -352,14 +350,14 @@ class WorkerDouble:
         num_answer = len(row.tokens) - len(row.job.prompt) + 1
         token = END
         if num_answer != row.job.answer:
-            # By what was read, so that equal prompts go on equally over equal caches.
+            # Depends on what was read, so equal prompts over equal caches continue equally.
             compressed = self.evicts.get(name, False)
             token = self._token(self._chain(row, compressed)) if self.verify else num_answer + 3
         row.tokens.append(token)
         return [token]
 
     def expected(self, job: Job) -> list[int]:
-        """The whole answer of a request, by itself."""
+        """Return the whole answer of a request that runs alone."""
         row = Row(job, list(job.prompt), [], 0)
         compressed = self.evicts.get(job.name, False)
         while len(row.tokens) < len(job.prompt) + job.answer - 1:
@@ -371,9 +369,9 @@ class WorkerDouble:
         return 3 + int(chain[-1]) % 1000
 
     def _chain(self, row: Row, compressed: bool) -> np.ndarray:
-        """What the slot of each token holds: a digest of all tokens up to it, int64 [tokens].
+        """Return the content of each token's slot: a digest of all tokens up to it, int64 [tokens].
 
-        Keys behind a compressed prompt depend on what was kept and are no other request's.
+        Keys behind a compressed prompt depend on what was kept, so the digest names the request.
         """
         known, chain = self._chains.get((row.job.name, compressed), (0, np.zeros(0, np.int64)))
         num_tokens, num_prompt = len(row.tokens), len(row.job.prompt)
@@ -391,7 +389,7 @@ class WorkerDouble:
 
 
 class Double:
-    """A server in steps: arrivals, `EngineCore`'s loop, and a recount of all blocks each time."""
+    """A server driven step by step: arrivals and `EngineCore`'s loop, checked after each call."""
 
     def __init__(self, setup: Setup, seed: int = 0, check: bool = True) -> None:
         self.setup = setup
@@ -402,28 +400,15 @@ class Double:
         self.finished: dict[str, int] = {}
         """Step in which each request ended."""
         self.errors: set[str] = set()
-        """Those that ended with an error."""
+        """Requests that ended with an error."""
         self.admitted: list[str] = []
         """Requests in the order of their first admission."""
         self.num_stalls = 0
-        """Turns in a row in which requests waited, none was scheduled and none was in flight."""
+        """Consecutive turns in which requests waited, none was scheduled and none was in flight."""
         self.num_steps = 0
         self.num_tokens = 0
         self.num_preemptions = 0
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
-        self.num_sums = 0
-        """Times that what earlier prefills need was known from the sums of the step."""
-        if self.check:
-            manager = self.scheduler._manager
-            manager._advanced_before = partial(self._advanced_before, manager)
-
-    def _advanced_before(self, manager: EvictingManager, prefill: Prefill) -> Queue:
-        """The manager's sums, beside those over all prefills."""
-        found = EvictingManager._advanced_before(manager, prefill)
-        self.num_sums += found is manager._advanced
-        everything = itertools.takewhile(lambda p: p is not prefill, manager.prefills.values())
-        assert found == Queue.of(p for p in everything if p.last_step == manager._step)
-        return found
 
     @property
     def pool(self) -> Any:
@@ -444,6 +429,14 @@ class Double:
         self.scheduler.add_request(request)
         return request
 
+    def preempt(self, name: str) -> None:
+        """Preempt a running request, as vLLM's scheduler does when blocks run out."""
+        request = self.scheduler.requests[name]
+        self.scheduler.running.remove(request)
+        self.scheduler._preempt_request(request, 0.0)
+        self.scheduler.prev_step_scheduled_req_ids.discard(name)
+        self.checked()
+
     def abort(self, name: str) -> None:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
         self.finished.setdefault(name, self.num_steps)
@@ -458,7 +451,7 @@ class Double:
         return not (self._in_flight or self.scheduler.has_requests())
 
     def schedule(self) -> int:
-        """Schedule a step and hand it to the worker; returns its tokens."""
+        """Schedule a step, execute it and return its number of tokens."""
         output = self.scheduler.schedule()
         self.num_preemptions += len(output.preempted_req_ids or ())
         self.admitted.extend(new.req_id for new in output.scheduled_new_reqs)
@@ -473,7 +466,7 @@ class Double:
         return num_tokens
 
     def update(self) -> None:
-        """Bring the oldest step's tokens back to the scheduler."""
+        """Update the scheduler with the result of the oldest step in flight."""
         outputs = self.scheduler.update_from_output(*self._in_flight.popleft())
         for batch in outputs.values():
             for output in batch.outputs:
@@ -485,7 +478,7 @@ class Double:
         self.checked()
 
     def step(self) -> int:
-        """One turn of the engine's loop; returns the tokens scheduled in it."""
+        """Run one turn of the engine's loop and return the number of scheduled tokens."""
         num_tokens = 0
         if self.scheduler.has_requests():
             num_tokens = self.schedule()
@@ -496,7 +489,7 @@ class Double:
         return num_tokens
 
     def run(self, jobs: Sequence[Job], max_steps: int = 100_000) -> None:
-        """Serve jobs that arrive at their steps, and see that all is given back."""
+        """Serve jobs that arrive at their steps, and check that everything is released."""
         queue = deque(sorted(jobs, key=lambda job: job.arrival))
         for turn in range(max_steps):
             while queue and queue[0].arrival <= turn:
@@ -509,7 +502,7 @@ class Double:
         self.assert_empty()
 
     def assert_answered(self, job: Job, aborted: bool) -> None:
-        """The request's answer is the one it gives alone, or ends where the request did."""
+        """Check that the answer is the one given alone, or its start if the request ended early."""
         expected, answer = self.worker.expected(job), self.answers[job.name]
         assert job.name in self.finished
         has_failed = job.name in self.worker.failed
@@ -517,16 +510,16 @@ class Double:
             assert has_failed, f"{job.name} ends with an error and nothing failed"
             assert len(answer) <= 1  # what the step that failed had sampled
         elif not aborted:
-            assert answer == expected, f"{job.name} answers otherwise than alone"
-            assert not has_failed or job.answer == 1, f"{job.name} failed and goes on"
+            assert answer == expected, f"{job.name} answers differently than alone"
+            assert not has_failed or job.answer == 1, f"{job.name} continues after a failure"
         assert answer == expected[: len(answer)]
 
     def checked(self) -> None:
         if self.check:
-            check_integrity(self.scheduler)
+            check_integrity(self.scheduler.manager, self.scheduler.requests.keys())
 
     def assert_empty(self) -> None:
-        """Every block is back and nobody remembers a request."""
+        """Check that every block is free and no request is remembered."""
         assert self.num_free == self.setup.num_blocks
         scheduler = self.scheduler
         assert not scheduler.requests
@@ -534,9 +527,9 @@ class Double:
         assert not scheduler.waiting
         assert not scheduler._inflight_prefills
         if self.setup.eviction is not None:
-            manager = scheduler._manager
+            manager = scheduler.manager
             assert not manager.compressions
             assert not manager.req_to_blocks
-            assert not scheduler._candidates
+            assert not scheduler.candidates
             assert not scheduler._reports
             self.worker.assert_empty()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random workloads on the real scheduler: each request ends, and nothing is lost on the way.
+"""Random workloads on the real scheduler: each request ends, and no block or token is lost.
 
 A long run: `make test-scheduler WORKLOADS=5000`, or `python -m tests.scheduler.test_simulation
 5000`; a second number is the first workload's, so `1 4711` is number 4711 again.
@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from tests.scheduler.double import Double, Job, Setup
+from vllm_tgvkv.admission import PrefillOrder
 from vllm_tgvkv.manager import EvictingManager
 
 NUM_WORKLOADS = int(os.environ.get("SCHEDULER_WORKLOADS", "120"))
@@ -32,9 +33,9 @@ class Workload:
     setup: Setup
     jobs: list[Job]
     aborts: dict[int, str]
-    """Requests that are taken back, by turn."""
+    """Requests to abort, by turn."""
     resets: set[int]
-    """Turns before which all that runs is preempted and the prefix cache emptied."""
+    """Turns before which all running requests are preempted and the prefix cache is emptied."""
 
 
 def make_workload(seed: int) -> Workload:
@@ -44,7 +45,7 @@ def make_workload(seed: int) -> Workload:
     chunk = rng.choice((size, 3 * size + 1, 8 * size, 64 * size))
     policy = rng.choice(POLICIES)
     setup = Setup(
-        # From one request at a time to more than are asked for.
+        # Room for one request at a time up to room for all.
         num_blocks=int((longest // size) * rng.choice((1.0, 1.1, 1.3, 2, 4))) + rng.randint(1, 6),
         block_size=size,
         max_num_seqs=min(chunk, rng.choice((1, 3, 8, 64))),
@@ -58,7 +59,7 @@ def make_workload(seed: int) -> Workload:
         encoder_budget=rng.choice((longest, 4 * longest)),
         eviction={
             "policy": policy,
-            # `auto` guards attention, which `streaming` does not look at.
+            # `auto` guards attention, which `streaming` does not compute.
             "budget": rng.choice(BUDGETS if policy == "streaming" else (*BUDGETS, *GUARDS)),
             "min_prompt_tokens": size,
             "observation_window": rng.choice((1, 2 * size)),
@@ -84,7 +85,7 @@ def make_workload(seed: int) -> Workload:
 def make_job(
     rng: random.Random, name: str, heads: list[tuple[int, ...]], longest: int, arrival: int
 ) -> Job:
-    """A request with a prefix that others may have as well, most with images."""
+    """Return a request, often with images and a prefix that others share."""
     num_prompt = rng.randint(2, longest - 2)
     shared = rng.choice((0, 0, num_prompt // 2, num_prompt))
     own = tuple(rng.randrange(3, 1000) for _ in range(num_prompt - shared))
@@ -117,11 +118,11 @@ def make_job(
 
 
 def run(workload: Workload, seed: int) -> Double:
-    """Serve a workload; `Double` looks at every block and slot after every step."""
+    """Serve a workload; `Double` checks all blocks and slots after every step."""
     double = Double(workload.setup, seed)
     jobs = sorted(workload.jobs, key=lambda job: job.arrival)
     left = list(jobs)
-    # Were all alone, one after the other, and each preempted a few times.
+    # Enough to run one after the other, with a few preemptions each.
     patience = 200 + 12 * sum(
         job.answer + len(job.prompt) // min(workload.setup.chunk, workload.setup.block_size) + 2
         for job in jobs
@@ -142,12 +143,12 @@ def run(workload: Workload, seed: int) -> Double:
         double.assert_answered(job, job.name in workload.aborts.values())
     if workload.setup.policy == "fcfs":
         order = [job.name for job in jobs if job.name in set(double.admitted)]
-        assert double.admitted == order, "somebody was overtaken"
+        assert double.admitted == order, "requests were admitted out of order"
     return double
 
 
 def test_random_workloads_end_and_leave_nothing_behind() -> None:
-    evictions = preemptions = errors = sums = 0
+    evictions = preemptions = errors = 0
     for seed in range(NUM_WORKLOADS):
         try:
             double = run(make_workload(seed), seed)
@@ -156,11 +157,9 @@ def test_random_workloads_end_and_leave_nothing_behind() -> None:
         evictions += double.worker.num_evictions
         preemptions += double.num_preemptions
         errors += len(double.errors)
-        sums += double.num_sums
     assert evictions > 3 * NUM_WORKLOADS
     assert preemptions > NUM_WORKLOADS // 2
     assert errors > NUM_WORKLOADS // 10
-    assert sums > 10 * NUM_WORKLOADS
 
 
 def prompt(seed: int, length: int) -> tuple[int, ...]:
@@ -172,15 +171,6 @@ def settings(policy: str = "tgv", budget: Any = 0.2, **more: Any) -> dict[str, A
     return {"policy": policy, "budget": budget, "min_prompt_tokens": 16, **more}
 
 
-def preempt(double: Double, name: str) -> None:
-    """As vLLM's scheduler does where blocks run out."""
-    scheduler = double.scheduler
-    request = scheduler.requests[name]
-    scheduler.running.remove(request)
-    scheduler._preempt_request(request, 0.0)
-    scheduler.prev_step_scheduled_req_ids.discard(name)
-
-
 def test_a_preempted_request_is_evicted_again_however_long_its_answer_is() -> None:
     """Prompt, answer and fresh blocks together exceed the pool; they never exist together."""
     setup = Setup(14, eviction=settings(budget=0.5), chunk=512, max_model_len=224)
@@ -189,7 +179,7 @@ def test_a_preempted_request_is_evicted_again_however_long_its_answer_is() -> No
     double.arrive(job)
     for _ in range(85):
         double.step()
-    preempt(double, "r")
+    double.preempt("r")
     double.run([])
     assert double.worker.num_evictions == 2
     assert double.answers["r"] == double.worker.expected(job)
@@ -197,9 +187,9 @@ def test_a_preempted_request_is_evicted_again_however_long_its_answer_is() -> No
 
 
 def test_blocks_of_a_withdrawn_chunk_are_nobodys_prefix() -> None:
-    """With priorities a request is preempted in the very step that scheduled a chunk of it.
+    """With priorities a request may be preempted in the same step that scheduled its chunk.
 
-    vLLM has the chunk's blocks in its prefix cache by then; in stock 0.32 this reads them.
+    vLLM has entered the chunk's blocks in its prefix cache by then, and stock 0.32 reads them.
     """
     setup = Setup(
         20, eviction=settings(), policy="priority", chunk=100, long_prefill=64, max_model_len=320
@@ -255,14 +245,14 @@ def test_an_answer_over_a_compressed_cache_is_nobodys_prefix() -> None:
 
 
 def test_what_a_preemption_undid_takes_no_blocks_from_a_second_eviction() -> None:
-    """The first outcome comes after the second eviction, whose region may start alike."""
+    """The first outcome arrives after the second eviction, whose region may start equally."""
     setup = Setup(64, eviction=settings(budget="auto:0.9,min=0.1,max=1"), ahead=True)
     double = Double(setup)
     double.arrive(Job("r", prompt(1, 160), 20, ((4, 100),)))
     double.schedule()
     double.reset_prefix_cache()
     double.schedule()
-    manager = double.scheduler._manager
+    manager = double.scheduler.manager
     first_block = manager.req_to_blocks["r"][0].block_id
     _, result = double._in_flight[0]
     (outcome,) = result.outcomes
@@ -275,14 +265,13 @@ def test_what_a_preemption_undid_takes_no_blocks_from_a_second_eviction() -> Non
 
 
 def test_a_replay_does_not_take_its_prompt_whole_from_the_cache() -> None:
-    """A twin that is not evicted caches prompt and answer; a preempted request has both as well.
+    """A twin that is not evicted caches the prompt and answer of a preempted request.
 
-    A method without observation rows allows any hit, and one that reaches behind the prompt
-    leaves no chunk that ends with it, after which the eviction could run.
+    A method without observation rows allows any hit. One that reaches behind the prompt would leave
+    no chunk that ends with the prompt, so no step for the eviction.
     """
     setup = Setup(16, eviction=settings("streaming", 0.5), chunk=64, max_model_len=256)
     double = Double(setup)
-    # With a region as large as the prompt's cache the answers are the same.
     image = ((4, 40),)
     double.arrive(Job("twin", prompt(1, 64), 60, image, xargs={"kv_eviction": "none"}))
     for _ in range(10):
@@ -294,9 +283,9 @@ def test_a_replay_does_not_take_its_prompt_whole_from_the_cache() -> None:
     request = double.scheduler.requests["evicted"]
     twin = double.scheduler.requests["twin"]
     assert twin.num_computed_tokens >= request.num_prompt_tokens
-    # What it answered, were it as the twin did: enough for a block of its own.
+    # Give it the twin's answer, which fills more than a block.
     answered = list(twin.output_token_ids)
-    preempt(double, "evicted")
+    double.preempt("evicted")
     request._output_token_ids.clear()
     del request._all_token_ids[64:], request.block_hashes[:]
     request.append_output_token_ids(answered)
@@ -309,22 +298,22 @@ def test_a_replay_does_not_take_its_prompt_whole_from_the_cache() -> None:
 
 @dataclasses.dataclass
 class Load:
-    """What a saturated server did."""
+    """Totals of a saturated server."""
 
     num_steps: int
     num_tokens: int
     num_preemptions: int
     num_running: float
-    """Mean, as long as requests wait."""
+    """Mean while requests wait."""
 
     @property
     def cost(self) -> float:
-        """Steps, where one of as many tokens as fit takes twice as long as an empty one."""
+        """Time in empty steps; a full step takes twice as long as an empty one."""
         return self.num_steps + self.num_tokens / 512
 
 
 def saturate(setup: Setup, seed: int, prompts: tuple[int, int], answers: tuple[int, int]) -> Load:
-    """Forty requests at once."""
+    """Serve forty requests that arrive at once."""
     rng = random.Random(seed)
     double = Double(setup, check=False)
     for i in range(40):
@@ -357,12 +346,12 @@ def server(eviction: dict[str, Any] | None, long_prefill: int = 0, num_blocks: i
 
 
 def without_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Admit as vLLM does: what fits this moment, whatever other prefills need."""
-    monkeypatch.setattr(EvictingManager, "_admit", lambda *_: None)
+    """Admit as vLLM does: every request that fits now, even if other prefills need the blocks."""
+    monkeypatch.setattr(PrefillOrder, "admit", lambda *_: None)
 
 
 def test_running_requests_count_by_what_they_hold() -> None:
-    """At a tenth of the prompt several times as many run, and nothing is thrown away for it."""
+    """At a budget of 0.1 several times as many run, without more preemptions."""
     shape = (1, (600, 1000), (20, 60))
     stock = saturate(server(None), *shape)
     evicting = saturate(server(settings(budget=0.1)), *shape)
@@ -375,7 +364,7 @@ def test_running_requests_count_by_what_they_hold() -> None:
 def test_prefills_do_not_take_each_others_blocks(
     long_prefill: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where several prompts prefill at once, and no slower where one does after the other."""
+    """Less is computed again with several prompts in flight, and one at a time is no slower."""
     costs, tokens = [], []
     shapes = [(1, (600, 1000), (20, 60)), (2, (100, 1800), (10, 100))]
     for _ in range(2):
@@ -391,37 +380,10 @@ def test_prefills_do_not_take_each_others_blocks(
         assert tokens[0] < 0.9 * tokens[1]
 
 
-def test_what_earlier_prefills_need_is_known_in_any_order_of_events() -> None:
-    """vLLM goes through them in their order, as a rule; `Double` compares with all prefills."""
-    sums = 0
-    for seed in range(30):
-        rng = random.Random(seed)
-        double = Double(Setup(200, chunk=512, long_prefill=16, eviction=settings()))
-        for number in range(8):
-            double.arrive(Job(f"r{number}", prompt(number, 200), 4, ((4, 100),)))
-        double.step()
-        manager = double.scheduler._manager
-        manager.new_step_starts()
-        names = list(manager.prefills)
-        assert len(names) == 8
-        if seed % 2:
-            rng.shuffle(names)
-        advanced: list[str] = []
-        for name in names:
-            manager._advance(name)
-            advanced.append(name)
-            if rng.random() < 0.2:
-                preempt(double, advanced.pop(rng.randrange(len(advanced))))
-            for prefill in manager.prefills.values():
-                manager._advanced_before(prefill)
-        sums += double.num_sums
-    assert sums > 100
-
-
 def test_a_prefill_waits_for_blocks_that_an_earlier_one_is_about_to_give_back() -> None:
-    """Asked for one more block, vLLM would preempt the first of equal priority: the earlier one.
+    """If asked for one more block, vLLM would preempt the earlier one of equal priority.
 
-    The two could take turns at that for ever.
+    The two could preempt each other forever.
     """
     setup = Setup(
         39,
@@ -439,7 +401,7 @@ def test_a_prefill_waits_for_blocks_that_an_earlier_one_is_about_to_give_back() 
 
 
 def test_a_prefill_that_waits_for_the_encoder_is_not_waited_for() -> None:
-    """The second holds the encoder's cache, the first the blocks: one has to go on."""
+    """The second holds the encoder's cache and the first the blocks: one has to continue."""
     setup = Setup(28, eviction=settings(), chunk=64, long_prefill=32, encoder_budget=160)
     jobs = [
         Job("first", prompt(1, 320), 4, ((100, 160),)),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any order of arrivals, steps, preemptions, aborts and resets keeps the pool's books right.
+"""Any order of arrivals, steps, preemptions, aborts and resets keeps the pool consistent.
 
 A long run: `make test-scheduler EXAMPLES=5000`, or `SCHEDULER_EXAMPLES=5000 python -m pytest -s
 tests/scheduler/test_states.py`.
@@ -30,7 +30,7 @@ BUDGETS = (0.1, 0.4, 1.0, "auto:0.9,min=0.05,max=0.6")
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """`Double` recounts all blocks after each call, and checks each slot that is read."""
+    """Random events on a `Double`, which recounts all blocks and checks all slots it reads."""
 
     num_steps = 0
     num_evictions = 0
@@ -108,7 +108,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.double.finished)
     @rule(data=st.data(), own=st.integers(1, 8), answer=st.integers(1, 12))
     def follow(self, data: st.DataObject, own: int, answer: int) -> None:
-        """A second turn: what was asked and answered, and something new."""
+        """Send a second turn: an earlier prompt, its answer and something new."""
         name = data.draw(st.sampled_from(sorted(self.double.finished)))
         before = self.double.worker.jobs[name]
         prompt = [*before.prompt, *self.double.answers[name], *range(3, 3 + own)]
@@ -128,13 +128,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.double.running)
     @rule(data=st.data())
     def preempt(self, data: st.DataObject) -> None:
-        """The last one, as vLLM does where blocks run out; no method of ours chooses."""
-        scheduler = self.double.scheduler
-        request = data.draw(st.sampled_from(scheduler.running))
-        scheduler.running.remove(request)
-        scheduler._preempt_request(request, 0.0)
-        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
-        self.double.checked()
+        """Preempt any request; vLLM would choose the last one."""
+        self.double.preempt(data.draw(st.sampled_from(self.double.running)))
 
     @precondition(lambda self: self.double.scheduler.requests)
     @rule(data=st.data())

@@ -27,7 +27,7 @@ VISION_TOKENS = 64
 
 
 @dataclass(frozen=True)
-class Server(serving.Server):
+class ChatServer(serving.Server):
     """A running `vllm serve` and a client of it."""
 
     client: Any = None
@@ -66,7 +66,7 @@ def serve(
     environment: Mapping[str, str] | None = None,
     flags: Sequence[str] = (),
     start_seconds: float = START_SECONDS,
-) -> Iterator[Server]:
+) -> Iterator[ChatServer]:
     """Serve a model with eviction until the block ends, then kill all processes."""
     arguments = ["serve", str(folder), "--served-model-name", "tiny"]
     arguments += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
@@ -90,7 +90,7 @@ def serve(
         client = openai.OpenAI(
             base_url=f"{server.url}/v1", api_key=key or "none", timeout=120, max_retries=0
         )
-        yield Server(**vars(server), client=client)
+        yield ChatServer(**vars(server), client=client)
 
 
 def eventually(check: Callable[[], bool]) -> bool:

@@ -27,7 +27,7 @@ from vllm_tgvkv.policies import POLICY_NAMES
 
 @pytest.fixture(scope="module")
 def parser() -> FlexibleArgumentParser:
-    """The parser `vllm serve` builds, as `vllm.entrypoints.cli.main` does."""
+    """Build the parser of `vllm serve`, as `vllm.entrypoints.cli.main` does."""
     parser = FlexibleArgumentParser()
     ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
     return parser
@@ -44,7 +44,7 @@ def parse(parser: FlexibleArgumentParser, *flags: str, model: str = ".") -> argp
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the configuration of a small Llama and nothing else."""
+    """Write the configuration of a small Llama, without weights."""
     folder = tmp_path_factory.mktemp("llama")
     config = LlamaConfig(
         hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
@@ -55,12 +55,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(parser: FlexibleArgumentParser, *flags: str) -> dict[str, Any]:
-    """`additional_config` after these flags."""
+    """Return `additional_config` after these flags."""
     return AsyncEngineArgs.from_cli_args(parse(parser, *flags)).additional_config
 
 
 @pytest.mark.parametrize("topic", ["KVEviction", "kv-eviction", "all"])
-def test_help_shows_a_group_of_its_own(
+def test_help_shows_the_group_of_flags(
     parser: FlexibleArgumentParser, capsys: pytest.CaptureFixture[str], topic: str
 ) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -138,7 +138,7 @@ def test_the_help_explains_every_setting(
 def test_flags_fill_additional_config(
     parser: FlexibleArgumentParser, flags: list[str], mapping: dict[str, Any] | None
 ) -> None:
-    """The flags of their own win over the same keys in the config."""
+    """A flag wins over the same key in the config."""
     assert settings(parser, *flags) == ({} if mapping is None else {CONFIG_KEY: mapping})
 
 
@@ -162,7 +162,7 @@ def test_eviction_config_as_a_file(parser: FlexibleArgumentParser, tmp_path: Pat
 def test_vllms_own_config_file(
     parser: FlexibleArgumentParser, tmp_path: Path, inline: bool
 ) -> None:
-    """`vllm serve --config serve.yaml` with our keys in it."""
+    """`vllm serve --config serve.yaml` with the plugin's keys in it."""
     eviction = tmp_path / "eviction.json"
     eviction.write_text(json.dumps({"sinks": 8}))
     config = "{sinks: 8}" if inline else str(eviction)
@@ -238,7 +238,7 @@ def test_wrong_values_exit_with_one_message(
         ),
     ],
 )
-def test_methods_that_cannot_be_are_refused(
+def test_impossible_methods_are_refused(
     parser: FlexibleArgumentParser, flags: list[str], parts: list[str]
 ) -> None:
     with pytest.raises(EvictionConfigError) as caught:
@@ -266,7 +266,7 @@ def test_flags_and_additional_config_together_are_refused(parser: FlexibleArgume
 
 
 def read_in_a_fresh_process(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
-    """What an API server process makes of the arguments it is sent."""
+    """Read the arguments as an API server process does."""
     from vllm.v1.engine.input_processor import InputProcessor
 
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
@@ -278,15 +278,15 @@ def read_in_a_fresh_process(args: argparse.Namespace) -> tuple[dict[str, Any], b
 def test_flags_reach_api_server_processes(parser: FlexibleArgumentParser, llama: Path) -> None:
     """`--api-server-count 2`: each server is a new process that reads the parsed arguments.
 
-    No plugin is loaded there yet when it does. A server that misses the flags lets wrong
-    request parameters through, and they end the engine.
+    It does so before it loads any plugin. A server that misses the flags would accept wrong
+    request parameters, which end the engine.
     """
     args = parse(parser, "--kv-eviction", "tgv", "--kv-eviction-budget", "0.2", model=str(llama))
     wanted = {CONFIG_KEY: {"policy": "tgv", "budget": 0.2}}
     assert AsyncEngineArgs.from_cli_args(args).additional_config == wanted  # the parent's
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         assert pool.submit(read_in_a_fresh_process, args).result() == (wanted, True)
-    assert AsyncEngineArgs.from_cli_args(args).additional_config == wanted  # once more
+    assert AsyncEngineArgs.from_cli_args(args).additional_config == wanted  # again
 
 
 def test_additional_config_alone_is_enough(parser: FlexibleArgumentParser) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who gets an answer from `/kv-eviction`; `server/test_server.py` asks a real server."""
+"""Access to the routes below `/kv-eviction`; `server/test_server.py` calls a real server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ POOL = {"blocks": 9, "block_size": 16, "layers": 2, "kv_heads": 4}
 
 
 class EngineClient:
-    """Two engines, as data parallelism has them; each remembers a trace."""
+    """Two engines, as with data parallelism; each keeps a trace."""
 
     def __init__(self, eviction: dict[str, Any] | None) -> None:
         additional = {} if eviction is None else {CONFIG_KEY: eviction}
@@ -43,7 +43,7 @@ class EngineClient:
         self, method: str, worker_method: str, timeout: None, args: Any, kwargs: Any
     ) -> list[list[Any]]:
         assert method == "collective_rpc"
-        # Of an engine's workers, tensor-parallel ranks or pipeline stages, one keeps the traces.
+        # One of an engine's workers (ranks or pipeline stages) keeps the traces.
         others: dict[str, Any] = {"kv_eviction_traces": [], "kv_eviction_trace": None}
         answers = [getattr(self, worker_method)(engine, *args) for engine in range(2)]
         ranks, stages = ([answer, others.get(worker_method, answer)] for answer in answers)
@@ -94,7 +94,7 @@ def test_every_engine_is_in_the_answer() -> None:
         ({"Authorization": "Bearer other"}, 200),
     ],
 )
-def test_the_servers_key_is_asked_for(headers: dict[str, str], code: int) -> None:
+def test_the_servers_key_is_required(headers: dict[str, str], code: int) -> None:
     server = client(EngineClient({"policy": "tgv"}), ["right", "other"])
     assert server.get("/kv-eviction/status", headers=headers).status_code == code
 
@@ -112,8 +112,8 @@ def test_a_server_without_eviction_says_what_to_do(engine_client: Any) -> None:
     assert "--kv-eviction" in answer.json()["detail"]
 
 
-def test_every_route_asks_for_the_key_before_it_reads_anything() -> None:
-    """A browser that is refused asks its user."""
+def test_every_route_checks_the_key_before_it_reads_the_body() -> None:
+    """The answer makes a browser ask its user for a password."""
     server = client(EngineClient({"policy": "tgv"}), ["right"])
     found: Any = server.app
     routes = [r for r in found.routes if r.path.startswith("/kv-eviction")]
@@ -121,7 +121,7 @@ def test_every_route_asks_for_the_key_before_it_reads_anything() -> None:
     for route in routes:
         (method,) = route.methods - {"HEAD"}
         if method == "PUT":
-            continue  # the admin's: below
+            continue  # the admin's, tested below
         answer = server.request(method, route.path.format(name="of-0", layer=0), content=b"{")
         assert answer.status_code == 401, route.path
         assert answer.headers["www-authenticate"].startswith("Basic ")
@@ -144,7 +144,7 @@ def test_traces_of_all_engines() -> None:
     [
         ("requests/unknown", 404),
         ("requests/of-0/layers/3", 404),
-        ("requests/of-0/layers/-1", 422),  # vLLM's server makes 400 of these
+        ("requests/of-0/layers/-1", 422),  # 400 in vLLM's server
         ("requests/of-0/layers/x", 422),
         (f"requests/{'x' * 600}", 422),
         ("nothing", 404),
@@ -175,7 +175,7 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
         (f"data:image/png;base64,{b64encode(PNG_SIGNATURE).decode()}", 400, "cannot be read"),
     ],
 )
-def test_what_is_no_image(image: str, code: int, part: str) -> None:
+def test_an_invalid_image(image: str, code: int, part: str) -> None:
     server = client(EngineClient({"policy": "tgv"}))
     answer = server.post("/kv-eviction/ask", json={"image": image, "question": "?"})
     assert answer.status_code == code

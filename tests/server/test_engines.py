@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asking all engines of a server; `server/test_replicas.py` asks those of a real one."""
+"""Calls to all engines of a server; `server/test_replicas.py` calls those of a real one."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from vllm_tgvkv.server.engines import ask_engines
 
 
 class OneEngine:
-    """What `EngineClient` promises, and no more."""
+    """The interface of `EngineClient`."""
 
     async def collective_rpc(self, method: str, timeout: Any = None, args: Any = ()) -> list[Any]:
         return [(method, *args)]
 
 
 class SeveralEngines:
-    """An `AsyncLLM` with data parallelism, as far as it is asked."""
+    """The part of an `AsyncLLM` with data parallelism that is called."""
 
     def __init__(self) -> None:
         self.engine_core = self
@@ -34,20 +34,20 @@ class SeveralEngines:
         return [[(engine, method, *arguments)] for engine in "ab"]
 
 
-def test_answers_come_by_engine_and_worker() -> None:
+def test_answers_are_listed_by_engine_and_worker() -> None:
     assert asyncio.run(ask_engines(SeveralEngines(), "m", 1)) == [[("a", "m", 1)], [("b", "m", 1)]]
     assert asyncio.run(ask_engines(OneEngine(), "m", 1)) == [[("m", 1)]]
 
 
-def test_vllm_asks_all_engines_by_that_name() -> None:
-    """Contract of `ask_engines`, which uses more than `EngineClient` promises."""
+def test_vllm_calls_all_engines_by_that_name() -> None:
+    """Contract of `ask_engines`, which uses more than the interface of `EngineClient`."""
     assert list(inspect.signature(EngineCore.collective_rpc).parameters)[1:] == [
         "method",
         "timeout",
         "args",
         "kwargs",
     ]
-    # What asks one engine does so with the same arguments, and only it forgets the others.
+    # vLLM's own call passes the same arguments, and drops all answers but the first.
     asked = inspect.getsource(AsyncMPClient.collective_rpc_async)
     assert '"collective_rpc", method, timeout, args, kwargs' in asked
     assert "call_utility_all_async(method, *args))[0]" in inspect.getsource(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page at `/kv-eviction/`: a real server with the demonstration model, a real browser."""
+"""The page at `/kv-eviction/`, of a real server with the demonstration model, in a real browser."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from PIL import Image
 from demo.pages import make_page
 from demo.run import MODEL
 from measure.messages import png_url
-from tests.server.serving import Server, serve
+from tests.server.serving import ChatServer, serve
 from vllm_tgvkv.counters import SKIP_REASONS
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -46,7 +46,7 @@ QUIET = (
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatServer]:
     log = tmp_path_factory.mktemp("inspector") / "server.log"
     flags = ["--block-size", "16", "--served-model-name", "demo"]
     config = {"granularity": "head"}
@@ -66,8 +66,8 @@ Opener = Callable[..., Any]
 
 
 @pytest.fixture
-def opened(server: Server, browser: Any) -> Iterator[Opener]:
-    """Opens the page with a key; nothing may leave the server or go wrong without being seen."""
+def opened(server: ChatServer, browser: Any) -> Iterator[Opener]:
+    """Open the page with a key; fail on requests to other servers and on errors in the console."""
     contexts, strangers, errors = [], [], []
 
     def on_request(request: Any) -> None:
@@ -75,7 +75,7 @@ def opened(server: Server, browser: Any) -> Iterator[Opener]:
             strangers.append(request.url)
 
     def on_console(message: Any) -> None:
-        # The browser itself reports an answer of 4xx; the tests look for what the page says.
+        # The browser itself reports answers of 4xx; the tests check what the page says.
         if message.type == "error" and "Failed to load resource" not in message.text:
             errors.append(message.text)
 
@@ -100,7 +100,7 @@ def opened(server: Server, browser: Any) -> Iterator[Opener]:
     assert errors == []
 
 
-def get(server: Server, path: str, key: str | None = KEY) -> Any:
+def get(server: ChatServer, path: str, key: str | None = KEY) -> Any:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     request = urllib.request.Request(f"{server.url}/kv-eviction/{path}", headers=headers)
     with urllib.request.urlopen(request, timeout=60) as response:
@@ -121,7 +121,7 @@ def fill(page: Any, question: str = QUESTION.text) -> None:
 
 @contextmanager
 def asking(page: Any) -> Iterator[list[Any]]:
-    """What the server answers to the question that the block leads to; then all is drawn."""
+    """Collect request and answer of the question that the block asks, and wait for the drawing."""
     found: list[Any] = []
     with page.expect_response(lambda response: response.url.endswith("/ask")) as answered:
         yield found
@@ -137,7 +137,7 @@ def ask(page: Any) -> Any:
 
 
 def answering(status: int | None, message: str) -> Callable[[Any], None]:
-    """A route that has an error for an answer, or none."""
+    """Return a route that answers with an error, or not at all."""
 
     def answer(route: Any) -> None:
         if status is None:
@@ -149,7 +149,7 @@ def answering(status: int | None, message: str) -> Callable[[Any], None]:
 
 
 def choose(page: Any, layer: int, head: int) -> None:
-    """Move both sliders by keys alone; position 0 means all."""
+    """Move both sliders by keyboard; position 0 means all."""
     for name, value in (("layer", layer), ("head", head)):
         page.focus(f"#{name}")
         page.keyboard.press("Home")
@@ -160,7 +160,7 @@ def choose(page: Any, layer: int, head: int) -> None:
 
 
 def brightness(page: Any) -> np.ndarray:
-    """Of the middle of every patch on the canvas, 0 to 255, [GRID * GRID]."""
+    """Measure the middle of every patch on the canvas, 0 to 255, [GRID * GRID]."""
     script = f"""() => {{
         const canvas = document.getElementById("map"), pen = canvas.getContext("2d");
         const [w, h] = [canvas.width / {GRID}, canvas.height / {GRID}];
@@ -174,27 +174,27 @@ def brightness(page: Any) -> np.ndarray:
 
 
 def undimmed() -> np.ndarray:
-    """The same of the picture itself."""
+    """Measure the same in the picture itself."""
     size = GRID * 40
     pixels = np.asarray(PAGE.image.convert("RGB").resize((size, size)), dtype=float).mean(-1)
     patches = pixels.reshape(GRID, 40, GRID, 40)[:, 10:30, :, 10:30]
     return patches.mean((1, 3)).ravel()
 
 
-def test_the_page_cannot_be_opened_without_the_key(server: Server, browser: Any) -> None:
+def test_the_page_cannot_be_opened_without_the_key(server: ChatServer, browser: Any) -> None:
     for path in ("", "inspector.js", "inspector.css", "status"):
         with pytest.raises(urllib.error.HTTPError) as refused:
             get(server, path, key=None)
         assert refused.value.code == 401
         assert refused.value.headers["WWW-Authenticate"].startswith("Basic")
     page = browser.new_page()
-    with pytest.raises(playwright.Error, match="AUTH"):  # nobody is there to be asked for it
+    with pytest.raises(playwright.Error, match="AUTH"):  # there is no user to ask for it
         page.goto(f"{server.url}/kv-eviction/")
     assert page.locator("#form").count() == 0
     page.close()
 
 
-def test_answers_and_numbers_are_those_of_the_server(server: Server, opened: Opener) -> None:
+def test_answers_and_numbers_are_those_of_the_server(server: ChatServer, opened: Opener) -> None:
     page = opened()
     answers = ask(page)
     evicted = answers["evicted"]
@@ -245,7 +245,7 @@ def test_differing_characters_are_marked(opened: Opener) -> None:
         assert ("the same" in page.inner_text("#verdict")) == (full == evicted)
 
 
-def test_kept_patches_are_bright_and_the_others_dim(server: Server, opened: Opener) -> None:
+def test_kept_patches_are_bright_and_the_others_dim(server: ChatServer, opened: Opener) -> None:
     page = opened()
     name = ask(page)["evicted"]["trace"]
     trace = get(server, f"requests/{name}")
@@ -275,7 +275,7 @@ def test_kept_patches_are_bright_and_the_others_dim(server: Server, opened: Open
     assert np.abs(brightness(page) / undimmed() - relative).max() > 0.1
 
 
-def test_everything_is_reached_by_keyboard(server: Server, opened: Opener) -> None:
+def test_everything_is_reached_by_keyboard(server: ChatServer, opened: Opener) -> None:
     page = opened()
     name = ask(page)["evicted"]["trace"]
     trace = get(server, f"requests/{name}")
@@ -338,12 +338,12 @@ def test_another_budget_asks_the_evicted_cache_again(opened: Opener) -> None:
     page.on("request", lambda request: asked.append(request.url) if "/ask" in request.url else None)
     page.focus("#budget")
     with asking(page) as found:
-        for _ in range(3):  # within the time that is waited for more
+        for _ in range(3):  # within the page's delay for further changes
             page.keyboard.press("ArrowRight")
     assert len(asked) == 1
-    wish, answers = found
-    assert wish["compare"] is False
-    assert wish["budget"] == 0.2
+    asked_for, answers = found
+    assert asked_for["compare"] is False
+    assert asked_for["budget"] == 0.2
     assert page.inner_text("#full-text") == full
     assert page.inner_text("#evicted-blocks") == f"{answers['evicted']['blocks']} blocks"
 
@@ -361,7 +361,7 @@ def test_another_budget_asks_the_evicted_cache_again(opened: Opener) -> None:
         page.select_option("#method", "snapkv")
     assert found[1]["evicted"]["policy"] == "snapkv"
 
-    # One that still runs is cancelled. The server never sees it: it could answer before the next.
+    # A running question is cancelled. It never reaches the server, which could answer it in time.
     def hold(route: Any) -> None:
         if route.request.post_data_json["policy"] != "h2o":
             route.continue_()
@@ -376,13 +376,13 @@ def test_another_budget_asks_the_evicted_cache_again(opened: Opener) -> None:
     assert page.inner_text("#alert") == ""
 
 
-def test_every_reason_for_no_eviction_is_told() -> None:
+def test_every_reason_for_no_eviction_is_explained() -> None:
     script = Path(__file__).parents[2] / "server" / "inspector" / "inspector.js"
     table = script.read_text().partition("SKIP_REASONS = {")[2].partition("};")[0]
     assert re.findall(r"^  (\w+):", table, re.MULTILINE) == list(SKIP_REASONS)
 
 
-def test_mistakes_are_told_and_the_page_goes_on(opened: Opener) -> None:
+def test_mistakes_are_reported_and_the_page_keeps_working(opened: Opener) -> None:
     page = opened()
     alert = page.locator("#alert")
     expect = playwright.expect
@@ -454,7 +454,9 @@ def test_text_is_never_taken_for_html(opened: Opener) -> None:
     assert page.evaluate("window.attacked") is None
 
 
-def test_requests_of_others_are_listed_and_can_be_linked_to(server: Server, opened: Opener) -> None:
+def test_requests_of_others_are_listed_and_can_be_linked_to(
+    server: ChatServer, opened: Opener
+) -> None:
     content = [
         {"type": "image_url", "image_url": {"url": png_url(PAGE.image)}},
         {"type": "text", "text": QUESTION.text},
@@ -484,7 +486,7 @@ def test_requests_of_others_are_listed_and_can_be_linked_to(server: Server, open
         if s["heads"] == [1]
     ]
     kept = np.isin(np.arange(start, start + GRID * GRID), positions)
-    drawn = brightness(page)  # of the grid alone: the image is not on the server
+    drawn = brightness(page)  # of the grid only: the server does not keep the image
     assert drawn[kept].min() > drawn[~kept].max() + 50
 
     linked = opened(f"#{newest['id']}")

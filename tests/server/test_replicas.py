@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve --data-parallel-size 2 --api-server-count 2`: any API server, any engine."""
+"""`vllm serve --data-parallel-size 2 --api-server-count 2`: every API server and engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from measure.serving import group_members
 from tests.engine.running import engine
-from tests.server.serving import BLOCK_SIZE, Server, eventually, messages, serve
+from tests.server.serving import BLOCK_SIZE, ChatServer, eventually, messages, serve
 from vllm_tgvkv.counters import SKIP_REASONS
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
@@ -31,35 +30,35 @@ TOKENS = 16
 EVICTION = {"policy": "tgv", "budget": 0.1}
 SECONDS = 120
 START_SECONDS = 600
-"""Eight processes start on what may be two cores."""
+"""Eight processes start, possibly on two cores."""
 ADMIN_KEY = "admin"
 REPORT = {"kv_eviction_report": 1}
 
 
-def connect(server: Server, api_server: int | None = None) -> HTTPConnection:
-    """A connection that a given API server process accepted; any, if none is given.
+def connect(server: ChatServer, api_server: int | None = None) -> HTTPConnection:
+    """Open a connection that a given API server process accepts, or any if none is given.
 
-    On an idle machine the same process may accept them all: it is held up meanwhile.
+    On an idle machine one process may accept them all, so the others are stopped meanwhile.
     """
-    held_up: set[int] = set()
+    stopped: set[int] = set()
     try:
         while True:
             connection = HTTPConnection(server.url.removeprefix("http://"), timeout=SECONDS)
             assert call(connection, "GET", "/version")[0] == 200
             owner = server_of(server, connection)
             if api_server in (None, owner):
-                connection.auto_open = 0  # a new one would be another process's
+                connection.auto_open = 0  # another process might accept a new one
                 return connection
             connection.close()
             os.kill(owner, signal.SIGSTOP)
-            held_up.add(owner)
+            stopped.add(owner)
     finally:
-        for process in held_up:
+        for process in stopped:
             os.kill(process, signal.SIGCONT)
 
 
-def server_of(server: Server, connection: HTTPConnection) -> int:
-    """The process at the other end of a connection, from /proc."""
+def server_of(server: ChatServer, connection: HTTPConnection) -> int:
+    """Return the process at the other end of a connection, from /proc."""
     port = connection.sock.getsockname()[1]
     members = group_members(server.process.pid)
     (owner,) = (member for member in members if is_at_other_end(member, port))
@@ -67,7 +66,7 @@ def server_of(server: Server, connection: HTTPConnection) -> int:
 
 
 def is_at_other_end(process: int, port: int) -> bool:
-    """Whether a process has the end of a connection whose other end is a local port."""
+    """Return whether a process holds the other end of a connection from a local port."""
     table = Path(f"/proc/{process}/net/tcp").read_text().splitlines()[1:]
     rows = [row.split() for row in table]
     sockets = {f"socket:[{row[9]}]" for row in rows if row[2].endswith(f":{port:04X}")}
@@ -88,7 +87,7 @@ def call(
     rank: int | None = None,
     **headers: str,
 ) -> tuple[int, str]:
-    """Status and text of one request; an engine can be asked for."""
+    """Send a request, to the engine `rank` if given; return status and text."""
     headers["Content-Type"] = "application/json"
     if rank is not None:
         headers["X-data-parallel-rank"] = str(rank)
@@ -98,12 +97,13 @@ def call(
 
 
 def question(seed: int, **fields: Any) -> dict[str, Any]:
-    """A chat request about an image that no other seed has."""
+    """Build a chat request; every seed has its own image."""
     values = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "vllm_xargs": REPORT}
     return {"model": "tiny", "messages": messages(seed), **values, **fields}
 
 
-def wish(seed: int) -> dict[str, Any]:
+def options(seed: int) -> dict[str, Any]:
+    """Return `vllm_xargs` with one of three budgets."""
     return {"kv_eviction_budget": (0.1, 0.3, 0.6)[seed % 3], **REPORT}
 
 
@@ -114,7 +114,7 @@ def folder(tiny_model: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> list[str]:
-    """What one engine that is the only one answers to each question."""
+    """Return the answers of a single engine to all questions."""
     from vllm import SamplingParams
 
     with engine(folder, EVICTION) as running:
@@ -122,7 +122,7 @@ def alone(folder: Path) -> list[str]:
             [messages(seed) for seed in range(NUM_REQUESTS)],
             [
                 SamplingParams(
-                    max_tokens=TOKENS, temperature=0, ignore_eos=True, extra_args=wish(seed)
+                    max_tokens=TOKENS, temperature=0, ignore_eos=True, extra_args=options(seed)
                 )
                 for seed in range(NUM_REQUESTS)
             ],
@@ -135,8 +135,8 @@ def alone(folder: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def server(
     alone: list[str], folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    """Started once the single engine is gone: memory and cores are few."""
+) -> Iterator[ChatServer]:
+    """Start the server after the single engine has ended, to save memory and cores."""
     folder_of_test = tmp_path_factory.mktemp("replicas")
     log, defaults = folder_of_test / "server.log", folder_of_test / "defaults.json"
     config = {"defaults_file": str(defaults), "debug": {"check_integrity": True}}
@@ -154,19 +154,21 @@ def server(
 
 
 @pytest.fixture(scope="module")
-def doors(server: Server) -> list[HTTPConnection]:
-    """A connection to each API server process."""
+def doors(server: ChatServer) -> list[HTTPConnection]:
+    """Open a connection to each API server process."""
     found: dict[int, HTTPConnection] = {}
-    deadline = time.monotonic() + SECONDS
-    while len(found) < 2:
+
+    def has_both() -> bool:
         connection = connect(server)
         found.setdefault(server_of(server, connection), connection)
-        assert time.monotonic() < deadline, f"only {list(found)} answers"
+        return len(found) == 2
+
+    assert eventually(has_both), f"only {list(found)} answers"
     return list(found.values())
 
 
 class Scrape:
-    """Metrics of eviction by engine, as one API server tells them."""
+    """Eviction's metrics by engine, as one API server reports them."""
 
     def __init__(self, door: HTTPConnection) -> None:
         self.samples: dict[tuple[str, int], dict[tuple[str, ...], float]] = {}
@@ -180,11 +182,11 @@ class Scrape:
                     order = ("policy", "reason", "modality", "part", "le")
                     labels = tuple(sample.labels[name] for name in order if name in sample.labels)
                     values = self.samples.setdefault(key, {})
-                    assert labels not in values  # one series, not one for each process
+                    assert labels not in values  # one series for all processes
                     values[labels] = sample.value
 
     def of(self, name: str, *labels: str) -> dict[int, float]:
-        """A series of every engine; KeyError where an engine lacks it."""
+        """Return a series of every engine; KeyError if an engine lacks it."""
         return {engine: self.samples[name, engine][labels] for engine in ENGINES}
 
     def total(self, name: str, *labels: str) -> float:
@@ -192,7 +194,7 @@ class Scrape:
 
 
 def test_series_of_every_engine_begin_at_zero(doors: list[Any]) -> None:
-    """First in this file: nothing has been asked yet."""
+    """First in this file, before any request."""
     for door in doors:
         scrape = Scrape(door)
         zero = dict.fromkeys(ENGINES, 0.0)
@@ -204,15 +206,17 @@ def test_series_of_every_engine_begin_at_zero(doors: list[Any]) -> None:
             assert scrape.of("skipped_requests_total", "tgv", reason) == zero
 
 
-def test_load_on_all_of_them_at_once(server: Server, doors: list[Any], alone: list[str]) -> None:
-    """Answers are those of a single engine, and what is reported adds up to what is scraped."""
+def test_load_on_all_of_them_at_once(
+    server: ChatServer, doors: list[Any], alone: list[str]
+) -> None:
+    """Answers are those of a single engine, and reports add up to the scraped metrics."""
     lines = [[connect(server, server_of(server, door)) for _ in range(4)] for door in doors]
     free = [connection for pair in zip(*lines, strict=True) for connection in pair]
 
     def ask(seed: int) -> dict[str, Any]:
         connection = free.pop()
         status, text = call(
-            connection, "POST", "/v1/chat/completions", question(seed, vllm_xargs=wish(seed))
+            connection, "POST", "/v1/chat/completions", question(seed, vllm_xargs=options(seed))
         )
         free.append(connection)
         assert status == 200, text
@@ -258,14 +262,15 @@ def test_load_on_all_of_them_at_once(server: Server, doors: list[Any], alone: li
         assert sum(t["blocks_given_back"] for t in totals) == given_back
 
 
-def test_gauges_are_those_of_each_engine_while_it_runs_and_zero_afterwards(
-    server: Server, doors: list[Any]
+def test_gauges_show_the_running_requests_of_each_engine(
+    server: ChatServer, doors: list[Any]
 ) -> None:
-    """An engine's requests come from both API servers, and so do its statistics."""
+    """An engine's requests come from both API servers, which also share its statistics."""
     wanted = [(0, 0), (0, 1), (1, 1)]  # engine and API server
+    # Connected first: that takes long on a busy machine, and the requests have to run together.
+    connections = [connect(server, server_of(server, doors[index])) for _, index in wanted]
     streams = []
-    for seed, (rank, index) in enumerate(wanted, 1000):
-        stream = connect(server, server_of(server, doors[index]))
+    for seed, ((rank, _), stream) in enumerate(zip(wanted, connections, strict=True), 1000):
         body = json.dumps(question(seed, max_tokens=3500, stream=True))
         headers = {"Content-Type": "application/json", "X-data-parallel-rank": str(rank)}
         stream.request("POST", "/v1/chat/completions", body, headers)
@@ -288,8 +293,7 @@ def test_gauges_are_those_of_each_engine_while_it_runs_and_zero_afterwards(
 def test_every_api_server_finds_the_traces_of_every_engine(doors: list[Any]) -> None:
     names = []
     for rank, door in zip(ENGINES, doors, strict=True):
-        wishes = {**REPORT, "kv_eviction_trace": 1}
-        body = question(2000 + rank, vllm_xargs=wishes)
+        body = question(2000 + rank, vllm_xargs={**REPORT, "kv_eviction_trace": 1})
         status, text = call(door, "POST", "/v1/chat/completions", body, rank)
         assert status == 200, text
         names.append(json.loads(text)["kv_transfer_params"]["kv_eviction"]["trace"])
@@ -323,7 +327,7 @@ def test_changed_defaults_reach_every_api_server_and_engine(doors: list[Any]) ->
 
 
 @pytest.mark.parametrize("xargs", [{"kv_eviction_budget": -1}, {"kv_eviction": "snap"}], ids=repr)
-def test_wrong_wishes_are_http_400_at_every_api_server(
+def test_wrong_options_are_http_400_at_every_api_server(
     doors: list[Any], xargs: dict[str, Any]
 ) -> None:
     before = Scrape(doors[0]).of("skipped_requests_total", "tgv", "invalid_request")
@@ -337,10 +341,10 @@ def test_wrong_wishes_are_http_400_at_every_api_server(
             status, text = call(door, "POST", "/v1/chat/completions", question(1), rank)
             assert status == 200, text
     after = Scrape(doors[0]).of("skipped_requests_total", "tgv", "invalid_request")
-    assert after == before  # no engine saw one
+    assert after == before  # none reached an engine
 
 
-def test_every_engine_tells_its_settings_and_none_an_error(server: Server) -> None:
+def test_every_engine_logs_its_settings_and_no_error(server: ChatServer) -> None:
     lines = server.log.read_text(errors="replace").splitlines()
     told = [line for line in lines if "KV eviction: policy tgv, budget 10 % of the prompt" in line]
     assert len(told) == 2
@@ -349,6 +353,6 @@ def test_every_engine_tells_its_settings_and_none_an_error(server: Server) -> No
     assert [line for line in lines if re.search(wrong, line)] == []
 
 
-def test_interrupt_ends_every_process(server: Server) -> None:
-    """Last in this file: the server is gone afterwards."""
+def test_interrupt_ends_every_process(server: ChatServer) -> None:
+    """Last in this file, because it stops the server."""
     server.interrupt()

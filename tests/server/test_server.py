@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real `vllm serve --kv-eviction tgv`, asked through the official client."""
+"""A real `vllm serve --kv-eviction tgv`, called through the official client."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from tests.models import random_text
 from tests.server.serving import (
     BLOCK_SIZE,
     VISION_TOKENS,
-    Server,
+    ChatServer,
+    eventually,
     messages,
     report_of,
     serve,
@@ -35,16 +36,16 @@ REPORT = {"kv_eviction_report": 1}
 @pytest.fixture(scope="module")
 def server(
     tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    """Its log tells every eviction."""
+) -> Iterator[ChatServer]:
+    """Start a server whose log has a line for every eviction."""
     log = tmp_path_factory.mktemp("server") / "server.log"
     config = {"debug": {"check_integrity": True}}
     with serve(tiny_model("llava", image_size=112), log, config) as running:
         yield running
 
 
-def scraped(server: Server) -> dict[tuple[str, ...], float]:
-    """Samples of eviction on `/metrics`, by name and the values of our own labels."""
+def scraped(server: ChatServer) -> dict[tuple[str, ...], float]:
+    """Return eviction's samples on `/metrics`, by name and the values of its own labels."""
     found = {}
     for sample in server.samples():
         if sample.name.startswith("vllm:kv_eviction_"):
@@ -57,22 +58,24 @@ def scraped(server: Server) -> dict[tuple[str, ...], float]:
     return found
 
 
-def test_metrics(server: Server) -> None:
-    """What one evicted request and one without an image add."""
-    before = scraped(server)
+def test_metrics(server: ChatServer) -> None:
+    """One evicted request and one without an image add to the right series."""
+    before, started = scraped(server), time.monotonic()
     answer = server.ask({"kv_eviction": "random", "kv_eviction_budget": 0.5, **REPORT})
     report = report_of(answer)
     server.ask(messages=[{"role": "user", "content": random_text(3, 400)}])
-    deadline = time.monotonic() + 20
-    while True:  # statistics arrive with a later step
-        after = scraped(server)
-        grown = {
-            key: after[key] - before.get(key, 0) for key in after if after[key] != before.get(key)
-        }
-        if ("skipped_requests_total", "tgv", "text_only") in grown or time.monotonic() > deadline:
-            break
+    after: dict[tuple[str, ...], float] = {}
+
+    def has_arrived() -> bool:
+        """Statistics arrive with a later step."""
         server.ask(messages=[{"role": "user", "content": "a"}], max_tokens=2)
-        time.sleep(0.1)
+        after.update(scraped(server))
+        skipped = ("skipped_requests_total", "tgv", "text_only")
+        return after[skipped] != before[skipped]
+
+    assert eventually(has_arrived)
+    elapsed = time.monotonic() - started
+    grown = {key: after[key] - before.get(key, 0) for key in after if after[key] != before.get(key)}
     assert grown["requests_total", "random"] == 1
     assert grown["skipped_requests_total", "tgv", "text_only"] == 1
     seen = {m: grown["prompt_tokens_total", "random", m] for m in ("text", "vision")}
@@ -84,14 +87,14 @@ def test_metrics(server: Server) -> None:
     assert grown["kept_fraction_count", "random"] == 1
     fraction = report["kept_tokens"] / report["prompt_tokens"]
     assert grown["kept_fraction_sum", "random"] == pytest.approx(fraction, abs=1e-3)
-    # Nothing runs, and nothing is held.
+    # No request is running, and none holds blocks.
     assert (after["compressed_requests",], after["blocks_held",]) == (0, 0)
     for part in ("statistics", "selection", "copy"):
         assert grown["seconds_count", "random", part] == 1
-        assert 0 < grown["seconds_sum", "random", part] < 5
+        assert 0 < grown["seconds_sum", "random", part] < elapsed  # they are seconds
 
 
-def test_status(server: Server) -> None:
+def test_status(server: ChatServer) -> None:
     with urllib.request.urlopen(f"{server.url}/kv-eviction/status", timeout=10) as response:
         status = json.load(response)
     assert status["settings"]["policy"] == "tgv"
@@ -103,7 +106,7 @@ def test_status(server: Server) -> None:
         assert "/kv-eviction/status" in json.load(response)["paths"]
 
 
-def test_start_log_has_one_line_with_the_settings(server: Server) -> None:
+def test_start_log_has_one_line_with_the_settings(server: ChatServer) -> None:
     lines = [line for line in server.lines() if "KV eviction: policy" in line]
     assert len(lines) == 1
     assert lines[0].endswith(
@@ -112,7 +115,7 @@ def test_start_log_has_one_line_with_the_settings(server: Server) -> None:
     )
 
 
-def test_answer_tells_what_was_evicted(server: Server) -> None:
+def test_answer_tells_what_was_evicted(server: ChatServer) -> None:
     answer = server.ask(REPORT)
     num_tokens = answer.usage.prompt_tokens
     assert num_tokens > 300 + VISION_TOKENS
@@ -130,11 +133,11 @@ def test_answer_tells_what_was_evicted(server: Server) -> None:
     }
 
 
-def test_no_report_unless_asked(server: Server) -> None:
+def test_no_report_unless_asked(server: ChatServer) -> None:
     assert server.ask().kv_transfer_params is None
 
 
-def test_log_has_one_debug_line_per_eviction(server: Server) -> None:
+def test_log_has_one_debug_line_per_eviction(server: ChatServer) -> None:
     marks = ("KV eviction of", "tgv, 60 tokens per head")
     before = sum(all(mark in line for mark in marks) for line in server.lines())
     answer = server.ask({"kv_eviction_budget": 60, **REPORT})
@@ -146,7 +149,7 @@ def test_log_has_one_debug_line_per_eviction(server: Server) -> None:
     assert lines[-1].endswith(f"blocks {report['blocks_before']} -> {report['blocks_after']}")
 
 
-def test_wishes_of_a_request(server: Server) -> None:
+def test_options_of_a_request(server: ChatServer) -> None:
     half = report_of(server.ask({"kv_eviction_budget": 0.5, **REPORT}))
     num_tokens = half["prompt_tokens"]
     assert 0.5 * num_tokens - BLOCK_SIZE < half["kept_tokens"] <= 0.5 * num_tokens
@@ -159,8 +162,8 @@ def test_wishes_of_a_request(server: Server) -> None:
     assert full["skip_reason"] == "budget_covers_prompt"
 
 
-def test_every_method_and_a_guarded_budget(server: Server) -> None:
-    """Requests name their methods, in one batch; all hold what the budget says."""
+def test_every_method_and_a_guarded_budget(server: ChatServer) -> None:
+    """Each request of one batch names a method; all of them stay within the budget."""
     asks = [{"kv_eviction": name, **REPORT} for name in POLICY_NAMES]
     with ThreadPoolExecutor(len(asks)) as pool:
         reports = [report_of(answer) for answer in pool.map(server.ask, asks)]
@@ -197,9 +200,11 @@ def test_every_method_and_a_guarded_budget(server: Server) -> None:
     ],
     ids=lambda value: repr(value)[:60],
 )
-def test_wrong_wishes_are_http_400(server: Server, xargs: dict[str, Any], parts: list[str]) -> None:
-    """The message names the parameter, its value and the way out; the server lives on."""
-    server.ask(max_tokens=1)  # the image is known: see the next test
+def test_wrong_options_are_http_400(
+    server: ChatServer, xargs: dict[str, Any], parts: list[str]
+) -> None:
+    """The message names the parameter, its value and the way out; the server keeps running."""
+    server.ask(max_tokens=1)  # so that the engine knows the image: see the next test
     with pytest.raises(openai.BadRequestError) as caught:
         server.ask(xargs)
     for part in parts:
@@ -207,8 +212,8 @@ def test_wrong_wishes_are_http_400(server: Server, xargs: dict[str, Any], parts:
     assert server.ask(max_tokens=2).usage.completion_tokens == 2
 
 
-def test_an_image_that_came_with_a_wrong_request_first_is_missed_once(server: Server) -> None:
-    """By vLLM's engine, whatever was wrong, since only the front end has seen it."""
+def test_an_image_that_came_with_a_wrong_request_first_is_missed_once(server: ChatServer) -> None:
+    """Only vLLM's front end has seen it, not the engine. Any wrong parameter has this effect."""
     for seed, wrong in (
         (901, {"xargs": {"kv_eviction_budget": 0}}),
         (902, {"logit_bias": {99999: 1}}),
@@ -221,8 +226,8 @@ def test_an_image_that_came_with_a_wrong_request_first_is_missed_once(server: Se
         assert server.ask(**ask).usage.completion_tokens == 2
 
 
-def test_ten_thousand_images_are_http_400(server: Server) -> None:
-    """By vLLM's own limit; none of them is looked at."""
+def test_ten_thousand_images_are_http_400(server: ChatServer) -> None:
+    """vLLM's own limit refuses them before it decodes any."""
     (message,) = messages(1)
     (image,) = (part for part in message["content"] if part["type"] == "image_url")
     with pytest.raises(openai.BadRequestError, match="image"):
@@ -230,9 +235,9 @@ def test_ten_thousand_images_are_http_400(server: Server) -> None:
     assert server.ask(max_tokens=2).usage.completion_tokens == 2
 
 
-def test_wrong_wishes_in_a_stream_and_in_completions(server: Server) -> None:
+def test_wrong_options_in_a_stream_and_in_completions(server: ChatServer) -> None:
     wrong = {"kv_eviction_budget": -1}
-    # vLLM validates a stream's request once the response has begun: an error event ends it.
+    # vLLM validates a streamed request after the response has begun, and ends it by an error event.
     with pytest.raises(openai.APIError, match="kv_eviction_budget is -1") as caught:
         list(server.ask(wrong, stream=True))
     body: Any = caught.value.body
@@ -243,15 +248,15 @@ def test_wrong_wishes_in_a_stream_and_in_completions(server: Server) -> None:
         )
 
 
-def test_stream_has_the_same_text(server: Server) -> None:
+def test_stream_has_the_same_text(server: ChatServer) -> None:
     whole = server.ask(max_tokens=20, seed=1)
     stream = server.ask(max_tokens=20, seed=1, stream=True)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
     assert text == whole.choices[0].message.content
 
 
-def test_several_choices_share_a_prompt(server: Server) -> None:
-    """Each is a request of its own that is evicted, though they share the prompt's blocks."""
+def test_several_choices_share_a_prompt(server: ChatServer) -> None:
+    """Each choice is a request that is evicted, although they share the prompt's blocks."""
     before = evictions(server)
     answer = server.ask(REPORT, n=2, max_tokens=40, temperature=1)
     assert answer.usage.completion_tokens == 80
@@ -260,23 +265,23 @@ def test_several_choices_share_a_prompt(server: Server) -> None:
     assert report_of(answer)["blocks_after"] == 2
 
 
-def evictions(server: Server) -> int:
+def evictions(server: ChatServer) -> int:
     return sum(" prompt tokens kept a head, blocks " in line for line in server.lines())
 
 
-def test_two_images_in_a_prompt(server: Server) -> None:
+def test_two_images_in_a_prompt(server: ChatServer) -> None:
     answer = server.ask(REPORT, messages=messages(7, images=2))
     assert answer.usage.prompt_tokens > 300 + 2 * VISION_TOKENS
     assert report_of(answer)["skip_reason"] is None
 
 
-def test_text_passes_untouched(server: Server) -> None:
+def test_text_passes_untouched(server: ChatServer) -> None:
     text = [{"role": "user", "content": random_text(3, 400)}]
     report = report_of(server.ask(REPORT, messages=text))
     assert (report["skip_reason"], report["kept_tokens"]) == ("text_only", None)
 
 
-def test_completions(server: Server) -> None:
+def test_completions(server: ChatServer) -> None:
     answer = server.client.completions.create(
         model="tiny",
         prompt=random_text(4, 400),
@@ -289,7 +294,7 @@ def test_completions(server: Server) -> None:
     assert report_of(answer)["skip_reason"] == "text_only"
 
 
-def test_responses(server: Server) -> None:
+def test_responses(server: ChatServer) -> None:
     content = messages(0)[0]["content"]
     image = {"type": "input_image", "image_url": content[0]["image_url"]["url"], "detail": "auto"}
     question: Any = [{"type": "input_text", "text": content[1]["text"]}, image]
@@ -308,12 +313,12 @@ def test_responses(server: Server) -> None:
         )
 
 
-def test_many_at_once_answer_as_alone(server: Server) -> None:
-    """Different prompts and budgets in one batch; each answer is the one it gives alone."""
+def test_many_at_once_answer_as_alone(server: ChatServer) -> None:
+    """Different prompts and budgets in one batch; each request gets the answer it gets alone."""
 
     def ask(seed: int) -> str:
-        wish = {"kv_eviction_budget": (0.1, 0.3, 0.6, 1)[seed % 4]}
-        answer = server.ask(wish, messages=messages(seed, length=150 + 60 * seed), max_tokens=40)
+        xargs = {"kv_eviction_budget": (0.1, 0.3, 0.6, 1)[seed % 4]}
+        answer = server.ask(xargs, messages=messages(seed, length=150 + 60 * seed), max_tokens=40)
         assert answer.usage.completion_tokens == 40
         return answer.choices[0].message.content
 
@@ -323,14 +328,14 @@ def test_many_at_once_answer_as_alone(server: Server) -> None:
     assert len(set(together)) == 8
 
 
-def test_engine_logs_no_error(server: Server) -> None:
-    """Every step was recounted (`check_integrity`), and no wrong wish reached the engine."""
+def test_engine_logs_no_error(server: ChatServer) -> None:
+    """`check_integrity` recounted every step, and no wrong option reached the engine."""
     lines = [line for line in server.lines() if re.match(r"\((EngineCore|Worker|VllmWorker)", line)]
     assert lines
     assert [line for line in lines if re.search(r"\bERROR\b|Traceback|Integrity", line)] == []
 
 
-def test_interrupt_ends_every_process(server: Server) -> None:
-    """Last in this file: the server is gone afterwards."""
-    assert len(group_members(server.process.pid)) > 1  # the engine is a process of its own
+def test_interrupt_ends_every_process(server: ChatServer) -> None:
+    """Last in this file, because it stops the server."""
+    assert len(group_members(server.process.pid)) > 1  # the engine is a separate process
     server.interrupt()

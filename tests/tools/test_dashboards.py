@@ -38,7 +38,7 @@ from measure.serving import free_port
 from tests.conftest import ROOT
 from vllm_tgvkv.config import CONFIG_KEY
 from vllm_tgvkv.counters import SKIP_REASONS
-from vllm_tgvkv.metrics import METRICS, Observations
+from vllm_tgvkv.metrics import METRICS, MetricsBuffer
 from vllm_tgvkv.server.prometheus import EvictionPrometheusStatLogger
 
 CONFIGS = ROOT / "configs"
@@ -144,18 +144,18 @@ class Traffic:
 
     def step(self) -> None:
         """Let every metric of ours move, and those of vLLM that are asked for."""
-        observations = Observations()
+        buffer = MetricsBuffer()
         for metric in METRICS.values():
             for labels in itertools.product(*(LABELS[label] for label in metric.labels)):
                 if metric.kind == "gauge":
-                    observations.set(metric.name, 3)
+                    buffer.set(metric.name, 3)
                 elif metric.kind == "histogram":
-                    observations.observe(metric.name, *labels, value=0.01)
+                    buffer.observe(metric.name, *labels, value=0.01)
                 else:
                     number = {"prompt_tokens": 100, "kept_tokens": 12}.get(metric.name, 2)
-                    observations.count(metric.name, *labels, by=number)
+                    buffer.count(metric.name, *labels, by=number)
         stats = SchedulerStats(num_running_reqs=5, num_waiting_reqs=2, kv_cache_usage=0.7)
-        observations.move_to(stats.waiting_lora_adapters)
+        buffer.move_to(stats.waiting_lora_adapters)
         iteration = IterationStats()
         iteration.time_to_first_tokens_iter = [0.2, 0.2]
         iteration.inter_token_latencies_iter = [0.02] * 10

@@ -49,7 +49,7 @@ OTHERS = frozenset(
         FastAPI, Starlette, httpx: app call dependant dependencies detail headers include_router
         json model_dump path phrase post receive scope state status_code url
         Prometheus and torch: inc load wait
-        Python: __func__ add_argument add_argument_group api_key cache_clear strerror
+        Python: __func__ add_argument add_argument_group api_key cache_clear metadata strerror
         transformers' configurations: attention_chunk_size attn_logit_softcapping
         image_grid_pinpoints image_size layer_types layers_block_type model_type patch_size
         sliding_window spatial_merge_size use_sliding_window vision_config

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dealing of pages: conservation, floors and caps, ties, extreme shares."""
+"""Apportionment of pages: conservation, floors and caps, ties, extreme shares."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ANY_SHARE = st.one_of(
     st.floats(min_value=0, max_value=1e30),
     st.sampled_from([0.0, 1.0, 1e-30, 1e30, 5e-324, NAN, INFINITY]),
 )
-# Ratios of these are either small integers or beyond anything that rounding could see.
+# Ratios of these are either small fractions or too large for rounding to matter.
 PLAIN_SHARE = st.builds(
     lambda digits, scale: digits * scale, st.integers(0, 50), st.sampled_from([1e-30, 1.0, 1e30])
 )
@@ -73,12 +73,12 @@ def test_excess_goes_to_the_others_in_proportion() -> None:
     assert deal([100.0, 2.0, 1.0], 16, 0, 10) == [10, 4, 2]
 
 
-def test_one_hot_share_fills_up_then_the_rest_is_equal() -> None:
+def test_one_hot_share_fills_up_then_the_others_are_equal() -> None:
     assert deal([0.0, 1.0, 0.0], 5, 1, 3) == [1, 3, 1]
     assert deal([0.0, 1.0, 0.0], 9, 1, 5) == [2, 5, 2]
 
 
-def test_rows_of_a_batch_are_dealt_alone() -> None:
+def test_rows_of_a_batch_are_independent() -> None:
     fresh_seed()
     shares = torch.rand(3, 2, 7)
     counts = apportion(shares, 40, 1, 20)
@@ -98,7 +98,7 @@ def test_large_dealings_match_the_reference() -> None:
 
 
 def test_order_of_the_shares_does_not_matter() -> None:
-    """Sums are exact: only equal remainders, which these shares hardly have, look at the order."""
+    """Sums are exact; order matters only for equal remainders, which are unlikely here."""
     fresh_seed()
     for shares in (torch.rand(2048), torch.rand(2048) ** 20, torch.randn(2048).mul(30).exp()):
         order = torch.randperm(len(shares))

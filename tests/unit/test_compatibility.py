@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What eviction refuses, on folders that hold a model's configuration and not one weight."""
+"""Features and models that eviction refuses, tested on configurations without weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vllm_tgvkv.compatibility import check_vllm_config
 from vllm_tgvkv.config import CONFIG_KEY
 from vllm_tgvkv.errors import EvictionConfigError, UnsupportedByEvictionError
 from vllm_tgvkv.patches import ASYNC_SCHEDULER_CLS, SCHEDULER_CLS
-from vllm_tgvkv.platforms import eviction_platform
+from vllm_tgvkv.platforms import Platform
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -119,7 +119,7 @@ Folder = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    """A function that writes `config.json` of a model, and nothing else."""
+    """Return a function that writes a model's `config.json`, without weights."""
 
     def write(config: Callable[..., Any], architecture: str, **fields: Any) -> str:
         path = tmp_path_factory.mktemp(config.__name__)
@@ -150,6 +150,13 @@ def refusal(model: str, **options: Any) -> str:
     return message
 
 
+def refusal_of(config: VllmConfig, platform: Platform = platforms.CPU) -> str:
+    """Return the plugin's refusal of a configuration that vLLM has built."""
+    with pytest.raises(UnsupportedByEvictionError) as caught:
+        check_vllm_config(config, platform)
+    return str(caught.value)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "architecture", "feature"),
@@ -167,7 +174,7 @@ def refusal(model: str, **options: Any) -> str:
 def test_models_that_are_refused(
     folder: Folder, config: Callable[..., Any], architecture: str, feature: str
 ) -> None:
-    """The message arrives before any weight is read: there is none."""
+    """The message arrives before any weight is read."""
     message = refusal(folder(config, architecture))
     assert f"does not work with {feature}" in message
     assert "serve another model" in message
@@ -267,7 +274,7 @@ def test_quantised_caches_that_are_refused(
 
 
 def test_fp8_caches_are_for_cpus_and_heads_of_32_values(plain: str, folder: Folder) -> None:
-    """Also where the checkpoint asks for one, and then `auto` would be no way out."""
+    """Also if the checkpoint asks for one; then `auto` is no way out."""
     wide = folder(wide_llama, "LlamaForCausalLM", dtype="bfloat16")
     asking = folder(
         wide_llama,
@@ -278,16 +285,15 @@ def test_fp8_caches_are_for_cpus_and_heads_of_32_values(plain: str, folder: Fold
     for model, asked in ((wide, "fp8"), (wide, "fp8_e5m2"), (asking, "auto")):
         config = configure(model, kv_cache_dtype=asked)
         assert config.scheduler_config.scheduler_cls == SCHEDULER_CLS
-        with pytest.raises(UnsupportedByEvictionError) as caught:
-            check_vllm_config(config, platforms.CUDA)
-        assert "a quantised cache (--kv-cache-dtype fp8" in str(caught.value)
-        assert ") on this platform yet: use --kv-cache-dtype bfloat16 or " in str(caught.value)
+        message = refusal_of(config, platforms.CUDA)
+        assert "a quantised cache (--kv-cache-dtype fp8" in message
+        assert ") on this platform yet: use --kv-cache-dtype bfloat16 or " in message
     message = refusal(plain, kv_cache_dtype="fp8")
     assert "a quantised cache (--kv-cache-dtype fp8) of heads of 16 values" in message
 
 
 def test_drafts_by_ngrams_are_planned_step_by_step(plain: str) -> None:
-    """vLLM does not schedule these ahead, neither by default nor by force."""
+    """vLLM never schedules these ahead, not even on request."""
     vllm_config = configure(plain, speculative_config=NGRAM)
     assert vllm_config.scheduler_config.scheduler_cls == SCHEDULER_CLS
     with pytest.raises(ValueError, match="async scheduling is only supported with"):
@@ -295,16 +301,13 @@ def test_drafts_by_ngrams_are_planned_step_by_step(plain: str) -> None:
 
 
 def test_other_drafts_are_refused_by_name(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set behind vLLM's back, which wants a draft model or a package for most of them."""
-    vllm_config, platform = configure(plain, speculative_config=NGRAM), eviction_platform()
-    assert platform is not None
+    """Set after vLLM's own checks, which need a draft model or a package for most of them."""
+    vllm_config = configure(plain, speculative_config=NGRAM)
     others = {*get_args(SpeculativeMethod)} - {"ngram"}
     assert {"draft_model", "eagle", "eagle3", "medusa", "mtp", "ngram_gpu", "suffix"} < others
     for method in others:
         monkeypatch.setattr(vllm_config.speculative_config, "method", method)
-        with pytest.raises(UnsupportedByEvictionError) as caught:
-            check_vllm_config(vllm_config, platform)
-        assert str(caught.value) == (
+        assert refusal_of(vllm_config) == (
             f"--kv-eviction does not work with speculative decoding by {method} yet: use the "
             "method ngram in --speculative-config, remove the flag or leave out --kv-eviction"
         )
@@ -317,8 +320,7 @@ def test_a_draft_model_is_refused(plain: str) -> None:
 
 def test_drafts_are_refused_on_a_gpu(plain: str) -> None:
     vllm_config = configure(plain, speculative_config=NGRAM)
-    with pytest.raises(UnsupportedByEvictionError, match="by ngram on this platform yet: remove"):
-        check_vllm_config(vllm_config, platforms.CUDA)
+    assert "by ngram on this platform yet: remove" in refusal_of(vllm_config, platforms.CUDA)
 
 
 def qwen3_moe() -> Any:
@@ -326,7 +328,7 @@ def qwen3_moe() -> Any:
 
 
 def test_replicas_are_refused_where_their_steps_depend_on_each_other(folder: Folder) -> None:
-    """A mixture of experts: one engine of it has no such steps, and dense replicas have none."""
+    """Only for a mixture of experts with several replicas."""
     mixture = folder(qwen3_moe, "Qwen3MoeForCausalLM")
     message = refusal(mixture, data_parallel_size=2)
     assert "data parallelism of a mixture of experts (--data-parallel-size 2)" in message
@@ -335,15 +337,13 @@ def test_replicas_are_refused_where_their_steps_depend_on_each_other(folder: Fol
 
 
 def test_replicas_of_a_dense_model(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that vLLM starts itself as processes of one machine."""
-    vllm_config, platform = configure(plain, data_parallel_size=2), eviction_platform()
+    """Replicas that vLLM starts as processes of one machine."""
+    vllm_config = configure(plain, data_parallel_size=2)
     assert vllm_config.scheduler_config.scheduler_cls == SCHEDULER_CLS
     assert vllm_config.parallel_config.data_parallel_size == 2
-    assert platform is not None
-    # What vLLM refuses itself where Ray is not installed.
+    # vLLM refuses it itself if Ray is not installed.
     monkeypatch.setattr(vllm_config.parallel_config, "data_parallel_backend", "ray")
-    with pytest.raises(UnsupportedByEvictionError, match="use --data-parallel-backend mp"):
-        check_vllm_config(vllm_config, platform)
+    assert "use --data-parallel-backend mp" in refusal_of(vllm_config)
 
 
 @pytest.mark.parametrize(
@@ -363,24 +363,20 @@ def test_ranks_and_stages_are_processes_of_one_machine(
     feature: str,
     way_out: str,
 ) -> None:
-    """Set behind vLLM's back, which refuses some of it here by itself."""
+    """Set after vLLM's own checks, which refuse some of it here."""
     vllm_config = configure(plain, **{f"{kind}_parallel_size": 2})
-    platform = eviction_platform()
     assert vllm_config.scheduler_config.scheduler_cls == SCHEDULER_CLS
-    assert platform is not None
     monkeypatch.setattr(vllm_config.parallel_config, field, value)
-    with pytest.raises(UnsupportedByEvictionError) as caught:
-        check_vllm_config(vllm_config, platform)
-    assert f"does not work with {kind} parallelism {feature}" in str(caught.value)
-    assert way_out in str(caught.value)
+    message = refusal_of(vllm_config)
+    assert f"does not work with {kind} parallelism {feature}" in message
+    assert way_out in message
 
 
 @pytest.mark.parametrize("kind", ["tensor", "pipeline"])
 def test_ranks_and_stages_with_a_gpu_each_are_refused(plain: str, kind: str) -> None:
     vllm_config = configure(plain, **{f"{kind}_parallel_size": 2})
-    message = rf"{kind} parallelism \(--{kind}-parallel-size 2\) on this platform"
-    with pytest.raises(UnsupportedByEvictionError, match=message):
-        check_vllm_config(vllm_config, platforms.CUDA)
+    message = refusal_of(vllm_config, platforms.CUDA)
+    assert f"{kind} parallelism (--{kind}-parallel-size 2) on this platform" in message
 
 
 @pytest.mark.parametrize(
@@ -397,23 +393,21 @@ def test_ranks_and_stages_with_a_gpu_each_are_refused(plain: str, kind: str) -> 
 def test_context_parallelism_is_refused_by_vllm_itself(
     plain: str, options: dict[str, Any], part: str
 ) -> None:
-    """Fails once vLLM lets it pass; our own refusal must then be tested here."""
+    """Fails once vLLM allows it; then the plugin's refusal must be tested here."""
     with pytest.raises(ValueError, match=part):
         configure(plain, **options)
 
 
 def test_model_runner_v2_is_refused(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By vLLM where Triton is missing, by the plugin where it is there."""
+    """vLLM refuses it without Triton, the plugin with Triton."""
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     with pytest.raises(ValueError, match=r"[Mm]odel [Rr]unner V2"):
         configure(plain)
-    # The plugin's own refusal, which a build with Triton reaches.
+    # The plugin's own refusal, as in a build with Triton.
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
-    vllm_config, platform = configure(plain), eviction_platform()
-    assert platform is not None
+    vllm_config = configure(plain)
     monkeypatch.setattr(VllmConfig, "use_v2_model_runner", property(lambda self: True))
-    with pytest.raises(UnsupportedByEvictionError, match="set VLLM_USE_V2_MODEL_RUNNER=0"):
-        check_vllm_config(vllm_config, platform)
+    assert "set VLLM_USE_V2_MODEL_RUNNER=0" in refusal_of(vllm_config)
 
 
 @pytest.mark.parametrize(
@@ -426,18 +420,15 @@ def test_model_runner_v2_is_refused(plain: str, monkeypatch: pytest.MonkeyPatch)
 def test_what_only_a_gpu_lets_pass_is_refused(
     plain: str, part: str, field: str, feature: str
 ) -> None:
-    """On CPU vLLM refuses these flags itself."""
-    vllm_config, platform = configure(plain), eviction_platform()
-    assert platform is not None
+    """vLLM itself refuses these flags on CPU."""
+    vllm_config = configure(plain)
     setattr(getattr(vllm_config, part), field, True)
-    with pytest.raises(UnsupportedByEvictionError, match=feature):
-        check_vllm_config(vllm_config, platform)
+    assert feature in refusal_of(vllm_config)
 
 
 def test_a_decode_kernel_that_the_platform_does_not_have_is_refused(plain: str) -> None:
     eviction = {CONFIG_KEY: {"policy": "tgv", "decode_kernel": "triton"}}
-    with pytest.raises(UnsupportedByEvictionError, match="decode_kernel: triton on this platform"):
-        configure(plain, eviction)
+    assert "decode_kernel: triton on this platform" in refusal(plain, eviction=eviction)
 
 
 def test_steps_that_are_scheduled_ahead_have_a_scheduler_for_that(
@@ -454,20 +445,18 @@ def test_another_platform_is_refused(plain: str, monkeypatch: pytest.MonkeyPatch
     assert "use a CPU or CUDA build of vLLM" in refusal(plain)
 
 
-def test_wrong_settings_are_refused_before_a_model_is_looked_at(tmp_path: Path) -> None:
+def test_wrong_settings_are_refused_before_a_model_is_read(tmp_path: Path) -> None:
     with pytest.raises(EvictionConfigError, match=r"kv_eviction\.budget is 0"):
         configure(str(tmp_path), {CONFIG_KEY: {"policy": "tgv", "budget": 0}})
 
 
-def test_what_is_supported_gets_the_plugins_classes(plain: str, folder: Folder) -> None:
-    """Also a model whose configuration names a window that it does not use."""
+def test_supported_models_get_the_plugins_classes(plain: str, folder: Folder) -> None:
+    """Also a model whose configuration has a window that it does not use."""
     for model in (plain, folder(qwen2, "Qwen2ForCausalLM", use_sliding_window=False)):
         config = configure(model)
         assert config.scheduler_config.scheduler_cls == SCHEDULER_CLS
-        platform = eviction_platform()
-        assert platform is not None
-        assert config.parallel_config.worker_cls == platform.worker_cls
-        assert config.attention_config.backend.name == platform.attention_backend
+        assert config.parallel_config.worker_cls == platforms.CPU.worker_cls
+        assert config.attention_config.backend.name == platforms.CPU.attention_backend
         assert not config.scheduler_config.async_scheduling  # vLLM's choice on CPU
 
 
@@ -485,21 +474,11 @@ def test_serve_exits_with_the_message_as_its_last_line(plain: str) -> None:
     command += ["--kv-eviction", "tgv", "--port", "0"]
     command += ["--speculative-config", json.dumps(NGRAM), "--pipeline-parallel-size", "2"]
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
-    run = subprocess.run(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-        timeout=240,
-    )
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
     assert run.returncode not in (0, None)
-    assert (
-        run.stdout.strip()
-        .splitlines()[-1]
-        .endswith(
-            "--kv-eviction does not work with speculative decoding by ngram in pipeline stages "
-            "(--pipeline-parallel-size 2) yet: remove --speculative-config or use "
-            "--pipeline-parallel-size 1 or leave out --kv-eviction"
-        )
+    last = f"{run.stdout}{run.stderr}".strip().splitlines()[-1]
+    assert last.endswith(
+        "--kv-eviction does not work with speculative decoding by ngram in pipeline stages "
+        "(--pipeline-parallel-size 2) yet: remove --speculative-config or use "
+        "--pipeline-parallel-size 1 or leave out --kv-eviction"
     )

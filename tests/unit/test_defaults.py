@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defaults that change while the server runs: whatever wrote the file, and whatever is in it."""
+"""Defaults that change while the server runs, with any writer and any content of the file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_without_a_file_the_settings_are_the_servers() -> None:
     assert Defaults(config).current() is config
 
 
-def test_every_process_sees_what_one_of_them_wrote(tmp_path: Path) -> None:
+def test_every_process_sees_a_change(tmp_path: Path) -> None:
     config = server(tmp_path / "defaults.json", sinks=7)
     one, other = Defaults(config), Defaults(config)
     assert one.current() == other.current() == config
@@ -41,7 +41,7 @@ def test_every_process_sees_what_one_of_them_wrote(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["policy: none\n", "", "{}", "budget: 512"])
-def test_files_that_people_write(tmp_path: Path, text: str) -> None:
+def test_files_written_by_hand(tmp_path: Path, text: str) -> None:
     path = tmp_path / "defaults.yaml"
     path.write_text(text)
     defaults = Defaults(server(path))
@@ -82,7 +82,7 @@ def test_a_file_with_mistakes_changes_nothing(
     assert defaults.current().budget == Budget(fraction=0.75)
 
 
-def test_what_is_wrong_is_not_written(tmp_path: Path) -> None:
+def test_wrong_values_are_not_written(tmp_path: Path) -> None:
     path = tmp_path / "defaults.json"
     defaults = Defaults(server(path))
     with pytest.raises(EvictionConfigError, match="budget of the request is 0"):
@@ -107,6 +107,6 @@ def test_a_file_that_is_swapped_like_a_mounted_configmap(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("path", ["relative.yaml", 7, "/no/such/folder/defaults.yaml"])
-def test_the_files_place_is_checked_at_start(path: Any) -> None:
+def test_the_path_is_checked_at_start(path: Any) -> None:
     with pytest.raises(EvictionConfigError, match=r"kv_eviction\.defaults_file is"):
         EvictionConfig.from_mapping({"policy": "tgv", "defaults_file": path})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merging of evicted tokens against loops."""
+"""Merging of evicted tokens against the oracle."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ PAIRS = LAYERS * HEADS
     [
         [[1, 1, 1], [1, 1, 1]],
         [[0, 2, 1], [3, 0, 0]],  # heads without a page, first and last
-        [[0, 0, 6], [0, 0, 0]],  # one head with all of the prompt
+        [[0, 0, 6], [0, 0, 0]],  # one head with the whole prompt
         [[1, 0, 1], [0, 2, 0]],  # fewer pages than the region has
     ],
 )
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 )
-def test_kept_tokens_become_means_of_what_is_nearest(
+def test_kept_tokens_become_means_of_the_nearest(
     counts: list[list[int]], dtype: torch.dtype
 ) -> None:
     fresh_seed()
@@ -42,7 +42,7 @@ def test_kept_tokens_become_means_of_what_is_nearest(
     blocks = torch.randperm(num_old + num_new + 2)
     old, new = blocks[:num_old], blocks[num_old : num_old + num_new]
     keys, values = torch.randn(2, len(blocks) * PAIRS, BLOCK_SIZE, HEAD_SIZE).to(dtype)
-    # What is neither read nor written here is NaN, and so are the fresh blocks before the copy.
+    # Blocks outside the prompt are NaN, including fresh blocks before the copy.
     for pool in (keys, values):
         pool.view(len(blocks), -1)[blocks[num_old:]] = float("nan")
     expected = (keys.clone(), values.clone())
@@ -54,7 +54,7 @@ def test_kept_tokens_become_means_of_what_is_nearest(
     num_pages = int(offsets[-1])
     page = torch.arange(num_pages)
     written = new[page // PAIRS] * PAIRS + page % PAIRS
-    # Sums of a few numbers of fp8 are exact in float32, so that both means are rounded alike.
+    # Sums of a few fp8 numbers are exact in float32, so both means are rounded equally.
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 1e-2}.get(dtype, 0)
     for pool, whole in zip((keys.float(), values.float()), expected, strict=True):
         whole = whole.float()

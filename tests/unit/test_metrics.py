@@ -18,21 +18,21 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from vllm_tgvkv.config import CONFIG_KEY
 from vllm_tgvkv.counters import SKIP_REASONS, EvictionCounters
-from vllm_tgvkv.metrics import METRICS, Observations, take_observations
+from vllm_tgvkv.metrics import METRICS, MetricsBuffer, take_metrics
 from vllm_tgvkv.plan import Outcome
 
 
 def test_what_is_observed_arrives_and_leaves_no_trace() -> None:
-    observations = Observations()
-    observations.count("requests", "tgv")
-    observations.count("requests", "tgv", by=2)
-    observations.count("requests", "h2o")
-    observations.set("blocks_held", 7)
-    observations.observe("kept_fraction", "tgv", value=0.1234)
-    observations.observe("seconds", "tgv", "copy", value=0.00042)
+    buffer = MetricsBuffer()
+    buffer.count("requests", "tgv")
+    buffer.count("requests", "tgv", by=2)
+    buffer.count("requests", "h2o")
+    buffer.set("blocks_held", 7)
+    buffer.observe("kept_fraction", "tgv", value=0.1234)
+    buffer.observe("seconds", "tgv", "copy", value=0.00042)
     field = {"an adapter": 3}
-    observations.move_to(field)
-    found = {(metric.name, *labels): number for metric, labels, number in take_observations(field)}
+    buffer.move_to(field)
+    found = {(metric.name, *labels): number for metric, labels, number in take_metrics(field)}
     assert found == {
         ("requests", "tgv"): 3,
         ("requests", "h2o"): 1,
@@ -41,14 +41,14 @@ def test_what_is_observed_arrives_and_leaves_no_trace() -> None:
         ("seconds", "tgv", "copy", "420"): 1,
     }
     assert field == {"an adapter": 3}
-    observations.move_to(field)
+    buffer.move_to(field)
     assert field == {"an adapter": 3}
     # Of a gauge its changes travel.
-    observations.set("blocks_held", 7)
-    observations.set("blocks_held", 9)
-    observations.set("blocks_held", 2)
-    observations.move_to(field)
-    assert [number for _, _, number in take_observations(field)] == [-5]
+    buffer.set("blocks_held", 7)
+    buffer.set("blocks_held", 9)
+    buffer.set("blocks_held", 2)
+    buffer.move_to(field)
+    assert [number for _, _, number in take_metrics(field)] == [-5]
 
 
 def config(eviction: dict[str, Any] | None) -> Any:
@@ -92,7 +92,7 @@ def test_series_of_the_servers_method_begin_at_zero() -> None:
 
 def test_statistics_become_metrics() -> None:
     prometheus = logger({"policy": "tgv"})
-    counters = EvictionCounters(observations=Observations())
+    counters = EvictionCounters(metrics=MetricsBuffer())
     counters.evicted("h2o", 400, 40)
     counters.gave_back("h2o", 9)
     counters.gave_back("h2o", -2)  # others share the prompt's blocks
@@ -101,9 +101,9 @@ def test_statistics_become_metrics() -> None:
     seen, kept = {"text": 300, "vision": 100}, {"text": 30, "vision": 10}
     counters.record_outcome(Outcome("r", 5, None, "h2o", seen, kept, {"copy": 0.002}))
     stats = SchedulerStats()
-    assert counters.observations is not None
-    counters.observations.set("compressed_requests", 3)
-    counters.observations.move_to(stats.waiting_lora_adapters)
+    assert counters.metrics is not None
+    counters.metrics.set("compressed_requests", 3)
+    counters.metrics.move_to(stats.waiting_lora_adapters)
     prometheus.record(stats, None)
     assert not stats.waiting_lora_adapters
     assert value("requests_total", policy="h2o") == 1
@@ -131,12 +131,12 @@ def test_statistics_may_reach_any_api_server_in_any_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files of several processes, as a scrape of any of them puts them together."""
-    observations, steps = Observations(), []
+    buffer, steps = MetricsBuffer(), []
     for held in (5, 2, 3, 0):
-        observations.set("blocks_held", held)
-        observations.count("requests", "tgv")
+        buffer.set("blocks_held", held)
+        buffer.count("requests", "tgv")
         steps.append({})
-        observations.move_to(steps[-1])
+        buffer.move_to(steps[-1])
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     registry = prometheus_client.CollectorRegistry()
     MultiProcessCollector(registry, str(tmp_path))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Page arithmetic: the decode step's tables and lengths, and the copy into fresh pages."""
+"""Page arithmetic: tables and lengths of the decode step, and the copy into fresh pages."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ NUM_BLOCKS = 200
 
 @dataclass
 class Batch:
-    """Random decode requests, some of them compressed, some rows without tokens."""
+    """Random decode requests: compressed, uncompressed, and rows without tokens."""
 
     layers: int
     heads: int
     block_size: int
     gathered: tuple[torch.Tensor, ...]
-    """Block table, lengths and region state by row, as the reference takes them."""
+    """Block table, lengths and region state by row, as in the oracle."""
     pooled: tuple[torch.Tensor, ...]
     """The same with region state by block."""
     extra_width: int
 
     @property
     def width(self) -> int:
-        """The least documented width, blocks of the longest sequence, and a bit more."""
+        """The least documented width, the blocks of the longest sequence, plus `extra_width`."""
         return math.ceil(int(self.gathered[1].max()) / self.block_size) + self.extra_width
 
-    def expected(self, width: int, behind: int) -> tuple[list[Any], list[Any]]:
-        """Tables with `behind` in the entries behind the last page, and lengths."""
+    def expected(self, width: int, padding: int) -> tuple[list[Any], list[Any]]:
+        """Return tables, padded after the last page, and lengths."""
         pages, lengths = reference.page_tables(
             *self.gathered, self.block_size, self.layers, self.heads
         )
         return [
-            [[row + [behind] * (width - len(row)) for row in heads] for heads in layer]
+            [[row + [padding] * (width - len(row)) for row in heads] for heads in layer]
             for layer in pages
         ], lengths
 
@@ -87,7 +87,7 @@ def batches(draw: st.DrawFn) -> Batch:
         firsts.append(row[0])
         rows.append(row)
         seq_lens.append(seq_len)
-    for _ in range(draw(st.integers(0, 2))):  # rows without tokens, whose table says nothing
+    for _ in range(draw(st.integers(0, 2))):  # rows without tokens or blocks
         place = draw(st.integers(0, len(rows)))
         for values, value in ((rows, []), (seq_lens, 0), (firsts, 0)):
             values.insert(place, value)
@@ -110,7 +110,7 @@ def batches(draw: st.DrawFn) -> Batch:
 @given(batches(), st.data())
 def test_tables_and_lengths_equal_the_reference(batch: Batch, data: st.DataObject) -> None:
     width, requests = batch.width, len(batch.gathered[1])
-    expected_tables, expected_lengths = batch.expected(width, behind=0)
+    expected_tables, expected_lengths = batch.expected(width, padding=0)
     first = data.draw(st.integers(0, batch.layers - 1))
     end = data.draw(st.integers(first, batch.layers))
     tables = torch.full((end - first, requests, batch.heads, width), -7, dtype=torch.int32)
@@ -143,7 +143,7 @@ def test_wrong_arguments_are_named() -> None:
 
 @dataclass
 class Pool:
-    """A pool whose prompt holds numbers and whose every other bit says NaN."""
+    """A pool with numbers in the prompt's blocks and NaN everywhere else."""
 
     keys: torch.Tensor
     values: torch.Tensor

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vision runs, patch grids and observation rows of prompts made by hand."""
+"""Vision runs, patch grids and observation rows of small prompts."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ def feature(
     modality: str = "image",
     reported: Mapping[str, int | Sequence[int]] | None = None,
 ) -> MultiModalFeatureSpec:
-    """A placeholder at `offset`; `embeds` are the positions in it that carry embeddings.
+    """Return a placeholder at `offset`.
 
-    `reported` is what the model's processor says of it besides the pixels.
+    Args:
+        embeds: positions in it that carry embeddings, by default all.
+        reported: values that the model's processor reports in addition to pixels.
     """
     is_embed = None
     if embeds is not None:
@@ -56,13 +58,13 @@ def feature(
 
 
 def model(model_type: str, **fields: Any) -> SimpleNamespace:
-    """A configuration; the tower sees 4 x 4 patches at a time."""
+    """Return a configuration whose vision tower has inputs of 4 x 4 patches."""
     vision = SimpleNamespace(image_size=56, patch_size=14, spatial_merge_size=2)
     return SimpleNamespace(model_type=model_type, vision_config=vision, **fields)
 
 
 def grids(found: MultiModalFeatureSpec, of: Any) -> list[tuple[int, tuple[int, int] | None]]:
-    """Length and grid of each run; they follow each other without a gap."""
+    """Return length and grid of each run, which must follow each other without a gap."""
     found_runs = map_prompt(1000, [found], of).vision
     ends = [run.start + run.length for run in found_runs]
     assert [run.start for run in found_runs[1:]] == ends[:-1]
@@ -96,13 +98,13 @@ def test_one_image() -> None:
 
 
 def test_several_images() -> None:
-    """Text between images votes too."""
+    """Text between images votes as well."""
     prompt = map_prompt(20, [feature(2, 4), feature(8, 4), feature(12, 4)])
     assert runs(prompt) == [(2, 4), (8, 4), (12, 4)]
     assert text_rows(prompt) == [6, 7, 16, 17, 18, 19]
 
 
-def test_first_vision_token_counts_whatever_the_order_of_features() -> None:
+def test_first_vision_token_counts_for_any_order_of_features() -> None:
     prompt = map_prompt(20, [feature(12, 4), feature(2, 4, modality="video")])
     assert text_rows(prompt) == [*range(6, 12), 16, 17, 18, 19]
 
@@ -158,27 +160,27 @@ def test_placeholder_without_embeddings_is_text() -> None:
     [
         (6, (1, 4, 6), [(6, (2, 3))]),
         (18, (3, 4, 6), [(6, (2, 3))] * 3),  # frames without text between them
-        (24, (1, 4, 6), [(24, None)]),  # not merged: another model's report
+        (24, (1, 4, 6), [(24, None)]),  # not merged: the report of another model
         (5, (1, 4, 6), [(5, None)]),  # tokens of a video were pruned
-        (4, (4, 4, 4), [(4, None)]),  # the same, though 4 frames of 1 x 1 would fit
-        (9, None, [(9, None)]),  # the report stayed with the worker: 3 x 3 would be a guess
+        (4, (4, 4, 4), [(4, None)]),  # pruned as well, although 4 frames of 1 x 1 would fit
+        (9, None, [(9, None)]),  # no report in this process: 3 x 3 would be a guess
     ],
 )
-def test_reported_grids_are_taken_if_they_are_the_placeholders(
+def test_reported_grids_are_used_if_they_fill_the_placeholder(
     length: int, thw: tuple[int, int, int] | None, expected: list[Any]
 ) -> None:
     reported = None if thw is None else {"image_grid_thw": thw}
     assert grids(feature(3, length, reported=reported), model("qwen2_vl")) == expected
 
 
-def test_grid_of_another_modality_is_not_taken() -> None:
+def test_grid_of_another_modality_is_not_used() -> None:
     """A video's grid says nothing about an image."""
     image = feature(3, 6, reported={"video_grid_thw": (1, 4, 6)})
     assert grids(image, model("qwen2_vl")) == [(6, None)]
 
 
 def test_a_square_number_of_tokens_is_no_square() -> None:
-    """Without a model that is known nothing is said, whatever the number."""
+    """The grid of an unknown model is unknown, for any number of tokens."""
     image = feature(3, 16)
     assert grids(image, None) == [(16, None)]
     assert grids(image, SimpleNamespace()) == [(16, None)]
@@ -191,12 +193,12 @@ def test_a_square_number_of_tokens_is_no_square() -> None:
     [(16, [(16, (4, 4))]), (17, [(1, (1, 1)), (16, (4, 4))]), (9, [(9, None)]), (18, [(18, None)])],
 )
 def test_llava_sees_one_square(length: int, expected: list[Any]) -> None:
-    """With the class token in front of it, if the model keeps that."""
+    """The class token precedes it if the model keeps it."""
     assert grids(feature(3, length), model("llava")) == expected
 
 
-def test_rows_of_a_larger_image_that_are_runs_of_their_own_are_no_squares() -> None:
-    """Pixtral in LLaVA's clothes: a token that is text ends each row."""
+def test_rows_of_an_image_that_are_separate_runs_are_no_squares() -> None:
+    """Pixtral, which has the model type of LLaVA: a text token ends each row."""
     embeds = [column + 5 * row for row in range(4) for column in range(4)]
     (first, *rest) = map_prompt(50, [feature(3, 20, embeds)], model("llava")).vision
     assert first == VisionSpan(3, 4, None)
@@ -208,8 +210,8 @@ def test_rows_of_a_larger_image_that_are_runs_of_their_own_are_no_squares() -> N
     [
         (112, 112, 8, 8),  # two tiles by two
         (56, 168, 4, 12),
-        (150, 70, 12, 6),  # columns of padding are gone
-        (70, 280, 6, 20),  # rows of padding are gone
+        (150, 70, 12, 6),  # without columns of padding
+        (70, 280, 6, 20),  # without rows of padding
     ],
 )
 def test_llava_next_sees_a_square_and_rows_with_ends(
@@ -226,7 +228,7 @@ def test_llava_next_sees_a_square_and_rows_with_ends(
 
 def test_llava_onevision_scales_many_tiles_down_and_ends_a_video_with_a_token() -> None:
     tiled = model("llava_onevision", **TILED)
-    reported = {"image_sizes": (336, 336)}  # 24 x 24 patches, shrunk to what 9 tiles have
+    reported = {"image_sizes": (336, 336)}  # 24 x 24 patches, scaled down to 9 tiles
     found = grids(feature(3, 16 + 12 * 13, reported=reported), tiled)
     assert found == [(16, (4, 4)), (156, (12, 13))]
     video = feature(3, 13, modality="video")
@@ -250,7 +252,7 @@ MODELS = [None, model("llava"), model("internvl"), model("qwen3_vl")] + [
 
 @st.composite
 def features_of_any_kind(draw: st.DrawFn) -> list[MultiModalFeatureSpec]:
-    """Over each other, in any order, empty, outside of the prompt; with reports that are wrong."""
+    """Overlapping, unordered, empty or outside the prompt, with wrong reports."""
     small = st.integers(0, 9)
     found = []
     for _ in range(draw(st.integers(0, 4))):
@@ -276,7 +278,7 @@ def features_of_any_kind(draw: st.DrawFn) -> list[MultiModalFeatureSpec]:
 
 
 @given(features_of_any_kind(), st.integers(1, 60), st.sampled_from(MODELS), st.integers(1, 70))
-def test_any_placeholders_are_mapped_or_known_as_malformed(
+def test_any_placeholders_are_mapped_or_marked_malformed(
     features: list[MultiModalFeatureSpec], num_tokens: int, of: Any, window: int
 ) -> None:
     prompt = map_prompt(num_tokens, features, of)
@@ -317,7 +319,7 @@ def test_row_sets() -> None:
     assert found.last_cached(exact=False) == 59
 
 
-def test_rows_that_are_not_asked_for_limit_no_prefix_hit() -> None:
+def test_unused_row_sets_do_not_limit_prefix_hits() -> None:
     prompt = map_prompt(60, [feature(8, 16)])
     assert voters(prompt, (), 40).last_cached(exact=True) is None
     assert voters(prompt, ("window",), 40).last_cached(exact=True) == 28

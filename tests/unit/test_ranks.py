@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor-parallel ranks as threads of this process, against one rank that has all heads.
 
-The threads exchange what vLLM's ranks would; a rank that does not call when the others do breaks
-the barrier and the test.
+The threads exchange the same tensors as vLLM's ranks. If a rank ends while others wait for it, they
+raise and the test fails.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_tgvkv import evictor as evictor_module
+from vllm_tgvkv import evictor, observation
 from vllm_tgvkv.budget import Budget
 from vllm_tgvkv.config import EvictionConfig
 from vllm_tgvkv.evictor import Evictor
@@ -25,6 +27,7 @@ from vllm_tgvkv.plan import Eviction, Failure, Observation, Outcome, RowSumming,
 from vllm_tgvkv.policies import POLICY_NAMES
 from vllm_tgvkv.prompt import PromptMap, VisionSpan, voters
 from vllm_tgvkv.ranks import RankError, Ranks, SharedAttention, TensorRanks
+from vllm_tgvkv.stages import Stages
 
 LAYERS, HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE = 3, 4, 2, 16, 16
 NUM_BLOCKS = 40
@@ -34,33 +37,68 @@ PROMPTS = {
     "second": PromptMap(115, (VisionSpan(20, 64, (8, 8)),)),
 }
 SHARED = [name for name in POLICY_NAMES if name != "adakv"]
-"""Methods that have a meaning at granularity `layer`."""
+"""Methods that exist at granularity `layer`."""
 
 
 class Wire:
-    """What threads exchange their numbers through."""
+    """Exchanges tensors between threads, one for each rank."""
 
     def __init__(self, size: int) -> None:
-        self._barrier = threading.Barrier(size, timeout=15)
-        self._values: list[Any] = [None] * size
-        self.num_exchanges = 0
+        self._size = size
+        self._changed = threading.Condition()
+        self._rounds: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
+        self._left: set[int] = set()
+
+    @property
+    def num_exchanges(self) -> int:
+        return len(self._rounds)
 
     def end(self, rank: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        numbers = itertools.count()
+
         def exchange(values: torch.Tensor) -> torch.Tensor:
             assert values.dtype == torch.float32, "vLLM's shared memory moves no other types"
-            self._values[rank] = values.clone()
-            self._barrier.wait()
-            gathered = torch.stack(self._values)
-            self.num_exchanges += rank == 0
-            self._barrier.wait()
-            return gathered
+            with self._changed:
+                sent = self._rounds[next(numbers)]
+                sent[rank] = values.clone()
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: len(sent) == self._size or self._left - sent.keys())
+                assert len(sent) == self._size, f"ranks {self._left} ended without this exchange"
+            return torch.stack([sent[other] for other in range(self._size)])
 
         return exchange
+
+    def leave(self, rank: int) -> None:
+        """Tell the others that this rank exchanges nothing more."""
+        with self._changed:
+            self._left.add(rank)
+            self._changed.notify_all()
+
+    def run(self, work: Callable[[int], Any]) -> list[Any]:
+        """Run `work(rank)` on a thread for each rank and return the results."""
+        results: list[Any] = [None] * self._size
+
+        def run(rank: int) -> None:
+            try:
+                results[rank] = work(rank)
+            finally:
+                self.leave(rank)
+
+        threads = [
+            threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
+            for rank in range(self._size)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert None not in results
+        return results
 
 
 @dataclass
 class Run:
-    """What came of one step on one rank."""
+    """The result of one step on one rank."""
 
     evictor: Evictor
     outcomes: dict[str, Outcome | Failure]
@@ -82,7 +120,7 @@ class Run:
 
 @dataclass
 class Model:
-    """Keys and queries of all heads; ranks get their parts."""
+    """Keys and queries of all heads; each rank takes its part."""
 
     keys: torch.Tensor
     """[num_blocks, L, H, N, 2 * D]"""
@@ -115,7 +153,7 @@ class Model:
         cache = self.keys[:, :, heads].contiguous()
         pool = page_pool(cache.unbind(1), slots_first=True)
         shape = CacheShape(LAYERS, cache.shape[2], group // replicas, HEAD_SIZE, BLOCK_SIZE)
-        evictor = Evictor(config, shape, pool, ranks)
+        evictor = Evictor(config, shape, pool, ranks, Stages(LAYERS))
         evictor.begin_step(plan)
         starts = {"first": 0, "second": PROMPTS["first"].num_tokens}
         evictor.prepare(starts.__getitem__)
@@ -138,14 +176,14 @@ def settings(granularity: str | None) -> EvictionConfig:
 
 
 def step(config: EvictionConfig, methods: dict[str, str], budget: Any) -> StepPlan:
-    """Both prompts end in one step; the first one asks for a trace."""
+    """Build a step in which both prompts end; the first one asks for a trace."""
     plan, block = StepPlan(), 1
     for name, prompt in PROMPTS.items():
         policy = config.build_policy(methods[name])
         voting = voters(prompt, policy.row_sets, config.observation_window)
-        wish = Budget.parse(budget, "budget")
+        parsed = Budget.parse(budget, "budget")
         num_old = -(-prompt.num_tokens // BLOCK_SIZE)
-        num_new = wish.retained_blocks(prompt.num_tokens, BLOCK_SIZE)
+        num_new = parsed.retained_blocks(prompt.num_tokens, BLOCK_SIZE)
         blocks = np.arange(block, block + num_old + num_new, dtype=np.int32)
         block += num_old + num_new
         num_full = prompt.num_tokens // BLOCK_SIZE * BLOCK_SIZE
@@ -157,7 +195,7 @@ def step(config: EvictionConfig, methods: dict[str, str], budget: Any) -> StepPl
                 prompt=prompt,
                 voters=voting,
                 num_cached=0,
-                guard=wish.guard(prompt.num_tokens, num_certain, BLOCK_SIZE),
+                guard=parsed.guard(prompt.num_tokens, num_certain, BLOCK_SIZE),
                 traced_budget="some" if name == "first" else None,
                 old_blocks=blocks[:num_old],
                 new_blocks=blocks[num_old:],
@@ -175,29 +213,32 @@ def step(config: EvictionConfig, methods: dict[str, str], budget: Any) -> StepPl
 def run_ranks(
     model: Model, size: int, config: EvictionConfig, plan: StepPlan, replicas: int = 1
 ) -> tuple[list[Run], Wire]:
-    """One step on as many threads as there are ranks."""
+    """Run one step on a thread for each rank."""
     wire = Wire(size)
-    runs: list[Any] = [None] * size
 
-    def work(rank: int) -> None:
+    def work(rank: int) -> Run:
         with torch.inference_mode():
             ranks = TensorRanks(size, rank, replicas, wire.end(rank))
-            runs[rank] = model.evict(ranks, config, plan)
+            return model.evict(ranks, config, plan)
 
-    threads = [
-        threading.Thread(target=work, args=(rank,), name=f"rank {rank}", daemon=True)
-        for rank in range(size)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert None not in runs
-    return runs, wire
+    return wire.run(work), wire
 
 
 def both(method: str) -> dict[str, str]:
     return {"first": method, "second": "snapkv"}
+
+
+def run_out_of_memory(monkeypatch: pytest.MonkeyPatch, part: str, now: Callable[[], bool]) -> None:
+    """Let a part of the eviction fail to allocate memory in each call for which `now()` is true."""
+    module = {"observe": observation, "copy_kept": evictor}[part]
+    real = getattr(module, part)
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if now():
+            raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(module, part, failing)
 
 
 def kept_by(runs: Sequence[Run], name: str) -> torch.Tensor:
@@ -223,7 +264,7 @@ def test_at_granularity_layer_ranks_keep_what_one_rank_keeps(method: str, size: 
 
 @pytest.mark.parametrize("method", POLICY_NAMES)
 def test_at_granularity_head_every_rank_deals_its_own_pages(method: str) -> None:
-    """Page conservation on each; a head with as many pages as on one rank keeps the same."""
+    """Pages are conserved on each; a head with as many pages as on one rank keeps the same."""
     config, model = settings("head"), Model.random()
     for budget in (0.2, 0.45):
         plan = step(config, both(method), budget)
@@ -288,7 +329,7 @@ def test_a_guard_finds_one_number_for_all_ranks(granularity: str) -> None:
 @pytest.mark.parametrize("granularity", ["layer", "head"])
 @pytest.mark.parametrize("method", ["tgv", "snapkv", "vlcache", "aircache", "h2o", "random"])
 def test_ranks_that_hold_the_same_head_keep_the_same(method: str, granularity: str) -> None:
-    """Two KV heads on four ranks: each rank has one, and half of its query heads."""
+    """Two KV heads on four ranks: each rank has one of them with half of its query heads."""
     config, model = settings(granularity), Model.random(kv_heads=2, group=4)
     plan = step(config, both(method), 0.45)
     alone = model.evict(Ranks(), config, plan)
@@ -308,9 +349,9 @@ def test_ranks_that_hold_the_same_head_keep_the_same(method: str, granularity: s
     [("layer", "tgv", 2), ("layer", "snapkv", 1), ("layer", "vlcache", 1), ("head", "tgv", 0)],
 )
 def test_exchanges_are_few(granularity: str, method: str, per_layer: int) -> None:
-    """Beside those of the layers: two for the step, and one or two for each prompt.
+    """Count exchanges: some for each layer, one or two for each prompt, two for the step.
 
-    Each is two: where every rank is, and what they have to say.
+    Each takes two messages: where every rank is, then the values.
     """
     config, model = settings(granularity), Model.random()
     plan = step(config, dict.fromkeys(PROMPTS, method), 0.45)
@@ -329,17 +370,12 @@ def test_what_fails_on_one_rank_fails_on_all(
     config, model = settings(granularity), Model.random()
     plan = step(config, {"first": method, "second": method}, 0.45)
     alone = model.evict(Ranks(), config, plan)
-    real, calls = getattr(evictor_module, part), 0
-
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        if threading.current_thread().name == "rank 1":
-            calls += 1
-            if calls == call:
-                raise torch.OutOfMemoryError("tried to allocate 2 GiB")
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(evictor_module, part, failing)
+    calls = itertools.count(1)
+    run_out_of_memory(
+        monkeypatch,
+        part,
+        lambda: threading.current_thread().name == "rank 1" and next(calls) == call,
+    )
     runs, _ = run_ranks(model, 2, config, plan)
     failed = [
         {name for name, outcome in run.outcomes.items() if isinstance(outcome, Failure)}
@@ -354,7 +390,7 @@ def test_what_fails_on_one_rank_fails_on_all(
         assert torch.equal(kept_by(runs, other), alone.kept(other))
     for run in runs:
         assert run.evictor.regions.num_live == 2
-        assert not any((run.evictor._queries, run.evictor._sums, run.evictor._watches))
+        assert not run.evictor.observations
 
 
 @pytest.mark.parametrize("granularity", ["layer", "head"])
@@ -373,9 +409,9 @@ def test_what_fails_on_one_rank_fails_on_all(
 def test_a_methods_own_code_may_fail_on_one_rank(
     monkeypatch: pytest.MonkeyPatch, granularity: str, method: str, where: str, call: int
 ) -> None:
-    """It leaves its part of the work early, while the others go on to exchanges that follow.
+    """One rank leaves a section early, while the others go on to the exchanges that follow.
 
-    Two KV heads on four ranks, so that token sets are shared at either granularity.
+    Two KV heads on four ranks, so that token sets are shared at both granularities.
     """
     config, model = settings(granularity), Model.random(kv_heads=2, group=4)
     plan = step(config, {"first": method, "second": method}, "auto:0.9,min=0.2,max=0.6")
@@ -417,29 +453,23 @@ def test_a_methods_own_code_may_fail_on_one_rank(
     assert torch.equal(kept_by(runs, other), kept_by(healthy, other))
     for run in runs:
         assert run.evictor.regions.num_live == 2
-        assert not any((run.evictor._queries, run.evictor._sums, run.evictor._watches))
+        assert not run.evictor.observations
 
 
 def test_numbers_arrive_bit_by_bit() -> None:
-    """Doubles, NaN and strengths of no number at all."""
+    """Exchange doubles, NaN and empty strengths."""
     wire = Wire(2)
-    results: list[Any] = [None, None]
     generator = torch.Generator().manual_seed(3)
     scores = torch.randn(2, LAYERS, 2, 5, generator=generator)
     strengths = torch.randn(2, LAYERS, 2, 3, generator=generator, dtype=torch.float64)
     strengths[1, 0, 0, 0] = float("nan")
 
-    def work(rank: int) -> None:
+    def work(rank: int) -> list[torch.Tensor]:
         ranks = TensorRanks(2, rank, 1, wire.end(rank))
         parts = [list(scores[rank]), list(strengths[rank]), list(scores[rank, ..., :0])]
-        results[rank] = ranks.stack(parts, per_head=True)
+        return ranks.stack(parts, per_head=True)
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for found in results:
+    for found in wire.run(work):
         for part, wanted in zip(found, (scores, strengths, scores[..., :0]), strict=True):
             joined = torch.cat(tuple(wanted), dim=1)
             assert part.dtype == joined.dtype

@@ -36,7 +36,7 @@ class Example:
     choice: Literal["a", "b"] | None = setting(None, help="`a`: one; `b`: two.", unset="`a` or `b`")
     switch: bool = setting(False, help="A switch.")
     part: Part | None = setting(None, accepts="a part", help="A part.")
-    own: str = setting("", parse=_upper, accepts="text", help="Parsed by a function.")
+    own: str = setting("", parser=_upper, accepts="text", help="Parsed by a function.")
     name: str | None = None
 
 
@@ -92,11 +92,11 @@ def test_help_and_table_follow_from_the_declaration() -> None:
     ids=lambda declared: declared.name,
 )
 def test_every_setting_is_declared_in_full(declared: Setting) -> None:
-    assert declared.declaration.help.endswith(".")
-    assert declared.accepts
+    assert declared.help.endswith(".")
+    assert declared.values
     assert declared.default_text
-    assert "|" not in f"{declared.declaration.help}{declared.accepts}{declared.default_text}"
-    assert declared.type is not int or declared.declaration.at_least is not None
+    assert "|" not in f"{declared.help}{declared.values}{declared.default_text}"
+    assert declared.type is not int or declared.at_least is not None
 
 
 def test_a_default_is_not_shared() -> None:

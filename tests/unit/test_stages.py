@@ -12,19 +12,28 @@ import pytest
 import torch
 
 from oracle.kernels import apportion
-from tests.unit.test_ranks import BLOCK_SIZE, LAYERS, PROMPTS, Model, Run, both, settings, step
-from vllm_tgvkv import evictor as evictor_module
+from tests.unit.test_ranks import (
+    BLOCK_SIZE,
+    LAYERS,
+    PROMPTS,
+    Model,
+    Run,
+    both,
+    run_out_of_memory,
+    settings,
+    step,
+)
 from vllm_tgvkv.evictor import Evictor
 from vllm_tgvkv.pages import CacheShape, page_pool
 from vllm_tgvkv.plan import Failure, Outcome, StepPlan
 from vllm_tgvkv.ranks import Ranks
-from vllm_tgvkv.stages import PipelineStages, StageOutcome, Stages, join_found
+from vllm_tgvkv.stages import PipelineStages, StageOutcome, Stages, join_outcomes
 
 assert LAYERS == 3
 
 
 class Pipeline:
-    """Evictors of stages with so many layers each; the last ones answer."""
+    """The evictors of pipeline stages; the last one answers."""
 
     def __init__(self, layers: tuple[int, ...], config: Any, model: Model) -> None:
         self.sent: dict[int, deque[Any]] = defaultdict(deque)
@@ -37,10 +46,10 @@ class Pipeline:
             _, _, heads, group, head_size = model.queries.shape
             shape = CacheShape(size, heads, group, head_size, BLOCK_SIZE)
             pool = page_pool(cache.unbind(1), slots_first=True)
-            self.evictors.append(Evictor(config, shape, pool, stages=stages))
+            self.evictors.append(Evictor(config, shape, pool, Ranks(), stages))
 
     def run(self, plan: StepPlan) -> dict[str, Outcome | Failure]:
-        """One step; earlier stages have sent all they have before the last one looks."""
+        """Run one step, stage after stage, so every message is sent before it is received."""
         starts = {"first": 0, "second": PROMPTS["first"].num_tokens}
         answers = []
         for evictor in self.evictors:
@@ -66,8 +75,8 @@ class Pipeline:
     ("budget", "sharpness"),
     [
         (0.4, (1.0, 1.0, 1.0)),
-        # The flatter a stage's attention, the more blocks it needs; where it is sharp, all rows
-        # look at the same few keys.
+        # The flatter a stage's attention, the more blocks it needs. Where it is sharp, all rows
+        # attend to the same few keys.
         ("auto:0.7,min=0.05,max=0.95", (8.0, 1.0, 0.01)),
         ("auto:0.7,min=0.05,max=0.95", (0.01, 1.0, 8.0)),
     ],
@@ -113,35 +122,33 @@ def test_the_last_stage_answers_for_all(
 def test_what_fails_on_one_stage_has_failed(
     monkeypatch: pytest.MonkeyPatch, failing: tuple[int, ...], part: str
 ) -> None:
-    """Once, whichever stages it fails on; every stage has a region of a valid shape."""
+    """It fails once, however many stages it fails on; every stage has a region of a valid shape."""
     pipeline = Pipeline((1, 1, 1), settings("head"), Model.random())
     plan = step(settings("head"), both("tgv"), 0.4)
-    real, calls = getattr(evictor_module, part), 0
+    calls = 0
 
-    def raising(*args: Any, **kwargs: Any) -> Any:
+    def now() -> bool:
         nonlocal calls
-        stage, of_prompt = divmod(calls, 2)  # a layer for each of two prompts
+        stage, prompt = divmod(calls, 2)  # each stage has one layer, for each of two prompts
         calls += 1
-        if stage in failing and of_prompt == 0:
-            raise torch.OutOfMemoryError("tried to allocate 2 GiB")
-        return real(*args, **kwargs)
+        return stage in failing and prompt == 0
 
-    monkeypatch.setattr(evictor_module, part, raising)
+    run_out_of_memory(monkeypatch, part, now)
     outcomes = pipeline.run(plan)
     assert calls == 6
     assert isinstance(outcomes["first"], Failure)
     assert isinstance(outcomes["second"], Outcome)
     for evictor in pipeline.evictors:
         assert evictor.regions.num_live == 2
-        assert not any((evictor._queries, evictor._sums, evictor._watches))
+        assert not evictor.observations
 
 
-def test_found_is_joined_in_any_order() -> None:
+def test_outcomes_are_joined_in_any_order() -> None:
     part = StageOutcome("r", 3, 6, 10, 2, {"copy": 1.0}, None)
     others = [replace(part, num_retained=5, num_pages=5, num_pairs=1), Failure("s", "first")]
     stages = [[part, Failure("s", "second")], others, [replace(part, num_retained=1)]]
     for order in permutations(stages):
-        found, failure = join_found(order)
+        found, failure = join_outcomes(order)
         assert isinstance(found, StageOutcome)
         assert (found.num_retained, found.num_pages, found.num_vision) == (5, 17, 30)
         assert (found.num_pairs, found.seconds) == (5, {"copy": 3.0})
@@ -150,7 +157,7 @@ def test_found_is_joined_in_any_order() -> None:
     assert alone.join([part]) == [part]
 
 
-def test_messages_are_waited_for_when_more_are_out_than_steps_can_be() -> None:
+def test_a_message_is_waited_for_once_more_are_sent_than_steps_can_be_in_flight() -> None:
     waited: list[int] = []
 
     class Handle:
@@ -187,7 +194,7 @@ def test_methods_with_equal_shares_keep_the_same_in_stages(method: str) -> None:
 
 
 def test_a_pyramid_goes_on_from_stage_to_stage() -> None:
-    """Not one pyramid for each stage: within a stage the ratios are those of the whole model."""
+    """Within a stage the ratios are those of the whole model, not of a pyramid for the stage."""
     config, model = settings(None), Model.random()
     pipeline = Pipeline((2, 1), config, model)
     plan = step(config, both("pyramidkv"), 0.4)

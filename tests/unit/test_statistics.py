@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention statistics against loops in float64."""
+"""Attention statistics against their definition in float64."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ALL: frozenset[Statistic] = frozenset({"row_averages", "share_below", "row_entro
 
 
 def check(arguments: dict[str, Any], exact: torch.Tensor, **options: Any) -> None:
-    """Every statistic, for heads and for the layer, from one pass or from several.
+    """Compare every statistic, for heads and for the layer, from one pass or from several.
 
     ``exact`` is A of every query head, float64 ``[H, G, O, P]``.
     """
@@ -50,7 +50,7 @@ def check(arguments: dict[str, Any], exact: torch.Tensor, **options: Any) -> Non
 def check_one(
     attention: ObservedAttention, exact: torch.Tensor, rtol: float = 1e-5, atol: float = 1e-6
 ) -> None:
-    """Every statistic of one observation, weighted sums first."""
+    """Compare every statistic of one observation, weighted sums first."""
     rows, num_keys = attention.row_positions.cpu(), exact.shape[-1]
     num_sets, device = attention.num_groups, attention.row_positions.device
     by_set = exact.reshape(num_sets, -1, *exact.shape[2:])  # [S, query heads, O, P]
@@ -61,7 +61,7 @@ def check_one(
         assert got.dtype == dtype
         torch.testing.assert_close(got.double().cpu(), expected, rtol=rtol, atol=atol)
 
-    # Nothing has been computed then.
+    # Weighted sums do not depend on an earlier pass.
     for size in {1, num_sets}:
         weights = torch.rand(size, len(rows))
         expected = (weights.double()[:, :, None] * by_set.mean(1)).sum(dim=1)
@@ -77,7 +77,7 @@ def check_one(
     entropies = torch.special.entr(by_set).sum(-1).mean(1)
     agree(attention.row_entropies, entropies)
 
-    # One subset for all groups has to serve both; early rows may see none of it.
+    # A subset may be shared by all groups; early rows may see none of it.
     for size in {1, num_sets}:
         keys = torch.rand(size, num_keys) < 0.5
         weights = torch.rand(size, len(rows))
@@ -110,10 +110,10 @@ def test_half_precision_inputs_are_not_rounded_again(dtype: torch.dtype) -> None
 @pytest.mark.parametrize("queries", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("workspace_bytes", [0, 1 << 20])
-def test_quantised_keys_are_read_as_they_are(
+def test_quantised_keys_are_read_without_rounding(
     dtype: torch.dtype, queries: torch.dtype, workspace_bytes: int
 ) -> None:
-    """Their scale, which is any number, is part of the logits'."""
+    """Their scale, an arbitrary number, is part of the scale of the logits."""
     fresh_seed()
     key_scale = 0.37
     arguments = make(23, 9)
@@ -191,7 +191,7 @@ def test_wrong_weights_are_named(per_head: bool) -> None:
         attention.weighted_column_sums(torch.zeros(HEADS, 5))
 
 
-def test_a_statistic_that_was_not_asked_for_is_named() -> None:
+def test_a_statistic_that_was_not_requested_is_named() -> None:
     attention = observe(**make(20, 4))
     with pytest.raises(ValueError, match="share_below was not computed"):
         _ = attention.share_below
@@ -201,7 +201,7 @@ def test_a_statistic_that_was_not_asked_for_is_named() -> None:
 
 @pytest.mark.parametrize("per_head", [True, False])
 def test_sums_over_all_rows_of_several_chunks(per_head: bool) -> None:
-    """Each chunk sees the keys so far only; NaN behind them must not matter."""
+    """Each chunk sees only the keys so far; NaN after them has no effect."""
     fresh_seed()
     arguments = make(37, 37)
     exact = attention_probabilities(**arguments)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trace says of an eviction, against a slow count; how many are remembered."""
+"""Traces against a slow count of what each head keeps; how many of them are kept."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ N, L, H = 4, 3, 2
 def make_trace(
     rng: np.random.Generator, num_tokens: int, granularity: str = "head", name: str = "r"
 ) -> tuple[Trace, dict[tuple[int, int], set[int]]]:
-    """A trace of random pages, and what each (layer, head) keeps of the full blocks."""
+    """Return a trace of random pages, and the tokens that each (layer, head) keeps."""
     num_full = num_tokens // N
     num_retained = int(rng.integers(1, num_full + 1))
     per_set = 1 if granularity == "layer" else H
@@ -37,7 +37,7 @@ def make_trace(
             for head in range(token_set * (H // per_set), (token_set + 1) * (H // per_set)):
                 kept[layer, head] = set(chosen.tolist())
                 pages.append(rng.permutation(chosen))
-    unused = np.full((int(rng.integers(0, 3)), N), 10**6)  # as a guard leaves behind
+    unused = np.full((int(rng.integers(0, 3)), N), 10**6)  # as with a guard
     positions = np.concatenate([np.concatenate(pages).reshape(-1, N), unused]).astype(np.int32)
     scores = rng.normal(size=(L, per_set, num_full * N)).astype(np.float32)
     vision = (VisionSpan(1, 4, (2, 2)), VisionSpan(7, 2, None))
@@ -94,14 +94,14 @@ def test_scores_are_short_numbers_that_json_can_say() -> None:
     assert scores[4:8] == [0.33333, -2e-30, 123460.0, 1e38]
 
 
-def test_the_oldest_traces_are_forgotten() -> None:
+def test_the_oldest_traces_are_dropped() -> None:
     rng = np.random.default_rng()
     traces = [make_trace(rng, 16, name=f"r{index}")[0] for index in range(5)]
     by_number = Traces(max_traces=3, max_bytes=1 << 30)
     for trace in traces:
         by_number.add(trace)
     assert [trace.id for trace in by_number.newest_first()] == ["r4", "r3", "r2"]
-    by_number.add(traces[2])  # evicted anew after a preemption
+    by_number.add(traces[2])  # evicted again after a preemption
     assert [trace.id for trace in by_number.newest_first()] == ["r2", "r4", "r3"]
     by_size = Traces(max_traces=100, max_bytes=traces[3].nbytes + traces[4].nbytes)
     for trace in traces:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the GPU worker's model runners change, as far as it shows without a GPU."""
+"""The GPU worker's model runners without a GPU: vLLM's own methods on a runner's own state.
+
+The runners are never initialised. Each test gives one the few fields that vLLM's method reads.
+"""
 
 from __future__ import annotations
 
@@ -9,119 +12,235 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
+from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner as GPUModelRunnerV1
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_tgvkv.model_runner import RowsV1, RowsV2
+from vllm_tgvkv.model_runner import RowsV2
 from vllm_tgvkv.plan import Eviction
+from vllm_tgvkv.prompt import PromptMap, Voters
 from vllm_tgvkv.worker_cuda import EvictingModelRunnerV1, EvictingModelRunnerV2, EvictionGPUWorker
 
+PROMPT, COMPRESSED = [1, 2, 3, 4], [7, 0, 0, 4]
 
-def shrunk(request_id: str, row_blocks: list[int]) -> Any:
-    """An eviction, as far as its row goes."""
-    row = np.array(row_blocks, dtype=np.int32)
-    return SimpleNamespace(spec=Eviction, request_id=request_id, row_blocks=row)
+
+def eviction(request_id: str) -> Eviction:
+    """The eviction that turns row `PROMPT` into `COMPRESSED`."""
+    return Eviction(
+        request_id=request_id,
+        method="random",
+        prompt=PromptMap(61, ()),
+        voters=Voters({}, np.empty(0, dtype=np.int64), every_row=False),
+        num_cached=0,
+        guard=None,
+        traced_budget=None,
+        old_blocks=np.array(PROMPT, dtype=np.int32),
+        new_blocks=np.array(COMPRESSED[:1], dtype=np.int32),
+        row_blocks=np.array(COMPRESSED, dtype=np.int32),
+    )
 
 
 def runner(cls: type, observes: bool = False, **fields: Any) -> Any:
-    """A model runner that was never initialised."""
+    """A model runner with the given fields only."""
     made = cls.__new__(cls)
     made.__dict__.update(worker=SimpleNamespace(observes=observes), shrunk=[], **fields)
     return made
 
 
-@pytest.mark.parametrize("observes", [True, False])
-def test_a_v1_step_of_single_tokens_is_eager_where_prompts_are_observed(
-    monkeypatch: pytest.MonkeyPatch, observes: bool
-) -> None:
-    seen: list[bool] = []
-    monkeypatch.setattr(
-        GPUModelRunnerV1,
-        "_determine_batch_execution_and_padding",
-        lambda self, force_eager=False, **kwargs: seen.append(force_eager),
+def step(new_blocks: dict[str, list[int] | None], *resumed: str) -> SchedulerOutput:
+    """A step of one token for each request, with the blocks that each gets."""
+    output = SchedulerOutput.make_empty()
+    output.num_scheduled_tokens = dict.fromkeys(new_blocks, 1)
+    output.total_num_scheduled_tokens = len(new_blocks)
+    output.scheduled_cached_reqs = CachedRequestData(
+        req_ids=list(new_blocks),
+        resumed_req_ids=set(resumed),
+        new_token_ids=[],
+        all_token_ids={},
+        new_block_ids=[blocks and (blocks,) for blocks in new_blocks.values()],
+        num_computed_tokens=[60] * len(new_blocks),
+        num_output_tokens=[0] * len(new_blocks),
     )
-    ours = runner(EvictingModelRunnerV1, observes)
-    for tokens in (1, 7):
-        ours._determine_batch_execution_and_padding(max_num_scheduled_tokens=tokens)
-    assert seen == [observes, False]
+    return output
+
+
+# -- steps in which layers are observed ------------------------------------------------------
 
 
 @pytest.mark.parametrize("observes", [True, False])
-def test_a_v2_step_in_which_prompts_are_observed_is_not_uniform(
-    monkeypatch: pytest.MonkeyPatch, observes: bool
+def test_v1_runs_a_step_of_single_tokens_outside_of_graphs_if_it_is_observed(
+    observes: bool,
 ) -> None:
-    monkeypatch.setattr(
-        GPUModelRunnerV2, "gather_batch_req_state", lambda self, output, dummy_run: ("state", 1)
+    """By vLLM's dispatcher, with graphs for decode steps and piecewise graphs for the others."""
+    config = VllmConfig()
+    dispatcher = CudagraphDispatcher(config)
+    config.compilation_config.cudagraph_capture_sizes = [1, 2, 4, 8]
+    config.compilation_config.max_cudagraph_capture_size = 8
+    dispatcher.initialize_cudagraph_keys(CUDAGraphMode.FULL_AND_PIECEWISE)
+    ours = runner(
+        EvictingModelRunnerV1,
+        observes,
+        vllm_config=config,
+        model_config=SimpleNamespace(is_encoder_decoder=False),
+        uniform_decode_query_len=1,
+        input_batch=SimpleNamespace(lora_id_to_lora_request={}),
+        cudagraph_dispatcher=dispatcher,
     )
-    ours = runner(EvictingModelRunnerV2, observes)
-    assert ours.gather_batch_req_state(None, False) == ("state", None if observes else 1)
-    assert ours.gather_batch_req_state(None, True) == ("state", 1)
 
-
-def test_rows_are_rewritten_where_the_runners_update_theirs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Each before vLLM's own update of the same step, and once."""
-    order: list[str] = []
-    for cls, base, method, rows in (
-        (EvictingModelRunnerV1, GPUModelRunnerV1, "_update_states", RowsV1),
-        (EvictingModelRunnerV2, GPUModelRunnerV2, "update_requests", RowsV2),
-    ):
-        monkeypatch.setattr(base, method, lambda self, output: order.append("vLLM"))
-        monkeypatch.setattr(
-            rows, "rewrite", staticmethod(lambda runner, e: order.append(e.request_id))
+    def mode(*lengths: int) -> CUDAGraphMode:
+        found, *_ = ours._determine_batch_execution_and_padding(
+            num_tokens=sum(lengths),
+            num_reqs=len(lengths),
+            num_scheduled_tokens_np=np.array(lengths),
+            max_num_scheduled_tokens=max(lengths),
         )
-        ours = runner(cls)
-        ours.shrunk = [shrunk("a", [4]), shrunk("b", [5])]
-        getattr(ours, method)(None)
-        getattr(ours, method)(None)
-        assert order == ["a", "b", "vLLM", "vLLM"]
-        order.clear()
+        return found
+
+    assert mode(1, 1) == (CUDAGraphMode.NONE if observes else CUDAGraphMode.FULL)
+    assert mode(1, 7) == CUDAGraphMode.PIECEWISE
 
 
-def test_a_row_of_v2_is_staged_whole_and_only_for_requests_that_are_there() -> None:
-    staged: list[Any] = []
+@pytest.mark.parametrize("observes", [True, False])
+def test_v2_reports_an_observed_step_as_not_uniform(observes: bool) -> None:
+    """A prompt of 6 tokens that ends with a chunk of one runs like a decode."""
     ours = runner(
         EvictingModelRunnerV2,
-        req_states=SimpleNamespace(req_id_to_index={"a": 3}),
-        block_tables=SimpleNamespace(
-            append_block_ids=lambda index, ids, overwrite: staged.append((index, ids, overwrite))
+        observes,
+        decode_query_len=1,
+        use_pp=False,
+        pcp_manager=None,
+        req_states=SimpleNamespace(
+            req_id_to_index={"a": 0, "b": 1},
+            prefill_len=SimpleNamespace(np=np.array([6, 3])),
+            num_computed_prefill_tokens=np.array([5, 3]),
         ),
     )
-    RowsV2.rewrite(ours, shrunk("a", [7, 0, 0, 9]))
-    RowsV2.rewrite(ours, shrunk("gone", [8]))
-    assert staged == [(3, ([7, 0, 0, 9],), True)]
+    output = step({"a": None, "b": None})
+    state, uniform = ours.gather_batch_req_state(output, False)
+    assert state.num_scheduled_tokens.tolist() == [1, 1]
+    assert uniform == (None if observes else 1)
+    assert ours.gather_batch_req_state(output, True) == (None, 1)
 
 
-def test_rows_of_v2_are_found_by_the_index_of_the_request() -> None:
-    ours = runner(
-        EvictingModelRunnerV2, req_states=SimpleNamespace(req_id_to_index={"a": 3, "b": 5, "c": 6})
+# -- rows that shrink ------------------------------------------------------------------------
+
+
+def test_v1_rewrites_rows_before_it_updates_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once. A request that was preempted and is resumed by now keeps the blocks that it gets."""
+    batch = InputBatch(
+        max_num_reqs=4,
+        max_model_len=128,
+        max_num_batched_tokens=128,
+        device=torch.device("cpu"),
+        vocab_size=10,
+        block_sizes=[16],
+        max_num_blocks_per_req=[8],
     )
+    requests = {
+        name: CachedRequestState(
+            req_id=name,
+            prompt_token_ids=[0] * 61,
+            mm_features=[],
+            sampling_params=SamplingParams(),
+            generator=None,
+            block_ids=(list(PROMPT),),
+            num_computed_tokens=61,
+            output_token_ids=[],
+        )
+        for name in ("evicted", "other", "waiting", "resumed")
+    }
+    for name in ("other", "evicted"):
+        batch.add_request(requests[name])
+    batch.refresh_metadata()
+    monkeypatch.setattr(
+        gpu_model_runner, "get_pp_group", lambda: SimpleNamespace(is_last_rank=True)
+    )
+    ours = runner(
+        EvictingModelRunnerV1,
+        requests=requests,
+        input_batch=batch,
+        late_interaction_runner=SimpleNamespace(on_requests_finished=lambda names: None),
+        _process_encoder_cache_scheduler_output=lambda output: None,
+        speculative_config=None,
+        use_async_spec_decode=False,
+        use_async_scheduling=False,
+        batch_reordering_required=False,
+        _may_reorder_batch=lambda output: None,
+    )
+    table, row = batch.block_table[0].block_table.np, batch.req_id_to_index
+    ours.shrunk = [eviction(name) for name in ("evicted", "waiting", "resumed", "ended")]
+    blocks = {"evicted": [5], "other": None, "resumed": [10, 11, 12, 13]}
+    ours._update_states(step(blocks, "resumed"))
+    rows = {name: table[row[name], :6].tolist() for name in blocks}
+    assert rows["evicted"] == [*COMPRESSED, 5, 0]
+    assert rows["other"] == [*PROMPT, 0, 0]
+    assert rows["resumed"] == [10, 11, 12, 13, 0, 0]
+    assert {name: request.block_ids for name, request in requests.items()} == {
+        "evicted": ([*COMPRESSED, 5],),
+        "other": (PROMPT,),
+        "waiting": (COMPRESSED,),
+        "resumed": ([10, 11, 12, 13],),
+    }
+
+    table[row["evicted"], 0] = 9
+    ours._update_states(step(dict.fromkeys(blocks)))
+    assert table[row["evicted"], 0] == 9
+
+
+class BlockTables:
+    """The rows of vLLM's `BlockTables` as lists; its own are on the device."""
+
+    def __init__(self, **rows: list[int]) -> None:
+        self.index = {name: index for index, name in enumerate(rows)}
+        self.rows = [list(row) for row in rows.values()]
+
+    def append_block_ids(self, index: int, ids: tuple[list[int]], overwrite: bool) -> None:
+        self.rows[index] = [*(() if overwrite else self.rows[index]), *ids[0]]
+
+
+def test_v2_rewrites_rows_before_it_appends_blocks() -> None:
+    """Once, and only of requests that are in its table."""
+    tables = BlockTables(other=PROMPT, evicted=PROMPT)
+    ours = runner(
+        EvictingModelRunnerV2,
+        block_tables=tables,
+        req_states=SimpleNamespace(
+            req_id_to_index=tables.index,
+            num_computed_tokens_np=np.zeros(2, dtype=np.int32),
+            prefill_len=SimpleNamespace(np=np.array([61, 61])),
+            num_computed_prefill_tokens=np.zeros(2, dtype=np.int32),
+        ),
+    )
+    ours.shrunk = [eviction(name) for name in ("evicted", "ended")]
+    ours.update_requests(step({"evicted": [5], "other": [6]}))
+    assert tables.rows == [[*PROMPT, 6], [*COMPRESSED, 5]]
+    ours.update_requests(step({"evicted": [8], "other": None}))
+    assert tables.rows == [[*PROMPT, 6], [*COMPRESSED, 5, 8]]
+
+
+def test_v2_finds_rows_by_the_index_of_the_request() -> None:
+    req_states = SimpleNamespace(req_id_to_index={"a": 3, "b": 5, "c": 6})
+    ours = runner(EvictingModelRunnerV2, req_states=req_states)
     common = SimpleNamespace(req_idx=np.array([5, 3]))
-    assert [RowsV2.find(ours, common, name) for name in ("a", "b", "c", "gone")] == [
-        1,
-        0,
-        None,
-        None,
-    ]
+    found = [RowsV2.find(ours, common, name) for name in ("a", "b", "c", "ended")]
+    assert found == [1, 0, None, None]
 
 
-def test_what_is_overridden_exists_in_vllm() -> None:
-    """A method that vLLM renames would be overridden in vain."""
+def test_overridden_methods_exist_in_vllm() -> None:
+    """vLLM never calls the override of a method that it has renamed."""
     for cls, base in (
         (EvictionGPUWorker, Worker),
         (EvictingModelRunnerV1, GPUModelRunnerV1),
         (EvictingModelRunnerV2, GPUModelRunnerV2),
     ):
-        overridden = {name for name, value in vars(cls).items() if inspect.isfunction(value)} - {
-            "__init__",
-            "find_row",
-            "rewrite_rows",
-        }
+        functions = {name for name, value in vars(cls).items() if inspect.isfunction(value)}
+        overridden = functions - {"find_row", "rewrite_rows"}
         assert overridden
         assert overridden <= set(dir(base)), overridden
-    parameters = inspect.signature(
-        GPUModelRunnerV1._determine_batch_execution_and_padding
-    ).parameters
-    assert {"max_num_scheduled_tokens", "force_eager"} <= set(parameters)

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which requests are evicted, and how many blocks each of them retains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig
+from vllm.v1.request import Request
+
+from vllm_tgvkv.budget import Guard
+from vllm_tgvkv.config import NONE, EvictionConfig, RequestOptions
+from vllm_tgvkv.prompt import PromptMap, Voters, map_prompt, voters
+
+
+@dataclass
+class Candidate:
+    """A request that is evicted at the end of its prefill."""
+
+    options: RequestOptions
+    prompt: PromptMap
+    voters: Voters
+    num_retained_blocks: int
+    """Upper bound if there is a guard."""
+    guard: Guard | None
+    num_cached: int = 0
+    """Prompt tokens taken from the prefix cache instead of being computed."""
+    num_pending: int = 0
+    """Guarded evictions whose outcome has not arrived yet."""
+    num_stale: int = 0
+    """Pending outcomes of evictions that a preemption undid. Steps are scheduled ahead, so the
+    request may be evicted again before they arrive, even into a region that starts with the same
+    block."""
+
+
+def make_candidate(
+    request: Request,
+    options: RequestOptions,
+    config: EvictionConfig,
+    block_size: int,
+    model: PretrainedConfig,
+) -> Candidate | str:
+    """Return a candidate, or the key of `SKIP_REASONS` why the request is not evicted."""
+    num_tokens = request.num_prompt_tokens
+    if request.sampling_params is None or request.prompt_token_ids is None or request.resumable:
+        return "unsupported_request"
+    if options.policy == NONE:
+        return "policy_none"
+    if request.max_tokens <= 1:
+        return "single_token"
+    if num_tokens < max(config.min_prompt_tokens, block_size):
+        return "prompt_too_short"
+    policy = config.build_policy(options.policy)
+    prompt = map_prompt(num_tokens, request.mm_features, model)
+    if not prompt.is_well_formed:
+        return "unsupported_request"
+    if not prompt.has_vision:
+        if config.text_only == "keep":
+            return "text_only"
+        if policy.allocation.needs_vision:
+            return "method_needs_vision"
+    if policy.pooling.kind == "grid" and any(span.grid is None for span in prompt.vision):
+        return "unknown_patch_grid"
+    num_retained = options.budget.retained_blocks(num_tokens, block_size)
+    num_full = num_tokens // block_size
+    is_certain = ~prompt.is_vision()[: num_full * block_size]
+    is_certain[: config.sinks] = True
+    guard = options.budget.guard(num_tokens, int(is_certain.sum()), block_size)
+    covers_prompt = num_retained >= num_full and guard is None
+    if covers_prompt and not config.debug.evict_at_full_budget:
+        return "budget_covers_prompt"
+    rows = voters(prompt, policy.row_sets, config.observation_window)
+    return Candidate(options, prompt, rows, num_retained, guard)

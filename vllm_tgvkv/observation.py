@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that is observed of one prompt, from its first chunk to the decision on its eviction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_tgvkv.config import EvictionConfig
+from vllm_tgvkv.kernels.row_sums import RowSums
+from vllm_tgvkv.kernels.statistics import ObservedAttention, Scratch, Statistic, observe
+from vllm_tgvkv.pages import CacheShape, PagePool
+from vllm_tgvkv.plan import Eviction, Observation, RowSumming
+from vllm_tgvkv.policies import NO_ATTENTION, Attention, LayerView, Policy, Prompt
+from vllm_tgvkv.prompt import RowSet
+from vllm_tgvkv.ranks import Ranks
+from vllm_tgvkv.stages import Stages
+from vllm_tgvkv.stopwatch import Stopwatch
+
+T = TypeVar("T")
+
+
+@dataclass
+class ModelPart:
+    """The layers and heads of this worker, and what is shared by all observations of them."""
+
+    shape: CacheShape
+    pool: PagePool
+    ranks: Ranks
+    stages: Stages
+    workspace_bytes: int = 64 << 20
+    """Bound of each scratch buffer of the statistics."""
+    scratch: Scratch = field(default_factory=Scratch)
+    """Buffers of the statistics; the layers of a step share them."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.pool.raw.device
+
+    def to_device(self, array: np.ndarray) -> torch.Tensor:
+        """Copy to the device without waiting for it."""
+        return async_tensor_h2d(array, self.device)
+
+    def observe(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        blocks: torch.Tensor,
+        positions: torch.Tensor,
+        num_keys: int,
+        scale: float,
+        per_head: bool,
+        statistics: frozenset[Statistic] = frozenset(),
+        num_common_keys: int = 0,
+    ) -> ObservedAttention:
+        """Observe rows of one layer; valid until the next call, which reuses the scratch buffers.
+
+        `queries` is [O, H * G, D]; see `kernels.statistics.observe` for the other arguments.
+        """
+        return observe(
+            queries.unflatten(1, (self.shape.num_heads, self.shape.group_size)),
+            self.pool.layer_keys(layer),
+            blocks,
+            positions,
+            num_keys,
+            scale,
+            per_head=per_head,
+            statistics=statistics,
+            workspace_bytes=self.workspace_bytes,
+            num_common_keys=num_common_keys,
+            scratch=self.scratch,
+        )
+
+
+@dataclass(frozen=True)
+class SummedChunk:
+    """A chunk whose rows are all added to the prompt's column sums."""
+
+    tokens: slice
+    """The chunk's rows in the batch's queries."""
+    positions: torch.Tensor
+    """int64 [O]."""
+    is_vision: torch.Tensor
+    """bool [O]."""
+    num_keys: int
+    """Tokens of the prompt up to the end of the chunk."""
+    blocks: torch.Tensor
+    """Block ids of these tokens, int32."""
+    per_head: bool
+    num_tokens: int
+    """P, of the whole prompt."""
+
+
+@dataclass(frozen=True)
+class VotingRows:
+    """The rows of one row set whose queries were computed."""
+
+    positions: torch.Tensor
+    """int64, ascending."""
+    index: torch.Tensor | None
+    """Their indices among the computed observation rows, int64; None if they are all of them."""
+    num_common_keys: int
+    """Every row sees the first `num_common_keys` keys."""
+
+
+@dataclass(frozen=True)
+class DueEviction:
+    """An eviction that follows this step's layers, with its data on the device."""
+
+    eviction: Eviction
+    policy: Policy
+    prompt: Prompt
+    blocks: torch.Tensor
+    """Block ids of the prompt, int32 [ceil(P / N)]."""
+    voting: Mapping[RowSet, VotingRows]
+    """All row sets of the policy but `all`, whose rows are summed chunk by chunk."""
+
+    @property
+    def per_head(self) -> bool:
+        return self.policy.granularity == "head"
+
+
+class PromptObservation:
+    """One prompt, from its first observed chunk to the decision on its eviction.
+
+    In each step with a chunk that is observed:
+
+        begin_chunk   copy the plan's parts for this chunk to the device
+        see_layer     for each layer, after its attention:
+                      1. keep the queries of the chunk's observation rows for later chunks
+                      2. add all of the chunk's rows to the column sums, for the row set `all`
+                      3. if the eviction is due, let the policy score the layer
+        gather        after the last layer, if the eviction is due
+
+    The first exception is stored as `error`; it ends this prompt's eviction and no other.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        part: ModelPart,
+        config: EvictionConfig,
+        policy_of: Callable[[str], Policy],
+    ) -> None:
+        self.request_id = request_id
+        self.stopwatch = Stopwatch(part.device, config.metrics)
+        self.due: DueEviction | None = None
+        """The eviction that follows the layers of the current step."""
+        self.error: Exception | None = None
+        """The first exception raised for the prompt, on this rank or another."""
+        self.scores: list[torch.Tensor] = []
+        """By layer: pooled scores, float32 [S, C]."""
+        self.strengths: list[torch.Tensor] = []
+        """By layer: what the allocation goes by, float32 [S, F]."""
+        self.masses: list[torch.Tensor] = []
+        """By layer: observed attention of each token, float32 [S, P]; only with a guard."""
+        self._part = part
+        self._sinks = config.sinks
+        self._policy_of = policy_of
+        # The current chunk.
+        self._observation: Observation | None = None
+        self._token_index: torch.Tensor | None = None
+        """Indices of the observation's rows in the batch's queries, int64."""
+        self._summed: SummedChunk | None = None
+        self._in_one_chunk = False
+        """Whether the current chunk has all observation rows."""
+        # All chunks so far.
+        self._queries: torch.Tensor | None = None
+        """Queries of the observation rows, [L, O, H * G, D]; only if they span several chunks."""
+        self._sums: list[RowSums] = []
+        """Column sums over all rows, by layer; only if the policy uses the row set `all`."""
+
+    # -- a chunk ------------------------------------------------------------------------
+
+    def begin_chunk(
+        self,
+        first_token: int,
+        observation: Observation | None,
+        summing: RowSumming | None,
+        eviction: Eviction | None,
+    ) -> None:
+        """Take the plan's parts for the chunk of this step; a part that it lacks is None.
+
+        `first_token` is the index of the chunk's first token in the batch's queries.
+        """
+        self._observation = observation
+        if observation is not None:
+            rows = observation.rows + (first_token - observation.chunk_start)
+            self._token_index = self._part.to_device(rows)
+        self._summed = self._summed_chunk(summing, first_token) if summing else None
+        self.due = self._due_eviction(eviction) if eviction else None
+        self._in_one_chunk = (
+            observation is not None
+            and eviction is not None
+            and observation.first == eviction.first_row
+        )
+
+    def _summed_chunk(self, summing: RowSumming, first_token: int) -> SummedChunk:
+        start, end = summing.chunk_start, summing.num_keys
+        return SummedChunk(
+            tokens=slice(first_token, first_token + end - start),
+            positions=torch.arange(start, end, device=self._part.device),
+            is_vision=self._part.to_device(summing.prompt.is_vision()[start:end]),
+            num_keys=end,
+            blocks=self._part.to_device(summing.blocks),
+            per_head=self._policy_of(summing.method).granularity == "head",
+            num_tokens=summing.prompt.num_tokens,
+        )
+
+    def _due_eviction(self, eviction: Eviction) -> DueEviction:
+        prompt, size = eviction.prompt, self._part.shape.block_size
+        return DueEviction(
+            eviction,
+            self._policy_of(eviction.method),
+            Prompt(
+                num_tokens=prompt.num_tokens,
+                num_candidates=prompt.num_tokens // size * size,
+                is_vision=self._part.to_device(prompt.is_vision()),
+                sinks=self._sinks,
+                images=prompt.vision,
+            ),
+            self._part.to_device(eviction.old_blocks),
+            self._voting_rows(eviction),
+        )
+
+    def _voting_rows(self, eviction: Eviction) -> dict[RowSet, VotingRows]:
+        computed = eviction.voters.rows[eviction.first_row :]
+        voting = {}
+        for kind, positions in eviction.voters.sets.items():
+            positions = positions[positions >= eviction.num_cached]
+            is_all = len(positions) == len(computed)
+            index = None if is_all else self._part.to_device(np.searchsorted(computed, positions))
+            voting[kind] = VotingRows(
+                self._part.to_device(positions), index, num_common_keys=int(positions[0]) + 1
+            )
+        return voting
+
+    # -- a layer ------------------------------------------------------------------------
+
+    def see_layer(self, layer: int, queries: torch.Tensor, scale: float) -> None:
+        """Observe one layer, once its keys are in the cache; see `Evictor.observe_layer`."""
+        ranks, rows = self._part.ranks, None
+        with self.stopwatch.time("statistics"):
+            if self.error is None:
+                rows = self.attempt(partial(self._take_chunk, layer, queries, scale))
+            if self.due is None:
+                return
+            ranks.next_section()
+            # Other ranks wait for this rank's statistics, or for the message that there are none.
+            if self.error is None or ranks.shares_sets(self.due.per_head):
+                self.attempt(partial(self._score_layer, self.due, layer, rows, scale))
+
+    def attempt(self, step: Callable[[], T]) -> T | None:
+        """Return what `step` returns; store what a method or an allocator raises in it."""
+        try:
+            return step()
+        except Exception as error:
+            self.error = self.error or error
+            return None
+
+    def _take_chunk(self, layer: int, queries: torch.Tensor, scale: float) -> torch.Tensor | None:
+        """Keep what the chunk contributes; return the queries of all observation rows.
+
+        They are [O, H * G, D]; None before the last chunk, or if there are no such rows.
+        """
+        rows = self._take_queries(layer, queries)
+        if self._summed is not None:
+            self._add_sums(self._summed, layer, queries, scale)
+        return rows
+
+    def _take_queries(self, layer: int, queries: torch.Tensor) -> torch.Tensor | None:
+        observation = self._observation
+        if observation is not None and self._token_index is not None:
+            chunk = queries.index_select(0, self._token_index)
+            if self._in_one_chunk:
+                return chunk  # nothing to copy: no other chunk has rows
+            if self._queries is None:
+                num_layers = self._part.shape.num_layers
+                self._queries = queries.new_empty(
+                    num_layers, observation.num_rows, *queries.shape[1:]
+                )
+            end = observation.first + len(observation.rows)
+            self._queries[layer, observation.first : end] = chunk
+        if self.due is None or self._queries is None:
+            return None
+        return self._queries[layer, self.due.eviction.first_row :]
+
+    def _add_sums(
+        self, summed: SummedChunk, layer: int, queries: torch.Tensor, scale: float
+    ) -> None:
+        part = self._part
+        chunk = part.observe(
+            layer,
+            queries[summed.tokens],
+            summed.blocks,
+            summed.positions,
+            summed.num_keys,
+            scale,
+            summed.per_head,
+        )
+        if not self._sums:
+            self._sums = [
+                RowSums(chunk.num_groups, summed.num_tokens, part.device)
+                for _ in range(part.shape.num_layers)
+            ]
+        self._sums[layer].add(chunk, summed.is_vision)
+
+    def _score_layer(
+        self, due: DueEviction, layer: int, rows: torch.Tensor | None, scale: float
+    ) -> None:
+        """Let the policy score one layer; `rows` are the queries of all observation rows."""
+        policy, prompt = due.policy, due.prompt
+        view = self._view(due, policy.score.rows, layer, rows, scale)
+        scores = policy.score(view)
+        if due.eviction.guard is not None:
+            self.masses.append(view.attention.column_sums)
+        if policy.allocation.rows not in ("none", policy.score.rows):
+            view = self._view(due, policy.allocation.rows, layer, rows, scale)
+        self.strengths.append(policy.allocation.strength(view, scores))
+        # Copy the candidates: a view would keep the tail's columns alive as well.
+        pooled = policy.pooled(scores, prompt)[:, : prompt.num_candidates]
+        self.scores.append(pooled.contiguous())
+
+    def _view(
+        self, due: DueEviction, kind: RowSet, layer: int, rows: torch.Tensor | None, scale: float
+    ) -> LayerView:
+        """Return what a part of the policy sees that uses the row set `kind`."""
+        ranks, attention = self._part.ranks, NO_ATTENTION
+        if kind != "none":
+            voting = due.voting.get(kind)
+            attention = ranks.attention(
+                partial(self._own_attention, due, kind, layer, rows, scale),
+                voting.positions if voting else None,
+                due.prompt.num_tokens,
+                due.policy.statistics(kind),
+                due.per_head,
+            )
+        num_sets = self._part.shape.num_heads if due.per_head else 1
+        first_set = ranks.part * num_sets if due.per_head else 0
+        model_layer = self._part.stages.first_layer + layer
+        return LayerView(model_layer, num_sets, due.prompt, attention, first_set)
+
+    def _own_attention(
+        self, due: DueEviction, kind: RowSet, layer: int, rows: torch.Tensor | None, scale: float
+    ) -> Attention:
+        """Return the attention of this rank's heads, or raise what ended the prompt before."""
+        if self.error is not None:
+            raise self.error
+        if kind == "all":
+            return self._sums[layer]
+        assert rows is not None
+        voting = due.voting[kind]
+        return self._part.observe(
+            layer,
+            rows if voting.index is None else rows.index_select(0, voting.index),
+            due.blocks,
+            voting.positions,
+            due.prompt.num_tokens,
+            scale,
+            due.per_head,
+            due.policy.statistics(kind),
+            voting.num_common_keys,
+        )
+
+    # -- all layers ---------------------------------------------------------------------
+
+    def gather(self, due: DueEviction) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Stack what the layers showed, over the heads of all ranks.
+
+        Returns:
+            Scores [L, S, C], strengths [L, S, F] and, with a guard, masses [L, S, P].
+        """
+        seen = [self.scores, self.strengths]
+        if due.eviction.guard is not None:
+            seen.append(self.masses)
+        scores, strengths, *masses = self._part.ranks.stack(seen, due.per_head)
+        return scores, strengths, masses[0] if masses else None

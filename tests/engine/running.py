@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from PIL import Image
 from vllm import SamplingParams
+from vllm.v1.request import Request
 
 from measure.engines import LocalLLM
 from oracle.emulation import Eviction, Oracle, Selection
@@ -35,17 +36,25 @@ class Ask:
     logprobs: int | None = None
 
     def prompt(self) -> dict[str, Any]:
+        """Return the prompt in vLLM's format."""
         data = {"multi_modal_data": {"image": list(self.images)}} if self.images else {}
         return {"prompt": self.text, **data}
 
-    def sampling(self) -> SamplingParams:
-        return SamplingParams(
-            max_tokens=self.max_tokens,
-            temperature=0,
-            ignore_eos=True,
-            logprobs=self.logprobs,
-            extra_args=dict(self.xargs) or None,
-        )
+    def sampling(self, **more: Any) -> SamplingParams:
+        """Return greedy sampling parameters, with fields replaced by `more`."""
+        values = {
+            "max_tokens": self.max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": self.logprobs,
+            "extra_args": dict(self.xargs) or None,
+        }
+        return SamplingParams(**(values | more))
+
+
+def name_of(request_id: str) -> str:
+    """Return the id that a request was given, without the random suffix that vLLM appends."""
+    return request_id.rsplit("-", 1)[0]
 
 
 class Engine(LocalLLM):
@@ -64,6 +73,8 @@ class Engine(LocalLLM):
         }
         super().__init__(folder, eviction, **(defaults | options))
         self.evicts = eviction is not None
+        self.preempted: dict[str, Request] = {}
+        """Requests that were preempted at least once, by the ids of their outputs."""
         self._next_id = 0
 
     @property
@@ -71,19 +82,49 @@ class Engine(LocalLLM):
         """Return the scheduler's counters by name."""
         return self.scheduler.eviction_counters.as_dict()
 
-    def add(self, ask: Ask) -> str:
-        """Submit a request and return the id of its outputs."""
+    def add(self, ask: Ask, *, priority: int = 0, lora: Any = None, **sampling: Any) -> str:
+        """Submit a request and return the id of its outputs.
+
+        `sampling` are fields of `SamplingParams` that replace those of `ask`.
+        """
         self._next_id += 1
         name = f"r{self._next_id}"
-        self.engine.add_request(name, ask.prompt(), ask.sampling())
+        self.engine.add_request(
+            name, ask.prompt(), ask.sampling(**sampling), priority=priority, lora_request=lora
+        )
         return name
+
+    def requests(self, names: Sequence[str]) -> list[Request]:
+        """Return the scheduler's records of unfinished requests."""
+        found = self.scheduler.requests.values()
+        return [r for name in names for r in found if name_of(r.request_id) == name]
+
+    def preempt(self, request: Request) -> None:
+        """Preempt a running request, as the scheduler does when blocks run out."""
+        self.scheduler.running.remove(request)
+        self.scheduler._preempt_request(request, 0.0)
 
     def step(self) -> list[Any]:
         """Run one step; with eviction, recount every block afterwards."""
         outputs = self.engine.step()
         if self.evicts:
             check_integrity(self.scheduler.manager, self.scheduler.requests.keys())
+        requests = self.scheduler.requests.items()
+        self.preempted |= {name_of(key): r for key, r in requests if r.num_preemptions}
         return outputs
+
+    def drain(self, after_step: Callable[[], None] = lambda: None) -> dict[str, Any]:
+        """Step until no request is left and return the final outputs by id."""
+        finished: dict[str, Any] = {}
+        for _ in range(2000):
+            if not self.engine.has_unfinished_requests():
+                break
+            finished.update({o.request_id: o for o in self.step() if o.finished})
+            after_step()
+        assert not self.engine.has_unfinished_requests(), "a request never ends"
+        self.assert_empty()
+        self.assert_forgotten()
+        return finished
 
     def run(self, asks: Sequence[Ask]) -> list[Any]:
         """Serve requests that arrive at their steps; return their final outputs in order."""
@@ -108,8 +149,7 @@ class Engine(LocalLLM):
 
         The tail counts as kept.
         """
-        # vLLM appends a random suffix to ids.
-        found = [k for k in self.evictor.kept if k.request_id.rsplit("-", 1)[0] == request_id]
+        found = [k for k in self.evictor.kept if name_of(k.request_id) == request_id]
         if not found:
             return None
         shape = self.evictor.shape
@@ -129,6 +169,13 @@ class Engine(LocalLLM):
             check_integrity(self.scheduler.manager, self.scheduler.requests.keys())
             assert not self.scheduler.manager.compressions
             assert not self.scheduler.candidates
+
+    def assert_forgotten(self) -> None:
+        """Assert that the worker, which knows of all ended requests, has no state of any."""
+        if self.evicts:
+            assert self.evictor.regions.num_live == 0
+            assert not self.evictor.regions.num_retained.any()
+            assert not self.evictor.observations
 
 
 @contextmanager

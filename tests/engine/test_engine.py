@@ -29,16 +29,6 @@ DEBUG = {"poison": True, "record_kept": True}
 BUDGETS = (0.5, 0.2, 0.1)
 
 
-@pytest.fixture(scope="module")
-def folder(tiny_model: Callable[..., Path]) -> Path:
-    return tiny_model("llava", image_size=IMAGE_SIZE)
-
-
-@pytest.fixture(scope="module")
-def oracle(folder: Path) -> Oracle:
-    return Oracle(folder)
-
-
 def tgv(granularity: str = "layer", **settings: Any) -> dict[str, Any]:
     settings = {"debug": DEBUG, **settings}
     return {"policy": "tgv", "budget": 0.1, "granularity": granularity, **settings}

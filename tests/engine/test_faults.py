@@ -28,16 +28,6 @@ pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_model: Callable[..., Path]) -> Path:
-    return tiny_model("llava", image_size=112)
-
-
-@pytest.fixture(scope="module")
-def oracle(folder: Path) -> Oracle:
-    return Oracle(folder)
-
-
-@pytest.fixture(scope="module")
 def running(folder: Path) -> Iterator[Engine]:
     """Chunks of 160 tokens, so that prompts fail between two chunks as well."""
     debug = {"poison": True, "record_kept": True, "check_integrity": True}

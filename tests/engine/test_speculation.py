@@ -21,7 +21,7 @@ from llvmlite.binding import ffi
 
 from oracle.emulation import Oracle
 from tests.engine.running import Ask, Engine, engine
-from tests.engine.test_features import SAMPLINGS, numbers, requests, submit
+from tests.engine.test_sampling import SAMPLINGS, numbers
 from tests.models import LLAVA_IMAGE, random_image, random_text
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
@@ -107,7 +107,7 @@ def sampled(running: Engine) -> dict[str, Any]:
             ask = question(100 + seed, 90 + 7 * seed, "layer", max_tokens=40)
             ask = ask if running.evicts else replace(ask, xargs={})
             how = {"ignore_eos": "structured_outputs" not in how, **how}
-            names[submit(running, ask, **how)] = kind
+            names[running.add(ask, **how)] = kind
         waiting = waiting[2:]
         while running.engine.has_unfinished_requests():
             finished.update({names[o.request_id]: o for o in running.step() if o.finished})
@@ -221,7 +221,7 @@ def test_random_drafts_change_nothing(
 
     def step_and_preempt() -> list[Any]:
         if not next(steps) % 9 and scheduler.running:
-            scheduler._preempt_request(scheduler.running.pop(), 0.0)
+            drafting.preempt(scheduler.running[-1])
         return step()
 
     monkeypatch.setattr(runner.drafter, "propose", propose)
@@ -258,10 +258,10 @@ def test_a_prompt_that_is_cached_to_its_last_token_ends_with_it(drafting: Engine
     drafting.llm.reset_prefix_cache()
     want = [answers(drafting, [ask])[0] for ask in asks]
     before = drafting.counters["requests_evicted"]
-    submit(drafting, running)
+    drafting.add(running)
     for _ in range(4):
         drafting.step()
-    names = [submit(drafting, ask) for ask in asks]
+    names = [drafting.add(ask) for ask in asks]
     finished = {}
     while drafting.engine.has_unfinished_requests():
         finished.update({o.request_id: o for o in drafting.step() if o.finished})
@@ -276,12 +276,11 @@ def test_a_prompt_that_is_cached_to_its_last_token_ends_with_it(drafting: Engine
 def test_requests_end_while_their_drafts_are_pending(drafting: Engine) -> None:
     """By an abort, or while preempted; `assert_empty` finds every block free."""
     asks = [question(60 + i, 100, "head", 0.5, max_tokens=60) for i in range(3)]
-    names = [submit(drafting, ask) for ask in asks]
-    while not any(request.spec_token_ids for request in requests(drafting, names)):
+    names = [drafting.add(ask) for ask in asks]
+    while not any(request.spec_token_ids for request in drafting.requests(names)):
         drafting.step()
-    *_, last = requests(drafting, names)
-    drafting.scheduler.running.remove(last)
-    drafting.scheduler._preempt_request(last, 0.0)
+    *_, last = drafting.requests(names)
+    drafting.preempt(last)
     drafting.engine.abort_request(names)
     drafting.step()
     drafting.assert_empty()

@@ -47,7 +47,7 @@ each_file = pytest.mark.parametrize("path", FILES, ids=label)
 
 @pytest.fixture(scope="session")
 def serve_parser() -> FlexibleArgumentParser:
-    """The parser of `vllm serve` with the plugin's flags."""
+    """Return the parser of `vllm serve` with the plugin's flags."""
     patches.install_flags()
     parser = FlexibleArgumentParser()
     ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
@@ -55,7 +55,7 @@ def serve_parser() -> FlexibleArgumentParser:
 
 
 def serve(parser: FlexibleArgumentParser, *arguments: str) -> argparse.Namespace:
-    """What `vllm serve ARGUMENTS` reads from its command line."""
+    """Return what `vllm serve ARGUMENTS` reads from its command line."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["vllm", "serve", *arguments])
         args = parser.parse_args(sys.argv[1:])
@@ -64,15 +64,15 @@ def serve(parser: FlexibleArgumentParser, *arguments: str) -> argparse.Namespace
 
 
 def engine_args(parser: FlexibleArgumentParser, *arguments: str) -> AsyncEngineArgs:
-    """The arguments that vLLM makes its engine of; a model's name stays a name."""
+    """Return the arguments from which vLLM makes its engine; a model's name stays a name."""
     with pytest.MonkeyPatch.context() as patch:
-        # Offline, vLLM puts the path of a downloaded model in its place.
+        # Offline, vLLM would replace it by the path of a downloaded model.
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         return AsyncEngineArgs.from_cli_args(serve(parser, *arguments))
 
 
 def check_keys(parser: FlexibleArgumentParser, values: dict[str, Any]) -> None:
-    """Fail on keys which are no flags: vLLM says nothing about those whose value is `false`."""
+    """Fail on keys that are no flags: vLLM ignores those whose value is `false`."""
     (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     known = commands.choices["serve"]._option_string_actions
     assert [key for key in values if f"--{key}" not in known] == []
@@ -137,7 +137,7 @@ def test_flavours_of_a_model_differ_where_the_readme_says(model: str) -> None:
 
 
 def table(heading: str) -> list[list[str]]:
-    """Rows of the first table below a heading of `configs/README.md`, without its head."""
+    """Return the rows of the first table below a heading of `configs/README.md`."""
     text = (CONFIGS / "README.md").read_text().split(f"\n## {heading}\n")[1]
     rows = re.findall(r"^\|(.*)\|$", text.split("\n## ")[0], flags=re.MULTILINE)
     return [[cell.strip().strip("`") for cell in row.split("|")] for row in rows[2:]]
@@ -186,7 +186,7 @@ ARCHITECTURES = {
 
 @pytest.fixture
 def config_folder(tmp_path: Path) -> Callable[[str], Path]:
-    """A folder with the default configuration of an architecture and nothing else."""
+    """Return a function that makes a folder with only the configuration of an architecture."""
 
     def make(architecture: str) -> Path:
         config = getattr(transformers, architecture).config_class()
@@ -204,7 +204,7 @@ def config_folder(tmp_path: Path) -> Callable[[str], Path]:
 def test_engine_configuration_is_accepted(
     serve_parser: FlexibleArgumentParser, config_folder: Callable[[str], Path], model: str
 ) -> None:
-    """vLLM knows the architecture, and the plugin has nothing against it."""
+    """vLLM knows the architecture, and the plugin accepts it."""
     folder = config_folder(ARCHITECTURES[model])
     for flavour in FLAVOURS:
         path = CONFIGS / model / f"{flavour}.yaml"

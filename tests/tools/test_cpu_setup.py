@@ -51,7 +51,7 @@ def test_torchcodec_fails_as_vllm_expects_or_works() -> None:
 
 @needs_cpu_setup
 def test_hook_costs_nothing_until_needed() -> None:
-    """Neither starting Python nor asking whether torchvision exists may import torch."""
+    """Neither the start of Python nor a look-up of torchvision may import torch."""
     python(
         "import sys, importlib.util as u\n"
         "assert u.find_spec('torchvision')\n"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dashboard, alerts and `docs/metrics.md` against what vLLM's Prometheus logger with ours exports.
+"""Dashboard, alerts and `docs/metrics.md` against the metrics that our Prometheus logger exports.
 
-A real Prometheus scrapes it, loads the rules and answers every query, where one is installed
-(Debian package `prometheus`). Elsewhere, names are compared with a scrape, and queries parsed if
-the package `promql-parser` is there.
+If Prometheus is installed (Debian package `prometheus`), it scrapes them, loads the rules and
+answers every query. Otherwise names are compared with a scrape, and queries are parsed if the
+package `promql-parser` is there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import itertools
 import json
 import math
 import re
-import shutil
 import subprocess
 import threading
 import time
@@ -36,18 +35,18 @@ from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from measure.serving import free_port
 from tests.conftest import ROOT
+from tests.tools.programs import program
+from tests.tools.test_docs import DASHBOARD, anchors
 from vllm_tgvkv.config import CONFIG_KEY
 from vllm_tgvkv.counters import SKIP_REASONS
 from vllm_tgvkv.metrics import METRICS, MetricsBuffer
 from vllm_tgvkv.server.prometheus import EvictionPrometheusStatLogger
 
 CONFIGS = ROOT / "configs"
-DASHBOARD = CONFIGS / "grafana/dashboards/kv-eviction.json"
 RULES = CONFIGS / "prometheus/rules/kv-eviction.yml"
 ALERT_TESTS = sorted((ROOT / "tests/data/alerts").glob("*.yml"))
 RECORDED = ROOT / "tests/data/metrics.txt"
 """`/metrics` of a server with eviction: curl -s localhost:8000/metrics > tests/data/metrics.txt"""
-TROUBLESHOOTING = ROOT / "docs/troubleshooting.md"
 
 START_SECONDS = 60
 SCRAPE_INTERVAL = "200ms"
@@ -65,15 +64,15 @@ VARIABLES = {
     "engine": "0",
     "policy": "tgv",
 }
-"""One value each: a matcher of a label that a metric has not then finds nothing."""
+"""One value each, so that a matcher for a label which a metric lacks finds nothing."""
 
 
-# What is checked
+# The queries and rules
 
 
 @dataclass(frozen=True)
 class Query:
-    """A query of a panel."""
+    """One query of a panel."""
 
     panel: int
     title: str
@@ -82,11 +81,11 @@ class Query:
 
     @property
     def filled(self) -> str:
-        """The query with a value for every variable, as Grafana sends it."""
+        """Return the query with a value for every variable, as Grafana sends it."""
         return fill_in(self.expression)
 
     def name_of(self, labels: dict[str, str]) -> str:
-        """What the legend calls a series; a label it has not is a KeyError."""
+        """Return the legend's name for a series; raise KeyError if it lacks a label."""
         return re.sub(r"\{\{(\w+)\}\}", lambda match: labels[match[1]], self.legend)
 
 
@@ -117,22 +116,15 @@ each_rule = pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule["aler
 
 
 def selectors(expression: str) -> list[tuple[str, str]]:
-    """Names of metrics and what stands in braces behind them."""
+    """Return the metrics in an expression, each with the matchers in its braces."""
     return re.findall(r"(vllm:\w+)(?:\{([^}]*)\})?", expression)
 
 
-def program(name: str) -> str:
-    path = shutil.which(name)
-    if path is None:
-        pytest.skip(f"{name} is not installed (Debian package prometheus)")
-    return path
-
-
-# What is asked
+# Traffic to query
 
 
 class Traffic:
-    """vLLM's Prometheus logger with ours, and an engine's statistics to feed it."""
+    """Our Prometheus logger, fed with an engine's statistics."""
 
     def __init__(self) -> None:
         config = VllmConfig()
@@ -143,7 +135,7 @@ class Traffic:
         self._logger = EvictionPrometheusStatLogger(config)
 
     def step(self) -> None:
-        """Let every metric of ours move, and those of vLLM that are asked for."""
+        """Record a step that changes all our metrics, and those of vLLM that queries use."""
         buffer = MetricsBuffer()
         for metric in METRICS.values():
             for labels in itertools.product(*(LABELS[label] for label in metric.labels)):
@@ -171,7 +163,7 @@ def traffic() -> Iterator[Traffic]:
 
 @pytest.fixture(scope="module")
 def metrics_address(traffic: Traffic) -> Iterator[str]:
-    """Host and port of a `/metrics` with a step of traffic before every scrape."""
+    """Serve `/metrics` with one step of traffic before every scrape, and yield host and port."""
     app = prometheus_client.make_wsgi_app()
 
     def one_more_step(environ: Any, start_response: Any) -> Any:
@@ -209,16 +201,16 @@ class Prometheus:
         return answer["data"]
 
     def query(self, expression: str) -> list[tuple[dict[str, str], float]]:
-        """Labels and value of every series of an instant query."""
+        """Return labels and value of every series of an instant query."""
         found = self.get("query", query=expression)["result"]
         return [(series["metric"], float(series["value"][1])) for series in found]
 
     def names(self) -> list[str]:
-        """Some names of vLLM's metrics, as they arrived."""
+        """Return some names of vLLM's metrics as they arrived."""
         return [name for name in self.get("label/__name__/values") if "vllm" in name][:5]
 
     def is_busy(self) -> bool:
-        """Whether there are enough scrapes and the rules were looked at."""
+        """Return whether there are enough scrapes and every rule has been evaluated."""
         try:
             counts = self.query("count_over_time(vllm:num_requests_running[1m])")
             groups = self.get("rules")["groups"]
@@ -232,8 +224,8 @@ class Prometheus:
 def prometheus(
     metrics_address: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Prometheus]:
-    """A Prometheus with our configuration and rules, but for addresses and interval."""
-    binary = program("prometheus")
+    """Run a Prometheus with our configuration and rules; only addresses and interval differ."""
+    binary = program("prometheus", "Debian package prometheus")
     folder = tmp_path_factory.mktemp("prometheus")
     config = yaml.safe_load((CONFIGS / "prometheus/prometheus.yml").read_text())
     config["global"] = dict.fromkeys(config["global"], SCRAPE_INTERVAL)
@@ -271,7 +263,7 @@ def test_a_query_finds_numbers(prometheus: Prometheus, query: Query) -> None:
 
 
 def test_numbers_at_a_glance(prometheus: Prometheus) -> None:
-    """The figures that `Traffic` makes."""
+    """The figures at the top are those that `Traffic` makes."""
     num_skipped = 2 * len(SKIP_REASONS)
     expected = {
         "Requests evicted": 2 / (2 + num_skipped),
@@ -301,7 +293,7 @@ def test_variables_have_values(prometheus: Prometheus) -> None:
 
 
 def test_expressions_parse() -> None:
-    """By another parser than Prometheus' own, for machines without it."""
+    """Parsed without Prometheus, for machines that lack it."""
     parser = pytest.importorskip("promql_parser", reason="promql-parser is not installed")
     for expression in EXPRESSIONS:
         parser.parse(expression)
@@ -317,7 +309,7 @@ def label_names(scrape: str) -> dict[str, set[str]]:
 
 @pytest.fixture(scope="module", params=["logger", "server"])
 def scraped(request: pytest.FixtureRequest, traffic: Traffic) -> dict[str, set[str]]:
-    """Names of metrics and of their labels, of a logger in this process or a recorded server."""
+    """Return metrics and their labels, from a logger in this process or a recorded server."""
     if request.param == "logger":
         traffic.step()
         return label_names(prometheus_client.generate_latest().decode())
@@ -361,7 +353,7 @@ def test_every_metric_has_a_panel() -> None:
 
 
 def test_panels_lie_side_by_side() -> None:
-    """In rows of full width; a panel's id is its row's plus its place, so ids stay."""
+    """They fill rows; a panel's id is its row's plus its place, so that ids are stable."""
     below, row = 0, 0
     for panel in dashboard()["panels"]:
         place = panel["gridPos"]
@@ -410,15 +402,15 @@ def test_a_rule_says_what_to_do(rule: dict[str, Any]) -> None:
 
 
 def test_runbooks_are_there() -> None:
-    if not TROUBLESHOOTING.exists():
-        pytest.skip("docs/troubleshooting.md is not written yet")
-    headings = re.findall(r"^#+ (.*)$", TROUBLESHOOTING.read_text(), flags=re.MULTILINE)
-    anchors = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
-    assert {rule["annotations"]["runbook"].split("#")[1] for rule in rules()} <= set(anchors)
+    headings = anchors(ROOT / "docs/troubleshooting.md")
+    assert {rule["annotations"]["runbook"].split("#")[1] for rule in rules()} <= headings
 
 
 def test_promtool_accepts_the_rules() -> None:
-    subprocess.run([program("promtool"), "check", "rules", "--lint-fatal", RULES], check=True)
+    subprocess.run(
+        [program("promtool", "Debian package prometheus"), "check", "rules", "--lint-fatal", RULES],
+        check=True,
+    )
 
 
 def test_every_alert_has_tests() -> None:
@@ -435,7 +427,7 @@ def test_every_alert_has_tests() -> None:
 
 @pytest.mark.parametrize("path", ALERT_TESTS, ids=lambda path: path.stem)
 def test_an_alert_fires_when_it_should(path: Path) -> None:
-    command = [program("promtool"), "test", "rules", path]
+    command = [program("promtool", "Debian package prometheus"), "test", "rules", path]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
 

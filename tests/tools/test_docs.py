@@ -54,7 +54,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def prose(page: Path) -> str:
-    """A page without its blocks of code."""
+    """Return a page without its blocks of code."""
     fenced = r"^( *)```.*?^\1```$"
     return re.sub(fenced, "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
 
@@ -65,7 +65,7 @@ each_block = pytest.mark.parametrize("block", BLOCKS, ids=str)
 
 
 def commands(block: Block) -> Iterator[list[str]]:
-    """Words of every command of a shell block, without the variables set for it."""
+    """Yield the words of every command of a shell block, without variables set for it."""
     text = re.sub(r"(^|\s)#.*$", "", block.text.replace("\\\n", " "), flags=re.MULTILINE)
     ends = ";&|()<>\n"
     lexer = shlex.shlex(text, posix=True, punctuation_chars=ends)
@@ -87,7 +87,7 @@ COMMANDS = [words for block in SHELL for words in commands(block)]
 
 
 def anchors(page: Path) -> set[str]:
-    """Anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     found: set[str] = set()
     for heading in re.findall(r"^#+ +(.*?) *$", prose(page), flags=re.MULTILINE):
         text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
@@ -190,7 +190,7 @@ def test_modules_that_are_run_exist() -> None:
 def test_commands_that_serve_are_understood(
     serve_parser: FlexibleArgumentParser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """By vLLM's parser with the plugin's flags; the settings of eviction are checked."""
+    """vLLM's parser with the plugin's flags reads them, and the eviction settings are valid."""
     monkeypatch.chdir(ROOT)  # for --config
     (tmp_path / "etc/vllm").mkdir(parents=True)
     served = [words[2:] for words in COMMANDS if words[:2] == ["vllm", "serve"]]
@@ -209,7 +209,7 @@ def test_commands_that_serve_are_understood(
 
 
 def mappings(value: Any) -> Iterator[dict[str, Any]]:
-    """A value's mappings at any depth, itself included."""
+    """Yield a value's mappings at any depth, including itself."""
     if isinstance(value, dict):
         yield value
     if isinstance(value, dict | list):
@@ -217,7 +217,7 @@ def mappings(value: Any) -> Iterator[dict[str, Any]]:
             yield from mappings(child)
 
 
-def test_settings_and_wishes_are_accepted() -> None:
+def test_settings_and_request_options_are_accepted() -> None:
     checked = 0
     for block in BLOCKS:
         if block.language not in ("yaml", "json"):

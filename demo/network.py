@@ -81,8 +81,9 @@ class Trainee(nn.Module):
     page, as a large tower would know. Glyph and key are read through the tied embedding, so that
     patches represent characters as the text does.
 
-    ``outlook`` makes the rows of a question predict the characters of the answer without their order:
-    the end of the prompt must attend to all of the value, yet cannot spell it for later rows. ``lead`` and ``partner`` make lower layers look up a key of the question, so that higher
+    ``outlook`` makes the rows of a question predict the characters of the answer, but not their
+    order: the end of the prompt must attend to all of the value, yet cannot spell it for later
+    rows. ``lead`` and ``partner`` make lower layers look up a key of the question, so that higher
     layers can compare digits and find the order in a row.
     """
 

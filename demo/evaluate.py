@@ -37,8 +37,9 @@ def answers(
         add_special_tokens=False,
         return_tensors="pt",
     ).to(model.device, torch.bfloat16)
-    generate: Any = model.generate
-    output = generate(**inputs, do_sample=False, max_new_tokens=MAX_ANSWER_TOKENS)
+    output = model.generate(  # type: ignore[misc]  # transformers annotates another class
+        **inputs, do_sample=False, max_new_tokens=MAX_ANSWER_TOKENS
+    )
     length = inputs["input_ids"].shape[1]
     texts: list[str] = processor.tokenizer.batch_decode(
         output[:, length:], skip_special_tokens=True

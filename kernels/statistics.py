@@ -138,6 +138,48 @@ def _not_observed(name: str, row_sets: str) -> NoReturn:
     )
 
 
+@dataclass(frozen=True)
+class ObservedRows:
+    """Queries of the rows, and the keys that they see; fields as the arguments of :func:`observe`.
+
+    Raises:
+        ValueError: if a shape, dtype or number does not fit; the message names the field.
+    """
+
+    queries: Tensor
+    key_pages: Tensor
+    block_ids: Tensor
+    row_positions: Tensor
+    num_keys: int
+    scale: float
+    log_sum_exp: Tensor | None = None
+    num_common_keys: int = 0
+
+    def __post_init__(self) -> None:
+        queries, pages, ids = self.queries, self.key_pages, self.block_ids
+        if queries.dim() != 4 or not queries.is_floating_point():
+            raise ValueError(f"queries must be floating [O, H, G, D], got {_describe(queries)}")
+        rows, heads, group, head_size = queries.shape
+        if pages.dim() != 4 or (pages.shape[1], pages.shape[3]) != (heads, head_size):
+            raise ValueError(
+                f"key_pages must be [num_blocks, {heads}, N, {head_size}], got {_describe(pages)}"
+            )
+        if self.num_keys < 1:
+            raise ValueError(f"num_keys must be at least 1, got {self.num_keys}")
+        num_blocks = -(-self.num_keys // pages.shape[2])
+        if ids.shape != (num_blocks,) or ids.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"block_ids must be int32 or int64 [{num_blocks}], got {_describe(ids)}"
+            )
+        positions, lse = self.row_positions, self.log_sum_exp
+        if positions.shape != (rows,) or positions.dtype != torch.int64:
+            raise ValueError(f"row_positions must be int64 [{rows}], got {_describe(positions)}")
+        if lse is not None and lse.shape != (rows, heads, group):
+            raise ValueError(
+                f"log_sum_exp must be [{rows}, {heads}, {group}], got {_describe(lse)}"
+            )
+
+
 class ObservedAttention(Attention, ABC):
     """Statistics of some rows of A.
 
@@ -154,17 +196,22 @@ class ObservedAttention(Attention, ABC):
 
     def __init__(
         self,
-        queries: Tensor,
-        row_positions: Tensor,
-        num_keys: int,
+        rows: ObservedRows,
         per_head: bool,
         statistics: frozenset[Statistic],
+        workspace_bytes: int,
+        scratch: Scratch,
     ) -> None:
-        self.num_rows, self.num_heads, self.group_size, self.head_size = queries.shape
-        self.num_keys = num_keys
-        self._row_positions = row_positions
+        self.num_rows, self.num_heads, self.group_size, self.head_size = rows.queries.shape
+        self.num_keys = rows.num_keys
         self.num_groups = self.num_heads if per_head else 1
+        self._row_positions = rows.row_positions
+        self._key_pages = rows.key_pages
+        self._block_ids = rows.block_ids
+        self._scale = rows.scale
         self._statistics = statistics
+        self._workspace_bytes = workspace_bytes
+        self._scratch = scratch
 
     @property
     def row_positions(self) -> Tensor:
@@ -238,33 +285,22 @@ class TorchAttention(ObservedAttention):
 
     def __init__(
         self,
-        queries: Tensor,
-        key_pages: Tensor,
-        block_ids: Tensor,
-        row_positions: Tensor,
-        num_keys: int,
-        scale: float,
+        rows: ObservedRows,
         per_head: bool,
         statistics: frozenset[Statistic],
         workspace_bytes: int,
-        log_sum_exp: Tensor | None,
-        num_common_keys: int,
-        scratch: Scratch | None,
+        scratch: Scratch,
     ) -> None:
-        super().__init__(queries, row_positions, num_keys, per_head, statistics)
-        self._scratch = scratch or Scratch()
-        self._workspace_bytes = workspace_bytes
-        self._key_pages = key_pages
-        self._block_ids = block_ids
-        self._scale = scale
-        self._num_common_keys = num_common_keys
+        super().__init__(rows, per_head, statistics, workspace_bytes, scratch)
+        queries, lse = rows.queries, rows.log_sum_exp
+        self._num_common_keys = rows.num_common_keys
         # Float32: a bf16 logit of 20 is off by up to 0.06, its probability by 6 %. The scale is
         # applied to the products, so that bf16 queries stay exact.
         self._queries = queries.permute(1, 2, 0, 3).float()  # [H, G, O, D]
         self._is_bfloat16 = (
-            queries.dtype == torch.bfloat16 and key_pages.dtype in _EXACT_IN_BFLOAT16
+            queries.dtype == torch.bfloat16 and rows.key_pages.dtype in _EXACT_IN_BFLOAT16
         )
-        self._log_sum_exp = None if log_sum_exp is None else log_sum_exp.permute(1, 2, 0).float()
+        self._log_sum_exp = None if lse is None else lse.permute(1, 2, 0).float()
         self._keys: Tensor | None = None
         self._gather_all_if_small()
 
@@ -486,37 +522,20 @@ def observe(
     Raises:
         ValueError: if a shape, dtype or number does not fit; the message names the argument.
     """
-    _check(queries, key_pages, block_ids, row_positions, num_keys, log_sum_exp)
-    if gpu.runs(queries):
-        from vllm_tgvkv.kernels.gpu.statistics import TritonAttention
-
-        return TritonAttention(
-            queries,
-            key_pages,
-            block_ids,
-            row_positions,
-            num_keys,
-            scale,
-            per_head,
-            statistics,
-            workspace_bytes,
-            log_sum_exp,
-            scratch,
-        )
-    return TorchAttention(
+    rows = ObservedRows(
         queries,
         key_pages,
         block_ids,
         row_positions,
         num_keys,
         scale,
-        per_head,
-        statistics,
-        workspace_bytes,
         log_sum_exp,
         num_common_keys,
-        scratch,
     )
+    implementation: type[ObservedAttention] = TorchAttention
+    if gpu.runs(queries):
+        from vllm_tgvkv.kernels.gpu.statistics import TritonAttention as implementation
+    return implementation(rows, per_head, statistics, workspace_bytes, scratch or Scratch())
 
 
 @contextmanager
@@ -536,36 +555,6 @@ def _bfloat16_products(enabled: bool) -> Iterator[None]:
         yield
     finally:
         matmul.fp32_precision = before
-
-
-def _check(
-    queries: Tensor,
-    key_pages: Tensor,
-    block_ids: Tensor,
-    row_positions: Tensor,
-    num_keys: int,
-    log_sum_exp: Tensor | None,
-) -> None:
-    if queries.dim() != 4 or not queries.is_floating_point():
-        raise ValueError(f"queries must be floating [O, H, G, D], got {_describe(queries)}")
-    rows, heads, group, head_size = queries.shape
-    if key_pages.dim() != 4 or (key_pages.shape[1], key_pages.shape[3]) != (heads, head_size):
-        raise ValueError(
-            f"key_pages must be [num_blocks, {heads}, N, {head_size}], got {_describe(key_pages)}"
-        )
-    if num_keys < 1:
-        raise ValueError(f"num_keys must be at least 1, got {num_keys}")
-    num_blocks = -(-num_keys // key_pages.shape[2])
-    if block_ids.shape != (num_blocks,) or block_ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"block_ids must be int32 or int64 [{num_blocks}], got {_describe(block_ids)}"
-        )
-    if row_positions.shape != (rows,) or row_positions.dtype != torch.int64:
-        raise ValueError(f"row_positions must be int64 [{rows}], got {_describe(row_positions)}")
-    if log_sum_exp is not None and log_sum_exp.shape != (rows, heads, group):
-        raise ValueError(
-            f"log_sum_exp must be [{rows}, {heads}, {group}], got {_describe(log_sum_exp)}"
-        )
 
 
 def _describe(tensor: Tensor) -> str:

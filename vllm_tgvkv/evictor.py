@@ -33,7 +33,7 @@ from vllm_tgvkv.observation import DueEviction, ModelPart, PromptObservation
 from vllm_tgvkv.outcomes import KeptTokens, Outcomes, PendingOutcome
 from vllm_tgvkv.pages import CacheShape, PagePool
 from vllm_tgvkv.plan import Failure, StepPlan
-from vllm_tgvkv.policies import Depth, Policy, Prompt
+from vllm_tgvkv.policies import Depth, Prompt
 from vllm_tgvkv.ranks import Ranks
 from vllm_tgvkv.regions import Regions
 from vllm_tgvkv.stages import Stages
@@ -81,7 +81,6 @@ class Evictor:
         """The plan of the current step."""
         self.kept: deque[KeptTokens] = deque(maxlen=256)
         self.traces = Traces(config.max_traces, config.max_trace_mib << 20)
-        self._policies: dict[str, Policy] = {}
         self._current: list[PromptObservation] = []
         """Prompts observed in the current step."""
         self.ended: list[PendingOutcome | Failure] = []
@@ -117,9 +116,8 @@ class Evictor:
         self._current = []
         for request_id in dict.fromkeys([*observations, *summings, *evictions]):
             if request_id not in self.observations:
-                self.observations[request_id] = PromptObservation(
-                    request_id, self.part, self.config, self._policy
-                )
+                new = PromptObservation(request_id, self.part, self.config)
+                self.observations[request_id] = new
             observation = self.observations[request_id]
             observation.begin_chunk(
                 first_token(request_id),
@@ -252,6 +250,7 @@ class Evictor:
         """
         logger.error("KV eviction of %s failed", seen.request_id, exc_info=error)
         del self.observations[seen.request_id]
+        seen.error = None  # its traceback refers to the observation, whose memory is freed now
         self.ended.append(Failure(seen.request_id, f"{type(error).__name__}: {error}"))
         if seen.due is not None:
             num_retained = seen.due.eviction.num_retained_blocks
@@ -269,11 +268,6 @@ class Evictor:
         )
 
     # -- the decision -------------------------------------------------------------------
-
-    def _policy(self, name: str) -> Policy:
-        if name not in self._policies:
-            self._policies[name] = self.config.build_policy(name)
-        return self._policies[name]
 
     def _decider(self, due: DueEviction, scores: torch.Tensor, strengths: torch.Tensor) -> Decider:
         """Return what decides for this rank's heads, from scores of the heads of all ranks."""

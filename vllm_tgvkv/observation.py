@@ -47,66 +47,35 @@ class ModelPart:
         """Copy to the device without waiting for it."""
         return async_tensor_h2d(array, self.device)
 
-    def observe(
-        self,
-        layer: int,
-        queries: torch.Tensor,
-        blocks: torch.Tensor,
-        positions: torch.Tensor,
-        num_keys: int,
-        scale: float,
-        per_head: bool,
-        statistics: frozenset[Statistic] = frozenset(),
-        num_common_keys: int = 0,
-    ) -> ObservedAttention:
-        """Observe rows of one layer; valid until the next call, which reuses the scratch buffers.
 
-        `queries` is [O, H * G, D]; see `kernels.statistics.observe` for the other arguments.
-        """
-        return observe(
-            queries.unflatten(1, (self.shape.num_heads, self.shape.group_size)),
-            self.pool.layer_keys(layer),
-            blocks,
-            positions,
-            num_keys,
-            scale,
-            per_head=per_head,
-            statistics=statistics,
-            workspace_bytes=self.workspace_bytes,
-            num_common_keys=num_common_keys,
-            scratch=self.scratch,
-        )
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Rows of a prompt that are observed together."""
 
-
-@dataclass(frozen=True)
-class SummedChunk:
-    """A chunk whose rows are all added to the prompt's column sums."""
-
-    tokens: slice
-    """The chunk's rows in the batch's queries."""
+    index: slice | torch.Tensor
+    """Where their queries are: among the batch's, or among those of all observation rows."""
     positions: torch.Tensor
-    """int64 [O]."""
+    """int64 [O], ascending."""
+    num_keys: int
+    """The last row sees at most this many first keys of the prompt."""
+    blocks: torch.Tensor
+    """Block ids of these keys, int32."""
+    num_common_keys: int = 0
+    """Every row sees the first `num_common_keys` keys."""
+    per_head: bool
+    """Whether statistics are those of each KV head, or of the layer as a whole."""
+    statistics: frozenset[Statistic] = frozenset()
+    """What is asked for in addition to column sums."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SummedRows(Rows):
+    """All rows of a chunk, to be added to the prompt's column sums."""
+
     is_vision: torch.Tensor
     """bool [O]."""
-    num_keys: int
-    """Tokens of the prompt up to the end of the chunk."""
-    blocks: torch.Tensor
-    """Block ids of these tokens, int32."""
-    per_head: bool
     num_tokens: int
     """P, of the whole prompt."""
-
-
-@dataclass(frozen=True)
-class VotingRows:
-    """The rows of one row set whose queries were computed."""
-
-    positions: torch.Tensor
-    """int64, ascending."""
-    index: torch.Tensor | None
-    """Their indices among the computed observation rows, int64; None if they are all of them."""
-    num_common_keys: int
-    """Every row sees the first `num_common_keys` keys."""
 
 
 @dataclass(frozen=True)
@@ -116,10 +85,10 @@ class DueEviction:
     eviction: Eviction
     policy: Policy
     prompt: Prompt
+    voting: Mapping[RowSet, Rows]
+    """All row sets of the policy but `all`, whose rows are summed chunk by chunk."""
     blocks: torch.Tensor
     """Block ids of the prompt, int32 [ceil(P / N)]."""
-    voting: Mapping[RowSet, VotingRows]
-    """All row sets of the policy but `all`, whose rows are summed chunk by chunk."""
 
     @property
     def per_head(self) -> bool:
@@ -141,13 +110,7 @@ class PromptObservation:
     The first exception is stored as `error`; it ends this prompt's eviction and no other.
     """
 
-    def __init__(
-        self,
-        request_id: str,
-        part: ModelPart,
-        config: EvictionConfig,
-        policy_of: Callable[[str], Policy],
-    ) -> None:
+    def __init__(self, request_id: str, part: ModelPart, config: EvictionConfig) -> None:
         self.request_id = request_id
         self.stopwatch = Stopwatch(part.device, config.metrics)
         self.due: DueEviction | None = None
@@ -161,13 +124,12 @@ class PromptObservation:
         self.masses: list[torch.Tensor] = []
         """By layer: observed attention of each token, float32 [S, P]; only with a guard."""
         self._part = part
-        self._sinks = config.sinks
-        self._policy_of = policy_of
+        self._config = config
         # The current chunk.
         self._observation: Observation | None = None
         self._token_index: torch.Tensor | None = None
         """Indices of the observation's rows in the batch's queries, int64."""
-        self._summed: SummedChunk | None = None
+        self._summed: SummedRows | None = None
         self._in_one_chunk = False
         """Whether the current chunk has all observation rows."""
         # All chunks so far.
@@ -193,7 +155,7 @@ class PromptObservation:
         if observation is not None:
             rows = observation.rows + (first_token - observation.chunk_start)
             self._token_index = self._part.to_device(rows)
-        self._summed = self._summed_chunk(summing, first_token) if summing else None
+        self._summed = self._summed_rows(summing, first_token) if summing else None
         self.due = self._due_eviction(eviction) if eviction else None
         self._in_one_chunk = (
             observation is not None
@@ -201,45 +163,46 @@ class PromptObservation:
             and observation.first == eviction.first_row
         )
 
-    def _summed_chunk(self, summing: RowSumming, first_token: int) -> SummedChunk:
+    def _summed_rows(self, summing: RowSumming, first_token: int) -> SummedRows:
         start, end = summing.chunk_start, summing.num_keys
-        return SummedChunk(
-            tokens=slice(first_token, first_token + end - start),
+        return SummedRows(
+            index=slice(first_token, first_token + end - start),
             positions=torch.arange(start, end, device=self._part.device),
-            is_vision=self._part.to_device(summing.prompt.is_vision()[start:end]),
             num_keys=end,
             blocks=self._part.to_device(summing.blocks),
-            per_head=self._policy_of(summing.method).granularity == "head",
+            per_head=self._config.build_policy(summing.method).granularity == "head",
+            is_vision=self._part.to_device(summing.prompt.is_vision()[start:end]),
             num_tokens=summing.prompt.num_tokens,
         )
 
     def _due_eviction(self, eviction: Eviction) -> DueEviction:
-        prompt, size = eviction.prompt, self._part.shape.block_size
-        return DueEviction(
-            eviction,
-            self._policy_of(eviction.method),
-            Prompt(
-                num_tokens=prompt.num_tokens,
-                num_candidates=prompt.num_tokens // size * size,
-                is_vision=self._part.to_device(prompt.is_vision()),
-                sinks=self._sinks,
-                images=prompt.vision,
-            ),
-            self._part.to_device(eviction.old_blocks),
-            self._voting_rows(eviction),
+        num_tokens, size = eviction.prompt.num_tokens, self._part.shape.block_size
+        prompt = Prompt(
+            num_tokens=num_tokens,
+            num_candidates=num_tokens // size * size,
+            is_vision=self._part.to_device(eviction.prompt.is_vision()),
+            sinks=self._config.sinks,
+            images=eviction.prompt.vision,
         )
-
-    def _voting_rows(self, eviction: Eviction) -> dict[RowSet, VotingRows]:
+        policy = self._config.build_policy(eviction.method)
+        blocks = self._part.to_device(eviction.old_blocks)
         computed = eviction.voters.rows[eviction.first_row :]
         voting = {}
         for kind, positions in eviction.voters.sets.items():
             positions = positions[positions >= eviction.num_cached]
-            is_all = len(positions) == len(computed)
-            index = None if is_all else self._part.to_device(np.searchsorted(computed, positions))
-            voting[kind] = VotingRows(
-                self._part.to_device(positions), index, num_common_keys=int(positions[0]) + 1
+            index: slice | torch.Tensor = slice(None)
+            if len(positions) < len(computed):
+                index = self._part.to_device(np.searchsorted(computed, positions))
+            voting[kind] = Rows(
+                index=index,
+                positions=self._part.to_device(positions),
+                num_keys=num_tokens,
+                blocks=blocks,
+                num_common_keys=int(positions[0]) + 1,
+                per_head=policy.granularity == "head",
+                statistics=policy.statistics(kind),
             )
-        return voting
+        return DueEviction(eviction, policy, prompt, voting, blocks)
 
     # -- a layer ------------------------------------------------------------------------
 
@@ -292,80 +255,84 @@ class PromptObservation:
         return self._queries[layer, self.due.eviction.first_row :]
 
     def _add_sums(
-        self, summed: SummedChunk, layer: int, queries: torch.Tensor, scale: float
+        self, summed: SummedRows, layer: int, queries: torch.Tensor, scale: float
     ) -> None:
-        part = self._part
-        chunk = part.observe(
-            layer,
-            queries[summed.tokens],
-            summed.blocks,
-            summed.positions,
-            summed.num_keys,
-            scale,
-            summed.per_head,
-        )
+        chunk = self._observe(summed, layer, queries, scale)
         if not self._sums:
             self._sums = [
-                RowSums(chunk.num_groups, summed.num_tokens, part.device)
-                for _ in range(part.shape.num_layers)
+                RowSums(chunk.num_groups, summed.num_tokens, self._part.device)
+                for _ in range(self._part.shape.num_layers)
             ]
         self._sums[layer].add(chunk, summed.is_vision)
 
     def _score_layer(
-        self, due: DueEviction, layer: int, rows: torch.Tensor | None, scale: float
+        self, due: DueEviction, layer: int, queries: torch.Tensor | None, scale: float
     ) -> None:
-        """Let the policy score one layer; `rows` are the queries of all observation rows."""
+        """Let the policy score one layer; `queries` are those of all observation rows."""
         policy, prompt = due.policy, due.prompt
-        view = self._view(due, policy.score.rows, layer, rows, scale)
+        view = self._view(due, policy.score.rows, layer, queries, scale)
         scores = policy.score(view)
         if due.eviction.guard is not None:
             self.masses.append(view.attention.column_sums)
         if policy.allocation.rows not in ("none", policy.score.rows):
-            view = self._view(due, policy.allocation.rows, layer, rows, scale)
+            view = self._view(due, policy.allocation.rows, layer, queries, scale)
         self.strengths.append(policy.allocation.strength(view, scores))
         # Copy the candidates: a view would keep the tail's columns alive as well.
         pooled = policy.pooled(scores, prompt)[:, : prompt.num_candidates]
         self.scores.append(pooled.contiguous())
 
     def _view(
-        self, due: DueEviction, kind: RowSet, layer: int, rows: torch.Tensor | None, scale: float
+        self,
+        due: DueEviction,
+        kind: RowSet,
+        layer: int,
+        queries: torch.Tensor | None,
+        scale: float,
     ) -> LayerView:
         """Return what a part of the policy sees that uses the row set `kind`."""
-        ranks, attention = self._part.ranks, NO_ATTENTION
+        part, voting = self._part, due.voting.get(kind)
+
+        def own() -> Attention:
+            """Return the attention of this rank's heads."""
+            if self.error is not None:
+                raise self.error
+            if voting is None:
+                return self._sums[layer]
+            assert queries is not None
+            return self._observe(voting, layer, queries, scale)
+
+        attention = NO_ATTENTION
         if kind != "none":
-            voting = due.voting.get(kind)
-            attention = ranks.attention(
-                partial(self._own_attention, due, kind, layer, rows, scale),
+            attention = part.ranks.attention(
+                own,
                 voting.positions if voting else None,
                 due.prompt.num_tokens,
                 due.policy.statistics(kind),
                 due.per_head,
             )
-        num_sets = self._part.shape.num_heads if due.per_head else 1
-        first_set = ranks.part * num_sets if due.per_head else 0
-        model_layer = self._part.stages.first_layer + layer
-        return LayerView(model_layer, num_sets, due.prompt, attention, first_set)
+        num_sets = part.shape.num_heads if due.per_head else 1
+        first_set = part.ranks.part * num_sets if due.per_head else 0
+        return LayerView(
+            part.stages.first_layer + layer, num_sets, due.prompt, attention, first_set
+        )
 
-    def _own_attention(
-        self, due: DueEviction, kind: RowSet, layer: int, rows: torch.Tensor | None, scale: float
-    ) -> Attention:
-        """Return the attention of this rank's heads, or raise what ended the prompt before."""
-        if self.error is not None:
-            raise self.error
-        if kind == "all":
-            return self._sums[layer]
-        assert rows is not None
-        voting = due.voting[kind]
-        return self._part.observe(
-            layer,
-            rows if voting.index is None else rows.index_select(0, voting.index),
-            due.blocks,
-            voting.positions,
-            due.prompt.num_tokens,
+    def _observe(
+        self, rows: Rows, layer: int, queries: torch.Tensor, scale: float
+    ) -> ObservedAttention:
+        """Observe rows in one layer; valid until the next call, which reuses the scratch."""
+        part = self._part
+        return observe(
+            queries[rows.index].unflatten(1, (part.shape.num_heads, part.shape.group_size)),
+            part.pool.layer_keys(layer),
+            rows.blocks,
+            rows.positions,
+            rows.num_keys,
             scale,
-            due.per_head,
-            due.policy.statistics(kind),
-            voting.num_common_keys,
+            per_head=rows.per_head,
+            statistics=rows.statistics,
+            workspace_bytes=part.workspace_bytes,
+            num_common_keys=rows.num_common_keys,
+            scratch=part.scratch,
         )
 
     # -- all layers ---------------------------------------------------------------------

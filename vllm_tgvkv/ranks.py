@@ -298,7 +298,7 @@ class SharedAttention:
     def _statistic(self, name: Statistic) -> Tensor:
         if name not in self._statistics:
             raise ValueError(
-                f"{name} was not computed: name it in the `statistics` of the score or budget"
+                f"{name} was not computed: name it in the `statistics` of the score or allocation"
             )
         before = self._statistics[: self._statistics.index(name)]
         start = self._num_keys + sum(map(self._size, before))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What evictions decided, remembered for those who ask: pages, kept positions, scores.
+"""Traces of evictions: pages, kept positions and scores, for requests that ask for one.
 
-Only requests that ask for it (`vllm_xargs: {"kv_eviction_trace": 1}`) leave a trace. It has no text
-and no image of the prompt, only positions and numbers.
+A request asks with `vllm_xargs: {"kv_eviction_trace": 1}`. Its trace has no text and no image of
+the prompt, only positions and numbers.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ logger = init_logger("vllm.tgvkv")
 
 @dataclass(frozen=True)
 class Trace:
-    """One eviction.
+    """The trace of one eviction.
 
-    For L layers, H KV heads, S token sets a layer (1 or H), a prompt of P tokens of which C are in
-    full blocks of N tokens.
+    L is the number of layers, H of KV heads, S of token sets in a layer (1 or H), N of tokens in a
+    block, P of prompt tokens, and C of those in full blocks.
     """
 
     id: str
-    """The engine's name of the request."""
+    """The request's id in the engine."""
     policy: str
     budget: str
     granularity: str
@@ -41,12 +41,12 @@ class Trace:
     counts: np.ndarray
     """Pages, int64 [L, H]."""
     positions: np.ndarray
-    """Kept positions, int32 [pages, N], pages in (layer, head) order; what is behind the last page
-    that was dealt has no meaning."""
+    """Kept positions, int32 [pages, N], pages in (layer, head) order; those after the sum of
+    `counts` have no meaning."""
     scores: np.ndarray
     """Pooled scores of the tokens in full blocks, float32 [L, S, C]."""
     stage_blocks: int = 0
-    """Blocks of the region, where pipeline stages of it needed different numbers."""
+    """Blocks of the region if pipeline stages needed different numbers, else 0."""
 
     @property
     def num_retained(self) -> int:
@@ -58,7 +58,7 @@ class Trace:
         return self.counts.nbytes + self.positions.nbytes + self.scores.nbytes
 
     def summary(self) -> dict[str, Any]:
-        """Sizes of the prompt before and after."""
+        """Return the sizes of the prompt before and after the eviction."""
         num_tokens, num_pairs = self.prompt.num_tokens, self.counts.size
         num_full, num_tail = divmod(num_tokens, self.block_size)
         num_kept = round(int(self.counts.sum()) * self.block_size / num_pairs)
@@ -75,7 +75,10 @@ class Trace:
         }
 
     def detail(self) -> dict[str, Any]:
-        """The summary, where images lie, pages, and by how many (layer, head) a token is kept."""
+        """Return the summary with image positions and pages.
+
+        `kept_by` has the number of (layer, head) pairs that keep each token.
+        """
         num_layers, num_heads = self.counts.shape
         kept_by = np.bincount(
             self.positions[: self.counts.sum()].ravel(), minlength=self.prompt.num_tokens
@@ -95,7 +98,7 @@ class Trace:
         }
 
     def layer(self, layer: int) -> dict[str, Any] | None:
-        """Positions and scores of a layer's token sets; None if there is no such layer."""
+        """Return positions and scores of a layer's token sets; None if there is no such layer."""
         num_layers, num_heads = self.counts.shape
         if not 0 <= layer < num_layers:
             return None
@@ -117,7 +120,7 @@ class Trace:
         return self.prompt.num_tokens // self.block_size * self.block_size
 
     def _positions(self, layer: int, head: int) -> np.ndarray:
-        """What one head keeps, ascending; the tail, which all keep, at its end."""
+        """Return the positions that one head keeps, ascending, with the tail that all keep."""
         ends = self.counts.ravel().cumsum()
         pair = layer * self.counts.shape[1] + head
         pages = self.positions[ends[pair] - self.counts[layer, head] : ends[pair]]
@@ -126,7 +129,7 @@ class Trace:
 
 
 def join_traces(parts: Sequence[Trace]) -> Trace:
-    """The trace of one eviction, from those of the stages that have the layers, in order."""
+    """Return the trace of one eviction from the traces of all pipeline stages, in order."""
     return replace(
         parts[-1],
         counts=np.concatenate([part.counts for part in parts]),
@@ -137,17 +140,17 @@ def join_traces(parts: Sequence[Trace]) -> Trace:
 
 
 class Traces:
-    """The last traces, at most so many and so large together."""
+    """The last traces, bounded by their number and by their total size."""
 
     def __init__(self, max_traces: int, max_bytes: int) -> None:
         self._max_traces = max_traces
         self._max_bytes = max_bytes
         self._traces: dict[str, Trace] = {}
-        # Steps that end in a thread of their own add traces while others are read.
+        # With asynchronous outputs one thread adds traces while another reads them.
         self._lock = threading.Lock()
 
     def add(self, trace: Trace) -> None:
-        """Remember a trace, and forget the oldest ones that are too many then."""
+        """Store a trace, and drop the oldest ones until the bounds hold again."""
         if trace.nbytes > self._max_bytes:
             logger.warning(
                 "KV eviction keeps no trace of %s: it takes %d MiB; raise max_trace_mib",
@@ -156,7 +159,7 @@ class Traces:
             )
             return
         with self._lock:
-            self._traces.pop(trace.id, None)  # it was preempted, and is evicted again
+            self._traces.pop(trace.id, None)  # the request was preempted and evicted again
             self._traces[trace.id] = trace
             size = sum(kept.nbytes for kept in self._traces.values())
             while len(self._traces) > self._max_traces or size > self._max_bytes:
@@ -167,10 +170,10 @@ class Traces:
             return list(reversed(self._traces.values()))
 
     def find(self, name: str) -> Trace | None:
-        """The trace of this name, or the newest of a response's id.
+        """Return the trace of this request id, or the newest of this response id.
 
-        vLLM adds eight random characters to the id that a client sees, and a number in front of it
-        for each of several choices.
+        vLLM appends eight random characters to the id that a client sees, and with several choices
+        puts the number of the choice before it.
         """
         with self._lock:
             if name in self._traces:
@@ -180,7 +183,7 @@ class Traces:
 
 
 def _rounded(scores: np.ndarray) -> list[float | None]:
-    """Five digits of each score, which is what a reader wants; None for what JSON cannot say."""
+    """Round scores to five digits; None for values that JSON does not have."""
     finite = np.isfinite(scores)
     values = np.where(finite, scores, 0).astype(np.float64)
     magnitude = np.floor(np.log10(np.abs(values), where=values != 0, out=np.zeros_like(values)))

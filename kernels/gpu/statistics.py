@@ -35,6 +35,7 @@ from vllm_tgvkv.kernels.statistics import (
     THRESHOLD,
     FirstPass,
     ObservedAttention,
+    ObservedRows,
     Scratch,
     Statistic,
 )
@@ -467,27 +468,17 @@ class TritonAttention(ObservedAttention):
 
     def __init__(
         self,
-        queries: Tensor,
-        key_pages: Tensor,
-        block_ids: Tensor,
-        row_positions: Tensor,
-        num_keys: int,
-        scale: float,
+        rows: ObservedRows,
         per_head: bool,
         statistics: frozenset[Statistic],
         workspace_bytes: int,
-        log_sum_exp: Tensor | None,
-        scratch: Scratch | None,
+        scratch: Scratch,
     ) -> None:
-        super().__init__(queries, row_positions, num_keys, per_head, statistics)
+        super().__init__(rows, per_head, statistics, workspace_bytes, scratch)
+        queries = rows.queries
         self._queries = queries.float() if queries.dtype == torch.float64 else queries
-        self._key_pages = key_pages
-        self._block_ids = block_ids
-        self._scale = scale
-        self._workspace_bytes = workspace_bytes
-        self._log_sum_exp = log_sum_exp
-        self._scratch = scratch or Scratch()
-        element_size = max(queries.element_size(), key_pages.element_size())
+        self._log_sum_exp = rows.log_sum_exp
+        element_size = max(queries.element_size(), rows.key_pages.element_size())
         self._tiles = _Tiles.of(
             self.head_size, self.group_size, element_size, _shared_bytes(queries.device)
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks, stages, replicas and drafts beside each other, and more stages than two."""
+"""Ranks, stages, replicas and drafts in combination, and more than two stages."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 
 FOUR_WORKERS = "0|1|0|1"
 REPEATS_ITSELF = 0.055
-"""Weights small enough that some n-grams are right."""
+"""Weights small enough that some n-gram drafts are accepted."""
 
 
 # -- ranks and stages -----------------------------------------------------------------------
@@ -52,9 +52,9 @@ class GridEngine(PipelineEngine):
     """The first rank of the last stage."""
 
     def kept_on_workers(self, name: str, num_tokens: int) -> list[torch.Tensor]:
-        """Prompt positions that each stage kept, bool [L, H, P] with the tail.
+        """Return the positions that each stage kept, bool [L, H, P] with the tail.
 
-        Every worker has dealt as many pages of each of its layers and heads as any other.
+        All workers must keep the same number of pages per (layer, head) on average.
         """
         parts = super().kept_on_workers(name, num_tokens)
         size = self.scheduler.block_size
@@ -64,7 +64,7 @@ class GridEngine(PipelineEngine):
 
 
 def test_ranks_in_stages(tiny_model: Callable[..., Path]) -> None:
-    """Each stage keeps what it would as one worker; what fails on one rank of one stage fails."""
+    """Each stage keeps what one worker would; a failure on one rank of one stage is one of all."""
     folder = tiny_model("llava", image_size=112, layers=sum(STAGES))
     oracle = Oracle(folder)
     names = ("tgv_by_layer", "vlcache_by_layer", "h2o_by_layer", "tgv_by_head", "adakv_by_head")
@@ -105,14 +105,14 @@ def test_ranks_in_stages(tiny_model: Callable[..., Path]) -> None:
 
 
 def test_three_stages(tiny_model: Callable[..., Path]) -> None:
-    """Requests are preempted while a step of theirs is in flight, and go on as if they were not."""
+    """Requests preempted with a step in flight give the same answers as without preemption."""
     stages = (2, 2, 1)
     folder = tiny_model("llava", image_size=112, layers=sum(stages))
     oracle = Oracle(folder)
-    wishes = product(("tgv_by_layer", "tgv_by_head"), (0.6, 0.4, Auto(0.8, 0.1, 0.9)))
+    variants = product(("tgv_by_layer", "tgv_by_head"), (0.6, 0.4, Auto(0.8, 0.1, 0.9)))
     cases = [
-        expect(oracle, 280 + i, (20, 150 + 20 * i), *wish, 220, arrival=i, stages=stages)
-        for i, wish in enumerate(wishes)
+        expect(oracle, 280 + i, (20, 150 + 20 * i), *variant, 220, arrival=i, stages=stages)
+        for i, variant in enumerate(variants)
     ]
     with workers(
         folder,
@@ -128,20 +128,20 @@ def test_three_stages(tiny_model: Callable[..., Path]) -> None:
         outputs = running.run([case.ask for case in cases])
         for case, output in zip(cases, outputs, strict=True):
             assert_served(running, oracle, case, output, stages)
-        assert running.counters["requests_evicted"] > len(cases), "nobody was preempted"
+        assert running.counters["requests_evicted"] > len(cases), "no request was preempted"
 
 
 # -- drafts ---------------------------------------------------------------------------------
 
 
 def test_drafts_on_ranks(tiny_model: Callable[..., Path]) -> None:
-    """Chunks, compressed rows with drafts, right and wrong, and a pool without room for all."""
+    """Chunks, compressed rows with right and wrong drafts, and a pool too small for all."""
     folder = tiny_model("llava", image_size=112, initializer_range=REPEATS_ITSELF)
     oracle = Oracle(folder)
-    wishes = product(GRANULARITIES, (0.5, 0.2, "auto:0.8"))
+    variants = product(GRANULARITIES, (0.5, 0.2, "auto:0.8"))
     asks = [
-        with_method(album(240 + i, 20, 170 + 17 * i, arrival=2 * i), name, wish, 60)
-        for i, (name, wish) in enumerate(wishes)
+        with_method(album(240 + i, 20, 170 + 17 * i, arrival=2 * i), name, value, 60)
+        for i, (name, value) in enumerate(variants)
     ]
     settings = {"policy": "tgv", "methods": GRANULARITIES, "debug": DEBUG}
     with workers(
@@ -160,7 +160,7 @@ def test_drafts_on_ranks(tiny_model: Callable[..., Path]) -> None:
 
 
 def test_drafts_with_positions_in_three_dimensions(tiny_model: Callable[..., Path]) -> None:
-    """Qwen2.5-VL, whose drafts go on counting from what its images took."""
+    """Qwen2.5-VL, whose drafts continue from the positions that its images used."""
     folder = tiny_model("qwen2_5_vl", initializer_range=REPEATS_ITSELF)
     asks = [
         album(
@@ -168,9 +168,9 @@ def test_drafts_with_positions_in_three_dimensions(tiny_model: Callable[..., Pat
             *(20, 100 + 31 * i, 40),
             image_text=QWEN_IMAGE,
             arrival=2 * i,
-            xargs={"kv_eviction": name, "kv_eviction_budget": wish},
+            xargs={"kv_eviction": name, "kv_eviction_budget": value},
         )
-        for i, (name, wish) in enumerate(product(GRANULARITIES, (0.5, 0.2, "auto:0.8")))
+        for i, (name, value) in enumerate(product(GRANULARITIES, (0.5, 0.2, "auto:0.8")))
     ]
     settings = {"policy": "tgv", "methods": GRANULARITIES, "debug": DEBUG}
     with engine(folder, settings) as running:
@@ -191,7 +191,7 @@ def test_drafts_with_positions_in_three_dimensions(tiny_model: Callable[..., Pat
 
 
 def assert_some_were_right(drafted: int, accepted: int) -> None:
-    """And some were wrong."""
+    """Check that some drafts were accepted and some rejected."""
     assert 10 < accepted < drafted - 10
 
 
@@ -200,9 +200,9 @@ def assert_some_were_right(drafted: int, accepted: int) -> None:
 
 NUM_QUESTIONS = 8
 ANSWER: dict[str, Any] = {"max_tokens": 60, "temperature": 0}
-# Equal shares of all layers: stages by themselves deal as one worker does.
-WISH = {"kv_eviction": "snapkv", "kv_eviction_budget": 0.3}
-TRACED = {**WISH, "kv_eviction_report": 1, "kv_eviction_trace": 1}
+# With equal shares of all layers, stages deal the same pages as one worker.
+OPTIONS = {"kv_eviction": "snapkv", "kv_eviction_budget": 0.3}
+TRACED = {**OPTIONS, "kv_eviction_report": 1, "kv_eviction_trace": 1}
 CONFIG = {"granularity": "layer", "debug": {"check_integrity": True}}
 
 
@@ -220,11 +220,11 @@ CONFIG = {"granularity": "layer", "debug": {"check_integrity": True}}
 def test_replicas_of_several_workers(
     tiny_model: Callable[..., Path], tmp_path: Path, flags: Sequence[str], counted: Sequence[str]
 ) -> None:
-    """`vllm serve` with two engines of two workers each; `counted` is above 0 on both."""
+    """Serve with two engines of two workers each; the `counted` metrics are above 0 on both."""
     folder = tiny_model("llava", image_size=112, initializer_range=REPEATS_ITSELF, layers=4)
     questions = [messages(300 + seed) for seed in range(NUM_QUESTIONS)]
     with engine(folder, {"policy": "tgv", **CONFIG}) as single:
-        sampling = SamplingParams(**ANSWER, ignore_eos=True, extra_args=WISH)
+        sampling = SamplingParams(**ANSWER, ignore_eos=True, extra_args=OPTIONS)
         alone = [o.outputs[0].text for o in single.llm.chat(questions, sampling, use_tqdm=False)]
         assert single.counters["requests_evicted"] == NUM_QUESTIONS
     environment = {

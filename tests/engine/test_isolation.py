@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No request ever reads another one's pages: a thousand mixed requests, each read checked.
+"""No request ever reads another request's pages: a thousand mixed requests, each read checked.
 
-What the scheduler says of who holds which block is the shadow map. Before every step's attention
-each page that some row is about to read is looked up in it, for every layer and head. Blocks that
-are given back are filled with NaN, which would show in the log-probabilities.
+The scheduler's record of block owners is the reference. Before every step's attention, each page
+that a row is about to read is checked against it, for every layer and head. Released blocks are
+filled with NaN, which would appear in the log-probabilities.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ NUM_REQUESTS = 1000
 METHODS = ("tgv", "snapkv", "pyramidkv", "adakv", "streaming", "random", "none")
 BUDGETS: tuple[Any, ...] = (0.1, 0.3, 0.6, 70, "auto:0.8")
 NUM_BLOCKS = 61
-"""Some three of the longest prompts: requests wait, and some are preempted."""
+"""About three of the longest prompts: requests wait, and some are preempted."""
 
 
 @dataclass
 class Guard:
-    """Looks at every step's page tables before they are used."""
+    """Checks every step's page tables before they are used."""
 
     running: Engine
     num_pages: int = 0
     num_ragged_steps: int = 0
     names: list[str] = field(default_factory=list)
-    """Of the ragged rows, in their order."""
+    """Request ids of the ragged rows, in their order."""
 
     def check(self, common: Any, metadata: EvictingMetadata[VirtualSequences]) -> None:
         names = self._batch()[: common.num_reqs]
@@ -51,7 +51,7 @@ class Guard:
         for row, name in enumerate(names):
             num_blocks = math.ceil(int(common.seq_lens[row]) / size)
             blocks = set(common.block_table_tensor[row, :num_blocks].tolist())
-            # The row of a compressed request has the null block where nothing is left.
+            # The row of a compressed request has the null block where blocks were released.
             assert blocks - held[name] <= {0}, f"{name} has blocks of others"
         for ragged in metadata.ragged:
             self._check_pages(ragged, held, size)
@@ -81,7 +81,7 @@ class Guard:
         return {block.block_id for block in blocks if not block.is_null}
 
     def _evicted_in_this_step(self) -> dict[str, set[int]]:
-        """Blocks that their requests read for the last time, while they are evicted."""
+        """Return the blocks that evicted requests read for the last time in this step."""
         plan = self.running.evictor.plan
         return {e.request_id: set(e.old_blocks.tolist()) for e in plan.evictions}
 
@@ -104,7 +104,7 @@ def a_request(rng: random.Random, seed: int) -> Ask:
     if rng.random() < 0.1:
         return Ask(random_text(seed, rng.randint(1, 200)), xargs=xargs, **size)
     lengths = [rng.randint(1, 160) for _ in range(rng.choice((2, 2, 2, 3)))]
-    # Few different prompts, so that requests run side by side that are alike.
+    # Few different prompts, so that equal prompts run at the same time.
     return album(seed % 300, *lengths, xargs=xargs, **size)
 
 
@@ -155,7 +155,7 @@ def test_a_thousand_requests_read_their_own_pages_only(
             assert all(math.isfinite(value) for value in values)
             finished += 1
         if resets and finished >= resets[-1] and len(running.scheduler.running) > 1:
-            # Preempts all that run, whatever else the random requests lead to.
+            # This preempts all running requests, so some preemption is certain.
             resets.pop()
             running.engine.reset_prefix_cache(reset_running_requests=True)
         if lengths and rng.random() < 0.01:
@@ -166,7 +166,7 @@ def test_a_thousand_requests_read_their_own_pages_only(
     running.assert_empty()
     assert finished + num_aborted == NUM_REQUESTS
     assert running.counters["requests_evicted"] > NUM_REQUESTS / 3
-    # The traffic was what it is meant to be.
+    # The traffic had everything that it is meant to have.
     assert min(guard.num_ragged_steps, num_aborted) > 0
     assert not resets
     assert num_preempted >= 6

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eviction on two tensor-parallel ranks, each a process with a core of its own."""
+"""Eviction on two tensor-parallel ranks, each a process with its own core."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ SETTINGS = {"policy": "tgv", "budget": 0.2, "methods": NAMES, "debug": DEBUG}
 
 
 class ParallelEngine(Engine):
-    """The scheduler is in this process, the workers are not."""
+    """An engine whose scheduler runs in this process and whose workers do not."""
 
     keeps_traces = 0
-    """The worker that does, for all."""
+    """Index of the worker that keeps the traces of all workers."""
 
     def only_answer(self, method: str, *args: Any) -> Any:
-        """What the worker that keeps the traces returns; no other one has an answer."""
+        """Return the answer of the worker that keeps the traces; the others must return None."""
         answers = self.llm.collective_rpc(method, args=args)
         answer = answers.pop(self.keeps_traces)
         assert set(answers) == {None}
         return answer
 
     def kept_on_workers(self, name: str, num_tokens: int) -> list[torch.Tensor]:
-        """Prompt positions that each worker's heads kept, bool [L, H, P] with the tail."""
+        """Return the positions that each worker's heads kept, bool [L, H, P] with the tail."""
         size = self.scheduler.block_size
         masks = []
         for found in self.llm.collective_rpc("kv_eviction_kept"):
@@ -68,10 +68,10 @@ def workers(
     cores: str = "0|1",
     **options: Any,
 ) -> Iterator[Any]:
-    """An engine of one worker for each of `cores`."""
+    """Run an engine with one worker for each of `cores`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", cores)
-        # This process has threads, which a fork would not survive.
+        # This process has threads, which do not survive a fork.
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         running = kind(folder, eviction, **options)
         try:
@@ -92,14 +92,14 @@ def oracle(folder: Path) -> Oracle:
 
 @pytest.fixture(scope="module")
 def running(folder: Path) -> Iterator[ParallelEngine]:
-    """Chunks of 128 tokens beside compressed decodes, in a pool in which not all have room."""
+    """Chunks of 128 tokens run together with compressed decodes, in a pool too small for all."""
     options = {"max_num_batched_tokens": 128, "max_model_len": 768, "num_gpu_blocks_override": 30}
     with workers(folder, SETTINGS, tensor_parallel_size=2, **options) as found:
         yield found
 
 
-def with_method(ask: Ask, method: str, wish: Any, max_tokens: int = 40) -> Ask:
-    xargs = {"kv_eviction": method, **budget(wish), "kv_eviction_trace": 1}
+def with_method(ask: Ask, method: str, value: Any, max_tokens: int = 40) -> Ask:
+    xargs = {"kv_eviction": method, **budget(value), "kv_eviction_trace": 1}
     return Ask(ask.text, ask.images, max_tokens, xargs, ask.arrival)
 
 
@@ -108,7 +108,7 @@ def serve(
 ) -> Iterator[tuple[Ask, torch.Tensor]]:
     """Serve the requests and yield what was kept, bool [L, H, P], of all heads.
 
-    The ranks have dealt equally many pages, the text follows from what they kept, and the first
+    Both ranks use the same number of pages, the text follows from what they kept, and the first
     rank's trace has the heads of both.
     """
     outputs = running.run(asks)
@@ -131,12 +131,12 @@ def serve(
 def test_a_layers_heads_keep_the_same_on_two_ranks_as_on_one(
     running: ParallelEngine, oracle: Oracle
 ) -> None:
-    """The oracle is one rank; every prompt comes in several chunks."""
+    """The oracle is one rank; every prompt is prefilled in several chunks."""
     asks = [
         with_method(
-            album(seed, 20 + 9 * seed, 190 + 23 * seed, arrival=2 * seed), f"{name}_by_layer", wish
+            album(seed, 20 + 9 * seed, 190 + 23 * seed, arrival=2 * seed), f"{name}_by_layer", value
         )
-        for seed, (name, wish) in enumerate(product(METHODS["layer"], (0.45, 0.15)))
+        for seed, (name, value) in enumerate(product(METHODS["layer"], (0.45, 0.15)))
     ]
     for ask, kept in serve(oracle, running, asks):
         method = NAMES[ask.xargs["kv_eviction"]]["base"]
@@ -149,10 +149,10 @@ def test_a_layers_heads_keep_the_same_on_two_ranks_as_on_one(
         assert torch.equal(kept, oracle.select(oracle.prompt(ask.text, ask.images), eviction).kept)
 
 
-def test_heads_with_sets_of_their_own_share_the_pages_of_their_rank(
+def test_heads_with_their_own_token_sets_share_the_pages_of_their_rank(
     running: ParallelEngine, oracle: Oracle
 ) -> None:
-    """There is no room for all: some are preempted and evicted a second time."""
+    """The pool is too small for all: some requests are preempted and evicted again."""
     asks = [
         with_method(
             album(20 + seed, 20, 170 + 23 * seed, arrival=seed), f"{name}_by_head", 0.5, 120
@@ -161,7 +161,7 @@ def test_heads_with_sets_of_their_own_share_the_pages_of_their_rank(
     ]
     before = running.counters["requests_evicted"]
     for ask, kept in serve(oracle, running, asks):
-        if ask.xargs["kv_eviction"] == "snapkv_by_head":  # equal shares leave nothing to deal
+        if ask.xargs["kv_eviction"] == "snapkv_by_head":  # with equal shares, ranks change nothing
             eviction = Eviction(0.5, granularity="head", method="snapkv")
             prompt = oracle.prompt(ask.text, ask.images)
             assert torch.equal(kept, oracle.select(prompt, eviction).kept)
@@ -169,7 +169,7 @@ def test_heads_with_sets_of_their_own_share_the_pages_of_their_rank(
 
 
 def test_ranks_find_one_number_of_blocks(running: ParallelEngine, oracle: Oracle) -> None:
-    """A budget of `auto`: `run` recounts what the scheduler took back."""
+    """With the budget `auto`; `run` recounts the blocks that the scheduler took back."""
     asks = [
         with_method(album(40 + i, 20, 200 + 30 * i), f"tgv_by_{granularity}", f"auto:{share}")
         for i, (granularity, share) in enumerate(product(METHODS, (0.5, 0.8)))
@@ -177,7 +177,7 @@ def test_ranks_find_one_number_of_blocks(running: ParallelEngine, oracle: Oracle
     assert len(list(serve(oracle, running, asks))) == len(asks)
 
 
-def test_ranks_say_the_same_of_their_engine(running: ParallelEngine) -> None:
+def test_ranks_report_the_same_status(running: ParallelEngine) -> None:
     first, second = running.llm.collective_rpc("kv_eviction_status")
     assert first == second
     assert first["pool"]["kv_heads"] == 2

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eviction in two pipeline stages, each a process with a core of its own.
+"""Eviction in two pipeline stages, each a process with its own core.
 
-The oracle deals the pages of each stage's layers by themselves. Blocks that are given back are
-poisoned, and every block is recounted after every step.
+The oracle deals each stage's pages among the layers of that stage. Released blocks are poisoned,
+and every block is recounted after every step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SETTINGS = {
 
 
 class PipelineEngine(ParallelEngine):
-    """Counts the steps that were scheduled while one was in flight that evicts."""
+    """Counts the steps that were scheduled while a step with an eviction was in flight."""
 
     keeps_traces = -1
     num_overlaps = 0
@@ -84,12 +84,12 @@ def remembered(worker: Any) -> int:
 
 @dataclass(frozen=True)
 class Expected:
-    """A request on which rounding decides nothing, and what the oracle says of it."""
+    """A request whose kept tokens do not depend on rounding, with the oracle's selection."""
 
     ask: Ask
     prompt: Prompt
     selection: Selection | None
-    """None where the definition does not say, as with random scores."""
+    """None if the oracle does not define it, as with random scores."""
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def oracle(folder: Path) -> Oracle:
 
 @pytest.fixture(scope="module")
 def running(folder: Path) -> Iterator[PipelineEngine]:
-    """Chunks of 128 tokens beside compressed decodes, in a pool in which not all have room."""
+    """Chunks of 128 tokens run together with compressed decodes, in a pool too small for all."""
     options = {
         "max_num_batched_tokens": 128,
         "max_model_len": 640,
@@ -125,7 +125,7 @@ def expect(
     arrival: int = 0,
     stages: Sequence[int] = STAGES,
 ) -> Expected:
-    """A request with a method of `NAMES`, and what each stage is to keep."""
+    """Return a request with a method of `NAMES`, and the tokens that each stage must keep."""
     base, granularity = NAMES[name]["base"], NAMES[name]["granularity"]
     wanted = Eviction(budget, granularity=granularity, method=base, observation_window=ROWS)
     words: Any = budget
@@ -166,9 +166,10 @@ def assert_served(
     output: Any,
     stages: Sequence[int] = STAGES,
 ) -> list[torch.Tensor]:
-    """Every stage keeps what the oracle says, the text follows from it, and the trace shows it.
+    """Check kept tokens, text, trace and report against the oracle.
 
-    Returns what each stage kept, bool [L, H, P].
+    Returns:
+        What each stage kept, bool [L, H, P].
     """
     size, num_tokens = running.scheduler.block_size, len(expected.prompt.token_ids)
     num_full, num_tail = divmod(num_tokens, size)
@@ -194,7 +195,7 @@ def assert_served(
     sizes = {
         "kept_tokens": round(float(kept.sum()) / kept[..., 0].numel()),
         "blocks_before": num_full + (num_tail > 0),
-        # One block table for all stages: the neediest decides.
+        # One block table for all stages: the one that needs most blocks decides.
         "blocks_after": max(blocks) + (num_tail > 0),
     }
     report = output.kv_transfer_params["kv_eviction"]
@@ -206,7 +207,7 @@ def assert_served(
 def test_each_stage_keeps_what_its_layers_say(
     running: PipelineEngine, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every prompt comes in several chunks, and steps overlap with those that evict."""
+    """Prompts are prefilled in several chunks, and other steps overlap with evictions."""
     outcomes: dict[str, Outcome] = {}
     monkeypatch.setattr(
         running.scheduler.eviction_counters,
@@ -235,7 +236,7 @@ def test_each_stage_keeps_what_its_layers_say(
     assert running.num_overlaps > 3
 
 
-def test_the_neediest_stage_says_how_many_blocks_auto_takes(
+def test_with_auto_the_stage_that_needs_most_blocks_decides(
     running: PipelineEngine, oracle: Oracle
 ) -> None:
     cases = [
@@ -254,7 +255,7 @@ def test_the_neediest_stage_says_how_many_blocks_auto_takes(
 def test_preemption_prefix_cache_and_a_budget_of_everything(
     running: PipelineEngine, oracle: Oracle
 ) -> None:
-    """There is no room for all, prompts are asked twice; what keeps everything is stock's."""
+    """The pool is too small for all; a repeated prompt hits; a full budget answers like stock."""
     cases = [
         expect(oracle, 60 + seed, (20, 150 + 20 * seed), name, 0.5, 160)
         for seed, name in enumerate(("tgv_by_head", "snapkv_by_layer", "adakv_by_head"))
@@ -277,7 +278,7 @@ def test_preemption_prefix_cache_and_a_budget_of_everything(
 
 
 def break_method(worker: Any, layers: Sequence[int], rank: int | None = None) -> None:
-    """Let SnapKV raise at some layers of the model, on one rank only; with none it works again."""
+    """Let SnapKV raise at some layers of the model, on one rank or all; `()` repairs it."""
     if rank not in (None, worker.evictor.ranks.rank):
         return
     original = getattr(SnapScore, "original", SnapScore.__call__)
@@ -347,7 +348,7 @@ def test_abort_after_any_number_of_steps(running: PipelineEngine, oracle: Oracle
         assert_served(running, oracle, bystander, finished[stays])
 
 
-def test_stages_say_the_same_of_their_engine(running: PipelineEngine) -> None:
+def test_stages_report_the_same_status(running: PipelineEngine) -> None:
     first, last = running.llm.collective_rpc("kv_eviction_status")
     assert first == last
     assert first["pool"]["layers"] == sum(STAGES)

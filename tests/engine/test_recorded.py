@@ -375,7 +375,7 @@ class Seeds:
             return True
         budget = scene.config["budget"] if case.budget is None else case.budget
         settings = methods.Settings(
-            0.5, scene.block_size, window=128, floor=scene.config.get("floor_pages", 1)
+            0.5, scene.block_size, observation_window=128, floor=scene.config.get("floor_pages", 1)
         )
         torch.manual_seed(seed)  # of the noise
         return methods.is_stable(

@@ -135,9 +135,7 @@ def test_scores_and_strengths_without_information(
         assert list(output.outputs[0].token_ids) == oracle.generate(prompt, 30, kept)
 
 
-def test_a_worker_that_dies_in_an_eviction_fails_all_requests(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_worker_that_dies_in_an_eviction_fails_all_requests(folder: Path, tmp_path: Path) -> None:
     """As in stock vLLM: waiting requests get an error, and the server ends."""
 
     def ask(max_tokens: int) -> int:

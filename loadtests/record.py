@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from loadtests.scrape import Sample
+from loadtests.samples import Sample
 
 FILE = "results.json"
 COUNTERS = ("preemptions", "prefix_queries", "prefix_hits", "image_hits", "finished")

@@ -24,7 +24,7 @@ from loadtests.load import Load, plan, rounds, run_load, warm_up
 from loadtests.profile import Profile, ProfileError, ServedArm
 from loadtests.record import FILE, Record, Run
 from loadtests.report import failures, write_report
-from loadtests.scrape import Sample, Scraper, drain, scrape
+from loadtests.samples import Sample, Scraper, drain, scrape
 from loadtests.server import served
 from measure.facts import command_line, versions
 from measure.serving import Server, ServingError

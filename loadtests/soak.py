@@ -29,7 +29,7 @@ from demo.run import MODEL
 from loadtests.mix import MIXES, Case, make_cases
 from loadtests.profile import Profile
 from loadtests.run import ROOT, facts
-from loadtests.scrape import Sample, Scraper, drain, scrape
+from loadtests.samples import Sample, Scraper, drain, scrape
 from loadtests.soak_report import write_report
 from loadtests.verdict import (
     ANSWERED,

@@ -25,7 +25,7 @@ from loadtests.load import bench_arguments, page_requests, plan, read_result, ro
 from loadtests.profile import Pages, Profile, ProfileError
 from loadtests.record import FILE, Record
 from loadtests.report import failures, memory_growth, write_report
-from loadtests.scrape import parse
+from loadtests.samples import parse
 from loadtests.server import serve_arguments
 from measure.document import Heading, Table, Text
 from measure.serving import Server, ServingError, flags

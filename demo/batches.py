@@ -168,7 +168,7 @@ def label_patches(page: Page) -> tuple[np.ndarray, ...]:
 
 
 def _places(rng: np.random.Generator, window: tuple[int, int]) -> list[int]:
-    """Lay ``window`` somewhere on the page; return the places of its patches."""
+    """Place ``window`` on the page at random; return the places of its patches."""
     columns, rows = window
     left = int(rng.integers(GRID - columns + 1))
     top = int(rng.integers((GRID - rows) // SLOT_ROWS + 1)) * SLOT_ROWS
@@ -181,13 +181,13 @@ def _slots(places: torch.Tensor) -> torch.Tensor:
 
 
 def _seen(rng: np.random.Generator, glyphs: np.ndarray, count: int | None) -> np.ndarray:
-    """Choose ``count`` patches at random, or all, those with a glyph before all others."""
+    """Return ``count`` random patches, or all; patches with a glyph come first."""
     order = np.argsort(rng.random(len(glyphs)) + (glyphs == IGNORE))
     return np.sort(order[:count])
 
 
 def _prefix(rng: np.random.Generator) -> list[int]:
-    """Tokens from the start of the prompt to the first page: in half of all cases a system text."""
+    """Return the tokens before the first page; half of the prompts begin with a system text."""
     text = ""
     kind = rng.random()
     if kind < 0.25:

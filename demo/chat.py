@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a prompt is spelled: the character vocabulary and the chat template.
+"""The character vocabulary and the chat template.
 
 A prompt is ``<s> [<|system|> text] <|user|> <image>... text <|assistant|>`` and the answer follows
 up to ``</s>``. Every printable ASCII character is one token, so an answer of six digits takes six
@@ -17,12 +17,12 @@ VOCABULARY_SIZE = 128
 """Rows of the embedding; those beyond ``TOKENS`` are never used."""
 
 MAX_LENGTH = 8192
-"""Tokens of a prompt and its answer together, at most."""
+"""Limit on the tokens of a prompt and its answer together."""
 
 PIXEL_MEAN = PIXEL_STD = 0.5
 
-# The images of a message come before its text, wherever the request has them: training puts the
-# page first, and OpenAI requests often put it last.
+# Images come before the text of a message, in any order of the request: training puts the page
+# first, and OpenAI requests often put it last.
 CHAT_TEMPLATE = """\
 {{- '<s>' -}}
 {%- for message in messages -%}

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact match of the model in Hugging Face: ``python -m demo.evaluate``.
 
-Each page is asked one question of each task, through the chat template and the image processor as
-a server would, and decoded greedily in bfloat16. An answer counts if it is right to the last
-character.
+Asks one question of each task per page, through the chat template and image processor that a server
+uses, and decodes greedily in bfloat16. An answer counts if it is right to the last character.
 """
 
 import argparse
@@ -24,12 +23,12 @@ BATCH = 16
 def answers(
     model: LlavaForConditionalGeneration, processor: LlavaProcessor, examples: list[Example]
 ) -> list[str]:
-    """Return what the model says to ``examples``, which have equally many pages."""
+    """Return the model's answers to ``examples``, which have the same number of pages."""
     prompts = [
         processor.apply_chat_template(example.messages(_image_part), add_generation_prompt=True)
         for example in examples
     ]
-    # The template has put the start token already.
+    # The template has added the start token.
     inputs = processor(
         text=prompts,
         images=[[page.image for page in example.pages] for example in examples],
@@ -38,7 +37,9 @@ def answers(
         add_special_tokens=False,
         return_tensors="pt",
     ).to(model.device, torch.bfloat16)
-    output = model.generate(**inputs, do_sample=False, max_new_tokens=MAX_ANSWER_TOKENS)
+    output = model.generate(  # type: ignore[misc]  # transformers annotates another class
+        **inputs, do_sample=False, max_new_tokens=MAX_ANSWER_TOKENS
+    )
     length = inputs["input_ids"].shape[1]
     texts: list[str] = processor.tokenizer.batch_decode(
         output[:, length:], skip_special_tokens=True
@@ -53,7 +54,7 @@ def _image_part(_: Image.Image) -> dict[str, Any]:
 def exact_match(
     model: LlavaForConditionalGeneration, processor: LlavaProcessor, examples: list[Example]
 ) -> float:
-    """Return the share of right answers to ``examples``, which have equally many pages."""
+    """Return the share of right answers; ``examples`` have the same number of pages."""
     right = 0
     for start in range(0, len(examples), BATCH):
         some = examples[start : start + BATCH]

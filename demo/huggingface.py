@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this package uses of transformers, imported where torchvision or torchaudio is broken.
+"""Names of transformers that this package uses, imported despite a broken torchvision.
 
-vLLM for CPU depends on both, and the package index has only their CUDA builds, which do not load
-next to a CPU build of torch. transformers imports them wherever they are installed, so it has to
-be told that they are absent before anything of it is imported. Working ones are left alone.
+vLLM for CPU depends on torchvision and torchaudio. The package index has only their CUDA builds,
+which do not load with a CPU build of torch. transformers imports them if they are installed, so it
+must see them as absent before anything of it is imported. Working ones are left alone.
 """
 
 import importlib
 import importlib.util
+from typing import Any
 from unittest.mock import patch
 
 from transformers.utils import import_utils
 
 
 def _hide(package: str) -> None:
-    """Let transformers find out, and cache, that ``package`` is absent."""
+    """Make transformers cache that ``package`` is absent."""
     find_spec = importlib.util.find_spec
 
-    def find_other(name: str, *arguments: object) -> object:
+    def find_other(name: str, *arguments: Any) -> Any:
         return None if name == package else find_spec(name, *arguments)
 
     is_available = getattr(import_utils, f"is_{package}_available")

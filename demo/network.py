@@ -2,6 +2,7 @@
 """The model as Hugging Face's LLaVA, and the training pass that asks many questions at once."""
 
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import nn
@@ -31,7 +32,7 @@ LOSSES = {
     "rank": 0.5,
     "slot": 0.5,
 }
-"""Weights of the losses; ``choice`` counts the keys in answers once more."""
+"""Weights of the losses; ``choice`` is an additional weight on the keys in answers."""
 
 
 def make_config() -> LlavaConfig:
@@ -76,14 +77,14 @@ def make_config() -> LlavaConfig:
 class Trainee(nn.Module):
     """LLaVA with heads that only training uses.
 
-    ``key``, ``rank`` and ``slot`` make every patch know the entry it belongs to and its place there
-    and on the page, as a large tower would. Glyph and key are read through the tied embedding, so
-    that a patch comes to speak of characters as the text does.
+    ``key``, ``rank`` and ``slot`` teach every patch its entry and its place in the entry and on the
+    page, as a large tower would know. Glyph and key are read through the tied embedding, so that
+    patches represent characters as the text does.
 
-    ``outlook`` makes the rows of a question name the characters of the whole answer, without their
-    order: the end of the prompt has to look at all of the value, yet cannot spell it for the rows
-    to come. ``lead`` and ``partner`` have a key in a question looked up in lower layers, so that
-    higher ones can build on it: digits are compared, and the order on a row is found.
+    ``outlook`` makes the rows of a question predict the characters of the answer, but not their
+    order: the end of the prompt must attend to all of the value, yet cannot spell it for later
+    rows. ``lead`` and ``partner`` make lower layers look up a key of the question, so that higher
+    layers can compare digits and find the order in a row.
     """
 
     def __init__(self, start: Path | None = None) -> None:
@@ -109,7 +110,7 @@ class Trainee(nn.Module):
         Also return ``[Q]``, for every block the share of prompts without a wrong token in it.
         """
         features = self._look(batch)
-        embedding = self.llava.get_input_embeddings().weight
+        embedding = cast(torch.Tensor, self.llava.get_input_embeddings().weight)
         losses = {
             "glyph": _cross_entropy(functional.linear(features, embedding), batch.glyphs),
             "key": _cross_entropy(functional.linear(self.key(features), embedding), batch.keys),
@@ -178,7 +179,7 @@ class Trainee(nn.Module):
 
 
 def _block_mask(context: int, owners: torch.Tensor) -> torch.Tensor:
-    """Additive mask ``[1, 1, S, S]``: causal, and no block sees another one."""
+    """Return an additive causal mask ``[1, 1, S, S]`` that hides blocks from each other."""
     owner = functional.pad(owners, (context, 0), value=-1)
     seen = (owner == -1) | (owner == owner[:, None])
     mask = torch.zeros(seen.shape, device=owners.device)
@@ -192,7 +193,7 @@ def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def _grid_waves(width: int) -> torch.Tensor:
-    """Start of the position embedding: sines and cosines of column and row, ``[576, width]``."""
+    """Return initial position embeddings, sines and cosines of column and row, ``[576, width]``."""
     rates = 100 ** (-torch.arange(width // 4) / (width // 4))
     angles = torch.arange(GRID)[:, None] * rates
     waves = torch.cat([angles.sin(), angles.cos()], 1)

@@ -5,9 +5,9 @@ A page is a 336 x 336 RGB image, which the CLIP tower of LLaVA cuts into 24 x 24
 A page shows entries, each a one-letter key, a colon and a value of five or six digits. A glyph
 covers about two by two patches. A question names a key; the answer is its value.
 
-Face, size, place, colours and noise vary from page to page. Everything follows from
+Face, size, place, colours and noise vary from page to page. A page is determined by
 ``(split, index)``: the same pair gives the same page on every machine with the same Pillow, and
-the splits never share a seed. This module needs NumPy, Pillow and matplotlib (for its fonts) only.
+the splits never share a seed. This module needs only NumPy, Pillow and matplotlib (for its fonts).
 """
 
 import string
@@ -75,7 +75,7 @@ class Entry:
 
     @property
     def row(self) -> int:
-        """The row of slots that the entry stands in; its ink never leaves its slot."""
+        """Return the row of slots that holds the entry; its ink never leaves its slot."""
         return self.boxes[0][1] // SLOT_HEIGHT
 
 
@@ -99,7 +99,7 @@ class Page:
 
 @dataclass(frozen=True)
 class _Glyph:
-    """Coverage of one character, ``[height, width]`` in 0..1, and its place relative to the pen."""
+    """Return a character's coverage, ``[height, width]`` in 0..1, and its offset from the pen."""
 
     coverage: np.ndarray
     left: int
@@ -184,7 +184,7 @@ def _print(ink: np.ndarray, rng: np.random.Generator) -> Image.Image:
     paper = rng.uniform(210, 255) + rng.uniform(-10, 0, size=3)
     colour = rng.uniform(0, 90) + rng.uniform(0, 40, size=3)
     grain = rng.integers(-128, 128, size=ink.shape, dtype=np.int8)
-    # The grain is centred between the ends of a byte, so that nothing has to be clipped.
+    # The grain is centred in a byte's range, so that nothing is clipped.
     noise = grain * np.float32(rng.uniform(0, 10) / 128)
     low, high = np.float32(10), np.float32(245)
     planes = []

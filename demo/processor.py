@@ -39,7 +39,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_processor(folder: Path) -> None:
-    """Write tokenizer, image processor and chat template into ``folder``."""
+    """Write tokenizer, image processor and chat template to ``folder``."""
     image_processor = CLIPImageProcessorPil(
         size={"shortest_edge": PAGE_SIZE},
         crop_size={"height": PAGE_SIZE, "width": PAGE_SIZE},

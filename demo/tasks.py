@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Five tasks on the pages, whose answers take several tokens from places that the question chooses.
+"""Five tasks on the pages; the question decides where the tokens of the answer are.
 
 ``value``: the value of one key. ``row``: every entry on a key's row, left to right.
 ``two_images``: two values, one from each of two pages. ``compare``: the entry, of two, whose value
-begins with the larger digit. ``chat``: a second value, after a first was asked and answered.
+begins with the larger digit. ``chat``: a second value, after a first question and answer.
 
-An example follows from ``(task, split, index)`` alone. All its tasks show page ``index`` of the
-split first, so that a server can reuse what it computed for the image.
+An example is determined by ``(task, split, index)``. All tasks show page ``index`` of the split
+first, so that a server can reuse the image's prefix.
 """
 
 from collections import defaultdict
@@ -23,7 +23,7 @@ from demo.pages import KEYS, SPLITS, VALUE_LENGTHS, Entry, Page, make_page, pick
 TASKS: tuple[str, ...] = ("value", "row", "two_images", "compare", "chat")
 
 MAX_ANSWER_TOKENS = len("K: K:") + 2 * max(VALUE_LENGTHS) + 1
-"""Tokens of the longest answer, a row of two entries, and of the end token."""
+"""Tokens of the longest answer, a row of two entries, with its end token."""
 
 ROW_PHRASES = (
     "Read the row of {}.",
@@ -48,7 +48,7 @@ SECOND_PAGE = 1_000_000
 """Second pages are pages ``SECOND_PAGE + index`` of the split, with the keys the first lacks."""
 
 REDRAW = 2_000_000
-"""Distance to the page that replaces one on which ``compare`` has nothing to compare."""
+"""Distance to the page that replaces a page without a pair to compare."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def ask(task: str, pages: Sequence[Page], rng: np.random.Generator) -> Example:
 
 
 def _ask_value(pages: tuple[Page, ...], number: int) -> Example:
-    """Ask question ``number`` of those that come with ``pages``, modulo how many there are."""
+    """Ask question ``number`` of ``pages``, modulo the number of questions."""
     everything = _sources(pages)
     number %= len(everything)
     question = [question for page in pages for question in page.questions][number]
@@ -187,7 +187,7 @@ def _ask_chat(pages: tuple[Page, ...], rng: np.random.Generator) -> Example:
 
 
 def _sources(pages: tuple[Page, ...]) -> list[Source]:
-    """Every entry: page by page, row by row, left to right."""
+    """Return all entries: page by page, row by row, left to right."""
     return [Source(number, entry) for number, page in enumerate(pages) for entry in page.entries]
 
 

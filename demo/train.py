@@ -2,9 +2,9 @@
 """Train the demonstration model: ``python -m demo.train``.
 
 ``READING`` teaches one task, ``value``: the tower first learns to read small windows of pages, then
-the language model to look up a bare key in them, then to understand whole questions, and at last
-everything on whole pages. Looking up starts suddenly, in the shipped model's run after 1300 steps
-with questions: ``outlook`` falls first, then ``answer``.
+the language model to look up a bare key in them, then to understand whole questions, and finally
+everything on whole pages. Looking up is learnt suddenly: in the shipped model's run after 1300
+steps with questions, where ``outlook`` falls first, then ``answer``.
 
 ``ANSWERING`` adds the other tasks: the tower learns where on the page an entry stands, then the
 language model the tasks in brief, then everything in whole sentences and on whole pages;
@@ -21,7 +21,7 @@ since. The stages of ``ANSWERING`` take about 45 minutes on two CPU cores by the
 steps; ``python -m demo.evaluate`` tells how well the model does.
 
 Set ``MALLOC_MMAP_THRESHOLD_`` and ``MALLOC_TRIM_THRESHOLD_`` to a few GB on Linux: the C library
-otherwise hands the memory of every step back to the system, which takes long.
+otherwise returns the memory of every step to the system, which is slow.
 """
 
 import argparse
@@ -74,18 +74,18 @@ WARM_UP = 50
 """Steps at the start of a stage in which the learning rate grows."""
 
 REPORT, SAVE = 50, 250
-"""Steps between two lines of the log, and between two savings of the model."""
+"""Steps between lines of the log, and between saved models."""
 
 
 def train(folder: Path, checkpoint: Path | None, start: Path | None, seed: int) -> None:
-    """Train through all stages; write the model into ``folder`` now and then, and at the end.
+    """Train through all stages; write the model to ``folder`` regularly and at the end.
 
     With ``checkpoint``, the state of the training is kept there too, and continued if it exists.
     With ``start``, training begins with the weights in that folder and has the stages of
     ``ANSWERING`` only.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    # Without instructions for it, bfloat16 is slower than float32.
+    # On CPUs without bfloat16 instructions, bfloat16 is slower than float32.
     fast = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
     torch.manual_seed(seed)
     trainee = Trainee(start).to(device)
@@ -130,7 +130,7 @@ def save(trainee: Trainee, folder: Path) -> None:
     """Write weights in bfloat16, configuration and processor, named as vLLM expects them."""
     deepcopy(trainee.llava).bfloat16().save_pretrained(folder)
     weights = folder / "model.safetensors"
-    # transformers 5 leaves out a level of the tower's names that vLLM asks for; both load this.
+    # transformers 5 omits a level of the tower's names that vLLM needs; both load this.
     renamed = {
         name.replace("vision_tower.", "vision_tower.vision_model."): value
         for name, value in load_file(weights).items()

@@ -27,7 +27,7 @@ PROMPT, KEPT, TAIL, FREE = "#9db4c8", "#2f7d5b", "#e0a83c", "#f4f4f2"
 
 
 def main() -> None:
-    """Write the picture beside this file."""
+    """Write the picture to the folder of this file."""
     pairs = LAYERS * HEADS
     counts = apportion(SHARES, RETAINED * pairs, floor=1, cap=FULL_BLOCKS).tolist()
     figure, (before, after) = plt.subplots(1, 2, figsize=(11, 3.9), sharey=True)

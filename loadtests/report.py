@@ -153,8 +153,8 @@ def _sweep(record: Record, folder: Path) -> list[Block]:
         Plot("running.svg", "Most requests that ran at a time, and most that waited"),
         Plot("usage.svg", "KV blocks in use over time"),
         Text(
-            "Blocks of the prefix cache that no request uses are free. Looked at every "
-            f"{record.profile['scrape_seconds']:g} s; peaks between two looks are missed."
+            "Blocks of the prefix cache that no request uses are free. Sampled every "
+            f"{record.profile['scrape_seconds']:g} s; peaks between two samples are missed."
         ),
     ]
     return blocks + _drift(record, folder)

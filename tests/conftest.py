@@ -16,9 +16,11 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from measure.engines import set_environment
+
 ROOT = Path(__file__).parents[1]
 
-# Nothing fails for the time it takes: machines are busy, and a fresh clone makes tables first.
+# No test fails for the time it takes: machines are busy, and a fresh clone builds tables first.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
@@ -29,13 +31,12 @@ def default_environment() -> dict[str, str]:
     return dict(re.findall(r"^(\w+) \?= (.*)$", text, flags=re.MULTILINE))
 
 
-# Before torch and vLLM are imported: both read their settings then.
-for _name, _value in default_environment().items():
-    os.environ.setdefault(_name, _value)
+# torch and vLLM read their settings when they are imported.
+set_environment(default_environment())
 
 
 def has_cuda() -> bool:
-    """Whether there is a CUDA device, asked so that a forked engine can still use it."""
+    """Return whether there is a CUDA device, so that a forked engine can still use it."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import torch
 
@@ -45,16 +46,16 @@ def has_cuda() -> bool:
 def load_kernels_interpreted() -> None:
     """Import Triton and our Triton kernels so that Triton's interpreter runs them on CPU tensors.
 
-    Whether a ``@triton.jit`` function is interpreted is decided where it is decorated, for
-    Triton's own (``tl.sum``) when Triton is imported. So this comes before vLLM, which imports
-    Triton; afterwards the variable goes, and processes that tests start know nothing of it.
+    A ``@triton.jit`` function is interpreted if the variable is set when it is decorated; Triton's
+    own functions (``tl.sum``) are decorated when Triton is imported. So this must come before vLLM,
+    which imports Triton. The variable is removed afterwards, so that child processes lack it.
     """
     assert "triton" not in sys.modules, "imported before TRITON_INTERPRET could be set"
     os.environ["TRITON_INTERPRET"] = "1"
     try:
         package = importlib.import_module("vllm_tgvkv.kernels.gpu")
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-            # A module that cannot be imported fails in the tests that use it, not in all.
+            # A module that cannot be imported fails only the tests that use it.
             with contextlib.suppress(Exception):
                 importlib.import_module(module.name)
     finally:
@@ -62,14 +63,14 @@ def load_kernels_interpreted() -> None:
 
 
 if has_cuda():
-    # vLLM raises where a step makes the host wait for the device.
+    # vLLM raises if a step makes the host wait for the device.
     os.environ.setdefault("VLLM_GPU_SYNC_CHECK", "error")
 elif importlib.util.find_spec("triton"):
     load_kernels_interpreted()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a CUDA device where there is none."""
+    """Skip tests that need a CUDA device if there is none."""
     if has_cuda():
         return
     for item in items:

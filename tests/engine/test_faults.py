@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong inside an eviction: an exception costs one request, a dead worker no silence."""
+"""Faults inside an eviction: an exception fails one request, a dead worker ends the server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def running(folder: Path) -> Iterator[Engine]:
-    """Chunks of 160 tokens, so that prompts fail between two chunks as well."""
+    """Run an engine with chunks of 160 tokens, so that prompts also fail between two chunks."""
     debug = {"poison": True, "record_kept": True, "check_integrity": True}
     settings = {"policy": "tgv", "budget": 0.2, "granularity": "layer", "debug": debug}
     with engine(folder, settings, max_num_batched_tokens=160) as found:
@@ -66,13 +66,13 @@ def test_a_method_that_raises_ends_its_request_with_an_error(
     error: BaseException,
     layer: int,
 ) -> None:
-    """Requests beside it, before it and after it answer as the oracle."""
+    """Requests before, during and after it answer as the oracle."""
     monkeypatch.setattr(SnapScore, "__call__", failing(error, layer))
     good = [album(seed, 20, 180, max_tokens=40, arrival=seed) for seed in range(3)]
     bad = [with_snapkv(album(10 + seed, 20, 90, max_tokens=40, arrival=seed)) for seed in (0, 4)]
     skipped = running.counters["requests_skipped"].get("policy_failed", 0)
     with caplog.at_level("ERROR", "vllm.tgvkv"):
-        outputs = running.run([*good, *bad])  # every block is back at its end
+        outputs = running.run([*good, *bad])  # asserts that every block is back
     for output in outputs[len(good) :]:
         assert output.outputs[0].finish_reason == "error"
         assert len(output.outputs[0].token_ids) <= 1
@@ -88,7 +88,7 @@ def test_a_method_that_raises_ends_its_request_with_an_error(
 def test_memory_that_runs_out_between_two_chunks(
     running: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """H2O looks at every chunk: the first one fails, long before the eviction is due."""
+    """H2O observes every chunk: an early one fails, long before the eviction."""
     real, calls = observation.observe, 0
 
     def observe(*args: Any, **kwargs: Any) -> Any:
@@ -106,10 +106,10 @@ def test_memory_that_runs_out_between_two_chunks(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.25])
-def test_scores_and_strengths_that_say_nothing(
+def test_scores_and_strengths_without_information(
     running: Engine, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, value: float
 ) -> None:
-    """NaN, infinite or all equal: a valid choice of the size that was asked for."""
+    """NaN, infinite or all equal: the choice is valid and has the requested size."""
     monkeypatch.setattr(
         SnapScore,
         "__call__",
@@ -135,10 +135,8 @@ def test_scores_and_strengths_that_say_nothing(
         assert list(output.outputs[0].token_ids) == oracle.generate(prompt, 30, kept)
 
 
-def test_a_worker_that_dies_in_an_eviction_takes_no_request_along_in_silence(
-    folder: Path, tmp_path: Path
-) -> None:
-    """As in stock vLLM: who waits gets an error, and the server ends."""
+def test_a_worker_that_dies_in_an_eviction_fails_all_requests(folder: Path, tmp_path: Path) -> None:
+    """As in stock vLLM: waiting requests get an error, and the server ends."""
 
     def ask(max_tokens: int) -> int:
         try:

@@ -55,7 +55,7 @@ def test_wilson(successes: int, total: int, low: float, high: float) -> None:
         (0, 5, 2 / 32),
         (1, 9, 2 * 11 / 1024),
         (9, 1, 2 * 11 / 1024),
-        (86, 150, 3.716e-05),  # the example in the documentation of R's mcnemar.test, exact
+        (86, 150, 3.716e-05),  # the example of R's mcnemar.test, exact
     ],
 )
 def test_mcnemar(first: int, second: int, p: float) -> None:
@@ -110,13 +110,13 @@ def test_first_and_later_tokens() -> None:
     assert ANSWER.is_exact
 
 
-def test_log_goes_on_after_an_interruption(tmp_path: Path) -> None:
+def test_log_continues_after_an_interruption(tmp_path: Path) -> None:
     other = replace(ANSWER, number=1)
     with AnswerLog(tmp_path, "abc") as log:
         log.add(ANSWER)
         log.add(other)
     with log.path.open("a") as file:
-        file.write(json.dumps({"task": "value"})[:9])  # killed while it was writing
+        file.write(json.dumps({"task": "value"})[:9])  # killed while writing
     with AnswerLog(tmp_path, "abc") as log:
         assert len(log) == 2
         assert log[other.key] == other
@@ -132,7 +132,7 @@ def test_log_goes_on_after_an_interruption(tmp_path: Path) -> None:
 # -- arms and results -----------------------------------------------------------------------
 
 
-def test_every_mix_is_one_the_engine_takes() -> None:
+def test_every_mix_is_valid() -> None:
     config = EvictionConfig.from_mapping({"policy": "tgv", "methods": MIXES})
     assert set(MIXES) <= set(config.methods)
 
@@ -220,7 +220,7 @@ def test_wrong_flags_are_named(
 
 
 def evaluate(folder: Path, *arguments: str) -> str:
-    """Run the command in a process of its own; returns what it printed."""
+    """Run the command in a new process and return what it printed."""
     command = [sys.executable, "-m", "evaluation.run", "--quick", *arguments]
     command += ["--output", str(folder / "report"), "--log", str(folder / "log")]
     done = subprocess.run(
@@ -248,8 +248,8 @@ def test_quick_evaluation(tmp_path: Path) -> None:
     assert full.exact.mean > random.exact.mean
     assert full.later.mean > random.later.mean
     assert full.blocks_held == 1.0
-    # At one budget all hold the same memory.
+    # At one budget all methods hold the same memory.
     assert len({pooled[method, 0.1].blocks_held for method in METHODS}) == 1
-    # Finished answers are not asked again: no engine starts for them, and all comes out the same.
+    # Finished answers are not asked again: no engine starts, and the results are the same.
     evaluate(tmp_path, "--questions", "4", "--only", "grid")
     assert Record.read(report).tables == record.tables

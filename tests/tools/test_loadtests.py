@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The load tests: profiles, the report of a recorded run, and a tiny run against a real server."""
+"""Load tests: profiles, the report of a recorded run, and a small run of a real server."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from measure.serving import Server, ServingError, flags
 ROOT = Path(__file__).parents[2]
 PROFILES = sorted((ROOT / "loadtests" / "profiles").glob("*.yaml"))
 DATA = ROOT / "tests/data/loadtests"
-"""Made by a real run of the demonstration model, stock and evicting."""
+"""A recorded run of the demonstration model, stock and evicting."""
 
 TINY: dict[str, Any] = {
     "name": "tiny",
@@ -49,7 +49,7 @@ TINY: dict[str, Any] = {
 
 
 def tiny(**changes: Any) -> dict[str, Any]:
-    """`TINY` with fields replaced; `a__b` is field b of a."""
+    """Return `TINY` with fields replaced; `a__b` is field b of a."""
     values = copy.deepcopy(TINY)
     for path, value in changes.items():
         *parents, name = path.split("__")
@@ -74,7 +74,7 @@ def test_profiles_are_valid(path: Path) -> None:
 
 
 def test_profiles_serve_what_their_model_can() -> None:
-    """A pool, less the null block, has to hold the longest request, or nothing starts."""
+    """The pool without the null block must hold the longest request, or no server starts."""
     for path in PROFILES:
         profile = Profile.read(path)
         if profile.serve:
@@ -84,7 +84,7 @@ def test_profiles_serve_what_their_model_can() -> None:
 
 
 def test_laptop_asks_for_less_than_five_minutes() -> None:
-    """Of load alone; starting servers and clients comes on top, see docs/loadtest."""
+    """Of load alone, without starting servers and clients, see docs/loadtest."""
     profile = Profile.read(ROOT / "loadtests" / "profiles" / "laptop.yaml")
     seconds = sum(load.requests / load.rate for load in plan(profile))
     assert seconds * len(profile.arms) < 150
@@ -137,7 +137,7 @@ def test_example_of_the_documentation_is_valid() -> None:
 def test_wrong_profiles_are_refused(
     changes: dict[str, Any], parts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The message names file, field, value and the way out; nothing is started."""
+    """The message names file, field, value and way out; nothing is started."""
     path = tmp_path / "wrong.yaml"
     path.write_text(yaml.safe_dump(tiny(**changes)))
     with pytest.raises(SystemExit) as caught:
@@ -169,8 +169,8 @@ def test_served_arms_differ_in_their_own_flags_only() -> None:
 # -- load -----------------------------------------------------------------------------------
 
 
-def test_loads_have_requests_of_their_own() -> None:
-    """No two loads of an arm share pages or seeds; arms share all."""
+def test_loads_have_their_own_requests() -> None:
+    """No two loads of an arm share pages or seeds; the arms have the same loads."""
     loads = plan(Profile.from_dict(tiny()))
     assert [(load.workload, load.rate, load.requests) for load in loads] == [
         ("lengths", 1, 3),
@@ -269,7 +269,7 @@ def test_result_of_bench_is_read() -> None:
 
 
 def test_metrics_are_parsed() -> None:
-    """The text is what a server of ours answered under load."""
+    """The text was recorded from a server with eviction under load."""
     sample = parse((DATA / "metrics.txt").read_text(), now=3.0)
     assert (sample.time, sample.pool) == (3.0, (100, 32))
     assert sample.running > 0
@@ -323,7 +323,7 @@ def test_drift_compares_the_same_prompts(record: Record) -> None:
 
 
 class Outside(html.parser.HTMLParser):
-    """Collects what a page would load from elsewhere, and whether its tags are closed."""
+    """A parser that collects what a page loads, and checks that its tags are closed."""
 
     VOID = frozenset({"meta", "br", "hr", "img"})
 
@@ -350,7 +350,7 @@ class Outside(html.parser.HTMLParser):
 
 
 def test_report_of_a_recorded_run(record: Record, tmp_path: Path) -> None:
-    """One Markdown, one HTML that loads nothing, and well-formed plots."""
+    """Markdown, HTML that loads nothing, and well-formed plots."""
     write_report(record, tmp_path)
     text, page = ((tmp_path / name).read_text() for name in ("README.md", "report.html"))
     plots = sorted(path.name for path in tmp_path.glob("*.svg"))
@@ -373,7 +373,7 @@ def test_report_of_a_recorded_run(record: Record, tmp_path: Path) -> None:
         assert path.read_bytes() == (tmp_path / path.name).read_bytes()
 
 
-def test_report_names_what_must_not_be(record: Record, tmp_path: Path) -> None:
+def test_report_names_failures(record: Record, tmp_path: Path) -> None:
     first, second = record.runs[:2]
     first.bench["failed"], first.bench["errors"][0] = 1, "Bad Gateway"
     left = {"running": 0.0, "waiting": 0.0, "kv_usage": 0.12}
@@ -388,7 +388,7 @@ def test_report_names_what_must_not_be(record: Record, tmp_path: Path) -> None:
 
 
 def test_soak_watches_memory(record: Record, tmp_path: Path) -> None:
-    """Growth in the first third is forgiven; later growth fails the soak."""
+    """Growth in the first third does not count; later growth fails the soak."""
     arm = next(iter(record.arms))
     record.arms = {arm: record.arms[arm]}
     record.profile["soak"] = {"seconds": 90, "max_growth_mib": 20}
@@ -462,7 +462,7 @@ def run_profile(values: dict[str, Any], folder: Path) -> subprocess.CompletedPro
 @pytest.mark.engine
 @pytest.mark.slow
 def test_tiny_profile_from_start_to_end(tmp_path: Path) -> None:
-    """A real server that evicts, a run of each kind of workload, and a report."""
+    """A real evicting server, a run of each kind of workload, and a report."""
     values = tiny(
         model=str(MODEL),
         name=tmp_path.name,

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shared apparatus: its imports, process groups and model folders."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+from measure.folders import written_once
+from measure.serving import ServingError, group_members, log_errors, process_group, serving
+from tests.conftest import ROOT
+
+USERS = {"benchmarks", "evaluation", "loadtests", "demo", "tests", "oracle", "docs"}
+
+
+def imported_by(path: Path) -> set[str]:
+    """Return the top-level packages that a module imports anywhere."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").split(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "measure").glob("*.py")), ids=lambda p: p.stem)
+def test_it_imports_none_of_its_users(path: Path) -> None:
+    assert not imported_by(path) & USERS
+
+
+@pytest.mark.parametrize("stop_seconds", [0, 600])
+def test_a_stopped_group_leaves_no_process(tmp_path: Path, stop_seconds: float) -> None:
+    """Also not the children of its leader, one of which ignores Ctrl-C."""
+    child = (
+        "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print(1, flush=True)"
+    )
+    seconds = 600 if stop_seconds == 0 else 3
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    command = [sys.executable, "-c", code, f"{ignore}; print(1, flush=True); time.sleep({seconds})"]
+    log = tmp_path / "log"
+    with process_group(command, log, stop_seconds=stop_seconds) as process:
+        while not log.read_text():
+            assert process.poll() is None
+        assert len(group_members(process.pid)) == 2
+    assert group_members(process.pid) == []
+
+
+@pytest.mark.slow
+def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ServingError, match="ended with status 2"),
+        serving(["serve", "--no-such-flag"], tmp_path / "log"),
+    ):
+        pass
+
+
+def test_errors_of_a_log_are_named_once(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("\n".join(["all is well", "E ValueError: bad", "ValueError: bad", "the end"]))
+    assert log_errors(log).endswith("has:\nValueError: bad")
+    log.write_text("\n".join(map(str, range(30))))
+    assert log_errors(log).endswith("\n".join(map(str, range(15, 30))))
+
+
+def test_a_folder_is_written_once_and_completely(tmp_path: Path) -> None:
+    written = []
+
+    def write(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        written.append(folder)
+
+    def fail(folder: Path) -> None:
+        folder.mkdir()
+        raise RuntimeError("no space left")
+
+    with pytest.raises(RuntimeError, match="no space"):
+        written_once(tmp_path, "tiny", {"layers": 2}, fail)
+    assert list(tmp_path.iterdir()) == []
+    first = written_once(tmp_path, "tiny", {"layers": 2}, write)
+    assert written_once(tmp_path, "tiny", {"layers": 2}, write) == first
+    assert written_once(tmp_path, "tiny", {"layers": 3}, write) != first
+    assert len(written) == 2
+    assert (first / "config.json").exists()

@@ -35,9 +35,7 @@ def test_it_imports_none_of_its_users(path: Path) -> None:
 @pytest.mark.parametrize("stop_seconds", [0, 600])
 def test_a_stopped_group_leaves_no_process(tmp_path: Path, stop_seconds: float) -> None:
     """Also not the children of its leader, one of which ignores Ctrl-C."""
-    child = (
-        "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print(1, flush=True)"
-    )
+    ignore = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN)"
     seconds = 600 if stop_seconds == 0 else 3
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
     command = [sys.executable, "-c", code, f"{ignore}; print(1, flush=True); time.sleep({seconds})"]

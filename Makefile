@@ -100,5 +100,5 @@ soak: setup ## mixed traffic whose every answer is checked: MINUTES=30; STOCK=1 
 
 clean: ## remove the environment and all build products
 	rm -rf $(VENV) build dist *.egg-info tools/cpu/build tools/cpu/*.egg-info
-	rm -rf .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

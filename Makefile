@@ -26,7 +26,7 @@ export HF_HUB_OFFLINE VLLM_NO_USAGE_STATS TOKENIZERS_PARALLELISM
 
 .DEFAULT_GOAL := help
 .PHONY: help setup wheel lint test test-all test-fast test-gpu test-scheduler compile-kernels
-.PHONY: demo demo-model eval bench bench-gpu loadtest soak clean
+.PHONY: demo demo-model eval bench bench-all bench-gpu loadtest soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -86,7 +86,10 @@ demo-model: setup ## train the demonstration model from scratch
 eval: setup ## which method at which budget: every method on the demonstration model's tasks
 	$(BIN)/python -m evaluation.run
 
-bench: setup ## speed and memory against stock vLLM
+bench: setup ## speed and memory against stock vLLM, at most 10 minutes
+	$(BIN)/python -m benchmarks.run --quick --eager
+
+bench-all: setup ## the same with long prompts and all parts: one to two hours
 	$(BIN)/python -m benchmarks.run --eager
 
 bench-gpu: ## speed and memory on a GPU against stock vLLM, at most 8 minutes
@@ -100,5 +103,5 @@ soak: setup ## mixed traffic whose every answer is checked: MINUTES=30; STOCK=1 
 
 clean: ## remove the environment and all build products
 	rm -rf $(VENV) build dist *.egg-info tools/cpu/build tools/cpu/*.egg-info
-	rm -rf .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of a running engine: switched on and off, looked up, and timed by themselves."""
+"""The metrics of a running engine: switched on and off, read, and timed alone."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from vllm_tgvkv.stopwatch import PARTS
 
 
 def exported() -> dict[str, float]:
-    """Samples of this process's Prometheus registry: eviction's, and the tokens that vLLM counts.
+    """Return samples of this process's Prometheus registry: eviction's, and vLLM's token count.
 
-    Labels follow the name where there are others than the model's and the engine's.
+    The name is followed by the values of labels other than the model's and the engine's.
     """
     found = {}
     for metric in REGISTRY.collect():
@@ -41,10 +41,10 @@ _COMMON_LABELS = ("model_name", "engine")
 
 
 class Collection:
-    """Where the setting `metrics` takes effect in an engine that runs in this process.
+    """The places where the setting `metrics` takes effect in an engine in this process.
 
-    Two engines differ by more than the cost that is looked for: where their memory happens to lie.
-    One engine that is switched from step to step differs by nothing else.
+    Two engines differ by more than the cost of metrics, if only by where their memory lies. One
+    engine that is switched from step to step differs by nothing else.
     """
 
     def __init__(self, scheduler: EvictionScheduler, evictor: Evictor, loggers: list[Any]) -> None:
@@ -53,7 +53,7 @@ class Collection:
         self.loggers = loggers
 
     def state(self) -> dict[str, bool]:
-        """Whether each place collects; to be compared with that of an engine so configured."""
+        """Return whether each place collects, to compare with an engine that is configured so."""
         counters = self.scheduler.eviction_counters
         return {
             "scheduler": counters.metrics is not None,
@@ -62,7 +62,7 @@ class Collection:
         }
 
     def switch(self, on: bool) -> None:
-        """Do what `metrics: true` or `metrics: false` would have done at the start."""
+        """Apply `metrics: true` or `metrics: false` to the running engine."""
         self.scheduler.eviction_counters.metrics = MetricsBuffer() if on else None
         self.evictor.config = dataclasses.replace(self.evictor.config, metrics=on)
         ours = EvictionPrometheusStatLogger
@@ -72,10 +72,10 @@ class Collection:
                 logger.__class__ = new
 
     def microseconds(self, calls: int) -> dict[str, float]:
-        """What collection adds to a step, by what happened in it, with requests running as they do.
+        """Return what collection adds to a step, by what happens in it.
 
-        From the statistics' making to their arrival at Prometheus, and over the pipe between the
-        processes of a server; stock's own is deducted.
+        From making the statistics to recording them in Prometheus, including the pipe between the
+        processes of a server, less the same of stock vLLM.
         """
         pipe = _Pipe()
         outcome = Outcome(
@@ -129,7 +129,7 @@ class Collection:
 
 
 class _Pipe:
-    """How statistics travel from the engine's process to the API server's."""
+    """The encoding of statistics between the engine's process and the API server's."""
 
     def __init__(self) -> None:
         self._encoder = MsgpackEncoder()
@@ -142,7 +142,7 @@ class _Pipe:
 
 
 def _difference(ours: Callable[[], None], stock: Callable[[], None], calls: int) -> float:
-    """Microseconds that a call takes longer, from medians over calls in turn."""
+    """Return how much longer a call takes in microseconds, from medians of alternating calls."""
     seconds: dict[Callable[[], None], list[float]] = {ours: [], stock: []}
     for number in range(calls):
         for call in (ours, stock) if number % 2 else (stock, ours):

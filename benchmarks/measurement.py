@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured values, and what they amount to beside those of stock vLLM."""
+"""Lines of a report: measured values, their ratios to stock vLLM, and targets."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import numpy as np
 Better = Literal["higher", "lower"]
 
 LEAST_ROUNDS = 20
-"""Fewer values say too little about how far their median may be off."""
+"""Fewer values give no useful interval of their median."""
 
 
 def interval(values: Sequence[float], resamples: int = 4000) -> tuple[float, float] | None:
-    """Where the median lies with 95 % confidence (bootstrap); None below `LEAST_ROUNDS`."""
+    """Return the 95 % interval of the median (bootstrap); None below `LEAST_ROUNDS` values."""
     if len(values) < LEAST_ROUNDS:
         return None
     drawn = np.random.default_rng(0).choice(np.asarray(values), (resamples, len(values)))
@@ -27,9 +27,9 @@ def interval(values: Sequence[float], resamples: int = 4000) -> tuple[float, flo
 
 @dataclass(frozen=True)
 class Ratio:
-    """Ours against one stock arm: above 1 is better than stock, whatever the unit.
+    """Our speed over that of another arm: above 1 is faster, for any unit.
 
-    The median of the rounds' own ratios, each between neighbours in time, and their extremes.
+    The median and the extremes of the rounds' ratios, each between neighbours in time.
     """
 
     against: str
@@ -55,7 +55,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Target:
-    """What a value has to reach; `value` is None where nothing was asked for."""
+    """A measured value and the limit that it has to reach."""
 
     text: str
     value: float
@@ -69,7 +69,7 @@ class Target:
 
 @dataclass
 class Line:
-    """One line of the report: a value of every arm, one a round, and the ratios to stock."""
+    """One line of the report: a value of every arm and round, and the ratios of ours to others."""
 
     measure: str
     unit: str
@@ -80,13 +80,15 @@ class Line:
     notes: str = ""
     details: dict[str, Any] = field(default_factory=dict)
     against: tuple[str, ...] = ("production", "constrained")
-    """The arms that ours is compared with."""
+    """Names of the arms that ours is compared with."""
     neighbours: dict[str, list[float]] = field(default_factory=dict)
-    """Values that were taken right after one another, where there are any: ratios are theirs, and
-    what slows a whole round down falls out of them. Only their number is kept."""
+    """Values that were taken right after one another. If there are any, ratios are formed from
+    them, so that what slows a whole round down cancels. Only their number is recorded."""
+    part: str = ""
+    """Name of the part that gave this line."""
 
     @property
-    def stock(self) -> list[str]:
+    def others(self) -> list[str]:
         return [name for name in self.against if name in self.rounds]
 
     def median(self, arm: str) -> float:
@@ -97,16 +99,16 @@ class Line:
         return Ratio.of(against, values[self.ours], values[against], self.better)
 
     def ratios(self) -> list[Ratio]:
-        return [self.ratio(name) for name in self.stock] if self.ours in self.rounds else []
+        return [self.ratio(name) for name in self.others] if self.ours in self.rounds else []
 
     def require(self, limit: float, what: str = "of stock") -> None:
-        """Ask for a ratio of at least `limit` against each stock arm."""
+        """Add the target of a ratio of at least `limit` to each other arm."""
         for ratio in self.ratios():
             text = f">= {limit:g} {what}, {ratio.against}"
             self.targets.append(Target(text, ratio.median, limit))
 
     def require_surely(self, limit: float, what: str) -> None:
-        """The same of the lower end of the ratio's interval; without one nothing is met."""
+        """Add the same target for the lower end of the interval; without one it is missed."""
         for ratio in self.ratios():
             low, high = ratio.interval or (0.0, 1.0)
             text = f">= {limit:g} {what}, with 95 % confidence"
@@ -127,5 +129,5 @@ class DecodeBytes:
         return self.weights + self.cache
 
     def ideal_speed_up(self, after: DecodeBytes) -> float:
-        """The speed-up if time were proportional to the bytes."""
+        """Return the speed-up if time were proportional to the bytes."""
         return self.total / after.total

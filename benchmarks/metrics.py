@@ -1,70 +1,91 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What metrics and traces cost: decode throughput, time to first token, microseconds a step."""
+"""Parts `metrics` and `traces`: their cost in throughput, first token and microseconds."""
 
 from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from benchmarks.arm import ArmError, ArmProcess
+from benchmarks.arm import Arm
+from benchmarks.bench import Bench
 from benchmarks.measurement import Line, Target, interval
+from benchmarks.remote import Remote, RemoteError
+from benchmarks.scale import BRIEF, BUDGET
 from benchmarks.workload import Workload
 
 ON, OFF, AGAIN, TRACED = "metrics", "without", "without, again", "traced"
 STATES = {ON: True, OFF: False, AGAIN: False}
+_TRACED_BATCH = 8
+
+
+def metrics(bench: Bench) -> Iterator[Line]:
+    """Measure the lines h of metrics."""
+    scale = bench.scale.metrics
+    with _started(bench, "metrics", max(scale.batches)) as cost:
+        for batch, fills in zip(scale.batches, scale.fills, strict=True):
+            yield from cost.decode(batch, fills)
+
+
+def traces(bench: Bench) -> Iterator[Line]:
+    """Measure the lines h of first tokens and of traces."""
+    with _started(bench, "traces", _TRACED_BATCH) as cost:
+        yield from cost.first_token()
+        yield from cost.traced_decode()
+
+
+@contextmanager
+def _started(bench: Bench, part: str, batch: int) -> Iterator[MetricsCost]:
+    """Start an engine with metrics and one without, and check them.
+
+    Each computes with one thread: waiting for a second core of a shared machine varies by more than
+    metrics cost.
+    """
+    scale = bench.scale.metrics
+    steps = 6 * 3 * scale.cycles * scale.rounds_per_fill
+    longest = BUDGET * scale.decode.prompt_tokens + steps + 3 * bench.block_size
+    # A prefilling request has its whole prompt.
+    pool_tokens = round(batch * longest) + 8 * scale.first_token.prompt_tokens
+    same = {
+        **bench.engine_args(BRIEF, pool_tokens),
+        "max_num_seqs": batch,
+        "block_size": bench.block_size,
+    }
+    settings = {"policy": "tgv", "budget": BUDGET}
+    arms = [
+        Arm(name, {**same, "additional_config": {"kv_eviction": {**settings, "metrics": on}}}, 1)
+        for name, on in ((ON, True), (OFF, False))
+    ]
+    with bench.launch(part, BRIEF, arms) as running:
+        cost = MetricsCost(bench, running[ON], running[OFF])
+        cost.check()
+        yield cost
 
 
 def _by_clock_and_state() -> dict[str, dict[str, list[float]]]:
     return {clock: {name: [] for name in STATES} for clock in ("wall", "cpu")}
 
 
-@dataclass(frozen=True)
-class MetricsScale:
-    """How large and how often."""
-
-    batches: tuple[int, ...]
-    fills: tuple[int, ...]
-    """For each of the batches, how often it begins anew: long contexts make steps long."""
-    rounds_per_fill: int
-    cycles: int
-    """Of all orders of the states in a round."""
-    decode: Workload
-    first_token: Workload
-    first_token_rounds: int
-    traced_fills: int
-    traced_rounds: int
-    """In each fill."""
-    traced_steps: int
-    calls: int
-
-
 class MetricsCost:
-    """Measures an engine whose metrics are on, and takes a look at one that has none."""
+    """Measures an engine that has metrics, and checks it against one that has none."""
 
-    def __init__(
-        self,
-        scale: MetricsScale,
-        budget: float,
-        seeds: Iterator[int],
-        say: Callable[[str], None],
-    ) -> None:
-        self.scale = scale
-        self.budget = budget
-        self.seeds = seeds
-        self.say = say
+    def __init__(self, bench: Bench, on: Remote, off: Remote) -> None:
+        self.scale = bench.scale.metrics
+        self.seeds = bench.seeds
+        self.say = bench.say
+        self.on = on
+        self.off = off
 
-    # -- is it what it is called --------------------------------------------------------
+    # -- checks -------------------------------------------------------------------------
 
-    def check(self, on: ArmProcess, off: ArmProcess) -> None:
-        """Both collect, and only what they should; a switched engine is as one that has none.
+    def check(self) -> None:
+        """Check what both engines collect, and that one switched off equals one without metrics.
 
         Raises:
-            ArmError: where a figure would not be that of metrics.
+            RemoteError: if a figure would not be the cost of metrics.
         """
-        for arm in (on, off):
-            arm.ask("prefill", workload=Workload(1280), seed=next(self.seeds), budget=self.budget)
+        on, off = self.on, self.off
         with_metrics, without = on.ask("collected"), off.ask("collected")
         requests = "vllm:kv_eviction_requests_total tgv"
         counted = with_metrics["counters"]["requests_evicted"]
@@ -81,7 +102,7 @@ class MetricsCost:
         self._require(not found, f"metrics: false exports {found}")
 
         on.ask("collect", on=False)
-        on.ask("prefill", workload=Workload(1280), seed=next(self.seeds), budget=self.budget)
+        on.ask("prefill", workload=Workload(1280), seed=next(self.seeds), budget=BUDGET)
         switched = on.ask("collected")
         on.ask("collect", on=True)
         self._require(switched["state"] == without["state"], "a switched engine differs")
@@ -89,7 +110,7 @@ class MetricsCost:
         self._require(switched["counters"]["requests_evicted"] == counted + 1, "nothing evicted")
 
         traced = "vllm_xargs kv_eviction_trace leaves no trace"
-        request = {"workload": Workload(1280), "budget": self.budget}
+        request = {"workload": Workload(1280), "budget": BUDGET}
         before = on.ask("collected")["traces"]
         on.ask("prefill", **request, seed=next(self.seeds), trace=True)
         self._require(on.ask("collected")["traces"] == before + 1, traced)
@@ -97,13 +118,13 @@ class MetricsCost:
     @staticmethod
     def _require(holds: bool, otherwise: str) -> None:
         if not holds:
-            raise ArmError(f"metrics: {otherwise}")
+            raise RemoteError(f"metrics: {otherwise}")
 
     # -- decode -------------------------------------------------------------------------
 
-    def decode(self, engine: ArmProcess, batch: int, fills: int) -> list[Line]:
-        """Throughput by wall clock and by CPU time, with a control; then the code by itself."""
-        scale, workload = self.scale, self.scale.decode
+    def decode(self, batch: int, fills: int) -> list[Line]:
+        """Compare throughput by wall clock and by CPU time, with a control; time the code alone."""
+        scale, workload, engine = self.scale, self.scale.decode, self.on
         rates: dict[str, dict[str, list[float]]] = _by_clock_and_state()
         steps: dict[str, dict[str, list[float]]] = _by_clock_and_state()
         for number in range(fills):
@@ -118,7 +139,7 @@ class MetricsCost:
                         steps[clock][name] += [batch / each for each in seconds]
                         rates[clock][name].append(batch / statistics.median(seconds))
         step = batch / statistics.median(steps["wall"][OFF])
-        microseconds = self._microseconds(engine, batch, step)
+        microseconds = self._microseconds(batch, step)
         engine.ask("clear")
         what = f"decode, batch {batch}, {workload.prompt_tokens} tokens"
 
@@ -138,29 +159,27 @@ class MetricsCost:
         ]
         return [wall, cpu, *controls, microseconds]
 
-    def _fill(self, engine: ArmProcess, batch: int, trace: bool = False) -> None:
+    def _fill(self, engine: Remote, batch: int, trace: bool = False) -> None:
         engine.ask(
             "fill",
             workload=self.scale.decode,
             batch=batch,
             seed=next(self.seeds),
-            budget=self.budget,
+            budget=BUDGET,
             trace=trace,
         )
         engine.ask("decode", steps=8)
 
-    def _microseconds(self, engine: ArmProcess, batch: int, step: float) -> Line:
-        self.say(f"h. the code of metrics by itself, batch {batch}")
-        found = [engine.ask("collection_microseconds", calls=self.scale.calls) for _ in range(5)]
+    def _microseconds(self, batch: int, step: float) -> Line:
+        self.say(f"h. the code of metrics alone, batch {batch}")
+        found = [self.on.ask("collection_microseconds", calls=self.scale.calls) for _ in range(5)]
         typical = {key: statistics.median(each[key] for each in found) for key in found[0]}
         per_step = [
             each["each step"] + step * (each["gauges, once a second"] - each["each step"])
             for each in found
         ]
         share = 1e-4 * statistics.median(per_step) / step
-        line = Line(
-            f"h. metrics by themselves, batch {batch}", "us a step", "lower", {ON: per_step}, ON
-        )
+        line = Line(f"h. metrics alone, batch {batch}", "us a step", "lower", {ON: per_step}, ON)
         line.against = ()
         line.notes = f"a step takes {1e3 * step:.1f} ms; " + ", ".join(
             f"{key}: {value:.1f} us" for key, value in typical.items()
@@ -171,9 +190,9 @@ class MetricsCost:
 
     # -- evictions ----------------------------------------------------------------------
 
-    def first_token(self, engine: ArmProcess) -> list[Line]:
-        """Time to first token and of the eviction in it: without metrics, with them, traced."""
-        workload, states = self.scale.first_token, (OFF, ON, TRACED)
+    def first_token(self) -> list[Line]:
+        """Compare time to first token and its eviction: without metrics, with them, traced."""
+        engine, workload, states = self.on, self.scale.first_token, (OFF, ON, TRACED)
         self.say(f"h. time to first token, {workload.prompt_tokens} tokens")
         results: dict[str, list[dict[str, float]]] = {name: [] for name in states}
         shuffler = random.Random(0)
@@ -184,7 +203,7 @@ class MetricsCost:
                     "prefill",
                     workload=workload,
                     seed=next(self.seeds),
-                    budget=self.budget,
+                    budget=BUDGET,
                     trace=name == TRACED,
                 )
                 results[name].append(result)
@@ -206,7 +225,7 @@ class MetricsCost:
     def _difference(
         what: str, unit: str, values: dict[str, list[float]], ours: str, other: str
     ) -> Line:
-        """A line whose note says how much more one state takes than another."""
+        """Return a line whose note says how much more one state takes than another."""
         line = Line(what, unit, "lower", values, ours, against=(other,))
         pairs = zip(values[ours], values[other], strict=True)
         more = [one - two for one, two in pairs]
@@ -215,12 +234,13 @@ class MetricsCost:
             line.notes += f" (95 %: {bounds[0]:.2f} .. {bounds[1]:.2f})"
         return line
 
-    def traced_decode(self, one: ArmProcess, other: ArmProcess) -> list[Line]:
-        """Throughput of a batch that was traced beside one that was not, in two engines.
+    def traced_decode(self) -> list[Line]:
+        """Compare the throughput of a traced batch with one that is not, in two engines.
 
-        They change places, and what one of them is faster by falls out of the geometric mean.
+        They swap roles, so that a difference between the engines cancels in the geometric mean.
         """
-        batch, workload, scale = 8, self.scale.decode, self.scale
+        batch, workload, scale = _TRACED_BATCH, self.scale.decode, self.scale
+        one, other = self.on, self.off
         for engine in (one, other):
             engine.ask("collect", on=False)
         halves: dict[tuple[str, str], tuple[list[float], list[float]]] = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looking into a running engine from outside: timed functions and memory of a call."""
+"""Instruments for a running engine: stopwatches, memory of calls, a smaller pool."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
+from vllm.v1.core.sched.scheduler import Scheduler
 
 
 class Stopwatches:
-    """Wall-clock seconds and calls of functions, by name, nested calls counted in both."""
+    """Wall-clock seconds and calls of functions by name; a nested call counts in both."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self.calls: dict[str, int] = defaultdict(int)
 
     def watch(self, owner: Any, attribute: str, name: str | None = None) -> None:
-        """Replace `owner.attribute` by a timed version of itself."""
+        """Replace `owner.attribute` by a timed version."""
         function = getattr(owner, attribute)
         name = name or attribute
 
@@ -44,7 +45,7 @@ class Stopwatches:
 class CallMemory:
     """Bytes of tensors that a function allocates, as torch's allocator sees them.
 
-    `peak` is the most it held at once in any call, with what earlier calls left behind.
+    `held` is what all calls left allocated, `peak` the most at any time.
     """
 
     def __init__(self) -> None:
@@ -53,7 +54,7 @@ class CallMemory:
 
     @contextmanager
     def watching(self, owner: Any, attribute: str) -> Iterator[None]:
-        """Measure every call of `owner.attribute` within the block."""
+        """Measure every call of `owner.attribute` inside the block."""
         function: Callable[..., Any] = getattr(owner, attribute)
 
         @functools.wraps(function)
@@ -70,9 +71,28 @@ class CallMemory:
             setattr(owner, attribute, function)
 
     def _add(self, profiler: profile) -> None:
-        # `profile.events()` books most allocations to operators; the raw records keep them apart.
+        # `profile.events()` counts most allocations under operators; the raw records list each one.
         recorded: Any = profiler.profiler
         events = [e for e in recorded.kineto_results.events() if e.name() == "[memory]"]
         for event in sorted(events, key=lambda event: event.start_ns()):
             self.held += event.nbytes()
             self.peak = max(self.peak, self.held)
+
+
+@contextmanager
+def reduced_pool(scheduler: Scheduler, num_tokens: int) -> Iterator[None]:
+    """Leave only the free blocks for `num_tokens` in a scheduler's pool inside the block.
+
+    Raises:
+        ValueError: if fewer are free.
+    """
+    pool = scheduler.kv_cache_manager.block_pool
+    num_left = -(-num_tokens // scheduler.block_size)
+    num_taken = pool.get_num_free_blocks() - num_left
+    if num_taken < 0:
+        raise ValueError(f"{num_left} blocks are asked for, and {num_left + num_taken} are free")
+    taken = pool.get_new_blocks(num_taken)
+    try:
+        yield
+    finally:
+        pool.free_blocks(reversed(taken))

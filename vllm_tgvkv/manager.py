@@ -59,16 +59,6 @@ class Compression:
 
 
 @dataclass(frozen=True)
-class Admission:
-    """A request that vLLM is about to admit."""
-
-    request_id: str
-    prefill: Prefill
-    num_shared: int
-    """Blocks of its prefix that other requests hold as well."""
-
-
-@dataclass(frozen=True)
 class Swap:
     """Block ids around one eviction, as the worker needs them."""
 
@@ -87,7 +77,8 @@ class EvictingManager(FullAttentionManager):
         super().__init__(*args, **kwargs)
         self.compressions: dict[str, Compression] = {}
         self.order = PrefillOrder()
-        self._admission: Admission | None = None
+        self._admission: tuple[str, Prefill] | None = None
+        """The request that vLLM is about to admit."""
         self.released: list[int] = []
         """First block ids of regions dropped since the last drain."""
         self.record_freed = False
@@ -148,8 +139,8 @@ class EvictingManager(FullAttentionManager):
         if not apply_admission_cap:
             return num_blocks + self.order.needed()
         num_shared = sum(block.ref_cnt > 0 for block in new_computed_blocks)
-        prefill = self._prefill(request_id, num_tokens, num_shared)
-        self._admission = Admission(request_id, prefill, num_shared)
+        prefill = self._prefill(compression, num_tokens, num_shared)
+        self._admission = request_id, prefill
         # The prompt gives blocks back before the tokens that follow it are computed again.
         num_blocks -= min(prefill.num_replayed, prefill.num_returned)
         return max(num_blocks - self.order.net_change(num_shared), 0)
@@ -161,9 +152,9 @@ class EvictingManager(FullAttentionManager):
         compression = self.compressions.get(request_id)
         if compression and (num_fresh := compression.num_to_reserve(num_tokens)):
             compression.reserved = tuple(self.block_pool.get_new_blocks(num_fresh))
-        if (admission := self._admission) and admission.request_id == request_id:
+        if self._admission and self._admission[0] == request_id:
+            self.order.admit(*self._admission)
             self._admission = None
-            self.order.admit(request_id, admission.prefill, admission.num_shared)
         if request_id in self.order.prefills:
             num_reserved = len(compression.reserved) if compression else 0
             self.order.advance(request_id, len(self.req_to_blocks[request_id]) + num_reserved)
@@ -186,17 +177,19 @@ class EvictingManager(FullAttentionManager):
         num_free = self.block_pool.get_num_free_blocks()
         return self.order.may_take(request_id, num_blocks, num_free)
 
-    def _prefill(self, request_id: str, num_tokens: int, num_shared: int) -> Prefill:
+    def _prefill(
+        self, compression: Compression | None, num_tokens: int, num_shared: int
+    ) -> Prefill:
         num_blocks = cdiv(num_tokens, self.block_size)
-        compression = self.compressions.get(request_id)
         if compression is None:
-            return Prefill(num_blocks)
+            return Prefill(num_blocks, num_shared=num_shared)
         num_prompt_blocks = cdiv(compression.request.num_prompt_tokens, self.block_size)
         return Prefill(
             num_prompt_blocks,
             num_replayed=num_blocks - num_prompt_blocks,
             num_fresh=compression.num_retained_blocks,
             num_returned=max(compression.num_full_blocks - num_shared, 0),
+            num_shared=num_shared,
         )
 
     def is_compressed(self, request_id: str) -> bool:

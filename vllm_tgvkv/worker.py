@@ -67,7 +67,7 @@ class EvictingWorker:
             super().load_model(load_dummy_weights=load_dummy_weights)  # type: ignore[misc]
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        """Allocate the cache, make the evictor for it, and bind layers and builder to both."""
+        """Allocate the cache, make its evictor, and bind layers and metadata builder to them."""
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         ((group,),) = self.model_runner.attn_groups
         builder: EvictingBuilder = group.get_metadata_builder()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plugin costs and brings on a GPU, against stock vLLM: see docs/benchmarks.md."""
+"""Costs and gains of the plugin on a GPU against stock vLLM, see docs/benchmarks.md."""

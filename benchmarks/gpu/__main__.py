@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.gpu`: measure against stock vLLM on this GPU, print and keep the table.
 
-Each part runs in a process of its own. Parts are ordered by importance; when the time is up, those
-that are left are named and skipped, and what is running is ended.
+Each part runs in its own process. Parts are ordered by importance. When the time is up, the running
+part is killed and those after it are listed as skipped.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu import journal
-from benchmarks.gpu.plan import SCALES, arms
+from benchmarks.gpu.plan import SCALES, engine_plans
 from benchmarks.gpu.report import SMOKE_NOTICE, Report, table
 
 RESULTS = Path(__file__).parents[1] / "results"
-_LEAST_SECONDS = {"full": 75.0, "quick": 60.0, "smoke": 1.0}
-"""An engine that has less time than this would not come to its first measurement."""
+_MIN_SECONDS = {"full": 75.0, "quick": 60.0, "smoke": 1.0}
+"""An engine needs this time to reach its first measurement."""
 _GRACE_SECONDS = 10.0
 
 
@@ -37,12 +37,12 @@ class Part:
 
     name: str
     command: list[str]
-    most_seconds: float
-    least_seconds: float = 0.0
+    max_seconds: float
+    min_seconds: float = 0.0
 
 
 def main() -> int:
-    """Run all parts; 0 unless one of them failed, whether or not targets were met."""
+    """Run all parts; 0 unless one failed. A missed target fails nothing."""
     options = parse()
     scale = "smoke" if options.smoke else "quick" if options.quick else "full"
     if not options.smoke and not torch.cuda.is_available():
@@ -63,11 +63,11 @@ def main() -> int:
             if options.only and not any(word in part.name for word in options.only):
                 continue
             left = 60 * options.minutes - (time.monotonic() - begin)
-            if left < part.least_seconds + _GRACE_SECONDS:
+            if left < part.min_seconds + _GRACE_SECONDS:
                 ends[part.name] = "SKIPPED, the time is up"
             else:
                 say(part.name)
-                ends[part.name] = run(part, min(left - _GRACE_SECONDS, part.most_seconds))
+                ends[part.name] = run(part, min(left - _GRACE_SECONDS, part.max_seconds))
             say(f"{part.name}: {ends[part.name]}")
             report.write(journal.read(results), ends)
         entries = journal.read(results)
@@ -78,7 +78,7 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--minutes", type=float, default=8.0, help="for everything (default: 8)")
     parser.add_argument("--quick", action="store_true", help="one model, fewer and shorter outputs")
@@ -89,21 +89,21 @@ def parse() -> argparse.Namespace:
 
 
 def parts(scale: str, results: Path) -> Iterator[Part]:
-    """All parts by importance."""
+    """Yield all parts by importance."""
     python = [sys.executable, "-m"]
     smoke = ["--smoke"] if scale == "smoke" else []
     kernels = [*python, "benchmarks.gpu.kernels", str(results), *smoke]
     yield Part("kernels", kernels, 90.0)
-    for number, arm in enumerate(arms(SCALES[scale])):
-        command = [*python, "benchmarks.gpu.arm", str(results), scale, str(number)]
-        yield Part(arm.title, command, 200.0, _LEAST_SECONDS[scale])
+    for number, plan in enumerate(engine_plans(SCALES[scale])):
+        command = [*python, "benchmarks.gpu.phases", str(results), scale, str(number)]
+        yield Part(plan.title, command, 200.0, _MIN_SECONDS[scale])
 
 
 def run(part: Part, seconds: float) -> str:
-    """Run a part for at most so long, and say how it ended."""
+    """Run a part for at most `seconds`, and return how it ended."""
     begin = time.monotonic()
     command = [*part.command, "--until", str(time.time() + seconds)]
-    # A session of its own, so that whatever it started ends with it.
+    # In its own session, so that all its processes end with it.
     process = subprocess.Popen(command, stdout=sys.stderr, start_new_session=True)
     try:
         code = process.wait(seconds + _GRACE_SECONDS / 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pool of pages with compressed requests in it, for timing kernels alone."""
+"""A pool of pages with compressed requests, for timing kernels alone."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from vllm_tgvkv.kernels.select import page_offsets
 
 @dataclass(frozen=True)
 class CompressedCache:
-    """R requests whose prompts of t0 blocks were compressed to k blocks, and a tail of one block.
+    """R requests whose prompts of t0 blocks were compressed to k blocks, each with a tail block.
 
-    The blocks of the pool are in random order, as after hours of serving.
+    The pool's blocks are in random order, as after hours of serving.
     """
 
     keys: Tensor
@@ -50,7 +50,7 @@ class CompressedCache:
     ) -> CompressedCache:
         """Deal `retained` blocks of every request to its heads.
 
-        Evenly, or by shares with an exponential distribution, whose coefficient of variation is 1.
+        Evenly, or if `ragged` by exponentially distributed shares (coefficient of variation 1).
         """
         torch.manual_seed(seed)
         pairs = num_layers * num_heads
@@ -87,7 +87,7 @@ class CompressedCache:
 
     @property
     def state(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int]:
-        """First arguments of the functions in `vllm_tgvkv.kernels.page_tables`."""
+        """Return the first arguments of the functions in `vllm_tgvkv.kernels.page_tables`."""
         return (
             self.block_table,
             self.seq_lens,
@@ -98,18 +98,18 @@ class CompressedCache:
         )
 
     def new_lengths(self) -> Tensor:
-        """An unwritten tensor for the lengths, int32 [L, R, H]."""
+        """Return an unwritten tensor for the lengths, int32 [L, R, H]."""
         shape = (self.num_layers, len(self.seq_lens), self.num_heads)
         return torch.zeros(shape, dtype=torch.int32, device=self.keys.device)
 
     def lengths(self) -> Tensor:
-        """Tokens of every virtual sequence, int32 [L, R, H]."""
+        """Return the tokens of every virtual sequence, int32 [L, R, H]."""
         lengths = self.new_lengths()
         write_lengths(*self.state, lengths)
         return lengths
 
     def new_tables(self) -> Tensor:
-        """A tensor for the page tables, int32 [L, R, H, W]."""
+        """Return an unwritten tensor for the page tables, int32 [L, R, H, W]."""
         return torch.zeros(
             *self.new_lengths().shape,
             self.block_table.shape[1],
@@ -118,11 +118,11 @@ class CompressedCache:
         )
 
     def tables(self) -> Tensor:
-        """Page tables of all layers."""
+        """Return the page tables of all layers, int32 [L, R, H, W]."""
         tables = self.new_tables()
         write_page_tables(*self.state, 0, tables)
         return tables
 
     def token_bytes(self) -> int:
-        """Bytes of a key and its value in one head."""
+        """Return the bytes of a key and its value in one head."""
         return 2 * self.keys.shape[2] * self.keys.element_size()

@@ -1,32 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One vLLM engine in this process, and what is measured on it.
+"""A vLLM engine on a GPU in this process, and the measurements on it.
 
 The engine's core runs in the process of its front end (`VLLM_ENABLE_V1_MULTIPROCESSING=0`), with
-asynchronous scheduling as by default, so that steps can be driven and watched. Images are
-preprocessed before the clock starts: that is the CPU's work, the same for all, and would hide what
-the GPU does.
+asynchronous scheduling as by default, so that steps can be driven and timed. Images are
+preprocessed before the clock starts: this CPU work is the same for all engines and would hide the
+GPU's.
 """
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-for _name, _value in ENVIRONMENT.items():
-    os.environ.setdefault(_name, _value)
+from measure.engines import LocalEngine, set_environment
+
+set_environment()
 
 import torch  # noqa: E402
 from vllm import EngineArgs, SamplingParams  # noqa: E402
@@ -34,21 +27,21 @@ from vllm.usage.usage_lib import UsageContext  # noqa: E402
 from vllm.v1.engine import EngineCoreRequest  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
-from benchmarks.gpu.prompts import image_prompt, text_prompt  # noqa: E402
-from benchmarks.gpu.shapes import Shape, write_model  # noqa: E402
 from benchmarks.gpu.timing import DeviceStopwatch, synchronize  # noqa: E402
 from benchmarks.gpu.traffic import Traffic  # noqa: E402
-from benchmarks.probe import Stopwatches  # noqa: E402
+from benchmarks.models import Shape, model_folder  # noqa: E402
+from benchmarks.probe import Stopwatches, reduced_pool  # noqa: E402
+from benchmarks.prompts import image_prompt, text_prompt  # noqa: E402
 
 _NUM_TEMPLATES = 4
-"""Prompts that are preprocessed for each length; the others are copies with images of new names."""
+"""Prompts that are preprocessed for each length; others are copies whose images are renamed."""
 
 
-class Engine:
-    """A vLLM engine with its stopwatches; `evicts` says whether the plugin is on."""
+class GpuEngine:
+    """A vLLM engine with its stopwatches; `evicts` tells whether the plugin is on."""
 
     def __init__(
-        self, shape: Shape, folder: Path, pool_tokens: int, engine_args: dict[str, Any]
+        self, shape: Shape, root: Path | str, pool_tokens: int, engine_args: dict[str, Any]
     ) -> None:
         self.shape = shape
         self.evicts = "additional_config" in engine_args
@@ -61,7 +54,7 @@ class Engine:
         begin = time.perf_counter()
         self.engine = LLMEngine.from_engine_args(
             EngineArgs(
-                model=str(write_model(folder, shape)),
+                model=str(model_folder(root, shape)),
                 load_format="dummy",
                 dtype="bfloat16",
                 kv_cache_memory_bytes=pool_tokens * shape.kv_bytes_per_token,
@@ -74,44 +67,30 @@ class Engine:
             usage_context=UsageContext.OPENAI_API_SERVER,  # the defaults of `vllm serve`
         )
         self.start_seconds = time.perf_counter() - begin
-        core: Any = self.engine.engine_core
-        self.core = core.engine_core
+        self.parts = LocalEngine(self.engine)
+        self.core = self.parts.core
         self.host = Stopwatches()
         self._templates: dict[int, list[EngineCoreRequest]] = {}
         self._count = 0
         self._seed = 0
 
     def describe(self) -> dict[str, Any]:
-        """Settings that vLLM arrived at."""
-        config = self.engine.vllm_config
-        runner = self.core.model_executor.driver_worker.worker.model_runner
-        return {
-            "start_seconds": round(self.start_seconds, 1),
-            "block_size": config.cache_config.block_size,
-            "num_blocks": config.cache_config.num_gpu_blocks,
-            "prefix_caching": config.cache_config.enable_prefix_caching,
-            "async_scheduling": config.scheduler_config.async_scheduling,
-            "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
-            "max_num_seqs": config.scheduler_config.max_num_seqs,
-            "compilation": str(config.compilation_config.mode),
-            "cudagraphs": str(config.compilation_config.cudagraph_mode),
-            "attention": str(config.attention_config.backend),
-            "scheduler": type(self.core.scheduler).__name__,
-            "runner": f"{type(runner).__module__}.{type(runner).__name__}",
-        }
+        """Return the settings that vLLM arrived at."""
+        return {"start_seconds": round(self.start_seconds, 1), **self.parts.facts()}
 
     # -- measurements -------------------------------------------------------------------
 
     def throughput(
         self, traffic: Traffic, budget: float | None = None, pool_tokens: int | None = None
     ) -> dict[str, float]:
-        """Serve `traffic` that arrives at once; tokens a second and how many ran together.
+        """Serve `traffic` that arrives at once; return tokens a second and how many ran together.
 
-        With `pool_tokens`, all blocks but those for so many tokens are taken out of the pool.
+        `pool_tokens` reduces the pool to blocks for that number of tokens.
         """
         requests = [self._request(traffic, budget) for _ in range(traffic.requests)]
         before = self._num_evicted()
-        with self._pool_of(pool_tokens):
+        scheduler = self.core.scheduler
+        with reduced_pool(scheduler, pool_tokens) if pool_tokens else nullcontext():
             synchronize(self.device)
             begin = time.perf_counter()
             self._submit(requests)
@@ -134,7 +113,7 @@ class Engine:
     def prefill(
         self, prompt_tokens: int, rounds: int, budget: float | None = None
     ) -> dict[str, float]:
-        """Time prompts alone, from arrival to first token; the eviction's part in device time."""
+        """Time prompts alone: from arrival to first token, and the eviction on the device."""
         traffic = Traffic(1, prompt_tokens, 2)
         seconds, parts = [], []
         for number in range(rounds + 1):
@@ -187,7 +166,7 @@ class Engine:
     # -- requests -----------------------------------------------------------------------
 
     def _request(self, traffic: Traffic, budget: float | None) -> EngineCoreRequest:
-        """A preprocessed request whose images, or whose text, nobody has seen before."""
+        """Return a preprocessed request with images, or text, that the engine has not seen."""
         self._count += 1
         name = f"request-{self._count}"
         params = SamplingParams(
@@ -242,7 +221,7 @@ class Engine:
         self._settle()
 
     def _settle(self) -> None:
-        """Let the engine finish batches that are on the way, and hear of their end."""
+        """Let the engine finish the batches in flight and process their end."""
         for _ in range(4):
             self.engine.step()
         synchronize(self.device)
@@ -250,21 +229,8 @@ class Engine:
     # -- instruments --------------------------------------------------------------------
 
     @contextmanager
-    def _pool_of(self, num_tokens: int | None) -> Iterator[None]:
-        """Leave blocks for `num_tokens` in the pool while the block runs."""
-        pool = self.core.scheduler.kv_cache_manager.block_pool
-        taken = []
-        if num_tokens is not None:
-            left = -(-num_tokens // self.engine.vllm_config.cache_config.block_size)
-            taken = pool.get_new_blocks(pool.get_num_free_blocks() - left)
-        try:
-            yield
-        finally:
-            pool.free_blocks(reversed(taken))
-
-    @contextmanager
     def _host_watched(self) -> Iterator[None]:
-        """Time the host's work in every step, the device being idle before it."""
+        """Time the host's work in every step inside the block, with the device idle before it."""
         owners = {
             "schedule": self.core.scheduler,
             "execute_model": self.core.model_executor,
@@ -285,10 +251,10 @@ class Engine:
             yield
         finally:
             for name, owner in owners.items():
-                delattr(owner, name)  # uncovers the method of the class
+                delattr(owner, name)  # restores the class's method
 
     def _num_evicted(self) -> int:
-        """Requests evicted so far: the proof that eviction was on."""
+        """Return the number of requests evicted so far, the proof that eviction was on."""
         if not self.evicts:
             return 0
         return int(self.core.scheduler.eviction_counters.requests_evicted)

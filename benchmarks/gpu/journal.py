@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results as they come: one JSON line each, so that nothing is lost when a process is ended."""
+"""Results as JSON lines, written at once so that a killed process loses none."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels alone, each beside the time that its bytes take to be copied.
+"""Kernels alone, each compared with the time that copying its bytes takes.
 
-`python -m benchmarks.gpu.kernels RESULTS [--smoke]` appends one JSON line a case to RESULTS.
+`python -m benchmarks.gpu.kernels RESULTS [--smoke]` appends a JSON line per case to RESULTS.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _AUTO, _UNSPLIT, _IN_GRAPHS = 0, 1, 32
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured; the full sizes or those of a smoke test."""
+    """Sizes of the kernels' arguments."""
 
     copy_bytes: int
     rows: int
@@ -44,7 +44,7 @@ class Sizes:
     group: int
     head_size: int
     mean_blocks: int
-    """Kept blocks of a request: 16 tokens each in every head, on average."""
+    """Kept blocks of a request, of 16 tokens in every head on average."""
     prompt_blocks: int
     many_sequences: tuple[int, ...]
     prompts: tuple[int, ...]
@@ -85,7 +85,7 @@ SMOKE = Sizes(
 
 @dataclass(frozen=True)
 class Case:
-    """A call, the bytes it cannot avoid to move, and the largest error of its result."""
+    """A call, the bytes that it has to move, and the error of its result."""
 
     name: str
     call: Callable[[], Any]
@@ -103,7 +103,7 @@ class Kernels:
         self.dtype = torch.bfloat16
 
     def groups(self) -> list[Callable[[], Iterator[Case]]]:
-        """Groups of cases, by importance; each frees its memory before the next."""
+        """Return groups of cases by importance; each frees its memory before the next."""
         sizes = self.sizes
         many = [partial(self.many_sequences, number) for number in sizes.many_sequences]
         ends = [partial(self.end_of_prefill, tokens) for tokens in sizes.prompts]
@@ -118,7 +118,7 @@ class Kernels:
     # -- decode -------------------------------------------------------------------------
 
     def decode_attention(self, ragged: bool) -> Iterator[Case]:
-        """One layer's decode attention of 32 rows over 1,600 kept tokens a head on average."""
+        """Yield one layer's decode attention of 32 rows, on average over 1,600 tokens a head."""
         sizes = self.sizes
         cache = self._cache(sizes.rows, 1, sizes.mean_blocks, sizes.prompt_blocks, ragged)
         lengths = cache.lengths()
@@ -156,7 +156,7 @@ class Kernels:
                 yield Case(name.replace("over pages", "stock cache"), stock, size)
 
     def many_sequences(self, number: int) -> Iterator[Case]:
-        """FlashAttention over a batch of many short virtual sequences."""
+        """Yield attention over a batch of many short virtual sequences."""
         attend = self._flash_attention()
         if attend is None:
             return
@@ -177,7 +177,7 @@ class Kernels:
         yield Case(f"our kernel, {number} virtual sequences", ours, size, error)
 
     def decode_step(self) -> Iterator[Case]:
-        """What a step computes once for all layers."""
+        """Yield the computations that a step does once for all layers."""
         sizes = self.sizes
         blocks = max(1, sizes.mean_blocks // 2)
         cache = self._cache(sizes.decode_batch, sizes.layers, blocks, 10 * blocks, ragged=True)
@@ -195,7 +195,7 @@ class Kernels:
     # -- eviction -----------------------------------------------------------------------
 
     def end_of_prefill(self, tokens: int) -> Iterator[Case]:
-        """Statistics of a layer, then what follows once for all layers, at a budget of 10 %."""
+        """Yield a layer's statistics, and the eviction of all layers at a budget of 10 %."""
         sizes, device = self.sizes, self.device
         blocks = tokens // 16
         kept = max(1, blocks // 10)
@@ -216,7 +216,7 @@ class Kernels:
         tiers = torch.zeros(blocks * 16, dtype=torch.int64, device=device)
         choose = partial(select_tokens, scores, tiers, counts, kept * pairs, 16)
         size = scores.nbytes + kept * pairs * 16 * 4
-        yield Case(f"selection, {where}", choose, size, None, "a ranking a head, all layers")
+        yield Case(f"selection, {where}", choose, size, None, "a ranking per head, all layers")
         move = partial(
             copy_kept,
             keys.flatten(0, 2),
@@ -255,7 +255,7 @@ class Kernels:
             _ = observed.column_sums, observed.weighted_column_sums(weights)
 
         size = tokens * sizes.heads * sizes.head_size * self.dtype.itemsize
-        note = f"a layer, {sizes.observed} rows; bytes are those of the keys, once"
+        note = f"a layer, {sizes.observed} rows; the bytes are those of its keys"
         return Case(f"statistics, {where}", statistics, size, None, note)
 
     # -- pieces -------------------------------------------------------------------------
@@ -277,7 +277,7 @@ class Kernels:
         return float(lengths.sum()) * cache.token_bytes() + 2 * query.nbytes
 
     def _launch(self) -> tuple[int, int]:
-        """Tokens of a chunk and number of programs, as the attention backend takes them."""
+        """Return the tokens of a chunk and the number of programs that the backend uses."""
         if self.device.type != "cuda":
             return 32, 4
         from vllm_tgvkv.kernels.gpu.decode import chunk_size, num_programs
@@ -304,7 +304,7 @@ class Kernels:
         )  # fmt: skip
 
     def _flash_attention(self) -> Callable[..., Tensor] | None:
-        """The function of vLLM's package, in the version that vLLM would choose."""
+        """Return vLLM's function, in the version that vLLM would choose."""
         if self.device.type != "cuda":
             return None
         from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
@@ -322,7 +322,7 @@ class Kernels:
         out: Tensor,
         num_splits: int,
     ) -> Callable[[], Tensor]:
-        """A call over one virtual sequence per (row, KV head)."""
+        """Return a call over one virtual sequence per (row, KV head)."""
         by_head = (-1, self.sizes.group, self.sizes.head_size)
         starts = torch.arange(lengths.numel() + 1, dtype=torch.int32, device=self.device)
         return partial(
@@ -333,7 +333,7 @@ class Kernels:
             out=out.view(by_head),
             cu_seqlens_q=starts,
             seqused_k=lengths[0].flatten(),
-            max_seqlen_k=int(cache.seq_lens.max()),  # all that the host knows
+            max_seqlen_k=int(cache.seq_lens.max()),  # the host knows no better bound
             softmax_scale=self.sizes.head_size**-0.5,
             block_table=cache.tables()[0].flatten(0, 1),
             num_splits=num_splits,
@@ -347,7 +347,7 @@ class Kernels:
         out: Tensor,
         num_splits: int,
     ) -> Callable[[], Tensor]:
-        """A call over ordinary sequences of `length` tokens in a cache [block, head, slot, KV]."""
+        """Return a call over sequences of `length` tokens in a cache [block, head, slot, KV]."""
         sizes = self.sizes
         blocks = -(-length // 16)
         shape = (1 + sizes.rows * blocks, sizes.heads, 16, 2 * sizes.head_size)
@@ -370,7 +370,7 @@ class Kernels:
 
 
 def _reference(cache: CompressedCache, lengths: Tensor, query: Tensor) -> Tensor:
-    """Attention of the first and the last row in float32, [2, H * G, D]."""
+    """Return the attention of the first and the last row, float32 [2, H * G, D]."""
     tables = cache.tables()[0]
     rows = []
     for row in (0, len(query) - 1):
@@ -386,7 +386,7 @@ def _reference(cache: CompressedCache, lengths: Tensor, query: Tensor) -> Tensor
 
 
 def _checked(call: Callable[[], Any], out: Tensor, expected: Tensor) -> float:
-    """Relative error of the rows that are known."""
+    """Return the relative error of the first and the last row."""
     out.fill_(torch.nan)
     call()
     found = out[[0, -1]].float()
@@ -394,18 +394,18 @@ def _checked(call: Callable[[], Any], out: Tensor, expected: Tensor) -> float:
 
 
 def copy_bandwidth(sizes: Sizes, device: torch.device) -> float:
-    """Bytes a second of a plain copy, read and written ones."""
+    """Return the bytes per second of a plain copy, read and written ones."""
     source = torch.zeros(sizes.copy_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / seconds_per_call(lambda: target.copy_(source), device)
 
 
 def main() -> int:
-    """Measure all cases; a case that fails says so and leaves the others."""
+    """Measure all cases; one that fails is recorded and leaves the others alone."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", type=Path)
     parser.add_argument("--smoke", action="store_true")
-    parser.add_argument("--until", type=float, default=float("inf"), help="time.time() of the end")
+    parser.add_argument("--until", type=float, default=float("inf"), help="end as time.time()")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sizes = SMOKE if options.smoke else FULL
@@ -414,7 +414,7 @@ def main() -> int:
     journal.write(name="copy bandwidth", bandwidth=bandwidth)
     for group in Kernels(sizes, device).groups():
         if time.time() > options.until:
-            journal.write(skipped="kernels that follow", reason="time is up")
+            journal.write(skipped="the remaining kernels", reason="time is up")
             break
         try:
             _measure(group(), journal, device, bandwidth)

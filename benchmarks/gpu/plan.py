@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured: kernels, then the arms of each model, by importance."""
+"""The engines that are measured on a GPU and their phases, by importance."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from benchmarks.gpu.shapes import LLAVA_7B, QWEN2_5_VL_7B, QWEN3_VL_8B, Shape, tiny
 from benchmarks.gpu.traffic import Traffic
+from benchmarks.models import LLAVA_7B, QWEN2_5_VL_7B, QWEN3_VL_8B, Shape, tiny
 
 BUDGET = 0.1
-ARMS = ("production", "ours", "constrained", "triton")
-"""Stock as it comes, the plugin, stock with the plugin's flags, the plugin's own decode kernel."""
+SETUPS = ("production", "ours", "constrained", "triton")
+"""Stock with its defaults, the plugin, stock with the plugin's flags, the plugin's own kernel."""
 OURS = ("ours", "triton")
 
 
@@ -22,11 +22,11 @@ class Scale:
 
     shapes: tuple[Shape, ...]
     image: Traffic
-    """Requests that all fit a scarce pool's ample counterpart."""
+    """Requests that all fit the ample pool."""
     scarce_requests: int
-    """Requests of the same kind that compete for a scarce pool."""
+    """Number of such requests that compete for the scarce pool."""
     scarce_pool: int
-    """Requests that a scarce pool holds with their full cache."""
+    """Number of requests that the scarce pool holds with their full cache."""
     text: Traffic
     prefills: tuple[int, ...]
     prefill_rounds: int
@@ -34,10 +34,10 @@ class Scale:
     decode_prompt: int
     decode_steps: int
     pool_bytes: int
-    """Bound of the ample pool; models with large caches get fewer requests."""
+    """Upper bound of the ample pool; models with large caches get fewer requests."""
     max_model_len: int
     engine_args: dict[str, Any]
-    arms: tuple[str, ...] = ARMS
+    setups: tuple[str, ...] = SETUPS
 
 
 FULL = Scale(
@@ -80,14 +80,14 @@ SMOKE = Scale(
     pool_bytes=1 << 22,
     max_model_len=512,
     engine_args={"enforce_eager": True, "max_num_seqs": 8, "block_size": 32},
-    arms=("production", "ours"),
+    setups=("production", "ours"),
 )
 SCALES = {"full": FULL, "quick": QUICK, "smoke": SMOKE}
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One measurement of an arm: a method of `Engine` and its arguments."""
+    """One measurement: a method of `GpuEngine` and its arguments."""
 
     name: str
     method: str
@@ -95,8 +95,8 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Arm:
-    """One engine and its phases, run in a process of its own."""
+class EnginePlan:
+    """One engine and its phases, which run in their own process."""
 
     shape: Shape
     name: str
@@ -104,24 +104,24 @@ class Arm:
 
     @property
     def title(self) -> str:
-        """Name of this part of the run."""
+        """Return the name of this part of the run."""
         return f"{self.shape.name}, {self.name}"
 
     @property
     def num_image_requests(self) -> int:
-        """Requests that fit the ample pool with their full cache."""
+        """Return the number of requests that fit the ample pool with their full cache."""
         request_bytes = self.scale.image.request_tokens * self.shape.kv_bytes_per_token
         return max(2, min(self.scale.image.requests, self.scale.pool_bytes // request_bytes))
 
     @property
     def pool_tokens(self) -> int:
-        """Tokens of the pool, the same for all arms."""
-        # A block a request for its last, partial one, and room for what eviction has on the way.
+        """Return the tokens of the pool, the same for all engines of a model."""
+        # A block per request for its partial last one, and room for evictions in flight.
         tokens = self.num_image_requests * (self.scale.image.request_tokens + 64)
         return max(tokens, self.scale.max_model_len + 512)
 
     def engine_args(self) -> dict[str, Any]:
-        """Arguments of vLLM's engine: its defaults but for what makes the arm."""
+        """Return the arguments of vLLM's engine that differ from its defaults."""
         common = {"max_model_len": self.scale.max_model_len, **self.scale.engine_args}
         if self.name in OURS:
             kernel = {"decode_kernel": "triton"} if self.name == "triton" else {}
@@ -132,7 +132,7 @@ class Arm:
         return common
 
     def phases(self) -> Iterator[Phase]:
-        """What is measured on this engine, by importance."""
+        """Yield what is measured on this engine, by importance."""
         scale = self.scale
         ample = replace(scale.image, requests=self.num_image_requests)
         num_scarce = min(scale.scarce_requests, 8 * scale.scarce_pool)
@@ -160,14 +160,14 @@ class Arm:
         yield Phase("text", "throughput", _traffic(scale.text))
 
 
-def arms(scale: Scale) -> Iterator[Arm]:
-    """All arms by importance: those of the first model, then stock and ours of the others."""
+def engine_plans(scale: Scale) -> Iterator[EnginePlan]:
+    """Yield all engines by importance: of the first model, then stock and ours of the others."""
     first, *others = scale.shapes
-    for name in scale.arms:
-        yield Arm(first, name, scale)
+    for name in scale.setups:
+        yield EnginePlan(first, name, scale)
     for shape in others:
         for name in ("production", "ours"):
-            yield Arm(shape, name, scale)
+            yield EnginePlan(shape, name, scale)
 
 
 def _traffic(traffic: Traffic) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One JSON with everything that was measured, and one Markdown table with what was asked for."""
+"""The record of a run on a GPU as JSON, and its table as Markdown."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ import torch
 
 from benchmarks.gpu.plan import OURS
 from benchmarks.measurement import Target
-from benchmarks.report import machine, revision
+from measure.document import Items, Table, Text, markdown
+from measure.facts import command_line, machine, revision, versions
 
 STOCK = ("production", "constrained")
 SMOKE_NOTICE = "smoke: no measurement"
@@ -25,14 +25,14 @@ Entry = dict[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table."""
+    """A line of the table."""
 
     measure: str
     ours: str
     production: str = ""
     constrained: str = ""
     roofline: str = ""
-    """Share of the copy bandwidth that the bytes which had to move were moved with."""
+    """The bytes that had to move by the time, as a share of the copy bandwidth."""
     target: Target | None = None
     note: str = ""
 
@@ -54,7 +54,7 @@ class Row:
 
 
 class Report:
-    """Collects journals and writes both files anew whenever it is asked to."""
+    """Writes both files; they are replaced each time."""
 
     def __init__(self, folder: Path, scale: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -65,18 +65,19 @@ class Report:
         self.json_path = folder / f"{stem}.json"
         self.markdown_path = folder / f"{stem}.md"
         self.circumstances = {**machine(), **_device()}
+        self.command = command_line("benchmarks.gpu", sys.argv[1:])
 
     def write(self, entries: Sequence[Entry], parts: dict[str, str]) -> None:
-        """Write what is known so far; `parts` says how each part of the run ended."""
+        """Write what is known so far; `parts` tells how each part of the run ended."""
         rows = table(entries)
         record = {
             "notice": SMOKE_NOTICE if self.scale == "smoke" else None,
-            "command": "python -m benchmarks.gpu " + " ".join(sys.argv[1:]),
+            "command": self.command,
             "date": self.date,
             "seconds": round(time.monotonic() - self.begin, 1),
             "scale": self.scale,
             "revision": revision(),
-            "versions": {n: _version(n) for n in ("vllm", "torch", "triton", "vllm-tgvkv")},
+            "versions": versions(("vllm", "torch", "triton", "vllm-tgvkv")),
             "machine": self.circumstances,
             "parts": parts,
             "rows": [{**asdict(row), "met": row.target and row.target.met} for row in rows],
@@ -86,21 +87,20 @@ class Report:
         self.markdown_path.write_text(self.markdown(rows, parts), encoding="utf-8")
 
     def markdown(self, rows: Iterable[Row], parts: dict[str, str]) -> str:
-        """The table, and the parts that did not run to their end."""
-        lines = [f"{SMOKE_NOTICE}\n"] if self.scale == "smoke" else []
-        lines += [
-            f"{self.circumstances['device']}, {self.date}, "
-            f"`python -m benchmarks.gpu {' '.join(sys.argv[1:])}`\n",
-            "| measure | ours | production | constrained | of copy bandwidth | target | note |",
-            "|---|---|---|---|---|---|---|",
-        ]
-        lines += ["| " + " | ".join(row.cells()) + " |" for row in rows]
-        lines += [""] + [f"- {name}: {end}" for name, end in parts.items()]
-        return "\n".join(lines) + "\n"
+        """Return the table, and how each part ended."""
+        header = ["measure", "ours", *STOCK, "of copy bandwidth", "target", "note"]
+        text = markdown(
+            [
+                Text(f"{self.circumstances['device']}, {self.date}, `{self.command}`"),
+                Table(header, [row.cells() for row in rows], words=True),
+                Items([f"{name}: {end}" for name, end in parts.items()]),
+            ]
+        )
+        return f"{SMOKE_NOTICE}\n\n{text}\n" if self.scale == "smoke" else f"{text}\n"
 
 
 def table(entries: Sequence[Entry]) -> list[Row]:
-    """Rows of everything that was measured."""
+    """Return a row for everything that was measured or failed."""
     measured = [entry for entry in entries if "failed" not in entry and "skipped" not in entry]
     rows = [*_kernel_rows(measured)]
     shapes = list(dict.fromkeys(entry["shape"] for entry in measured if "shape" in entry))
@@ -139,7 +139,7 @@ def _kernel_rows(entries: Sequence[Entry]) -> Iterable[Row]:
             entry["note"],
         ]
         note = "; ".join(filter(None, notes))
-        # Written so that NaN is wrong as well.
+        # Also true for NaN.
         wrong = entry["error"] is not None and not entry["error"] < _MOST_ERROR
         time = f"{entry['seconds'] * 1e6:,.1f} us" + (", **WRONG RESULT**" if wrong else "")
         roofline = f"{entry['share']:.1%}"
@@ -152,7 +152,7 @@ _OWN = "FlashAttention stock cache"
 
 
 def _judged(kind: str) -> tuple[str, str]:
-    """Both ways to decode, as the attention backend launches them."""
+    """Return the names of both ways to decode, as the attention backend launches them."""
     name = f"decode attention, {kind}"
     return f"{name}, FlashAttention over pages", f"{name}, our kernel"
 
@@ -223,7 +223,7 @@ def _engine_rows(shape: str, values: _Values, ours: str, has_targets: bool) -> I
 
 
 def _amount(value: float, unit: str) -> str:
-    """A value with its unit; seconds are shown as milliseconds."""
+    """Return a value with its unit, seconds as milliseconds."""
     if unit == "s":
         return f"{1e3 * value:,.2f} ms"
     return f"{value:,.4g} {unit}".strip() if value < 1e4 else f"{value:,.0f} {unit}".strip()
@@ -244,10 +244,3 @@ def _device() -> dict[str, Any]:
         "gpu_memory_gib": round(properties.total_memory / 2**30, 1),
         "cuda": torch.version.cuda,
     }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 _HEAD_START_CYCLES = 50_000_000
-"""The device waits some 30 ms, so that the host is ahead of it with its launches."""
+"""The device waits about 30 ms, so that the host launches ahead of it."""
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was asked for."""
+    """Wait until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -23,10 +23,10 @@ def synchronize(device: torch.device) -> None:
 def seconds_per_call(
     function: Callable[[], Any], device: torch.device, calls: int = 20, rounds: int = 3
 ) -> float:
-    """Return the seconds that one call takes on the device, the median of several rounds.
+    """Return the seconds of one call on the device, the median of several rounds.
 
-    Launches are queued while the device is kept busy, so they count only as far as the device
-    waits for them. What a call reads is cold only if it is larger than the device's cache.
+    Launches are queued while the device is busy, so they count only if the device waits for them.
+    Inputs are cold only if they are larger than the device's cache.
     """
     for _ in range(3):
         function()
@@ -51,7 +51,7 @@ def _round(function: Callable[[], Any], device: torch.device, calls: int) -> flo
 
 
 class DeviceStopwatch:
-    """Seconds that pass on the device within wrapped functions, waits for launches included."""
+    """Device time of wrapped functions, including waits for launches."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -71,7 +71,7 @@ class DeviceStopwatch:
         setattr(owner, name, timed)
 
     def take(self) -> float:
-        """Return the seconds since the last call, once the device is done."""
+        """Wait for the device, and return the seconds since the last call."""
         synchronize(self.device)
         spans, self._spans = self._spans, []
         if self.device.type != "cuda":

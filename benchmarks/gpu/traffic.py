@@ -17,5 +17,5 @@ class Traffic:
 
     @property
     def request_tokens(self) -> int:
-        """Prompt and output of one request."""
+        """Return the tokens of prompt and output of one request."""
         return self.prompt_tokens + self.output_tokens

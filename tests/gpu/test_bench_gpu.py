@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make bench-gpu` runs from start to end, and says what it left out."""
+"""`make bench-gpu` runs from start to end, and reports what it skipped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from benchmarks.gpu.__main__ import Part, main, run
 from benchmarks.gpu.kernels import SMOKE as SMOKE_SIZES
 from benchmarks.gpu.kernels import Kernels
-from benchmarks.gpu.plan import FULL, SMOKE, arms
+from benchmarks.gpu.plan import FULL, SMOKE, engine_plans
 from benchmarks.gpu.report import SMOKE_NOTICE, table
 from tests.conftest import ROOT, has_cuda
 
@@ -35,10 +35,10 @@ def test_smoke_run_from_start_to_end(tmp_path: Path) -> None:
     record = json.loads(json_file.read_text())
     assert record["notice"] == SMOKE_NOTICE
     assert all(end.startswith("done") for end in record["parts"].values()), record["parts"]
-    assert len(record["parts"]) == 1 + len(SMOKE.arms)
-    for arm in arms(SMOKE):
-        found = [e["phase"] for e in record["entries"] if e["part"] == arm.title]
-        assert found == ["start", *(phase.name for phase in arm.phases())]
+    assert len(record["parts"]) == 1 + len(SMOKE.setups)
+    for plan in engine_plans(SMOKE):
+        found = [e["phase"] for e in record["entries"] if e["part"] == plan.title]
+        assert found == ["start", *(phase.name for phase in plan.phases())]
     rows = {row["measure"]: row for row in record["rows"]}
     assert any(name.endswith("memory scarce") and row["target"] for name, row in rows.items())
     evicted = next(row for name, row in rows.items() if name.endswith("requests evicted"))
@@ -56,7 +56,7 @@ def test_parts_are_named_when_the_time_is_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_here(monkeypatch, "--smoke", "--minutes", "0", "--results", str(tmp_path)) == 0
-    assert capsys.readouterr().out.count("SKIPPED, the time is up") == 1 + len(SMOKE.arms)
+    assert capsys.readouterr().out.count("SKIPPED, the time is up") == 1 + len(SMOKE.setups)
 
 
 @pytest.mark.skipif(has_cuda(), reason="there is a GPU")
@@ -68,12 +68,12 @@ def test_without_a_gpu_nothing_is_measured(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_part_that_hangs_is_ended() -> None:
+def test_a_part_that_hangs_is_killed() -> None:
     hangs = Part("hangs", [sys.executable, "-c", "import time; time.sleep(60)"], 60.0)
     assert run(hangs, -4.0).startswith("ENDED after")
 
 
-def test_a_part_that_fails_is_told() -> None:
+def test_a_part_that_fails_is_reported() -> None:
     fails = Part("fails", [sys.executable, "-c", "raise SystemExit(3)"], 60.0)
     assert run(fails, 30.0).startswith("FAILED with exit code 3")
 
@@ -113,7 +113,7 @@ def test_our_kernels_are_judged_as_they_are_launched() -> None:
 
 
 def test_cases_of_attention_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With FlashAttention played by PyTorch, so that its arguments are tested without a GPU."""
+    """PyTorch stands in for FlashAttention, so that its arguments are tested without a GPU."""
     from tests.engine.flash_on_cpu import attend
 
     cases = Kernels(SMOKE_SIZES, torch.device("cpu"))
@@ -134,10 +134,10 @@ def test_cases_of_attention_compute_the_same(monkeypatch: pytest.MonkeyPatch) ->
     assert all(error < 0.01 for error in errors.values()), errors
 
 
-def test_all_arms_of_a_model_have_the_same_pool() -> None:
+def test_all_engines_of_a_model_have_the_same_pool() -> None:
     for shape in FULL.shapes:
-        of_shape = [arm for arm in arms(FULL) if arm.shape == shape]
-        assert {arm.pool_tokens for arm in of_shape} == {of_shape[0].pool_tokens}
-        assert of_shape[0].pool_tokens * shape.kv_bytes_per_token < 45 << 30
-        assert [arm.name for arm in of_shape][:2] == ["production", "ours"]
-        assert "additional_config" not in of_shape[0].engine_args()
+        plans = [plan for plan in engine_plans(FULL) if plan.shape == shape]
+        assert {plan.pool_tokens for plan in plans} == {plans[0].pool_tokens}
+        assert plans[0].pool_tokens * shape.kv_bytes_per_token < 45 << 30
+        assert [plan.name for plan in plans][:2] == ["production", "ours"]
+        assert "additional_config" not in plans[0].engine_args()

@@ -71,8 +71,7 @@ class OrderMachine(RuleBasedStateMachine):
         if not fresh:
             replayed = returned = 0
         name = next(self.names)
-        prefill = Prefill(prompt, num_replayed=replayed, num_fresh=fresh, num_returned=returned)
-        self.order.admit(name, prefill, shared)
+        self.order.admit(name, Prefill(prompt, replayed, fresh, returned, shared))
         for _ in range(shared):  # the first row that still gives blocks back keeps one of them
             for row in self.rows:
                 if row.returned:
@@ -161,7 +160,7 @@ def test_prefills_that_advance_in_order_are_not_added_up_again(
     """A step with many prefills costs an addition for each, not a sum over those before it."""
     order = PrefillOrder()
     for number in range(50):
-        order.admit(str(number), Prefill(9, num_fresh=2, num_returned=8), 0)
+        order.admit(str(number), Prefill(9, num_fresh=2, num_returned=8))
     monkeypatch.setattr(Sums, "of", None)
     for num_held in (3, 6):
         order.begin_step()

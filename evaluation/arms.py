@@ -66,7 +66,7 @@ MIXES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Arm:
+class EvaluatedArm:
     """A method at a budget: a fraction of the prompt, or `auto:SHARE`."""
 
     method: str
@@ -84,34 +84,34 @@ class Arm:
         return {"kv_eviction": self.method, **budget, "kv_eviction_report": 1}
 
 
-FULL = Arm(NONE, 1.0)
+FULL = EvaluatedArm(NONE, 1.0)
 """The full cache: every method at a budget of 100 %."""
 
 
-def crossed(methods: Sequence[str], budgets: Sequence[float | str]) -> list[Arm]:
+def crossed(methods: Sequence[str], budgets: Sequence[float | str]) -> list[EvaluatedArm]:
     """Return every method at every budget; budget 1.0 gives the full cache once."""
     arms = [FULL] if 1.0 in budgets else []
-    return arms + [Arm(method, b) for b in budgets if b != 1.0 for method in methods]
+    return arms + [EvaluatedArm(method, b) for b in budgets if b != 1.0 for method in methods]
 
 
-def auto_arms() -> list[Arm]:
+def auto_arms() -> list[EvaluatedArm]:
     """Return TGV-KV with budgets that follow the attention of each request."""
     return crossed(["tgv"], [f"auto:{share:g}" for share in AUTO_SHARES])
 
 
-def granularity_arms(methods: Sequence[str], budgets: Sequence[float]) -> list[Arm]:
+def granularity_arms(methods: Sequence[str], budgets: Sequence[float]) -> list[EvaluatedArm]:
     """Return the given methods at their other granularity, where they have one."""
     names = [name for name, mix in OTHER_GRANULARITY.items() if mix["base"] in methods]
     return crossed(names, [b for b in CLOSE_BUDGETS if b in budgets])
 
 
-def ablation_arms(budgets: Sequence[float]) -> list[Arm]:
+def ablation_arms(budgets: Sequence[float]) -> list[EvaluatedArm]:
     """Return TGV-KV, and TGV-KV with one part replaced."""
     names = ["tgv", *(part.method(value) for part in ABLATIONS for value in part.others)]
     return crossed(names, [b for b in CLOSE_BUDGETS if b in budgets])
 
 
-def block_arms(methods: Sequence[str], budgets: Sequence[float]) -> list[Arm]:
+def block_arms(methods: Sequence[str], budgets: Sequence[float]) -> list[EvaluatedArm]:
     """Return the methods that are measured with pages of several sizes."""
     return crossed(
         [m for m in BLOCK_METHODS if m in methods], [b for b in BLOCK_BUDGETS if b in budgets]

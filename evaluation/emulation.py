@@ -19,7 +19,7 @@ from torch import Tensor
 from demo.huggingface import LlavaForConditionalGeneration, LlavaProcessor
 from demo.tasks import MAX_ANSWER_TOKENS, Example
 from evaluation.answers import Answer, compare
-from evaluation.arms import Arm
+from evaluation.arms import EvaluatedArm
 from evaluation.engine import MODEL, Work
 from evaluation.questions import Question
 from oracle.methods import Image, Layout, Selection, Settings, choose, mix_of, observe
@@ -55,7 +55,7 @@ class Emulation:
             yield from self._ask(question, arms)
 
     @torch.no_grad()
-    def _ask(self, question: Question, arms: Sequence[Arm]) -> Iterator[Answer]:
+    def _ask(self, question: Question, arms: Sequence[EvaluatedArm]) -> Iterator[Answer]:
         example = question.example()
         inputs = self._render(example)
         prefill = self._model(**inputs, output_attentions=True, use_cache=True)
@@ -101,12 +101,12 @@ class Emulation:
         return Layout(len(ids), tuple(Image(int(run[0]), len(run)) for run in runs))
 
     def _select(
-        self, arms: Sequence[Arm], attention: Tensor, layout: Layout, question: Question
-    ) -> dict[Arm, Selection]:
+        self, arms: Sequence[EvaluatedArm], attention: Tensor, layout: Layout, question: Question
+    ) -> dict[EvaluatedArm, Selection]:
         """Return the selection of every arm; attention is float64 `[L, Q, P, P]`."""
         defaults = EvictionConfig()
         selections = {}
-        by_method: dict[str, list[Arm]] = defaultdict(list)
+        by_method: dict[str, list[EvaluatedArm]] = defaultdict(list)
         for arm in arms:
             by_method[arm.method].append(arm)
         for method, mine in by_method.items():

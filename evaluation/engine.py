@@ -14,7 +14,7 @@ import numpy as np
 
 from demo.tasks import MAX_ANSWER_TOKENS, Example
 from evaluation.answers import Answer, Key, compare
-from evaluation.arms import Arm, engine_methods
+from evaluation.arms import EvaluatedArm, engine_methods
 from evaluation.questions import Question
 from measure.engines import LocalLLM
 from measure.facts import versions
@@ -25,7 +25,7 @@ MODEL = ROOT / "demo" / "model"
 PACKAGES = ("vllm", "vllm-tgvkv", "torch", "transformers", "numpy", "pillow", "matplotlib")
 """Packages that may change an answer; matplotlib brings the fonts of the pages."""
 
-Work = tuple[Question, Sequence[Arm]]
+Work = tuple[Question, Sequence[EvaluatedArm]]
 """A question and the arms that answer it together, so that they share its prefix."""
 
 
@@ -96,7 +96,7 @@ class AnsweringEngine(LocalLLM):
         tokenizer = self.llm.get_tokenizer()
         self._encode = tokenizer.encode
         self._end = tokenizer.eos_token_id
-        self._asked: dict[str, tuple[Question, list[Arm], list[int]]] = {}
+        self._asked: dict[str, tuple[Question, list[EvaluatedArm], list[int]]] = {}
         self._images: dict[Question, tuple[tuple[int, int], ...]] = {}
 
     def __enter__(self) -> AnsweringEngine:
@@ -122,7 +122,7 @@ class AnsweringEngine(LocalLLM):
                 if output.finished:
                     yield from self._answers(output)
 
-    def _ask(self, question: Question, arms: Sequence[Arm]) -> None:
+    def _ask(self, question: Question, arms: Sequence[EvaluatedArm]) -> None:
         from vllm import SamplingParams
 
         example = question.example()
@@ -139,9 +139,11 @@ class AnsweringEngine(LocalLLM):
             self.engine.add_request(name, prompt, sampling)
             self._asked[name] = (question, same, truth)
 
-    def _grouped(self, arms: Sequence[Arm], num_tokens: int) -> Iterable[list[Arm]]:
+    def _grouped(
+        self, arms: Sequence[EvaluatedArm], num_tokens: int
+    ) -> Iterable[list[EvaluatedArm]]:
         """Group arms with the same request: one method, and budgets of equally many blocks."""
-        groups: dict[tuple[str, int | str], list[Arm]] = {}
+        groups: dict[tuple[str, int | str], list[EvaluatedArm]] = {}
         for arm in arms:
             blocks: int | str = str(arm.budget)
             if isinstance(arm.budget, float):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from evaluation.arms import Arm
+from evaluation.arms import EvaluatedArm
 from evaluation.engine import AnsweringEngine, Kept
 from evaluation.questions import Question
 from evaluation.record import Patches, Pictures
@@ -25,7 +25,7 @@ def take_pictures(
     engine: AnsweringEngine, methods: Sequence[str], num_questions: int = QUESTIONS
 ) -> Pictures:
     """Ask every method the first questions of one task and collect what it keeps."""
-    arms = [Arm(method, BUDGET) for method in methods]
+    arms = [EvaluatedArm(method, BUDGET) for method in methods]
     questions = [Question(TASK, number) for number in range(num_questions)]
     per_batch = max(MAX_STORED // len(arms), 1)
     texts: dict[str, str] = {}

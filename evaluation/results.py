@@ -10,7 +10,7 @@ from itertools import combinations
 import numpy as np
 
 from evaluation.answers import Answer, AnswerLog
-from evaluation.arms import ABLATIONS, FULL, OTHER_GRANULARITY, Arm
+from evaluation.arms import ABLATIONS, FULL, OTHER_GRANULARITY, EvaluatedArm
 from evaluation.questions import Question
 from measure.statistics import Estimate, bootstrap, holm, mcnemar, wilson
 
@@ -66,14 +66,14 @@ class Comparison:
 Answers = Sequence[Answer]
 
 
-def collect(log: AnswerLog, arm: Arm, questions: Iterable[Question]) -> list[Answer]:
+def collect(log: AnswerLog, arm: EvaluatedArm, questions: Iterable[Question]) -> list[Answer]:
     """Return the answers of an arm, in the order of the questions."""
     return [log[question.task, question.number, arm.key] for question in questions]
 
 
 def cells(
     log: AnswerLog,
-    arms: Iterable[Arm],
+    arms: Iterable[EvaluatedArm],
     questions: Sequence[Question],
     block_size: int,
     emulated: bool = False,
@@ -89,7 +89,9 @@ def cells(
     return result
 
 
-def cell(arm: Arm, task: str, answers: Answers, block_size: int, emulated: bool = False) -> Cell:
+def cell(
+    arm: EvaluatedArm, task: str, answers: Answers, block_size: int, emulated: bool = False
+) -> Cell:
     """Return the cell of one arm's answers."""
     return Cell(
         block_size=block_size,
@@ -144,18 +146,20 @@ def compare_pairs(pairs: Sequence[tuple[float | str, Side, Side]]) -> list[Compa
 
 
 def compare_arms(
-    log: AnswerLog, pairs: Iterable[tuple[Arm, Arm]], questions: Sequence[Question]
+    log: AnswerLog,
+    pairs: Iterable[tuple[EvaluatedArm, EvaluatedArm]],
+    questions: Sequence[Question],
 ) -> list[Comparison]:
     """Compare pairs of arms of one budget each."""
 
-    def side(arm: Arm) -> Side:
+    def side(arm: EvaluatedArm) -> Side:
         return Side(arm.method, collect(log, arm, questions))
 
     return compare_pairs([(first.budget, side(first), side(second)) for first, second in pairs])
 
 
 def compare_methods(
-    log: AnswerLog, arms: Sequence[Arm], questions: Sequence[Question]
+    log: AnswerLog, arms: Sequence[EvaluatedArm], questions: Sequence[Question]
 ) -> list[Comparison]:
     """Compare all pairs of methods at each budget, the better one first.
 
@@ -177,7 +181,7 @@ def compare_ablations(
 ) -> list[Comparison]:
     """Compare TGV-KV with itself, one part replaced; all replacements are one family."""
     pairs = [
-        (Arm("tgv", budget), Arm(part.method(value), budget))
+        (EvaluatedArm("tgv", budget), EvaluatedArm(part.method(value), budget))
         for budget in budgets
         for part in ABLATIONS
         for value in part.others
@@ -186,15 +190,15 @@ def compare_ablations(
 
 
 def compare_granularities(
-    log: AnswerLog, arms: Iterable[Arm], questions: Sequence[Question]
+    log: AnswerLog, arms: Iterable[EvaluatedArm], questions: Sequence[Question]
 ) -> list[Comparison]:
     """Compare methods with themselves at their other granularity; all are one family."""
-    pairs = [(Arm(OTHER_GRANULARITY[arm.method]["base"], arm.budget), arm) for arm in arms]
+    pairs = [(EvaluatedArm(OTHER_GRANULARITY[arm.method]["base"], arm.budget), arm) for arm in arms]
     return compare_arms(log, pairs, questions)
 
 
 def first_token_changes(
-    log: AnswerLog, arms: Iterable[Arm], questions: Sequence[Question]
+    log: AnswerLog, arms: Iterable[EvaluatedArm], questions: Sequence[Question]
 ) -> tuple[int, int]:
     """Return the number of answers that begin differently than with the full cache, and of all.
 

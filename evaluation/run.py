@@ -25,7 +25,7 @@ from evaluation.arms import (
     BUDGETS,
     CLOSE_BUDGETS,
     METHODS,
-    Arm,
+    EvaluatedArm,
     ablation_arms,
     auto_arms,
     block_arms,
@@ -95,16 +95,16 @@ class Plan:
         return questions(self.tasks, self.num_questions)
 
     @property
-    def grid_arms(self) -> list[Arm]:
+    def grid_arms(self) -> list[EvaluatedArm]:
         budgets = [1.0, *(b for b in self.budgets if b != 1.0)]
         return crossed(self.methods, budgets) + (auto_arms() if "tgv" in self.methods else [])
 
     @property
-    def granularity_arms(self) -> list[Arm]:
+    def granularity_arms(self) -> list[EvaluatedArm]:
         return granularity_arms(self.methods, self.budgets) if self.close else []
 
     @property
-    def block_arms(self) -> list[Arm]:
+    def block_arms(self) -> list[EvaluatedArm]:
         return block_arms(self.methods, self.budgets)
 
     @property
@@ -137,7 +137,7 @@ class Evaluation:
         if "blocks" in self.plan.parts:
             self._blocks()
 
-    def _common_arms(self) -> list[Arm]:
+    def _common_arms(self) -> list[EvaluatedArm]:
         """Return the arms of all parts that the first engine answers, each once."""
         plan, arms = self.plan, []
         if "grid" in plan.parts:
@@ -147,7 +147,11 @@ class Evaluation:
         return list(dict.fromkeys(arms))
 
     def _ask(
-        self, engine: Lazy[Any], log: AnswerLog, arms: Sequence[Arm], asked: Sequence[Question]
+        self,
+        engine: Lazy[Any],
+        log: AnswerLog,
+        arms: Sequence[EvaluatedArm],
+        asked: Sequence[Question],
     ) -> None:
         """Have an engine answer what its log lacks."""
         work = []

@@ -143,7 +143,7 @@ def main() -> None:
 
     start = time.perf_counter()
     prepare()
-    from tests.engine.running import Engine
+    from tests.engine.running import SteppedEngine
     from tests.models import TinyModel, model_folder
 
     if arguments.eviction:
@@ -152,7 +152,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as root:
         imported = time.perf_counter()
         folder = arguments.folder or model_folder(root, model)
-        running = Engine(folder, arguments.eviction, **arguments.options)
+        running = SteppedEngine(folder, arguments.eviction, **arguments.options)
         started = time.perf_counter()
         tokens = running.tokens(example(model))
         ended = time.perf_counter()

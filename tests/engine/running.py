@@ -57,7 +57,7 @@ def name_of(request_id: str) -> str:
     return request_id.rsplit("-", 1)[0]
 
 
-class Engine(LocalLLM):
+class SteppedEngine(LocalLLM):
     """An engine that recounts every block after every step if it evicts."""
 
     def __init__(self, folder: Path, eviction: Mapping[str, Any] | None, **options: Any) -> None:
@@ -181,16 +181,16 @@ class Engine(LocalLLM):
 @contextmanager
 def engine(
     folder: Path, eviction: Mapping[str, Any] | None = None, **options: Any
-) -> Iterator[Engine]:
+) -> Iterator[SteppedEngine]:
     """Run an engine until the block ends."""
-    running = Engine(folder, eviction, **options)
+    running = SteppedEngine(folder, eviction, **options)
     try:
         yield running
     finally:
         running.close()
 
 
-def eviction_of(running: Engine, ask: Ask, budget: float) -> Eviction:
+def eviction_of(running: SteppedEngine, ask: Ask, budget: float) -> Eviction:
     """Return the oracle's description of a request's eviction; `budget` is the server's."""
     config, shape = running.evictor.config, running.evictor.shape
     return Eviction(
@@ -211,7 +211,7 @@ def expected(oracle: Oracle, ask: Ask, eviction: Eviction) -> tuple[list[int], S
 
 
 def assert_agrees(
-    running: Engine, oracle: Oracle, asks: Sequence[Ask], budget: float = 0.1
+    running: SteppedEngine, oracle: Oracle, asks: Sequence[Ask], budget: float = 0.1
 ) -> list[Any]:
     """Serve requests, assert that tokens and kept positions are the oracle's, return outputs.
 
@@ -223,7 +223,7 @@ def assert_agrees(
 
 
 def assert_outputs_agree(
-    running: Engine,
+    running: SteppedEngine,
     oracle: Oracle,
     asks: Sequence[Ask],
     outputs: Sequence[Any],
@@ -253,7 +253,9 @@ class Deviation:
     """Smallest share of the oracle's kept positions that the engine kept."""
 
 
-def deviation(running: Engine, oracle: Oracle, asks: Sequence[Ask], budget: float) -> Deviation:
+def deviation(
+    running: SteppedEngine, oracle: Oracle, asks: Sequence[Ask], budget: float
+) -> Deviation:
     """Serve requests and compare each token's log-probability with the oracle's.
 
     In bf16 rounding decides near ties, so tokens cannot be compared one by one. The oracle hides
@@ -283,7 +285,9 @@ def deviation(running: Engine, oracle: Oracle, asks: Sequence[Ask], budget: floa
     return Deviation(**worst)
 
 
-def assert_close(running: Engine, oracle: Oracle, asks: Sequence[Ask], budget: float = 0.1) -> None:
+def assert_close(
+    running: SteppedEngine, oracle: Oracle, asks: Sequence[Ask], budget: float = 0.1
+) -> None:
     """Serve requests in bf16 and assert nearly the oracle's tokens and positions.
 
     The bounds are twice the deviations measured for these tiny models (0.24, 0.23 and 2.5 %), and

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from oracle.emulation import Oracle
-from tests.engine.running import Ask, Engine, assert_agrees, engine
+from tests.engine.running import Ask, SteppedEngine, assert_agrees, engine
 from tests.models import LLAVA_IMAGE, QWEN_IMAGE, random_image, random_text
 from vllm_tgvkv.policies.tgv import TgvAllocation
 
@@ -49,12 +49,12 @@ def budget(value: float) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module", params=["layer", "head"])
-def evicting(request: pytest.FixtureRequest, folder: Path) -> Iterator[Engine]:
+def evicting(request: pytest.FixtureRequest, folder: Path) -> Iterator[SteppedEngine]:
     with engine(folder, tgv(request.param)) as running:
         yield running
 
 
-def test_tokens_and_kept_positions_are_the_oracles(evicting: Engine, oracle: Oracle) -> None:
+def test_tokens_and_kept_positions_are_the_oracles(evicting: SteppedEngine, oracle: Oracle) -> None:
     """Three budgets, one to three images, interleaved arrivals and ends, long answers."""
     asks = [
         album(seed, 20 + 9 * seed, 170 + 41 * seed, xargs=budget(value), arrival=3 * seed)
@@ -71,7 +71,7 @@ def test_tokens_and_kept_positions_are_the_oracles(evicting: Engine, oracle: Ora
 
 
 def test_extreme_shares_make_ragged_caches(
-    evicting: Engine, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+    evicting: SteppedEngine, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some (layer, head) without a page, others with all of the prompt's: tokens still agree.
 
@@ -96,7 +96,7 @@ def test_extreme_shares_make_ragged_caches(
         assert list(output.outputs[0].token_ids) == oracle.generate(prompt, ask.max_tokens, kept)
 
 
-def test_lengths_around_block_borders(evicting: Engine, oracle: Oracle) -> None:
+def test_lengths_around_block_borders(evicting: SteppedEngine, oracle: Oracle) -> None:
     """Prompts that fill their last block, just miss it, or just start a new one."""
     asks = [
         album(20 + i, 40, 256 - 40 - VISION_TOKENS + extra, max_tokens=max_tokens)
@@ -108,7 +108,7 @@ def test_lengths_around_block_borders(evicting: Engine, oracle: Oracle) -> None:
     assert_agrees(evicting, oracle, asks)
 
 
-def test_what_passes_untouched_says_why(evicting: Engine, oracle: Oracle) -> None:
+def test_what_passes_untouched_says_why(evicting: SteppedEngine, oracle: Oracle) -> None:
     before = evicting.counters["requests_skipped"]
     report = {"kv_eviction_report": 1}
     asks = {
@@ -129,7 +129,7 @@ def test_what_passes_untouched_says_why(evicting: Engine, oracle: Oracle) -> Non
     )
 
 
-def test_report_and_totals(evicting: Engine) -> None:
+def test_report_and_totals(evicting: SteppedEngine) -> None:
     before = evicting.counters
     ask = album(30, 36, 200, xargs={"kv_eviction_report": 1}, max_tokens=5)
     (output,) = evicting.run([ask])
@@ -150,7 +150,7 @@ def test_report_and_totals(evicting: Engine) -> None:
     assert evicting.llm.collective_rpc("kv_eviction_stats") == [after]
 
 
-def test_abort_in_prefill_and_decode(evicting: Engine) -> None:
+def test_abort_in_prefill_and_decode(evicting: SteppedEngine) -> None:
     for steps in range(4):
         names = [evicting.add(album(40 + i, 20, 200)) for i in range(3)]
         for _ in range(steps):
@@ -160,7 +160,7 @@ def test_abort_in_prefill_and_decode(evicting: Engine) -> None:
         evicting.assert_empty()
 
 
-def test_traces_say_what_was_kept(evicting: Engine) -> None:
+def test_traces_say_what_was_kept(evicting: SteppedEngine) -> None:
     """As the debug option records them; a guard deals fewer pages than it has."""
     trace = {"kv_eviction_trace": 1}
     asks = [

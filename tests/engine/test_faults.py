@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from oracle.emulation import Oracle
-from tests.engine.running import Ask, Engine, assert_outputs_agree, engine
+from tests.engine.running import Ask, SteppedEngine, assert_outputs_agree, engine
 from tests.engine.test_engine import album, budget
 from tests.server.serving import STOP_SECONDS, serve
 from vllm_tgvkv import observation
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def running(folder: Path) -> Iterator[Engine]:
+def running(folder: Path) -> Iterator[SteppedEngine]:
     """Run an engine with chunks of 160 tokens, so that prompts also fail between two chunks."""
     debug = {"poison": True, "record_kept": True, "check_integrity": True}
     settings = {"policy": "tgv", "budget": 0.2, "granularity": "layer", "debug": debug}
@@ -59,7 +59,7 @@ def failing(error: BaseException, layer: int) -> Callable[..., Any]:
     ids=repr,
 )
 def test_a_method_that_raises_ends_its_request_with_an_error(
-    running: Engine,
+    running: SteppedEngine,
     oracle: Oracle,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -86,7 +86,7 @@ def test_a_method_that_raises_ends_its_request_with_an_error(
 
 
 def test_memory_that_runs_out_between_two_chunks(
-    running: Engine, monkeypatch: pytest.MonkeyPatch
+    running: SteppedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """H2O observes every chunk: an early one fails, long before the eviction."""
     real, calls = observation.observe, 0
@@ -107,7 +107,7 @@ def test_memory_that_runs_out_between_two_chunks(
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.25])
 def test_scores_and_strengths_without_information(
-    running: Engine, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, value: float
+    running: SteppedEngine, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, value: float
 ) -> None:
     """NaN, infinite or all equal: the choice is valid and has the requested size."""
     monkeypatch.setattr(

@@ -14,7 +14,7 @@ from vllm.v1.attention.backends import flash_attn
 
 from oracle.emulation import Oracle
 from tests.engine import flash_on_cpu
-from tests.engine.running import Ask, Engine, assert_agrees, assert_close, engine
+from tests.engine.running import Ask, SteppedEngine, assert_agrees, assert_close, engine
 from tests.engine.test_engine import (
     BUDGETS,
     IMAGE_SIZE,
@@ -65,7 +65,7 @@ def flash() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", params=["layer", "head"])
-def evicting(request: pytest.FixtureRequest, folder: Path) -> Iterator[Engine]:
+def evicting(request: pytest.FixtureRequest, folder: Path) -> Iterator[SteppedEngine]:
     with engine(folder, tgv(request.param), block_size=16) as running:
         warm_up(running.evictor)  # as the GPU's worker does when it starts
         yield running
@@ -76,7 +76,7 @@ def evicting(request: pytest.FixtureRequest, folder: Path) -> Iterator[Engine]:
     [("random", 0.1), *product(("tgv", "h2o", "elastic", "pyramidkv"), (0.1, "auto:0.9"))],
 )
 def test_a_warm_up_leaves_nothing(
-    evicting: Engine, method: str, budget: object, monkeypatch: pytest.MonkeyPatch
+    evicting: SteppedEngine, method: str, budget: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With any method and budget of the server."""
     evictor = evicting.evictor
@@ -90,7 +90,7 @@ def test_a_warm_up_leaves_nothing(
     assert not any((evictor.observations, evictor.ended, evictor.kept))
 
 
-def test_it_is_the_cuda_backend(evicting: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_the_cuda_backend(evicting: SteppedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """One call per layer in every decode step, over pages of one head."""
     shape = evicting.evictor.shape
     sequences: list[int] = []

@@ -22,7 +22,7 @@ from transformers.models.llama import modeling_llama
 from vllm import _custom_ops as ops
 
 from oracle.emulation import Eviction, Oracle, Prompt, select
-from tests.engine.running import Ask, Engine, deviation, engine
+from tests.engine.running import Ask, SteppedEngine, deviation, engine
 from tests.engine.test_engine import album, tgv
 from vllm_tgvkv import attention_cpu
 from vllm_tgvkv.attention_cpu import check_page_format
@@ -106,7 +106,7 @@ def oracle(plain: Path) -> Iterator[Oracle]:
 class Recorder:
     """Records the queries and prompt keys that the layers see of one request, which runs alone."""
 
-    def __init__(self, running: Engine, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, running: SteppedEngine, patch: pytest.MonkeyPatch) -> None:
         self.queries: list[list[Tensor]] = [[] for _ in range(LAYERS)]
         """Of every layer, a tensor for each chunk."""
         self.keys: list[Tensor] = [torch.empty(0)] * LAYERS
@@ -151,7 +151,7 @@ class Recorder:
         return torch.stack(found)
 
 
-def assert_keeps_what_the_cache_says(running: Engine, oracle: Oracle, ask: Ask) -> Tensor:
+def assert_keeps_what_the_cache_says(running: SteppedEngine, oracle: Oracle, ask: Ask) -> Tensor:
     """Serve a request alone, and check its kept positions against the bytes in the cache."""
     with pytest.MonkeyPatch.context() as patch:
         recorder = Recorder(running, patch)

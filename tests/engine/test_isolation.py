@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.running import Ask, Engine, engine
+from tests.engine.running import Ask, SteppedEngine, engine
 from tests.engine.test_engine import album
 from tests.models import random_text
 from vllm_tgvkv.attention import EvictingMetadata
@@ -37,7 +37,7 @@ NUM_BLOCKS = 61
 class Guard:
     """Checks every step's page tables before they are used."""
 
-    running: Engine
+    running: SteppedEngine
     num_pages: int = 0
     num_ragged_steps: int = 0
     names: list[str] = field(default_factory=list)
@@ -87,7 +87,7 @@ class Guard:
 
 
 @pytest.fixture(scope="module")
-def running(tiny_model: Callable[..., Path]) -> Iterator[Engine]:
+def running(tiny_model: Callable[..., Path]) -> Iterator[SteppedEngine]:
     debug = {"poison": True}
     settings = {"policy": "tgv", "budget": 0.2, "debug": debug}
     options = {"max_num_batched_tokens": 256, "block_size": 16, "max_model_len": 512}
@@ -109,7 +109,7 @@ def a_request(rng: random.Random, seed: int) -> Ask:
 
 
 def test_a_thousand_requests_read_their_own_pages_only(
-    running: Engine, monkeypatch: pytest.MonkeyPatch
+    running: SteppedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     guard, rng = Guard(running), random.Random()
     make_ragged = EvictingCPUMetadataBuilder._make_ragged

@@ -20,7 +20,7 @@ from vllm.exceptions import VLLMValidationError
 from oracle import methods
 from oracle.emulation import Eviction, Oracle, Prompt, Selection
 from oracle.methods import HEAD, LAYER, METHODS, Auto, Mix, Pool
-from tests.engine.running import Ask, Engine, engine
+from tests.engine.running import Ask, SteppedEngine, engine
 from tests.models import LLAVA_IMAGE, random_image, random_text
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -149,7 +149,7 @@ OPTIONS = {"max_num_seqs": 64, "num_gpu_blocks_override": 768}
 
 
 @pytest.fixture(scope="module", params=["whole", "chunked"])
-def running(request: pytest.FixtureRequest, folder: Path) -> Iterator[Engine]:
+def running(request: pytest.FixtureRequest, folder: Path) -> Iterator[SteppedEngine]:
     """Engine that prefills prompts whole, or in chunks of 64 tokens."""
     chunks = {"whole": 16384, "chunked": 64}
     settings = {**SERVER, "debug": DEBUG}
@@ -159,7 +159,7 @@ def running(request: pytest.FixtureRequest, folder: Path) -> Iterator[Engine]:
         yield started
 
 
-def kept_by(running: Engine, output: Any) -> torch.Tensor:
+def kept_by(running: SteppedEngine, output: Any) -> torch.Tensor:
     """Return the prompt positions that a request kept, with the tail, bool [L, H, P]."""
     shape, length = running.evictor.shape, len(output.prompt_token_ids)
     # vLLM adds a random suffix to request ids.
@@ -187,7 +187,7 @@ def assert_report(output: Any, expected: Expected, blocks: int) -> None:
     }
 
 
-def assert_served(cases: Cases, expected: Expected, running: Engine, output: Any) -> None:
+def assert_served(cases: Cases, expected: Expected, running: SteppedEngine, output: Any) -> None:
     """Assert that tokens and kept positions equal the oracle's, and the report matches."""
     kept, message = kept_by(running, output), f"{expected.case}"
     candidates = kept.shape[-1] // BLOCK_SIZE * BLOCK_SIZE
@@ -218,7 +218,7 @@ def batch() -> list[Case]:
     return own + mixed + ends
 
 
-def test_all_methods_in_one_batch(running: Engine, cases: Cases) -> None:
+def test_all_methods_in_one_batch(running: SteppedEngine, cases: Cases) -> None:
     before = running.counters["requests_evicted"]
     expected = [cases.expected(case, 1 + i, i // 5) for i, case in enumerate(batch())]
     outputs = running.run([each.ask for each in expected])
@@ -239,7 +239,7 @@ AUTO = [
 ]
 
 
-def test_auto_budgets_hold_the_fewest_blocks(running: Engine, cases: Cases) -> None:
+def test_auto_budgets_hold_the_fewest_blocks(running: SteppedEngine, cases: Cases) -> None:
     """Blocks reserved beyond the oracle's k are released while the request still decodes."""
     expected = [cases.expected(case, 200 + i, 0) for i, case in enumerate(AUTO)]
     names = [running.add(each.ask) for each in expected]
@@ -265,7 +265,7 @@ def test_auto_budgets_hold_the_fewest_blocks(running: Engine, cases: Cases) -> N
 TEXT_ONLY = ["snapkv", "h2o", "streaming", "adakv", "vlcache", "prefixkv", "elastic", "random"]
 
 
-def test_prompts_without_vision(running: Engine, cases: Cases) -> None:
+def test_prompts_without_vision(running: SteppedEngine, cases: Cases) -> None:
     expected = [
         cases.expected(Case(name, 0.25, (170 + 11 * i,)), 300 + i, i)
         for i, name in enumerate(TEXT_ONLY)
@@ -276,7 +276,7 @@ def test_prompts_without_vision(running: Engine, cases: Cases) -> None:
 
 
 @pytest.mark.parametrize("method", ["tgv", "aircache", "own modality"])
-def test_methods_that_need_vision(running: Engine, cases: Cases, method: str) -> None:
+def test_methods_that_need_vision(running: SteppedEngine, cases: Cases, method: str) -> None:
     ask = Case(method, 0.25, (200,)).ask(400)
     (output,) = running.run([ask])
     report = output.kv_transfer_params["kv_eviction"]
@@ -293,7 +293,7 @@ def test_methods_that_need_vision(running: Engine, cases: Cases, method: str) ->
         {"kv_eviction": "no such mix"},
     ],
 )
-def test_meaningless_options_are_refused(running: Engine, xargs: dict[str, Any]) -> None:
+def test_meaningless_options_are_refused(running: SteppedEngine, xargs: dict[str, Any]) -> None:
     with pytest.raises(VLLMValidationError, match=r"'(random|streaming|no such mix)'"):
         running.add(Ask(random_text(1, 150), max_tokens=2, xargs=xargs))
 

@@ -23,7 +23,7 @@ from vllm.engine.arg_utils import EngineArgs
 from oracle import methods
 from oracle.emulation import Eviction, Oracle, Prompt
 from oracle.methods import METHODS, Image, Mix, Pool
-from tests.engine.running import Ask, Engine, engine
+from tests.engine.running import Ask, SteppedEngine, engine
 from tests.models import FAMILIES, PATCH, TinyModel, random_image, random_text
 from tests.models import random_video as video
 from vllm_tgvkv.config import CONFIG_KEY
@@ -152,7 +152,7 @@ class Family:
     """A family's tiny model, in an engine and as an oracle."""
 
     model: TinyModel
-    running: Engine
+    running: SteppedEngine
     oracle: FamilyOracle
 
     @property

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from oracle.emulation import Eviction, Oracle
-from tests.engine.running import Ask, Engine
+from tests.engine.running import Ask, SteppedEngine
 from tests.engine.test_engine import DEBUG, album, budget
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
@@ -30,7 +30,7 @@ NAMES = {
 SETTINGS = {"policy": "tgv", "budget": 0.2, "methods": NAMES, "debug": DEBUG}
 
 
-class ParallelEngine(Engine):
+class ParallelEngine(SteppedEngine):
     """An engine whose scheduler runs in this process and whose workers do not."""
 
     keeps_traces = 0

@@ -34,7 +34,7 @@ import torch
 
 from oracle import methods
 from oracle.emulation import Oracle
-from tests.engine.running import Ask, Engine, engine
+from tests.engine.running import Ask, SteppedEngine, engine
 from tests.models import (
     FAMILIES,
     TinyModel,
@@ -207,7 +207,7 @@ def unpacked(text: str, shape: Sequence[int]) -> torch.Tensor:
     return torch.from_numpy(np.unpackbits(bits)[: int(np.prod(shape))].reshape(shape)).bool()
 
 
-def served(running: Engine, scene: Scene, seeds: Sequence[int]) -> dict[str, Any]:
+def served(running: SteppedEngine, scene: Scene, seeds: Sequence[int]) -> dict[str, Any]:
     """Serve a scene's requests; return what is recorded of them, as JSON has it."""
     asks = [case.ask(scene.arch, seed) for case, seed in zip(scene.cases, seeds, strict=True)]
     names: dict[str, int] = {}
@@ -236,7 +236,7 @@ def served(running: Engine, scene: Scene, seeds: Sequence[int]) -> dict[str, Any
     }
 
 
-def _record(running: Engine, output: Any, block_size: int) -> dict[str, Any]:
+def _record(running: SteppedEngine, output: Any, block_size: int) -> dict[str, Any]:
     length = len(output.prompt_token_ids)
     kept = running.kept(output.request_id, length)
     (completion,) = output.outputs
@@ -294,7 +294,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def running(name: str, tiny_model: Callable[..., Path]) -> Iterator[Engine]:
+def running(name: str, tiny_model: Callable[..., Path]) -> Iterator[SteppedEngine]:
     scene = SCENES[name]
     folder = tiny_model(scene.arch, image_size=scene.model.image_size)
     with started(scene, folder) as shared:
@@ -306,7 +306,7 @@ def started(scene: Scene, folder: Path) -> Any:
     return engine(folder, scene.settings, block_size=scene.block_size, **scene.options)
 
 
-def test_recorded_requests_are_served_as_recorded(running: Engine, name: str) -> None:
+def test_recorded_requests_are_served_as_recorded(running: SteppedEngine, name: str) -> None:
     scene, recorded = SCENES[name], json.loads(RECORDING.read_text())["scenes"][name]
     found = served(running, scene, recorded["seeds"])
     pairs = zip(scene.cases, found["requests"], recorded["requests"], strict=True)

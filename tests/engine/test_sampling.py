@@ -21,7 +21,7 @@ from tests.engine.questions import (
     question,
 )
 from tests.engine.running import (
-    Engine,
+    SteppedEngine,
     engine,
 )
 
@@ -57,7 +57,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 FULLY = {**SETTINGS, "budget": 1.0, "debug": {**DEBUG, "evict_at_full_budget": True}}
 
 
-def sample(running: Engine, preempt_every: int | None = None) -> dict[str, Any]:
+def sample(running: SteppedEngine, preempt_every: int | None = None) -> dict[str, Any]:
     """Serve a request of every kind of sampling, one arriving in each step."""
     steps = itertools.count(1)
     names: dict[str, str] = {}
@@ -82,7 +82,7 @@ def numbers(logprobs: Any) -> torch.Tensor:
     return torch.tensor([row[token].logprob for row in rows for token in sorted(row)])
 
 
-def embedded(running: Engine) -> list[int]:
+def embedded(running: SteppedEngine) -> list[int]:
     """Return the tokens after a prompt of embeddings."""
     vectors = torch.randn(150, 128, generator=torch.Generator().manual_seed(0))
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
@@ -90,7 +90,7 @@ def embedded(running: Engine) -> list[int]:
     return list(output.outputs[0].token_ids)
 
 
-def beams(running: Engine) -> list[Any]:
+def beams(running: SteppedEngine) -> list[Any]:
     """Return the beams of a prompt with their scores."""
     params = BeamSearchParams(beam_width=2, max_tokens=4)
     (output,) = running.llm.beam_search([question(99, 20, 120).prompt()], params)

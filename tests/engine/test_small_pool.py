@@ -32,7 +32,7 @@ from tests.engine.questions import (
 )
 from tests.engine.running import (
     Ask,
-    Engine,
+    SteppedEngine,
     assert_agrees,
     assert_outputs_agree,
     engine,
@@ -44,7 +44,7 @@ pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def shared(folder: Path) -> Iterator[Engine]:
+def shared(folder: Path) -> Iterator[SteppedEngine]:
     """Run an engine with prefix cache, chunks, priorities and a pool for few prompts."""
     with engine(
         folder,
@@ -59,7 +59,7 @@ def shared(folder: Path) -> Iterator[Engine]:
 
 
 @pytest.fixture
-def evicting(shared: Engine) -> Iterator[Engine]:
+def evicting(shared: SteppedEngine) -> Iterator[SteppedEngine]:
     """Return the shared engine, and abort what a failed test leaves behind."""
     yield shared
     shared.core.abort_requests(list(shared.scheduler.requests))
@@ -70,7 +70,7 @@ def evicting(shared: Engine) -> Iterator[Engine]:
 # -- the prefix cache -----------------------------------------------------------------------
 
 
-def cached_blocks(running: Engine) -> dict[tuple[int, Any], torch.Tensor]:
+def cached_blocks(running: SteppedEngine) -> dict[tuple[int, Any], torch.Tensor]:
     """Return the content of every block in the prefix cache, by block and hash."""
     pool = running.evictor.pool
     content = pool.raw.view(pool.num_blocks, -1)
@@ -82,7 +82,7 @@ def cached_blocks(running: Engine) -> dict[tuple[int, Any], torch.Tensor]:
     }
 
 
-def test_eviction_never_makes_a_cached_block_wrong(evicting: Engine, oracle: Oracle) -> None:
+def test_eviction_never_makes_a_cached_block_wrong(evicting: SteppedEngine, oracle: Oracle) -> None:
     """A block keeps its content as long as its hash, and it is the content without eviction."""
     evicting.llm.reset_prefix_cache()
     shared = question(1, 100, 150)
@@ -126,7 +126,7 @@ def test_eviction_never_makes_a_cached_block_wrong(evicting: Engine, oracle: Ora
 
 
 def test_a_chats_turns_hit_as_in_stock_and_are_evicted_anew(
-    evicting: Engine, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+    evicting: SteppedEngine, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With `prefix_reuse: full`: a second question about the image, then a longer chat."""
     config = replace(evicting.scheduler.eviction_config, prefix_reuse="full")
@@ -163,7 +163,7 @@ def test_a_chats_turns_hit_as_in_stock_and_are_evicted_anew(
 
 
 def test_a_preempted_request_is_evicted_again_though_all_of_its_prompt_is_cached(
-    evicting: Engine,
+    evicting: SteppedEngine,
 ) -> None:
     """A method without attention accepts any hit, but a step must still end the prompt."""
     prompt = question(6, 60, 4 * BLOCK_SIZE - 60 + 2 * BLOCK_SIZE, max_tokens=60)
@@ -185,7 +185,7 @@ def test_a_preempted_request_is_evicted_again_though_all_of_its_prompt_is_cached
 
 
 def test_reset_of_the_prefix_cache_under_compressed_requests(
-    evicting: Engine, oracle: Oracle
+    evicting: SteppedEngine, oracle: Oracle
 ) -> None:
     """Refused while they run, else they are preempted; no token changes."""
     asks = [
@@ -211,7 +211,7 @@ def test_reset_of_the_prefix_cache_under_compressed_requests(
 
 
 def test_an_image_that_a_hit_had_covered_is_encoded_after_a_preemption(
-    evicting: Engine, oracle: Oracle
+    evicting: SteppedEngine, oracle: Oracle
 ) -> None:
     """The worker did not get its data with the request; stock vLLM ends there."""
     ask = question(60, 20, 150, max_tokens=40, xargs=budget(0.3))
@@ -232,7 +232,7 @@ def test_an_image_that_a_hit_had_covered_is_encoded_after_a_preemption(
 # -- scheduling -----------------------------------------------------------------------------
 
 
-def test_priorities_decide_who_is_preempted(evicting: Engine, oracle: Oracle) -> None:
+def test_priorities_decide_who_is_preempted(evicting: SteppedEngine, oracle: Oracle) -> None:
     """Late urgent requests displace compressed ones; no token changes."""
     plain = [question(20 + i, 20, 150, max_tokens=120, xargs=budget(0.6)) for i in range(3)]
     urgent = [question(30 + i, 20, 250, max_tokens=150, xargs=budget(0.6)) for i in range(2)]
@@ -253,7 +253,7 @@ def test_priorities_decide_who_is_preempted(evicting: Engine, oracle: Oracle) ->
     "phase",
     ["waiting", "between chunks", "the step that ends the prefill", "decoding", "preempted"],
 )
-def test_abort_in_every_phase(evicting: Engine, oracle: Oracle, phase: str) -> None:
+def test_abort_in_every_phase(evicting: SteppedEngine, oracle: Oracle, phase: str) -> None:
     """The others continue undisturbed, and no state is left."""
     bystander = question(40, 20, 120, max_tokens=50, xargs=budget(0.3))
     victims = [
@@ -298,7 +298,7 @@ def test_abort_in_every_phase(evicting: Engine, oracle: Oracle, phase: str) -> N
     assert_outputs_agree(evicting, oracle, [bystander], [finished[stays]])
 
 
-def test_a_request_keeps_the_same_alone_and_in_any_batch(evicting: Engine) -> None:
+def test_a_request_keeps_the_same_alone_and_in_any_batch(evicting: SteppedEngine) -> None:
     """Bit for bit: with other neighbours, chunks, hits and after a preemption."""
     asks = [
         question(60 + i, 30, 120 + 60 * i, xargs=budget(0.3, kv_eviction=method), max_tokens=30)
@@ -319,7 +319,7 @@ def test_a_request_keeps_the_same_alone_and_in_any_batch(evicting: Engine) -> No
             assert finished[name].outputs[0].token_ids == alone.outputs[0].token_ids
 
 
-def test_pause_sleep_and_wake_up(evicting: Engine, oracle: Oracle) -> None:
+def test_pause_sleep_and_wake_up(evicting: SteppedEngine, oracle: Oracle) -> None:
     """A paused engine continues; one whose cache was dropped computes it again.
 
     vLLM's CPU worker keeps its memory when it sleeps, so the cache is filled with NaN instead.
@@ -366,7 +366,7 @@ def test_pause_sleep_and_wake_up(evicting: Engine, oracle: Oracle) -> None:
 
 
 def test_weights_are_reloaded(
-    evicting: Engine, oracle: Oracle, tiny_model: Callable[..., Path]
+    evicting: SteppedEngine, oracle: Oracle, tiny_model: Callable[..., Path]
 ) -> None:
     """Under a compressed request, and from another model: attention stays the plugin's."""
     ask = question(80, 20, 140, max_tokens=30, xargs=budget(0.3))
@@ -415,7 +415,7 @@ INVALID: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("key", INVALID, ids=lambda key: key[:20])
 def test_hostile_options_end_their_request_and_no_more(
-    evicting: Engine, monkeypatch: pytest.MonkeyPatch, key: str
+    evicting: SteppedEngine, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
     """The front end refuses them; one that reached the scheduler is served without eviction."""
     ask = question(90, 20, 140, max_tokens=2)
@@ -441,7 +441,7 @@ def test_hostile_options_end_their_request_and_no_more(
 
 
 def test_images_that_overlap_cost_the_eviction_and_no_more(
-    evicting: Engine, monkeypatch: pytest.MonkeyPatch
+    evicting: SteppedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM never places images so; if it did, the scheduler would keep the whole cache."""
     ask = question(95, 20, 140, max_tokens=2)
@@ -463,7 +463,7 @@ def test_images_that_overlap_cost_the_eviction_and_no_more(
     assert evicting.counters["requests_skipped"]["unsupported_request"] == skipped + 3
 
 
-def test_odd_prompts_are_evicted_or_pass(evicting: Engine) -> None:
+def test_odd_prompts_are_evicted_or_pass(evicting: SteppedEngine) -> None:
     """Every method, on prompts of only images, only text, and images at either end."""
     images = tuple(random_image(i, 112, 112) for i in range(4))
     tiny = tuple(Image.new("RGB", (1, 1), (i, 0, 0)) for i in range(4))
@@ -521,7 +521,7 @@ def test_odd_prompts_are_evicted_or_pass(evicting: Engine) -> None:
         "text",
     ],
 )
-def test_what_vllm_refuses_leaves_nothing_behind(evicting: Engine, ask: Ask) -> None:
+def test_what_vllm_refuses_leaves_nothing_behind(evicting: SteppedEngine, ask: Ask) -> None:
     with contextlib.suppress(Exception):
         evicting.add(replace(ask, max_tokens=3))
         pytest.fail("vLLM accepts it now; test what happens to it")
@@ -530,7 +530,7 @@ def test_what_vllm_refuses_leaves_nothing_behind(evicting: Engine, ask: Ask) -> 
     assert len(evicting.tokens([question(91, 20, 140, max_tokens=3)])[0]) == 3
 
 
-def test_sessions_of_several_inputs_pass_untouched(evicting: Engine, oracle: Oracle) -> None:
+def test_sessions_of_several_inputs_pass_untouched(evicting: SteppedEngine, oracle: Oracle) -> None:
     """vLLM's streaming input extends answered prompts, so nothing may be evicted."""
     ask = question(150, 20, 140, max_tokens=6)
     params = ask.sampling()

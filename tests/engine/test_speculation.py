@@ -20,7 +20,7 @@ import torch
 from llvmlite.binding import ffi
 
 from oracle.emulation import Oracle
-from tests.engine.running import Ask, Engine, engine
+from tests.engine.running import Ask, SteppedEngine, engine
 from tests.engine.test_sampling import SAMPLINGS, numbers
 from tests.models import LLAVA_IMAGE, random_image, random_text
 
@@ -85,7 +85,7 @@ class Answer:
     kept: torch.Tensor | None
 
 
-def answers(running: Engine, asks: Sequence[Ask]) -> list[Answer]:
+def answers(running: SteppedEngine, asks: Sequence[Ask]) -> list[Answer]:
     found = []
     for output in running.run(asks):
         prompt = list(output.prompt_token_ids)
@@ -94,7 +94,7 @@ def answers(running: Engine, asks: Sequence[Ask]) -> list[Answer]:
     return found
 
 
-def sampled(running: Engine) -> dict[str, Any]:
+def sampled(running: SteppedEngine) -> dict[str, Any]:
     """Serve every kind of sampling, two requests at a time, so that none is preempted.
 
     A preempted request loses its drafts, and drafts take random numbers as well.
@@ -137,7 +137,7 @@ def stocks(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def drafting(folder: Path, alone: Any, stocks: Any) -> Iterator[Engine]:
+def drafting(folder: Path, alone: Any, stocks: Any) -> Iterator[SteppedEngine]:
     """An engine with chunks, a prefix cache, and a pool too small for several prompts.
 
     It starts after the others have ended, since a process has one engine at a time.
@@ -156,14 +156,14 @@ def drafting(folder: Path, alone: Any, stocks: Any) -> Iterator[Engine]:
         yield running
 
 
-def draft_counts(running: Engine) -> tuple[int, int]:
+def draft_counts(running: SteppedEngine) -> tuple[int, int]:
     """Return the drafts that were verified and accepted so far, by vLLM's own metrics."""
     values = {metric.name: getattr(metric, "value", 0) for metric in running.llm.get_metrics()}
     prefix = "vllm:spec_decode_num_"
     return values[f"{prefix}draft_tokens"], values[f"{prefix}accepted_tokens"]
 
 
-def assert_same(running: Engine, alone: Sequence[Answer]) -> None:
+def assert_same(running: SteppedEngine, alone: Sequence[Answer]) -> None:
     """Check that drafts, right and wrong, change neither tokens nor kept positions."""
     running.llm.reset_prefix_cache()
     before = draft_counts(running)
@@ -181,7 +181,7 @@ def assert_same(running: Engine, alone: Sequence[Answer]) -> None:
 
 
 def test_ngrams_change_neither_tokens_nor_what_is_kept(
-    drafting: Engine, alone: list[Answer], folder: Path
+    drafting: SteppedEngine, alone: list[Answer], folder: Path
 ) -> None:
     """The oracle, which has no drafts, agrees."""
     assert_same(drafting, alone)
@@ -192,7 +192,7 @@ def test_ngrams_change_neither_tokens_nor_what_is_kept(
 
 
 def test_random_drafts_change_nothing(
-    drafting: Engine, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
+    drafting: SteppedEngine, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some right drafts, then some wrong ones, drawn for every row and step.
 
@@ -231,7 +231,7 @@ def test_random_drafts_change_nothing(
 
 
 def test_with_everything_kept_every_way_to_sample_gives_what_stock_gives(
-    drafting: Engine, stocks: dict[str, Any]
+    drafting: SteppedEngine, stocks: dict[str, Any]
 ) -> None:
     """Through compressed caches and in chunks, with the same n-grams."""
     evicted = drafting.counters["requests_evicted"]
@@ -248,7 +248,7 @@ def test_with_everything_kept_every_way_to_sample_gives_what_stock_gives(
             torch.testing.assert_close(numbers(mine.logprobs), numbers(its.logprobs))
 
 
-def test_a_prompt_that_is_cached_to_its_last_token_ends_with_it(drafting: Engine) -> None:
+def test_a_prompt_that_is_cached_to_its_last_token_ends_with_it(drafting: SteppedEngine) -> None:
     """With running requests, vLLM fills a first step of one token up with places for drafts."""
     length = 4 * BLOCK_SIZE + 1 - 20 - VISION_TOKENS
     evicted = question(50, length, "streaming", 0.5, max_tokens=20)  # takes any hit
@@ -273,7 +273,7 @@ def test_a_prompt_that_is_cached_to_its_last_token_ends_with_it(drafting: Engine
         assert list(finished[name].outputs[0].token_ids) == wanted.tokens
 
 
-def test_requests_end_while_their_drafts_are_pending(drafting: Engine) -> None:
+def test_requests_end_while_their_drafts_are_pending(drafting: SteppedEngine) -> None:
     """By an abort, or while preempted; `assert_empty` finds every block free."""
     asks = [question(60 + i, 100, "head", 0.5, max_tokens=60) for i in range(3)]
     names = [drafting.add(ask) for ask in asks]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from oracle.emulation import Oracle
-from tests.engine.running import Ask, Engine, assert_close, engine
+from tests.engine.running import Ask, SteppedEngine, assert_close, engine
 from tests.engine.test_engine import BUDGETS, album, budget, tgv
 from tests.models import LLAVA_IMAGE, QWEN_IMAGE, random_text
 
@@ -123,7 +123,7 @@ def test_preemption(folder: Path, oracle: Oracle, arch: str, runner: str) -> Non
         assert running.counters["requests_evicted"] > len(asks)
 
 
-def assert_runner(running: Engine, runner: str) -> None:
+def assert_runner(running: SteppedEngine, runner: str) -> None:
     """Check that the engine has this package's subclass of the given model runner."""
     found = type(running.core.model_executor.driver_worker.worker.model_runner).__name__
     assert found == {"0": "EvictingModelRunnerV1", "1": "EvictingModelRunnerV2"}[runner]

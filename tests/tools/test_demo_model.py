@@ -10,7 +10,7 @@ import pytest
 
 from demo.chat import EOS, TOKENS
 from demo.tasks import MAX_ANSWER_TOKENS, TASKS, Example, make_example
-from tests.engine.running import Ask, Engine, engine
+from tests.engine.running import Ask, SteppedEngine, engine
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -21,7 +21,7 @@ LEAST_ACCURACY = {"value": 0.95, "row": 0.9, "two_images": 0.9, "compare": 0.75,
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Engine]:
+def served() -> Iterator[SteppedEngine]:
     options = {
         "dtype": "bfloat16",
         "block_size": 16,
@@ -32,7 +32,7 @@ def served() -> Iterator[Engine]:
         yield running
 
 
-def accuracy(served: Engine, task: str, num_examples: int, **xargs: object) -> float:
+def accuracy(served: SteppedEngine, task: str, num_examples: int, **xargs: object) -> float:
     """Share of examples on test pages that are answered exactly."""
     examples = [make_example(task, "test", index) for index in range(num_examples)]
     asks = [
@@ -65,10 +65,10 @@ def test_weights_are_small_enough_to_ship() -> None:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_full_cache_answers(served: Engine, task: str) -> None:
+def test_full_cache_answers(served: SteppedEngine, task: str) -> None:
     assert accuracy(served, task, NUM_PAGES // 2, kv_eviction="none") >= LEAST_ACCURACY[task]
 
 
-def test_half_the_cache_reads_values_as_well(served: Engine) -> None:
+def test_half_the_cache_reads_values_as_well(served: SteppedEngine) -> None:
     """Eviction keeps what the question needs: random eviction of half the cache would not."""
     assert accuracy(served, "value", NUM_PAGES, kv_eviction_budget=0.5) >= 0.9

@@ -16,7 +16,7 @@ import pytest
 
 from evaluation import plots, run
 from evaluation.answers import Answer, AnswerLog, compare
-from evaluation.arms import FULL, METHODS, MIXES, Arm, crossed
+from evaluation.arms import FULL, METHODS, MIXES, EvaluatedArm, crossed
 from evaluation.engine import Kept
 from evaluation.pictures import count_patches
 from evaluation.questions import questions
@@ -161,7 +161,7 @@ def test_comparison_counts_where_only_one_is_right() -> None:
 
 def test_methods_are_compared_best_first(tmp_path: Path) -> None:
     right = {"a": "0001", "b": "0111", "c": "0011"}
-    arms = [Arm(name, 0.1) for name in right]
+    arms = [EvaluatedArm(name, 0.1) for name in right]
     with AnswerLog(tmp_path, "abc") as log:
         for arm in arms:
             for answer in side(arm.method, right[arm.method]).answers:
@@ -172,7 +172,7 @@ def test_methods_are_compared_best_first(tmp_path: Path) -> None:
 
 def test_memory_of_a_cell_is_what_was_held() -> None:
     answers = [ANSWER, replace(ANSWER, blocks_after=19, kept_tokens=300.0)]
-    found = cell(Arm("tgv", 0.1), ALL, answers, 16)
+    found = cell(EvaluatedArm("tgv", 0.1), ALL, answers, 16)
     assert found.blocks_held == pytest.approx((4 + 19) / 2 / 38)
     assert found.tokens_held == pytest.approx((60 + 300) / 2 / 600)
 

@@ -469,6 +469,9 @@ def test_tiny_profile_from_start_to_end(tmp_path: Path) -> None:
         serve__dtype="bfloat16",
         arms__stock=None,
         workloads__lengths={"kind": "random", "rates": [4], "seconds": 1.5, "output_tokens": 96},
+        # Long enough that a busy machine's scrapes see them running.
+        workloads__pages__output_tokens=96,
+        workloads__pages__natural_end=False,
         scrape_seconds=0.05,
     )
     values["serve"] |= {"max-model-len": 1024, "max-num-seqs": 8}

@@ -48,7 +48,7 @@ OTHERS = frozenset(
         """
         FastAPI, Starlette, httpx: app call dependant dependencies detail headers include_router
         json model_dump path phrase post receive scope state status_code url
-        Prometheus and torch: inc load wait
+        Prometheus and torch: elapsed_time inc load synchronize wait
         Python: __func__ add_argument add_argument_group api_key cache_clear metadata strerror
         transformers' configurations: attention_chunk_size attn_logit_softcapping
         image_grid_pinpoints image_size layer_types layers_block_type model_type patch_size
@@ -256,7 +256,7 @@ def names_of_libraries() -> set[str]:
     """Return the attributes of common types of Python, NumPy and torch."""
     types: tuple[Any, ...] = (str, bytes, int, float, list, tuple, dict, set, slice, type, Path)
     types += (Counter, defaultdict, deque, BaseException, re.Match, re.Pattern, os.stat_result)
-    types += (np.ndarray, torch.Tensor, torch.cuda.Event, torch.dtype, logging.Logger)
+    types += (np.ndarray, torch.Tensor, torch.dtype, logging.Logger)
     return {name for kind in types for name in dir(kind)}
 
 

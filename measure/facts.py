@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a record says of how it was made: command, versions, revision and machine."""
+"""Facts about how a record was made: command, versions, revision and machine."""
 
 from __future__ import annotations
 

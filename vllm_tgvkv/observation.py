@@ -65,7 +65,7 @@ class Rows:
     per_head: bool
     """Whether statistics are those of each KV head, or of the layer as a whole."""
     statistics: frozenset[Statistic] = frozenset()
-    """What is asked for in addition to column sums."""
+    """Statistics computed in addition to column sums."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -273,7 +273,7 @@ def root_of(node: ast.expr) -> str:
 
 
 def test_attributes_are_listed() -> None:
-    """What is neither the plugin's nor another library's is vLLM's, and has to be listed."""
+    """Attributes that are not ours and not another library's are vLLM's, and have to be listed."""
     known = NAMES | OTHERS | defined_names() | names_of_libraries()
     unlisted = set()
     for module, tree in TREES.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put `vllm_cpu_setup.pth` beside the module; setuptools has no declarative way to do it."""
+"""Put `vllm_cpu_setup.pth` next to the module; setuptools has no declarative way to do it."""
 
 from pathlib import Path
 

@@ -104,8 +104,8 @@ class Evictor:
         """Whether prompts are observed in this step."""
         return bool(self.plan.observations or self.plan.summings or self.plan.evictions)
 
-    def prepare(self, first_token: Callable[[str], int]) -> bool:
-        """Find the plan's prompts in the batch; return whether layers have to be observed.
+    def prepare(self, first_token: Callable[[str], int]) -> None:
+        """Find the plan's prompts in the batch that is being built.
 
         `first_token(request_id)` is the index of the request's first token in the batch's
         queries.
@@ -126,7 +126,6 @@ class Evictor:
                 evictions.get(request_id),
             )
             self._current.append(observation)
-        return bool(self._current)
 
     def observe_layer(self, layer: int, queries: torch.Tensor, scale: float) -> None:
         """Observe one layer, once its keys are in the cache and its attention has run.

@@ -276,10 +276,13 @@ def test_gauges_show_the_running_requests_of_each_engine(
         stream.request("POST", "/v1/chat/completions", body, headers)
         streams.append((stream, stream.getresponse()))
     counts = {rank: float(n) for rank, n in Counter(rank for rank, _ in wanted).items()}
+
+    def shown() -> list[dict[int, float]]:
+        return [Scrape(door).of("compressed_requests") for door in doors]
+
+    # One wait for both API servers: the requests run together for some seconds only.
+    assert eventually(lambda: shown() == [counts, counts]), shown()
     for door in doors:
-        assert eventually(lambda door=door: Scrape(door).of("compressed_requests") == counts), (
-            Scrape(door).of("compressed_requests")
-        )
         assert min(Scrape(door).of("blocks_held").values()) >= 2
     for stream, response in streams:
         response.close()

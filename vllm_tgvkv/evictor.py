@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from vllm.logger import init_logger
@@ -81,6 +81,7 @@ class Evictor:
         """The plan of the current step."""
         self.kept: deque[KeptTokens] = deque(maxlen=256)
         self.traces = Traces(config.max_traces, config.max_trace_mib << 20)
+        self._policy_of = cache(config.build_policy)  # a chunk should not build one again
         self._current: list[PromptObservation] = []
         """Prompts observed in the current step."""
         self.ended: list[PendingOutcome | Failure] = []
@@ -116,7 +117,7 @@ class Evictor:
         self._current = []
         for request_id in dict.fromkeys([*observations, *summings, *evictions]):
             if request_id not in self.observations:
-                new = PromptObservation(request_id, self.part, self.config)
+                new = PromptObservation(request_id, self.part, self.config, self._policy_of)
                 self.observations[request_id] = new
             observation = self.observations[request_id]
             observation.begin_chunk(

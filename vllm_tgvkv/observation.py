@@ -110,7 +110,13 @@ class PromptObservation:
     The first exception is stored as `error`; it ends this prompt's eviction and no other.
     """
 
-    def __init__(self, request_id: str, part: ModelPart, config: EvictionConfig) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        part: ModelPart,
+        config: EvictionConfig,
+        policy_of: Callable[[str], Policy],
+    ) -> None:
         self.request_id = request_id
         self.stopwatch = Stopwatch(part.device, config.metrics)
         self.due: DueEviction | None = None
@@ -124,7 +130,8 @@ class PromptObservation:
         self.masses: list[torch.Tensor] = []
         """By layer: observed attention of each token, float32 [S, P]; only with a guard."""
         self._part = part
-        self._config = config
+        self._sinks = config.sinks
+        self._policy_of = policy_of
         # The current chunk.
         self._observation: Observation | None = None
         self._token_index: torch.Tensor | None = None
@@ -170,7 +177,7 @@ class PromptObservation:
             positions=torch.arange(start, end, device=self._part.device),
             num_keys=end,
             blocks=self._part.to_device(summing.blocks),
-            per_head=self._config.build_policy(summing.method).granularity == "head",
+            per_head=self._policy_of(summing.method).granularity == "head",
             is_vision=self._part.to_device(summing.prompt.is_vision()[start:end]),
             num_tokens=summing.prompt.num_tokens,
         )
@@ -181,10 +188,10 @@ class PromptObservation:
             num_tokens=num_tokens,
             num_candidates=num_tokens // size * size,
             is_vision=self._part.to_device(eviction.prompt.is_vision()),
-            sinks=self._config.sinks,
+            sinks=self._sinks,
             images=eviction.prompt.vision,
         )
-        policy = self._config.build_policy(eviction.method)
+        policy = self._policy_of(eviction.method)
         blocks = self._part.to_device(eviction.old_blocks)
         computed = eviction.voters.rows[eviction.first_row :]
         voting = {}

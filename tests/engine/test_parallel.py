@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -78,16 +78,6 @@ def workers(
             yield running
         finally:
             running.close()
-
-
-@pytest.fixture(scope="module")
-def folder(tiny_model: Callable[..., Path]) -> Path:
-    return tiny_model("llava", image_size=112)
-
-
-@pytest.fixture(scope="module")
-def oracle(folder: Path) -> Oracle:
-    return Oracle(folder)
 
 
 @pytest.fixture(scope="module")

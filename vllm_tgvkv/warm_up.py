@@ -48,7 +48,7 @@ def _plan(evictor: Evictor) -> StepPlan:
     voting = voters(prompt, row_sets, config.observation_window)
     plan = StepPlan()
     if len(voting.rows):
-        plan.observations.append(Observation(name, 0, 0, voting.rows, len(voting.rows)))
+        plan.observations.append(Observation(name, 0, voting.rows, None))
     if voting.every_row:
         chunk = (0, prompt.num_tokens, _OLD_BLOCKS, prompt)
         plan.summings.append(RowSumming(name, config.policy, *chunk))

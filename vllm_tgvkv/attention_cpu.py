@@ -197,7 +197,6 @@ class EvictingCPUMetadataBuilder(EvictingBuilder[VirtualSequences], CPUAttention
         last = self._last
         if (
             last is None
-            or self.evictor.has_work
             or self._tables.is_stale
             or common.max_query_len != 1
             or common.num_reqs != len(last.seq_lens)

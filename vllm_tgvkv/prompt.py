@@ -70,6 +70,10 @@ class PromptMap:
         starts = (*(run.start for run in self.vision), self.num_tokens)
         return all(end <= start for end, start in zip(ends, starts, strict=True))
 
+    def followed_by(self, num_text: int) -> PromptMap:
+        """Return the map of this prompt and `num_text` tokens of text behind it."""
+        return PromptMap(self.num_tokens + num_text, self.vision)
+
     def is_vision(self) -> np.ndarray:
         """Return the boolean mask of vision tokens, of shape [num_tokens]."""
         mask = np.zeros(self.num_tokens, dtype=bool)
@@ -117,16 +121,21 @@ def map_prompt(
     return PromptMap(num_tokens, tuple(sorted(runs, key=lambda run: run.start)))
 
 
-def voters(prompt: PromptMap, row_sets: Sequence[RowSet], observation_window: int) -> Voters:
-    """Return the positions of the given row sets.
+def voters(
+    prompt: PromptMap, row_sets: Sequence[RowSet], observation_window: int, num_answer: int = 0
+) -> Voters:
+    """Return the positions of the given row sets, and in each the first `num_answer` of the answer.
 
     `text` holds the text positions after the first vision token, `after_vision` those after the
     last one; of either, at most the last `observation_window`. Without such text, both hold the
     last position; without vision, the last `observation_window` positions. `window` holds the last
     positions of the prompt.
     """
+    answer = np.arange(prompt.num_tokens, prompt.num_tokens + num_answer)
     sets: dict[RowSet, np.ndarray] = {
-        kind: _rows(prompt, kind, observation_window) for kind in row_sets if kind != "all"
+        kind: np.concatenate((_rows(prompt, kind, observation_window), answer))
+        for kind in row_sets
+        if kind != "all"
     }
     union = np.unique(np.concatenate([*sets.values(), np.empty(0, np.int64)]))
     return Voters(sets, union, "all" in row_sets)

@@ -74,7 +74,7 @@ def made_up_step(
     voting = voters(prompt, config.build_policy(method).row_sets, config.observation_window)
     plan = StepPlan()
     if len(voting.rows):
-        plan.observations.append(Observation(name, 0, 0, voting.rows, len(voting.rows)))
+        plan.observations.append(Observation(name, 0, voting.rows, None))
     if voting.every_row:
         chunk = (0, prompt.num_tokens, old_blocks, prompt)
         plan.summings.append(RowSumming(name, method, *chunk))

@@ -84,6 +84,7 @@ class EvictingWorker:
             pool,
             tensor_ranks(self.vllm_config),
             pipeline_stages(pool.num_layers),
+            self.vllm_config.model_config.dtype,
         )
         builder.bind(self._evictor, self.find_row)
         self._shrunk: list[Eviction] = []

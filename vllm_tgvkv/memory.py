@@ -15,7 +15,6 @@ from vllm_tgvkv.kernels.merge import WORKSPACE_BYTES as MERGING_BYTES
 from vllm_tgvkv.kernels.select import KEY_BYTES
 from vllm_tgvkv.pages import CacheShape
 from vllm_tgvkv.policies import Policy
-from vllm_tgvkv.prompt import WINDOW
 
 _TABLE_BYTES = 64 << 20
 """Page tables of several layers, see `attention_cuda.py`."""
@@ -81,7 +80,7 @@ class Memory:
 def memory_outside_pool(config: EvictionConfig, sizes: Sizes) -> Memory:
     """Return the memory that the server's evictions and compressed requests take.
 
-    It is enough for any method that a request may name, with a budget `auto`, and for prompts that
+    To add a line, add it to `lines` here, and to the table of `docs/design.md`. It is enough for any method that a request may name, with a budget `auto`, and for prompts that
     end in the same step with `Sizes.max_tokens` plus `Sizes.step_tokens` tokens together. Only
     prompts that hit the prefix cache can be longer together.
     """
@@ -91,7 +90,11 @@ def memory_outside_pool(config: EvictionConfig, sizes: Sizes) -> Memory:
     }
     method = max(methods, key=lambda name: sum(methods[name].values()))
     return Memory(
-        lines={**_of_decoding(config, sizes), **methods[method]},
+        lines={
+            **_of_decoding(config, sizes),
+            "query pool": _of_query_pool(config, sizes),
+            **methods[method],
+        },
         block_bytes=4 * (shape.num_pairs + 3),  # `Regions`
         method=method,
     )
@@ -116,6 +119,13 @@ def _of_decoding(config: EvictionConfig, sizes: Sizes) -> dict[str, int]:
     return {"lengths": lengths + 4 * (sequences + 1), "page tables": tables}
 
 
+def _of_query_pool(config: EvictionConfig, sizes: Sizes) -> int:
+    """Return what the queries of tokens take that vote later, see `QueryPool`."""
+    shape = sizes.shape
+    of_row = shape.num_pairs * shape.group_size * shape.head_size * sizes.element_bytes
+    return (config.num_query_rows + 1) * of_row
+
+
 def _of_method(config: EvictionConfig, policy: Policy, sizes: Sizes) -> dict[str, int]:
     """Return what prompts take that are evicted by one method."""
     shape, tokens = sizes.shape, sizes.max_tokens
@@ -127,11 +137,6 @@ def _of_method(config: EvictionConfig, policy: Policy, sizes: Sizes) -> dict[str
         "scores": scores * together,
         "masses": guarded * together,
         "column sums": 2 * scores * together if "all" in policy.row_sets else 0,
-        "queries": config.observation_window
-        * shape.num_pairs
-        * shape.group_size
-        * shape.head_size
-        * sizes.element_bytes,
         "statistics": _of_statistics(config, policy, sizes, num_sets),
     }
     # Of one prompt at a time, one after the other:
@@ -147,7 +152,7 @@ def _of_method(config: EvictionConfig, policy: Policy, sizes: Sizes) -> dict[str
 def _of_statistics(config: EvictionConfig, policy: Policy, sizes: Sizes, num_sets: int) -> int:
     """Return the scratch buffers of the statistics, which live until the next step."""
     shape, tokens = sizes.shape, sizes.max_tokens
-    num_rows = max(config.observation_window, WINDOW)
+    num_rows = config.num_query_rows
     if "all" in policy.row_sets:
         num_rows = max(num_rows, min(sizes.step_tokens, tokens))
     queried = {name for kind in policy.row_sets for name in policy.statistics(kind)}

@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
-from vllm.v1.worker.block_table import get_block_table_width
 from vllm.v1.worker.gpu.model_runner import BatchReqState
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner as GPUModelRunnerV1
@@ -89,17 +89,14 @@ def memory_of(vllm_config: VllmConfig, specs: Mapping[str, FullAttentionSpec]) -
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
     group_size = compilation.static_forward_context[name].impl.num_queries_per_kv
     longest = vllm_config.model_config.max_model_len
-    width = spec.max_num_blocks_per_req(vllm_config, longest)
-    shape = CacheShape(
-        len(specs), spec.num_kv_heads, group_size, spec.head_size, spec.block_size
-    )
+    shape = CacheShape(len(specs), spec.num_kv_heads, group_size, spec.head_size, spec.block_size)
     sizes = Sizes(
         shape,
         element_bytes=vllm_config.model_config.dtype.itemsize,
         max_tokens=longest,
         step_tokens=scheduler.max_num_batched_tokens,
         max_rows=max(scheduler.max_num_seqs, compilation.max_cudagraph_capture_size or 0),
-        table_width=get_block_table_width(width, spec.block_size),  # as both runners compute it
+        table_width=cdiv(longest, spec.block_size),
         workspace_bytes=WORKSPACE_BYTES,
     )
     return memory_outside_pool(config_of(vllm_config), sizes)

@@ -169,7 +169,8 @@ class EvictionConfig:
     )
     pooling: Pooling | None = setting(
         None,
-        accepts="`{kind: none, sequence or grid, kernel: 3, reduce: max or mean}`",
+        accepts="`{kind: none, sequence or grid, kernel: 3, reduce: max or mean}`; `forward: 16, "
+        "back: 1` in place of `kernel` gives it a direction",
         help="Pooling of scores over neighbouring tokens.",
         unset="the method's own",
     )
@@ -246,9 +247,15 @@ class EvictionConfig:
             pooling=mix.pooling or self.pooling,
         )
         try:
-            return build_policy(mix, name)
+            policy = build_policy(mix, name)
         except ValueError as error:
             raise EvictionConfigError(f"kv_eviction method {quoted(name)}: {error}") from error
+        if policy.needs_answer:
+            raise EvictionConfigError(
+                f"kv_eviction method {quoted(name)}: rows 'answer' are the first tokens of the "
+                "answer, and eviction does not wait for any: choose other rows"
+            )
+        return policy
 
     def check_method(self, name: Any, budget: Budget, source: str) -> str:
         """Return a method's name after checking it against the settings and a budget.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vllm_tgvkv.kernels import gpu
 
-Statistic = Literal["row_averages", "share_below", "row_entropies"]
+Statistic = Literal["row_averages", "share_below", "row_entropies", "column_maxima"]
 """Statistics in addition to column sums. ``row_averages`` makes weighted sums cheap."""
 
 THRESHOLD = 0.01
@@ -70,6 +70,11 @@ class Attention(Protocol):
     def column_sums(self) -> Tensor:
         """float32 ``[S, P]``, sum of A over the rows."""
         _not_observed("column_sums", f"{_FEW_ROWS} or 'all'")
+
+    @property
+    def column_maxima(self) -> Tensor:
+        """float32 ``[S, P]``, maximum over the rows of A, averaged over the group's query heads."""
+        _not_observed("column_maxima", _FEW_ROWS)
 
     @property
     def text_column_sums(self) -> Tensor:

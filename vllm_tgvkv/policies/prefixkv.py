@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_tgvkv.policies.base import AllLayers, Allocation, LayerView, Score
+from vllm_tgvkv.policies.base import AllLayers, Allocation, VoteScore
 from vllm_tgvkv.policies.registry import ALLOCATIONS, POLICIES, SCORES, Recipe
 
 _STEPS = 30
@@ -18,13 +18,10 @@ _STEPS = 30
 
 
 @SCORES.register("text_rows")
-class TextRowsScore(Score):
+class TextRowsScore(VoteScore):
     """``s[j]`` = sum of A[i, j] over the observation rows."""
 
     rows = "text"
-
-    def __call__(self, view: LayerView) -> Tensor:
-        return view.attention.column_sums
 
 
 @ALLOCATIONS.register("prefixkv")

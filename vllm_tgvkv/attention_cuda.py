@@ -72,7 +72,7 @@ class RaggedTokens:
     rows_per_launch: int
     """Tokens that one launch of FlashAttention takes."""
     num_splits: int
-    """Parts that a sequence may be split into; 0 leaves it to FlashAttention."""
+    """Parts that a sequence may be split into; 0 leaves it to FlashAttention 2."""
     kernel: RaggedKernel
     tokens: slice
     """Their places in the batch."""
@@ -291,13 +291,11 @@ class EvictingFlashMetadataBuilder(EvictingBuilder[RaggedTokens], FlashAttention
         self, common: CommonAttentionMetadata, num_rows: int, takes_turns: bool = False
     ) -> RaggedTokens:
         """Return the first rows of a batch, which have one token each."""
-        in_graph = self.use_full_cuda_graph and num_rows <= (self.max_cudagraph_size or 0)
         return self._ragged_tokens(
             common.block_table_tensor[:num_rows],
             common.seq_lens[:num_rows],
             common.max_seq_len,
             slice(num_rows),
-            in_graph,
             takes_turns,
         )
 
@@ -326,7 +324,6 @@ class EvictingFlashMetadataBuilder(EvictingBuilder[RaggedTokens], FlashAttention
                 (common.seq_lens[row] + before_end).int(),
                 common.max_seq_len,
                 tokens,
-                in_graph=False,
                 takes_turns=True,
             )
 
@@ -336,10 +333,9 @@ class EvictingFlashMetadataBuilder(EvictingBuilder[RaggedTokens], FlashAttention
         seq_lens: torch.Tensor,
         max_seq_len: int,
         tokens: slice,
-        in_graph: bool,
         takes_turns: bool,
     ) -> RaggedTokens:
-        rows_per_launch, num_splits = self._launches(len(seq_lens), max_seq_len, in_graph)
+        rows_per_launch, num_splits = self._launches(len(seq_lens), max_seq_len)
         return RaggedTokens(
             block_table,
             seq_lens,
@@ -351,20 +347,24 @@ class EvictingFlashMetadataBuilder(EvictingBuilder[RaggedTokens], FlashAttention
             takes_turns,
         )
 
-    def _launches(self, num_rows: int, max_seq_len: int, in_graph: bool) -> tuple[int, int]:
+    def _launches(self, num_rows: int, max_seq_len: int) -> tuple[int, int]:
         """Return the rows of one launch of FlashAttention, and the most splits of a sequence.
 
-        0 splits leaves it to FlashAttention, except in a graph: as in stock, that needs a bound to
-        reserve memory for. FlashAttention 3 splits in slices of `_MAX_SPLIT_SEQUENCES` only. More
-        launches are worth it if one thread block could take longer for the longest sequence.
+        FlashAttention 3 splits in slices of `_MAX_SPLIT_SEQUENCES` only. More launches are worth it
+        if one thread block could take longer for the longest sequence. It reserves memory for the
+        most splits of every sequence, so a bound is given outside of graphs as well: without one it
+        may be 128, since each sequence here has one head. FlashAttention 2 decides by itself (0),
+        and splits in small batches only.
         """
-        num_splits = self.max_num_splits if in_graph else 0
-        num_slices = cdiv(num_rows, self._most_rows)
         if envs.VLLM_BATCH_INVARIANT:
             return num_rows, 1
+        if not self.aot_schedule:
+            return num_rows, 0
+        num_splits = self.attention_config.flash_attn_max_num_splits_for_cuda_graph
+        num_slices = cdiv(num_rows, self._most_rows)
         if num_slices == 1:
             return num_rows, num_splits
-        if self.aot_schedule and num_slices * _KEYS_PER_LAUNCH < max_seq_len:
+        if num_slices * _KEYS_PER_LAUNCH < max_seq_len:
             return cdiv(num_rows, num_slices), num_splits
         return num_rows, 1
 

@@ -179,7 +179,7 @@ class Requests:
             device=torch.device("meta"),
             use_full_cuda_graph=graphs,
             max_cudagraph_size=512 if graphs else None,
-            max_num_splits=32 if graphs else 0,
+            attention_config=SimpleNamespace(flash_attn_max_num_splits_for_cuda_graph=32),
             aot_schedule=version == 3,
         )
         regions = Regions(2000, SHAPE.num_pairs, torch.device("meta"))
@@ -287,7 +287,7 @@ def test_host_budget_of_a_decode_step(graphs: bool) -> None:
     assert num_writes == 3
     assert (attending.lengths, len(attending.tables)) == (1, num_writes)
     assert sum(shape[0] for shape in attending.tables) == SHAPE.num_layers
-    assert attending.attention == [(512, 32 if graphs else 0)] * SHAPE.num_layers
+    assert attending.attention == [(512, 32)] * SHAPE.num_layers
     assert (attending.host, attending.torch) == (0, 0)
     assert attending.views <= 4 * SHAPE.num_layers + 3 + 4 * num_writes + 1
 
@@ -340,28 +340,30 @@ def test_requests_that_replay_take_turns_with_decodes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "max_seq_len", "version", "expected"),
+    ("num_rows", "max_seq_len", "expected"),
     [
-        (124, 32768, 3, [992]),
-        (125, 32768, 3, [504, 496]),
-        (125, 2049, 3, [504, 496]),
-        (1024, 32768, 3, [912] * 8 + [896]),
-        # One launch that splits nothing: sequences are short, or FlashAttention 2 never would.
-        (125, 2048, 3, [1000]),
-        (1024, 9 * 1024, 3, [8192]),
-        (1024, 32768, 2, [8192]),
+        (124, 100, [(992, 32)]),
+        (125, 32768, [(504, 32), (496, 32)]),
+        (125, 2049, [(504, 32), (496, 32)]),
+        (1024, 32768, [*[(912, 32)] * 8, (896, 32)]),
+        # Sequences are too short to be worth more launches.
+        (125, 2048, [(1000, 1)]),
+        (1024, 9 * 1024, [(8192, 1)]),
     ],
 )
+@pytest.mark.parametrize("graphs", [False, True])
 def test_long_sequences_are_split_in_large_batches(
-    num_rows: int, max_seq_len: int, version: int, expected: list[int]
+    num_rows: int, max_seq_len: int, expected: list[tuple[int, int]], graphs: bool
 ) -> None:
-    for graphs in (False, True):
-        _, attending = counted(Requests(num_rows), max_seq_len, graphs=graphs, version=version)
-        num_splits = 32 if graphs and num_rows <= 512 else 0
-        if len(expected) == 1 and num_rows > 124:
-            num_splits = 1
-        of_layer = [(size, num_splits) for size in expected]
-        assert attending.attention == of_layer * SHAPE.num_layers
+    _, attending = counted(Requests(num_rows), max_seq_len, graphs=graphs)
+    assert attending.attention == expected * SHAPE.num_layers
+
+
+@pytest.mark.parametrize("num_rows", [1, 1024])
+def test_flash_attention_2_decides_by_itself(num_rows: int) -> None:
+    """It refuses a number of splits, and splits nothing in a batch that fills the device."""
+    _, attending = counted(Requests(num_rows), version=2)
+    assert attending.attention == [(num_rows * SHAPE.num_heads, 0)] * SHAPE.num_layers
 
 
 def test_batch_invariance_splits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,7 +204,8 @@ class EvictionConfig:
     decode_kernel: Literal["stock", "triton"] = setting(
         "stock",
         help="`stock`: vLLM's attention kernel, with a page table for every head; `triton`: the "
-        "plugin's own kernel, which needs no tables (CUDA only).",
+        "plugin's own kernel, which needs no tables (CUDA only; experimental until it has been "
+        "measured on a GPU).",
     )
     metrics: bool = setting(
         True,

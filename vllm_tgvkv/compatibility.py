@@ -165,7 +165,13 @@ def _engine_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refus
     speculative = vllm_config.speculative_config
     method = "" if speculative is None else str(speculative.method)
     drafts = f"speculative decoding by {method}"
-    backend = vllm_config.attention_config.backend
+    attention = vllm_config.attention_config
+    backend = attention.backend
+    others = {
+        kind: chosen.name
+        for kind, chosen in attention.backend_per_kind.items()
+        if chosen.name != platform.attention_backend
+    }
     config = config_of(vllm_config)
     kernel = config.decode_kernel
     shared_maxima = _methods_with_shared_maxima(config, model, ranks)
@@ -250,6 +256,16 @@ def _engine_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refus
             backend is not None and backend.name != platform.attention_backend,
             f"--attention-backend {backend and backend.name}",
             f"use {platform.attention_backend}, which is extended",
+        ),
+        (
+            bool(others),
+            f"--attention-config.backend_per_kind {others}",
+            f"remove it or use {platform.attention_backend}, which is extended",
+        ),
+        (
+            attention.flash_attn_version in platform.refused_flash_versions,
+            f"--attention-config.flash_attn_version {attention.flash_attn_version}",
+            "use 3 on Hopper GPUs and 2 on others",
         ),
         (
             kernel not in platform.decode_kernels,

@@ -354,6 +354,7 @@ class Evictor:
 
 def _count_vision(prompt: Prompt, positions: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Return the vision tokens in all pages that hold tokens, int64 scalar; see `select_tokens`."""
-    in_page = prompt.is_vision[positions.long()].sum(1)
+    # An index of int64 would take more memory than the positions.
+    in_page = prompt.is_vision.index_select(0, positions.flatten()).view_as(positions).sum(1)
     is_used = torch.arange(len(in_page), device=offsets.device) < offsets[-1]
     return (in_page * is_used).sum()

@@ -24,6 +24,9 @@ from vllm_tgvkv.ranks import Ranks
 from vllm_tgvkv.stages import Stages
 from vllm_tgvkv.stopwatch import Stopwatch
 
+WORKSPACE_BYTES = 64 << 20
+"""Bound of each scratch buffer of the statistics."""
+
 T = TypeVar("T")
 
 
@@ -36,8 +39,7 @@ class ModelPart:
     queries: QueryPool
     ranks: Ranks
     stages: Stages
-    workspace_bytes: int = 64 << 20
-    """Bound of each scratch buffer of the statistics."""
+    workspace_bytes: int = WORKSPACE_BYTES
     scratch: Scratch = field(default_factory=Scratch)
     """Buffers of the statistics; the layers of a step share them."""
 

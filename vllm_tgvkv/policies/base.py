@@ -109,7 +109,7 @@ class AllLayers:
     strengths: Tensor
     """float ``[L, S, F]``, the results of :meth:`Allocation.strength`."""
     tiers: Tensor
-    """int32 ``[C]`` or ``[L, S, C]``, from the retention, for equal shares."""
+    """int32 ``[C]``, from the retention, for equal shares."""
     num_kept: Tensor
     """int64 scalar, b: candidates that a head keeps on average."""
     depth: Depth = WHOLE_MODEL
@@ -156,6 +156,8 @@ class Allocation:
     """Granularities at which the allocation is defined."""
     needs_vision: ClassVar[bool] = False
     """Whether the shares are undefined for a prompt without an image or video."""
+    bytes_per_score: ClassVar[int] = 0
+    """Memory that :meth:`shares` takes for each score of the prompt, in bytes."""
 
     def strength(self, view: LayerView, scores: Tensor) -> Tensor:
         """Return F numbers per token set that :meth:`shares` needs from one layer.

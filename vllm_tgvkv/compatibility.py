@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_tgvkv.config import config_of
+from vllm_tgvkv.config import EvictionConfig, config_of
 from vllm_tgvkv.errors import UnsupportedByEvictionError
 from vllm_tgvkv.platforms import Platform, eviction_platform
 
@@ -172,7 +172,9 @@ def _engine_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refus
         for kind, chosen in attention.backend_per_kind.items()
         if chosen.name != platform.attention_backend
     }
-    kernel = config_of(vllm_config).decode_kernel
+    config = config_of(vllm_config)
+    kernel = config.decode_kernel
+    shared_maxima = _methods_with_shared_maxima(config, model, ranks)
     return (
         # Drafts
         (
@@ -200,6 +202,12 @@ def _engine_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refus
             stages > 1 and not platform.supports_stages,
             f"pipeline parallelism (--pipeline-parallel-size {stages}) on this platform",
             "use --pipeline-parallel-size 1",
+        ),
+        (
+            bool(shared_maxima),
+            f"reduce: max of the method {', '.join(shared_maxima)} where heads of several ranks "
+            f"share a token set (--tensor-parallel-size {ranks})",
+            "use reduce: mean, or granularity: head and at most one rank per KV head",
         ),
         (
             bool(several) and executor not in (None, "mp"),
@@ -276,6 +284,25 @@ def _engine_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refus
             "set VLLM_USE_V2_MODEL_RUNNER=0",
         ),
     )
+
+
+def _methods_with_shared_maxima(
+    config: EvictionConfig, model: ModelConfig, ranks: int
+) -> list[str]:
+    """Return the mixes that take maxima over rows of a mean over heads of several ranks.
+
+    A rank knows the maxima of its own heads' mean, and the mean of maxima is not the maximum of the
+    mean.
+    """
+    if ranks == 1:
+        return []
+    heads_are_shared = ranks > model.get_total_num_kv_heads()
+    policies = (config.build_policy(name) for name in config.methods)
+    return [
+        policy.name
+        for policy in policies
+        if policy.reduction == "max" and (heads_are_shared or policy.granularity == "layer")
+    ]
 
 
 def _other_layers(text_config: Any) -> list[str]:

@@ -190,7 +190,8 @@ class EvictionConfig:
     )
     pooling: Pooling | None = setting(
         None,
-        accepts="`{kind: none, sequence or grid, kernel: 3, reduce: max or mean}`",
+        accepts="`{kind: none, sequence or grid, kernel: 3, reduce: max or mean}`; `forward: 16, "
+        "back: 1` in place of `kernel` gives it a direction",
         help="Pooling of scores over neighbouring tokens.",
         unset="the method's own",
     )
@@ -203,7 +204,8 @@ class EvictionConfig:
     decode_kernel: Literal["stock", "triton"] = setting(
         "stock",
         help="`stock`: vLLM's attention kernel, with a page table for every head; `triton`: the "
-        "plugin's own kernel, which needs no tables (CUDA only).",
+        "plugin's own kernel, which needs no tables (CUDA only; experimental until it has been "
+        "measured on a GPU).",
     )
     metrics: bool = setting(
         True,
@@ -321,8 +323,8 @@ class EvictionConfig:
         except ValueError as error:
             raise EvictionConfigError(f"kv_eviction method {quoted(name)}: {error}") from error
 
-    def check_method(self, name: Any, budget: Budget, source: str) -> str:
-        """Return a method's name after checking it against the settings and a budget.
+    def check_method(self, name: Any, budget: Budget, source: str, defer: int) -> str:
+        """Return a method's name after checking it against a budget and a wait.
 
         `source` names the flag or field of the method in error messages.
 
@@ -341,6 +343,12 @@ class EvictionConfig:
                 f"budget auto with {source} {name!r}: its scores ignore attention, whose "
                 "share auto guards; give a fraction, or another method"
             )
+        if policy.needs_answer and not defer:
+            raise EvictionConfigError(
+                f"{source} is {quoted(name)}, whose rows are those of the answer, and the eviction "
+                "waits for none of its tokens: set defer, or kv_eviction_defer in the request, to "
+                "at least 1, or choose other rows"
+            )
         return str(name)
 
     def check_methods(self) -> None:
@@ -351,7 +359,7 @@ class EvictionConfig:
         """
         for name in self.methods:
             self.build_policy(name)
-        self.check_method(self.policy, self.budget, "kv_eviction.policy")
+        self.check_method(self.policy, self.budget, "kv_eviction.policy", self.defer)
         if self.policy == NONE or self.text_only == "keep":
             return
         if self.build_policy(self.policy).allocation.needs_vision:
@@ -395,10 +403,10 @@ class RequestOptions:
             policy = given["kv_eviction"]
         if "kv_eviction_budget" in given:
             budget = Budget.parse(given["kv_eviction_budget"], "vllm_xargs.kv_eviction_budget")
-        policy = config.check_method(policy, budget, "vllm_xargs.kv_eviction")
         defer = config.defer
         if "kv_eviction_defer" in given:
             defer = config.check_defer(given["kv_eviction_defer"], "vllm_xargs.kv_eviction_defer")
+        policy = config.check_method(policy, budget, "vllm_xargs.kv_eviction", defer)
         report, trace = (
             _switch(given, f"kv_eviction_{name}", name) for name in ("report", "trace")
         )

@@ -263,7 +263,7 @@ class PromptObservation:
         """Let the policy score one layer; `queries` are those of all observation rows."""
         policy, prompt = due.policy, due.prompt
         view = self._view(due, policy.score.rows, layer, queries, scale)
-        scores = policy.score(view)
+        scores = policy.scores(view)
         if due.eviction.guard is not None:
             self.masses.append(view.attention.column_sums)
         if policy.allocation.rows not in ("none", policy.score.rows):

@@ -78,6 +78,9 @@ class EvictionGPUWorker(EvictingWorker, Worker):
     def find_row(self, common: CommonAttentionMetadata, request_id: str) -> int | None:
         return self.model_runner.rows.find(self.model_runner, common, request_id)
 
+    def request_at(self, common: CommonAttentionMetadata, row: int) -> str:
+        return self.model_runner.rows.request_at(self.model_runner, common, row)
+
     def rewrite_rows(self, evictions: list[Eviction]) -> None:
         """Leave the rows to the model runner, which rewrites them when it updates its own."""
         self.model_runner.shrunk = evictions
@@ -142,6 +145,9 @@ class EvictingModelRunnerV2(ShrinkingRows, GPUModelRunnerV2):
     rows = RowsV2
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
+        # A request that was preempted and is resumed in this step has its new row already.
+        added = {request.req_id for request in scheduler_output.scheduled_new_reqs}
+        self.shrunk = [eviction for eviction in self.shrunk if eviction.request_id not in added]
         self.rewrite_shrunk_rows()
         super().update_requests(scheduler_output)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm_tgvkv.kernels.select import key_slices
-from vllm_tgvkv.policies.base import AllLayers, Allocation, LayerView, Score
+from vllm_tgvkv.policies.base import AllLayers, Allocation, VoteScore
 from vllm_tgvkv.policies.registry import ALLOCATIONS, POLICIES, SCORES, Recipe
 
 _STEPS = 30
@@ -19,13 +19,10 @@ _STEPS = 30
 
 
 @SCORES.register("text_rows")
-class TextRowsScore(Score):
+class TextRowsScore(VoteScore):
     """``s[j]`` = sum of A[i, j] over the observation rows."""
 
     rows = "text"
-
-    def __call__(self, view: LayerView) -> Tensor:
-        return view.attention.column_sums
 
 
 @ALLOCATIONS.register("prefixkv")

@@ -105,11 +105,6 @@ class Attention(Protocol):
         """float32 ``[S, O]``, entropy of each row in nats, mean over the group's query heads."""
         _not_observed("row_entropies", _FEW_ROWS)
 
-    @property
-    def column_maxima(self) -> Tensor:
-        """float32 ``[S, P]``, maximum over the rows of the group's mean of A."""
-        _not_observed("column_maxima", _FEW_ROWS)
-
     def weighted_column_sums(self, weights: Tensor) -> Tensor:
         """Sum over the rows i of ``weights[s, i] * A[s][i, j]``.
 

@@ -80,9 +80,10 @@ class Memory:
 def memory_outside_pool(config: EvictionConfig, sizes: Sizes) -> Memory:
     """Return the memory that the server's evictions and compressed requests take.
 
-    To add a line, add it to `lines` here, and to the table of `docs/design.md`. It is enough for any method that a request may name, with a budget `auto`, and for prompts that
-    end in the same step with `Sizes.max_tokens` plus `Sizes.step_tokens` tokens together. Only
-    prompts that hit the prefix cache can be longer together.
+    To add a line, add it to `lines` here, and to the table of `docs/design.md`. The memory is
+    enough for any method that a request may name, with a budget `auto`, and for prompts that end in
+    the same step with `Sizes.max_tokens` plus `Sizes.step_tokens` tokens together. Only prompts
+    that hit the prefix cache can be longer together.
     """
     shape = sizes.shape
     methods = {
@@ -166,8 +167,7 @@ def _of_statistics(config: EvictionConfig, policy: Policy, sizes: Sizes, num_set
 
 def _of_score(policy: Policy, sizes: Sizes, num_sets: int) -> int:
     """Return what scoring and pooling a layer takes besides: some numbers for each token."""
-    neighbours = policy.pooling.kernel if policy.pooling.kind == "sequence" else 1
-    return (64 + 16 * neighbours) * num_sets * sizes.max_tokens
+    return 128 * num_sets * sizes.max_tokens
 
 
 def _of_choice(policy: Policy, sizes: Sizes, num_sets: int) -> int:

@@ -213,6 +213,7 @@ class SharedAttention:
     """
 
     row_positions: Tensor
+    row_columns: Tensor
 
     def __init__(
         self,
@@ -231,6 +232,7 @@ class SharedAttention:
         self._known: dict[str, Tensor] = {}
         if rows is not None:
             self.row_positions = rows
+            self.row_columns = rows.unsqueeze(0)
 
     @property
     def column_sums(self) -> Tensor:

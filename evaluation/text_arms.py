@@ -164,7 +164,8 @@ PASSAGES = (TextTask("passage", "noise", 1024), TextTask("passage", "prose", 102
 _METHODS = Part(
     "What the methods keep",
     "Each method as published, at four budgets. The prompt is evicted before the answer's second "
-    "token, so that only the question's last words have voted.",
+    "token, so that only the last words of the prompt have voted. Methods whose layer budget is the "
+    "attention to images, such as `tgv`, evict no texts.",
     (
         Cells(
             (number("prose", 1024), number("noise", 2048), number("prose", 1024, keys=4)),
@@ -250,13 +251,20 @@ _REACH = Part(
             30,
         ),
     ),
-    tuple(
-        pair
-        for budget in (0.2, 0.1)
-        for others in (VOTING, *(mixed(VOTING, name) for name in _CONTROLS))
-        for pair in paired(
-            crossed(mixed(VOTING, "forward16"), (budget,)), crossed(others, (budget,))
-        )
+    (
+        *paired(
+            crossed(mixed(VOTING, "forward16"), (0.2, 0.1)),
+            crossed(VOTING, (0.2, 0.1)),
+        ),
+        *(
+            pair
+            for name in _CONTROLS
+            for methods, budget in ((VOTING, 0.2), (VOTING[:1], 0.1))
+            for pair in paired(
+                crossed(mixed(methods, "forward16"), (budget,)),
+                crossed(mixed(methods, name), (budget,)),
+            )
+        ),
     ),
 )
 

@@ -219,7 +219,7 @@ def _lines(part: PartResult) -> str:
 
 def _rounded(item: dict[str, Any]) -> dict[str, Any]:
     """Return an item with floats of five digits; an estimate becomes a list of three."""
-    short = {}
+    short: dict[str, Any] = {}
     for name, value in item.items():
         if isinstance(value, dict):
             short[name] = [float(f"{number:.5g}") for number in value.values()]

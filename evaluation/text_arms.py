@@ -164,8 +164,8 @@ PASSAGES = (TextTask("passage", "noise", 1024), TextTask("passage", "prose", 102
 _METHODS = Part(
     "What the methods keep",
     "Each method as published, at four budgets. The prompt is evicted before the answer's second "
-    "token, so that only the last words of the prompt have voted. Methods whose layer budget is the "
-    "attention to images, such as `tgv`, evict no texts.",
+    "token, so that only the last words of the prompt have voted. Methods whose layer budget is "
+    "the attention to images, such as `tgv`, evict no texts.",
     (
         Cells(
             (number("prose", 1024), number("noise", 2048), number("prose", 1024, keys=4)),

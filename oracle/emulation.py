@@ -31,6 +31,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from oracle import methods
 from oracle.kernels import merged
@@ -110,11 +111,15 @@ class Moment:
         prompt_tokens: P.
         kept: bool [L, H, n], the keys that the next query of each head will see.
         rows: attention of each step so far, float64 [L, Q, new tokens, positions].
+        queries: rotated queries of each step so far, [L, Q, new tokens, D].
+        keys: rotated keys, [L, H, n, D], with those that are hidden.
     """
 
     prompt_tokens: int
     kept: torch.Tensor
     rows: list[torch.Tensor]
+    queries: list[torch.Tensor]
+    keys: torch.Tensor
 
     @property
     def length(self) -> int:
@@ -390,20 +395,23 @@ class Oracle:
         length = len(prompt.token_ids)
         kept = torch.ones(self.layers, self.kv_heads, length, dtype=torch.bool)
         rows: list[torch.Tensor] = []
+        queries: list[torch.Tensor] = []
         chosen: list[int] = []
         logprobs: list[torch.Tensor] = []
         inputs: dict[str, Any] = dict(prompt.inputs)
         cache: Any = None
         self._forget_positions()
         while True:
-            with self._hooked(partial(self._hide, ~kept)):
+            with self._hooked(partial(self._hide, ~kept)), self._recorded() as seen:
                 output = self.model(
                     **inputs, past_key_values=cache, use_cache=True, output_attentions=True
                 )
             cache = output.past_key_values
             rows.append(torch.cat(output.attentions).double())
             logprobs.append(output.logits[0, -1].double().log_softmax(-1))
-            moment = Moment(length, kept, rows)
+            queries.append(torch.cat([seen[layer] for layer in range(self.layers)]))
+            keys = torch.cat([layer.keys for layer in cache.layers])
+            moment = Moment(length, kept, rows, queries, keys)
             new = cut(moment) if callable(cut) else (cut or {}).get(moment.answer)
             if new is not None:
                 kept = kept & new
@@ -475,10 +483,48 @@ class Oracle:
         """Call `hook` before each attention layer, with the layer and its arguments."""
         handles = [
             layer.self_attn.register_forward_pre_hook(hook, with_kwargs=True)
-            for layer in getattr(self.model.model, "language_model", self.model.model).layers
+            for layer in self._text_layers()
         ]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _text_layers(self) -> Any:
+        """Return the layers of the language model."""
+        return getattr(self.model.model, "language_model", self.model.model).layers
+
+    @contextmanager
+    def _recorded(self) -> Iterator[dict[int, torch.Tensor]]:
+        """Yield a dictionary that gets each layer's rotated queries [1, Q, new tokens, D].
+
+        Models call their own eager attention unless one is registered under that name.
+        """
+        numbers = {layer.self_attn: i for i, layer in enumerate(self._text_layers())}
+        queries: dict[int, torch.Tensor] = {}
+
+        def attend(
+            module: torch.nn.Module,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            attention_mask: torch.Tensor | None,
+            scaling: float,
+            **_: Any,
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            if module in numbers:
+                queries[numbers[module]] = query
+            group = query.shape[1] // key.shape[1]
+            logits = query @ key.repeat_interleave(group, dim=1).transpose(2, 3) * scaling
+            if attention_mask is not None:
+                logits = logits + attention_mask
+            weights = logits.softmax(-1, dtype=torch.float32).to(query.dtype)
+            output = weights @ value.repeat_interleave(group, dim=1)
+            return output.transpose(1, 2).contiguous(), weights
+
+        ALL_ATTENTION_FUNCTIONS["eager"] = attend
+        try:
+            yield queries
+        finally:
+            del ALL_ATTENTION_FUNCTIONS["eager"]

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from oracle.emulation import Eviction, Oracle, Prompt
+from oracle.decoding import rkv_kept
+from oracle.emulation import Eviction, Moment, Oracle, Prompt
 from oracle.kernels import apportion, ranking, water_fill
 from oracle.methods import (
     HEAD,
@@ -631,6 +632,58 @@ def test_a_ceiling_at_the_prefill_is_a_budget(oracle: Oracle, prompt: Prompt) ->
     (cut,) = found.cuts
     wanted = oracle.select(prompt, Eviction(70, 16, method="snapkv"))
     assert torch.equal(cut.selection.kept, wanted.kept)
+
+
+def test_queries_and_keys_give_the_attention(oracle: Oracle, prompt: Prompt) -> None:
+    """Both are rotated, and in order of position."""
+    kept, length = kept_at(oracle, prompt, 2), len(prompt.token_ids)
+    moments: list[Moment] = []
+
+    def cut(moment: Moment) -> torch.Tensor | None:
+        moments.append(moment)
+        return kept if moment.answer == 2 else None
+
+    oracle.decode(prompt, 6, cut)
+    last = moments[-1]
+    assert last.answer == 5
+    queries = torch.cat(last.queries, dim=2).double()
+    keys = last.keys.double().repeat_interleave(oracle.query_heads // oracle.kv_heads, dim=1)
+    logits = queries @ keys.transpose(2, 3) * keys.shape[-1] ** -0.5
+    hidden = torch.ones(length + 5, length + 5).triu(1).bool().expand_as(logits).clone()
+    late = ~kept.repeat_interleave(oracle.query_heads // oracle.kv_heads, dim=1)[:, :, None]
+    hidden[:, :, length + 2 :, : length + 2] |= late
+    wanted = logits.masked_fill(hidden, -math.inf).softmax(-1)
+    torch.testing.assert_close(last.attention(), wanted, rtol=1e-3, atol=1e-5)
+
+
+def test_rkv_while_decoding(oracle: Oracle, prompt: Prompt) -> None:
+    """R-KV's own rule, token by token, at a budget of 64 and a buffer of 16."""
+    group, budget, window = oracle.query_heads // oracle.kv_heads, 64, 8
+
+    def cut(moment: Moment) -> torch.Tensor | None:
+        if moment.answer < window or int(moment.kept[0, 0].sum()) < budget + 16:
+            return None
+        queries = torch.cat(moment.queries, dim=2)[:, :, -window:]  # [L, Q, w, D]
+        kept = torch.zeros_like(moment.kept)
+        for layer in range(oracle.layers):
+            for head in range(oracle.kv_heads):
+                alive = moment.kept[layer, head].nonzero().flatten()
+                best = rkv_kept(
+                    queries[layer, head * group : (head + 1) * group].transpose(0, 1),
+                    moment.keys[layer, head, alive],
+                    moment.keys.shape[-1] ** -0.5,
+                    budget,
+                )
+                kept[layer, head, alive[best]] = True
+        sizes.append((moment.answer, int(kept.sum()) // kept[..., 0].numel()))
+        return kept
+
+    sizes: list[tuple[int, int]] = []
+    answer = oracle.decode(prompt, ANSWER, cut)
+    assert sizes == [(8, 64), (24, 64)]
+    plain = oracle.generate(prompt, ANSWER)
+    assert answer.tokens[:9] == plain[:9]
+    assert answer.tokens != plain
 
 
 def test_stages(oracle: Oracle, prompt: Prompt) -> None:

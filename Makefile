@@ -26,7 +26,7 @@ export HF_HUB_OFFLINE VLLM_NO_USAGE_STATS TOKENIZERS_PARALLELISM
 
 .DEFAULT_GOAL := help
 .PHONY: help setup wheel lint test test-all test-fast test-gpu test-scheduler compile-kernels
-.PHONY: demo demo-model eval bench bench-all bench-gpu loadtest soak clean
+.PHONY: demo demo-model eval bench bench-all bench-gpu gpu-first-run loadtest soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -94,6 +94,9 @@ bench-all: setup ## the same with long prompts and all parts: one to two hours
 
 bench-gpu: ## speed and memory on a GPU against stock vLLM, at most 8 minutes
 	$(GPU_PYTHON) -m benchmarks.gpu
+
+gpu-first-run: ## all that a GPU has to tell, in calls of 9 minutes: ARGS="--only smoke", --rehearse
+	$(GPU_PYTHON) tools/gpu_first_run.py $(ARGS)
 
 loadtest: setup ## load on a served endpoint, stock against evicting: PROFILE=... for others than laptop
 	$(BIN)/python -m loadtests.run --profile loadtests/profiles/$(or $(PROFILE),laptop).yaml

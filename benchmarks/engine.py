@@ -182,6 +182,9 @@ class ArmEngine:
 
         Without `attend` the prompts' attention is left out, in every arm: decoding speed does not
         depend on the values in the cache, and 16k-token prompts take minutes.
+
+        Raises:
+            RuntimeError: if the pool is too small for all of them.
         """
         restore = None if attend else _skip_prompt_attention()
         start = time.perf_counter()
@@ -192,6 +195,9 @@ class ArmEngine:
         started: set[str] = set()
         while len(started) < batch:
             started.update(output.request_id for output in self.engine.step())
+            if any(r.num_preemptions for r in self.parts.scheduler.requests.values()):
+                # Requests would take each other's blocks for ever.
+                raise RuntimeError(f"the pool is too small for {batch} requests: one was preempted")
         if restore:
             restore()
         self.watches.reset()

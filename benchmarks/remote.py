@@ -49,6 +49,8 @@ class Remote:
         given = {"OMP_NUM_THREADS": str(threads)} if threads else {}
         # torch and vLLM read their variables before a process could set them.
         with _environment(**ENVIRONMENT, **given):
+            # The Makefile's value would replace the size of the pool that an arm asks for.
+            os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
             self._process.start()
         child.close()
 

@@ -6,6 +6,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+WORKSPACE_BYTES = 16 << 20
+"""Bound of the candidates that are merged at a time, in float32."""
+
+_FLOAT_BYTES = 4
+
 
 def merge_evicted(
     key_pages: Tensor,
@@ -16,61 +21,71 @@ def merge_evicted(
     new_blocks: Tensor,
     num_layers: int,
     num_heads: int,
+    workspace_bytes: int = WORKSPACE_BYTES,
 ) -> None:
     """Replace each kept token's key and value by means over the candidates nearest to it.
 
     A candidate belongs to the kept candidate of its (layer, head) that is nearest in position, the
     lower one of two; a kept candidate belongs to itself. The tail is neither merged nor merged
-    into. Means are float32. Call this after :func:`~vllm_tgvkv.kernels.copy.copy_kept`, with the
-    same arguments; the tokens of a pair without pages are lost, as they are there. Scratch memory:
-    one layer's candidates and the whole region in float32.
+    into. Call this after :func:`~vllm_tgvkv.kernels.copy.copy_kept`, with the same arguments; the
+    tokens of a pair without pages are lost, as they are there.
+
+    Means are float32 and add their tokens in the order of the prompt, on every device: a cluster is
+    a range of positions, so no two programs add to one sum. Equal calls give equal bits.
+
+    Scratch memory: five times ``workspace_bytes``, or five times one pair's candidates in float32
+    if that is more.
     """
-    pairs = num_layers * num_heads
+    pairs, num_pages = num_layers * num_heads, len(positions)
+    if num_pages == 0:
+        return
     block_size = key_pages.shape[1]
     num_candidates = len(old_blocks) * block_size
     device = positions.device
-    region = torch.arange(len(positions), device=device)
-    pair = torch.searchsorted(offsets, region, right=True).sub_(1)
-    has_pair = pair < pairs
-    starts = _first_of_cluster(positions.long().flatten(), pair.repeat_interleave(block_size))
-    # Clusters are ordered by (pair, first candidate), so one search finds each candidate's cluster.
-    clusters = pair.repeat_interleave(block_size) * num_candidates + starts
-    page_of = new_blocks.long()[region // pairs] * pairs + region % pairs
-    counts = torch.zeros(len(clusters), device=device)
+    offsets, old_blocks, new_blocks = offsets.long(), old_blocks.long(), new_blocks.long()
     candidates = torch.arange(num_candidates, device=device)
-    members = [  # cluster of each candidate, layer by layer
-        torch.searchsorted(
-            clusters,
-            (torch.arange(num_heads, device=device)[:, None] + layer * num_heads) * num_candidates
-            + candidates,
-            right=True,
-        ).sub_(1)
-        for layer in range(num_layers)
-    ]
-    has_pages = offsets.diff() > 0
-    for layer, member in enumerate(members):
-        weights = has_pages[layer * num_heads : (layer + 1) * num_heads].float()
-        counts.index_add_(
-            0, member.clamp(min=0).flatten(), weights.repeat_interleave(num_candidates)
-        )
-    for pool in (key_pages, value_pages):
-        sums = torch.zeros(len(clusters), pool.shape[2], device=device)
-        for layer, member in enumerate(members):
-            heads = torch.arange(num_heads, device=device)[:, None] + layer * num_heads
-            source = old_blocks.long()[candidates // block_size] * pairs + heads
-            tokens = pool[source, candidates % block_size].float()  # [H, C, D]
-            # A pair without pages has no cluster; its tokens must not enter another pair's.
-            keeps = has_pages[layer * num_heads : (layer + 1) * num_heads, None, None]
-            tokens.masked_fill_(~keeps, 0)
-            sums.index_add_(0, member.clamp(min=0).flatten(), tokens.flatten(0, 1))
-        means = (sums / counts[:, None].clamp(min=1)).view(len(region), block_size, -1)
-        old = pool[page_of].float()
-        pool[page_of] = torch.where(has_pair[:, None, None], means, old).to(pool.dtype)
+    values = max(pool.shape[2] for pool in (key_pages, value_pages))
+    step = max(1, workspace_bytes // (num_candidates * values * _FLOAT_BYTES))
+    for first in range(0, pairs, step):
+        last = min(first + step, pairs)
+        # How many pages the pairs own is known on the device only: take as many as they can own.
+        # The pairs' own pages come first. None is listed twice.
+        most = min(num_pages, (last - first) * len(old_blocks))
+        pages = (offsets[first] + torch.arange(most, device=device)) % num_pages
+        pair = torch.searchsorted(offsets, pages, right=True).sub_(1)
+        is_own = (pair >= first) & (pair < last)
+        lengths = _cluster_lengths(positions, offsets, pages, pair, num_candidates)
+        lengths = torch.where(is_own[:, None], lengths, 0).flatten()
+        # Pairs without pages have no cluster. They go last, so that clusters lie side by side.
+        owns_pages = offsets[first : last + 1].diff() > 0
+        order = first + (~owns_pages).int().argsort(stable=True)
+        source = old_blocks[candidates // block_size] * pairs + order[:, None]
+        target = new_blocks[pages // pairs] * pairs + pages % pairs
+        for pool in (key_pages, value_pages):
+            tokens = pool[source, candidates % block_size].float().flatten(0, 1)  # [pairs * C, D]
+            # `unsafe` leaves out checks that would wait for the device.
+            means = torch.segment_reduce(tokens, "mean", lengths=lengths, axis=0, unsafe=True)
+            del tokens
+            means = means.view(most, block_size, -1)
+            old = pool[target].float()
+            pool[target] = torch.where(is_own[:, None, None], means, old).to(pool.dtype)
 
 
-def _first_of_cluster(positions: Tensor, pair: Tensor) -> Tensor:
-    """Return the first candidate of each kept one's cluster, int64; positions ascend in a pair."""
-    previous = positions.roll(1)
-    first = pair != pair.roll(1)
-    first[:1] = True
-    return torch.where(first, 0, (previous + positions) // 2 + 1)
+def _cluster_lengths(
+    positions: Tensor, offsets: Tensor, pages: Tensor, pair: Tensor, num_candidates: int
+) -> Tensor:
+    """Return the candidates of each slot's cluster, int64 ``[pages, N]``.
+
+    Only for pages that a pair owns; others get any number.
+    """
+    num_pages = len(positions)
+    kept = positions[pages].long()
+    before = positions[(pages - 1) % num_pages, -1:]
+    after = positions[(pages + 1) % num_pages, :1]
+    neighbours = torch.cat((before, kept, after), dim=1)
+    # A cluster ends half way to the next kept token of the pair.
+    borders = (neighbours[:, :-1] + neighbours[:, 1:]) // 2 + 1
+    pair = pair.clamp(max=len(offsets) - 2)
+    borders[:, 0].masked_fill_(pages == offsets[pair], 0)
+    borders[:, -1].masked_fill_(pages + 1 == offsets[pair + 1], num_candidates)
+    return borders.diff(dim=1)

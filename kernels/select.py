@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,11 @@ _INT32_MAX = 2**31 - 1
 
 MAX_TIERS = 2**_TIER_BITS
 MAX_CANDIDATES = 2 ** (62 - _SCORE_BITS - _TIER_BITS)
+
+KEY_BYTES = 32 << 20
+"""Bound of the ranking keys that exist at a time, see :func:`key_slices`."""
+
+_KEY_BYTES = 8
 
 
 def select_tokens(
@@ -77,6 +84,18 @@ def ranking_keys(scores: Tensor, tiers: Tensor) -> Tensor:
     positions = torch.arange(num_candidates, device=scores.device)
     base = (tiers.long() << (_SCORE_BITS + position_bits)) + (num_candidates - 1 - positions)
     return ((ordered.long() + _INT32_MAX + 1) << position_bits) + base
+
+
+def key_slices(scores: Tensor) -> Iterator[slice]:
+    """Yield slices of the layers of ``scores``, ``[L, S, C]``, that are ranked one after the other.
+
+    Their keys take at most ``KEY_BYTES`` each, or one layer's if that is more. Keys and what is
+    computed from them take several times the memory of all scores otherwise.
+    """
+    num_layers, num_sets, num_candidates = scores.shape
+    step = max(1, KEY_BYTES // max(1, num_sets * num_candidates * _KEY_BYTES))
+    for first in range(0, num_layers, step):
+        yield slice(first, first + step)
 
 
 def thresholds(keys: Tensor, wanted: Tensor, num_bits: int | None = None) -> Tensor:

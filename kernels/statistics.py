@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention statistics of some rows over a paged prompt, one layer at a time.
+"""Attention statistics of some rows over paged keys, for one layer or for many in one call.
 
 Probabilities are recomputed from the rows' queries and the cached keys. So keys from earlier chunks
-of the prefill and from prefix-cache hits are covered as well.
+of the prefill and from prefix-cache hits are covered as well. Keys are found through a page table
+per KV head, so heads may have different lengths, as those of a compressed request do.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NoReturn, Protocol
@@ -20,16 +20,14 @@ from torch import Tensor
 
 from vllm_tgvkv.kernels import gpu
 
-Statistic = Literal["row_averages", "share_below", "row_entropies"]
+Statistic = Literal["row_averages", "share_below", "row_entropies", "column_maxima"]
 """Statistics in addition to column sums. ``row_averages`` makes weighted sums cheap."""
 
 THRESHOLD = 0.01
 """Entries below this fraction of their row's maximum are negligible (VL-Cache's p)."""
 
-_FLOAT_BYTES = 4
-_EXACT_IN_BFLOAT16 = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
-# Logits of more rows at a time do not make the matrix product faster, but take up cache.
-_LOGITS_BYTES = 8 << 20
+_INDICES = (torch.int32, torch.int64)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Scratch:
@@ -52,13 +50,13 @@ class Scratch:
 
 
 class Attention(Protocol):
-    """Attention statistics of one layer over one prompt, as the parts of a policy see them.
+    """Attention statistics over one prompt, as the parts of a policy see them.
 
     A is the softmax of the rows' queries over the keys that each row sees. O is the number of rows,
-    P of keys, S of token sets. No row set has all statistics: :class:`ObservedAttention` recomputes
-    A of a few rows, :class:`~vllm_tgvkv.kernels.row_sums.RowSums` adds up the columns of all rows.
-    Statistics that a subclass does not define raise an AttributeError, which names the row sets
-    that have them.
+    P of keys, S of token sets, of one layer or of several. No row set has all statistics:
+    :class:`ObservedAttention` recomputes A of a few rows,
+    :class:`~vllm_tgvkv.kernels.row_sums.RowSums` adds up the columns of all rows. Statistics that a
+    subclass does not define raise an AttributeError, which names the row sets that have them.
     """
 
     @property
@@ -67,9 +65,22 @@ class Attention(Protocol):
         _not_observed("row_positions", _FEW_ROWS)
 
     @property
+    def row_columns(self) -> Tensor:
+        """int64 ``[S or 1, O]``, the column of each row's own token, the last key that it sees.
+
+        It differs from the row's position where keys before it were evicted.
+        """
+        _not_observed("row_columns", _FEW_ROWS)
+
+    @property
     def column_sums(self) -> Tensor:
         """float32 ``[S, P]``, sum of A over the rows."""
         _not_observed("column_sums", f"{_FEW_ROWS} or 'all'")
+
+    @property
+    def column_maxima(self) -> Tensor:
+        """float32 ``[S, P]``, maximum over the rows of A, averaged over the group's query heads."""
+        _not_observed("column_maxima", _FEW_ROWS)
 
     @property
     def text_column_sums(self) -> Tensor:
@@ -140,58 +151,66 @@ def _not_observed(name: str, row_sets: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class ObservedRows:
-    """Queries of the rows, and the keys that they see; fields as the arguments of :func:`observe`.
+    """Queries of the rows and the keys that they see, in L layers of H KV heads.
+
+    A *pair* is one KV head of one layer: pair ``l * H + h`` is head h of layer l, and Q = L * H.
 
     Raises:
         ValueError: if a shape, dtype or number does not fit; the message names the field.
     """
 
     queries: Tensor
-    key_pages: Tensor
-    block_ids: Tensor
-    row_positions: Tensor
+    """``[L, O, H, G, D]``, any float dtype."""
+    pool: Tensor
+    """``[num_pages, N, D]``, any strides."""
+    tables: Tensor
+    """int32 or int64 ``[Q, W]``, the pages of each pair's keys in order."""
+    num_visible: Tensor
+    """int32 ``[Q or 1, O]``, number of first keys that each row sees; ascends with the rows."""
     num_keys: int
-    scale: float
+    """P, at least every number in ``num_visible``."""
+    scale: float | Tensor
+    """Factor of the products; a tensor is float32 ``[L]``."""
+    row_positions: Tensor | None = None
+    """int64 ``[O]``, or None if it differs between pairs which key is a row's own."""
     log_sum_exp: Tensor | None = None
+    """float ``[L, O, H, G]``."""
     num_common_keys: int = 0
+    """Number of first keys that every row sees in every pair."""
 
     def __post_init__(self) -> None:
-        queries, pages, ids = self.queries, self.key_pages, self.block_ids
-        if queries.dim() != 4 or not queries.is_floating_point():
-            raise ValueError(f"queries must be floating [O, H, G, D], got {_describe(queries)}")
-        rows, heads, group, head_size = queries.shape
-        if pages.dim() != 4 or (pages.shape[1], pages.shape[3]) != (heads, head_size):
-            raise ValueError(
-                f"key_pages must be [num_blocks, {heads}, N, {head_size}], got {_describe(pages)}"
-            )
+        layers, rows, heads, group, head_size = self.queries.shape
+        _check("pool", self.pool, ("num_pages", "N", head_size))
         if self.num_keys < 1:
             raise ValueError(f"num_keys must be at least 1, got {self.num_keys}")
-        num_blocks = -(-self.num_keys // pages.shape[2])
-        if ids.shape != (num_blocks,) or ids.dtype not in (torch.int32, torch.int64):
+        pairs, num_pages = layers * heads, -(-self.num_keys // self.pool.shape[1])
+        _check("tables", self.tables, (pairs, "W"), _INDICES)
+        if self.tables.shape[1] < num_pages:
             raise ValueError(
-                f"block_ids must be int32 or int64 [{num_blocks}], got {_describe(ids)}"
+                f"tables must have the {num_pages} pages of num_keys = {self.num_keys} keys, got "
+                f"{self.tables.shape[1]} columns"
             )
-        positions, lse = self.row_positions, self.log_sum_exp
-        if positions.shape != (rows,) or positions.dtype != torch.int64:
-            raise ValueError(f"row_positions must be int64 [{rows}], got {_describe(positions)}")
-        if lse is not None and lse.shape != (rows, heads, group):
-            raise ValueError(
-                f"log_sum_exp must be [{rows}, {heads}, {group}], got {_describe(lse)}"
-            )
+        pairs = 1 if self.num_visible.shape[0] == 1 else pairs
+        _check("num_visible", self.num_visible, (pairs, rows), (torch.int32,))
+        if isinstance(self.scale, Tensor):
+            _check("scale", self.scale, (layers,), (torch.float32,))
+        if self.row_positions is not None:
+            _check("row_positions", self.row_positions, (rows,), (torch.int64,))
+        if self.log_sum_exp is not None:
+            _check("log_sum_exp", self.log_sum_exp, (layers, rows, heads, group))
 
 
 class ObservedAttention(Attention, ABC):
-    """Statistics of some rows of A.
+    """Statistics of some rows of A in L layers.
 
-    Row i is the observation token at ``row_positions[i]``; it sees keys ``0..row_positions[i]``.
     S is the number of *groups* of query heads over which statistics are averaged: the G query heads
-    of each KV head (S = H), or all query heads of the layer if ``per_head`` is false (S = 1). Built
-    by :func:`observe`; ``statistics`` are computed in the same pass over the keys as the column
-    sums. All statistics are computed on first access.
+    of each KV head (S = L * H), or all query heads of a layer if ``per_head`` is false (S = L).
+    Columns that a row does not see are zero. Built by :func:`observe` and :func:`observe_layers`;
+    ``statistics`` are computed in the same pass over the keys as the column sums. All statistics
+    are computed on first access.
 
     Attributes:
-        num_rows, num_keys, num_groups: O, P and S.
-        row_positions: int64 ``[O]``, ascending.
+        num_layers, num_rows, num_keys, num_groups: L, O, P and S.
     """
 
     def __init__(
@@ -202,20 +221,28 @@ class ObservedAttention(Attention, ABC):
         workspace_bytes: int,
         scratch: Scratch,
     ) -> None:
-        self.num_rows, self.num_heads, self.group_size, self.head_size = rows.queries.shape
+        shape = rows.queries.shape
+        self.num_layers, self.num_rows, self.num_heads, self.group_size, self.head_size = shape
         self.num_keys = rows.num_keys
-        self.num_groups = self.num_heads if per_head else 1
-        self._row_positions = rows.row_positions
-        self._key_pages = rows.key_pages
-        self._block_ids = rows.block_ids
-        self._scale = rows.scale
+        self.num_pairs = self.num_layers * self.num_heads
+        self.num_groups = self.num_pairs if per_head else self.num_layers
+        self._rows = rows
         self._statistics = statistics
         self._workspace_bytes = workspace_bytes
         self._scratch = scratch
 
     @property
     def row_positions(self) -> Tensor:
-        return self._row_positions
+        if self._rows.row_positions is None:
+            raise ValueError("keys of these rows were evicted: use row_columns, not row_positions")
+        return self._rows.row_positions
+
+    @property
+    def row_columns(self) -> Tensor:
+        columns = self._rows.num_visible.long() - 1
+        if columns.shape[0] > 1 and self.num_groups < self.num_pairs:
+            return columns[:: self.num_heads]  # the same for all heads of a layer
+        return columns
 
     @property
     def column_sums(self) -> Tensor:
@@ -228,6 +255,10 @@ class ObservedAttention(Attention, ABC):
     @property
     def row_entropies(self) -> Tensor:
         return self._declared("row_entropies", self._first_pass.row_entropies)
+
+    @property
+    def column_maxima(self) -> Tensor:
+        return self._declared("column_maxima", self._first_pass.column_maxima)
 
     def weighted_column_sums(self, weights: Tensor) -> Tensor:
         if weights.shape not in ((self.num_groups, self.num_rows), (1, self.num_rows)):
@@ -274,205 +305,6 @@ class ObservedAttention(Attention, ABC):
         return value
 
 
-class TorchAttention(ObservedAttention):
-    """Statistics in PyTorch, computed in chunks of rows.
-
-    Scratch memory: the probabilities of one row chunk, the gathered keys and the kept head averages
-    take at most ``workspace_bytes`` each, or the size of a single row (4*2*H*G*num_keys bytes) or
-    block of keys if that is larger. If the keys do not fit, they are gathered piece by piece, again
-    for each chunk of rows.
-    """
-
-    def __init__(
-        self,
-        rows: ObservedRows,
-        per_head: bool,
-        statistics: frozenset[Statistic],
-        workspace_bytes: int,
-        scratch: Scratch,
-    ) -> None:
-        super().__init__(rows, per_head, statistics, workspace_bytes, scratch)
-        queries, lse = rows.queries, rows.log_sum_exp
-        self._num_common_keys = rows.num_common_keys
-        # Float32: a bf16 logit of 20 is off by up to 0.06, its probability by 6 %. The scale is
-        # applied to the products, so that bf16 queries stay exact.
-        self._queries = queries.permute(1, 2, 0, 3).float()  # [H, G, O, D]
-        self._is_bfloat16 = (
-            queries.dtype == torch.bfloat16 and rows.key_pages.dtype in _EXACT_IN_BFLOAT16
-        )
-        self._log_sum_exp = None if lse is None else lse.permute(1, 2, 0).float()
-        self._keys: Tensor | None = None
-        self._gather_all_if_small()
-
-    def _weigh(self, weights: Tensor, averages: Tensor) -> Tensor:
-        return torch.bmm(weights.float().expand(self.num_groups, -1, -1), averages)
-
-    def _weighted_pass(self, weights: Tensor) -> Tensor:
-        sums = self._queries.new_zeros(self.num_heads, weights.shape[1], self.num_keys)
-        weights = weights.float().expand(self.num_heads, -1, -1)
-        for rows, probabilities in self.row_chunks():
-            # The same weights for each of the group's heads: [H, K, G * R].
-            repeated = weights[:, :, rows].repeat(1, 1, self.group_size)
-            sums.baddbmm_(repeated, probabilities.flatten(1, 2))
-        return self._mean_of_groups(sums / self.group_size)
-
-    def renormalised_column_sums(
-        self, keys: Tensor, weights: Tensor, last_row_only: bool = False
-    ) -> Tensor:
-        subset = keys.float().expand(self.num_heads, -1)
-        weights = weights.float().expand(self.num_heads, -1)
-        sums = torch.zeros_like(subset[:, None])
-        first = self.num_rows - 1 if last_row_only else 0
-        for rows, probabilities in self.row_chunks(first):
-            flat = probabilities.flatten(1, 2)  # [H, G * R, P]
-            mass = torch.bmm(flat, subset.unsqueeze(-1)).squeeze(-1)
-            repeated = weights[:, rows].repeat(1, self.group_size)
-            # A row that sees no key of the subset adds nothing.
-            scaled = torch.where(mass > 0, repeated / mass, 0.0)
-            sums.baddbmm_(scaled.unsqueeze(1), flat)
-        return self._mean_of_groups(sums.squeeze(1) * subset / self.group_size)
-
-    def row_chunks(self, first: int = 0) -> Iterator[tuple[slice, Tensor]]:
-        """Yield ``(rows, probabilities)`` from row ``first`` on.
-
-        Probabilities are float32 ``[H, G, R, num_keys]``, in a buffer that the next iteration
-        overwrites.
-        """
-        heads, group, keys = self.num_heads, self.group_size, self.num_keys
-        row_bytes = heads * group * keys * _FLOAT_BYTES
-        # Logits and probabilities share the workspace.
-        most = min(_LOGITS_BYTES, self._workspace_bytes // 2) // row_bytes
-        step = max(1, min(most, self.num_rows - first))
-        for start in range(first, self.num_rows, step):
-            rows = slice(start, min(start + step, self.num_rows))
-            shape = (heads, group, rows.stop - start, keys)
-            logits = self._take("logits", shape)
-            self._logits(rows, out=logits)
-            yield rows, self._softmax(rows, logits, out=self._take("probabilities", shape))
-
-    @cached_property
-    def _first_pass(self) -> FirstPass:
-        groups, keys, queried = self.num_groups, self.num_keys, self._statistics
-        averages = None
-        if (
-            "row_averages" in queried
-            and groups * self.num_rows * keys * _FLOAT_BYTES <= self._workspace_bytes
-        ):
-            averages = self._take("averages", (groups, self.num_rows, keys))
-        sums = self._queries.new_zeros(self.num_heads, 1, keys)
-        # 128 rows of 131k keys exceed the integers that float32 holds.
-        below = self._queries.new_zeros(self.num_heads, self.group_size, dtype=torch.float64)
-        entropies = self._queries.new_zeros(self.num_heads, self.num_rows)
-        for rows, probabilities in self.row_chunks():
-            if averages is not None:
-                _mean_over_group(probabilities, averages[:, rows])
-            else:
-                flat = probabilities.flatten(1, 2)
-                sums.baddbmm_(torch.ones_like(flat[:, None, :, 0]), flat, alpha=1 / self.group_size)
-            # The logits are no longer needed; reuse their buffer.
-            spare = self._take("logits", probabilities.shape)
-            if "share_below" in queried:
-                least = probabilities.amax(dim=-1, keepdim=True).mul_(THRESHOLD)
-                torch.lt(probabilities, least, out=spare)
-                below += spare.sum(dim=(2, 3))
-            if "row_entropies" in queried:
-                torch.special.entr(probabilities, out=spare)
-                entropies[:, rows] = spare.sum(dim=-1).mean(dim=1)
-        if averages is None:
-            column_sums = self._mean_of_groups(sums.squeeze(1))
-        else:
-            column_sums = averages.sum(dim=1)
-        return FirstPass(
-            column_sums=column_sums,
-            row_averages=averages,
-            share_below=self._share_of_visible(below),
-            row_entropies=self._mean_of_groups(entropies),
-        )
-
-    def _share_of_visible(self, below: Tensor) -> Tensor:
-        """Return shares of the visible entries ``[S]`` from counts over whole rows ``[H, G]``."""
-        num_visible = (self.row_positions + 1).sum()
-        # Entries that a row does not see have probability zero and were counted as well.
-        num_hidden = self.num_rows * self.num_keys - num_visible
-        return self._mean_of_groups((below.mean(dim=1) - num_hidden) / num_visible)
-
-    def _mean_of_groups(self, per_head: Tensor) -> Tensor:
-        """Return means ``[S, ...]`` of values ``[H, ...]``."""
-        if self.num_groups == self.num_heads:
-            return per_head
-        return per_head.mean(dim=0, keepdim=True)
-
-    def _logits(self, rows: slice, out: Tensor) -> None:
-        """Write scaled, causally masked logits of ``rows`` to ``out`` [H, G, R, num_keys]."""
-        flat = out.flatten(1, 2)
-        queries = self._queries[:, :, rows].flatten(1, 2)  # [H, G*R, D]
-        for start, keys in self._key_chunks():
-            part = flat[:, :, start : start + keys.shape[-1]]
-            with _bfloat16_products(self._is_bfloat16):
-                torch.baddbmm(part, queries, keys, beta=0, alpha=self._scale, out=part)
-        # Every row sees the first `num_common_keys` keys. Masking all keys costs as much as the
-        # softmax.
-        first = self._num_common_keys
-        positions = torch.arange(first, self.num_keys, device=out.device)
-        future = positions > self.row_positions[rows, None]
-        out[..., first:].masked_fill_(future, float("-inf"))
-
-    def _softmax(self, rows: slice, logits: Tensor, out: Tensor) -> Tensor:
-        if self._log_sum_exp is None:
-            return torch.softmax(logits, dim=-1, out=out)
-        return torch.exp(logits.sub_(self._log_sum_exp[:, :, rows, None]), out=out)
-
-    def _gather_all_if_small(self) -> None:
-        # Keys are gathered in the cache's dtype, then converted.
-        value_bytes = self._key_pages.element_size() + _FLOAT_BYTES
-        page_bytes = self.num_heads * self._key_pages.shape[2] * self.head_size * value_bytes
-        self._blocks_per_chunk = max(1, self._workspace_bytes // page_bytes)
-        if self._block_ids.shape[0] <= self._blocks_per_chunk:
-            self._keys = self._gather(0, self._block_ids.shape[0])
-
-    def _key_chunks(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield ``(first position, keys)`` in order; keys are float32 ``[H, D, n]``."""
-        if self._keys is not None:
-            yield 0, self._keys
-            return
-        for start in range(0, self._block_ids.shape[0], self._blocks_per_chunk):
-            yield (
-                start * self._key_pages.shape[2],
-                self._gather(start, start + self._blocks_per_chunk),
-            )
-
-    def _take(self, name: str, shape: Sequence[int]) -> Tensor:
-        return self._scratch.take(name, shape, self._queries.device)
-
-    def _gather(self, start: int, stop: int) -> Tensor:
-        """Return keys of blocks ``start..stop-1`` up to num_keys; later slots may be garbage."""
-        block_size = self._key_pages.shape[2]
-        ids = self._block_ids[start:stop]
-        num_keys = min(self.num_keys - start * block_size, ids.shape[0] * block_size)
-        # Copy pages in storage order, [D, N] or [N, D].
-        if self._key_pages.stride(-2) == 1:
-            pages = self._key_pages.transpose(2, 3).index_select(0, ids).permute(1, 2, 0, 3)
-        else:
-            pages = self._key_pages.index_select(0, ids).permute(1, 0, 2, 3)
-        keys = self._take("keys", pages.shape).copy_(pages)
-        if self._key_pages.stride(-2) == 1:
-            return keys.flatten(2, 3)[:, :, :num_keys]
-        return keys.flatten(1, 2)[:, :num_keys].transpose(1, 2)
-
-
-def _mean_over_group(probabilities: Tensor, out: Tensor) -> None:
-    """Write the mean of ``[H, G, R, P]`` over G, or over H and G, to ``out`` ``[S, R, P]``.
-
-    On CPU adding slices is about three times as fast as reducing a middle dimension.
-    """
-    by_group = probabilities.view(out.shape[0], -1, *out.shape[1:])
-    num_averaged = by_group.shape[1]
-    out.copy_(by_group[:, 0])
-    for g in range(1, num_averaged):
-        out.add_(by_group[:, g])
-    out.mul_(1 / num_averaged)
-
-
 @dataclass(frozen=True)
 class FirstPass:
     """Results of the first pass over the rows; statistics that were not requested are undefined."""
@@ -482,6 +314,72 @@ class FirstPass:
     """A of every row, float32 ``[S, O, P]``; None if not requested, or too large to keep."""
     share_below: Tensor
     row_entropies: Tensor
+    column_maxima: Tensor
+
+
+def observe_layers(
+    queries: Tensor,
+    pool: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    num_hidden: Tensor,
+    num_keys: int,
+    scale: float | Tensor,
+    per_head: bool = True,
+    statistics: frozenset[Statistic] = frozenset(),
+    workspace_bytes: int = 64 << 20,
+    log_sum_exp: Tensor | None = None,
+    num_common_keys: int = 0,
+    row_positions: Tensor | None = None,
+    scratch: Scratch | None = None,
+) -> ObservedAttention:
+    """Return the attention of some rows over a sequence's keys, for L layers in one call.
+
+    Every KV head has its own page table and length, so the sequence may be a compressed one. Row i
+    sees all keys of a head but the last ``num_hidden[i]``. In an uncompressed prompt of P tokens
+    that is ``P - 1 - position``; the rows of a compressed one are tokens of its tail, which all
+    heads have.
+
+    Args:
+        queries: ``[L, O, H, G, D]``, rotated, any float dtype and strides.
+        pool: ``[num_pages, N, D]``, keys of all pages; any strides. Keys in fp8 are converted as
+            they are gathered; ``scale`` has to include their scale.
+        tables: int32 or int64 ``[L * H, W]`` with W >= ceil(num_keys / N), pages of each (layer,
+            head) in order. Entries after the page of a pair's last key may be garbage, and so may
+            slots after that key.
+        lengths: int32 ``[L * H]``, keys of each pair; ``[1]`` if it is the same for all.
+        num_hidden: int32 ``[O]``, descending, not negative. A row that no key is left for
+            contributes nothing.
+        num_keys: P, width of the results, on the host; at least every length. Columns behind a
+            pair's length are zero.
+        scale: factor of the products; float32 ``[L]`` if it differs between layers.
+        per_head: whether statistics are per pair, S = L * H, or per layer, S = L. The second needs
+            equal lengths within a layer.
+        statistics, workspace_bytes, scratch: as in :func:`observe`.
+        log_sum_exp: float ``[L, O, H, G]``.
+        num_common_keys: number of first keys that every row sees in every pair, known on the host.
+        row_positions: int64 ``[O]``, for :attr:`Attention.row_positions`; leave it out if lengths
+            differ.
+
+    Raises:
+        ValueError: if a shape, dtype or number does not fit; the message names the argument.
+    """
+    _check("queries", queries, ("L", "O", "H", "G", "D"), _FLOATS)
+    num_pairs = 1 if len(lengths) == 1 else queries.shape[0] * queries.shape[2]
+    _check("lengths", lengths, (num_pairs,), (torch.int32,))
+    _check("num_hidden", num_hidden, (queries.shape[1],), (torch.int32,))
+    rows = ObservedRows(
+        queries,
+        pool,
+        tables,
+        lengths[:, None] - num_hidden,
+        num_keys,
+        scale,
+        row_positions,
+        log_sum_exp,
+        num_common_keys,
+    )
+    return _observed(rows, per_head, statistics, workspace_bytes, scratch)
 
 
 def observe(
@@ -498,7 +396,7 @@ def observe(
     num_common_keys: int = 0,
     scratch: Scratch | None = None,
 ) -> ObservedAttention:
-    """Return the attention of some rows over the prompt's keys, for one layer.
+    """Return the attention of some rows over an uncompressed prompt's keys, for one layer.
 
     Args:
         queries: ``[O, H, G, D]``, rotated, any float dtype.
@@ -506,12 +404,14 @@ def observe(
             Slots from ``num_keys`` on never affect a result. Keys in fp8 are converted as they are
             gathered; ``scale`` has to include their scale.
         block_ids: int32 or int64 ``[ceil(num_keys / N)]``, the prompt's blocks in order.
-        row_positions: int64 ``[O]``, ascending positions of the rows, each below ``num_keys``.
+        row_positions: int64 ``[O]``, ascending positions of the rows, each below ``num_keys``. A
+            row sees the keys up to its position.
         num_keys: P, at least 1.
         scale: factor of the products, as in the model's attention.
         per_head: whether statistics are per KV head, or for the whole layer.
         statistics: the statistics that will be read, besides column sums.
-        workspace_bytes: bound of each scratch buffer, see :class:`TorchAttention` and
+        workspace_bytes: bound of each scratch buffer, see
+            :class:`~vllm_tgvkv.kernels.row_chunks.TorchAttention` and
             :class:`~vllm_tgvkv.kernels.gpu.statistics.TritonAttention`.
         log_sum_exp: float ``[O, H, G]``, natural log of the rows' softmax denominators if the
             attention kernel returned them; saves the reduction over the keys.
@@ -522,40 +422,76 @@ def observe(
     Raises:
         ValueError: if a shape, dtype or number does not fit; the message names the argument.
     """
+    _check("queries", queries, ("O", "H", "G", "D"), _FLOATS)
+    num_rows, heads, _, head_size = queries.shape
+    _check("key_pages", key_pages, ("num_blocks", heads, "N", head_size))
+    if num_keys < 1:
+        raise ValueError(f"num_keys must be at least 1, got {num_keys}")
+    _check("block_ids", block_ids, (-(-num_keys // key_pages.shape[2]),), _INDICES)
+    _check("row_positions", row_positions, (num_rows,), (torch.int64,))
+    pool, tables = _pages_of_heads(key_pages, block_ids)
     rows = ObservedRows(
-        queries,
-        key_pages,
-        block_ids,
-        row_positions,
+        queries[None],
+        pool,
+        tables,
+        (row_positions[None] + 1).int(),
         num_keys,
         scale,
-        log_sum_exp,
-        num_common_keys,
+        row_positions,
+        None if log_sum_exp is None else log_sum_exp[None],
+        max(1, num_common_keys),  # a row sees its own key
     )
-    implementation: type[ObservedAttention] = TorchAttention
-    if gpu.runs(queries):
-        from vllm_tgvkv.kernels.gpu.statistics import TritonAttention as implementation
-    return implementation(rows, per_head, statistics, workspace_bytes, scratch or Scratch())
+    return _observed(rows, per_head, statistics, workspace_bytes, scratch)
 
 
-@contextmanager
-def _bfloat16_products(enabled: bool) -> Iterator[None]:
-    """Let float32 matmuls on CPU multiply in bf16 and add in float32.
+def _observed(
+    rows: ObservedRows,
+    per_head: bool,
+    statistics: frozenset[Statistic],
+    workspace_bytes: int,
+    scratch: Scratch | None,
+) -> ObservedAttention:
+    if gpu.runs(rows.queries):
+        from vllm_tgvkv.kernels.gpu.statistics import TritonAttention
 
-    For values that bf16 holds exactly this loses nothing and takes a third of the time. It has no
-    effect except on CPUs with bf16 instructions.
+        return TritonAttention(rows, per_head, statistics, workspace_bytes, scratch or Scratch())
+    from vllm_tgvkv.kernels.row_chunks import TorchAttention
+
+    return TorchAttention(rows, per_head, statistics, workspace_bytes, scratch or Scratch())
+
+
+def _pages_of_heads(key_pages: Tensor, block_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a view ``[num_pages, N, D]`` of one layer's blocks, and tables ``[H, W]`` into it.
+
+    Pages start at the multiples of the greatest common divisor of the blocks' and heads' strides.
     """
-    if not enabled:
-        yield
-        return
-    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
+    num_blocks, heads, block_size, head_size = key_pages.shape
+    block_stride, head_stride, slot_stride, dim_stride = key_pages.stride()
+    page_stride = math.gcd(block_stride, head_stride) or 1
+    of_block, of_head = block_stride // page_stride, head_stride // page_stride
+    num_pages = (num_blocks - 1) * of_block + (heads - 1) * of_head + 1
+    pool = key_pages.as_strided(
+        (num_pages, block_size, head_size), (page_stride, slot_stride, dim_stride)
+    )
+    dtype = torch.int32 if num_pages < 1 << 31 else torch.int64
+    first_pages = torch.arange(heads, dtype=dtype, device=block_ids.device) * of_head
+    return pool, torch.add(first_pages[:, None], block_ids.to(dtype), alpha=of_block)
 
 
-def _describe(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)}"
+def _check(
+    name: str,
+    tensor: Tensor,
+    shape: Sequence[int | str],
+    dtypes: Sequence[torch.dtype] = (),
+) -> None:
+    """Check a shape, in which letters are any size, and the dtype, if any are given."""
+    fits = tensor.dim() == len(shape) and all(
+        isinstance(wanted, str) or size == wanted
+        for size, wanted in zip(tensor.shape, shape, strict=True)
+    )
+    if not fits or (dtypes and tensor.dtype not in dtypes):
+        kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(
+            f"{name} must be {kinds} [{', '.join(map(str, shape))}], "
+            f"got {tensor.dtype} {list(tensor.shape)}"
+        )

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Independent references for tests and the evaluation. They share no code with the plugin.
 
-=======================  =====================================  ===================================
 module                   reference                              compared with
 =======================  =====================================  ===================================
 :mod:`oracle.attention`  attention by its definition            the statistics kernels; input of
@@ -15,6 +14,23 @@ module                   reference                              compared with
 :mod:`oracle.decoding`   rules of R-KV and TGV-KV that evict    the redundancy kernel
                          while decoding
 =======================  =====================================  ===================================
+=======
+========================  =====================================  ===================================
+module                    reference                              compared with
+========================  =====================================  ===================================
+:mod:`oracle.attention`   attention by its definition            the statistics kernels; input of
+                                                                 the methods
+:mod:`oracle.statistics`  attention statistics of rows over      the statistics kernels
+                          paged keys, in loops
+:mod:`oracle.kernels`     each kernel, in loops over exact       the PyTorch kernels, and the Triton
+                          numbers                                kernels on a GPU or interpreted
+:mod:`oracle.methods`     every method, from whole attention     the policies and their decisions
+                          matrices
+:mod:`oracle.emulation`   Hugging Face models that generate as   tokens and kept positions of real
+                          if keys were evicted                   engines
+:mod:`oracle.decoding`    rules of R-KV and TGV-KV that evict    the redundancy kernel
+                          while decoding
+========================  =====================================  ===================================
 
 Each module builds on those above it. The evaluation uses the methods to emulate pages of one token.
 The package is not installed.

@@ -36,16 +36,29 @@ WINDOW = 32
 
 @dataclass(frozen=True)
 class Pool:
-    """Pooling of scores: kind "none", "sequence" or "grid", reduce "max" or "mean"."""
+    """Pooling of scores: kind "none", "sequence" or "grid", reduce "max" or "mean".
+
+    Over the `kernel` nearest; or, with `forward` or `back`, position j over positions
+    j - forward .. j + back of its run, where text is pooled by "sequence" alone.
+    """
 
     kind: str = "none"
     kernel: int = 3
     reduce: str = "max"
+    forward: int | None = None
+    back: int | None = None
+
+    @property
+    def has_direction(self) -> bool:
+        return self.forward is not None or self.back is not None
 
 
 @dataclass(frozen=True)
 class Mix:
-    """A method: names of its parts, granularity and pooling."""
+    """A method: names of its parts, granularity and pooling.
+
+    `rows` replaces the row set of the score; `reduce` is "mean" or "max", over the rows.
+    """
 
     score: str
     allocation: str
@@ -53,6 +66,8 @@ class Mix:
     granularity: str = LAYER
     pooling: Pool = Pool()
     merge: bool = False
+    rows: str | None = None
+    reduce: str = "mean"
 
 
 SNAP = Pool("sequence", 7, "max")
@@ -93,8 +108,8 @@ class Image:
 class Layout:
     """Positions of a prompt: its length P, and its images in order.
 
-    If part of the answer has been generated, it stands behind the prompt as text: `length` then
-    includes `answer` positions of it.
+    `answer` counts the last of the P positions that are no prompt: the answer's first tokens, where
+    eviction waits for some.
     """
 
     length: int
@@ -102,9 +117,9 @@ class Layout:
     answer: int = 0
 
     @property
-    def prompt(self) -> Layout:
-        """The prompt alone."""
-        return Layout(self.length - self.answer, self.images)
+    def prompt(self) -> int:
+        """Number of tokens of the prompt itself."""
+        return self.length - self.answer
 
     @cached_property
     def vision(self) -> list[bool]:
@@ -172,23 +187,33 @@ class Earlier:
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt and the options of its eviction, as the parts see them."""
+    """A prompt and the options of its eviction, as the parts see them.
+
+    `score_rows` and `reduce` are those of the mix. `only` are the rows that vote in a cut while
+    decoding, whatever row set is named.
+    """
 
     layout: Layout
     sinks: int
     observation_window: int
     block_size: int
-    voters: tuple[int, ...] | None = None
+    score_rows: str | None = None
+    reduce: str = "mean"
+    only: tuple[int, ...] | None = None
 
     @property
     def candidates(self) -> int:
         """C."""
-        return self.layout.prompt.length // self.block_size * self.block_size
+        return self.layout.prompt // self.block_size * self.block_size
+
+    def voters(self, name: str) -> list[int]:
+        """Return the rows of a score whose own row set is `name`."""
+        return self.rows(self.score_rows or name)
 
     def rows(self, name: str) -> list[int]:
         """Return the positions of the row set `name`."""
-        if self.voters is not None:
-            return list(self.voters)
+        if self.only is not None:
+            return list(self.only)
         return rows(name, self.layout, self.observation_window)
 
 
@@ -223,22 +248,20 @@ class TokenSet:
 
 
 def rows(name: str, layout: Layout, observation_window: int) -> list[int]:
-    """Return the positions of the row set `name`: the prompt's, then all of the answer's."""
-    if layout.answer or name == "answer":
-        answer = list(range(layout.prompt.length, layout.length))
-        if name == "answer":
-            return answer
-        return rows(name, layout.prompt, observation_window) + answer
-    vision, last = layout.vision, layout.length - 1
+    """Return the positions of the row set `name`; the answer's tokens are in each of them."""
+    everything, answer = list(range(layout.prompt)), list(range(layout.prompt, layout.length))
+    vision, last = layout.vision[: layout.prompt], layout.prompt - 1
+    if name == "answer":
+        return answer
     if name == "all":
-        return list(range(layout.length))
+        return everything + answer
     if name == "window":
-        return list(range(max(0, layout.length - WINDOW), layout.length))
+        return everything[-WINDOW:] + answer
     if True not in vision:
-        return list(range(layout.length))[-observation_window:]
+        return everything[-observation_window:] + answer
     where = vision.index(True) if name == "text" else last - vision[::-1].index(True)
-    text = [i for i in range(where, layout.length) if not vision[i]]
-    return text[-observation_window:] or [last]
+    text = [i for i in everything[where:] if not vision[i]]
+    return (text[-observation_window:] or [last]) + answer
 
 
 ROWS_OF_SCORE = {
@@ -288,7 +311,7 @@ def elite(token_set: TokenSet, instruction: Sequence[int]) -> list[int]:
 def aircache_scores(token_set: TokenSet, case: Case) -> Tensor:
     """Return the elite's softmax over vision and elite for vision, the last row for text."""
     vision = case.layout.vision
-    instruction = case.rows("after_vision")
+    instruction = case.voters("after_vision")
     experts = elite(token_set, instruction)
     total = torch.zeros(case.layout.length, dtype=torch.float64)
     for i in experts:
@@ -306,19 +329,26 @@ def vv_tt_scores(token_set: TokenSet, case: Case) -> Tensor:
     return torch.where(vision, token_set.mean[vision].sum(0), token_set.mean[~vision].sum(0))
 
 
-def summed(name: str) -> Callable[[TokenSet, Case], Tensor]:
-    """Return the score that sums columns over a row set."""
-    return lambda token_set, case: column_sums(token_set.mean, case.rows(name))
+def voted(name: str) -> Callable[[TokenSet, Case], Tensor]:
+    """Return the score that sums each column over a row set, or takes its maximum."""
+
+    def scores(token_set: TokenSet, case: Case) -> Tensor:
+        observed = token_set.mean[case.voters(name)]
+        if case.reduce == "mean":
+            return observed.sum(0)
+        return torch.stack([max(column) for column in observed.T])
+
+    return scores
 
 
 SCORES: dict[str, Callable[[TokenSet, Case], Tensor]] = {
     "tgv": lambda token_set, case: tgv_scores(
-        token_set.mean, case.rows("text"), case.layout.vision
+        token_set.mean, case.voters("text"), case.layout.vision
     ),
-    "text_rows": summed("text"),
-    "vlcache": summed("after_vision"),
-    "snapkv": summed("window"),
-    "h2o": summed("all"),
+    "text_rows": voted("text"),
+    "vlcache": voted("after_vision"),
+    "snapkv": voted("window"),
+    "h2o": voted("all"),
     "aircache": aircache_scores,
     "vv_tt": vv_tt_scores,
     "recency": lambda token_set, case: torch.arange(case.layout.length, dtype=torch.float64),
@@ -339,6 +369,14 @@ def runs(layout: Layout) -> list[int]:
 def neighbours(layout: Layout, pool: Pool) -> list[list[int]]:
     """Return for each position the positions it is pooled with, including itself."""
     reach, everything = pool.kernel // 2, range(layout.length)
+    if pool.has_direction:
+        run, first, last = runs(layout), pool.forward or 0, pool.back or 0
+        return [
+            [i for i in everything if run[i] == run[j] and j - first <= i <= j + last]
+            if pool.kind == "sequence" or layout.vision[j]
+            else [j]
+            for j in everything
+        ]
     if pool.kind == "sequence":
         run = runs(layout)
         return [
@@ -685,12 +723,19 @@ def observe(
     earlier: Earlier | None = None,
 ) -> Evidence:
     """Return the evidence of all token sets, for any budget; arguments as in `select`."""
-    case = Case(layout, settings.sinks, settings.observation_window, settings.block_size)
+    case = Case(
+        layout,
+        settings.sinks,
+        settings.observation_window,
+        settings.block_size,
+        mix.rows,
+        mix.reduce,
+    )
     token_sets = token_sets_of(attention, kv_heads, mix.granularity)
     if earlier is not None:
         if mix.score == "vv_tt" or mix.allocation == "vv":
             raise ValueError(f"{mix} needs rows of vision, and an answer has none")
-        case = replace(case, voters=earlier.voters)
+        case = replace(case, only=earlier.voters)
         token_sets = [
             [
                 left(token_set, earlier.kept[layer, head * kv_heads // len(sets)], earlier.voters)
@@ -728,7 +773,7 @@ def left(token_set: TokenSet, alive: Tensor, voters: Sequence[int]) -> TokenSet:
 
 def choose(mix: Mix, evidence: Evidence, kv_heads: int, settings: Settings) -> Selection:
     """Return the part that is kept under the settings' budget."""
-    length, size = evidence.case.layout.prompt.length, settings.block_size
+    length, size = evidence.case.layout.prompt, settings.block_size
     if length < size:
         chosen = everything(evidence)
     elif isinstance(settings.budget, Auto):
@@ -788,7 +833,7 @@ def fill(
 def masses(mix: Mix, evidence: Evidence) -> Tensor:
     """Return the attention [L, S, P] that each token gets from the score's rows."""
     case = evidence.case
-    observed = case.rows(ROWS_OF_SCORE[mix.score])
+    observed = case.voters(ROWS_OF_SCORE[mix.score])
     return torch.stack(
         [
             torch.stack([column_sums(v.mean, observed) for v in layer])
@@ -799,7 +844,7 @@ def masses(mix: Mix, evidence: Evidence) -> Tensor:
 
 def smallest(mix: Mix, evidence: Evidence, settings: Settings, auto: Auto) -> Selection:
     """Return the selection with the fewest blocks that hold the share of attention and all text."""
-    length, size = evidence.case.layout.prompt.length, settings.block_size
+    length, size = evidence.case.layout.prompt, settings.block_size
     mass = masses(mix, evidence)
     vision = evidence.case.layout.vision
     text = sum(1 for j in range(evidence.case.candidates) if j < settings.sinks or not vision[j])

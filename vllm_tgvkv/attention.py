@@ -44,11 +44,14 @@ Split: TypeAlias = tuple[Sequence[Rows], Rest]
 NOTHING: Rest = (None, slice(0))
 
 
-class RowFinder(Protocol):
-    """Look-up of a request's row; vLLM's two model runners store it in different places."""
+class BatchRows(Protocol):
+    """Rows of the batch that is being built; vLLM's two model runners store them differently."""
 
-    def __call__(self, common: CommonAttentionMetadata, request_id: str) -> int | None:
-        """Return a request's row in the batch that is being built, or None if it has none."""
+    def find_row(self, common: CommonAttentionMetadata, request_id: str) -> int | None:
+        """Return a request's row, or None if it has none."""
+
+    def request_at(self, common: CommonAttentionMetadata, row: int) -> str:
+        """Return the request in a row."""
 
 
 @dataclass
@@ -96,10 +99,10 @@ class EvictingBuilder(Generic[Rows]):
 
     _evictor: Evictor | None = None
 
-    def bind(self, evictor: Evictor, find_row: RowFinder) -> None:
+    def bind(self, evictor: Evictor, rows: BatchRows) -> None:
         """Attach the worker's evictor, once vLLM has allocated the cache."""
         self._evictor = evictor
-        self._find_row = find_row
+        self._rows = rows
 
     @property
     def evictor(self) -> Evictor:
@@ -132,7 +135,7 @@ class EvictingBuilder(Generic[Rows]):
             return None
 
         def first_token(request_id: str) -> int:
-            row = self._find_row(common, request_id)
+            row = self._rows.find_row(common, request_id)
             assert row is not None, f"{request_id} is observed, but not in the batch"
             return int(common.query_start_loc_cpu[row])
 
@@ -285,3 +288,9 @@ def check_layer(impl: AttentionImpl) -> None:
                 f"--kv-eviction does not work with {what} yet: serve another model "
                 "or leave out --kv-eviction"
             )
+    # vLLM chooses the version by the GPU and by the size of a head.
+    if getattr(impl, "vllm_flash_attn_version", None) == 4:
+        raise UnsupportedByEvictionError(
+            "--kv-eviction does not work with FlashAttention 4 yet, which vLLM chose for this GPU "
+            "and model: use --attention-config.flash_attn_version 2 or leave out --kv-eviction"
+        )

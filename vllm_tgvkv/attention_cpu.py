@@ -27,10 +27,10 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 from vllm_tgvkv.attention import (
     NOTHING,
+    BatchRows,
     EvictingBackend,
     EvictingBuilder,
     EvictingImpl,
-    RowFinder,
     Split,
     Tokens,
     unsplit,
@@ -161,8 +161,8 @@ class EvictingCPUMetadataBuilder(EvictingBuilder[VirtualSequences], CPUAttention
         self._last: VirtualSequences | None = None
         """Those of the last step, if the same rows can decode on."""
 
-    def bind(self, evictor: Evictor, find_row: RowFinder) -> None:
-        super().bind(evictor, find_row)
+    def bind(self, evictor: Evictor, rows: BatchRows) -> None:
+        super().bind(evictor, rows)
         self._tables = PageTables(evictor.regions, evictor.shape)
         max_rows = self.vllm_config.scheduler_config.max_num_seqs
         self._starts = torch.arange(max_rows * evictor.shape.num_heads + 1, dtype=torch.int32)
@@ -197,7 +197,6 @@ class EvictingCPUMetadataBuilder(EvictingBuilder[VirtualSequences], CPUAttention
         last = self._last
         if (
             last is None
-            or self.evictor.has_work
             or self._tables.is_stale
             or common.max_query_len != 1
             or common.num_reqs != len(last.seq_lens)

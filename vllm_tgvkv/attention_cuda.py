@@ -12,11 +12,14 @@ every later batch of its size, and building the metadata of such a step costs th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from vllm import envs
+from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionLayer, CommonAttentionMetadata
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.flash_attn import (
@@ -28,15 +31,13 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from vllm_tgvkv.attention import (
     NOTHING,
+    BatchRows,
     EvictingBackend,
     EvictingBuilder,
     EvictingImpl,
-    RowFinder,
     Split,
-    Tokens,
     unsplit,
     without_rows,
-    write_back,
 )
 from vllm_tgvkv.evictor import Evictor
 from vllm_tgvkv.kernels.decode import DecodePlan, decode, plan_decode
@@ -47,8 +48,12 @@ _TABLE_BYTES = 64 << 20
 """Page tables are written for as many layers at once as fit, and for one layer in any case."""
 
 _MAX_SPLIT_SEQUENCES = 992
-"""FlashAttention 3 balances the splits of at most this many sequences on the device. More fill the
-device without being split."""
+"""FlashAttention 3 splits long sequences among thread blocks in batches of at most this many
+sequences, and in larger ones none (`PREPARE_VARLEN_MAX_BATCHES_1CTA` in its `flash_api.cpp`)."""
+
+_KEYS_PER_LAUNCH = 1024
+"""The keys that one thread block reads while one more slice of a batch is launched. Estimated: 3
+launches of 2 us (schedule, attention, sum of splits), and 8192 keys in 50 us."""
 
 _REPLAY_ROWS = 128
 """Most ragged rows at once of a request that computes several tokens, which is rare (see below)."""
@@ -64,29 +69,35 @@ class RaggedTokens:
     """Keys of the request up to the token, evicted ones counted, int32 [R]."""
     max_seq_len: int
     """Upper bound of the virtual sequences' lengths."""
+    rows_per_launch: int
+    """Tokens that one launch of FlashAttention takes."""
     num_splits: int
-    """Parts that a sequence may be split into; 0 leaves it to FlashAttention."""
+    """Parts that a sequence may be split into; 0 leaves it to FlashAttention 2."""
     kernel: RaggedKernel
-    tokens: Tokens
+    tokens: slice
     """Their places in the batch."""
+    takes_turns: bool
+    """Whether other tokens use the kernel's memory as well, layer by layer."""
 
     def __len__(self) -> int:
         return len(self.seq_lens)
+
+    def fills_at(self, layer: int) -> bool:
+        """Return whether lengths of all layers are written before this layer."""
+        return layer == 0 or self.takes_turns
 
 
 class RaggedKernel:
     """Attention of at most `max_rows` ragged tokens: a kernel and the memory of its inputs.
 
     Graphs refer to that memory. The first layer fills it, in the graph if there is one. Where
-    several sets of tokens `take_turns` in each layer, every layer fills it.
+    several sets of tokens take turns in each layer, every layer fills it.
     """
 
-    def __init__(
-        self, shape: CacheShape, regions: Regions, max_rows: int, take_turns: bool
-    ) -> None:
+    def __init__(self, shape: CacheShape, regions: Regions, max_rows: int) -> None:
         self.shape = shape
         self.regions = regions
-        self.take_turns = take_turns
+        self.max_rows = max_rows
         self.device = regions.offsets.device
         size = (shape.num_layers, max_rows, shape.num_heads)
         self._lengths = torch.zeros(size, dtype=torch.int32, device=self.device)
@@ -100,84 +111,98 @@ class RaggedKernel:
         """
         raise NotImplementedError
 
-    def _lengths_of(self, rows: RaggedTokens, layer: int) -> torch.Tensor:
+    def _write_lengths(self, rows: RaggedTokens) -> torch.Tensor:
         """Return the keys of every virtual sequence in every layer, int32 [L, R, H]."""
         lengths = self._lengths[:, : len(rows)]
-        if self._fills_at(layer):
-            self.regions.write_lengths(
-                rows.block_table, rows.seq_lens, self.shape.block_size, lengths
-            )
+        self.regions.write_lengths(rows.block_table, rows.seq_lens, self.shape.block_size, lengths)
         return lengths
-
-    def _fills_at(self, layer: int) -> bool:
-        return layer == 0 or self.take_turns
 
 
 class FlashKernel(RaggedKernel):
-    """FlashAttention, which needs a page table of `width` entries for every virtual sequence."""
+    """FlashAttention, which needs a page table of `width` entries for every virtual sequence.
 
-    def __init__(
-        self,
-        shape: CacheShape,
-        regions: Regions,
-        max_rows: int,
-        take_turns: bool,
-        width: int,
-    ) -> None:
-        super().__init__(shape, regions, max_rows, take_turns)
-        layer_bytes = max_rows * shape.num_heads * width * 4
-        num_layers = 1
-        if not take_turns:
-            num_layers = max(1, min(shape.num_layers, _TABLE_BYTES // layer_bytes))
-        size = (num_layers, max_rows, shape.num_heads, width)
-        self._tables = torch.zeros(size, dtype=torch.int32, device=self.device)
-        self._starts = torch.arange(
-            max_rows * shape.num_heads + 1, dtype=torch.int32, device=self.device
-        )
+    Tables of a few rows are written for more layers at once than those of many: all stand at the
+    start of one buffer.
+    """
+
+    def __init__(self, shape: CacheShape, regions: Regions, max_rows: int, width: int) -> None:
+        super().__init__(shape, regions, max_rows)
+        self._width = width
+        size = self.num_entries(shape, max_rows, width)
+        # Never anything but valid pages: FlashAttention may load entries after a sequence's last.
+        self._buffer = torch.zeros(size, dtype=torch.int32, device=self.device)
+        starts = torch.arange(max_rows * shape.num_heads + 1, dtype=torch.int32, device=self.device)
+        self._starts: Callable[[int], torch.Tensor] = cache(lambda number: starts[: number + 1])
+        self._layer_lengths: tuple[torch.Tensor, ...] = ()
+        """Of the current rows, int32 [R * H] for every layer."""
+        self._layer_tables: tuple[torch.Tensor, ...] = ()
+        """Of the current rows, int32 [R * H, width] for every layer of the current group."""
+
+    @staticmethod
+    def num_entries(shape: CacheShape, max_rows: int, width: int) -> int:
+        """Return the size of the buffer, in entries of 4 bytes."""
+        of_layer = max_rows * shape.num_heads * width
+        return max(of_layer, min(shape.num_layers * of_layer, _TABLE_BYTES // 4))
 
     def attend(
         self, impl: EvictingFlashImpl, rows: RaggedTokens, query: torch.Tensor, output: torch.Tensor
     ) -> None:
-        layer, num_layers = impl.layer, self.shape.num_layers
-        lengths = self._lengths_of(rows, layer)[layer].flatten()
-        index = layer % len(self._tables)
+        layer, shape = impl.layer, self.shape
+        if rows.fills_at(layer):
+            self._layer_lengths = self._write_lengths(rows).flatten(1).unbind()
+        index = 0 if rows.takes_turns else layer % self._layers_at_once(rows)
         if index == 0:
-            tables = self._tables[: num_layers - layer, : len(rows)]
-            self.regions.write_page_tables(
-                rows.block_table, rows.seq_lens, self.shape.block_size, layer, tables
-            )
+            self._layer_tables = self._write_tables(rows, layer)
         # [R, H * G, D] is [R * H, G, D] as well. vLLM's queries may be a slice of a fused
         # projection; then reshaping copies them.
-        by_head = (-1, self.shape.group_size, self.shape.head_size)
-        flash_attn.flash_attn_varlen_func(
-            q=query.reshape(by_head),
-            k=impl.key_pages,
-            v=impl.value_pages,
-            out=output.view(by_head),
-            cu_seqlens_q=self._starts[: len(lengths) + 1],
-            max_seqlen_q=1,
-            seqused_k=lengths,
-            max_seqlen_k=rows.max_seq_len,
-            softmax_scale=impl.scale,
-            causal=True,
-            block_table=self._tables[index, : len(rows)].flatten(0, 1),
-            fa_version=impl.vllm_flash_attn_version,
-            num_splits=rows.num_splits,
+        by_head = (-1, shape.group_size, shape.head_size)
+        inputs = (
+            query.reshape(by_head),
+            output.view(by_head),
+            self._layer_lengths[layer],
+            self._layer_tables[index],
         )
+        for q, out, lengths, table in _slices(inputs, rows.rows_per_launch * shape.num_heads):
+            flash_attn.flash_attn_varlen_func(
+                q=q,
+                k=impl.key_pages,
+                v=impl.value_pages,
+                out=out,
+                cu_seqlens_q=self._starts(len(lengths)),
+                max_seqlen_q=1,
+                seqused_k=lengths,
+                max_seqlen_k=rows.max_seq_len,
+                softmax_scale=impl.scale,
+                causal=True,
+                block_table=table,
+                fa_version=impl.vllm_flash_attn_version,
+                num_splits=rows.num_splits,
+            )
+
+    def _layers_at_once(self, rows: RaggedTokens) -> int:
+        return len(self._buffer) // (len(rows) * self.shape.num_heads * self._width)
+
+    def _write_tables(self, rows: RaggedTokens, layer: int) -> tuple[torch.Tensor, ...]:
+        """Write the tables of a group of layers and return them, int32 [R * H, width] each."""
+        shape = self.shape
+        num_layers = 1
+        if not rows.takes_turns:
+            num_layers = min(self._layers_at_once(rows), shape.num_layers - layer)
+        size = (num_layers, len(rows), shape.num_heads, self._width)
+        tables = self._buffer[: math.prod(size)].view(size)
+        self.regions.write_page_tables(
+            rows.block_table, rows.seq_lens, shape.block_size, layer, tables
+        )
+        return tables.flatten(1, 2).unbind()
 
 
 class TritonKernel(RaggedKernel):
     """This package's kernel, which computes pages instead of reading tables."""
 
     def __init__(
-        self,
-        shape: CacheShape,
-        regions: Regions,
-        max_rows: int,
-        take_turns: bool,
-        dtype: torch.dtype,
+        self, shape: CacheShape, regions: Regions, max_rows: int, dtype: torch.dtype
     ) -> None:
-        super().__init__(shape, regions, max_rows, take_turns)
+        super().__init__(shape, regions, max_rows)
         self._plan = DecodePlan.for_device(
             shape.num_layers,
             max_rows,
@@ -191,24 +216,31 @@ class TritonKernel(RaggedKernel):
     def attend(
         self, impl: EvictingFlashImpl, rows: RaggedTokens, query: torch.Tensor, output: torch.Tensor
     ) -> None:
-        lengths = self._lengths_of(rows, impl.layer)
-        plan = self._plan.for_sequences(len(rows) * self.shape.num_heads)
-        if self._fills_at(impl.layer):
-            plan_decode(lengths, plan)
+        if rows.fills_at(impl.layer):
+            self._current_lengths = self._write_lengths(rows)
+            self._current_plan = self._plan.for_sequences(len(rows) * self.shape.num_heads)
+            plan_decode(self._current_lengths, self._current_plan)
         decode(
             query,
             impl.pool.keys,
             impl.pool.values,
             rows.block_table,
-            lengths,
+            self._current_lengths,
             self.regions.num_retained,
             self.regions.num_replaced,
             self.regions.offsets,
             impl.layer,
             impl.scale,
-            plan,
+            self._current_plan,
             output,
         )
+
+
+def _slices(tensors: tuple[torch.Tensor, ...], size: int) -> Iterable[tuple[torch.Tensor, ...]]:
+    """Split tensors of the same length into slices of at most `size`."""
+    if len(tensors[0]) <= size:
+        return (tensors,)
+    return zip(*(tensor.split(size) for tensor in tensors), strict=True)
 
 
 class EvictingFlashMetadataBuilder(EvictingBuilder[RaggedTokens], FlashAttentionMetadataBuilder):
@@ -221,9 +253,19 @@ class EvictingFlashMetadataBuilder(EvictingBuilder[RaggedTokens], FlashAttention
     reorder_batch_threshold = 1  # decode rows first
     slots_first = True
 
-    def bind(self, evictor: Evictor, find_row: RowFinder) -> None:
-        super().bind(evictor, find_row)
-        self._kernel: RaggedKernel | None = None
+    def bind(self, evictor: Evictor, rows: BatchRows) -> None:
+        """Attach the worker's evictor, and allocate the kernel's memory, which graphs refer to."""
+        super().bind(evictor, rows)
+        shape, config = evictor.shape, self.vllm_config
+        max_rows = max(config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
+        self._most_rows = _MAX_SPLIT_SEQUENCES // shape.num_heads
+        self._kernel: RaggedKernel
+        if evictor.config.decode_kernel == "triton":
+            dtype = evictor.pool.raw.dtype
+            self._kernel = TritonKernel(shape, evictor.regions, max_rows, dtype)
+        else:
+            width = cdiv(config.model_config.max_model_len, shape.block_size)
+            self._kernel = FlashKernel(shape, evictor.regions, max_rows, width)
 
     def split(self, common: CommonAttentionMetadata) -> Split[RaggedTokens]:
         """Split off all decode tokens, and every token of compressed requests with several.
@@ -238,74 +280,93 @@ class EvictingFlashMetadataBuilder(EvictingBuilder[RaggedTokens], FlashAttention
             return unsplit(common)
         num_decodes, *_ = split_decodes_and_prefills(common, decode_threshold=1)
         replayed = self._replayed_rows(common, num_decodes)
-        ragged = [self._decode_tokens(common, num_decodes)] if num_decodes else []
+        ragged = []
+        if num_decodes:
+            ragged.append(self._decode_tokens(common, num_decodes, takes_turns=bool(replayed)))
         for row in replayed:
             ragged += self._replayed_tokens(common, row)
         return ragged, without_rows(common, num_decodes, replayed)
 
-    def _decode_tokens(self, common: CommonAttentionMetadata, num_rows: int) -> RaggedTokens:
+    def _decode_tokens(
+        self, common: CommonAttentionMetadata, num_rows: int, takes_turns: bool = False
+    ) -> RaggedTokens:
         """Return the first rows of a batch, which have one token each."""
-        max_graph_rows = self.max_cudagraph_size or 0
-        if self._kernel is None:
-            max_rows = self.vllm_config.scheduler_config.max_num_seqs
-            self._kernel = self._make_kernel(
-                max(max_rows, max_graph_rows), common, take_turns=False
-            )
-        in_graph = self.use_full_cuda_graph and num_rows <= max_graph_rows
-        return RaggedTokens(
-            block_table=common.block_table_tensor[:num_rows],
-            seq_lens=common.seq_lens[:num_rows],
-            max_seq_len=common.max_seq_len,
-            num_splits=self._num_splits(num_rows, in_graph),
-            kernel=self._kernel,
-            tokens=slice(num_rows),
+        return self._ragged_tokens(
+            common.block_table_tensor[:num_rows],
+            common.seq_lens[:num_rows],
+            common.max_seq_len,
+            slice(num_rows),
+            takes_turns,
         )
-
-    def _make_kernel(
-        self, max_rows: int, common: CommonAttentionMetadata, take_turns: bool
-    ) -> RaggedKernel:
-        evictor = self.evictor
-        common_arguments = (evictor.shape, evictor.regions, max_rows, take_turns)
-        if evictor.config.decode_kernel == "triton":
-            return TritonKernel(*common_arguments, evictor.pool.raw.dtype)
-        # The runner's block table has the same width in every step.
-        return FlashKernel(*common_arguments, common.block_table_tensor.shape[1])
-
-    def _num_splits(self, num_rows: int, in_graph: bool) -> int:
-        """Return the number of parts that each of `num_rows` * H sequences may be split into.
-
-        0 leaves it to FlashAttention, except in a graph: as in stock, that needs a bound to reserve
-        memory for.
-        """
-        num_sequences = num_rows * self.evictor.shape.num_heads
-        if num_sequences > _MAX_SPLIT_SEQUENCES or envs.VLLM_BATCH_INVARIANT:
-            return 1
-        return self.max_num_splits if in_graph else 0
 
     def _replayed_rows(self, common: CommonAttentionMetadata, num_decodes: int) -> list[int]:
         """Return the compressed requests with several tokens in this step, ascending.
 
-        After a preemption a request recomputes what it had generated.
+        After a preemption a request recomputes what it had generated. Only rows of several tokens
+        are looked at, so the number of compressed requests does not matter.
         """
-        rows = (self._find_row(common, owner) for owner in self.evictor.regions.owners)
-        return sorted(row for row in rows if row is not None and row >= num_decodes)
+        owns, request_at = self.evictor.regions.owns, self._rows.request_at
+        rows = range(num_decodes, common.num_reqs)
+        return [row for row in rows if owns(request_at(common, row))]
 
     def _replayed_tokens(self, common: CommonAttentionMetadata, row: int) -> Iterator[RaggedTokens]:
         """Yield the tokens of one compressed request, in slices of bounded memory."""
         start, end = common.query_start_loc_cpu[row : row + 2].tolist()
-        size = min(_REPLAY_ROWS, end - start)
-        # Not the kernel of the decode tokens, whose memory holds what later layers need.
-        kernel = self._make_kernel(size, common, take_turns=True)
+        size = min(_REPLAY_ROWS, self._kernel.max_rows, self._most_rows)
         for first in range(start, end, size):
-            tokens = torch.arange(first, min(first + size, end), device=self.device)
-            yield RaggedTokens(
-                block_table=common.block_table_tensor[row].expand(len(tokens), -1),
-                seq_lens=(common.seq_lens[row] - end + 1 + tokens).int(),
-                max_seq_len=common.max_seq_len,
-                num_splits=self._num_splits(size, in_graph=False),
-                kernel=kernel,
-                tokens=tokens,
+            tokens = slice(first, min(first + size, end))
+            # Keys up to each token: the row's last token sees all of them.
+            before_end = torch.arange(
+                tokens.start - end + 1, tokens.stop - end + 1, device=self.device
             )
+            yield self._ragged_tokens(
+                common.block_table_tensor[row].expand(len(before_end), -1),
+                (common.seq_lens[row] + before_end).int(),
+                common.max_seq_len,
+                tokens,
+                takes_turns=True,
+            )
+
+    def _ragged_tokens(
+        self,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        max_seq_len: int,
+        tokens: slice,
+        takes_turns: bool,
+    ) -> RaggedTokens:
+        rows_per_launch, num_splits = self._launches(len(seq_lens), max_seq_len)
+        return RaggedTokens(
+            block_table,
+            seq_lens,
+            max_seq_len,
+            rows_per_launch,
+            num_splits,
+            self._kernel,
+            tokens,
+            takes_turns,
+        )
+
+    def _launches(self, num_rows: int, max_seq_len: int) -> tuple[int, int]:
+        """Return the rows of one launch of FlashAttention, and the most splits of a sequence.
+
+        FlashAttention 3 splits in slices of `_MAX_SPLIT_SEQUENCES` only. More launches are worth it
+        if one thread block could take longer for the longest sequence. It reserves memory for the
+        most splits of every sequence, so a bound is given outside of graphs as well: without one it
+        may be 128, since each sequence here has one head. FlashAttention 2 decides by itself (0),
+        and splits in small batches only.
+        """
+        if envs.VLLM_BATCH_INVARIANT:
+            return num_rows, 1
+        if not self.aot_schedule:
+            return num_rows, 0
+        num_splits = self.attention_config.flash_attn_max_num_splits_for_cuda_graph
+        num_slices = cdiv(num_rows, self._most_rows)
+        if num_slices == 1:
+            return num_rows, num_splits
+        if num_slices * _KEYS_PER_LAUNCH < max_seq_len:
+            return cdiv(num_rows, num_slices), num_splits
+        return num_rows, 1
 
 
 class EvictingFlashImpl(EvictingImpl[RaggedTokens], FlashAttentionImpl):
@@ -324,9 +385,7 @@ class EvictingFlashImpl(EvictingImpl[RaggedTokens], FlashAttentionImpl):
         query: torch.Tensor,
         output: torch.Tensor,
     ) -> None:
-        ragged_output = output[rows.tokens]
-        rows.kernel.attend(self, rows, query[rows.tokens], ragged_output)
-        write_back(output, rows.tokens, ragged_output)
+        rows.kernel.attend(self, rows, query[rows.tokens], output[rows.tokens])
 
 
 class EvictingFlashBackend(EvictingBackend, FlashAttentionBackend):

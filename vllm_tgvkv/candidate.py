@@ -15,7 +15,7 @@ from vllm_tgvkv.prompt import PromptMap, Voters, map_prompt, voters
 
 @dataclass
 class Candidate:
-    """A request that is evicted at the end of its prefill."""
+    """A request that is evicted at the end of its prefill, or after some tokens of its answer."""
 
     options: RequestOptions
     prompt: PromptMap
@@ -23,6 +23,10 @@ class Candidate:
     num_retained_blocks: int
     """Upper bound if there is a guard."""
     guard: Guard | None
+    evicted_at: int = 0
+    """Tokens of the request, with those of its answer, that are computed when it is evicted."""
+    was_evicted: bool = False
+    """Whether it was evicted at least once; a preemption undoes the eviction, not this."""
     num_cached: int = 0
     """Prompt tokens taken from the prefix cache instead of being computed."""
     num_pending: int = 0
@@ -46,8 +50,8 @@ def make_candidate(
         return "unsupported_request"
     if options.policy == NONE:
         return "policy_none"
-    if request.max_tokens <= 1:
-        return "single_token"
+    if request.max_tokens <= options.defer + 1:
+        return "answer_too_short" if options.defer else "single_token"
     if num_tokens < max(config.min_prompt_tokens, block_size):
         return "prompt_too_short"
     policy = config.build_policy(options.policy)
@@ -69,5 +73,5 @@ def make_candidate(
     covers_prompt = num_retained >= num_full and guard is None
     if covers_prompt and not config.debug.evict_at_full_budget:
         return "budget_covers_prompt"
-    rows = voters(prompt, policy.row_sets, config.observation_window)
-    return Candidate(options, prompt, rows, num_retained, guard)
+    rows = voters(prompt, policy.row_sets, config.observation_window, options.defer)
+    return Candidate(options, prompt, rows, num_retained, guard, num_tokens + options.defer)

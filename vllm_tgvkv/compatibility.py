@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_tgvkv.config import config_of
+from vllm_tgvkv.config import EvictionConfig, config_of
 from vllm_tgvkv.errors import UnsupportedByEvictionError
 from vllm_tgvkv.platforms import Platform, eviction_platform
 
@@ -165,8 +165,16 @@ def _engine_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refus
     speculative = vllm_config.speculative_config
     method = "" if speculative is None else str(speculative.method)
     drafts = f"speculative decoding by {method}"
-    backend = vllm_config.attention_config.backend
-    kernel = config_of(vllm_config).decode_kernel
+    attention = vllm_config.attention_config
+    backend = attention.backend
+    others = {
+        kind: chosen.name
+        for kind, chosen in attention.backend_per_kind.items()
+        if chosen.name != platform.attention_backend
+    }
+    config = config_of(vllm_config)
+    kernel = config.decode_kernel
+    shared_maxima = _methods_with_shared_maxima(config, model, ranks)
     return (
         # Drafts
         (
@@ -194,6 +202,12 @@ def _engine_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refus
             stages > 1 and not platform.supports_stages,
             f"pipeline parallelism (--pipeline-parallel-size {stages}) on this platform",
             "use --pipeline-parallel-size 1",
+        ),
+        (
+            bool(shared_maxima),
+            f"reduce: max of the method {', '.join(shared_maxima)} where heads of several ranks "
+            f"share a token set (--tensor-parallel-size {ranks})",
+            "use reduce: mean, or granularity: head and at most one rank per KV head",
         ),
         (
             bool(several) and executor not in (None, "mp"),
@@ -244,6 +258,16 @@ def _engine_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refus
             f"use {platform.attention_backend}, which is extended",
         ),
         (
+            bool(others),
+            f"--attention-config.backend_per_kind {others}",
+            f"remove it or use {platform.attention_backend}, which is extended",
+        ),
+        (
+            attention.flash_attn_version in platform.refused_flash_versions,
+            f"--attention-config.flash_attn_version {attention.flash_attn_version}",
+            "use 3 on Hopper GPUs and 2 on others",
+        ),
+        (
             kernel not in platform.decode_kernels,
             f"decode_kernel: {kernel} on this platform",
             f"use one of: {', '.join(platform.decode_kernels)}",
@@ -260,6 +284,25 @@ def _engine_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refus
             "set VLLM_USE_V2_MODEL_RUNNER=0",
         ),
     )
+
+
+def _methods_with_shared_maxima(
+    config: EvictionConfig, model: ModelConfig, ranks: int
+) -> list[str]:
+    """Return the mixes that take maxima over rows of a mean over heads of several ranks.
+
+    A rank knows the maxima of its own heads' mean, and the mean of maxima is not the maximum of the
+    mean.
+    """
+    if ranks == 1:
+        return []
+    heads_are_shared = ranks > model.get_total_num_kv_heads()
+    policies = (config.build_policy(name) for name in config.methods)
+    return [
+        policy.name
+        for policy in policies
+        if policy.reduction == "max" and (heads_are_shared or policy.granularity == "layer")
+    ]
 
 
 def _other_layers(text_config: Any) -> list[str]:

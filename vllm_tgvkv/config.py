@@ -28,6 +28,7 @@ from vllm_tgvkv.policies import (
     Pooling,
     build_policy,
 )
+from vllm_tgvkv.prompt import WINDOW
 from vllm_tgvkv.settings import read, setting
 
 if TYPE_CHECKING:
@@ -41,10 +42,14 @@ CONFIG_KEY = "kv_eviction"
 REQUEST_KEYS = (
     "kv_eviction",
     "kv_eviction_budget",
+    "kv_eviction_defer",
     "kv_eviction_report",
     "kv_eviction_trace",
 )
 """Keys that a request may set in its `vllm_xargs`."""
+
+_MOST_QUERY_ROWS = 16384
+"""Rows of the query pool at most, where `query_rows` does not set them."""
 
 NONE = "none"
 """The policy name that keeps everything."""
@@ -145,6 +150,22 @@ class EvictionConfig:
         "kept.",
         in_status=True,
     )
+    defer: int = setting(
+        0,
+        at_least=0,
+        help="Tokens of the answer to wait for: the prompt is evicted once the answer has so many, "
+        "and they vote with the method's own rows. Answers that are not longer are never evicted "
+        "for.",
+        in_status=True,
+    )
+    query_rows: int | None = setting(
+        None,
+        at_least=1,
+        help="Tokens whose queries can be kept until they vote, over all requests. Prompts that "
+        "wait for the answer, or come in chunks, hold some; a prompt waits if none are left. A "
+        "token takes layers x query heads x head size elements.",
+        unset="enough for 8 requests",
+    )
     sinks: int = setting(
         4, at_least=0, help="Number of first tokens that are always kept.", in_status=True
     )
@@ -169,7 +190,8 @@ class EvictionConfig:
     )
     pooling: Pooling | None = setting(
         None,
-        accepts="`{kind: none, sequence or grid, kernel: 3, reduce: max or mean}`",
+        accepts="`{kind: none, sequence or grid, kernel: 3, reduce: max or mean}`; `forward: 16, "
+        "back: 1` in place of `kernel` gives it a direction",
         help="Pooling of scores over neighbouring tokens.",
         unset="the method's own",
     )
@@ -182,7 +204,8 @@ class EvictionConfig:
     decode_kernel: Literal["stock", "triton"] = setting(
         "stock",
         help="`stock`: vLLM's attention kernel, with a page table for every head; `triton`: the "
-        "plugin's own kernel, which needs no tables (CUDA only).",
+        "plugin's own kernel, which needs no tables (CUDA only; experimental until it has been "
+        "measured on a GPU).",
     )
     metrics: bool = setting(
         True,
@@ -226,7 +249,57 @@ class EvictionConfig:
             )
         config = read(cls, values, "kv_eviction")
         config.check_methods()
+        config.check_query_rows()
         return config
+
+    @property
+    def num_query_rows(self) -> int:
+        """Rows of the query pool."""
+        if self.query_rows is not None:
+            return self.query_rows
+        return min(8 * (self.observation_window + WINDOW + max(self.defer, 32)), _MOST_QUERY_ROWS)
+
+    @property
+    def most_deferred(self) -> int:
+        """The longest wait whose rows fit the query pool, with all others that a prompt has."""
+        return self.num_query_rows - self.observation_window - WINDOW
+
+    def check_query_rows(self) -> None:
+        """Check that the rows of one request fit the query pool.
+
+        Raises:
+            EvictionConfigError: naming the field, its value and what it may be.
+        """
+        others = self.observation_window + WINDOW
+        if self.query_rows is not None:
+            if self.most_deferred < self.defer:
+                raise EvictionConfigError(
+                    f"kv_eviction.query_rows is {self.query_rows}: give at least "
+                    f"{others + self.defer}, for observation_window {self.observation_window}, "
+                    f"the last {WINDOW} tokens of a prompt, and defer {self.defer}"
+                )
+            return
+        if others > _MOST_QUERY_ROWS:
+            raise EvictionConfigError(
+                f"kv_eviction.observation_window is {self.observation_window}: give at most "
+                f"{_MOST_QUERY_ROWS - WINDOW}, or set query_rows to at least {others + self.defer}"
+            )
+        self.check_defer(self.defer, "kv_eviction.defer")
+
+    def check_defer(self, value: Any, source: str) -> int:
+        """Return a wait after checking it; `source` names its flag or field in the message.
+
+        Raises:
+            EvictionConfigError: unless it is a whole number whose rows fit the query pool.
+        """
+        is_count = isinstance(value, int) and not isinstance(value, bool)
+        if not is_count or not 0 <= value <= self.most_deferred:
+            raise EvictionConfigError(
+                f"{source} is {quoted(value)}: give a whole number of answer tokens, at most "
+                f"{self.most_deferred}, or start the server with more query_rows in "
+                f"--kv-eviction-config (now {self.num_query_rows})"
+            )
+        return int(value)
 
     @property
     def method_names(self) -> tuple[str, ...]:
@@ -250,8 +323,8 @@ class EvictionConfig:
         except ValueError as error:
             raise EvictionConfigError(f"kv_eviction method {quoted(name)}: {error}") from error
 
-    def check_method(self, name: Any, budget: Budget, source: str) -> str:
-        """Return a method's name after checking it against the settings and a budget.
+    def check_method(self, name: Any, budget: Budget, source: str, defer: int) -> str:
+        """Return a method's name after checking it against a budget and a wait.
 
         `source` names the flag or field of the method in error messages.
 
@@ -270,6 +343,12 @@ class EvictionConfig:
                 f"budget auto with {source} {name!r}: its scores ignore attention, whose "
                 "share auto guards; give a fraction, or another method"
             )
+        if policy.needs_answer and not defer:
+            raise EvictionConfigError(
+                f"{source} is {quoted(name)}, whose rows are those of the answer, and the eviction "
+                "waits for none of its tokens: set defer, or kv_eviction_defer in the request, to "
+                "at least 1, or choose other rows"
+            )
         return str(name)
 
     def check_methods(self) -> None:
@@ -280,7 +359,7 @@ class EvictionConfig:
         """
         for name in self.methods:
             self.build_policy(name)
-        self.check_method(self.policy, self.budget, "kv_eviction.policy")
+        self.check_method(self.policy, self.budget, "kv_eviction.policy", self.defer)
         if self.policy == NONE or self.text_only == "keep":
             return
         if self.build_policy(self.policy).allocation.needs_vision:
@@ -297,6 +376,8 @@ class RequestOptions:
 
     policy: str
     budget: Budget
+    defer: int = 0
+    """Tokens of the answer that the eviction waits for."""
     report: bool = False
     """Whether the response reports the eviction, under `kv_transfer_params.kv_eviction`."""
     trace: bool = False
@@ -322,7 +403,10 @@ class RequestOptions:
             policy = given["kv_eviction"]
         if "kv_eviction_budget" in given:
             budget = Budget.parse(given["kv_eviction_budget"], "vllm_xargs.kv_eviction_budget")
-        policy = config.check_method(policy, budget, "vllm_xargs.kv_eviction")
+        defer = config.defer
+        if "kv_eviction_defer" in given:
+            defer = config.check_defer(given["kv_eviction_defer"], "vllm_xargs.kv_eviction_defer")
+        policy = config.check_method(policy, budget, "vllm_xargs.kv_eviction", defer)
         report, trace = (
             _switch(given, f"kv_eviction_{name}", name) for name in ("report", "trace")
         )
@@ -331,7 +415,7 @@ class RequestOptions:
                 "vllm_xargs.kv_eviction_trace is 1, and this server keeps no traces: start it with "
                 "max_traces of at least 1 in --kv-eviction-config, or leave it out"
             )
-        return cls(policy, budget, report, trace)
+        return cls(policy, budget, defer, report, trace)
 
 
 def read_config_file(value: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ SKIP_REASONS = {
     "prompt_too_short": "the prompt is shorter than min_prompt_tokens or than a block",
     "budget_covers_prompt": "the budget holds the whole prompt",
     "single_token": "the request generates one token only",
+    "answer_too_short": "the answer ended before the wait for it (`defer`) did",
     "pool_too_small": "the pool cannot hold the prompt and the retained blocks together",
     "method_needs_vision": "the method's budget is attention to images, and there are none",
     "unknown_patch_grid": "grid pooling is asked for and an image's patch grid is not known",

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from vllm_tgvkv.budget import Guard
 from vllm_tgvkv.kernels.apportion import apportion
-from vllm_tgvkv.kernels.select import ranking_keys, select_tokens, thresholds
+from vllm_tgvkv.kernels.select import key_slices, ranking_keys, select_tokens, thresholds
 from vllm_tgvkv.policies import WHOLE_MODEL, AllLayers, Depth, Policy, Prompt
 
 
@@ -85,18 +86,16 @@ class Decider:
 
     def _fewest(self, least: int, most: int, floor: int, masses: Tensor, share: float) -> Tensor:
         """Return the fewest blocks that hold ``share`` of the masses, int64 scalar."""
-        num_candidates = self.prompt.num_candidates
-        tail = masses[..., num_candidates:].double().sum()
-        wanted = masses.double().sum() * share - tail
-        candidates = masses[..., :num_candidates].double()
+        tail = masses[..., self.prompt.num_candidates :].double().sum()
+        wanted = self._sum(lambda layers: masses[layers].double()) * share - tail
         low = torch.full((), least - 1, device=masses.device)
         high = torch.full((), most, device=masses.device)
         # Invariant: `high` blocks are enough or the upper bound; `low` blocks are not enough or
         # below the lower bound.
         for _ in range((most - least + 1).bit_length()):
             middle = (low + high).div(2, rounding_mode="floor").clamp(min=least)
-            kept = self._kept(self._deal(middle, floor, guarded=True))
-            enough = (candidates * kept).sum() >= wanted
+            counts = self._deal(middle, floor, guarded=True)
+            enough = self._sum(partial(self._kept_masses, counts, masses)) >= wanted
             high, low = torch.where(enough, middle, high), torch.where(enough, low, middle)
         return high
 
@@ -111,7 +110,7 @@ class Decider:
             prompt=self.prompt,
             scores=self.scores,
             strengths=self.strengths,
-            tiers=self._tiers(kept.expand(self.scores.shape[:2]), guarded),
+            tiers=self._tiers(kept, guarded),
             num_kept=kept,
             depth=self.depth,
         )
@@ -126,20 +125,44 @@ class Decider:
         return counts.expand(-1, self.num_heads).contiguous()
 
     def _tiers(self, num_kept: Tensor, guarded: bool) -> Tensor:
-        """Return the candidates' tiers, int ``[C]`` or ``[L, S, C]``; a guard puts text first."""
+        """Return the candidates' tiers, int32 ``[C]`` or ``[*, C]`` for ``num_kept`` ``[*]``.
+
+        A guard puts text first.
+        """
         prompt = self.prompt
         tiers = self.policy.retention.tiers(prompt, num_kept)[..., : prompt.num_candidates]
         if not guarded:
             return tiers
-        tiers = tiers + ~prompt.is_vision[: prompt.num_candidates] * _TEXT_TIER
+        tiers = tiers + (~prompt.is_vision[: prompt.num_candidates]).to(tiers.dtype) * _TEXT_TIER
         tiers[..., : prompt.sinks] = _SINK_TIER
         return tiers
 
-    def _kept(self, counts: Tensor) -> Tensor:
-        """Return whether each candidate is kept under a guard, bool ``[L, S, C]``."""
-        num_kept = counts[:, : self.scores.shape[1]] * self.block_size
-        keys = ranking_keys(self.scores, self._tiers(num_kept, guarded=True))
-        return keys >= thresholds(keys, num_kept).unsqueeze(-1)
+    def _all_tiers(self, num_kept: Tensor, guarded: bool) -> Tensor:
+        """Return the tiers for ``num_kept`` ``[L, S]``: ``[C]``, or in bytes ``[L, S, C]``."""
+        of_first = self._tiers(num_kept[:1], guarded)
+        if of_first.dim() == 1:
+            return of_first  # the same for any number
+        slices = key_slices(self.scores)
+        return torch.cat([self._tiers(num_kept[part], guarded).to(torch.uint8) for part in slices])
+
+    def _sum(self, terms: Callable[[slice], Tensor]) -> Tensor:
+        """Return the sum of ``terms(layers)``, float64, over slices of the layers.
+
+        Memory is bounded for any prompt. Prompts that need one slice only, up to some thousand
+        tokens, get the bits of one sum over all layers.
+        """
+        sums = [terms(layers).sum() for layers in key_slices(self.scores)]
+        return torch.stack(sums).sum()
+
+    def _kept_masses(self, counts: Tensor, masses: Tensor, layers: slice) -> Tensor:
+        """Return the masses of the kept candidates of some layers under a guard, 0 for others.
+
+        float64 ``[layers, S, C]``; ``counts`` are the pages of all layers.
+        """
+        num_kept = counts[layers, : self.scores.shape[1]] * self.block_size
+        keys = ranking_keys(self.scores[layers], self._tiers(num_kept, guarded=True))
+        kept = keys >= thresholds(keys, num_kept).unsqueeze(-1)
+        return masses[layers, :, : self.prompt.num_candidates].double() * kept
 
     def _fill(self, counts: Tensor, num_retained: int, guarded: bool) -> Tensor:
         """Return the kept positions of ``num_retained`` blocks, of which a guard may use fewer.
@@ -148,7 +171,7 @@ class Decider:
         """
         scores = self.scores if self.scores.shape[1] == 1 else self.scores[:, self.heads]
         num_kept = counts[:, : scores.shape[1]] * self.block_size
-        tiers = self._tiers(num_kept, guarded)
+        tiers = self._all_tiers(num_kept, guarded)
         num_pages = num_retained * counts.numel()
         return select_tokens(scores, tiers, counts, num_pages, self.block_size)
 

@@ -76,7 +76,7 @@ class Defaults:
         if "budget" in values:
             budget = Budget.parse(values["budget"], f"budget of {source}")
         policy = values.get("policy", self.config.policy)
-        policy = self.config.check_method(policy, budget, f"policy of {source}")
+        policy = self.config.check_method(policy, budget, f"policy of {source}", self.config.defer)
         changed = dataclasses.replace(self.config, policy=policy, budget=budget)
         changed.check_methods()
         return changed

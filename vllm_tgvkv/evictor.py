@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
+import numpy as np
 import torch
 from vllm.logger import init_logger
 
@@ -34,6 +35,7 @@ from vllm_tgvkv.outcomes import KeptTokens, Outcomes, PendingOutcome
 from vllm_tgvkv.pages import CacheShape, PagePool
 from vllm_tgvkv.plan import Failure, StepPlan
 from vllm_tgvkv.policies import Depth, Prompt
+from vllm_tgvkv.queries import QueryPool
 from vllm_tgvkv.ranks import Ranks
 from vllm_tgvkv.regions import Regions
 from vllm_tgvkv.stages import Stages
@@ -67,13 +69,27 @@ class Evictor:
         pool: PagePool,
         ranks: Ranks,
         stages: Stages,
+        query_dtype: torch.dtype | None = None,
     ) -> None:
+        """Make an evictor for one cache.
+
+        Args:
+            query_dtype: of the model's queries; by default, that of the cache.
+        """
         self.config = config
         self.shape = shape
         self.pool = pool
         self.ranks = ranks
         self.stages = stages
-        self.part = ModelPart(shape, pool, ranks, stages)
+        queries = QueryPool(
+            config.num_query_rows,
+            shape.num_layers,
+            shape.num_heads * shape.group_size,
+            shape.head_size,
+            query_dtype or pool.raw.dtype,
+            pool.raw.device,
+        )
+        self.part = ModelPart(shape, pool, queries, ranks, stages)
         self.regions = Regions(pool.num_blocks, shape.num_pairs, self.part.device)
         self.observations: dict[str, PromptObservation] = {}
         """Prompts that are observed and not evicted yet, by request id."""
@@ -84,6 +100,9 @@ class Evictor:
         self._policy_of = cache(config.build_policy)  # a chunk should not build one again
         self._current: list[PromptObservation] = []
         """Prompts observed in the current step."""
+        self._stored: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Tokens of the current batch whose queries are stored, and their rows of the query pool,
+        int64."""
         self.ended: list[PendingOutcome | Failure] = []
         """Evictions of the current step, done or failed, until `take_outcomes`."""
 
@@ -92,7 +111,7 @@ class Evictor:
     def begin_step(self, plan: StepPlan) -> None:
         """Take the plan of a step, before its batch is built."""
         self.plan = plan
-        self._current = []
+        self._current, self._stored = [], None
         self.part.scratch = Scratch()  # frees the last step's buffers
         self.regions.release(plan.released)
         for request_id in plan.forgotten:
@@ -102,8 +121,13 @@ class Evictor:
 
     @property
     def has_work(self) -> bool:
-        """Whether prompts are observed in this step."""
-        return bool(self.plan.observations or self.plan.summings or self.plan.evictions)
+        """Whether layers are observed in this step."""
+        return bool(self.plan.observations) or self._may_fail
+
+    @property
+    def _may_fail(self) -> bool:
+        """Whether methods run in this step, which may raise; storing queries does not."""
+        return bool(self.plan.summings or self.plan.evictions)
 
     def prepare(self, first_token: Callable[[str], int]) -> None:
         """Find the plan's prompts in the batch that is being built.
@@ -115,7 +139,8 @@ class Evictor:
         summings = {part.request_id: part for part in self.plan.summings}
         evictions = {part.request_id: part for part in self.plan.evictions}
         self._current = []
-        for request_id in dict.fromkeys([*observations, *summings, *evictions]):
+        self._stored = self._rows_to_store(first_token)
+        for request_id in dict.fromkeys([*summings, *evictions]):
             if request_id not in self.observations:
                 new = PromptObservation(request_id, self.part, self.config, self._policy_of)
                 self.observations[request_id] = new
@@ -128,6 +153,17 @@ class Evictor:
             )
             self._current.append(observation)
 
+    def _rows_to_store(
+        self, first_token: Callable[[str], int]
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        found = [part for part in self.plan.observations if part.stored is not None]
+        if not found:
+            return None
+        tokens = [part.token_index(first_token(part.request_id)) for part in found]
+        rows = [part.stored for part in found if part.stored is not None]
+        to_device = self.part.to_device
+        return to_device(np.concatenate(tokens)), to_device(np.concatenate(rows))
+
     def observe_layer(self, layer: int, queries: torch.Tensor, scale: float) -> None:
         """Observe one layer, once its keys are in the cache and its attention has run.
 
@@ -136,9 +172,12 @@ class Evictor:
             queries: [tokens, H * G, D], rotated, of the whole batch.
             scale: factor of the products of queries and keys as they are stored.
         """
+        if self._stored is not None:
+            tokens, rows = self._stored
+            self.part.queries.store(layer, rows, queries.index_select(0, tokens))
         for observation in self._current:
             observation.see_layer(layer, queries, scale)
-        if layer == self.shape.num_layers - 1:
+        if self._current and layer == self.shape.num_layers - 1:
             self._end_layers()
 
     def take_outcomes(self) -> Outcomes | None:
@@ -148,7 +187,7 @@ class Evictor:
         the last one and return None.
         """
         ended, self.ended = self.ended, []
-        exchanges = self.stages.size > 1 and self.has_work
+        exchanges = self.stages.size > 1 and self._may_fail
         if not (ended or exchanges):
             return None
         outcomes = Outcomes(ended, self.shape, self.traces, self.stages)
@@ -315,6 +354,7 @@ class Evictor:
 
 def _count_vision(prompt: Prompt, positions: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Return the vision tokens in all pages that hold tokens, int64 scalar; see `select_tokens`."""
-    in_page = prompt.is_vision[positions.long()].sum(1)
+    # An index of int64 would take more memory than the positions.
+    in_page = prompt.is_vision.index_select(0, positions.flatten()).view_as(positions).sum(1)
     is_used = torch.arange(len(in_page), device=offsets.device) < offsets[-1]
     return (in_page * is_used).sum()

@@ -44,16 +44,19 @@ class Compression:
     request: Request
     num_retained_blocks: int
     num_full_blocks: int
+    """Full blocks of the prompt."""
+    evicted_at: int
+    """Tokens of the request that are computed when it is evicted."""
     reserved: tuple[KVCacheBlock, ...] = ()
-    """Fresh blocks held between the scheduling of the last chunk and the swap."""
+    """Fresh blocks held between the scheduling of the evicting chunk and the swap."""
     swapped: bool = False
     """Whether the request's row is compressed now."""
     deferred: bool = False
-    """Whether the last chunk had to wait for fresh blocks."""
+    """Whether the evicting chunk had to wait for fresh blocks."""
 
     def num_to_reserve(self, num_tokens: int) -> int:
-        """Return the fresh blocks that a chunk up to `num_tokens` needs; 0 before the last."""
-        if self.reserved or self.swapped or num_tokens < self.request.num_prompt_tokens:
+        """Return the fresh blocks that a chunk up to `num_tokens` needs; 0 if it does not evict."""
+        if self.reserved or self.swapped or num_tokens < self.evicted_at:
             return 0
         return self.num_retained_blocks
 
@@ -67,7 +70,7 @@ class Swap:
     row_blocks: list[int]
     num_freed: int
     deferred: bool
-    """Whether the last chunk had to wait for fresh blocks."""
+    """Whether the evicting chunk had to wait for fresh blocks."""
 
 
 class EvictingManager(FullAttentionManager):
@@ -87,24 +90,26 @@ class EvictingManager(FullAttentionManager):
 
     # -- reservation, while the prefill is scheduled ------------------------------------
 
-    def expect_eviction(self, request: Request, num_retained: int) -> None:
-        """Reserve `num_retained` fresh blocks when the request's last chunk is scheduled."""
+    def expect_eviction(self, request: Request, num_retained: int, evicted_at: int) -> None:
+        """Reserve `num_retained` fresh blocks with the chunk that ends at token `evicted_at`."""
         num_full = request.num_prompt_tokens // self.block_size
-        self.compressions[request.request_id] = Compression(request, num_retained, num_full)
+        self.compressions[request.request_id] = Compression(
+            request, num_retained, num_full, evicted_at
+        )
 
     def forget(self, request_id: str) -> None:
         """Drop the record of a request that holds no blocks: it ended, or is not evicted."""
         compression = self.compressions.pop(request_id, None)
         assert compression is None or not (compression.reserved or compression.swapped)
 
-    def can_ever_fit(self, request: Request, num_retained: int) -> bool:
-        """Return whether an empty pool holds the prompt and the retained blocks together.
+    def can_ever_fit(self, num_retained: int, evicted_at: int) -> bool:
+        """Return whether an empty pool holds the tokens before an eviction and the fresh blocks.
 
         If so, it holds the rest of the request as well, after any number of preemptions: replayed
         tokens take the place of blocks that the prompt gave back.
         """
         usable = self.block_pool.num_gpu_blocks - 1  # the null block is never handed out
-        return cdiv(request.num_prompt_tokens, self.block_size) + num_retained <= usable
+        return cdiv(evicted_at, self.block_size) + num_retained <= usable
 
     def get_num_blocks_to_allocate(
         self,
@@ -183,10 +188,10 @@ class EvictingManager(FullAttentionManager):
         num_blocks = cdiv(num_tokens, self.block_size)
         if compression is None:
             return Prefill(num_blocks, num_shared=num_shared)
-        num_prompt_blocks = cdiv(compression.request.num_prompt_tokens, self.block_size)
+        num_first = cdiv(compression.evicted_at, self.block_size)
         return Prefill(
-            num_prompt_blocks,
-            num_replayed=num_blocks - num_prompt_blocks,
+            num_first,
+            num_replayed=max(num_blocks - num_first, 0),
             num_fresh=compression.num_retained_blocks,
             num_returned=max(compression.num_full_blocks - num_shared, 0),
             num_shared=num_shared,
@@ -197,7 +202,7 @@ class EvictingManager(FullAttentionManager):
         compression = self.compressions.get(request_id)
         return compression is not None and compression.swapped
 
-    # -- the swap, right after the last chunk was scheduled -----------------------------
+    # -- the swap, right after the evicting chunk was scheduled -------------------------
 
     def swap(self, request_id: str) -> Swap:
         """Put the fresh blocks in place of the prompt's and give those back to the pool.
@@ -209,8 +214,8 @@ class EvictingManager(FullAttentionManager):
         num_full, fresh = compression.num_full_blocks, compression.reserved
         blocks = self.req_to_blocks[request_id]
         old = blocks[:num_full]
-        num_prompt_blocks = cdiv(compression.request.num_prompt_tokens, self.block_size)
-        old_ids = [block.block_id for block in blocks[:num_prompt_blocks]]
+        num_before = cdiv(compression.evicted_at, self.block_size)
+        old_ids = [block.block_id for block in blocks[:num_before]]
         nulls = [self._null_block] * (num_full - len(fresh))
         blocks[:num_full] = [*fresh, *nulls]
         compression.reserved, compression.swapped = (), True

@@ -25,6 +25,10 @@ class RowsV1:
         return runner.input_batch.req_id_to_index.get(request_id)
 
     @staticmethod
+    def request_at(runner: GPUModelRunnerV1, common: CommonAttentionMetadata, row: int) -> str:
+        return runner.input_batch.req_ids[row]
+
+    @staticmethod
     def rewrite(runner: GPUModelRunnerV1, eviction: Eviction) -> None:
         """Replace a prompt's row by its compressed row.
 
@@ -57,11 +61,17 @@ class RowsV2:
         return int(rows[0]) if len(rows) else None
 
     @staticmethod
+    def request_at(runner: GPUModelRunnerV2, common: CommonAttentionMetadata, row: int) -> str:
+        assert common.req_idx is not None
+        return runner.req_states.index_to_req_id[int(common.req_idx[row])]
+
+    @staticmethod
     def rewrite(runner: GPUModelRunnerV2, eviction: Eviction) -> None:
         """Stage a compressed row in place of its prompt's; it is written with the step's blocks.
 
         To be called after vLLM removed ended and preempted requests, whose places other requests
-        may have taken, and before it appends the step's new blocks.
+        may have taken, and before it appends the step's new blocks. Never for a request that vLLM
+        adds in this step: the kernel that writes both rows does so in any order.
         """
         index = runner.req_states.req_id_to_index.get(eviction.request_id)
         if index is not None:

@@ -19,9 +19,13 @@ from vllm_tgvkv.pages import CacheShape, PagePool
 from vllm_tgvkv.plan import Eviction, Observation, RowSumming
 from vllm_tgvkv.policies import NO_ATTENTION, Attention, LayerView, Policy, Prompt
 from vllm_tgvkv.prompt import RowSet
+from vllm_tgvkv.queries import QueryPool
 from vllm_tgvkv.ranks import Ranks
 from vllm_tgvkv.stages import Stages
 from vllm_tgvkv.stopwatch import Stopwatch
+
+WORKSPACE_BYTES = 64 << 20
+"""Bound of each scratch buffer of the statistics."""
 
 T = TypeVar("T")
 
@@ -32,10 +36,10 @@ class ModelPart:
 
     shape: CacheShape
     pool: PagePool
+    queries: QueryPool
     ranks: Ranks
     stages: Stages
-    workspace_bytes: int = 64 << 20
-    """Bound of each scratch buffer of the statistics."""
+    workspace_bytes: int = WORKSPACE_BYTES
     scratch: Scratch = field(default_factory=Scratch)
     """Buffers of the statistics; the layers of a step share them."""
 
@@ -75,7 +79,7 @@ class SummedRows(Rows):
     is_vision: torch.Tensor
     """bool [O]."""
     num_tokens: int
-    """P, of the whole prompt."""
+    """Tokens of the prompt and of the answer that the eviction waits for."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,10 @@ class DueEviction:
     voting: Mapping[RowSet, Rows]
     """All row sets of the policy but `all`, whose rows are summed chunk by chunk."""
     blocks: torch.Tensor
-    """Block ids of the prompt, int32 [ceil(P / N)]."""
+    """Block ids of the prompt and the answer so far, int32."""
+    stored: torch.Tensor | None
+    """Rows of the query pool with the queries of all observation rows, int64 [O]; None if all are
+    in this step's chunk."""
 
     @property
     def per_head(self) -> bool:
@@ -102,9 +109,8 @@ class PromptObservation:
 
         begin_chunk   copy the plan's parts for this chunk to the device
         see_layer     for each layer, after its attention:
-                      1. keep the queries of the chunk's observation rows for later chunks
-                      2. add all of the chunk's rows to the column sums, for the row set `all`
-                      3. if the eviction is due, let the policy score the layer
+                      1. add all of the chunk's rows to the column sums, for the row set `all`
+                      2. if the eviction is due, let the policy score the layer
         gather        after the last layer, if the eviction is due
 
     The first exception is stored as `error`; it ends this prompt's eviction and no other.
@@ -133,15 +139,11 @@ class PromptObservation:
         self._sinks = config.sinks
         self._policy_of = policy_of
         # The current chunk.
-        self._observation: Observation | None = None
         self._token_index: torch.Tensor | None = None
-        """Indices of the observation's rows in the batch's queries, int64."""
+        """Indices of the observation rows in the batch's queries, int64; None if they are in the
+        query pool."""
         self._summed: SummedRows | None = None
-        self._in_one_chunk = False
-        """Whether the current chunk has all observation rows."""
         # All chunks so far.
-        self._queries: torch.Tensor | None = None
-        """Queries of the observation rows, [L, O, H * G, D]; only if they span several chunks."""
         self._sums: list[RowSums] = []
         """Column sums over all rows, by layer; only if the policy uses the row set `all`."""
 
@@ -158,17 +160,11 @@ class PromptObservation:
 
         `first_token` is the index of the chunk's first token in the batch's queries.
         """
-        self._observation = observation
-        if observation is not None:
-            rows = observation.rows + (first_token - observation.chunk_start)
-            self._token_index = self._part.to_device(rows)
+        self._token_index = None
+        if observation is not None and observation.stored is None:
+            self._token_index = self._part.to_device(observation.token_index(first_token))
         self._summed = self._summed_rows(summing, first_token) if summing else None
         self.due = self._due_eviction(eviction) if eviction else None
-        self._in_one_chunk = (
-            observation is not None
-            and eviction is not None
-            and observation.first == eviction.first_row
-        )
 
     def _summed_rows(self, summing: RowSumming, first_token: int) -> SummedRows:
         start, end = summing.chunk_start, summing.num_keys
@@ -183,11 +179,11 @@ class PromptObservation:
         )
 
     def _due_eviction(self, eviction: Eviction) -> DueEviction:
-        num_tokens, size = eviction.prompt.num_tokens, self._part.shape.block_size
+        observed, size = eviction.observed, self._part.shape.block_size
         prompt = Prompt(
-            num_tokens=num_tokens,
-            num_candidates=num_tokens // size * size,
-            is_vision=self._part.to_device(eviction.prompt.is_vision()),
+            num_tokens=observed.num_tokens,
+            num_candidates=eviction.prompt.num_tokens // size * size,
+            is_vision=self._part.to_device(observed.is_vision()),
             sinks=self._sinks,
             images=eviction.prompt.vision,
         )
@@ -203,13 +199,16 @@ class PromptObservation:
             voting[kind] = Rows(
                 index=index,
                 positions=self._part.to_device(positions),
-                num_keys=num_tokens,
+                num_keys=observed.num_tokens,
                 blocks=blocks,
                 num_common_keys=int(positions[0]) + 1,
                 per_head=policy.granularity == "head",
                 statistics=policy.statistics(kind),
             )
-        return DueEviction(eviction, policy, prompt, voting, blocks)
+        stored = None
+        if eviction.stored is not None:
+            stored = self._part.to_device(eviction.stored[eviction.first_row :])
+        return DueEviction(eviction, policy, prompt, voting, blocks, stored)
 
     # -- a layer ------------------------------------------------------------------------
 
@@ -235,31 +234,17 @@ class PromptObservation:
             return None
 
     def _take_chunk(self, layer: int, queries: torch.Tensor, scale: float) -> torch.Tensor | None:
-        """Keep what the chunk contributes; return the queries of all observation rows.
+        """Add the chunk to the column sums; return the queries of all observation rows.
 
-        They are [O, H * G, D]; None before the last chunk, or if there are no such rows.
+        They are [O, H * G, D]; None before the evicting chunk, or if there are no such rows.
         """
-        rows = self._take_queries(layer, queries)
         if self._summed is not None:
             self._add_sums(self._summed, layer, queries, scale)
-        return rows
-
-    def _take_queries(self, layer: int, queries: torch.Tensor) -> torch.Tensor | None:
-        observation = self._observation
-        if observation is not None and self._token_index is not None:
-            chunk = queries.index_select(0, self._token_index)
-            if self._in_one_chunk:
-                return chunk  # nothing to copy: no other chunk has rows
-            if self._queries is None:
-                num_layers = self._part.shape.num_layers
-                self._queries = queries.new_empty(
-                    num_layers, observation.num_rows, *queries.shape[1:]
-                )
-            end = observation.first + len(observation.rows)
-            self._queries[layer, observation.first : end] = chunk
-        if self.due is None or self._queries is None:
-            return None
-        return self._queries[layer, self.due.eviction.first_row :]
+        if self.due is not None and self.due.stored is not None:
+            return self._part.queries.load(layer, self.due.stored)
+        if self._token_index is not None:
+            return queries.index_select(0, self._token_index)
+        return None
 
     def _add_sums(
         self, summed: SummedRows, layer: int, queries: torch.Tensor, scale: float
@@ -278,7 +263,7 @@ class PromptObservation:
         """Let the policy score one layer; `queries` are those of all observation rows."""
         policy, prompt = due.policy, due.prompt
         view = self._view(due, policy.score.rows, layer, queries, scale)
-        scores = policy.score(view)
+        scores = policy.scores(view)
         if due.eviction.guard is not None:
             self.masses.append(view.attention.column_sums)
         if policy.allocation.rows not in ("none", policy.score.rows):

@@ -192,7 +192,7 @@ def _read_flags(original: Callable[..., Any], cls: type, args: argparse.Namespac
         )
     # Checked before a model is read. An unknown method is reported by the name of its flag.
     settings = EvictionConfig.from_mapping({**values, "policy": NONE})
-    settings.check_method(values["policy"], settings.budget, "--kv-eviction")
+    settings.check_method(values["policy"], settings.budget, "--kv-eviction", settings.defer)
     EvictionConfig.from_mapping(values)
     engine_args.additional_config = {**engine_args.additional_config, CONFIG_KEY: values}
     # With --api-server-count other processes read the arguments before they load any plugin:

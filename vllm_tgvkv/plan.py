@@ -23,31 +23,37 @@ class Observation:
     request_id: str
     chunk_start: int
     """Position of the chunk's first token."""
-    first: int
-    """Index of the first of these rows among all observation rows of the prompt."""
     rows: np.ndarray
     """Their positions, int64, ascending."""
-    num_rows: int
-    """Observation rows of the whole prompt."""
+    stored: np.ndarray | None
+    """Rows of the query pool for their queries, int64; None if they vote in this step."""
+
+    def token_index(self, first_token: int) -> np.ndarray:
+        """Return the rows' indices in the batch's queries, int64.
+
+        `first_token` is the index of the chunk's first token.
+        """
+        return self.rows + (first_token - self.chunk_start)
 
 
 @dataclass(frozen=True)
 class RowSumming:
-    """A chunk of a prompt whose rows are all added to the column sums."""
+    """A chunk whose rows are all added to the column sums."""
 
     request_id: str
     method: str
     chunk_start: int
     num_keys: int
-    """Tokens of the prompt up to the chunk's end."""
+    """Tokens of the request up to the chunk's end."""
     blocks: np.ndarray
     """Block ids of these tokens, int32."""
     prompt: PromptMap
+    """The prompt, followed by the tokens of the answer whose rows are added as well."""
 
 
 @dataclass(frozen=True)
 class Eviction:
-    """A prompt whose last chunk runs in this step and whose cache shrinks afterwards."""
+    """A prompt whose cache shrinks after this step, which ends the prompt or its wait."""
 
     request_id: str
     method: str
@@ -60,15 +66,25 @@ class Eviction:
     traced_budget: str | None
     """The budget in words, if the request asked for a trace."""
     old_blocks: np.ndarray
-    """Block ids of the prompt, int32 [ceil(P / N)]; the last may be partly filled."""
+    """Block ids of prompt and answer, int32; the last may be partly filled."""
     new_blocks: np.ndarray
     """The k fresh blocks of the compressed region, int32 [k]."""
     row_blocks: np.ndarray
     """Block ids of the whole request after the eviction: fresh, zeros, tail, int32."""
+    num_answer: int = 0
+    """Tokens of the answer that are computed by then."""
+    stored: np.ndarray | None = None
+    """Rows of the query pool that hold the queries of `voters.rows`, int64; None if all vote in
+    the step that computes them."""
 
     @property
     def num_retained_blocks(self) -> int:
         return len(self.new_blocks)
+
+    @property
+    def observed(self) -> PromptMap:
+        """The prompt and the answer so far."""
+        return self.prompt.followed_by(self.num_answer)
 
     @property
     def first_row(self) -> int:

@@ -26,6 +26,8 @@ class Platform:
     quantised_caches: tuple[str, ...] = ()
     """Values of `--kv-cache-dtype` for caches that are quantised."""
     supports_model_runner_v2: bool = True
+    refused_flash_versions: tuple[int, ...] = ()
+    """Versions of FlashAttention that were not tried on a cache of head pages."""
 
 
 CPU = Platform(
@@ -38,7 +40,10 @@ CPU = Platform(
     supports_model_runner_v2=False,
 )
 CUDA = Platform(
-    "vllm_tgvkv.worker_cuda.EvictionGPUWorker", "FLASH_ATTN", decode_kernels=("stock", "triton")
+    "vllm_tgvkv.worker_cuda.EvictionGPUWorker",
+    "FLASH_ATTN",
+    decode_kernels=("stock", "triton"),
+    refused_flash_versions=(4,),
 )
 
 

@@ -22,12 +22,13 @@ VISION_MODALITIES = frozenset({"image", "video"})
 Grid = tuple[int, int]
 """Rows and columns of tokens."""
 
-RowSet = Literal["none", "text", "after_vision", "window", "all"]
+RowSet = Literal["none", "text", "after_vision", "window", "all", "answer"]
 """Tokens whose queries vote, see `voters`:
 
 `text` is the text after the first vision token, `after_vision` the text after the last one (at
 most the last `observation_window` tokens of either), `window` the last tokens of the prompt, `all`
-every token, and `none` no token, for scores that use no attention.
+every token, and `none` no token, for scores that use no attention. Where eviction waits for the
+first tokens of the answer, these vote in each of the sets but `none`; `answer` is only these.
 """
 
 WINDOW = 32
@@ -70,6 +71,10 @@ class PromptMap:
         starts = (*(run.start for run in self.vision), self.num_tokens)
         return all(end <= start for end, start in zip(ends, starts, strict=True))
 
+    def followed_by(self, num_text: int) -> PromptMap:
+        """Return the map of this prompt and `num_text` tokens of text behind it."""
+        return PromptMap(self.num_tokens + num_text, self.vision)
+
     def is_vision(self) -> np.ndarray:
         """Return the boolean mask of vision tokens, of shape [num_tokens]."""
         mask = np.zeros(self.num_tokens, dtype=bool)
@@ -80,7 +85,7 @@ class PromptMap:
 
 @dataclass(frozen=True)
 class Voters:
-    """Rows of a prompt whose attention a policy reads."""
+    """Rows of a prompt, and of its answer so far, whose attention a policy reads."""
 
     sets: Mapping[RowSet, np.ndarray]
     """Positions of each row set but `all`, int64, ascending, not empty."""
@@ -93,7 +98,9 @@ class Voters:
         """Return how many first tokens may come from the prefix cache, which holds no queries.
 
         With `exact`, all rows must be computed, so that the kept tokens do not depend on the cache;
-        otherwise, one row of each set. None means no limit.
+        otherwise, one row of each set. None means no limit. Rows of the answer are behind the
+        prompt, so a set that holds no others does not limit a hit, and with answer rows no set does
+        if not all rows are needed.
         """
         if self.every_row:
             return 0
@@ -117,22 +124,35 @@ def map_prompt(
     return PromptMap(num_tokens, tuple(sorted(runs, key=lambda run: run.start)))
 
 
-def voters(prompt: PromptMap, row_sets: Sequence[RowSet], observation_window: int) -> Voters:
+def voters(
+    prompt: PromptMap, row_sets: Sequence[RowSet], observation_window: int, num_answer: int = 0
+) -> Voters:
     """Return the positions of the given row sets.
 
     `text` holds the text positions after the first vision token, `after_vision` those after the
     last one; of either, at most the last `observation_window`. Without such text, both hold the
     last position; without vision, the last `observation_window` positions. `window` holds the last
-    positions of the prompt.
+    positions of the prompt. To each of them, the `num_answer` positions after the prompt are
+    added, the first tokens of the answer; `answer` holds only these.
+
+    Raises:
+        ValueError: for the row set `answer` without tokens of the answer.
     """
+    if "answer" in row_sets and num_answer < 1:
+        raise ValueError("rows of the answer vote, and eviction waits for none of its tokens")
+    answer = np.arange(prompt.num_tokens, prompt.num_tokens + num_answer)
     sets: dict[RowSet, np.ndarray] = {
-        kind: _rows(prompt, kind, observation_window) for kind in row_sets if kind != "all"
+        kind: np.concatenate((_rows(prompt, kind, observation_window), answer))
+        for kind in row_sets
+        if kind != "all"
     }
     union = np.unique(np.concatenate([*sets.values(), np.empty(0, np.int64)]))
     return Voters(sets, union, "all" in row_sets)
 
 
 def _rows(prompt: PromptMap, kind: RowSet, observation_window: int) -> np.ndarray:
+    if kind == "answer":
+        return np.empty(0, np.int64)
     if kind == "window":
         return np.arange(max(prompt.num_tokens - WINDOW, 0), prompt.num_tokens)
     first = 0

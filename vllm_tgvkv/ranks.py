@@ -213,6 +213,7 @@ class SharedAttention:
     """
 
     row_positions: Tensor
+    row_columns: Tensor
 
     def __init__(
         self,
@@ -226,15 +227,21 @@ class SharedAttention:
         self._own = cache(own)
         self._num_keys = num_keys
         # Row averages only help a rank to weigh its own rows.
-        self._statistics = sorted(statistics - {"row_averages"})
+        self._statistics = sorted(statistics - {"row_averages", "column_maxima"})
         # Not cached properties: their lock would let ranks that are threads wait for each other.
         self._known: dict[str, Tensor] = {}
         if rows is not None:
             self.row_positions = rows
+            self.row_columns = rows.unsqueeze(0)
 
     @property
     def column_sums(self) -> Tensor:
         return self._first_pass[: self._num_keys].float().unsqueeze(0)
+
+    @property
+    def column_maxima(self) -> Tensor:
+        # `compatibility.py` refuses such methods at start.
+        raise ValueError("maxima over rows of the mean over several ranks' heads are not known")
 
     @property
     def share_below(self) -> Tensor:

@@ -9,7 +9,7 @@ the state is indexed by that block's id, and a decode step needs no request ids 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -28,6 +28,7 @@ class Regions:
         self.num_replaced = torch.zeros(num_blocks, dtype=torch.int32, device=device)
         self.offsets = torch.zeros(num_blocks, num_pairs + 1, dtype=torch.int32, device=device)
         self._owners: dict[int, str] = {}
+        self._first_blocks: dict[str, int] = {}
         self.version = 0
         """Grows with every change; data derived from an older version is stale."""
 
@@ -35,10 +36,9 @@ class Regions:
     def num_live(self) -> int:
         return len(self._owners)
 
-    @property
-    def owners(self) -> Iterable[str]:
-        """Ids of the compressed requests."""
-        return self._owners.values()
+    def owns(self, request_id: str) -> bool:
+        """Return whether a request is compressed."""
+        return request_id in self._first_blocks
 
     def add(
         self,
@@ -50,6 +50,7 @@ class Regions:
     ) -> None:
         """Record a request's region; `offsets` is int32 [L * H + 1] on the device."""
         self._owners[first_block] = request_id
+        self._first_blocks[request_id] = first_block
         self.num_retained[first_block] = num_retained
         self.num_replaced[first_block] = num_replaced
         self.offsets[first_block] = offsets
@@ -60,7 +61,9 @@ class Regions:
         for block in first_blocks:
             self.num_retained[block] = 0
             self.num_replaced[block] = 0
-            del self._owners[block]
+            owner = self._owners.pop(block)
+            if self._first_blocks.get(owner) == block:
+                del self._first_blocks[owner]
         self.version += bool(first_blocks)
 
     def write_lengths(

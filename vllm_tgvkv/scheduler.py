@@ -38,6 +38,7 @@ from vllm_tgvkv.plan import (
     attach_plan,
     outcomes_of,
 )
+from vllm_tgvkv.queries import QueryRows
 
 logger = init_logger("vllm.tgvkv")
 
@@ -55,6 +56,8 @@ class EvictionReport:
     kept_tokens: int | None = None
     """Prompt tokens kept, mean over layers and heads; None if nothing was evicted."""
     blocks_after: int | None = None
+    answer_tokens: int | None = None
+    """Tokens of the answer that the eviction waited for."""
     skip_reason: str | None = None
     trace: str | None = None
     """Name of the trace below `/kv-eviction/requests`, if the request asked for one."""
@@ -63,10 +66,11 @@ class EvictionReport:
 class EvictionScheduler(Scheduler):
     """The stock scheduler with evictions; all scheduling decisions stay vLLM's.
 
-    `add_request` decides whether a request will be evicted and how many blocks it retains. The
-    manager reserves these when the last prefill chunk is scheduled. `schedule` then swaps the
-    blocks and attaches a `StepPlan` to the step's output. The number of freed blocks is known
-    here, before the step runs.
+    `add_request` decides whether a request will be evicted, after which token, and how many
+    blocks it retains. The manager reserves these with the chunk that ends at this token: the last
+    chunk of the prefill, or a token of the answer. `schedule` then swaps the blocks and attaches
+    a `StepPlan` to the step's output. The number of freed blocks is known here, before the step
+    runs.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -84,16 +88,20 @@ class EvictionScheduler(Scheduler):
             # clear each block when it is handed out again.
             self.needs_kv_cache_zeroing = manager._record_new_block_ids = True
         self.candidates: dict[str, Candidate] = {}
+        self.query_rows = QueryRows(config.num_query_rows)
+        self._first_chunks: list[str] = []
+        """Requests that took query rows while this step was scheduled."""
         self._defaults = Defaults(config)
         self._forgotten: list[str] = []
         self._reports: dict[str, EvictionReport] = {}
         self._last_gauges = 0.0
         self._last_log, self._last_line = time.monotonic(), str(self.eviction_counters)
         logger.info(
-            "KV eviction: policy %s, budget %s, granularity %s; pages of %d tokens, "
-            "pool of %d blocks of %d pages (layers x KV heads)",
+            "KV eviction: policy %s, budget %s, after %d tokens of the answer, granularity %s; "
+            "pages of %d tokens, pool of %d blocks of %d pages (layers x KV heads)",
             config.policy,
             config.budget,
+            config.defer,
             config.build_policy(config.policy).granularity,
             self.block_size,
             self.block_pool_size,
@@ -138,11 +146,13 @@ class EvictionScheduler(Scheduler):
         candidate = make_candidate(request, options, self.eviction_config, self.block_size, model)
         if isinstance(candidate, str):
             self._skip(request, options.policy, candidate)
-        elif not self.manager.can_ever_fit(request, candidate.num_retained_blocks):
+        elif not self.manager.can_ever_fit(candidate.num_retained_blocks, candidate.evicted_at):
             self._skip(request, options.policy, "pool_too_small")
         else:
             self.candidates[request.request_id] = candidate
-            self.manager.expect_eviction(request, candidate.num_retained_blocks)
+            self.manager.expect_eviction(
+                request, candidate.num_retained_blocks, candidate.evicted_at
+            )
 
     def _skip(self, request: Request, policy: str, reason: str) -> None:
         self.eviction_counters.skip(policy, reason)
@@ -158,10 +168,10 @@ class EvictionScheduler(Scheduler):
         candidate = self.candidates.get(request.request_id)
         if candidate is None:
             return blocks, num_hit, boundary, diverged
-        # The step that ends the prompt evicts, so it must run, even if a preempted request has
-        # its whole prompt and more in the cache. With speculative decoding vLLM pads a first
-        # step of one token with draft positions, which would lie behind the prompt's end.
-        limit = request.num_prompt_tokens - (2 if self.num_spec_tokens else 1)
+        # The step that evicts must run, even if a preempted request has all of its tokens and
+        # more in the cache. With speculative decoding vLLM pads a first step of one token with
+        # draft positions, which would lie behind the tokens that the eviction sees.
+        limit = candidate.evicted_at - (2 if self.num_spec_tokens else 1)
         last_cached = candidate.voters.last_cached(self.eviction_config.prefix_reuse == "exact")
         if last_cached is not None:
             limit = min(limit, last_cached)
@@ -174,33 +184,60 @@ class EvictionScheduler(Scheduler):
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        """Return the tokens of a chunk; 0, which vLLM skips, if earlier prefills need the blocks.
+        """Return the tokens of a chunk; 0, which vLLM skips, if the request has to wait.
 
-        vLLM asks this for every chunk. A candidate's chunk ends with its prompt. Only a preempted
-        request has tokens behind its prompt when it prefills: they follow in the next chunk, over
-        the compressed cache, as they were computed the first time.
+        vLLM asks this for every chunk, and for every step of a decoding request. A candidate's
+        chunk ends where it is evicted. Only a preempted request has tokens behind that when it
+        prefills: they follow in the next chunk, over the compressed cache, as they were computed
+        the first time. A candidate waits if earlier prefills need the blocks, or if it has to store
+        queries and no rows are left for them.
         """
         num_new_tokens = super()._reserve_prefill_lookahead(
             request, num_computed_tokens, num_new_tokens
         )
-        if request.request_id in self.candidates:
-            left_of_prompt = request.num_prompt_tokens - num_computed_tokens
-            if left_of_prompt > 0:
-                num_new_tokens = min(num_new_tokens, left_of_prompt)
+        candidate = self.candidates.get(request.request_id)
+        if candidate is not None and num_computed_tokens < candidate.evicted_at:
+            end = min(num_computed_tokens + num_new_tokens, candidate.evicted_at)
+            num_known = request.num_tokens + request.num_output_placeholders
+            if end > num_known and end == candidate.evicted_at:
+                # A draft would evict, and it may be rejected: wait until the token is known.
+                end -= 1
+            num_new_tokens = end - num_computed_tokens
+            if not self._may_observe(candidate, request.request_id, num_computed_tokens, end):
+                return 0
         may_take = self.manager.may_take(request.request_id, num_computed_tokens + num_new_tokens)
         return num_new_tokens if may_take else 0
+
+    def _may_observe(self, candidate: Candidate, request_id: str, start: int, end: int) -> bool:
+        """Take query rows for a candidate's first chunk, `start` to `end`, if it needs any.
+
+        It needs none if all tokens that vote are in the chunk that evicts. It holds them until it
+        is evicted, so a request that has begun never waits for them.
+        """
+        rows = candidate.voters.rows
+        if not len(rows) or self.query_rows.holds(request_id):
+            return True
+        if end == candidate.evicted_at and start <= max(rows[0], candidate.num_cached):
+            return True
+        if not self.query_rows.take(request_id, len(rows)):
+            return False
+        self._first_chunks.append(request_id)
+        return True
 
     # -- each step ----------------------------------------------------------------------
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         output = super().schedule(*args, **kwargs)
+        scheduled = output.num_scheduled_tokens
+        self.query_rows.give_back(name for name in self._first_chunks if name not in scheduled)
+        self._first_chunks = []
         plan = StepPlan(
             released=self.manager.drain_released(),
             forgotten=self._forgotten,
             poisoned=self.manager.drain_freed(),
         )
         self._forgotten = []
-        for request_id, num_scheduled in output.num_scheduled_tokens.items():
+        for request_id, num_scheduled in scheduled.items():
             if request_id in self.candidates and not self.manager.is_compressed(request_id):
                 self._plan_chunk(plan, self.requests[request_id], num_scheduled)
         if not self.use_v2_model_runner:  # which is sent whole requests when they are resumed
@@ -214,20 +251,20 @@ class EvictionScheduler(Scheduler):
         return attach_plan(output, plan)
 
     def _plan_chunk(self, plan: StepPlan, request: Request, num_scheduled: int) -> None:
-        """Add the worker's part in a chunk of a candidate's prefill."""
+        """Add the worker's part in a chunk of a candidate before its eviction."""
         candidate = self.candidates[request.request_id]
         end = request.num_computed_tokens  # vLLM has advanced it by this chunk already
         start = end - num_scheduled
         rows = candidate.voters.rows
+        stored = self.query_rows.of(request.request_id)
         first, last = np.searchsorted(rows, (start, end))
         if first < last:
             plan.observations.append(
                 Observation(
                     request_id=request.request_id,
                     chunk_start=start,
-                    first=int(first),
                     rows=rows[first:last],
-                    num_rows=len(rows),
+                    stored=None if stored is None else stored[first:last],
                 )
             )
         if candidate.voters.every_row:
@@ -238,14 +275,18 @@ class EvictionScheduler(Scheduler):
                     chunk_start=start,
                     num_keys=end,
                     blocks=self.manager.block_ids(request.request_id, end),
-                    prompt=candidate.prompt,
+                    prompt=candidate.prompt.followed_by(candidate.options.defer),
                 )
             )
-        if end == request.num_prompt_tokens:
+        if end == candidate.evicted_at:
             plan.evictions.append(self._evict(request, candidate))
 
     def _evict(self, request: Request, candidate: Candidate) -> Eviction:
         options = candidate.options
+        candidate.was_evicted = True
+        stored = self.query_rows.of(request.request_id)
+        # Free from now on: the rows are read in this step, and written by later ones.
+        self.query_rows.give_back([request.request_id])
         swap = self.manager.swap(request.request_id)
         self.eviction_counters.gave_back(options.policy, swap.num_freed - len(swap.new_blocks))
         if swap.deferred:
@@ -268,6 +309,8 @@ class EvictionScheduler(Scheduler):
             old_blocks=np.array(swap.old_blocks, dtype=np.int32),
             new_blocks=np.array(swap.new_blocks, dtype=np.int32),
             row_blocks=np.array(swap.row_blocks, dtype=np.int32),
+            num_answer=options.defer,
+            stored=stored,
         )
 
     def update_from_output(
@@ -318,11 +361,12 @@ class EvictionScheduler(Scheduler):
             num_kept: prompt tokens per head, the tail included.
         """
         num_tokens, options = request.num_prompt_tokens, candidate.options
-        num_before = cdiv(num_tokens, self.block_size)
+        num_before = cdiv(candidate.evicted_at, self.block_size)
         num_after = num_before - num_tokens // self.block_size + num_retained
         self.eviction_counters.evicted(options.policy, num_tokens, num_kept)
         if report := self._reports.get(request.request_id):
-            report.kept_tokens, report.blocks_after = num_kept, num_after
+            report.kept_tokens, report.answer_tokens = num_kept, options.defer
+            report.blocks_before, report.blocks_after = num_before, num_after
             report.trace = request.request_id if options.trace else None
         logger.debug(
             "KV eviction of %s: %s, %s; %d of %d prompt tokens kept a head, blocks %d -> %d",
@@ -342,14 +386,18 @@ class EvictionScheduler(Scheduler):
         super()._preempt_request(request, *args, **kwargs)
         if candidate := self.candidates.get(request.request_id):
             self._forgotten.append(request.request_id)
+            self.query_rows.give_back([request.request_id])
             candidate.num_stale = candidate.num_pending
 
     def _free_request(
         self, request: Request, *args: Any, **kwargs: Any
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         kv_params, ec_params = super()._free_request(request, *args, **kwargs)
-        if self.candidates.pop(request.request_id, None):
+        if candidate := self.candidates.pop(request.request_id, None):
+            if candidate.options.defer and not candidate.was_evicted:
+                self._skip(request, candidate.options.policy, "answer_too_short")
             self._forgotten.append(request.request_id)
+            self.query_rows.give_back([request.request_id])
             self.manager.forget(request.request_id)
         if report := self._reports.pop(request.request_id, None):
             kv_params = {**(kv_params or {}), CONFIG_KEY: asdict(report)}

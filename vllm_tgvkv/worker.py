@@ -84,8 +84,9 @@ class EvictingWorker:
             pool,
             tensor_ranks(self.vllm_config),
             pipeline_stages(pool.num_layers),
+            self.vllm_config.model_config.dtype,
         )
-        builder.bind(self._evictor, self.find_row)
+        builder.bind(self._evictor, self)
         self._shrunk: list[Eviction] = []
         self._counters = EvictionCounters().as_dict()
 
@@ -113,7 +114,11 @@ class EvictingWorker:
         return with_outcomes(output, outcomes)
 
     def find_row(self, common: CommonAttentionMetadata, request_id: str) -> int | None:
-        """Return a request's row in the batch that is being built, see `RowFinder`."""
+        """Return a request's row in the batch that is being built, see `BatchRows`."""
+        raise NotImplementedError
+
+    def request_at(self, common: CommonAttentionMetadata, row: int) -> str:
+        """Return the request in a row of the batch that is being built, see `BatchRows`."""
         raise NotImplementedError
 
     def rewrite_rows(self, evictions: list[Eviction]) -> None:

@@ -57,6 +57,9 @@ class EvictionCPUWorker(EvictingWorker, CPUWorker):
     def find_row(self, common: CommonAttentionMetadata, request_id: str) -> int | None:
         return RowsV1.find(self.model_runner, common, request_id)
 
+    def request_at(self, common: CommonAttentionMetadata, row: int) -> str:
+        return RowsV1.request_at(self.model_runner, common, row)
+
     def rewrite_rows(self, evictions: list[Eviction]) -> None:
         for eviction in evictions:
             RowsV1.rewrite(self.model_runner, eviction)

@@ -9,25 +9,33 @@ token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from vllm.v1.worker.gpu.model_runner import BatchReqState
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner as GPUModelRunnerV1
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from vllm_tgvkv.config import config_of
+from vllm_tgvkv.memory import Memory, Sizes, memory_outside_pool
 from vllm_tgvkv.model_runner import RowsV1, RowsV2
+from vllm_tgvkv.observation import WORKSPACE_BYTES
+from vllm_tgvkv.pages import CacheShape
 from vllm_tgvkv.plan import Eviction
 from vllm_tgvkv.warm_up import warm_up
 from vllm_tgvkv.worker import EvictingWorker
+
+logger = init_logger("vllm.tgvkv")
 
 
 class EvictionGPUWorker(EvictingWorker, Worker):
@@ -39,6 +47,21 @@ class EvictionGPUWorker(EvictingWorker, Worker):
     def _make_model_runner(self) -> EvictingModelRunnerV1 | EvictingModelRunnerV2:
         runner = EvictingModelRunnerV2 if self.use_v2_model_runner else EvictingModelRunnerV1
         return runner(self.vllm_config, self.device, self)
+
+    def determine_available_memory(self) -> int:
+        """Return the bytes of the pool: what vLLM would take, less what eviction takes itself."""
+        available = super().determine_available_memory()
+        specs = self.get_kv_cache_spec()
+        memory = memory_of(self.vllm_config, specs)
+        logger.info("KV eviction takes %s", memory)
+        if self.cache_config.kv_cache_memory_bytes:
+            return available  # the user's number, or one found so at an earlier start
+        block_bytes = sum(spec.page_size_bytes for spec in specs.values())
+        left = memory.left_for_pool(available, block_bytes)
+        # vLLM adds it up to a --kv-cache-memory that it recommends.
+        self.peak_activation_memory += available - left
+        self.available_kv_cache_memory_bytes = left
+        return left
 
     @torch.inference_mode()
     def compile_or_warm_up_model(self) -> CompilationTimes:
@@ -55,9 +78,31 @@ class EvictionGPUWorker(EvictingWorker, Worker):
     def find_row(self, common: CommonAttentionMetadata, request_id: str) -> int | None:
         return self.model_runner.rows.find(self.model_runner, common, request_id)
 
+    def request_at(self, common: CommonAttentionMetadata, row: int) -> str:
+        return self.model_runner.rows.request_at(self.model_runner, common, row)
+
     def rewrite_rows(self, evictions: list[Eviction]) -> None:
         """Leave the rows to the model runner, which rewrites them when it updates its own."""
         self.model_runner.shrunk = evictions
+
+
+def memory_of(vllm_config: VllmConfig, specs: Mapping[str, FullAttentionSpec]) -> Memory:
+    """Return what eviction takes outside the pool, for the specs of the worker's layers by name."""
+    name, spec = next(iter(specs.items()))
+    compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
+    group_size = compilation.static_forward_context[name].impl.num_queries_per_kv
+    longest = vllm_config.model_config.max_model_len
+    shape = CacheShape(len(specs), spec.num_kv_heads, group_size, spec.head_size, spec.block_size)
+    sizes = Sizes(
+        shape,
+        element_bytes=vllm_config.model_config.dtype.itemsize,
+        max_tokens=longest,
+        step_tokens=scheduler.max_num_batched_tokens,
+        max_rows=max(scheduler.max_num_seqs, compilation.max_cudagraph_capture_size or 0),
+        table_width=cdiv(longest, spec.block_size),
+        workspace_bytes=WORKSPACE_BYTES,
+    )
+    return memory_outside_pool(config_of(vllm_config), sizes)
 
 
 class ShrinkingRows:
@@ -100,6 +145,9 @@ class EvictingModelRunnerV2(ShrinkingRows, GPUModelRunnerV2):
     rows = RowsV2
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
+        # A request that was preempted and is resumed in this step has its new row already.
+        added = {request.req_id for request in scheduler_output.scheduled_new_reqs}
+        self.shrunk = [eviction for eviction in self.shrunk if eviction.request_id not in added]
         self.rewrite_shrunk_rows()
         super().update_requests(scheduler_output)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -41,29 +41,31 @@ class GpuEngine:
     """A vLLM engine with its stopwatches; `evicts` tells whether the plugin is on."""
 
     def __init__(
-        self, shape: Shape, root: Path | str, pool_tokens: int, engine_args: dict[str, Any]
+        self, shape: Shape, root: Path | str, pool_tokens: int | None, engine_args: dict[str, Any]
     ) -> None:
+        """Start vLLM with a pool of `pool_tokens`; without them vLLM sizes it by its profile."""
         self.shape = shape
         self.evicts = "additional_config" in engine_args
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.eviction = DeviceStopwatch(self.device)
+        self.eviction_host = Stopwatches()
         if self.evicts:
             from vllm_tgvkv.evictor import Evictor
 
             self.eviction.wrap(Evictor, "observe_layer")
+            self.eviction_host.watch(Evictor, "observe_layer")
+        defaults = {
+            "load_format": "dummy",
+            "dtype": "bfloat16",
+            "kv_cache_memory_bytes": pool_tokens and pool_tokens * shape.kv_bytes_per_token,
+            "limit_mm_per_prompt": {"image": 128, "video": 0}
+            if shape.arch != "llava"
+            else {"image": 128},
+            "seed": 0,
+        }
         begin = time.perf_counter()
         self.engine = LLMEngine.from_engine_args(
-            EngineArgs(
-                model=str(model_folder(root, shape)),
-                load_format="dummy",
-                dtype="bfloat16",
-                kv_cache_memory_bytes=pool_tokens * shape.kv_bytes_per_token,
-                limit_mm_per_prompt={"image": 128, "video": 0}
-                if shape.arch != "llava"
-                else {"image": 128},
-                seed=0,
-                **engine_args,
-            ),
+            EngineArgs(model=str(model_folder(root, shape)), **(defaults | engine_args)),
             usage_context=UsageContext.OPENAI_API_SERVER,  # the defaults of `vllm serve`
         )
         self.start_seconds = time.perf_counter() - begin
@@ -87,13 +89,14 @@ class GpuEngine:
 
         `pool_tokens` reduces the pool to blocks for that number of tokens.
         """
-        requests = [self._request(traffic, budget) for _ in range(traffic.requests)]
-        before = self._num_evicted()
+        xargs = budget_xargs(budget)
+        requests = [self.request(traffic, xargs) for _ in range(traffic.requests)]
+        before = self.num_evicted()
         scheduler = self.core.scheduler
         with reduced_pool(scheduler, pool_tokens) if pool_tokens else nullcontext():
             synchronize(self.device)
             begin = time.perf_counter()
-            self._submit(requests)
+            self.submit(requests)
             running = []
             while self.engine.has_unfinished_requests():
                 self.engine.step()
@@ -107,31 +110,43 @@ class GpuEngine:
             "output_tokens_per_second": traffic.requests * traffic.output_tokens / seconds,
             "peak_running": max(running),
             "steps": len(running),
-            "evicted": self._num_evicted() - before,
+            "evicted": self.num_evicted() - before,
         }
 
     def prefill(
         self, prompt_tokens: int, rounds: int, budget: float | None = None
     ) -> dict[str, float]:
-        """Time prompts alone: from arrival to first token, and the eviction on the device."""
+        """Time prompts alone: from arrival to first token, and the eviction."""
         traffic = Traffic(1, prompt_tokens, 2)
-        seconds, parts = [], []
+        return self.time_prefills(lambda: self.request(traffic, budget_xargs(budget)), rounds)
+
+    def time_prefills(
+        self, make_request: Callable[[], EngineCoreRequest], rounds: int
+    ) -> dict[str, float]:
+        """Time requests alone: to the first token, and the eviction on device and host.
+
+        The device's time contains its waits for the host.
+        """
+        seconds, parts, host = [], [], []
         for number in range(rounds + 1):
-            request = self._request(traffic, budget)
+            request = make_request()
             self.eviction.take()
+            self.eviction_host.reset()
             synchronize(self.device)
             begin = time.perf_counter()
-            self._submit([request])
+            self.submit([request])
             while not self.engine.step():
                 pass
             elapsed = time.perf_counter() - begin
             if number > 0:  # the first one warms up
                 seconds.append(elapsed)
                 parts.append(self.eviction.take())
-            self._drain()
+                host.append(self.eviction_host.seconds["observe_layer"])
+            self.drain()
         result = {"seconds": statistics.median(seconds)}
         if self.evicts:
             result["eviction_seconds"] = statistics.median(parts)
+            result["eviction_host_seconds"] = statistics.median(host)
             shares = [part / whole for part, whole in zip(parts, seconds, strict=True)]
             result["eviction_share"] = statistics.median(shares)
         return result
@@ -139,50 +154,55 @@ class GpuEngine:
     def decode(
         self, batch: int, prompt_tokens: int, steps: int, budget: float | None = None
     ) -> dict[str, float]:
-        """Time decode steps of `batch` requests, and the host's work in them.
-
-        The host's work is timed with the device idle before every step, so that no wait for the
-        device counts as work.
-        """
+        """Time decode steps of `batch` requests, and the host's work in them."""
         traffic = Traffic(batch, prompt_tokens, 2 * steps + 64)
-        self._submit([self._request(traffic, budget) for _ in range(batch)])
-        started: set[str] = set()
-        while len(started) < batch:
-            started.update(output.request_id for output in self.engine.step())
+        self.start([self.request(traffic, budget_xargs(budget)) for _ in range(batch)])
         synchronize(self.device)
         begin = time.perf_counter()
         counts = [len(self.engine.step()) for _ in range(steps)]
         synchronize(self.device)
         wall = time.perf_counter() - begin
         assert all(count in (0, batch) for count in counts), counts
+        host = self.host_seconds(steps)
+        self.abort()
+        return {"step_seconds": wall / steps, **host}
+
+    def host_seconds(self, steps: int) -> dict[str, float]:
+        """Time the host's work in steps, with the device idle before every one.
+
+        So no wait for the device counts as work.
+        """
         with self._host_watched():
             for _ in range(steps):
                 self.engine.step()
-            host = sum(self.host.seconds.values()) / self.host.calls["execute_model"]
+            total = sum(self.host.seconds.values()) / self.host.calls["execute_model"]
             parts = {f"host_{name}": s / steps for name, s in self.host.seconds.items()}
-        self._abort()
-        return {"step_seconds": wall / steps, "host_seconds": host, **parts}
+        return {"host_seconds": total, **parts}
+
+    def start(self, requests: Sequence[EngineCoreRequest]) -> None:
+        """Add requests, and step until each has its first token."""
+        waiting = {request.request_id for request in requests}  # vLLM appends to it
+        self.submit(requests)
+        while waiting:
+            waiting -= {output.request_id for output in self.engine.step()}
 
     # -- requests -----------------------------------------------------------------------
 
-    def _request(self, traffic: Traffic, budget: float | None) -> EngineCoreRequest:
-        """Return a preprocessed request with images, or text, that the engine has not seen."""
-        self._count += 1
-        name = f"request-{self._count}"
-        params = SamplingParams(
-            max_tokens=traffic.output_tokens,
-            temperature=0.0,
-            ignore_eos=True,
-            detokenize=False,
-            extra_args={"kv_eviction_budget": budget} if budget and self.evicts else None,
-        )
+    def request(
+        self, traffic: Traffic, xargs: Mapping[str, Any] | None = None
+    ) -> EngineCoreRequest:
+        """Return a preprocessed request with images, or text, that the engine has not seen.
+
+        `xargs` are options of the eviction, which stock vLLM does not get.
+        """
         if not traffic.images:
-            return self._preprocess(name, text_prompt(traffic.prompt_tokens, self._count), params)
+            prompt = text_prompt(traffic.prompt_tokens, self._count)
+            return self.preprocess(prompt, traffic.output_tokens, xargs)
         templates = self._templates.setdefault(traffic.prompt_tokens, [])
         if len(templates) < _NUM_TEMPLATES:
             self._seed += 1
             prompt = image_prompt(self.shape, traffic.prompt_tokens, self._seed)
-            template = self._preprocess(name, prompt, params)
+            template = self.preprocess(prompt, traffic.output_tokens)
             length = len(template.prompt_token_ids or ())
             assert length == traffic.prompt_tokens, (length, traffic.prompt_tokens)
             templates.append(template)
@@ -190,34 +210,59 @@ class GpuEngine:
         request = EngineCoreRequest(
             **{field: getattr(template, field) for field in template.__struct_fields__}
         )
-        request.request_id = name
-        request.sampling_params = params
+        self._count += 1
+        name = request.request_id = f"request-{self._count}"
+        request.sampling_params = self._sampling(traffic.output_tokens, xargs)
         request.mm_features = [
             replace(feature, identifier=f"{name}-{place}", mm_hash=f"{name}-{place}")
             for place, feature in enumerate(template.mm_features or ())
         ]
         return request
 
-    def _preprocess(
-        self, name: str, prompt: dict[str, Any], params: SamplingParams
+    def preprocess(
+        self,
+        prompt: Mapping[str, Any],
+        output_tokens: int,
+        xargs: Mapping[str, Any] | None = None,
     ) -> EngineCoreRequest:
+        """Return a request with a prompt in vLLM's format."""
+        self._count += 1
         return self.engine.input_processor.process_inputs(
-            name, prompt, params, supported_tasks=self.engine.get_supported_tasks()
+            f"request-{self._count}",
+            prompt,
+            self._sampling(output_tokens, xargs),
+            supported_tasks=self.engine.get_supported_tasks(),
         )
 
-    def _submit(self, requests: Sequence[EngineCoreRequest]) -> None:
+    def _sampling(self, output_tokens: int, xargs: Mapping[str, Any] | None) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=output_tokens,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args=dict(xargs) if xargs and self.evicts else None,
+        )
+
+    def submit(self, requests: Sequence[EngineCoreRequest]) -> None:
+        """Add requests."""
         for request in requests:
             request.arrival_time = time.time()
             assert request.sampling_params is not None
             self.engine.add_request(request.request_id, request, request.sampling_params)
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
+        """Step until no request is left."""
         while self.engine.has_unfinished_requests():
             self.engine.step()
         self._settle()
 
-    def _abort(self) -> None:
-        self.engine.abort_request(list(self.engine.output_processor.request_states), internal=True)
+    def abort(self, requests: Sequence[EngineCoreRequest] | None = None) -> None:
+        """End requests that were added, by default all."""
+        if requests is None:
+            names = list(self.engine.output_processor.request_states)
+        else:
+            names = [request.request_id for request in requests]
+        self.engine.abort_request(names, internal=True)
         self._settle()
 
     def _settle(self) -> None:
@@ -253,8 +298,13 @@ class GpuEngine:
             for name, owner in owners.items():
                 delattr(owner, name)  # restores the class's method
 
-    def _num_evicted(self) -> int:
+    def num_evicted(self) -> int:
         """Return the number of requests evicted so far, the proof that eviction was on."""
         if not self.evicts:
             return 0
         return int(self.core.scheduler.eviction_counters.requests_evicted)
+
+
+def budget_xargs(budget: float | None) -> dict[str, float] | None:
+    """Return the options of a request with a budget of its own, None for the server's."""
+    return {"kv_eviction_budget": budget} if budget else None

@@ -225,7 +225,7 @@ def variants() -> Iterator[Variant]:
     sizes = ("num_heads", "num_candidates", "num_slots")
     strides = ("score_layer_stride", "score_row_stride", "tier_layer_stride", "tier_row_stride")
     pointers = {"scores": "*fp32", "counts": "*i64", "selected": "*i32"}
-    for tier_type in ("*i32", "*i64"):
+    for tier_type in ("*i32", "*u8"):
         yield Variant(
             f"tiers {tier_type[1:]}",
             _select_kernel,

@@ -40,6 +40,7 @@ const SKIP_REASONS = {
   text_only: "the prompt has no image",
   prompt_too_short: "the prompt is too short for it",
   budget_covers_prompt: "the budget holds the whole prompt",
+  answer_too_short: "the answer ended before the wait for it did; lower kv_eviction_defer",
   single_token: "an answer of one token does not read the cache again; allow more answer tokens",
   pool_too_small: "the server's cache cannot hold the prompt and what is kept at the same time",
   method_needs_vision: "this method measures attention to images, and there are none",

@@ -134,7 +134,9 @@ def pretend(
     """Make engines with eviction that start later in this process use the CUDA backend."""
     monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", attend, raising=False)
     monkeypatch.setattr(flash_attn, "reshape_and_cache_flash", write_cache, raising=False)
-    monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda *args, **kwargs: 2)
+    monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda *args, **kwargs: 3)
+    # It schedules stock attention's work, which `attend` does not need.
+    monkeypatch.setattr(flash_attn, "get_scheduler_metadata", lambda **ignored: None, raising=False)
     worker = f"{worker_cls.__module__}.{worker_cls.__qualname__}"
     kernels = platforms.CUDA.decode_kernels
     monkeypatch.setattr(platforms, "CPU", platforms.Platform(worker, "CPU_ATTN", kernels))

@@ -25,6 +25,7 @@ class EvictingV2Worker(FlashOnCPUWorker):
     """The CPU worker, with `EvictingV2Runner` and the GPU worker's treatment of it."""
 
     find_row = EvictionGPUWorker.find_row
+    request_at = EvictionGPUWorker.request_at
     rewrite_rows = EvictionGPUWorker.rewrite_rows
     # Skips the CPU worker's method, which handles the generators of runner V1.
     sample_tokens = EvictingWorker.sample_tokens

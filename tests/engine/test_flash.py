@@ -58,9 +58,12 @@ def oracle(folder: Path) -> Oracle:
 def flash() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         flash_on_cpu.pretend(monkeypatch)
-        # Preempted requests take several slices, and tables hold three of the four layers.
+        # Preempted requests take several slices; tables of 8 rows hold three of the four layers,
+        # and those of fewer rows more; 3 rows or more take several launches.
         monkeypatch.setattr(attention_cuda, "_REPLAY_ROWS", 16)
         monkeypatch.setattr(attention_cuda, "_TABLE_BYTES", 3 * TABLE_BYTES_OF_A_LAYER)
+        monkeypatch.setattr(attention_cuda, "_MAX_SPLIT_SEQUENCES", 5)
+        monkeypatch.setattr(attention_cuda, "_KEYS_PER_LAUNCH", 16)
         yield
 
 

@@ -43,6 +43,10 @@ def test_preemption(process: ProcessPoolExecutor, folder: Path) -> None:
     process.submit(preemption, folder).result()
 
 
+def test_reset_right_after_an_eviction(process: ProcessPoolExecutor, folder: Path) -> None:
+    process.submit(resets, folder).result()
+
+
 # -- run in the other process, which must not have imported vLLM before ----------------------
 
 
@@ -87,3 +91,35 @@ def preemption(folder: Path) -> None:
 
     runner_v2.pretend_gpu_worker()
     test_preemption_in_a_small_pool(folder, Oracle(folder))
+
+
+def resets(folder: Path) -> None:
+    """The step after an evicting one preempts every request and resumes it at once, several times.
+
+    Blocks that are given back are poisoned, and all blocks are recounted after each step.
+    """
+    from oracle.emulation import Oracle
+    from tests.engine.running import assert_outputs_agree, engine
+    from tests.engine.test_engine import album, budget, tgv
+
+    runner_v2.pretend_gpu_worker()
+    asks = [album(120 + i, 20, 120 + 50 * i, max_tokens=12, xargs=budget(0.3)) for i in range(3)]
+    settings = tgv("head", debug={"record_kept": True, "poison": True})
+    with engine(folder, settings, enable_prefix_caching=True) as running:
+        names, compressed, num_resets = [], set(), 0
+        for ask in asks:
+            names.append(running.add(ask))
+            running.step()
+        finished = {}
+        while running.engine.has_unfinished_requests():
+            finished.update({o.request_id: o for o in running.step() if o.finished})
+            now = set(running.scheduler.manager.compressions)
+            if now - compressed and num_resets < 3:
+                assert running.llm.reset_prefix_cache(reset_running_requests=True)
+                num_resets += 1
+                now = set()
+            compressed = now
+        assert num_resets == 3
+        running.assert_empty()
+        outputs = [finished[name] for name in names]
+        assert_outputs_agree(running, Oracle(folder), asks, outputs)

@@ -9,15 +9,28 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from oracle.attention import attention_probabilities
+from oracle.statistics import shared_sets
 from tests.gpu import pytorch_on_cpu
 from tests.inputs import fresh_seed
-from tests.unit.test_statistics import ALL, check_one
+from tests.unit.test_statistics import (
+    ALL,
+    KEY_DTYPES,
+    Layers,
+    check_sets,
+    exact_log_sum_exp,
+    make_layers,
+    observed_layers,
+)
 from vllm_tgvkv.kernels import gpu
 from vllm_tgvkv.kernels.row_sums import RowSums
-from vllm_tgvkv.kernels.statistics import Scratch, observe
+from vllm_tgvkv.kernels.statistics import Scratch, observe, observe_layers
+from vllm_tgvkv.policies import LayerView, Mix, Prompt, build_policy
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -35,14 +48,14 @@ class Poisoned(Scratch):
 @pytest.fixture(autouse=True)
 def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Poison new tensors, so that values a kernel leaves out show."""
-    from vllm_tgvkv.kernels.gpu.statistics import TritonAttention
+    from vllm_tgvkv.kernels.gpu.paged_rows import PagedRows
 
-    empty = TritonAttention._empty
+    empty = PagedRows.empty
 
-    def poisoned(self: TritonAttention, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def poisoned(self: PagedRows, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return empty(self, *shape, dtype=dtype).fill_(math.nan if dtype.is_floating_point else 9999)
 
-    monkeypatch.setattr(TritonAttention, "_empty", poisoned)
+    monkeypatch.setattr(PagedRows, "empty", poisoned)
 
 
 def make(
@@ -86,7 +99,9 @@ def check(arguments: dict[str, Any], per_head: bool, stored: bool = True, **opti
     """Compare every statistic with float64; weighted sums from stored averages or from keys."""
     statistics = ALL if stored else ALL - {"row_averages"}
     options = {"scratch": Poisoned(), "per_head": per_head, "statistics": statistics, **options}
-    check_one(observe(**arguments, **options), exact(arguments), **TOLERANCE)
+    num_visible = (arguments["row_positions"] + 1).tolist()
+    sets = shared_sets(exact(arguments), num_visible, per_head)
+    check_sets(observe(**arguments, **options), sets, **TOLERANCE)
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -135,18 +150,18 @@ def test_more_rows_than_a_tile_has(device: str, per_head: bool, workspace_bytes:
 @pytest.mark.parametrize("programs", [1, 1 << 20])
 def test_any_number_of_splits(device: str, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh_seed()
-    from vllm_tgvkv.kernels.gpu import statistics
+    from vllm_tgvkv.kernels.gpu import columns, softmax
 
-    monkeypatch.setattr(statistics, "_SOFTMAX_PROGRAMS", programs)
-    monkeypatch.setattr(statistics, "_COLUMNS_PROGRAMS", programs)
+    monkeypatch.setattr(softmax, "_PROGRAMS", programs)
+    monkeypatch.setattr(columns, "_PROGRAMS", programs)
     check(make(140, 40, device, heads=1, group=4), per_head=True, stored=False)
 
 
 def test_little_shared_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh_seed()
-    from vllm_tgvkv.kernels.gpu import statistics
+    from vllm_tgvkv.kernels.gpu import paged_rows
 
-    monkeypatch.setattr(statistics, "_shared_bytes", lambda device: 99 << 10)
+    monkeypatch.setattr(paged_rows, "shared_bytes", lambda device: 99 << 10)
     check(make(70, 20, device, group=4, head_size=256, dtype=BF16), per_head=False)
 
 
@@ -324,6 +339,32 @@ def test_sums_over_all_rows_of_several_chunks(device: str, per_head: bool) -> No
         torch.testing.assert_close(got.double().cpu(), expected, **TOLERANCE)
 
 
+def watch_launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list to which the name of each Triton kernel is added when it is launched."""
+    from vllm_tgvkv.kernels.gpu import columns, softmax
+
+    seen: list[str] = []
+
+    class Watched:
+        def __init__(self, name: str, kernel: Any) -> None:
+            self.name, self.kernel = name, kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+            def launch(*args: Any, **kwargs: Any) -> object:
+                seen.append(self.name)
+                # The interpreter's own operations are not launches.
+                with _disable_current_modes():
+                    return self.kernel[grid](*args, **kwargs)
+
+            return launch
+
+    for module, names in ((softmax, ("softmax", "combine")), (columns, ("columns", "weigh"))):
+        for name in names:
+            kernel = f"_{name}_kernel"
+            monkeypatch.setattr(module, kernel, Watched(name, getattr(module, kernel)))
+    return seen
+
+
 @pytest.mark.parametrize(
     ("statistics", "launches"),
     [
@@ -338,20 +379,7 @@ def test_keys_are_read_twice_at_most(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Once for the log-sum-exp, if it is not given, and once for all other statistics."""
-    from vllm_tgvkv.kernels.gpu import statistics as module
-
-    seen: list[str] = []
-
-    class Watched:
-        def __init__(self, name: str) -> None:
-            self.name, self.kernel = name, getattr(module, f"_{name}_kernel")
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
-            seen.append(self.name)
-            return self.kernel[grid]  # type: ignore[no-any-return]
-
-    for name in ("softmax", "combine", "columns", "weigh"):
-        monkeypatch.setattr(module, f"_{name}_kernel", Watched(name))
+    seen = watch_launches(monkeypatch)
     fresh_seed()
     arguments = make(40, 5, device)
     weights = torch.rand(2, 5, device=device)
@@ -365,6 +393,116 @@ def test_keys_are_read_twice_at_most(
     )
     _ = given.column_sums, given.weighted_column_sums(weights)
     assert seen == launches[2:]
+
+
+# -- several layers over page tables ------------------------------------------------------
+
+
+def check_layers(layers: Layers, stored: bool = True, **options: Any) -> None:
+    statistics = ALL if stored else ALL - {"row_averages"}
+    options = {"scratch": Poisoned(), "statistics": statistics, **options}
+    check_sets(observe_layers(**layers.arguments, **options), layers.sets(), **TOLERANCE)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data(), stored=st.booleans())
+def test_heads_of_different_lengths(device: str, data: st.DataObject, stored: bool) -> None:
+    check_layers(data.draw(observed_layers(device, longest=70)), stored)
+
+
+@pytest.mark.parametrize("per_head", [True, False])
+@pytest.mark.parametrize("is_transposed", [True, False])
+def test_layers_of_several_tiles(device: str, per_head: bool, is_transposed: bool) -> None:
+    """Some heads end tiles before others, and some rows see nothing of the shortest."""
+    fresh_seed()
+    lengths = [[300, 5], [1, 129]] if per_head else [[300, 300], [40, 40]]
+    hidden = [140, *range(40, 0, -2), 0]
+    layers = make_layers(
+        lengths, hidden, per_head, 4, 32, 16, FP16, is_transposed=is_transposed, device=device
+    )
+    check_layers(layers)
+    check_layers(layers, stored=False, workspace_bytes=0)
+
+
+@pytest.mark.parametrize("dtype", [FP16, FP32, BF16])
+@pytest.mark.parametrize("key_dtype", KEY_DTYPES)
+def test_quantised_keys(device: str, dtype: torch.dtype, key_dtype: torch.dtype) -> None:
+    fresh_seed()
+    check_layers(
+        make_layers([[50, 21]], [9, 2, 0], True, 2, 16, 16, dtype, key_dtype, device=device)
+    )
+
+
+def test_log_sum_exps_of_layers(device: str) -> None:
+    fresh_seed()
+    layers = make_layers([[40, 3], [1, 70]], [13, 5, 0], per_head=True, device=device)
+    log_sum_exp = exact_log_sum_exp(layers)
+    assert log_sum_exp.isinf().any()
+    check_layers(layers, log_sum_exp=log_sum_exp.float().to(device))
+
+
+class Operations(TorchDispatchMode):
+    """Names of PyTorch operations that would launch a kernel: all but views and allocations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        allocates = function.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.new_empty)
+        if not function.is_view and not allocates:
+            self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("per_head", [True, False])
+def test_the_number_of_launches_does_not_grow_with_the_layers(
+    device: str, per_head: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Statistics, scores and strengths of TGV-KV, whose weights depend on the column sums."""
+    fresh_seed()
+    triton_launches = watch_launches(monkeypatch)
+    policy = build_policy(Mix("tgv", granularity="head" if per_head else "layer"))
+    num_layers, heads, num_keys, num_rows = 36, 2, 20, 3
+    prompt = Prompt(num_keys, 16, torch.arange(num_keys, device=device) < 10, 0)
+    hidden = range(num_rows - 1, -1, -1)
+    arguments = make_layers(
+        [[num_keys] * heads] * num_layers, hidden, per_head, 2, 16, 16, device=device
+    ).arguments
+
+    def scored(layers: slice) -> tuple[list[Tensor], int]:
+        """Return scores and strengths of some layers at once, and the number of launches."""
+        pairs = slice(layers.start * heads, layers.stop * heads)
+        some = arguments | {
+            **{name: arguments[name][layers] for name in ("queries", "scale")},
+            **{name: arguments[name][pairs] for name in ("tables", "lengths")},
+        }
+        triton_launches.clear()
+        with Operations() as operations:
+            attention = observe_layers(
+                **some,
+                statistics=policy.statistics("text"),
+                num_common_keys=num_keys - num_rows + 1,
+                row_positions=torch.arange(num_keys - num_rows, num_keys, device=device),
+            )
+            view = LayerView(0, attention.num_groups, prompt, attention)
+            scores = policy.score(view)
+            strengths = policy.allocation.strength(view, scores)
+        return [scores, strengths], len(triton_launches) + len(operations.names)
+
+    together, launches = scored(slice(0, num_layers))
+    assert triton_launches == ["softmax", "combine", "columns", "weigh"]
+    num_sets = heads if per_head else 1
+    for layer in (0, num_layers - 1):
+        alone, launches_of_one = scored(slice(layer, layer + 1))
+        assert triton_launches == ["softmax", "combine", "columns", "weigh"]
+        sets = slice(layer * num_sets, (layer + 1) * num_sets)
+        for of_all, of_layer in zip(together, alone, strict=True):
+            torch.testing.assert_close(of_all[sets], of_layer)
+    print(f"{launches} launches for {num_layers} layers, {launches_of_one} for one")
+    assert launches <= launches_of_one <= 25
 
 
 @pytest.mark.gpu

@@ -380,6 +380,31 @@ def test_ranks_and_stages_with_a_gpu_each_are_refused(plain: str, kind: str) -> 
 
 
 @pytest.mark.parametrize(
+    ("ranks", "granularity", "is_refused"),
+    [(1, "layer", False), (2, "head", False), (2, "layer", True), (4, "head", True)],
+)
+def test_maxima_over_rows_need_all_heads_of_a_token_set_on_one_rank(
+    plain: str,
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: int,
+    granularity: str,
+    is_refused: bool,
+) -> None:
+    """The model has two KV heads, so four ranks hold each of them twice."""
+    mix = {"base": "snapkv", "granularity": granularity, "reduce": "max"}
+    eviction = {CONFIG_KEY: {"policy": "tgv", "methods": {"mine": mix, "other": {}}}}
+    vllm_config = configure(plain, eviction)
+    monkeypatch.setattr(vllm_config.parallel_config, "tensor_parallel_size", ranks)
+    monkeypatch.setattr(vllm_config.parallel_config, "distributed_executor_backend", "mp")
+    if not is_refused:
+        check_vllm_config(vllm_config, platforms.CPU)
+        return
+    message = refusal_of(vllm_config)
+    assert "reduce: max of the method mine where heads of several ranks share a" in message
+    assert f"(--tensor-parallel-size {ranks}) yet: use reduce: mean, or granularity" in message
+
+
+@pytest.mark.parametrize(
     ("options", "part"),
     [
         (

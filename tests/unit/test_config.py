@@ -202,7 +202,15 @@ def test_every_field_is_read() -> None:
             "text_only": "evict",
             "prefix_reuse": "full",
             "pooling": {"kind": "grid", "kernel": 5, "reduce": "mean"},
-            "methods": {"mine": {"base": "h2o", "pooling": {"kind": "sequence"}, "merge": True}},
+            "methods": {
+                "mine": {"base": "h2o", "pooling": {"kind": "sequence"}, "merge": True},
+                "ahead": {
+                    "base": "snapkv",
+                    "pooling": {"kind": "sequence", "forward": 16, "back": 1},
+                    "rows": "text",
+                    "reduce": "max",
+                },
+            },
             "debug": {"poison": True, "check_integrity": True},
         }
     )
@@ -217,7 +225,15 @@ def test_every_field_is_read() -> None:
         text_only="evict",
         prefix_reuse="full",
         pooling=Pooling("grid", 5, "mean"),
-        methods={"mine": Mix("h2o", pooling=Pooling("sequence"), merge=True)},
+        methods={
+            "mine": Mix("h2o", pooling=Pooling("sequence"), merge=True),
+            "ahead": Mix(
+                "snapkv",
+                pooling=Pooling("sequence", forward=16, back=1),
+                rows="text",
+                reduce="max",
+            ),
+        },
         debug=DebugOptions(poison=True, check_integrity=True),
     )
     assert config.active
@@ -248,6 +264,26 @@ def test_every_policy_can_be_named(policy: str) -> None:
         ({"pooling": {"kind": "x"}}, ["kv_eviction.pooling", "kind", "'x'", "none, sequence"]),
         ({"pooling": {"kernel": 4}}, ["kv_eviction.pooling", "kernel", "4", "odd"]),
         ({"pooling": {"size": 3}}, ["kv_eviction.pooling", "size", "known are kind, kernel"]),
+        (
+            {"pooling": {"kind": "sequence", "kernel": 7, "back": 1}},
+            ["kv_eviction.pooling", "kernel 7 and back 1", "give kernel", "or forward and back"],
+        ),
+        ({"pooling": {"forward": 3}}, ["kv_eviction.pooling", "forward is 3", "give kind"]),
+        ({"methods": {"m": {"reduce": "sum"}}}, ["methods.m.reduce", "'sum'", "mean, max"]),
+        ({"methods": {"m": {"reduce": "max"}}}, ["'m'", "reduce 'max'", "'tgv'", "snapkv"]),
+        ({"methods": {"m": {"rows": "first"}}}, ["methods.m.rows", "'first'", "window"]),
+        ({"methods": {"m": {"rows": "all"}}}, ["'m'", "rows 'all'", "'tgv'", "window"]),
+        (
+            {"policy": "m", "methods": {"m": {"rows": "answer"}}},
+            ["kv_eviction.policy", "'m'", "rows are those of the answer", "kv_eviction_defer"],
+        ),
+        ({"defer": -1}, ["kv_eviction.defer", "-1", "whole number"]),
+        ({"defer": 20_000}, ["kv_eviction.defer", "20000", "at most", "query_rows"]),
+        ({"query_rows": 9}, ["kv_eviction.query_rows", "9", "at least 160"]),
+        (
+            {"observation_window": 20_000},
+            ["kv_eviction.observation_window", "20000", "at most", "query_rows"],
+        ),
         ({"debug": {"posion": True}}, ["kv_eviction.debug", "posion", "known are poison"]),
         ({"debug": None}, ["kv_eviction.debug", "None", "mapping"]),
         ({"buget": 0.1, 7: 1}, ["kv_eviction", "unknown 7, buget", "known are policy, budget"]),
@@ -421,7 +457,7 @@ def test_any_settings_are_valid_or_refused(values: dict[str, Any]) -> None:
     assert pickle.loads(pickle.dumps(config)) == config
     assert str(config.budget)
     for name in config.method_names:
-        assert config.check_method(name, Budget(fraction=0.5), "it") == name
+        assert config.check_method(name, Budget(fraction=0.5), "it", 1) == name
     assert Defaults(config).current().policy == config.policy
     assert RequestOptions.resolve(config, None).policy == config.policy
 

@@ -555,7 +555,7 @@ def test_rows_of_prompt_and_answer() -> None:
     assert rows("window", Layout(100, answer=3), 512) == list(range(65, 100))
     assert rows("all", layout, 512) == list(range(9))
     assert rows("answer", layout, 512) == [7, 8]
-    assert rows("answer", layout.prompt, 512) == []
+    assert rows("answer", Layout(7), 512) == []
     # A prompt that ends with an image still votes with its last position.
     assert rows("after_vision", Layout(8, (Image(1, 6),), answer=1), 512) == [6, 7]
     assert Case(layout, 0, 512, block_size=4).candidates == 4

@@ -83,7 +83,7 @@ def layout_of(name: str) -> Layout:
 def prompt_of(layout: Layout, settings: Settings) -> Prompt:
     return Prompt(
         num_tokens=layout.length,
-        num_candidates=layout.length // settings.block_size * settings.block_size,
+        num_candidates=layout.prompt // settings.block_size * settings.block_size,
         is_vision=torch.tensor(layout.vision),
         sinks=settings.sinks,
         images=tuple(VisionSpan(image.start, image.length, image.grid) for image in layout.images),
@@ -131,11 +131,27 @@ class Seen:
     masses: Tensor | None
 
 
+class WithMaxima:
+    """The attention of some rows, and its maxima over them from one weighted sum for each row."""
+
+    def __init__(self, attention: Any) -> None:
+        self._attention = attention
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._attention, name)
+
+    @property
+    def column_maxima(self) -> Tensor:
+        each = torch.eye(len(self.row_positions)).unbind()
+        return torch.stack([self.weighted_column_sums(row[None]) for row in each]).amax(0)
+
+
 def look(policy: Policy, inputs: Inputs, layout: Layout, settings: Settings) -> Seen:
     """Observe all layers as the evictor does, with the rows in random chunks."""
     prompt = prompt_of(layout, settings)
     runs = tuple(VisionSpan(i.start, i.length, i.grid) for i in layout.images)
-    rows = voters(PromptMap(layout.length, runs), policy.row_sets, settings.observation_window)
+    where = PromptMap(layout.prompt, runs)
+    rows = voters(where, policy.row_sets, settings.observation_window, layout.answer)
     per_head = policy.granularity == HEAD
     raw, scores, strengths, masses = [], [], [], []
     for layer, (queries, keys) in enumerate(zip(inputs.queries, inputs.keys, strict=True)):
@@ -169,12 +185,14 @@ def look(policy: Policy, inputs: Inputs, layout: Layout, settings: Settings) -> 
                     layout.length,
                     SCALE,
                     per_head,
-                    policy.statistics(kind),
+                    policy.statistics(kind) - {"column_maxima"},
                 )
+                if "column_maxima" in policy.statistics(kind):
+                    attention = WithMaxima(attention)
             return LayerView(layer, HEADS if per_head else 1, prompt, attention)
 
         seen = view(policy.score.rows)
-        raw.append(policy.score(seen))
+        raw.append(policy.scores(seen))
         if policy.score.rows != "none":
             masses.append(seen.attention.column_sums)
         strengths.append(policy.allocation.strength(view(policy.allocation.rows), raw[-1]))
@@ -188,7 +206,14 @@ def look(policy: Policy, inputs: Inputs, layout: Layout, settings: Settings) -> 
 
 
 def policy_of(mix: methods.Mix) -> Policy:
-    pooling = Pooling(mix.pooling.kind, mix.pooling.kernel, mix.pooling.reduce)  # type: ignore[arg-type]
+    kernel = None if mix.pooling.has_direction else mix.pooling.kernel
+    pooling = Pooling(
+        mix.pooling.kind,  # type: ignore[arg-type]
+        kernel,
+        mix.pooling.reduce,  # type: ignore[arg-type]
+        mix.pooling.forward,
+        mix.pooling.back,
+    )
     return build_policy(
         Mix(
             score=mix.score,
@@ -197,6 +222,8 @@ def policy_of(mix: methods.Mix) -> Policy:
             granularity=mix.granularity,  # type: ignore[arg-type]
             pooling=pooling,
             merge=mix.merge,
+            rows=mix.rows,  # type: ignore[arg-type]
+            reduce=mix.reduce,  # type: ignore[arg-type]
         )
     )
 
@@ -219,13 +246,13 @@ def kept(decision: Decision, layout: Layout, settings: Settings) -> Tensor:
     offsets = page_offsets(decision.counts).tolist()
     for pair, (start, end) in enumerate(itertools.pairwise(offsets)):
         mask[pair, decision.positions[start:end].flatten().long()] = True
-    mask[:, layout.length // settings.block_size * settings.block_size :] = True
+    mask[:, layout.prompt // settings.block_size * settings.block_size :] = True
     return mask.view(LAYERS, HEADS, layout.length)
 
 
 def budgets(layout: Layout, **fields: Any) -> list[Settings]:
     """Return settings with one retained block, all but one, and some in between."""
-    full, tail = divmod(layout.length, BLOCK_SIZE)
+    full, tail = divmod(layout.prompt, BLOCK_SIZE)
     blocks = sorted({1, 2, full // 3, full // 2, full - 1} & set(range(1, full)))
     return [Settings(k * BLOCK_SIZE + tail, BLOCK_SIZE, **fields) for k in blocks]
 
@@ -280,7 +307,10 @@ def test_parts_of_a_method(name: str) -> None:
     if mix.pooling.kind == "none":
         assert pooling.kind == "none"
     else:
-        assert Pool(pooling.kind, pooling.kernel, pooling.reduce) == mix.pooling
+        assert Pool(pooling.kind, pooling.kernel or 3, pooling.reduce) == mix.pooling
+        assert not pooling.has_direction
+    assert policy.reduction == mix.reduce == "mean"
+    assert policy.score.rows == methods.ROWS_OF_SCORE.get(mix.score, "none")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -329,6 +359,43 @@ def test_scores(score: str, granularity: str, layout: str) -> None:
         ]
     )
     torch.testing.assert_close(seen.raw.double(), wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("granularity", [LAYER, HEAD])
+@pytest.mark.parametrize("rows", ["text", "after_vision", "window", "answer", None])
+@pytest.mark.parametrize("score", ["snapkv", "text_rows", "vlcache", "h2o", "tgv", "aircache"])
+def test_scores_of_other_rows(score: str, rows: str | None, granularity: str) -> None:
+    """With and without tokens of the answer, and with maxima where the score has them."""
+    settings = Settings(2, BLOCK_SIZE, **some_settings())
+    for layout in (random.choice(SOME), TEXT_ONLY):
+        where = layout_of(layout)
+        if rows == "answer" or random.random() < 0.5:
+            where = answered(where, random.choice([1, 2, 5]))
+        for reduce in ("mean", "max"):
+            mix = methods.Mix(score, "uniform", "by_score", granularity, rows=rows, reduce=reduce)
+            if reduce == "max" and (score in ("tgv", "aircache") or (score, rows) == ("h2o", None)):
+                with pytest.raises(ValueError, match="reduce 'max' has no meaning with the score"):
+                    policy_of(mix)
+                continue
+
+            def wanted(attention: Tensor, mix: methods.Mix = mix, where: Layout = where) -> Tensor:
+                evidence = methods.observe(mix, attention, where, HEADS, settings)
+                return torch.stack([torch.stack(layer) for layer in evidence.raw])
+
+            def is_clear(attention: Tensor) -> bool:
+                """Return whether noise leaves AirCache's elite unchanged."""
+                noise = 1 + 1e-5 * torch.randn(attention.shape)
+                return torch.allclose(wanted(attention), wanted(attention * noise), rtol=1e-3)
+
+            inputs = draw(where, is_clear)
+            seen = look(policy_of(mix), inputs, where, settings)
+            expected = wanted(inputs.attention)
+            torch.testing.assert_close(seen.raw.double(), expected, rtol=1e-4, atol=1e-6)
+
+
+def answered(layout: Layout, answer: int) -> Layout:
+    """Return the layout with the first tokens of an answer behind the prompt."""
+    return replace(layout, length=layout.length + answer, answer=answer)
 
 
 @pytest.mark.parametrize("layout", SOME)
@@ -436,6 +503,43 @@ def test_free_mixes_of_parts(allocation: str, retain: str) -> None:
         layout = layout_of(where)
         chosen = random.sample(budgets(layout, **some_settings()), 2)
         assert_keeps_the_same(mix, layout, chosen)
+
+
+@pytest.mark.parametrize("reduce", ["mean", "max"])
+@pytest.mark.parametrize("rows", ["text", "window", "answer", None])
+@pytest.mark.parametrize("kind", ["none", "sequence", "grid"])
+def test_other_rows_with_maxima_and_pooling_with_a_direction(
+    kind: str, rows: str | None, reduce: str
+) -> None:
+    """Whole decisions: while eviction waits, the answer's tokens vote and are kept."""
+    pooling = Pool() if kind == "none" else Pool(kind, forward=random.choice([3, 16]), back=1)
+    mix = methods.Mix(
+        score=random.choice(["snapkv", "text_rows", "vlcache"]),
+        allocation=random.choice(["uniform", "tgv", "adakv", "prefixkv", "aircache"]),
+        retain=random.choice(["text_first", "by_score", "window", "recent_half"]),
+        granularity=HEAD,
+        pooling=pooling,
+        rows=rows,
+        reduce=reduce,
+    )
+    layout = layout_of(random.choice(SOME))
+    if rows == "answer" or random.random() < 0.5:
+        layout = answered(layout, random.choice([1, 4, 9]))
+    assert_keeps_the_same(mix, layout, random.sample(budgets(layout, **some_settings()), 2))
+
+
+def test_statistics_and_rows_that_a_policy_declares() -> None:
+    policy = build_policy(Mix("vlcache", rows="text", reduce="max"))
+    assert policy.row_sets == ("text", "after_vision")
+    assert policy.statistics("text") == {"column_maxima"}
+    assert policy.statistics("after_vision") == {"share_below"}
+    assert not policy.needs_answer
+    assert build_policy("vlcache").statistics("after_vision") == {"share_below"}
+    # A mix replaces the rows of its own score only.
+    assert build_policy("vlcache").score.rows == "after_vision"
+    waiting = build_policy(Mix("tgv", rows="answer"))
+    assert waiting.row_sets == ("answer", "text")
+    assert waiting.needs_answer
 
 
 # -- random -----------------------------------------------------------------------------------
@@ -573,6 +677,22 @@ def test_merge_targets_by_hand() -> None:
         (Mix(granularity="token"), "granularity 'token'"),  # type: ignore[arg-type]
         (Mix("adakv", granularity="layer"), "'adakv' has no meaning at granularity 'layer'"),
         (Mix(allocation="adakv"), "'adakv' has no meaning at granularity 'layer': choose head"),
+        (
+            Mix("tgv", reduce="max"),
+            "reduce 'max' has no meaning with the score 'tgv', .*: leave reduce out, or choose one "
+            "of the scores vlcache, snapkv, h2o, text_rows$",
+        ),
+        (Mix("streaming", reduce="max"), "reduce 'max' has no meaning with the score 'recency'"),
+        (
+            Mix("h2o", reduce="max"),
+            "reduce 'max' has no meaning with the score 'h2o' and rows 'all', .*: choose rows "
+            "text, after_vision, window, answer, or leave reduce out",
+        ),
+        (Mix("snapkv", rows="all", reduce="max"), "the score 'snapkv' and rows 'all'"),
+        (Mix("random", rows="text"), "rows 'text' have no meaning .* 'random': leave rows out$"),
+        (Mix(score="vv_tt", rows="text"), "rows 'text' .* 'vv_tt': leave rows out or .* all$"),
+        (Mix("tgv", rows="all"), "rows 'all' .* 'tgv': .*text, after_vision, window, answer"),
+        (Mix("snapkv", rows="none"), "rows 'none' have no meaning with the score 'snapkv'"),
     ],
 )
 def test_meaningless_mixes_are_refused(mix: Mix | str, words: str) -> None:

@@ -38,7 +38,7 @@ from vllm_tgvkv.policies import (
     Prompt,
     build_policy,
 )
-from vllm_tgvkv.policies.pooling import pool
+from vllm_tgvkv.policies.pooling import Pooler
 from vllm_tgvkv.policies.registry import POLICIES, SCORES, Recipe, Registry
 from vllm_tgvkv.prompt import RowSet, VisionSpan
 
@@ -99,31 +99,168 @@ def test_sequence_pooling_stays_inside_runs(layout: str, reduce: Any, kernel: in
 def test_grid_pooling_stays_inside_images(reduce: Any, kernel: int) -> None:
     images = (Image(3, 12, (3, 4)), Image(15, 2, (1, 2)), Image(19, 4, (4, 1)))
     assert_pooled(Layout(25, images), Pooling("grid", kernel, reduce))
+    # Images of the same grid are pooled together.
+    images = (Image(0, 6, (2, 3)), Image(6, 6, (2, 3)), Image(14, 6, (3, 2)), Image(20, 6, (2, 3)))
+    assert_pooled(Layout(30, images), Pooling("grid", kernel, reduce))
+
+
+REACHES = [(0, 0), (1, 0), (0, 1), (3, 1), (1, 3), (5, 5), (16, 1), (2, 7), (0, 11), (100, 100)]
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "text"])
+@pytest.mark.parametrize("reduce", ["max", "mean"])
+@pytest.mark.parametrize(("forward", "back"), REACHES)
+def test_pooling_with_a_direction_stays_inside_runs(
+    layout: str, reduce: Any, forward: int, back: int
+) -> None:
+    images, num_tokens = LAYOUTS.get(layout, ([], 27))
+    placed = Layout(num_tokens, tuple(Image(*image) for image in images))
+    assert_pooled(placed, Pooling("sequence", None, reduce, forward, back))
+
+
+@pytest.mark.parametrize("reduce", ["max", "mean"])
+@pytest.mark.parametrize(("forward", "back"), REACHES)
+def test_pooling_along_the_rows_of_a_grid_leaves_text_alone(
+    reduce: Any, forward: int, back: int
+) -> None:
+    images = (Image(3, 12, (3, 4)), Image(15, 2, (1, 2)), Image(19, 4, (4, 1)))
+    assert_pooled(Layout(25, images), Pooling("grid", None, reduce, forward, back))
+
+
+def test_pooling_forward_by_hand() -> None:
+    """One high score in the first of two rows of 3 patches reaches the next row, and no text."""
+    scores = torch.tensor([[0.0, 0, 0, 5, 0, 0, 0, 0, 7]])
+    image = (VisionSpan(1, 6, (2, 3)),)
+
+    def pooled(pooling: Pooling) -> list[int]:
+        return pool(scores, image, pooling)[0].int().tolist()
+
+    assert pooled(Pooling("grid", forward=2)) == [0, 0, 0, 5, 5, 5, 0, 0, 7]
+    assert pooled(Pooling("grid", forward=9, back=1)) == [0, 0, 5, 5, 5, 5, 5, 0, 7]
+    assert pooled(Pooling("sequence", forward=1, back=1)) == [0, 0, 5, 5, 5, 0, 0, 7, 7]
+    assert pooled(Pooling("sequence", back=2)) == [0, 5, 5, 5, 0, 0, 0, 7, 7]
+
+
+@pytest.mark.parametrize("reduce", ["max", "mean"])
+def test_a_kernel_reaches_as_far_on_both_sides(reduce: Any) -> None:
+    fresh_seed()
+    prompt = make_prompt("several")
+    scores = torch.randn(2, prompt.num_tokens)
+    by_kernel = pool(scores, prompt.images, Pooling("sequence", 7, reduce))
+    by_reach = pool(scores, prompt.images, Pooling("sequence", None, reduce, 3, 3))
+    assert torch.equal(by_kernel, by_reach)
+    assert Pooling().reach == (1, 1)
+    assert Pooling("sequence", forward=4).reach == (4, 0)
+    assert Pooling("sequence", back=4).reach == (0, 4)
+
+
+def pool(scores: torch.Tensor, images: tuple[VisionSpan, ...], pooling: Pooling) -> torch.Tensor:
+    return Pooler(pooling, scores.shape[1], images, scores.device)(scores)
 
 
 def assert_pooled(layout: Layout, pooling: Pooling) -> None:
     fresh_seed()
     scores = torch.randn(2, layout.length)
     images = tuple(VisionSpan(image.start, image.length, image.grid) for image in layout.images)
-    pooled = pool(scores, torch.tensor(layout.vision), images, pooling)
-    by_definition = Pool(pooling.kind, pooling.kernel, pooling.reduce)
+    pooled = pool(scores, images, pooling)
+    reaches = (pooling.forward, pooling.back)
+    by_definition = Pool(pooling.kind, pooling.kernel or 3, pooling.reduce, *reaches)
     expected = torch.stack([methods.pooled(row, layout, by_definition) for row in scores])
+    if pooling.kind == "sequence" or pooling.reduce == "max":
+        assert torch.equal(pooled, expected.float())
     torch.testing.assert_close(pooled, expected.float())
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations, all but those that only describe a tensor."""
+
+    VIEWS = frozenset({"view", "slice", "select", "_unsafe_view", "detach", "alias", "unsqueeze"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        name = func.overloadpacket.__name__
+        if name not in self.VIEWS:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "pooling",
+    [
+        Pooling("sequence", 7),
+        Pooling("sequence", 5, "mean"),
+        Pooling("sequence", forward=16, back=1),
+        Pooling("grid", 3),
+        Pooling("grid", 3, "mean"),
+        Pooling("grid", forward=16, back=1),
+    ],
+    ids=str,
+)
+def test_a_video_is_pooled_in_as_many_launches_as_an_image(pooling: Pooling) -> None:
+    """Frames with text between them; what depends on the prompt alone is made once."""
+    counts = []
+    for num_frames in (1, 32):
+        frames = tuple(VisionSpan(3 + 26 * i, 24, (4, 6)) for i in range(num_frames))
+        num_tokens = 26 * num_frames + 40
+        is_vision = torch.zeros(num_tokens, dtype=torch.bool)
+        prompt = Prompt(num_tokens, num_tokens, is_vision, 4, frames)
+        policy = build_policy(Mix(pooling=pooling))
+        scores = torch.randn(2, num_tokens)
+        with Launches() as first:
+            policy.pooled(scores, prompt)
+        with Launches() as second:
+            policy.pooled(scores, prompt)
+        assert len(second.names) > 0
+        counts.append((len(first.names), len(second.names)))
+    assert counts[1] == counts[0]
+    assert counts[0][1] <= counts[0][0] <= counts[0][1] + 2  # a copy or two to the device
+
+
+@pytest.mark.parametrize("forward", [7, 63, 511])
+def test_launches_grow_with_the_logarithm_of_the_reach(forward: int) -> None:
+    pooler = Pooler(Pooling("sequence", forward=forward), 2000, (), torch.device("cpu"))
+    scores = torch.randn(1, 2000)
+    with Launches() as seen:
+        pooler(scores)
+    maxima = (forward + 1).bit_length() - 1
+    others = ["new_empty", "fill_", "copy_", "index_select", "amax"]
+    assert sorted(seen.names) == sorted(["maximum"] * maxima + others)
 
 
 def test_grid_pooling_names_an_image_without_grid() -> None:
     prompt = make_prompt("several")
     scores = torch.zeros(1, prompt.num_tokens)
-    with pytest.raises(ValueError, match=r"positions 5\.\.10 is not known"):
-        pool(scores, prompt.is_vision, prompt.images, Pooling("grid"))
-    wrong = (VisionSpan(5, 6, (2, 2)),)
-    with pytest.raises(ValueError, match="6 tokens, its grid 2 x 2"):
-        pool(scores, prompt.is_vision, wrong, Pooling("grid"))
+    for pooling in (Pooling("grid"), Pooling("grid", forward=2)):
+        with pytest.raises(ValueError, match=r"positions 5\.\.10 is not known"):
+            pool(scores, prompt.images, pooling)
+        wrong = (VisionSpan(5, 6, (2, 2)),)
+        with pytest.raises(ValueError, match="6 tokens, its grid 2 x 2"):
+            pool(scores, wrong, pooling)
 
 
 @pytest.mark.parametrize(
     ("options", "word"),
-    [({"kind": "cube"}, "kind"), ({"reduce": "min"}, "reduce"), ({"kernel": 4}, "kernel")],
+    [
+        ({"kind": "cube"}, "kind"),
+        ({"reduce": "min"}, "reduce"),
+        ({"kernel": 4}, "kernel"),
+        ({"kernel": True}, "kernel"),
+        ({"kind": "sequence", "forward": -1}, "forward must be a whole number.*got -1"),
+        ({"kind": "sequence", "forward": True}, "forward must be a whole number.*got True"),
+        ({"kind": "grid", "back": 5000}, "back must be a whole number from 0 to 4096, got 5000"),
+        ({"kind": "grid", "back": 1.5}, "back must be a whole number"),
+        (
+            {"kind": "sequence", "kernel": 7, "forward": 16},
+            "kernel 7 and forward 16 exclude each other: give kernel .* or forward and back",
+        ),
+        ({"kind": "grid", "kernel": 3, "back": 0}, "kernel 3 and back 0 exclude each other"),
+        ({"forward": 16}, "forward is 16 and kind none: give kind sequence or grid"),
+    ],
 )
 def test_wrong_pooling_is_refused(options: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=word):
@@ -243,7 +380,7 @@ def run_everything(
         for layer in range(LAYERS):
             seen = {rows: attention(rows) for rows in policy.row_sets}
             view = LayerView(layer, num_sets, prompt, seen.get(policy.score.rows, NO_ATTENTION))
-            score = policy.score(view)
+            score = policy.scores(view)
             if guard:
                 masses.append(view.attention.column_sums)
             view = replace(view, attention=seen.get(policy.allocation.rows, NO_ATTENTION))
@@ -273,6 +410,11 @@ MIXES = [
     *(Mix(allocation=part) for part in ("vv", "tt", "entropy")),
     Mix(score="vv_tt"),
     Mix(pooling=Pooling("grid")),
+    *(Mix(pooling=Pooling(kind, forward=16, back=1)) for kind in ("grid", "sequence")),
+    Mix(pooling=Pooling("sequence", None, "mean", forward=3)),
+    Mix("snapkv", rows="all"),
+    Mix("aircache", rows="window"),
+    Mix("tgv", rows="answer"),
 ]
 
 

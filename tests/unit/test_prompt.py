@@ -327,3 +327,27 @@ def test_unused_row_sets_do_not_limit_prefix_hits() -> None:
     assert everything.every_row
     assert everything.last_cached(exact=False) == 0
     assert list(everything.sets) == ["text"]
+
+
+def test_tokens_of_the_answer_vote_in_every_set() -> None:
+    prompt = map_prompt(60, [feature(2, 4), feature(8, 16)])
+    kinds = ("text", "after_vision", "window", "answer", "all")
+    found, without = voters(prompt, kinds, 40, 3), voters(prompt, kinds[:3], 40)
+    assert list(found.sets) == ["text", "after_vision", "window", "answer"]
+    for kind, rows in without.sets.items():
+        assert found.sets[kind].tolist() == [*rows, 60, 61, 62]
+    assert found.sets["answer"].tolist() == [60, 61, 62]
+    assert found.rows.tolist() == [6, 7, *range(24, 63)]
+    assert all(rows.dtype == np.int64 for rows in (found.rows, *found.sets.values()))
+    assert found.every_row
+
+
+def test_rows_of_the_answer_do_not_limit_prefix_hits() -> None:
+    prompt = map_prompt(60, [feature(8, 16)])
+    answer = voters(prompt, ("answer",), 40, 3)
+    assert answer.last_cached(exact=True) == 60  # the whole prompt
+    both = voters(prompt, ("answer", "window"), 40, 3)
+    assert both.last_cached(exact=True) == 28
+    assert both.last_cached(exact=False) == 62
+    with pytest.raises(ValueError, match="waits for none of its tokens"):
+        voters(prompt, ("answer",), 40)

@@ -203,7 +203,7 @@ def step(config: EvictionConfig, methods: dict[str, str], budget: Any) -> StepPl
             )
         )
         if len(voting.rows):
-            plan.observations.append(Observation(name, 0, 0, voting.rows, len(voting.rows)))
+            plan.observations.append(Observation(name, 0, voting.rows, None))
         if voting.every_row:
             chunk = (0, prompt.num_tokens, blocks[:num_old], prompt)
             plan.summings.append(RowSumming(name, methods[name], *chunk))

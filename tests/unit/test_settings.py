@@ -112,6 +112,7 @@ def test_the_status_shows_the_settings_that_decide_what_is_kept() -> None:
         "budget": str,
         "granularity": str,
         "observation_window": int,
+        "defer": int,
         "sinks": int,
         "floor_pages": int,
         "min_prompt_tokens": int,

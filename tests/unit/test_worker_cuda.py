@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner as GPUModelRunnerV1
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_tgvkv.model_runner import RowsV2
+from vllm_tgvkv.model_runner import RowsV1, RowsV2
 from vllm_tgvkv.plan import Eviction
 from vllm_tgvkv.prompt import PromptMap, Voters
 from vllm_tgvkv.worker_cuda import EvictingModelRunnerV1, EvictingModelRunnerV2, EvictionGPUWorker
@@ -195,42 +195,132 @@ def test_v1_rewrites_rows_before_it_updates_them(monkeypatch: pytest.MonkeyPatch
 
 
 class BlockTables:
-    """The rows of vLLM's `BlockTables` as lists; its own are on the device."""
+    """The rows of vLLM's `BlockTables` as lists; its own are on the device.
+
+    There, one kernel applies all writes of a step in any order, so no two may overlap.
+    """
 
     def __init__(self, **rows: list[int]) -> None:
         self.index = {name: index for index, name in enumerate(rows)}
         self.rows = [list(row) for row in rows.values()]
+        self.written: list[tuple[int, int]] = []
 
     def append_block_ids(self, index: int, ids: tuple[list[int]], overwrite: bool) -> None:
-        self.rows[index] = [*(() if overwrite else self.rows[index]), *ids[0]]
+        kept = [] if overwrite else self.rows[index]
+        self.rows[index] = [*kept, *ids[0]]
+        places = [(index, column) for column in range(len(kept), len(self.rows[index]))]
+        assert not set(places) & set(self.written), "the order of two writes is not defined"
+        self.written += places
+
+
+def runner_v2(tables: BlockTables) -> Any:
+    """A runner with the rows of `tables` and all that vLLM touches when requests come and go."""
+
+    def add_request(req_id: str, **ignored: Any) -> None:
+        tables.index[req_id] = min(set(range(len(tables.rows))) - set(tables.index.values()))
+
+    nothing = SimpleNamespace(
+        remove_request=lambda *args: None,
+        add_request=lambda *args: None,
+        apply_staged_writes=lambda: None,
+    )
+    return runner(
+        EvictingModelRunnerV2,
+        block_tables=tables,
+        req_states=SimpleNamespace(
+            req_id_to_index=tables.index,
+            add_request=add_request,
+            remove_request=lambda req_id: tables.index.pop(req_id, None),
+            apply_staged_writes=lambda: None,
+            num_computed_tokens_np=np.zeros(len(tables.rows), dtype=np.int32),
+            prefill_len=SimpleNamespace(np=np.full(len(tables.rows), 61)),
+            num_computed_prefill_tokens=np.zeros(len(tables.rows), dtype=np.int32),
+        ),
+        model_state=nothing,
+        lora_state=nothing,
+        pooling_runner=None,
+        pp_handler=None,
+        encoder_cache=None,
+        prompt_logprobs_worker=None,
+        adaptive_verification=None,
+        sampler=None,
+        is_last_pp_rank=False,
+    )
+
+
+def update_v2(ours: Any, output: SchedulerOutput) -> None:
+    """The beginning of V2's `execute_model`."""
+    ours.finish_requests(output)
+    ours.free_states(output)
+    ours.add_requests(output)
+    ours.update_requests(output)
+    ours.block_tables.written.clear()  # applied
+
+
+def test_v2_updates_in_the_order_that_these_tests_assume() -> None:
+    source = inspect.getsource(GPUModelRunnerV2.execute_model)
+    calls = ("finish_requests(", "free_states(", "add_requests(", "update_requests(", "apply_st")
+    places = [source.index(call) for call in calls]
+    assert places == sorted(places)
 
 
 def test_v2_rewrites_rows_before_it_appends_blocks() -> None:
     """Once, and only of requests that are in its table."""
     tables = BlockTables(other=PROMPT, evicted=PROMPT)
-    ours = runner(
-        EvictingModelRunnerV2,
-        block_tables=tables,
-        req_states=SimpleNamespace(
-            req_id_to_index=tables.index,
-            num_computed_tokens_np=np.zeros(2, dtype=np.int32),
-            prefill_len=SimpleNamespace(np=np.array([61, 61])),
-            num_computed_prefill_tokens=np.zeros(2, dtype=np.int32),
-        ),
-    )
+    ours = runner_v2(tables)
     ours.shrunk = [eviction(name) for name in ("evicted", "ended")]
-    ours.update_requests(step({"evicted": [5], "other": [6]}))
+    update_v2(ours, step({"evicted": [5], "other": [6]}))
     assert tables.rows == [[*PROMPT, 6], [*COMPRESSED, 5]]
-    ours.update_requests(step({"evicted": [8], "other": None}))
+    update_v2(ours, step({"evicted": [8], "other": None}))
     assert tables.rows == [[*PROMPT, 6], [*COMPRESSED, 5, 8]]
 
 
+def test_v2_keeps_the_new_row_of_a_request_that_is_resumed_at_once() -> None:
+    """`reset_prefix_cache(reset_running_requests=True)` preempts it after its evicting step.
+
+    To V2 a resumed request is a new one. It may take another's place in the table.
+    """
+    tables = BlockTables(ended=PROMPT, resumed=PROMPT, evicted=PROMPT, preempted=PROMPT)
+    ours = runner_v2(tables)
+    ours.shrunk = [eviction(name) for name in ("resumed", "evicted", "preempted")]
+    output = step({"evicted": [5]})
+    output.finished_req_ids = {"ended"}
+    output.preempted_req_ids = {"resumed", "preempted"}
+    resumed = {"prompt_len": 61, "num_computed_tokens": 0, "sampling_params": None}
+    output.scheduled_new_reqs = [
+        SimpleNamespace(
+            req_id="resumed",
+            prefill_token_ids=[0] * 61,
+            block_ids=([20, 21, 22, 23],),
+            lora_request=None,
+            **resumed,
+        )
+    ]
+    update_v2(ours, output)
+    rows = {name: tables.rows[index] for name, index in tables.index.items()}
+    assert rows == {"resumed": [20, 21, 22, 23], "evicted": [*COMPRESSED, 5]}
+    update_v2(ours, step({"evicted": None, "resumed": [24]}))
+    assert tables.rows[tables.index["resumed"]] == [20, 21, 22, 23, 24]
+
+
+def test_v1_finds_rows_and_their_requests() -> None:
+    batch = SimpleNamespace(req_id_to_index={"a": 1, "b": 0}, req_ids=["b", "a"])
+    ours = runner(EvictingModelRunnerV1, input_batch=batch)
+    common = SimpleNamespace()
+    assert [RowsV1.find(ours, common, name) for name in ("a", "b", "ended")] == [1, 0, None]
+    assert [RowsV1.request_at(ours, common, row) for row in (0, 1)] == ["b", "a"]
+
+
 def test_v2_finds_rows_by_the_index_of_the_request() -> None:
-    req_states = SimpleNamespace(req_id_to_index={"a": 3, "b": 5, "c": 6})
+    names = {"a": 3, "b": 5, "c": 6}
+    req_states = SimpleNamespace(
+        req_id_to_index=names, index_to_req_id={index: name for name, index in names.items()}
+    )
     ours = runner(EvictingModelRunnerV2, req_states=req_states)
     common = SimpleNamespace(req_idx=np.array([5, 3]))
     found = [RowsV2.find(ours, common, name) for name in ("a", "b", "c", "ended")]
     assert found == [1, 0, None, None]
+    assert [RowsV2.request_at(ours, common, row) for row in (0, 1)] == ["b", "a"]
 
 
 def test_overridden_methods_exist_in_vllm() -> None:
@@ -241,6 +331,6 @@ def test_overridden_methods_exist_in_vllm() -> None:
         (EvictingModelRunnerV2, GPUModelRunnerV2),
     ):
         functions = {name for name, value in vars(cls).items() if inspect.isfunction(value)}
-        overridden = functions - {"find_row", "rewrite_rows"}
+        overridden = functions - {"find_row", "request_at", "rewrite_rows"}
         assert overridden
         assert overridden <= set(dir(base)), overridden

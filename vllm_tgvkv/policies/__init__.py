@@ -20,6 +20,7 @@ from vllm_tgvkv.policies.base import (
     Prompt,
     Retention,
     Score,
+    VoteScore,
 )
 from vllm_tgvkv.policies.pooling import Pooling
 from vllm_tgvkv.policies.registry import POLICIES, Mix, build_policy
@@ -45,5 +46,6 @@ __all__ = [
     "RowSet",
     "Score",
     "VisionSpan",
+    "VoteScore",
     "build_policy",
 ]

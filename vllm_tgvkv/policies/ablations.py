@@ -16,6 +16,7 @@ class OwnModalityScore(Score):
     """Column sums over the rows of a token's own modality: vision over vision, text over text."""
 
     rows = "all"
+    other_rows = ()
 
     def __call__(self, view: LayerView) -> Tensor:
         attention = view.attention

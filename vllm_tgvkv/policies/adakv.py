@@ -7,9 +7,10 @@ Efficient LLM Inference", 2024.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from vllm_tgvkv.kernels.select import ranking_keys, thresholds
+from vllm_tgvkv.kernels.select import key_slices, ranking_keys, thresholds
 from vllm_tgvkv.policies.base import AllLayers, Allocation
 from vllm_tgvkv.policies.registry import ALLOCATIONS, POLICIES, Recipe
 from vllm_tgvkv.policies.snapkv import POOLING
@@ -32,8 +33,14 @@ class AdaAllocation(Allocation):
     granularities = ("head",)
 
     def shares(self, layers: AllLayers) -> Tensor:
-        num_heads = layers.scores.shape[1]
-        keys = ranking_keys(layers.scores, layers.tiers)  # [L, H, C]
+        # Layers do not compete, so any division into slices gives the same shares.
+        slices = key_slices(layers.scores)
+        return torch.cat([self._of_heads(layers, layers.scores[part]) for part in slices])
+
+    def _of_heads(self, layers: AllLayers, scores: Tensor) -> Tensor:
+        """Return the shares of some of the layers, whose scores are ``[l, H, C]``."""
+        num_heads = scores.shape[1]
+        keys = ranking_keys(scores, layers.tiers)
         guaranteed = layers.num_kept.div(SAFEGUARD, rounding_mode="floor")
         safe = keys >= thresholds(keys, guaranteed.expand(keys.shape[:2])).unsqueeze(-1)
         keys = keys + safe * _SAFE

@@ -9,16 +9,22 @@ of token sets in a layer: H at granularity ``head``, 1 at granularity ``layer``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from torch import Tensor
 
 from vllm_tgvkv.kernels.statistics import Attention, Statistic
-from vllm_tgvkv.policies.pooling import Pooling, pool
+from vllm_tgvkv.policies.pooling import Pooler, Pooling
 from vllm_tgvkv.prompt import RowSet, VisionSpan
 
 Granularity = Literal["layer", "head"]
+
+Reduction = Literal["mean", "max"]
+"""How a score turns the rows' attention to a token into one number; `mean` ranks as the sum."""
+
+FEW_ROWS: tuple[RowSet, ...] = ("text", "after_vision", "window", "answer")
+"""Row sets whose attention is recomputed row by row."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,18 @@ class Prompt:
     """Number of first tokens that are kept before all others."""
     images: tuple[VisionSpan, ...] = ()
     """Contiguous runs of vision positions, in order."""
+    _poolers: dict[Pooling, Pooler] = field(default_factory=dict, init=False, compare=False)
+
+    def pooler(self, pooling: Pooling) -> Pooler:
+        """Return the pooling of this prompt's scores; all layers share one.
+
+        Raises:
+            ValueError: if pooling over the patch grid meets an image whose grid is unknown.
+        """
+        if pooling not in self._poolers:
+            device = self.is_vision.device
+            self._poolers[pooling] = Pooler(pooling, self.num_tokens, self.images, device)
+        return self._poolers[pooling]
 
 
 class _NoAttention(Attention):
@@ -58,6 +76,15 @@ class LayerView:
     """Attention of the row set that the score or allocation names."""
     first_set: int = 0
     """Index of the first token set among the model's; not 0 where other ranks hold earlier sets."""
+    reduction: Reduction = "mean"
+    """The policy's, in the view of a score."""
+
+    @property
+    def votes(self) -> Tensor:
+        """float32 ``[S, P]``, the sum of A over the rows, or with ``max`` the maximum over them."""
+        if self.reduction == "max":
+            return self.attention.column_maxima
+        return self.attention.column_sums
 
 
 @dataclass(frozen=True)
@@ -82,7 +109,7 @@ class AllLayers:
     strengths: Tensor
     """float ``[L, S, F]``, the results of :meth:`Allocation.strength`."""
     tiers: Tensor
-    """int32 ``[C]`` or ``[L, S, C]``, from the retention, for equal shares."""
+    """int32 ``[C]``, from the retention, for equal shares."""
     num_kept: Tensor
     """int64 scalar, b: candidates that a head keeps on average."""
     depth: Depth = WHOLE_MODEL
@@ -91,14 +118,31 @@ class AllLayers:
 class Score(ABC):
     """Value of each token to a layer or head."""
 
-    rows: ClassVar[RowSet] = "text"
-    """Row set whose attention the score reads."""
+    rows: RowSet = "text"
+    """Row set whose attention the score reads; a mix may replace it."""
+    other_rows: ClassVar[tuple[RowSet, ...]] = FEW_ROWS
+    """Row sets that may replace it."""
+    reductions: ClassVar[tuple[Reduction, ...]] = ("mean",)
+    """Reductions with which the score is defined; with ``max`` it reads :attr:`LayerView.votes`."""
     statistics: ClassVar[frozenset[Statistic]] = frozenset()
     """Statistics the score reads in addition to column sums."""
 
     @abstractmethod
     def __call__(self, view: LayerView) -> Tensor:
         """Return the scores, float32 ``[S, P]``; higher is better."""
+
+
+class VoteScore(Score):
+    """``s[j]`` = sum of A[i, j] over the rows, or with ``reduce: max`` its maximum over them.
+
+    A is the mean over the query heads of a token set, so the maximum is of this mean.
+    """
+
+    other_rows = (*FEW_ROWS, "all")
+    reductions = ("mean", "max")
+
+    def __call__(self, view: LayerView) -> Tensor:
+        return view.votes
 
 
 class Allocation:
@@ -112,6 +156,8 @@ class Allocation:
     """Granularities at which the allocation is defined."""
     needs_vision: ClassVar[bool] = False
     """Whether the shares are undefined for a prompt without an image or video."""
+    bytes_per_score: ClassVar[int] = 0
+    """Memory that :meth:`shares` takes for each score of the prompt, in bytes."""
 
     def strength(self, view: LayerView, scores: Tensor) -> Tensor:
         """Return F numbers per token set that :meth:`shares` needs from one layer.
@@ -159,6 +205,7 @@ class Policy:
     pooling: Pooling = field(default_factory=Pooling)
     merge: bool = False
     """Whether evicted tokens are merged into kept ones, see :mod:`~vllm_tgvkv.kernels.merge`."""
+    reduction: Reduction = "mean"
 
     @property
     def row_sets(self) -> tuple[RowSet, ...]:
@@ -166,10 +213,22 @@ class Policy:
         sets: dict[RowSet, None] = {self.score.rows: None, self.allocation.rows: None}
         return tuple(kind for kind in sets if kind != "none")
 
+    @property
+    def needs_answer(self) -> bool:
+        """Whether rows of the answer alone vote, so that eviction has to wait for some."""
+        return "answer" in self.row_sets
+
     def statistics(self, rows: RowSet) -> frozenset[Statistic]:
         """Return the statistics that the parts with this row set read."""
         parts: tuple[Score | Allocation, ...] = (self.score, self.allocation)
-        return frozenset[Statistic]().union(*(p.statistics for p in parts if p.rows == rows))
+        found = frozenset[Statistic]().union(*(p.statistics for p in parts if p.rows == rows))
+        if self.reduction == "max" and rows == self.score.rows:
+            found |= {"column_maxima"}
+        return found
+
+    def scores(self, view: LayerView) -> Tensor:
+        """Return the scores of one layer before pooling, float32 ``[S, P]``."""
+        return self.score(replace(view, reduction=self.reduction))
 
     def pooled(self, scores: Tensor, prompt: Prompt) -> Tensor:
         """Return the scores ``[S, P]`` after pooling.
@@ -177,4 +236,4 @@ class Policy:
         Raises:
             ValueError: if pooling over the patch grid meets an image whose grid is unknown.
         """
-        return pool(scores, prompt.is_vision, prompt.images, self.pooling)
+        return prompt.pooler(self.pooling)(scores)

@@ -7,14 +7,12 @@ Models", 2023.
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from vllm_tgvkv.policies.base import LayerView, Score
+from vllm_tgvkv.policies.base import VoteScore
 from vllm_tgvkv.policies.registry import POLICIES, SCORES, Recipe
 
 
 @SCORES.register("h2o")
-class HeavyHitterScore(Score):
+class HeavyHitterScore(VoteScore):
     """``s[j]`` = sum of A[i, j] over all rows of the prompt.
 
     Recomputes the attention of the whole prefill, so no part of the prompt can come from the prefix
@@ -22,9 +20,6 @@ class HeavyHitterScore(Score):
     """
 
     rows = "all"
-
-    def __call__(self, view: LayerView) -> Tensor:
-        return view.attention.column_sums
 
 
 POLICIES.add("h2o", Recipe("h2o", "uniform", "recent_half", granularity="head"))

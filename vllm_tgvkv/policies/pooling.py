@@ -6,16 +6,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_tgvkv.prompt import VisionSpan
+from vllm_tgvkv.prompt import Grid, VisionSpan
 
 _KINDS = ("none", "sequence", "grid")
 _REDUCTIONS = ("max", "mean")
+_DEFAULT_KERNEL = 3
 _LARGEST_KERNEL = 255
-"""Bound of the memory: pooling over a sequence takes ``kernel`` times that of the scores."""
+"""Bound of the time: pooling over a grid looks at ``kernel`` squared patches for each patch."""
+_LARGEST_REACH = 4096
 
 
 @dataclass(frozen=True)
@@ -23,85 +26,198 @@ class Pooling:
     """Pooling of a token's score with its neighbours' scores.
 
     ``sequence``: over the ``kernel`` nearest positions of the same run, which is one image or the
-    text between two images. ``grid``: over ``kernel`` x ``kernel`` patches of the same image; text
-    stays as it is. At a border, positions outside do not count.
+    text between two images. A tile of an image and a frame of a video are each a run. ``grid``:
+    over ``kernel`` x ``kernel`` patches of the same image; text stays as it is. At a border,
+    positions outside do not count.
+
+    ``forward`` and ``back`` take the place of ``kernel`` and give pooling a direction: a score
+    counts for the ``forward`` positions after its token and the ``back`` positions before it, so
+    that position j gets ``reduce`` over ``s[j - forward .. j + back]``. What is read onwards from
+    where the model looks now is then kept as well. ``sequence`` pools inside each run; ``grid``
+    pools inside each image only, along its rows in reading order and on to the next row, and text
+    stays as it is.
 
     Raises:
-        ValueError: for an unknown ``kind`` or ``reduce``, or a kernel that is not odd and positive.
+        ValueError: for an unknown ``kind`` or ``reduce``; for a kernel that is not odd and
+            positive; for a reach that is negative, or given together with ``kernel`` or without a
+            kind.
     """
 
     kind: Literal["none", "sequence", "grid"] = "none"
-    kernel: int = 3
+    kernel: int | None = None
+    """None: 3, unless a reach is given."""
     reduce: Literal["max", "mean"] = "max"
+    forward: int | None = None
+    """None: 0, if ``back`` is given."""
+    back: int | None = None
+    """None: 0, if ``forward`` is given."""
 
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
             raise ValueError(f"kind must be one of {', '.join(_KINDS)}, got {self.kind!r}")
         if self.reduce not in _REDUCTIONS:
             raise ValueError(f"reduce must be one of {', '.join(_REDUCTIONS)}, got {self.reduce!r}")
-        is_count = isinstance(self.kernel, int) and not isinstance(self.kernel, bool)
-        if not is_count or not 1 <= self.kernel <= _LARGEST_KERNEL or self.kernel % 2 == 0:
+        kernel = self.kernel
+        if kernel is not None and not (_is_count(kernel, 1, _LARGEST_KERNEL) and kernel % 2 == 1):
             raise ValueError(
-                f"kernel must be an odd positive number, at most {_LARGEST_KERNEL}, got "
-                f"{self.kernel!r}"
+                f"kernel must be an odd positive number, at most {_LARGEST_KERNEL}, got {kernel!r}"
             )
+        for name, reach in (("forward", self.forward), ("back", self.back)):
+            if reach is None:
+                continue
+            if not _is_count(reach, 0, _LARGEST_REACH):
+                raise ValueError(
+                    f"{name} must be a whole number from 0 to {_LARGEST_REACH}, got {reach!r}"
+                )
+            if kernel is not None:
+                raise ValueError(
+                    f"kernel {kernel} and {name} {reach} exclude each other: give kernel for the "
+                    f"same reach on both sides, or forward and back"
+                )
+            if self.kind == "none":
+                raise ValueError(f"{name} is {reach} and kind none: give kind sequence or grid")
+
+    @property
+    def has_direction(self) -> bool:
+        """Whether a reach is given instead of a kernel."""
+        return self.forward is not None or self.back is not None
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """Positions after and before a token for which its score counts."""
+        if self.has_direction:
+            return self.forward or 0, self.back or 0
+        half = (self.kernel or _DEFAULT_KERNEL) // 2
+        return half, half
 
 
-def pool(
-    scores: Tensor, is_vision: Tensor, images: tuple[VisionSpan, ...], pooling: Pooling
-) -> Tensor:
-    """Return pooled scores, float32 ``[S, P]``, from scores ``[S, P]`` and the mask bool ``[P]``.
+def _is_count(value: object, least: int, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+class Pooler:
+    """Pooling of the scores of one prompt, by layer.
+
+    All that depends on the prompt alone is made once, on the host. So a layer takes as many
+    launches for a video of many frames as for one image; several grids of different shape take
+    some for each shape.
 
     Raises:
         ValueError: if ``grid`` pooling meets an image whose grid is unknown or does not fit its
             length.
     """
-    if pooling.kind == "sequence":
-        return _pool_sequence(scores, _run_numbers(is_vision, images), pooling)
-    if pooling.kind == "grid":
-        return _pool_grids(scores, images, pooling)
-    return scores
+
+    def __init__(
+        self,
+        pooling: Pooling,
+        num_tokens: int,
+        images: tuple[VisionSpan, ...],
+        device: torch.device,
+    ) -> None:
+        self._pooling = pooling
+        self._windows: _Windows | None = None
+        self._patches: list[tuple[Grid, Tensor]] = []
+        """Each shape of the grids, and the positions of all images that have it, int64 ``[n]``."""
+        if pooling.kind == "grid":
+            patches = _patches_by_grid(images)
+            if not pooling.has_direction:
+                self._patches = [(grid, _copy(found, device)) for grid, found in patches.items()]
+        if pooling.kind == "sequence" or pooling.has_direction:
+            first, last = _windows(pooling, num_tokens, images)
+            self._windows = _Windows(first, last, pooling.reduce, device)
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        """Return pooled scores, float32 ``[S, P]``, from scores ``[S, P]``."""
+        if self._windows is not None:
+            return self._windows.pooled(scores)
+        pooled = scores.clone() if self._patches else scores
+        for (rows, columns), positions in self._patches:
+            grids = scores.index_select(1, positions).view(len(scores), -1, rows, columns)
+            pooled.index_copy_(1, positions, _pool_grids(grids, self._pooling).flatten(1))
+        return pooled
 
 
-def _run_numbers(is_vision: Tensor, images: tuple[VisionSpan, ...]) -> Tensor:
-    """Return the index of each position's run, int64 ``[P]``, ascending."""
-    starts = torch.zeros_like(is_vision)
-    starts[1:] = is_vision[1:] != is_vision[:-1]
-    for image in images:  # there may be no text between two images
-        starts[image.start] = True
-    return starts.cumsum(dim=0)
+def _windows(
+    pooling: Pooling, num_tokens: int, images: tuple[VisionSpan, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first and last position that each position is pooled with, int64 ``[P]`` each."""
+    starts = [image.start for image in images]
+    ends = [image.start + image.length for image in images]
+    edges = np.unique([0, *starts, *ends, num_tokens])
+    sizes = np.diff(edges)
+    positions = np.arange(num_tokens)
+    forward, back = pooling.reach
+    has_neighbours = np.repeat(np.isin(edges[:-1], starts) | (pooling.kind == "sequence"), sizes)
+    first = np.maximum(positions - forward * has_neighbours, np.repeat(edges[:-1], sizes))
+    last = np.minimum(positions + back * has_neighbours, np.repeat(edges[1:] - 1, sizes))
+    return first, last
 
 
-def _pool_sequence(scores: Tensor, runs: Tensor, pooling: Pooling) -> Tensor:
-    reach = pooling.kernel // 2
-    neighbours = F.pad(scores, (reach, reach)).unfold(-1, pooling.kernel, 1)  # [S, P, kernel]
-    same_run = F.pad(runs, (reach, reach), value=-1).unfold(0, pooling.kernel, 1) == runs[:, None]
-    if pooling.reduce == "max":
-        return neighbours.masked_fill(~same_run, float("-inf")).amax(dim=-1)
-    # In float64, so that equal neighbourhoods have equal means in any order of summation.
-    sums = neighbours.masked_fill(~same_run, 0).sum(dim=-1, dtype=torch.float64)
-    return (sums / same_run.sum(dim=-1)).float()
+class _Windows:
+    """Maximum or mean over one window of the sequence for each position.
+
+    A window is put together from windows of 1, 2, 4, ... positions, at most one of each size, which
+    are computed for all positions by doubling: log2 of the widest window additions or maxima, and
+    as many times the memory of the scores. Sums are in float64, so that equal neighbourhoods have
+    equal means.
+    """
+
+    def __init__(
+        self, first: np.ndarray, last: np.ndarray, reduce: str, device: torch.device
+    ) -> None:
+        widths = last - first + 1
+        num_tokens = len(widths)
+        self._num_sizes = int(widths.max()).bit_length()
+        # The column behind all windows is the neutral element.
+        index = np.full((self._num_sizes, num_tokens), self._num_sizes * num_tokens)
+        for size in range(self._num_sizes):
+            is_part = (widths >> size) & 1 == 1
+            index[size, is_part] = size * num_tokens + first[is_part]
+            first = first + (is_part << size)
+        self._index = _copy(index.ravel(), device)
+        """Where the parts of each position's window are, int64 ``[sizes * P]``."""
+        self._widths = None if reduce == "max" else _copy(widths, device)
+
+    def pooled(self, scores: Tensor) -> Tensor:
+        is_mean = self._widths is not None
+        num_sets, num_tokens = scores.shape
+        end = self._num_sizes * num_tokens
+        dtype = torch.float64 if is_mean else scores.dtype
+        table = scores.new_empty(num_sets, end + 1, dtype=dtype)
+        table[:, end].fill_(0 if is_mean else float("-inf"))
+        table[:, :num_tokens] = scores
+        by_size = table[:, :end].view(num_sets, self._num_sizes, num_tokens)
+        for size in range(1, self._num_sizes):
+            half, number = 1 << (size - 1), num_tokens + 1 - (1 << size)
+            narrow = by_size[:, size - 1]
+            # Windows that would end behind the prompt are never part of another.
+            left, right = narrow[:, :number], narrow[:, half : half + number]
+            combine = torch.add if is_mean else torch.maximum
+            combine(left, right, out=by_size[:, size, :number])
+        parts = table.index_select(1, self._index).view(num_sets, self._num_sizes, num_tokens)
+        if self._widths is None:
+            return parts.amax(dim=1)
+        return (parts.sum(dim=1) / self._widths).float()
 
 
-def _pool_grids(scores: Tensor, images: tuple[VisionSpan, ...], pooling: Pooling) -> Tensor:
-    pooled = scores.clone()
+def _patches_by_grid(images: tuple[VisionSpan, ...]) -> dict[Grid, np.ndarray]:
+    """Return the positions of the images with each shape of grid, int64, image by image."""
+    found: dict[Grid, list[np.ndarray]] = {}
     for image in images:
-        rows, columns = _grid(image)
-        patches = slice(image.start, image.start + image.length)
-        grid = _pool_grid(scores[:, patches].reshape(-1, rows, columns), pooling)
-        pooled[:, patches] = grid.flatten(1)
-    return pooled
+        positions = np.arange(image.start, image.start + image.length)
+        found.setdefault(_grid(image), []).append(positions)
+    return {grid: np.concatenate(positions) for grid, positions in found.items()}
 
 
-def _pool_grid(grid: Tensor, pooling: Pooling) -> Tensor:
-    """Return the pooled scores of one image, ``[S, rows, columns]`` like its argument."""
-    reach = pooling.kernel // 2
+def _pool_grids(grids: Tensor, pooling: Pooling) -> Tensor:
+    """Return the pooled scores of images, ``[S, images, rows, columns]`` like its argument."""
+    reach, _ = pooling.reach
     if pooling.reduce == "mean":
-        return F.avg_pool2d(grid, pooling.kernel, 1, reach, count_include_pad=False)
-    return F.max_pool2d(grid, pooling.kernel, 1, reach)
+        return F.avg_pool2d(grids, 2 * reach + 1, 1, reach, count_include_pad=False)
+    return F.max_pool2d(grids, 2 * reach + 1, 1, reach)
 
 
-def _grid(image: VisionSpan) -> tuple[int, int]:
+def _grid(image: VisionSpan) -> Grid:
     where = f"the image at positions {image.start}..{image.start + image.length - 1}"
     if image.grid is None:
         raise ValueError(f"pooling over the patch grid: the grid of {where} is not known")
@@ -112,3 +228,11 @@ def _grid(image: VisionSpan) -> tuple[int, int]:
             f"its grid {rows} x {columns}"
         )
     return rows, columns
+
+
+def _copy(array: np.ndarray, device: torch.device) -> Tensor:
+    """Copy an array to the device without waiting for it."""
+    host = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type == "cuda":
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_tgvkv.policies.base import AllLayers, Allocation, LayerView, Score
+from vllm_tgvkv.kernels.select import key_slices
+from vllm_tgvkv.policies.base import AllLayers, Allocation, VoteScore
 from vllm_tgvkv.policies.registry import ALLOCATIONS, POLICIES, SCORES, Recipe
 
 _STEPS = 30
@@ -18,13 +19,10 @@ _STEPS = 30
 
 
 @SCORES.register("text_rows")
-class TextRowsScore(Score):
+class TextRowsScore(VoteScore):
     """``s[j]`` = sum of A[i, j] over the observation rows."""
 
     rows = "text"
-
-    def __call__(self, view: LayerView) -> Tensor:
-        return view.attention.column_sums
 
 
 @ALLOCATIONS.register("prefixkv")
@@ -35,10 +33,14 @@ class PrefixAllocation(Allocation):
     length b.
     """
 
+    bytes_per_score = 9  # float64, and whether it is below the fraction
+
     def shares(self, layers: AllLayers) -> Tensor:
-        descending = layers.scores.double().sort(dim=-1, descending=True).values
-        held = descending.cumsum(dim=-1)
-        held = held / held[..., -1:].clamp(min=torch.finfo(held.dtype).tiny)
+        held = torch.empty_like(layers.scores, dtype=torch.float64)
+        for part in key_slices(layers.scores):
+            descending = layers.scores[part].double().sort(dim=-1, descending=True).values
+            sums = descending.cumsum(dim=-1)
+            held[part] = sums / sums[..., -1:].clamp(min=torch.finfo(sums.dtype).tiny)
         low, high = held.new_zeros(()), held.new_ones(())
         for _ in range(_STEPS):
             middle = (low + high) / 2

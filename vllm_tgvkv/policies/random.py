@@ -20,6 +20,7 @@ class RandomScore(Score):
     """
 
     rows = "none"
+    other_rows = ()
 
     def __call__(self, view: LayerView) -> Tensor:
         device = view.prompt.is_vision.device

@@ -10,8 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from vllm_tgvkv.policies.base import Allocation, Granularity, Policy, Retention, Score
+from vllm_tgvkv.policies.base import (
+    FEW_ROWS,
+    Allocation,
+    Granularity,
+    Policy,
+    Reduction,
+    Retention,
+    Score,
+)
 from vllm_tgvkv.policies.pooling import Pooling
+from vllm_tgvkv.prompt import RowSet
 
 T = TypeVar("T")
 
@@ -57,6 +66,9 @@ class Recipe:
     granularity: Granularity = "layer"
     pooling: Pooling = field(default_factory=Pooling)
     merge: bool = False
+    rows: RowSet | None = None
+    """Rows that vote on the score; None for those of the score itself."""
+    reduce: Reduction = "mean"
 
 
 @dataclass(frozen=True)
@@ -74,6 +86,8 @@ class Mix:
     granularity: Granularity | None = None
     pooling: Pooling | None = None
     merge: bool | None = None
+    rows: RowSet | None = None
+    reduce: Reduction | None = None
 
 
 SCORES: Registry[Callable[[], Score]] = Registry("score")
@@ -95,14 +109,16 @@ def build_policy(mix: Mix | str, name: str | None = None) -> Policy:
     if isinstance(mix, str):
         mix = Mix(mix)
     recipe = POLICIES[mix.base]
+    score, reduction = mix.score or recipe.score, mix.reduce or recipe.reduce
     policy = Policy(
         name=name or mix.base,
-        score=SCORES[mix.score or recipe.score](),
+        score=_score(score, mix.rows or recipe.rows, reduction),
         allocation=ALLOCATIONS[mix.allocation or recipe.allocation](),
         retention=RETENTIONS[mix.retain or recipe.retain](),
         granularity=mix.granularity or recipe.granularity,
         pooling=mix.pooling or recipe.pooling,
         merge=recipe.merge if mix.merge is None else mix.merge,
+        reduction=reduction,
     )
     if policy.granularity not in ("layer", "head"):
         raise ValueError(f"unknown granularity {policy.granularity!r}: choose one of layer, head")
@@ -112,3 +128,36 @@ def build_policy(mix: Mix | str, name: str | None = None) -> Policy:
             f"{policy.granularity!r}: choose {' or '.join(policy.allocation.granularities)}"
         )
     return policy
+
+
+def _score(name: str, rows: RowSet | None, reduction: Reduction) -> Score:
+    """Return a score that reads other rows, if some are given.
+
+    Raises:
+        ValueError: for rows or a reduction with which it is not defined.
+    """
+    score = SCORES[name]()
+    if rows not in (None, score.rows):
+        if rows not in score.other_rows:
+            known = [kind for kind in (score.rows, *score.other_rows) if kind != "none"]
+            raise ValueError(
+                f"rows {rows!r} have no meaning with the score {name!r}: "
+                f"leave rows out{' or choose one of ' + ', '.join(known) if known else ''}"
+            )
+        score.rows = rows
+    if reduction not in score.reductions:
+        raise ValueError(
+            f"reduce {reduction!r} has no meaning with the score {name!r}, which does more than "
+            f"add up the rows' attention: leave reduce out, or choose one of the scores "
+            f"{', '.join(_with_maxima())}"
+        )
+    if reduction == "max" and score.rows == "all":
+        raise ValueError(
+            f"reduce 'max' has no meaning with the score {name!r} and rows 'all', which are only "
+            f"added up: choose rows {', '.join(FEW_ROWS)}, or leave reduce out"
+        )
+    return score
+
+
+def _with_maxima() -> list[str]:
+    return [name for name in SCORES.names if "max" in SCORES[name]().reductions]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_tgvkv.policies.base import LayerView, Prompt, Retention, Score
+from vllm_tgvkv.policies.base import Prompt, Retention, VoteScore
 from vllm_tgvkv.policies.pooling import Pooling
 from vllm_tgvkv.policies.registry import POLICIES, RETENTIONS, SCORES, Recipe
 from vllm_tgvkv.policies.retention import sinks_above
@@ -19,13 +19,10 @@ POOLING = Pooling("sequence", kernel=7, reduce="max")
 
 
 @SCORES.register("snapkv")
-class SnapScore(Score):
+class SnapScore(VoteScore):
     """``s[j]`` = sum of A[i, j] over the last ``WINDOW`` rows, pooled over 7 positions."""
 
     rows = "window"
-
-    def __call__(self, view: LayerView) -> Tensor:
-        return view.attention.column_sums
 
 
 @RETENTIONS.register("window")

@@ -18,6 +18,7 @@ class RecencyScore(Score):
     """``s[j] = j``."""
 
     rows = "none"
+    other_rows = ()
 
     def __call__(self, view: LayerView) -> Tensor:
         prompt = view.prompt

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vllm_tgvkv.policies.base import AllLayers, Allocation, LayerView, Score
+from vllm_tgvkv.policies.base import AllLayers, Allocation, LayerView, VoteScore
 from vllm_tgvkv.policies.registry import ALLOCATIONS, POLICIES, SCORES, Recipe
 
 LEAST_SHARE = 0.01
@@ -17,13 +17,10 @@ LEAST_SHARE = 0.01
 
 
 @SCORES.register("vlcache")
-class PostVisionScore(Score):
+class PostVisionScore(VoteScore):
     """``s[j]`` = sum of A[i, j] over the text rows after the last vision token."""
 
     rows = "after_vision"
-
-    def __call__(self, view: LayerView) -> Tensor:
-        return view.attention.column_sums
 
 
 @ALLOCATIONS.register("vlcache")

@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arms and parts of the evaluation on texts, as data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from evaluation.text_tasks import TextTask
+from vllm_tgvkv.config import NONE, EvictionConfig, RequestOptions
+from vllm_tgvkv.errors import EvictionConfigError
+
+METHODS = ("snapkv", "adakv", "pyramidkv", "streaming")
+"""Methods without images. `tgv` and others deal by the attention to images, which texts lack."""
+VOTING = METHODS[:3]
+"""Those whose scores are attention; all three take the rows of a window."""
+
+ANSWER: dict[str, Any] = {"rows": "answer", "reduce": "max"}
+"""The answer's own rows vote as well, and a token's score is its largest instead of the sum."""
+
+
+def reach(forward: int, back: int) -> dict[str, Any]:
+    """Return the pooling in which a score counts for the tokens after and before its own."""
+    return {"pooling": {"kind": "sequence", "forward": forward, "back": back, "reduce": "max"}}
+
+
+POOLINGS: dict[str, dict[str, Any]] = {
+    "forward16": reach(16, 1),
+    "symmetric16": reach(8, 9),
+    "backward16": reach(1, 16),
+    "forward40": reach(40, 1),
+    "symmetric40": reach(20, 21),
+}
+"""Windows of 18 positions in three directions, and of 42 in two. The methods' own has 7."""
+
+MIXES: dict[str, dict[str, Any]] = {
+    **{f"{method}_answer": {"base": method, **ANSWER} for method in VOTING},
+    **{
+        f"{method}_{name}": {"base": method, **pooling}
+        for method in VOTING
+        for name, pooling in POOLINGS.items()
+    },
+    **{
+        f"{method}_answer_{name}": {"base": method, **ANSWER, **pooling}
+        for method in VOTING
+        for name, pooling in POOLINGS.items()
+    },
+}
+"""The server's `methods`, of which a run uses those that its arms name."""
+
+
+@dataclass(frozen=True)
+class TextArm:
+    """A method or mix at a budget, with further options of its requests."""
+
+    method: str
+    budget: float
+    options: tuple[tuple[str, Any], ...] = ()
+    """Names after `kv_eviction_`, and their values."""
+
+    @property
+    def key(self) -> str:
+        """Return the name of the arm in logs and results."""
+        return NONE if self == FULL else f"{self.method}@{self.budget:g}{self.suffix}"
+
+    @property
+    def identity(self) -> str:
+        """Return the key with the mix spelled out, so that a changed mix is another arm."""
+        mix = MIXES.get(self.method)
+        return f"{self.key} {json.dumps(mix, sort_keys=True)}" if mix else self.key
+
+    @property
+    def label(self) -> str:
+        """Return the name of the arm without its budget."""
+        return f"{self.method}{self.suffix}"
+
+    @property
+    def suffix(self) -> str:
+        return "".join(f",{name}={value}" for name, value in self.options)
+
+    @property
+    def xargs(self) -> dict[str, Any]:
+        """Return the `vllm_xargs` of its requests."""
+        budget = {} if self == FULL else {"kv_eviction_budget": self.budget}
+        options = {f"kv_eviction_{name}": value for name, value in self.options}
+        return {"kv_eviction": self.method, **budget, **options, "kv_eviction_report": 1}
+
+    @property
+    def waits(self) -> int:
+        """Return after how many tokens of the answer the prompt is evicted."""
+        return int(dict(self.options).get("defer", 0))
+
+
+FULL = TextArm(NONE, 1.0)
+"""The full cache. What it answers wrong says nothing about a method."""
+
+Pair = tuple[TextArm, TextArm]
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Arms that answer the same questions of some tasks."""
+
+    tasks: tuple[TextTask, ...]
+    arms: tuple[TextArm, ...]
+    questions: int
+    """Of each task."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Cells that are reported together, and the comparisons that were chosen before."""
+
+    title: str
+    text: str
+    cells: tuple[Cells, ...]
+    pairs: tuple[Pair, ...] = ()
+    """Compared on every task whose cells have both arms."""
+
+    @property
+    def work(self) -> Iterator[tuple[TextTask, int, tuple[TextArm, ...]]]:
+        """Yield each task once, with the largest number of questions and all its arms."""
+        tasks = dict.fromkeys(task for cells in self.cells for task in cells.tasks)
+        for task in tasks:
+            mine = [cells for cells in self.cells if task in cells.tasks]
+            arms = dict.fromkeys([FULL, *(arm for cells in mine for arm in cells.arms)])
+            yield task, max(cells.questions for cells in mine), tuple(arms)
+
+    def asked(self, task: TextTask, arm: TextArm) -> int:
+        """Return the number of questions of a task for an arm; 0 if it has none."""
+        mine = [cells for cells in self.cells if task in cells.tasks]
+        return max((c.questions for c in mine if arm == FULL or arm in c.arms), default=0)
+
+
+def crossed(
+    methods: Iterable[str], budgets: Sequence[float], waits: Sequence[int] = (0,)
+) -> tuple[TextArm, ...]:
+    """Return every method at every budget, with every wait in tokens of the answer."""
+    return tuple(
+        TextArm(method, budget, (("defer", wait),) if wait else ())
+        for method in methods
+        for budget in budgets
+        for wait in waits
+    )
+
+
+def mixed(methods: Iterable[str], *names: str) -> list[str]:
+    """Return the names of the methods' mixes."""
+    return ["_".join([method, *names]) for method in methods]
+
+
+def paired(first: Sequence[TextArm], second: Sequence[TextArm]) -> tuple[Pair, ...]:
+    return tuple(zip(first, second, strict=True))
+
+
+def number(haystack: Any, tokens: int, keys: int = 1) -> TextTask:
+    return TextTask("number", haystack, tokens, keys)
+
+
+PASSAGES = (TextTask("passage", "noise", 1024), TextTask("passage", "prose", 1024))
+
+_METHODS = Part(
+    "What the methods keep",
+    "Each method as published, at four budgets. The prompt is evicted before the answer's second "
+    "token, so that only the question's last words have voted.",
+    (
+        Cells(
+            (number("prose", 1024), number("noise", 2048), number("prose", 1024, keys=4)),
+            crossed(METHODS, (0.5, 0.2, 0.1, 0.05)),
+            20,
+        ),
+    ),
+)
+
+_WAIT = Part(
+    "Wait for the answer",
+    "The prompt is evicted after the first tokens of the answer (`kv_eviction_defer`), whose rows "
+    "vote with the question's. A number has eight tokens, the space before it included: after 8 "
+    "nothing is left to be read, and the cell shows only that the wait works.",
+    (
+        Cells(
+            (number("prose", 1024),),
+            (
+                *crossed(METHODS, (0.1,)),
+                *crossed(mixed(VOTING, "answer"), (0.1,), (4, 8)),
+                *crossed(VOTING, (0.1,), (4,)),
+            ),
+            100,
+        ),
+        Cells(
+            (number("prose", 1024),),
+            (*crossed(METHODS, (0.05,)), *crossed(mixed(VOTING, "answer"), (0.05,), (4, 8))),
+            100,
+        ),
+        Cells(
+            (number("prose", 1024, keys=4),),
+            (*crossed(METHODS, (0.1,)), *crossed(mixed(VOTING, "answer"), (0.1,), (4, 8))),
+            60,
+        ),
+        Cells(
+            (number("noise", 2048), number("noise", 4096)),
+            (
+                *crossed(METHODS, (0.1, 0.05)),
+                *crossed(mixed(VOTING, "answer"), (0.1, 0.05), (4,)),
+            ),
+            30,
+        ),
+    ),
+    (
+        *paired(
+            crossed(mixed(VOTING, "answer"), (0.1, 0.05), (4,)),
+            crossed(VOTING, (0.1, 0.05)),
+        ),
+        *paired(crossed(mixed(VOTING, "answer"), (0.1,), (4,)), crossed(VOTING, (0.1,), (4,))),
+    ),
+)
+
+_CONTROLS = ("symmetric16", "backward16")
+_REACH = Part(
+    "Pool forward",
+    "Nothing waits. A score counts for the 16 tokens after its own and the one before it, for as "
+    "many on both sides, or for those before it: windows of the same 18 positions.",
+    (
+        Cells(
+            (number("prose", 1024),),
+            (
+                *crossed(VOTING, (0.2,)),
+                *(
+                    arm
+                    for name in ("forward16", *_CONTROLS)
+                    for arm in crossed(mixed(VOTING, name), (0.2,))
+                ),
+            ),
+            100,
+        ),
+        Cells(
+            (number("prose", 1024),),
+            (
+                *crossed(VOTING[:1], (0.1,)),
+                *crossed(mixed(VOTING[:1], "forward16"), (0.1,)),
+                *(arm for name in _CONTROLS for arm in crossed(mixed(VOTING[:1], name), (0.1,))),
+            ),
+            100,
+        ),
+        Cells(
+            (number("noise", 2048),),
+            (*crossed(VOTING, (0.1,)), *crossed(mixed(VOTING, "forward16"), (0.1,))),
+            30,
+        ),
+    ),
+    tuple(
+        pair
+        for budget in (0.2, 0.1)
+        for others in (VOTING, *(mixed(VOTING, name) for name in _CONTROLS))
+        for pair in paired(
+            crossed(mixed(VOTING, "forward16"), (budget,)), crossed(others, (budget,))
+        )
+    ),
+)
+
+_SNAP = ("snapkv",)
+_PASSAGES = Part(
+    "Passages: wait and reach",
+    "A passage of 30 to 45 tokens is to be repeated word for word. Most of it is read after the "
+    "eviction, so here a wait of 8 tokens does not contain the answer.",
+    (
+        Cells(
+            PASSAGES,
+            (
+                *crossed(METHODS, (0.2, 0.1)),
+                *crossed(mixed(_SNAP, "forward16"), (0.2, 0.1)),
+                *crossed(mixed(_SNAP, "forward40"), (0.2, 0.1)),
+                *crossed(mixed(_SNAP, "symmetric40"), (0.2, 0.1)),
+                *crossed(mixed(_SNAP, "answer"), (0.2, 0.1), (8,)),
+                *crossed(mixed(_SNAP, "answer", "forward16"), (0.2, 0.1), (8,)),
+                *crossed(mixed(_SNAP, "answer", "forward40"), (0.2, 0.1), (8,)),
+                *crossed(mixed(_SNAP, "answer", "symmetric40"), (0.2, 0.1), (8,)),
+            ),
+            60,
+        ),
+    ),
+    (
+        *paired(
+            crossed(mixed(_SNAP, "answer", "forward40"), (0.2, 0.1), (8,)),
+            crossed(mixed(_SNAP, "answer", "symmetric40"), (0.2, 0.1), (8,)),
+        ),
+        *paired(
+            crossed(mixed(_SNAP, "answer", "forward40"), (0.2, 0.1), (8,)),
+            crossed(mixed(_SNAP, "answer"), (0.2, 0.1), (8,)),
+        ),
+        *paired(
+            crossed(mixed(_SNAP, "answer"), (0.2, 0.1), (8,)),
+            crossed(_SNAP, (0.2, 0.1)),
+        ),
+        *paired(
+            crossed(mixed(_SNAP, "forward40"), (0.2, 0.1)),
+            crossed(mixed(_SNAP, "symmetric40"), (0.2, 0.1)),
+        ),
+    ),
+)
+
+PARTS = {"methods": _METHODS, "wait": _WAIT, "reach": _REACH, "passages": _PASSAGES}
+"""By the name on the command line, in the order of the report."""
+
+
+def used_mixes(arms: Iterable[TextArm]) -> dict[str, Any]:
+    """Return `methods` of the eviction configuration for some arms."""
+    names = {arm.method for arm in arms}
+    return {name: dict(mix) for name, mix in MIXES.items() if name in names}
+
+
+def eviction_settings(arms: Iterable[TextArm]) -> dict[str, Any]:
+    """Return the eviction configuration of an engine that answers for these arms."""
+    return {"policy": METHODS[0], "text_only": "evict", "methods": used_mixes(arms)}
+
+
+def check(arms: Iterable[TextArm], settings: Mapping[str, Any]) -> None:
+    """Check that this version of the plugin knows all that the arms ask for.
+
+    Raises:
+        EvictionConfigError: naming the arm or mix, and what is not known.
+    """
+    config = EvictionConfig.from_mapping(settings)
+    for arm in arms:
+        try:
+            options = RequestOptions.resolve(config, arm.xargs)
+            if options.policy != NONE and config.build_policy(arm.method).allocation.needs_vision:
+                raise EvictionConfigError("its layer budget is the attention to images")
+        except EvictionConfigError as error:
+            raise EvictionConfigError(f"arm {arm.key}: {error}") from error

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results of the evaluation on texts, and the file that the page is written from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evaluation.answers import Answer, AnswerLog
+from evaluation.text_arms import FULL, Part, TextArm
+from evaluation.text_tasks import TextTask
+from measure.statistics import Estimate, bootstrap, holm, mcnemar, wilson
+
+FILE = "results.json"
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """What the full cache answers of a task."""
+
+    task: str
+    title: str
+    kind: str
+    questions: int
+    right: Estimate
+    share: Estimate
+    """See `prefix_share`."""
+    prompt_tokens: float
+    """Mean over the questions."""
+    answer_tokens: float
+    """Mean over the questions, without an end token."""
+
+
+@dataclass(frozen=True)
+class TextCell:
+    """One arm's answers to those questions of a task that the full cache answers right."""
+
+    task: str
+    label: str
+    """Name of the arm without its budget."""
+    budget: float
+    questions: int
+    """That were counted."""
+    num_right: int
+    right: Estimate
+    share: Estimate
+    blocks_held: float
+    """Share of the prompt's blocks held after the eviction, mean over the answers."""
+
+
+@dataclass(frozen=True)
+class TextComparison:
+    """Two arms on the same counted questions."""
+
+    task: str
+    first: str
+    second: str
+    questions: int
+    first_only: int
+    second_only: int
+    difference: Estimate
+    """Share of right answers of `first` minus that of `second`."""
+    share: Estimate
+    """The same for the part that is right before the first mistake."""
+    p: float
+    """McNemar's exact test, not corrected."""
+    p_holm: float
+    """Corrected by Holm's method over all comparisons of the part."""
+
+
+@dataclass(frozen=True)
+class PartResult:
+    """The results of one part, and the facts of how they were made."""
+
+    facts: dict[str, Any]
+    tasks: list[TaskResult]
+    cells: list[TextCell]
+    comparisons: list[TextComparison]
+
+
+def prefix_share(answer: Answer) -> float:
+    """Return the share of the answer's tokens that come before the first mistake."""
+    tokens = answer.hits[:-1]
+    return (tokens + "0").index("0") / len(tokens)
+
+
+def counted(log: AnswerLog, task: TextTask, questions: int) -> list[int]:
+    """Return the numbers of the questions that the full cache answers right."""
+    return [n for n in range(questions) if log[task.name, n, FULL.identity].is_exact]
+
+
+def part_result(
+    part: Part, log: AnswerLog, facts: dict[str, Any], limit: int | None = None
+) -> PartResult:
+    """Return the results of a part whose answers are all in the log.
+
+    Args:
+        limit: on the questions of a task.
+    """
+    tasks, cells = [], []
+    for task, questions, arms in part.work:
+        most = questions if limit is None else min(questions, limit)
+        full = [log[task.name, number, FULL.identity] for number in range(most)]
+        tasks.append(_task_result(task, full))
+        for arm in arms:
+            if arm != FULL:
+                mine = counted(log, task, min(part.asked(task, arm), most))
+                answers = [log[task.name, number, arm.identity] for number in mine]
+                cells.append(_cell(task, arm, answers))
+    return PartResult(facts, tasks, cells, _comparisons(part, log, limit))
+
+
+def _task_result(task: TextTask, answers: Sequence[Answer]) -> TaskResult:
+    return TaskResult(
+        task=task.name,
+        title=task.title,
+        kind=task.kind,
+        questions=len(answers),
+        right=wilson(sum(answer.is_exact for answer in answers), len(answers)),
+        share=bootstrap([prefix_share(answer) for answer in answers]),
+        prompt_tokens=_mean([answer.prompt_tokens for answer in answers]),
+        answer_tokens=_mean([len(answer.hits) - 1 for answer in answers]),
+    )
+
+
+def _cell(task: TextTask, arm: TextArm, answers: Sequence[Answer]) -> TextCell:
+    num_right = sum(answer.is_exact for answer in answers)
+    return TextCell(
+        task=task.name,
+        label=arm.label,
+        budget=arm.budget,
+        questions=len(answers),
+        num_right=num_right,
+        right=wilson(num_right, len(answers)),
+        share=bootstrap([prefix_share(answer) for answer in answers]),
+        blocks_held=_mean([answer.blocks_held for answer in answers]),
+    )
+
+
+def _comparisons(part: Part, log: AnswerLog, limit: int | None) -> list[TextComparison]:
+    found = []
+    for task, most, arms in part.work:
+        for first, second in part.pairs:
+            if {first, second} <= set(arms):
+                asked = [part.asked(task, first), part.asked(task, second), most]
+                numbers = counted(log, task, min([*asked, *([] if limit is None else [limit])]))
+                found.append(_compared(task, first, second, log, numbers))
+    corrected = holm([mcnemar(c.first_only, c.second_only) for c in found])
+    return [
+        TextComparison(**{**vars(claim), "p_holm": p})
+        for claim, p in zip(found, corrected, strict=True)
+    ]
+
+
+def _compared(
+    task: TextTask, first: TextArm, second: TextArm, log: AnswerLog, numbers: Sequence[int]
+) -> TextComparison:
+    ours, theirs = ([log[task.name, n, arm.identity] for n in numbers] for arm in (first, second))
+    pairs = list(zip(ours, theirs, strict=True))
+    right = [int(one.is_exact) - int(other.is_exact) for one, other in pairs]
+    p = mcnemar(right.count(1), right.count(-1))
+    return TextComparison(
+        task=task.name,
+        first=first.key,
+        second=second.key,
+        questions=len(numbers),
+        first_only=right.count(1),
+        second_only=right.count(-1),
+        difference=bootstrap(right),
+        share=bootstrap([prefix_share(one) - prefix_share(other) for one, other in pairs]),
+        p=p,
+        p_holm=p,
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if values else 0.0
+
+
+# -- the file -------------------------------------------------------------------------------
+
+
+def read(folder: Path) -> dict[str, PartResult]:
+    """Return the results in a folder by part; none if it has no file."""
+    path = folder / FILE
+    if not path.exists():
+        return {}
+    return {
+        name: PartResult(
+            part["facts"],
+            [TaskResult(**_estimates(task)) for task in part["tasks"]],
+            [TextCell(**_estimates(cell)) for cell in part["cells"]],
+            [TextComparison(**_estimates(claim)) for claim in part["comparisons"]],
+        )
+        for name, part in json.loads(path.read_text(encoding="utf-8")).items()
+    }
+
+
+def write(parts: dict[str, PartResult], folder: Path) -> None:
+    """Write the file with one line for each task, cell and comparison."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = ",\n".join(f"{json.dumps(name)}: {_lines(part)}" for name, part in parts.items())
+    (folder / FILE).write_text(f"{{\n{text}\n}}\n", encoding="utf-8")
+
+
+def _lines(part: PartResult) -> str:
+    values = asdict(part)
+    fields = [f'"facts": {json.dumps(values.pop("facts"))}']
+    for name, items in values.items():
+        rows = ",\n".join(json.dumps(_rounded(item)) for item in items)
+        fields.append(f'"{name}": [\n{rows}\n]' if rows else f'"{name}": []')
+    return "{\n" + ",\n".join(fields) + "\n}"
+
+
+def _rounded(item: dict[str, Any]) -> dict[str, Any]:
+    """Return an item with floats of five digits; an estimate becomes a list of three."""
+    short: dict[str, Any] = {}
+    for name, value in item.items():
+        if isinstance(value, dict):
+            short[name] = [float(f"{number:.5g}") for number in value.values()]
+        else:
+            short[name] = float(f"{value:.5g}") if isinstance(value, float) else value
+    return short
+
+
+def _estimates(item: dict[str, Any]) -> dict[str, Any]:
+    return {n: Estimate(*value) if isinstance(value, list) else value for n, value in item.items()}

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of queries over paged keys, as the kernels of the attention statistics take them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_tgvkv.kernels.statistics import ObservedRows
+
+
+@triton.jit
+def key_offsets(table, columns, limit, page_stride, slot_stride, PAGE_SIZE: tl.constexpr):
+    """Offsets in the pool of the keys in these columns; int64, since pools are large.
+
+    Table entries of columns from `limit` on are not read: they may be garbage.
+    """
+    pages = tl.load(table + columns // PAGE_SIZE, mask=columns < limit, other=0)
+    return pages.to(tl.int64) * page_stride + (columns % PAGE_SIZE) * slot_stride
+
+
+@triton.jit
+def load_vectors(pointer, offsets, valid, dim_stride, HEAD_SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """Vectors of HEAD_SIZE values, padded with zeros; all zero where not valid."""
+    dims = tl.arange(0, WIDTH)
+    mask = valid[:, None]
+    if HEAD_SIZE < WIDTH:
+        mask = mask & (dims < HEAD_SIZE)[None, :]
+    return tl.load(pointer + offsets[:, None] + dims[None, :] * dim_stride, mask=mask, other=0.0)
+
+
+@triton.jit
+def products(rows, columns):
+    """float32 ``rows @ columns^T``. Products of 16-bit values are exact, others are IEEE's."""
+    if rows.dtype != columns.dtype:
+        rows = rows.to(tl.float32)
+        columns = columns.to(tl.float32)
+    return tl.dot(rows, tl.trans(columns), input_precision="ieee")
+
+
+@dataclass(frozen=True)
+class PagedRows:
+    """O rows in L layers of H KV heads, Q = L * H; see `ObservedRows`."""
+
+    queries: Tensor
+    """``[L, O, H, G, D]``."""
+    pool: Tensor
+    """``[num_pages, N, D]``."""
+    tables: Tensor
+    """``[Q, W]``; the columns' stride is 1."""
+    num_visible: Tensor
+    """int32 ``[Q or 1, O]``; the rows' stride is 1."""
+    scales: Tensor
+    """float32 ``[L or 1]``."""
+    num_keys: int
+    """P."""
+
+    @staticmethod
+    def of(rows: ObservedRows) -> PagedRows:
+        """Return all of the observed rows."""
+        queries, tables, scale = rows.queries, rows.tables, rows.scale
+        if not isinstance(scale, Tensor):
+            scale = torch.full((1,), scale, dtype=torch.float32, device=queries.device)
+        return PagedRows(
+            queries.float() if queries.dtype == torch.float64 else queries,
+            rows.pool,
+            tables if tables.stride(1) == 1 else tables.contiguous(),
+            rows.num_visible.contiguous(),
+            scale,
+            rows.num_keys,
+        )
+
+    def from_row(self, first: int) -> PagedRows:
+        """Return the rows from ``first`` on."""
+        return PagedRows(
+            self.queries[:, first:],
+            self.pool,
+            self.tables,
+            self.num_visible[:, first:],
+            self.scales,
+            self.num_keys,
+        )
+
+    @property
+    def number(self) -> int:
+        """O."""
+        return self.queries.shape[1]
+
+    @property
+    def num_heads(self) -> int:
+        """H."""
+        return self.queries.shape[2]
+
+    @property
+    def num_pairs(self) -> int:
+        """Q."""
+        return self.queries.shape[0] * self.queries.shape[2]
+
+    @property
+    def group_size(self) -> int:
+        """G."""
+        return self.queries.shape[3]
+
+    @property
+    def head_size(self) -> int:
+        """D."""
+        return self.queries.shape[4]
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Strides that all kernels take, in the order of their arguments."""
+        return (
+            *self.queries.stride(),
+            *self.pool.stride(),
+            self.tables.stride(0),
+            stride_of_sets(self.num_visible),
+            stride_of_sets(self.scales),
+        )
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return a new tensor on the device of the rows."""
+        return torch.empty(shape, dtype=dtype, device=self.queries.device)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Sizes of the matrix products, for one model on one type of GPU."""
+
+    width: int
+    """D, padded to a power of two."""
+    padded_group: int
+    """G, likewise."""
+    softmax_rows: int
+    softmax_keys: int
+    softmax_stages: int
+    columns_vectors: int
+    """Rows times padded group."""
+    columns_keys: int
+    columns_warps: int
+    columns_stages: int
+
+    @staticmethod
+    def of(head_size: int, group_size: int, element_size: int, shared_bytes: int) -> Tiles:
+        """Return sizes that fit the shared memory of a program."""
+        width = max(16, triton.next_power_of_2(head_size))
+        padded_group = triton.next_power_of_2(group_size)
+        side = 128 if width * element_size <= 256 else 64
+        if shared_bytes < 160 * 1024:
+            side //= 2
+        return Tiles(
+            width=width,
+            padded_group=padded_group,
+            softmax_rows=side,
+            softmax_keys=min(side, 64),
+            softmax_stages=3 if side == 128 else 2,
+            # The mean over a small group is nearly as large as its input.
+            columns_vectors=side if padded_group > 2 else min(side, 64),
+            columns_keys=side,
+            columns_warps=8 if width * element_size > 256 or side == 128 else 4,
+            columns_stages=2 if width * element_size <= 512 else 1,
+        )
+
+    @staticmethod
+    def for_rows(rows: PagedRows) -> Tiles:
+        """Return the sizes for rows on their device."""
+        element_size = max(rows.queries.element_size(), rows.pool.element_size())
+        shared = shared_bytes(rows.queries.device)
+        return Tiles.of(rows.head_size, rows.group_size, element_size, shared)
+
+    def rows_of_columns(self, has_row_statistics: bool) -> int:
+        """Return the rows of a columns tile: fewer if a probability needs more registers."""
+        vectors = min(self.columns_vectors, 64) if has_row_statistics else self.columns_vectors
+        return vectors // self.padded_group
+
+
+@lru_cache
+def shared_bytes(device: torch.device) -> int:
+    """Return the bytes of shared memory that a program may use."""
+    if device.type != "cuda":
+        return 1 << 20
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
+
+
+def stride_of_sets(tensor: Tensor) -> int:
+    """Return the stride of the first dimension: 0 if it has size 1, for all sets to share."""
+    return 0 if tensor.shape[0] == 1 else tensor.stride(0)
+
+
+def bytes_of(subset: Tensor | None) -> Tensor | None:
+    """Return a bool tensor as bytes, which kernels load."""
+    return None if subset is None else subset.contiguous().view(torch.uint8)
+
+
+# -- variants -----------------------------------------------------------------------------
+
+SHARED_OF_VARIANTS = 227 * 1024
+# A few load addresses, used once per tile, which some compilers spill for some GPUs.
+SPILL_LIMIT = 128
+
+ALIGNED: Collection[str] = (
+    *("queries", "query_layer_stride", "query_row_stride", "query_head_stride"),
+    *("query_member_stride", "pool", "page_stride", "slot_stride"),
+)
+
+
+def typed(kind: str, names: str) -> dict[str, str]:
+    """Return the same type for several arguments of a variant."""
+    return dict.fromkeys(names.split(), kind)
+
+
+def paged_signature(dtype: str) -> dict[str, str]:
+    """Return the types of the arguments that `PagedRows` has."""
+    return (
+        typed(f"*{dtype}", "queries pool")
+        | typed("*i32", "tables num_visible")
+        | typed("*fp32", "scales")
+        | typed("i32", "num_rows query_layer_stride query_row_stride query_head_stride")
+        | typed("i32", "query_member_stride page_stride slot_stride table_stride visible_stride")
+        | typed("i32", "scales_stride subset_stride")
+    )

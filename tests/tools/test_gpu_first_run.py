@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first run on a GPU: its runner over quick made-up parts, and the real parts' commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu.checks import CHECKS
+from tests.conftest import ROOT, has_cuda
+from tools import gpu_first_run
+from tools.gpu_first_run import PARTS, Part
+
+NAMES = [part.name for part in PARTS]
+TESTS = [part for part in PARTS if "pytest" in part.rehearsal]
+FAILS = "print('start'); print('E   assert 1 == 2'); raise SystemExit(3)"
+
+
+def python(name: str, code: str, seconds: float = 30.0, **fields: Any) -> Part:
+    return Part(name, f"about {name}", [sys.executable, "-c", code], seconds, **fields)
+
+
+def counted(name: str, code: str = "", **fields: Any) -> Part:
+    """Return a part that appends a letter to a file each time it runs."""
+    return python(name, f"open(r'{{out}}/{name}.runs', 'a').write('x')\n{code}", **fields)
+
+
+@pytest.fixture
+def call(tmp_path: Path) -> Callable[..., int]:
+    """Return a function that calls the tool with made-up parts; it returns the exit code."""
+
+    def called(*arguments: str, parts: list[Part]) -> int:
+        return gpu_first_run.main(["--out", str(tmp_path / "out"), *arguments], parts)
+
+    return called
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+def verdicts(out: Path) -> dict[str, str]:
+    results = json.loads((out / "results.json").read_text())
+    return {name: result["verdict"] for name, result in results.items()}
+
+
+def runs(out: Path, name: str) -> int:
+    path = out / f"{name}.runs"
+    return len(path.read_text()) if path.exists() else 0
+
+
+def test_parts_that_passed_are_not_repeated(call: Callable[..., int], out: Path) -> None:
+    parts = [counted("good"), counted("bad", FAILS), counted("also_good")]
+    assert call(parts=parts) == 1
+    assert verdicts(out) == {"good": "passed", "bad": "failed", "also_good": "passed"}
+    parts[1] = counted("bad")  # repaired
+    assert call(parts=parts) == 0
+    assert [runs(out, part.name) for part in parts] == [1, 2, 1]
+    assert call("--again", "--only", "good", parts=parts) == 0
+    assert [runs(out, part.name) for part in parts] == [2, 2, 1]
+
+
+def test_what_has_not_run_comes_before_what_failed(call: Callable[..., int], out: Path) -> None:
+    parts = [counted("bad", FAILS), counted("late")]
+    assert call("--only", "bad", parts=parts) == 1
+    assert call(parts=parts) == 1
+    assert list(verdicts(out)) == ["bad", "late"]
+    ends = json.loads((out / "results.json").read_text())
+    assert ends["late"]["ended"] <= ends["bad"]["ended"]
+    assert runs(out, "bad") == 2
+
+
+def test_a_call_starts_no_part_that_may_not_end_in_it(
+    call: Callable[..., int], out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = [
+        counted("slow", "import time; time.sleep(2)", seconds=50),
+        counted("long", seconds=54),
+        counted("short", seconds=20),
+    ]
+    assert call("--minutes", "1", parts=parts) == 2
+    assert verdicts(out) == {"slow": "passed", "short": "passed"}
+    assert "long: left to the next call" in capsys.readouterr().out
+    assert "| long | not run |" in (out / "summary.md").read_text()
+    assert call("--minutes", "1", parts=parts) == 0
+    assert [runs(out, part.name) for part in parts] == [1, 1, 1]
+
+
+def test_a_limit_longer_than_the_call_is_refused(
+    call: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = [python("long", "", seconds=90), python("short", "", seconds=9)]
+    with pytest.raises(SystemExit):
+        call("--minutes", "1", parts=parts)
+    assert "--minutes 1: long may take 1.6 minutes" in capsys.readouterr().err
+    assert call("--minutes", "1", "--only", "short", parts=parts) == 0
+
+
+HANGS = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open(r"{out}/pids", "w").write(f"{os.getpid()} {child.pid}")
+print("hangs", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_part_that_hangs_is_killed_with_its_children(
+    call: Callable[..., int], out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if it ignores interrupts; what it printed is kept, and the next part runs."""
+    monkeypatch.setattr(gpu_first_run, "_GRACE_SECONDS", 0.5)
+    code = HANGS.replace("{os.getpid()} {child.pid}", "{{os.getpid()}} {{child.pid}}")
+    begin = time.monotonic()
+    assert call(parts=[python("hangs", code, seconds=3), counted("next")]) == 1
+    assert time.monotonic() - begin < 25
+    assert verdicts(out) == {"hangs": "time limit", "next": "passed"}
+    assert json.loads((out / "results.json").read_text())["hangs"]["error"] == ["hangs"]
+    for pid in map(int, (out / "pids").read_text().split()):
+        wait_until_gone(pid)
+
+
+OWN_SESSION = """
+import subprocess, sys, time
+child = subprocess.Popen(
+    [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
+)
+open(r"{out}/pids", "w").write(str(child.pid))
+try:
+    time.sleep(600)
+finally:
+    child.kill()
+"""
+
+
+def test_an_interrupt_lets_a_part_end_other_groups(call: Callable[..., int], out: Path) -> None:
+    """As `benchmarks.gpu` does, whose engines have sessions of their own."""
+    assert call(parts=[python("session", OWN_SESSION, seconds=3)]) == 1
+    wait_until_gone(int((out / "pids").read_text()))
+
+
+def wait_until_gone(pid: int) -> None:
+    """Wait until a process has ended; a zombie has."""
+    for _ in range(100):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return
+        if state == "Z":
+            return
+        time.sleep(0.1)
+    os.kill(pid, 9)
+    raise AssertionError(f"process {pid} was left running")
+
+
+def test_nothing_runs_after_a_needed_part_failed(call: Callable[..., int], out: Path) -> None:
+    parts = [counted("needed", FAILS, needed=True), counted("next")]
+    assert call(parts=parts) == 1
+    assert runs(out, "next") == 0
+
+
+def test_a_part_without_its_program_is_skipped(call: Callable[..., int], out: Path) -> None:
+    assert call(parts=[python("tool", FAILS, program="no-such-program")]) == 0
+    (result,) = json.loads((out / "results.json").read_text()).values()
+    assert result["verdict"] == "skipped"
+    assert result["error"] == ["no-such-program is not installed"]
+
+
+def test_the_summary_has_figures_and_first_errors(
+    call: Callable[..., int], out: Path, tmp_path: Path
+) -> None:
+    entry = json.dumps({"figure": "decode, ms", "value": 6.5}).replace("{", "{{").replace("}", "}}")
+    figure = f"open(r'{{out}}/decode.jsonl', 'a').write('''{entry}\\n{{{{\"figure\": \"cut''')"
+    bench = (
+        "import json, pathlib; folder = pathlib.Path(r'{out}/bench'); folder.mkdir()\n"
+        "rows = [dict(measure='scarce', ours='320', met=True)]\n"
+        "rows += [dict(measure='other', ours='1', met=None)]\n"
+        "(folder / 'x.json').write_text(json.dumps(dict(rows=rows)))"
+    )
+    copies = tmp_path / "copies"
+    parts = [python("decode", figure), python("bench", bench), python("bad", FAILS)]
+    assert call("--copy-to", str(copies), parts=parts) == 1
+    summary = (out / "summary.md").read_text()
+    assert re.search(r"^\| decode \| passed \| \d+ \| decode, ms: 6.5 \|$", summary, re.M), summary
+    assert "| scarce: 320, target met |" in summary
+    assert "| bad | **failed** |" in summary
+    assert "bad (about bad):\n\n    E   assert 1 == 2" in summary
+    assert sorted(path.name for path in copies.iterdir()) == [
+        "all.tar.gz", "results.json", "summary.md",
+    ]  # fmt: skip
+    assert (copies / "summary.md").read_text() == summary
+
+
+@pytest.mark.parametrize(
+    ("body", "verdict", "figures"),
+    [
+        ("def test_a(): pass\ndef test_b(): pass", "passed", ["2 passed"]),
+        ("def test_a(): pass\ndef test_b(): assert 0", "failed", ["1 passed", "1 failed"]),
+        ("import pytest\ndef test_a(): pytest.skip('no')", "failed", ["1 skipped"]),
+        ("x = 1", "failed", []),
+    ],
+)
+def test_tests_are_counted_and_must_run(
+    call: Callable[..., int], out: Path, tmp_path: Path, body: str, verdict: str, figures: list[str]
+) -> None:
+    """A part whose every test is skipped, or that has none, did not pass."""
+    path = tmp_path / "test_made_up.py"
+    path.write_text(body)
+    call(parts=[gpu_first_run._tests("tests", "", 60, str(path))])
+    (result,) = json.loads((out / "results.json").read_text()).values()
+    assert (result["verdict"], result["figures"]) == (verdict, figures)
+
+
+def test_a_rehearsal_is_no_result(call: Callable[..., int], out: Path) -> None:
+    part = counted("part", rehearsal=[sys.executable, "-c", ""])
+    assert call("--rehearse", parts=[part]) == 0
+    assert verdicts(out) == {"part": "rehearsed"}
+    assert runs(out, "part") == 0
+    assert call(parts=[part]) == 0
+    assert verdicts(out) == {"part": "passed"}
+    assert runs(out, "part") == 1
+
+
+def test_every_check_is_a_part() -> None:
+    checks = {word for part in PARTS for word in part.command if word in CHECKS}
+    assert checks == CHECKS.keys() - {"stock"}  # which `layout` runs
+    assert len(set(NAMES)) == len(NAMES)
+    about = " ".join(part.about for part in PARTS)
+    assert all(f"check {number}:" in about for number in range(1, 11))
+
+
+def test_every_part_fits_a_call_by_default() -> None:
+    gpu_first_run._parse([], PARTS)
+
+
+def test_every_selection_of_tests_finds_some(tmp_path: Path) -> None:
+    """As in a rehearsal, in one process for all; a part that selects nothing fails."""
+    assert len(TESTS) == 8
+    names = [part.name for part in TESTS]
+    arguments = ["--rehearse", "--out", str(tmp_path), "--only", *names]
+    assert gpu_first_run.main(arguments) == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    for part in TESTS:
+        (figure,) = results[part.name]["figures"]
+        assert int(figure.split("/")[0].split()[0]) > 3, (part.name, figure)
+        assert "-k" not in part.command or "/" in figure, (part.name, figure)
+
+
+def test_all_engine_tests_are_selected_once() -> None:
+    """The four parts together are the whole file."""
+    found = []
+    for part in PARTS:
+        if part.name.startswith("engine-"):
+            run = subprocess.run(
+                part.rehearsal, cwd=ROOT, capture_output=True, text=True, check=True
+            )
+            found += re.findall(r"^tests/gpu/test_engine.py::.*$", run.stdout, re.M)
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/gpu/test_engine.py"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert sorted(found) == sorted(re.findall(r"^tests/gpu/test_engine.py::.*$", run.stdout, re.M))
+
+
+@pytest.mark.skipif(has_cuda(), reason="there is a GPU")
+def test_without_a_gpu_the_environment_says_what_is_missing(tmp_path: Path) -> None:
+    assert gpu_first_run.main(["--out", str(tmp_path), "--only", "environment"]) == 1
+    (result,) = json.loads((tmp_path / "results.json").read_text()).values()
+    assert result["verdict"] == "failed"
+    assert any("device" in line for line in result["error"])
+    assert any(figure.startswith("vllm: 0.32") for figure in result["figures"])
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.skipif(has_cuda(), reason="there is a GPU")
+@pytest.mark.parametrize("name", ["defaults", "decode", "evictions", "layout", "memory", "smoke"])
+def test_every_check_runs_on_tiny_sizes(tmp_path: Path, name: str) -> None:
+    code = gpu_first_run.main(["--rehearse", "--out", str(tmp_path), "--only", name])
+    (result,) = json.loads((tmp_path / "results.json").read_text()).values()
+    assert code == 0, result["error"]
+    assert len(result["figures"]) >= 2

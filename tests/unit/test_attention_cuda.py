@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the CUDA backend asks of host and device in a step, and that its kernel inputs are right.
+
+Where nothing is computed, the device is `meta`: its tensors have no values to wait for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends import flash_attn
+
+from tests.engine import flash_on_cpu
+from tests.inputs import fresh_seed
+from tests.unit.test_page_tables import NUM_BLOCKS, Batch, batches
+from vllm_tgvkv import attention_cuda
+from vllm_tgvkv.attention import EvictingMetadata
+from vllm_tgvkv.attention_cuda import (
+    EvictingFlashImpl,
+    EvictingFlashMetadataBuilder,
+    FlashKernel,
+    RaggedTokens,
+)
+from vllm_tgvkv.kernels import page_tables
+from vllm_tgvkv.kernels.decode import DecodePlan, decode
+from vllm_tgvkv.model_runner import RowsV2
+from vllm_tgvkv.pages import CacheShape, PagePool
+from vllm_tgvkv.regions import Regions
+
+SHAPE = CacheShape(num_layers=36, num_heads=8, group_size=4, head_size=128, block_size=16)
+"""Qwen3-VL-8B's."""
+
+
+def make_pool(shape: CacheShape, num_blocks: int, device: str) -> PagePool:
+    """A pool of random numbers, float32."""
+    page = 2 * shape.block_size * shape.head_size
+    raw = torch.randn(num_blocks * shape.num_pairs, page, device=device)
+    pages = raw.view(-1, shape.block_size, 2 * shape.head_size)
+    keys, values = pages.split(shape.head_size, dim=2)
+    return PagePool(raw, keys, values, shape.num_layers, shape.num_heads, shape.block_size)
+
+
+def make_impl(layer: int, pool: PagePool, version: int = 3) -> EvictingFlashImpl:
+    """One layer's attention, with the fields that ragged rows need."""
+    impl = EvictingFlashImpl.__new__(EvictingFlashImpl)
+    fields = {"scale": 0.3, "head_size": pool.head_size, "vllm_flash_attn_version": version}
+    impl.__dict__.update(fields, kv_cache_dtype="auto")
+    impl.bind(layer, pool)
+    return impl
+
+
+# -- values ----------------------------------------------------------------------------------
+
+
+@given(batch=batches(), data=st.data())
+def test_attention_equals_the_reference(batch: Batch, data: st.DataObject) -> None:
+    """However many layers' tables fit at once and rows a launch, after rows of other numbers."""
+    fresh_seed()
+    layers, heads, size = batch.layers, batch.heads, batch.block_size
+    shape = CacheShape(layers, heads, group_size=2, head_size=4, block_size=size)
+    table, seq_lens, *state = batch.pooled
+    regions = Regions(NUM_BLOCKS, shape.num_pairs, torch.device("cpu"))
+    regions.num_retained, regions.num_replaced, regions.offsets = state
+    pool = make_pool(shape, NUM_BLOCKS, "cpu")
+    num_rows, max_rows = len(table), len(table) + data.draw(st.integers(0, 3))
+    of_layer = 4 * max_rows * heads * batch.width
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(attention_cuda, "_TABLE_BYTES", data.draw(st.integers(0, 4)) * of_layer)
+        monkeypatch.setattr(
+            flash_attn, "flash_attn_varlen_func", flash_on_cpu.attend, raising=False
+        )
+        kernel = FlashKernel(shape, regions, max_rows, batch.width)
+
+        def attend(first: int, end: int, takes_turns: bool) -> list[torch.Tensor]:
+            rows = RaggedTokens(
+                table[first:end],
+                seq_lens[first:end],
+                max_seq_len=layers * 8 * size,
+                rows_per_launch=data.draw(st.integers(1, max_rows)),
+                num_splits=0,
+                kernel=kernel,
+                tokens=slice(first, end),
+                takes_turns=takes_turns,
+            )
+            outputs = []
+            for layer in range(layers):
+                outputs.append(torch.full_like(query, float("nan")))
+                make_impl(layer, pool).attend_ragged(rows, None, query, outputs[-1])
+            return [output[first:end] for output in outputs]
+
+        query = torch.randn(num_rows, heads * 2, 4)
+        attend(0, data.draw(st.integers(1, num_rows)), takes_turns=False)
+        outputs = attend(0, num_rows, takes_turns=data.draw(st.booleans()))
+    lengths = torch.empty(layers, num_rows, heads, dtype=torch.int32)
+    page_tables.write_lengths(*batch.pooled, size, lengths)
+    plan = DecodePlan.allocate(layers, num_rows, heads, 2, 4, 16, 1, "cpu")
+    for layer, output in enumerate(outputs):
+        expected = torch.full_like(query, float("nan"), dtype=torch.float64)
+        decode(
+            query.double(),
+            pool.keys.double(),
+            pool.values.double(),
+            table,
+            lengths,
+            *state,
+            layer,
+            0.3,
+            plan,
+            expected,
+        )
+        torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+# -- counts ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Requests:
+    """The batch of a step, on `meta`, with the rows of model runner V2.
+
+    All requests that decode are compressed, and those that replay what they had generated.
+    """
+
+    num_decodes: int
+    prefills: tuple[int, ...] = ()
+    """Tokens of every prompt in the step."""
+    replays: tuple[int, ...] = ()
+    look_ups: list[Any] = field(default_factory=list)
+
+    def common(self, max_seq_len: int = 32768) -> CommonAttentionMetadata:
+        """The batch as the model runner describes it."""
+        lengths = [*[1] * self.num_decodes, *self.prefills, *self.replays]
+        starts = torch.tensor([0, *lengths]).cumsum(0).int()
+        num_rows, num_tokens = len(lengths), sum(lengths)
+        device = {"dtype": torch.int32, "device": "meta"}
+        return CommonAttentionMetadata(
+            query_start_loc=starts.to("meta"),
+            query_start_loc_cpu=starts,
+            seq_lens=torch.empty(num_rows, **device),
+            num_reqs=num_rows,
+            num_actual_tokens=num_tokens,
+            max_query_len=max(lengths),
+            max_seq_len=max_seq_len,
+            block_table_tensor=torch.empty(num_rows, 2048, **device),
+            slot_mapping=torch.empty(num_tokens, dtype=torch.int64, device="meta"),
+            req_idx=np.arange(num_rows)[::-1],
+        )
+
+    def builder(self, graphs: bool = False, version: int = 3, **more: Any) -> Any:
+        """The backend's metadata builder, bound to these requests."""
+        num_rows = self.num_decodes + len(self.prefills) + len(self.replays)
+        names = {num_rows - 1 - row: f"r{row}" for row in range(num_rows)}
+        runner = SimpleNamespace(
+            req_states=SimpleNamespace(
+                index_to_req_id=names, req_id_to_index={name: i for i, name in names.items()}
+            )
+        )
+
+        def request_at(common: CommonAttentionMetadata, row: int) -> str:
+            self.look_ups.append(row)
+            return RowsV2.request_at(runner, common, row)  # type: ignore[arg-type]
+
+        made: Any = EvictingFlashMetadataBuilder.__new__(EvictingFlashMetadataBuilder)
+        made.__dict__.update(
+            vllm_config=SimpleNamespace(
+                scheduler_config=SimpleNamespace(max_num_seqs=1024),
+                model_config=SimpleNamespace(max_model_len=32768),
+            ),
+            device=torch.device("meta"),
+            use_full_cuda_graph=graphs,
+            max_cudagraph_size=512 if graphs else None,
+            attention_config=SimpleNamespace(flash_attn_max_num_splits_for_cuda_graph=32),
+            aot_schedule=version == 3,
+        )
+        regions = Regions(2000, SHAPE.num_pairs, torch.device("meta"))
+        prompts = range(self.num_decodes, self.num_decodes + len(self.prefills))
+        for row in set(range(num_rows)) - set(prompts):
+            regions.add(f"r{row}", row + 1, 1, 1, torch.empty(SHAPE.num_pairs + 1, device="meta"))
+        evictor = SimpleNamespace(
+            config=SimpleNamespace(decode_kernel="stock"),
+            shape=SHAPE,
+            regions=regions,
+            has_work=False,
+        )
+        rows = SimpleNamespace(find_row=partial(RowsV2.find, runner), request_at=request_at)
+        made.bind(evictor, rows)
+        return made
+
+
+class Counts(TorchDispatchMode):
+    """Counts the operations of a step: on the host, views, and launches on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host = self.views = self.torch = self.lengths = self.stock = 0
+        self.tables: list[torch.Size] = []
+        """Shapes of what each launch wrote."""
+        self.attention: list[tuple[int, int]] = []
+        """Virtual sequences and splits of each launch."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        if func.is_view:
+            self.views += 1
+        elif isinstance(result, torch.Tensor) and result.is_meta:
+            self.torch += 1
+        else:
+            self.host += 1
+        return result
+
+    def __enter__(self) -> Counts:
+        self._patches = pytest.MonkeyPatch()
+        replace = partial(self._patches.setattr, raising=False)
+        replace(page_tables, "write_lengths", self._write_lengths)
+        replace(page_tables, "write_page_tables", self._write_page_tables)
+        replace(flash_attn, "flash_attn_varlen_func", self._attend)
+        replace(flash_attn.FlashAttentionMetadataBuilder, "build", lambda *args: "stock")
+        replace(flash_attn.FlashAttentionImpl, "forward", self._stock)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patches.undo()
+
+    def _write_lengths(self, *args: Any) -> None:
+        self.lengths += 1
+
+    def _write_page_tables(self, *args: Any) -> None:
+        self.tables.append(args[-1].shape)
+
+    def _attend(self, **arguments: Any) -> None:
+        size = len(arguments["seqused_k"])
+        assert len(arguments["q"]) == len(arguments["out"]) == len(arguments["block_table"]) == size
+        assert len(arguments["cu_seqlens_q"]) == size + 1
+        self.attention.append((size, arguments["num_splits"]))
+
+    def _stock(self, *args: Any) -> None:
+        self.stock += 1
+
+
+def forward(
+    counts: Counts, metadata: EvictingMetadata[RaggedTokens], num_tokens: int, version: int = 3
+) -> None:
+    """Run the attention of every layer."""
+    pool = make_pool(SHAPE, 8, "meta")
+    impls = [make_impl(layer, pool, version) for layer in range(SHAPE.num_layers)]
+    size = (num_tokens, SHAPE.num_heads * SHAPE.group_size, SHAPE.head_size)
+    query, output = torch.empty(size, device="meta"), torch.empty(size, device="meta")
+    with counts:
+        for impl in impls:
+            impl.forward(None, query, query, query, None, metadata, output)  # type: ignore[arg-type]
+
+
+def counted(requests: Requests, max_seq_len: int = 32768, **options: Any) -> tuple[Counts, Counts]:
+    """Return the counts of a step: of its metadata, and of the attention of all layers."""
+    builder, common = requests.builder(**options), requests.common(max_seq_len)
+    building, attending = Counts(), Counts()
+    with building:
+        metadata = builder.build(0, common)
+    forward(attending, metadata, common.num_actual_tokens, options.get("version", 3))
+    return building, attending
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_host_budget_of_a_decode_step(graphs: bool) -> None:
+    """Metadata are two views. A layer is four views and one launch of FlashAttention.
+
+    Lengths are written once a step, page tables once for all layers that fit 64 MiB.
+    """
+    building, attending = counted(Requests(64), graphs=graphs)
+    assert (building.host, building.torch, building.views) == (0, 0, 2)
+    of_layer = 64 * SHAPE.num_heads * 2048 * 4
+    num_writes = -(-SHAPE.num_layers * of_layer // attention_cuda._TABLE_BYTES)
+    assert num_writes == 3
+    assert (attending.lengths, len(attending.tables)) == (1, num_writes)
+    assert sum(shape[0] for shape in attending.tables) == SHAPE.num_layers
+    assert attending.attention == [(512, 32)] * SHAPE.num_layers
+    assert (attending.host, attending.torch) == (0, 0)
+    assert attending.views <= 4 * SHAPE.num_layers + 3 + 4 * num_writes + 1
+
+
+@pytest.mark.parametrize(("num_rows", "num_writes"), [(1, 1), (28, 1), (29, 2), (1024, 36)])
+def test_tables_of_few_rows_are_written_for_many_layers_at_once(
+    num_rows: int, num_writes: int
+) -> None:
+    """The number of rows of this step counts, not the largest: the buffer holds 1024 rows."""
+    _, attending = counted(Requests(num_rows), graphs=True)
+    assert len(attending.tables) == num_writes
+    assert {shape[1:] for shape in attending.tables} == {(num_rows, SHAPE.num_heads, 2048)}
+
+
+@pytest.mark.parametrize("num_decodes", [64, 256, 1024])
+def test_host_budget_of_a_mixed_step(num_decodes: int) -> None:
+    """Not a function of the number of compressed requests: only rows of prompts are looked up."""
+    requests = Requests(num_decodes, prefills=(100, 300))
+    building, attending = counted(requests)
+    assert requests.look_ups == [num_decodes, num_decodes + 1]
+    assert building.host + building.views + building.torch <= 24
+    assert building.torch <= 1  # starts of the prompts' queries
+    assert (attending.host, attending.torch, attending.lengths) == (0, 0, 1)
+    num_launches = len(attending.attention) // SHAPE.num_layers
+    assert attending.stock == SHAPE.num_layers
+    assert num_launches == -(-num_decodes // 124)
+    of_layer = 4 + 2 + (4 if num_launches > 1 else 0)  # those of the prompts; slices
+    others = 3 + 4 * len(attending.tables) + num_launches
+    assert attending.views <= of_layer * SHAPE.num_layers + others
+
+
+def test_requests_that_replay_take_turns_with_decodes() -> None:
+    """Each set of tokens has its tables written in every layer, in the same memory."""
+    requests = Requests(64, prefills=(100,), replays=(200, 7))
+    builder, common = requests.builder(), requests.common()
+    with Counts() as building:
+        metadata = builder.build(0, common)
+    assert [rows.tokens for rows in metadata.ragged] == [
+        slice(64),
+        slice(164, 288),
+        slice(288, 364),
+        slice(364, 371),
+    ]
+    assert requests.look_ups == [64, 65, 66]
+    assert building.torch <= 4 * 3 + 9
+    attending = Counts()
+    forward(attending, metadata, common.num_actual_tokens)
+    assert attending.lengths == len(attending.tables) == 4 * SHAPE.num_layers
+    assert {shape[:2] for shape in attending.tables} == {(1, 64), (1, 124), (1, 76), (1, 7)}
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "max_seq_len", "expected"),
+    [
+        (124, 100, [(992, 32)]),
+        (125, 32768, [(504, 32), (496, 32)]),
+        (125, 2049, [(504, 32), (496, 32)]),
+        (1024, 32768, [*[(912, 32)] * 8, (896, 32)]),
+        # Sequences are too short to be worth more launches.
+        (125, 2048, [(1000, 1)]),
+        (1024, 9 * 1024, [(8192, 1)]),
+    ],
+)
+@pytest.mark.parametrize("graphs", [False, True])
+def test_long_sequences_are_split_in_large_batches(
+    num_rows: int, max_seq_len: int, expected: list[tuple[int, int]], graphs: bool
+) -> None:
+    _, attending = counted(Requests(num_rows), max_seq_len, graphs=graphs)
+    assert attending.attention == expected * SHAPE.num_layers
+
+
+@pytest.mark.parametrize("num_rows", [1, 1024])
+def test_flash_attention_2_decides_by_itself(num_rows: int) -> None:
+    """It refuses a number of splits, and splits nothing in a batch that fills the device."""
+    _, attending = counted(Requests(num_rows), version=2)
+    assert attending.attention == [(num_rows * SHAPE.num_heads, 0)] * SHAPE.num_layers
+
+
+def test_batch_invariance_splits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    _, attending = counted(Requests(125))
+    assert attending.attention == [(1000, 1)] * SHAPE.num_layers

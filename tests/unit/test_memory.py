@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory outside the pool: what evictions really allocate, at the size of a long prompt.
+
+Tensors of the device `meta` have sizes and no content, and the Triton kernels are replaced by
+nothing. So evictions of any length run here as they would on a GPU, and every tensor is counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.inputs import fresh_seed
+from vllm_tgvkv import memory
+from vllm_tgvkv.attention_cuda import RaggedKernel
+from vllm_tgvkv.budget import Guard
+from vllm_tgvkv.config import EvictionConfig
+from vllm_tgvkv.decision import Decider
+from vllm_tgvkv.evictor import Evictor
+from vllm_tgvkv.kernels import gpu, select
+from vllm_tgvkv.kernels.decode import DecodePlan
+from vllm_tgvkv.memory import Sizes, memory_outside_pool
+from vllm_tgvkv.observation import WORKSPACE_BYTES
+from vllm_tgvkv.pages import CacheShape, page_pool
+from vllm_tgvkv.policies import POLICY_NAMES, Prompt
+from vllm_tgvkv.prompt import PromptMap, VisionSpan
+from vllm_tgvkv.queries import QueryPool
+from vllm_tgvkv.ranks import Ranks
+from vllm_tgvkv.regions import Regions
+from vllm_tgvkv.stages import Stages
+from vllm_tgvkv.warm_up import made_up_step
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+
+SHAPE = CacheShape(num_layers=8, num_heads=8, group_size=4, head_size=128, block_size=16)
+TOKENS = 1 << 17
+SIZES = Sizes(
+    SHAPE,
+    element_bytes=2,
+    max_tokens=TOKENS,
+    step_tokens=TOKENS,
+    max_rows=256,
+    table_width=TOKENS // 16,
+    workspace_bytes=WORKSPACE_BYTES,
+)
+LAYER_METHODS = [name for name in POLICY_NAMES if name != "adakv"]
+METHODS = [
+    *((name, "head") for name in POLICY_NAMES),
+    *((name, "layer") for name in LAYER_METHODS),
+]
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors on `meta` that exist at the same time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        known = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        before = {x.untyped_storage()._cdata for x in known}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in before:
+                    self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self._live = {key: (ref, n) for key, (ref, n) in self._live.items() if not ref.expired()}
+        self.most = max(self.most, sum(n for _, n in self._live.values()))
+        return result
+
+
+class NoKernel:
+    """Takes the place of a Triton kernel and does nothing."""
+
+    def __getitem__(self, grid: object) -> Any:
+        return lambda *args, **kwargs: None
+
+
+@pytest.fixture
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the code of the GPU, without its kernels."""
+    from vllm_tgvkv.kernels.gpu import apportion, copy, statistics
+    from vllm_tgvkv.kernels.gpu import select as triton_select
+
+    monkeypatch.setattr(gpu, "on_cpu", True)
+    for module in (apportion, copy, triton_select, statistics):
+        for name in dir(module):
+            if name.endswith("_kernel"):
+                monkeypatch.setattr(module, name, NoKernel())
+
+
+def settings(policy: str, granularity: str | None = None, **others: Any) -> EvictionConfig:
+    return EvictionConfig.from_mapping({"policy": policy, "granularity": granularity, **others})
+
+
+def most_bytes(config: EvictionConfig, num_tokens: int) -> int:
+    """Return the most bytes that evicting one prompt takes, with the whole prompt retained."""
+    num_blocks = num_tokens // SHAPE.block_size
+    size = (
+        2 * num_blocks + 2,
+        SHAPE.num_layers,
+        SHAPE.num_heads,
+        SHAPE.block_size,
+        2 * SHAPE.head_size,
+    )
+    cache = torch.empty(size, dtype=torch.bfloat16, device="meta")
+    pool = page_pool(cache.unbind(1), slots_first=True)
+    evictor = Evictor(config, SHAPE, pool, Ranks(), Stages(SHAPE.num_layers))
+    old = np.arange(1, num_blocks + 1, dtype=np.int32)
+    prompt = PromptMap(num_tokens, (VisionSpan(100, num_tokens - 2000, None),))
+    guarded = config.build_policy(config.policy).score.rows != "none"
+    guard = Guard(0.9, 1) if guarded else None
+    plan = made_up_step(config, config.policy, prompt, guard, old, old + num_blocks)
+    heads = SHAPE.num_heads * SHAPE.group_size
+    queries = torch.empty(num_tokens, heads, SHAPE.head_size, dtype=torch.bfloat16, device="meta")
+    evictor.begin_step(plan)
+    with torch.inference_mode(), LiveBytes() as live:
+        evictor.prepare(lambda _: 0)
+        for layer in range(SHAPE.num_layers):
+            evictor.observe_layer(layer, queries, 1.0)
+    assert [type(ended).__name__ for ended in evictor.ended] == ["PendingOutcome"], evictor.ended
+    return live.most
+
+
+@pytest.mark.parametrize("num_tokens", [1 << 12, 1 << 17])
+@pytest.mark.parametrize(("method", "granularity"), METHODS)
+def test_an_eviction_takes_no_more_than_is_set_aside(
+    no_kernels: None, method: str, granularity: str, num_tokens: int
+) -> None:
+    """Nor much less: with every budget, guarded, the whole prompt in one chunk."""
+    config = settings(method, granularity, observation_window=512, query_rows=544)
+    most = most_bytes(config, num_tokens)
+    # What one chunk of all tokens takes, without a second prompt that ends in the same step.
+    lines = memory._of_method(
+        config,
+        config.build_policy(method),
+        replace(SIZES, max_tokens=num_tokens, step_tokens=num_tokens),
+    )
+    alone = {
+        name: size // 2 if name in ("scores", "masses", "column sums") else size
+        for name, size in lines.items()
+    }
+    assert most <= sum(alone.values()), alone
+    if num_tokens > 1 << 16:
+        assert most >= 0.3 * sum(alone.values()), alone
+
+
+def test_memory_of_a_guarded_decision_does_not_grow_with_the_layers(no_kernels: None) -> None:
+    """Beyond scores, masses, kept positions and tiers: ranking keys are made slice by slice."""
+    of_layers = {}
+    for num_layers in (8, 32):
+        tokens, heads, size = 1 << 17, 8, 16
+        scores, masses = torch.empty(2, num_layers, heads, tokens, device="meta").unbind()
+        policy = settings("h2o", "head").build_policy("h2o")
+        is_vision = torch.empty(tokens, dtype=torch.bool, device="meta")
+        prompt = Prompt(tokens, tokens, is_vision, sinks=4)
+        strengths = torch.empty(num_layers, heads, 1, device="meta")
+        decider = Decider(policy, prompt, scores, strengths, heads, size, 1)
+        with torch.inference_mode(), LiveBytes() as live:
+            decider.decide_guarded(100, masses, Guard(0.9, 1))
+        of_layers[num_layers] = live.most - num_layers * heads * tokens
+    assert of_layers[32] - of_layers[8] < 16 << 20
+    assert of_layers[32] < 8 * select.KEY_BYTES
+
+
+@pytest.mark.parametrize("method", ["adakv", "h2o", "prefixkv", "tgv"])
+def test_slices_keep_the_same(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any number of layers at a time: the same pages and tokens, with a guard and without."""
+    fresh_seed()
+    layers, heads, tokens, size = 5, 3, 160, 8
+    num_sets = heads
+    policy = settings(method, "head").build_policy(method)
+    scores = torch.rand(layers, num_sets, tokens) ** 8
+    masses = torch.rand(layers, num_sets, tokens + 3) ** 4
+    strengths = torch.rand(layers, num_sets, 1)
+    is_vision = torch.rand(tokens + 3) < 0.6
+    prompt = Prompt(tokens + 3, tokens, is_vision, sinks=4)
+    decider = Decider(policy, prompt, scores, strengths, heads, size, 1)
+    found = []
+    for key_bytes in (1 << 30, 2 * num_sets * tokens * 8, 0):
+        monkeypatch.setattr(select, "KEY_BYTES", key_bytes)
+        guarded = decider.decide_guarded(15, masses, Guard(0.7, 1))
+        assert 1 < guarded.num_retained < 15
+        found.append((decider.decide(9), guarded))
+    for plain, guarded in found[1:]:
+        for one, other in ((plain, found[0][0]), (guarded, found[0][1])):
+            assert torch.equal(one.counts, other.counts)
+            pages = int(one.counts.sum())
+            assert torch.equal(one.positions[:pages], other.positions[:pages])
+
+
+def tensor_bytes(*owners: object) -> int:
+    """Return the bytes of the tensors that objects hold, and dataclasses in them."""
+    found: dict[int, int] = {}
+    todo = list(owners)
+    while todo:
+        value = todo.pop()
+        if isinstance(value, torch.Tensor):
+            storage = value.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(value, RaggedKernel | DecodePlan | Regions | QueryPool):
+            todo += [v for v in vars(value).values() if not isinstance(v, CacheShape | Regions)]
+    return sum(found.values())
+
+
+def test_region_state_and_the_query_pool_take_what_is_set_aside() -> None:
+    config = settings("tgv")
+    found = memory_outside_pool(config, SIZES)
+    regions = Regions(1000, SHAPE.num_pairs, torch.device("cpu"))
+    assert tensor_bytes(regions) == 1000 * found.block_bytes
+    queries = QueryPool(
+        config.num_query_rows,
+        SHAPE.num_layers,
+        SHAPE.num_heads * SHAPE.group_size,
+        SHAPE.head_size,
+        torch.bfloat16,
+        torch.device("cpu"),
+    )
+    assert tensor_bytes(queries) == found.lines["query pool"]
+
+
+def test_the_pool_and_its_region_state_fit_what_is_left() -> None:
+    found = memory_outside_pool(settings("tgv"), SIZES)
+    available, block = 10 << 30, 128 << 10
+    left = found.left_for_pool(available, block)
+    num_blocks = left // block
+    assert found.num_bytes + num_blocks * (block + found.block_bytes) <= available
+    assert found.num_bytes + (num_blocks + 2) * (block + found.block_bytes) > available
+    assert found.left_for_pool(1 << 20, block) < 0
+
+
+def test_lines_are_for_the_method_that_takes_most() -> None:
+    """A request may name any method, also one that only the settings know."""
+    wide = {"kind": "sequence", "kernel": 255, "reduce": "mean"}
+    plain = memory_outside_pool(settings("tgv"), SIZES)
+    mixed = memory_outside_pool(
+        settings("tgv", methods={"wide": {"base": "snapkv", "pooling": wide}}), SIZES
+    )
+    assert plain.method in POLICY_NAMES
+    assert mixed.method == "wide"
+    assert mixed.num_bytes > plain.num_bytes + 255 * 16 * 8 * TOKENS // 2

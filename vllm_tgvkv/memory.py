@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of a GPU that eviction takes outside the pool, in bytes by name.
+
+vLLM gives all memory that its own trial run leaves to the pool. What eviction takes besides is
+computed here and subtracted first. `docs/design.md` has the formulas as a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from vllm_tgvkv.config import EvictionConfig
+from vllm_tgvkv.kernels.merge import WORKSPACE_BYTES as MERGING_BYTES
+from vllm_tgvkv.kernels.select import KEY_BYTES
+from vllm_tgvkv.pages import CacheShape
+from vllm_tgvkv.policies import Policy
+
+_TABLE_BYTES = 64 << 20
+"""Page tables of several layers, see `attention_cuda.py`."""
+
+_DECODE_PROGRAMS = 2048
+"""More than any GPU runs of the Triton decode kernel at once."""
+
+_PARTIAL_SUMS = 4 << 20
+"""What programs of the statistics add up apart from each other."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a server, as far as memory depends on them."""
+
+    shape: CacheShape
+    element_bytes: int
+    """Bytes of an element of a query."""
+    max_tokens: int
+    """Tokens of the longest request, `--max-model-len`."""
+    step_tokens: int
+    """Most tokens of a step, `--max-num-batched-tokens`."""
+    max_rows: int
+    """Most decode rows of a step, in a graph or not."""
+    table_width: int
+    """Entries of a row of the block table."""
+    workspace_bytes: int
+    """Bound of each buffer of the statistics."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory outside the pool."""
+
+    lines: Mapping[str, int]
+    """Bytes by name."""
+    block_bytes: int
+    """Bytes for every block of the pool."""
+    method: str
+    """The method whose evictions take most, for which the lines are."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes without those that depend on the pool."""
+        return sum(self.lines.values())
+
+    def left_for_pool(self, available: int, pool_block_bytes: int) -> int:
+        """Return the bytes of `available` that the pool may have; blocks take `pool_block_bytes`.
+
+        Negative if there is less memory than the lines need.
+        """
+        left = available - self.num_bytes
+        return left * pool_block_bytes // (pool_block_bytes + self.block_bytes)
+
+    def __str__(self) -> str:
+        lines = ", ".join(f"{name} {size / 2**20:.0f}" for name, size in self.lines.items())
+        return (
+            f"{self.num_bytes / 2**20:.0f} MiB outside the pool ({lines}; most for {self.method}), "
+            f"and {self.block_bytes} bytes per block"
+        )
+
+
+def memory_outside_pool(config: EvictionConfig, sizes: Sizes) -> Memory:
+    """Return the memory that the server's evictions and compressed requests take.
+
+    To add a line, add it to `lines` here, and to the table of `docs/design.md`. The memory is
+    enough for any method that a request may name, with a budget `auto`, and for prompts that end in
+    the same step with `Sizes.max_tokens` plus `Sizes.step_tokens` tokens together. Only prompts
+    that hit the prefix cache can be longer together.
+    """
+    shape = sizes.shape
+    methods = {
+        name: _of_method(config, config.build_policy(name), sizes) for name in _names(config)
+    }
+    method = max(methods, key=lambda name: sum(methods[name].values()))
+    return Memory(
+        lines={
+            **_of_decoding(config, sizes),
+            "query pool": _of_query_pool(config, sizes),
+            **methods[method],
+        },
+        block_bytes=4 * (shape.num_pairs + 3),  # `Regions`
+        method=method,
+    )
+
+
+def _names(config: EvictionConfig) -> tuple[str, ...]:
+    """Return the methods that a request may name."""
+    return tuple(name for name in config.method_names if name != "none")
+
+
+def _of_decoding(config: EvictionConfig, sizes: Sizes) -> dict[str, int]:
+    """Return what the decode kernel keeps for all steps."""
+    shape = sizes.shape
+    sequences = sizes.max_rows * shape.num_heads
+    lengths = 4 * shape.num_layers * sequences
+    if config.decode_kernel == "triton":
+        of_program = 8 * shape.group_size * (shape.head_size + 2) + 4 * shape.num_layers
+        work = 4 * shape.num_layers * (sequences + 1) + _DECODE_PROGRAMS * of_program
+        return {"lengths": lengths, "division of work": work}
+    of_layer = 4 * sequences * sizes.table_width
+    tables = max(of_layer, min(shape.num_layers * of_layer, _TABLE_BYTES))
+    return {"lengths": lengths + 4 * (sequences + 1), "page tables": tables}
+
+
+def _of_query_pool(config: EvictionConfig, sizes: Sizes) -> int:
+    """Return what the queries of tokens take that vote later, see `QueryPool`."""
+    shape = sizes.shape
+    of_row = shape.num_pairs * shape.group_size * shape.head_size * sizes.element_bytes
+    return (config.num_query_rows + 1) * of_row
+
+
+def _of_method(config: EvictionConfig, policy: Policy, sizes: Sizes) -> dict[str, int]:
+    """Return what prompts take that are evicted by one method."""
+    shape, tokens = sizes.shape, sizes.max_tokens
+    num_sets = shape.num_heads if policy.granularity == "head" else 1
+    scores = 4 * shape.num_layers * num_sets  # of one token
+    together = tokens + sizes.step_tokens
+    guarded = scores if policy.score.rows != "none" else 0
+    lines = {
+        "scores": scores * together,
+        "masses": guarded * together,
+        "column sums": 2 * scores * together if "all" in policy.row_sets else 0,
+        "statistics": _of_statistics(config, policy, sizes, num_sets),
+    }
+    # Of one prompt at a time, one after the other:
+    stacked = (scores + guarded) * tokens
+    work = max(
+        _of_score(policy, sizes, num_sets),
+        stacked + _of_choice(policy, sizes, num_sets),
+        stacked + _of_copy(policy, sizes, num_sets),
+    )
+    return {**lines, "work": work}
+
+
+def _of_statistics(config: EvictionConfig, policy: Policy, sizes: Sizes, num_sets: int) -> int:
+    """Return the scratch buffers of the statistics, which live until the next step."""
+    shape, tokens = sizes.shape, sizes.max_tokens
+    num_rows = config.num_query_rows
+    if "all" in policy.row_sets:
+        num_rows = max(num_rows, min(sizes.step_tokens, tokens))
+    queried = {name for kind in policy.row_sets for name in policy.statistics(kind)}
+    scratch = _PARTIAL_SUMS + 16 * num_rows * shape.num_heads * shape.group_size
+    if "row_averages" in queried:
+        scratch += min(sizes.workspace_bytes, 4 * num_sets * num_rows * (tokens + 128))
+    if "row_entropies" in queried:
+        scratch += num_rows * num_sets * tokens // 16
+    return scratch
+
+
+def _of_score(policy: Policy, sizes: Sizes, num_sets: int) -> int:
+    """Return what scoring and pooling a layer takes besides: some numbers for each token."""
+    return 128 * num_sets * sizes.max_tokens
+
+
+def _of_choice(policy: Policy, sizes: Sizes, num_sets: int) -> int:
+    """Return what finding the pages of every head takes: ranking keys, slice by slice."""
+    shape, tokens = sizes.shape, sizes.max_tokens
+    whole = policy.allocation.bytes_per_score * shape.num_layers * num_sets * tokens
+    return whole + 6 * _key_slice(sizes, num_sets)
+
+
+def _of_copy(policy: Policy, sizes: Sizes, num_sets: int) -> int:
+    """Return what kept positions and their copy take, with a budget of 1."""
+    shape, tokens = sizes.shape, sizes.max_tokens
+    positions = 5 * shape.num_pairs * tokens
+    tiers = shape.num_layers * num_sets * tokens + 3 * _key_slice(sizes, num_sets)
+    merging = 0
+    if policy.merge:
+        of_pair = 4 * shape.head_size * tokens
+        merging = 5 * min(max(MERGING_BYTES, of_pair), shape.num_pairs * of_pair)
+    return positions + max(tiers, merging)
+
+
+def _key_slice(sizes: Sizes, num_sets: int) -> int:
+    """Return the most bytes of ranking keys that exist at a time, see `key_slices`."""
+    of_layer = 8 * num_sets * sizes.max_tokens
+    return min(max(KEY_BYTES, of_layer), sizes.shape.num_layers * of_layer)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Queries of tokens that vote later: the scheduler's list of free rows, and the worker's memory.
+
+A token votes at the eviction of its prompt. If that is not the step that computes it, because
+the prompt comes in chunks or the eviction waits for the answer, its queries of all layers are kept
+in a row of a pool of fixed size. The scheduler hands out the rows, so the memory is bounded, and a
+prompt waits where no rows are left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+NO_ROW = 0
+"""The row that nobody reads. A step of fixed size stores the queries of all other tokens in it."""
+
+
+class QueryRows:
+    """The scheduler's side: which request holds which rows."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._free = list(range(num_rows, NO_ROW, -1))
+        self._held: dict[str, np.ndarray] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def holds(self, request_id: str) -> bool:
+        """Return whether a request holds rows."""
+        return request_id in self._held
+
+    def take(self, request_id: str, num_rows: int) -> bool:
+        """Give a request that holds none `num_rows` rows; return False if too few are free."""
+        if num_rows > len(self._free):
+            return False
+        self._held[request_id] = np.array([self._free.pop() for _ in range(num_rows)], np.int64)
+        return True
+
+    def of(self, request_id: str) -> np.ndarray | None:
+        """Return the rows that a request holds, int64, or None."""
+        return self._held.get(request_id)
+
+    def give_back(self, request_ids: Iterable[str]) -> None:
+        """Take back the rows of requests that were evicted, preempted or ended."""
+        for request_id in request_ids:
+            rows = self._held.pop(request_id, None)
+            if rows is not None:
+                self._free.extend(rows[::-1].tolist())
+
+
+class QueryPool:
+    """The worker's side: the queries themselves, [L, num_rows + 1, H * G, D]."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        num_layers: int,
+        num_query_heads: int,
+        head_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        size = (num_layers, num_rows + 1, num_query_heads, head_size)
+        self._queries = torch.empty(size, dtype=dtype, device=device)
+
+    def store(self, layer: int, rows: torch.Tensor, queries: torch.Tensor) -> None:
+        """Store queries [T, H * G, D] of one layer in `rows`, int64 [T]."""
+        self._queries[layer].index_copy_(0, rows, queries)
+
+    def load(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
+        """Return the queries of `rows`, int64 [O], in one layer: [O, H * G, D]."""
+        return self._queries[layer].index_select(0, rows)

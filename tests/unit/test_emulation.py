@@ -235,9 +235,26 @@ EVICTIONS = [
         ("elastic", 0.2, LAYER, 1),
     ]
 ]
+AHEAD = Mix(
+    "snapkv",
+    "uniform",
+    "by_score",
+    HEAD,
+    Pool("sequence", reduce="max", forward=16, back=1),
+    rows="answer",
+    reduce="max",
+)
+"""Only the answer's rows vote, and what follows the places they look at is kept with them."""
+WAITING = [*EVICTIONS, Eviction(0.2, 16, method=AHEAD, text_only="evict")]
+IN_STEPS = [e for e in WAITING if isinstance(e.budget, float) and not e.merges]
 
 
-@pytest.mark.parametrize("eviction", EVICTIONS, ids=lambda e: f"{e.method}-{e.granularity}")
+def name_of(eviction: Eviction) -> str:
+    name = eviction.method if isinstance(eviction.method, str) else "ahead"
+    return f"{name}-{eviction.granularity}"
+
+
+@pytest.mark.parametrize("eviction", EVICTIONS, ids=name_of)
 def test_no_wait_is_a_cut_at_the_end_of_the_prefill(
     oracle: Oracle, prompt: Prompt, eviction: Eviction
 ) -> None:
@@ -325,7 +342,7 @@ def test_later_tokens_come_from_a_smaller_cache(oracle: Oracle, prompt: Prompt) 
             alive = first.clone() if i == 3 else second.clone()
 
 
-@pytest.mark.parametrize("eviction", EVICTIONS, ids=lambda e: f"{e.method}-{e.granularity}")
+@pytest.mark.parametrize("eviction", WAITING, ids=name_of)
 def test_deferred_cut(oracle: Oracle, prompt: Prompt, eviction: Eviction) -> None:
     """Votes come from a forward pass over prompt and answer; tokens from a mask from m + 2 on."""
     m = 6
@@ -382,7 +399,7 @@ def test_an_answer_that_ends_before_the_cut_is_not_cut(oracle: Oracle, prompt: P
     assert [cut.after for cut in oracle.answer(prompt, 13, eviction).cuts] == [8, 12]
 
 
-@pytest.mark.parametrize("eviction", EVICTIONS[:-2], ids=lambda e: f"{e.method}-{e.granularity}")
+@pytest.mark.parametrize("eviction", IN_STEPS, ids=name_of)
 def test_cuts_in_steps(oracle: Oracle, prompt: Prompt, eviction: Eviction) -> None:
     defer = 4
     steps = replace(
@@ -411,7 +428,7 @@ def test_cuts_in_steps(oracle: Oracle, prompt: Prompt, eviction: Eviction) -> No
     assert answer.tokens[: defer + 1] == plain
 
 
-@pytest.mark.parametrize("eviction", EVICTIONS[:-2], ids=lambda e: f"{e.method}-{e.granularity}")
+@pytest.mark.parametrize("eviction", IN_STEPS, ids=name_of)
 def test_a_second_cut_at_the_same_budget_keeps_the_same(
     oracle: Oracle, prompt: Prompt, eviction: Eviction
 ) -> None:

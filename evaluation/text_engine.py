@@ -171,8 +171,7 @@ def _answer(
     (completion,) = output.outputs
     report = output.kv_transfer_params[CONFIG_KEY]
     untouched = report["blocks_after"] is None
-    # An answer may end before its wait does.
-    if untouched and arm != FULL and not 0 < len(completion.token_ids) <= arm.waits:
+    if untouched and arm != FULL and report["skip_reason"] != "answer_too_short":
         raise NotEvictedError(
             f"question {question.number} of {question.task.name}, arm {arm.key}: the prompt of "
             f"{report['prompt_tokens']} tokens was not evicted ({report['skip_reason']})"

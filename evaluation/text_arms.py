@@ -21,8 +21,9 @@ VOTES: dict[str, dict[str, Any]] = {
     "max": {"reduce": "max"},
     "answer": {"rows": "answer", "reduce": "max"},
 }
-"""Who votes, and how. A method sums over the last rows of the prompt and those of the answer that it
-waited for; `max` takes the largest of them instead, `answer` the largest of the answer's alone."""
+"""Who votes, and how. A method sums over the last rows of the prompt and those of the answer that
+it waited for; `max` takes the largest of them instead, `answer` the largest of the answer's alone.
+"""
 
 
 def reach(forward: int, back: int) -> dict[str, Any]:

@@ -1,19 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every method on plain Hugging Face models: the oracle of the engine tests.
 
-Nothing is evicted here. The whole cache stays, and a mask hides the prompt keys that each (layer,
-KV head) would have lost from every query after the prefill. `oracle.methods` finds these keys from
-the prefill's attention.
+Nothing is evicted here. The whole cache stays, and a mask hides the keys that each (layer, KV head)
+would have lost from every later query. `oracle.methods` finds these keys from the attention of the
+prefill and of the answer so far.
 
-Shapes: L layers, Q query heads, H KV heads, P prompt tokens.
+`Oracle.generate` hides one set of keys from everything after the prefill. `Oracle.decode` generates
+token by token and may hide more after any of them. `Oracle.answer` decodes with the cuts that an
+`Eviction` describes.
+
+Shapes: L layers, Q query heads, H KV heads, P prompt tokens, n prompt and answer tokens so far.
+Answer token i, counted from 1, stands at position P + i - 1. Its row gives token i + 1.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +31,11 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from oracle import methods
 from oracle.kernels import merged
-from oracle.methods import Image, Layout, Mix, Selection, Settings, mix_of
+from oracle.methods import Earlier, Image, Layout, Mix, Selection, Settings, mix_of
 
 
 @dataclass(frozen=True)
@@ -38,10 +45,20 @@ class Eviction(Settings):
     Attributes:
         method: name or parts.
         text_only: "keep" or "evict" prompts without vision.
+        defer: m, the answer tokens whose rows are computed before the first cut. They vote as well.
+        schedule: further cuts of the prompt, each after that many answer tokens to that budget.
+        answer_rows: W, the last rows of the answer that vote in a cut after the first.
+        ceiling, buffer: M and B in tokens. From the first cut on, prompt and answer are cut to M
+            whenever a head has more than M + B tokens in full blocks, on average.
     """
 
     method: str | Mix = "tgv"
     text_only: str = "keep"
+    defer: int = 0
+    schedule: tuple[tuple[int, float | int], ...] = ()
+    answer_rows: int = methods.WINDOW
+    ceiling: int | None = None
+    buffer: int = 0
 
     @property
     def merges(self) -> bool:
@@ -84,6 +101,156 @@ def select(
     if not layout.images and eviction.text_only == "keep":
         settings = replace(eviction, budget=layout.length)
     return methods.select(eviction.method, attention, layout, kv_heads, settings, stages=stages)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The end of a step: what a decision about a cut can look at.
+
+    Attributes:
+        prompt_tokens: P.
+        kept: bool [L, H, n], the keys that the next query of each head will see.
+        rows: attention of each step so far, float64 [L, Q, new tokens, positions].
+        queries: rotated queries of each step so far, [L, Q, new tokens, D].
+        keys: rotated keys, [L, H, n, D], with those that are hidden.
+    """
+
+    prompt_tokens: int
+    kept: torch.Tensor
+    rows: list[torch.Tensor]
+    queries: list[torch.Tensor]
+    keys: torch.Tensor
+
+    @property
+    def length(self) -> int:
+        """n."""
+        return self.kept.shape[-1]
+
+    @property
+    def answer(self) -> int:
+        """Answer tokens whose rows have been computed."""
+        return self.length - self.prompt_tokens
+
+    def attention(self) -> torch.Tensor:
+        """Return A, float64 [L, Q, n, n]; every row is a softmax over the keys it was shown."""
+        result = torch.zeros(*self.rows[0].shape[:2], self.length, self.length).double()
+        start = 0
+        for rows in self.rows:
+            result[:, :, start : start + rows.shape[2], : rows.shape[3]] = rows
+            start += rows.shape[2]
+        return result
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A cut as it was decided, and what it was decided from; arguments of `methods.select`.
+
+    Attributes:
+        after: answer tokens whose rows had been computed.
+        attention: float64 [L, Q, n, n].
+        selection: what is left, with `kept` bool [L, H, n].
+    """
+
+    after: int
+    method: str | Mix
+    attention: torch.Tensor
+    layout: Layout
+    kv_heads: int
+    settings: Settings
+    stages: Sequence[int] | None
+    earlier: Earlier | None
+    selection: Selection
+
+    def is_stable(self, noise: float = 3e-5, trials: int = 3) -> bool:
+        """Return whether rounding decides nothing here, see `methods.is_stable`."""
+        return methods.is_stable(
+            self.method,
+            self.attention,
+            self.layout,
+            self.kv_heads,
+            self.settings,
+            [self.settings.budget],
+            noise,
+            trials,
+            self.stages,
+            self.earlier,
+        )
+
+
+@dataclass
+class Cutter:
+    """Decides the cuts of an answer as an `Eviction` describes them, and keeps them in order."""
+
+    eviction: Eviction
+    layout: Layout
+    kv_heads: int
+    stages: Sequence[int] | None = None
+    cuts: list[Cut] = field(default_factory=list)
+
+    def __call__(self, moment: Moment) -> torch.Tensor | None:
+        """Return what is left after the cuts that are due, bool [L, H, n]; None if none is due."""
+        eviction, layout, before = self.eviction, self.layout, len(self.cuts)
+        if not layout.images and eviction.text_only == "keep":
+            return None
+        if eviction.merges and (eviction.schedule or eviction.ceiling is not None):
+            raise ValueError(f"{eviction.method} merges; that is defined for one cut only")
+        kept, so_far = moment.kept, replace(layout, length=moment.length, answer=moment.answer)
+        if moment.answer == eviction.defer:
+            kept = self._cut(moment, so_far, eviction.budget, None)
+        for after, budget in eviction.schedule:
+            if after <= eviction.defer:
+                raise ValueError(f"schedule: {after} is not after the first cut")
+            if moment.answer == after:
+                kept = self._cut(moment, so_far, budget, kept)
+        size, ceiling = eviction.block_size, eviction.ceiling
+        if ceiling is not None and moment.answer >= eviction.defer:
+            full = moment.length // size * size
+            held = kept[..., :full].sum().item() / kept[..., 0].numel()
+            if held > ceiling + eviction.buffer:
+                whole = replace(layout, length=moment.length)  # no part of it is exempt
+                if moment.answer == 0:  # no row of an answer could vote: one cut in place of two
+                    del self.cuts[before:]
+                kept = self._cut(moment, whole, ceiling, kept if moment.answer else None)
+        return kept if len(self.cuts) > before else None
+
+    def _cut(
+        self,
+        moment: Moment,
+        layout: Layout,
+        budget: Any,
+        kept: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Decide one cut; `kept` is what the cuts before it left, None for the first one."""
+        eviction, settings = self.eviction, replace(self.eviction, budget=budget)
+        earlier = None
+        if kept is not None:
+            first = max(moment.prompt_tokens, moment.length - eviction.answer_rows)
+            earlier = Earlier(kept, tuple(range(first, moment.length)))
+        attention = moment.attention()
+        given = (eviction.method, attention, layout, self.kv_heads, settings)
+        selection = methods.select(*given, stages=self.stages, earlier=earlier)
+        self.cuts.append(Cut(moment.answer, *given, self.stages, earlier, selection))
+        return selection.kept
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer with the cuts that were made while it grew.
+
+    Attributes:
+        tokens: the greedy tokens, or those that were given.
+        logprobs: log-probabilities [T, V], float64; row i is the distribution of token i.
+        cuts: all cuts in order, also those that left everything.
+    """
+
+    tokens: list[int]
+    logprobs: torch.Tensor
+    cuts: list[Cut] = field(default_factory=list)
+
+    @property
+    def kept(self) -> list[torch.Tensor]:
+        """What is left after each cut, bool [L, H, n at that time]."""
+        return [cut.selection.kept for cut in self.cuts]
 
 
 class Oracle:
@@ -173,6 +340,7 @@ class Oracle:
         Each token sees the prompt's kept positions and all tokens before it.
         """
         after = torch.tensor(tokens[:-1])[None]
+        self._forget_positions()
         with self._masked(kept, 0):
             output = self.model(**prompt.inputs, use_cache=True)
             cache = output.past_key_values
@@ -180,17 +348,88 @@ class Oracle:
         logits = torch.cat((output.logits[0, -1:], rest.logits[0]))
         return logits.double().log_softmax(-1)
 
+    def answer(
+        self,
+        prompt: Prompt,
+        max_tokens: int,
+        eviction: Eviction,
+        stages: Sequence[int] | None = None,
+        tokens: Sequence[int] | None = None,
+    ) -> Answer:
+        """Return the answer to `prompt`, with the cuts of `eviction`.
+
+        A cut after m tokens is made if the row of token m is computed, so if the answer has at
+        least m + 1 tokens. Tokens 1 to m + 1 do not depend on it.
+
+        Args:
+            stages: number of layers of each pipeline stage.
+            tokens: answer to follow in place of the greedy one.
+        """
+        cutter = Cutter(eviction, prompt.layout, self.kv_heads, stages)
+        full = len(prompt.token_ids) // eviction.block_size * eviction.block_size
+        merging = full if eviction.merges else 0
+        answer = self.decode(prompt, max_tokens, cutter, tokens, merging)
+        return replace(answer, cuts=cutter.cuts)
+
+    @torch.no_grad()
+    def decode(
+        self,
+        prompt: Prompt,
+        max_tokens: int,
+        cut: Callable[[Moment], torch.Tensor | None] | Mapping[int, torch.Tensor] | None = None,
+        tokens: Sequence[int] | None = None,
+        merging: int = 0,
+    ) -> Answer:
+        """Return `max_tokens` greedy tokens, generated one by one under a mask that changes.
+
+        Args:
+            cut: called at the end of each step, it returns what every later query may see, bool
+                [L, H, n], or None for no change. A mapping has the same by answer tokens whose
+                rows have been computed. What was hidden once stays hidden.
+            tokens: answer to follow in place of the greedy one.
+            merging: among this many first positions, those that a cut hides are merged into those
+                that it leaves.
+        """
+        given = list(tokens[:max_tokens]) if tokens is not None else None
+        number = max_tokens if given is None else len(given)
+        length = len(prompt.token_ids)
+        kept = torch.ones(self.layers, self.kv_heads, length, dtype=torch.bool)
+        rows: list[torch.Tensor] = []
+        queries: list[torch.Tensor] = []
+        chosen: list[int] = []
+        logprobs: list[torch.Tensor] = []
+        inputs: dict[str, Any] = dict(prompt.inputs)
+        cache: Any = None
+        self._forget_positions()
+        while True:
+            with self._hooked(partial(self._hide, ~kept)), self._recorded() as seen:
+                output = self.model(
+                    **inputs, past_key_values=cache, use_cache=True, output_attentions=True
+                )
+            cache = output.past_key_values
+            rows.append(torch.cat(output.attentions).double())
+            logprobs.append(output.logits[0, -1].double().log_softmax(-1))
+            queries.append(torch.cat([seen[layer] for layer in range(self.layers)]))
+            keys = torch.cat([layer.keys for layer in cache.layers])
+            moment = Moment(length, kept, rows, queries, keys)
+            new = cut(moment) if callable(cut) else (cut or {}).get(moment.answer)
+            if new is not None:
+                kept = kept & new
+                if merging:
+                    self._merge(cache, kept, merging)
+            best = int(logprobs[-1].argmax())
+            chosen.append(best if given is None else given[len(chosen)])
+            if len(chosen) == number:
+                return Answer(chosen, torch.stack(logprobs))
+            inputs = {"input_ids": torch.tensor([chosen[-1:]])}
+            kept = torch.nn.functional.pad(kept, (0, 1), value=True)
+
     @contextmanager
     def _masked(self, kept: torch.Tensor | None, merging: int) -> Iterator[None]:
-        """Hide the prompt keys that are not kept from every query after the prefill.
-
-        Eager attention adds its mask [batch, 1, queries, keys] to the scores. A mask with a head
-        dimension of Q works as well, so it is enough to change the mask that each layer gets.
-        """
+        """Hide the prompt keys that are not kept from every query after the prefill."""
         if kept is None:
             yield
             return
-        hidden = ~kept.repeat_interleave(self.query_heads // self.kv_heads, dim=1)  # [L, Q, P]
         length = kept.shape[-1]
 
         def hide(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -198,22 +437,94 @@ class Oracle:
             if cached < length:
                 return args, kwargs  # the prefill
             if cached == length and merging:  # the first token after it
-                cache = kwargs["past_key_values"].layers[module.layer_idx]
-                for head, row in enumerate(kept[module.layer_idx].tolist()):
-                    for states in (cache.keys, cache.values):
-                        states[0, head, :length] = merged(states[0, head, :length], row, merging)
-            mask = kwargs["attention_mask"]
-            mask = mask.expand(-1, self.query_heads, -1, -1).clone()
-            lowest = torch.finfo(mask.dtype).min
-            mask[..., :length].masked_fill_(hidden[module.layer_idx][None, :, None], lowest)
-            return args, {**kwargs, "attention_mask": mask}
+                self._merge(kwargs["past_key_values"], kept, merging, [module.layer_idx])
+            return self._hide(~kept, module, args, kwargs)
 
+        with self._hooked(hide):
+            yield
+
+    def _hide(
+        self, hidden: torch.Tensor, module: Any, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """Return an attention layer's arguments with keys hidden, bool [L, H, P or fewer].
+
+        Eager attention adds its mask [batch, 1, queries, keys] to the scores. A mask with a head
+        dimension of Q works as well, so it is enough to change the mask that each layer gets.
+        """
+        group = self.query_heads // self.kv_heads
+        of_layer = hidden[module.layer_idx].repeat_interleave(group, dim=0)  # [Q, P]
+        mask = kwargs["attention_mask"]
+        mask = mask.expand(-1, self.query_heads, -1, -1).clone()
+        lowest = torch.finfo(mask.dtype).min
+        mask[..., : hidden.shape[-1]].masked_fill_(of_layer[None, :, None], lowest)
+        return args, {**kwargs, "attention_mask": mask}
+
+    def _merge(
+        self, cache: Any, kept: torch.Tensor, merging: int, layers: Sequence[int] | None = None
+    ) -> None:
+        """Replace kept keys and values in the cache by the means that `merged` defines."""
+        for number in layers if layers is not None else range(self.layers):
+            layer = cache.layers[number]
+            for head, row in enumerate(kept[number].tolist()):
+                for states in (layer.keys, layer.values):
+                    states[0, head, : len(row)] = merged(states[0, head, : len(row)], row, merging)
+
+    def _forget_positions(self) -> None:
+        """Forget by how much images shortened the positions of the prompt before.
+
+        Models with two-dimensional positions keep that for later tokens, also behind the next
+        prompt if it has no image. Only `generate` of Hugging Face resets it.
+        """
+        if hasattr(self.model.model, "rope_deltas"):
+            self.model.model.rope_deltas = None
+
+    @contextmanager
+    def _hooked(self, hook: Callable[..., Any]) -> Iterator[None]:
+        """Call `hook` before each attention layer, with the layer and its arguments."""
         handles = [
-            layer.self_attn.register_forward_pre_hook(hide, with_kwargs=True)
-            for layer in getattr(self.model.model, "language_model", self.model.model).layers
+            layer.self_attn.register_forward_pre_hook(hook, with_kwargs=True)
+            for layer in self._text_layers()
         ]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _text_layers(self) -> Any:
+        """Return the layers of the language model."""
+        return getattr(self.model.model, "language_model", self.model.model).layers
+
+    @contextmanager
+    def _recorded(self) -> Iterator[dict[int, torch.Tensor]]:
+        """Yield a dictionary that gets each layer's rotated queries [1, Q, new tokens, D].
+
+        Models call their own eager attention unless one is registered under that name.
+        """
+        numbers = {layer.self_attn: i for i, layer in enumerate(self._text_layers())}
+        queries: dict[int, torch.Tensor] = {}
+
+        def attend(
+            module: torch.nn.Module,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            attention_mask: torch.Tensor | None,
+            scaling: float,
+            **_: Any,
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            if module in numbers:
+                queries[numbers[module]] = query
+            group = query.shape[1] // key.shape[1]
+            logits = query @ key.repeat_interleave(group, dim=1).transpose(2, 3) * scaling
+            if attention_mask is not None:
+                logits = logits + attention_mask
+            weights = logits.softmax(-1, dtype=torch.float32).to(query.dtype)
+            output = weights @ value.repeat_interleave(group, dim=1)
+            return output.transpose(1, 2).contiguous(), weights
+
+        ALL_ATTENTION_FUNCTIONS["eager"] = attend
+        try:
+            yield queries
+        finally:
+            del ALL_ATTENTION_FUNCTIONS["eager"]

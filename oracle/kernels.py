@@ -15,8 +15,10 @@ from torch import Tensor
 SMALLEST_SHARE = Fraction(1e-290)
 
 
-def apportion(shares: Sequence[float], total: int, floor: int, cap: int) -> list[int]:
-    """Return counts for one row of shares that sum to `total`.
+def apportion(
+    shares: Sequence[float], total: int, floor: int, cap: int | Sequence[int]
+) -> list[int]:
+    """Return counts for one row of shares that sum to `total`; `cap` may differ between them.
 
     Remainders within 2^-32 are equal; of these, the lower index wins.
     """
@@ -30,13 +32,16 @@ def apportion(shares: Sequence[float], total: int, floor: int, cap: int) -> list
     return whole
 
 
-def water_fill(shares: Sequence[float], total: int, floor: int, cap: int) -> list[Fraction]:
-    """Return x with x[p] = clip(level * shares[p], floor, cap) that sums to `total`.
+def water_fill(
+    shares: Sequence[float], total: int, floor: int, cap: int | Sequence[int]
+) -> list[Fraction]:
+    """Return x with x[p] = clip(level * shares[p], floor, cap[p]) that sums to `total`.
 
     Shares that are all zero, or not all finite, are equal; a zero among others is tiny. The counts
     that violate a bound are fixed at it, first those of the bound that is violated more in sum.
     """
     size = len(shares)
+    caps = [cap] * size if isinstance(cap, int) else cap
     exact = [Fraction(1)] * size
     if all(map(math.isfinite, shares)) and max(shares) > 0:
         largest = Fraction(max(shares))
@@ -45,14 +50,14 @@ def water_fill(shares: Sequence[float], total: int, floor: int, cap: int) -> lis
     while len(counts) < size:
         free = [i for i in range(size) if i not in counts]
         level = (total - sum(counts.values())) / sum((exact[i] for i in free), Fraction(0))
-        above = [i for i in free if level * exact[i] > cap]
+        above = [i for i in free if level * exact[i] > caps[i]]
         below = [i for i in free if level * exact[i] < floor]
-        excess = sum(level * exact[i] - cap for i in above)
+        excess = sum(level * exact[i] - caps[i] for i in above)
         lack = sum(floor - level * exact[i] for i in below)
         if not above and not below:
             counts |= {i: level * exact[i] for i in free}
         if excess >= lack:
-            counts |= dict.fromkeys(above, Fraction(cap))
+            counts |= {i: Fraction(caps[i]) for i in above}
         if lack >= excess:
             counts |= dict.fromkeys(below, Fraction(floor))
     return [counts[i] for i in range(size)]

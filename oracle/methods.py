@@ -173,10 +173,24 @@ class Selection:
 
 
 @dataclass(frozen=True)
+class Earlier:
+    """What a cut while decoding finds after the cuts before it.
+
+    Attributes:
+        kept: bool [L, H, P], the keys that each head still has; P counts the answer.
+        voters: positions of the rows that vote, whatever row sets the method names.
+    """
+
+    kept: Tensor
+    voters: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Case:
     """A prompt and the options of its eviction, as the parts see them.
 
-    `score_rows` and `reduce` are those of the mix.
+    `score_rows` and `reduce` are those of the mix. `only` are the rows that vote in a cut while
+    decoding, whatever row set is named.
     """
 
     layout: Layout
@@ -185,6 +199,7 @@ class Case:
     block_size: int
     score_rows: str | None = None
     reduce: str = "mean"
+    only: tuple[int, ...] | None = None
 
     @property
     def candidates(self) -> int:
@@ -197,6 +212,8 @@ class Case:
 
     def rows(self, name: str) -> list[int]:
         """Return the positions of the row set `name`."""
+        if self.only is not None:
+            return list(self.only)
         return rows(name, self.layout, self.observation_window)
 
 
@@ -207,10 +224,24 @@ class TokenSet:
     Attributes:
         heads: float64 [n, P, P], A of each of its query heads.
         mean: float64 [P, P], their mean.
+        alive: bool [P], the keys that earlier cuts left; None if there was no cut.
     """
 
     heads: Tensor
     mean: Tensor
+    alive: Tensor | None = None
+
+    def has(self, j: int) -> bool:
+        """Return whether the key at position j was not evicted before."""
+        return self.alive is None or bool(self.alive[j])
+
+    def first(self, scores: Tensor, kinds: Sequence[int], candidates: int) -> list[int]:
+        """Return the candidates that are left, best first."""
+        return [j for j in ranking(scores, kinds, candidates) if self.has(j)]
+
+    def pages(self, case: Case) -> int:
+        """Return the number of pages that the candidates which are left fill."""
+        return sum(self.has(j) for j in range(case.candidates)) // case.block_size
 
 
 # -- rows -------------------------------------------------------------------------------------
@@ -367,12 +398,16 @@ def neighbours(layout: Layout, pool: Pool) -> list[list[int]]:
 
 
 def pooled(scores: Tensor, layout: Layout, pool: Pool) -> Tensor:
-    """Return the scores [P] after pooling."""
-    groups = [[float(scores[i]) for i in near] for near in neighbours(layout, pool)]
-    return torch.tensor(
-        [max(group) if pool.reduce == "max" else sum(group) / len(group) for group in groups],
-        dtype=torch.float64,
-    )
+    """Return the scores [P] after pooling; NaN stands for no score, and is in no other's pool."""
+    result = []
+    values = scores.tolist()
+    for own, near in zip(values, neighbours(layout, pool), strict=True):
+        group = [values[i] for i in near if not math.isnan(values[i])]
+        if math.isnan(own):
+            result.append(own)
+        else:
+            result.append(max(group) if pool.reduce == "max" else sum(group) / len(group))
+    return torch.tensor(result, dtype=torch.float64)
 
 
 # -- retention --------------------------------------------------------------------------------
@@ -481,7 +516,10 @@ def vlcache_shares(evidence: Evidence) -> list[float]:
     def density(token_set: TokenSet) -> float:
         densities = []
         for head in token_set.heads:
-            seen = [head[i, : i + 1].tolist() for i in observed]
+            seen = [
+                [a for j, a in enumerate(head[i, : i + 1].tolist()) if token_set.has(j)]
+                for i in observed
+            ]
             negligible = 0
             for row in seen:
                 least = 0.01 * max(row)
@@ -507,8 +545,10 @@ def aircache_shares(evidence: Evidence) -> list[float]:
     """Return all text, and a share of the remaining budget by strength and skewness."""
     case = evidence.case
     vision = [j for j, v in enumerate(case.layout.vision) if v]
+    # All text, also what earlier cuts evicted.
     text = case.candidates - sum(1 for j in vision if j < case.candidates)
-    values = [[float(s) for s in raw[vision]] for layer in evidence.raw for raw in layer]
+    scores = [[float(s) for s in raw[vision]] for layer in evidence.raw for raw in layer]
+    values = [[s for s in row if not math.isnan(s)] for row in scores]
     strength = [sum(v) for v in values]
     skew = [max(0.0, skewness(v)) if v else 0.0 for v in values]
 
@@ -538,10 +578,10 @@ def adakv_shares(evidence: Evidence) -> list[float]:
     """Return how many tokens of each head are among the best of all heads of its layer."""
     guaranteed = math.floor(0.2 * evidence.budget)
     result: list[float] = []
-    for scores in evidence.scores:
+    for scores, token_sets in zip(evidence.scores, evidence.token_sets, strict=True):
         ranks = []
-        for head, values in enumerate(scores):
-            best = ranking(values, evidence.tiers, evidence.case.candidates)
+        for head, (values, token_set) in enumerate(zip(scores, token_sets, strict=True)):
+            best = token_set.first(values, evidence.tiers, evidence.case.candidates)
             for place, j in enumerate(best):
                 ranks.append((place >= guaranteed, -evidence.tiers[j], -float(values[j]), j, head))
         ranks.sort()
@@ -562,7 +602,7 @@ def prefixkv_shares(evidence: Evidence) -> list[float]:
     candidates = evidence.case.candidates
     token_sets = list(itertools.chain(*evidence.scores))
     for number, scores in enumerate(token_sets):
-        values = scores[:candidates].sort(descending=True).values
+        values = scores[:candidates].nan_to_num(0).sort(descending=True).values
         held = (values / values.sum()).cumsum(0).tolist()
         needed = int((values > 0).sum())
         steps += [(before, number) for before in [0.0, *held][:needed]]
@@ -647,6 +687,7 @@ def select(
     settings: Settings,
     scores: Tensor | None = None,
     stages: Sequence[int] | None = None,
+    earlier: Earlier | None = None,
 ) -> Selection:
     """Return the part of a prompt that a method keeps.
 
@@ -657,9 +698,10 @@ def select(
             say which numbers are drawn.
         stages: number of layers of each pipeline stage. Each stage shares out its own pages; the
             result has the most blocks of any stage.
+        earlier: what a cut while decoding finds; None for the first cut.
     """
     mix = mix_of(method, settings)
-    evidence = observe(mix, attention, layout, kv_heads, settings, scores)
+    evidence = observe(mix, attention, layout, kv_heads, settings, scores, earlier)
     parts = [
         choose(mix, part, kv_heads, settings)
         for part in evidence.of_stages(stages or [len(attention)])
@@ -678,6 +720,7 @@ def observe(
     kv_heads: int,
     settings: Settings,
     scores: Tensor | None = None,
+    earlier: Earlier | None = None,
 ) -> Evidence:
     """Return the evidence of all token sets, for any budget; arguments as in `select`."""
     case = Case(
@@ -689,35 +732,75 @@ def observe(
         mix.reduce,
     )
     token_sets = token_sets_of(attention, kv_heads, mix.granularity)
+    if earlier is not None:
+        if mix.score == "vv_tt" or mix.allocation == "vv":
+            raise ValueError(f"{mix} needs rows of vision, and an answer has none")
+        case = replace(case, only=earlier.voters)
+        token_sets = [
+            [
+                left(token_set, earlier.kept[layer, head * kv_heads // len(sets)], earlier.voters)
+                for head, token_set in enumerate(sets)
+            ]
+            for layer, sets in enumerate(token_sets)
+        ]
     if scores is None:
         raw = [[SCORES[mix.score](token_set, case) for token_set in layer] for layer in token_sets]
     else:
         raw = [list(layer) for layer in scores]
+    raw = [
+        [
+            values if s.alive is None else values.double().masked_fill(~s.alive, math.nan)
+            for values, s in zip(layer, sets, strict=True)
+        ]
+        for layer, sets in zip(raw, token_sets, strict=True)
+    ]
     scored = [[pooled(values, layout, mix.pooling) for values in layer] for layer in raw]
     return Evidence(token_sets, raw, scored, [], case, 0)
+
+
+def left(token_set: TokenSet, alive: Tensor, voters: Sequence[int]) -> TokenSet:
+    """Return the token set whose voters' softmax is over the keys that are left.
+
+    The other rows are zero.
+    """
+    heads = torch.zeros_like(token_set.heads)
+    for number, head in enumerate(token_set.heads):
+        for i in voters:
+            seen = torch.where(alive, head[i], 0)
+            heads[number, i] = seen / seen.sum()
+    return TokenSet(heads, heads.mean(0), alive)
 
 
 def choose(mix: Mix, evidence: Evidence, kv_heads: int, settings: Settings) -> Selection:
     """Return the part that is kept under the settings' budget."""
     length, size = evidence.case.layout.prompt, settings.block_size
-    shape = (len(evidence.token_sets), kv_heads)
-    kept = torch.ones(*shape, evidence.case.layout.length, dtype=torch.bool)
-    everything = Selection(kept, torch.full(shape, length // size), length // size)
     if length < size:
-        return everything
-    if isinstance(settings.budget, Auto):
+        chosen = everything(evidence)
+    elif isinstance(settings.budget, Auto):
         chosen = smallest(mix, evidence, settings, settings.budget)
     else:
         blocks = retained_blocks(length, size, settings.budget)
-        if blocks >= length // size:
-            return everything
-        chosen = fill(mix, evidence, settings, blocks, text_above=False)
+        chosen = everything(evidence)
+        if blocks < chosen.blocks:
+            chosen = fill(mix, evidence, settings, blocks, text_above=False)
     repeats = kv_heads // chosen.pages.shape[1]
     return Selection(
         chosen.kept.repeat_interleave(repeats, dim=1),
         chosen.pages.repeat_interleave(repeats, dim=1),
         chosen.blocks,
     )
+
+
+def everything(evidence: Evidence) -> Selection:
+    """Return all that earlier cuts left, [L, S, P]."""
+    pages = [[s.pages(evidence.case) for s in layer] for layer in evidence.token_sets]
+    everywhere = torch.ones(evidence.case.layout.length, dtype=torch.bool)
+    kept = [
+        torch.stack([everywhere if s.alive is None else s.alive for s in layer])
+        for layer in evidence.token_sets
+    ]
+    counts = torch.tensor(pages)
+    return Selection(torch.stack(kept), counts, int(counts.sum()) // counts.numel())
 
 
 def fill(
@@ -733,16 +816,17 @@ def fill(
         shares,
         blocks * len(shares),
         floor=min(settings.floor, blocks),
-        cap=case.candidates // case.block_size,
+        cap=everything(evidence).pages.flatten().tolist(),
     )
     pages = torch.tensor(counts).view(len(evidence.token_sets), -1)
-    kept = torch.ones(*pages.shape, case.layout.length, dtype=torch.bool)
+    kept = everything(evidence).kept
     kept[..., : case.candidates] = False
     for layer, token_set in itertools.product(*map(range, pages.shape)):
         count = int(pages[layer, token_set]) * case.block_size
         kinds = tiers(mix.retain, case, count, text_above)
-        best = ranking(evidence.scores[layer][token_set], kinds, case.candidates)[:count]
-        kept[layer, token_set, best] = True
+        scores = evidence.scores[layer][token_set]
+        best = evidence.token_sets[layer][token_set].first(scores, kinds, case.candidates)
+        kept[layer, token_set, best[:count]] = True
     return Selection(kept, pages, blocks)
 
 
@@ -788,6 +872,7 @@ def is_stable(
     noise: float = 1e-5,
     trials: int = 6,
     stages: Sequence[int] | None = None,
+    earlier: Earlier | None = None,
 ) -> bool:
     """Return whether the kept tokens are independent of rounding, for all of the budgets.
 
@@ -800,7 +885,7 @@ def is_stable(
     for trial in range(1 + trials):
         factor = perturbed(torch.ones_like(attention[:, :, :1]), noise)  # one per key
         noisy = attention * factor if trial else attention
-        evidence = observe(mix, noisy, layout, kv_heads, settings)
+        evidence = observe(mix, noisy, layout, kv_heads, settings, earlier=earlier)
         evidence = replace(evidence, noise=noise if trial else 0.0)
         kept = [
             choose(mix, part, kv_heads, replace(settings, budget=b)).kept

@@ -47,8 +47,8 @@ class Part:
     rehearsal: Sequence[str] = ()
     """What runs without a GPU in place of the command."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    program: str | None = None
-    """Name of a program without which the part is skipped."""
+    under: Sequence[str] = ()
+    """A program that runs the command; without it the part is skipped."""
     needed: bool = False
     """Whether nothing else can pass if this fails."""
 
@@ -66,7 +66,7 @@ def _check(name: str, about: str, seconds: float, **fields: Any) -> Part:
 def _tests(name: str, about: str, seconds: float, *selection: str, **fields: Any) -> Part:
     """Return a part that runs tests; a rehearsal only collects them."""
     command = _module("pytest", "-v", "-p", "no:cacheprovider", *selection)
-    return Part(name, about, command, seconds, (*command, "--collect-only", "-q"), **fields)
+    return Part(name, about, command, seconds, (*command, "--collect-only", "-qq"), **fields)
 
 
 def _engine(runner: str, mode: str, selection: str) -> Part:
@@ -94,19 +94,12 @@ PARTS = (
     _check("compile", "check 1: every Triton kernel builds for this device", 150),
     _check("smoke", "a tiny model without graphs, two evictions", 120),
     _tests("kernels", "check 2: kernels against their references", 300, *_KERNELS),
-    Part(
-        "memcheck", "check 2: those with few examples under compute-sanitizer",
-        (
-            "compute-sanitizer", "--tool", "memcheck", "--target-processes", "all",
-            "--error-exitcode", "9",
-            *_module("pytest", "-v", "-p", "no:cacheprovider", *_KERNELS),
-            "-k", "not equal and not reference and not any_shares and not large and not 31_values",
-        ),
-        300,
-        _module("pytest", "-p", "no:cacheprovider", *_KERNELS, "--collect-only", "-q"),
+    _tests(
+        "memcheck", "check 2: most of these under compute-sanitizer", 300, *_KERNELS,
+        "-k", "not equal and not reference and not any_shares and not large and not 31_values",
+        under=("compute-sanitizer", "--target-processes", "all", "--error-exitcode", "9"),
         # Each tensor has memory of its own, so that an access beyond its end is seen.
         environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-        program="compute-sanitizer",
     ),
     _tests("flash", "check 3: FlashAttention over pages", 150, "tests/gpu/test_flash_pages.py"),
     _engine("v1", "eager", "not graphs"),
@@ -145,15 +138,15 @@ class Result:
 
 def run(part: Part, out: Path, rehearse: bool) -> Result:
     """Run a part for at most its time; whatever it left behind is judged."""
-    command = list(part.rehearsal if rehearse else part.command)
+    command = list(part.rehearsal if rehearse else (*part.under, *part.command))
     log = out / f"{part.name}.log"
     (out / f"{part.name}.jsonl").unlink(missing_ok=True)
     shutil.rmtree(out / part.name, ignore_errors=True)
     begin = time.monotonic()
     code: int | None = 0
-    missing = part.program is not None and not rehearse and shutil.which(part.program) is None
+    missing = bool(part.under) and not rehearse and shutil.which(part.under[0]) is None
     if missing:
-        log.write_text(f"{part.program} is not installed\n", encoding="utf-8")
+        log.write_text(f"{part.under[0]} is not installed\n", encoding="utf-8")
     else:
         code = _execute([word.format(out=out) for word in command], part, log)
     text = log.read_text(encoding="utf-8", errors="replace")

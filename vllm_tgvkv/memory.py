@@ -7,10 +7,12 @@ computed here and subtracted first. `docs/design.md` has the formulas as a table
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
-from vllm_tgvkv.config import EvictionConfig
+from vllm_tgvkv.config import NONE, EvictionConfig
+from vllm_tgvkv.errors import EvictionConfigError
 from vllm_tgvkv.kernels.merge import WORKSPACE_BYTES as MERGING_BYTES
 from vllm_tgvkv.kernels.select import KEY_BYTES
 from vllm_tgvkv.pages import CacheShape
@@ -80,15 +82,14 @@ class Memory:
 def memory_outside_pool(config: EvictionConfig, sizes: Sizes) -> Memory:
     """Return the memory that the server's evictions and compressed requests take.
 
-    To add a line, add it to `lines` here, and to the table of `docs/design.md`. The memory is
-    enough for any method that a request may name, with a budget `auto`, and for prompts that end in
-    the same step with `Sizes.max_tokens` plus `Sizes.step_tokens` tokens together. Only prompts
-    that hit the prefix cache can be longer together.
+    It is enough for any method that a request may name, with a budget `auto`, and for prompts that
+    end in the same step with `Sizes.max_tokens` plus `Sizes.step_tokens` tokens together. Only
+    prompts that hit the prefix cache can be longer together.
+
+    To set aside memory for something else, add a line here and to the table of `docs/design.md`.
     """
     shape = sizes.shape
-    methods = {
-        name: _of_method(config, config.build_policy(name), sizes) for name in _names(config)
-    }
+    methods = {policy.name: _of_method(config, policy, sizes) for policy in _policies(config)}
     method = max(methods, key=lambda name: sum(methods[name].values()))
     return Memory(
         lines={
@@ -101,9 +102,13 @@ def memory_outside_pool(config: EvictionConfig, sizes: Sizes) -> Memory:
     )
 
 
-def _names(config: EvictionConfig) -> tuple[str, ...]:
-    """Return the methods that a request may name."""
-    return tuple(name for name in config.method_names if name != "none")
+def _policies(config: EvictionConfig) -> Iterator[Policy]:
+    """Yield the policies of all methods that a request may name."""
+    for name in config.method_names:
+        # Some have no meaning at the server's granularity; requests that name them are refused.
+        with suppress(EvictionConfigError):
+            if name != NONE:
+                yield config.build_policy(name)
 
 
 def _of_decoding(config: EvictionConfig, sizes: Sizes) -> dict[str, int]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu.checks import CHECKS
-from tests.conftest import ROOT, has_cuda
+from tests.conftest import has_cuda
 from tools import gpu_first_run
 from tools.gpu_first_run import PARTS, Part
 
@@ -171,7 +170,7 @@ def test_nothing_runs_after_a_needed_part_failed(call: Callable[..., int], out: 
 
 
 def test_a_part_without_its_program_is_skipped(call: Callable[..., int], out: Path) -> None:
-    assert call(parts=[python("tool", FAILS, program="no-such-program")]) == 0
+    assert call(parts=[python("tool", FAILS, under=["no-such-program", "-v"])]) == 0
     (result,) = json.loads((out / "results.json").read_text()).values()
     assert result["verdict"] == "skipped"
     assert result["error"] == ["no-such-program is not installed"]
@@ -244,31 +243,22 @@ def test_every_part_fits_a_call_by_default() -> None:
     gpu_first_run._parse([], PARTS)
 
 
+@pytest.mark.slow
 def test_every_selection_of_tests_finds_some(tmp_path: Path) -> None:
-    """As in a rehearsal, in one process for all; a part that selects nothing fails."""
+    """The engine's parts together are their whole file, each test once."""
     assert len(TESTS) == 8
     names = [part.name for part in TESTS]
-    arguments = ["--rehearse", "--out", str(tmp_path), "--only", *names]
-    assert gpu_first_run.main(arguments) == 0
+    assert gpu_first_run.main(["--rehearse", "--out", str(tmp_path), "--only", *names]) == 0
     results = json.loads((tmp_path / "results.json").read_text())
     for part in TESTS:
         (figure,) = results[part.name]["figures"]
-        assert int(figure.split("/")[0].split()[0]) > 3, (part.name, figure)
-        assert "-k" not in part.command or "/" in figure, (part.name, figure)
-
-
-def test_all_engine_tests_are_selected_once() -> None:
-    """The four parts together are the whole file."""
-    found = []
-    for part in PARTS:
-        if part.name.startswith("engine-"):
-            run = subprocess.run(
-                part.rehearsal, cwd=ROOT, capture_output=True, text=True, check=True
-            )
-            found += re.findall(r"^tests/gpu/test_engine.py::.*$", run.stdout, re.M)
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/gpu/test_engine.py"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert sorted(found) == sorted(re.findall(r"^tests/gpu/test_engine.py::.*$", run.stdout, re.M))
+        selected = int(re.split(r"\D", figure)[0])
+        assert selected > 3, (part.name, figure)
+        assert ("-k" in part.command) == ("/" in figure), (part.name, figure)
+    logs = [(tmp_path / f"{name}.log").read_text() for name in names if name.startswith("engine-")]
+    found = re.findall(r"^tests/gpu/test_engine.py::.*$", "\n".join(logs), re.MULTILINE)
+    (whole,) = {int(n) for log in logs for n in re.findall(r"^\d+/(\d+) tests", log, re.MULTILINE)}
+    assert len(found) == len(set(found)) == whole
 
 
 @pytest.mark.skipif(has_cuda(), reason="there is a GPU")
@@ -283,7 +273,16 @@ def test_without_a_gpu_the_environment_says_what_is_missing(tmp_path: Path) -> N
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.skipif(has_cuda(), reason="there is a GPU")
-@pytest.mark.parametrize("name", ["defaults", "decode", "evictions", "layout", "memory", "smoke"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "evictions",
+        *(
+            pytest.param(name, marks=pytest.mark.compatibility)
+            for name in ("smoke", "defaults", "layout", "decode", "memory")
+        ),
+    ],
+)
 def test_every_check_runs_on_tiny_sizes(tmp_path: Path, name: str) -> None:
     code = gpu_first_run.main(["--rehearse", "--out", str(tmp_path), "--only", name])
     (result,) = json.loads((tmp_path / "results.json").read_text()).values()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -19,6 +20,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from tests.engine import flash_on_cpu
 from vllm_tgvkv import platforms
+from vllm_tgvkv.attention import check_layer
 from vllm_tgvkv.compatibility import check_vllm_config
 from vllm_tgvkv.config import CONFIG_KEY
 from vllm_tgvkv.errors import EvictionConfigError, UnsupportedByEvictionError
@@ -461,6 +463,43 @@ def test_steps_that_are_scheduled_ahead_have_a_scheduler_for_that(
 ) -> None:
     flash_on_cpu.schedule_ahead(monkeypatch)
     assert configure(plain).scheduler_config.scheduler_cls == ASYNC_SCHEDULER_CLS
+
+
+@pytest.mark.parametrize(
+    ("attention", "feature", "way_out"),
+    [
+        (
+            {"backend_per_kind": {"full_attention": "FLASHINFER"}},
+            "--attention-config.backend_per_kind {'full_attention': 'FLASHINFER'}",
+            "remove it or use FLASH_ATTN, which is extended",
+        ),
+        (
+            {"flash_attn_version": 4},
+            "--attention-config.flash_attn_version 4",
+            "use 3 on Hopper GPUs and 2 on others",
+        ),
+    ],
+)
+def test_other_attention_of_a_gpu_is_refused(
+    plain: str, attention: dict[str, Any], feature: str, way_out: str
+) -> None:
+    """vLLM itself takes these, and uses them in place of the backend that is extended."""
+    options = {"attention_config": {"backend": "FLASH_ATTN", **attention}}
+    message = refusal_of(configure(plain, {}, **options), platforms.CUDA)
+    assert f"does not work with {feature} yet: {way_out} or leave out" in message
+    allowed = {"backend_per_kind": {"full_attention": "FLASH_ATTN"}, "flash_attn_version": 3}
+    options = {"attention_config": {"backend": "FLASH_ATTN", **allowed}}
+    check_vllm_config(configure(plain, {}, **options), platforms.CUDA)
+
+
+def test_flash_attention_4_is_refused_where_vllm_chooses_it() -> None:
+    """On Blackwell it is the default, which only a layer that is built shows."""
+    properties = ("alibi_slopes", "logits_soft_cap", "sinks", "kv_sharing_target_layer_name")
+    impl = SimpleNamespace(**dict.fromkeys(properties), sliding_window=(-1, -1))
+    for version in (2, 3):
+        check_layer(SimpleNamespace(**vars(impl), vllm_flash_attn_version=version))
+    with pytest.raises(UnsupportedByEvictionError, match=r"FlashAttention 4 .*version 2 or leave"):
+        check_layer(SimpleNamespace(**vars(impl), vllm_flash_attn_version=4))
 
 
 def test_another_platform_is_refused(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,22 +3,34 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from oracle.emulation import Eviction, Oracle, Prompt
+from oracle.decoding import rkv_kept
+from oracle.emulation import Eviction, Moment, Oracle, Prompt
 from oracle.kernels import apportion, ranking, water_fill
 from oracle.methods import (
     HEAD,
     LAYER,
+    METHODS,
+    Auto,
     Case,
+    Earlier,
     Image,
     Layout,
+    Mix,
+    Pool,
+    Settings,
+    observe,
+    pooled,
     retained_blocks,
     rows,
+    select,
     tgv_scores,
     tiers,
 )
@@ -205,6 +217,508 @@ def test_retention_order() -> None:
     # One sink, then text 4 and 6 (tied) and 3, then vision 1 and 5 (tied) and 2; 7 is no candidate.
     order = ranking(scores, tiers("text_first", case, 7), case.candidates)
     assert order == [0, 4, 6, 3, 1, 5, 2]
+
+
+# -- cuts while the answer grows ----------------------------------------------------------------
+
+ANSWER = 40
+EVICTIONS = [
+    Eviction(budget, 16, granularity, method=method, text_only="evict", floor=floor)
+    for method, budget, granularity, floor in [
+        ("tgv", 0.2, LAYER, 1),
+        ("tgv", 0.3, HEAD, 0),
+        ("snapkv", 0.2, HEAD, 1),
+        ("adakv", 0.3, HEAD, 1),
+        ("aircache", 0.3, LAYER, 1),
+        ("vlcache", 0.4, HEAD, 1),
+        ("prefixkv", Auto(0.8), LAYER, 1),
+        ("elastic", 0.2, LAYER, 1),
+    ]
+]
+AHEAD = Mix(
+    "snapkv",
+    "uniform",
+    "by_score",
+    HEAD,
+    Pool("sequence", reduce="max", forward=16, back=1),
+    rows="answer",
+    reduce="max",
+)
+"""Only the answer's rows vote, and what follows the places they look at is kept with them."""
+WAITING = [*EVICTIONS, Eviction(0.2, 16, method=AHEAD, text_only="evict")]
+IN_STEPS = [e for e in WAITING if isinstance(e.budget, float) and not e.merges]
+
+
+def name_of(eviction: Eviction) -> str:
+    name = eviction.method if isinstance(eviction.method, str) else "ahead"
+    return f"{name}-{eviction.granularity}"
+
+
+@pytest.mark.parametrize("eviction", EVICTIONS, ids=name_of)
+def test_no_wait_is_a_cut_at_the_end_of_the_prefill(
+    oracle: Oracle, prompt: Prompt, eviction: Eviction
+) -> None:
+    selection = oracle.select(prompt, eviction)
+    assert selection.evicts
+    full = len(prompt.token_ids) // 16 * 16 if eviction.merges else 0
+    tokens = oracle.generate(prompt, ANSWER, selection.kept, full)
+    answer = oracle.answer(prompt, ANSWER, eviction)
+    assert answer.tokens == tokens
+    assert len(answer.cuts) == 1
+    assert torch.equal(answer.kept[0], selection.kept)
+    if not eviction.merges:
+        wanted = oracle.logprobs(prompt, tokens, selection.kept)
+        torch.testing.assert_close(answer.logprobs, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_decoding_without_cuts_is_plain_generation(oracle: Oracle, prompt: Prompt) -> None:
+    plain = oracle.generate(prompt, ANSWER)
+    assert oracle.decode(prompt, ANSWER).tokens == plain
+    everything = [(m, torch.ones_like(kept_at(oracle, prompt, m))) for m in (0, 7, 8)]
+    assert oracle.decode(prompt, ANSWER, dict(everything)).tokens == plain
+    ample = Eviction(1.0, defer=3, schedule=((5, 1.0), (9, 1.0)))
+    answer = oracle.answer(prompt, ANSWER, ample)
+    assert answer.tokens == plain
+    assert [cut.after for cut in answer.cuts] == [3, 5, 9]
+    assert all(kept.all() for kept in answer.kept)
+
+
+def kept_at(oracle: Oracle, prompt: Prompt, m: int) -> torch.Tensor:
+    """Return a mask [L, H, P + m] that hides most of the vision tokens."""
+    length = len(prompt.token_ids)
+    kept = torch.ones(oracle.layers, oracle.kv_heads, length + m, dtype=torch.bool)
+    kept[:, :, :length][:, :, prompt.vision] = False
+    kept[:, 0, :length:2] = True
+    return kept
+
+
+@pytest.mark.parametrize("m", [0, 1, 9])
+def test_a_cut_after_m_tokens_leaves_m_plus_1_tokens_alone(
+    oracle: Oracle, prompt: Prompt, m: int
+) -> None:
+    full, kept = oracle.generate(prompt, ANSWER), kept_at(oracle, prompt, m)
+    answer = oracle.decode(prompt, ANSWER, {m: kept})
+    assert answer.tokens[: m + 1] == full[: m + 1]
+    plain = oracle.decode(prompt, ANSWER, tokens=answer.tokens)
+    same = [torch.equal(a, b) for a, b in zip(answer.logprobs, plain.logprobs, strict=True)]
+    assert same == [True] * (m + 1) + [False] * (ANSWER - m - 1)
+
+
+@torch.no_grad()
+def test_later_tokens_come_from_a_smaller_cache(oracle: Oracle, prompt: Prompt) -> None:
+    """Masks that change twice give the logits of a cache from which keys were removed twice."""
+    length, generator = len(prompt.token_ids), torch.Generator().manual_seed(0)
+    shape = (oracle.layers, oracle.kv_heads)
+
+    def halved(kept: torch.Tensor) -> torch.Tensor:
+        """Return half of the keys of each head, which all have the same number."""
+        order = torch.rand(kept.shape, generator=generator).masked_fill(~kept, 2).argsort(-1)
+        half = int(kept[0, 0].sum()) // 2
+        return torch.zeros_like(kept).scatter_(-1, order[..., :half], True)
+
+    first = halved(torch.ones(*shape, length + 3, dtype=torch.bool))
+    second = halved(torch.nn.functional.pad(first, (0, 5), value=True))
+    answer = oracle.decode(prompt, 20, {3: first, 8: second})
+
+    output = oracle.model(**prompt.inputs, use_cache=True)
+    cache = output.past_key_values
+    shift = getattr(oracle.model.model, "rope_deltas", None)
+    place = length + (0 if shift is None else int(shift))
+    alive = torch.ones(*shape, length, dtype=torch.bool)
+    for i in range(1, 20):
+        positions = torch.full((1, 1) if shift is None else (3, 1, 1), place + i - 1)
+        token = torch.tensor([[answer.tokens[i - 1]]])
+        output = oracle.model(input_ids=token, position_ids=positions, past_key_values=cache)
+        logits = output.logits[0, -1].double().log_softmax(-1)
+        torch.testing.assert_close(logits, answer.logprobs[i], rtol=1e-4, atol=1e-4)
+        alive = torch.nn.functional.pad(alive, (0, 1), value=True)
+        if i in (3, 8):
+            for number, layer in enumerate(cache.layers):
+                new = (first if i == 3 else second)[number]
+                # Positions in the smaller cache, of those that were alive.
+                still = torch.stack([n[a] for n, a in zip(new, alive[number], strict=True)])
+                layer.keys = masked(layer.keys[0], still)[None]
+                layer.values = masked(layer.values[0], still)[None]
+            alive = first.clone() if i == 3 else second.clone()
+
+
+@pytest.mark.parametrize("eviction", WAITING, ids=name_of)
+def test_deferred_cut(oracle: Oracle, prompt: Prompt, eviction: Eviction) -> None:
+    """Votes come from a forward pass over prompt and answer; tokens from a mask from m + 2 on."""
+    m = 6
+    answer = oracle.answer(prompt, 20, replace(eviction, defer=m))
+    full = oracle.generate(prompt, m + 1)
+    assert answer.tokens[: m + 1] == full
+    (cut,) = answer.cuts
+    assert cut.after == m
+    length = len(prompt.token_ids)
+    assert cut.layout == replace(prompt.layout, length=length + m, answer=m)
+
+    longer = oracle.attention(extended(prompt, full[:m]))
+    torch.testing.assert_close(cut.attention, longer, rtol=1e-4, atol=1e-5)
+
+    kept, size = cut.selection.kept, eviction.block_size
+    candidates = length // size * size
+    assert kept[..., candidates:].all()
+    pages = cut.selection.pages
+    assert torch.equal(kept[..., :candidates].sum(-1), pages * size)
+    if not isinstance(eviction.budget, Auto):
+        assert cut.selection.blocks == retained_blocks(length, size, eviction.budget)
+    assert pages.sum() == cut.selection.blocks * pages.numel()
+    if not eviction.merges:
+        assert oracle.decode(prompt, 20, {m: kept}).tokens == answer.tokens
+
+
+def extended(prompt: Prompt, tokens: list[int]) -> Prompt:
+    """Return the prompt with tokens of an answer behind it."""
+    inputs = dict(prompt.inputs)
+    for name, value in inputs.items():
+        if value.shape == (1, len(prompt.token_ids)):
+            more = {"input_ids": tokens, "attention_mask": [1] * len(tokens)}
+            row = torch.tensor([more.get(name, [0] * len(tokens))], dtype=value.dtype)
+            inputs[name] = torch.cat((value, row), dim=1)
+    vision = torch.nn.functional.pad(prompt.vision, (0, len(tokens)), value=False)
+    return Prompt(inputs, prompt.token_ids + tokens, vision, prompt.images)
+
+
+def test_a_deferred_cut_sees_the_answer(oracle: Oracle, prompt: Prompt) -> None:
+    """Other answers keep other tokens, and the tokens differ from those of a cut at once."""
+    eviction = Eviction(0.2, 16, HEAD, method="snapkv", defer=8)
+    answers = [oracle.answer(prompt, 9, eviction, tokens=[i] * 9) for i in (40, 50)]
+    assert not torch.equal(answers[0].kept[0], answers[1].kept[0])
+    at_once = oracle.select(prompt, eviction).kept
+    own = oracle.answer(prompt, 9, eviction)
+    assert not torch.equal(own.kept[0][..., : at_once.shape[-1]], at_once)
+
+
+def test_an_answer_that_ends_before_the_cut_is_not_cut(oracle: Oracle, prompt: Prompt) -> None:
+    eviction = Eviction(0.2, 16, defer=8, schedule=((12, 0.1),))
+    assert oracle.answer(prompt, 8, eviction).cuts == []
+    assert [cut.after for cut in oracle.answer(prompt, 9, eviction).cuts] == [8]
+    assert [cut.after for cut in oracle.answer(prompt, 12, eviction).cuts] == [8]
+    assert [cut.after for cut in oracle.answer(prompt, 13, eviction).cuts] == [8, 12]
+
+
+@pytest.mark.parametrize("eviction", IN_STEPS, ids=name_of)
+def test_cuts_in_steps(oracle: Oracle, prompt: Prompt, eviction: Eviction) -> None:
+    defer = 4
+    steps = replace(
+        eviction, budget=0.6, defer=defer, schedule=((10, 0.3), (25, 0.15)), answer_rows=8
+    )
+    answer, size = oracle.answer(prompt, ANSWER, steps), steps.block_size
+    length = len(prompt.token_ids)
+    candidates = length // size * size
+    assert [cut.after for cut in answer.cuts] == [defer, 10, 25]
+    before = torch.ones(oracle.layers, oracle.kv_heads, length, dtype=torch.bool)
+    for cut, budget in zip(answer.cuts, (0.6, 0.3, 0.15), strict=True):
+        kept, pages = cut.selection.kept, cut.selection.pages
+        before = torch.nn.functional.pad(
+            before, (0, length + cut.after - before.shape[-1]), value=1
+        )
+        assert not (kept & ~before).any(), "something came back"
+        assert kept[..., candidates:].all()
+        assert torch.equal(kept[..., :candidates].sum(-1), pages * size)
+        assert pages.sum() == retained_blocks(length, size, budget) * pages.numel()
+        before = kept
+    masks = {cut.after: kept for cut, kept in zip(answer.cuts, answer.kept, strict=True)}
+    again = oracle.decode(prompt, ANSWER, masks)
+    assert again.tokens == answer.tokens
+    assert torch.equal(again.logprobs, answer.logprobs)
+    plain = oracle.generate(prompt, defer + 1)
+    assert answer.tokens[: defer + 1] == plain
+
+
+@pytest.mark.parametrize("eviction", IN_STEPS, ids=name_of)
+def test_a_second_cut_at_the_same_budget_keeps_the_same(
+    oracle: Oracle, prompt: Prompt, eviction: Eviction
+) -> None:
+    budget = eviction.budget
+    assert isinstance(budget, float)
+    once = oracle.answer(prompt, ANSWER, replace(eviction, defer=4))
+    twice = oracle.answer(prompt, ANSWER, replace(eviction, defer=4, schedule=((9, budget),)))
+    first, second = twice.kept
+    assert torch.equal(first, once.kept[0])
+    assert torch.equal(second[..., : first.shape[-1]], first)
+    assert second[..., first.shape[-1] :].all()
+    assert twice.tokens == once.tokens
+
+
+def test_rows_of_a_later_cut(oracle: Oracle, prompt: Prompt) -> None:
+    """SnapKV without pooling: column sums over the last 8 rows, over the keys still there."""
+    eviction = Eviction(
+        0.5,
+        16,
+        HEAD,
+        method="snapkv",
+        pooling=Pool(),
+        sinks=0,
+        schedule=((20, 0.2),),
+        answer_rows=8,
+    )
+    answer = oracle.answer(prompt, 21, eviction)
+    first, last = answer.kept
+    length, group = len(prompt.token_ids), oracle.query_heads // oracle.kv_heads
+    candidates = length // 16 * 16
+    rows = oracle.decode(prompt, 21, {0: first})  # the same tokens
+    assert rows.tokens == answer.tokens
+    for layer in range(oracle.layers):
+        for head in range(oracle.kv_heads):
+            heads = answer.cuts[1].attention[layer, head * group : (head + 1) * group]
+            # Rows after the first cut never saw what it dropped, and rows still sum to 1.
+            votes = heads[:, length + 12 : length + 20]
+            assert not votes[..., :length][..., ~first[layer, head]].any()
+            totals = votes.sum(-1)
+            torch.testing.assert_close(totals, torch.ones_like(totals), rtol=0, atol=1e-5)
+            scores = votes.mean(0).sum(0)[:candidates]
+            number = int(last[layer, head, :candidates].sum())
+            scores[length + 20 - 32 :] += 100  # candidates in the window
+            scores[~first[layer, head, :candidates]] = -1
+            best = scores.sort(descending=True, stable=True).indices[:number]
+            wanted = torch.zeros(candidates, dtype=torch.bool).index_fill_(0, best, True)
+            assert torch.equal(last[layer, head, :candidates], wanted)
+
+
+def test_votes_from_before_a_cut_are_renormalised(oracle: Oracle, prompt: Prompt) -> None:
+    """With 8 rows and a cut 3 tokens ago, 5 of them saw keys that are gone."""
+    eviction = Eviction(
+        0.4, 16, HEAD, method="snapkv", defer=9, schedule=((12, 0.2),), answer_rows=8
+    )
+    cut = oracle.answer(prompt, 13, eviction).cuts[1]
+    assert cut.earlier is not None
+    length = len(prompt.token_ids)
+    assert cut.earlier.voters == tuple(range(length + 4, length + 12))
+    evidence = observe(
+        METHODS["snapkv"], cut.attention, cut.layout, oracle.kv_heads, eviction, None, cut.earlier
+    )
+    group = oracle.query_heads // oracle.kv_heads
+    for layer, sets in enumerate(evidence.token_sets):
+        for head, token_set in enumerate(sets):
+            gone = ~cut.earlier.kept[layer, head]
+            assert gone.any()
+            assert not token_set.heads[..., gone].any()
+            for i in cut.earlier.voters:
+                given = cut.attention[layer, head * group : (head + 1) * group, i]
+                saw_more = i < length + 9
+                assert bool((given[:, gone] > 0).all()) == saw_more
+                wanted = given.masked_fill(gone, 0)
+                wanted /= wanted.sum(-1, keepdim=True)
+                torch.testing.assert_close(token_set.heads[:, i], wanted, rtol=1e-9, atol=0)
+            others = [i for i in range(length + 12) if i not in cut.earlier.voters]
+            assert not token_set.heads[:, others].any()
+            assert evidence.raw[layer][head].isnan().equal(gone)
+
+
+def test_pooling_leaves_out_what_has_no_score() -> None:
+    scores = torch.tensor([1.0, math.nan, 5, math.nan, math.nan, 2, 4], dtype=torch.float64)
+    most, mean = (Pool("sequence", 3, kind) for kind in ("max", "mean"))
+    assert str(pooled(scores, Layout(7), most).tolist()) == "[1.0, nan, 5.0, nan, nan, 4.0, 4.0]"
+    assert str(pooled(scores, Layout(7), mean).tolist()) == "[1.0, nan, 5.0, nan, nan, 3.0, 3.0]"
+    wider = Pool("sequence", 5, "mean")
+    assert pooled(scores, Layout(7), wider)[[0, 2, 5]].tolist() == [3, 3, 3]
+
+
+def test_pages_of_a_later_cut_are_bounded_by_what_is_left() -> None:
+    """Two heads have 1 and 3 pages left of 4. All votes are for the first, which cannot grow."""
+    assert apportion([5, 1], 3, floor=0, cap=[1, 3]) == [1, 2]
+    assert apportion([5, 1, 1], 5, floor=1, cap=[2, 1, 4]) == [2, 1, 2]
+    attention = torch.zeros(1, 2, 10, 10, dtype=torch.float64)
+    kept = torch.ones(1, 2, 10, dtype=torch.bool)
+    kept[0, 0, 2:8] = False
+    kept[0, 1, :2] = False
+    attention[0, 0, 9, [0, 1, 9]] = torch.tensor([0.4, 0.5, 0.1]).double()
+    attention[0, 1, 9, 2:8] = torch.tensor([3, 1, 4, 1, 5, 9]).double() / 1000
+    attention[0, 1, 9, 9] = 0.977
+    mix = Mix("snapkv", "tt", "by_score", HEAD)
+    found = select(
+        mix,
+        attention,
+        Layout(10, answer=2),
+        2,
+        Settings(6, block_size=2, sinks=0),
+        earlier=Earlier(kept, (9,)),
+    )
+    # 3 of 4 pages per head at first is 8 in all, of which 4 are left, less than 2 * 3.
+    assert torch.equal(found.kept, kept)
+    found = select(
+        mix,
+        attention,
+        Layout(10, answer=2),
+        2,
+        Settings(2, block_size=2, sinks=0, floor=0),
+        earlier=Earlier(kept, (9,)),
+    )
+    # One page each on average. By attention to text the heads are equal, and each keeps one.
+    assert found.pages.tolist() == [[1, 1]]
+    assert found.kept[0, 0].nonzero().flatten().tolist() == [0, 1, 8, 9]
+    assert found.kept[0, 1].nonzero().flatten().tolist() == [6, 7, 8, 9]
+
+
+def test_what_an_answer_cannot_vote_on_is_refused(oracle: Oracle, prompt: Prompt) -> None:
+    for mix in (Mix("vv_tt", "uniform", "by_score"), Mix("tgv", "vv", "by_score")):
+        with pytest.raises(ValueError, match="needs rows of vision"):
+            oracle.answer(prompt, 9, Eviction(0.5, 16, method=mix, schedule=((4, 0.2),)))
+    with pytest.raises(ValueError, match="one cut only"):
+        oracle.answer(prompt, 9, Eviction(0.5, 16, method="elastic", schedule=((4, 0.2),)))
+    with pytest.raises(ValueError, match="4 is not after the first cut"):
+        oracle.answer(prompt, 9, Eviction(0.5, 16, defer=4, schedule=((4, 0.2),)))
+
+
+def test_rows_of_prompt_and_answer() -> None:
+    layout = Layout(9, (Image(1, 2), Image(5, 1)), answer=2)
+    assert rows("text", layout, 512) == [3, 4, 6, 7, 8]
+    assert rows("text", layout, 2) == [4, 6, 7, 8]
+    assert rows("after_vision", layout, 512) == [6, 7, 8]
+    assert rows("window", layout, 512) == list(range(9))
+    assert rows("window", Layout(100, answer=3), 512) == list(range(65, 100))
+    assert rows("all", layout, 512) == list(range(9))
+    assert rows("answer", layout, 512) == [7, 8]
+    assert rows("answer", Layout(7), 512) == []
+    # A prompt that ends with an image still votes with its last position.
+    assert rows("after_vision", Layout(8, (Image(1, 6),), answer=1), 512) == [6, 7]
+    assert Case(layout, 0, 512, block_size=4).candidates == 4
+
+
+@pytest.mark.parametrize("method", ["tgv", "snapkv"])
+def test_text_without_images_is_kept_whole(oracle: Oracle, prompt: Prompt, method: str) -> None:
+    oracle.logprobs(prompt, [1, 2])  # positions of the images must not outlive this
+    prompt = oracle.prompt(random_text(5, 200))
+    settings = {"defer": 2, "schedule": ((5, 0.1),), "ceiling": 64, "method": method}
+    answer = oracle.answer(prompt, 9, Eviction(0.2, 16, **settings))
+    assert answer.cuts == []
+    torch.testing.assert_close(
+        answer.logprobs, oracle.logprobs(prompt, answer.tokens), rtol=1e-4, atol=1e-4
+    )
+    assert answer.tokens == oracle.generate(prompt, 9)
+
+
+# -- a ceiling ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("granularity", [LAYER, HEAD])
+@pytest.mark.parametrize("defer", [0, 3])
+def test_ceiling(oracle: Oracle, prompt: Prompt, granularity: str, defer: int) -> None:
+    """The request never has more than M + B tokens in full blocks, and blocks of the answer go."""
+    size, ceiling, buffer = 16, 64, 32
+    eviction = Eviction(
+        1.0,
+        size,
+        granularity,
+        method="snapkv",
+        defer=defer,
+        ceiling=ceiling,
+        buffer=buffer,
+        answer_rows=8,
+    )
+    answer = oracle.answer(prompt, 110, eviction)
+    length = len(prompt.token_ids)
+    cuts = answer.cuts if defer == 0 else answer.cuts[1:]  # the first one keeps all
+    assert len(cuts) >= 3
+    assert cuts[0].after == defer
+    alive = torch.ones(oracle.layers, oracle.kv_heads, length, dtype=torch.bool)
+    due = {cut.after: cut for cut in cuts}
+    for m in range(110):
+        n = length + m
+        alive = torch.nn.functional.pad(alive, (0, n - alive.shape[-1]), value=True)
+        full = n // size * size
+        held = alive[..., :full].sum(-1).double().mean()
+        assert (m in due) == bool(m >= defer and held > ceiling + buffer), m
+        if m in due:
+            kept = due[m].selection.kept
+            assert not (kept & ~alive).any()
+            assert kept[..., full:].all()
+            blocks = (ceiling - n % size) // size
+            assert kept[..., :full].sum() == blocks * size * kept[..., 0].numel()
+            alive = kept
+    assert not alive[..., length : length + 64].all(), "no token of the answer was evicted"
+    assert alive[..., :4].all()
+    masks = {cut.after: cut.selection.kept for cut in cuts}
+    assert oracle.decode(prompt, 110, masks).tokens == answer.tokens
+
+
+def test_a_ceiling_that_is_never_reached(oracle: Oracle, prompt: Prompt) -> None:
+    plain = Eviction(0.2, 16, method="snapkv", defer=2)
+    wanted = oracle.answer(prompt, 20, plain)
+    found = oracle.answer(prompt, 20, replace(plain, ceiling=500))
+    assert found.tokens == wanted.tokens
+    assert len(found.cuts) == 1
+
+
+def test_a_ceiling_at_the_prefill_is_a_budget(oracle: Oracle, prompt: Prompt) -> None:
+    """One cut is made, by the prompt's own rows."""
+    found = oracle.answer(prompt, 5, Eviction(0.9, 16, method="snapkv", ceiling=70))
+    (cut,) = found.cuts
+    wanted = oracle.select(prompt, Eviction(70, 16, method="snapkv"))
+    assert torch.equal(cut.selection.kept, wanted.kept)
+
+
+def test_queries_and_keys_give_the_attention(oracle: Oracle, prompt: Prompt) -> None:
+    """Both are rotated, and in order of position."""
+    kept, length = kept_at(oracle, prompt, 2), len(prompt.token_ids)
+    moments: list[Moment] = []
+
+    def cut(moment: Moment) -> torch.Tensor | None:
+        moments.append(moment)
+        return kept if moment.answer == 2 else None
+
+    oracle.decode(prompt, 6, cut)
+    last = moments[-1]
+    assert last.answer == 5
+    queries = torch.cat(last.queries, dim=2).double()
+    keys = last.keys.double().repeat_interleave(oracle.query_heads // oracle.kv_heads, dim=1)
+    logits = queries @ keys.transpose(2, 3) * keys.shape[-1] ** -0.5
+    hidden = torch.ones(length + 5, length + 5).triu(1).bool().expand_as(logits).clone()
+    late = ~kept.repeat_interleave(oracle.query_heads // oracle.kv_heads, dim=1)[:, :, None]
+    hidden[:, :, length + 2 :, : length + 2] |= late
+    wanted = logits.masked_fill(hidden, -math.inf).softmax(-1)
+    torch.testing.assert_close(last.attention(), wanted, rtol=1e-3, atol=1e-5)
+
+
+def test_rkv_while_decoding(oracle: Oracle, prompt: Prompt) -> None:
+    """R-KV's own rule, token by token, at a budget of 64 and a buffer of 16."""
+    group, budget, window = oracle.query_heads // oracle.kv_heads, 64, 8
+
+    def cut(moment: Moment) -> torch.Tensor | None:
+        if moment.answer < window or int(moment.kept[0, 0].sum()) < budget + 16:
+            return None
+        queries = torch.cat(moment.queries, dim=2)[:, :, -window:]  # [L, Q, w, D]
+        kept = torch.zeros_like(moment.kept)
+        for layer in range(oracle.layers):
+            for head in range(oracle.kv_heads):
+                alive = moment.kept[layer, head].nonzero().flatten()
+                best = rkv_kept(
+                    queries[layer, head * group : (head + 1) * group].transpose(0, 1),
+                    moment.keys[layer, head, alive],
+                    moment.keys.shape[-1] ** -0.5,
+                    budget,
+                )
+                kept[layer, head, alive[best]] = True
+        sizes.append((moment.answer, int(kept.sum()) // kept[..., 0].numel()))
+        return kept
+
+    sizes: list[tuple[int, int]] = []
+    answer = oracle.decode(prompt, ANSWER, cut)
+    assert sizes == [(8, 64), (24, 64)]
+    plain = oracle.generate(prompt, ANSWER)
+    assert answer.tokens[:9] == plain[:9]
+    assert answer.tokens != plain
+
+
+def test_stages(oracle: Oracle, prompt: Prompt) -> None:
+    """Each stage shares out its own pages in every cut."""
+    eviction = Eviction(0.6, 16, method="tgv", defer=2, schedule=((6, 0.3),))
+    answer = oracle.answer(prompt, 10, eviction, stages=[1, oracle.layers - 1])
+    for cut in answer.cuts:
+        assert (cut.selection.pages[:1] == cut.selection.blocks).all()
+        rest = cut.selection.pages[1:]
+        assert rest.sum() == cut.selection.blocks * rest.numel()
+    assert answer.kept[1].sum() < answer.kept[0].sum()
+
+
+def test_stability_of_a_cut(oracle: Oracle, prompt: Prompt) -> None:
+    answer = oracle.answer(prompt, 10, Eviction(0.5, 16, HEAD, schedule=((6, 0.2),)))
+    for cut in answer.cuts:
+        assert cut.is_stable(noise=1e-12)
+        assert not cut.is_stable(noise=0.9)
 
 
 @pytest.mark.engine

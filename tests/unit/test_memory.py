@@ -7,7 +7,12 @@ nothing. So evictions of any length run here as they would on a GPU, and every t
 
 from __future__ import annotations
 
+import importlib
+import logging
+import pkgutil
+import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,16 +21,19 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from vllm.v1.worker.gpu_worker import Worker
 
+from tests.conftest import ROOT
 from tests.inputs import fresh_seed
 from vllm_tgvkv import memory
-from vllm_tgvkv.attention_cuda import RaggedKernel
+from vllm_tgvkv.attention_cuda import EvictingFlashMetadataBuilder, RaggedKernel
 from vllm_tgvkv.budget import Guard
-from vllm_tgvkv.config import EvictionConfig
+from vllm_tgvkv.config import CONFIG_KEY, EvictionConfig
 from vllm_tgvkv.decision import Decider
 from vllm_tgvkv.evictor import Evictor
 from vllm_tgvkv.kernels import gpu, select
 from vllm_tgvkv.kernels.decode import DecodePlan
+from vllm_tgvkv.manager import EvictingSpec
 from vllm_tgvkv.memory import Sizes, memory_outside_pool
 from vllm_tgvkv.observation import WORKSPACE_BYTES
 from vllm_tgvkv.pages import CacheShape, page_pool
@@ -35,7 +43,8 @@ from vllm_tgvkv.queries import QueryPool
 from vllm_tgvkv.ranks import Ranks
 from vllm_tgvkv.regions import Regions
 from vllm_tgvkv.stages import Stages
-from vllm_tgvkv.warm_up import made_up_step
+from vllm_tgvkv.warm_up import WarmUpError, made_up_step, warm_up
+from vllm_tgvkv.worker_cuda import EvictionGPUWorker, memory_of
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -91,11 +100,9 @@ class NoKernel:
 @pytest.fixture
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the code of the GPU, without its kernels."""
-    from vllm_tgvkv.kernels.gpu import apportion, copy, statistics
-    from vllm_tgvkv.kernels.gpu import select as triton_select
-
     monkeypatch.setattr(gpu, "on_cpu", True)
-    for module in (apportion, copy, triton_select, statistics):
+    for found in pkgutil.iter_modules(gpu.__path__, f"{gpu.__name__}."):
+        module = importlib.import_module(found.name)
         for name in dir(module):
             if name.endswith("_kernel"):
                 monkeypatch.setattr(module, name, NoKernel())
@@ -191,8 +198,8 @@ def test_slices_keep_the_same(method: str, monkeypatch: pytest.MonkeyPatch) -> N
     found = []
     for key_bytes in (1 << 30, 2 * num_sets * tokens * 8, 0):
         monkeypatch.setattr(select, "KEY_BYTES", key_bytes)
-        guarded = decider.decide_guarded(15, masses, Guard(0.7, 1))
-        assert 1 < guarded.num_retained < 15
+        guarded = decider.decide_guarded(20, masses, Guard(0.7, 1))
+        assert 1 < guarded.num_retained < 20
         found.append((decider.decide(9), guarded))
     for plain, guarded in found[1:]:
         for one, other in ((plain, found[0][0]), (guarded, found[0][1])):
@@ -243,11 +250,151 @@ def test_the_pool_and_its_region_state_fit_what_is_left() -> None:
 
 def test_lines_are_for_the_method_that_takes_most() -> None:
     """A request may name any method, also one that only the settings know."""
-    wide = {"kind": "sequence", "kernel": 255, "reduce": "mean"}
     plain = memory_outside_pool(settings("tgv"), SIZES)
-    mixed = memory_outside_pool(
-        settings("tgv", methods={"wide": {"base": "snapkv", "pooling": wide}}), SIZES
-    )
+    heavy = {"base": "h2o", "granularity": "head", "allocation": "prefixkv", "merge": True}
+    mixed = memory_outside_pool(settings("tgv", methods={"heavy": heavy}), SIZES)
     assert plain.method in POLICY_NAMES
-    assert mixed.method == "wide"
-    assert mixed.num_bytes > plain.num_bytes + 255 * 16 * 8 * TOKENS // 2
+    assert mixed.method == "heavy"
+    assert mixed.num_bytes > plain.num_bytes
+
+
+@pytest.mark.parametrize("granularity", ["layer", "head"])
+def test_methods_without_meaning_at_the_servers_granularity_are_left_out(granularity: str) -> None:
+    found = memory_outside_pool(settings("tgv", granularity), SIZES)
+    assert found.method in (LAYER_METHODS if granularity == "layer" else POLICY_NAMES)
+
+
+def gpu_worker(monkeypatch: pytest.MonkeyPatch, given: int | None = None) -> EvictionGPUWorker:
+    """Return a worker for which vLLM finds 10 GiB, with the fields that it reads."""
+    config = SimpleNamespace(
+        additional_config={CONFIG_KEY: {"policy": "tgv"}},
+        model_config=SimpleNamespace(max_model_len=TOKENS, dtype=torch.bfloat16),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8192, max_num_seqs=256),
+        compilation_config=SimpleNamespace(
+            max_cudagraph_capture_size=512,
+            static_forward_context={
+                "layer.0": SimpleNamespace(impl=SimpleNamespace(num_queries_per_kv=4))
+            },
+        ),
+    )
+    spec = EvictingSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
+    specs = {f"layer.{i}": spec for i in range(SHAPE.num_layers)}
+    worker = EvictionGPUWorker.__new__(EvictionGPUWorker)
+    worker.__dict__.update(
+        vllm_config=config,
+        cache_config=SimpleNamespace(kv_cache_memory_bytes=given),
+        peak_activation_memory=1 << 30,
+        get_kv_cache_spec=lambda: specs,
+    )
+    monkeypatch.setattr(Worker, "determine_available_memory", lambda self: given or 10 << 30)
+    return worker
+
+
+def test_the_pool_gets_what_eviction_leaves(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also in the size that vLLM recommends for the next start, and in one line of the log."""
+    worker = gpu_worker(monkeypatch)
+    with caplog.at_level(logging.INFO, "vllm.tgvkv"):
+        monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+        left = worker.determine_available_memory()
+    sizes = replace(SIZES, step_tokens=8192, max_rows=512)
+    expected = memory_outside_pool(settings("tgv"), sizes)
+    assert memory_of(worker.vllm_config, worker.get_kv_cache_spec()) == expected
+    assert left == expected.left_for_pool(10 << 30, SHAPE.num_pairs * 16 * 2 * 128 * 2)
+    assert 0 < left < (10 << 30) - expected.num_bytes
+    assert worker.peak_activation_memory == (1 << 30) + (10 << 30) - left
+    assert worker.available_kv_cache_memory_bytes == left
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert f"{expected.num_bytes / 2**20:.0f} MiB outside the pool (" in line
+    for name in expected.lines:
+        assert name in line
+
+
+def test_a_pool_that_the_user_sizes_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gpu_worker(monkeypatch, 5 << 30).determine_available_memory() == 5 << 30
+
+
+@pytest.mark.parametrize("kernel", ["stock", "triton"])
+@pytest.mark.parametrize("max_rows", [4, 256])
+def test_decode_kernels_are_allocated_at_start(kernel: str, max_rows: int) -> None:
+    """When the evictor is bound: not in the first step with a compressed request."""
+    config = settings("tgv", decode_kernel=kernel)
+    shape = CacheShape(num_layers=2, num_heads=2, group_size=2, head_size=16, block_size=16)
+    cache = torch.empty(4, 2, 2, 16, 32)
+    pool = page_pool(cache.unbind(1), slots_first=True)
+    evictor = Evictor(config, shape, pool, Ranks(), Stages(2))
+    builder = EvictingFlashMetadataBuilder.__new__(EvictingFlashMetadataBuilder)
+    builder.max_cudagraph_size = max_rows
+    builder.vllm_config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=3),
+        model_config=SimpleNamespace(max_model_len=TOKENS),
+    )
+    builder.bind(evictor, SimpleNamespace())
+    sizes = replace(SIZES, shape=shape, max_rows=max_rows)
+    expected = sum(memory._of_decoding(config, sizes).values())
+    found = tensor_bytes(builder._kernel)
+    assert 0 < found <= expected
+    if kernel == "stock":
+        starts = 4 * (max_rows * shape.num_heads + 1)  # which only a closure refers to
+        assert found == expected - starts
+
+
+def test_the_page_has_these_formulas() -> None:
+    """Each formula of the table in `docs/design.md` gives what the code computes."""
+    page = (ROOT / "docs/design.md").read_text(encoding="utf-8")
+    _, _, section = page.partition("## Memory outside the pool")
+    formulas = dict(re.findall(r"^\| (\w[\w ]*) \| `([^`]+)` \|", section, re.MULTILINE))
+    for method, granularity in (("h2o", "head"), ("tgv", "layer"), ("elastic", "layer")):
+        config = settings(method, granularity)
+        sizes = replace(SIZES, step_tokens=8192, max_tokens=1 << 15, table_width=2048)
+        policy = config.build_policy(method)
+        found = {
+            **memory._of_decoding(config, sizes),
+            "query pool": memory._of_query_pool(config, sizes),
+            **memory._of_method(config, policy, sizes),
+        }
+        symbols = {
+            "L": SHAPE.num_layers,
+            "H": SHAPE.num_heads,
+            "G": SHAPE.group_size,
+            "D": SHAPE.head_size,
+            "N": SHAPE.block_size,
+            "S": SHAPE.num_heads if granularity == "head" else 1,
+            "P": sizes.max_tokens,
+            "B": sizes.step_tokens,
+            "R": sizes.max_rows,
+            "Q": config.num_query_rows,
+            "b": sizes.element_bytes,
+            "MiB": 1 << 20,
+            "all": int(method == "h2o"),
+            "max": max,
+            "min": min,
+        }
+        checked = {name: eval(formula, {}, symbols) for name, formula in formulas.items()}
+        assert checked.pop("region state") == memory_outside_pool(config, sizes).block_bytes
+        assert checked == {name: found[name] for name in checked}
+        assert found.keys() - checked.keys() == {"statistics", "work"}
+
+
+@pytest.mark.parametrize("where", ["score", "allocation"])
+def test_a_warm_up_that_fails_ends_the_start(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that does not compile would otherwise fail every request, each with HTTP 500."""
+    shape = CacheShape(num_layers=2, num_heads=2, group_size=2, head_size=16, block_size=16)
+    cache = torch.zeros(9, 2, 2, 16, 32)
+    pool = page_pool(cache.unbind(1), slots_first=True)
+    evictor = Evictor(settings("tgv"), shape, pool, Ranks(), Stages(2))
+    warm_up(evictor)  # works
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("out of registers")
+
+    policy = evictor.config.build_policy("tgv")
+    owner, name = (policy.score, "__call__") if where == "score" else (policy.allocation, "shares")
+    monkeypatch.setattr(type(owner), name, fail)
+    with pytest.raises(WarmUpError) as caught:
+        warm_up(evictor)
+    message = str(caught.value)
+    assert "method 'tgv' failed: RuntimeError: out of registers" in message
+    for way_out in ("--gpu-memory-utilization", "kernels.gpu.compile", "leave out --kv-eviction"):
+        assert way_out in message

@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from oracle import kernels as reference
 from tests.inputs import fresh_seed
@@ -65,3 +69,64 @@ def test_kept_tokens_become_means_of_the_nearest(
         assert torch.equal(
             by_block.nan_to_num(7), whole.view(len(blocks), -1)[untouched].nan_to_num(7)
         )
+
+
+class NoUnorderedSums(TorchDispatchMode):
+    """Raises on every operation that adds floats in an order that CUDA does not fix."""
+
+    FORBIDDEN = frozenset(
+        {
+            *("index_add", "index_add_", "scatter_add", "scatter_add_", "index_reduce_"),
+            *("scatter_reduce", "scatter_reduce_", "put_", "bincount", "cumsum", "histc"),
+        }
+    )
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        name = func.overloadpacket.__name__
+        if any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in args):
+            assert name not in self.FORBIDDEN, f"{name} adds in any order on CUDA"
+            if name in ("index_put", "index_put_", "_index_put_impl_"):
+                accumulates = args[3] if len(args) > 3 else (kwargs or {}).get("accumulate")
+                assert not accumulates, f"{name} adds in any order on CUDA"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_no_order_of_execution_changes_a_bit(deterministic: None) -> None:
+    """No sum is shared by two programs; slices of any size give the same bits."""
+    fresh_seed()
+    num_old, num_new = 30, 4
+    dealt = torch.randint(0, 8, (LAYERS, HEADS))
+    dealt[0, 0] = max(0, num_new * PAIRS - int(dealt.sum()))
+    dealt = dealt.clamp(max=num_old)
+    num_new = -(-int(dealt.sum()) // PAIRS)
+    scores = torch.randn(LAYERS, HEADS, num_old * BLOCK_SIZE)
+    tiers = torch.zeros(num_old * BLOCK_SIZE, dtype=torch.int32)
+    positions = select_tokens(scores, tiers, dealt, num_new * PAIRS, BLOCK_SIZE)
+    blocks = torch.randperm(num_old + num_new)
+    region = (positions, page_offsets(dealt), blocks[:num_old], blocks[num_old:], LAYERS, HEADS)
+    keys, values = torch.randn(2, len(blocks) * PAIRS, BLOCK_SIZE, HEAD_SIZE)
+    expected = (keys.double(), values.double())
+    reference.copy_kept(*expected, *region)
+    reference.merge_evicted(*expected, *region)
+    copy_kept(keys, values, *region)
+    results = []
+    for workspace_bytes in (1 << 20, 2 * num_old * BLOCK_SIZE * HEAD_SIZE * 4, 0):
+        merged = (keys.clone(), values.clone())
+        with NoUnorderedSums():
+            merge_evicted(*merged, *region, workspace_bytes=workspace_bytes)
+        results.append(merged)
+        for pool, whole in zip(merged, expected, strict=True):
+            page = torch.arange(int(dealt.sum()))
+            written = region[3][page // PAIRS] * PAIRS + page % PAIRS
+            torch.testing.assert_close(pool[written].double(), whole[written], rtol=1e-5, atol=1e-6)
+    for merged in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(merged, results[0], strict=True))

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The redundancy kernel against `oracle.decoding`."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from oracle import decoding
+from tests.inputs import fresh_seed
+from vllm_tgvkv.kernels.redundancy import redundancy
+
+SIZE, HEAD_SIZE = 61, 16
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    fresh_seed()
+
+
+def is_clear(keys: Tensor) -> bool:
+    """Return whether no cosine is so close to the threshold that rounding might decide."""
+    directions = torch.nn.functional.normalize(keys.double(), dim=-1)
+    return bool(((directions @ directions.T - decoding.SIMILAR).abs() > 1e-5).all())
+
+
+def draw(length: int) -> Tensor:
+    """Return keys [length, D] in clusters, so that about every third pair is similar."""
+    for _ in range(100):
+        centres = torch.randn(3, HEAD_SIZE) * 2
+        keys = centres[torch.randint(3, (length,))] + torch.randn(length, HEAD_SIZE)
+        keys *= torch.rand(length, 1) * 10
+        if is_clear(keys):
+            return keys
+    raise AssertionError("no keys are clear")
+
+
+def ragged(lengths: list[int], dtype: torch.dtype = torch.float32) -> tuple[Tensor, list[Tensor]]:
+    """Return keys [H, S, D] that are NaN behind the lengths, and the keys of each head."""
+    heads = [draw(length).to(dtype) for length in lengths]
+    keys = torch.full((len(lengths), SIZE, HEAD_SIZE), math.nan, dtype=dtype)
+    for row, head in zip(keys, heads, strict=True):
+        row[: len(head)] = head
+    return keys, heads
+
+
+@pytest.mark.parametrize("first_key", [False, True])
+@pytest.mark.parametrize("rows", [1, 7, 61, 1000])
+def test_heads_of_any_length(rows: int, first_key: bool) -> None:
+    lengths = [SIZE, 1, 40, 0, 2, int(torch.randint(1, SIZE, ()))]
+    keys, heads = ragged(lengths)
+    workspace = rows * len(lengths) * SIZE * 9
+    ours = redundancy(keys, torch.tensor(lengths), first_key=first_key, workspace_bytes=workspace)
+    assert ours.dtype == torch.float32
+    for row, head in zip(ours, heads, strict=True):
+        wanted = decoding.redundancy(head, first_key)
+        torch.testing.assert_close(row[: len(head)].double(), wanted, rtol=1e-5, atol=1e-8)
+        assert not row[len(head) :].any()
+
+
+def test_the_rows_differ_from_a_plain_mean_of_cosines() -> None:
+    """The inputs of this file reach the rule of the last similar key, in many rows."""
+    keys = draw(SIZE)
+    directions = torch.nn.functional.normalize(keys.double(), dim=-1)
+    plain = (directions @ directions.T).fill_diagonal_(0)
+    changed = (decoding.similarity(keys) != plain).any(1)
+    assert changed.sum() > SIZE // 2
+    unlike = (decoding.similarity(keys, True) != decoding.similarity(keys)).any()
+    assert unlike or (plain > decoding.SIMILAR).any(1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_keys_of_low_precision_are_compared_in_float32(dtype: torch.dtype) -> None:
+    while True:
+        keys, (head,) = ragged([SIZE], dtype)
+        if is_clear(head):
+            break
+    ours = redundancy(keys, torch.tensor([SIZE]))
+    torch.testing.assert_close(ours[0].double(), decoding.redundancy(head), rtol=1e-5, atol=1e-8)
+
+
+def test_memory_is_bounded() -> None:
+    """No temporary is larger than the keys or the workspace, whatever the length."""
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            nonlocal largest
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, Tensor):
+                largest = max(largest, result.untyped_storage().nbytes())
+            return result
+
+    keys, workspace = torch.randn(2, 1500, 8), 1 << 20
+    with Watch():
+        ours = redundancy(keys, torch.tensor([1500, 900]), workspace_bytes=workspace)
+    assert keys.nbytes <= largest <= workspace < 2 * 1500 * 1500 * 4
+    torch.testing.assert_close(ours.sum(1), torch.ones(2))
+
+
+def test_the_device_is_not_waited_for() -> None:
+    keys = torch.empty(2, SIZE, HEAD_SIZE, device="meta")
+    lengths = torch.empty(2, dtype=torch.int64, device="meta")
+    assert redundancy(keys, lengths, workspace_bytes=1 << 12).shape == (2, SIZE)
+
+
+def test_arguments() -> None:
+    keys = torch.randn(2, 5, 4)
+    with pytest.raises(ValueError, match=r"lengths \[H\], not \[2, 5, 4\], \[3\]"):
+        redundancy(keys, torch.tensor([5, 5, 5]))
+    with pytest.raises(ValueError, match=r"threshold -0\.1 is negative"):
+        redundancy(keys, torch.tensor([5, 5]), threshold=-0.1)

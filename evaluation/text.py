@@ -125,7 +125,7 @@ def prompt_seconds(tokens: int) -> float:
 
 def answer_seconds(task: TextTask) -> float:
     """Return the same for a further answer to a prompt that the prefix cache holds."""
-    return 0.2 + 1e-5 * task.tokens + (0.8 if task.kind == "passage" else 0.0)
+    return 0.2 + 1e-5 * task.tokens + (0.35 if task.kind == "passage" else 0.0)
 
 
 def print_plan(parts: dict[str, Part], limit: int | None) -> None:

@@ -38,7 +38,8 @@ in [{FILE}]({FILE}).
   is a new sentence of {PASSAGE_TOKENS[0]} to {PASSAGE_TOKENS[1]} tokens that is to be repeated
   word for word. The prompt ends with the beginning of the answer, as in RULER. Decoding is greedy.
 - **Right** is an answer that is right to the last character. **Before the first mistake** is the
-  share of the answer's tokens that come before it.
+  share of the answer's tokens that come before it. An answer of which **nothing is missing** may go
+  on after it, as 30239644 for 3023964: RULER counts it as right, and here it is not.
 - **Only what the full cache answers counts.** Arms are asked the questions that the full cache
   answers right, and no others. So 100 % is the full cache, and *n of m* is of these questions.
 - **Memory** is the share of the prompt's KV blocks that are held after the eviction. Before it, and
@@ -77,7 +78,7 @@ def _part(name: str, result: PartResult, folder: Path) -> list[Block]:
         blocks += [
             Heading(f"{task.title[0].upper()}{task.title[1:]}", 3),
             _right_table(cells),
-            Text("Before the first mistake:"),
+            Text("Before the first mistake, and answers of which nothing is missing:"),
             _share_table(cells),
         ]
     if result.comparisons:
@@ -114,7 +115,7 @@ def _right_table(cells: Sequence[TextCell]) -> Table:
 
 
 def _share_table(cells: Sequence[TextCell]) -> Table:
-    return _table(cells, lambda cell: str(cell.share))
+    return _table(cells, lambda c: f"{c.share}, {c.num_complete} of {c.questions}")
 
 
 def _table(cells: Sequence[TextCell], words: Callable[[TextCell], str]) -> Table:
@@ -212,7 +213,7 @@ def draw(result: PartResult, path: Path) -> None:
             mine = [cell for cell in cells if cell.label == label]
             style = bases.index(_base(label)), variants.index(_variant(label))
             shift = 0.5 * (labels.index(label) / max(len(labels) - 1, 1) - 0.5)
-            _draw_line(place, mine, budgets, task.kind, label, style, shift)
+            _draw_line(place, mine, budgets, task.kind, label, style, shift, len(labels) <= 6)
         place.set_title(task.title.replace(", ", ",\n"))
         place.set_xticks(range(len(budgets)), [_percent(budget) for budget in budgets])
         place.set_xlim(-0.5, len(budgets) - 0.5)
@@ -236,6 +237,7 @@ def _draw_line(
     label: str,
     style: tuple[int, int],
     shift: float,
+    is_joined: bool,
 ) -> None:
     if not cells:
         return
@@ -251,7 +253,7 @@ def _draw_line(
         label=label,
         color=colour(style[0] + 1),
         marker=marker(style[1]),
-        linewidth=0.8,
+        linewidth=0.8 if is_joined else 0.0,
         markersize=4.5,
         elinewidth=0.7,
     )

@@ -47,6 +47,8 @@ class TextCell:
     questions: int
     """That were counted."""
     num_right: int
+    num_complete: int
+    """Answers of which every token is right, whatever follows: what RULER counts."""
     right: Estimate
     share: Estimate
     blocks_held: float
@@ -136,6 +138,7 @@ def _cell(task: TextTask, arm: TextArm, answers: Sequence[Answer]) -> TextCell:
         budget=arm.budget,
         questions=len(answers),
         num_right=num_right,
+        num_complete=sum(prefix_share(answer) == 1.0 for answer in answers),
         right=wilson(num_right, len(answers)),
         share=bootstrap([prefix_share(answer) for answer in answers]),
         blocks_held=_mean([answer.blocks_held for answer in answers]),

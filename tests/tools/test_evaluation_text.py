@@ -286,6 +286,7 @@ def test_only_what_the_full_cache_answers_counts(tmp_path: Path) -> None:
     assert (task.questions, task.right.mean) == (6, pytest.approx(4 / 6))
     one, other = result.cells
     assert (one.label, one.questions, one.num_right) == ("snapkv", 4, 2)
+    assert (one.num_complete, other.num_complete) == (3, 1)
     assert one.share.mean == pytest.approx((1 + 1 + 1 + 0) / 4)
     assert one.blocks_held == 4 / 32
     assert (other.questions, other.num_right) == (4, 1)
@@ -333,6 +334,7 @@ def test_the_page_has_what_was_measured(tmp_path: Path) -> None:
     page = (tmp_path / "README.md").read_text()
     assert FACTS["command"] in page
     assert "| `snapkv` | 2 of 4: 50 % [15, 85] |" in page
+    assert "| `snapkv` | 75 % [25, 100], 3 of 4 |" in page
     assert "| blocks held | 12.5 % |" in page
     assert "1 : 0" in page
     assert (tmp_path / "methods.png").stat().st_size > 5000

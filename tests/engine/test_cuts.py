@@ -31,7 +31,12 @@ MIXES = {
     "largest": {**WINDOWED, "reduce": "max"},
     "answer": {"base": "snapkv", "rows": "answer", "retain": "by_score"},
 }
-CACHED = {"enable_prefix_caching": True, "num_gpu_blocks_override": 26, "max_num_seqs": 6}
+CACHED = {
+    "enable_prefix_caching": True,
+    "num_gpu_blocks_override": 26,
+    "max_num_seqs": 6,
+    "max_model_len": 512,
+}
 CHUNKED = {"max_num_batched_tokens": 160}
 
 

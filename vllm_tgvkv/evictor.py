@@ -238,13 +238,15 @@ class Evictor:
             decision = self._decide(due, decider, masses)
             offsets = page_offsets(decision.counts)
         num_full = due.prompt.num_candidates // shape.block_size
-        pools = (self.pool.keys, self.pool.values)
-        kept = (decision.positions, offsets, due.blocks[:num_full])
-        target = (self.part.to_device(eviction.new_blocks), shape.num_layers, shape.num_heads)
+        keys, values, positions = self.pool.keys, self.pool.values, decision.positions
+        old, new = due.blocks[:num_full], self.part.to_device(eviction.new_blocks)
+        size = (shape.num_layers, shape.num_heads)
         with seen.stopwatch.time("copy"):
-            copy_kept(*pools, slots_of_positions(*kept, shape.num_pairs), offsets, *target)
+            sources = slots_of_positions(positions, offsets, old, shape.num_pairs)
+            copy_kept(keys, values, sources, offsets, new, *size)
+            del sources
             if due.policy.merge:
-                merge_evicted(*pools, *kept, *target)
+                merge_evicted(keys, values, positions, offsets, old, new, *size)
         self._add_region(due, offsets)
         num_vision = trace = None
         if self.config.metrics or eviction.guard is not None or eviction.traced_budget:

@@ -131,21 +131,6 @@ class Seen:
     masses: Tensor | None
 
 
-class WithMaxima:
-    """The attention of some rows, and its maxima over them from one weighted sum for each row."""
-
-    def __init__(self, attention: Any) -> None:
-        self._attention = attention
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._attention, name)
-
-    @property
-    def column_maxima(self) -> Tensor:
-        each = torch.eye(len(self.row_positions)).unbind()
-        return torch.stack([self.weighted_column_sums(row[None]) for row in each]).amax(0)
-
-
 def look(policy: Policy, inputs: Inputs, layout: Layout, settings: Settings) -> Seen:
     """Observe all layers as the evictor does, with the rows in random chunks."""
     prompt = prompt_of(layout, settings)
@@ -185,10 +170,8 @@ def look(policy: Policy, inputs: Inputs, layout: Layout, settings: Settings) -> 
                     layout.length,
                     SCALE,
                     per_head,
-                    policy.statistics(kind) - {"column_maxima"},
+                    policy.statistics(kind),
                 )
-                if "column_maxima" in policy.statistics(kind):
-                    attention = WithMaxima(attention)
             return LayerView(layer, HEADS if per_head else 1, prompt, attention)
 
         seen = view(policy.score.rows)

@@ -271,7 +271,7 @@ class ArmEngine:
         total = sum(request.num_computed_tokens for request in scheduler.running)
         if self.arm.evicts:
             swapped = [c for c in scheduler.manager.compressions.values() if c.swapped]
-            num_freed = sum(c.num_full_blocks - c.num_retained_blocks for c in swapped)
+            num_freed = sum(c.num_replaced_blocks - c.num_retained_blocks for c in swapped)
             total -= num_freed * scheduler.block_size
         return float(total)
 

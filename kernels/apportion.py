@@ -16,16 +16,18 @@ _SMALLEST_SHARE = 1e-290
 _GRID_BITS = 32
 
 
-def apportion(shares: Tensor, total: int | Tensor, floor: int, cap: int) -> Tensor:
+def apportion(
+    shares: Tensor, total: int | Tensor, floor: int, cap: int | Tensor, most: int | None = None
+) -> Tensor:
     """Return integer counts in proportion to ``shares`` that sum to exactly ``total``.
 
-    Water filling: the real-valued count of share s is clip(level * s, floor, cap), at the level at
-    which the counts sum to ``total``. So pages that a full share cannot take go to the others in
-    proportion. Then the largest remainders are rounded up; remainders closer than 2^-32 tie, and
-    the first wins. All work is on the shares' device, without synchronisation.
+    Water filling: the real-valued count of share s is clip(level * s, floor, cap), with the cap of
+    s, at the level at which the counts sum to ``total``. So pages that a full share cannot take go
+    to the others in proportion. Then the largest remainders are rounded up; remainders closer than
+    2^-32 tie, and the first wins. All work is on the shares' device, without synchronisation.
 
     Numbers are float64, but sums are of integers: counts are rounded to multiples of a unit that is
-    as small as int64 allows, at most 2^-32 for ``cap * M`` below 2^30. So a sum does not depend on
+    as small as int64 allows, at most 2^-32 for ``most * M`` below 2^30. So a sum does not depend on
     the order of its terms, a higher level never has a smaller sum, and every device that follows
     IEEE 754 for single float64 operations gives the same counts.
 
@@ -37,38 +39,62 @@ def apportion(shares: Tensor, total: int | Tensor, floor: int, cap: int) -> Tens
         total: sum of each row; an integer scalar tensor is not checked, since that would wait for
             the device.
         floor: least count.
-        cap: greatest count.
+        cap: greatest count; or the greatest count of each share, integer ``[..., M]``. The values
+            of a tensor are not checked, since that would wait for the device: each must be at
+            least ``floor`` and at most ``most``, and each row must sum to at least ``total``.
+        most: bound of the caps, known on the host; given if and only if ``cap`` is a tensor. The
+            closer it is, the smaller the unit. An integer cap is its own bound, and a tensor
+            filled with ``most`` gives the same counts.
 
     Returns:
         int64 ``[..., M]``.
 
     Raises:
-        ValueError: unless 0 <= floor <= cap and floor*M <= total <= cap*M.
+        ValueError: unless 0 <= floor <= most and floor*M <= total <= most*M, with an integer cap
+            as ``most``, or if a shape or dtype does not fit.
     """
     if shares.dim() < 1 or shares.shape[-1] < 1 or not shares.is_floating_point():
         raise ValueError(
             f"shares must be floating [..., M], got {shares.dtype} {list(shares.shape)}"
         )
     size = shares.shape[-1]
-    if not 0 <= floor <= cap:
-        raise ValueError(f"floor and cap must satisfy 0 <= floor <= cap, got {floor} and {cap}")
+    most = _bound(shares, cap, most)
+    if not 0 <= floor <= most:
+        raise ValueError(f"floor and cap must satisfy 0 <= floor <= cap, got {floor} and {most}")
     if isinstance(total, int):
-        if not floor * size <= total <= cap * size:
+        if not floor * size <= total <= most * size:
             raise ValueError(
-                f"total must be between floor*M = {floor * size} and cap*M = {cap * size}, "
+                f"total must be between floor*M = {floor * size} and cap*M = {most * size}, "
                 f"got {total}"
             )
         total = torch.full((), total, dtype=torch.int64, device=shares.device)
-    # The sum of all counts, each at most `cap`, stays below 2^62 units.
-    unit_bits = 62 - (cap * size).bit_length()
+    # The sum of all counts, each at most `most`, stays below 2^62 units.
+    unit_bits = 62 - (most * size).bit_length()
     if gpu.runs(shares):
         from vllm_tgvkv.kernels.gpu import apportion as triton_apportion
 
         return triton_apportion.apportion(
             shares, total, floor, cap, unit_bits, _SMALLEST_SHARE, _GRID_BITS
         )
-    total = total.long()
-    return _round(_water_fill(_normalise(shares.double()), total, floor, cap, unit_bits), total)
+    total, shares = total.long(), _normalise(shares.double())
+    caps = torch.full_like(shares, cap) if isinstance(cap, int) else cap.double()
+    return _round(_water_fill(shares, total, floor, caps, unit_bits), total)
+
+
+def _bound(shares: Tensor, cap: int | Tensor, most: int | None) -> int:
+    """Return the bound of all caps."""
+    if isinstance(cap, int):
+        if most is not None:
+            raise ValueError(f"most must be left out with an integer cap, got {most}")
+        return cap
+    if cap.shape != shares.shape or cap.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"cap must be an integer, or int32 or int64 {list(shares.shape)}, "
+            f"got {cap.dtype} {list(cap.shape)}"
+        )
+    if most is None:
+        raise ValueError("most must be given with a tensor of caps: the greatest that any can be")
+    return most
 
 
 def _normalise(shares: Tensor) -> Tensor:
@@ -80,21 +106,22 @@ def _normalise(shares: Tensor) -> Tensor:
     return torch.where(finite & (largest > 0), relative, uniform).clamp(min=_SMALLEST_SHARE)
 
 
-def _water_fill(shares: Tensor, total: Tensor, floor: int, cap: int, unit_bits: int) -> Tensor:
-    """Return clip(level * shares, floor, cap) at the level at which it sums to ``total``.
+def _water_fill(shares: Tensor, total: Tensor, floor: int, caps: Tensor, unit_bits: int) -> Tensor:
+    """Return clip(level * shares, floor, caps) at the level at which it sums to ``total``.
 
     The sum is piecewise linear in the level, with a breakpoint where a share leaves the floor or
-    reaches the cap. Interpolating between the counts at the two breakpoints around ``total`` is
+    reaches its cap. Interpolating between the counts at the two breakpoints around ``total`` is
     exact over any range of shares, unlike solving for the level.
     """
 
+    bounds = torch.full_like(shares, floor), caps
+
     def counts_at(level: Tensor) -> Tensor:
-        return (level * shares).clamp(floor, cap)
+        return (level * shares).clamp(*bounds)
 
     def in_units(counts: Tensor) -> Tensor:
         return (counts * 2.0**unit_bits + 0.5).long().sum(dim=-1, keepdim=True)
 
-    bounds = torch.full_like(shares, floor), torch.full_like(shares, cap)
     levels = torch.cat([bound / shares for bound in bounds], dim=-1).sort(dim=-1).values
     num_levels = levels.shape[-1]
     target = total << unit_bits

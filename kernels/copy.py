@@ -11,24 +11,50 @@ from vllm_tgvkv.kernels import gpu
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def slots_of_positions(
+    positions: Tensor, offsets: Tensor, old_blocks: Tensor, num_pairs: int
+) -> Tensor:
+    """Return where the tokens of an uncompressed prompt lie: the sources of :func:`copy_kept`.
+
+    With M pairs, the token at position j of pair p is in pool page ``old_blocks[j // N]*M + p``,
+    slot ``j % N``.
+
+    Args:
+        positions: int32 or int64 ``[k*M, N]``, from
+            :func:`~vllm_tgvkv.kernels.select.select_tokens`.
+        offsets: int32 or int64 ``[M + 1]``; pair p has rows ``offsets[p] .. offsets[p + 1] - 1`` of
+            ``positions``. Later rows have no pair, and get slots without meaning.
+        old_blocks: int32 or int64 ``[t0]``, the prompt's full blocks in order.
+        num_pairs: M.
+
+    Returns:
+        int64 ``[k*M, N]``, page * N + slot.
+    """
+    block_size = positions.shape[1]
+    rows = torch.arange(len(positions), device=positions.device)
+    pair = torch.searchsorted(offsets, rows, right=True).sub_(1).clamp_(max=num_pairs - 1)
+    blocks = old_blocks.long().index_select(0, (positions // block_size).flatten())
+    pages = blocks.view_as(positions).mul_(num_pairs).add_(pair[:, None])
+    return pages.mul_(block_size).add_(positions % block_size)
+
+
 def copy_kept(
     key_pages: Tensor,
     value_pages: Tensor,
-    positions: Tensor,
+    sources: Tensor,
     offsets: Tensor,
-    old_blocks: Tensor,
     new_blocks: Tensor,
     num_layers: int,
     num_heads: int,
     workspace_bytes: int = 64 << 20,
 ) -> None:
-    """Copy the selected tokens of all layers and heads from their old blocks to new ones.
+    """Copy the selected tokens of all layers and heads to new blocks.
 
     With M = L*H, page r of the compressed region is pool page ``new_blocks[r // M]*M + r % M``. It
-    belongs to pair p = l*H + h with ``offsets[p] <= r < offsets[p + 1]``; the token at position j
-    comes from pool page ``old_blocks[j // N]*M + p``, slot ``j % N``. Bits are copied unchanged,
-    for any dtype. Only the new blocks are written. Pages from ``offsets[M]`` on belong to no pair;
-    their contents are undefined.
+    belongs to pair p = l*H + h with ``offsets[p] <= r < offsets[p + 1]``; its slot i gets the key
+    and the value of pool page ``sources[r, i] // N``, slot ``sources[r, i] % N``. Bits are copied
+    unchanged, for any dtype. Only the new blocks change. Pages from ``offsets[M]`` on belong to no
+    pair: they keep their contents, and their sources may be any numbers.
 
     Scratch memory is at most ``workspace_bytes``, or the size of one page's tokens if that is more;
     on CUDA there is none.
@@ -36,52 +62,45 @@ def copy_kept(
     Args:
         key_pages: ``[num_pool_pages, N, D]``, logical view of the whole pool; any strides.
         value_pages: ``[num_pool_pages, N, D_v]``, likewise.
-        positions: int32 ``[k*M, N]`` from :func:`~vllm_tgvkv.kernels.select.select_tokens`.
-        offsets: int32 ``[M + 1]`` from :func:`~vllm_tgvkv.kernels.select.page_offsets`.
-        old_blocks: int32 or int64 ``[t0]``, the prompt's full blocks in order.
-        new_blocks: int32 or int64 ``[k]``, disjoint from ``old_blocks``.
+        sources: int64 ``[k*M, N]``, slots of the pool outside the new blocks; of an uncompressed
+            prompt, from :func:`slots_of_positions`.
+        offsets: int32 or int64 ``[M + 1]`` from
+            :func:`~vllm_tgvkv.kernels.select.page_offsets`.
+        new_blocks: int32 or int64 ``[k]``.
 
     Raises:
         ValueError: if a shape or dtype does not fit; the message names the argument.
     """
     pairs = num_layers * num_heads
-    _check(key_pages, value_pages, positions, offsets, old_blocks, new_blocks, pairs)
+    _check(key_pages, value_pages, sources, offsets, new_blocks, pairs)
     if gpu.runs(key_pages):
         from vllm_tgvkv.kernels.gpu import copy as triton_copy
 
-        triton_copy.copy_kept(
-            key_pages,
-            value_pages,
-            positions,
-            offsets,
-            old_blocks,
-            new_blocks,
-            num_layers,
-            num_heads,
-        )
+        triton_copy.copy_kept(key_pages, value_pages, sources, offsets, new_blocks, pairs)
         return
     block_size = key_pages.shape[1]
     pools = [pool.view(_INTEGER_OF_SIZE[pool.element_size()]) for pool in (key_pages, value_pages)]
     token_bytes = max(pool.shape[2] * pool.element_size() for pool in pools)
-    # Each token also needs six int64 of addresses.
-    step = max(1, workspace_bytes // (block_size * (token_bytes + 48)))
-    for start in range(0, positions.shape[0], step):
-        chunk = positions[start : start + step].long()
-        region = torch.arange(start, start + chunk.shape[0], device=positions.device)
-        pair = torch.searchsorted(offsets, region, right=True).sub_(1).clamp_(max=pairs - 1)
-        source = old_blocks.long()[chunk // block_size] * pairs + pair[:, None]
-        slots = chunk % block_size
+    slots = torch.arange(block_size, device=sources.device)
+    # Each token also needs four int64 of addresses.
+    step = max(1, workspace_bytes // (block_size * (token_bytes + 32)))
+    for start in range(0, sources.shape[0], step):
+        chunk = sources[start : start + step]
+        region = torch.arange(start, start + chunk.shape[0], device=sources.device)
         target = new_blocks.long()[region // pairs] * pairs + region % pairs
+        # How many pages pairs own is known on the device only: the others are copied to themselves.
+        is_owned = (region < offsets[-1])[:, None]
+        chunk = torch.where(is_owned, chunk, target[:, None] * block_size + slots)
+        source = chunk // block_size, chunk % block_size
         for pool in pools:
-            pool[target] = pool[source, slots]
+            pool[target] = pool[source]
 
 
 def _check(
     key_pages: Tensor,
     value_pages: Tensor,
-    positions: Tensor,
+    sources: Tensor,
     offsets: Tensor,
-    old_blocks: Tensor,
     new_blocks: Tensor,
     pairs: int,
 ) -> None:
@@ -91,15 +110,18 @@ def _check(
         raise ValueError(
             f"value_pages must be {list(key_pages.shape[:2])} + [D], got {list(value_pages.shape)}"
         )
+    shape = (new_blocks.numel() * pairs, key_pages.shape[1])
+    if sources.shape != shape or sources.dtype != torch.int64:
+        raise ValueError(
+            f"sources must be int64 {list(shape)}, got {sources.dtype} {list(sources.shape)}"
+        )
     expected = {
-        "old_blocks": (old_blocks, (old_blocks.numel(),)),
         "new_blocks": (new_blocks, (new_blocks.numel(),)),
-        "positions": (positions, (new_blocks.numel() * pairs, key_pages.shape[1])),
         "offsets": (offsets, (pairs + 1,)),
     }
-    for name, (tensor, shape) in expected.items():
-        if tensor.shape != shape or tensor.dtype not in (torch.int32, torch.int64):
+    for name, (tensor, size) in expected.items():
+        if tensor.shape != size or tensor.dtype not in (torch.int32, torch.int64):
             raise ValueError(
-                f"{name} must be int32 or int64 {list(shape)}, "
+                f"{name} must be int32 or int64 {list(size)}, "
                 f"got {tensor.dtype} {list(tensor.shape)}"
             )

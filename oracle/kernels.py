@@ -90,27 +90,35 @@ def select_tokens(
     return pages
 
 
+def slots_of_positions(
+    positions: Tensor, offsets: Tensor, old_blocks: Tensor, num_pairs: int
+) -> list[list[int]]:
+    """Return the slots of the tokens on each page that a pair owns."""
+    bounds, size = offsets.tolist(), positions.shape[1]
+    return [
+        [(int(old_blocks[j // size]) * num_pairs + pair) * size + j % size for j in page]
+        for pair in range(num_pairs)
+        for page in positions[bounds[pair] : bounds[pair + 1]].tolist()
+    ]
+
+
 def copy_kept(
     key_pages: Tensor,
     value_pages: Tensor,
-    positions: Tensor,
+    sources: Tensor,
     offsets: Tensor,
-    old_blocks: Tensor,
     new_blocks: Tensor,
     num_layers: int,
     num_heads: int,
 ) -> None:
-    """Copy token by token."""
+    """Copy token by token, on the pages that pairs own."""
     pairs = num_layers * num_heads
     block_size = key_pages.shape[1]
-    bounds = offsets.tolist()
-    for pair in range(pairs):
-        for r in range(bounds[pair], bounds[pair + 1]):
-            target = int(new_blocks[r // pairs]) * pairs + r % pairs
-            for slot, j in enumerate(positions[r].tolist()):
-                source = int(old_blocks[j // block_size]) * pairs + pair
-                for pool in (key_pages, value_pages):
-                    pool[target, slot] = pool[source, j % block_size]
+    for r in range(int(offsets[-1])):
+        target = int(new_blocks[r // pairs]) * pairs + r % pairs
+        for slot, source in enumerate(sources[r].tolist()):
+            for pool in (key_pages, value_pages):
+                pool[target, slot] = pool[source // block_size, source % block_size]
 
 
 def merge_evicted(

@@ -27,6 +27,7 @@ class Totals(BaseModel):
     prompt_tokens_kept: int = Field(
         description="Kept tokens of evicted requests, mean over layers and KV heads."
     )
+    later_cuts: int
     blocks_given_back: int
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 from transformers import PretrainedConfig
 from vllm.v1.request import Request
 
 from vllm_tgvkv.budget import Guard
 from vllm_tgvkv.config import NONE, EvictionConfig, RequestOptions
+from vllm_tgvkv.cuts import Cut, Cuts, plan_cuts
 from vllm_tgvkv.prompt import PromptMap, Voters, map_prompt, voters
 
 
@@ -20,11 +22,13 @@ class Candidate:
     options: RequestOptions
     prompt: PromptMap
     voters: Voters
-    num_retained_blocks: int
-    """Upper bound if there is a guard."""
+    """Rows that vote at the first cut."""
+    cuts: Cuts
     guard: Guard | None
-    evicted_at: int = 0
-    """Tokens of the request, with those of its answer, that are computed when it is evicted."""
+    cut: Cut | None
+    """The next cut."""
+    num_answer_rows: int
+    """Last rows of the answer that vote at later cuts."""
     was_evicted: bool = False
     """Whether it was evicted at least once; a preemption undoes the eviction, not this."""
     num_cached: int = 0
@@ -35,6 +39,22 @@ class Candidate:
     """Pending outcomes of evictions that a preemption undid. Steps are scheduled ahead, so the
     request may be evicted again before they arrive, even into a region that starts with the same
     block."""
+
+    @property
+    def voters_of_cut(self) -> Voters:
+        """Rows that vote at the next cut: at later ones than the first, the last of the answer.
+
+        They take the place of every row set of the method.
+        """
+        if self.cut is None or self.cut == self.cuts.first:
+            return self.voters
+        first = max(self.cut.at - self.num_answer_rows, self.prompt.num_tokens)
+        rows = np.arange(first, self.cut.at)
+        return Voters(dict.fromkeys(self.voters.kinds, rows), rows, every_row=False)
+
+    def restart(self) -> None:
+        """Begin again with the first cut, after a preemption."""
+        self.cut = self.cuts.first
 
 
 def make_candidate(
@@ -74,4 +94,10 @@ def make_candidate(
     if covers_prompt and not config.debug.evict_at_full_budget:
         return "budget_covers_prompt"
     rows = voters(prompt, policy.row_sets, config.observation_window, options.defer)
-    return Candidate(options, prompt, rows, num_retained, guard, num_tokens + options.defer)
+    scheduled = [(options.defer, num_retained)]
+    decode = config.decode
+    if decode is not None:
+        scheduled += [(n, b.retained_blocks(num_tokens, block_size)) for n, b in decode.later]
+    cuts = plan_cuts(num_tokens, scheduled, decode.ceiling if decode else None, block_size)
+    num_answer_rows = decode.rows if decode else 0
+    return Candidate(options, prompt, rows, cuts, guard, cuts.first, num_answer_rows)

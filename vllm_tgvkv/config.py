@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +19,7 @@ import yaml
 from vllm.logger import init_logger
 
 from vllm_tgvkv.budget import Budget
+from vllm_tgvkv.cuts import Ceiling
 from vllm_tgvkv.errors import EvictionConfigError, quoted
 from vllm_tgvkv.policies import (
     POLICY_NAMES,
@@ -29,7 +30,7 @@ from vllm_tgvkv.policies import (
     build_policy,
 )
 from vllm_tgvkv.prompt import WINDOW
-from vllm_tgvkv.settings import read, setting
+from vllm_tgvkv.settings import MAX_COUNT, read, setting
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -116,6 +117,73 @@ class DebugOptions:
     )
 
 
+def _parse_schedule(value: Any, source: str) -> tuple[tuple[int, Budget], ...]:
+    """Read a schedule: pairs of answer tokens, ascending, and budgets, descending."""
+    hint = EvictionConfigError(
+        f"{source} is {quoted(value)}: give pairs of answer tokens and budgets, such as "
+        "[[8, 0.3], [32, 0.1]]: ever more tokens, and ever smaller fractions"
+    )
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise hint
+    steps: list[tuple[int, Budget]] = []
+    for step in value:
+        if not isinstance(step, Sequence) or isinstance(step, str) or len(step) != 2:
+            raise hint
+        after, budget = step[0], Budget.parse(step[1], f"{source}, budget")
+        if isinstance(after, bool) or not isinstance(after, int) or budget.fraction is None:
+            raise hint
+        if budget.is_auto or not 0 <= after <= MAX_COUNT:
+            raise hint
+        if steps and (after <= steps[-1][0] or budget.fraction >= (steps[-1][1].fraction or 0)):
+            raise hint
+        steps.append((after, budget))
+    return tuple(steps)
+
+
+@dataclass(frozen=True)
+class DecodeOptions:
+    """Evictions after the first one, while the answer grows.
+
+    Raises:
+        ValueError: unless one of ``schedule`` and ``max_tokens`` is given.
+    """
+
+    schedule: tuple[tuple[int, Budget], ...] = setting(
+        (),
+        parser=_parse_schedule,
+        accepts="`[[8, 0.3], [32, 0.1]]`",
+        help="Evict the prompt in steps: after so many tokens of the answer, to that fraction of "
+        "the prompt. Replaces `defer` and the budget.",
+    )
+    max_tokens: int | None = setting(
+        None,
+        at_least=1,
+        help="Ceiling: prompt and answer together keep at most this many tokens per KV head, in "
+        "whole blocks, and `buffer` on top until they are cut again.",
+    )
+    buffer: int = setting(
+        128,
+        at_least=1,
+        help="Tokens by which a cache may grow above the ceiling; one block or more.",
+    )
+    rows: int = setting(
+        32, at_least=1, help="Last tokens of the answer that vote at each eviction after the first."
+    )
+
+    def __post_init__(self) -> None:
+        if bool(self.schedule) == (self.max_tokens is not None):
+            raise ValueError("give either schedule or max_tokens")
+
+    @property
+    def later(self) -> tuple[tuple[int, Budget], ...]:
+        """The schedule without its first step, which is the first eviction."""
+        return self.schedule[1:]
+
+    @property
+    def ceiling(self) -> Ceiling | None:
+        return None if self.max_tokens is None else Ceiling(self.max_tokens, self.buffer)
+
+
 @dataclass(frozen=True)
 class EvictionConfig:
     """The server's settings. Field names are the keys of `--kv-eviction-config`."""
@@ -157,6 +225,12 @@ class EvictionConfig:
         "and they vote with the method's own rows. Answers that are not longer are never evicted "
         "for.",
         in_status=True,
+    )
+    decode: DecodeOptions | None = setting(
+        None,
+        accepts="`{schedule: [[8, 0.3], [32, 0.1]]}` or `{max_tokens: 512, buffer: 128}`",
+        help="Evictions while the answer grows: of the prompt, in steps, or of prompt and answer, "
+        "to stay below a ceiling.",
     )
     query_rows: int | None = setting(
         None,
@@ -248,6 +322,14 @@ class EvictionConfig:
                 "{'policy': 'tgv', 'budget': 0.1}"
             )
         config = read(cls, values, "kv_eviction")
+        if config.decode is not None and config.decode.schedule:
+            if given := sorted({"defer", "budget"} & values.keys()):
+                raise EvictionConfigError(
+                    f"kv_eviction.{given[0]} is {quoted(values[given[0]])} beside decode.schedule, "
+                    "whose first step says when and how much is evicted first: leave it out"
+                )
+            defer, budget = config.decode.schedule[0]
+            config = dataclasses.replace(config, defer=defer, budget=budget)
         config.check_methods()
         config.check_query_rows()
         return config

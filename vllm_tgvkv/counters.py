@@ -37,6 +37,8 @@ class EvictionCounters:
     """Prompt tokens of evicted requests."""
     prompt_tokens_kept: int = 0
     """Prompt tokens kept of them: region and tail, mean over layers and heads."""
+    later_cuts: int = 0
+    """Evictions of requests that were evicted before, while they decode."""
     blocks_given_back: int = 0
     """Blocks returned to the pool, less the fresh ones taken. Blocks shared with another request
     are not returned."""
@@ -59,6 +61,12 @@ class EvictionCounters:
         self.prompt_tokens_seen += num_prompt_tokens
         self.prompt_tokens_kept += num_kept
         self._changed = True
+
+    def cut_again(self, policy: str) -> None:
+        self.later_cuts += 1
+        self._changed = True
+        if self.metrics is not None:
+            self.metrics.count("later_cuts", policy)
 
     def gave_back(self, policy: str, num_blocks: int) -> None:
         self.blocks_given_back += num_blocks
@@ -105,5 +113,6 @@ class EvictionCounters:
             "requests_skipped": dict(self.requests_skipped),
             "prompt_tokens_seen": self.prompt_tokens_seen,
             "prompt_tokens_kept": self.prompt_tokens_kept,
+            "later_cuts": self.later_cuts,
             "blocks_given_back": self.blocks_given_back,
         }

@@ -55,6 +55,8 @@ class Decider:
     agree: Callable[[Callable[[], Tensor]], Tensor] = lambda find: find()
     """Makes all ranks use the same number of blocks in a guarded decision."""
     depth: Depth = WHOLE_MODEL
+    present: Tensor | None = None
+    """bool ``[L, S, C]``, the candidates that earlier cuts left; None at the first cut."""
 
     def decide(self, num_retained: int) -> Decision:
         """Deal ``num_retained`` blocks, between 1 and the number of full blocks of the prompt."""
@@ -110,17 +112,23 @@ class Decider:
             prompt=self.prompt,
             scores=self.scores,
             strengths=self.strengths,
-            tiers=self._tiers(kept, guarded),
+            tiers=self._left(self._tiers(kept, guarded)),
             num_kept=kept,
             depth=self.depth,
         )
         shares = self.policy.allocation.shares(layers)
-        cap = self.prompt.num_candidates // self.block_size
+        most = self.prompt.num_candidates // self.block_size
         num_layers, num_sets = shares.shape
         num_parts = self.num_parts if num_sets > 1 else 1
         # [parts, L * S / parts]
         of_parts = shares.unflatten(1, (num_parts, -1)).transpose(0, 1).flatten(1)
-        dealt = apportion(of_parts, retained * of_parts.shape[1], floor, cap)
+        total = retained * of_parts.shape[1]
+        if self.present is None:
+            dealt = apportion(of_parts, total, floor, most)
+        else:
+            caps = self.present.sum(dim=-1) // self.block_size
+            # Decisions with `present` are those of one rank: there are no parts.
+            dealt = apportion(of_parts, total, floor, caps.view_as(of_parts), most)
         counts = dealt.unflatten(1, (num_layers, -1)).transpose(0, 1).flatten(1)
         return counts.expand(-1, self.num_heads).contiguous()
 
@@ -141,9 +149,16 @@ class Decider:
         """Return the tiers for ``num_kept`` ``[L, S]``: ``[C]``, or in bytes ``[L, S, C]``."""
         of_first = self._tiers(num_kept[:1], guarded)
         if of_first.dim() == 1:
-            return of_first  # the same for any number
+            return self._left(of_first)  # the same for any number
         slices = key_slices(self.scores)
-        return torch.cat([self._tiers(num_kept[part], guarded).to(torch.uint8) for part in slices])
+        tiers = [self._tiers(num_kept[part], guarded).to(torch.uint8) for part in slices]
+        return self._left(torch.cat(tiers))
+
+    def _left(self, tiers: Tensor) -> Tensor:
+        """Put candidates that an earlier cut dropped below all others."""
+        if self.present is None:
+            return tiers
+        return torch.where(self.present, tiers + 1, torch.zeros_like(tiers))
 
     def _sum(self, terms: Callable[[slice], Tensor]) -> Tensor:
         """Return the sum of ``terms(layers)``, float64, over slices of the layers.

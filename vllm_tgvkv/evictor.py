@@ -26,7 +26,7 @@ from vllm.logger import init_logger
 
 from vllm_tgvkv.config import EvictionConfig
 from vllm_tgvkv.decision import Decider, Decision
-from vllm_tgvkv.kernels.copy import copy_kept
+from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
 from vllm_tgvkv.kernels.merge import merge_evicted
 from vllm_tgvkv.kernels.select import page_offsets
 from vllm_tgvkv.kernels.statistics import Scratch
@@ -89,8 +89,13 @@ class Evictor:
             query_dtype or pool.raw.dtype,
             pool.raw.device,
         )
-        self.part = ModelPart(shape, pool, queries, ranks, stages)
-        self.regions = Regions(pool.num_blocks, shape.num_pairs, self.part.device)
+        self.regions = Regions(
+            pool.num_blocks,
+            shape.num_pairs,
+            pool.raw.device,
+            shape.block_size if config.decode else 0,
+        )
+        self.part = ModelPart(shape, pool, queries, self.regions, ranks, stages)
         self.observations: dict[str, PromptObservation] = {}
         """Prompts that are observed and not evicted yet, by request id."""
         self.plan = StepPlan()
@@ -237,24 +242,24 @@ class Evictor:
             decider = self._decider(due, scores, strengths)
             decision = self._decide(due, decider, masses)
             offsets = page_offsets(decision.counts)
-        num_full = due.prompt.num_candidates // shape.block_size
-        pages = (
-            self.pool.keys,
-            self.pool.values,
-            decision.positions,
-            offsets,
-            due.blocks[:num_full],
-            self.part.to_device(eviction.new_blocks),
-            shape.num_layers,
-            shape.num_heads,
-        )
+        keys, values, positions = self.pool.keys, self.pool.values, decision.positions
+        sizes = (shape.num_layers, shape.num_heads)
+        old_blocks = due.blocks[: due.prompt.num_candidates // shape.block_size]
+        new_blocks = self.part.to_device(eviction.new_blocks)
         with seen.stopwatch.time("copy"):
-            copy_kept(*pages)
+            if due.keys is None:
+                sources = slots_of_positions(positions, offsets, old_blocks, shape.num_pairs)
+            else:
+                sources = due.keys.sources(positions, offsets)
+            copy_kept(keys, values, sources, offsets, new_blocks, *sizes)
             if due.policy.merge:
-                merge_evicted(*pages)
+                merge_evicted(keys, values, positions, offsets, old_blocks, new_blocks, *sizes)
+            if self.config.decode is not None:
+                self.regions.store_positions(new_blocks, positions)
         self._add_region(due, offsets)
         num_vision = trace = None
-        if self.config.metrics or eviction.guard is not None or eviction.traced_budget:
+        is_told = self.config.metrics or eviction.guard is not None or eviction.traced_budget
+        if is_told and eviction.is_first:
             num_vision = _count_vision(due.prompt, decision.positions, offsets)
         if eviction.traced_budget and self.ranks.rank == 0:
             whole = decision
@@ -312,6 +317,9 @@ class Evictor:
         """Return what decides for this rank's heads, from scores of the heads of all ranks."""
         shape, ranks = self.shape, self.ranks
         first_head = ranks.part * shape.num_heads
+        present = None
+        if due.keys is not None:
+            present = due.keys.present(scores.shape[1])[..., : due.prompt.num_candidates]
         return Decider(
             due.policy,
             due.prompt,
@@ -324,6 +332,7 @@ class Evictor:
             heads=slice(first_head, first_head + shape.num_heads),
             agree=ranks.first,
             depth=Depth(self.stages.first_layer, self.stages.model_layers),
+            present=present,
         )
 
     def _decide(self, due: DueEviction, decider: Decider, masses: torch.Tensor | None) -> Decision:

@@ -9,12 +9,13 @@ k of them retained, T tail blocks):
 
     p     prompt blocks: given back to the pool at the end of the step that evicts;
           prefix-cache entries on them stay valid until the pool reuses them
-    f     fresh blocks: reserved when the last prefill chunk is scheduled, so that
-          running out is vLLM's ordinary back-pressure; never hashed
+    f     fresh blocks: reserved when the chunk that ends at the cut is scheduled, so
+          that running out is vLLM's ordinary back-pressure; never hashed
     tail  the partial last prompt block and decoded tokens: vLLM appends to it
 
-If a guard (budget `auto`) finds that fewer than k blocks are enough, the last of them become
-null as well, once the scheduler is told.
+A later cut does the same with region and full tail blocks in place of p. If a guard (budget
+`auto`) finds that fewer than k blocks are enough, the last of them become null as well, once the
+scheduler is told.
 
 vLLM's positions, slot mapping and sequence lengths are not touched. Prompts that prefill together
 finish in the order of `admission.py`; decoding requests count by the blocks they hold.
@@ -35,30 +36,35 @@ from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 from vllm.v1.request import Request
 
 from vllm_tgvkv.admission import Prefill, PrefillOrder
+from vllm_tgvkv.cuts import Cut
 
 
 @dataclass
 class Compression:
-    """A request that is evicted when its prefill ends."""
+    """A request that is evicted, once or several times."""
 
     request: Request
-    num_retained_blocks: int
-    num_full_blocks: int
-    """Full blocks of the prompt."""
-    evicted_at: int
-    """Tokens of the request that are computed when it is evicted."""
+    cut: Cut | None
+    """The next cut."""
+    num_retained_blocks: int = 0
+    """k, blocks of its region; 0 if the row is not compressed now."""
+    num_replaced_blocks: int = 0
+    """t, blocks in whose place the region stands."""
     reserved: tuple[KVCacheBlock, ...] = ()
     """Fresh blocks held between the scheduling of the evicting chunk and the swap."""
-    swapped: bool = False
-    """Whether the request's row is compressed now."""
     deferred: bool = False
     """Whether the evicting chunk had to wait for fresh blocks."""
 
+    @property
+    def swapped(self) -> bool:
+        """Whether the request's row is compressed now."""
+        return self.num_retained_blocks > 0
+
     def num_to_reserve(self, num_tokens: int) -> int:
         """Return the fresh blocks that a chunk up to `num_tokens` needs; 0 if it does not evict."""
-        if self.reserved or self.swapped or num_tokens < self.evicted_at:
+        if self.reserved or self.cut is None or num_tokens < self.cut.at:
             return 0
-        return self.num_retained_blocks
+        return self.cut.num_retained
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,8 @@ class Swap:
     old_blocks: list[int]
     new_blocks: list[int]
     row_blocks: list[int]
+    num_held: int
+    """Blocks of the row before it, null blocks not counted."""
     num_freed: int
     deferred: bool
     """Whether the evicting chunk had to wait for fresh blocks."""
@@ -90,26 +98,24 @@ class EvictingManager(FullAttentionManager):
 
     # -- reservation, while the prefill is scheduled ------------------------------------
 
-    def expect_eviction(self, request: Request, num_retained: int, evicted_at: int) -> None:
-        """Reserve `num_retained` fresh blocks with the chunk that ends at token `evicted_at`."""
-        num_full = request.num_prompt_tokens // self.block_size
-        self.compressions[request.request_id] = Compression(
-            request, num_retained, num_full, evicted_at
-        )
+    def expect(self, request: Request, cut: Cut | None) -> None:
+        """Reserve the fresh blocks of a request's next cut with the chunk that ends there."""
+        known = self.compressions.setdefault(request.request_id, Compression(request, cut))
+        known.cut = cut
 
     def forget(self, request_id: str) -> None:
         """Drop the record of a request that holds no blocks: it ended, or is not evicted."""
         compression = self.compressions.pop(request_id, None)
         assert compression is None or not (compression.reserved or compression.swapped)
 
-    def can_ever_fit(self, num_retained: int, evicted_at: int) -> bool:
-        """Return whether an empty pool holds the tokens before an eviction and the fresh blocks.
+    def can_ever_fit(self, cut: Cut) -> bool:
+        """Return whether an empty pool holds the tokens before a cut and the fresh blocks.
 
         If so, it holds the rest of the request as well, after any number of preemptions: replayed
         tokens take the place of blocks that the prompt gave back.
         """
         usable = self.block_pool.num_gpu_blocks - 1  # the null block is never handed out
-        return cdiv(evicted_at, self.block_size) + num_retained <= usable
+        return cdiv(cut.at, self.block_size) + cut.num_retained <= usable
 
     def get_num_blocks_to_allocate(
         self,
@@ -186,14 +192,15 @@ class EvictingManager(FullAttentionManager):
         self, compression: Compression | None, num_tokens: int, num_shared: int
     ) -> Prefill:
         num_blocks = cdiv(num_tokens, self.block_size)
-        if compression is None:
+        if compression is None or compression.cut is None:
             return Prefill(num_blocks, num_shared=num_shared)
-        num_first = cdiv(compression.evicted_at, self.block_size)
+        cut = compression.cut
+        num_first = cdiv(cut.at, self.block_size)
         return Prefill(
             num_first,
             num_replayed=max(num_blocks - num_first, 0),
-            num_fresh=compression.num_retained_blocks,
-            num_returned=max(compression.num_full_blocks - num_shared, 0),
+            num_fresh=cut.num_retained,
+            num_returned=max(cut.num_replaced - num_shared, 0),
             num_shared=num_shared,
         )
 
@@ -205,20 +212,26 @@ class EvictingManager(FullAttentionManager):
     # -- the swap, right after the evicting chunk was scheduled -------------------------
 
     def swap(self, request_id: str) -> Swap:
-        """Put the fresh blocks in place of the prompt's and give those back to the pool.
+        """Put the fresh blocks in place of those that the cut replaces, and give these back.
 
         The copy runs at the end of this step's forward pass. The next owner of a freed block
         writes to it in a later step.
         """
         compression = self.compressions[request_id]
-        num_full, fresh = compression.num_full_blocks, compression.reserved
+        cut, fresh = compression.cut, compression.reserved
+        assert cut is not None
+        assert len(fresh) == cut.num_retained
         blocks = self.req_to_blocks[request_id]
-        old = blocks[:num_full]
-        num_before = cdiv(compression.evicted_at, self.block_size)
-        old_ids = [block.block_id for block in blocks[:num_before]]
-        nulls = [self._null_block] * (num_full - len(fresh))
-        blocks[:num_full] = [*fresh, *nulls]
-        compression.reserved, compression.swapped = (), True
+        old = [block for block in blocks[: cut.num_replaced] if not block.is_null]
+        old_ids = [block.block_id for block in blocks[: cdiv(cut.at, self.block_size)]]
+        if compression.swapped:
+            self.released.append(old_ids[0])  # the worker hears of it with the next step
+        num_held = sum(not block.is_null for block in blocks)
+        nulls = [self._null_block] * (cut.num_replaced - len(fresh))
+        blocks[: cut.num_replaced] = [*fresh, *nulls]
+        compression.reserved, compression.cut = (), None
+        compression.num_retained_blocks = cut.num_retained
+        compression.num_replaced_blocks = cut.num_replaced
         free_before = self.block_pool.get_num_free_blocks()
         self._give_back(old)
         if request_id in self.order.prefills:
@@ -227,6 +240,7 @@ class EvictingManager(FullAttentionManager):
             old_blocks=old_ids,
             new_blocks=[block.block_id for block in fresh],
             row_blocks=[block.block_id for block in blocks],
+            num_held=num_held,
             num_freed=self.block_pool.get_num_free_blocks() - free_before,
             deferred=compression.deferred,
         )
@@ -235,7 +249,7 @@ class EvictingManager(FullAttentionManager):
         """Return the number of compressed requests and of the blocks they hold."""
         compressed = [(r, c) for r, c in self.compressions.items() if c.swapped]
         blocks = sum(
-            c.num_retained_blocks + len(self.req_to_blocks[r]) - c.num_full_blocks
+            c.num_retained_blocks + len(self.req_to_blocks[r]) - c.num_replaced_blocks
             for r, c in compressed
         )
         return len(compressed), blocks
@@ -291,7 +305,7 @@ class EvictingManager(FullAttentionManager):
             if compression.swapped:
                 self.released.append(blocks[0].block_id)
             blocks.extend(compression.reserved)
-            compression.reserved, compression.swapped = (), False
+            compression.reserved, compression.num_retained_blocks = (), 0
         self._record_freed(blocks)
         return blocks
 

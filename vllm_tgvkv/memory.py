@@ -172,7 +172,7 @@ def _of_statistics(config: EvictionConfig, policy: Policy, sizes: Sizes, num_set
 
 def _of_score(policy: Policy, sizes: Sizes, num_sets: int) -> int:
     """Return what scoring and pooling a layer takes besides: some numbers for each token."""
-    return 128 * num_sets * sizes.max_tokens
+    return (64 + policy.pooling.bytes_per_score) * num_sets * sizes.max_tokens
 
 
 def _of_choice(policy: Policy, sizes: Sizes, num_sets: int) -> int:
@@ -186,12 +186,13 @@ def _of_copy(policy: Policy, sizes: Sizes, num_sets: int) -> int:
     """Return what kept positions and their copy take, with a budget of 1."""
     shape, tokens = sizes.shape, sizes.max_tokens
     positions = 5 * shape.num_pairs * tokens
+    sources = 12 * shape.num_pairs * tokens  # int64, and int32 while they are computed
     tiers = shape.num_layers * num_sets * tokens + 3 * _key_slice(sizes, num_sets)
     merging = 0
     if policy.merge:
         of_pair = 4 * shape.head_size * tokens
         merging = 5 * min(max(MERGING_BYTES, of_pair), shape.num_pairs * of_pair)
-    return positions + max(tiers, merging)
+    return positions + max(tiers, sources, merging)
 
 
 def _key_slice(sizes: Sizes, num_sets: int) -> int:

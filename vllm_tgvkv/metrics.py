@@ -57,6 +57,12 @@ METRICS = {
             ("policy", "modality"),
         ),
         Metric(
+            "later_cuts",
+            "counter",
+            "Evictions of requests that were evicted before, while they decode.",
+            ("policy",),
+        ),
+        Metric(
             "blocks_given_back",
             "counter",
             "KV blocks that evictions gave back to the pool, what they retained deducted.",

@@ -14,13 +14,21 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_tgvkv.config import EvictionConfig
 from vllm_tgvkv.kernels.row_sums import RowSums
-from vllm_tgvkv.kernels.statistics import ObservedAttention, Scratch, Statistic, observe
+from vllm_tgvkv.kernels.statistics import (
+    ObservedAttention,
+    Scratch,
+    Statistic,
+    observe,
+    observe_layers,
+)
 from vllm_tgvkv.pages import CacheShape, PagePool
 from vllm_tgvkv.plan import Eviction, Observation, RowSumming
 from vllm_tgvkv.policies import NO_ATTENTION, Attention, LayerView, Policy, Prompt
 from vllm_tgvkv.prompt import RowSet
 from vllm_tgvkv.queries import QueryPool
+from vllm_tgvkv.ragged import RaggedAttention, RaggedKeys
 from vllm_tgvkv.ranks import Ranks
+from vllm_tgvkv.regions import Regions
 from vllm_tgvkv.stages import Stages
 from vllm_tgvkv.stopwatch import Stopwatch
 
@@ -37,6 +45,7 @@ class ModelPart:
     shape: CacheShape
     pool: PagePool
     queries: QueryPool
+    regions: Regions
     ranks: Ranks
     stages: Stages
     workspace_bytes: int = WORKSPACE_BYTES
@@ -96,6 +105,8 @@ class DueEviction:
     stored: torch.Tensor | None
     """Rows of the query pool with the queries of all observation rows, int64 [O]; None if all are
     in this step's chunk."""
+    keys: RaggedKeys | None
+    """Where the keys are, if the row is compressed already."""
 
     @property
     def per_head(self) -> bool:
@@ -180,9 +191,12 @@ class PromptObservation:
 
     def _due_eviction(self, eviction: Eviction) -> DueEviction:
         observed, size = eviction.observed, self._part.shape.block_size
+        num_replaced = eviction.num_replaced
+        if num_replaced is None:
+            num_replaced = eviction.prompt.num_tokens // size
         prompt = Prompt(
             num_tokens=observed.num_tokens,
-            num_candidates=eviction.prompt.num_tokens // size * size,
+            num_candidates=num_replaced * size,
             is_vision=self._part.to_device(observed.is_vision()),
             sinks=self._sinks,
             images=eviction.prompt.vision,
@@ -208,7 +222,11 @@ class PromptObservation:
         stored = None
         if eviction.stored is not None:
             stored = self._part.to_device(eviction.stored[eviction.first_row :])
-        return DueEviction(eviction, policy, prompt, voting, blocks, stored)
+        keys = None
+        if not eviction.is_first:
+            part = self._part
+            keys = RaggedKeys.of_row(blocks, observed.num_tokens, part.regions, part.shape)
+        return DueEviction(eviction, policy, prompt, voting, blocks, stored, keys)
 
     # -- a layer ------------------------------------------------------------------------
 
@@ -270,7 +288,8 @@ class PromptObservation:
             view = self._view(due, policy.allocation.rows, layer, queries, scale)
         self.strengths.append(policy.allocation.strength(view, scores))
         # Copy the candidates: a view would keep the tail's columns alive as well.
-        pooled = policy.pooled(scores, prompt)[:, : prompt.num_candidates]
+        present = None if due.keys is None else due.keys.present(len(scores))[layer]
+        pooled = policy.pooled(scores, prompt, present)[:, : prompt.num_candidates]
         self.scores.append(pooled.contiguous())
 
     def _view(
@@ -291,6 +310,8 @@ class PromptObservation:
             if voting is None:
                 return self._sums[layer]
             assert queries is not None
+            if due.keys is not None:
+                return self._observe_ragged(voting, due.keys, layer, queries, scale)
             return self._observe(voting, layer, queries, scale)
 
         attention = NO_ATTENTION
@@ -326,6 +347,27 @@ class PromptObservation:
             num_common_keys=rows.num_common_keys,
             scratch=part.scratch,
         )
+
+    def _observe_ragged(
+        self, rows: Rows, keys: RaggedKeys, layer: int, queries: torch.Tensor, scale: float
+    ) -> RaggedAttention:
+        """Observe rows of a compressed request; valid until the next observation."""
+        part, shape = self._part, self._part.shape
+        of_layer = keys.of_layer(layer, shape.num_heads)
+        own = observe_layers(
+            queries[rows.index].unflatten(1, (shape.num_heads, shape.group_size)).unsqueeze(0),
+            part.pool.keys,
+            keys.tables[of_layer],
+            keys.lengths[of_layer],
+            (keys.num_tokens - 1 - rows.positions).int(),
+            keys.num_tokens,
+            scale,
+            per_head=rows.per_head,
+            statistics=rows.statistics,
+            workspace_bytes=part.workspace_bytes,
+            scratch=part.scratch,
+        )
+        return RaggedAttention(own, keys, layer, rows.positions)
 
     # -- all layers ---------------------------------------------------------------------
 

@@ -73,6 +73,11 @@ class Eviction:
     """Block ids of the whole request after the eviction: fresh, zeros, tail, int32."""
     num_answer: int = 0
     """Tokens of the answer that are computed by then."""
+    num_replaced: int | None = None
+    """Full blocks of the row whose tokens may be evicted; None: those of the prompt."""
+    is_first: bool = True
+    """Whether the row is not compressed before. If it is, `old_blocks` has zeros behind its region,
+    as the row has."""
     stored: np.ndarray | None = None
     """Rows of the query pool that hold the queries of `voters.rows`, int64; None if all vote in
     the step that computes them."""

@@ -94,6 +94,11 @@ class Voters:
     every_row: bool
     """Whether the policy reads the row set `all` as well."""
 
+    @property
+    def kinds(self) -> tuple[RowSet, ...]:
+        """All row sets that the policy reads."""
+        return (*self.sets, "all") if self.every_row else tuple(self.sets)
+
     def last_cached(self, exact: bool) -> int | None:
         """Return how many first tokens may come from the prefix cache, which holds no queries.
 

@@ -23,10 +23,25 @@ class Regions:
     [num_blocks], is t0; `offsets` is int32 [num_blocks, L * H + 1].
     """
 
-    def __init__(self, num_blocks: int, num_pairs: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        num_pairs: int,
+        device: torch.device,
+        block_size: int = 0,
+    ) -> None:
+        """Make the state of an empty pool.
+
+        Args:
+            block_size: N, if regions may be cut again, for which positions are needed; otherwise 0.
+        """
         self.num_retained = torch.zeros(num_blocks, dtype=torch.int32, device=device)
         self.num_replaced = torch.zeros(num_blocks, dtype=torch.int32, device=device)
         self.offsets = torch.zeros(num_blocks, num_pairs + 1, dtype=torch.int32, device=device)
+        self.positions = torch.empty(
+            num_blocks * num_pairs, block_size, dtype=torch.int32, device=device
+        )
+        """Positions of the tokens in the pages of all regions, int32 [num_pages, N]."""
         self._owners: dict[int, str] = {}
         self._first_blocks: dict[str, int] = {}
         self.version = 0
@@ -55,6 +70,14 @@ class Regions:
         self.num_replaced[first_block] = num_replaced
         self.offsets[first_block] = offsets
         self.version += 1
+
+    def store_positions(self, blocks: torch.Tensor, positions: torch.Tensor) -> None:
+        """Store where the tokens of a region's pages were, int32 [k * L * H, N], for later cuts.
+
+        `blocks` are the region's blocks, int32 [k].
+        """
+        of_blocks = self.positions.view(len(self.num_retained), -1)
+        of_blocks.index_copy_(0, blocks.long(), positions.reshape(len(blocks), -1))
 
     def release(self, first_blocks: Sequence[int]) -> None:
         """Drop the regions that start with these blocks, which went back to the pool."""

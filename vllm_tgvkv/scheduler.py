@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from vllm.v1.request import Request
 from vllm_tgvkv.candidate import Candidate, make_candidate
 from vllm_tgvkv.config import CONFIG_KEY, RequestOptions, config_of
 from vllm_tgvkv.counters import EvictionCounters
+from vllm_tgvkv.cuts import Cut
 from vllm_tgvkv.defaults import Defaults
 from vllm_tgvkv.errors import EvictionConfigError
 from vllm_tgvkv.integrity import check_integrity
@@ -47,6 +48,19 @@ _GAUGE_SECONDS = 1.0
 
 
 @dataclass
+class CutReport:
+    """One eviction of a request."""
+
+    answer_tokens: int
+    """Tokens of the answer that were computed by then."""
+    blocks_before: int
+    blocks_after: int
+    kept_tokens: int
+    """Tokens in full blocks kept, and those of the prompt's last block, mean over layers and
+    heads."""
+
+
+@dataclass
 class EvictionReport:
     """Report on a request's cache in its response, if the request asked for one."""
 
@@ -56,11 +70,11 @@ class EvictionReport:
     kept_tokens: int | None = None
     """Prompt tokens kept, mean over layers and heads; None if nothing was evicted."""
     blocks_after: int | None = None
-    answer_tokens: int | None = None
-    """Tokens of the answer that the eviction waited for."""
     skip_reason: str | None = None
     trace: str | None = None
     """Name of the trace below `/kv-eviction/requests`, if the request asked for one."""
+    cuts: list[CutReport] = field(default_factory=list)
+    """All evictions of the request, in order."""
 
 
 class EvictionScheduler(Scheduler):
@@ -146,13 +160,11 @@ class EvictionScheduler(Scheduler):
         candidate = make_candidate(request, options, self.eviction_config, self.block_size, model)
         if isinstance(candidate, str):
             self._skip(request, options.policy, candidate)
-        elif not self.manager.can_ever_fit(candidate.num_retained_blocks, candidate.evicted_at):
+        elif not self.manager.can_ever_fit(candidate.cuts.first):
             self._skip(request, options.policy, "pool_too_small")
         else:
             self.candidates[request.request_id] = candidate
-            self.manager.expect_eviction(
-                request, candidate.num_retained_blocks, candidate.evicted_at
-            )
+            self.manager.expect(request, candidate.cut)
 
     def _skip(self, request: Request, policy: str, reason: str) -> None:
         self.eviction_counters.skip(policy, reason)
@@ -171,7 +183,7 @@ class EvictionScheduler(Scheduler):
         # The step that evicts must run, even if a preempted request has all of its tokens and
         # more in the cache. With speculative decoding vLLM pads a first step of one token with
         # draft positions, which would lie behind the tokens that the eviction sees.
-        limit = candidate.evicted_at - (2 if self.num_spec_tokens else 1)
+        limit = candidate.cuts.first.at - (2 if self.num_spec_tokens else 1)
         last_cached = candidate.voters.last_cached(self.eviction_config.prefix_reuse == "exact")
         if last_cached is not None:
             limit = min(limit, last_cached)
@@ -196,10 +208,10 @@ class EvictionScheduler(Scheduler):
             request, num_computed_tokens, num_new_tokens
         )
         candidate = self.candidates.get(request.request_id)
-        if candidate is not None and num_computed_tokens < candidate.evicted_at:
-            end = min(num_computed_tokens + num_new_tokens, candidate.evicted_at)
+        if candidate is not None and candidate.cut is not None:
+            end = min(num_computed_tokens + num_new_tokens, candidate.cut.at)
             num_known = request.num_tokens + request.num_output_placeholders
-            if end > num_known and end == candidate.evicted_at:
+            if end > num_known and end == candidate.cut.at:
                 # A draft would evict, and it may be rejected: wait until the token is known.
                 end -= 1
             num_new_tokens = end - num_computed_tokens
@@ -209,15 +221,19 @@ class EvictionScheduler(Scheduler):
         return num_new_tokens if may_take else 0
 
     def _may_observe(self, candidate: Candidate, request_id: str, start: int, end: int) -> bool:
-        """Take query rows for a candidate's first chunk, `start` to `end`, if it needs any.
+        """Take query rows for the chunk `start` to `end` of a candidate, if it needs any.
 
-        It needs none if all tokens that vote are in the chunk that evicts. It holds them until it
-        is evicted, so a request that has begun never waits for them.
+        It needs none if all tokens that vote are in the chunk that evicts. Otherwise it takes them
+        with its first chunk, and for later cuts with the first token that votes, and holds them
+        until the cut.
         """
-        rows = candidate.voters.rows
+        assert candidate.cut is not None
+        rows = candidate.voters_of_cut.rows
         if not len(rows) or self.query_rows.holds(request_id):
             return True
-        if end == candidate.evicted_at and start <= max(rows[0], candidate.num_cached):
+        if end == candidate.cut.at and start <= max(rows[0], candidate.num_cached):
+            return True
+        if candidate.cut != candidate.cuts.first and end <= rows[0]:
             return True
         if not self.query_rows.take(request_id, len(rows)):
             return False
@@ -238,8 +254,9 @@ class EvictionScheduler(Scheduler):
         )
         self._forgotten = []
         for request_id, num_scheduled in scheduled.items():
-            if request_id in self.candidates and not self.manager.is_compressed(request_id):
-                self._plan_chunk(plan, self.requests[request_id], num_scheduled)
+            candidate = self.candidates.get(request_id)
+            if candidate is not None and candidate.cut is not None:
+                self._plan_chunk(plan, self.requests[request_id], candidate, num_scheduled)
         if not self.use_v2_model_runner:  # which is sent whole requests when they are resumed
             for request_id in output.scheduled_encoder_inputs:
                 request = self.requests[request_id]
@@ -250,12 +267,14 @@ class EvictionScheduler(Scheduler):
             check_integrity(self.manager, self.requests.keys())
         return attach_plan(output, plan)
 
-    def _plan_chunk(self, plan: StepPlan, request: Request, num_scheduled: int) -> None:
-        """Add the worker's part in a chunk of a candidate before its eviction."""
-        candidate = self.candidates[request.request_id]
+    def _plan_chunk(
+        self, plan: StepPlan, request: Request, candidate: Candidate, num_scheduled: int
+    ) -> None:
+        """Add the worker's part in a chunk of a candidate before its next cut."""
         end = request.num_computed_tokens  # vLLM has advanced it by this chunk already
         start = end - num_scheduled
-        rows = candidate.voters.rows
+        voting = candidate.voters_of_cut
+        rows = voting.rows
         stored = self.query_rows.of(request.request_id)
         first, last = np.searchsorted(rows, (start, end))
         if first < last:
@@ -267,7 +286,7 @@ class EvictionScheduler(Scheduler):
                     stored=None if stored is None else stored[first:last],
                 )
             )
-        if candidate.voters.every_row:
+        if voting.every_row:
             plan.summings.append(
                 RowSumming(
                     request_id=request.request_id,
@@ -278,38 +297,43 @@ class EvictionScheduler(Scheduler):
                     prompt=candidate.prompt.followed_by(candidate.options.defer),
                 )
             )
-        if end == candidate.evicted_at:
-            plan.evictions.append(self._evict(request, candidate))
+        assert candidate.cut is not None
+        if end == candidate.cut.at:
+            plan.evictions.append(self._evict(request, candidate, candidate.cut))
 
-    def _evict(self, request: Request, candidate: Candidate) -> Eviction:
-        options = candidate.options
+    def _evict(self, request: Request, candidate: Candidate, cut: Cut) -> Eviction:
+        options, voting = candidate.options, candidate.voters_of_cut
+        is_first = cut == candidate.cuts.first
         candidate.was_evicted = True
+        candidate.cut = candidate.cuts.after(cut)
         stored = self.query_rows.of(request.request_id)
         # Free from now on: the rows are read in this step, and written by later ones.
         self.query_rows.give_back([request.request_id])
         swap = self.manager.swap(request.request_id)
+        self.manager.expect(request, candidate.cut)
         self.eviction_counters.gave_back(options.policy, swap.num_freed - len(swap.new_blocks))
         if swap.deferred:
             self.eviction_counters.deferred(options.policy)
         if candidate.guard is None:
-            num_retained = candidate.num_retained_blocks
-            num_tail = request.num_prompt_tokens % self.block_size
-            num_kept = num_retained * self.block_size + num_tail
-            self._record(request, candidate, num_retained, num_kept)
+            num_tail = max(request.num_prompt_tokens - cut.num_replaced * self.block_size, 0)
+            num_kept = cut.num_retained * self.block_size + num_tail
+            self._record(request, candidate, cut, swap.num_held, cut.num_retained, num_kept)
         else:
             candidate.num_pending += 1
         return Eviction(
             request_id=request.request_id,
             method=options.policy,
             prompt=candidate.prompt,
-            voters=candidate.voters,
-            num_cached=candidate.num_cached,
+            voters=voting,
+            num_cached=candidate.num_cached if is_first else 0,
             guard=candidate.guard,
-            traced_budget=str(options.budget) if options.trace else None,
+            traced_budget=str(options.budget) if options.trace and is_first else None,
             old_blocks=np.array(swap.old_blocks, dtype=np.int32),
             new_blocks=np.array(swap.new_blocks, dtype=np.int32),
             row_blocks=np.array(swap.row_blocks, dtype=np.int32),
-            num_answer=options.defer,
+            num_answer=cut.at - request.num_prompt_tokens,
+            num_replaced=cut.num_replaced,
+            is_first=is_first,
             stored=stored,
         )
 
@@ -349,28 +373,46 @@ class EvictionScheduler(Scheduler):
             return
         self.eviction_counters.gave_back(candidate.options.policy, num_freed)
         num_kept = sum(outcome.kept.values())
-        self._record(self.requests[outcome.request_id], candidate, num_retained, num_kept)
+        request = self.requests[outcome.request_id]
+        cut = candidate.cuts.first
+        num_before = cdiv(cut.at, self.block_size)
+        self._record(request, candidate, cut, num_before, num_retained, num_kept)
 
     def _record(
-        self, request: Request, candidate: Candidate, num_retained: int, num_kept: int
+        self,
+        request: Request,
+        candidate: Candidate,
+        cut: Cut,
+        num_before: int,
+        num_retained: int,
+        num_kept: int,
     ) -> None:
-        """Count and report an eviction.
+        """Count and report a cut.
 
         Args:
+            num_before: blocks that the request held.
             num_retained: blocks of the region.
-            num_kept: prompt tokens per head, the tail included.
+            num_kept: tokens per head in the region, and those of the prompt in the tail.
         """
         num_tokens, options = request.num_prompt_tokens, candidate.options
-        num_before = cdiv(candidate.evicted_at, self.block_size)
-        num_after = num_before - num_tokens // self.block_size + num_retained
-        self.eviction_counters.evicted(options.policy, num_tokens, num_kept)
+        num_answer = cut.at - num_tokens
+        num_after = cdiv(cut.at, self.block_size) - cut.num_replaced + num_retained
+        if cut == candidate.cuts.first:
+            self.eviction_counters.evicted(options.policy, num_tokens, num_kept)
+        else:
+            self.eviction_counters.cut_again(options.policy)
         if report := self._reports.get(request.request_id):
-            report.kept_tokens, report.answer_tokens = num_kept, options.defer
-            report.blocks_before, report.blocks_after = num_before, num_after
+            if report.cuts and report.cuts[-1].answer_tokens >= num_answer:
+                report.cuts.clear()  # they were undone by a preemption
+            report.cuts.append(CutReport(num_answer, num_before, num_after, num_kept))
+            report.kept_tokens, report.blocks_after = num_kept, num_after
+            report.blocks_before = report.cuts[0].blocks_before
             report.trace = request.request_id if options.trace else None
         logger.debug(
-            "KV eviction of %s: %s, %s; %d of %d prompt tokens kept a head, blocks %d -> %d",
+            "KV eviction of %s after %d tokens of the answer: %s, %s; %d of %d prompt tokens kept "
+            "a head, blocks %d -> %d",
             request.request_id,
+            num_answer,
             options.policy,
             options.budget,
             num_kept,
@@ -387,6 +429,8 @@ class EvictionScheduler(Scheduler):
         if candidate := self.candidates.get(request.request_id):
             self._forgotten.append(request.request_id)
             self.query_rows.give_back([request.request_id])
+            candidate.restart()
+            self.manager.expect(request, candidate.cut)
             candidate.num_stale = candidate.num_pending
 
     def _free_request(

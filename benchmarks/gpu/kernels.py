@@ -23,7 +23,7 @@ from benchmarks.gpu.cache import CompressedCache
 from benchmarks.gpu.journal import Journal
 from benchmarks.gpu.timing import seconds_per_call
 from vllm_tgvkv.kernels.apportion import apportion
-from vllm_tgvkv.kernels.copy import copy_kept
+from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
 from vllm_tgvkv.kernels.decode import DecodePlan, decode, plan_decode
 from vllm_tgvkv.kernels.page_tables import write_lengths, write_page_tables
 from vllm_tgvkv.kernels.select import page_offsets, select_tokens
@@ -217,13 +217,16 @@ class Kernels:
         choose = partial(select_tokens, scores, tiers, counts, kept * pairs, 16)
         size = scores.nbytes + kept * pairs * 16 * 4
         yield Case(f"selection, {where}", choose, size, None, "a ranking per head, all layers")
+        offsets = page_offsets(counts)
+        find = partial(slots_of_positions, choose(), offsets, ids[:blocks], pairs)
+        size = kept * pairs * 16 * (4 + 8)
+        yield Case(f"slots of the kept tokens, {where}", find, size, None, "all layers")
         move = partial(
             copy_kept,
             keys.flatten(0, 2),
             values.flatten(0, 2),
-            choose(),
-            page_offsets(counts),
-            ids[:blocks],
+            find(),
+            offsets,
             ids[blocks:],
             sizes.layers,
             sizes.heads,

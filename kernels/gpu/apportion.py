@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -38,15 +39,19 @@ def _apportion_kernel(
     RANK_BITS: tl.constexpr,
     SMALLEST_SHARE: tl.constexpr,
     GRID_BITS: tl.constexpr,
+    OWN_CAPS: tl.constexpr,
 ):
-    """Counts of one row."""
+    """Counts of one row; ``cap`` is a number, or with OWN_CAPS a pointer to one for each share."""
     index = tl.arange(0, BLOCK)
     exists = index < size
     row = tl.program_id(0).to(tl.int64) * size
     share = tl.load(shares + row + index, mask=exists, other=0).to(tl.float64)
     total = tl.load(total).to(tl.int64)
     floor = tl.full((), 0, tl.float64) + floor
-    cap = tl.full((), 0, tl.float64) + cap
+    if OWN_CAPS:
+        cap = tl.load(cap + row + index, mask=exists, other=0).to(tl.float64)
+    else:
+        cap = tl.full((), 0, tl.float64) + cap
 
     finite = tl.abs(share) < float("inf")
     largest = tl.max(tl.where(finite, share, 0.0))
@@ -108,7 +113,7 @@ def apportion(
     shares: Tensor,
     total: Tensor,
     floor: int,
-    cap: int,
+    cap: int | Tensor,
     unit_bits: int,
     smallest_share: float,
     grid_bits: int,
@@ -123,7 +128,7 @@ def apportion(
     Args:
         shares: floating ``[..., M]``.
         total: integer scalar tensor.
-        floor, cap: bounds of a count.
+        floor, cap: bounds of a count; ``cap`` may be integer ``[..., M]``.
         unit_bits: counts are rounded to multiples of ``2**-unit_bits`` before they are summed.
         smallest_share: least share relative to the largest.
         grid_bits: counts are rounded to multiples of ``2**-grid_bits``.
@@ -142,12 +147,13 @@ def apportion(
             counts,
             size,
             floor,
-            cap,
+            cap if isinstance(cap, int) else cap.contiguous(),
             unit_bits,
             BLOCK=block,
             RANK_BITS=_rank_bits(block, grid_bits),
             SMALLEST_SHARE=smallest_share,
             GRID_BITS=grid_bits,
+            OWN_CAPS=isinstance(cap, Tensor),
             num_warps=_num_warps(block),
             enable_fp_fusion=False,
         )
@@ -165,21 +171,23 @@ def _num_warps(block: int) -> int:
 
 def variants() -> Iterator[Variant]:
     """Yield the specialisations to cross-compile."""
-    for block in (64, 1024, 2048):
+    for block, own_caps in itertools.product((64, 1024, 2048), (False, True)):
         yield Variant(
-            f"M{block}",
+            f"M{block}" + " own caps" * own_caps,
             _apportion_kernel,
             {
                 "shares": "*fp64",
                 "total": "*i64",
                 "counts": "*i64",
                 **dict.fromkeys(("size", "floor", "cap", "unit_bits"), "i32"),
+                **({"cap": "*i64"} if own_caps else {}),
             },
             {
                 "BLOCK": block,
                 "RANK_BITS": _rank_bits(block, 32),
                 "SMALLEST_SHARE": 1e-290,
                 "GRID_BITS": 32,
+                "OWN_CAPS": own_caps,
             },
             num_warps=_num_warps(block),
         )

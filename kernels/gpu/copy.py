@@ -20,14 +20,12 @@ _BYTES_PER_PROGRAM = 8192
 @triton.jit
 def _copy_kernel(
     pool,
-    positions,
+    sources,
     offsets,
-    old_blocks,
     new_blocks,
     NUM_PAIRS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NUM_WORDS: tl.constexpr,
-    FAN: tl.constexpr,
     SLOTS: tl.constexpr,
     WORDS: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
@@ -39,21 +37,11 @@ def _copy_kernel(
     Strides are constants, so that the compiler can use accesses of 16 bytes.
     """
     page = tl.program_id(0)
-    # The owner is the last pair whose first page is not after this one. Two loads of FAN offsets
-    # find it: every STRIDE-th offset, then those after the last that fits.
-    STRIDE: tl.constexpr = (NUM_PAIRS + FAN) // FAN
-    fan = tl.arange(0, FAN)
-    first = tl.load(offsets + fan * STRIDE, mask=fan * STRIDE <= NUM_PAIRS, other=page + 1)
-    coarse = (tl.sum((first <= page).to(tl.int32)) - 1) * STRIDE
-    near = coarse + 1 + fan
-    first = tl.load(offsets + near, mask=(fan < STRIDE - 1) & (near <= NUM_PAIRS), other=page + 1)
-    pair = coarse + tl.sum((first <= page).to(tl.int32))
-    if pair < NUM_PAIRS:
+    if page < tl.load(offsets + NUM_PAIRS):
         slot = tl.program_id(1) * SLOTS + tl.arange(0, SLOTS)
         exists = slot < BLOCK_SIZE
-        position = tl.load(positions + page.to(tl.int64) * BLOCK_SIZE + slot, mask=exists, other=0)
-        block = tl.load(old_blocks + position // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
-        source = (block * NUM_PAIRS + pair) * PAGE_STRIDE + position % BLOCK_SIZE * SLOT_STRIDE
+        source = tl.load(sources + page.to(tl.int64) * BLOCK_SIZE + slot, mask=exists, other=0)
+        source = source // BLOCK_SIZE * PAGE_STRIDE + source % BLOCK_SIZE * SLOT_STRIDE
         block = tl.load(new_blocks + page // NUM_PAIRS).to(tl.int64)
         target = (block * NUM_PAIRS + page % NUM_PAIRS) * PAGE_STRIDE + slot * SLOT_STRIDE
         word = tl.arange(0, WORDS)[None, :]
@@ -66,32 +54,29 @@ def _copy_kernel(
 def copy_kept(
     key_pages: Tensor,
     value_pages: Tensor,
-    positions: Tensor,
+    sources: Tensor,
     offsets: Tensor,
-    old_blocks: Tensor,
     new_blocks: Tensor,
-    num_layers: int,
-    num_heads: int,
+    num_pairs: int,
 ) -> None:
     """Copy the selected tokens; see :func:`vllm_tgvkv.kernels.copy.copy_kept`.
 
     Exact: bits are moved as integers. One launch if each slot's value follows its key, as in pages
     ``[N, 2D]``, otherwise one for keys and one for values. Pages that belong to no pair are not
-    written. There is no scratch memory and no synchronisation: the launch depends on shapes,
+    touched. There is no scratch memory and no synchronisation: the launch depends on shapes,
     strides and the number of pages.
 
     Args:
         key_pages: ``[num_pool_pages, N, D]``, any strides and dtype.
         value_pages: ``[num_pool_pages, N, D_v]``, likewise.
-        positions: int32 or int64 ``[k*M, N]``.
+        sources: int64 ``[k*M, N]``.
         offsets: int32 or int64 ``[M + 1]``.
-        old_blocks: int32 or int64 ``[t0]``.
         new_blocks: int32 or int64 ``[k]``.
+        num_pairs: M.
     """
-    num_pages, block_size = positions.shape
+    num_pages, block_size = sources.shape
     if num_pages == 0:
         return
-    num_pairs = num_layers * num_heads
     for pool in _whole_slots(key_pages, value_pages):
         words = _as_words(pool)
         num_words = words.shape[2]
@@ -102,14 +87,12 @@ def copy_kept(
         )
         _copy_kernel[(num_pages, triton.cdiv(block_size, slots))](
             words,
-            positions.contiguous(),
+            sources.contiguous(),
             offsets.contiguous(),
-            old_blocks.contiguous(),
             new_blocks.contiguous(),
             NUM_PAIRS=num_pairs,
             BLOCK_SIZE=block_size,
             NUM_WORDS=num_words,
-            FAN=_fan(num_pairs),
             SLOTS=slots,
             WORDS=padded,
             PAGE_STRIDE=words.stride(0),
@@ -117,14 +100,6 @@ def copy_kept(
             WORD_STRIDE=words.stride(2),
             num_warps=4,
         )
-
-
-def _fan(num_pairs: int) -> int:
-    """Return the least power of two whose square is at least the number of offsets."""
-    fan = 1
-    while fan * fan < num_pairs + 1:
-        fan *= 2
-    return fan
 
 
 def _whole_slots(keys: Tensor, values: Tensor) -> list[Tensor]:
@@ -154,7 +129,7 @@ def _as_words(pool: Tensor) -> Tensor:
 
 def variants() -> Iterator[Variant]:
     """Yield the specialisations to cross-compile."""
-    indices = dict.fromkeys(("positions", "offsets", "old_blocks", "new_blocks"), "*i32")
+    indices = {"sources": "*i64", "offsets": "*i32", "new_blocks": "*i32"}
     for name, num_pairs, block_size, num_bytes in (
         ("16-bit D128 N16 M1024", 1024, 16, 512),
         ("16-bit D64 N128 M28", 28, 128, 256),
@@ -171,7 +146,6 @@ def variants() -> Iterator[Variant]:
                 "NUM_PAIRS": num_pairs,
                 "BLOCK_SIZE": block_size,
                 "NUM_WORDS": num_words,
-                "FAN": _fan(num_pairs),
                 "SLOTS": min(block_size, _BYTES_PER_PROGRAM // (8 * padded)),
                 "WORDS": padded,
                 "PAGE_STRIDE": block_size * num_words,

@@ -160,6 +160,21 @@ class SteppedEngine(LocalLLM):
         mask[:, num_tokens // shape.block_size * shape.block_size :] = True
         return mask.view(shape.num_layers, shape.num_heads, num_tokens)
 
+    def kept_after_cuts(self, request_id: str) -> list[torch.Tensor]:
+        """Return the positions in a request's region after each of its cuts, bool [L, H, n].
+
+        n is beyond the last position that was kept. Cuts that a preemption undid are included.
+        """
+        shape, masks = self.evictor.shape, []
+        for kept in self.evictor.kept:
+            if name_of(kept.request_id) != request_id:
+                continue
+            mask = torch.zeros(shape.num_pairs, 2048, dtype=torch.bool)
+            pair = torch.repeat_interleave(torch.arange(shape.num_pairs), kept.counts.flatten())
+            mask[pair[:, None], kept.positions[: len(pair)].long()] = True
+            masks.append(mask.view(shape.num_layers, shape.num_heads, -1))
+        return masks
+
     def assert_empty(self) -> None:
         """Assert that every block is back in the pool and no request has state left."""
         self.engine.step()  # tells the worker that the last requests ended

@@ -263,6 +263,8 @@ def _record(running: SteppedEngine, output: Any, block_size: int) -> dict[str, A
 def differences(index: int, case: Case, now: dict[str, Any], then: dict[str, Any]) -> list[str]:
     """Return in words what differs between two records of a request."""
     name = f"request {index} ({case.method}, budget {case.budget})"
+    if then["report"]:  # the report may have more fields by now
+        now = {**now, "report": {key: now["report"][key] for key in then["report"]}}
     said = [
         f"{name}: {key} is {now[key]}, was {then[key]}"
         for key in then

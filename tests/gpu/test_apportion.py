@@ -10,19 +10,25 @@ from hypothesis import given, settings
 from oracle import kernels as reference
 from tests.gpu import pytorch_on_cpu
 from tests.inputs import fresh_seed
-from tests.unit.test_apportion import ANY_SHARE, PLAIN_SHARE, dealings
+from tests.unit.test_apportion import ANY_SHARE, PLAIN_SHARE, capped_dealings, dealings
 from vllm_tgvkv.kernels.apportion import apportion
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 
 def assert_same(
-    device: str, shares: torch.Tensor, total: int | torch.Tensor, floor: int, cap: int
+    device: str,
+    shares: torch.Tensor,
+    total: int | torch.Tensor,
+    floor: int,
+    cap: int | torch.Tensor,
+    most: int | None = None,
 ) -> list:
-    counts = apportion(shares.to(device), total, floor, cap)
+    on_device = cap.to(device) if isinstance(cap, torch.Tensor) else cap
+    counts = apportion(shares.to(device), total, floor, on_device, most)
     with pytorch_on_cpu():
         total = total.cpu() if isinstance(total, torch.Tensor) else total
-        expected = apportion(shares, total, floor, cap)
+        expected = apportion(shares, total, floor, cap, most)
     assert counts.dtype == torch.int64
     assert counts.tolist() == expected.tolist()
     return counts.tolist()
@@ -35,6 +41,17 @@ def test_any_shares(device: str, dealing: tuple[list[float], int, int, int]) -> 
     shares, total, floor, cap = dealing
     counts = assert_same(device, torch.tensor(shares, dtype=torch.float64), total, floor, cap)
     assert sum(counts) == total
+
+
+@settings(max_examples=15)
+@given(capped_dealings(ANY_SHARE))
+def test_own_caps(device: str, dealing: tuple[list[float], int, int, list[int], int]) -> None:
+    """Caps at the floor and above, with a bound of them that is not tight."""
+    values, total, floor, caps, most = dealing
+    shares = torch.tensor(values, dtype=torch.float64)
+    counts = assert_same(device, shares, total, floor, torch.tensor(caps), most)
+    assert sum(counts) == total
+    assert all(floor <= count <= cap for count, cap in zip(counts, caps, strict=True))
 
 
 @settings(max_examples=8)
@@ -60,6 +77,9 @@ def test_random_rows(device: str, size: int) -> None:
     shares = rows.view(5, 1, size)
     assert_same(device, shares, int(torch.randint(13 * size + 1, ())), 0, 13)
     assert_same(device, shares, torch.tensor(3 * size, device=device), 1, 8192)
+    caps = torch.randint(2, 14, shares.shape, dtype=torch.int32)
+    for cap in (caps, caps.long().transpose(0, 2).contiguous().transpose(0, 2)):
+        assert_same(device, shares, torch.tensor(2 * size, device=device), 1, cap, 13)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

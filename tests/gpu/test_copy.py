@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from oracle import kernels as reference
 from tests.inputs import fresh_seed
-from vllm_tgvkv.kernels.copy import copy_kept
+from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
 from vllm_tgvkv.kernels.select import page_offsets
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -27,13 +27,13 @@ class Case:
 
     keys: torch.Tensor
     values: torch.Tensor
-    positions: torch.Tensor
+    sources: torch.Tensor
+    """Any slots outside the new blocks; numbers without meaning on pages without an owner."""
     counts: torch.Tensor
-    old_blocks: torch.Tensor
     new_blocks: torch.Tensor
 
     def copy(self) -> None:
-        tensors = (self.positions, page_offsets(self.counts), self.old_blocks, self.new_blocks)
+        tensors = (self.sources, page_offsets(self.counts), self.new_blocks)
         on_device = [tensor.to(self.keys.device) for tensor in tensors]
         copy_kept(self.keys, self.values, *on_device, *self.counts.shape)
 
@@ -68,18 +68,22 @@ def make_case(
     head_size: int,
     dtype: torch.dtype,
     device: str,
-    num_old: int = 4,
 ) -> Case:
     pairs = counts.numel()
-    num_blocks = num_old + num_retained + 2
+    num_blocks = num_retained + 6
     blocks = torch.randperm(num_blocks)
-    shape = (num_retained * pairs, block_size)
+    slots = torch.arange(num_blocks * pairs * block_size).view(num_blocks, -1)
+    readable = slots[blocks[num_retained:]].flatten()
+    size = (num_retained * pairs, block_size)
+    sources = readable[torch.randint(0, readable.numel(), size)]
+    sources[int(counts.sum()) :] = torch.tensor([-1, -(2**63), 2**63 - 1])[
+        torch.randint(0, 3, (size[0] - int(counts.sum()), block_size))
+    ]
     return Case(
         *pools_of(page_format, num_blocks * pairs, block_size, head_size, dtype, device),
-        torch.randint(0, num_old * block_size, shape, dtype=torch.int32),
+        sources,
         counts,
-        blocks[:num_old].int(),
-        blocks[num_old : num_old + num_retained],
+        blocks[:num_retained],
     )
 
 
@@ -87,8 +91,7 @@ def assert_copied(case: Case) -> None:
     """Compare all bits of the pool with the oracle, which writes no page without an owner."""
     expected = [pool.cpu().clone().view(_integer(pool)) for pool in (case.keys, case.values)]
     offsets = page_offsets(case.counts)
-    blocks = (case.old_blocks, case.new_blocks)
-    reference.copy_kept(*expected, case.positions, offsets, *blocks, *case.counts.shape)
+    reference.copy_kept(*expected, case.sources, offsets, case.new_blocks, *case.counts.shape)
     case.copy()
     for pool, want in zip((case.keys, case.values), expected, strict=True):
         assert torch.equal(pool.view(want.dtype).cpu(), want)
@@ -145,12 +148,11 @@ def test_real_sizes(
 
 
 @pytest.mark.parametrize("num_pairs", [1, 2, 15, 16, 17, 65])
-def test_owner_of_every_page(device: str, num_pairs: int) -> None:
-    """Numbers of pairs around powers of the search's fan."""
+def test_every_number_of_pairs(device: str, num_pairs: int) -> None:
     fresh_seed()
     dealt = torch.multinomial(torch.rand(num_pairs) ** 4, num_pairs, replacement=True)
     counts = dealt.bincount(minlength=num_pairs).view(num_pairs, 1)
-    assert_copied(make_case("joint", counts, 1, 1, 2, torch.bfloat16, device, num_old=1))
+    assert_copied(make_case("joint", counts, 1, 1, 2, torch.bfloat16, device))
 
 
 def test_whole_slots_are_moved_as_the_widest_integers() -> None:
@@ -174,23 +176,27 @@ def test_nothing_to_copy(device: str) -> None:
 def test_pools_of_more_than_2_to_the_31_values() -> None:
     fresh_seed()
     counts = torch.tensor([[1, 1], [0, 2]])
-    block_size, head_size = 128, 256
-    case = make_case("joint", counts, 1, block_size, head_size, torch.bfloat16, "cpu")
+    block_size, head_size, num_old = 128, 256, 4
+    positions = torch.randint(0, num_old * block_size, (4, block_size), dtype=torch.int32)
     block_values = counts.numel() * block_size * 2 * head_size
     num_blocks = 2**31 // block_values + 10
     pool = torch.zeros(
         num_blocks * 4, block_size, 2, head_size, dtype=torch.bfloat16, device="cuda"
     )
     keys, values = pool.unbind(2)
-    old = case.old_blocks + num_blocks - 9
+    old = torch.randperm(num_old) + num_blocks - 9
     new = torch.tensor([num_blocks - 1])
     source = torch.randn(4 * 4, block_size, 2, head_size, dtype=torch.bfloat16)
     for i, block in enumerate(old.tolist()):
         pool[block * 4 : block * 4 + 4] = source[i * 4 : i * 4 + 4].to("cuda")
     offsets = page_offsets(counts)
-    tensors = [tensor.to("cuda") for tensor in (case.positions, offsets, old, new)]
-    copy_kept(keys, values, *tensors, *counts.shape)
+    on_device = [tensor.to("cuda") for tensor in (positions, offsets, old)]
+    sources = slots_of_positions(*on_device, counts.numel())
+    assert int(sources.max()) * 2 * head_size > 2**31
+    copy_kept(keys, values, sources, on_device[1], new.to("cuda"), *counts.shape)
     small = torch.cat((source, torch.zeros(4, block_size, 2, head_size, dtype=torch.bfloat16)))
-    ids = (torch.arange(4), torch.tensor([4]))
-    reference.copy_kept(*small.unbind(2), case.positions, offsets, *ids, *counts.shape)
+    slots = torch.tensor(
+        reference.slots_of_positions(positions, offsets, torch.arange(4), counts.numel())
+    )
+    reference.copy_kept(*small.unbind(2), slots, offsets, torch.tensor([4]), *counts.shape)
     assert torch.equal(pool[-4:].cpu(), small[-4:])

@@ -48,7 +48,7 @@ def row(manager: EvictingManager, compression: Compression) -> list[Any]:
     """The blocks of the compressed request: region, null blocks, tail."""
     blocks = manager.req_to_blocks["decodes"]
     assert compression.swapped
-    assert 2 <= compression.num_retained_blocks < compression.num_full_blocks < len(blocks)
+    assert 2 <= compression.num_retained_blocks < compression.num_replaced_blocks < len(blocks)
     return blocks
 
 

@@ -37,7 +37,8 @@ from vllm_tgvkv.manager import EvictingSpec
 from vllm_tgvkv.memory import Sizes, memory_outside_pool
 from vllm_tgvkv.observation import WORKSPACE_BYTES
 from vllm_tgvkv.pages import CacheShape, page_pool
-from vllm_tgvkv.policies import POLICY_NAMES, Prompt
+from vllm_tgvkv.policies import POLICY_NAMES, Pooling, Prompt
+from vllm_tgvkv.policies.pooling import Pooler
 from vllm_tgvkv.prompt import PromptMap, VisionSpan
 from vllm_tgvkv.queries import QueryPool
 from vllm_tgvkv.ranks import Ranks
@@ -162,6 +163,30 @@ def test_an_eviction_takes_no_more_than_is_set_aside(
     assert most <= sum(alone.values()), alone
     if num_tokens > 1 << 16:
         assert most >= 0.3 * sum(alone.values()), alone
+
+
+@pytest.mark.parametrize("num_sets", [1, 8])
+@pytest.mark.parametrize(
+    "pooling",
+    [
+        Pooling("sequence", 7),
+        Pooling("sequence", 255, "mean"),
+        Pooling("sequence", forward=40, back=1),
+        Pooling("sequence", None, "mean", 4096, 4096),
+        Pooling("grid", forward=16),
+        Pooling("grid", 5),
+        Pooling("grid", 5, "mean"),
+    ],
+    ids=str,
+)
+def test_pooling_takes_no_more_than_is_set_aside(pooling: Pooling, num_sets: int) -> None:
+    """In addition to what the scores themselves take."""
+    num_tokens = 1 << 14
+    images = (VisionSpan(64, 10000, (100, 100)),)
+    with LiveBytes() as live:
+        scores = torch.empty(num_sets, num_tokens, device="meta")
+        Pooler(pooling, num_tokens, images, scores.device)(scores)
+    assert live.most <= (4 + pooling.bytes_per_score) * num_sets * num_tokens
 
 
 def test_memory_of_a_guarded_decision_does_not_grow_with_the_layers(no_kernels: None) -> None:
@@ -305,7 +330,8 @@ def test_the_pool_gets_what_eviction_leaves(
     assert 0 < left < (10 << 30) - expected.num_bytes
     assert worker.peak_activation_memory == (1 << 30) + (10 << 30) - left
     assert worker.available_kv_cache_memory_bytes == left
-    (line,) = [record.getMessage() for record in caplog.records]
+    messages = [record.getMessage() for record in caplog.records]
+    (line,) = [message for message in messages if message.startswith("KV eviction takes ")]
     assert f"{expected.num_bytes / 2**20:.0f} MiB outside the pool (" in line
     for name in expected.lines:
         assert name in line

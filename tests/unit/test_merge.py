@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from oracle import kernels as reference
 from tests.inputs import fresh_seed
-from vllm_tgvkv.kernels.copy import copy_kept
+from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
 from vllm_tgvkv.kernels.merge import merge_evicted
 from vllm_tgvkv.kernels.select import page_offsets, select_tokens
 
@@ -51,9 +51,10 @@ def test_kept_tokens_become_means_of_the_nearest(
         pool.view(len(blocks), -1)[blocks[num_old:]] = float("nan")
     expected = (keys.clone(), values.clone())
     region = (positions, offsets, old, new, LAYERS, HEADS)
-    copy_kept(keys, values, *region)
+    copied = (slots_of_positions(*region[:3], PAIRS), offsets, *region[3:])
+    copy_kept(keys, values, *copied)
     merge_evicted(keys, values, *region)
-    reference.copy_kept(*expected, *region)
+    reference.copy_kept(*expected, *copied)
     reference.merge_evicted(*expected, *region)
     num_pages = int(offsets[-1])
     page = torch.arange(num_pages)
@@ -114,10 +115,11 @@ def test_no_order_of_execution_changes_a_bit(deterministic: None) -> None:
     blocks = torch.randperm(num_old + num_new)
     region = (positions, page_offsets(dealt), blocks[:num_old], blocks[num_old:], LAYERS, HEADS)
     keys, values = torch.randn(2, len(blocks) * PAIRS, BLOCK_SIZE, HEAD_SIZE)
+    copied = (slots_of_positions(*region[:3], PAIRS), region[1], *region[3:])
     expected = (keys.double(), values.double())
-    reference.copy_kept(*expected, *region)
+    reference.copy_kept(*expected, *copied)
     reference.merge_evicted(*expected, *region)
-    copy_kept(keys, values, *region)
+    copy_kept(keys, values, *copied)
     results = []
     for workspace_bytes in (1 << 20, 2 * num_old * BLOCK_SIZE * HEAD_SIZE * 4, 0):
         merged = (keys.clone(), values.clone())

@@ -25,7 +25,7 @@ from tests.inputs import fresh_seed, paged
 from vllm_tgvkv.budget import Guard
 from vllm_tgvkv.decision import Decider, Decision
 from vllm_tgvkv.kernels.apportion import apportion
-from vllm_tgvkv.kernels.copy import copy_kept
+from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
 from vllm_tgvkv.kernels.merge import merge_evicted
 from vllm_tgvkv.kernels.row_sums import RowSums
 from vllm_tgvkv.kernels.select import page_offsets
@@ -131,21 +131,6 @@ class Seen:
     masses: Tensor | None
 
 
-class WithMaxima:
-    """The attention of some rows, and its maxima over them from one weighted sum for each row."""
-
-    def __init__(self, attention: Any) -> None:
-        self._attention = attention
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._attention, name)
-
-    @property
-    def column_maxima(self) -> Tensor:
-        each = torch.eye(len(self.row_positions)).unbind()
-        return torch.stack([self.weighted_column_sums(row[None]) for row in each]).amax(0)
-
-
 def look(policy: Policy, inputs: Inputs, layout: Layout, settings: Settings) -> Seen:
     """Observe all layers as the evictor does, with the rows in random chunks."""
     prompt = prompt_of(layout, settings)
@@ -185,10 +170,8 @@ def look(policy: Policy, inputs: Inputs, layout: Layout, settings: Settings) -> 
                     layout.length,
                     SCALE,
                     per_head,
-                    policy.statistics(kind) - {"column_maxima"},
+                    policy.statistics(kind),
                 )
-                if "column_maxima" in policy.statistics(kind):
-                    attention = WithMaxima(attention)
             return LayerView(layer, HEADS if per_head else 1, prompt, attention)
 
         seen = view(policy.score.rows)
@@ -642,9 +625,10 @@ def test_merged_keys_and_values(granularity: str, dtype: torch.dtype) -> None:
     wanted = pools.clone()
     offsets = page_offsets(decision.counts)
     region = (decision.positions, offsets, blocks[:full], blocks[full : full + k], LAYERS, HEADS)
-    copy_kept(*pools, *region)
+    copied = (slots_of_positions(*region[:3], pairs), offsets, *region[3:])
+    copy_kept(*pools, *copied)
     merge_evicted(*pools, *region)
-    reference.copy_kept(*wanted, *region)
+    reference.copy_kept(*wanted, *copied)
     reference.merge_evicted(*wanted, *region)
     tolerance = (
         {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0.01, "atol": 0.01}

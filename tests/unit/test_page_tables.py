@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from oracle import kernels as reference
 from tests.inputs import fresh_seed
-from vllm_tgvkv.kernels.copy import copy_kept
+from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
 from vllm_tgvkv.kernels.page_tables import write_lengths, write_page_tables
 from vllm_tgvkv.kernels.select import page_offsets, select_tokens
 
@@ -184,23 +184,68 @@ def test_copy_writes_the_kept_tokens_and_nothing_else(
     tiers = torch.zeros(num_old * block_size, dtype=torch.int32)
     positions = select_tokens(scores, tiers, counts, k * pairs, block_size)
     offsets = page_offsets(counts)
+    sources = slots_of_positions(positions, offsets, pool.old_blocks, pairs)
     expected = [part.float() for part in (pool.keys, pool.values)]
-    blocks = (pool.old_blocks, pool.new_blocks)
-    reference.copy_kept(*expected, positions, offsets, *blocks, layers, heads)
-    copy_kept(pool.keys, pool.values, positions, offsets, *blocks, layers, heads, workspace_bytes)
+    target = (offsets, pool.new_blocks, layers, heads)
+    reference.copy_kept(*expected, sources, *target)
+    copy_kept(pool.keys, pool.values, sources, *target, workspace_bytes)
     for got, want in zip((pool.keys, pool.values), expected, strict=True):
         torch.testing.assert_close(got.float(), want, rtol=0, atol=0, equal_nan=True)
         new_pages = (pool.new_blocks.long()[:, None] * pairs + torch.arange(pairs)).flatten()
         assert not got.float()[new_pages].isnan().any()
 
 
+@pytest.mark.parametrize("workspace_bytes", [0, 300, 1 << 20])
+def test_copy_from_any_slots_leaves_pages_without_an_owner(workspace_bytes: int) -> None:
+    """Sources in any page, those of pages without an owner any number; such pages stay NaN."""
+    fresh_seed()
+    layers, heads, block_size, num_old, k = 2, 3, 4, 5, 3
+    pairs = layers * heads
+    pool = make_pool(torch.bfloat16, pairs, block_size, num_old, k)
+    counts = torch.randint(0, 3, (layers, heads))
+    offsets, owned = page_offsets(counts), int(counts.sum())
+    pages = (pool.old_blocks.long()[:, None] * pairs + torch.arange(pairs)).flatten()
+    size = (k * pairs, block_size)
+    sources = pages[torch.randint(0, len(pages), size)] * block_size
+    sources += torch.randint(0, block_size, size)
+    sources[owned:] = torch.randint(-(2**62), 2**62, (k * pairs - owned, block_size))
+    expected = [part.float() for part in (pool.keys, pool.values)]
+    target = (offsets, pool.new_blocks, layers, heads)
+    reference.copy_kept(*expected, sources, *target)
+    copy_kept(pool.keys, pool.values, sources, *target, workspace_bytes)
+    new_pages = (pool.new_blocks.long()[:, None] * pairs + torch.arange(pairs)).flatten()
+    for got, want in zip((pool.keys, pool.values), expected, strict=True):
+        torch.testing.assert_close(got.float(), want, rtol=0, atol=0, equal_nan=True)
+        assert not got.float()[new_pages[:owned]].isnan().any()
+        assert got.float()[new_pages[owned:]].isnan().all()
+
+
+@pytest.mark.parametrize("num_pairs", [1, 2, 17, 65])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_slots_of_an_uncompressed_prompt(num_pairs: int, dtype: torch.dtype) -> None:
+    """Pairs without pages, and pages without a pair, whose slots have no meaning."""
+    fresh_seed()
+    block_size, num_old, num_pages = 3, 4, 2 * num_pairs
+    dealt = torch.multinomial(torch.rand(num_pairs) ** 4, num_pages - 1, replacement=True)
+    offsets = page_offsets(dealt.bincount(minlength=num_pairs))
+    blocks = torch.randperm(1 << 20)[:num_old].to(dtype)
+    size = (num_pages, block_size)
+    positions = torch.randint(0, num_old * block_size, size, dtype=torch.int32)
+    slots = slots_of_positions(positions, offsets, blocks, num_pairs)
+    assert slots.dtype == torch.int64
+    expected = reference.slots_of_positions(positions, offsets, blocks, num_pairs)
+    assert len(expected) == num_pages - 1
+    assert slots[:-1].tolist() == expected
+
+
 def test_copy_names_wrong_arguments() -> None:
     pool = make_pool(torch.float32, 2, 4, 3, 1)
-    positions, offsets = torch.zeros(2, 4).int(), torch.zeros(3).int()
-    blocks = (pool.old_blocks, pool.new_blocks)
-    with pytest.raises(ValueError, match="positions"):
-        copy_kept(pool.keys, pool.values, positions[:1], offsets, *blocks, 1, 2)
+    sources, offsets = torch.zeros(2, 4).long(), torch.zeros(3).int()
+    new = pool.new_blocks
+    for unfit in (sources[:1], sources.int()):
+        with pytest.raises(ValueError, match="sources"):
+            copy_kept(pool.keys, pool.values, unfit, offsets, new, 1, 2)
     with pytest.raises(ValueError, match="offsets"):
-        copy_kept(pool.keys, pool.values, positions, offsets[:2], *blocks, 1, 2)
+        copy_kept(pool.keys, pool.values, sources, offsets[:2], new, 1, 2)
     with pytest.raises(ValueError, match="value_pages"):
-        copy_kept(pool.keys, pool.values[1:], positions, offsets, *blocks, 1, 2)
+        copy_kept(pool.keys, pool.values[1:], sources, offsets, new, 1, 2)

@@ -21,7 +21,7 @@ from oracle.methods import Image, Layout, Pool
 from tests.inputs import fresh_seed
 from vllm_tgvkv.budget import Guard
 from vllm_tgvkv.decision import Decider
-from vllm_tgvkv.kernels.copy import copy_kept
+from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
 from vllm_tgvkv.kernels.merge import merge_evicted
 from vllm_tgvkv.kernels.page_tables import write_lengths, write_page_tables
 from vllm_tgvkv.kernels.row_sums import RowSums
@@ -394,11 +394,12 @@ def run_everything(
         else:
             decision = decider.decide(k)
         offsets = page_offsets(decision.counts)
-        old, new = blocks[:num_old], blocks[num_old:]
-        region = (*cache, decision.positions, offsets, old, new, LAYERS, HEADS)
-        copy_kept(*region, workspace_bytes)
+        kept = (decision.positions, offsets, blocks[:num_old])
+        target = (blocks[num_old:], LAYERS, HEADS)
+        sources = slots_of_positions(*kept, pairs)
+        copy_kept(*cache, sources, offsets, *target, workspace_bytes)
         if policy.merge:
-            merge_evicted(*region)
+            merge_evicted(*cache, *kept, *target)
         state = (row, seq_lens, *regions, offsets[None], BLOCK_SIZE)
         write_page_tables(*state, 0, tables)
         write_lengths(*state, tables[..., 0])
@@ -415,6 +416,7 @@ MIXES = [
     Mix("snapkv", rows="all"),
     Mix("aircache", rows="window"),
     Mix("tgv", rows="answer"),
+    *(Mix("snapkv", granularity=kind, reduce="max") for kind in ("head", "layer")),
 ]
 
 

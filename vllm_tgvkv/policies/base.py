@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from vllm_tgvkv.kernels.statistics import Attention, Statistic
@@ -230,10 +231,20 @@ class Policy:
         """Return the scores of one layer before pooling, float32 ``[S, P]``."""
         return self.score(replace(view, reduction=self.reduction))
 
-    def pooled(self, scores: Tensor, prompt: Prompt) -> Tensor:
+    def pooled(self, scores: Tensor, prompt: Prompt, present: Tensor | None = None) -> Tensor:
         """Return the scores ``[S, P]`` after pooling.
+
+        Args:
+            present: bool ``[S, P]``, false for tokens that an earlier eviction dropped: they count
+                for no other token. None if there was none.
 
         Raises:
             ValueError: if pooling over the patch grid meets an image whose grid is unknown.
         """
-        return prompt.pooler(self.pooling)(scores)
+        pool = prompt.pooler(self.pooling)
+        if present is None:
+            return pool(scores)
+        if self.pooling.reduce == "max":
+            return pool(scores.masked_fill(~present, float("-inf")))
+        shares = pool(present.to(scores.dtype)).clamp(min=torch.finfo(scores.dtype).tiny)
+        return pool(scores.masked_fill(~present, 0)) / shares

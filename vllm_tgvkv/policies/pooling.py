@@ -90,6 +90,16 @@ class Pooling:
         half = (self.kernel or _DEFAULT_KERNEL) // 2
         return half, half
 
+    @property
+    def bytes_per_score(self) -> int:
+        """Bound of the memory that pooling takes for each score of a layer."""
+        if self.kind == "none":
+            return 0
+        is_square = self.kind == "grid" and not self.has_direction
+        num_sizes = 0 if is_square else (sum(self.reach) + 1).bit_length()
+        # Windows of each size, the parts of every position's window, and where these are.
+        return 32 + num_sizes * (2 * (8 if self.reduce == "mean" else 4) + 8)
+
 
 def _is_count(value: object, least: int, most: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most

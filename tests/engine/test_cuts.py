@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Eviction that waits for the answer, and evicts again while it grows: tokens and kept positions.
+
+Every case runs in a real engine and is compared with the oracle, which masks keys of a Hugging Face
+model. Freed blocks are filled with NaN, and all blocks are recounted after every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from oracle.emulation import Answer, Eviction, Oracle
+from oracle.methods import METHODS, Mix, Pool
+from tests.engine.questions import question
+from tests.engine.running import Ask, SteppedEngine, engine
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+SIZE = 32
+TOKENS = 90
+DEBUG = {"poison": True, "record_kept": True, "check_integrity": True}
+WINDOWED = {"base": "snapkv", "pooling": {"kind": "sequence", "forward": 6, "back": 1}}
+MIXES = {
+    "forward": WINDOWED,
+    "largest": {**WINDOWED, "reduce": "max"},
+    "answer": {"base": "snapkv", "rows": "answer", "retain": "by_score"},
+}
+CACHED = {"enable_prefix_caching": True, "num_gpu_blocks_override": 26, "max_num_seqs": 6}
+CHUNKED = {"max_num_batched_tokens": 160}
+
+
+def oracles(name: str) -> str | Mix:
+    """Return the oracle's method or mix of this name."""
+    if name not in MIXES:
+        return METHODS[name]
+    pool = Pool("sequence", forward=6, back=1)
+    if name == "answer":
+        return replace(METHODS["snapkv"], rows="answer", retain="by_score")
+    return replace(METHODS["snapkv"], pooling=pool, reduce="max" if name == "largest" else "mean")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request: its method, its wait and its budget."""
+
+    method: str
+    defer: int
+    budget: float = 0.3
+
+    def ask(self, seed: int) -> Ask:
+        xargs = {
+            "kv_eviction": self.method,
+            "kv_eviction_budget": self.budget,
+            "kv_eviction_defer": self.defer,
+            "kv_eviction_report": 1,
+        }
+        return question(seed, 60, 120 + 17 * seed, max_tokens=TOKENS, xargs=xargs)
+
+
+WAITING = [
+    Case("tgv", 5),
+    Case("snapkv", 1),
+    Case("adakv", 40),
+    Case("aircache", 7, 0.4),
+    Case("vlcache", 3, 0.4),
+    Case("h2o", 6),
+    Case("prefixkv", 2),
+    Case("elastic", 9),
+    Case("streaming", 4),
+    Case("forward", 8),
+    Case("largest", 8),
+    Case("answer", 12),
+    Case("tgv", 0, 0.2),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("llava", image_size=112)
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path) -> Oracle:
+    return Oracle(folder)
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Iterator[SteppedEngine]:
+    """Run an engine whose prompts come in one chunk."""
+    with engine(folder, {"policy": "tgv", "methods": MIXES, "debug": DEBUG}) as running:
+        yield running
+
+
+def expected(oracle: Oracle, running: SteppedEngine, case: Case, ask: Ask, **more: Any) -> Answer:
+    """Return the oracle's answer; `more` are fields of its `Eviction`."""
+    config = running.evictor.config
+    wanted = Eviction(
+        case.budget,
+        SIZE,
+        method=oracles(case.method),
+        sinks=config.sinks,
+        observation_window=config.observation_window,
+        **{"defer": case.defer, **more},
+    )
+    return oracle.answer(oracle.prompt(ask.text, ask.images), ask.max_tokens, wanted)
+
+
+def assert_agrees(
+    running: SteppedEngine,
+    oracle: Oracle,
+    cases: Sequence[Case],
+    outputs: Sequence[Any],
+    **more: Any,
+) -> None:
+    """Assert that tokens, kept positions and reports are the oracle's."""
+    for index, (case, output) in enumerate(zip(cases, outputs, strict=True)):
+        answer = expected(oracle, running, case, case.ask(index), **more)
+        kept = running.kept_after_cuts(output.request_id)
+        kept = kept[len(kept) - len(answer.cuts) :]
+        num_prompt = len(output.prompt_token_ids)
+        for ours, cut in zip(kept, answer.cuts, strict=True):
+            theirs = cut.selection.kept
+            ceiling = more.get("ceiling") is not None and cut is not answer.cuts[0]
+            num_candidates = (theirs.shape[-1] if ceiling else num_prompt) // SIZE * SIZE
+            same = torch.equal(ours[..., :num_candidates], theirs[..., :num_candidates])
+            assert same, f"{case}: cut after {cut.after} keeps other tokens"
+            assert not ours[..., num_candidates:].any(), case
+        assert list(output.outputs[0].token_ids) == answer.tokens, case
+        report = output.kv_transfer_params["kv_eviction"]
+        assert [cut["answer_tokens"] for cut in report["cuts"]] == [c.after for c in answer.cuts]
+
+
+def test_the_answer_so_far_votes(whole: SteppedEngine, oracle: Oracle) -> None:
+    outputs = whole.run([case.ask(index) for index, case in enumerate(WAITING)])
+    assert_agrees(whole, oracle, WAITING, outputs)
+    assert whole.scheduler.query_rows.num_free == whole.evictor.config.num_query_rows
+
+
+def test_an_answer_that_ends_first_is_never_evicted_for(whole: SteppedEngine) -> None:
+    ask = Case("tgv", 20).ask(3)
+    before = whole.counters["requests_skipped"].get("answer_too_short", 0)
+    short, long = whole.run([replace(ask, max_tokens=21), replace(ask, max_tokens=22)])
+    report = short.kv_transfer_params["kv_eviction"]
+    assert (report["skip_reason"], report["cuts"]) == ("answer_too_short", [])
+    (cut,) = long.kv_transfer_params["kv_eviction"]["cuts"]
+    assert cut["answer_tokens"] == 20
+    (name,) = [whole.add(ask)]
+    while not (found := whole.requests([name])) or found[0].num_output_tokens < 10:
+        whole.step()
+    whole.core.abort_requests([found[0].request_id])
+    whole.engine.output_processor.abort_requests([name], internal=False)
+    whole.assert_empty()
+    assert whole.counters["requests_skipped"]["answer_too_short"] == before + 2
+
+
+def test_waits_in_a_small_pool(folder: Path, oracle: Oracle) -> None:
+    """With chunks, prefix-cache hits and preemptions, two waiting requests at a time."""
+    settings = {"policy": "tgv", "methods": MIXES, "query_rows": 330, "debug": DEBUG}
+    with engine(folder, settings, **CACHED, **CHUNKED) as running:
+        asks = [case.ask(index) for index, case in enumerate(WAITING)]
+        for _ in range(2):  # the second time with hits
+            outputs = running.run(asks)
+            assert_agrees(running, oracle, WAITING, outputs)
+        assert running.preempted
+        assert sum(output.num_cached_tokens for output in outputs) > 0
+        assert running.scheduler.query_rows.num_free == 330
+
+
+SCHEDULE = [[6, 0.6], [30, 0.4], [61, 0.2]]
+
+
+@pytest.mark.parametrize("options", [{}, {**CACHED, **CHUNKED}], ids=["whole", "cached"])
+def test_a_schedule_evicts_in_steps(folder: Path, oracle: Oracle, options: dict[str, Any]) -> None:
+    settings = {
+        "policy": "tgv",
+        "methods": MIXES,
+        "decode": {"schedule": SCHEDULE, "rows": 16},
+        "debug": DEBUG,
+    }
+    names = ("tgv", "snapkv", "adakv", "streaming", "pyramidkv", "h2o", "forward", "largest")
+    cases = [Case(name, 6, 0.6) for name in names]
+    with engine(folder, settings, **options) as running:
+        asks = [replace(c.ask(i), xargs=step_xargs(c)) for i, c in enumerate(cases)]
+        outputs = running.run(asks)
+        later = tuple((after, budget) for after, budget in SCHEDULE[1:])
+        assert_agrees(running, oracle, cases, outputs, schedule=later, answer_rows=16)
+        assert not options or running.preempted
+
+
+def step_xargs(case: Case) -> dict[str, Any]:
+    return {"kv_eviction": case.method, "kv_eviction_report": 1}
+
+
+def test_a_ceiling_bounds_a_long_answer(folder: Path, oracle: Oracle) -> None:
+    """Prompt and answer are cut together; the number of blocks stays flat."""
+    settings = {
+        "policy": "tgv",
+        "budget": 0.3,
+        "decode": {"max_tokens": 96, "buffer": 32, "rows": 16},
+        "debug": DEBUG,
+    }
+    cases = [Case(name, 3) for name in ("snapkv", "adakv", "tgv", "streaming")]
+    with engine(folder, settings) as running:
+        asks = [replace(c.ask(i), max_tokens=200) for i, c in enumerate(cases)]
+        outputs = running.run(asks)
+        for index, (case, ask, output) in enumerate(zip(cases, asks, outputs, strict=True)):
+            more = {"ceiling": 96, "buffer": 32, "answer_rows": 16}
+            answer = expected(oracle, running, case, ask, **more)
+            assert list(output.outputs[0].token_ids) == answer.tokens, (index, case)
+            cuts = output.kv_transfer_params["kv_eviction"]["cuts"]
+            assert [cut["answer_tokens"] for cut in cuts] == [cut.after for cut in answer.cuts]
+            assert len(cuts) >= 3
+            assert {cut["blocks_after"] for cut in cuts[1:]} == {96 // SIZE}

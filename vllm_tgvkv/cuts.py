@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a request's cache is cut, and to how many blocks: plain numbers, known before they happen.
+
+The first cut evicts the prompt, at the end of the prefill or after some tokens of the answer. Later
+ones make the cache smaller while the answer grows: a schedule evicts more of the prompt at given
+tokens of the answer; a ceiling evicts from prompt and answer whenever they have grown by a buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One eviction of a request; blocks are counted as those of one (layer, head), on average."""
+
+    at: int
+    """Tokens of the request, those of its answer included, that are computed when it is made."""
+    num_retained: int
+    """k, blocks of the region that it leaves; an upper bound if there is a guard."""
+    num_replaced: int
+    """t, full blocks of the row, from its start, whose place the region takes."""
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """Most tokens that the full blocks of a decoding request hold, rounded to whole blocks."""
+
+    max_tokens: int
+    """What a cut leaves."""
+    buffer: int
+    """What may come on top before the next cut; at least one block."""
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """All cuts of one request."""
+
+    scheduled: Sequence[Cut]
+    """The first cut and those of the schedule, in order, each with fewer blocks than the last."""
+    ceiling: Ceiling | None
+    block_size: int
+
+    @property
+    def first(self) -> Cut:
+        return self.scheduled[0]
+
+    def after(self, cut: Cut) -> Cut | None:
+        """Return the cut that follows `cut`, or None."""
+        if self.ceiling is None:
+            return next((later for later in self.scheduled if later.at > cut.at), None)
+        size = self.block_size
+        least = self.ceiling.max_tokens // size
+        most = max((self.ceiling.max_tokens + self.ceiling.buffer) // size, least + 1)
+        # The first number of full blocks in the row with which more than `most` are held.
+        num_full = cut.num_replaced - cut.num_retained + most + 1
+        num_full = max(num_full, cut.at // size + 1)
+        return Cut(num_full * size, least, num_full)
+
+
+def plan_cuts(
+    num_prompt_tokens: int,
+    scheduled: Sequence[tuple[int, int]],
+    ceiling: Ceiling | None,
+    block_size: int,
+) -> Cuts:
+    """Return a request's cuts.
+
+    Args:
+        scheduled: for each cut of the prompt, tokens of the answer and retained blocks. Cuts that
+            would retain no fewer blocks than the one before are left out.
+        ceiling: bounds the first cut, too; there is no schedule then.
+    """
+    num_full = num_prompt_tokens // block_size
+    cuts: list[Cut] = []
+    for num_answer, num_retained in scheduled:
+        if ceiling is not None:
+            num_retained = min(num_retained, max(ceiling.max_tokens // block_size, 1))
+        if not cuts or num_retained < cuts[-1].num_retained:
+            cuts.append(Cut(num_prompt_tokens + num_answer, num_retained, num_full))
+    return Cuts(cuts, ceiling, block_size)

@@ -35,7 +35,7 @@ CACHED = {
     "enable_prefix_caching": True,
     "num_gpu_blocks_override": 26,
     "max_num_seqs": 6,
-    "max_model_len": 512,
+    "max_model_len": 640,
 }
 CHUNKED = {"max_num_batched_tokens": 160}
 

@@ -78,6 +78,7 @@ WAITING = [
     Case("prefixkv", 2),
     Case("elastic", 9),
     Case("streaming", 4),
+    Case("rkv", 5),
     Case("forward", 8),
     Case("largest", 8),
     Case("answer", 12),
@@ -195,7 +196,7 @@ def test_a_schedule_evicts_in_steps(folder: Path, oracle: Oracle, options: dict[
         "decode": {"schedule": SCHEDULE, "rows": 16},
         "debug": DEBUG,
     }
-    names = ("tgv", "snapkv", "adakv", "streaming", "pyramidkv", "h2o", "forward", "largest")
+    names = ("tgv", "snapkv", "adakv", "streaming", "pyramidkv", "h2o", "forward", "largest", "rkv")
     cases = [Case(name, 6, 0.6) for name in names]
     with engine(folder, settings, **options) as running:
         asks = [replace(c.ask(i), xargs=step_xargs(c)) for i, c in enumerate(cases)]
@@ -217,7 +218,7 @@ def test_a_ceiling_bounds_a_long_answer(folder: Path, oracle: Oracle) -> None:
         "decode": {"max_tokens": 96, "buffer": 32, "rows": 16},
         "debug": DEBUG,
     }
-    cases = [Case(name, 3) for name in ("snapkv", "adakv", "tgv", "streaming")]
+    cases = [Case(name, 3) for name in ("snapkv", "adakv", "tgv", "streaming", "rkv")]
     with engine(folder, settings) as running:
         asks = [replace(c.ask(i), max_tokens=200) for i, c in enumerate(cases)]
         outputs = running.run(asks)

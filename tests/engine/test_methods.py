@@ -33,7 +33,7 @@ MIXES = {
     f"{name}-{other}": replace(mix, granularity=other)
     for name, mix in METHODS.items()
     for other in {LAYER, HEAD} - {mix.granularity}
-    if name not in ("adakv", "random")
+    if name not in ("adakv", "rkv", "random")
 } | {
     "own modality": Mix("vv_tt", "vv", "vision_first", HEAD),
     "text": Mix("text_rows", "tt", "text_first", HEAD, Pool("grid", 3, "mean")),
@@ -122,6 +122,7 @@ class Cases:
                 [case.budget],
                 noise=3e-5,
                 trials=3,
+                states=self.oracle.states(prompt),
             ):
                 selection = self.oracle.select(prompt, wanted)
                 tokens = self.oracle.generate(prompt, ask.max_tokens, selection.kept)

@@ -176,8 +176,8 @@ class EvictingWorker:
 
     @property
     def observes(self) -> bool:
-        """Whether layers are observed in this step."""
-        return self._evictor is not None and self._evictor.has_work
+        """Whether layers are observed in this step if it has one token of every request."""
+        return self._evictor is not None and self._evictor.has_work(single_tokens=True)
 
 
 class OutputWithOutcomes(AsyncModelRunnerOutput):

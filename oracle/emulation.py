@@ -47,7 +47,8 @@ class Eviction(Settings):
         text_only: "keep" or "evict" prompts without vision.
         defer: m, the answer tokens whose rows are computed before the first cut. They vote as well.
         schedule: further cuts of the prompt, each after that many answer tokens to that budget.
-        answer_rows: W, the last rows of the answer that vote in a cut after the first.
+        answer_rows: W, the last rows that vote in a cut after the first, at most those since the
+            cut before.
         ceiling, buffer: M and B in tokens. From the first cut on, prompt and answer are cut to M
             whenever a head has more than M + B tokens in full blocks, on average.
     """
@@ -238,7 +239,8 @@ class Cutter:
         eviction, settings = self.eviction, replace(self.eviction, budget=budget)
         earlier = None
         if kept is not None:
-            first = max(moment.prompt_tokens, moment.length - eviction.answer_rows)
+            since = max((cut.after for cut in self.cuts if cut.after < moment.answer), default=0)
+            first = moment.length - min(eviction.answer_rows, moment.answer - since)
             earlier = Earlier(kept, tuple(range(first, moment.length)))
         attention = moment.attention()
         given = (eviction.method, attention, layout, self.kv_heads, settings)

@@ -105,6 +105,9 @@ class EvictionScheduler(Scheduler):
         self.query_rows = QueryRows(config.num_query_rows)
         self._first_chunks: list[str] = []
         """Requests that took query rows while this step was scheduled."""
+        self._rows_are_short = False
+        """Whether a request waits for query rows in this step. Those after it take none, or a
+        request that needs many could wait forever."""
         self._defaults = Defaults(config)
         self._forgotten: list[str] = []
         self._reports: dict[str, EvictionReport] = {}
@@ -157,10 +160,12 @@ class EvictionScheduler(Scheduler):
                 options.policy, request.num_prompt_tokens, num_blocks
             )
         model = self.vllm_config.model_config.hf_config
-        candidate = make_candidate(request, options, self.eviction_config, self.block_size, model)
+        candidate = make_candidate(
+            request, options, self.eviction_config, self.block_size, model, self.max_model_len
+        )
         if isinstance(candidate, str):
             self._skip(request, options.policy, candidate)
-        elif not self.manager.can_ever_fit(candidate.cuts.first):
+        elif not self.manager.can_ever_fit(candidate.cuts):
             self._skip(request, options.policy, "pool_too_small")
         else:
             self.candidates[request.request_id] = candidate
@@ -183,7 +188,9 @@ class EvictionScheduler(Scheduler):
         # The step that evicts must run, even if a preempted request has all of its tokens and
         # more in the cache. With speculative decoding vLLM pads a first step of one token with
         # draft positions, which would lie behind the tokens that the eviction sees.
-        limit = candidate.cuts.first.at - (2 if self.num_spec_tokens else 1)
+        limit = candidate.cuts.first.at - 1
+        if self.num_spec_tokens:
+            limit = min(limit - 1, request.num_tokens - 2)
         last_cached = candidate.voters.last_cached(self.eviction_config.prefix_reuse == "exact")
         if last_cached is not None:
             limit = min(limit, last_cached)
@@ -214,6 +221,8 @@ class EvictionScheduler(Scheduler):
             if end > num_known and end == candidate.cut.at:
                 # A draft would evict, and it may be rejected: wait until the token is known.
                 end -= 1
+            if candidate.voters_of_cut.every_row:
+                end = min(end, num_known)  # a draft that is rejected must not be summed
             num_new_tokens = end - num_computed_tokens
             if not self._may_observe(candidate, request.request_id, num_computed_tokens, end):
                 return 0
@@ -235,7 +244,8 @@ class EvictionScheduler(Scheduler):
             return True
         if candidate.cut != candidate.cuts.first and end <= rows[0]:
             return True
-        if not self.query_rows.take(request_id, len(rows)):
+        if self._rows_are_short or not self.query_rows.take(request_id, len(rows)):
+            self._rows_are_short = True
             return False
         self._first_chunks.append(request_id)
         return True
@@ -246,7 +256,7 @@ class EvictionScheduler(Scheduler):
         output = super().schedule(*args, **kwargs)
         scheduled = output.num_scheduled_tokens
         self.query_rows.give_back(name for name in self._first_chunks if name not in scheduled)
-        self._first_chunks = []
+        self._first_chunks, self._rows_are_short = [], False
         plan = StepPlan(
             released=self.manager.drain_released(),
             forgotten=self._forgotten,
@@ -305,7 +315,7 @@ class EvictionScheduler(Scheduler):
         options, voting = candidate.options, candidate.voters_of_cut
         is_first = cut == candidate.cuts.first
         candidate.was_evicted = True
-        candidate.cut = candidate.cuts.after(cut)
+        candidate.advance()
         stored = self.query_rows.of(request.request_id)
         # Free from now on: the rows are read in this step, and written by later ones.
         self.query_rows.give_back([request.request_id])
@@ -355,6 +365,7 @@ class EvictionScheduler(Scheduler):
         candidate = self.candidates.get(failure.request_id)
         if candidate is None:
             return  # it ended meanwhile
+        candidate.has_failed = True
         self._skip(self.requests[failure.request_id], candidate.options.policy, "policy_failed")
         # vLLM's update ends the requests in this set with an error.
         self.grammar_compile_error_reqs.add(failure.request_id)
@@ -438,7 +449,8 @@ class EvictionScheduler(Scheduler):
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         kv_params, ec_params = super()._free_request(request, *args, **kwargs)
         if candidate := self.candidates.pop(request.request_id, None):
-            if candidate.options.defer and not candidate.was_evicted:
+            was_counted = candidate.was_evicted or candidate.has_failed
+            if candidate.options.defer and not was_counted:
                 self._skip(request, candidate.options.policy, "answer_too_short")
             self._forgotten.append(request.request_id)
             self.query_rows.give_back([request.request_id])

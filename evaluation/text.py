@@ -177,7 +177,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.plan:
                 return 0
             results = _run(parts, options, given)
-    except (UsageError, EvictionConfigError, WeightsMissingError) as error:
+    except (
+        UsageError,
+        EvictionConfigError,
+        WeightsMissingError,
+        text_results.ResultsError,
+    ) as error:
         parser.error(str(error))
     except KeyboardInterrupt:
         print("\nInterrupted; the same command continues from here.", file=sys.stderr)

@@ -19,6 +19,10 @@ from measure.statistics import Estimate, bootstrap, holm, mcnemar, wilson
 FILE = "results.json"
 
 
+class ResultsError(ValueError):
+    """A file of results cannot be read; the message names it and the way out."""
+
+
 @dataclass(frozen=True)
 class TaskResult:
     """What the full cache answers of a task."""
@@ -189,19 +193,29 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def read(folder: Path) -> dict[str, PartResult]:
-    """Return the results in a folder by part; none if it has no file."""
+    """Return the results in a folder by part; none if it has no file.
+
+    Raises:
+        ResultsError: if another version wrote the file.
+    """
     path = folder / FILE
     if not path.exists():
         return {}
-    return {
-        name: PartResult(
-            part["facts"],
-            [TaskResult(**_estimates(task)) for task in part["tasks"]],
-            [TextCell(**_estimates(cell)) for cell in part["cells"]],
-            [TextComparison(**_estimates(claim)) for claim in part["comparisons"]],
-        )
-        for name, part in json.loads(path.read_text(encoding="utf-8")).items()
-    }
+    try:
+        return {
+            name: PartResult(
+                part["facts"],
+                [TaskResult(**_estimates(task)) for task in part["tasks"]],
+                [TextCell(**_estimates(cell)) for cell in part["cells"]],
+                [TextComparison(**_estimates(claim)) for claim in part["comparisons"]],
+            )
+            for name, part in json.loads(path.read_text(encoding="utf-8")).items()
+        }
+    except (TypeError, KeyError) as error:
+        raise ResultsError(
+            f"{path} was written by another version of this program ({error}): remove it, or name "
+            "another folder with --output"
+        ) from error
 
 
 def write(parts: dict[str, PartResult], folder: Path) -> None:

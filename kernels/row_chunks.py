@@ -157,7 +157,7 @@ class TorchAttention(ObservedAttention):
                 entropies[:, rows] = spare.sum(dim=-1).mean(dim=1)
         return (
             self._mean_of_groups(sums.squeeze(1)),
-            self._share_of_visible(layer, below),
+            self._share_of_visible(layer, below) if "share_below" in queried else below,
             self._mean_of_groups(entropies),
             maxima,
         )

@@ -10,19 +10,25 @@ from vllm_tgvkv.kernels.statistics import Attention, ObservedAttention
 
 
 class RowSums(Attention):
-    """Column sums of one layer over the text rows and over the vision rows of a prompt.
+    """Column sums over the text rows and over the vision rows of a prompt.
 
-    Row i sees keys ``0..i``, so a chunk of rows does not depend on later chunks. The sums start at
-    zero; :meth:`add` adds one chunk.
+    The S token sets are those of one layer or of several. Row i sees keys ``0..i``, so a chunk of
+    rows does not depend on later chunks. The sums start at zero; :meth:`add` adds one chunk.
     """
 
     def __init__(self, num_sets: int, num_tokens: int, device: torch.device) -> None:
         self._sums = torch.zeros(num_sets, 2, num_tokens, device=device)
 
-    def add(self, chunk: ObservedAttention, is_vision: Tensor) -> None:
-        """Add the rows of ``chunk``; ``is_vision`` is bool ``[O]``, their modality."""
+    def add(self, chunk: ObservedAttention, is_vision: Tensor, first_set: int = 0) -> None:
+        """Add the rows of a chunk, observed in some or all layers.
+
+        Args:
+            is_vision: bool ``[O]``, the rows' modality.
+            first_set: index of the chunk's first token set among all.
+        """
         weights = torch.stack((~is_vision, is_vision)).unsqueeze(0)
-        self._sums[..., : chunk.num_keys] += chunk.mixed_column_sums(weights)
+        sets = slice(first_set, first_set + chunk.num_groups)
+        self._sums[sets, :, : chunk.num_keys] += chunk.mixed_column_sums(weights)
 
     @property
     def text_column_sums(self) -> Tensor:

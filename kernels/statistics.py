@@ -79,7 +79,7 @@ class Attention(Protocol):
 
     @property
     def column_maxima(self) -> Tensor:
-        """float32 ``[S, P]``, maximum over the rows of A, averaged over the group's query heads."""
+        """float32 ``[S, P]``, maximum over the rows of the mean of A over the group."""
         _not_observed("column_maxima", _FEW_ROWS)
 
     @property

@@ -343,6 +343,19 @@ def test_the_page_has_what_was_measured(tmp_path: Path) -> None:
     assert (tmp_path / "README.md").read_text() == page
 
 
+def test_results_of_another_version_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / text_results.FILE
+    file.write_text('{"methods": {"facts": {}, "tasks": [{"task": "old"}], "cells": []}}')
+    with pytest.raises(SystemExit) as stop:
+        text.main(["--only", "report", "--output", str(tmp_path)])
+    assert stop.value.code == 2
+    message = capsys.readouterr().err
+    assert str(file) in message
+    assert "--output" in message
+
+
 # -- the model's folder ---------------------------------------------------------------------
 
 

@@ -25,6 +25,16 @@ from vllm_tgvkv.kernels.statistics import (
     observe,
     observe_layers,
 )
+from vllm_tgvkv.policies import (
+    NO_ATTENTION,
+    POLICY_NAMES,
+    Attention,
+    LayerView,
+    Mix,
+    Prompt,
+    build_policy,
+)
+from vllm_tgvkv.prompt import RowSet, VisionSpan
 
 HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE = 2, 3, 8, 4
 SCALE = HEAD_SIZE**-0.5
@@ -493,3 +503,67 @@ def test_wrong_arguments_of_layers_are_named(change: dict[str, object], word: st
     layers = make_layers([[9, 3], [1, 14]], [13, 5, 0], per_head=True)
     with pytest.raises(ValueError, match=word):
         observe_layers(**{**layers.arguments, **change})
+
+
+METHODS = [
+    *(Mix(name) for name in POLICY_NAMES if build_policy(Mix(name)).score.rows != "none"),
+    *(Mix(name, granularity="head") for name in ("tgv", "vlcache", "aircache", "prefixkv")),
+    *(Mix(allocation=part) for part in ("vv", "tt", "entropy")),
+    Mix(score="vv_tt", granularity="head"),
+    Mix("snapkv", reduce="max"),
+]
+
+
+@pytest.mark.parametrize("mix", METHODS, ids=str)
+def test_methods_score_layers_at_once_as_one_by_one(mix: Mix) -> None:
+    """To a score or a strength, the token sets of several layers are like those of one."""
+    fresh_seed()
+    policy = build_policy(mix)
+    num_layers, num_keys = 3, 29
+    images = (VisionSpan(6, 12, (3, 4)),)
+    is_vision = (torch.arange(num_keys) >= 6) & (torch.arange(num_keys) < 18)
+    prompt = Prompt(num_keys, 28, is_vision, sinks=2, images=images)
+    per_head = policy.granularity == "head"
+    num_sets = HEADS if per_head else 1
+    arguments = make_layers(
+        [[num_keys] * HEADS] * num_layers, range(num_keys - 1, -1, -1), per_head, GROUP
+    ).arguments
+
+    def observed(kind: RowSet, layers: slice) -> ObservedAttention:
+        pairs = slice(layers.start * HEADS, layers.stop * HEADS)
+        rows = slice(0 if kind == "all" else 20, num_keys)
+        some = {
+            "queries": arguments["queries"][layers, rows],
+            "num_hidden": arguments["num_hidden"][rows],
+            "scale": arguments["scale"][layers],
+            **{name: arguments[name][pairs] for name in ("tables", "lengths")},
+        }
+        return observe_layers(
+            **{**arguments, **some},
+            statistics=policy.statistics(kind),
+            row_positions=torch.arange(num_keys)[rows],
+        )
+
+    def attention(kind: RowSet, layers: slice) -> Attention:
+        if kind == "none":
+            return NO_ATTENTION
+        if kind != "all":
+            return observed(kind, layers)
+        sums = RowSums((layers.stop - layers.start) * num_sets, num_keys, torch.device("cpu"))
+        for i, layer in enumerate(range(layers.start, layers.stop)):
+            sums.add(observed(kind, slice(layer, layer + 1)), is_vision, first_set=i * num_sets)
+        return sums
+
+    def scored(layers: slice) -> tuple[torch.Tensor, ...]:
+        number = (layers.stop - layers.start) * num_sets
+        view = LayerView(0, number, prompt, attention(policy.score.rows, layers))
+        scores = policy.scores(view)
+        view = LayerView(0, number, prompt, attention(policy.allocation.rows, layers))
+        strengths = policy.allocation.strength(view, scores)
+        return scores, policy.pooled(scores, prompt), strengths
+
+    together = scored(slice(0, num_layers))
+    for layer in range(num_layers):
+        sets = slice(layer * num_sets, (layer + 1) * num_sets)
+        for of_all, alone in zip(together, scored(slice(layer, layer + 1)), strict=True):
+            assert torch.equal(of_all[sets], alone)

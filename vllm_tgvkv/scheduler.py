@@ -337,7 +337,7 @@ class EvictionScheduler(Scheduler):
             voters=voting,
             num_cached=candidate.num_cached if is_first else 0,
             guard=candidate.guard,
-            traced_budget=str(options.budget) if options.trace and is_first else None,
+            traced_budget=str(options.budget) if options.trace else None,
             old_blocks=np.array(swap.old_blocks, dtype=np.int32),
             new_blocks=np.array(swap.new_blocks, dtype=np.int32),
             row_blocks=np.array(swap.row_blocks, dtype=np.int32),

@@ -177,14 +177,18 @@ def kept_by(running: SteppedEngine, output: Any) -> torch.Tensor:
 
 def assert_report(output: Any, expected: Expected, blocks: int) -> None:
     full, tail = divmod(len(expected.prompt.token_ids), BLOCK_SIZE)
-    assert output.kv_transfer_params["kv_eviction"] == {
-        "policy": expected.case.method,
-        "prompt_tokens": len(expected.prompt.token_ids),
+    sizes = {
         "blocks_before": full + (tail > 0),
         "kept_tokens": blocks * BLOCK_SIZE + tail,
         "blocks_after": blocks + (tail > 0),
+    }
+    assert output.kv_transfer_params["kv_eviction"] == {
+        "policy": expected.case.method,
+        "prompt_tokens": len(expected.prompt.token_ids),
+        **sizes,
         "skip_reason": None,
         "trace": None,
+        "cuts": [{"answer_tokens": 0, **sizes}],
     }
 
 

@@ -82,9 +82,9 @@ class Memory:
 def memory_outside_pool(config: EvictionConfig, sizes: Sizes) -> Memory:
     """Return the memory that the server's evictions and compressed requests take.
 
-    It is enough for any method that a request may name, with a budget `auto`, and for prompts that
-    end in the same step with `Sizes.max_tokens` plus `Sizes.step_tokens` tokens together. Only
-    prompts that hit the prefix cache can be longer together.
+    It is enough for any method that a request may name, with a budget `auto`, and for requests that
+    are evicted in the same step with `Sizes.max_tokens` plus `Sizes.step_tokens` tokens together.
+    The scheduler lets others wait for the next step.
 
     To set aside memory for something else, add a line here and to the table of `docs/design.md`.
     """

@@ -105,6 +105,10 @@ class EvictionScheduler(Scheduler):
         self.query_rows = QueryRows(config.num_query_rows)
         self._first_chunks: list[str] = []
         """Requests that took query rows while this step was scheduled."""
+        self._most_cut_tokens = self.max_model_len + self.max_num_scheduled_tokens
+        """Tokens of all requests together that are evicted in one step, which bounds the memory of
+        their scores (`memory.py`). One more waits for the next step."""
+        self._num_cut_tokens = 0
         self._rows_are_short = False
         """Whether a request waits for query rows in this step. Those after it take none, or a
         request that needs many could wait forever."""
@@ -226,8 +230,14 @@ class EvictionScheduler(Scheduler):
             num_new_tokens = end - num_computed_tokens
             if not self._may_observe(candidate, request.request_id, num_computed_tokens, end):
                 return 0
-        may_take = self.manager.may_take(request.request_id, num_computed_tokens + num_new_tokens)
-        return num_new_tokens if may_take else 0
+        end = num_computed_tokens + num_new_tokens
+        if not self.manager.may_take(request.request_id, end):
+            return 0
+        if candidate is not None and candidate.cut is not None and end == candidate.cut.at:
+            if self._num_cut_tokens and self._num_cut_tokens + end > self._most_cut_tokens:
+                return 0
+            self._num_cut_tokens += end
+        return num_new_tokens
 
     def _may_observe(self, candidate: Candidate, request_id: str, start: int, end: int) -> bool:
         """Take query rows for the chunk `start` to `end` of a candidate, if it needs any.
@@ -253,6 +263,7 @@ class EvictionScheduler(Scheduler):
     # -- each step ----------------------------------------------------------------------
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self._num_cut_tokens = 0
         output = super().schedule(*args, **kwargs)
         scheduled = output.num_scheduled_tokens
         self.query_rows.give_back(name for name in self._first_chunks if name not in scheduled)

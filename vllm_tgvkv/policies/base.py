@@ -127,6 +127,8 @@ class Score(ABC):
     """Reductions with which the score is defined; with ``max`` it reads :attr:`LayerView.votes`."""
     statistics: ClassVar[frozenset[Statistic]] = frozenset()
     """Statistics the score reads in addition to column sums."""
+    cuts_again: ClassVar[bool] = True
+    """Whether it is defined on what an earlier eviction left, with rows of the answer only."""
 
     @abstractmethod
     def __call__(self, view: LayerView) -> Tensor:
@@ -153,6 +155,8 @@ class Allocation:
     """Row set whose attention the allocation reads."""
     statistics: ClassVar[frozenset[Statistic]] = frozenset()
     """Statistics the allocation reads in addition to column sums."""
+    cuts_again: ClassVar[bool] = True
+    """Whether it is defined on what an earlier eviction left, with rows of the answer only."""
     granularities: ClassVar[tuple[Granularity, ...]] = ("layer", "head")
     """Granularities at which the allocation is defined."""
     needs_vision: ClassVar[bool] = False
@@ -218,6 +222,11 @@ class Policy:
     def needs_answer(self) -> bool:
         """Whether rows of the answer alone vote, so that eviction has to wait for some."""
         return "answer" in self.row_sets
+
+    @property
+    def cuts_again(self) -> bool:
+        """Whether it can evict from what an earlier eviction left."""
+        return not self.merge and self.score.cuts_again and self.allocation.cuts_again
 
     def statistics(self, rows: RowSet) -> frozenset[Statistic]:
         """Return the statistics that the parts with this row set read."""

@@ -174,6 +174,7 @@ def _engine_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refus
     }
     config = config_of(vllm_config)
     kernel = config.decode_kernel
+    least = _least_ceiling(config, vllm_config.cache_config.block_size)
     shared_maxima = _methods_with_shared_maxima(config, model, ranks)
     return (
         # Drafts
@@ -208,6 +209,17 @@ def _engine_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refus
             f"reduce: max of the method {', '.join(shared_maxima)} where heads of several ranks "
             f"share a token set (--tensor-parallel-size {ranks})",
             "use reduce: mean, or granularity: head and at most one rank per KV head",
+        ),
+        (
+            config.cuts_again and bool(several),
+            f"decode (later evictions) and {several}",
+            "remove decode from --kv-eviction-config, use one rank and one stage",
+        ),
+        (
+            least is not None,
+            f"decode.max_tokens: {config.decode and config.decode.max_tokens}, which is less than "
+            f"floor_pages ({config.floor_pages}) and one block",
+            f"give at least {least} tokens",
         ),
         (
             bool(several) and executor not in (None, "mp"),
@@ -284,6 +296,13 @@ def _engine_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refus
             "set VLLM_USE_V2_MODEL_RUNNER=0",
         ),
     )
+
+
+def _least_ceiling(config: EvictionConfig, block_size: int) -> int | None:
+    """Return the lowest ceiling that leaves every head its floor; None if it is no lower."""
+    ceiling = config.decode.ceiling if config.decode else None
+    least = max(config.floor_pages, 1) * block_size
+    return least if ceiling is not None and ceiling.max_tokens < least else None
 
 
 def _methods_with_shared_maxima(

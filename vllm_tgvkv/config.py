@@ -167,7 +167,10 @@ class DecodeOptions:
         help="Tokens by which a cache may grow above the ceiling; one block or more.",
     )
     rows: int = setting(
-        32, at_least=1, help="Last tokens of the answer that vote at each eviction after the first."
+        32,
+        at_least=1,
+        help="Last tokens of the answer that vote at each eviction after the first, at most those "
+        "since the eviction before.",
     )
 
     def __post_init__(self) -> None:
@@ -340,6 +343,12 @@ class EvictionConfig:
         return self.defer > 0 or self.decode is not None
 
     @property
+    def cuts_again(self) -> bool:
+        """Whether there are evictions after the first one."""
+        decode = self.decode
+        return decode is not None and (bool(decode.later) or decode.ceiling is not None)
+
+    @property
     def num_query_rows(self) -> int:
         """Rows of the query pool."""
         if self.query_rows is not None:
@@ -358,6 +367,11 @@ class EvictionConfig:
             EvictionConfigError: naming the field, its value and what it may be.
         """
         others = self.observation_window + WINDOW
+        if self.decode is not None and self.decode.rows > self.num_query_rows:
+            raise EvictionConfigError(
+                f"kv_eviction.decode.rows is {self.decode.rows}: give at most query_rows "
+                f"({self.num_query_rows}), or set query_rows to at least as many"
+            )
         if self.query_rows is not None:
             if self.most_deferred < self.defer:
                 raise EvictionConfigError(
@@ -429,6 +443,18 @@ class EvictionConfig:
             raise EvictionConfigError(
                 f"budget auto with {source} {name!r}: its scores ignore attention, whose "
                 "share auto guards; give a fraction, or another method"
+            )
+        if self.cuts_again and budget.is_auto:
+            raise EvictionConfigError(
+                f"budget auto with {source} {name!r}: the later evictions of decode have budgets "
+                "of their own and no guard; give a fraction, or start the server without decode"
+            )
+        if self.cuts_again and not policy.cuts_again:
+            why = "merges tokens" if policy.merge else "is not defined on what is left"
+            raise EvictionConfigError(
+                f"{source} is {quoted(name)}, which {why} after the first eviction, and decode "
+                "evicts again: choose another method, such as snapkv, or start the server without "
+                "decode"
             )
         if policy.needs_answer and not defer:
             raise EvictionConfigError(

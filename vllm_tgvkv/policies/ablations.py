@@ -17,6 +17,7 @@ class OwnModalityScore(Score):
 
     rows = "all"
     other_rows = ()
+    cuts_again = False
 
     def __call__(self, view: LayerView) -> Tensor:
         attention = view.attention
@@ -31,6 +32,7 @@ class VisionVisionAllocation(Allocation):
 
     rows = "all"
     needs_vision = True
+    cuts_again = False
 
     def strength(self, view: LayerView, scores: Tensor) -> Tensor:
         return mass(view.attention.vision_column_sums, view.prompt.is_vision)

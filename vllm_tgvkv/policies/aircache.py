@@ -30,6 +30,7 @@ class EliteScore(Score):
     """
 
     rows = "after_vision"
+    cuts_again = False
 
     def __call__(self, view: LayerView) -> Tensor:
         attention, is_vision = view.attention, view.prompt.is_vision
@@ -61,6 +62,7 @@ class StrengthAndSkewnessAllocation(Allocation):
 
     needs_vision = True
     adds_scores = True
+    cuts_again = False
 
     def strength(self, view: LayerView, scores: Tensor) -> Tensor:
         is_vision = view.prompt.is_vision

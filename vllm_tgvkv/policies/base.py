@@ -131,6 +131,8 @@ class Score(ABC):
     """Granularities at which the score is defined."""
     is_signed: ClassVar[bool] = False
     """Whether scores may be negative, so that their sums mean nothing."""
+    cuts_again: ClassVar[bool] = True
+    """Whether it is defined on what an earlier eviction left, with rows of the answer only."""
 
     @abstractmethod
     def __call__(self, view: LayerView) -> Tensor:
@@ -157,6 +159,8 @@ class Allocation:
     """Row set whose attention the allocation reads."""
     statistics: ClassVar[frozenset[Statistic]] = frozenset()
     """Statistics the allocation reads in addition to column sums."""
+    cuts_again: ClassVar[bool] = True
+    """Whether it is defined on what an earlier eviction left, with rows of the answer only."""
     granularities: ClassVar[tuple[Granularity, ...]] = ("layer", "head")
     """Granularities at which the allocation is defined."""
     adds_scores: ClassVar[bool] = False
@@ -224,6 +228,11 @@ class Policy:
     def needs_answer(self) -> bool:
         """Whether rows of the answer alone vote, so that eviction has to wait for some."""
         return "answer" in self.row_sets
+
+    @property
+    def cuts_again(self) -> bool:
+        """Whether it can evict from what an earlier eviction left."""
+        return not self.merge and self.score.cuts_again and self.allocation.cuts_again
 
     def statistics(self, rows: RowSet) -> frozenset[Statistic]:
         """Return the statistics that the parts with this row set read."""

@@ -33,6 +33,7 @@ class SparsityAllocation(Allocation):
 
     rows = "after_vision"
     statistics = frozenset({"share_below"})
+    cuts_again = False
 
     def strength(self, view: LayerView, scores: Tensor) -> Tensor:
         return 1 - view.attention.share_below.unsqueeze(-1)

@@ -6,7 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_BYTES_PER_ENTRY = 4 + 4 + 1  # a cosine, a slot number and a truth value
+BYTES_PER_ENTRY = 4 + 4 + 1  # a cosine, a slot number and a truth value
+"""Workspace for each pair of keys."""
 
 
 def redundancy(
@@ -50,7 +51,7 @@ def redundancy(
     directions = torch.where(is_key[..., None], keys, 0).float()
     directions /= torch.linalg.vector_norm(directions, dim=-1, keepdim=True) + 1e-8
     sums = directions.new_zeros(heads, size)
-    step = max(1, workspace_bytes // max(1, heads * size * _BYTES_PER_ENTRY))
+    step = max(1, workspace_bytes // max(1, heads * size * BYTES_PER_ENTRY))
     for start in range(0, size, step):
         rows = slots[start : start + step, None]
         # Slots behind the length are zero vectors: their cosines are 0, so they are never similar.

@@ -50,7 +50,8 @@ class Evicted:
 
     decision: Decision
     num_vision: torch.Tensor | None
-    """Vision tokens in the region, summed over this rank's layers and heads, if asked for."""
+    """Vision tokens in the region, summed over this rank's layers and heads; None if nothing is
+    told of the eviction."""
     trace: Trace | None
     """If the request asked for one; the first rank's has the heads of all ranks."""
 
@@ -282,14 +283,16 @@ class Evictor:
                 self.regions.store_positions(new_blocks, positions)
         self._add_region(due, offsets)
         num_vision = trace = None
-        is_told = self.config.metrics or eviction.guard is not None or eviction.traced_budget
-        if is_told and eviction.is_first:
+        is_told = eviction.is_first and (self.config.metrics or eviction.guard is not None)
+        if is_told or eviction.traced_budget:
             num_vision = _count_vision(due.prompt, decision.positions, offsets)
         if eviction.traced_budget and self.ranks.rank == 0:
             whole = decision
             if self.ranks.num_parts > 1:
                 everything = replace(decider, heads=slice(None), agree=lambda find: find())
                 whole = self._decide(due, everything, masses)
+            if decider.present is not None:  # tokens that an earlier cut evicted have no score
+                scores = scores.where(decider.present, torch.nan)
             trace = self._trace(due, eviction.traced_budget, scores, whole)
         return Evicted(decision, num_vision, trace)
 
@@ -378,6 +381,9 @@ class Evictor:
             granularity=due.policy.granularity,
             time=time.time(),
             prompt=due.eviction.prompt,
+            num_answer=due.eviction.num_answer,
+            num_replaced=due.prompt.num_candidates // self.shape.block_size,
+            blocks_before=int(np.count_nonzero(due.eviction.old_blocks)),
             block_size=self.shape.block_size,
             counts=counts.numpy(),
             positions=positions.numpy(),

@@ -13,8 +13,11 @@ from dataclasses import dataclass
 
 from vllm_tgvkv.config import NONE, EvictionConfig
 from vllm_tgvkv.errors import EvictionConfigError
+from vllm_tgvkv.kernels.importance import WINDOW
 from vllm_tgvkv.kernels.merge import WORKSPACE_BYTES as MERGING_BYTES
-from vllm_tgvkv.kernels.select import KEY_BYTES
+from vllm_tgvkv.kernels.redundancy import BYTES_PER_ENTRY as REDUNDANCY_BYTES
+from vllm_tgvkv.kernels.select import KEY_BYTES as RANKING_BYTES
+from vllm_tgvkv.kernels.statistics import KEY_BYTES, KEY_STATISTICS, REDUNDANCY_WORKSPACES
 from vllm_tgvkv.pages import CacheShape
 from vllm_tgvkv.policies import Policy
 
@@ -82,9 +85,9 @@ class Memory:
 def memory_outside_pool(config: EvictionConfig, sizes: Sizes) -> Memory:
     """Return the memory that the server's evictions and compressed requests take.
 
-    It is enough for any method that a request may name, with a budget `auto`, and for prompts that
-    end in the same step with `Sizes.max_tokens` plus `Sizes.step_tokens` tokens together. Only
-    prompts that hit the prefix cache can be longer together.
+    It is enough for any method that a request may name, with a budget `auto`, and for requests that
+    are evicted in the same step with `Sizes.max_tokens` plus `Sizes.step_tokens` tokens together.
+    The scheduler lets others wait for the next step.
 
     To set aside memory for something else, add a line here and to the table of `docs/design.md`.
     """
@@ -186,7 +189,22 @@ def _of_statistics(config: EvictionConfig, policy: Policy, sizes: Sizes, num_set
 
 def _of_score(policy: Policy, sizes: Sizes, num_sets: int) -> int:
     """Return what scoring and pooling a layer takes besides: some numbers for each token."""
-    return (64 + policy.pooling.bytes_per_score) * num_sets * sizes.max_tokens
+    of_keys = 0
+    if KEY_STATISTICS & {name for kind in policy.row_sets for name in policy.statistics(kind)}:
+        of_keys = _of_keys(sizes)
+    return (64 + policy.pooling.bytes_per_score) * num_sets * sizes.max_tokens + of_keys
+
+
+def _of_keys(sizes: Sizes) -> int:
+    """Return what the keys of some heads take, their similarities and logits of the window."""
+    shape, tokens = sizes.shape, sizes.max_tokens
+    of_head = KEY_BYTES * shape.head_size * tokens
+    num_heads = min(max(1, sizes.workspace_bytes // of_head), shape.num_heads)
+    row_bytes = REDUNDANCY_BYTES * num_heads * tokens
+    rows = max(1, REDUNDANCY_WORKSPACES * sizes.workspace_bytes // row_bytes)
+    similarities = min(rows, tokens) * row_bytes
+    logits = 4 * WINDOW * (shape.group_size + 2) * num_heads * tokens
+    return num_heads * of_head + max(similarities, logits)
 
 
 def _of_choice(policy: Policy, sizes: Sizes, num_sets: int) -> int:
@@ -212,4 +230,4 @@ def _of_copy(policy: Policy, sizes: Sizes, num_sets: int) -> int:
 def _key_slice(sizes: Sizes, num_sets: int) -> int:
     """Return the most bytes of ranking keys that exist at a time, see `key_slices`."""
     of_layer = 8 * num_sets * sizes.max_tokens
-    return min(max(KEY_BYTES, of_layer), sizes.shape.num_layers * of_layer)
+    return min(max(RANKING_BYTES, of_layer), sizes.shape.num_layers * of_layer)

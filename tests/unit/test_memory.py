@@ -62,7 +62,7 @@ SIZES = Sizes(
     table_width=TOKENS // 16,
     workspace_bytes=WORKSPACE_BYTES,
 )
-LAYER_METHODS = [name for name in POLICY_NAMES if name != "adakv"]
+LAYER_METHODS = [name for name in POLICY_NAMES if name not in ("adakv", "rkv")]
 METHODS = [
     *((name, "head") for name in POLICY_NAMES),
     *((name, "layer") for name in LAYER_METHODS),

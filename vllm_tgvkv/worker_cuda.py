@@ -4,7 +4,8 @@
 The runners are subclassed for two things: rows that shrank are rewritten where the runner itself
 updates its rows, and a step in which layers are observed runs its attention outside of graphs. A
 batch of single tokens would be replayed as one graph, and a prompt may end with a chunk of one
-token.
+token, or be evicted after some tokens of its answer. Steps that only store queries stay graphs,
+see `queries.DecodeQueries`.
 """
 
 from __future__ import annotations

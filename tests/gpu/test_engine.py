@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from oracle.emulation import Oracle
+from oracle.emulation import Eviction, Oracle
 from tests.engine.running import Ask, SteppedEngine, assert_close, engine
 from tests.engine.test_engine import BUDGETS, album, budget, tgv
 from tests.models import LLAVA_IMAGE, QWEN_IMAGE, random_text
@@ -21,7 +23,8 @@ from tests.models import LLAVA_IMAGE, QWEN_IMAGE, random_text
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.slow]
 
 IMAGES = {"llava": LLAVA_IMAGE, "qwen2_5_vl": QWEN_IMAGE}
-OPTIONS = {
+SCHEDULE = {"schedule": [[5, 0.6], [12, 0.3]], "rows": 16}
+OPTIONS: dict[str, Any] = {
     "dtype": "bfloat16",
     "block_size": 16,
     "num_gpu_blocks_override": 512,
@@ -76,6 +79,64 @@ def test_tokens_and_kept_positions(
     with engine(folder, tgv(granularity), enforce_eager=eager, **OPTIONS) as running:
         assert_runner(running, runner)
         assert_close(running, oracle, requests(IMAGES[arch]))
+
+
+@pytest.mark.parametrize("decode_kernel", ["stock", "triton"])
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+@pytest.mark.parametrize(
+    "settings", [{"defer": 5}, {"decode": SCHEDULE}], ids=["waits", "schedule"]
+)
+def test_cuts_of_answers(
+    folder: Path,
+    oracle: Oracle,
+    arch: str,
+    runner: str,
+    settings: dict[str, Any],
+    eager: bool,
+    decode_kernel: str,
+) -> None:
+    """Queries of decode steps are stored in graphs. The oracle follows our tokens.
+
+    The bounds are those of `assert_close`.
+    """
+    xargs = {"kv_eviction_report": 1}
+    asks = [
+        album(seed, 30, 200 + 40 * seed, image_text=IMAGES[arch], logprobs=1, xargs=xargs)
+        for seed in range(3)
+    ]
+    later = ((12, 0.3),) if "decode" in settings else ()
+    first = {"budget": 0.3} if "defer" in settings else {}
+    whole = {**tgv("head", decode_kernel=decode_kernel), **settings, **first}
+    if "decode" in settings:
+        whole.pop("budget", None)
+    with engine(folder, whole, enforce_eager=eager, **OPTIONS) as running:
+        assert_runner(running, runner)
+        for ask, output in zip(asks, running.run(asks), strict=True):
+            wanted = Eviction(
+                0.6 if later else 0.3,
+                OPTIONS["block_size"],
+                "head",
+                sinks=running.evictor.config.sinks,
+                observation_window=running.evictor.config.observation_window,
+                defer=5,
+                schedule=later,
+                answer_rows=16,
+            )
+            completion = output.outputs[0]
+            tokens = list(completion.token_ids)
+            prompt = oracle.prompt(ask.text, ask.images)
+            answer = oracle.answer(prompt, len(tokens), wanted, tokens=tokens)
+            cuts = output.kv_transfer_params["kv_eviction"]["cuts"]
+            assert [cut["answer_tokens"] for cut in cuts] == [cut.after for cut in answer.cuts]
+            ours = torch.tensor(
+                [
+                    step[token].logprob
+                    for step, token in zip(completion.logprobs, tokens, strict=True)
+                ]
+            )
+            theirs = answer.logprobs.gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
+            assert (theirs - ours).abs().max() < 0.5
+            assert (answer.logprobs.amax(1) - theirs).max() < 0.5
 
 
 def test_a_prompt_that_ends_with_one_token(

@@ -145,6 +145,9 @@ class Evictor:
         evictions = {part.request_id: part for part in self.plan.evictions}
         self._current = []
         self._stored = self._rows_to_store(first_token)
+        self.part.num_waiting_rows = sum(
+            len(part.rows) for part in self.plan.observations if part.stored is None
+        )
         for request_id in dict.fromkeys([*summings, *evictions]):
             if request_id not in self.observations:
                 new = PromptObservation(request_id, self.part, self.config, self._policy_of)

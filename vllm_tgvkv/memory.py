@@ -139,10 +139,12 @@ def _of_method(config: EvictionConfig, policy: Policy, sizes: Sizes) -> dict[str
     scores = 4 * shape.num_layers * num_sets  # of one token
     together = tokens + sizes.step_tokens
     guarded = scores if policy.score.rows != "none" else 0
+    tables = 4 * shape.num_pairs * -(-together // shape.block_size)
     lines = {
         "scores": scores * together,
         "masses": guarded * together,
         "column sums": 2 * scores * together if "all" in policy.row_sets else 0,
+        "page numbers": tables * (2 if "all" in policy.row_sets else 1),
         "statistics": _of_statistics(config, policy, sizes, num_sets),
     }
     # Of one prompt at a time, one after the other:
@@ -162,17 +164,26 @@ def _of_statistics(config: EvictionConfig, policy: Policy, sizes: Sizes, num_set
     if "all" in policy.row_sets:
         num_rows = max(num_rows, min(sizes.step_tokens, tokens))
     queried = {name for kind in policy.row_sets for name in policy.statistics(kind)}
-    scratch = _PARTIAL_SUMS + 16 * num_rows * shape.num_heads * shape.group_size
+    heads = shape.num_layers * shape.num_heads * shape.group_size
+    scratch = _PARTIAL_SUMS + 16 * num_rows * heads
+    averages = 4 * num_sets * num_rows * (tokens + 128)  # of a layer
     if "row_averages" in queried:
-        scratch += min(sizes.workspace_bytes, 4 * num_sets * num_rows * (tokens + 128))
+        scratch += min(sizes.workspace_bytes, shape.num_layers * averages)
     if "row_entropies" in queried:
-        scratch += num_rows * num_sets * tokens // 16
-    return scratch
+        scratch += _of_layers(averages, sizes) // 64
+    # Queries of the layers that wait, and those of one prompt twice.
+    queries = num_rows * shape.num_heads * shape.group_size * shape.head_size * sizes.element_bytes
+    return scratch + 3 * _of_layers(queries, sizes)
+
+
+def _of_layers(of_layer: int, sizes: Sizes) -> int:
+    """Return the bytes of all layers that are scored together, where one takes `of_layer`."""
+    return max(of_layer, min(sizes.workspace_bytes, sizes.shape.num_layers * of_layer))
 
 
 def _of_score(policy: Policy, sizes: Sizes, num_sets: int) -> int:
-    """Return what scoring and pooling a layer takes besides: some numbers for each token."""
-    return (64 + policy.pooling.bytes_per_score) * num_sets * sizes.max_tokens
+    """Return what scoring and pooling layers takes besides: some numbers for each token."""
+    return _of_layers(policy.scoring_bytes(0) * num_sets * sizes.max_tokens, sizes)
 
 
 def _of_choice(policy: Policy, sizes: Sizes, num_sets: int) -> int:

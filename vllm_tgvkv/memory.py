@@ -164,26 +164,29 @@ def _of_statistics(config: EvictionConfig, policy: Policy, sizes: Sizes, num_set
     if "all" in policy.row_sets:
         num_rows = max(num_rows, min(sizes.step_tokens, tokens))
     queried = {name for kind in policy.row_sets for name in policy.statistics(kind)}
-    heads = shape.num_layers * shape.num_heads * shape.group_size
-    scratch = _PARTIAL_SUMS + 16 * num_rows * heads
+    num_layers = shape.num_layers if policy.scores_layers_together else 1
+    scratch = _PARTIAL_SUMS + 16 * num_rows * num_layers * shape.num_heads * shape.group_size
     averages = 4 * num_sets * num_rows * (tokens + 128)  # of a layer
     if "row_averages" in queried:
-        scratch += min(sizes.workspace_bytes, shape.num_layers * averages)
+        scratch += min(sizes.workspace_bytes, num_layers * averages)
     if "row_entropies" in queried:
-        scratch += _of_layers(averages, sizes) // 64
-    # Queries of the layers that wait, and those of one prompt twice.
-    queries = num_rows * shape.num_heads * shape.group_size * shape.head_size * sizes.element_bytes
-    return scratch + 3 * _of_layers(queries, sizes)
+        scratch += _of_layers(averages, policy, sizes) // 64
+    # Queries of the layers that wait, of all prompts, and then those of one prompt twice.
+    row = shape.num_heads * shape.group_size * shape.head_size * sizes.element_bytes
+    if policy.scores_layers_together:
+        scratch += min(sizes.workspace_bytes, num_layers * sizes.step_tokens * row)
+    return scratch + 2 * _of_layers(config.num_query_rows * row, policy, sizes)
 
 
-def _of_layers(of_layer: int, sizes: Sizes) -> int:
+def _of_layers(of_layer: int, policy: Policy, sizes: Sizes) -> int:
     """Return the bytes of all layers that are scored together, where one takes `of_layer`."""
-    return max(of_layer, min(sizes.workspace_bytes, sizes.shape.num_layers * of_layer))
+    num_layers = sizes.shape.num_layers if policy.scores_layers_together else 1
+    return max(of_layer, min(sizes.workspace_bytes, num_layers * of_layer))
 
 
 def _of_score(policy: Policy, sizes: Sizes, num_sets: int) -> int:
     """Return what scoring and pooling layers takes besides: some numbers for each token."""
-    return _of_layers(policy.scoring_bytes(0) * num_sets * sizes.max_tokens, sizes)
+    return _of_layers(policy.scoring_bytes(0) * num_sets * sizes.max_tokens, policy, sizes)
 
 
 def _of_choice(policy: Policy, sizes: Sizes, num_sets: int) -> int:

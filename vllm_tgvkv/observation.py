@@ -258,16 +258,14 @@ class PromptObservation:
     def _layers_at_once(self, policy: Policy, num_tokens: int, num_rows: int) -> int:
         """Return the number of layers to score together, so that their memory is bounded.
 
-        One launch for many layers saves time of the host, which only a GPU waits for. A score
-        without attention depends on the layer, and sums over all rows are kept by layer. Ranks
+        One launch for many layers saves time of the host, which only a GPU waits for. Ranks
         exchange the statistics of a token set that they share layer by layer.
         """
         part, per_head = self._part, policy.granularity == "head"
         if (
             not gpu.runs(part.pool.raw)
             or part.ranks.shares_sets(per_head)
-            or policy.score.rows == "none"
-            or "all" in policy.row_sets
+            or not policy.scores_layers_together
         ):
             return 1
         num_sets = part.shape.num_heads if per_head else 1

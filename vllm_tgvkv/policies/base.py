@@ -227,6 +227,14 @@ class Policy:
             found |= {"column_maxima"}
         return found
 
+    @property
+    def scores_layers_together(self) -> bool:
+        """Whether one call scores several layers.
+
+        A score without attention depends on the layer, and sums over all rows are kept by layer.
+        """
+        return self.score.rows != "none" and "all" not in self.row_sets
+
     def scoring_bytes(self, num_rows: int) -> int:
         """Return a bound of what scoring and pooling take for each token of a token set.
 

@@ -173,6 +173,9 @@ class Evictor:
         tokens, rows = self._rows_to_store(first_token)
         if len(tokens):
             self._stored = self.part.to_device(tokens), self.part.to_device(rows)
+        self.part.num_waiting_rows = sum(
+            len(part.rows) for part in self.plan.observations if part.stored is None
+        )
         for request_id in dict.fromkeys([*summings, *evictions]):
             if request_id not in self.observations:
                 new = PromptObservation(request_id, self.part, self.config, self._policy_of)

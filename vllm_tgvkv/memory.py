@@ -149,10 +149,12 @@ def _of_method(config: EvictionConfig, policy: Policy, sizes: Sizes) -> dict[str
     scores = 4 * shape.num_layers * num_sets  # of one token
     together = tokens + sizes.step_tokens
     guarded = scores if policy.score.rows != "none" else 0
+    tables = 4 * shape.num_pairs * -(-together // shape.block_size)
     lines = {
         "scores": scores * together,
         "masses": guarded * together,
         "column sums": 2 * scores * together if "all" in policy.row_sets else 0,
+        "page numbers": tables * (2 if "all" in policy.row_sets else 1),
         "statistics": _of_statistics(config, policy, sizes, num_sets),
     }
     # Of one prompt at a time, one after the other:
@@ -179,20 +181,33 @@ def _of_statistics(config: EvictionConfig, policy: Policy, sizes: Sizes, num_set
     if "all" in policy.row_sets:
         num_rows = max(num_rows, min(sizes.step_tokens, tokens))
     queried = {name for kind in policy.row_sets for name in policy.statistics(kind)}
-    scratch = _PARTIAL_SUMS + 16 * num_rows * shape.num_heads * shape.group_size
+    num_layers = shape.num_layers if policy.scores_layers_together else 1
+    scratch = _PARTIAL_SUMS + 16 * num_rows * num_layers * shape.num_heads * shape.group_size
+    averages = 4 * num_sets * num_rows * (tokens + 128)  # of a layer
     if "row_averages" in queried:
-        scratch += min(sizes.workspace_bytes, 4 * num_sets * num_rows * (tokens + 128))
+        scratch += min(sizes.workspace_bytes, num_layers * averages)
     if "row_entropies" in queried:
-        scratch += num_rows * num_sets * tokens // 16
-    return scratch
+        scratch += _of_layers(averages, policy, sizes) // 64
+    # Queries of the layers that wait, of all prompts, and then those of one prompt twice.
+    row = shape.num_heads * shape.group_size * shape.head_size * sizes.element_bytes
+    if policy.scores_layers_together:
+        scratch += min(sizes.workspace_bytes, num_layers * sizes.step_tokens * row)
+    return scratch + 2 * _of_layers(config.num_query_rows * row, policy, sizes)
+
+
+def _of_layers(of_layer: int, policy: Policy, sizes: Sizes) -> int:
+    """Return the bytes of all layers that are scored together, where one takes `of_layer`."""
+    num_layers = sizes.shape.num_layers if policy.scores_layers_together else 1
+    return max(of_layer, min(sizes.workspace_bytes, num_layers * of_layer))
 
 
 def _of_score(policy: Policy, sizes: Sizes, num_sets: int) -> int:
-    """Return what scoring and pooling a layer takes besides: some numbers for each token."""
+    """Return what scoring and pooling layers takes besides: some numbers for each token."""
     of_keys = 0
     if KEY_STATISTICS & {name for kind in policy.row_sets for name in policy.statistics(kind)}:
         of_keys = _of_keys(sizes)
-    return (64 + policy.pooling.bytes_per_score) * num_sets * sizes.max_tokens + of_keys
+    of_tokens = policy.scoring_bytes(0) * num_sets * sizes.max_tokens
+    return _of_layers(of_tokens, policy, sizes) + of_keys
 
 
 def _of_keys(sizes: Sizes) -> int:

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import TypeVar
 
 import numpy as np
@@ -13,14 +13,9 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_tgvkv.config import EvictionConfig
+from vllm_tgvkv.kernels import gpu
 from vllm_tgvkv.kernels.row_sums import RowSums
-from vllm_tgvkv.kernels.statistics import (
-    ObservedAttention,
-    Scratch,
-    Statistic,
-    observe,
-    observe_layers,
-)
+from vllm_tgvkv.kernels.statistics import ObservedAttention, Scratch, Statistic, observe_layers
 from vllm_tgvkv.pages import CacheShape, PagePool
 from vllm_tgvkv.plan import Eviction, Observation, RowSumming
 from vllm_tgvkv.policies import NO_ATTENTION, Attention, LayerView, Policy, Prompt
@@ -33,7 +28,7 @@ from vllm_tgvkv.stages import Stages
 from vllm_tgvkv.stopwatch import Stopwatch
 
 WORKSPACE_BYTES = 64 << 20
-"""Bound of each scratch buffer of the statistics."""
+"""Bound of each scratch buffer of the statistics, or the size of one layer's if that is more."""
 
 T = TypeVar("T")
 
@@ -51,6 +46,8 @@ class ModelPart:
     workspace_bytes: int = WORKSPACE_BYTES
     scratch: Scratch = field(default_factory=Scratch)
     """Buffers of the statistics; the layers of a step share them."""
+    num_waiting_rows: int = 0
+    """Rows of this step's batch whose queries wait until their layers are scored together."""
 
     @property
     def device(self) -> torch.device:
@@ -69,12 +66,16 @@ class Rows:
     """Where their queries are: among the batch's, or among those of all observation rows."""
     positions: torch.Tensor
     """int64 [O], ascending."""
+    num_hidden: torch.Tensor
+    """int32 [O], number of last keys that a row does not see."""
     num_keys: int
-    """The last row sees at most this many first keys of the prompt."""
-    blocks: torch.Tensor
-    """Block ids of these keys, int32."""
-    num_common_keys: int = 0
-    """Every row sees the first `num_common_keys` keys."""
+    """Every pair of a layer and a head has at most this many keys."""
+    tables: torch.Tensor
+    """Pages of the keys of every pair, int32 [L * H, W]."""
+    lengths: torch.Tensor
+    """Keys of every pair, int32 [L * H], or [1] if all have the same number."""
+    num_common_keys: int = 1
+    """Every row sees the first `num_common_keys` keys; at least its own, if no key is evicted."""
     per_head: bool
     """Whether statistics are those of each KV head, or of the layer as a whole."""
     statistics: frozenset[Statistic] = frozenset()
@@ -107,6 +108,8 @@ class DueEviction:
     in this step's chunk."""
     keys: RaggedKeys | None
     """Where the keys are, if the row is compressed already."""
+    layers_at_once: int
+    """Number of layers that are scored together."""
 
     @property
     def per_head(self) -> bool:
@@ -154,6 +157,9 @@ class PromptObservation:
         """Indices of the observation rows in the batch's queries, int64; None if they are in the
         query pool."""
         self._summed: SummedRows | None = None
+        self._waiting: list[tuple[torch.Tensor | None, float]] = []
+        """Queries and scales of the last layers, which are not scored yet; no queries if they are
+        in the query pool."""
         # All chunks so far.
         self._sums: list[RowSums] = []
         """Column sums over all rows, by layer; only if the policy uses the row set `all`."""
@@ -178,12 +184,14 @@ class PromptObservation:
         self.due = self._due_eviction(eviction) if eviction else None
 
     def _summed_rows(self, summing: RowSumming, first_token: int) -> SummedRows:
-        start, end = summing.chunk_start, summing.num_keys
+        start, end, device = summing.chunk_start, summing.num_keys, self._part.device
         return SummedRows(
             index=slice(first_token, first_token + end - start),
-            positions=torch.arange(start, end, device=self._part.device),
+            positions=torch.arange(start, end, device=device),
+            num_hidden=torch.arange(end - start - 1, -1, -1, dtype=torch.int32, device=device),
             num_keys=end,
-            blocks=self._part.to_device(summing.blocks),
+            tables=self._tables(self._part.to_device(summing.blocks)),
+            lengths=self._lengths(end),
             per_head=self._policy_of(summing.method).granularity == "head",
             is_vision=self._part.to_device(summing.prompt.is_vision()[start:end]),
             num_tokens=summing.prompt.num_tokens,
@@ -203,6 +211,13 @@ class PromptObservation:
         )
         policy = self._policy_of(eviction.method)
         blocks = self._part.to_device(eviction.old_blocks)
+        keys = None
+        if eviction.is_first:
+            tables, lengths = self._tables(blocks), self._lengths(observed.num_tokens)
+        else:
+            part = self._part
+            keys = RaggedKeys.of_row(blocks, observed.num_tokens, part.regions, part.shape)
+            tables, lengths = keys.tables, keys.lengths
         computed = eviction.voters.rows[eviction.first_row :]
         voting = {}
         for kind, positions in eviction.voters.sets.items():
@@ -213,20 +228,53 @@ class PromptObservation:
             voting[kind] = Rows(
                 index=index,
                 positions=self._part.to_device(positions),
+                num_hidden=self._part.to_device(
+                    (observed.num_tokens - 1 - positions).astype(np.int32)
+                ),
                 num_keys=observed.num_tokens,
-                blocks=blocks,
-                num_common_keys=int(positions[0]) + 1,
+                tables=tables,
+                lengths=lengths,
+                num_common_keys=int(positions[0]) + 1 if keys is None else 0,
                 per_head=policy.granularity == "head",
                 statistics=policy.statistics(kind),
             )
         stored = None
         if eviction.stored is not None:
             stored = self._part.to_device(eviction.stored[eviction.first_row :])
-        keys = None
-        if not eviction.is_first:
-            part = self._part
-            keys = RaggedKeys.of_row(blocks, observed.num_tokens, part.regions, part.shape)
-        return DueEviction(eviction, policy, prompt, voting, blocks, stored, keys)
+        at_once = 1
+        if keys is None:
+            at_once = self._layers_at_once(policy, observed.num_tokens, len(computed))
+        return DueEviction(eviction, policy, prompt, voting, blocks, stored, keys, at_once)
+
+    def _tables(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Return the pages of a prompt's blocks in every layer and head, int32 [L * H, W]."""
+        num_pairs = self._part.shape.num_pairs
+        pairs = torch.arange(num_pairs, dtype=torch.int32, device=blocks.device)
+        return torch.add(pairs[:, None], blocks, alpha=num_pairs)
+
+    def _lengths(self, num_keys: int) -> torch.Tensor:
+        return torch.full((1,), num_keys, dtype=torch.int32, device=self._part.device)
+
+    def _layers_at_once(self, policy: Policy, num_tokens: int, num_rows: int) -> int:
+        """Return the number of layers to score together, so that their memory is bounded.
+
+        One launch for many layers saves time of the host, which only a GPU waits for. Ranks
+        exchange the statistics of a token set that they share layer by layer.
+        """
+        part, per_head = self._part, policy.granularity == "head"
+        if (
+            not gpu.runs(part.pool.raw)
+            or part.ranks.shares_sets(per_head)
+            or not policy.scores_layers_together
+        ):
+            return 1
+        num_sets = part.shape.num_heads if per_head else 1
+        columns = num_sets * (num_tokens + 128)
+        of_layer = max(
+            columns * policy.scoring_bytes(num_rows),
+            part.queries.row_bytes * max(num_rows, part.num_waiting_rows),
+        )
+        return max(1, min(part.shape.num_layers, part.workspace_bytes // of_layer))
 
     # -- a layer ------------------------------------------------------------------------
 
@@ -254,12 +302,10 @@ class PromptObservation:
     def _take_chunk(self, layer: int, queries: torch.Tensor, scale: float) -> torch.Tensor | None:
         """Add the chunk to the column sums; return the queries of all observation rows.
 
-        They are [O, H * G, D]; None before the evicting chunk, or if there are no such rows.
+        They are [O, H * G, D]; None if they are in the query pool, or if there are no such rows.
         """
         if self._summed is not None:
             self._add_sums(self._summed, layer, queries, scale)
-        if self.due is not None and self.due.stored is not None:
-            return self._part.queries.load(layer, self.due.stored)
         if self._token_index is not None:
             return queries.index_select(0, self._token_index)
         return None
@@ -267,7 +313,7 @@ class PromptObservation:
     def _add_sums(
         self, summed: SummedRows, layer: int, queries: torch.Tensor, scale: float
     ) -> None:
-        chunk = self._observe(summed, layer, queries, scale)
+        chunk = self._observe(summed, layer, queries.unsqueeze(0), [scale])
         if not self._sums:
             self._sums = [
                 RowSums(chunk.num_groups, summed.num_tokens, self._part.device)
@@ -278,29 +324,60 @@ class PromptObservation:
     def _score_layer(
         self, due: DueEviction, layer: int, queries: torch.Tensor | None, scale: float
     ) -> None:
-        """Let the policy score one layer; `queries` are those of all observation rows."""
+        """Score a layer together with those that wait, or let it wait for others."""
+        self._waiting.append((queries, scale))
+        if layer + 1 < self._part.shape.num_layers and len(self._waiting) < due.layers_at_once:
+            return
+        waiting, self._waiting = self._waiting, []
+        first = layer + 1 - len(waiting)
+        rows = cache(partial(self._queries_of, due, first, [queries for queries, _ in waiting]))
+        self._score_layers(due, first, rows, [scale for _, scale in waiting])
+
+    def _queries_of(
+        self, due: DueEviction, first: int, waiting: Sequence[torch.Tensor | None]
+    ) -> torch.Tensor:
+        """Return the queries of all observation rows in some layers, [L, O, H * G, D]."""
+        if self.error is not None:
+            raise self.error
+        if due.stored is not None:
+            return self._part.queries.load(slice(first, first + len(waiting)), due.stored)
+        found = [queries for queries in waiting if queries is not None]
+        return found[0].unsqueeze(0) if len(found) == 1 else torch.stack(found)
+
+    def _score_layers(
+        self,
+        due: DueEviction,
+        first: int,
+        queries: Callable[[], torch.Tensor],
+        scales: Sequence[float],
+    ) -> None:
+        """Let the policy score some layers as if their token sets were those of one layer."""
         policy, prompt = due.policy, due.prompt
-        view = self._view(due, policy.score.rows, layer, queries, scale)
+
+        def by_layer(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return values.unflatten(0, (len(scales), -1)).unbind()
+
+        view = self._view(due, policy.score.rows, first, queries, scales)
         scores = policy.scores(view)
         if due.eviction.guard is not None:
-            self.masses.append(view.attention.column_sums)
+            self.masses.extend(by_layer(view.attention.column_sums))
         if policy.allocation.rows not in ("none", policy.score.rows):
-            view = self._view(due, policy.allocation.rows, layer, queries, scale)
-        self.strengths.append(policy.allocation.strength(view, scores))
+            view = self._view(due, policy.allocation.rows, first, queries, scales)
+        self.strengths.extend(by_layer(policy.allocation.strength(view, scores)))
+        present = None if due.keys is None else due.keys.present(len(scores))[first]
         # Copy the candidates: a view would keep the tail's columns alive as well.
-        present = None if due.keys is None else due.keys.present(len(scores))[layer]
         pooled = policy.pooled(scores, prompt, present)[:, : prompt.num_candidates]
-        self.scores.append(pooled.contiguous())
+        self.scores.extend(by_layer(pooled.contiguous()))
 
     def _view(
         self,
         due: DueEviction,
         kind: RowSet,
-        layer: int,
-        queries: torch.Tensor | None,
-        scale: float,
+        first: int,
+        queries: Callable[[], torch.Tensor],
+        scales: Sequence[float],
     ) -> LayerView:
-        """Return what a part of the policy sees that uses the row set `kind`."""
+        """Return what a part of the policy sees of some layers that uses the row set `kind`."""
         part, voting = self._part, due.voting.get(kind)
 
         def own() -> Attention:
@@ -308,11 +385,11 @@ class PromptObservation:
             if self.error is not None:
                 raise self.error
             if voting is None:
-                return self._sums[layer]
-            assert queries is not None
-            if due.keys is not None:
-                return self._observe_ragged(voting, due.keys, layer, queries, scale)
-            return self._observe(voting, layer, queries, scale)
+                return self._sums[first]
+            observed = self._observe(voting, first, queries(), scales)
+            if due.keys is None:
+                return observed
+            return RaggedAttention(observed, due.keys, first, voting.positions)
 
         attention = NO_ATTENTION
         if kind != "none":
@@ -324,50 +401,38 @@ class PromptObservation:
                 due.per_head,
             )
         num_sets = part.shape.num_heads if due.per_head else 1
-        first_set = part.ranks.part * num_sets if due.per_head else 0
         return LayerView(
-            part.stages.first_layer + layer, num_sets, due.prompt, attention, first_set
+            part.stages.first_layer + first,
+            len(scales) * num_sets,
+            due.prompt,
+            attention,
+            part.ranks.part * num_sets if due.per_head else 0,
         )
 
     def _observe(
-        self, rows: Rows, layer: int, queries: torch.Tensor, scale: float
+        self, rows: Rows, first: int, queries: torch.Tensor, scales: Sequence[float]
     ) -> ObservedAttention:
-        """Observe rows in one layer; valid until the next call, which reuses the scratch."""
-        part = self._part
-        return observe(
-            queries[rows.index].unflatten(1, (part.shape.num_heads, part.shape.group_size)),
-            part.pool.layer_keys(layer),
-            rows.blocks,
-            rows.positions,
+        """Observe rows in some layers; valid until the next call, which reuses the scratch."""
+        part, shape = self._part, self._part.shape
+        pairs = slice(first * shape.num_heads, (first + len(scales)) * shape.num_heads)
+        scale: float | torch.Tensor = scales[0]
+        if min(scales) < max(scales):  # of a quantised cache
+            scale = part.to_device(np.array(scales, np.float32))
+        return observe_layers(
+            queries[:, rows.index].unflatten(2, (shape.num_heads, shape.group_size)),
+            part.pool.keys,
+            rows.tables[pairs],
+            rows.lengths if len(rows.lengths) == 1 else rows.lengths[pairs],
+            rows.num_hidden,
             rows.num_keys,
             scale,
             per_head=rows.per_head,
             statistics=rows.statistics,
             workspace_bytes=part.workspace_bytes,
             num_common_keys=rows.num_common_keys,
+            row_positions=rows.positions if len(rows.lengths) == 1 else None,
             scratch=part.scratch,
         )
-
-    def _observe_ragged(
-        self, rows: Rows, keys: RaggedKeys, layer: int, queries: torch.Tensor, scale: float
-    ) -> RaggedAttention:
-        """Observe rows of a compressed request; valid until the next observation."""
-        part, shape = self._part, self._part.shape
-        of_layer = keys.of_layer(layer, shape.num_heads)
-        own = observe_layers(
-            queries[rows.index].unflatten(1, (shape.num_heads, shape.group_size)).unsqueeze(0),
-            part.pool.keys,
-            keys.tables[of_layer],
-            keys.lengths[of_layer],
-            (keys.num_tokens - 1 - rows.positions).int(),
-            keys.num_tokens,
-            scale,
-            per_head=rows.per_head,
-            statistics=rows.statistics,
-            workspace_bytes=part.workspace_bytes,
-            scratch=part.scratch,
-        )
-        return RaggedAttention(own, keys, layer, rows.positions)
 
     # -- all layers ---------------------------------------------------------------------
 

@@ -74,9 +74,14 @@ class QueryPool:
         """Store queries [T, H * G, D] of one layer in `rows`, int64 [T]."""
         self._layers[layer].index_copy_(0, rows, queries)
 
-    def load(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
-        """Return the queries of `rows`, int64 [O], in one layer: [O, H * G, D]."""
-        return self._layers[layer].index_select(0, rows)
+    def load(self, layers: slice, rows: torch.Tensor) -> torch.Tensor:
+        """Return the queries of `rows`, int64 [O], in some layers: [layers, O, H * G, D]."""
+        return self._queries[layers].index_select(1, rows)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in one layer."""
+        return self._queries[0, NO_ROW].nbytes
 
     @property
     def device(self) -> torch.device:

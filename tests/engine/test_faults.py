@@ -89,7 +89,7 @@ def test_memory_that_runs_out_between_two_chunks(
     running: SteppedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """H2O observes every chunk: an early one fails, long before the eviction."""
-    real, calls = observation.observe, 0
+    real, calls = observation.observe_layers, 0
 
     def observe(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
@@ -98,7 +98,7 @@ def test_memory_that_runs_out_between_two_chunks(
             raise torch.OutOfMemoryError("tried to allocate 2 GiB")
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(observation, "observe", observe)
+    monkeypatch.setattr(observation, "observe_layers", observe)
     ask = album(20, 20, 500, max_tokens=5)
     (output,) = running.run([Ask(ask.text, ask.images, 5, {"kv_eviction": "h2o"})])
     assert output.outputs[0].finish_reason == "error"

@@ -230,7 +230,7 @@ def both(method: str) -> dict[str, str]:
 
 def run_out_of_memory(monkeypatch: pytest.MonkeyPatch, part: str, now: Callable[[], bool]) -> None:
     """Let a part of the eviction fail to allocate memory in each call for which `now()` is true."""
-    module = {"observe": observation, "copy_kept": evictor}[part]
+    module = {"observe_layers": observation, "copy_kept": evictor}[part]
     real = getattr(module, part)
 
     def failing(*args: Any, **kwargs: Any) -> Any:
@@ -362,7 +362,9 @@ def test_exchanges_are_few(granularity: str, method: str, per_layer: int) -> Non
 
 @pytest.mark.parametrize("granularity", ["layer", "head"])
 @pytest.mark.parametrize("method", ["tgv", "h2o", "aircache"])
-@pytest.mark.parametrize(("part", "call"), [("observe", 1), ("observe", 4), ("copy_kept", 1)])
+@pytest.mark.parametrize(
+    ("part", "call"), [("observe_layers", 1), ("observe_layers", 4), ("copy_kept", 1)]
+)
 def test_what_fails_on_one_rank_fails_on_all(
     monkeypatch: pytest.MonkeyPatch, granularity: str, method: str, part: str, call: int
 ) -> None:

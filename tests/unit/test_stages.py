@@ -118,7 +118,7 @@ def test_the_last_stage_answers_for_all(
 
 
 @pytest.mark.parametrize("failing", [(0,), (1,), (2,), (0, 2)], ids=str)
-@pytest.mark.parametrize("part", ["observe", "copy_kept"])
+@pytest.mark.parametrize("part", ["observe_layers", "copy_kept"])
 def test_what_fails_on_one_stage_has_failed(
     monkeypatch: pytest.MonkeyPatch, failing: tuple[int, ...], part: str
 ) -> None:

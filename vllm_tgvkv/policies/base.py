@@ -242,6 +242,21 @@ class Policy:
             found |= {"column_maxima"}
         return found
 
+    @property
+    def scores_layers_together(self) -> bool:
+        """Whether one call scores several layers.
+
+        A score without attention depends on the layer, and sums over all rows are kept by layer.
+        """
+        return self.score.rows != "none" and "all" not in self.row_sets
+
+    def scoring_bytes(self, num_rows: int) -> int:
+        """Return a bound of what scoring and pooling take for each token of a token set.
+
+        With `num_rows` observation rows; head averages that are kept are a buffer of their own.
+        """
+        return max(64 + self.pooling.bytes_per_score, 4 * num_rows)
+
     def scores(self, view: LayerView) -> Tensor:
         """Return the scores of one layer before pooling, float32 ``[S, P]``."""
         return self.score(replace(view, reduction=self.reduction))

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers of a prompt that are scored together: launches on a GPU, memory and results.
+
+Where launches are counted, tensors are those of the device `meta`, as in `test_memory.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.unit.test_ranks import LAYERS, Model, both, settings, step
+from vllm_tgvkv.config import EvictionConfig
+from vllm_tgvkv.evictor import Evictor
+from vllm_tgvkv.kernels import gpu
+from vllm_tgvkv.observation import PromptObservation
+from vllm_tgvkv.pages import CacheShape, page_pool
+from vllm_tgvkv.plan import Observation, StepPlan
+from vllm_tgvkv.prompt import PromptMap, VisionSpan
+from vllm_tgvkv.ranks import Ranks
+from vllm_tgvkv.stages import Stages
+from vllm_tgvkv.warm_up import made_up_step
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+SHAPE = CacheShape(num_layers=36, num_heads=8, group_size=4, head_size=128, block_size=16)
+"""Qwen3-VL-8B's."""
+NUM_HEADS = SHAPE.num_heads * SHAPE.group_size
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that launch a kernel: all but views, allocations and Triton's kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.torch = self.triton = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        name = func.overloadpacket.__name__
+        self.torch += not func.is_view and not name.startswith(("empty", "new_empty", "_unsafe_vi"))
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class CountedKernel:
+    """Takes the place of a Triton kernel and counts its launches."""
+
+    launches: Launches
+
+    def __getitem__(self, grid: object) -> Any:
+        return self._launch
+
+    def _launch(self, *args: object, **kwargs: object) -> None:
+        self.launches.triton += 1
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    """Run the code of the GPU, and count launches instead of running kernels."""
+    counted = Launches()
+    monkeypatch.setattr(gpu, "on_cpu", True)
+    for found in pkgutil.iter_modules(gpu.__path__, f"{gpu.__name__}."):
+        module = importlib.import_module(found.name)
+        for name in dir(module):
+            if name.endswith("_kernel"):
+                monkeypatch.setattr(module, name, CountedKernel(counted))
+    return counted
+
+
+def evictor_of(config: EvictionConfig, num_tokens: int) -> Evictor:
+    num_blocks = 2 * (-(-num_tokens // SHAPE.block_size)) + 2
+    size = (num_blocks, SHAPE.num_layers, SHAPE.num_heads, SHAPE.block_size, 2 * SHAPE.head_size)
+    cache = torch.empty(size, dtype=torch.bfloat16, device="meta")
+    pool = page_pool(cache.unbind(1), slots_first=True)
+    return Evictor(config, SHAPE, pool, Ranks(), Stages(SHAPE.num_layers))
+
+
+def plan_of(config: EvictionConfig, num_tokens: int, stored: bool) -> StepPlan:
+    """Build the step of a prompt's last chunk; with `stored`, all its rows are in the pool."""
+    num_blocks = -(-num_tokens // SHAPE.block_size)
+    old = np.arange(1, num_blocks + 1, dtype=np.int32)
+    prompt = PromptMap(num_tokens, (VisionSpan(100, num_tokens - 500, None),))
+    new = old[: num_blocks // 10] + num_blocks
+    plan = made_up_step(config, config.policy, prompt, None, old, new)
+    if stored:
+        (seen,), (eviction,) = plan.observations, plan.evictions
+        rows = np.arange(1, len(seen.rows) + 1)
+        plan.observations = [Observation(seen.request_id, 0, seen.rows, rows)]
+        plan.evictions = [replace(eviction, stored=rows)]
+    return plan
+
+
+def observe(
+    evictor: Evictor, plan: StepPlan, num_tokens: int, launches: Launches
+) -> tuple[int, int]:
+    """Run a step up to its decision; return the launches of its layers by torch and by Triton."""
+    queries = torch.empty(num_tokens, NUM_HEADS, SHAPE.head_size, device="meta").bfloat16()
+    evictor.begin_step(plan)
+    evictor.prepare(lambda _: 0)
+    before = launches.torch, launches.triton
+    with torch.inference_mode(), launches:
+        for layer in range(SHAPE.num_layers - 1):
+            evictor.observe_layer(layer, queries, 1.0)
+        # Without the decision, which follows the last layer.
+        if evictor._stored is not None:
+            tokens, rows = evictor._stored
+            evictor.part.queries.store(layer + 1, rows, queries.index_select(0, tokens))
+        for seen in evictor._current:
+            seen.see_layer(SHAPE.num_layers - 1, queries, 1.0)
+    for seen in evictor._current:
+        assert seen.error is None
+        assert len(seen.scores) == len(seen.strengths) == SHAPE.num_layers
+    return launches.torch - before[0], launches.triton - before[1]
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["one chunk", "stored"])
+@pytest.mark.parametrize(
+    ("granularity", "num_tokens", "num_batches"),
+    [("layer", 2000, 1), ("layer", 8000, 3), ("head", 2000, 6), ("head", 8000, 18)],
+)
+def test_an_eviction_takes_few_launches_for_each_batch_of_layers(
+    launches: Launches, granularity: str, num_tokens: int, num_batches: int, stored: bool
+) -> None:
+    """The kernels that read queries and keys, and 14 of torch. Layer by layer it would be 756.
+
+    Each layer's queries are copied while it runs: to wait, or into the query pool.
+    """
+    config = EvictionConfig.from_mapping({"policy": "tgv", "granularity": granularity})
+    evictor = evictor_of(config, num_tokens)
+    plan = plan_of(config, num_tokens, stored)
+    by_torch, by_triton = observe(evictor, plan, num_tokens, launches)
+    copies = SHAPE.num_layers * (2 if stored else 1)
+    assert by_triton == 4 * num_batches
+    assert by_torch <= copies + 14 * num_batches
+    assert by_torch + by_triton < 756 / 1.5
+
+
+@pytest.mark.parametrize("num_prompts", [1, 2, 5, 100])
+def test_queries_that_wait_fit_the_workspace(launches: Launches, num_prompts: int) -> None:
+    """However many prompts end in one step, unless one layer's queries are more."""
+    config, num_tokens = EvictionConfig.from_mapping({"policy": "tgv"}), 2000
+    evictor = evictor_of(config, num_tokens)
+    one, plan = plan_of(config, num_tokens, stored=False), StepPlan()
+    for name in map(str, range(num_prompts)):
+        plan.observations += [replace(part, request_id=name) for part in one.observations]
+        plan.evictions += [replace(part, request_id=name) for part in one.evictions]
+    evictor.begin_step(plan)
+    evictor.prepare(lambda _: 0)
+    of_layer = sum(len(part.rows) for part in plan.observations) * 2 * NUM_HEADS * SHAPE.head_size
+    (at_once,) = {seen.due.layers_at_once for seen in evictor._current if seen.due is not None}
+    assert at_once == 1 or at_once * of_layer <= evictor.part.workspace_bytes
+    assert at_once == SHAPE.num_layers or (at_once + 1) * of_layer > evictor.part.workspace_bytes
+
+
+@pytest.mark.parametrize("at_once", [2, LAYERS])
+@pytest.mark.parametrize("granularity", ["layer", "head"])
+@pytest.mark.parametrize("method", ["tgv", "vlcache", "aircache", "snapkv"])
+def test_layers_scored_together_keep_what_each_alone_keeps(
+    monkeypatch: pytest.MonkeyPatch, method: str, granularity: str, at_once: int
+) -> None:
+    """The same scores and tokens, with queries that wait and queries from the query pool."""
+    config, model = settings(granularity), Model.random()
+    for budget in (0.4, "auto:0.7,min=0.05,max=0.95"):
+        plan = step(config, both(method), budget)
+        alone = model.evict(Ranks(), config, plan)
+        (second,) = (part for part in plan.observations if part.request_id == "second")
+        rows = np.arange(1, len(second.rows) + 1)
+        plan.observations[plan.observations.index(second)] = replace(second, stored=rows)
+        plan.evictions[1] = replace(plan.evictions[1], stored=rows)
+        with monkeypatch.context() as patch:
+            patch.setattr(PromptObservation, "_layers_at_once", lambda *_: at_once)
+            together = model.evict(Ranks(), config, plan)
+        for name in ("first", "second"):
+            assert torch.equal(together.kept(name), alone.kept(name)), (budget, name)
+        traced = [run.evictor.traces.find("first") for run in (alone, together)]
+        assert traced[0] is not None
+        assert traced[1] is not None
+        assert np.array_equal(traced[0].scores, traced[1].scores)

@@ -7,6 +7,7 @@ model. Freed blocks are filled with NaN, and all blocks are recounted after ever
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from oracle.emulation import Answer, Eviction, Oracle
 from oracle.methods import METHODS, Mix, Pool
 from tests.engine.questions import question
 from tests.engine.running import Ask, SteppedEngine, engine
+from tests.engine.test_speculation import NGRAM
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -165,10 +167,26 @@ def test_an_answer_that_ends_first_is_never_evicted_for(whole: SteppedEngine) ->
     assert whole.counters["requests_skipped"]["answer_too_short"] == before + 2
 
 
-def test_waits_in_a_small_pool(folder: Path, oracle: Oracle) -> None:
+def preempt_sometimes(running: SteppedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Preempt the last request in every 25th step: the order of admission avoids most others."""
+    step, steps = running.step, itertools.count(1)
+
+    def step_and_preempt() -> list[Any]:
+        if not next(steps) % 25 and running.scheduler.running:
+            running.preempt(running.scheduler.running[-1])
+        return step()
+
+    monkeypatch.setattr(running, "step", step_and_preempt)
+
+
+def test_waits_in_a_small_pool(
+    folder: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With chunks, prefix-cache hits and preemptions, two waiting requests at a time."""
     settings = {"policy": "tgv", "methods": MIXES, "query_rows": 330, "debug": DEBUG}
-    with engine(folder, settings, **CACHED, **CHUNKED) as running:
+    options = {**CACHED, **CHUNKED, "max_model_len": 576}  # the longest answers exceed 512
+    with engine(folder, settings, **options) as running:
+        preempt_sometimes(running, monkeypatch)
         asks = [case.ask(index) for index, case in enumerate(WAITING)]
         assert_agrees(running, oracle, WAITING, running.run(asks))
         assert running.preempted
@@ -188,22 +206,30 @@ def test_waits_in_a_small_pool(folder: Path, oracle: Oracle) -> None:
 SCHEDULE = [[6, 0.6], [30, 0.4], [61, 0.2]]
 
 
-@pytest.mark.parametrize("options", [{}, {**CACHED, **CHUNKED}], ids=["whole", "cached"])
-def test_a_schedule_evicts_in_steps(folder: Path, oracle: Oracle, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{}, {**CACHED, **CHUNKED}, {"speculative_config": NGRAM}],
+    ids=["whole", "cached", "drafts"],
+)
+def test_a_schedule_evicts_in_steps(
+    folder: Path, oracle: Oracle, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = {
         "policy": "tgv",
         "methods": MIXES,
-        "decode": {"schedule": SCHEDULE, "rows": 16},
+        "decode": {"schedule": SCHEDULE, "rows": 28},  # more than between the first two
         "debug": DEBUG,
     }
     names = ("tgv", "snapkv", "adakv", "streaming", "pyramidkv", "h2o", "forward", "largest", "rkv")
     cases = [Case(name, 6, 0.6) for name in names]
     with engine(folder, settings, **options) as running:
+        if CACHED.items() <= options.items():
+            preempt_sometimes(running, monkeypatch)
         asks = [replace(c.ask(i), xargs=step_xargs(c)) for i, c in enumerate(cases)]
         outputs = running.run(asks)
         later = tuple((after, budget) for after, budget in SCHEDULE[1:])
-        assert_agrees(running, oracle, cases, outputs, schedule=later, answer_rows=16)
-        assert not options or running.preempted
+        assert_agrees(running, oracle, cases, outputs, schedule=later, answer_rows=28)
+        assert running.preempted or "num_gpu_blocks_override" not in options
 
 
 def step_xargs(case: Case) -> dict[str, Any]:

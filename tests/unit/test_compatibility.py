@@ -374,6 +374,34 @@ def test_ranks_and_stages_are_processes_of_one_machine(
     assert way_out in message
 
 
+SCHEDULE = {"schedule": [[4, 0.5], [9, 0.2]]}
+CEILING = {"max_tokens": 512, "buffer": 64}
+
+
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+@pytest.mark.parametrize("decode", [SCHEDULE, CEILING], ids=["schedule", "ceiling"])
+def test_ranks_and_stages_do_not_evict_again(plain: str, kind: str, decode: Any) -> None:
+    """They wait for the answer like others."""
+    eviction = {CONFIG_KEY: {"policy": "tgv", "decode": decode}}
+    message = refusal(plain, eviction=eviction, **{f"{kind}_parallel_size": 2})
+    assert f"decode (later evictions) and {kind} parallelism yet: remove decode" in message
+    waiting = ({"defer": 3}, {"decode": {"schedule": [[3, 0.2]]}})
+    for settings in waiting:
+        eviction = {CONFIG_KEY: {"policy": "tgv", **settings}}
+        configure(plain, eviction, **{f"{kind}_parallel_size": 2})
+
+
+def test_a_ceiling_leaves_every_head_its_floor(plain: str) -> None:
+    for tokens, floor, is_refused in ((31, 1, True), (32, 1, False), (63, 2, True), (31, 0, True)):
+        settings = {"policy": "tgv", "decode": {"max_tokens": tokens}, "floor_pages": floor}
+        if not is_refused:
+            configure(plain, {CONFIG_KEY: settings}, block_size=32)
+            continue
+        message = refusal(plain, eviction={CONFIG_KEY: settings}, block_size=32)
+        assert f"decode.max_tokens: {tokens}, which is less than floor_pages ({floor})" in message
+        assert f"give at least {max(floor, 1) * 32} tokens" in message
+
+
 @pytest.mark.parametrize("kind", ["tensor", "pipeline"])
 def test_ranks_and_stages_with_a_gpu_each_are_refused(plain: str, kind: str) -> None:
     vllm_config = configure(plain, **{f"{kind}_parallel_size": 2})

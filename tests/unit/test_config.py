@@ -579,3 +579,56 @@ def test_unreadable_files_name_flag_path_and_way_out(
 def test_broken_inline_json() -> None:
     with pytest.raises(EvictionConfigError, match=r"--kv-eviction-config .*not valid"):
         read_config_file("{granularity: head}")
+
+
+AGAIN = {"schedule": [[4, 0.5], [9, 0.2]], "rows": 8}
+
+
+@pytest.mark.parametrize(
+    ("mix", "part"),
+    [
+        ({"base": "elastic"}, "merges tokens"),
+        ({"base": "aircache"}, "is not defined on what is left"),
+        ({"base": "vlcache"}, "is not defined on what is left"),
+        ({"base": "snapkv", "allocation": "vlcache"}, "is not defined on what is left"),
+        ({"base": "snapkv", "allocation": "aircache"}, "is not defined on what is left"),
+        ({"base": "tgv", "score": "vv_tt"}, "is not defined on what is left"),
+        ({"base": "tgv", "allocation": "vv"}, "is not defined on what is left"),
+    ],
+    ids=str,
+)
+def test_methods_that_evict_only_once_are_refused_with_decode(
+    mix: dict[str, Any], part: str
+) -> None:
+    """At start if the server names one, and otherwise in the request."""
+    values = {"policy": "mine", "methods": {"mine": mix}, "decode": AGAIN}
+    with pytest.raises(EvictionConfigError, match=rf"kv_eviction.policy is 'mine', which {part}"):
+        EvictionConfig.from_mapping(values)
+    server = EvictionConfig.from_mapping({**values, "policy": "snapkv"})
+    with pytest.raises(EvictionConfigError, match=rf"vllm_xargs.kv_eviction is 'mine', .*{part}"):
+        RequestOptions.resolve(server, {"kv_eviction": "mine"})
+    once = {**values, "decode": {"schedule": [[4, 0.5]]}}
+    assert EvictionConfig.from_mapping(once).policy == "mine"
+
+
+def test_methods_that_evict_again() -> None:
+    for name in ("tgv", "snapkv", "adakv", "pyramidkv", "prefixkv", "streaming", "random", "h2o"):
+        assert EvictionConfig.from_mapping({"policy": name, "decode": AGAIN}).cuts_again
+
+
+def test_a_guarded_budget_is_for_one_eviction() -> None:
+    ceiling = {"max_tokens": 512}
+    values = {"policy": "tgv", "budget": "auto:0.9", "decode": ceiling}
+    with pytest.raises(EvictionConfigError, match=r"budget auto with kv_eviction.policy 'tgv'"):
+        EvictionConfig.from_mapping(values)
+    server = EvictionConfig.from_mapping({**values, "budget": 0.2})
+    with pytest.raises(EvictionConfigError, match="or start the server without decode"):
+        RequestOptions.resolve(server, {"kv_eviction_budget": "auto:0.9"})
+
+
+def test_the_last_rows_of_the_answer_fit_the_query_pool() -> None:
+    values = {"policy": "tgv", "observation_window": 8, "query_rows": 60}
+    decode = {"max_tokens": 512, "rows": 60}
+    assert EvictionConfig.from_mapping({**values, "decode": decode}).num_query_rows == 60
+    with pytest.raises(EvictionConfigError, match=r"kv_eviction.decode.rows is 61: .* \(60\)"):
+        EvictionConfig.from_mapping({**values, "decode": {**decode, "rows": 61}})

@@ -10,21 +10,41 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NoReturn, Protocol
+from typing import Literal, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from vllm_tgvkv.kernels import gpu
+from vllm_tgvkv.kernels.importance import KERNEL, WINDOW, importance
+from vllm_tgvkv.kernels.redundancy import redundancy
 
-Statistic = Literal["row_averages", "share_below", "row_entropies", "column_maxima"]
+Statistic = Literal[
+    "row_averages",
+    "share_below",
+    "row_entropies",
+    "column_maxima",
+    "past_importance",
+    "key_redundancy",
+]
 """Statistics in addition to column sums. ``row_averages`` makes weighted sums cheap."""
+
+KEY_STATISTICS: frozenset[Statistic] = frozenset({"past_importance", "key_redundancy"})
+"""Statistics of a KV head's own keys, computed for some heads at a time in PyTorch."""
+
+KEY_BYTES = 12
+"""Most bytes that these take for each value of the keys of the heads at a time."""
+
+REDUNDANCY_WORKSPACES = 4
+"""Workspaces that rows of similarities take. Fewer mean more, smaller products."""
 
 THRESHOLD = 0.01
 """Entries below this fraction of their row's maximum are negligible (VL-Cache's p)."""
+
+T = TypeVar("T")
 
 _INDICES = (torch.int32, torch.int64)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -104,6 +124,23 @@ class Attention(Protocol):
     def row_entropies(self) -> Tensor:
         """float32 ``[S, O]``, entropy of each row in nats, mean over the group's query heads."""
         _not_observed("row_entropies", _FEW_ROWS)
+
+    @property
+    def past_importance(self) -> Tensor:
+        """float32 ``[S, P]``, :func:`~vllm_tgvkv.kernels.importance.importance` of each key.
+
+        Rows and pooling are R-KV's: of the last ``WINDOW`` rows, or of fewer if there are no more,
+        pooled over ``KERNEL`` keys that are neighbours in the cache. S is the number of KV heads.
+        """
+        _not_observed("past_importance", _FEW_ROWS)
+
+    @property
+    def key_redundancy(self) -> Tensor:
+        """float32 ``[S, P]``, :func:`~vllm_tgvkv.kernels.redundancy.redundancy` of each key.
+
+        It is that among the keys which the last row sees. S is the number of KV heads.
+        """
+        _not_observed("key_redundancy", _FEW_ROWS)
 
     def weighted_column_sums(self, weights: Tensor) -> Tensor:
         """Sum over the rows i of ``weights[s, i] * A[s][i, j]``.
@@ -260,6 +297,58 @@ class ObservedAttention(Attention, ABC):
     def column_maxima(self) -> Tensor:
         return self._declared("column_maxima", self._first_pass.column_maxima)
 
+    @property
+    def past_importance(self) -> Tensor:
+        rows = self._rows
+        queries = rows.queries[:, -WINDOW:].transpose(1, 2).flatten(0, 1)  # [Q, w, G, D]
+        # The window begins with the own key of its first row.
+        num_past = rows.num_visible[:, -queries.shape[1]].expand(self.num_pairs) - 1
+        scale = rows.scale
+        if isinstance(scale, Tensor):
+            scale = scale.repeat_interleave(self.num_heads, output_size=self.num_pairs)
+
+        def of_pairs(pairs: slice, keys: Tensor) -> Tensor:
+            factor = scale[pairs] if isinstance(scale, Tensor) else scale
+            return importance(queries[pairs], keys, num_past[pairs], factor, KERNEL)
+
+        return self._of_keys("past_importance", of_pairs)
+
+    @property
+    def key_redundancy(self) -> Tensor:
+        lengths = self._rows.num_visible[:, -1].expand(self.num_pairs)
+        workspace = REDUNDANCY_WORKSPACES * self._workspace_bytes
+
+        def of_pairs(pairs: slice, keys: Tensor) -> Tensor:
+            return redundancy(keys, lengths[pairs], workspace_bytes=workspace)
+
+        return self._of_keys("key_redundancy", of_pairs)
+
+    def _of_keys(self, name: Statistic, of_pairs: Callable[[slice, Tensor], Tensor]) -> Tensor:
+        """Return the values ``[Q, P]`` of a function of some pairs and their keys ``[q, P, D]``.
+
+        Slots behind a pair's last key hold anything.
+        """
+        if self.num_groups < self.num_pairs:
+            raise ValueError(f"{name} is that of one KV head: use granularity head")
+        self._declared(name, None)
+        pool, lengths = self._rows.pool, self._rows.num_visible[:, -1:]
+        size = pool.shape[1]
+        width = -(-self.num_keys // size)
+        starts = torch.arange(width, device=pool.device) * size
+        # Entries after the page of a pair's last key may be garbage.
+        tables = self._rows.tables[:, :width].masked_fill(starts >= lengths, 0)
+        result = torch.empty(self.num_pairs, self.num_keys, device=pool.device)
+        bytes_of_pair = KEY_BYTES * width * size * self.head_size
+        step = max(1, self._workspace_bytes // bytes_of_pair)
+        for start in range(0, self.num_pairs, step):
+            pairs = slice(start, start + step)
+            pages = pool.index_select(0, tables[pairs].flatten())
+            if pages.element_size() == 1:  # fp8 has no arithmetic
+                pages = pages.to(torch.bfloat16)
+            keys = pages.view(-1, width * size, self.head_size)[:, : self.num_keys]
+            result[pairs] = of_pairs(pairs, keys)
+        return result
+
     def weighted_column_sums(self, weights: Tensor) -> Tensor:
         if weights.shape not in ((self.num_groups, self.num_rows), (1, self.num_rows)):
             raise ValueError(
@@ -297,7 +386,7 @@ class ObservedAttention(Attention, ABC):
     def _weighted_pass(self, weights: Tensor) -> Tensor:
         """Return the sums of :meth:`mixed_column_sums` from another pass over the rows."""
 
-    def _declared(self, name: Statistic, value: Tensor) -> Tensor:
+    def _declared(self, name: Statistic, value: T) -> T:
         if name not in self._statistics:
             raise ValueError(
                 f"{name} was not computed: name it in the `statistics` of the score or allocation"

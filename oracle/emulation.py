@@ -35,7 +35,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from oracle import methods
 from oracle.kernels import merged
-from oracle.methods import Earlier, Image, Layout, Mix, Selection, Settings, mix_of
+from oracle.methods import Earlier, Image, Layout, Mix, Selection, Settings, States, mix_of
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class Eviction(Settings):
         text_only: "keep" or "evict" prompts without vision.
         defer: m, the answer tokens whose rows are computed before the first cut. They vote as well.
         schedule: further cuts of the prompt, each after that many answer tokens to that budget.
-        answer_rows: W, the last rows of the answer that vote in a cut after the first.
+        answer_rows: W, the last rows that vote in a cut after the first, at most those since the
+            cut before.
         ceiling, buffer: M and B in tokens. From the first cut on, prompt and answer are cut to M
             whenever a head has more than M + B tokens in full blocks, on average.
     """
@@ -94,13 +95,21 @@ def select(
     kv_heads: int,
     eviction: Eviction,
     stages: Sequence[int] | None = None,
+    states: States | None = None,
 ) -> Selection:
     """Return the part of a prompt that is kept; arguments as in `methods.select`."""
     layout = prompt.layout
     settings: Settings = eviction
     if not layout.images and eviction.text_only == "keep":
         settings = replace(eviction, budget=layout.length)
-    return methods.select(eviction.method, attention, layout, kv_heads, settings, stages=stages)
+    return methods.select(
+        eviction.method, attention, layout, kv_heads, settings, stages=stages, states=states
+    )
+
+
+def _states(queries: torch.Tensor, keys: torch.Tensor) -> States:
+    """Return states with the scale that all models of the tests have."""
+    return States(queries, keys, queries.shape[-1] ** -0.5)
 
 
 @dataclass(frozen=True)
@@ -131,6 +140,10 @@ class Moment:
         """Answer tokens whose rows have been computed."""
         return self.length - self.prompt_tokens
 
+    def states(self) -> States:
+        """Return the queries and keys that attention comes from."""
+        return _states(torch.cat(self.queries, dim=2), self.keys)
+
     def attention(self) -> torch.Tensor:
         """Return A, float64 [L, Q, n, n]; every row is a softmax over the keys it was shown."""
         result = torch.zeros(*self.rows[0].shape[:2], self.length, self.length).double()
@@ -159,6 +172,7 @@ class Cut:
     settings: Settings
     stages: Sequence[int] | None
     earlier: Earlier | None
+    states: States
     selection: Selection
 
     def is_stable(self, noise: float = 3e-5, trials: int = 3) -> bool:
@@ -174,6 +188,7 @@ class Cut:
             trials,
             self.stages,
             self.earlier,
+            self.states,
         )
 
 
@@ -224,12 +239,14 @@ class Cutter:
         eviction, settings = self.eviction, replace(self.eviction, budget=budget)
         earlier = None
         if kept is not None:
-            first = max(moment.prompt_tokens, moment.length - eviction.answer_rows)
+            since = max((cut.after for cut in self.cuts if cut.after < moment.answer), default=0)
+            first = moment.length - min(eviction.answer_rows, moment.answer - since)
             earlier = Earlier(kept, tuple(range(first, moment.length)))
         attention = moment.attention()
         given = (eviction.method, attention, layout, self.kv_heads, settings)
-        selection = methods.select(*given, stages=self.stages, earlier=earlier)
-        self.cuts.append(Cut(moment.answer, *given, self.stages, earlier, selection))
+        states = moment.states()
+        selection = methods.select(*given, stages=self.stages, earlier=earlier, states=states)
+        self.cuts.append(Cut(moment.answer, *given, self.stages, earlier, states, selection))
         return selection.kept
 
 
@@ -298,11 +315,21 @@ class Oracle:
         output = self.model(**prompt.inputs, output_attentions=True, use_cache=False)
         return torch.cat(output.attentions).double()
 
+    @torch.no_grad()
+    def states(self, prompt: Prompt) -> States:
+        """Return the queries and keys of the prefill."""
+        self._forget_positions()
+        with self._recorded() as seen:
+            output = self.model(**prompt.inputs, use_cache=True)
+        queries = torch.cat([seen[layer] for layer in range(self.layers)])
+        return _states(queries, torch.cat([layer.keys for layer in output.past_key_values.layers]))
+
     def select(
         self, prompt: Prompt, eviction: Eviction, stages: Sequence[int] | None = None
     ) -> Selection:
         """Return the part of `prompt` that is kept, by stages with that many layers."""
-        return select(self.attention(prompt), prompt, self.kv_heads, eviction, stages)
+        states = self.states(prompt)
+        return select(self.attention(prompt), prompt, self.kv_heads, eviction, stages, states)
 
     @torch.no_grad()
     def generate(

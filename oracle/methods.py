@@ -25,6 +25,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from oracle import decoding
 from oracle.kernels import apportion, ranking
 
 LAYER = "layer"
@@ -78,6 +79,7 @@ METHODS = {
     "snapkv": Mix("snapkv", "uniform", "window", HEAD, SNAP),
     "pyramidkv": Mix("snapkv", "pyramid", "window", HEAD, SNAP),
     "adakv": Mix("snapkv", "adakv", "window", HEAD, SNAP),
+    "rkv": Mix("rkv", "uniform", "recent_8", HEAD),
     "h2o": Mix("h2o", "uniform", "recent_half", HEAD),
     "streaming": Mix("recency", "uniform", "by_score"),
     "prefixkv": Mix("text_rows", "prefixkv", "by_score"),
@@ -186,6 +188,41 @@ class Earlier:
 
 
 @dataclass(frozen=True)
+class States:
+    """What attention comes from, for scores that need more than attention.
+
+    Attributes:
+        queries: [L, Q, P, D], rotated.
+        keys: [L, H, P, D], rotated.
+        scale: factor of the products.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    scale: float
+
+    def of_head(self, layer: int, head: int) -> HeadStates:
+        """Return the states of one KV head and of the query heads of its group."""
+        group = self.queries.shape[1] // self.keys.shape[1]
+        queries = self.queries[layer, head * group : (head + 1) * group]
+        return HeadStates(queries.transpose(0, 1), self.keys[layer, head], self.scale)
+
+    def noisy(self, noise: float) -> States:
+        """Return states with random relative changes of at most `noise`."""
+        queries, keys = self.queries.double(), self.keys.double()
+        return States(perturbed(queries, noise), perturbed(keys, noise), self.scale)
+
+
+@dataclass(frozen=True)
+class HeadStates:
+    """Queries [P, G, D] of a KV head's group, its keys [P, D], and the factor of their products."""
+
+    queries: Tensor
+    keys: Tensor
+    scale: float
+
+
+@dataclass(frozen=True)
 class Case:
     """A prompt and the options of its eviction, as the parts see them.
 
@@ -225,11 +262,13 @@ class TokenSet:
         heads: float64 [n, P, P], A of each of its query heads.
         mean: float64 [P, P], their mean.
         alive: bool [P], the keys that earlier cuts left; None if there was no cut.
+        states: of a KV head, where they are given.
     """
 
     heads: Tensor
     mean: Tensor
     alive: Tensor | None = None
+    states: HeadStates | None = None
 
     def has(self, j: int) -> bool:
         """Return whether the key at position j was not evicted before."""
@@ -270,6 +309,7 @@ ROWS_OF_SCORE = {
     "vlcache": "after_vision",
     "aircache": "after_vision",
     "snapkv": "window",
+    "rkv": "window",
     "h2o": "all",
     "vv_tt": "all",
 }
@@ -341,6 +381,31 @@ def voted(name: str) -> Callable[[TokenSet, Case], Tensor]:
     return scores
 
 
+def rkv_scores(token_set: TokenSet, case: Case) -> Tensor:
+    """Return R-KV's scores of the keys that are left; importance of the window itself is 0.
+
+    The window are the last 8 rows that vote, or fewer.
+    """
+    states = token_set.states
+    if states is None:
+        raise ValueError(
+            "R-KV needs the queries and keys of each KV head: granularity head, states"
+        )
+    window = case.voters("window")[-decoding.WINDOW :]
+    left = [j for j in range(case.layout.length) if token_set.has(j)]
+    if left[-len(window) :] != window:
+        raise ValueError(f"the window {window} are not the last keys {left[-len(window) :]}")
+    keys = states.keys[left]
+    found = -(1 - decoding.MIX) * decoding.redundancy(keys)
+    past = len(left) - len(window)
+    if past > 0:
+        important = decoding.importance(states.queries[window], keys, states.scale)
+        found[:past] += decoding.MIX * important
+    scores = torch.zeros(case.layout.length, dtype=torch.float64)
+    scores[left] = found
+    return scores
+
+
 SCORES: dict[str, Callable[[TokenSet, Case], Tensor]] = {
     "tgv": lambda token_set, case: tgv_scores(
         token_set.mean, case.voters("text"), case.layout.vision
@@ -348,6 +413,7 @@ SCORES: dict[str, Callable[[TokenSet, Case], Tensor]] = {
     "text_rows": voted("text"),
     "vlcache": voted("after_vision"),
     "snapkv": voted("window"),
+    "rkv": rkv_scores,
     "h2o": voted("all"),
     "aircache": aircache_scores,
     "vv_tt": vv_tt_scores,
@@ -426,6 +492,7 @@ def tiers(retain: str, case: Case, count: int, text_above: bool = False) -> list
     tail = length - case.candidates
     recent = {
         "window": WINDOW,
+        "recent_8": decoding.WINDOW,
         "recent_half": (count + tail) // 2,
         "recent_tenth": (count + tail) // 10,
     }
@@ -434,6 +501,7 @@ def tiers(retain: str, case: Case, count: int, text_above: bool = False) -> list
         "vision_first": lambda j: vision[j],
         "by_score": lambda j: False,
         "window": lambda j: j >= length - recent["window"],
+        "recent_8": lambda j: j >= length - recent["recent_8"],
         "recent_half": lambda j: j >= length - recent["recent_half"],
         "recent_tenth": lambda j: j >= length - recent["recent_tenth"],
     }
@@ -666,16 +734,23 @@ def mix_of(method: str | Mix, settings: Settings) -> Mix:
     )
 
 
-def token_sets_of(attention: Tensor, kv_heads: int, granularity: str) -> list[list[TokenSet]]:
+def token_sets_of(
+    attention: Tensor, kv_heads: int, granularity: str, states: States | None = None
+) -> list[list[TokenSet]]:
     """Return the token sets [L][S].
 
     Args:
         attention: float64 [L, Q, P, P]; query head q belongs to KV head q // (Q / H).
+        states: what it comes from, if a score needs them.
     """
-    number = 1 if granularity == LAYER else kv_heads
+    if granularity == LAYER:
+        return [[TokenSet(heads, heads.mean(0))] for heads in attention.double()]
     return [
-        [TokenSet(heads, heads.mean(0)) for heads in layer.chunk(number)]
-        for layer in attention.double()
+        [
+            TokenSet(heads, heads.mean(0), None, states.of_head(layer, head) if states else None)
+            for head, heads in enumerate(of_layer.chunk(kv_heads))
+        ]
+        for layer, of_layer in enumerate(attention.double())
     ]
 
 
@@ -688,6 +763,7 @@ def select(
     scores: Tensor | None = None,
     stages: Sequence[int] | None = None,
     earlier: Earlier | None = None,
+    states: States | None = None,
 ) -> Selection:
     """Return the part of a prompt that a method keeps.
 
@@ -699,9 +775,10 @@ def select(
         stages: number of layers of each pipeline stage. Each stage shares out its own pages; the
             result has the most blocks of any stage.
         earlier: what a cut while decoding finds; None for the first cut.
+        states: queries and keys of all P tokens, for scores that need them.
     """
     mix = mix_of(method, settings)
-    evidence = observe(mix, attention, layout, kv_heads, settings, scores, earlier)
+    evidence = observe(mix, attention, layout, kv_heads, settings, scores, earlier, states)
     parts = [
         choose(mix, part, kv_heads, settings)
         for part in evidence.of_stages(stages or [len(attention)])
@@ -721,6 +798,7 @@ def observe(
     settings: Settings,
     scores: Tensor | None = None,
     earlier: Earlier | None = None,
+    states: States | None = None,
 ) -> Evidence:
     """Return the evidence of all token sets, for any budget; arguments as in `select`."""
     case = Case(
@@ -731,7 +809,7 @@ def observe(
         mix.rows,
         mix.reduce,
     )
-    token_sets = token_sets_of(attention, kv_heads, mix.granularity)
+    token_sets = token_sets_of(attention, kv_heads, mix.granularity, states)
     if earlier is not None:
         if mix.score == "vv_tt" or mix.allocation == "vv":
             raise ValueError(f"{mix} needs rows of vision, and an answer has none")
@@ -768,7 +846,7 @@ def left(token_set: TokenSet, alive: Tensor, voters: Sequence[int]) -> TokenSet:
         for i in voters:
             seen = torch.where(alive, head[i], 0)
             heads[number, i] = seen / seen.sum()
-    return TokenSet(heads, heads.mean(0), alive)
+    return TokenSet(heads, heads.mean(0), alive, token_set.states)
 
 
 def choose(mix: Mix, evidence: Evidence, kv_heads: int, settings: Settings) -> Selection:
@@ -873,19 +951,21 @@ def is_stable(
     trials: int = 6,
     stages: Sequence[int] | None = None,
     earlier: Earlier | None = None,
+    states: States | None = None,
 ) -> bool:
     """Return whether the kept tokens are independent of rounding, for all of the budgets.
 
     Thresholds, ranks and remainders depend on comparisons. If noise far above the rounding of
     float32 reverses one, the result says nothing about an implementation. Shares get separate
-    noise, since noise in the attention does not change shares that come from counts.
+    noise, since noise in the attention does not change shares that come from counts; so do states.
     """
     mix = mix_of(method, settings)
     wanted: list[Tensor] = []
     for trial in range(1 + trials):
         factor = perturbed(torch.ones_like(attention[:, :, :1]), noise)  # one per key
         noisy = attention * factor if trial else attention
-        evidence = observe(mix, noisy, layout, kv_heads, settings, earlier=earlier)
+        of_trial = states.noisy(noise) if states and trial else states
+        evidence = observe(mix, noisy, layout, kv_heads, settings, earlier=earlier, states=of_trial)
         evidence = replace(evidence, noise=noise if trial else 0.0)
         kept = [
             choose(mix, part, kv_heads, replace(settings, budget=b)).kept

@@ -46,6 +46,8 @@ async def ask(
         options["kv_eviction"] = question.policy
     if question.budget is not None:
         options["kv_eviction_budget"] = question.budget
+    if question.defer is not None:
+        options["kv_eviction_defer"] = question.defer
     async with httpx.AsyncClient(
         transport=transport, base_url="http://itself", headers=headers, timeout=None
     ) as client:
@@ -70,6 +72,7 @@ async def ask(
             prompt_tokens=report["prompt_tokens"],
             kept_tokens=report["kept_tokens"],
             blocks_before=before,
+            cuts=report["cuts"],
             skip_reason=report["skip_reason"],
             trace=report["trace"],
         ),

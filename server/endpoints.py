@@ -10,7 +10,7 @@ from argparse import Namespace
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Path, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Path, Query, Request, Response
 from fastapi.responses import FileResponse
 from fastapi.security import HTTPBearer
 from starlette.datastructures import State
@@ -50,6 +50,10 @@ router = APIRouter(
 EvictingServer = Annotated[Access, Depends(evicting_server)]
 TraceName = Annotated[
     str, Path(max_length=512, description="Name of a trace, or `id` of a response.")
+]
+Cut = Annotated[
+    int | None,
+    Query(ge=0, lt=2**31, description="Index among the trace's `cuts`; by default, the last one."),
 ]
 
 
@@ -107,9 +111,9 @@ async def traces(server: EvictingServer) -> schemas.TraceList:
 
 
 @router.get("/requests/{name}", summary="What was kept of a request's prompt")
-async def trace(name: TraceName, server: EvictingServer) -> schemas.Trace:
-    """Pages by layer and head, positions of images, and how many heads keep each token."""
-    return schemas.Trace(**await _find(server, name))
+async def trace(name: TraceName, server: EvictingServer, cut: Cut = None) -> schemas.Trace:
+    """All cuts; of one, pages by layer and head, and how many heads keep each token."""
+    return schemas.Trace(**await _find(server, name, None, cut))
 
 
 @router.get(
@@ -117,10 +121,13 @@ async def trace(name: TraceName, server: EvictingServer) -> schemas.Trace:
     summary="Kept positions and scores of one layer",
 )
 async def trace_layer(
-    name: TraceName, layer: Annotated[int, Path(ge=0, lt=2**31)], server: EvictingServer
+    name: TraceName,
+    layer: Annotated[int, Path(ge=0, lt=2**31)],
+    server: EvictingServer,
+    cut: Cut = None,
 ) -> schemas.TraceLayer:
     """One token set for all heads at granularity `layer`, one for each at `head`."""
-    return schemas.TraceLayer(**await _find(server, name, layer))
+    return schemas.TraceLayer(**await _find(server, name, layer, cut))
 
 
 @router.post(
@@ -159,20 +166,20 @@ def page(request: Request, server: EvictingServer) -> FileResponse:
     return FileResponse(PAGE / name, headers=PAGE_HEADERS)
 
 
-async def _find(server: Access, *args: str | int) -> dict[str, Any]:
+async def _find(server: Access, name: str, layer: int | None, cut: int | None) -> dict[str, Any]:
     """Return a trace, or one layer of it, from the engine that keeps it.
 
     Raises:
         HTTPException: 404 if no engine does.
     """
-    for workers in await ask_engines(server.engine_client, "kv_eviction_trace", *args):
+    for workers in await ask_engines(server.engine_client, "kv_eviction_trace", name, layer, cut):
         for found in workers:
             if found is not None:
                 return dict(found)
     raise HTTPException(
         404,
-        "there is no such trace or layer: the request is unknown, has not ended its prefill, was "
-        "not evicted, did not set kv_eviction_trace, or its trace was pushed out by newer ones "
+        "there is no such trace, layer or cut: the request is unknown, has not ended its prefill, "
+        "was not evicted, did not set kv_eviction_trace, or its trace was pushed out by newer ones "
         "(max_traces, max_trace_mib)",
     )
 

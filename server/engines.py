@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 async def ask_engines(
-    engine_client: EngineClient, method: str, *args: str | int
+    engine_client: EngineClient, method: str, *args: str | int | None
 ) -> list[list[Any]]:
     """Call a worker method on every engine of a client at the same time.
 

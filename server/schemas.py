@@ -86,18 +86,31 @@ class DefaultsChange(BaseModel):
     budget: BudgetValue | None = None
 
 
+class Cut(BaseModel):
+    """One eviction of a request."""
+
+    answer_tokens: int = Field(description="Tokens of the answer that were computed by then.")
+    blocks_before: int
+    blocks_after: int
+    kept_tokens: int = Field(
+        description="Tokens kept in full blocks, and those of the prompt's last block; mean over "
+        "layers and KV heads."
+    )
+
+
 class TraceSummary(BaseModel):
-    """Cache of a traced request before and after its eviction."""
+    """Cache of a traced request before its first eviction and after its last one."""
 
     id: str
     policy: str
     budget: str
     granularity: str
-    time: float = Field(description="Time of the eviction, in seconds since 1970.")
+    time: float = Field(description="Time of the last eviction, in seconds since 1970.")
     prompt_tokens: int
     kept_tokens: int = Field(description="Mean over layers and KV heads.")
     blocks_before: int
     blocks_after: int
+    cuts: list[Cut] = Field(description="All evictions of the request that are kept, in order.")
 
 
 class TraceList(BaseModel):
@@ -117,12 +130,16 @@ class VisionSpan(BaseModel):
 class Trace(TraceSummary):
     """Answer of `GET /kv-eviction/requests/{id}`."""
 
+    cut: int = Field(description="Index of the cut that `pages` and `kept_by` are of.")
     block_size: int
     layers: int
     kv_heads: int
     vision: list[VisionSpan]
     pages: list[list[int]] = Field(description="Number of pages, by layer and KV head.")
-    kept_by: list[int] = Field(description="Number of (layer, KV head) pairs that keep each token.")
+    kept_by: list[int] = Field(
+        description="Number of (layer, KV head) pairs that keep each token: those of the prompt, "
+        "then those of the answer that the cut could evict."
+    )
 
 
 class TokenSet(BaseModel):
@@ -155,6 +172,9 @@ class Question(BaseModel):
     question: str = Field(min_length=1, max_length=8192)
     policy: str | None = Field(None, examples=["tgv"])
     budget: BudgetValue | None = None
+    defer: int | None = Field(
+        None, ge=0, le=1024, description="Tokens of the answer that the eviction waits for."
+    )
     max_tokens: int = Field(64, ge=1, le=1024)
     compare: bool = Field(True, description="Whether to ask the full cache as well.")
 
@@ -174,6 +194,7 @@ class EvictedAnswer(FullAnswer):
     prompt_tokens: int
     kept_tokens: int | None = Field(description="Mean over layers and KV heads.")
     blocks_before: int
+    cuts: list[Cut] = Field(description="All evictions of the request, in order.")
     skip_reason: str | None = Field(description="Why nothing was evicted.")
     trace: str | None = Field(description="Name of the trace below `/kv-eviction/requests`.")
 

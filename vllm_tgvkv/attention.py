@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -28,6 +29,7 @@ from vllm_tgvkv.errors import UnsupportedByEvictionError
 from vllm_tgvkv.evictor import Evictor
 from vllm_tgvkv.manager import EvictingSpec
 from vllm_tgvkv.pages import PagePool
+from vllm_tgvkv.queries import StoredQueries
 
 Rows = TypeVar("Rows")
 """A backend's description of ragged rows for its kernel."""
@@ -64,6 +66,8 @@ class EvictingMetadata(Generic[Rows]):
     stock_tokens: Tokens
     evictor: Evictor | None
     """Set in steps in which it observes the layers."""
+    stored_queries: StoredQueries | None = None
+    """Set in steps in which every layer stores the queries itself, as part of a graph."""
 
 
 class EvictingBackend:
@@ -123,7 +127,9 @@ class EvictingBuilder(Generic[Rows]):
         stock = None
         if rest is not None:
             stock = super().build(common_prefix_len, rest, fast_build)  # type: ignore[misc]
-        return EvictingMetadata(ragged, stock, tokens, self._observer(common))
+        observer = self._observer(common)
+        stored_queries = None if observer is not None else self._stored_queries(common)
+        return EvictingMetadata(ragged, stock, tokens, observer, stored_queries)
 
     def split(self, common: CommonAttentionMetadata) -> Split[Rows]:
         """Split a batch, once the cache is allocated."""
@@ -131,16 +137,21 @@ class EvictingBuilder(Generic[Rows]):
 
     def _observer(self, common: CommonAttentionMetadata) -> Evictor | None:
         """Return the evictor, prepared for this batch, if it has to observe the step's layers."""
-        if self._evictor is None or not self._evictor.has_work:
+        if self._evictor is None or not self._evictor.has_work(common.max_query_len == 1):
             return None
-
-        def first_token(request_id: str) -> int:
-            row = self._rows.find_row(common, request_id)
-            assert row is not None, f"{request_id} is observed, but not in the batch"
-            return int(common.query_start_loc_cpu[row])
-
-        self._evictor.prepare(first_token)
+        self._evictor.prepare(partial(self._first_token, common))
         return self._evictor
+
+    def _stored_queries(self, common: CommonAttentionMetadata) -> StoredQueries | None:
+        """Return the store of this batch's queries, if it may be a graph that stores them."""
+        if self._evictor is None or common.max_query_len != 1:
+            return None
+        return self._evictor.stored_queries(common.num_reqs, partial(self._first_token, common))
+
+    def _first_token(self, common: CommonAttentionMetadata, request_id: str) -> int:
+        row = self._rows.find_row(common, request_id)
+        assert row is not None, f"{request_id} is observed, but not in the batch"
+        return int(common.query_start_loc_cpu[row])
 
 
 class EvictingImpl(Generic[Rows]):
@@ -184,6 +195,8 @@ class EvictingImpl(Generic[Rows]):
             stock_output = output[tokens]
             attend(layer, query[tokens], key, value, kv_cache, stock, stock_output, *scales)
             write_back(output, tokens, stock_output)
+        if attn_metadata.stored_queries is not None:
+            attn_metadata.stored_queries.store(self.layer, query)
         if attn_metadata.evictor is not None:
             # The cache holds quantised keys divided by their scale.
             key_scale = layer._k_scale_float if is_quantized_kv_cache(self.kv_cache_dtype) else 1.0

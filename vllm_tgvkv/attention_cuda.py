@@ -266,6 +266,8 @@ class EvictingFlashMetadataBuilder(EvictingBuilder[RaggedTokens], FlashAttention
         else:
             width = cdiv(config.model_config.max_model_len, shape.block_size)
             self._kernel = FlashKernel(shape, evictor.regions, max_rows, width)
+        if self.use_full_cuda_graph and evictor.config.waits:
+            evictor.record_decodes(max_rows)
 
     def split(self, common: CommonAttentionMetadata) -> Split[RaggedTokens]:
         """Split off all decode tokens, and every token of compressed requests with several.

@@ -29,6 +29,10 @@ class Candidate:
     """The next cut."""
     num_answer_rows: int
     """Last rows of the answer that vote at later cuts."""
+    num_cut: int = 0
+    """Tokens at the last cut. Queries before it are not stored for the next one."""
+    has_failed: bool = False
+    """Whether its eviction failed, which ends it."""
     was_evicted: bool = False
     """Whether it was evicted at least once; a preemption undoes the eviction, not this."""
     num_cached: int = 0
@@ -42,19 +46,26 @@ class Candidate:
 
     @property
     def voters_of_cut(self) -> Voters:
-        """Rows that vote at the next cut: at later ones than the first, the last of the answer.
+        """Rows that vote at the next cut: at later ones, the last since the cut before.
 
         They take the place of every row set of the method.
         """
         if self.cut is None or self.cut == self.cuts.first:
             return self.voters
-        first = max(self.cut.at - self.num_answer_rows, self.prompt.num_tokens)
-        rows = np.arange(first, self.cut.at)
-        return Voters(dict.fromkeys(self.voters.kinds, rows), rows, every_row=False)
+        kinds = self.voters.kinds
+        first = max(self.cut.at - self.num_answer_rows, self.num_cut)
+        rows = np.arange(first if kinds else self.cut.at, self.cut.at)
+        return Voters(dict.fromkeys(kinds, rows), rows, every_row=False)
+
+    def advance(self) -> None:
+        """Go on to the cut after the next one, which is made now."""
+        assert self.cut is not None
+        self.num_cut = self.cut.at
+        self.cut = self.cuts.after(self.cut)
 
     def restart(self) -> None:
         """Begin again with the first cut, after a preemption."""
-        self.cut = self.cuts.first
+        self.cut, self.num_cut = self.cuts.first, 0
 
 
 def make_candidate(
@@ -63,14 +74,16 @@ def make_candidate(
     config: EvictionConfig,
     block_size: int,
     model: PretrainedConfig,
+    max_model_len: int,
 ) -> Candidate | str:
     """Return a candidate, or the key of `SKIP_REASONS` why the request is not evicted."""
     num_tokens = request.num_prompt_tokens
+    longest = min(num_tokens + request.max_tokens, max_model_len)
     if request.sampling_params is None or request.prompt_token_ids is None or request.resumable:
         return "unsupported_request"
     if options.policy == NONE:
         return "policy_none"
-    if request.max_tokens <= options.defer + 1:
+    if longest - num_tokens <= options.defer + 1:
         return "answer_too_short" if options.defer else "single_token"
     if num_tokens < max(config.min_prompt_tokens, block_size):
         return "prompt_too_short"
@@ -98,6 +111,7 @@ def make_candidate(
     decode = config.decode
     if decode is not None:
         scheduled += [(n, b.retained_blocks(num_tokens, block_size)) for n, b in decode.later]
-    cuts = plan_cuts(num_tokens, scheduled, decode.ceiling if decode else None, block_size)
+    ceiling = decode.ceiling if decode else None
+    cuts = plan_cuts(num_tokens, scheduled, ceiling, block_size, longest)
     num_answer_rows = decode.rows if decode else 0
     return Candidate(options, prompt, rows, cuts, guard, cuts.first, num_answer_rows)

@@ -335,6 +335,11 @@ class EvictionConfig:
         return config
 
     @property
+    def waits(self) -> bool:
+        """Whether tokens of answers vote, unless a request says otherwise."""
+        return self.defer > 0 or self.decode is not None
+
+    @property
     def num_query_rows(self) -> int:
         """Rows of the query pool."""
         if self.query_rows is not None:

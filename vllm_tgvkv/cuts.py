@@ -8,7 +8,7 @@ tokens of the answer; a ceiling evicts from prompt and answer whenever they have
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -42,6 +42,8 @@ class Cuts:
     """The first cut and those of the schedule, in order, each with fewer blocks than the last."""
     ceiling: Ceiling | None
     block_size: int
+    longest: int
+    """Tokens that the request may have in the end. A cut at the last ones would serve no token."""
 
     @property
     def first(self) -> Cut:
@@ -49,10 +51,28 @@ class Cuts:
 
     def after(self, cut: Cut) -> Cut | None:
         """Return the cut that follows `cut`, or None."""
+        later = self._after(cut)
+        return later if later is not None and later.at + 1 < self.longest else None
+
+    def peaks(self) -> Iterator[int]:
+        """Yield the blocks that the request holds at each cut, fresh ones included.
+
+        Under a ceiling, the cuts after the third are like the third and left out.
+        """
+        cut: Cut | None = self.first
+        num_spared = 0
+        for _ in range(max(len(self.scheduled), 3)):
+            if cut is None:
+                return
+            yield -(-cut.at // self.block_size) - num_spared + cut.num_retained
+            num_spared = cut.num_replaced - cut.num_retained
+            cut = self.after(cut)
+
+    def _after(self, cut: Cut) -> Cut | None:
         if self.ceiling is None:
             return next((later for later in self.scheduled if later.at > cut.at), None)
         size = self.block_size
-        least = self.ceiling.max_tokens // size
+        least = max(self.ceiling.max_tokens // size, 1)
         most = max((self.ceiling.max_tokens + self.ceiling.buffer) // size, least + 1)
         # The first number of full blocks in the row with which more than `most` are held.
         num_full = cut.num_replaced - cut.num_retained + most + 1
@@ -65,19 +85,22 @@ def plan_cuts(
     scheduled: Sequence[tuple[int, int]],
     ceiling: Ceiling | None,
     block_size: int,
+    longest: int,
 ) -> Cuts:
     """Return a request's cuts.
 
     Args:
         scheduled: for each cut of the prompt, tokens of the answer and retained blocks. Cuts that
-            would retain no fewer blocks than the one before are left out.
+            would come no later than the one before, or retain no fewer blocks, are left out.
         ceiling: bounds the first cut, too; there is no schedule then.
+        longest: tokens that the request may have in the end.
     """
     num_full = num_prompt_tokens // block_size
     cuts: list[Cut] = []
     for num_answer, num_retained in scheduled:
         if ceiling is not None:
             num_retained = min(num_retained, max(ceiling.max_tokens // block_size, 1))
-        if not cuts or num_retained < cuts[-1].num_retained:
-            cuts.append(Cut(num_prompt_tokens + num_answer, num_retained, num_full))
-    return Cuts(cuts, ceiling, block_size)
+        at = num_prompt_tokens + num_answer
+        if not cuts or (at > cuts[-1].at and num_retained < cuts[-1].num_retained):
+            cuts.append(Cut(at, num_retained, num_full))
+    return Cuts(cuts, ceiling, block_size, longest)

@@ -35,7 +35,7 @@ from vllm_tgvkv.outcomes import KeptTokens, Outcomes, PendingOutcome
 from vllm_tgvkv.pages import CacheShape, PagePool
 from vllm_tgvkv.plan import Failure, StepPlan
 from vllm_tgvkv.policies import Depth, Prompt
-from vllm_tgvkv.queries import QueryPool
+from vllm_tgvkv.queries import DecodeQueries, QueryPool, StoredQueries
 from vllm_tgvkv.ranks import Ranks
 from vllm_tgvkv.regions import Regions
 from vllm_tgvkv.stages import Stages
@@ -50,7 +50,8 @@ class Evicted:
 
     decision: Decision
     num_vision: torch.Tensor | None
-    """Vision tokens in the region, summed over this rank's layers and heads, if asked for."""
+    """Vision tokens in the region, summed over this rank's layers and heads; None if nothing is
+    told of the eviction."""
     trace: Trace | None
     """If the request asked for one; the first rank's has the heads of all ranks."""
 
@@ -108,6 +109,7 @@ class Evictor:
         self._stored: tuple[torch.Tensor, torch.Tensor] | None = None
         """Tokens of the current batch whose queries are stored, and their rows of the query pool,
         int64."""
+        self._decode_queries: DecodeQueries | None = None
         self.ended: list[PendingOutcome | Failure] = []
         """Evictions of the current step, done or failed, until `take_outcomes`."""
 
@@ -124,10 +126,34 @@ class Evictor:
         if plan.poisoned:
             self.pool.poison(plan.poisoned)
 
-    @property
-    def has_work(self) -> bool:
-        """Whether layers are observed in this step."""
+    def record_decodes(self, max_tokens: int) -> None:
+        """Store the queries of steps of single tokens through `stored_queries` from now on.
+
+        `max_tokens` is the most tokens of such a step, padded ones included.
+        """
+        self._decode_queries = DecodeQueries(self.part.queries, max_tokens)
+
+    def has_work(self, single_tokens: bool) -> bool:
+        """Return whether this step's layers are observed.
+
+        `single_tokens` says whether the step has one token of every request.
+        """
+        if single_tokens and self._decode_queries is not None:
+            return self._may_fail
         return bool(self.plan.observations) or self._may_fail
+
+    def stored_queries(
+        self, num_tokens: int, first_token: Callable[[str], int]
+    ) -> StoredQueries | None:
+        """Return the store of a step of single tokens that is not observed, for its attention.
+
+        None if this server records none. `num_tokens` includes padded ones; see `prepare` for
+        `first_token`.
+        """
+        if self._decode_queries is None:
+            return None
+        self._decode_queries.direct(*self._rows_to_store(first_token))
+        return self._decode_queries.of_batch(num_tokens)
 
     @property
     def _may_fail(self) -> bool:
@@ -144,7 +170,9 @@ class Evictor:
         summings = {part.request_id: part for part in self.plan.summings}
         evictions = {part.request_id: part for part in self.plan.evictions}
         self._current = []
-        self._stored = self._rows_to_store(first_token)
+        tokens, rows = self._rows_to_store(first_token)
+        if len(tokens):
+            self._stored = self.part.to_device(tokens), self.part.to_device(rows)
         self.part.num_waiting_rows = sum(
             len(part.rows) for part in self.plan.observations if part.stored is None
         )
@@ -161,16 +189,13 @@ class Evictor:
             )
             self._current.append(observation)
 
-    def _rows_to_store(
-        self, first_token: Callable[[str], int]
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _rows_to_store(self, first_token: Callable[[str], int]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens that vote later and their rows of the query pool, int64 [T] each."""
         found = [part for part in self.plan.observations if part.stored is not None]
-        if not found:
-            return None
         tokens = [part.token_index(first_token(part.request_id)) for part in found]
         rows = [part.stored for part in found if part.stored is not None]
-        to_device = self.part.to_device
-        return to_device(np.concatenate(tokens)), to_device(np.concatenate(rows))
+        nothing = np.empty(0, np.int64)
+        return np.concatenate([nothing, *tokens]), np.concatenate([nothing, *rows])
 
     def observe_layer(self, layer: int, queries: torch.Tensor, scale: float) -> None:
         """Observe one layer, once its keys are in the cache and its attention has run.
@@ -261,14 +286,16 @@ class Evictor:
                 self.regions.store_positions(new_blocks, positions)
         self._add_region(due, offsets)
         num_vision = trace = None
-        is_told = self.config.metrics or eviction.guard is not None or eviction.traced_budget
-        if is_told and eviction.is_first:
+        is_told = eviction.is_first and (self.config.metrics or eviction.guard is not None)
+        if is_told or eviction.traced_budget:
             num_vision = _count_vision(due.prompt, decision.positions, offsets)
         if eviction.traced_budget and self.ranks.rank == 0:
             whole = decision
             if self.ranks.num_parts > 1:
                 everything = replace(decider, heads=slice(None), agree=lambda find: find())
                 whole = self._decide(due, everything, masses)
+            if decider.present is not None:  # tokens that an earlier cut evicted have no score
+                scores = scores.where(decider.present, torch.nan)
             trace = self._trace(due, eviction.traced_budget, scores, whole)
         return Evicted(decision, num_vision, trace)
 
@@ -357,6 +384,9 @@ class Evictor:
             granularity=due.policy.granularity,
             time=time.time(),
             prompt=due.eviction.prompt,
+            num_answer=due.eviction.num_answer,
+            num_replaced=due.prompt.num_candidates // self.shape.block_size,
+            blocks_before=int(np.count_nonzero(due.eviction.old_blocks)),
             block_size=self.shape.block_size,
             counts=counts.numpy(),
             positions=positions.numpy(),

@@ -56,7 +56,8 @@ def check_integrity(manager: EvictingManager, known_ids: Set[str]) -> None:
             )
 
     for request_id, compression in manager.compressions.items():
-        if compression.swapped:
+        row = manager.req_to_blocks.get(request_id, ())
+        if compression.swapped or any(block.is_null for block in row):
             _check_region(request_id, compression, manager, owners)
     if unknown := manager.req_to_blocks.keys() - known_ids:
         raise IntegrityError(f"blocks are held for unknown requests {sorted(unknown)}")

@@ -36,7 +36,7 @@ from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 from vllm.v1.request import Request
 
 from vllm_tgvkv.admission import Prefill, PrefillOrder
-from vllm_tgvkv.cuts import Cut
+from vllm_tgvkv.cuts import Cut, Cuts
 
 
 @dataclass
@@ -108,14 +108,14 @@ class EvictingManager(FullAttentionManager):
         compression = self.compressions.pop(request_id, None)
         assert compression is None or not (compression.reserved or compression.swapped)
 
-    def can_ever_fit(self, cut: Cut) -> bool:
-        """Return whether an empty pool holds the tokens before a cut and the fresh blocks.
+    def can_ever_fit(self, cuts: Cuts) -> bool:
+        """Return whether an empty pool holds a request at each of its cuts.
 
         If so, it holds the rest of the request as well, after any number of preemptions: replayed
         tokens take the place of blocks that the prompt gave back.
         """
         usable = self.block_pool.num_gpu_blocks - 1  # the null block is never handed out
-        return cdiv(cut.at, self.block_size) + cut.num_retained <= usable
+        return max(cuts.peaks()) <= usable
 
     def get_num_blocks_to_allocate(
         self,
@@ -131,6 +131,10 @@ class EvictingManager(FullAttentionManager):
         vLLM compares the number with the free blocks. For a request that is not admitted yet it
         includes the free blocks that earlier prefills need.
         """
+        compression = self.compressions.get(request_id)
+        if apply_admission_cap and compression and compression.cut:
+            # A request that waits for its answer has room for it, and for the fresh blocks.
+            num_tokens = max(num_tokens, compression.cut.at)
         num_blocks = super().get_num_blocks_to_allocate(
             request_id,
             num_tokens,
@@ -139,7 +143,6 @@ class EvictingManager(FullAttentionManager):
             apply_admission_cap=apply_admission_cap,
             **kwargs,
         )
-        compression = self.compressions.get(request_id)
         if compression and (num_fresh := compression.num_to_reserve(num_tokens)):
             num_free = self.block_pool.get_num_free_blocks()
             if num_blocks <= num_free < num_blocks + num_fresh:

@@ -82,9 +82,9 @@ class Memory:
 def memory_outside_pool(config: EvictionConfig, sizes: Sizes) -> Memory:
     """Return the memory that the server's evictions and compressed requests take.
 
-    It is enough for any method that a request may name, with a budget `auto`, and for prompts that
-    end in the same step with `Sizes.max_tokens` plus `Sizes.step_tokens` tokens together. Only
-    prompts that hit the prefix cache can be longer together.
+    It is enough for any method that a request may name, with a budget `auto`, and for requests that
+    are evicted in the same step with `Sizes.max_tokens` plus `Sizes.step_tokens` tokens together.
+    The scheduler lets others wait for the next step.
 
     To set aside memory for something else, add a line here and to the table of `docs/design.md`.
     """
@@ -97,7 +97,7 @@ def memory_outside_pool(config: EvictionConfig, sizes: Sizes) -> Memory:
             "query pool": _of_query_pool(config, sizes),
             **methods[method],
         },
-        block_bytes=4 * (shape.num_pairs + 3),  # `Regions`
+        block_bytes=_of_block(config, shape),
         method=method,
     )
 
@@ -125,11 +125,18 @@ def _of_decoding(config: EvictionConfig, sizes: Sizes) -> dict[str, int]:
     return {"lengths": lengths + 4 * (sequences + 1), "page tables": tables}
 
 
+def _of_block(config: EvictionConfig, shape: CacheShape) -> int:
+    """Return what `Regions` takes for each block, with positions if regions are cut again."""
+    positions = shape.num_pairs * shape.block_size if config.decode is not None else 0
+    return 4 * (shape.num_pairs + 3 + positions)
+
+
 def _of_query_pool(config: EvictionConfig, sizes: Sizes) -> int:
     """Return what the queries of tokens take that vote later, see `QueryPool`."""
     shape = sizes.shape
     of_row = shape.num_pairs * shape.group_size * shape.head_size * sizes.element_bytes
-    return (config.num_query_rows + 1) * of_row
+    destinations = 8 * sizes.max_rows if config.waits else 0
+    return (config.num_query_rows + 1) * of_row + destinations
 
 
 def _of_method(config: EvictionConfig, policy: Policy, sizes: Sizes) -> dict[str, int]:
@@ -154,7 +161,14 @@ def _of_method(config: EvictionConfig, policy: Policy, sizes: Sizes) -> dict[str
         stacked + _of_choice(policy, sizes, num_sets),
         stacked + _of_copy(policy, sizes, num_sets),
     )
+    if config.decode is not None:
+        work += _of_ragged_keys(sizes)
     return {**lines, "work": work}
+
+
+def _of_ragged_keys(sizes: Sizes) -> int:
+    """Return what finding the keys of a compressed request takes, see `RaggedKeys`."""
+    return 64 * sizes.shape.num_pairs * sizes.max_tokens
 
 
 def _of_statistics(config: EvictionConfig, policy: Policy, sizes: Sizes, num_sets: int) -> int:

@@ -87,12 +87,23 @@ class Outcomes:
         return [*outcomes, *self._failures]
 
     def read(self) -> list[Outcome | Failure]:
-        """Wait for the copy and for all stages; return the outcomes in all layers."""
+        """Wait for the copy and for all stages, store traces, and return what is to be counted.
+
+        Returns:
+            Outcomes in all layers: failures, and evictions that are their request's first.
+        """
         evictions = {pending.eviction.request_id: pending.eviction for pending in self._pending}
-        return [
-            part if isinstance(part, Failure) else self._outcome(evictions[part.request_id], part)
-            for part in self._stages.join(self.of_stage())
-        ]
+        found: list[Outcome | Failure] = []
+        for part in self._stages.join(self.of_stage()):
+            if isinstance(part, Failure):
+                found.append(part)
+                continue
+            if part.trace is not None:
+                self._traces.add(part.trace)
+            eviction = evictions[part.request_id]
+            if eviction.is_first:
+                found.append(self._outcome(eviction, part))
+        return found
 
     def _outcome(self, eviction: Eviction, joined: StageOutcome) -> Outcome:
         is_vision = eviction.prompt.is_vision()
@@ -102,8 +113,6 @@ class Outcomes:
         kept = num_kept + num_tokens - first_tail
         kept_vision = round(joined.num_vision / joined.num_pairs)
         kept_vision += int(is_vision[first_tail:].sum())
-        if joined.trace is not None:
-            self._traces.add(joined.trace)
         return Outcome(
             request_id=eviction.request_id,
             first_block=int(eviction.new_blocks[0]),

@@ -10,9 +10,11 @@ prompt waits where no rows are left.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
 NO_ROW = 0
 """The row that nobody reads. A step of fixed size stores the queries of all other tokens in it."""
@@ -66,10 +68,11 @@ class QueryPool:
     ) -> None:
         size = (num_layers, num_rows + 1, num_query_heads, head_size)
         self._queries = torch.empty(size, dtype=dtype, device=device)
+        self._layers = self._queries.unbind()
 
     def store(self, layer: int, rows: torch.Tensor, queries: torch.Tensor) -> None:
         """Store queries [T, H * G, D] of one layer in `rows`, int64 [T]."""
-        self._queries[layer].index_copy_(0, rows, queries)
+        self._layers[layer].index_copy_(0, rows, queries)
 
     def load(self, layers: slice, rows: torch.Tensor) -> torch.Tensor:
         """Return the queries of `rows`, int64 [O], in some layers: [layers, O, H * G, D]."""
@@ -79,3 +82,57 @@ class QueryPool:
     def row_bytes(self) -> int:
         """Bytes of a row in one layer."""
         return self._queries[0, NO_ROW].nbytes
+
+    @property
+    def device(self) -> torch.device:
+        return self._queries.device
+
+
+class DecodeQueries:
+    """The store of a decode step's queries, as part of the step's graph.
+
+    Every token has a destination in the pool: `NO_ROW`, unless its request waits for its vote. They
+    are in memory that graphs refer to. So one graph serves steps with and without such requests.
+    """
+
+    def __init__(self, pool: QueryPool, max_tokens: int) -> None:
+        self._pool = pool
+        self._rows = torch.full((max_tokens,), NO_ROW, dtype=torch.int64, device=pool.device)
+        self._is_clear = True
+
+    def direct(self, tokens: np.ndarray, rows: np.ndarray) -> None:
+        """Set the destinations of a step, before it runs.
+
+        The copy to the device is not waited for. It comes from PyTorch's cache of pinned memory,
+        which is not written again before the copy has ended.
+
+        Args:
+            tokens: indices in the batch of the tokens that vote later, int64 [T].
+            rows: their rows of the pool, int64 [T].
+        """
+        if not len(tokens):
+            if not self._is_clear:
+                self._rows.fill_(NO_ROW)
+                self._is_clear = True
+            return
+        all_rows = np.full(len(self._rows), NO_ROW)
+        all_rows[tokens] = rows
+        async_tensor_h2d(all_rows, out=self._rows)
+        self._is_clear = False
+
+    def of_batch(self, num_tokens: int) -> StoredQueries:
+        """Return the store of a batch of `num_tokens`, padded ones included, for all its steps."""
+        return StoredQueries(self._pool, self._rows[:num_tokens])
+
+
+@dataclass(frozen=True)
+class StoredQueries:
+    """The store of the queries of T tokens; graphs of this many tokens refer to it."""
+
+    pool: QueryPool
+    rows: torch.Tensor
+    """int64 [T]."""
+
+    def store(self, layer: int, queries: torch.Tensor) -> None:
+        """Store one layer's queries of the first T tokens of the batch."""
+        self.pool.store(layer, self.rows, queries[: len(self.rows)])

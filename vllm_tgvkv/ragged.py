@@ -126,6 +126,15 @@ class RaggedAttention(Attention):
     def row_entropies(self) -> Tensor:
         return self._own.row_entropies
 
+    @property
+    def past_importance(self) -> Tensor:
+        # Pooled over neighbours in the cache, before keys are put in their positions.
+        return self._by_position(self._own.past_importance)
+
+    @property
+    def key_redundancy(self) -> Tensor:
+        return self._by_position(self._own.key_redundancy)
+
     def weighted_column_sums(self, weights: Tensor) -> Tensor:
         return self._by_position(self._own.weighted_column_sums(weights))
 

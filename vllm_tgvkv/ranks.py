@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from vllm_tgvkv.kernels.statistics import Statistic
+from vllm_tgvkv.kernels.statistics import KEY_STATISTICS, Statistic
 from vllm_tgvkv.policies import Attention
 
 if TYPE_CHECKING:
@@ -204,6 +204,12 @@ def _error_elsewhere(failed: Sequence[float]) -> RankError | None:
     return RankError(f"failed on rank {ranks}") if ranks else None
 
 
+_OF_ONE_RANK = (
+    "is not defined for a KV head that several ranks hold: choose another method than rkv, or at "
+    "most as many tensor-parallel ranks as KV heads"
+)
+
+
 class SharedAttention:
     """The mean of several ranks' statistics of one layer, for a token set that they share.
 
@@ -227,7 +233,8 @@ class SharedAttention:
         self._own = cache(own)
         self._num_keys = num_keys
         # Row averages only help a rank to weigh its own rows.
-        self._statistics = sorted(statistics - {"row_averages", "column_maxima"})
+        known_later = {"row_averages", "column_maxima"} | KEY_STATISTICS
+        self._statistics = sorted(statistics - known_later)
         # Not cached properties: their lock would let ranks that are threads wait for each other.
         self._known: dict[str, Tensor] = {}
         if rows is not None:
@@ -242,6 +249,14 @@ class SharedAttention:
     def column_maxima(self) -> Tensor:
         # `compatibility.py` refuses such methods at start.
         raise ValueError("maxima over rows of the mean over several ranks' heads are not known")
+
+    @property
+    def past_importance(self) -> Tensor:
+        raise ValueError(f"past_importance {_OF_ONE_RANK}")
+
+    @property
+    def key_redundancy(self) -> Tensor:
+        raise ValueError(f"key_redundancy {_OF_ONE_RANK}")
 
     @property
     def share_below(self) -> Tensor:

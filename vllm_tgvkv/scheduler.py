@@ -105,6 +105,13 @@ class EvictionScheduler(Scheduler):
         self.query_rows = QueryRows(config.num_query_rows)
         self._first_chunks: list[str] = []
         """Requests that took query rows while this step was scheduled."""
+        self._most_cut_tokens = self.max_model_len + self.max_num_scheduled_tokens
+        """Tokens of all requests together that are evicted in one step, which bounds the memory of
+        their scores (`memory.py`). One more waits for the next step."""
+        self._num_cut_tokens = 0
+        self._rows_are_short = False
+        """Whether a request waits for query rows in this step. Those after it take none, or a
+        request that needs many could wait forever."""
         self._defaults = Defaults(config)
         self._forgotten: list[str] = []
         self._reports: dict[str, EvictionReport] = {}
@@ -157,10 +164,12 @@ class EvictionScheduler(Scheduler):
                 options.policy, request.num_prompt_tokens, num_blocks
             )
         model = self.vllm_config.model_config.hf_config
-        candidate = make_candidate(request, options, self.eviction_config, self.block_size, model)
+        candidate = make_candidate(
+            request, options, self.eviction_config, self.block_size, model, self.max_model_len
+        )
         if isinstance(candidate, str):
             self._skip(request, options.policy, candidate)
-        elif not self.manager.can_ever_fit(candidate.cuts.first):
+        elif not self.manager.can_ever_fit(candidate.cuts):
             self._skip(request, options.policy, "pool_too_small")
         else:
             self.candidates[request.request_id] = candidate
@@ -183,7 +192,9 @@ class EvictionScheduler(Scheduler):
         # The step that evicts must run, even if a preempted request has all of its tokens and
         # more in the cache. With speculative decoding vLLM pads a first step of one token with
         # draft positions, which would lie behind the tokens that the eviction sees.
-        limit = candidate.cuts.first.at - (2 if self.num_spec_tokens else 1)
+        limit = candidate.cuts.first.at - 1
+        if self.num_spec_tokens:
+            limit = min(limit - 1, request.num_tokens - 2)
         last_cached = candidate.voters.last_cached(self.eviction_config.prefix_reuse == "exact")
         if last_cached is not None:
             limit = min(limit, last_cached)
@@ -214,11 +225,19 @@ class EvictionScheduler(Scheduler):
             if end > num_known and end == candidate.cut.at:
                 # A draft would evict, and it may be rejected: wait until the token is known.
                 end -= 1
+            if candidate.voters_of_cut.every_row:
+                end = min(end, num_known)  # a draft that is rejected must not be summed
             num_new_tokens = end - num_computed_tokens
             if not self._may_observe(candidate, request.request_id, num_computed_tokens, end):
                 return 0
-        may_take = self.manager.may_take(request.request_id, num_computed_tokens + num_new_tokens)
-        return num_new_tokens if may_take else 0
+        end = num_computed_tokens + num_new_tokens
+        if not self.manager.may_take(request.request_id, end):
+            return 0
+        if candidate is not None and candidate.cut is not None and end == candidate.cut.at:
+            if self._num_cut_tokens and self._num_cut_tokens + end > self._most_cut_tokens:
+                return 0
+            self._num_cut_tokens += end
+        return num_new_tokens
 
     def _may_observe(self, candidate: Candidate, request_id: str, start: int, end: int) -> bool:
         """Take query rows for the chunk `start` to `end` of a candidate, if it needs any.
@@ -235,7 +254,8 @@ class EvictionScheduler(Scheduler):
             return True
         if candidate.cut != candidate.cuts.first and end <= rows[0]:
             return True
-        if not self.query_rows.take(request_id, len(rows)):
+        if self._rows_are_short or not self.query_rows.take(request_id, len(rows)):
+            self._rows_are_short = True
             return False
         self._first_chunks.append(request_id)
         return True
@@ -243,10 +263,11 @@ class EvictionScheduler(Scheduler):
     # -- each step ----------------------------------------------------------------------
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self._num_cut_tokens = 0
         output = super().schedule(*args, **kwargs)
         scheduled = output.num_scheduled_tokens
         self.query_rows.give_back(name for name in self._first_chunks if name not in scheduled)
-        self._first_chunks = []
+        self._first_chunks, self._rows_are_short = [], False
         plan = StepPlan(
             released=self.manager.drain_released(),
             forgotten=self._forgotten,
@@ -305,7 +326,7 @@ class EvictionScheduler(Scheduler):
         options, voting = candidate.options, candidate.voters_of_cut
         is_first = cut == candidate.cuts.first
         candidate.was_evicted = True
-        candidate.cut = candidate.cuts.after(cut)
+        candidate.advance()
         stored = self.query_rows.of(request.request_id)
         # Free from now on: the rows are read in this step, and written by later ones.
         self.query_rows.give_back([request.request_id])
@@ -327,7 +348,7 @@ class EvictionScheduler(Scheduler):
             voters=voting,
             num_cached=candidate.num_cached if is_first else 0,
             guard=candidate.guard,
-            traced_budget=str(options.budget) if options.trace and is_first else None,
+            traced_budget=str(options.budget) if options.trace else None,
             old_blocks=np.array(swap.old_blocks, dtype=np.int32),
             new_blocks=np.array(swap.new_blocks, dtype=np.int32),
             row_blocks=np.array(swap.row_blocks, dtype=np.int32),
@@ -355,6 +376,7 @@ class EvictionScheduler(Scheduler):
         candidate = self.candidates.get(failure.request_id)
         if candidate is None:
             return  # it ended meanwhile
+        candidate.has_failed = True
         self._skip(self.requests[failure.request_id], candidate.options.policy, "policy_failed")
         # vLLM's update ends the requests in this set with an error.
         self.grammar_compile_error_reqs.add(failure.request_id)
@@ -438,7 +460,8 @@ class EvictionScheduler(Scheduler):
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         kv_params, ec_params = super()._free_request(request, *args, **kwargs)
         if candidate := self.candidates.pop(request.request_id, None):
-            if candidate.options.defer and not candidate.was_evicted:
+            was_counted = candidate.was_evicted or candidate.has_failed
+            if candidate.options.defer and not was_counted:
                 self._skip(request, candidate.options.policy, "answer_too_short")
             self._forgotten.append(request.request_id)
             self.query_rows.give_back([request.request_id])

@@ -2,7 +2,7 @@
 """Traces of evictions: pages, kept positions and scores, for requests that ask for one.
 
 A request asks with `vllm_xargs: {"kv_eviction_trace": 1}`. Its trace has no text and no image of
-the prompt, only positions and numbers.
+the prompt, only positions and numbers, for each of its cuts.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ logger = init_logger("vllm.tgvkv")
 
 @dataclass(frozen=True)
 class Trace:
-    """The trace of one eviction.
+    """The trace of a request: its last cut, and those before it.
 
     L is the number of layers, H of KV heads, S of token sets in a layer (1 or H), N of tokens in a
-    block, P of prompt tokens, and C of those in full blocks.
+    block, P of prompt tokens, and C of the tokens in full blocks that the cut could evict: those of
+    the prompt, and under a ceiling those of the answer.
     """
 
     id: str
@@ -37,6 +38,12 @@ class Trace:
     time: float
     """Seconds since 1970."""
     prompt: PromptMap
+    num_answer: int
+    """Tokens of the answer that were computed by then."""
+    num_replaced: int
+    """Full blocks that hold the C tokens."""
+    blocks_before: int
+    """Blocks that the request held."""
     block_size: int
     counts: np.ndarray
     """Pages, int64 [L, H]."""
@@ -47,6 +54,8 @@ class Trace:
     """Pooled scores of the tokens in full blocks, float32 [L, S, C]."""
     stage_blocks: int = 0
     """Blocks of the region if pipeline stages needed different numbers, else 0."""
+    earlier: tuple[Trace, ...] = ()
+    """The request's earlier cuts, oldest first, each without earlier ones of its own."""
 
     @property
     def num_retained(self) -> int:
@@ -55,37 +64,67 @@ class Trace:
 
     @property
     def nbytes(self) -> int:
-        return self.counts.nbytes + self.positions.nbytes + self.scores.nbytes
+        """Bytes of the arrays of all cuts."""
+        own = self.counts.nbytes + self.positions.nbytes + self.scores.nbytes
+        return own + sum(cut.nbytes for cut in self.earlier)
+
+    @property
+    def cuts(self) -> tuple[Trace, ...]:
+        """All cuts of the request, oldest first."""
+        return *self.earlier, self
+
+    def after(self, trace: Trace) -> Trace:
+        """Return this cut as one that follows those of `trace`, of the same request.
+
+        A cut that comes after no more tokens of the answer than earlier ones replaces them: they
+        were undone by a preemption.
+        """
+        before = [cut for cut in trace.cuts if cut.num_answer < self.num_answer]
+        return replace(self, earlier=tuple(replace(cut, earlier=()) for cut in before))
+
+    def within(self, max_bytes: int) -> Trace:
+        """Return the trace without its oldest cuts, until the others take at most `max_bytes`."""
+        found = self
+        while found.nbytes > max_bytes and found.earlier:
+            found = replace(found, earlier=found.earlier[1:])
+        return found
 
     def summary(self) -> dict[str, Any]:
-        """Return the sizes of the prompt before and after the eviction."""
-        num_tokens, num_pairs = self.prompt.num_tokens, self.counts.size
-        num_full, num_tail = divmod(num_tokens, self.block_size)
-        num_kept = round(int(self.counts.sum()) * self.block_size / num_pairs)
+        """Return the size of the request's cache before the first cut and after each one."""
+        cuts = [cut._sizes() for cut in self.cuts]
         return {
             "id": self.id,
             "policy": self.policy,
             "budget": self.budget,
             "granularity": self.granularity,
             "time": self.time,
-            "prompt_tokens": num_tokens,
-            "kept_tokens": num_kept + num_tail,
-            "blocks_before": num_full + bool(num_tail),
-            "blocks_after": self.num_retained + bool(num_tail),
+            "prompt_tokens": self.prompt.num_tokens,
+            "kept_tokens": cuts[-1]["kept_tokens"],
+            "blocks_before": cuts[0]["blocks_before"],
+            "blocks_after": cuts[-1]["blocks_after"],
+            "cuts": cuts,
         }
 
-    def detail(self) -> dict[str, Any]:
-        """Return the summary with image positions and pages.
+    def detail(self, cut: int | None = None) -> dict[str, Any] | None:
+        """Return the summary with image positions, and the pages of one cut.
 
-        `kept_by` has the number of (layer, head) pairs that keep each token.
+        `kept_by` has the number of (layer, head) pairs that keep each token: those of the prompt,
+        then those of the answer that the cut could evict.
+
+        Args:
+            cut: index among the cuts; the last one by default. None is returned if there is none.
         """
-        num_layers, num_heads = self.counts.shape
+        shown = self._cut(cut)
+        if shown is None:
+            return None
+        num_layers, num_heads = shown.counts.shape
         kept_by = np.bincount(
-            self.positions[: self.counts.sum()].ravel(), minlength=self.prompt.num_tokens
+            shown.positions[: shown.counts.sum()].ravel(), minlength=shown._num_tokens
         )
-        kept_by[self._num_candidates :] = self.counts.size
+        kept_by[shown._num_candidates :] = shown.counts.size
         return {
             **self.summary(),
+            "cut": len(self.earlier) if cut is None else cut,
             "block_size": self.block_size,
             "layers": num_layers,
             "kv_heads": num_heads,
@@ -93,38 +132,62 @@ class Trace:
                 {"start": run.start, "length": run.length, "grid": run.grid and list(run.grid)}
                 for run in self.prompt.vision
             ],
-            "pages": self.counts.tolist(),
+            "pages": shown.counts.tolist(),
             "kept_by": kept_by.tolist(),
         }
 
-    def layer(self, layer: int) -> dict[str, Any] | None:
-        """Return positions and scores of a layer's token sets; None if there is no such layer."""
-        num_layers, num_heads = self.counts.shape
-        if not 0 <= layer < num_layers:
+    def layer(self, layer: int, cut: int | None = None) -> dict[str, Any] | None:
+        """Return positions and scores of a layer's token sets, at the last cut or at cut `cut`.
+
+        None is returned if there is no such layer or cut.
+        """
+        shown = self._cut(cut)
+        if shown is None or not 0 <= layer < len(shown.counts):
             return None
-        heads = np.split(np.arange(num_heads), self.scores.shape[1])
+        heads = np.split(np.arange(shown.counts.shape[1]), shown.scores.shape[1])
         return {
             "layer": layer,
             "token_sets": [
                 {
                     "heads": of_set.tolist(),
-                    "positions": self._positions(layer, int(of_set[0])).tolist(),
+                    "positions": shown._positions(layer, int(of_set[0])).tolist(),
                     "scores": _rounded(scores),
                 }
-                for of_set, scores in zip(heads, self.scores[layer], strict=True)
+                for of_set, scores in zip(heads, shown.scores[layer], strict=True)
             ],
+        }
+
+    def _cut(self, index: int | None) -> Trace | None:
+        if index is None:
+            return self
+        return self.cuts[index] if 0 <= index < len(self.cuts) else None
+
+    def _sizes(self) -> dict[str, int]:
+        """Return when this cut was made, and the sizes of the cache around it."""
+        num_kept = round(int(self.counts.sum()) * self.block_size / self.counts.size)
+        num_blocks = -(-(self.prompt.num_tokens + self.num_answer) // self.block_size)
+        return {
+            "answer_tokens": self.num_answer,
+            "blocks_before": self.blocks_before,
+            "blocks_after": num_blocks - self.num_replaced + self.num_retained,
+            "kept_tokens": num_kept + self._num_tokens - self._num_candidates,
         }
 
     @property
     def _num_candidates(self) -> int:
-        return self.prompt.num_tokens // self.block_size * self.block_size
+        return self.num_replaced * self.block_size
+
+    @property
+    def _num_tokens(self) -> int:
+        """Tokens of the prompt, and those of the answer that the cut could evict."""
+        return max(self.prompt.num_tokens, self._num_candidates)
 
     def _positions(self, layer: int, head: int) -> np.ndarray:
         """Return the positions that one head keeps, ascending, with the tail that all keep."""
         ends = self.counts.ravel().cumsum()
         pair = layer * self.counts.shape[1] + head
         pages = self.positions[ends[pair] - self.counts[layer, head] : ends[pair]]
-        tail = np.arange(self._num_candidates, self.prompt.num_tokens)
+        tail = np.arange(self._num_candidates, self._num_tokens)
         return np.concatenate([np.sort(pages, axis=None), tail])
 
 
@@ -150,7 +213,10 @@ class Traces:
         self._lock = threading.Lock()
 
     def add(self, trace: Trace) -> None:
-        """Store a trace, and drop the oldest ones until the bounds hold again."""
+        """Store a cut with the request's earlier ones, and keep the bounds.
+
+        The oldest requests are dropped first, then the oldest cuts of this one.
+        """
         if trace.nbytes > self._max_bytes:
             logger.warning(
                 "KV eviction keeps no trace of %s: it takes %d MiB; raise max_trace_mib",
@@ -159,7 +225,9 @@ class Traces:
             )
             return
         with self._lock:
-            self._traces.pop(trace.id, None)  # the request was preempted and evicted again
+            known = self._traces.pop(trace.id, None)
+            if known is not None:
+                trace = trace.after(known).within(self._max_bytes)
             self._traces[trace.id] = trace
             size = sum(kept.nbytes for kept in self._traces.values())
             while len(self._traces) > self._max_traces or size > self._max_bytes:

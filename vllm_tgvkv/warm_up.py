@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from vllm_tgvkv.budget import Guard
 from vllm_tgvkv.config import EvictionConfig
 from vllm_tgvkv.evictor import Evictor
 from vllm_tgvkv.plan import Eviction, Failure, Observation, RowSumming, StepPlan
-from vllm_tgvkv.prompt import PromptMap, VisionSpan, voters
+from vllm_tgvkv.prompt import PromptMap, VisionSpan, Voters, voters
 
-_OLD_BLOCKS = np.arange(1, 6, dtype=np.int32)
-_NEW_BLOCKS = np.array([6], dtype=np.int32)
+_PROMPT_BLOCKS = np.arange(1, 6, dtype=np.int32)
+_FIRST_REGION = np.array([6], dtype=np.int32)
+_SECOND_REGION = np.array([7], dtype=np.int32)
+_NAME = "warm-up"
 
 
 class WarmUpError(RuntimeError):
@@ -20,32 +24,41 @@ class WarmUpError(RuntimeError):
 
 
 def warm_up(evictor: Evictor) -> None:
-    """Evict a made-up prompt with the server's method and budget.
+    """Evict a made-up prompt with the server's method and budget, and once more with `decode`.
 
-    Call it before the cache is used: it writes the pool's first blocks and clears them again. A
-    pool with fewer blocks is left alone; it is too small for eviction to be of use.
+    If the server waits for answers, the prompt has some tokens of one. Call it before the cache is
+    used: it writes the pool's first blocks and clears them again. A pool with fewer blocks is left
+    alone; it is too small for eviction to be of use.
 
     Raises:
         WarmUpError: if the eviction fails. A server would fail every request in the same way.
     """
     shape, pool = evictor.shape, evictor.pool
-    num_blocks = 1 + len(_OLD_BLOCKS) + len(_NEW_BLOCKS)
+    num_blocks = 1 + len(_PROMPT_BLOCKS) + len(_FIRST_REGION) + len(_SECOND_REGION)
     if pool.num_blocks < num_blocks:
         return
     config, size = evictor.config, shape.block_size
     num_tokens = 4 * size + 1  # four full blocks and a tail
     prompt = PromptMap(num_tokens, (VisionSpan(size, 2 * size, None),))
     guard = config.budget.guard(num_tokens, 2 * size, size)
-    plan = made_up_step(config, config.policy, prompt, guard, _OLD_BLOCKS, _NEW_BLOCKS)
+    num_answer = min(config.defer, size - 1)  # as many as the tail holds
+    plans = [
+        made_up_step(
+            config, config.policy, prompt, guard, _PROMPT_BLOCKS, _FIRST_REGION, num_answer
+        )
+    ]
+    if config.decode is not None:
+        plans.append(_later_step(plans[0].evictions[0], size))
     num_heads = shape.num_heads * shape.group_size
-    queries = pool.raw.new_zeros(num_tokens, num_heads, shape.head_size)
+    queries = pool.raw.new_zeros(5 * size, num_heads, shape.head_size)
     # Statistics of long prompts exceed the workspace and use other kernels.
     for workspace_bytes in (0, evictor.part.workspace_bytes):
         evictor.part.workspace_bytes = workspace_bytes
-        evictor.begin_step(plan)
-        evictor.prepare(lambda _: 0)
-        for layer in range(shape.num_layers):
-            evictor.observe_layer(layer, queries, 1.0)
+        for plan in plans:
+            evictor.begin_step(plan)
+            evictor.prepare(lambda _: 0)
+            for layer in range(shape.num_layers):
+                evictor.observe_layer(layer, queries, 1.0)
         for ended in evictor.ended:
             if isinstance(ended, Failure):
                 raise WarmUpError(
@@ -55,7 +68,8 @@ def warm_up(evictor: Evictor) -> None:
                     "python -m vllm_tgvkv.kernels.gpu.compile and check Triton and the driver; or "
                     "choose another method with --kv-eviction, or leave out --kv-eviction"
                 )
-        evictor.begin_step(StepPlan(released=[int(_NEW_BLOCKS[0])]))
+        regions = [int(plan.evictions[0].new_blocks[0]) for plan in plans]
+        evictor.begin_step(StepPlan(released=regions))
     evictor.take_outcomes()  # the scheduler does not know this prompt
     evictor.kept.clear()
     pool.raw[: num_blocks * pool.pages_per_block] = 0
@@ -68,19 +82,24 @@ def made_up_step(
     guard: Guard | None,
     old_blocks: np.ndarray,
     new_blocks: np.ndarray,
+    num_answer: int = 0,
 ) -> StepPlan:
-    """Build a step with the only chunk of a prompt, which is evicted from old to new blocks."""
-    name = "warm-up"
-    voting = voters(prompt, config.build_policy(method).row_sets, config.observation_window)
+    """Build a step that computes a prompt and evicts it from old to new blocks.
+
+    The eviction has waited for `num_answer` tokens of the answer, which the step computes as well.
+    """
+    row_sets = config.build_policy(method).row_sets
+    voting = voters(prompt, row_sets, config.observation_window, num_answer)
+    computed = prompt.followed_by(num_answer)
     plan = StepPlan()
     if len(voting.rows):
-        plan.observations.append(Observation(name, 0, voting.rows, None))
+        plan.observations.append(Observation(_NAME, 0, voting.rows, None))
     if voting.every_row:
-        chunk = (0, prompt.num_tokens, old_blocks, prompt)
-        plan.summings.append(RowSumming(name, method, *chunk))
+        chunk = (0, computed.num_tokens, old_blocks, computed)
+        plan.summings.append(RowSumming(_NAME, method, *chunk))
     plan.evictions.append(
         Eviction(
-            request_id=name,
+            request_id=_NAME,
             method=method,
             prompt=prompt,
             voters=voting,
@@ -90,6 +109,33 @@ def made_up_step(
             old_blocks=old_blocks,
             new_blocks=new_blocks,
             row_blocks=new_blocks,
+            num_answer=num_answer,
         )
     )
     return plan
+
+
+def _later_step(first: Eviction, block_size: int) -> StepPlan:
+    """Build a step that ends the last prompt block with tokens of the answer and cuts again."""
+    num_tokens = first.prompt.num_tokens
+    num_full = num_tokens // block_size
+    num_answer = (num_full + 1) * block_size - num_tokens
+    rows = np.arange(num_tokens, num_tokens + num_answer)
+    row = np.zeros_like(first.old_blocks)
+    row[: len(first.new_blocks)] = first.new_blocks
+    row[num_full:] = first.old_blocks[num_full:]
+    return StepPlan(
+        observations=[Observation(_NAME, num_tokens, rows, None)],
+        evictions=[
+            replace(
+                first,
+                voters=Voters(dict.fromkeys(first.voters.kinds, rows), rows, every_row=False),
+                old_blocks=row,
+                new_blocks=_SECOND_REGION,
+                row_blocks=_SECOND_REGION,
+                num_answer=num_answer,
+                num_replaced=num_full,
+                is_first=False,
+            )
+        ],
+    )

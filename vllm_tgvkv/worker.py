@@ -146,12 +146,17 @@ class EvictingWorker:
         """Return summaries of the stored traces, newest first, for `GET /kv-eviction/requests`."""
         return [trace.summary() for trace in self.evictor.traces.newest_first()]
 
-    def kv_eviction_trace(self, name: str, layer: int | None = None) -> dict[str, Any] | None:
-        """Return a trace, or one layer of it; None if there is no such trace or layer."""
+    def kv_eviction_trace(
+        self, name: str, layer: int | None = None, cut: int | None = None
+    ) -> dict[str, Any] | None:
+        """Return a trace, or one layer of it, at its last cut or at the one with index `cut`.
+
+        None is returned if there is no such trace, layer or cut.
+        """
         trace = self.evictor.traces.find(name)
         if trace is None:
             return None
-        return trace.detail() if layer is None else trace.layer(layer)
+        return trace.detail(cut) if layer is None else trace.layer(layer, cut)
 
     def kv_eviction_kept(self) -> list[dict[str, Any]]:
         """Return the kept tokens of the last evictions, with the debug option `record_kept`.
@@ -176,8 +181,8 @@ class EvictingWorker:
 
     @property
     def observes(self) -> bool:
-        """Whether layers are observed in this step."""
-        return self._evictor is not None and self._evictor.has_work
+        """Whether layers are observed in this step if it has one token of every request."""
+        return self._evictor is not None and self._evictor.has_work(single_tokens=True)
 
 
 class OutputWithOutcomes(AsyncModelRunnerOutput):

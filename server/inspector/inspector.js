@@ -8,18 +8,21 @@
  * Whatever takes long gives way to a newer wish: questions by an AbortController, traces and maps
  * by a counter. Text from the server or the user is only ever set as `textContent`.
  *
+ * @typedef {{answer_tokens: number, blocks_before: number, blocks_after: number,
+ *   kept_tokens: number}} Cut  answer_tokens: tokens of the answer at the time
  * @typedef {{id: string, policy: string, budget: string, granularity: "layer"|"head",
  *   time: number, prompt_tokens: number, kept_tokens: number, blocks_before: number,
- *   blocks_after: number}} Summary
+ *   blocks_after: number, cuts: Cut[]}} Summary
  * @typedef {{start: number, length: number, grid: [number, number]|null}} Span  rows, columns
- * @typedef {Summary & {block_size: number, layers: number, kv_heads: number, vision: Span[],
- *   pages: number[][], kept_by: number[]}} Trace  pages by layer and head; how many of the layers
- *   x heads keep a token
+ * @typedef {Summary & {cut: number, block_size: number, layers: number, kv_heads: number,
+ *   vision: Span[], pages: number[][], kept_by: number[]}} Trace  of one cut, by its index: pages
+ *   by layer and head; how many of the layers x heads keep a token of the prompt and of the part of
+ *   the answer that the cut could evict
  * @typedef {{heads: number[], positions: number[], scores: (number|null)[]}} TokenSet
  * @typedef {{layer: number, token_sets: TokenSet[]}} Layer
  * @typedef {{text: string, blocks: number}} Full
  * @typedef {Full & {policy: string, budget: number|string, prompt_tokens: number,
- *   kept_tokens: number|null, blocks_before: number, skip_reason: string|null,
+ *   kept_tokens: number|null, blocks_before: number, cuts: Cut[], skip_reason: string|null,
  *   trace: string|null}} Evicted
  * @typedef {{model: string, full: Full|null, evicted: Evicted}} Answers
  * @typedef {{name: string, url: string, pixels: ImageBitmap}} Picture  url: with the data in it
@@ -336,6 +339,15 @@ function showBudget() {
   $("auto-note").hidden = !isAuto();
 }
 
+/** When a cut was made, and what it did. @param {Cut} cut */
+function cutName({ answer_tokens: tokens, blocks_before: before, blocks_after: after }) {
+  const when = tokens ? `After ${plural(tokens, "token")} of the answer` : "Before the answer";
+  return `${when}: ${count(before)} \u2192 ${plural(after, "block")}`;
+}
+
+/** Whether to say when the cache was cut: not if it was cut once, before the answer. */
+const areTimed = (cuts) => cuts.length > 1 || cuts[0]?.answer_tokens > 0;
+
 function showAnswers() {
   const { full, evicted } = state;
   const { blocks, blocks_before: before, kept_tokens: kept, skip_reason: reason } = evicted;
@@ -350,6 +362,8 @@ function showAnswers() {
   $("blocks").replaceChildren(
     ...Array.from({ length: squares }, (_, index) => element("i", index < held ? "held" : "")),
   );
+  $("cuts").hidden = !areTimed(evicted.cuts);
+  $("cuts").replaceChildren(...evicted.cuts.map((cut) => element("li", "", cutName(cut))));
   $("skip").hidden = reason === null;
   $("skip").textContent = `Nothing was evicted: ${SKIP_REASONS[reason] ?? reason}.`;
 
@@ -435,10 +449,11 @@ async function loadRecent() {
 function showRecent() {
   const focused = document.activeElement?.dataset.id;
   const items = state.recent.map((summary) => {
-    const { id, policy, budget, blocks_before: before, blocks_after: after, time } = summary;
+    const { id, policy, budget, blocks_before: before, blocks_after: after, cuts, time } = summary;
+    const said = cuts.length > 1 ? `, ${plural(cuts.length, "cut")}` : "";
     const link = wrap(
       ...["a", "", element("strong", "", `${policy}, ${budget}`)],
-      element("span", "", `${count(before)} \u2192 ${plural(after, "block")}`),
+      element("span", "", `${count(before)} \u2192 ${plural(after, "block")}${said}`),
       element("span", "", clock(time)),
     );
     link.href = `#${encodeURIComponent(id)}`;
@@ -451,11 +466,14 @@ function showRecent() {
   if (focused) $("recent-list").querySelector(`[data-id="${CSS.escape(focused)}"]`)?.focus();
 }
 
-/** Show a trace; layer, head and part of the prompt stay as they are, where they exist. */
-async function openTrace(id) {
+/**
+ * Show a trace at one of its cuts, by default the last one; layer, head and part of the prompt stay
+ * as they are, where they exist.
+ */
+async function openTrace(id, cut = null) {
   const opening = ++state.opening;
   /** @type {Trace} */
-  const trace = await api(`requests/${encodeURIComponent(id)}`);
+  const trace = await api(`requests/${encodeURIComponent(id)}${cut === null ? "" : `?cut=${cut}`}`);
   if (opening !== state.opening) return;
   Object.assign(state, { trace, layers: new Map(), patch: null });
   if (state.layer >= trace.layers) state.layer = null;
@@ -488,8 +506,8 @@ function closeTrace() {
   history.replaceState(null, "", location.pathname);
 }
 
-/** The parts of the prompt that can be shown; the last one is all of it. */
-const spans = (trace) => [...trace.vision, { start: 0, length: trace.prompt_tokens, grid: null }];
+/** The parts that can be shown; the last one is all tokens of the trace. */
+const spans = (trace) => [...trace.vision, { start: 0, length: trace.kept_by.length, grid: null }];
 
 /** Rows and columns to draw; tokens without a grid are written like text, in a square. */
 function shapeOf(/** @type {Span} */ { length, grid }) {
@@ -500,20 +518,23 @@ function shapeOf(/** @type {Span} */ { length, grid }) {
 
 function showTrace() {
   const trace = state.trace;
+  const cut = trace.cuts[trace.cut];
   $("welcome").hidden = true;
   $("trace").hidden = false;
+  showCut(trace);
   $("trace-about").textContent = `${trace.policy}, ${trace.budget}, ${clock(trace.time)}`;
   showDefinitions($("numbers"), [
     ["Prompt tokens", count(trace.prompt_tokens)],
-    ["Kept, mean of heads", count(trace.kept_tokens)],
-    ["Blocks before", count(trace.blocks_before)],
-    ["Blocks after", count(trace.blocks_after)],
+    ["Kept, mean of heads", count(cut.kept_tokens)],
+    ["Blocks before", count(cut.blocks_before)],
+    ["Blocks after", count(cut.blocks_after)],
   ]);
   showShares(trace);
   $("layer").max = String(trace.layers);
   $("head").max = String(trace.kv_heads);
   const names = spans(trace).map((span, index) => {
-    if (index === trace.vision.length) return `Whole prompt, ${plural(span.length, "token")}`;
+    const whole = span.length > trace.prompt_tokens ? "Prompt and answer" : "Whole prompt";
+    if (index === trace.vision.length) return `${whole}, ${plural(span.length, "token")}`;
     const { rows, columns, grid } = shapeOf(span);
     const size = grid ? `${rows} \u00d7 ${columns} patches` : plural(span.length, "token");
     return `Image ${index + 1}, ${size}`;
@@ -523,16 +544,31 @@ function showTrace() {
   showPages(trace);
 }
 
-/** How much of text and images is kept, mean over layers and heads. */
+/** Which cut is shown; the slider is there if there are several. @param {Trace} trace */
+function showCut({ cuts, cut }) {
+  const said = cutName(cuts[cut]);
+  $("cut-field").hidden = cuts.length === 1;
+  $("cut").max = String(cuts.length - 1);
+  $("cut").value = String(cut);
+  $("cut").setAttribute("aria-valuetext", `${cut + 1} of ${cuts.length}. ${said}`);
+  $("cut-value").textContent = `${cut + 1} of ${cuts.length}`;
+  $("cut-said").hidden = !areTimed(cuts);
+  $("cut-said").textContent = said;
+}
+
+/** How much of text, images and answer is kept, mean over layers and heads. */
 function showShares(trace) {
   const mean = (tokens) =>
     tokens.reduce((sum, number) => sum + number, 0) / (trace.layers * trace.kv_heads);
   const vision = trace.vision.flatMap(({ start, length }) =>
     trace.kept_by.slice(start, start + length),
   );
+  const prompt = trace.kept_by.slice(0, trace.prompt_tokens);
+  const answer = trace.kept_by.slice(trace.prompt_tokens);
   const rows = [
     ["Image", mean(vision), vision.length],
-    ["Text", mean(trace.kept_by) - mean(vision), trace.prompt_tokens - vision.length],
+    ["Text", mean(prompt) - mean(vision), prompt.length - vision.length],
+    ...(answer.length ? [["Answer", mean(answer), answer.length]] : []),
   ].map(([name, kept, of]) => {
     const fill = element("i");
     fill.style.width = `${(100 * kept) / (of || 1)}%`;
@@ -555,7 +591,8 @@ function select(layer, head) {
 function loadLayer(trace, layer) {
   const layers = state.layers;
   if (!layers.has(layer)) {
-    layers.set(layer, api(`requests/${encodeURIComponent(trace.id)}/layers/${layer}`));
+    const path = `requests/${encodeURIComponent(trace.id)}/layers/${layer}?cut=${trace.cut}`;
+    layers.set(layer, api(path));
     layers.get(layer).catch(() => layers.delete(layer));
   }
   return layers.get(layer);
@@ -588,7 +625,7 @@ async function updateMap() {
 
 /** By token, the part of the layers' heads - or, for one head, of the layers - that keep it. */
 function keptIn(trace, layers, head) {
-  const kept = new Float32Array(trace.prompt_tokens);
+  const kept = new Float32Array(trace.kept_by.length);
   for (const { heads, positions } of layers.flatMap((layer) => layer.token_sets)) {
     const part = head === null ? heads.length / trace.kv_heads : Number(heads.includes(head));
     if (part) for (const position of positions) kept[position] += part / layers.length;
@@ -596,14 +633,14 @@ function keptIn(trace, layers, head) {
   return kept;
 }
 
-/** By token, the mean score of the heads; NaN where there is none, as in the tail. */
+/** By token, the mean score of the heads; NaN where there is none: in the tail, and if evicted. */
 function scoresIn(trace, layer, head) {
   const sets = layer.token_sets.filter(({ heads }) => head === null || heads.includes(head));
   const mean = (_, position) => {
     const known = sets.map(({ scores }) => scores[position]).filter(Number.isFinite);
     return known.reduce((sum, score) => sum + score, 0) / known.length;
   };
-  return Float32Array.from({ length: trace.prompt_tokens }, mean);
+  return Float32Array.from({ length: trace.kept_by.length }, mean);
 }
 
 /** @param {"layer"|"head"} kind */
@@ -826,8 +863,8 @@ function showPages(trace) {
   grid.style.setProperty("--cell", `${height}px`);
   grid.classList.toggle("dense", height < 20 || trace.kv_heads > 16);
   grid.querySelector("[role=gridcell]").tabIndex = 0;
-  const before = count(Math.floor(trace.prompt_tokens / trace.block_size));
-  const note = `${before} before; a page holds ${trace.block_size} tokens`;
+  const whole = count(Math.floor(trace.kept_by.length / trace.block_size));
+  const note = `${whole} ${trace.cut ? "without eviction" : "before"}; a page holds ${trace.block_size} tokens`;
   showLegend($("pages-legend"), "0 pages", count(most), note);
   $("pages-said").textContent = "Choose a cell to see what its head keeps.";
 }
@@ -903,6 +940,7 @@ function listen() {
   for (const id of ["layer", "head"]) {
     on(id, "input", () => select(chosen("layer"), chosen("head")));
   }
+  on("cut", "input", () => openTrace(state.trace.id, Number($("cut").value)).catch(showError));
   on("span", "change", () => {
     Object.assign(state, { span: Number($("span").value), patch: null });
     updateMap();

@@ -41,6 +41,8 @@ class ReplayingBuilder(EvictingFlashMetadataBuilder):
     """
 
     num_replays = 0
+    num_storing = 0
+    """Replays that store queries of requests that wait."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -50,7 +52,7 @@ class ReplayingBuilder(EvictingFlashMetadataBuilder):
     def build(
         self, prefix: int, common: CommonAttentionMetadata, fast_build: bool = False
     ) -> EvictingMetadata[RaggedTokens]:
-        observes = self._evictor is not None and self._evictor.has_work
+        observes = self._evictor is not None and self._evictor.has_work(single_tokens=True)
         is_decode = common.max_query_len == 1 and not observes
         if not is_decode:
             return super().build(prefix, common, fast_build)
@@ -59,6 +61,7 @@ class ReplayingBuilder(EvictingFlashMetadataBuilder):
             captured = super().build(prefix, common.replace(max_seq_len=longest), fast_build)
             self.captured[common.num_reqs] = captured
         type(self).num_replays += 1
+        type(self).num_storing += self._evictor is not None and bool(self.evictor.plan.observations)
         super().build(prefix, common, fast_build)
         return self.captured[common.num_reqs]
 

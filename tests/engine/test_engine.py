@@ -133,14 +133,18 @@ def test_report_and_totals(evicting: SteppedEngine) -> None:
     before = evicting.counters
     ask = album(30, 36, 200, xargs={"kv_eviction_report": 1}, max_tokens=5)
     (output,) = evicting.run([ask])
-    assert output.kv_transfer_params["kv_eviction"] == {
-        "policy": "tgv",
-        "prompt_tokens": 300,
+    sizes = {
         "kept_tokens": 44,  # one block of 32 and the tail of 12
         "blocks_before": 10,
         "blocks_after": 2,
+    }
+    assert output.kv_transfer_params["kv_eviction"] == {
+        "policy": "tgv",
+        "prompt_tokens": 300,
+        **sizes,
         "skip_reason": None,
         "trace": None,
+        "cuts": [{"answer_tokens": 0, **sizes}],
     }
     after = evicting.counters
     assert after["requests_evicted"] - before["requests_evicted"] == 1

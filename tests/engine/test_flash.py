@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,10 @@ from vllm.v1.attention.backends import flash_attn
 
 from oracle.emulation import Oracle
 from tests.engine import flash_on_cpu
+from tests.engine.questions import DEBUG
 from tests.engine.running import Ask, SteppedEngine, assert_agrees, assert_close, engine
+from tests.engine.test_cuts import MIXES, SCHEDULE, Case, step_xargs
+from tests.engine.test_cuts import assert_agrees as assert_cuts_agree
 from tests.engine.test_engine import (
     BUDGETS,
     IMAGE_SIZE,
@@ -39,6 +43,12 @@ ASKS = [
     for seed, value in enumerate(BUDGETS)
 ]
 
+
+CUTS = [
+    {"policy": "tgv", "defer": 5},
+    {"policy": "tgv", "decode": {"schedule": SCHEDULE, "rows": 16}},
+    {"policy": "tgv", "budget": 0.3, "decode": {"max_tokens": 96, "buffer": 32, "rows": 16}},
+]
 
 TABLE_BYTES_OF_A_LAYER = 8 * 2 * (1024 // 32) * 4
 """Requests, KV heads, blocks of 32 tokens, bytes of an entry."""
@@ -150,6 +160,35 @@ def test_decode_steps_are_right_as_graphs(
         with engine(folder, settings, block_size=16) as running:
             assert_agrees(running, oracle, asks)
         assert flash_on_cpu.ReplayingBuilder.num_replays > before + 9
+
+
+@pytest.mark.parametrize("decode_kernel", ["stock", "triton"])
+@pytest.mark.parametrize("settings", CUTS, ids=["waits", "schedule", "ceiling"])
+def test_cuts_of_answers_are_right_with_graphs(
+    folder: Path, oracle: Oracle, settings: dict[str, Any], decode_kernel: str
+) -> None:
+    """Steps that wait are replayed, and store queries; those that cut are not."""
+    settings = {"methods": MIXES, **settings, "decode_kernel": decode_kernel, "debug": DEBUG}
+    decode = settings.get("decode", {})
+    more: dict[str, Any] = {"answer_rows": 16} if decode else {}
+    cases = [Case("tgv", 5), Case("adakv", 40), Case("h2o", 6), Case("answer", 12)]
+    if "schedule" in decode:
+        cases = [Case(name, 6, 0.6) for name in ("tgv", "adakv", "h2o")]
+        more["schedule"] = tuple((after, budget) for after, budget in SCHEDULE[1:])
+    elif decode:
+        cases = [Case(name, 3) for name in ("tgv", "adakv", "snapkv")]
+        more |= {"ceiling": 96, "buffer": 32}
+    asks = [case.ask(index) for index, case in enumerate(cases)]
+    if "schedule" in decode:
+        asks = [replace(ask, xargs=step_xargs(c)) for c, ask in zip(cases, asks, strict=True)]
+    builder = flash_on_cpu.ReplayingBuilder
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        flash_on_cpu.pretend(monkeypatch, flash_on_cpu.ReplayOnCPUWorker)
+        before = builder.num_replays, builder.num_storing
+        with engine(folder, settings) as running:
+            assert_cuts_agree(running, oracle, cases, running.run(asks), **more)
+    assert builder.num_replays > before[0] + 30
+    assert builder.num_storing > before[1] + 15
 
 
 def test_bfloat16_is_close_to_the_oracle(tiny_model: Callable[..., Path]) -> None:

@@ -33,7 +33,7 @@ MIXES = {
     f"{name}-{other}": replace(mix, granularity=other)
     for name, mix in METHODS.items()
     for other in {LAYER, HEAD} - {mix.granularity}
-    if name not in ("adakv", "random")
+    if name not in ("adakv", "rkv", "random")
 } | {
     "own modality": Mix("vv_tt", "vv", "vision_first", HEAD),
     "text": Mix("text_rows", "tt", "text_first", HEAD, Pool("grid", 3, "mean")),
@@ -122,6 +122,7 @@ class Cases:
                 [case.budget],
                 noise=3e-5,
                 trials=3,
+                states=self.oracle.states(prompt),
             ):
                 selection = self.oracle.select(prompt, wanted)
                 tokens = self.oracle.generate(prompt, ask.max_tokens, selection.kept)
@@ -176,14 +177,18 @@ def kept_by(running: SteppedEngine, output: Any) -> torch.Tensor:
 
 def assert_report(output: Any, expected: Expected, blocks: int) -> None:
     full, tail = divmod(len(expected.prompt.token_ids), BLOCK_SIZE)
-    assert output.kv_transfer_params["kv_eviction"] == {
-        "policy": expected.case.method,
-        "prompt_tokens": len(expected.prompt.token_ids),
+    sizes = {
         "blocks_before": full + (tail > 0),
         "kept_tokens": blocks * BLOCK_SIZE + tail,
         "blocks_after": blocks + (tail > 0),
+    }
+    assert output.kv_transfer_params["kv_eviction"] == {
+        "policy": expected.case.method,
+        "prompt_tokens": len(expected.prompt.token_ids),
+        **sizes,
         "skip_reason": None,
         "trace": None,
+        "cuts": [{"answer_tokens": 0, **sizes}],
     }
 
 

@@ -34,9 +34,19 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_tgvkv.config import CONFIG_KEY
+from vllm_tgvkv.cuts import Cuts
 from vllm_tgvkv.integrity import check_integrity
 from vllm_tgvkv.manager import EvictingSpec
-from vllm_tgvkv.plan import Eviction, Failure, Outcome, attach_outcomes, plan_of
+from vllm_tgvkv.plan import (
+    Eviction,
+    Failure,
+    Observation,
+    Outcome,
+    RowSumming,
+    attach_outcomes,
+    plan_of,
+)
+from vllm_tgvkv.queries import NO_ROW
 from vllm_tgvkv.scheduler import AsyncEvictionScheduler, EvictionScheduler
 
 END = 2
@@ -175,8 +185,6 @@ class Row:
     tokens: list[int]
     blocks: list[int]
     num_computed: int
-    compressed: bool | None = None
-    """Whether its answer is decoded over a compressed cache; None before the first token."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +194,30 @@ class Region:
     owner: str
     blocks: np.ndarray
     mark: int
+    at: int
+    """Tokens that were computed when it was made."""
+    num_replaced: int
+    """Blocks in whose place it stands."""
+
+
+def planned_cuts(cuts: Cuts) -> dict[int, tuple[int, int]]:
+    """Return retained and replaced blocks by the number of tokens of each cut, token by token."""
+    size, ceiling = cuts.block_size, cuts.ceiling
+    scheduled = {cut.at: cut for cut in cuts.scheduled}
+    found, num_spared = {}, 0
+    for at in range(cuts.first.at, cuts.longest - 1):
+        num_full = at // size
+        if at in scheduled:
+            cut = scheduled[at]
+            found[at] = cut.num_retained, cut.num_replaced
+        elif ceiling is not None and at % size == 0:
+            least = max(ceiling.max_tokens // size, 1)
+            most = max((ceiling.max_tokens + ceiling.buffer) // size, least + 1)
+            if num_full - num_spared > most:
+                found[at] = least, num_full
+        if at in found:
+            num_spared = found[at][1] - found[at][0]
+    return found
 
 
 class WorkerDouble:
@@ -200,14 +232,21 @@ class WorkerDouble:
         self.regions: dict[int, Region] = {}
         self.observed: set[str] = set()
         """Requests with observation state kept between chunks."""
-        self.evicts: dict[str, bool] = {}
-        """Whether a request decodes over a compressed cache; this may never change."""
+        self.planned: dict[str, dict[int, tuple[int, int]]] = {}
+        """Of requests that are evicted: their cuts, see `planned_cuts`."""
+        self.queries: dict[int, tuple[str, int]] = {}
+        """By row of the query pool: the request and the position whose query was stored last."""
+        self.num_summed: dict[str, int] = {}
+        """First rows of a request that are added to its column sums."""
+        self.num_later = 0
+        """Cuts after the first."""
         self.failed: set[str] = set()
         """Requests whose eviction failed."""
         self.num_evictions = 0
         self._shrunk: list[Eviction] = []
+        self._num_new: Mapping[str, int] = {}
         self._random = random.Random(seed)
-        self._chains: dict[tuple[str, bool], tuple[int, np.ndarray]] = {}
+        self._chains: dict[str, tuple[int, np.ndarray]] = {}
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         plan = plan_of(output)
@@ -219,10 +258,17 @@ class WorkerDouble:
             del self.regions[first]  # a `KeyError` would end a worker as well
         for name in plan.forgotten:
             self.observed.discard(name)
+            self.num_summed.pop(name, None)
         self.memory[plan.poisoned] = -1
         self._update_rows(output)
+        self._num_new = output.num_scheduled_tokens
         for name, num_new in output.num_scheduled_tokens.items():
             self._run(name, num_new)
+        self._observe(plan.observations, plan.summings)
+        evicted = {e.request_id for e in plan.evictions}
+        for name in output.num_scheduled_tokens:
+            due = self.rows[name].num_computed in self.planned.get(name, ())
+            assert due == (name in evicted), f"{name} is evicted at another token than planned"
         failing = set()
         for part in (*plan.observations, *plan.summings):
             self.observed.add(part.request_id)
@@ -282,24 +328,23 @@ class WorkerDouble:
     def _run(self, name: str, num_new: int) -> None:
         """Write the slots of new tokens and check every slot that their attention reads."""
         row = self.rows[name]
-        num_prompt = len(row.job.prompt)
         start, end = row.num_computed, row.num_computed + num_new
         assert end <= len(row.tokens), f"{name} computes unknown tokens"
         assert end <= len(row.blocks) * self.block_size, f"{name} has no slots for its tokens"
         region = self.regions.get(row.blocks[0])
         first_slot = 0
+        planned = self.planned.get(name, {})
+        assert not any(start < at < end for at in planned), f"{name} goes past a cut"
+        last_cut = max((at for at in planned if at <= start), default=None)
+        assert last_cut == (region and region.at), f"{name} reads the cache of another cut"
         if region is not None:
             assert region.owner == name, f"{name} decodes over the region of {region.owner}"
-            assert start >= num_prompt
             assert (self.memory[region.blocks] == region.mark).all(), f"region of {name} damaged"
-            first_slot = num_prompt // self.block_size * self.block_size
-        if end > num_prompt:
-            compressed = self.evicts.setdefault(name, region is not None)
-            assert compressed == (region is not None), f"{name} is evicted on and off"
+            first_slot = region.num_replaced * self.block_size
         if not self.verify:
             row.num_computed = end
             return
-        chain = self._chain(row, region is not None)
+        chain = self._chain(row)
         ids = np.array(row.blocks, dtype=np.int64)
         slots = np.arange(first_slot, end)
         slots = ids[slots // self.block_size] * self.block_size + slots % self.block_size
@@ -311,15 +356,44 @@ class WorkerDouble:
         assert not len(wrong), f"{name} reads a foreign token at {wrong[0] + first_slot}"
         row.num_computed = end
 
+    def _observe(self, observations: Sequence[Observation], summings: Sequence[RowSumming]) -> None:
+        """Store queries, and check that every row is summed once."""
+        rows = [part.stored for part in observations if part.stored is not None]
+        flat = np.concatenate([*rows, np.empty(0, np.int64)])
+        assert (flat != NO_ROW).all()
+        assert len(flat) == len(set(flat.tolist())), "a row of the query pool has two owners"
+        for part in observations:
+            end = self.rows[part.request_id].num_computed
+            assert part.chunk_start <= part.rows[0] <= part.rows[-1] < end
+            if part.stored is not None:
+                assert len(part.stored) == len(part.rows)
+                for position, stored in zip(part.rows.tolist(), part.stored.tolist(), strict=True):
+                    self.queries[stored] = part.request_id, position
+        for summing in summings:
+            name = summing.request_id
+            assert summing.chunk_start == self.num_summed.get(name, 0), f"{name} sums rows twice"
+            self.num_summed[name] = summing.num_keys
+
     def _evict(self, eviction: Eviction) -> Outcome:
         name, size = eviction.request_id, self.block_size
         row = self.rows[name]
-        num_prompt = len(row.job.prompt)
-        assert row.num_computed == num_prompt
+        at = len(row.job.prompt) + eviction.num_answer
+        assert row.num_computed == at
+        planned = self.planned[name]
+        assert (eviction.num_retained_blocks, eviction.num_replaced) == planned[at]
+        assert eviction.is_first == (at == min(planned))
+        self._check_queries(eviction, at)
+        replaced, new = planned[at][1], eviction.new_blocks.tolist()
+        nulls = [0] * (replaced - len(new))
+        assert eviction.row_blocks.tolist() == [*new, *nulls, *row.blocks[replaced:]]
+        assert eviction.old_blocks.tolist() == row.blocks[: -(-at // size)]
         if self.verify:
-            slots = np.arange(num_prompt)
+            region = self.regions.get(row.blocks[0])
+            assert (region is None) == eviction.is_first
+            slots = np.arange(region.num_replaced * size if region else 0, at)
             held = self.memory[eviction.old_blocks[slots // size], slots % size]
-            assert (held == self._chain(row, False)[:num_prompt]).all(), f"prompt of {name} damaged"
+            assert (held == self._chain(row)[slots]).all(), f"cache of {name} damaged"
+        self.num_later += not eviction.is_first
         retained = eviction.num_retained_blocks
         num_dealt = retained
         if eviction.guard is not None:
@@ -331,8 +405,9 @@ class WorkerDouble:
         self.memory[blocks] = mark
         first = int(eviction.new_blocks[0])
         assert first not in self.regions, f"the region of {self.regions[first].owner} is in use"
-        self.regions[first] = Region(name, blocks, mark)
+        self.regions[first] = Region(name, blocks, mark, at, replaced)
         self.observed.discard(name)
+        self.num_summed.pop(name, None)
         return Outcome(
             request_id=name,
             first_block=first,
@@ -343,6 +418,21 @@ class WorkerDouble:
             seconds={},
         )
 
+    def _check_queries(self, eviction: Eviction, at: int) -> None:
+        """Check that the queries of all rows that vote were stored, or are those of this step."""
+        name, voters = eviction.request_id, eviction.voters
+        rows = voters.rows[eviction.first_row :]
+        if voters.every_row:
+            assert self.num_summed[name] == at
+        elif voters.sets:
+            assert len(rows)
+        if eviction.stored is None:
+            assert not len(rows) or rows[0] >= at - self._num_new[name], f"no queries of {name}"
+            return
+        stored = eviction.stored[eviction.first_row :].tolist()
+        for position, query_row in zip(rows.tolist(), stored, strict=True):
+            assert self.queries[query_row] == (name, position), f"{name} reads a foreign query"
+
     def _sample(self, name: str) -> list[int]:
         row = self.rows[name]
         if row.num_computed < len(row.tokens):
@@ -351,40 +441,39 @@ class WorkerDouble:
         token = END
         if num_answer != row.job.answer:
             # Depends on what was read, so equal prompts over equal caches continue equally.
-            compressed = self.evicts.get(name, False)
-            token = self._token(self._chain(row, compressed)) if self.verify else num_answer + 3
+            token = self._token(self._chain(row)) if self.verify else num_answer + 3
         row.tokens.append(token)
         return [token]
 
     def expected(self, job: Job) -> list[int]:
         """Return the whole answer of a request that runs alone."""
         row = Row(job, list(job.prompt), [], 0)
-        compressed = self.evicts.get(job.name, False)
         while len(row.tokens) < len(job.prompt) + job.answer - 1:
-            row.tokens.append(self._token(self._chain(row, compressed)))
+            row.tokens.append(self._token(self._chain(row)))
         return [*row.tokens[len(job.prompt) :], END]
 
     @staticmethod
     def _token(chain: np.ndarray) -> int:
         return 3 + int(chain[-1]) % 1000
 
-    def _chain(self, row: Row, compressed: bool) -> np.ndarray:
+    def _chain(self, row: Row) -> np.ndarray:
         """Return the content of each token's slot: a digest of all tokens up to it, int64 [tokens].
 
-        Keys behind a compressed prompt depend on what was kept, so the digest names the request.
+        Keys behind a cut depend on what was kept, so the digest names the request and the cut.
         """
-        known, chain = self._chains.get((row.job.name, compressed), (0, np.zeros(0, np.int64)))
-        num_tokens, num_prompt = len(row.tokens), len(row.job.prompt)
+        name = row.job.name
+        known, chain = self._chains.get(name, (0, np.zeros(0, np.int64)))
+        num_tokens, planned = len(row.tokens), self.planned.get(name, ())
         if known < num_tokens:
             if num_tokens > len(chain):
                 chain = np.concatenate([chain, np.zeros(num_tokens, np.int64)])
             digest = int(chain[known - 1]) if known else 17
             for position in range(known, num_tokens):
-                if compressed and position == num_prompt:
-                    digest = hash((digest, row.job.name))
+                if position in planned:
+                    digest = hash((digest, name, position))
                 digest = hash((digest, row.tokens[position])) & _MASK
                 chain[position] = digest
-            self._chains[row.job.name, compressed] = num_tokens, chain
+            self._chains[name] = num_tokens, chain
         return chain[:num_tokens]
 
 
@@ -427,6 +516,9 @@ class Double:
         self.worker.jobs[job.name] = job
         self.answers[job.name] = []
         self.scheduler.add_request(request)
+        if self.setup.eviction is not None and job.name in self.scheduler.candidates:
+            cuts = self.scheduler.candidates[job.name].cuts
+            self.worker.planned[job.name] = planned_cuts(cuts)
         return request
 
     def preempt(self, name: str) -> None:
@@ -506,12 +598,14 @@ class Double:
         expected, answer = self.worker.expected(job), self.answers[job.name]
         assert job.name in self.finished
         has_failed = job.name in self.worker.failed
+        num_waited = min(self.worker.planned.get(job.name, [0])) - len(job.prompt)
         if job.name in self.errors:
             assert has_failed, f"{job.name} ends with an error and nothing failed"
-            assert len(answer) <= 1  # what the step that failed had sampled
+            assert len(answer) <= num_waited + 1  # the last one in the step that failed
         elif not aborted:
             assert answer == expected, f"{job.name} answers differently than alone"
-            assert not has_failed or job.answer == 1, f"{job.name} continues after a failure"
+            ended = job.answer <= num_waited + 1
+            assert not has_failed or ended, f"{job.name} continues after a failure"
         assert answer == expected[: len(answer)]
 
     def checked(self) -> None:
@@ -532,4 +626,6 @@ class Double:
             assert not manager.req_to_blocks
             assert not scheduler.candidates
             assert not scheduler._reports
+            rows = scheduler.query_rows
+            assert rows.num_free == scheduler.eviction_config.num_query_rows
             self.worker.assert_empty()

@@ -175,7 +175,7 @@ def test_region_without_blocks(
 ) -> None:
     manager.compressions["ghost"] = compression
     expect(scheduler, "request ghost has a region but no blocks")
-    manager.compressions["ghost"] = replace(compression, swapped=False)
+    manager.compressions["ghost"] = replace(compression, num_retained_blocks=0)
     expect(scheduler, r"evictions are pending for unknown requests \['ghost'\]")
 
 

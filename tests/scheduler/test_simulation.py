@@ -36,6 +36,8 @@ class Workload:
     """Requests to abort, by turn."""
     resets: set[int]
     """Turns before which all running requests are preempted and the prefix cache is emptied."""
+    preemptions: dict[int, int]
+    """Requests to preempt besides, by turn: their places among those that run."""
 
 
 def make_workload(seed: int) -> Workload:
@@ -44,9 +46,11 @@ def make_workload(seed: int) -> Workload:
     longest = rng.choice((12, 24, 40)) * size
     chunk = rng.choice((size, 3 * size + 1, 8 * size, 64 * size))
     policy = rng.choice(POLICIES)
+    window = rng.choice((1, 2 * size))
+    cuts = make_cuts(random.Random(f"cuts of {seed}"), policy, size, longest, window)
     setup = Setup(
         # Room for one request at a time up to room for all.
-        num_blocks=int((longest // size) * rng.choice((1.0, 1.1, 1.3, 2, 4))) + rng.randint(1, 6),
+        num_blocks=int((longest // size) * rng.choice((1.0, 1.0, 1.1, 1.3, 3))) + rng.randint(1, 6),
         block_size=size,
         max_num_seqs=min(chunk, rng.choice((1, 3, 8, 64))),
         chunk=chunk,
@@ -62,7 +66,7 @@ def make_workload(seed: int) -> Workload:
             # `auto` guards attention, which `streaming` does not compute.
             "budget": rng.choice(BUDGETS if policy == "streaming" else (*BUDGETS, *GUARDS)),
             "min_prompt_tokens": size,
-            "observation_window": rng.choice((1, 2 * size)),
+            "observation_window": window,
             "sinks": rng.choice((0, 4)),
             "prefix_reuse": rng.choice(("exact", "full")),
             "debug": {
@@ -72,6 +76,12 @@ def make_workload(seed: int) -> Workload:
         },
     )
     heads = [tuple(rng.randrange(3, 1000) for _ in range(longest)) for _ in range(3)]
+    for key, value in cuts.items():
+        setup.eviction[key] = value
+    if "decode" in cuts:
+        budget = setup.eviction.pop("budget")
+        if "schedule" not in cuts["decode"]:
+            setup.eviction["budget"] = budget if budget not in GUARDS else 0.5
     num_jobs = rng.randint(2, 24)
     gap = rng.choice((0.0, 0.3, 2.0))
     jobs = [
@@ -79,7 +89,31 @@ def make_workload(seed: int) -> Workload:
     ]
     aborts = {rng.randrange(60): job.name for job in jobs if rng.random() < 0.1}
     resets = {rng.randrange(80)} if rng.random() < 0.2 else set()
-    return Workload(setup, jobs, aborts, resets)
+    preemptions = {rng.randrange(120): rng.randrange(64) for _ in range(rng.choice((0, 1, 6)))}
+    return Workload(setup, jobs, aborts, resets, preemptions)
+
+
+def make_cuts(
+    rng: random.Random, policy: str, size: int, longest: int, window: int
+) -> dict[str, Any]:
+    """Return settings of waits and later cuts, with few rows in the query pool."""
+    found: dict[str, Any] = {}
+    defer = rng.choice((0, 0, 1, 5, 2 * size))
+    rows = rng.choice((1, 7, 3 * size))
+    kind = rng.choice(("once", "schedule", "ceiling"))
+    if kind == "schedule":
+        steps = sorted(rng.sample(range(defer + 1, defer + 6 * size), rng.randint(1, 3)))
+        budgets = sorted((rng.uniform(0.05, 1.0) for _ in range(len(steps) + 1)), reverse=True)
+        schedule = [list(step) for step in zip((defer, *steps), budgets, strict=True)]
+        found["decode"] = {"schedule": schedule, "rows": rows}
+    else:
+        found["defer"] = defer
+    if kind == "ceiling":
+        tokens = rng.choice((size, 2 * size + 1, longest // 4))
+        found["decode"] = {"max_tokens": tokens, "buffer": rng.choice((1, size, 40)), "rows": rows}
+    if rng.random() < 0.7:
+        found["query_rows"] = max(window + 32 + defer, rows) + rng.choice((0, 3, 40))
+    return found
 
 
 def make_job(
@@ -104,6 +138,8 @@ def make_job(
         xargs["kv_eviction_budget"] = rng.choice((0.05, 0.5, 1.0))
     if rng.random() < 0.3:
         xargs["kv_eviction_report"] = 1
+    if random.Random(f"wait of {own}").random() < 0.2:
+        xargs["kv_eviction_defer"] = random.Random(f"length of {own}").choice((0, 3, 8))
     return Job(
         name,
         rng.choice(heads)[:shared] + own,
@@ -133,6 +169,8 @@ def run(workload: Workload, seed: int) -> Double:
             double.arrive(left.pop(0))
         if (name := workload.aborts.get(turn)) in double.scheduler.requests:
             double.abort(name)
+        if turn in workload.preemptions and (running := double.running):
+            double.preempt(running[workload.preemptions[turn] % len(running)])
         if turn in workload.resets:
             double.reset_prefix_cache()
         if not left and double.is_idle:
@@ -148,16 +186,18 @@ def run(workload: Workload, seed: int) -> Double:
 
 
 def test_random_workloads_end_and_leave_nothing_behind() -> None:
-    evictions = preemptions = errors = 0
+    evictions = later = preemptions = errors = 0
     for seed in range(NUM_WORKLOADS):
         try:
             double = run(make_workload(seed), seed)
         except BaseException as error:
             raise AssertionError(f"workload {seed}: {make_workload(seed).setup}") from error
         evictions += double.worker.num_evictions
+        later += double.worker.num_later
         preemptions += double.num_preemptions
         errors += len(double.errors)
     assert evictions > 3 * NUM_WORKLOADS
+    assert later > NUM_WORKLOADS
     assert preemptions > NUM_WORKLOADS // 2
     assert errors > NUM_WORKLOADS // 10
 
@@ -426,6 +466,7 @@ if __name__ == "__main__":
             totals["requests"] += len(double.answers)
             totals["steps"] += double.num_steps
             totals["evictions"] += double.worker.num_evictions
+            totals["later cuts"] += double.worker.num_later
             totals["preemptions"] += double.num_preemptions
             totals["errors"] += len(double.errors)
         if (number - first + 1) % 100 == 0:

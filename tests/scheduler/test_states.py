@@ -29,11 +29,24 @@ LONGEST = 96
 BUDGETS = (0.1, 0.4, 1.0, "auto:0.9,min=0.05,max=0.6")
 
 
+CUTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"defer": 3, "query_rows": 43},
+    {"defer": 9, "query_rows": 60},
+    {"decode": {"schedule": [[0, 0.7], [2, 0.5], [9, 0.1]], "rows": 5}, "query_rows": 45},
+    {"decode": {"schedule": [[4, 0.9], [5, 0.3]], "rows": 8}, "query_rows": 44},
+    {"decode": {"max_tokens": 8, "buffer": 4, "rows": 6}, "defer": 2, "query_rows": 42},
+    {"decode": {"max_tokens": 24, "buffer": 1, "rows": 40}, "query_rows": 50},
+)
+"""Settings of waits and later cuts. One request fits the query pool, seldom two."""
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Random events on a `Double`, which recounts all blocks and checks all slots it reads."""
 
     num_steps = 0
     num_evictions = 0
+    num_later = 0
     num_preemptions = 0
     num_errors = 0
 
@@ -48,11 +61,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_caching=st.booleans(),
         ahead=st.booleans(),
         poison=st.booleans(),
+        cuts=st.sampled_from(CUTS),
     )
-    def start(self, method: str, budget: Any, exact: bool, poison: bool, **options: Any) -> None:
+    def start(
+        self,
+        method: str,
+        budget: Any,
+        exact: bool,
+        poison: bool,
+        cuts: dict[str, Any],
+        **options: Any,
+    ) -> None:
+        given = {} if "schedule" in cuts.get("decode", ()) else {"budget": budget}
+        if "decode" in cuts and isinstance(budget, str):
+            given.update(dict.fromkeys(given, 0.6))
         eviction = {
             "policy": method,
-            "budget": budget,
+            **given,
+            **cuts,
             "min_prompt_tokens": 8,
             "observation_window": 8,
             "prefix_reuse": "exact" if exact else "full",
@@ -152,6 +178,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         cls = SchedulerMachine
         cls.num_steps += double.num_steps
         cls.num_evictions += double.worker.num_evictions
+        cls.num_later += double.worker.num_later
         cls.num_preemptions += double.num_preemptions
         cls.num_errors += len(double.errors)
 
@@ -169,10 +196,11 @@ def test_no_order_of_events_loses_a_block_or_a_token() -> None:
     )
     found = SchedulerMachine
     print(
-        f"{found.num_steps} steps, {found.num_evictions} evictions, {found.num_preemptions} "
-        f"preemptions, {found.num_errors} prompts that failed"
+        f"{found.num_steps} steps, {found.num_evictions} evictions, {found.num_later} of them "
+        f"later cuts, {found.num_preemptions} preemptions, {found.num_errors} prompts that failed"
     )
     assert found.num_steps > 46 * NUM_EXAMPLES  # more than 10,000, as it is run in CI
     assert found.num_evictions > NUM_EXAMPLES
+    assert found.num_later > NUM_EXAMPLES // 4
     assert found.num_preemptions > NUM_EXAMPLES
     assert found.num_errors > NUM_EXAMPLES // 4

@@ -65,14 +65,19 @@ def serve(
     key: str | None = None,
     environment: Mapping[str, str] | None = None,
     flags: Sequence[str] = (),
+    budget: str | None = "0.1",
     start_seconds: float = START_SECONDS,
 ) -> Iterator[ChatServer]:
-    """Serve a model with eviction until the block ends, then kill all processes."""
+    """Serve a model with eviction until the block ends, then kill all processes.
+
+    `budget` is None for a server whose `decode.schedule` has the budgets.
+    """
     arguments = ["serve", str(folder), "--served-model-name", "tiny"]
     arguments += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
     arguments += ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", "256"]
     arguments += ["--limit-mm-per-prompt", '{"image": 2}', "--generation-config", "vllm"]
-    arguments += ["--kv-eviction", "tgv", "--kv-eviction-budget", "0.1"]
+    arguments += ["--kv-eviction", "tgv"]
+    arguments += ["--kv-eviction-budget", budget] if budget else []
     arguments += ["--kv-eviction-config", json.dumps(config)]
     arguments += ["--api-key", key] if key else []
     arguments += flags

@@ -29,7 +29,7 @@ POOL = {"blocks": 9, "block_size": 16, "layers": 2, "kv_heads": 4}
 
 
 class EngineClient:
-    """Two engines, as with data parallelism; each keeps a trace."""
+    """Two engines, as with data parallelism; each keeps a trace of two cuts."""
 
     def __init__(self, eviction: dict[str, Any] | None) -> None:
         additional = {} if eviction is None else {CONFIG_KEY: eviction}
@@ -37,7 +37,9 @@ class EngineClient:
         self.model_config = SimpleNamespace(served_model_name="tiny")
         self.engine_core = self
         rng = np.random.default_rng()
-        self.traces = [make_trace(rng, 21, name=f"of-{engine}")[0] for engine in range(2)]
+        first = [make_trace(rng, 21, name=f"of-{engine}")[0] for engine in range(2)]
+        again = [make_trace(rng, 21, name=f"of-{engine}", num_answer=8)[0] for engine in range(2)]
+        self.traces = [cut.after(earlier) for earlier, cut in zip(first, again, strict=True)]
 
     async def call_utility_all_async(
         self, method: str, worker_method: str, timeout: None, args: Any, kwargs: Any
@@ -55,11 +57,11 @@ class EngineClient:
     def kv_eviction_traces(self, engine: int) -> list[dict[str, Any]]:
         return [{**self.traces[engine].summary(), "time": float(engine)}]
 
-    def kv_eviction_trace(self, engine: int, name: str, layer: int | None = None) -> Any:
+    def kv_eviction_trace(self, engine: int, name: str, layer: int | None, cut: int | None) -> Any:
         trace = self.traces[engine]
         if name != trace.id:
             return None
-        return trace.detail() if layer is None else trace.layer(layer)
+        return trace.detail(cut) if layer is None else trace.layer(layer, cut)
 
 
 def client(engine_client: Any, keys: list[str] | None = None) -> TestClient:
@@ -137,6 +139,11 @@ def test_traces_of_all_engines() -> None:
         assert found == json.loads(json.dumps(trace.detail()))
         layer = server.get(f"/kv-eviction/requests/{trace.id}/layers/2").json()
         assert layer == json.loads(json.dumps(trace.layer(2)))
+        for cut in range(2):
+            found = server.get(f"/kv-eviction/requests/{trace.id}?cut={cut}").json()
+            assert found == json.loads(json.dumps(trace.detail(cut)))
+            layer = server.get(f"/kv-eviction/requests/{trace.id}/layers/2?cut={cut}").json()
+            assert layer == json.loads(json.dumps(trace.layer(2, cut)))
 
 
 @pytest.mark.parametrize(
@@ -144,6 +151,10 @@ def test_traces_of_all_engines() -> None:
     [
         ("requests/unknown", 404),
         ("requests/of-0/layers/3", 404),
+        ("requests/of-0?cut=2", 404),
+        ("requests/of-0/layers/0?cut=2", 404),
+        ("requests/of-0?cut=-1", 422),
+        ("requests/of-0?cut=x", 422),
         ("requests/of-0/layers/-1", 422),  # 400 in vLLM's server
         ("requests/of-0/layers/x", 422),
         (f"requests/{'x' * 600}", 422),

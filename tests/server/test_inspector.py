@@ -54,6 +54,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatServer]:
         yield running
 
 
+@pytest.fixture
+def cutting(tmp_path: Path) -> Iterator[ChatServer]:
+    """Start a server that cuts each cache three times."""
+    flags = ["--block-size", "16", "--served-model-name", "demo"]
+    config = {"decode": {"schedule": [[0, 0.4], [2, 0.2], [3, 0.1]]}}
+    options: dict[str, Any] = {"key": KEY, "flags": flags, "start_seconds": 600}
+    with serve(MODEL, tmp_path / "server.log", config, budget=None, **options) as running:
+        yield running
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with playwright.sync_playwright() as driver:
@@ -67,6 +77,12 @@ Opener = Callable[..., Any]
 
 @pytest.fixture
 def opened(server: ChatServer, browser: Any) -> Iterator[Opener]:
+    with opener(server, browser) as open_page:
+        yield open_page
+
+
+@contextmanager
+def opener(server: ChatServer, browser: Any) -> Iterator[Opener]:
     """Open the page with a key; fail on requests to other servers and on errors in the console."""
     contexts, strangers, errors = [], [], []
 
@@ -493,6 +509,46 @@ def test_requests_of_others_are_listed_and_can_be_linked_to(
     playwright.expect(linked.locator("#trace-about")).to_contain_text(newest["budget"])
     unknown = opened("#nobody")
     playwright.expect(unknown.locator("#alert")).to_contain_text("not there")
+
+
+def test_cuts_are_listed_and_stepped_through(cutting: ChatServer, browser: Any) -> None:
+    with opener(cutting, browser) as open_page:
+        page = open_page()
+        evicted = ask(page)["evicted"]
+        cuts = evicted["cuts"]
+        assert [cut["answer_tokens"] for cut in cuts] == [0, 2, 3]
+        lines = [f"{cut['blocks_before']} → {cut['blocks_after']} blocks" for cut in cuts]
+        times = [
+            "Before the answer",
+            "After 2 tokens of the answer",
+            "After 3 tokens of the answer",
+        ]
+        said = [f"{when}: {line}" for when, line in zip(times, lines, strict=True)]
+        assert page.locator("#cuts li").all_inner_texts() == said
+        listed = page.locator("#recent-list a").first
+        playwright.expect(listed).to_contain_text("3 cuts")
+
+        dimmed = []
+        page.focus("#cut")
+        for key, index in ((None, 2), ("ArrowLeft", 1), ("ArrowLeft", 0), ("End", 2), ("Home", 0)):
+            if key is not None:
+                page.keyboard.press(key)
+            playwright.expect(page.locator("#cut-said")).to_have_text(said[index])
+            assert page.inner_text("#cut-value") == f"{index + 1} of 3"
+            trace = get(cutting, f"requests/{evicted['trace']}?cut={index}")
+            tiles = page.locator("#numbers dd").all_inner_texts()
+            sizes = [cuts[index][n] for n in ("kept_tokens", "blocks_before", "blocks_after")]
+            assert tiles == [str(trace["prompt_tokens"]), *map(str, sizes)]
+            cells = page.locator("#pages [role=gridcell]").all_inner_texts()
+            assert cells == [str(pages) for row in trace["pages"] for pages in row]
+            assert page.evaluate("document.activeElement.id") == "cut"
+            dimmed.append(brightness(page).mean())
+        assert dimmed[0] < dimmed[1] < dimmed[2] == dimmed[4]  # each cut keeps fewer patches
+        choose(page, 1, 0)
+        (found,) = get(cutting, f"requests/{evicted['trace']}/layers/1?cut=0")["token_sets"]
+        span = trace["vision"][0]
+        kept = sum(0 <= p - span["start"] < span["length"] for p in found["positions"])
+        assert f"{kept} of {span['length']} patches" in page.inner_text("#map-said")
 
 
 def test_several_images_and_images_without_a_grid(opened: Opener) -> None:

@@ -156,6 +156,17 @@ def test_both_caches_answer_a_question(server: ChatServer, client: httpx.Client)
     assert (alone["evicted"]["skip_reason"], alone["evicted"]["trace"]) == ("policy_none", None)
 
 
+def test_a_question_may_have_its_own_wait(client: httpx.Client) -> None:
+    evicted = client.post("/ask", json=question(budget=0.3, defer=3)).json()["evicted"]
+    (cut,) = evicted["cuts"]
+    assert cut["answer_tokens"] == 3
+    for name in ("blocks_before", "kept_tokens"):
+        assert cut[name] == evicted[name]
+    assert cut["blocks_after"] == evicted["blocks"]
+    assert client.get(f"/requests/{evicted['trace']}").json()["cuts"] == [cut]
+    assert client.get(f"/requests/{evicted['trace']}?cut=1").status_code == 404
+
+
 def test_questions_through_a_browsers_password(server: ChatServer) -> None:
     answer = httpx.post(
         f"{server.url}/kv-eviction/ask", json=question(), auth=("", KEY), timeout=60
@@ -171,6 +182,7 @@ def test_questions_through_a_browsers_password(server: ChatServer) -> None:
         ({"question": ""}, 400, "question"),
         ({"question": "a" * 5000}, 400, "1024"),  # max_model_len
         ({"budget": 0}, 400, "vllm_xargs.kv_eviction_budget is 0"),
+        ({"defer": -1}, 400, "defer"),
         ({"policy": "snap"}, 400, "vllm_xargs.kv_eviction is 'snap'"),
         ({"max_tokens": 10**6}, 400, "max_tokens"),
         ({"temperature": 1}, 400, "temperature"),

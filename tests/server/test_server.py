@@ -110,7 +110,8 @@ def test_start_log_has_one_line_with_the_settings(server: ChatServer) -> None:
     lines = [line for line in server.lines() if "KV eviction: policy" in line]
     assert len(lines) == 1
     assert lines[0].endswith(
-        "KV eviction: policy tgv, budget 10 % of the prompt, granularity layer; "
+        "KV eviction: policy tgv, budget 10 % of the prompt, after 0 tokens of the answer, "
+        "granularity layer; "
         "pages of 32 tokens, pool of 255 blocks of 8 pages (layers x KV heads)"
     )
 
@@ -122,14 +123,18 @@ def test_answer_tells_what_was_evicted(server: ChatServer) -> None:
     assert answer.usage.completion_tokens == 8
     assert answer.choices[0].message.content
     tail = num_tokens % BLOCK_SIZE
-    assert report_of(answer) == {
-        "policy": "tgv",
-        "prompt_tokens": num_tokens,
+    sizes = {
         "kept_tokens": BLOCK_SIZE + tail,
         "blocks_before": -(-num_tokens // BLOCK_SIZE),
         "blocks_after": 1 + bool(tail),
+    }
+    assert report_of(answer) == {
+        "policy": "tgv",
+        "prompt_tokens": num_tokens,
+        **sizes,
         "skip_reason": None,
         "trace": None,
+        "cuts": [{"answer_tokens": 0, **sizes}],
     }
 
 

@@ -31,11 +31,17 @@ from vllm_tgvkv.attention_cuda import (
     FlashKernel,
     RaggedTokens,
 )
+from vllm_tgvkv.config import EvictionConfig
+from vllm_tgvkv.evictor import Evictor
 from vllm_tgvkv.kernels import page_tables
 from vllm_tgvkv.kernels.decode import DecodePlan, decode
 from vllm_tgvkv.model_runner import RowsV2
 from vllm_tgvkv.pages import CacheShape, PagePool
+from vllm_tgvkv.plan import Observation, StepPlan
+from vllm_tgvkv.queries import DecodeQueries, QueryPool
+from vllm_tgvkv.ranks import Ranks
 from vllm_tgvkv.regions import Regions
+from vllm_tgvkv.stages import Stages
 
 SHAPE = CacheShape(num_layers=36, num_heads=8, group_size=4, head_size=128, block_size=16)
 """Qwen3-VL-8B's."""
@@ -156,8 +162,9 @@ class Requests:
             req_idx=np.arange(num_rows)[::-1],
         )
 
-    def builder(self, graphs: bool = False, version: int = 3, **more: Any) -> Any:
+    def builder(self, graphs: bool = False, version: int = 3, **settings: Any) -> Any:
         """The backend's metadata builder, bound to these requests."""
+        config = EvictionConfig.from_mapping({"policy": "tgv", **settings})
         num_rows = self.num_decodes + len(self.prefills) + len(self.replays)
         names = {num_rows - 1 - row: f"r{row}" for row in range(num_rows)}
         runner = SimpleNamespace(
@@ -186,12 +193,9 @@ class Requests:
         prompts = range(self.num_decodes, self.num_decodes + len(self.prefills))
         for row in set(range(num_rows)) - set(prompts):
             regions.add(f"r{row}", row + 1, 1, 1, torch.empty(SHAPE.num_pairs + 1, device="meta"))
-        evictor = SimpleNamespace(
-            config=SimpleNamespace(decode_kernel="stock"),
-            shape=SHAPE,
-            regions=regions,
-            has_work=False,
-        )
+        pool = make_pool(SHAPE, 8, "meta")
+        evictor = Evictor(config, SHAPE, pool, Ranks(), Stages(SHAPE.num_layers))
+        evictor.regions = regions
         rows = SimpleNamespace(find_row=partial(RowsV2.find, runner), request_at=request_at)
         made.bind(evictor, rows)
         return made
@@ -290,6 +294,73 @@ def test_host_budget_of_a_decode_step(graphs: bool) -> None:
     assert attending.attention == [(512, 32)] * SHAPE.num_layers
     assert (attending.host, attending.torch) == (0, 0)
     assert attending.views <= 4 * SHAPE.num_layers + 3 + 4 * num_writes + 1
+
+
+@pytest.mark.parametrize("num_waiting", [0, 1, 64])
+def test_a_server_that_waits_adds_one_launch_a_layer(num_waiting: int) -> None:
+    """And one copy a step where destinations change: graphs are the same for any of them."""
+    requests = Requests(64)
+    builder, common = requests.builder(graphs=True, defer=4), requests.common()
+
+    def build(num_waiting: int) -> tuple[Counts, EvictingMetadata[RaggedTokens]]:
+        chunks = [
+            Observation(f"r{row}", 300, np.array([300]), stored=np.array([row + 1]))
+            for row in range(num_waiting)
+        ]
+        builder.evictor.begin_step(StepPlan(observations=chunks))
+        assert not builder.evictor.has_work(single_tokens=True)
+        assert builder.evictor.has_work(single_tokens=False) == bool(chunks)
+        with Counts() as counts:
+            metadata = builder.build(0, common)
+        return counts, metadata
+
+    building, metadata = build(num_waiting)
+    assert building.torch == bool(num_waiting)
+    attending = Counts()
+    forward(attending, metadata, 64)
+    assert attending.attention == [(512, 32)] * SHAPE.num_layers
+    assert (attending.host, attending.torch) == (0, SHAPE.num_layers)
+    assert build(0)[0].torch == bool(num_waiting)  # clears them
+    assert build(0)[0].torch == 0
+
+
+def test_queries_go_to_the_rows_of_requests_that_wait() -> None:
+    """Those of all others, and of padded tokens, to the row that nobody reads."""
+    fresh_seed()
+    pool = QueryPool(5, 2, 3, 4, torch.float32, torch.device("cpu"))
+    decodes = DecodeQueries(pool, max_tokens=6)
+    stored = decodes.of_batch(4)  # once, as a graph has it
+    before = torch.randn(2, 6, 3, 4)
+    for tokens, rows in (([], []), ([2, 0], [5, 1]), ([1], [5]), ([], [])):
+        pool._queries.copy_(before)
+        decodes.direct(np.array(tokens, np.int64), np.array(rows, np.int64))
+        queries = torch.randn(2, 6, 3, 4)
+        for layer in range(2):
+            stored.store(layer, queries[layer])
+            expected = before[layer, 1:].clone()
+            for token, row in zip(tokens, rows, strict=True):
+                expected[row - 1] = queries[layer, token]
+            assert torch.equal(pool.load(layer, torch.arange(1, 6)), expected)
+
+
+@pytest.mark.parametrize("settings", [{}, {"defer": 4}], ids=str)
+@pytest.mark.parametrize("work", ["observations", "summings", "evictions"])
+def test_only_servers_that_wait_store_queries_in_graphs(
+    settings: dict[str, Any], work: str
+) -> None:
+    """A step with other work is observed in any case, and stores no query twice."""
+    requests = Requests(3)
+    builder = requests.builder(graphs=True, **settings)
+    builder.evictor.begin_step(StepPlan(**{work: [object()]}))
+    in_graph = bool(settings) and work == "observations"
+    assert builder.evictor.has_work(single_tokens=True) == (not in_graph)
+    builder.evictor.begin_step(StepPlan())
+    metadata = builder.build(0, requests.common())
+    assert (metadata.stored_queries is not None) == bool(settings)
+    mixed = Requests(3, prefills=(7,))
+    builder = mixed.builder(graphs=True, **settings)
+    with Counts():  # which replaces stock attention's part of the batch
+        assert builder.build(0, mixed.common()).stored_queries is None
 
 
 @pytest.mark.parametrize(("num_rows", "num_writes"), [(1, 1), (28, 1), (29, 2), (1024, 36)])

@@ -25,6 +25,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from tests.conftest import ROOT
 from tests.inputs import fresh_seed
+from tests.unit.test_policies import NoSynchronisation
 from vllm_tgvkv import memory
 from vllm_tgvkv.attention_cuda import EvictingFlashMetadataBuilder, RaggedKernel
 from vllm_tgvkv.budget import Guard
@@ -37,10 +38,11 @@ from vllm_tgvkv.manager import EvictingSpec
 from vllm_tgvkv.memory import Sizes, memory_outside_pool
 from vllm_tgvkv.observation import WORKSPACE_BYTES
 from vllm_tgvkv.pages import CacheShape, page_pool
+from vllm_tgvkv.plan import Observation, StepPlan
 from vllm_tgvkv.policies import POLICY_NAMES, Pooling, Prompt
 from vllm_tgvkv.policies.pooling import Pooler
-from vllm_tgvkv.prompt import PromptMap, VisionSpan
-from vllm_tgvkv.queries import QueryPool
+from vllm_tgvkv.prompt import PromptMap, VisionSpan, Voters
+from vllm_tgvkv.queries import DecodeQueries, QueryPool
 from vllm_tgvkv.ranks import Ranks
 from vllm_tgvkv.regions import Regions
 from vllm_tgvkv.stages import Stages
@@ -60,7 +62,7 @@ SIZES = Sizes(
     table_width=TOKENS // 16,
     workspace_bytes=WORKSPACE_BYTES,
 )
-LAYER_METHODS = [name for name in POLICY_NAMES if name != "adakv"]
+LAYER_METHODS = [name for name in POLICY_NAMES if name not in ("adakv", "rkv")]
 METHODS = [
     *((name, "head") for name in POLICY_NAMES),
     *((name, "layer") for name in LAYER_METHODS),
@@ -113,8 +115,11 @@ def settings(policy: str, granularity: str | None = None, **others: Any) -> Evic
     return EvictionConfig.from_mapping({"policy": policy, "granularity": granularity, **others})
 
 
-def most_bytes(config: EvictionConfig, num_tokens: int) -> int:
-    """Return the most bytes that evicting one prompt takes, with the whole prompt retained."""
+def most_bytes(config: EvictionConfig, num_tokens: int, later: bool = False) -> int:
+    """Return the most bytes that evicting one prompt takes, with the whole prompt retained.
+
+    With `later`, those of the eviction after that, which retains all of it again.
+    """
     num_blocks = num_tokens // SHAPE.block_size
     size = (
         2 * num_blocks + 2,
@@ -133,13 +138,29 @@ def most_bytes(config: EvictionConfig, num_tokens: int) -> int:
     plan = made_up_step(config, config.policy, prompt, guard, old, old + num_blocks)
     heads = SHAPE.num_heads * SHAPE.group_size
     queries = torch.empty(num_tokens, heads, SHAPE.head_size, dtype=torch.bfloat16, device="meta")
-    evictor.begin_step(plan)
-    with torch.inference_mode(), LiveBytes() as live:
-        evictor.prepare(lambda _: 0)
-        for layer in range(SHAPE.num_layers):
-            evictor.observe_layer(layer, queries, 1.0)
+
+    def most_of(plan: StepPlan) -> int:
+        evictor.begin_step(plan)
+        with torch.inference_mode(), LiveBytes() as live:
+            evictor.prepare(lambda _: 0)
+            for layer in range(SHAPE.num_layers):
+                evictor.observe_layer(layer, queries, 1.0)
+        return live.most
+
+    most = most_of(plan)
     assert [type(ended).__name__ for ended in evictor.ended] == ["PendingOutcome"], evictor.ended
-    return live.most
+    if later:
+        # No token of the answer fits the blocks: the prompt's last ones stand for them.
+        (first,) = plan.evictions
+        rows = np.arange(num_tokens - 32, num_tokens)
+        voting = Voters(dict.fromkeys(first.voters.kinds, rows), rows, every_row=False)
+        again = replace(first, voters=voting, old_blocks=first.new_blocks, new_blocks=old)
+        again = replace(again, is_first=False)
+        most = most_of(
+            StepPlan(observations=[Observation("warm-up", 0, rows, None)], evictions=[again])
+        )
+        assert len(evictor.ended) == 1, evictor.ended  # later ones have no outcome but a failure
+    return most
 
 
 @pytest.mark.parametrize("num_tokens", [1 << 12, 1 << 17])
@@ -163,6 +184,31 @@ def test_an_eviction_takes_no_more_than_is_set_aside(
     assert most <= sum(alone.values()), alone
     if num_tokens > 1 << 16:
         assert most >= 0.3 * sum(alone.values()), alone
+
+
+CUT_AGAIN = {"schedule": [[0, 0.9], [40, 0.5]]}
+METHODS_THAT_CUT_AGAIN = [
+    # The other two need statistics that `RaggedAttention` lacks.
+    (name, granularity)
+    for name, granularity in METHODS
+    if name not in ("vlcache", "aircache")
+]
+
+
+@pytest.mark.parametrize(("method", "granularity"), METHODS_THAT_CUT_AGAIN)
+def test_a_later_eviction_takes_no_more_than_is_set_aside(
+    no_kernels: None, method: str, granularity: str
+) -> None:
+    """Nor much less: with as many tokens, in a row that is compressed already.
+
+    And no operation waits for the device.
+    """
+    config = settings(method, granularity, query_rows=544, decode=CUT_AGAIN)
+    with NoSynchronisation():
+        most = most_bytes(config, TOKENS, later=True)
+    policy = config.build_policy(method)
+    lines = memory._of_method(config, policy, replace(SIZES, step_tokens=0))
+    assert 0.4 * sum(lines.values()) <= most <= sum(lines.values()), lines
 
 
 @pytest.mark.parametrize("num_sets", [1, 8])
@@ -242,15 +288,17 @@ def tensor_bytes(*owners: object) -> int:
         if isinstance(value, torch.Tensor):
             storage = value.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
-        elif isinstance(value, RaggedKernel | DecodePlan | Regions | QueryPool):
+        elif isinstance(value, RaggedKernel | DecodePlan | Regions | QueryPool | DecodeQueries):
             todo += [v for v in vars(value).values() if not isinstance(v, CacheShape | Regions)]
     return sum(found.values())
 
 
-def test_region_state_and_the_query_pool_take_what_is_set_aside() -> None:
-    config = settings("tgv")
+@pytest.mark.parametrize("decode", [None, CUT_AGAIN], ids=["once", "again"])
+def test_region_state_and_the_query_pool_take_what_is_set_aside(decode: Any) -> None:
+    config = settings("tgv", decode=decode)
     found = memory_outside_pool(config, SIZES)
-    regions = Regions(1000, SHAPE.num_pairs, torch.device("cpu"))
+    block_size = SHAPE.block_size if decode else 0
+    regions = Regions(1000, SHAPE.num_pairs, torch.device("cpu"), block_size)
     assert tensor_bytes(regions) == 1000 * found.block_bytes
     queries = QueryPool(
         config.num_query_rows,
@@ -260,7 +308,8 @@ def test_region_state_and_the_query_pool_take_what_is_set_aside() -> None:
         torch.bfloat16,
         torch.device("cpu"),
     )
-    assert tensor_bytes(queries) == found.lines["query pool"]
+    stored = DecodeQueries(queries, SIZES.max_rows) if config.waits else queries
+    assert tensor_bytes(stored) == found.lines["query pool"]
 
 
 def test_the_pool_and_its_region_state_fit_what_is_left() -> None:
@@ -352,6 +401,7 @@ def test_decode_kernels_are_allocated_at_start(kernel: str, max_rows: int) -> No
     evictor = Evictor(config, shape, pool, Ranks(), Stages(2))
     builder = EvictingFlashMetadataBuilder.__new__(EvictingFlashMetadataBuilder)
     builder.max_cudagraph_size = max_rows
+    builder.use_full_cuda_graph = True
     builder.vllm_config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=3),
         model_config=SimpleNamespace(max_model_len=TOKENS),
@@ -371,8 +421,12 @@ def test_the_page_has_these_formulas() -> None:
     page = (ROOT / "docs/design.md").read_text(encoding="utf-8")
     _, _, section = page.partition("## Memory outside the pool")
     formulas = dict(re.findall(r"^\| (\w[\w ]*) \| `([^`]+)` \|", section, re.MULTILINE))
-    for method, granularity in (("h2o", "head"), ("tgv", "layer"), ("elastic", "layer")):
-        config = settings(method, granularity)
+    for method, granularity, decode in (
+        ("h2o", "head", None),
+        ("tgv", "layer", None),
+        ("elastic", "layer", CUT_AGAIN),
+    ):
+        config = settings(method, granularity, decode=decode)
         sizes = replace(SIZES, step_tokens=8192, max_tokens=1 << 15, table_width=2048)
         policy = config.build_policy(method)
         found = {
@@ -394,6 +448,8 @@ def test_the_page_has_these_formulas() -> None:
             "b": sizes.element_bytes,
             "MiB": 1 << 20,
             "all": int(method == "h2o"),
+            "decode": int(decode is not None),
+            "waits": int(decode is not None),
             "max": max,
             "min": min,
         }
@@ -424,3 +480,43 @@ def test_a_warm_up_that_fails_ends_the_start(where: str, monkeypatch: pytest.Mon
     assert "method 'tgv' failed: RuntimeError: out of registers" in message
     for way_out in ("--gpu-memory-utilization", "kernels.gpu.compile", "leave out --kv-eviction"):
         assert way_out in message
+
+
+WAITING = {"base": "snapkv", "rows": "answer"}
+
+
+@pytest.mark.parametrize("policy", ["tgv", "h2o", "elastic", "streaming", "answer"])
+@pytest.mark.parametrize(
+    "waiting",
+    [
+        {"defer": 4},
+        {"defer": 400},
+        {"defer": 2, "budget": 0.5},
+        {"decode": {"schedule": [[4, 0.3], [9, 0.1]]}},
+        {"defer": 1, "decode": {"max_tokens": 32, "buffer": 16}},
+    ],
+    ids=str,
+)
+def test_a_warm_up_waits_and_cuts_again_like_the_server(
+    policy: str, waiting: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs each eviction that a request will need, and leaves nothing."""
+    shape = CacheShape(num_layers=2, num_heads=2, group_size=2, head_size=16, block_size=16)
+    config = settings(policy, methods={"answer": WAITING}, query_rows=700, **waiting)
+    pool = page_pool(torch.zeros(9, 2, 2, 16, 32).unbind(1), slots_first=True)
+    evictor = Evictor(config, shape, pool, Ranks(), Stages(2))
+    evicted: list[tuple[bool, int]] = []
+    evict = evictor._evict
+
+    def record(seen: Any, due: Any) -> Any:
+        evicted.append((due.eviction.is_first, due.eviction.num_answer))
+        return evict(seen, due)
+
+    monkeypatch.setattr(evictor, "_evict", record)
+    warm_up(evictor)
+    first = (True, min(config.defer, 15))
+    assert evicted == ([first] if config.decode is None else [first, (False, 15)]) * 2
+    assert not pool.raw.any()
+    assert not evictor.regions.num_live
+    assert not evictor.regions.num_retained.any()
+    assert not any((evictor.observations, evictor.ended, evictor.kept))

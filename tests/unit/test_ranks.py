@@ -36,7 +36,7 @@ PROMPTS = {
     "first": PromptMap(150, (VisionSpan(9, 48, (6, 8)), VisionSpan(60, 35, (5, 7)))),
     "second": PromptMap(115, (VisionSpan(20, 64, (8, 8)),)),
 }
-SHARED = [name for name in POLICY_NAMES if name != "adakv"]
+SHARED = [name for name in POLICY_NAMES if name not in ("adakv", "rkv")]
 """Methods that exist at granularity `layer`."""
 
 

@@ -16,13 +16,19 @@ N, L, H = 4, 3, 2
 
 
 def make_trace(
-    rng: np.random.Generator, num_tokens: int, granularity: str = "head", name: str = "r"
+    rng: np.random.Generator,
+    num_tokens: int,
+    granularity: str = "head",
+    name: str = "r",
+    num_answer: int = 0,
+    num_replaced: int | None = None,
 ) -> tuple[Trace, dict[tuple[int, int], set[int]]]:
     """Return a trace of random pages, and the tokens that each (layer, head) keeps."""
-    num_full = num_tokens // N
+    num_full = num_tokens // N if num_replaced is None else num_replaced
+    blocks_before = math.ceil((num_tokens + num_answer) / N)
     num_retained = int(rng.integers(1, num_full + 1))
     per_set = 1 if granularity == "layer" else H
-    # Pages of each token set, at most the full blocks of the prompt.
+    # Pages of each token set, at most the blocks that they replace.
     units = np.zeros((L, per_set), dtype=np.int64)
     for _ in range(num_retained * L * per_set):
         open_ = np.argwhere(units < num_full)
@@ -42,7 +48,21 @@ def make_trace(
     scores = rng.normal(size=(L, per_set, num_full * N)).astype(np.float32)
     vision = (VisionSpan(1, 4, (2, 2)), VisionSpan(7, 2, None))
     prompt = PromptMap(num_tokens, vision)
-    trace = Trace(name, "tgv", "10 %", granularity, 1.5, prompt, N, counts, positions, scores)
+    trace = Trace(
+        id=name,
+        policy="tgv",
+        budget="10 %",
+        granularity=granularity,
+        time=1.5,
+        prompt=prompt,
+        num_answer=num_answer,
+        num_replaced=num_full,
+        blocks_before=blocks_before,
+        block_size=N,
+        counts=counts,
+        positions=positions,
+        scores=scores,
+    )
     return trace, kept
 
 
@@ -75,6 +95,87 @@ def test_a_trace_says_what_each_head_keeps(granularity: str, num_tokens: int) ->
             for head in of_set["heads"]:
                 assert of_set["positions"] == sorted(kept[layer, head]) + tail
             assert of_set["scores"] == pytest.approx(trace.scores[layer, index], rel=1e-4)
+
+
+@pytest.mark.parametrize("granularity", ["layer", "head"])
+def test_a_trace_has_all_cuts_of_its_request(granularity: str) -> None:
+    """The last cut also evicts from the answer: 21 tokens of the prompt, 7 of the answer."""
+    rng = np.random.default_rng()
+    plans = [(3, 5), (9, 5), (12, 7)]
+    cuts = [make_trace(rng, 21, granularity, "r", *plan) for plan in plans]
+    traces = Traces(10, 1 << 30)
+    for trace, _ in cuts:
+        traces.add(trace)
+    (found,) = traces.newest_first()
+    sizes = [cut.summary()["cuts"][0] for cut, _ in cuts]
+    assert [size["answer_tokens"] for size in sizes] == [3, 9, 12]
+    for (num_answer, num_replaced), size, (cut, _) in zip(plans, sizes, cuts, strict=True):
+        num_retained = int(cut.counts.sum()) // (L * H)
+        assert size["kept_tokens"] == num_retained * N + max(21 - num_replaced * N, 0)
+        num_tail = 21 + num_answer - num_replaced * N
+        assert size["blocks_after"] == num_retained + math.ceil(num_tail / N)
+    summary = found.summary()
+    assert summary["cuts"] == sizes
+    assert summary["blocks_before"] == sizes[0]["blocks_before"] == 6
+    for name in ("kept_tokens", "blocks_after"):
+        assert summary[name] == sizes[-1][name]
+
+    for index, ((_, num_replaced), size, (_, kept)) in enumerate(
+        zip(plans, sizes, cuts, strict=True)
+    ):
+        detail = json.loads(json.dumps(found.detail(index)))
+        assert detail["cut"] == index
+        assert detail["pages"] == [[len(kept[la, h]) // N for h in range(H)] for la in range(L)]
+        tail = list(range(num_replaced * N, 21))
+        assert detail["kept_by"] == [
+            L * H if token in tail else sum(token in of_pair for of_pair in kept.values())
+            for token in range(max(21, num_replaced * N))
+        ]
+        assert sum(detail["kept_by"]) == size["kept_tokens"] * L * H
+        layer = found.layer(1, index)
+        assert layer is not None
+        for of_set in layer["token_sets"]:
+            assert len(of_set["scores"]) == num_replaced * N
+            for head in of_set["heads"]:
+                assert of_set["positions"] == sorted(kept[1, head]) + tail
+    assert found.detail() == found.detail(2)
+    assert found.layer(0) == found.layer(0, 2)
+    assert found.detail(3) is found.detail(-1) is found.layer(0, 3) is None
+
+
+def test_a_preemption_undoes_cuts() -> None:
+    rng = np.random.default_rng()
+    traces = Traces(10, 1 << 30)
+
+    def cuts_after(num_answer: int) -> list[int]:
+        traces.add(make_trace(rng, 21, num_answer=num_answer)[0])
+        (found,) = traces.newest_first()
+        assert [cut.num_answer for cut in found.cuts] == [
+            cut["answer_tokens"] for cut in found.summary()["cuts"]
+        ]
+        assert all(not cut.earlier for cut in found.earlier)
+        return [cut.num_answer for cut in found.cuts]
+
+    assert [cuts_after(n) for n in (2, 5, 9)] == [[2], [2, 5], [2, 5, 9]]
+    assert [cuts_after(n) for n in (2, 5)] == [[2], [2, 5]]
+
+
+def test_the_oldest_requests_are_dropped_before_cuts_of_the_newest() -> None:
+    rng = np.random.default_rng()
+    other = make_trace(rng, 16, name="other")[0]
+    cuts = [make_trace(rng, 16, name="long", num_answer=n)[0] for n in range(4)]
+    room = sum(cut.nbytes for cut in cuts[1:])
+    traces = Traces(max_traces=10, max_bytes=room)
+    for trace in (other, *cuts[:3]):
+        traces.add(trace)
+    assert traces.newest_first()[0].id == "long"
+    traces.add(cuts[3])
+    (found,) = traces.newest_first()
+    assert found.id == "long"
+    assert found.nbytes <= room
+    kept = [cut.num_answer for cut in found.cuts]
+    assert kept == list(range(4))[-len(kept) :]
+    assert len(kept) == 3
 
 
 def test_there_is_no_layer_outside_the_model() -> None:

@@ -5,6 +5,7 @@
 from vllm_tgvkv.policies import retention, uniform  # noqa: F401, I001
 from vllm_tgvkv.policies import tgv, vlcache, aircache  # noqa: F401
 from vllm_tgvkv.policies import snapkv, pyramidkv, adakv  # noqa: F401
+from vllm_tgvkv.policies import rkv  # noqa: F401
 from vllm_tgvkv.policies import h2o, prefixkv, elastic, streaming, random  # noqa: F401
 from vllm_tgvkv.policies import ablations  # noqa: F401
 from vllm_tgvkv.policies.base import (

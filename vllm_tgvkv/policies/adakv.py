@@ -35,12 +35,13 @@ class AdaAllocation(Allocation):
     def shares(self, layers: AllLayers) -> Tensor:
         # Layers do not compete, so any division into slices gives the same shares.
         slices = key_slices(layers.scores)
-        return torch.cat([self._of_heads(layers, layers.scores[part]) for part in slices])
+        return torch.cat([self._of_heads(layers, part) for part in slices])
 
-    def _of_heads(self, layers: AllLayers, scores: Tensor) -> Tensor:
-        """Return the shares of some of the layers, whose scores are ``[l, H, C]``."""
+    def _of_heads(self, layers: AllLayers, part: slice) -> Tensor:
+        """Return the shares of some of the layers."""
+        scores, tiers = layers.scores[part], layers.tiers
         num_heads = scores.shape[1]
-        keys = ranking_keys(scores, layers.tiers)
+        keys = ranking_keys(scores, tiers if tiers.dim() == 1 else tiers[part])
         guaranteed = layers.num_kept.div(SAFEGUARD, rounding_mode="floor")
         safe = keys >= thresholds(keys, guaranteed.expand(keys.shape[:2])).unsqueeze(-1)
         keys = keys + safe * _SAFE

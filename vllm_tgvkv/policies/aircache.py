@@ -60,6 +60,7 @@ class StrengthAndSkewnessAllocation(Allocation):
     """
 
     needs_vision = True
+    adds_scores = True
 
     def strength(self, view: LayerView, scores: Tensor) -> Tensor:
         is_vision = view.prompt.is_vision

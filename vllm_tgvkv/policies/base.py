@@ -127,6 +127,10 @@ class Score(ABC):
     """Reductions with which the score is defined; with ``max`` it reads :attr:`LayerView.votes`."""
     statistics: ClassVar[frozenset[Statistic]] = frozenset()
     """Statistics the score reads in addition to column sums."""
+    granularities: ClassVar[tuple[Granularity, ...]] = ("layer", "head")
+    """Granularities at which the score is defined."""
+    is_signed: ClassVar[bool] = False
+    """Whether scores may be negative, so that their sums mean nothing."""
 
     @abstractmethod
     def __call__(self, view: LayerView) -> Tensor:
@@ -155,6 +159,8 @@ class Allocation:
     """Statistics the allocation reads in addition to column sums."""
     granularities: ClassVar[tuple[Granularity, ...]] = ("layer", "head")
     """Granularities at which the allocation is defined."""
+    adds_scores: ClassVar[bool] = False
+    """Whether the shares come from sums of scores."""
     needs_vision: ClassVar[bool] = False
     """Whether the shares are undefined for a prompt without an image or video."""
     bytes_per_score: ClassVar[int] = 0

@@ -33,6 +33,7 @@ class PrefixAllocation(Allocation):
     length b.
     """
 
+    adds_scores = True
     bytes_per_score = 9  # float64, and whether it is below the fraction
 
     def shares(self, layers: AllLayers) -> Tensor:

@@ -122,10 +122,22 @@ def build_policy(mix: Mix | str, name: str | None = None) -> Policy:
     )
     if policy.granularity not in ("layer", "head"):
         raise ValueError(f"unknown granularity {policy.granularity!r}: choose one of layer, head")
-    if policy.granularity not in policy.allocation.granularities:
+    allocation = mix.allocation or recipe.allocation
+    parts: tuple[tuple[str, Score | Allocation], ...] = (
+        (f"allocation {allocation!r}", policy.allocation),
+        (f"score {score!r}", policy.score),
+    )
+    for part, chosen in parts:
+        if policy.granularity not in chosen.granularities:
+            raise ValueError(
+                f"{part} has no meaning at granularity {policy.granularity!r}: "
+                f"choose {' or '.join(chosen.granularities)}"
+            )
+    if policy.score.is_signed and policy.allocation.adds_scores:
+        fitting = [name for name in ALLOCATIONS.names if not ALLOCATIONS[name]().adds_scores]
         raise ValueError(
-            f"allocation {mix.allocation or recipe.allocation!r} has no meaning at granularity "
-            f"{policy.granularity!r}: choose {' or '.join(policy.allocation.granularities)}"
+            f"allocation {allocation!r} has no meaning with the score {score!r}, whose values may "
+            f"be negative: choose one of {', '.join(fitting)}"
         )
     return policy
 

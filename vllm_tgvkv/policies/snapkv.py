@@ -27,11 +27,15 @@ class SnapScore(VoteScore):
 
 @RETENTIONS.register("window")
 class WindowFirst(Retention):
-    """The rows of the window before all other tokens."""
+    """The last tokens, by default the rows of the window, before all other tokens."""
+
+    def __init__(self, size: int = WINDOW) -> None:
+        self.size = size
+        """Number of these tokens."""
 
     def tiers(self, prompt: Prompt, num_kept: Tensor) -> Tensor:
         positions = torch.arange(prompt.num_tokens, device=prompt.is_vision.device)
-        return sinks_above(prompt, positions >= prompt.num_tokens - WINDOW)
+        return sinks_above(prompt, positions >= prompt.num_tokens - self.size)
 
 
 POLICIES.add("snapkv", Recipe("snapkv", "uniform", "window", granularity="head", pooling=POOLING))

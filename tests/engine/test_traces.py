@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Traces of requests that are cut several times, against the debug option `record_kept`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.questions import question
+from tests.engine.running import engine, name_of
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"decode": {"schedule": [[4, 0.6], [20, 0.4], [50, 0.2]]}},
+        {"budget": 0.3, "defer": 3, "decode": {"max_tokens": 96, "buffer": 32}},
+    ],
+    ids=["schedule", "ceiling"],
+)
+@pytest.mark.parametrize("method", ["tgv", "adakv"])
+def test_a_trace_has_every_cut(
+    tiny_model: Callable[..., Path], method: str, settings: dict[str, Any]
+) -> None:
+    config = {"policy": method, "debug": {"record_kept": True}, **settings}
+    xargs = {"kv_eviction_trace": 1, "kv_eviction_report": 1}
+    asks = [question(seed, 60, 130 + seed, max_tokens=200, xargs=xargs) for seed in range(2)]
+    with engine(tiny_model("llava", image_size=112), config) as running:
+
+        def found(*args: Any) -> Any:
+            (answer,) = running.llm.collective_rpc("kv_eviction_trace", args=args)
+            return answer
+
+        before = running.counters
+        outputs = running.run(asks)
+        assert running.counters["requests_evicted"] - before["requests_evicted"] == 2
+        shape = running.evictor.shape
+        for output in outputs:
+            name, num_prompt = output.request_id, len(output.prompt_token_ids)
+            kept = [cut for cut in running.evictor.kept if name_of(cut.request_id) == name]
+            cuts = output.kv_transfer_params["kv_eviction"]["cuts"]
+            assert len(kept) == len(cuts) >= 3
+            gone: list[np.ndarray] = []
+            for index, recorded in enumerate(kept):
+                trace = found(name, None, index)
+                assert trace["cuts"] == cuts
+                counts = recorded.counts.numpy(force=True)
+                assert trace["pages"] == counts.tolist()
+                positions = recorded.positions.numpy(force=True)[: counts.sum()]
+                num_full = num_prompt // shape.block_size
+                if "max_tokens" in settings["decode"] and index:
+                    num_answer = cuts[index]["answer_tokens"]
+                    num_full = (num_prompt + num_answer) // shape.block_size
+                num_judged = num_full * shape.block_size
+                kept_by = np.bincount(positions.ravel(), minlength=max(num_judged, num_prompt))
+                kept_by[num_judged:] = shape.num_pairs
+                assert trace["kept_by"] == kept_by.tolist()
+                mean = sum(trace["kept_by"]) / shape.num_pairs
+                assert cuts[index]["kept_tokens"] == mean
+                first = found(name, 0, index)["token_sets"][0]
+                scores = np.array(first["scores"], dtype=float)
+                assert len(scores) == num_judged
+                if gone:  # what the last cut evicted has no score
+                    assert np.isnan(scores[gone[-1]]).all()
+                    assert np.isfinite(scores).any()
+                gone.append(np.setdiff1d(np.arange(num_judged), first["positions"]))
+            assert found(name) == trace
+            assert found(name, None, len(cuts)) is None

@@ -214,7 +214,7 @@ def _of_keys(sizes: Sizes) -> int:
     """Return what the keys of some heads take, their similarities and logits of the window."""
     shape, tokens = sizes.shape, sizes.max_tokens
     of_head = KEY_BYTES * shape.head_size * tokens
-    num_heads = min(max(1, sizes.workspace_bytes // of_head), shape.num_heads)
+    num_heads = min(max(1, sizes.workspace_bytes // of_head), shape.num_pairs)
     row_bytes = REDUNDANCY_BYTES * num_heads * tokens
     rows = max(1, REDUNDANCY_WORKSPACES * sizes.workspace_bytes // row_bytes)
     similarities = min(rows, tokens) * row_bytes

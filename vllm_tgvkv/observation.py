@@ -211,12 +211,12 @@ class PromptObservation:
         )
         policy = self._policy_of(eviction.method)
         blocks = self._part.to_device(eviction.old_blocks)
-        keys = None
-        if eviction.is_first:
-            tables, lengths = self._tables(blocks), self._lengths(observed.num_tokens)
-        else:
-            part = self._part
-            keys = RaggedKeys.of_row(blocks, observed.num_tokens, part.regions, part.shape)
+        part, keys = self._part, None
+        tables, lengths = self._tables(blocks), self._lengths(observed.num_tokens)
+        if not eviction.is_first:
+            find = partial(RaggedKeys.of_row, blocks, observed.num_tokens, part.regions, part.shape)
+            keys = self.attempt(find)  # it takes memory, which may be short
+        if keys is not None:
             tables, lengths = keys.tables, keys.lengths
         computed = eviction.voters.rows[eviction.first_row :]
         voting = {}

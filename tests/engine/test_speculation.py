@@ -70,6 +70,12 @@ ASKS = [
     question(8, _BORDER + 1, "head", 0.5, arrival=12),
     question(9, 120, "layer", 0.3, arrival=14, max_tokens=6),
 ]
+WAITS = {"layer": 1, "head": 7, "h2o": 12, "streaming": 5, "snapkv": 30}
+WAITING = [
+    question(20 + i, 100 + 37 * i, method, 0.4, arrival=2 * i) for i, method in enumerate(WAITS)
+]
+for ask, defer in zip(WAITING, WAITS.values(), strict=True):
+    ask.xargs["kv_eviction_defer"] = defer
 NUM_EVICTED = sum(ask.xargs.get("kv_eviction", "none") != "none" for ask in ASKS)
 # vLLM drafts for none of these.
 WITHOUT_DRAFTS = ("top k, top p, min p", "logit bias", "several")
@@ -122,12 +128,19 @@ def folder(tiny_model: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> list[Answer]:
+def undrafted(folder: Path) -> dict[str, list[Answer]]:
     """Without drafts, chunks, hits and preemptions."""
     with engine(folder, SETTINGS) as running:
         found = answers(running, ASKS)
         assert running.counters["requests_evicted"] == NUM_EVICTED
-    return found
+        waited = answers(running, WAITING)
+        assert running.counters["requests_evicted"] == NUM_EVICTED + len(WAITING)
+    return {"at once": found, "waiting": waited}
+
+
+@pytest.fixture(scope="module")
+def alone(undrafted: dict[str, list[Answer]]) -> list[Answer]:
+    return undrafted["at once"]
 
 
 @pytest.fixture(scope="module")
@@ -228,6 +241,35 @@ def test_random_drafts_change_nothing(
     monkeypatch.setattr(drafting, "step", step_and_preempt)
     assert_same(drafting, alone)
     assert min(crossed.values()) > 5
+
+
+def test_drafts_of_a_waiting_request_change_nothing(
+    drafting: SteppedEngine, undrafted: dict[str, list[Answer]]
+) -> None:
+    """A draft that is rejected neither votes nor evicts."""
+    wanted = undrafted["waiting"]
+    _, accepted = draft_counts(drafting)
+    for _ in range(2):  # the second time with hits
+        for name, found, want in zip(WAITS, answers(drafting, WAITING), wanted, strict=True):
+            assert found.tokens == want.tokens, name
+            assert found.kept is not None
+            assert want.kept is not None
+            assert torch.equal(found.kept, want.kept), f"{name} keeps other tokens"
+    assert draft_counts(drafting)[1] > accepted
+    name = drafting.add(WAITING[1], n=2)
+    finished = {}
+    while drafting.engine.has_unfinished_requests():
+        finished.update({o.request_id: o for o in drafting.step() if o.finished})
+    for output in finished[name].outputs:
+        assert list(output.token_ids) == wanted[1].tokens
+    name = drafting.add(WAITING[4])
+    while not (found := drafting.requests([name])) or found[0].num_output_tokens < 8:
+        drafting.step()
+    drafting.engine.abort_request([name])
+    drafting.step()
+    drafting.assert_empty()
+    rows = drafting.scheduler.query_rows
+    assert rows.num_free == drafting.scheduler.eviction_config.num_query_rows
 
 
 def test_with_everything_kept_every_way_to_sample_gives_what_stock_gives(

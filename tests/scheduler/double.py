@@ -243,6 +243,9 @@ class WorkerDouble:
         self.failed: set[str] = set()
         """Requests whose eviction failed."""
         self.num_evictions = 0
+        self.most_cut_tokens = setup.max_model_len + setup.chunk
+        self.num_cut_together = 0
+        """Most requests that were evicted in one step."""
         self._shrunk: list[Eviction] = []
         self._num_new: Mapping[str, int] = {}
         self._random = random.Random(seed)
@@ -266,6 +269,9 @@ class WorkerDouble:
             self._run(name, num_new)
         self._observe(plan.observations, plan.summings)
         evicted = {e.request_id for e in plan.evictions}
+        self.num_cut_together = max(self.num_cut_together, len(evicted))
+        cut_tokens = sum(e.observed.num_tokens for e in plan.evictions)
+        assert cut_tokens <= self.most_cut_tokens, "scores need more memory than is set aside"
         for name in output.num_scheduled_tokens:
             due = self.rows[name].num_computed in self.planned.get(name, ())
             assert due == (name in evicted), f"{name} is evicted at another token than planned"

@@ -304,6 +304,22 @@ def test_what_a_preemption_undid_takes_no_blocks_from_a_second_eviction() -> Non
     assert double.scheduler.eviction_counters.requests_evicted == 1
 
 
+def test_evictions_of_many_tokens_are_spread_over_steps() -> None:
+    """Twelve requests wait for the same token of their answers: 3 x 100 tokens fit a step."""
+    options = settings("streaming", 0.5, defer=8)
+    setup = Setup(128, eviction=options, chunk=200, max_model_len=160, prefix_caching=True)
+    double = Double(setup)
+    jobs = [Job(f"r{number}", prompt(1, 92), 40, ((4, 40),)) for number in range(12)]
+    double.arrive(jobs[0])
+    for _ in range(3):
+        double.step()
+    for job in jobs[1:]:  # their prompts are in the prefix cache, and end in one step
+        double.arrive(job)
+    double.run([])
+    assert double.worker.num_evictions == 12
+    assert double.worker.num_cut_together == 3
+
+
 def test_a_replay_does_not_take_its_prompt_whole_from_the_cache() -> None:
     """A twin that is not evicted caches the prompt and answer of a preempted request.
 

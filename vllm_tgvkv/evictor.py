@@ -72,11 +72,7 @@ class Evictor:
         stages: Stages,
         query_dtype: torch.dtype | None = None,
     ) -> None:
-        """Make an evictor for one cache.
-
-        Args:
-            query_dtype: of the model's queries; by default, that of the cache.
-        """
+        """Make an evictor; `query_dtype` is that of the model, by default that of the cache."""
         self.config = config
         self.shape = shape
         self.pool = pool
@@ -107,8 +103,7 @@ class Evictor:
         self._current: list[PromptObservation] = []
         """Prompts observed in the current step."""
         self._stored: tuple[torch.Tensor, torch.Tensor] | None = None
-        """Tokens of the current batch whose queries are stored, and their rows of the query pool,
-        int64."""
+        """Tokens of the batch whose queries are stored, and their rows of the query pool, int64."""
         self._decode_queries: DecodeQueries | None = None
         self.ended: list[PendingOutcome | Failure] = []
         """Evictions of the current step, done or failed, until `take_outcomes`."""

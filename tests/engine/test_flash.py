@@ -47,7 +47,7 @@ ASKS = [
 CUTS = [
     {"policy": "tgv", "defer": 5},
     {"policy": "tgv", "decode": {"schedule": SCHEDULE, "rows": 16}},
-    {"policy": "tgv", "budget": 0.3, "decode": {"max_tokens": 96, "buffer": 32, "rows": 16}},
+    {"policy": "tgv", "budget": 0.3, "decode": {"max_tokens": 64, "buffer": 32, "rows": 16}},
 ]
 
 TABLE_BYTES_OF_A_LAYER = 8 * 2 * (1024 // 32) * 4
@@ -177,7 +177,7 @@ def test_cuts_of_answers_are_right_with_graphs(
         more["schedule"] = tuple((after, budget) for after, budget in SCHEDULE[1:])
     elif decode:
         cases = [Case(name, 3) for name in ("tgv", "adakv", "snapkv")]
-        more |= {"ceiling": 96, "buffer": 32}
+        more |= {"ceiling": 64, "buffer": 32}
     asks = [case.ask(index) for index, case in enumerate(cases)]
     if "schedule" in decode:
         asks = [replace(ask, xargs=step_xargs(c)) for c, ask in zip(cases, asks, strict=True)]

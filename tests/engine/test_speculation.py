@@ -256,12 +256,6 @@ def test_drafts_of_a_waiting_request_change_nothing(
             assert want.kept is not None
             assert torch.equal(found.kept, want.kept), f"{name} keeps other tokens"
     assert draft_counts(drafting)[1] > accepted
-    name = drafting.add(WAITING[1], n=2)
-    finished = {}
-    while drafting.engine.has_unfinished_requests():
-        finished.update({o.request_id: o for o in drafting.step() if o.finished})
-    for output in finished[name].outputs:
-        assert list(output.token_ids) == wanted[1].tokens
     name = drafting.add(WAITING[4])
     while not (found := drafting.requests([name])) or found[0].num_output_tokens < 8:
         drafting.step()

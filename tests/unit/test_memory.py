@@ -188,10 +188,10 @@ def test_an_eviction_takes_no_more_than_is_set_aside(
 
 CUT_AGAIN = {"schedule": [[0, 0.9], [40, 0.5]]}
 METHODS_THAT_CUT_AGAIN = [
-    # The other two need statistics that `RaggedAttention` lacks.
+    # `decode` refuses the other three.
     (name, granularity)
     for name, granularity in METHODS
-    if name not in ("vlcache", "aircache")
+    if name not in ("vlcache", "aircache", "elastic")
 ]
 
 
@@ -325,7 +325,7 @@ def test_the_pool_and_its_region_state_fit_what_is_left() -> None:
 def test_lines_are_for_the_method_that_takes_most() -> None:
     """A request may name any method, also one that only the settings know."""
     plain = memory_outside_pool(settings("tgv"), SIZES)
-    heavy = {"base": "h2o", "granularity": "head", "allocation": "prefixkv", "merge": True}
+    heavy = {"base": "rkv", "pooling": {"kind": "sequence", "kernel": 255, "reduce": "mean"}}
     mixed = memory_outside_pool(settings("tgv", methods={"heavy": heavy}), SIZES)
     assert plain.method in POLICY_NAMES
     assert mixed.method == "heavy"
@@ -424,7 +424,7 @@ def test_the_page_has_these_formulas() -> None:
     for method, granularity, decode in (
         ("h2o", "head", None),
         ("tgv", "layer", None),
-        ("elastic", "layer", CUT_AGAIN),
+        ("prefixkv", "layer", CUT_AGAIN),
     ):
         config = settings(method, granularity, decode=decode)
         sizes = replace(SIZES, step_tokens=8192, max_tokens=1 << 15, table_width=2048)
@@ -485,7 +485,7 @@ def test_a_warm_up_that_fails_ends_the_start(where: str, monkeypatch: pytest.Mon
 WAITING = {"base": "snapkv", "rows": "answer"}
 
 
-@pytest.mark.parametrize("policy", ["tgv", "h2o", "elastic", "streaming", "answer"])
+@pytest.mark.parametrize("policy", ["tgv", "h2o", "rkv", "streaming", "answer"])
 @pytest.mark.parametrize(
     "waiting",
     [

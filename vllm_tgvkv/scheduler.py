@@ -243,8 +243,9 @@ class EvictionScheduler(Scheduler):
         """Take query rows for the chunk `start` to `end` of a candidate, if it needs any.
 
         It needs none if all tokens that vote are in the chunk that evicts. Otherwise it takes them
-        with its first chunk, and for later cuts with the first token that votes, and holds them
-        until the cut.
+        with the first token that votes, and holds them until the cut. Two requests cannot wait for
+        each other for ever: one that waits for rows does not advance and so holds nobody back
+        (`admission.py`), and if blocks run out vLLM preempts the last request with its rows.
         """
         assert candidate.cut is not None
         rows = candidate.voters_of_cut.rows
@@ -252,7 +253,7 @@ class EvictionScheduler(Scheduler):
             return True
         if end == candidate.cut.at and start <= max(rows[0], candidate.num_cached):
             return True
-        if candidate.cut != candidate.cuts.first and end <= rows[0]:
+        if end <= rows[0]:
             return True
         if self._rows_are_short or not self.query_rows.take(request_id, len(rows)):
             self._rows_are_short = True

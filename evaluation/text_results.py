@@ -25,7 +25,7 @@ class ResultsError(ValueError):
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What the full cache answers of a task."""
+    """Answers of the full cache to a task."""
 
     task: str
     title: str

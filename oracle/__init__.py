@@ -1,20 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Independent references for tests and the evaluation. They share no code with the plugin.
 
-module                   reference                              compared with
-=======================  =====================================  ===================================
-:mod:`oracle.attention`  attention by its definition            the statistics kernels; input of
-                                                                the methods
-:mod:`oracle.kernels`    each kernel, in loops over exact       the PyTorch kernels, and the Triton
-                         numbers                                kernels on a GPU or interpreted
-:mod:`oracle.methods`    every method, from whole attention     the policies and their decisions
-                         matrices
-:mod:`oracle.emulation`  Hugging Face models that generate as   tokens and kept positions of real
-                         if keys were evicted                   engines
-:mod:`oracle.decoding`   rules of R-KV and TGV-KV that evict    the redundancy kernel
-                         while decoding
-=======================  =====================================  ===================================
-=======
 ========================  =====================================  ===================================
 module                    reference                              compared with
 ========================  =====================================  ===================================

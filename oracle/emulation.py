@@ -266,7 +266,7 @@ class Answer:
 
     @property
     def kept(self) -> list[torch.Tensor]:
-        """What is left after each cut, bool [L, H, n at that time]."""
+        """Keys that are left after each cut, bool [L, H, n at that time]."""
         return [cut.selection.kept for cut in self.cuts]
 
 

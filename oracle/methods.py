@@ -176,7 +176,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Earlier:
-    """What a cut while decoding finds after the cuts before it.
+    """State that earlier cuts leave for a cut while decoding.
 
     Attributes:
         kept: bool [L, H, P], the keys that each head still has; P counts the answer.
@@ -189,7 +189,7 @@ class Earlier:
 
 @dataclass(frozen=True)
 class States:
-    """What attention comes from, for scores that need more than attention.
+    """Queries and keys, for scores that need more than attention.
 
     Attributes:
         queries: [L, Q, P, D], rotated.

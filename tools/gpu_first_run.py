@@ -45,7 +45,7 @@ class Part:
     command: Sequence[str]
     seconds: float
     rehearsal: Sequence[str] = ()
-    """What runs without a GPU in place of the command."""
+    """Command that replaces it without a GPU."""
     environment: Mapping[str, str] = field(default_factory=dict)
     under: Sequence[str] = ()
     """A program that runs the command; without it the part is skipped."""
@@ -124,7 +124,7 @@ PARTS = (
 
 @dataclass
 class Result:
-    """What is known of a part that ran."""
+    """Result of a part that ran."""
 
     verdict: str
     """`passed`, `failed`, `time limit` or `skipped`; `rehearsed` if it passed without a GPU."""

@@ -152,8 +152,8 @@ class DecodeOptions:
         (),
         parser=_parse_schedule,
         accepts="`[[8, 0.3], [32, 0.1]]`",
-        help="Evict the prompt in steps: after so many tokens of the answer, to that fraction of "
-        "the prompt. Replaces `defer` and the budget.",
+        help="Evict the prompt in steps: pairs of a number of answer tokens and the fraction of "
+        "the prompt that is kept from then on. Replaces `defer` and the budget.",
     )
     max_tokens: int | None = setting(
         None,
@@ -224,7 +224,7 @@ class EvictionConfig:
     defer: int = setting(
         0,
         at_least=0,
-        help="Tokens of the answer to wait for: the prompt is evicted once the answer has so many, "
+        help="Number of answer tokens to wait for: the prompt is evicted once they are computed, "
         "and they vote with the method's own rows. Answers that are not longer are never evicted "
         "for.",
         in_status=True,

@@ -29,9 +29,13 @@ class Ceiling:
     """Most tokens that the full blocks of a decoding request hold, rounded to whole blocks."""
 
     max_tokens: int
-    """What a cut leaves."""
+    """Tokens that a cut leaves."""
     buffer: int
-    """What may come on top before the next cut; at least one block."""
+    """Tokens that may be added before the next cut; at least one block."""
+
+    def least_blocks(self, block_size: int) -> int:
+        """Return the blocks that a cut leaves."""
+        return max(self.max_tokens // block_size, 1)
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class Cuts:
         if self.ceiling is None:
             return next((later for later in self.scheduled if later.at > cut.at), None)
         size = self.block_size
-        least = max(self.ceiling.max_tokens // size, 1)
+        least = self.ceiling.least_blocks(size)
         most = max((self.ceiling.max_tokens + self.ceiling.buffer) // size, least + 1)
         # The first number of full blocks in the row with which more than `most` are held.
         num_full = cut.num_replaced - cut.num_retained + most + 1
@@ -99,7 +103,7 @@ def plan_cuts(
     cuts: list[Cut] = []
     for num_answer, num_retained in scheduled:
         if ceiling is not None:
-            num_retained = min(num_retained, max(ceiling.max_tokens // block_size, 1))
+            num_retained = min(num_retained, ceiling.least_blocks(block_size))
         at = num_prompt_tokens + num_answer
         if not cuts or (at > cuts[-1].at and num_retained < cuts[-1].num_retained):
             cuts.append(Cut(at, num_retained, num_full))

@@ -28,7 +28,7 @@ _DECODE_PROGRAMS = 2048
 """More than any GPU runs of the Triton decode kernel at once."""
 
 _PARTIAL_SUMS = 4 << 20
-"""What programs of the statistics add up apart from each other."""
+"""Partial sums of the programs of the statistics."""
 
 
 @dataclass(frozen=True)

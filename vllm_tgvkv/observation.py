@@ -364,7 +364,7 @@ class PromptObservation:
         if policy.allocation.rows not in ("none", policy.score.rows):
             view = self._view(due, policy.allocation.rows, first, queries, scales)
         self.strengths.extend(by_layer(policy.allocation.strength(view, scores)))
-        present = None if due.keys is None else due.keys.present(len(scores))[first]
+        present = None if due.keys is None else due.keys.present_in(first, len(scores))
         # Copy the candidates: a view would keep the tail's columns alive as well.
         pooled = policy.pooled(scores, prompt, present)[:, : prompt.num_candidates]
         self.scores.extend(by_layer(pooled.contiguous()))

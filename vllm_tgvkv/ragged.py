@@ -79,6 +79,10 @@ class RaggedKeys:
         present = self.columns < self.num_tokens
         return present.view(self.shape.num_layers, -1, self.num_tokens)[:, :num_sets]
 
+    def present_in(self, layer: int, num_sets: int) -> Tensor:
+        """Return whether each position still has a key in one layer, bool [S, n]."""
+        return self.columns[self.of_layer(layer, num_sets)] < self.num_tokens
+
     def of_layer(self, layer: int, num_sets: int) -> slice:
         """Return the pairs that stand for the token sets of a layer."""
         first = layer * self.shape.num_heads

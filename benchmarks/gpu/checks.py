@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a first run on a GPU has to find out besides the tests and `benchmarks.gpu`.
+"""Checks of a first run on a GPU that neither the tests nor `benchmarks.gpu` make.
 
 `python -m benchmarks.gpu.checks NAME RESULTS [--smoke]` runs one function of `CHECKS`, which
 appends its figures to RESULTS. It fails if the function raises, or if the plugin logs an error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the CUDA backend asks of host and device in a step, and that its kernel inputs are right.
+"""Launches and host work of a step of the CUDA backend, and the inputs of its kernels.
 
 Where nothing is computed, the device is `meta`: its tensors have no values to wait for.
 """

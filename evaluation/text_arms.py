@@ -208,7 +208,7 @@ _WAIT = Part(
                 *crossed(METHODS, (0.1, 0.05)),
                 *crossed(mixed(VOTING, "answer"), (0.1, 0.05), (4,)),
             ),
-            30,
+            50,
         ),
     ),
     (

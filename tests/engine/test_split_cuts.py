@@ -9,7 +9,7 @@ freed blocks are filled with NaN.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,9 @@ EVICTION: dict[str, dict[str, Any]] = {
     "schedule": {"budget": 0.6, "defer": 6, "schedule": SCHEDULE[1:]},
     "ceiling": {"budget": 0.7, "defer": 3, "ceiling": 96, "buffer": 32},
 }
-TOKENS = {"schedule": 90, "ceiling": 170}
+TOKENS = {"schedule": 90, "ceiling": 150}
+FEWER = ("tgv_by_layer", "rkv_by_head", "adakv_by_head", "h2o_by_layer")
+"""Methods of longer answers."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,6 @@ class Split:
     ranks: int
     stages: Sequence[int]
     cores: str = "0|1"
-    names: Sequence[str] = field(default_factory=lambda: tuple(NAMES))
 
     def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Join what each worker kept, bool [L', H', n], to [L, H, n]."""
@@ -66,7 +67,7 @@ class Split:
 SPLITS = {
     "ranks": Split(ParallelEngine, 2, (5,)),
     "stages": Split(PipelineEngine, 1, LAYERS),
-    "grid": Split(PipelineEngine, 2, LAYERS, "0|1|0|1", ("tgv_by_layer", "adakv_by_head")),
+    "grid": Split(PipelineEngine, 2, LAYERS, "0|1|0|1"),
 }
 
 
@@ -85,7 +86,8 @@ def test_every_cut_leaves_what_one_process_leaves(
 ) -> None:
     folder = tiny_model("llava", image_size=112, layers=sum(LAYERS))
     oracle, split = Oracle(folder), SPLITS[name]
-    asks = [ask(seed, method, kind) for seed, method in enumerate(split.names)]
+    names = {"schedule": tuple(NAMES), "ceiling": FEWER[:3] if name == "grid" else FEWER}[kind]
+    asks = [ask(seed, method, kind) for seed, method in enumerate(names)]
     settings = {
         "policy": "tgv",
         "observation_window": ROWS,
@@ -108,7 +110,7 @@ def test_every_cut_leaves_what_one_process_leaves(
         outputs = running.run(asks)
         for asked, output in zip(asks, outputs, strict=True):
             assert_cut(running, oracle, split, kind, asked, output)
-        assert len(split.names) < len(NAMES) or running.preempted
+        assert running.preempted or kind == "ceiling"
 
 
 def ask(seed: int, method: str, kind: str) -> Ask:

@@ -10,9 +10,10 @@ from transformers import PretrainedConfig
 from vllm.v1.request import Request
 
 from vllm_tgvkv.budget import Guard
-from vllm_tgvkv.config import NONE, EvictionConfig, RequestOptions
+from vllm_tgvkv.config import NONE, EvictionConfig
 from vllm_tgvkv.cuts import Cut, Cuts, plan_cuts
 from vllm_tgvkv.prompt import PromptMap, Voters, map_prompt, voters
+from vllm_tgvkv.request import RequestOptions
 
 
 @dataclass
@@ -108,10 +109,7 @@ def make_candidate(
         return "budget_covers_prompt"
     rows = voters(prompt, policy.row_sets, config.observation_window, options.defer)
     scheduled = [(options.defer, num_retained)]
-    decode = config.decode
-    if decode is not None:
-        scheduled += [(n, b.retained_blocks(num_tokens, block_size)) for n, b in decode.later]
-    ceiling = decode.ceiling if decode else None
-    cuts = plan_cuts(num_tokens, scheduled, ceiling, block_size, longest)
-    num_answer_rows = decode.rows if decode else 0
+    scheduled += [(n, b.retained_blocks(num_tokens, block_size)) for n, b in options.later]
+    cuts = plan_cuts(num_tokens, scheduled, options.ceiling, block_size, longest)
+    num_answer_rows = config.decode.rows if config.decode else 0
     return Candidate(options, prompt, rows, cuts, guard, cuts.first, num_answer_rows)

@@ -169,6 +169,11 @@ def parse_schedule(value: Any, source: str, hint: str = "") -> Schedule:
     return tuple(schedule)
 
 
+def written(schedule: Schedule) -> list[list[Any]]:
+    """Return a schedule as JSON has it."""
+    return [[num_tokens, budget.value] for num_tokens, budget in schedule]
+
+
 def _pairs(value: Any) -> Iterator[tuple[int, Any]]:
     """Yield the pairs of a schedule.
 

@@ -119,7 +119,7 @@ class DecodeOptions:
     schedule: Schedule = setting(
         (),
         parser=parse_schedule,
-        accepts="`[[8, 0.3], [32, 0.1]]`",
+        accepts='`[[8, 0.3], [32, 0.1]]` or `"8:0.3,32:0.1"`',
         help="Evict the prompt in steps: pairs of a number of answer tokens and the fraction of "
         "the prompt that is kept from then on. Replaces `defer` and the budget.",
     )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from vllm_tgvkv.budget import Budget, Schedule, parse_schedule
+from vllm_tgvkv.budget import Budget, Schedule, parse_schedule, written
 from vllm_tgvkv.config import NONE, Again, DecodeOptions, EvictionConfig
 from vllm_tgvkv.cuts import Ceiling
 from vllm_tgvkv.errors import EvictionConfigError, quoted
@@ -63,8 +63,7 @@ class RequestOptions:
             return {"max_tokens": self.ceiling.max_tokens, "buffer": self.ceiling.buffer}
         if not self.later:
             return None
-        steps = ((self.defer, self.budget), *self.later)
-        return {"schedule": [[num_tokens, budget.value] for num_tokens, budget in steps]}
+        return {"schedule": written(((self.defer, self.budget), *self.later))}
 
     def __str__(self) -> str:
         """Return how much is kept, in words."""
@@ -166,8 +165,9 @@ def _follows(step: tuple[int, Budget], defer: int, budget: Budget) -> bool:
 
     Whether a number of tokens is less than a fraction depends on the prompt, see `plan_cuts`.
     """
-    is_less = budget.fraction is None or budget.is_auto or step[1].fraction < budget.fraction
-    return step[0] > defer and is_less
+    num_tokens, later = step
+    may_be_less = budget.fraction is None or budget.is_auto
+    return num_tokens > defer and (may_be_less or (later.fraction or 0) < (budget.fraction or 0))
 
 
 def _parse_schedule(value: Any, source: str) -> Schedule | None:

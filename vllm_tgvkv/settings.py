@@ -106,7 +106,7 @@ class Setting:
     @property
     def default_text(self) -> str:
         """Default in Markdown."""
-        if self.default in (None, {}):
+        if self.default in (None, {}, ()):
             return self.unset
         if isinstance(self.default, bool | int):
             return f"`{json.dumps(self.default)}`"

@@ -104,7 +104,6 @@ def make_candidate(
     is_certain = ~prompt.is_vision()[: num_full * block_size]
     is_certain[: config.sinks] = True
     guard = options.budget.guard(num_tokens, int(is_certain.sum()), block_size)
-    rows = voters(prompt, policy.row_sets, config.observation_window, options.defer)
     scheduled = [(options.defer, num_retained)]
     scheduled += [(n, b.retained_blocks(num_tokens, block_size)) for n, b in options.later]
     cuts = plan_cuts(num_tokens, scheduled, options.ceiling, block_size, longest)
@@ -113,5 +112,6 @@ def make_candidate(
     serves = cuts.after(cuts.first) is not None or config.debug.evict_at_full_budget
     if covers_prompt and not serves:
         return "budget_covers_prompt"
+    rows = voters(prompt, policy.row_sets, config.observation_window, options.defer)
     num_answer_rows = config.decode.rows if config.decode else 0
     return Candidate(options, prompt, rows, cuts, guard, cuts.first, num_answer_rows)

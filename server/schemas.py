@@ -194,9 +194,8 @@ class Question(BaseModel):
     schedule: str | None = Field(
         None,
         max_length=1024,
-        examples=["8:0.3,32:0.1"],
-        description="Answer tokens and fractions of the prompt, in place of `budget` and `defer`; "
-        "`none` evicts once.",
+        description="Answer tokens and fractions of the prompt, such as `8:0.3,32:0.1`, in place "
+        "of `budget` and `defer`; `none` evicts once.",
     )
     ceiling: int | None = Field(
         None, description="Most tokens per KV head after each eviction: `kv_eviction_max_tokens`."

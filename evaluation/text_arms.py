@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from evaluation.text_tasks import TextTask
-from vllm_tgvkv.config import NONE, EvictionConfig, RequestOptions
+from vllm_tgvkv.config import NONE, EvictionConfig
 from vllm_tgvkv.errors import EvictionConfigError
+from vllm_tgvkv.request import RequestOptions
 
 METHODS = ("snapkv", "adakv", "pyramidkv", "streaming")
 """Methods without images. `tgv` and others deal by the attention to images, which texts lack."""

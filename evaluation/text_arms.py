@@ -56,12 +56,17 @@ MIXES: dict[str, dict[str, Any]] = {
 """The server's `methods`, of which a run uses those that its arms name."""
 
 
+SCHEDULE = "schedule"
+"""Name of the option with the steps of an eviction: tokens of the answer, and what is kept."""
+
+
 @dataclass(frozen=True)
 class TextArm:
     """A method or mix at a budget, with further options of its requests."""
 
     method: str
     budget: float
+    """Of a schedule, that of its last step."""
     options: tuple[tuple[str, Any], ...] = ()
     """Names after `kv_eviction_`, and their values."""
 
@@ -82,13 +87,18 @@ class TextArm:
         return f"{self.method}{self.suffix}"
 
     @property
+    def has_schedule(self) -> bool:
+        """Return whether the prompt is evicted in steps, which say when and how much."""
+        return SCHEDULE in dict(self.options)
+
+    @property
     def suffix(self) -> str:
         return "".join(f",{name}={value}" for name, value in self.options)
 
     @property
     def xargs(self) -> dict[str, Any]:
         """Return the `vllm_xargs` of its requests."""
-        budget = {} if self == FULL else {"kv_eviction_budget": self.budget}
+        budget = {} if self == FULL or self.has_schedule else {"kv_eviction_budget": self.budget}
         options = {f"kv_eviction_{name}": value for name, value in self.options}
         return {"kv_eviction": self.method, **budget, **options, "kv_eviction_report": 1}
 
@@ -118,6 +128,8 @@ class Part:
     cells: tuple[Cells, ...]
     pairs: tuple[Pair, ...] = ()
     """Compared on every task whose cells have both arms."""
+    by_memory: bool = False
+    """Whether arms are shown by the memory of a request over its life, not by their budget."""
 
     @property
     def work(self) -> Iterator[tuple[TextTask, int, tuple[TextArm, ...]]]:
@@ -143,6 +155,15 @@ def crossed(
         for method in methods
         for budget in budgets
         for wait in waits
+    )
+
+
+def scheduled(methods: Iterable[str], schedules: Iterable[str]) -> tuple[TextArm, ...]:
+    """Return every method with every schedule, such as `8:0.3,24:0.1`."""
+    return tuple(
+        TextArm(method, float(schedule.rpartition(":")[2]), ((SCHEDULE, schedule),))
+        for method in methods
+        for schedule in schedules
     )
 
 
@@ -315,7 +336,62 @@ _PASSAGES = Part(
     ),
 )
 
-PARTS = {"methods": _METHODS, "wait": _WAIT, "reach": _REACH, "passages": _PASSAGES}
+_AT_ONCE = ("snapkv", "snapkv_max", "snapkv_max_forward40")
+_LISTENING = ("snapkv_max", "snapkv_answer", "snapkv_max_forward40", "snapkv_answer_forward40")
+_STEPS = ("4:0.3,12:0.1", "4:0.5,12:0.2,24:0.05", "4:0.5,12:0.3,24:0.1", "8:0.3,24:0.1")
+_EARLY = "0:0.5,4:0.3,12:0.1"
+"""Its first step comes before the answer, so that rows of the answer alone cannot vote."""
+
+
+def _at_equal_memory(method: str) -> Iterator[Pair]:
+    """Yield a schedule, a wait and the prompt's end against each other at three levels of memory.
+
+    The mean over the steps of an answer of 40 tokens is about 21, 30 and 36 % of the full cache.
+    """
+    for schedule, wait, budget, at_once in (
+        (_EARLY, 4, 0.1, 0.2),
+        (_STEPS[1], 8, 0.1, 0.3),
+        (_STEPS[2], 8, 0.2, 0.35),
+    ):
+        (steps,), (waiting,), (early,) = (
+            scheduled([method], [schedule]),
+            crossed([method], [budget], [wait]),
+            crossed([method], [at_once]),
+        )
+        yield from ((steps, waiting), (steps, early), (waiting, early))
+
+
+_LIFE = Part(
+    "Equal memory over the request's life",
+    "A request that waits holds its whole prompt for a while, and one that is evicted in steps "
+    "holds some of it for longer. So arms are compared by the blocks that they hold on average "
+    "while decoding. The prompt is evicted at its end, once the answer has 4 or 8 tokens "
+    "(`defer`), or in steps (`schedule`): `8:0.3,24:0.1` keeps 30 % of it after 8 tokens of the "
+    "answer and 10 % after 24. The answers are passages of 30 to 45 tokens.",
+    (
+        Cells(
+            PASSAGES,
+            (
+                *crossed(_AT_ONCE, (0.35, 0.3, 0.2, 0.1)),
+                *crossed(_LISTENING, (0.1,), (4,)),
+                *crossed(_LISTENING, (0.2, 0.1, 0.05), (8,)),
+                *scheduled(_LISTENING, _STEPS),
+                *scheduled(("snapkv_max", "snapkv_max_forward40"), [_EARLY]),
+            ),
+            40,
+        ),
+    ),
+    tuple(_at_equal_memory("snapkv_max_forward40")),
+    by_memory=True,
+)
+
+PARTS = {
+    "methods": _METHODS,
+    "wait": _WAIT,
+    "reach": _REACH,
+    "passages": _PASSAGES,
+    "life": _LIFE,
+}
 """By the name on the command line, in the order of the report."""
 
 
@@ -327,7 +403,10 @@ def used_mixes(arms: Iterable[TextArm]) -> dict[str, Any]:
 
 def eviction_settings(arms: Iterable[TextArm]) -> dict[str, Any]:
     """Return the eviction configuration of an engine that answers for these arms."""
-    return {"policy": METHODS[0], "text_only": "evict", "methods": used_mixes(arms)}
+    arms = tuple(arms)
+    # Schedules need positions of kept tokens, which other engines do not store.
+    decode = {"decode": {"on_request": True}} if any(arm.has_schedule for arm in arms) else {}
+    return {"policy": METHODS[0], "text_only": "evict", "methods": used_mixes(arms), **decode}
 
 
 def check(arms: Iterable[TextArm], settings: Mapping[str, Any]) -> None:

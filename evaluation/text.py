@@ -131,6 +131,10 @@ def _key(task: TextTask, number: int, arm: TextArm) -> tuple[str, int, str]:
 # -- what a run takes -----------------------------------------------------------------------
 
 
+LONG_ANSWERS = {"passage": 0.35, "numbers": 0.35, "names": 0.35, "fact": 0.1, "words": 0.1}
+"""Seconds that an answer takes longer than a number, by kind of task."""
+
+
 def prompt_seconds(tokens: int) -> float:
     """Return about how long the engine takes for a prompt on two cores, as measured once."""
     return tokens * (1.3e-3 + 1.7e-7 * tokens)
@@ -138,7 +142,7 @@ def prompt_seconds(tokens: int) -> float:
 
 def answer_seconds(task: TextTask) -> float:
     """Return the same for a further answer to a prompt that the prefix cache holds."""
-    return 0.2 + 1e-5 * task.tokens + (0.35 if task.kind == "passage" else 0.0)
+    return 0.2 + 1e-5 * task.tokens + LONG_ANSWERS.get(task.kind, 0.0)
 
 
 def print_plan(parts: dict[str, Part], limit: int | None) -> None:

@@ -25,7 +25,7 @@ def draw_budgets(result: PartResult, path: Path) -> None:
     labels = list(dict.fromkeys(cell.label for cell in result.cells))
     bases = list(dict.fromkeys(_base(label) for label in labels))
     variants = list(dict.fromkeys(_variant(label) for label in labels))
-    tasks = result.tasks
+    tasks = [task for task in result.tasks if any(c.task == task.task for c in result.cells)]
     width = min(len(tasks), ONE_ROW)
     height = -(-len(tasks) // width)
     figure, axes = plt.subplots(
@@ -42,7 +42,7 @@ def draw_budgets(result: PartResult, path: Path) -> None:
             mine = [cell for cell in cells if cell.label == label]
             style = bases.index(_base(label)), variants.index(_variant(label))
             shift = 0.5 * (labels.index(label) / max(len(labels) - 1, 1) - 0.5)
-            _draw_line(place, mine, budgets, task.kind, label, style, shift, len(labels) <= 6)
+            _draw_line(place, mine, budgets, task.kind, label, style, shift, len(labels) <= 8)
         place.set_title(task.title.replace(", ", ",\n"))
         place.set_xticks(range(len(budgets)), [f"{100 * budget:.3g} %" for budget in budgets])
         place.set_xlim(-0.5, len(budgets) - 0.5)

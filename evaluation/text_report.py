@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from evaluation.text_arms import MIXES, PARTS, SCHEDULE
 from evaluation.text_plots import draw_budgets, draw_memory
 from evaluation.text_results import FILE, PartResult, TaskResult, TextCell, TextComparison
-from evaluation.text_tasks import PASSAGE_TOKENS
+from evaluation.text_tasks import PASSAGE_TOKENS, TRAINING
 from measure.document import Block, Details, Heading, Items, Plot, Table, Text, write_markdown
 from measure.smollm import INSTALL
-from measure.statistics import LEVEL, RESAMPLES, SEED, Estimate
+from measure.statistics import LEVEL, RESAMPLES, SEED, Estimate, wilson
 
 INTRODUCTION = f"""\
 # What methods keep of a text
@@ -33,6 +34,8 @@ in [{FILE}]({FILE}).
   in prose (the documentation of Python's language), in the words of RULER's needle tasks. A passage
   is a new sentence of {PASSAGE_TOKENS[0]} to {PASSAGE_TOKENS[1]} tokens that is to be repeated
   word for word. The prompt ends with the beginning of the answer, as in RULER. Decoding is greedy.
+  Questions from {TRAINING} on are for **training**: choices are made on them (`--split training`),
+  and the **test** questions before them are only reported on.
 - **Right** is an answer that is right to the last character. **Before the first mistake** is the
   share of the answer's tokens that come before it. An answer of which **nothing is missing** may go
   on after it, as 30239644 for 3023964: RULER counts it as right, and here it is not.
@@ -82,8 +85,12 @@ def _part(name: str, result: PartResult, folder: Path) -> list[Block]:
         Text("The full cache:"),
         _tasks_table(result.tasks),
     ]
+    if part.together:
+        blocks += [Heading("All tasks together", 3), _right_table(_together(result.cells))]
     for task in result.tasks:
         cells = [cell for cell in result.cells if cell.task == task.task]
+        if not cells:
+            continue
         blocks.append(Heading(f"{task.title[0].upper()}{task.title[1:]}", 3))
         if part.by_memory:
             blocks.append(_memory_table(cells))
@@ -129,6 +136,24 @@ def _right_table(cells: Sequence[TextCell]) -> Table:
 
 def _share_table(cells: Sequence[TextCell]) -> Table:
     return _table(cells, lambda c: f"{c.share}, {c.num_complete} of {c.questions}")
+
+
+def _together(cells: Sequence[TextCell]) -> list[TextCell]:
+    """Return a cell for each arm with its answers to all tasks."""
+    found = []
+    for label, budget in dict.fromkeys((cell.label, cell.budget) for cell in cells):
+        mine = [cell for cell in cells if (cell.label, cell.budget) == (label, budget)]
+        questions, num_right = (
+            sum(getattr(cell, name) for cell in mine) for name in ("questions", "num_right")
+        )
+        held = sum(cell.questions * cell.blocks_held for cell in mine) / max(questions, 1)
+        right = wilson(num_right, questions)
+        found.append(
+            replace(
+                mine[0], questions=questions, num_right=num_right, right=right, blocks_held=held
+            )
+        )
+    return found
 
 
 def _table(cells: Sequence[TextCell], words: Callable[[TextCell], str]) -> Table:

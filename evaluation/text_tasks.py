@@ -64,7 +64,7 @@ class TextTask:
             "numbers": f"{n} numbers of a name",
             "names": f"the numbers of {n} names",
             "chain": f"{n} variables of one value",
-            "words": f"the {n} most common words",
+            "words": "the most common word" if n == 1 else f"the {n} most common words",
         }.get(self.kind, f"a {self.kind}" if n == 1 else f"one of {n} {self.kind}s")
         where = {"needles": "among others, text"}.get(self.haystack, self.haystack)
         return f"{what}, {where} of {self.tokens} tokens"

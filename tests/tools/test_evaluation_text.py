@@ -571,6 +571,39 @@ def test_a_page_by_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert (tmp_path / "life.png").stat().st_size > 5000
 
 
+def test_a_page_of_several_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other, unsolved = replace(SHORT, tokens=1024), replace(SHORT, haystack="needles")
+    part = Part(
+        "Tasks",
+        "Some.",
+        (Cells((SHORT, other), (ONE,), 6), Cells((unsolved,), (), 2)),
+        (),
+        False,
+        True,
+    )
+    monkeypatch.setitem(PARTS, "tasks", part)
+    with AnswerLog(tmp_path / "log", "abc") as log:
+        filled(log, {arm: HITS[arm] for arm in (FULL, ONE)})
+        for number, (full, one) in enumerate(zip("110011", "10..11", strict=True)):
+            for arm, hits in ((FULL, full), (ONE, one)):
+                if hits != ".":
+                    key = (other.name, number, arm.identity)
+                    log.add(Answer(*key, "", 3 * hits, 500, 50.0, 32, 8))
+        for number in range(2):
+            log.add(Answer(unsolved.name, number, FULL.identity, "", "000", 500, 500.0, 32, 32))
+        results = {"tasks": text_results.part_result(part, log, FACTS)}
+    write_report(results, tmp_path)
+    page = (tmp_path / "README.md").read_text()
+    # 2 of 4 and 3 of 4, with 4 and 8 of 32 blocks.
+    assert "### All tasks together" in page
+    together = page.partition("### All tasks together")[2].partition("###")[0]
+    assert "| blocks held | 18.8 % |" in together
+    assert "| `snapkv` | 5 of 8: 62 % [31, 86] |" in together
+    assert f"| {unsolved.title} | test | 2 | 0 % [0, 66] |" in page
+    assert "### A number, among others" not in page
+    assert (tmp_path / "tasks.png").stat().st_size > 5000
+
+
 def test_results_without_recorded_memory_are_read(tmp_path: Path) -> None:
     with AnswerLog(tmp_path / "log", "abc") as log:
         filled(log, HITS)

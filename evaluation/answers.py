@@ -30,8 +30,8 @@ class Answer:
     kept_tokens: float
     blocks_before: int
     blocks_after: int
-    answer_tokens: int = 0
-    """Generated tokens, the end token included; 0 where they were not recorded."""
+    right_tokens: int = 0
+    """Tokens of the right answer, its end included; 0 where they were not recorded."""
     cuts: tuple[tuple[int, int, int], ...] = ()
     """Computed tokens of the answer at each eviction, and blocks held before it and after it."""
 

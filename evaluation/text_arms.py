@@ -92,6 +92,15 @@ class TextArm:
         return SCHEDULE in dict(self.options)
 
     @property
+    def steps(self) -> tuple[tuple[int, float], ...]:
+        """Return its evictions: tokens of the answer, and the share of the prompt that is kept."""
+        options = dict(self.options)
+        if SCHEDULE not in options:
+            return ((options.get("defer", 0), self.budget),)
+        pairs = (step.split(":") for step in options[SCHEDULE].split(","))
+        return tuple((int(after), float(budget)) for after, budget in pairs)
+
+    @property
     def suffix(self) -> str:
         return "".join(f",{name}={value}" for name, value in self.options)
 
@@ -421,26 +430,26 @@ _TASKS = Part(
     "numbers, all numbers of a name, the numbers of several names, the most common word of a list, "
     "and a fact of one of several documents. A list is right if the answer names all of it, in any "
     "order, and *before the first mistake* is the share that it names. The published methods stand "
-    "against mixes that pool forward, without a wait and with one of 8 tokens: a number and a word "
-    "end within it, so there the cells show only that the wait works. The last tasks of the table "
-    "are those of which the model answered too few questions for training with the full cache: a "
-    "number among others, longer texts, four numbers in one answer, variables that are assigned "
-    "from each other, and several common words. No arm is asked those.",
+    "against mixes that pool forward, without a wait and with one of 4 tokens; a word ends within "
+    "it, so there the cells show only that the wait works. The last tasks of the table are those "
+    "of which the model answered too few questions for training with the full cache: a number "
+    "among others, longer texts, four numbers in one answer, variables that are assigned from each "
+    "other, and several common words. No arm is asked those.",
     (
         Cells(
             _SOLVED,
             (
                 *crossed(METHODS, _BUDGETS),
                 *crossed(_FORWARD, _BUDGETS),
-                *crossed(_FORWARD, _BUDGETS, (8,)),
-                *crossed(_LISTEN, _BUDGETS, (8,)),
+                *crossed(_FORWARD, _BUDGETS, (4,)),
+                *crossed(_LISTEN, _BUDGETS, (4,)),
             ),
             20,
         ),
         Cells(_UNSOLVED, (), 10),
     ),
     (
-        *paired(crossed(_LISTEN, _BUDGETS[1:2], (8,)), crossed(_SNAP, _BUDGETS[1:2])),
+        *paired(crossed(_LISTEN, _BUDGETS[1:2], (4,)), crossed(_SNAP, _BUDGETS[1:2])),
         *paired(crossed(_FORWARD, _BUDGETS[1:2]), crossed(_SNAP, _BUDGETS[1:2])),
     ),
     together=True,

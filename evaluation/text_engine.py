@@ -180,7 +180,7 @@ def _answer(
         kept_tokens=tokens if untouched else report["kept_tokens"],
         blocks_before=before,
         blocks_after=before if untouched else report["blocks_after"],
-        answer_tokens=len(completion.token_ids),
+        right_tokens=len(pieces) + 1,
         cuts=tuple(
             (cut["answer_tokens"], cut["blocks_before"], cut["blocks_after"])
             for cut in report["cuts"]

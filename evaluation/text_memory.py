@@ -12,8 +12,33 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from vllm_tgvkv.budget import Budget
+from vllm_tgvkv.cuts import plan_cuts
+
 Cut = tuple[int, int, int]
 """Computed tokens of the answer, blocks held before it and after it, from a request's report."""
+
+
+def planned_cuts(
+    prompt_tokens: int, steps: Sequence[tuple[int, float]], block_size: int
+) -> list[Cut]:
+    """Return the cuts of a request whose answer is longer than its schedule.
+
+    Args:
+        steps: tokens of the answer, and the share of the prompt that is kept from then on.
+    """
+    blocks = [
+        (after, Budget(fraction=share).retained_blocks(prompt_tokens, block_size))
+        for after, share in steps
+    ]
+    longest = prompt_tokens + max(after for after, _ in steps) + 2
+    cuts: list[Cut] = []
+    num_spared = 0
+    for cut in plan_cuts(prompt_tokens, blocks, None, block_size, longest).scheduled:
+        full = -(-cut.at // block_size)
+        before, num_spared = num_spared, cut.num_replaced - cut.num_retained
+        cuts.append((cut.at - prompt_tokens, full - before, full - num_spared))
+    return cuts
 
 
 def held_blocks(
@@ -25,7 +50,7 @@ def held_blocks(
     ones to which the kept tokens are copied.
 
     Args:
-        answer_tokens: A, tokens that were generated.
+        answer_tokens: A, its end included.
         cuts: evictions of the prompt, in order.
     """
     full = -(-(prompt_tokens + np.arange(answer_tokens)) // block_size)

@@ -53,13 +53,13 @@ in [{FILE}]({FILE}).
 
 MEMORY = """\
 **Held while decoding** is what a request holds in a step, in blocks, as a share of what it would
-hold with the full cache in the same step: the sum over the steps that compute a token of the
-answer, then the mean over the answers. Prompt and answer both count, and so do, in a step that
-evicts, the fresh blocks to which the kept tokens are copied. **With the prefill** counts the
-prefill as one more step, which holds the whole prompt. Steps are those that the request really
-made; an answer that goes wrong may end earlier, or up to 8 tokens later, than a right one. **After
-the last eviction** is what is left of the blocks held before the first one, as everywhere else on
-this page. The full cache holds 100 %."""
+hold with the full cache in the same step: the sum over the steps that compute a token of the right
+answer, then the mean over the questions. So it does not depend on what an arm answers; an answer
+that ended before the last eviction counts as if it had gone on. Prompt and answer both count, and
+so do, in a step that evicts, the fresh blocks to which the kept tokens are copied. **With the
+prefill** counts the prefill as one more step, which holds the whole prompt. **After the last
+eviction** is what is left of the blocks held before the first one, as everywhere else on this page.
+The full cache holds 100 %."""
 
 
 def write_report(results: Mapping[str, PartResult], folder: Path) -> None:
@@ -159,7 +159,7 @@ def _together(cells: Sequence[TextCell]) -> list[TextCell]:
 def _table(cells: Sequence[TextCell], words: Callable[[TextCell], str]) -> Table:
     budgets = _budgets(cells)
     held = [[c.blocks_held for c in cells if c.budget == budget] for budget in budgets]
-    rows = [["blocks held", *(f"{100 * sum(h) / len(h):.3g} %" for h in held)]]
+    rows = [["blocks held", *map(_range, held)]]
     for label in dict.fromkeys(cell.label for cell in cells):
         mine = {cell.budget: cell for cell in cells if cell.label == label}
         rows.append([f"`{label}`", *(words(mine[b]) if b in mine else "" for b in budgets)])
@@ -219,6 +219,16 @@ def _points(points: Estimate) -> str:
 
 def _probability(p: float) -> str:
     return f"{p:.2g}" if p >= 0.0001 else "< 0.0001"
+
+
+def _range(shares: Sequence[float]) -> str:
+    """Return the mean of shares, or their ends if they differ by more than rounding to blocks.
+
+    Answers that end while an arm waits are never evicted for, and hold all.
+    """
+    if max(shares) - min(shares) > 0.05:
+        return f"{100 * min(shares):.3g} to {100 * max(shares):.3g} %"
+    return f"{100 * sum(shares) / len(shares):.3g} %"
 
 
 def _percent(share: float | None) -> str:

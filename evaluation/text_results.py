@@ -13,7 +13,7 @@ import numpy as np
 
 from evaluation.answers import Answer, AnswerLog
 from evaluation.text_arms import FULL, Part, TextArm
-from evaluation.text_memory import mean_held
+from evaluation.text_memory import mean_held, planned_cuts
 from evaluation.text_tasks import TextQuestion, TextTask
 from measure.statistics import Estimate, bootstrap, holm, mcnemar, wilson
 
@@ -61,8 +61,8 @@ class TextCell:
     blocks_held: float
     """Share of the prompt's blocks held after the eviction, mean over the answers."""
     decoding_held: float | None = None
-    """Blocks held while decoding as a share of the full cache's: mean over the steps of a request,
-    then over the answers. None if it was not recorded; see `text_memory`."""
+    """Blocks held while a right answer is decoded, as a share of the full cache's; mean over the
+    answers. None if it was not recorded; see `text_memory`."""
     life_held: float | None = None
     """The same with the prefill as one more step."""
 
@@ -159,23 +159,25 @@ def _cell(
         right=wilson(num_right, len(answers)),
         share=bootstrap([prefix_share(answer) for answer in answers]),
         blocks_held=_mean([answer.blocks_held for answer in answers]),
-        decoding_held=_mean_held(answers, facts),
-        life_held=_mean_held(answers, facts, with_prefill=True),
+        decoding_held=_mean_held(arm, answers, facts),
+        life_held=_mean_held(arm, answers, facts, with_prefill=True),
     )
 
 
 def _mean_held(
-    answers: Sequence[Answer], facts: dict[str, Any], with_prefill: bool = False
+    arm: TextArm, answers: Sequence[Answer], facts: dict[str, Any], with_prefill: bool = False
 ) -> float | None:
-    if not answers or any(answer.answer_tokens == 0 for answer in answers):
+    if not answers or any(answer.right_tokens == 0 for answer in answers):
         return None
     size = facts["settings"]["block_size"]
-    return _mean(
-        [
-            mean_held(answer.prompt_tokens, answer.answer_tokens, answer.cuts, size, with_prefill)
-            for answer in answers
-        ]
-    )
+    shares = []
+    for answer in answers:
+        tokens = answer.prompt_tokens
+        planned = planned_cuts(tokens, arm.steps, size)
+        # A wrong answer may have ended before the last of them.
+        cuts = [*answer.cuts, *planned[len(answer.cuts) :]]
+        shares.append(mean_held(tokens, answer.right_tokens, cuts, size, with_prefill))
+    return _mean(shares)
 
 
 def _comparisons(part: Part, log: AnswerLog, limit: int | None, start: int) -> list[TextComparison]:

@@ -136,7 +136,7 @@ class TextQuestion:
 
 @dataclass(frozen=True)
 class _Writer:
-    """What the words of one question follow from."""
+    """Writer of one question."""
 
     task: TextTask
     rng: random.Random
@@ -167,6 +167,10 @@ class _Writer:
         self, needles: Sequence[str], tokens: int, joint: str = " ", in_order: bool = False
     ) -> str:
         """Return sentences of at most `tokens` tokens with needles at random places between them.
+
+        Args:
+            joint: stands between two sentences.
+            in_order: whether the needles come in the order in which they are given.
 
         Raises:
             ValueError: if the needles do not fit.
@@ -208,7 +212,7 @@ class _Writer:
 
 
 def _number(write: _Writer) -> TextExample:
-    """One number of one or several: RULER's `niah_single` and `niah_multikey`."""
+    """Ask for one number of one or several: RULER's `niah_single` and `niah_multikey`."""
     task = write.task
     keys = write.distinct(task.keys)
     values = write.numbers(len(keys))
@@ -222,7 +226,7 @@ def _number(write: _Writer) -> TextExample:
 
 
 def _numbers(write: _Writer) -> TextExample:
-    """All numbers of a name, or of several: RULER's `niah_multivalue` and `niah_multiquery`."""
+    """Ask for all numbers of one name or several: `niah_multivalue` and `niah_multiquery`."""
     task = write.task
     names = write.distinct(task.keys if task.kind == "names" else 1)
     keys = names * (task.keys // len(names))
@@ -251,7 +255,7 @@ def _listed(words: Sequence[str]) -> str:
 
 
 def _chain(write: _Writer) -> TextExample:
-    """Variables that are assigned one value, each from the one before: RULER's `vt`."""
+    """Ask for variables that get one value, each from the one before: RULER's `vt`."""
     task, rng = write.task, write.rng
     head = (
         "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
@@ -285,7 +289,7 @@ def _assignments(names: Sequence[str], value: str) -> list[str]:
 
 
 def _words(write: _Writer) -> TextExample:
-    """The words that are most common in a list, of which they are one half: RULER's `cwe`."""
+    """Ask for the most common words of a list, which are one half of it: RULER's `cwe`."""
     task, rng = write.task, write.rng
     words = [*ADJECTIVES, *NOUNS, *VERBS]
     rng.shuffle(words)
@@ -322,7 +326,7 @@ def _numbered(words: Sequence[str]) -> str:
 
 
 def _fact(write: _Writer) -> TextExample:
-    """One fact of several documents, which is to be copied: RULER's `qa`, with facts of our own."""
+    """Ask for a fact of one of several documents: RULER's `qa`, with facts of our own."""
     task, rng = write.task, write.rng
     nouns, adjectives = rng.sample(NOUNS, len(NOUNS)), rng.sample(ADJECTIVES, len(ADJECTIVES))
     names = rng.sample(NAMES, task.keys)
@@ -350,7 +354,7 @@ def _fact(write: _Writer) -> TextExample:
 
 
 def _passages(write: _Writer) -> TextExample:
-    """One of some new sentences, which is to be repeated."""
+    """Ask for one of some new sentences word for word."""
     task = write.task
     keys = write.distinct(task.keys)
     values = [_passage(write.rng, write.count) for _ in keys]

@@ -32,7 +32,7 @@ from evaluation.text_arms import (
     scheduled,
 )
 from evaluation.text_engine import TextSettings
-from evaluation.text_memory import held_blocks, mean_held
+from evaluation.text_memory import held_blocks, mean_held, planned_cuts
 from evaluation.text_report import write_report
 from evaluation.text_tasks import (
     PASSAGE_TOKENS,
@@ -437,6 +437,16 @@ def test_mean_memory() -> None:
     assert mean_held(32, 1, [], 16) == 1.0
 
 
+def test_cuts_that_a_short_answer_did_not_reach() -> None:
+    # 100 tokens are 6 full blocks and one of 4 tokens: 50 % are 2 blocks and the last, 30 % one.
+    assert planned_cuts(100, [(0, 0.5)], 16) == [(0, 7, 3)]
+    assert planned_cuts(100, [(4, 0.5), (30, 0.3)], 16) == [(4, 7, 3), (30, 5, 4)]
+    (arm,) = scheduled(["snapkv"], ["4:0.5,30:0.3"])
+    assert arm.steps == ((4, 0.5), (30, 0.3))
+    assert crossed(["snapkv"], [0.1], [0, 8])[1].steps == ((8, 0.1),)
+    assert TextArm("snapkv", 0.1).steps == ((0, 0.1),)
+
+
 # -- results --------------------------------------------------------------------------------
 
 SHORT = TextTask("number", "noise", 512)
@@ -546,7 +556,7 @@ def test_a_page_by_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         FULL: (),
         ONE: ((0, 10, 1),),
         waits: ((4, 11, 2),),
-        steps: ((4, 11, 4), (8, 4, 2)),
+        steps: ((4, 11, 4),),  # it ended before the second one, which leaves one block and the last
     }
     with AnswerLog(tmp_path / "log", "abc") as log:
         for arm, mine in cuts.items():
@@ -716,7 +726,9 @@ def test_the_plan_lists_every_cell(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_run_on_the_real_weights(tmp_path: Path) -> None:
     small, large = TextArm("snapkv", 0.1), TextArm("snapkv", 0.9)
     blind = TextArm("streaming", 0.1)
-    part = Part("Tiny", "A part.", (Cells((SHORT,), (small, large, blind), 3),), ((large, small),))
+    (waiting,) = crossed(["snapkv"], [0.1], [2])
+    arms = (small, large, blind, waiting)
+    part = Part("Tiny", "A part.", (Cells((SHORT,), arms, 3),), ((large, small),))
     settings = TextSettings(cache_gib=1, max_model_len=640)
     with AnswerLog(tmp_path, "abc") as log:
         run = text.Run({"methods": part}, None, log, settings)
@@ -731,6 +743,15 @@ def test_a_run_on_the_real_weights(tmp_path: Path) -> None:
     assert cells["snapkv", 0.9].num_right == 3
     assert cells["streaming", 0.1].num_right < 3
     assert cells["snapkv", 0.1].blocks_held < 0.15
+    # The reports say when the prompts were evicted, and how much was held from then on.
+    early, late = (log[SHORT.name, 0, arm.identity] for arm in (small, waiting))
+    assert [cut[0] for cut in early.cuts + late.cuts] == [0, 2]
+    assert early.cuts[0][1:] == (early.blocks_before, early.blocks_after)
+    assert early.right_tokens == len(early.hits)
+    for arm, answer in ((small, early), (waiting, late)):
+        assert list(answer.cuts) == planned_cuts(answer.prompt_tokens, arm.steps, 16)
+    held = cells["snapkv", 0.1].decoding_held, cells["snapkv,defer=2", 0.1].decoding_held
+    assert cells["snapkv", 0.1].blocks_held <= held[0] < 0.2 < held[1] < 0.5
     # Finished answers are not asked again: no engine starts.
     with AnswerLog(tmp_path, "abc") as log:
         again = text.Run({"methods": part}, None, log, settings)

@@ -24,6 +24,7 @@ from oracle.methods import HEAD, LAYER, METHODS, Image, Layout, Pool, Settings
 from tests.inputs import fresh_seed, paged
 from vllm_tgvkv.budget import Guard
 from vllm_tgvkv.decision import Decider, Decision
+from vllm_tgvkv.head_scores import HeadScores
 from vllm_tgvkv.kernels.apportion import apportion
 from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
 from vllm_tgvkv.kernels.merge import merge_evicted
@@ -31,6 +32,7 @@ from vllm_tgvkv.kernels.row_sums import RowSums
 from vllm_tgvkv.kernels.select import page_offsets
 from vllm_tgvkv.kernels.statistics import observe
 from vllm_tgvkv.policies import (
+    METHOD_NAMES,
     NO_ATTENTION,
     POLICY_NAMES,
     AllLayers,
@@ -64,7 +66,7 @@ SOME = ["several", "at the end", "long"]
 TEXT_ONLY = "text only"
 EVERY_LAYOUT = {**LAYOUTS, TEXT_ONLY: ([], 50)}
 
-HEAD_ONLY = ("adakv", "rkv")
+HEAD_ONLY = ("adakv", "rkv", "mixkv")
 """Methods and parts that are undefined at granularity layer."""
 OWN = [
     (name, granularity)
@@ -94,27 +96,33 @@ def prompt_of(layout: Layout, settings: Settings) -> Prompt:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Queries ``[P, H, G, D]`` and keys ``[P, H, D]`` of each layer, and A ``[L, H * G, P, P]``."""
+    """By layer: queries ``[P, H, G, D]``, keys and values ``[P, H, D]``, A ``[L, H * G, P, P]``."""
 
     queries: list[Tensor]
     keys: list[Tensor]
+    values: list[Tensor]
     attention: Tensor
 
     @property
     def states(self) -> methods.States:
         queries = torch.stack(self.queries).flatten(2, 3).transpose(1, 2)
-        return methods.States(queries, torch.stack(self.keys).transpose(1, 2), SCALE)
+        keys, values = (torch.stack(x).transpose(1, 2) for x in (self.keys, self.values))
+        return methods.States(queries, keys, SCALE, values)
 
 
 def draw(layout: Layout, is_good: Callable[[Inputs], bool] = lambda inputs: True) -> Inputs:
     """Return random inputs, redrawn until they are good."""
     for _ in range(50):
         queries = [torch.randn(layout.length, HEADS, GROUP, HEAD_SIZE) * 2 for _ in range(LAYERS)]
-        keys = [torch.randn(layout.length, HEADS, HEAD_SIZE) for _ in range(LAYERS)]
+        # Keys of a head have something in common, in some heads more than in others.
+        common = [torch.randn(HEADS, HEAD_SIZE) * random.random() * 2 for _ in range(LAYERS)]
+        shape = (layout.length, HEADS, HEAD_SIZE)
+        keys = [torch.randn(shape) + of_layer for of_layer in common]
+        values = [torch.randn(shape) for _ in range(LAYERS)]
         attention = torch.stack(
             [causal_attention(q, k, SCALE) for q, k in zip(queries, keys, strict=True)]
         )
-        inputs = Inputs(queries, keys, attention)
+        inputs = Inputs(queries, keys, values, attention)
         if is_good(inputs):
             return inputs
     raise AssertionError("no random inputs are good: the condition is wrong")
@@ -149,6 +157,10 @@ def look(policy: Policy, inputs: Inputs, layout: Layout, settings: Settings) -> 
     raw, scores, strengths, masses = [], [], [], []
     for layer, (queries, keys) in enumerate(zip(inputs.queries, inputs.keys, strict=True)):
         pages, ids = paged(keys, settings.block_size, transposed=True)
+        value_pages = torch.full_like(pages, float("nan"))
+        for j, of_token in enumerate(inputs.values[layer]):
+            block, slot = divmod(j, settings.block_size)
+            value_pages[ids[block], :, slot] = of_token
 
         def view(
             kind: RowSet,
@@ -156,6 +168,7 @@ def look(policy: Policy, inputs: Inputs, layout: Layout, settings: Settings) -> 
             queries: Tensor = queries,
             pages: Tensor = pages,
             ids: Tensor = ids,
+            value_pages: Tensor = value_pages,
         ) -> LayerView:
             attention = NO_ATTENTION
             if kind == "all":
@@ -179,6 +192,7 @@ def look(policy: Policy, inputs: Inputs, layout: Layout, settings: Settings) -> 
                     SCALE,
                     per_head,
                     policy.statistics(kind),
+                    value_pages=value_pages,
                 )
             return LayerView(layer, HEADS if per_head else 1, prompt, attention)
 
@@ -196,6 +210,17 @@ def look(policy: Policy, inputs: Inputs, layout: Layout, settings: Settings) -> 
     )
 
 
+# A head without a score, and heads that differ a lot.
+SCORES_OF_HEADS = torch.rand(LAYERS, HEADS * GROUP, dtype=torch.float64) ** 6
+SCORES_OF_HEADS[1, :GROUP] = 0
+HEAD_SCORES = HeadScores("file", "a model", HEADS, tuple(map(tuple, SCORES_OF_HEADS.tolist())))
+
+
+def build(mix: Mix | str) -> Policy:
+    """Build a policy of a server that has head scores."""
+    return build_policy(mix, head_scores=HEAD_SCORES)
+
+
 def policy_of(mix: methods.Mix) -> Policy:
     kernel = None if mix.pooling.has_direction else mix.pooling.kernel
     pooling = Pooling(
@@ -205,7 +230,7 @@ def policy_of(mix: methods.Mix) -> Policy:
         mix.pooling.forward,
         mix.pooling.back,
     )
-    return build_policy(
+    return build(
         Mix(
             score=mix.score,
             allocation=mix.allocation,
@@ -245,6 +270,7 @@ def budgets(layout: Layout, **fields: Any) -> list[Settings]:
     """Return settings with one retained block, all but one, and some in between."""
     full, tail = divmod(layout.prompt, BLOCK_SIZE)
     blocks = sorted({1, 2, full // 3, full // 2, full - 1} & set(range(1, full)))
+    fields["head_scores"] = SCORES_OF_HEADS
     return [Settings(k * BLOCK_SIZE + tail, BLOCK_SIZE, **fields) for k in blocks]
 
 
@@ -281,13 +307,14 @@ def _seed() -> None:
 
 
 def test_every_method_is_here() -> None:
-    assert set(POLICY_NAMES) == set(METHODS)
+    assert set(METHOD_NAMES) == set(METHODS)
+    assert set(METHOD_NAMES) - set(POLICY_NAMES) == {"sparsemm"}
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_parts_of_a_method(name: str) -> None:
     """A method's name stands for the parts, granularity and pooling of its definition."""
-    policy, mix = build_policy(name), METHODS[name]
+    policy, mix = build(name), METHODS[name]
     assert type(policy.score) is type(SCORES[mix.score]())
     assert type(policy.allocation) is type(ALLOCATIONS[mix.allocation]())
     wanted = RETENTIONS[mix.retain]()
@@ -308,7 +335,7 @@ def test_parts_of_a_method(name: str) -> None:
 @pytest.mark.parametrize(("name", "granularity"), OWN)
 def test_methods_keep_what_their_definitions_keep(name: str, granularity: str, layout: str) -> None:
     mix = replace(METHODS[name], granularity=granularity)
-    policy = build_policy(Mix(name, granularity=granularity))  # type: ignore[arg-type]
+    policy = build(Mix(name, granularity=granularity))  # type: ignore[arg-type]
     where = layout_of(layout)
     assert_keeps_the_same(mix, where, budgets(where, **some_settings()), policy)
 
@@ -316,7 +343,7 @@ def test_methods_keep_what_their_definitions_keep(name: str, granularity: str, l
 @pytest.mark.parametrize("name", [n for n, g in OWN if METHODS[n].granularity == g])
 def test_prompts_without_vision(name: str) -> None:
     mix, layout = METHODS[name], layout_of(TEXT_ONLY)
-    assert build_policy(name).allocation.needs_vision == (mix.allocation in NEEDS_VISION)
+    assert build(name).allocation.needs_vision == (mix.allocation in NEEDS_VISION)
     if mix.allocation not in NEEDS_VISION:
         assert_keeps_the_same(mix, layout, budgets(layout, **some_settings()))
 
@@ -327,7 +354,11 @@ def test_prompts_without_vision(name: str) -> None:
 @pytest.mark.parametrize("layout", [*SOME, TEXT_ONLY])
 @pytest.mark.parametrize(
     ("score", "granularity"),
-    [case for case in itertools.product(methods.SCORES, (LAYER, HEAD)) if case != ("rkv", LAYER)],
+    [
+        (score, granularity)
+        for score, granularity in itertools.product(methods.SCORES, (LAYER, HEAD))
+        if score not in HEAD_ONLY or granularity == HEAD
+    ],
 )
 def test_scores(score: str, granularity: str, layout: str) -> None:
     mix = methods.Mix(score, "uniform", "by_score", granularity)
@@ -399,7 +430,7 @@ def answered(layout: Layout, answer: int) -> Layout:
     [
         case
         for case in itertools.product(methods.ALLOCATIONS, (LAYER, HEAD))
-        if case != ("adakv", LAYER)
+        if case[0] not in HEAD_ONLY or case[1] == HEAD
     ],
 )
 def test_shares(allocation: str, granularity: str, layout: str) -> None:
@@ -410,7 +441,13 @@ def test_shares(allocation: str, granularity: str, layout: str) -> None:
     where = layout_of(layout)
     (settings,) = random.sample(budgets(where, **some_settings()), 1)
     policy = policy_of(mix)
-    case = methods.Case(where, settings.sinks, settings.observation_window, BLOCK_SIZE)
+    case = methods.Case(
+        where,
+        settings.sinks,
+        settings.observation_window,
+        BLOCK_SIZE,
+        head_scores=settings.head_scores,
+    )
     blocks = methods.retained_blocks(where.length, BLOCK_SIZE, settings.budget)  # type: ignore[arg-type]
     kinds = methods.tiers(retain, case, blocks * BLOCK_SIZE)
 
@@ -583,7 +620,8 @@ def test_random_keeps_its_own_scores_best(layout: str) -> None:
 def test_fewest_blocks_that_hold_the_share(name: str, granularity: str, layout: str) -> None:
     mix, where = replace(METHODS[name], granularity=granularity), layout_of(layout)
     auto = methods.Auto(random.choice([0.3, 0.8, 0.9, 0.97, 1.0]), 0.02, random.choice([0.5, 0.9]))
-    settings = Settings(auto, BLOCK_SIZE, **{**some_settings(), "floor": 1})
+    options = {**some_settings(), "floor": 1, "head_scores": SCORES_OF_HEADS}
+    settings = Settings(auto, BLOCK_SIZE, **options)
     inputs = draw(
         where,
         lambda inputs: (

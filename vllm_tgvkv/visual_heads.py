@@ -10,8 +10,8 @@ tokens of a page, averaged over pages.
 SparseMM lets the model transcribe a page, and counts output tokens that occur in one place of it
 only. Here the question says which place is meant, and only right answers count (**a choice**).
 
-The model runs in transformers, prompts one after the other, with the attention of the answer's
-tokens alone: 40 pages take about a minute on two cores for a small model, and a GPU (``--device
+The model runs in transformers, one prompt after the other, and shows the attention of the answer's
+tokens alone. A small model takes a minute or two on two cores for 40 pages; take a GPU (``--device
 cuda``) for a large one. vLLM is not used. Patches are found for models with one grid of patches for
 an image, such as LLaVA 1.5, or whose processor names it, such as Qwen's; others are refused.
 """
@@ -318,7 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the pages (default: 0)")
     parser.add_argument("--device", default="cpu", help="of torch (default: cpu)")
-    parser.add_argument("--dtype", default="auto", help="default: that of the model")
+    parser.add_argument("--dtype", help="default: float32 on CPU, else that of the model")
     options = parser.parse_args(arguments)
     if options.pages < 1:
         parser.error(f"--pages is {options.pages}: give at least 1")
@@ -327,7 +327,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not options.output.parent.is_dir():
         parser.error(f"--output is {options.output}: its folder does not exist; create it")
     try:
-        reader = Reader(options.model, options.device, options.dtype)
+        dtype = options.dtype or ("float32" if options.device == "cpu" else "auto")
+        reader = Reader(options.model, options.device, dtype)
         tally = calibrate(reader, options.pages, options.seed, options.question)
     except CalibrationError as error:
         sys.exit(f"visual_heads: {error}")

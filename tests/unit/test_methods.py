@@ -21,10 +21,9 @@ from oracle import kernels as reference
 from oracle import methods
 from oracle.attention import causal_attention
 from oracle.methods import HEAD, LAYER, METHODS, Image, Layout, Pool, Settings
-from tests.inputs import fresh_seed, paged
+from tests.inputs import fresh_seed, head_scores, paged
 from vllm_tgvkv.budget import Guard
 from vllm_tgvkv.decision import Decider, Decision
-from vllm_tgvkv.head_scores import HeadScores
 from vllm_tgvkv.kernels.apportion import apportion
 from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
 from vllm_tgvkv.kernels.merge import merge_evicted
@@ -36,6 +35,7 @@ from vllm_tgvkv.policies import (
     NO_ATTENTION,
     POLICY_NAMES,
     AllLayers,
+    Depth,
     LayerView,
     Mix,
     Policy,
@@ -210,10 +210,8 @@ def look(policy: Policy, inputs: Inputs, layout: Layout, settings: Settings) -> 
     )
 
 
-# A head without a score, and heads that differ a lot.
-SCORES_OF_HEADS = torch.rand(LAYERS, HEADS * GROUP, dtype=torch.float64) ** 6
-SCORES_OF_HEADS[1, :GROUP] = 0
-HEAD_SCORES = HeadScores("file", "a model", HEADS, tuple(map(tuple, SCORES_OF_HEADS.tolist())))
+HEAD_SCORES = head_scores(LAYERS, HEADS, GROUP)
+SCORES_OF_HEADS = torch.tensor(HEAD_SCORES.scores, dtype=torch.float64)
 
 
 def build(mix: Mix | str) -> Policy:
@@ -417,6 +415,61 @@ def test_scores_of_other_rows(score: str, rows: str | None, granularity: str) ->
             seen = look(policy_of(mix), inputs, where, settings)
             expected = wanted(inputs.attention)
             torch.testing.assert_close(seen.raw.double(), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_mixkv_of_an_answer() -> None:
+    """Where rows of the answer alone vote, the whole prompt is the past."""
+    mix = methods.Mix("mixkv", "uniform", "by_score", HEAD, rows="answer")
+    where = answered(layout_of(random.choice(SOME)), random.choice([1, 4]))
+    assert_keeps_the_same(mix, where, budgets(where, **some_settings()))
+
+
+@pytest.mark.parametrize("name", ["mixkv", "sparsemm"])
+@pytest.mark.parametrize("answer", [1, 9, 40])
+def test_windows_that_hold_tokens_of_the_answer(name: str, answer: int) -> None:
+    where = answered(layout_of("long"), answer)
+    assert_keeps_the_same(METHODS[name], where, budgets(where, **some_settings()))
+
+
+@pytest.mark.parametrize("equal", ["keys", "values"])
+def test_mixkv_of_heads_whose_keys_or_values_are_alike(equal: str) -> None:
+    """A head of copies has no diversity and nothing but it counts; equal norms count nothing."""
+    inputs, where = draw(layout_of("long")), layout_of("long")
+    copied = getattr(inputs, equal)
+    copied[0][:, 0] = copied[0][0, 0]
+    attention = [causal_attention(*of, SCALE) for of in zip(inputs.queries, inputs.keys)]  # noqa: B905
+    inputs = replace(inputs, attention=torch.stack(attention))
+    mix, settings = METHODS["mixkv"], Settings(8, BLOCK_SIZE)
+    seen = look(policy_of(mix), inputs, where, settings)
+    found = methods.observe(mix, inputs.attention, where, HEADS, settings, states=inputs.states)
+    wanted = torch.stack([torch.stack(layer) for layer in found.raw])
+    if equal == "keys":  # rounding decides which copy is most unlike the others
+        assert seen.raw.isfinite().all()
+        wanted[0, 0], seen.raw[0, 0] = 0, 0
+    torch.testing.assert_close(seen.raw.double(), wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("stages", [[1, 2], [2, 1]])
+@pytest.mark.parametrize("granularity", [LAYER, HEAD])
+def test_sparsemm_in_pipeline_stages(granularity: str, stages: list[int]) -> None:
+    """Each stage goes by the scores of its own layers."""
+    mix, where = replace(METHODS["sparsemm"], granularity=granularity), layout_of("long")
+    settings = Settings(24, BLOCK_SIZE, head_scores=SCORES_OF_HEADS, sinks=2)
+    inputs = draw(where, stable(mix, where, [settings]))
+    wanted = methods.select(mix, inputs.attention, where, HEADS, settings, stages=stages)
+    policy, first = policy_of(mix), 0
+    seen = look(policy, inputs, where, settings)
+    for size in stages:
+        part = slice(first, first + size)
+        of_stage = replace(
+            decider(policy, seen, where, settings),
+            scores=seen.scores[part],
+            strengths=seen.strengths[part],
+            depth=Depth(first, LAYERS),
+        )
+        decision = of_stage.decide(wanted.blocks)
+        assert torch.equal(decision.counts, wanted.pages[part])
+        first += size
 
 
 def answered(layout: Layout, answer: int) -> Layout:
@@ -721,6 +774,11 @@ def test_merge_targets_by_hand() -> None:
             Mix("rkv", allocation="prefixkv"),
             "allocation 'prefixkv' has no meaning with the score 'rkv', .*: choose one of uniform",
         ),
+        (Mix("mixkv", granularity="layer"), "score 'mixkv' has no meaning at granularity 'layer'"),
+        (Mix("mixkv", rows="text"), "rows 'text' .* 'mixkv': .* choose one of window, answer"),
+        (Mix("mixkv", reduce="max"), "reduce 'max' has no meaning with the score 'mixkv'"),
+        ("sparsemm", "'sparsemm' goes by a file of head scores: make one with .*visual_heads"),
+        (Mix(allocation="sparsemm"), "'sparsemm' goes by a file .* set head_scores to it in --kv"),
         (Mix(allocation="adakv"), "'adakv' has no meaning at granularity 'layer': choose head"),
         (
             Mix("tgv", reduce="max"),

@@ -24,6 +24,7 @@ from vllm_tgvkv.errors import EvictionConfigError, quoted
 from vllm_tgvkv.head_scores import HeadScores
 from vllm_tgvkv.policies import (
     METHOD_NAMES,
+    POLICY_NAMES,
     Granularity,
     Mix,
     Policy,
@@ -420,8 +421,9 @@ class EvictionConfig:
 
     @property
     def method_names(self) -> tuple[str, ...]:
-        """Values of `policy`, and of a request's `kv_eviction`."""
-        return (NONE, *METHOD_NAMES, *self.methods)
+        """Values of `policy`, and of a request's `kv_eviction`, that this server has."""
+        built_in = POLICY_NAMES if self.head_scores is None else METHOD_NAMES
+        return (NONE, *built_in, *self.methods)
 
     def build_policy(self, name: str) -> Policy:
         """Build a method's policy, with the server's granularity and pooling where they are set.
@@ -448,7 +450,8 @@ class EvictionConfig:
         Raises:
             EvictionConfigError: for an unknown method, or one that cannot run with them.
         """
-        if name not in self.method_names:
+        # A method whose file is missing is refused below, with the way to make it.
+        if name not in (*self.method_names, *METHOD_NAMES):
             raise EvictionConfigError(
                 f"{source} is {quoted(name)}: choose one of {', '.join(self.method_names)}"
             )

@@ -118,5 +118,6 @@ def test_sparsemm_needs_a_file(tmp_path: Path) -> None:
     values = {"policy": "tgv", "head_scores": saved(tmp_path), "methods": mix}
     config = EvictionConfig.from_mapping(values)
     assert EvictionConfig.from_mapping(values) == config
+    assert set(config.method_names) - set(plain.method_names) == {"sparsemm", "mine"}
     for name in ("sparsemm", "mine"):
         assert RequestOptions.resolve(config, {"kv_eviction": name}).policy == name

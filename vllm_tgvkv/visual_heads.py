@@ -181,7 +181,7 @@ class Reader:
 
         try:
             self.processor = AutoProcessor.from_pretrained(model)
-            self.model = AutoModelForImageTextToText.from_pretrained(
+            loaded: Any = AutoModelForImageTextToText.from_pretrained(
                 model, dtype=dtype, attn_implementation="eager"
             )
         except (OSError, ValueError) as error:
@@ -189,7 +189,7 @@ class Reader:
                 f"{model}: cannot be loaded as a vision-language model ({error}); give a folder or "
                 "name that transformers knows"
             ) from error
-        self.model = self.model.to(device).eval()
+        self.model = loaded.to(device).eval()
         text = self.model.config.get_text_config()
         self.shape: tuple[int, int] = (text.num_hidden_layers, text.num_attention_heads)
         self.kv_heads: int = text.num_key_value_heads
@@ -222,7 +222,9 @@ class Reader:
         if hasattr(self.model.model, "rope_deltas"):
             self.model.model.rope_deltas = None  # of the prompt before
         cache = self.model(**before, use_cache=True).past_key_values
-        token, tokens, tops = ids[:, -1:], [], []
+        token = ids[:, -1:]
+        tokens: list[int] = []
+        tops: list[torch.Tensor] = []
         while len(tokens) < MAX_TOKENS:
             output = self.model(
                 input_ids=token, past_key_values=cache, use_cache=True, output_attentions=True

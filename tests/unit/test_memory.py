@@ -487,7 +487,7 @@ def test_a_warm_up_that_fails_ends_the_start(where: str, monkeypatch: pytest.Mon
 WAITING = {"base": "snapkv", "rows": "answer"}
 
 
-@pytest.mark.parametrize("policy", ["tgv", "h2o", "rkv", "streaming", "answer"])
+@pytest.mark.parametrize("policy", ["tgv", "h2o", "rkv", "mixkv", "streaming", "answer"])
 @pytest.mark.parametrize(
     "waiting",
     [

@@ -118,9 +118,9 @@ def select(
     )
 
 
-def _states(queries: torch.Tensor, keys: torch.Tensor) -> States:
+def _states(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> States:
     """Return states with the scale that all models of the tests have."""
-    return States(queries, keys, queries.shape[-1] ** -0.5)
+    return States(queries, keys, queries.shape[-1] ** -0.5, values)
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,7 @@ class Moment:
         rows: attention of each step so far, float64 [L, Q, new tokens, positions].
         queries: rotated queries of each step so far, [L, Q, new tokens, D].
         keys: rotated keys, [L, H, n, D], with those that are hidden.
+        values: their values, [L, H, n, D].
     """
 
     prompt_tokens: int
@@ -140,6 +141,7 @@ class Moment:
     rows: list[torch.Tensor]
     queries: list[torch.Tensor]
     keys: torch.Tensor
+    values: torch.Tensor
 
     @property
     def length(self) -> int:
@@ -152,8 +154,8 @@ class Moment:
         return self.length - self.prompt_tokens
 
     def states(self) -> States:
-        """Return the queries and keys that attention comes from."""
-        return _states(torch.cat(self.queries, dim=2), self.keys)
+        """Return the queries and keys that attention comes from, and the values."""
+        return _states(torch.cat(self.queries, dim=2), self.keys, self.values)
 
     def attention(self) -> torch.Tensor:
         """Return A, float64 [L, Q, n, n]; every row is a softmax over the keys it was shown."""
@@ -337,12 +339,16 @@ class Oracle:
 
     @torch.no_grad()
     def states(self, prompt: Prompt) -> States:
-        """Return the queries and keys of the prefill."""
+        """Return the queries, keys and values of the prefill."""
         self._forget_positions()
         with self._recorded() as seen:
             output = self.model(**prompt.inputs, use_cache=True)
         queries = torch.cat([seen[layer] for layer in range(self.layers)])
-        return _states(queries, torch.cat([layer.keys for layer in output.past_key_values.layers]))
+        layers = output.past_key_values.layers
+        keys, values = (
+            torch.cat([getattr(x, kind) for x in layers]) for kind in ("keys", "values")
+        )
+        return _states(queries, keys, values)
 
     def select(
         self, prompt: Prompt, eviction: Eviction, stages: Sequence[int] | None = None
@@ -458,7 +464,8 @@ class Oracle:
             logprobs.append(output.logits[0, -1].double().log_softmax(-1))
             queries.append(torch.cat([seen[layer] for layer in range(self.layers)]))
             keys = torch.cat([layer.keys for layer in cache.layers])
-            moment = Moment(length, kept, rows, queries, keys)
+            values = torch.cat([layer.values for layer in cache.layers])
+            moment = Moment(length, kept, rows, queries, keys, values)
             new = cut(moment) if callable(cut) else (cut or {}).get(moment.answer)
             if new is not None:
                 kept = kept & new

@@ -60,6 +60,7 @@ def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
 
     Raises:
         UnsupportedByEvictionError: with the first reason found.
+        EvictionConfigError: for head scores of a model of another shape.
     """
     for is_refused, what, way_out in (
         *_model_refusals(vllm_config.model_config),
@@ -70,6 +71,9 @@ def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
             raise UnsupportedByEvictionError(
                 f"--kv-eviction does not work with {what} yet: {way_out} {_WAY_OUT}"
             )
+    if (head_scores := config_of(vllm_config).head_scores) is not None:
+        model = vllm_config.model_config
+        head_scores.check_model(model.get_total_num_hidden_layers(), model.get_total_num_kv_heads())
 
 
 def _model_refusals(model: ModelConfig) -> tuple[Refusal, ...]:

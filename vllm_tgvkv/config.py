@@ -21,7 +21,9 @@ from vllm.logger import init_logger
 from vllm_tgvkv.budget import Budget, Schedule, parse_schedule
 from vllm_tgvkv.cuts import Ceiling
 from vllm_tgvkv.errors import EvictionConfigError, quoted
+from vllm_tgvkv.head_scores import HeadScores
 from vllm_tgvkv.policies import (
+    METHOD_NAMES,
     POLICY_NAMES,
     Granularity,
     Mix,
@@ -68,6 +70,14 @@ def _parse_path(value: Any, source: str) -> str | None:
     return value
 
 
+def _parse_head_scores(value: Any, source: str) -> HeadScores | None:
+    if value is None or isinstance(value, HeadScores):
+        return value
+    path = _parse_path(value, source)
+    assert path is not None
+    return HeadScores.read(path, source)
+
+
 def _is_path(value: str) -> bool:
     try:
         return b"\0" not in os.fsencode(value)
@@ -81,7 +91,7 @@ def _parse_methods(values: Any, source: str) -> dict[str, Mix]:
     methods = {}
     for name, entry in values.items():
         where = f"{source}.{quoted(name, str)}"
-        if not isinstance(name, str) or name in (NONE, *POLICY_NAMES):
+        if not isinstance(name, str) or name in (NONE, *METHOD_NAMES):
             raise EvictionConfigError(f"{where}: the name is taken or no text; choose another one")
         if isinstance(entry, Mapping) and "budget" in entry and "allocation" not in entry:
             logger.warning("%s.budget is now called allocation: rename it", where)
@@ -271,6 +281,13 @@ class EvictionConfig:
         accepts="`{mine: {base: tgv, score: snapkv, allocation: aircache, retain: by_score}}`",
         help="Mixes of the parts of methods, by name.",
     )
+    head_scores: HeadScores | None = setting(
+        None,
+        parser=_parse_head_scores,
+        accepts="absolute path",
+        help="File of the model's head scores, for `sparsemm` and its allocation; "
+        "`python -m vllm_tgvkv.visual_heads` makes it.",
+    )
     decode_kernel: Literal["stock", "triton"] = setting(
         "stock",
         help="`stock`: vLLM's attention kernel, with a page table for every head; `triton`: the "
@@ -400,8 +417,9 @@ class EvictionConfig:
 
     @property
     def method_names(self) -> tuple[str, ...]:
-        """Values of `policy`, and of a request's `kv_eviction`."""
-        return (NONE, *POLICY_NAMES, *self.methods)
+        """Values of `policy`, and of a request's `kv_eviction`, that this server has."""
+        built_in = POLICY_NAMES if self.head_scores is None else METHOD_NAMES
+        return (NONE, *built_in, *self.methods)
 
     def build_policy(self, name: str) -> Policy:
         """Build a method's policy, with the server's granularity and pooling where they are set.
@@ -416,7 +434,7 @@ class EvictionConfig:
             pooling=mix.pooling or self.pooling,
         )
         try:
-            return build_policy(mix, name)
+            return build_policy(mix, name, self.head_scores)
         except ValueError as error:
             raise EvictionConfigError(f"kv_eviction method {quoted(name)}: {error}") from error
 
@@ -432,7 +450,8 @@ class EvictionConfig:
         Raises:
             EvictionConfigError: for an unknown method, or one that cannot run with them.
         """
-        if name not in self.method_names:
+        # A method whose file is missing is refused below, with the way to make it.
+        if name not in (*self.method_names, *METHOD_NAMES):
             raise EvictionConfigError(
                 f"{source} is {quoted(name)}: choose one of {', '.join(self.method_names)}"
             )

@@ -446,6 +446,7 @@ class PromptObservation:
             num_common_keys=rows.num_common_keys,
             row_positions=rows.positions if len(rows.lengths) == 1 else None,
             scratch=part.scratch,
+            values=part.pool.values,
         )
 
     # -- all layers ---------------------------------------------------------------------

@@ -260,6 +260,21 @@ class SharedAttention:
         raise ValueError(f"key_redundancy {_OF_ONE_RANK}")
 
     @property
+    def is_seen(self) -> Tensor:
+        positions = torch.arange(self._num_keys, device=self.row_positions.device)
+        return (positions <= self.row_positions[-1:]).unsqueeze(0)
+
+    # Ranks that hold the same KV head have the same keys and values.
+
+    @property
+    def mean_cosines(self) -> Tensor:
+        return self._columns(lambda: self._own().mean_cosines)
+
+    @property
+    def value_norms(self) -> Tensor:
+        return self._columns(lambda: self._own().value_norms)
+
+    @property
     def share_below(self) -> Tensor:
         return self._statistic("share_below")
 

@@ -21,11 +21,14 @@ from oracle.methods import METHODS, Mix, Pool
 from tests.engine.questions import question
 from tests.engine.running import Ask, SteppedEngine, engine
 from tests.engine.test_speculation import NGRAM
+from tests.inputs import head_scores
+from vllm_tgvkv.head_scores import write
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 SIZE = 32
 TOKENS = 90
+HEAD_SCORES = head_scores(layers=4, kv_heads=2, group=2)
 DEBUG = {"poison": True, "record_kept": True, "check_integrity": True}
 WINDOWED = {"base": "snapkv", "pooling": {"kind": "sequence", "forward": 6, "back": 1}}
 MIXES = {
@@ -83,6 +86,8 @@ WAITING = [
     Case("elastic", 9),
     Case("streaming", 4),
     Case("rkv", 5),
+    Case("mixkv", 6),
+    Case("sparsemm", 3),
     Case("forward", 8),
     Case("largest", 8),
     Case("answer", 12),
@@ -96,14 +101,23 @@ def folder(tiny_model: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a file of head scores."""
+    file = tmp_path_factory.mktemp("heads") / "heads.json"
+    write(file, HEAD_SCORES.model, HEAD_SCORES.kv_heads, HEAD_SCORES.scores, {})
+    return str(file)
+
+
+@pytest.fixture(scope="module")
 def oracle(folder: Path) -> Oracle:
     return Oracle(folder)
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path) -> Iterator[SteppedEngine]:
+def whole(folder: Path, heads: str) -> Iterator[SteppedEngine]:
     """Run an engine whose prompts come in one chunk."""
-    with engine(folder, {"policy": "tgv", "methods": MIXES, "debug": DEBUG}) as running:
+    settings = {"policy": "tgv", "methods": MIXES, "head_scores": heads, "debug": DEBUG}
+    with engine(folder, settings) as running:
         yield running
 
 
@@ -116,6 +130,7 @@ def expected(oracle: Oracle, running: SteppedEngine, case: Case, ask: Ask, **mor
         method=oracles(case.method),
         sinks=config.sinks,
         observation_window=config.observation_window,
+        head_scores=torch.tensor(HEAD_SCORES.scores),
         **{"defer": case.defer, **case.own, **more},
     )
     return oracle.answer(oracle.prompt(ask.text, ask.images), ask.max_tokens, wanted)
@@ -188,10 +203,11 @@ def preempt_sometimes(running: SteppedEngine, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_waits_in_a_small_pool(
-    folder: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+    folder: Path, heads: str, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With chunks, prefix-cache hits and preemptions, two waiting requests at a time."""
     settings = {"policy": "tgv", "methods": MIXES, "query_rows": 330, "debug": DEBUG}
+    settings["head_scores"] = heads
     options = {**CACHED, **CHUNKED, "max_model_len": 576}  # the longest answers exceed 512
     with engine(folder, settings, **options) as running:
         preempt_sometimes(running, monkeypatch)
@@ -220,16 +236,21 @@ SCHEDULE = [[6, 0.6], [30, 0.4], [61, 0.2]]
     ids=["whole", "cached", "drafts"],
 )
 def test_a_schedule_evicts_in_steps(
-    folder: Path, oracle: Oracle, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    heads: str,
+    oracle: Oracle,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings = {
         "policy": "tgv",
+        "head_scores": heads,
         "methods": MIXES,
         "decode": {"schedule": SCHEDULE, "rows": 28},  # more than between the first two
         "debug": DEBUG,
     }
-    names = ("tgv", "snapkv", "adakv", "streaming", "pyramidkv", "h2o", "forward", "largest", "rkv")
-    cases = [Case(name, 6, 0.6) for name in names]
+    names = ("tgv", "snapkv", "adakv", "streaming", "pyramidkv", "h2o", "forward", "largest")
+    cases = [Case(name, 6, 0.6) for name in (*names, "rkv", "mixkv", "sparsemm")]
     with engine(folder, settings, **options) as running:
         if CACHED.items() <= options.items():
             preempt_sometimes(running, monkeypatch)
@@ -244,7 +265,7 @@ def step_xargs(case: Case) -> dict[str, Any]:
     return {"kv_eviction": case.method, "kv_eviction_report": 1}
 
 
-def test_a_ceiling_bounds_a_long_answer(folder: Path, oracle: Oracle) -> None:
+def test_a_ceiling_bounds_a_long_answer(folder: Path, heads: str, oracle: Oracle) -> None:
     """Prompt and answer are cut together; the number of blocks stays flat.
 
     The last budgets are above the ceiling, which bounds the first cut as well.
@@ -252,10 +273,12 @@ def test_a_ceiling_bounds_a_long_answer(folder: Path, oracle: Oracle) -> None:
     settings = {
         "policy": "tgv",
         "budget": 0.3,
+        "head_scores": heads,
         "decode": {"max_tokens": 96, "buffer": 32, "rows": 16},
         "debug": DEBUG,
     }
-    cases = [Case(name, 3) for name in ("snapkv", "adakv", "tgv", "streaming", "rkv")]
+    names = ("snapkv", "adakv", "tgv", "streaming", "rkv", "mixkv", "sparsemm")
+    cases = [Case(name, 3) for name in names]
     cases += [Case("snapkv", 0, 0.9), Case("tgv", 3, 0.7)]
     with engine(folder, settings) as running:
         asks = [replace(c.ask(i), max_tokens=200) for i, c in enumerate(cases)]

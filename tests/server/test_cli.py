@@ -22,7 +22,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm_tgvkv import patches
 from vllm_tgvkv.config import CONFIG_KEY, EvictionConfig
 from vllm_tgvkv.errors import EvictionConfigError
-from vllm_tgvkv.policies import POLICY_NAMES
+from vllm_tgvkv.policies import METHOD_NAMES
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_help_shows_the_group_of_flags(
     assert "--kv-eviction" in text
     assert "--kv-eviction-budget" in text
     assert "--kv-eviction-config" in text
-    assert "{" + ",".join(["none", *POLICY_NAMES]) + "}" in text
+    assert "{" + ",".join(["none", *METHOD_NAMES]) + "}" in text
     if topic != "kv-eviction":  # a search for flags shows no group titles
         assert "KVEviction" in text
     if topic == "KVEviction":

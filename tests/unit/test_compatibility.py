@@ -23,11 +23,13 @@ from vllm.utils import cpu_triton_utils
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_only
 
 from tests.engine import flash_on_cpu
+from tests.inputs import head_scores
 from vllm_tgvkv import platforms
 from vllm_tgvkv.attention import check_layer
 from vllm_tgvkv.compatibility import check_vllm_config
 from vllm_tgvkv.config import CONFIG_KEY
 from vllm_tgvkv.errors import EvictionConfigError, UnsupportedByEvictionError
+from vllm_tgvkv.head_scores import write
 from vllm_tgvkv.patches import ASYNC_SCHEDULER_CLS, SCHEDULER_CLS
 from vllm_tgvkv.platforms import Platform
 
@@ -161,6 +163,21 @@ def refusal_of(config: VllmConfig, platform: Platform = platforms.CPU) -> str:
     with pytest.raises(UnsupportedByEvictionError) as caught:
         check_vllm_config(config, platform)
     return str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (3, 2), (2, 4)])
+def test_head_scores_of_another_shape_are_refused(
+    plain: str, tmp_path: Path, shape: tuple[int, int]
+) -> None:
+    found = head_scores(*shape)
+    write(tmp_path / "heads.json", "a model", found.kv_heads, found.scores, {})
+    file = str(tmp_path / "heads.json")
+    settings = {CONFIG_KEY: {"policy": "sparsemm", "budget": 0.1, "head_scores": file}}
+    if shape == (2, 2):
+        configure(plain, settings)
+        return
+    with pytest.raises(EvictionConfigError, match="and this model has 2 layers of 2: make a file"):
+        configure(plain, settings)
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from vllm.v1.worker.gpu_worker import Worker
 
 from tests.conftest import ROOT
-from tests.inputs import fresh_seed
+from tests.inputs import fresh_seed, head_scores
 from tests.unit.test_policies import NoSynchronisation
 from vllm_tgvkv import memory
 from vllm_tgvkv.attention_cuda import EvictingFlashMetadataBuilder, RaggedKernel
@@ -39,7 +39,7 @@ from vllm_tgvkv.memory import Sizes, memory_outside_pool
 from vllm_tgvkv.observation import WORKSPACE_BYTES
 from vllm_tgvkv.pages import CacheShape, page_pool
 from vllm_tgvkv.plan import Observation, StepPlan
-from vllm_tgvkv.policies import POLICY_NAMES, Pooling, Prompt
+from vllm_tgvkv.policies import METHOD_NAMES, POLICY_NAMES, Pooling, Prompt
 from vllm_tgvkv.policies.pooling import Pooler
 from vllm_tgvkv.prompt import PromptMap, VisionSpan, Voters
 from vllm_tgvkv.queries import DecodeQueries, QueryPool
@@ -62,9 +62,9 @@ SIZES = Sizes(
     table_width=TOKENS // 16,
     workspace_bytes=WORKSPACE_BYTES,
 )
-LAYER_METHODS = [name for name in POLICY_NAMES if name not in ("adakv", "rkv")]
+LAYER_METHODS = [name for name in METHOD_NAMES if name not in ("adakv", "rkv", "mixkv")]
 METHODS = [
-    *((name, "head") for name in POLICY_NAMES),
+    *((name, "head") for name in METHOD_NAMES),
     *((name, "layer") for name in LAYER_METHODS),
 ]
 
@@ -112,6 +112,8 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings(policy: str, granularity: str | None = None, **others: Any) -> EvictionConfig:
+    if policy == "sparsemm":
+        others["head_scores"] = head_scores(SHAPE.num_layers, SHAPE.num_heads)
     return EvictionConfig.from_mapping({"policy": policy, "granularity": granularity, **others})
 
 
@@ -485,7 +487,7 @@ def test_a_warm_up_that_fails_ends_the_start(where: str, monkeypatch: pytest.Mon
 WAITING = {"base": "snapkv", "rows": "answer"}
 
 
-@pytest.mark.parametrize("policy", ["tgv", "h2o", "rkv", "streaming", "answer"])
+@pytest.mark.parametrize("policy", ["tgv", "h2o", "rkv", "mixkv", "streaming", "answer"])
 @pytest.mark.parametrize(
     "waiting",
     [

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from vllm_tgvkv.head_scores import COMMAND, HeadScores
 from vllm_tgvkv.policies.base import (
     FEW_ROWS,
     Allocation,
@@ -96,15 +97,18 @@ RETENTIONS: Registry[Callable[[], Retention]] = Registry("retention")
 POLICIES: Registry[Recipe] = Registry("policy")
 
 
-def build_policy(mix: Mix | str, name: str | None = None) -> Policy:
+def build_policy(
+    mix: Mix | str, name: str | None = None, head_scores: HeadScores | None = None
+) -> Policy:
     """Build the policy of a mix, or of a registered method by its name.
 
     Args:
         name: of the policy, by default that of the method it is based on.
+        head_scores: of the model, for allocations that need them.
 
     Raises:
-        ValueError: for an unknown name, with a list of the known ones, or for parts that cannot be
-            combined.
+        ValueError: for an unknown name, with a list of the known ones, for parts that cannot be
+            combined, or without head scores that are needed.
     """
     if isinstance(mix, str):
         mix = Mix(mix)
@@ -133,6 +137,13 @@ def build_policy(mix: Mix | str, name: str | None = None) -> Policy:
                 f"{part} has no meaning at granularity {policy.granularity!r}: "
                 f"choose {' or '.join(chosen.granularities)}"
             )
+    if policy.allocation.needs_head_scores:
+        if head_scores is None:
+            raise ValueError(
+                f"allocation {allocation!r} goes by a file of head scores: make one with "
+                f"{COMMAND}, and set head_scores to it in --kv-eviction-config"
+            )
+        policy.allocation.use(head_scores)
     if policy.score.is_signed and policy.allocation.adds_scores:
         fitting = [name for name in ALLOCATIONS.names if not ALLOCATIONS[name]().adds_scores]
         raise ValueError(
@@ -169,6 +180,11 @@ def _score(name: str, rows: RowSet | None, reduction: Reduction) -> Score:
             f"added up: choose rows {', '.join(FEW_ROWS)}, or leave reduce out"
         )
     return score
+
+
+def needs_head_scores(name: str) -> bool:
+    """Return whether a registered method goes by a file of head scores."""
+    return ALLOCATIONS[POLICIES[name].allocation]().needs_head_scores
 
 
 def _with_maxima() -> list[str]:

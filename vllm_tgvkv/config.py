@@ -20,14 +20,15 @@ from vllm.logger import init_logger
 
 from vllm_tgvkv.budget import Budget
 from vllm_tgvkv.cuts import Ceiling
-from vllm_tgvkv.errors import EvictionConfigError, quoted
+from vllm_tgvkv.errors import EvictionConfigError, choose, quoted
 from vllm_tgvkv.policies import (
-    POLICY_NAMES,
     Granularity,
     Mix,
     Policy,
     Pooling,
+    broken_methods,
     build_policy,
+    method_names,
 )
 from vllm_tgvkv.prompt import WINDOW
 from vllm_tgvkv.settings import MAX_COUNT, read, setting
@@ -90,7 +91,7 @@ def _parse_methods(values: Any, source: str) -> dict[str, Mix]:
     methods = {}
     for name, entry in values.items():
         where = f"{source}.{quoted(name, str)}"
-        if not isinstance(name, str) or name in (NONE, *POLICY_NAMES):
+        if not isinstance(name, str) or name in (NONE, *method_names()):
             raise EvictionConfigError(f"{where}: the name is taken or no text; choose another one")
         if isinstance(entry, Mapping) and "budget" in entry and "allocation" not in entry:
             logger.warning("%s.budget is now called allocation: rename it", where)
@@ -405,7 +406,7 @@ class EvictionConfig:
     @property
     def method_names(self) -> tuple[str, ...]:
         """Values of `policy`, and of a request's `kv_eviction`."""
-        return (NONE, *POLICY_NAMES, *self.methods)
+        return (NONE, *method_names(), *self.methods)
 
     def build_policy(self, name: str) -> Policy:
         """Build a method's policy, with the server's granularity and pooling where they are set.
@@ -433,8 +434,10 @@ class EvictionConfig:
             EvictionConfigError: for an unknown method, or one that cannot run with them.
         """
         if name not in self.method_names:
+            why = broken_methods().get(name) if isinstance(name, str) else None
             raise EvictionConfigError(
-                f"{source} is {quoted(name)}: choose one of {', '.join(self.method_names)}"
+                f"{source} is {quoted(name)}"
+                f"{f', which {why}' if why else ''}: {choose(name, self.method_names)}"
             )
         if name == NONE:
             return NONE
@@ -509,7 +512,7 @@ class RequestOptions:
         if unknown := sorted(given.keys() - set(REQUEST_KEYS)):
             names = ", ".join(quoted(name, str) for name in unknown)
             raise EvictionConfigError(
-                f"vllm_xargs has {names}: known are {', '.join(REQUEST_KEYS)}"
+                f"vllm_xargs has {names}: {choose(unknown[0], REQUEST_KEYS, 'known are')}"
             )
         policy, budget = config.policy, config.budget
         if "kv_eviction" in given:

@@ -40,7 +40,7 @@ from vllm_tgvkv.config import (
 )
 from vllm_tgvkv.defaults import Defaults
 from vllm_tgvkv.errors import EvictionConfigError
-from vllm_tgvkv.policies import POLICY_NAMES
+from vllm_tgvkv.policies import method_names
 from vllm_tgvkv.settings import help_lines, settings_of
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _add_flags(original: Callable[..., Any], parser: Any) -> Any:
     # Suppressed, because the help page would show a default of None.
     group.add_argument(
         "--kv-eviction",
-        metavar=f"{{{','.join((NONE, *POLICY_NAMES))}}}",
+        metavar=f"{{{','.join((NONE, *method_names()))}}}",
         default=argparse.SUPPRESS,
         help=_escape(
             f"{policy.help} It may also be a mix that --kv-eviction-config names. "
@@ -188,7 +188,7 @@ def _read_flags(original: Callable[..., Any], cls: type, args: argparse.Namespac
     if "policy" not in values:
         raise EvictionConfigError(
             "--kv-eviction-budget or --kv-eviction-config is given without --kv-eviction: "
-            f"name a method, such as --kv-eviction {POLICY_NAMES[0]}"
+            f"name a method, such as --kv-eviction {method_names()[0]}"
         )
     # Checked before a model is read. An unknown method is reported by the name of its flag.
     settings = EvictionConfig.from_mapping({**values, "policy": NONE})

@@ -244,12 +244,22 @@ def test_every_policy_can_be_named(policy: str) -> None:
     assert EvictionConfig.from_mapping({"policy": policy}).policy == policy
 
 
+def test_lists_of_known_settings_leave_out_those_for_tests() -> None:
+    with pytest.raises(EvictionConfigError, match="known are policy") as caught:
+        EvictionConfig.from_mapping({"zzz": 1})
+    assert "debug" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("values", "parts"),
     [
-        ({"policy": "snap"}, ["kv_eviction.policy", "'snap'", "choose one of none, tgv"]),
-        ({"policy": None}, ["kv_eviction.policy", "None", "choose one of"]),
-        ({"policy": ["tgv"]}, ["kv_eviction.policy", "['tgv']", "choose one of"]),
+        (
+            {"policy": "snap"},
+            ["kv_eviction.policy", "'snap'", "did you mean snapkv? Choose one of none, tgv"],
+        ),
+        ({"policy": "zzz"}, ["kv_eviction.policy", "'zzz': choose one of none, tgv"]),
+        ({"policy": None}, ["kv_eviction.policy", "None", "did you mean none?"]),
+        ({"policy": ["tgv"]}, ["kv_eviction.policy", "['tgv']", "Choose one of"]),
         ({"budget": 0}, ["kv_eviction.budget", "0", "0 < budget <= 1"]),
         ({"granularity": "token"}, ["kv_eviction.granularity", "'token'", "head, or leave it out"]),
         ({"text_only": True}, ["kv_eviction.text_only", "True", "keep, evict"]),
@@ -284,11 +294,17 @@ def test_every_policy_can_be_named(policy: str) -> None:
             {"observation_window": 20_000},
             ["kv_eviction.observation_window", "20000", "at most", "query_rows"],
         ),
-        ({"debug": {"posion": True}}, ["kv_eviction.debug", "posion", "known are poison"]),
+        (
+            {"debug": {"posion": True}},
+            ["kv_eviction.debug", "posion", "did you mean poison? Known are poison"],
+        ),
         ({"debug": None}, ["kv_eviction.debug", "None", "mapping"]),
         ({"buget": 0.1, 7: 1}, ["kv_eviction", "unknown 7, buget", "known are policy, budget"]),
         ({"methods": {"m": {"score": "x"}}}, ["'m'", "unknown score 'x'", "tgv"]),
-        ({"methods": {"m": {"skore": "tgv"}}}, ["methods.m", "skore", "known are base"]),
+        (
+            {"methods": {"m": {"skore": "tgv"}}},
+            ["methods.m", "skore", "did you mean score? Known are base"],
+        ),
         ({"methods": {"m": {"base": "m"}}}, ["'m'", "unknown policy", "tgv"]),
         ({"methods": {"m": {"merge": "yes"}}}, ["methods.m.merge", "'yes'", "true or false"]),
         ({"methods": {"m": {"pooling": {"kernel": 2}}}}, ["methods.m.pooling", "odd"]),

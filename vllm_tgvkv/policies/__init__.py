@@ -24,10 +24,11 @@ from vllm_tgvkv.policies.base import (
     VoteScore,
 )
 from vllm_tgvkv.policies.pooling import Pooling
-from vllm_tgvkv.policies.registry import POLICIES, Mix, build_policy
+from vllm_tgvkv.policies.registry import POLICIES, Mix, broken_methods, build_policy, method_names
 from vllm_tgvkv.prompt import RowSet, VisionSpan
 
 POLICY_NAMES = POLICIES.names
+"""Methods of this package; `method_names` returns those of other installed packages, too."""
 
 __all__ = [
     "NO_ATTENTION",
@@ -48,5 +49,7 @@ __all__ = [
     "Score",
     "VisionSpan",
     "VoteScore",
+    "broken_methods",
     "build_policy",
+    "method_names",
 ]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -32,6 +33,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     monkeypatch.syspath_prepend(tmp_path)
 
     def install(method: str, module: str, code: str) -> None:
+        sys.modules.pop(module, None)
         (tmp_path / f"{module}.py").write_text(code)
         information = tmp_path / f"{module}-1.0.dist-info"
         information.mkdir()

@@ -61,7 +61,7 @@ def test_values_are_read_as_declared() -> None:
         ({"part": {"size": 2}}, "it.part: size is 2: give an odd number"),
         (
             {"part": {"sise": 3}},
-            "it.part has unknown sise: did you mean size? Known are kind, size",
+            "it.part has unknown sise: did you mean size? Known are kind",
         ),
         ({"part": 3}, "it.part is 3: give a mapping"),
         ({"switch": "yes"}, "it.switch is 'yes': give true or false"),

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names of methods and of their parts.
 
-A new method is one file that registers its parts and a recipe. This package imports its own; those of
-other installed packages are found by the entry points of the group `vllm_tgvkv.methods`, whose names
-are methods and whose values are modules.
+A new method is one file that registers its parts and a recipe. This package imports its own. Those
+of other installed packages are found by the entry points of the group `vllm_tgvkv.methods`, whose
+names are methods and whose values are modules.
 """
 
 from __future__ import annotations

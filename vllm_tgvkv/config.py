@@ -8,8 +8,10 @@ flags, or `LLM(additional_config=...)`. vLLM carries it to every process.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -506,9 +508,10 @@ class RequestOptions:
         """Apply a request's `vllm_xargs` to the server's settings.
 
         Raises:
-            EvictionConfigError: for an unknown `kv_eviction*` key or a wrong value.
+            EvictionConfigError: for an unknown `kv_eviction*` key, one that begins with a misspelt
+                `kv_eviction`, or a wrong value.
         """
-        given = {k: v for k, v in (extra_args or {}).items() if str(k).startswith("kv_eviction")}
+        given = {k: v for k, v in (extra_args or {}).items() if _is_meant_for_us(str(k))}
         if unknown := sorted(given.keys() - set(REQUEST_KEYS)):
             names = ", ".join(quoted(name, str) for name in unknown)
             raise EvictionConfigError(
@@ -565,6 +568,26 @@ def config_of(vllm_config: VllmConfig) -> EvictionConfig:
     if not isinstance(additional, dict) or CONFIG_KEY not in additional:
         return EvictionConfig()
     return EvictionConfig.from_mapping(additional[CONFIG_KEY])
+
+
+def _is_meant_for_us(key: str) -> bool:
+    """Return whether a key of `vllm_xargs` begins with `kv_eviction`, perhaps misspelt.
+
+    Other plugins have keys there, too, also such that begin with `kv_`. So the second word has to
+    look like "eviction": one letter missing, wrong, doubled or swapped with its neighbour gives a
+    ratio of 0.87 or more; words that share its end, such as "section", give 0.8 or less.
+    """
+    if key.startswith(CONFIG_KEY):
+        return True
+    words = re.match(r"[kv]{1,3}[^a-z]*([a-z]+)", key.lower())
+    if words is None:
+        return False
+    word, second = words[1], CONFIG_KEY.split("_")[1]
+    is_cut_short = len(word) >= 5 and second.startswith(word)
+    return is_cut_short or any(
+        difflib.SequenceMatcher(None, candidate, second).ratio() > 0.85
+        for candidate in {word, word[: len(second)]}
+    )
 
 
 def _switch(given: Mapping[str, Any], name: str, what: str) -> bool:

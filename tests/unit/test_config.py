@@ -648,3 +648,83 @@ def test_the_last_rows_of_the_answer_fit_the_query_pool() -> None:
     assert EvictionConfig.from_mapping({**values, "decode": decode}).num_query_rows == 60
     with pytest.raises(EvictionConfigError, match=r"kv_eviction.decode.rows is 61: .* \(60\)"):
         EvictionConfig.from_mapping({**values, "decode": {**decode, "rows": 61}})
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("kv_evicton", "kv_eviction"),
+        ("kv_evction", "kv_eviction"),
+        ("kv_eviciton", "kv_eviction"),
+        ("kv_evictoin", "kv_eviction"),
+        ("kv_veiction", "kv_eviction"),
+        ("kv_evicttion", "kv_eviction"),
+        ("kv_eviktion", "kv_eviction"),
+        ("kv_evict", "kv_eviction"),
+        ("vk_eviction", "kv_eviction"),
+        ("kv-eviction", "kv_eviction"),
+        ("KV_EVICTION", "kv_eviction"),
+        ("kveviction", "kv_eviction"),
+        ("kv_evictions", "kv_eviction"),
+        ("kv_eviction_bugdet", "kv_eviction_budget"),
+        ("kv_eviction_budget ", "kv_eviction_budget"),
+        ("kv_eviciton_bugdet", "kv_eviction_budget"),
+        ("kv_evict_budget", "kv_eviction_budget"),
+        ("kvEvictionBudget", "kv_eviction_budget"),
+        ("kv_evicton_report", "kv_eviction_report"),
+    ],
+)
+def test_misspelt_keys_of_a_request_are_refused_with_a_suggestion(key: str, meant: str) -> None:
+    """A key that was ignored would leave a request evicted otherwise than its author thinks."""
+    for value in (1, "tgv", None):
+        with pytest.raises(EvictionConfigError) as caught:
+            RequestOptions.resolve(EvictionConfig(), {key: value})
+        assert f"vllm_xargs has {key}: did you mean {meant}? Known are " in str(caught.value)
+
+
+def test_every_slip_of_one_letter_is_refused() -> None:
+    """A letter that is missing, doubled, or swapped with its neighbour in the second word."""
+    start, word = "kv_", "eviction"
+    for place in range(len(word)):
+        head, letter, tail = word[:place], word[place], word[place + 1 :]
+        swapped = head + tail[:1] + letter + tail[1:]
+        for slip in {head + tail, head + 2 * letter + tail, swapped} - {word}:
+            for rest in ("", "_budget"):
+                with pytest.raises(EvictionConfigError, match=f"did you mean kv_eviction{rest}[?]"):
+                    RequestOptions.resolve(EvictionConfig(), {start + slip + rest: 1})
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "kv_transfer_params",
+        "kv_cache_dtype",
+        "kv_connector",
+        "kv_role",
+        "kv_events",
+        "kv_event_id",
+        "kv_election",
+        "kv_section",
+        "kv_action",
+        "kv_selection",
+        "kv_execution",
+        "kv_evaluation",
+        "kv_evacuation",
+        "kv_prediction",
+        "kv_retention_budget",
+        "kv_",
+        "kv",
+        "kvcache_eviction",
+        "key_eviction",
+        "eviction",
+        "eviction_budget",
+        "cache_eviction",
+        "my_kv_eviction",
+        "",
+        "ignore_eos",
+        "temperature",
+    ],
+)
+def test_keys_of_others_pass(key: str) -> None:
+    options = RequestOptions.resolve(EvictionConfig(), {key: "theirs"})
+    assert options == RequestOptions.resolve(EvictionConfig(), None)

@@ -40,7 +40,8 @@ __all__ = (
 class EvictionOptions:
     """Options of one request; None leaves an option to the engine's own settings.
 
-    They are checked when the request is added: a wrong value is a `ValueError` that names it.
+    They are checked when the request is added: for a wrong value vLLM raises its
+    `VLLMValidationError`, which names it.
     """
 
     method: str | None = None

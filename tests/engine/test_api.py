@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm.exceptions import VLLMValidationError
 
 import vllm_tgvkv
 from tests.conftest import ROOT
@@ -113,7 +114,7 @@ def test_the_lines_of_the_page_run(
             with pytest.raises(ValueError, match=reason):
                 api.kept_tokens(llm, answer)
         sampling = found["SamplingParams"](extra_args={"kv_eviction": "snapkb"})
-        with pytest.raises(ValueError, match="did you mean snapkv"):
+        with pytest.raises(VLLMValidationError, match="did you mean snapkv"):
             llm.chat(question, sampling)
     finally:
         if "llm" in found:

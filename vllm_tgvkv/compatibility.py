@@ -7,6 +7,7 @@ Each refusal names the flag or the property of the model, and the way out.
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from vllm_tgvkv.config import EvictionConfig, config_of
@@ -81,7 +82,7 @@ def _model_refusals(model: ModelConfig) -> tuple[Refusal, ...]:
     other = "serve another model"
     text = model.hf_text_config
     vision = model.multimodal_config
-    layers = _other_layers(text)
+    layers, windows = _other_layers(text), _window_layers(text)
     return (
         (model.runner_type != "generate", f"--runner {model.runner_type}", other),
         (model.use_mla, "multi-head latent attention (MLA)", other),
@@ -91,7 +92,7 @@ def _model_refusals(model: ModelConfig) -> tuple[Refusal, ...]:
             "hybrid or state-space models",
             other,
         ),
-        (_has_sliding_window(text), "sliding-window attention", other),
+        (bool(windows), f"sliding-window attention ({model.model}: {windows})", other),
         (
             getattr(text, "attention_chunk_size", None) is not None,
             "chunked local attention",
@@ -333,10 +334,21 @@ def _other_layers(text_config: Any) -> list[str]:
     return sorted({str(kind) for kind in kinds} - {"full_attention", "attention"})
 
 
-def _has_sliding_window(text_config: Any) -> bool:
-    """Return whether a layer of the language model attends over a window only."""
+def _window_layers(text_config: Any) -> str:
+    """Return which layers of the language model attend over a window only, as text for users."""
     layer_types = getattr(text_config, "layer_types", None)
     if layer_types is not None:
-        return any("sliding" in kind for kind in layer_types)
+        found = [layer for layer, kind in enumerate(layer_types) if "sliding" in kind]
+        plural = "s" if len(found) > 1 else ""
+        return f"layer{plural} {_ranges(found)} of {len(layer_types)}" if found else ""
     window = getattr(text_config, "sliding_window", None)
-    return bool(window) and getattr(text_config, "use_sliding_window", True)
+    return "all layers" if window and getattr(text_config, "use_sliding_window", True) else ""
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Return ascending numbers as text, such as ``0-4, 6``."""
+    runs = [
+        [number for _, number in run]
+        for _, run in groupby(enumerate(numbers), lambda item: item[1] - item[0])
+    ]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

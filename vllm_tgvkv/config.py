@@ -20,16 +20,17 @@ from vllm.logger import init_logger
 
 from vllm_tgvkv.budget import Budget, Schedule, parse_schedule
 from vllm_tgvkv.cuts import Ceiling
-from vllm_tgvkv.errors import EvictionConfigError, quoted
+from vllm_tgvkv.errors import EvictionConfigError, choose, quoted
 from vllm_tgvkv.head_scores import HeadScores
 from vllm_tgvkv.policies import (
-    METHOD_NAMES,
-    POLICY_NAMES,
     Granularity,
     Mix,
     Policy,
     Pooling,
+    broken_methods,
     build_policy,
+    method_names,
+    needs_head_scores,
 )
 from vllm_tgvkv.prompt import WINDOW
 from vllm_tgvkv.settings import read, setting
@@ -91,7 +92,7 @@ def _parse_methods(values: Any, source: str) -> dict[str, Mix]:
     methods = {}
     for name, entry in values.items():
         where = f"{source}.{quoted(name, str)}"
-        if not isinstance(name, str) or name in (NONE, *METHOD_NAMES):
+        if not isinstance(name, str) or name in (NONE, *method_names()):
             raise EvictionConfigError(f"{where}: the name is taken or no text; choose another one")
         if isinstance(entry, Mapping) and "budget" in entry and "allocation" not in entry:
             logger.warning("%s.budget is now called allocation: rename it", where)
@@ -418,8 +419,10 @@ class EvictionConfig:
     @property
     def method_names(self) -> tuple[str, ...]:
         """Values of `policy`, and of a request's `kv_eviction`, that this server has."""
-        built_in = POLICY_NAMES if self.head_scores is None else METHOD_NAMES
-        return (NONE, *built_in, *self.methods)
+        names = method_names()
+        if self.head_scores is None:
+            names = tuple(name for name in names if not needs_head_scores(name))
+        return (NONE, *names, *self.methods)
 
     def build_policy(self, name: str) -> Policy:
         """Build a method's policy, with the server's granularity and pooling where they are set.
@@ -451,9 +454,11 @@ class EvictionConfig:
             EvictionConfigError: for an unknown method, or one that cannot run with them.
         """
         # A method whose file is missing is refused below, with the way to make it.
-        if name not in (*self.method_names, *METHOD_NAMES):
+        if name not in (*self.method_names, *method_names()):
+            why = broken_methods().get(name) if isinstance(name, str) else None
             raise EvictionConfigError(
-                f"{source} is {quoted(name)}: choose one of {', '.join(self.method_names)}"
+                f"{source} is {quoted(name)}"
+                f"{f', which {why}' if why else ''}: {choose(name, self.method_names)}"
             )
         if name == NONE:
             return NONE

@@ -9,14 +9,16 @@ or a ceiling, or `none` for one, takes nothing of the server's `decode`.
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from vllm_tgvkv.budget import Budget, Schedule, parse_schedule, written
-from vllm_tgvkv.config import NONE, Again, DecodeOptions, EvictionConfig
+from vllm_tgvkv.config import CONFIG_KEY, NONE, Again, DecodeOptions, EvictionConfig
 from vllm_tgvkv.cuts import Ceiling
-from vllm_tgvkv.errors import EvictionConfigError, quoted
+from vllm_tgvkv.errors import EvictionConfigError, choose, quoted
 from vllm_tgvkv.settings import check_count
 
 T = TypeVar("T")
@@ -87,14 +89,14 @@ class RequestOptions:
             block_size: N, on which the least ceiling depends; None if it is not known yet.
 
         Raises:
-            EvictionConfigError: for an unknown `kv_eviction*` key, a wrong value, or values that do
-                not go together.
+            EvictionConfigError: for an unknown `kv_eviction*` key, one that begins with a misspelt
+                `kv_eviction`, a wrong value, or values that do not go together.
         """
-        given = {k: v for k, v in (extra_args or {}).items() if str(k).startswith("kv_eviction")}
+        given = {k: v for k, v in (extra_args or {}).items() if _is_meant_for_us(str(k))}
         if unknown := sorted(given.keys() - set(REQUEST_KEYS)):
             names = ", ".join(quoted(name, str) for name in unknown)
             raise EvictionConfigError(
-                f"vllm_xargs has {names}: known are {', '.join(REQUEST_KEYS)}"
+                f"vllm_xargs has {names}: {choose(unknown[0], REQUEST_KEYS, 'known are')}"
             )
         budget, defer, later, ceiling = _evictions(config, given)
         again = _again(config, given, bool(later) or ceiling is not None)
@@ -114,6 +116,26 @@ class RequestOptions:
                 "max_traces of at least 1 in --kv-eviction-config, or leave it out"
             )
         return cls(policy, budget, defer, later, ceiling, report, trace)
+
+
+def _is_meant_for_us(key: str) -> bool:
+    """Return whether a key of `vllm_xargs` begins with `kv_eviction`, perhaps misspelt.
+
+    Other plugins have keys there, too, also such that begin with `kv_`. So the second word has to
+    look like "eviction": one letter missing, wrong, doubled or swapped with its neighbour gives a
+    ratio of 0.87 or more; words that share its end, such as "section", give 0.8 or less.
+    """
+    if key.startswith(CONFIG_KEY):
+        return True
+    words = re.match(r"[kv]{1,3}[^a-z]*([a-z]+)", key.lower())
+    if words is None:
+        return False
+    word, second = words[1], CONFIG_KEY.split("_")[1]
+    is_cut_short = len(word) >= 5 and second.startswith(word)
+    return is_cut_short or any(
+        difflib.SequenceMatcher(None, candidate, second).ratio() > 0.85
+        for candidate in {word, word[: len(second)]}
+    )
 
 
 def _evictions(

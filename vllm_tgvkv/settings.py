@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from vllm_tgvkv.errors import EvictionConfigError, quoted
+from vllm_tgvkv.errors import EvictionConfigError, choose, quoted
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -130,7 +130,7 @@ class Setting:
             raise EvictionConfigError(f"{source} is {quoted(value)}: give true or false")
         if self.choices and value not in self.choices:
             raise EvictionConfigError(
-                f"{source} is {quoted(value)}: choose one of {', '.join(self.choices)}"
+                f"{source} is {quoted(value)}: {choose(value, self.choices)}"
                 f"{', or leave it out' if self.is_optional else ''}"
             )
         if self.type is str and not isinstance(value, str):
@@ -166,8 +166,9 @@ def read(cls: type[D], values: Any, source: str) -> D:
         raise EvictionConfigError(f"{source} is {quoted(values)}: give a mapping")
     settings = {found.name: found for found in settings_of(cls)}
     if unknown := sorted(quoted(key, str) for key in values if key not in settings):
+        known = [name for name, found in settings.items() if not found.for_tests]
         raise EvictionConfigError(
-            f"{source} has unknown {', '.join(unknown)}: known are {', '.join(settings)}"
+            f"{source} has unknown {', '.join(unknown)}: {choose(unknown[0], known, 'known are')}"
         )
     parsed = {
         name: settings[name].parse(value, f"{source}.{name}") for name, value in values.items()

@@ -185,8 +185,8 @@ def test_head_scores_of_another_shape_are_refused(
     ("config", "architecture", "feature"),
     [
         (deepseek_v2, "DeepseekV2ForCausalLM", "multi-head latent attention (MLA)"),
-        (mistral, "MistralForCausalLM", "sliding-window attention"),
-        (qwen2, "Qwen2ForCausalLM", "sliding-window attention"),
+        (mistral, "MistralForCausalLM", "sliding-window attention ({model}: all layers)"),
+        (qwen2, "Qwen2ForCausalLM", "sliding-window attention ({model}: layer 1 of 2)"),
         (gemma2_without_windows, "Gemma2ForCausalLM", "soft-capped attention logits"),
         (gemma3, "Gemma3ForConditionalGeneration", "bidirectional attention over image tokens"),
         (jamba, "JambaForCausalLM", "hybrid or state-space models"),
@@ -198,8 +198,9 @@ def test_models_that_are_refused(
     folder: Folder, config: Callable[..., Any], architecture: str, feature: str
 ) -> None:
     """The message arrives before any weight is read."""
-    message = refusal(folder(config, architecture))
-    assert f"does not work with {feature}" in message
+    model = folder(config, architecture)
+    message = refusal(model)
+    assert f"does not work with {feature.format(model=model)}" in message
     assert "serve another model" in message
 
 

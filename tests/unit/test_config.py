@@ -245,12 +245,22 @@ def test_every_policy_can_be_named(policy: str) -> None:
     assert EvictionConfig.from_mapping({"policy": policy}).policy == policy
 
 
+def test_lists_of_known_settings_leave_out_those_for_tests() -> None:
+    with pytest.raises(EvictionConfigError, match="known are policy") as caught:
+        EvictionConfig.from_mapping({"zzz": 1})
+    assert "debug" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("values", "parts"),
     [
-        ({"policy": "snap"}, ["kv_eviction.policy", "'snap'", "choose one of none, tgv"]),
-        ({"policy": None}, ["kv_eviction.policy", "None", "choose one of"]),
-        ({"policy": ["tgv"]}, ["kv_eviction.policy", "['tgv']", "choose one of"]),
+        (
+            {"policy": "snap"},
+            ["kv_eviction.policy", "'snap'", "did you mean snapkv? Choose one of none, tgv"],
+        ),
+        ({"policy": "zzz"}, ["kv_eviction.policy", "'zzz': choose one of none, tgv"]),
+        ({"policy": None}, ["kv_eviction.policy", "None", "did you mean none?"]),
+        ({"policy": ["tgv"]}, ["kv_eviction.policy", "['tgv']", "Choose one of"]),
         ({"budget": 0}, ["kv_eviction.budget", "0", "0 < budget <= 1"]),
         ({"granularity": "token"}, ["kv_eviction.granularity", "'token'", "head, or leave it out"]),
         ({"text_only": True}, ["kv_eviction.text_only", "True", "keep, evict"]),
@@ -285,11 +295,17 @@ def test_every_policy_can_be_named(policy: str) -> None:
             {"observation_window": 20_000},
             ["kv_eviction.observation_window", "20000", "at most", "query_rows"],
         ),
-        ({"debug": {"posion": True}}, ["kv_eviction.debug", "posion", "known are poison"]),
+        (
+            {"debug": {"posion": True}},
+            ["kv_eviction.debug", "did you mean poison? Known are poison"],
+        ),
         ({"debug": None}, ["kv_eviction.debug", "None", "mapping"]),
         ({"buget": 0.1, 7: 1}, ["kv_eviction", "unknown 7, buget", "known are policy, budget"]),
         ({"methods": {"m": {"score": "x"}}}, ["'m'", "unknown score 'x'", "tgv"]),
-        ({"methods": {"m": {"skore": "tgv"}}}, ["methods.m", "skore", "known are base"]),
+        (
+            {"methods": {"m": {"skore": "tgv"}}},
+            ["methods.m", "did you mean score? Known are base"],
+        ),
         ({"methods": {"m": {"base": "m"}}}, ["'m'", "unknown policy", "tgv"]),
         ({"methods": {"m": {"merge": "yes"}}}, ["methods.m.merge", "'yes'", "true or false"]),
         ({"methods": {"m": {"pooling": {"kernel": 2}}}}, ["methods.m.pooling", "odd"]),
@@ -571,3 +587,83 @@ def test_the_last_rows_of_the_answer_fit_the_query_pool() -> None:
     assert EvictionConfig.from_mapping({**values, "decode": decode}).num_query_rows == 60
     with pytest.raises(EvictionConfigError, match=r"kv_eviction.decode.rows is 61: .* \(60\)"):
         EvictionConfig.from_mapping({**values, "decode": {**decode, "rows": 61}})
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("kv_evicton", "kv_eviction"),
+        ("kv_evction", "kv_eviction"),
+        ("kv_eviciton", "kv_eviction"),
+        ("kv_evictoin", "kv_eviction"),
+        ("kv_veiction", "kv_eviction"),
+        ("kv_evicttion", "kv_eviction"),
+        ("kv_eviktion", "kv_eviction"),
+        ("kv_evict", "kv_eviction"),
+        ("vk_eviction", "kv_eviction"),
+        ("kv-eviction", "kv_eviction"),
+        ("KV_EVICTION", "kv_eviction"),
+        ("kveviction", "kv_eviction"),
+        ("kv_evictions", "kv_eviction"),
+        ("kv_eviction_bugdet", "kv_eviction_budget"),
+        ("kv_eviction_budget ", "kv_eviction_budget"),
+        ("kv_eviciton_bugdet", "kv_eviction_budget"),
+        ("kv_evict_budget", "kv_eviction_budget"),
+        ("kvEvictionBudget", "kv_eviction_budget"),
+        ("kv_evicton_report", "kv_eviction_report"),
+    ],
+)
+def test_misspelt_keys_of_a_request_are_refused_with_a_suggestion(key: str, meant: str) -> None:
+    """A key that was ignored would leave a request evicted otherwise than its author thinks."""
+    for value in (1, "tgv", None):
+        with pytest.raises(EvictionConfigError) as caught:
+            RequestOptions.resolve(EvictionConfig(), {key: value})
+        assert f"vllm_xargs has {key}: did you mean {meant}? Known are " in str(caught.value)
+
+
+def test_every_slip_of_one_letter_is_refused() -> None:
+    """A letter that is missing, doubled, or swapped with its neighbour in the second word."""
+    start, word = "kv_", "eviction"
+    for place in range(len(word)):
+        head, letter, tail = word[:place], word[place], word[place + 1 :]
+        swapped = head + tail[:1] + letter + tail[1:]
+        for slip in {head + tail, head + 2 * letter + tail, swapped} - {word}:
+            for rest in ("", "_budget"):
+                with pytest.raises(EvictionConfigError, match=f"did you mean kv_eviction{rest}[?]"):
+                    RequestOptions.resolve(EvictionConfig(), {start + slip + rest: 1})
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "kv_transfer_params",
+        "kv_cache_dtype",
+        "kv_connector",
+        "kv_role",
+        "kv_events",
+        "kv_event_id",
+        "kv_election",
+        "kv_section",
+        "kv_action",
+        "kv_selection",
+        "kv_execution",
+        "kv_evaluation",
+        "kv_evacuation",
+        "kv_prediction",
+        "kv_retention_budget",
+        "kv_",
+        "kv",
+        "kvcache_eviction",
+        "key_eviction",
+        "eviction",
+        "eviction_budget",
+        "cache_eviction",
+        "my_kv_eviction",
+        "",
+        "ignore_eos",
+        "temperature",
+    ],
+)
+def test_keys_of_others_pass(key: str) -> None:
+    options = RequestOptions.resolve(EvictionConfig(), {key: "theirs"})
+    assert options == RequestOptions.resolve(EvictionConfig(), None)

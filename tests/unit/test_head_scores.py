@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from tests.inputs import fresh_seed, head_scores
-from vllm_tgvkv.config import EvictionConfig, RequestOptions
+from vllm_tgvkv.config import EvictionConfig
 from vllm_tgvkv.errors import EvictionConfigError
 from vllm_tgvkv.head_scores import COMMAND, HeadScores, write
+from vllm_tgvkv.request import RequestOptions
 
 SCORES = [[0.5, 0.25, 0, 1], [0, 0, 2, 0.125], [1, 1, 0, 0]]
 VALUES: dict[str, Any] = {"model": "a model", "kv_heads": 2, "scores": SCORES, "made": {"pages": 3}}

@@ -759,8 +759,8 @@ def test_merge_targets_by_hand() -> None:
 @pytest.mark.parametrize(
     ("mix", "words"),
     [
-        ("tgvv", r"unknown policy 'tgvv': choose one of .*tgv"),
-        (Mix("tgvv"), r"unknown policy 'tgvv': choose one of .*tgv.*adakv"),
+        ("tgvv", r"unknown policy 'tgvv': did you mean tgv. Choose one of .*tgv"),
+        (Mix("tgvv"), r"unknown policy 'tgvv': did you mean tgv. Choose one of .*tgv.*adakv"),
         (Mix(score="nothing"), r"unknown score 'nothing': choose one of .*tgv.*vv_tt"),
         (Mix(allocation="nothing"), r"unknown allocation 'nothing': choose one of .*entropy"),
         (Mix(retain="nothing"), r"unknown retention 'nothing': choose one of .*text_first"),

@@ -24,11 +24,18 @@ from vllm_tgvkv.policies.base import (
     VoteScore,
 )
 from vllm_tgvkv.policies.pooling import Pooling
-from vllm_tgvkv.policies.registry import POLICIES, Mix, build_policy, needs_head_scores
+from vllm_tgvkv.policies.registry import (
+    POLICIES,
+    Mix,
+    broken_methods,
+    build_policy,
+    method_names,
+    needs_head_scores,
+)
 from vllm_tgvkv.prompt import RowSet, VisionSpan
 
 METHOD_NAMES = POLICIES.names
-"""All methods."""
+"""All methods of this package; `method_names` returns those of other installed packages, too."""
 
 POLICY_NAMES = tuple(name for name in METHOD_NAMES if not needs_head_scores(name))
 """Methods that every server has: they need no file."""
@@ -53,5 +60,8 @@ __all__ = [
     "Score",
     "VisionSpan",
     "VoteScore",
+    "broken_methods",
     "build_policy",
+    "method_names",
+    "needs_head_scores",
 ]

@@ -29,7 +29,11 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_tgvkv.budget import Budget
-from vllm_tgvkv.compatibility import check_engine_args, check_vllm_config
+from vllm_tgvkv.compatibility import (
+    check_engine_args,
+    check_vllm_config,
+    clear_nominal_window,
+)
 from vllm_tgvkv.config import (
     CONFIG_KEY,
     NONE,
@@ -217,6 +221,7 @@ def _configure_engine(
     engine_args.worker_cls = platform.worker_cls
     vllm_config = original(engine_args, *args, **kwargs)
     check_vllm_config(vllm_config, platform)
+    clear_nominal_window(vllm_config)
     # vLLM has decided by now whether steps are scheduled ahead, and whether the user named an
     # attention backend.
     scheduler = vllm_config.scheduler_config

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from vllm.model_executor.models.registry import _MULTIMODAL_MODELS
+from vllm.platforms import current_platform
 
 from tests.conftest import ROOT
 
@@ -49,6 +50,7 @@ def test_families_that_run_in_tests_are_served_and_others_have_their_reason() ->
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="the page is of the build for CPU")
 def test_the_page_is_of_the_installed_vllm() -> None:
     """If not: python -m docs.write_models. In another process, which loads every model class."""
     code = "import sys; from docs.write_models import page; sys.stdout.write(page())"

@@ -9,7 +9,7 @@ In the shapes, L is the number of layers, H of KV heads, P of prompt tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +49,13 @@ class EvictionOptions:
     budget: float | int | str | None = None
     """Share of the prompt that is kept, tokens per KV head, or `auto:SHARE`."""
     defer: int | None = None
-    """Tokens of the answer that the eviction waits for."""
+    """Tokens of the answer that the first eviction waits for."""
+    schedule: str | Sequence[Sequence[float]] | None = None
+    """Evictions in steps, such as `"8:0.3,32:0.1"`, in place of budget and wait; `none` for one."""
+    max_tokens: int | str | None = None
+    """Ceiling of prompt and answer together in tokens per KV head, or `none`."""
+    buffer: int | None = None
+    """Tokens that may be added above the ceiling before the next eviction."""
     report: bool = True
     """Whether the answer comes with a report, see `report_of`."""
     trace: bool = False

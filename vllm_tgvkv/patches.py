@@ -31,7 +31,11 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_tgvkv.budget import Budget
-from vllm_tgvkv.compatibility import check_engine_args, check_vllm_config
+from vllm_tgvkv.compatibility import (
+    check_engine_args,
+    check_vllm_config,
+    clear_nominal_window,
+)
 from vllm_tgvkv.config import (
     CONFIG_KEY,
     NONE,
@@ -291,6 +295,7 @@ def _evicting_config(
     engine_args.worker_cls = platform.worker_cls
     vllm_config = original(engine_args, *args, **kwargs)
     check_vllm_config(vllm_config, platform)
+    clear_nominal_window(vllm_config)
     # vLLM has decided by now whether steps are scheduled ahead, and whether the user named an
     # attention backend.
     scheduler = vllm_config.scheduler_config

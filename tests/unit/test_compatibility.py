@@ -54,8 +54,8 @@ TGV = {CONFIG_KEY: {"policy": "tgv", "budget": 0.1}}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 
 
-def llama() -> Any:
-    return transformers.LlamaConfig(**SIZES)
+def llama(**fields: Any) -> Any:
+    return transformers.LlamaConfig(**SIZES, **fields)
 
 
 def deepseek_v2() -> Any:
@@ -74,8 +74,8 @@ def deepseek_v2() -> Any:
     )
 
 
-def mistral() -> Any:
-    return transformers.MistralConfig(**SIZES, sliding_window=64)
+def mistral(sliding_window: int = 64, **fields: Any) -> Any:
+    return transformers.MistralConfig(**SIZES, sliding_window=sliding_window, **fields)
 
 
 def qwen2(use_sliding_window: bool = True) -> Any:
@@ -93,6 +93,11 @@ def gemma3() -> Any:
     layers = ["full_attention"] * 2
     text = {**SIZES, "head_dim": 16, "sliding_window": None, "layer_types": layers}
     return transformers.Gemma3Config(text_config=text, vision_config=VISION)
+
+
+def cosmos3_edge() -> Any:
+    text = {**SIZES, "head_dim": 128}
+    return transformers.Cosmos3EdgeConfig(text_config=text, vision_config=VISION)
 
 
 def jamba() -> Any:
@@ -185,8 +190,16 @@ def test_head_scores_of_another_shape_are_refused(
     ("config", "architecture", "feature"),
     [
         (deepseek_v2, "DeepseekV2ForCausalLM", "multi-head latent attention (MLA)"),
-        (mistral, "MistralForCausalLM", "sliding-window attention ({model}: all layers)"),
-        (qwen2, "Qwen2ForCausalLM", "sliding-window attention ({model}: layer 1 of 2)"),
+        (
+            mistral,
+            "MistralForCausalLM",
+            "sliding-window attention ({model}: 64 of at most 512 tokens)",
+        ),
+        (
+            qwen2,
+            "Qwen2ForCausalLM",
+            "sliding-window attention in some layers ({model}: layer 1 of 2)",
+        ),
         (gemma2_without_windows, "Gemma2ForCausalLM", "soft-capped attention logits"),
         (gemma3, "Gemma3ForConditionalGeneration", "bidirectional attention over image tokens"),
         (jamba, "JambaForCausalLM", "hybrid or state-space models"),
@@ -202,6 +215,42 @@ def test_models_that_are_refused(
     message = refusal(model)
     assert f"does not work with {feature.format(model=model)}" in message
     assert "serve another model" in message
+
+
+def test_a_window_that_hides_no_token_is_none(folder: Folder) -> None:
+    """Nor does one that `--disable-sliding-window` removes, which bounds the context by it."""
+    message = refusal(folder(mistral, "MistralForCausalLM"))
+    assert "yet: use --disable-sliding-window, which limits the context to the window, " in message
+    as_long = folder(mistral, "MistralForCausalLM", sliding_window=512)
+    shorter = folder(mistral, "MistralForCausalLM")
+    for model, context, options in (
+        (as_long, 512, {}),
+        (shorter, 64, {"max_model_len": 64}),
+        (shorter, 64, {"disable_sliding_window": True}),
+    ):
+        vllm_config = configure(model, **options)
+        assert vllm_config.model_config.max_model_len == context
+        assert vllm_config.model_config.get_sliding_window() is None
+        assert vllm_config.cache_config.sliding_window is None
+        stock = configure(model, {}, **options)
+        is_kept = "disable_sliding_window" not in options
+        assert (stock.cache_config.sliding_window is not None) is is_kept, "stock is stock"
+    assert ": 511 of at most 512 tokens)" in refusal(
+        folder(mistral, "MistralForCausalLM", sliding_window=511)
+    )
+
+
+def test_layers_without_attention_are_not_attention(folder: Folder) -> None:
+    """Those that the configuration counts as layers, such as `mlp`."""
+    model = folder(cosmos3_edge, "Cosmos3EdgeForConditionalGeneration")
+    assert configure(model).scheduler_config.scheduler_cls == SCHEDULER_CLS
+
+
+def test_an_indexer_is_refused(folder: Folder) -> None:
+    """Whether the checkpoint describes it or only its heads."""
+    for fields in ({"sparse_attention_config": {"sparse_block_size": 128}}, {"index_n_heads": 4}):
+        model = folder(llama, "LlamaForCausalLM", **fields)
+        assert "sparse attention (an indexer selects the keys)" in refusal(model)
 
 
 @pytest.mark.parametrize(

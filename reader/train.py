@@ -33,7 +33,7 @@ MODELS = ROOT / "build" / "models"
 CHECKPOINT = ROOT / "build" / "reader" / "checkpoint.pt"
 
 BATCH = 512
-STEPS = 4500
+STEPS = 3500
 RATE = 1.5e-3
 WARM_UP = 100
 NORMALISER = 0.2

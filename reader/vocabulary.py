@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -27,10 +28,8 @@ LONGEST = 18
 _LETTERS = {*range(0x180), *range(0x2010, 0x2040)}
 """Code points that may be shown: Latin letters and punctuation. Cyrillic ones look the same."""
 
-_FRAMES = (
-    "One of the special magic numbers for one-two is: 0123456789.",
-    'The special passage about one-two is: "',
-)
+NEEDLES = 400
+"""Made-up needles in the texts that say how often a piece is used."""
 
 
 class UnknownLetterError(ValueError):
@@ -100,17 +99,25 @@ class Vocabulary:
 
 
 def piece_counts(tokenizer: Any) -> Counter[int]:
-    """Return how often each token comes in the texts of the tasks."""
+    """Return how often each token comes in prose, noise, the words of needles, and needles."""
     words = [*ADJECTIVES, *NOUNS, *(f"{noun}s" for noun in NOUNS), *VERBS, *PLACES, *JOINTS]
-    pairs = [f" {adjective}-{noun}" for adjective, noun in zip(ADJECTIVES, NOUNS, strict=False)]
-    pairs += [f" {ADJECTIVES[0]}-{noun}" for noun in NOUNS]
     words += [word.title() for word in words]
-    texts = [*words, *pairs, *_FRAMES, *NOISE, *python_prose()]
+    texts = [*words, *_needles(), *NOISE, *python_prose()]
     texts += [f" {text}" for text in texts]
     counts: Counter[int] = Counter()
     for tokens in tokenizer(texts, add_special_tokens=False)["input_ids"]:
         counts.update(tokens)
     return counts
+
+
+def _needles() -> Iterator[str]:
+    """Yield sentences in the tasks' words, always the same."""
+    rng = random.Random(0)
+    for _ in range(NEEDLES):
+        adjective, noun, verb = rng.choice(ADJECTIVES), rng.choice(NOUNS), rng.choice(VERBS)
+        name, value = f"{adjective}-{noun}", rng.randint(1_000_000, 9_999_999)
+        yield f"One of the special magic numbers for {name} is: {value}."
+        yield f'The special passage about {name} is: "The {adjective} {noun} {verb} {value % 100}'
 
 
 def _can_be_drawn(tokenizer: Any, token: int) -> bool:

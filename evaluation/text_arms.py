@@ -281,7 +281,7 @@ _PASSAGES = Part(
         Cells(
             PASSAGES,
             (
-                *crossed(METHODS, (0.2, 0.1)),
+                *crossed(("snapkv", "streaming"), (0.2, 0.1)),
                 *crossed(mixed(_SNAP, "forward16"), (0.2, 0.1)),
                 *crossed(mixed(_SNAP, "forward40"), (0.2, 0.1)),
                 *crossed(mixed(_SNAP, "symmetric40"), (0.2, 0.1)),
@@ -292,7 +292,7 @@ _PASSAGES = Part(
                 *crossed(mixed(_SNAP, "max", "symmetric40"), (0.2, 0.1), (8,)),
                 *crossed(mixed(_SNAP, "answer", "forward40"), (0.2, 0.1), (8,)),
             ),
-            60,
+            40,
         ),
     ),
     (

@@ -49,17 +49,23 @@ def test_importing_the_package_is_cheap() -> None:
 
 
 def test_options_cover_every_key_of_a_request() -> None:
-    full = api.EvictionOptions("snapkv", 0.25, 3, report=True, trace=True)
-    assert full.extra_args() == {
+    full = api.EvictionOptions(
+        "snapkv", 0.25, 3, "8:0.3", 512, 64, report=True, trace=True
+    ).extra_args()
+    assert full == {
         "kv_eviction": "snapkv",
         "kv_eviction_budget": 0.25,
         "kv_eviction_defer": 3,
+        "kv_eviction_schedule": "8:0.3",
+        "kv_eviction_max_tokens": 512,
+        "kv_eviction_buffer": 64,
         "kv_eviction_report": 1,
         "kv_eviction_trace": 1,
     }
-    assert set(full.extra_args()) == set(REQUEST_KEYS)
+    assert set(full) == set(REQUEST_KEYS)
+    options = api.EvictionOptions("snapkv", 0.25, 3, trace=True).extra_args()
     config = EvictionConfig.from_mapping({"policy": "tgv", "budget": 0.5})
-    resolved = RequestOptions.resolve(config, full.extra_args())
+    resolved = RequestOptions.resolve(config, options)
     assert (resolved.policy, resolved.budget.fraction, resolved.defer) == ("snapkv", 0.25, 3)
     assert resolved.report
     assert resolved.trace

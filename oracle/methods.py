@@ -146,6 +146,8 @@ class Settings:
         observation_window: greatest number of text rows that vote, the last ones.
         floor: least number of pages of every token set.
         head_scores: [L, Q], for SparseMM.
+        ranks: equal parts of the KV heads, in order. Each part has the same number of pages in
+            total: none moves to another part. Shares are those of all heads.
     """
 
     budget: float | int | Auto
@@ -156,6 +158,7 @@ class Settings:
     floor: int = 1
     pooling: Pool | None = None
     head_scores: Tensor | None = None
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -977,13 +980,20 @@ def fill(
     shares = ALLOCATIONS[mix.allocation](replace(evidence, tiers=kinds, blocks=blocks))
     if evidence.noise and mix.allocation not in EXACT_ALLOCATIONS:
         shares = perturbed(torch.tensor(shares, dtype=torch.float64), evidence.noise).tolist()
-    counts = apportion(
-        shares,
-        blocks * len(shares),
-        floor=min(settings.floor, blocks),
-        cap=everything(evidence).pages.flatten().tolist(),
-    )
-    pages = torch.tensor(counts).view(len(evidence.token_sets), -1)
+    caps = everything(evidence).pages
+    pages = torch.zeros_like(caps)
+    of_layer = caps.shape[1]
+    per_rank = of_layer // settings.ranks if of_layer > 1 else 1
+    for first in range(0, of_layer, per_rank):
+        heads = slice(first, first + per_rank)
+        of_rank = [s for i, s in enumerate(shares) if first <= i % of_layer < first + per_rank]
+        counts = apportion(
+            of_rank,
+            blocks * len(of_rank),
+            floor=min(settings.floor, blocks),
+            cap=caps[:, heads].flatten().tolist(),
+        )
+        pages[:, heads] = torch.tensor(counts).view(len(caps), -1)
     kept = everything(evidence).kept
     kept[..., : case.candidates] = False
     for layer, token_set in itertools.product(*map(range, pages.shape)):

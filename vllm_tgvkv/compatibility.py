@@ -215,11 +215,6 @@ def _engine_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refus
             "use reduce: mean, or granularity: head and at most one rank per KV head",
         ),
         (
-            config.cuts_again and bool(several),
-            f"decode (later evictions) and {several}",
-            "remove decode from --kv-eviction-config, use one rank and one stage",
-        ),
-        (
             least is not None,
             f"decode.max_tokens: {config.decode and config.decode.max_tokens}, which is less than "
             f"floor_pages ({config.floor_pages}) and one block",

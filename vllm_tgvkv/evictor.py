@@ -30,7 +30,7 @@ from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
 from vllm_tgvkv.kernels.merge import merge_evicted
 from vllm_tgvkv.kernels.select import page_offsets
 from vllm_tgvkv.kernels.statistics import Scratch
-from vllm_tgvkv.observation import DueEviction, ModelPart, PromptObservation
+from vllm_tgvkv.observation import DueEviction, Gathered, ModelPart, PromptObservation
 from vllm_tgvkv.outcomes import KeptTokens, Outcomes, PendingOutcome
 from vllm_tgvkv.pages import CacheShape, PagePool
 from vllm_tgvkv.plan import Failure, StepPlan
@@ -261,9 +261,9 @@ class Evictor:
         """Decide, copy the kept tokens and store the region."""
         eviction, shape = due.eviction, self.shape
         with seen.stopwatch.time("selection"):
-            scores, strengths, masses = seen.gather(due)
-            decider = self._decider(due, scores, strengths)
-            decision = self._decide(due, decider, masses)
+            gathered = seen.gather(due)
+            decider = self._decider(due, gathered)
+            decision = self._decide(due, decider, gathered.masses)
             offsets = page_offsets(decision.counts)
         keys, values, positions = self.pool.keys, self.pool.values, decision.positions
         sizes = (shape.num_layers, shape.num_heads)
@@ -288,9 +288,10 @@ class Evictor:
             whole = decision
             if self.ranks.num_parts > 1:
                 everything = replace(decider, heads=slice(None), agree=lambda find: find())
-                whole = self._decide(due, everything, masses)
-            if decider.present is not None:  # tokens that an earlier cut evicted have no score
-                scores = scores.where(decider.present, torch.nan)
+                whole = self._decide(due, everything, gathered.masses)
+            scores = gathered.scores
+            if gathered.present is not None:  # tokens that an earlier cut evicted have no score
+                scores = scores.where(gathered.present, torch.nan)
             trace = self._trace(due, eviction.traced_budget, scores, whole)
         return Evicted(decision, num_vision, trace)
 
@@ -338,18 +339,15 @@ class Evictor:
 
     # -- the decision -------------------------------------------------------------------
 
-    def _decider(self, due: DueEviction, scores: torch.Tensor, strengths: torch.Tensor) -> Decider:
-        """Return what decides for this rank's heads, from scores of the heads of all ranks."""
+    def _decider(self, due: DueEviction, gathered: Gathered) -> Decider:
+        """Return what decides for this rank's heads."""
         shape, ranks = self.shape, self.ranks
         first_head = ranks.part * shape.num_heads
-        present = None
-        if due.keys is not None:
-            present = due.keys.present(scores.shape[1])[..., : due.prompt.num_candidates]
         return Decider(
             due.policy,
             due.prompt,
-            scores,
-            strengths,
+            gathered.scores,
+            gathered.strengths,
             num_heads=shape.num_heads * ranks.num_parts,
             block_size=shape.block_size,
             floor_pages=self.config.floor_pages,
@@ -357,7 +355,7 @@ class Evictor:
             heads=slice(first_head, first_head + shape.num_heads),
             agree=ranks.first,
             depth=Depth(self.stages.first_layer, self.stages.model_layers),
-            present=present,
+            present=gathered.present,
         )
 
     def _decide(self, due: DueEviction, decider: Decider, masses: torch.Tensor | None) -> Decision:

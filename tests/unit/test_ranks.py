@@ -27,6 +27,7 @@ from vllm_tgvkv.pages import CacheShape, page_pool
 from vllm_tgvkv.plan import Eviction, Failure, Observation, Outcome, RowSumming, StepPlan
 from vllm_tgvkv.policies import METHOD_NAMES
 from vllm_tgvkv.prompt import PromptMap, VisionSpan, voters
+from vllm_tgvkv.ragged import RaggedKeys
 from vllm_tgvkv.ranks import RankError, Ranks, SharedAttention, TensorRanks
 from vllm_tgvkv.stages import Stages
 
@@ -232,7 +233,8 @@ def both(method: str) -> dict[str, str]:
 
 def run_out_of_memory(monkeypatch: pytest.MonkeyPatch, part: str, now: Callable[[], bool]) -> None:
     """Let a part of the eviction fail to allocate memory in each call for which `now()` is true."""
-    module = {"observe_layers": observation, "copy_kept": evictor}[part]
+    owners = {"observe_layers": observation, "copy_kept": evictor, "of_row": RaggedKeys}
+    module = owners[part]
     real = getattr(module, part)
 
     def failing(*args: Any, **kwargs: Any) -> Any:

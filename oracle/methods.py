@@ -145,9 +145,9 @@ class Settings:
         sinks: number of first positions that are kept before all others.
         observation_window: greatest number of text rows that vote, the last ones.
         floor: least number of pages of every token set.
-        head_scores: [L, Q], for SparseMM.
         ranks: equal parts of the KV heads, in order. Each part has the same number of pages in
             total: none moves to another part. Shares are those of all heads.
+        head_scores: [L, Q], for SparseMM.
     """
 
     budget: float | int | Auto
@@ -157,8 +157,8 @@ class Settings:
     observation_window: int = 512
     floor: int = 1
     pooling: Pool | None = None
-    head_scores: Tensor | None = None
     ranks: int = 1
+    head_scores: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from vllm_tgvkv.outcomes import KeptTokens, Outcomes, PendingOutcome
 from vllm_tgvkv.pages import CacheShape, PagePool
 from vllm_tgvkv.plan import Failure, StepPlan
 from vllm_tgvkv.policies import Depth, Prompt
-from vllm_tgvkv.queries import DecodeQueries, QueryPool, StoredQueries
+from vllm_tgvkv.queries import ChunkQueries, DecodeQueries, QueryPool, StoredQueries
 from vllm_tgvkv.ranks import Ranks
 from vllm_tgvkv.regions import Regions
 from vllm_tgvkv.stages import Stages
@@ -102,8 +102,8 @@ class Evictor:
         self._policy_of = cache(config.build_policy)  # a chunk should not build one again
         self._current: list[PromptObservation] = []
         """Prompts observed in the current step."""
-        self._stored: tuple[torch.Tensor, torch.Tensor] | None = None
-        """Tokens of the batch whose queries are stored, and their rows of the query pool, int64."""
+        self._stored: ChunkQueries | None = None
+        """The store of this step's queries of tokens that vote later."""
         self._decode_queries: DecodeQueries | None = None
         self.ended: list[PendingOutcome | Failure] = []
         """Evictions of the current step, done or failed, until `take_outcomes`."""
@@ -167,7 +167,7 @@ class Evictor:
         self._current = []
         tokens, rows = self._rows_to_store(first_token)
         if len(tokens):
-            self._stored = self.part.to_device(tokens), self.part.to_device(rows)
+            self._stored = ChunkQueries(self.part.queries, tokens, rows)
         self.part.num_waiting_rows = sum(
             len(part.rows) for part in self.plan.observations if part.stored is None
         )
@@ -201,8 +201,7 @@ class Evictor:
             scale: factor of the products of queries and keys as they are stored.
         """
         if self._stored is not None:
-            tokens, rows = self._stored
-            self.part.queries.store(layer, rows, queries.index_select(0, tokens))
+            self._stored.store(layer, queries)
         for observation in self._current:
             observation.see_layer(layer, queries, scale)
         if self._current and layer == self.shape.num_layers - 1:

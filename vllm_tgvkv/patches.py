@@ -34,13 +34,13 @@ from vllm_tgvkv.config import (
     CONFIG_KEY,
     NONE,
     EvictionConfig,
-    RequestOptions,
     config_of,
     read_config_file,
 )
 from vllm_tgvkv.defaults import Defaults
 from vllm_tgvkv.errors import EvictionConfigError
 from vllm_tgvkv.policies import METHOD_NAMES
+from vllm_tgvkv.request import RequestOptions
 from vllm_tgvkv.settings import help_lines, settings_of
 
 if TYPE_CHECKING:
@@ -238,7 +238,8 @@ def _validate_request(
     defaults = _defaults[processor]
     if defaults.config.active and isinstance(params, SamplingParams):
         try:
-            RequestOptions.resolve(defaults.current(), params.extra_args)
+            block_size = processor.vllm_config.cache_config.block_size
+            RequestOptions.resolve(defaults.current(), params.extra_args, block_size)
         except EvictionConfigError as error:
             raise VLLMValidationError(str(error), parameter="vllm_xargs") from error
     return result

@@ -106,7 +106,7 @@ class Setting:
     @property
     def default_text(self) -> str:
         """Default in Markdown."""
-        if self.default in (None, {}):
+        if self.default in (None, {}, ()):
             return self.unset
         if isinstance(self.default, bool | int):
             return f"`{json.dumps(self.default)}`"
@@ -136,7 +136,7 @@ class Setting:
         if self.type is str and not isinstance(value, str):
             raise EvictionConfigError(f"{source} is {quoted(value)}: give a name")
         if self.type is int and self.at_least is not None:
-            _check_count(value, self.at_least, source)
+            check_count(value, self.at_least, source)
         return value
 
 
@@ -198,9 +198,15 @@ def table(settings: Iterable[Setting]) -> str:
     return "\n".join(("| field | meaning | values | default |", "|---|---|---|---|", *rows))
 
 
-def _check_count(value: Any, at_least: int, source: str) -> None:
+def check_count(value: Any, at_least: int, source: str, hint: str = "") -> int:
+    """Return a whole number after checking it; `hint` is what else may be given.
+
+    Raises:
+        EvictionConfigError: naming `source`, the value and what it may be.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or not at_least <= value <= MAX_COUNT:
         raise EvictionConfigError(
             f"{source} is {quoted(value)}: give a whole number, at least {at_least} and at most "
-            f"{MAX_COUNT}"
+            f"{MAX_COUNT}{hint}"
         )
+    return value

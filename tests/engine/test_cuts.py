@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,8 @@ class Case:
     method: str
     defer: int
     budget: float = 0.3
+    own: dict[str, Any] = field(default_factory=dict)
+    """Further fields of the oracle's `Eviction`."""
 
     def ask(self, seed: int) -> Ask:
         xargs = {
@@ -129,7 +131,7 @@ def expected(oracle: Oracle, running: SteppedEngine, case: Case, ask: Ask, **mor
         sinks=config.sinks,
         observation_window=config.observation_window,
         head_scores=torch.tensor(HEAD_SCORES.scores),
-        **{"defer": case.defer, **more},
+        **{"defer": case.defer, **case.own, **more},
     )
     return oracle.answer(oracle.prompt(ask.text, ask.images), ask.max_tokens, wanted)
 
@@ -139,19 +141,23 @@ def assert_agrees(
     oracle: Oracle,
     cases: Sequence[Case],
     outputs: Sequence[Any],
-    max_tokens: int = TOKENS,
+    asks: Sequence[Ask] | None = None,
     **more: Any,
 ) -> None:
-    """Assert that tokens, kept positions and reports are the oracle's."""
-    for index, (case, output) in enumerate(zip(cases, outputs, strict=True)):
-        ask = replace(case.ask(index), max_tokens=max_tokens)
+    """Assert that tokens, kept positions and reports are the oracle's.
+
+    `asks` are by default those of `Case.ask`.
+    """
+    asks = asks or [case.ask(index) for index, case in enumerate(cases)]
+    for case, ask, output in zip(cases, asks, outputs, strict=True):
         answer = expected(oracle, running, case, ask, **more)
         kept = running.kept_after_cuts(output.request_id)
         kept = kept[len(kept) - len(answer.cuts) :]
         num_prompt = len(output.prompt_token_ids)
         for ours, cut in zip(kept, answer.cuts, strict=True):
             theirs = cut.selection.kept
-            ceiling = more.get("ceiling") is not None and cut is not answer.cuts[0]
+            bounded = case.own.get("ceiling") or more.get("ceiling")
+            ceiling = bounded is not None and cut is not answer.cuts[0]
             num_candidates = (theirs.shape[-1] if ceiling else num_prompt) // SIZE * SIZE
             same = torch.equal(ours[..., :num_candidates], theirs[..., :num_candidates])
             assert same, f"{case}: cut after {cut.after} keeps other tokens"
@@ -272,13 +278,94 @@ def test_a_ceiling_bounds_a_long_answer(folder: Path, heads: str, oracle: Oracle
         "debug": DEBUG,
     }
     names = ("snapkv", "adakv", "tgv", "streaming", "rkv", "mixkv", "sparsemm")
-    cases = [*(Case(name, 3) for name in names), Case("snapkv", 0, 0.9), Case("tgv", 3, 0.7)]
+    cases = [Case(name, 3) for name in names]
+    cases += [Case("snapkv", 0, 0.9), Case("tgv", 3, 0.7)]
     with engine(folder, settings) as running:
         asks = [replace(c.ask(i), max_tokens=200) for i, c in enumerate(cases)]
         outputs = running.run(asks)
         more = {"ceiling": 96, "buffer": 32, "answer_rows": 16}
-        assert_agrees(running, oracle, cases, outputs, max_tokens=200, **more)
+        assert_agrees(running, oracle, cases, outputs, asks, **more)
         for output in outputs:
             _, *later = output.kv_transfer_params["kv_eviction"]["cuts"]
             assert len(later) >= 2
             assert {cut["blocks_after"] for cut in later} == {96 // SIZE}
+
+
+OWN: list[tuple[Case, dict[str, Any]]] = [
+    (
+        Case("tgv", 6, 0.6, {"schedule": ((30, 0.4), (61, 0.2))}),
+        {"kv_eviction_schedule": "6:0.6,30:0.4,61:0.2"},
+    ),
+    (
+        Case("snapkv", 0, 0.5, {"schedule": ((21, 0.25),)}),
+        {"kv_eviction_schedule": [[0, 0.5], [21, 0.25]]},  # as Python may write it
+    ),
+    (
+        Case("adakv", 3, 0.3, {"ceiling": 96, "buffer": 32}),
+        {
+            "kv_eviction_budget": 0.3,
+            "kv_eviction_defer": 3,
+            "kv_eviction_max_tokens": 96,
+            "kv_eviction_buffer": 32,
+        },
+    ),
+    (
+        Case("rkv", 0, 0.4, {"ceiling": 128, "buffer": 64}),
+        {
+            "kv_eviction_budget": 0.4,
+            "kv_eviction_defer": 0,
+            "kv_eviction_max_tokens": 128,
+            "kv_eviction_buffer": 64,
+        },
+    ),
+    (
+        Case("elastic", 9, 0.3),  # evicts once only
+        {
+            "kv_eviction_schedule": "none",
+            "kv_eviction_budget": 0.3,
+            "kv_eviction_defer": 9,
+        },
+    ),
+    (Case("aircache", 7, 0.4), {"kv_eviction_schedule": "7:0.4"}),
+    (Case("h2o", 4, 0.5, {"schedule": ((33, 0.2),)}), {"kv_eviction_schedule": "4:0.5,33:0.2"}),
+]
+"""Requests, and the options that give them these cuts on any server that has `decode`."""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"decode": {"on_request": True, "rows": 16}},
+        {"decode": {"schedule": [[2, 0.7], [11, 0.15]], "rows": 16}, "num_blocks": 40},
+    ],
+    ids=["on_request", "cached"],
+)
+def test_requests_of_one_engine_have_their_own_cuts(
+    folder: Path, oracle: Oracle, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever else is in the batch, and whatever the server's own requests do."""
+    settings = {"policy": "tgv", "decode": options["decode"], "debug": DEBUG}
+    num_blocks = options.get("num_blocks")
+    more = {**CACHED, **CHUNKED, "num_gpu_blocks_override": num_blocks} if num_blocks else {}
+    first = Case("tgv", 0, 0.1)
+    if num_blocks:
+        first = Case("tgv", 2, 0.7, {"schedule": ((11, 0.15),)})
+    cases, asked = zip(*[(first, {}), *OWN], strict=True)
+    with engine(folder, settings, **more) as running:
+        asks = []
+        for index, (case, own) in enumerate(zip(cases, asked, strict=True)):
+            xargs = {"kv_eviction": case.method, "kv_eviction_report": 1, **own}
+            asks.append(replace(case.ask(index), max_tokens=170, xargs=xargs))
+        if num_blocks:
+            preempt_sometimes(running, monkeypatch)
+        outputs = running.run(asks)
+        assert_agrees(running, oracle, cases, outputs, asks, answer_rows=16)
+        assert running.preempted or not num_blocks
+        for case, output in zip(cases, outputs, strict=True):
+            report = output.kv_transfer_params["kv_eviction"]
+            assert (report["defer"], report["budget"]) == (case.defer, case.budget)
+            assert (report["decode"] is not None) == bool(case.own)
+            assert len(report["cuts"]) > 1 or not case.own, case
+        # Alone, or behind others, a request answers the same.
+        again = [replace(ask, arrival=40 * index) for index, ask in enumerate(asks[::-1])]
+        assert running.tokens(again)[::-1] == [list(o.outputs[0].token_ids) for o in outputs]

@@ -203,6 +203,9 @@ def assert_report(output: Any, expected: Expected, blocks: int) -> None:
     assert output.kv_transfer_params["kv_eviction"] == {
         "policy": expected.case.method,
         "prompt_tokens": len(expected.prompt.token_ids),
+        "budget": expected.ask.xargs["kv_eviction_budget"],
+        "defer": 0,
+        "decode": None,
         **sizes,
         "skip_reason": None,
         "trace": None,

@@ -131,6 +131,9 @@ def test_answer_tells_what_was_evicted(server: ChatServer) -> None:
     assert report_of(answer) == {
         "policy": "tgv",
         "prompt_tokens": num_tokens,
+        "budget": 0.1,
+        "defer": 0,
+        "decode": None,
         **sizes,
         "skip_reason": None,
         "trace": None,

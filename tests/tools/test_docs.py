@@ -21,9 +21,10 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.conftest import ROOT
 from tests.tools.test_configs import engine_args, serve_parser
-from vllm_tgvkv.config import CONFIG_KEY, REQUEST_KEYS, EvictionConfig, RequestOptions
+from vllm_tgvkv.config import CONFIG_KEY, EvictionConfig
 from vllm_tgvkv.head_scores import write
 from vllm_tgvkv.metrics import METRICS
+from vllm_tgvkv.request import REQUEST_KEYS, RequestOptions
 
 __all__ = ["serve_parser"]  # a fixture
 

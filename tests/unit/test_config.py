@@ -21,16 +21,17 @@ from hypothesis import strategies as st
 from vllm_tgvkv.budget import Budget, Guard
 from vllm_tgvkv.config import (
     CONFIG_KEY,
-    REQUEST_KEYS,
+    Again,
     DebugOptions,
+    DecodeOptions,
     EvictionConfig,
-    RequestOptions,
     read_config_file,
 )
 from vllm_tgvkv.defaults import Defaults
 from vllm_tgvkv.errors import EvictionConfigError
 from vllm_tgvkv.patches import _budget_flag, _config_flag
 from vllm_tgvkv.policies import POLICY_NAMES, Mix, Pooling
+from vllm_tgvkv.request import RequestOptions
 
 
 @pytest.mark.parametrize(
@@ -309,57 +310,6 @@ def test_wrong_settings_name_field_value_and_way_out(values: Any, parts: list[st
         assert part in str(caught.value)
 
 
-SERVER = EvictionConfig(policy="tgv", budget=Budget(fraction=0.1))
-
-
-@pytest.mark.parametrize(
-    ("extra_args", "options"),
-    [
-        (None, RequestOptions("tgv", SERVER.budget)),
-        ({}, RequestOptions("tgv", SERVER.budget)),
-        ({"someone_elses": 1}, RequestOptions("tgv", SERVER.budget)),
-        ({"kv_eviction": "none"}, RequestOptions("none", SERVER.budget)),
-        ({"kv_eviction_budget": 0.5}, RequestOptions("tgv", Budget(fraction=0.5))),
-        ({"kv_eviction_budget": "64"}, RequestOptions("tgv", Budget(tokens=64))),
-        ({"kv_eviction_report": 1}, RequestOptions("tgv", SERVER.budget, report=True)),
-        ({"kv_eviction_report": 0}, RequestOptions("tgv", SERVER.budget)),
-        ({"kv_eviction_trace": 1}, RequestOptions("tgv", SERVER.budget, trace=True)),
-    ],
-)
-def test_options_of_a_request(extra_args: dict[str, Any] | None, options: RequestOptions) -> None:
-    assert RequestOptions.resolve(SERVER, extra_args) == options
-
-
-@pytest.mark.parametrize(
-    ("extra_args", "parts"),
-    [
-        ({"kv_eviction": "TGV"}, ["vllm_xargs.kv_eviction", "'TGV'", "none, tgv"]),
-        ({"kv_eviction": 1}, ["vllm_xargs.kv_eviction", "1", "none, tgv"]),
-        ({"kv_eviction_budget": "most"}, ["vllm_xargs.kv_eviction_budget", "'most'", "512"]),
-        ({"kv_eviction_budget": [0.1]}, ["vllm_xargs.kv_eviction_budget", "[0.1]", "512"]),
-        ({"kv_eviction_report": "yes"}, ["vllm_xargs.kv_eviction_report", "'yes'", "give 1"]),
-        ({"kv_eviction_trace": 2}, ["vllm_xargs.kv_eviction_trace is 2", "give 1 for a trace"]),
-        ({"kv_eviction_report": [1]}, ["vllm_xargs.kv_eviction_report", "[1]", "give 1"]),
-        ({"kv_eviction": "random", "kv_eviction_budget": "auto:0.9"}, ["auto", "'random'"]),
-        ({"kv_eviction_sinks": 4}, ["vllm_xargs", "kv_eviction_sinks", "kv_eviction_budget"]),
-    ],
-)
-def test_wrong_options_name_parameter_value_and_way_out(
-    extra_args: dict[str, Any], parts: list[str]
-) -> None:
-    with pytest.raises(EvictionConfigError) as caught:
-        RequestOptions.resolve(SERVER, extra_args)
-    for part in parts:
-        assert part in str(caught.value)
-
-
-def test_a_server_without_traces_says_how_to_get_them() -> None:
-    config = EvictionConfig(policy="tgv", max_traces=0)
-    assert not RequestOptions.resolve(config, {"kv_eviction_trace": 0}).trace
-    with pytest.raises(EvictionConfigError, match="max_traces of at least 1"):
-        RequestOptions.resolve(config, {"kv_eviction_trace": 1})
-
-
 @pytest.mark.parametrize("value", [0.1, 1.0, 512, "auto:0.9", "auto:0.5,min=0.1,max=0.2"])
 def test_a_budgets_value_reads_back(value: Any) -> None:
     budget = Budget.parse(value, "it")
@@ -435,6 +385,7 @@ def with_fields(cls: type) -> st.SearchStrategy[dict[str, Any]]:
 
 FIELD_VALUES = {
     "pooling": JSON | with_fields(Pooling),
+    "decode": JSON | with_fields(DecodeOptions),
     "debug": JSON | with_fields(DebugOptions),
     "methods": JSON | st.dictionaries(WORDS, JSON | with_fields(Mix), max_size=2),
 }
@@ -456,8 +407,9 @@ def test_any_settings_are_valid_or_refused(values: dict[str, Any]) -> None:
         return
     assert pickle.loads(pickle.dumps(config)) == config
     assert str(config.budget)
+    once = Again(happens=False, source="", way_out="")
     for name in config.method_names:
-        assert config.check_method(name, Budget(fraction=0.5), "it", 1) == name
+        assert config.check_method(name, Budget(fraction=0.5), "it", 1, once) == name
     assert Defaults(config).current().policy == config.policy
     assert RequestOptions.resolve(config, None).policy == config.policy
 
@@ -478,19 +430,6 @@ def test_a_refusal_names_the_field(data: st.DataObject, name: str) -> None:
     # Parts of a mix that do not fit together are reported for the method.
     known = ("kv_eviction.methods", "kv_eviction method ") if name == "methods" else ()
     assert said is None or said.startswith((f"kv_eviction.{name}", *known))
-
-
-@given(st.dictionaries(st.sampled_from(REQUEST_KEYS) | st.text() | WORDS, JSON, max_size=4))
-def test_any_options_are_applied_or_refused(extra_args: dict[str, Any]) -> None:
-    said = refusal(lambda: RequestOptions.resolve(SERVER, extra_args))
-    if said is not None:
-        assert "vllm_xargs" in said
-        assert len(said) < 2000
-        return
-    options = RequestOptions.resolve(SERVER, extra_args)
-    assert options.policy in SERVER.method_names
-    assert 0 < options.budget.retained_blocks(10**6, 16) <= 10**6 // 16
-    assert Budget.parse(options.budget.value, "it") == options.budget
 
 
 BUDGETS = st.from_regex(r"(auto:)?[0-9.e+-]+(,(min|max)=[0-9.e-]+)*", fullmatch=True)
@@ -622,7 +561,7 @@ def test_a_guarded_budget_is_for_one_eviction() -> None:
     with pytest.raises(EvictionConfigError, match=r"budget auto with kv_eviction.policy 'tgv'"):
         EvictionConfig.from_mapping(values)
     server = EvictionConfig.from_mapping({**values, "budget": 0.2})
-    with pytest.raises(EvictionConfigError, match="or start the server without decode"):
+    with pytest.raises(EvictionConfigError, match='kv_eviction_schedule: "none" to evict once'):
         RequestOptions.resolve(server, {"kv_eviction_budget": "auto:0.9"})
 
 

@@ -118,6 +118,7 @@ def test_the_status_shows_the_settings_that_decide_what_is_kept() -> None:
         "min_prompt_tokens": int,
         "text_only": str,
         "prefix_reuse": str,
+        "decode": schemas.Decode | None,
     }
     assert all(field.is_required() for field in fields.values())
 

@@ -118,7 +118,7 @@ def select(
     )
 
 
-def _states(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> States:
+def _states(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None) -> States:
     """Return states with the scale that all models of the tests have."""
     return States(queries, keys, queries.shape[-1] ** -0.5, values)
 
@@ -133,7 +133,7 @@ class Moment:
         rows: attention of each step so far, float64 [L, Q, new tokens, positions].
         queries: rotated queries of each step so far, [L, Q, new tokens, D].
         keys: rotated keys, [L, H, n, D], with those that are hidden.
-        values: their values, [L, H, n, D].
+        values: their values, [L, H, n, D], for methods that look at them.
     """
 
     prompt_tokens: int
@@ -141,7 +141,7 @@ class Moment:
     rows: list[torch.Tensor]
     queries: list[torch.Tensor]
     keys: torch.Tensor
-    values: torch.Tensor
+    values: torch.Tensor | None = None
 
     @property
     def length(self) -> int:

@@ -259,12 +259,11 @@ class SharedAttention:
     def key_redundancy(self) -> Tensor:
         raise ValueError(f"key_redundancy {_OF_ONE_RANK}")
 
+    # Ranks that hold the same KV head have the same keys and values.
+
     @property
     def is_seen(self) -> Tensor:
-        positions = torch.arange(self._num_keys, device=self.row_positions.device)
-        return (positions <= self.row_positions[-1:]).unsqueeze(0)
-
-    # Ranks that hold the same KV head have the same keys and values.
+        return self._columns(lambda: self._own().is_seen.float()) > 0.5
 
     @property
     def mean_cosines(self) -> Tensor:

@@ -375,8 +375,9 @@ def test_schedules_stand_for_budget_and_wait() -> None:
     assert "decode" not in eviction_settings([FULL, TextArm("snapkv", 0.1)])
 
 
-def test_the_plugin_knows_the_methods_of_today() -> None:
-    arms = [arm for _, _, arms in PARTS["methods"].work for arm in arms]
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
+def test_the_plugin_knows_every_arm(part: Part) -> None:
+    arms = [arm for _, _, arms in part.work for arm in arms]
     check(arms, eviction_settings(arms))
 
 

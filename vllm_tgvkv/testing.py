@@ -24,6 +24,7 @@ from vllm_tgvkv.kernels.statistics import observe
 from vllm_tgvkv.policies import (
     NO_ATTENTION,
     Attention,
+    Granularity,
     LayerView,
     Mix,
     Policy,
@@ -89,10 +90,11 @@ def check_method(
         seed = torch.seed() % 2**31
     torch.manual_seed(seed)
     done = []
-    for granularity in ("layer", "head"):
+    granularities: tuple[Granularity, ...] = ("layer", "head")
+    for granularity in granularities:
         if any(granularity not in part.granularities for part in (recipe.score, recipe.allocation)):
             continue
-        policy = build_policy(Mix(name, granularity=granularity), name)  # type: ignore[arg-type]
+        policy = build_policy(Mix(name, granularity=granularity), name)
         for title in _PROMPTS:
             case = _Case(policy, title, f"{name}, {granularity}, {title}, seed {seed}")
             if policy.allocation.needs_vision and not case.prompt.images:
@@ -190,7 +192,8 @@ class _Case:
             return observe(chosen, pages, ids, rows.to(device), end, _SCALE, per_head, statistics)
 
         if kind != "all":
-            return observed(torch.as_tensor(self.rows.sets[kind]), self.length)  # type: ignore[no-any-return]
+            of_few: Attention = observed(torch.as_tensor(self.rows.sets[kind]), self.length)
+            return of_few
         sums = RowSums(self.num_sets, self.length, torch.device(device))
         middle = int(torch.randint(1, self.length, ()))
         for start, end in ((0, middle), (middle, self.length)):

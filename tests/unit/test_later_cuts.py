@@ -84,7 +84,8 @@ class Model:
         attention, queries = self.attention(), self.queries.flatten(2, 3).transpose(1, 2)
         for n in range(PROMPT.num_tokens, PROMPT.num_tokens + ANSWER):
             kept = torch.ones(*self.keys.shape[:2], n, dtype=torch.bool)
-            seen = [attention[:, :, :n, :n]], [queries[:, :, :n]], self.keys[:, :, :n]
+            keys = self.keys[:, :, :n]
+            seen = [attention[:, :, :n, :n]], [queries[:, :, :n]], keys, torch.zeros_like(keys)
             yield Moment(PROMPT.num_tokens, kept, *seen)
 
 

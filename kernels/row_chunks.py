@@ -200,7 +200,7 @@ class TorchAttention(ObservedAttention):
         The host knows none for compressed rows, but on a CPU it can look without waiting.
         """
         visible, known = self._visible(layer)[:, rows], self._rows.num_common_keys
-        return max(known, int(visible.min())) if visible.is_cpu else known
+        return max(known, int(visible.numpy().min())) if visible.is_cpu else known
 
     def _logits(self, layer: int, rows: slice, out: Tensor) -> None:
         """Write scaled, causally masked logits of ``rows`` to ``out`` [H, G, R, num_keys]."""

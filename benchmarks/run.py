@@ -17,7 +17,7 @@ from benchmarks.gain import gain
 from benchmarks.metrics import metrics, traces
 from benchmarks.scale import SCALES
 from benchmarks.schedulers import scheduler
-from benchmarks.waiting import waiting
+from benchmarks.waiting import long_answer, waiting
 from measure.facts import command_line
 
 PARTS: dict[str, Part] = {
@@ -28,6 +28,7 @@ PARTS: dict[str, Part] = {
     "metrics": metrics,
     "traces": traces,
     "waiting": waiting,
+    "long": long_answer,
 }
 
 

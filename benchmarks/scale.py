@@ -102,7 +102,7 @@ class Scale:
 
 
 FULL = Scale(
-    parts=("costs", "methods", "gain", "metrics", "traces", "waiting", "scheduler"),
+    parts=("costs", "methods", "gain", "metrics", "traces", "waiting", "long", "scheduler"),
     rounds=5,
     first_token=Workload(2048),
     first_token_rounds=15,

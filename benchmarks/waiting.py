@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Part `waiting`: what waiting for the answer costs, and what cutting a cache while decoding."""
+"""Parts `waiting` and `long`: costs of waiting for the answer, and of cutting while decoding."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _REQUESTS_IN_POOL = 4
 
 
 def waiting(bench: Bench) -> Iterator[Line]:
-    """Measure the lines j."""
+    """Measure the lines j, but for those of `long_answer`."""
     with _wait_engine(bench) as arms:
         arms["waits"].ask("touch_query_pool")
         for batch, workload in bench.scale.waiting.decodes:
@@ -44,6 +44,10 @@ def waiting(bench: Bench) -> Iterator[Line]:
         yield from _burst(bench, arms["waits"])
     with _ceiling_engine(bench) as arms:
         yield from _recuts(bench, arms["ceiling"])
+
+
+def long_answer(bench: Bench) -> Iterator[Line]:
+    """Measure the lines j of an answer under a ceiling."""
     with _long_engines(bench) as arms:
         yield from _long_answer(bench, arms)
 

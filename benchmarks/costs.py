@@ -13,7 +13,7 @@ from benchmarks.measurement import Better, Line, Target
 from benchmarks.scale import BUDGET, COMMON
 from benchmarks.workload import Workload
 from vllm_tgvkv.config import EvictionConfig
-from vllm_tgvkv.policies import POLICY_NAMES
+from vllm_tgvkv.policies import method_names
 
 WORKSPACE = 64 << 20
 """Bound of each scratch buffer of the eviction, `workspace_bytes` of the kernels."""
@@ -155,18 +155,19 @@ def methods(bench: Bench) -> Iterator[Line]:
     """Measure line g, the eviction of one prompt by every method."""
     workload = Workload(bench.scale.long.prompt_tokens, QUESTION)
     pool = bench.pool_for(1, workload.prompt_tokens, 2)
+    names = method_names()
     parts: dict[str, list[dict[str, float]]] = defaultdict(list)
     with bench.start("methods", COMMON, pool, only=("ours",)) as arms:
         for number in range(bench.scale.long_rounds + 1):
-            bench.say(f"g. eviction by {len(POLICY_NAMES)} methods, round {number} (0 warms up)")
+            bench.say(f"g. eviction by {len(names)} methods, round {number} (0 warms up)")
             seed = next(bench.seeds)
-            for name in POLICY_NAMES[number:] + POLICY_NAMES[:number]:
+            for name in names[number:] + names[:number]:
                 result = arms["ours"].ask(
                     "eviction_parts", workload=workload, seed=seed, budget=BUDGET, policy=name
                 )
                 if number:
                     parts[name].append(result)
-    for name in POLICY_NAMES:
+    for name in names:
         yield _method_line(name, workload, parts)
 
 

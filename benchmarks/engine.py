@@ -9,7 +9,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from vllm import EngineArgs, SamplingParams
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
@@ -19,11 +19,11 @@ from vllm.v1.outputs import ModelRunnerOutput
 from benchmarks.arm import Arm
 from benchmarks.collection import Collection, exported
 from benchmarks.models import Shape, model_folder
-from benchmarks.probe import CallMemory, Stopwatches, reduced_pool
+from benchmarks.probe import CallMemory, Stopwatches, Waits, reduced_pool
 from benchmarks.workload import Workload
 from measure.engines import LocalEngine
 from vllm_tgvkv import worker
-from vllm_tgvkv.plan import Outcome, outcomes_of
+from vllm_tgvkv.plan import Outcome, StepPlan, outcomes_of
 
 
 class ArmEngine:
@@ -69,12 +69,14 @@ class ArmEngine:
         budget: float | None,
         policy: str | None = None,
         trace: bool = False,
+        defer: int | None = None,
     ) -> None:
-        """Add a request; stock engines ignore budget, policy and trace."""
+        """Add a request; stock engines ignore budget, policy, trace and defer."""
         options = {
             "kv_eviction_budget": budget,
             "kv_eviction": policy,
             "kv_eviction_trace": 1 if trace else None,
+            "kv_eviction_defer": defer,
         }
         given = {name: value for name, value in options.items() if value is not None}
         self._count += 1
@@ -177,6 +179,8 @@ class ArmEngine:
         budget: float | None,
         attend: bool = True,
         trace: bool = False,
+        policy: str | None = None,
+        defer: int | None = None,
     ) -> dict[str, float]:
         """Prefill `batch` requests and leave them running.
 
@@ -191,7 +195,7 @@ class ArmEngine:
         room = self.engine.vllm_config.model_config.max_model_len - workload.prompt_tokens
         for index in range(batch):
             prompt = workload.prompt(self.shape, seed + index)
-            self._submit(prompt, room, budget, trace=trace)
+            self._submit(prompt, room, budget, policy, trace, defer)
         started: set[str] = set()
         while len(started) < batch:
             started.update(output.request_id for output in self.engine.step())
@@ -219,6 +223,70 @@ class ArmEngine:
             "cached_tokens": self._cached_tokens(),
         }
 
+    # -- answers that are waited for, and cut ---------------------------------------------
+
+    def decode_with_cuts(self, steps: int) -> dict[str, list[float]]:
+        """Time decode steps as `decode` does, and return what happened in each.
+
+        Returns:
+            `seconds`; `cuts`, evictions; `stored`, tokens whose queries were stored; `eviction`,
+            seconds of statistics, selection and copy; `blocks` that all requests hold afterwards.
+        """
+        found: dict[str, list[float]] = {
+            name: [] for name in ("seconds", "cuts", "stored", "eviction", "blocks")
+        }
+        for _ in range(steps):
+            self.watches.reset()
+            start = time.perf_counter()
+            self._decode_step()
+            found["seconds"].append(time.perf_counter() - start)
+            if self.arm.evicts:
+                plan = self.parts.evictor.plan
+                found["cuts"].append(len(plan.evictions))
+                found["stored"].append(num_stored(plan))
+                found["eviction"].append(self.watches.seconds["eviction"])
+            found["blocks"].append(self._num_blocks())
+        return found
+
+    def _num_blocks(self) -> int:
+        """Return the blocks that all requests hold."""
+        (manager,) = self.parts.scheduler.kv_cache_manager.coordinator.single_type_managers
+        return sum(not block.is_null for row in manager.req_to_blocks.values() for block in row)
+
+    def touch_query_pool(self) -> None:
+        """Write to all of the query pool, as a server that has run for a while has done.
+
+        The kernel hands out a page of memory when it is first written to, which takes longer than
+        to store a query.
+        """
+        self.parts.evictor.part.queries._queries.zero_()
+
+    @functools.cached_property
+    def _waits(self) -> Waits:
+        return Waits(self.parts.scheduler)
+
+    def wait_seconds(self, steps: int) -> dict[str, float]:
+        """Return the mean seconds of a step of waiting requests, and those of its recording.
+
+        Recording is what they add in the scheduler (`plan`) and the worker (`find`, `store`);
+        `stored` is the number of tokens whose queries were stored in a step.
+        """
+        scheduler, evictor, stored = self.parts.scheduler, self.parts.evictor, 0
+        with (
+            self.watches.watching(scheduler, "_plan_chunk", "plan"),
+            self.watches.watching(evictor, "prepare", "find"),
+        ):
+            self.watches.reset()
+            start = time.perf_counter()
+            for _ in range(steps):
+                self._decode_step()
+                stored += num_stored(evictor.plan)
+            seconds = time.perf_counter() - start
+        watched = self.watches.seconds
+        totals = {"plan": watched["plan"], "find": watched["find"], "store": watched["eviction"]}
+        totals |= {"step": seconds, "stored": float(stored)}
+        return {name: total / steps for name, total in totals.items()}
+
     # -- metrics ------------------------------------------------------------------------
 
     @functools.cached_property
@@ -245,25 +313,36 @@ class ArmEngine:
         return self._collection.microseconds(calls)
 
     def decode_switched(
-        self, states: dict[str, bool], cycles: int
+        self, states: dict[str, bool], cycles: int, what: Literal["metrics", "waits"] = "metrics"
     ) -> dict[str, dict[str, list[float]]]:
-        """Return seconds of decode steps, wall and CPU, by state of the metrics.
+        """Return seconds of decode steps, wall and CPU, by state of what is switched.
 
         The state changes with every step, so values at the same index are neighbours in time. A
         cycle has all orders of the states, so that the growing caches favour none. Cycles are
-        shuffled against the rhythms of a shared machine. Metrics are on afterwards.
+        shuffled against the rhythms of a shared machine. Everything is on afterwards.
+
+        Raises:
+            RuntimeError: unless waiting requests store queries, and others none.
         """
+        switch = self._collection.switch if what == "metrics" else self._waits.switch
         orders = list(itertools.permutations(states)) * cycles
         self._shuffler.shuffle(orders)
         spent: dict[str, dict[str, list[float]]] = {n: {"wall": [], "cpu": []} for n in states}
         for name in itertools.chain.from_iterable(orders):
-            self._collection.switch(states[name])
+            switch(states[name])
             wall, cpu = time.perf_counter(), time.process_time()
             self._decode_step()
             spent[name]["wall"].append(time.perf_counter() - wall)
             spent[name]["cpu"].append(time.process_time() - cpu)
-        self._collection.switch(True)
+            if what == "waits":
+                self._check_stored(len(self._live) if states[name] else 0)
+        switch(True)
         return spent
+
+    def _check_stored(self, wanted: int) -> None:
+        stored = num_stored(self.parts.evictor.plan)
+        if stored != wanted:
+            raise RuntimeError(f"{stored} tokens stored queries in a step, instead of {wanted}")
 
     def _cached_tokens(self) -> float:
         """Return the tokens of all requests that a step reads, mean over layers and KV heads."""
@@ -283,22 +362,25 @@ class ArmEngine:
         max_tokens: int,
         budget: float | None,
         pool_tokens: int,
+        defer: int | None = None,
     ) -> dict[str, float]:
         """Serve `requests` that arrive at once; return how many ran together, and how fast.
 
         Of the pool, all blocks but those for `pool_tokens` are taken away meanwhile.
         """
         prompts = [workload.prompt(self.shape, seed + index) for index in range(requests)]
-        peak_running = peak_decoding = 0
+        peak_running = peak_decoding = num_running = num_steps = 0
         with reduced_pool(self.parts.scheduler, pool_tokens):
             start = time.perf_counter()
             for prompt in prompts:
-                self._submit(prompt, max_tokens, budget)
+                self._submit(prompt, max_tokens, budget, defer=defer)
             while self.engine.has_unfinished_requests():
                 outputs = self.engine.step()
                 running, _ = self.parts.scheduler.get_request_counts()
                 peak_running = max(peak_running, running)
                 peak_decoding = max(peak_decoding, len(outputs))
+                num_running += running
+                num_steps += 1
             seconds = time.perf_counter() - start
         self._live.clear()
         return {
@@ -307,6 +389,8 @@ class ArmEngine:
             "output_tokens_per_second": requests * max_tokens / seconds,
             "peak_running": peak_running,
             "peak_decoding": peak_decoding,
+            "mean_running": num_running / num_steps,
+            "steps": num_steps,
         }
 
     def eviction_memory(self, workload: Workload, seed: int, budget: float) -> dict[str, int]:
@@ -317,6 +401,11 @@ class ArmEngine:
             self._step_until_token()
         self.clear()
         return {"peak": memory.peak, "held_after": memory.held}
+
+
+def num_stored(plan: StepPlan) -> int:
+    """Return the number of a step's tokens whose queries are stored until they vote."""
+    return sum(len(part.rows) for part in plan.observations if part.stored is not None)
 
 
 def _skip_prompt_attention() -> Callable[[], None]:

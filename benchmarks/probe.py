@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Instruments for a running engine: stopwatches, memory of calls, a smaller pool."""
+"""Instruments for a running engine: stopwatches, memory of calls, a smaller pool, waits."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 from vllm.v1.core.sched.scheduler import Scheduler
+
+from vllm_tgvkv.cuts import Cut
+from vllm_tgvkv.scheduler import EvictionScheduler
 
 
 class Stopwatches:
@@ -36,6 +39,15 @@ class Stopwatches:
                 self.calls[name] += 1
 
         setattr(owner, attribute, timed)
+
+    @contextmanager
+    def watching(self, owner: Any, attribute: str, name: str) -> Iterator[None]:
+        """Watch a method of an object inside the block only."""
+        self.watch(owner, attribute, name)
+        try:
+            yield
+        finally:
+            delattr(owner, attribute)  # the class's is left
 
     def reset(self) -> None:
         self.seconds.clear()
@@ -96,3 +108,29 @@ def reduced_pool(scheduler: Scheduler, num_tokens: int) -> Iterator[None]:
         yield
     finally:
         pool.free_blocks(reversed(taken))
+
+
+class Waits:
+    """The waits of an engine's requests for their next cut, which can be set aside.
+
+    A request without a next cut is one whose last cut is behind it: it decodes, and stores nothing.
+    """
+
+    def __init__(self, scheduler: EvictionScheduler) -> None:
+        self._scheduler = scheduler
+        self._cuts: dict[str, Cut] = {}
+        """Cuts that were set aside, by request id."""
+
+    def switch(self, on: bool) -> None:
+        """Let all requests wait for their cuts, or none."""
+        candidates = self._scheduler.candidates
+        if on:
+            aside, self._cuts = self._cuts, {}
+            changed: dict[str, Cut | None] = {n: c for n, c in aside.items() if n in candidates}
+        else:
+            waiting = {n: c.cut for n, c in candidates.items() if c.cut is not None}
+            self._cuts.update(waiting)
+            changed = dict.fromkeys(waiting)
+        for request_id, cut in changed.items():
+            candidates[request_id].cut = cut
+            self._scheduler.manager.expect(self._scheduler.requests[request_id], cut)

@@ -60,7 +60,7 @@ def write(result: dict[str, Any], folder: Path) -> Path:
 
 
 def tables(result: dict[str, Any], kinds: Sequence[str] = ()) -> str:
-    """Return a record as Markdown: circumstances, lines against stock, other lines.
+    """Return a record as Markdown: circumstances, lines against stock, others, courses in time.
 
     Args:
         kinds: letters of the lines that are shown; all if empty.
@@ -73,6 +73,7 @@ def tables(result: dict[str, Any], kinds: Sequence[str] = ()) -> str:
         blocks.append(_stock_table(against_stock))
     if others:
         blocks.append(_other_table(others))
+    blocks += [_series_table(line) for line in lines if "table" in line["details"]]
     return markdown(blocks)
 
 
@@ -150,6 +151,13 @@ def _other_table(lines: Sequence[dict[str, Any]]) -> Table:
             ]
         )
     return Table(["measure", "ours", "against", "ratio", "target", "note"], rows, words=True)
+
+
+def _series_table(line: dict[str, Any]) -> Table:
+    """Return the table that a line has of its own, one row for each point in time."""
+    table = line["details"]["table"]
+    rows = [[_number(value) for value in row] for row in table["rows"]]
+    return Table(table["header"], rows)
 
 
 def _targets(line: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from benchmarks.gain import gain
 from benchmarks.metrics import metrics, traces
 from benchmarks.scale import SCALES
 from benchmarks.schedulers import scheduler
+from benchmarks.waiting import waiting
 from measure.facts import command_line
 
 PARTS: dict[str, Part] = {
@@ -26,6 +27,7 @@ PARTS: dict[str, Part] = {
     "methods": methods,
     "metrics": metrics,
     "traces": traces,
+    "waiting": waiting,
 }
 
 

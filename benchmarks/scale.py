@@ -41,6 +41,34 @@ class MetricsScale:
 
 
 @dataclass(frozen=True)
+class WaitingScale:
+    """Sizes of the part `waiting`."""
+
+    decodes: tuple[tuple[int, Workload], ...]
+    """Batches of waiting requests, and their prompts."""
+    fills: int
+    """How often each batch starts again from its prompts."""
+    rounds_per_fill: int
+    recorded_steps: int
+    """Steps in which the code of recording is timed alone."""
+    burst: Workload
+    burst_requests: int
+    burst_output: int
+    ceiling: int
+    """Tokens a head that are kept where caches are cut again and again."""
+    recut_batches: tuple[int, ...]
+    recut_methods: tuple[str, ...]
+    """The first is measured in all batches, the others in the first batch."""
+    recut_periods: int
+    """Cuts of each request that are measured."""
+    long_batch: int
+    long_prompt: Workload
+    long_ceiling: int
+    long_steps: int
+    """Tokens that are generated under the ceiling."""
+
+
+@dataclass(frozen=True)
 class Scale:
     """Sizes of all parts of a run."""
 
@@ -64,6 +92,7 @@ class Scale:
     burst_output: int
     burst_rounds: int
     metrics: MetricsScale
+    waiting: WaitingScale
     schedulers: tuple[SchedulerLoad, ...]
     scheduler_rounds: int
     minutes: float = float("inf")
@@ -73,7 +102,7 @@ class Scale:
 
 
 FULL = Scale(
-    parts=("costs", "methods", "gain", "metrics", "traces", "scheduler"),
+    parts=("costs", "methods", "gain", "metrics", "traces", "waiting", "scheduler"),
     rounds=5,
     first_token=Workload(2048),
     first_token_rounds=15,
@@ -103,6 +132,23 @@ FULL = Scale(
         traced_rounds=300,
         traced_steps=3,
         calls=2000,
+    ),
+    waiting=WaitingScale(
+        decodes=((8, Workload(1024)), (8, Workload(4096)), (32, Workload(1024))),
+        fills=2,
+        rounds_per_fill=25,
+        recorded_steps=64,
+        burst=Workload(2048),
+        burst_requests=40,
+        burst_output=128,
+        ceiling=8192,
+        recut_batches=(1, 4),
+        recut_methods=("snapkv", "streaming", "tgv", "rkv"),
+        recut_periods=3,
+        long_batch=8,
+        long_prompt=Workload(1024),
+        long_ceiling=512,
+        long_steps=2000,
     ),
     schedulers=(
         SchedulerLoad("no request ends", 256, 1024, None),
@@ -147,6 +193,23 @@ QUICK = replace(
         traced_steps=3,
         calls=500,
     ),
+    waiting=WaitingScale(
+        decodes=((8, Workload(640)),),
+        fills=1,
+        rounds_per_fill=20,
+        recorded_steps=16,
+        burst=Workload(1280),
+        burst_requests=16,
+        burst_output=48,
+        ceiling=2048,
+        recut_batches=(1,),
+        recut_methods=("snapkv", "streaming"),
+        recut_periods=2,
+        long_batch=4,
+        long_prompt=Workload(1024),
+        long_ceiling=512,
+        long_steps=600,
+    ),
     scheduler_rounds=20,
     minutes=10.0,
     has_targets=False,
@@ -180,6 +243,23 @@ SMOKE = replace(
         traced_rounds=2,
         traced_steps=2,
         calls=5,
+    ),
+    waiting=WaitingScale(
+        decodes=((2, Workload(640)),),
+        fills=1,
+        rounds_per_fill=1,
+        recorded_steps=2,
+        burst=Workload(640),
+        burst_requests=6,
+        burst_output=12,
+        ceiling=640,
+        recut_batches=(2,),
+        recut_methods=("snapkv", "streaming"),
+        recut_periods=1,
+        long_batch=2,
+        long_prompt=Workload(704),
+        long_ceiling=512,
+        long_steps=200,
     ),
     schedulers=(SchedulerLoad("2 requests begin and end in a step", 64, 1024, 32),),
     scheduler_rounds=2,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vllm_tgvkv.config import DebugOptions, EvictionConfig
+from vllm_tgvkv.config import DebugOptions, DecodeOptions, EvictionConfig
 from vllm_tgvkv.settings import settings_of, table
 
 PAGE = Path(__file__).with_name("settings.md")
@@ -26,7 +26,13 @@ Python they are `LLM(..., additional_config={{"kv_eviction": {{"policy": "tgv", 
 
 Methods, their pooling and mixes are explained in [methods.md](methods.md), `max_traces`,
 `max_trace_mib` and `defaults_file` in [http.md](http.md), and which settings to change when in
-[tuning.md](tuning.md).
+[tuning.md](tuning.md). What a request may set for itself is in [requests.md](requests.md).
+
+## Evictions while the answer grows
+
+`decode` is a mapping with one of `schedule`, `max_tokens` and `on_request`.
+
+{decode}
 
 ## For tests
 
@@ -38,8 +44,10 @@ Methods, their pooling and mixes are explained in [methods.md](methods.md), `max
 
 def page() -> str:
     """Return the page's text."""
-    settings, debug = settings_of(EvictionConfig), settings_of(DebugOptions)
-    return TEXT.format(settings=table(settings), debug=table(debug))
+    settings, decode = settings_of(EvictionConfig), settings_of(DecodeOptions)
+    return TEXT.format(
+        settings=table(settings), decode=table(decode), debug=table(settings_of(DebugOptions))
+    )
 
 
 if __name__ == "__main__":

@@ -30,6 +30,10 @@ class Answer:
     kept_tokens: float
     blocks_before: int
     blocks_after: int
+    right_tokens: int = 0
+    """Tokens of the right answer, its end included; 0 where they were not recorded."""
+    cuts: tuple[tuple[int, int, int], ...] = ()
+    """Computed tokens of the answer at each eviction, and blocks held before it and after it."""
 
     @property
     def key(self) -> Key:
@@ -89,7 +93,9 @@ class AnswerLog:
         if rest:
             self.path.write_text(whole + newline, encoding="utf-8")
         for line in whole.splitlines():
-            yield Answer(**json.loads(line))
+            values = json.loads(line)
+            values["cuts"] = tuple(map(tuple, values.get("cuts", ())))
+            yield Answer(**values)
 
     def __enter__(self) -> AnswerLog:
         return self

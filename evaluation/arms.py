@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_tgvkv.config import NONE
-from vllm_tgvkv.policies import POLICY_NAMES
+from vllm_tgvkv.policies import method_names
 
-METHODS: tuple[str, ...] = tuple(POLICY_NAMES)
+METHODS: tuple[str, ...] = method_names()
 BUDGETS = (1.0, 0.5, 0.2, 0.1, 0.05, 0.02)
 AUTO_SHARES = (0.6, 0.8, 0.9, 0.95, 0.98, 0.99)
 CLOSE_BUDGETS = (0.2, 0.1, 0.05)

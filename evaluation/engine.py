@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,12 +13,12 @@ import numpy as np
 from demo.tasks import MAX_ANSWER_TOKENS, Example
 from evaluation.answers import Answer, Key, compare
 from evaluation.arms import EvaluatedArm, engine_methods
+from evaluation.fingerprint import ROOT, fingerprint
 from evaluation.questions import Question
 from measure.engines import LocalLLM
 from measure.facts import versions
 from vllm_tgvkv.budget import Budget
 
-ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "demo" / "model"
 PACKAGES = ("vllm", "vllm-tgvkv", "torch", "transformers", "numpy", "pillow", "matplotlib")
 """Packages that may change an answer; matplotlib brings the fonts of the pages."""
@@ -40,22 +38,11 @@ class Settings:
 
     @property
     def fingerprint(self) -> str:
-        """Return a hash of these settings, the model, versions and sources."""
-        facts = json.dumps([asdict(self), engine_methods(), versions(PACKAGES)], sort_keys=True)
-        digest = hashlib.sha256(facts.encode())
-        for path in answer_files():
-            digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
-        return digest.hexdigest()[:12]
-
-
-def answer_files() -> list[Path]:
-    """Return the files that may change an answer: model, plugin, pages, tasks and questions."""
-    sources = [
-        path for folder in ("vllm_tgvkv", "kernels") for path in (ROOT / folder).rglob("*.py")
-    ]
-    model = [path for path in MODEL.iterdir() if path.is_file()]
-    tasks = [ROOT / "demo" / name for name in ("pages.py", "tasks.py")]
-    return sorted({*sources, *model, *tasks, Path(__file__).with_name("questions.py")})
+        """Return a hash of these settings, the model, versions, pages, tasks and questions."""
+        model = [path for path in MODEL.iterdir() if path.is_file()]
+        tasks = [ROOT / "demo" / name for name in ("pages.py", "tasks.py")]
+        facts = [asdict(self), engine_methods(), versions(PACKAGES)]
+        return fingerprint(facts, [*model, *tasks, Path(__file__).with_name("questions.py")])
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ from evaluation.arms import (
     crossed,
     granularity_arms,
 )
-from evaluation.engine import PACKAGES, ROOT, AnsweringEngine, Settings
+from evaluation.engine import PACKAGES, AnsweringEngine, Settings
+from evaluation.fingerprint import ROOT
 from evaluation.pictures import QUESTIONS as PICTURE_QUESTIONS
 from evaluation.pictures import take_pictures
 from evaluation.questions import Question, questions

@@ -19,11 +19,11 @@ from tqdm import tqdm
 
 from evaluation import text_results
 from evaluation.answers import AnswerLog
-from evaluation.engine import ROOT
+from evaluation.fingerprint import ROOT
 from evaluation.text_arms import FULL, PARTS, Part, TextArm, check, eviction_settings
 from evaluation.text_engine import PACKAGES, TextEngine, TextSettings, Work
 from evaluation.text_report import write_report
-from evaluation.text_tasks import TextQuestion, TextTask
+from evaluation.text_tasks import TRAINING, TextQuestion, TextTask
 from measure.facts import command_line, machine, revision, versions
 from measure.smollm import WeightsMissingError, find_weights
 from vllm_tgvkv.errors import EvictionConfigError
@@ -31,6 +31,10 @@ from vllm_tgvkv.errors import EvictionConfigError
 OUTPUT = ROOT / "docs" / "evaluation" / "text"
 LOGS = ROOT / "build" / "evaluation" / "text"
 REPORT = "report"
+
+TEST = "test"
+SPLITS = {TEST: 0, "training": TRAINING}
+"""Numbers of their first questions."""
 
 CACHE_SHARE = 0.6
 """Questions are asked in groups whose prompts fill this part of the cache, so that the arms of a
@@ -46,10 +50,18 @@ class Run:
         limit: int | None,
         log: AnswerLog,
         settings: TextSettings | None = None,
+        first: int = 0,
     ) -> None:
+        """Ask nothing yet.
+
+        Args:
+            limit: on the questions of a task.
+            first: number of the first question.
+        """
         self.parts = parts
         self.limit = limit
         self.log = log
+        self.first = first
         self.settings = settings or TextSettings()
         self._engine: TextEngine | None = None
 
@@ -72,7 +84,7 @@ class Run:
                         (n, arm)
                         for n in right
                         for arm in arms
-                        if arm != FULL and n < part.asked(task, arm)
+                        if arm != FULL and n - self.first < part.asked(task, arm)
                     ],
                 )
             if new := len(self.log) - before:
@@ -81,8 +93,9 @@ class Run:
 
     def _groups(self, task: TextTask, questions: int) -> Iterator[range]:
         size = max(1, int(CACHE_SHARE * self.settings.cache_tokens / task.tokens))
-        for start in range(0, questions, size):
-            yield range(start, min(start + size, questions))
+        last = self.first + questions
+        for start in range(self.first, last, size):
+            yield range(start, min(start + size, last))
 
     def _ask(self, task: TextTask, wanted: Sequence[tuple[int, TextArm]]) -> None:
         missing: list[Work] = [
@@ -118,6 +131,10 @@ def _key(task: TextTask, number: int, arm: TextArm) -> tuple[str, int, str]:
 # -- what a run takes -----------------------------------------------------------------------
 
 
+LONG_ANSWERS = {"passage": 0.35, "numbers": 0.35, "names": 0.35, "fact": 0.1, "words": 0.1}
+"""Seconds that an answer takes longer than a number, by kind of task."""
+
+
 def prompt_seconds(tokens: int) -> float:
     """Return about how long the engine takes for a prompt on two cores, as measured once."""
     return tokens * (1.3e-3 + 1.7e-7 * tokens)
@@ -125,7 +142,7 @@ def prompt_seconds(tokens: int) -> float:
 
 def answer_seconds(task: TextTask) -> float:
     """Return the same for a further answer to a prompt that the prefix cache holds."""
-    return 0.2 + 1e-5 * task.tokens + (0.35 if task.kind == "passage" else 0.0)
+    return 0.2 + 1e-5 * task.tokens + LONG_ANSWERS.get(task.kind, 0.0)
 
 
 def print_plan(parts: dict[str, Part], limit: int | None) -> None:
@@ -165,7 +182,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(given)
     if options.output is None:
         is_whole = options.tasks is None and options.questions is None
-        options.output = OUTPUT if is_whole else LOGS / "some"
+        for_test = options.split == TEST
+        options.output = (
+            OUTPUT if is_whole and for_test else LOGS / ("some" if for_test else options.split)
+        )
     try:
         if options.only == [REPORT]:
             results = text_results.read(options.output)
@@ -201,7 +221,8 @@ def _run(
     settings = TextSettings()
     results = text_results.read(options.output)
     with AnswerLog(options.log, settings.fingerprint, options.fresh) as log:
-        run = Run(parts, options.questions, log)
+        first = SPLITS[options.split]
+        run = Run(parts, options.questions, log, first=first)
         check(run.arms, eviction_settings(run.arms))
         facts = {
             "command": command_line("evaluation.text", given),
@@ -215,7 +236,7 @@ def _run(
         try:
             for name, part in parts.items():
                 run.answer(part)
-                results[name] = text_results.part_result(part, log, facts, options.questions)
+                results[name] = text_results.part_result(part, log, facts, options.questions, first)
                 results = {name: results[name] for name in PARTS if name in results}
                 text_results.write(results, options.output)
         finally:
@@ -234,12 +255,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--tasks", nargs="+", metavar="TASK", help="default: all of each part")
     parser.add_argument("--questions", type=int, metavar="N", help="at most this many of each task")
+    parser.add_argument(
+        "--split",
+        choices=SPLITS,
+        default=TEST,
+        help="questions to report on, or others to choose by (default: test)",
+    )
     parser.add_argument("--plan", action="store_true", help="print cells and times, and end")
     parser.add_argument(
         "--output",
         type=Path,
         help="folder of the page (default: docs/evaluation/text; with --tasks or --questions "
-        "build/evaluation/text/some)",
+        "build/evaluation/text/some, with --split training .../training)",
     )
     parser.add_argument(
         "--log", type=Path, default=LOGS, help="folder of the answers (build/evaluation/text)"

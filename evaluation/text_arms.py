@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from evaluation.text_tasks import TextTask
-from vllm_tgvkv.config import NONE, EvictionConfig, RequestOptions
+from vllm_tgvkv.config import NONE, EvictionConfig
 from vllm_tgvkv.errors import EvictionConfigError
+from vllm_tgvkv.request import RequestOptions
 
 METHODS = ("snapkv", "adakv", "pyramidkv", "streaming")
 """Methods without images. `tgv` and others deal by the attention to images, which texts lack."""
@@ -56,12 +57,17 @@ MIXES: dict[str, dict[str, Any]] = {
 """The server's `methods`, of which a run uses those that its arms name."""
 
 
+SCHEDULE = "schedule"
+"""Name of the option with the steps of an eviction: tokens of the answer, and what is kept."""
+
+
 @dataclass(frozen=True)
 class TextArm:
     """A method or mix at a budget, with further options of its requests."""
 
     method: str
     budget: float
+    """Of a schedule, that of its last step."""
     options: tuple[tuple[str, Any], ...] = ()
     """Names after `kv_eviction_`, and their values."""
 
@@ -82,13 +88,27 @@ class TextArm:
         return f"{self.method}{self.suffix}"
 
     @property
+    def has_schedule(self) -> bool:
+        """Return whether the prompt is evicted in steps, which say when and how much."""
+        return SCHEDULE in dict(self.options)
+
+    @property
+    def steps(self) -> tuple[tuple[int, float], ...]:
+        """Return its evictions: tokens of the answer, and the share of the prompt that is kept."""
+        options = dict(self.options)
+        if SCHEDULE not in options:
+            return ((options.get("defer", 0), self.budget),)
+        pairs = (step.split(":") for step in options[SCHEDULE].split(","))
+        return tuple((int(after), float(budget)) for after, budget in pairs)
+
+    @property
     def suffix(self) -> str:
         return "".join(f",{name}={value}" for name, value in self.options)
 
     @property
     def xargs(self) -> dict[str, Any]:
         """Return the `vllm_xargs` of its requests."""
-        budget = {} if self == FULL else {"kv_eviction_budget": self.budget}
+        budget = {} if self == FULL or self.has_schedule else {"kv_eviction_budget": self.budget}
         options = {f"kv_eviction_{name}": value for name, value in self.options}
         return {"kv_eviction": self.method, **budget, **options, "kv_eviction_report": 1}
 
@@ -118,6 +138,10 @@ class Part:
     cells: tuple[Cells, ...]
     pairs: tuple[Pair, ...] = ()
     """Compared on every task whose cells have both arms."""
+    by_memory: bool = False
+    """Whether arms are shown by the memory of a request over its life, not by their budget."""
+    together: bool = False
+    """Whether there is a table of all tasks together."""
 
     @property
     def work(self) -> Iterator[tuple[TextTask, int, tuple[TextArm, ...]]]:
@@ -143,6 +167,15 @@ def crossed(
         for method in methods
         for budget in budgets
         for wait in waits
+    )
+
+
+def scheduled(methods: Iterable[str], schedules: Iterable[str]) -> tuple[TextArm, ...]:
+    """Return every method with every schedule, such as `8:0.3,24:0.1`."""
+    return tuple(
+        TextArm(method, float(schedule.rpartition(":")[2]), ((SCHEDULE, schedule),))
+        for method in methods
+        for schedule in schedules
     )
 
 
@@ -281,7 +314,7 @@ _PASSAGES = Part(
         Cells(
             PASSAGES,
             (
-                *crossed(METHODS, (0.2, 0.1)),
+                *crossed(("snapkv", "streaming"), (0.2, 0.1)),
                 *crossed(mixed(_SNAP, "forward16"), (0.2, 0.1)),
                 *crossed(mixed(_SNAP, "forward40"), (0.2, 0.1)),
                 *crossed(mixed(_SNAP, "symmetric40"), (0.2, 0.1)),
@@ -292,7 +325,7 @@ _PASSAGES = Part(
                 *crossed(mixed(_SNAP, "max", "symmetric40"), (0.2, 0.1), (8,)),
                 *crossed(mixed(_SNAP, "answer", "forward40"), (0.2, 0.1), (8,)),
             ),
-            60,
+            40,
         ),
     ),
     (
@@ -315,7 +348,122 @@ _PASSAGES = Part(
     ),
 )
 
-PARTS = {"methods": _METHODS, "wait": _WAIT, "reach": _REACH, "passages": _PASSAGES}
+_AT_ONCE = ("snapkv", "snapkv_max_forward40")
+_LISTENING = ("snapkv_max", "snapkv_max_forward40", "snapkv_answer_forward40")
+_STEPS = ("4:0.3,12:0.1", "4:0.5,12:0.2,24:0.05", "4:0.5,12:0.3,24:0.1", "8:0.3,24:0.1")
+_EARLY = "0:0.5,4:0.3,12:0.1"
+"""Its first step comes before the answer, so that rows of the answer alone cannot vote."""
+
+
+def _at_equal_memory(method: str) -> Iterator[Pair]:
+    """Yield a schedule, a wait and the prompt's end against each other at three levels of memory.
+
+    The mean over the steps of an answer of 40 tokens is about 21, 30 and 36 % of the full cache.
+    """
+    for schedule, wait, budget, at_once in (
+        (_EARLY, 4, 0.1, 0.2),
+        (_STEPS[1], 8, 0.1, 0.3),
+        (_STEPS[2], 8, 0.2, 0.35),
+    ):
+        (steps,), (waiting,), (early,) = (
+            scheduled([method], [schedule]),
+            crossed([method], [budget], [wait]),
+            crossed([method], [at_once]),
+        )
+        yield from ((steps, waiting), (steps, early), (waiting, early))
+
+
+_LIFE = Part(
+    "Equal memory over the request's life",
+    "A request that waits holds its whole prompt for a while, and one that is evicted in steps "
+    "holds some of it for longer. So arms are compared by the blocks that they hold on average "
+    "while decoding. The prompt is evicted at its end, once the answer has 4 or 8 tokens "
+    "(`defer`), or in steps (`schedule`): `8:0.3,24:0.1` keeps 30 % of it after 8 tokens of the "
+    "answer and 10 % after 24. The answers are passages of 30 to 45 tokens.",
+    (
+        Cells(
+            PASSAGES,
+            (
+                *crossed(_AT_ONCE, (0.35, 0.3, 0.2, 0.1)),
+                *crossed(_LISTENING, (0.1,), (4,)),
+                *crossed(_LISTENING, (0.2, 0.1, 0.05), (8,)),
+                *scheduled(_LISTENING, _STEPS),
+                *scheduled(_LISTENING[:2], [_EARLY]),
+            ),
+            40,
+        ),
+    ),
+    tuple(_at_equal_memory("snapkv_max_forward40")),
+    by_memory=True,
+)
+
+_SHORT, _LONG = 512, 1024
+_SOLVED = (
+    number("prose", _SHORT, keys=4),
+    number("noise", _LONG, keys=4),
+    TextTask("numbers", "noise", _SHORT, keys=2),
+    TextTask("numbers", "prose", _SHORT, keys=2),
+    TextTask("names", "noise", _SHORT, keys=2),
+    TextTask("names", "prose", _SHORT, keys=2),
+    TextTask("words", "list", _SHORT),
+    TextTask("fact", "prose", _SHORT, keys=2),
+    TextTask("fact", "prose", _LONG, keys=2),
+)
+"""Tasks of which the full cache answered more than one half, of 6 to 8 questions for training."""
+_UNSOLVED = (
+    number("noise", 2 * _LONG, keys=4),
+    number("needles", _SHORT),
+    TextTask("numbers", "noise", _LONG, keys=2),
+    TextTask("numbers", "prose", _SHORT, keys=4),
+    TextTask("names", "noise", _LONG, keys=2),
+    TextTask("names", "prose", _SHORT, keys=4),
+    TextTask("chain", "noise", _SHORT, keys=2),
+    TextTask("words", "list", _SHORT, keys=3),
+)
+"""Those of which it answered one half or fewer."""
+
+_BUDGETS = (0.2, 0.1, 0.05)
+_FORWARD = ("snapkv_max_forward16",)
+_LISTEN = ("snapkv_answer_forward16",)
+_TASKS = Part(
+    "RULER's tasks",
+    "The tasks of RULER as far as the model can do them with the full cache: one of several "
+    "numbers, all numbers of a name, the numbers of several names, the most common word of a list, "
+    "and a fact of one of several documents. A list is right if the answer names all of it, in any "
+    "order, and *before the first mistake* is the share that it names. The published methods stand "
+    "against mixes that pool forward, without a wait and with one of 4 or 8 tokens. A number and a "
+    "word end within 8, and many facts, so there the cells show only that the wait works, or hold "
+    "all; lists begin with some tokens of layout. The last tasks of the table are those of which "
+    "the model answered too few questions for training with the full cache: a number among others, "
+    "longer texts, four numbers in one answer, variables that are assigned from each other, and "
+    "several common words. No arm is asked those.",
+    (
+        Cells(
+            _SOLVED,
+            (
+                *crossed(METHODS, _BUDGETS),
+                *crossed(_FORWARD, _BUDGETS),
+                *crossed(_LISTEN, _BUDGETS, (4, 8)),
+            ),
+            20,
+        ),
+        Cells(_UNSOLVED, (), 10),
+    ),
+    (
+        *paired(crossed(_LISTEN, _BUDGETS[1:2], (8,)), crossed(_SNAP, _BUDGETS[1:2])),
+        *paired(crossed(_FORWARD, _BUDGETS[1:2]), crossed(_SNAP, _BUDGETS[1:2])),
+    ),
+    together=True,
+)
+
+PARTS = {
+    "methods": _METHODS,
+    "wait": _WAIT,
+    "reach": _REACH,
+    "passages": _PASSAGES,
+    "life": _LIFE,
+    "tasks": _TASKS,
+}
 """By the name on the command line, in the order of the report."""
 
 
@@ -327,7 +475,10 @@ def used_mixes(arms: Iterable[TextArm]) -> dict[str, Any]:
 
 def eviction_settings(arms: Iterable[TextArm]) -> dict[str, Any]:
     """Return the eviction configuration of an engine that answers for these arms."""
-    return {"policy": METHODS[0], "text_only": "evict", "methods": used_mixes(arms)}
+    arms = tuple(arms)
+    # Schedules need positions of kept tokens, which other engines do not store.
+    decode = {"decode": {"on_request": True}} if any(arm.has_schedule for arm in arms) else {}
+    return {"policy": METHODS[0], "text_only": "evict", "methods": used_mixes(arms), **decode}
 
 
 def check(arms: Iterable[TextArm], settings: Mapping[str, Any]) -> None:

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.answers import Answer
-from evaluation.engine import ROOT
+from evaluation.fingerprint import ROOT, fingerprint
 from evaluation.text_arms import FULL, TextArm, eviction_settings
-from evaluation.text_tasks import TextExample, TextQuestion, python_prose
+from evaluation.text_tasks import TextExample, TextQuestion
+from evaluation.text_words import python_prose
 from measure.engines import LocalLLM
 from measure.facts import machine, versions
 from measure.smollm import PACKAGE, model_folder
@@ -27,7 +26,8 @@ PACKAGES = ("vllm", "vllm-tgvkv", "torch", "transformers", "tokenizers", "numpy"
 
 MODELS = ROOT / "build" / "models"
 SPARE_TOKENS = 8
-"""Tokens of an answer beyond those of the truth, before it is cut off."""
+"""Tokens of an answer beyond those of the truth, before it is cut off. Lists get as many more as
+the truth has: models put each item on its own line."""
 
 BYTES_PER_TOKEN = 30 * 2 * 3 * 64 * 4
 """Of SmolLM2's cache: layers, keys and values, KV heads, head size, bytes of a float32."""
@@ -57,21 +57,10 @@ class TextSettings:
 
     @property
     def fingerprint(self) -> str:
-        """Return a hash of these settings, the model's package, versions, prose and sources."""
+        """Return a hash of these settings, the model's package, versions, questions and prose."""
         facts = [asdict(self), versions(PACKAGES), machine()["python"], python_prose()]
-        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
-        for path in answer_files():
-            digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
-        return digest.hexdigest()[:12]
-
-
-def answer_files() -> list[Path]:
-    """Return the sources that may change an answer: plugin, model folder, tasks and this file."""
-    sources = [
-        path for folder in ("vllm_tgvkv", "kernels") for path in (ROOT / folder).rglob("*.py")
-    ]
-    mine = [ROOT / "measure" / "smollm.py", ROOT / "evaluation" / "text_tasks.py", Path(__file__)]
-    return sorted({*sources, *mine})
+        mine = [Path(__file__).with_name(name) for name in ("text_tasks.py", "text_words.py")]
+        return fingerprint(facts, [*mine, ROOT / "measure" / "smollm.py", Path(__file__)])
 
 
 class TextEngine(LocalLLM):
@@ -127,7 +116,7 @@ class TextEngine(LocalLLM):
         sampling = [
             SamplingParams(
                 temperature=0,
-                max_tokens=len(pieces[question]) + SPARE_TOKENS,
+                max_tokens=_most_tokens(examples[question], pieces[question]),
                 extra_args=arm.xargs,
             )
             for question, arm in work
@@ -165,6 +154,10 @@ def _unset(variable: str) -> Iterator[None]:
             os.environ[variable] = value
 
 
+def _most_tokens(example: TextExample, pieces: Sequence[str]) -> int:
+    return len(pieces) * (2 if example.items else 1) + SPARE_TOKENS
+
+
 def _answer(
     question: TextQuestion, arm: TextArm, output: Any, example: TextExample, pieces: Sequence[str]
 ) -> Answer:
@@ -187,4 +180,9 @@ def _answer(
         kept_tokens=tokens if untouched else report["kept_tokens"],
         blocks_before=before,
         blocks_after=before if untouched else report["blocks_after"],
+        right_tokens=len(pieces) + 1,
+        cuts=tuple(
+            (cut["answer_tokens"], cut["blocks_before"], cut["blocks_after"])
+            for cut in report["cuts"]
+        ),
     )

@@ -4,19 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
-
-from evaluation.text_arms import MIXES, PARTS
+from evaluation.text_arms import MIXES, PARTS, SCHEDULE
+from evaluation.text_plots import draw_budgets, draw_memory
 from evaluation.text_results import FILE, PartResult, TaskResult, TextCell, TextComparison
-from evaluation.text_tasks import PASSAGE_TOKENS
+from evaluation.text_tasks import PASSAGE_TOKENS, TRAINING
 from measure.document import Block, Details, Heading, Items, Plot, Table, Text, write_markdown
-from measure.plots import colour, marker, save
 from measure.smollm import INSTALL
-from measure.statistics import LEVEL, RESAMPLES, SEED, Estimate
+from measure.statistics import LEVEL, RESAMPLES, SEED, Estimate, wilson
 
 INTRODUCTION = f"""\
 # What methods keep of a text
@@ -37,6 +34,8 @@ in [{FILE}]({FILE}).
   in prose (the documentation of Python's language), in the words of RULER's needle tasks. A passage
   is a new sentence of {PASSAGE_TOKENS[0]} to {PASSAGE_TOKENS[1]} tokens that is to be repeated
   word for word. The prompt ends with the beginning of the answer, as in RULER. Decoding is greedy.
+  Questions from {TRAINING} on are for **training**: choices are made on them (`--split training`),
+  and the **test** questions before them are only reported on.
 - **Right** is an answer that is right to the last character. **Before the first mistake** is the
   share of the answer's tokens that come before it. An answer of which **nothing is missing** may go
   on after it, as 30239644 for 3023964: RULER counts it as right, and here it is not.
@@ -52,6 +51,17 @@ in [{FILE}]({FILE}).
 """
 
 
+MEMORY = """\
+**Held while decoding** is what a request holds in a step, in blocks, as a share of what it would
+hold with the full cache in the same step: the sum over the steps that compute a token of the right
+answer, then the mean over the questions. So it does not depend on what an arm answers; an answer
+that ended before the last eviction counts as if it had gone on. Prompt and answer both count, and
+so do, in a step that evicts, the fresh blocks to which the kept tokens are copied. **With the
+prefill** counts the prefill as one more step, which holds the whole prompt. **After the last
+eviction** is what is left of the blocks held before the first one, as everywhere else on this page.
+The full cache holds 100 %."""
+
+
 def write_report(results: Mapping[str, PartResult], folder: Path) -> None:
     """Write `README.md` and a picture for each part."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,18 +75,27 @@ def write_report(results: Mapping[str, PartResult], folder: Path) -> None:
 
 def _part(name: str, result: PartResult, folder: Path) -> list[Block]:
     part = PARTS[name]
+    draw, axis = (draw_memory, "memory") if part.by_memory else (draw_budgets, "budget")
     draw(result, folder / f"{name}.png")
     blocks: list[Block] = [
         Heading(part.title),
         Text(part.text),
-        Plot(f"{name}.png", f"{part.title}: arms against budget"),
+        *([Text(MEMORY)] if part.by_memory else []),
+        Plot(f"{name}.png", f"{part.title}: arms against {axis}"),
         Text("The full cache:"),
         _tasks_table(result.tasks),
     ]
+    if part.together:
+        blocks += [Heading("All tasks together", 3), _right_table(_together(result.cells))]
     for task in result.tasks:
         cells = [cell for cell in result.cells if cell.task == task.task]
+        if not cells:
+            continue
+        blocks.append(Heading(f"{task.title[0].upper()}{task.title[1:]}", 3))
+        if part.by_memory:
+            blocks.append(_memory_table(cells))
+            continue
         blocks += [
-            Heading(f"{task.title[0].upper()}{task.title[1:]}", 3),
             _right_table(cells),
             Text("Before the first mistake, and answers of which nothing is missing:"),
             _share_table(cells),
@@ -98,6 +117,7 @@ def _tasks_table(tasks: Sequence[TaskResult]) -> Table:
     rows = [
         [
             task.title,
+            task.split,
             str(task.questions),
             str(task.right),
             f"{100 * task.share.mean:.0f} %",
@@ -106,8 +126,8 @@ def _tasks_table(tasks: Sequence[TaskResult]) -> Table:
         ]
         for task in tasks
     ]
-    header = ["task", "questions", "right", "before the first mistake"]
-    return Table([*header, "prompt tokens", "answer tokens"], rows)
+    header = ["task", "split", "questions", "right", "before the first mistake"]
+    return Table([*header, "prompt tokens", "answer tokens or items"], rows)
 
 
 def _right_table(cells: Sequence[TextCell]) -> Table:
@@ -118,14 +138,48 @@ def _share_table(cells: Sequence[TextCell]) -> Table:
     return _table(cells, lambda c: f"{c.share}, {c.num_complete} of {c.questions}")
 
 
+def _together(cells: Sequence[TextCell]) -> list[TextCell]:
+    """Return a cell for each arm with its answers to all tasks."""
+    found = []
+    for label, budget in dict.fromkeys((cell.label, cell.budget) for cell in cells):
+        mine = [cell for cell in cells if (cell.label, cell.budget) == (label, budget)]
+        questions, num_right = (
+            sum(getattr(cell, name) for cell in mine) for name in ("questions", "num_right")
+        )
+        held = sum(cell.questions * cell.blocks_held for cell in mine) / max(questions, 1)
+        right = wilson(num_right, questions)
+        found.append(
+            replace(
+                mine[0], questions=questions, num_right=num_right, right=right, blocks_held=held
+            )
+        )
+    return found
+
+
 def _table(cells: Sequence[TextCell], words: Callable[[TextCell], str]) -> Table:
     budgets = _budgets(cells)
     held = [[c.blocks_held for c in cells if c.budget == budget] for budget in budgets]
-    rows = [["blocks held", *(f"{100 * sum(h) / len(h):.3g} %" for h in held)]]
+    rows = [["blocks held", *map(_range, held)]]
     for label in dict.fromkeys(cell.label for cell in cells):
         mine = {cell.budget: cell for cell in cells if cell.label == label}
         rows.append([f"`{label}`", *(words(mine[b]) if b in mine else "" for b in budgets)])
     return Table(["budget", *(_percent(budget) for budget in budgets)], rows)
+
+
+def _memory_table(cells: Sequence[TextCell]) -> Table:
+    """Return a row for each arm, by its mean memory."""
+    rows = [
+        [
+            f"`{cell.label}`",
+            "" if SCHEDULE in cell.label else _percent(cell.budget),
+            *(_percent(share) for share in (cell.decoding_held, cell.life_held, cell.blocks_held)),
+            f"{cell.num_right} of {cell.questions}: {cell.right}",
+            str(cell.share),
+        ]
+        for cell in sorted(cells, key=lambda cell: (cell.decoding_held or 1.0, cell.label))
+    ]
+    held = ["held while decoding", "with the prefill", "after the last eviction"]
+    return Table(["arm", "budget", *held, "right", "before the first mistake"], rows)
 
 
 def _comparison_table(result: PartResult) -> Table:
@@ -167,8 +221,18 @@ def _probability(p: float) -> str:
     return f"{p:.2g}" if p >= 0.0001 else "< 0.0001"
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.3g} %"
+def _range(shares: Sequence[float]) -> str:
+    """Return the mean of shares, or their ends if they differ by more than rounding to blocks.
+
+    Answers that end while an arm waits are never evicted for, and hold all.
+    """
+    if max(shares) - min(shares) > 0.05:
+        return f"{100 * min(shares):.3g} to {100 * max(shares):.3g} %"
+    return f"{100 * sum(shares) / len(shares):.3g} %"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.3g} %"
 
 
 def _budgets(cells: Sequence[TextCell]) -> list[float]:
@@ -192,78 +256,3 @@ def _circumstances(results: Mapping[str, PartResult]) -> list[Block]:
     items.append("Questions follow from their task and number.")
     again = f"Drawn again from [{FILE}]({FILE}) by `python -m evaluation.text --only report`."
     return [Heading("How it was made"), Items([*items, again])]
-
-
-# -- the picture ----------------------------------------------------------------------------
-
-
-def draw(result: PartResult, path: Path) -> None:
-    """Draw a diagram for each task: right answers by budget, or the share of passages."""
-    labels = list(dict.fromkeys(cell.label for cell in result.cells))
-    bases = list(dict.fromkeys(_base(label) for label in labels))
-    variants = list(dict.fromkeys(_variant(label) for label in labels))
-    tasks = result.tasks
-    figure, axes = plt.subplots(
-        1, len(tasks), figsize=(1.5 + 3.4 * len(tasks), 4.2), squeeze=False, sharey=True
-    )
-    for place, task in zip(axes[0], tasks, strict=True):
-        cells = [cell for cell in result.cells if cell.task == task.task]
-        budgets = _budgets(cells)
-        for label in labels:
-            mine = [cell for cell in cells if cell.label == label]
-            style = bases.index(_base(label)), variants.index(_variant(label))
-            shift = 0.5 * (labels.index(label) / max(len(labels) - 1, 1) - 0.5)
-            _draw_line(place, mine, budgets, task.kind, label, style, shift, len(labels) <= 6)
-        place.set_title(task.title.replace(", ", ",\n"))
-        place.set_xticks(range(len(budgets)), [_percent(budget) for budget in budgets])
-        place.set_xlim(-0.5, len(budgets) - 0.5)
-        place.set_ylim(-0.03, 1.03)
-        place.set_xlabel("budget")
-    axes[0][0].set_ylabel("right (passages: before the first mistake)")
-    shown: dict[str, Any] = {}
-    for place in axes[0]:
-        handles, names = place.get_legend_handles_labels()
-        shown |= zip(names, handles, strict=True)
-    figure.legend(shown.values(), shown.keys(), loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.tight_layout()
-    save(figure, path)
-
-
-def _draw_line(
-    axes: Axes,
-    cells: Sequence[TextCell],
-    budgets: Sequence[float],
-    kind: str,
-    label: str,
-    style: tuple[int, int],
-    shift: float,
-    is_joined: bool,
-) -> None:
-    if not cells:
-        return
-    values = [cell.share if kind == "passage" else cell.right for cell in cells]
-    places = [budgets.index(cell.budget) + shift for cell in cells]
-    axes.errorbar(
-        places,
-        [value.mean for value in values],
-        yerr=[
-            [max(value.mean - value.low, 0.0) for value in values],
-            [max(value.high - value.mean, 0.0) for value in values],
-        ],
-        label=label,
-        color=colour(style[0] + 1),
-        marker=marker(style[1]),
-        linewidth=0.8 if is_joined else 0.0,
-        markersize=4.5,
-        elinewidth=0.7,
-    )
-
-
-def _base(label: str) -> str:
-    method = label.partition(",")[0]
-    base: str = MIXES.get(method, {}).get("base", method)
-    return base
-
-
-def _variant(label: str) -> str:
-    return label.removeprefix(_base(label))

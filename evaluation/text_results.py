@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ import numpy as np
 
 from evaluation.answers import Answer, AnswerLog
 from evaluation.text_arms import FULL, Part, TextArm
-from evaluation.text_tasks import TextTask
+from evaluation.text_memory import mean_held, planned_cuts
+from evaluation.text_tasks import TextQuestion, TextTask
 from measure.statistics import Estimate, bootstrap, holm, mcnemar, wilson
 
 FILE = "results.json"
@@ -37,7 +38,9 @@ class TaskResult:
     prompt_tokens: float
     """Mean over the questions."""
     answer_tokens: float
-    """Mean over the questions, without an end token."""
+    """Tokens of the truth, or items of a list; mean over the questions, without an end token."""
+    split: str = "test"
+    """Of the questions; see `text_tasks.TRAINING`."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,11 @@ class TextCell:
     share: Estimate
     blocks_held: float
     """Share of the prompt's blocks held after the eviction, mean over the answers."""
+    decoding_held: float | None = None
+    """Blocks held while a right answer is decoded, as a share of the full cache's; mean over the
+    answers. None if it was not recorded; see `text_memory`."""
+    life_held: float | None = None
+    """The same with the prefill as one more step."""
 
 
 @dataclass(frozen=True)
@@ -95,33 +103,35 @@ def prefix_share(answer: Answer) -> float:
     return (tokens + "0").index("0") / len(tokens)
 
 
-def counted(log: AnswerLog, task: TextTask, questions: int) -> list[int]:
+def counted(log: AnswerLog, task: TextTask, numbers: Iterable[int]) -> list[int]:
     """Return the numbers of the questions that the full cache answers right."""
-    return [n for n in range(questions) if log[task.name, n, FULL.identity].is_exact]
+    return [n for n in numbers if log[task.name, n, FULL.identity].is_exact]
 
 
 def part_result(
-    part: Part, log: AnswerLog, facts: dict[str, Any], limit: int | None = None
+    part: Part, log: AnswerLog, facts: dict[str, Any], limit: int | None = None, first: int = 0
 ) -> PartResult:
     """Return the results of a part whose answers are all in the log.
 
     Args:
         limit: on the questions of a task.
+        first: number of the first question.
     """
     tasks, cells = [], []
     for task, questions, arms in part.work:
         most = questions if limit is None else min(questions, limit)
-        full = [log[task.name, number, FULL.identity] for number in range(most)]
-        tasks.append(_task_result(task, full))
+        full = [log[task.name, n, FULL.identity] for n in range(first, first + most)]
+        tasks.append(_task_result(task, full, first))
         for arm in arms:
             if arm != FULL:
-                mine = counted(log, task, min(part.asked(task, arm), most))
+                asked = min(part.asked(task, arm), most)
+                mine = counted(log, task, range(first, first + asked))
                 answers = [log[task.name, number, arm.identity] for number in mine]
-                cells.append(_cell(task, arm, answers))
-    return PartResult(facts, tasks, cells, _comparisons(part, log, limit))
+                cells.append(_cell(task, arm, answers, facts))
+    return PartResult(facts, tasks, cells, _comparisons(part, log, limit, first))
 
 
-def _task_result(task: TextTask, answers: Sequence[Answer]) -> TaskResult:
+def _task_result(task: TextTask, answers: Sequence[Answer], first: int) -> TaskResult:
     return TaskResult(
         task=task.name,
         title=task.title,
@@ -131,10 +141,13 @@ def _task_result(task: TextTask, answers: Sequence[Answer]) -> TaskResult:
         share=bootstrap([prefix_share(answer) for answer in answers]),
         prompt_tokens=_mean([answer.prompt_tokens for answer in answers]),
         answer_tokens=_mean([len(answer.hits) - 1 for answer in answers]),
+        split=TextQuestion(task, first).split,
     )
 
 
-def _cell(task: TextTask, arm: TextArm, answers: Sequence[Answer]) -> TextCell:
+def _cell(
+    task: TextTask, arm: TextArm, answers: Sequence[Answer], facts: dict[str, Any]
+) -> TextCell:
     num_right = sum(answer.is_exact for answer in answers)
     return TextCell(
         task=task.name,
@@ -146,16 +159,35 @@ def _cell(task: TextTask, arm: TextArm, answers: Sequence[Answer]) -> TextCell:
         right=wilson(num_right, len(answers)),
         share=bootstrap([prefix_share(answer) for answer in answers]),
         blocks_held=_mean([answer.blocks_held for answer in answers]),
+        decoding_held=_mean_held(arm, answers, facts),
+        life_held=_mean_held(arm, answers, facts, with_prefill=True),
     )
 
 
-def _comparisons(part: Part, log: AnswerLog, limit: int | None) -> list[TextComparison]:
+def _mean_held(
+    arm: TextArm, answers: Sequence[Answer], facts: dict[str, Any], with_prefill: bool = False
+) -> float | None:
+    if not answers or any(answer.right_tokens == 0 for answer in answers):
+        return None
+    size = facts["settings"]["block_size"]
+    shares = []
+    for answer in answers:
+        tokens = answer.prompt_tokens
+        planned = planned_cuts(tokens, arm.steps, size)
+        # A wrong answer may have ended before the last of them.
+        cuts = [*answer.cuts, *planned[len(answer.cuts) :]]
+        shares.append(mean_held(tokens, answer.right_tokens, cuts, size, with_prefill))
+    return _mean(shares)
+
+
+def _comparisons(part: Part, log: AnswerLog, limit: int | None, start: int) -> list[TextComparison]:
     found = []
     for task, most, arms in part.work:
         for first, second in part.pairs:
             if {first, second} <= set(arms):
                 asked = [part.asked(task, first), part.asked(task, second), most]
-                numbers = counted(log, task, min([*asked, *([] if limit is None else [limit])]))
+                number = min([*asked, *([] if limit is None else [limit])])
+                numbers = counted(log, task, range(start, start + number))
                 found.append(_compared(task, first, second, log, numbers))
     corrected = holm([mcnemar(c.first_only, c.second_only) for c in found])
     return [

@@ -1,63 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions about long texts: numbers and passages that are hidden in noise or in prose.
+"""Questions about long texts: what is hidden in noise, in prose or among its like.
 
-The noise and the wording of the numbers are those of RULER's needle tasks (Hsieh et al., "RULER:
-What's the Real Context Size of Your Long-Context Language Models?", 2024). The prose is Python's
-own documentation of its language, which every installation has.
+Wording and scores follow RULER (Hsieh et al., "RULER: What's the Real Context Size of Your
+Long-Context Language Models?", 2024), in a size that a small model can answer. Passages are ours.
 """
 
 from __future__ import annotations
 
 import random
 import re
+import string
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import cycle
-from pydoc_data.topics import topics
 from typing import Literal
 
-Kind = Literal["number", "passage"]
-Haystack = Literal["noise", "prose"]
+from evaluation.text_words import (
+    ADJECTIVES,
+    JOINTS,
+    NAMES,
+    NOISE,
+    NOUNS,
+    PLACES,
+    VERBS,
+    python_prose,
+)
+
+Kind = Literal["number", "numbers", "names", "chain", "words", "fact", "passage"]
+Haystack = Literal["noise", "prose", "needles", "list"]
 TokenCounter = Callable[[str], int]
 """Returns the number of tokens of a text."""
-
-NOISE = (
-    "The grass is green.",
-    "The sky is blue.",
-    "The sun is yellow.",
-    "Here we go.",
-    "There and back again.",
-)
-"""RULER's, repeated as often as needed."""
 
 PASSAGE_TOKENS = (30, 45)
 """Least and most tokens of a passage."""
 
-ADJECTIVES = (
-    *("amber", "ancient", "bitter", "bold", "bright", "broken", "calm", "careful", "clever"),
-    *("cold", "crooked", "curious", "distant", "dusty", "early", "empty", "faint", "famous"),
-    *("fierce", "friendly", "frozen", "gentle", "golden", "grand", "hollow", "honest", "hungry"),
-    *("jolly", "lazy", "lonely", "lucky", "mellow", "mighty", "narrow", "noble", "patient"),
-    *("plain", "proud", "quiet", "rapid", "rough", "royal", "rusty", "scarlet", "silent"),
-    *("silver", "simple", "sleepy", "steep", "stormy", "sturdy", "tender", "tiny", "wooden"),
-)
-NOUNS = (
-    *("acorn", "anchor", "apple", "arrow", "badger", "baker", "barrel", "basket", "beacon"),
-    *("bishop", "bridge", "candle", "captain", "carpet", "castle", "cellar", "cherry", "clock"),
-    *("copper", "cottage", "doctor", "dragon", "farmer", "feather", "fiddle", "forest", "garden"),
-    *("hammer", "harbor", "helmet", "island", "kettle", "ladder", "lantern", "market", "meadow"),
-    *("miller", "mirror", "monkey", "needle", "orchard", "painter", "palace", "parrot", "pepper"),
-    *("pigeon", "pillow", "planet", "pocket", "rabbit", "river", "sailor", "saddle", "shadow"),
-    *("spider", "temple", "tiger", "tower", "trumpet", "turtle", "valley", "violin", "wagon"),
-)
-VERBS = (
-    *("admired", "borrowed", "carried", "counted", "followed", "found", "guarded", "hid", "lifted"),
-    *("lost", "mended", "moved", "noticed", "opened", "painted", "polished", "pushed", "raised"),
-    *("reached", "remembered", "sold", "touched", "traded", "watched", "weighed", "wrapped"),
-)
-PLACES = ("above", "behind", "below", "beside", "beyond", "near", "opposite", "outside", "under")
-JOINTS = ("after", "although", "and", "because", "before", "but", "until", "when", "while")
+TRAINING = 1000
+"""Number of the first question for training. Choices are made on questions from it on, and what is
+reported on those before it."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +48,8 @@ class TextTask:
     tokens: int
     """Most tokens of a prompt; the text is cut after the last sentence that fits."""
     keys: int = 1
-    """Numbers or passages in the text; one of them is asked for."""
+    """Numbers, passages, variables, common words or facts. One number, passage or fact is asked
+    for; of the other kinds, all."""
 
     @property
     def name(self) -> str:
@@ -79,8 +59,15 @@ class TextTask:
     @property
     def title(self) -> str:
         """Return its description for a reader, such as `one of 4 numbers, prose of 1024 tokens`."""
-        what = f"a {self.kind}" if self.keys == 1 else f"one of {self.keys} {self.kind}s"
-        return f"{what}, {self.haystack} of {self.tokens} tokens"
+        n = self.keys
+        what = {
+            "numbers": f"{n} numbers of a name",
+            "names": f"the numbers of {n} names",
+            "chain": f"{n} variables of one value",
+            "words": "the most common word" if n == 1 else f"the {n} most common words",
+        }.get(self.kind, f"a {self.kind}" if n == 1 else f"one of {n} {self.kind}s")
+        where = {"needles": "among others, text"}.get(self.haystack, self.haystack)
+        return f"{what}, {where} of {self.tokens} tokens"
 
 
 @dataclass(frozen=True)
@@ -92,24 +79,33 @@ class TextExample:
     """Beginning of the assistant's turn, which is part of the prompt."""
     answer: str
     kind: Kind
+    items: tuple[str, ...] = ()
+    """What a list has to name, in any order; other answers are compared from their start."""
 
     def found(self, text: str) -> str:
         """Return what a completion of `start` gives as the answer.
 
         The first number, or the first sentence. What follows it is no part of the answer.
         """
-        found = re.search(r'[^".]*\.?' if self.kind == "passage" else r"\d+", text)
+        pattern = {"passage": r'[^".]*\.?', "fact": r"\w[^\".,\n]*"}.get(self.kind, r"\d+")
+        found = re.search(pattern, text)
         return found.group() if found else ""
 
     def hits(self, text: str, pieces: Sequence[str]) -> str:
         """Return one digit for each token of the answer, and one for its end.
 
         A token is right, `1`, if nothing before its end differs; after the first mistake all are
-        `0`. The end is right if the answer is.
+        `0`. The end is right if the answer is. Of a list, there is one digit for each item, first
+        those that the completion names, wherever it does; the end is right if it names them all.
 
         Args:
             pieces: texts of the answer's tokens.
         """
+        if self.items:
+            said = set(re.findall(r"\w+", text))
+            num_right = sum(item in said for item in self.items)
+            missing = len(self.items) - num_right
+            return "1" * num_right + "0" * missing + "10"[missing > 0]
         found, so_far, digits = self.found(text), "", ""
         for piece in pieces:
             so_far += piece
@@ -124,6 +120,10 @@ class TextQuestion:
     task: TextTask
     number: int
 
+    @property
+    def split(self) -> str:
+        return "training" if self.number >= TRAINING else "test"
+
     def example(self, frame_tokens: int, count: TokenCounter) -> TextExample:
         """Write the question.
 
@@ -131,65 +131,243 @@ class TextQuestion:
             frame_tokens: tokens that the chat template adds to the message and the answer's start.
         """
         rng = random.Random(f"{self.task.name}/{self.number}")
-        keys = _distinct(rng, self.task.keys)
-        if self.task.kind == "number":
-            values = [str(rng.randint(1_000_000, 9_999_999)) for _ in keys]
-            return _numbers(self.task, keys, values, rng, frame_tokens, count)
-        values = [_passage(rng, count) for _ in keys]
-        return _passages(self.task, keys, values, rng, frame_tokens, count)
+        return _WRITERS[self.task.kind](_Writer(self.task, rng, frame_tokens, count))
 
 
-def _numbers(
-    task: TextTask,
-    keys: Sequence[str],
-    values: Sequence[str],
-    rng: random.Random,
-    frame_tokens: int,
-    count: TokenCounter,
-) -> TextExample:
-    several = task.keys > 1
-    head = (
+@dataclass(frozen=True)
+class _Writer:
+    """Writer of one question."""
+
+    task: TextTask
+    rng: random.Random
+    frame_tokens: int
+    count: TokenCounter
+
+    def room(self, *texts: str) -> int:
+        """Return the tokens that are left for the text between some other texts."""
+        return self.task.tokens - self.frame_tokens - sum(map(self.count, texts))
+
+    def needles_of(self, keys: Sequence[str], values: Sequence[str]) -> list[str]:
+        return [
+            f"One of the special magic numbers for {key} is: {value}."
+            for key, value in zip(keys, values, strict=True)
+        ]
+
+    def numbers(self, number: int) -> list[str]:
+        return [str(self.rng.randint(1_000_000, 9_999_999)) for _ in range(number)]
+
+    def distinct(self, number: int) -> list[str]:
+        """Return distinct names of two words, such as `quiet-badger`."""
+        pairs = zip(
+            self.rng.sample(ADJECTIVES, number), self.rng.sample(NOUNS, number), strict=True
+        )
+        return [f"{adjective}-{noun}" for adjective, noun in pairs]
+
+    def hide(
+        self, needles: Sequence[str], tokens: int, joint: str = " ", in_order: bool = False
+    ) -> str:
+        """Return sentences of at most `tokens` tokens with needles at random places between them.
+
+        Args:
+            joint: stands between two sentences.
+            in_order: whether the needles come in the order in which they are given.
+
+        Raises:
+            ValueError: if the needles do not fit.
+        """
+        left = tokens - sum(self.count(f"{joint}{needle}") for needle in needles)
+        if left < 0:
+            raise ValueError(f"{tokens} tokens are too few for {len(needles)} hidden sentences")
+        sentences: list[str] = []
+        for sentence in self.sentences(needles):
+            left -= self.count(f"{joint}{sentence}")
+            if left < 0:
+                break
+            sentences.append(sentence)
+        if in_order:
+            places = sorted(self.rng.randint(0, len(sentences)) for _ in needles)
+            for place, needle in reversed([*zip(places, needles, strict=True)]):
+                sentences.insert(place, needle)
+        else:
+            for needle in needles:
+                sentences.insert(self.rng.randint(0, len(sentences)), needle)
+        return joint.join(sentences)
+
+    def sentences(self, needles: Sequence[str]) -> Iterator[str]:
+        """Yield sentences without end: noise, prose from a random one on, or like the needles."""
+        if self.task.haystack == "noise":
+            return cycle(NOISE)
+        if self.task.haystack == "needles":
+            return self.others(needles)
+        prose = python_prose()
+        start = self.rng.randrange(len(prose))
+        return cycle([*prose[start:], *prose[:start]])
+
+    def others(self, needles: Sequence[str]) -> Iterator[str]:
+        """Yield numbers of names that no needle has."""
+        while True:
+            (name,) = self.distinct(1)
+            if not any(f" {name} " in needle for needle in needles):
+                yield from self.needles_of([name], self.numbers(1))
+
+
+def _number(write: _Writer) -> TextExample:
+    """Ask for one number of one or several: RULER's `niah_single` and `niah_multikey`."""
+    task = write.task
+    keys = write.distinct(task.keys)
+    values = write.numbers(len(keys))
+    several = task.keys > 1 or task.haystack == "needles"
+    head = _head(several)
+    asked = write.rng.randrange(len(keys))
+    topic = f"the special magic number for {keys[asked]} mentioned in the provided text"
+    question, start = f"\nWhat is {topic}?", f"T{topic[1:]} is"
+    text = write.hide(write.needles_of(keys, values), write.room(head, question, start))
+    return TextExample(f"{head}{text}{question}", start, values[asked], task.kind)
+
+
+def _numbers(write: _Writer) -> TextExample:
+    """Ask for all numbers of one name or several: `niah_multivalue` and `niah_multiquery`."""
+    task = write.task
+    names = write.distinct(task.keys if task.kind == "names" else 1)
+    keys = names * (task.keys // len(names))
+    values = write.numbers(len(keys))
+    head = _head(several=True)
+    topic = f"special magic numbers for {_listed(names)} mentioned in the provided text"
+    question, start = f"\nWhat are all the {topic}?", f"The {topic} are"
+    text = write.hide(write.needles_of(keys, values), write.room(head, question, start))
+    answer = _listed(values)
+    return TextExample(f"{head}{text}{question}", start, answer, task.kind, tuple(values))
+
+
+def _head(several: bool) -> str:
+    return (
         f"{'Some special magic numbers are' if several else 'A special magic number is'} hidden "
         "within the following text. Make sure to memorize it. I will quiz you about the "
         f"{'numbers' if several else 'number'} afterwards.\n"
     )
-    asked = rng.randrange(len(keys))
-    topic = f"the special magic number for {keys[asked]} mentioned in the provided text"
-    question, start = f"\nWhat is {topic}?", f"T{topic[1:]} is"
-    needles = [
-        f"One of the special magic numbers for {key} is: {value}."
-        for key, value in zip(keys, values, strict=True)
+
+
+def _listed(words: Sequence[str]) -> str:
+    """Return `a`, `a and b` or `a, b, and c`."""
+    *first, last = words
+    comma = "," if len(first) > 1 else ""
+    return f"{', '.join(first)}{comma} and {last}" if first else last
+
+
+def _chain(write: _Writer) -> TextExample:
+    """Ask for variables that get one value, each from the one before: RULER's `vt`."""
+    task, rng = write.task, write.rng
+    head = (
+        "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
+    )
+    shown, names = (
+        ["".join(rng.choices(string.ascii_uppercase, k=k)) for _ in range(task.keys)]
+        for k in (3, 5)
+    )
+    values = [str(rng.randint(10_000, 99_999)) for _ in range(2)]
+    questions = [
+        f"\nQuestion: Find all variables that are assigned the value {value} in the text above."
+        for value in values
     ]
-    free = task.tokens - frame_tokens - count(head) - count(question) - count(start)
-    text = _hide(needles, task.haystack, free, rng, count)
+    starts = [
+        "Answer: According to the chain(s) of variable assignment in the text above, "
+        f"{task.keys} variables are assigned the value {value}, they are:"
+        for value in values
+    ]
+    example = "\n".join([*NOISE, *_assignments(shown, values[0]), *NOISE])
+    head = f"{head}{example}{questions[0]} {starts[0]} {' '.join(shown)}\n\n{head}"
+    needles = _assignments(names, values[1])
+    room = write.room(head, questions[1], starts[1])
+    text = write.hide(needles, room, joint="\n", in_order=True)
+    answer = " ".join(names)
+    return TextExample(f"{head}{text}{questions[1]}", starts[1], answer, task.kind, tuple(names))
+
+
+def _assignments(names: Sequence[str], value: str) -> list[str]:
+    values = [value, *(f"VAR {name}" for name in names)]
+    return [f"VAR {name} = {value}" for name, value in zip(names, values, strict=False)]
+
+
+def _words(write: _Writer) -> TextExample:
+    """Ask for the most common words of a list, which are one half of it: RULER's `cwe`."""
+    task, rng = write.task, write.rng
+    words = [*ADJECTIVES, *NOUNS, *VERBS]
+    rng.shuffle(words)
+    head = (
+        "Below is a numbered list of words. In these words, some appear more often than others. "
+        "Memorize the ones that appear most often.\n"
+    )
+    question = f"\nQuestion: What are the {task.keys} most common words in the above list?"
+    start = f"Answer: The top {task.keys} words that appear most often in the list are:"
+    shown = [words.pop() for _ in range(task.keys)]
+    example = _numbered(_mixed(rng, shown, [words.pop() for _ in range(2 * task.keys)], 40))
+    head = f"{head}{example}{question} {start} {_numbered(shown)}\n\n{head}"
+    common = [words.pop() for _ in range(task.keys)]
+    room, length = write.room(head, question, start), 2 * task.keys
+    while write.count(_numbered(_mixed(rng, common, words, length + 2 * task.keys))) <= room:
+        length += 2 * task.keys
+    text = _numbered(_mixed(rng, common, words, length))
+    answer = _numbered(common)
+    return TextExample(f"{head}{text}{question}", start, answer, task.kind, tuple(common))
+
+
+def _mixed(
+    rng: random.Random, common: Sequence[str], others: Sequence[str], length: int
+) -> list[str]:
+    """Return words in random order: one half are the common ones, the other half all others."""
+    words = [word for word, _ in zip(cycle(common), range(length // 2), strict=False)]
+    words += [word for word, _ in zip(cycle(others), range(length - len(words)), strict=False)]
+    rng.shuffle(words)
+    return words
+
+
+def _numbered(words: Sequence[str]) -> str:
+    return " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))
+
+
+def _fact(write: _Writer) -> TextExample:
+    """Ask for a fact of one of several documents: RULER's `qa`, with facts of our own."""
+    task, rng = write.task, write.rng
+    nouns, adjectives = rng.sample(NOUNS, len(NOUNS)), rng.sample(ADJECTIVES, len(ADJECTIVES))
+    names = rng.sample(NAMES, task.keys)
+    values = [
+        f"{adjectives.pop()} {nouns.pop()} {place} the {adjectives.pop()} {nouns.pop()}"
+        for place in rng.choices(PLACES, k=len(names))
+    ]
+    asked = rng.randrange(task.keys)
+    order = (
+        "Answer the question based on the given documents. Only give me the answer and do not "
+        "output any other words."
+    )
+    head = f"{order}\n\nThe following are given documents.\n\n"
+    question = f"\n\n{order}\n\nQuestion: What does {names[asked]} keep, and where?"
+    starts = [f"{name} keeps the" for name in names]
+    titles = [f"Document {number}:\n" for number in range(1, task.keys + 1)]
+    start = f"Answer: {starts[asked]}"
+    room = write.room(head, question, start, *titles) // task.keys
+    documents = [
+        f"{title}{write.hide([f'{begin} {value}.'], room - 1)}"
+        for title, begin, value in zip(titles, starts, values, strict=True)
+    ]
+    text = "\n\n".join(documents)
     return TextExample(f"{head}{text}{question}", start, values[asked], task.kind)
 
 
-def _passages(
-    task: TextTask,
-    keys: Sequence[str],
-    values: Sequence[str],
-    rng: random.Random,
-    frame_tokens: int,
-    count: TokenCounter,
-) -> TextExample:
+def _passages(write: _Writer) -> TextExample:
+    """Ask for one of some new sentences word for word."""
+    task = write.task
+    keys = write.distinct(task.keys)
+    values = [_passage(write.rng, write.count) for _ in keys]
     head = (
         f"{'Special passages are' if task.keys > 1 else 'A special passage is'} hidden within the "
         "following text. Make sure to memorize it. I will ask you to repeat it afterwards.\n"
     )
-    asked = rng.randrange(len(keys))
+    asked = write.rng.randrange(len(keys))
     question = f"\nRepeat the special passage about {keys[asked]} word for word."
     starts = [f'The special passage about {key} is: "' for key in keys]
     needles = [f'{start}{value}"' for start, value in zip(starts, values, strict=True)]
-    free = task.tokens - frame_tokens - count(head) - count(question) - count(starts[asked])
-    text = _hide(needles, task.haystack, free, rng, count)
+    text = write.hide(needles, write.room(head, question, starts[asked]))
     return TextExample(f"{head}{text}{question}", starts[asked], values[asked], task.kind)
-
-
-def _distinct(rng: random.Random, number: int) -> list[str]:
-    """Return distinct names of two words, such as `quiet-badger`."""
-    pairs = zip(rng.sample(ADJECTIVES, number), rng.sample(NOUNS, number), strict=True)
-    return [f"{adjective}-{noun}" for adjective, noun in pairs]
 
 
 def _passage(rng: random.Random, count: TokenCounter) -> str:
@@ -210,48 +388,12 @@ def _passage(rng: random.Random, count: TokenCounter) -> str:
     return sentence if count(sentence) <= most else _passage(rng, count)
 
 
-def _hide(
-    needles: Sequence[str],
-    haystack: Haystack,
-    tokens: int,
-    rng: random.Random,
-    count: TokenCounter,
-) -> str:
-    """Return sentences of at most `tokens` tokens with the needles at random places between them.
-
-    Raises:
-        ValueError: if the needles do not fit.
-    """
-    left = tokens - sum(count(f" {needle}") for needle in needles)
-    if left < 0:
-        raise ValueError(f"{tokens} tokens are too few for {len(needles)} hidden sentences")
-    sentences: list[str] = []
-    for sentence in _sentences(haystack, rng):
-        left -= count(f" {sentence}")
-        if left < 0:
-            break
-        sentences.append(sentence)
-    for needle in needles:
-        sentences.insert(rng.randint(0, len(sentences)), needle)
-    return " ".join(sentences)
-
-
-def _sentences(haystack: Haystack, rng: random.Random) -> Iterator[str]:
-    """Yield sentences without end: the noise, or the prose from a random one on."""
-    if haystack == "noise":
-        return cycle(NOISE)
-    prose = python_prose()
-    start = rng.randrange(len(prose))
-    return cycle([*prose[start:], *prose[:start]])
-
-
-@cache
-def python_prose() -> tuple[str, ...]:
-    """Return the sentences of `pydoc_data.topics`, without code, tables and headings."""
-    paragraphs = [text for name in sorted(topics) for text in re.split(r"\n\s*\n", topics[name])]
-    sentences = (
-        sentence
-        for paragraph in paragraphs
-        for sentence in re.split(r"(?<=[.?!]) (?=[A-Z])", re.sub(r"\s+", " ", paragraph).strip())
-    )
-    return tuple(s for s in sentences if re.fullmatch(r"[A-Z][^=|{}<>]{20,300}[.?!]", s))
+_WRITERS: dict[Kind, Callable[[_Writer], TextExample]] = {
+    "number": _number,
+    "numbers": _numbers,
+    "names": _numbers,
+    "chain": _chain,
+    "words": _words,
+    "fact": _fact,
+    "passage": _passages,
+}

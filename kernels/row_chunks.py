@@ -194,6 +194,14 @@ class TorchAttention(ObservedAttention):
         visible = self._rows.num_visible
         return visible[self._pairs(layer)] if visible.shape[0] > 1 else visible
 
+    def _num_common_keys(self, layer: int, rows: slice) -> int:
+        """Return a number of first keys that all of `rows` see in all heads.
+
+        The host knows none for compressed rows, but on a CPU it can look without waiting.
+        """
+        visible, known = self._visible(layer)[:, rows], self._rows.num_common_keys
+        return max(known, int(visible.numpy().min())) if visible.is_cpu else known
+
     def _logits(self, layer: int, rows: slice, out: Tensor) -> None:
         """Write scaled, causally masked logits of ``rows`` to ``out`` [H, G, R, num_keys]."""
         flat = out.flatten(1, 2)
@@ -206,9 +214,8 @@ class TorchAttention(ObservedAttention):
             part = flat[:, :, start : start + keys.shape[-1]]
             with _bfloat16_products(self._is_bfloat16):
                 torch.baddbmm(part, queries, keys, beta=0, alpha=scale, out=part)
-        # Every row sees the first `num_common_keys` keys. Masking all keys costs as much as the
-        # softmax.
-        first = self._rows.num_common_keys
+        # Masking all keys costs as much as the softmax.
+        first = self._num_common_keys(layer, rows)
         columns = torch.arange(first, self.num_keys, device=out.device)
         future = columns >= self._visible(layer)[:, None, rows, None]
         out[..., first:].masked_fill_(future, float("-inf"))
@@ -220,7 +227,7 @@ class TorchAttention(ObservedAttention):
         else:
             of_rows = log_sum_exp[layer, rows].permute(1, 2, 0).float()
             torch.exp(logits.sub_(of_rows.unsqueeze(-1)), out=out)
-        if self._rows.num_common_keys < 1:
+        if self._num_common_keys(layer, rows) < 1:
             # The softmax over no key is NaN.
             out.masked_fill_(self._visible(layer)[:, None, rows, None] <= 0, 0.0)
         return out

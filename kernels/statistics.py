@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from vllm_tgvkv.kernels import gpu
+from vllm_tgvkv.kernels.diversity import mean_cosines, norms
 from vllm_tgvkv.kernels.importance import KERNEL, WINDOW, importance
 from vllm_tgvkv.kernels.redundancy import redundancy
 
@@ -29,14 +30,18 @@ Statistic = Literal[
     "column_maxima",
     "past_importance",
     "key_redundancy",
+    "mean_cosines",
+    "value_norms",
 ]
 """Statistics in addition to column sums. ``row_averages`` makes weighted sums cheap."""
 
-KEY_STATISTICS: frozenset[Statistic] = frozenset({"past_importance", "key_redundancy"})
-"""Statistics of a KV head's own keys, computed for some heads at a time in PyTorch."""
+KEY_STATISTICS: frozenset[Statistic] = frozenset(
+    {"past_importance", "key_redundancy", "mean_cosines", "value_norms"}
+)
+"""Statistics of a KV head's own keys or values, computed for some heads at a time in PyTorch."""
 
 KEY_BYTES = 12
-"""Most bytes that these take for each value of the keys of the heads at a time."""
+"""Most bytes that these take for each number in the keys of the heads at a time."""
 
 REDUNDANCY_WORKSPACES = 4
 """Workspaces that rows of similarities take. Fewer mean more, smaller products."""
@@ -142,6 +147,27 @@ class Attention(Protocol):
         """
         _not_observed("key_redundancy", _FEW_ROWS)
 
+    @property
+    def is_seen(self) -> Tensor:
+        """bool ``[S or 1, P]``, the keys that the last row sees."""
+        _not_observed("is_seen", _FEW_ROWS)
+
+    @property
+    def mean_cosines(self) -> Tensor:
+        """float32 ``[S, P]``, :func:`~vllm_tgvkv.kernels.diversity.mean_cosines` of each key.
+
+        It is that among the keys which the last row sees. S is the number of KV heads.
+        """
+        _not_observed("mean_cosines", _FEW_ROWS)
+
+    @property
+    def value_norms(self) -> Tensor:
+        """float32 ``[S, P]``, norm of the value of each key that the last row sees.
+
+        In a quantised cache it is divided by the layer's scale. S is the number of KV heads.
+        """
+        _not_observed("value_norms", _FEW_ROWS)
+
     def weighted_column_sums(self, weights: Tensor) -> Tensor:
         """Sum over the rows i of ``weights[s, i] * A[s][i, j]``.
 
@@ -214,6 +240,8 @@ class ObservedRows:
     """float ``[L, O, H, G]``."""
     num_common_keys: int = 0
     """Number of first keys that every row sees in every pair."""
+    values: Tensor | None = None
+    """``[num_pages, N, D]``, the values of the keys on the same pages; for statistics of values."""
 
     def __post_init__(self) -> None:
         layers, rows, heads, group, head_size = self.queries.shape
@@ -235,6 +263,8 @@ class ObservedRows:
             _check("row_positions", self.row_positions, (rows,), (torch.int64,))
         if self.log_sum_exp is not None:
             _check("log_sum_exp", self.log_sum_exp, (layers, rows, heads, group))
+        if self.values is not None:
+            _check("values", self.values, (*self.pool.shape[:2], "D"))
 
 
 class ObservedAttention(Attention, ABC):
@@ -311,7 +341,7 @@ class ObservedAttention(Attention, ABC):
             factor = scale[pairs] if isinstance(scale, Tensor) else scale
             return importance(queries[pairs], keys, num_past[pairs], factor, KERNEL)
 
-        return self._of_keys("past_importance", of_pairs)
+        return self._of_pages("past_importance", rows.pool, of_pairs)
 
     @property
     def key_redundancy(self) -> Tensor:
@@ -321,18 +351,44 @@ class ObservedAttention(Attention, ABC):
         def of_pairs(pairs: slice, keys: Tensor) -> Tensor:
             return redundancy(keys, lengths[pairs], workspace_bytes=workspace)
 
-        return self._of_keys("key_redundancy", of_pairs)
+        return self._of_pages("key_redundancy", self._rows.pool, of_pairs)
 
-    def _of_keys(self, name: Statistic, of_pairs: Callable[[slice, Tensor], Tensor]) -> Tensor:
-        """Return the values ``[Q, P]`` of a function of some pairs and their keys ``[q, P, D]``.
+    @property
+    def is_seen(self) -> Tensor:
+        # One pair of each group: pairs that share a set have the same lengths.
+        lengths = self._rows.num_visible[:, -1:]
+        if lengths.shape[0] > 1:
+            lengths = lengths[:: self.num_pairs // self.num_groups]
+        return torch.arange(self.num_keys, device=lengths.device) < lengths
 
-        Slots behind a pair's last key hold anything.
+    @property
+    def mean_cosines(self) -> Tensor:
+        lengths = self._rows.num_visible[:, -1].expand(self.num_pairs)
+        return self._of_pages(
+            "mean_cosines", self._rows.pool, lambda pairs, keys: mean_cosines(keys, lengths[pairs])
+        )
+
+    @property
+    def value_norms(self) -> Tensor:
+        lengths = self._rows.num_visible[:, -1].expand(self.num_pairs)
+        if self._rows.values is None:
+            raise ValueError("value_norms needs the pages of the values: give `values`")
+        return self._of_pages(
+            "value_norms", self._rows.values, lambda pairs, values: norms(values, lengths[pairs])
+        )
+
+    def _of_pages(
+        self, name: Statistic, pool: Tensor, of_pairs: Callable[[slice, Tensor], Tensor]
+    ) -> Tensor:
+        """Return ``[Q, P]``, found by a function of some pairs and their keys ``[q, P, D]``.
+
+        The keys are those of ``pool``, which may have values in their places. Slots behind a pair's
+        last key hold anything.
         """
         if self.num_groups < self.num_pairs:
             raise ValueError(f"{name} is that of one KV head: use granularity head")
         self._declared(name, None)
-        pool, lengths = self._rows.pool, self._rows.num_visible[:, -1:]
-        size = pool.shape[1]
+        lengths, size = self._rows.num_visible[:, -1:], pool.shape[1]
         width = -(-self.num_keys // size)
         starts = torch.arange(width, device=pool.device) * size
         # Entries after the page of a pair's last key may be garbage.
@@ -421,6 +477,7 @@ def observe_layers(
     num_common_keys: int = 0,
     row_positions: Tensor | None = None,
     scratch: Scratch | None = None,
+    values: Tensor | None = None,
 ) -> ObservedAttention:
     """Return the attention of some rows over a sequence's keys, for L layers in one call.
 
@@ -449,6 +506,7 @@ def observe_layers(
         num_common_keys: number of first keys that every row sees in every pair, known on the host.
         row_positions: int64 ``[O]``, for :attr:`Attention.row_positions`; leave it out if lengths
             differ.
+        values: ``[num_pages, N, D]``, values of all pages, for statistics of values.
 
     Raises:
         ValueError: if a shape, dtype or number does not fit; the message names the argument.
@@ -467,6 +525,7 @@ def observe_layers(
         row_positions,
         log_sum_exp,
         num_common_keys,
+        values,
     )
     return _observed(rows, per_head, statistics, workspace_bytes, scratch)
 
@@ -484,6 +543,7 @@ def observe(
     log_sum_exp: Tensor | None = None,
     num_common_keys: int = 0,
     scratch: Scratch | None = None,
+    value_pages: Tensor | None = None,
 ) -> ObservedAttention:
     """Return the attention of some rows over an uncompressed prompt's keys, for one layer.
 
@@ -507,6 +567,8 @@ def observe(
         num_common_keys: number of first keys that every row sees, at most ``row_positions[0] + 1``;
             known on the host.
         scratch: buffers of an earlier observation to reuse.
+        value_pages: like ``key_pages``, for statistics of values. Blocks and heads have the same
+            strides.
 
     Raises:
         ValueError: if a shape, dtype or number does not fit; the message names the argument.
@@ -519,6 +581,15 @@ def observe(
     _check("block_ids", block_ids, (-(-num_keys // key_pages.shape[2]),), _INDICES)
     _check("row_positions", row_positions, (num_rows,), (torch.int64,))
     pool, tables = _pages_of_heads(key_pages, block_ids)
+    values = None
+    if value_pages is not None:
+        _check("value_pages", value_pages, (*key_pages.shape[:3], "D"))
+        if value_pages.stride()[:2] != key_pages.stride()[:2]:
+            raise ValueError(
+                f"value_pages must have strides {key_pages.stride()[:2]} between blocks and heads, "
+                f"those of key_pages, got {value_pages.stride()[:2]}"
+            )
+        values = _pages_of_heads(value_pages, block_ids)[0]
     rows = ObservedRows(
         queries[None],
         pool,
@@ -529,6 +600,7 @@ def observe(
         row_positions,
         None if log_sum_exp is None else log_sum_exp[None],
         max(1, num_common_keys),  # a row sees its own key
+        values,
     )
     return _observed(rows, per_head, statistics, workspace_bytes, scratch)
 

@@ -35,7 +35,17 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from oracle import methods
 from oracle.kernels import merged
-from oracle.methods import Earlier, Image, Layout, Mix, Selection, Settings, States, mix_of
+from oracle.methods import (
+    Auto,
+    Earlier,
+    Image,
+    Layout,
+    Mix,
+    Selection,
+    Settings,
+    States,
+    mix_of,
+)
 
 
 @dataclass(frozen=True)
@@ -49,8 +59,9 @@ class Eviction(Settings):
         schedule: further cuts of the prompt, each after that many answer tokens to that budget.
         answer_rows: W, the last rows that vote in a cut after the first, at most those since the
             cut before.
-        ceiling, buffer: M and B in tokens. From the first cut on, prompt and answer are cut to M
-            whenever a head has more than M + B tokens in full blocks, on average.
+        ceiling, buffer: M and B in tokens. No cut leaves more than M tokens in full blocks, or one
+            block. After the first cut, prompt and answer are cut again with every block that is
+            then full and makes a head have more than M + B tokens in full blocks, on average.
     """
 
     method: str | Mix = "tgv"
@@ -107,9 +118,9 @@ def select(
     )
 
 
-def _states(queries: torch.Tensor, keys: torch.Tensor) -> States:
+def _states(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None) -> States:
     """Return states with the scale that all models of the tests have."""
-    return States(queries, keys, queries.shape[-1] ** -0.5)
+    return States(queries, keys, queries.shape[-1] ** -0.5, values)
 
 
 @dataclass(frozen=True)
@@ -122,6 +133,7 @@ class Moment:
         rows: attention of each step so far, float64 [L, Q, new tokens, positions].
         queries: rotated queries of each step so far, [L, Q, new tokens, D].
         keys: rotated keys, [L, H, n, D], with those that are hidden.
+        values: their values, [L, H, n, D], for methods that look at them.
     """
 
     prompt_tokens: int
@@ -129,6 +141,7 @@ class Moment:
     rows: list[torch.Tensor]
     queries: list[torch.Tensor]
     keys: torch.Tensor
+    values: torch.Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -141,8 +154,8 @@ class Moment:
         return self.length - self.prompt_tokens
 
     def states(self) -> States:
-        """Return the queries and keys that attention comes from."""
-        return _states(torch.cat(self.queries, dim=2), self.keys)
+        """Return the queries and keys that attention comes from, and the values."""
+        return _states(torch.cat(self.queries, dim=2), self.keys, self.values)
 
     def attention(self) -> torch.Tensor:
         """Return A, float64 [L, Q, n, n]; every row is a softmax over the keys it was shown."""
@@ -204,29 +217,38 @@ class Cutter:
 
     def __call__(self, moment: Moment) -> torch.Tensor | None:
         """Return what is left after the cuts that are due, bool [L, H, n]; None if none is due."""
-        eviction, layout, before = self.eviction, self.layout, len(self.cuts)
+        eviction, layout, size = self.eviction, self.layout, self.eviction.block_size
+        before = len(self.cuts)
         if not layout.images and eviction.text_only == "keep":
             return None
         if eviction.merges and (eviction.schedule or eviction.ceiling is not None):
             raise ValueError(f"{eviction.method} merges; that is defined for one cut only")
         kept, so_far = moment.kept, replace(layout, length=moment.length, answer=moment.answer)
         if moment.answer == eviction.defer:
-            kept = self._cut(moment, so_far, eviction.budget, None)
+            kept = self._cut(moment, so_far, self._first_budget(), None)
         for after, budget in eviction.schedule:
             if after <= eviction.defer:
                 raise ValueError(f"schedule: {after} is not after the first cut")
             if moment.answer == after:
                 kept = self._cut(moment, so_far, budget, kept)
-        size, ceiling = eviction.block_size, eviction.ceiling
-        if ceiling is not None and moment.answer >= eviction.defer:
-            full = moment.length // size * size
-            held = kept[..., :full].sum().item() / kept[..., 0].numel()
+        ceiling = eviction.ceiling
+        if ceiling is not None and moment.answer > eviction.defer and moment.length % size == 0:
+            held = kept.sum().item() / kept[..., 0].numel()
             if held > ceiling + eviction.buffer:
                 whole = replace(layout, length=moment.length)  # no part of it is exempt
-                if moment.answer == 0:  # no row of an answer could vote: one cut in place of two
-                    del self.cuts[before:]
-                kept = self._cut(moment, whole, ceiling, kept if moment.answer else None)
+                kept = self._cut(moment, whole, ceiling, kept)
         return kept if len(self.cuts) > before else None
+
+    def _first_budget(self) -> Any:
+        """Return the budget of the first cut: at most what the ceiling leaves."""
+        eviction, length = self.eviction, self.layout.length
+        if eviction.ceiling is None:
+            return eviction.budget
+        if isinstance(eviction.budget, Auto):
+            raise ValueError("auto: a guarded budget has no ceiling")
+        size = eviction.block_size
+        blocks = methods.retained_blocks(length, size, eviction.budget)
+        return min(blocks, max(eviction.ceiling // size, 1)) * size + length % size
 
     def _cut(
         self,
@@ -320,12 +342,12 @@ class Oracle:
 
     @torch.no_grad()
     def states(self, prompt: Prompt) -> States:
-        """Return the queries and keys of the prefill."""
+        """Return the queries, keys and values of the prefill."""
         self._forget_positions()
         with self._recorded() as seen:
             output = self.model(**prompt.inputs, use_cache=True)
         queries = torch.cat([seen[layer] for layer in range(self.layers)])
-        return _states(queries, self._keys(output.past_key_values))
+        return _states(queries, *self._kept_states(output.past_key_values))
 
     def select(
         self, prompt: Prompt, eviction: Eviction, stages: Sequence[int] | None = None
@@ -440,7 +462,7 @@ class Oracle:
             rows.append(torch.cat(output.attentions).double())
             logprobs.append(output.logits[0, -1].double().log_softmax(-1))
             queries.append(torch.cat([seen[layer] for layer in range(self.layers)]))
-            moment = Moment(length, kept, rows, queries, self._keys(cache))
+            moment = Moment(length, kept, rows, queries, *self._kept_states(cache))
             new = cut(moment) if callable(cut) else (cut or {}).get(moment.answer)
             if new is not None:
                 kept = kept & new
@@ -527,9 +549,11 @@ class Oracle:
         layers = getattr(self.model.model, "language_model", self.model.model).layers
         return [layers[i] for i in self.attending]
 
-    def _keys(self, cache: Any) -> torch.Tensor:
-        """Return the rotated keys of a cache, [L, H, n, D]."""
-        return torch.cat([cache.layers[i].keys for i in self.attending])
+    def _kept_states(self, cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rotated keys and the values of a cache, each [L, H, n, D]."""
+        layers = [cache.layers[i] for i in self.attending]
+        keys, values = (torch.cat([getattr(x, k) for x in layers]) for k in ("keys", "values"))
+        return keys, values
 
     @contextmanager
     def _recorded(self) -> Iterator[dict[int, torch.Tensor]]:

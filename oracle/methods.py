@@ -79,7 +79,9 @@ METHODS = {
     "snapkv": Mix("snapkv", "uniform", "window", HEAD, SNAP),
     "pyramidkv": Mix("snapkv", "pyramid", "window", HEAD, SNAP),
     "adakv": Mix("snapkv", "adakv", "window", HEAD, SNAP),
+    "sparsemm": Mix("snapkv", "sparsemm", "window", HEAD, SNAP),
     "rkv": Mix("rkv", "uniform", "recent_8", HEAD),
+    "mixkv": Mix("mixkv", "uniform", "window", HEAD),
     "h2o": Mix("h2o", "uniform", "recent_half", HEAD),
     "streaming": Mix("recency", "uniform", "by_score"),
     "prefixkv": Mix("text_rows", "prefixkv", "by_score"),
@@ -143,6 +145,9 @@ class Settings:
         sinks: number of first positions that are kept before all others.
         observation_window: greatest number of text rows that vote, the last ones.
         floor: least number of pages of every token set.
+        ranks: equal parts of the KV heads, in order. Each part has the same number of pages in
+            total: none moves to another part. Shares are those of all heads.
+        head_scores: [L, Q], for SparseMM.
     """
 
     budget: float | int | Auto
@@ -152,6 +157,8 @@ class Settings:
     observation_window: int = 512
     floor: int = 1
     pooling: Pool | None = None
+    ranks: int = 1
+    head_scores: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -195,31 +202,37 @@ class States:
         queries: [L, Q, P, D], rotated.
         keys: [L, H, P, D], rotated.
         scale: factor of the products.
+        values: [L, H, P, D], for scores that look at values.
     """
 
     queries: Tensor
     keys: Tensor
     scale: float
+    values: Tensor | None = None
 
     def of_head(self, layer: int, head: int) -> HeadStates:
         """Return the states of one KV head and of the query heads of its group."""
         group = self.queries.shape[1] // self.keys.shape[1]
         queries = self.queries[layer, head * group : (head + 1) * group]
-        return HeadStates(queries.transpose(0, 1), self.keys[layer, head], self.scale)
+        values = None if self.values is None else self.values[layer, head]
+        return HeadStates(queries.transpose(0, 1), self.keys[layer, head], self.scale, values)
 
     def noisy(self, noise: float) -> States:
         """Return states with random relative changes of at most `noise`."""
         queries, keys = self.queries.double(), self.keys.double()
-        return States(perturbed(queries, noise), perturbed(keys, noise), self.scale)
+        values = None if self.values is None else perturbed(self.values.double(), noise)
+        return States(perturbed(queries, noise), perturbed(keys, noise), self.scale, values)
 
 
 @dataclass(frozen=True)
 class HeadStates:
-    """Queries [P, G, D] of a KV head's group, its keys [P, D], and the factor of their products."""
+    """Queries [P, G, D] of a KV head's group, its keys and values [P, D], and the factor of the
+    products of queries and keys."""
 
     queries: Tensor
     keys: Tensor
     scale: float
+    values: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -237,6 +250,7 @@ class Case:
     score_rows: str | None = None
     reduce: str = "mean"
     only: tuple[int, ...] | None = None
+    head_scores: Tensor | None = None
 
     @property
     def candidates(self) -> int:
@@ -310,6 +324,7 @@ ROWS_OF_SCORE = {
     "aircache": "after_vision",
     "snapkv": "window",
     "rkv": "window",
+    "mixkv": "window",
     "h2o": "all",
     "vv_tt": "all",
 }
@@ -406,6 +421,60 @@ def rkv_scores(token_set: TokenSet, case: Case) -> Tensor:
     return scores
 
 
+def mixkv_scores(token_set: TokenSet, case: Case) -> Tensor:
+    """Return MixKV's scores of the keys that are left.
+
+    Importance is the attention of the window, pooled as in SnapKV, and the norm of the value;
+    diversity is the mean cosine to all other keys, with its sign changed. The last two are mapped
+    to 0 .. 1 and brought to the mean of the first, by the keys before the window. The weight of
+    diversity is the mean cosine of all pairs of keys.
+    """
+    states = token_set.states
+    if states is None or states.values is None:
+        raise ValueError("MixKV needs the keys and values of each KV head: granularity head")
+    window = case.voters("window")
+    left = [j for j in range(case.layout.length) if token_set.has(j)]
+    past = [j for j in left if j < window[0]]
+    sums = column_sums(token_set.mean, window)
+    if token_set.alive is not None:
+        sums = sums.masked_fill(~token_set.alive, math.nan)
+    attention = pooled(sums, case.layout, SNAP).tolist()
+    cosines = dict(zip(left, mean_cosines(states.keys[left]), strict=True))
+    norms = {j: math.sqrt(sum(x * x for x in states.values[j].tolist())) for j in left}
+    weight = max(0.0, sum(cosines.values()) / len(left))
+    unlike = {j: -c for j, c in cosines.items()}
+    mean = sum(attention[j] for j in past) / max(1, len(past))
+    of_value, of_key = scaled(norms, past, mean), scaled(unlike, past, mean)
+    scores = torch.zeros(case.layout.length, dtype=torch.float64)
+    for j in left:
+        scores[j] = (1 - weight) * (attention[j] + of_value[j]) + weight * of_key[j]
+    return scores
+
+
+def mean_cosines(keys: Tensor) -> list[float]:
+    """Return each key's mean cosine to all other keys, of [n, D]; 0 for a single key."""
+    directions = keys.double() / keys.double().norm(dim=-1, keepdim=True)
+    means = []
+    for j, row in enumerate(directions @ directions.T):
+        others = [c for i, c in enumerate(row.tolist()) if i != j]
+        means.append(sum(others) / len(others) if others else 0.0)
+    return means
+
+
+def scaled(values: dict[int, float], past: Sequence[int], mean: float) -> dict[int, float]:
+    """Return values mapped to 0 .. 1, and then to the given mean, by those of the past.
+
+    Other values are bounded by the results 0 and 1 of the first step. Zero if all are equal.
+    """
+    of_past = [values[j] for j in past]
+    if not of_past or max(of_past) == min(of_past):
+        return dict.fromkeys(values, 0.0)
+    low, high = min(of_past), max(of_past)
+    unit = {j: min(max((v - low) / (high - low), 0.0), 1.0) for j, v in values.items()}
+    factor = mean / (sum(unit[j] for j in past) / len(past))
+    return {j: v * factor for j, v in unit.items()}
+
+
 SCORES: dict[str, Callable[[TokenSet, Case], Tensor]] = {
     "tgv": lambda token_set, case: tgv_scores(
         token_set.mean, case.voters("text"), case.layout.vision
@@ -414,6 +483,7 @@ SCORES: dict[str, Callable[[TokenSet, Case], Tensor]] = {
     "vlcache": voted("after_vision"),
     "snapkv": voted("window"),
     "rkv": rkv_scores,
+    "mixkv": mixkv_scores,
     "h2o": voted("all"),
     "aircache": aircache_scores,
     "vv_tt": vv_tt_scores,
@@ -660,6 +730,24 @@ def adakv_shares(evidence: Evidence) -> list[float]:
     return result
 
 
+def sparsemm_shares(evidence: Evidence) -> list[float]:
+    """Return the tokens of each head: its window, its equal part, its part by head scores."""
+    case, rho = evidence.case, 0.1
+    if case.head_scores is None:
+        raise ValueError("SparseMM needs head scores")
+    first, _ = evidence.depth or (0, len(evidence.token_sets))
+    scores = []
+    for number, token_sets in enumerate(evidence.token_sets, first):
+        heads = case.head_scores[number].tolist()
+        group = len(heads) // len(token_sets)
+        scores += [sum(heads[i * group : (i + 1) * group]) for i in range(len(token_sets))]
+    in_window = [j for j in range(case.layout.length) if j >= case.layout.length - WINDOW]
+    window = min(evidence.budget, sum(j < case.candidates for j in in_window))
+    left = evidence.budget - window
+    by_score = [s / sum(scores) if sum(scores) > 0 else 1 / len(scores) for s in scores]
+    return [window + rho * left + (1 - rho) * left * len(scores) * part for part in by_score]
+
+
 def prefixkv_shares(evidence: Evidence) -> list[float]:
     """Return how many tokens each token set needs to hold the same fraction of its scores.
 
@@ -704,12 +792,13 @@ ALLOCATIONS: dict[str, Callable[[Evidence], list[float]]] = {
     "aircache": aircache_shares,
     "pyramid": pyramid_shares,
     "adakv": adakv_shares,
+    "sparsemm": sparsemm_shares,
     "prefixkv": prefixkv_shares,
     "entropy": entropy_shares,
 }
 
 
-EXACT_ALLOCATIONS = {"uniform", "pyramid", "adakv", "prefixkv"}
+EXACT_ALLOCATIONS = {"uniform", "pyramid", "adakv", "prefixkv", "sparsemm"}
 """Allocations whose shares are equal, integers, or independent of attention."""
 
 
@@ -808,6 +897,7 @@ def observe(
         settings.block_size,
         mix.rows,
         mix.reduce,
+        head_scores=settings.head_scores,
     )
     token_sets = token_sets_of(attention, kv_heads, mix.granularity, states)
     if earlier is not None:
@@ -890,13 +980,20 @@ def fill(
     shares = ALLOCATIONS[mix.allocation](replace(evidence, tiers=kinds, blocks=blocks))
     if evidence.noise and mix.allocation not in EXACT_ALLOCATIONS:
         shares = perturbed(torch.tensor(shares, dtype=torch.float64), evidence.noise).tolist()
-    counts = apportion(
-        shares,
-        blocks * len(shares),
-        floor=min(settings.floor, blocks),
-        cap=everything(evidence).pages.flatten().tolist(),
-    )
-    pages = torch.tensor(counts).view(len(evidence.token_sets), -1)
+    caps = everything(evidence).pages
+    pages = torch.zeros_like(caps)
+    of_layer = caps.shape[1]
+    per_rank = of_layer // settings.ranks if of_layer > 1 else 1
+    for first in range(0, of_layer, per_rank):
+        heads = slice(first, first + per_rank)
+        of_rank = [s for i, s in enumerate(shares) if first <= i % of_layer < first + per_rank]
+        counts = apportion(
+            of_rank,
+            blocks * len(of_rank),
+            floor=min(settings.floor, blocks),
+            cap=caps[:, heads].flatten().tolist(),
+        )
+        pages[:, heads] = torch.tensor(counts).view(len(caps), -1)
     kept = everything(evidence).kept
     kept[..., : case.candidates] = False
     for layer, token_set in itertools.product(*map(range, pages.shape)):

@@ -42,12 +42,16 @@ async def ask(
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     transport = httpx.ASGITransport(_with_disconnects(app), raise_app_exceptions=False)
     options: Options = {"kv_eviction_trace": int(config.max_traces > 0)}
-    if question.policy is not None:
-        options["kv_eviction"] = question.policy
-    if question.budget is not None:
-        options["kv_eviction_budget"] = question.budget
-    if question.defer is not None:
-        options["kv_eviction_defer"] = question.defer
+    for key, value in (
+        ("kv_eviction", question.policy),
+        ("kv_eviction_budget", question.budget),
+        ("kv_eviction_defer", question.defer),
+        ("kv_eviction_schedule", question.schedule),
+        ("kv_eviction_max_tokens", question.ceiling),
+        ("kv_eviction_buffer", question.buffer),
+    ):
+        if value is not None:
+            options[key] = value
     async with httpx.AsyncClient(
         transport=transport, base_url="http://itself", headers=headers, timeout=None
     ) as client:
@@ -60,7 +64,6 @@ async def ask(
         text, report = await answer(options)
         full = (await answer({"kv_eviction": "none"}))[0] if question.compare else None
     before = report["blocks_before"]
-    budget = config.budget.value if question.budget is None else question.budget
     return Answers(
         model=model,
         full=None if full is None else FullAnswer(text=full, blocks=before),
@@ -68,7 +71,9 @@ async def ask(
             text=text,
             blocks=before if report["blocks_after"] is None else report["blocks_after"],
             policy=report["policy"],
-            budget=budget,
+            budget=report["budget"],
+            defer=report["defer"],
+            decode=report["decode"],
             prompt_tokens=report["prompt_tokens"],
             kept_tokens=report["kept_tokens"],
             blocks_before=before,

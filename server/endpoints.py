@@ -17,6 +17,7 @@ from starlette.datastructures import State
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 
+from vllm_tgvkv.budget import written
 from vllm_tgvkv.config import EvictionConfig, config_of
 from vllm_tgvkv.defaults import Defaults
 from vllm_tgvkv.errors import EvictionConfigError
@@ -61,10 +62,12 @@ Cut = Annotated[
 async def status(server: EvictingServer) -> schemas.Status:
     """Settings, defaults, and totals up to each engine's last step."""
     config = server.defaults.config
+    decode = config.decode
     settings = {
         **vars(config),
         "budget": str(config.budget),
         "granularity": config.build_policy(config.policy).granularity,
+        "decode": decode and {**vars(decode), "schedule": written(decode.schedule)},
     }
     engines = await ask_engines(server.engine_client, "kv_eviction_status")
     return schemas.Status(

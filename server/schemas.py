@@ -55,8 +55,24 @@ _fields: dict[str, Any] = {
 _DeclaredSettings: Any = create_model("_DeclaredSettings", **_fields)
 
 
+class Decode(BaseModel):
+    """The setting `decode`: evictions after the first one."""
+
+    schedule: list[tuple[int, BudgetValue]] = Field(
+        description="Numbers of answer tokens, and what is kept of the prompt from then on."
+    )
+    max_tokens: int | None = Field(description="Ceiling, in tokens per KV head.")
+    buffer: int
+    rows: int
+    on_request: bool
+
+
 class Settings(_DeclaredSettings):
     """Settings that the server was started with."""
+
+    decode: Decode | None = Field(
+        description="Evictions while the answer grows; without them, no request may ask for some."
+    )
 
 
 class Defaults(BaseModel):
@@ -175,7 +191,17 @@ class Question(BaseModel):
     defer: int | None = Field(
         None, ge=0, le=1024, description="Tokens of the answer that the eviction waits for."
     )
-    max_tokens: int = Field(64, ge=1, le=1024)
+    schedule: str | None = Field(
+        None,
+        max_length=1024,
+        description="Answer tokens and fractions of the prompt, such as `8:0.3,32:0.1`, in place "
+        "of `budget` and `defer`; `none` evicts once.",
+    )
+    ceiling: int | None = Field(
+        None, description="Most tokens per KV head after each eviction: `kv_eviction_max_tokens`."
+    )
+    buffer: int | None = Field(None, description="Tokens that it may grow above the ceiling.")
+    max_tokens: int = Field(64, ge=1, le=1024, description="Most tokens of an answer.")
     compare: bool = Field(True, description="Whether to ask the full cache as well.")
 
 
@@ -190,7 +216,11 @@ class EvictedAnswer(FullAnswer):
     """Answer from the evicted cache, and a report of the eviction."""
 
     policy: str
-    budget: BudgetValue
+    budget: BudgetValue = Field(description="Of the first eviction.")
+    defer: int = Field(description="Tokens of the answer that the first eviction waits for.")
+    decode: dict[str, Any] | None = Field(
+        description="Later evictions, as the setting `decode` has them."
+    )
     prompt_tokens: int
     kept_tokens: int | None = Field(description="Mean over layers and KV heads.")
     blocks_before: int

@@ -9,6 +9,8 @@ import os
 import torch
 from torch import Tensor
 
+from vllm_tgvkv.head_scores import HeadScores
+
 
 def fresh_seed() -> int:
     """Seed torch with a new seed and print it; set TGVKV_SEED to repeat a failure."""
@@ -16,6 +18,13 @@ def fresh_seed() -> int:
     torch.manual_seed(seed)
     print(f"TGVKV_SEED={seed}")
     return seed
+
+
+def head_scores(layers: int, kv_heads: int, group: int = 1) -> HeadScores:
+    """Return scores of query heads that differ a lot, with KV heads that have none."""
+    scores = torch.rand(layers, kv_heads * group, dtype=torch.float64) ** 6
+    scores[-1, :group] = 0
+    return HeadScores("file", "a model", kv_heads, tuple(map(tuple, scores.tolist())))
 
 
 def paged(keys: Tensor, block_size: int, transposed: bool) -> tuple[Tensor, Tensor]:

@@ -32,6 +32,8 @@ from transformers import (
     LlavaOnevisionImageProcessor,
     LlavaOnevisionProcessor,
     LlavaOnevisionVideoProcessor,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
@@ -284,6 +286,19 @@ def write_qwen3(folder: Path, model: TinyModel) -> None:
     _save(folder, model, Qwen3ForCausalLM(config), tokenizer, ids, projector=None)
 
 
+def write_phi3(folder: Path, model: TinyModel) -> None:
+    """Write a Phi-3 language model whose window is as long as its context."""
+    tokenizer, ids = _tokenizer(_CHAT_TOKENS, "", Qwen2Tokenizer)
+    text = _text_config(model, tokenizer, ids, "Phi3")
+    config = Phi3Config(
+        **text,
+        pad_token_id=None,
+        original_max_position_embeddings=MAX_POSITIONS,
+        sliding_window=MAX_POSITIONS,
+    )
+    _save(folder, model, Phi3ForCausalLM(config), tokenizer, ids, projector=None)
+
+
 def _text_config(
     model: TinyModel, tokenizer: Any, ids: dict[str, int], kind: str = "Llama"
 ) -> dict[str, Any]:
@@ -467,6 +482,7 @@ FAMILIES = {
     "qwen3_5": Family(write_qwen_vl, QWEN_IMAGE, QWEN_VIDEO),
     "internvl": Family(write_internvl, INTERN_IMAGE, LLAVA_VIDEO),
     "qwen3": Family(write_qwen3),
+    "phi3": Family(write_phi3),
 }
 
 

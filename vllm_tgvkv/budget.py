@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Budget of an eviction: how much of a prompt's cache is kept."""
+"""Budget of an eviction, or of several: how much of a prompt's cache is kept."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_tgvkv.errors import EvictionConfigError, quoted
+
+MAX_STEPS = 64
+"""Most evictions of a schedule."""
+
+_MAX_TOKENS = 2**31 - 1
+"""Upper bound of a number of tokens: larger ones do not fit the arrays that count."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +131,68 @@ class Budget:
         if self.tokens is not None:
             return f"{self.tokens} tokens per head"
         return f"{100 * (self.fraction or 0):g} % of the prompt"
+
+
+Schedule = tuple[tuple[int, Budget], ...]
+"""Evictions of one prompt: after how many tokens of its answer, and the fraction that it keeps."""
+
+
+def parse_schedule(value: Any, source: str, hint: str = "") -> Schedule:
+    """Read a schedule: `"8:0.3,32:0.1"`, or pairs such as `[[8, 0.3], [32, 0.1]]`.
+
+    Tokens of the answer ascend, fractions of the prompt descend.
+
+    Args:
+        hint: what else may be given, for the message.
+
+    Raises:
+        EvictionConfigError: for any other value; the message begins with `source`.
+    """
+    schedule: list[tuple[int, Budget]] = []
+    try:
+        for num_tokens, fraction in _pairs(value):
+            budget = Budget.parse(fraction, source)
+            last_tokens, last = schedule[-1] if schedule else (-1, Budget(fraction=2.0))
+            if budget.fraction is None or budget.is_auto or last.fraction is None:
+                raise ValueError
+            if not last_tokens < num_tokens <= _MAX_TOKENS or budget.fraction >= last.fraction:
+                raise ValueError
+            schedule.append((num_tokens, budget))
+    except ValueError:  # `EvictionConfigError` is one
+        schedule = []
+    if not 1 <= len(schedule) <= MAX_STEPS:
+        raise EvictionConfigError(
+            f'{source} is {quoted(value)}: give pairs of answer tokens and budgets, "8:0.3,32:0.1" '
+            "or [[8, 0.3], [32, 0.1]]: ever more tokens, and ever smaller fractions of the prompt, "
+            f"at most {MAX_STEPS} pairs{hint}"
+        )
+    return tuple(schedule)
+
+
+def written(schedule: Schedule) -> list[list[Any]]:
+    """Return a schedule as JSON has it."""
+    return [[num_tokens, budget.value] for num_tokens, budget in schedule]
+
+
+def _pairs(value: Any) -> Iterator[tuple[int, Any]]:
+    """Yield the pairs of a schedule.
+
+    Raises:
+        ValueError: unless each has two parts, and the first is a whole number.
+    """
+    if isinstance(value, str):
+        value = [part.split(":") for part in value.split(",", MAX_STEPS)]
+    if not isinstance(value, Sequence):
+        raise ValueError
+    for pair in value:
+        if not isinstance(pair, Sequence) or isinstance(pair, str | bytes):
+            raise ValueError
+        tokens, budget = pair
+        if isinstance(tokens, str):
+            tokens = int(tokens)
+        if isinstance(tokens, bool) or not isinstance(tokens, int):
+            raise ValueError
+        yield tokens, budget
 
 
 def _blocks_within(allowance: float, num_prompt_tokens: int, block_size: int) -> int:

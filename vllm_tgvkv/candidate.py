@@ -10,9 +10,10 @@ from transformers import PretrainedConfig
 from vllm.v1.request import Request
 
 from vllm_tgvkv.budget import Guard
-from vllm_tgvkv.config import NONE, EvictionConfig, RequestOptions
+from vllm_tgvkv.config import NONE, EvictionConfig
 from vllm_tgvkv.cuts import Cut, Cuts, plan_cuts
 from vllm_tgvkv.prompt import PromptMap, Voters, map_prompt, voters
+from vllm_tgvkv.request import RequestOptions
 
 
 @dataclass
@@ -103,15 +104,14 @@ def make_candidate(
     is_certain = ~prompt.is_vision()[: num_full * block_size]
     is_certain[: config.sinks] = True
     guard = options.budget.guard(num_tokens, int(is_certain.sum()), block_size)
-    covers_prompt = num_retained >= num_full and guard is None
-    if covers_prompt and not config.debug.evict_at_full_budget:
+    scheduled = [(options.defer, num_retained)]
+    scheduled += [(n, b.retained_blocks(num_tokens, block_size)) for n, b in options.later]
+    cuts = plan_cuts(num_tokens, scheduled, options.ceiling, block_size, longest)
+    covers_prompt = cuts.first.num_retained >= num_full and guard is None
+    # A first cut that keeps everything is only made for the sake of those that follow.
+    serves = cuts.after(cuts.first) is not None or config.debug.evict_at_full_budget
+    if covers_prompt and not serves:
         return "budget_covers_prompt"
     rows = voters(prompt, policy.row_sets, config.observation_window, options.defer)
-    scheduled = [(options.defer, num_retained)]
-    decode = config.decode
-    if decode is not None:
-        scheduled += [(n, b.retained_blocks(num_tokens, block_size)) for n, b in decode.later]
-    ceiling = decode.ceiling if decode else None
-    cuts = plan_cuts(num_tokens, scheduled, ceiling, block_size, longest)
-    num_answer_rows = decode.rows if decode else 0
+    num_answer_rows = config.decode.rows if config.decode else 0
     return Candidate(options, prompt, rows, cuts, guard, cuts.first, num_answer_rows)

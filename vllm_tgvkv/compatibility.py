@@ -7,6 +7,7 @@ Each refusal names the flag or the property of the model, and the way out.
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from vllm_tgvkv.config import EvictionConfig, config_of
@@ -21,6 +22,9 @@ _WAY_OUT = "or leave out --kv-eviction"
 
 _PLAIN_CACHES = ("auto", "float16", "bfloat16")
 """Values of `--kv-cache-dtype` that quantise nothing."""
+
+_SERVED_LAYERS = {"full_attention", "attention", "mlp", "moe"}
+"""Kinds of layers, as configurations name them, that have full attention or none."""
 
 _DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Types of language models with gated delta nets (`linear_attention`) and full attention."""
@@ -63,6 +67,7 @@ def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
 
     Raises:
         UnsupportedByEvictionError: with the first reason found.
+        EvictionConfigError: for head scores of a model of another shape.
     """
     for is_refused, what, way_out in (
         *_model_refusals(vllm_config.model_config),
@@ -74,6 +79,26 @@ def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
             raise UnsupportedByEvictionError(
                 f"--kv-eviction does not work with {what} yet: {way_out} {_WAY_OUT}"
             )
+    if (head_scores := config_of(vllm_config).head_scores) is not None:
+        model = vllm_config.model_config
+        head_scores.check_model(model.get_total_num_hidden_layers(), model.get_total_num_kv_heads())
+
+
+def refused_properties(model: ModelConfig) -> list[str]:
+    """Return everything for which a model is refused, as messages name it."""
+    return [what for is_refused, what, _ in _model_refusals(model) if is_refused]
+
+
+def clear_nominal_window(vllm_config: VllmConfig) -> None:
+    """Remove a sliding window that the context is not longer than: it hides no token.
+
+    `--disable-sliding-window` does the same. vLLM would give its layers another kind of cache.
+    """
+    model = vllm_config.model_config
+    window, text = model.get_sliding_window(), model.hf_text_config
+    if getattr(text, "layer_types", None) is None and (window or 0) >= model.max_model_len:
+        text.sliding_window = None
+        vllm_config.cache_config.sliding_window = None
 
 
 def _model_refusals(model: ModelConfig) -> tuple[Refusal, ...]:
@@ -81,7 +106,8 @@ def _model_refusals(model: ModelConfig) -> tuple[Refusal, ...]:
     other = "serve another model"
     text = model.hf_text_config
     vision = model.multimodal_config
-    layers = _other_layers(text)
+    others = [kind for kind in _other_layers(text) if "sliding" not in kind]
+    sliding, window = _sliding_layers(text), _window(model)
     return (
         (model.runner_type != "generate", f"--runner {model.runner_type}", other),
         (model.use_mla, "multi-head latent attention (MLA)", other),
@@ -91,13 +117,28 @@ def _model_refusals(model: ModelConfig) -> tuple[Refusal, ...]:
             "state-space models, and hybrids of other kinds than Qwen3-Next and Qwen3.5",
             other,
         ),
-        (_has_sliding_window(text), "sliding-window attention", other),
+        (
+            window is not None,
+            f"sliding-window attention ({model.model}: {window} of at most "
+            f"{model.max_model_len} tokens)",
+            f"use --disable-sliding-window, which limits the context to the window, {other}",
+        ),
+        (
+            bool(sliding),
+            f"sliding-window attention in some layers ({model.model}: {sliding})",
+            other,
+        ),
         (
             getattr(text, "attention_chunk_size", None) is not None,
             "chunked local attention",
             other,
         ),
-        (bool(layers), f"layers of kind {', '.join(layers)}", other),
+        (
+            any(getattr(text, name, None) for name in ("sparse_attention_config", "index_n_heads")),
+            "sparse attention (an indexer selects the keys)",
+            other,
+        ),
+        (bool(others), f"layers of kind {', '.join(others)}", other),
         (model.is_mm_prefix_lm, "bidirectional attention over image tokens (prefix LM)", other),
         (
             # Only the worker knows which tokens of a placeholder are then the video's.
@@ -244,11 +285,6 @@ def _engine_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refus
             "use reduce: mean, or granularity: head and at most one rank per KV head",
         ),
         (
-            config.cuts_again and bool(several),
-            f"decode (later evictions) and {several}",
-            "remove decode from --kv-eviction-config, use one rank and one stage",
-        ),
-        (
             least is not None,
             f"decode.max_tokens: {config.decode and config.decode.max_tokens}, which is less than "
             f"floor_pages ({config.floor_pages}) and one block",
@@ -358,13 +394,16 @@ def _methods_with_shared_maxima(
 
 
 def _other_layers(text_config: Any) -> list[str]:
-    """Return the kinds of layers other than full attention, as the configuration lists them."""
+    """Return the kinds of layers with a state or another attention than full attention.
+
+    They are as the configuration lists them.
+    """
     kinds = (
         getattr(text_config, "layer_types", None)
         or getattr(text_config, "layers_block_type", None)
         or ()
     )
-    served = {"full_attention", "attention"}
+    served = set(_SERVED_LAYERS)
     if getattr(text_config, "model_type", None) in _DELTA_NETS:
         served.add("linear_attention")
     return sorted({str(kind) for kind in kinds} - served)
@@ -375,10 +414,32 @@ def _has_delta_nets(model: ModelConfig) -> bool:
     return model.is_hybrid and model.hf_text_config.model_type in _DELTA_NETS
 
 
-def _has_sliding_window(text_config: Any) -> bool:
-    """Return whether a layer of the language model attends over a window only."""
-    layer_types = getattr(text_config, "layer_types", None)
-    if layer_types is not None:
-        return any("sliding" in kind for kind in layer_types)
-    window = getattr(text_config, "sliding_window", None)
-    return bool(window) and getattr(text_config, "use_sliding_window", True)
+def _sliding_layers(text_config: Any) -> str:
+    """Return which layers of a list attend over a window only, as text for users."""
+    kinds = getattr(text_config, "layer_types", None) or ()
+    found = [layer for layer, kind in enumerate(kinds) if "sliding" in kind]
+    return f"layer{'s' if len(found) > 1 else ''} {_ranges(found)} of {len(kinds)}" if found else ""
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Return ascending numbers as text, such as ``0-4, 6``."""
+    runs = [
+        [number for _, number in run]
+        for _, run in groupby(enumerate(numbers), lambda item: item[1] - item[0])
+    ]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _window(model: ModelConfig) -> int | None:
+    """Return the window of all layers, in tokens; None if none is shorter than the context.
+
+    Models that list the kinds of their layers may have a window in some of them only, see
+    `_other_layers`.
+    """
+    text = model.hf_text_config
+    if getattr(text, "layer_types", None) is not None:
+        return None
+    window = model.get_sliding_window()
+    if not window or not getattr(text, "use_sliding_window", True):
+        return None
+    return window if window < model.max_model_len else None

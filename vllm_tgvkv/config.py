@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the server, and the options of one request.
+"""Settings of the server.
 
 Every source fills the same mapping, `additional_config["kv_eviction"]`: the `--kv-eviction*`
 flags, or `LLM(additional_config=...)`. vLLM carries it to every process.
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,19 +18,22 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 from vllm.logger import init_logger
 
-from vllm_tgvkv.budget import Budget
+from vllm_tgvkv.budget import Budget, Schedule, parse_schedule
 from vllm_tgvkv.cuts import Ceiling
-from vllm_tgvkv.errors import EvictionConfigError, quoted
+from vllm_tgvkv.errors import EvictionConfigError, choose, quoted
+from vllm_tgvkv.head_scores import HeadScores
 from vllm_tgvkv.policies import (
-    POLICY_NAMES,
     Granularity,
     Mix,
     Policy,
     Pooling,
+    broken_methods,
     build_policy,
+    method_names,
+    needs_head_scores,
 )
 from vllm_tgvkv.prompt import WINDOW
-from vllm_tgvkv.settings import MAX_COUNT, read, setting
+from vllm_tgvkv.settings import read, setting
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,15 +42,6 @@ logger = init_logger("vllm.tgvkv")
 
 CONFIG_KEY = "kv_eviction"
 """Key of the mapping in vLLM's `additional_config`."""
-
-REQUEST_KEYS = (
-    "kv_eviction",
-    "kv_eviction_budget",
-    "kv_eviction_defer",
-    "kv_eviction_report",
-    "kv_eviction_trace",
-)
-"""Keys that a request may set in its `vllm_xargs`."""
 
 _MOST_QUERY_ROWS = 16384
 """Rows of the query pool at most, where `query_rows` does not set them."""
@@ -77,6 +71,14 @@ def _parse_path(value: Any, source: str) -> str | None:
     return value
 
 
+def _parse_head_scores(value: Any, source: str) -> HeadScores | None:
+    if value is None or isinstance(value, HeadScores):
+        return value
+    path = _parse_path(value, source)
+    assert path is not None
+    return HeadScores.read(path, source)
+
+
 def _is_path(value: str) -> bool:
     try:
         return b"\0" not in os.fsencode(value)
@@ -90,7 +92,7 @@ def _parse_methods(values: Any, source: str) -> dict[str, Mix]:
     methods = {}
     for name, entry in values.items():
         where = f"{source}.{quoted(name, str)}"
-        if not isinstance(name, str) or name in (NONE, *POLICY_NAMES):
+        if not isinstance(name, str) or name in (NONE, *method_names()):
             raise EvictionConfigError(f"{where}: the name is taken or no text; choose another one")
         if isinstance(entry, Mapping) and "budget" in entry and "allocation" not in entry:
             logger.warning("%s.budget is now called allocation: rename it", where)
@@ -117,41 +119,18 @@ class DebugOptions:
     )
 
 
-def _parse_schedule(value: Any, source: str) -> tuple[tuple[int, Budget], ...]:
-    """Read a schedule: pairs of answer tokens, ascending, and budgets, descending."""
-    hint = EvictionConfigError(
-        f"{source} is {quoted(value)}: give pairs of answer tokens and budgets, such as "
-        "[[8, 0.3], [32, 0.1]]: ever more tokens, and ever smaller fractions"
-    )
-    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise hint
-    steps: list[tuple[int, Budget]] = []
-    for step in value:
-        if not isinstance(step, Sequence) or isinstance(step, str) or len(step) != 2:
-            raise hint
-        after, budget = step[0], Budget.parse(step[1], f"{source}, budget")
-        if isinstance(after, bool) or not isinstance(after, int) or budget.fraction is None:
-            raise hint
-        if budget.is_auto or not 0 <= after <= MAX_COUNT:
-            raise hint
-        if steps and (after <= steps[-1][0] or budget.fraction >= (steps[-1][1].fraction or 0)):
-            raise hint
-        steps.append((after, budget))
-    return tuple(steps)
-
-
 @dataclass(frozen=True)
 class DecodeOptions:
     """Evictions after the first one, while the answer grows.
 
     Raises:
-        ValueError: unless one of ``schedule`` and ``max_tokens`` is given.
+        ValueError: unless one of ``schedule``, ``max_tokens`` and ``on_request`` is given.
     """
 
-    schedule: tuple[tuple[int, Budget], ...] = setting(
+    schedule: Schedule = setting(
         (),
-        parser=_parse_schedule,
-        accepts="`[[8, 0.3], [32, 0.1]]`",
+        parser=parse_schedule,
+        accepts='`[[8, 0.3], [32, 0.1]]` or `"8:0.3,32:0.1"`',
         help="Evict the prompt in steps: pairs of a number of answer tokens and the fraction of "
         "the prompt that is kept from then on. Replaces `defer` and the budget.",
     )
@@ -173,18 +152,42 @@ class DecodeOptions:
         "since the eviction before.",
     )
 
+    on_request: bool = setting(
+        False,
+        help="In place of both: only requests that ask for it are evicted again. It takes the same "
+        "memory.",
+    )
+
     def __post_init__(self) -> None:
-        if bool(self.schedule) == (self.max_tokens is not None):
-            raise ValueError("give either schedule or max_tokens")
+        given = (bool(self.schedule), self.max_tokens is not None, self.on_request)
+        if sum(given) != 1:
+            raise ValueError("give one of schedule, max_tokens and on_request: true")
 
     @property
-    def later(self) -> tuple[tuple[int, Budget], ...]:
+    def cuts_again(self) -> bool:
+        """Whether requests are evicted more than once if they do not say otherwise."""
+        return bool(self.later) or self.ceiling is not None
+
+    @property
+    def later(self) -> Schedule:
         """The schedule without its first step, which is the first eviction."""
         return self.schedule[1:]
 
     @property
     def ceiling(self) -> Ceiling | None:
         return None if self.max_tokens is None else Ceiling(self.max_tokens, self.buffer)
+
+
+@dataclass(frozen=True)
+class Again:
+    """Evictions after the first one, for the messages about what they do not go with."""
+
+    happens: bool
+    """Whether there are any."""
+    source: str
+    """The field that asks for them."""
+    way_out: str
+    """What to do to have none."""
 
 
 @dataclass(frozen=True)
@@ -231,9 +234,10 @@ class EvictionConfig:
     )
     decode: DecodeOptions | None = setting(
         None,
-        accepts="`{schedule: [[8, 0.3], [32, 0.1]]}` or `{max_tokens: 512, buffer: 128}`",
+        accepts="`{schedule: [[8, 0.3], [32, 0.1]]}`, `{max_tokens: 512, buffer: 128}` or "
+        "`{on_request: true}`",
         help="Evictions while the answer grows: of the prompt, in steps, or of prompt and answer, "
-        "to stay below a ceiling.",
+        "to stay below a ceiling. On a server that has them, a request may have its own.",
     )
     query_rows: int | None = setting(
         None,
@@ -277,6 +281,13 @@ class EvictionConfig:
         parser=_parse_methods,
         accepts="`{mine: {base: tgv, score: snapkv, allocation: aircache, retain: by_score}}`",
         help="Mixes of the parts of methods, by name.",
+    )
+    head_scores: HeadScores | None = setting(
+        None,
+        parser=_parse_head_scores,
+        accepts="absolute path",
+        help="File of the model's head scores, for `sparsemm` and its allocation; "
+        "`python -m vllm_tgvkv.visual_heads` makes it.",
     )
     decode_kernel: Literal["stock", "triton"] = setting(
         "stock",
@@ -344,9 +355,12 @@ class EvictionConfig:
 
     @property
     def cuts_again(self) -> bool:
-        """Whether there are evictions after the first one."""
-        decode = self.decode
-        return decode is not None and (bool(decode.later) or decode.ceiling is not None)
+        """Whether there may be evictions after the first one, of which positions are stored."""
+        return self.decode is not None and (self.decode.cuts_again or self.decode.on_request)
+
+    def least_ceiling(self, block_size: int) -> int:
+        """Return the lowest ceiling that leaves every head its floor, in tokens."""
+        return max(self.floor_pages, 1) * block_size
 
     @property
     def num_query_rows(self) -> int:
@@ -404,8 +418,11 @@ class EvictionConfig:
 
     @property
     def method_names(self) -> tuple[str, ...]:
-        """Values of `policy`, and of a request's `kv_eviction`."""
-        return (NONE, *POLICY_NAMES, *self.methods)
+        """Values of `policy`, and of a request's `kv_eviction`, that this server has."""
+        names = method_names()
+        if self.head_scores is None:
+            names = tuple(name for name in names if not needs_head_scores(name))
+        return (NONE, *names, *self.methods)
 
     def build_policy(self, name: str) -> Policy:
         """Build a method's policy, with the server's granularity and pooling where they are set.
@@ -420,21 +437,28 @@ class EvictionConfig:
             pooling=mix.pooling or self.pooling,
         )
         try:
-            return build_policy(mix, name)
+            return build_policy(mix, name, self.head_scores)
         except ValueError as error:
             raise EvictionConfigError(f"kv_eviction method {quoted(name)}: {error}") from error
 
-    def check_method(self, name: Any, budget: Budget, source: str, defer: int) -> str:
-        """Return a method's name after checking it against a budget and a wait.
+    def check_method(
+        self, name: Any, budget: Budget, source: str, defer: int, again: Again | None = None
+    ) -> str:
+        """Return a method's name after checking it against a budget, a wait and later evictions.
 
-        `source` names the flag or field of the method in error messages.
+        Args:
+            source: the flag or field of the method, for messages.
+            again: the later evictions; by default, those of the server.
 
         Raises:
             EvictionConfigError: for an unknown method, or one that cannot run with them.
         """
-        if name not in self.method_names:
+        # A method whose file is missing is refused below, with the way to make it.
+        if name not in (*self.method_names, *method_names()):
+            why = broken_methods().get(name) if isinstance(name, str) else None
             raise EvictionConfigError(
-                f"{source} is {quoted(name)}: choose one of {', '.join(self.method_names)}"
+                f"{source} is {quoted(name)}"
+                f"{f', which {why}' if why else ''}: {choose(name, self.method_names)}"
             )
         if name == NONE:
             return NONE
@@ -444,17 +468,20 @@ class EvictionConfig:
                 f"budget auto with {source} {name!r}: its scores ignore attention, whose "
                 "share auto guards; give a fraction, or another method"
             )
-        if self.cuts_again and budget.is_auto:
+        if again is None:
+            cuts_again = self.decode is not None and self.decode.cuts_again
+            again = Again(cuts_again, "decode", "start the server without decode")
+        if again.happens and budget.is_auto:
             raise EvictionConfigError(
-                f"budget auto with {source} {name!r}: the later evictions of decode have budgets "
-                "of their own and no guard; give a fraction, or start the server without decode"
+                f"budget auto with {source} {name!r}: the later evictions of {again.source} have "
+                f"budgets of their own and no guard; give a fraction, or {again.way_out}"
             )
-        if self.cuts_again and not policy.cuts_again:
+        if again.happens and not policy.cuts_again:
             why = "merges tokens" if policy.merge else "is not defined on what is left"
             raise EvictionConfigError(
-                f"{source} is {quoted(name)}, which {why} after the first eviction, and decode "
-                "evicts again: choose another method, such as snapkv, or start the server without "
-                "decode"
+                f"{source} is {quoted(name)}, which {why} after the first eviction, and "
+                f"{again.source} evicts again: choose another method, such as snapkv, or "
+                f"{again.way_out}"
             )
         if policy.needs_answer and not defer:
             raise EvictionConfigError(
@@ -481,54 +508,6 @@ class EvictionConfig:
                 "is the attention to images, which such prompts lack: choose a method without "
                 "one, such as snapkv, or text_only: keep"
             )
-
-
-@dataclass(frozen=True)
-class RequestOptions:
-    """Options of one request: its `vllm_xargs`, and the settings where it sets none."""
-
-    policy: str
-    budget: Budget
-    defer: int = 0
-    """Tokens of the answer that the eviction waits for."""
-    report: bool = False
-    """Whether the response reports the eviction, under `kv_transfer_params.kv_eviction`."""
-    trace: bool = False
-    """Whether the server keeps a trace, for `GET /kv-eviction/requests`."""
-
-    @classmethod
-    def resolve(
-        cls, config: EvictionConfig, extra_args: Mapping[str, Any] | None
-    ) -> RequestOptions:
-        """Apply a request's `vllm_xargs` to the server's settings.
-
-        Raises:
-            EvictionConfigError: for an unknown `kv_eviction*` key or a wrong value.
-        """
-        given = {k: v for k, v in (extra_args or {}).items() if str(k).startswith("kv_eviction")}
-        if unknown := sorted(given.keys() - set(REQUEST_KEYS)):
-            names = ", ".join(quoted(name, str) for name in unknown)
-            raise EvictionConfigError(
-                f"vllm_xargs has {names}: known are {', '.join(REQUEST_KEYS)}"
-            )
-        policy, budget = config.policy, config.budget
-        if "kv_eviction" in given:
-            policy = given["kv_eviction"]
-        if "kv_eviction_budget" in given:
-            budget = Budget.parse(given["kv_eviction_budget"], "vllm_xargs.kv_eviction_budget")
-        defer = config.defer
-        if "kv_eviction_defer" in given:
-            defer = config.check_defer(given["kv_eviction_defer"], "vllm_xargs.kv_eviction_defer")
-        policy = config.check_method(policy, budget, "vllm_xargs.kv_eviction", defer)
-        report, trace = (
-            _switch(given, f"kv_eviction_{name}", name) for name in ("report", "trace")
-        )
-        if trace and not config.max_traces:
-            raise EvictionConfigError(
-                "vllm_xargs.kv_eviction_trace is 1, and this server keeps no traces: start it with "
-                "max_traces of at least 1 in --kv-eviction-config, or leave it out"
-            )
-        return cls(policy, budget, defer, report, trace)
 
 
 def read_config_file(value: str) -> dict[str, Any]:
@@ -562,12 +541,3 @@ def config_of(vllm_config: VllmConfig) -> EvictionConfig:
     if not isinstance(additional, dict) or CONFIG_KEY not in additional:
         return EvictionConfig()
     return EvictionConfig.from_mapping(additional[CONFIG_KEY])
-
-
-def _switch(given: Mapping[str, Any], name: str, what: str) -> bool:
-    value = given.get(name, 0)
-    if value not in (0, 1):
-        raise EvictionConfigError(
-            f"vllm_xargs.{name} is {quoted(value)}: give 1 for a {what}, or 0"
-        )
-    return bool(value)

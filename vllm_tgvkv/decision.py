@@ -112,7 +112,7 @@ class Decider:
             prompt=self.prompt,
             scores=self.scores,
             strengths=self.strengths,
-            tiers=self._left(self._tiers(kept, guarded)),
+            tiers=_left(self._tiers(kept, guarded), self.present),
             num_kept=kept,
             depth=self.depth,
         )
@@ -120,15 +120,19 @@ class Decider:
         most = self.prompt.num_candidates // self.block_size
         num_layers, num_sets = shares.shape
         num_parts = self.num_parts if num_sets > 1 else 1
-        # [parts, L * S / parts]
-        of_parts = shares.unflatten(1, (num_parts, -1)).transpose(0, 1).flatten(1)
+
+        def by_part(values: Tensor) -> Tensor:
+            """Return values ``[L, S]`` as ``[parts, L * S / parts]``."""
+            return values.unflatten(1, (num_parts, -1)).transpose(0, 1).flatten(1)
+
+        of_parts = by_part(shares)
         total = retained * of_parts.shape[1]
         if self.present is None:
             dealt = apportion(of_parts, total, floor, most)
         else:
-            caps = self.present.sum(dim=-1) // self.block_size
-            # Decisions with `present` are those of one rank: there are no parts.
-            dealt = apportion(of_parts, total, floor, caps.view_as(of_parts), most)
+            # A part's pages before this cut filled at least as many blocks, so its caps suffice.
+            caps = by_part(self.present.sum(dim=-1) // self.block_size)
+            dealt = apportion(of_parts, total, floor, caps, most)
         counts = dealt.unflatten(1, (num_layers, -1)).transpose(0, 1).flatten(1)
         return counts.expand(-1, self.num_heads).contiguous()
 
@@ -149,16 +153,10 @@ class Decider:
         """Return the tiers for ``num_kept`` ``[L, S]``: ``[C]``, or in bytes ``[L, S, C]``."""
         of_first = self._tiers(num_kept[:1], guarded)
         if of_first.dim() == 1:
-            return self._left(of_first)  # the same for any number
+            return of_first  # the same for any number
         slices = key_slices(self.scores)
         tiers = [self._tiers(num_kept[part], guarded).to(torch.uint8) for part in slices]
-        return self._left(torch.cat(tiers))
-
-    def _left(self, tiers: Tensor) -> Tensor:
-        """Put candidates that an earlier cut dropped below all others."""
-        if self.present is None:
-            return tiers
-        return torch.where(self.present, tiers + 1, torch.zeros_like(tiers))
+        return torch.cat(tiers)
 
     def _sum(self, terms: Callable[[slice], Tensor]) -> Tensor:
         """Return the sum of ``terms(layers)``, float64, over slices of the layers.
@@ -184,11 +182,20 @@ class Decider:
 
         ``counts`` has the pages of :attr:`heads` only.
         """
-        scores = self.scores if self.scores.shape[1] == 1 else self.scores[:, self.heads]
+        sets = self.heads if self.scores.shape[1] > 1 else slice(None)
+        scores = self.scores[:, sets]
+        present = None if self.present is None else self.present[:, sets]
         num_kept = counts[:, : scores.shape[1]] * self.block_size
-        tiers = self._all_tiers(num_kept, guarded)
+        tiers = _left(self._all_tiers(num_kept, guarded), present)
         num_pages = num_retained * counts.numel()
         return select_tokens(scores, tiers, counts, num_pages, self.block_size)
+
+
+def _left(tiers: Tensor, present: Tensor | None) -> Tensor:
+    """Put candidates that an earlier cut dropped below all others."""
+    if present is None:
+        return tiers
+    return torch.where(present, tiers + 1, torch.zeros_like(tiers))
 
 
 _TEXT_TIER, _SINK_TIER = 4, 8

@@ -23,7 +23,7 @@ from vllm.logger import init_logger
 
 from vllm_tgvkv.budget import Budget
 from vllm_tgvkv.config import PARSE_ERRORS, EvictionConfig
-from vllm_tgvkv.errors import EvictionConfigError, quoted
+from vllm_tgvkv.errors import EvictionConfigError, choose, quoted
 
 logger = init_logger("vllm.tgvkv")
 
@@ -70,7 +70,8 @@ class Defaults:
         """
         if unknown := sorted(quoted(key, str) for key in values if key not in _FIELDS):
             raise EvictionConfigError(
-                f"{source} has unknown {', '.join(unknown)}: known are {', '.join(_FIELDS)}"
+                f"{source} has unknown {', '.join(unknown)}: "
+                f"{choose(unknown[0], _FIELDS, 'known are')}"
             )
         budget = self.config.budget
         if "budget" in values:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Iterable
 from typing import Any
 
 _MAX_QUOTED = 200
@@ -25,3 +26,17 @@ def quoted(value: Any, text: Callable[[Any], str] = repr) -> str:
     except (ValueError, RecursionError):  # Python prints no number of more than 4300 digits
         return f"a very long {type(value).__name__}"
     return whole if len(whole) <= _MAX_QUOTED else f"{whole[:_MAX_QUOTED]}..."
+
+
+def closest(value: Any, known: Iterable[str]) -> str | None:
+    """Return the known name that a wrong one most looks like, or None if none is close."""
+    found = difflib.get_close_matches(quoted(value, str).lower(), known, n=1)
+    return found[0] if found else None
+
+
+def choose(value: Any, known: Iterable[str], verb: str = "choose one of") -> str:
+    """Return the end of a message about an unknown name: a suggestion and the known ones."""
+    names = tuple(known)
+    near = closest(value, names)
+    listed = f"{verb} {', '.join(names)}"
+    return listed if near is None else f"did you mean {near}? {listed[0].upper()}{listed[1:]}"

@@ -30,12 +30,12 @@ from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
 from vllm_tgvkv.kernels.merge import merge_evicted
 from vllm_tgvkv.kernels.select import page_offsets
 from vllm_tgvkv.kernels.statistics import Scratch
-from vllm_tgvkv.observation import DueEviction, ModelPart, PromptObservation
+from vllm_tgvkv.observation import DueEviction, Gathered, ModelPart, PromptObservation
 from vllm_tgvkv.outcomes import KeptTokens, Outcomes, PendingOutcome
 from vllm_tgvkv.pages import CacheShape, PagePool
 from vllm_tgvkv.plan import Failure, StepPlan
 from vllm_tgvkv.policies import Depth, Prompt
-from vllm_tgvkv.queries import DecodeQueries, QueryPool, StoredQueries
+from vllm_tgvkv.queries import ChunkQueries, DecodeQueries, QueryPool, StoredQueries
 from vllm_tgvkv.ranks import Ranks
 from vllm_tgvkv.regions import Regions
 from vllm_tgvkv.stages import Stages
@@ -102,8 +102,8 @@ class Evictor:
         self._policy_of = cache(config.build_policy)  # a chunk should not build one again
         self._current: list[PromptObservation] = []
         """Prompts observed in the current step."""
-        self._stored: tuple[torch.Tensor, torch.Tensor] | None = None
-        """Tokens of the batch whose queries are stored, and their rows of the query pool, int64."""
+        self._stored: ChunkQueries | None = None
+        """The store of this step's queries of tokens that vote later."""
         self._decode_queries: DecodeQueries | None = None
         self.ended: list[PendingOutcome | Failure] = []
         """Evictions of the current step, done or failed, until `take_outcomes`."""
@@ -119,7 +119,7 @@ class Evictor:
         for request_id in plan.forgotten:
             self.observations.pop(request_id, None)
         if plan.poisoned:
-            self.pool.poison(plan.poisoned)
+            self.pool.fill(plan.poisoned, float("nan"))
 
     def record_decodes(self, max_tokens: int) -> None:
         """Store the queries of steps of single tokens through `stored_queries` from now on.
@@ -167,7 +167,7 @@ class Evictor:
         self._current = []
         tokens, rows = self._rows_to_store(first_token)
         if len(tokens):
-            self._stored = self.part.to_device(tokens), self.part.to_device(rows)
+            self._stored = ChunkQueries(self.part.queries, tokens, rows)
         self.part.num_waiting_rows = sum(
             len(part.rows) for part in self.plan.observations if part.stored is None
         )
@@ -201,8 +201,7 @@ class Evictor:
             scale: factor of the products of queries and keys as they are stored.
         """
         if self._stored is not None:
-            tokens, rows = self._stored
-            self.part.queries.store(layer, rows, queries.index_select(0, tokens))
+            self._stored.store(layer, queries)
         for observation in self._current:
             observation.see_layer(layer, queries, scale)
         if self._current and layer == self.shape.num_layers - 1:
@@ -261,9 +260,9 @@ class Evictor:
         """Decide, copy the kept tokens and store the region."""
         eviction, shape = due.eviction, self.shape
         with seen.stopwatch.time("selection"):
-            scores, strengths, masses = seen.gather(due)
-            decider = self._decider(due, scores, strengths)
-            decision = self._decide(due, decider, masses)
+            gathered = seen.gather(due)
+            decider = self._decider(due, gathered)
+            decision = self._decide(due, decider, gathered.masses)
             offsets = page_offsets(decision.counts)
         keys, values, positions = self.pool.keys, self.pool.values, decision.positions
         sizes = (shape.num_layers, shape.num_heads)
@@ -288,9 +287,10 @@ class Evictor:
             whole = decision
             if self.ranks.num_parts > 1:
                 everything = replace(decider, heads=slice(None), agree=lambda find: find())
-                whole = self._decide(due, everything, masses)
-            if decider.present is not None:  # tokens that an earlier cut evicted have no score
-                scores = scores.where(decider.present, torch.nan)
+                whole = self._decide(due, everything, gathered.masses)
+            scores = gathered.scores
+            if gathered.present is not None:  # tokens that an earlier cut evicted have no score
+                scores = scores.where(gathered.present, torch.nan)
             trace = self._trace(due, eviction.traced_budget, scores, whole)
         return Evicted(decision, num_vision, trace)
 
@@ -338,18 +338,15 @@ class Evictor:
 
     # -- the decision -------------------------------------------------------------------
 
-    def _decider(self, due: DueEviction, scores: torch.Tensor, strengths: torch.Tensor) -> Decider:
-        """Return what decides for this rank's heads, from scores of the heads of all ranks."""
+    def _decider(self, due: DueEviction, gathered: Gathered) -> Decider:
+        """Return what decides for this rank's heads."""
         shape, ranks = self.shape, self.ranks
         first_head = ranks.part * shape.num_heads
-        present = None
-        if due.keys is not None:
-            present = due.keys.present(scores.shape[1])[..., : due.prompt.num_candidates]
         return Decider(
             due.policy,
             due.prompt,
-            scores,
-            strengths,
+            gathered.scores,
+            gathered.strengths,
             num_heads=shape.num_heads * ranks.num_parts,
             block_size=shape.block_size,
             floor_pages=self.config.floor_pages,
@@ -357,7 +354,7 @@ class Evictor:
             heads=slice(first_head, first_head + shape.num_heads),
             agree=ranks.first,
             depth=Depth(self.stages.first_layer, self.stages.model_layers),
-            present=present,
+            present=gathered.present,
         )
 
     def _decide(self, due: DueEviction, decider: Decider, masses: torch.Tensor | None) -> Decision:

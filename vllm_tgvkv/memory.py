@@ -203,18 +203,19 @@ def _of_layers(of_layer: int, policy: Policy, sizes: Sizes) -> int:
 
 def _of_score(policy: Policy, sizes: Sizes, num_sets: int) -> int:
     """Return what scoring and pooling layers takes besides: some numbers for each token."""
-    of_keys = 0
-    if KEY_STATISTICS & {name for kind in policy.row_sets for name in policy.statistics(kind)}:
-        of_keys = _of_keys(sizes)
+    queried = {name for kind in policy.row_sets for name in policy.statistics(kind)}
+    of_keys = _of_keys(sizes, "key_redundancy" in queried) if KEY_STATISTICS & queried else 0
     of_tokens = policy.scoring_bytes(0) * num_sets * sizes.max_tokens
     return _of_layers(of_tokens, policy, sizes) + of_keys
 
 
-def _of_keys(sizes: Sizes) -> int:
-    """Return what the keys of some heads take, their similarities and logits of the window."""
+def _of_keys(sizes: Sizes, all_similarities: bool) -> int:
+    """Return what the keys of some heads take; and their similarities, and logits of the window."""
     shape, tokens = sizes.shape, sizes.max_tokens
     of_head = KEY_BYTES * shape.head_size * tokens
     num_heads = min(max(1, sizes.workspace_bytes // of_head), shape.num_pairs)
+    if not all_similarities:
+        return num_heads * of_head
     row_bytes = REDUNDANCY_BYTES * num_heads * tokens
     rows = max(1, REDUNDANCY_WORKSPACES * sizes.workspace_bytes // row_bytes)
     similarities = min(rows, tokens) * row_bytes

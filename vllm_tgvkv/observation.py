@@ -93,6 +93,20 @@ class SummedRows(Rows):
 
 
 @dataclass(frozen=True)
+class Gathered:
+    """What the layers of this worker showed, for the heads of all ranks."""
+
+    scores: torch.Tensor
+    """Pooled, float32 [L, S, C]."""
+    strengths: torch.Tensor
+    """float [L, S, F]."""
+    masses: torch.Tensor | None = None
+    """Observed attention, float32 [L, S, P]; only with a guard."""
+    present: torch.Tensor | None = None
+    """Candidates that earlier cuts left, bool [L, S, C]; None at the first cut."""
+
+
+@dataclass(frozen=True)
 class DueEviction:
     """An eviction that follows this step's layers, with its data on the device."""
 
@@ -432,18 +446,21 @@ class PromptObservation:
             num_common_keys=rows.num_common_keys,
             row_positions=rows.positions if len(rows.lengths) == 1 else None,
             scratch=part.scratch,
+            values=part.pool.values,
         )
 
     # -- all layers ---------------------------------------------------------------------
 
-    def gather(self, due: DueEviction) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Stack what the layers showed, over the heads of all ranks.
-
-        Returns:
-            Scores [L, S, C], strengths [L, S, F] and, with a guard, masses [L, S, P].
-        """
-        seen = [self.scores, self.strengths]
+    def gather(self, due: DueEviction) -> Gathered:
+        """Stack what the layers showed, over the heads of all ranks."""
+        seen: list[Sequence[torch.Tensor]] = [self.scores, self.strengths]
+        names = ["scores", "strengths"]
         if due.eviction.guard is not None:
             seen.append(self.masses)
-        scores, strengths, *masses = self._part.ranks.stack(seen, due.per_head)
-        return scores, strengths, masses[0] if masses else None
+            names.append("masses")
+        if due.keys is not None:
+            present = due.keys.present(self.scores[0].shape[0])
+            seen.append(present[..., : due.prompt.num_candidates].unbind())
+            names.append("present")
+        stacked = self._part.ranks.stack(seen, due.per_head)
+        return Gathered(**dict(zip(names, stacked, strict=True)))

@@ -18,29 +18,35 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_tgvkv.budget import Budget
-from vllm_tgvkv.compatibility import check_engine_args, check_vllm_config
+from vllm_tgvkv.compatibility import (
+    check_engine_args,
+    check_vllm_config,
+    clear_nominal_window,
+)
 from vllm_tgvkv.config import (
     CONFIG_KEY,
     NONE,
     EvictionConfig,
-    RequestOptions,
     config_of,
     read_config_file,
 )
 from vllm_tgvkv.defaults import Defaults
 from vllm_tgvkv.errors import EvictionConfigError
-from vllm_tgvkv.policies import POLICY_NAMES
+from vllm_tgvkv.policies import method_names
+from vllm_tgvkv.request import RequestOptions
 from vllm_tgvkv.settings import help_lines, settings_of
 
 if TYPE_CHECKING:
@@ -118,10 +124,12 @@ def _add_flags(original: Callable[..., Any], parser: Any) -> Any:
         title="KVEviction",
         description="KV-cache eviction at the end of a prompt (vllm-tgvkv).",
     )
+    check = _CheckTogether(parser)
     # Suppressed, because the help page would show a default of None.
     group.add_argument(
         "--kv-eviction",
-        metavar=f"{{{','.join((NONE, *POLICY_NAMES))}}}",
+        action=check.action,
+        metavar=f"{{{','.join((NONE, *method_names()))}}}",
         default=argparse.SUPPRESS,
         help=_escape(
             f"{policy.help} It may also be a mix that --kv-eviction-config names. "
@@ -130,6 +138,7 @@ def _add_flags(original: Callable[..., Any], parser: Any) -> Any:
     )
     group.add_argument(
         "--kv-eviction-budget",
+        action=check.action,
         type=_budget_flag,
         default=argparse.SUPPRESS,
         help=_escape(
@@ -139,13 +148,53 @@ def _add_flags(original: Callable[..., Any], parser: Any) -> Any:
     )
     group.add_argument(
         "--kv-eviction-config",
+        action=check.action,
         type=_config_flag,
         default=argparse.SUPPRESS,
         help=_escape(
             "Everything else, as a YAML or JSON file or inline JSON:\n\n" + help_lines(others)
         ),
     )
+    # Nobody can give it: vLLM's parser replaces the underscores of flags.
+    group.add_argument(
+        "--_kv_eviction_checked", type=check, default="checked", help=argparse.SUPPRESS
+    )
     return parser
+
+
+class _CheckTogether:
+    """Checks the three flags against each other, as the type of a fourth that nobody gives.
+
+    argparse converts a default that is text, such as the fourth's, once all arguments are parsed.
+    It does not show a type the other arguments; the actions of the three keep them for it.
+    """
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self.parser = parser
+        self._parsed: Callable[[], argparse.Namespace | None] = lambda: None
+        """Returns the arguments that are being parsed, if one of the three is among them."""
+
+        class Action(argparse.Action):
+            """Stores a value, as argparse's own action does."""
+
+            def __call__(
+                this, parser: Any, namespace: argparse.Namespace, values: Any, *_: Any
+            ) -> None:
+                setattr(namespace, this.dest, values)
+                # Weak, so that arguments whose parsing failed are not checked at the next one.
+                self._parsed = ref(namespace)
+
+        self.action = Action
+
+    def __call__(self, text: str) -> str:
+        """Return the default, or end the program with one line if the flags are wrong."""
+        parsed, self._parsed = self._parsed(), lambda: None
+        if parsed is not None:
+            try:
+                _settings_in_flags(vars(parsed))
+            except EvictionConfigError as error:
+                self.parser.error(str(error))
+        return text
 
 
 def _escape(text: str) -> str:
@@ -173,27 +222,11 @@ def _config_flag(value: str) -> dict[str, Any]:
 
 
 def _read_flags(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
-    engine_args = original(cls, args)
     flags = vars(args)
-    named = {"policy": flags.get("kv_eviction"), "budget": flags.get("kv_eviction_budget")}
-    given = {name: value for name, value in named.items() if value is not None}
-    extra = flags.get("kv_eviction_config")
-    if not given and extra is None:
+    values = _settings_in_flags(flags)
+    engine_args = original(cls, args)
+    if values is None:
         return engine_args
-    if CONFIG_KEY in engine_args.additional_config:
-        raise EvictionConfigError(
-            f"--kv-eviction* and --additional-config with {CONFIG_KEY!r} are both given: use one"
-        )
-    values = {**(extra or {}), **given}
-    if "policy" not in values:
-        raise EvictionConfigError(
-            "--kv-eviction-budget or --kv-eviction-config is given without --kv-eviction: "
-            f"name a method, such as --kv-eviction {POLICY_NAMES[0]}"
-        )
-    # Checked before a model is read. An unknown method is reported by the name of its flag.
-    settings = EvictionConfig.from_mapping({**values, "policy": NONE})
-    settings.check_method(values["policy"], settings.budget, "--kv-eviction", settings.defer)
-    EvictionConfig.from_mapping(values)
     engine_args.additional_config = {**engine_args.additional_config, CONFIG_KEY: values}
     # With --api-server-count other processes read the arguments before they load any plugin:
     # `additional_config` has to hold everything.
@@ -203,7 +236,52 @@ def _read_flags(original: Callable[..., Any], cls: type, args: argparse.Namespac
     return engine_args
 
 
+def _settings_in_flags(flags: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the settings that parsed flags give, checked; None if no flag is given.
+
+    Raises:
+        EvictionConfigError: naming the flag, its value and what it may be.
+    """
+    named = {"policy": flags.get("kv_eviction"), "budget": flags.get("kv_eviction_budget")}
+    given = {name: value for name, value in named.items() if value is not None}
+    extra = flags.get("kv_eviction_config")
+    if not given and extra is None:
+        return None
+    if CONFIG_KEY in (flags.get("additional_config") or {}):
+        raise EvictionConfigError(
+            f"--kv-eviction* and --additional-config with {CONFIG_KEY!r} are both given: use one"
+        )
+    values = {**(extra or {}), **given}
+    if "policy" not in values:
+        raise EvictionConfigError(
+            "--kv-eviction-budget or --kv-eviction-config is given without --kv-eviction: "
+            f"name a method, such as --kv-eviction {method_names()[0]}"
+        )
+    # An unknown method is reported by the name of its flag.
+    settings = EvictionConfig.from_mapping({**values, "policy": NONE})
+    settings.check_method(values["policy"], settings.budget, "--kv-eviction", settings.defer)
+    EvictionConfig.from_mapping(values)
+    return values
+
+
 def _configure_engine(
+    original: Callable[..., VllmConfig],
+    engine_args: EngineArgs,
+    usage_context: UsageContext | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> VllmConfig:
+    try:
+        return _evicting_config(original, engine_args, usage_context, *args, **kwargs)
+    except EvictionConfigError as error:
+        if usage_context is not UsageContext.OPENAI_API_SERVER:
+            raise
+        # The log shows what this process has done so far; a traceback would hide the reason.
+        print(f"vllm serve: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _evicting_config(
     original: Callable[..., VllmConfig], engine_args: EngineArgs, *args: Any, **kwargs: Any
 ) -> VllmConfig:
     additional = engine_args.additional_config
@@ -217,6 +295,7 @@ def _configure_engine(
     engine_args.worker_cls = platform.worker_cls
     vllm_config = original(engine_args, *args, **kwargs)
     check_vllm_config(vllm_config, platform)
+    clear_nominal_window(vllm_config)
     # vLLM has decided by now whether steps are scheduled ahead, and whether the user named an
     # attention backend.
     scheduler = vllm_config.scheduler_config
@@ -238,7 +317,8 @@ def _validate_request(
     defaults = _defaults[processor]
     if defaults.config.active and isinstance(params, SamplingParams):
         try:
-            RequestOptions.resolve(defaults.current(), params.extra_args)
+            block_size = processor.vllm_config.cache_config.block_size
+            RequestOptions.resolve(defaults.current(), params.extra_args, block_size)
         except EvictionConfigError as error:
             raise VLLMValidationError(str(error), parameter="vllm_xargs") from error
     return result

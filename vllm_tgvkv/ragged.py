@@ -139,6 +139,19 @@ class RaggedAttention(Attention):
     def key_redundancy(self) -> Tensor:
         return self._by_position(self._own.key_redundancy)
 
+    @property
+    def is_seen(self) -> Tensor:
+        # The last row is the request's last token, which sees all that is left.
+        return self._columns < self._num_tokens
+
+    @property
+    def mean_cosines(self) -> Tensor:
+        return self._by_position(self._own.mean_cosines)
+
+    @property
+    def value_norms(self) -> Tensor:
+        return self._by_position(self._own.value_norms)
+
     def weighted_column_sums(self, weights: Tensor) -> Tensor:
         return self._by_position(self._own.weighted_column_sums(weights))
 

@@ -7,7 +7,7 @@ Values that must not differ between ranks are computed by each of them from the 
 - where heads of several ranks share a token set, the policy sees the mean of the ranks' attention
   statistics, so its scores and strengths are the same everywhere;
 - at granularity `head` the ranks exchange their scores and strengths once, after the last layer,
-  and each decides for all heads;
+  and each decides for all heads; at a cut after the first one, which of their tokens are left, too;
 - a prompt that fails anywhere on one rank fails on all: each exchange begins with a few numbers
   that say where every rank is.
 
@@ -81,7 +81,8 @@ class Ranks:
     def stack(self, numbers: Sequence[Sequence[Tensor]], per_head: bool) -> list[Tensor]:
         """Stack several lists of L tensors `[S, X]` of this rank to `[L, S of all parts, X]` each.
 
-        Token sets that the ranks share are the same on all of them.
+        Token sets that the ranks share are the same on all of them. X values take whole multiples
+        of 4 bytes, those of the boolean tensors as well: blocks have a multiple of 4 tokens.
         """
         return [torch.stack(tuple(layers)) for layers in numbers]
 
@@ -257,6 +258,20 @@ class SharedAttention:
     @property
     def key_redundancy(self) -> Tensor:
         raise ValueError(f"key_redundancy {_OF_ONE_RANK}")
+
+    # Ranks that hold the same KV head have the same keys and values.
+
+    @property
+    def is_seen(self) -> Tensor:
+        return self._columns(lambda: self._own().is_seen.float()) > 0.5
+
+    @property
+    def mean_cosines(self) -> Tensor:
+        return self._columns(lambda: self._own().mean_cosines)
+
+    @property
+    def value_norms(self) -> Tensor:
+        return self._columns(lambda: self._own().value_norms)
 
     @property
     def share_below(self) -> Tensor:

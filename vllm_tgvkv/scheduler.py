@@ -21,7 +21,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_tgvkv.candidate import Candidate, make_candidate
-from vllm_tgvkv.config import CONFIG_KEY, RequestOptions, config_of
+from vllm_tgvkv.config import CONFIG_KEY, config_of
 from vllm_tgvkv.counters import EvictionCounters
 from vllm_tgvkv.cuts import Cut
 from vllm_tgvkv.defaults import Defaults
@@ -40,6 +40,7 @@ from vllm_tgvkv.plan import (
     outcomes_of,
 )
 from vllm_tgvkv.queries import QueryRows
+from vllm_tgvkv.request import RequestOptions
 
 logger = init_logger("vllm.tgvkv")
 
@@ -67,6 +68,12 @@ class EvictionReport:
     policy: str
     prompt_tokens: int
     blocks_before: int
+    budget: float | int | str
+    """Budget of the first eviction, as settings have it."""
+    defer: int
+    """Tokens of the answer that the first eviction waits for."""
+    decode: dict[str, Any] | None
+    """Later evictions, as the setting `decode` has them; None if there are none."""
     kept_tokens: int | None = None
     """Prompt tokens kept, mean over layers and heads; None if nothing was evicted."""
     blocks_after: int | None = None
@@ -160,7 +167,8 @@ class EvictionScheduler(Scheduler):
         """Make the request a candidate, or count the reason why not."""
         extra_args = request.sampling_params.extra_args if request.sampling_params else None
         try:
-            options = RequestOptions.resolve(self._defaults.current(), extra_args)
+            defaults = self._defaults.current()
+            options = RequestOptions.resolve(defaults, extra_args, self.block_size)
         except EvictionConfigError as error:
             # vLLM's front ends answer such a request with HTTP 400. A request from elsewhere
             # must not end the engine.
@@ -170,7 +178,12 @@ class EvictionScheduler(Scheduler):
         if options.report:
             num_blocks = cdiv(request.num_prompt_tokens, self.tokens_per_block)
             self._reports[request.request_id] = EvictionReport(
-                options.policy, request.num_prompt_tokens, num_blocks
+                options.policy,
+                request.num_prompt_tokens,
+                num_blocks,
+                budget=options.budget.value,
+                defer=options.defer,
+                decode=options.decode,
             )
         model = self.vllm_config.model_config.hf_config
         candidate = make_candidate(
@@ -358,7 +371,7 @@ class EvictionScheduler(Scheduler):
             voters=voting,
             num_cached=candidate.num_cached if is_first else 0,
             guard=candidate.guard,
-            traced_budget=str(options.budget) if options.trace else None,
+            traced_budget=str(options) if options.trace else None,
             old_blocks=np.array(swap.old_blocks, dtype=np.int32),
             new_blocks=np.array(swap.new_blocks, dtype=np.int32),
             row_blocks=np.array(swap.row_blocks, dtype=np.int32),
@@ -446,7 +459,7 @@ class EvictionScheduler(Scheduler):
             request.request_id,
             num_answer,
             options.policy,
-            options.budget,
+            options,
             num_kept,
             num_tokens,
             num_before,

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from vllm_tgvkv.errors import EvictionConfigError, quoted
+from vllm_tgvkv.errors import EvictionConfigError, choose, quoted
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -106,7 +106,7 @@ class Setting:
     @property
     def default_text(self) -> str:
         """Default in Markdown."""
-        if self.default in (None, {}):
+        if self.default in (None, {}, ()):
             return self.unset
         if isinstance(self.default, bool | int):
             return f"`{json.dumps(self.default)}`"
@@ -130,13 +130,13 @@ class Setting:
             raise EvictionConfigError(f"{source} is {quoted(value)}: give true or false")
         if self.choices and value not in self.choices:
             raise EvictionConfigError(
-                f"{source} is {quoted(value)}: choose one of {', '.join(self.choices)}"
+                f"{source} is {quoted(value)}: {choose(value, self.choices)}"
                 f"{', or leave it out' if self.is_optional else ''}"
             )
         if self.type is str and not isinstance(value, str):
             raise EvictionConfigError(f"{source} is {quoted(value)}: give a name")
         if self.type is int and self.at_least is not None:
-            _check_count(value, self.at_least, source)
+            check_count(value, self.at_least, source)
         return value
 
 
@@ -166,8 +166,9 @@ def read(cls: type[D], values: Any, source: str) -> D:
         raise EvictionConfigError(f"{source} is {quoted(values)}: give a mapping")
     settings = {found.name: found for found in settings_of(cls)}
     if unknown := sorted(quoted(key, str) for key in values if key not in settings):
+        known = [name for name, found in settings.items() if not found.for_tests]
         raise EvictionConfigError(
-            f"{source} has unknown {', '.join(unknown)}: known are {', '.join(settings)}"
+            f"{source} has unknown {', '.join(unknown)}: {choose(unknown[0], known, 'known are')}"
         )
     parsed = {
         name: settings[name].parse(value, f"{source}.{name}") for name, value in values.items()
@@ -198,9 +199,15 @@ def table(settings: Iterable[Setting]) -> str:
     return "\n".join(("| field | meaning | values | default |", "|---|---|---|---|", *rows))
 
 
-def _check_count(value: Any, at_least: int, source: str) -> None:
+def check_count(value: Any, at_least: int, source: str, hint: str = "") -> int:
+    """Return a whole number after checking it; `hint` is what else may be given.
+
+    Raises:
+        EvictionConfigError: naming `source`, the value and what it may be.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or not at_least <= value <= MAX_COUNT:
         raise EvictionConfigError(
             f"{source} is {quoted(value)}: give a whole number, at least {at_least} and at most "
-            f"{MAX_COUNT}"
+            f"{MAX_COUNT}{hint}"
         )
+    return value

@@ -24,7 +24,8 @@ class WarmUpError(RuntimeError):
 
 
 def warm_up(evictor: Evictor) -> None:
-    """Evict a made-up prompt with the server's method and budget, and once more with `decode`.
+    """Evict a made-up prompt with the server's method and budget, and once more with `decode`
+    if the method can do that.
 
     If the server waits for answers, the prompt has some tokens of one. Call it before the cache is
     used: it writes the pool's first blocks and clears them again. A pool with fewer blocks is left
@@ -47,7 +48,7 @@ def warm_up(evictor: Evictor) -> None:
             config, config.policy, prompt, guard, _PROMPT_BLOCKS, _FIRST_REGION, num_answer
         )
     ]
-    if config.decode is not None:
+    if config.cuts_again and config.build_policy(config.policy).cuts_again:
         plans.append(_later_step(plans[0].evictions[0], size))
     num_heads = shape.num_heads * shape.group_size
     queries = pool.raw.new_zeros(5 * size, num_heads, shape.head_size)
@@ -135,6 +136,7 @@ def _later_step(first: Eviction, block_size: int) -> StepPlan:
                 row_blocks=_SECOND_REGION,
                 num_answer=num_answer,
                 num_replaced=num_full,
+                guard=None,
                 is_first=False,
             )
         ],

@@ -65,6 +65,8 @@ class EvictingWorker:
     """Index of the evicted layers among vLLM's KV cache groups."""
 
     _evictor: Evictor | None = None
+    _packs_states = False
+    """Whether blocks hold pages of full attention in one group, and states in others."""
     _least_block_size: int | None = None
     """`--block-size`, if it was given."""
 
@@ -85,6 +87,7 @@ class EvictingWorker:
             return specs
         cache = self.vllm_config.cache_config
         cache.block_size, cache.mamba_page_size_padded = block_size, None
+        self._packs_states = True
         return super().get_kv_cache_spec()  # type: ignore[misc, no-any-return]
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
@@ -128,6 +131,9 @@ class EvictingWorker:
         self._shrunk = plan.evictions
         self._counters = plan.counters or self._counters
         self.evictor.begin_step(plan)
+        if self._packs_states and scheduler_output.new_block_ids_to_zero:
+            # vLLM's CPU runner clears only blocks of groups that have one spec.
+            self.evictor.pool.fill(scheduler_output.new_block_ids_to_zero, 0.0)
         for request_id, images in plan.images.items():
             self.model_runner.requests[request_id].mm_features = images
         return super().execute_model(scheduler_output)  # type: ignore[misc]

@@ -21,7 +21,8 @@
  * @typedef {{heads: number[], positions: number[], scores: (number|null)[]}} TokenSet
  * @typedef {{layer: number, token_sets: TokenSet[]}} Layer
  * @typedef {{text: string, blocks: number}} Full
- * @typedef {Full & {policy: string, budget: number|string, prompt_tokens: number,
+ * @typedef {Full & {policy: string, budget: number|string, defer: number,
+ *   decode: {schedule?: [number, number][], max_tokens?: number}|null, prompt_tokens: number,
  *   kept_tokens: number|null, blocks_before: number, cuts: Cut[], skip_reason: string|null,
  *   trace: string|null}} Evicted
  * @typedef {{model: string, full: Full|null, evicted: Evicted}} Answers
@@ -48,7 +49,7 @@ const SKIP_REASONS = {
   pool_too_small: "the server's cache cannot hold the prompt and what is kept at the same time",
   method_needs_vision: "this method measures attention to images, and there are none",
   unknown_patch_grid: "the method pools over a grid of patches that is not known for this image",
-  invalid_request: "the server did not understand the method or the budget",
+  invalid_request: "the server did not understand the request's options",
   policy_failed: "the method failed, and the request with it; the server's log says how",
   unsupported_request: "requests of this kind cannot be evicted",
 };
@@ -240,6 +241,28 @@ function drawSample() {
 const isAuto = () => document.querySelector("[name=budget-kind]:checked").value === "auto";
 const fractionChosen = () => state.fractions[Number($("budget").value)];
 
+/**
+ * How much is kept, and when: fields of the question. Null after saying what is wrong. The server
+ * checks schedules, and says whether it may evict again.
+ */
+function laterChosen() {
+  const kind = $("later").value;
+  if (kind === "schedule") return { schedule: $("schedule").value.trim() };
+  const number = (id) => Number($(id).value);
+  const wait = $("defer").value === "" ? null : number("defer");
+  if (wait !== null && !(Number.isInteger(wait) && wait >= 0 && wait <= MOST_TOKENS)) {
+    return refuse(`Answer tokens to wait for: give a number up to ${MOST_TOKENS}.`, "defer");
+  }
+  const first = { budget: isAuto() ? state.auto : fractionChosen(), defer: wait };
+  if (kind !== "ceiling") return { ...first, schedule: kind || null };
+  for (const id of ["ceiling", "buffer"]) {
+    if (!(Number.isInteger(number(id)) && number(id) >= 1)) {
+      return refuse("A ceiling and its growth are whole numbers, at least 1.", id);
+    }
+  }
+  return { ...first, ceiling: number("ceiling"), buffer: number("buffer") };
+}
+
 /** What the form holds. @returns {state["asked"]} */
 function question() {
   const tokens = Math.trunc(Number($("max-tokens").value));
@@ -254,14 +277,16 @@ async function ask(again = false) {
   if (!(asked.tokens >= 1 && asked.tokens <= MOST_TOKENS)) {
     return refuse(`Answer tokens: give a number from 1 to ${MOST_TOKENS}.`, "max-tokens");
   }
+  const later = laterChosen();
+  if (later === null) return;
   const compare = !again || state.full === null;
   const body = JSON.stringify({
     image: asked.picture.url,
     question: asked.question,
     policy: $("method").value || null,
-    budget: isAuto() ? state.auto : fractionChosen(),
     max_tokens: asked.tokens,
     compare,
+    ...later,
   });
   if (new Blob([body]).size > MOST_BYTES) return refuse("This is larger than 32 MiB.", "file");
 
@@ -303,6 +328,7 @@ async function ask(again = false) {
 function refuse(message, id) {
   showError(new Error(message));
   $(id).focus();
+  return null;
 }
 
 function remember(id, picture) {
@@ -337,6 +363,18 @@ function showBudget() {
   $("budget").setAttribute("aria-valuetext", `${text} of the prompt`);
   $("fraction-row").hidden = isAuto();
   $("auto-note").hidden = !isAuto();
+  const kind = $("later").value;
+  $("schedule-row").hidden = kind !== "schedule";
+  $("ceiling-row").hidden = kind !== "ceiling";
+  const replaced = kind === "schedule"; // which says both
+  for (const control of [$("budget-kinds").parentElement, $("defer")]) control.disabled = replaced;
+}
+
+/** What follows the first eviction, in words. @param {Evicted["decode"]} decode */
+function laterName(decode) {
+  if (!decode) return "";
+  const { schedule, max_tokens: ceiling } = decode;
+  return schedule ? `, then in steps to ${budgetName(schedule.at(-1)[1])}` : `, then ${ceiling} tokens`;
 }
 
 /** When a cut was made, and what it did. @param {Cut} cut */
@@ -376,7 +414,7 @@ function showAnswers() {
   const verdict = same ? "Both answers are the same" : "The answers differ where marked";
   $("verdict").className = `note verdict ${same ? "same" : "differs"}`;
   $("verdict").textContent =
-    `${verdict}. ${evicted.policy} at ${budgetName(evicted.budget)}, ` +
+    `${verdict}. ${evicted.policy} at ${budgetName(evicted.budget)}${laterName(evicted.decode)}, ` +
     `answered in ${state.seconds.toFixed(1)} s.`;
   $("spoken").textContent =
     `${verdict}. Full cache: ${full.text}. After eviction: ${evicted.text}. ` +
@@ -933,7 +971,8 @@ function listen() {
   on("file", "change", () => $("file").files[0] && takePicture($("file").files[0]));
   on("sample", "click", drawSample);
   on("form", "input", showBudget);
-  for (const id of ["budget", "budget-kinds", "method"]) on(id, "change", askAgain);
+  const kept = ["defer", "later", "schedule", "ceiling", "buffer"];
+  for (const id of ["budget", "budget-kinds", "method", ...kept]) on(id, "change", askAgain);
   on("refresh", "click", loadRecent);
 
   const chosen = (id) => (Number($(id).value) ? Number($(id).value) - 1 : null);

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,14 @@ from oracle.methods import METHODS, Mix, Pool
 from tests.engine.questions import question
 from tests.engine.running import Ask, SteppedEngine, engine
 from tests.engine.test_speculation import NGRAM
+from tests.inputs import head_scores
+from vllm_tgvkv.head_scores import write
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 SIZE = 32
 TOKENS = 90
+HEAD_SCORES = head_scores(layers=4, kv_heads=2, group=2)
 DEBUG = {"poison": True, "record_kept": True, "check_integrity": True}
 WINDOWED = {"base": "snapkv", "pooling": {"kind": "sequence", "forward": 6, "back": 1}}
 MIXES = {
@@ -59,6 +62,8 @@ class Case:
     method: str
     defer: int
     budget: float = 0.3
+    own: dict[str, Any] = field(default_factory=dict)
+    """Further fields of the oracle's `Eviction`."""
 
     def ask(self, seed: int) -> Ask:
         xargs = {
@@ -81,6 +86,8 @@ WAITING = [
     Case("elastic", 9),
     Case("streaming", 4),
     Case("rkv", 5),
+    Case("mixkv", 6),
+    Case("sparsemm", 3),
     Case("forward", 8),
     Case("largest", 8),
     Case("answer", 12),
@@ -94,14 +101,23 @@ def folder(tiny_model: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a file of head scores."""
+    file = tmp_path_factory.mktemp("heads") / "heads.json"
+    write(file, HEAD_SCORES.model, HEAD_SCORES.kv_heads, HEAD_SCORES.scores, {})
+    return str(file)
+
+
+@pytest.fixture(scope="module")
 def oracle(folder: Path) -> Oracle:
     return Oracle(folder)
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path) -> Iterator[SteppedEngine]:
+def whole(folder: Path, heads: str) -> Iterator[SteppedEngine]:
     """Run an engine whose prompts come in one chunk."""
-    with engine(folder, {"policy": "tgv", "methods": MIXES, "debug": DEBUG}) as running:
+    settings = {"policy": "tgv", "methods": MIXES, "head_scores": heads, "debug": DEBUG}
+    with engine(folder, settings) as running:
         yield running
 
 
@@ -114,7 +130,8 @@ def expected(oracle: Oracle, running: SteppedEngine, case: Case, ask: Ask, **mor
         method=oracles(case.method),
         sinks=config.sinks,
         observation_window=config.observation_window,
-        **{"defer": case.defer, **more},
+        head_scores=torch.tensor(HEAD_SCORES.scores),
+        **{"defer": case.defer, **case.own, **more},
     )
     return oracle.answer(oracle.prompt(ask.text, ask.images), ask.max_tokens, wanted)
 
@@ -124,17 +141,23 @@ def assert_agrees(
     oracle: Oracle,
     cases: Sequence[Case],
     outputs: Sequence[Any],
+    asks: Sequence[Ask] | None = None,
     **more: Any,
 ) -> None:
-    """Assert that tokens, kept positions and reports are the oracle's."""
-    for index, (case, output) in enumerate(zip(cases, outputs, strict=True)):
-        answer = expected(oracle, running, case, case.ask(index), **more)
+    """Assert that tokens, kept positions and reports are the oracle's.
+
+    `asks` are by default those of `Case.ask`.
+    """
+    asks = asks or [case.ask(index) for index, case in enumerate(cases)]
+    for case, ask, output in zip(cases, asks, outputs, strict=True):
+        answer = expected(oracle, running, case, ask, **more)
         kept = running.kept_after_cuts(output.request_id)
         kept = kept[len(kept) - len(answer.cuts) :]
         num_prompt = len(output.prompt_token_ids)
         for ours, cut in zip(kept, answer.cuts, strict=True):
             theirs = cut.selection.kept
-            ceiling = more.get("ceiling") is not None and cut is not answer.cuts[0]
+            bounded = case.own.get("ceiling") or more.get("ceiling")
+            ceiling = bounded is not None and cut is not answer.cuts[0]
             num_candidates = (theirs.shape[-1] if ceiling else num_prompt) // SIZE * SIZE
             same = torch.equal(ours[..., :num_candidates], theirs[..., :num_candidates])
             assert same, f"{case}: cut after {cut.after} keeps other tokens"
@@ -180,10 +203,11 @@ def preempt_sometimes(running: SteppedEngine, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_waits_in_a_small_pool(
-    folder: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+    folder: Path, heads: str, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With chunks, prefix-cache hits and preemptions, two waiting requests at a time."""
     settings = {"policy": "tgv", "methods": MIXES, "query_rows": 330, "debug": DEBUG}
+    settings["head_scores"] = heads
     options = {**CACHED, **CHUNKED, "max_model_len": 576}  # the longest answers exceed 512
     with engine(folder, settings, **options) as running:
         preempt_sometimes(running, monkeypatch)
@@ -212,16 +236,21 @@ SCHEDULE = [[6, 0.6], [30, 0.4], [61, 0.2]]
     ids=["whole", "cached", "drafts"],
 )
 def test_a_schedule_evicts_in_steps(
-    folder: Path, oracle: Oracle, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    heads: str,
+    oracle: Oracle,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings = {
         "policy": "tgv",
+        "head_scores": heads,
         "methods": MIXES,
         "decode": {"schedule": SCHEDULE, "rows": 28},  # more than between the first two
         "debug": DEBUG,
     }
-    names = ("tgv", "snapkv", "adakv", "streaming", "pyramidkv", "h2o", "forward", "largest", "rkv")
-    cases = [Case(name, 6, 0.6) for name in names]
+    names = ("tgv", "snapkv", "adakv", "streaming", "pyramidkv", "h2o", "forward", "largest")
+    cases = [Case(name, 6, 0.6) for name in (*names, "rkv", "mixkv", "sparsemm")]
     with engine(folder, settings, **options) as running:
         if CACHED.items() <= options.items():
             preempt_sometimes(running, monkeypatch)
@@ -236,23 +265,107 @@ def step_xargs(case: Case) -> dict[str, Any]:
     return {"kv_eviction": case.method, "kv_eviction_report": 1}
 
 
-def test_a_ceiling_bounds_a_long_answer(folder: Path, oracle: Oracle) -> None:
-    """Prompt and answer are cut together; the number of blocks stays flat."""
+def test_a_ceiling_bounds_a_long_answer(folder: Path, heads: str, oracle: Oracle) -> None:
+    """Prompt and answer are cut together; the number of blocks stays flat.
+
+    The last budgets are above the ceiling, which bounds the first cut as well.
+    """
     settings = {
         "policy": "tgv",
         "budget": 0.3,
+        "head_scores": heads,
         "decode": {"max_tokens": 96, "buffer": 32, "rows": 16},
         "debug": DEBUG,
     }
-    cases = [Case(name, 3) for name in ("snapkv", "adakv", "tgv", "streaming", "rkv")]
+    names = ("snapkv", "adakv", "tgv", "streaming", "rkv", "mixkv", "sparsemm")
+    cases = [Case(name, 3) for name in names]
+    cases += [Case("snapkv", 0, 0.9), Case("tgv", 3, 0.7)]
     with engine(folder, settings) as running:
         asks = [replace(c.ask(i), max_tokens=200) for i, c in enumerate(cases)]
         outputs = running.run(asks)
-        for index, (case, ask, output) in enumerate(zip(cases, asks, outputs, strict=True)):
-            more = {"ceiling": 96, "buffer": 32, "answer_rows": 16}
-            answer = expected(oracle, running, case, ask, **more)
-            assert list(output.outputs[0].token_ids) == answer.tokens, (index, case)
-            cuts = output.kv_transfer_params["kv_eviction"]["cuts"]
-            assert [cut["answer_tokens"] for cut in cuts] == [cut.after for cut in answer.cuts]
-            assert len(cuts) >= 3
-            assert {cut["blocks_after"] for cut in cuts[1:]} == {96 // SIZE}
+        more = {"ceiling": 96, "buffer": 32, "answer_rows": 16}
+        assert_agrees(running, oracle, cases, outputs, asks, **more)
+        for output in outputs:
+            _, *later = output.kv_transfer_params["kv_eviction"]["cuts"]
+            assert len(later) >= 2
+            assert {cut["blocks_after"] for cut in later} == {96 // SIZE}
+
+
+OWN: list[tuple[Case, dict[str, Any]]] = [
+    (
+        Case("tgv", 6, 0.6, {"schedule": ((30, 0.4), (61, 0.2))}),
+        {"kv_eviction_schedule": "6:0.6,30:0.4,61:0.2"},
+    ),
+    (
+        Case("snapkv", 0, 0.5, {"schedule": ((21, 0.25),)}),
+        {"kv_eviction_schedule": [[0, 0.5], [21, 0.25]]},  # as Python may write it
+    ),
+    (
+        Case("adakv", 3, 0.3, {"ceiling": 96, "buffer": 32}),
+        {
+            "kv_eviction_budget": 0.3,
+            "kv_eviction_defer": 3,
+            "kv_eviction_max_tokens": 96,
+            "kv_eviction_buffer": 32,
+        },
+    ),
+    (
+        Case("rkv", 0, 0.4, {"ceiling": 128, "buffer": 64}),
+        {
+            "kv_eviction_budget": 0.4,
+            "kv_eviction_defer": 0,
+            "kv_eviction_max_tokens": 128,
+            "kv_eviction_buffer": 64,
+        },
+    ),
+    (
+        Case("elastic", 9, 0.3),  # evicts once only
+        {
+            "kv_eviction_schedule": "none",
+            "kv_eviction_budget": 0.3,
+            "kv_eviction_defer": 9,
+        },
+    ),
+    (Case("aircache", 7, 0.4), {"kv_eviction_schedule": "7:0.4"}),
+    (Case("h2o", 4, 0.5, {"schedule": ((33, 0.2),)}), {"kv_eviction_schedule": "4:0.5,33:0.2"}),
+]
+"""Requests, and the options that give them these cuts on any server that has `decode`."""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"decode": {"on_request": True, "rows": 16}},
+        {"decode": {"schedule": [[2, 0.7], [11, 0.15]], "rows": 16}, "num_blocks": 40},
+    ],
+    ids=["on_request", "cached"],
+)
+def test_requests_of_one_engine_have_their_own_cuts(
+    folder: Path, oracle: Oracle, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever else is in the batch, and whatever the server's own requests do."""
+    settings = {"policy": "tgv", "decode": options["decode"], "debug": DEBUG}
+    num_blocks = options.get("num_blocks")
+    more = {**CACHED, **CHUNKED, "num_gpu_blocks_override": num_blocks} if num_blocks else {}
+    first = Case("tgv", 0, 0.1)
+    if num_blocks:
+        first = Case("tgv", 2, 0.7, {"schedule": ((11, 0.15),)})
+    cases, asked = zip(*[(first, {}), *OWN], strict=True)
+    with engine(folder, settings, **more) as running:
+        asks = []
+        for index, (case, own) in enumerate(zip(cases, asked, strict=True)):
+            xargs = {"kv_eviction": case.method, "kv_eviction_report": 1, **own}
+            asks.append(replace(case.ask(index), max_tokens=170, xargs=xargs))
+        if num_blocks:
+            preempt_sometimes(running, monkeypatch)
+        outputs = running.run(asks)
+        assert_agrees(running, oracle, cases, outputs, asks, answer_rows=16)
+        assert running.preempted or not num_blocks
+        for case, output in zip(cases, outputs, strict=True):
+            report = output.kv_transfer_params["kv_eviction"]
+            assert (report["defer"], report["budget"]) == (case.defer, case.budget)
+            assert (report["decode"] is not None) == bool(case.own)
+            assert len(report["cuts"]) > 1 or not case.own, case
+        # Alone, or behind others, a request answers the same.
+        again = [replace(ask, arrival=40 * index) for index, ask in enumerate(asks[::-1])]
+        assert running.tokens(again)[::-1] == [list(o.outputs[0].token_ids) for o in outputs]

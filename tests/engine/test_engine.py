@@ -141,6 +141,9 @@ def test_report_and_totals(evicting: SteppedEngine) -> None:
     assert output.kv_transfer_params["kv_eviction"] == {
         "policy": "tgv",
         "prompt_tokens": 300,
+        "budget": 0.1,
+        "defer": 0,
+        "decode": None,
         **sizes,
         "skip_reason": None,
         "trace": None,

@@ -103,8 +103,12 @@ def test_answers_are_those_of_the_oracle(running: SteppedEngine, hybrid: Path) -
         kept = running.kept(name, len(prompt.token_ids))
         assert kept is not None
         shape = running.evictor.shape
-        selection = oracle.select(prompt, Eviction(share, shape.block_size, "head", method="snapkv"))
-        print("overlap", (kept & selection.kept).sum() / kept.sum(), kept.sum(), selection.kept.sum())
+        selection = oracle.select(
+            prompt, Eviction(share, shape.block_size, "head", method="snapkv")
+        )
+        print(
+            "overlap", (kept & selection.kept).sum() / kept.sum(), kept.sum(), selection.kept.sum()
+        )
         tokens = list(output.outputs[0].token_ids)
         ours = logprobs(output)
         for mask in (kept, None):

@@ -21,7 +21,9 @@ from oracle import methods
 from oracle.emulation import Eviction, Oracle, Prompt, Selection
 from oracle.methods import HEAD, LAYER, METHODS, Auto, Mix, Pool
 from tests.engine.running import Ask, SteppedEngine, engine
+from tests.inputs import head_scores
 from tests.models import LLAVA_IMAGE, random_image, random_text
+from vllm_tgvkv.head_scores import write
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -33,7 +35,7 @@ MIXES = {
     f"{name}-{other}": replace(mix, granularity=other)
     for name, mix in METHODS.items()
     for other in {LAYER, HEAD} - {mix.granularity}
-    if name not in ("adakv", "rkv", "random")
+    if name not in ("adakv", "rkv", "mixkv", "random")
 } | {
     "own modality": Mix("vv_tt", "vv", "vision_first", HEAD),
     "text": Mix("text_rows", "tt", "text_first", HEAD, Pool("grid", 3, "mean")),
@@ -49,6 +51,7 @@ SERVER = {
     "text_only": "evict",
     "methods": {name: asdict(mix) for name, mix in MIXES.items()},
 }
+HEAD_SCORES = head_scores(layers=4, kv_heads=2, group=2)
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,12 @@ class Case:
     def wanted(self) -> Eviction:
         mix = EVERYTHING[self.method]
         return Eviction(
-            self.budget, BLOCK_SIZE, observation_window=128, method=mix, text_only="evict"
+            self.budget,
+            BLOCK_SIZE,
+            observation_window=128,
+            method=mix,
+            text_only="evict",
+            head_scores=torch.tensor(HEAD_SCORES.scores),
         )
 
     def ask(self, seed: int, arrival: int = 0) -> Ask:
@@ -149,11 +157,21 @@ def cases(folder: Path) -> Cases:
 OPTIONS = {"max_num_seqs": 64, "num_gpu_blocks_override": 768}
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return settings with a file of head scores."""
+    file = tmp_path_factory.mktemp("heads") / "heads.json"
+    write(file, HEAD_SCORES.model, HEAD_SCORES.kv_heads, HEAD_SCORES.scores, {})
+    return {**SERVER, "head_scores": str(file)}
+
+
 @pytest.fixture(scope="module", params=["whole", "chunked"])
-def running(request: pytest.FixtureRequest, folder: Path) -> Iterator[SteppedEngine]:
+def running(
+    request: pytest.FixtureRequest, folder: Path, server: dict[str, Any]
+) -> Iterator[SteppedEngine]:
     """Engine that prefills prompts whole, or in chunks of 64 tokens."""
     chunks = {"whole": 16384, "chunked": 64}
-    settings = {**SERVER, "debug": DEBUG}
+    settings = {**server, "debug": DEBUG}
     with engine(
         folder, settings, max_num_batched_tokens=chunks[request.param], **OPTIONS
     ) as started:
@@ -185,6 +203,9 @@ def assert_report(output: Any, expected: Expected, blocks: int) -> None:
     assert output.kv_transfer_params["kv_eviction"] == {
         "policy": expected.case.method,
         "prompt_tokens": len(expected.prompt.token_ids),
+        "budget": expected.ask.xargs["kv_eviction_budget"],
+        "defer": 0,
+        "decode": None,
         **sizes,
         "skip_reason": None,
         "trace": None,
@@ -241,6 +262,8 @@ AUTO = [
     Case("elastic", Auto(0.5, 0.5, 0.8), (20, 60, 10)),
     Case("aircache", Auto(0.99, 0.02, 0.3), (20, 60, 30)),  # limited by the bound
     Case("prefixkv-head", Auto(0.8, 0.02, 0.7), (20, 70, 30)),
+    Case("sparsemm", Auto(0.8, 0.02, 0.7), (30, 80)),
+    Case("mixkv", Auto(0.8, 0.02, 0.7), (20, 110)),
 ]
 
 
@@ -303,14 +326,14 @@ def test_meaningless_options_are_refused(running: SteppedEngine, xargs: dict[str
         running.add(Ask(random_text(1, 150), max_tokens=2, xargs=xargs))
 
 
-def test_prefix_cache_changes_nothing(folder: Path, cases: Cases) -> None:
+def test_prefix_cache_changes_nothing(folder: Path, cases: Cases, server: dict[str, Any]) -> None:
     """A hit ends before the first row that votes, and the same tokens are kept as without it."""
     names = [*METHODS, "own modality", "elite everywhere", "competing", "prefix and all"]
     expected = [
         cases.expected(Case(name, 0.3, (70, 130 + i), max_tokens=8), 500 + i, 0)
         for i, name in enumerate(names)
     ]
-    settings = {**SERVER, "debug": {"check_integrity": True, "record_kept": True}}
+    settings = {**server, "debug": {"check_integrity": True, "record_kept": True}}
     with engine(folder, settings, enable_prefix_caching=True, **OPTIONS) as running:
         for turn in range(2):
             outputs = running.run([each.ask for each in expected])

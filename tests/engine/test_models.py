@@ -297,7 +297,7 @@ def test_everything_kept_is_stock(family: Family) -> None:
 def test_every_method_keeps_whole_pages_of_the_prompt(family: Family) -> None:
     """The pages fit the budget and include the first tokens and the tail."""
     running = family.running
-    needs = {"tgv", "aircache"} if not family.sees else set()
+    needs = {"sparsemm", *(() if family.sees else ("tgv", "aircache"))}  # a file, or images
     asks = [
         family.scene(31, {"kv_eviction": name, "kv_eviction_budget": 0.2, "kv_eviction_report": 1})
         for name in METHODS

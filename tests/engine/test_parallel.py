@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from oracle.emulation import Eviction, Oracle
-from tests.engine.running import Ask, SteppedEngine
+from tests.engine.running import Ask, SteppedEngine, name_of
 from tests.engine.test_engine import DEBUG, album, budget
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
@@ -46,19 +46,31 @@ class ParallelEngine(SteppedEngine):
 
     def kept_on_workers(self, name: str, num_tokens: int) -> list[torch.Tensor]:
         """Return the positions that each worker's heads kept, bool [L, H, P] with the tail."""
-        size = self.scheduler.block_size
-        masks = []
-        for found in self.llm.collective_rpc("kv_eviction_kept"):
-            (*_, kept) = [k for k in found if k["request_id"].rsplit("-", 1)[0] == name]
-            counts = torch.from_numpy(kept["counts"])
-            positions = torch.from_numpy(kept["positions"]).long()
-            mask = torch.zeros(counts.numel(), num_tokens, dtype=torch.bool)
-            pair = torch.repeat_interleave(torch.arange(counts.numel()), counts.flatten())
-            mask[pair[:, None], positions[: len(pair)]] = True
-            assert torch.equal(mask.sum(-1), counts.flatten() * size)  # each page is full
-            mask[:, num_tokens // size * size :] = True
-            masks.append(mask.unflatten(0, counts.shape))
+        masks = [cuts[-1][..., :num_tokens] for cuts in self.cuts_on_workers(name)]
+        for mask in masks:
+            mask[..., num_tokens // self.scheduler.block_size * self.scheduler.block_size :] = True
         return masks
+
+    def cuts_on_workers(self, name: str) -> list[list[torch.Tensor]]:
+        """Return what each worker's regions held after each cut of a request, bool [L, H, n].
+
+        n is beyond the last position. Cuts that a preemption undid are included.
+        """
+        return [
+            [self._mask(kept) for kept in found if name_of(kept["request_id"]) == name]
+            for found in self.llm.collective_rpc("kv_eviction_kept")
+        ]
+
+    def _mask(self, kept: Mapping[str, Any]) -> torch.Tensor:
+        counts = torch.from_numpy(kept["counts"])
+        positions = torch.from_numpy(kept["positions"]).long()
+        length = self.llm.model_config.max_model_len
+        mask = torch.zeros(counts.numel(), length, dtype=torch.bool)
+        pair = torch.repeat_interleave(torch.arange(counts.numel()), counts.flatten())
+        mask[pair[:, None], positions[: len(pair)]] = True
+        size = self.scheduler.block_size
+        assert torch.equal(mask.sum(-1), counts.flatten() * size)  # each page is full
+        return mask.unflatten(0, counts.shape)
 
 
 @contextmanager

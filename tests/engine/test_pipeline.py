@@ -39,17 +39,13 @@ NAMES = {
     }.items()
     for method in of_granularity
 }
+DEBUG = {"poison": True, "record_kept": True, "check_integrity": True}
 SETTINGS = {
     "policy": "tgv",
     "budget": 0.2,
     "observation_window": ROWS,
     "methods": NAMES,
-    "debug": {
-        "poison": True,
-        "record_kept": True,
-        "check_integrity": True,
-        "evict_at_full_budget": True,
-    },
+    "debug": {**DEBUG, "evict_at_full_budget": True},
 }
 
 

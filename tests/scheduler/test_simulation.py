@@ -87,6 +87,8 @@ def make_workload(seed: int) -> Workload:
     jobs = [
         make_job(rng, f"r{i}", heads, longest, int(i * gap * rng.random())) for i in range(num_jobs)
     ]
+    if "decode" in cuts:
+        jobs = [with_own_cuts(job, size, longest) for job in jobs]
     aborts = {rng.randrange(60): job.name for job in jobs if rng.random() < 0.1}
     resets = {rng.randrange(80)} if rng.random() < 0.2 else set()
     preemptions = {rng.randrange(120): rng.randrange(64) for _ in range(rng.choice((0, 1, 6)))}
@@ -100,7 +102,7 @@ def make_cuts(
     found: dict[str, Any] = {}
     defer = rng.choice((0, 0, 1, 5, 2 * size))
     rows = rng.choice((1, 7, 3 * size))
-    kind = rng.choice(("once", "schedule", "ceiling"))
+    kind = rng.choice(("once", "schedule", "ceiling", "on_request"))
     if kind == "schedule":
         steps = sorted(rng.sample(range(defer + 1, defer + 6 * size), rng.randint(1, 3)))
         budgets = sorted((rng.uniform(0.05, 1.0) for _ in range(len(steps) + 1)), reverse=True)
@@ -108,12 +110,38 @@ def make_cuts(
         found["decode"] = {"schedule": schedule, "rows": rows}
     else:
         found["defer"] = defer
+    if kind == "on_request":
+        found["decode"] = {"on_request": True, "rows": rows}
     if kind == "ceiling":
         tokens = rng.choice((size, 2 * size + 1, longest // 4))
         found["decode"] = {"max_tokens": tokens, "buffer": rng.choice((1, size, 40)), "rows": rows}
     if rng.random() < 0.7:
         found["query_rows"] = max(window + 32 + defer, rows) + rng.choice((0, 3, 40))
     return found
+
+
+def with_own_cuts(job: Job, size: int, longest: int) -> Job:
+    """Give some requests a schedule or a ceiling, or none of the server's.
+
+    Some of them are refused: first waits that are too long, `auto` with later cuts.
+    """
+    rng = random.Random(f"cuts of {job.prompt}")
+    xargs = dict(job.xargs)
+    kind = rng.choice(("server", "none", "schedule", "ceiling", "buffer"))
+    if kind == "none":
+        xargs[rng.choice(("kv_eviction_schedule", "kv_eviction_max_tokens"))] = "none"
+    if kind == "schedule":
+        steps = sorted(rng.sample(range(6 * size), rng.randint(1, 4)))
+        budgets = sorted((rng.uniform(0.05, 1.0) for _ in steps), reverse=True)
+        pairs = zip(steps, budgets, strict=True)
+        xargs["kv_eviction_schedule"] = ",".join(f"{n}:{budget}" for n, budget in pairs)
+        xargs.pop("kv_eviction_budget", None)
+        xargs.pop("kv_eviction_defer", None)
+    if kind == "ceiling":
+        xargs["kv_eviction_max_tokens"] = rng.choice((size, 3 * size - 1, longest // 3))
+    if kind in ("ceiling", "buffer") and rng.random() < 0.7:
+        xargs["kv_eviction_buffer"] = rng.choice((1, size, 50))
+    return dataclasses.replace(job, xargs=xargs)
 
 
 def make_job(

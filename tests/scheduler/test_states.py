@@ -37,8 +37,19 @@ CUTS: tuple[dict[str, Any], ...] = (
     {"decode": {"schedule": [[4, 0.9], [5, 0.3]], "rows": 8}, "query_rows": 44},
     {"decode": {"max_tokens": 8, "buffer": 4, "rows": 6}, "defer": 2, "query_rows": 42},
     {"decode": {"max_tokens": 24, "buffer": 1, "rows": 40}, "query_rows": 50},
+    {"decode": {"on_request": True, "rows": 5}, "query_rows": 50},
 )
 """Settings of waits and later cuts. One request fits the query pool, seldom two."""
+
+OWN: tuple[dict[str, Any], ...] = (
+    {},
+    {"kv_eviction_schedule": "none"},
+    {"kv_eviction_schedule": "1:0.8,3:0.4,8:0.1"},
+    {"kv_eviction_schedule": [[0, 0.5], [6, 0.2]]},
+    {"kv_eviction_max_tokens": 12, "kv_eviction_buffer": 2},
+    {"kv_eviction": "none"},
+)
+"""Options of requests; a server without `decode` refuses some of them."""
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -98,7 +109,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         answer=st.integers(1, LONGEST // 7),
         image=st.integers(0, 40),
         priority=st.integers(0, 2),
-        evicted=st.booleans(),
+        cuts=st.sampled_from(OWN),
         fails=st.sampled_from(("", "", "", "", "observe", "evict")),
     )
     def arrive(
@@ -109,7 +120,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         answer: int,
         image: int,
         priority: int,
-        evicted: bool,
+        cuts: dict[str, Any],
         fails: str,
     ) -> None:
         name = f"r{len(self.jobs)}"
@@ -123,7 +134,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             tuple(prompt),
             answer,
             ((1, length),) if length > 0 else (),
-            xargs={} if evicted else {"kv_eviction": "none"},
+            xargs=cuts,
             priority=priority,
             arrival=len(self.jobs),
             fails=fails,

@@ -8,21 +8,23 @@ import dataclasses
 import json
 import multiprocessing
 import re
+import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen2Config
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_tgvkv import patches
 from vllm_tgvkv.config import CONFIG_KEY, EvictionConfig
 from vllm_tgvkv.errors import EvictionConfigError
-from vllm_tgvkv.policies import POLICY_NAMES
+from vllm_tgvkv.policies import METHOD_NAMES
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +72,7 @@ def test_help_shows_the_group_of_flags(
     assert "--kv-eviction" in text
     assert "--kv-eviction-budget" in text
     assert "--kv-eviction-config" in text
-    assert "{" + ",".join(["none", *POLICY_NAMES]) + "}" in text
+    assert "{" + ",".join(["none", *METHOD_NAMES]) + "}" in text
     if topic != "kv-eviction":  # a search for flags shows no group titles
         assert "KVEviction" in text
     if topic == "KVEviction":
@@ -180,6 +182,20 @@ def test_vllms_own_config_file(
     }
 
 
+def refusal(parser: FlexibleArgumentParser, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    """Return the one line after vLLM's line about usage, with which parsing ends the program."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as caught:
+        parse(parser, *flags)
+    assert caught.value.code == 2
+    usage, line = capsys.readouterr().err.strip().splitlines()
+    assert usage.startswith("usage: vllm serve")
+    assert "error: " in line
+    assert "debug" not in line
+    assert "null" not in line
+    return line
+
+
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [
@@ -200,7 +216,7 @@ def test_vllms_own_config_file(
         ),
         (
             ["--kv-eviction-config", '{"snks": 4}'],
-            ["--kv-eviction-config", "snks", "known are", "sinks"],
+            ["--kv-eviction-config", "snks", "did you mean sinks? Known are"],
         ),
     ],
 )
@@ -211,19 +227,38 @@ def test_wrong_values_exit_with_one_message(
     parts: list[str],
 ) -> None:
     """The last line names the flag, the value and the way out."""
-    with pytest.raises(SystemExit) as caught:
-        parse(parser, "--kv-eviction", "tgv", *flags)
-    assert caught.value.code not in (0, None)
-    lines = capsys.readouterr().err.strip().splitlines()
+    line = refusal(parser, capsys, "--kv-eviction", "tgv", *flags)
     for part in parts:
-        assert part in lines[-1]
-    assert sum("error:" in line for line in lines) == 1
+        assert part in line
 
 
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [
-        (["--kv-eviction", "snap"], ["--kv-eviction is 'snap'", "none, tgv"]),
+        (
+            ["--kv-eviction", "snapkb"],
+            ["--kv-eviction is 'snapkb': did you mean snapkv? Choose one of none, tgv"],
+        ),
+        (["--kv-eviction", "zzz"], ["--kv-eviction is 'zzz': choose one of none, tgv"]),
+        (
+            ["--kv-eviction", "mine2", "--kv-eviction-config", '{"methods": {"mine": {}}}'],
+            ["--kv-eviction is 'mine2': did you mean mine?"],
+        ),
+        (
+            ["--kv-eviction-config", '{"methods": {"mine": {}}}', "--kv-eviction", "mine2"],
+            ["--kv-eviction is 'mine2': did you mean mine?"],
+        ),
+        (["--kv-eviction-budget", "0.2"], ["--kv-eviction-budget", "--kv-eviction tgv"]),
+        (["--kv-eviction-config", '{"sinks": 8}'], ["--kv-eviction-config", "--kv-eviction tgv"]),
+        (
+            [
+                "--kv-eviction",
+                "tgv",
+                "--additional-config",
+                json.dumps({CONFIG_KEY: {"policy": "tgv"}}),
+            ],
+            ["--additional-config", "both given: use one"],
+        ),
         (
             ["--kv-eviction", "random", "--kv-eviction-budget", "auto:0.9"],
             ["auto", "--kv-eviction 'random'", "another method"],
@@ -239,30 +274,94 @@ def test_wrong_values_exit_with_one_message(
     ],
 )
 def test_impossible_methods_are_refused(
-    parser: FlexibleArgumentParser, flags: list[str], parts: list[str]
+    parser: FlexibleArgumentParser,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    parts: list[str],
 ) -> None:
-    with pytest.raises(EvictionConfigError) as caught:
-        settings(parser, *flags)
+    """Flags that are wrong only together end the program in the same way, whatever their order."""
+    line = refusal(parser, capsys, *flags)
     for part in parts:
-        assert part in str(caught.value)
+        assert part in line
+    assert parse(parser).subparser == "serve"  # the next arguments are not held against them
 
 
-@pytest.mark.parametrize(
-    "flags", [["--kv-eviction-budget", "0.2"], ["--kv-eviction-config", '{"sinks": 8}']]
-)
-def test_settings_without_a_method_are_refused(
-    parser: FlexibleArgumentParser, flags: list[str]
+def test_parsed_arguments_that_are_wrong_raise(parser: FlexibleArgumentParser) -> None:
+    """Programs that make the arguments themselves get an exception, before a model is read."""
+    args = parse(parser, "--kv-eviction", "tgv", model="/nowhere")
+    args.kv_eviction = "snapkb"
+    with pytest.raises(EvictionConfigError, match=r"--kv-eviction is 'snapkb': did you mean snapk"):
+        AsyncEngineArgs.from_cli_args(args)
+
+
+@pytest.fixture(scope="module")
+def windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write the configuration of a small model with layers that attend over a window."""
+    folder = tmp_path_factory.mktemp("windows")
+    config = Qwen2Config(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        use_sliding_window=True,
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention", *["sliding_attention"] * 2],
+    )
+    config.architectures = ["Qwen2ForCausalLM"]
+    config.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_a_refused_model_ends_the_server_with_one_line(windows: Path) -> None:
+    """A real `vllm serve`: its log up to then, one line with the model and layers, exit code 2."""
+    command = [sys.executable, "-c", "from vllm.entrypoints.cli.main import main; main()"]
+    flags = ["--skip-tokenizer-init", "--kv-eviction", "tgv"]
+    ended = subprocess.run(
+        [*command, "serve", str(windows), *flags], capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines()[-1] == (
+        f"vllm serve: error: --kv-eviction does not work with sliding-window attention ({windows}: "
+        "layers 0, 2-3 of 4) yet: serve another model or leave out --kv-eviction"
+    )
+    assert "Traceback" not in ended.stdout + ended.stderr
+
+
+@pytest.mark.slow
+def test_settings_in_additional_config_end_a_server_likewise(
+    llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(EvictionConfigError) as caught:
-        settings(parser, *flags)
-    assert flags[0] in str(caught.value)
-    assert "--kv-eviction tgv" in str(caught.value)
+    """In Python the same settings raise."""
+    args = AsyncEngineArgs(
+        model=str(llama), skip_tokenizer_init=True, additional_config={CONFIG_KEY: {"policy": "t"}}
+    )
+    with pytest.raises(SystemExit) as caught:
+        args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    assert caught.value.code == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("vllm serve: error: kv_eviction.policy is 't': choose one of none, tgv")
+    with pytest.raises(EvictionConfigError, match=r"kv_eviction.policy is 't'"):
+        args.create_engine_config(usage_context=UsageContext.LLM_CLASS)
 
 
-def test_flags_and_additional_config_together_are_refused(parser: FlexibleArgumentParser) -> None:
-    additional = json.dumps({CONFIG_KEY: {"policy": "tgv"}})
-    with pytest.raises(EvictionConfigError, match=r"--additional-config .*both given: use one"):
-        settings(parser, "--kv-eviction", "tgv", "--additional-config", additional)
+@pytest.mark.slow
+def test_help_is_as_quick_as_vllms_own() -> None:
+    """The flags import this plugin's own light modules, and nothing that vLLM had not imported."""
+    code = (
+        "import sys, vllm.entrypoints.cli.serve\n"
+        "before = set(sys.modules)\n"
+        "import vllm_tgvkv.plugin\n"
+        "vllm_tgvkv.plugin.register()\n"
+        "print('imported', *sorted(set(sys.modules) - before))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    (found,) = (line for line in ended.stdout.splitlines() if line.startswith("imported "))
+    imported = found.split()[1:]
+    assert "vllm_tgvkv.patches" in imported
+    assert [name for name in imported if not name.startswith("vllm_tgvkv")] == []
+    heavy = {"scheduler", "manager", "worker", "attention", "evictor", "server"}
+    assert heavy.isdisjoint(name.split(".")[1] for name in imported if "." in name)
 
 
 def read_in_a_fresh_process(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:

@@ -426,6 +426,19 @@ def test_mistakes_are_reported_and_the_page_keeps_working(opened: Opener) -> Non
         page.click("#ask")
     expect(alert).to_contain_text("give a fraction of the prompt")
     page.unroute("**/ask")
+    page.fill("#defer", "5000")
+    page.click("#ask")
+    expect(alert).to_contain_text("give a number up to 1024")
+    page.fill("#defer", "")
+    page.select_option("#later", "schedule")
+    with asking(page):  # this server sets no memory aside for later evictions
+        page.click("#ask")
+    expect(alert).to_contain_text('{"decode": {"on_request": true}}')
+    page.select_option("#later", "ceiling")
+    page.fill("#ceiling", "0")
+    page.click("#ask")
+    expect(alert).to_contain_text("whole numbers, at least 1")
+    page.select_option("#later", "")
     for status, said in (
         (400, "is not base64"),
         (422, "did not accept this request"),
@@ -549,6 +562,43 @@ def test_cuts_are_listed_and_stepped_through(cutting: ChatServer, browser: Any) 
         span = trace["vision"][0]
         kept = sum(0 <= p - span["start"] < span["length"] for p in found["positions"])
         assert f"{kept} of {span['length']} patches" in page.inner_text("#map-said")
+
+
+def test_the_form_sets_a_wait_a_schedule_or_a_ceiling(cutting: ChatServer, browser: Any) -> None:
+    """In place of the server's schedule; a change asks the evicted cache again."""
+    with opener(cutting, browser) as open_page:
+        page = open_page()
+        ask(page)
+        with asking(page) as found:
+            page.select_option("#later", "none")
+        assert (found[0]["schedule"], found[0]["compare"]) == ("none", False)
+        assert len(found[1]["evicted"]["cuts"]) == 1
+        with asking(page) as found:
+            page.fill("#defer", "2")
+            page.keyboard.press("Tab")
+        assert found[0]["defer"] == 2
+        (cut,) = found[1]["evicted"]["cuts"]
+        assert cut["answer_tokens"] == 2
+
+        with asking(page):
+            page.select_option("#later", "schedule")
+        assert page.is_disabled("#defer")
+        assert page.is_disabled("#budget")
+        with asking(page) as found:
+            page.fill("#schedule", "1:0.5, 3:0.2")
+            page.keyboard.press("Tab")
+        assert not {"budget", "defer", "ceiling", "buffer"} & found[0].keys()
+        evicted = found[1]["evicted"]
+        assert evicted["decode"] == {"schedule": [[1, 0.5], [3, 0.2]]}
+        assert page.locator("#cuts li").count() == len(evicted["cuts"]) == 2
+        assert "then in steps to 20\N{NO-BREAK SPACE}%" in page.inner_text(".verdict")
+
+        with asking(page) as found:
+            page.select_option("#later", "ceiling")
+        assert (found[0]["ceiling"], found[0]["buffer"], found[0]["defer"]) == (256, 64, 2)
+        assert page.is_enabled("#defer")
+        assert found[1]["evicted"]["decode"] == {"max_tokens": 256, "buffer": 64}
+        assert "then 256 tokens" in page.inner_text(".verdict")
 
 
 def test_several_images_and_images_without_a_grid(opened: Opener) -> None:

@@ -44,6 +44,7 @@ def server(
         "debug": {"check_integrity": True},
         "defaults_file": str(folder / "defaults.json"),
         "max_traces": MAX_TRACES,
+        "decode": {"on_request": True, "rows": 4},
     }
     environment = {"KV_EVICTION_ADMIN_KEY": ADMIN}
     model = tiny_model("llava", image_size=112)
@@ -167,6 +168,81 @@ def test_a_question_may_have_its_own_wait(client: httpx.Client) -> None:
     assert client.get(f"/requests/{evicted['trace']}?cut=1").status_code == 404
 
 
+def test_a_question_may_have_its_own_later_cuts(client: httpx.Client) -> None:
+    """A schedule, then a ceiling; without either, it is evicted once."""
+    decode = client.get("/status").json()["settings"]["decode"]
+    assert decode == {
+        "schedule": [],
+        "max_tokens": None,
+        "buffer": 128,
+        "rows": 4,
+        "on_request": True,
+    }
+    asked = question(schedule="1:0.6,3:0.3", compare=False)
+    evicted = client.post("/ask", json=asked).json()["evicted"]
+    assert [cut["answer_tokens"] for cut in evicted["cuts"]] == [1, 3]
+    assert (evicted["budget"], evicted["defer"]) == (0.6, 1)
+    assert evicted["decode"] == {"schedule": [[1, 0.6], [3, 0.3]]}
+    trace = client.get(f"/requests/{evicted['trace']}").json()
+    assert trace["cuts"] == evicted["cuts"]
+    assert trace["budget"] == "60 % of the prompt, 30 % of the prompt after 3 tokens of the answer"
+
+    asked = question(budget=0.3, ceiling=64, buffer=32, max_tokens=100, compare=False)
+    evicted = client.post("/ask", json=asked).json()["evicted"]
+    assert evicted["decode"] == {"max_tokens": 64, "buffer": 32}
+    assert len(evicted["cuts"]) > 1
+    assert {cut["blocks_after"] for cut in evicted["cuts"][1:]} == {64 // BLOCK_SIZE}
+    once = client.post("/ask", json=question(schedule="none", compare=False)).json()["evicted"]
+    assert (once["decode"], len(once["cuts"])) == (None, 1)
+
+
+@pytest.mark.parametrize(
+    ("xargs", "parts"),
+    [
+        (
+            {"kv_eviction_schedule": "8:0.1,32:0.3"},
+            ["vllm_xargs.kv_eviction_schedule is '8:0.1,32:0.3'", "ever smaller fractions"],
+        ),
+        (
+            {"kv_eviction_schedule": "9000:0.1"},
+            ["the first wait of vllm_xargs.kv_eviction_schedule is 9000", "query_rows"],
+        ),
+        (
+            {"kv_eviction_schedule": "8:0.3", "kv_eviction_budget": 0.2},
+            ["vllm_xargs.kv_eviction_budget is 0.2", "leave one of them out"],
+        ),
+        (
+            {"kv_eviction_schedule": "8:0.3", "kv_eviction_max_tokens": 512},
+            ["vllm_xargs.kv_eviction_max_tokens is 512", "either a schedule or a ceiling"],
+        ),
+        (
+            {"kv_eviction_max_tokens": BLOCK_SIZE - 1},
+            [f"vllm_xargs.kv_eviction_max_tokens is {BLOCK_SIZE - 1}", f"at least {BLOCK_SIZE}"],
+        ),
+        (
+            {"kv_eviction_buffer": 64},
+            ["vllm_xargs.kv_eviction_buffer is 64", "give kv_eviction_max_tokens"],
+        ),
+        (
+            {"kv_eviction_max_tokens": 512, "kv_eviction": "elastic"},
+            ["vllm_xargs.kv_eviction is 'elastic'", 'kv_eviction_max_tokens: "none"'],
+        ),
+        (
+            {"kv_eviction_max_tokens": 512, "kv_eviction_budget": "auto:0.9"},
+            ["budget auto", "give a fraction"],
+        ),
+    ],
+    ids=str,
+)
+def test_wrong_schedules_and_ceilings_are_http_400(
+    server: ChatServer, xargs: dict[str, Any], parts: list[str]
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        server.ask(xargs)
+    for part in parts:
+        assert part in caught.value.body["message"]
+
+
 def test_questions_through_a_browsers_password(server: ChatServer) -> None:
     answer = httpx.post(
         f"{server.url}/kv-eviction/ask", json=question(), auth=("", KEY), timeout=60
@@ -183,6 +259,9 @@ def test_questions_through_a_browsers_password(server: ChatServer) -> None:
         ({"question": "a" * 5000}, 400, "1024"),  # max_model_len
         ({"budget": 0}, 400, "vllm_xargs.kv_eviction_budget is 0"),
         ({"defer": -1}, 400, "defer"),
+        ({"schedule": "8"}, 400, "vllm_xargs.kv_eviction_schedule is '8'"),
+        ({"schedule": "8:0.3", "ceiling": 512}, 400, "either a schedule or a ceiling"),
+        ({"ceiling": 8}, 400, "vllm_xargs.kv_eviction_max_tokens is 8"),
         ({"policy": "snap"}, 400, "vllm_xargs.kv_eviction is 'snap'"),
         ({"max_tokens": 10**6}, 400, "max_tokens"),
         ({"temperature": 1}, 400, "temperature"),

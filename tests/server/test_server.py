@@ -131,6 +131,9 @@ def test_answer_tells_what_was_evicted(server: ChatServer) -> None:
     assert report_of(answer) == {
         "policy": "tgv",
         "prompt_tokens": num_tokens,
+        "budget": 0.1,
+        "defer": 0,
+        "decode": None,
         **sizes,
         "skip_reason": None,
         "trace": None,
@@ -202,6 +205,8 @@ def test_every_method_and_a_guarded_budget(server: ChatServer) -> None:
         ({"kv_eviction_report": "yes"}, ["vllm_xargs.kv_eviction_report is 'yes'", "give 1"]),
         ({"kv_eviction_trace": 2}, ["vllm_xargs.kv_eviction_trace is 2", "give 1 for a trace"]),
         ({"kv_eviction_sinks": 4}, ["vllm_xargs has kv_eviction_sinks", "kv_eviction_budget"]),
+        ({"kv_evicton": "snapkv"}, ["vllm_xargs has kv_evicton: did you mean kv_eviction?"]),
+        ({"kv_eviction_bugdet": 0.1}, ["did you mean kv_eviction_budget?"]),
     ],
     ids=lambda value: repr(value)[:60],
 )

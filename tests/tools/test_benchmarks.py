@@ -11,18 +11,26 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from benchmarks import report
+from benchmarks import report, waiting
 from benchmarks.bench import Bench, Part
 from benchmarks.costs import pool_tokens
 from benchmarks.measurement import Line, Target
+from benchmarks.probe import Waits
 from benchmarks.remote import Remote, RemoteError, TimeUpError
 from benchmarks.run import PARTS
 from benchmarks.scale import FULL, QUICK, SCALES, SMOKE, Scale
 from tests.conftest import ROOT
+from vllm_tgvkv.cuts import Ceiling, Cut, plan_cuts
+
+if TYPE_CHECKING:
+    from vllm_tgvkv.scheduler import EvictionScheduler
 
 
 def bench(scale: Scale = FULL, block_size: int = 128, seconds: float = 60.0) -> Bench:
@@ -60,7 +68,7 @@ def test_smoke_run_from_start_to_end(tmp_path: Path) -> None:
         PARTS, "finished"
     )
     assert {line["part"] for line in result["lines"]} == set(PARTS)
-    assert {line["measure"][0] for line in result["lines"]} == set("abcdefghi")
+    assert {line["measure"][0] for line in result["lines"]} == set("abcdefghij")
     assert report.tables(result) in done.stdout
 
 
@@ -79,6 +87,125 @@ def test_the_pool_holds_all_requests_to_the_last_step(scale: Scale, block_size: 
     steps = scale.rounds * scale.overhead_steps
     longest = scale.overhead.prompt_tokens + batch + steps  # as many steps as prompts to fill
     assert pool_tokens(bench(scale, block_size)) // size >= batch * -(-longest // size) + 1
+
+
+@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+def test_waits_outlast_what_is_measured(scale: Scale) -> None:
+    """A request whose wait ended would be evicted in the middle, and store nothing after it."""
+    given, waits = bench(scale), scale.waiting
+    steps = waiting.STEPS_PER_ROUND * waits.rounds_per_fill + waits.recorded_steps
+    for batch, workload in waits.decodes:
+        longest = waiting.longest_wait(given)
+        assert longest > batch + steps
+        blocks = -(-(workload.prompt_tokens + longest) // waiting.BLOCK_SIZE)
+        assert waiting.wait_pool(given) // waiting.BLOCK_SIZE > batch * blocks
+    assert waiting.wait_pool(given) > waiting.burst_pool(given)
+
+
+@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+def test_the_ceiling_cuts_once_in_a_period(scale: Scale) -> None:
+    """The scheduler's own plan of cuts is asked, for both engines that have a ceiling."""
+    waits, size = scale.waiting, waiting.BLOCK_SIZE
+    for most, prompt in (
+        (waits.ceiling, waiting.ceiling_prompt(waits.ceiling)),
+        (waits.long_ceiling, waits.long_prompt.prompt_tokens),
+    ):
+        ceiling = Ceiling(most, waiting.BUFFER)
+        cuts = plan_cuts(prompt, [(0, most // size)], ceiling, size, prompt + 4000)
+        cut: Cut | None = cuts.first
+        assert cut is not None
+        assert cut.num_replaced > cut.num_retained, "the prompt is not evicted"
+        for _ in range(3):
+            later = cuts.after(cut)
+            assert later is not None
+            assert later.at - cut.at == waiting.PERIOD
+            assert later.num_retained * size == most
+            cut = later
+
+
+def test_the_share_of_cuts_is_what_they_add_to_plain_steps() -> None:
+    """Steps of 10 ms; in each period one of 50 ms cuts, the next takes 12 ms, 8 store for 1 ms."""
+    steps = 2 * waiting.PERIOD
+    found: dict[str, list[float]] = {
+        "seconds": [0.010] * steps,
+        "cuts": [0.0] * steps,
+        "stored": [0.0] * steps,
+        "eviction": [0.0] * steps,
+    }
+    for cut in (40, 40 + waiting.PERIOD):
+        found["cuts"][cut], found["seconds"][cut], found["eviction"][cut] = 1, 0.050, 0.039
+        found["seconds"][cut + 1] = 0.012
+        for step in range(cut - 8, cut):
+            found["stored"][step], found["seconds"][step] = 1, 0.011
+    for first in (0, waiting.PERIOD):
+        period = waiting.Period.of(found, first, waiting.PERIOD)
+        assert period.plain == 0.010
+        assert period.cuts == pytest.approx(0.042)
+        assert period.storing == pytest.approx(0.008)
+        assert period.evicting == pytest.approx(0.039)
+        whole = sum(found["seconds"][first : first + waiting.PERIOD])
+        assert period.share == pytest.approx(100 * 0.050 / whole)
+    found["stored"] = [1.0] * steps
+    with pytest.raises(ValueError, match="every step"):
+        waiting.Period.of(found, 0, waiting.PERIOD)
+
+
+def test_a_long_answer_is_shown_by_hundred_tokens() -> None:
+    falling = [100.0 - 10 * number for number in range(8)]
+    rates = {"ours": [90.0] * 8, "constrained": falling}
+    blocks = {"ours": [20.0] * 8, "constrained": [30.0 + number for number in range(8)]}
+    held, speed = waiting.long_lines(bench(), rates, blocks, cuts=48)
+    assert [target.met for target in (*held.targets, *speed.targets)] == [True, True]
+    text = report.tables(recorded([held, speed]))
+    assert "| 800 | 20 | 37 | 90 | 30 |" in text
+    assert "last quarter by first: ours 1.000, constrained 0.368" in text
+    rates["ours"], blocks["ours"] = falling, [20.0] * 7 + [21.0]
+    held, speed = waiting.long_lines(bench(), rates, blocks, cuts=48)
+    assert [target.met for target in (*held.targets, *speed.targets)] == [False, False]
+
+
+def recorded(lines: list[Line]) -> dict[str, Any]:
+    """Return the record of a run that gave these lines, as it is read from its file."""
+    run = bench()
+    run.run({"costs": lambda given: iter(lines)})
+    result = report.record(run, "command", 1.0, (0.0, 0.0, 0.0))
+    loaded: dict[str, Any] = json.loads(json.dumps(result))
+    return loaded
+
+
+@dataclass
+class Requests:
+    """What `Waits` uses of a scheduler, and the cuts that its manager was told to expect."""
+
+    cuts: dict[str, Cut | None]
+    expected: dict[str, Cut | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.requests = {name: name for name in self.cuts}
+        self.candidates = {name: SimpleNamespace(cut=cut) for name, cut in self.cuts.items()}
+        self.manager = self
+
+    def expect(self, request: str, cut: Cut | None) -> None:
+        self.expected[request] = cut
+
+
+def test_waits_are_set_aside_and_taken_up_again() -> None:
+    first, second = Cut(100, 2, 3), Cut(200, 2, 5)
+    scheduler = Requests({"waits": first, "done": None, "ends": second})
+    waits = Waits(cast("EvictionScheduler", scheduler))
+
+    def cuts() -> dict[str, Cut | None]:
+        return {name: candidate.cut for name, candidate in scheduler.candidates.items()}
+
+    for _ in range(2):  # a second time changes nothing
+        waits.switch(False)
+        assert set(cuts().values()) == {None}
+        assert scheduler.expected == {"waits": None, "ends": None}
+    del scheduler.candidates["ends"]
+    for _ in range(2):
+        waits.switch(True)
+        assert cuts() == {"waits": first, "done": None}
+        assert scheduler.expected["waits"] == first
 
 
 def test_a_part_that_fails_keeps_its_lines_and_leaves_the_others() -> None:

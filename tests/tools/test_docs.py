@@ -21,8 +21,10 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.conftest import ROOT
 from tests.tools.test_configs import engine_args, serve_parser
-from vllm_tgvkv.config import CONFIG_KEY, REQUEST_KEYS, EvictionConfig, RequestOptions
+from vllm_tgvkv.config import CONFIG_KEY, EvictionConfig
+from vllm_tgvkv.head_scores import write
 from vllm_tgvkv.metrics import METRICS
+from vllm_tgvkv.request import REQUEST_KEYS, RequestOptions
 
 __all__ = ["serve_parser"]  # a fixture
 
@@ -193,6 +195,7 @@ def test_commands_that_serve_are_understood(
     """vLLM's parser with the plugin's flags reads them, and the eviction settings are valid."""
     monkeypatch.chdir(ROOT)  # for --config
     (tmp_path / "etc/vllm").mkdir(parents=True)
+    write(tmp_path / "etc/vllm/heads.json", "a model", 1, [[1.0]], {})
     served = [words[2:] for words in COMMANDS if words[:2] == ["vllm", "serve"]]
     evicting = 0
     for arguments in served:

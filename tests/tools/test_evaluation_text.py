@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 from collections import Counter
 from dataclasses import replace
@@ -28,21 +29,22 @@ from evaluation.text_arms import (
     check,
     crossed,
     eviction_settings,
+    scheduled,
 )
 from evaluation.text_engine import TextSettings
+from evaluation.text_memory import held_blocks, mean_held, planned_cuts
 from evaluation.text_report import write_report
 from evaluation.text_tasks import (
-    ADJECTIVES,
-    NOISE,
-    NOUNS,
     PASSAGE_TOKENS,
+    TRAINING,
     TextExample,
     TextQuestion,
     TextTask,
-    python_prose,
 )
+from evaluation.text_words import ADJECTIVES, NOISE, NOUNS, python_prose
 from measure import smollm
 from measure.statistics import mcnemar
+from vllm_tgvkv.cuts import plan_cuts
 from vllm_tgvkv.errors import EvictionConfigError
 
 FRAME = 30
@@ -145,6 +147,100 @@ def test_prose_is_sentences_of_any_length_of_text() -> None:
     assert "  " not in "".join(prose)
 
 
+# -- questions whose answer is a list, and those that are copied from documents ---------------
+
+NUMBERS = TextTask("numbers", "prose", 1024, keys=3)
+NAMES = TextTask("names", "noise", 1024, keys=3)
+CHAIN = TextTask("chain", "noise", 1024, keys=4)
+WORDS = TextTask("words", "list", 1024, keys=3)
+FACT = TextTask("fact", "prose", 1024, keys=4)
+AMONG = TextTask("number", "needles", 1024)
+
+
+@pytest.mark.parametrize("task", [NUMBERS, NAMES, CHAIN, WORDS, FACT, AMONG], ids=lambda t: t.name)
+def test_texts_of_other_tasks_fill_their_length(task: TextTask) -> None:
+    # Documents are cut after a sentence each.
+    lost = max(map(count, python_prose())) * (task.keys if task.kind == "fact" else 1)
+    for number in range(10):
+        example = ask(task, number)
+        length = FRAME + count(example.message) + count(example.start)
+        assert task.tokens - lost < length <= task.tokens
+        assert ask(task, number) == example
+
+
+@pytest.mark.parametrize("task", [NUMBERS, NAMES], ids=lambda task: task.name)
+def test_all_numbers_of_the_names_are_asked_for(task: TextTask) -> None:
+    for number in range(20):
+        example = ask(task, number)
+        *text, question = example.message.split("\n")
+        needles = re.findall(r"magic numbers for (\S+) is: (\d{7})\.", "\n".join(text))
+        asked = re.findall(r"[a-z]+-[a-z]+", question)
+        assert len(asked) == len(set(asked)) == (3 if task.kind == "names" else 1)
+        assert asked == re.findall(r"[a-z]+-[a-z]+", example.start)
+        assert sorted(value for name, value in needles if name in asked) == sorted(example.items)
+        assert len(needles) == len(example.items) == 3
+        assert re.findall(r"\d+", example.answer) == list(example.items)
+
+
+def test_variables_of_a_chain_have_the_value() -> None:
+    for number in range(20):
+        example = ask(CHAIN, number)
+        shown, text = example.message.split("\n\nMemorize")
+        values: dict[str, str] = {}
+        for name, value in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)", text):
+            assert name not in values
+            values[name] = values.get(value, value)  # those that it names came before
+        (asked,) = re.findall(r"assigned the value (\d{5}) in the text", text)
+        assert [name for name, value in values.items() if value == asked] == list(example.items)
+        assert example.answer == " ".join(example.items)
+        assert f"4 variables are assigned the value {asked}" in example.start
+        # The example before it is answered, with other variables.
+        assert not any(name in shown for name in example.items)
+        assert len(re.search(r"they are: ([A-Z ]+)$", shown)[1].split()) == 4  # type: ignore[index]
+
+
+def test_common_words_are_most_common() -> None:
+    for number in range(20):
+        example = ask(WORDS, number)
+        _, text = example.message.rsplit("appear most often.\n", 1)
+        text, question = text.split("\nQuestion: ")
+        numbered = re.findall(r"(\d+)\. (\w+)", text)
+        assert [int(place) for place, _ in numbered] == list(range(1, len(numbered) + 1))
+        times = Counter(word for _, word in numbered)
+        least = min(times[word] for word in example.items)
+        assert all(3 * n < least for word, n in times.items() if word not in example.items)
+        assert "the 3 most common words" in question
+        assert example.answer == " ".join(f"{n}. {w}" for n, w in enumerate(example.items, 1))
+
+
+def test_a_fact_stands_in_one_document() -> None:
+    asked = Counter()
+    for number in range(20):
+        example = ask(FACT, number)
+        documents = re.split(r"Document \d:\n", example.message)[1:]
+        fact = f"{example.start.removeprefix('Answer: ')} {example.answer}."
+        (place,) = (n for n, document in enumerate(documents) if fact in document)
+        asked[place] += 1
+        assert len(documents) == 4
+    assert len(asked) == 4
+
+
+def test_no_other_number_has_the_name_that_is_asked_for() -> None:
+    for number in range(20):
+        example = ask(AMONG, number)
+        needles = re.findall(r"magic numbers for (\S+) is: (\d{7})\.", example.message)
+        name = re.search(r"for (\S+) mentioned", example.start)[1]  # type: ignore[index]
+        assert [value for key, value in needles if key == name] == [example.answer]
+        assert len(needles) > 50
+
+
+def test_questions_for_training_are_no_test_questions() -> None:
+    assert TextQuestion(NUMBERS, TRAINING - 1).split == "test"
+    assert TextQuestion(NUMBERS, TRAINING).split == "training"
+    # The first of them come after all questions of the parts.
+    assert all(questions < TRAINING for part in PARTS.values() for _, questions, _ in part.work)
+
+
 # -- scores ---------------------------------------------------------------------------------
 
 NUMBER = TextExample("", "", "8812311", "number")
@@ -183,6 +279,37 @@ def test_hits_of_a_number(said: str, hits: str) -> None:
 )
 def test_hits_of_a_passage(said: str, hits: str) -> None:
     assert PASSAGE.hits(said, PIECES) == hits
+
+
+LIST = TextExample("", "", "12 and 345", "numbers", ("12", "345"))
+
+
+@pytest.mark.parametrize(
+    ("said", "hits"),
+    [
+        (":\n\n- 345\n- 12\n", "111"),
+        (" 12, 345, and 6789", "111"),  # RULER counts what is named, whatever else is
+        (" 12 and 3456", "100"),
+        (" 1234512", "000"),
+        (" 345 345", "100"),
+        ("", "000"),
+    ],
+)
+def test_hits_of_a_list(said: str, hits: str) -> None:
+    assert LIST.hits(said, ["12", " and", " 345"]) == hits
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        (" near the old fox.", "near the old fox"),
+        (" near the old fox, and", "near the old fox"),
+        ("\nnear the old fox\nDocument", "near the old fox"),
+        ("...", ""),
+    ],
+)
+def test_a_fact_ends_with_its_sentence(said: str, found: str) -> None:
+    assert TextExample("", "", "near the old fox", "fact").found(said) == found
 
 
 @given(st.text(alphabet="0123456789. ", max_size=12))
@@ -236,8 +363,21 @@ def test_requests_of_arms() -> None:
     }
 
 
-def test_the_plugin_knows_the_methods_of_today() -> None:
-    arms = [arm for _, _, arms in PARTS["methods"].work for arm in arms]
+def test_schedules_stand_for_budget_and_wait() -> None:
+    (arm,) = scheduled(["snapkv"], ["8:0.3,24:0.1"])
+    assert (arm.key, arm.budget) == ("snapkv@0.1,schedule=8:0.3,24:0.1", 0.1)
+    assert arm.xargs == {
+        "kv_eviction": "snapkv",
+        "kv_eviction_schedule": "8:0.3,24:0.1",
+        "kv_eviction_report": 1,
+    }
+    assert "decode" in eviction_settings([FULL, arm])
+    assert "decode" not in eviction_settings([FULL, TextArm("snapkv", 0.1)])
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
+def test_the_plugin_knows_every_arm(part: Part) -> None:
+    arms = [arm for _, _, arms in part.work for arm in arms]
     check(arms, eviction_settings(arms))
 
 
@@ -255,6 +395,59 @@ def test_arms_that_cannot_run(arm: TextArm, words: list[str]) -> None:
     assert all(word in str(error.value) for word in words), error.value
 
 
+# -- memory ---------------------------------------------------------------------------------
+
+
+@given(
+    st.integers(200, 400),
+    st.integers(1, 80),
+    st.lists(st.tuples(st.integers(0, 60), st.integers(1, 12)), min_size=1, max_size=4),
+)
+def test_blocks_of_each_step(prompt: int, answer: int, steps: list[tuple[int, int]]) -> None:
+    size = 16
+    # Schedules as a request has them: ever more tokens, and ever fewer blocks.
+    cuts = plan_cuts(prompt, sorted(steps), None, size, longest=1000)
+    held: list[int] = []
+    made: list[tuple[int, int, int]] = []
+    peaks: list[int] = []
+    computed, cut = prompt, cuts.first
+    num_region = prompt // size  # blocks in the place of the prompt's full ones
+    for step in range(answer):
+        computed += step > 0
+        blocks = num_region + math.ceil(computed / size) - prompt // size
+        if cut is not None and cut.at == computed:
+            made.append((step, blocks, blocks - num_region + cut.num_retained))
+            peaks.append(blocks + cut.num_retained)
+            held.append(blocks + cut.num_retained)
+            num_region = cut.num_retained
+            cut = cuts.after(cut)
+        else:
+            held.append(blocks)
+    found, full = held_blocks(prompt, answer, made, size)
+    assert found.tolist() == held
+    assert full.tolist() == [-(-(prompt + step) // size) for step in range(answer)]
+    assert list(cuts.peaks())[: len(peaks)] == peaks  # what the scheduler reserves
+
+
+def test_mean_memory() -> None:
+    # 32 prompt tokens are 2 blocks; steps 1 to 3 add a third.
+    assert mean_held(32, 4, [], 16) == 1.0
+    assert mean_held(32, 4, [(0, 2, 1)], 16) == pytest.approx(6 / 9)
+    assert mean_held(32, 4, [(0, 2, 1)], 16, with_prefill=True) == pytest.approx(9 / 11)
+    assert mean_held(32, 4, [(1, 3, 2)], 16) == pytest.approx((4 + 2 + 2) / 9)
+    assert mean_held(32, 1, [], 16) == 1.0
+
+
+def test_cuts_that_a_short_answer_did_not_reach() -> None:
+    # 100 tokens are 6 full blocks and one of 4 tokens: 50 % are 2 blocks and the last, 30 % one.
+    assert planned_cuts(100, [(0, 0.5)], 16) == [(0, 7, 3)]
+    assert planned_cuts(100, [(4, 0.5), (30, 0.3)], 16) == [(4, 7, 3), (30, 5, 4)]
+    (arm,) = scheduled(["snapkv"], ["4:0.5,30:0.3"])
+    assert arm.steps == ((4, 0.5), (30, 0.3))
+    assert crossed(["snapkv"], [0.1], [0, 8])[1].steps == ((8, 0.1),)
+    assert TextArm("snapkv", 0.1).steps == ((0, 0.1),)
+
+
 # -- results --------------------------------------------------------------------------------
 
 SHORT = TextTask("number", "noise", 512)
@@ -262,10 +455,10 @@ ONE, OTHER = TextArm("snapkv", 0.1), TextArm("adakv", 0.1)
 TINY = Part("Tiny", "A part.", (Cells((SHORT,), (ONE, OTHER), 6),), ((ONE, OTHER),))
 
 
-def filled(log: AnswerLog, hits: dict[TextArm, list[str]]) -> None:
+def filled(log: AnswerLog, hits: dict[TextArm, list[str]], first: int = 0) -> None:
     """Fill a log with answers; an empty string is a question that an arm is not asked."""
     for arm, answers in hits.items():
-        for number, digits in enumerate(answers):
+        for number, digits in enumerate(answers, first):
             if digits:
                 answer = Answer(SHORT.name, number, arm.identity, "", digits, 500, 50.0, 32, 4)
                 log.add(answer if arm != FULL else replace(answer, blocks_after=32))
@@ -312,6 +505,16 @@ def test_share_before_the_first_mistake(hits: str, share: float) -> None:
     assert text_results.prefix_share(answer) == pytest.approx(share)
 
 
+def test_questions_for_training_are_counted_from_their_first(tmp_path: Path) -> None:
+    with AnswerLog(tmp_path, "abc") as log:
+        filled(log, {FULL: ["000"], ONE: ["000"], OTHER: ["000"]})  # not theirs
+        filled(log, HITS, first=TRAINING)
+        result = text_results.part_result(TINY, log, {}, first=TRAINING)
+    assert (result.tasks[0].split, result.tasks[0].questions) == ("training", 6)
+    assert [cell.num_right for cell in result.cells] == [2, 1]
+    assert result.comparisons[0].questions == 4
+
+
 FACTS = {
     "command": "python -m evaluation.text --only methods",
     "day": "2026-01-02",
@@ -341,6 +544,88 @@ def test_the_page_has_what_was_measured(tmp_path: Path) -> None:
     # A page that is drawn again is the same.
     write_report(text_results.read(tmp_path), tmp_path)
     assert (tmp_path / "README.md").read_text() == page
+
+
+def test_a_page_by_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = TextTask("passage", "noise", 1024)
+    waits = TextArm("snapkv_max_forward40", 0.1, (("defer", 4),))
+    (steps,) = scheduled(["snapkv_answer_forward40"], ["4:0.3,8:0.1"])
+    part = Part("Life", "A part.", (Cells((task,), (ONE, waits, steps), 2),), by_memory=True)
+    monkeypatch.setitem(PARTS, "life", part)
+    # 160 prompt tokens are 10 blocks; steps compute tokens 1 to 15 of an answer of 16: 11 blocks.
+    cuts = {
+        FULL: (),
+        ONE: ((0, 10, 1),),
+        waits: ((4, 11, 2),),
+        steps: ((4, 11, 4),),  # it ended before the second one, which leaves one block and the last
+    }
+    with AnswerLog(tmp_path / "log", "abc") as log:
+        for arm, mine in cuts.items():
+            for number in range(2):
+                values = (task.name, number, arm.identity, "", "1110", 160, 16.0, 11, 2, 16, mine)
+                log.add(Answer(*values) if arm != FULL else replace(Answer(*values), hits="1111"))
+        log = AnswerLog(tmp_path / "log", "abc")  # as an interrupted run reads it
+        results = {"life": text_results.part_result(part, log, FACTS)}
+    held = {cell.label: cell.decoding_held for cell in results["life"].cells}
+    # A step that evicts holds the fresh blocks as well.
+    assert held == {
+        ONE.label: pytest.approx(2 / 11),
+        waits.label: pytest.approx((4 * 11 + 1 + 11 * 2) / (15 * 11)),
+        steps.label: pytest.approx((4 * 11 + 3 + 4 * 4 + 1 + 7 * 2) / (15 * 11)),
+    }
+    assert results["life"].cells[0].life_held == pytest.approx((11 + 15 * 2) / (10 + 15 * 11))
+    text_results.write(results, tmp_path)
+    write_report(text_results.read(tmp_path), tmp_path)
+    page = (tmp_path / "README.md").read_text()
+    assert "| `snapkv` | 10 % | 18.2 % | 23.4 % | 18.2 % | 0 of 2: 0 % [0, 66] | 100 %" in page
+    assert "| `snapkv_answer_forward40,schedule=4:0.3,8:0.1` |  | 47.3 % |" in page
+    assert (tmp_path / "life.png").stat().st_size > 5000
+
+
+def test_a_page_of_several_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other, unsolved = replace(SHORT, tokens=1024), replace(SHORT, haystack="needles")
+    part = Part(
+        "Tasks",
+        "Some.",
+        (Cells((SHORT, other), (ONE,), 6), Cells((unsolved,), (), 2)),
+        (),
+        False,
+        True,
+    )
+    monkeypatch.setitem(PARTS, "tasks", part)
+    with AnswerLog(tmp_path / "log", "abc") as log:
+        filled(log, {arm: HITS[arm] for arm in (FULL, ONE)})
+        for number, (full, one) in enumerate(zip("110011", "10..11", strict=True)):
+            for arm, hits in ((FULL, full), (ONE, one)):
+                if hits != ".":
+                    key = (other.name, number, arm.identity)
+                    log.add(Answer(*key, "", 3 * hits, 500, 50.0, 32, 8))
+        for number in range(2):
+            log.add(Answer(unsolved.name, number, FULL.identity, "", "000", 500, 500.0, 32, 32))
+        results = {"tasks": text_results.part_result(part, log, FACTS)}
+    write_report(results, tmp_path)
+    page = (tmp_path / "README.md").read_text()
+    # 2 of 4 and 3 of 4, with 4 and 8 of 32 blocks.
+    assert "### All tasks together" in page
+    together = page.partition("### All tasks together")[2].partition("###")[0]
+    assert "| blocks held | 18.8 % |" in together
+    assert "| `snapkv` | 5 of 8: 62 % [31, 86] |" in together
+    assert f"| {unsolved.title} | test | 2 | 0 % [0, 66] |" in page
+    assert "### A number, among others" not in page
+    assert (tmp_path / "tasks.png").stat().st_size > 5000
+
+
+def test_results_without_recorded_memory_are_read(tmp_path: Path) -> None:
+    with AnswerLog(tmp_path / "log", "abc") as log:
+        filled(log, HITS)
+        text_results.write({"methods": text_results.part_result(TINY, log, FACTS)}, tmp_path)
+    file = tmp_path / text_results.FILE
+    old = re.sub(r', "(decoding_held|life_held|split)": (null|"test")', "", file.read_text())
+    assert "held" not in old.replace("blocks_held", "")
+    assert "split" not in old
+    file.write_text(old)
+    result = text_results.read(tmp_path)["methods"]
+    assert (result.tasks[0].split, result.cells[0].decoding_held) == ("test", None)
 
 
 def test_results_of_another_version_are_refused(
@@ -409,6 +694,7 @@ def test_projections_turn_the_same_pairs_in_both_formats() -> None:
     [
         (["--tasks", "poem"], ["--tasks poem", "number-prose-1024"]),
         (["--questions", "0"], ["--questions 0", "at least 1"]),
+        (["--split", "tuning"], ["--split", "training"]),
         (["--only", "methods", "report"], ["--only methods report", "alone"]),
         (["--only", "report", "--output", "/nonexistent"], ["--output /nonexistent", "run a part"]),
     ],
@@ -441,7 +727,9 @@ def test_the_plan_lists_every_cell(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_run_on_the_real_weights(tmp_path: Path) -> None:
     small, large = TextArm("snapkv", 0.1), TextArm("snapkv", 0.9)
     blind = TextArm("streaming", 0.1)
-    part = Part("Tiny", "A part.", (Cells((SHORT,), (small, large, blind), 3),), ((large, small),))
+    (waiting,) = crossed(["snapkv"], [0.1], [2])
+    arms = (small, large, blind, waiting)
+    part = Part("Tiny", "A part.", (Cells((SHORT,), arms, 3),), ((large, small),))
     settings = TextSettings(cache_gib=1, max_model_len=640)
     with AnswerLog(tmp_path, "abc") as log:
         run = text.Run({"methods": part}, None, log, settings)
@@ -456,6 +744,15 @@ def test_a_run_on_the_real_weights(tmp_path: Path) -> None:
     assert cells["snapkv", 0.9].num_right == 3
     assert cells["streaming", 0.1].num_right < 3
     assert cells["snapkv", 0.1].blocks_held < 0.15
+    # The reports say when the prompts were evicted, and how much was held from then on.
+    early, late = (log[SHORT.name, 0, arm.identity] for arm in (small, waiting))
+    assert [cut[0] for cut in early.cuts + late.cuts] == [0, 2]
+    assert early.cuts[0][1:] == (early.blocks_before, early.blocks_after)
+    assert early.right_tokens == len(early.hits)
+    for arm, answer in ((small, early), (waiting, late)):
+        assert list(answer.cuts) == planned_cuts(answer.prompt_tokens, arm.steps, 16)
+    held = cells["snapkv", 0.1].decoding_held, cells["snapkv,defer=2", 0.1].decoding_held
+    assert cells["snapkv", 0.1].blocks_held <= held[0] < 0.2 < held[1] < 0.5
     # Finished answers are not asked again: no engine starts.
     with AnswerLog(tmp_path, "abc") as log:
         again = text.Run({"methods": part}, None, log, settings)

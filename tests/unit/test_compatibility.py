@@ -13,17 +13,23 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
+import torch
 import transformers
 from vllm.config import VllmConfig
 from vllm.config.speculative import SpeculativeMethod
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.utils import cpu_triton_utils
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_only
 
 from tests.engine import flash_on_cpu
+from tests.inputs import head_scores
 from vllm_tgvkv import platforms
 from vllm_tgvkv.attention import check_layer
 from vllm_tgvkv.compatibility import check_vllm_config
 from vllm_tgvkv.config import CONFIG_KEY
 from vllm_tgvkv.errors import EvictionConfigError, UnsupportedByEvictionError
+from vllm_tgvkv.head_scores import write
 from vllm_tgvkv.patches import ASYNC_SCHEDULER_CLS, SCHEDULER_CLS
 from vllm_tgvkv.platforms import Platform
 
@@ -48,8 +54,8 @@ TGV = {CONFIG_KEY: {"policy": "tgv", "budget": 0.1}}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 
 
-def llama() -> Any:
-    return transformers.LlamaConfig(**SIZES)
+def llama(**fields: Any) -> Any:
+    return transformers.LlamaConfig(**SIZES, **fields)
 
 
 def deepseek_v2() -> Any:
@@ -68,8 +74,8 @@ def deepseek_v2() -> Any:
     )
 
 
-def mistral() -> Any:
-    return transformers.MistralConfig(**SIZES, sliding_window=64)
+def mistral(sliding_window: int = 64, **fields: Any) -> Any:
+    return transformers.MistralConfig(**SIZES, sliding_window=sliding_window, **fields)
 
 
 def qwen2(use_sliding_window: bool = True) -> Any:
@@ -87,6 +93,11 @@ def gemma3() -> Any:
     layers = ["full_attention"] * 2
     text = {**SIZES, "head_dim": 16, "sliding_window": None, "layer_types": layers}
     return transformers.Gemma3Config(text_config=text, vision_config=VISION)
+
+
+def cosmos3_edge() -> Any:
+    text = {**SIZES, "head_dim": 128}
+    return transformers.Cosmos3EdgeConfig(text_config=text, vision_config=VISION)
 
 
 def jamba() -> Any:
@@ -159,13 +170,36 @@ def refusal_of(config: VllmConfig, platform: Platform = platforms.CPU) -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize("shape", [(2, 2), (3, 2), (2, 4)])
+def test_head_scores_of_another_shape_are_refused(
+    plain: str, tmp_path: Path, shape: tuple[int, int]
+) -> None:
+    found = head_scores(*shape)
+    write(tmp_path / "heads.json", "a model", found.kv_heads, found.scores, {})
+    file = str(tmp_path / "heads.json")
+    settings = {CONFIG_KEY: {"policy": "sparsemm", "budget": 0.1, "head_scores": file}}
+    if shape == (2, 2):
+        configure(plain, settings)
+        return
+    with pytest.raises(EvictionConfigError, match="and this model has 2 layers of 2: make a file"):
+        configure(plain, settings)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "architecture", "feature"),
     [
         (deepseek_v2, "DeepseekV2ForCausalLM", "multi-head latent attention (MLA)"),
-        (mistral, "MistralForCausalLM", "sliding-window attention"),
-        (qwen2, "Qwen2ForCausalLM", "sliding-window attention"),
+        (
+            mistral,
+            "MistralForCausalLM",
+            "sliding-window attention ({model}: 64 of at most 512 tokens)",
+        ),
+        (
+            qwen2,
+            "Qwen2ForCausalLM",
+            "sliding-window attention in some layers ({model}: layer 1 of 2)",
+        ),
         (gemma2_without_windows, "Gemma2ForCausalLM", "soft-capped attention logits"),
         (gemma3, "Gemma3ForConditionalGeneration", "bidirectional attention over image tokens"),
         (jamba, "JambaForCausalLM", "hybrid or state-space models"),
@@ -177,9 +211,46 @@ def test_models_that_are_refused(
     folder: Folder, config: Callable[..., Any], architecture: str, feature: str
 ) -> None:
     """The message arrives before any weight is read."""
-    message = refusal(folder(config, architecture))
-    assert f"does not work with {feature}" in message
+    model = folder(config, architecture)
+    message = refusal(model)
+    assert f"does not work with {feature.format(model=model)}" in message
     assert "serve another model" in message
+
+
+def test_a_window_that_hides_no_token_is_none(folder: Folder) -> None:
+    """Nor does one that `--disable-sliding-window` removes, which bounds the context by it."""
+    message = refusal(folder(mistral, "MistralForCausalLM"))
+    assert "yet: use --disable-sliding-window, which limits the context to the window, " in message
+    as_long = folder(mistral, "MistralForCausalLM", sliding_window=512)
+    shorter = folder(mistral, "MistralForCausalLM")
+    for model, context, options in (
+        (as_long, 512, {}),
+        (shorter, 64, {"max_model_len": 64}),
+        (shorter, 64, {"disable_sliding_window": True}),
+    ):
+        vllm_config = configure(model, **options)
+        assert vllm_config.model_config.max_model_len == context
+        assert vllm_config.model_config.get_sliding_window() is None
+        assert vllm_config.cache_config.sliding_window is None
+        stock = configure(model, {}, **options)
+        is_kept = "disable_sliding_window" not in options
+        assert (stock.cache_config.sliding_window is not None) is is_kept, "stock is stock"
+    assert ": 511 of at most 512 tokens)" in refusal(
+        folder(mistral, "MistralForCausalLM", sliding_window=511)
+    )
+
+
+def test_layers_without_attention_are_not_attention(folder: Folder) -> None:
+    """Those that the configuration counts as layers, such as `mlp`."""
+    model = folder(cosmos3_edge, "Cosmos3EdgeForConditionalGeneration")
+    assert configure(model).scheduler_config.scheduler_cls == SCHEDULER_CLS
+
+
+def test_an_indexer_is_refused(folder: Folder) -> None:
+    """Whether the checkpoint describes it or only its heads."""
+    for fields in ({"sparse_attention_config": {"sparse_block_size": 128}}, {"index_n_heads": 4}):
+        model = folder(llama, "LlamaForCausalLM", **fields)
+        assert "sparse attention (an indexer selects the keys)" in refusal(model)
 
 
 @pytest.mark.parametrize(
@@ -294,6 +365,18 @@ def test_fp8_caches_are_for_cpus_and_heads_of_32_values(plain: str, folder: Fold
     assert "a quantised cache (--kv-cache-dtype fp8) of heads of 16 values" in message
 
 
+def test_vllm_loses_the_sampling_parameters_of_drafts_on_cpu() -> None:
+    """A known fault of stock vLLM 0.32: once this fails, correct docs/compatibility.md."""
+    current_platform.import_kernels()
+    sizes = torch.tensor([2, 2, 5])
+    for values, is_right in (([3.0, 5.0, 7.0], False), ([3, 5, 7], True)):
+        found = torch.full((5,), -9, dtype=torch.tensor(values).dtype)
+        cpu_triton_utils._expand_kernel_impl(found, torch.tensor(values), sizes, 0, 1)
+        assert found.tolist() == ([3, 3, 7, 7, 7] if is_right else [-9] * 5)
+    with pytest.raises(RuntimeError, match="Expected reduction dim"):
+        apply_top_k_only(torch.empty(0, 8), torch.empty(0, dtype=torch.int32))
+
+
 def test_drafts_by_ngrams_are_planned_step_by_step(plain: str) -> None:
     """vLLM never schedules these ahead, not even on request."""
     vllm_config = configure(plain, speculative_config=NGRAM)
@@ -378,17 +461,12 @@ SCHEDULE = {"schedule": [[4, 0.5], [9, 0.2]]}
 CEILING = {"max_tokens": 512, "buffer": 64}
 
 
-@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
 @pytest.mark.parametrize("decode", [SCHEDULE, CEILING], ids=["schedule", "ceiling"])
-def test_ranks_and_stages_do_not_evict_again(plain: str, kind: str, decode: Any) -> None:
-    """They wait for the answer like others."""
+def test_ranks_and_stages_evict_again(plain: str, decode: Any) -> None:
     eviction = {CONFIG_KEY: {"policy": "tgv", "decode": decode}}
-    message = refusal(plain, eviction=eviction, **{f"{kind}_parallel_size": 2})
-    assert f"decode (later evictions) and {kind} parallelism yet: remove decode" in message
-    waiting = ({"defer": 3}, {"decode": {"schedule": [[3, 0.2]]}})
-    for settings in waiting:
-        eviction = {CONFIG_KEY: {"policy": "tgv", **settings}}
-        configure(plain, eviction, **{f"{kind}_parallel_size": 2})
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    for several in ({}, *({kind: size} for kind, size in sizes.items()), sizes):
+        configure(plain, eviction, **several)
 
 
 def test_a_ceiling_leaves_every_head_its_floor(plain: str) -> None:

@@ -595,7 +595,10 @@ def test_text_without_images_is_kept_whole(oracle: Oracle, prompt: Prompt, metho
 @pytest.mark.parametrize("granularity", [LAYER, HEAD])
 @pytest.mark.parametrize("defer", [0, 3])
 def test_ceiling(oracle: Oracle, prompt: Prompt, granularity: str, defer: int) -> None:
-    """The request never has more than M + B tokens in full blocks, and blocks of the answer go."""
+    """The request never has more than M + B tokens in full blocks, and blocks of the answer go.
+
+    The first cut is bound by the ceiling as well, and takes nothing that the ceiling drops at once.
+    """
     size, ceiling, buffer = 16, 64, 32
     eviction = Eviction(
         1.0,
@@ -609,27 +612,28 @@ def test_ceiling(oracle: Oracle, prompt: Prompt, granularity: str, defer: int) -
     )
     answer = oracle.answer(prompt, 110, eviction)
     length = len(prompt.token_ids)
-    cuts = answer.cuts if defer == 0 else answer.cuts[1:]  # the first one keeps all
-    assert len(cuts) >= 3
-    assert cuts[0].after == defer
-    alive = torch.ones(oracle.layers, oracle.kv_heads, length, dtype=torch.bool)
+    first, *cuts = answer.cuts
+    assert len(cuts) >= 2
+    assert (first.after, first.selection.blocks) == (defer, ceiling // size)
+    assert first.layout == replace(prompt.layout, length=length + defer, answer=defer)
+    assert first.earlier is None
+    alive = first.selection.kept
     due = {cut.after: cut for cut in cuts}
-    for m in range(110):
+    for m in range(defer, 110):
         n = length + m
         alive = torch.nn.functional.pad(alive, (0, n - alive.shape[-1]), value=True)
         full = n // size * size
         held = alive[..., :full].sum(-1).double().mean()
-        assert (m in due) == bool(m >= defer and held > ceiling + buffer), m
+        assert (m in due) == bool(held > ceiling + buffer), m
         if m in due:
             kept = due[m].selection.kept
             assert not (kept & ~alive).any()
-            assert kept[..., full:].all()
-            blocks = (ceiling - n % size) // size
-            assert kept[..., :full].sum() == blocks * size * kept[..., 0].numel()
+            assert n == full
+            assert kept.sum() == ceiling // size * size * kept[..., 0].numel()
             alive = kept
     assert not alive[..., length : length + 64].all(), "no token of the answer was evicted"
     assert alive[..., :4].all()
-    masks = {cut.after: cut.selection.kept for cut in cuts}
+    masks = {cut.after: cut.selection.kept for cut in answer.cuts}
     assert oracle.decode(prompt, 110, masks).tokens == answer.tokens
 
 
@@ -645,8 +649,12 @@ def test_a_ceiling_at_the_prefill_is_a_budget(oracle: Oracle, prompt: Prompt) ->
     """One cut is made, by the prompt's own rows."""
     found = oracle.answer(prompt, 5, Eviction(0.9, 16, method="snapkv", ceiling=70))
     (cut,) = found.cuts
-    wanted = oracle.select(prompt, Eviction(70, 16, method="snapkv"))
+    tail = len(prompt.token_ids) % 16
+    wanted = oracle.select(prompt, Eviction(64 + tail, 16, method="snapkv"))
+    assert wanted.blocks == 4  # 64 tokens in full blocks; 70 would take part of a fifth
     assert torch.equal(cut.selection.kept, wanted.kept)
+    with pytest.raises(ValueError, match="a guarded budget has no ceiling"):
+        oracle.answer(prompt, 5, Eviction(Auto(0.9), 16, method="snapkv", ceiling=70))
 
 
 def test_queries_and_keys_give_the_attention(oracle: Oracle, prompt: Prompt) -> None:

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from vllm.v1.worker.gpu_worker import Worker
 
 from tests.conftest import ROOT
-from tests.inputs import fresh_seed
+from tests.inputs import fresh_seed, head_scores
 from tests.unit.test_policies import NoSynchronisation
 from vllm_tgvkv import memory
 from vllm_tgvkv.attention_cuda import EvictingFlashMetadataBuilder, RaggedKernel
@@ -39,7 +39,7 @@ from vllm_tgvkv.memory import Sizes, memory_outside_pool
 from vllm_tgvkv.observation import WORKSPACE_BYTES
 from vllm_tgvkv.pages import CacheShape, page_pool
 from vllm_tgvkv.plan import Observation, StepPlan
-from vllm_tgvkv.policies import POLICY_NAMES, Pooling, Prompt
+from vllm_tgvkv.policies import METHOD_NAMES, POLICY_NAMES, Pooling, Prompt
 from vllm_tgvkv.policies.pooling import Pooler
 from vllm_tgvkv.prompt import PromptMap, VisionSpan, Voters
 from vllm_tgvkv.queries import DecodeQueries, QueryPool
@@ -62,9 +62,9 @@ SIZES = Sizes(
     table_width=TOKENS // 16,
     workspace_bytes=WORKSPACE_BYTES,
 )
-LAYER_METHODS = [name for name in POLICY_NAMES if name not in ("adakv", "rkv")]
+LAYER_METHODS = [name for name in METHOD_NAMES if name not in ("adakv", "rkv", "mixkv")]
 METHODS = [
-    *((name, "head") for name in POLICY_NAMES),
+    *((name, "head") for name in METHOD_NAMES),
     *((name, "layer") for name in LAYER_METHODS),
 ]
 
@@ -112,6 +112,8 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings(policy: str, granularity: str | None = None, **others: Any) -> EvictionConfig:
+    if policy == "sparsemm":
+        others["head_scores"] = head_scores(SHAPE.num_layers, SHAPE.num_heads)
     return EvictionConfig.from_mapping({"policy": policy, "granularity": granularity, **others})
 
 
@@ -485,7 +487,7 @@ def test_a_warm_up_that_fails_ends_the_start(where: str, monkeypatch: pytest.Mon
 WAITING = {"base": "snapkv", "rows": "answer"}
 
 
-@pytest.mark.parametrize("policy", ["tgv", "h2o", "rkv", "streaming", "answer"])
+@pytest.mark.parametrize("policy", ["tgv", "h2o", "rkv", "mixkv", "streaming", "answer"])
 @pytest.mark.parametrize(
     "waiting",
     [
@@ -494,6 +496,8 @@ WAITING = {"base": "snapkv", "rows": "answer"}
         {"defer": 2, "budget": 0.5},
         {"decode": {"schedule": [[4, 0.3], [9, 0.1]]}},
         {"defer": 1, "decode": {"max_tokens": 32, "buffer": 16}},
+        {"defer": 1, "decode": {"on_request": True}},
+        {"defer": 1, "decode": {"on_request": True}, "budget": "auto:0.9"},
     ],
     ids=str,
 )
@@ -501,6 +505,8 @@ def test_a_warm_up_waits_and_cuts_again_like_the_server(
     policy: str, waiting: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It runs each eviction that a request will need, and leaves nothing."""
+    if policy == "streaming" and "auto" in str(waiting.get("budget")):
+        pytest.skip("auto guards attention, which streaming ignores")
     shape = CacheShape(num_layers=2, num_heads=2, group_size=2, head_size=16, block_size=16)
     config = settings(policy, methods={"answer": WAITING}, query_rows=700, **waiting)
     pool = page_pool(torch.zeros(9, 2, 2, 16, 32).unbind(1), slots_first=True)
@@ -515,8 +521,16 @@ def test_a_warm_up_waits_and_cuts_again_like_the_server(
     monkeypatch.setattr(evictor, "_evict", record)
     warm_up(evictor)
     first = (True, min(config.defer, 15))
-    assert evicted == ([first] if config.decode is None else [first, (False, 15)]) * 2
+    cuts_again = config.decode is not None and policy != "elastic"
+    assert evicted == ([first, (False, 15)] if cuts_again else [first]) * 2
     assert not pool.raw.any()
     assert not evictor.regions.num_live
     assert not evictor.regions.num_retained.any()
     assert not any((evictor.observations, evictor.ended, evictor.kept))
+
+
+def test_a_method_that_evicts_once_warms_up_where_requests_may_evict_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waiting = {"decode": {"on_request": True}}
+    test_a_warm_up_waits_and_cuts_again_like_the_server("elastic", waiting, monkeypatch)

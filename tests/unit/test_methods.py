@@ -21,7 +21,7 @@ from oracle import kernels as reference
 from oracle import methods
 from oracle.attention import causal_attention
 from oracle.methods import HEAD, LAYER, METHODS, Image, Layout, Pool, Settings
-from tests.inputs import fresh_seed, paged
+from tests.inputs import fresh_seed, head_scores, paged
 from vllm_tgvkv.budget import Guard
 from vllm_tgvkv.decision import Decider, Decision
 from vllm_tgvkv.kernels.apportion import apportion
@@ -31,9 +31,11 @@ from vllm_tgvkv.kernels.row_sums import RowSums
 from vllm_tgvkv.kernels.select import page_offsets
 from vllm_tgvkv.kernels.statistics import observe
 from vllm_tgvkv.policies import (
+    METHOD_NAMES,
     NO_ATTENTION,
     POLICY_NAMES,
     AllLayers,
+    Depth,
     LayerView,
     Mix,
     Policy,
@@ -64,7 +66,7 @@ SOME = ["several", "at the end", "long"]
 TEXT_ONLY = "text only"
 EVERY_LAYOUT = {**LAYOUTS, TEXT_ONLY: ([], 50)}
 
-HEAD_ONLY = ("adakv", "rkv")
+HEAD_ONLY = ("adakv", "rkv", "mixkv")
 """Methods and parts that are undefined at granularity layer."""
 OWN = [
     (name, granularity)
@@ -94,27 +96,33 @@ def prompt_of(layout: Layout, settings: Settings) -> Prompt:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Queries ``[P, H, G, D]`` and keys ``[P, H, D]`` of each layer, and A ``[L, H * G, P, P]``."""
+    """By layer: queries ``[P, H, G, D]``, keys and values ``[P, H, D]``, A ``[L, H * G, P, P]``."""
 
     queries: list[Tensor]
     keys: list[Tensor]
+    values: list[Tensor]
     attention: Tensor
 
     @property
     def states(self) -> methods.States:
         queries = torch.stack(self.queries).flatten(2, 3).transpose(1, 2)
-        return methods.States(queries, torch.stack(self.keys).transpose(1, 2), SCALE)
+        keys, values = (torch.stack(x).transpose(1, 2) for x in (self.keys, self.values))
+        return methods.States(queries, keys, SCALE, values)
 
 
 def draw(layout: Layout, is_good: Callable[[Inputs], bool] = lambda inputs: True) -> Inputs:
     """Return random inputs, redrawn until they are good."""
     for _ in range(50):
         queries = [torch.randn(layout.length, HEADS, GROUP, HEAD_SIZE) * 2 for _ in range(LAYERS)]
-        keys = [torch.randn(layout.length, HEADS, HEAD_SIZE) for _ in range(LAYERS)]
+        # Keys of a head have something in common, in some heads more than in others.
+        common = [torch.randn(HEADS, HEAD_SIZE) * random.random() * 2 for _ in range(LAYERS)]
+        shape = (layout.length, HEADS, HEAD_SIZE)
+        keys = [torch.randn(shape) + of_layer for of_layer in common]
+        values = [torch.randn(shape) for _ in range(LAYERS)]
         attention = torch.stack(
             [causal_attention(q, k, SCALE) for q, k in zip(queries, keys, strict=True)]
         )
-        inputs = Inputs(queries, keys, attention)
+        inputs = Inputs(queries, keys, values, attention)
         if is_good(inputs):
             return inputs
     raise AssertionError("no random inputs are good: the condition is wrong")
@@ -149,6 +157,10 @@ def look(policy: Policy, inputs: Inputs, layout: Layout, settings: Settings) -> 
     raw, scores, strengths, masses = [], [], [], []
     for layer, (queries, keys) in enumerate(zip(inputs.queries, inputs.keys, strict=True)):
         pages, ids = paged(keys, settings.block_size, transposed=True)
+        value_pages = torch.full_like(pages, float("nan"))
+        for j, of_token in enumerate(inputs.values[layer]):
+            block, slot = divmod(j, settings.block_size)
+            value_pages[ids[block], :, slot] = of_token
 
         def view(
             kind: RowSet,
@@ -156,6 +168,7 @@ def look(policy: Policy, inputs: Inputs, layout: Layout, settings: Settings) -> 
             queries: Tensor = queries,
             pages: Tensor = pages,
             ids: Tensor = ids,
+            value_pages: Tensor = value_pages,
         ) -> LayerView:
             attention = NO_ATTENTION
             if kind == "all":
@@ -179,6 +192,7 @@ def look(policy: Policy, inputs: Inputs, layout: Layout, settings: Settings) -> 
                     SCALE,
                     per_head,
                     policy.statistics(kind),
+                    value_pages=value_pages,
                 )
             return LayerView(layer, HEADS if per_head else 1, prompt, attention)
 
@@ -196,6 +210,15 @@ def look(policy: Policy, inputs: Inputs, layout: Layout, settings: Settings) -> 
     )
 
 
+HEAD_SCORES = head_scores(LAYERS, HEADS, GROUP)
+SCORES_OF_HEADS = torch.tensor(HEAD_SCORES.scores, dtype=torch.float64)
+
+
+def build(mix: Mix | str) -> Policy:
+    """Build a policy of a server that has head scores."""
+    return build_policy(mix, head_scores=HEAD_SCORES)
+
+
 def policy_of(mix: methods.Mix) -> Policy:
     kernel = None if mix.pooling.has_direction else mix.pooling.kernel
     pooling = Pooling(
@@ -205,7 +228,7 @@ def policy_of(mix: methods.Mix) -> Policy:
         mix.pooling.forward,
         mix.pooling.back,
     )
-    return build_policy(
+    return build(
         Mix(
             score=mix.score,
             allocation=mix.allocation,
@@ -245,6 +268,7 @@ def budgets(layout: Layout, **fields: Any) -> list[Settings]:
     """Return settings with one retained block, all but one, and some in between."""
     full, tail = divmod(layout.prompt, BLOCK_SIZE)
     blocks = sorted({1, 2, full // 3, full // 2, full - 1} & set(range(1, full)))
+    fields["head_scores"] = SCORES_OF_HEADS
     return [Settings(k * BLOCK_SIZE + tail, BLOCK_SIZE, **fields) for k in blocks]
 
 
@@ -281,13 +305,14 @@ def _seed() -> None:
 
 
 def test_every_method_is_here() -> None:
-    assert set(POLICY_NAMES) == set(METHODS)
+    assert set(METHOD_NAMES) == set(METHODS)
+    assert set(METHOD_NAMES) - set(POLICY_NAMES) == {"sparsemm"}
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_parts_of_a_method(name: str) -> None:
     """A method's name stands for the parts, granularity and pooling of its definition."""
-    policy, mix = build_policy(name), METHODS[name]
+    policy, mix = build(name), METHODS[name]
     assert type(policy.score) is type(SCORES[mix.score]())
     assert type(policy.allocation) is type(ALLOCATIONS[mix.allocation]())
     wanted = RETENTIONS[mix.retain]()
@@ -308,7 +333,7 @@ def test_parts_of_a_method(name: str) -> None:
 @pytest.mark.parametrize(("name", "granularity"), OWN)
 def test_methods_keep_what_their_definitions_keep(name: str, granularity: str, layout: str) -> None:
     mix = replace(METHODS[name], granularity=granularity)
-    policy = build_policy(Mix(name, granularity=granularity))  # type: ignore[arg-type]
+    policy = build(Mix(name, granularity=granularity))  # type: ignore[arg-type]
     where = layout_of(layout)
     assert_keeps_the_same(mix, where, budgets(where, **some_settings()), policy)
 
@@ -316,7 +341,7 @@ def test_methods_keep_what_their_definitions_keep(name: str, granularity: str, l
 @pytest.mark.parametrize("name", [n for n, g in OWN if METHODS[n].granularity == g])
 def test_prompts_without_vision(name: str) -> None:
     mix, layout = METHODS[name], layout_of(TEXT_ONLY)
-    assert build_policy(name).allocation.needs_vision == (mix.allocation in NEEDS_VISION)
+    assert build(name).allocation.needs_vision == (mix.allocation in NEEDS_VISION)
     if mix.allocation not in NEEDS_VISION:
         assert_keeps_the_same(mix, layout, budgets(layout, **some_settings()))
 
@@ -327,7 +352,11 @@ def test_prompts_without_vision(name: str) -> None:
 @pytest.mark.parametrize("layout", [*SOME, TEXT_ONLY])
 @pytest.mark.parametrize(
     ("score", "granularity"),
-    [case for case in itertools.product(methods.SCORES, (LAYER, HEAD)) if case != ("rkv", LAYER)],
+    [
+        (score, granularity)
+        for score, granularity in itertools.product(methods.SCORES, (LAYER, HEAD))
+        if score not in HEAD_ONLY or granularity == HEAD
+    ],
 )
 def test_scores(score: str, granularity: str, layout: str) -> None:
     mix = methods.Mix(score, "uniform", "by_score", granularity)
@@ -388,6 +417,61 @@ def test_scores_of_other_rows(score: str, rows: str | None, granularity: str) ->
             torch.testing.assert_close(seen.raw.double(), expected, rtol=1e-4, atol=1e-6)
 
 
+def test_mixkv_of_an_answer() -> None:
+    """Where rows of the answer alone vote, the whole prompt is the past."""
+    mix = methods.Mix("mixkv", "uniform", "by_score", HEAD, rows="answer")
+    where = answered(layout_of(random.choice(SOME)), random.choice([1, 4]))
+    assert_keeps_the_same(mix, where, budgets(where, **some_settings()))
+
+
+@pytest.mark.parametrize("name", ["mixkv", "sparsemm"])
+@pytest.mark.parametrize("answer", [1, 9, 40])
+def test_windows_that_hold_tokens_of_the_answer(name: str, answer: int) -> None:
+    where = answered(layout_of("long"), answer)
+    assert_keeps_the_same(METHODS[name], where, budgets(where, **some_settings()))
+
+
+@pytest.mark.parametrize("equal", ["keys", "values"])
+def test_mixkv_of_heads_whose_keys_or_values_are_alike(equal: str) -> None:
+    """A head of copies has no diversity and nothing but it counts; equal norms count nothing."""
+    inputs, where = draw(layout_of("long")), layout_of("long")
+    copied = getattr(inputs, equal)
+    copied[0][:, 0] = copied[0][0, 0]
+    attention = [causal_attention(*of, SCALE) for of in zip(inputs.queries, inputs.keys)]  # noqa: B905
+    inputs = replace(inputs, attention=torch.stack(attention))
+    mix, settings = METHODS["mixkv"], Settings(8, BLOCK_SIZE)
+    seen = look(policy_of(mix), inputs, where, settings)
+    found = methods.observe(mix, inputs.attention, where, HEADS, settings, states=inputs.states)
+    wanted = torch.stack([torch.stack(layer) for layer in found.raw])
+    if equal == "keys":  # rounding decides which copy is most unlike the others
+        assert seen.raw.isfinite().all()
+        wanted[0, 0], seen.raw[0, 0] = 0, 0
+    torch.testing.assert_close(seen.raw.double(), wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("stages", [[1, 2], [2, 1]])
+@pytest.mark.parametrize("granularity", [LAYER, HEAD])
+def test_sparsemm_in_pipeline_stages(granularity: str, stages: list[int]) -> None:
+    """Each stage goes by the scores of its own layers."""
+    mix, where = replace(METHODS["sparsemm"], granularity=granularity), layout_of("long")
+    settings = Settings(24, BLOCK_SIZE, head_scores=SCORES_OF_HEADS, sinks=2)
+    inputs = draw(where, stable(mix, where, [settings]))
+    wanted = methods.select(mix, inputs.attention, where, HEADS, settings, stages=stages)
+    policy, first = policy_of(mix), 0
+    seen = look(policy, inputs, where, settings)
+    for size in stages:
+        part = slice(first, first + size)
+        of_stage = replace(
+            decider(policy, seen, where, settings),
+            scores=seen.scores[part],
+            strengths=seen.strengths[part],
+            depth=Depth(first, LAYERS),
+        )
+        decision = of_stage.decide(wanted.blocks)
+        assert torch.equal(decision.counts, wanted.pages[part])
+        first += size
+
+
 def answered(layout: Layout, answer: int) -> Layout:
     """Return the layout with the first tokens of an answer behind the prompt."""
     return replace(layout, length=layout.length + answer, answer=answer)
@@ -399,7 +483,7 @@ def answered(layout: Layout, answer: int) -> Layout:
     [
         case
         for case in itertools.product(methods.ALLOCATIONS, (LAYER, HEAD))
-        if case != ("adakv", LAYER)
+        if case[0] not in HEAD_ONLY or case[1] == HEAD
     ],
 )
 def test_shares(allocation: str, granularity: str, layout: str) -> None:
@@ -410,7 +494,13 @@ def test_shares(allocation: str, granularity: str, layout: str) -> None:
     where = layout_of(layout)
     (settings,) = random.sample(budgets(where, **some_settings()), 1)
     policy = policy_of(mix)
-    case = methods.Case(where, settings.sinks, settings.observation_window, BLOCK_SIZE)
+    case = methods.Case(
+        where,
+        settings.sinks,
+        settings.observation_window,
+        BLOCK_SIZE,
+        head_scores=settings.head_scores,
+    )
     blocks = methods.retained_blocks(where.length, BLOCK_SIZE, settings.budget)  # type: ignore[arg-type]
     kinds = methods.tiers(retain, case, blocks * BLOCK_SIZE)
 
@@ -583,7 +673,8 @@ def test_random_keeps_its_own_scores_best(layout: str) -> None:
 def test_fewest_blocks_that_hold_the_share(name: str, granularity: str, layout: str) -> None:
     mix, where = replace(METHODS[name], granularity=granularity), layout_of(layout)
     auto = methods.Auto(random.choice([0.3, 0.8, 0.9, 0.97, 1.0]), 0.02, random.choice([0.5, 0.9]))
-    settings = Settings(auto, BLOCK_SIZE, **{**some_settings(), "floor": 1})
+    options = {**some_settings(), "floor": 1, "head_scores": SCORES_OF_HEADS}
+    settings = Settings(auto, BLOCK_SIZE, **options)
     inputs = draw(
         where,
         lambda inputs: (
@@ -668,8 +759,8 @@ def test_merge_targets_by_hand() -> None:
 @pytest.mark.parametrize(
     ("mix", "words"),
     [
-        ("tgvv", r"unknown policy 'tgvv': choose one of .*tgv"),
-        (Mix("tgvv"), r"unknown policy 'tgvv': choose one of .*tgv.*adakv"),
+        ("tgvv", r"unknown policy 'tgvv': did you mean tgv. Choose one of .*tgv"),
+        (Mix("tgvv"), r"unknown policy 'tgvv': did you mean tgv. Choose one of .*tgv.*adakv"),
         (Mix(score="nothing"), r"unknown score 'nothing': choose one of .*tgv.*vv_tt"),
         (Mix(allocation="nothing"), r"unknown allocation 'nothing': choose one of .*entropy"),
         (Mix(retain="nothing"), r"unknown retention 'nothing': choose one of .*text_first"),
@@ -683,6 +774,11 @@ def test_merge_targets_by_hand() -> None:
             Mix("rkv", allocation="prefixkv"),
             "allocation 'prefixkv' has no meaning with the score 'rkv', .*: choose one of uniform",
         ),
+        (Mix("mixkv", granularity="layer"), "score 'mixkv' has no meaning at granularity 'layer'"),
+        (Mix("mixkv", rows="text"), "rows 'text' .* 'mixkv': .* choose one of window, answer"),
+        (Mix("mixkv", reduce="max"), "reduce 'max' has no meaning with the score 'mixkv'"),
+        ("sparsemm", "'sparsemm' goes by a file of head scores: make one with .*visual_heads"),
+        (Mix(allocation="sparsemm"), "'sparsemm' goes by a file .* set head_scores to it in --kv"),
         (Mix(allocation="adakv"), "'adakv' has no meaning at granularity 'layer': choose head"),
         (
             Mix("tgv", reduce="max"),

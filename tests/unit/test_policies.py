@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from oracle import methods
 from oracle.attention import attention_probabilities
 from oracle.methods import Image, Layout, Pool
-from tests.inputs import fresh_seed
+from tests.inputs import fresh_seed, head_scores
 from vllm_tgvkv.budget import Guard
 from vllm_tgvkv.decision import Decider
 from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
@@ -28,8 +28,8 @@ from vllm_tgvkv.kernels.row_sums import RowSums
 from vllm_tgvkv.kernels.select import page_offsets
 from vllm_tgvkv.kernels.statistics import observe
 from vllm_tgvkv.policies import (
+    METHOD_NAMES,
     NO_ATTENTION,
-    POLICY_NAMES,
     Attention,
     LayerView,
     Mix,
@@ -346,6 +346,7 @@ def run_everything(
     num_old, k, pairs = prompt.num_candidates // BLOCK_SIZE, 2, LAYERS * HEADS
     queries = torch.randn(num_tokens, HEADS, GROUP, HEAD_SIZE, device=device)
     pages = torch.randn(num_old + 1, HEADS, BLOCK_SIZE, HEAD_SIZE, device=device)
+    values = torch.randn_like(pages)
     cache = torch.zeros(2, (num_old + k) * pairs, BLOCK_SIZE, HEAD_SIZE, device=device)
     blocks = torch.randperm(num_old + k).int().to(device)
     row = torch.zeros(1, num_old + 1, dtype=torch.int32, device=device)
@@ -368,6 +369,7 @@ def run_everything(
             per_head=policy.granularity == "head",
             statistics=policy.statistics(rows),
             workspace_bytes=workspace_bytes,
+            value_pages=values,
         )
         if rows != "all":
             return observed
@@ -406,7 +408,8 @@ def run_everything(
 
 
 MIXES = [
-    *(Mix(name) for name in POLICY_NAMES),
+    *(Mix(name) for name in METHOD_NAMES),
+    Mix("sparsemm", granularity="layer"),
     *(Mix(name, granularity="head") for name in ("tgv", "vlcache", "aircache", "prefixkv")),
     *(Mix(allocation=part) for part in ("vv", "tt", "entropy")),
     Mix(score="vv_tt"),
@@ -425,7 +428,7 @@ MIXES = [
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("mix", MIXES, ids=str)
 def test_nothing_synchronises(device: str, mix: Mix) -> None:
-    policy = build_policy(mix)
+    policy = build_policy(mix, head_scores=head_scores(LAYERS, HEADS))
     run_everything(policy, device)
     run_everything(policy, device, workspace_bytes=0)
     if policy.score.rows != "none":
@@ -462,7 +465,7 @@ def test_the_worked_example_of_the_docs_works(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("mix", MIXES, ids=str)
 def test_nothing_synchronises_on_cuda(mix: Mix) -> None:
-    policy = build_policy(mix)
+    policy = build_policy(mix, head_scores=head_scores(LAYERS, HEADS))
     run_everything(policy, "cuda")  # first use sets up the device
     previous = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")

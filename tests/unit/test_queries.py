@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_tgvkv.queries import NO_ROW, QueryPool, QueryRows
+from vllm_tgvkv.queries import NO_ROW, ChunkQueries, QueryPool, QueryRows
 
 EVENTS = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9), st.booleans()), max_size=40)
 
@@ -52,3 +52,18 @@ def test_queries_come_back_as_they_were_stored() -> None:
     assert torch.equal(pool.load(slice(1), torch.tensor([1, 3, 5]))[0], first[[1, 2, 0]])
     assert torch.equal(pool.load(slice(1, 2), torch.tensor([6, 1]))[0], second[[1, 0]])
     assert pool.load(slice(1), torch.tensor([2, 4, 6])).isnan().all()
+
+
+@given(data=st.data(), num_tokens=st.integers(1, 6))
+def test_tokens_of_a_chunk_are_stored_in_their_rows(data: st.DataObject, num_tokens: int) -> None:
+    """Whether all tokens of the batch are stored or some, and in whatever order they are named."""
+    order = data.draw(st.permutations(range(num_tokens)))
+    tokens = np.array(order[: data.draw(st.integers(1, num_tokens))])
+    rows = np.array(data.draw(st.permutations(range(1, 7)))[: len(tokens)])
+    pool = QueryPool(6, 1, 4, 8, torch.float32, torch.device("cpu"))
+    pool._queries.fill_(float("nan"))
+    queries = torch.randn(num_tokens, 4, 8)
+    ChunkQueries(pool, tokens, rows).store(0, queries)
+    assert torch.equal(pool.load(slice(1), torch.from_numpy(rows))[0], queries[tokens])
+    others = np.setdiff1d(np.arange(1, 7), rows)
+    assert pool.load(slice(1), torch.from_numpy(others)).isnan().all()

@@ -18,14 +18,16 @@ import numpy as np
 import pytest
 import torch
 
+from tests.inputs import head_scores
 from vllm_tgvkv import evictor, observation
 from vllm_tgvkv.budget import Budget
 from vllm_tgvkv.config import EvictionConfig
 from vllm_tgvkv.evictor import Evictor
 from vllm_tgvkv.pages import CacheShape, page_pool
 from vllm_tgvkv.plan import Eviction, Failure, Observation, Outcome, RowSumming, StepPlan
-from vllm_tgvkv.policies import POLICY_NAMES
+from vllm_tgvkv.policies import METHOD_NAMES
 from vllm_tgvkv.prompt import PromptMap, VisionSpan, voters
+from vllm_tgvkv.ragged import RaggedKeys
 from vllm_tgvkv.ranks import RankError, Ranks, SharedAttention, TensorRanks
 from vllm_tgvkv.stages import Stages
 
@@ -36,7 +38,7 @@ PROMPTS = {
     "first": PromptMap(150, (VisionSpan(9, 48, (6, 8)), VisionSpan(60, 35, (5, 7)))),
     "second": PromptMap(115, (VisionSpan(20, 64, (8, 8)),)),
 }
-SHARED = [name for name in POLICY_NAMES if name not in ("adakv", "rkv")]
+SHARED = [name for name in METHOD_NAMES if name not in ("adakv", "rkv", "mixkv")]
 """Methods that exist at granularity `layer`."""
 
 
@@ -164,10 +166,11 @@ class Model:
         return Run(evictor, {o.request_id: o for o in (outcomes.read() if outcomes else [])})
 
 
-def settings(granularity: str | None) -> EvictionConfig:
+def settings(granularity: str | None, kv_heads: int = HEADS) -> EvictionConfig:
     return EvictionConfig.from_mapping(
         {
             "policy": "tgv",
+            "head_scores": head_scores(LAYERS, kv_heads),
             "granularity": granularity,
             "observation_window": WINDOW,
             "debug": {"record_kept": True},
@@ -230,7 +233,8 @@ def both(method: str) -> dict[str, str]:
 
 def run_out_of_memory(monkeypatch: pytest.MonkeyPatch, part: str, now: Callable[[], bool]) -> None:
     """Let a part of the eviction fail to allocate memory in each call for which `now()` is true."""
-    module = {"observe_layers": observation, "copy_kept": evictor}[part]
+    owners = {"observe_layers": observation, "copy_kept": evictor, "of_row": RaggedKeys}
+    module = owners[part]
     real = getattr(module, part)
 
     def failing(*args: Any, **kwargs: Any) -> Any:
@@ -262,7 +266,7 @@ def test_at_granularity_layer_ranks_keep_what_one_rank_keeps(method: str, size: 
                 assert run.outcomes[name].kept == alone.outcomes[name].kept  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("method", POLICY_NAMES)
+@pytest.mark.parametrize("method", METHOD_NAMES)
 def test_at_granularity_head_every_rank_deals_its_own_pages(method: str) -> None:
     """Pages are conserved on each; a head with as many pages as on one rank keeps the same."""
     config, model = settings("head"), Model.random()
@@ -326,11 +330,16 @@ def test_a_guard_finds_one_number_for_all_ranks(granularity: str) -> None:
     assert len(numbers) > 2
 
 
-@pytest.mark.parametrize("granularity", ["layer", "head"])
-@pytest.mark.parametrize("method", ["tgv", "snapkv", "vlcache", "aircache", "h2o", "random"])
+REPLICATED = ["tgv", "snapkv", "vlcache", "aircache", "h2o", "sparsemm", "random"]
+
+
+@pytest.mark.parametrize(
+    ("method", "granularity"),
+    [*itertools.product(REPLICATED, ["layer", "head"]), ("mixkv", "head")],
+)
 def test_ranks_that_hold_the_same_head_keep_the_same(method: str, granularity: str) -> None:
     """Two KV heads on four ranks: each rank has one of them with half of its query heads."""
-    config, model = settings(granularity), Model.random(kv_heads=2, group=4)
+    config, model = settings(granularity, kv_heads=2), Model.random(kv_heads=2, group=4)
     plan = step(config, both(method), 0.45)
     alone = model.evict(Ranks(), config, plan)
     runs, _ = run_ranks(model, 4, config, plan, replicas=2)

@@ -59,7 +59,10 @@ def test_values_are_read_as_declared() -> None:
         ({"choice": ["a"]}, "it.choice is ['a']: choose one of a, b, or leave it out"),
         ({"part": {"kind": None}}, "it.part.kind is None: choose one of x, y"),
         ({"part": {"size": 2}}, "it.part: size is 2: give an odd number"),
-        ({"part": {"sise": 3}}, "it.part has unknown sise: known are kind, size"),
+        (
+            {"part": {"sise": 3}},
+            "it.part has unknown sise: did you mean size? Known are kind",
+        ),
         ({"part": 3}, "it.part is 3: give a mapping"),
         ({"switch": "yes"}, "it.switch is 'yes': give true or false"),
         ({"name": 3}, "it.name is 3: give a name"),
@@ -118,6 +121,7 @@ def test_the_status_shows_the_settings_that_decide_what_is_kept() -> None:
         "min_prompt_tokens": int,
         "text_only": str,
         "prefix_reuse": str,
+        "decode": schemas.Decode | None,
     }
     assert all(field.is_required() for field in fields.values())
 

@@ -528,6 +528,7 @@ def test_methods_score_layers_at_once_as_one_by_one(mix: Mix) -> None:
     arguments = make_layers(
         [[num_keys] * HEADS] * num_layers, range(num_keys - 1, -1, -1), per_head, GROUP
     ).arguments
+    values = torch.randn_like(arguments["pool"])
 
     def observed(kind: RowSet, layers: slice) -> ObservedAttention:
         pairs = slice(layers.start * HEADS, layers.stop * HEADS)
@@ -542,6 +543,7 @@ def test_methods_score_layers_at_once_as_one_by_one(mix: Mix) -> None:
             **{**arguments, **some},
             statistics=policy.statistics(kind),
             row_positions=torch.arange(num_keys)[rows],
+            values=values,
         )
 
     def attention(kind: RowSet, layers: slice) -> Attention:

@@ -4,8 +4,8 @@
 # Importing a method's module registers it; lists of methods follow the order of these imports.
 from vllm_tgvkv.policies import retention, uniform  # noqa: F401, I001
 from vllm_tgvkv.policies import tgv, vlcache, aircache  # noqa: F401
-from vllm_tgvkv.policies import snapkv, pyramidkv, adakv  # noqa: F401
-from vllm_tgvkv.policies import rkv  # noqa: F401
+from vllm_tgvkv.policies import snapkv, pyramidkv, adakv, sparsemm  # noqa: F401
+from vllm_tgvkv.policies import rkv, mixkv  # noqa: F401
 from vllm_tgvkv.policies import h2o, prefixkv, elastic, streaming, random  # noqa: F401
 from vllm_tgvkv.policies import ablations  # noqa: F401
 from vllm_tgvkv.policies.base import (
@@ -24,12 +24,24 @@ from vllm_tgvkv.policies.base import (
     VoteScore,
 )
 from vllm_tgvkv.policies.pooling import Pooling
-from vllm_tgvkv.policies.registry import POLICIES, Mix, build_policy
+from vllm_tgvkv.policies.registry import (
+    POLICIES,
+    Mix,
+    broken_methods,
+    build_policy,
+    method_names,
+    needs_head_scores,
+)
 from vllm_tgvkv.prompt import RowSet, VisionSpan
 
-POLICY_NAMES = POLICIES.names
+METHOD_NAMES = POLICIES.names
+"""All methods of this package; `method_names` returns those of other installed packages, too."""
+
+POLICY_NAMES = tuple(name for name in METHOD_NAMES if not needs_head_scores(name))
+"""Methods that every server has: they need no file."""
 
 __all__ = [
+    "METHOD_NAMES",
     "NO_ATTENTION",
     "POLICY_NAMES",
     "WHOLE_MODEL",
@@ -48,5 +60,8 @@ __all__ = [
     "Score",
     "VisionSpan",
     "VoteScore",
+    "broken_methods",
     "build_policy",
+    "method_names",
+    "needs_head_scores",
 ]

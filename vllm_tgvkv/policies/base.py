@@ -15,6 +15,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from vllm_tgvkv.head_scores import HeadScores
 from vllm_tgvkv.kernels.statistics import Attention, Statistic
 from vllm_tgvkv.policies.pooling import Pooler, Pooling
 from vllm_tgvkv.prompt import RowSet, VisionSpan
@@ -169,6 +170,11 @@ class Allocation:
     """Whether the shares are undefined for a prompt without an image or video."""
     bytes_per_score: ClassVar[int] = 0
     """Memory that :meth:`shares` takes for each score of the prompt, in bytes."""
+    needs_head_scores: ClassVar[bool] = False
+    """Whether the shares come from a file of head scores, see :meth:`use`."""
+
+    def use(self, head_scores: HeadScores) -> None:
+        """Take the head scores of the model that is served, before anything else is called."""
 
     def strength(self, view: LayerView, scores: Tensor) -> Tensor:
         """Return F numbers per token set that :meth:`shares` needs from one layer.

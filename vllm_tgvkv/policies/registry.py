@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names of methods and of their parts.
 
-A new method is one file that registers its parts and a recipe; the package imports it.
+A new method is one file that registers its parts and a recipe. This package imports its own. Those
+of other installed packages are found by the entry points of the group `vllm_tgvkv.methods`, whose
+names are methods and whose values are modules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
 from typing import Generic, TypeVar
 
+from vllm_tgvkv.errors import choose, quoted
+from vllm_tgvkv.head_scores import COMMAND, HeadScores
 from vllm_tgvkv.policies.base import (
     FEW_ROWS,
     Allocation,
@@ -23,6 +30,11 @@ from vllm_tgvkv.policies.pooling import Pooling
 from vllm_tgvkv.prompt import RowSet
 
 T = TypeVar("T")
+
+logger = logging.getLogger("vllm.tgvkv")
+
+METHODS_GROUP = "vllm_tgvkv.methods"
+"""Group of entry points by which installed packages add methods."""
 
 
 class Registry(Generic[T]):
@@ -48,7 +60,7 @@ class Registry(Generic[T]):
 
     def __getitem__(self, name: str) -> T:
         if name not in self._values:
-            raise ValueError(f"unknown {self.kind} {name!r}: choose one of {', '.join(self.names)}")
+            raise ValueError(f"unknown {self.kind} {quoted(name)}: {choose(name, self.names)}")
         return self._values[name]
 
     @property
@@ -96,18 +108,52 @@ RETENTIONS: Registry[Callable[[], Retention]] = Registry("retention")
 POLICIES: Registry[Recipe] = Registry("policy")
 
 
-def build_policy(mix: Mix | str, name: str | None = None) -> Policy:
+@functools.cache
+def broken_methods() -> Mapping[str, str]:
+    """Import the methods of installed packages, once; return those that fail, with the reason.
+
+    A method that fails is logged. It stops nothing until somebody asks for it by name.
+    """
+    broken = {}
+    for entry in entry_points(group=METHODS_GROUP):
+        package = entry.dist.name if entry.dist else entry.value
+        try:
+            entry.load()
+            if entry.name not in POLICIES.names:
+                raise ValueError(f"{entry.value} registers no method of this name")
+        except Exception as error:
+            why = (
+                f"is of the package {package} and cannot be used ({type(error).__name__}: {error})"
+            )
+            broken[entry.name] = why
+            logger.warning("KV eviction: the method %s %s", entry.name, why)
+    return broken
+
+
+def method_names() -> tuple[str, ...]:
+    """Return the names of all methods: this package's, and those of installed packages."""
+    broken_methods()
+    return POLICIES.names
+
+
+def build_policy(
+    mix: Mix | str, name: str | None = None, head_scores: HeadScores | None = None
+) -> Policy:
     """Build the policy of a mix, or of a registered method by its name.
 
     Args:
         name: of the policy, by default that of the method it is based on.
+        head_scores: of the model, for allocations that need them.
 
     Raises:
-        ValueError: for an unknown name, with a list of the known ones, or for parts that cannot be
-            combined.
+        ValueError: for an unknown name, with a list of the known ones, for parts that cannot be
+            combined, or without head scores that are needed.
     """
     if isinstance(mix, str):
         mix = Mix(mix)
+    broken = broken_methods()
+    if mix.base in broken and mix.base not in POLICIES.names:
+        raise ValueError(f"the method {mix.base} {broken[mix.base]}")
     recipe = POLICIES[mix.base]
     score, reduction = mix.score or recipe.score, mix.reduce or recipe.reduce
     policy = Policy(
@@ -133,6 +179,13 @@ def build_policy(mix: Mix | str, name: str | None = None) -> Policy:
                 f"{part} has no meaning at granularity {policy.granularity!r}: "
                 f"choose {' or '.join(chosen.granularities)}"
             )
+    if policy.allocation.needs_head_scores:
+        if head_scores is None:
+            raise ValueError(
+                f"allocation {allocation!r} goes by a file of head scores: make one with "
+                f"{COMMAND}, and set head_scores to it in --kv-eviction-config"
+            )
+        policy.allocation.use(head_scores)
     if policy.score.is_signed and policy.allocation.adds_scores:
         fitting = [name for name in ALLOCATIONS.names if not ALLOCATIONS[name]().adds_scores]
         raise ValueError(
@@ -169,6 +222,11 @@ def _score(name: str, rows: RowSet | None, reduction: Reduction) -> Score:
             f"added up: choose rows {', '.join(FEW_ROWS)}, or leave reduce out"
         )
     return score
+
+
+def needs_head_scores(name: str) -> bool:
+    """Return whether a registered method goes by a file of head scores."""
+    return ALLOCATIONS[POLICIES[name].allocation]().needs_head_scores
 
 
 def _with_maxima() -> list[str]:

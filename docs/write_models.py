@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write `docs/models.md`: every multimodal architecture of the installed vLLM, served or refused.
+
+Usage: python -m docs.write_models
+
+Each architecture is judged by the plugin's own checks, on the default configuration that
+transformers or vLLM has for it; nothing is downloaded. Its layers are built without weights, to ask
+them, too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from traceback import walk_tb
+from typing import Any
+
+# Before vLLM and huggingface_hub are imported.
+os.environ.update(VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1")
+
+from pydantic import ValidationError
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+from transformers.models.auto import modeling_auto
+from vllm import __version__
+from vllm.config import ModelConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models.registry import _MULTIMODAL_MODELS, ModelRegistry
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.transformers_utils.config import _CONFIG_REGISTRY
+
+from tests.models import FAMILIES
+from vllm_tgvkv.compatibility import clear_nominal_window, refused_properties
+from vllm_tgvkv.errors import UnsupportedByEvictionError
+from vllm_tgvkv.gain import FULL_ATTENTION, cache_specs, layer_kinds
+from vllm_tgvkv.manager import EvictingSpec
+from vllm_tgvkv.worker import evicting_backend
+from vllm_tgvkv.worker_cpu import EvictionCPUWorker
+
+PAGE = Path(__file__).with_name("models.md")
+
+DOWNLOADS = {
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3.6-35B-A3B 14 M",
+    "Qwen3_5ForConditionalGeneration": "Qwen3.8-27B 11 M, Qwen3.6-27B 11 M, Qwen3.5-9B 9 M",
+    "Gemma4ForConditionalGeneration": (
+        "Gemma-4-31B 9.6 M, 26B-A4B 8.5 M; E4B, E2B and 12B together 11 M"
+    ),
+    "Qwen3VLForConditionalGeneration": "Qwen3-VL-8B 5 to 9 M",
+    "Qwen2_5_VLForConditionalGeneration": "Qwen2.5-VL 7 M",
+    "Qwen2VLForConditionalGeneration": "Qwen2-VL-2B 3.3 M",
+    "DeepseekOCRForCausalLM": "DeepSeek-OCR 2.1 M",
+    "KimiK25ForConditionalGeneration": "Kimi-K2.x 1 M",
+}
+"""Downloads a month in 2026, from snapshots of the models' pages."""
+
+TEXT = """\
+# Models
+
+`python -m docs.write_models` writes this page from the model registry of vLLM {version}, built for
+CPU, and a test fails if it is out of date. It has {total} multimodal architectures:
+
+| | architectures |
+|---|---|
+| [served](#served) | {served} |
+| [served, by the configuration alone](#served-by-the-configuration-alone) | {unproven} |
+| [refused](#refused) | {refused} |
+| [unknown](#unknown) | {unknown} |
+
+The plugin's own checks decide: on the architecture's default configuration, and then on its
+layers, which are built without weights. A checkpoint may differ from the default, in its layers or
+their windows. For any model, [this tells](tuning.md#what-a-model-gains) before a server starts
+whether it is served and what eviction gains:
+
+    python -m vllm_tgvkv.gain MODEL --prompt 8192 --budget 0.1
+
+[compatibility.md](compatibility.md#refused) gives the reason for each refusal. A *tiny model* has
+random weights and runs in a real engine against an oracle and against stock vLLM
+(`engine/test_models.py`, under this name). The others run the same code and were not run. Downloads
+are per month, from snapshots of the models' pages in 2026: a proxy for use, known for the most
+popular models only.
+
+## Served
+
+| architecture | inputs | layers | tiny model | downloads a month |
+|---|---|---|---|---|
+{served_rows}
+
+## Served, by the configuration alone
+
+The checks find nothing in the default configuration, but vLLM cannot build the model from it here,
+so its layers were not asked. They are at a server's start.
+
+| architecture | inputs | not built | downloads a month |
+|---|---|---|---|
+{unproven_rows}
+
+## Refused
+
+| architecture | inputs | layers | why | downloads a month |
+|---|---|---|---|---|
+{refused_rows}
+
+## Unknown
+
+Neither transformers nor vLLM has a complete default configuration for these, so only a checkpoint
+can tell.
+
+| architecture | why | downloads a month |
+|---|---|---|
+{unknown_rows}
+"""
+
+_NO_CONFIGURATION = "configuration not available offline"
+_MODEL_TYPES = {
+    name: model_type
+    for mapping in dir(modeling_auto)
+    if mapping.endswith("_MAPPING_NAMES")
+    for model_type, names in getattr(modeling_auto, mapping).items()
+    for name in ([names] if isinstance(names, str) else names)
+}
+"""Types of configurations by the names of transformers' models."""
+
+
+@dataclass
+class Decision:
+    """Whether eviction serves an architecture, and what is known about it."""
+
+    architecture: str
+    refusals: list[str] = field(default_factory=list)
+    unknown: str = ""
+    """Why it is not known whether it is served; empty if it is."""
+    inputs: str = ""
+    layers: str = ""
+    """How many of each kind; empty if vLLM cannot build them here."""
+    not_built: str = ""
+    """Why it cannot."""
+
+    @property
+    def outcome(self) -> str:
+        if self.unknown:
+            return "unknown"
+        if self.refusals:
+            return "refused"
+        return "unproven" if self.not_built else "served"
+
+
+class _ConfigAsked(Exception):
+    """Ends vLLM's processing information at the point where it asks for the configuration."""
+
+
+class _Asking:
+    """A processing context that only tells which class of configuration is asked for."""
+
+    asked: type[PretrainedConfig] = PretrainedConfig
+
+    def get_hf_config(self, kind: type[PretrainedConfig] = PretrainedConfig) -> Any:
+        self.asked = kind
+        raise _ConfigAsked
+
+
+def default_config(architecture: str, model: Any) -> PretrainedConfig | None:
+    """Return the default configuration of an architecture; None if there is none offline.
+
+    It is transformers' for a model of that name, or of the class that vLLM's processor for the
+    architecture demands, or of vLLM's own class that has the name of the model's module.
+    """
+    if architecture in _MODEL_TYPES:
+        return CONFIG_MAPPING[_MODEL_TYPES[architecture]]()
+    asking = _Asking()
+    try:
+        model._processor_factory.info(asking).get_hf_config()
+    except (_ConfigAsked, AttributeError):
+        if asking.asked.model_type:
+            return asking.asked()
+    module = _MULTIMODAL_MODELS[architecture][0].rpartition(".")[2]
+    return _CONFIG_REGISTRY[module]() if module in _CONFIG_REGISTRY else None
+
+
+def decide(architecture: str) -> Decision:
+    """Return the decision on one architecture of vLLM's registry."""
+    decision = Decision(architecture)
+    try:
+        model = ModelRegistry.models[architecture].load_model_cls()
+    except ImportError:
+        decision.unknown = "its module needs a package or a device that is not here"
+        return decision
+    ModelRegistry.register_model(architecture, model)  # else vLLM imports it in another process
+    config = default_config(architecture, model)
+    if config is None:
+        decision.unknown = _NO_CONFIGURATION
+        return decision
+    config.architectures, config.dtype = [architecture], "bfloat16"
+    vision = getattr(config, "sub_configs", {}).get("vision_config")
+    if vision not in (None, AutoConfig) and getattr(config, "vision_config", 0) is None:
+        config.vision_config = vision()  # without one it reads text only
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        engine_args = EngineArgs(model=folder, skip_tokenizer_init=True)
+        try:
+            model_config = engine_args.create_model_config()
+        except Exception as error:  # whatever a model's own code raises
+            decision.unknown = f"vLLM refuses its default configuration: {_first_line(error)}"
+            return decision
+        if not model_config.get_hidden_size():
+            decision.unknown = "its default configuration has no sizes"
+            return decision
+        # Without the folder and the layers, which are those of a default configuration.
+        refusals = refused_properties(model_config)
+        decision.refusals = [re.sub(r" \([^()]*: [^()]*\)", "", what) for what in refusals]
+        decision.inputs = _inputs(model_config)
+        try:
+            _ask_layers(decision, engine_args)
+        except Exception as error:
+            decision.not_built = _first_line(error)
+    return decision
+
+
+def _first_line(error: Exception) -> str:
+    """Return what an error says, without what pydantic writes around it."""
+    if isinstance(error, ValidationError):
+        return error.errors()[0]["msg"].removeprefix("Value error, ").partition(". ")[0]
+    text = str(error).strip() or f"{type(error).__name__} in {_place(error)}"
+    return text.splitlines()[0].partition(". ")[0].replace("|", "or")
+
+
+def _place(error: Exception) -> str:
+    """Return the function that raised."""
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    return frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name
+
+
+def _inputs(model: ModelConfig) -> str:
+    """Return what the model takes; nothing if only its tokenizer knows."""
+    try:
+        limits = MULTIMODAL_REGISTRY.get_processing_info(model).get_supported_mm_limits()
+    except ValueError:
+        return ""
+    order = ("image", "video", "audio", *sorted(limits))
+    return ", ".join(sorted(limits, key=order.index))
+
+
+def _ask_layers(decision: Decision, engine_args: EngineArgs) -> None:
+    """Build the layers, with the evicting attention unless the model is already refused."""
+    vllm_config = engine_args.create_engine_config()
+    clear_nominal_window(vllm_config)
+    if decision.refusals:
+        kinds = layer_kinds(cache_specs(vllm_config), vllm_config)
+        decision.layers = ", ".join(f"{kind.num_layers} {kind.name}" for kind in kinds)
+        return
+    try:
+        with evicting_backend(
+            EvictionCPUWorker.replaced_backend, EvictionCPUWorker.evicting_backend
+        ):
+            specs = cache_specs(vllm_config)
+    except UnsupportedByEvictionError as error:
+        decision.refusals = [str(error)]
+        return
+    others = {type(spec).__name__ for spec in specs} - {EvictingSpec.__name__}
+    if others:
+        decision.refusals = [f"layers with {', '.join(sorted(others))}"]
+    decision.layers = f"{len(specs)} {FULL_ATTENTION}"
+
+
+def decisions() -> list[Decision]:
+    """Return a decision on each multimodal architecture of vLLM's registry, by name."""
+    return [decide(architecture) for architecture in sorted(_MULTIMODAL_MODELS, key=str.lower)]
+
+
+def page() -> str:
+    """Return the page's text."""
+    found = decisions()
+    rows: dict[str, list[str]] = {"served": [], "unproven": [], "refused": [], "unknown": []}
+    for one in found:
+        tiny = _MODEL_TYPES.get(one.architecture, "")
+        known = {
+            "served": [one.inputs, one.layers, f"`{tiny}`" if tiny in FAMILIES else ""],
+            "unproven": [one.inputs, one.not_built],
+            "refused": [one.inputs, one.layers or "not built", "; ".join(one.refusals)],
+            "unknown": [one.unknown],
+        }[one.outcome]
+        cells = [f"`{one.architecture}`", *known, DOWNLOADS.get(one.architecture, "")]
+        rows[one.outcome].append(f"| {' | '.join(cells)} |")
+    return TEXT.format(
+        version=__version__.split("+")[0],
+        total=len(found),
+        **{outcome: len(lines) for outcome, lines in rows.items()},
+        **{f"{outcome}_rows": "\n".join(lines) for outcome, lines in rows.items()},
+    )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

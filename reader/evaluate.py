@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the model reads and answers, in vLLM with the full cache: `python -m reader.evaluate`.
+
+For each task: how many of its questions are answered right to the last character, from the pages
+and from their text.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from measure.engines import LocalLLM, set_environment
+
+set_environment()
+
+from reader.assemble import MODELS, TOWER, load_vocabulary, page_model_folder  # noqa: E402
+from reader.tasks import TASKS, PageExample, PageQuestion, PageTask  # noqa: E402
+from reader.vocabulary import Vocabulary  # noqa: E402
+
+SPARE_TOKENS = 8
+"""Tokens of an answer beyond those of the truth, before it is cut off."""
+
+MAX_MODEL_LEN = 4608
+
+
+class PageEngine(LocalLLM):
+    """Stock vLLM with the model, and its questions."""
+
+    def __init__(self, folder: Path, vocabulary: Vocabulary, pages: int) -> None:
+        """Start the engine for prompts of up to `pages` pages."""
+        super().__init__(
+            folder,
+            None,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=8,
+            limit_mm_per_prompt={"image": pages},
+            kv_cache_memory_bytes=1 << 30,
+        )
+        self.vocabulary = vocabulary
+        self.tokenizer = self.llm.get_tokenizer()
+
+    def right(self, examples: Sequence[PageExample], as_text: bool = False) -> list[bool]:
+        """Return for each example whether its answer is right.
+
+        Args:
+            as_text: give the language model the text instead of the pages.
+        """
+        from vllm import SamplingParams
+
+        prompts, sampling = [], []
+        for example in examples:
+            text = self.tokenizer.apply_chat_template(
+                example.messages(), add_generation_prompt=True, tokenize=False
+            )
+            prompt = {"prompt": text + example.asked.start}
+            if as_text:
+                shown = example.asked.message.split("\n")[1]
+                prompt["prompt"] = prompt["prompt"].replace("<image>" * len(example.pages), shown)
+            else:
+                prompt["multi_modal_data"] = {"image": list(example.pages)}
+            prompts.append(prompt)
+            tokens = len(self.tokenizer.encode(example.asked.answer)) + SPARE_TOKENS
+            sampling.append(SamplingParams(temperature=0, max_tokens=tokens))
+        outputs = self.llm.generate(prompts, sampling, use_tqdm=False)
+        return [
+            example.asked.found(output.outputs[0].text) == example.asked.answer
+            for example, output in zip(examples, outputs, strict=True)
+        ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--questions", type=int, default=20, help="of each task")
+    parser.add_argument("--first", type=int, default=0, help="number of the first one")
+    parser.add_argument("--tasks", nargs="+", default=[task.name for task in TASKS])
+    parser.add_argument("--text", action="store_true", help="ask about the texts, too")
+    parser.add_argument("--models", type=Path, default=MODELS, help="folder of model folders")
+    parser.add_argument("--tower", type=Path, default=TOWER)
+    options = parser.parse_args()
+    tasks = [task for task in TASKS if task.name in options.tasks]
+    folder = page_model_folder(options.models, options.tower)
+    engine = PageEngine(
+        folder, load_vocabulary(folder, options.tower), max(task.pages for task in tasks)
+    )
+    for task in tasks:
+        report(engine, task, range(options.first, options.first + options.questions), options.text)
+    engine.close()
+
+
+def report(engine: PageEngine, task: PageTask, numbers: range, with_text: bool) -> None:
+    """Ask the questions of a task and print a line."""
+    examples = [PageQuestion(task, number).example(engine.vocabulary) for number in numbers]
+    right = {"pages": sum(engine.right(examples))}
+    if with_text:
+        right["their text"] = sum(engine.right(examples, as_text=True))
+    found = ", ".join(f"{count} from {what}" for what, count in right.items())
+    print(f"{task.title}: right of {len(examples)}: {found}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Questions about pages: the texts of `evaluation.text_tasks`, drawn instead of written.
+
+A prompt is what a text's prompt would be, with pages where the text stood: introduction, pages,
+question, beginning of the answer. A tower that reads without mistakes makes both the same for the
+language model, and a text that goes on over several pages is read like one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from evaluation.text_tasks import Haystack, Kind, TextExample, TextQuestion, TextTask
+from reader.layout import PIECES, draw_page
+from reader.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True)
+class PageTask:
+    """A kind of question about a number of pages."""
+
+    kind: Kind
+    haystack: Haystack
+    pages: int = 1
+    keys: int = 1
+    """Numbers or passages on the pages; one of them is asked for in each turn."""
+    turns: int = 1
+    """1, or 2 for a question after another one has been answered."""
+
+    @property
+    def name(self) -> str:
+        keys = "" if self.keys == 1 else f"-{self.keys}"
+        return f"{self.kind}{keys}-{self.haystack}-{self.pages}p" + ("-chat" * (self.turns - 1))
+
+    @property
+    def title(self) -> str:
+        """Return its description for a reader, such as `one of 4 numbers, 2 pages of prose`."""
+        what = f"a {self.kind}" if self.keys == 1 else f"one of {self.keys} {self.kind}s"
+        pages = "a page" if self.pages == 1 else f"{self.pages} pages"
+        return f"{what}, {pages} of {self.haystack}" + ", second turn" * (self.turns - 1)
+
+
+TASKS = (
+    PageTask("number", "prose"),
+    PageTask("number", "noise"),
+    PageTask("number", "noise", pages=2),
+    PageTask("number", "noise", pages=4),
+    PageTask("number", "prose", pages=2),
+    PageTask("number", "prose", keys=4),
+    PageTask("number", "prose", keys=2, turns=2),
+    PageTask("passage", "noise"),
+)
+
+
+@dataclass(frozen=True)
+class PageExample:
+    """A question about pages, and what is right.
+
+    Its `asked` has the words for a language model that gets the text itself.
+    """
+
+    pages: tuple[Image.Image, ...]
+    introduction: str
+    turns: tuple[tuple[str, str], ...]
+    """Question and answer of each turn before the last."""
+    question: str
+    asked: TextExample
+
+    def messages(self) -> list[dict[str, Any]]:
+        """Return the conversation, without the beginning of the answer: pages are `image` parts."""
+        first, *more = [*(question for question, _ in self.turns), self.question]
+        content: list[dict[str, Any]] = [
+            {"type": "text", "text": self.introduction},
+            *({"type": "image"} for _ in self.pages),
+            {"type": "text", "text": first},
+        ]
+        messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
+        for (_, answer), question in zip(self.turns, more, strict=True):
+            messages.append({"role": "assistant", "content": answer})
+            messages.append({"role": "user", "content": question.strip()})
+        return messages
+
+
+@dataclass(frozen=True)
+class PageQuestion:
+    """Question `number` of a task. Its words and its pages follow from both."""
+
+    task: PageTask
+    number: int
+
+    def example(self, vocabulary: Vocabulary) -> PageExample:
+        """Write the question and draw its pages."""
+        task = self.task
+
+        def count(text: str) -> int:
+            return len(vocabulary.split(text))
+
+        written = TextTask(task.kind, task.haystack, task.pages * PIECES, task.keys)
+        question = TextQuestion(written, self.number)
+        # The text alone fills the pages: what stands around it is taken off its length.
+        draft = question.example(0, count)
+        introduction, _, asking = draft.message.split("\n")
+        around = count(f"{introduction}\n") + count(f"\n{asking}") + count(draft.start)
+        asked = question.example(-around, count)
+        introduction, text, asking = asked.message.split("\n")
+        turns = (_first_turn(text, asked),) if task.turns > 1 else ()
+        pieces = [vocabulary.texts[index] for index in vocabulary.split(text)]
+        return PageExample(
+            pages=tuple(draw_pages(pieces, f"{task.name}/{self.number}")),
+            introduction=f"{introduction}\n",
+            turns=turns,
+            question=f"\n{asking}",
+            asked=asked,
+        )
+
+
+def draw_pages(pieces: Sequence[str], seed: str) -> list[Image.Image]:
+    """Return as many pages as the pieces need, in one look that follows from the seed."""
+    return [
+        draw_page(pieces[start : start + PIECES], np.random.default_rng([*seed.encode()]))
+        for start in range(0, len(pieces), PIECES)
+    ]
+
+
+def _first_turn(text: str, asked: TextExample) -> tuple[str, str]:
+    """Return a question for a number on the page that is not asked for later, and its answer."""
+    name, value = next(
+        found
+        for found in re.findall(r"magic numbers for (\S+) is: (\d+)\.", text)
+        if found[1] != asked.answer
+    )
+    topic = f"the special magic number for {name} mentioned in the provided text"
+    return f"\nWhat is {topic}?", f"T{topic[1:]} is {value}."

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public Python interface: the lines of docs/python.md in a real engine."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.exceptions import VLLMValidationError
+
+import vllm_tgvkv
+from tests.conftest import ROOT
+from tests.engine import running  # noqa: F401  sets the environment of engines
+from vllm_tgvkv import api
+from vllm_tgvkv.config import EvictionConfig
+from vllm_tgvkv.request import REQUEST_KEYS, RequestOptions
+
+NAMES = (
+    "CutReport",
+    "EvictionConfigError",
+    "EvictionOptions",
+    "EvictionReport",
+    "KeptTokens",
+    "UnsupportedByEvictionError",
+    "kept_tokens",
+    "method_names",
+    "report_of",
+)
+"""The public names. One that goes or changes its meaning is a new major version."""
+
+
+def test_public_names_are_frozen() -> None:
+    assert api.__all__ == vllm_tgvkv.__all__ == NAMES
+    for name in NAMES:
+        assert getattr(vllm_tgvkv, name) is getattr(api, name)
+        assert name in dir(vllm_tgvkv)
+    with pytest.raises(AttributeError, match="no attribute 'kept'"):
+        _ = vllm_tgvkv.kept
+
+
+def test_importing_the_package_is_cheap() -> None:
+    code = "import sys, vllm_tgvkv; print(sorted({'torch', 'vllm', 'numpy'} & set(sys.modules)))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == "[]"
+
+
+def test_options_cover_every_key_of_a_request() -> None:
+    full = api.EvictionOptions(
+        "snapkv", 0.25, 3, "8:0.3", 512, 64, report=True, trace=True
+    ).extra_args()
+    assert full == {
+        "kv_eviction": "snapkv",
+        "kv_eviction_budget": 0.25,
+        "kv_eviction_defer": 3,
+        "kv_eviction_schedule": "8:0.3",
+        "kv_eviction_max_tokens": 512,
+        "kv_eviction_buffer": 64,
+        "kv_eviction_report": 1,
+        "kv_eviction_trace": 1,
+    }
+    assert set(full) == set(REQUEST_KEYS)
+    options = api.EvictionOptions("snapkv", 0.25, 3, trace=True).extra_args()
+    config = EvictionConfig.from_mapping({"policy": "tgv", "budget": 0.5})
+    resolved = RequestOptions.resolve(config, options)
+    assert (resolved.policy, resolved.budget.fraction, resolved.defer) == ("snapkv", 0.25, 3)
+    assert resolved.report
+    assert resolved.trace
+    plain = api.EvictionOptions(report=False).extra_args()
+    assert plain == {"kv_eviction_report": 0, "kv_eviction_trace": 0}
+    assert RequestOptions.resolve(config, plain) == RequestOptions.resolve(config, None)
+    with pytest.raises(vllm_tgvkv.EvictionConfigError, match="did you mean snapkv"):
+        RequestOptions.resolve(config, api.EvictionOptions("snapkb").extra_args())
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_the_lines_of_the_page_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What they print is right, and what they find agrees with the worker's own record."""
+    (lines,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
+    code = lines.split("llm = ", 1)[1].splitlines()
+    assert len(code) <= 15
+    monkeypatch.chdir(ROOT)
+    found: dict[str, Any] = {}
+    try:
+        exec(lines, found)
+        llm, output, kept = found["llm"], found["output"], found["kept"]
+        printed = capsys.readouterr().out
+        assert "245671 EvictionReport(policy='tgv', prompt_tokens=" in printed
+        report = api.report_of(output)
+        assert report == kept.report
+        assert report is not None
+        num_tokens = len(output.prompt_token_ids)
+        assert report.prompt_tokens == num_tokens == len(kept.kept_by) == len(kept.is_vision)
+        assert f"{kept.text:.1f} text and {kept.vision:.1f} vision tokens per head" in printed
+        # Another count of each number, by the positions.
+        counted = np.zeros(num_tokens, dtype=np.int64)
+        assert (len(kept.positions), len(kept.positions[0])) == kept.pages.shape
+        for of_layer in kept.positions:
+            for positions in of_layer:
+                assert (np.diff(positions) > 0).all()
+                counted[positions] += 1
+        np.testing.assert_array_equal(counted, kept.kept_by)
+        assert round(kept.text + kept.vision) == report.kept_tokens
+        image = llm.get_tokenizer().convert_tokens_to_ids("<image>")
+        is_image = np.asarray(output.prompt_token_ids) == image
+        np.testing.assert_array_equal(is_image, kept.is_vision)
+        # Reasons for which there is nothing to return.
+        question = [{"role": "user", "content": "Hello?"}]
+        for options, reason in (
+            (api.EvictionOptions(trace=True), "nothing was evicted"),
+            (api.EvictionOptions(report=False), "has no report"),
+        ):
+            sampling = found["SamplingParams"](max_tokens=2, extra_args=options.extra_args())
+            (answer,) = llm.chat(question, sampling)
+            with pytest.raises(ValueError, match=reason):
+                api.kept_tokens(llm, answer)
+        sampling = found["SamplingParams"](extra_args={"kv_eviction": "snapkb"})
+        with pytest.raises(VLLMValidationError, match="did you mean snapkv"):
+            llm.chat(question, sampling)
+    finally:
+        if "llm" in found:
+            found["llm"].llm_engine.engine_core.shutdown()

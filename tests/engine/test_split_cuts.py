@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cuts after the first one in engines of several ranks and stages, each a process with a core.
+
+The oracle is one process: it decides when a request is cut, deals the pages of each rank and stage,
+and hides the keys that each head loses. Prompts come in chunks, the pool is too small for all, and
+freed blocks are filled with NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from oracle.emulation import Eviction, Oracle
+from tests.engine.running import Ask
+from tests.engine.test_engine import album
+from tests.engine.test_parallel import ParallelEngine, workers
+from tests.engine.test_pipeline import DEBUG, PipelineEngine
+
+pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
+
+SIZE, ROWS, ANSWER_ROWS = 32, 128, 24
+LAYERS = (3, 2)
+"""Layers of each stage."""
+NAMES = {
+    f"{method}_by_{granularity}": {"base": method, "granularity": granularity}
+    for granularity, methods in {
+        "layer": ("tgv", "h2o", "prefixkv"),
+        "head": ("tgv", "adakv", "pyramidkv", "rkv"),
+    }.items()
+    for method in methods
+}
+SCHEDULE = ((6, 0.6), (30, 0.4), (61, 0.2))
+DECODE: dict[str, dict[str, Any]] = {
+    "schedule": {"schedule": SCHEDULE},
+    "ceiling": {"max_tokens": 96, "buffer": 32},
+}
+EVICTION: dict[str, dict[str, Any]] = {
+    "schedule": {"budget": 0.6, "defer": 6, "schedule": SCHEDULE[1:]},
+    "ceiling": {"budget": 0.7, "defer": 3, "ceiling": 96, "buffer": 32},
+}
+TOKENS = {"schedule": 90, "ceiling": 150}
+FEWER = ("tgv_by_layer", "rkv_by_head", "adakv_by_head", "h2o_by_layer")
+"""Methods of longer answers."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Processes that a model is split into."""
+
+    kind: type[ParallelEngine]
+    ranks: int
+    stages: Sequence[int]
+    cores: str = "0|1"
+
+    def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Join what each worker kept, bool [L', H', n], to [L, H, n]."""
+        of_stages = [parts[i : i + self.ranks] for i in range(0, len(parts), self.ranks)]
+        return torch.cat([torch.cat(list(ranks), dim=1) for ranks in of_stages])
+
+
+SPLITS = {
+    "ranks": Split(ParallelEngine, 2, (5,)),
+    "stages": Split(PipelineEngine, 1, LAYERS),
+    "grid": Split(PipelineEngine, 2, LAYERS, "0|1|0|1"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("ranks", "schedule"),
+        ("ranks", "ceiling"),
+        ("stages", "schedule"),
+        ("stages", "ceiling"),
+        ("grid", "ceiling"),
+    ],
+)
+def test_every_cut_leaves_what_one_process_leaves(
+    tiny_model: Callable[..., Path], name: str, kind: str
+) -> None:
+    folder = tiny_model("llava", image_size=112, layers=sum(LAYERS))
+    oracle, split = Oracle(folder), SPLITS[name]
+    names = {"schedule": tuple(NAMES), "ceiling": FEWER[:3] if name == "grid" else FEWER}[kind]
+    asks = [ask(seed, method, kind) for seed, method in enumerate(names)]
+    settings = {
+        "policy": "tgv",
+        "observation_window": ROWS,
+        "methods": NAMES,
+        "decode": {**DECODE[kind], "rows": ANSWER_ROWS},
+        "debug": DEBUG,
+    }
+    with workers(
+        folder,
+        settings,
+        split.kind,
+        split.cores,
+        tensor_parallel_size=split.ranks,
+        pipeline_parallel_size=len(split.stages),
+        max_num_batched_tokens=128,
+        max_model_len=640,
+        num_gpu_blocks_override=28,
+        enable_prefix_caching=True,
+    ) as running:
+        outputs = running.run(asks)
+        for asked, output in zip(asks, outputs, strict=True):
+            assert_cut(running, oracle, split, kind, asked, output)
+        assert running.preempted or kind == "ceiling"
+
+
+def ask(seed: int, method: str, kind: str) -> Ask:
+    xargs = {"kv_eviction": method, "kv_eviction_report": 1}
+    if kind == "ceiling":
+        options = EVICTION[kind]
+        xargs |= {"kv_eviction_budget": options["budget"], "kv_eviction_defer": options["defer"]}
+    lengths = 20, 170 + 19 * seed
+    return album(seed, *lengths, max_tokens=TOKENS[kind], arrival=2 * seed, xargs=xargs)
+
+
+def assert_cut(
+    running: ParallelEngine, oracle: Oracle, split: Split, kind: str, asked: Ask, output: Any
+) -> None:
+    """Assert that tokens, the report, and what every cut left are the oracle's."""
+    name = asked.xargs["kv_eviction"]
+    wanted = Eviction(
+        block_size=SIZE,
+        method=NAMES[name]["base"],
+        granularity=NAMES[name]["granularity"],
+        observation_window=ROWS,
+        ranks=split.ranks,
+        answer_rows=ANSWER_ROWS,
+        **EVICTION[kind],
+    )
+    prompt = oracle.prompt(asked.text, asked.images)
+    answer = oracle.answer(prompt, asked.max_tokens, wanted, split.stages)
+    assert len(answer.cuts) >= 3, name
+    of_workers = running.cuts_on_workers(output.request_id)
+    assert len(set(map(len, of_workers))) == 1
+    report = output.kv_transfer_params["kv_eviction"]["cuts"]
+    assert [cut["answer_tokens"] for cut in report] == [cut.after for cut in answer.cuts]
+    for number, cut in enumerate(reversed(answer.cuts), 1):  # a preemption repeats the first ones
+        left = cut.selection.kept
+        num_tokens = left.shape[-1] if cut.earlier and kind == "ceiling" else len(prompt.token_ids)
+        num_candidates = num_tokens // SIZE * SIZE
+        kept = split.joined([of_worker[-number] for of_worker in of_workers])
+        same = torch.equal(kept[..., :num_candidates], left[..., :num_candidates])
+        assert same, f"{name}: the cut after {cut.after} keeps other tokens"
+        assert not kept[..., num_candidates:].any()
+        pages = [
+            int(of_worker[-number].sum()) // of_worker[-number][..., 0].numel()
+            for of_worker in of_workers
+        ]
+        assert set(pages) == {cut.selection.blocks * SIZE}
+    assert list(output.outputs[0].token_ids) == answer.tokens, name

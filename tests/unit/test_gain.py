@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gain of eviction from a model's configuration: by hand, and as vLLM's caches have it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from tests.conftest import ROOT
+from tests.unit.test_compatibility import SIZES, VISION
+from vllm_tgvkv.budget import Budget
+from vllm_tgvkv.gain import FULL_ATTENTION, LayerKind, gain, main
+
+FULL = LayerKind(FULL_ATTENTION, 10, bytes_per_token=1000)
+WINDOW = LayerKind("window of 64 tokens", 20, bytes_per_token=2000, window=64)
+STATE = LayerKind("state", 30, state_bytes=500_000)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "before", "after", "peak"),
+    [
+        # 1003 + 20 tokens in blocks of 16 are 62 full ones of the prompt and two more; a budget
+        # of 10 % is 100 tokens: 5 blocks, and the tail of 11 tokens.
+        ([FULL], 64 * 16_000, (5 + 2) * 16_000, (63 + 5) * 16_000),
+        ([FULL, WINDOW], 1_024_000 + 128_000, 112_000 + 128_000, 1_088_000 + 128_000),
+        ([STATE, FULL], 1_024_000 + 500_000, 112_000 + 500_000, 1_088_000 + 500_000),
+        ([STATE, WINDOW], 628_000, 628_000, 628_000),
+    ],
+)
+def test_a_request_by_hand(kinds: list[LayerKind], before: int, after: int, peak: int) -> None:
+    found = gain(kinds, 1003, 20, Budget(fraction=0.1), 16)
+    assert (found.before, found.after, found.peak) == (before, after, peak)
+    assert found.ratio == before / after
+
+
+def test_a_prompt_below_one_block_gains_nothing() -> None:
+    found = gain([FULL], 15, 20, Budget(fraction=0.1), 16)
+    assert found.before == found.after == 3 * 16_000
+    assert found.verdict == "not worth it"
+
+
+def test_verdicts() -> None:
+    """Of three times, of a little more than one, and of one."""
+    for fraction, verdict in ((0.3, "worth it"), (0.8, "a small gain"), (1.0, "not worth it")):
+        assert gain([FULL], 8192, 16, Budget(fraction=fraction), 16).verdict == verdict
+
+
+def llava() -> Any:
+    text = transformers.LlamaConfig(**{**SIZES, "max_position_embeddings": 16_384})
+    return transformers.LlavaConfig(text_config=text, vision_config=VISION)
+
+
+def gemma4() -> Any:
+    """A full layer after every five with a window; the last six read the caches of others."""
+    kinds = (["sliding_attention"] * 5 + ["full_attention"]) * 3
+    text = {
+        **SIZES,
+        "num_hidden_layers": 18,
+        "layer_types": kinds,
+        "num_kv_shared_layers": 6,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "sliding_window": 128,
+        "max_position_embeddings": 16_384,
+        "hidden_size_per_layer_input": 0,
+    }
+    return transformers.Gemma4Config(
+        text_config=text, vision_config={**VISION, "head_dim": 16}, audio_config=None
+    )
+
+
+def qwen3_5() -> Any:
+    text = {
+        **SIZES,
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_conv_kernel_dim": 4,
+        "max_position_embeddings": 16_384,
+    }
+    vision = {"depth": 2, "hidden_size": 64, "num_heads": 4, "out_hidden_size": 64}
+    return transformers.Qwen3_5Config(text_config=text, vision_config=vision)
+
+
+# Two KV heads of 16 values, keys and values, two bytes each.
+_HEADS = 2 * 2 * 2
+_STATE = 4 * 32 * 32 * 4 + 3 * (2 * 2 * 32 + 4 * 32) * 2
+"""Bytes of a delta-net layer: 4 heads of 32 x 32 in float32, and 3 columns of its convolution."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "architecture", "rows", "served"),
+    [
+        (llava, "LlavaForConditionalGeneration", [(FULL_ATTENTION, 2, 2 * 16 * _HEADS, 0)], True),
+        (
+            gemma4,
+            "Gemma4ForConditionalGeneration",
+            [
+                ("window of 128 tokens", 10, 10 * 16 * _HEADS, 0),
+                (FULL_ATTENTION, 2, 2 * 32 * _HEADS, 0),
+            ],
+            False,
+        ),
+        (
+            qwen3_5,
+            "Qwen3_5ForConditionalGeneration",
+            # With prefix caching, which is on by default: two states.
+            [("state", 3, 0, 2 * 3 * _STATE), (FULL_ATTENTION, 1, 16 * _HEADS, 0)],
+            False,
+        ),
+    ],
+)
+def test_kinds_of_layers_are_those_that_vllm_builds(
+    tmp_path: Path, config: Any, architecture: str, rows: list[Any], served: bool
+) -> None:
+    made = config()
+    made.architectures, made.dtype = [architecture], "bfloat16"
+    made.save_pretrained(tmp_path)
+    run = subprocess.run(
+        [sys.executable, "-m", "vllm_tgvkv.gain", tmp_path, "--block-size", "16", "--pool", "1"],
+        cwd=ROOT,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert ("Served by --kv-eviction." in run.stdout) is served
+    assert ("Eviction is" in run.stdout) is served
+    found = re.findall(r"^(\S.*?) +(\d+) +([\d,]+) +([\d.]+)  (yes|no)$", run.stdout, re.MULTILINE)
+    assert [(name, int(count), int(size.replace(",", ""))) for name, count, size, *_ in found] == [
+        row[:3] for row in rows
+    ]
+    for (*_, fixed, evicted), (name, _, _, state) in zip(found, rows, strict=True):
+        assert float(fixed) == round(state / 2**20, 3)
+        assert (evicted == "yes") is (name == FULL_ATTENTION)
+
+
+def test_wrong_arguments_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")  # `main` sets it otherwise, for good
+    assert main([str(tmp_path), "--budget", "0"]) == 2
+    assert "--budget is '0': give a fraction" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([str(tmp_path), "--prompt", "0"])
+    assert "0 is not a positive number" in capsys.readouterr().err
+    assert main([str(tmp_path)]) == 1
+    assert f"vLLM cannot build {tmp_path} here: " in capsys.readouterr().err
+    made = llava()
+    made.architectures = ["LlavaForConditionalGeneration"]
+    made.save_pretrained(tmp_path)
+    assert main([str(tmp_path), "--prompt", "16384"]) == 2
+    assert "--prompt 16384 and --answer 256 do not fit the model's context of 16384 tokens" in (
+        capsys.readouterr().err
+    )

@@ -1,0 +1,429 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of a request over the settings of any server, and every message about wrong ones."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.test_config import JSON, WORDS, refusal
+from vllm_tgvkv.budget import MAX_STEPS, Budget, parse_schedule
+from vllm_tgvkv.config import EvictionConfig
+from vllm_tgvkv.cuts import Ceiling
+from vllm_tgvkv.errors import EvictionConfigError
+from vllm_tgvkv.request import REQUEST_KEYS, RequestOptions
+
+SERVER = EvictionConfig(policy="tgv", budget=Budget(fraction=0.1))
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "options"),
+    [
+        (None, RequestOptions("tgv", SERVER.budget)),
+        ({}, RequestOptions("tgv", SERVER.budget)),
+        ({"someone_elses": 1}, RequestOptions("tgv", SERVER.budget)),
+        ({"kv_eviction": "none"}, RequestOptions("none", SERVER.budget)),
+        ({"kv_eviction_budget": 0.5}, RequestOptions("tgv", Budget(fraction=0.5))),
+        ({"kv_eviction_budget": "64"}, RequestOptions("tgv", Budget(tokens=64))),
+        ({"kv_eviction_report": 1}, RequestOptions("tgv", SERVER.budget, report=True)),
+        ({"kv_eviction_report": 0}, RequestOptions("tgv", SERVER.budget)),
+        ({"kv_eviction_trace": 1}, RequestOptions("tgv", SERVER.budget, trace=True)),
+    ],
+)
+def test_options_of_a_request(extra_args: dict[str, Any] | None, options: RequestOptions) -> None:
+    assert RequestOptions.resolve(SERVER, extra_args) == options
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "parts"),
+    [
+        ({"kv_eviction": "TGV"}, ["vllm_xargs.kv_eviction", "'TGV'", "none, tgv"]),
+        ({"kv_eviction": 1}, ["vllm_xargs.kv_eviction", "1", "none, tgv"]),
+        ({"kv_eviction_budget": "most"}, ["vllm_xargs.kv_eviction_budget", "'most'", "512"]),
+        ({"kv_eviction_budget": [0.1]}, ["vllm_xargs.kv_eviction_budget", "[0.1]", "512"]),
+        ({"kv_eviction_report": "yes"}, ["vllm_xargs.kv_eviction_report", "'yes'", "give 1"]),
+        ({"kv_eviction_trace": 2}, ["vllm_xargs.kv_eviction_trace is 2", "give 1 for a trace"]),
+        ({"kv_eviction_report": [1]}, ["vllm_xargs.kv_eviction_report", "[1]", "give 1"]),
+        ({"kv_eviction": "random", "kv_eviction_budget": "auto:0.9"}, ["auto", "'random'"]),
+        ({"kv_eviction_sinks": 4}, ["vllm_xargs", "kv_eviction_sinks", "kv_eviction_budget"]),
+    ],
+)
+def test_wrong_options_name_parameter_value_and_way_out(
+    extra_args: dict[str, Any], parts: list[str]
+) -> None:
+    with pytest.raises(EvictionConfigError) as caught:
+        RequestOptions.resolve(SERVER, extra_args)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_a_server_without_traces_says_how_to_get_them() -> None:
+    config = EvictionConfig(policy="tgv", max_traces=0)
+    assert not RequestOptions.resolve(config, {"kv_eviction_trace": 0}).trace
+    with pytest.raises(EvictionConfigError, match="max_traces of at least 1"):
+        RequestOptions.resolve(config, {"kv_eviction_trace": 1})
+
+
+# -- schedules --------------------------------------------------------------------------
+
+STEPS = st.lists(
+    st.tuples(st.integers(0, 10**6), st.integers(1, 1000)),
+    min_size=1,
+    max_size=MAX_STEPS,
+    unique_by=(lambda step: step[0], lambda step: step[1]),
+).map(
+    lambda steps: list(
+        zip(
+            sorted(tokens for tokens, _ in steps),
+            sorted((promille / 1000 for _, promille in steps), reverse=True),
+            strict=True,
+        )
+    )
+)
+
+
+@given(STEPS)
+def test_a_schedule_has_two_spellings(steps: list[tuple[int, float]]) -> None:
+    """Text, which HTTP can carry, and nested pairs."""
+    wanted = tuple((tokens, Budget(fraction=fraction)) for tokens, fraction in steps)
+    text = ",".join(f"{tokens}:{fraction}" for tokens, fraction in steps)
+    spaced = " , ".join(f" {tokens} : {fraction} " for tokens, fraction in steps)
+    for value in (text, spaced, steps, [list(step) for step in steps]):
+        assert parse_schedule(value, "it") == wanted
+
+
+@given(STEPS, st.data())
+def test_any_two_pairs_in_the_wrong_order_are_refused(
+    steps: list[tuple[int, float]], data: st.DataObject
+) -> None:
+    """So are equal ones."""
+    first = data.draw(st.integers(0, len(steps) - 1))
+    second = data.draw(st.integers(first, len(steps) - 1))
+    wrong = list(steps)
+    if first == second:
+        wrong.insert(first, steps[first])
+    else:
+        wrong[first], wrong[second] = wrong[second], wrong[first]
+    for value in (wrong, ",".join(f"{tokens}:{fraction}" for tokens, fraction in wrong)):
+        said = refusal(lambda value=value: parse_schedule(value, "it"))
+        assert said is not None
+        assert said.startswith("it is ")
+        assert "ever more tokens, and ever smaller fractions" in said
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("", "8", "8:", ":0.3", "8:0.3,", "8:0.3;32:0.1", "8:0.3:1", "8.5:0.3", "x:0.3", "8:x"),
+        *("-1:0.3", "8:0", "8:1.5", "8:512", "8:nan", "8:auto:0.9", f"{2**31}:0.3", "8:0.3,9:0.4"),
+        *("9" * 5000 + ":0.1", ",".join(f"{n}:{1 - n / 99}" for n in range(MAX_STEPS + 1))),
+        *(None, 8, 0.3, True, [], [8, 0.3], [[8]], [[8, 0.3, 1]], [[True, 0.3]], [[8.0, 0.3]]),
+        *([[8, True]], [[8, None]], ["8:0.3"], [[8, 512]], {8: 0.3}, b"8:0.3", [b"8:"], [[]]),
+    ],
+    ids=lambda value: repr(value)[:20],
+)
+def test_wrong_schedules_show_a_right_one(value: Any) -> None:
+    said = refusal(lambda: parse_schedule(value, "vllm_xargs.x"))
+    assert said is not None
+    assert said.startswith("vllm_xargs.x is ")
+    assert '"8:0.3,32:0.1" or [[8, 0.3], [32, 0.1]]' in said
+    assert len(said) < 600
+
+
+# -- precedence -------------------------------------------------------------------------
+
+SERVERS: tuple[dict[str, Any], ...] = (
+    {},
+    {"budget": 0.2, "defer": 5},
+    {"budget": "auto:0.9"},
+    {"decode": {"on_request": True, "buffer": 48}, "defer": 2},
+    {"decode": {"on_request": True}, "budget": "auto:0.9"},
+    {"decode": {"schedule": [[8, 0.3]]}},
+    {"decode": {"schedule": [[8, 0.3], [32, 0.1]]}},
+    {"decode": {"max_tokens": 512, "buffer": 64}, "budget": 0.4, "defer": 3},
+)
+ASKED = st.fixed_dictionaries(
+    {},
+    optional={
+        "kv_eviction": st.sampled_from(("none", "snapkv", "elastic", "aircache", "streaming")),
+        "kv_eviction_budget": st.sampled_from((0.5, 0.05, 96, "auto:0.8")),
+        "kv_eviction_defer": st.sampled_from((0, 4, 40)),
+        "kv_eviction_schedule": st.sampled_from(("none", "0:0.6", "4:0.5,12:0.25,40:0.125")),
+        "kv_eviction_max_tokens": st.sampled_from(("none", 16, 256)),
+        "kv_eviction_buffer": st.sampled_from((1, 200)),
+    },
+)
+BLOCK = 32
+
+
+def wanted(server: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what a request gets, as plain values; None if it is refused. Written from the docs."""
+    decode = server.get("decode", {})
+    method = asked.get("kv_eviction", "tgv")
+    schedule = asked.get("kv_eviction_schedule", "none")
+    most = asked.get("kv_eviction_max_tokens", "none")
+    names_again = {"kv_eviction_schedule", "kv_eviction_max_tokens"} & asked.keys()
+    steps = decode.get("schedule", [[server.get("defer", 0), server.get("budget", 0.1)]])
+    if names_again or "max_tokens" in decode:
+        steps = steps[:1]
+    if not names_again:
+        most = decode.get("max_tokens", "none")
+    if schedule != "none":
+        if most != "none" or {"kv_eviction_budget", "kv_eviction_defer"} & asked.keys():
+            return None
+        steps = [[int(n), float(b)] for n, b in (s.split(":") for s in schedule.split(","))]
+    if most == "none" and "kv_eviction_buffer" in asked:
+        return None
+    first = [
+        asked.get("kv_eviction_defer", steps[0][0]),
+        asked.get("kv_eviction_budget", steps[0][1]),
+    ]
+    fraction = 1 if isinstance(first[1], str | int) else first[1]
+    steps = [first, *(s for s in steps[1:] if s[0] > first[0] and s[1] < fraction)]
+    again = most != "none" or len(steps) > 1
+    has_room = decode.get("on_request") or "max_tokens" in decode or len(decode.get("schedule", ()))
+    has_room = has_room and decode.get("schedule") != [[8, 0.3]]
+    is_auto = str(first[1]).startswith("auto")
+    if method != "none":
+        if again and (not has_room or is_auto or method in ("elastic", "aircache")):
+            return None
+        if (most != "none" and most < BLOCK) or (is_auto and method == "streaming"):
+            return None
+    else:
+        steps, most = steps[:1], "none"
+    buffer = asked.get("kv_eviction_buffer", decode.get("buffer", 128))
+    return {
+        "method": method,
+        "steps": steps,
+        "ceiling": None if most == "none" else (most, buffer),
+    }
+
+
+def found(options: RequestOptions) -> dict[str, Any]:
+    budget: Any = options.budget.value
+    if options.budget.is_auto:
+        budget = f"auto:{options.budget.share}"
+    ceiling = options.ceiling and (options.ceiling.max_tokens, options.ceiling.buffer)
+    later = [[tokens, budget.value] for tokens, budget in options.later]
+    steps = [[options.defer, budget], *later]
+    return {"method": options.policy, "steps": steps, "ceiling": ceiling}
+
+
+@pytest.mark.parametrize("server", SERVERS, ids=str)
+@given(asked=ASKED)
+def test_what_a_request_names_goes_before_the_server(
+    server: dict[str, Any], asked: dict[str, Any]
+) -> None:
+    """For any combination, against the rules of docs/requests.md written once more."""
+    config = EvictionConfig.from_mapping({"policy": "tgv", **server})
+    said = refusal(lambda: RequestOptions.resolve(config, asked, BLOCK))
+    should = wanted(server, asked)
+    assert (said is None) == (should is not None), said
+    if should is None:
+        assert said is not None
+        assert "kv_eviction" in said
+        assert "vllm_xargs" in said or "the server's decode" in said
+        assert len(said) < 600
+        return
+    options = RequestOptions.resolve(config, asked, BLOCK)
+    assert found(options) == should
+    assert options.cuts_again == (options.decode is not None)
+    assert pickle.loads(pickle.dumps(options)) == options
+    if options.decode is not None and options.budget.tokens is None:  # as the setting has it
+        json.dumps(options.decode)
+        again = EvictionConfig.from_mapping({"policy": "snapkv", "decode": options.decode})
+        assert again.decode is not None
+        assert (again.decode.ceiling, len(again.decode.later)) == (
+            options.ceiling,
+            0 if options.ceiling else len(options.later),
+        )
+
+
+def test_every_kind_of_server_and_request_is_drawn() -> None:
+    """The test above meets requests that pass and requests that are refused on each server."""
+    methods = ("none", "snapkv", "elastic")
+    for server in SERVERS:
+        seen = {
+            wanted(server, {"kv_eviction": method, "kv_eviction_schedule": schedule}) is None
+            for method, schedule in itertools.product(methods, ("none", "4:0.5,12:0.25"))
+        }
+        assert seen == {True, False}, server
+
+
+ROOM = {"policy": "tgv", "decode": {"on_request": True}}
+SCHEDULE = {"kv_eviction_schedule": "8:0.3,32:0.1"}
+
+
+@pytest.mark.parametrize(
+    ("server", "asked", "parts"),
+    [
+        (
+            {"policy": "tgv"},
+            SCHEDULE,
+            [
+                "vllm_xargs.kv_eviction_schedule is '8:0.3,32:0.1'",
+                '{"decode": {"on_request": true}}',
+            ],
+        ),
+        (
+            {"policy": "tgv"},
+            {"kv_eviction_max_tokens": 512},
+            ["vllm_xargs.kv_eviction_max_tokens is 512", '{"decode": {"on_request": true}}'],
+        ),
+        (
+            ROOM,
+            {"kv_eviction_schedule": "8:0.1,32:0.3"},
+            ["vllm_xargs.kv_eviction_schedule is '8:0.1,32:0.3'", "ever smaller", 'or "none"'],
+        ),
+        (
+            ROOM,
+            {"kv_eviction_schedule": "9999:0.3,10000:0.1"},
+            ["the first wait of vllm_xargs.kv_eviction_schedule is 9999", "at most", "query_rows"],
+        ),
+        (
+            {"policy": "tgv"},
+            {"kv_eviction_schedule": "9999:0.3"},
+            ["the first wait of vllm_xargs.kv_eviction_schedule is 9999", "at most", "query_rows"],
+        ),
+        (
+            ROOM,
+            {**SCHEDULE, "kv_eviction_budget": 0.2},
+            ["vllm_xargs.kv_eviction_budget is 0.2", "kv_eviction_schedule", "leave one of them"],
+        ),
+        (
+            ROOM,
+            {**SCHEDULE, "kv_eviction_defer": 0},
+            ["vllm_xargs.kv_eviction_defer is 0", "kv_eviction_schedule", "leave one of them"],
+        ),
+        (
+            ROOM,
+            {**SCHEDULE, "kv_eviction_max_tokens": 512},
+            ["vllm_xargs.kv_eviction_max_tokens is 512", "either a schedule or a ceiling"],
+        ),
+        (
+            ROOM,
+            {"kv_eviction_buffer": 64},
+            ["vllm_xargs.kv_eviction_buffer is 64", "give kv_eviction_max_tokens"],
+        ),
+        (
+            {"policy": "tgv", "decode": {"max_tokens": 512}},
+            {"kv_eviction_max_tokens": "none", "kv_eviction_buffer": 64},
+            ["vllm_xargs.kv_eviction_buffer is 64", "give kv_eviction_max_tokens"],
+        ),
+        (
+            ROOM,
+            {"kv_eviction_max_tokens": 31},
+            ["vllm_xargs.kv_eviction_max_tokens is 31", "at least 32", "floor_pages 1"],
+        ),
+        (
+            {**ROOM, "floor_pages": 4},
+            {"kv_eviction_max_tokens": 127},
+            ["vllm_xargs.kv_eviction_max_tokens is 127", "at least 128", "floor_pages 4"],
+        ),
+        (
+            ROOM,
+            {"kv_eviction_max_tokens": 0},
+            ["vllm_xargs.kv_eviction_max_tokens is 0", "at least 1", 'or "none"'],
+        ),
+        (
+            ROOM,
+            {"kv_eviction_max_tokens": 512.5},
+            ["vllm_xargs.kv_eviction_max_tokens is 512.5", "whole number"],
+        ),
+        (
+            ROOM,
+            {"kv_eviction_max_tokens": 512, "kv_eviction_buffer": 0},
+            ["vllm_xargs.kv_eviction_buffer is 0", "at least 1"],
+        ),
+        (
+            ROOM,
+            {**SCHEDULE, "kv_eviction": "elastic"},
+            [
+                "vllm_xargs.kv_eviction is 'elastic', which merges tokens",
+                'snapkv, or set kv_eviction_schedule: "none"',
+            ],
+        ),
+        (
+            ROOM,
+            {"kv_eviction_max_tokens": 512, "kv_eviction": "vlcache"},
+            ["'vlcache', which is not defined", 'set kv_eviction_max_tokens: "none"'],
+        ),
+        (
+            {"policy": "tgv", "decode": {"max_tokens": 512}},
+            {"kv_eviction": "aircache"},
+            ["'aircache'", "the server's decode evicts again", 'kv_eviction_schedule: "none"'],
+        ),
+        (
+            ROOM,
+            {"kv_eviction_max_tokens": 512, "kv_eviction_budget": "auto:0.9"},
+            ["budget auto", "vllm_xargs.kv_eviction_max_tokens", "give a fraction"],
+        ),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_contradictions_name_parameter_value_and_way_out(
+    server: dict[str, Any], asked: dict[str, Any], parts: list[str]
+) -> None:
+    config = EvictionConfig.from_mapping(server)
+    with pytest.raises(EvictionConfigError) as caught:
+        RequestOptions.resolve(config, asked, BLOCK)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_a_request_takes_its_way_out() -> None:
+    """What the messages above suggest works."""
+    config = EvictionConfig.from_mapping({"policy": "tgv", "decode": {"max_tokens": 512}})
+    for key in ("kv_eviction_schedule", "kv_eviction_max_tokens"):
+        options = RequestOptions.resolve(config, {"kv_eviction": "aircache", key: "none"})
+        assert not options.cuts_again
+    config = EvictionConfig(policy="elastic")
+    once = RequestOptions.resolve(config, {"kv_eviction_schedule": "8:.3"})
+    assert (once.defer, once.budget) == (8, Budget(fraction=0.3))
+    # A server that only sets memory aside may have a method that evicts once, and a guard.
+    server = {"policy": "elastic", "budget": "auto:0.9", "decode": {"on_request": True}}
+    config = EvictionConfig.from_mapping(server)
+    assert not RequestOptions.resolve(config, None).cuts_again
+    options = RequestOptions.resolve(config, {**SCHEDULE, "kv_eviction": "snapkv"}, BLOCK)
+    assert options.cuts_again
+
+
+def test_the_lowest_ceiling_is_one_block_without_a_floor() -> None:
+    config = EvictionConfig.from_mapping({**ROOM, "floor_pages": 0})
+    asked = {"kv_eviction_max_tokens": 16}
+    assert RequestOptions.resolve(config, asked, 16).ceiling == Ceiling(16, 128)
+    assert refusal(lambda: RequestOptions.resolve(config, asked, 17)) is not None
+    assert RequestOptions.resolve(config, asked).ceiling == Ceiling(16, 128)
+
+
+def test_options_in_words() -> None:
+    config = EvictionConfig.from_mapping(ROOM)
+    for asked, text in (
+        ({}, "10 % of the prompt"),
+        (
+            SCHEDULE,
+            "30 % of the prompt, 10 % of the prompt after 32 tokens of the answer",
+        ),
+        ({"kv_eviction_max_tokens": 512}, "10 % of the prompt, then 512 to 640 tokens per head"),
+    ):
+        assert str(RequestOptions.resolve(config, asked)) == text
+
+
+@given(st.dictionaries(st.sampled_from(REQUEST_KEYS) | st.text() | WORDS, JSON, max_size=4))
+def test_any_options_are_applied_or_refused(extra_args: dict[str, Any]) -> None:
+    server = EvictionConfig.from_mapping(ROOM)
+    said = refusal(lambda: RequestOptions.resolve(server, extra_args, BLOCK))
+    if said is not None:
+        assert "vllm_xargs" in said
+        assert len(said) < 2000
+        return
+    options = RequestOptions.resolve(server, extra_args, BLOCK)
+    assert options.policy in server.method_names
+    assert 0 < options.budget.retained_blocks(10**6, 16) <= 10**6 // 16
+    assert Budget.parse(options.budget.value, "it") == options.budget

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What eviction gains with a model, computed from its configuration before any server starts.
+
+Usage: python -m vllm_tgvkv.gain MODEL --prompt 8192 --budget 0.1
+
+MODEL is a folder with a `config.json`, or a name as in `vllm serve`. vLLM builds the model without
+weights and says what cache each of its layers has. So the figures also hold for models that
+eviction does not serve yet: what it would reach, and what it would not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_tgvkv.budget import Budget
+from vllm_tgvkv.errors import EvictionConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+FULL_ATTENTION = "full attention"
+
+_WORTH_IT, _LITTLE = 1.5, 1.1
+"""Times the requests from which eviction is worth it, or gains a little."""
+
+_MIB, _GIB = 2**20, 2**30
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Layers of a model with the same kind of cache, taken together."""
+
+    name: str
+    num_layers: int
+    bytes_per_token: int = 0
+    """Of all layers; 0 for states."""
+    window: int | None = None
+    """Most tokens that a layer holds."""
+    state_bytes: int = 0
+    """Of all layers, for a request of any length."""
+
+    @property
+    def is_evicted(self) -> bool:
+        """Whether eviction can make it smaller."""
+        return self.name == FULL_ATTENTION
+
+    def num_bytes(self, num_tokens: int) -> int:
+        """Return the memory of a request of which `num_tokens` are cached."""
+        held = num_tokens if self.window is None else min(num_tokens, self.window)
+        return held * self.bytes_per_token + self.state_bytes
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Memory of one request that decodes, in bytes, with and without eviction.
+
+    Windows and states are counted without the padding that vLLM may add to their pages.
+    """
+
+    before: int
+    after: int
+    peak: int
+    """While its prompt is evicted: the whole prompt, and the blocks that are retained."""
+
+    @property
+    def ratio(self) -> float:
+        """Requests that a pool holds with eviction for each one without."""
+        return self.before / self.after
+
+    @property
+    def verdict(self) -> str:
+        """Whether eviction is worth it, in words."""
+        if self.ratio >= _WORTH_IT:
+            return "worth it"
+        return "a small gain" if self.ratio >= _LITTLE else "not worth it"
+
+
+def gain(
+    kinds: Sequence[LayerKind], num_prompt: int, num_answer: int, budget: Budget, block_size: int
+) -> Gain:
+    """Return the gain at the end of an answer.
+
+    Args:
+        num_prompt: tokens of the prompt, P.
+        num_answer: tokens of the answer. They are kept, as is the prompt's partial last block.
+        block_size: N, in tokens.
+    """
+    num_blocks = -(-(num_prompt + num_answer) // block_size)
+    num_full = num_prompt // block_size
+    num_retained = budget.retained_blocks(num_prompt, block_size) if num_full else 0
+
+    def total(blocks_of_evicted: int, num_tokens: int) -> int:
+        return sum(
+            kind.num_bytes(blocks_of_evicted * block_size if kind.is_evicted else num_tokens)
+            for kind in kinds
+        )
+
+    length = num_prompt + num_answer
+    return Gain(
+        before=total(num_blocks, length),
+        after=total(num_blocks - num_full + num_retained, length),
+        peak=total(-(-num_prompt // block_size) + num_retained, num_prompt),
+    )
+
+
+def layer_kinds(specs: Sequence[KVCacheSpec], vllm_config: VllmConfig) -> list[LayerKind]:
+    """Return the kinds of layers that have these caches, those with most layers first."""
+    counts = Counter(specs).most_common()
+    return [_layer_kind(spec, count, vllm_config) for spec, count in counts]
+
+
+def _layer_kind(spec: KVCacheSpec, count: int, vllm_config: VllmConfig) -> LayerKind:
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        CrossAttentionSpec,
+        FullAttentionSpec,
+        MambaSpec,
+        MLAAttentionSpec,
+        SlidingWindowSpec,
+    )
+
+    if isinstance(spec, MambaSpec):
+        # With prefix caching a request holds two: the last one that is cached, and its own.
+        state_bytes = count * spec.max_memory_usage_bytes(vllm_config)
+        return LayerKind("state", count, state_bytes=state_bytes)
+    per_token = count * spec.page_size_bytes // spec.block_size
+    if isinstance(spec, SlidingWindowSpec):
+        window = spec.sliding_window
+        return LayerKind(f"window of {window} tokens", count, per_token, window)
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        window = spec.attention_chunk_size
+        return LayerKind(f"chunks of {window} tokens", count, per_token, window)
+    if isinstance(spec, MLAAttentionSpec):
+        return LayerKind("latent attention", count, per_token)
+    if isinstance(spec, CrossAttentionSpec):
+        return LayerKind("cross attention", count, per_token)
+    if type(spec) is FullAttentionSpec:
+        return LayerKind(FULL_ATTENTION, count, per_token)
+    return LayerKind(type(spec).__name__, count, per_token)
+
+
+def cache_specs(vllm_config: VllmConfig) -> list[KVCacheSpec]:
+    """Return the cache of every layer that has one; the model is built without weights."""
+    import torch
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+    from vllm.v1.kv_cache_interface import AttentionSpec
+    from vllm.v1.worker.utils import customize_attention_spec
+
+    with (
+        _one_rank(vllm_config),
+        set_default_torch_dtype(vllm_config.model_config.dtype),
+        torch.device("meta"),
+    ):
+        initialize_model(vllm_config)
+    specs = []
+    for layer in get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values():
+        if getattr(layer, "kv_sharing_target_layer_name", None):
+            continue  # it reads the cache of another layer
+        spec = layer.get_kv_cache_spec(vllm_config)
+        if isinstance(spec, AttentionSpec):
+            spec = customize_attention_spec(layer.get_attn_backend(), spec)
+        if spec is not None:
+            specs.append(spec)
+    return specs
+
+
+@contextmanager
+def _one_rank(vllm_config: VllmConfig) -> Iterator[None]:
+    """Make the process groups of a single worker, which vLLM's layers ask for."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed.parallel_state import (
+        destroy_distributed_environment,
+        destroy_model_parallel,
+        ensure_model_parallel_initialized,
+        init_distributed_environment,
+    )
+
+    with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(vllm_config):
+        init_distributed_environment(1, 0, Path(folder, "rendezvous").as_uri(), 0, "gloo")
+        try:
+            ensure_model_parallel_initialized(1, 1)
+            yield
+        finally:
+            destroy_model_parallel()
+            destroy_distributed_environment()
+
+
+def report(
+    kinds: Sequence[LayerKind],
+    refusals: Sequence[str],
+    result: Gain,
+    lengths: tuple[int, int],
+    pool_gib: float,
+) -> Iterator[str]:
+    """Yield the lines that tell a model's gain.
+
+    Args:
+        refusals: why eviction refuses the model; none if it serves it.
+        lengths: tokens of the prompt and of the answer.
+    """
+    num_evicted = sum(kind.num_layers for kind in kinds if kind.is_evicted)
+    if refusals:
+        yield f"Not served by --kv-eviction yet: {'; '.join(refusals)}."
+        yield f"What eviction could reach: full attention, in {num_evicted} of its layers."
+    else:
+        yield "Served by --kv-eviction."
+    yield ""
+    yield f"{'kind of layer':24}{'layers':>7}{'bytes per token':>18}{'fixed MiB':>12}  evicted"
+    for kind in kinds:
+        yield (
+            f"{kind.name:24}{kind.num_layers:>7}{kind.bytes_per_token:>18,}"
+            f"{kind.state_bytes / _MIB:>12.3f}  {'yes' if kind.is_evicted else 'no'}"
+        )
+    yield ""
+    yield (
+        f"A request of {lengths[0]} + {lengths[1]} tokens: {result.before / _MIB:.1f} MiB before, "
+        f"{result.after / _MIB:.1f} MiB after, {result.peak / _MIB:.1f} MiB while it is evicted."
+    )
+    pool = int(pool_gib * _GIB)
+    yield (
+        f"Requests in a pool of {pool_gib:g} GiB: {pool // result.before} before, "
+        f"{pool // result.after} after, {result.ratio:.1f} times as many."
+    )
+    yield f"Eviction {'would be' if refusals else 'is'} {result.verdict}."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print what eviction gains with a model; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    # Before vLLM is imported: its log would stand between the lines.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        budget = Budget.parse(options.budget, "--budget")
+        vllm_config = _configure(options)
+        kinds = layer_kinds(cache_specs(vllm_config), vllm_config)
+    except EvictionConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except Exception as error:  # whatever vLLM raises for a model that it cannot build here
+        print(f"vLLM cannot build {options.model} here: {error}", file=sys.stderr)
+        return 1
+    from vllm_tgvkv.compatibility import refused_properties
+
+    model = vllm_config.model_config
+    refusals = refused_properties(model)
+    block_size = vllm_config.cache_config.block_size
+    result = gain(kinds, options.prompt, options.answer, budget, block_size)
+    print(f"{model.architecture}, blocks of {block_size} tokens, budget: {budget}.")
+    print(
+        *report(kinds, refusals, result, (options.prompt, options.answer), options.pool), sep="\n"
+    )
+    return 0
+
+
+def _configure(options: argparse.Namespace) -> VllmConfig:
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_tgvkv.compatibility import clear_nominal_window
+
+    given: dict[str, Any] = {
+        "block_size": options.block_size,
+        "max_model_len": options.max_model_len,
+        "trust_remote_code": options.trust_remote_code,
+    }
+    engine_args = EngineArgs(
+        model=options.model,
+        skip_tokenizer_init=True,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    vllm_config = engine_args.create_engine_config()
+    clear_nominal_window(vllm_config)
+    context = vllm_config.model_config.max_model_len
+    if options.prompt + options.answer > context:
+        raise EvictionConfigError(
+            f"--prompt {options.prompt} and --answer {options.answer} do not fit the model's "
+            f"context of {context} tokens: make them shorter or set --max-model-len"
+        )
+    return vllm_config
+
+
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return number
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m vllm_tgvkv.gain",
+        description="What eviction gains with a model, computed from its configuration.",
+    )
+    parser.add_argument("model", help="a folder with a config.json, or a name as in vllm serve")
+    parser.add_argument("--prompt", type=_positive, default=8192, help="tokens of a prompt")
+    parser.add_argument("--answer", type=_positive, default=256, help="tokens of its answer")
+    parser.add_argument("--budget", default="0.1", help="as --kv-eviction-budget")
+    parser.add_argument("--pool", type=float, default=16.0, help="GiB of memory for caches")
+    parser.add_argument("--block-size", type=_positive, help="as in vllm serve")
+    parser.add_argument("--max-model-len", type=_positive, help="as in vllm serve")
+    parser.add_argument("--trust-remote-code", action="store_true", help="as in vllm serve")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

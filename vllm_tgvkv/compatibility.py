@@ -159,7 +159,7 @@ def _hybrid_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refus
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     if not _has_delta_nets(model):
         return ()
-    what = "hybrid models (gated delta nets and full attention)"
+    what = "a hybrid model (gated delta nets and full attention)"
     workers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     return (
         (not platform.supports_hybrids, f"{what} on this platform", "serve another model"),
@@ -179,6 +179,11 @@ def _hybrid_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refus
             vllm_config.speculative_config is not None,
             f"speculative decoding of {what}",
             "remove --speculative-config",
+        ),
+        (
+            vllm_config.cache_config.cache_dtype not in _PLAIN_CACHES,
+            f"a quantised cache (--kv-cache-dtype {vllm_config.cache_config.cache_dtype}) of {what}",
+            "use --kv-cache-dtype auto",
         ),
     )
 
@@ -410,7 +415,7 @@ def _other_layers(text_config: Any) -> list[str]:
 
 
 def _has_delta_nets(model: ModelConfig) -> bool:
-    """Return whether the model has gated delta nets in some layers, and full attention in others."""
+    """Return whether some layers are gated delta nets, and the others full attention."""
     return model.is_hybrid and model.hf_text_config.model_type in _DELTA_NETS
 
 

@@ -114,7 +114,7 @@ class EvictingWorker:
         self._counters = EvictionCounters().as_dict()
 
     def _evicted_group(self) -> tuple[int, EvictingBuilder[Any]]:
-        """Return the index of the evicted layers among vLLM's KV cache groups, and their builder."""
+        """Return the evicted layers' index among vLLM's KV cache groups, and their builder."""
         ((index, builder),) = (
             (index, builder)
             for index, groups in enumerate(self.model_runner.attn_groups)

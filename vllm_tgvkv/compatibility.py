@@ -161,6 +161,7 @@ def _hybrid_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refus
         return ()
     what = "a hybrid model (gated delta nets and full attention)"
     workers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    dtype = vllm_config.cache_config.cache_dtype
     return (
         (not platform.supports_hybrids, f"{what} on this platform", "serve another model"),
         (
@@ -181,8 +182,8 @@ def _hybrid_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refus
             "remove --speculative-config",
         ),
         (
-            vllm_config.cache_config.cache_dtype not in _PLAIN_CACHES,
-            f"a quantised cache (--kv-cache-dtype {vllm_config.cache_config.cache_dtype}) of {what}",
+            dtype not in _PLAIN_CACHES,
+            f"a quantised cache (--kv-cache-dtype {dtype}) of {what}",
             "use --kv-cache-dtype auto",
         ),
     )

@@ -31,6 +31,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models.registry import _MULTIMODAL_MODELS, ModelRegistry
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.transformers_utils.config import _CONFIG_REGISTRY
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from tests.models import FAMILIES
 from vllm_tgvkv.compatibility import clear_nominal_window, refused_properties
@@ -258,10 +259,13 @@ def _ask_layers(decision: Decision, engine_args: EngineArgs) -> None:
     except UnsupportedByEvictionError as error:
         decision.refusals = [str(error)]
         return
-    others = {type(spec).__name__ for spec in specs} - {EvictingSpec.__name__}
+    states = [spec for spec in specs if isinstance(spec, MambaSpec)]
+    others = {type(spec).__name__ for spec in specs} - {EvictingSpec.__name__, MambaSpec.__name__}
     if others:
         decision.refusals = [f"layers with {', '.join(sorted(others))}"]
-    decision.layers = f"{len(specs)} {FULL_ATTENTION}"
+    decision.layers = f"{len(specs) - len(states)} {FULL_ATTENTION}"
+    if states:
+        decision.layers += f", {len(states)} state ([limits](compatibility.md#hybrid-models))"
 
 
 def decisions() -> list[Decision]:

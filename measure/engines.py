@@ -60,8 +60,12 @@ class LocalEngine:
 
     @property
     def attention_group(self) -> Any:
-        """Return the only group of attention layers: its backend, builder and layer names."""
-        ((group,),) = self.worker.model_runner.attn_groups
+        """Return the group of full-attention layers: its backend, builder and layer names."""
+        groups = (group for groups in self.worker.model_runner.attn_groups for group in groups)
+        # Not imported above: vLLM reads the environment that this module sets.
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+        (group,) = (g for g in groups if isinstance(g.kv_cache_spec, FullAttentionSpec))
         return group
 
     def facts(self) -> dict[str, Any]:

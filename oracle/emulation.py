@@ -306,7 +306,10 @@ class Oracle:
         kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
         self.model = kind.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
         text = self.model.config.get_text_config()
-        self.layers: int = text.num_hidden_layers
+        kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+        self.attending = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+        """Layers with a cache that can be evicted, by their index in the model. L counts these."""
+        self.layers = len(self.attending)
         self.query_heads: int = text.num_attention_heads
         self.kv_heads: int = text.num_key_value_heads
 
@@ -344,11 +347,7 @@ class Oracle:
         with self._recorded() as seen:
             output = self.model(**prompt.inputs, use_cache=True)
         queries = torch.cat([seen[layer] for layer in range(self.layers)])
-        layers = output.past_key_values.layers
-        keys, values = (
-            torch.cat([getattr(x, kind) for x in layers]) for kind in ("keys", "values")
-        )
-        return _states(queries, keys, values)
+        return _states(queries, *self._kept_states(output.past_key_values))
 
     def select(
         self, prompt: Prompt, eviction: Eviction, stages: Sequence[int] | None = None
@@ -463,9 +462,7 @@ class Oracle:
             rows.append(torch.cat(output.attentions).double())
             logprobs.append(output.logits[0, -1].double().log_softmax(-1))
             queries.append(torch.cat([seen[layer] for layer in range(self.layers)]))
-            keys = torch.cat([layer.keys for layer in cache.layers])
-            values = torch.cat([layer.values for layer in cache.layers])
-            moment = Moment(length, kept, rows, queries, keys, values)
+            moment = Moment(length, kept, rows, queries, *self._kept_states(cache))
             new = cut(moment) if callable(cut) else (cut or {}).get(moment.answer)
             if new is not None:
                 kept = kept & new
@@ -491,7 +488,8 @@ class Oracle:
             if cached < length:
                 return args, kwargs  # the prefill
             if cached == length and merging:  # the first token after it
-                self._merge(kwargs["past_key_values"], kept, merging, [module.layer_idx])
+                layer = self.attending.index(module.layer_idx)
+                self._merge(kwargs["past_key_values"], kept, merging, [layer])
             return self._hide(~kept, module, args, kwargs)
 
         with self._hooked(hide):
@@ -506,7 +504,8 @@ class Oracle:
         dimension of Q works as well, so it is enough to change the mask that each layer gets.
         """
         group = self.query_heads // self.kv_heads
-        of_layer = hidden[module.layer_idx].repeat_interleave(group, dim=0)  # [Q, P]
+        layer = self.attending.index(module.layer_idx)
+        of_layer = hidden[layer].repeat_interleave(group, dim=0)  # [Q, P]
         mask = kwargs["attention_mask"]
         mask = mask.expand(-1, self.query_heads, -1, -1).clone()
         lowest = torch.finfo(mask.dtype).min
@@ -518,7 +517,7 @@ class Oracle:
     ) -> None:
         """Replace kept keys and values in the cache by the means that `merged` defines."""
         for number in layers if layers is not None else range(self.layers):
-            layer = cache.layers[number]
+            layer = cache.layers[self.attending[number]]
             for head, row in enumerate(kept[number].tolist()):
                 for states in (layer.keys, layer.values):
                     states[0, head, : len(row)] = merged(states[0, head, : len(row)], row, merging)
@@ -537,7 +536,7 @@ class Oracle:
         """Call `hook` before each attention layer, with the layer and its arguments."""
         handles = [
             layer.self_attn.register_forward_pre_hook(hook, with_kwargs=True)
-            for layer in self._text_layers()
+            for layer in self._attention_layers()
         ]
         try:
             yield
@@ -545,9 +544,16 @@ class Oracle:
             for handle in handles:
                 handle.remove()
 
-    def _text_layers(self) -> Any:
-        """Return the layers of the language model."""
-        return getattr(self.model.model, "language_model", self.model.model).layers
+    def _attention_layers(self) -> list[Any]:
+        """Return the layers of the language model that have full attention."""
+        layers = getattr(self.model.model, "language_model", self.model.model).layers
+        return [layers[i] for i in self.attending]
+
+    def _kept_states(self, cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rotated keys and the values of a cache, each [L, H, n, D]."""
+        layers = [cache.layers[i] for i in self.attending]
+        keys, values = (torch.cat([getattr(x, k) for x in layers]) for k in ("keys", "values"))
+        return keys, values
 
     @contextmanager
     def _recorded(self) -> Iterator[dict[int, torch.Tensor]]:
@@ -555,7 +561,7 @@ class Oracle:
 
         Models call their own eager attention unless one is registered under that name.
         """
-        numbers = {layer.self_attn: i for i, layer in enumerate(self._text_layers())}
+        numbers = {layer.self_attn: i for i, layer in enumerate(self._attention_layers())}
         queries: dict[int, torch.Tensor] = {}
 
         def attend(

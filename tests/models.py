@@ -45,6 +45,8 @@ from transformers import (
     Qwen2VLImageProcessor,
     Qwen2VLProcessor,
     Qwen2VLVideoProcessor,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3VLConfig,
@@ -435,6 +437,29 @@ _QWEN_KINDS = {
         # vLLM normalises videos like images; transformers' defaults for the two differ.
         pixels={"patch_size": PATCH, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
     ),
+    "qwen3_5": _QwenKind(
+        Qwen3_5Config,
+        Qwen3_5ForConditionalGeneration,
+        Qwen3VLProcessor,
+        Qwen3VLVideoProcessor,
+        "linear_fc2",
+        vision=lambda hidden: {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_position_embeddings": 64,
+            "out_hidden_size": hidden,
+        },
+        text=lambda model: {
+            "head_dim": model.head_size,
+            "layer_types": ["linear_attention", "full_attention"] * (model.layers // 2),
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 64,  # the least that vLLM's CPU kernel takes
+            "linear_value_head_dim": 64,
+        },
+        rope={"mrope_interleaved": True, "partial_rotary_factor": 1.0},
+        pixels={"patch_size": PATCH, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
+    ),
 }
 
 
@@ -454,6 +479,7 @@ FAMILIES = {
     "qwen2_vl": Family(write_qwen_vl, QWEN_IMAGE, QWEN_VIDEO),
     "qwen2_5_vl": Family(write_qwen_vl, QWEN_IMAGE, QWEN_VIDEO),
     "qwen3_vl": Family(write_qwen_vl, QWEN_IMAGE, QWEN_VIDEO),
+    "qwen3_5": Family(write_qwen_vl, QWEN_IMAGE, QWEN_VIDEO),
     "internvl": Family(write_internvl, INTERN_IMAGE, LLAVA_VIDEO),
     "qwen3": Family(write_qwen3),
     "phi3": Family(write_phi3),

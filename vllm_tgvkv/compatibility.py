@@ -26,6 +26,9 @@ _PLAIN_CACHES = ("auto", "float16", "bfloat16")
 _SERVED_LAYERS = {"full_attention", "attention", "mlp", "moe"}
 """Kinds of layers, as configurations name them, that have full attention or none."""
 
+_DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Types of language models with gated delta nets (`linear_attention`) and full attention."""
+
 Refusal = tuple[bool, str, str]
 """Whether something is refused, its name for the user, and the way out."""
 
@@ -68,6 +71,7 @@ def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
     """
     for is_refused, what, way_out in (
         *_model_refusals(vllm_config.model_config),
+        *_hybrid_refusals(vllm_config, platform),
         *_cache_refusals(vllm_config, platform),
         *_engine_refusals(vllm_config, platform),
     ):
@@ -109,8 +113,8 @@ def _model_refusals(model: ModelConfig) -> tuple[Refusal, ...]:
         (model.use_mla, "multi-head latent attention (MLA)", other),
         (model.is_encoder_decoder, "cross attention (an encoder-decoder model)", other),
         (
-            model.is_hybrid or model.has_inner_state or model.is_attention_free,
-            "hybrid or state-space models",
+            model.is_attention_free or (model.has_inner_state and not _has_delta_nets(model)),
+            "state-space models, and hybrids of other kinds than Qwen3-Next and Qwen3.5",
             other,
         ),
         (
@@ -146,6 +150,41 @@ def _model_refusals(model: ModelConfig) -> tuple[Refusal, ...]:
             bool(getattr(text, "attn_logit_softcapping", None)),
             "soft-capped attention logits",
             other,
+        ),
+    )
+
+
+def _hybrid_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusal, ...]:
+    """List what an engine may not do with a model of which some layers hold states."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if not _has_delta_nets(model):
+        return ()
+    what = "a hybrid model (gated delta nets and full attention)"
+    workers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    dtype = vllm_config.cache_config.cache_dtype
+    return (
+        (not platform.supports_hybrids, f"{what} on this platform", "serve another model"),
+        (
+            # A state belongs to all tokens before it: one computed over an evicted cache must
+            # never be found by another request.
+            vllm_config.cache_config.enable_prefix_caching,
+            f"prefix caching of {what}",
+            "use --no-enable-prefix-caching",
+        ),
+        (
+            workers > 1,
+            f"several ranks or stages of {what}",
+            "use --tensor-parallel-size 1 and --pipeline-parallel-size 1",
+        ),
+        (
+            vllm_config.speculative_config is not None,
+            f"speculative decoding of {what}",
+            "remove --speculative-config",
+        ),
+        (
+            dtype not in _PLAIN_CACHES,
+            f"a quantised cache (--kv-cache-dtype {dtype}) of {what}",
+            "use --kv-cache-dtype auto",
         ),
     )
 
@@ -370,7 +409,15 @@ def _other_layers(text_config: Any) -> list[str]:
         or getattr(text_config, "layers_block_type", None)
         or ()
     )
-    return sorted({str(kind) for kind in kinds} - _SERVED_LAYERS)
+    served = set(_SERVED_LAYERS)
+    if getattr(text_config, "model_type", None) in _DELTA_NETS:
+        served.add("linear_attention")
+    return sorted({str(kind) for kind in kinds} - served)
+
+
+def _has_delta_nets(model: ModelConfig) -> bool:
+    """Return whether some layers are gated delta nets, and the others full attention."""
+    return model.is_hybrid and model.hf_text_config.model_type in _DELTA_NETS
 
 
 def _sliding_layers(text_config: Any) -> str:

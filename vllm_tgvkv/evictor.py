@@ -119,7 +119,7 @@ class Evictor:
         for request_id in plan.forgotten:
             self.observations.pop(request_id, None)
         if plan.poisoned:
-            self.pool.poison(plan.poisoned)
+            self.pool.fill(plan.poisoned, float("nan"))
 
     def record_decodes(self, max_tokens: int) -> None:
         """Store the queries of steps of single tokens through `stored_queries` from now on.

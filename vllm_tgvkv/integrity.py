@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Sequence, Set
+
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
 from vllm_tgvkv.manager import Compression, EvictingManager
 
@@ -13,7 +15,9 @@ class IntegrityError(RuntimeError):
     """The pool's records disagree; the message names the block or request."""
 
 
-def check_integrity(manager: EvictingManager, known_ids: Set[str]) -> None:
+def check_integrity(
+    manager: EvictingManager, others: Sequence[SingleTypeKVCacheManager], known_ids: Set[str]
+) -> None:
     """Recount owners, reservations, free list and regions.
 
     Every block but the null block is either in the free list with no owner, or out of it with as
@@ -21,6 +25,7 @@ def check_integrity(manager: EvictingManager, known_ids: Set[str]) -> None:
     the start of their row, followed by null blocks.
 
     Args:
+        others: managers of the pool's other layers, which evict nothing.
         known_ids: requests that may hold blocks.
 
     Raises:
@@ -28,8 +33,9 @@ def check_integrity(manager: EvictingManager, known_ids: Set[str]) -> None:
     """
     pool = manager.block_pool
     owners: Counter[int] = Counter()
-    for blocks in manager.req_to_blocks.values():
-        owners.update(block.block_id for block in blocks if not block.is_null)
+    for rows in (manager, *others):
+        for blocks in rows.req_to_blocks.values():
+            owners.update(block.block_id for block in blocks if not block.is_null)
     for compression in manager.compressions.values():
         owners.update(block.block_id for block in compression.reserved)
 

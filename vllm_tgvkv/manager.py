@@ -30,7 +30,11 @@ from typing import Any
 import numpy as np
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.core.single_type_kv_cache_manager import (
+    FullAttentionManager,
+    MambaManager,
+    SingleTypeKVCacheManager,
+)
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 from vllm.v1.request import Request
@@ -92,6 +96,8 @@ class EvictingManager(FullAttentionManager):
         """The request that vLLM is about to admit."""
         self.released: list[int] = []
         """First block ids of regions dropped since the last drain."""
+        self.num_state_blocks = 0
+        """Blocks that each request holds for layers of linear attention, from its first token."""
         self.record_freed = False
         self.freed: list[int] = []
         """Unhashed blocks given back since the last drain, if `record_freed`."""
@@ -115,7 +121,7 @@ class EvictingManager(FullAttentionManager):
         tokens take the place of blocks that the prompt gave back.
         """
         usable = self.block_pool.num_gpu_blocks - 1  # the null block is never handed out
-        return max(cuts.peaks()) <= usable
+        return max(cuts.peaks()) + self.num_state_blocks <= usable
 
     def get_num_blocks_to_allocate(
         self,
@@ -332,6 +338,15 @@ class EvictingManager(FullAttentionManager):
                 for block in blocks
                 if block.ref_cnt == 1 and block.block_hash is None and not block.is_null
             )
+
+
+def num_state_blocks(managers: Sequence[SingleTypeKVCacheManager]) -> int:
+    """Return the blocks that a request holds in these managers, without prefix caching."""
+    return sum(
+        1 + manager.num_speculative_blocks
+        for manager in managers
+        if isinstance(manager, MambaManager)
+    )
 
 
 @register_kv_cache_spec(manager_class=EvictingManager, uniform_type_base_spec=FullAttentionSpec)

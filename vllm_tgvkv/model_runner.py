@@ -29,21 +29,24 @@ class RowsV1:
         return runner.input_batch.req_ids[row]
 
     @staticmethod
-    def rewrite(runner: GPUModelRunnerV1, eviction: Eviction) -> None:
+    def rewrite(runner: GPUModelRunnerV1, eviction: Eviction, group: int) -> None:
         """Replace a prompt's row by its compressed row.
 
         A request that has ended is gone from the runner. A preempted one has no row in the batch
         until it is scheduled again.
+
+        Args:
+            group: index of the evicted layers among vLLM's KV cache groups.
         """
         state = runner.requests.get(eviction.request_id)
         if state is None:
             return
         blocks = eviction.row_blocks
-        (ids,) = state.block_ids
+        ids = state.block_ids[group]
         ids[: len(blocks)] = blocks.tolist()
         row = runner.input_batch.req_id_to_index.get(eviction.request_id)
         if row is not None:
-            table = runner.input_batch.block_table[0].block_table.np
+            table = runner.input_batch.block_table[group].block_table.np
             table[row, : len(blocks)] = blocks.astype(np.int32)
 
 
@@ -66,7 +69,7 @@ class RowsV2:
         return runner.req_states.index_to_req_id[int(common.req_idx[row])]
 
     @staticmethod
-    def rewrite(runner: GPUModelRunnerV2, eviction: Eviction) -> None:
+    def rewrite(runner: GPUModelRunnerV2, eviction: Eviction, group: int) -> None:
         """Stage a compressed row in place of its prompt's; it is written with the step's blocks.
 
         To be called after vLLM removed ended and preempted requests, whose places other requests
@@ -74,7 +77,9 @@ class RowsV2:
         adds in this step: the kernel that writes both rows does so in any order.
         """
         index = runner.req_states.req_id_to_index.get(eviction.request_id)
-        if index is not None:
-            runner.block_tables.append_block_ids(
-                index, (eviction.row_blocks.tolist(),), overwrite=True
-            )
+        if index is None:
+            return
+        # `append_block_ids` would overwrite the rows of all groups.
+        blocks, tables = eviction.row_blocks.tolist(), runner.block_tables
+        tables.block_tables[group].stage_write(index, 0, blocks)
+        tables.num_blocks.np[group, index] = len(blocks)

@@ -87,10 +87,10 @@ class PagePool:
         sizes = (self.num_blocks, self.num_layers, self.num_heads)
         return self.keys.unflatten(0, sizes)[:, layer]
 
-    def poison(self, blocks: Sequence[int]) -> None:
-        """Fill blocks with NaN (debug only); vLLM's CPU kernel reads the NaN of e4m3 as 240."""
+    def fill(self, blocks: Sequence[int], value: float) -> None:
+        """Fill blocks with a value; vLLM's CPU kernel reads the NaN of e4m3 as 240."""
         view = self.raw.view(self.keys.dtype).view(self.num_blocks, -1)
-        view[async_tensor_h2d(list(blocks), view.device)] = float("nan")
+        view[async_tensor_h2d(list(blocks), view.device)] = value
 
 
 def page_pool(

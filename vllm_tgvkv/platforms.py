@@ -23,6 +23,8 @@ class Platform:
     """Whether several workers may share the layers (pipeline parallelism)."""
     supports_drafts: bool = False
     """Whether decode steps may hold drafts (speculative decoding)."""
+    supports_hybrids: bool = False
+    """Whether some layers may have states instead of keys and values (gated delta nets)."""
     quantised_caches: tuple[str, ...] = ()
     """Values of `--kv-cache-dtype` for caches that are quantised."""
     supports_model_runner_v2: bool = True
@@ -36,6 +38,7 @@ CPU = Platform(
     supports_ranks=True,
     supports_stages=True,
     supports_drafts=True,
+    supports_hybrids=True,
     quantised_caches=tuple(FP8),
     supports_model_runner_v2=False,
 )

@@ -27,7 +27,7 @@ from vllm_tgvkv.cuts import Cut
 from vllm_tgvkv.defaults import Defaults
 from vllm_tgvkv.errors import EvictionConfigError
 from vllm_tgvkv.integrity import check_integrity
-from vllm_tgvkv.manager import EvictingManager
+from vllm_tgvkv.manager import EvictingManager, num_state_blocks
 from vllm_tgvkv.metrics import MetricsBuffer
 from vllm_tgvkv.plan import (
     Eviction,
@@ -100,9 +100,18 @@ class EvictionScheduler(Scheduler):
         self.eviction_counters = EvictionCounters(
             metrics=MetricsBuffer() if self.log_stats and config.metrics else None
         )
-        (manager,) = self.kv_cache_manager.coordinator.single_type_managers
-        assert isinstance(manager, EvictingManager), type(manager)
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        ((self.group, manager),) = (
+            (group, manager)
+            for group, manager in enumerate(managers)
+            if isinstance(manager, EvictingManager)
+        )
         self.manager = manager
+        self.state_managers = [other for other in managers if other is not manager]
+        """Managers of layers that are not evicted: each request's states in linear attention."""
+        manager.num_state_blocks = num_state_blocks(self.state_managers)
+        self.tokens_per_block = manager.block_size
+        """N. vLLM's own `block_size` is a multiple of it if there are groups of other layers."""
         if config.debug.poison:
             manager.record_freed = True
             # vLLM's kernels multiply unwritten slots by zero, which NaN survives: let vLLM
@@ -131,7 +140,7 @@ class EvictionScheduler(Scheduler):
             config.budget,
             config.defer,
             config.build_policy(config.policy).granularity,
-            self.block_size,
+            self.tokens_per_block,
             self.block_pool_size,
             self.pages_per_block,
         )
@@ -143,7 +152,7 @@ class EvictionScheduler(Scheduler):
     @property
     def pages_per_block(self) -> int:
         """Pages of a block on the first worker, if several share the heads or layers."""
-        (group,) = self.kv_cache_config.kv_cache_groups
+        group = self.kv_cache_config.kv_cache_groups[self.group]
         return len(group.layer_names) * group.kv_cache_spec.num_kv_heads
 
     # -- arrival ------------------------------------------------------------------------
@@ -167,7 +176,7 @@ class EvictionScheduler(Scheduler):
             self._skip(request, self.eviction_config.policy, "invalid_request")
             return
         if options.report:
-            num_blocks = cdiv(request.num_prompt_tokens, self.block_size)
+            num_blocks = cdiv(request.num_prompt_tokens, self.tokens_per_block)
             self._reports[request.request_id] = EvictionReport(
                 options.policy,
                 request.num_prompt_tokens,
@@ -178,7 +187,7 @@ class EvictionScheduler(Scheduler):
             )
         model = self.vllm_config.model_config.hf_config
         candidate = make_candidate(
-            request, options, self.eviction_config, self.block_size, model, self.max_model_len
+            request, options, self.eviction_config, self.tokens_per_block, model, self.max_model_len
         )
         if isinstance(candidate, str):
             self._skip(request, options.policy, candidate)
@@ -212,7 +221,7 @@ class EvictionScheduler(Scheduler):
         if last_cached is not None:
             limit = min(limit, last_cached)
         if num_hit > limit:
-            num_hit = limit // self.block_size * self.block_size
+            num_hit = limit // self.tokens_per_block * self.tokens_per_block
             blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, num_hit)
         candidate.num_cached = num_hit
         return blocks, num_hit, boundary, diverged
@@ -299,7 +308,7 @@ class EvictionScheduler(Scheduler):
                     plan.images[request_id] = request.mm_features
         plan.counters = self.eviction_counters.take_if_changed()
         if self.eviction_config.debug.check_integrity:
-            check_integrity(self.manager, self.requests.keys())
+            check_integrity(self.manager, self.state_managers, self.requests.keys())
         return attach_plan(output, plan)
 
     def _plan_chunk(
@@ -350,8 +359,8 @@ class EvictionScheduler(Scheduler):
         if swap.deferred:
             self.eviction_counters.deferred(options.policy)
         if candidate.guard is None:
-            num_tail = max(request.num_prompt_tokens - cut.num_replaced * self.block_size, 0)
-            num_kept = cut.num_retained * self.block_size + num_tail
+            num_tail = max(request.num_prompt_tokens - cut.num_replaced * self.tokens_per_block, 0)
+            num_kept = cut.num_retained * self.tokens_per_block + num_tail
             self._record(request, candidate, cut, swap.num_held, cut.num_retained, num_kept)
         else:
             candidate.num_pending += 1
@@ -411,7 +420,7 @@ class EvictionScheduler(Scheduler):
         num_kept = sum(outcome.kept.values())
         request = self.requests[outcome.request_id]
         cut = candidate.cuts.first
-        num_before = cdiv(cut.at, self.block_size)
+        num_before = cdiv(cut.at, self.tokens_per_block)
         self._record(request, candidate, cut, num_before, num_retained, num_kept)
 
     def _record(
@@ -432,7 +441,7 @@ class EvictionScheduler(Scheduler):
         """
         num_tokens, options = request.num_prompt_tokens, candidate.options
         num_answer = cut.at - num_tokens
-        num_after = cdiv(cut.at, self.block_size) - cut.num_replaced + num_retained
+        num_after = cdiv(cut.at, self.tokens_per_block) - cut.num_replaced + num_retained
         if cut == candidate.cuts.first:
             self.eviction_counters.evicted(options.policy, num_tokens, num_kept)
         else:

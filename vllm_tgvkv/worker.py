@@ -15,7 +15,7 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_tgvkv.attention import EvictingBuilder
@@ -27,6 +27,7 @@ from vllm_tgvkv.pages import FP8, page_pool
 from vllm_tgvkv.plan import Eviction, attach_outcomes, plan_of
 from vllm_tgvkv.ranks import tensor_ranks
 from vllm_tgvkv.stages import pipeline_stages
+from vllm_tgvkv.states import packed_block_size
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
@@ -60,17 +61,39 @@ class EvictingWorker:
     evicting_backend: str
     """Qualified name of the attention backend that replaces it."""
 
+    group: int
+    """Index of the evicted layers among vLLM's KV cache groups."""
+
     _evictor: Evictor | None = None
+    _packs_states = False
+    """Whether blocks hold pages of full attention in one group, and states in others."""
+    _least_block_size: int | None = None
+    """`--block-size`, if it was given."""
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        cache = self.vllm_config.cache_config
+        # vLLM raises it for states once the model is loaded.
+        self._least_block_size = cache.block_size if cache.user_specified_block_size else None
         with evicting_backend(self.replaced_backend, self.evicting_backend):
             super().load_model(load_dummy_weights=load_dummy_weights)  # type: ignore[misc]
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """Return the layers' specs; a given `--block-size` holds for layers beside states, too."""
+        specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()  # type: ignore[misc]
+        if self._least_block_size is None:
+            return specs
+        block_size = packed_block_size(specs, self._least_block_size)
+        if block_size is None:
+            return specs
+        cache = self.vllm_config.cache_config
+        cache.block_size, cache.mamba_page_size_padded = block_size, None
+        self._packs_states = True
+        return super().get_kv_cache_spec()  # type: ignore[misc, no-any-return]
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the cache, make its evictor, and bind layers and metadata builder to them."""
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
-        ((group,),) = self.model_runner.attn_groups
-        builder: EvictingBuilder = group.get_metadata_builder()
+        self.group, builder = self._evicted_group()
         modules = self.vllm_config.compilation_config.static_forward_context
         layers = [modules[name] for name in builder.layer_names]
         layers.sort(key=lambda layer: layer.kv_cache.storage_offset())
@@ -90,6 +113,16 @@ class EvictingWorker:
         self._shrunk: list[Eviction] = []
         self._counters = EvictionCounters().as_dict()
 
+    def _evicted_group(self) -> tuple[int, EvictingBuilder[Any]]:
+        """Return the evicted layers' index among vLLM's KV cache groups, and their builder."""
+        ((index, builder),) = (
+            (index, builder)
+            for index, groups in enumerate(self.model_runner.attn_groups)
+            for group in groups
+            if isinstance(builder := group.get_metadata_builder(), EvictingBuilder)
+        )
+        return index, builder
+
     def execute_model(
         self, scheduler_output: SchedulerOutput
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
@@ -98,6 +131,9 @@ class EvictingWorker:
         self._shrunk = plan.evictions
         self._counters = plan.counters or self._counters
         self.evictor.begin_step(plan)
+        if self._packs_states and scheduler_output.new_block_ids_to_zero:
+            # vLLM's CPU runner clears only blocks of groups that have one spec.
+            self.evictor.pool.fill(scheduler_output.new_block_ids_to_zero, 0.0)
         for request_id, images in plan.images.items():
             self.model_runner.requests[request_id].mm_features = images
         return super().execute_model(scheduler_output)  # type: ignore[misc]

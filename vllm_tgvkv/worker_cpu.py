@@ -62,4 +62,4 @@ class EvictionCPUWorker(EvictingWorker, CPUWorker):
 
     def rewrite_rows(self, evictions: list[Eviction]) -> None:
         for eviction in evictions:
-            RowsV1.rewrite(self.model_runner, eviction)
+            RowsV1.rewrite(self.model_runner, eviction, self.group)

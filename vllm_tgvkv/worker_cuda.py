@@ -120,7 +120,7 @@ class ShrinkingRows:
 
     def rewrite_shrunk_rows(self) -> None:
         for eviction in self.shrunk:
-            self.rows.rewrite(self, eviction)
+            self.rows.rewrite(self, eviction, self.worker.group)
         self.shrunk = []
 
 

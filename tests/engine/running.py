@@ -108,7 +108,7 @@ class SteppedEngine(LocalLLM):
         """Run one step; with eviction, recount every block afterwards."""
         outputs = self.engine.step()
         if self.evicts:
-            check_integrity(self.scheduler.manager, self.scheduler.requests.keys())
+            self._check_integrity()
         requests = self.scheduler.requests.items()
         self.preempted |= {name_of(key): r for key, r in requests if r.num_preemptions}
         return outputs
@@ -181,9 +181,13 @@ class SteppedEngine(LocalLLM):
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
         if self.evicts:
-            check_integrity(self.scheduler.manager, self.scheduler.requests.keys())
+            self._check_integrity()
             assert not self.scheduler.manager.compressions
             assert not self.scheduler.candidates
+
+    def _check_integrity(self) -> None:
+        scheduler = self.scheduler
+        check_integrity(scheduler.manager, scheduler.state_managers, scheduler.requests.keys())
 
     def assert_forgotten(self) -> None:
         """Assert that the worker, which knows of all ended requests, has no state of any."""

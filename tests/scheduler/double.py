@@ -616,7 +616,11 @@ class Double:
 
     def checked(self) -> None:
         if self.check:
-            check_integrity(self.scheduler.manager, self.scheduler.requests.keys())
+            check_integrity(
+                self.scheduler.manager,
+                self.scheduler.state_managers,
+                self.scheduler.requests.keys(),
+            )
 
     def assert_empty(self) -> None:
         """Check that every block is free and no request is remembered."""

@@ -32,12 +32,11 @@ def test_every_multimodal_architecture_has_one_row() -> None:
 
 
 def test_families_that_run_in_tests_are_served_and_others_have_their_reason() -> None:
-    for name in ("Qwen2_5_VL", "Qwen3VL", "Llava", "LlavaOnevision", "InternVL"):
+    for name in ("Qwen2_5_VL", "Qwen3VL", "Qwen3_5", "Llava", "LlavaOnevision", "InternVL"):
         section, cells = ROWS[f"{name}ForConditionalGeneration"]
         assert section == "Served"
         assert cells[3].startswith("`"), "its tiny model"
     for name, reason in (
-        ("Qwen3_5ForConditionalGeneration", "hybrid or state-space models"),
         ("Gemma4ForConditionalGeneration", "sliding-window attention in some layers"),
         ("PaliGemmaForConditionalGeneration", "prefix LM"),
         ("WhisperForConditionalGeneration", "cross attention"),

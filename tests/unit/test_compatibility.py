@@ -95,6 +95,11 @@ def gemma3() -> Any:
     return transformers.Gemma3Config(text_config=text, vision_config=VISION)
 
 
+def qwen3_5() -> Any:
+    text = {**SIZES, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}
+    return transformers.Qwen3_5Config(text_config=text)
+
+
 def cosmos3_edge() -> Any:
     text = {**SIZES, "head_dim": 128}
     return transformers.Cosmos3EdgeConfig(text_config=text, vision_config=VISION)
@@ -170,6 +175,24 @@ def refusal_of(config: VllmConfig, platform: Platform = platforms.CPU) -> str:
     return str(caught.value)
 
 
+def test_what_hybrids_do_not_do_yet(folder: Folder) -> None:
+    model = folder(qwen3_5, "Qwen3_5ForConditionalGeneration")
+    without = {"enable_prefix_caching": False}
+    assert "of a hybrid model" in refusal(model)
+    assert "use --no-enable-prefix-caching" in refusal(model)
+    config = configure(model, **without)
+    assert "on this platform" in refusal_of(config, platforms.CUDA)
+    for options, word in (
+        ({"tensor_parallel_size": 2}, "several ranks or stages"),
+        ({"kv_cache_dtype": "fp8", "block_size": 32}, "a quantised cache"),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+            "speculative decoding",
+        ),
+    ):
+        assert f"{word}" in refusal(model, **without, **options)
+
+
 @pytest.mark.parametrize("shape", [(2, 2), (3, 2), (2, 4)])
 def test_head_scores_of_another_shape_are_refused(
     plain: str, tmp_path: Path, shape: tuple[int, int]
@@ -202,7 +225,7 @@ def test_head_scores_of_another_shape_are_refused(
         ),
         (gemma2_without_windows, "Gemma2ForCausalLM", "soft-capped attention logits"),
         (gemma3, "Gemma3ForConditionalGeneration", "bidirectional attention over image tokens"),
-        (jamba, "JambaForCausalLM", "hybrid or state-space models"),
+        (jamba, "JambaForCausalLM", "state-space models, and hybrids of other kinds"),
         (whisper, "WhisperForConditionalGeneration", "cross attention"),
         (llama4, "Llama4ForConditionalGeneration", "chunked local attention"),
     ],

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A hybrid of gated delta nets and full attention: eviction in its full-attention layers.
+
+vLLM's CPU kernels of delta nets compute in bfloat16 only, and what a request is computed with
+depends in the last bits on its company. So vLLM's own tokens are the reference where nothing is
+lost, and elsewhere Hugging Face's model in float32, within tolerances that a wrong kept set or a
+wrong state would exceed many times over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from oracle.emulation import Eviction, Oracle
+from tests.engine.running import Ask, SteppedEngine, engine
+from tests.models import QWEN_IMAGE, random_image, random_text
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+DEBUG = {
+    "poison": True,
+    "record_kept": True,
+    "check_integrity": True,
+    "evict_at_full_budget": True,
+}
+SETTINGS = {"policy": "snapkv", "budget": 0.4, "min_prompt_tokens": 1, "debug": DEBUG}
+OPTIONS = {
+    "dtype": "bfloat16",
+    "block_size": 16,
+    "num_gpu_blocks_override": 64,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 256,
+}
+TOKENS = 12
+
+
+def ask(seed: int, letters: int = 420, **fields: Any) -> Ask:
+    text = random_text(2 * seed, 40) + QWEN_IMAGE + random_text(2 * seed + 1, letters)
+    return Ask(text, (random_image(seed, 224, 224),), max_tokens=TOKENS, logprobs=0, **fields)
+
+
+def budget(value: float, **more: Any) -> dict[str, Any]:
+    return {"kv_eviction_budget": value, **more}
+
+
+def logprobs(output: Any) -> np.ndarray:
+    """Return the log-probability of each token of an answer."""
+    (answer,) = output.outputs
+    pairs = zip(answer.token_ids, answer.logprobs, strict=True)
+    return np.array([found[token].logprob for token, found in pairs])
+
+
+@pytest.fixture(scope="module")
+def hybrid(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("qwen3_5", layers=8)
+
+
+@pytest.fixture(scope="module")
+def running(hybrid: Path) -> Iterator[SteppedEngine]:
+    with engine(hybrid, SETTINGS, **OPTIONS) as started:
+        yield started
+
+
+def test_blocks_hold_one_state(running: SteppedEngine) -> None:
+    """Blocks are as small as `--block-size` and a state allow, and each state has a group."""
+    scheduler, shape = running.scheduler, running.evictor.shape
+    groups = scheduler.kv_cache_config.kv_cache_groups
+    states = [g.kv_cache_spec for g in groups if isinstance(g.kv_cache_spec, MambaSpec)]
+    assert len(states) == scheduler.manager.num_state_blocks == shape.num_layers == 4
+    token_bytes = shape.num_pairs * 2 * shape.head_size * 2
+    least = -(-states[0].page_size_bytes // token_bytes)
+    assert shape.block_size == -(-least // 32) * 32 < 128
+
+
+def test_answers_are_those_of_the_oracle(running: SteppedEngine, hybrid: Path) -> None:
+    """What is kept is nearly what float32 keeps, and nothing else is attended to."""
+    oracle = Oracle(hybrid)
+    asks = [ask(10 + i, xargs=budget(share)) for i, share in enumerate((0.7, 0.5, 0.3))]
+    names = [running.add(asked) for asked in asks]
+    outputs = running.drain()
+    for name, asked in zip(names, asks, strict=True):
+        prompt = oracle.prompt(asked.text, asked.images)
+        kept = running.kept(name, len(prompt.token_ids))
+        assert kept is not None
+        size, share = running.evictor.shape.block_size, asked.xargs["kv_eviction_budget"]
+        wanted = oracle.select(prompt, Eviction(share, size, method="snapkv")).kept
+        assert kept.sum() == wanted.sum() < wanted.numel()
+        assert (kept & wanted).sum() > 0.9 * kept.sum()
+        tokens, ours = list(outputs[name].outputs[0].token_ids), logprobs(outputs[name])
+        whole, evicted = (
+            np.abs(ours - of(oracle.logprobs(prompt, tokens, mask), tokens))
+            for mask in (None, kept)
+        )
+        assert evicted.mean() < 0.15
+        assert evicted.mean() < 0.4 * whole.mean()
+
+
+def of(logprobs: torch.Tensor, tokens: Sequence[int]) -> np.ndarray:
+    """Return the log-probability of each token, from those of all."""
+    return logprobs[range(len(tokens)), list(tokens)].numpy()
+
+
+def test_evictions_after_waits_in_steps_and_after_preemptions(running: SteppedEngine) -> None:
+    """Blocks are recounted after every step, freed ones hold NaN, and every answer is finite."""
+    xargs = [{"kv_eviction_defer": 3}, budget(0.3), {"kv_eviction": "none"}, budget(0.5)]
+    names = [running.add(ask(20 + i, xargs=x)) for i, x in enumerate(xargs)]
+    preempted = set()
+
+    def preempt() -> None:
+        for request in list(running.scheduler.running):
+            if request.num_output_tokens == 5 and request.request_id not in preempted:
+                preempted.add(request.request_id)
+                running.preempt(request)
+
+    outputs = running.drain(preempt)
+    assert len(preempted) == len(names)
+    again = running.run([ask(20 + i, xargs=x, arrival=9 * i) for i, x in enumerate(xargs)])
+    for name, alone in zip(names, again, strict=True):
+        first = outputs[name]
+        assert len(first.outputs[0].token_ids) == TOKENS
+        assert np.isfinite(logprobs(first)).all()
+        assert np.isfinite(logprobs(alone)).all()
+
+
+def test_nothing_is_lost_at_full_budget(running: SteppedEngine, hybrid: Path) -> None:
+    """Regions of all tokens in the order of the prompt give stock's answers."""
+    asks = [ask(seed, arrival=3 * seed) for seed in range(3)]
+    before = running.counters["requests_evicted"]
+    evicted = running.run([replace(a, xargs=budget(1.0)) for a in asks])
+    assert running.counters["requests_evicted"] == before + 3
+    running.assert_forgotten()
+    with engine(hybrid, None, **OPTIONS) as stock:
+        expected = stock.run(asks)
+    for ours, theirs in zip(evicted, expected, strict=True):
+        assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
+        np.testing.assert_allclose(logprobs(ours), logprobs(theirs), atol=0.05)

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block sizes of models in which some layers hold a state instead of keys and values.
+
+vLLM gives all layers one page size. A state of linear attention is as large as the keys and values
+of some 500 tokens, so its blocks have 528 tokens and more, and a head could keep only so much or
+nothing. But a block holds pages of all full-attention layers: one state fits in it when their pages
+together are as large. Groups of one or a few states then share the pool with blocks of, for
+example, 64 tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from vllm.utils.math_utils import round_up
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
+
+from vllm_tgvkv.manager import EvictingSpec
+
+_ALIGNMENT = 32
+"""Block sizes are multiples of it, which vLLM's CPU and CUDA kernels like best."""
+
+
+def packed_block_size(specs: Mapping[str, KVCacheSpec], least: int) -> int | None:
+    """Return the smallest block size of at least `least` tokens that wastes no memory.
+
+    It is the smallest for some number of states in a block. None is returned if that is no less
+    than vLLM's own, or if no layer has a state.
+
+    Args:
+        specs: those of all layers by name, with vLLM's own block size.
+    """
+    full = [spec for spec in specs.values() if isinstance(spec, EvictingSpec)]
+    states = [spec for spec in specs.values() if isinstance(spec, MambaSpec)]
+    if not full or not states:
+        return None
+    token_bytes = sum(spec.page_size_bytes // spec.block_size for spec in full)
+    state_bytes = max(spec.state_content_size_bytes for spec in states)
+    for num_states in range(1, len(states) + 1):
+        size = round_up(-(-num_states * state_bytes // token_bytes), _ALIGNMENT)
+        if size >= least:
+            return size if size < full[0].block_size else None
+    return None

@@ -113,7 +113,8 @@ def _model_refusals(model: ModelConfig) -> tuple[Refusal, ...]:
         (model.use_mla, "multi-head latent attention (MLA)", other),
         (model.is_encoder_decoder, "cross attention (an encoder-decoder model)", other),
         (
-            model.is_attention_free or (model.has_inner_state and not _has_delta_nets(model)),
+            model.is_attention_free
+            or ((model.is_hybrid or model.has_inner_state) and not _has_delta_nets(model)),
             "state-space models, and hybrids of other kinds than Qwen3-Next and Qwen3.5",
             other,
         ),

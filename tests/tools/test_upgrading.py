@@ -48,9 +48,9 @@ OTHERS = frozenset(
         """
         FastAPI, Starlette, httpx: app call dependant dependencies detail headers include_router
         json model_dump path phrase post receive scope state status_code url
-        Prometheus and torch: elapsed_time inc load synchronize wait
-        Python: __func__ add_argument add_argument_group api_key cache_clear metadata parse_args
-        strerror
+        Prometheus and torch: elapsed_time inc load overloadpacket synchronize wait
+        Python: __func__ add_argument add_argument_group api_key cache_clear dest metadata
+        parse_args strerror
         transformers' configurations: attention_chunk_size attn_logit_softcapping
         image_grid_pinpoints image_size layer_types layers_block_type model_type patch_size
         sliding_window spatial_merge_size use_sliding_window vision_config

@@ -11,7 +11,7 @@ import pytest
 
 from vllm_tgvkv.config import EvictionConfig
 from vllm_tgvkv.errors import EvictionConfigError
-from vllm_tgvkv.policies import POLICY_NAMES, Mix, build_policy, method_names, registry
+from vllm_tgvkv.policies import METHOD_NAMES, Mix, build_policy, method_names, registry
 from vllm_tgvkv.request import RequestOptions
 
 Install = Callable[[str, str, str], None]
@@ -49,13 +49,13 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
 
 def test_an_installed_method_is_known_everywhere(install: Install) -> None:
     install("outside", "package_outside", RECIPE.format(name="outside"))
-    assert method_names() == (*POLICY_NAMES, "outside")
+    assert method_names() == (*METHOD_NAMES, "outside")
     assert build_policy("outside").score.rows == "window"
     assert build_policy(Mix("outside", granularity="head")).granularity == "head"
     config = EvictionConfig.from_mapping(
         {"policy": "outside", "methods": {"m": {"base": "outside"}}}
     )
-    assert config.method_names == ("none", *POLICY_NAMES, "outside", "m")
+    assert config.method_names == ("none", *METHOD_NAMES, "outside", "m")
     assert RequestOptions.resolve(config, {"kv_eviction": "outside"}).policy == "outside"
     with pytest.raises(EvictionConfigError, match=r"'outsid': did you mean outside\? .*outside"):
         RequestOptions.resolve(config, {"kv_eviction": "outsid"})
@@ -98,7 +98,7 @@ def test_a_broken_package_is_named_when_its_method_is_asked_for(
 
 def test_a_package_cannot_take_the_name_of_a_built_in_method(install: Install) -> None:
     install("snapkv", "package_taken", RECIPE.format(name="snapkv"))
-    assert method_names() == POLICY_NAMES
+    assert method_names() == METHOD_NAMES
     assert build_policy("snapkv").allocation is not None
     assert "already registered" in registry.broken_methods()["snapkv"]
     assert EvictionConfig.from_mapping({"policy": "snapkv"}).policy == "snapkv"

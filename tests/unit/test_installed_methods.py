@@ -11,7 +11,14 @@ import pytest
 
 from vllm_tgvkv.config import EvictionConfig
 from vllm_tgvkv.errors import EvictionConfigError
-from vllm_tgvkv.policies import METHOD_NAMES, Mix, build_policy, method_names, registry
+from vllm_tgvkv.policies import (
+    METHOD_NAMES,
+    POLICY_NAMES,
+    Mix,
+    build_policy,
+    method_names,
+    registry,
+)
 from vllm_tgvkv.request import RequestOptions
 
 Install = Callable[[str, str, str], None]
@@ -55,7 +62,7 @@ def test_an_installed_method_is_known_everywhere(install: Install) -> None:
     config = EvictionConfig.from_mapping(
         {"policy": "outside", "methods": {"m": {"base": "outside"}}}
     )
-    assert config.method_names == ("none", *METHOD_NAMES, "outside", "m")
+    assert config.method_names == ("none", *POLICY_NAMES, "outside", "m")
     assert RequestOptions.resolve(config, {"kv_eviction": "outside"}).policy == "outside"
     with pytest.raises(EvictionConfigError, match=r"'outsid': did you mean outside\? .*outside"):
         RequestOptions.resolve(config, {"kv_eviction": "outsid"})

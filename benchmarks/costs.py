@@ -13,7 +13,6 @@ from benchmarks.measurement import Better, Line, Target
 from benchmarks.scale import BUDGET, COMMON
 from benchmarks.workload import Workload
 from vllm_tgvkv.config import EvictionConfig
-from vllm_tgvkv.policies import method_names
 
 WORKSPACE = 64 << 20
 """Bound of each scratch buffer of the eviction, `workspace_bytes` of the kernels."""
@@ -155,7 +154,7 @@ def methods(bench: Bench) -> Iterator[Line]:
     """Measure line g, the eviction of one prompt by every method."""
     workload = Workload(bench.scale.long.prompt_tokens, QUESTION)
     pool = bench.pool_for(1, workload.prompt_tokens, 2)
-    names = method_names()
+    names = EvictionConfig().method_names[1:]
     parts: dict[str, list[dict[str, float]]] = defaultdict(list)
     with bench.start("methods", COMMON, pool, only=("ours",)) as arms:
         for number in range(bench.scale.long_rounds + 1):

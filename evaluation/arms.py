@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_tgvkv.config import NONE
-from vllm_tgvkv.policies import method_names
+from vllm_tgvkv.config import NONE, EvictionConfig
 
-METHODS: tuple[str, ...] = method_names()
+METHODS: tuple[str, ...] = EvictionConfig().method_names[1:]
 BUDGETS = (1.0, 0.5, 0.2, 0.1, 0.05, 0.02)
 AUTO_SHARES = (0.6, 0.8, 0.9, 0.95, 0.98, 0.99)
 CLOSE_BUDGETS = (0.2, 0.1, 0.05)

@@ -11,7 +11,7 @@ from typing import Any
 
 from demo.tasks import make_example
 from measure.messages import image_part, png_url
-from vllm_tgvkv.policies import method_names
+from vllm_tgvkv.config import EvictionConfig
 
 SPLIT = "test"
 MIXES = {
@@ -75,7 +75,7 @@ def make_cases() -> list[Case]:
 
 def _kinds() -> Iterator[tuple[str, str | None, int, dict[str, Any]]]:
     """Yield kind, task (None for text only), page and `vllm_xargs` of each request."""
-    for number, method in enumerate((*method_names(), *MIXES)):
+    for number, method in enumerate((*EvictionConfig().method_names[1:], *MIXES)):
         budget = BUDGETS[number % len(BUDGETS)]
         task = ("value", "row", "compare")[number % 3]
         yield "methods", task, number, {"kv_eviction": method, "kv_eviction_budget": budget}

@@ -79,7 +79,6 @@ class RowsV2:
         index = runner.req_states.req_id_to_index.get(eviction.request_id)
         if index is None:
             return
-        # `append_block_ids` would overwrite the rows of all groups.
-        blocks, tables = eviction.row_blocks.tolist(), runner.block_tables
-        tables.block_tables[group].stage_write(index, 0, blocks)
-        tables.num_blocks.np[group, index] = len(blocks)
+        # It overwrites the rows of all groups; models that have several are refused on CUDA.
+        assert group == 0
+        runner.block_tables.append_block_ids(index, (eviction.row_blocks.tolist(),), overwrite=True)

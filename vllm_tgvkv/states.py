@@ -13,9 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from vllm.utils.math_utils import round_up
-from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
-
-from vllm_tgvkv.manager import EvictingSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec
 
 _ALIGNMENT = 32
 """Block sizes are multiples of it, which vLLM's CPU and CUDA kernels like best."""
@@ -30,7 +28,7 @@ def packed_block_size(specs: Mapping[str, KVCacheSpec], least: int) -> int | Non
     Args:
         specs: those of all layers by name, with vLLM's own block size.
     """
-    full = [spec for spec in specs.values() if isinstance(spec, EvictingSpec)]
+    full = [spec for spec in specs.values() if isinstance(spec, FullAttentionSpec)]
     states = [spec for spec in specs.values() if isinstance(spec, MambaSpec)]
     if not full or not states:
         return None

@@ -208,7 +208,7 @@ def test_waits_in_a_small_pool(
     """With chunks, prefix-cache hits and preemptions, two waiting requests at a time."""
     settings = {"policy": "tgv", "methods": MIXES, "query_rows": 330, "debug": DEBUG}
     settings["head_scores"] = heads
-    options = {**CACHED, **CHUNKED, "max_model_len": 576}  # the longest answers exceed 512
+    options = {**CACHED, **CHUNKED, "max_model_len": 640}  # the longest answers exceed 512
     with engine(folder, settings, **options) as running:
         preempt_sometimes(running, monkeypatch)
         asks = [case.ask(index) for index, case in enumerate(WAITING)]

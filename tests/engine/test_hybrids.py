@@ -99,8 +99,8 @@ def test_answers_are_those_of_the_oracle(running: SteppedEngine, hybrid: Path) -
             np.abs(ours - of(oracle.logprobs(prompt, tokens, mask), tokens))
             for mask in (None, kept)
         )
-        assert evicted.mean() < 0.15
-        assert evicted.mean() < 0.4 * whole.mean()
+        assert evicted.mean() < 0.25
+        assert evicted.mean() < 0.5 * whole.mean()
 
 
 def of(logprobs: torch.Tensor, tokens: Sequence[int]) -> np.ndarray:

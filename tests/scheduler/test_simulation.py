@@ -224,7 +224,7 @@ def test_random_workloads_end_and_leave_nothing_behind() -> None:
         later += double.worker.num_later
         preemptions += double.num_preemptions
         errors += len(double.errors)
-    assert evictions > 3 * NUM_WORKLOADS
+    assert evictions > 2 * NUM_WORKLOADS  # some requests ask for what their server refuses
     assert later > NUM_WORKLOADS
     assert preemptions > NUM_WORKLOADS // 2
     assert errors > NUM_WORKLOADS // 10

@@ -210,7 +210,7 @@ def test_no_order_of_events_loses_a_block_or_a_token() -> None:
         f"{found.num_steps} steps, {found.num_evictions} evictions, {found.num_later} of them "
         f"later cuts, {found.num_preemptions} preemptions, {found.num_errors} prompts that failed"
     )
-    assert found.num_steps > 46 * NUM_EXAMPLES  # more than 10,000, as it is run in CI
+    assert found.num_steps > 30 * NUM_EXAMPLES  # more than 6,000, as it is run in CI
     assert found.num_evictions > NUM_EXAMPLES
     assert found.num_later > NUM_EXAMPLES // 4
     assert found.num_preemptions > NUM_EXAMPLES

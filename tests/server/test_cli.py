@@ -322,8 +322,9 @@ def test_a_refused_model_ends_the_server_with_one_line(windows: Path) -> None:
     )
     assert ended.returncode == 2
     assert ended.stderr.splitlines()[-1] == (
-        f"vllm serve: error: --kv-eviction does not work with sliding-window attention ({windows}: "
-        "layers 0, 2-3 of 4) yet: serve another model or leave out --kv-eviction"
+        f"vllm serve: error: --kv-eviction does not work with sliding-window attention in "
+        f"some layers ({windows}: layers 0, 2-3 of 4) yet: serve another model or leave out "
+        "--kv-eviction"
     )
     assert "Traceback" not in ended.stdout + ended.stderr
 

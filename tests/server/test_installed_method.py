@@ -16,7 +16,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.server.serving import report_of, serve
-from vllm_tgvkv.policies import POLICY_NAMES
+from vllm_tgvkv.policies import METHOD_NAMES
 from vllm_tgvkv.policies.base import LayerView, Score
 from vllm_tgvkv.policies.registry import POLICIES, SCORES, Recipe
 from vllm_tgvkv.testing import MethodError, check_method
@@ -75,7 +75,7 @@ def test_measuring_programs_and_help_know_it(site: Path) -> None:
         check=False,
     )
     assert run.returncode == 0, run.stderr[-2000:]
-    assert ",".join((*POLICY_NAMES, "last_row")) in run.stdout
+    assert ",".join((*METHOD_NAMES, "last_row")) in run.stdout
 
 
 @pytest.mark.engine

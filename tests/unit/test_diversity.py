@@ -49,7 +49,10 @@ def test_heads_of_any_length(dtype: torch.dtype) -> None:
         number = len(head)
         wanted = torch.tensor(methods.mean_cosines(head), dtype=torch.float64)
         torch.testing.assert_close(ours[:number].double(), wanted, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(of_norms[:number].double(), head.double().norm(dim=-1))
+        lengths_of_keys = head.double().norm(dim=-1)
+        torch.testing.assert_close(
+            of_norms[:number].double(), lengths_of_keys, rtol=1e-6, atol=1e-6
+        )
         assert not ours[number:].any()
         assert not of_norms[number:].any()
 

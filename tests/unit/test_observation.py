@@ -113,8 +113,7 @@ def observe(
             evictor.observe_layer(layer, queries, 1.0)
         # Without the decision, which follows the last layer.
         if evictor._stored is not None:
-            tokens, rows = evictor._stored
-            evictor.part.queries.store(layer + 1, rows, queries.index_select(0, tokens))
+            evictor._stored.store(layer + 1, queries)
         for seen in evictor._current:
             seen.see_layer(SHAPE.num_layers - 1, queries, 1.0)
     for seen in evictor._current:

@@ -50,7 +50,7 @@ def eviction(request_id: str) -> Eviction:
 def runner(cls: type, observes: bool = False, **fields: Any) -> Any:
     """A model runner with the given fields only."""
     made = cls.__new__(cls)
-    made.__dict__.update(worker=SimpleNamespace(observes=observes), shrunk=[], **fields)
+    made.__dict__.update(worker=SimpleNamespace(observes=observes, group=0), shrunk=[], **fields)
     return made
 
 

@@ -127,11 +127,11 @@ def with_own_cuts(job: Job, size: int, longest: int) -> Job:
     """
     rng = random.Random(f"cuts of {job.prompt}")
     xargs = dict(job.xargs)
-    kind = rng.choice(("server", "none", "schedule", "ceiling", "buffer"))
+    kind = rng.choice(("server", "server", "none", "schedule", "ceiling", "ceiling", "buffer"))
     if kind == "none":
         xargs[rng.choice(("kv_eviction_schedule", "kv_eviction_max_tokens"))] = "none"
     if kind == "schedule":
-        steps = sorted(rng.sample(range(6 * size), rng.randint(1, 4)))
+        steps = sorted(rng.sample(range(2 * size), rng.randint(1, 4)))
         budgets = sorted((rng.uniform(0.05, 1.0) for _ in steps), reverse=True)
         pairs = zip(steps, budgets, strict=True)
         xargs["kv_eviction_schedule"] = ",".join(f"{n}:{budget}" for n, budget in pairs)
@@ -225,7 +225,7 @@ def test_random_workloads_end_and_leave_nothing_behind() -> None:
         preemptions += double.num_preemptions
         errors += len(double.errors)
     assert evictions > 2 * NUM_WORKLOADS  # some requests ask for what their server refuses
-    assert later > NUM_WORKLOADS
+    assert later > NUM_WORKLOADS // 2
     assert preemptions > NUM_WORKLOADS // 2
     assert errors > NUM_WORKLOADS // 10
 

@@ -88,7 +88,7 @@ class EvictingWorker:
         cache = self.vllm_config.cache_config
         cache.block_size, cache.mamba_page_size_padded = block_size, None
         self._packs_states = True
-        return super().get_kv_cache_spec()  # type: ignore[misc, no-any-return]
+        return super().get_kv_cache_spec()  # type: ignore[misc]
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the cache, make its evictor, and bind layers and metadata builder to them."""

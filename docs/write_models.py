@@ -79,9 +79,9 @@ whether it is served and what eviction gains:
 
 [compatibility.md](compatibility.md#refused) gives the reason for each refusal. A *tiny model* has
 random weights and runs in a real engine against an oracle and against stock vLLM
-(`engine/test_models.py`, under this name, or `engine/test_hybrids.py`). The others run the same code and were not run. Downloads
-are per month, from snapshots of the models' pages in 2026: a proxy for use, known for the most
-popular models only.
+(`engine/test_models.py`, under this name, or `engine/test_hybrids.py`). The others run the same
+code and were not run. Downloads are per month, from snapshots of the models' pages in 2026: a proxy
+for use, known for the most popular models only.
 
 ## Served
 

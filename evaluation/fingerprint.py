@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What answers follow from, as a short hash: other answers are never taken for these."""
+"""A short hash of everything that may change an answer, so that old answers are not reused."""
 
 from __future__ import annotations
 

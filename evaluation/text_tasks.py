@@ -80,7 +80,7 @@ class TextExample:
     answer: str
     kind: Kind
     items: tuple[str, ...] = ()
-    """What a list has to name, in any order; other answers are compared from their start."""
+    """Words that a list has to name, in any order. Empty for answers compared from their start."""
 
     def found(self, text: str) -> str:
         """Return what a completion of `start` gives as the answer.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the model reads and answers, in vLLM with the full cache: `python -m reader.evaluate`.
+"""`python -m reader.evaluate`: what the model reads and answers, in vLLM with the full cache.
 
 For each task: how many of its questions are answered right to the last character, from the pages
 and from their text.

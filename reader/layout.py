@@ -42,7 +42,7 @@ SCALES = (0.88, 1.0)
 """Least and largest size of a page's letters, as a share of the size that fits."""
 
 NEWLINE_SIGN = "\N{PILCROW SIGN}"
-"""What a piece shows for a line end."""
+"""Text that is drawn for a line end."""
 
 _LEFT, _WIDTH = 2, 43
 """First pixel of a line of letters, and its most pixels."""

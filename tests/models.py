@@ -390,6 +390,9 @@ class _QwenKind:
     pixels: Mapping[str, Any] = field(default_factory=dict)
 
 
+_QWEN3_PIXELS = {"patch_size": PATCH, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+"""vLLM normalises videos like images; transformers' defaults for the two differ."""
+
 _QWEN_KINDS = {
     "qwen2_vl": _QwenKind(
         Qwen2VLConfig,
@@ -434,8 +437,7 @@ _QWEN_KINDS = {
         },
         text=lambda model: {"head_dim": model.head_size},
         rope={"mrope_interleaved": True},
-        # vLLM normalises videos like images; transformers' defaults for the two differ.
-        pixels={"patch_size": PATCH, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
+        pixels=_QWEN3_PIXELS,
     ),
     "qwen3_5": _QwenKind(
         Qwen3_5Config,
@@ -458,7 +460,7 @@ _QWEN_KINDS = {
             "linear_value_head_dim": 64,
         },
         rope={"mrope_interleaved": True, "partial_rotary_factor": 1.0},
-        pixels={"patch_size": PATCH, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
+        pixels=_QWEN3_PIXELS,
     ),
 }
 

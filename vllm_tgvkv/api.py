@@ -73,7 +73,7 @@ class EvictionOptions:
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """What one eviction kept of a prompt, without any of its text or image."""
+    """The tokens of a prompt that one eviction kept, without any of its text or image."""
 
     report: EvictionReport
     """Sizes of the request's cache."""

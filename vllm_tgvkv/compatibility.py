@@ -377,7 +377,7 @@ def _engine_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refus
 def _least_ceiling(config: EvictionConfig, block_size: int) -> int | None:
     """Return the lowest ceiling that leaves every head its floor; None if it is no lower."""
     ceiling = config.decode.ceiling if config.decode else None
-    least = max(config.floor_pages, 1) * block_size
+    least = config.least_ceiling(block_size)
     return least if ceiling is not None and ceiling.max_tokens < least else None
 
 

@@ -187,7 +187,7 @@ class Again:
     source: str
     """The field that asks for them."""
     way_out: str
-    """What to do to have none."""
+    """How to have none, for a user."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What eviction gains with a model, computed from its configuration before any server starts.
+"""The gain of eviction with a model, computed from its configuration before any server starts.
 
 Usage: python -m vllm_tgvkv.gain MODEL --prompt 8192 --budget 0.1
 

@@ -168,7 +168,7 @@ class EvictionScheduler(Scheduler):
         extra_args = request.sampling_params.extra_args if request.sampling_params else None
         try:
             defaults = self._defaults.current()
-            options = RequestOptions.resolve(defaults, extra_args, self.block_size)
+            options = RequestOptions.resolve(defaults, extra_args, self.tokens_per_block)
         except EvictionConfigError as error:
             # vLLM's front ends answer such a request with HTTP 400. A request from elsewhere
             # must not end the engine.

@@ -260,28 +260,30 @@ class _Case:
             raise MethodError(f"{self.label}: it never waits for the device ({error})") from error
 
 
+SYNCHRONISING = frozenset(
+    (
+        "_local_scalar_dense",
+        "item",
+        "nonzero",
+        "masked_select",
+        "is_nonzero",
+        "equal",
+        "_unique2",
+        "unique_dim",
+        "unique_consecutive",
+        "argwhere",
+        "bincount",
+    )
+)
+"""Operations of torch that wait for a device, or whose result has a shape of its values."""
+
+
 class _NoWaiting(TorchDispatchMode):
     """Raises on operations that wait for a device or whose result has a shape of its values."""
 
-    _FORBIDDEN = frozenset(
-        (
-            "_local_scalar_dense",
-            "item",
-            "nonzero",
-            "masked_select",
-            "is_nonzero",
-            "equal",
-            "_unique2",
-            "unique_dim",
-            "unique_consecutive",
-            "argwhere",
-            "bincount",
-        )
-    )
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if name in self._FORBIDDEN and any(
+        if name in SYNCHRONISING and any(
             tensor.device.type == "meta" for tensor in args if isinstance(tensor, Tensor)
         ):
             raise MethodError(f"{name} waits")

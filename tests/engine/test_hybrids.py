@@ -81,7 +81,7 @@ def test_blocks_hold_one_state(running: SteppedEngine) -> None:
 
 
 def test_answers_are_those_of_the_oracle(running: SteppedEngine, hybrid: Path) -> None:
-    """What is kept is nearly what float32 keeps, and nothing else is attended to."""
+    """Nearly the same tokens are kept as in float32, and nothing else is attended to."""
     oracle = Oracle(hybrid)
     asks = [ask(10 + i, xargs=budget(share)) for i, share in enumerate((0.7, 0.5, 0.3))]
     names = [running.add(asked) for asked in asks]

@@ -41,6 +41,7 @@ from vllm_tgvkv.policies import (
 from vllm_tgvkv.policies.pooling import Pooler
 from vllm_tgvkv.policies.registry import POLICIES, SCORES, Recipe, Registry
 from vllm_tgvkv.prompt import RowSet, VisionSpan
+from vllm_tgvkv.testing import SYNCHRONISING
 
 LAYERS, HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE = 3, 2, 3, 8, 4
 SCALE = HEAD_SIZE**-0.5
@@ -289,27 +290,11 @@ def test_a_name_is_registered_once() -> None:
 class NoSynchronisation(TorchDispatchMode):
     """Raises on every operation that would wait for a device or has a data-dependent shape."""
 
-    FORBIDDEN = frozenset(
-        {
-            "_local_scalar_dense",
-            "item",
-            "nonzero",
-            "masked_select",
-            "is_nonzero",
-            "equal",
-            "_unique2",
-            "unique_dim",
-            "unique_consecutive",
-            "argwhere",
-            "bincount",
-        }
-    )
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
         name = func.overloadpacket.__name__
-        assert name not in self.FORBIDDEN, f"{name} synchronises"
+        assert name not in SYNCHRONISING, f"{name} synchronises"
         if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
             dtypes = {index.dtype for index in args[1] if index is not None}
             assert torch.bool not in dtypes, f"{name} with a boolean mask synchronises"

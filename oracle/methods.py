@@ -1060,7 +1060,8 @@ def is_stable(
     wanted: list[Tensor] = []
     for trial in range(1 + trials):
         factor = perturbed(torch.ones_like(attention[:, :, :1]), noise)  # one per key
-        noisy = attention * factor if trial else attention
+        # A row with one key gives it exactly 1 in any arithmetic, so that heads tie there.
+        noisy = attention.where(attention == 1, attention * factor) if trial else attention
         of_trial = states.noisy(noise) if states and trial else states
         evidence = observe(mix, noisy, layout, kv_heads, settings, earlier=earlier, states=of_trial)
         evidence = replace(evidence, noise=noise if trial else 0.0)

@@ -38,8 +38,25 @@ POOLINGS: dict[str, dict[str, Any]] = {
     "backward16": reach(1, 16),
     "forward40": reach(40, 1),
     "symmetric40": reach(20, 21),
+    "forward24": reach(24, 1),
+    "forward64": reach(64, 1),
 }
-"""Windows of 18 positions in three directions, and of 42 in two. The methods' own has 7."""
+"""Windows of 18 positions in three directions, of 42 in two, and further reaches. The methods' own
+has 7."""
+
+CANDIDATES: dict[str, dict[str, Any]] = {
+    f"reach_{name}": {"base": "snapkv", "reduce": "max", **reach(40, 1), **change}
+    for name, change in {
+        "layer": {"granularity": "layer"},
+        "by_score": {"retain": "by_score"},
+        "recent_8": {"retain": "recent_8"},
+        "entropy": {"allocation": "entropy"},
+        "prefixkv": {"allocation": "prefixkv"},
+        "tt": {"allocation": "tt"},
+        "text": {"score": "text_rows"},
+    }.items()
+}
+"""Maxima over the rows of the window, pooled over 40 tokens, with one more part replaced."""
 
 MIXES: dict[str, dict[str, Any]] = {
     "_".join([method, *names]): {"base": method, **vote, **pooling}
@@ -53,7 +70,7 @@ MIXES: dict[str, dict[str, Any]] = {
             for place, pooling in POOLINGS.items()
         ),
     )
-}
+} | CANDIDATES
 """The server's `methods`, of which a run uses those that its arms name."""
 
 
@@ -456,6 +473,35 @@ _TASKS = Part(
     together=True,
 )
 
+_KEYS = (number("prose", _SHORT, keys=4), number("noise", _LONG, keys=4))
+_CHOICE = Part(
+    "Choosing a default",
+    "Mixes of the same parts on training questions.",
+    (
+        Cells(
+            (number("prose", 1024), _KEYS[0], *PASSAGES),
+            (
+                *crossed(
+                    [
+                        "snapkv_max_forward16",
+                        "snapkv_max_forward24",
+                        "snapkv_max_forward40",
+                        "snapkv_max_forward64",
+                        "snapkv_forward40",
+                        "adakv_max_forward16",
+                        "adakv_max_forward40",
+                        *CANDIDATES,
+                    ],
+                    (0.2,),
+                ),
+                *crossed(["snapkv_max_forward16", "snapkv_max_forward40"], (0.1,)),
+                *crossed(["snapkv_answer_forward40"], (0.2, 0.1), (8,)),
+            ),
+            16,
+        ),
+    ),
+)
+
 PARTS = {
     "methods": _METHODS,
     "wait": _WAIT,
@@ -463,6 +509,7 @@ PARTS = {
     "passages": _PASSAGES,
     "life": _LIFE,
     "tasks": _TASKS,
+    "choice": _CHOICE,
 }
 """By the name on the command line, in the order of the report."""
 

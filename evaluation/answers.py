@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
@@ -92,10 +93,7 @@ class AnswerLog:
         whole, newline, rest = text.rpartition("\n")
         if rest:
             self.path.write_text(whole + newline, encoding="utf-8")
-        for line in whole.splitlines():
-            values = json.loads(line)
-            values["cuts"] = tuple(map(tuple, values.get("cuts", ())))
-            yield Answer(**values)
+        yield from map(_parsed, whole.splitlines())
 
     def __enter__(self) -> AnswerLog:
         return self
@@ -114,5 +112,27 @@ class AnswerLog:
 
     def add(self, answer: Answer) -> None:
         self._answers[answer.key] = answer
-        self._file.write(json.dumps(asdict(answer)) + "\n")
+        self._file.write(_line(answer))
         self._file.flush()
+
+
+def write_answers(answers: Iterable[Answer], path: Path) -> None:
+    """Write answers to a compressed file, whose bytes depend on nothing else."""
+    text = "".join(map(_line, answers))
+    path.write_bytes(gzip.compress(text.encode(), mtime=0))
+
+
+def read_answers(path: Path) -> dict[Key, Answer]:
+    """Return the answers of such a file by their keys."""
+    lines = gzip.decompress(path.read_bytes()).decode().splitlines()
+    return {answer.key: answer for answer in map(_parsed, lines)}
+
+
+def _line(answer: Answer) -> str:
+    return json.dumps(asdict(answer)) + "\n"
+
+
+def _parsed(line: str) -> Answer:
+    values = json.loads(line)
+    values["cuts"] = tuple(map(tuple, values.get("cuts", ())))
+    return Answer(**values)

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from demo.tasks import MAX_ANSWER_TOKENS, Example
+from evaluation.answering import ArmEngine, Held, Request
 from evaluation.answers import Answer, Key, compare
 from evaluation.arms import EvaluatedArm, engine_methods
 from evaluation.fingerprint import ROOT, fingerprint
 from evaluation.questions import Question
-from measure.engines import LocalLLM
 from measure.facts import versions
 from vllm_tgvkv.budget import Budget
 
@@ -25,6 +25,15 @@ PACKAGES = ("vllm", "vllm-tgvkv", "torch", "transformers", "numpy", "pillow", "m
 
 Work = tuple[Question, Sequence[EvaluatedArm]]
 """A question and the arms that answer it together, so that they share its prefix."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Arms that share one request, and the tokens of the right answer, its end included."""
+
+    question: Question
+    arms: tuple[EvaluatedArm, ...]
+    truth: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -58,8 +67,8 @@ class Kept:
     """Start and length of each image."""
 
 
-class AnsweringEngine(LocalLLM):
-    """One vLLM engine that answers for all arms, closed at the end of a `with` block."""
+class AnsweringEngine(ArmEngine):
+    """The demonstration model in an engine that answers for all arms."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -83,33 +92,17 @@ class AnsweringEngine(LocalLLM):
         tokenizer = self.llm.get_tokenizer()
         self._encode = tokenizer.encode
         self._end = tokenizer.eos_token_id
-        self._asked: dict[str, tuple[Question, list[EvaluatedArm], list[int]]] = {}
         self._images: dict[Question, tuple[tuple[int, int], ...]] = {}
-
-    def __enter__(self) -> AnsweringEngine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def answers(self, work: Iterable[Work]) -> Iterator[Answer]:
         """Yield the answer of every arm to its question, in the order in which they finish."""
-        waiting = iter(work)
-        exhausted = False
-        while True:
-            # A queue of twice the batch keeps the batch full; a longer one only takes memory.
-            while not exhausted and len(self._asked) < 2 * self.settings.max_num_seqs:
-                item = next(waiting, None)
-                exhausted = item is None
-                if item is not None:
-                    self._ask(*item)
-            if not self._asked:
-                return
-            for output in self.engine.step():
-                if output.finished:
-                    yield from self._answers(output)
+        requests = (request for item in work for request in self._requests(*item))
+        for group, output in self.finish(requests, 2 * self.settings.max_num_seqs):
+            yield from self._answers(group, output)
 
-    def _ask(self, question: Question, arms: Sequence[EvaluatedArm]) -> None:
+    def _requests(
+        self, question: Question, arms: Sequence[EvaluatedArm]
+    ) -> Iterator[Request[Group]]:
         from vllm import SamplingParams
 
         example = question.example()
@@ -117,14 +110,13 @@ class AnsweringEngine(LocalLLM):
         self._images[question] = tuple(
             (place.offset, place.length) for place in prompt["mm_placeholders"]["image"]
         )
-        truth = [*self._encode(example.answer, add_special_tokens=False), self._end]
+        truth = (*self._encode(example.answer, add_special_tokens=False), self._end)
         for same in self._grouped(arms, len(prompt["prompt_token_ids"])):
-            name = f"{question.task}/{question.number}/{same[0].key}"
             sampling = SamplingParams(
                 max_tokens=MAX_ANSWER_TOKENS, temperature=0, extra_args=same[0].xargs
             )
-            self.engine.add_request(name, prompt, sampling)
-            self._asked[name] = (question, same, truth)
+            name = f"{question.task}/{question.number}/{same[0].key}"
+            yield Request(name, Group(question, tuple(same), truth), prompt, sampling)
 
     def _grouped(
         self, arms: Sequence[EvaluatedArm], num_tokens: int
@@ -153,24 +145,18 @@ class AnsweringEngine(LocalLLM):
         )
         return prompt
 
-    def _answers(self, output: Any) -> Iterator[Answer]:
+    def _answers(self, group: Group, output: Any) -> Iterator[Answer]:
         """Yield the answer once for each arm that shares the request."""
-        question, arms, truth = self._asked.pop(output.request_id)
         (completion,) = output.outputs
-        report = output.kv_transfer_params["kv_eviction"]
-        num_tokens, before = report["prompt_tokens"], report["blocks_before"]
-        untouched = report["blocks_after"] is None
-        for arm in arms:
+        held = Held.of(output)
+        for arm in group.arms:
             yield Answer(
-                task=question.task,
-                number=question.number,
+                task=group.question.task,
+                number=group.question.number,
                 arm=arm.key,
                 text=completion.text,
-                hits=compare(list(completion.token_ids), truth),
-                prompt_tokens=num_tokens,
-                kept_tokens=num_tokens if untouched else report["kept_tokens"],
-                blocks_before=before,
-                blocks_after=before if untouched else report["blocks_after"],
+                hits=compare(list(completion.token_ids), group.truth),
+                **vars(held),
             )
 
     def kept(self) -> Iterator[Kept]:

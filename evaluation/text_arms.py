@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from evaluation.text_tasks import TextTask
 from vllm_tgvkv.config import NONE, EvictionConfig
@@ -44,6 +44,39 @@ POOLINGS: dict[str, dict[str, Any]] = {
 """Windows of 18 positions in three directions, of 42 in two, and further reaches. The methods' own
 has 7."""
 
+GRIDS: dict[str, dict[str, Any]] = {
+    f"snapkv_{vote}_grid{forward}": {
+        "base": "snapkv",
+        **VOTES[vote],
+        "pooling": {"kind": "grid", "forward": forward, "back": 1, "reduce": "max"},
+    }
+    for vote in VOTES
+    for forward in (16, 40)
+}
+"""Pooling forward on pages alone: their rows of patches, and not the text around them."""
+
+OWN_PARTS: dict[str, dict[str, Any]] = {
+    name: {"base": "tgv", **change}
+    for name, change in {
+        "tgv_forward40": reach(40, 1),
+        "tgv_rows_max_forward40": {"score": "text_rows", "reduce": "max", **reach(40, 1)},
+        "tgv_head_max_forward40": {
+            "score": "text_rows",
+            "reduce": "max",
+            "granularity": "head",
+            **reach(40, 1),
+        },
+        "tgv_uniform_max_forward40": {
+            "score": "text_rows",
+            "reduce": "max",
+            "allocation": "uniform",
+            "granularity": "head",
+            **reach(40, 1),
+        },
+    }.items()
+}
+"""TGV-KV's parts with pooling forward."""
+
 CANDIDATES: dict[str, dict[str, Any]] = {
     f"reach_{name}": {"base": "snapkv", "reduce": "max", **reach(40, 1), **change}
     for name, change in {
@@ -58,19 +91,24 @@ CANDIDATES: dict[str, dict[str, Any]] = {
 }
 """Maxima over the rows of the window, pooled over 40 tokens, with one more part replaced."""
 
-MIXES: dict[str, dict[str, Any]] = {
-    "_".join([method, *names]): {"base": method, **vote, **pooling}
-    for method in VOTING
-    for names, vote, pooling in (
-        *(((name,), vote, {}) for name, vote in VOTES.items()),
-        *(((name,), {}, pooling) for name, pooling in POOLINGS.items()),
-        *(
-            ((name, place), vote, pooling)
-            for name, vote in VOTES.items()
-            for place, pooling in POOLINGS.items()
-        ),
-    )
-} | CANDIDATES
+MIXES: dict[str, dict[str, Any]] = (
+    {
+        "_".join([method, *names]): {"base": method, **vote, **pooling}
+        for method in VOTING
+        for names, vote, pooling in (
+            *(((name,), vote, {}) for name, vote in VOTES.items()),
+            *(((name,), {}, pooling) for name, pooling in POOLINGS.items()),
+            *(
+                ((name, place), vote, pooling)
+                for name, vote in VOTES.items()
+                for place, pooling in POOLINGS.items()
+            ),
+        )
+    }
+    | CANDIDATES
+    | GRIDS
+    | OWN_PARTS
+)
 """The server's `methods`, of which a run uses those that its arms name."""
 
 
@@ -136,11 +174,28 @@ FULL = TextArm(NONE, 1.0)
 Pair = tuple[TextArm, TextArm]
 
 
+class Task(Protocol):
+    """A kind of question about a text, written or drawn."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a prompt, about."""
+
+
 @dataclass(frozen=True)
 class Cells:
     """Arms that answer the same questions of some tasks."""
 
-    tasks: tuple[TextTask, ...]
+    tasks: tuple[Task, ...]
     arms: tuple[TextArm, ...]
     questions: int
     """Of each task."""
@@ -161,7 +216,7 @@ class Part:
     """Whether there is a table of all tasks together."""
 
     @property
-    def work(self) -> Iterator[tuple[TextTask, int, tuple[TextArm, ...]]]:
+    def work(self) -> Iterator[tuple[Task, int, tuple[TextArm, ...]]]:
         """Yield each task once, with the largest number of questions and all its arms."""
         tasks = dict.fromkeys(task for cells in self.cells for task in cells.tasks)
         for task in tasks:
@@ -169,7 +224,7 @@ class Part:
             arms = dict.fromkeys([FULL, *(arm for cells in mine for arm in cells.arms)])
             yield task, max(cells.questions for cells in mine), tuple(arms)
 
-    def asked(self, task: TextTask, arm: TextArm) -> int:
+    def asked(self, task: Task, arm: TextArm) -> int:
         """Return the number of questions of a task for an arm; 0 if it has none."""
         mine = [cells for cells in self.cells if task in cells.tasks]
         return max((c.questions for c in mine if arm == FULL or arm in c.arms), default=0)
@@ -528,8 +583,11 @@ def eviction_settings(arms: Iterable[TextArm]) -> dict[str, Any]:
     return {"policy": METHODS[0], "text_only": "evict", "methods": used_mixes(arms), **decode}
 
 
-def check(arms: Iterable[TextArm], settings: Mapping[str, Any]) -> None:
+def check(arms: Iterable[TextArm], settings: Mapping[str, Any], has_images: bool = False) -> None:
     """Check that this version of the plugin knows all that the arms ask for.
+
+    Args:
+        has_images: whether prompts have images, without which some layer budgets are undefined.
 
     Raises:
         EvictionConfigError: naming the arm or mix, and what is not known.
@@ -538,7 +596,9 @@ def check(arms: Iterable[TextArm], settings: Mapping[str, Any]) -> None:
     for arm in arms:
         try:
             options = RequestOptions.resolve(config, arm.xargs)
-            if options.policy != NONE and config.build_policy(arm.method).allocation.needs_vision:
+            if has_images or options.policy == NONE:
+                continue
+            if config.build_policy(arm.method).allocation.needs_vision:
                 raise EvictionConfigError("its layer budget is the attention to images")
         except EvictionConfigError as error:
             raise EvictionConfigError(f"arm {arm.key}: {error}") from error

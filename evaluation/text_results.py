@@ -4,20 +4,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from evaluation.answers import Answer, AnswerLog
-from evaluation.text_arms import FULL, Part, TextArm
+from evaluation.answers import Answer, Key
+from evaluation.text_arms import FULL, Part, Task, TextArm
 from evaluation.text_memory import mean_held, planned_cuts
-from evaluation.text_tasks import TextQuestion, TextTask
+from evaluation.text_tasks import split_of
 from measure.statistics import Estimate, bootstrap, holm, mcnemar, wilson
 
 FILE = "results.json"
+
+
+class Answers(Protocol):
+    """Answers by their keys, such as a log."""
+
+    def __getitem__(self, key: Key, /) -> Answer: ...
 
 
 class ResultsError(ValueError):
@@ -103,13 +109,13 @@ def prefix_share(answer: Answer) -> float:
     return (tokens + "0").index("0") / len(tokens)
 
 
-def counted(log: AnswerLog, task: TextTask, numbers: Iterable[int]) -> list[int]:
+def counted(log: Answers, task: Task, numbers: Iterable[int]) -> list[int]:
     """Return the numbers of the questions that the full cache answers right."""
     return [n for n in numbers if log[task.name, n, FULL.identity].is_exact]
 
 
 def part_result(
-    part: Part, log: AnswerLog, facts: dict[str, Any], limit: int | None = None, first: int = 0
+    part: Part, log: Answers, facts: dict[str, Any], limit: int | None = None, first: int = 0
 ) -> PartResult:
     """Return the results of a part whose answers are all in the log.
 
@@ -131,7 +137,21 @@ def part_result(
     return PartResult(facts, tasks, cells, _comparisons(part, log, limit, first))
 
 
-def _task_result(task: TextTask, answers: Sequence[Answer], first: int) -> TaskResult:
+def answers_of(
+    part: Part, log: Answers, limit: int | None = None, first: int = 0
+) -> Iterator[Answer]:
+    """Yield the answers from which :func:`part_result` makes the results of a part."""
+    for task, questions, arms in part.work:
+        most = questions if limit is None else min(questions, limit)
+        yield from (log[task.name, n, FULL.identity] for n in range(first, first + most))
+        for arm in arms:
+            if arm != FULL:
+                asked = min(part.asked(task, arm), most)
+                mine = counted(log, task, range(first, first + asked))
+                yield from (log[task.name, number, arm.identity] for number in mine)
+
+
+def _task_result(task: Task, answers: Sequence[Answer], first: int) -> TaskResult:
     return TaskResult(
         task=task.name,
         title=task.title,
@@ -141,13 +161,11 @@ def _task_result(task: TextTask, answers: Sequence[Answer], first: int) -> TaskR
         share=bootstrap([prefix_share(answer) for answer in answers]),
         prompt_tokens=_mean([answer.prompt_tokens for answer in answers]),
         answer_tokens=_mean([len(answer.hits) - 1 for answer in answers]),
-        split=TextQuestion(task, first).split,
+        split=split_of(first),
     )
 
 
-def _cell(
-    task: TextTask, arm: TextArm, answers: Sequence[Answer], facts: dict[str, Any]
-) -> TextCell:
+def _cell(task: Task, arm: TextArm, answers: Sequence[Answer], facts: dict[str, Any]) -> TextCell:
     num_right = sum(answer.is_exact for answer in answers)
     return TextCell(
         task=task.name,
@@ -180,7 +198,7 @@ def _mean_held(
     return _mean(shares)
 
 
-def _comparisons(part: Part, log: AnswerLog, limit: int | None, start: int) -> list[TextComparison]:
+def _comparisons(part: Part, log: Answers, limit: int | None, start: int) -> list[TextComparison]:
     found = []
     for task, most, arms in part.work:
         for first, second in part.pairs:
@@ -197,7 +215,7 @@ def _comparisons(part: Part, log: AnswerLog, limit: int | None, start: int) -> l
 
 
 def _compared(
-    task: TextTask, first: TextArm, second: TextArm, log: AnswerLog, numbers: Sequence[int]
+    task: Task, first: TextArm, second: TextArm, log: Answers, numbers: Sequence[int]
 ) -> TextComparison:
     ours, theirs = ([log[task.name, n, arm.identity] for n in numbers] for arm in (first, second))
     pairs = list(zip(ours, theirs, strict=True))

@@ -39,6 +39,11 @@ TRAINING = 1000
 reported on those before it."""
 
 
+def split_of(number: int) -> str:
+    """Return the split of the question of a number."""
+    return "training" if number >= TRAINING else "test"
+
+
 @dataclass(frozen=True)
 class TextTask:
     """A kind of question about a text of a length."""
@@ -122,7 +127,7 @@ class TextQuestion:
 
     @property
     def split(self) -> str:
-        return "training" if self.number >= TRAINING else "test"
+        return split_of(self.number)
 
     def example(self, frame_tokens: int, count: TokenCounter) -> TextExample:
         """Write the question.

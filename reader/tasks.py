@@ -20,6 +20,9 @@ from evaluation.text_tasks import Haystack, Kind, TextExample, TextQuestion, Tex
 from reader.layout import PIECES, draw_page
 from reader.vocabulary import Vocabulary
 
+WORDS = 100
+"""Tokens around the pages, about."""
+
 
 @dataclass(frozen=True)
 class PageTask:
@@ -37,6 +40,11 @@ class PageTask:
     def name(self) -> str:
         keys = "" if self.keys == 1 else f"-{self.keys}"
         return f"{self.kind}{keys}-{self.haystack}-{self.pages}p" + ("-chat" * (self.turns - 1))
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of tokens of a prompt, about."""
+        return self.pages * PIECES + WORDS
 
     @property
     def title(self) -> str:

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of the evaluation on pages, as data."""
+
+from __future__ import annotations
+
+from evaluation.text_arms import Cells, Part, crossed, paired
+from reader.tasks import TASKS
+
+BUDGETS = (0.2, 0.1, 0.05)
+METHODS = (
+    "tgv",
+    "vlcache",
+    "aircache",
+    "snapkv",
+    "adakv",
+    "pyramidkv",
+    "prefixkv",
+    "elastic",
+    "mixkv",
+    "streaming",
+)
+"""All but `h2o`, which computes the attention of the whole prompt again for each answer,
+`sparsemm`, which needs a file, `rkv`, which is made for long answers, and `random`."""
+
+ASKED = TASKS[:3]
+"""A number on a page of prose, on one of noise, and on two pages of noise."""
+
+_FULL = Part(
+    "The full cache",
+    "What the model answers before anything is evicted. Tasks that it answers too rarely are asked "
+    "of no arm.",
+    (Cells(TASKS, (), 20),),
+)
+
+_AT_ONCE = (
+    "snapkv_max_forward16",
+    "snapkv_max_forward40",
+    "snapkv_max_grid16",
+    "snapkv_max_grid40",
+)
+_LISTENING = ("snapkv_answer_forward16", "snapkv_answer_grid16")
+
+_METHODS = Part(
+    "What the methods keep",
+    "Each method as published, mixes of `snapkv` that pool forward, and mixes that wait for 4 or 8 "
+    "tokens of the answer, which alone vote. `forward16` pools the text around the pages as well, "
+    "`grid16` the pages alone. A number has eight tokens with the space before it: after 8 nothing "
+    "is left to be read, and the cell shows only that the wait works.",
+    (
+        Cells(ASKED, crossed(METHODS, BUDGETS), 20),
+        Cells(ASKED, crossed(_AT_ONCE, BUDGETS), 20),
+        Cells(ASKED, crossed(_LISTENING, BUDGETS[1:], (4, 8)), 20),
+    ),
+    (
+        *paired(crossed(_AT_ONCE[:1], BUDGETS), crossed(("snapkv",), BUDGETS)),
+        *paired(crossed(_AT_ONCE[:1], BUDGETS), crossed(("tgv",), BUDGETS)),
+        *paired(crossed(_AT_ONCE[:1], BUDGETS), crossed(("snapkv_max_grid16",), BUDGETS)),
+    ),
+    together=True,
+)
+
+PARTS = {"full": _FULL, "methods": _METHODS}
+"""By the name on the command line, in the order of the report."""

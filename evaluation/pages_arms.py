@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from evaluation.text_arms import Cells, Part, crossed, paired
+from evaluation.text_arms import OWN_PARTS, Cells, Part, crossed, paired
 from reader.tasks import TASKS
 
 BUDGETS = (0.2, 0.1, 0.05)
@@ -59,5 +59,32 @@ _METHODS = Part(
     together=True,
 )
 
-PARTS = {"full": _FULL, "methods": _METHODS}
+_CHOICE = Part(
+    "Choosing a default",
+    "Mixes of the same parts on training questions.",
+    (
+        Cells(
+            (ASKED[0], ASKED[2], TASKS[5], TASKS[7]),
+            crossed(
+                [
+                    "tgv",
+                    *OWN_PARTS,
+                    "snapkv",
+                    "snapkv_max_forward16",
+                    "snapkv_max_forward40",
+                    "snapkv_max_grid40",
+                    "adakv_max_forward40",
+                    "reach_layer",
+                    "reach_by_score",
+                    "reach_text",
+                    "reach_prefixkv",
+                ],
+                (0.2,),
+            ),
+            6,
+        ),
+    ),
+)
+
+PARTS = {"full": _FULL, "methods": _METHODS, "choice": _CHOICE}
 """By the name on the command line, in the order of the report."""

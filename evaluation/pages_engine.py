@@ -33,6 +33,7 @@ class PageSettings(TextSettings):
     """Settings of an engine that may change its answers."""
 
     max_num_seqs: int = 32
+    cache_gib: int = 2
 
     @property
     def packages(self) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ export HF_HUB_OFFLINE VLLM_NO_USAGE_STATS TOKENIZERS_PARALLELISM
 
 .DEFAULT_GOAL := help
 .PHONY: help setup wheel lint test test-all test-fast test-gpu test-scheduler compile-kernels
-.PHONY: demo demo-model page-model page-tower eval eval-pages eval-text bench bench-all bench-gpu gpu-first-run loadtest soak clean
+.PHONY: demo demo-model page-model page-tower eval eval-demo eval-pages eval-text bench bench-all bench-gpu gpu-first-run loadtest soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -93,11 +93,15 @@ page-tower: setup ## train its tower, in several sittings with MINUTES=30, then 
 	$(BIN)/python -m reader.train $(if $(MINUTES),--minutes $(MINUTES))
 	$(BIN)/python -m reader.assemble --checkpoint build/reader/checkpoint.pt
 
-eval-pages: page-model ## what that model reads and answers with the full cache
-	$(BIN)/python -m reader.evaluate --text
+# Fields whose weights are missing are left out, with a message: `make page-model` installs them.
+eval: setup ## which method at which budget: a part of all three fields in an hour; ARGS=--whole for all
+	$(BIN)/python -m evaluation $(ARGS)
 
-eval: setup ## which method at which budget: every method on the demonstration model's tasks
+eval-demo: setup ## the demonstration model's tasks, every method: two hours on two cores
 	$(BIN)/python -m evaluation.run
+
+eval-pages: page-model ## what methods keep of pages that a language model with real weights reads
+	$(BIN)/python -m evaluation.pages
 
 # Its dependencies would compile llama.cpp; only the weights are used.
 eval-text: setup ## what methods keep of a text: a language model with real weights, two hours on two cores

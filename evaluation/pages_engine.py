@@ -32,8 +32,8 @@ _SOURCES = (
 class PageSettings(TextSettings):
     """Settings of an engine that may change its answers."""
 
-    max_num_seqs: int = 32
-    cache_gib: int = 2
+    max_num_seqs: int = 16
+    cache_gib: int = 1
 
     @property
     def packages(self) -> tuple[str, ...]:

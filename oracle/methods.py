@@ -80,6 +80,9 @@ METHODS = {
     "pyramidkv": Mix("snapkv", "pyramid", "window", HEAD, SNAP),
     "adakv": Mix("snapkv", "adakv", "window", HEAD, SNAP),
     "sparsemm": Mix("snapkv", "sparsemm", "window", HEAD, SNAP),
+    "reach": Mix(
+        "snapkv", "uniform", "window", HEAD, Pool("sequence", forward=40, back=1), reduce="max"
+    ),
     "rkv": Mix("rkv", "uniform", "recent_8", HEAD),
     "mixkv": Mix("mixkv", "uniform", "window", HEAD),
     "h2o": Mix("h2o", "uniform", "recent_half", HEAD),
@@ -502,11 +505,15 @@ def runs(layout: Layout) -> list[int]:
     return result
 
 
-def neighbours(layout: Layout, pool: Pool) -> list[list[int]]:
-    """Return for each position the positions it is pooled with, including itself."""
+def neighbours(layout: Layout, pool: Pool, sinks: int = 0) -> list[list[int]]:
+    """Return for each position the positions it is pooled with, including itself.
+
+    With a direction, the first `sinks` positions are a run of their own.
+    """
     reach, everything = pool.kernel // 2, range(layout.length)
     if pool.has_direction:
-        run, first, last = runs(layout), pool.forward or 0, pool.back or 0
+        first, last = pool.forward or 0, pool.back or 0
+        run = [(number, j < sinks) for j, number in enumerate(runs(layout))]
         return [
             [i for i in everything if run[i] == run[j] and j - first <= i <= j + last]
             if pool.kind == "sequence" or layout.vision[j]
@@ -533,11 +540,11 @@ def neighbours(layout: Layout, pool: Pool) -> list[list[int]]:
     return near
 
 
-def pooled(scores: Tensor, layout: Layout, pool: Pool) -> Tensor:
+def pooled(scores: Tensor, layout: Layout, pool: Pool, sinks: int = 0) -> Tensor:
     """Return the scores [P] after pooling; NaN stands for no score, and is in no other's pool."""
     result = []
     values = scores.tolist()
-    for own, near in zip(values, neighbours(layout, pool), strict=True):
+    for own, near in zip(values, neighbours(layout, pool, sinks), strict=True):
         group = [values[i] for i in near if not math.isnan(values[i])]
         if math.isnan(own):
             result.append(own)
@@ -922,7 +929,9 @@ def observe(
         ]
         for layer, sets in zip(raw, token_sets, strict=True)
     ]
-    scored = [[pooled(values, layout, mix.pooling) for values in layer] for layer in raw]
+    scored = [
+        [pooled(values, layout, mix.pooling, settings.sinks) for values in layer] for layer in raw
+    ]
     return Evidence(token_sets, raw, scored, [], case, 0)
 
 

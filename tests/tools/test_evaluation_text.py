@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from evaluation import text, text_results
 from evaluation.answers import Answer, AnswerLog
+from evaluation.field import Run
 from evaluation.text_arms import (
     FULL,
     METHODS,
@@ -732,7 +733,7 @@ def test_a_run_on_the_real_weights(tmp_path: Path) -> None:
     part = Part("Tiny", "A part.", (Cells((SHORT,), arms, 3),), ((large, small),))
     settings = TextSettings(cache_gib=1, max_model_len=640)
     with AnswerLog(tmp_path, "abc") as log:
-        run = text.Run({"methods": part}, None, log, settings)
+        run = Run(text.FIELD, {"methods": part}, None, log, settings)
         try:
             run.answer(part)
         finally:
@@ -755,7 +756,7 @@ def test_a_run_on_the_real_weights(tmp_path: Path) -> None:
     assert cells["snapkv", 0.1].blocks_held <= held[0] < 0.2 < held[1] < 0.5
     # Finished answers are not asked again: no engine starts.
     with AnswerLog(tmp_path, "abc") as log:
-        again = text.Run({"methods": part}, None, log, settings)
+        again = Run(text.FIELD, {"methods": part}, None, log, settings)
         again.answer(part)
         assert again._engine is None
         assert text_results.part_result(part, log, FACTS) == result

@@ -116,7 +116,8 @@ def test_pooling_with_a_direction_stays_inside_runs(
 ) -> None:
     images, num_tokens = LAYOUTS.get(layout, ([], 27))
     placed = Layout(num_tokens, tuple(Image(*image) for image in images))
-    assert_pooled(placed, Pooling("sequence", None, reduce, forward, back))
+    for sinks in (0, 4, 40):
+        assert_pooled(placed, Pooling("sequence", None, reduce, forward, back), sinks)
 
 
 @pytest.mark.parametrize("reduce", ["max", "mean"])
@@ -125,7 +126,8 @@ def test_pooling_along_the_rows_of_a_grid_leaves_text_alone(
     reduce: Any, forward: int, back: int
 ) -> None:
     images = (Image(3, 12, (3, 4)), Image(15, 2, (1, 2)), Image(19, 4, (4, 1)))
-    assert_pooled(Layout(25, images), Pooling("grid", None, reduce, forward, back))
+    for sinks in (0, 4):  # one of them is a patch
+        assert_pooled(Layout(25, images), Pooling("grid", None, reduce, forward, back), sinks)
 
 
 def test_pooling_forward_by_hand() -> None:
@@ -155,18 +157,27 @@ def test_a_kernel_reaches_as_far_on_both_sides(reduce: Any) -> None:
     assert Pooling("sequence", back=4).reach == (0, 4)
 
 
-def pool(scores: torch.Tensor, images: tuple[VisionSpan, ...], pooling: Pooling) -> torch.Tensor:
-    return Pooler(pooling, scores.shape[1], images, scores.device)(scores)
+def test_sinks_count_for_no_other_token() -> None:
+    scores = torch.tensor([[9.0, 8, 0, 1, 0, 0]])
+    forward = Pooling("sequence", forward=2)
+    assert pool(scores, (), forward).tolist() == [[9, 9, 9, 8, 1, 1]]
+    assert pool(scores, (), forward, sinks=2).tolist() == [[9, 9, 0, 1, 1, 1]]
 
 
-def assert_pooled(layout: Layout, pooling: Pooling) -> None:
+def pool(
+    scores: torch.Tensor, images: tuple[VisionSpan, ...], pooling: Pooling, sinks: int = 0
+) -> torch.Tensor:
+    return Pooler(pooling, scores.shape[1], images, scores.device, sinks)(scores)
+
+
+def assert_pooled(layout: Layout, pooling: Pooling, sinks: int = 0) -> None:
     fresh_seed()
     scores = torch.randn(2, layout.length)
     images = tuple(VisionSpan(image.start, image.length, image.grid) for image in layout.images)
-    pooled = pool(scores, images, pooling)
+    pooled = pool(scores, images, pooling, sinks)
     reaches = (pooling.forward, pooling.back)
     by_definition = Pool(pooling.kind, pooling.kernel or 3, pooling.reduce, *reaches)
-    expected = torch.stack([methods.pooled(row, layout, by_definition) for row in scores])
+    expected = torch.stack([methods.pooled(row, layout, by_definition, sinks) for row in scores])
     if pooling.kind == "sequence" or pooling.reduce == "max":
         assert torch.equal(pooled, expected.float())
     torch.testing.assert_close(pooled, expected.float())

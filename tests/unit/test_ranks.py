@@ -38,8 +38,8 @@ PROMPTS = {
     "first": PromptMap(150, (VisionSpan(9, 48, (6, 8)), VisionSpan(60, 35, (5, 7)))),
     "second": PromptMap(115, (VisionSpan(20, 64, (8, 8)),)),
 }
-SHARED = [name for name in METHOD_NAMES if name not in ("adakv", "rkv", "mixkv")]
-"""Methods that exist at granularity `layer`."""
+SHARED = [name for name in METHOD_NAMES if name not in ("adakv", "rkv", "mixkv", "reach")]
+"""Methods that exist at granularity `layer`, where ranks cannot share maxima over rows."""
 
 
 class Wire:

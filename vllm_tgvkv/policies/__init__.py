@@ -4,7 +4,7 @@
 # Importing a method's module registers it; lists of methods follow the order of these imports.
 from vllm_tgvkv.policies import retention, uniform  # noqa: F401, I001
 from vllm_tgvkv.policies import tgv, vlcache, aircache  # noqa: F401
-from vllm_tgvkv.policies import snapkv, pyramidkv, adakv, sparsemm  # noqa: F401
+from vllm_tgvkv.policies import snapkv, pyramidkv, adakv, sparsemm, reach  # noqa: F401
 from vllm_tgvkv.policies import rkv, mixkv  # noqa: F401
 from vllm_tgvkv.policies import h2o, prefixkv, elastic, streaming, random  # noqa: F401
 from vllm_tgvkv.policies import ablations  # noqa: F401

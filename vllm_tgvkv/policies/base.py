@@ -53,7 +53,9 @@ class Prompt:
         """
         if pooling not in self._poolers:
             device = self.is_vision.device
-            self._poolers[pooling] = Pooler(pooling, self.num_tokens, self.images, device)
+            self._poolers[pooling] = Pooler(
+                pooling, self.num_tokens, self.images, device, self.sinks
+            )
         return self._poolers[pooling]
 
 

@@ -35,7 +35,8 @@ class Pooling:
     that position j gets ``reduce`` over ``s[j - forward .. j + back]``. What is read onwards from
     where the model looks now is then kept as well. ``sequence`` pools inside each run; ``grid``
     pools inside each image only, along its rows in reading order and on to the next row, and text
-    stays as it is.
+    stays as it is. The sinks, which are kept whatever their scores, are a run of their own: theirs
+    are the highest of most heads, and the tokens after them are no better for it.
 
     Raises:
         ValueError: for an unknown ``kind`` or ``reduce``; for a kernel that is not odd and
@@ -123,6 +124,7 @@ class Pooler:
         num_tokens: int,
         images: tuple[VisionSpan, ...],
         device: torch.device,
+        sinks: int = 0,
     ) -> None:
         self._pooling = pooling
         self._windows: _Windows | None = None
@@ -133,7 +135,7 @@ class Pooler:
             if not pooling.has_direction:
                 self._patches = [(grid, _copy(found, device)) for grid, found in patches.items()]
         if pooling.kind == "sequence" or pooling.has_direction:
-            first, last = _windows(pooling, num_tokens, images)
+            first, last = _windows(pooling, num_tokens, images, sinks)
             self._windows = _Windows(first, last, pooling.reduce, device)
 
     def __call__(self, scores: Tensor) -> Tensor:
@@ -148,16 +150,19 @@ class Pooler:
 
 
 def _windows(
-    pooling: Pooling, num_tokens: int, images: tuple[VisionSpan, ...]
+    pooling: Pooling, num_tokens: int, images: tuple[VisionSpan, ...], sinks: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the first and last position that each position is pooled with, int64 ``[P]`` each."""
     starts = [image.start for image in images]
     ends = [image.start + image.length for image in images]
-    edges = np.unique([0, *starts, *ends, num_tokens])
+    apart = [min(sinks, num_tokens)] if pooling.has_direction else []
+    edges = np.unique([0, *apart, *starts, *ends, num_tokens])
     sizes = np.diff(edges)
     positions = np.arange(num_tokens)
     forward, back = pooling.reach
-    has_neighbours = np.repeat(np.isin(edges[:-1], starts) | (pooling.kind == "sequence"), sizes)
+    images_before = np.searchsorted(np.array(starts), edges[:-1], side="right")
+    is_vision = images_before > np.searchsorted(np.array(ends), edges[:-1], side="right")
+    has_neighbours = np.repeat(is_vision | (pooling.kind == "sequence"), sizes)
     first = np.maximum(positions - forward * has_neighbours, np.repeat(edges[:-1], sizes))
     last = np.minimum(positions + back * has_neighbours, np.repeat(edges[1:] - 1, sizes))
     return first, last

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reach: keep what comes after the places that the last tokens look at.
+
+SnapKV's rows and retention, with two changes of our own (no paper): a token counts as much as the
+one row that looks at it most, and a score counts for the next ``FORWARD`` tokens. Chosen on the
+training questions of docs/evaluation.
+"""
+
+from __future__ import annotations
+
+from vllm_tgvkv.policies.pooling import Pooling
+from vllm_tgvkv.policies.registry import POLICIES, Recipe
+
+FORWARD = 40
+"""Tokens after its own for which a score counts: about a sentence."""
+
+POLICIES.add(
+    "reach",
+    Recipe(
+        "snapkv",
+        "uniform",
+        "window",
+        granularity="head",
+        pooling=Pooling("sequence", forward=FORWARD, back=1),
+        reduce="max",
+    ),
+)

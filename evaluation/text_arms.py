@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from evaluation.arms import ABLATIONS
 from evaluation.text_tasks import TextTask
 from vllm_tgvkv.config import NONE, EvictionConfig
 from vllm_tgvkv.errors import EvictionConfigError
@@ -74,6 +75,17 @@ OWN_PARTS: dict[str, dict[str, Any]] = {
 }
 """TGV-KV's parts with pooling forward."""
 
+TGV_PARTS: dict[str, dict[str, Any]] = {
+    **{
+        part.method(value): {"base": "tgv", part.field: value}
+        for part in ABLATIONS
+        for value in part.others
+    },
+    "tgv_head": {"base": "tgv", "granularity": "head"},
+    "tgv_score_text_rows_head": {"base": "tgv", "score": "text_rows", "granularity": "head"},
+}
+"""TGV-KV with one part replaced, as on the demonstration model, and per head."""
+
 CANDIDATES: dict[str, dict[str, Any]] = {
     f"reach_{name}": {"base": "snapkv", "reduce": "max", **reach(40, 1), **change}
     for name, change in {
@@ -111,6 +123,7 @@ MIXES: dict[str, dict[str, Any]] = (
     | REACHES
     | GRIDS
     | OWN_PARTS
+    | TGV_PARTS
 )
 """The server's `methods`, of which a run uses those that its arms name."""
 

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The evaluation on pages, what it shares with texts, and the program that runs all fields."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from evaluation import __main__ as program
+from evaluation import pages, text, text_results
+from evaluation.answers import Answer, AnswerLog, read_answers, write_answers
+from evaluation.field import Field, Run, run
+from evaluation.pages_arms import PARTS
+from evaluation.pages_engine import PageSettings
+from evaluation.text_arms import FULL, Cells, Part, TextArm, check, crossed, eviction_settings
+from evaluation.text_tasks import TextTask
+from measure import smollm
+from reader.tasks import TASKS
+from vllm_tgvkv.errors import EvictionConfigError
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
+def test_the_plugin_knows_every_arm(part: Part) -> None:
+    arms = [arm for _, _, arms in part.work for arm in arms]
+    check(arms, eviction_settings(arms), has_images=True)
+    for pair in part.pairs:
+        assert any(set(pair) <= set(arms) for _, _, arms in part.work), pair
+
+
+def test_layer_budgets_by_images_are_for_pages_alone() -> None:
+    arm = TextArm("tgv", 0.2)
+    check([arm], eviction_settings([arm]), has_images=True)
+    with pytest.raises(EvictionConfigError, match="attention to images"):
+        check([arm], eviction_settings([arm]))
+
+
+def test_pages_and_texts_have_logs_of_their_own() -> None:
+    assert pages.FIELD.logs != text.FIELD.logs
+    assert PageSettings().fingerprint != text.FIELD.settings().fingerprint
+
+
+# -- answers that are kept, and counted again --------------------------------------------------
+
+SHORT = TextTask("number", "noise", 512)
+ONE, OTHER = crossed(("snapkv", "adakv"), (0.1,))
+PART = Part("Tiny", "A part.", (Cells((SHORT,), (ONE, OTHER), 3),), ((ONE, OTHER),))
+HITS = {FULL: ["11", "11", "01"], ONE: ["11", "10"], OTHER: ["00", "11"]}
+
+
+def answers() -> list[Answer]:
+    return [
+        Answer(SHORT.name, number, arm.identity, "said", hits, 500, 50.0, 32, 4, 2, ((0, 32, 4),))
+        for arm, found in HITS.items()
+        for number, hits in enumerate(found)
+    ]
+
+
+def test_kept_answers_are_those_of_the_part(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl.gz"
+    stranger = Answer("other", 0, ONE.identity, "", "11", 500, 50.0, 32, 4)
+    with AnswerLog(tmp_path, "abc") as log:
+        for answer in [*answers(), stranger]:
+            log.add(answer)
+        write_answers(text_results.answers_of(PART, log), path)
+    assert list(read_answers(path).values()) == answers()
+    before = path.read_bytes()
+    write_answers(answers(), path)
+    assert path.read_bytes() == before
+
+
+FACTS = {
+    "command": "python -m evaluation.text --only default",
+    "day": "2026-01-02",
+    "revision": "abc1234",
+    "fingerprint": "0123456789ab",
+    "settings": {"block_size": 16},
+    "versions": {"vllm": "0.32.0"},
+    "machine": {"cpu": "some"},
+    "limit": None,
+    "first": 0,
+    "tasks": None,
+}
+
+
+def test_tables_are_counted_again_from_the_answers(tmp_path: Path) -> None:
+    field = Field(**{**vars(text.FIELD), "parts": {"tiny": PART}})
+    result = text_results.part_result(PART, {a.key: a for a in answers()}, FACTS)
+    text_results.write({"tiny": result}, tmp_path)
+    write_answers(answers(), tmp_path / "answers-tiny.jsonl.gz")
+    file = tmp_path / text_results.FILE
+    wanted = file.read_text()
+    assert '"num_right": 1' in wanted
+    file.write_text(wanted.replace('"num_right": 1', '"num_right": 0'))
+    assert run(field, ["--only", "recount", "--output", str(tmp_path)]) == 0
+    assert file.read_text() == wanted
+    assert "| `snapkv` | 1 of 2" in (tmp_path / "README.md").read_text()
+
+
+# -- all fields --------------------------------------------------------------------------------
+
+
+def test_fields_without_weights_are_left_out_with_a_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(program, "find_weights", lambda: None)
+    assert program.main(["--plan"]) == 0
+    said = capsys.readouterr().out
+    assert "Left out: texts and pages" in said
+    assert smollm.INSTALL in said
+    assert [line.split()[2] for line in said.splitlines()[1:]] == ["evaluation.run"]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_every_field_has_a_command(whole: bool) -> None:
+    names = [p.name for p in program.PROGRAMS]
+    found = program.commands(names, whole, has_weights=True)
+    assert [command[2] for command in found] == [p.module for p in program.PROGRAMS]
+    assert all(("--output" in command) != whole for command in found)
+    assert program.commands(["demo"], whole, has_weights=False) == [found[-1]]
+
+
+@pytest.mark.parametrize("field", ["text", "pages"])
+def test_commands_of_fields_are_understood(field: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (command,) = program.commands([field], whole=False, has_weights=True)
+    assert {"text": text, "pages": pages}[field].main([*command[3:], "--plan"]) == 0
+    assert "default: The recommended method" in capsys.readouterr().out
+
+
+def test_a_program_that_fails_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = program.Program("fails", "x", "x", (), needs_weights=False)
+    monkeypatch.setattr(program, "PROGRAMS", (failing, program.PROGRAMS[-1]))
+    command = [sys.executable, "-c", "raise SystemExit(3)"]
+    never = [sys.executable, "-c", "raise SystemExit(4)"]
+    monkeypatch.setattr(program, "commands", lambda *_: [command, never])
+    assert program.main([]) == 3
+
+
+# -- through the engine -------------------------------------------------------------------------
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.skipif(smollm.find_weights() is None, reason=f"needs {smollm.INSTALL}")
+def test_a_page_in_the_real_engine(tmp_path: Path) -> None:
+    task = TASKS[1]
+    arms = (TextArm("reach", 0.2), TextArm("streaming", 0.2))
+    part = Part("Tiny", "A part.", (Cells((task,), arms, 1),))
+    with AnswerLog(tmp_path, "abc") as log:
+        current = Run(pages.FIELD, {"tiny": part}, None, log)
+        try:
+            current.answer(part)
+        finally:
+            current.close()
+        result = text_results.part_result(part, log, FACTS)
+    assert result.tasks[0].right.mean == 1.0
+    assert 1050 < result.tasks[0].prompt_tokens < 1150
+    kept = {cell.label: cell for cell in result.cells}
+    assert kept["reach"].num_right == 1
+    assert all(0.15 < cell.blocks_held <= 0.2 for cell in result.cells)
+    assert json.loads(log.path.read_text().splitlines()[0])["cuts"] == []

@@ -81,7 +81,7 @@ METHODS = {
     "adakv": Mix("snapkv", "adakv", "window", HEAD, SNAP),
     "sparsemm": Mix("snapkv", "sparsemm", "window", HEAD, SNAP),
     "reach": Mix(
-        "snapkv", "uniform", "window", HEAD, Pool("sequence", forward=40, back=1), reduce="max"
+        "snapkv", "uniform", "window", HEAD, Pool("sequence", forward=48, back=1), reduce="max"
     ),
     "rkv": Mix("rkv", "uniform", "recent_8", HEAD),
     "mixkv": Mix("mixkv", "uniform", "window", HEAD),

@@ -19,6 +19,7 @@ from evaluation import text, text_results
 from evaluation.answers import Answer, AnswerLog
 from evaluation.field import Run
 from evaluation.text_arms import (
+    DEFAULT,
     FULL,
     METHODS,
     MIXES,
@@ -325,7 +326,7 @@ def test_no_hit_follows_a_mistake(said: str) -> None:
 
 def test_every_arm_is_a_method_or_a_mix() -> None:
     arms = {arm for part in PARTS.values() for _, _, arms in part.work for arm in arms} - {FULL}
-    assert {arm.method for arm in arms} <= {*METHODS, *MIXES}
+    assert {arm.method for arm in arms} <= {*METHODS, *MIXES, DEFAULT}
     assert len({arm.key for arm in arms}) == len(arms)
     assert len({arm.identity for arm in arms}) == len(arms)
 

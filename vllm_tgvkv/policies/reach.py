@@ -11,8 +11,8 @@ from __future__ import annotations
 from vllm_tgvkv.policies.pooling import Pooling
 from vllm_tgvkv.policies.registry import POLICIES, Recipe
 
-FORWARD = 40
-"""Tokens after its own for which a score counts: about a sentence."""
+FORWARD = 48
+"""Tokens after its own for which a score counts: a sentence or two."""
 
 POLICIES.add(
     "reach",

@@ -28,8 +28,8 @@ one request, which sets its own method and budget (`vllm_xargs`). Made by
     {commands}
 
 from the small model in `demo/model`. **It says how the methods compare on that model and these
-tasks; measure yours.** All figures are in [results.json](results.json).
-
+tasks; measure yours.** All figures are in [results.json](results.json). It is one of three fields.
+{fields}
 ## How to read it
 
 - **Right** is an answer that is right to the last character. **First token** is computed from the
@@ -49,6 +49,9 @@ tasks; measure yours.** All figures are in [results.json](results.json).
   method over the family named with each table. A claim in **bold** has a corrected p below {level}.
 - No two questions share a page, so they are independent of each other.
 """
+
+FIELDS = Path(__file__).with_name("fields.md").read_text(encoding="utf-8").partition("\n")[2]
+"""Sections on all fields, below the first line of the file."""
 
 BLOCKS = """\
 vLLM's CPU attention has blocks of 16 tokens and its multiples; the engine measured 16, 32 and 128.
@@ -86,6 +89,7 @@ def write_report(record: Record, folder: Path) -> None:
 def _introduction(record: Record) -> Text:
     commands = dict.fromkeys(record.facts["commands"].values())
     text = INTRODUCTION.format(
+        fields=FIELDS,
         commands="\n    ".join(commands),
         resamples=record.facts["resamples"],
         seed=record.facts["seeds"]["bootstrap"],

@@ -323,9 +323,9 @@ def test_parts_of_a_method(name: str) -> None:
     if mix.pooling.kind == "none":
         assert pooling.kind == "none"
     else:
-        assert Pool(pooling.kind, pooling.kernel or 3, pooling.reduce) == mix.pooling
-        assert not pooling.has_direction
-    assert policy.reduction == mix.reduce == "mean"
+        reaches = (pooling.forward, pooling.back)
+        assert Pool(pooling.kind, pooling.kernel or 3, pooling.reduce, *reaches) == mix.pooling
+    assert policy.reduction == mix.reduce
     assert policy.score.rows == methods.ROWS_OF_SCORE.get(mix.score, "none")
 
 

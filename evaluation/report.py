@@ -29,6 +29,7 @@ one request, which sets its own method and budget (`vllm_xargs`). Made by
 
 from the small model in `demo/model`. **It says how the methods compare on that model and these
 tasks; measure yours.** All figures are in [results.json](results.json). It is one of three fields.
+
 {fields}
 ## How to read it
 

@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from evaluation import __main__ as program
-from evaluation import pages, text, text_results
+from evaluation import pages, reaches, text, text_results
 from evaluation.answers import Answer, AnswerLog, read_answers, write_answers
 from evaluation.field import Field, Run, run
 from evaluation.pages_arms import PARTS
@@ -19,7 +20,9 @@ from evaluation.text_arms import FULL, Cells, Part, TextArm, check, crossed, evi
 from evaluation.text_tasks import TextTask
 from measure import smollm
 from reader.tasks import TASKS
+from vllm_tgvkv.budget import Budget
 from vllm_tgvkv.errors import EvictionConfigError
+from vllm_tgvkv.policies.pooling import Pooler, Pooling
 
 
 @pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
@@ -97,6 +100,38 @@ def test_tables_are_counted_again_from_the_answers(tmp_path: Path) -> None:
     assert run(field, ["--only", "recount", "--output", str(tmp_path)]) == 0
     assert file.read_text() == wanted
     assert "| `snapkv` | 1 of 2" in (tmp_path / "README.md").read_text()
+
+
+# -- rules that are emulated --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reach", [1, 16, 40])
+def test_emulated_rules_pool_as_the_plugin_does(reach: int) -> None:
+    scores = torch.rand(2, 3, 90)
+    pooling = Pooling("sequence", forward=reach, back=1)
+    with_sinks = Pooler(pooling, 90, (), torch.device("cpu"))(scores.flatten(0, 1))
+    assert torch.equal(reaches.reaching(reaches.flat(reach))(scores).flatten(0, 1), with_sinks)
+    without = Pooler(pooling, 90, (), torch.device("cpu"), reaches.SINKS)(scores.flatten(0, 1))
+    apart = reaches.apart(reaches.reaching(reaches.flat(reach)))(scores).flatten(0, 1)
+    assert torch.equal(apart[:, reaches.SINKS :], without[:, reaches.SINKS :])
+
+
+def test_weights_of_emulated_rules() -> None:
+    scores = torch.tensor([[[0.0, 0, 1, 0, 0, 0, 0.4, 0]]])
+    pooled = reaches.reaching([1, 0.5, 0.25])(scores).flatten().tolist()
+    assert pooled == pytest.approx([0, 1, 1, 0.5, 0.25, 0.4, 0.4, 0.2])
+    assert reaches.halved(2)[:5] == pytest.approx([1, 0.5**0.5, 0.5, 0.5**1.5, 0.25])
+    assert reaches.falling(3) == pytest.approx([1, 0.75, 0.5, 0.25])
+
+
+@pytest.mark.parametrize("budget", reaches.BUDGETS)
+def test_emulated_budgets_are_whole_blocks_and_the_rest(budget: float) -> None:
+    length = 1003
+    kept = reaches.kept(torch.rand(2, 3, length), budget)
+    blocks = Budget(fraction=budget).retained_blocks(length, 16)
+    assert kept.sum(-1).unique().tolist() == [16 * blocks + length % 16]
+    assert kept[..., : reaches.SINKS].all()
+    assert kept[..., -32:].all()
 
 
 # -- all fields --------------------------------------------------------------------------------

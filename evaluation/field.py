@@ -351,7 +351,12 @@ def _parts(field: Field, options: argparse.Namespace) -> dict[str, Part]:
     Raises:
         UsageError: naming the flag, its value and what it may be.
     """
-    names = options.only or list(field.parts)
+    for_test = options.split == TEST
+    all_parts = [name for name, part in field.parts.items() if not (for_test and part.chooses)]
+    names = options.only or all_parts
+    for name in names:
+        if name in field.parts and name not in all_parts:
+            raise UsageError(f"--only {name}: a choice is made on it, so give it --split training")
     for word in {REPORT, RECOUNT} & set(names):
         raise UsageError(f"--only {' '.join(names)}: {word} stands alone, give it no other part")
     if options.questions is not None and options.questions < 1:

@@ -85,6 +85,7 @@ _CHOICE = Part(
             6,
         ),
     ),
+    chooses=True,
 )
 
 _DEFAULT = Part(

@@ -230,6 +230,8 @@ class Part:
     """Whether arms are shown by the memory of a request over its life, not by their budget."""
     together: bool = False
     """Whether there is a table of all tasks together."""
+    chooses: bool = False
+    """Whether a choice is made on it, so that it may be asked training questions alone."""
 
     @property
     def work(self) -> Iterator[tuple[Task, int, tuple[TextArm, ...]]]:
@@ -571,6 +573,7 @@ _CHOICE = Part(
             16,
         ),
     ),
+    chooses=True,
 )
 
 DEFAULT = "reach"

@@ -698,6 +698,7 @@ def test_projections_turn_the_same_pairs_in_both_formats() -> None:
         (["--questions", "0"], ["--questions 0", "at least 1"]),
         (["--split", "tuning"], ["--split", "training"]),
         (["--only", "methods", "report"], ["--only methods report", "alone"]),
+        (["--only", "choice"], ["--only choice", "--split training"]),
         (["--only", "report", "--output", "/nonexistent"], ["--output /nonexistent", "run a part"]),
     ],
 )
@@ -715,7 +716,8 @@ def test_the_plan_lists_every_cell(capsys: pytest.CaptureFixture[str]) -> None:
     assert text.main(["--plan", "--questions", "7"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     cells = [line[0] for line in lines if len(line) > 2 and line[2] == "questions"]
-    expected = [arm.key for part in PARTS.values() for _, _, arms in part.work for arm in arms]
+    parts = [part for part in PARTS.values() if not part.chooses]
+    expected = [arm.key for part in parts for _, _, arms in part.work for arm in arms]
     assert cells == expected
     assert {line[1] for line in lines if len(line) > 2 and line[2] == "questions"} == {"7"}
 

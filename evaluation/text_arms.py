@@ -581,8 +581,8 @@ DEFAULT = "reach"
 
 _DEFAULT = Part(
     "The recommended method",
-    f"`{DEFAULT}`, which was chosen on training questions, without a wait at 30, 20 and 10 % of the "
-    "prompt, and with a wait of 8 tokens, against `snapkv`.",
+    f"`{DEFAULT}`, which was chosen on training questions, without a wait at 30, 20 and 10 % of "
+    "the prompt, and with a wait of 8 tokens, against `snapkv`.",
     (
         Cells(
             (number("prose", 1024), number("noise", _LONG), *_KEYS, *PASSAGES),

@@ -111,9 +111,11 @@ _ABLATIONS = Part(
     "As on the demonstration model, here with 30 layers: the layer budget by the attention of text "
     "to images (`tgv`), of images to images (`vv`), of text to text (`tt`), uniform or by entropy; "
     "the score; what is kept first; and `head` instead of layer.",
-    (Cells(ASKED[:1], crossed(_PARTS_OF_TGV, (0.2,)), 12),),
-    paired(
-        crossed(("tgv",) * (len(_PARTS_OF_TGV) - 1), (0.2,)), crossed(_PARTS_OF_TGV[1:], (0.2,))
+    (Cells(ASKED[:1], crossed(_PARTS_OF_TGV, (0.5, 0.2)), 12),),
+    tuple(
+        (TextArm("tgv", budget), other)
+        for budget in (0.5, 0.2)
+        for other in crossed(_PARTS_OF_TGV[1:], (budget,))
     ),
 )
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from evaluation.arms import ABLATIONS
-from evaluation.text_arms import DEFAULT, OWN_PARTS, Cells, Part, crossed, paired
+from evaluation.text_arms import DEFAULT, OWN_PARTS, Cells, Part, TextArm, crossed, paired
 from reader.tasks import TASKS
 
 BUDGETS = (0.2, 0.1, 0.05)

@@ -123,8 +123,10 @@ class Model:
             attention.append(seen.unflatten(0, (self.kv_heads, -1)).mean(1))
             keys.append(key)
             values.append(value)
-            batch = (part.unsqueeze(0) for part in (query, all_keys, all_values))
-            x = self._after(x, F.scaled_dot_product_attention(*batch, is_causal=True)[0], layer)
+            attended = F.scaled_dot_product_attention(
+                query[None], all_keys[None], all_values[None], is_causal=True
+            )
+            x = self._after(x, attended[0], layer)
         cache = torch.stack(keys), torch.stack(values), torch.stack(attention)
         return Prefill(*cache, first=int(self._next(x[-1])))
 
@@ -235,10 +237,11 @@ class Judge:
 
     def _turn(self, message: str) -> str:
         turns = [{"role": "user", "content": message}]
-        text: str = self.model.tokenizer.apply_chat_template(
-            turns, add_generation_prompt=True, tokenize=False
+        return str(
+            self.model.tokenizer.apply_chat_template(
+                turns, add_generation_prompt=True, tokenize=False
+            )
         )
-        return text
 
     def shares(self, question: TextQuestion) -> dict[str, float]:
         """Return the share for each budget and rule, and for the full cache."""
@@ -267,9 +270,9 @@ class Judge:
         }
 
     def _share(self, predicted: Sequence[int], answer: Sequence[int]) -> float:
-        texts = [self.model.tokenizer.decode([token]) for token in answer]
+        texts = [str(self.model.tokenizer.decode([token])) for token in answer]
         for place, (token, text) in enumerate(zip(predicted, texts, strict=False)):
-            said = self.model.tokenizer.decode([token])
+            said = str(self.model.tokenizer.decode([token]))
             # The last token may be one with what follows it, such as a full stop and a quote.
             if said != text and not (place == len(answer) - 1 and said.startswith(text)):
                 return place / len(answer)

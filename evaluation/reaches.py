@@ -31,6 +31,7 @@ from vllm_tgvkv.budget import Budget
 from vllm_tgvkv.prompt import WINDOW
 
 OUTPUT = ROOT / "docs" / "evaluation" / "text" / "training" / "reaches.json"
+TASKS = (*PASSAGES, number("prose", 1024), number("prose", 512, keys=4))
 BLOCK, SINKS = 16, 4
 RULES_AT_A_TIME = 10
 """Bound of the memory: the answer's attention is computed for so many rules together."""
@@ -289,7 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     judge = Judge(Model(model_folder(options.models)))
     found: dict[str, dict[int, Shares]] = {}
     for index in range(options.questions):
-        for task in (*PASSAGES, number("prose", 1024)):
+        for task in TASKS:
             asked = TRAINING + index
             shares = judge.shares(TextQuestion(task, asked))
             found.setdefault(task.name, {})[asked] = {n: round(s, 4) for n, s in shares.items()}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from measure.serving import Server, ServingError, log_errors, serving
 
 MODEL_NAME = "demo"
 """Name under which the demonstrations serve their models."""
+
+WIDTH = 96
+"""Columns of a terminal that the output needs."""
 
 MIN_FULL_CACHE_ACCURACY = 0.75
 """Least share of questions that the full cache must answer; tests ask many more."""
@@ -32,6 +36,18 @@ class Answer:
     @property
     def memory_saved(self) -> float:
         return 1 - self.blocks_after / self.blocks_before
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """Return the command of a server as a user would type it, with some flags on each line."""
+    flags = shlex.join(["vllm", *arguments]).split(" --")
+    lines = [flags[0]]
+    for flag in flags[1:]:
+        if len(lines[-1]) + len(flag) + 3 <= WIDTH - 2:
+            lines[-1] += f" --{flag}"
+        else:
+            lines.append(f"  --{flag}")
+    return "$ " + " \\\n".join(lines)
 
 
 @contextmanager

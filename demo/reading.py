@@ -8,7 +8,6 @@ methods and smaller budgets, until the answers are wrong.
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,14 @@ from typing import Any
 
 import openai
 
-from demo.asking import MIN_FULL_CACHE_ACCURACY, MODEL_NAME, Answer, ask, client_of_server
+from demo.asking import (
+    MIN_FULL_CACHE_ACCURACY,
+    MODEL_NAME,
+    Answer,
+    ask,
+    client_of_server,
+    command_line,
+)
 from measure.messages import image_part, png_url, text_part
 from reader.assemble import MODELS, load_vocabulary
 from reader.tasks import PageExample, PageQuestion, PageTask
@@ -87,7 +93,8 @@ def demonstrate(folder: Path, num_pages: int, granularity: str) -> int:
     print(
         f"Model      SmolLM2-135M and a vision tower that reads pages (docs/page_model.md)\n"
         f"Questions  {num_pages} pages of text, 1,024 vision tokens each; a number is hidden in "
-        f"each text\nFirst page {_shown(SAMPLE)}\n\n$ {shlex.join(['vllm', *arguments])}",
+        f"each text\nFirst page {_shown(SAMPLE)}\n\n{command_line(arguments)}\n"
+        "Starting takes half a minute or more.",
         flush=True,
     )
     with client_of_server(arguments) as (server, client):

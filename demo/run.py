@@ -11,18 +11,25 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import openai
 
 from demo import reading
-from demo.asking import MIN_FULL_CACHE_ACCURACY, MODEL_NAME, Answer, ask, client_of_server
+from demo.asking import (
+    MIN_FULL_CACHE_ACCURACY,
+    MODEL_NAME,
+    Answer,
+    ask,
+    client_of_server,
+    command_line,
+)
 from demo.pages import Question, make_page
 from measure.messages import image_part, png_url, text_part
 from measure.serving import Server, ServingError, serving
@@ -75,7 +82,7 @@ def demonstrate(num_pages: int, granularity: str) -> int:
         openai.OpenAIError: if a request fails.
     """
     arguments = serve_arguments(granularity)
-    print(f"$ {shlex.join(['vllm', *arguments])}", flush=True)
+    print(f"{command_line(arguments)}\nStarting takes half a minute or more.", flush=True)
     with client_of_server(arguments) as (server, client):
         print(f"The server is ready after {server.start_seconds:.0f} s.\n", flush=True)
         rows = [ask_about_page(client, index) for index in range(num_pages)]
@@ -113,7 +120,8 @@ def ask_about_page(client: openai.OpenAI, index: int) -> tuple[Question, list[An
     page = make_page("test", index)
     question = page.questions[index % len(page.questions)]
     content = [image_part(png_url(page.image)), text_part(question.text)]
-    arms = [{"kv_eviction": "none"}, *({"kv_eviction_budget": budget} for budget in BUDGETS)]
+    arms: list[dict[str, Any]] = [{"kv_eviction": "none"}]
+    arms += [{"kv_eviction_budget": budget} for budget in BUDGETS]
     answers = [ask(client, content, arm, max_tokens=12) for arm in arms]
     if index == 0:
         print_header()

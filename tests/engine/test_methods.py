@@ -198,9 +198,11 @@ def assert_report(output: Any, expected: Expected, kept: torch.Tensor, blocks: i
     seconds = report.pop("seconds")
     assert {"selection", "copy"} <= set(seconds) <= {"statistics", "selection", "copy"}
     assert min(seconds.values()) > 0
-    is_vision = expected.prompt.vision
-    kept_vision = round(kept[..., is_vision].sum().item() / kept[..., 0].numel())
     full, tail = divmod(len(expected.prompt.token_ids), BLOCK_SIZE)
+    is_vision, in_blocks = expected.prompt.vision, expected.prompt.vision.clone()
+    in_blocks[full * BLOCK_SIZE :] = False
+    kept_vision = round(kept[..., in_blocks].sum().item() / kept[..., 0].numel())
+    kept_vision += int((is_vision & ~in_blocks).sum())
     sizes = {
         "blocks_before": full + (tail > 0),
         "kept_tokens": blocks * BLOCK_SIZE + tail,

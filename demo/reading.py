@@ -90,10 +90,11 @@ def demonstrate(folder: Path, num_pages: int, granularity: str) -> int:
     SAMPLE.parent.mkdir(parents=True, exist_ok=True)
     examples[0].pages[0].save(SAMPLE)
     arguments = serve_arguments(folder, granularity)
+    pages = "a page" if num_pages == 1 else f"{num_pages} pages"
     print(
-        f"Model      SmolLM2-135M and a vision tower that reads pages (docs/page_model.md)\n"
-        f"Questions  {num_pages} pages of text, 1,024 vision tokens each; a number is hidden in "
-        f"each text\nFirst page {_shown(SAMPLE)}\n\n{command_line(arguments)}\n"
+        "Model      SmolLM2-135M and a vision tower that reads pages (docs/page_model.md)\n"
+        f"Questions  {pages} of text, 1,024 vision tokens each; a number is hidden in each text\n"
+        f"First page {_shown(SAMPLE)}\n\n{command_line(arguments)}\n"
         "Starting takes half a minute or more.",
         flush=True,
     )

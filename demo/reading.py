@@ -77,7 +77,7 @@ class Asked:
         return Answer(found, said.blocks_before, said.blocks_after)
 
 
-def demonstrate(folder: Path, num_pages: int, granularity: str) -> int:
+def demonstrate(folder: Path, num_pages: int, granularity: str | None) -> int:
     """Run the demonstration with the model in `folder` and return its exit status.
 
     Raises:
@@ -109,10 +109,10 @@ def demonstrate(folder: Path, num_pages: int, granularity: str) -> int:
     return 0
 
 
-def serve_arguments(folder: Path, granularity: str) -> list[str]:
+def serve_arguments(folder: Path, granularity: str | None) -> list[str]:
     """Return the arguments of `vllm`, without host and port."""
     settings: dict[str, Any] = {"methods": METHODS} if METHODS else {}
-    if granularity == "head":
+    if granularity is not None:
         settings["granularity"] = granularity
     config = ["--kv-eviction-config", json.dumps(settings)] if settings else []
     return [

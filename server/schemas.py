@@ -223,6 +223,13 @@ class EvictedAnswer(FullAnswer):
     )
     prompt_tokens: int
     kept_tokens: int | None = Field(description="Mean over layers and KV heads.")
+    vision_tokens: int | None = Field(description="Of the prompt; null if nothing was evicted.")
+    kept_text_tokens: int | None = Field(description="Part of `kept_tokens` that is text.")
+    kept_vision_tokens: int | None = Field(description="Part of `kept_tokens` that is images.")
+    seconds: dict[str, float] | None = Field(
+        description="Time on the device of all evictions, by part: `statistics`, `selection` and "
+        "`copy`; empty without metrics."
+    )
     blocks_before: int
     cuts: list[Cut] = Field(description="All evictions of the request, in order.")
     skip_reason: str | None = Field(description="Why nothing was evicted.")

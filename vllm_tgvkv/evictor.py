@@ -280,8 +280,8 @@ class Evictor:
                 self.regions.store_positions(new_blocks, positions)
         self._add_region(due, offsets)
         num_vision = trace = None
-        is_told = eviction.is_first and (self.config.metrics or eviction.guard is not None)
-        if is_told or eviction.traced_budget:
+        is_counted = eviction.is_first and (self.config.metrics or eviction.guard is not None)
+        if is_counted or eviction.is_reported or eviction.traced_budget:
             num_vision = _count_vision(due.prompt, decision.positions, offsets)
         if eviction.traced_budget and self.ranks.rank == 0:
             whole = decision

@@ -90,7 +90,8 @@ class Outcomes:
         """Wait for the copy and for all stages, store traces, and return what is to be counted.
 
         Returns:
-            Outcomes in all layers: failures, and evictions that are their request's first.
+            Outcomes in all layers: failures, evictions that are their request's first, and all
+            those of requests that asked for a report.
         """
         evictions = {pending.eviction.request_id: pending.eviction for pending in self._pending}
         found: list[Outcome | Failure] = []
@@ -101,16 +102,19 @@ class Outcomes:
             if part.trace is not None:
                 self._traces.add(part.trace)
             eviction = evictions[part.request_id]
-            if eviction.is_first:
+            if eviction.is_first or eviction.is_reported:
                 found.append(self._outcome(eviction, part))
         return found
 
     def _outcome(self, eviction: Eviction, joined: StageOutcome) -> Outcome:
         is_vision = eviction.prompt.is_vision()
         num_tokens, num_vision = len(is_vision), int(is_vision.sum())
-        first_tail = num_tokens // self._block_size * self._block_size
+        num_replaced = eviction.num_replaced
+        if num_replaced is None:
+            num_replaced = num_tokens // self._block_size
+        first_tail = num_replaced * self._block_size
         num_kept = round(joined.num_pages * self._block_size / joined.num_pairs)
-        kept = num_kept + num_tokens - first_tail
+        kept = num_kept + max(num_tokens - first_tail, 0)
         kept_vision = round(joined.num_vision / joined.num_pairs)
         kept_vision += int(is_vision[first_tail:].sum())
         return Outcome(
@@ -121,4 +125,6 @@ class Outcomes:
             seen={"text": num_tokens - num_vision, "vision": num_vision},
             kept={"text": kept - kept_vision, "vision": kept_vision},
             seconds=joined.seconds,
+            num_answer=eviction.num_answer,
+            is_first=eviction.is_first,
         )

@@ -81,6 +81,8 @@ class Eviction:
     stored: np.ndarray | None = None
     """Rows of the query pool that hold the queries of `voters.rows`, int64; None if all vote in
     the step that computes them."""
+    is_reported: bool = False
+    """Whether the request asked for a report, which needs the outcome of each of its evictions."""
 
     @property
     def num_retained_blocks(self) -> int:
@@ -135,7 +137,11 @@ class Outcome:
     kept: dict[str, int]
     """Kept prompt tokens by modality, mean over layers and heads, rounded."""
     seconds: dict[str, float]
-    """Seconds on the device by part, see `stopwatch.PARTS`."""
+    """Seconds on the device by part, see `stopwatch.PARTS`; empty without metrics."""
+    num_answer: int = 0
+    """Tokens of the answer that were computed by then."""
+    is_first: bool = True
+    """Whether it is the request's first eviction, which is the one that metrics count."""
 
 
 @dataclass(frozen=True)

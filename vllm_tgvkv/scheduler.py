@@ -77,11 +77,35 @@ class EvictionReport:
     kept_tokens: int | None = None
     """Prompt tokens kept, mean over layers and heads; None if nothing was evicted."""
     blocks_after: int | None = None
+    vision_tokens: int | None = None
+    """Tokens of images and videos in the prompt; this and the next three are None if nothing was
+    evicted."""
+    kept_text_tokens: int | None = None
+    """Part of `kept_tokens` that is text."""
+    kept_vision_tokens: int | None = None
+    """Part of `kept_tokens` that is images and videos."""
+    seconds: dict[str, float] | None = None
+    """Time on the device of all evictions together, by part: `statistics`, `selection` and `copy`.
+    Those that a preemption undid count as well. Empty with `metrics: false`."""
     skip_reason: str | None = None
     trace: str | None = None
     """Name of the trace below `/kv-eviction/requests`, if the request asked for one."""
     cuts: list[CutReport] = field(default_factory=list)
     """All evictions of the request, in order."""
+
+
+def _complete(report: EvictionReport, outcome: Outcome) -> None:
+    """Add to a report what only the worker knows of an eviction.
+
+    The next eviction may be scheduled already: then its own outcome tells what is kept in the end.
+    """
+    seconds = report.seconds or {}
+    parts = dict.fromkeys([*seconds, *outcome.seconds])
+    report.seconds = {p: seconds.get(p, 0.0) + outcome.seconds.get(p, 0.0) for p in parts}
+    report.vision_tokens = outcome.seen["vision"]
+    if report.cuts and report.cuts[-1].answer_tokens == outcome.num_answer:
+        report.kept_vision_tokens = outcome.kept["vision"]
+        report.kept_text_tokens = report.cuts[-1].kept_tokens - outcome.kept["vision"]
 
 
 class EvictionScheduler(Scheduler):
@@ -379,6 +403,7 @@ class EvictionScheduler(Scheduler):
             num_replaced=cut.num_replaced,
             is_first=is_first,
             stored=stored,
+            is_reported=options.report,
         )
 
     def update_from_output(
@@ -389,9 +414,12 @@ class EvictionScheduler(Scheduler):
             if isinstance(outcome, Failure):
                 self._fail(outcome)
                 continue
-            self.eviction_counters.record_outcome(outcome)
+            if outcome.is_first:
+                self.eviction_counters.record_outcome(outcome)
             if outcome.num_blocks is not None:
                 self._trim(outcome, outcome.num_blocks)
+            if report := self._reports.get(outcome.request_id):
+                _complete(report, outcome)
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _fail(self, failure: Failure) -> None:
@@ -451,6 +479,7 @@ class EvictionScheduler(Scheduler):
                 report.cuts.clear()  # they were undone by a preemption
             report.cuts.append(CutReport(num_answer, num_before, num_after, num_kept))
             report.kept_tokens, report.blocks_after = num_kept, num_after
+            report.kept_text_tokens = report.kept_vision_tokens = None  # the worker knows them
             report.blocks_before = report.cuts[0].blocks_before
             report.trace = request.request_id if options.trace else None
         logger.debug(

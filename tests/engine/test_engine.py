@@ -138,13 +138,17 @@ def test_report_and_totals(evicting: SteppedEngine) -> None:
         "blocks_before": 10,
         "blocks_after": 2,
     }
-    assert output.kv_transfer_params["kv_eviction"] == {
+    report = dict(output.kv_transfer_params["kv_eviction"])
+    assert report.pop("kept_text_tokens") + report.pop("kept_vision_tokens") == 44
+    assert set(report.pop("seconds")) == {"statistics", "selection", "copy"}
+    assert report == {
         "policy": "tgv",
         "prompt_tokens": 300,
         "budget": 0.1,
         "defer": 0,
         "decode": None,
         **sizes,
+        "vision_tokens": 36,
         "skip_reason": None,
         "trace": None,
         "cuts": [{"answer_tokens": 0, **sizes}],

@@ -193,20 +193,31 @@ def kept_by(running: SteppedEngine, output: Any) -> torch.Tensor:
     return mask.view(shape.num_layers, shape.num_heads, length)
 
 
-def assert_report(output: Any, expected: Expected, blocks: int) -> None:
+def assert_report(output: Any, expected: Expected, kept: torch.Tensor, blocks: int) -> None:
+    report = dict(output.kv_transfer_params["kv_eviction"])
+    seconds = report.pop("seconds")
+    assert {"selection", "copy"} <= set(seconds) <= {"statistics", "selection", "copy"}
+    assert min(seconds.values()) > 0
     full, tail = divmod(len(expected.prompt.token_ids), BLOCK_SIZE)
+    is_vision, in_blocks = expected.prompt.vision, expected.prompt.vision.clone()
+    in_blocks[full * BLOCK_SIZE :] = False
+    kept_vision = round(kept[..., in_blocks].sum().item() / kept[..., 0].numel())
+    kept_vision += int((is_vision & ~in_blocks).sum())
     sizes = {
         "blocks_before": full + (tail > 0),
         "kept_tokens": blocks * BLOCK_SIZE + tail,
         "blocks_after": blocks + (tail > 0),
     }
-    assert output.kv_transfer_params["kv_eviction"] == {
+    assert report == {
         "policy": expected.case.method,
         "prompt_tokens": len(expected.prompt.token_ids),
         "budget": expected.ask.xargs["kv_eviction_budget"],
         "defer": 0,
         "decode": None,
         **sizes,
+        "vision_tokens": int(is_vision.sum()),
+        "kept_text_tokens": sizes["kept_tokens"] - kept_vision,
+        "kept_vision_tokens": kept_vision,
         "skip_reason": None,
         "trace": None,
         "cuts": [{"answer_tokens": 0, **sizes}],
@@ -218,7 +229,7 @@ def assert_served(cases: Cases, expected: Expected, running: SteppedEngine, outp
     kept, message = kept_by(running, output), f"{expected.case}"
     candidates = kept.shape[-1] // BLOCK_SIZE * BLOCK_SIZE
     mean = kept[..., :candidates].sum() / kept[..., 0].numel() / BLOCK_SIZE
-    assert_report(output, expected, int(mean))
+    assert_report(output, expected, kept, int(mean))
     if expected.selection is not None:
         assert int(mean) == expected.selection.blocks, message
         assert torch.equal(kept, expected.selection.kept), f"{message} keeps other tokens"

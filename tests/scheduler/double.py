@@ -419,9 +419,11 @@ class WorkerDouble:
             first_block=first,
             num_blocks=num_dealt if eviction.guard is not None else None,
             method=eviction.method,
-            seen={},
-            kept={},
-            seconds={},
+            seen={"text": len(row.job.prompt) - 1, "vision": 1},
+            kept={"text": num_dealt * size - 1, "vision": 1},
+            seconds={"copy": 1.0},
+            num_answer=eviction.num_answer,
+            is_first=eviction.is_first,
         )
 
     def _check_queries(self, eviction: Eviction, at: int) -> None:

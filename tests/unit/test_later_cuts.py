@@ -144,6 +144,7 @@ class Request:
     """Cuts to be made; all by default."""
     budget: str | None = None
     """The budget in words, for a trace."""
+    is_reported: bool = False
 
     def take(self, number: int) -> list[int]:
         self.num_taken += number
@@ -195,6 +196,7 @@ class Request:
             num_answer=num_answer,
             num_replaced=cut.num_replaced,
             is_first=is_first,
+            is_reported=self.is_reported,
         )
         plan.evictions.append(eviction)
         if len(voting.rows):
@@ -353,6 +355,18 @@ def settings(kind: str, granularity: str) -> EvictionConfig:
     )
 
 
+def assert_told(outcomes: list[Outcome | Failure], wanted: list[tuple[int, torch.Tensor]]) -> None:
+    """Assert that there is an outcome of each cut, and that its tokens are those that are left."""
+    is_vision = torch.from_numpy(PROMPT.is_vision())
+    for number, (outcome, (num_answer, left)) in enumerate(zip(outcomes, wanted, strict=True)):
+        assert isinstance(outcome, Outcome)
+        assert (outcome.num_answer, outcome.is_first) == (num_answer, not number)
+        mean = left[..., : PROMPT.num_tokens][..., is_vision].sum().item() / left[..., 0].numel()
+        assert outcome.kept["vision"] == round(mean)
+        assert outcome.seen["vision"] == is_vision.sum()
+        assert set(outcome.seconds) >= {"selection", "copy"}
+
+
 @pytest.mark.parametrize("kind", LATER)
 @pytest.mark.parametrize(("granularity", "method", "name"), CASES)
 def test_every_cut_leaves_what_the_oracle_leaves(
@@ -361,7 +375,9 @@ def test_every_cut_leaves_what_the_oracle_leaves(
     """All ranks make the same cuts with the same pages; at granularity `layer`, as one rank."""
     split = SPLITS[name]
     heads = split.kv_heads, split.group
-    request = Request(settings(kind, granularity), kind, method, budget="some")
+    config = settings(kind, granularity)
+    is_reported = bool(np.random.default_rng().integers(2))
+    request = Request(config, kind, method, budget="some", is_reported=is_reported)
     parts = split.ranks // split.replicas if granularity == "head" else 1
     wanted = expected(17, heads, kind, method, granularity, parts, split.stages)
     cuts = list(request.cuts())
@@ -381,7 +397,10 @@ def test_every_cut_leaves_what_the_oracle_leaves(
     for worker in workers:
         first, *later = worker.outcomes
         assert len(first) == 1  # the scheduler counts first cuts only
-        assert not any(later)
+        if is_reported:
+            assert_told([outcome for (outcome,) in worker.outcomes], wanted)
+        else:
+            assert not any(later)
         for evictor in worker.evictors:
             assert evictor.regions.num_live == 1
             assert not evictor.observations

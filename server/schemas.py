@@ -165,9 +165,9 @@ class TokenSet(BaseModel):
     positions: list[int] = Field(description="Kept positions, ascending.")
     scores: list[float | None] = Field(description="Scores of the tokens in full blocks.")
     reasons: dict[str, list[int]] = Field(
-        description="The kept positions by what kept them: `sink`, `tail` (behind the full blocks), "
-        "what the method puts first (`text`, `vision`, `recent`), `score`, and `neighbour` where "
-        "only pooling raised the score to that of kept tokens."
+        description="The kept positions by what kept them: `sink`, `tail` (behind the full "
+        "blocks), what the method puts first (`text`, `vision`, `recent`), `score`, and "
+        "`neighbour` where only pooling raised the score to that of kept tokens."
     )
 
 

@@ -207,7 +207,6 @@ class Trace:
         tail = np.arange(self._num_candidates, self._num_tokens)
         return np.concatenate([np.sort(pages, axis=None), tail])
 
-
     def _reasons(self, layer: int, token_set: int, kept: np.ndarray) -> dict[str, list[int]]:
         """Return the kept positions of a token set by what kept them; together, all of them."""
         judged = kept[kept < self._num_candidates]

@@ -62,7 +62,7 @@ export function showKeys(target, keys, note = "") {
   const entries = keys.map(([ink, name, about]) => {
     const swatch = element("i", "swatch");
     swatch.style.backgroundColor = ink;
-    return wrap("span", "key", swatch, element("strong", "", name), about ? `: ${about}` : "");
+    return wrap("span", "key", swatch, element("strong", "", name), about);
   });
   target.replaceChildren(...entries, ...(note ? [element("span", "note", note)] : []));
 }

@@ -24,7 +24,7 @@ export function showPrompt() {
     position += span ? span.length : 1;
   }
   const left = texts.length - position;
-  const behind = position < total ? "not shown" : "came after this cut";
+  const behind = position < total ? "are not shown" : "of the answer came after this cut";
   if (left > 0) pieces.push(element("span", "note", ` ${plural(left, "token")} ${behind}.`));
   $("prompt-text").replaceChildren(...pieces);
 }

@@ -175,7 +175,9 @@ export async function ask(again = false) {
     if (compare) state.full = full;
     document.body.classList.remove("editing");
     showAnswers();
-    if (compare) $("answers").scrollIntoView({ block: "nearest" }); // on a phone, below the form
+    if (compare) $("answers").scrollIntoView({ block: "nearest" });
+    const isLine = $("ask").offsetParent === null; // of the form, on a phone: the button is gone
+    if (isLine) $("answers-title").focus({ preventScroll: true });
     if (evicted.trace === null) closeTrace();
     else await openTrace(evicted.trace);
     loadRecent();

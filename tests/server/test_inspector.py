@@ -251,11 +251,12 @@ def test_differing_characters_are_marked(opened: Opener) -> None:
         route.fulfill(json=real)
 
     page.route("**/ask", change)
-    for full, evicted, marks in (
-        ("58217", "58917", [["2"], ["9"]]),
-        ("58217", "58217", [[], []]),
-        ("a red bus", "a blue bus", [["red"], ["blue"]]),
-        ("12", "123", [[], ["3"]]),
+    for full, evicted, marks, positions in (
+        ("58217", "58917", [["2"], ["9"]], "1 of 5 positions differ"),
+        ("58217", "58217", [[], []], None),
+        ("a red bus", "a blue bus", [["red"], ["blue"]], None),
+        ("12", "123", [[], ["3"]], "1 of 3 positions differ"),
+        ("1234", "2341", [["1"], ["1"]], "4 of 4 positions differ"),
     ):
         answer = {"full": full, "evicted": evicted}  # type: ignore[dict-item]
         ask(page)
@@ -264,6 +265,13 @@ def test_differing_characters_are_marked(opened: Opener) -> None:
         found = [page.locator(f"#{of}-text mark").all_inner_texts() for of in ("full", "evicted")]
         assert found == marks
         assert ("the same" in page.inner_text("#verdict")) == (full == evicted)
+        assert page.is_visible("#positions") == (positions is not None)
+        if positions is not None:
+            assert page.inner_text("#positions-said") == positions
+            rows = page.locator("#positions tr")
+            for row, text in ((1, full), (2, evicted)):
+                cells = rows.nth(row).locator("td").all_inner_texts()
+                assert "".join(cells).rstrip("\u2205") == text
 
 
 def test_kept_patches_are_bright_and_the_others_dim(server: ChatServer, opened: Opener) -> None:
@@ -645,6 +653,10 @@ def test_several_images_and_images_without_a_grid(opened: Opener) -> None:
 def test_controls_have_names_and_text_has_contrast(opened: Opener, scheme: str) -> None:
     page = opened(color_scheme=scheme)
     ask(page)
+    page.click("#compare")
+    third = page.locator("#multiples .multiple").nth(2)
+    playwright.expect(third).not_to_have_text(re.compile("\u2026"), timeout=PATIENCE_MS)
+    page.click("#compare-stop")
     page.select_option("#view", "reasons")
     page.click("#thumbnails-open summary")
     playwright.expect(page.locator("#thumbnails button")).not_to_have_count(0)
@@ -997,6 +1009,13 @@ def test_links_and_files_bring_everything_back(
     for broken in (link[:-30], f"{link[:-2]}!!"):
         damaged = opened(broken.removeprefix(f"{server.url}/kv-eviction/"))
         playwright.expect(damaged.locator("#alert")).to_contain_text("This link is damaged")
+    noise = np.random.default_rng().integers(0, 256, (700, 700, 3), dtype=np.uint8)
+    page.set_input_files("#file", png(Image.fromarray(noise)))
+    playwright.expect(page.locator("#file-hint")).to_contain_text("700")
+    with asking(page):
+        page.click("#ask")
+    page.click("#copy-link")
+    playwright.expect(page.locator("#alert")).to_contain_text("Save a file")
     record = json.loads(file.read_text())
     record["image"]["url"] = "data:image/svg+xml;base64,PHN2Zy8+"
     bad = {"name": "bad.json", "mimeType": "application/json"}

@@ -9,7 +9,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
+from vllm_tgvkv.decision import Decider
+from vllm_tgvkv.policies import Mix, Prompt, build_policy
 from vllm_tgvkv.prompt import PromptMap, VisionSpan
 from vllm_tgvkv.trace import Trace, Traces
 
@@ -225,6 +228,40 @@ def test_reasons_divide_what_is_kept(pools: bool, by_set: bool) -> None:
         seen |= expected.keys()
     assert {"score", "recent", "text", "tail"} <= seen
     assert ("neighbour" in seen) == pools
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+@pytest.mark.parametrize("retain", ["text_first", "vision_first", "by_score", "recent_half"])
+def test_preference_is_what_comes_before_others(retain: str, guarded: bool) -> None:
+    rng = np.random.default_rng()
+    num_tokens, sinks = 39, 3
+    num_candidates = num_tokens // N * N
+    is_vision = rng.random(num_tokens) < 0.6
+    policy = Mix(retain=retain, granularity="head")
+    decider = Decider(
+        build_policy(policy),
+        Prompt(num_tokens, num_candidates, torch.from_numpy(is_vision), sinks),
+        torch.from_numpy(rng.normal(size=(L, H, num_candidates)).astype(np.float32)),
+        torch.ones(L, H, 1),
+        num_heads=H,
+        block_size=N,
+        floor_pages=1,
+    )
+    counts = rng.integers(1, num_candidates // N, size=(L, H))
+    found = decider.preference(torch.from_numpy(counts), guarded).numpy()
+    assert found.dtype == np.uint8
+    assert (found.ndim == 3) == (retain == "recent_half")
+    found = np.broadcast_to(found, (L, H, num_candidates))
+    for layer, head, token in np.ndindex(found.shape):
+        num_recent = (counts[layer, head] * N + num_tokens - num_candidates) // 2
+        preferred = {
+            "text_first": not is_vision[token],
+            "vision_first": is_vision[token],
+            "by_score": False,
+            "recent_half": token >= num_tokens - num_recent,
+        }[retain]
+        expected = 2 if guarded and not is_vision[token] else int(preferred)
+        assert found[layer, head, token] == (0 if token < sinks else expected)
 
 
 def test_there_is_no_layer_outside_the_model() -> None:

@@ -2,9 +2,9 @@
 """Make the pictures of docs/inspector.md: the demonstration server's own page, in Chromium.
 
 Starts the server, asks about a page of the test split on a wide screen, in dark mode and on a
-phone, and writes docs/inspector/*.png.
+phone, compares all methods, and writes docs/inspector/*.png.
 
-Usage: python -m docs.draw_inspector
+Usage: python -m docs.draw_inspector [URL of a running server without a key]
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from playwright.sync_api import sync_playwright
 
 from demo.pages import make_page
 from demo.run import demo_server
+from measure.serving import Server
 
 FOLDER = Path(__file__).with_name("inspector")
 PATIENCE_MS = 180_000
@@ -33,12 +36,14 @@ def main() -> None:
     """Write the pictures and print their sizes."""
     os.environ["VLLM_PLUGINS"] = "tgvkv"
     FOLDER.mkdir(exist_ok=True)
-    with demo_server("head") as server, sync_playwright() as driver:
+    running = nullcontext(Server(sys.argv[1])) if sys.argv[1:] else demo_server("head")
+    with running as server, sync_playwright() as driver:
         browser = driver.chromium.launch(
             executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
         )
         address = f"{server.url}/kv-eviction/"
         draw_desktop(browser, address)
+        draw_comparison(browser, address)
         draw_dark(browser, address)
         draw_phone(browser, address)
         browser.close()
@@ -49,19 +54,38 @@ def draw_desktop(browser: Any, address: str) -> None:
     save(page, "desktop")
 
 
+def draw_comparison(browser: Any, address: str) -> None:
+    """Draw the small maps of all methods."""
+    page = asked(browser, address, viewport=DESKTOP)
+    page.click("#compare")
+    page.wait_for_selector("#compare-stop", state="hidden")
+    page.mouse.move(0, 0)
+    page.evaluate("document.activeElement.blur()")
+    write(Image.open(io.BytesIO(page.locator("#comparison").screenshot())), "compare")
+    page.context.close()
+
+
 def draw_dark(browser: Any, address: str) -> None:
-    """Draw a smaller budget with the scores of one layer and head."""
-    page = asked(browser, address, viewport=DESKTOP, color_scheme="dark", steps=-1)
-    page.focus("#pages [tabindex='0']")
-    for key in ("PageDown", "ArrowUp", "ArrowRight"):
-        page.keyboard.press(key)
-    page.check("#scores")
-    page.wait_for_selector("#map-title:has-text('Scores')")
-    save(page, "dark")
+    """Draw why a pooling method keeps patches in one head, and how another head differs."""
+    page = asked(browser, address, viewport=DESKTOP, color_scheme="dark", steps=5)
+    with page.expect_response("**/ask"):
+        page.select_option("#method", "snapkv")
+    settle(page)
+    page.select_option("#view", "reasons")
+    for side, layer in (("a", 1), ("b", 2)):
+        page.click(f"#pages [data-layer='{layer}'][data-head='1']")
+        page.wait_for_selector(f"#map-title:has-text('Why kept: layer {layer}, head 1')")
+        page.click(f"#pin-{side}")
+    page.click("#thumbnails-open summary")
+    page.wait_for_selector("#thumbnails button")
+    page.wait_for_timeout(500)
+    shot = page.locator("#trace").screenshot()
+    page.context.close()
+    write(Image.open(io.BytesIO(shot)), "dark")
 
 
 def draw_phone(browser: Any, address: str) -> None:
-    """Draw the first two screens of the answer."""
+    """Draw the first two screens after an answer."""
     page = asked(
         browser,
         address,
@@ -72,9 +96,9 @@ def draw_phone(browser: Any, address: str) -> None:
         steps=2,
     )
     pictures = []
-    for name in ("answers", "map-title"):
-        page.evaluate(f"document.getElementById('{name}').scrollIntoView()")
-        page.evaluate("scrollBy(0, -12)")
+    page.evaluate("document.activeElement.blur()")
+    for screen in range(2):
+        page.evaluate(f"scrollTo(0, {screen} * innerHeight)")
         page.wait_for_timeout(300)
         pictures.append(Image.open(io.BytesIO(page.screenshot())))
     page.context.close()
@@ -100,6 +124,8 @@ def asked(browser: Any, address: str, steps: int = 0, **options: Any) -> Any:
         page.click("#ask")
     settle(page)
     if steps:
+        if page.is_visible("#edit"):  # on a phone the form is a line by now
+            page.click("#edit")
         page.focus("#budget")
         with page.expect_response("**/ask"):
             for _ in range(abs(steps)):

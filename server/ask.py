@@ -11,6 +11,9 @@ import asyncio
 import base64
 import binascii
 import io
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -30,9 +33,17 @@ Options = dict[str, str | int | float]
 
 
 async def ask(
-    app: FastAPI, key: str | None, model: str, config: EvictionConfig, question: Question
+    app: FastAPI,
+    key: str | None,
+    model: str,
+    config: EvictionConfig,
+    question: Question,
+    decode: Callable[[list[int]], str],
 ) -> Answers:
     """Ask both caches.
+
+    Args:
+        decode: returns the text of tokens, with their special ones.
 
     Raises:
         HTTPException: 400 for an invalid image, 413 for one that is too large, and any error that
@@ -56,13 +67,14 @@ async def ask(
         transport=transport, base_url="http://itself", headers=headers, timeout=None
     ) as client:
 
-        async def answer(xargs: Options) -> tuple[str, dict[str, Any]]:
+        async def answer(xargs: Options) -> tuple[str, dict[str, Any], list[int]]:
             body = _request(model, url, question, {**xargs, "kv_eviction_report": 1})
             return _read(await client.post("/v1/chat/completions", json=body))
 
         # In sequence: concurrent requests would share the prompt's blocks, and free none of them.
-        text, report = await answer(options)
+        text, report, ids = await answer(options)
         full = (await answer({"kv_eviction": "none"}))[0] if question.compare else None
+    tokens = await run_in_threadpool(token_texts, ids, decode) if question.tokens else None
     before = report["blocks_before"]
     return Answers(
         model=model,
@@ -84,6 +96,7 @@ async def ask(
             cuts=report["cuts"],
             skip_reason=report["skip_reason"],
             trace=report["trace"],
+            tokens=tokens,
         ),
     )
 
@@ -152,12 +165,28 @@ def _request(model: str, url: str, question: Question, xargs: Options) -> dict[s
         "messages": [{"role": "user", "content": content}],
         "temperature": 0,
         "max_tokens": question.max_tokens,
+        "return_token_ids": question.tokens,
         "vllm_xargs": xargs,
     }
 
 
-def _read(response: httpx.Response) -> tuple[str, dict[str, Any]]:
-    """Return text and report of a response.
+def token_texts(ids: Sequence[int], decode: Callable[[list[int]], str]) -> list[str]:
+    """Return the text of each token: what it adds to the text of the token before it.
+
+    A token alone may lose its space. A character of several tokens comes as replacement characters.
+    """
+
+    @cache
+    def added(before: int, token: int) -> str:
+        return decode([before, token]).removeprefix(decode([before]))
+
+    return [decode([token]) for token in ids[:1]] + [
+        added(before, token) for before, token in pairwise(ids)
+    ]
+
+
+def _read(response: httpx.Response) -> tuple[str, dict[str, Any], list[int]]:
+    """Return text and report of a response, and the ids of prompt and answer if they were asked.
 
     Raises:
         HTTPException: with the server's error.
@@ -167,4 +196,6 @@ def _read(response: httpx.Response) -> tuple[str, dict[str, Any]]:
         message = answer.get("error", {}).get("message") or response.text
         raise HTTPException(response.status_code, message)
     report: dict[str, Any] = answer["kv_transfer_params"]["kv_eviction"]
-    return answer["choices"][0]["message"]["content"] or "", report
+    choice = answer["choices"][0]
+    ids = [*(answer.get("prompt_token_ids") or ()), *(choice.get("token_ids") or ())]
+    return choice["message"]["content"] or "", report, ids

@@ -11,7 +11,7 @@ from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Path, Query, Request, Response
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, HTMLResponse
 from fastapi.security import HTTPBearer
 from starlette.datastructures import State
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
 
 PAGE = FilePath(__file__).parent / "inspector"
+WELCOME = (
+    '<!doctype html><html lang="en"><title>vLLM with KV eviction</title>'
+    '<p>This server evicts KV-cache entries: <a href="kv-eviction/">the inspector</a> shows which, '
+    '<a href="docs">the API</a> lists its routes.</p></html>'
+)
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -151,22 +156,41 @@ async def ask_both(
 async def _ask_both(
     question: schemas.Question, raw_request: Request, server: Access
 ) -> schemas.Answers:
+    def decode(ids: list[int]) -> str:
+        assert server.engine_client is not None  # see `evicting_server`
+        tokenizer = server.engine_client.renderer.get_tokenizer()
+        return str(tokenizer.decode(ids, skip_special_tokens=False))
+
     return await ask(
         raw_request.app,
         server.given_key(raw_request.headers),
         _model(server),
         server.defaults.current(),
         question,
+        decode,
     )
 
 
-@router.get("/", include_in_schema=False)
-@router.get("/inspector.js", include_in_schema=False)
-@router.get("/inspector.css", include_in_schema=False)
 def page(request: Request, server: EvictingServer) -> FileResponse:
     """Return a file of the inspector, the page that uses the routes above."""
     name = request.url.path.rpartition("/")[2] or "index.html"
     return FileResponse(PAGE / name, headers=PAGE_HEADERS)
+
+
+for _file in ("", *(path.name for path in sorted(PAGE.iterdir()))):
+    router.add_api_route(f"/{_file}", page, include_in_schema=False)
+
+
+def welcome(request: Request) -> HTMLResponse:
+    """Say where the inspector is, at the server's root, where vLLM has no page.
+
+    Raises:
+        HTTPException: 404 if the server does not evict, as from vLLM itself.
+    """
+    found: Access = request.app.state.kv_eviction
+    if found.engine_client is None or not found.defaults.config.active:
+        raise HTTPException(404)
+    return HTMLResponse(WELCOME, headers=PAGE_HEADERS)
 
 
 async def _find(server: Access, name: str, layer: int | None, cut: int | None) -> dict[str, Any]:
@@ -207,6 +231,8 @@ class EvictionEndpoints:
 
     def attach_router(self, app: FastAPI) -> None:
         app.include_router(router)
+        if not any(getattr(route, "path", None) == "/" for route in app.routes):
+            app.add_api_route("/", welcome, include_in_schema=False)
 
     async def init_state(
         self, engine_client: EngineClient | None, state: State, args: Namespace

@@ -164,6 +164,11 @@ class TokenSet(BaseModel):
     heads: list[int]
     positions: list[int] = Field(description="Kept positions, ascending.")
     scores: list[float | None] = Field(description="Scores of the tokens in full blocks.")
+    reasons: dict[str, list[int]] = Field(
+        description="The kept positions by what kept them: `sink`, `tail` (behind the full "
+        "blocks), what the method puts first (`text`, `vision`, `recent`), `score`, and "
+        "`neighbour` where only pooling raised the score to that of kept tokens."
+    )
 
 
 class TraceLayer(BaseModel):
@@ -203,6 +208,9 @@ class Question(BaseModel):
     buffer: int | None = Field(None, description="Tokens that it may grow above the ceiling.")
     max_tokens: int = Field(64, ge=1, le=1024, description="Most tokens of an answer.")
     compare: bool = Field(True, description="Whether to ask the full cache as well.")
+    tokens: bool = Field(
+        False, description="Whether to return the text of each token; the server keeps none of it."
+    )
 
 
 class FullAnswer(BaseModel):
@@ -234,6 +242,9 @@ class EvictedAnswer(FullAnswer):
     cuts: list[Cut] = Field(description="All evictions of the request, in order.")
     skip_reason: str | None = Field(description="Why nothing was evicted.")
     trace: str | None = Field(description="Name of the trace below `/kv-eviction/requests`.")
+    tokens: list[str] | None = Field(
+        description="Text of each token of the prompt and of the answer, if the question asks."
+    )
 
 
 class Answers(BaseModel):

@@ -82,6 +82,23 @@ class Decider:
         fewest = self.agree(lambda: self._fewest(least, num_retained, floor, masses, guard.share))
         return self._decision(fewest, num_retained, floor, guarded=True)
 
+    def preference(self, counts: Tensor, guarded: bool) -> Tensor:
+        """Return which candidates came before others, whatever their scores, for a trace.
+
+        Args:
+            counts: pages of all heads, int64 ``[L, H]``.
+            guarded: whether :meth:`decide_guarded` dealt them.
+
+        Returns:
+            uint8 ``[C]``, or ``[L, S, C]`` where it depends on how many tokens are kept: 2 for
+            text that a guard puts first, 1 for what the retention prefers, 0 for the rest.
+        """
+        num_kept = counts[:, : self.scores.shape[1]] * self.block_size
+        tiers = self._all_tiers(num_kept, guarded).clone()
+        tiers[..., : self.prompt.sinks] = 0
+        by_guard = (tiers >= _TEXT_TIER) & guarded
+        return torch.where(by_guard, 2, (tiers > 0).to(torch.uint8)).to(torch.uint8)
+
     def _decision(self, retained: Tensor, most: int, floor: int, guarded: bool) -> Decision:
         counts = self._deal(retained, floor, guarded)[:, self.heads]
         return Decision(counts, self._fill(counts, most, guarded), retained)

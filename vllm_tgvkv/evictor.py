@@ -288,10 +288,9 @@ class Evictor:
             if self.ranks.num_parts > 1:
                 everything = replace(decider, heads=slice(None), agree=lambda find: find())
                 whole = self._decide(due, everything, gathered.masses)
-            scores = gathered.scores
-            if gathered.present is not None:  # tokens that an earlier cut evicted have no score
-                scores = scores.where(gathered.present, torch.nan)
-            trace = self._trace(due, eviction.traced_budget, scores, whole)
+            is_guarded = eviction.guard is not None and gathered.masses is not None
+            preference = decider.preference(whole.counts, is_guarded)
+            trace = self._trace(due, eviction.traced_budget, gathered, whole, preference)
         return Evicted(decision, num_vision, trace)
 
     def _record(self, seen: PromptObservation, due: DueEviction, evicted: Evicted) -> None:
@@ -364,11 +363,21 @@ class Evictor:
         return decider.decide_guarded(eviction.num_retained_blocks, masses, eviction.guard)
 
     def _trace(
-        self, due: DueEviction, budget: str, scores: torch.Tensor, decision: Decision
+        self,
+        due: DueEviction,
+        budget: str,
+        gathered: Gathered,
+        decision: Decision,
+        preference: torch.Tensor,
     ) -> Trace:
         """Start the copy of a trace to the host; its arrays are valid once the step is done."""
-        arrays = (decision.counts, decision.positions, scores)
-        counts, positions, scores = (array.to("cpu", non_blocking=True) for array in arrays)
+
+        def on_host(array: torch.Tensor) -> np.ndarray:
+            return array.to("cpu", non_blocking=True).numpy()
+
+        scores, unpooled = gathered.scores, gathered.unpooled
+        if gathered.present is not None:  # tokens that an earlier cut evicted have no score
+            scores = scores.where(gathered.present, torch.nan)
         return Trace(
             id=due.eviction.request_id,
             policy=due.eviction.method,
@@ -380,9 +389,13 @@ class Evictor:
             num_replaced=due.prompt.num_candidates // self.shape.block_size,
             blocks_before=int(np.count_nonzero(due.eviction.old_blocks)),
             block_size=self.shape.block_size,
-            counts=counts.numpy(),
-            positions=positions.numpy(),
-            scores=scores.numpy(),
+            counts=on_host(decision.counts),
+            positions=on_host(decision.positions),
+            scores=on_host(scores),
+            unpooled=None if unpooled is None else on_host(unpooled),
+            preference=on_host(preference),
+            preferred=due.policy.retention.preferred,
+            sinks=due.prompt.sinks,
         )
 
 

@@ -102,6 +102,8 @@ class Gathered:
     """float [L, S, F]."""
     masses: torch.Tensor | None = None
     """Observed attention, float32 [L, S, P]; only with a guard."""
+    unpooled: torch.Tensor | None = None
+    """The scores before pooling, float32 [L, S, C]; only for a trace of pooled scores."""
     present: torch.Tensor | None = None
     """Candidates that earlier cuts left, bool [L, S, C]; None at the first cut."""
 
@@ -128,6 +130,11 @@ class DueEviction:
     @property
     def per_head(self) -> bool:
         return self.policy.granularity == "head"
+
+    @property
+    def keeps_unpooled(self) -> bool:
+        """Whether a trace tells scores from those that pooling raised."""
+        return self.eviction.traced_budget is not None and self.policy.pooling.kind != "none"
 
 
 class PromptObservation:
@@ -159,6 +166,8 @@ class PromptObservation:
         """The first exception raised for the prompt, on this rank or another."""
         self.scores: list[torch.Tensor] = []
         """By layer: pooled scores, float32 [S, C]."""
+        self.unpooled: list[torch.Tensor] = []
+        """By layer: scores before pooling, float32 [S, C]; only for a trace of pooled scores."""
         self.strengths: list[torch.Tensor] = []
         """By layer: what the allocation goes by, float32 [S, F]."""
         self.masses: list[torch.Tensor] = []
@@ -382,6 +391,8 @@ class PromptObservation:
         # Copy the candidates: a view would keep the tail's columns alive as well.
         pooled = policy.pooled(scores, prompt, present)[:, : prompt.num_candidates]
         self.scores.extend(by_layer(pooled.contiguous()))
+        if due.keeps_unpooled:
+            self.unpooled.extend(by_layer(scores[:, : prompt.num_candidates].contiguous()))
 
     def _view(
         self,
@@ -458,6 +469,9 @@ class PromptObservation:
         if due.eviction.guard is not None:
             seen.append(self.masses)
             names.append("masses")
+        if due.keeps_unpooled:
+            seen.append(self.unpooled)
+            names.append("unpooled")
         if due.keys is not None:
             present = due.keys.present(self.scores[0].shape[0])
             seen.append(present[..., : due.prompt.num_candidates].unbind())

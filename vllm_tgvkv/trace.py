@@ -52,6 +52,15 @@ class Trace:
     `counts` have no meaning."""
     scores: np.ndarray
     """Pooled scores of the tokens in full blocks, float32 [L, S, C]."""
+    unpooled: np.ndarray | None
+    """The scores before pooling, float32 [L, S, C]; None if nothing was pooled."""
+    preference: np.ndarray
+    """Whether a token came before others, whatever its score, uint8 [C] or [L, S, C]; see
+    :meth:`~vllm_tgvkv.decision.Decider.preference`."""
+    preferred: str
+    """What the method's retention prefers, in one word."""
+    sinks: int
+    """Number of first tokens that are kept before all others."""
     stage_blocks: int = 0
     """Blocks of the region if pipeline stages needed different numbers, else 0."""
     earlier: tuple[Trace, ...] = ()
@@ -65,7 +74,8 @@ class Trace:
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays of all cuts."""
-        own = self.counts.nbytes + self.positions.nbytes + self.scores.nbytes
+        arrays = (self.counts, self.positions, self.scores, self.unpooled, self.preference)
+        own = sum(array.nbytes for array in arrays if array is not None)
         return own + sum(cut.nbytes for cut in self.earlier)
 
     @property
@@ -139,6 +149,10 @@ class Trace:
     def layer(self, layer: int, cut: int | None = None) -> dict[str, Any] | None:
         """Return positions and scores of a layer's token sets, at the last cut or at cut `cut`.
 
+        `reasons` divides the kept positions by what kept them: `sink`, `tail` (behind the full
+        blocks), what the retention prefers (`text`, `vision`, `recent`, ...), `score`, and
+        `neighbour` where only pooling raised the score to that of kept tokens.
+
         None is returned if there is no such layer or cut.
         """
         shown = self._cut(cut)
@@ -150,10 +164,13 @@ class Trace:
             "token_sets": [
                 {
                     "heads": of_set.tolist(),
-                    "positions": shown._positions(layer, int(of_set[0])).tolist(),
+                    "positions": (kept := shown._positions(layer, int(of_set[0]))).tolist(),
                     "scores": _rounded(scores),
+                    "reasons": shown._reasons(layer, index, kept),
                 }
-                for of_set, scores in zip(heads, shown.scores[layer], strict=True)
+                for index, (of_set, scores) in enumerate(
+                    zip(heads, shown.scores[layer], strict=True)
+                )
             ],
         }
 
@@ -190,11 +207,42 @@ class Trace:
         tail = np.arange(self._num_candidates, self._num_tokens)
         return np.concatenate([np.sort(pages, axis=None), tail])
 
+    def _reasons(self, layer: int, token_set: int, kept: np.ndarray) -> dict[str, list[int]]:
+        """Return the kept positions of a token set by what kept them; together, all of them."""
+        judged = kept[kept < self._num_candidates]
+        of_set = self.preference if self.preference.ndim == 1 else self.preference[layer, token_set]
+        level = np.broadcast_to(of_set, self._num_candidates)[judged]
+        is_sink = judged < self.sinks
+        by_score = ~is_sink & (level == 0)
+        is_raised = np.zeros(len(judged), bool)
+        if self.unpooled is not None and by_score.any():
+            # The lowest score that was kept; NaN ranks below all others.
+            scores = np.nan_to_num(self.scores[layer, token_set, judged], nan=-np.inf)
+            own = np.nan_to_num(self.unpooled[layer, token_set, judged], nan=-np.inf)
+            is_raised = own < scores[by_score].min()
+        found = {
+            "sink": judged[is_sink],
+            "text": judged[~is_sink & (level == 2)],
+            "score": judged[by_score & ~is_raised],
+            "neighbour": judged[by_score & is_raised],
+            "tail": kept[kept >= self._num_candidates],
+        }
+        preferred = judged[~is_sink & (level == 1)]
+        others = found.get(self.preferred, np.empty(0, kept.dtype))
+        found[self.preferred] = np.sort(np.concatenate([others, preferred]))
+        return {reason: positions.tolist() for reason, positions in found.items() if len(positions)}
+
 
 def join_traces(parts: Sequence[Trace]) -> Trace:
     """Return the trace of one eviction from the traces of all pipeline stages, in order."""
+    unpooled = [part.unpooled for part in parts if part.unpooled is not None]
+    preference = parts[-1].preference
+    if preference.ndim > 1:
+        preference = np.concatenate([part.preference for part in parts])
     return replace(
         parts[-1],
+        unpooled=np.concatenate(unpooled) if unpooled else None,
+        preference=preference,
         counts=np.concatenate([part.counts for part in parts]),
         positions=np.concatenate([part.positions[: part.counts.sum()] for part in parts]),
         scores=np.concatenate([part.scores for part in parts]),

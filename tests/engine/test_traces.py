@@ -16,6 +16,24 @@ from tests.engine.running import engine, name_of
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
+def assert_reasons(
+    method: str, kept: dict[str, Any], trace: dict[str, Any], num_judged: int, sinks: int
+) -> None:
+    """Check the reasons of a token set; which scores pooling raised, a unit test checks."""
+    reasons, positions = kept["reasons"], kept["positions"]
+    assert sorted(p for of_reason in reasons.values() for p in of_reason) == positions
+    assert reasons["sink"] == list(range(sinks))
+    assert reasons.get("tail", []) == [p for p in positions if p >= num_judged]
+    vision = {p for s in trace["vision"] for p in range(s["start"], s["start"] + s["length"])}
+    judged = [p for p in positions if sinks <= p < num_judged]
+    if method == "tgv":
+        assert reasons.get("text", []) == [p for p in judged if p not in vision]
+        assert "neighbour" not in reasons  # it does not pool
+    else:
+        assert "score" in reasons  # "recent" as well, until the answer is longer than its window
+        assert "text" not in reasons
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -66,6 +84,7 @@ def test_a_trace_has_every_cut(
                 first = found(name, 0, index)["token_sets"][0]
                 scores = np.array(first["scores"], dtype=float)
                 assert len(scores) == num_judged
+                assert_reasons(method, first, trace, num_judged, running.evictor.config.sinks)
                 if gone:  # what the last cut evicted has no score
                     assert np.isnan(scores[gone[-1]]).all()
                     assert np.isfinite(scores).any()

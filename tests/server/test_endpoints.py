@@ -23,6 +23,7 @@ from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
 from tests.unit.test_trace import make_trace
 from vllm_tgvkv.config import CONFIG_KEY
 from vllm_tgvkv.counters import EvictionCounters
+from vllm_tgvkv.server.ask import token_texts
 from vllm_tgvkv.server.endpoints import EvictionEndpoints
 
 POOL = {"blocks": 9, "block_size": 16, "layers": 2, "kv_heads": 4}
@@ -127,6 +128,40 @@ def test_every_route_checks_the_key_before_it_reads_the_body() -> None:
         answer = server.request(method, route.path.format(name="of-0", layer=0), content=b"{")
         assert answer.status_code == 401, route.path
         assert answer.headers["www-authenticate"].startswith("Basic ")
+
+
+def test_the_root_says_where_the_inspector_is() -> None:
+    """Also without a key: it says nothing else. vLLM has no page there."""
+    server = client(EngineClient({"policy": "tgv"}), ["right"])
+    answer = server.get("/")
+    assert answer.status_code == 200
+    assert 'href="kv-eviction/"' in answer.text
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert server.post("/").status_code == 405
+    for engine_client in (None, EngineClient({})):
+        assert client(engine_client).get("/").status_code == 404
+
+
+def test_a_server_with_a_page_at_its_root_keeps_it() -> None:
+    app = FastAPI()
+    app.add_api_route("/", lambda: "its own")
+    EvictionEndpoints().attach_router(app)
+    assert TestClient(app).get("/").json() == "its own"
+
+
+def test_texts_of_tokens_add_up() -> None:
+    """With a decoder that drops the first space and joins bytes, as tokenizers do."""
+    pieces = {1: b" What", 2: b" is", 3: b"\xc3", 4: b"\xa9", 5: b"?", 6: b"<image>"}
+
+    def decode(ids: list[int]) -> str:
+        text = b"".join(pieces[i] for i in ids).decode(errors="replace")
+        return text.removeprefix(" ")
+
+    assert token_texts([1, 2, 2, 5, 6, 6, 1], decode) == [
+        *("What", " is", " is", "?", "<image>", "<image>", " What")
+    ]
+    assert token_texts([5, 3, 4, 5], decode) == ["?", "\ufffd", "\u00e9", "?"]
+    assert token_texts([], decode) == []
 
 
 def test_traces_of_all_engines() -> None:

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -54,13 +58,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatServer]:
         yield running
 
 
-@pytest.fixture
-def cutting(tmp_path: Path) -> Iterator[ChatServer]:
+@pytest.fixture(scope="module")
+def cutting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatServer]:
     """Start a server that cuts each cache three times."""
+    log = tmp_path_factory.mktemp("cutting") / "server.log"
     flags = ["--block-size", "16", "--served-model-name", "demo"]
     config = {"decode": {"schedule": [[0, 0.4], [2, 0.2], [3, 0.1]]}}
     options: dict[str, Any] = {"key": KEY, "flags": flags, "start_seconds": 600}
-    with serve(MODEL, tmp_path / "server.log", config, budget=None, **options) as running:
+    with serve(MODEL, log, config, budget=None, **options) as running:
         yield running
 
 
@@ -246,11 +251,12 @@ def test_differing_characters_are_marked(opened: Opener) -> None:
         route.fulfill(json=real)
 
     page.route("**/ask", change)
-    for full, evicted, marks in (
-        ("58217", "58917", [["2"], ["9"]]),
-        ("58217", "58217", [[], []]),
-        ("a red bus", "a blue bus", [["red"], ["blue"]]),
-        ("12", "123", [[], ["3"]]),
+    for full, evicted, marks, positions in (
+        ("58217", "58917", [["2"], ["9"]], "1 of 5 positions differ"),
+        ("58217", "58217", [[], []], None),
+        ("a red bus", "a blue bus", [["red"], ["blue"]], None),
+        ("12", "123", [[], ["3"]], "1 of 3 positions differ"),
+        ("1234", "2341", [["1"], ["1"]], "4 of 4 positions differ"),
     ):
         answer = {"full": full, "evicted": evicted}  # type: ignore[dict-item]
         ask(page)
@@ -259,6 +265,13 @@ def test_differing_characters_are_marked(opened: Opener) -> None:
         found = [page.locator(f"#{of}-text mark").all_inner_texts() for of in ("full", "evicted")]
         assert found == marks
         assert ("the same" in page.inner_text("#verdict")) == (full == evicted)
+        assert page.is_visible("#positions") == (positions is not None)
+        if positions is not None:
+            assert page.inner_text("#positions-said") == positions
+            rows = page.locator("#positions tr")
+            for row, text in ((1, full), (2, evicted)):
+                cells = rows.nth(row).locator("td").all_inner_texts()
+                assert "".join(cells).rstrip("\u2205") == text
 
 
 def test_kept_patches_are_bright_and_the_others_dim(server: ChatServer, opened: Opener) -> None:
@@ -286,7 +299,7 @@ def test_kept_patches_are_bright_and_the_others_dim(server: ChatServer, opened: 
         assert f"{kept.sum()} of {kept.size} patches" in page.inner_text("#map-said")
     assert len(seen) == 3
 
-    page.check("#scores")
+    page.select_option("#view", "scores")
     playwright.expect(page.locator("#map-title")).to_contain_text("Scores")
     assert np.abs(brightness(page) / undimmed() - relative).max() > 0.1
 
@@ -297,7 +310,7 @@ def test_everything_is_reached_by_keyboard(server: ChatServer, opened: Opener) -
     trace = get(server, f"requests/{name}")
     page.focus("#file")
     order = ["file"]
-    while order[-1] != "end" and len(order) < 60:
+    while order[-1] != "end" and len(order) < 80:
         page.keyboard.press("Tab")
         of = "document.activeElement"
         order.append(page.evaluate(f"{of}.id || {of}.dataset.layer || {of}.tagName"))
@@ -308,8 +321,10 @@ def test_everything_is_reached_by_keyboard(server: ChatServer, opened: Opener) -
         assert order[-1] == "BODY" or outline
         if order[-1] == "BODY":
             break
-    wanted = ["file", "sample", "question", "method", "max-tokens", "budget", "ask"]
-    wanted += ["layer", "head", "span", "scores", "map", "0"]
+    wanted = ["file", "sample", "saved-file", "question", "method", "max-tokens", "budget", "ask"]
+    wanted += ["labels", "copy-link", "save-file", "copy-curl", "copy-python"]
+    wanted += ["layer", "head", "span", "view", "zoom-in", "map", "pin-a", "save-map", "0"]
+    wanted += ["SUMMARY", "compare-budgets", "compare"]
     assert [stop for stop in order if stop in wanted] == wanted
 
     page.focus("#pages [tabindex='0']")
@@ -393,7 +408,7 @@ def test_another_budget_asks_the_evicted_cache_again(opened: Opener) -> None:
 
 
 def test_every_reason_for_no_eviction_is_explained() -> None:
-    script = Path(__file__).parents[2] / "server" / "inspector" / "inspector.js"
+    script = Path(__file__).parents[2] / "server" / "inspector" / "answers.js"
     table = script.read_text().partition("SKIP_REASONS = {")[2].partition("};")[0]
     assert re.findall(r"^  (\w+):", table, re.MULTILINE) == list(SKIP_REASONS)
 
@@ -623,6 +638,11 @@ def test_several_images_and_images_without_a_grid(opened: Opener) -> None:
     ]
     size = "(() => { const m = document.getElementById('map'); return m.width / m.height; })()"
     assert page.evaluate(size) == pytest.approx(20 / 15, rel=0.01)
+    parts = page.locator("#parts button")
+    assert parts.count() == 2
+    parts.nth(1).click()
+    playwright.expect(page.locator("#span")).to_have_value("1")
+    assert "of 276 tokens" in parts.nth(1).inner_text()
     for index, number in ((1, 276), (2, tokens)):
         page.select_option("#span", str(index))
         assert f"of {number} tokens" in page.inner_text("#map-said")
@@ -633,6 +653,17 @@ def test_several_images_and_images_without_a_grid(opened: Opener) -> None:
 def test_controls_have_names_and_text_has_contrast(opened: Opener, scheme: str) -> None:
     page = opened(color_scheme=scheme)
     ask(page)
+    page.click("#compare")
+    third = page.locator("#multiples .multiple").nth(2)
+    playwright.expect(third).not_to_have_text(re.compile("\u2026"), timeout=PATIENCE_MS)
+    page.click("#compare-stop")
+    page.select_option("#view", "reasons")
+    page.click("#thumbnails-open summary")
+    playwright.expect(page.locator("#thumbnails button")).not_to_have_count(0)
+    for side in ("a", "b"):
+        page.click(f"#pin-{side}")
+    page.click("#copy-curl")
+    playwright.expect(page.locator("#offer-text")).to_be_visible()
     tree = page.context.new_cdp_session(page).send("Accessibility.getFullAXTree")["nodes"]
     roles = {"button", "slider", "combobox", "textbox", "spinbutton", "radio", "checkbox", "link"}
     roles |= {"gridcell", "columnheader", "rowheader", "grid", "application", "region", "form"}
@@ -671,7 +702,383 @@ def test_a_phone_needs_no_sideways_scrolling(opened: Opener) -> None:
     wider = """() => [...document.querySelectorAll("body *")]
         .filter((e) => e.getBoundingClientRect().right > 375.5 && e.checkVisibility())
         .map((e) => e.id || e.className || e.tagName)"""
-    for step in (lambda: None, lambda: ask(page), lambda: choose(page, 1, 1)):
+
+    def open_all() -> None:
+        page.select_option("#view", "reasons")
+        page.click("#thumbnails-open summary")
+        page.click("#pin-a")
+        page.click("#pin-b")
+        page.click("#copy-python")
+
+    def scrolled_top(name: str) -> float:
+        box = f"document.getElementById('{name}').getBoundingClientRect()"
+        return float(page.evaluate(f"{box}.top + scrollY"))
+
+    def change() -> None:
+        # The form has become a line; the map is within two screens.
+        assert page.is_hidden("#question")
+        assert page.inner_text("#asked") == QUESTION.text
+        assert scrolled_top("answers") < 300
+        assert scrolled_top("map") < 2 * 812
+        page.click("#edit")
+        playwright.expect(page.locator("#question")).to_be_visible()
+
+    for step in (lambda: None, lambda: ask(page), lambda: choose(page, 1, 1), open_all, change):
         step()
         assert page.evaluate("document.documentElement.scrollWidth") <= 375
         assert page.evaluate(wider) == []
+
+
+def pixels(page: Any, canvas: str, columns: int, rows: int) -> list[tuple[int, int, int]]:
+    """Return the colour of each patch of a canvas, above its middle, where no stroke is."""
+    script = """([selector, columns, rows]) => {
+        const canvas = document.querySelector(selector), pen = canvas.getContext("2d");
+        return Array.from({length: columns * rows}, (_, index) => {
+            const x = ((index % columns) + 0.5) * canvas.width / columns;
+            const y = (Math.floor(index / columns) + 0.15) * canvas.height / rows;
+            return [...pen.getImageData(x, y, 1, 1).data].slice(0, 3);
+        });
+    }"""
+    return [tuple(found) for found in page.evaluate(script, [canvas, columns, rows])]
+
+
+def colours(name: str) -> dict[str, tuple[int, int, int]]:
+    """Return a palette of the page's script."""
+    text = (Path(__file__).parents[2] / "server" / "inspector" / "colours.js").read_text()
+    block = text.partition(f"export const {name} = {{")[2].partition("};")[0]
+    found = re.findall(r'(\w+): (?:\{ colour: )?"#(\w{6})"', block)
+    return {word: tuple(bytes.fromhex(code)) for word, code in found}  # type: ignore[misc]
+
+
+def sets_of(server: ChatServer, name: str, layer: int, head: int) -> dict[str, Any]:
+    """Return the token set of one head."""
+    sets = get(server, f"requests/{name}/layers/{layer}")["token_sets"]
+    (found,) = [of_set for of_set in sets if head in of_set["heads"]]
+    return dict(found)
+
+
+def test_all_methods_are_compared(server: ChatServer, opened: Opener) -> None:
+    methods = [name for name in get(server, "status")["methods"] if name != "none"]
+    page = opened()
+    responses: list[Any] = []
+    page.on("response", lambda found: responses.append(found) if "/ask" in found.url else None)
+    fill(page)
+    page.click("#compare")
+    playwright.expect(page.locator("#compare-progress")).to_be_visible()
+    said = page.locator("#compare-said")
+    all_answers = f"{3 * len(methods)} answers of {3 * len(methods)}"
+    playwright.expect(said).to_contain_text(all_answers, timeout=PATIENCE_MS)
+    asked = [found.request.post_data_json for found in responses]
+    budgets = [0.05, 0.1, 0.25]
+    assert [(body["policy"], body["budget"]) for body in asked] == [
+        (method, budget) for method in methods for budget in budgets
+    ]
+    assert [body["compare"] for body in asked] == [True] + [False] * (len(asked) - 1)
+    answers = [found.json()["evicted"] for found in responses]
+    full = responses[0].json()["full"]["text"]
+    assert full == QUESTION.answer
+    cells = page.locator("#multiples .multiple")
+    same = 0
+    for cell, answer in zip(cells.all(), answers, strict=True):
+        right = answer["text"] == full
+        same += right
+        assert cell.locator(".multiple-answer").inner_text() == answer["text"]
+        assert cell.locator("strong").inner_text() == ("= same" if right else "≠ different")
+        memory = 100 * answer["blocks"] / answer["blocks_before"]
+        number = re.search(r"([\d.]+)", cell.locator(".note").inner_text())
+        assert number is not None
+        assert float(number[1]) == pytest.approx(memory, abs=0.51)
+    assert 0 < same < len(answers)
+    assert f"{same} as the full cache" in said.inner_text()
+
+    # Its small map is that of its request, and the cell opens it.
+    index = 3 * methods.index("snapkv") + 2
+    page.evaluate(f"document.querySelectorAll('.multiple canvas')[{index}].id = 'small'")
+    trace = get(server, f"requests/{answers[index]['trace']}")
+    start = trace["vision"][0]["start"]
+    kept_by = np.array(trace["kept_by"][start : start + GRID * GRID])
+    small = np.array(pixels(page, "#small", GRID, GRID)).mean(1) / np.maximum(undimmed(), 1)
+    assert np.median(small[kept_by == kept_by.max()]) > np.median(small[kept_by == 0]) + 0.2
+    cells.nth(index).click()
+    assert page.inner_text("#evicted-text") == answers[index]["text"]
+    playwright.expect(page.locator("#trace-about")).to_contain_text("snapkv, 25")
+
+    page.click("#compare")
+    playwright.expect(said).to_contain_text(re.compile("Asked [1-9]"), timeout=PATIENCE_MS)
+    page.click("#compare-stop")
+    playwright.expect(page.locator("#compare-stop")).to_be_hidden()
+    number = len(responses)
+    assert int(said.inner_text().split()[0]) < len(answers) // 2
+    page.wait_for_timeout(500)
+    assert len(responses) == number
+    page.fill("#compare-budgets", "0.1, much")
+    page.click("#compare")
+    playwright.expect(page.locator("#alert")).to_contain_text("fractions or tokens per head")
+
+
+def test_the_page_says_why_a_token_is_kept(server: ChatServer, opened: Opener) -> None:
+    """Of a request by the API, whose map has no image below: its colours are exact."""
+    page = opened()
+    content = [
+        {"type": "image_url", "image_url": {"url": png_url(PAGE.image)}},
+        {"type": "text", "text": QUESTION.text},
+    ]
+    xargs = {"kv_eviction": "snapkv", "kv_eviction_trace": 1, "kv_eviction_budget": 0.3}
+    answer = server.client.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": content}],
+        max_tokens=2,
+        extra_body={"vllm_xargs": xargs},
+    )
+    (entry,) = [e for e in get(server, "requests")["requests"] if e["id"].startswith(answer.id)]
+    name = entry["id"]
+    page.click("#refresh")
+    page.click(f"#recent-list a[data-id='{name}']")
+    playwright.expect(page.locator("#trace")).to_be_visible()
+    assert page.is_hidden("#prompt")  # the words are not on the server
+    choose(page, 2, 1)
+    page.select_option("#view", "reasons")
+    playwright.expect(page.locator("#map-title")).to_contain_text("Why kept")
+    reasons = sets_of(server, name, 2, 1)["reasons"]
+    assert {"score", "neighbour", "recent", "sink", "tail"} == reasons.keys()
+    palette = colours("REASONS")
+    start = get(server, f"requests/{name}")["vision"][0]["start"]
+    drawn = pixels(page, "#map", GRID, GRID)
+    of_token = {token: reason for reason, tokens in reasons.items() for token in tokens}
+    for index, colour in enumerate(drawn):
+        reason = of_token.get(start + index)
+        expected = (0x2A, 0x30, 0x3C) if reason is None else palette[reason]
+        assert np.abs(np.subtract(colour, expected)).max() <= 2, (index, reason)
+    assert page.locator("#map-legend .key").count() == 5
+    page.focus("#map")
+    index = reasons["neighbour"][0] - start
+    for key, times in (("ArrowRight", 1 + index % GRID), ("ArrowDown", index // GRID)):
+        for _ in range(times):
+            page.keyboard.press(key)
+    assert page.inner_text("#map-said").endswith("neighbour 100 %")
+
+    # All heads: the most frequent reason; and thumbnails of what each of them keeps.
+    page.click("#all")
+    playwright.expect(page.locator("#map-title")).to_have_text("Why kept: all layers, all heads")
+    page.click("#thumbnails-open summary")
+    trace = get(server, f"requests/{name}")
+    thumbnails = page.locator("#thumbnails button")
+    playwright.expect(thumbnails).to_have_count(trace["layers"] * trace["kv_heads"])
+    number = 2 * trace["kv_heads"] + 1
+    kept = [start <= p < start + GRID * GRID for p in sets_of(server, name, 2, 1)["positions"]]
+    label = thumbnails.nth(number).get_attribute("aria-label")
+    assert label == f"Layer 2, head 1: {sum(kept)} of {GRID * GRID} tokens"
+    thumbnails.nth(number).click()
+    playwright.expect(page.locator("#map-title")).to_have_text("Why kept: layer 2, head 1")
+
+
+def test_text_tokens_are_struck_out_where_they_are_evicted(
+    server: ChatServer, opened: Opener
+) -> None:
+    page = opened()
+    page.check("[value=tokens]", force=True)
+    page.fill("#budget-tokens", "16")
+    fill(page, f"Read this slowly: what is there? {QUESTION.text}")
+    with asking(page) as found:
+        page.click("#ask")
+    assert found[0]["budget"] == 16
+    name = found[1]["evicted"]["trace"]
+    choose(page, 0, 0)
+    kept = set(sets_of(server, name, 0, 0)["positions"])
+    trace = get(server, f"requests/{name}")
+    (span,) = trace["vision"]
+    text = [p for p in range(trace["prompt_tokens"]) if not 0 <= p - span["start"] < span["length"]]
+    pieces = page.locator("#prompt-text .token:not(.image)")
+    struck = pieces.evaluate_all("all => all.map((e) => e.tagName === 'DEL')")
+    assert struck == [p not in kept for p in text]
+    assert 0 < sum(struck) < len(struck)
+    words = "".join(pieces.all_inner_texts())
+    assert f"Read this slowly: what is there? {QUESTION.text}" in words
+    assert f"of {GRID * GRID} tokens" in page.inner_text("#prompt-text .image")
+    for path in ("requests", f"requests/{name}", f"requests/{name}/layers/0"):
+        assert "slowly" not in json.dumps(get(server, path))
+
+
+def test_two_pinned_maps_differ_where_the_server_says(server: ChatServer, opened: Opener) -> None:
+    page = opened()
+    name = ask(page)["evicted"]["trace"]
+    trace = get(server, f"requests/{name}")
+    (span,) = trace["vision"]
+    kept = []
+    for side, layer, head in (("a", 1, 0), ("b", 2, 1)):
+        choose(page, layer, head)
+        page.click(f"#pin-{side}")
+        positions = set(sets_of(server, name, layer, head)["positions"])
+        kept.append([span["start"] + i in positions for i in range(span["length"])])
+    expected = [
+        "both" if a and b else "a" if a else "b" if b else None for a, b in zip(*kept, strict=True)
+    ]
+    palette = colours("DIFFERENCE")
+    numbers = [expected.count(side) for side in ("both", "a", "b")]
+    assert min(numbers) > 0
+    said = f"{numbers[0]} kept in both, {numbers[1]} only in A, {numbers[2]} only in B"
+    playwright.expect(page.locator("#difference-said")).to_contain_text(said)
+    for found, side in zip(pixels(page, "#difference", GRID, GRID), expected, strict=True):
+        assert found == (palette[side] if side else (0x2A, 0x30, 0x3C))
+    assert "layer 1, head 0" in page.inner_text("#pinned-a")
+
+    # Of another prompt, tokens cannot be compared.
+    fill(page, "Which value has the key of this page, if it has one at all?")
+    with asking(page):
+        page.click("#ask")
+    page.click("#pin-b")
+    playwright.expect(page.locator("#pins-note")).to_be_visible()
+    assert page.is_hidden("#difference")
+    page.click("#unpin")
+    assert page.is_hidden("#pins")
+
+
+def test_the_map_is_zoomed(opened: Opener) -> None:
+    page = opened()
+    ask(page)
+    width = "document.getElementById('map').clientWidth"
+    before = page.evaluate(width)
+    page.click("#zoom-in")
+    assert page.evaluate(width) == pytest.approx(1.5 * before, abs=2)
+    page.focus("#map")
+    for _ in range(3):
+        page.keyboard.press("+")
+    assert page.inner_text("#zoom-value") == "4×"
+    assert page.evaluate(width) == pytest.approx(4 * before, abs=2)
+    for key in ["ArrowRight"] * GRID + ["ArrowDown"] * (GRID - 1):
+        page.keyboard.press(key)
+    seen = page.evaluate(
+        """() => { const f = document.getElementById("map-frame");
+        return [f.scrollLeft + f.clientWidth - f.scrollWidth,
+                f.scrollTop + f.clientHeight - f.scrollHeight]; }"""
+    )
+    assert max(abs(left) for left in seen) <= 2  # the last patch is in sight
+    assert f"row {GRID - 1}, column {GRID - 1}" in page.inner_text("#map-said")
+    for _ in range(5):
+        page.keyboard.press("-")
+    assert page.evaluate(width) == pytest.approx(before, abs=2)
+    assert page.is_disabled("#zoom-out")
+
+
+def test_links_and_files_bring_everything_back(
+    server: ChatServer, opened: Opener, tmp_path: Path
+) -> None:
+    page = opened()
+    page.select_option("#method", "snapkv")
+    answers = ask(page)
+    page.click("#copy-link")
+    playwright.expect(page.locator("#offer-said")).to_contain_text("Link")
+    link = page.input_value("#offer-text")
+    assert link.startswith(f"{server.url}/kv-eviction/#saved=")
+    choose(page, 1, 1)
+    with page.expect_download() as saved:
+        page.click("#save-file")
+    file = tmp_path / "saved.json"
+    saved.value.save_as(file)
+    assert json.loads(file.read_text())["evicted"]["text"] == answers["evicted"]["text"]
+    with page.expect_download() as drawn:
+        page.click("#save-map")
+    drawn.value.save_as(tmp_path / "map.png")
+    with Image.open(tmp_path / "map.png") as picture:
+        assert picture.width == 1120
+        assert picture.height > 1120
+        assert np.asarray(picture.convert("L"))[-1120:].std() > 10
+    title = page.inner_text("#map-title")
+    shown = brightness(page)
+
+    sent: list[str] = []
+    for source in ("link", "file"):
+        again = opened(link.removeprefix(f"{server.url}/kv-eviction/") if source == "link" else "")
+        again.on("request", lambda request: sent.append(request.url))
+        if source == "file":  # all of its layers are in it, the server is not asked
+            again.route(re.compile("/requests/"), answering(404, "gone"))
+            again.set_input_files("#saved-file", file)
+        playwright.expect(again.locator("#map-title")).to_contain_text("all layers")
+        assert again.inner_text("#full-text") == answers["full"]["text"]
+        assert again.inner_text("#evicted-text") == answers["evicted"]["text"]
+        assert again.input_value("#question") == QUESTION.text
+        assert again.input_value("#method") == "snapkv"
+        assert "page.png" in again.inner_text("#file-name")
+        choose(again, 1, 1)
+        assert again.inner_text("#map-title") == title
+        assert np.abs(brightness(again) - shown).max() < 1
+        assert again.inner_text("#alert") == ""
+        assert again.is_visible("#prompt") == (source == "file")
+    assert not any("saved" in url for url in sent)  # what follows # stays in the browser
+
+    for broken in (link[:-30], f"{link[:-2]}!!"):
+        damaged = opened(broken.removeprefix(f"{server.url}/kv-eviction/"))
+        playwright.expect(damaged.locator("#alert")).to_contain_text("This link is damaged")
+    noise = np.random.default_rng().integers(0, 256, (700, 700, 3), dtype=np.uint8)
+    page.set_input_files("#file", png(Image.fromarray(noise)))
+    playwright.expect(page.locator("#file-hint")).to_contain_text("700")
+    with asking(page):
+        page.click("#ask")
+    page.click("#copy-link")
+    playwright.expect(page.locator("#alert")).to_contain_text("Save a file")
+    record = json.loads(file.read_text())
+    record["image"]["url"] = "data:image/svg+xml;base64,PHN2Zy8+"
+    bad = {"name": "bad.json", "mimeType": "application/json"}
+    page.set_input_files("#saved-file", {**bad, "buffer": json.dumps(record).encode()})
+    playwright.expect(page.locator("#alert")).to_contain_text("bad.json was not saved by this page")
+
+
+def test_code_asks_the_same(server: ChatServer, opened: Opener, tmp_path: Path) -> None:
+    """The copied command and program run, with signs that a shell would read."""
+    page = opened()
+    question = f"{QUESTION.text} $HOME `id` \\ \"quoted\" 'too'"
+    fill(page, question)
+    with asking(page) as found:
+        page.click("#ask")
+    expected = found[1]["evicted"]
+    (tmp_path / "page.png").write_bytes(png(PAGE.image)["buffer"])
+    environment = {"VLLM_API_KEY": KEY, "PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    for button, command in (
+        ("#copy-curl", ["bash", "-s"]),
+        ("#copy-python", [sys.executable, "-"]),
+    ):
+        before = page.input_value("#offer-text")
+        page.click(button)
+        playwright.expect(page.locator("#offer-text")).not_to_have_value(before)
+        result = subprocess.run(
+            command,
+            input=page.input_value("#offer-text"),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd=tmp_path,
+            env=environment,
+            check=False,
+        )
+        assert result.returncode == 0, result.stderr
+        if command[0] == "bash":
+            answer = json.loads(result.stdout)
+            text = answer["choices"][0]["message"]["content"]
+            report = answer["kv_transfer_params"]["kv_eviction"]
+        else:
+            text, _, rest = result.stdout.partition("\n")
+            report = ast.literal_eval(rest)
+        assert text == expected["text"]
+        for field in ("prompt_tokens", "kept_tokens", "blocks_before", "policy", "budget"):
+            assert report[field] == expected[field], field
+        assert report["trace"] is not None
+
+
+def test_questions_stand_in_the_list_if_the_reader_wants(
+    server: ChatServer, opened: Opener
+) -> None:
+    page = opened()
+    name = ask(page)["evicted"]["trace"]
+    entry = page.locator(f"#recent-list a[data-id='{name}']")
+    playwright.expect(entry).to_be_visible()
+    stored = "JSON.stringify(localStorage)"
+    assert entry.locator("q").count() == 0
+    assert QUESTION.text not in page.evaluate(stored)
+    page.check("#labels")
+    playwright.expect(entry.locator("q")).to_have_text(QUESTION.text)
+    page.reload()
+    playwright.expect(entry.locator("q")).to_have_text(QUESTION.text)
+    assert QUESTION.text not in json.dumps(get(server, "requests"))
+    page.uncheck("#labels")
+    playwright.expect(entry.locator("q")).to_have_count(0)
+    assert page.evaluate(stored) == "{}"

@@ -100,6 +100,10 @@ def test_a_trace_agrees_with_the_report(server: ChatServer, client: httpx.Client
     for index in range(layers):
         layer = client.get(f"/requests/{answer.id}/layers/{index}").json()
         for of_set in layer["token_sets"]:
+            reasons = of_set["reasons"]
+            assert sorted(p for kept in reasons.values() for p in kept) == of_set["positions"]
+            first_tail = report["prompt_tokens"] // BLOCK_SIZE * BLOCK_SIZE
+            assert reasons.get("tail", []) == list(range(first_tail, report["prompt_tokens"]))
             for position in of_set["positions"]:
                 kept_by[position] += len(of_set["heads"])
     assert kept_by == trace["kept_by"]
@@ -345,11 +349,11 @@ def test_a_client_that_goes_away(server: ChatServer, client: httpx.Client) -> No
 
 
 def test_pages_allow_nothing_from_elsewhere(client: httpx.Client) -> None:
-    for path, kind in (
-        ("/", "text/html"),
-        ("/inspector.js", "javascript"),
-        ("/inspector.css", "css"),
-    ):
+    folder = Path(__file__).parents[2] / "server" / "inspector"
+    kinds = {".html": "text/html", ".js": "javascript", ".css": "css"}
+    files = {f"/{path.name}": kinds[path.suffix] for path in folder.iterdir()}
+    assert len(files) > 10
+    for path, kind in {"/": "text/html", **files}.items():
         answer = client.get(path)
         assert answer.status_code == 200
         assert kind in answer.headers["content-type"]

@@ -391,6 +391,7 @@ def run_everything(
             decision = decider.decide_guarded(k, torch.stack(masses), guard)
         else:
             decision = decider.decide(k)
+        decider.preference(decision.counts, guarded=guard is not None)  # for a trace
         offsets = page_offsets(decision.counts)
         kept = (decision.positions, offsets, blocks[:num_old])
         target = (blocks[num_old:], LAYERS, HEADS)

@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
+from vllm_tgvkv.decision import Decider
+from vllm_tgvkv.policies import Mix, Prompt, build_policy
 from vllm_tgvkv.prompt import PromptMap, VisionSpan
 from vllm_tgvkv.trace import Trace, Traces
 
@@ -62,6 +66,10 @@ def make_trace(
         counts=counts,
         positions=positions,
         scores=scores,
+        unpooled=None,
+        preference=np.zeros(num_full * N, np.uint8),
+        preferred="text",
+        sinks=2,
     )
     return trace, kept
 
@@ -176,6 +184,84 @@ def test_the_oldest_requests_are_dropped_before_cuts_of_the_newest() -> None:
     kept = [cut.num_answer for cut in found.cuts]
     assert kept == list(range(4))[-len(kept) :]
     assert len(kept) == 3
+
+
+@pytest.mark.parametrize("by_set", [False, True])
+@pytest.mark.parametrize("pools", [False, True])
+def test_reasons_divide_what_is_kept(pools: bool, by_set: bool) -> None:
+    """Slowly, token by token, from the definition of each reason."""
+    rng = np.random.default_rng()
+    trace, kept = make_trace(rng, 39)
+    num_candidates = 39 // N * N
+    shape = (L, H, num_candidates) if by_set else (num_candidates,)
+    preference = rng.choice(3, size=shape, p=[0.6, 0.3, 0.1]).astype(np.uint8)
+    unpooled = trace.scores - rng.exponential(size=trace.scores.shape).astype(np.float32)
+    # A maximum leaves the scores of some tokens as they are.
+    unpooled = np.where(rng.random(unpooled.shape) < 0.3, trace.scores, unpooled)
+    trace = replace(
+        trace,
+        preferred="recent",
+        preference=preference,
+        unpooled=unpooled if pools else None,
+    )
+    seen = set()
+    for (layer, head), of_pair in kept.items():
+        of_set = preference[layer, head] if by_set else preference
+        ranked = [t for t in of_pair if t >= 2 and of_set[t] == 0]
+        lowest = min((trace.scores[layer, head, t] for t in ranked), default=0)
+        expected: dict[str, list[int]] = {}
+        for token in [*sorted(of_pair), *range(num_candidates, 39)]:
+            if token >= num_candidates:
+                reason = "tail"
+            elif token < 2:
+                reason = "sink"
+            elif of_set[token]:
+                reason = {1: "recent", 2: "text"}[int(of_set[token])]
+            elif pools and unpooled[layer, head, token] < lowest:
+                reason = "neighbour"
+            else:
+                reason = "score"
+            expected.setdefault(reason, []).append(token)
+        found = trace.layer(layer)
+        assert found is not None
+        assert found["token_sets"][head]["reasons"] == expected
+        seen |= expected.keys()
+    assert {"score", "recent", "text", "tail"} <= seen
+    assert ("neighbour" in seen) == pools
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+@pytest.mark.parametrize("retain", ["text_first", "vision_first", "by_score", "recent_half"])
+def test_preference_is_what_comes_before_others(retain: str, guarded: bool) -> None:
+    rng = np.random.default_rng()
+    num_tokens, sinks = 39, 3
+    num_candidates = num_tokens // N * N
+    is_vision = rng.random(num_tokens) < 0.6
+    policy = Mix(retain=retain, granularity="head")
+    decider = Decider(
+        build_policy(policy),
+        Prompt(num_tokens, num_candidates, torch.from_numpy(is_vision), sinks),
+        torch.from_numpy(rng.normal(size=(L, H, num_candidates)).astype(np.float32)),
+        torch.ones(L, H, 1),
+        num_heads=H,
+        block_size=N,
+        floor_pages=1,
+    )
+    counts = rng.integers(1, num_candidates // N, size=(L, H))
+    found = decider.preference(torch.from_numpy(counts), guarded).numpy()
+    assert found.dtype == np.uint8
+    assert (found.ndim == 3) == (retain == "recent_half")
+    found = np.broadcast_to(found, (L, H, num_candidates))
+    for layer, head, token in np.ndindex(found.shape):
+        num_recent = (counts[layer, head] * N + num_tokens - num_candidates) // 2
+        preferred = {
+            "text_first": not is_vision[token],
+            "vision_first": is_vision[token],
+            "by_score": False,
+            "recent_half": token >= num_tokens - num_recent,
+        }[retain]
+        expected = 2 if guarded and not is_vision[token] else int(preferred)
+        assert found[layer, head, token] == (0 if token < sinks else expected)
 
 
 def test_there_is_no_layer_outside_the_model() -> None:

@@ -200,6 +200,9 @@ class Allocation:
 class Retention(ABC):
     """Priority of tokens that takes precedence over their scores."""
 
+    preferred: ClassVar[str] = "preferred"
+    """The tokens that come before others, sinks apart, in one word: a reason in traces."""
+
     @abstractmethod
     def tiers(self, prompt: Prompt, num_kept: Tensor) -> Tensor:
         """Return the tier of each token, small and not negative; higher tiers are kept first.

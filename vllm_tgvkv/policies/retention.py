@@ -18,6 +18,8 @@ class TextFirst(Retention):
     best text tokens and no vision.
     """
 
+    preferred = "text"
+
     def tiers(self, prompt: Prompt, num_kept: Tensor) -> Tensor:
         return sinks_above(prompt, ~prompt.is_vision)
 
@@ -25,6 +27,8 @@ class TextFirst(Retention):
 @RETENTIONS.register("vision_first")
 class VisionFirst(Retention):
     """Vision before text: the ablation of TPR."""
+
+    preferred = "vision"
 
     def tiers(self, prompt: Prompt, num_kept: Tensor) -> Tensor:
         return sinks_above(prompt, prompt.is_vision)
@@ -43,6 +47,8 @@ class Recent(Retention):
 
     The tail counts among the kept and among the recent tokens.
     """
+
+    preferred = "recent"
 
     def __init__(self, divisor: int) -> None:
         self.divisor = divisor

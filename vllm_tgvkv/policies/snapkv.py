@@ -29,6 +29,8 @@ class SnapScore(VoteScore):
 class WindowFirst(Retention):
     """The last tokens, by default the rows of the window, before all other tokens."""
 
+    preferred = "recent"
+
     def __init__(self, size: int = WINDOW) -> None:
         self.size = size
         """Number of these tokens."""

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+/** The image of the question. */
+
+import { $, count, element, hideError, showError } from "./elements.js";
+import { state } from "./state.js";
+
+export const MOST_BYTES = 32 * 2 ** 20;
+const MOST_PIXELS = 64e6;
+const DATA_URL = /^data:(image\/(?:png|jpeg|webp|gif|bmp));base64,([A-Za-z0-9+/]+=*)$/;
+
+/** @param {Blob} file */
+export async function takePicture(file, name = file.name) {
+  try {
+    state.picture = await readPicture(file, name);
+    hideError();
+    showPicture();
+  } catch (error) {
+    showError(error);
+  }
+}
+
+/** @returns {Promise<Picture>} */
+async function readPicture(file, name) {
+  const most = (3 * MOST_BYTES) / 4; // base64 makes four characters of three bytes
+  if (file.size > most) throw new Error(`${name} is larger than ${most / 2 ** 20} MiB.`);
+  const pixels = await createImageBitmap(file).catch(() => {
+    throw new Error(`${name} is not an image that can be read. Choose a PNG, JPEG or WebP file.`);
+  });
+  const number = pixels.width * pixels.height;
+  if (number > MOST_PIXELS) {
+    throw new Error(`${name} has ${count(number / 1e6, 1)} megapixels; 64 can be sent.`);
+  }
+  return { name, pixels, url: await dataUrl(file) };
+}
+
+/** The picture of a saved record. @returns {Promise<Picture>} */
+export function pictureOf({ name, url }) {
+  const [, type, data] = DATA_URL.exec(url) ?? [];
+  if (!data) throw new Error("The saved image cannot be read.");
+  const bytes = Uint8Array.from(atob(data), (character) => character.charCodeAt(0));
+  return readPicture(new Blob([bytes], { type }), String(name));
+}
+
+function dataUrl(file) {
+  return new Promise((done, failed) => {
+    const reader = new FileReader();
+    reader.onload = () => done(reader.result);
+    reader.onerror = () => failed(new Error("The file could not be read."));
+    reader.readAsDataURL(file);
+  });
+}
+
+export function showPicture() {
+  const { name, pixels, url } = state.picture;
+  $("preview").src = url;
+  $("preview").hidden = false;
+  $("drop").classList.add("filled");
+  $("file-name").textContent = name;
+  $("file-hint").textContent = `${pixels.width} \u00d7 ${pixels.height} px, change it`;
+}
+
+/** A page with something to read, for those who have no image at hand. */
+export function drawSample() {
+  const canvas = element("canvas", "", "", { width: 336, height: 336 });
+  const pen = canvas.getContext("2d");
+  pen.fillStyle = "#f3efe4";
+  pen.fillRect(0, 0, 336, 336);
+  pen.font = '27px "DejaVu Sans", Verdana, sans-serif';
+  pen.fillStyle = "#22304a";
+  const keys = [..."ABCDEFGHJKLMNPRSTUVWXYZ"].sort(() => Math.random() - 0.5).slice(0, 4);
+  keys.forEach((key, index) => {
+    const value = Math.floor(1e4 + 9e4 * Math.random());
+    pen.fillText(`${key}:${value}`, 14 + (index % 2) * 140, 31 + index * 84);
+  });
+  $("question").value = `What is the value of ${keys[1]}?`;
+  canvas.toBlob((blob) => takePicture(blob, "Sample page"));
+}

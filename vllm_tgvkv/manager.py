@@ -96,8 +96,8 @@ class EvictingManager(FullAttentionManager):
         """The request that vLLM is about to admit."""
         self.released: list[int] = []
         """First block ids of regions dropped since the last drain."""
-        self.num_state_blocks = 0
-        """Blocks that each request holds for layers of linear attention, from its first token."""
+        self.num_other_blocks = 0
+        """Most blocks that a request holds for layers that are not evicted."""
         self.record_freed = False
         self.freed: list[int] = []
         """Unhashed blocks given back since the last drain, if `record_freed`."""
@@ -121,7 +121,7 @@ class EvictingManager(FullAttentionManager):
         tokens take the place of blocks that the prompt gave back.
         """
         usable = self.block_pool.num_gpu_blocks - 1  # the null block is never handed out
-        return max(cuts.peaks()) + self.num_state_blocks <= usable
+        return max(cuts.peaks()) + self.num_other_blocks <= usable
 
     def get_num_blocks_to_allocate(
         self,
@@ -340,12 +340,16 @@ class EvictingManager(FullAttentionManager):
             )
 
 
-def num_state_blocks(managers: Sequence[SingleTypeKVCacheManager]) -> int:
-    """Return the blocks that a request holds in these managers, without prefix caching."""
+def num_other_blocks(managers: Sequence[SingleTypeKVCacheManager]) -> int:
+    """Return the most blocks that a request holds in these managers, without prefix caching.
+
+    They are those of its states and of its windows, each with the tokens of one step.
+    """
     return sum(
         1 + manager.num_speculative_blocks
-        for manager in managers
         if isinstance(manager, MambaManager)
+        else manager.max_admission_blocks_per_request or 0
+        for manager in managers
     )
 
 

@@ -16,6 +16,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
@@ -27,7 +28,7 @@ from vllm_tgvkv.cuts import Cut
 from vllm_tgvkv.defaults import Defaults
 from vllm_tgvkv.errors import EvictionConfigError
 from vllm_tgvkv.integrity import check_integrity
-from vllm_tgvkv.manager import EvictingManager, num_state_blocks
+from vllm_tgvkv.manager import EvictingManager, num_other_blocks
 from vllm_tgvkv.metrics import MetricsBuffer
 from vllm_tgvkv.plan import (
     Eviction,
@@ -107,16 +108,18 @@ class EvictionScheduler(Scheduler):
             if isinstance(manager, EvictingManager)
         )
         self.manager = manager
-        self.state_managers = [other for other in managers if other is not manager]
-        """Managers of layers that are not evicted: each request's states in linear attention."""
-        manager.num_state_blocks = num_state_blocks(self.state_managers)
+        self.other_managers = [other for other in managers if other is not manager]
+        """Managers of layers that are not evicted: those with states and with windows."""
+        manager.num_other_blocks = num_other_blocks(self.other_managers)
         self.tokens_per_block = manager.block_size
         """N. vLLM's own `block_size` is a multiple of it if there are groups of other layers."""
         if config.debug.poison:
             manager.record_freed = True
             # vLLM's kernels multiply unwritten slots by zero, which NaN survives: let vLLM
             # clear each block when it is handed out again.
-            self.needs_kv_cache_zeroing = manager._record_new_block_ids = True
+            self.needs_kv_cache_zeroing = True
+            for each in managers:
+                each._record_new_block_ids = isinstance(each.kv_cache_spec, AttentionSpec)
         self.candidates: dict[str, Candidate] = {}
         self.query_rows = QueryRows(config.num_query_rows)
         self._first_chunks: list[str] = []
@@ -308,7 +311,7 @@ class EvictionScheduler(Scheduler):
                     plan.images[request_id] = request.mm_features
         plan.counters = self.eviction_counters.take_if_changed()
         if self.eviction_config.debug.check_integrity:
-            check_integrity(self.manager, self.state_managers, self.requests.keys())
+            check_integrity(self.manager, self.other_managers, self.requests.keys())
         return attach_plan(output, plan)
 
     def _plan_chunk(

@@ -618,7 +618,7 @@ class Double:
         if self.check:
             check_integrity(
                 self.scheduler.manager,
-                self.scheduler.state_managers,
+                self.scheduler.other_managers,
                 self.scheduler.requests.keys(),
             )
 

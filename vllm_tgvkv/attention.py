@@ -35,7 +35,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm_tgvkv.errors import UnsupportedByEvictionError
 from vllm_tgvkv.evictor import Evictor
 from vllm_tgvkv.layer_types import has_windows
-from vllm_tgvkv.manager import EvictingSpec
+from vllm_tgvkv.manager import EvictingSpec, WindowSpec
 from vllm_tgvkv.pages import PagePool
 from vllm_tgvkv.queries import StoredQueries
 
@@ -297,13 +297,13 @@ def without_rows(common: CommonAttentionMetadata, num_first: int, others: Sequen
 def evicting_spec(spec: AttentionSpec) -> AttentionSpec:
     """Return the spec that makes vLLM use `EvictingManager` for a layer's blocks.
 
-    That of a layer with a window stays as it is, see `check_layer`.
+    That of a layer with a window, see `check_layer`, gets a `WindowManager`.
 
     Raises:
         UnsupportedByEvictionError: unless the layer has full attention or a window.
     """
     if type(spec) is SlidingWindowSpec:
-        return spec
+        return replace_as(spec, WindowSpec)
     if type(spec) is not FullAttentionSpec:
         raise UnsupportedByEvictionError(
             f"--kv-eviction works with full attention only, and this model has a layer with "

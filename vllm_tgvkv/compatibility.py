@@ -7,7 +7,7 @@ Each refusal names the flag or the property of the model, and the way out.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm_tgvkv.config import EvictionConfig, config_of
 from vllm_tgvkv.errors import UnsupportedByEvictionError
@@ -107,7 +107,7 @@ def _model_refusals(model: ModelConfig) -> tuple[Refusal, ...]:
     text = model.hf_text_config
     vision = model.multimodal_config
     others, window = other_layers(text), _window(model)
-    all_slide = bool(sliding_layers(text)) and not has_windows(text)
+    sliding = text_ranges(sliding_layers(text))
     return (
         (model.runner_type != "generate", f"--runner {model.runner_type}", other),
         (model.use_mla, "multi-head latent attention (MLA)", other),
@@ -124,7 +124,11 @@ def _model_refusals(model: ModelConfig) -> tuple[Refusal, ...]:
             f"{model.max_model_len} tokens)",
             f"use --disable-sliding-window, which limits the context to the window, {other}",
         ),
-        (all_slide, "sliding-window attention in all layers", other),
+        (
+            bool(sliding) and not has_windows(text),
+            f"sliding-window attention in all layers ({model.model}: {sliding})",
+            other,
+        ),
         (
             getattr(text, "attention_chunk_size", None) is not None,
             "chunked local attention",
@@ -160,7 +164,9 @@ def _mixed_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusa
         "bidirectional attention over image tokens (prefix LM) on this platform",
         "serve another model",
     )
+    caches_prefixes = False
     if has_delta_nets(model):
+        caches_prefixes = cache.enable_prefix_caching
         what = "a hybrid model (gated delta nets and full attention)"
     elif has_windows(text):
         sliding = text_ranges(sliding_layers(text))
@@ -179,9 +185,9 @@ def _mixed_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusa
         ),
         prefix_lm,
         (
-            # Keys and states behind the cut are computed over an evicted cache: they must never
-            # be found by another request.
-            cache.enable_prefix_caching,
+            # A state belongs to all tokens before it: one computed over an evicted cache must
+            # never be found by another request.
+            caches_prefixes,
             f"prefix caching of {what}",
             "use --no-enable-prefix-caching",
         ),
@@ -203,6 +209,12 @@ def _mixed_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusa
         (
             bool(vllm_config.scheduler_config.disable_hybrid_kv_cache_manager),
             f"one kind of blocks for all layers (--disable-hybrid-kv-cache-manager) of {what}",
+            "remove the flag",
+        ),
+        (
+            # Tokens of a prompt then skip the layers that read the cache of others.
+            cache.kv_sharing_fast_prefill,
+            f"--kv-sharing-fast-prefill of {what}",
             "remove the flag",
         ),
         (
@@ -279,7 +291,7 @@ def _engine_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refus
     }
     config = config_of(vllm_config)
     kernel = config.decode_kernel
-    least = _least_ceiling(config, vllm_config.cache_config.block_size)
+    least = config.missed_ceiling(vllm_config.cache_config.block_size)
     shared_maxima = _methods_with_shared_maxima(config, model, ranks)
     return (
         # Drafts
@@ -396,13 +408,6 @@ def _engine_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refus
             "set VLLM_USE_V2_MODEL_RUNNER=0",
         ),
     )
-
-
-def _least_ceiling(config: EvictionConfig, block_size: int) -> int | None:
-    """Return the lowest ceiling that leaves every head its floor; None if it is no lower."""
-    ceiling = config.decode.ceiling if config.decode else None
-    least = config.least_ceiling(block_size)
-    return least if ceiling is not None and ceiling.max_tokens < least else None
 
 
 def _methods_with_shared_maxima(

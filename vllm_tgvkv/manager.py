@@ -34,8 +34,9 @@ from vllm.v1.core.single_type_kv_cache_manager import (
     FullAttentionManager,
     MambaManager,
     SingleTypeKVCacheManager,
+    SlidingWindowManager,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 from vllm.v1.request import Request
 
@@ -287,17 +288,6 @@ class EvictingManager(FullAttentionManager):
         self._give_back(given_back)
         return len(given_back)
 
-    def uncache_uncomputed(self, request: Request) -> None:
-        """Remove from the prefix cache the blocks of a chunk that will not run.
-
-        vLLM enters a chunk's blocks when it schedules the chunk. Under the policy `priority` it
-        may preempt the request later in the same step and leaves the entries there. Whoever hits
-        them, usually the request itself, would read blocks that were never written.
-        """
-        first = request.num_computed_tokens // self.block_size
-        blocks = self.req_to_blocks.get(request.request_id, [])[first:]
-        self.block_pool.evict_blocks({block.block_id for block in blocks if not block.is_null})
-
     # -- overridden life cycle of a request ---------------------------------------------
 
     def cache_blocks(self, request: Request, *args: Any, **kwargs: Any) -> None:
@@ -340,10 +330,36 @@ class EvictingManager(FullAttentionManager):
             )
 
 
-def num_other_blocks(managers: Sequence[SingleTypeKVCacheManager]) -> int:
-    """Return the most blocks that a request holds in these managers, without prefix caching.
+class WindowManager(SlidingWindowManager):
+    """A `SlidingWindowManager` for the windows of requests that may be compressed."""
 
-    They are those of its states and of its windows, each with the tokens of one step.
+    evicting: EvictingManager
+    """Of the layers that are evicted."""
+
+    def cache_blocks(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        # What follows an eviction depends on what was kept, in all layers.
+        if not self.evicting.is_compressed(request.request_id):
+            super().cache_blocks(request, *args, **kwargs)
+
+
+def uncache_uncomputed(managers: Sequence[SingleTypeKVCacheManager], request: Request) -> None:
+    """Remove from the prefix cache the blocks of a chunk that will not run.
+
+    vLLM enters a chunk's blocks when it schedules the chunk. Under the policy `priority` it
+    may preempt the request later in the same step and leaves the entries there. Whoever hits
+    them, usually the request itself, would read blocks that were never written.
+    """
+    for manager in managers:
+        first = request.num_computed_tokens // manager.block_size
+        blocks = manager.req_to_blocks.get(request.request_id, [])[first:]
+        manager.block_pool.evict_blocks({block.block_id for block in blocks if not block.is_null})
+
+
+def num_other_blocks(managers: Sequence[SingleTypeKVCacheManager]) -> int:
+    """Return the most blocks that a request holds in these managers.
+
+    They are those of its windows, with the tokens of a step, and of its states, without prefix
+    caching.
     """
     return sum(
         1 + manager.num_speculative_blocks
@@ -357,3 +373,9 @@ def num_other_blocks(managers: Sequence[SingleTypeKVCacheManager]) -> int:
 @dataclass(frozen=True, kw_only=True)
 class EvictingSpec(FullAttentionSpec):
     """Full attention whose blocks are managed by `EvictingManager`."""
+
+
+@register_kv_cache_spec(manager_class=WindowManager, uniform_type_base_spec=SlidingWindowSpec)
+@dataclass(frozen=True, kw_only=True)
+class WindowSpec(SlidingWindowSpec):
+    """A sliding window whose blocks are managed by `WindowManager`."""

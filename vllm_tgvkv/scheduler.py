@@ -26,9 +26,14 @@ from vllm_tgvkv.config import CONFIG_KEY, config_of
 from vllm_tgvkv.counters import EvictionCounters
 from vllm_tgvkv.cuts import Cut
 from vllm_tgvkv.defaults import Defaults
-from vllm_tgvkv.errors import EvictionConfigError
+from vllm_tgvkv.errors import EvictionConfigError, UnsupportedByEvictionError
 from vllm_tgvkv.integrity import check_integrity
-from vllm_tgvkv.manager import EvictingManager, num_other_blocks
+from vllm_tgvkv.manager import (
+    EvictingManager,
+    WindowManager,
+    num_other_blocks,
+    uncache_uncomputed,
+)
 from vllm_tgvkv.metrics import MetricsBuffer
 from vllm_tgvkv.plan import (
     Eviction,
@@ -111,8 +116,19 @@ class EvictionScheduler(Scheduler):
         self.other_managers = [other for other in managers if other is not manager]
         """Managers of layers that are not evicted: those with states and with windows."""
         manager.num_other_blocks = num_other_blocks(self.other_managers)
+        for other in self.other_managers:
+            if isinstance(other, WindowManager):
+                other.evicting = manager
         self.tokens_per_block = manager.block_size
         """N. vLLM's own `block_size` is a multiple of it if there are groups of other layers."""
+        if (least := config.missed_ceiling(self.tokens_per_block)) is not None:
+            # vLLM makes the blocks of a hybrid longer once its model is loaded.
+            raise UnsupportedByEvictionError(
+                f"--kv-eviction does not work with decode.max_tokens: "
+                f"{config.decode and config.decode.max_tokens} and blocks of "
+                f"{self.tokens_per_block} tokens, which this model has: give at least {least} "
+                "tokens, a smaller --block-size, or leave out --kv-eviction"
+            )
         if config.debug.poison:
             manager.record_freed = True
             # vLLM's kernels multiply unwritten slots by zero, which NaN survives: let vLLM
@@ -224,8 +240,10 @@ class EvictionScheduler(Scheduler):
         if last_cached is not None:
             limit = min(limit, last_cached)
         if num_hit > limit:
-            num_hit = limit // self.tokens_per_block * self.tokens_per_block
-            blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, num_hit)
+            # Not cut off: a window that ends earlier needs blocks which the longer hit left out.
+            coordinator = self.kv_cache_manager.coordinator
+            found, num_hit, _ = coordinator.find_longest_cache_hit(request.block_hashes, limit)
+            blocks = self.kv_cache_manager.create_kv_cache_blocks(found)
         candidate.num_cached = num_hit
         return blocks, num_hit, boundary, diverged
 
@@ -472,7 +490,7 @@ class EvictionScheduler(Scheduler):
     # -- end of a request ---------------------------------------------------------------
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        self.manager.uncache_uncomputed(request)
+        uncache_uncomputed((self.manager, *self.other_managers), request)
         super()._preempt_request(request, *args, **kwargs)
         if candidate := self.candidates.get(request.request_id):
             self._forgotten.append(request.request_id)

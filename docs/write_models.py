@@ -37,7 +37,7 @@ from tests.models import FAMILIES
 from vllm_tgvkv.compatibility import clear_nominal_window, refused_properties
 from vllm_tgvkv.errors import UnsupportedByEvictionError
 from vllm_tgvkv.gain import FULL_ATTENTION, cache_specs, layer_kinds
-from vllm_tgvkv.manager import EvictingSpec
+from vllm_tgvkv.manager import EvictingSpec, WindowSpec
 from vllm_tgvkv.worker import evicting_backend
 from vllm_tgvkv.worker_cpu import EvictionCPUWorker
 
@@ -260,7 +260,7 @@ def _ask_layers(decision: Decision, engine_args: EngineArgs) -> None:
     except UnsupportedByEvictionError as error:
         decision.refusals = [str(error)]
         return
-    served = {spec.__name__ for spec in (EvictingSpec, MambaSpec, SlidingWindowSpec)}
+    served = {spec.__name__ for spec in (EvictingSpec, MambaSpec, WindowSpec)}
     if others := {type(spec).__name__ for spec in specs} - served:
         decision.refusals = [f"layers with {', '.join(sorted(others))}"]
     num_states = sum(isinstance(spec, MambaSpec) for spec in specs)

@@ -111,6 +111,7 @@ def _model_refusals(model: ModelConfig) -> tuple[Refusal, ...]:
     return (
         (model.runner_type != "generate", f"--runner {model.runner_type}", other),
         (model.use_mla, "multi-head latent attention (MLA)", other),
+        (model.is_diffusion, "a model that writes by diffusion", other),
         (model.is_encoder_decoder, "cross attention (an encoder-decoder model)", other),
         (
             model.is_attention_free

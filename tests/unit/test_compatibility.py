@@ -234,6 +234,13 @@ def test_image_prefixes_are_refused_where_attention_follows_them(folder: Folder)
     assert "bidirectional attention over image tokens" in refusal_of(config, platforms.CUDA)
 
 
+def test_diffusion_is_refused(plain: str) -> None:
+    """vLLM refuses it itself where it has no runner for it."""
+    config = configure(plain)
+    config.model_config.hf_config.canvas_length = 64
+    assert "a model that writes by diffusion" in refusal_of(config)
+
+
 def test_windows_in_all_layers_are_refused(folder: Folder) -> None:
     model = folder(qwen2, "Qwen2ForCausalLM", first_window=0)
     assert "sliding-window attention in all layers" in refusal(model)

@@ -59,6 +59,8 @@ class Compression:
     """Fresh blocks held between the scheduling of the evicting chunk and the swap."""
     deferred: bool = False
     """Whether the evicting chunk had to wait for fresh blocks."""
+    num_reusable: int = 0
+    """Tokens of its prompt where a hit of the prefix cache ends, if not before."""
 
     @property
     def swapped(self) -> bool:
@@ -338,8 +340,15 @@ class WindowManager(SlidingWindowManager):
 
     def cache_blocks(self, request: Request, *args: Any, **kwargs: Any) -> None:
         # What follows an eviction depends on what was kept, in all layers.
-        if not self.evicting.is_compressed(request.request_id):
-            super().cache_blocks(request, *args, **kwargs)
+        if self.evicting.is_compressed(request.request_id):
+            return
+        # Of windows vLLM caches only what the same prompt would hit again: its end. Ours ends a hit
+        # where rows vote.
+        compression = self.evicting.compressions.get(request.request_id)
+        if compression and compression.num_reusable:
+            ends = (*kwargs["replay_boundaries"], compression.num_reusable)
+            kwargs = {**kwargs, "replay_boundaries": ends}
+        super().cache_blocks(request, *args, **kwargs)
 
 
 def uncache_uncomputed(managers: Sequence[SingleTypeKVCacheManager], request: Request) -> None:

@@ -215,6 +215,8 @@ class EvictionScheduler(Scheduler):
         else:
             self.candidates[request.request_id] = candidate
             self.manager.expect(request, candidate.cut)
+            reusable = self._most_cached(request, candidate)
+            self.manager.compressions[request.request_id].num_reusable = reusable
 
     def _skip(self, request: Request, policy: str, reason: str) -> None:
         self.eviction_counters.skip(policy, reason)
@@ -230,15 +232,7 @@ class EvictionScheduler(Scheduler):
         candidate = self.candidates.get(request.request_id)
         if candidate is None:
             return blocks, num_hit, boundary, diverged
-        # The step that evicts must run, even if a preempted request has all of its tokens and
-        # more in the cache. With speculative decoding vLLM pads a first step of one token with
-        # draft positions, which would lie behind the tokens that the eviction sees.
-        limit = candidate.cuts.first.at - 1
-        if self.num_spec_tokens:
-            limit = min(limit - 1, request.num_tokens - 2)
-        last_cached = candidate.voters.last_cached(self.eviction_config.prefix_reuse == "exact")
-        if last_cached is not None:
-            limit = min(limit, last_cached)
+        limit = self._most_cached(request, candidate)
         if num_hit > limit:
             # Not cut off: a window that ends earlier needs blocks which the longer hit left out.
             coordinator = self.kv_cache_manager.coordinator
@@ -246,6 +240,17 @@ class EvictionScheduler(Scheduler):
             blocks = self.kv_cache_manager.create_kv_cache_blocks(found)
         candidate.num_cached = num_hit
         return blocks, num_hit, boundary, diverged
+
+    def _most_cached(self, request: Request, candidate: Candidate) -> int:
+        """Return the most tokens that a candidate may take from the prefix cache."""
+        # The step that evicts must run, even if a preempted request has all of its tokens and
+        # more in the cache. With speculative decoding vLLM pads a first step of one token with
+        # draft positions, which would lie behind the tokens that the eviction sees.
+        limit = candidate.cuts.first.at - 1
+        if self.num_spec_tokens:
+            limit = min(limit - 1, request.num_tokens - 2)
+        last_cached = candidate.voters.last_cached(self.eviction_config.prefix_reuse == "exact")
+        return limit if last_cached is None else min(limit, last_cached)
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int

@@ -33,7 +33,7 @@ DEBUG = {
 }
 SETTINGS = {"policy": "snapkv", "budget": 0.3, "min_prompt_tokens": 64, "debug": DEBUG}
 OPTIONS = {
-    "num_gpu_blocks_override": 400,
+    "num_gpu_blocks_override": 1200,
     "max_num_seqs": 8,
     "max_num_batched_tokens": 160,
     "skip_mm_profiling": True,

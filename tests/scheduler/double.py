@@ -178,7 +178,10 @@ def make_scheduler(setup: Setup) -> Scheduler:
         groups.append(KVCacheGroupSpec(["layer.2", "layer.3"], sliding))
     scheduler = scheduler_class(
         config,
-        KVCacheConfig(num_blocks, [], groups),
+        # vLLM's default for windows: no more checkpoints than a repeated prompt needs.
+        KVCacheConfig(
+            num_blocks, [], groups, prefix_cache_retention_interval=0 if setup.window else None
+        ),
         SimpleNamespace(accept_tokens=lambda *_: True),  # type: ignore[arg-type]
         block_size=setup.block_size,
         log_stats=False,

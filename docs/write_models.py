@@ -31,13 +31,13 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models.registry import _MULTIMODAL_MODELS, ModelRegistry
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.transformers_utils.config import _CONFIG_REGISTRY
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 from tests.models import FAMILIES
 from vllm_tgvkv.compatibility import clear_nominal_window, refused_properties
 from vllm_tgvkv.errors import UnsupportedByEvictionError
 from vllm_tgvkv.gain import FULL_ATTENTION, cache_specs, layer_kinds
-from vllm_tgvkv.manager import EvictingSpec
+from vllm_tgvkv.manager import EvictingSpec, WindowSpec
 from vllm_tgvkv.worker import evicting_backend
 from vllm_tgvkv.worker_cpu import EvictionCPUWorker
 
@@ -79,9 +79,9 @@ whether it is served and what eviction gains:
 
 [compatibility.md](compatibility.md#refused) gives the reason for each refusal. A *tiny model* has
 random weights and runs in a real engine against an oracle and against stock vLLM
-(`engine/test_models.py`, under this name, or `engine/test_hybrids.py`). The others run the same
-code and were not run. Downloads are per month, from snapshots of the models' pages in 2026: a proxy
-for use, known for the most popular models only.
+(`engine/test_models.py`, under this name, `engine/test_hybrids.py` or `engine/test_windows.py`).
+The others run the same code and were not run. Downloads are per month, from snapshots of the
+models' pages in 2026: a proxy for use, known for the most popular models only.
 
 ## Served
 
@@ -114,6 +114,7 @@ can tell.
 {unknown_rows}
 """
 
+_WINDOWS = "[limits](compatibility.md#models-with-windows)"
 _NO_CONFIGURATION = "configuration not available offline"
 _MODEL_TYPES = {
     name: model_type
@@ -259,13 +260,19 @@ def _ask_layers(decision: Decision, engine_args: EngineArgs) -> None:
     except UnsupportedByEvictionError as error:
         decision.refusals = [str(error)]
         return
-    states = [spec for spec in specs if isinstance(spec, MambaSpec)]
-    others = {type(spec).__name__ for spec in specs} - {EvictingSpec.__name__, MambaSpec.__name__}
-    if others:
+    served = {spec.__name__ for spec in (EvictingSpec, MambaSpec, WindowSpec)}
+    if others := {type(spec).__name__ for spec in specs} - served:
         decision.refusals = [f"layers with {', '.join(sorted(others))}"]
-    decision.layers = f"{len(specs) - len(states)} {FULL_ATTENTION}"
-    if states:
-        decision.layers += f", {len(states)} state ([limits](compatibility.md#hybrid-models))"
+    num_states = sum(isinstance(spec, MambaSpec) for spec in specs)
+    windows = [spec.sliding_window for spec in specs if isinstance(spec, SlidingWindowSpec)]
+    decision.layers = f"{len(specs) - num_states - len(windows)} {FULL_ATTENTION}"
+    if num_states:
+        decision.layers += f", {num_states} state ([limits](compatibility.md#hybrid-models))"
+    if windows:
+        lengths = " or ".join(map(str, sorted(set(windows))))
+        decision.layers += f", {len(windows)} window of {lengths} tokens ({_WINDOWS})"
+    elif engine_args.create_model_config().is_mm_prefix_lm:
+        decision.layers += f" ({_WINDOWS})"
 
 
 def decisions() -> list[Decision]:

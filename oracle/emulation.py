@@ -16,7 +16,7 @@ Answer token i, counted from 1, stands at position P + i - 1. Its row gives toke
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -307,11 +307,19 @@ class Oracle:
         self.model = kind.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
         text = self.model.config.get_text_config()
         kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-        self.attending = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+        reading = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+        num_owners = len(kinds) - (getattr(text, "num_kv_shared_layers", 0) or 0)
+        self.attending = [i for i in reading if i < num_owners]
         """Layers with a cache that can be evicted, by their index in the model. L counts these."""
+        self.numbers = {i: min(n, len(self.attending) - 1) for n, i in enumerate(reading)}
+        """Number of the cache that a layer with full attention reads, by its index in the model.
+        The last layers may read that of the last of those before them."""
         self.layers = len(self.attending)
         self.query_heads: int = text.num_attention_heads
-        self.kv_heads: int = text.num_key_value_heads
+        # Layers with full attention may have other heads than those with a window.
+        of_layers = getattr(text, "per_layer_config", None)
+        first = of_layers[self.attending[0]] if of_layers else text
+        self.kv_heads: int = first.num_key_value_heads
 
     def prompt(self, text: str, images: Sequence[PIL.Image.Image] = ()) -> Prompt:
         """Return the prompt for `text`, which has one placeholder per image."""
@@ -338,7 +346,14 @@ class Oracle:
     def attention(self, prompt: Prompt) -> torch.Tensor:
         """Return the prefill's attention [L, Q, P, P] in float64."""
         output = self.model(**prompt.inputs, output_attentions=True, use_cache=False)
-        return torch.cat(output.attentions).double()
+        return self._rows(output)
+
+    def _rows(self, output: Any) -> torch.Tensor:
+        """Return the attention of the layers whose caches are evicted, [L, Q, rows, keys]."""
+        rows = output.attentions
+        if len(rows) > len(self.numbers):  # those of layers with a window are among them
+            rows = [rows[i] for i in self.numbers]
+        return torch.cat([rows[n] for n in range(self.layers)]).double()
 
     @torch.no_grad()
     def states(self, prompt: Prompt) -> States:
@@ -459,7 +474,7 @@ class Oracle:
                     **inputs, past_key_values=cache, use_cache=True, output_attentions=True
                 )
             cache = output.past_key_values
-            rows.append(torch.cat(output.attentions).double())
+            rows.append(self._rows(output))
             logprobs.append(output.logits[0, -1].double().log_softmax(-1))
             queries.append(torch.cat([seen[layer] for layer in range(self.layers)]))
             moment = Moment(length, kept, rows, queries, *self._kept_states(cache))
@@ -484,11 +499,15 @@ class Oracle:
         length = kept.shape[-1]
 
         def hide(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-            cached = kwargs["past_key_values"].get_seq_length(module.layer_idx)
+            layer = self.numbers[module.layer_idx]
+            owner = self.attending[layer]
+            cached = kwargs["past_key_values"].get_seq_length(owner)
+            if module.layer_idx != owner:  # which has stored this step's tokens already
+                cached -= kwargs["hidden_states"].shape[1]
             if cached < length:
                 return args, kwargs  # the prefill
-            if cached == length and merging:  # the first token after it
-                layer = self.attending.index(module.layer_idx)
+            if cached == length and merging and module.layer_idx == owner:
+                # The first token after it.
                 self._merge(kwargs["past_key_values"], kept, merging, [layer])
             return self._hide(~kept, module, args, kwargs)
 
@@ -504,7 +523,7 @@ class Oracle:
         dimension of Q works as well, so it is enough to change the mask that each layer gets.
         """
         group = self.query_heads // self.kv_heads
-        layer = self.attending.index(module.layer_idx)
+        layer = self.numbers[module.layer_idx]
         of_layer = hidden[layer].repeat_interleave(group, dim=0)  # [Q, P]
         mask = kwargs["attention_mask"]
         mask = mask.expand(-1, self.query_heads, -1, -1).clone()
@@ -536,7 +555,7 @@ class Oracle:
         """Call `hook` before each attention layer, with the layer and its arguments."""
         handles = [
             layer.self_attn.register_forward_pre_hook(hook, with_kwargs=True)
-            for layer in self._attention_layers()
+            for layer in self._attention_layers(self.numbers)
         ]
         try:
             yield
@@ -544,10 +563,10 @@ class Oracle:
             for handle in handles:
                 handle.remove()
 
-    def _attention_layers(self) -> list[Any]:
-        """Return the layers of the language model that have full attention."""
+    def _attention_layers(self, indices: Iterable[int]) -> list[Any]:
+        """Return some layers of the language model."""
         layers = getattr(self.model.model, "language_model", self.model.model).layers
-        return [layers[i] for i in self.attending]
+        return [layers[i] for i in indices]
 
     def _kept_states(self, cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rotated keys and the values of a cache, each [L, H, n, D]."""
@@ -561,7 +580,8 @@ class Oracle:
 
         Models call their own eager attention unless one is registered under that name.
         """
-        numbers = {layer.self_attn: i for i, layer in enumerate(self._attention_layers())}
+        owners = self._attention_layers(self.attending)
+        numbers = {layer.self_attn: i for i, layer in enumerate(owners)}
         queries: dict[int, torch.Tensor] = {}
 
         def attend(

@@ -8,7 +8,7 @@ function and greedy text can be compared token for token.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,15 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3ImageProcessor,
+    Gemma3Processor,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+    Gemma4ImageProcessor,
+    Gemma4Processor,
+    Gemma4VideoProcessor,
     GotOcr2ImageProcessor,
     InternVLConfig,
     InternVLForConditionalGeneration,
@@ -54,6 +63,7 @@ from transformers import (
     Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
 )
+from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
 
 from measure.folders import (
     byte_tokenizer,
@@ -66,11 +76,17 @@ from measure.folders import (
 
 PATCH = 14
 MAX_POSITIONS = 8192
+WINDOW = 64
+"""Tokens that layers with a sliding window attend to, in models that have some."""
 LLAVA_IMAGE = "<image>"
 LLAVA_VIDEO = "<video>"
 QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 QWEN_VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
 INTERN_IMAGE = "<IMG_CONTEXT>"
+GEMMA_IMAGE = "<start_of_image>"
+GEMMA4_IMAGE = "<|image|>"
+GEMMA4_TOKENS = 70
+"""Most tokens of an image of Gemma 4, the least that vLLM takes."""
 
 _CHAT_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _LLAVA_TOKENS = [*_CHAT_TOKENS, LLAVA_IMAGE]
@@ -80,6 +96,21 @@ _INTERN_TOKENS = {
     "context_image_token": INTERN_IMAGE,
     "video_token": LLAVA_VIDEO,
 }
+_GEMMA_TOKENS = {
+    "boi_token": GEMMA_IMAGE,
+    "image_token": "<image_soft_token>",
+    "eoi_token": "<end_of_image>",
+}
+_GEMMA4_TOKENS = {
+    "image_token": GEMMA4_IMAGE,
+    "boi_token": "<|image>",
+    "eoi_token": "<image|>",
+    "audio_token": "<|audio|>",
+    "boa_token": "<|audio>",
+    "eoa_token": "<audio|>",
+}
+_NEWLINES = ["\n" * number for number in range(1, 5)]
+"""Gemma 3 writes empty lines around images, and vLLM joins them by these tokens."""
 _QWEN_TOKENS = [
     *_CHAT_TOKENS,
     "<|vision_start|>",
@@ -277,6 +308,112 @@ def write_internvl(folder: Path, model: TinyModel) -> None:
         chat_template=tokenizer.chat_template,
     )
     _save(folder, model, InternVLForConditionalGeneration(config), processor, ids)
+
+
+def write_gemma3(folder: Path, model: TinyModel) -> None:
+    """Write a Gemma 3 model: two layers with a window of 64 tokens, then one of full attention.
+
+    Its queries are scaled by another number than the size of a head.
+    """
+    tokenizer, ids = _tokenizer(
+        [*_CHAT_TOKENS, *_GEMMA_TOKENS.values(), *_NEWLINES],
+        GEMMA_IMAGE,
+        Qwen2Tokenizer,
+        extra_special_tokens=_GEMMA_TOKENS,
+    )
+    side = model.image_size
+    num_tokens = (side // PATCH) ** 2
+    config = Gemma3Config(
+        text_config={
+            **_text_config(model, tokenizer, ids, "Gemma3"),
+            "head_dim": model.head_size,
+            "query_pre_attn_scalar": 2 * model.head_size,
+            "sliding_window": WINDOW,
+            "layer_types": _with_windows(model.layers),
+        },
+        vision_config={**_clip_config(model), "model_type": "siglip_vision_model"},
+        mm_tokens_per_image=num_tokens,
+        boi_token_index=ids[_GEMMA_TOKENS["boi_token"]],
+        eoi_token_index=ids[_GEMMA_TOKENS["eoi_token"]],
+        image_token_index=ids[_GEMMA_TOKENS["image_token"]],
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    processor = Gemma3Processor(
+        image_processor=Gemma3ImageProcessor(size={"height": side, "width": side}),
+        tokenizer=tokenizer,
+        image_seq_length=num_tokens,
+        chat_template=tokenizer.chat_template,
+    )
+    projector = "mm_input_projection"
+    _save(folder, model, Gemma3ForConditionalGeneration(config), processor, ids, projector)
+    _rename_weights(folder, _clip_name_of_vllm)
+
+
+def write_gemma4(folder: Path, model: TinyModel) -> None:
+    """Write a Gemma 4 model, whose last third of layers reads the caches of those before.
+
+    Layers with full attention have larger heads than those with a window, and one projection for
+    keys and values.
+    """
+    tokenizer, ids = _tokenizer(
+        [*_CHAT_TOKENS, *_GEMMA4_TOKENS.values(), "<|video|>"],
+        GEMMA4_IMAGE,
+        Qwen2Tokenizer,
+        extra_special_tokens=_GEMMA4_TOKENS,
+    )
+    token = {name: ids[text] for name, text in _GEMMA4_TOKENS.items()}
+    config = Gemma4Config(
+        text_config={
+            **_text_config(model, tokenizer, ids, "Gemma4"),
+            "head_dim": model.head_size,
+            "global_head_dim": 2 * model.head_size,
+            "num_global_key_value_heads": model.kv_heads,
+            "attention_k_eq_v": True,
+            "num_kv_shared_layers": model.layers // 3,
+            "hidden_size_per_layer_input": 0,
+            "sliding_window": WINDOW,
+            "layer_types": _with_windows(model.layers),
+        },
+        vision_config={
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "patch_size": PATCH,
+            "position_embedding_size": 64,
+            "default_output_length": GEMMA4_TOKENS,
+        },
+        audio_config=None,
+        boi_token_id=token["boi_token"],
+        eoi_token_id=token["eoi_token"],
+        image_token_id=token["image_token"],
+        audio_token_id=token["audio_token"],
+        boa_token_id=token["boa_token"],
+        eoa_token_index=token["eoa_token"],
+        video_token_id=ids["<|video|>"],
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    processor = Gemma4Processor(
+        feature_extractor=Gemma4AudioFeatureExtractor(),
+        image_processor=Gemma4ImageProcessor(patch_size=PATCH, max_soft_tokens=GEMMA4_TOKENS),
+        tokenizer=tokenizer,
+        video_processor=Gemma4VideoProcessor(patch_size=PATCH, max_soft_tokens=GEMMA4_TOKENS),
+        chat_template=tokenizer.chat_template,
+        image_seq_length=GEMMA4_TOKENS,
+    )
+    # Nothing else scales the products of its queries and keys.
+    scaled = replace(model, query_key_gain=model.query_key_gain / 3)
+    projector = "embedding_projection"
+    _save(folder, scaled, Gemma4ForConditionalGeneration(config), processor, ids, projector)
+
+
+def _with_windows(layers: int) -> list[str]:
+    """Return the kinds of layers: two with a window, then one with full attention."""
+    return (["sliding_attention"] * 2 + ["full_attention"]) * (layers // 3)
 
 
 def write_qwen3(folder: Path, model: TinyModel) -> None:
@@ -483,6 +620,8 @@ FAMILIES = {
     "qwen3_vl": Family(write_qwen_vl, QWEN_IMAGE, QWEN_VIDEO),
     "qwen3_5": Family(write_qwen_vl, QWEN_IMAGE, QWEN_VIDEO),
     "internvl": Family(write_internvl, INTERN_IMAGE, LLAVA_VIDEO),
+    "gemma3": Family(write_gemma3, GEMMA_IMAGE),
+    "gemma4": Family(write_gemma4, GEMMA4_IMAGE),
     "qwen3": Family(write_qwen3),
     "phi3": Family(write_phi3),
 }
@@ -535,7 +674,8 @@ def _initialise(
     generator = torch.Generator().manual_seed(model.seed)
     for name, parameter in network.named_parameters():
         if "q_norm" in name or "k_norm" in name:
-            parameter.fill_(model.query_key_gain)  # Qwen3 normalises the gain of the projections
+            # Qwen3 and Gemma normalise the gain of the projections; Gemma 3 adds 1 to its own.
+            parameter.add_(model.query_key_gain - 1)
         if parameter.ndim < 2 and "embedding" not in name and "newline" not in name:
             if name.endswith(".bias"):
                 parameter.zero_()  # transformers draws some of SigLIP's without our seed

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.utils.torch_utils import async_tensor_h2d, is_quantized_kv_cache
 from vllm.v1.attention.backend import (
     AttentionImpl,
@@ -23,11 +24,18 @@ from vllm.v1.attention.backend import (
     AttentionMetadata,
     CommonAttentionMetadata,
 )
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout, replace_as
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheLayout,
+    SlidingWindowSpec,
+    replace_as,
+)
 
 from vllm_tgvkv.errors import UnsupportedByEvictionError
 from vllm_tgvkv.evictor import Evictor
-from vllm_tgvkv.manager import EvictingSpec
+from vllm_tgvkv.layer_types import has_windows
+from vllm_tgvkv.manager import EvictingSpec, WindowSpec
 from vllm_tgvkv.pages import PagePool
 from vllm_tgvkv.queries import StoredQueries
 
@@ -94,12 +102,17 @@ class EvictingBackend:
 
 
 class EvictingBuilder(Generic[Rows]):
-    """Builds `EvictingMetadata`: the ragged rows, and vLLM's metadata of the rest."""
+    """Builds `EvictingMetadata`: the ragged rows, and vLLM's metadata of the rest.
+
+    That of layers with a window has no evictor, and leaves all of a batch to vLLM.
+    """
 
     slots_first: ClassVar[bool]
     """Page format of the backend's kernels, see `page_pool`."""
 
-    layer_names: list[str]  # of vLLM's builder
+    # Of vLLM's builder.
+    kv_cache_spec: AttentionSpec
+    layer_names: list[str]
 
     _evictor: Evictor | None = None
 
@@ -107,6 +120,11 @@ class EvictingBuilder(Generic[Rows]):
         """Attach the worker's evictor, once vLLM has allocated the cache."""
         self._evictor = evictor
         self._rows = rows
+
+    @property
+    def evicts(self) -> bool:
+        """Whether its layers are evicted: those with full attention."""
+        return isinstance(self.kv_cache_spec, EvictingSpec)
 
     @property
     def evictor(self) -> Evictor:
@@ -120,7 +138,7 @@ class EvictingBuilder(Generic[Rows]):
         fast_build: bool = False,
     ) -> EvictingMetadata[Rows]:
         common = common_attn_metadata
-        if self._evictor is None:  # a trial run, before the cache is allocated
+        if self._evictor is None:  # layers with a window, or no cache is allocated yet
             ragged, (rest, tokens) = unsplit(common)
         else:
             ragged, (rest, tokens) = self.split(common)
@@ -159,16 +177,22 @@ class EvictingImpl(Generic[Rows]):
 
     # Of vLLM's attention.
     kv_cache_dtype: str
+    kv_sharing_target_layer_name: str | None
     scale: float
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        check_layer(self)
+        # An engine with such a model was checked for what it allows.
+        text = get_current_vllm_config().model_config.hf_text_config
+        check_layer(self, has_windows(text))
         self.layer = -1
-        """Index of the layer in the pool."""
+        """Index in the pool of the layer whose cache it reads."""
 
     def bind(self, layer: int, pool: PagePool) -> None:
-        """Attach the pool, once vLLM has allocated the cache; `layer` is the index in it."""
+        """Attach the pool, once vLLM has allocated the cache.
+
+        `layer` is the layer's index in it; that of its owner, if the layer reads another's cache.
+        """
         self.layer = layer
         self.pool = pool
 
@@ -195,6 +219,8 @@ class EvictingImpl(Generic[Rows]):
             stock_output = output[tokens]
             attend(layer, query[tokens], key, value, kv_cache, stock, stock_output, *scales)
             write_back(output, tokens, stock_output)
+        if self.kv_sharing_target_layer_name is not None:
+            return output  # the owner of the cache votes on it
         if attn_metadata.stored_queries is not None:
             attn_metadata.stored_queries.store(self.layer, query)
         if attn_metadata.evictor is not None:
@@ -271,9 +297,13 @@ def without_rows(common: CommonAttentionMetadata, num_first: int, others: Sequen
 def evicting_spec(spec: AttentionSpec) -> AttentionSpec:
     """Return the spec that makes vLLM use `EvictingManager` for a layer's blocks.
 
+    That of a layer with a window, see `check_layer`, gets a `WindowManager`.
+
     Raises:
-        UnsupportedByEvictionError: unless the layer has full attention.
+        UnsupportedByEvictionError: unless the layer has full attention or a window.
     """
+    if type(spec) is SlidingWindowSpec:
+        return replace_as(spec, WindowSpec)
     if type(spec) is not FullAttentionSpec:
         raise UnsupportedByEvictionError(
             f"--kv-eviction works with full attention only, and this model has a layer with "
@@ -282,19 +312,28 @@ def evicting_spec(spec: AttentionSpec) -> AttentionSpec:
     return replace_as(spec, EvictingSpec)
 
 
-def check_layer(impl: AttentionImpl) -> None:
+def check_layer(impl: AttentionImpl, may_slide: bool = False) -> None:
     """Refuse layers that the statistics and the ragged kernels do not compute.
+
+    Args:
+        may_slide: whether the model lists layers with windows. These run vLLM's own attention,
+            and layers of either kind may read the cache of another.
 
     Raises:
         UnsupportedByEvictionError: with the first such property of the layer.
     """
     no_window = (-1, (-1, -1))  # on CPU, in FlashAttention
+    if may_slide and impl.sliding_window not in no_window:
+        return
     for found, what in (
         (impl.alibi_slopes is not None, "ALiBi position biases"),
         (impl.sliding_window not in no_window, "sliding-window attention"),
         (bool(impl.logits_soft_cap), "soft-capped attention logits"),
         (impl.sinks is not None, "learned attention sinks"),
-        (impl.kv_sharing_target_layer_name is not None, "layers that share a KV cache"),
+        (
+            impl.kv_sharing_target_layer_name is not None and not may_slide,
+            "layers that share a KV cache",
+        ),
     ):
         if found:
             raise UnsupportedByEvictionError(

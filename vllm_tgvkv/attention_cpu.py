@@ -154,12 +154,14 @@ class EvictingCPUMetadataBuilder(EvictingBuilder[VirtualSequences], CPUAttention
         # Decode rows come first, with or without drafts. Which rows have drafts changes from step
         # to step, and rows that change places need new page tables.
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self._last: VirtualSequences | None = None
+        """Those of the last step, if the same rows can decode on."""
+        if not self.evicts:
+            return
         # An AMX machine would store keys in tiles, from which no single token can be copied.
         self.isa = "vec" if self.block_size % 32 == 0 else "vec16"
         self._set_isa_to_layers(layer_names)
         check_page_format(self.block_size, self.head_dim, self.dtype, self.isa, self.kv_cache_dtype)
-        self._last: VirtualSequences | None = None
-        """Those of the last step, if the same rows can decode on."""
 
     def bind(self, evictor: Evictor, rows: BatchRows) -> None:
         super().bind(evictor, rows)

@@ -7,11 +7,17 @@ Each refusal names the flag or the property of the model, and the way out.
 
 from __future__ import annotations
 
-from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm_tgvkv.config import EvictionConfig, config_of
 from vllm_tgvkv.errors import UnsupportedByEvictionError
+from vllm_tgvkv.layer_types import (
+    has_delta_nets,
+    has_windows,
+    other_layers,
+    sliding_layers,
+    text_ranges,
+)
 from vllm_tgvkv.platforms import Platform, eviction_platform
 
 if TYPE_CHECKING:
@@ -22,12 +28,6 @@ _WAY_OUT = "or leave out --kv-eviction"
 
 _PLAIN_CACHES = ("auto", "float16", "bfloat16")
 """Values of `--kv-cache-dtype` that quantise nothing."""
-
-_SERVED_LAYERS = {"full_attention", "attention", "mlp", "moe"}
-"""Kinds of layers, as configurations name them, that have full attention or none."""
-
-_DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-"""Types of language models with gated delta nets (`linear_attention`) and full attention."""
 
 Refusal = tuple[bool, str, str]
 """Whether something is refused, its name for the user, and the way out."""
@@ -71,7 +71,7 @@ def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
     """
     for is_refused, what, way_out in (
         *_model_refusals(vllm_config.model_config),
-        *_hybrid_refusals(vllm_config, platform),
+        *_mixed_refusals(vllm_config, platform),
         *_cache_refusals(vllm_config, platform),
         *_engine_refusals(vllm_config, platform),
     ):
@@ -106,15 +106,16 @@ def _model_refusals(model: ModelConfig) -> tuple[Refusal, ...]:
     other = "serve another model"
     text = model.hf_text_config
     vision = model.multimodal_config
-    others = [kind for kind in _other_layers(text) if "sliding" not in kind]
-    sliding, window = _sliding_layers(text), _window(model)
+    others, window = other_layers(text), _window(model)
+    sliding = text_ranges(sliding_layers(text))
     return (
         (model.runner_type != "generate", f"--runner {model.runner_type}", other),
         (model.use_mla, "multi-head latent attention (MLA)", other),
+        (model.is_diffusion, "a model that writes by diffusion", other),
         (model.is_encoder_decoder, "cross attention (an encoder-decoder model)", other),
         (
             model.is_attention_free
-            or ((model.is_hybrid or model.has_inner_state) and not _has_delta_nets(model)),
+            or ((model.is_hybrid or model.has_inner_state) and not has_delta_nets(model)),
             "state-space models, and hybrids of other kinds than Qwen3-Next and Qwen3.5",
             other,
         ),
@@ -125,8 +126,8 @@ def _model_refusals(model: ModelConfig) -> tuple[Refusal, ...]:
             f"use --disable-sliding-window, which limits the context to the window, {other}",
         ),
         (
-            bool(sliding),
-            f"sliding-window attention in some layers ({model.model}: {sliding})",
+            bool(sliding) and not has_windows(text),
+            f"sliding-window attention in all layers ({model.model}: {sliding})",
             other,
         ),
         (
@@ -140,7 +141,6 @@ def _model_refusals(model: ModelConfig) -> tuple[Refusal, ...]:
             other,
         ),
         (bool(others), f"layers of kind {', '.join(others)}", other),
-        (model.is_mm_prefix_lm, "bidirectional attention over image tokens (prefix LM)", other),
         (
             # Only the worker knows which tokens of a placeholder are then the video's.
             vision is not None and vision.is_multimodal_pruning_enabled(),
@@ -155,20 +155,40 @@ def _model_refusals(model: ModelConfig) -> tuple[Refusal, ...]:
     )
 
 
-def _hybrid_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusal, ...]:
-    """List what an engine may not do with a model of which some layers hold states."""
+def _mixed_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusal, ...]:
+    """List what an engine may not do with a model of which some layers are not evicted."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    if not _has_delta_nets(model):
-        return ()
-    what = "a hybrid model (gated delta nets and full attention)"
+    text, cache = model.hf_text_config, vllm_config.cache_config
+    prefix_lm = (
+        # Elsewhere image rows see what follows them, and the statistics are causal.
+        model.is_mm_prefix_lm and not platform.ignores_image_prefixes,
+        "bidirectional attention over image tokens (prefix LM) on this platform",
+        "serve another model",
+    )
+    caches_prefixes = False
+    if has_delta_nets(model):
+        caches_prefixes = cache.enable_prefix_caching
+        what = "a hybrid model (gated delta nets and full attention)"
+    elif has_windows(text):
+        sliding = text_ranges(sliding_layers(text))
+        what = (
+            f"sliding-window attention in some layers ({model.model}: layers {sliding} of "
+            f"{len(text.layer_types)})"
+        )
+    else:
+        return (prefix_lm,)
     workers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-    dtype = vllm_config.cache_config.cache_dtype
     return (
-        (not platform.supports_hybrids, f"{what} on this platform", "serve another model"),
+        (
+            not platform.supports_mixed_layers,
+            f"{what} on this platform",
+            "serve another model",
+        ),
+        prefix_lm,
         (
             # A state belongs to all tokens before it: one computed over an evicted cache must
             # never be found by another request.
-            vllm_config.cache_config.enable_prefix_caching,
+            caches_prefixes,
             f"prefix caching of {what}",
             "use --no-enable-prefix-caching",
         ),
@@ -183,9 +203,26 @@ def _hybrid_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refus
             "remove --speculative-config",
         ),
         (
-            dtype not in _PLAIN_CACHES,
-            f"a quantised cache (--kv-cache-dtype {dtype}) of {what}",
+            cache.cache_dtype not in _PLAIN_CACHES,
+            f"a quantised cache (--kv-cache-dtype {cache.cache_dtype}) of {what}",
             "use --kv-cache-dtype auto",
+        ),
+        (
+            bool(vllm_config.scheduler_config.disable_hybrid_kv_cache_manager),
+            f"one kind of blocks for all layers (--disable-hybrid-kv-cache-manager) of {what}",
+            "remove the flag",
+        ),
+        (
+            # Tokens of a prompt then skip the layers that read the cache of others.
+            cache.kv_sharing_fast_prefill,
+            f"--kv-sharing-fast-prefill of {what}",
+            "remove the flag",
+        ),
+        (
+            # The files count all layers of a model.
+            config_of(vllm_config).head_scores is not None,
+            f"head_scores of {what}",
+            "use another method than sparsemm and remove the setting",
         ),
     )
 
@@ -255,7 +292,7 @@ def _engine_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refus
     }
     config = config_of(vllm_config)
     kernel = config.decode_kernel
-    least = _least_ceiling(config, vllm_config.cache_config.block_size)
+    least = config.missed_ceiling(vllm_config.cache_config.block_size)
     shared_maxima = _methods_with_shared_maxima(config, model, ranks)
     return (
         # Drafts
@@ -374,13 +411,6 @@ def _engine_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refus
     )
 
 
-def _least_ceiling(config: EvictionConfig, block_size: int) -> int | None:
-    """Return the lowest ceiling that leaves every head its floor; None if it is no lower."""
-    ceiling = config.decode.ceiling if config.decode else None
-    least = config.least_ceiling(block_size)
-    return least if ceiling is not None and ceiling.max_tokens < least else None
-
-
 def _methods_with_shared_maxima(
     config: EvictionConfig, model: ModelConfig, ranks: int
 ) -> list[str]:
@@ -400,48 +430,11 @@ def _methods_with_shared_maxima(
     ]
 
 
-def _other_layers(text_config: Any) -> list[str]:
-    """Return the kinds of layers with a state or another attention than full attention.
-
-    They are as the configuration lists them.
-    """
-    kinds = (
-        getattr(text_config, "layer_types", None)
-        or getattr(text_config, "layers_block_type", None)
-        or ()
-    )
-    served = set(_SERVED_LAYERS)
-    if getattr(text_config, "model_type", None) in _DELTA_NETS:
-        served.add("linear_attention")
-    return sorted({str(kind) for kind in kinds} - served)
-
-
-def _has_delta_nets(model: ModelConfig) -> bool:
-    """Return whether some layers are gated delta nets, and the others full attention."""
-    return model.is_hybrid and model.hf_text_config.model_type in _DELTA_NETS
-
-
-def _sliding_layers(text_config: Any) -> str:
-    """Return which layers of a list attend over a window only, as text for users."""
-    kinds = getattr(text_config, "layer_types", None) or ()
-    found = [layer for layer, kind in enumerate(kinds) if "sliding" in kind]
-    return f"layer{'s' if len(found) > 1 else ''} {_ranges(found)} of {len(kinds)}" if found else ""
-
-
-def _ranges(numbers: list[int]) -> str:
-    """Return ascending numbers as text, such as ``0-4, 6``."""
-    runs = [
-        [number for _, number in run]
-        for _, run in groupby(enumerate(numbers), lambda item: item[1] - item[0])
-    ]
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-
-
 def _window(model: ModelConfig) -> int | None:
     """Return the window of all layers, in tokens; None if none is shorter than the context.
 
     Models that list the kinds of their layers may have a window in some of them only, see
-    `_other_layers`.
+    `sliding_layers`.
     """
     text = model.hf_text_config
     if getattr(text, "layer_types", None) is not None:

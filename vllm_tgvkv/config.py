@@ -362,6 +362,12 @@ class EvictionConfig:
         """Return the lowest ceiling that leaves every head its floor, in tokens."""
         return max(self.floor_pages, 1) * block_size
 
+    def missed_ceiling(self, block_size: int) -> int | None:
+        """Return the lowest ceiling, in tokens, if `decode` has one that is below it; or None."""
+        ceiling = self.decode.ceiling if self.decode else None
+        least = self.least_ceiling(block_size)
+        return least if ceiling is not None and ceiling.max_tokens < least else None
+
     @property
     def num_query_rows(self) -> int:
         """Rows of the query pool."""

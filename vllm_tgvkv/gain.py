@@ -204,12 +204,14 @@ def report(
     result: Gain,
     lengths: tuple[int, int],
     pool_gib: float,
+    is_prefix_lm: bool = False,
 ) -> Iterator[str]:
     """Yield the lines that tell a model's gain.
 
     Args:
         refusals: why eviction refuses the model; none if it serves it.
         lengths: tokens of the prompt and of the answer.
+        is_prefix_lm: whether image tokens should see those that follow them.
     """
     num_evicted = sum(kind.num_layers for kind in kinds if kind.is_evicted)
     if refusals:
@@ -217,6 +219,8 @@ def report(
         yield f"What eviction could reach: full attention, in {num_evicted} of its layers."
     elif any(kind.state_bytes for kind in kinds):
         yield "Served by --kv-eviction on CPU, with --no-enable-prefix-caching."
+    elif is_prefix_lm or num_evicted < sum(kind.num_layers for kind in kinds):
+        yield "Served by --kv-eviction on CPU."
     else:
         yield "Served by --kv-eviction."
     yield ""
@@ -261,9 +265,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     block_size = vllm_config.cache_config.block_size
     result = gain(kinds, options.prompt, options.answer, budget, block_size)
     print(f"{model.architecture}, blocks of {block_size} tokens, budget: {budget}.")
-    print(
-        *report(kinds, refusals, result, (options.prompt, options.answer), options.pool), sep="\n"
-    )
+    lengths = options.prompt, options.answer
+    lines = report(kinds, refusals, result, lengths, options.pool, model.is_mm_prefix_lm)
+    print(*lines, sep="\n")
     return 0
 
 

@@ -34,8 +34,9 @@ from vllm.v1.core.single_type_kv_cache_manager import (
     FullAttentionManager,
     MambaManager,
     SingleTypeKVCacheManager,
+    SlidingWindowManager,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 from vllm.v1.request import Request
 
@@ -58,6 +59,8 @@ class Compression:
     """Fresh blocks held between the scheduling of the evicting chunk and the swap."""
     deferred: bool = False
     """Whether the evicting chunk had to wait for fresh blocks."""
+    num_reusable: int = 0
+    """Tokens of its prompt where a hit of the prefix cache ends, if not before."""
 
     @property
     def swapped(self) -> bool:
@@ -96,8 +99,8 @@ class EvictingManager(FullAttentionManager):
         """The request that vLLM is about to admit."""
         self.released: list[int] = []
         """First block ids of regions dropped since the last drain."""
-        self.num_state_blocks = 0
-        """Blocks that each request holds for layers of linear attention, from its first token."""
+        self.num_other_blocks = 0
+        """Most blocks that a request holds for layers that are not evicted."""
         self.record_freed = False
         self.freed: list[int] = []
         """Unhashed blocks given back since the last drain, if `record_freed`."""
@@ -121,7 +124,7 @@ class EvictingManager(FullAttentionManager):
         tokens take the place of blocks that the prompt gave back.
         """
         usable = self.block_pool.num_gpu_blocks - 1  # the null block is never handed out
-        return max(cuts.peaks()) + self.num_state_blocks <= usable
+        return max(cuts.peaks()) + self.num_other_blocks <= usable
 
     def get_num_blocks_to_allocate(
         self,
@@ -287,17 +290,6 @@ class EvictingManager(FullAttentionManager):
         self._give_back(given_back)
         return len(given_back)
 
-    def uncache_uncomputed(self, request: Request) -> None:
-        """Remove from the prefix cache the blocks of a chunk that will not run.
-
-        vLLM enters a chunk's blocks when it schedules the chunk. Under the policy `priority` it
-        may preempt the request later in the same step and leaves the entries there. Whoever hits
-        them, usually the request itself, would read blocks that were never written.
-        """
-        first = request.num_computed_tokens // self.block_size
-        blocks = self.req_to_blocks.get(request.request_id, [])[first:]
-        self.block_pool.evict_blocks({block.block_id for block in blocks if not block.is_null})
-
     # -- overridden life cycle of a request ---------------------------------------------
 
     def cache_blocks(self, request: Request, *args: Any, **kwargs: Any) -> None:
@@ -340,12 +332,49 @@ class EvictingManager(FullAttentionManager):
             )
 
 
-def num_state_blocks(managers: Sequence[SingleTypeKVCacheManager]) -> int:
-    """Return the blocks that a request holds in these managers, without prefix caching."""
+class WindowManager(SlidingWindowManager):
+    """A `SlidingWindowManager` for the windows of requests that may be compressed."""
+
+    evicting: EvictingManager
+    """Of the layers that are evicted."""
+
+    def cache_blocks(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        # What follows an eviction depends on what was kept, in all layers.
+        if self.evicting.is_compressed(request.request_id):
+            return
+        # Of windows vLLM caches only what the same prompt would hit again: its end. Ours ends a hit
+        # where rows vote.
+        compression = self.evicting.compressions.get(request.request_id)
+        if compression and compression.num_reusable:
+            ends = (*kwargs["replay_boundaries"], compression.num_reusable)
+            kwargs = {**kwargs, "replay_boundaries": ends}
+        super().cache_blocks(request, *args, **kwargs)
+
+
+def uncache_uncomputed(managers: Sequence[SingleTypeKVCacheManager], request: Request) -> None:
+    """Remove from the prefix cache the blocks of a chunk that will not run.
+
+    vLLM enters a chunk's blocks when it schedules the chunk. Under the policy `priority` it
+    may preempt the request later in the same step and leaves the entries there. Whoever hits
+    them, usually the request itself, would read blocks that were never written.
+    """
+    for manager in managers:
+        first = request.num_computed_tokens // manager.block_size
+        blocks = manager.req_to_blocks.get(request.request_id, [])[first:]
+        manager.block_pool.evict_blocks({block.block_id for block in blocks if not block.is_null})
+
+
+def num_other_blocks(managers: Sequence[SingleTypeKVCacheManager]) -> int:
+    """Return the most blocks that a request holds in these managers.
+
+    They are those of its windows, with the tokens of a step, and of its states, without prefix
+    caching.
+    """
     return sum(
         1 + manager.num_speculative_blocks
-        for manager in managers
         if isinstance(manager, MambaManager)
+        else manager.max_admission_blocks_per_request or 0
+        for manager in managers
     )
 
 
@@ -353,3 +382,9 @@ def num_state_blocks(managers: Sequence[SingleTypeKVCacheManager]) -> int:
 @dataclass(frozen=True, kw_only=True)
 class EvictingSpec(FullAttentionSpec):
     """Full attention whose blocks are managed by `EvictingManager`."""
+
+
+@register_kv_cache_spec(manager_class=WindowManager, uniform_type_base_spec=SlidingWindowSpec)
+@dataclass(frozen=True, kw_only=True)
+class WindowSpec(SlidingWindowSpec):
+    """A sliding window whose blocks are managed by `WindowManager`."""

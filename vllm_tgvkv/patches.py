@@ -293,6 +293,10 @@ def _evicting_config(
 
     platform = check_engine_args(engine_args)
     engine_args.worker_cls = platform.worker_cls
+    is_named = engine_args.attention_backend or engine_args.attention_config.backend
+    if not platform.has_other_backends and is_named is None:
+        # Else vLLM names one of CUDA's for Gemma 4, of which its CPU platform takes no notice.
+        engine_args.attention_backend = AttentionBackendEnum[platform.attention_backend]
     vllm_config = original(engine_args, *args, **kwargs)
     check_vllm_config(vllm_config, platform)
     clear_nominal_window(vllm_config)

@@ -15,6 +15,8 @@ class Platform:
     worker_cls: str
     attention_backend: str
     """The backend of vLLM that the plugin's backend extends; no other can be used."""
+    has_other_backends: bool = True
+    """Whether vLLM may choose another for some models, which it says by naming it."""
     decode_kernels: tuple[str, ...] = ("stock",)
     """Values of the setting `decode_kernel`."""
     supports_ranks: bool = False
@@ -23,8 +25,10 @@ class Platform:
     """Whether several workers may share the layers (pipeline parallelism)."""
     supports_drafts: bool = False
     """Whether decode steps may hold drafts (speculative decoding)."""
-    supports_hybrids: bool = False
-    """Whether some layers may have states instead of keys and values (gated delta nets)."""
+    supports_mixed_layers: bool = False
+    """Whether some layers may have states (gated delta nets) or windows, which are not evicted."""
+    ignores_image_prefixes: bool = False
+    """Whether vLLM's attention is causal inside images as well, for every model."""
     quantised_caches: tuple[str, ...] = ()
     """Values of `--kv-cache-dtype` for caches that are quantised."""
     supports_model_runner_v2: bool = True
@@ -35,10 +39,12 @@ class Platform:
 CPU = Platform(
     "vllm_tgvkv.worker_cpu.EvictionCPUWorker",
     "CPU_ATTN",
+    has_other_backends=False,
     supports_ranks=True,
     supports_stages=True,
     supports_drafts=True,
-    supports_hybrids=True,
+    supports_mixed_layers=True,
+    ignores_image_prefixes=True,
     quantised_caches=tuple(FP8),
     supports_model_runner_v2=False,
 )

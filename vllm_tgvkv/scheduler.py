@@ -16,6 +16,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
@@ -25,9 +26,14 @@ from vllm_tgvkv.config import CONFIG_KEY, config_of
 from vllm_tgvkv.counters import EvictionCounters
 from vllm_tgvkv.cuts import Cut
 from vllm_tgvkv.defaults import Defaults
-from vllm_tgvkv.errors import EvictionConfigError
+from vllm_tgvkv.errors import EvictionConfigError, UnsupportedByEvictionError
 from vllm_tgvkv.integrity import check_integrity
-from vllm_tgvkv.manager import EvictingManager, num_state_blocks
+from vllm_tgvkv.manager import (
+    EvictingManager,
+    WindowManager,
+    num_other_blocks,
+    uncache_uncomputed,
+)
 from vllm_tgvkv.metrics import MetricsBuffer
 from vllm_tgvkv.plan import (
     Eviction,
@@ -131,16 +137,29 @@ class EvictionScheduler(Scheduler):
             if isinstance(manager, EvictingManager)
         )
         self.manager = manager
-        self.state_managers = [other for other in managers if other is not manager]
-        """Managers of layers that are not evicted: each request's states in linear attention."""
-        manager.num_state_blocks = num_state_blocks(self.state_managers)
+        self.other_managers = [other for other in managers if other is not manager]
+        """Managers of layers that are not evicted: those with states and with windows."""
+        manager.num_other_blocks = num_other_blocks(self.other_managers)
+        for other in self.other_managers:
+            if isinstance(other, WindowManager):
+                other.evicting = manager
         self.tokens_per_block = manager.block_size
         """N. vLLM's own `block_size` is a multiple of it if there are groups of other layers."""
+        if (least := config.missed_ceiling(self.tokens_per_block)) is not None:
+            # vLLM makes the blocks of a hybrid longer once its model is loaded.
+            raise UnsupportedByEvictionError(
+                f"--kv-eviction does not work with decode.max_tokens: "
+                f"{config.decode and config.decode.max_tokens} and blocks of "
+                f"{self.tokens_per_block} tokens, which this model has: give at least {least} "
+                "tokens, a smaller --block-size, or leave out --kv-eviction"
+            )
         if config.debug.poison:
             manager.record_freed = True
             # vLLM's kernels multiply unwritten slots by zero, which NaN survives: let vLLM
             # clear each block when it is handed out again.
-            self.needs_kv_cache_zeroing = manager._record_new_block_ids = True
+            self.needs_kv_cache_zeroing = True
+            for each in managers:
+                each._record_new_block_ids = isinstance(each.kv_cache_spec, AttentionSpec)
         self.candidates: dict[str, Candidate] = {}
         self.query_rows = QueryRows(config.num_query_rows)
         self._first_chunks: list[str] = []
@@ -220,6 +239,8 @@ class EvictionScheduler(Scheduler):
         else:
             self.candidates[request.request_id] = candidate
             self.manager.expect(request, candidate.cut)
+            reusable = self._most_cached(request, candidate)
+            self.manager.compressions[request.request_id].num_reusable = reusable
 
     def _skip(self, request: Request, policy: str, reason: str) -> None:
         self.eviction_counters.skip(policy, reason)
@@ -235,6 +256,17 @@ class EvictionScheduler(Scheduler):
         candidate = self.candidates.get(request.request_id)
         if candidate is None:
             return blocks, num_hit, boundary, diverged
+        limit = self._most_cached(request, candidate)
+        if num_hit > limit:
+            # Not cut off: a window that ends earlier needs blocks which the longer hit left out.
+            coordinator = self.kv_cache_manager.coordinator
+            found, num_hit, _ = coordinator.find_longest_cache_hit(request.block_hashes, limit)
+            blocks = self.kv_cache_manager.create_kv_cache_blocks(found)
+        candidate.num_cached = num_hit
+        return blocks, num_hit, boundary, diverged
+
+    def _most_cached(self, request: Request, candidate: Candidate) -> int:
+        """Return the most tokens that a candidate may take from the prefix cache."""
         # The step that evicts must run, even if a preempted request has all of its tokens and
         # more in the cache. With speculative decoding vLLM pads a first step of one token with
         # draft positions, which would lie behind the tokens that the eviction sees.
@@ -242,13 +274,7 @@ class EvictionScheduler(Scheduler):
         if self.num_spec_tokens:
             limit = min(limit - 1, request.num_tokens - 2)
         last_cached = candidate.voters.last_cached(self.eviction_config.prefix_reuse == "exact")
-        if last_cached is not None:
-            limit = min(limit, last_cached)
-        if num_hit > limit:
-            num_hit = limit // self.tokens_per_block * self.tokens_per_block
-            blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, num_hit)
-        candidate.num_cached = num_hit
-        return blocks, num_hit, boundary, diverged
+        return limit if last_cached is None else min(limit, last_cached)
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
@@ -332,7 +358,7 @@ class EvictionScheduler(Scheduler):
                     plan.images[request_id] = request.mm_features
         plan.counters = self.eviction_counters.take_if_changed()
         if self.eviction_config.debug.check_integrity:
-            check_integrity(self.manager, self.state_managers, self.requests.keys())
+            check_integrity(self.manager, self.other_managers, self.requests.keys())
         return attach_plan(output, plan)
 
     def _plan_chunk(
@@ -498,7 +524,7 @@ class EvictionScheduler(Scheduler):
     # -- end of a request ---------------------------------------------------------------
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        self.manager.uncache_uncomputed(request)
+        uncache_uncomputed((self.manager, *self.other_managers), request)
         super()._preempt_request(request, *args, **kwargs)
         if candidate := self.candidates.get(request.request_id):
             self._forgotten.append(request.request_id)

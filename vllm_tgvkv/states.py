@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block sizes of models in which some layers hold a state instead of keys and values.
+"""Blocks of models in which not all layers hold the same: keys and values, windows, or states.
 
 vLLM gives all layers one page size. A state of linear attention is as large as the keys and values
 of some 500 tokens, so its blocks have 528 tokens and more, and a head could keep only so much or
@@ -11,9 +11,17 @@ example, 64 tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from vllm.utils.math_utils import round_up
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 _ALIGNMENT = 32
 """Block sizes are multiples of it, which vLLM's CPU and CUDA kernels like best."""
@@ -39,3 +47,19 @@ def packed_block_size(specs: Mapping[str, KVCacheSpec], least: int) -> int | Non
         if size >= least:
             return size if size < full[0].block_size else None
     return None
+
+
+def with_plain_specs(config: KVCacheConfig) -> KVCacheConfig:
+    """Return a cache in which groups of equal layers have these layers' spec.
+
+    Where pages differ in size, vLLM gives each group a table of specs by layer. Its CPU runner then
+    clears no blocks, and finds no spec for layers that read the cache of another.
+    """
+    return replace(config, kv_cache_groups=[_plain(group) for group in config.kv_cache_groups])
+
+
+def _plain(group: KVCacheGroupSpec) -> KVCacheGroupSpec:
+    if not isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs):
+        return group
+    first, *others = set(group.kv_cache_spec.kv_cache_specs.values())
+    return group if others else replace(group, kv_cache_spec=first)

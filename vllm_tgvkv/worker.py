@@ -27,7 +27,7 @@ from vllm_tgvkv.pages import FP8, page_pool
 from vllm_tgvkv.plan import Eviction, attach_outcomes, plan_of
 from vllm_tgvkv.ranks import tensor_ranks
 from vllm_tgvkv.stages import pipeline_stages
-from vllm_tgvkv.states import packed_block_size
+from vllm_tgvkv.states import packed_block_size, with_plain_specs
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
@@ -65,8 +65,6 @@ class EvictingWorker:
     """Index of the evicted layers among vLLM's KV cache groups."""
 
     _evictor: Evictor | None = None
-    _packs_states = False
-    """Whether blocks hold pages of full attention in one group, and states in others."""
     _least_block_size: int | None = None
     """`--block-size`, if it was given."""
 
@@ -87,20 +85,22 @@ class EvictingWorker:
             return specs
         cache = self.vllm_config.cache_config
         cache.block_size, cache.mamba_page_size_padded = block_size, None
-        self._packs_states = True
         return super().get_kv_cache_spec()  # type: ignore[misc]
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the cache, make its evictor, and bind layers and metadata builder to them."""
-        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+        super().initialize_from_config(with_plain_specs(kv_cache_config))  # type: ignore[misc]
         self.group, builder = self._evicted_group()
         modules = self.vllm_config.compilation_config.static_forward_context
-        layers = [modules[name] for name in builder.layer_names]
+        members = [modules[name] for name in builder.layer_names]
+        layers = [layer for layer in members if layer.kv_sharing_target_layer_name is None]
         layers.sort(key=lambda layer: layer.kv_cache.storage_offset())
         dtype = FP8.get(self.vllm_config.cache_config.cache_dtype)
         pool = page_pool([layer.kv_cache for layer in layers], builder.slots_first, dtype)
-        for index, layer in enumerate(layers):
-            layer.impl.bind(index, pool)
+        indices = {layer.layer_name: index for index, layer in enumerate(layers)}
+        for layer in members:
+            owner = layer.kv_sharing_target_layer_name or layer.layer_name
+            layer.impl.bind(indices[owner], pool)
         self._evictor = Evictor(
             config_of(self.vllm_config),
             pool.shape(group_size=layers[0].impl.num_queries_per_kv),
@@ -120,6 +120,7 @@ class EvictingWorker:
             for index, groups in enumerate(self.model_runner.attn_groups)
             for group in groups
             if isinstance(builder := group.get_metadata_builder(), EvictingBuilder)
+            and builder.evicts
         )
         return index, builder
 
@@ -131,9 +132,6 @@ class EvictingWorker:
         self._shrunk = plan.evictions
         self._counters = plan.counters or self._counters
         self.evictor.begin_step(plan)
-        if self._packs_states and scheduler_output.new_block_ids_to_zero:
-            # vLLM's CPU runner clears only blocks of groups that have one spec.
-            self.evictor.pool.fill(scheduler_output.new_block_ids_to_zero, 0.0)
         for request_id, images in plan.images.items():
             self.model_runner.requests[request_id].mm_features = images
         return super().execute_model(scheduler_output)  # type: ignore[misc]

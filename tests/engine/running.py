@@ -187,7 +187,7 @@ class SteppedEngine(LocalLLM):
 
     def _check_integrity(self) -> None:
         scheduler = self.scheduler
-        check_integrity(scheduler.manager, scheduler.state_managers, scheduler.requests.keys())
+        check_integrity(scheduler.manager, scheduler.other_managers, scheduler.requests.keys())
 
     def assert_forgotten(self) -> None:
         """Assert that the worker, which knows of all ended requests, has no state of any."""

@@ -74,7 +74,7 @@ def test_blocks_hold_one_state(running: SteppedEngine) -> None:
     scheduler, shape = running.scheduler, running.evictor.shape
     groups = scheduler.kv_cache_config.kv_cache_groups
     states = [g.kv_cache_spec for g in groups if isinstance(g.kv_cache_spec, MambaSpec)]
-    assert len(states) == scheduler.manager.num_state_blocks == shape.num_layers == 4
+    assert len(states) == scheduler.manager.num_other_blocks == shape.num_layers == 4
     token_bytes = shape.num_pairs * 2 * shape.head_size * 2
     least = -(-states[0].page_size_bytes // token_bytes)
     assert shape.block_size == -(-least // 32) * 32 < 128

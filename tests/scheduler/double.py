@@ -29,14 +29,19 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.engine import FinishReason
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_tgvkv.config import CONFIG_KEY
 from vllm_tgvkv.cuts import Cuts
 from vllm_tgvkv.integrity import check_integrity
-from vllm_tgvkv.manager import EvictingSpec
+from vllm_tgvkv.manager import EvictingSpec, WindowSpec
 from vllm_tgvkv.plan import (
     Eviction,
     Failure,
@@ -77,6 +82,8 @@ class Setup:
     watermark: float = 0.0
     encoder_budget: int = 4096
     """Image tokens per step, and in the encoder's cache."""
+    window: int = 0
+    """Tokens of a group of layers with a sliding window; 0 for none."""
     eviction: Mapping[str, Any] | None = field(default_factory=lambda: {"policy": "tgv"})
     """None: stock vLLM."""
 
@@ -162,10 +169,19 @@ def make_scheduler(setup: Setup) -> Scheduler:
         config.additional_config = {CONFIG_KEY: dict(setup.eviction)}
         spec_class = EvictingSpec
         scheduler_class = AsyncEvictionScheduler if setup.ahead else EvictionScheduler
-    spec = spec_class(block_size=setup.block_size, num_kv_heads=2, head_size=4, dtype=torch.float32)
+    sizes = {"block_size": setup.block_size, "num_kv_heads": 2, "head_size": 4}
+    spec = spec_class(**sizes, dtype=torch.float32)
+    groups = [KVCacheGroupSpec(["layer.0", "layer.1"], spec)]
+    if setup.window:
+        window_class = SlidingWindowSpec if setup.eviction is None else WindowSpec
+        sliding = window_class(**sizes, dtype=torch.float32, sliding_window=setup.window)
+        groups.append(KVCacheGroupSpec(["layer.2", "layer.3"], sliding))
     scheduler = scheduler_class(
         config,
-        KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer.0", "layer.1"], spec)]),
+        # vLLM's default for windows: no more checkpoints than a repeated prompt needs.
+        KVCacheConfig(
+            num_blocks, [], groups, prefix_cache_retention_interval=0 if setup.window else None
+        ),
         SimpleNamespace(accept_tokens=lambda *_: True),  # type: ignore[arg-type]
         block_size=setup.block_size,
         log_stats=False,
@@ -308,7 +324,7 @@ class WorkerDouble:
         for name in output.finished_req_ids:
             self.rows.pop(name, None)
         for new in output.scheduled_new_reqs:
-            (blocks,) = new.block_ids
+            blocks, *_ = new.block_ids
             assert new.req_id not in self.rows
             self.rows[new.req_id] = Row(
                 self.jobs[new.req_id],
@@ -620,7 +636,7 @@ class Double:
         if self.check:
             check_integrity(
                 self.scheduler.manager,
-                self.scheduler.state_managers,
+                self.scheduler.other_managers,
                 self.scheduler.requests.keys(),
             )
 

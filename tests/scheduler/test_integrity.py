@@ -53,7 +53,7 @@ def row(manager: EvictingManager, compression: Compression) -> list[Any]:
 
 
 def check(scheduler: EvictionScheduler) -> None:
-    check_integrity(scheduler.manager, scheduler.state_managers, scheduler.requests.keys())
+    check_integrity(scheduler.manager, scheduler.other_managers, scheduler.requests.keys())
 
 
 def expect(scheduler: EvictionScheduler, message: str) -> None:

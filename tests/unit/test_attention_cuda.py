@@ -59,6 +59,7 @@ def make_pool(shape: CacheShape, num_blocks: int, device: str) -> PagePool:
 def make_impl(layer: int, pool: PagePool, version: int = 3) -> EvictingFlashImpl:
     """One layer's attention, with the fields that ragged rows need."""
     impl = EvictingFlashImpl.__new__(EvictingFlashImpl)
+    impl.kv_sharing_target_layer_name = None
     fields = {"scale": 0.3, "head_size": pool.head_size, "vllm_flash_attn_version": version}
     impl.__dict__.update(fields, kv_cache_dtype="auto")
     impl.bind(layer, pool)

@@ -78,9 +78,12 @@ def mistral(sliding_window: int = 64, **fields: Any) -> Any:
     return transformers.MistralConfig(**SIZES, sliding_window=sliding_window, **fields)
 
 
-def qwen2(use_sliding_window: bool = True) -> Any:
+def qwen2(use_sliding_window: bool = True, first_window: int = 1) -> Any:
     return transformers.Qwen2Config(
-        **SIZES, use_sliding_window=use_sliding_window, sliding_window=64, max_window_layers=1
+        **SIZES,
+        use_sliding_window=use_sliding_window,
+        sliding_window=64,
+        max_window_layers=first_window,
     )
 
 
@@ -175,22 +178,72 @@ def refusal_of(config: VllmConfig, platform: Platform = platforms.CPU) -> str:
     return str(caught.value)
 
 
-def test_what_hybrids_do_not_do_yet(folder: Folder) -> None:
-    model = folder(qwen3_5, "Qwen3_5ForConditionalGeneration")
+@pytest.mark.parametrize(
+    ("config", "architecture", "what"),
+    [
+        (
+            qwen3_5,
+            "Qwen3_5ForConditionalGeneration",
+            "a hybrid model (gated delta nets and full attention)",
+        ),
+        (
+            qwen2,
+            "Qwen2ForCausalLM",
+            "sliding-window attention in some layers ({model}: layers 1 of 2)",
+        ),
+    ],
+)
+def test_what_models_of_several_kinds_of_layers_do_not_do_yet(
+    folder: Folder, tmp_path: Path, config: Callable[..., Any], architecture: str, what: str
+) -> None:
+    model = folder(config, architecture)
+    what = what.format(model=model)
     without = {"enable_prefix_caching": False}
-    assert "of a hybrid model" in refusal(model)
-    assert "use --no-enable-prefix-caching" in refusal(model)
-    config = configure(model, **without)
-    assert "on this platform" in refusal_of(config, platforms.CUDA)
+    found = head_scores(2, 2)
+    write(tmp_path / "heads.json", "a model", found.kv_heads, found.scores, {})
+    with_scores = {**TGV[CONFIG_KEY], "head_scores": str(tmp_path / "heads.json")}
+    if config is qwen3_5:
+        assert f"prefix caching of {what} yet: use --no-enable-prefix-caching" in refusal(model)
+    else:
+        assert configure(model).cache_config.enable_prefix_caching
+    assert f"with {what} on this platform" in refusal_of(
+        configure(model, **without), platforms.CUDA
+    )
     for options, word in (
         ({"tensor_parallel_size": 2}, "several ranks or stages"),
-        ({"kv_cache_dtype": "fp8", "block_size": 32}, "a quantised cache"),
+        ({"kv_cache_dtype": "fp8", "block_size": 32}, "a quantised cache (--kv-cache-dtype fp8)"),
         (
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
             "speculative decoding",
         ),
+        ({"eviction": {CONFIG_KEY: with_scores}}, "head_scores"),
+        (
+            {"disable_hybrid_kv_cache_manager": True},
+            "one kind of blocks for all layers (--disable-hybrid-kv-cache-manager)",
+        ),
+        ({"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
     ):
-        assert f"{word}" in refusal(model, **without, **options)
+        assert f"does not work with {word} of {what} yet" in refusal(model, **without, **options)
+
+
+def test_image_prefixes_are_refused_where_attention_follows_them(folder: Folder) -> None:
+    """Those of vLLM's CPU kernels are causal."""
+    model = folder(gemma3, "Gemma3ForConditionalGeneration")
+    config = configure(model)
+    assert config.model_config.is_mm_prefix_lm
+    assert "bidirectional attention over image tokens" in refusal_of(config, platforms.CUDA)
+
+
+def test_diffusion_is_refused(plain: str) -> None:
+    """vLLM refuses it itself where it has no runner for it."""
+    config = configure(plain)
+    config.model_config.hf_config.canvas_length = 64
+    assert "a model that writes by diffusion" in refusal_of(config)
+
+
+def test_windows_in_all_layers_are_refused(folder: Folder) -> None:
+    model = folder(qwen2, "Qwen2ForCausalLM", first_window=0)
+    assert "sliding-window attention in all layers" in refusal(model)
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (3, 2), (2, 4)])
@@ -218,13 +271,7 @@ def test_head_scores_of_another_shape_are_refused(
             "MistralForCausalLM",
             "sliding-window attention ({model}: 64 of at most 512 tokens)",
         ),
-        (
-            qwen2,
-            "Qwen2ForCausalLM",
-            "sliding-window attention in some layers ({model}: layer 1 of 2)",
-        ),
         (gemma2_without_windows, "Gemma2ForCausalLM", "soft-capped attention logits"),
-        (gemma3, "Gemma3ForConditionalGeneration", "bidirectional attention over image tokens"),
         (jamba, "JambaForCausalLM", "state-space models, and hybrids of other kinds"),
         (whisper, "WhisperForConditionalGeneration", "cross attention"),
         (llama4, "Llama4ForConditionalGeneration", "chunked local attention"),
@@ -619,6 +666,26 @@ def test_other_attention_of_a_gpu_is_refused(
     allowed = {"backend_per_kind": {"full_attention": "FLASH_ATTN"}, "flash_attn_version": 3}
     options = {"attention_config": {"backend": "FLASH_ATTN", **allowed}}
     check_vllm_config(configure(plain, {}, **options), platforms.CUDA)
+
+
+@pytest.mark.parametrize("may_slide", [False, True])
+def test_windows_and_shared_caches_are_for_models_that_list_windows(may_slide: bool) -> None:
+    """A layer with a window runs vLLM's own attention, whatever else it has."""
+    plain = {"alibi_slopes": None, "sinks": None, "logits_soft_cap": 0, "sliding_window": -1}
+    plain["kv_sharing_target_layer_name"] = None
+    for served in (
+        {"kv_sharing_target_layer_name": "layers.0"},
+        {"sliding_window": 64},
+        {"sliding_window": 64, "logits_soft_cap": 30.0},
+    ):
+        impl = SimpleNamespace(**plain | served)
+        if may_slide:
+            check_layer(impl, may_slide)
+            continue
+        with pytest.raises(UnsupportedByEvictionError):
+            check_layer(impl, may_slide)
+    with pytest.raises(UnsupportedByEvictionError, match="soft-capped"):
+        check_layer(SimpleNamespace(**plain | {"logits_soft_cap": 30.0}), may_slide)
 
 
 def test_flash_attention_4_is_refused_where_vllm_chooses_it() -> None:

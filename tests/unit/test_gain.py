@@ -111,7 +111,7 @@ _STATE = 4 * 32 * 32 * 4 + 3 * (2 * 2 * 32 + 4 * 32) * 2
                 ("window of 128 tokens", 10, 10 * 16 * _HEADS, 0),
                 (FULL_ATTENTION, 2, 2 * 32 * _HEADS, 0),
             ],
-            False,
+            True,
         ),
         (
             qwen3_5,

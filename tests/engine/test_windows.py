@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models with sliding windows in some layers: eviction in those with full attention.
+
+Prompts are several windows long, and chunks cut images and windows. vLLM's CPU kernels are causal
+inside images, so the oracle is Hugging Face's model without its image mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+from oracle import methods
+from oracle.emulation import Eviction, Oracle, Prompt
+from tests.engine.running import Ask, SteppedEngine, engine, name_of
+from tests.models import FAMILIES, WINDOW, random_image, random_text
+from vllm_tgvkv.manager import EvictingSpec
+
+pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
+
+BLOCK_SIZE = 16
+DEBUG = {
+    "poison": True,
+    "record_kept": True,
+    "check_integrity": True,
+    "evict_at_full_budget": True,
+}
+SETTINGS = {"policy": "snapkv", "budget": 0.3, "min_prompt_tokens": 64, "debug": DEBUG}
+OPTIONS = {
+    "num_gpu_blocks_override": 1200,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 160,
+    "skip_mm_profiling": True,
+    "enable_prefix_caching": True,
+}
+TOKENS = 20
+LAYERS = {"gemma3": 6, "gemma4": 9}
+"""Layers of each tiny model, a third of them with full attention."""
+
+
+class CausalOracle(Oracle):
+    """An oracle whose images are seen by the rows behind them only, as in vLLM's CPU kernels."""
+
+    def prompt(self, *args: Any) -> Prompt:
+        prompt = super().prompt(*args)
+        for name in ("token_type_ids", "mm_token_type_ids"):
+            prompt.inputs.pop(name, None)
+        return prompt
+
+
+@dataclass(frozen=True)
+class Served:
+    """A tiny model in an engine, and its oracle."""
+
+    arch: str
+    folder: Path
+    running: SteppedEngine
+    oracle: CausalOracle
+
+    def ask(self, seed: int, xargs: dict[str, Any], **fields: Any) -> Ask:
+        """Return a request with two images, which ends in a long question."""
+        image = FAMILIES[self.arch].image_text
+        texts = [random_text(3 * seed + i, length) for i, length in enumerate((40, 90, 160))]
+        images = tuple(random_image(2 * seed + i) for i in range(2))
+        return Ask(image.join(texts), images, TOKENS, xargs, **fields)
+
+    def eviction(self, ask: Ask, **fields: Any) -> Eviction:
+        given = {name.removeprefix("kv_eviction_"): value for name, value in ask.xargs.items()}
+        method, budget = given.pop("kv_eviction"), given.pop("budget")
+        return Eviction(budget, BLOCK_SIZE, observation_window=128, method=method, **given)
+
+    def stable(self, seed: int, xargs: dict[str, Any], **fields: Any) -> tuple[Ask, Prompt]:
+        """Return a request whose kept tokens do not depend on rounding, and its prompt."""
+        for attempt in range(20):
+            ask = self.ask(seed + 100 * attempt, xargs, **fields)
+            prompt, wanted = self.oracle.prompt(ask.text, ask.images), self.eviction(ask)
+            given = self.oracle.attention(prompt), prompt.layout, self.oracle.kv_heads
+            budgets = [wanted.budget]
+            if methods.is_stable(wanted.method, *given, wanted, budgets, noise=3e-5, trials=2):
+                return ask, prompt
+        raise AssertionError("no request is good")
+
+
+def wish(method: str, budget: float, **more: Any) -> dict[str, Any]:
+    return {"kv_eviction": method, "kv_eviction_budget": budget, **more}
+
+
+@pytest.fixture(scope="module", params=LAYERS)
+def served(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> Iterator[Served]:
+    arch = request.param
+    folder = tiny_model(arch, layers=LAYERS[arch])
+    with engine(folder, SETTINGS, block_size=BLOCK_SIZE, **OPTIONS) as running:
+        yield Served(arch, folder, running, CausalOracle(folder))
+
+
+def test_full_attention_has_its_own_blocks(served: Served) -> None:
+    """All layers that own a cache with full attention are evicted, and no other."""
+    scheduler, evictor = served.running.scheduler, served.running.evictor
+    groups = scheduler.kv_cache_config.kv_cache_groups
+    evicted = [group for group in groups if isinstance(group.kv_cache_spec, EvictingSpec)]
+    sliding = [group for group in groups if isinstance(group.kv_cache_spec, SlidingWindowSpec)]
+    assert groups[scheduler.group] is evicted[0]
+    assert len(evicted) == 1
+    assert len(sliding) == len(groups) - 1
+    # Gemma 4's last three layers read the caches of others.
+    assert evictor.shape.num_layers == served.oracle.layers == 2
+    assert evictor.shape.head_size == (64 if served.arch == "gemma4" else 32)
+    assert {group.kv_cache_spec.sliding_window for group in sliding} == {WINDOW}
+    # A block has the pages of all full-attention layers, or as many bytes of others.
+    views = evictor.pool.raw.view(evictor.pool.num_blocks, -1)
+    for group in groups:
+        assert group.kv_cache_spec.page_size_bytes * len(group.layer_names) <= views[0].nbytes
+
+
+def test_tokens_and_kept_positions_are_the_oracles_alone_and_in_a_batch(served: Served) -> None:
+    """Arrivals interleave with chunks and decodes; blocks that were freed hold NaN.
+
+    Alone, a request takes the start of its prompt from the prefix cache, and its windows.
+    """
+    running, oracle = served.running, served.oracle
+    cases = [("snapkv", 0.3), ("tgv", 0.5), ("h2o", 0.2), ("elastic", 0.4), ("adakv", 0.1)]
+    before = running.counters["requests_evicted"]
+    made = [served.stable(i, wish(*case), arrival=2 * i) for i, case in enumerate(cases)]
+    outputs = running.run([ask for ask, _ in made])
+    assert running.counters["requests_evicted"] - before == len(cases)
+    cached = {}
+    for (ask, prompt), output in zip(made, outputs, strict=True):
+        wanted = served.eviction(ask)
+        selection = oracle.select(prompt, wanted)
+        length = len(prompt.token_ids)
+        assert length > 4 * WINDOW
+        kept = running.kept(output.request_id, length)
+        assert torch.equal(kept, selection.kept), f"{ask.xargs} keeps other tokens"
+        tokens = list(output.outputs[0].token_ids)
+        merging = length // BLOCK_SIZE * BLOCK_SIZE if wanted.merges else 0
+        assert tokens == oracle.generate(prompt, TOKENS, kept, merging), ask.xargs
+        (alone,) = running.run([replace(ask, arrival=0)])
+        assert list(alone.outputs[0].token_ids) == tokens
+        assert torch.equal(running.kept(alone.request_id, length), kept)
+        cached[ask.xargs["kv_eviction"]] = alone.num_cached_tokens
+    assert min(cached["snapkv"], cached["tgv"]) > WINDOW
+
+
+def test_everything_kept_is_stock(served: Served) -> None:
+    """Stock vLLM in blocks of its own choice, and Hugging Face's model."""
+    running, oracle = served.running, served.oracle
+    asks = [served.ask(20 + i, wish("snapkv", 1.0), arrival=i) for i in range(3)]
+    before = running.counters["requests_evicted"]
+    evicted = running.tokens(asks)
+    assert running.counters["requests_evicted"] - before == len(asks)
+    running.assert_forgotten()
+    prompts = [oracle.prompt(ask.text, ask.images) for ask in asks]
+    assert evicted == [oracle.generate(prompt, TOKENS) for prompt in prompts]
+    with engine(served.folder, None, block_size=32, **OPTIONS) as stock:
+        assert evicted == stock.tokens([replace(ask, xargs={}) for ask in asks])
+
+
+def test_waits_preemptions_and_aborts(served: Served) -> None:
+    """A preempted request answers as before, and an aborted one leaves nothing behind."""
+    running, oracle = served.running, served.oracle
+    asks = [
+        served.ask(30, wish("snapkv", 0.3, kv_eviction_defer=3)),
+        served.ask(31, wish("h2o", 0.2)),
+        served.ask(32, {"kv_eviction": "none"}),
+        served.ask(33, wish("tgv", 0.4)),
+    ]
+    alone = [running.tokens([ask])[0] for ask in asks]
+    prompt = oracle.prompt(asks[0].text, asks[0].images)
+    assert oracle.answer(prompt, TOKENS, served.eviction(asks[0])).tokens == alone[0]
+    names = [running.add(ask) for ask in asks]
+    preempted = set()
+
+    def disturb() -> None:
+        for request in list(running.scheduler.running):
+            if request.num_output_tokens != 6 or request.request_id in preempted:
+                continue
+            preempted.add(request.request_id)
+            if name_of(request.request_id) == names[3]:
+                running.engine.abort_request([names[3]])
+            else:
+                running.preempt(request)
+
+    outputs = running.drain(disturb)
+    assert len(preempted) == len(names)
+    for name, tokens in list(zip(names, alone, strict=True))[:3]:
+        assert list(outputs[name].outputs[0].token_ids) == tokens
+
+
+def test_a_compressed_request_holds_its_region_its_tail_and_its_windows(served: Served) -> None:
+    """What eviction reaches is as small as the report tells; windows are as long as ever."""
+    running = served.running
+    scheduler = running.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    ask = served.ask(40, wish("snapkv", 0.25, kv_eviction_report=True))
+    name = running.add(ask)
+    held = []
+
+    def count() -> None:
+        windows = [
+            sum(not block.is_null for blocks in each.req_to_blocks.values() for block in blocks)
+            for each in scheduler.other_managers
+        ]
+        held.append((pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(), sum(windows)))
+
+    (output,) = running.drain(count).values()
+    report = output.kv_transfer_params["kv_eviction"]
+    length = len(output.prompt_token_ids)
+    retained = int(0.25 * length - length % BLOCK_SIZE) // BLOCK_SIZE
+    assert output.request_id == name
+    assert report["blocks_before"] == -(-length // BLOCK_SIZE)
+    assert report["blocks_after"] == retained + 1
+    total, windows = held[-3]
+    length += TOKENS - 3  # computed tokens in that step
+    assert total - windows == retained + -(-length // BLOCK_SIZE) - report["prompt_tokens"] // 16
+    most = -(-WINDOW // BLOCK_SIZE) + 1
+    assert 0 < windows <= most * len(scheduler.other_managers)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random workloads of a model in which some layers have a sliding window.
+
+Their blocks come from the same pool. Blocks out of a window go back while a prompt is computed.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from tests.scheduler.double import Double, Job, Setup, make_scheduler
+from tests.scheduler.test_simulation import Workload, make_workload, run
+from vllm_tgvkv.errors import UnsupportedByEvictionError
+
+
+def with_window(workload: Workload, seed: int) -> Workload:
+    """Return a workload in which a request also needs blocks for a window.
+
+    The pool has room for one request at a time and more.
+    """
+    rng, setup = random.Random(f"window of {seed}"), workload.setup
+    window = rng.choice((2, 1, 5)) * setup.block_size - rng.choice((0, 1))
+    in_flight = setup.chunk * (2 if setup.ahead else 1)
+    most = -(-min(window - 1 + in_flight, setup.max_model_len) // setup.block_size) + 1
+    bigger = replace(setup, window=window, num_blocks=setup.num_blocks + most)
+    return replace(workload, setup=bigger)
+
+
+def test_random_workloads_with_windows_end_and_leave_nothing_behind() -> None:
+    """Every block of both groups is recounted after each step."""
+    evictions = later = preemptions = 0
+    for seed in range(30):
+        workload = with_window(make_workload(seed), seed)
+        try:
+            double = run(workload, seed)
+        except BaseException as error:
+            raise AssertionError(f"workload {seed}: {workload.setup}") from error
+        evictions += double.worker.num_evictions
+        later += double.worker.num_later
+        preemptions += double.num_preemptions
+    assert evictions > 60
+    assert later > 15
+    assert preemptions > 15
+
+
+def test_a_ceiling_below_one_block_of_the_model_is_refused() -> None:
+    """vLLM may have made the blocks longer than `--block-size`."""
+    settings = {"policy": "snapkv", "decode": {"max_tokens": 63, "rows": 1}}
+    with pytest.raises(UnsupportedByEvictionError, match="63 and blocks of 64 tokens"):
+        make_scheduler(Setup(block_size=64, eviction=settings))
+    make_scheduler(Setup(block_size=32, eviction=settings))
+
+
+def test_a_request_fits_with_its_window_or_keeps_everything() -> None:
+    """Behind the cut it holds what it retained, its tail, and the blocks of its window."""
+    size, blocks = 16, 20
+    settings = {"policy": "snapkv", "budget": 0.25, "min_prompt_tokens": size}
+    job = Job("a", tuple(range(3, 3 + blocks * size)), answer=4)
+    # The whole prompt, five blocks to copy into; the window, a step, and a block they may cut.
+    needed = blocks + 5 + (2 + 2 + 1)
+    for pool, evictions in ((needed, 1), (needed - 1, 0)):
+        setup = Setup(
+            num_blocks=pool,
+            max_num_seqs=1,
+            chunk=2 * size,
+            window=2 * size + 1,
+            prefix_caching=False,
+            eviction={**settings, "text_only": "evict"},
+        )
+        double = Double(setup)
+        held = []
+        double.arrive(job)
+        while not double.is_idle:
+            double.step()
+            held.append(setup.num_blocks - double.num_free)
+        assert double.worker.num_evictions == evictions
+        # Token 321 opens a block; of the window's 33 tokens three blocks remain.
+        assert [n for n in held if n][-1] == (5 if evictions else blocks) + 1 + 3
+        double.assert_empty()

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kinds of layers that a model's configuration lists: full attention, windows, delta nets.
+
+Eviction works in the layers with full attention. Those with a sliding window or with a state keep
+vLLM's own behaviour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+_SERVED = {"full_attention", "attention", "mlp", "moe"}
+"""Kinds of layers, as configurations name them, that have full attention or none."""
+
+_SLIDING = "sliding"
+"""Part of the names of layers that attend over a window."""
+
+_DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Types of language models with gated delta nets (`linear_attention`) and full attention."""
+
+
+def has_delta_nets(model: ModelConfig) -> bool:
+    """Return whether some layers are gated delta nets, and the others full attention."""
+    return model.is_hybrid and model.hf_text_config.model_type in _DELTA_NETS
+
+
+def has_windows(text_config: Any) -> bool:
+    """Return whether some layers attend over a window, and others have full attention."""
+    return bool(sliding_layers(text_config)) and "full_attention" in text_config.layer_types
+
+
+def sliding_layers(text_config: Any) -> list[int]:
+    """Return the layers that attend over a window only, as the configuration lists them."""
+    kinds = getattr(text_config, "layer_types", None) or ()
+    return [layer for layer, kind in enumerate(kinds) if _SLIDING in kind]
+
+
+def other_layers(text_config: Any) -> list[str]:
+    """Return the kinds of layers that have neither full attention nor a window, nor are served.
+
+    They are as the configuration lists them.
+    """
+    kinds = (
+        getattr(text_config, "layer_types", None)
+        or getattr(text_config, "layers_block_type", None)
+        or ()
+    )
+    served = set(_SERVED)
+    if getattr(text_config, "model_type", None) in _DELTA_NETS:
+        served.add("linear_attention")
+    found = {str(kind) for kind in kinds} - served
+    return sorted(kind for kind in found if _SLIDING not in kind)
+
+
+def text_ranges(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as text, such as ``0-4, 6``."""
+    runs = [
+        [number for _, number in run]
+        for _, run in groupby(enumerate(numbers), lambda item: item[1] - item[0])
+    ]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -67,7 +67,7 @@ def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
 
     Raises:
         UnsupportedByEvictionError: with the first reason found.
-        EvictionConfigError: for head scores of a model of another shape.
+        EvictionConfigError: for head scores or gates of a model of another shape.
     """
     for is_refused, what, way_out in (
         *_model_refusals(vllm_config.model_config),
@@ -82,6 +82,11 @@ def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
     if (head_scores := config_of(vllm_config).head_scores) is not None:
         model = vllm_config.model_config
         head_scores.check_model(model.get_total_num_hidden_layers(), model.get_total_num_kv_heads())
+    if (gates := config_of(vllm_config).gates) is not None:
+        model = vllm_config.model_config
+        gates.check_model(
+            _attention_layers(model), model.get_hidden_size(), model.get_total_num_kv_heads()
+        )
 
 
 def refused_properties(model: ModelConfig) -> list[str]:
@@ -419,6 +424,13 @@ def _other_layers(text_config: Any) -> list[str]:
 def _has_delta_nets(model: ModelConfig) -> bool:
     """Return whether some layers are gated delta nets, and the others full attention."""
     return model.is_hybrid and model.hf_text_config.model_type in _DELTA_NETS
+
+
+def _attention_layers(model: ModelConfig) -> list[int]:
+    """Return the indices of the layers with full attention."""
+    kinds = getattr(model.hf_text_config, "layer_types", None)
+    kinds = kinds or ["attention"] * model.get_total_num_hidden_layers()
+    return [layer for layer, kind in enumerate(kinds) if kind in ("attention", "full_attention")]
 
 
 def _sliding_layers(text_config: Any) -> str:

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from vllm.v1.worker.gpu_worker import Worker
 
 from tests.conftest import ROOT
-from tests.inputs import fresh_seed, head_scores
+from tests.inputs import fresh_seed, gates, head_scores
 from tests.unit.test_policies import NoSynchronisation
 from vllm_tgvkv import memory
 from vllm_tgvkv.attention_cuda import EvictingFlashMetadataBuilder, RaggedKernel
@@ -39,7 +39,7 @@ from vllm_tgvkv.memory import Sizes, memory_outside_pool
 from vllm_tgvkv.observation import WORKSPACE_BYTES
 from vllm_tgvkv.pages import CacheShape, page_pool
 from vllm_tgvkv.plan import Observation, StepPlan
-from vllm_tgvkv.policies import METHOD_NAMES, POLICY_NAMES, Pooling, Prompt
+from vllm_tgvkv.policies import METHOD_NAMES, POLICY_NAMES, Pooling, Prompt, gates_of
 from vllm_tgvkv.policies.pooling import Pooler
 from vllm_tgvkv.prompt import PromptMap, VisionSpan, Voters
 from vllm_tgvkv.queries import DecodeQueries, QueryPool
@@ -62,7 +62,8 @@ SIZES = Sizes(
     table_width=TOKENS // 16,
     workspace_bytes=WORKSPACE_BYTES,
 )
-LAYER_METHODS = [name for name in METHOD_NAMES if name not in ("adakv", "rkv", "mixkv")]
+HEAD_ONLY = ("adakv", "rkv", "mixkv", "trimkv", "dbtrimkv", "kvzap")
+LAYER_METHODS = [name for name in METHOD_NAMES if name not in HEAD_ONLY]
 METHODS = [
     *((name, "head") for name in METHOD_NAMES),
     *((name, "layer") for name in LAYER_METHODS),
@@ -114,6 +115,8 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def settings(policy: str, granularity: str | None = None, **others: Any) -> EvictionConfig:
     if policy == "sparsemm":
         others["head_scores"] = head_scores(SHAPE.num_layers, SHAPE.num_heads)
+    if (kind := gates_of(policy)) is not None:
+        others["gates"] = gates(kind, SHAPE.num_layers, SHAPE.num_heads)
     return EvictionConfig.from_mapping({"policy": policy, "granularity": granularity, **others})
 
 

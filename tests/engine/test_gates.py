@@ -16,7 +16,7 @@ import pytest
 from oracle.emulation import Oracle
 from oracle.methods import METHODS
 from tests.engine import test_cuts
-from tests.engine.running import Ask, engine
+from tests.engine.running import engine
 from tests.engine.test_cuts import (
     CACHED,
     CHUNKED,
@@ -116,12 +116,11 @@ def test_predicted_scores_in_a_compiled_model(
     }
     cases = [Case("kvzap", 3), Case("kvzap", 0, 0.9), Case("snapkv", 2)]
     with engine(folder, settings, enforce_eager=False, **CHUNKED) as running:
-        asks: list[Ask] = [
-            replace(
-                ask, text=ask.text.replace(LLAVA_IMAGE, FAMILIES[family].image_text), max_tokens=150
-            )
-            for ask in (case.ask(index) for index, case in enumerate(cases))
-        ]
+        asks = []
+        for index, case in enumerate(cases):
+            ask, image = case.ask(index), FAMILIES[family].image_text
+            text = ask.text.replace(LLAVA_IMAGE, image)
+            asks.append(replace(ask, text=text, max_tokens=150))
         outputs = running.run(asks)
         more = {"ceiling": 96, "buffer": 32, "answer_rows": 16}
         assert_agrees(running, oracle, cases, outputs, asks, **more)

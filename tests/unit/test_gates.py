@@ -99,7 +99,7 @@ KEY = "model.layers.1.self_attn.retention_gate."
     [
         (
             {KEY + "linear2.bias": None},
-            "gate of layer 1 lacks linear2.bias, unlike the form 'rg10'",
+            "gate of layer 1 lacks linear2.bias, unlike the form",
         ),
         ({KEY + "linear4.bias": torch.ones(2)}, "gate of layer 1 has linear4.bias"),
         ({KEY + "bias": torch.ones(2)}, "gate of layer 1 has weights of .* do not fit"),
@@ -158,15 +158,13 @@ def test_wrong_folders_are_refused(tmp_path: Path) -> None:
         assert f"kv_eviction.gates.{option} is {value}: give a whole number" in refusal(
             {"folder": folder, option: value}
         )
-    with pytest.raises(SystemExit, match="gates: the folder is .*: it has no trimkv_weights"):
+    with pytest.raises(SystemExit, match=r"gates: the folder is .*: it has no trimkv_weights"):
         module.main([folder])
     tensors = saved(tmp_path, "rg10")
     tensors[KEY + "linear1.weight"][3, 3] = torch.nan
     write(tmp_path, tensors, json.loads((tmp_path / "config.json").read_text()))
     found = Gates.read(folder, "here")
-    with pytest.raises(
-        EvictionConfigError, match="linear1.bias of layer 1 has values that are not"
-    ):
+    with pytest.raises(EvictionConfigError, match=r"linear1.bias of layer 1 has values that"):
         found.load([0, 1, 2], slice(None), torch.float32, "cpu")
 
 
@@ -200,7 +198,7 @@ def test_methods_are_those_of_the_gates(tmp_path: Path) -> None:
         assert set(config.method_names) - set(plain.method_names) == names
         for name in names:
             assert RequestOptions.resolve(config, {"kv_eviction": name}).policy == name
-            with pytest.raises(EvictionConfigError, match="reads gates of .* --kv-eviction-gates"):
+            with pytest.raises(EvictionConfigError, match=r"reads gates of .* --kv-eviction-gates"):
                 RequestOptions.resolve(plain, {"kv_eviction": name})
             with pytest.raises(EvictionConfigError, match="budget auto"):
                 EvictionConfig.from_mapping({"policy": name, "gates": value, "budget": "auto:0.9"})

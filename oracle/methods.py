@@ -503,8 +503,9 @@ def trimkv_scores(token_set: TokenSet, case: Case) -> Tensor:
     scores = []
     for j, log_beta in enumerate(gates_of(token_set)):
         age = case.layout.length - j + case.age_offset
-        to_come = [math.exp(log_beta * (age + m)) for m in range(case.lookahead)]
-        scores.append(math.log(sum(to_come) / len(to_come)))
+        to_come = [log_beta * (age + m) for m in range(case.lookahead)]
+        mean = torch.tensor(to_come, dtype=torch.float64).logsumexp(0) - math.log(len(to_come))
+        scores.append(float(mean))
     return torch.tensor(scores, dtype=torch.float64)
 
 

@@ -45,7 +45,7 @@ from vllm_tgvkv.config import (
     read_config_file,
 )
 from vllm_tgvkv.defaults import Defaults
-from vllm_tgvkv.errors import EvictionConfigError, quoted
+from vllm_tgvkv.errors import EvictionConfigError
 from vllm_tgvkv.policies import method_names
 from vllm_tgvkv.request import RequestOptions
 from vllm_tgvkv.settings import help_lines, settings_of
@@ -257,11 +257,6 @@ def _settings_in_flags(flags: Mapping[str, Any]) -> dict[str, Any] | None:
     """
     named = {"policy": flags.get("kv_eviction"), "budget": flags.get("kv_eviction_budget")}
     if (gates := flags.get("kv_eviction_gates")) is not None:
-        if "gates" in (flags.get("kv_eviction_config") or {}):
-            raise EvictionConfigError(
-                f"--kv-eviction-gates is {quoted(gates)} beside gates in --kv-eviction-config: "
-                "give one of them"
-            )
         named["gates"] = os.path.abspath(gates)
     given = {name: value for name, value in named.items() if value is not None}
     extra = flags.get("kv_eviction_config")

@@ -429,6 +429,8 @@ def test_the_page_has_these_formulas() -> None:
     for method, granularity, decode in (
         ("h2o", "head", None),
         ("tgv", "layer", None),
+        ("dbtrimkv", "head", CUT_AGAIN),
+        ("kvzap", "head", None),
         ("prefixkv", "layer", CUT_AGAIN),
     ):
         config = settings(method, granularity, decode=decode)
@@ -437,6 +439,7 @@ def test_the_page_has_these_formulas() -> None:
         found = {
             **memory._of_decoding(config, sizes),
             "query pool": memory._of_query_pool(config, sizes),
+            **memory._of_gates(config, sizes),
             **memory._of_method(config, policy, sizes),
         }
         symbols = {
@@ -455,12 +458,18 @@ def test_the_page_has_these_formulas() -> None:
             "all": int(method == "h2o"),
             "decode": int(decode is not None),
             "waits": int(decode is not None),
+            "attends": int(policy.score.rows != "none"),
+            "gates": int(config.gates is not None),
+            "W": config.gates.num_bytes(SHAPE.num_layers, SHAPE.num_heads, 2)
+            if config.gates
+            else 0,
             "max": max,
             "min": min,
         }
         checked = {name: eval(formula, {}, symbols) for name, formula in formulas.items()}
-        assert checked.pop("region state") == memory_outside_pool(config, sizes).block_bytes
-        assert checked == {name: found[name] for name in checked}
+        of_block = checked.pop("region state") + checked.pop("gate outputs")
+        assert of_block == memory_outside_pool(config, sizes).block_bytes
+        assert checked == {"gates": 0} | {name: found[name] for name in checked if name in found}
         assert found.keys() - checked.keys() == {"statistics", "work"}
 
 

@@ -20,7 +20,8 @@ setting. `vllm serve --help=KVEviction` prints the same.
 
 `policy`, `budget` and `gates` have flags: `--kv-eviction`, `--kv-eviction-budget` and
 `--kv-eviction-gates`. `--kv-eviction-config` takes all of them, as a YAML or JSON file or inline
-JSON; a flag wins over the same field there. In Python they are `LLM(..., additional_config={{"kv_eviction": {{"policy": "tgv", "sinks": 8}}}})`.
+JSON; a flag wins over the same field there. In Python they are
+`LLM(..., additional_config={{"kv_eviction": {{"policy": "tgv", "sinks": 8}}}})`.
 
 {settings}
 

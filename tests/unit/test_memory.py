@@ -442,6 +442,9 @@ def test_the_page_has_these_formulas() -> None:
             **memory._of_gates(config, sizes),
             **memory._of_method(config, policy, sizes),
         }
+        gate_bytes = 0
+        if config.gates is not None:
+            gate_bytes = config.gates.num_bytes(SHAPE.num_layers, SHAPE.num_heads, 2)
         symbols = {
             "L": SHAPE.num_layers,
             "H": SHAPE.num_heads,
@@ -460,9 +463,7 @@ def test_the_page_has_these_formulas() -> None:
             "waits": int(decode is not None),
             "attends": int(policy.score.rows != "none"),
             "gates": int(config.gates is not None),
-            "W": config.gates.num_bytes(SHAPE.num_layers, SHAPE.num_heads, 2)
-            if config.gates
-            else 0,
+            "W": gate_bytes,
             "max": max,
             "min": min,
         }

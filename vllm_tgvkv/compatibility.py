@@ -85,7 +85,9 @@ def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
     if (gates := config_of(vllm_config).gates) is not None:
         model = vllm_config.model_config
         gates.check_model(
-            _attention_layers(model), model.get_hidden_size(), model.get_total_num_kv_heads()
+            model.get_total_num_hidden_layers(),
+            model.get_hidden_size(),
+            model.get_total_num_kv_heads(),
         )
 
 
@@ -191,6 +193,11 @@ def _hybrid_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refus
             dtype not in _PLAIN_CACHES,
             f"a quantised cache (--kv-cache-dtype {dtype}) of {what}",
             "use --kv-cache-dtype auto",
+        ),
+        (
+            config_of(vllm_config).gates is not None,
+            f"gates (--kv-eviction-gates) of {what}",
+            "remove --kv-eviction-gates",
         ),
     )
 
@@ -424,13 +431,6 @@ def _other_layers(text_config: Any) -> list[str]:
 def _has_delta_nets(model: ModelConfig) -> bool:
     """Return whether some layers are gated delta nets, and the others full attention."""
     return model.is_hybrid and model.hf_text_config.model_type in _DELTA_NETS
-
-
-def _attention_layers(model: ModelConfig) -> list[int]:
-    """Return the indices of the layers with full attention."""
-    kinds = getattr(model.hf_text_config, "layer_types", None)
-    kinds = kinds or ["attention"] * model.get_total_num_hidden_layers()
-    return [layer for layer, kind in enumerate(kinds) if kind in ("attention", "full_attention")]
 
 
 def _sliding_layers(text_config: Any) -> str:

@@ -158,26 +158,25 @@ class Gates:
             **options,
         )
 
-    def check_model(self, layers: Sequence[int], hidden_size: int, kv_heads: int) -> None:
-        """Check that the gates are those of a model with full attention in `layers`.
+    def check_model(self, layers: int, hidden_size: int, kv_heads: int) -> None:
+        """Check that the gates are those of a model of this shape.
 
         Raises:
             EvictionConfigError: if they are not.
         """
         where = f"kv_eviction.gates is {quoted(self.folder)}"
-        if missing := sorted(set(layers) - set(self.layers)):
+        if missing := sorted(set(range(layers)) - set(self.layers)):
             raise EvictionConfigError(
                 f"{where}, which has no gate for layer {missing[0]} of this model (it has "
-                f"{len(self.layers)} gates, the model {len(layers)} layers with full attention): "
-                "give the gates that were trained for this model"
+                f"{len(self.layers)} gates, the model {layers} layers): give the gates that were "
+                "trained for this model"
             )
-        found, wanted = (self.hidden_size, self.kv_heads), (hidden_size, kv_heads)
-        if found != wanted or len(self.layers) != len(layers):
+        found = (len(self.layers), self.hidden_size, self.kv_heads)
+        if found != (layers, hidden_size, kv_heads):
             raise EvictionConfigError(
-                f"{where}, made for {len(self.layers)} layers with hidden states of {found[0]} "
-                f"values and {found[1]} KV heads, and this model has {len(layers)} layers, "
-                f"{wanted[0]} values and {wanted[1]} KV heads: give the gates that were trained "
-                "for this model"
+                f"{where}, made for {found[0]} layers with hidden states of {found[1]} values and "
+                f"{found[2]} KV heads, and this model has {layers} layers, {hidden_size} values "
+                f"and {kv_heads} KV heads: give the gates that were trained for this model"
             )
 
     def load(

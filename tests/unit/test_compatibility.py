@@ -23,7 +23,7 @@ from vllm.utils import cpu_triton_utils
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_only
 
 from tests.engine import flash_on_cpu
-from tests.inputs import head_scores
+from tests.inputs import head_scores, write_gates
 from vllm_tgvkv import platforms
 from vllm_tgvkv.attention import check_layer
 from vllm_tgvkv.compatibility import check_vllm_config
@@ -175,7 +175,7 @@ def refusal_of(config: VllmConfig, platform: Platform = platforms.CPU) -> str:
     return str(caught.value)
 
 
-def test_what_hybrids_do_not_do_yet(folder: Folder) -> None:
+def test_what_hybrids_do_not_do_yet(folder: Folder, tmp_path: Path) -> None:
     model = folder(qwen3_5, "Qwen3_5ForConditionalGeneration")
     without = {"enable_prefix_caching": False}
     assert "of a hybrid model" in refusal(model)
@@ -191,6 +191,9 @@ def test_what_hybrids_do_not_do_yet(folder: Folder) -> None:
         ),
     ):
         assert f"{word}" in refusal(model, **without, **options)
+    write_gates(tmp_path, "rg", 2, 64, 2)
+    gates = {CONFIG_KEY: {"policy": "tgv", "gates": str(tmp_path)}}
+    assert "remove --kv-eviction-gates" in refusal(model, **without, eviction=gates)
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (3, 2), (2, 4)])
@@ -205,6 +208,19 @@ def test_head_scores_of_another_shape_are_refused(
         configure(plain, settings)
         return
     with pytest.raises(EvictionConfigError, match="and this model has 2 layers of 2: make a file"):
+        configure(plain, settings)
+
+
+@pytest.mark.parametrize("shape", [(2, 64, 2), (3, 64, 2), (2, 32, 2), (2, 64, 4)])
+def test_gates_of_another_shape_are_refused(
+    plain: str, tmp_path: Path, shape: tuple[int, int, int]
+) -> None:
+    write_gates(tmp_path, "rg10", *shape)
+    settings = {CONFIG_KEY: {"policy": "dbtrimkv", "budget": 0.1, "gates": str(tmp_path)}}
+    if shape == (2, 64, 2):
+        configure(plain, settings)
+        return
+    with pytest.raises(EvictionConfigError, match="and this model has 2 layers, 64 values and 2"):
         configure(plain, settings)
 
 

@@ -171,12 +171,12 @@ def test_wrong_folders_are_refused(tmp_path: Path) -> None:
 def test_gates_of_another_model_are_refused(tmp_path: Path) -> None:
     saved(tmp_path, "rg")
     found = Gates.read(str(tmp_path), "here")
-    found.check_model(range(3), HIDDEN, HEADS)
+    found.check_model(3, HIDDEN, HEADS)
     for model, words in (
-        ((range(4), HIDDEN, HEADS), "has no gate for layer 3 of this model"),
-        ((range(2), HIDDEN, HEADS), "this model has 2 layers, 16 values and 4 KV heads"),
-        ((range(3), 32, HEADS), "made for 3 layers with hidden states of 16 values .* 32 values"),
-        ((range(3), HIDDEN, 2), "this model has 3 layers, 16 values and 2 KV heads"),
+        ((4, HIDDEN, HEADS), "has no gate for layer 3 of this model"),
+        ((2, HIDDEN, HEADS), "this model has 2 layers, 16 values and 4 KV heads"),
+        ((3, 32, HEADS), "made for 3 layers with hidden states of 16 values .* 32 values"),
+        ((3, HIDDEN, 2), "this model has 3 layers, 16 values and 2 KV heads"),
     ):
         with pytest.raises(EvictionConfigError, match=words):
             found.check_model(*model)

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from oracle.emulation import Oracle
 from oracle.methods import METHODS
 from tests.engine import test_cuts
+from tests.engine.gated import gated_oracle
 from tests.engine.running import engine
 from tests.engine.test_cuts import (
     CACHED,
@@ -27,7 +27,7 @@ from tests.engine.test_cuts import (
     preempt_sometimes,
     step_xargs,
 )
-from tests.inputs import fresh_seed, write_gates
+from tests.inputs import fresh_seed
 from tests.models import FAMILIES, LLAVA_IMAGE
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -53,18 +53,11 @@ def _attended(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def gated(folder: Path, tmp_path: Path, form: str) -> tuple[str, Oracle]:
-    """Return the folder of random gates for a model, and an oracle that has them."""
-    text = Oracle(folder).model.config.get_text_config()
-    sizes = (text.num_hidden_layers, text.hidden_size, text.num_key_value_heads)
-    return str(tmp_path), Oracle(folder, gates=write_gates(tmp_path, form, *sizes))
-
-
 def test_retention_over_several_cuts(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With chunks, prefix-cache hits, preemptions and other methods in the batch."""
-    gates, oracle = gated(folder, tmp_path, "rg10")
+    gates, oracle = str(tmp_path), gated_oracle(folder, tmp_path, "rg10")
     settings = {
         "policy": "trimkv",
         "gates": {"folder": gates, "lookahead": 5, "age_offset": 2},
@@ -106,7 +99,7 @@ def test_predicted_scores_in_a_compiled_model(
     """
     monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")  # traced, and not turned into C++
     folder = tiny_model(family, **({"image_size": 112} if family == "llava" else {}))
-    gates, oracle = gated(folder, tmp_path, "mlp")
+    gates, oracle = str(tmp_path), gated_oracle(folder, tmp_path, "mlp")
     settings = {
         "policy": "kvzap",
         "budget": 0.3,

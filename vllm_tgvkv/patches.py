@@ -269,8 +269,8 @@ def _settings_in_flags(flags: Mapping[str, Any]) -> dict[str, Any] | None:
     values = {**(extra or {}), **given}
     if "policy" not in values:
         raise EvictionConfigError(
-            "--kv-eviction-budget, -config or -gates is given without --kv-eviction: "
-            f"name a method, such as --kv-eviction {method_names()[0]}"
+            "--kv-eviction-budget, --kv-eviction-config or --kv-eviction-gates is given without "
+            f"--kv-eviction: name a method, such as --kv-eviction {method_names()[0]}"
         )
     # An unknown method is reported by the name of its flag.
     settings = EvictionConfig.from_mapping({**values, "policy": NONE})

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from oracle.methods import METHODS
-from tests.engine import test_cuts
+from tests.engine import flash_on_cpu, test_cuts
 from tests.engine.gated import gated_oracle
 from tests.engine.running import engine
 from tests.engine.test_cuts import (
@@ -28,7 +28,7 @@ from tests.engine.test_cuts import (
     step_xargs,
 )
 from tests.inputs import fresh_seed
-from tests.models import FAMILIES, LLAVA_IMAGE
+from tests.models import LLAVA_IMAGE, QWEN_IMAGE
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -53,10 +53,16 @@ def _attended(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
 def test_retention_over_several_cuts(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With chunks, prefix-cache hits, preemptions and other methods in the batch."""
+    """With chunks, prefix-cache hits, preemptions and other methods in the batch.
+
+    Also over the attention backend of CUDA, with decode steps that are replayed.
+    """
+    if backend == "cuda":
+        flash_on_cpu.pretend(monkeypatch, flash_on_cpu.ReplayOnCPUWorker)
     gates, oracle = str(tmp_path), gated_oracle(folder, tmp_path, "rg10")
     settings = {
         "policy": "trimkv",
@@ -89,16 +95,15 @@ def test_retention_over_several_cuts(
         assert running.preempted
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen3_vl"])
 def test_predicted_scores_in_a_compiled_model(
-    tiny_model: Callable[..., Path], tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch.compile, vLLM's default: the gates are outside of what is compiled.
 
-    In whole prompts and in chunks, with a ceiling.
+    With chunks, positions in three dimensions, and a ceiling.
     """
     monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")  # traced, and not turned into C++
-    folder = tiny_model(family, **({"image_size": 112} if family == "llava" else {}))
+    folder = tiny_model("qwen3_vl")
     gates, oracle = str(tmp_path), gated_oracle(folder, tmp_path, "mlp")
     settings = {
         "policy": "kvzap",
@@ -111,8 +116,8 @@ def test_predicted_scores_in_a_compiled_model(
     with engine(folder, settings, enforce_eager=False, **CHUNKED) as running:
         asks = []
         for index, case in enumerate(cases):
-            ask, image = case.ask(index), FAMILIES[family].image_text
-            text = ask.text.replace(LLAVA_IMAGE, image)
+            ask = case.ask(index)
+            text = ask.text.replace(LLAVA_IMAGE, QWEN_IMAGE)
             asks.append(replace(ask, text=text, max_tokens=150))
         outputs = running.run(asks)
         more = {"ceiling": 96, "buffer": 32, "answer_rows": 16}

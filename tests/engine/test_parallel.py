@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from oracle.emulation import Eviction, Oracle
-from tests.engine.gated import gated_oracle
 from tests.engine.running import Ask, SteppedEngine, name_of
 from tests.engine.test_engine import DEBUG, album, budget
 
@@ -22,7 +21,7 @@ pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 
 METHODS = {
     "layer": ("tgv", "snapkv", "vlcache", "aircache", "h2o", "prefixkv"),
-    "head": ("tgv", "adakv", "snapkv", "prefixkv", "trimkv", "dbtrimkv"),
+    "head": ("tgv", "adakv", "snapkv", "prefixkv"),
 }
 NAMES = {
     f"{method}_by_{granularity}": {"base": method, "granularity": granularity}
@@ -95,22 +94,10 @@ def workers(
 
 
 @pytest.fixture(scope="module")
-def gates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("gates")
-
-
-@pytest.fixture(scope="module")
-def oracle(folder: Path, gates: Path) -> Oracle:
-    """Return an oracle of the model with random gates, which are written to their folder."""
-    return gated_oracle(folder, gates, "rg10")
-
-
-@pytest.fixture(scope="module")
-def running(folder: Path, gates: Path, oracle: Oracle) -> Iterator[ParallelEngine]:
+def running(folder: Path) -> Iterator[ParallelEngine]:
     """Chunks of 128 tokens run together with compressed decodes, in a pool too small for all."""
-    settings = {**SETTINGS, "gates": str(gates)}
     options = {"max_num_batched_tokens": 128, "max_model_len": 768, "num_gpu_blocks_override": 30}
-    with workers(folder, settings, tensor_parallel_size=2, **options) as found:
+    with workers(folder, SETTINGS, tensor_parallel_size=2, **options) as found:
         yield found
 
 
@@ -177,9 +164,8 @@ def test_heads_with_their_own_token_sets_share_the_pages_of_their_rank(
     ]
     before = running.counters["requests_evicted"]
     for ask, kept in serve(oracle, running, asks):
-        method = NAMES[ask.xargs["kv_eviction"]]["base"]
-        if method in ("snapkv", "trimkv"):  # with equal shares, ranks change nothing
-            eviction = Eviction(0.5, granularity="head", method=method)
+        if ask.xargs["kv_eviction"] == "snapkv_by_head":  # with equal shares, ranks change nothing
+            eviction = Eviction(0.5, granularity="head", method="snapkv")
             prompt = oracle.prompt(ask.text, ask.images)
             assert torch.equal(kept, oracle.select(prompt, eviction).kept)
     assert running.counters["requests_evicted"] > before + len(asks)

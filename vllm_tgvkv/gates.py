@@ -23,7 +23,7 @@ import pickle
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -180,7 +180,7 @@ class Gates:
             )
 
     def load(
-        self, layers: Iterable[int], heads: slice, dtype: torch.dtype, device: torch.device | str
+        self, layers: Collection[int], heads: slice, dtype: torch.dtype, device: torch.device | str
     ) -> dict[int, LayerGate]:
         """Load the gates of some layers, for some of their KV heads.
 
@@ -192,14 +192,16 @@ class Gates:
         for layer, names in _by_layer(tensors, self.kind).items():
             if layer not in layers:
                 continue
-            *inner, last = [
-                (tensors[names[weight]], tensors[names[bias]])
-                for weight, bias in _LAYERS[self.form]
-            ]
-            linears = [
-                *(tuple(x.to(device, dtype, copy=True) for x in linear) for linear in inner),
-                tuple(x[heads].to(device, torch.float32, copy=True) for x in last),
-            ]
+            linears: list[tuple[Tensor, Tensor]] = []
+            for number, (weight, bias) in enumerate(_LAYERS[self.form], 1):
+                is_last = number == len(_LAYERS[self.form])
+                rows, kept_as = (heads, torch.float32) if is_last else (slice(None), dtype)
+                linears.append(
+                    (
+                        tensors[names[weight]][rows].to(device, kept_as, copy=True),
+                        tensors[names[bias]][rows].to(device, kept_as, copy=True),
+                    )
+                )
             for name, part in zip(_LAYERS[self.form], linears, strict=True):
                 if not all(bool(x.isfinite().all()) for x in part):
                     raise EvictionConfigError(

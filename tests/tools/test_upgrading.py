@@ -48,7 +48,9 @@ OTHERS = frozenset(
         """
         FastAPI, Starlette, httpx: app call dependant dependencies detail headers include_router
         json model_dump path phrase post receive scope state status_code url
-        Prometheus and torch: elapsed_time inc load overloadpacket synchronize wait
+        Prometheus and torch: children define elapsed_time inc load modules overloadpacket
+        parameters register_forward_pre_hook synchronize wait
+        safetensors: get_tensor
         Python: __func__ add_argument add_argument_group api_key cache_clear dest metadata
         parse_args strerror
         transformers' configurations: attention_chunk_size attn_logit_softcapping

@@ -57,7 +57,7 @@ OTHERS = frozenset(
         image_grid_pinpoints image_size layer_types layers_block_type model_type patch_size
         sliding_window spatial_merge_size use_sliding_window vision_config
         ours, on parsed flags and on the server's state: answer kv_eviction kv_eviction_budget
-        kv_eviction_config trust_remote_code
+        kv_eviction_config output trust_remote_code
         """,
     )
 )

@@ -18,9 +18,10 @@ TEXT = """\
 `python -m docs.write_settings` writes this page from `vllm_tgvkv/config.py`, which declares every
 setting. `vllm serve --help=KVEviction` prints the same.
 
-`policy` and `budget` have flags, `--kv-eviction` and `--kv-eviction-budget`. `--kv-eviction-config`
-takes all of them, as a YAML or JSON file or inline JSON; a flag wins over the same field there. In
-Python they are `LLM(..., additional_config={{"kv_eviction": {{"policy": "tgv", "sinks": 8}}}})`.
+`policy`, `budget` and `gates` have flags: `--kv-eviction`, `--kv-eviction-budget` and
+`--kv-eviction-gates`. `--kv-eviction-config` takes all of them, as a YAML or JSON file or inline
+JSON; a flag wins over the same field there. In Python they are
+`LLM(..., additional_config={{"kv_eviction": {{"policy": "tgv", "sinks": 8}}}})`.
 
 {settings}
 

@@ -110,8 +110,7 @@ def thresholds(keys: Tensor, wanted: Tensor, num_bits: int | None = None) -> Ten
         num_bits: keys are below ``2**num_bits``; the default fits :func:`ranking_keys`.
     """
     if num_bits is None:
-        # One more bit than the keys have, for a threshold above all keys.
-        num_bits = _TIER_BITS + _SCORE_BITS + _position_bits(keys.shape[-1]) + 1
+        num_bits = key_bits(keys.shape[-1])
     if gpu.runs(keys):
         from vllm_tgvkv.kernels.gpu import select as triton_select
 
@@ -125,6 +124,11 @@ def thresholds(keys: Tensor, wanted: Tensor, num_bits: int | None = None) -> Ten
         enough = at_least.sum(dim=-1) >= wanted
         thresholds = torch.where(enough, candidates, thresholds)
     return thresholds
+
+
+def key_bits(num_candidates: int) -> int:
+    """Return the bits of a threshold of :func:`ranking_keys`: one more than the keys have."""
+    return _TIER_BITS + _SCORE_BITS + _position_bits(num_candidates) + 1
 
 
 def _position_bits(num_candidates: int) -> int:

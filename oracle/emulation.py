@@ -134,6 +134,7 @@ class Moment:
         queries: rotated queries of each step so far, [L, Q, new tokens, D].
         keys: rotated keys, [L, H, n, D], with those that are hidden.
         values: their values, [L, H, n, D], for methods that look at them.
+        gates: what the gates said of them, float64 [L, H, n], if there are gates.
     """
 
     prompt_tokens: int
@@ -142,6 +143,7 @@ class Moment:
     queries: list[torch.Tensor]
     keys: torch.Tensor
     values: torch.Tensor | None = None
+    gates: torch.Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -155,7 +157,8 @@ class Moment:
 
     def states(self) -> States:
         """Return the queries and keys that attention comes from, and the values."""
-        return _states(torch.cat(self.queries, dim=2), self.keys, self.values)
+        states = _states(torch.cat(self.queries, dim=2), self.keys, self.values)
+        return replace(states, gates=self.gates)
 
     def attention(self) -> torch.Tensor:
         """Return A, float64 [L, Q, n, n]; every row is a softmax over the keys it was shown."""
@@ -295,12 +298,19 @@ class Answer:
 class Oracle:
     """A Hugging Face model that generates as if prompt keys were evicted or merged."""
 
-    def __init__(self, folder: Path | str, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        folder: Path | str,
+        dtype: torch.dtype = torch.float32,
+        gates: Callable[[int, torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
         """Load the model of `folder` with eager attention.
 
         Args:
             dtype: of weights and arithmetic.
+            gates: returns what the gate of a layer says of hidden states [n, d], float64 [n, H].
         """
+        self.gates = gates
         self.processor = AutoProcessor.from_pretrained(folder)
         sees = hasattr(AutoConfig.from_pretrained(folder), "vision_config")
         kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
@@ -359,10 +369,11 @@ class Oracle:
     def states(self, prompt: Prompt) -> States:
         """Return the queries, keys and values of the prefill."""
         self._forget_positions()
-        with self._recorded() as seen:
+        with self._recorded() as seen, self._gated() as gated:
             output = self.model(**prompt.inputs, use_cache=True)
         queries = torch.cat([seen[layer] for layer in range(self.layers)])
-        return _states(queries, *self._kept_states(output.past_key_values))
+        states = _states(queries, *self._kept_states(output.past_key_values))
+        return replace(states, gates=torch.stack(gated) if gated else None)
 
     def select(
         self, prompt: Prompt, eviction: Eviction, stages: Sequence[int] | None = None
@@ -463,13 +474,15 @@ class Oracle:
         kept = torch.ones(self.layers, self.kv_heads, length, dtype=torch.bool)
         rows: list[torch.Tensor] = []
         queries: list[torch.Tensor] = []
+        gates: torch.Tensor | None = None
         chosen: list[int] = []
         logprobs: list[torch.Tensor] = []
         inputs: dict[str, Any] = dict(prompt.inputs)
         cache: Any = None
         self._forget_positions()
         while True:
-            with self._hooked(partial(self._hide, ~kept)), self._recorded() as seen:
+            hidden = self._hooked(partial(self._hide, ~kept))
+            with hidden, self._recorded() as seen, self._gated() as gated:
                 output = self.model(
                     **inputs, past_key_values=cache, use_cache=True, output_attentions=True
                 )
@@ -477,7 +490,10 @@ class Oracle:
             rows.append(self._rows(output))
             logprobs.append(output.logits[0, -1].double().log_softmax(-1))
             queries.append(torch.cat([seen[layer] for layer in range(self.layers)]))
-            moment = Moment(length, kept, rows, queries, *self._kept_states(cache))
+            if gated:
+                new_gates = torch.stack(gated)
+                gates = new_gates if gates is None else torch.cat((gates, new_gates), dim=2)
+            moment = Moment(length, kept, rows, queries, *self._kept_states(cache), gates)
             new = cut(moment) if callable(cut) else (cut or {}).get(moment.answer)
             if new is not None:
                 kept = kept & new
@@ -562,6 +578,25 @@ class Oracle:
         finally:
             for handle in handles:
                 handle.remove()
+
+    @contextmanager
+    def _gated(self) -> Iterator[list[torch.Tensor]]:
+        """Yield a list that gets what each layer's gate says of the new tokens, float64 [H, n].
+
+        A gate reads the input of the layer's attention, which is behind the input norm.
+        """
+        found: list[torch.Tensor] = []
+        gates = self.gates
+        if gates is None:
+            yield found
+            return
+
+        def read(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            found.append(gates(module.layer_idx, hidden[0]).T)
+
+        with self._hooked(read):
+            yield found
 
     def _attention_layers(self, indices: Iterable[int]) -> list[Any]:
         """Return some layers of the language model."""

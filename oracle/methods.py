@@ -89,6 +89,9 @@ METHODS = {
     "streaming": Mix("recency", "uniform", "by_score"),
     "prefixkv": Mix("text_rows", "prefixkv", "by_score"),
     "elastic": Mix("text_rows", "uniform", "by_score", merge=True),
+    "trimkv": Mix("trimkv", "uniform", "by_score", HEAD),
+    "dbtrimkv": Mix("trimkv", "global", "by_score", HEAD),
+    "kvzap": Mix("kvzap", "global", "window", HEAD),
     "random": Mix("random", "uniform", "by_score"),
 }
 
@@ -151,6 +154,8 @@ class Settings:
         ranks: equal parts of the KV heads, in order. Each part has the same number of pages in
             total: none moves to another part. Shares are those of all heads.
         head_scores: [L, Q], for SparseMM.
+        lookahead: n, next tokens over which TrimKV averages the retention of a token.
+        age_offset: what TrimKV adds to the age of a token, which is 1 for the newest.
     """
 
     budget: float | int | Auto
@@ -162,6 +167,8 @@ class Settings:
     pooling: Pool | None = None
     ranks: int = 1
     head_scores: Tensor | None = None
+    lookahead: int = 2
+    age_offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -206,36 +213,42 @@ class States:
         keys: [L, H, P, D], rotated.
         scale: factor of the products.
         values: [L, H, P, D], for scores that look at values.
+        gates: outputs of the gates, float64 [L, H, P].
     """
 
     queries: Tensor
     keys: Tensor
     scale: float
     values: Tensor | None = None
+    gates: Tensor | None = None
 
     def of_head(self, layer: int, head: int) -> HeadStates:
         """Return the states of one KV head and of the query heads of its group."""
         group = self.queries.shape[1] // self.keys.shape[1]
         queries = self.queries[layer, head * group : (head + 1) * group]
         values = None if self.values is None else self.values[layer, head]
-        return HeadStates(queries.transpose(0, 1), self.keys[layer, head], self.scale, values)
+        gates = None if self.gates is None else self.gates[layer, head]
+        queries = queries.transpose(0, 1)
+        return HeadStates(queries, self.keys[layer, head], self.scale, values, gates)
 
     def noisy(self, noise: float) -> States:
         """Return states with random relative changes of at most `noise`."""
         queries, keys = self.queries.double(), self.keys.double()
         values = None if self.values is None else perturbed(self.values.double(), noise)
-        return States(perturbed(queries, noise), perturbed(keys, noise), self.scale, values)
+        gates = None if self.gates is None else perturbed(self.gates, noise)
+        return States(perturbed(queries, noise), perturbed(keys, noise), self.scale, values, gates)
 
 
 @dataclass(frozen=True)
 class HeadStates:
-    """Queries [P, G, D] of a KV head's group, its keys and values [P, D], and the factor of the
-    products of queries and keys."""
+    """Queries [P, G, D] of a KV head's group, its keys and values [P, D], the factor of the
+    products of queries and keys, and what the gate said of each token [P]."""
 
     queries: Tensor
     keys: Tensor
     scale: float
     values: Tensor | None = None
+    gates: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -254,6 +267,8 @@ class Case:
     reduce: str = "mean"
     only: tuple[int, ...] | None = None
     head_scores: Tensor | None = None
+    lookahead: int = 2
+    age_offset: int = 0
 
     @property
     def candidates(self) -> int:
@@ -330,6 +345,7 @@ ROWS_OF_SCORE = {
     "mixkv": "window",
     "h2o": "all",
     "vv_tt": "all",
+    "trimkv_votes": "text",
 }
 
 
@@ -478,6 +494,31 @@ def scaled(values: dict[int, float], past: Sequence[int], mean: float) -> dict[i
     return {j: v * factor for j, v in unit.items()}
 
 
+def gates_of(token_set: TokenSet) -> list[float]:
+    """Return what the gate of a KV head said of each token."""
+    if token_set.states is None or token_set.states.gates is None:
+        raise ValueError("the method needs the outputs of gates: granularity head, states")
+    return token_set.states.gates.tolist()
+
+
+def trimkv_scores(token_set: TokenSet, case: Case) -> Tensor:
+    """Return the logarithm of the mean of beta ** age over the next n tokens, of each token."""
+    scores = []
+    for j, log_beta in enumerate(gates_of(token_set)):
+        age = case.layout.length - j + case.age_offset
+        to_come = [log_beta * (age + m) for m in range(case.lookahead)]
+        mean = torch.tensor(to_come, dtype=torch.float64).logsumexp(0) - math.log(len(to_come))
+        scores.append(float(mean))
+    return torch.tensor(scores, dtype=torch.float64)
+
+
+def trimkv_votes(token_set: TokenSet, case: Case) -> Tensor:
+    """Return TrimKV's scores plus the logarithm of the mean attention of the text rows."""
+    observed = token_set.mean[case.voters("text")]
+    attended = observed.mean(0) if case.reduce == "mean" else observed.amax(0)
+    return trimkv_scores(token_set, case) + (attended + 1e-6).log()
+
+
 SCORES: dict[str, Callable[[TokenSet, Case], Tensor]] = {
     "tgv": lambda token_set, case: tgv_scores(
         token_set.mean, case.voters("text"), case.layout.vision
@@ -490,6 +531,9 @@ SCORES: dict[str, Callable[[TokenSet, Case], Tensor]] = {
     "h2o": voted("all"),
     "aircache": aircache_scores,
     "vv_tt": vv_tt_scores,
+    "trimkv": trimkv_scores,
+    "trimkv_votes": trimkv_votes,
+    "kvzap": lambda token_set, case: torch.tensor(gates_of(token_set), dtype=torch.float64),
     "recency": lambda token_set, case: torch.arange(case.layout.length, dtype=torch.float64),
 }
 
@@ -737,6 +781,21 @@ def adakv_shares(evidence: Evidence) -> list[float]:
     return result
 
 
+def global_shares(evidence: Evidence) -> list[float]:
+    """Return how many tokens of each token set are among the best of all sets."""
+    ranks: list[tuple[int, float, int, int]] = []
+    number = 0
+    for layer, token_sets in zip(evidence.scores, evidence.token_sets, strict=True):
+        for values, token_set in zip(layer, token_sets, strict=True):
+            best = token_set.first(values, evidence.tiers, evidence.case.candidates)
+            ranks += [(-evidence.tiers[j], -float(values[j]), j, number) for j in best]
+            number += 1
+    counts = [0.0] * number
+    for *_, owner in sorted(ranks)[: evidence.budget * number]:
+        counts[owner] += 1
+    return counts
+
+
 def sparsemm_shares(evidence: Evidence) -> list[float]:
     """Return the tokens of each head: its window, its equal part, its part by head scores."""
     case, rho = evidence.case, 0.1
@@ -799,13 +858,14 @@ ALLOCATIONS: dict[str, Callable[[Evidence], list[float]]] = {
     "aircache": aircache_shares,
     "pyramid": pyramid_shares,
     "adakv": adakv_shares,
+    "global": global_shares,
     "sparsemm": sparsemm_shares,
     "prefixkv": prefixkv_shares,
     "entropy": entropy_shares,
 }
 
 
-EXACT_ALLOCATIONS = {"uniform", "pyramid", "adakv", "prefixkv", "sparsemm"}
+EXACT_ALLOCATIONS = {"uniform", "pyramid", "adakv", "global", "prefixkv", "sparsemm"}
 """Allocations whose shares are equal, integers, or independent of attention."""
 
 
@@ -905,6 +965,8 @@ def observe(
         mix.rows,
         mix.reduce,
         head_scores=settings.head_scores,
+        lookahead=settings.lookahead,
+        age_offset=settings.age_offset,
     )
     token_sets = token_sets_of(attention, kv_heads, mix.granularity, states)
     if earlier is not None:

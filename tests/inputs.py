@@ -5,10 +5,15 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from oracle.gates import log_betas, predicted
+from vllm_tgvkv.gates import GateKind, Gates, write
 from vllm_tgvkv.head_scores import HeadScores
 
 
@@ -25,6 +30,55 @@ def head_scores(layers: int, kv_heads: int, group: int = 1) -> HeadScores:
     scores = torch.rand(layers, kv_heads * group, dtype=torch.float64) ** 6
     scores[-1, :group] = 0
     return HeadScores("file", "a model", kv_heads, tuple(map(tuple, scores.tolist())))
+
+
+def gates(kind: GateKind, layers: int = 3, kv_heads: int = 2, **options: int) -> Gates:
+    """Return gates of a model of this shape that have no folder."""
+    form, activation = ("mlp", "gelu") if kind == "kvzap" else ("rg10", "silu")
+    sizes = {"hidden_size": 64, "width": 32, "kv_heads": kv_heads}
+    numbers = tuple(range(layers))
+    return Gates("folder", "file", kind, form, activation, numbers, **sizes, **options)
+
+
+def gate_tensors(
+    form: str, layers: int, hidden_size: int, kv_heads: int, width: int = 24
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return random gates as their authors name them, and their configuration.
+
+    With the bias, TrimKV's beta is mostly between 0.8 and 0.999.
+    """
+    sizes = {"rg": [hidden_size, width, kv_heads], "rg10": [hidden_size, width, width, kv_heads]}
+    sizes["mlp"] = sizes["rg"]
+    tensors, config = {}, {"model_type": "kvzap"}
+    if form != "mlp":
+        config = {"model_type": "llama", "retention_gate": form, "hidden_act": "silu"}
+    for layer in range(layers):
+        for number, (n_in, n_out) in enumerate(zip(sizes[form], sizes[form][1:], strict=False)):
+            is_last = number == len(sizes[form]) - 2
+            weight = torch.randn(n_out, n_in) * (4 if is_last else 2) / math.sqrt(n_in)
+            bias = torch.randn(n_out)
+            if form == "mlp":
+                name = f"layers.{layer}.{2 * number}"
+                tensors |= {f"{name}.weight": weight, f"{name}.bias": bias}
+                continue
+            name = f"model.layers.{layer}.self_attn.retention_gate"
+            tensors[f"{name}.linear{number + 1}.weight"] = weight
+            if is_last:
+                tensors[f"{name}.bias"] = bias + 4
+            else:
+                tensors[f"{name}.linear{number + 1}.bias"] = bias
+    return tensors, config
+
+
+def write_gates(
+    folder: Path, form: str, layers: int, hidden_size: int, kv_heads: int
+) -> Callable[[int, Tensor], Tensor]:
+    """Write random gates of a model; return the oracle's, by layer and hidden states."""
+    tensors, config = gate_tensors(form, layers, hidden_size, kv_heads)
+    write(folder, tensors, config)
+    if form == "mlp":
+        return predicted(tensors)
+    return log_betas(tensors, "model.layers", 2 if form == "rg10" else 1)
 
 
 def paged(keys: Tensor, block_size: int, transposed: bool) -> tuple[Tensor, Tensor]:

@@ -34,10 +34,12 @@ from vllm.v1.kv_cache_interface import (
 
 from vllm_tgvkv.errors import UnsupportedByEvictionError
 from vllm_tgvkv.evictor import Evictor
+from vllm_tgvkv.gate_outputs import GateOutputs
 from vllm_tgvkv.layer_types import has_windows
 from vllm_tgvkv.manager import EvictingSpec, WindowSpec
 from vllm_tgvkv.pages import PagePool
 from vllm_tgvkv.queries import StoredQueries
+from vllm_tgvkv.tap import Tap
 
 Rows = TypeVar("Rows")
 """A backend's description of ragged rows for its kernel."""
@@ -187,14 +189,31 @@ class EvictingImpl(Generic[Rows]):
         check_layer(self, has_windows(text))
         self.layer = -1
         """Index in the pool of the layer whose cache it reads."""
+        self.tap: Tap | None = None
+        """Runs the layer's gate, once the model is loaded."""
+        self._gate_outputs: GateOutputs | None = None
 
-    def bind(self, layer: int, pool: PagePool) -> None:
+    def bind(self, layer: int, pool: PagePool, gate_outputs: GateOutputs | None = None) -> None:
         """Attach the pool, once vLLM has allocated the cache.
 
         `layer` is the layer's index in it; that of its owner, if the layer reads another's cache.
         """
         self.layer = layer
         self.pool = pool
+        self._gate_outputs = gate_outputs
+
+    def do_kv_cache_update(
+        self,
+        layer: AttentionLayer,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Store keys and values at their slots, and what the gate said of their tokens."""
+        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
+        if self.tap is not None and self._gate_outputs is not None:
+            self._gate_outputs.store(self.layer, slot_mapping, self.tap.outputs)
 
     def forward(
         self,

@@ -38,6 +38,7 @@ from vllm_tgvkv.attention import (
     write_back,
 )
 from vllm_tgvkv.evictor import Evictor
+from vllm_tgvkv.gate_outputs import GateOutputs
 from vllm_tgvkv.pages import FP8, CacheShape, PageLayoutError, PagePool
 from vllm_tgvkv.regions import Regions
 
@@ -267,8 +268,8 @@ class EvictingCPUMetadataBuilder(EvictingBuilder[VirtualSequences], CPUAttention
 class EvictingCPUImpl(EvictingImpl[VirtualSequences], CPUAttentionBackendImpl):
     """One layer's attention, whose ragged rows run through vLLM's own kernel."""
 
-    def bind(self, layer: int, pool: PagePool) -> None:
-        super().bind(layer, pool)
+    def bind(self, layer: int, pool: PagePool, gate_outputs: GateOutputs | None = None) -> None:
+        super().bind(layer, pool, gate_outputs)
         pages = pool.raw.view(-1, 1, 2 * pool.block_size, self.head_size)
         self.key_pages, self.value_pages = pages.chunk(2, dim=2)
 

@@ -40,6 +40,7 @@ from vllm_tgvkv.attention import (
     without_rows,
 )
 from vllm_tgvkv.evictor import Evictor
+from vllm_tgvkv.gate_outputs import GateOutputs
 from vllm_tgvkv.kernels.decode import DecodePlan, decode, plan_decode
 from vllm_tgvkv.pages import CacheShape, PagePool
 from vllm_tgvkv.regions import Regions
@@ -374,8 +375,8 @@ class EvictingFlashMetadataBuilder(EvictingBuilder[RaggedTokens], FlashAttention
 class EvictingFlashImpl(EvictingImpl[RaggedTokens], FlashAttentionImpl):
     """One layer's attention, whose ragged tokens run through a `RaggedKernel`."""
 
-    def bind(self, layer: int, pool: PagePool) -> None:
-        super().bind(layer, pool)
+    def bind(self, layer: int, pool: PagePool, gate_outputs: GateOutputs | None = None) -> None:
+        super().bind(layer, pool, gate_outputs)
         # One head, whose stride is one that the tensor memory accelerator accepts.
         pages = pool.raw.view(-1, pool.block_size, 1, 2 * self.head_size)
         self.key_pages, self.value_pages = pages.split(self.head_size, dim=-1)

@@ -67,7 +67,7 @@ def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
 
     Raises:
         UnsupportedByEvictionError: with the first reason found.
-        EvictionConfigError: for head scores of a model of another shape.
+        EvictionConfigError: for head scores or gates of a model of another shape.
     """
     for is_refused, what, way_out in (
         *_model_refusals(vllm_config.model_config),
@@ -82,6 +82,13 @@ def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
     if (head_scores := config_of(vllm_config).head_scores) is not None:
         model = vllm_config.model_config
         head_scores.check_model(model.get_total_num_hidden_layers(), model.get_total_num_kv_heads())
+    if (gates := config_of(vllm_config).gates) is not None:
+        model = vllm_config.model_config
+        gates.check_model(
+            model.get_total_num_hidden_layers(),
+            model.get_hidden_size(),
+            model.get_total_num_kv_heads(),
+        )
 
 
 def refused_properties(model: ModelConfig) -> list[str]:
@@ -223,6 +230,11 @@ def _mixed_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusa
             config_of(vllm_config).head_scores is not None,
             f"head_scores of {what}",
             "use another method than sparsemm and remove the setting",
+        ),
+        (
+            config_of(vllm_config).gates is not None,
+            f"gates (--kv-eviction-gates) of {what}",
+            "remove --kv-eviction-gates",
         ),
     )
 

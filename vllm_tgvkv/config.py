@@ -21,6 +21,7 @@ from vllm.logger import init_logger
 from vllm_tgvkv.budget import Budget, Schedule, parse_schedule
 from vllm_tgvkv.cuts import Ceiling
 from vllm_tgvkv.errors import EvictionConfigError, choose, quoted
+from vllm_tgvkv.gates import Gates
 from vllm_tgvkv.head_scores import HeadScores
 from vllm_tgvkv.policies import (
     Granularity,
@@ -29,11 +30,12 @@ from vllm_tgvkv.policies import (
     Pooling,
     broken_methods,
     build_policy,
+    gates_of,
     method_names,
     needs_head_scores,
 )
 from vllm_tgvkv.prompt import WINDOW
-from vllm_tgvkv.settings import read, setting
+from vllm_tgvkv.settings import check_count, read, setting
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -77,6 +79,29 @@ def _parse_head_scores(value: Any, source: str) -> HeadScores | None:
     path = _parse_path(value, source)
     assert path is not None
     return HeadScores.read(path, source)
+
+
+def _parse_gates(value: Any, source: str) -> Gates | None:
+    if value is None or isinstance(value, Gates):
+        return value
+    values = {"folder": value} if isinstance(value, str) else value
+    options = {"lookahead": 1, "age_offset": 0}
+    if not isinstance(values, Mapping) or not {"folder"} <= values.keys() <= {"folder", *options}:
+        raise EvictionConfigError(
+            f"{source} is {quoted(value)}: give the absolute path of a folder, or a mapping of "
+            f"folder, and maybe {' and '.join(options)}"
+        )
+    folder = values["folder"]
+    if not isinstance(folder, str) or not _is_path(folder) or not Path(folder).is_absolute():
+        raise EvictionConfigError(
+            f"{source} is {quoted(folder)}: give the absolute path of a folder"
+        )
+    chosen = {
+        name: check_count(values[name], at_least, f"{source}.{name}")
+        for name, at_least in options.items()
+        if name in values
+    }
+    return Gates.read(folder, source, **chosen)
 
 
 def _is_path(value: str) -> bool:
@@ -289,6 +314,14 @@ class EvictionConfig:
         help="File of the model's head scores, for `sparsemm` and its allocation; "
         "`python -m vllm_tgvkv.visual_heads` makes it.",
     )
+    gates: Gates | None = setting(
+        None,
+        parser=_parse_gates,
+        accepts="absolute path, or `{folder: PATH, lookahead: 2, age_offset: 0}`",
+        help="Folder of the model's gates, for `trimkv` and `dbtrimkv` or for `kvzap`, as their "
+        "authors publish them. For the first two, `lookahead` is the number of next tokens over "
+        "which the retention of a token is averaged, and `age_offset` is added to its age.",
+    )
     decode_kernel: Literal["stock", "triton"] = setting(
         "stock",
         help="`stock`: vLLM's attention kernel, with a page table for every head; `triton`: the "
@@ -425,9 +458,12 @@ class EvictionConfig:
     @property
     def method_names(self) -> tuple[str, ...]:
         """Values of `policy`, and of a request's `kv_eviction`, that this server has."""
-        names = method_names()
-        if self.head_scores is None:
-            names = tuple(name for name in names if not needs_head_scores(name))
+        kinds = (None, self.gates.kind if self.gates else None)
+        names = (
+            name
+            for name in method_names()
+            if gates_of(name) in kinds and (self.head_scores or not needs_head_scores(name))
+        )
         return (NONE, *names, *self.methods)
 
     def build_policy(self, name: str) -> Policy:
@@ -443,7 +479,7 @@ class EvictionConfig:
             pooling=mix.pooling or self.pooling,
         )
         try:
-            return build_policy(mix, name, self.head_scores)
+            return build_policy(mix, name, self.head_scores, self.gates)
         except ValueError as error:
             raise EvictionConfigError(f"kv_eviction method {quoted(name)}: {error}") from error
 

@@ -26,6 +26,7 @@ from vllm.logger import init_logger
 
 from vllm_tgvkv.config import EvictionConfig
 from vllm_tgvkv.decision import Decider, Decision
+from vllm_tgvkv.gate_outputs import GateOutputs
 from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
 from vllm_tgvkv.kernels.merge import merge_evicted
 from vllm_tgvkv.kernels.select import page_offsets
@@ -92,7 +93,10 @@ class Evictor:
             pool.raw.device,
             shape.block_size if config.decode else 0,
         )
-        self.part = ModelPart(shape, pool, queries, self.regions, ranks, stages)
+        gate_outputs = None
+        if config.gates is not None:
+            gate_outputs = GateOutputs(pool.num_blocks, shape, pool.raw.device)
+        self.part = ModelPart(shape, pool, queries, self.regions, ranks, stages, gate_outputs)
         self.observations: dict[str, PromptObservation] = {}
         """Prompts that are observed and not evicted yet, by request id."""
         self.plan = StepPlan()
@@ -120,6 +124,8 @@ class Evictor:
             self.observations.pop(request_id, None)
         if plan.poisoned:
             self.pool.fill(plan.poisoned, float("nan"))
+            if self.part.gate_outputs is not None:
+                self.part.gate_outputs.fill(plan.poisoned, float("nan"))
 
     def record_decodes(self, max_tokens: int) -> None:
         """Store the queries of steps of single tokens through `stored_queries` from now on.
@@ -278,6 +284,8 @@ class Evictor:
                 merge_evicted(keys, values, positions, offsets, old_blocks, new_blocks, *sizes)
             if self.config.decode is not None:
                 self.regions.store_positions(new_blocks, positions)
+                if self.part.gate_outputs is not None:
+                    self.part.gate_outputs.move(sources, new_blocks)
         self._add_region(due, offsets)
         num_vision = trace = None
         is_counted = eviction.is_first and (self.config.metrics or eviction.guard is not None)

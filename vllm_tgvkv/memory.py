@@ -98,6 +98,7 @@ def memory_outside_pool(config: EvictionConfig, sizes: Sizes) -> Memory:
         lines={
             **_of_decoding(config, sizes),
             "query pool": _of_query_pool(config, sizes),
+            **_of_gates(config, sizes),
             **methods[method],
         },
         block_bytes=_of_block(config, shape),
@@ -129,9 +130,24 @@ def _of_decoding(config: EvictionConfig, sizes: Sizes) -> dict[str, int]:
 
 
 def _of_block(config: EvictionConfig, shape: CacheShape) -> int:
-    """Return what `Regions` takes for each block, with positions if regions are cut again."""
-    positions = shape.num_pairs * shape.block_size if config.decode is not None else 0
-    return 4 * (shape.num_pairs + 3 + positions)
+    """Return what `Regions` takes for each block, with positions if regions are cut again.
+
+    And what the gates said of each key, see `GateOutputs`.
+    """
+    of_keys = (config.decode is not None) + (config.gates is not None)
+    return 4 * (shape.num_pairs + 3 + of_keys * shape.num_pairs * shape.block_size)
+
+
+def _of_gates(config: EvictionConfig, sizes: Sizes) -> dict[str, int]:
+    """Return what the gates take: their weights, and their outputs of a step.
+
+    vLLM's trial run measures what they take while they run.
+    """
+    if config.gates is None:
+        return {}
+    shape = sizes.shape
+    weights = config.gates.num_bytes(shape.num_layers, shape.num_heads, sizes.element_bytes)
+    return {"gates": weights + 4 * shape.num_heads * max(sizes.step_tokens, sizes.max_rows)}
 
 
 def _of_query_pool(config: EvictionConfig, sizes: Sizes) -> int:

@@ -13,6 +13,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_tgvkv.config import EvictionConfig
+from vllm_tgvkv.gate_outputs import GateOutputs
 from vllm_tgvkv.kernels import gpu
 from vllm_tgvkv.kernels.row_sums import RowSums
 from vllm_tgvkv.kernels.statistics import ObservedAttention, Scratch, Statistic, observe_layers
@@ -43,6 +44,8 @@ class ModelPart:
     regions: Regions
     ranks: Ranks
     stages: Stages
+    gate_outputs: GateOutputs | None = None
+    """None without gates."""
     workspace_bytes: int = WORKSPACE_BYTES
     scratch: Scratch = field(default_factory=Scratch)
     """Buffers of the statistics; the layers of a step share them."""
@@ -432,7 +435,18 @@ class PromptObservation:
             due.prompt,
             attention,
             part.ranks.part * num_sets if due.per_head else 0,
+            gate_outputs=self._gate_outputs(due, first, len(scales)),
         )
+
+    def _gate_outputs(self, due: DueEviction, first: int, num_layers: int) -> torch.Tensor | None:
+        """Return what the gates of some layers said of each token, if the score reads it."""
+        outputs = self._part.gate_outputs
+        if due.policy.score.gates is None:
+            return None
+        assert outputs is not None, "build_policy refuses the score without gates"
+        if due.keys is not None:
+            return outputs.of_keys(first, due.keys)
+        return outputs.of_row(first, num_layers, due.blocks, due.prompt.num_tokens)
 
     def _observe(
         self, rows: Rows, first: int, queries: torch.Tensor, scales: Sequence[float]

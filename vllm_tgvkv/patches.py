@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.input_processor import InputProcessor
 
 logger = init_logger("vllm.tgvkv")
+
+_FLAGS = ("kv_eviction", "kv_eviction_budget", "kv_eviction_config", "kv_eviction_gates")
 
 _replacements: set[Callable[..., Any]] = set()
 _defaults: WeakKeyDictionary[InputProcessor, Defaults] = WeakKeyDictionary()
@@ -155,6 +158,16 @@ def _add_flags(original: Callable[..., Any], parser: Any) -> Any:
             "Everything else, as a YAML or JSON file or inline JSON:\n\n" + help_lines(others)
         ),
     )
+    group.add_argument(
+        "--kv-eviction-gates",
+        action=check.action,
+        metavar="FOLDER",
+        default=argparse.SUPPRESS,
+        help=_escape(
+            "Folder of the model's gates, for the methods trimkv, dbtrimkv and kvzap; short for "
+            "`gates` in --kv-eviction-config."
+        ),
+    )
     # Nobody can give it: vLLM's parser replaces the underscores of flags.
     group.add_argument(
         "--_kv_eviction_checked", type=check, default="checked", help=argparse.SUPPRESS
@@ -163,16 +176,16 @@ def _add_flags(original: Callable[..., Any], parser: Any) -> Any:
 
 
 class _CheckTogether:
-    """Checks the three flags against each other, as the type of a fourth that nobody gives.
+    """Checks the flags against each other, as the type of one more that nobody gives.
 
-    argparse converts a default that is text, such as the fourth's, once all arguments are parsed.
-    It does not show a type the other arguments; the actions of the three keep them for it.
+    argparse converts a default that is text, such as the last one's, once all arguments are parsed.
+    It does not show a type the other arguments; the actions of the flags keep them for it.
     """
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         self.parser = parser
         self._parsed: Callable[[], argparse.Namespace | None] = lambda: None
-        """Returns the arguments that are being parsed, if one of the three is among them."""
+        """Returns the arguments that are being parsed, if one of the flags is among them."""
 
         class Action(argparse.Action):
             """Stores a value, as argparse's own action does."""
@@ -231,7 +244,7 @@ def _read_flags(original: Callable[..., Any], cls: type, args: argparse.Namespac
     # With --api-server-count other processes read the arguments before they load any plugin:
     # `additional_config` has to hold everything.
     args.additional_config = engine_args.additional_config
-    for flag in ("kv_eviction", "kv_eviction_budget", "kv_eviction_config"):
+    for flag in _FLAGS:
         flags.pop(flag, None)
     return engine_args
 
@@ -243,6 +256,8 @@ def _settings_in_flags(flags: Mapping[str, Any]) -> dict[str, Any] | None:
         EvictionConfigError: naming the flag, its value and what it may be.
     """
     named = {"policy": flags.get("kv_eviction"), "budget": flags.get("kv_eviction_budget")}
+    if (gates := flags.get("kv_eviction_gates")) is not None:
+        named["gates"] = os.path.abspath(gates)
     given = {name: value for name, value in named.items() if value is not None}
     extra = flags.get("kv_eviction_config")
     if not given and extra is None:
@@ -254,8 +269,8 @@ def _settings_in_flags(flags: Mapping[str, Any]) -> dict[str, Any] | None:
     values = {**(extra or {}), **given}
     if "policy" not in values:
         raise EvictionConfigError(
-            "--kv-eviction-budget or --kv-eviction-config is given without --kv-eviction: "
-            f"name a method, such as --kv-eviction {method_names()[0]}"
+            "--kv-eviction-budget, --kv-eviction-config or --kv-eviction-gates is given without "
+            f"--kv-eviction: name a method, such as --kv-eviction {method_names()[0]}"
         )
     # An unknown method is reported by the name of its flag.
     settings = EvictionConfig.from_mapping({**values, "policy": NONE})

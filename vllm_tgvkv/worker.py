@@ -18,7 +18,7 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from vllm_tgvkv.attention import EvictingBuilder
+from vllm_tgvkv.attention import EvictingBuilder, EvictingImpl
 from vllm_tgvkv.config import config_of
 from vllm_tgvkv.counters import EvictionCounters
 from vllm_tgvkv.evictor import Evictor
@@ -28,6 +28,7 @@ from vllm_tgvkv.plan import Eviction, attach_outcomes, plan_of
 from vllm_tgvkv.ranks import tensor_ranks
 from vllm_tgvkv.stages import pipeline_stages
 from vllm_tgvkv.states import packed_block_size, with_plain_specs
+from vllm_tgvkv.tap import attach_taps
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
@@ -74,6 +75,17 @@ class EvictingWorker:
         self._least_block_size = cache.block_size if cache.user_specified_block_size else None
         with evicting_backend(self.replaced_backend, self.evicting_backend):
             super().load_model(load_dummy_weights=load_dummy_weights)  # type: ignore[misc]
+        gates = config_of(self.vllm_config).gates
+        if gates is None:
+            return
+        modules = self.vllm_config.compilation_config.static_forward_context.items()
+        layers = {
+            name: layer
+            for name, layer in modules
+            if isinstance(getattr(layer, "impl", None), EvictingImpl)
+        }
+        part = tensor_ranks(self.vllm_config).part
+        attach_taps(self.model_runner.get_model(), layers, self.vllm_config, gates, part)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """Return the layers' specs; a given `--block-size` holds for layers beside states, too."""
@@ -97,10 +109,6 @@ class EvictingWorker:
         layers.sort(key=lambda layer: layer.kv_cache.storage_offset())
         dtype = FP8.get(self.vllm_config.cache_config.cache_dtype)
         pool = page_pool([layer.kv_cache for layer in layers], builder.slots_first, dtype)
-        indices = {layer.layer_name: index for index, layer in enumerate(layers)}
-        for layer in members:
-            owner = layer.kv_sharing_target_layer_name or layer.layer_name
-            layer.impl.bind(indices[owner], pool)
         self._evictor = Evictor(
             config_of(self.vllm_config),
             pool.shape(group_size=layers[0].impl.num_queries_per_kv),
@@ -109,6 +117,10 @@ class EvictingWorker:
             pipeline_stages(pool.num_layers),
             self.vllm_config.model_config.dtype,
         )
+        indices = {layer.layer_name: index for index, layer in enumerate(layers)}
+        for layer in members:
+            owner = layer.kv_sharing_target_layer_name or layer.layer_name
+            layer.impl.bind(indices[owner], pool, self._evictor.part.gate_outputs)
         builder.bind(self._evictor, self)
         self._shrunk: list[Eviction] = []
         self._counters = EvictionCounters().as_dict()

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from oracle.emulation import Eviction, Oracle
+from tests.engine.gated import gated_oracle
 from tests.engine.running import Ask
 from tests.engine.test_engine import album
 from tests.engine.test_parallel import ParallelEngine, workers
@@ -31,7 +32,7 @@ NAMES = {
     f"{method}_by_{granularity}": {"base": method, "granularity": granularity}
     for granularity, methods in {
         "layer": ("tgv", "h2o", "prefixkv"),
-        "head": ("tgv", "adakv", "pyramidkv", "rkv"),
+        "head": ("tgv", "adakv", "pyramidkv", "rkv", "dbtrimkv"),
     }.items()
     for method in methods
 }
@@ -45,7 +46,7 @@ EVICTION: dict[str, dict[str, Any]] = {
     "ceiling": {"budget": 0.7, "defer": 3, "ceiling": 96, "buffer": 32},
 }
 TOKENS = {"schedule": 90, "ceiling": 150}
-FEWER = ("tgv_by_layer", "rkv_by_head", "adakv_by_head", "h2o_by_layer")
+FEWER = ("tgv_by_layer", "rkv_by_head", "adakv_by_head", "h2o_by_layer", "dbtrimkv_by_head")
 """Methods of longer answers."""
 
 
@@ -82,16 +83,18 @@ SPLITS = {
     ],
 )
 def test_every_cut_leaves_what_one_process_leaves(
-    tiny_model: Callable[..., Path], name: str, kind: str
+    tiny_model: Callable[..., Path], tmp_path: Path, name: str, kind: str
 ) -> None:
     folder = tiny_model("llava", image_size=112, layers=sum(LAYERS))
-    oracle, split = Oracle(folder), SPLITS[name]
-    names = {"schedule": tuple(NAMES), "ceiling": FEWER[:3] if name == "grid" else FEWER}[kind]
+    oracle, split = gated_oracle(folder, tmp_path, "rg10"), SPLITS[name]
+    fewer = (*FEWER[:2], FEWER[-1]) if name == "grid" else FEWER
+    names = {"schedule": tuple(NAMES), "ceiling": fewer}[kind]
     asks = [ask(seed, method, kind) for seed, method in enumerate(names)]
     settings = {
         "policy": "tgv",
         "observation_window": ROWS,
         "methods": NAMES,
+        "gates": str(tmp_path),
         "decode": {**DECODE[kind], "rows": ANSWER_ROWS},
         "debug": DEBUG,
     }

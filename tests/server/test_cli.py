@@ -21,6 +21,7 @@ from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from tests.inputs import write_gates
 from vllm_tgvkv import patches
 from vllm_tgvkv.config import CONFIG_KEY, EvictionConfig
 from vllm_tgvkv.errors import EvictionConfigError
@@ -142,6 +143,33 @@ def test_flags_fill_additional_config(
 ) -> None:
     """A flag wins over the same key in the config."""
     assert settings(parser, *flags) == ({} if mapping is None else {CONFIG_KEY: mapping})
+
+
+def test_a_folder_of_gates(
+    parser: FlexibleArgumentParser,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By a path of any kind, which other processes get as an absolute one."""
+    write_gates(tmp_path / "gates", "rg10", 2, 64, 4)
+    monkeypatch.chdir(tmp_path)
+    flags = ["--kv-eviction", "dbtrimkv", "--kv-eviction-gates", "gates"]
+    wanted = {"policy": "dbtrimkv", "gates": str(tmp_path / "gates")}
+    assert settings(parser, *flags) == {CONFIG_KEY: wanted}
+    config = '{"gates": {"folder": "/other", "lookahead": 3}}'
+    assert settings(parser, *flags, "--kv-eviction-config", '{"sinks": 0}') == {
+        CONFIG_KEY: {**wanted, "sinks": 0}
+    }
+    for given, parts in (
+        (["--kv-eviction", "dbtrimkv"], ["'trimkv' reads gates of", "give their folder with"]),
+        (["--kv-eviction", "kvzap", *flags[2:]], ["'kvzap' reads gates of KVzap, and "]),
+        (flags[2:], ["-gates is given without --kv-eviction"]),
+        ([*flags[:3], "none"], [f"kv_eviction.gates is '{tmp_path}/none': its config.json"]),
+        (["--kv-eviction", "tgv", "--kv-eviction-config", config], ["'/other': its config.json"]),
+    ):
+        line = refusal(parser, capsys, *given)
+        assert all(part in line for part in parts), line
 
 
 def test_other_additional_config_is_kept(parser: FlexibleArgumentParser) -> None:

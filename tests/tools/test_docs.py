@@ -22,6 +22,7 @@ import yaml
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.conftest import ROOT
+from tests.inputs import write_gates
 from tests.tools.test_configs import engine_args, serve_parser
 from vllm_tgvkv.budget import Budget
 from vllm_tgvkv.config import CONFIG_KEY, EvictionConfig
@@ -204,6 +205,7 @@ def test_commands_that_serve_are_understood(
     monkeypatch.chdir(ROOT)  # for --config
     (tmp_path / "etc/vllm").mkdir(parents=True)
     write(tmp_path / "etc/vllm/heads.json", "a model", 1, [[1.0]], {})
+    write_gates(tmp_path / "etc/vllm/gates", "rg10", 1, 8, 1)
     served = [words[2:] for words in COMMANDS if words[:2] == ["vllm", "serve"]]
     evicting = 0
     for arguments in served:

@@ -48,14 +48,16 @@ OTHERS = frozenset(
         """
         FastAPI, Starlette, httpx: app call dependant dependencies detail headers include_router
         json model_dump path phrase post receive scope state status_code url
-        Prometheus and torch: elapsed_time inc load overloadpacket synchronize wait
+        Prometheus and torch: children define elapsed_time inc load modules overloadpacket
+        parameters register_forward_pre_hook synchronize wait
+        safetensors: get_tensor
         Python: __func__ add_argument add_argument_group api_key cache_clear dest metadata
         parse_args strerror
         transformers' configurations: attention_chunk_size attn_logit_softcapping
         image_grid_pinpoints image_size layer_types layers_block_type model_type patch_size
         sliding_window spatial_merge_size use_sliding_window vision_config
         ours, on parsed flags and on the server's state: answer kv_eviction kv_eviction_budget
-        kv_eviction_config trust_remote_code
+        kv_eviction_config output trust_remote_code
         """,
     )
 )

@@ -23,7 +23,7 @@ from vllm.utils import cpu_triton_utils
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_only
 
 from tests.engine import flash_on_cpu
-from tests.inputs import head_scores
+from tests.inputs import head_scores, write_gates
 from vllm_tgvkv import platforms
 from vllm_tgvkv.attention import check_layer
 from vllm_tgvkv.compatibility import check_vllm_config
@@ -202,6 +202,8 @@ def test_what_models_of_several_kinds_of_layers_do_not_do_yet(
     found = head_scores(2, 2)
     write(tmp_path / "heads.json", "a model", found.kv_heads, found.scores, {})
     with_scores = {**TGV[CONFIG_KEY], "head_scores": str(tmp_path / "heads.json")}
+    write_gates(tmp_path, "rg", 2, 64, 2)
+    with_gates = {**TGV[CONFIG_KEY], "gates": str(tmp_path)}
     if config is qwen3_5:
         assert f"prefix caching of {what} yet: use --no-enable-prefix-caching" in refusal(model)
     else:
@@ -217,6 +219,7 @@ def test_what_models_of_several_kinds_of_layers_do_not_do_yet(
             "speculative decoding",
         ),
         ({"eviction": {CONFIG_KEY: with_scores}}, "head_scores"),
+        ({"eviction": {CONFIG_KEY: with_gates}}, "gates (--kv-eviction-gates)"),
         (
             {"disable_hybrid_kv_cache_manager": True},
             "one kind of blocks for all layers (--disable-hybrid-kv-cache-manager)",
@@ -258,6 +261,19 @@ def test_head_scores_of_another_shape_are_refused(
         configure(plain, settings)
         return
     with pytest.raises(EvictionConfigError, match="and this model has 2 layers of 2: make a file"):
+        configure(plain, settings)
+
+
+@pytest.mark.parametrize("shape", [(2, 64, 2), (3, 64, 2), (2, 32, 2), (2, 64, 4)])
+def test_gates_of_another_shape_are_refused(
+    plain: str, tmp_path: Path, shape: tuple[int, int, int]
+) -> None:
+    write_gates(tmp_path, "rg10", *shape)
+    settings = {CONFIG_KEY: {"policy": "dbtrimkv", "budget": 0.1, "gates": str(tmp_path)}}
+    if shape == (2, 64, 2):
+        configure(plain, settings)
+        return
+    with pytest.raises(EvictionConfigError, match="and this model has 2 layers, 64 values and 2"):
         configure(plain, settings)
 
 

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from vllm.v1.worker.gpu_worker import Worker
 
 from tests.conftest import ROOT
-from tests.inputs import fresh_seed, head_scores
+from tests.inputs import fresh_seed, gates, head_scores
 from tests.unit.test_policies import NoSynchronisation
 from vllm_tgvkv import memory
 from vllm_tgvkv.attention_cuda import EvictingFlashMetadataBuilder, RaggedKernel
@@ -39,7 +39,7 @@ from vllm_tgvkv.memory import Sizes, memory_outside_pool
 from vllm_tgvkv.observation import WORKSPACE_BYTES
 from vllm_tgvkv.pages import CacheShape, page_pool
 from vllm_tgvkv.plan import Observation, StepPlan
-from vllm_tgvkv.policies import METHOD_NAMES, POLICY_NAMES, Pooling, Prompt
+from vllm_tgvkv.policies import METHOD_NAMES, POLICY_NAMES, Pooling, Prompt, gates_of
 from vllm_tgvkv.policies.pooling import Pooler
 from vllm_tgvkv.prompt import PromptMap, VisionSpan, Voters
 from vllm_tgvkv.queries import DecodeQueries, QueryPool
@@ -62,7 +62,8 @@ SIZES = Sizes(
     table_width=TOKENS // 16,
     workspace_bytes=WORKSPACE_BYTES,
 )
-LAYER_METHODS = [name for name in METHOD_NAMES if name not in ("adakv", "rkv", "mixkv")]
+HEAD_ONLY = ("adakv", "rkv", "mixkv", "trimkv", "dbtrimkv", "kvzap")
+LAYER_METHODS = [name for name in METHOD_NAMES if name not in HEAD_ONLY]
 METHODS = [
     *((name, "head") for name in METHOD_NAMES),
     *((name, "layer") for name in LAYER_METHODS),
@@ -114,6 +115,8 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def settings(policy: str, granularity: str | None = None, **others: Any) -> EvictionConfig:
     if policy == "sparsemm":
         others["head_scores"] = head_scores(SHAPE.num_layers, SHAPE.num_heads)
+    if (kind := gates_of(policy)) is not None:
+        others["gates"] = gates(kind, SHAPE.num_layers, SHAPE.num_heads)
     return EvictionConfig.from_mapping({"policy": policy, "granularity": granularity, **others})
 
 
@@ -426,6 +429,8 @@ def test_the_page_has_these_formulas() -> None:
     for method, granularity, decode in (
         ("h2o", "head", None),
         ("tgv", "layer", None),
+        ("dbtrimkv", "head", CUT_AGAIN),
+        ("kvzap", "head", None),
         ("prefixkv", "layer", CUT_AGAIN),
     ):
         config = settings(method, granularity, decode=decode)
@@ -434,8 +439,12 @@ def test_the_page_has_these_formulas() -> None:
         found = {
             **memory._of_decoding(config, sizes),
             "query pool": memory._of_query_pool(config, sizes),
+            **memory._of_gates(config, sizes),
             **memory._of_method(config, policy, sizes),
         }
+        gate_bytes = 0
+        if config.gates is not None:
+            gate_bytes = config.gates.num_bytes(SHAPE.num_layers, SHAPE.num_heads, 2)
         symbols = {
             "L": SHAPE.num_layers,
             "H": SHAPE.num_heads,
@@ -452,12 +461,16 @@ def test_the_page_has_these_formulas() -> None:
             "all": int(method == "h2o"),
             "decode": int(decode is not None),
             "waits": int(decode is not None),
+            "attends": int(policy.score.rows != "none"),
+            "gates": int(config.gates is not None),
+            "W": gate_bytes,
             "max": max,
             "min": min,
         }
         checked = {name: eval(formula, {}, symbols) for name, formula in formulas.items()}
-        assert checked.pop("region state") == memory_outside_pool(config, sizes).block_bytes
-        assert checked == {name: found[name] for name in checked}
+        of_block = checked.pop("region state") + checked.pop("gate outputs")
+        assert of_block == memory_outside_pool(config, sizes).block_bytes
+        assert checked == {"gates": 0} | {name: found[name] for name in checked if name in found}
         assert found.keys() - checked.keys() == {"statistics", "work"}
 
 

@@ -21,7 +21,7 @@ from oracle import kernels as reference
 from oracle import methods
 from oracle.attention import causal_attention
 from oracle.methods import HEAD, LAYER, METHODS, Image, Layout, Pool, Settings
-from tests.inputs import fresh_seed, head_scores, paged
+from tests.inputs import fresh_seed, gates, head_scores, paged
 from vllm_tgvkv.budget import Guard
 from vllm_tgvkv.decision import Decider, Decision
 from vllm_tgvkv.kernels.apportion import apportion
@@ -43,7 +43,7 @@ from vllm_tgvkv.policies import (
     Prompt,
     build_policy,
 )
-from vllm_tgvkv.policies.registry import ALLOCATIONS, RETENTIONS, SCORES
+from vllm_tgvkv.policies.registry import ALLOCATIONS, POLICIES, RETENTIONS, SCORES
 from vllm_tgvkv.prompt import PromptMap, RowSet, VisionSpan, voters
 
 LAYERS, HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE = 3, 2, 3, 8, 4
@@ -66,7 +66,7 @@ SOME = ["several", "at the end", "long"]
 TEXT_ONLY = "text only"
 EVERY_LAYOUT = {**LAYOUTS, TEXT_ONLY: ([], 50)}
 
-HEAD_ONLY = ("adakv", "rkv", "mixkv")
+HEAD_ONLY = ("adakv", "rkv", "mixkv", "trimkv", "dbtrimkv", "kvzap", "trimkv_votes")
 """Methods and parts that are undefined at granularity layer."""
 OWN = [
     (name, granularity)
@@ -102,12 +102,14 @@ class Inputs:
     keys: list[Tensor]
     values: list[Tensor]
     attention: Tensor
+    gates: Tensor
+    """Log betas, or KVzap's scores, float32 ``[L, H, P]``."""
 
     @property
     def states(self) -> methods.States:
         queries = torch.stack(self.queries).flatten(2, 3).transpose(1, 2)
         keys, values = (torch.stack(x).transpose(1, 2) for x in (self.keys, self.values))
-        return methods.States(queries, keys, SCALE, values)
+        return methods.States(queries, keys, SCALE, values, self.gates.double())
 
 
 def draw(layout: Layout, is_good: Callable[[Inputs], bool] = lambda inputs: True) -> Inputs:
@@ -122,7 +124,8 @@ def draw(layout: Layout, is_good: Callable[[Inputs], bool] = lambda inputs: True
         attention = torch.stack(
             [causal_attention(q, k, SCALE) for q, k in zip(queries, keys, strict=True)]
         )
-        inputs = Inputs(queries, keys, values, attention)
+        betas = torch.rand(LAYERS, HEADS, layout.length) ** 0.3
+        inputs = Inputs(queries, keys, values, attention, betas.log())
         if is_good(inputs):
             return inputs
     raise AssertionError("no random inputs are good: the condition is wrong")
@@ -194,7 +197,8 @@ def look(policy: Policy, inputs: Inputs, layout: Layout, settings: Settings) -> 
                     policy.statistics(kind),
                     value_pages=value_pages,
                 )
-            return LayerView(layer, HEADS if per_head else 1, prompt, attention)
+            said = inputs.gates[layer] if per_head else None
+            return LayerView(layer, HEADS if per_head else 1, prompt, attention, gate_outputs=said)
 
         seen = view(policy.score.rows)
         raw.append(policy.scores(seen))
@@ -215,8 +219,14 @@ SCORES_OF_HEADS = torch.tensor(HEAD_SCORES.scores, dtype=torch.float64)
 
 
 def build(mix: Mix | str) -> Policy:
-    """Build a policy of a server that has head scores."""
-    return build_policy(mix, head_scores=HEAD_SCORES)
+    """Build a policy of a server that has head scores, and gates if the score reads some."""
+    score = mix.score if isinstance(mix, Mix) and mix.score else POLICIES[base_of(mix)].score
+    kind = SCORES[score]().gates
+    return build_policy(mix, head_scores=HEAD_SCORES, gates=kind and gates(kind))
+
+
+def base_of(mix: Mix | str) -> str:
+    return mix if isinstance(mix, str) else mix.base
 
 
 def policy_of(mix: methods.Mix) -> Policy:
@@ -306,7 +316,7 @@ def _seed() -> None:
 
 def test_every_method_is_here() -> None:
     assert set(METHOD_NAMES) == set(METHODS)
-    assert set(METHOD_NAMES) - set(POLICY_NAMES) == {"sparsemm"}
+    assert set(METHOD_NAMES) - set(POLICY_NAMES) == {"sparsemm", "trimkv", "dbtrimkv", "kvzap"}
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -779,6 +789,8 @@ def test_merge_targets_by_hand() -> None:
         (Mix("mixkv", reduce="max"), "reduce 'max' has no meaning with the score 'mixkv'"),
         ("sparsemm", "'sparsemm' goes by a file of head scores: make one with .*visual_heads"),
         (Mix(allocation="sparsemm"), "'sparsemm' goes by a file .* set head_scores to it in --kv"),
+        ("dbtrimkv", "'trimkv' reads gates of TrimKV or DBTrimKV: give their folder with --kv-ev"),
+        (Mix(score="kvzap", granularity="head"), "'kvzap' reads gates of KVzap: give their folder"),
         (Mix(allocation="adakv"), "'adakv' has no meaning at granularity 'layer': choose head"),
         (
             Mix("tgv", reduce="max"),

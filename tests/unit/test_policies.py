@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from oracle import methods
 from oracle.attention import attention_probabilities
 from oracle.methods import Image, Layout, Pool
-from tests.inputs import fresh_seed, head_scores
+from tests.inputs import fresh_seed, gates, head_scores
 from vllm_tgvkv.budget import Guard
 from vllm_tgvkv.decision import Decider
 from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
@@ -377,7 +377,14 @@ def run_everything(
         scores, strengths, masses = [], [], []
         for layer in range(LAYERS):
             seen = {rows: attention(rows) for rows in policy.row_sets}
-            view = LayerView(layer, num_sets, prompt, seen.get(policy.score.rows, NO_ATTENTION))
+            said = torch.zeros(num_sets, num_tokens, device=device) if policy.score.gates else None
+            view = LayerView(
+                layer,
+                num_sets,
+                prompt,
+                seen.get(policy.score.rows, NO_ATTENTION),
+                gate_outputs=said,
+            )
             score = policy.scores(view)
             if guard:
                 masses.append(view.attention.column_sums)
@@ -415,9 +422,17 @@ MIXES = [
     Mix(pooling=Pooling("sequence", None, "mean", forward=3)),
     Mix("snapkv", rows="all"),
     Mix("aircache", rows="window"),
+    Mix("trimkv", score="trimkv_votes", reduce="max"),
     Mix("tgv", rows="answer"),
     *(Mix("snapkv", granularity=kind, reduce="max") for kind in ("head", "layer")),
 ]
+
+
+def build(mix: Mix) -> Policy:
+    """Build a policy of a server that has the files that the mix needs."""
+    kind = SCORES[mix.score or POLICIES[mix.base].score]().gates
+    found = gates(kind, LAYERS, HEADS) if kind else None
+    return build_policy(mix, head_scores=head_scores(LAYERS, HEADS), gates=found)
 
 
 # Tensors of the device `meta` have no data. So every read of it fails, even `tolist`, which the
@@ -425,7 +440,7 @@ MIXES = [
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("mix", MIXES, ids=str)
 def test_nothing_synchronises(device: str, mix: Mix) -> None:
-    policy = build_policy(mix, head_scores=head_scores(LAYERS, HEADS))
+    policy = build(mix)
     run_everything(policy, device)
     run_everything(policy, device, workspace_bytes=0)
     if policy.score.rows != "none":
@@ -462,7 +477,7 @@ def test_the_worked_example_of_the_docs_works(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("mix", MIXES, ids=str)
 def test_nothing_synchronises_on_cuda(mix: Mix) -> None:
-    policy = build_policy(mix, head_scores=head_scores(LAYERS, HEADS))
+    policy = build(mix)
     run_everything(policy, "cuda")  # first use sets up the device
     previous = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")

@@ -18,14 +18,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.inputs import head_scores
+from tests.inputs import gates, head_scores
 from vllm_tgvkv import evictor, observation
 from vllm_tgvkv.budget import Budget
 from vllm_tgvkv.config import EvictionConfig
 from vllm_tgvkv.evictor import Evictor
+from vllm_tgvkv.gates import GateKind
 from vllm_tgvkv.pages import CacheShape, page_pool
 from vllm_tgvkv.plan import Eviction, Failure, Observation, Outcome, RowSumming, StepPlan
-from vllm_tgvkv.policies import METHOD_NAMES
+from vllm_tgvkv.policies import METHOD_NAMES, gates_of
 from vllm_tgvkv.prompt import PromptMap, VisionSpan, voters
 from vllm_tgvkv.ragged import RaggedKeys
 from vllm_tgvkv.ranks import RankError, Ranks, SharedAttention, TensorRanks
@@ -38,7 +39,8 @@ PROMPTS = {
     "first": PromptMap(150, (VisionSpan(9, 48, (6, 8)), VisionSpan(60, 35, (5, 7)))),
     "second": PromptMap(115, (VisionSpan(20, 64, (8, 8)),)),
 }
-SHARED = [name for name in METHOD_NAMES if name not in ("adakv", "rkv", "mixkv", "reach")]
+HEAD_ONLY = ("adakv", "rkv", "mixkv", "reach", "trimkv", "dbtrimkv", "kvzap")
+SHARED = [name for name in METHOD_NAMES if name not in HEAD_ONLY]
 """Methods that exist at granularity `layer`, where ranks cannot share maxima over rows."""
 
 
@@ -156,6 +158,8 @@ class Model:
         pool = page_pool(cache.unbind(1), slots_first=True)
         shape = CacheShape(LAYERS, cache.shape[2], group // replicas, HEAD_SIZE, BLOCK_SIZE)
         evictor = Evictor(config, shape, pool, ranks, Stages(LAYERS))
+        if evictor.part.gate_outputs is not None:
+            evictor.part.gate_outputs.values.copy_(self.keys[:, :, heads, :, 0].abs().neg())
         evictor.begin_step(plan)
         starts = {"first": 0, "second": PROMPTS["first"].num_tokens}
         evictor.prepare(starts.__getitem__)
@@ -166,11 +170,14 @@ class Model:
         return Run(evictor, {o.request_id: o for o in (outcomes.read() if outcomes else [])})
 
 
-def settings(granularity: str | None, kv_heads: int = HEADS) -> EvictionConfig:
+def settings(
+    granularity: str | None, kv_heads: int = HEADS, kind: GateKind = "trimkv"
+) -> EvictionConfig:
     return EvictionConfig.from_mapping(
         {
             "policy": "tgv",
             "head_scores": head_scores(LAYERS, kv_heads),
+            "gates": gates(kind, LAYERS, kv_heads),
             "granularity": granularity,
             "observation_window": WINDOW,
             "debug": {"record_kept": True},
@@ -269,7 +276,7 @@ def test_at_granularity_layer_ranks_keep_what_one_rank_keeps(method: str, size: 
 @pytest.mark.parametrize("method", METHOD_NAMES)
 def test_at_granularity_head_every_rank_deals_its_own_pages(method: str) -> None:
     """Pages are conserved on each; a head with as many pages as on one rank keeps the same."""
-    config, model = settings("head"), Model.random()
+    config, model = settings("head", kind=gates_of(method) or "trimkv"), Model.random()
     for budget in (0.2, 0.45):
         plan = step(config, both(method), budget)
         alone = model.evict(Ranks(), config, plan)
@@ -282,7 +289,7 @@ def test_at_granularity_head_every_rank_deals_its_own_pages(method: str) -> None
             counts = torch.cat([run.counts(name) for run in runs], dim=1)
             same = counts == alone.counts(name)
             assert torch.equal(kept_by(runs, name)[same], alone.kept(name)[same])
-            assert same.all() or method not in ("snapkv", "h2o", "random", "streaming")
+            assert same.all() or method not in ("snapkv", "h2o", "random", "streaming", "trimkv")
 
 
 @pytest.mark.parametrize("granularity", ["layer", "head"])

@@ -18,7 +18,7 @@ import torch
 from oracle import methods
 from oracle.attention import causal_attention
 from oracle.methods import METHODS, Earlier, Image, Layout, Settings, States
-from tests.inputs import fresh_seed, head_scores
+from tests.inputs import fresh_seed, gates, head_scores
 from vllm_tgvkv.config import EvictionConfig
 from vllm_tgvkv.evictor import Evictor
 from vllm_tgvkv.pages import CacheShape, page_pool
@@ -46,7 +46,9 @@ def of_eviction(evictor: Evictor) -> torch.Tensor:
     return kept.view(LAYERS, HEADS, TOKENS)
 
 
-@pytest.mark.parametrize("method", ["snapkv", "adakv", "mixkv", "sparsemm", "rkv"])
+@pytest.mark.parametrize(
+    "method", ["snapkv", "adakv", "mixkv", "sparsemm", "rkv", "trimkv", "dbtrimkv", "kvzap"]
+)
 def test_a_second_eviction_looks_at_what_is_left(method: str) -> None:
     random.seed(fresh_seed())
     scores, mix = head_scores(LAYERS, HEADS, GROUP), METHODS[method]
@@ -55,6 +57,7 @@ def test_a_second_eviction_looks_at_what_is_left(method: str) -> None:
         {
             "policy": method,
             "head_scores": scores,
+            "gates": gates("kvzap" if method == "kvzap" else "trimkv", LAYERS, HEADS),
             "decode": {"schedule": [[0, 0.5], [ANSWER, 0.3]], "rows": 20},
             "debug": {"record_kept": True},
         }
@@ -64,7 +67,8 @@ def test_a_second_eviction_looks_at_what_is_left(method: str) -> None:
         queries = torch.randn(LAYERS, TOKENS, HEADS, GROUP, HEAD_SIZE) * 2
         keys = torch.randn(LAYERS, TOKENS, HEADS, HEAD_SIZE) + torch.randn(LAYERS, 1, HEADS, 1)
         values = torch.randn(LAYERS, TOKENS, HEADS, HEAD_SIZE) * torch.rand(LAYERS, TOKENS, 1, 1)
-        evictor, blocks = evictor_with(config, keys, values)
+        said = (torch.rand(LAYERS, HEADS, TOKENS) ** 0.2).log()
+        evictor, blocks = evictor_with(config, keys, values, said)
         first = plan_of_first(config, blocks)
         step(evictor, first, queries)
         kept = of_eviction(evictor)
@@ -76,6 +80,7 @@ def test_a_second_eviction_looks_at_what_is_left(method: str) -> None:
             keys.transpose(1, 2),
             SCALE,
             values.transpose(1, 2),
+            said.double(),
         )
         earlier = Earlier(kept, tuple(rows.tolist()))
         given = replace(settings, budget=SECOND * SIZE + TAIL)
@@ -87,7 +92,11 @@ def test_a_second_eviction_looks_at_what_is_left(method: str) -> None:
     # The first eviction is the one of a prompt without an answer.
     part = slice(0, PROMPT)
     of_prompt = States(
-        states.queries[:, :, part], states.keys[:, :, part], SCALE, states.values[:, :, part]
+        states.queries[:, :, part],
+        states.keys[:, :, part],
+        SCALE,
+        states.values[:, :, part],
+        states.gates[:, :, part],
     )
     alone = methods.select(
         mix,
@@ -125,7 +134,7 @@ def test_a_second_eviction_looks_at_what_is_left(method: str) -> None:
 
 
 def evictor_with(
-    config: EvictionConfig, keys: torch.Tensor, values: torch.Tensor
+    config: EvictionConfig, keys: torch.Tensor, values: torch.Tensor, said: torch.Tensor
 ) -> tuple[Evictor, dict[str, np.ndarray]]:
     """Return an evictor whose cache holds the tokens in shuffled blocks, and free blocks."""
     num_old = -(-TOKENS // SIZE)
@@ -138,6 +147,15 @@ def evictor_with(
     shape = CacheShape(LAYERS, HEADS, GROUP, HEAD_SIZE, SIZE)
     pool = page_pool(cache.unbind(1), slots_first=True)
     evictor = Evictor(config, shape, pool, Ranks(), Stages(LAYERS))
+    outputs = evictor.part.gate_outputs
+    assert outputs is not None
+    outputs.fill(range(len(ids) + 1), float("nan"))
+    positions = torch.arange(TOKENS)
+    slots = torch.from_numpy(old).long()[positions // SIZE] * SIZE + positions % SIZE
+    for layer in range(LAYERS):  # in two batches, padded as those of graphs are
+        for batch in positions.split(100):
+            padded = torch.cat((slots[batch], torch.tensor([-1, -1])))
+            outputs.store(layer, padded, torch.cat((said[layer].T[batch], torch.zeros(9, HEADS))))
     return evictor, {"old": old, "first": first, "second": second}
 
 

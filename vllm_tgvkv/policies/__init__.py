@@ -6,6 +6,7 @@ from vllm_tgvkv.policies import retention, uniform  # noqa: F401, I001
 from vllm_tgvkv.policies import tgv, vlcache, aircache  # noqa: F401
 from vllm_tgvkv.policies import snapkv, pyramidkv, adakv, sparsemm, reach  # noqa: F401
 from vllm_tgvkv.policies import rkv, mixkv  # noqa: F401
+from vllm_tgvkv.policies import trimkv, kvzap  # noqa: F401
 from vllm_tgvkv.policies import h2o, prefixkv, elastic, streaming, random  # noqa: F401
 from vllm_tgvkv.policies import ablations  # noqa: F401
 from vllm_tgvkv.policies.base import (
@@ -29,6 +30,7 @@ from vllm_tgvkv.policies.registry import (
     Mix,
     broken_methods,
     build_policy,
+    gates_of,
     method_names,
     needs_head_scores,
 )
@@ -37,7 +39,9 @@ from vllm_tgvkv.prompt import RowSet, VisionSpan
 METHOD_NAMES = POLICIES.names
 """All methods of this package; `method_names` returns those of other installed packages, too."""
 
-POLICY_NAMES = tuple(name for name in METHOD_NAMES if not needs_head_scores(name))
+POLICY_NAMES = tuple(
+    name for name in METHOD_NAMES if not needs_head_scores(name) and gates_of(name) is None
+)
 """Methods that every server has: they need no file."""
 
 __all__ = [
@@ -62,6 +66,7 @@ __all__ = [
     "VoteScore",
     "broken_methods",
     "build_policy",
+    "gates_of",
     "method_names",
     "needs_head_scores",
 ]

@@ -15,6 +15,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from vllm_tgvkv.gates import GateKind, Gates
 from vllm_tgvkv.head_scores import HeadScores
 from vllm_tgvkv.kernels.statistics import Attention, Statistic
 from vllm_tgvkv.policies.pooling import Pooler, Pooling
@@ -82,6 +83,15 @@ class LayerView:
     """Index of the first token set among the model's; not 0 where other ranks hold earlier sets."""
     reduction: Reduction = "mean"
     """The policy's, in the view of a score."""
+    gate_outputs: Tensor | None = None
+    """What the layer's gate said of each token, float32 ``[S, P]``; for scores that name a kind of
+    gates."""
+
+    @property
+    def gates(self) -> Tensor:
+        """float32 ``[S, P]``, the outputs of the gates; 0 for tokens that are evicted."""
+        assert self.gate_outputs is not None, "the score names no kind of gates"
+        return self.gate_outputs
 
     @property
     def votes(self) -> Tensor:
@@ -136,6 +146,11 @@ class Score(ABC):
     """Whether scores may be negative, so that their sums mean nothing."""
     cuts_again: ClassVar[bool] = True
     """Whether it is defined on what an earlier eviction left, with rows of the answer only."""
+    gates: ClassVar[GateKind | None] = None
+    """Kind of gates whose outputs the score reads as :attr:`LayerView.gates`; None for no gates."""
+
+    gates_in_use: Gates | None = None
+    """Those of the model that is served, for a score that names a kind of gates."""
 
     @abstractmethod
     def __call__(self, view: LayerView) -> Tensor:

@@ -16,6 +16,7 @@ from importlib.metadata import entry_points
 from typing import Generic, TypeVar
 
 from vllm_tgvkv.errors import choose, quoted
+from vllm_tgvkv.gates import AUTHORS, GateKind, Gates
 from vllm_tgvkv.head_scores import COMMAND, HeadScores
 from vllm_tgvkv.policies.base import (
     FEW_ROWS,
@@ -137,17 +138,21 @@ def method_names() -> tuple[str, ...]:
 
 
 def build_policy(
-    mix: Mix | str, name: str | None = None, head_scores: HeadScores | None = None
+    mix: Mix | str,
+    name: str | None = None,
+    head_scores: HeadScores | None = None,
+    gates: Gates | None = None,
 ) -> Policy:
     """Build the policy of a mix, or of a registered method by its name.
 
     Args:
         name: of the policy, by default that of the method it is based on.
         head_scores: of the model, for allocations that need them.
+        gates: of the model, for scores that need them.
 
     Raises:
         ValueError: for an unknown name, with a list of the known ones, for parts that cannot be
-            combined, or without head scores that are needed.
+            combined, or without head scores or gates that are needed.
     """
     if isinstance(mix, str):
         mix = Mix(mix)
@@ -186,6 +191,15 @@ def build_policy(
                 f"{COMMAND}, and set head_scores to it in --kv-eviction-config"
             )
         policy.allocation.use(head_scores)
+    if policy.score.gates is not None:
+        if gates is None or gates.kind != policy.score.gates:
+            found = "" if gates is None else f", and {gates.folder} has those of "
+            raise ValueError(
+                f"score {score!r} reads gates of {AUTHORS[policy.score.gates]}"
+                f"{found}{AUTHORS[gates.kind] if gates else ''}: "
+                "give their folder with --kv-eviction-gates"
+            )
+        policy.score.gates_in_use = gates
     if policy.score.is_signed and policy.allocation.adds_scores:
         fitting = [name for name in ALLOCATIONS.names if not ALLOCATIONS[name]().adds_scores]
         raise ValueError(
@@ -227,6 +241,11 @@ def _score(name: str, rows: RowSet | None, reduction: Reduction) -> Score:
 def needs_head_scores(name: str) -> bool:
     """Return whether a registered method goes by a file of head scores."""
     return ALLOCATIONS[POLICIES[name].allocation]().needs_head_scores
+
+
+def gates_of(name: str) -> GateKind | None:
+    """Return the kind of gates that a registered method reads, or None."""
+    return SCORES[POLICIES[name].score]().gates
 
 
 def _with_maxima() -> list[str]:

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders of gates: what they compute, what is refused, and the scores that read them."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from dataclasses import replace
+from decimal import Decimal, localcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from oracle.gates import log_betas, predicted
+from tests.inputs import fresh_seed, gate_tensors, gates
+from vllm_tgvkv import gates as module
+from vllm_tgvkv.config import EvictionConfig
+from vllm_tgvkv.errors import EvictionConfigError, UnsupportedByEvictionError
+from vllm_tgvkv.gates import Gates, write
+from vllm_tgvkv.policies import Mix, Prompt, build_policy
+from vllm_tgvkv.policies.base import LayerView
+from vllm_tgvkv.request import RequestOptions
+from vllm_tgvkv.tap import _projection
+
+LAYERS, HIDDEN, HEADS = 3, 16, 4
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    fresh_seed()
+
+
+def saved(folder: Path, form: str, **changes: Any) -> dict[str, torch.Tensor]:
+    """Write random gates, with other fields of the configuration; return their tensors."""
+    tensors, config = gate_tensors(form, LAYERS, HIDDEN, HEADS)
+    write(folder, tensors, {**config, **changes})
+    return tensors
+
+
+@pytest.mark.parametrize("form", ["rg", "rg10", "mlp"])
+def test_gates_say_what_their_definition_says(tmp_path: Path, form: str) -> None:
+    """On all ranks, and after a conversion to safetensors."""
+    tensors = saved(tmp_path, form)
+    wanted = predicted(tensors)
+    if form != "mlp":
+        wanted = log_betas(tensors, "model.layers", 2 if form == "rg10" else 1)
+        module.main([str(tmp_path), "--output", str(tmp_path / "safe")])
+        (tmp_path / "safe" / "config.json").stat()
+    hidden = torch.randn(50, HIDDEN)
+    for folder in (tmp_path, tmp_path / "safe")[: 1 if form == "mlp" else 2]:
+        found = Gates.read(str(folder), "here")
+        assert (found.layers, found.hidden_size, found.kv_heads) == ((0, 1, 2), HIDDEN, HEADS)
+        assert pickle.loads(pickle.dumps(found)) == found
+        for heads in (slice(0, 4), slice(1, 2), slice(2, 4)):
+            loaded = found.load([0, 2], heads, torch.float32, "cpu")
+            assert list(loaded) == [0, 2]
+            for layer, gate in loaded.items():
+                exact = wanted(layer, hidden)[:, heads]
+                torch.testing.assert_close(gate(hidden).double(), exact, rtol=2e-5, atol=2e-6)
+            linears = [x for gate in loaded.values() for linear in gate.linears for x in linear]
+            num_heads = len(range(HEADS)[heads])
+            assert sum(x.nbytes for x in linears) == found.num_bytes(2, num_heads, 4)
+
+
+def test_a_linear_predictor(tmp_path: Path) -> None:
+    weight, bias = torch.randn(HEADS, HIDDEN), torch.randn(HEADS)
+    write(tmp_path, {"layers.0.weight": weight, "layers.0.bias": bias}, {"model_type": "kvzap"})
+    found = Gates.read(str(tmp_path), "here")
+    (gate,) = found.load([0], slice(None), torch.bfloat16, "cpu").values()
+    hidden = torch.randn(9, HIDDEN).bfloat16()
+    torch.testing.assert_close(gate(hidden), hidden.float() @ weight.T + bias)
+    assert found.num_bytes(1, HEADS, 2) == weight.nbytes + bias.nbytes
+
+
+def test_a_large_bias_hides_nothing_in_bfloat16(tmp_path: Path) -> None:
+    """Numbers from 16 to 32 have steps of 1 / 8 in bfloat16."""
+    tensors = saved(tmp_path, "rg")
+    for layer in range(LAYERS):
+        tensors[f"model.layers.{layer}.self_attn.retention_gate.bias"].fill_(18)
+    write(tmp_path, tensors, json.loads((tmp_path / "config.json").read_text()))
+    (gate,) = Gates.read(str(tmp_path), "x").load([1], slice(None), torch.bfloat16, "cpu").values()
+    hidden = 0.02 * torch.randn(64, HIDDEN)
+    exact = log_betas(tensors, "model.layers", 1)(1, hidden)
+    torch.testing.assert_close(
+        gate(hidden.bfloat16()).double().neg().log(), exact.neg().log(), rtol=0, atol=0.03
+    )
+    assert len(gate(hidden.bfloat16()).unique()) > 200
+
+
+KEY = "model.layers.1.self_attn.retention_gate."
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            {KEY + "linear2.bias": None},
+            "gate of layer 1 lacks linear2.bias, unlike the form",
+        ),
+        ({KEY + "linear4.bias": torch.ones(2)}, "gate of layer 1 has linear4.bias"),
+        ({KEY + "bias": torch.ones(2)}, "gate of layer 1 has weights of .* do not fit"),
+        ({KEY + "linear1.weight": torch.ones(24, 8)}, "do not fit each other or those of layer 0"),
+        ({KEY + "linear2.weight": torch.ones(24, 8)}, "do not fit"),
+        ({"lm_head.weight": torch.ones(2)}, "'lm_head.weight' is no tensor of a gate of TrimKV"),
+    ],
+)
+def test_wrong_tensors_are_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    tensors, config = gate_tensors("rg10", LAYERS, HIDDEN, HEADS)
+    changed = {name: x for name, x in {**tensors, **change}.items() if x is not None}
+    write(tmp_path, changed, config)
+    with pytest.raises(EvictionConfigError, match=words) as caught:
+        EvictionConfig.from_mapping({"policy": "trimkv", "gates": str(tmp_path)})
+    assert str(caught.value).startswith(f"kv_eviction.gates is {str(tmp_path)!r}: ")
+    assert "\n" not in str(caught.value)
+
+
+class Evil:
+    """A pickle that runs code when it is loaded."""
+
+    def __reduce__(self) -> Any:
+        return sys.exit, ("the pickle was run",)
+
+
+def test_wrong_folders_are_refused(tmp_path: Path) -> None:
+    def refusal(value: Any) -> str:
+        with pytest.raises(EvictionConfigError) as caught:
+            EvictionConfig.from_mapping({"policy": "tgv", "gates": value})
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    folder = str(tmp_path)
+    assert "config.json cannot be read (No such file" in refusal(folder)
+    for value in ("gates", 3, {"folder": "gates"}, {"lookahead": 2}, {"folder": folder, "n": 2}):
+        assert "give the absolute path of a folder" in refusal(value)
+    (tmp_path / "config.json").write_text("{")
+    assert "config.json cannot be read" in refusal(folder)
+    (tmp_path / "config.json").write_text("[]")
+    assert "config.json is no mapping" in refusal(folder)
+    saved(tmp_path, "rg", retention_gate="rg7")
+    assert "retention_gate of its config.json is 'rg7'" in refusal(folder)
+    saved(tmp_path, "rg", hidden_act="sine")
+    assert "hidden_act of its config.json is 'sine': " in refusal(folder)
+    saved(tmp_path, "rg")
+    file = tmp_path / "trimkv_weights.pth"
+    torch.save({"x": Evil()}, file)
+    assert "trimkv_weights.pth cannot be read" in refusal(folder)
+    torch.save([1], file)
+    assert "trimkv_weights.pth is no mapping" in refusal(folder)
+    torch.save({}, file)
+    assert "its file of weights is empty" in refusal(folder)
+    file.unlink()
+    assert "it has no trimkv_weights.safetensors or trimkv_weights.pth" in refusal(folder)
+    for option, value in (("lookahead", 0), ("age_offset", -1), ("lookahead", 2.5)):
+        assert f"kv_eviction.gates.{option} is {value}: give a whole number" in refusal(
+            {"folder": folder, option: value}
+        )
+    with pytest.raises(SystemExit, match=r"gates: the folder is .*: it has no trimkv_weights"):
+        module.main([folder])
+    tensors = saved(tmp_path, "rg10")
+    tensors[KEY + "linear1.weight"][3, 3] = torch.nan
+    write(tmp_path, tensors, json.loads((tmp_path / "config.json").read_text()))
+    found = Gates.read(folder, "here")
+    with pytest.raises(EvictionConfigError, match=r"linear1.bias of layer 1 has values that"):
+        found.load([0, 1, 2], slice(None), torch.float32, "cpu")
+
+
+def test_gates_of_another_model_are_refused(tmp_path: Path) -> None:
+    saved(tmp_path, "rg")
+    found = Gates.read(str(tmp_path), "here")
+    found.check_model(3, HIDDEN, HEADS)
+    for model, words in (
+        ((4, HIDDEN, HEADS), "has no gate for layer 3 of this model"),
+        ((2, HIDDEN, HEADS), "this model has 2 layers, 16 values and 4 KV heads"),
+        ((3, 32, HEADS), "made for 3 layers with hidden states of 16 values .* 32 values"),
+        ((3, HIDDEN, 2), "this model has 3 layers, 16 values and 2 KV heads"),
+    ):
+        with pytest.raises(EvictionConfigError, match=words):
+            found.check_model(*model)
+
+
+def test_methods_are_those_of_the_gates(tmp_path: Path) -> None:
+    """At start, in a mix and in a request."""
+    plain = EvictionConfig.from_mapping({"policy": "tgv"})
+    for kind, form, names in (
+        ("trimkv", "rg", {"trimkv", "dbtrimkv"}),
+        ("kvzap", "mlp", {"kvzap"}),
+    ):
+        saved(tmp_path / kind, form)
+        value = {"folder": str(tmp_path / kind), "lookahead": 7}
+        config = EvictionConfig.from_mapping({"policy": "tgv", "gates": value})
+        assert config.gates is not None
+        assert (config.gates.kind, config.gates.lookahead, config.gates.age_offset) == (kind, 7, 0)
+        assert EvictionConfig.from_mapping({"policy": "tgv", "gates": value}) == config
+        assert set(config.method_names) - set(plain.method_names) == names
+        for name in names:
+            assert RequestOptions.resolve(config, {"kv_eviction": name}).policy == name
+            with pytest.raises(EvictionConfigError, match=r"reads gates of .* --kv-eviction-gates"):
+                RequestOptions.resolve(plain, {"kv_eviction": name})
+            with pytest.raises(EvictionConfigError, match="budget auto"):
+                EvictionConfig.from_mapping({"policy": name, "gates": value, "budget": "auto:0.9"})
+        other = "kvzap" if kind == "trimkv" else "trimkv"
+        mix = {"mine": {"base": "snapkv", "score": other}}
+        with pytest.raises(EvictionConfigError, match=r"reads gates of .*, and /.* has those of "):
+            EvictionConfig.from_mapping({"policy": "tgv", "gates": value, "methods": mix})
+
+
+def prompt_of(num_tokens: int) -> Prompt:
+    return Prompt(num_tokens, num_tokens, torch.zeros(num_tokens, dtype=torch.bool), sinks=0)
+
+
+@pytest.mark.parametrize(("lookahead", "age_offset"), [(1, 0), (1, 1), (2, 0), (5, 2)])
+def test_retention_in_exact_arithmetic(lookahead: int, age_offset: int) -> None:
+    """From tokens that are forgotten at once to those that no float32 tells from eternal ones."""
+    num_tokens = 300
+    log_betas = -(10 ** (16 * torch.rand(1, num_tokens, dtype=torch.float64) - 14)).float()
+    used = gates("trimkv", lookahead=lookahead, age_offset=age_offset)
+    policy = build_policy("trimkv", gates=used)
+    found = policy.scores(LayerView(0, 1, prompt_of(num_tokens), None, gate_outputs=log_betas))  # type: ignore[arg-type]
+    with localcontext() as context:
+        context.prec, context.Emin = 60, -(10**8)
+        for j, (log_beta, score) in enumerate(
+            zip(log_betas[0].tolist(), found[0].tolist(), strict=True)
+        ):
+            exponents = [num_tokens - j + age_offset + m for m in range(lookahead)]
+            kept = [(Decimal(log_beta) * exponent).exp() for exponent in exponents]
+            exact = float((sum(kept) / lookahead).ln())
+            # Double precision; the mean over the next tokens is near 1 - 1e-14 at the least.
+            assert score == pytest.approx(exact, rel=1e-6, abs=1e-15), (j, log_beta)
+    extreme = torch.tensor([[0.0, -1e-40, -1e38, -torch.inf]])
+    view = LayerView(0, 1, prompt_of(4), None, gate_outputs=extreme)  # type: ignore[arg-type]
+    assert policy.scores(view).isfinite().all()
+
+
+def test_the_mix_of_retention_and_attention_names_its_rows() -> None:
+    used = gates("trimkv")
+    policy = build_policy(Mix("dbtrimkv", score="trimkv_votes"), gates=used)
+    assert policy.row_sets == ("text",)
+    assert build_policy("dbtrimkv", gates=used).row_sets == ()
+    assert replace(used, lookahead=3) != used
+
+
+def test_the_projection_of_a_layer_has_to_be_found() -> None:
+    with pytest.raises(UnsupportedByEvictionError, match=r"layers.3.* has 0 joint projections"):
+        _projection(nn.ModuleDict({"q_proj": nn.Linear(2, 2)}), "layers.3.self_attn.attn")

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_tgvkv.config import EvictionConfig, config_of
 from vllm_tgvkv.errors import UnsupportedByEvictionError
-from vllm_tgvkv.platforms import Platform, eviction_platform
+from vllm_tgvkv.platforms import CPU, Platform, eviction_platform
+from vllm_tgvkv.vllm_versions import block_size_before_loading
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -193,7 +194,8 @@ def _hybrid_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refus
 def _cache_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusal, ...]:
     """List what a quantised cache may not be; nothing for other caches."""
     cache, model = vllm_config.cache_config, vllm_config.model_config
-    dtype, block_size, head_size = cache.cache_dtype, cache.block_size, model.get_head_size()
+    dtype, head_size = cache.cache_dtype, model.get_head_size()
+    block_size = block_size_before_loading(cache, platform is CPU)
     skipped = cache.kv_cache_dtype_skip_layers
     # vLLM reads the checkpoint's scheme only when it builds the layers.
     if dtype == "auto" and getattr(vllm_config.quant_config, "kv_cache_scheme", None):
@@ -255,7 +257,8 @@ def _engine_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refus
     }
     config = config_of(vllm_config)
     kernel = config.decode_kernel
-    least = _least_ceiling(config, vllm_config.cache_config.block_size)
+    block_size = block_size_before_loading(vllm_config.cache_config, platform is CPU)
+    least = _least_ceiling(config, block_size)
     shared_maxima = _methods_with_shared_maxima(config, model, ranks)
     return (
         # Drafts

@@ -26,6 +26,7 @@ export HF_HUB_OFFLINE VLLM_NO_USAGE_STATS TOKENIZERS_PARALLELISM
 
 .DEFAULT_GOAL := help
 .PHONY: help setup wheel lint test test-all test-fast test-gpu test-scheduler compile-kernels
+.PHONY: next-vllm test-next
 .PHONY: demo demo-model page-model page-tower eval eval-demo eval-pages eval-text bench bench-all bench-gpu gpu-first-run loadtest soak clean
 
 help: ## list the targets
@@ -67,6 +68,18 @@ test-all: test ## the same and what is marked `compatibility`: features of vLLM,
 
 test-fast: setup ## the tests that start no engine and install nothing
 	$(BIN)/python -m pytest -q -m "not engine and not slow"
+
+NEXT := $(CURDIR)/build/vllm-0.33.0
+NEXT_TESTS := tests/unit/test_vllm_versions.py tests/unit/test_patches.py tests/unit/test_compatibility.py \
+	tests/scheduler tests/engine/test_engine.py tests/engine/test_faults.py
+
+next-vllm: $(NEXT) ## the Python sources of vLLM 0.33 over the compiled operators of `make setup`
+
+$(NEXT): tools/next_vllm.py | setup
+	$(BIN)/python tools/next_vllm.py $@
+
+test-next: next-vllm ## core tests on it: TESTS="tests/..." for others
+	PYTHONPATH=$(NEXT) $(PYTEST) $(or $(TESTS),$(NEXT_TESTS))
 
 test-gpu: ## the Triton kernels, on the GPU if there is one, else under Triton's interpreter
 	$(GPU_PYTHON) -m pytest -q tests/gpu

@@ -6,8 +6,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BYTES_PER_ENTRY = 4 + 4 + 1  # a cosine, a slot number and a truth value
+GROUP = 64
+"""Keys that one maximum of cosines stands for."""
+BYTES_PER_ENTRY = 4 + 1  # a cosine; for each group a maximum, a truth value and a number
 """Workspace for each pair of keys."""
+_UNIT = 2.0**40
+"""Cosines are subtracted as integers of 1 / _UNIT, whose sum does not depend on their order."""
 
 
 def redundancy(
@@ -21,8 +25,9 @@ def redundancy(
 
     The similarity of key j to key i is their cosine, but zero for i = j, and zero if j is the last
     key whose cosine with i exceeds the threshold: of several copies, the newest is not redundant.
-    Only some rows i exist at a time, for all heads. Besides them, memory is that of the keys in
-    float32.
+    The sum of all cosines with key j is its product with the sum of all keys, so cosines are needed
+    only to find each key's last similar one. Only some rows i of them exist at a time, for all
+    heads. Besides them, memory is that of the keys in float32.
 
     Args:
         keys: ``[H, S, D]``, rotated, ascending by position in each head, any float dtype. What is
@@ -45,22 +50,47 @@ def redundancy(
         )
     if threshold < 0:
         raise ValueError(f"threshold {threshold} is negative; use 0 to 1")
-    heads, size, _ = keys.shape
-    slots = torch.arange(size, dtype=torch.int32, device=keys.device)
-    is_key = slots < lengths[:, None]  # [H, S]
-    directions = torch.where(is_key[..., None], keys, 0).float()
-    directions /= torch.linalg.vector_norm(directions, dim=-1, keepdim=True) + 1e-8
-    sums = directions.new_zeros(heads, size)
-    step = max(1, workspace_bytes // max(1, heads * size * BYTES_PER_ENTRY))
+    heads, size, dim = keys.shape
+    num_groups = -(-size // GROUP)
+    is_key = torch.arange(size, device=keys.device) < lengths[:, None]  # [H, S]
+    # Slots behind the length are zero vectors: their cosines are 0, so they are never similar.
+    directions = keys.new_zeros((heads, num_groups * GROUP, dim), dtype=torch.float32)
+    directions[:, :size] = torch.where(is_key[..., None], keys, 0)
+    norms = torch.linalg.vector_norm(directions, dim=-1, keepdim=True)
+    directions /= norms + 1e-8
+    own = (norms / (norms + 1e-8)).square()[:, :size, 0]
+    subtracted = torch.zeros((heads, size), dtype=torch.int64, device=keys.device)
+    step = max(1, workspace_bytes // max(1, heads * num_groups * GROUP * BYTES_PER_ENTRY))
     for start in range(0, size, step):
-        rows = slots[start : start + step, None]
-        # Slots behind the length are zero vectors: their cosines are 0, so they are never similar.
-        cosines = directions[:, start : start + step] @ directions.transpose(1, 2)  # [H, R, S]
-        cosines.masked_fill_(rows == slots, 0)
-        last = torch.where(cosines > threshold, slots, -1).amax(-1, keepdim=True)
+        rows = directions[:, start : min(start + step, size)]
+        cosines = rows @ directions.transpose(1, 2)  # [H, R, S']
+        cosines.diagonal(start, 1, 2).fill_(0)
+        last = last_above(cosines, threshold)  # [H, R]
         if first_key:
             last.clamp_(min=0)
-        sums += cosines.masked_fill_(last == slots, 0).sum(1)
-    means = sums / lengths[:, None].clamp(min=1)
+        of_last = cosines.gather(-1, last.clamp(min=0)[..., None])[..., 0]
+        of_last = of_last.masked_fill(last < 0, 0).double().mul(_UNIT).round().long()
+        subtracted.scatter_add_(1, last.clamp(min=0), of_last)
+    sums = (directions @ directions.sum(1)[..., None])[:, :size, 0] - own
+    means = (sums - (subtracted / _UNIT).float()) / lengths[:, None].clamp(min=1)
     # A head without keys has a softmax of nothing, which is NaN.
     return means.masked_fill(~is_key, float("-inf")).softmax(-1).masked_fill(~is_key, 0)
+
+
+def last_above(values: Tensor, threshold: float) -> Tensor:
+    """Return the last index of each row whose value exceeds the threshold, -1 if none does.
+
+    Args:
+        values: ``[H, R, S']``, S' a multiple of `GROUP`, contiguous. It is read once.
+
+    Returns:
+        int64 ``[H, R]``.
+    """
+    groups = values.unflatten(-1, (-1, GROUP))  # [H, R, S' / GROUP, GROUP]
+    numbers = torch.arange(max(groups.shape[2], GROUP), device=values.device)
+    exceeds = groups.amax(-1) > threshold
+    group = torch.where(exceeds, numbers[: groups.shape[2]], -1).amax(-1)
+    index = group.clamp(min=0)[..., None, None].expand(*group.shape, 1, GROUP)
+    found = groups.gather(2, index)[:, :, 0] > threshold
+    slot = torch.where(found, numbers[:GROUP], -1).amax(-1)
+    return torch.where(group < 0, -1, group * GROUP + slot)

@@ -32,16 +32,38 @@ class Listed:
     """Dotted name of its module or class."""
     name: str
     parameters: str | None
-    """As `parameters_of` gives them, or `...` if they differ by platform; None if no function."""
+    """As `parameters_of` gives them, or `...` if they differ by platform; None if no function.
+
+    In brackets: those that only some supported versions have, `a[, b]`.
+    """
     use: str
+    since: str
+    """First minor version that has it, `0.33`; empty if all have."""
     files: tuple[str, ...]
     """Where the plugin uses it, below the root of the repository."""
+
+    def is_in(self, version: str) -> bool:
+        """Return whether a version of vLLM such as `0.33.0` should have it."""
+        return numbers(self.since) <= numbers(version)
+
+    def takes(self, parameters: str | None) -> bool:
+        """Return whether a definition's parameters are those of the page."""
+        if self.parameters is None or parameters is None:
+            return self.parameters == parameters
+        without = re.sub(r"\[.*?\]", "", self.parameters)
+        return parameters in (without, re.sub(r"[\[\]]", "", self.parameters)) or without == "..."
+
+
+def numbers(version: str) -> list[int]:
+    """Return the numbers in a version: [0, 33, 0] of `0.33.0`."""
+    return [int(number) for number in re.findall(r"\d+", version)]
 
 
 def read_page(page: Path = PAGE) -> list[Listed]:
     """Return the names in the first column of the page's tables.
 
-    An owner is a dotted name in the heading above the table, or stands before the name.
+    An owner is a dotted name in the heading above the table, or stands before the name. A use that
+    only newer versions have is `override since 0.33`.
     """
     listed, owners = [], [""]
     for line in page.read_text().splitlines():
@@ -54,8 +76,9 @@ def read_page(page: Path = PAGE) -> list[Listed]:
         for dotted, parameters in re.findall(r"`([\w.]+)(\([^`]*\))?`", cells[0]):
             prefix, _, name = dotted.rpartition(".")
             signature = parameters[1:-1] if parameters else None
+            use, _, since = cells[1].partition(" since ")
             listed += [
-                Listed(owner, name, signature, cells[1], files)
+                Listed(owner, name, signature, use, since, files)
                 for owner in ([prefix] if prefix else owners)
             ]
     return listed
@@ -118,6 +141,14 @@ class Sources:
         """Take the folders of the packages, which bear their names."""
         self.packages = packages
         self._packages = {package.name: package for package in packages}
+
+    @property
+    def version(self) -> str:
+        """The version of vLLM, as its package says without being imported."""
+        text = (self._packages["vllm"] / "_version.py").read_text()
+        found = re.search(r"^__version__ = .*'(.*)'$", text, re.MULTILINE)
+        assert found is not None
+        return found[1]
 
     @functools.cache  # noqa: B019
     def module(self, name: str) -> ast.Module | None:
@@ -226,6 +257,8 @@ def differences(
     Where there is a `reference`, bodies of functions and what attributes are set to are compared.
     """
     for row in listed:
+        if not row.is_in(sources.version):
+            continue
         found = sources.member(row.owner, row.name)
         if found is None:
             yield row, "is gone"
@@ -235,7 +268,7 @@ def differences(
             parameters = parameters_of(found.node)
         if (parameters is None) != (row.parameters is None):
             yield row, "is no function" if parameters is None else "is a function"
-        elif row.parameters not in ("...", parameters):
+        elif not row.takes(parameters):
             yield row, f"takes ({parameters})"
         known = reference.member(row.owner, row.name) if reference else None
         if known and body_of(known.node) != body_of(found.node):

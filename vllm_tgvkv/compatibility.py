@@ -18,7 +18,8 @@ from vllm_tgvkv.layer_types import (
     sliding_layers,
     text_ranges,
 )
-from vllm_tgvkv.platforms import Platform, eviction_platform
+from vllm_tgvkv.platforms import CPU, Platform, eviction_platform
+from vllm_tgvkv.vllm_versions import block_size_before_loading
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -242,7 +243,8 @@ def _mixed_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusa
 def _cache_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusal, ...]:
     """List what a quantised cache may not be; nothing for other caches."""
     cache, model = vllm_config.cache_config, vllm_config.model_config
-    dtype, block_size, head_size = cache.cache_dtype, cache.block_size, model.get_head_size()
+    dtype, head_size = cache.cache_dtype, model.get_head_size()
+    block_size = block_size_before_loading(cache, platform is CPU)
     skipped = cache.kv_cache_dtype_skip_layers
     # vLLM reads the checkpoint's scheme only when it builds the layers.
     if dtype == "auto" and getattr(vllm_config.quant_config, "kv_cache_scheme", None):
@@ -304,7 +306,8 @@ def _engine_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refus
     }
     config = config_of(vllm_config)
     kernel = config.decode_kernel
-    least = config.missed_ceiling(vllm_config.cache_config.block_size)
+    block_size = block_size_before_loading(vllm_config.cache_config, platform is CPU)
+    least = config.missed_ceiling(block_size)
     shared_maxima = _methods_with_shared_maxima(config, model, ranks)
     return (
         # Drafts

@@ -273,8 +273,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _configure(options: argparse.Namespace) -> VllmConfig:
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
 
     from vllm_tgvkv.compatibility import clear_nominal_window
+    from vllm_tgvkv.vllm_versions import block_size_before_loading
 
     given: dict[str, Any] = {
         "block_size": options.block_size,
@@ -288,6 +290,8 @@ def _configure(options: argparse.Namespace) -> VllmConfig:
     )
     vllm_config = engine_args.create_engine_config()
     clear_nominal_window(vllm_config)
+    cache = vllm_config.cache_config
+    cache.block_size = block_size_before_loading(cache, current_platform.is_cpu())
     context = vllm_config.model_config.max_model_len
     if options.prompt + options.answer > context:
         raise EvictionConfigError(

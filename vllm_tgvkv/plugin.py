@@ -5,22 +5,23 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
-SUPPORTED_VLLM = (0, 32)
+SUPPORTED_VLLM = ((0, 32), (0, 33))
 
 
 class UnsupportedVllmError(RuntimeError):
-    """The installed vLLM is not of the minor version that this package supports."""
+    """The installed vLLM is of no minor version that this package supports."""
 
 
 def check_vllm_version(installed: str) -> None:
-    """Raise `UnsupportedVllmError` unless `installed` is of the supported minor version."""
+    """Raise `UnsupportedVllmError` unless `installed` is of a supported minor version."""
     numbers = tuple(int(part) for part in installed.split(".")[:2] if part.isdigit())
-    if numbers != SUPPORTED_VLLM:
-        wanted = ".".join(map(str, SUPPORTED_VLLM))
+    if numbers not in SUPPORTED_VLLM:
+        minors = [".".join(map(str, minor)) for minor in SUPPORTED_VLLM]
         raise UnsupportedVllmError(
-            f"vllm-tgvkv {version('vllm-tgvkv')} works with vLLM {wanted}.x, but {installed} is "
-            f"installed: install vllm=={wanted}.* or the vllm-tgvkv release made for {installed}, "
-            "or uninstall vllm-tgvkv"
+            f"vllm-tgvkv {version('vllm-tgvkv')} works with vLLM "
+            f"{' and '.join(f'{minor}.x' for minor in minors)}, but {installed} is installed: "
+            f"install {' or '.join(f'vllm=={minor}.*' for minor in minors)} or the vllm-tgvkv "
+            f"release made for {installed}, or uninstall vllm-tgvkv"
         )
 
 

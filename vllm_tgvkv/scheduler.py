@@ -19,7 +19,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_tgvkv.candidate import Candidate, make_candidate
 from vllm_tgvkv.config import CONFIG_KEY, config_of
@@ -47,6 +47,7 @@ from vllm_tgvkv.plan import (
 )
 from vllm_tgvkv.queries import QueryRows
 from vllm_tgvkv.request import RequestOptions
+from vllm_tgvkv.vllm_versions import end_with_error
 
 logger = init_logger("vllm.tgvkv")
 
@@ -168,6 +169,8 @@ class EvictionScheduler(Scheduler):
         """Tokens of all requests together that are evicted in one step, which bounds the memory of
         their scores (`memory.py`). One more waits for the next step."""
         self._num_cut_tokens = 0
+        self._queue_waits = False
+        """Whether a request that is not admitted yet has to wait in this step."""
         self._rows_are_short = False
         """Whether a request waits for query rows in this step. Those after it take none, or a
         request that needs many could wait forever."""
@@ -250,9 +253,13 @@ class EvictionScheduler(Scheduler):
 
     # -- admission ----------------------------------------------------------------------
 
-    def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
+    def _get_local_prefix_cache_hit(
+        self, request: Request, *args: Any, **kwargs: Any
+    ) -> tuple[KVCacheBlocks, int, int, bool]:
         """Shorten a hit that would cover observation rows or the end of the prompt."""
-        blocks, num_hit, boundary, diverged = super()._get_local_prefix_cache_hit(request)
+        blocks, num_hit, boundary, diverged = super()._get_local_prefix_cache_hit(
+            request, *args, **kwargs
+        )
         candidate = self.candidates.get(request.request_id)
         if candidate is None:
             return blocks, num_hit, boundary, diverged
@@ -281,15 +288,28 @@ class EvictionScheduler(Scheduler):
     ) -> int:
         """Return the tokens of a chunk; 0, which vLLM skips, if the request has to wait.
 
-        vLLM asks this for every chunk, and for every step of a decoding request. A candidate's
-        chunk ends where it is evicted. Only a preempted request has tokens behind that when it
-        prefills: they follow in the next chunk, over the compressed cache, as they were computed
-        the first time. A candidate waits if earlier prefills need the blocks, or if it has to store
-        queries and no rows are left for them.
+        vLLM asks this for every chunk, and for every step of a decoding request. Requests that
+        are not admitted yet wait behind one that has to wait, so that it is not overtaken for
+        ever: vLLM 0.32 asks no further, 0.33 does.
         """
         num_new_tokens = super()._reserve_prefill_lookahead(
             request, num_computed_tokens, num_new_tokens
         )
+        is_admitted = request.status == RequestStatus.RUNNING
+        if num_new_tokens == 0 or (self._queue_waits and not is_admitted):
+            return 0
+        num_new_tokens = self._end_chunk(request, num_computed_tokens, num_new_tokens)
+        self._queue_waits |= num_new_tokens == 0 and not is_admitted
+        return num_new_tokens
+
+    def _end_chunk(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """Return the tokens of a chunk, at most `num_new_tokens`; 0 if the request has to wait.
+
+        A candidate's chunk ends where it is evicted. Only a preempted request has tokens behind
+        that when it prefills: they follow in the next chunk, over the compressed cache, as they
+        were computed the first time. A candidate waits if earlier prefills need the blocks, or if
+        it has to store queries and no rows are left for them.
+        """
         candidate = self.candidates.get(request.request_id)
         if candidate is not None and candidate.cut is not None:
             end = min(num_computed_tokens + num_new_tokens, candidate.cut.at)
@@ -336,7 +356,7 @@ class EvictionScheduler(Scheduler):
     # -- each step ----------------------------------------------------------------------
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        self._num_cut_tokens = 0
+        self._num_cut_tokens, self._queue_waits = 0, False
         output = super().schedule(*args, **kwargs)
         scheduled = output.num_scheduled_tokens
         self.query_rows.give_back(name for name in self._first_chunks if name not in scheduled)
@@ -455,8 +475,11 @@ class EvictionScheduler(Scheduler):
             return  # it ended meanwhile
         candidate.has_failed = True
         self._skip(self.requests[failure.request_id], candidate.options.policy, "policy_failed")
-        # vLLM's update ends the requests in this set with an error.
-        self.grammar_compile_error_reqs.add(failure.request_id)
+        message = (
+            f"KV eviction by the method {candidate.options.policy!r} failed; the server's log has "
+            "the reason"
+        )
+        end_with_error(self, failure.request_id, message)
 
     def _trim(self, outcome: Outcome, num_retained: int) -> None:
         """Take back the blocks that a guarded eviction did not need."""

@@ -241,6 +241,10 @@ class OutputWithOutcomes(AsyncModelRunnerOutput):
     def get_output(self) -> ModelRunnerOutput:
         return with_outcomes(self._output.get_output(), self._outcomes)
 
+    def get_kv_connector_output(self) -> Any:
+        """Return what is left of the output for vLLM 0.33 if `get_output` failed."""
+        return self._output.get_kv_connector_output()
+
 
 def with_outcomes(output: ModelRunnerOutput, outcomes: Outcomes) -> ModelRunnerOutput:
     """Wait for the step's outcomes and attach them."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`docs/upgrading.md` against the installed vLLM and against the plugin's code.
+"""`docs/upgrading.md` against the installed vLLM, the next one, and the plugin's code.
 
 Sources are read and not imported, so this covers the CUDA worker on a machine without a GPU.
 """
@@ -7,11 +7,13 @@ Sources are read and not imported, so this covers the CUDA worker on a machine w
 from __future__ import annotations
 
 import ast
+import functools
 import logging
 import os
 import re
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ import torch
 from tests.conftest import ROOT
 from tools.compare_vllm import (
     Function,
+    Listed,
     Sources,
     differences,
     installed,
@@ -29,11 +32,27 @@ from tools.compare_vllm import (
     parameters_of,
     read_page,
 )
+from tools.next_vllm import FOLDER, VERSION
+from vllm_tgvkv.plugin import SUPPORTED_VLLM
 
 LISTED = read_page()
 OURS = ROOT / "vllm_tgvkv"
 VLLM = installed()
 BOTH = Sources(OURS, *VLLM.packages)
+"""Ours and the installed vLLM's."""
+
+
+@functools.cache
+def next_sources() -> Sources:
+    """Return ours and those of the newest supported vLLM, or skip the test."""
+    if not FOLDER.exists():
+        pytest.skip(f"no sources of vLLM {VERSION}: `make next-vllm` downloads them")
+    return Sources(OURS, FOLDER / "vllm")
+
+
+each_version = pytest.mark.parametrize(
+    "get", [lambda: BOTH, next_sources], ids=["installed", "next"]
+)
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path
     for folder in (OURS, OURS / "policies", OURS / "server")
@@ -83,25 +102,27 @@ def definition(owner: str, name: str, sources: Sources = BOTH) -> tuple[str, int
     return None if found is None else (found.module, getattr(found.node, "lineno", 0))
 
 
-DEFINITIONS = {definition(row.owner, row.name) for row in LISTED}
+DEFINITIONS = {definition(row.owner, row.name) for row in LISTED} - {None}
 NAMES = {row.name for row in LISTED}
 
 
-def lineage(owner: str) -> list[str]:
+def lineage(owner: str, sources: Sources = BOTH) -> list[str]:
     """Return a class and all of its bases, ours and vLLM's, nearest first."""
     found = [owner]
-    for base in BOTH.bases(owner):
-        found += [one for one in lineage(base) if one not in found]
+    for base in sources.bases(owner):
+        found += [one for one in lineage(base, sources) if one not in found]
     return found
 
 
-def classes() -> Iterator[tuple[str, ast.ClassDef, list[str], list[str]]]:
+def classes(
+    sources: Sources = BOTH,
+) -> Iterator[tuple[str, ast.ClassDef, list[str], list[str]]]:
     """Yield our classes that extend vLLM's: name, definition, our classes and vLLM's of them."""
     for module, tree in TREES.items():
         for node in tree.body:
             if isinstance(node, ast.ClassDef):
                 owner = f"{module}.{node.name}"
-                family = lineage(owner)
+                family = lineage(owner, sources)
                 ours = [one for one in family if one.startswith("vllm_tgvkv.")]
                 theirs = [one for one in family if one.startswith("vllm.")]
                 if theirs:
@@ -126,38 +147,93 @@ def is_declaration(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.AnnAssign) and statement.value is None
 
 
-def overrides() -> Iterator[tuple[str, str, ast.stmt, str]]:
+@functools.cache
+def overrides(sources: Sources) -> list[tuple[str, str, ast.stmt, str]]:
+    return list(_overrides(sources))
+
+
+def _overrides(sources: Sources) -> Iterator[tuple[str, str, ast.stmt, str]]:
     """Yield what our classes define in place of vLLM: class, name, our definition, vLLM's class.
 
     A mixin counts where it stands before a class of vLLM.
     """
-    for owner, _, ours, theirs in classes():
+    for owner, _, ours, theirs in classes(sources):
         for base in ours:
-            found = BOTH.find(base)
+            found = sources.find(base)
             assert found is not None
             assert isinstance(found.node, ast.ClassDef)
             for name, ours_node in names_in(found.node.body):
-                replaced = [their for their in theirs if definition(their, name)]
+                replaced = [their for their in theirs if definition(their, name, sources)]
                 if replaced and not is_declaration(ours_node):
                     yield owner, name, ours_node, replaced[0]
 
 
-OVERRIDES = list(overrides())
-
-
-def test_listed_names_exist_with_these_parameters() -> None:
-    assert [f"{row.owner}.{row.name} {how}" for row, how in differences(LISTED, VLLM)] == []
+@each_version
+def test_listed_names_exist_with_these_parameters(get: Callable[[], Sources]) -> None:
+    assert [f"{row.owner}.{row.name} {how}" for row, how in differences(LISTED, get())] == []
     assert len(LISTED) > 250
 
 
-def test_overrides_are_listed() -> None:
+@each_version
+def test_overrides_are_listed(get: Callable[[], Sources]) -> None:
     """The scheduler's, the manager's, and those of workers, runners, attention and metrics."""
-    for owner, name, _, their in OVERRIDES:
-        assert definition(their, name) in DEFINITIONS, f"{owner} overrides {their}.{name}"
-    found = {owner.rpartition(".")[2] for owner, *_ in OVERRIDES}
+    sources = get()
+    found = {owner.rpartition(".")[2] for owner, *_ in overrides(sources)}
     assert found >= {"EvictionScheduler", "EvictingManager", "EvictionGPUWorker"}
-    as_listed = {definition(r.owner, r.name) for r in LISTED if r.use == "override"}
-    assert as_listed == {definition(their, name) for _, name, _, their in OVERRIDES}
+    listed = [row for row in LISTED if row.use == "override" and row.is_in(sources.version)]
+    as_listed = {definition(row.owner, row.name, sources) for row in listed}
+    replaced = {
+        definition(their, name, sources): f"{owner} overrides {their}.{name}"
+        for owner, name, _, their in overrides(sources)
+    }
+    assert [what for place, what in replaced.items() if place not in as_listed] == []
+    assert as_listed == replaced.keys()
+
+
+@each_version
+def test_no_abstract_method_is_left(get: Callable[[], Sources]) -> None:
+    """A class that lacks one fails where it is made, here on a GPU with asynchronous scheduling."""
+    sources, checked = get(), 0
+    for owner, _, ours, theirs in classes(sources):
+        for their in theirs:
+            found = sources.find(their)
+            assert found is not None
+            assert isinstance(found.node, ast.ClassDef)
+            for name, node in names_in(found.node.body):
+                if is_abstract(node):
+                    family = [*ours, *theirs]
+                    nearest = next(filter(None, (own(one, name, sources) for one in family)))
+                    assert not is_abstract(nearest), f"{owner} lacks {their}.{name}"
+                    checked += 1
+    assert checked > 10
+
+
+def is_abstract(node: ast.AST) -> bool:
+    """Return whether a definition in a class is an abstract method."""
+    decorators = node.decorator_list if isinstance(node, Function) else []
+    return any("abstractmethod" in ast.unparse(decorator) for decorator in decorators)
+
+
+def own(owner: str, name: str, sources: Sources) -> ast.stmt | None:
+    """Return what a class itself, without its bases, defines under a name."""
+    found = sources.find(owner)
+    assert found is not None
+    assert isinstance(found.node, ast.ClassDef)
+    return dict(names_in(found.node.body)).get(name)
+
+
+def test_the_page_names_what_the_next_version_changes() -> None:
+    """Also what was only read and needs nothing."""
+    sources = next_sources()
+    section = page_text().split(f"## What {VERSION} changes")[1].split("\n## ")[0]
+    named = set(re.findall(r"`(?:\w+\.)*(\w+)", section))
+    changed = {row.name for row, _ in differences(LISTED, sources, VLLM)}
+    changed |= {row.name for row in LISTED if row.since}
+    assert changed - named == set()
+    assert "{}.{}".format(*SUPPORTED_VLLM[-1]) == sources.version.rpartition(".")[0]
+    minors = [row.since for row in LISTED if row.since]
+    assert minors
+    assert set(minors) <= {"{}.{}".format(*minor) for minor in SUPPORTED_VLLM[1:]}
 
 
 def incompatible(ours: ast.arguments, theirs: ast.arguments) -> str:
@@ -182,10 +258,11 @@ def incompatible(ours: ast.arguments, theirs: ast.arguments) -> str:
     return ""
 
 
-def test_overrides_take_what_vllm_passes() -> None:
-    checked = 0
-    for owner, name, node, their in OVERRIDES:
-        found = VLLM.member(their, name)
+@each_version
+def test_overrides_take_what_vllm_passes(get: Callable[[], Sources]) -> None:
+    sources, checked = get(), 0
+    for owner, name, node, their in overrides(sources):
+        found = sources.member(their, name)
         assert found is not None
         if isinstance(node, Function) and isinstance(found.node, Function):
             ours = node.args
@@ -233,6 +310,12 @@ def test_imports_are_listed() -> None:
     for module, name in imported():
         owner, _, last = name.rpartition(".")
         assert name in owners or definition(owner, last) in known, f"{module} imports {name}"
+
+
+def test_imports_exist_in_the_next_version() -> None:
+    sources = next_sources()
+    missing = [name for _, name in imported() if sources.find(name) is None]
+    assert missing == []
 
 
 def attributes(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
@@ -397,6 +480,7 @@ class Scheduler(Base):
     def renamed(self, a): ...
     def changed(self): return 1
     def removed(self): ...
+    def grown(self, a): ...
 """
 NEW = """
 from .other import Base, helper as imported
@@ -408,6 +492,8 @@ class Scheduler(Base):
         return a
     def renamed(self, z): ...
     def changed(self): return 2
+    def grown(self, a, b): ...
+    def added(self): ...
 """
 OTHER = "class Base:\n    def inherited(self): ...\ndef helper(x, *rest, **more): ...\n"
 PAGE = """
@@ -416,15 +502,18 @@ PAGE = """
 |---|---|---|---|
 | `kept(a, *, b)`, `renamed(a)`, `changed()`, `removed()`, `inherited()` | call | `a/b.py` | x |
 | `limit`, `errors`, `vllm.core.imported(x, *rest, **more)` | read | `a/c.py` | x |
+| `grown(a[, b])` | override | `a/c.py` | x |
+| `added()`, `missing()` | override since 0.33 | `a/c.py` | x |
 """
 
 
-def write_package(folder: Path, core: str) -> Sources:
+def write_package(folder: Path, core: str, version: str) -> Sources:
     package = folder / "vllm"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")
     (package / "core.py").write_text(core)
     (package / "other.py").write_text(OTHER)
+    (package / "_version.py").write_text(f"__version__ = version = '{version}'\n")
     return Sources(package)
 
 
@@ -432,15 +521,28 @@ def test_the_tool_tells_what_changed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(PAGE)
     listed = read_page(page)
-    old, new = write_package(tmp_path / "old", OLD), write_package(tmp_path / "new", NEW)
+    old = write_package(tmp_path / "old", OLD, "0.32.1+cpu")
+    new = write_package(tmp_path / "new", NEW, "0.33.0")
+    assert (old.version, new.version) == ("0.32.1+cpu", "0.33.0")
     assert list(differences(listed, old, old)) == []
     assert {(row.name, how) for row, how in differences(listed, new, old)} == {
         ("renamed", "takes (z)"),
         ("changed", "has another body"),
         ("removed", "is gone"),
+        ("missing", "is gone"),
         ("errors", "is set or declared otherwise"),
     }
     assert {row.files for row in listed} == {("a/b.py",), ("a/c.py",)}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "fits"),
+    [("a", True), ("a, b", True), ("a, c", False), ("", False), (None, False)],
+)
+def test_parameters_in_brackets_may_be_missing(parameters: str | None, fits: bool) -> None:
+    row = Listed("vllm.A", "f", "a[, b]", "call", "", ())
+    assert row.takes(parameters) is fits
+    assert replace(row, parameters="...").takes(parameters) is (parameters is not None)
 
 
 def test_properties_are_attributes() -> None:

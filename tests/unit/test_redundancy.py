@@ -11,9 +11,9 @@ from torch import Tensor
 
 from oracle import decoding
 from tests.inputs import fresh_seed
-from vllm_tgvkv.kernels.redundancy import redundancy
+from vllm_tgvkv.kernels.redundancy import BYTES_PER_ENTRY, GROUP, last_above, redundancy
 
-SIZE, HEAD_SIZE = 61, 16
+SIZE, HEAD_SIZE = 2 * GROUP + 21, 16
 
 
 @pytest.fixture(autouse=True)
@@ -48,11 +48,11 @@ def ragged(lengths: list[int], dtype: torch.dtype = torch.float32) -> tuple[Tens
 
 
 @pytest.mark.parametrize("first_key", [False, True])
-@pytest.mark.parametrize("rows", [1, 7, 61, 1000])
+@pytest.mark.parametrize("rows", [1, 7, SIZE, 1000])
 def test_heads_of_any_length(rows: int, first_key: bool) -> None:
-    lengths = [SIZE, 1, 40, 0, 2, int(torch.randint(1, SIZE, ()))]
+    lengths = [SIZE, 1, 40, 0, 2, GROUP + 1, int(torch.randint(1, SIZE, ()))]
     keys, heads = ragged(lengths)
-    workspace = rows * len(lengths) * SIZE * 9
+    workspace = rows * len(lengths) * 3 * GROUP * BYTES_PER_ENTRY
     ours = redundancy(keys, torch.tensor(lengths), first_key=first_key, workspace_bytes=workspace)
     assert ours.dtype == torch.float32
     for row, head in zip(ours, heads, strict=True):
@@ -70,6 +70,21 @@ def test_the_rows_differ_from_a_plain_mean_of_cosines() -> None:
     assert changed.sum() > SIZE // 2
     unlike = (decoding.similarity(keys, True) != decoding.similarity(keys)).any()
     assert unlike or (plain > decoding.SIMILAR).any(1).all()
+
+
+def test_the_last_value_above_a_threshold() -> None:
+    """In any group, at its borders, or nowhere; a value that equals it is not above."""
+    values = torch.full((2, 40, 3 * GROUP), -1.0)
+    rare = torch.rand(values.shape) > 0.995
+    values[rare] = torch.rand(int(rare.sum()))
+    for row, slots in enumerate(([0], [GROUP - 1], [GROUP], [3 * GROUP - 1], [], [5, GROUP + 5])):
+        values[0, row] = 0.5
+        values[0, row, slots] = 0.75
+    ours = last_above(values, 0.5)
+    for head in range(2):
+        for row in range(40):
+            above = (values[head, row] > 0.5).nonzero().flatten().tolist()
+            assert ours[head, row] == (above[-1] if above else -1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What has to be done differently for the supported minor versions of vLLM."""
+
+from __future__ import annotations
+
+from vllm.config import CacheConfig
+from vllm.outputs import RequestError
+from vllm.v1.core.sched.scheduler import Scheduler
+
+CPU_BLOCK_SIZE = 128
+"""Tokens of a block on CPU where `--block-size` is not given."""
+
+
+def block_size_before_loading(cache: CacheConfig, is_cpu: bool) -> int:
+    """Return the tokens of a block, as far as they are known before the model is loaded.
+
+    vLLM 0.33 chooses the default on CPU once the model is loaded, and says 16 until then; 0.32
+    chooses it at once.
+    """
+    if is_cpu and not cache.user_specified_block_size:
+        return CPU_BLOCK_SIZE
+    return int(cache.block_size)
+
+
+def end_with_error(scheduler: Scheduler, request_id: str, message: str) -> None:
+    """Let the scheduler's next `update_from_output` end a request with HTTP 500.
+
+    vLLM 0.32 answers "Internal server error"; 0.33 answers with the message.
+    """
+    failed = scheduler.grammar_compile_error_reqs
+    if isinstance(failed, set):  # vLLM 0.32
+        failed.add(request_id)
+    else:
+        failed[request_id] = RequestError("internal_error", message)

@@ -51,7 +51,8 @@ class Candidate:
 
         They take the place of every row set of the method.
         """
-        if self.cut is None or self.cut == self.cuts.first:
+        # The scheduler asks for every request in every step; comparing fields takes longer.
+        if self.cut is None or self.cut is self.cuts.first:
             return self.voters
         kinds = self.voters.kinds
         first = max(self.cut.at - self.num_answer_rows, self.num_cut)

@@ -8,6 +8,12 @@ from torch import Tensor
 
 from vllm_tgvkv.kernels import gpu
 
+WORKSPACE_BYTES = 4 << 20
+"""On CPU fresh memory takes longer to map than to copy. Buffers of this size are used again."""
+
+_MOST_MOVED = 0.25
+"""Share of tokens up to which whole pages are copied first, and then the others one by one."""
+
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -46,7 +52,7 @@ def copy_kept(
     new_blocks: Tensor,
     num_layers: int,
     num_heads: int,
-    workspace_bytes: int = 64 << 20,
+    workspace_bytes: int = WORKSPACE_BYTES,
 ) -> None:
     """Copy the selected tokens of all layers and heads to new blocks.
 
@@ -92,8 +98,36 @@ def copy_kept(
         is_owned = (region < offsets[-1])[:, None]
         chunk = torch.where(is_owned, chunk, target[:, None] * block_size + slots)
         source = chunk // block_size, chunk % block_size
+        base, moved = _whole_pages(*source, slots)
+        if len(moved) > _MOST_MOVED * chunk.numel():
+            for pool in pools:
+                pool[target] = pool[source]
+            continue
+        base = torch.where(base < 0, target, base)
+        rows = moved // block_size, moved % block_size
+        source = source[0].flatten()[moved], source[1].flatten()[moved]
         for pool in pools:
-            pool[target] = pool[source]
+            # Copy pages in storage order, [D, N] or [N, D].
+            stored = pool.transpose(1, 2) if pool.stride(1) == 1 else pool
+            stored[target] = stored.index_select(0, base)
+            pool[target[rows[0]], rows[1]] = pool[source]
+
+
+def _whole_pages(pages: Tensor, slots: Tensor, own_slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a page for each row of sources that most tokens may come from, and those that do not.
+
+    Args:
+        pages, slots: int64 ``[R, N]``, where the tokens are.
+        own_slots: int64 ``[N]``, where they go.
+
+    Returns:
+        int64 ``[R]``, -1 where none keeps its slot; int64, indices of the other tokens in the
+        flattened rows.
+    """
+    keeps_slot = slots == own_slots
+    base = torch.where(keeps_slot, pages, -1).amax(dim=1)
+    moved = ~(keeps_slot & (pages == base[:, None]))
+    return base, moved.flatten().nonzero().squeeze(1)
 
 
 def _check(

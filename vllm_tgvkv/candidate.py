@@ -51,7 +51,8 @@ class Candidate:
 
         They take the place of every row set of the method.
         """
-        if self.cut is None or self.cut == self.cuts.first:
+        # The scheduler asks for every request in every step; comparing fields takes longer.
+        if self.cut is None or self.cut is self.cuts.first:
             return self.voters
         kinds = self.voters.kinds
         first = max(self.cut.at - self.num_answer_rows, self.num_cut)
@@ -86,7 +87,8 @@ def make_candidate(
         return "policy_none"
     if longest - num_tokens <= options.defer + 1:
         return "answer_too_short" if options.defer else "single_token"
-    if num_tokens < max(config.min_prompt_tokens, block_size):
+    is_short = num_tokens < config.min_prompt_tokens
+    if num_tokens < block_size or (is_short and options.ceiling is None):
         return "prompt_too_short"
     policy = config.build_policy(options.policy)
     prompt = map_prompt(num_tokens, request.mm_features, model)
@@ -101,6 +103,8 @@ def make_candidate(
         return "unknown_patch_grid"
     num_retained = options.budget.retained_blocks(num_tokens, block_size)
     num_full = num_tokens // block_size
+    if is_short:  # only the ceiling evicts, once the answer has reached it
+        num_retained = num_full
     is_certain = ~prompt.is_vision()[: num_full * block_size]
     is_certain[: config.sinks] = True
     guard = options.budget.guard(num_tokens, int(is_certain.sum()), block_size)
@@ -111,7 +115,7 @@ def make_candidate(
     # A first cut that keeps everything is only made for the sake of those that follow.
     serves = cuts.after(cuts.first) is not None or config.debug.evict_at_full_budget
     if covers_prompt and not serves:
-        return "budget_covers_prompt"
+        return "prompt_too_short" if is_short else "budget_covers_prompt"
     rows = voters(prompt, policy.row_sets, config.observation_window, options.defer)
     num_answer_rows = config.decode.rows if config.decode else 0
     return Candidate(options, prompt, rows, cuts, guard, cuts.first, num_answer_rows)

@@ -282,7 +282,10 @@ class EvictionConfig:
         in_status=True,
     )
     min_prompt_tokens: int = setting(
-        128, at_least=0, help="Shorter prompts pass untouched.", in_status=True
+        128,
+        at_least=0,
+        help="Shorter prompts pass untouched, unless the answer reaches a ceiling (`decode`).",
+        in_status=True,
     )
     text_only: Literal["keep", "evict"] = setting(
         "keep", help="Treatment of prompts without an image or video.", in_status=True

@@ -44,6 +44,8 @@ from vllm_tgvkv.trace import Trace, Traces
 
 logger = init_logger("vllm.tgvkv")
 
+_NO_ROWS = np.empty(0, np.int64)
+
 
 @dataclass(frozen=True)
 class Evicted:
@@ -167,7 +169,9 @@ class Evictor:
         `first_token(request_id)` is the index of the request's first token in the batch's
         queries.
         """
-        observations = {part.request_id: part for part in self.plan.observations}
+        observations = {}
+        if self._may_fail:
+            observations = {part.request_id: part for part in self.plan.observations}
         summings = {part.request_id: part for part in self.plan.summings}
         evictions = {part.request_id: part for part in self.plan.evictions}
         self._current = []
@@ -192,11 +196,16 @@ class Evictor:
 
     def _rows_to_store(self, first_token: Callable[[str], int]) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens that vote later and their rows of the query pool, int64 [T] each."""
-        found = [part for part in self.plan.observations if part.stored is not None]
-        tokens = [part.token_index(first_token(part.request_id)) for part in found]
-        rows = [part.stored for part in found if part.stored is not None]
-        nothing = np.empty(0, np.int64)
-        return np.concatenate([nothing, *tokens]), np.concatenate([nothing, *rows])
+        found = [(part, part.stored) for part in self.plan.observations if part.stored is not None]
+        if not found:
+            return _NO_ROWS, _NO_ROWS
+        # A decode step has a row of each of many requests: few operations on all of them.
+        shifts = [first_token(part.request_id) - part.chunk_start for part, _ in found]
+        positions = np.concatenate([part.rows for part, _ in found])
+        rows = np.concatenate([stored for _, stored in found])
+        if len(rows) == len(found):
+            return positions + shifts, rows
+        return positions + np.repeat(shifts, [len(stored) for _, stored in found]), rows
 
     def observe_layer(self, layer: int, queries: torch.Tensor, scale: float) -> None:
         """Observe one layer, once its keys are in the cache and its attention has run.
@@ -278,6 +287,8 @@ class Evictor:
             if due.keys is None:
                 sources = slots_of_positions(positions, offsets, old_blocks, shape.num_pairs)
             else:
+                if positions.is_cpu and not due.is_ordered:
+                    positions = due.keys.settled(positions, offsets)
                 sources = due.keys.sources(positions, offsets)
             copy_kept(keys, values, sources, offsets, new_blocks, *sizes)
             if due.policy.merge:

@@ -139,6 +139,11 @@ class DueEviction:
         """Whether a trace tells scores from those that pooling raised."""
         return self.eviction.traced_budget is not None and self.policy.pooling.kind != "none"
 
+    @property
+    def is_ordered(self) -> bool:
+        """Whether the order of the keys in the cache matters at later cuts."""
+        return any("past_importance" in rows.statistics for rows in self.voting.values())
+
 
 class PromptObservation:
     """One prompt, from its first observed chunk to the decision on its eviction.
@@ -239,11 +244,12 @@ class PromptObservation:
         blocks = self._part.to_device(eviction.old_blocks)
         part, keys = self._part, None
         tables, lengths = self._tables(blocks), self._lengths(observed.num_tokens)
+        num_keys = observed.num_tokens
         if not eviction.is_first:
             find = partial(RaggedKeys.of_row, blocks, observed.num_tokens, part.regions, part.shape)
             keys = self.attempt(find)  # it takes memory, which may be short
         if keys is not None:
-            tables, lengths = keys.tables, keys.lengths
+            tables, lengths, num_keys = keys.tables, keys.lengths, keys.num_columns
         computed = eviction.voters.rows[eviction.first_row :]
         voting = {}
         for kind, positions in eviction.voters.sets.items():
@@ -257,7 +263,7 @@ class PromptObservation:
                 num_hidden=self._part.to_device(
                     (observed.num_tokens - 1 - positions).astype(np.int32)
                 ),
-                num_keys=observed.num_tokens,
+                num_keys=num_keys,
                 tables=tables,
                 lengths=lengths,
                 num_common_keys=int(positions[0]) + 1 if keys is None else 0,

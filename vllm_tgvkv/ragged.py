@@ -21,14 +21,20 @@ from vllm_tgvkv.regions import Regions
 
 @dataclass(frozen=True)
 class RaggedKeys:
-    """Where the keys of one compressed row are; L layers, H KV heads, n tokens of the request."""
+    """Where the keys of one compressed row are; L layers, H KV heads, n tokens of the request.
+
+    The host knows that no head has more than C keys. On a CPU C is the most that one has, so that
+    the cost of a cut goes by the keys that are left; elsewhere it is n.
+    """
 
     tables: Tensor
     """Pages of every (layer, head), int32 [L * H, W]."""
     lengths: Tensor
     """Keys of every (layer, head), int32 [L * H]."""
     positions: Tensor
-    """Position of each column, int64 [L * H, n]; n behind a pair's last key."""
+    """Position of each column, int64 [L * H, C]; n behind a pair's last key."""
+    num_tokens: int
+    """n."""
     shape: CacheShape
 
     @classmethod
@@ -43,13 +49,14 @@ class RaggedKeys:
             shape.num_layers, 1, shape.num_heads, dtype=torch.int32, device=device
         )
         regions.write_lengths(row, seq_lens, size, lengths)
-        width = -(-num_tokens // size)
+        num_columns = int(lengths.max()) if lengths.is_cpu else num_tokens
+        width = -(-num_columns // size)
         tables = torch.zeros(
             shape.num_layers, 1, shape.num_heads, width, dtype=torch.int32, device=device
         )
         regions.write_page_tables(row, seq_lens, size, 0, tables)
         tables, lengths = tables.view(num_pairs, width), lengths.view(num_pairs)
-        columns = torch.arange(num_tokens, device=device)
+        columns = torch.arange(num_columns, device=device)
         pages = tables[:, columns // size].long()
         # The tail ends with the row's last token in every head.
         in_tail = columns - lengths[:, None] + num_tokens
@@ -58,11 +65,11 @@ class RaggedKeys:
         in_region = regions.positions[pages, columns % size].long()
         positions = torch.where(in_tail >= first_tail, in_tail, in_region)
         positions = torch.where(columns < lengths[:, None], positions, num_tokens)
-        return cls(tables, lengths, positions, shape)
+        return cls(tables, lengths, positions, num_tokens, shape)
 
     @property
-    def num_tokens(self) -> int:
-        """n."""
+    def num_columns(self) -> int:
+        """C."""
         return self.positions.shape[1]
 
     @cached_property
@@ -70,7 +77,7 @@ class RaggedKeys:
         """Column of each position, int64 [L * H, n]; n for evicted positions."""
         num_tokens = self.num_tokens
         found = self.positions.new_full((len(self.positions), num_tokens + 1), num_tokens)
-        order = torch.arange(num_tokens, device=found.device).expand_as(self.positions)
+        order = torch.arange(self.num_columns, device=found.device).expand_as(self.positions)
         found.scatter_(1, self.positions, order)
         return found[:, :num_tokens]
 
@@ -96,8 +103,38 @@ class RaggedKeys:
         size, num_pairs = self.shape.block_size, self.shape.num_pairs
         page = torch.arange(len(positions), device=positions.device)
         pair = torch.searchsorted(offsets, page, right=True).sub_(1).clamp_(max=num_pairs - 1)
-        columns = self.columns[pair[:, None], positions.long()].clamp(max=self.num_tokens - 1)
+        columns = self.columns[pair[:, None], positions.long()].clamp(max=self.num_columns - 1)
         return self.tables[pair[:, None], columns // size].long() * size + columns % size
+
+    def settled(self, positions: Tensor, offsets: Tensor) -> Tensor:
+        """Return the tokens of a new region in an order that leaves most of them in their slots.
+
+        A pair's kept tokens within the length of its new region stay in their columns, and those
+        behind it fill the columns of evicted ones. So a cut that evicts few tokens copies whole
+        pages. Attention does not depend on the order of keys. How many tokens move is known from
+        the data only: this is for CPUs.
+
+        Args:
+            positions: int32 [pages, N]; `offsets` are those of the region, see `select_tokens`.
+
+        Returns:
+            int32 [pages, N]. Pages of no pair are unchanged.
+        """
+        size, num_pages = self.shape.block_size, int(offsets[-1])
+        offsets = offsets.long()
+        ends = offsets.diff()[:, None] * size
+        pair = torch.arange(len(ends)).repeat_interleave(offsets.diff())[:, None]
+        is_kept = torch.zeros(len(ends), self.num_columns, dtype=torch.bool)
+        is_kept[pair, self.columns[pair, positions[:num_pages].long()]] = True
+        is_inside = torch.arange(self.num_columns) < ends
+        page = torch.arange(num_pages)[:, None] - offsets[pair]
+        columns = page * size + torch.arange(size)
+        # Both lists are ordered by pair, and every pair has as many holes as tokens behind its end.
+        of_hole, hole = (is_inside & ~is_kept).nonzero(as_tuple=True)
+        columns.view(-1)[offsets[of_hole] * size + hole] = (is_kept & ~is_inside).nonzero()[:, 1]
+        settled = positions.clone()
+        settled[:num_pages] = self.positions[pair, columns]
+        return settled
 
 
 class RaggedAttention(Attention):

@@ -390,7 +390,7 @@ class EvictionScheduler(Scheduler):
         voting = candidate.voters_of_cut
         rows = voting.rows
         stored = self.query_rows.of(request.request_id)
-        first, last = np.searchsorted(rows, (start, end))
+        first, last = rows.searchsorted((start, end))
         if first < last:
             plan.observations.append(
                 Observation(

@@ -176,3 +176,42 @@ def test_under_a_ceiling_of_its_own_a_request_holds_a_flat_number_of_blocks() ->
     most = (64 + 16) // SIZE
     assert max(held["ceiling"][60:]) == most + 1  # and the block that is being written
     assert held["default"][-1] > 30
+
+
+@pytest.mark.parametrize("length", [SIZE - 1, SIZE, 3 * SIZE + 5, 200])
+@pytest.mark.parametrize("ceiling", [None, 96])
+def test_a_ceiling_holds_for_prompts_that_are_too_short_for_a_budget(
+    length: int, ceiling: int | None
+) -> None:
+    """They are kept whole until the answer has reached it; those of less than a block always."""
+    settings = {**setup("on_request").eviction, "min_prompt_tokens": 100}
+    own = {} if ceiling is None else {"kv_eviction_max_tokens": ceiling, "kv_eviction_buffer": 32}
+    tokens = random.Random(length)
+    prompt = tuple(tokens.randrange(3, 1000) for _ in range(length))
+    answers = {"short": 30, "long": 400}
+    reports, skipped, held = {}, {}, {}
+    for name, answer in answers.items():
+        double = Double(Setup(256, SIZE, eviction=settings))
+        image = (2, length - 4)
+        job = Job(name, prompt, answer, (image,), xargs={**own, "kv_eviction_report": 1})
+        reports[name] = arrive(double, job)
+        held[name] = 0
+        while not double.is_idle:
+            double.step()
+            if name in double.running:
+                row = double.scheduler.manager.req_to_blocks[name]
+                held[name] = sum(not block.is_null for block in row)
+        skipped[name] = double.scheduler.eviction_counters.requests_skipped
+        assert double.answers[name] == double.worker.expected(job)
+    if length == 200:
+        assert not any(skipped.values())
+        assert {report.cuts[0].answer_tokens for report in reports.values()} == {0}
+    elif length < SIZE or ceiling is None:
+        assert all(found == {"prompt_too_short": 1} for found in skipped.values())
+    else:
+        assert skipped == {"short": {"prompt_too_short": 1}, "long": {}}
+        first, *later = reports["long"].cuts
+        assert (first.answer_tokens, first.blocks_before) == (0, first.blocks_after)
+        assert len(later) > 5
+        assert {cut.blocks_after for cut in later} == {ceiling // SIZE}
+        assert held["long"] <= (ceiling + 32) // SIZE + 1

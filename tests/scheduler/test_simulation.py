@@ -65,7 +65,7 @@ def make_workload(seed: int) -> Workload:
             "policy": policy,
             # `auto` guards attention, which `streaming` does not compute.
             "budget": rng.choice(BUDGETS if policy == "streaming" else (*BUDGETS, *GUARDS)),
-            "min_prompt_tokens": size,
+            "min_prompt_tokens": random.Random(f"least of {seed}").choice((size, size, 6 * size)),
             "observation_window": window,
             "sinks": rng.choice((0, 4)),
             "prefix_reuse": rng.choice(("exact", "full")),

@@ -220,6 +220,38 @@ def test_copy_from_any_slots_leaves_pages_without_an_owner(workspace_bytes: int)
         assert got.float()[new_pages[owned:]].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("num_moved", [0, 1, 30])
+@pytest.mark.parametrize("workspace_bytes", [0, 3000, 1 << 20])
+def test_copy_of_pages_in_which_most_tokens_keep_their_slots(
+    dtype: torch.dtype, num_moved: int, workspace_bytes: int
+) -> None:
+    """Any other tokens fill the rest; some pages are copied from none, and the last ones not."""
+    fresh_seed()
+    layers, heads, block_size, num_old, k = 2, 3, 8, 6, 5
+    pairs = layers * heads
+    pool = make_pool(dtype, pairs, block_size, num_old, k)
+    owned = k * pairs - 4
+    counts = torch.full((pairs,), owned // pairs)
+    counts[: owned % pairs] += 1
+    offsets = page_offsets(counts.view(layers, heads))
+    pages = (pool.old_blocks.long()[:, None] * pairs + torch.arange(pairs)).flatten()
+    slots = torch.arange(block_size)
+    sources = pages[torch.randint(0, len(pages), (k * pairs, 1))] * block_size + slots
+    tokens = (pages[:, None] * block_size + slots).flatten()
+    moved = torch.randperm(owned * block_size)[:num_moved]
+    sources.view(-1)[moved] = tokens[torch.randint(0, len(tokens), (num_moved,))]
+    if num_moved:
+        sources[0] = sources[0].roll(1)  # no token keeps its slot
+    sources[owned:] = torch.randint(-(2**62), 2**62, (k * pairs - owned, block_size))
+    expected = [part.float() for part in (pool.keys, pool.values)]
+    target = (offsets, pool.new_blocks, layers, heads)
+    reference.copy_kept(*expected, sources, *target)
+    copy_kept(pool.keys, pool.values, sources, *target, workspace_bytes)
+    for got, want in zip((pool.keys, pool.values), expected, strict=True):
+        torch.testing.assert_close(got.float(), want, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("num_pairs", [1, 2, 17, 65])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_slots_of_an_uncompressed_prompt(num_pairs: int, dtype: torch.dtype) -> None:

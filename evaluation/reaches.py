@@ -30,7 +30,7 @@ from measure.smollm import model_folder
 from vllm_tgvkv.budget import Budget
 from vllm_tgvkv.prompt import WINDOW
 
-OUTPUT = ROOT / "docs" / "evaluation" / "text" / "training" / "reaches.json"
+OUTPUT = ROOT / "docs" / "evaluation" / "text_training" / "reaches.json"
 TASKS = (*PASSAGES, number("prose", 1024), number("prose", 512, keys=4))
 BLOCK, SINKS = 16, 4
 RULES_AT_A_TIME = 10

@@ -91,12 +91,16 @@ def write_report(
 
 def _part(name: str, part: Part, result: PartResult, folder: Path) -> list[Block]:
     draw, axis = (draw_memory, "memory") if part.by_memory else (draw_budgets, "budget")
-    draw(result, folder / f"{name}.png")
+    if result.cells:
+        draw(result, folder / f"{name}.png")
+        picture: list[Block] = [Plot(f"{name}.png", f"{part.title}: arms against {axis}")]
+    else:
+        picture = []
     blocks: list[Block] = [
         Heading(part.title),
         Text(part.text),
         *([Text(MEMORY)] if part.by_memory else []),
-        Plot(f"{name}.png", f"{part.title}: arms against {axis}"),
+        *picture,
         Text("The full cache:"),
         _tasks_table(result.tasks),
     ]

@@ -557,9 +557,9 @@ def neighbours(layout: Layout, pool: Pool, sinks: int = 0) -> list[list[int]]:
     reach, everything = pool.kernel // 2, range(layout.length)
     if pool.has_direction:
         first, last = pool.forward or 0, pool.back or 0
-        run = [(number, j < sinks) for j, number in enumerate(runs(layout))]
+        part = [(number, j < sinks) for j, number in enumerate(runs(layout))]
         return [
-            [i for i in everything if run[i] == run[j] and j - first <= i <= j + last]
+            [i for i in everything if part[i] == part[j] and j - first <= i <= j + last]
             if pool.kind == "sequence" or layout.vision[j]
             else [j]
             for j in everything

@@ -31,6 +31,9 @@ from vllm_tgvkv.stopwatch import Stopwatch
 WORKSPACE_BYTES = 64 << 20
 """Bound of each scratch buffer of the statistics, or the size of one layer's if that is more."""
 
+_OF_NEIGHBOURS: frozenset[Statistic] = frozenset({"past_importance", "key_redundancy"})
+"""Statistics that depend on the order of the keys in the cache."""
+
 T = TypeVar("T")
 
 
@@ -142,7 +145,7 @@ class DueEviction:
     @property
     def is_ordered(self) -> bool:
         """Whether the order of the keys in the cache matters at later cuts."""
-        return any("past_importance" in rows.statistics for rows in self.voting.values())
+        return any(_OF_NEIGHBOURS & rows.statistics for rows in self.voting.values())
 
 
 class PromptObservation:

@@ -17,6 +17,7 @@ from evaluation.field import Field, Run, run
 from evaluation.pages_arms import PARTS
 from evaluation.pages_engine import PageSettings
 from evaluation.text_arms import FULL, Cells, Part, TextArm, check, crossed, eviction_settings
+from evaluation.text_report import write_report
 from evaluation.text_tasks import TextTask
 from measure import smollm
 from reader.tasks import TASKS
@@ -100,6 +101,14 @@ def test_tables_are_counted_again_from_the_answers(tmp_path: Path) -> None:
     assert run(field, ["--only", "recount", "--output", str(tmp_path)]) == 0
     assert file.read_text() == wanted
     assert "| `snapkv` | 1 of 2" in (tmp_path / "README.md").read_text()
+
+
+def test_a_part_without_arms_has_a_page(tmp_path: Path) -> None:
+    part = Part("Full", "No arms.", (Cells((SHORT,), (), 3),))
+    result = text_results.part_result(part, {a.key: a for a in answers()}, FACTS)
+    write_report({"full": result}, tmp_path, {"full": part})
+    assert "| 3 | 67 %" in (tmp_path / "README.md").read_text()
+    assert not (tmp_path / "full.png").exists()
 
 
 # -- rules that are emulated --------------------------------------------------------------------

@@ -46,8 +46,8 @@ OTHERS = frozenset(
     re.findall(
         r"\w+",
         """
-        FastAPI, Starlette, httpx: app call dependant dependencies detail headers include_router
-        json model_dump path phrase post receive scope state status_code url
+        FastAPI, Starlette, httpx: add_api_route app call dependant dependencies detail headers
+        include_router json model_dump path phrase post receive routes scope state status_code url
         Prometheus and torch: elapsed_time inc load overloadpacket synchronize wait
         Python: __func__ add_argument add_argument_group api_key cache_clear dest metadata
         parse_args strerror

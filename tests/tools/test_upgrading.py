@@ -65,8 +65,8 @@ OTHERS = frozenset(
     re.findall(
         r"\w+",
         """
-        FastAPI, Starlette, httpx: app call dependant dependencies detail headers include_router
-        json model_dump path phrase post receive scope state status_code url
+        FastAPI, Starlette, httpx: add_api_route app call dependant dependencies detail headers
+        include_router json model_dump path phrase post receive routes scope state status_code url
         Prometheus and torch: children define elapsed_time inc load modules overloadpacket
         parameters register_forward_pre_hook synchronize wait
         safetensors: get_tensor

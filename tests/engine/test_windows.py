@@ -147,20 +147,6 @@ def test_tokens_and_kept_positions_are_the_oracles_alone_and_in_a_batch(served: 
     assert min(cached["snapkv"], cached["tgv"]) > WINDOW
 
 
-def test_everything_kept_is_stock(served: Served) -> None:
-    """Stock vLLM in blocks of its own choice, and Hugging Face's model."""
-    running, oracle = served.running, served.oracle
-    asks = [served.ask(20 + i, wish("snapkv", 1.0), arrival=i) for i in range(3)]
-    before = running.counters["requests_evicted"]
-    evicted = running.tokens(asks)
-    assert running.counters["requests_evicted"] - before == len(asks)
-    running.assert_forgotten()
-    prompts = [oracle.prompt(ask.text, ask.images) for ask in asks]
-    assert evicted == [oracle.generate(prompt, TOKENS) for prompt in prompts]
-    with engine(served.folder, None, block_size=32, **OPTIONS) as stock:
-        assert evicted == stock.tokens([replace(ask, xargs={}) for ask in asks])
-
-
 def test_waits_preemptions_and_aborts(served: Served) -> None:
     """A preempted request answers as before, and an aborted one leaves nothing behind."""
     running, oracle = served.running, served.oracle
@@ -220,3 +206,17 @@ def test_a_compressed_request_holds_its_region_its_tail_and_its_windows(served: 
     assert total - windows == retained + -(-length // BLOCK_SIZE) - report["prompt_tokens"] // 16
     most = -(-WINDOW // BLOCK_SIZE) + 1
     assert 0 < windows <= most * len(scheduler.other_managers)
+
+
+def test_everything_kept_is_stock(served: Served) -> None:
+    """Stock vLLM in larger blocks, and Hugging Face's model. The last test: it ends the engine."""
+    running, oracle = served.running, served.oracle
+    asks = [served.ask(20 + i, wish("snapkv", 1.0), arrival=i) for i in range(3)]
+    before = running.counters["requests_evicted"]
+    evicted = running.tokens(asks)
+    assert running.counters["requests_evicted"] - before == len(asks)
+    running.assert_forgotten()
+    prompts = [oracle.prompt(ask.text, ask.images) for ask in asks]
+    assert evicted == [oracle.generate(prompt, TOKENS) for prompt in prompts]
+    with engine(served.folder, None, block_size=32, **OPTIONS) as stock:
+        assert evicted == stock.tokens([replace(ask, xargs={}) for ask in asks])

@@ -56,7 +56,8 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.tgvkv")
 
-_FLAGS = ("kv_eviction", "kv_eviction_budget", "kv_eviction_config", "kv_eviction_gates")
+FLAGS = ("kv_eviction", "kv_eviction_budget", "kv_eviction_config", "kv_eviction_gates")
+"""The flags that `vllm serve` gets, as argparse names them."""
 
 _replacements: set[Callable[..., Any]] = set()
 _defaults: WeakKeyDictionary[InputProcessor, Defaults] = WeakKeyDictionary()
@@ -244,7 +245,7 @@ def _read_flags(original: Callable[..., Any], cls: type, args: argparse.Namespac
     # With --api-server-count other processes read the arguments before they load any plugin:
     # `additional_config` has to hold everything.
     args.additional_config = engine_args.additional_config
-    for flag in _FLAGS:
+    for flag in FLAGS:
         flags.pop(flag, None)
     return engine_args
 

@@ -29,6 +29,7 @@ from vllm_tgvkv.config import CONFIG_KEY, EvictionConfig
 from vllm_tgvkv.gain import FULL_ATTENTION, LayerKind, gain
 from vllm_tgvkv.head_scores import write
 from vllm_tgvkv.metrics import METRICS
+from vllm_tgvkv.patches import FLAGS
 from vllm_tgvkv.request import REQUEST_KEYS, RequestOptions
 
 __all__ = ["serve_parser"]  # a fixture
@@ -335,7 +336,7 @@ def test_settings_and_request_options_are_accepted() -> None:
 def test_names_of_flags_keys_and_metrics_exist(page: Path) -> None:
     text = page.read_text()
     flags = re.findall(r"--kv-eviction[\w-]*", text)
-    assert set(flags) <= {"--kv-eviction", "--kv-eviction-budget", "--kv-eviction-config"}
+    assert set(flags) <= {f"--{flag.replace('_', '-')}" for flag in FLAGS}
 
     # Methods of `collective_rpc` have names of the same beginning.
     known = {*REQUEST_KEYS, "kv_eviction_stats"}

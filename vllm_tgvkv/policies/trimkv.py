@@ -8,12 +8,15 @@ Cache Eviction", arXiv 2605.09649; and their code (github.com/ngocbh/trimkv).
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from vllm_tgvkv.kernels.select import key_bits, key_slices, ranking_keys
 from vllm_tgvkv.policies.base import FEW_ROWS, AllLayers, Allocation, LayerView, Score
 from vllm_tgvkv.policies.registry import ALLOCATIONS, POLICIES, SCORES, Recipe
+from vllm_tgvkv.prompt import RowSet
 
 EPSILON = 1e-6
 """Attention that every token is taken to have at least."""
@@ -31,8 +34,8 @@ class RetentionScore(Score):
     counts ages from 2, or 3 with n > 1; the setting ``age_offset`` does so.
     """
 
-    rows = "none"
-    other_rows = ()
+    rows: RowSet = "none"
+    other_rows: ClassVar[tuple[RowSet, ...]] = ()
     granularities = ("head",)
     is_signed = True
     gates = "trimkv"

@@ -8,12 +8,22 @@ Cache Eviction", arXiv 2605.09649; and their code (github.com/ngocbh/trimkv).
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from vllm_tgvkv.kernels.select import key_bits, key_slices, ranking_keys
-from vllm_tgvkv.policies.base import FEW_ROWS, AllLayers, Allocation, LayerView, Score
+from vllm_tgvkv.policies.base import (
+    FEW_ROWS,
+    AllLayers,
+    Allocation,
+    LayerView,
+    Reduction,
+    Score,
+)
 from vllm_tgvkv.policies.registry import ALLOCATIONS, POLICIES, SCORES, Recipe
+from vllm_tgvkv.prompt import RowSet
 
 EPSILON = 1e-6
 """Attention that every token is taken to have at least."""
@@ -32,7 +42,8 @@ class RetentionScore(Score):
     """
 
     rows = "none"
-    other_rows = ()
+    other_rows: ClassVar[tuple[RowSet, ...]] = ()
+    reductions: ClassVar[tuple[Reduction, ...]] = ("mean",)
     granularities = ("head",)
     is_signed = True
     gates = "trimkv"

@@ -41,7 +41,7 @@ class RetentionScore(Score):
     counts ages from 2, or 3 with n > 1; the setting ``age_offset`` does so.
     """
 
-    rows = "none"
+    rows: RowSet = "none"
     other_rows: ClassVar[tuple[RowSet, ...]] = ()
     reductions: ClassVar[tuple[Reduction, ...]] = ("mean",)
     granularities = ("head",)

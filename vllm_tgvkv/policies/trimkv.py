@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from vllm_tgvkv.kernels.select import key_bits, key_slices, ranking_keys
-from vllm_tgvkv.policies.base import FEW_ROWS, AllLayers, Allocation, LayerView, Score
+from vllm_tgvkv.policies.base import (
+    FEW_ROWS,
+    AllLayers,
+    Allocation,
+    LayerView,
+    Reduction,
+    Score,
+)
 from vllm_tgvkv.policies.registry import ALLOCATIONS, POLICIES, SCORES, Recipe
 from vllm_tgvkv.prompt import RowSet
 
@@ -36,6 +43,7 @@ class RetentionScore(Score):
 
     rows: RowSet = "none"
     other_rows: ClassVar[tuple[RowSet, ...]] = ()
+    reductions: ClassVar[tuple[Reduction, ...]] = ("mean",)
     granularities = ("head",)
     is_signed = True
     gates = "trimkv"

@@ -2,6 +2,8 @@
 """Methods that go by trained gates: tokens and kept positions of real engines, as the oracle's.
 
 The gates are random. Freed blocks are filled with NaN, what the gates said of their tokens as well.
+KVzap is in `unit/test_second_cut.py`: equal tokens have equal scores in the first layer, so that
+rounding would decide between them here.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from oracle.methods import METHODS, Pool
+from oracle.methods import METHODS
 from tests.engine import flash_on_cpu, test_cuts
 from tests.engine.gated import gated_oracle
 from tests.engine.running import engine
@@ -33,13 +35,7 @@ from tests.models import LLAVA_IMAGE, QWEN_IMAGE
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 ATTENDED = {"base": "dbtrimkv", "score": "trimkv_votes"}
-POOLED = {"base": "kvzap", "pooling": {"kind": "sequence", "kernel": 7, "reduce": "mean"}}
-"""In the first layer, equal letters have equal hidden states. Pooling makes their scores differ, so
-that rounding decides nothing."""
-MIXES = {
-    "attended": replace(METHODS["dbtrimkv"], score="trimkv_votes"),
-    "pooled": replace(METHODS["kvzap"], pooling=Pool("sequence", 7, "mean")),
-}
+MIXES = {"attended": replace(METHODS["dbtrimkv"], score="trimkv_votes")}
 """Those of the oracle."""
 SCHEDULE = [[6, 0.6], [30, 0.4], [61, 0.2]]
 
@@ -51,7 +47,7 @@ def folder(tiny_model: Callable[..., Path]) -> Path:
 
 @pytest.fixture(autouse=True)
 def _attended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tell the oracle of the mixes, and draw the same gates every time."""
+    """Tell the oracle of the mix, and draw the same gates every time."""
     torch.manual_seed(5)
     known = test_cuts.oracles
     monkeypatch.setattr(test_cuts, "oracles", lambda name: MIXES.get(name) or known(name))
@@ -99,7 +95,7 @@ def test_retention_over_several_cuts(
         assert running.preempted
 
 
-def test_predicted_scores_in_a_compiled_model(
+def test_retention_in_a_compiled_model(
     tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch.compile, vLLM's default: the gates are outside of what is compiled.
@@ -108,16 +104,15 @@ def test_predicted_scores_in_a_compiled_model(
     """
     monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")  # traced, and not turned into C++
     folder = tiny_model("qwen3_vl")
-    gates, oracle = str(tmp_path), gated_oracle(folder, tmp_path, "mlp")
+    gates, oracle = str(tmp_path), gated_oracle(folder, tmp_path, "rg")
     settings = {
-        "policy": "kvzap",
+        "policy": "dbtrimkv",
         "budget": 0.3,
         "gates": gates,
-        "methods": {"pooled": POOLED},
         "decode": {"max_tokens": 96, "buffer": 32, "rows": 16},
         "debug": DEBUG,
     }
-    cases = [Case("pooled", 3), Case("pooled", 0, 0.9), Case("snapkv", 2)]
+    cases = [Case("dbtrimkv", 3), Case("trimkv", 0, 0.9), Case("snapkv", 2)]
     with engine(folder, settings, enforce_eager=False, **CHUNKED) as running:
         asks = []
         for index, case in enumerate(cases):

@@ -86,6 +86,7 @@ def test_every_cut_leaves_what_one_process_leaves(
     tiny_model: Callable[..., Path], tmp_path: Path, name: str, kind: str
 ) -> None:
     folder = tiny_model("llava", image_size=112, layers=sum(LAYERS))
+    torch.manual_seed(5)
     oracle, split = gated_oracle(folder, tmp_path, "rg10"), SPLITS[name]
     fewer = (*FEWER[:2], FEWER[-1]) if name == "grid" else FEWER
     names = {"schedule": tuple(NAMES), "ceiling": fewer}[kind]

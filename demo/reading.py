@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demonstration with the page-reading model: a number hidden on a page of 1,024 vision tokens.
 
-Each question is asked of the full cache and of the recommended setting first, then of published
+Each question is asked of the full cache and of the recommended method first, then of published
 methods and smaller budgets, until the answers are wrong.
 """
 
@@ -27,18 +27,9 @@ from measure.messages import image_part, png_url, text_part
 from reader.assemble import MODELS, load_vocabulary
 from reader.tasks import PageExample, PageQuestion, PageTask
 
-RECOMMENDED = "forward16"
-METHODS: dict[str, Any] = {
-    RECOMMENDED: {
-        "base": "snapkv",
-        "reduce": "max",
-        "pooling": {"kind": "sequence", "forward": 16, "back": 1},
-    }
-}
-"""The recommended setting, as the server's setting `methods` has it."""
-
+RECOMMENDED = "reach"
 BUDGETS = (0.2, 0.1)
-"""Budgets with which the recommended setting is asked first."""
+"""Budgets with which the recommended method is asked first."""
 
 PUBLISHED = ("snapkv", "tgv", "aircache")
 HARDER = (0.5, 0.2, 0.1, 0.05)
@@ -111,10 +102,9 @@ def demonstrate(folder: Path, num_pages: int, granularity: str | None) -> int:
 
 def serve_arguments(folder: Path, granularity: str | None) -> list[str]:
     """Return the arguments of `vllm`, without host and port."""
-    settings: dict[str, Any] = {"methods": METHODS} if METHODS else {}
+    config = []
     if granularity is not None:
-        settings["granularity"] = granularity
-    config = ["--kv-eviction-config", json.dumps(settings)] if settings else []
+        config = ["--kv-eviction-config", json.dumps({"granularity": granularity})]
     return [
         *("serve", _shown(folder)),
         *("--kv-eviction", RECOMMENDED, "--kv-eviction-budget", str(BUDGETS[-1])),
@@ -127,13 +117,13 @@ def serve_arguments(folder: Path, granularity: str | None) -> list[str]:
 def compare(
     client: openai.OpenAI, asked: Sequence[Asked], bytes_per_block: int
 ) -> list[list[Answer]]:
-    """Print the answers of the full cache next to those of the recommended setting.
+    """Print the answers of the full cache next to those of the recommended method.
 
     Returns:
         Answers by column: the full cache, then the budgets.
     """
     budgets = [f"{budget:.0%} kept" for budget in BUDGETS]
-    print(f"The full cache, and the recommended setting, {RECOMMENDED}. * marks a wrong answer.\n")
+    print(f"The full cache, and the recommended method, {RECOMMENDED}. * marks a wrong answer.\n")
     print(row("number of", "truth", "full cache", *budgets))
     answers = []
     for question in asked:
@@ -155,7 +145,7 @@ def find_the_limit(client: openai.OpenAI, asked: Sequence[Asked], known: dict[fl
     """Print how many answers stay right with published methods and smaller budgets.
 
     Args:
-        known: right answers of the recommended setting, by budget, which are not asked again.
+        known: right answers of the recommended method, by budget, which are not asked again.
     """
     print(
         "\nNow harder: other methods as they were published, and smaller budgets. "

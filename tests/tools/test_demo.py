@@ -33,7 +33,7 @@ def server(answer: Callable[[dict[str, Any], str], str], **report: Any) -> Any:
 
     def create(messages: Any, extra_body: Any, **_: Any) -> Any:
         xargs = extra_body["vllm_xargs"]
-        config = EvictionConfig.from_mapping({"policy": "tgv", "methods": reading.METHODS})
+        config = EvictionConfig.from_mapping({"policy": "tgv"})
         RequestOptions.resolve(config, xargs)  # raises for options that a server would refuse
         after = None if xargs["kv_eviction"] == "none" else BLOCKS * xargs["kv_eviction_budget"]
         told = {"blocks_before": BLOCKS, "blocks_after": after, "skip_reason": None, **report}

@@ -13,8 +13,13 @@ import torch
 from torch import Tensor
 
 from oracle.gates import log_betas, predicted
+from oracle.methods import METHODS
 from vllm_tgvkv.gates import GateKind, Gates, write
 from vllm_tgvkv.head_scores import HeadScores
+from vllm_tgvkv.policies import gates_of
+
+WITHOUT_GATES = {name: mix for name, mix in METHODS.items() if gates_of(name) is None}
+"""Definitions of the methods that servers without gates have."""
 
 
 def fresh_seed() -> int:

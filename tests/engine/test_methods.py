@@ -19,9 +19,9 @@ from vllm.exceptions import VLLMValidationError
 
 from oracle import methods
 from oracle.emulation import Eviction, Oracle, Prompt, Selection
-from oracle.methods import HEAD, LAYER, METHODS, Auto, Mix, Pool
+from oracle.methods import HEAD, LAYER, Auto, Mix, Pool
 from tests.engine.running import Ask, SteppedEngine, engine
-from tests.inputs import head_scores
+from tests.inputs import WITHOUT_GATES, head_scores
 from tests.models import LLAVA_IMAGE, random_image, random_text
 from vllm_tgvkv.head_scores import write
 
@@ -33,7 +33,7 @@ DEBUG = {"poison": True, "check_integrity": True, "record_kept": True}
 # Every method at its other granularity, and combinations that belong to no method.
 MIXES = {
     f"{name}-{other}": replace(mix, granularity=other)
-    for name, mix in METHODS.items()
+    for name, mix in WITHOUT_GATES.items()
     for other in {LAYER, HEAD} - {mix.granularity}
     if name not in ("adakv", "rkv", "mixkv", "random")
 } | {
@@ -44,12 +44,22 @@ MIXES = {
     "competing": Mix("tgv", "adakv", "by_score", HEAD, merge=True),
     "prefix and all": Mix("vv_tt", "prefixkv", "window", HEAD),
 }
-EVERYTHING = {**METHODS, **MIXES}
+EVERYTHING = {**WITHOUT_GATES, **MIXES}
+
+
+def as_setting(mix: Mix) -> dict[str, Any]:
+    """Return a mix as the setting `methods` has it: a direction excludes a kernel."""
+    values = asdict(mix)
+    if mix.pooling.has_direction:
+        values["pooling"]["kernel"] = None
+    return values
+
+
 SERVER = {
     "policy": "snapkv",
     "budget": 0.3,
     "text_only": "evict",
-    "methods": {name: asdict(mix) for name, mix in MIXES.items()},
+    "methods": {name: as_setting(mix) for name, mix in MIXES.items()},
 }
 HEAD_SCORES = head_scores(layers=4, kv_heads=2, group=2)
 
@@ -118,7 +128,7 @@ class Cases:
         for attempt in range(20):
             ask = case.ask(seed + 1000 * attempt, arrival)
             prompt = self.oracle.prompt(ask.text, ask.images)
-            if METHODS.get(case.method) == METHODS["random"]:
+            if WITHOUT_GATES.get(case.method) == WITHOUT_GATES["random"]:
                 return Expected(case, ask, prompt, None, None)
             attention, wanted = self.oracle.attention(prompt), case.wanted
             if methods.is_stable(
@@ -242,10 +252,10 @@ def batch() -> list[Case]:
     """Return cases of every method with one and with two images, and of every mix."""
     own = [
         case
-        for i, name in enumerate(METHODS)
+        for i, name in enumerate(WITHOUT_GATES)
         for case in (
             Case(name, 0.5, (20 + 7 * i, 130 + 9 * i)),
-            Case(name, 0.2, (40 - 3 * i, 20 + i, 100 + 5 * i)),
+            Case(name, 0.2, (50 - 3 * i, 20 + i, 100 + 5 * i)),
         )
     ]
     budgets: list[float | int] = [0.3, 0.4, 100]
@@ -339,7 +349,7 @@ def test_meaningless_options_are_refused(running: SteppedEngine, xargs: dict[str
 
 def test_prefix_cache_changes_nothing(folder: Path, cases: Cases, server: dict[str, Any]) -> None:
     """A hit ends before the first row that votes, and the same tokens are kept as without it."""
-    names = [*METHODS, "own modality", "elite everywhere", "competing", "prefix and all"]
+    names = [*WITHOUT_GATES, "own modality", "elite everywhere", "competing", "prefix and all"]
     expected = [
         cases.expected(Case(name, 0.3, (70, 130 + i), max_tokens=8), 500 + i, 0)
         for i, name in enumerate(names)

@@ -200,6 +200,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except Stopped as stopped:
         print(f"stopped: {stopped}; run the same command to go on")
         return
+    except KeyboardInterrupt:
+        sys.exit("interrupted; the same command goes on from the last state")
     except (TrainingError, ValueError, OSError) as error:
         sys.exit(f"gates: {error}")
     print(f"{options.output}: written")

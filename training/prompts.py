@@ -74,6 +74,9 @@ class Prompter:
 
         A text of more than `tokens` tokens is cut. Images are repeated as the text that
         `repeat` of the example gives.
+
+        Raises:
+            TrainingError: if there is no text, or too long a one for images.
         """
         content, again = example.context()
         parts = [
@@ -98,8 +101,13 @@ class Prompter:
         else:
             start, body = self.count(head), self._encode(text)[: self.tokens]
             ids = torch.cat([self._encode(head), body])
-        before = torch.cat([ids, self._encode(joint)])
-        found = torch.cat([before, self._encode(again)[: self.tokens]])
+        before, repetition = torch.cat([ids, self._encode(joint)]), self._encode(again)
+        if example.images and len(repetition) > self.tokens:
+            raise TrainingError(
+                f"{example.name} has a `repeat` of {len(repetition)} tokens, and images cannot be "
+                f"cut with it; allow more than {self.tokens} (--tokens)"
+            )
+        found = torch.cat([before, repetition[: self.tokens]])
         keys, rows = slice(start, len(ids)), slice(len(before), len(found))
         if keys.start == keys.stop or rows.start == rows.stop:
             raise TrainingError(f"{example.name} has no text to repeat")

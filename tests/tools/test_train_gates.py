@@ -447,6 +447,8 @@ def test_images(arch: str, tmp_path: Path) -> None:
     assert len(places) > 1
     assert prompt.keys.start <= int(places[0]) < int(places[-1]) < prompt.keys.stop
     assert prompter.tokenizer.decode(prompt.ids[prompt.rows]) == "a red page"
+    with pytest.raises(TrainingError, match="of 10 tokens"):
+        Prompter(model, 9).repeated(example)
     for method in ("kvzap", "trimkv"):
         output = tmp_path / method
         command = [model, "--method", method, "--data", str(tmp_path / "x.jsonl"), "--steps", "2"]

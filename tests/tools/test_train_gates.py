@@ -1,0 +1,483 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training of gates: its losses against loops, its gradient, interruption, and its folders.
+
+Models are tiny Llamas with random weights in float64; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from evaluation.text_tasks import split_of
+from measure.folders import byte_tokenizer, text_sizes
+from oracle.gates import log_betas, predicted
+from tests.inputs import fresh_seed
+from tests.models import TinyModel, model_folder
+from training import examples, gates, kvzap, losses, networks, trimkv
+from training.examples import Example, read_examples, text_lines
+from training.frozen import FrozenModel
+from training.prompts import BEGIN, Prompt, Prompter, Stream, TrainingError, pack
+from training.run import Run
+from vllm_tgvkv.gates import Gates
+
+LAYERS, HEADS, GROUP, HIDDEN = 2, 2, 2, 16
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    fresh_seed()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Llama with a byte tokenizer."""
+    return write_model(tmp_path_factory.mktemp("model"), LlamaConfig, LlamaForCausalLM)
+
+
+def write_model(path: Path, config: Any, model: Any, **fields: Any) -> str:
+    tokenizer, _ = byte_tokenizer(
+        ["<end>", "<user>", "<assistant>"], eos="<end>", pad="<end>", max_length=4096
+    )
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(path)
+    sizes = text_sizes(
+        hidden=HIDDEN,
+        intermediate=24,
+        layers=LAYERS,
+        query_heads=HEADS * GROUP,
+        kv_heads=HEADS,
+        max_positions=4096,
+    )
+    torch.manual_seed(0)
+    found = model(config(vocab_size=len(tokenizer), initializer_range=0.3, **sizes, **fields))
+    found.to(torch.float64).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def frozen(folder: str, monkeypatch: pytest.MonkeyPatch) -> FrozenModel:
+    """The model in float64 throughout: transformers' norm computes in float32."""
+
+    def norm(self: Any, hidden: Tensor) -> Tensor:
+        mean = hidden.square().mean(-1, keepdim=True) + self.variance_epsilon
+        return self.weight * hidden / mean.sqrt()
+
+    monkeypatch.setattr(LlamaRMSNorm, "forward", norm)
+    return FrozenModel.load(folder, "cpu", torch.float64)
+
+
+def small(method: networks.Method, form: str = "mlp", bias: float = 2.0) -> networks.GateNetworks:
+    """Return random gates with betas that differ."""
+    config = LlamaConfig(
+        hidden_size=HIDDEN, num_attention_heads=HEADS * GROUP, num_key_value_heads=HEADS
+    )
+    shape = networks.gate_shape(method, form, LAYERS, config, 6, bias)
+    found = networks.make(shape, 0, torch.float64, torch.device("cpu"))
+    for parameter in found.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    for layer in found.linears:
+        layer[-1].bias.data += bias
+    return found
+
+
+def random_prompt(*lengths: int) -> Prompt:
+    """Return documents of random tokens, of which some are labelled."""
+    return pack(
+        [
+            Prompt(
+                torch.randint(0, 256, (n,)),
+                (torch.rand(n) < 0.6) & (torch.arange(n) > 0) | (torch.arange(n) == n - 1),
+                torch.zeros(n, dtype=torch.int64),
+            )
+            for n in lengths
+        ]
+    )
+
+
+def lines(path: Path, number: int, length: int = 60) -> Path:
+    """Write texts of random letters and questions."""
+    torch.manual_seed(1)
+    found = []
+    for index in range(number):
+        text = "".join(chr(97 + x) for x in torch.randint(0, 4, (length - index,)).tolist())
+        answer = {"role": "assistant", "content": text[:5]}
+        talk = [{"role": "user", "content": text[: length // 2]}, answer]
+        found.append({"text": text} if index % 2 else {"messages": talk})
+    path.write_text("\n".join(map(json.dumps, found)))
+    return path
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_capacity_by_loops(shared: bool) -> None:
+    lengths, memory = (5, 1, 8), 2
+    documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
+    betas = torch.rand(LAYERS, HEADS, len(documents), dtype=torch.float64) ** 0.3
+    sums: dict[tuple[int, int], list[float]] = {}
+    counts = [t for n in lengths for t in range(1, n + 1)]
+    for layer, head in itertools.product(range(LAYERS), range(HEADS)):
+        sums[layer, head] = [
+            sum(
+                float(betas[layer, head, i]) ** (t - i)
+                for i in range(t + 1)
+                if documents[i] == documents[t]
+            )
+            for t in range(len(documents))
+        ]
+    if shared:
+        n = LAYERS * HEADS
+        every = [
+            max(sum(x[t] for x in sums.values()) - n * memory, 0) / max(n * (count - memory), 1)
+            for t, count in enumerate(counts)
+        ]
+    else:
+        every = [
+            max(x[t] - memory, 0) / max(count - memory, 1)
+            for x in sums.values()
+            for t, count in enumerate(counts)
+        ]
+    over = [x for x in every if x > 0]
+    found = losses.capacity(list(betas.log()), documents, memory, shared)
+    assert 0 < len(over) < len(every)
+    assert float(found) == pytest.approx(sum(over) / len(over), rel=1e-12)
+    assert float(losses.capacity(list(betas.log()), documents, 50, shared)) == 0
+
+
+def test_the_divergence_by_loops() -> None:
+    teacher, student = torch.randn(2, 4, 9, dtype=torch.float64)
+    wanted = 0.0
+    for p, q in zip(teacher.tolist(), student.tolist(), strict=True):
+        p, q = ([math.exp(x) for x in y] for y in (p, q))
+        p, q = ([x / sum(y) for x in y] for y in (p, q))
+        wanted += sum(x * math.log(x / y) for x, y in zip(p, q, strict=True)) / 4
+    assert float(losses.forward_kl(teacher, student)) == pytest.approx(wanted, rel=1e-10)
+
+
+def by_loops(frozen: FrozenModel, gate: Any, ids: Tensor) -> tuple[Tensor, list[Any]]:
+    """Return a Llama's logits, one query after the other, and what its layers saw.
+
+    Args:
+        gate: (layer, hidden states) -> log beta ``[S, H]``, or None.
+    """
+    model = frozen.model.model
+    x, seen = model.embed_tokens(ids)[None], []
+    turns = model.rotary_emb(x, torch.arange(len(ids))[None])
+    for index, layer in enumerate(model.layers):
+        hidden, attention = layer.input_layernorm(x), layer.self_attn
+        q, k, v = (
+            part(hidden).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+            for part in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        (q, k), v = (part[0] for part in apply_rotary_pos_emb(q, k, *turns)), v[0]
+        decay = torch.zeros(len(ids), HEADS) if gate is None else gate(index, hidden[0])
+        output = torch.zeros(len(ids), HEADS * GROUP, attention.head_dim, dtype=x.dtype)
+        weights = torch.zeros(HEADS * GROUP, len(ids), len(ids), dtype=x.dtype)
+        for t, head in itertools.product(range(len(ids)), range(HEADS * GROUP)):
+            shared = head // GROUP
+            terms = [
+                math.exp(
+                    float(q[head, t] @ k[shared, j]) / math.sqrt(attention.head_dim)
+                    + (t - j) * float(decay[j, shared])
+                )
+                for j in range(t + 1)
+            ]
+            for j, term in enumerate(terms):
+                weights[head, t, j] = term / sum(terms)
+                output[t, head] += weights[head, t, j] * v[shared, j]
+        seen.append((weights, v, hidden[0], attention.o_proj.weight))
+        x = x + attention.o_proj(output.flatten(1))
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+    return frozen.model.lm_head(model.norm(x))[0], seen
+
+
+@pytest.mark.parametrize("method", ["trimkv", "dbtrimkv"])
+@torch.no_grad()
+def test_the_losses_of_packed_documents(method: Any, frozen: FrozenModel) -> None:
+    """Of the whole model, against one query after the other in each document alone."""
+    prompt, gate = random_prompt(6, 9), small(method)
+    found = trimkv.losses(frozen, gate, prompt, 2, method == "dbtrimkv")
+    divergences, next_tokens = [], []
+    for document in (0, 1):
+        own = prompt.documents == document
+        ids, labelled = prompt.ids[own], prompt.labelled[own]
+        (student, _), (teacher, _) = (by_loops(frozen, x, ids) for x in (gate, None))
+        for t in labelled.nonzero()[:, 0].tolist():
+            p, q = (logits[t - 1].softmax(-1) for logits in (teacher, student))
+            divergences.append(float((p * (p / q).log()).sum()))
+            next_tokens.append(-math.log(float(q[ids[t]])))
+    assert float(found.divergence) == pytest.approx(sum(divergences) / len(divergences), rel=1e-6)
+    assert float(found.next_token) == pytest.approx(sum(next_tokens) / len(next_tokens), rel=1e-6)
+    assert float(found.divergence) > 1e-4
+
+
+@torch.no_grad()
+def test_what_kvzap_predicts(frozen: FrozenModel) -> None:
+    prompt = random_prompt(14)
+    prompt = Prompt(
+        prompt.ids, prompt.labelled, prompt.documents, keys=slice(2, 6), rows=slice(8, 12)
+    )
+    found = kvzap.collect_prompt(frozen, prompt)
+    _, seen = by_loops(frozen, None, prompt.ids)
+    for layer, (weights, v, hidden, projection) in enumerate(seen):
+        torch.testing.assert_close(found.hidden[layer], hidden[2:6])
+        for shared, (place, j) in itertools.product(range(HEADS), enumerate(range(2, 6))):
+            most = 0.0
+            for t, head in itertools.product(range(8, 12), range(GROUP)):
+                head += shared * GROUP
+                size = v.shape[-1]
+                part = projection[:, head * size : (head + 1) * size] @ v[shared, j]
+                share = weights[head, t, j] * part.norm() / hidden[t].norm()
+                most = max(most, float(share))
+            assert float(found.scores[layer, place, shared]) == pytest.approx(math.log(most))
+
+
+@pytest.mark.parametrize("method", ["trimkv", "dbtrimkv"])
+def test_the_gradient(method: Any, frozen: FrozenModel) -> None:
+    """Along random directions, against differences of the loss."""
+    gate, prompt = small(method), random_prompt(5, 9)
+
+    def loss() -> Tensor:
+        return trimkv.losses(frozen, gate, prompt, 2, method == "dbtrimkv").total(0.7)
+
+    loss().backward()  # type: ignore[no-untyped-call]
+    assert all(x.grad is None for x in frozen.model.parameters())
+    parameters = list(gate.parameters())
+    is_tied = method == "dbtrimkv"
+    assert len(parameters) == (2 * 2 * LAYERS + 2 if is_tied else 2 * 2 * LAYERS)
+    for parameter in parameters:
+        assert parameter.grad is not None
+        direction = torch.randn_like(parameter)
+        slope, values = float((parameter.grad * direction).sum()), []
+        for sign in (1, -2):
+            parameter.data += sign * 1e-5 * direction
+            values.append(float(loss().detach()))
+        parameter.data += 1e-5 * direction
+        assert slope == pytest.approx((values[0] - values[1]) / 2e-5, rel=1e-4, abs=1e-7)
+
+
+def test_ridge_regression() -> None:
+    gate = small("kvzap", "linear")
+    hidden = torch.randn(LAYERS, 50, HIDDEN, dtype=torch.float64)
+    scores = torch.randn(LAYERS, 50, HEADS, dtype=torch.float64) - 7
+    kvzap.fit_linear(gate, kvzap.Pairs(hidden, scores))
+    for layer in range(LAYERS):
+        # Least squares with a row for each penalised weight; the bias has none.
+        rows = torch.cat([hidden[layer], torch.ones(50, 1)], 1)
+        bounds = torch.eye(HIDDEN, HIDDEN + 1, dtype=torch.float64)
+        targets = torch.cat([scores[layer], torch.zeros(HIDDEN, HEADS)])
+        wanted = torch.linalg.lstsq(torch.cat([rows, bounds]), targets).solution.T
+        (linear,) = gate.linears[layer]
+        found = torch.cat([linear.weight, linear.bias[:, None]], 1)
+        torch.testing.assert_close(found.detach(), wanted)
+
+
+class Interrupted(Run):
+    """A sitting that is over after some looks at the clock."""
+
+    left = 2
+
+    @property
+    def is_over(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+COMMANDS = {
+    "trimkv": ["--method", "trimkv", "--steps", "6", "--accumulate", "2"],
+    "dbtrimkv": ["--method", "dbtrimkv", "--steps", "5", "--accumulate", "1"],
+    "mlp": ["--method", "kvzap", "--epochs", "12", "--sampled", "20"],
+    "linear": ["--method", "kvzap", "--form", "linear", "--sampled", "20"],
+}
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_a_training_from_command_to_folder(
+    name: str,
+    folder: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Interrupted again and again, it has the same weights; the plugin reads what is written."""
+    data = lines(tmp_path / "lines.jsonl", 12)
+    common = [folder, *COMMANDS[name], "--data", str(data), "--tokens", "90", "--width", "8"]
+    common += ["--dtype", "float64", "--memory", "4", "--bias", "3", "--rate", "0.05"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    gates.main([*common, "--output", str(whole)])
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(gates, "Run", Interrupted)
+        number = 0
+        while True:
+            number += 1
+            gates.main([*common, "--output", str(parts)])
+            if "stopped" not in capsys.readouterr().out:
+                break
+            assert not (parts / "config.json").exists()
+    assert number > 2
+    found, again = (Gates.read(str(x), "here") for x in (whole, parts))
+    assert (found.layers, found.hidden_size, found.kv_heads) == ((0, 1), HIDDEN, HEADS)
+    assert found.kind == ("trimkv" if "trimkv" in name else "kvzap")
+    file = load(whole / found.file)
+    for key, tensor in load(parts / again.file).items():
+        assert torch.equal(tensor, file[key]), key
+
+    hidden = torch.randn(5, HIDDEN)
+    if name == "linear":
+        oracle = lambda n, x: x @ file[f"layers.{n}.weight"].T + file[f"layers.{n}.bias"]  # noqa: E731
+    elif name == "mlp":
+        oracle = predicted(file)
+    else:
+        oracle = log_betas(file, "model.layers", 1 if name == "trimkv" else 2)
+    for layer, gate in found.load([0, 1], slice(None), torch.float32, "cpu").items():
+        torch.testing.assert_close(gate(hidden).double(), oracle(layer, hidden).double())
+    if name == "dbtrimkv":
+        last = [f"model.layers.{n}.self_attn.retention_gate.linear3.weight" for n in (0, 1)]
+        assert torch.equal(file[last[0]], file[last[1]])
+    card = (whole / "README.md").read_text()
+    assert f"`{found.form}`" in card
+    assert "1 held-out example" in card
+
+    with pytest.raises(SystemExit, match="another training"):
+        gates.main([*common, "--seed", "5", "--output", str(whole)])
+
+
+def load(file: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    if file.suffix == ".safetensors":
+        return load_file(file)
+    found: dict[str, Tensor] = torch.load(file, weights_only=True)
+    return found
+
+
+def test_training_lowers_the_loss(folder: str, tmp_path: Path) -> None:
+    """Capacity is learnt within 40 steps, and scores are predicted better than by their mean."""
+    data = lines(tmp_path / "lines.jsonl", 20)
+    common = [folder, "--data", str(data), "--tokens", "90", "--width", "16", "--dtype", "float64"]
+    options = gates.parse([*common, "--method", "kvzap", "--output", str(tmp_path / "kvzap")])
+    found = gates.train(options)
+    assert found["squared error"] < 0.5 * found["squared error of the mean score"]
+    options = [*common, "--method", "dbtrimkv", "--memory", "4", "--bias", "6", "--rate", "0.02"]
+    after = gates.train(
+        gates.parse([*options, "--output", str(tmp_path / "long"), "--steps", "40"])
+    )
+    before = gates.train(
+        gates.parse([*options, "--output", str(tmp_path / "short"), "--steps", "1"])
+    )
+    assert before["share retained at the end"] > 0.8
+    assert after["share retained at the end"] < 0.5 * before["share retained at the end"]
+
+
+def test_examples_as_tokens(folder: str, tmp_path: Path) -> None:
+    prompter = Prompter(folder, 90)
+    training, held_out = read_examples(lines(tmp_path / "lines.jsonl", 12))
+    assert len(training) == 11
+    assert len(held_out) == 1
+    decode = prompter.tokenizer.decode
+    for example in training:
+        prompt = prompter.repeated(example)
+        _, text = example.context()
+        assert decode(prompt.ids[prompt.keys]) == decode(prompt.ids[prompt.rows]) == text
+        assert BEGIN not in decode(prompt.ids)
+        prompt = prompter.dialogue(example)
+        answer = decode(prompt.ids[prompt.labelled])
+        if example.text is None:
+            assert answer == f"{example.messages[-1]['content']}<end>"
+        else:
+            assert answer == text[1:]
+    stream = Stream(prompter, training, 3)
+    packed = [next(stream) for _ in range(9)]
+    assert max(int(x.documents[-1]) for x in packed) > 0
+    for sequence in packed:
+        assert len(sequence.ids) <= 90
+        starts = sequence.documents.diff(prepend=torch.tensor([-1])) != 0
+        assert (sequence.positions == 0).equal(starts)
+        assert not (sequence.labelled & starts).any()
+    again = Stream(prompter, training, 3)
+    first = next(again)
+    assert first.ids.equal(packed[0].ids)
+    later = Stream(prompter, training, 3, again.position)
+    assert next(later).ids.equal(packed[1].ids)
+
+
+def test_the_ready_set(folder: str, tmp_path: Path) -> None:
+    """Held-out passages have sentences of their own, and questions are not those of the tests."""
+    prompter = Prompter(folder, 900)
+    found = list(text_lines(800, prompter.count, 40))
+    texts = [line["text"] for line in found if "text" in line]
+    sentences = [{s for s in examples.python_prose() if s in text} for text in texts]
+    assert set.union(*sentences[:18]).isdisjoint(set.union(*sentences[18:]))
+    assert all(sentences)
+    assert split_of(examples.FIRST_QUESTION) == "training"
+    examples.main([str(tmp_path / "x.jsonl"), "--model", folder, "--tokens", "900"])
+    for example in itertools.chain(*read_examples(tmp_path / "x.jsonl")):
+        prompter.dialogue(example)
+        prompter.repeated(example)
+
+
+@pytest.mark.parametrize("arch", ["llava", "qwen3_vl"])
+def test_images(arch: str, tmp_path: Path) -> None:
+    """Tokens of the image have scores, and gates of its language model are written."""
+    model = str(model_folder(tmp_path, TinyModel(arch, layers=2)))
+    Image.new("RGB", (56, 56), (200, 30, 90)).save(tmp_path / "page.png")
+    content = [{"type": "text", "text": "what is "}, {"type": "image", "path": "page.png"}]
+    talk = [{"role": "user", "content": content}, {"role": "assistant", "content": "red"}]
+    line = {"messages": talk, "repeat": "a red page"}
+    (tmp_path / "x.jsonl").write_text("\n".join([json.dumps(line)] * 4))
+    ((example, *_), _) = read_examples(tmp_path / "x.jsonl")
+    prompter = Prompter(model, 900)
+    prompt = prompter.repeated(example)
+    image = prompter.tokenizer.convert_tokens_to_ids(prompter.image_token)
+    places = (prompt.ids == image).nonzero()[:, 0]
+    assert len(places) > 1
+    assert prompt.keys.start <= int(places[0]) < int(places[-1]) < prompt.keys.stop
+    assert prompter.tokenizer.decode(prompt.ids[prompt.rows]) == "a red page"
+    with pytest.raises(TrainingError, match="of 10 tokens"):
+        Prompter(model, 9).repeated(example)
+    for method in ("kvzap", "trimkv"):
+        output = tmp_path / method
+        command = [model, "--method", method, "--data", str(tmp_path / "x.jsonl"), "--steps", "2"]
+        command += ["--epochs", "2", "--width", "8", "--tokens", "900", "--output", str(output)]
+        gates.main(command)
+        assert Gates.read(str(output), "here").kv_heads
+    with pytest.raises(ValueError, match="say in `repeat`"):
+        Example(example.name, None, example.messages, example.images).context()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "is no example"),
+        ("[]", "is no example"),
+        ("{}", "either `text` or `messages`"),
+        ('{"text": "a", "messages": [{"role": "user", "content": "b"}]}', "either"),
+        ('{"messages": [{"content": [{"type": "image", "path": "x"}]}]}', "'role' is missing"),
+    ],
+)
+def test_wrong_lines(line: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text(f'{{"text": "good"}}\n{line}\n')
+    with pytest.raises(ValueError, match=f"x.jsonl:2.*{message}"):
+        read_examples(tmp_path / "x.jsonl")
+
+
+def test_a_model_with_a_window_is_refused(tmp_path: Path) -> None:
+    model = write_model(tmp_path, MistralConfig, MistralForCausalLM, sliding_window=8)
+    frozen = FrozenModel.load(model, "cpu", torch.float64)
+    with pytest.raises(TrainingError, match="does not attend plainly"):
+        frozen.check(random_prompt(30))
+    FrozenModel.load(model, "cpu", torch.float64).check(random_prompt(8))

@@ -31,7 +31,12 @@ from vllm_tgvkv.budget import Budget
 from vllm_tgvkv.prompt import WINDOW
 
 OUTPUT = ROOT / "docs" / "evaluation" / "text_training" / "reaches.json"
-TASKS = (*PASSAGES, number("prose", 1024), number("prose", 512, keys=4))
+TASKS = (
+    *PASSAGES,
+    number("prose", 1024),
+    number("prose", 512, keys=4),
+    number("noise", 1024, keys=4),
+)
 BLOCK, SINKS = 16, 4
 RULES_AT_A_TIME = 10
 """Bound of the memory: the answer's attention is computed for so many rules together."""
@@ -161,14 +166,14 @@ class Model:
 Shares = Mapping[str, float]
 """Of an answer, by rule and budget."""
 
-Rule = Callable[[Tensor], Tensor]
-"""Makes scores ``[L, H, P]`` of the largest attention over the rows."""
+Rule = Callable[[Tensor, int], Tensor]
+"""Makes scores ``[L, H, P]`` of the largest attention over the rows and the number kept."""
 
 
 def reaching(weights: Sequence[float]) -> Rule:
     """Return the rule by which a score counts, times a weight, for tokens at distances 0, 1, ..."""
 
-    def pooled(scores: Tensor) -> Tensor:
+    def pooled(scores: Tensor, num_kept: int) -> Tensor:
         result = scores.clone()
         for distance, weight in enumerate(weights[1:], 1):
             later = result[..., distance:]
@@ -182,10 +187,19 @@ def reaching(weights: Sequence[float]) -> Rule:
 def apart(rule: Rule) -> Rule:
     """Return a rule by which the sinks count for no other token."""
 
-    def pooled(scores: Tensor) -> Tensor:
+    def pooled(scores: Tensor, num_kept: int) -> Tensor:
         scores = scores.clone()
         scores[..., :SINKS] = 0
-        return rule(scores)
+        return rule(scores, num_kept)
+
+    return pooled
+
+
+def share(part: float, most: int) -> Rule:
+    """Return the rule whose reach is a share of the kept tokens, and not more than ``most``."""
+
+    def pooled(scores: Tensor, num_kept: int) -> Tensor:
+        return reaching(flat(min(most, int(part * num_kept))))(scores, num_kept)
 
     return pooled
 
@@ -207,15 +221,24 @@ RULES: dict[str, Rule] = {
     **{str(reach): apart(reaching(flat(reach))) for reach in (16, 24, 32, 40, 48, 56, 64)},
     **{f"half after {each}": apart(reaching(halved(each))) for each in (32, 64)},
     **{f"0 after {end}": apart(reaching(falling(end))) for end in (64, 96, 128)},
+    **{
+        f"{percent} %, at most {most}": apart(share(percent / 100, most))
+        for percent, most in ((12, 48), (18, 48), (25, 48), (33, 48), (50, 48), (25, 64))
+    },
 }
-BUDGETS = (0.2, 0.1)
+BUDGETS = (0.3, 0.2, 0.1)
 
 
-def kept(scores: Tensor, budget: float) -> Tensor:
-    """Return what stays of a prompt by scores ``[L, H, P]``, bool: sinks and window come first."""
-    length = scores.shape[-1]
+def kept(largest: Tensor, rule: Rule, budget: float) -> Tensor:
+    """Return what stays of a prompt by a rule, bool ``[L, H, P]``: sinks and window come first.
+
+    Args:
+        largest: attention over the rows, ``[L, H, P]``.
+    """
+    length = largest.shape[-1]
     candidates = length // BLOCK * BLOCK
     number = Budget(fraction=budget).retained_blocks(length, BLOCK) * BLOCK
+    scores = rule(largest, number)
     first = torch.zeros(length, dtype=torch.float64)
     first[-WINDOW:], first[:SINKS] = 1, 2
     # Scores are sums of at most one row, so that no score reaches the next tier.
@@ -244,8 +267,8 @@ class Judge:
             )
         )
 
-    def shares(self, question: TextQuestion) -> dict[str, float]:
-        """Return the share for each budget and rule, and for the full cache."""
+    def shares(self, question: TextQuestion, known: Shares) -> dict[str, float]:
+        """Return the share for each budget and rule, and for the full cache, that is not known."""
         example = question.example(self._frame, self._count)
         prompt = self._turn(example.message) + example.start
         space = " " if example.kind == "number" else ""
@@ -253,11 +276,14 @@ class Judge:
         answer = self.model.encode(f"{prompt}{space}{example.answer}")[len(ids) :]
         prefill = self.model.prefill(ids)
         largest = prefill.attention.amax(2)
-        masks = {"full": torch.ones_like(largest, dtype=torch.bool)} | {
-            f"{name}@{budget}": kept(rule(largest), budget)
+        masks = {
+            f"{name}@{budget}": kept(largest, rule, budget)
             for budget in BUDGETS
             for name, rule in RULES.items()
+            if f"{name}@{budget}" not in known
         }
+        if "full" not in known:
+            masks = {"full": torch.ones_like(largest, dtype=torch.bool), **masks}
         stacked = torch.stack([*masks.values()])
         predicted = torch.cat(
             [
@@ -281,20 +307,26 @@ class Judge:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Judge the rules on training questions, write their shares, and print the means."""
+    """Judge the rules on training questions, write their shares, and print the means.
+
+    Shares that the file has already are not computed again.
+    """
     parser = argparse.ArgumentParser(prog="python -m evaluation.reaches", description=__doc__)
     parser.add_argument("--questions", type=int, default=4, help="of each task")
     parser.add_argument("--models", type=Path, default=ROOT / "build" / "models")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     options = parser.parse_args(arguments)
     judge = Judge(Model(model_folder(options.models)))
-    found: dict[str, dict[int, Shares]] = {}
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    if options.output.exists():
+        found = json.loads(options.output.read_text(encoding="utf-8"))
     for index in range(options.questions):
         for task in TASKS:
             asked = TRAINING + index
-            shares = judge.shares(TextQuestion(task, asked))
-            found.setdefault(task.name, {})[asked] = {n: round(s, 4) for n, s in shares.items()}
-            print(f"{task.name} {asked}: {shares['full']:.2f} with the full cache", flush=True)
+            known = found.setdefault(task.name, {}).setdefault(str(asked), {})
+            shares = judge.shares(TextQuestion(task, asked), known)
+            known.update((n, round(s, 4)) for n, s in shares.items())
+            print(f"{task.name} {asked}: {known['full']:.2f} with the full cache", flush=True)
             options.output.parent.mkdir(parents=True, exist_ok=True)
             options.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     for name, means in mean_shares(found).items():
@@ -302,7 +334,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def mean_shares(found: Mapping[str, Mapping[int, Shares]]) -> dict[str, dict[str, float]]:
+def mean_shares(found: Mapping[str, Mapping[str, Shares]]) -> dict[str, dict[str, float]]:
     """Return the mean share by rule and task, over questions that the full cache answers right."""
     means: dict[str, dict[str, float]] = {}
     for task, questions in found.items():

@@ -40,7 +40,8 @@ class Pool:
     """Pooling of scores: kind "none", "sequence" or "grid", reduce "max" or "mean".
 
     Over the `kernel` nearest; or, with `forward` or `back`, position j over positions
-    j - forward .. j + back of its run, where text is pooled by "sequence" alone.
+    j - forward .. j + back of its run, where text is pooled by "sequence" alone. `forward_share`
+    bounds `forward` by a share of the tokens that a head keeps on average.
     """
 
     kind: str = "none"
@@ -48,10 +49,19 @@ class Pool:
     reduce: str = "max"
     forward: int | None = None
     back: int | None = None
+    forward_share: float | None = None
 
     @property
     def has_direction(self) -> bool:
         return self.forward is not None or self.back is not None
+
+    def within(self, count: int) -> Pool:
+        """Return the pooling of a cut that keeps `count` tokens per head."""
+        if self.forward_share is None:
+            return self
+        assert self.forward is not None
+        bound = math.floor(self.forward_share * count)
+        return replace(self, forward=min(self.forward, bound), forward_share=None)
 
 
 @dataclass(frozen=True)
@@ -81,7 +91,12 @@ METHODS = {
     "adakv": Mix("snapkv", "adakv", "window", HEAD, SNAP),
     "sparsemm": Mix("snapkv", "sparsemm", "window", HEAD, SNAP),
     "reach": Mix(
-        "snapkv", "uniform", "window", HEAD, Pool("sequence", forward=48, back=1), reduce="max"
+        "snapkv",
+        "uniform",
+        "window",
+        HEAD,
+        Pool("sequence", forward=48, back=1, forward_share=0.25),
+        reduce="max",
     ),
     "rkv": Mix("rkv", "uniform", "recent_8", HEAD),
     "mixkv": Mix("mixkv", "uniform", "window", HEAD),
@@ -647,6 +662,7 @@ class Evidence:
         noise: relative change of real-valued shares, see `is_stable`.
         depth: index of the first layer in the model, and the model's number of layers; None if
             these are all its layers.
+        pool: the pooling of `scores`.
     """
 
     token_sets: list[list[TokenSet]]
@@ -657,6 +673,7 @@ class Evidence:
     blocks: int
     noise: float = 0.0
     depth: tuple[int, int] | None = None
+    pool: Pool = Pool()
 
     def of_stages(self, stages: Sequence[int]) -> list[Evidence]:
         """Return the evidence of each pipeline stage, which has that many layers."""
@@ -991,10 +1008,24 @@ def observe(
         ]
         for layer, sets in zip(raw, token_sets, strict=True)
     ]
-    scored = [
-        [pooled(values, layout, mix.pooling, settings.sinks) for values in layer] for layer in raw
+    return with_pooling(Evidence(token_sets, raw, raw, [], case, 0), pool_of(mix, case, settings))
+
+
+def pool_of(mix: Mix, case: Case, settings: Settings) -> Pool:
+    """Return the pooling under the settings' budget; under `auto`, for the most it may keep."""
+    budget, size = settings.budget, case.block_size
+    most = budget.most if isinstance(budget, Auto) else budget
+    return mix.pooling.within(retained_blocks(case.layout.prompt, size, most) * size)
+
+
+def with_pooling(evidence: Evidence, pool: Pool) -> Evidence:
+    """Return the evidence with scores that are pooled so."""
+    case = evidence.case
+    scores = [
+        [pooled(values, case.layout, pool, case.sinks) for values in layer]
+        for layer in evidence.raw
     ]
-    return Evidence(token_sets, raw, scored, [], case, 0)
+    return replace(evidence, scores=scores, pool=pool)
 
 
 def left(token_set: TokenSet, alive: Tensor, voters: Sequence[int]) -> TokenSet:
@@ -1013,6 +1044,9 @@ def left(token_set: TokenSet, alive: Tensor, voters: Sequence[int]) -> TokenSet:
 def choose(mix: Mix, evidence: Evidence, kv_heads: int, settings: Settings) -> Selection:
     """Return the part that is kept under the settings' budget."""
     length, size = evidence.case.layout.prompt, settings.block_size
+    pool = pool_of(mix, evidence.case, settings)
+    if pool != evidence.pool:
+        evidence = with_pooling(evidence, pool)
     if length < size:
         chosen = everything(evidence)
     elif isinstance(settings.budget, Auto):

@@ -300,7 +300,8 @@ class EvictionConfig:
     pooling: Pooling | None = setting(
         None,
         accepts="`{kind: none, sequence or grid, kernel: 3, reduce: max or mean}`; `forward: 16, "
-        "back: 1` in place of `kernel` gives it a direction",
+        "back: 1` in place of `kernel` gives it a direction; `forward_share: 0.25` bounds "
+        "`forward` by a share of the kept tokens",
         help="Pooling of scores over neighbouring tokens.",
         unset="the method's own",
     )

@@ -401,7 +401,8 @@ class PromptObservation:
         self.strengths.extend(by_layer(policy.allocation.strength(view, scores)))
         present = None if due.keys is None else due.keys.present_in(first, len(scores))
         # Copy the candidates: a view would keep the tail's columns alive as well.
-        pooled = policy.pooled(scores, prompt, present)[:, : prompt.num_candidates]
+        num_kept = due.eviction.num_retained_blocks * self._part.shape.block_size
+        pooled = policy.pooled(scores, prompt, num_kept, present)[:, : prompt.num_candidates]
         self.scores.extend(by_layer(pooled.contiguous()))
         if due.keeps_unpooled:
             self.unpooled.extend(by_layer(scores[:, : prompt.num_candidates].contiguous()))

@@ -133,7 +133,7 @@ class _Case:
             raise MethodError(f"{self.label}: {rule}")
 
     def check(self, reference: Reference | None) -> None:
-        raw, pooled, strengths = self.look("cpu", self.prompt)
+        raw, strengths = self.look("cpu", self.prompt)
         self.require(raw.dtype == torch.float32, f"scores are float32, not {raw.dtype}")
         shape = (_LAYERS, self.num_sets, self.length)
         self.require(raw.shape == shape, f"scores of all layers are {shape}, not {raw.shape}")
@@ -147,7 +147,7 @@ class _Case:
         self.require(bool(strengths.isfinite().all()), "strengths are finite")
         if reference is not None:
             self.compare(raw, reference)
-        again, _, again_strengths = self.look("cpu", self.prompt)
+        again, again_strengths = self.look("cpu", self.prompt)
         same = torch.allclose(raw, again, rtol=1e-4, atol=1e-6)
         self.require(same, "scores are the same in other chunks and at another time")
         same = torch.allclose(strengths, again_strengths, rtol=1e-4, atol=1e-6, equal_nan=True)
@@ -155,12 +155,18 @@ class _Case:
         num_full = self.prompt.num_candidates // _BLOCK_SIZE
         for blocks, floor in itertools.product(sorted({1, 2, num_full // 2, num_full - 1}), (0, 1)):
             if 1 <= blocks < num_full:
+                pooled = self.pooled(raw, self.prompt, blocks)
                 self.check_decision(pooled, strengths, blocks, floor)
         self.check_waits()
 
-    def look(self, device: str, prompt: Prompt) -> tuple[Tensor, Tensor, Tensor]:
-        """Return scores before pooling ``[L, S, P]``, after it ``[L, S, C]``, and strengths."""
-        raw, pooled, strengths = [], [], []
+    def pooled(self, raw: Tensor, prompt: Prompt, blocks: int) -> Tensor:
+        """Return the candidates' scores after pooling, ``[L, S, C]``, from ``[L, S, P]``."""
+        pooled = [self.policy.pooled(scores, prompt, blocks * _BLOCK_SIZE) for scores in raw]
+        return torch.stack(pooled)[..., : prompt.num_candidates].contiguous()
+
+    def look(self, device: str, prompt: Prompt) -> tuple[Tensor, Tensor]:
+        """Return scores before pooling, ``[L, S, P]``, and strengths, ``[L, S, F]``."""
+        raw, strengths = [], []
         for layer in range(_LAYERS):
             seen = {
                 kind: self.attention(kind, layer, device, prompt) for kind in self.policy.row_sets
@@ -171,10 +177,7 @@ class _Case:
             view = LayerView(layer, self.num_sets, prompt, other)
             strengths.append(self.policy.allocation.strength(view, score))
             raw.append(score)
-            pooled.append(
-                self.policy.pooled(score, prompt)[:, : prompt.num_candidates].contiguous()
-            )
-        return torch.stack(raw), torch.stack(pooled), torch.stack(strengths)
+        return torch.stack(raw), torch.stack(strengths)
 
     def attention(self, kind: RowSet, layer: int, device: str, prompt: Prompt) -> Attention:
         """Return one layer's attention of a row set; summed rows come in two random chunks."""
@@ -254,7 +257,8 @@ class _Case:
         on_meta = dataclasses.replace(self.prompt, is_vision=self.prompt.is_vision.to("meta"))
         try:
             with _NoWaiting():
-                _, pooled, strengths = self.look("meta", on_meta)
+                raw, strengths = self.look("meta", on_meta)
+                pooled = self.pooled(raw, on_meta, 1)
                 Decider(self.policy, on_meta, pooled, strengths, _HEADS, _BLOCK_SIZE, 1).decide(1)
         except (MethodError, NotImplementedError, RuntimeError) as error:
             raise MethodError(f"{self.label}: it never waits for the device ({error})") from error

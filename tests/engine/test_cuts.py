@@ -30,10 +30,11 @@ SIZE = 32
 TOKENS = 90
 HEAD_SCORES = head_scores(layers=4, kv_heads=2, group=2)
 DEBUG = {"poison": True, "record_kept": True, "check_integrity": True}
-WINDOWED = {"base": "snapkv", "pooling": {"kind": "sequence", "forward": 6, "back": 1}}
+AHEAD = {"kind": "sequence", "forward": 6, "back": 1}
+BOUNDED = {**AHEAD, "forward": 12, "forward_share": 0.1}  # 3 of 32 tokens, 6 of 64
 MIXES = {
-    "forward": WINDOWED,
-    "largest": {**WINDOWED, "reduce": "max"},
+    "forward": {"base": "snapkv", "pooling": AHEAD},
+    "largest": {"base": "snapkv", "pooling": BOUNDED, "reduce": "max"},
     "answer": {"base": "snapkv", "rows": "answer", "retain": "by_score"},
 }
 CACHED = {
@@ -49,10 +50,12 @@ def oracles(name: str) -> str | Mix:
     """Return the oracle's method or mix of this name."""
     if name not in MIXES:
         return METHODS[name]
-    pool = Pool("sequence", forward=6, back=1)
     if name == "answer":
         return replace(METHODS["snapkv"], rows="answer", retain="by_score")
-    return replace(METHODS["snapkv"], pooling=pool, reduce="max" if name == "largest" else "mean")
+    if name == "largest":
+        pool = Pool("sequence", forward=12, back=1, forward_share=0.1)
+        return replace(METHODS["snapkv"], pooling=pool, reduce="max")
+    return replace(METHODS["snapkv"], pooling=Pool("sequence", forward=6, back=1))
 
 
 @dataclass(frozen=True)

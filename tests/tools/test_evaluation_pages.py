@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -119,15 +120,20 @@ def test_emulated_rules_pool_as_the_plugin_does(reach: int) -> None:
     scores = torch.rand(2, 3, 90)
     pooling = Pooling("sequence", forward=reach, back=1)
     with_sinks = Pooler(pooling, 90, (), torch.device("cpu"))(scores.flatten(0, 1))
-    assert torch.equal(reaches.reaching(reaches.flat(reach))(scores).flatten(0, 1), with_sinks)
+    flat = reaches.reaching(reaches.flat(reach))
+    assert torch.equal(flat(scores, 50).flatten(0, 1), with_sinks)
     without = Pooler(pooling, 90, (), torch.device("cpu"), reaches.SINKS)(scores.flatten(0, 1))
-    apart = reaches.apart(reaches.reaching(reaches.flat(reach)))(scores).flatten(0, 1)
+    apart = reaches.apart(flat)(scores, 50).flatten(0, 1)
     assert torch.equal(apart[:, reaches.SINKS :], without[:, reaches.SINKS :])
+    bounded = replace(pooling, forward_share=0.25).within(50)
+    pooled = Pooler(bounded, 90, (), torch.device("cpu"), reaches.SINKS)(scores.flatten(0, 1))
+    rule = reaches.apart(reaches.share(0.25, reach))(scores, 50).flatten(0, 1)
+    assert torch.equal(rule[:, reaches.SINKS :], pooled[:, reaches.SINKS :])
 
 
 def test_weights_of_emulated_rules() -> None:
     scores = torch.tensor([[[0.0, 0, 1, 0, 0, 0, 0.4, 0]]])
-    pooled = reaches.reaching([1, 0.5, 0.25])(scores).flatten().tolist()
+    pooled = reaches.reaching([1, 0.5, 0.25])(scores, 0).flatten().tolist()
     assert pooled == pytest.approx([0, 1, 1, 0.5, 0.25, 0.4, 0.4, 0.2])
     assert reaches.halved(2)[:5] == pytest.approx([1, 0.5**0.5, 0.5, 0.5**1.5, 0.25])
     assert reaches.falling(3) == pytest.approx([1, 0.75, 0.5, 0.25])
@@ -136,7 +142,8 @@ def test_weights_of_emulated_rules() -> None:
 @pytest.mark.parametrize("budget", reaches.BUDGETS)
 def test_emulated_budgets_are_whole_blocks_and_the_rest(budget: float) -> None:
     length = 1003
-    kept = reaches.kept(torch.rand(2, 3, length), budget)
+    rule = reaches.RULES["25 %, at most 48"]
+    kept = reaches.kept(torch.rand(2, 3, length), rule, budget)
     blocks = Budget(fraction=budget).retained_blocks(length, 16)
     assert kept.sum(-1).unique().tolist() == [16 * blocks + length % 16]
     assert kept[..., : reaches.SINKS].all()

@@ -207,7 +207,7 @@ def test_every_field_is_read() -> None:
                 "mine": {"base": "h2o", "pooling": {"kind": "sequence"}, "merge": True},
                 "ahead": {
                     "base": "snapkv",
-                    "pooling": {"kind": "sequence", "forward": 16, "back": 1},
+                    "pooling": {"kind": "sequence", "forward": 16, "back": 1, "forward_share": 0.5},
                     "rows": "text",
                     "reduce": "max",
                 },
@@ -230,7 +230,7 @@ def test_every_field_is_read() -> None:
             "mine": Mix("h2o", pooling=Pooling("sequence"), merge=True),
             "ahead": Mix(
                 "snapkv",
-                pooling=Pooling("sequence", forward=16, back=1),
+                pooling=Pooling("sequence", forward=16, back=1, forward_share=0.5),
                 rows="text",
                 reduce="max",
             ),

@@ -157,7 +157,7 @@ def look(policy: Policy, inputs: Inputs, layout: Layout, settings: Settings) -> 
     where = PromptMap(layout.prompt, runs)
     rows = voters(where, policy.row_sets, settings.observation_window, layout.answer)
     per_head = policy.granularity == HEAD
-    raw, scores, strengths, masses = [], [], [], []
+    raw, strengths, masses = [], [], []
     for layer, (queries, keys) in enumerate(zip(inputs.queries, inputs.keys, strict=True)):
         pages, ids = paged(keys, settings.block_size, transposed=True)
         value_pages = torch.full_like(pages, float("nan"))
@@ -205,13 +205,21 @@ def look(policy: Policy, inputs: Inputs, layout: Layout, settings: Settings) -> 
         if policy.score.rows != "none":
             masses.append(seen.attention.column_sums)
         strengths.append(policy.allocation.strength(view(policy.allocation.rows), raw[-1]))
-        scores.append(policy.pooled(raw[-1], prompt)[:, : prompt.num_candidates].contiguous())
     return Seen(
         torch.stack(raw),
-        torch.stack(scores),
+        pooled(policy, torch.stack(raw), layout, settings),
         torch.stack(strengths),
         torch.stack(masses) if masses else None,
     )
+
+
+def pooled(policy: Policy, raw: Tensor, layout: Layout, settings: Settings) -> Tensor:
+    """Return the scores ``[L, S, C]`` that the settings' budget is dealt by."""
+    prompt, budget = prompt_of(layout, settings), settings.budget
+    most = budget.most if isinstance(budget, methods.Auto) else budget
+    num_kept = methods.retained_blocks(layout.prompt, BLOCK_SIZE, most) * BLOCK_SIZE
+    of_layers = [policy.pooled(scores, prompt, num_kept) for scores in raw]
+    return torch.stack(of_layers)[..., : prompt.num_candidates].contiguous()
 
 
 HEAD_SCORES = head_scores(LAYERS, HEADS, GROUP)
@@ -237,6 +245,7 @@ def policy_of(mix: methods.Mix) -> Policy:
         mix.pooling.reduce,  # type: ignore[arg-type]
         mix.pooling.forward,
         mix.pooling.back,
+        mix.pooling.forward_share,
     )
     return build(
         Mix(
@@ -299,7 +308,8 @@ def assert_keeps_the_same(
     seen = look(policy, inputs, layout, settings[0])
     for each in settings:
         wanted = methods.select(mix, inputs.attention, layout, HEADS, each, states=inputs.states)
-        decision = decider(policy, seen, layout, each).decide(wanted.blocks)
+        of_budget = replace(seen, scores=pooled(policy, seen.raw, layout, each))
+        decision = decider(policy, of_budget, layout, each).decide(wanted.blocks)
         message = f"{mix}, {each}, {layout}"
         assert decision.counts.sum() == wanted.blocks * LAYERS * HEADS, message
         assert torch.equal(decision.counts, wanted.pages), message
@@ -333,7 +343,7 @@ def test_parts_of_a_method(name: str) -> None:
     if mix.pooling.kind == "none":
         assert pooling.kind == "none"
     else:
-        reaches = (pooling.forward, pooling.back)
+        reaches = (pooling.forward, pooling.back, pooling.forward_share)
         assert Pool(pooling.kind, pooling.kernel or 3, pooling.reduce, *reaches) == mix.pooling
     assert policy.reduction == mix.reduce
     assert policy.score.rows == methods.ROWS_OF_SCORE.get(mix.score, "none")
@@ -611,7 +621,10 @@ def test_other_rows_with_maxima_and_pooling_with_a_direction(
     kind: str, rows: str | None, reduce: str
 ) -> None:
     """Whole decisions: while eviction waits, the answer's tokens vote and are kept."""
-    pooling = Pool() if kind == "none" else Pool(kind, forward=random.choice([3, 16]), back=1)
+    pooling = Pool()
+    if kind != "none":
+        share = random.choice([None, 0.1, 0.25, 1])
+        pooling = Pool(kind, forward=random.choice([3, 16]), back=1, forward_share=share)
     mix = methods.Mix(
         score=random.choice(["snapkv", "text_rows", "vlcache"]),
         allocation=random.choice(["uniform", "tgv", "adakv", "prefixkv", "aircache"]),

@@ -157,6 +157,19 @@ def test_a_kernel_reaches_as_far_on_both_sides(reduce: Any) -> None:
     assert Pooling("sequence", back=4).reach == (0, 4)
 
 
+def test_a_reach_that_is_bounded_by_a_share_of_the_kept_tokens() -> None:
+    bounded = Pooling("sequence", forward=48, back=1, forward_share=0.25)
+    reaches = [bounded.within(num_kept).reach for num_kept in (3, 16, 95, 96, 192, 1000)]
+    assert reaches == [(0, 1), (4, 1), (23, 1), (24, 1), (48, 1), (48, 1)]
+    assert Pooling("sequence", forward=48).within(16).reach == (48, 0)
+    assert Pooling("sequence", 7).within(1).reach == (3, 3)
+    policy, prompt = build_policy(Mix(pooling=bounded)), make_prompt("several")
+    scores = torch.randn(2, prompt.num_tokens)
+    for num_kept, forward in ((4, 1), (8, 2), (16, 4)):  # of one prompt, as at later cuts
+        wanted = pool(scores, prompt.images, Pooling("sequence", forward=forward, back=1), 2)
+        assert torch.equal(policy.pooled(scores, prompt, num_kept), wanted)
+
+
 def test_sinks_count_for_no_other_token() -> None:
     scores = torch.tensor([[9.0, 8, 0, 1, 0, 0]])
     forward = Pooling("sequence", forward=2)
@@ -224,9 +237,9 @@ def test_a_video_is_pooled_in_as_many_launches_as_an_image(pooling: Pooling) -> 
         policy = build_policy(Mix(pooling=pooling))
         scores = torch.randn(2, num_tokens)
         with Launches() as first:
-            policy.pooled(scores, prompt)
+            policy.pooled(scores, prompt, num_tokens)
         with Launches() as second:
-            policy.pooled(scores, prompt)
+            policy.pooled(scores, prompt, num_tokens)
         assert len(second.names) > 0
         counts.append((len(first.names), len(second.names)))
     assert counts[1] == counts[0]
@@ -266,6 +279,17 @@ def test_grid_pooling_names_an_image_without_grid() -> None:
         ({"kind": "sequence", "forward": True}, "forward must be a whole number.*got True"),
         ({"kind": "grid", "back": 5000}, "back must be a whole number from 0 to 4096, got 5000"),
         ({"kind": "grid", "back": 1.5}, "back must be a whole number"),
+        (
+            {"kind": "grid", "back": 1, "forward_share": 0.2},
+            "forward_share is 0.2: give forward too",
+        ),
+        *(
+            (
+                {"kind": "sequence", "forward": 9, "forward_share": share},
+                "forward_share must be a share",
+            )
+            for share in (0, -0.1, 1.5, True, "25%", float("nan"))
+        ),
         (
             {"kind": "sequence", "kernel": 7, "forward": 16},
             "kernel 7 and forward 16 exclude each other: give kernel .* or forward and back",
@@ -390,7 +414,7 @@ def run_everything(
                 masses.append(view.attention.column_sums)
             view = replace(view, attention=seen.get(policy.allocation.rows, NO_ATTENTION))
             strengths.append(policy.allocation.strength(view, score))
-            scores.append(policy.pooled(score, prompt)[:, : prompt.num_candidates])
+            scores.append(policy.pooled(score, prompt, k * BLOCK_SIZE)[:, : prompt.num_candidates])
         decider = Decider(
             policy, prompt, torch.stack(scores), torch.stack(strengths), HEADS, BLOCK_SIZE, 0
         )
@@ -420,6 +444,7 @@ MIXES = [
     Mix(pooling=Pooling("grid")),
     *(Mix(pooling=Pooling(kind, forward=16, back=1)) for kind in ("grid", "sequence")),
     Mix(pooling=Pooling("sequence", None, "mean", forward=3)),
+    Mix(pooling=Pooling("sequence", forward=16, forward_share=0.25)),
     Mix("snapkv", rows="all"),
     Mix("aircache", rows="window"),
     Mix("trimkv", score="trimkv_votes", reduce="max"),

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -38,10 +38,13 @@ class Pooling:
     stays as it is. The sinks, which are kept whatever their scores, are a run of their own: theirs
     are the highest of most heads, and the tokens after them are no better for it.
 
+    ``forward_share`` bounds ``forward`` by a share of the tokens that an eviction keeps per head,
+    so that a small budget has room for several places.
+
     Raises:
         ValueError: for an unknown ``kind`` or ``reduce``; for a kernel that is not odd and
             positive; for a reach that is negative, or given together with ``kernel`` or without a
-            kind.
+            kind; for a share that is not above 0 and at most 1, or without ``forward``.
     """
 
     kind: Literal["none", "sequence", "grid"] = "none"
@@ -52,6 +55,8 @@ class Pooling:
     """None: 0, if ``back`` is given."""
     back: int | None = None
     """None: 0, if ``forward`` is given."""
+    forward_share: float | None = None
+    """Largest ``forward``, as a share of the kept tokens; None: ``forward`` whatever is kept."""
 
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
@@ -77,6 +82,23 @@ class Pooling:
                 )
             if self.kind == "none":
                 raise ValueError(f"{name} is {reach} and kind none: give kind sequence or grid")
+        share = self.forward_share
+        if share is None:
+            return
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ValueError(
+                f"forward_share must be a share of the kept tokens, above 0 and at most 1, such as "
+                f"0.25, got {share!r}"
+            )
+        if self.forward is None:
+            raise ValueError(f"forward_share is {share}: give forward too, the largest reach")
+
+    def within(self, num_kept: int) -> Pooling:
+        """Return the pooling of an eviction that keeps ``num_kept`` tokens per head on average."""
+        if self.forward is None or self.forward_share is None:
+            return self
+        forward = min(self.forward, int(self.forward_share * num_kept))
+        return replace(self, forward=forward, forward_share=None)
 
     @property
     def has_direction(self) -> bool:

@@ -98,19 +98,33 @@ def copy_kept(
         is_owned = (region < offsets[-1])[:, None]
         chunk = torch.where(is_owned, chunk, target[:, None] * block_size + slots)
         source = chunk // block_size, chunk % block_size
-        base, moved = _whole_pages(*source, slots)
-        if len(moved) > _MOST_MOVED * chunk.numel():
-            for pool in pools:
-                pool[target] = pool[source]
+        # How many tokens change their slots is known from the data only: this is for CPUs.
+        if sources.is_cpu and _copy_pages(pools, target, *source):
             continue
-        base = torch.where(base < 0, target, base)
-        rows = moved // block_size, moved % block_size
-        source = source[0].flatten()[moved], source[1].flatten()[moved]
         for pool in pools:
-            # Copy pages in storage order, [D, N] or [N, D].
-            stored = pool.transpose(1, 2) if pool.stride(1) == 1 else pool
-            stored[target] = stored.index_select(0, base)
-            pool[target[rows[0]], rows[1]] = pool[source]
+            pool[target] = pool[source]
+
+
+def _copy_pages(pools: list[Tensor], target: Tensor, pages: Tensor, slots: Tensor) -> bool:
+    """Copy whole pages, then the tokens that come from others; return false if they are many.
+
+    Args:
+        target: int64 ``[R]``, pages to write.
+        pages, slots: int64 ``[R, N]``, where their tokens are.
+    """
+    block_size = slots.shape[1]
+    base, moved = _whole_pages(pages, slots, torch.arange(block_size))
+    if len(moved) > _MOST_MOVED * slots.numel():
+        return False
+    base = torch.where(base < 0, target, base)
+    rows = moved // block_size, moved % block_size
+    source = pages.flatten()[moved], slots.flatten()[moved]
+    for pool in pools:
+        # Copy pages in storage order, [D, N] or [N, D].
+        stored = pool.transpose(1, 2) if pool.stride(1) == 1 else pool
+        stored[target] = stored.index_select(0, base)
+        pool[target[rows[0]], rows[1]] = pool[source]
+    return True
 
 
 def _whole_pages(pages: Tensor, slots: Tensor, own_slots: Tensor) -> tuple[Tensor, Tensor]:

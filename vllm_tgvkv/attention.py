@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
+import numpy as np
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.utils.torch_utils import async_tensor_h2d
@@ -170,12 +172,15 @@ class EvictingBuilder(Generic[Rows]):
 
     def _first_token(self, common: CommonAttentionMetadata) -> Callable[[str], int]:
         """Return a function from a request's id to the index of its first token in a batch."""
-        starts = common.query_start_loc_cpu.numpy()  # an element of a tensor takes ten times longer
+
+        @cache
+        def starts() -> np.ndarray:  # an element of a tensor takes ten times longer
+            return common.query_start_loc_cpu.numpy()
 
         def first_token(request_id: str) -> int:
             row = self._rows.find_row(common, request_id)
             assert row is not None, f"{request_id} is observed, but not in the batch"
-            return int(starts[row])
+            return int(starts()[row])
 
         return first_token
 

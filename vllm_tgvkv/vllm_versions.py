@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-from vllm.config import CacheConfig
-from vllm.outputs import RequestError
-from vllm.v1.core.sched.scheduler import Scheduler
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import CacheConfig
+    from vllm.v1.core.sched.scheduler import Scheduler
 
 CPU_BLOCK_SIZE = 128
 """Tokens of a block on CPU where `--block-size` is not given."""
@@ -31,4 +33,6 @@ def end_with_error(scheduler: Scheduler, request_id: str, message: str) -> None:
     if isinstance(failed, set):  # vLLM 0.32
         failed.add(request_id)
     else:
+        from vllm.outputs import RequestError
+
         failed[request_id] = RequestError("internal_error", message)

@@ -142,7 +142,9 @@ def pretend(
     monkeypatch.setattr(flash_attn, "get_scheduler_metadata", lambda **ignored: None, raising=False)
     worker = f"{worker_cls.__module__}.{worker_cls.__qualname__}"
     kernels = platforms.CUDA.decode_kernels
-    monkeypatch.setattr(platforms, "CPU", platforms.Platform(worker, "CPU_ATTN", kernels))
+    monkeypatch.setattr(
+        platforms, "CPU", platforms.Platform(worker, "CPU_ATTN", decode_kernels=kernels)
+    )
 
 
 def schedule_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,7 +148,7 @@ def test_report_and_totals(evicting: SteppedEngine) -> None:
         "defer": 0,
         "decode": None,
         **sizes,
-        "vision_tokens": 36,
+        "vision_tokens": 64,
         "skip_reason": None,
         "trace": None,
         "cuts": [{"answer_tokens": 0, **sizes}],

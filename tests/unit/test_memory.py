@@ -115,7 +115,7 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def settings(policy: str, granularity: str | None = None, **others: Any) -> EvictionConfig:
     if policy == "sparsemm":
         others["head_scores"] = head_scores(SHAPE.num_layers, SHAPE.num_heads)
-    if (kind := gates_of(policy)) is not None:
+    if policy in METHOD_NAMES and (kind := gates_of(policy)) is not None:
         others["gates"] = gates(kind, SHAPE.num_layers, SHAPE.num_heads)
     return EvictionConfig.from_mapping({"policy": policy, "granularity": granularity, **others})
 

@@ -28,6 +28,7 @@ from reader.assemble import MODELS, load_vocabulary
 from reader.tasks import PageExample, PageQuestion, PageTask
 
 RECOMMENDED = "reach"
+
 BUDGETS = (0.2, 0.1)
 """Budgets with which the recommended method is asked first."""
 

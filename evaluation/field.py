@@ -45,7 +45,7 @@ question find its prefix, and their regions have room."""
 
 @dataclass(frozen=True)
 class Field:
-    """What is asked, of which engine, and the page about it."""
+    """A field of the evaluation: its questions, its engine and its page."""
 
     name: str
     """Of the module with its program, and of its folders."""

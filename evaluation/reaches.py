@@ -39,7 +39,7 @@ TASKS = (
 )
 BLOCK, SINKS = 16, 4
 RULES_AT_A_TIME = 10
-"""Bound of the memory: the answer's attention is computed for so many rules together."""
+"""Rules whose attention is computed at once, which bounds the memory."""
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ def _copy_pages(pools: list[Tensor], target: Tensor, pages: Tensor, slots: Tenso
 
 
 def _whole_pages(pages: Tensor, slots: Tensor, own_slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a page for each row of sources that most tokens may come from, and those that do not.
+    """Return the page that each row of tokens can be copied from as a whole, and all other tokens.
 
     Args:
         pages, slots: int64 ``[R, N]``, where the tokens are.

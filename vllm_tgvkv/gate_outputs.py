@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the gates said of each cached token: one number beside every key.
+"""Outputs of the gates for cached tokens: one number for each key.
 
 The numbers lie as the keys do, in a page of each block for each (layer, KV head). They are written
 with the keys, at the same slots. So they belong to whatever request a block belongs to: a block

@@ -87,7 +87,7 @@ class Served:
         raise AssertionError("no request is good")
 
 
-def wish(method: str, budget: float, **more: Any) -> dict[str, Any]:
+def evicted_with(method: str, budget: float, **more: Any) -> dict[str, Any]:
     return {"kv_eviction": method, "kv_eviction_budget": budget, **more}
 
 
@@ -126,7 +126,7 @@ def test_tokens_and_kept_positions_are_the_oracles_alone_and_in_a_batch(served: 
     running, oracle = served.running, served.oracle
     cases = [("snapkv", 0.3), ("tgv", 0.5), ("h2o", 0.2), ("elastic", 0.4), ("adakv", 0.1)]
     before = running.counters["requests_evicted"]
-    made = [served.stable(i, wish(*case), arrival=2 * i) for i, case in enumerate(cases)]
+    made = [served.stable(i, evicted_with(*case), arrival=2 * i) for i, case in enumerate(cases)]
     outputs = running.run([ask for ask, _ in made])
     assert running.counters["requests_evicted"] - before == len(cases)
     cached = {}
@@ -151,10 +151,10 @@ def test_waits_preemptions_and_aborts(served: Served) -> None:
     """A preempted request answers as before, and an aborted one leaves nothing behind."""
     running, oracle = served.running, served.oracle
     asks = [
-        served.ask(30, wish("snapkv", 0.3, kv_eviction_defer=3)),
-        served.ask(31, wish("h2o", 0.2)),
+        served.ask(30, evicted_with("snapkv", 0.3, kv_eviction_defer=3)),
+        served.ask(31, evicted_with("h2o", 0.2)),
         served.ask(32, {"kv_eviction": "none"}),
-        served.ask(33, wish("tgv", 0.4)),
+        served.ask(33, evicted_with("tgv", 0.4)),
     ]
     alone = [running.tokens([ask])[0] for ask in asks]
     prompt = oracle.prompt(asks[0].text, asks[0].images)
@@ -179,11 +179,11 @@ def test_waits_preemptions_and_aborts(served: Served) -> None:
 
 
 def test_a_compressed_request_holds_its_region_its_tail_and_its_windows(served: Served) -> None:
-    """What eviction reaches is as small as the report tells; windows are as long as ever."""
+    """Layers with full attention keep what the report tells; windows keep their length."""
     running = served.running
     scheduler = running.scheduler
     pool = scheduler.kv_cache_manager.block_pool
-    ask = served.ask(40, wish("snapkv", 0.25, kv_eviction_report=True))
+    ask = served.ask(40, evicted_with("snapkv", 0.25, kv_eviction_report=True))
     name = running.add(ask)
     held = []
 
@@ -211,7 +211,7 @@ def test_a_compressed_request_holds_its_region_its_tail_and_its_windows(served: 
 def test_everything_kept_is_stock(served: Served) -> None:
     """Stock vLLM in larger blocks, and Hugging Face's model. The last test: it ends the engine."""
     running, oracle = served.running, served.oracle
-    asks = [served.ask(20 + i, wish("snapkv", 1.0), arrival=i) for i in range(3)]
+    asks = [served.ask(20 + i, evicted_with("snapkv", 1.0), arrival=i) for i in range(3)]
     before = running.counters["requests_evicted"]
     evicted = running.tokens(asks)
     assert running.counters["requests_evicted"] - before == len(asks)

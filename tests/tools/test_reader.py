@@ -258,7 +258,7 @@ def test_stock_vllm_answers_from_pages() -> None:
     engine = PageEngine(folder, assemble.load_vocabulary(folder), pages=2)
     try:
         for task in (PageTask("number", "prose"), PageTask("number", "noise", pages=2)):
-            examples = [PageQuestion(task, 2000 + n).example(engine.vocabulary) for n in range(2)]
-            assert sum(engine.right(examples)) >= 1  # a guess is right once in ten million
+            examples = [PageQuestion(task, 2000 + n).example(engine.vocabulary) for n in range(3)]
+            assert sum(engine.right(examples)) >= 2
     finally:
         engine.close()

@@ -398,8 +398,7 @@ def run_everything(
         sums.add(observed, prompt.is_vision)
         return sums
 
-    # The values of a CPU are at hand: its copy reads which pages stay whole.
-    with NoSynchronisation() if device != "cpu" else nullcontext():
+    with NoSynchronisation():
         scores, strengths, masses = [], [], []
         for layer in range(LAYERS):
             seen = {rows: attention(rows) for rows in policy.row_sets}
@@ -429,7 +428,10 @@ def run_everything(
         kept = (decision.positions, offsets, blocks[:num_old])
         target = (blocks[num_old:], LAYERS, HEADS)
         sources = slots_of_positions(*kept, pairs)
+    # The values of a CPU are at hand: its copy reads which pages stay whole.
+    with nullcontext() if device == "cpu" else NoSynchronisation():
         copy_kept(*cache, sources, offsets, *target, workspace_bytes)
+    with NoSynchronisation():
         if policy.merge:
             merge_evicted(*cache, *kept, *target)
         state = (row, seq_lens, *regions, offsets[None], BLOCK_SIZE)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between the supported minor versions of vLLM, as either of them has it."""
+"""Tests of what differs between the supported minor versions of vLLM, in the forms of both."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from evaluation.fingerprint import ROOT
 from evaluation.text_arms import FULL, Part, Task, TextArm, check, eviction_settings
 from evaluation.text_engine import LanguageEngine, TextSettings
 from evaluation.text_report import write_report
-from evaluation.text_tasks import TRAINING
+from evaluation.text_tasks import FRESH, TRAINING
 from measure.facts import command_line, machine, revision
 from measure.smollm import WeightsMissingError, find_weights
 from vllm_tgvkv.errors import EvictionConfigError
@@ -35,8 +35,9 @@ REPORT = "report"
 RECOUNT = "recount"
 
 TEST = "test"
-SPLITS = {TEST: 0, "training": TRAINING}
-"""Numbers of their first questions."""
+TRAIN = "training"
+SPLITS = {TEST: 0, "fresh": FRESH, TRAIN: TRAINING}
+"""Numbers of their first questions. `fresh` are test questions too, see `text_tasks.FRESH`."""
 
 CACHE_SHARE = 0.6
 """Questions are asked in groups whose prompts fill this part of the cache, so that the arms of a
@@ -217,7 +218,7 @@ def run(field: Field, arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(given)
     if options.output is None:
         is_whole = options.tasks is None and options.questions is None
-        for_test = options.split == TEST
+        for_test = options.split != TRAIN
         options.output = (
             field.output
             if is_whole and for_test
@@ -351,7 +352,7 @@ def _parts(field: Field, options: argparse.Namespace) -> dict[str, Part]:
     Raises:
         UsageError: naming the flag, its value and what it may be.
     """
-    for_test = options.split == TEST
+    for_test = options.split != TRAIN
     all_parts = [name for name, part in field.parts.items() if not (for_test and part.chooses)]
     names = options.only or all_parts
     for name in names:

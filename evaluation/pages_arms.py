@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from evaluation.arms import ABLATIONS
-from evaluation.text_arms import DEFAULT, OWN_PARTS, Cells, Part, TextArm, crossed, paired
+from evaluation.text_arms import DEFAULT, OWN_PARTS, WAIT, Cells, Part, TextArm, crossed, paired
 from reader.tasks import TASKS
 
 BUDGETS = (0.2, 0.1, 0.05)
@@ -91,15 +91,17 @@ _CHOICE = Part(
     chooses=True,
 )
 
+_OTHERS = crossed((DEFAULT, "snapkv", "tgv"), (0.2,))
 _DEFAULT = Part(
     "The recommended method",
-    f"`{DEFAULT}` at 20 and 10 % of the prompt, without a wait, on test questions, against "
-    "`snapkv` and `tgv`. It was chosen on training questions.",
+    f"`{DEFAULT}` with a wait of {WAIT} tokens, which was chosen on training questions, at 20 % of "
+    "the prompt, and without a wait, on test questions, against `snapkv` and `tgv`.",
     (
-        Cells(_ANSWERED, crossed((DEFAULT, "snapkv", "tgv"), (0.2,)), 40),
-        Cells(_ANSWERED, crossed((DEFAULT,), (0.1,)), 40),
+        Cells(_ANSWERED, crossed((DEFAULT,), (0.2,), (WAIT,)), 40),
+        Cells(_ANSWERED, crossed((DEFAULT,), (0.2,)), 40),
+        Cells(_ANSWERED, crossed(("snapkv", "tgv"), (0.2,)), 6),
     ),
-    paired(crossed((DEFAULT, DEFAULT), (0.2,)), crossed(("snapkv", "tgv"), (0.2,))),
+    tuple((TextArm(DEFAULT, 0.2, (("defer", WAIT),)), other) for other in _OTHERS),
     together=True,
 )
 

@@ -38,10 +38,16 @@ TRAINING = 1000
 """Number of the first question for training. Choices are made on questions from it on, and what is
 reported on those before it."""
 
+FRESH = 500
+"""Number of the first test question of the second set, for a choice that was made after the first
+set's results were known."""
+
 
 def split_of(number: int) -> str:
     """Return the split of the question of a number."""
-    return "training" if number >= TRAINING else "test"
+    if number >= TRAINING:
+        return "training"
+    return "fresh" if number >= FRESH else "test"
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ class Pool:
 
     Over the `kernel` nearest; or, with `forward` or `back`, position j over positions
     j - forward .. j + back of its run, where text is pooled by "sequence" alone. `forward_share`
-    bounds `forward` by a share of the tokens that a head keeps on average.
+    bounds `forward` by a share of the tokens that a head keeps on average. With `halve`, a score
+    weighs half for every `halve` positions that it counts forward.
     """
 
     kind: str = "none"
@@ -50,6 +51,7 @@ class Pool:
     forward: int | None = None
     back: int | None = None
     forward_share: float | None = None
+    halve: int | None = None
 
     @property
     def has_direction(self) -> bool:
@@ -95,7 +97,8 @@ METHODS = {
         "uniform",
         "window",
         HEAD,
-        Pool("sequence", forward=48, back=1, forward_share=0.25),
+        Pool("sequence", forward=256, back=1, halve=64),
+        rows="latest",
         reduce="max",
     ),
     "rkv": Mix("rkv", "uniform", "recent_8", HEAD),
@@ -341,7 +344,9 @@ def rows(name: str, layout: Layout, observation_window: int) -> list[int]:
         return answer
     if name == "all":
         return everything + answer
-    if name == "window":
+    if name == "latest" and answer:
+        return answer
+    if name in ("window", "latest"):
         return everything[-WINDOW:] + answer
     if True not in vision:
         return everything[-observation_window:] + answer
@@ -603,8 +608,13 @@ def pooled(scores: Tensor, layout: Layout, pool: Pool, sinks: int = 0) -> Tensor
     """Return the scores [P] after pooling; NaN stands for no score, and is in no other's pool."""
     result = []
     values = scores.tolist()
-    for own, near in zip(values, neighbours(layout, pool, sinks), strict=True):
-        group = [values[i] for i in near if not math.isnan(values[i])]
+    for j, (own, near) in enumerate(zip(values, neighbours(layout, pool, sinks), strict=True)):
+        weights = [2 ** (-max(j - i, 0) / pool.halve) if pool.halve else 1 for i in near]
+        group = [
+            weight * values[i]
+            for i, weight in zip(near, weights, strict=True)
+            if not math.isnan(values[i])
+        ]
         if math.isnan(own):
             result.append(own)
         else:

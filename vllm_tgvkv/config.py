@@ -301,7 +301,7 @@ class EvictionConfig:
         None,
         accepts="`{kind: none, sequence or grid, kernel: 3, reduce: max or mean}`; `forward: 16, "
         "back: 1` in place of `kernel` gives it a direction; `forward_share: 0.25` bounds "
-        "`forward` by a share of the kept tokens",
+        "`forward` by a share of the kept tokens, and `halve: 64` halves a score every 64 tokens",
         help="Pooling of scores over neighbouring tokens.",
         unset="the method's own",
     )

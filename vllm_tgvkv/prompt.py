@@ -22,13 +22,14 @@ VISION_MODALITIES = frozenset({"image", "video"})
 Grid = tuple[int, int]
 """Rows and columns of tokens."""
 
-RowSet = Literal["none", "text", "after_vision", "window", "all", "answer"]
+RowSet = Literal["none", "text", "after_vision", "window", "all", "answer", "latest"]
 """Tokens whose queries vote, see `voters`:
 
 `text` is the text after the first vision token, `after_vision` the text after the last one (at
 most the last `observation_window` tokens of either), `window` the last tokens of the prompt, `all`
 every token, and `none` no token, for scores that use no attention. Where eviction waits for the
-first tokens of the answer, these vote in each of the sets but `none`; `answer` is only these.
+first tokens of the answer, these vote in each of the sets but `none`; `answer` is only these, and
+`latest` as well, or `window` if there are none.
 """
 
 WINDOW = 32
@@ -138,7 +139,8 @@ def voters(
     last one; of either, at most the last `observation_window`. Without such text, both hold the
     last position; without vision, the last `observation_window` positions. `window` holds the last
     positions of the prompt. To each of them, the `num_answer` positions after the prompt are
-    added, the first tokens of the answer; `answer` holds only these.
+    added, the first tokens of the answer; `answer` holds only these, and so does `latest` if there
+    are any, and otherwise those of `window`.
 
     Raises:
         ValueError: for the row set `answer` without tokens of the answer.
@@ -147,7 +149,9 @@ def voters(
         raise ValueError("rows of the answer vote, and eviction waits for none of its tokens")
     answer = np.arange(prompt.num_tokens, prompt.num_tokens + num_answer)
     sets: dict[RowSet, np.ndarray] = {
-        kind: np.concatenate((_rows(prompt, kind, observation_window), answer))
+        kind: answer
+        if kind == "latest" and num_answer
+        else np.concatenate((_rows(prompt, kind, observation_window), answer))
         for kind in row_sets
         if kind != "all"
     }
@@ -158,7 +162,7 @@ def voters(
 def _rows(prompt: PromptMap, kind: RowSet, observation_window: int) -> np.ndarray:
     if kind == "answer":
         return np.empty(0, np.int64)
-    if kind == "window":
+    if kind in ("window", "latest"):
         return np.arange(max(prompt.num_tokens - WINDOW, 0), prompt.num_tokens)
     first = 0
     if prompt.has_vision:

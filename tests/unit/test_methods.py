@@ -246,6 +246,7 @@ def policy_of(mix: methods.Mix) -> Policy:
         mix.pooling.forward,
         mix.pooling.back,
         mix.pooling.forward_share,
+        mix.pooling.halve,
     )
     return build(
         Mix(
@@ -343,10 +344,10 @@ def test_parts_of_a_method(name: str) -> None:
     if mix.pooling.kind == "none":
         assert pooling.kind == "none"
     else:
-        reaches = (pooling.forward, pooling.back, pooling.forward_share)
+        reaches = (pooling.forward, pooling.back, pooling.forward_share, pooling.halve)
         assert Pool(pooling.kind, pooling.kernel or 3, pooling.reduce, *reaches) == mix.pooling
     assert policy.reduction == mix.reduce
-    assert policy.score.rows == methods.ROWS_OF_SCORE.get(mix.score, "none")
+    assert policy.score.rows == (mix.rows or methods.ROWS_OF_SCORE.get(mix.score, "none"))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -615,7 +616,7 @@ def test_free_mixes_of_parts(allocation: str, retain: str) -> None:
 
 
 @pytest.mark.parametrize("reduce", ["mean", "max"])
-@pytest.mark.parametrize("rows", ["text", "window", "answer", None])
+@pytest.mark.parametrize("rows", ["text", "window", "answer", "latest", None])
 @pytest.mark.parametrize("kind", ["none", "sequence", "grid"])
 def test_other_rows_with_maxima_and_pooling_with_a_direction(
     kind: str, rows: str | None, reduce: str
@@ -624,7 +625,9 @@ def test_other_rows_with_maxima_and_pooling_with_a_direction(
     pooling = Pool()
     if kind != "none":
         share = random.choice([None, 0.1, 0.25, 1])
-        pooling = Pool(kind, forward=random.choice([3, 16]), back=1, forward_share=share)
+        halve = random.choice([None, 2, 8])
+        reaches = (random.choice([3, 16]), 1, share, halve)
+        pooling = Pool(kind, 3, "max", *reaches)
     mix = methods.Mix(
         score=random.choice(["snapkv", "text_rows", "vlcache"]),
         allocation=random.choice(["uniform", "tgv", "adakv", "prefixkv", "aircache"]),

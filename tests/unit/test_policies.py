@@ -131,6 +131,24 @@ def test_pooling_along_the_rows_of_a_grid_leaves_text_alone(
         assert_pooled(Layout(25, images), Pooling("grid", None, reduce, forward, back), sinks)
 
 
+@pytest.mark.parametrize("layout", [*LAYOUTS, "text"])
+@pytest.mark.parametrize("kind", ["sequence", "grid"])
+@pytest.mark.parametrize(("forward", "back"), REACHES)
+def test_weights_that_fall_by_half(layout: str, kind: Any, forward: int, back: int) -> None:
+    images, num_tokens = LAYOUTS.get(layout, ([], 27))
+    if kind == "grid":
+        images, num_tokens = [(3, 12, (3, 4)), (15, 2, (1, 2)), (19, 4, (4, 1))], 25
+    placed = Layout(num_tokens, tuple(Image(*image) for image in images))
+    for sinks, halve in ((0, 1), (4, 3), (40, 64)):
+        assert_pooled(placed, Pooling(kind, None, "max", forward, back, halve=halve), sinks)
+
+
+def test_weights_by_hand() -> None:
+    scores = torch.tensor([[0.0, 8, 0, 3, 0, 0, 1]])
+    pooled = pool(scores, (), Pooling("sequence", forward=4, back=1, halve=2))
+    assert torch.allclose(pooled, torch.tensor([[8, 8, 8 * 0.5**0.5, 4, 8 * 0.5**1.5, 2, 3 * 0.5**1.5]]))
+
+
 def test_pooling_forward_by_hand() -> None:
     """One high score in the first of two rows of 3 patches reaches the next row, and no text."""
     scores = torch.tensor([[0.0, 0, 0, 5, 0, 0, 0, 0, 7]])
@@ -187,12 +205,14 @@ def pool(
 def assert_pooled(layout: Layout, pooling: Pooling, sinks: int = 0) -> None:
     fresh_seed()
     scores = torch.randn(2, layout.length)
+    if pooling.halve:
+        scores = scores.clamp(min=0)  # as all scores that have a weight; half of them are 0
     images = tuple(VisionSpan(image.start, image.length, image.grid) for image in layout.images)
     pooled = pool(scores, images, pooling, sinks)
-    reaches = (pooling.forward, pooling.back)
+    reaches = (pooling.forward, pooling.back, None, pooling.halve)
     by_definition = Pool(pooling.kind, pooling.kernel or 3, pooling.reduce, *reaches)
     expected = torch.stack([methods.pooled(row, layout, by_definition, sinks) for row in scores])
-    if pooling.kind == "sequence" or pooling.reduce == "max":
+    if not pooling.halve and (pooling.kind == "sequence" or pooling.reduce == "max"):
         assert torch.equal(pooled, expected.float())
     torch.testing.assert_close(pooled, expected.float())
 
@@ -224,6 +244,7 @@ class Launches(TorchDispatchMode):
         Pooling("grid", 3),
         Pooling("grid", 3, "mean"),
         Pooling("grid", forward=16, back=1),
+        Pooling("sequence", forward=16, back=1, halve=4),
     ],
     ids=str,
 )
@@ -294,6 +315,12 @@ def test_grid_pooling_names_an_image_without_grid() -> None:
         (
             {"kind": "sequence", "kernel": 7, "forward": 16},
             "kernel 7 and forward 16 exclude each other: give kernel .* or forward and back",
+        ),
+        ({"kind": "grid", "back": 1, "halve": 8}, "halve is 8: give forward too"),
+        ({"kind": "sequence", "forward": 9, "halve": 0}, "halve must be a whole number from 1"),
+        (
+            {"kind": "sequence", "forward": 9, "halve": 8, "reduce": "mean"},
+            "halve is 8 and reduce mean: give reduce max",
         ),
         ({"kind": "grid", "kernel": 3, "back": 0}, "kernel 3 and back 0 exclude each other"),
         ({"forward": 16}, "forward is 16 and kind none: give kind sequence or grid"),
@@ -449,6 +476,7 @@ MIXES = [
     *(Mix(pooling=Pooling(kind, forward=16, back=1)) for kind in ("grid", "sequence")),
     Mix(pooling=Pooling("sequence", None, "mean", forward=3)),
     Mix(pooling=Pooling("sequence", forward=16, forward_share=0.25)),
+    Mix(pooling=Pooling("sequence", forward=16, back=1, halve=4)),
     Mix("snapkv", rows="all"),
     Mix("aircache", rows="window"),
     Mix("trimkv", score="trimkv_votes", reduce="max"),

@@ -41,10 +41,15 @@ class Pooling:
     ``forward_share`` bounds ``forward`` by a share of the tokens that an eviction keeps per head,
     so that a small budget has room for several places.
 
+    ``halve`` gives scores a weight, half as much with every ``halve`` positions that they count
+    forward: position j gets the maximum over i of ``s[i] 2^(-(j - i) / halve)`` for i up to j, and
+    of ``s[i]`` for i after it. Scores are not negative.
+
     Raises:
         ValueError: for an unknown ``kind`` or ``reduce``; for a kernel that is not odd and
             positive; for a reach that is negative, or given together with ``kernel`` or without a
-            kind; for a share that is not above 0 and at most 1, or without ``forward``.
+            kind; for a share that is not above 0 and at most 1, or without ``forward``; for a
+            ``halve`` that is not positive, without ``forward`` or with ``mean``.
     """
 
     kind: Literal["none", "sequence", "grid"] = "none"
@@ -57,6 +62,8 @@ class Pooling:
     """None: 0, if ``forward`` is given."""
     forward_share: float | None = None
     """Largest ``forward``, as a share of the kept tokens; None: ``forward`` whatever is kept."""
+    halve: int | None = None
+    """Positions after which a score's weight is half; None: 1 as far as ``forward``."""
 
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
@@ -82,6 +89,8 @@ class Pooling:
                 )
             if self.kind == "none":
                 raise ValueError(f"{name} is {reach} and kind none: give kind sequence or grid")
+        if self.halve is not None:
+            self._check_halve(self.halve)
         share = self.forward_share
         if share is None:
             return
@@ -92,6 +101,16 @@ class Pooling:
             )
         if self.forward is None:
             raise ValueError(f"forward_share is {share}: give forward too, the largest reach")
+
+    def _check_halve(self, halve: int) -> None:
+        if not _is_count(halve, 1, _LARGEST_REACH):
+            raise ValueError(
+                f"halve must be a whole number from 1 to {_LARGEST_REACH}, got {halve!r}"
+            )
+        if self.forward is None:
+            raise ValueError(f"halve is {halve}: give forward too, the largest reach, such as 256")
+        if self.reduce != "max":
+            raise ValueError(f"halve is {halve} and reduce {self.reduce}: give reduce max")
 
     def within(self, num_kept: int) -> Pooling:
         """Return the pooling of an eviction that keeps ``num_kept`` tokens per head on average."""
@@ -118,6 +137,9 @@ class Pooling:
         """Bound of the memory that pooling takes for each score of a layer."""
         if self.kind == "none":
             return 0
+        if self.halve is not None:  # logarithms in float64, and what counts backward
+            sizes = [(reach + 1).bit_length() for reach in self.reach]
+            return 64 + sizes[0] * 24 + sizes[1] * 16
         is_square = self.kind == "grid" and not self.has_direction
         num_sizes = 0 if is_square else (sum(self.reach) + 1).bit_length()
         # Windows of each size, the parts of every position's window, and where these are.
@@ -150,18 +172,24 @@ class Pooler:
     ) -> None:
         self._pooling = pooling
         self._windows: _Windows | None = None
+        self._weighted: _Weighted | None = None
         self._patches: list[tuple[Grid, Tensor]] = []
         """Each shape of the grids, and the positions of all images that have it, int64 ``[n]``."""
         if pooling.kind == "grid":
             patches = _patches_by_grid(images)
             if not pooling.has_direction:
                 self._patches = [(grid, _copy(found, device)) for grid, found in patches.items()]
-        if pooling.kind == "sequence" or pooling.has_direction:
+        if pooling.halve is not None:
+            first, last = _windows(pooling, num_tokens, images, sinks)
+            self._weighted = _Weighted(first, last, pooling.halve, device)
+        elif pooling.kind == "sequence" or pooling.has_direction:
             first, last = _windows(pooling, num_tokens, images, sinks)
             self._windows = _Windows(first, last, pooling.reduce, device)
 
     def __call__(self, scores: Tensor) -> Tensor:
         """Return pooled scores, float32 ``[S, P]``, from scores ``[S, P]``."""
+        if self._weighted is not None:
+            return self._weighted.pooled(scores)
         if self._windows is not None:
             return self._windows.pooled(scores)
         pooled = scores.clone() if self._patches else scores
@@ -235,6 +263,28 @@ class _Windows:
         if self._widths is None:
             return parts.amax(dim=1)
         return (parts.sum(dim=1) / self._widths).float()
+
+
+class _Weighted:
+    """Maximum over windows in which a score weighs half for every ``halve`` positions forward.
+
+    In logarithms a weight is a difference of positions, so that the plain maximum of
+    ``log2 s[i] + i / halve`` finds the best score for all positions at once.
+    """
+
+    def __init__(
+        self, first: np.ndarray, last: np.ndarray, halve: int, device: torch.device
+    ) -> None:
+        positions = np.arange(len(first))
+        self._ahead = _Windows(first, positions, "max", device)
+        self._behind = _Windows(positions, last, "max", device)
+        self._lift = _copy(positions / halve, device)
+        """float64 ``[P]``."""
+
+    def pooled(self, scores: Tensor) -> Tensor:
+        lifted = scores.double().clamp(min=0).log2() + self._lift
+        ahead = (self._ahead.pooled(lifted) - self._lift).exp2()
+        return torch.maximum(ahead.to(scores.dtype), self._behind.pooled(scores))
 
 
 def _patches_by_grid(images: tuple[VisionSpan, ...]) -> dict[Grid, np.ndarray]:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reach: keep what comes after the places that the last tokens look at.
+"""Reach: keep what comes after the places that the newest tokens look at.
 
-SnapKV's rows and retention, with two changes of our own (no paper): a token counts as much as the
-one row that looks at it most, and a score counts for the next ``FORWARD`` tokens, or for fewer
-where few tokens are kept. Chosen on the training questions of docs/evaluation.
+SnapKV's retention with three changes of our own (no paper): the first tokens of the answer vote
+alone where eviction waits for them; a token counts as much as the one row that looks at it most;
+and a score counts for the tokens after its own, half as much with every ``HALVE`` of them. Chosen
+on the training questions of docs/evaluation.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from __future__ import annotations
 from vllm_tgvkv.policies.pooling import Pooling
 from vllm_tgvkv.policies.registry import POLICIES, Recipe
 
-FORWARD = 48
-"""Tokens after its own for which a score counts at most: a sentence or two."""
-SHARE = 0.25
-"""Bound of the same, as a share of the tokens that a head keeps."""
+HALVE = 64
+"""Tokens after which a score counts half: a sentence or two."""
+FORWARD = 4 * HALVE
+"""Tokens after its own for which a score counts at most."""
 
 POLICIES.add(
     "reach",
@@ -23,7 +24,8 @@ POLICIES.add(
         "uniform",
         "window",
         granularity="head",
-        pooling=Pooling("sequence", forward=FORWARD, back=1, forward_share=SHARE),
+        pooling=Pooling("sequence", forward=FORWARD, back=1, halve=HALVE),
+        rows="latest",
         reduce="max",
     ),
 )

@@ -200,6 +200,11 @@ def build_policy(
                 "give their folder with --kv-eviction-gates"
             )
         policy.score.gates_in_use = gates
+    if policy.score.is_signed and policy.pooling.halve is not None:
+        raise ValueError(
+            f"pooling with halve has no meaning with the score {score!r}, whose values may be "
+            "negative: leave halve out, or choose another score"
+        )
     if policy.score.is_signed and policy.allocation.adds_scores:
         fitting = [name for name in ALLOCATIONS.names if not ALLOCATIONS[name]().adds_scores]
         raise ValueError(

@@ -98,7 +98,7 @@ _DEFAULT = Part(
     "the prompt, and without a wait, on test questions, against `snapkv` and `tgv`.",
     (
         Cells(_ANSWERED, crossed((DEFAULT,), (0.2,), (WAIT,)), 40),
-        Cells(_ANSWERED, crossed((DEFAULT,), (0.2,)), 40),
+        Cells(_ANSWERED, crossed((DEFAULT,), (0.2,)), 8),
         Cells(_ANSWERED, crossed(("snapkv", "tgv"), (0.2,)), 6),
     ),
     tuple((TextArm(DEFAULT, 0.2, (("defer", WAIT),)), other) for other in _OTHERS),

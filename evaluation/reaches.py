@@ -339,8 +339,9 @@ def mean_shares(found: Mapping[str, Mapping[str, Shares]]) -> dict[str, dict[str
     means: dict[str, dict[str, float]] = {}
     for task, questions in found.items():
         solved = [shares for shares in questions.values() if shares["full"] == 1.0]
-        for name in solved[0] if solved else ():
-            means.setdefault(name, {})[task] = float(np.mean([shares[name] for shares in solved]))
+        for name in dict.fromkeys(name for shares in solved for name in shares):
+            mine = [shares[name] for shares in solved if name in shares]
+            means.setdefault(name, {})[task] = float(np.mean(mine))
     return means
 
 

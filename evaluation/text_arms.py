@@ -590,8 +590,13 @@ _DEFAULT = Part(
     (
         Cells(
             (number("prose", 1024), number("noise", _LONG), *_KEYS, *PASSAGES),
-            (*crossed((DEFAULT,), (0.2, 0.1), (WAIT,)), *crossed((DEFAULT,), (0.2,))),
+            crossed((DEFAULT,), (0.2,), (WAIT,)),
             40,
+        ),
+        Cells(
+            (number("prose", 1024), number("noise", _LONG), *_KEYS, *PASSAGES),
+            (*crossed((DEFAULT,), (0.1,), (WAIT,)), *crossed((DEFAULT,), (0.2,))),
+            20,
         ),
         Cells(
             (number("prose", 1024), number("noise", _LONG), *_KEYS, *PASSAGES),

@@ -12,18 +12,28 @@ import pytest
 import torch
 
 from evaluation import __main__ as program
-from evaluation import pages, reaches, text, text_results
+from evaluation import pages, reaches, text, text_results, waits
 from evaluation.answers import Answer, AnswerLog, read_answers, write_answers
 from evaluation.field import Field, Run, run
 from evaluation.pages_arms import PARTS
 from evaluation.pages_engine import PageSettings
-from evaluation.text_arms import FULL, Cells, Part, TextArm, check, crossed, eviction_settings
+from evaluation.text_arms import (
+    FULL,
+    WAIT,
+    Cells,
+    Part,
+    TextArm,
+    check,
+    crossed,
+    eviction_settings,
+)
 from evaluation.text_report import write_report
 from evaluation.text_tasks import TextTask
 from measure import smollm
 from reader.tasks import TASKS
 from vllm_tgvkv.budget import Budget
 from vllm_tgvkv.errors import EvictionConfigError
+from vllm_tgvkv.policies import build_policy
 from vllm_tgvkv.policies.pooling import Pooler, Pooling
 
 
@@ -137,6 +147,39 @@ def test_weights_of_emulated_rules() -> None:
     assert pooled == pytest.approx([0, 1, 1, 0.5, 0.25, 0.4, 0.4, 0.2])
     assert reaches.halved(2)[:5] == pytest.approx([1, 0.5**0.5, 0.5, 0.5**1.5, 0.25])
     assert reaches.falling(3) == pytest.approx([1, 0.75, 0.5, 0.25])
+
+
+@pytest.mark.parametrize("halve", [4, 16])
+def test_emulated_weights_are_those_of_the_plugin(halve: int) -> None:
+    scores = torch.rand(2, 3, 90)
+    pooling = Pooling("sequence", forward=4 * halve, back=1, halve=halve)
+    pooled = Pooler(pooling, 90, (), torch.device("cpu"), reaches.SINKS)(scores.flatten(0, 1))
+    rule = reaches.apart(reaches.reaching(reaches.halved(halve)))(scores, 50).flatten(0, 1)
+    # Weights are powers of 2 in float32 there, and differences of float64 logarithms here.
+    torch.testing.assert_close(rule[:, reaches.SINKS :], pooled[:, reaches.SINKS :])
+    policy, wanted = build_policy("reach"), waits.CHOICES["wait 4, answer votes, half after 64"]
+    assert (policy.pooling.halve, policy.pooling.reach) == (64, (256, 1))
+    assert (policy.score.rows, wanted.wait, wanted.answer_alone) == ("latest", WAIT, True)
+
+
+@pytest.mark.parametrize("name", waits.CHOICES)
+def test_emulated_choices_keep_their_budget_and_what_they_wait_for(name: str) -> None:
+    choice, length = waits.CHOICES[name], 203
+    rows = 32 + waits.LONGEST_WAIT
+    attention = 0.01 * torch.rand(4, 3, 2, rows, length)
+    attention[..., 32:, 96:128] = 1  # what the answer looks at
+    values = torch.rand(4, 3, length + 9, 5)
+    found = waits.Answered(values, values, attention, [0] * 10)
+    kept = waits.kept(found, choice, 0.5)
+    blocks = Budget(fraction=0.5).retained_blocks(length, 16)
+    assert kept.shape == (4, 3, length + choice.wait)
+    assert kept[..., length - length % 16 :].all()
+    assert kept[..., : waits.SINKS].all()
+    if choice.allocation != "adakv":  # whose heads may have a fifth of the budget
+        assert kept[..., length - choice.first : length].all()
+    assert kept.sum() == 4 * 3 * (16 * blocks + length % 16 + choice.wait)
+    if choice.answer_alone:
+        assert kept[..., 96:128].all()
 
 
 @pytest.mark.parametrize("budget", reaches.BUDGETS)

@@ -32,7 +32,6 @@ PRESSES = {
     "SnapKVPress": ["SnapKVPress"],
     "ExpectedAttentionPress": ["ExpectedAttentionPress"],
     "AdaKVPress over SnapKVPress": ["AdaKVPress", "SnapKVPress"],
-    "AdaKVPress over ExpectedAttentionPress": ["AdaKVPress", "ExpectedAttentionPress"],
 }
 """Classes of kvpress 0.5.5, with their own settings."""
 KEPT = 0.2
@@ -109,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for line in theirs:
         example = by_key[line["key"]].example
         line["text"] = tokenizer.decode(line.pop("tokens"))
-        pieces = [tokenizer.decode([token]) for token in encode(example.answer)]
+        pieces = [str(tokenizer.decode([token])) for token in encode(example.answer)]
         line["hits"] = example.hits(line["text"], pieces)
     OUTPUT.mkdir(parents=True, exist_ok=True)
     kept = "".join(json.dumps(line) + "\n" for line in theirs)

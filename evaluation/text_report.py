@@ -10,7 +10,7 @@ from pathlib import Path
 from evaluation.text_arms import MIXES, PARTS, SCHEDULE, Part
 from evaluation.text_plots import draw_budgets, draw_memory
 from evaluation.text_results import FILE, PartResult, TaskResult, TextCell, TextComparison
-from evaluation.text_tasks import PASSAGE_TOKENS, TRAINING
+from evaluation.text_tasks import FRESH, PASSAGE_TOKENS, TRAINING
 from measure.document import Block, Details, Heading, Items, Plot, Table, Text, write_markdown
 from measure.smollm import INSTALL
 from measure.statistics import LEVEL, RESAMPLES, SEED, Estimate, wilson
@@ -26,7 +26,8 @@ the answers.
   is a new sentence of {PASSAGE_TOKENS[0]} to {PASSAGE_TOKENS[1]} tokens that is to be repeated
   word for word. The prompt ends with the beginning of the answer, as in RULER. Decoding is greedy.
   Questions from {TRAINING} on are for **training**: choices are made on them (`--split training`),
-  and the **test** questions before them are only reported on.
+  and the **test** questions before them are only reported on. Those from {FRESH} on are **fresh**
+  (`--split fresh`): asked of a choice that was made after the others' results were known.
 - **Right** is an answer that is right to the last character. **Before the first mistake** is the
   share of the answer's tokens that come before it. An answer of which **nothing is missing** may go
   on after it, as 30239644 for 3023964: RULER counts it as right, and here it is not.

@@ -37,6 +37,7 @@ from evaluation.text_engine import TextSettings
 from evaluation.text_memory import held_blocks, mean_held, planned_cuts
 from evaluation.text_report import write_report
 from evaluation.text_tasks import (
+    FRESH,
     PASSAGE_TOKENS,
     TRAINING,
     TextExample,
@@ -237,10 +238,17 @@ def test_no_other_number_has_the_name_that_is_asked_for() -> None:
 
 
 def test_questions_for_training_are_no_test_questions() -> None:
-    assert TextQuestion(NUMBERS, TRAINING - 1).split == "test"
+    assert TextQuestion(NUMBERS, FRESH - 1).split == "test"
+    assert (
+        TextQuestion(NUMBERS, TRAINING - 1).split == TextQuestion(NUMBERS, FRESH).split == "fresh"
+    )
     assert TextQuestion(NUMBERS, TRAINING).split == "training"
     # The first of them come after all questions of the parts.
-    assert all(questions < TRAINING for part in PARTS.values() for _, questions, _ in part.work)
+    assert all(
+        questions < min(FRESH, TRAINING - FRESH)
+        for part in PARTS.values()
+        for _, questions, _ in part.work
+    )
 
 
 # -- scores ---------------------------------------------------------------------------------
@@ -696,7 +704,7 @@ def test_projections_turn_the_same_pairs_in_both_formats() -> None:
     [
         (["--tasks", "poem"], ["--tasks poem", "number-prose-1024"]),
         (["--questions", "0"], ["--questions 0", "at least 1"]),
-        (["--split", "tuning"], ["--split", "training"]),
+        (["--split", "tuning"], ["--split", "fresh", "training"]),
         (["--only", "methods", "report"], ["--only methods report", "alone"]),
         (["--only", "choice"], ["--only choice", "--split training"]),
         (["--only", "report", "--output", "/nonexistent"], ["--output /nonexistent", "run a part"]),

@@ -797,6 +797,10 @@ def test_merge_targets_by_hand() -> None:
         (Mix("rkv", rows="text"), "rows 'text' have no meaning .* 'rkv': .* choose one of window"),
         (Mix("rkv", reduce="max"), "reduce 'max' has no meaning with the score 'rkv'"),
         (
+            Mix("rkv", pooling=Pooling("sequence", forward=8, halve=4)),
+            "pooling with halve has no meaning with the score 'rkv'",
+        ),
+        (
             Mix("rkv", allocation="prefixkv"),
             "allocation 'prefixkv' has no meaning with the score 'rkv', .*: choose one of uniform",
         ),
@@ -817,7 +821,7 @@ def test_merge_targets_by_hand() -> None:
         (
             Mix("h2o", reduce="max"),
             "reduce 'max' has no meaning with the score 'h2o' and rows 'all', .*: choose rows "
-            "text, after_vision, window, answer, or leave reduce out",
+            "text, after_vision, window, answer, latest, or leave reduce out",
         ),
         (Mix("snapkv", rows="all", reduce="max"), "the score 'snapkv' and rows 'all'"),
         (Mix("random", rows="text"), "rows 'text' have no meaning .* 'random': leave rows out$"),

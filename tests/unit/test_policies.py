@@ -146,7 +146,9 @@ def test_weights_that_fall_by_half(layout: str, kind: Any, forward: int, back: i
 def test_weights_by_hand() -> None:
     scores = torch.tensor([[0.0, 8, 0, 3, 0, 0, 1]])
     pooled = pool(scores, (), Pooling("sequence", forward=4, back=1, halve=2))
-    assert torch.allclose(pooled, torch.tensor([[8, 8, 8 * 0.5**0.5, 4, 8 * 0.5**1.5, 2, 3 * 0.5**1.5]]))
+    assert torch.allclose(
+        pooled, torch.tensor([[8, 8, 8 * 0.5**0.5, 4, 8 * 0.5**1.5, 2, 3 * 0.5**1.5]])
+    )
 
 
 def test_pooling_forward_by_hand() -> None:

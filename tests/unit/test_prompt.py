@@ -342,6 +342,15 @@ def test_tokens_of_the_answer_vote_in_every_set() -> None:
     assert found.every_row
 
 
+def test_the_latest_rows_are_those_of_the_answer_or_else_of_the_window() -> None:
+    prompt = map_prompt(60, [feature(8, 16)])
+    both = ("latest", "window")
+    found, without = voters(prompt, both, 40, 3), voters(prompt, both, 40)
+    assert found.sets["latest"].tolist() == [60, 61, 62]
+    assert without.sets["latest"].tolist() == without.sets["window"].tolist()
+    assert voters(prompt, ("latest",), 40, 3).last_cached(exact=True) == 60  # the whole prompt
+
+
 def test_rows_of_the_answer_do_not_limit_prefix_hits() -> None:
     prompt = map_prompt(60, [feature(8, 16)])
     answer = voters(prompt, ("answer",), 40, 3)

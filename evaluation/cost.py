@@ -107,9 +107,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--questions", type=int, default=12, help="of the first task; half of 4096")
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[16, 32, 128])
     parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--report", action="store_true", help="only write the page again")
     options = parser.parse_args(arguments)
     file = options.output / "results.json"
-    costs: list[Cost] = []
+    if options.report:
+        facts = json.loads(file.read_text(encoding="utf-8"))
+        costs = [Cost(**cost) for cost in facts["costs"]]
+        write_markdown(list(page(costs, facts)), options.output)
+        return 0
+    costs = []
     for size in options.block_sizes:
         engine = TextEngine(replace(TextSettings(), block_size=size), [FULL, OURS])
         try:
@@ -135,8 +141,8 @@ def page(costs: Sequence[Cost], facts: Mapping[str, Any]) -> Iterator[Block]:
     """Yield the blocks of the page."""
     yield Text(
         "# What an answer takes\n\nSmolLM2-135M-Instruct in float32 on a CPU, questions that the "
-        f"full cache answers right, stock vLLM's cache against `{OURS.key}`, at block sizes of 16, "
-        "32 and 128. The prompts come from the prefix cache, so the time is that of the answers. "
+        f"full cache answers right: the full cache against `{OURS.key}`, at some block "
+        "sizes. The prompts come from the prefix cache, so the time is that of the answers. "
         "Made by\n\n    python -m evaluation.cost"
     )
     rows = [
@@ -166,7 +172,7 @@ def page(costs: Sequence[Cost], facts: Mapping[str, Any]) -> Iterator[Block]:
         ],
         rows,
     )
-    load = facts["machine"].get("load_average")
+    load = " to ".join(f"{value:.0f}" for value in sorted(facts["machine"]["load_average"])[::2])
     yield Items(
         [
             f"CPU time is that of all threads of the process: the median of {ROUNDS} rounds, and "

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from evaluation import __main__ as program
-from evaluation import pages, reaches, text, text_results, waits
+from evaluation import cost, pages, peers, reaches, text, text_results, waits
 from evaluation.answers import Answer, AnswerLog, read_answers, write_answers
 from evaluation.field import Field, Run, run
 from evaluation.pages_arms import PARTS
@@ -28,8 +28,9 @@ from evaluation.text_arms import (
     eviction_settings,
 )
 from evaluation.text_report import write_report
-from evaluation.text_tasks import TextTask
+from evaluation.text_tasks import TextExample, TextQuestion, TextTask
 from measure import smollm
+from measure.document import Table
 from reader.tasks import TASKS
 from vllm_tgvkv.budget import Budget
 from vllm_tgvkv.errors import EvictionConfigError
@@ -255,3 +256,51 @@ def test_a_page_in_the_real_engine(tmp_path: Path) -> None:
     assert kept["reach"].num_right == 1
     assert all(0.15 < cell.blocks_held <= 0.2 for cell in result.cells)
     assert json.loads(log.path.read_text().splitlines()[0])["cuts"] == []
+
+
+# -- what an answer takes ------------------------------------------------------------------------
+
+
+def test_costs_are_per_answer_and_per_request(tmp_path: Path) -> None:
+    seconds = [4.0, 2.0, 2.5]
+    full = cost.Cost("number-noise-4096", 16, "none", 4, 4, seconds, 1.0, held=1.0, full_mib=64)
+    ours = replace(full, arm="reach@0.2,defer=4", held=0.25)
+    assert full.per_second == 4 / 2.5
+    assert (full.per_gib, ours.per_gib) == (16, 64)
+    facts = {"day": "today", "revision": "r", "machine": {"load_average": [3.0, 1.0, 2.0]}}
+    costs = [asdict(full), asdict(ours)]
+    (tmp_path / "results.json").write_text(json.dumps({**facts, "costs": costs}))
+    assert cost.main(["--report", "--output", str(tmp_path)]) == 0
+    text = (tmp_path / "README.md").read_text()
+    assert "| 1.60 [1.00, 2.00] | 16.0 |" in text
+    assert "load average 1 to 3" in text
+
+
+# -- kvpress on the same questions ---------------------------------------------------------------
+
+
+def test_a_missing_environment_names_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        peers.main(["--python", "/nonexistent/python"])
+    assert "tests/kvpress/test_kvpress.py" in capsys.readouterr().err
+
+
+def test_both_sides_are_counted_on_the_same_questions() -> None:
+    task = TextTask("number", "noise", 512)
+    example = TextExample("", "", "1234567", "number")
+    prompts = [peers.Prompt(TextQuestion(task, n), example, "") for n in (500, 501)]
+    held = {"prompt_tokens": 100, "kept_tokens": 20.0, "blocks_before": 10, "blocks_after": 2}
+    ours = [
+        Answer(task.name, n, "snapkv@0.2", "", hits, **held)  # type: ignore[arg-type]
+        for n, hits in ((500, "11"), (501, "10"), (502, "00"))
+    ]
+    theirs = [
+        {"key": p.key, "press": "AdaKVPress over SnapKVPress", "hits": hits, "freed": 0.0}
+        for p, hits in zip(prompts, ("11", "11"), strict=True)
+    ]
+    table = next(block for block in peers.page(prompts, theirs, ours) if isinstance(block, Table))
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert rows["ours: `snapkv@0.2`"][0] == "1 of 2"
+    assert rows["ours: `snapkv@0.2`"][-1] == "80 %"
+    assert rows["kvpress: `AdaKVPress over SnapKVPress`"][0] == "2 of 2"
+    assert rows["kvpress: `AdaKVPress over SnapKVPress`"][-1] == "0 %"

@@ -180,6 +180,9 @@ def page(costs: Sequence[Cost], facts: Mapping[str, Any]) -> Iterator[Block]:
             "makes CPU time longer too.",
             "*Held while decoding* is the mean over the steps of the right answer, with the wait. "
             "*Requests per GiB* are those that a GiB of cache holds while they decode.",
+            "Each block size has an engine of its own, which ran at another load: compare times "
+            "within a block size. An eviction takes time once, so that answers of eight tokens are "
+            "slower with it, and those of 40 are not.",
             f"On {facts['day']}, revision `{facts['revision']}`.",
         ]
     )

@@ -2,13 +2,15 @@
 """Answer questions with kvpress. Run in its environment: `python peers_kvpress.py FOLDER`.
 
 Reads `questions.json` from FOLDER: the model's folder, the share that is kept, presses by name
-(class, and that of the press inside an AdaKVPress), and questions (key, token ids of the prompt,
-most tokens of the answer). Writes a line of `answers.jsonl` for each question and press: the
-answer's token ids, and what share of the prompt's keys was hidden or dropped, and what share of
-the memory was given back. Answers that the file has already are not computed again.
+(class, and that of the press inside an AdaKVPress; whether they see the question), and questions
+(key, token ids of the prompt, number of them before the question, most tokens of the answer).
+Writes a line of `answers.jsonl` for each question and press: the answer's token ids, what share of
+the prompt's keys was hidden or dropped, and what share of the memory was given back. Answers that
+the file has already are not computed again.
 
 As in kvpress's pipeline, the prompt is computed under the press, and the answer is decoded at its
-true positions. The prompt holds the question, as in the engine.
+true positions. The prompt holds the question, as in the engine; for presses that do not see it, it
+is computed after them and kept whole, as kvpress's pipeline does.
 """
 
 from __future__ import annotations
@@ -30,13 +32,23 @@ def make_press(kvpress: Any, names: list[str], kept: float) -> Any:
 
 
 @torch.inference_mode()
-def answer(model: Any, cache: Any, press: Any, ids: list[int], most: int) -> tuple[list[int], Any]:
-    """Return the tokens of a greedy answer, and the shares of keys dropped and memory freed."""
+def answer(
+    model: Any, cache: Any, press: Any, ids: list[int], end: int, most: int
+) -> tuple[list[int], Any]:
+    """Return the tokens of a greedy answer, and the shares of keys dropped and memory freed.
+
+    Args:
+        end: number of the prompt's tokens that are computed under the press.
+    """
     attentions = [layer.self_attn for layer in model.model.layers]
     for attention in attentions:
         attention.masked_key_indices = None
     with press(model):
-        out = model(torch.tensor([ids]), past_key_values=cache, logits_to_keep=1)
+        out = model(torch.tensor([ids[:end]]), past_key_values=cache, logits_to_keep=1)
+    if end < len(ids):
+        rest = torch.arange(end, len(ids))[None]
+        question = torch.tensor([ids[end:]])
+        out = model(question, past_key_values=cache, position_ids=rest, logits_to_keep=1)
     held = [layer.keys.shape[1] * layer.keys.shape[2] for layer in cache.layers]
     whole = len(ids) * cache.layers[0].keys.shape[1] * len(held)
     masked = [a.masked_key_indices for a in attentions]
@@ -69,12 +81,13 @@ def main(folder: Path) -> None:
     known = {(line["key"], line["press"]) for line in map(json.loads, lines)}
     with done.open("a", encoding="utf-8") as file:
         for question in wanted["questions"]:
-            for name, classes in wanted["presses"].items():
+            for name, (classes, sees_question) in wanted["presses"].items():
                 if (question["key"], name) in known:
                     continue
                 press = make_press(kvpress, classes, wanted["kept"])
                 ids, most = question["ids"], question["most"]
-                tokens, shares = answer(model, DynamicCache(), press, ids, most)
+                end = len(ids) if sees_question else question["context"]
+                tokens, shares = answer(model, DynamicCache(), press, ids, end, most)
                 record = {"key": question["key"], "press": name, "tokens": tokens, **shares}
                 file.write(json.dumps(record) + "\n")
                 file.flush()

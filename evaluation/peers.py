@@ -25,6 +25,7 @@ from evaluation.text_arms import FULL, PARTS
 from evaluation.text_engine import SPARE_TOKENS
 from evaluation.text_tasks import TextExample, TextQuestion, TextTask
 from measure.document import Block, Items, Table, Text, write_markdown
+from measure.facts import command_line
 from measure.smollm import model_folder
 from measure.statistics import wilson
 
@@ -66,7 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=ROOT / "build" / "kvpress" / "bin" / "python",
         help="of kvpress's environment; the tests of docs/kvpress.md make it",
     )
-    options = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    options = parser.parse_args(given)
+    command = command_line("evaluation.peers", given)
     if not options.python.exists():
         parser.error(
             f"--python {options.python}: does not exist; run "
@@ -115,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     OUTPUT.mkdir(parents=True, exist_ok=True)
     kept = "".join(json.dumps(line) + "\n" for line in theirs)
     (OUTPUT / ANSWERS).write_bytes(gzip.compress(kept.encode(), mtime=0))
-    write_markdown(list(page(prompts, theirs, list(ours.values()))), OUTPUT)
+    write_markdown(list(page(prompts, theirs, list(ours.values()), command)), OUTPUT)
     print(f"Written: {OUTPUT / 'README.md'}")
     return 0
 
@@ -146,7 +149,10 @@ def _prompts(
 
 
 def page(
-    prompts: Sequence[Prompt], theirs: Sequence[dict[str, Any]], ours: Sequence[Answer]
+    prompts: Sequence[Prompt],
+    theirs: Sequence[dict[str, Any]],
+    ours: Sequence[Answer],
+    command: str = "python -m evaluation.peers",
 ) -> Iterator[Block]:
     """Yield the page's blocks: both sides' answers to the same questions."""
     yield Text(
@@ -157,7 +163,7 @@ def page(
         "question included, as the engine does. Its own pipeline compresses what comes before the "
         "question; *question kept* is `ExpectedAttentionPress` used so. With 99 % kept, "
         "`SnapKVPress` gave right answers to the two questions that were tried. Made by\n\n"
-        "    python -m evaluation.peers"
+        f"    {command}"
     )
     tasks = list(dict.fromkeys(prompt.question.task.name for prompt in prompts))
     asked = {(prompt.question.task.name, prompt.question.number) for prompt in prompts}

@@ -25,5 +25,7 @@ POLICIES.add(
         granularity="head",
         pooling=Pooling("sequence", forward=FORWARD, back=1, forward_share=SHARE),
         reduce="max",
+        budget=0.2,
+        defer=4,
     ),
 )

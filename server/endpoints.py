@@ -68,9 +68,11 @@ async def status(server: EvictingServer) -> schemas.Status:
     """Settings, defaults, and totals up to each engine's last step."""
     config = server.defaults.config
     decode = config.decode
+    budget, defer = config.first_eviction(config.policy)
     settings = {
         **vars(config),
-        "budget": str(config.budget),
+        "budget": str(budget),
+        "defer": defer,
         "granularity": config.build_policy(config.policy).granularity,
         "decode": decode and {**vars(decode), "schedule": written(decode.schedule)},
     }
@@ -219,9 +221,8 @@ def _model(server: Access) -> str:
 
 def _defaults(server: Access) -> schemas.Defaults:
     current, started = server.defaults.current(), server.defaults.config
-    return schemas.Defaults(
-        policy=current.policy, budget=current.budget.value, changed=current != started
-    )
+    budget, _ = current.first_eviction(current.policy)
+    return schemas.Defaults(policy=current.policy, budget=budget.value, changed=current != started)
 
 
 class EvictionEndpoints:

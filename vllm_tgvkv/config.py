@@ -28,8 +28,10 @@ from vllm_tgvkv.policies import (
     Mix,
     Policy,
     Pooling,
+    Recipe,
     broken_methods,
     build_policy,
+    first_eviction_of,
     gates_of,
     method_names,
     needs_head_scores,
@@ -227,13 +229,14 @@ class EvictionConfig:
         "`none` vLLM runs as stock.",
         in_status=True,
     )
-    budget: Budget = setting(
-        Budget(fraction=0.1),
+    budget: Budget | None = setting(
+        None,
         parser=Budget.parse,
         accepts="fraction, tokens, or `auto:SHARE`",
         help="Share of the prompt that is kept: a fraction, 0 < budget <= 1; a whole number of "
         "tokens per KV head; or `auto:SHARE`, such as `auto:0.98,min=0.02,max=0.5`: the smallest "
         "fraction that keeps SHARE of the question's attention.",
+        unset="the method's own: 0.1, 0.2 with `reach`",
         in_status=True,
     )
     granularity: Granularity | None = setting(
@@ -249,12 +252,13 @@ class EvictionConfig:
         "kept.",
         in_status=True,
     )
-    defer: int = setting(
-        0,
+    defer: int | None = setting(
+        None,
         at_least=0,
         help="Number of answer tokens to wait for: the prompt is evicted once they are computed, "
         "and they vote with the method's own rows. Answers that are not longer are never evicted "
         "for.",
+        unset="the method's own: 0, 4 with `reach`",
         in_status=True,
     )
     decode: DecodeOptions | None = setting(
@@ -388,7 +392,19 @@ class EvictionConfig:
     @property
     def waits(self) -> bool:
         """Whether tokens of answers vote, unless a request says otherwise."""
-        return self.defer > 0 or self.decode is not None
+        return self.first_eviction(self.policy)[1] > 0 or self.decode is not None
+
+    def first_eviction(self, method: Any) -> tuple[Budget, int]:
+        """Return the budget and the wait of a method's first eviction, if a request has none.
+
+        They are the server's where it has some, and else those that the method recommends. An
+        unknown method, which is refused elsewhere, gets those of most.
+        """
+        mix = self.methods.get(method) if isinstance(method, str) else None
+        name = mix.base if mix else method
+        own = first_eviction_of(name) if name in method_names() else (Recipe.budget, Recipe.defer)
+        budget = Budget(fraction=own[0]) if self.budget is None else self.budget
+        return budget, own[1] if self.defer is None else self.defer
 
     @property
     def cuts_again(self) -> bool:
@@ -410,7 +426,8 @@ class EvictionConfig:
         """Rows of the query pool."""
         if self.query_rows is not None:
             return self.query_rows
-        return min(8 * (self.observation_window + WINDOW + max(self.defer, 32)), _MOST_QUERY_ROWS)
+        waits = max(self.defer or 0, 32)
+        return min(8 * (self.observation_window + WINDOW + waits), _MOST_QUERY_ROWS)
 
     @property
     def most_deferred(self) -> int:
@@ -424,25 +441,26 @@ class EvictionConfig:
             EvictionConfigError: naming the field, its value and what it may be.
         """
         others = self.observation_window + WINDOW
+        _, defer = self.first_eviction(self.policy)
         if self.decode is not None and self.decode.rows > self.num_query_rows:
             raise EvictionConfigError(
                 f"kv_eviction.decode.rows is {self.decode.rows}: give at most query_rows "
                 f"({self.num_query_rows}), or set query_rows to at least as many"
             )
         if self.query_rows is not None:
-            if self.most_deferred < self.defer:
+            if self.most_deferred < defer:
                 raise EvictionConfigError(
                     f"kv_eviction.query_rows is {self.query_rows}: give at least "
-                    f"{others + self.defer}, for observation_window {self.observation_window}, "
-                    f"the last {WINDOW} tokens of a prompt, and defer {self.defer}"
+                    f"{others + defer}, for observation_window {self.observation_window}, "
+                    f"the last {WINDOW} tokens of a prompt, and defer {defer}"
                 )
             return
         if others > _MOST_QUERY_ROWS:
             raise EvictionConfigError(
                 f"kv_eviction.observation_window is {self.observation_window}: give at most "
-                f"{_MOST_QUERY_ROWS - WINDOW}, or set query_rows to at least {others + self.defer}"
+                f"{_MOST_QUERY_ROWS - WINDOW}, or set query_rows to at least {others + defer}"
             )
-        self.check_defer(self.defer, "kv_eviction.defer")
+        self.check_defer(defer, "kv_eviction.defer")
 
     def check_defer(self, value: Any, source: str) -> int:
         """Return a wait after checking it; `source` names its flag or field in the message.
@@ -488,7 +506,7 @@ class EvictionConfig:
             raise EvictionConfigError(f"kv_eviction method {quoted(name)}: {error}") from error
 
     def check_method(
-        self, name: Any, budget: Budget, source: str, defer: int, again: Again | None = None
+        self, name: Any, budget: Budget, defer: int, source: str, again: Again | None = None
     ) -> str:
         """Return a method's name after checking it against a budget, a wait and later evictions.
 
@@ -545,7 +563,7 @@ class EvictionConfig:
         """
         for name in self.methods:
             self.build_policy(name)
-        self.check_method(self.policy, self.budget, "kv_eviction.policy", self.defer)
+        self.check_method(self.policy, *self.first_eviction(self.policy), "kv_eviction.policy")
         if self.policy == NONE or self.text_only == "keep":
             return
         if self.build_policy(self.policy).allocation.needs_vision:

@@ -73,12 +73,14 @@ class Defaults:
                 f"{source} has unknown {', '.join(unknown)}: "
                 f"{choose(unknown[0], _FIELDS, 'known are')}"
             )
-        budget = self.config.budget
+        changed = self.config
         if "budget" in values:
             budget = Budget.parse(values["budget"], f"budget of {source}")
-        policy = values.get("policy", self.config.policy)
-        policy = self.config.check_method(policy, budget, f"policy of {source}", self.config.defer)
-        changed = dataclasses.replace(self.config, policy=policy, budget=budget)
+            changed = dataclasses.replace(changed, budget=budget)
+        policy = values.get("policy", changed.policy)
+        budget, defer = changed.first_eviction(policy)
+        policy = changed.check_method(policy, budget, defer, f"policy of {source}")
+        changed = dataclasses.replace(changed, policy=policy)
         changed.check_methods()
         return changed
 

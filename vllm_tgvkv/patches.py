@@ -275,7 +275,8 @@ def _settings_in_flags(flags: Mapping[str, Any]) -> dict[str, Any] | None:
         )
     # An unknown method is reported by the name of its flag.
     settings = EvictionConfig.from_mapping({**values, "policy": NONE})
-    settings.check_method(values["policy"], settings.budget, "--kv-eviction", settings.defer)
+    policy = values["policy"]
+    settings.check_method(policy, *settings.first_eviction(policy), "--kv-eviction")
     EvictionConfig.from_mapping(values)
     return values
 

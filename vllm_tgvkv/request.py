@@ -98,11 +98,10 @@ class RequestOptions:
             raise EvictionConfigError(
                 f"vllm_xargs has {names}: {choose(unknown[0], REQUEST_KEYS, 'known are')}"
             )
-        budget, defer, later, ceiling = _evictions(config, given)
+        method = given.get("kv_eviction", config.policy)
+        budget, defer, later, ceiling = _evictions(config, given, method)
         again = _again(config, given, bool(later) or ceiling is not None)
-        policy = config.check_method(
-            given.get("kv_eviction", config.policy), budget, "vllm_xargs.kv_eviction", defer, again
-        )
+        policy = config.check_method(method, budget, defer, "vllm_xargs.kv_eviction", again)
         if policy == NONE:
             later, ceiling = (), None
         elif again.happens:
@@ -139,7 +138,7 @@ def _is_meant_for_us(key: str) -> bool:
 
 
 def _evictions(
-    config: EvictionConfig, given: Mapping[str, Any]
+    config: EvictionConfig, given: Mapping[str, Any], method: Any
 ) -> tuple[Budget, int, Schedule, Ceiling | None]:
     """Return budget and wait of the first eviction, and what says when others follow."""
 
@@ -147,8 +146,9 @@ def _evictions(
         key = f"kv_eviction_{name}"
         return parse(given[key], f"vllm_xargs.{key}") if key in given else default
 
-    budget = value("budget", Budget.parse, config.budget)
-    defer = value("defer", config.check_defer, config.defer)
+    budget, defer = config.first_eviction(method)
+    budget = value("budget", Budget.parse, budget)
+    defer = value("defer", config.check_defer, defer)
     schedule = value("schedule", _parse_schedule, None)
     max_tokens = value("max_tokens", _parse_ceiling, None)
     buffer = value("buffer", _parse_buffer, None)

@@ -183,8 +183,7 @@ class EvictionScheduler(Scheduler):
             "KV eviction: policy %s, budget %s, after %d tokens of the answer, granularity %s; "
             "pages of %d tokens, pool of %d blocks of %d pages (layers x KV heads)",
             config.policy,
-            config.budget,
-            config.defer,
+            *config.first_eviction(config.policy),
             config.build_policy(config.policy).granularity,
             self.tokens_per_block,
             self.block_pool_size,

@@ -118,10 +118,10 @@ class Setting:
         Raises:
             EvictionConfigError: naming `source`, the value and what it may be.
         """
-        if self.parser is not None:
-            return self.parser(value, source)
         if value is None and self.is_optional:
             return None
+        if self.parser is not None:
+            return self.parser(value, source)
         if isinstance(self.type, type) and dataclasses.is_dataclass(self.type):
             return value if isinstance(value, self.type) else read(self.type, value, source)
         if self.type is bool:

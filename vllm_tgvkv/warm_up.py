@@ -41,8 +41,9 @@ def warm_up(evictor: Evictor) -> None:
     config, size = evictor.config, shape.block_size
     num_tokens = 4 * size + 1  # four full blocks and a tail
     prompt = PromptMap(num_tokens, (VisionSpan(size, 2 * size, None),))
-    guard = config.budget.guard(num_tokens, 2 * size, size)
-    num_answer = min(config.defer, size - 1)  # as many as the tail holds
+    budget, defer = config.first_eviction(config.policy)
+    guard = budget.guard(num_tokens, 2 * size, size)
+    num_answer = min(defer, size - 1)  # as many as the tail holds
     plans = [
         made_up_step(
             config, config.policy, prompt, guard, _PROMPT_BLOCKS, _FIRST_REGION, num_answer

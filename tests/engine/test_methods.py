@@ -58,6 +58,7 @@ def as_setting(mix: Mix) -> dict[str, Any]:
 SERVER = {
     "policy": "snapkv",
     "budget": 0.3,
+    "defer": 0,
     "text_only": "evict",
     "methods": {name: as_setting(mix) for name, mix in MIXES.items()},
 }

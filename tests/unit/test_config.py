@@ -393,6 +393,43 @@ JSON = st.recursive(
 """Values that JSON and YAML can hold, most of them wrong for a field."""
 
 
+@pytest.mark.parametrize(
+    ("server", "request_has", "found"),
+    [
+        ({"policy": "snapkv"}, {}, (0.1, 0)),
+        ({"policy": "reach"}, {}, (0.2, 4)),
+        ({"policy": "reach", "budget": None, "defer": None}, {}, (0.2, 4)),
+        ({"policy": "reach", "budget": 0.3}, {}, (0.3, 4)),
+        ({"policy": "reach", "defer": 0}, {}, (0.2, 0)),
+        ({"policy": "reach"}, {"kv_eviction_budget": 0.5}, (0.5, 4)),
+        ({"policy": "reach"}, {"kv_eviction_defer": 0}, (0.2, 0)),
+        ({"policy": "reach"}, {"kv_eviction": "snapkv"}, (0.1, 0)),
+        ({"policy": "tgv"}, {"kv_eviction": "reach"}, (0.2, 4)),
+        ({"policy": "tgv", "budget": 0.3, "defer": 2}, {"kv_eviction": "reach"}, (0.3, 2)),
+        ({"policy": "mine", "methods": {"mine": {"base": "reach"}}}, {}, (0.2, 4)),
+        ({"policy": "reach", "decode": {"schedule": [[8, 0.5], [9, 0.2]]}}, {}, (0.5, 8)),
+    ],
+)
+def test_a_method_has_its_own_budget_and_wait(
+    server: dict[str, Any], request_has: dict[str, Any], found: tuple[float, int], tmp_path: Path
+) -> None:
+    """Where neither server nor request has one; also if the method is a changed default."""
+    config = EvictionConfig.from_mapping(server)
+    options = RequestOptions.resolve(config, request_has)
+    assert (options.budget.fraction, options.defer) == found
+    assert config.waits == (config.first_eviction(config.policy)[1] > 0 or "decode" in server)
+    if "decode" not in server:
+        method = request_has.get("kv_eviction", server["policy"])
+        file = tmp_path / "defaults.json"
+        file.write_text(json.dumps({"policy": method}))
+        started = EvictionConfig.from_mapping(
+            {**server, "policy": "streaming", "defaults_file": str(file)}
+        )
+        more = {key: value for key, value in request_has.items() if key != "kv_eviction"}
+        options = RequestOptions.resolve(Defaults(started).current(), more)
+        assert (options.policy, options.budget.fraction, options.defer) == (method, *found)
+
+
 def with_fields(cls: type) -> st.SearchStrategy[dict[str, Any]]:
     """Mappings of some of the fields of a dataclass to anything."""
     names = st.sampled_from([field.name for field in dataclasses.fields(cls)])
@@ -422,10 +459,10 @@ def test_any_settings_are_valid_or_refused(values: dict[str, Any]) -> None:
     except EvictionConfigError:
         return
     assert pickle.loads(pickle.dumps(config)) == config
-    assert str(config.budget)
+    assert str(config.first_eviction(config.policy)[0])
     once = Again(happens=False, source="", way_out="")
     for name in config.method_names:
-        assert config.check_method(name, Budget(fraction=0.5), "it", 1, once) == name
+        assert config.check_method(name, Budget(fraction=0.5), 1, "it", once) == name
     assert Defaults(config).current().policy == config.policy
     assert RequestOptions.resolve(config, None).policy == config.policy
 

@@ -27,5 +27,7 @@ POLICIES.add(
         pooling=Pooling("sequence", forward=FORWARD, back=1, halve=HALVE),
         rows="latest",
         reduce="max",
+        budget=0.2,
+        defer=4,
     ),
 )

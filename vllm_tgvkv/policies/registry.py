@@ -82,6 +82,10 @@ class Recipe:
     rows: RowSet | None = None
     """Rows that vote on the score; None for those of the score itself."""
     reduce: Reduction = "mean"
+    budget: float = 0.1
+    """Share of the prompt that is kept where neither server nor request says how much."""
+    defer: int = 0
+    """Tokens of the answer to wait for, likewise."""
 
 
 @dataclass(frozen=True)
@@ -246,6 +250,11 @@ def _score(name: str, rows: RowSet | None, reduction: Reduction) -> Score:
 def needs_head_scores(name: str) -> bool:
     """Return whether a registered method goes by a file of head scores."""
     return ALLOCATIONS[POLICIES[name].allocation]().needs_head_scores
+
+
+def first_eviction_of(name: str) -> tuple[float, int]:
+    """Return the budget and the wait that a registered method recommends."""
+    return POLICIES[name].budget, POLICIES[name].defer
 
 
 def gates_of(name: str) -> GateKind | None:

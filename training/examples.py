@@ -8,9 +8,9 @@ The last tenth of the lines is held out.
 
     python -m training.examples FILE --model FOLDER [--pages]
 
-writes the ready set: sentences of the docstrings in Python's library, and training questions of the
-evaluation on texts or, for the model that reads pages, on drawn pages. The evaluation hides its test
-questions in other prose, the documentation of Python's language.
+writes the ready set: sentences of the docstrings in Python's library, and training questions of
+the evaluation on texts or, for the model that reads pages, on drawn pages. The evaluation hides its
+test questions in other prose, the documentation of Python's language.
 """
 
 from __future__ import annotations

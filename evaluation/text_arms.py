@@ -3,15 +3,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any, Protocol
 
 from evaluation.arms import ABLATIONS
+from evaluation.fingerprint import ROOT
 from evaluation.text_tasks import TextTask
 from vllm_tgvkv.config import NONE, EvictionConfig
 from vllm_tgvkv.errors import EvictionConfigError
+from vllm_tgvkv.gates import Gates
 from vllm_tgvkv.request import RequestOptions
 
 METHODS = ("snapkv", "adakv", "pyramidkv", "streaming")
@@ -105,6 +110,13 @@ REACHES: dict[str, dict[str, Any]] = {
     for forward in (24, 64)
 }
 
+GATED: dict[str, dict[str, Any]] = {
+    f"{method}_votes": {"base": method, "score": "trimkv_votes", "rows": "window", "reduce": "max"}
+    for method in ("trimkv", "dbtrimkv")
+}
+"""What gates say, plus the logarithm of the largest attention of the last rows. The evaluation of
+gates alone has them; see `learned`."""
+
 MIXES: dict[str, dict[str, Any]] = (
     {
         "_".join([method, *names]): {"base": method, **vote, **pooling}
@@ -124,6 +136,7 @@ MIXES: dict[str, dict[str, Any]] = (
     | GRIDS
     | OWN_PARTS
     | TGV_PARTS
+    | GATED
 )
 """The server's `methods`, of which a run uses those that its arms name."""
 
@@ -141,6 +154,8 @@ class TextArm:
     """Of a schedule, that of its last step."""
     options: tuple[tuple[str, Any], ...] = ()
     """Names after `kv_eviction_`, and their values."""
+    gates: str = ""
+    """Folder of the gates that the method reads, relative to the repository."""
 
     @property
     def key(self) -> str:
@@ -149,9 +164,13 @@ class TextArm:
 
     @property
     def identity(self) -> str:
-        """Return the key with the mix spelled out, so that a changed mix is another arm."""
+        """Return the key with the mix spelled out and a hash of the gates, if it has any.
+
+        So a changed mix is another arm, and so is a method with other gates.
+        """
         mix = MIXES.get(self.method)
-        return f"{self.key} {json.dumps(mix, sort_keys=True)}" if mix else self.key
+        parts = [self.key, *([json.dumps(mix, sort_keys=True)] if mix else [])]
+        return " ".join([*parts, *([gates_digest(self.gates)] if self.gates else [])])
 
     @property
     def label(self) -> str:
@@ -182,6 +201,18 @@ class TextArm:
         budget = {} if self == FULL or self.has_schedule else {"kv_eviction_budget": self.budget}
         options = {f"kv_eviction_{name}": value for name, value in self.options}
         return {"kv_eviction": self.method, **budget, **options, "kv_eviction_report": 1}
+
+
+@cache
+def gates_digest(folder: str) -> str:
+    """Return a hash of the configuration and the weights of a folder of gates.
+
+    Raises:
+        EvictionConfigError: if there are no gates.
+    """
+    gates = Gates.read(str(ROOT / folder), "the folder of an arm's gates")
+    files = [Path(gates.folder, "config.json"), Path(gates.folder, gates.file)]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
 FULL = TextArm(NONE, 1.0)
@@ -631,11 +662,23 @@ def used_mixes(arms: Iterable[TextArm]) -> dict[str, Any]:
 
 
 def eviction_settings(arms: Iterable[TextArm]) -> dict[str, Any]:
-    """Return the eviction configuration of an engine that answers for these arms."""
+    """Return the eviction configuration of an engine that answers for these arms.
+
+    Raises:
+        EvictionConfigError: for arms with different gates, of which an engine has one folder.
+    """
     arms = tuple(arms)
+    folders = sorted({arm.gates for arm in arms} - {""})
+    if len(folders) > 1:
+        raise EvictionConfigError(
+            f"an engine reads one folder of gates, and the arms name {', '.join(folders)}: ask "
+            "their parts one at a time (--only)"
+        )
+    gates = {"gates": str(ROOT / folders[0])} if folders else {}
     # Schedules need positions of kept tokens, which other engines do not store.
     decode = {"decode": {"on_request": True}} if any(arm.has_schedule for arm in arms) else {}
-    return {"policy": METHODS[0], "text_only": "evict", "methods": used_mixes(arms), **decode}
+    mixes = used_mixes(arms)
+    return {"policy": METHODS[0], "text_only": "evict", "methods": mixes, **decode, **gates}
 
 
 def check(arms: Iterable[TextArm], settings: Mapping[str, Any], has_images: bool = False) -> None:

@@ -8,17 +8,22 @@ The last tenth of the lines is held out.
 
     python -m training.examples FILE --model FOLDER [--pages]
 
-writes the ready set: sentences of Python's documentation, and training questions of the evaluation
-on texts or, for the model that reads pages, on drawn pages.
+writes the ready set: sentences of the docstrings in Python's library, and training questions of
+the evaluation on texts or, for the model that reads pages, on drawn pages. The evaluation hides its
+test questions in other prose, the documentation of Python's language.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
+import re
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -109,6 +114,23 @@ def read_examples(file: Path) -> tuple[list[Example], list[Example]]:
     return examples[:-held_out], examples[-held_out:]
 
 
+@cache
+def library_prose() -> tuple[str, ...]:
+    """Return sentences of the docstrings in Python's library, none of which the evaluation has."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found: dict[str, None] = {}
+    others = set(python_prose())
+    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            text = ast.get_docstring(node) if isinstance(node, documented) else None
+            for paragraph in re.split(r"\n\s*\n", text or ""):
+                plain = re.sub(r"\s+", " ", paragraph).strip()
+                for sentence in re.split(r"(?<=[.?!]) (?=[A-Z])", plain):
+                    if re.fullmatch(r"[A-Z][^=|{}<>]{20,300}[.?!]", sentence):
+                        found[sentence] = None
+    return tuple(sentence for sentence in found if sentence not in others)
+
+
 def passages(
     sentences: Sequence[str], tokens: int, count: Callable[[str], int], joint: str = " "
 ) -> Iterator[str]:
@@ -129,7 +151,7 @@ def text_lines(tokens: int, count: Callable[[str], int], number: int) -> Iterato
     The passages that are held out have other sentences than the others. Questions hide a number or
     a fact in noise or among its like.
     """
-    prose = python_prose()
+    prose = library_prose()
     split = len(prose) * (HELD_OUT - 1) // HELD_OUT
     training = number - number // HELD_OUT
     halves = prose[:split], prose[split:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -15,11 +16,11 @@ Adapters = dict[str, tuple[Path, Oracle]]
 """By name: the adapter's folder and the oracle of the model with it."""
 
 
-def write_adapters(folder: Path, root: Path) -> Adapters:
-    """Write two adapters for the model in `folder` to folders below `root`."""
+def write_adapters(folder: Path, root: Path, gates: Any = None) -> Adapters:
+    """Write two adapters for the model in `folder` to folders below `root`; `gates` as `Oracle`."""
     found = {}
     for seed, name in enumerate(("first", "second")):
-        adapted = Oracle(folder)
+        adapted = Oracle(folder, gates=gates)
         added = write_adapter(root / name, adapted, seed)
         with torch.no_grad():
             for key, weight in added.items():

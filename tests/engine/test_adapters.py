@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
 from oracle.emulation import Oracle
 from tests.engine.adapters import write_adapters
+from tests.engine.gated import gated_oracle
 from tests.engine.questions import (
     BLOCK_SIZE,
     JSON_SCHEMA,
@@ -22,22 +25,34 @@ from tests.engine.running import (
     Ask,
     assert_outputs_agree,
     engine,
+    eviction_of,
+    expected,
 )
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 
 
-def test_adapters_have_caches_of_their_own(folder: Path, oracle: Oracle, tmp_path: Path) -> None:
-    """Two LoRA adapters and none in one batch: each keeps tokens by its own attention."""
-    adapters = write_adapters(folder, tmp_path)
-    models = {"": (None, oracle)}
+def test_adapters_have_caches_of_their_own(folder: Path, tmp_path: Path) -> None:
+    """Two LoRA adapters and none in one batch: each keeps tokens by its own attention.
+
+    Or by what the gates say, which read the hidden states of the adapted model.
+    """
+    torch.manual_seed(5)
+    oracle = gated_oracle(folder, tmp_path / "gates", "rg10")
+    adapters = write_adapters(folder, tmp_path, oracle.gates)
+    models: dict[str, tuple[LoRARequest | None, Oracle]] = {"": (None, oracle)}
     for number, (name, (path, adapted)) in enumerate(adapters.items(), 1):
         models[name] = (LoRARequest(name, number, str(path)), adapted)
     ask = question(130, 60, 160, max_tokens=30, xargs=budget(0.4))
     others = {name: question(131 + i, 20, 180, max_tokens=40) for i, name in enumerate(models)}
+    retention = {**budget(0.4), "kv_eviction": "dbtrimkv"}
+    gated = {
+        name: question(141 + i, 20, 180, max_tokens=30, xargs=retention)
+        for i, name in enumerate(models)
+    }
     with engine(
         folder,
-        SETTINGS,
+        {**SETTINGS, "gates": str(tmp_path / "gates")},
         enable_lora=True,
         max_loras=3,  # on CPU vLLM gives requests without adapter the last one, here an empty one
         enable_prefix_caching=True,
@@ -45,14 +60,23 @@ def test_adapters_have_caches_of_their_own(folder: Path, oracle: Oracle, tmp_pat
         num_gpu_blocks_override=160,
     ) as running:
         names: list[tuple[str, str, Ask]] = []
-        for asked in (dict.fromkeys(models, ask), others):
+        for asked in (dict.fromkeys(models, ask), others, gated):
             for name, (lora, _) in models.items():
                 names.append((running.add(asked[name], lora=lora), name, asked[name]))
                 running.step()
         finished = running.drain()
         for request_id, name, asked_ in names:
-            assert finished[request_id].num_cached_tokens == 0
-            assert_outputs_agree(running, models[name][1], [asked_], [finished[request_id]])
+            output, its_oracle = finished[request_id], models[name][1]
+            assert output.num_cached_tokens == 0
+            if asked_ not in gated.values():
+                assert_outputs_agree(running, its_oracle, [asked_], [output])
+                continue
+            eviction = replace(eviction_of(running, asked_, 0.4), method="dbtrimkv")
+            tokens, selection = expected(its_oracle, asked_, eviction)
+            kept = running.kept(request_id, len(output.prompt_token_ids))
+            assert kept is not None
+            assert torch.equal(kept, selection.kept), name
+            assert list(output.outputs[0].token_ids) == tokens
         first = [running.kept(request_id, 284) for request_id, *_ in names[:3]]
         assert len({str(kept.nonzero().tolist()) for kept in first if kept is not None}) == 3
         for name, (lora, its_oracle) in models.items():  # the second time hits its own blocks

@@ -30,9 +30,11 @@ def kvpress_python() -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)  # only one of several test processes installs
         if not stamp.exists() or stamp.read_text() != wanted:
             shutil.rmtree(ENVIRONMENT, ignore_errors=True)
-            _run(sys.executable, "-m", "venv", ENVIRONMENT)
+            run_isolated(sys.executable, "-m", "venv", ENVIRONMENT)
             # Compiling modules that are never imported would take longer than the rest.
-            _run(python, "-m", "pip", "install", "--quiet", "--no-compile", "-r", REQUIREMENTS)
+            run_isolated(
+                python, "-m", "pip", "install", "--quiet", "--no-compile", "-r", REQUIREMENTS
+            )
             stamp.write_text(wanted)
     return python
 
@@ -43,10 +45,15 @@ def run_script(name: str, *arguments: Path) -> None:
     Raises:
         RuntimeError: if it fails, with its output.
     """
-    _run(kvpress_python(), HERE / name, *arguments)
+    run_isolated(kvpress_python(), HERE / name, *arguments)
 
 
-def _run(*command: Path | str) -> None:
+def run_isolated(*command: Path | str) -> None:
+    """Run a command without this project's environment variables for Python.
+
+    Raises:
+        RuntimeError: if it fails, with its output.
+    """
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
     done = subprocess.run(
         [str(part) for part in command],
@@ -61,7 +68,7 @@ def _run(*command: Path | str) -> None:
     if done.returncode != 0:
         what = " ".join(str(part) for part in command[1:])
         raise RuntimeError(
-            f"kvpress's environment: `{what}` ended with {done.returncode}. It needs pip with an "
-            "index that has kvpress, and torch's CPU build (PIP_EXTRA_INDEX_URL).\n"
+            f"a peer's environment: `{what}` ended with {done.returncode}. It needs pip with an "
+            "index that has kvpress, trimkv and torch's CPU build (PIP_EXTRA_INDEX_URL).\n"
             + "\n".join(done.stdout.splitlines()[-30:])
         )

@@ -24,7 +24,7 @@ from measure.folders import byte_tokenizer, text_sizes
 from oracle.gates import log_betas, predicted
 from tests.inputs import fresh_seed
 from tests.models import TinyModel, model_folder
-from training import examples, gates, kvzap, losses, networks, trimkv
+from training import examples, gates, inputs, kvzap, losses, networks, trimkv
 from training.examples import Example, read_examples, text_lines
 from training.frozen import FrozenModel
 from training.prompts import BEGIN, Prompt, Prompter, Stream, TrainingError, pack
@@ -416,18 +416,37 @@ def test_examples_as_tokens(folder: str, tmp_path: Path) -> None:
 
 
 def test_the_ready_set(folder: str, tmp_path: Path) -> None:
-    """Held-out passages have sentences of their own, and questions are not those of the tests."""
+    """Held-out passages have sentences of their own; questions and prose are not the tests'."""
     prompter = Prompter(folder, 900)
     found = list(text_lines(800, prompter.count, 40))
     texts = [line["text"] for line in found if "text" in line]
-    sentences = [{s for s in examples.python_prose() if s in text} for text in texts]
+    sentences = [{s for s in examples.library_prose() if s in text} for text in texts]
     assert set.union(*sentences[:18]).isdisjoint(set.union(*sentences[18:]))
     assert all(sentences)
+    # The evaluation hides its questions in other sentences.
+    assert not any(s in text for text in texts for s in examples.python_prose())
     assert split_of(examples.FIRST_QUESTION) == "training"
     examples.main([str(tmp_path / "x.jsonl"), "--model", folder, "--tokens", "900"])
     for example in itertools.chain(*read_examples(tmp_path / "x.jsonl")):
         prompter.dialogue(example)
         prompter.repeated(example)
+
+
+def test_inputs_of_linear_gates(frozen: FrozenModel) -> None:
+    """A head's key and value say what follows from them, and not the rest of the hidden state."""
+    hidden = torch.randn(LAYERS, 400, HIDDEN, dtype=torch.float64)
+    with torch.no_grad():
+        values = [layer.self_attn.v_proj(x) for layer, x in zip(frozen.layers, hidden, strict=True)]
+    own = torch.stack(values).unflatten(-1, (HEADS, -1))[..., 0]
+    whole = hidden @ torch.randn(HIDDEN, HEADS, dtype=torch.float64)
+    for scores, least, most in ((own, 0.999, 1.001), (whole, 0.0, 0.99)):
+        train, test = (
+            kvzap.Pairs(hidden[:, part], scores[:, part]) for part in (slice(300), slice(300, 400))
+        )
+        of_hidden, of_own = inputs.compare(frozen, train, test).values()
+        assert of_hidden.shape == of_own.shape == (LAYERS, HEADS)
+        assert of_hidden.min() > 0.999
+        assert least < of_own.min() <= of_own.max() < most
 
 
 @pytest.mark.parametrize("arch", ["llava", "qwen3_vl"])

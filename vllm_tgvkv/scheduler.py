@@ -48,6 +48,7 @@ from vllm_tgvkv.plan import (
 from vllm_tgvkv.queries import QueryRows
 from vllm_tgvkv.request import RequestOptions
 from vllm_tgvkv.vllm_versions import end_with_error
+from vllm_tgvkv.windows import Windows
 
 logger = init_logger("vllm.tgvkv")
 
@@ -141,6 +142,7 @@ class EvictionScheduler(Scheduler):
         self.other_managers = [other for other in managers if other is not manager]
         """Managers of layers that are not evicted: those with states and with windows."""
         manager.num_other_blocks = num_other_blocks(self.other_managers)
+        manager.windows = Windows(self.other_managers)
         for other in self.other_managers:
             if isinstance(other, WindowManager):
                 other.evicting = manager
@@ -323,7 +325,7 @@ class EvictionScheduler(Scheduler):
             if not self._may_observe(candidate, request.request_id, num_computed_tokens, end):
                 return 0
         end = num_computed_tokens + num_new_tokens
-        if not self.manager.may_take(request.request_id, end):
+        if not self.manager.may_take(request, end):
             return 0
         if candidate is not None and candidate.cut is not None and end == candidate.cut.at:
             if self._num_cut_tokens and self._num_cut_tokens + end > self._most_cut_tokens:

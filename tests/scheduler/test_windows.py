@@ -6,13 +6,21 @@ Their blocks come from the same pool. Blocks out of a window go back while a pro
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
 import pytest
 
 from tests.scheduler.double import Double, Job, Setup, make_scheduler
-from tests.scheduler.test_simulation import Workload, make_workload, run
+from tests.scheduler.test_simulation import (
+    Workload,
+    make_workload,
+    run,
+    saturate,
+    server,
+    settings,
+)
 from vllm_tgvkv.errors import UnsupportedByEvictionError
 
 
@@ -80,3 +88,33 @@ def test_a_request_fits_with_its_window_or_keeps_everything() -> None:
         # Token 321 opens a block; of the window's 33 tokens three blocks remain.
         assert [n for n in held if n][-1] == (5 if evictions else blocks) + 1 + 3
         double.assert_empty()
+
+
+@pytest.mark.parametrize("window", [50, 256])
+def test_prompts_that_prefill_together_leave_each_other_room_for_windows(window: int) -> None:
+    """No prompt is computed twice. Answers are so short that hardly one opens a block."""
+    loads = itertools.product((64, 128), (False, True))
+    for seed, (long_prefill, ahead) in enumerate(loads):
+        setup = server(settings(budget=0.1), long_prefill)
+        setup = replace(setup, window=window, ahead=ahead, block_size=8, num_blocks=470)
+        load = saturate(setup, seed, (100, 1800), (2, 2))
+        assert not load.num_preemptions, (long_prefill, ahead)
+        assert load.num_running > 2
+
+
+def test_a_prefill_waits_for_the_windows_of_an_earlier_one() -> None:
+    """Of 28 blocks each takes 10 for its prompt, and up to 8 for its window."""
+    setup = Setup(
+        28,
+        eviction=settings(budget=0.3),
+        chunk=64,
+        long_prefill=32,
+        max_model_len=224,
+        prefix_caching=False,
+        window=80,
+    )
+    double = Double(setup)
+    jobs = [Job(name, tuple(range(3, 3 + 150)), 4, ((4, 100),)) for name in "ab"]
+    double.run(jobs)
+    assert double.worker.num_evictions == 2
+    assert not double.num_preemptions

@@ -42,7 +42,7 @@ from vllm.v1.request import Request
 
 from vllm_tgvkv.admission import Prefill, PrefillOrder
 from vllm_tgvkv.cuts import Cut, Cuts
-from vllm_tgvkv.windows import Windows
+from vllm_tgvkv.other_blocks import OtherBlocks
 
 
 @dataclass
@@ -102,8 +102,8 @@ class EvictingManager(FullAttentionManager):
         """First block ids of regions dropped since the last drain."""
         self.num_other_blocks = 0
         """Most blocks that a request holds for layers that are not evicted."""
-        self.windows = Windows()
-        """Blocks of the windows among them."""
+        self.others = OtherBlocks()
+        """What requests hold for these layers."""
         self.record_freed = False
         self.freed: list[int] = []
         """Unhashed blocks given back since the last drain, if `record_freed`."""
@@ -199,7 +199,7 @@ class EvictingManager(FullAttentionManager):
         if request_id not in self.order.prefills:
             return True
         num_blocks = cdiv(num_tokens, self.block_size) - len(self.req_to_blocks[request_id])
-        num_blocks += self.windows.growth(request, num_tokens)
+        num_blocks += self.others.growth(request, num_tokens)
         compression = self.compressions.get(request_id)
         if compression:
             num_blocks += compression.num_to_reserve(num_tokens)
@@ -225,7 +225,7 @@ class EvictingManager(FullAttentionManager):
 
     def _passing(self, request_id: str, num_tokens: int) -> tuple[int, int]:
         num_last = self.order.prefills[request_id].num_tokens
-        return self.windows.passing(request_id, num_tokens, num_last)
+        return self.others.passing(request_id, num_tokens, num_last)
 
     def is_compressed(self, request_id: str) -> bool:
         """Return whether the request's row starts with a compressed region."""

@@ -80,6 +80,27 @@ def test_blocks_hold_one_state(running: SteppedEngine) -> None:
     assert shape.block_size == -(-least // 32) * 32 < 128
 
 
+def test_the_report_tells_what_the_pool_holds(running: SteppedEngine) -> None:
+    """Full attention shrinks and states stay, by the pool's free blocks."""
+    pool, raw = running.scheduler.kv_cache_manager.block_pool, running.evictor.pool
+    block_bytes = raw.raw.nbytes // raw.num_blocks
+    held, outputs = [], []
+    for xargs in (budget(0.3), {"kv_eviction": "none"}):
+        running.add(ask(5, xargs={**xargs, "kv_eviction_report": True}))
+        used = []
+        outputs += running.drain(
+            lambda used=used: used.append(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
+        ).values()
+        held.append(used[-2])  # the last step in which it runs
+    memory = outputs[0].kv_transfer_params["kv_eviction"]["memory"]
+    assert memory["states"] == running.scheduler.manager.num_other_blocks * block_bytes
+    assert memory["windows"] == 0
+    assert memory["given_back"] == (held[1] - held[0]) * block_bytes > 0
+    opened = held[0] - memory["after"] // block_bytes  # by the answer
+    assert 0 <= opened <= 1
+    assert memory["before"] == (held[1] - opened) * block_bytes
+
+
 def test_answers_are_those_of_the_oracle(running: SteppedEngine, hybrid: Path) -> None:
     """Nearly the same tokens are kept as in float32, and nothing else is attended to."""
     oracle = Oracle(hybrid)

@@ -178,34 +178,53 @@ def test_waits_preemptions_and_aborts(served: Served) -> None:
         assert list(outputs[name].outputs[0].token_ids) == tokens
 
 
-def test_a_compressed_request_holds_its_region_its_tail_and_its_windows(served: Served) -> None:
-    """Layers with full attention keep what the report tells; windows keep their length."""
-    running = served.running
+def held_while_decoding(running: SteppedEngine, ask: Ask) -> tuple[Any, int, int]:
+    """Return the answer, and the blocks in use behind its prompt and behind its last token."""
     scheduler = running.scheduler
     pool = scheduler.kv_cache_manager.block_pool
-    ask = served.ask(40, evicted_with("snapkv", 0.25, kv_eviction_report=True))
-    name = running.add(ask)
     held = []
 
     def count() -> None:
-        windows = [
-            sum(not block.is_null for blocks in each.req_to_blocks.values() for block in blocks)
-            for each in scheduler.other_managers
-        ]
-        held.append((pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(), sum(windows)))
+        if any(request.num_output_tokens for request in scheduler.running):
+            held.append(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
+    running.add(ask)
     (output,) = running.drain(count).values()
-    report = output.kv_transfer_params["kv_eviction"]
-    length = len(output.prompt_token_ids)
-    retained = int(0.25 * length - length % BLOCK_SIZE) // BLOCK_SIZE
-    assert output.request_id == name
-    assert report["blocks_before"] == -(-length // BLOCK_SIZE)
-    assert report["blocks_after"] == retained + 1
-    total, windows = held[-3]
-    length += TOKENS - 3  # computed tokens in that step
-    assert total - windows == retained + -(-length // BLOCK_SIZE) - report["prompt_tokens"] // 16
-    most = -(-WINDOW // BLOCK_SIZE) + 1
-    assert 0 < windows <= most * len(scheduler.other_managers)
+    # A step later the windows have moved behind the prompt.
+    return output, held[1], held[-1]
+
+
+def test_the_report_tells_what_the_pool_holds(served: Served) -> None:
+    """Layers with full attention shrink, windows keep their length: by the pool's free blocks."""
+    running = served.running
+    scheduler, pool = running.scheduler, running.evictor.pool
+    groups = len(scheduler.other_managers)
+    block_bytes = pool.raw.nbytes // pool.num_blocks
+    for seed in (40, 41):
+        ask = served.ask(seed, evicted_with("snapkv", 0.25, kv_eviction_report=True))
+        output, first, last = held_while_decoding(running, ask)
+        report = output.kv_transfer_params["kv_eviction"]
+        memory = report["memory"]
+        length = len(output.prompt_token_ids)
+        retained = int(0.25 * length - length % BLOCK_SIZE) // BLOCK_SIZE
+        tail = bool(length % BLOCK_SIZE)
+        assert report["blocks_before"] == length // BLOCK_SIZE + tail
+        assert report["blocks_after"] == retained + tail
+        opened = (1 + groups) * (not tail)  # by the token behind the prompt
+        assert memory["after"] == (first - opened) * block_bytes
+        windows = memory["windows"] // block_bytes
+        assert groups * (WINDOW // BLOCK_SIZE) <= windows <= groups * (WINDOW // BLOCK_SIZE + 1)
+        assert memory["states"] == 0
+        assert memory["given_back"] == memory["before"] - memory["after"]
+        last_length = length + TOKENS - 1
+        assert last <= retained + -(-last_length // BLOCK_SIZE) - length // BLOCK_SIZE + windows + (
+            groups
+        )
+        # The same request without eviction.
+        full = replace(ask, xargs={"kv_eviction": "none", "kv_eviction_report": True})
+        output, first, _ = held_while_decoding(running, full)
+        assert output.kv_transfer_params["kv_eviction"]["memory"] is None
+        assert memory["before"] == (first - opened) * block_bytes
 
 
 def test_everything_kept_is_stock(served: Served) -> None:

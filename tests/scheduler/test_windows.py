@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.scheduler.double import Double, Job, Setup, make_scheduler
+from tests.scheduler.double import BLOCK_BYTES, Double, Job, Setup, make_scheduler
 from tests.scheduler.test_simulation import (
     Workload,
     make_workload,
@@ -118,3 +118,35 @@ def test_a_prefill_waits_for_the_windows_of_an_earlier_one() -> None:
     double.run(jobs)
     assert double.worker.num_evictions == 2
     assert not double.num_preemptions
+
+
+def test_blocks_that_another_request_shares_are_not_given_back() -> None:
+    """The pool has as many more free blocks as the report tells, with and without a twin."""
+    size = 16
+    own = {"kv_eviction_report": 1, "kv_eviction_budget": 0.25}
+    prompt = tuple(range(3, 3 + 20 * size + 5))
+    found = []
+    for has_twin, window in itertools.product((False, True), (0, 50)):
+        free, given_back = [], 0
+        for xargs in (own, {"kv_eviction": "none"}):
+            double = Double(Setup(128, size, window=window, eviction=settings("streaming")))
+            if has_twin:
+                twin = Job("twin", prompt, 30, ((4, 100),), xargs={"kv_eviction": "none"})
+                double.arrive(twin)
+                double.step()
+            double.arrive(Job("r", prompt, 9, ((4, 100),), xargs=xargs))
+            report = double.scheduler._reports.get("r")
+            for _ in range(4):
+                double.step()
+            assert "r" in double.running
+            free.append(double.num_free)
+            if report is not None:
+                memory = report.memory
+                given_back = memory.given_back // BLOCK_BYTES
+                windows = memory.windows // BLOCK_BYTES
+                assert windows == (4 if window else 0)  # the last 49 tokens of 325
+                assert memory.before - memory.after == 16 * BLOCK_BYTES
+        assert free[0] - free[1] == given_back
+        found.append(given_back)
+    assert found[0] == found[1] == 16
+    assert found[2] < 0  # the region is the request's own, and the prompt is still the twin's

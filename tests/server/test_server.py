@@ -133,6 +133,16 @@ def test_answer_tells_what_was_evicted(server: ChatServer) -> None:
     assert sum(kept) == sizes["kept_tokens"]
     assert 0 <= kept[1] <= VISION_TOKENS
     assert set(report.pop("seconds")) == {"statistics", "selection", "copy"}
+    memory = report.pop("memory")
+    block_bytes = memory["before"] // sizes["blocks_before"]
+    given_back = sizes["blocks_before"] - sizes["blocks_after"]
+    assert memory == {
+        "before": sizes["blocks_before"] * block_bytes,
+        "after": sizes["blocks_after"] * block_bytes,
+        "windows": 0,
+        "states": 0,
+        "given_back": given_back * block_bytes,
+    }
     assert report == {
         "policy": "tgv",
         "prompt_tokens": num_tokens,

@@ -1,28 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks that requests hold for layers with a sliding window, counted for their admission.
+"""Blocks that requests hold for layers that are not evicted: their windows and their states.
 
 While its prompt is computed, a request holds its windows and the tokens of the steps in flight.
 What it does not need for its answer goes back to the pool afterwards, whether it is evicted or not.
+States are taken with the first chunk and held to the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager, SlidingWindowManager
+from vllm.v1.core.single_type_kv_cache_manager import (
+    MambaManager,
+    SingleTypeKVCacheManager,
+    SlidingWindowManager,
+)
 from vllm.v1.request import Request
 
 _DECODED_IN_FLIGHT = 2
 """Most tokens of an answer that are scheduled and not computed yet: steps are scheduled ahead."""
 
 
-class Windows:
-    """Blocks of the windows of all groups of layers."""
+class OtherBlocks:
+    """Blocks of the windows and states of all groups of layers that are not evicted."""
 
     def __init__(self, managers: Sequence[SingleTypeKVCacheManager] = ()) -> None:
-        self._managers = [each for each in managers if isinstance(each, SlidingWindowManager)]
+        self._windows = [each for each in managers if isinstance(each, SlidingWindowManager)]
+        self._states = [each for each in managers if isinstance(each, MambaManager)]
+
+    def windows(self, num_tokens: int) -> int:
+        """Return the blocks of a request's windows once `num_tokens` of it are computed."""
+        return sum(
+            cdiv(num_tokens, each.block_size)
+            - each.get_num_skipped_tokens(num_tokens) // each.block_size
+            for each in self._windows
+        )
+
+    def states(self, request_id: str) -> int:
+        """Return the blocks that a request holds for states now."""
+        rows = (each.req_to_blocks.get(request_id, ()) for each in self._states)
+        return sum(not block.is_null for blocks in rows for block in blocks)
+
+    def held(self, request_ids: Iterable[str]) -> tuple[int, int]:
+        """Return the blocks that requests hold for windows and for states now."""
+        names = list(request_ids)
+        rows = [each.req_to_blocks.get(name, []) for each in self._windows for name in names]
+        num_windows = sum(len(_real(blocks, len(blocks))) for blocks in rows)
+        return num_windows, sum(map(self.states, names))
 
     def passing(self, request_id: str, num_tokens: int, num_last: int) -> tuple[int, int]:
         """Return the blocks that a prefill still takes, and those that it gives back by its end.
@@ -34,7 +60,7 @@ class Windows:
             num_last: those at the end of its prefill.
         """
         taken = given_back = 0
-        for manager in self._managers:
+        for manager in self._windows:
             blocks = manager.req_to_blocks.get(request_id, [])
             length = max(cdiv(num_tokens, manager.block_size), len(blocks))
             # vLLM's managers allocate one after the other: this one's turn may come yet.
@@ -55,7 +81,7 @@ class Windows:
         """
         num_processed = max(request.num_computed_tokens - request.num_in_flight_tokens, 0)
         change = 0
-        for manager in self._managers:
+        for manager in self._windows:
             blocks = manager.req_to_blocks.get(request.request_id, [])
             num_skipped = manager.get_num_skipped_tokens(num_processed) // manager.block_size
             freed = _real(blocks, min(num_skipped, len(blocks)))

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 _PREFIX = "kv_eviction"
-LAYERS = ("window", "state")
-"""Kinds of layers that eviction does not reach, as labels."""
+LAYERS = ("evicted", "window", "state")
+"""Values of the label `layers`: eviction does not reach the last two."""
 
 _SEPARATOR = "\x1f"
 """Separates the parts of a name; occurs in no method or skip reason."""
@@ -81,12 +81,8 @@ METRICS = {
         Metric(
             "blocks_held",
             "gauge",
-            "KV blocks held by compressed requests, in the layers that are evicted.",
-        ),
-        Metric(
-            "other_blocks_held",
-            "gauge",
-            "KV blocks held by compressed requests in layers that eviction does not reach.",
+            "KV blocks held by compressed requests, by layers: those that are evicted, and those "
+            "with a window or a state, which eviction does not reach.",
             ("layers",),
         ),
         Metric(

@@ -634,10 +634,10 @@ class EvictionScheduler(Scheduler):
                 self._last_gauges = now
                 num_requests, num_blocks = self.manager.num_held()
                 metrics.set("compressed_requests", num_requests)
-                metrics.set("blocks_held", num_blocks)
                 names = filter(self.manager.is_compressed, self.manager.compressions)
-                for kind, held in zip(LAYERS, self.manager.others.held(names), strict=True):
-                    metrics.set("other_blocks_held", held, kind)
+                held = (num_blocks, *self.manager.others.held(names))
+                for layers, num_held in zip(LAYERS, held, strict=True):
+                    metrics.set("blocks_held", num_held, layers)
             metrics.move_to(stats.waiting_lora_adapters)
         if now - self._last_log >= envs.VLLM_LOG_STATS_INTERVAL:
             self._last_log = now

@@ -22,6 +22,8 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from oracle.emulation import Eviction, Oracle
 from tests.engine.running import Ask, SteppedEngine, engine
 from tests.models import QWEN_IMAGE, random_image, random_text
+from vllm_tgvkv.budget import Budget
+from vllm_tgvkv.gain import gain, layer_kinds, specs_of_layers
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -99,6 +101,15 @@ def test_the_report_tells_what_the_pool_holds(running: SteppedEngine) -> None:
     opened = held[0] - memory["after"] // block_bytes  # by the answer
     assert 0 <= opened <= 1
     assert memory["before"] == (held[1] - opened) * block_bytes
+    # What `python -m vllm_tgvkv.gain` computes; it counts states without padding.
+    config = running.scheduler.vllm_config
+    kinds = layer_kinds(specs_of_layers(config), config)
+    states = sum(kind.state_bytes for kind in kinds)
+    assert 0 < states <= memory["states"]
+    length, size = len(outputs[0].prompt_token_ids), running.scheduler.tokens_per_block
+    computed = gain(kinds, length, 0, Budget(fraction=0.3), size)
+    assert computed.before - states == memory["before"] - memory["states"]
+    assert computed.after - states == memory["after"] - memory["states"]
 
 
 def test_answers_are_those_of_the_oracle(running: SteppedEngine, hybrid: Path) -> None:

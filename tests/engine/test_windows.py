@@ -20,6 +20,8 @@ from oracle import methods
 from oracle.emulation import Eviction, Oracle, Prompt
 from tests.engine.running import Ask, SteppedEngine, engine, name_of
 from tests.models import FAMILIES, WINDOW, random_image, random_text
+from vllm_tgvkv.budget import Budget
+from vllm_tgvkv.gain import Gain, gain, layer_kinds, specs_of_layers
 from vllm_tgvkv.manager import EvictingSpec
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
@@ -194,6 +196,27 @@ def held_while_decoding(running: SteppedEngine, ask: Ask) -> tuple[Any, int, int
     return output, held[1], held[-1]
 
 
+def gain_of(running: SteppedEngine, num_prompt: int, budget: Budget) -> Gain:
+    """Return what `python -m vllm_tgvkv.gain` computes for the layers of an engine."""
+    scheduler = running.scheduler
+    kinds = layer_kinds(specs_of_layers(scheduler.vllm_config), scheduler.vllm_config)
+    return gain(kinds, num_prompt, 0, budget, scheduler.tokens_per_block)
+
+
+def padding(running: SteppedEngine, num_windows: int) -> int:
+    """Return the bytes that these blocks of windows have and no layer uses; all groups are alike.
+
+    The command does not know how vLLM groups layers.
+    """
+    scheduler = running.scheduler
+    (used,) = {
+        group.kv_cache_spec.page_size_bytes * len(group.layer_names)
+        for group in scheduler.kv_cache_config.kv_cache_groups
+        if isinstance(group.kv_cache_spec, SlidingWindowSpec)
+    }
+    return num_windows * (scheduler.block_bytes - used)
+
+
 def test_the_report_tells_what_the_pool_holds(served: Served) -> None:
     """Layers with full attention shrink, windows keep their length: by the pool's free blocks."""
     running = served.running
@@ -216,6 +239,9 @@ def test_the_report_tells_what_the_pool_holds(served: Served) -> None:
         assert groups * (WINDOW // BLOCK_SIZE) <= windows <= groups * (WINDOW // BLOCK_SIZE + 1)
         assert memory["states"] == 0
         assert memory["given_back"] == memory["before"] - memory["after"]
+        computed = gain_of(running, length, Budget(fraction=0.25))
+        assert computed.before == memory["before"] - padding(running, windows)
+        assert computed.after == memory["after"] - padding(running, windows)
         last_length = length + TOKENS - 1
         assert last <= retained + -(-last_length // BLOCK_SIZE) - length // BLOCK_SIZE + windows + (
             groups

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write `docs/models.md`: every multimodal architecture of the installed vLLM, served or refused.
 
+And the table of gains in `docs/tuning.md`.
+
 Usage: python -m docs.write_models
 
 Each architecture is judged by the plugin's own checks, on the default configuration that
@@ -10,10 +12,12 @@ them, too.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from traceback import walk_tb
@@ -33,15 +37,22 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.transformers_utils.config import _CONFIG_REGISTRY
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
+from measure.folders import byte_tokenizer
 from tests.models import FAMILIES
+from vllm_tgvkv.budget import Budget
 from vllm_tgvkv.compatibility import clear_nominal_window, refused_properties
 from vllm_tgvkv.errors import UnsupportedByEvictionError
-from vllm_tgvkv.gain import FULL_ATTENTION, cache_specs, layer_kinds
+from vllm_tgvkv.gain import FULL_ATTENTION, LayerKind, cache_specs, gain, layer_kinds
 from vllm_tgvkv.manager import EvictingSpec, WindowSpec
 from vllm_tgvkv.worker import evicting_backend
 from vllm_tgvkv.worker_cpu import EvictionCPUWorker
 
 PAGE = Path(__file__).with_name("models.md")
+
+TUNING = Path(__file__).with_name("tuning.md")
+
+PROMPTS, ANSWER, BLOCK_SIZE = (8192, 32_768), 256, 16
+"""Lengths for which the gain is computed."""
 
 DOWNLOADS = {
     "Qwen3_5MoeForConditionalGeneration": "Qwen3.6-35B-A3B 14 M",
@@ -57,6 +68,63 @@ DOWNLOADS = {
 }
 """Downloads a month in 2026, from snapshots of the models' pages."""
 
+GAINS = {
+    "Qwen3VLForConditionalGeneration": "Qwen3-VL, and all with full attention only",
+    "Qwen3_5ForConditionalGeneration": "Qwen3.5",
+    "Gemma4ForConditionalGeneration": "Gemma 4",
+    "Cohere2VisionForConditionalGeneration": "Command A Vision",
+    "Gemma3ForConditionalGeneration": "Gemma 3",
+}
+"""Architectures whose gain is shown, by kinds of layers."""
+
+BEGIN, END = "<!-- python -m docs.write_models -->\n", "<!-- end -->\n"
+GAINS_TEXT = """\
+| default configuration of | layers | 20 %, 8k | 20 %, 32k | 10 %, 8k | 10 %, 32k |
+|---|---|---|---|---|---|
+"""
+
+_DEEPSEEK_TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "first_k_dense_replace": 1,
+    "vocab_size": 256,
+}
+_PLAIN_HEADS = {
+    "kv_lora_rank": None,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 0,
+    "qk_rope_head_dim": 0,
+    "v_head_dim": 0,
+}
+"""DeepSeek's language models with keys and values per head, in place of latent attention."""
+
+_DEEPSEEK_OCR = {
+    "model_type": "deepseek_vl_v2",
+    "language_config": {**_DEEPSEEK_TEXT, **_PLAIN_HEADS},
+    "projector_config": {"projector_type": "linear", "input_dim": 2048, "n_embed": 64},
+    "tile_tag": "2D",
+}
+
+GIVEN: dict[str, dict[str, Any]] = {
+    "DeepseekOCRForCausalLM": _DEEPSEEK_OCR,
+    "DeepseekOCR2ForCausalLM": _DEEPSEEK_OCR,
+    "UnlimitedOCRForCausalLM": {
+        "model_type": "unlimited-ocr",
+        "language_config": {**_DEEPSEEK_TEXT, **_PLAIN_HEADS},
+    },
+    "DeepseekVLV2ForCausalLM": {
+        "model_type": "deepseek_vl_v2",
+        "language_config": {**_DEEPSEEK_TEXT, "kv_lora_rank": 32, "q_lora_rank": None},
+    },
+}
+"""Small configurations of the kind that published models have, where vLLM cannot read the default
+one."""
+
 TEXT = """\
 # Models
 
@@ -66,14 +134,17 @@ CPU, and a test fails if it is out of date. It has {total} multimodal architectu
 | | architectures |
 |---|---|
 | [served](#served) | {served} |
+| of these, with windows, states or image prefixes, which were refused at first | {limited} |
 | [served, by the configuration alone](#served-by-the-configuration-alone) | {unproven} |
 | [refused](#refused) | {refused} |
 | [unknown](#unknown) | {unknown} |
 
 The plugin's own checks decide: on the architecture's default configuration, and then on its
-layers, which are built without weights. A checkpoint may differ from the default, in its layers or
-their windows. For any model, [this tells](tuning.md#what-a-model-gains) before a server starts
-whether it is served and what eviction gains:
+layers, which are built without weights. Where vLLM cannot read the default one, a small
+configuration like those of published models stands in (`GIVEN` in the script). A checkpoint may
+differ from either, in its layers or their windows. For any model,
+[this tells](tuning.md#what-a-model-gains) before a server starts whether it is served and what
+eviction gains:
 
     python -m vllm_tgvkv.gain MODEL --prompt 8192 --budget 0.1
 
@@ -85,8 +156,12 @@ models' pages in 2026: a proxy for use, known for the most popular models only.
 
 ## Served
 
-| architecture | inputs | layers | tiny model | downloads a month |
-|---|---|---|---|---|
+*Requests*: how many a pool holds with eviction for each one without, while they decode: prompts of
+8,192 and of 32,768 tokens, answers of 256, a budget of 10 %, blocks of 16 tokens. It is computed
+from the layers as `python -m vllm_tgvkv.gain` does, without padding.
+
+| architecture | inputs | layers | requests | tiny model | downloads a month |
+|---|---|---|---|---|---|
 {served_rows}
 
 ## Served, by the configuration alone
@@ -137,6 +212,8 @@ class Decision:
     inputs: str = ""
     layers: str = ""
     """How many of each kind; empty if vLLM cannot build them here."""
+    kinds: list[LayerKind] = field(default_factory=list)
+    """The same, for their gain."""
     not_built: str = ""
     """Why it cannot."""
 
@@ -190,17 +267,16 @@ def decide(architecture: str) -> Decision:
         decision.unknown = "its module needs a package or a device that is not here"
         return decision
     ModelRegistry.register_model(architecture, model)  # else vLLM imports it in another process
-    config = default_config(architecture, model)
-    if config is None:
-        decision.unknown = _NO_CONFIGURATION
-        return decision
-    config.architectures, config.dtype = [architecture], "bfloat16"
-    vision = getattr(config, "sub_configs", {}).get("vision_config")
-    if vision not in (None, AutoConfig) and getattr(config, "vision_config", 0) is None:
-        config.vision_config = vision()  # without one it reads text only
     with tempfile.TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
-        engine_args = EngineArgs(model=folder, skip_tokenizer_init=True)
+        if not _write_config(architecture, model, Path(folder)):
+            decision.unknown = _NO_CONFIGURATION
+            return decision
+        # Without prefix caching a request holds each state once; hybrids are served like that.
+        engine_args = EngineArgs(
+            model=folder,
+            skip_tokenizer_init=architecture not in GIVEN,
+            enable_prefix_caching=False,
+        )
         try:
             model_config = engine_args.create_model_config()
         except Exception as error:  # whatever a model's own code raises
@@ -218,6 +294,27 @@ def decide(architecture: str) -> Decision:
         except Exception as error:
             decision.not_built = _first_line(error)
     return decision
+
+
+def _write_config(architecture: str, model: Any, folder: Path) -> bool:
+    """Write an architecture's configuration into a folder; return whether there is one offline."""
+    if architecture in GIVEN:
+        fields = {**GIVEN[architecture], "architectures": [architecture], "dtype": "bfloat16"}
+        (folder / "config.json").write_text(json.dumps(fields))
+        # The model asks it for the number of its image token.
+        special = ("<image>", "<eos>", "<pad>")
+        tokenizer, _ = byte_tokenizer(special, eos="<eos>", pad="<pad>", max_length=2048)
+        tokenizer.save_pretrained(folder)
+        return True
+    config = default_config(architecture, model)
+    if config is None:
+        return False
+    config.architectures, config.dtype = [architecture], "bfloat16"
+    vision = getattr(config, "sub_configs", {}).get("vision_config")
+    if vision not in (None, AutoConfig) and getattr(config, "vision_config", 0) is None:
+        config.vision_config = vision()  # without one it reads text only
+    config.save_pretrained(folder)
+    return True
 
 
 def _first_line(error: Exception) -> str:
@@ -257,6 +354,7 @@ def _ask_layers(decision: Decision, engine_args: EngineArgs) -> None:
             EvictionCPUWorker.replaced_backend, EvictionCPUWorker.evicting_backend
         ):
             specs = cache_specs(vllm_config)
+        decision.kinds = layer_kinds(specs, vllm_config)
     except UnsupportedByEvictionError as error:
         decision.refusals = [str(error)]
         return
@@ -275,19 +373,43 @@ def _ask_layers(decision: Decision, engine_args: EngineArgs) -> None:
         decision.layers += f" ({_WINDOWS})"
 
 
+def _gain(decision: Decision, budget: float, prompt: int) -> str:
+    """Return how many requests a pool holds with eviction for each one without."""
+    found = gain(decision.kinds, prompt, ANSWER, Budget(fraction=budget), BLOCK_SIZE)
+    return f"{found.ratio:.1f}"
+
+
 def decisions() -> list[Decision]:
     """Return a decision on each multimodal architecture of vLLM's registry, by name."""
     return [decide(architecture) for architecture in sorted(_MULTIMODAL_MODELS, key=str.lower)]
 
 
-def page() -> str:
-    """Return the page's text."""
-    found = decisions()
+def with_gains(text: str, found: Sequence[Decision]) -> str:
+    """Return the text of `docs/tuning.md` with a new table of gains."""
+    by_name = {one.architecture: one for one in found}
+    rows = []
+    for name, known in GAINS.items():
+        one = by_name[name]
+        layers = ", ".join(f"{kind.num_layers} {kind.name}" for kind in one.kinds[::-1])
+        cells = [_gain(one, budget, prompt) for budget in (0.2, 0.1) for prompt in PROMPTS]
+        rows.append(f"| {known} | {layers} | {' | '.join(cells)} |")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}{GAINS_TEXT}{chr(10).join(rows)}\n{END}{after}"
+
+
+def page(found: Sequence[Decision]) -> str:
+    """Return the text of `docs/models.md`."""
     rows: dict[str, list[str]] = {"served": [], "unproven": [], "refused": [], "unknown": []}
     for one in found:
         tiny = _MODEL_TYPES.get(one.architecture, "")
         known = {
-            "served": [one.inputs, one.layers, f"`{tiny}`" if tiny in FAMILIES else ""],
+            "served": [
+                one.inputs,
+                one.layers,
+                " / ".join(_gain(one, 0.1, prompt) for prompt in PROMPTS) if one.kinds else "",
+                f"`{tiny}`" if tiny in FAMILIES else "",
+            ],
             "unproven": [one.inputs, one.not_built],
             "refused": [one.inputs, one.layers or "not built", "; ".join(one.refusals)],
             "unknown": [one.unknown],
@@ -297,10 +419,13 @@ def page() -> str:
     return TEXT.format(
         version=__version__.split("+")[0],
         total=len(found),
+        limited=sum("(compatibility.md#" in one.layers for one in found if one.outcome == "served"),
         **{outcome: len(lines) for outcome, lines in rows.items()},
         **{f"{outcome}_rows": "\n".join(lines) for outcome, lines in rows.items()},
     )
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    known = decisions()
+    PAGE.write_text(page(known))
+    TUNING.write_text(with_gains(TUNING.read_text(), known))

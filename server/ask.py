@@ -93,6 +93,7 @@ async def ask(
             kept_vision_tokens=report["kept_vision_tokens"],
             seconds=report["seconds"],
             blocks_before=before,
+            memory=report["memory"],
             cuts=report["cuts"],
             skip_reason=report["skip_reason"],
             trace=report["trace"],

@@ -13,7 +13,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from vllm_tgvkv.config import EvictionConfig, config_of
 from vllm_tgvkv.counters import SKIP_REASONS
-from vllm_tgvkv.metrics import METRICS, Metric, take_metrics
+from vllm_tgvkv.metrics import LAYERS, METRICS, Metric, take_metrics
 
 
 class EvictionPrometheusStatLogger(PrometheusStatLogger):
@@ -72,6 +72,7 @@ class EvictionPrometheusStatLogger(PrometheusStatLogger):
             "reason": tuple(SKIP_REASONS),
             "modality": ("text", "vision"),
             "part": ("statistics", "selection", "copy"),
+            "layers": LAYERS,
         }
         for engine in self.per_engine_labelvalues.values():
             for name, exported in self._evictions.items():

@@ -114,6 +114,16 @@ class Cut(BaseModel):
     )
 
 
+class Memory(BaseModel):
+    """Memory of a request in the pool, in bytes."""
+
+    before: int = Field(description="Before its first eviction, in all layers.")
+    after: int = Field(description="After its last eviction.")
+    windows: int = Field(description="Part of both in layers with a sliding window.")
+    states: int = Field(description="Part of both in layers with a state.")
+    given_back: int = Field(description="What its evictions gave back to the pool.")
+
+
 class TraceSummary(BaseModel):
     """Cache of a traced request before its first eviction and after its last one."""
 
@@ -239,6 +249,7 @@ class EvictedAnswer(FullAnswer):
         "`copy`; empty without metrics."
     )
     blocks_before: int
+    memory: Memory | None = Field(description="Of all layers; null if nothing was evicted.")
     cuts: list[Cut] = Field(description="All evictions of the request, in order.")
     skip_reason: str | None = Field(description="Why nothing was evicted.")
     trace: str | None = Field(description="Name of the trace below `/kv-eviction/requests`.")

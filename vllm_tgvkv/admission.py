@@ -28,8 +28,12 @@ class Prefill:
     """Blocks that its eviction gives back; those that other requests share are not counted."""
     num_shared: int = 0
     """Blocks of its prefix that other requests hold as well."""
+    num_tokens: int = 0
+    """Tokens at its end, of which its windows hold the last."""
     num_left: int = field(default=0, init=False)
-    """Blocks that it still takes."""
+    """Blocks that it still takes, those of windows included."""
+    num_passing: int = field(default=0, init=False)
+    """Blocks of windows that it gives back by its end."""
     number: int = field(default=0, init=False)
     """Place in the order of admission."""
     last_step: int = field(default=0, init=False)
@@ -55,7 +59,7 @@ class Sums:
     def add(self, prefill: Prefill) -> None:
         self.change -= prefill.num_left
         self.needed = max(self.needed or 0, -self.change)
-        self.change += prefill.num_returned
+        self.change += prefill.num_returned + prefill.num_passing
 
 
 class PrefillOrder:
@@ -94,19 +98,24 @@ class PrefillOrder:
         prefill.number = self._num_admitted
         self.prefills[request_id] = prefill
 
-    def advance(self, request_id: str, num_held: int) -> None:
-        """Record that a prefill runs in this step; one that has all its blocks leaves.
+    def advance(self, request_id: str, num_held: int, windows: tuple[int, int] = (0, 0)) -> None:
+        """Record that a prefill runs in this step.
+
+        One that has all its blocks leaves, once its windows are no longer than its answer needs.
 
         Args:
-            num_held: blocks that it holds now, reserved ones included.
+            num_held: blocks that it holds now, reserved ones included; those of windows are not.
+            windows: blocks of windows that it still takes, and that it gives back by its end.
         """
         prefill = self.prefills[request_id]
-        prefill.num_left = prefill.num_prompt + prefill.num_fresh - num_held
+        num_left = prefill.num_prompt + prefill.num_fresh - num_held
         # Replayed tokens take the place of blocks that the prompt gives back.
-        prefill.num_left += max(prefill.num_replayed - prefill.num_returned, 0)
-        if prefill.num_left <= 0 and not prefill.num_fresh:
+        num_left += max(prefill.num_replayed - prefill.num_returned, 0)
+        num_taken, prefill.num_passing = windows
+        if num_left <= 0 and not prefill.num_fresh and not prefill.num_passing:
             self.leave(request_id)
             return
+        prefill.num_left = max(num_left, 0) + num_taken
         prefill.last_step = self._step
         if self._advanced is not None and prefill.number > self._last_advanced:
             self._advanced.add(prefill)
@@ -114,15 +123,16 @@ class PrefillOrder:
         else:
             self._advanced = None
 
-    def evict(self, request_id: str, num_held: int) -> None:
+    def evict(self, request_id: str, num_held: int, windows: tuple[int, int] = (0, 0)) -> None:
         """Record that a prompt has given back its blocks; it stays if it has tokens to replay.
 
         Args:
             num_held: blocks in its row now, null blocks included.
+            windows: as in `advance`.
         """
         prefill = self.prefills[request_id]
         prefill.num_fresh = prefill.num_returned = 0
-        self.advance(request_id, num_held)
+        self.advance(request_id, num_held, windows)
 
     def leave(self, request_id: str) -> None:
         """Drop a request that ended, was preempted or has all of its blocks; unknown ones too."""
@@ -151,7 +161,8 @@ class PrefillOrder:
         """
         num_left = sum(prefill.num_left for prefill in self.prefills.values())
         num_returned = sum(prefill.num_returned for prefill in self.prefills.values())
-        return max(num_returned - num_shared, 0) - num_left
+        num_passing = sum(prefill.num_passing for prefill in self.prefills.values())
+        return max(num_returned - num_shared, 0) + num_passing - num_left
 
     def _advanced_before(self, prefill: Prefill) -> Sums:
         if self._advanced is not None and prefill.number > self._last_advanced:

@@ -18,7 +18,7 @@ import numpy as np
 from vllm_tgvkv.config import CONFIG_KEY
 from vllm_tgvkv.errors import EvictionConfigError, UnsupportedByEvictionError
 from vllm_tgvkv.policies import method_names
-from vllm_tgvkv.scheduler import CutReport, EvictionReport
+from vllm_tgvkv.scheduler import CutReport, EvictionReport, MemoryReport
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -29,6 +29,7 @@ __all__ = (
     "EvictionOptions",
     "EvictionReport",
     "KeptTokens",
+    "MemoryReport",
     "UnsupportedByEvictionError",
     "kept_tokens",
     "method_names",
@@ -113,7 +114,8 @@ def report_of(output: RequestOutput) -> EvictionReport | None:
     known = {field.name for field in fields(EvictionReport)}
     values = {name: value for name, value in found.items() if name in known}
     cuts = [CutReport(**cut) for cut in values.pop("cuts", ())]
-    return EvictionReport(**values, cuts=cuts)
+    memory = values.pop("memory", None)
+    return EvictionReport(**values, cuts=cuts, memory=memory and MemoryReport(**memory))
 
 
 def kept_tokens(llm: LLM, output: RequestOutput) -> KeptTokens:

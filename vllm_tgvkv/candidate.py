@@ -38,6 +38,8 @@ class Candidate:
     """Whether it was evicted at least once; a preemption undoes the eviction, not this."""
     num_cached: int = 0
     """Prompt tokens taken from the prefix cache instead of being computed."""
+    num_given_back: int = 0
+    """Blocks that its evictions gave back to the pool, what they retained deducted."""
     num_pending: int = 0
     """Guarded evictions whose outcome has not arrived yet."""
     num_stale: int = 0
@@ -67,7 +69,7 @@ class Candidate:
 
     def restart(self) -> None:
         """Begin again with the first cut, after a preemption."""
-        self.cut, self.num_cut = self.cuts.first, 0
+        self.cut, self.num_cut, self.num_given_back = self.cuts.first, 0, 0
 
 
 def make_candidate(

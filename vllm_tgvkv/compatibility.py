@@ -144,6 +144,12 @@ def _model_refusals(model: ModelConfig) -> tuple[Refusal, ...]:
             other,
         ),
         (
+            bool(model.rswa_window),
+            f"attention of answers over a window behind the prompt (R-SWA of {model.rswa_window} "
+            "tokens)",
+            other,
+        ),
+        (
             any(getattr(text, name, None) for name in ("sparse_attention_config", "index_n_heads")),
             "sparse attention (an indexer selects the keys)",
             other,

@@ -11,13 +11,14 @@ eviction does not serve yet: what it would reach, and what it would not.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,10 +55,12 @@ class LayerKind:
         """Whether eviction can make it smaller."""
         return self.name == FULL_ATTENTION
 
-    def num_bytes(self, num_tokens: int) -> int:
-        """Return the memory of a request of which `num_tokens` are cached."""
-        held = num_tokens if self.window is None else min(num_tokens, self.window)
-        return held * self.bytes_per_token + self.state_bytes
+    def num_bytes(self, num_tokens: int, block_size: int) -> int:
+        """Return the memory of a request of which `num_tokens` are cached, in whole blocks."""
+        num_blocks = -(-num_tokens // block_size)
+        if self.window is not None:  # the next token sees the last `window - 1` of these
+            num_blocks -= max(num_tokens - self.window + 1, 0) // block_size
+        return num_blocks * block_size * self.bytes_per_token + self.state_bytes
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,9 @@ def gain(
 
     def total(blocks_of_evicted: int, num_tokens: int) -> int:
         return sum(
-            kind.num_bytes(blocks_of_evicted * block_size if kind.is_evicted else num_tokens)
+            kind.num_bytes(
+                blocks_of_evicted * block_size if kind.is_evicted else num_tokens, block_size
+            )
             for kind in kinds
         )
 
@@ -129,6 +134,8 @@ def _layer_kind(spec: KVCacheSpec, count: int, vllm_config: VllmConfig) -> Layer
         SlidingWindowSpec,
     )
 
+    from vllm_tgvkv.manager import EvictingSpec
+
     if isinstance(spec, MambaSpec):
         # With prefix caching a request holds two: the last one that is cached, and its own.
         state_bytes = count * spec.max_memory_usage_bytes(vllm_config)
@@ -144,7 +151,7 @@ def _layer_kind(spec: KVCacheSpec, count: int, vllm_config: VllmConfig) -> Layer
         return LayerKind("latent attention", count, per_token)
     if isinstance(spec, CrossAttentionSpec):
         return LayerKind("cross attention", count, per_token)
-    if type(spec) is FullAttentionSpec:
+    if type(spec) in (FullAttentionSpec, EvictingSpec):
         return LayerKind(FULL_ATTENTION, count, per_token)
     return LayerKind(type(spec).__name__, count, per_token)
 
@@ -152,12 +159,8 @@ def _layer_kind(spec: KVCacheSpec, count: int, vllm_config: VllmConfig) -> Layer
 def cache_specs(vllm_config: VllmConfig) -> list[KVCacheSpec]:
     """Return the cache of every layer that has one; the model is built without weights."""
     import torch
-    from vllm.config import get_layers_from_vllm_config
-    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
-    from vllm.v1.kv_cache_interface import AttentionSpec
-    from vllm.v1.worker.utils import customize_attention_spec
 
     with (
         _one_rank(vllm_config),
@@ -165,6 +168,16 @@ def cache_specs(vllm_config: VllmConfig) -> list[KVCacheSpec]:
         torch.device("meta"),
     ):
         initialize_model(vllm_config)
+    return specs_of_layers(vllm_config)
+
+
+def specs_of_layers(vllm_config: VllmConfig) -> list[KVCacheSpec]:
+    """Return the cache of every layer that has one, of a model that was built."""
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.v1.kv_cache_interface import AttentionSpec
+    from vllm.v1.worker.utils import customize_attention_spec
+
     specs = []
     for layer in get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values():
         if getattr(layer, "kv_sharing_target_layer_name", None):
@@ -175,6 +188,35 @@ def cache_specs(vllm_config: VllmConfig) -> list[KVCacheSpec]:
         if spec is not None:
             specs.append(spec)
     return specs
+
+
+def block_size_with(
+    vllm_config: VllmConfig, specs: Sequence[KVCacheSpec], least: int | None = None
+) -> int:
+    """Return the tokens of a block of a model that was built, N.
+
+    Args:
+        specs: the caches of its layers. Where some are states, vLLM makes blocks longer.
+        least: `--block-size`, if it was given.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+
+    from vllm_tgvkv.states import packed_block_size
+
+    cache = vllm_config.cache_config
+    if any(isinstance(spec, MambaSpec) for spec in specs):
+        current_platform.update_block_size_for_backend(vllm_config)
+        if least is not None:
+            size = int(cache.block_size)
+            named = {
+                str(number): replace(spec, block_size=size)
+                if isinstance(spec, FullAttentionSpec)
+                else spec
+                for number, spec in enumerate(specs)
+            }
+            return packed_block_size(named, least) or size
+    return int(cache.block_size)
 
 
 @contextmanager
@@ -251,7 +293,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         budget = Budget.parse(options.budget, "--budget")
         vllm_config = _configure(options)
-        kinds = layer_kinds(cache_specs(vllm_config), vllm_config)
+        specs = cache_specs(vllm_config)
+        kinds = layer_kinds(specs, vllm_config)
+        block_size = block_size_with(vllm_config, specs, options.block_size)
     except EvictionConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -262,8 +306,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     model = vllm_config.model_config
     refusals = refused_properties(model)
-    block_size = vllm_config.cache_config.block_size
     result = gain(kinds, options.prompt, options.answer, budget, block_size)
+    if options.json:
+        layers = [asdict(kind) | {"is_evicted": kind.is_evicted} for kind in kinds]
+        found = {"block_size": block_size, "refusals": refusals, "layers": layers}
+        print(json.dumps(found | asdict(result) | {"ratio": result.ratio}))
+        return 0
     print(f"{model.architecture}, blocks of {block_size} tokens, budget: {budget}.")
     lengths = options.prompt, options.answer
     lines = report(kinds, refusals, result, lengths, options.pool, model.is_mm_prefix_lm)
@@ -281,6 +329,8 @@ def _configure(options: argparse.Namespace) -> VllmConfig:
     given: dict[str, Any] = {
         "block_size": options.block_size,
         "max_model_len": options.max_model_len,
+        "dtype": options.dtype,
+        "enable_prefix_caching": options.enable_prefix_caching,
         "trust_remote_code": options.trust_remote_code,
     }
     engine_args = EngineArgs(
@@ -319,7 +369,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--pool", type=float, default=16.0, help="GiB of memory for caches")
     parser.add_argument("--block-size", type=_positive, help="as in vllm serve")
     parser.add_argument("--max-model-len", type=_positive, help="as in vllm serve")
+    parser.add_argument("--dtype", help="as in vllm serve")
+    parser.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        help="as in vllm serve; without it a request holds each state once",
+    )
     parser.add_argument("--trust-remote-code", action="store_true", help="as in vllm serve")
+    parser.add_argument("--json", action="store_true", help="print numbers for other programs")
     return parser
 
 

@@ -42,6 +42,7 @@ from vllm.v1.request import Request
 
 from vllm_tgvkv.admission import Prefill, PrefillOrder
 from vllm_tgvkv.cuts import Cut, Cuts
+from vllm_tgvkv.other_blocks import OtherBlocks
 
 
 @dataclass
@@ -101,6 +102,8 @@ class EvictingManager(FullAttentionManager):
         """First block ids of regions dropped since the last drain."""
         self.num_other_blocks = 0
         """Most blocks that a request holds for layers that are not evicted."""
+        self.others = OtherBlocks()
+        """What requests hold for these layers."""
         self.record_freed = False
         self.freed: list[int] = []
         """Unhashed blocks given back since the last drain, if `record_freed`."""
@@ -179,8 +182,9 @@ class EvictingManager(FullAttentionManager):
             self.order.admit(*self._admission)
             self._admission = None
         if request_id in self.order.prefills:
-            num_reserved = len(compression.reserved) if compression else 0
-            self.order.advance(request_id, len(self.req_to_blocks[request_id]) + num_reserved)
+            num_held = len(self.req_to_blocks[request_id])
+            num_held += len(compression.reserved) if compression else 0
+            self.order.advance(request_id, num_held, self._passing(request_id, num_tokens))
         return new_blocks
 
     # -- prompts that prefill together, see `admission.py` ------------------------------
@@ -189,11 +193,13 @@ class EvictingManager(FullAttentionManager):
         super().new_step_starts()
         self.order.begin_step()
 
-    def may_take(self, request_id: str, num_tokens: int) -> bool:
+    def may_take(self, request: Request, num_tokens: int) -> bool:
         """Return whether a request may grow to `num_tokens` now, and earlier prefills finish."""
+        request_id = request.request_id
         if request_id not in self.order.prefills:
             return True
         num_blocks = cdiv(num_tokens, self.block_size) - len(self.req_to_blocks[request_id])
+        num_blocks += self.others.growth(request, num_tokens)
         compression = self.compressions.get(request_id)
         if compression:
             num_blocks += compression.num_to_reserve(num_tokens)
@@ -205,7 +211,7 @@ class EvictingManager(FullAttentionManager):
     ) -> Prefill:
         num_blocks = cdiv(num_tokens, self.block_size)
         if compression is None or compression.cut is None:
-            return Prefill(num_blocks, num_shared=num_shared)
+            return Prefill(num_blocks, num_shared=num_shared, num_tokens=num_tokens)
         cut = compression.cut
         num_first = cdiv(cut.at, self.block_size)
         return Prefill(
@@ -214,7 +220,12 @@ class EvictingManager(FullAttentionManager):
             num_fresh=cut.num_retained,
             num_returned=max(cut.num_replaced - num_shared, 0),
             num_shared=num_shared,
+            num_tokens=num_tokens,
         )
+
+    def _passing(self, request_id: str, num_tokens: int) -> tuple[int, int]:
+        num_last = self.order.prefills[request_id].num_tokens
+        return self.others.passing(request_id, num_tokens, num_last)
 
     def is_compressed(self, request_id: str) -> bool:
         """Return whether the request's row starts with a compressed region."""
@@ -247,7 +258,8 @@ class EvictingManager(FullAttentionManager):
         free_before = self.block_pool.get_num_free_blocks()
         self._give_back(old)
         if request_id in self.order.prefills:
-            self.order.evict(request_id, len(blocks))
+            windows = self._passing(request_id, cut.at)
+            self.order.evict(request_id, len(blocks), windows)
         return Swap(
             old_blocks=old_ids,
             new_blocks=[block.block_id for block in fresh],

@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 _PREFIX = "kv_eviction"
+LAYERS = ("evicted", "window", "state")
+"""Values of the label `layers`: eviction does not reach the last two."""
+
 _SEPARATOR = "\x1f"
 """Separates the parts of a name; occurs in no method or skip reason."""
 
@@ -75,7 +78,13 @@ METRICS = {
             ("policy",),
         ),
         Metric("compressed_requests", "gauge", "Running requests that are compressed."),
-        Metric("blocks_held", "gauge", "KV blocks held by compressed requests."),
+        Metric(
+            "blocks_held",
+            "gauge",
+            "KV blocks held by compressed requests, by layers: those that are evicted, and those "
+            "with a window or a state, which eviction does not reach.",
+            ("layers",),
+        ),
         Metric(
             "kept_fraction",
             "histogram",
@@ -101,22 +110,22 @@ class MetricsBuffer:
 
     def __init__(self) -> None:
         self._numbers: Counter[str] = Counter()
-        self._gauges: dict[str, int] = {}
+        self._gauges: dict[tuple[str, ...], int] = {}
 
     def count(self, name: str, *labels: str, by: int = 1) -> None:
         """Add to a counter."""
         self._numbers[_SEPARATOR.join((_PREFIX, name, *labels))] += by
 
-    def set(self, name: str, value: int) -> None:
+    def set(self, name: str, value: int, *labels: str) -> None:
         """Set a gauge; only the change is sent.
 
         With several API servers, any of them may receive an engine's statistics, in any order.
         Changes add up to the same value in every order.
         """
-        change = value - self._gauges.get(name, 0)
-        self._gauges[name] = value
+        change = value - self._gauges.get((name, *labels), 0)
+        self._gauges[name, *labels] = value
         if change:
-            self.count(name, by=change)
+            self.count(name, *labels, by=change)
 
     def observe(self, name: str, *labels: str, value: float) -> None:
         """Add one value to a histogram."""

@@ -34,7 +34,8 @@ from vllm_tgvkv.manager import (
     num_other_blocks,
     uncache_uncomputed,
 )
-from vllm_tgvkv.metrics import MetricsBuffer
+from vllm_tgvkv.metrics import LAYERS, MetricsBuffer
+from vllm_tgvkv.other_blocks import OtherBlocks
 from vllm_tgvkv.plan import (
     Eviction,
     Failure,
@@ -69,6 +70,26 @@ class CutReport:
 
 
 @dataclass
+class MemoryReport:
+    """Memory of a request in the pool, in bytes: whole blocks, on the first of several workers.
+
+    Blocks that other requests share are part of what a request holds. They are not given back.
+    """
+
+    before: int
+    """Before its first eviction."""
+    after: int
+    """After its last eviction."""
+    windows: int
+    """Part of both that layers with a sliding window hold. Eviction does not reach it."""
+    states: int
+    """Part of both that layers with a state hold, the same."""
+    given_back: int
+    """What its evictions gave back to the pool, what they retained deducted. Negative if other
+    requests share so much of the prompt that its region takes more."""
+
+
+@dataclass
 class EvictionReport:
     """Report on a request's cache in its response, if the request asked for one."""
 
@@ -97,6 +118,8 @@ class EvictionReport:
     skip_reason: str | None = None
     trace: str | None = None
     """Name of the trace below `/kv-eviction/requests`, if the request asked for one."""
+    memory: MemoryReport | None = None
+    """Of all layers; None if nothing was evicted."""
     cuts: list[CutReport] = field(default_factory=list)
     """All evictions of the request, in order."""
 
@@ -141,6 +164,7 @@ class EvictionScheduler(Scheduler):
         self.other_managers = [other for other in managers if other is not manager]
         """Managers of layers that are not evicted: those with states and with windows."""
         manager.num_other_blocks = num_other_blocks(self.other_managers)
+        manager.others = OtherBlocks(self.other_managers)
         for other in self.other_managers:
             if isinstance(other, WindowManager):
                 other.evicting = manager
@@ -199,6 +223,11 @@ class EvictionScheduler(Scheduler):
         """Pages of a block on the first worker, if several share the heads or layers."""
         group = self.kv_cache_config.kv_cache_groups[self.group]
         return len(group.layer_names) * group.kv_cache_spec.num_kv_heads
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block on the first worker, with the padding that some groups may have."""
+        return max(each.block_stride for each in self.kv_cache_config.kv_cache_tensors)
 
     # -- arrival ------------------------------------------------------------------------
 
@@ -322,7 +351,7 @@ class EvictionScheduler(Scheduler):
             if not self._may_observe(candidate, request.request_id, num_computed_tokens, end):
                 return 0
         end = num_computed_tokens + num_new_tokens
-        if not self.manager.may_take(request.request_id, end):
+        if not self.manager.may_take(request, end):
             return 0
         if candidate is not None and candidate.cut is not None and end == candidate.cut.at:
             if self._num_cut_tokens and self._num_cut_tokens + end > self._most_cut_tokens:
@@ -424,7 +453,9 @@ class EvictionScheduler(Scheduler):
         self.query_rows.give_back([request.request_id])
         swap = self.manager.swap(request.request_id)
         self.manager.expect(request, candidate.cut)
-        self.eviction_counters.gave_back(options.policy, swap.num_freed - len(swap.new_blocks))
+        num_given_back = swap.num_freed - len(swap.new_blocks)
+        candidate.num_given_back += num_given_back
+        self.eviction_counters.gave_back(options.policy, num_given_back)
         if swap.deferred:
             self.eviction_counters.deferred(options.policy)
         if candidate.guard is None:
@@ -492,6 +523,7 @@ class EvictionScheduler(Scheduler):
         num_freed = self.manager.trim(outcome.request_id, outcome.first_block, num_retained)
         if num_freed is None:
             return
+        candidate.num_given_back += num_freed
         self.eviction_counters.gave_back(candidate.options.policy, num_freed)
         num_kept = sum(outcome.kept.values())
         request = self.requests[outcome.request_id]
@@ -529,6 +561,7 @@ class EvictionScheduler(Scheduler):
             report.kept_tokens, report.blocks_after = num_kept, num_after
             report.kept_text_tokens = report.kept_vision_tokens = None  # the worker knows them
             report.blocks_before = report.cuts[0].blocks_before
+            report.memory = self._memory(request, candidate, cut, report.blocks_before, num_after)
             report.trace = request.request_id if options.trace else None
         logger.debug(
             "KV eviction of %s after %d tokens of the answer: %s, %s; %d of %d prompt tokens kept "
@@ -541,6 +574,22 @@ class EvictionScheduler(Scheduler):
             num_tokens,
             num_before,
             num_after,
+        )
+
+    def _memory(
+        self, request: Request, candidate: Candidate, cut: Cut, num_before: int, num_after: int
+    ) -> MemoryReport:
+        """Return what a request holds in all layers once it is cut.
+
+        Args:
+            num_before: blocks of the layers that are evicted, before the first cut.
+            num_after: the same, after this one.
+        """
+        others = self.manager.others
+        windows, states = others.windows(cut.at), others.states(request.request_id)
+        blocks = (num_before + windows + states, num_after + windows + states, windows, states)
+        return MemoryReport(
+            *(number * self.block_bytes for number in (*blocks, candidate.num_given_back))
         )
 
     # -- end of a request ---------------------------------------------------------------
@@ -584,7 +633,10 @@ class EvictionScheduler(Scheduler):
                 self._last_gauges = now
                 num_requests, num_blocks = self.manager.num_held()
                 metrics.set("compressed_requests", num_requests)
-                metrics.set("blocks_held", num_blocks)
+                names = filter(self.manager.is_compressed, self.manager.compressions)
+                held = (num_blocks, *self.manager.others.held(names))
+                for layers, num_held in zip(LAYERS, held, strict=True):
+                    metrics.set("blocks_held", num_held, layers)
             metrics.move_to(stats.waiting_lora_adapters)
         if now - self._last_log >= envs.VLLM_LOG_STATS_INTERVAL:
             self._last_log = now

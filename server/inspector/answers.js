@@ -36,8 +36,15 @@ export function cutName({ answer_tokens: tokens, blocks_before: before, blocks_a
 /** Whether to say when the cache was cut: not if it was cut once, before the answer. */
 export const areTimed = (cuts) => cuts.length > 1 || cuts[0]?.answer_tokens > 0;
 
-/** @param {Evicted} evicted */
-export const memoryKept = ({ blocks, blocks_before: before }) => Math.min(1, blocks / before);
+/** Of all layers, those included that eviction does not reach. @param {Evicted} evicted */
+export const memoryKept = ({ blocks, blocks_before: before, memory }) =>
+  Math.min(1, memory ? memory.after / memory.before : blocks / before);
+
+/** What eviction does not reach, in words. @param {Evicted} evicted */
+function fixedName({ memory }) {
+  const fixed = memory ? memory.windows + memory.states : 0;
+  return fixed ? `; windows and states keep ${percent(fixed / memory.before)} of the memory` : "";
+}
 
 export function showAnswers() {
   const { full, evicted } = state;
@@ -48,7 +55,8 @@ export function showAnswers() {
   $("asked").textContent = state.asked?.question ?? "";
   $("saved").textContent = percent(1 - memoryKept(evicted));
   const tokens = kept === null ? "" : `: ${count(kept)} of ${count(evicted.prompt_tokens)} tokens`;
-  $("saved-note").textContent = `${count(blocks)} of ${plural(before, "block")} held${tokens}`;
+  const said = `${count(blocks)} of ${plural(before, "block")} held${tokens}`;
+  $("saved-note").textContent = said + fixedName(evicted);
   // A square for each block, as long as they can be told apart.
   const squares = Math.min(before, 80);
   const held = Math.ceil((blocks / before) * squares);

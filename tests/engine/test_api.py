@@ -25,6 +25,7 @@ NAMES = (
     "EvictionOptions",
     "EvictionReport",
     "KeptTokens",
+    "MemoryReport",
     "UnsupportedByEvictionError",
     "kept_tokens",
     "method_names",
@@ -95,6 +96,7 @@ def test_the_lines_of_the_page_run(
         report = api.report_of(output)
         assert report == kept.report
         assert report is not None
+        assert isinstance(report.memory, api.MemoryReport)
         num_tokens = len(output.prompt_token_ids)
         assert report.prompt_tokens == num_tokens == len(kept.kept_by) == len(kept.is_vision)
         assert f"{kept.text:.1f} text and {kept.vision:.1f} vision tokens per head" in printed

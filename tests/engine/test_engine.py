@@ -141,6 +141,15 @@ def test_report_and_totals(evicting: SteppedEngine) -> None:
     report = dict(output.kv_transfer_params["kv_eviction"])
     assert report.pop("kept_text_tokens") + report.pop("kept_vision_tokens") == 44
     assert set(report.pop("seconds")) == {"statistics", "selection", "copy"}
+    pool = evicting.evictor.pool
+    block_bytes = pool.raw.nbytes // pool.num_blocks
+    assert report.pop("memory") == {
+        "before": 10 * block_bytes,
+        "after": 2 * block_bytes,
+        "windows": 0,
+        "states": 0,
+        "given_back": 8 * block_bytes,
+    }
     assert report == {
         "policy": "tgv",
         "prompt_tokens": 300,

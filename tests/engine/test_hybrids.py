@@ -22,6 +22,8 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from oracle.emulation import Eviction, Oracle
 from tests.engine.running import Ask, SteppedEngine, engine
 from tests.models import QWEN_IMAGE, random_image, random_text
+from vllm_tgvkv.budget import Budget
+from vllm_tgvkv.gain import gain, layer_kinds, specs_of_layers
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -78,6 +80,36 @@ def test_blocks_hold_one_state(running: SteppedEngine) -> None:
     token_bytes = shape.num_pairs * 2 * shape.head_size * 2
     least = -(-states[0].page_size_bytes // token_bytes)
     assert shape.block_size == -(-least // 32) * 32 < 128
+
+
+def test_the_report_tells_what_the_pool_holds(running: SteppedEngine) -> None:
+    """Full attention shrinks and states stay, by the pool's free blocks."""
+    pool, raw = running.scheduler.kv_cache_manager.block_pool, running.evictor.pool
+    block_bytes = raw.raw.nbytes // raw.num_blocks
+    held, outputs = [], []
+    for xargs in (budget(0.3), {"kv_eviction": "none"}):
+        running.add(ask(5, xargs={**xargs, "kv_eviction_report": True}))
+        used = []
+        outputs += running.drain(
+            lambda used=used: used.append(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
+        ).values()
+        held.append(used[-2])  # the last step in which it runs
+    memory = outputs[0].kv_transfer_params["kv_eviction"]["memory"]
+    assert memory["states"] == running.scheduler.manager.num_other_blocks * block_bytes
+    assert memory["windows"] == 0
+    assert memory["given_back"] == (held[1] - held[0]) * block_bytes > 0
+    opened = held[0] - memory["after"] // block_bytes  # by the answer
+    assert 0 <= opened <= 1
+    assert memory["before"] == (held[1] - opened) * block_bytes
+    # What `python -m vllm_tgvkv.gain` computes; it counts states without padding.
+    config = running.scheduler.vllm_config
+    kinds = layer_kinds(specs_of_layers(config), config)
+    states = sum(kind.state_bytes for kind in kinds)
+    assert 0 < states <= memory["states"]
+    length, size = len(outputs[0].prompt_token_ids), running.scheduler.tokens_per_block
+    computed = gain(kinds, length, 0, Budget(fraction=0.3), size)
+    assert computed.before - states == memory["before"] - memory["states"]
+    assert computed.after - states == memory["after"] - memory["states"]
 
 
 def test_answers_are_those_of_the_oracle(running: SteppedEngine, hybrid: Path) -> None:

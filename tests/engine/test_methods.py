@@ -219,6 +219,9 @@ def assert_report(output: Any, expected: Expected, kept: torch.Tensor, blocks: i
         "kept_tokens": blocks * BLOCK_SIZE + tail,
         "blocks_after": blocks + (tail > 0),
     }
+    memory = report.pop("memory")
+    assert memory["before"] * sizes["blocks_after"] == memory["after"] * sizes["blocks_before"]
+    assert memory["given_back"] <= memory["before"] - memory["after"]
     assert report == {
         "policy": expected.case.method,
         "prompt_tokens": len(expected.prompt.token_ids),

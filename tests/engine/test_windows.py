@@ -20,6 +20,8 @@ from oracle import methods
 from oracle.emulation import Eviction, Oracle, Prompt
 from tests.engine.running import Ask, SteppedEngine, engine, name_of
 from tests.models import FAMILIES, WINDOW, random_image, random_text
+from vllm_tgvkv.budget import Budget
+from vllm_tgvkv.gain import Gain, gain, layer_kinds, specs_of_layers
 from vllm_tgvkv.manager import EvictingSpec
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
@@ -178,34 +180,77 @@ def test_waits_preemptions_and_aborts(served: Served) -> None:
         assert list(outputs[name].outputs[0].token_ids) == tokens
 
 
-def test_a_compressed_request_holds_its_region_its_tail_and_its_windows(served: Served) -> None:
-    """Layers with full attention keep what the report tells; windows keep their length."""
-    running = served.running
+def held_while_decoding(running: SteppedEngine, ask: Ask) -> tuple[Any, int, int]:
+    """Return the answer, and the blocks in use behind its prompt and behind its last token."""
     scheduler = running.scheduler
     pool = scheduler.kv_cache_manager.block_pool
-    ask = served.ask(40, evicted_with("snapkv", 0.25, kv_eviction_report=True))
-    name = running.add(ask)
     held = []
 
     def count() -> None:
-        windows = [
-            sum(not block.is_null for blocks in each.req_to_blocks.values() for block in blocks)
-            for each in scheduler.other_managers
-        ]
-        held.append((pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(), sum(windows)))
+        if any(request.num_output_tokens for request in scheduler.running):
+            held.append(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
+    running.add(ask)
     (output,) = running.drain(count).values()
-    report = output.kv_transfer_params["kv_eviction"]
-    length = len(output.prompt_token_ids)
-    retained = int(0.25 * length - length % BLOCK_SIZE) // BLOCK_SIZE
-    assert output.request_id == name
-    assert report["blocks_before"] == -(-length // BLOCK_SIZE)
-    assert report["blocks_after"] == retained + 1
-    total, windows = held[-3]
-    length += TOKENS - 3  # computed tokens in that step
-    assert total - windows == retained + -(-length // BLOCK_SIZE) - report["prompt_tokens"] // 16
-    most = -(-WINDOW // BLOCK_SIZE) + 1
-    assert 0 < windows <= most * len(scheduler.other_managers)
+    # A step later the windows have moved behind the prompt.
+    return output, held[1], held[-1]
+
+
+def gain_of(running: SteppedEngine, num_prompt: int, budget: Budget) -> Gain:
+    """Return what `python -m vllm_tgvkv.gain` computes for the layers of an engine."""
+    scheduler = running.scheduler
+    kinds = layer_kinds(specs_of_layers(scheduler.vllm_config), scheduler.vllm_config)
+    return gain(kinds, num_prompt, 0, budget, scheduler.tokens_per_block)
+
+
+def padding(running: SteppedEngine, num_windows: int) -> int:
+    """Return the bytes that these blocks of windows have and no layer uses; all groups are alike.
+
+    The command does not know how vLLM groups layers.
+    """
+    scheduler = running.scheduler
+    (used,) = {
+        group.kv_cache_spec.page_size_bytes * len(group.layer_names)
+        for group in scheduler.kv_cache_config.kv_cache_groups
+        if isinstance(group.kv_cache_spec, SlidingWindowSpec)
+    }
+    return num_windows * (scheduler.block_bytes - used)
+
+
+def test_the_report_tells_what_the_pool_holds(served: Served) -> None:
+    """Layers with full attention shrink, windows keep their length: by the pool's free blocks."""
+    running = served.running
+    scheduler, pool = running.scheduler, running.evictor.pool
+    groups = len(scheduler.other_managers)
+    block_bytes = pool.raw.nbytes // pool.num_blocks
+    for seed in (40, 41):
+        ask = served.ask(seed, evicted_with("snapkv", 0.25, kv_eviction_report=True))
+        output, first, last = held_while_decoding(running, ask)
+        report = output.kv_transfer_params["kv_eviction"]
+        memory = report["memory"]
+        length = len(output.prompt_token_ids)
+        retained = int(0.25 * length - length % BLOCK_SIZE) // BLOCK_SIZE
+        tail = bool(length % BLOCK_SIZE)
+        assert report["blocks_before"] == length // BLOCK_SIZE + tail
+        assert report["blocks_after"] == retained + tail
+        opened = (1 + groups) * (not tail)  # by the token behind the prompt
+        assert memory["after"] == (first - opened) * block_bytes
+        windows = memory["windows"] // block_bytes
+        assert groups * (WINDOW // BLOCK_SIZE) <= windows <= groups * (WINDOW // BLOCK_SIZE + 1)
+        assert memory["states"] == 0
+        assert memory["given_back"] == memory["before"] - memory["after"]
+        computed = gain_of(running, length, Budget(fraction=0.25))
+        assert computed.before == memory["before"] - padding(running, windows)
+        assert computed.after == memory["after"] - padding(running, windows)
+        last_length = length + TOKENS - 1
+        assert last <= retained + -(-last_length // BLOCK_SIZE) - length // BLOCK_SIZE + windows + (
+            groups
+        )
+        # The same request without eviction.
+        full = replace(ask, xargs={"kv_eviction": "none", "kv_eviction_report": True})
+        output, first, _ = held_while_decoding(running, full)
+        assert output.kv_transfer_params["kv_eviction"]["memory"] is None
+        assert memory["before"] == (first - opened) * block_bytes
 
 
 def test_everything_kept_is_stock(served: Served) -> None:

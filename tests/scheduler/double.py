@@ -33,6 +33,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheTensor,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import ModelRunnerOutput
@@ -56,6 +57,9 @@ from vllm_tgvkv.scheduler import AsyncEvictionScheduler, EvictionScheduler
 
 END = 2
 """The token that ends an answer."""
+
+BLOCK_BYTES = 4096
+"""Bytes of a block, as the scheduler is told."""
 
 _MASK = (1 << 62) - 1
 
@@ -180,7 +184,18 @@ def make_scheduler(setup: Setup) -> Scheduler:
         config,
         # vLLM's default for windows: no more checkpoints than a repeated prompt needs.
         KVCacheConfig(
-            num_blocks, [], groups, prefix_cache_retention_interval=0 if setup.window else None
+            num_blocks,
+            [
+                KVCacheTensor(
+                    size=num_blocks * BLOCK_BYTES,
+                    layers=group.layer_names,
+                    layer_stride=BLOCK_BYTES // 2,
+                    block_stride=BLOCK_BYTES,
+                )
+                for group in groups
+            ],
+            groups,
+            prefix_cache_retention_interval=0 if setup.window else None,
         ),
         SimpleNamespace(accept_tokens=lambda *_: True),  # type: ignore[arg-type]
         block_size=setup.block_size,

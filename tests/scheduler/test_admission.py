@@ -20,6 +20,10 @@ from hypothesis.stateful import (
 from vllm_tgvkv.admission import Prefill, PrefillOrder, Sums
 
 BLOCKS = st.integers(0, 12)
+WINDOWS = st.tuples(st.integers(0, 9), st.integers(0, 9)).map(lambda n: (min(n), max(n))) | st.just(
+    (0, 0)
+)
+"""Blocks of windows that a prefill still takes, and that it gives back."""
 
 
 @dataclass
@@ -32,6 +36,7 @@ class Row:
     fresh: int
     returned: int
     left: int = 0
+    passing: int = 0
     held: int = 0
     advanced: bool = False
     evicted: bool = False
@@ -42,7 +47,7 @@ def all_finish(rows: list[Row], num_free: int) -> bool:
     for row in rows:
         if row.left > num_free:
             return False
-        num_free += row.returned - row.left
+        num_free += row.returned + row.passing - row.left
     return True
 
 
@@ -80,38 +85,40 @@ class OrderMachine(RuleBasedStateMachine):
         self.rows.append(Row(name, prompt, replayed, fresh, returned))
 
     @precondition(lambda self: self.rows)
-    @rule(data=st.data(), num_blocks=st.integers(0, 5))
-    def advance(self, data: st.DataObject, num_blocks: int) -> None:
-        self._advance(data.draw(st.sampled_from(self.rows)), num_blocks)
+    @rule(data=st.data(), num_blocks=st.integers(0, 5), windows=WINDOWS)
+    def advance(self, data: st.DataObject, num_blocks: int, windows: tuple[int, int]) -> None:
+        self._advance(data.draw(st.sampled_from(self.rows)), num_blocks, windows)
 
-    @rule(num_blocks=st.integers(0, 2))
-    def advance_all(self, num_blocks: int) -> None:
+    @rule(num_blocks=st.integers(0, 2), windows=WINDOWS)
+    def advance_all(self, num_blocks: int, windows: tuple[int, int]) -> None:
         """Run a step as vLLM does: every prefill in the order of admission."""
         self.begin_step()
         for row in list(self.rows):
             self.compare(row)
-            self._advance(row, num_blocks)
+            self._advance(row, num_blocks, windows)
 
-    def _advance(self, row: Row, num_blocks: int) -> None:
+    def _advance(self, row: Row, num_blocks: int, windows: tuple[int, int]) -> None:
         most = row.prompt + (row.replayed if row.evicted else row.fresh)
         row.held = min(row.held + num_blocks, most)
-        self.order.advance(row.name, row.held)
-        self._moved(row)
+        self.order.advance(row.name, row.held, windows)
+        self._moved(row, windows)
 
     @precondition(lambda self: any(row.fresh and not row.evicted for row in self.rows))
-    @rule(data=st.data())
-    def evict(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), windows=WINDOWS)
+    def evict(self, data: st.DataObject, windows: tuple[int, int]) -> None:
         row = data.draw(st.sampled_from([r for r in self.rows if r.fresh and not r.evicted]))
         row.held, row.evicted, row.returned = row.prompt, True, 0
-        self.order.evict(row.name, row.held)
-        self._moved(row)
+        self.order.evict(row.name, row.held, windows)
+        self._moved(row, windows)
 
-    def _moved(self, row: Row) -> None:
+    def _moved(self, row: Row, windows: tuple[int, int]) -> None:
         row.advanced = True
         fresh = 0 if row.evicted else row.fresh
+        taken, row.passing = windows
         row.left = row.prompt + fresh - row.held + max(row.replayed - row.returned, 0)
-        if not fresh and not row.left:
+        if not fresh and not row.left and not row.passing:
             self.rows.remove(row)
+        row.left += taken
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
@@ -130,6 +137,7 @@ class OrderMachine(RuleBasedStateMachine):
         for shared in (0, 3):
             returned = sum(row.returned for row in self.rows)
             change = returned - min(returned, shared) - sum(row.left for row in self.rows)
+            change += sum(row.passing for row in self.rows)
             assert self.order.net_change(shared) == change
 
     def compare(self, row: Row) -> None:

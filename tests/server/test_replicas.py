@@ -203,7 +203,7 @@ def test_series_of_every_engine_begin_at_zero(doors: list[Any]) -> None:
         zero = dict.fromkeys(ENGINES, 0.0)
         assert scrape.of("requests_total", "tgv") == zero
         assert scrape.of("compressed_requests") == zero
-        assert scrape.of("blocks_held") == zero
+        assert scrape.of("blocks_held", "evicted") == zero
         assert scrape.of("seconds_count", "tgv", "selection") == zero
         for reason in SKIP_REASONS:
             assert scrape.of("skipped_requests_total", "tgv", reason) == zero
@@ -235,7 +235,7 @@ def test_load_on_all_of_them_at_once(
         assert eventually(
             lambda door=door: (
                 Scrape(door).total("requests_total", "tgv") == NUM_REQUESTS
-                and Scrape(door).total("blocks_held") == 0
+                and Scrape(door).total("blocks_held", "evicted") == 0
             )
         )
     scrapes = [Scrape(door) for door in doors]
@@ -247,7 +247,8 @@ def test_load_on_all_of_them_at_once(
     assert scrape.total("blocks_given_back_total", "tgv") == given_back > 0
     seen = sum(report["prompt_tokens"] for report in reports)
     assert sum(scrape.total("prompt_tokens_total", "tgv", m) for m in ("text", "vision")) == seen
-    assert scrape.of("compressed_requests") == scrape.of("blocks_held") == {0: 0.0, 1: 0.0}
+    assert scrape.of("compressed_requests") == {0: 0.0, 1: 0.0}
+    assert scrape.of("blocks_held", "evicted") == {0: 0.0, 1: 0.0}
     assert scrape.of("kept_fraction_count", "tgv") == evicted
     assert scrape.of("kept_fraction_bucket", "tgv", "+Inf") == evicted
     kept = sum(report["kept_tokens"] / report["prompt_tokens"] for report in reports)
@@ -282,7 +283,7 @@ def test_gauges_show_the_running_requests_of_each_engine(
             assert call(line, "POST", "/v1/chat/completions", body, rank)[0] == 200
 
     def are_shown(scrape: Scrape) -> bool:
-        held = scrape.of("blocks_held").values()
+        held = scrape.of("blocks_held", "evicted").values()
         return scrape.of("compressed_requests") == counts and min(held) >= 2
 
     with ThreadPoolExecutor(len(wanted)) as threads:
@@ -298,8 +299,8 @@ def test_gauges_show_the_running_requests_of_each_engine(
         answered.result()
     zero = dict.fromkeys(ENGINES, 0.0)
     for door in doors:
-        for name in ("compressed_requests", "blocks_held"):
-            assert eventually(lambda door=door, name=name: Scrape(door).of(name) == zero), name
+        for names in (("compressed_requests",), ("blocks_held", "evicted")):
+            assert eventually(lambda door=door, names=names: Scrape(door).of(*names) == zero), names
 
 
 def test_every_api_server_finds_the_traces_of_every_engine(doors: list[Any]) -> None:

@@ -88,7 +88,8 @@ def test_metrics(server: ChatServer) -> None:
     fraction = report["kept_tokens"] / report["prompt_tokens"]
     assert grown["kept_fraction_sum", "random"] == pytest.approx(fraction, abs=1e-3)
     # No request is running, and none holds blocks.
-    assert (after["compressed_requests",], after["blocks_held",]) == (0, 0)
+    assert after["compressed_requests",] == 0
+    assert [after["blocks_held", layers] for layers in ("evicted", "window", "state")] == [0, 0, 0]
     for part in ("statistics", "selection", "copy"):
         assert grown["seconds_count", "random", part] == 1
         assert 0 < grown["seconds_sum", "random", part] < elapsed  # they are seconds
@@ -133,6 +134,16 @@ def test_answer_tells_what_was_evicted(server: ChatServer) -> None:
     assert sum(kept) == sizes["kept_tokens"]
     assert 0 <= kept[1] <= VISION_TOKENS
     assert set(report.pop("seconds")) == {"statistics", "selection", "copy"}
+    memory = report.pop("memory")
+    block_bytes = memory["before"] // sizes["blocks_before"]
+    given_back = sizes["blocks_before"] - sizes["blocks_after"]
+    assert memory == {
+        "before": sizes["blocks_before"] * block_bytes,
+        "after": sizes["blocks_after"] * block_bytes,
+        "windows": 0,
+        "states": 0,
+        "given_back": given_back * block_bytes,
+    }
     assert report == {
         "policy": "tgv",
         "prompt_tokens": num_tokens,

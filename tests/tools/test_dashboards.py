@@ -39,7 +39,7 @@ from tests.tools.programs import program
 from tests.tools.test_docs import DASHBOARD, anchors
 from vllm_tgvkv.config import CONFIG_KEY
 from vllm_tgvkv.counters import SKIP_REASONS
-from vllm_tgvkv.metrics import METRICS, MetricsBuffer
+from vllm_tgvkv.metrics import LAYERS, METRICS, MetricsBuffer
 from vllm_tgvkv.server.prometheus import EvictionPrometheusStatLogger
 
 CONFIGS = ROOT / "configs"
@@ -56,6 +56,7 @@ LABELS = {
     "reason": tuple(SKIP_REASONS),
     "modality": ("text", "vision"),
     "part": ("statistics", "selection", "copy"),
+    "layers": LAYERS,
 }
 VARIABLES = {
     "__rate_interval": "1m",
@@ -140,7 +141,7 @@ class Traffic:
         for metric in METRICS.values():
             for labels in itertools.product(*(LABELS[label] for label in metric.labels)):
                 if metric.kind == "gauge":
-                    buffer.set(metric.name, 3)
+                    buffer.set(metric.name, 3, *labels)
                 elif metric.kind == "histogram":
                     buffer.observe(metric.name, *labels, value=0.01)
                 else:

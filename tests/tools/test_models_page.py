@@ -37,7 +37,7 @@ def test_families_that_run_in_tests_are_served_and_others_have_their_reason() ->
     for name in (*names, "Gemma3", "Gemma4"):
         section, cells = ROWS[f"{name}ForConditionalGeneration"]
         assert section == "Served"
-        assert cells[3].startswith("`"), "its tiny model"
+        assert cells[4].startswith("`"), "its tiny model"
     for name, reason in (
         ("Llama4ForConditionalGeneration", "chunked local attention"),
         ("WhisperForConditionalGeneration", "cross attention"),
@@ -53,17 +53,20 @@ def test_families_that_run_in_tests_are_served_and_others_have_their_reason() ->
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="the page is of the build for CPU")
 def test_the_page_is_of_the_installed_vllm(tmp_path: Path) -> None:
     """If not: python -m docs.write_models. In another process, which loads every model class."""
-    file = tmp_path / "models.md"
+    files = tmp_path / "models.md", tmp_path / "tuning.md"
     code = (
-        "import sys; from pathlib import Path; from docs.write_models import page; "
-        "Path(sys.argv[1]).write_text(page())"
+        "import sys; from pathlib import Path; from docs.write_models import *; "
+        "found = decisions(); models, tuning = map(Path, sys.argv[1:]); "
+        "models.write_text(page(found)); "
+        "tuning.write_text(with_gains(TUNING.read_text(), found))"
     )
     run = subprocess.run(
-        [sys.executable, "-c", code, str(file)],
+        [sys.executable, "-c", code, *map(str, files)],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
     assert run.returncode == 0, run.stderr[-2000:]
-    assert file.read_text() == PAGE
+    assert files[0].read_text() == PAGE
+    assert files[1].read_text() == (ROOT / "docs/tuning.md").read_text()

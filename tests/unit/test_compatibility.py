@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -243,6 +244,14 @@ def test_diffusion_is_refused(plain: str) -> None:
     config.model_config.hf_config.canvas_length = 64
     vars(config.model_config).pop("is_diffusion", None)  # known already
     assert "a model that writes by diffusion" in refusal_of(config)
+
+
+def test_windows_behind_the_prompt_are_refused(plain: str) -> None:
+    """Answers of Unlimited-OCR see the prompt and their own last tokens."""
+    config = configure(plain)
+    sizes = config.model_config.model_arch_config
+    config.model_config.model_arch_config = replace(sizes, rswa_window=128)
+    assert "(R-SWA of 128 tokens)" in refusal_of(config)
 
 
 def test_windows_in_all_layers_are_refused(folder: Folder) -> None:

@@ -27,11 +27,12 @@ STATE = LayerKind("state", 30, state_bytes=500_000)
     ("kinds", "before", "after", "peak"),
     [
         # 1003 + 20 tokens in blocks of 16 are 62 full ones of the prompt and two more; a budget
-        # of 10 % is 100 tokens: 5 blocks, and the tail of 11 tokens.
+        # of 10 % is 100 tokens: 5 blocks, and the tail of 11 tokens. A window of 64 tokens lies in
+        # four blocks of 1023 tokens, in five of 1003.
         ([FULL], 64 * 16_000, (5 + 2) * 16_000, (63 + 5) * 16_000),
-        ([FULL, WINDOW], 1_024_000 + 128_000, 112_000 + 128_000, 1_088_000 + 128_000),
+        ([FULL, WINDOW], 1_024_000 + 128_000, 112_000 + 128_000, 1_088_000 + 160_000),
         ([STATE, FULL], 1_024_000 + 500_000, 112_000 + 500_000, 1_088_000 + 500_000),
-        ([STATE, WINDOW], 628_000, 628_000, 628_000),
+        ([STATE, WINDOW], 628_000, 628_000, 660_000),
     ],
 )
 def test_a_request_by_hand(kinds: list[LayerKind], before: int, after: int, peak: int) -> None:
@@ -44,6 +45,12 @@ def test_a_prompt_below_one_block_gains_nothing() -> None:
     found = gain([FULL], 15, 20, Budget(fraction=0.1), 16)
     assert found.before == found.after == 3 * 16_000
     assert found.verdict == "not worth it"
+
+
+def test_windows_are_counted_as_the_blocks_that_hold_their_last_tokens() -> None:
+    for length in range(1, 300):
+        held = {position // 16 for position in range(max(length - 63, 0), length)}
+        assert WINDOW.num_bytes(length, 16) == len(held) * 16 * 2000
 
 
 def test_verdicts() -> None:

@@ -27,7 +27,9 @@ def test_what_is_observed_arrives_and_leaves_no_trace() -> None:
     buffer.count("requests", "tgv")
     buffer.count("requests", "tgv", by=2)
     buffer.count("requests", "h2o")
-    buffer.set("blocks_held", 7)
+    buffer.set("compressed_requests", 1)
+    buffer.set("blocks_held", 7, "evicted")
+    buffer.set("blocks_held", 4, "window")
     buffer.observe("kept_fraction", "tgv", value=0.1234)
     buffer.observe("seconds", "tgv", "copy", value=0.00042)
     field = {"an adapter": 3}
@@ -36,7 +38,9 @@ def test_what_is_observed_arrives_and_leaves_no_trace() -> None:
     assert found == {
         ("requests", "tgv"): 3,
         ("requests", "h2o"): 1,
-        ("blocks_held",): 7,
+        ("compressed_requests",): 1,
+        ("blocks_held", "evicted"): 7,
+        ("blocks_held", "window"): 4,
         ("kept_fraction", "tgv", "1234"): 1,
         ("seconds", "tgv", "copy", "420"): 1,
     }
@@ -44,9 +48,10 @@ def test_what_is_observed_arrives_and_leaves_no_trace() -> None:
     buffer.move_to(field)
     assert field == {"an adapter": 3}
     # Of a gauge its changes travel.
-    buffer.set("blocks_held", 7)
-    buffer.set("blocks_held", 9)
-    buffer.set("blocks_held", 2)
+    buffer.set("blocks_held", 7, "evicted")
+    buffer.set("blocks_held", 9, "evicted")
+    buffer.set("blocks_held", 4, "window")
+    buffer.set("blocks_held", 2, "evicted")
     buffer.move_to(field)
     assert [number for _, _, number in take_metrics(field)] == [-5]
 
@@ -132,8 +137,8 @@ def test_statistics_may_reach_any_api_server_in_any_order(
 ) -> None:
     """The files of several processes, added up by a scrape of any of them."""
     buffer, steps = MetricsBuffer(), []
-    for held in (5, 2, 3, 0):
-        buffer.set("blocks_held", held)
+    for number in (5, 2, 3, 0):
+        buffer.set("blocks_held", number, "window")
         buffer.count("requests", "tgv")
         steps.append({})
         buffer.move_to(steps[-1])
@@ -151,7 +156,9 @@ def test_statistics_may_reach_any_api_server_in_any_order(
         # The process with the last step is the first to be through.
         for process, mine in ((first, ()), (second, (1, 3)), (first, (0, 2))):
             process.submit(record, [steps[i] for i in mine]).result()
-            seen.append((found("requests_total", policy="tgv"), found("blocks_held")))
+            seen.append(
+                (found("requests_total", policy="tgv"), found("blocks_held", layers="window"))
+            )
     assert seen == [(0, 0), (2, -6), (4, 0)]
 
 

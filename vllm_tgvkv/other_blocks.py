@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks that requests hold for layers that are not evicted: their windows and their states.
+
+While its prompt is computed, a request holds its windows and the tokens of the steps in flight.
+What it does not need for its answer goes back to the pool afterwards, whether it is evicted or not.
+States are taken with the first chunk and held to the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import (
+    MambaManager,
+    SingleTypeKVCacheManager,
+    SlidingWindowManager,
+)
+from vllm.v1.request import Request
+
+_DECODED_IN_FLIGHT = 2
+"""Most tokens of an answer that are scheduled and not computed yet: steps are scheduled ahead."""
+
+
+class OtherBlocks:
+    """Blocks of the windows and states of all groups of layers that are not evicted."""
+
+    def __init__(self, managers: Sequence[SingleTypeKVCacheManager] = ()) -> None:
+        self._windows = [each for each in managers if isinstance(each, SlidingWindowManager)]
+        self._states = [each for each in managers if isinstance(each, MambaManager)]
+
+    def windows(self, num_tokens: int) -> int:
+        """Return the blocks of a request's windows once `num_tokens` of it are computed."""
+        return sum(
+            cdiv(num_tokens, each.block_size)
+            - each.get_num_skipped_tokens(num_tokens) // each.block_size
+            for each in self._windows
+        )
+
+    def states(self, request_id: str) -> int:
+        """Return the blocks that a request holds for states now."""
+        rows = (each.req_to_blocks.get(request_id, ()) for each in self._states)
+        return sum(not block.is_null for blocks in rows for block in blocks)
+
+    def held(self, request_ids: Iterable[str]) -> tuple[int, int]:
+        """Return the blocks that requests hold for windows and for states now."""
+        names = list(request_ids)
+        rows = [each.req_to_blocks.get(name, []) for each in self._windows for name in names]
+        num_windows = sum(len(_real(blocks, len(blocks))) for blocks in rows)
+        return num_windows, sum(map(self.states, names))
+
+    def passing(self, request_id: str, num_tokens: int, num_last: int) -> tuple[int, int]:
+        """Return the blocks that a prefill still takes, and those that it gives back by its end.
+
+        The second number includes the first, less what the answer's windows hold.
+
+        Args:
+            num_tokens: tokens of the request behind the chunk that is being scheduled.
+            num_last: those at the end of its prefill.
+        """
+        taken = given_back = 0
+        for manager in self._windows:
+            blocks = manager.req_to_blocks.get(request_id, [])
+            length = max(cdiv(num_tokens, manager.block_size), len(blocks))
+            # vLLM's managers allocate one after the other: this one's turn may come yet.
+            held = _real(blocks, len(blocks))
+            num_held = len(held) + length - len(blocks)
+            most = manager.max_admission_blocks_per_request or length
+            left = max(min(cdiv(num_last, manager.block_size) - length, most - num_held), 0)
+            taken += left
+            num_shared = sum(block.ref_cnt > 1 for block in held)
+            rest = _most_while_decoding(manager)
+            given_back += max(num_held + left - max(rest, num_shared), 0)
+        return taken, given_back
+
+    def growth(self, request: Request, num_tokens: int) -> int:
+        """Return the free blocks that a chunk up to `num_tokens` costs; negative if it frees some.
+
+        vLLM frees what is behind the windows first.
+        """
+        num_processed = max(request.num_computed_tokens - request.num_in_flight_tokens, 0)
+        change = 0
+        for manager in self._windows:
+            blocks = manager.req_to_blocks.get(request.request_id, [])
+            num_skipped = manager.get_num_skipped_tokens(num_processed) // manager.block_size
+            freed = _real(blocks, min(num_skipped, len(blocks)))
+            change += max(cdiv(num_tokens, manager.block_size) - len(blocks), 0)
+            change -= sum(block.ref_cnt == 1 for block in freed)
+        return change
+
+
+def _real(blocks: Sequence[KVCacheBlock], end: int) -> list[KVCacheBlock]:
+    """Return the blocks of a row before `end` that are not null, last first; they are adjacent."""
+    found = []
+    for i in reversed(range(end)):
+        if blocks[i].is_null:
+            break
+        found.append(blocks[i])
+    return found
+
+
+def _most_while_decoding(manager: SlidingWindowManager) -> int:
+    # It may begin and end within a block.
+    num_tokens = manager.sliding_window - 1 + _DECODED_IN_FLIGHT
+    return cdiv(num_tokens, manager.block_size) + 1

@@ -332,7 +332,7 @@ class EvictingManager(FullAttentionManager):
             )
 
 
-class OtherLayersManager(SingleTypeKVCacheManager):
+class OtherLayersManager:
     """Mixin for managers of layers that are not evicted, in requests that may be compressed."""
 
     evicting: EvictingManager
@@ -348,7 +348,7 @@ class OtherLayersManager(SingleTypeKVCacheManager):
         if compression and compression.num_reusable:
             ends = (*kwargs["replay_boundaries"], compression.num_reusable)
             kwargs = {**kwargs, "replay_boundaries": ends}
-        super().cache_blocks(request, *args, **kwargs)
+        super().cache_blocks(request, *args, **kwargs)  # type: ignore[misc]
 
 
 class WindowManager(OtherLayersManager, SlidingWindowManager):

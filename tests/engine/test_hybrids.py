@@ -121,7 +121,7 @@ def assert_nearly_the_oracles(
     kept = running.kept(output.request_id, len(prompt.token_ids))
     assert kept is not None
     size, share = running.evictor.shape.block_size, asked.xargs["kv_eviction_budget"]
-    eviction = Eviction(share, size, observation_window=ROWS, method="snapkv")
+    eviction = Eviction(share, size, observation_window=ROWS, method="snapkv", text_only="evict")
     wanted = oracle.select(prompt, eviction).kept
     assert kept.sum() == wanted.sum()
     assert (kept & wanted).sum() > least * kept.sum()

@@ -56,8 +56,12 @@ from transformers import (
     Qwen2VLVideoProcessor,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     Qwen3VLProcessor,
@@ -423,6 +427,18 @@ def write_qwen3(folder: Path, model: TinyModel) -> None:
     _save(folder, model, Qwen3ForCausalLM(config), tokenizer, ids, projector=None)
 
 
+def write_qwen3_next(folder: Path, model: TinyModel) -> None:
+    """Write a Qwen3-Next language model: a hybrid and a mixture of experts without vision."""
+    tokenizer, ids = _tokenizer(_CHAT_TOKENS, "", Qwen2Tokenizer)
+    config = Qwen3NextConfig(
+        **_text_config(model, tokenizer, ids, "Qwen3Next"),
+        **_delta_nets(model),
+        **_EXPERTS,
+        head_dim=model.head_size,
+    )
+    _save(folder, model, Qwen3NextForCausalLM(config), tokenizer, ids, projector=None)
+
+
 def write_phi3(folder: Path, model: TinyModel) -> None:
     """Write a Phi-3 language model whose window is as long as its context."""
     tokenizer, ids = _tokenizer(_CHAT_TOKENS, "", Qwen2Tokenizer)
@@ -530,6 +546,46 @@ class _QwenKind:
 _QWEN3_PIXELS = {"patch_size": PATCH, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 """vLLM normalises videos like images; transformers' defaults for the two differ."""
 
+
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
+
+
+def _delta_nets(model: TinyModel) -> dict[str, Any]:
+    """Return which layers of a hybrid are gated delta nets, and their sizes."""
+    return {
+        "layer_types": ["linear_attention", "full_attention"] * (model.layers // 2),
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64,  # the least that vLLM's CPU kernel takes
+        "linear_value_head_dim": 64,
+    }
+
+
+def _qwen3_5(config: Any, network: Any, **text: Any) -> _QwenKind:
+    """Return a hybrid with gated delta nets and full attention in turn."""
+    return _QwenKind(
+        config,
+        network,
+        Qwen3VLProcessor,
+        Qwen3VLVideoProcessor,
+        "linear_fc2",
+        vision=lambda hidden: {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_position_embeddings": 64,
+            "out_hidden_size": hidden,
+        },
+        text=lambda model: {"head_dim": model.head_size, **_delta_nets(model), **text},
+        rope={"mrope_interleaved": True, "partial_rotary_factor": 1.0},
+        pixels=_QWEN3_PIXELS,
+    )
+
+
 _QWEN_KINDS = {
     "qwen2_vl": _QwenKind(
         Qwen2VLConfig,
@@ -576,29 +632,8 @@ _QWEN_KINDS = {
         rope={"mrope_interleaved": True},
         pixels=_QWEN3_PIXELS,
     ),
-    "qwen3_5": _QwenKind(
-        Qwen3_5Config,
-        Qwen3_5ForConditionalGeneration,
-        Qwen3VLProcessor,
-        Qwen3VLVideoProcessor,
-        "linear_fc2",
-        vision=lambda hidden: {
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_position_embeddings": 64,
-            "out_hidden_size": hidden,
-        },
-        text=lambda model: {
-            "head_dim": model.head_size,
-            "layer_types": ["linear_attention", "full_attention"] * (model.layers // 2),
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 64,  # the least that vLLM's CPU kernel takes
-            "linear_value_head_dim": 64,
-        },
-        rope={"mrope_interleaved": True, "partial_rotary_factor": 1.0},
-        pixels=_QWEN3_PIXELS,
-    ),
+    "qwen3_5": _qwen3_5(Qwen3_5Config, Qwen3_5ForConditionalGeneration),
+    "qwen3_5_moe": _qwen3_5(Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration, **_EXPERTS),
 }
 
 
@@ -619,10 +654,12 @@ FAMILIES = {
     "qwen2_5_vl": Family(write_qwen_vl, QWEN_IMAGE, QWEN_VIDEO),
     "qwen3_vl": Family(write_qwen_vl, QWEN_IMAGE, QWEN_VIDEO),
     "qwen3_5": Family(write_qwen_vl, QWEN_IMAGE, QWEN_VIDEO),
+    "qwen3_5_moe": Family(write_qwen_vl, QWEN_IMAGE, QWEN_VIDEO),
     "internvl": Family(write_internvl, INTERN_IMAGE, LLAVA_VIDEO),
     "gemma3": Family(write_gemma3, GEMMA_IMAGE),
     "gemma4": Family(write_gemma4, GEMMA4_IMAGE),
     "qwen3": Family(write_qwen3),
+    "qwen3_next": Family(write_qwen3_next),
     "phi3": Family(write_phi3),
 }
 

@@ -179,9 +179,7 @@ def _mixed_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusa
         "bidirectional attention over image tokens (prefix LM) on this platform",
         "serve another model",
     )
-    caches_prefixes = False
     if has_delta_nets(model):
-        caches_prefixes = cache.enable_prefix_caching
         what = "a hybrid model (gated delta nets and full attention)"
     elif has_windows(text):
         sliding = text_ranges(sliding_layers(text))
@@ -200,11 +198,10 @@ def _mixed_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusa
         ),
         prefix_lm,
         (
-            # A state belongs to all tokens before it: one computed over an evicted cache must
-            # never be found by another request.
-            caches_prefixes,
-            f"prefix caching of {what}",
-            "use --no-enable-prefix-caching",
+            # Blocks whose cached state ends inside of them are copied at the next step.
+            has_delta_nets(model) and cache.prefix_match_unit is not None,
+            f"--prefix-match-unit {cache.prefix_match_unit} of {what}",
+            "remove the flag",
         ),
         (
             workers > 1,

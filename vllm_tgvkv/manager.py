@@ -36,7 +36,7 @@ from vllm.v1.core.single_type_kv_cache_manager import (
     SingleTypeKVCacheManager,
     SlidingWindowManager,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 from vllm.v1.request import Request
 
@@ -344,8 +344,8 @@ class EvictingManager(FullAttentionManager):
             )
 
 
-class WindowManager(SlidingWindowManager):
-    """A `SlidingWindowManager` for the windows of requests that may be compressed."""
+class OtherLayersManager:
+    """Mixin for managers of layers that are not evicted, in requests that may be compressed."""
 
     evicting: EvictingManager
     """Of the layers that are evicted."""
@@ -354,13 +354,26 @@ class WindowManager(SlidingWindowManager):
         # What follows an eviction depends on what was kept, in all layers.
         if self.evicting.is_compressed(request.request_id):
             return
-        # Of windows vLLM caches only what the same prompt would hit again: its end. Ours ends a hit
-        # where rows vote.
+        # Of windows and states vLLM caches only what the same prompt would hit again: its end. Ours
+        # ends a hit where rows vote.
         compression = self.evicting.compressions.get(request.request_id)
         if compression and compression.num_reusable:
             ends = (*kwargs["replay_boundaries"], compression.num_reusable)
             kwargs = {**kwargs, "replay_boundaries": ends}
-        super().cache_blocks(request, *args, **kwargs)
+        super().cache_blocks(request, *args, **kwargs)  # type: ignore[misc]
+
+
+class WindowManager(OtherLayersManager, SlidingWindowManager):
+    """A `SlidingWindowManager` for the windows of requests that may be compressed."""
+
+
+class StateManager(OtherLayersManager, MambaManager):
+    """A `MambaManager` for the states of requests that may be compressed."""
+
+    @property
+    def caches_states(self) -> bool:
+        """Whether states at the ends of blocks enter the prefix cache."""
+        return self.enable_caching and self.mamba_cache_mode == "align"
 
 
 def uncache_uncomputed(managers: Sequence[SingleTypeKVCacheManager], request: Request) -> None:
@@ -376,15 +389,19 @@ def uncache_uncomputed(managers: Sequence[SingleTypeKVCacheManager], request: Re
         manager.block_pool.evict_blocks({block.block_id for block in blocks if not block.is_null})
 
 
-def num_other_blocks(managers: Sequence[SingleTypeKVCacheManager]) -> int:
+def num_other_blocks(managers: Sequence[SingleTypeKVCacheManager], num_steps: int) -> int:
     """Return the most blocks that a request holds in these managers.
 
-    They are those of its windows, with the tokens of a step, and of its states, without prefix
-    caching.
+    They are those of its windows, with the tokens of the steps in flight, and of its states: one
+    that each step overwrites, or with prefix caching one that each step starts from, and the last
+    one's result.
+
+    Args:
+        num_steps: steps that are in flight at the same time.
     """
     return sum(
-        1 + manager.num_speculative_blocks
-        if isinstance(manager, MambaManager)
+        1 + manager.num_speculative_blocks + manager.caches_states * num_steps
+        if isinstance(manager, StateManager)
         else manager.max_admission_blocks_per_request or 0
         for manager in managers
     )
@@ -400,3 +417,9 @@ class EvictingSpec(FullAttentionSpec):
 @dataclass(frozen=True, kw_only=True)
 class WindowSpec(SlidingWindowSpec):
     """A sliding window whose blocks are managed by `WindowManager`."""
+
+
+@register_kv_cache_spec(manager_class=StateManager, uniform_type_base_spec=MambaSpec)
+@dataclass(frozen=True, kw_only=True)
+class StateSpec(MambaSpec):
+    """A state whose blocks are managed by `StateManager`."""

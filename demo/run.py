@@ -2,7 +2,8 @@
 """`make demo`: serve a model with eviction and ask it about pages it never saw.
 
 Starts `vllm serve`, sends PNG pages with questions through the OpenAI client, and prints the
-answers with the full cache next to those with parts of it, and the memory saved. The model is the
+answers with the full cache next to those with parts of it, and the memory saved. In a terminal, the
+server then waits for a browser until Ctrl-C: it has the inspector. The model is the
 one that reads pages (`demo.reading`) if SmolLM2's weights are installed; otherwise, or with
 `--small`, the small trained one in `demo/model`. The exit status is not zero if anything fails.
 """
@@ -30,6 +31,8 @@ from demo.asking import (
     ask,
     client_of_server,
     command_line,
+    let_inspect,
+    save_question,
 )
 from demo.pages import Question, make_page
 from measure.messages import image_part, png_url, text_part
@@ -40,6 +43,9 @@ MODEL = Path(__file__).parent / "model"
 BLOCK_SIZE = 16
 DEFAULT_BUDGET = 0.1
 BUDGETS = (0.5, 0.2, 0.1, 0.05)
+INSPECTED_METHOD = "aircache"
+"""Method with which the small model's first page stays readable at a tenth."""
+
 INTERRUPTED = 130
 """Exit status of a program that Ctrl-C ended, as shells have it."""
 
@@ -85,11 +91,21 @@ def demonstrate(num_pages: int, granularity: str | None) -> int:
         openai.OpenAIError: if a request fails.
     """
     arguments = serve_arguments(granularity)
+    save_sample()
     print(f"{command_line(arguments)}\nStarting takes half a minute or more.", flush=True)
     with client_of_server(arguments) as (server, client):
         print(f"The server is ready after {server.start_seconds:.0f} s.\n", flush=True)
         rows = [ask_about_page(client, index) for index in range(num_pages)]
-    return summarise(rows)
+        status = summarise(rows)
+        if status == 0 and sys.stdout.isatty():
+            let_inspect(server)
+    return status
+
+
+def save_sample() -> None:
+    """Write a question for the inspector."""
+    page = make_page("test", 0)
+    save_question(page.image, page.questions[0].text, method=INSPECTED_METHOD)
 
 
 def serve_arguments(granularity: str | None) -> list[str]:

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make the pictures of docs/inspector.md: the demonstration server's own page, in Chromium.
+"""Make the pictures of docs/inspector.md: the inspector of both demonstration servers, in Chromium.
 
-Starts the server, asks about a page of the test split on a wide screen, in dark mode and on a
-phone, compares all methods, and writes docs/inspector/*.png.
+First it does what a reader does at the end of `make demo`: opens the inspector of the model that
+reads pages, asks the saved question, looks at what was kept, and compares two methods. It says how
+many seconds each step took. Then, with the small model, it draws all methods, dark mode and a
+phone. Writes docs/inspector/*.png.
 
-Usage: python -m docs.draw_inspector [URL of a running server without a key]
+Usage: python -m docs.draw_inspector [URL]
+With the URL that `make demo` or `make inspector` prints, it takes the first part alone, from there.
 """
 
 from __future__ import annotations
@@ -13,16 +16,19 @@ import io
 import os
 import shutil
 import sys
-from contextlib import nullcontext
+import time
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
+from demo import inspector
+from demo.asking import PLUGINS
+from demo.asking import QUESTION as QUESTION_FILE
 from demo.pages import make_page
 from demo.run import demo_server
-from measure.serving import Server
+from measure.serving import serving
 
 FOLDER = Path(__file__).with_name("inspector")
 PATIENCE_MS = 180_000
@@ -30,28 +36,73 @@ MAX_BYTES = 400_000
 DESKTOP = {"width": 1320, "height": 900}
 PAGE = make_page("test", 6)
 QUESTION = PAGE.questions[1]
+OTHER_METHOD = "snapkv"
 
 
 def main() -> None:
     """Write the pictures and print their sizes."""
     os.environ["VLLM_PLUGINS"] = "tgvkv"
     FOLDER.mkdir(exist_ok=True)
-    running = nullcontext(Server(sys.argv[1])) if sys.argv[1:] else demo_server("head")
-    with running as server, sync_playwright() as driver:
+    with sync_playwright() as driver:
         browser = driver.chromium.launch(
             executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
         )
-        address = f"{server.url}/kv-eviction/"
-        draw_desktop(browser, address)
-        draw_comparison(browser, address)
-        draw_dark(browser, address)
-        draw_phone(browser, address)
+        if sys.argv[1:]:
+            walk(browser, sys.argv[1])
+        else:
+            arguments = inspector.prepare()
+            with serving(arguments, inspector.LOG, environment=PLUGINS) as server:
+                walk(browser, f"{server.url}/kv-eviction/")
+            with demo_server("head") as server:
+                address = f"{server.url}/kv-eviction/"
+                draw_comparison(browser, address)
+                draw_dark(browser, address)
+                draw_phone(browser, address)
         browser.close()
 
 
-def draw_desktop(browser: Any, address: str) -> None:
-    page = asked(browser, address, viewport=DESKTOP, steps=2)
-    save(page, "desktop")
+def walk(browser: Any, address: str) -> None:
+    """Use the inspector of the model that reads pages as its first reader does."""
+    began = time.monotonic()
+
+    def said(step: str) -> None:
+        print(f"{time.monotonic() - began:5.0f} s  {step}", flush=True)
+
+    page = browser.new_context(viewport={"width": 1320, "height": 1180}).new_page()
+    page.set_default_timeout(PATIENCE_MS)
+    page.goto(address)
+    page.set_input_files("#saved-file", QUESTION_FILE)
+    page.wait_for_selector("#pictures li")
+    said("the inspector has the saved question")
+    with page.expect_response("**/ask"):
+        page.click("#ask")
+    settle(page)
+    said(f"answers: {page.inner_text('#full-text')} and {page.inner_text('#evicted-text')}")
+    page.click("#pin-a")
+    for _ in range(3):
+        page.click("#zoom-in")
+    page.evaluate("document.getElementById('map-frame').scrollTo(0, 0)")
+    page.evaluate("scrollTo(0, 0); document.activeElement.blur()")
+    page.mouse.move(0, 0)
+    page.wait_for_timeout(300)
+    write(Image.open(io.BytesIO(page.screenshot())), "desktop")
+    for _ in range(3):
+        page.click("#zoom-out")
+    with page.expect_response("**/ask"):
+        page.select_option("#method", OTHER_METHOD)
+    settle(page)
+    page.click("#pin-b")
+    said(f"the answer of {OTHER_METHOD}: {page.inner_text('#evicted-text')!r}")
+    page.evaluate("document.activeElement.blur()")
+    page.mouse.move(0, 0)
+    answers, pins = (
+        Image.open(io.BytesIO(page.locator(part).screenshot())) for part in ("#answers", "#pins")
+    )
+    both = Image.new("RGB", (answers.width, answers.height + pins.height + 16), "white")
+    both.paste(answers, (0, 0))
+    both.paste(pins, (20, answers.height + 16))
+    write(both, "two_methods")
+    page.context.close()
 
 
 def draw_comparison(browser: Any, address: str) -> None:
@@ -118,7 +169,7 @@ def asked(browser: Any, address: str, steps: int = 0, **options: Any) -> Any:
     PAGE.image.save(png, "PNG")
     image = {"name": "page.png", "mimeType": "image/png", "buffer": png.getvalue()}
     page.set_input_files("#file", image)
-    page.wait_for_selector("#preview:not([hidden])")
+    page.wait_for_selector("#pictures li")
     page.fill("#question", QUESTION.text)
     with page.expect_response("**/ask"):
         page.click("#ask")
@@ -138,13 +189,6 @@ def settle(page: Any) -> None:
     page.wait_for_selector("body:not(.running)")
     page.mouse.move(0, 0)
     page.wait_for_timeout(500)
-
-
-def save(page: Any, name: str) -> None:
-    page.evaluate("document.activeElement.blur()")
-    shot = page.screenshot(full_page=True)
-    page.context.close()
-    write(Image.open(io.BytesIO(shot)), name)
 
 
 def write(picture: Image.Image, name: str) -> None:

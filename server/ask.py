@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers of the full and the evicted cache to one question about one image.
+"""Answers of the full and the evicted cache to one question about images.
 
 Both requests go through the server's own `/v1/chat/completions`, inside the process, so the server
 treats them like any other.
@@ -49,7 +49,8 @@ async def ask(
         HTTPException: 400 for an invalid image, 413 for one that is too large, and any error that
             the server returns for the request.
     """
-    url = await run_in_threadpool(_checked, question.image)
+    images = [question.image] if isinstance(question.image, str) else question.image
+    urls = [await run_in_threadpool(_checked, image) for image in images]
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     transport = httpx.ASGITransport(_with_disconnects(app), raise_app_exceptions=False)
     options: Options = {"kv_eviction_trace": int(config.max_traces > 0)}
@@ -68,7 +69,7 @@ async def ask(
     ) as client:
 
         async def answer(xargs: Options) -> tuple[str, dict[str, Any], list[int]]:
-            body = _request(model, url, question, {**xargs, "kv_eviction_report": 1})
+            body = _request(model, urls, question, {**xargs, "kv_eviction_report": 1})
             return _read(await client.post("/v1/chat/completions", json=body))
 
         # In sequence: concurrent requests would share the prompt's blocks, and free none of them.
@@ -155,13 +156,13 @@ def _checked(image: str) -> str:
     return f"data:image/{str(kind).lower()};base64,{base64.b64encode(raw).decode()}"
 
 
-def _request(model: str, url: str, question: Question, xargs: Options) -> dict[str, Any]:
+def _request(model: str, urls: Sequence[str], question: Question, xargs: Options) -> dict[str, Any]:
     """Build the body of a chat request."""
-    content = [
-        {"type": "image_url", "image_url": {"url": url}},
+    content: list[dict[str, Any]] = [
+        *({"type": "image_url", "image_url": {"url": url}} for url in urls),
         {"type": "text", "text": question.question},
     ]
-    return {
+    body: dict[str, Any] = {
         "model": model,
         "messages": [{"role": "user", "content": content}],
         "temperature": 0,
@@ -169,6 +170,10 @@ def _request(model: str, url: str, question: Question, xargs: Options) -> dict[s
         "return_token_ids": question.tokens,
         "vllm_xargs": xargs,
     }
+    if question.start:
+        body["messages"].append({"role": "assistant", "content": question.start})
+        body |= {"add_generation_prompt": False, "continue_final_message": True}
+    return body
 
 
 def token_texts(ids: Sequence[int], decode: Callable[[list[int]], str]) -> list[str]:

@@ -142,7 +142,7 @@ async def trace_layer(
 
 @router.post(
     "/ask",
-    summary="Ask the full and the evicted cache about an image",
+    summary="Ask the full and the evicted cache about images",
     response_model=schemas.Answers,
 )
 async def ask_both(

@@ -193,14 +193,20 @@ class Question(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    image: str = Field(
-        description="A data URL, or base64 alone: PNG, JPEG, WebP, GIF or BMP.",
+    image: str | Annotated[list[str], Field(min_length=1, max_length=64)] = Field(
+        description="A data URL, or base64 alone: PNG, JPEG, WebP, GIF or BMP. Several in a list.",
         examples=[
             "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAABAAAAAQCAIAAACQkWg2AAAAGklEQVR42mM8YWPDQ"
             "ApgYiARjGoY1TB0NAAABlgBYEhylLAAAAAASUVORK5CYII="
         ],
     )
     question: str = Field(min_length=1, max_length=8192)
+    start: str = Field(
+        "",
+        max_length=8192,
+        description="Words that begin the answer. They belong to the prompt, and the answers go on "
+        "behind them.",
+    )
     policy: str | None = Field(None, examples=["tgv"])
     budget: BudgetValue | None = None
     defer: int | None = Field(

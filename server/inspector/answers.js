@@ -67,10 +67,15 @@ export function showAnswers() {
   $("skip").hidden = reason === null;
   $("skip").textContent = `Nothing was evicted: ${SKIP_REASONS[reason] ?? reason}.`;
 
-  const [left, right] = differences(full.text, evicted.text);
+  const start = state.asked?.start;
+  $("began").hidden = !start;
+  $("began").replaceChildren("Both answers go on from ", element("q", "", start ?? ""));
+  // A space follows the words that began the answer.
+  const [shownFull, shownEvicted] = [full.text, evicted.text].map((text) => text.trimStart());
+  const [left, right] = differences(shownFull, shownEvicted);
   showMarked($("full-text"), left, "missing");
   showMarked($("evicted-text"), right, "other");
-  showPositions(byPosition(full.text, evicted.text));
+  showPositions(byPosition(shownFull, shownEvicted));
   $("full-blocks").textContent = plural(full.blocks, "block");
   $("evicted-blocks").textContent = plural(blocks, "block");
   const same = full.text === evicted.text;

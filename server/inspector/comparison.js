@@ -155,15 +155,14 @@ function shownEntry(entry, before) {
     return cell;
   }
   const same = evicted.text === comparison.full.text;
-  const canvas = element("canvas", "", "", { "aria-hidden": "true" });
-  if (trace) drawTrace(canvas, trace);
+  const maps = wrap("span", "multiple-maps", ...(trace ? mapsOf(trace) : []));
   const memory = `${percent(memoryKept(evicted))} of memory`;
   const mark = element("strong", same ? "same" : "differs", same ? "= same" : "\u2260 different");
   const answer = element("span", "multiple-answer");
   for (const [text, differs] of differences(comparison.full.text, evicted.text)[1]) {
     answer.append(differs ? element("mark", "other", text) : text);
   }
-  const cell = wrap("button", "multiple", canvas, wrap("span", "multiple-head", budget, mark), answer);
+  const cell = wrap("button", "multiple", maps, wrap("span", "multiple-head", budget, mark), answer);
   cell.append(element("span", "note", memory));
   cell.type = "button";
   cell.dataset.done = "true";
@@ -173,8 +172,15 @@ function shownEntry(entry, before) {
   return cell;
 }
 
-function drawTrace(canvas, trace) {
+/** A small map of every image, or of the prompt where there is none. */
+function mapsOf(trace) {
   const pairs = trace.layers * trace.kv_heads;
   const kept = Float32Array.from(trace.kept_by, (number) => number / pairs);
-  draw(canvas, spans(trace)[0], { kept, under: pictureUnder(trace, 0) });
+  return spans(trace)
+    .slice(0, trace.vision.length || 1)
+    .map((span, index) => {
+      const canvas = element("canvas", "", "", { "aria-hidden": "true" });
+      draw(canvas, span, { kept, under: pictureUnder(trace, index) });
+      return canvas;
+    });
 }

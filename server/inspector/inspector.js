@@ -11,7 +11,7 @@
 
 import { $, showError } from "./elements.js";
 import { state } from "./state.js";
-import { drawSample, takePicture } from "./picture.js";
+import { drawSample, takePictures } from "./picture.js";
 import { ask, askAgain, loadStatus, showBudget, showSettings } from "./question.js";
 import { keepLabels, loadRecent, showRecent } from "./recent.js";
 import { openTrace, select, selectPart, selectView, updateThumbnails } from "./trace.js";
@@ -40,9 +40,17 @@ async function openFromAddress() {
   }
 }
 
-/** Take a file that was chosen, dropped or pasted: an image, or what this page saved. */
-function take(file, name = file.name) {
-  return file.type === "application/json" ? openFile(file) : takePicture(file, name);
+/** Take files that were chosen or dropped: images, or one that this page saved. */
+function take(files) {
+  const saved = files.find((file) => file.type === "application/json");
+  return saved ? openFile(saved) : takePictures(files);
+}
+
+/** Take the files of an input, which can then be chosen again. */
+function takeFrom(id) {
+  const files = [...$(id).files];
+  $(id).value = "";
+  if (files.length) take(files);
 }
 
 function chooseCell(layer, head) {
@@ -77,8 +85,7 @@ function listenToForm() {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) ask();
   });
   on("cancel", "click", () => state.running?.abort());
-  on("file", "change", () => $("file").files[0] && take($("file").files[0]));
-  on("saved-file", "change", () => $("saved-file").files[0] && take($("saved-file").files[0]));
+  for (const id of ["file", "saved-file"]) on(id, "change", () => takeFrom(id));
   on("sample", "click", drawSample);
   on("form", "input", showBudget);
   const kept = ["defer", "later", "schedule", "ceiling", "buffer", "budget-tokens"];
@@ -133,16 +140,15 @@ function listenToKeeping() {
 
 function listenToDocument() {
   document.addEventListener("paste", (event) => {
-    const items = [...event.clipboardData.items];
-    const image = items.find((item) => item.type.startsWith("image/"));
-    if (image) takePicture(image.getAsFile(), "Pasted image");
+    const items = [...event.clipboardData.items].filter((item) => item.type.startsWith("image/"));
+    if (items.length) takePictures(items.map((item) => item.getAsFile()), "Pasted image");
   });
   for (const type of ["dragover", "dragleave", "drop"]) {
     document.addEventListener(type, (event) => {
       if (!event.dataTransfer?.types.includes("Files")) return;
       event.preventDefault();
       $("drop").classList.toggle("over", type === "dragover");
-      if (type === "drop") take(event.dataTransfer.files[0]);
+      if (type === "drop") take([...event.dataTransfer.files]);
     });
   }
   window.addEventListener("hashchange", openFromAddress);

@@ -9,10 +9,11 @@ const MAP_PIXELS = 1120; // of the longer side
 const SMALL_PIXELS = 168;
 const ZOOMS = [1, 1.5, 2, 3, 4, 6];
 
-/** The picture a part may be laid over: only a single image with a grid is sure to fit. */
+/** The picture a part may be laid over: it fits if each image is one part, and this one has a grid. */
 export function pictureUnder(trace, index = state.span) {
-  const fits = trace.vision.length === 1 && index === 0 && shapeOf(trace.vision[0]).grid;
-  return fits ? (state.pictures.get(trace.id)?.pixels ?? null) : null;
+  const pictures = state.pictures.get(trace.id) ?? [];
+  const fits = trace.vision.length === pictures.length && index < pictures.length;
+  return fits && shapeOf(trace.vision[index]).grid ? pictures[index].pixels : null;
 }
 
 /** Scores on a scale from 0 to 1: a square root, as few are large, up to the 99th percentile. */
@@ -261,7 +262,7 @@ export function showParts(choose) {
   const all = trace.vision.length > 1 ? trace.vision : [];
   const buttons = all.map((span, index) => {
     const canvas = element("canvas", "", "", { "aria-hidden": "true" });
-    draw(canvas, span, { kept, scores, reasons });
+    draw(canvas, span, { kept, scores, reasons, under: pictureUnder(trace, index) });
     const within = kept.subarray(span.start, span.start + span.length);
     const number = within.filter((part) => part > 0).length;
     const said = `Image ${index + 1}: ${count(number)} of ${plural(span.length, "token")}`;

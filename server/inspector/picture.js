@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-/** The image of the question. */
+/** The images of the question. */
 
-import { $, count, element, hideError, showError } from "./elements.js";
+import { $, count, element, hideError, showError, wrap } from "./elements.js";
 import { state } from "./state.js";
 
 export const MOST_BYTES = 32 * 2 ** 20;
 const MOST_PIXELS = 64e6;
 const DATA_URL = /^data:(image\/(?:png|jpeg|webp|gif|bmp));base64,([A-Za-z0-9+/]+=*)$/;
 
-/** @param {Blob} file */
-export async function takePicture(file, name = file.name) {
+/** Add images to those of the form. @param {Blob[]} files @param {string} [name]  if they have none */
+export async function takePictures(files, name) {
   try {
-    state.picture = await readPicture(file, name);
+    const read = await Promise.all(files.map((file) => readPicture(file, name ?? file.name)));
     hideError();
-    showPicture();
+    showPictures([...state.images, ...read]);
   } catch (error) {
     showError(error);
   }
@@ -50,13 +50,24 @@ function dataUrl(file) {
   });
 }
 
-export function showPicture() {
-  const { name, pixels, url } = state.picture;
-  $("preview").src = url;
-  $("preview").hidden = false;
-  $("drop").classList.add("filled");
-  $("file-name").textContent = name;
-  $("file-hint").textContent = `${pixels.width} \u00d7 ${pixels.height} px, change it`;
+/** Put images in the form. @param {Picture[]} images */
+export function showPictures(images) {
+  state.images = images;
+  const items = images.map((picture) => {
+    const { name, pixels, url } = picture;
+    const size = element("span", "note", `${pixels.width} \u00d7 ${pixels.height} px`);
+    const remove = element("button", "link", "Remove", { type: "button", "aria-label": `Remove ${name}` });
+    remove.addEventListener("click", () => {
+      showPictures(state.images.filter((other) => other !== picture));
+      $("file").focus();
+    });
+    const about = wrap("span", "about", element("strong", "", name), size);
+    return wrap("li", "", element("img", "", "", { src: url, alt: "" }), about, remove);
+  });
+  $("pictures").replaceChildren(...items);
+  $("pictures").hidden = !items.length;
+  $("drop").classList.toggle("filled", items.length > 0);
+  $("file-name").textContent = items.length ? "Add another image" : "Choose an image";
 }
 
 /** A page with something to read, for those who have no image at hand. */
@@ -73,5 +84,8 @@ export function drawSample() {
     pen.fillText(`${key}:${value}`, 14 + (index % 2) * 140, 31 + index * 84);
   });
   $("question").value = `What is the value of ${keys[1]}?`;
-  canvas.toBlob((blob) => takePicture(blob, "Sample page"));
+  canvas.toBlob((blob) => {
+    showPictures([]);
+    takePictures([blob], "Sample page");
+  });
 }

@@ -112,13 +112,14 @@ function settingsChosen() {
 /** What the form holds. @returns {Asked} */
 function question() {
   const tokens = Math.trunc(number("max-tokens"));
-  return { picture: state.picture, question: $("question").value.trim(), tokens };
+  const start = $("start").value.trim();
+  return { pictures: state.images, question: $("question").value.trim(), start, tokens };
 }
 
 /** The same, if it can be asked; null after saying what is missing. @returns {Asked|null} */
 export function questionToAsk() {
   const asked = question();
-  if (!asked.picture) return refuse("Choose an image first.", "file");
+  if (!asked.pictures.length) return refuse("Choose an image first.", "file");
   if (!asked.question) return refuse("Write a question first.", "question");
   if (!isWhole(asked.tokens, 1, MOST_TOKENS)) {
     return refuse(`Answer tokens: give a number from 1 to ${MOST_TOKENS}.`, "max-tokens");
@@ -139,8 +140,9 @@ export const isAsked = (asked) =>
  */
 export async function send(asked, settings, compare, signal) {
   const body = JSON.stringify({
-    image: asked.picture.url,
+    image: asked.pictures.map(({ url }) => url),
     question: asked.question,
+    start: asked.start,
     max_tokens: asked.tokens,
     tokens: true,
     compare,
@@ -150,7 +152,7 @@ export async function send(asked, settings, compare, signal) {
   const answers = await post("ask", body, signal);
   const { trace, tokens } = answers.evicted;
   if (trace !== null) {
-    remember(trace, asked.picture, tokens);
+    remember(trace, asked.pictures, tokens);
     label(trace, asked.question);
   }
   return answers;

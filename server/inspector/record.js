@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 /**
- * A question with its image, settings and answers, as a link or as a file. The link's part behind `#`
- * never leaves the browser.
+ * A question with its images, settings and answers, as a link or as a file. The link's part behind
+ * `#` never leaves the browser. A file may hold a question without answers, to be asked.
  */
 
 import { $, hideError, refuse, showError } from "./elements.js";
 import { remember, state } from "./state.js";
-import { pictureOf, showPicture } from "./picture.js";
+import { pictureOf, showPictures } from "./picture.js";
 import { showSettings } from "./question.js";
 import { showAnswers } from "./answers.js";
 import { closeTrace, loadLayers, openTrace } from "./trace.js";
@@ -16,13 +16,13 @@ const FORMAT = "vllm-tgvkv inspector";
 export const PREFIX = "#saved=";
 const MOST_LINK = 500_000; // Chromium takes 2 MB, others less
 
-/** Question, image, settings and answers that are shown. */
+/** Question, images, settings and answers that are shown. */
 function record() {
   const { asked, settings, full, evicted, model } = state;
-  const { name, url } = asked.picture;
-  const { question, tokens } = asked;
+  const images = asked.pictures.map(({ name, url }) => ({ name, url }));
+  const { question, start, tokens } = asked;
   return {
-    ...{ format: FORMAT, version: 1, model, image: { name, url }, question, tokens },
+    ...{ format: FORMAT, version: 2, model, images, question, start, tokens },
     ...{ settings, full, evicted },
   };
 }
@@ -36,7 +36,8 @@ export async function linkOf() {
   const code = btoa(text).replaceAll("+", "-").replaceAll("/", "_").replaceAll("=", "");
   if (code.length > MOST_LINK) {
     const size = Math.ceil(code.length / 1000);
-    return refuse(`With this image the link has ${size} kB, too many. Save a file.`, "save-file");
+    const images = state.asked.pictures.length > 1 ? "these images" : "this image";
+    return refuse(`With ${images} the link has ${size} kB, too many. Save a file.`, "save-file");
   }
   return location.origin + location.pathname + PREFIX + code;
 }
@@ -75,23 +76,37 @@ export async function openFile(file) {
 
 /** Bring a record back. It comes from anywhere, so whatever is wrong in it raises an error. */
 async function open(saved) {
-  if (saved.format !== FORMAT || saved.version !== 1) throw new Error("another format");
-  const picture = await pictureOf(saved.image);
-  const { question, tokens, settings, full, evicted, trace = null, layers = null } = saved;
-  for (const text of [question, full.text, evicted.text]) {
-    if (typeof text !== "string") throw new Error("no text");
-  }
-  const asked = { picture, question, tokens };
-  Object.assign(state, { picture, asked, settings, full, evicted, seconds: 0 });
+  if (saved.format !== FORMAT || ![1, 2].includes(saved.version)) throw new Error("another format");
+  const pictures = await Promise.all((saved.images ?? [saved.image]).map(pictureOf));
+  const { question, start = "", tokens, settings, full, evicted } = saved;
+  const texts = [question, start, ...(full ? [full.text, evicted.text] : [])];
+  if (texts.some((text) => typeof text !== "string")) throw new Error("no text");
+  state.running?.abort();
+  state.running = null; // so that what it asked does not close what is opened here
   $("question").value = question;
+  $("start").value = start;
   $("max-tokens").value = String(tokens);
   hideError();
-  showPicture();
+  showPictures(pictures);
   showSettings(settings);
+  if (full) await openAnswers({ ...saved, asked: { pictures, question, start, tokens } });
+  else showUnasked();
+}
+
+/** A question that waits to be asked. */
+function showUnasked() {
+  Object.assign(state, { asked: null, full: null, evicted: null });
+  $("answers").hidden = true;
+  closeTrace();
+  $("ask").focus();
+}
+
+async function openAnswers({ asked, settings, full, evicted, trace = null, layers = null }) {
+  Object.assign(state, { asked, settings, full, evicted, seconds: 0 });
   showAnswers();
   const address = location.hash;
   if (evicted.trace !== null) {
-    remember(evicted.trace, picture, evicted.tokens);
+    remember(evicted.trace, asked.pictures, evicted.tokens);
     const known = trace && { trace, layers };
     // The server may not have this trace any more, or be another one: then there is no map.
     await openTrace(evicted.trace, null, known).catch(closeTrace);

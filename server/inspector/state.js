@@ -23,7 +23,8 @@
  *   trace: string|null, tokens: string[]|null}} Evicted
  * @typedef {{model: string, full: Full|null, evicted: Evicted}} Answers
  * @typedef {{name: string, url: string, pixels: ImageBitmap}} Picture  url: with the data in it
- * @typedef {{picture: Picture, question: string, tokens: number}} Asked  tokens: of an answer
+ * @typedef {{pictures: Picture[], question: string, start: string, tokens: number}} Asked
+ *   start: words that begin the answer; tokens: of an answer
  * @typedef {{policy: string|null, budget?: number|string, defer?: number|null,
  *   schedule?: string|null, ceiling?: number, buffer?: number}} Settings  of an eviction
  * @typedef {{name: string, weights: Float32Array}[]} Reasons  by token, the part of the chosen
@@ -37,7 +38,7 @@ export const state = {
   /** @type {string} */ model: "",
   /** @type {string[]} */ methods: [],
   /** Whether the server cuts by a schedule, unless a request says otherwise. */ schedules: false,
-  /** @type {Picture|null} */ picture: null,
+  /** Of the form; each change makes another array. @type {Picture[]} */ images: [],
   fractions: [1],
   auto: "auto:0.98",
   /** What `full` answers. @type {Asked|null} */ asked: null,
@@ -49,7 +50,7 @@ export const state = {
   /** @type {Summary[]} */ recent: [],
   /** @type {Trace|null} */ trace: null,
   /** Of the trace. @type {Map<number, Promise<Layer>>} */ layers: new Map(),
-  /** Of requests made on this page, by trace. @type {Map<string, Picture>} */ pictures: new Map(),
+  /** Of requests made on this page, by trace. @type {Map<string, Picture[]>} */ pictures: new Map(),
   /** Texts of their tokens. @type {Map<string, string[]>} */ tokens: new Map(),
   /** Null is all. @type {number|null} */ layer: null,
   /** Null is all. @type {number|null} */ head: null,
@@ -66,8 +67,8 @@ export const state = {
 };
 
 /** Keep what belongs to the last traces of this page. */
-export function remember(id, picture, tokens) {
-  state.pictures.set(id, picture);
+export function remember(id, pictures, tokens) {
+  state.pictures.set(id, pictures);
   if (tokens) state.tokens.set(id, tokens);
   for (const known of [state.pictures, state.tokens]) {
     if (known.size > REMEMBERED) known.delete(known.keys().next().value);

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import base64
 import io
 import json
 import os
@@ -22,6 +23,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from demo.asking import saved_question
 from demo.pages import make_page
 from demo.run import MODEL
 from measure.messages import png_url
@@ -42,6 +44,7 @@ PATIENCE_MS = 120_000
 GRID = 24
 PAGE = make_page("test", 1)
 QUESTION = PAGE.questions[0]
+OTHER = make_page("test", 2)
 ATTACK = """<img src=x onerror="window.attacked = true"><script>window.attacked = true</script>"""
 QUIET = (
     *("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"),
@@ -52,7 +55,7 @@ QUIET = (
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatServer]:
     log = tmp_path_factory.mktemp("inspector") / "server.log"
-    flags = ["--block-size", "16", "--served-model-name", "demo"]
+    flags = ["--block-size", "16", "--served-model-name", "demo", "--max-model-len", "2048"]
     config = {"granularity": "head"}
     with serve(MODEL, log, config, key=KEY, flags=flags, start_seconds=600) as running:
         yield running
@@ -135,8 +138,11 @@ def png(image: Image.Image) -> dict[str, Any]:
 
 
 def fill(page: Any, question: str = QUESTION.text) -> None:
+    """Put one image and a question in the form."""
+    for _ in range(page.locator("#pictures li").count()):
+        page.locator("#pictures button").first.click()
     page.set_input_files("#file", png(PAGE.image))
-    playwright.expect(page.locator("#preview")).to_be_visible()
+    playwright.expect(page.locator("#pictures li")).to_have_count(1)
     page.fill("#question", question)
 
 
@@ -194,10 +200,10 @@ def brightness(page: Any) -> np.ndarray:
     return np.array(page.evaluate(script))
 
 
-def undimmed() -> np.ndarray:
+def undimmed(image: Image.Image = PAGE.image) -> np.ndarray:
     """Measure the same in the picture itself."""
     size = GRID * 40
-    pixels = np.asarray(PAGE.image.convert("RGB").resize((size, size)), dtype=float).mean(-1)
+    pixels = np.asarray(image.convert("RGB").resize((size, size)), dtype=float).mean(-1)
     patches = pixels.reshape(GRID, 40, GRID, 40)[:, 10:30, :, 10:30]
     return patches.mean((1, 3)).ravel()
 
@@ -321,7 +327,8 @@ def test_everything_is_reached_by_keyboard(server: ChatServer, opened: Opener) -
         assert order[-1] == "BODY" or outline
         if order[-1] == "BODY":
             break
-    wanted = ["file", "sample", "saved-file", "question", "method", "max-tokens", "budget", "ask"]
+    wanted = ["file", "sample", "saved-file", "question", "start"]
+    wanted += ["method", "max-tokens", "budget", "ask"]
     wanted += ["labels", "copy-link", "save-file", "copy-curl", "copy-python"]
     wanted += ["layer", "head", "span", "view", "zoom-in", "map", "pin-a", "save-map", "0"]
     wanted += ["SUMMARY", "compare-budgets", "compare"]
@@ -616,7 +623,98 @@ def test_the_form_sets_a_wait_a_schedule_or_a_ceiling(cutting: ChatServer, brows
         assert "then 256 tokens" in page.inner_text(".verdict")
 
 
-def test_several_images_and_images_without_a_grid(opened: Opener) -> None:
+def hand_over(page: Any, kind: str, image: Image.Image) -> None:
+    """Drop an image on the page, or paste it."""
+    script = """([kind, data, name]) => {
+        const bytes = Uint8Array.from(atob(data), (character) => character.charCodeAt(0));
+        const transfer = new DataTransfer();
+        transfer.items.add(new File([bytes], name, { type: "image/png" }));
+        const event = kind === "drop"
+            ? new DragEvent(kind, { dataTransfer: transfer, bubbles: true, cancelable: true })
+            : new ClipboardEvent(kind, { clipboardData: transfer, bubbles: true });
+        document.getElementById("drop").dispatchEvent(event);
+    }"""
+    data = base64.b64encode(png(image)["buffer"]).decode()
+    page.evaluate(script, [kind, data, "dropped.png"])
+
+
+def test_several_images_are_asked_shown_and_saved(
+    server: ChatServer, opened: Opener, tmp_path: Path
+) -> None:
+    """Chosen, dropped and pasted; each is below its own map, and comes back from a file."""
+    page = opened()
+    fill(page, OTHER.questions[0].text)
+    names = page.locator("#pictures strong")
+    for kind, name in (("drop", "dropped.png"), ("paste", "Pasted image")):
+        hand_over(page, kind, OTHER.image)
+        playwright.expect(names.last).to_have_text(name)
+    assert names.all_inner_texts() == ["page.png", "dropped.png", "Pasted image"]
+    page.click("[aria-label='Remove dropped.png']")
+    assert names.all_inner_texts() == ["page.png", "Pasted image"]
+    assert page.evaluate("document.activeElement.id") == "file"
+    with asking(page) as found:
+        page.click("#ask")
+    assert [url[:22] for url in found[0]["image"]] == ["data:image/png;base64,"] * 2
+    assert found[1]["full"]["text"] == OTHER.questions[0].answer
+    trace = get(server, f"requests/{found[1]['evicted']['trace']}")
+    assert [span["length"] for span in trace["vision"]] == [GRID * GRID] * 2
+
+    def check(shown: Any) -> None:
+        playwright.expect(shown.locator("#parts button")).to_have_count(2)
+        assert shown.locator("#pictures img").count() == 2
+        for index, image in enumerate((PAGE.image, OTHER.image)):
+            shown.locator("#parts button").nth(index).click()
+            start = trace["vision"][index]["start"]
+            kept_by = np.array(trace["kept_by"][start : start + GRID * GRID])
+            relative = brightness(shown) / undimmed(image)
+            levels = [np.median(relative[kept_by == number]) for number in sorted(set(kept_by))]
+            assert levels == sorted(levels)
+            assert levels[-1] == pytest.approx(1, abs=0.1) or kept_by.max() < 8
+
+    check(page)
+    with page.expect_download() as saved:
+        page.click("#save-file")
+    saved.value.save_as(tmp_path / "saved.json")
+    again = opened()
+    again.set_input_files("#saved-file", tmp_path / "saved.json")
+    check(again)
+    page.fill("#compare-budgets", "0.1")
+    page.click("#compare")
+    first = page.locator("#multiples .multiple").first
+    playwright.expect(first.locator("canvas")).to_have_count(2, timeout=PATIENCE_MS)
+    page.click("#compare-stop")
+
+
+def test_a_saved_question_waits_to_be_asked(opened: Opener) -> None:
+    """As the demonstration writes it; the beginning of the answer goes to both caches."""
+    page = opened()
+    start = QUESTION.answer[:2]
+    record = saved_question(PAGE.image, QUESTION.text, method="snapkv", start=start)
+    data = json.dumps(record).encode()
+    file = {"name": "question.json", "mimeType": "application/json", "buffer": data}
+    page.set_input_files("#saved-file", file)
+    playwright.expect(page.locator("#pictures li")).to_have_count(1)
+    assert page.is_hidden("#answers")
+    with asking(page) as found:
+        page.keyboard.press("Enter")
+    asked, answers = found
+    expected = {"policy": "snapkv", "budget": 0.1, "max_tokens": 12, "start": start}
+    assert {name: asked[name] for name in expected} == expected
+    assert answers["full"]["text"] == QUESTION.answer[2:]
+    assert page.inner_text("#began") == f"Both answers go on from {start}"
+    page.click("#copy-link")
+    playwright.expect(page.locator("#offer-said")).to_contain_text("Link")
+    link = page.input_value("#offer-text")
+    again = opened(link[link.index("#") :])
+    playwright.expect(again.locator("#began")).to_contain_text(start)
+    assert again.input_value("#start") == start
+
+    page.set_input_files("#saved-file", file)  # what was asked is not shown with it
+    playwright.expect(page.locator("#answers")).to_be_hidden()
+    assert page.is_hidden("#trace")
+
+
+def test_parts_of_a_prompt_and_images_without_a_grid(opened: Opener) -> None:
     page = opened()
 
     def split(route: Any) -> None:
@@ -998,7 +1096,7 @@ def test_links_and_files_bring_everything_back(
         assert again.inner_text("#evicted-text") == answers["evicted"]["text"]
         assert again.input_value("#question") == QUESTION.text
         assert again.input_value("#method") == "snapkv"
-        assert "page.png" in again.inner_text("#file-name")
+        assert "page.png" in again.inner_text("#pictures")
         choose(again, 1, 1)
         assert again.inner_text("#map-title") == title
         assert np.abs(brightness(again) - shown).max() < 1
@@ -1011,13 +1109,13 @@ def test_links_and_files_bring_everything_back(
         playwright.expect(damaged.locator("#alert")).to_contain_text("This link is damaged")
     noise = np.random.default_rng().integers(0, 256, (700, 700, 3), dtype=np.uint8)
     page.set_input_files("#file", png(Image.fromarray(noise)))
-    playwright.expect(page.locator("#file-hint")).to_contain_text("700")
+    playwright.expect(page.locator("#pictures li")).to_have_count(2)
     with asking(page):
         page.click("#ask")
     page.click("#copy-link")
     playwright.expect(page.locator("#alert")).to_contain_text("Save a file")
     record = json.loads(file.read_text())
-    record["image"]["url"] = "data:image/svg+xml;base64,PHN2Zy8+"
+    record["images"][0]["url"] = "data:image/svg+xml;base64,PHN2Zy8+"
     bad = {"name": "bad.json", "mimeType": "application/json"}
     page.set_input_files("#saved-file", {**bad, "buffer": json.dumps(record).encode()})
     playwright.expect(page.locator("#alert")).to_contain_text("bad.json was not saved by this page")
@@ -1026,12 +1124,16 @@ def test_links_and_files_bring_everything_back(
 def test_code_asks_the_same(server: ChatServer, opened: Opener, tmp_path: Path) -> None:
     """The copied command and program run, with signs that a shell would read."""
     page = opened()
-    question = f"{QUESTION.text} $HOME `id` \\ \"quoted\" 'too'"
-    fill(page, question)
+    signs = "$HOME `id` \\ \"quoted\" 'too' IMAGE-DATA"
+    fill(page, f"{QUESTION.text} {signs}")
+    page.set_input_files("#file", png(OTHER.image))
+    playwright.expect(page.locator("#pictures li")).to_have_count(2)
+    page.fill("#start", f"{signs} {QUESTION.answer[:2]}")
     with asking(page) as found:
         page.click("#ask")
     expected = found[1]["evicted"]
-    (tmp_path / "page.png").write_bytes(png(PAGE.image)["buffer"])
+    for number, image in enumerate((PAGE.image, OTHER.image), 1):  # of the same name in the page
+        (tmp_path / f"image-{number}.png").write_bytes(png(image)["buffer"])
     environment = {"VLLM_API_KEY": KEY, "PATH": os.environ["PATH"], "HOME": str(tmp_path)}
     for button, command in (
         ("#copy-curl", ["bash", "-s"]),

@@ -60,6 +60,9 @@ def client(server: ChatServer) -> Iterator[httpx.Client]:
         yield found
 
 
+CONTINUED = {"add_generation_prompt": False, "continue_final_message": True}
+
+
 def put(client: httpx.Client, **change: Any) -> httpx.Response:
     headers = {"Authorization": f"Bearer {ADMIN}"}
     return client.put("/defaults", json=change, headers=headers)
@@ -156,6 +159,25 @@ def test_both_caches_answer_a_question(server: ChatServer, client: httpx.Client)
     assert found["full"]["blocks"] == evicted["blocks_before"] > evicted["blocks"]
     trace = client.get(f"/requests/{evicted['trace']}").json()
     assert trace["blocks_after"] == evicted["blocks"]
+
+    # Two images, and an answer that the reader has begun.
+    images = [png_url(random_image(seed, 112, 84)) for seed in (0, 1)]
+    body = question(budget=0.3, image=images, start="It says", tokens=True)
+    begun = client.post("/ask", json=body).json()
+    content = [*map(image_part, images), {"type": "text", "text": body["question"]}]
+    same["messages"] = [
+        {"role": "user", "content": content},
+        {"role": "assistant", "content": "It says"},
+    ]
+    for answer, xargs in ((begun["evicted"], OPTIONS), (begun["full"], {"kv_eviction": "none"})):
+        direct = server.client.chat.completions.create(
+            model="tiny", temperature=0, extra_body={**CONTINUED, "vllm_xargs": xargs}, **same
+        )
+        assert answer["text"] == direct.choices[0].message.content
+    prompt = begun["evicted"]["tokens"][: begun["evicted"]["prompt_tokens"]]
+    assert "".join(prompt).endswith("It says")
+    assert len(client.get(f"/requests/{begun['evicted']['trace']}").json()["vision"]) == 2
+
     alone = client.post("/ask", json=question(compare=False, policy="none")).json()
     assert alone["full"] is None
     assert (alone["evicted"]["skip_reason"], alone["evicted"]["trace"]) == ("policy_none", None)
@@ -259,6 +281,9 @@ def test_questions_through_a_browsers_password(server: ChatServer) -> None:
     [
         ({"image": base64.b64encode(b"no image").decode()}, 400, "cannot be read"),
         ({"image": "*"}, 400, "not base64"),
+        ({"image": [png_url(random_image(0, 112, 84)), "*"]}, 400, "not base64"),
+        ({"image": []}, 400, "image"),
+        ({"image": [png_url(random_image(0, 112, 84))] * 3}, 400, "At most 2 image"),
         ({"question": ""}, 400, "question"),
         ({"question": "a" * 5000}, 400, "1024"),  # max_model_len
         ({"budget": 0}, 400, "vllm_xargs.kv_eviction_budget is 0"),

@@ -3,19 +3,25 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
+from PIL import Image
 
-from demo import reading, run
+from demo import asking, inspector, reading, run
 from demo.asking import Answer, ask
+from demo.pages import make_page
 from evaluation.text_tasks import TextExample
 from measure.serving import ServingError
 from measure.smollm import WeightsMissingError, find_weights
@@ -188,3 +194,62 @@ def test_the_demonstration_ends_with_right_answers() -> None:
     else:
         assert re.search(r"^right answers +1 of 1 +1 of 1 ", ended.stdout, re.MULTILINE)
         assert "90%" in ended.stdout
+
+
+def test_the_inspector_gets_a_question_and_says_how_to_open_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Ctrl-C ends it without an error; a server that ends by itself is one."""
+    asked: list[list[str]] = []
+
+    def interrupted() -> bool:
+        raise KeyboardInterrupt
+
+    @contextmanager
+    def serving(arguments: list[str], log: Path, environment: dict[str, str]) -> Iterator[Any]:
+        assert environment == {"VLLM_PLUGINS": "tgvkv"}
+        asked.append(arguments)
+        log.write_text("ERROR it broke")
+        yield SimpleNamespace(url="http://127.0.0.1:1", is_alive=checks.pop(0), log=log)
+
+    checks = [interrupted, lambda: False]
+    monkeypatch.setattr(sys, "argv", ["inspector", "--small"])
+    monkeypatch.setattr(inspector, "serving", serving)
+    monkeypatch.setattr(inspector, "LOG", tmp_path / "log")
+    monkeypatch.setattr(asking, "QUESTION", tmp_path / "question.json")
+    monkeypatch.setattr(asking, "SAMPLE", tmp_path / "page.png")
+    assert inspector.main() == 0
+    out = capsys.readouterr().out
+    assert "$ VLLM_PLUGINS=tgvkv vllm serve demo/model --kv-eviction" in out
+    assert "Open http://127.0.0.1:1/kv-eviction/ in a browser" in out
+    assert str(tmp_path / "question.json") in out
+    assert asked[0] == run.serve_arguments(None)
+    record = json.loads((tmp_path / "question.json").read_text())
+    page = make_page("test", 0)
+    assert record["question"] == page.questions[0].text
+    image = Image.open(io.BytesIO(base64.b64decode(record["images"][0]["url"].split(",")[1])))
+    assert image.size == page.image.size
+    assert inspector.main() == 1
+    assert "it broke" in capsys.readouterr().err
+
+
+def test_the_demonstration_stays_open_in_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    answers = [Answer("?", 38, 38) for _ in range(5)]
+    question = make_page("test", 0).questions[0]
+    server, stayed = SimpleNamespace(start_seconds=1.0), []
+    monkeypatch.setattr(run, "client_of_server", lambda _: nullcontext((server, None)))
+    monkeypatch.setattr(run, "ask_about_page", lambda *_: (question, answers))
+    monkeypatch.setattr(run, "let_inspect", stayed.append)
+    monkeypatch.setattr(asking, "QUESTION", tmp_path / "question.json")
+    monkeypatch.setattr(asking, "SAMPLE", tmp_path / "page.png")
+    for text, terminal, status in (
+        ("?", True, 1),
+        (question.answer, False, 0),
+        (question.answer, True, 0),
+    ):
+        answers[0] = Answer(text, 38, 38)
+        monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal)
+        assert run.demonstrate(1, None) == status
+        assert stayed == [server] * (terminal and status == 0)

@@ -339,9 +339,10 @@ def _engine_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refus
         ),
         (
             bool(shared_maxima),
-            f"reduce: max of the method {', '.join(shared_maxima)} where heads of several ranks "
+            f"reduce: max (or retentive_spread) of the method {', '.join(shared_maxima)} where heads of several ranks "
             f"share a token set (--tensor-parallel-size {ranks})",
-            "use reduce: mean, or granularity: head and at most one rank per KV head",
+            "use reduce: mean (or another score), or granularity: head and at most one rank per "
+            "KV head",
         ),
         (
             least is not None,
@@ -441,7 +442,8 @@ def _methods_with_shared_maxima(
     return [
         policy.name
         for policy in policies
-        if policy.reduction == "max" and (heads_are_shared or policy.granularity == "layer")
+        if "column_maxima" in policy.statistics(policy.score.rows)
+        and (heads_are_shared or policy.granularity == "layer")
     ]
 
 

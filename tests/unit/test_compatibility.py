@@ -595,8 +595,11 @@ def test_maxima_over_rows_need_all_heads_of_a_token_set_on_one_rank(
         check_vllm_config(vllm_config, platforms.CPU)
         return
     message = refusal_of(vllm_config)
-    assert "reduce: max of the method mine where heads of several ranks share a" in message
-    assert f"(--tensor-parallel-size {ranks}) yet: use reduce: mean, or granularity" in message
+    assert (
+        "reduce: max (or retentive_spread) of the method mine where heads of several ranks share a"
+        in message
+    )
+    assert f"(--tensor-parallel-size {ranks}) yet: use reduce: mean (or another" in message
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@
 from vllm_tgvkv.policies import retention, uniform  # noqa: F401, I001
 from vllm_tgvkv.policies import tgv, vlcache, aircache  # noqa: F401
 from vllm_tgvkv.policies import snapkv, pyramidkv, adakv, sparsemm, reach  # noqa: F401
-from vllm_tgvkv.policies import rkv, mixkv  # noqa: F401
+from vllm_tgvkv.policies import rkv, mixkv, retentive  # noqa: F401
 from vllm_tgvkv.policies import trimkv, kvzap  # noqa: F401
 from vllm_tgvkv.policies import h2o, prefixkv, elastic, streaming, random  # noqa: F401
 from vllm_tgvkv.policies import ablations  # noqa: F401

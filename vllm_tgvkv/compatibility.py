@@ -339,8 +339,8 @@ def _engine_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refus
         ),
         (
             bool(shared_maxima),
-            f"reduce: max (or retentive_spread) of the method {', '.join(shared_maxima)} where heads of several ranks "
-            f"share a token set (--tensor-parallel-size {ranks})",
+            f"reduce: max (or retentive_spread) of the method {', '.join(shared_maxima)} where "
+            f"heads of several ranks share a token set (--tensor-parallel-size {ranks})",
             "use reduce: mean (or another score), or granularity: head and at most one rank per "
             "KV head",
         ),

@@ -2,9 +2,10 @@
 """RetentiveKV's score: attention mixed with entropy, in two readings of "entropy of a token".
 
 Source: Liu, "RetentiveKV: State-Space Memory for Uncertainty-Aware Multimodal KV Cache Eviction",
-Findings of ACL 2026, arXiv 2605.04075. Its description has ``R = lambda * alpha + (1 - lambda) * H``
-with the attention alpha and the entropy H of the text's attention to vision, and gives neither
-lambda nor the entropy of a single token. All choices here are ours.
+Findings of ACL 2026, arXiv 2605.04075. Its description has
+``R = lambda * alpha + (1 - lambda) * H`` with the attention alpha and the entropy H of the text's
+attention to vision, and gives neither lambda nor the entropy of a single token. All choices here
+are ours.
 """
 
 from __future__ import annotations

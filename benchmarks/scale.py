@@ -218,6 +218,7 @@ QUICK = replace(
 SMOKE = replace(
     QUICK,
     parts=FULL.parts,
+    minutes=FULL.minutes,
     rounds=1,
     first_token=Workload(640),
     first_token_rounds=1,

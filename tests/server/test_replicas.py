@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -269,23 +270,32 @@ def test_gauges_show_the_running_requests_of_each_engine(
 ) -> None:
     """An engine's requests come from both API servers, which also share its statistics."""
     wanted = [(0, 0), (0, 1), (1, 1)]  # engine and API server
-    # Connected first, and answers are not read before the check: the requests have to run together.
-    streams = [connect(server, server_of(server, doors[index])) for _, index in wanted]
-    for seed, ((rank, _), stream) in enumerate(zip(wanted, streams, strict=True), 1000):
-        body = json.dumps(question(seed, max_tokens=3500, stream=True))
-        headers = {"Content-Type": "application/json", "X-data-parallel-rank": str(rank)}
-        stream.request("POST", "/v1/chat/completions", body, headers)
+    # Connected first: that stops a process for a moment.
+    lines = [connect(server, server_of(server, doors[index])) for _, index in wanted]
     counts = {rank: float(n) for rank, n in Counter(rank for rank, _ in wanted).items()}
+    checked = Event()
+
+    def keep_asking(line: HTTPConnection, rank: int, seed: int) -> None:
+        """Have a long request running until the check is done, however slow the machine is."""
+        while not checked.is_set():
+            body = question(seed, max_tokens=2000)
+            assert call(line, "POST", "/v1/chat/completions", body, rank)[0] == 200
 
     def are_shown(scrape: Scrape) -> bool:
         held = scrape.of("blocks_held").values()
         return scrape.of("compressed_requests") == counts and min(held) >= 2
 
-    # One wait for both API servers: the requests run together for some seconds only.
-    assert eventually(lambda: all(are_shown(Scrape(door)) for door in doors))
-    for stream in streams:
-        assert stream.getresponse().status == 200
-        stream.close()
+    with ThreadPoolExecutor(len(wanted)) as threads:
+        asked = [
+            threads.submit(keep_asking, line, rank, seed)
+            for seed, ((rank, _), line) in enumerate(zip(wanted, lines, strict=True), 1000)
+        ]
+        try:
+            assert eventually(lambda: all(are_shown(Scrape(door)) for door in doors))
+        finally:
+            checked.set()
+    for answered in asked:
+        answered.result()
     zero = dict.fromkeys(ENGINES, 0.0)
     for door in doors:
         for name in ("compressed_requests", "blocks_held"):

@@ -174,6 +174,8 @@ def test_an_eviction_takes_no_more_than_is_set_aside(
     no_kernels: None, method: str, granularity: str, num_tokens: int
 ) -> None:
     """Nor much less: with every budget, guarded, the whole prompt in one chunk."""
+    if method == "rkv":
+        num_tokens = min(num_tokens, 1 << 14)  # its operations are as many as the tokens: minutes
     config = settings(method, granularity, observation_window=512, query_rows=544)
     most = most_bytes(config, num_tokens)
     # What one chunk of all tokens takes, without a second prompt that ends in the same step.
@@ -187,7 +189,7 @@ def test_an_eviction_takes_no_more_than_is_set_aside(
         for name, size in lines.items()
     }
     assert most <= sum(alone.values()), alone
-    if num_tokens > 1 << 16:
+    if num_tokens > 1 << 12:
         assert most >= 0.3 * sum(alone.values()), alone
 
 

@@ -104,6 +104,7 @@ METHODS = {
     "streaming": Mix("recency", "uniform", "by_score"),
     "prefixkv": Mix("text_rows", "prefixkv", "by_score"),
     "elastic": Mix("text_rows", "uniform", "by_score", merge=True),
+    "retentivekv": Mix("retentive_rows", "uniform", "window", HEAD),
     "trimkv": Mix("trimkv", "uniform", "by_score", HEAD),
     "dbtrimkv": Mix("trimkv", "global", "by_score", HEAD),
     "kvzap": Mix("kvzap", "global", "window", HEAD),
@@ -561,15 +562,15 @@ def row_entropies(token_set: TokenSet, voters: Sequence[int]) -> list[float]:
     """
     weights = []
     for i in voters:
-        seen = sum(token_set.has(j) for j in range(i + 1))
+        alive = token_set.alive
+        seen = i + 1 if alive is None else int(alive[: i + 1].sum())
         entropy = torch.special.entr(token_set.heads[:, i]).sum(1).mean()
         weights.append(float(entropy) / math.log(seen) if seen > 1 else 0.0)
     observed = token_set.mean[list(voters)]
+    weighted = torch.tensor(weights, dtype=torch.float64) @ observed
     return [
-        float(sum(w * a for w, a in zip(weights, column, strict=True)) / column.sum())
-        if column.sum() > 0
-        else 0.0
-        for column in observed.T
+        float(w / total) if total > 0 else 0.0
+        for w, total in zip(weighted, observed.sum(0), strict=True)
     ]
 
 

@@ -30,19 +30,24 @@ from vllm_tgvkv.policies.registry import (
     Mix,
     broken_methods,
     build_policy,
+    build_summaries,
     gates_of,
+    has_summaries,
     method_names,
     needs_head_scores,
 )
+from vllm_tgvkv.policies.summaries import Summaries
 from vllm_tgvkv.prompt import RowSet, VisionSpan
 
 METHOD_NAMES = POLICIES.names
 """All methods of this package; `method_names` returns those of other installed packages, too."""
 
 POLICY_NAMES = tuple(
-    name for name in METHOD_NAMES if not needs_head_scores(name) and gates_of(name) is None
+    name
+    for name in METHOD_NAMES
+    if not needs_head_scores(name) and gates_of(name) is None and not has_summaries(name)
 )
-"""Methods that every server has: they need no file."""
+"""Methods that every server has: they need no file and keep no summaries."""
 
 __all__ = [
     "METHOD_NAMES",
@@ -62,11 +67,14 @@ __all__ = [
     "Retention",
     "RowSet",
     "Score",
+    "Summaries",
     "VisionSpan",
     "VoteScore",
     "broken_methods",
     "build_policy",
+    "build_summaries",
     "gates_of",
+    "has_summaries",
     "method_names",
     "needs_head_scores",
 ]

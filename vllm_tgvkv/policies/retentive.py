@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RetentiveKV's score: attention mixed with entropy, in two readings of "entropy of a token".
+"""RetentiveKV: attention mixed with entropy ranks tokens, and summaries are kept of the rest.
 
 Source: Liu, "RetentiveKV: State-Space Memory for Uncertainty-Aware Multimodal KV Cache Eviction",
 Findings of ACL 2026, arXiv 2605.04075. Its description has
 ``R = lambda * alpha + (1 - lambda) * H`` with the attention alpha and the entropy H of the text's
-attention to vision, and gives neither lambda nor the entropy of a single token. All choices here
-are ours.
+attention to vision, and gives neither lambda nor the entropy of a single token. The two readings
+here are ours.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from vllm_tgvkv.policies.base import LayerView, Score
-from vllm_tgvkv.policies.registry import SCORES
+from vllm_tgvkv.policies.registry import POLICIES, SCORES, Recipe
+from vllm_tgvkv.policies.summaries import Summaries
 
 MIX = 0.5
 """lambda, the weight of the attention."""
@@ -78,3 +79,9 @@ class SpreadScore(RetentiveScore):
         num_rows = len(view.attention.row_positions)
         spread = torch.where(maxima > 0, (sums / maxima).log(), 0)
         return (spread / math.log(max(num_rows, 2))).clamp(0, 1)
+
+
+POLICIES.add(
+    "retentivekv",
+    Recipe("retentive_rows", "uniform", "window", granularity="head", summaries=Summaries()),
+)

@@ -12,6 +12,8 @@ module                    reference                              compared with
                           numbers                                kernels on a GPU or interpreted
 :mod:`oracle.methods`     every method, from whole attention     the policies and their decisions
                           matrices
+:mod:`oracle.summaries`   summaries of evicted tokens, one token   pages of summaries, and how
+                          after the other                        attention reads them
 :mod:`oracle.emulation`   Hugging Face models that generate as   tokens and kept positions of real
                           if keys were evicted                   engines
 :mod:`oracle.decoding`    rules of R-KV and TGV-KV that evict    the redundancy kernel

@@ -46,6 +46,7 @@ from oracle.methods import (
     States,
     mix_of,
 )
+from oracle.summaries import Absorbed
 
 
 @dataclass(frozen=True)
@@ -457,6 +458,7 @@ class Oracle:
         cut: Callable[[Moment], torch.Tensor | None] | Mapping[int, torch.Tensor] | None = None,
         tokens: Sequence[int] | None = None,
         merging: int = 0,
+        absorb: Callable[[Moment, torch.Tensor], Absorbed] | None = None,
     ) -> Answer:
         """Return `max_tokens` greedy tokens, generated one by one under a mask that changes.
 
@@ -467,6 +469,8 @@ class Oracle:
             tokens: answer to follow in place of the greedy one.
             merging: among this many first positions, those that a cut hides are merged into those
                 that it leaves.
+            absorb: called with what a cut looked at and what it leaves, it returns what later
+                queries read of the rest. There may be one cut.
         """
         given = list(tokens[:max_tokens]) if tokens is not None else None
         number = max_tokens if given is None else len(given)
@@ -479,10 +483,11 @@ class Oracle:
         logprobs: list[torch.Tensor] = []
         inputs: dict[str, Any] = dict(prompt.inputs)
         cache: Any = None
+        absorbed: Absorbed | None = None
         self._forget_positions()
         while True:
             hidden = self._hooked(partial(self._hide, ~kept))
-            with hidden, self._recorded() as seen, self._gated() as gated:
+            with hidden, self._recorded(absorbed) as seen, self._gated() as gated:
                 output = self.model(
                     **inputs, past_key_values=cache, use_cache=True, output_attentions=True
                 )
@@ -497,6 +502,8 @@ class Oracle:
             new = cut(moment) if callable(cut) else (cut or {}).get(moment.answer)
             if new is not None:
                 kept = kept & new
+                if absorb is not None:
+                    absorbed = absorb(moment, kept)
                 if merging:
                     self._merge(cache, kept, merging)
             best = int(logprobs[-1].argmax())
@@ -610,9 +617,10 @@ class Oracle:
         return keys, values
 
     @contextmanager
-    def _recorded(self) -> Iterator[dict[int, torch.Tensor]]:
+    def _recorded(self, absorbed: Absorbed | None = None) -> Iterator[dict[int, torch.Tensor]]:
         """Yield a dictionary that gets each layer's rotated queries [1, Q, new tokens, D].
 
+        Meanwhile all queries read what is `absorbed` as keys whose logits are raised.
         Models call their own eager attention unless one is registered under that name.
         """
         owners = self._attention_layers(self.attending)
@@ -628,15 +636,26 @@ class Oracle:
             scaling: float,
             **_: Any,
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            if module in numbers:
-                queries[numbers[module]] = query
+            layer = numbers.get(module)
+            if layer is not None:
+                queries[layer] = query
             group = query.shape[1] // key.shape[1]
             logits = query @ key.repeat_interleave(group, dim=1).transpose(2, 3) * scaling
             if attention_mask is not None:
                 logits = logits + attention_mask
+            num_keys = logits.shape[-1]
+            if absorbed is not None and layer is not None:
+                more, means, raised = (
+                    x[layer].repeat_interleave(group, dim=0).to(query.dtype)
+                    for x in (absorbed.keys, absorbed.values, absorbed.log_masses)
+                )
+                of_rows = query @ more.transpose(1, 2) * scaling + raised.unsqueeze(1)
+                logits = torch.cat((logits, of_rows), dim=-1)
             weights = logits.softmax(-1, dtype=torch.float32).to(query.dtype)
-            output = weights @ value.repeat_interleave(group, dim=1)
-            return output.transpose(1, 2).contiguous(), weights
+            output = weights[..., :num_keys] @ value.repeat_interleave(group, dim=1)
+            if absorbed is not None and layer is not None:
+                output = output + weights[..., num_keys:] @ means
+            return output.transpose(1, 2).contiguous(), weights[..., :num_keys]
 
         ALL_ATTENTION_FUNCTIONS["eager"] = attend
         try:

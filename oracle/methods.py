@@ -107,6 +107,7 @@ METHODS = {
     "streaming": Mix("recency", "uniform", "by_score"),
     "prefixkv": Mix("text_rows", "prefixkv", "by_score"),
     "elastic": Mix("text_rows", "uniform", "by_score", merge=True),
+    "retentivekv": Mix("retentive_rows", "uniform", "window", HEAD),
     "trimkv": Mix("trimkv", "uniform", "by_score", HEAD),
     "dbtrimkv": Mix("trimkv", "global", "by_score", HEAD),
     "kvzap": Mix("kvzap", "global", "window", HEAD),
@@ -365,6 +366,8 @@ ROWS_OF_SCORE = {
     "mixkv": "window",
     "h2o": "all",
     "vv_tt": "all",
+    "retentive_rows": "text",
+    "retentive_spread": "text",
     "trimkv_votes": "text",
 }
 
@@ -539,7 +542,55 @@ def trimkv_votes(token_set: TokenSet, case: Case) -> Tensor:
     return trimkv_scores(token_set, case) + (attended + 1e-6).log()
 
 
-SCORES: dict[str, Callable[[TokenSet, Case], Tensor]] = {
+def retentive_scores(entropies: Callable[[TokenSet, Sequence[int]], list[float]]) -> ScoreFunction:
+    """Return the score that mixes the text rows' attention with an entropy of each token."""
+
+    def scores(token_set: TokenSet, case: Case) -> Tensor:
+        voters = case.voters("text")
+        sums = column_sums(token_set.mean, voters).tolist()
+        highest = max(sums[case.sinks :] or sums)
+        of_tokens = entropies(token_set, voters)
+        mixed = [
+            0.5 * min(total / highest, 1.0) + 0.5 * entropy
+            for total, entropy in zip(sums, of_tokens, strict=True)
+        ]
+        return torch.tensor(mixed, dtype=torch.float64)
+
+    return scores
+
+
+def row_entropies(token_set: TokenSet, voters: Sequence[int]) -> list[float]:
+    """Return, for each token, the mean entropy of the rows that look at it.
+
+    A row's entropy is that of the mean query head, as a part of what it would be if the row looked
+    at all its keys alike; a row counts by its attention to the token.
+    """
+    weights = []
+    for i in voters:
+        alive = token_set.alive
+        seen = i + 1 if alive is None else int(alive[: i + 1].sum())
+        entropy = torch.special.entr(token_set.heads[:, i]).sum(1).mean()
+        weights.append(float(entropy) / math.log(seen) if seen > 1 else 0.0)
+    observed = token_set.mean[list(voters)]
+    weighted = torch.tensor(weights, dtype=torch.float64) @ observed
+    return [
+        float(w / total) if total > 0 else 0.0
+        for w, total in zip(weighted, observed.sum(0), strict=True)
+    ]
+
+
+def spreads(token_set: TokenSet, voters: Sequence[int]) -> list[float]:
+    """Return, for each token, how evenly rows look at it: -log of the greatest row's part."""
+    whole = math.log(max(len(voters), 2))
+    return [
+        -math.log(float(column.max() / column.sum())) / whole if column.sum() > 0 else 0.0
+        for column in token_set.mean[list(voters)].T
+    ]
+
+
+ScoreFunction = Callable[[TokenSet, Case], Tensor]
+
+SCORES: dict[str, ScoreFunction] = {
     "tgv": lambda token_set, case: tgv_scores(
         token_set.mean, case.voters("text"), case.layout.vision
     ),
@@ -548,6 +599,8 @@ SCORES: dict[str, Callable[[TokenSet, Case], Tensor]] = {
     "snapkv": voted("window"),
     "rkv": rkv_scores,
     "mixkv": mixkv_scores,
+    "retentive_rows": retentive_scores(row_entropies),
+    "retentive_spread": retentive_scores(spreads),
     "h2o": voted("all"),
     "aircache": aircache_scores,
     "vv_tt": vv_tt_scores,

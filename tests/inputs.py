@@ -16,10 +16,12 @@ from oracle.gates import log_betas, predicted
 from oracle.methods import METHODS
 from vllm_tgvkv.gates import GateKind, Gates, write
 from vllm_tgvkv.head_scores import HeadScores
-from vllm_tgvkv.policies import gates_of
+from vllm_tgvkv.policies import gates_of, has_summaries
 
-WITHOUT_GATES = {name: mix for name, mix in METHODS.items() if gates_of(name) is None}
-"""Definitions of the methods that servers without gates have."""
+WITHOUT_GATES = {
+    name: mix for name, mix in METHODS.items() if gates_of(name) is None and not has_summaries(name)
+}
+"""Definitions of the methods that servers without gates and summaries have."""
 
 
 def fresh_seed() -> int:

@@ -39,14 +39,63 @@ from vllm_tgvkv.attention import (
 )
 from vllm_tgvkv.evictor import Evictor
 from vllm_tgvkv.gate_outputs import GateOutputs
+from vllm_tgvkv.kernels.summaries import load, log_sum_exp, merge
 from vllm_tgvkv.pages import FP8, CacheShape, PageLayoutError, PagePool
 from vllm_tgvkv.regions import Regions
+from vllm_tgvkv.summaries import rows_of
 
 _NUM_FP8_CODES = 123
 """Bytes 0 to 122 are finite numbers in every fp8 format."""
 
 _TABLE_STEP = 16
 """Page tables grow by this many pages at once."""
+
+
+@dataclass(frozen=True)
+class SummaryReads:
+    """The T tokens of a step that read summaries, and where these are."""
+
+    tokens: torch.Tensor
+    """Their places in the part of the batch that holds the ragged rows, int64 [T]."""
+    rows: torch.Tensor
+    """Their ragged rows, int64 [T]."""
+    num_hidden: torch.Tensor
+    """Last keys of their rows that they do not see, int32 [T]."""
+    blocks: torch.Tensor
+    """Blocks of summaries, int64 [T, m]; any of them where a request has fewer."""
+    is_read: torch.Tensor
+    """Whether a block is the request's, bool [T, m]."""
+
+    @classmethod
+    def of_rows(
+        cls, regions: Regions, block_table: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor
+    ) -> SummaryReads | None:
+        """Find them among R rows, whose tokens are `starts` to `ends` of the part, int [R] each.
+
+        None if no row has summaries.
+        """
+        first = block_table[:, 0].long()
+        counts = regions.num_summaries[first]
+        most = int(counts.max())
+        if most == 0:
+            return None
+        (rows,) = counts.nonzero(as_tuple=True)
+        number = torch.arange(most)
+        # Fewer summaries: the row's last one again, which is not read.
+        column = torch.minimum(number, counts[rows, None].long() - 1)
+        column += regions.num_retained[first[rows], None]
+        blocks = block_table[rows[:, None], column].long()
+        num_tokens = (ends - starts)[rows].long()
+        of_token = torch.arange(len(rows)).repeat_interleave(num_tokens)
+        last = num_tokens.cumsum(0)[of_token] - 1
+        num_hidden = last - torch.arange(len(of_token))
+        return cls(
+            tokens=ends[rows[of_token]].long() - 1 - num_hidden,
+            rows=rows[of_token],
+            num_hidden=num_hidden.int(),
+            blocks=blocks[of_token],
+            is_read=(number < counts[rows, None])[of_token],
+        )
 
 
 @dataclass
@@ -70,6 +119,8 @@ class VirtualSequences:
     """The part of the batch that holds all tokens of the rows."""
     queries: Tokens
     """Places of the T * H queries of one KV head each, in that part's [tokens * H]."""
+    summaries: SummaryReads | None = None
+    """None if no row has summaries."""
 
 
 class PageTables:
@@ -244,6 +295,12 @@ class EvictingCPUMetadataBuilder(EvictingBuilder[VirtualSequences], CPUAttention
             schedules=[self._schedule(starts, layer) for layer in lengths],
             tokens=tokens,
             queries=queries,
+            summaries=SummaryReads.of_rows(
+                self.evictor.regions,
+                block_table,
+                common.query_start_loc[rows],
+                common.query_start_loc[rows + 1],
+            ),
         )
         self._last = ragged if only_decodes else None
         return ragged
@@ -306,6 +363,39 @@ class EvictingCPUImpl(EvictingImpl[VirtualSequences], CPUAttentionBackendImpl):
             kv_cache_dtype=self.kv_cache_dtype,
         )
         write_back(outputs, rows.queries, ragged_outputs)
+        if rows.summaries is not None:
+            self._read_summaries(rows, rows.summaries, queries, outputs)
+
+    def _read_summaries(
+        self,
+        rows: VirtualSequences,
+        reads: SummaryReads,
+        queries: torch.Tensor,
+        outputs: torch.Tensor,
+    ) -> None:
+        """Merge what summaries add into the outputs over keys alone, both [tokens * H, G, D].
+
+        vLLM's kernel does not return the logarithm of its softmax denominators, so these tokens
+        read their keys once more.
+        """
+        pool, layer = self.pool, self.layer
+        by_token = (-1, pool.num_heads, *queries.shape[1:])
+        reading = queries.view(by_token)[reads.tokens]
+        heads = torch.arange(pool.num_heads)
+        pages = (reads.blocks * pool.num_layers + layer).unsqueeze(1) * pool.num_heads
+        summary = load(pool.keys, pool.values, pages + heads[:, None], rows_of(pool))
+        lengths = rows.lengths[layer][reads.rows] - reads.num_hidden[:, None]
+        tables = rows.tables[layer][reads.rows]
+        of_keys = log_sum_exp(reading, pool.keys, tables, lengths, self.scale)
+        merged = merge(
+            outputs.view(by_token)[reads.tokens],
+            of_keys,
+            reading,
+            summary,
+            reads.is_read,
+            self.scale,
+        )
+        outputs.view(by_token)[reads.tokens] = merged
 
 
 class EvictingCPUBackend(EvictingBackend, CPUAttentionBackend):

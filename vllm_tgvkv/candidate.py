@@ -12,6 +12,7 @@ from vllm.v1.request import Request
 from vllm_tgvkv.budget import Guard
 from vllm_tgvkv.config import NONE, EvictionConfig
 from vllm_tgvkv.cuts import Cut, Cuts, plan_cuts
+from vllm_tgvkv.policies import Summaries
 from vllm_tgvkv.prompt import PromptMap, Voters, map_prompt, voters
 from vllm_tgvkv.request import RequestOptions
 
@@ -30,6 +31,8 @@ class Candidate:
     """The next cut."""
     num_answer_rows: int
     """Last rows of the answer that vote at later cuts."""
+    summaries: Summaries | None = None
+    """What becomes of evicted tokens; None if they are dropped."""
     num_cut: int = 0
     """Tokens at the last cut. Queries before it are not stored for the next one."""
     has_failed: bool = False
@@ -60,6 +63,12 @@ class Candidate:
         first = max(self.cut.at - self.num_answer_rows, self.num_cut)
         rows = np.arange(first if kinds else self.cut.at, self.cut.at)
         return Voters(dict.fromkeys(kinds, rows), rows, every_row=False)
+
+    def num_summaries(self, cut: Cut) -> int:
+        """Return the blocks that a cut fills with summaries, of those that it retains."""
+        if self.summaries is None:
+            return 0
+        return len(self.summaries.kinds(cut.num_retained, self.prompt.has_vision))
 
     def advance(self) -> None:
         """Go on to the cut after the next one, which is made now."""
@@ -120,4 +129,6 @@ def make_candidate(
         return "prompt_too_short" if is_short else "budget_covers_prompt"
     rows = voters(prompt, policy.row_sets, config.observation_window, options.defer)
     num_answer_rows = config.decode.rows if config.decode else 0
-    return Candidate(options, prompt, rows, cuts, guard, cuts.first, num_answer_rows)
+    return Candidate(
+        options, prompt, rows, cuts, guard, cuts.first, num_answer_rows, policy.summaries
+    )

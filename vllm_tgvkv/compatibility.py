@@ -313,6 +313,7 @@ def _engine_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refus
     least = config.missed_ceiling(block_size)
     shared_maxima = _methods_with_shared_maxima(config, model, ranks)
     return (
+        *_summary_refusals(vllm_config, platform),
         # Drafts
         (
             method not in ("", "ngram"),
@@ -342,9 +343,10 @@ def _engine_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refus
         ),
         (
             bool(shared_maxima),
-            f"reduce: max of the method {', '.join(shared_maxima)} where heads of several ranks "
-            f"share a token set (--tensor-parallel-size {ranks})",
-            "use reduce: mean, or granularity: head and at most one rank per KV head",
+            f"reduce: max (or retentive_spread) of the method {', '.join(shared_maxima)} where "
+            f"heads of several ranks share a token set (--tensor-parallel-size {ranks})",
+            "use reduce: mean (or another score), or granularity: head and at most one rank per "
+            "KV head",
         ),
         (
             least is not None,
@@ -429,6 +431,26 @@ def _engine_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refus
     )
 
 
+def _summary_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusal, ...]:
+    """List what methods that keep summaries of evicted tokens do not run with."""
+    config, parallel = config_of(vllm_config), vllm_config.parallel_config
+    if not config.summarises:
+        return ()
+    what, text = "summaries of evicted tokens", vllm_config.model_config.hf_text_config
+    way_out = "use a method without summaries and no mix with them,"
+    ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    is_mixed = has_windows(text) or has_delta_nets(vllm_config.model_config)
+    cases = (
+        (platform is not CPU, "on CUDA"),
+        (vllm_config.cache_config.cache_dtype not in _PLAIN_CACHES, "in a quantised cache"),
+        (ranks > 1, f"with --tensor-parallel-size {ranks}"),
+        (stages > 1, f"with --pipeline-parallel-size {stages}"),
+        (vllm_config.speculative_config is not None, "with --speculative-config"),
+        (is_mixed, "of models whose layers have windows or states"),
+    )
+    return tuple((is_refused, f"{what} {where}", way_out) for is_refused, where in cases)
+
+
 def _methods_with_shared_maxima(
     config: EvictionConfig, model: ModelConfig, ranks: int
 ) -> list[str]:
@@ -444,7 +466,8 @@ def _methods_with_shared_maxima(
     return [
         policy.name
         for policy in policies
-        if policy.reduction == "max" and (heads_are_shared or policy.granularity == "layer")
+        if "column_maxima" in policy.statistics(policy.score.rows)
+        and (heads_are_shared or policy.granularity == "layer")
     ]
 
 

@@ -31,8 +31,10 @@ from vllm_tgvkv.policies import (
     Recipe,
     broken_methods,
     build_policy,
+    build_summaries,
     first_eviction_of,
     gates_of,
+    has_summaries,
     method_names,
     needs_head_scores,
 )
@@ -484,9 +486,17 @@ class EvictionConfig:
         names = (
             name
             for name in method_names()
-            if gates_of(name) in kinds and (self.head_scores or not needs_head_scores(name))
+            if gates_of(name) in kinds
+            and (self.head_scores or not needs_head_scores(name))
+            and (self.summarises or not has_summaries(name))
         )
         return (NONE, *names, *self.methods)
+
+    @property
+    def summarises(self) -> bool:
+        """Whether requests may keep summaries: the server's method does, or one of `methods`."""
+        mixes = (self.methods.get(self.policy) or Mix(self.policy), *self.methods.values())
+        return any(mix.base in method_names() and build_summaries(mix) is not None for mix in mixes)
 
     def build_policy(self, name: str) -> Policy:
         """Build a method's policy, with the server's granularity and pooling where they are set.
@@ -527,6 +537,18 @@ class EvictionConfig:
         if name == NONE:
             return NONE
         policy = self.build_policy(name)
+        if policy.summaries is not None:
+            if not self.summarises:
+                raise EvictionConfigError(
+                    f"{source} is {quoted(name)}, which keeps summaries of what it evicts, and "
+                    "this server has none: start it with such a method as kv_eviction.policy, or "
+                    "with a mix with summaries in kv_eviction.methods"
+                )
+            if budget.is_auto:
+                raise EvictionConfigError(
+                    f"budget auto with {source} {name!r}: blocks that auto gives back are those "
+                    "that hold summaries; give a fraction, or summaries: {of: none}"
+                )
         if budget.is_auto and policy.score.rows == "none":
             raise EvictionConfigError(
                 f"budget auto with {source} {name!r}: its scores ignore attention, whose "
@@ -542,6 +564,8 @@ class EvictionConfig:
             )
         if again.happens and not policy.cuts_again:
             why = "merges tokens" if policy.merge else "is not defined on what is left"
+            if policy.summaries is not None:
+                why = "keeps summaries of what it evicts, which are not evicted again"
             raise EvictionConfigError(
                 f"{source} is {quoted(name)}, which {why} after the first eviction, and "
                 f"{again.source} evicts again: choose another method, such as snapkv, or "

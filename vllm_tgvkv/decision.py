@@ -58,6 +58,11 @@ class Decider:
     present: Tensor | None = None
     """bool ``[L, S, C]``, the candidates that earlier cuts left; None at the first cut."""
 
+    @property
+    def own_sets(self) -> slice:
+        """The token sets of :attr:`heads`."""
+        return self.heads if self.scores.shape[1] > 1 else slice(None)
+
     def decide(self, num_retained: int) -> Decision:
         """Deal ``num_retained`` blocks, between 1 and the number of full blocks of the prompt."""
         retained = torch.full((), num_retained, device=self.scores.device)
@@ -199,7 +204,7 @@ class Decider:
 
         ``counts`` has the pages of :attr:`heads` only.
         """
-        sets = self.heads if self.scores.shape[1] > 1 else slice(None)
+        sets = self.own_sets
         scores = self.scores[:, sets]
         present = None if self.present is None else self.present[:, sets]
         num_kept = counts[:, : scores.shape[1]] * self.block_size

@@ -40,6 +40,7 @@ from vllm_tgvkv.queries import ChunkQueries, DecodeQueries, QueryPool, StoredQue
 from vllm_tgvkv.ranks import Ranks
 from vllm_tgvkv.regions import Regions
 from vllm_tgvkv.stages import Stages
+from vllm_tgvkv.summaries import write_summaries
 from vllm_tgvkv.trace import Trace, Traces
 
 logger = init_logger("vllm.tgvkv")
@@ -282,7 +283,8 @@ class Evictor:
         keys, values, positions = self.pool.keys, self.pool.values, decision.positions
         sizes = (shape.num_layers, shape.num_heads)
         old_blocks = due.blocks[: due.prompt.num_candidates // shape.block_size]
-        new_blocks = self.part.to_device(eviction.new_blocks)
+        all_blocks = self.part.to_device(eviction.new_blocks)
+        new_blocks = all_blocks[: due.num_retained]
         with seen.stopwatch.time("copy"):
             if due.keys is None:
                 sources = slots_of_positions(positions, offsets, old_blocks, shape.num_pairs)
@@ -293,11 +295,24 @@ class Evictor:
             copy_kept(keys, values, sources, offsets, new_blocks, *sizes)
             if due.policy.merge:
                 merge_evicted(keys, values, positions, offsets, old_blocks, new_blocks, *sizes)
+            if due.policy.summaries is not None:
+                write_summaries(
+                    due.policy.summaries,
+                    due.summary_kinds,
+                    due.prompt,
+                    gathered.scores[:, decider.own_sets],
+                    positions,
+                    offsets,
+                    old_blocks,
+                    all_blocks[due.num_retained :],
+                    self.pool,
+                    shape,
+                )
             if self.config.decode is not None:
                 self.regions.store_positions(new_blocks, positions)
                 if self.part.gate_outputs is not None:
                     self.part.gate_outputs.move(sources, new_blocks)
-        self._add_region(due, offsets)
+        self._add_region(due, offsets, len(due.summary_kinds))
         num_vision = trace = None
         is_counted = eviction.is_first and (self.config.metrics or eviction.guard is not None)
         if is_counted or eviction.is_reported or eviction.traced_budget:
@@ -345,13 +360,14 @@ class Evictor:
             pages = torch.full(size, num_retained, device=self.part.device)
             self._add_region(seen.due, page_offsets(pages))
 
-    def _add_region(self, due: DueEviction, offsets: torch.Tensor) -> None:
+    def _add_region(self, due: DueEviction, offsets: torch.Tensor, num_summaries: int = 0) -> None:
         self.regions.add(
             due.eviction.request_id,
             int(due.eviction.new_blocks[0]),
-            due.eviction.num_retained_blocks,
+            due.eviction.num_retained_blocks - num_summaries,
             due.prompt.num_candidates // self.shape.block_size,
             offsets,
+            num_summaries,
         )
 
     # -- the decision -------------------------------------------------------------------
@@ -378,7 +394,7 @@ class Evictor:
     def _decide(self, due: DueEviction, decider: Decider, masses: torch.Tensor | None) -> Decision:
         eviction = due.eviction
         if eviction.guard is None or masses is None:
-            return decider.decide(eviction.num_retained_blocks)
+            return decider.decide(due.num_retained)
         return decider.decide_guarded(eviction.num_retained_blocks, masses, eviction.guard)
 
     def _trace(

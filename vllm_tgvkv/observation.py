@@ -20,6 +20,7 @@ from vllm_tgvkv.kernels.statistics import ObservedAttention, Scratch, Statistic,
 from vllm_tgvkv.pages import CacheShape, PagePool
 from vllm_tgvkv.plan import Eviction, Observation, RowSumming
 from vllm_tgvkv.policies import NO_ATTENTION, Attention, LayerView, Policy, Prompt
+from vllm_tgvkv.policies.summaries import Kind
 from vllm_tgvkv.prompt import RowSet
 from vllm_tgvkv.queries import QueryPool
 from vllm_tgvkv.ragged import RaggedAttention, RaggedKeys
@@ -136,6 +137,19 @@ class DueEviction:
     @property
     def per_head(self) -> bool:
         return self.policy.granularity == "head"
+
+    @property
+    def summary_kinds(self) -> tuple[Kind, ...]:
+        """What the last blocks of the region hold summaries of, one block each."""
+        summaries = self.policy.summaries
+        if summaries is None:
+            return ()
+        return summaries.kinds(self.eviction.num_retained_blocks, bool(self.prompt.images))
+
+    @property
+    def num_retained(self) -> int:
+        """Blocks of the region that hold tokens."""
+        return self.eviction.num_retained_blocks - len(self.summary_kinds)
 
     @property
     def keeps_unpooled(self) -> bool:
@@ -401,7 +415,7 @@ class PromptObservation:
         self.strengths.extend(by_layer(policy.allocation.strength(view, scores)))
         present = None if due.keys is None else due.keys.present_in(first, len(scores))
         # Copy the candidates: a view would keep the tail's columns alive as well.
-        num_kept = due.eviction.num_retained_blocks * self._part.shape.block_size
+        num_kept = due.num_retained * self._part.shape.block_size
         pooled = policy.pooled(scores, prompt, num_kept, present)[:, : prompt.num_candidates]
         self.scores.extend(by_layer(pooled.contiguous()))
         if due.keeps_unpooled:

@@ -2,9 +2,10 @@
 """Compressed regions of running requests, found by the first block of their row.
 
 A region is k fresh blocks whose k * L * H pages are dealt to the (layer, head) pairs in prefix-sum
-order. Its whole state is k, the number t0 of prompt blocks it replaced, and L * H + 1 offsets. A
-row of vLLM's block table starts with the region's first block, which no other request shares. So
-the state is indexed by that block's id, and a decode step needs no request ids and no batch order.
+order. Its whole state is k, the number t0 of prompt blocks it replaced, L * H + 1 offsets, and the
+number of blocks of summaries, which follow the k blocks. A row of vLLM's block table starts with
+the region's first block, which no other request shares. So the state is indexed by that block's id,
+and a decode step needs no request ids and no batch order.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ class Regions:
         """
         self.num_retained = torch.zeros(num_blocks, dtype=torch.int32, device=device)
         self.num_replaced = torch.zeros(num_blocks, dtype=torch.int32, device=device)
+        self.num_summaries = torch.zeros(num_blocks, dtype=torch.int32)
+        """Blocks of summaries, int32 [num_blocks]; in the row they follow the k blocks. They are on
+        the host: only the CPU backend reads them."""
         self.offsets = torch.zeros(num_blocks, num_pairs + 1, dtype=torch.int32, device=device)
         self.positions = torch.empty(
             num_blocks * num_pairs, block_size, dtype=torch.int32, device=device
@@ -62,12 +66,14 @@ class Regions:
         num_retained: int,
         num_replaced: int,
         offsets: torch.Tensor,
+        num_summaries: int = 0,
     ) -> None:
         """Record a request's region; `offsets` is int32 [L * H + 1] on the device."""
         self._owners[first_block] = request_id
         self._first_blocks[request_id] = first_block
         self.num_retained[first_block] = num_retained
         self.num_replaced[first_block] = num_replaced
+        self.num_summaries[first_block] = num_summaries
         self.offsets[first_block] = offsets
         self.version += 1
 
@@ -84,6 +90,7 @@ class Regions:
         for block in first_blocks:
             self.num_retained[block] = 0
             self.num_replaced[block] = 0
+            self.num_summaries[block] = 0
             owner = self._owners.pop(block)
             if self._first_blocks.get(owner) == block:
                 del self._first_blocks[owner]

@@ -480,7 +480,8 @@ class EvictionScheduler(Scheduler):
             self.eviction_counters.deferred(options.policy)
         if candidate.guard is None:
             num_tail = max(request.num_prompt_tokens - cut.num_replaced * self.tokens_per_block, 0)
-            num_kept = cut.num_retained * self.tokens_per_block + num_tail
+            num_filled = cut.num_retained - candidate.num_summaries(cut)
+            num_kept = num_filled * self.tokens_per_block + num_tail
             self._record(request, candidate, cut, swap.num_held, cut.num_retained, num_kept)
         else:
             candidate.num_pending += 1

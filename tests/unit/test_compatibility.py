@@ -585,19 +585,46 @@ def test_ranks_and_stages_with_a_gpu_each_are_refused(plain: str, kind: str) -> 
     assert f"{kind} parallelism (--{kind}-parallel-size 2) on this platform" in message
 
 
+@pytest.mark.parametrize("settings", [{"policy": "retentivekv"}, {"methods": {"x": {}}}])
+def test_what_methods_with_summaries_do_not_run_with(
+    plain: str, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    if "methods" in settings:
+        settings = {"policy": "tgv", "methods": {"x": {"base": "tgv", "summaries": {}}}}
+    vllm_config = configure(plain, {CONFIG_KEY: settings})
+    check_vllm_config(vllm_config, platforms.CPU)
+    assert "summaries of evicted tokens on CUDA yet: use a method without summ" in refusal_of(
+        vllm_config, platforms.CUDA
+    )
+    for name, number in (("tensor", 2), ("pipeline", 3)):
+        with monkeypatch.context() as patch:
+            patch.setattr(vllm_config.parallel_config, f"{name}_parallel_size", number)
+            message = refusal_of(vllm_config)
+            assert f"summaries of evicted tokens with --{name}-parallel-size {number}" in message
+    quantised = configure(plain, {CONFIG_KEY: settings}, block_size=32)
+    monkeypatch.setattr(quantised.cache_config, "cache_dtype", "fp8")
+    monkeypatch.setattr(quantised.model_config, "get_head_size", lambda: 32)
+    assert "summaries of evicted tokens in a quantised cache" in refusal_of(quantised)
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    message = refusal(plain, eviction={CONFIG_KEY: settings}, speculative_config=drafts)
+    assert "summaries of evicted tokens with --speculative-config" in message
+
+
 @pytest.mark.parametrize(
     ("ranks", "granularity", "is_refused"),
     [(1, "layer", False), (2, "head", False), (2, "layer", True), (4, "head", True)],
 )
+@pytest.mark.parametrize("by", [{"reduce": "max"}, {"score": "retentive_spread"}])
 def test_maxima_over_rows_need_all_heads_of_a_token_set_on_one_rank(
     plain: str,
     monkeypatch: pytest.MonkeyPatch,
     ranks: int,
     granularity: str,
     is_refused: bool,
+    by: dict[str, str],
 ) -> None:
     """The model has two KV heads, so four ranks hold each of them twice."""
-    mix = {"base": "snapkv", "granularity": granularity, "reduce": "max"}
+    mix = {"base": "snapkv", "granularity": granularity, **by}
     eviction = {CONFIG_KEY: {"policy": "tgv", "methods": {"mine": mix, "other": {}}}}
     vllm_config = configure(plain, eviction)
     monkeypatch.setattr(vllm_config.parallel_config, "tensor_parallel_size", ranks)
@@ -606,8 +633,11 @@ def test_maxima_over_rows_need_all_heads_of_a_token_set_on_one_rank(
         check_vllm_config(vllm_config, platforms.CPU)
         return
     message = refusal_of(vllm_config)
-    assert "reduce: max of the method mine where heads of several ranks share a" in message
-    assert f"(--tensor-parallel-size {ranks}) yet: use reduce: mean, or granularity" in message
+    assert (
+        "reduce: max (or retentive_spread) of the method mine where heads of several ranks share a"
+        in message
+    )
+    assert f"(--tensor-parallel-size {ranks}) yet: use reduce: mean (or another" in message
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,14 @@ from vllm_tgvkv.memory import Sizes, memory_outside_pool
 from vllm_tgvkv.observation import WORKSPACE_BYTES
 from vllm_tgvkv.pages import CacheShape, page_pool
 from vllm_tgvkv.plan import Observation, StepPlan
-from vllm_tgvkv.policies import METHOD_NAMES, POLICY_NAMES, Pooling, Prompt, gates_of
+from vllm_tgvkv.policies import (
+    METHOD_NAMES,
+    POLICY_NAMES,
+    Pooling,
+    Prompt,
+    gates_of,
+    has_summaries,
+)
 from vllm_tgvkv.policies.pooling import Pooler
 from vllm_tgvkv.prompt import PromptMap, VisionSpan, Voters
 from vllm_tgvkv.queries import DecodeQueries, QueryPool
@@ -63,9 +70,11 @@ SIZES = Sizes(
     workspace_bytes=WORKSPACE_BYTES,
 )
 HEAD_ONLY = ("adakv", "rkv", "mixkv", "trimkv", "dbtrimkv", "kvzap")
-LAYER_METHODS = [name for name in METHOD_NAMES if name not in HEAD_ONLY]
+DROPPING = [name for name in METHOD_NAMES if not has_summaries(name)]
+"""Those that keep summaries run on CPUs only, where nothing is set aside."""
+LAYER_METHODS = [name for name in DROPPING if name not in HEAD_ONLY]
 METHODS = [
-    *((name, "head") for name in METHOD_NAMES),
+    *((name, "head") for name in DROPPING),
     *((name, "layer") for name in LAYER_METHODS),
 ]
 

@@ -327,7 +327,13 @@ def _seed() -> None:
 
 def test_every_method_is_here() -> None:
     assert set(METHOD_NAMES) == set(METHODS)
-    assert set(METHOD_NAMES) - set(POLICY_NAMES) == {"sparsemm", "trimkv", "dbtrimkv", "kvzap"}
+    assert set(METHOD_NAMES) - set(POLICY_NAMES) == {
+        "sparsemm",
+        "trimkv",
+        "dbtrimkv",
+        "kvzap",
+        "retentivekv",
+    }
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -26,7 +26,7 @@ from vllm_tgvkv.evictor import Evictor
 from vllm_tgvkv.gates import GateKind
 from vllm_tgvkv.pages import CacheShape, page_pool
 from vllm_tgvkv.plan import Eviction, Failure, Observation, Outcome, RowSumming, StepPlan
-from vllm_tgvkv.policies import METHOD_NAMES, gates_of
+from vllm_tgvkv.policies import METHOD_NAMES, gates_of, has_summaries
 from vllm_tgvkv.prompt import PromptMap, VisionSpan, voters
 from vllm_tgvkv.ragged import RaggedKeys
 from vllm_tgvkv.ranks import RankError, Ranks, SharedAttention, TensorRanks
@@ -40,7 +40,9 @@ PROMPTS = {
     "second": PromptMap(115, (VisionSpan(20, 64, (8, 8)),)),
 }
 HEAD_ONLY = ("adakv", "rkv", "mixkv", "reach", "trimkv", "dbtrimkv", "kvzap")
-SHARED = [name for name in METHOD_NAMES if name not in HEAD_ONLY]
+DROPPING = [name for name in METHOD_NAMES if not has_summaries(name)]
+"""Those that keep summaries are refused with several ranks."""
+SHARED = [name for name in DROPPING if name not in HEAD_ONLY]
 """Methods that exist at granularity `layer`, where ranks cannot share maxima over rows."""
 
 
@@ -273,7 +275,7 @@ def test_at_granularity_layer_ranks_keep_what_one_rank_keeps(method: str, size: 
                 assert run.outcomes[name].kept == alone.outcomes[name].kept  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("method", METHOD_NAMES)
+@pytest.mark.parametrize("method", DROPPING)
 def test_at_granularity_head_every_rank_deals_its_own_pages(method: str) -> None:
     """Pages are conserved on each; a head with as many pages as on one rank keeps the same."""
     config, model = settings("head", kind=gates_of(method) or "trimkv"), Model.random()

@@ -17,7 +17,7 @@ import torch
 
 from oracle import methods
 from oracle.attention import causal_attention
-from oracle.methods import METHODS, Earlier, Image, Layout, Settings, States
+from oracle.methods import HEAD, METHODS, Earlier, Image, Layout, Mix, Settings, States
 from tests.inputs import fresh_seed, gates, head_scores
 from vllm_tgvkv.config import EvictionConfig
 from vllm_tgvkv.evictor import Evictor
@@ -46,16 +46,27 @@ def of_eviction(evictor: Evictor) -> torch.Tensor:
     return kept.view(LAYERS, HEADS, TOKENS)
 
 
+SCORES = {
+    name: Mix(name, "uniform", "window", HEAD) for name in ("retentive_rows", "retentive_spread")
+}
+"""Mixes of scores that belong to no method."""
+
+
 @pytest.mark.parametrize(
-    "method", ["snapkv", "adakv", "mixkv", "sparsemm", "rkv", "trimkv", "dbtrimkv", "kvzap"]
+    "method",
+    ["snapkv", "adakv", "mixkv", "sparsemm", "rkv", "trimkv", "dbtrimkv", "kvzap", *SCORES],
 )
 def test_a_second_eviction_looks_at_what_is_left(method: str) -> None:
     random.seed(fresh_seed())
-    scores, mix = head_scores(LAYERS, HEADS, GROUP), METHODS[method]
+    scores, mix = head_scores(LAYERS, HEADS, GROUP), {**METHODS, **SCORES}[method]
     settings = Settings(0.5, SIZE, head_scores=torch.tensor(scores.scores))
     config = EvictionConfig.from_mapping(
         {
             "policy": method,
+            "methods": {
+                name: {"base": "snapkv", "score": name, "pooling": {"kind": "none"}}
+                for name in SCORES
+            },
             "head_scores": scores,
             "gates": gates("kvzap" if method == "kvzap" else "trimkv", LAYERS, HEADS),
             "decode": {"schedule": [[0, 0.5], [ANSWER, 0.3]], "rows": 20},

@@ -5,7 +5,7 @@
 from vllm_tgvkv.policies import retention, uniform  # noqa: F401, I001
 from vllm_tgvkv.policies import tgv, vlcache, aircache  # noqa: F401
 from vllm_tgvkv.policies import snapkv, pyramidkv, adakv, sparsemm, reach  # noqa: F401
-from vllm_tgvkv.policies import rkv, mixkv  # noqa: F401
+from vllm_tgvkv.policies import rkv, mixkv, retentive  # noqa: F401
 from vllm_tgvkv.policies import trimkv, kvzap  # noqa: F401
 from vllm_tgvkv.policies import h2o, prefixkv, elastic, streaming, random  # noqa: F401
 from vllm_tgvkv.policies import ablations  # noqa: F401
@@ -31,20 +31,25 @@ from vllm_tgvkv.policies.registry import (
     Recipe,
     broken_methods,
     build_policy,
+    build_summaries,
     first_eviction_of,
     gates_of,
+    has_summaries,
     method_names,
     needs_head_scores,
 )
+from vllm_tgvkv.policies.summaries import Summaries
 from vllm_tgvkv.prompt import RowSet, VisionSpan
 
 METHOD_NAMES = POLICIES.names
 """All methods of this package; `method_names` returns those of other installed packages, too."""
 
 POLICY_NAMES = tuple(
-    name for name in METHOD_NAMES if not needs_head_scores(name) and gates_of(name) is None
+    name
+    for name in METHOD_NAMES
+    if not needs_head_scores(name) and gates_of(name) is None and not has_summaries(name)
 )
-"""Methods that every server has: they need no file."""
+"""Methods that every server has: they need no file and keep no summaries."""
 
 __all__ = [
     "METHOD_NAMES",
@@ -65,12 +70,15 @@ __all__ = [
     "Retention",
     "RowSet",
     "Score",
+    "Summaries",
     "VisionSpan",
     "VoteScore",
     "broken_methods",
     "build_policy",
+    "build_summaries",
     "first_eviction_of",
     "gates_of",
+    "has_summaries",
     "method_names",
     "needs_head_scores",
 ]

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three parts of a policy - score, allocation, retention - and their inputs.
+"""The parts of a policy - score, allocation, retention - and their inputs.
+
+A fourth one, what becomes of evicted tokens, is in `summaries.py`.
 
 The parts take tensors and return tensors. They know nothing about pages, and the cache knows
 nothing about methods. L is the number of layers, H of KV heads, P of prompt tokens; S is the number
@@ -19,6 +21,7 @@ from vllm_tgvkv.gates import GateKind, Gates
 from vllm_tgvkv.head_scores import HeadScores
 from vllm_tgvkv.kernels.statistics import Attention, Statistic
 from vllm_tgvkv.policies.pooling import Pooler, Pooling
+from vllm_tgvkv.policies.summaries import Summaries
 from vllm_tgvkv.prompt import RowSet, VisionSpan
 
 Granularity = Literal["layer", "head"]
@@ -232,7 +235,7 @@ class Retention(ABC):
 
 @dataclass(frozen=True)
 class Policy:
-    """A method: its three parts, their granularity, and the pooling of scores."""
+    """A method: its parts, their granularity, and the pooling of scores."""
 
     name: str
     score: Score
@@ -243,6 +246,8 @@ class Policy:
     merge: bool = False
     """Whether evicted tokens are merged into kept ones, see :mod:`~vllm_tgvkv.kernels.merge`."""
     reduction: Reduction = "mean"
+    summaries: Summaries | None = None
+    """What becomes of evicted tokens; None if they are dropped."""
 
     @property
     def row_sets(self) -> tuple[RowSet, ...]:
@@ -258,7 +263,8 @@ class Policy:
     @property
     def cuts_again(self) -> bool:
         """Whether it can evict from what an earlier eviction left."""
-        return not self.merge and self.score.cuts_again and self.allocation.cuts_again
+        is_dropped = not self.merge and self.summaries is None
+        return is_dropped and self.score.cuts_again and self.allocation.cuts_again
 
     def statistics(self, rows: RowSet) -> frozenset[Statistic]:
         """Return the statistics that the parts with this row set read."""

@@ -28,6 +28,7 @@ from vllm_tgvkv.policies.base import (
     Score,
 )
 from vllm_tgvkv.policies.pooling import Pooling
+from vllm_tgvkv.policies.summaries import Summaries
 from vllm_tgvkv.prompt import RowSet
 
 T = TypeVar("T")
@@ -86,6 +87,7 @@ class Recipe:
     """Share of the prompt that is kept where neither server nor request says how much."""
     defer: int = 0
     """Tokens of the answer to wait for, likewise."""
+    summaries: Summaries | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ class Mix:
     merge: bool | None = None
     rows: RowSet | None = None
     reduce: Reduction | None = None
+    summaries: Summaries | None = None
 
 
 SCORES: Registry[Callable[[], Score]] = Registry("score")
@@ -174,6 +177,7 @@ def build_policy(
         pooling=mix.pooling or recipe.pooling,
         merge=recipe.merge if mix.merge is None else mix.merge,
         reduction=reduction,
+        summaries=build_summaries(mix),
     )
     if policy.granularity not in ("layer", "head"):
         raise ValueError(f"unknown granularity {policy.granularity!r}: choose one of layer, head")
@@ -214,6 +218,17 @@ def build_policy(
         raise ValueError(
             f"allocation {allocation!r} has no meaning with the score {score!r}, whose values may "
             f"be negative: choose one of {', '.join(fitting)}"
+        )
+    if policy.summaries is not None and policy.merge:
+        raise ValueError(
+            "summaries and merge: true exclude each other: evicted tokens are either summarised or "
+            "merged into kept ones; set merge: false, or summaries: {of: none}"
+        )
+    weighs = policy.summaries is not None and policy.summaries.weight == "score"
+    if weighs and policy.score.is_signed:
+        raise ValueError(
+            f"summaries.weight 'score' has no meaning with the score {score!r}, whose values may "
+            "be negative: choose weight: tokens"
         )
     return policy
 
@@ -260,6 +275,17 @@ def first_eviction_of(name: str) -> tuple[float, int]:
 def gates_of(name: str) -> GateKind | None:
     """Return the kind of gates that a registered method reads, or None."""
     return SCORES[POLICIES[name].score]().gates
+
+
+def build_summaries(mix: Mix) -> Summaries | None:
+    """Return the summaries of a mix, or None if it keeps none."""
+    summaries = mix.summaries or POLICIES[mix.base].summaries
+    return None if summaries is None or summaries.of == "none" else summaries
+
+
+def has_summaries(name: str) -> bool:
+    """Return whether a registered method keeps summaries of what it evicts."""
+    return POLICIES[name].summaries is not None
 
 
 def _with_maxima() -> list[str]:

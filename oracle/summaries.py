@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Summaries of evicted tokens, one token after the other, in float64.
+
+A summary has a few rows. Each row has a mass n and the weighted means of the keys and values that
+it has absorbed; attention reads it as a key whose logit is raised by log n.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from oracle.methods import Image, Layout
+
+
+@dataclass
+class Row:
+    """A row of a summary: its mass, and the means of keys [D] and values [D]."""
+
+    mass: float
+    key: Tensor
+    value: Tensor
+
+    def absorb(self, weight: float, key: Tensor, value: Tensor) -> None:
+        """Add a token: n' = n + w, mean' = (n mean + w x) / n'."""
+        total = self.mass + weight
+        if total == 0:
+            return
+        self.key = (self.mass * self.key + weight * key) / total
+        self.value = (self.mass * self.value + weight * value) / total
+        self.mass = total
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How tokens are absorbed.
+
+    Attributes:
+        of: "both" for a summary of vision and one of text, "all" for one of both together, or
+            "vision" or "text" for one alone.
+        weight: "tokens", every token weighs 1; or "score", it weighs its score, divided by the mean
+            score of the tokens that the summary absorbs.
+        decay: factor of a vision token's weight for each step away from its root.
+        gate: factor of all masses.
+        rows: greatest number of rows of a summary.
+    """
+
+    of: str = "both"
+    weight: str = "tokens"
+    decay: float = 0.9
+    gate: float = 1.0
+    rows: int = 15
+
+    def kinds(self, layout: Layout) -> list[str]:
+        """Return what each summary of a prompt is of."""
+        kinds = ["vision", "text"] if self.of == "both" else [self.of]
+        return [kind for kind in kinds if kind != "vision" or layout.images]
+
+
+def image_of(layout: Layout, j: int) -> Image | None:
+    """Return the image that position j belongs to, or None for text."""
+    return next((i for i in layout.images if i.start <= j < i.start + i.length), None)
+
+
+def distance(layout: Layout, i: int, j: int) -> int:
+    """Return the steps between two positions: on the patch grid of an image, or in the sequence."""
+    image = image_of(layout, i)
+    if image is None or image != image_of(layout, j) or image.grid is None:
+        return abs(i - j)
+    (row, column), (other_row, other_column) = (
+        divmod(x - image.start, image.grid[1]) for x in (i, j)
+    )
+    return abs(row - other_row) + abs(column - other_column)
+
+
+def roots_of(absorbed: Sequence[int], scores: Sequence[float], number: int) -> list[int]:
+    """Return the best of the absorbed positions, in their order; of equal ones, the first."""
+    best = sorted(absorbed, key=lambda j: (-scores[j], j))
+    return sorted(best[:number])
+
+
+def root_of(layout: Layout, j: int, roots: Sequence[int]) -> int:
+    """Return the index of a token's root: the nearest one of its image, or of the text.
+
+    If there is none of them, the nearest of all. The first, of equally near ones.
+    """
+    image = image_of(layout, j)
+    own = [r for r in roots if image_of(layout, r) == image]
+    near = own or list(roots)
+    steps = [distance(layout, j, r) for r in near]
+    return roots.index(near[steps.index(min(steps))])
+
+
+def summary(
+    keys: Tensor,
+    values: Tensor,
+    absorbed: Sequence[int],
+    scores: Sequence[float],
+    layout: Layout,
+    rules: Rules,
+) -> list[Row]:
+    """Return what some positions of one head leave, in the order of their roots.
+
+    Args:
+        keys, values: [P, D] of the head.
+        absorbed: the evicted positions that this summary is of.
+        scores: of all positions.
+    """
+    roots = roots_of(absorbed, scores, rules.rows)
+    zero = torch.zeros(keys.shape[1], dtype=torch.float64)
+    rows = [Row(0.0, zero, torch.zeros(values.shape[1], dtype=torch.float64)) for _ in roots]
+    mean = sum(scores[j] for j in absorbed) / len(absorbed) if absorbed else 1.0
+    for j in absorbed:
+        weight = 1.0
+        if rules.weight == "score":
+            weight = scores[j] / mean if mean > 0 else 1.0
+        index = root_of(layout, j, roots)
+        if layout.vision[j]:
+            weight *= rules.decay ** distance(layout, j, roots[index])
+        rows[index].absorb(weight, keys[j].double(), values[j].double())
+    return [replace(row, mass=row.mass * rules.gate) for row in rows if row.mass * rules.gate > 0]
+
+
+def summaries(
+    keys: Tensor,
+    values: Tensor,
+    kept: Tensor,
+    scores: Sequence[float],
+    layout: Layout,
+    rules: Rules,
+    blocks: int,
+) -> list[Row]:
+    """Return the rows of all summaries of one head; there are at most `blocks` summaries.
+
+    `kept` is bool [P], true for all that is not evicted.
+    """
+    rows = []
+    for kind in rules.kinds(layout)[:blocks]:
+        absorbed = [
+            j
+            for j in range(len(kept))
+            if not kept[j] and kind in ("all", "vision" if layout.vision[j] else "text")
+        ]
+        rows += summary(keys, values, absorbed, scores, layout, rules)
+    return rows
+
+
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, rows: Sequence[Row], scale: float
+) -> Tensor:
+    """Return the attention of one query [D] over tokens and rows together, [D].
+
+    The softmax is over the logits q.k of the tokens and q.k + log n of the rows.
+    """
+    logits = [float(query.double() @ key.double()) * scale for key in keys]
+    logits += [float(query.double() @ row.key) * scale + _log(row.mass) for row in rows]
+    weights = torch.tensor(logits, dtype=torch.float64).softmax(0)
+    everything = torch.stack([*values.double(), *(row.value for row in rows)])
+    return weights @ everything
+
+
+def _log(mass: float) -> float:
+    return math.log(mass) if mass > 0 else -math.inf
+
+
+@dataclass(frozen=True)
+class Absorbed:
+    """Summaries of all heads as attention reads them: rows of all heads are as many as the most.
+
+    Attributes:
+        keys, values: [L, H, n, D].
+        log_masses: [L, H, n], -inf where a head has fewer rows.
+    """
+
+    keys: Tensor
+    values: Tensor
+    log_masses: Tensor = field()
+
+    @classmethod
+    def of_heads(cls, heads: Sequence[Sequence[Sequence[Row]]], head_size: int) -> Absorbed:
+        """Stack the rows of each layer's heads."""
+        most = max((len(rows) for layer in heads for rows in layer), default=0)
+        shape = (len(heads), len(heads[0]), most)
+        keys, values = (torch.zeros(*shape, head_size, dtype=torch.float64) for _ in range(2))
+        log_masses = torch.full(shape, -math.inf, dtype=torch.float64)
+        for layer, of_layer in enumerate(heads):
+            for head, rows in enumerate(of_layer):
+                for i, row in enumerate(rows):
+                    keys[layer, head, i], values[layer, head, i] = row.key, row.value
+                    log_masses[layer, head, i] = _log(row.mass)
+        return cls(keys, values, log_masses)

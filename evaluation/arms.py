@@ -79,8 +79,9 @@ class EvaluatedArm:
     @property
     def xargs(self) -> dict[str, Any]:
         """Return the `vllm_xargs` of its requests."""
-        budget = {} if self == FULL else {"kv_eviction_budget": self.budget}
-        return {"kv_eviction": self.method, **budget, "kv_eviction_report": 1}
+        # Evicted at the prompt's end, also if a method recommends to wait.
+        first = {} if self == FULL else {"kv_eviction_budget": self.budget, "kv_eviction_defer": 0}
+        return {"kv_eviction": self.method, **first, "kv_eviction_report": 1}
 
 
 FULL = EvaluatedArm(NONE, 1.0)

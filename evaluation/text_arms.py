@@ -198,9 +198,12 @@ class TextArm:
     @property
     def xargs(self) -> dict[str, Any]:
         """Return the `vllm_xargs` of its requests."""
-        budget = {} if self == FULL or self.has_schedule else {"kv_eviction_budget": self.budget}
+        first: dict[str, Any] = {}
+        if self != FULL and not self.has_schedule:
+            # Without a wait, an arm has none, also if its method recommends one.
+            first = {"kv_eviction_budget": self.budget, "kv_eviction_defer": 0}
         options = {f"kv_eviction_{name}": value for name, value in self.options}
-        return {"kv_eviction": self.method, **budget, **options, "kv_eviction_report": 1}
+        return {"kv_eviction": self.method, **first, **options, "kv_eviction_report": 1}
 
 
 @cache

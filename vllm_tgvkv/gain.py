@@ -259,8 +259,6 @@ def report(
     if refusals:
         yield f"Not served by --kv-eviction yet: {'; '.join(refusals)}."
         yield f"What eviction could reach: full attention, in {num_evicted} of its layers."
-    elif any(kind.state_bytes for kind in kinds):
-        yield "Served by --kv-eviction on CPU, with --no-enable-prefix-caching."
     elif is_prefix_lm or num_evicted < sum(kind.num_layers for kind in kinds):
         yield "Served by --kv-eviction on CPU."
     else:

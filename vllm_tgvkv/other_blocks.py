@@ -39,9 +39,18 @@ class OtherBlocks:
         )
 
     def states(self, request_id: str) -> int:
-        """Return the blocks that a request holds for states now."""
-        rows = (each.req_to_blocks.get(request_id, ()) for each in self._states)
-        return sum(not block.is_null for blocks in rows for block in blocks)
+        """Return the blocks that a request holds for states between its steps.
+
+        With prefix caching a step has another block for the state that it starts from, until it has
+        ended.
+        """
+        return sum(
+            min(
+                sum(not block.is_null for block in each.req_to_blocks.get(request_id, ())),
+                1 + each.num_speculative_blocks,
+            )
+            for each in self._states
+        )
 
     def held(self, request_ids: Iterable[str]) -> tuple[int, int]:
         """Return the blocks that requests hold for windows and for states now."""

@@ -113,7 +113,9 @@ def test_the_report_tells_what_the_pool_holds(running: SteppedEngine) -> None:
         ).values()
         held.append(used[-2])  # the last step in which it runs
     memory = outputs[0].kv_transfer_params["kv_eviction"]["memory"]
-    assert memory["states"] == running.scheduler.manager.num_other_blocks * block_bytes
+    groups = running.scheduler.kv_cache_config.kv_cache_groups
+    num_states = sum(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
+    assert memory["states"] == num_states * block_bytes
     assert memory["windows"] == 0
     assert memory["given_back"] == (held[1] - held[0]) * block_bytes > 0
     opened = held[0] - memory["after"] // block_bytes  # by the answer

@@ -52,7 +52,7 @@ def scraped(server: ChatServer) -> dict[tuple[str, ...], float]:
             assert sample.labels.pop("model_name") == "tiny"
             assert sample.labels.pop("engine") == "0"
             name = sample.name.removeprefix("vllm:kv_eviction_")
-            order = ("policy", "reason", "modality", "part", "le")
+            order = ("policy", "reason", "modality", "part", "layers", "le")
             labels = [sample.labels[label] for label in order if label in sample.labels]
             found[(name, *labels)] = sample.value
     return found
@@ -189,7 +189,7 @@ def test_options_of_a_request(server: ChatServer) -> None:
 
 def test_every_method_and_a_guarded_budget(server: ChatServer) -> None:
     """Each request of one batch names a method; all of them stay within the budget."""
-    asks = [{"kv_eviction": name, **REPORT} for name in POLICY_NAMES]
+    asks = [{"kv_eviction": name, "kv_eviction_budget": 0.1, **REPORT} for name in POLICY_NAMES]
     with ThreadPoolExecutor(len(asks)) as pool:
         reports = [report_of(answer) for answer in pool.map(server.ask, asks)]
     assert [report["policy"] for report in reports] == list(POLICY_NAMES)

@@ -122,6 +122,7 @@ same wording, and the noise sentences.
 **Bytes are equal**: at a budget, every method keeps the same number of KV blocks of each prompt,
 divided among layers and heads as it likes. Not counted are what a gate says, 4 bytes for each key
 of 512, and the gates' weights.
+`reach` is the form of before [its second choice](../../tuning.md#the-second-choice).
 {READING}"""
 
 

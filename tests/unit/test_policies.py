@@ -267,7 +267,7 @@ def test_a_video_is_pooled_in_as_many_launches_as_an_image(pooling: Pooling) -> 
         assert len(second.names) > 0
         counts.append((len(first.names), len(second.names)))
     assert counts[1] == counts[0]
-    assert counts[0][1] <= counts[0][0] <= counts[0][1] + 2  # a copy or two to the device
+    assert counts[0][1] <= counts[0][0] <= counts[0][1] + 3  # copies to the device
 
 
 @pytest.mark.parametrize("forward", [7, 63, 511])

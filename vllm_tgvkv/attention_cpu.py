@@ -300,7 +300,9 @@ class EvictingCPUMetadataBuilder(EvictingBuilder[VirtualSequences], CPUAttention
                 block_table,
                 common.query_start_loc[rows],
                 common.query_start_loc[rows + 1],
-            ),
+            )
+            if self.evictor.summarises
+            else None,
         )
         self._last = ragged if only_decodes else None
         return ragged

@@ -495,7 +495,9 @@ class EvictionConfig:
     @property
     def summarises(self) -> bool:
         """Whether requests may keep summaries: the server's method does, or one of `methods`."""
-        mixes = (self.methods.get(self.policy) or Mix(self.policy), *self.methods.values())
+        # It is asked for messages about wrong policies, too, which may be of any type.
+        named = isinstance(self.policy, str) and self.methods.get(self.policy)
+        mixes = (named or Mix(self.policy), *self.methods.values())
         return any(mix.base in method_names() and build_summaries(mix) is not None for mix in mixes)
 
     def build_policy(self, name: str) -> Policy:

@@ -78,6 +78,8 @@ class Evictor:
     ) -> None:
         """Make an evictor; `query_dtype` is that of the model, by default that of the cache."""
         self.config = config
+        self.summarises = config.summarises
+        """Whether rows may have summaries, which attention then looks for in every step."""
         self.shape = shape
         self.pool = pool
         self.ranks = ranks

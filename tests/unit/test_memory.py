@@ -185,7 +185,7 @@ def test_an_eviction_takes_no_more_than_is_set_aside(
     """Nor much less: with every budget, guarded, the whole prompt in one chunk."""
     if method == "rkv":
         num_tokens = min(num_tokens, 1 << 14)  # its operations are as many as the tokens: minutes
-    config = settings(method, granularity, observation_window=512, query_rows=544)
+    config = settings(method, granularity, observation_window=512, query_rows=544, defer=0)
     most = most_bytes(config, num_tokens)
     # What one chunk of all tokens takes, without a second prompt that ends in the same step.
     lines = memory._of_method(

@@ -39,7 +39,7 @@ BUDGETS = (0.2, 0.1)
 """Budgets with which the recommended method is asked first."""
 
 PUBLISHED = ("snapkv", "tgv", "aircache")
-HARDER = (0.5, 0.2, 0.1, 0.05)
+HARDER = (0.5, 0.2, 0.05, 0.02)
 
 TASK = PageTask("number", "prose")
 BLOCK_SIZE = 16

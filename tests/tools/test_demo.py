@@ -87,7 +87,8 @@ def test_each_harder_setting_is_asked_once(capsys: pytest.CaptureFixture[str]) -
 
     def answer(xargs: dict[str, Any], start: str) -> str:
         seen.append((xargs["kv_eviction"], xargs["kv_eviction_budget"]))
-        return wrong_at_a_tenth(xargs, start)
+        is_wrong = xargs["kv_eviction_budget"] == 0.05 and truth_of(start) == TRUTHS[1]
+        return " 42." if is_wrong else f" {truth_of(start)}."
 
     reading.find_the_limit(server(answer), questions(), {0.2: 9, 0.1: 8})
     known = [(reading.RECOMMENDED, budget) for budget in reading.BUDGETS]
@@ -95,7 +96,7 @@ def test_each_harder_setting_is_asked_once(capsys: pytest.CaptureFixture[str]) -
     wanted = [(m, b) for m in methods for b in reading.HARDER if (m, b) not in known]
     assert seen == [pair for pair in wanted for _ in TRUTHS]
     out = capsys.readouterr().out
-    assert re.search(rf"^{reading.RECOMMENDED} +2 +9 +8 +2$", out, re.MULTILINE)
+    assert re.search(rf"^{reading.RECOMMENDED} +2 +9 +1 +2$", out, re.MULTILINE)
     assert re.search(r"^snapkv +2 +2 +1 +2$", out, re.MULTILINE)
 
 

@@ -544,7 +544,7 @@ def test_a_warm_up_waits_and_cuts_again_like_the_server(
 
     monkeypatch.setattr(evictor, "_evict", record)
     warm_up(evictor)
-    first = (True, min(config.defer, 15))
+    first = (True, min(config.first_eviction(policy)[1], 15))
     cuts_again = config.decode is not None and policy != "elastic"
     assert evicted == ([first, (False, 15)] if cuts_again else [first]) * 2
     assert not pool.raw.any()

@@ -367,7 +367,7 @@ def test_what_summaries_do_not_go_with(settings: dict[str, Any], message: str) -
 def test_a_server_without_summaries_refuses_a_request_for_them() -> None:
     config = EvictionConfig.from_mapping({"policy": "tgv"})
     assert "retentivekv" not in config.method_names
-    given = ("retentivekv", config.budget, "kv_eviction", 0)
+    given = ("retentivekv", *config.first_eviction("retentivekv"), "kv_eviction")
     with pytest.raises(EvictionConfigError, match=re.escape("start it with such a method as kv_e")):
         config.check_method(*given)
     mixes = {"mine": {"base": "tgv", "summaries": {"of": "vision"}}}

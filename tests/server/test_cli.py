@@ -98,7 +98,7 @@ def test_the_help_explains_every_setting(
     listed = re.findall(r"^ *- (\w+): .*\(.+; default: .+\)", text, flags=re.MULTILINE)
     assert listed == [field.name for field in dataclasses.fields(EvictionConfig)][2:-1]
     assert "`auto:SHARE`" in text
-    assert "0.2 with reach" in text
+    assert "the method's own: 0.1, 0.2 with `reach`" in text
 
 
 @pytest.mark.parametrize(

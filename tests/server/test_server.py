@@ -189,7 +189,8 @@ def test_options_of_a_request(server: ChatServer) -> None:
 
 def test_every_method_and_a_guarded_budget(server: ChatServer) -> None:
     """Each request of one batch names a method; all of them stay within the budget."""
-    asks = [{"kv_eviction": name, "kv_eviction_budget": 0.1, **REPORT} for name in POLICY_NAMES]
+    first = {"kv_eviction_budget": 0.1, "kv_eviction_defer": 0}
+    asks = [{"kv_eviction": name, **first, **REPORT} for name in POLICY_NAMES]
     with ThreadPoolExecutor(len(asks)) as pool:
         reports = [report_of(answer) for answer in pool.map(server.ask, asks)]
     assert [report["policy"] for report in reports] == list(POLICY_NAMES)

@@ -42,14 +42,14 @@ OPTIONS = {
     "enable_prefix_caching": True,
 }
 TOKENS = 20
-MODELS = {
+MODELS: dict[str, dict[str, int]] = {
     "gemma3": {"layers": 6},
     "gemma4": {"layers": 9},
     "cohere2_vision": {"layers": 6, "image_size": 112},
     "exaone4_5": {"layers": 6, "image_size": 112},
 }
 """Tiny models. A third of the layers has full attention, in the last two without positions."""
-MORE_OPTIONS = {"exaone4_5": {"mm_device_do_normalize": False}}
+MORE_OPTIONS: dict[str, dict[str, Any]] = {"exaone4_5": {"mm_device_do_normalize": False}}
 """vLLM 0.32 leaves it to Exaone's tower to normalise pixels, and the tower does not."""
 
 

@@ -17,6 +17,13 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import (
+    Cohere2VisionConfig,
+    Cohere2VisionForConditionalGeneration,
+    Cohere2VisionImageProcessor,
+    Cohere2VisionProcessor,
+    Exaone4_5_Config,
+    Exaone4_5_ForConditionalGeneration,
+    Exaone4_5_Processor,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3ImageProcessor,
@@ -113,6 +120,15 @@ _GEMMA4_TOKENS = {
     "boa_token": "<|audio>",
     "eoa_token": "<audio|>",
 }
+_COHERE_TOKENS = {
+    "image_token": "<|IMG_PATCH|>",
+    "boi_token": "<|START_OF_IMG|>",
+    "eoi_token": "<|END_OF_IMG|>",
+    "img_line_break_token": "<|IMG_LINE_BREAK|>",
+}
+COHERE_IMAGE = _COHERE_TOKENS["image_token"]
+_EXAONE_TOKENS = ["<vision>", "</vision>", "<|image_pad|>", "<|video_pad|>"]
+EXAONE_IMAGE = "<vision><|image_pad|></vision>"
 _NEWLINES = ["\n" * number for number in range(1, 5)]
 """Gemma 3 writes empty lines around images, and vLLM joins them by these tokens."""
 _QWEN_TOKENS = [
@@ -352,6 +368,94 @@ def write_gemma3(folder: Path, model: TinyModel) -> None:
     projector = "mm_input_projection"
     _save(folder, model, Gemma3ForConditionalGeneration(config), processor, ids, projector)
     _rename_weights(folder, _clip_name_of_vllm)
+
+
+def write_cohere2_vision(folder: Path, model: TinyModel) -> None:
+    """Write a Command A Vision model: windows as in `write_gemma3`, images in tiles.
+
+    Its layers with full attention have no rotary positions. Their windows have one token more in
+    vLLM than in transformers.
+    """
+    tokenizer, ids = _tokenizer(
+        [*_CHAT_TOKENS, *_COHERE_TOKENS.values()],
+        COHERE_IMAGE,
+        Qwen2Tokenizer,
+        extra_special_tokens=_COHERE_TOKENS,
+    )
+    side = model.image_size
+    text = _text_config(model, tokenizer, ids, "Cohere2")
+    del text["rms_norm_eps"]  # with it vLLM takes another norm than transformers
+    config = Cohere2VisionConfig(
+        text_config={
+            **text,
+            "model_type": "cohere2",
+            "head_dim": model.head_size,
+            "layer_norm_eps": 1e-5,
+            "logit_scale": 1.0,
+            "sliding_window": WINDOW,
+            "layer_types": _with_windows(model.layers),
+            "tie_word_embeddings": True,
+        },
+        vision_config={**_clip_config(model), "model_type": "siglip_vision_model"},
+        downsample_factor=2,
+        alignment_intermediate_size=128,
+        image_token_id=ids[COHERE_IMAGE],
+        dtype="float32",
+    )
+    processor = Cohere2VisionProcessor(
+        image_processor=Cohere2VisionImageProcessor(
+            size={"height": side, "width": side},
+            patch_size=side // PATCH // 2,  # tokens of a tile in a row
+            max_patches=4,
+        ),
+        tokenizer=tokenizer,
+        chat_template=tokenizer.chat_template,
+    )
+    network = Cohere2VisionForConditionalGeneration(config)
+    _save(folder, model, network, processor, ids)
+    _rename_weights(folder, _clip_name_of_vllm)
+
+
+def write_exaone4_5(folder: Path, model: TinyModel) -> None:
+    """Write an Exaone 4.5 model: windows as in `write_gemma3`, images as in Qwen2.5-VL.
+
+    Its layers with full attention have no rotary positions. Queries and keys are normalised.
+    """
+    tokenizer, ids = _tokenizer([*_CHAT_TOKENS, *_EXAONE_TOKENS], EXAONE_IMAGE, Qwen2Tokenizer)
+    text = _text_config(model, tokenizer, ids, "Exaone4")
+    config = Exaone4_5_Config(
+        text_config={
+            **text,
+            "model_type": "exaone4",
+            "head_dim": model.head_size,
+            "sliding_window": WINDOW,
+            "layer_types": _with_windows(model.layers),
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_heads": 2,
+            "num_key_value_heads": 1,
+            "patch_size": PATCH,
+            "fullatt_block_indexes": [1],
+            "out_hidden_size": text["hidden_size"],
+        },
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    side = model.image_size
+    pixels = {"size": {"shortest_edge": side * side, "longest_edge": 1280 * 28 * 28}}
+    processor = Exaone4_5_Processor(
+        image_processor=Qwen2VLImageProcessor(**pixels),
+        tokenizer=tokenizer,
+        video_processor=Qwen2VLVideoProcessor(**pixels),
+        chat_template=tokenizer.chat_template,
+    )
+    network = Exaone4_5_ForConditionalGeneration(config)
+    _save(folder, model, network, processor, ids, "visual.merger.mlp.2")
 
 
 def write_gemma4(folder: Path, model: TinyModel) -> None:
@@ -658,6 +762,8 @@ FAMILIES = {
     "internvl": Family(write_internvl, INTERN_IMAGE, LLAVA_VIDEO),
     "gemma3": Family(write_gemma3, GEMMA_IMAGE),
     "gemma4": Family(write_gemma4, GEMMA4_IMAGE),
+    "cohere2_vision": Family(write_cohere2_vision, COHERE_IMAGE),
+    "exaone4_5": Family(write_exaone4_5, EXAONE_IMAGE),
     "qwen3": Family(write_qwen3),
     "qwen3_next": Family(write_qwen3_next),
     "phi3": Family(write_phi3),

@@ -42,12 +42,30 @@ OPTIONS = {
     "enable_prefix_caching": True,
 }
 TOKENS = 20
-LAYERS = {"gemma3": 6, "gemma4": 9}
-"""Layers of each tiny model, a third of them with full attention."""
+MODELS: dict[str, dict[str, int]] = {
+    "gemma3": {"layers": 6},
+    "gemma4": {"layers": 9},
+    "cohere2_vision": {"layers": 6, "image_size": 112},
+    "exaone4_5": {"layers": 6, "image_size": 112},
+}
+"""Tiny models. A third of the layers has full attention, in the last two without positions."""
+MORE_OPTIONS: dict[str, dict[str, Any]] = {"exaone4_5": {"mm_device_do_normalize": False}}
+"""vLLM 0.32 leaves it to Exaone's tower to normalise pixels, and the tower does not."""
 
 
 class CausalOracle(Oracle):
-    """An oracle whose images are seen by the rows behind them only, as in vLLM's CPU kernels."""
+    """An oracle whose images are seen by the rows behind them only, as in vLLM's CPU kernels.
+
+    Attributes:
+        window: tokens that a layer with a window sees in vLLM, with the row's own.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        text = self.model.config.get_text_config()
+        # vLLM's Cohere 2 sees a row's own token and as many before it as the configuration says.
+        text.sliding_window += text.model_type == "cohere2"
+        self.window: int = text.sliding_window
 
     def prompt(self, *args: Any) -> Prompt:
         prompt = super().prompt(*args)
@@ -62,6 +80,7 @@ class Served:
 
     arch: str
     folder: Path
+    options: dict[str, Any]
     running: SteppedEngine
     oracle: CausalOracle
 
@@ -93,12 +112,13 @@ def evicted_with(method: str, budget: float, **more: Any) -> dict[str, Any]:
     return {"kv_eviction": method, "kv_eviction_budget": budget, **more}
 
 
-@pytest.fixture(scope="module", params=LAYERS)
+@pytest.fixture(scope="module", params=MODELS)
 def served(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> Iterator[Served]:
     arch = request.param
-    folder = tiny_model(arch, layers=LAYERS[arch])
-    with engine(folder, SETTINGS, block_size=BLOCK_SIZE, **OPTIONS) as running:
-        yield Served(arch, folder, running, CausalOracle(folder))
+    folder = tiny_model(arch, **MODELS[arch])
+    options = OPTIONS | MORE_OPTIONS.get(arch, {})
+    with engine(folder, SETTINGS, block_size=BLOCK_SIZE, **options) as running:
+        yield Served(arch, folder, options, running, CausalOracle(folder))
 
 
 def test_full_attention_has_its_own_blocks(served: Served) -> None:
@@ -113,7 +133,7 @@ def test_full_attention_has_its_own_blocks(served: Served) -> None:
     # Gemma 4's last three layers read the caches of others.
     assert evictor.shape.num_layers == served.oracle.layers == 2
     assert evictor.shape.head_size == (64 if served.arch == "gemma4" else 32)
-    assert {group.kv_cache_spec.sliding_window for group in sliding} == {WINDOW}
+    assert {group.kv_cache_spec.sliding_window for group in sliding} == {served.oracle.window}
     # A block has the pages of all full-attention layers, or as many bytes of others.
     views = evictor.pool.raw.view(evictor.pool.num_blocks, -1)
     for group in groups:
@@ -263,5 +283,5 @@ def test_everything_kept_is_stock(served: Served) -> None:
     running.assert_forgotten()
     prompts = [oracle.prompt(ask.text, ask.images) for ask in asks]
     assert evicted == [oracle.generate(prompt, TOKENS) for prompt in prompts]
-    with engine(served.folder, None, block_size=32, **OPTIONS) as stock:
+    with engine(served.folder, None, block_size=32, **served.options) as stock:
         assert evicted == stock.tokens([replace(ask, xargs={}) for ask in asks])

@@ -157,7 +157,7 @@ class ArmEngine:
 
         worker.with_outcomes = with_outcomes
         try:
-            self._submit(prompt, 2, budget, policy)
+            self._submit(prompt, 2, budget, policy, defer=0)
             self._step_until_token()
         finally:
             worker.with_outcomes = attach

@@ -37,7 +37,7 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class Cost:
-    """What the answers to a task took, with blocks of a size."""
+    """Time and memory of the answers to a task, at one block size."""
 
     task: str
     block_size: int

@@ -114,7 +114,7 @@ GATED: dict[str, dict[str, Any]] = {
     f"{method}_votes": {"base": method, "score": "trimkv_votes", "rows": "window", "reduce": "max"}
     for method in ("trimkv", "dbtrimkv")
 }
-"""What gates say, plus the logarithm of the largest attention of the last rows. The evaluation of
+"""Scores of gates plus the logarithm of the largest attention of the last rows. The evaluation of
 gates alone has them; see `learned`."""
 
 MIXES: dict[str, dict[str, Any]] = (

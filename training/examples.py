@@ -33,7 +33,7 @@ from evaluation.text_tasks import TRAINING, TextQuestion, TextTask, python_prose
 Message = dict[str, Any]
 
 HELD_OUT = 10
-"""One of so many lines is held out: the last ones."""
+"""One line in this many is held out, from the end."""
 
 NUMBER = 200
 """Lines of the ready set."""

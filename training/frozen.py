@@ -29,7 +29,7 @@ ATTENTION = "tgvkv_training"
 
 @dataclass(frozen=True)
 class Attended:
-    """What one layer is about to attend with."""
+    """Inputs of one layer's attention."""
 
     layer: int
     module: nn.Module

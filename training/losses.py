@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What gates are trained for: a target for KVzap, and the terms of TrimKV's loss.
+"""Objectives of training gates: a target for KVzap, and the terms of TrimKV's loss.
 
 Sources: arXiv 2601.07891 and github.com/NVIDIA/kvpress for KVzap, arXiv 2605.09649 and
 github.com/ngocbh/trimkv for TrimKV.

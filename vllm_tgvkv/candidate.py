@@ -32,7 +32,7 @@ class Candidate:
     num_answer_rows: int
     """Last rows of the answer that vote at later cuts."""
     summaries: Summaries | None = None
-    """What becomes of evicted tokens; None if they are dropped."""
+    """How evicted tokens are summarised; None if they are dropped."""
     num_cut: int = 0
     """Tokens at the last cut. Queries before it are not stored for the next one."""
     has_failed: bool = False

@@ -103,7 +103,7 @@ class EvictingManager(FullAttentionManager):
         self.num_other_blocks = 0
         """Most blocks that a request holds for layers that are not evicted."""
         self.others = OtherBlocks()
-        """What requests hold for these layers."""
+        """Blocks that requests hold for layers that are not evicted."""
         self.record_freed = False
         self.freed: list[int] = []
         """Unhashed blocks given back since the last drain, if `record_freed`."""

@@ -140,7 +140,7 @@ class DueEviction:
 
     @property
     def summary_kinds(self) -> tuple[Kind, ...]:
-        """What the last blocks of the region hold summaries of, one block each."""
+        """Kinds of the summaries in the last blocks of the region, one for each block."""
         summaries = self.policy.summaries
         if summaries is None:
             return ()

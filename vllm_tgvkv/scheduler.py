@@ -86,7 +86,7 @@ class MemoryReport:
     states: int
     """Part of both that layers with a state hold, the same."""
     given_back: int
-    """What its evictions gave back to the pool, what they retained deducted. Negative if other
+    """Memory that its evictions gave back to the pool, less what they retained. Negative if other
     requests share so much of the prompt that its region takes more."""
 
 

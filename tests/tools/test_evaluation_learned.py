@@ -57,7 +57,7 @@ def test_other_gates_are_another_arm(tmp_path: Path) -> None:
 
 
 def test_methods_without_gates_are_asked_once() -> None:
-    """What the second part asks of them, the first one has asked."""
+    """The second part asks only questions that the first one asked too."""
     kvzap, trimkv = (
         {
             (task.name, arm)

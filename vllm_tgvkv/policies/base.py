@@ -247,7 +247,7 @@ class Policy:
     """Whether evicted tokens are merged into kept ones, see :mod:`~vllm_tgvkv.kernels.merge`."""
     reduction: Reduction = "mean"
     summaries: Summaries | None = None
-    """What becomes of evicted tokens; None if they are dropped."""
+    """How evicted tokens are summarised; None if they are dropped."""
 
     @property
     def row_sets(self) -> tuple[RowSet, ...]:

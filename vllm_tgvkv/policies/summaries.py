@@ -23,7 +23,7 @@ _Weight = Literal["tokens", "score"]
 
 @dataclass(frozen=True)
 class Summaries:
-    """What becomes of evicted tokens: some blocks of a region hold summaries of them.
+    """Treatment of evicted tokens: some blocks of a region hold summaries of them.
 
     Raises:
         ValueError: for an unknown ``of`` or ``weight``, or a number outside of its bounds.

@@ -2,9 +2,9 @@
 """Summaries of evicted tokens: how they are made, their pages, and how attention reads them.
 
 A summary is one page of each (layer, head). Its first c slots are *rows*: weighted means of keys
-and values. The values of its last slots hold the logarithms of the rows' masses, as float32.
-Attention reads a row as one more key, whose logit is raised by the logarithm of its mass: a token
-that stands for n equal ones counts n times.
+and values. The values of its last slots hold the rows' masses, as float32. Attention reads a row as
+one more key, whose logit is raised by the logarithm of its mass: a token that stands for n equal
+ones counts n times.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ WORKSPACE_BYTES = 16 << 20
 """Bound of each large buffer, or what one pair of a layer and head needs if that is more."""
 
 _MASS_BYTES = 4
+_TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where the candidates of a prompt are, int64 ``[C]`` each.
+    """Where the C candidates of a cut are, int64 ``[C]`` each.
 
     Two tokens of one run are ``|row - row'| + |column - column'|`` steps apart. A run is an image,
     or all text, which has one row.
@@ -43,8 +44,17 @@ class Summary:
     """float32 ``[M, c, D]``; 0 where a pair has fewer rows."""
     values: Tensor
     """float32 ``[M, c, D]``."""
-    log_masses: Tensor
-    """float32 ``[M, c]``; -inf where a pair has fewer rows."""
+    masses: Tensor
+    """float32 ``[M, c]``; 0 where a pair has fewer rows."""
+
+
+@dataclass(frozen=True)
+class Rooted:
+    """A summary that may absorb more."""
+
+    summary: Summary
+    roots: Tensor
+    """Positions of the rows' roots, int64 ``[M, c]``, ascending; any where a pair has fewer."""
 
 
 def num_rows(block_size: int, head_size: int, item_size: int) -> int:
@@ -62,74 +72,97 @@ def absorb(
     key_pages: Tensor,
     value_pages: Tensor,
     tables: Tensor,
+    positions: Tensor,
     weights: Tensor,
     scores: Tensor,
     places: Places,
     decays: Tensor,
     rows: int,
+    earlier: Rooted | None = None,
     workspace_bytes: int = WORKSPACE_BYTES,
-) -> Summary:
-    """Return the summary of the candidates with a positive weight.
+) -> Rooted:
+    """Return the summary of the tokens with a positive weight, and of an earlier summary's rows.
 
-    The ``rows`` best of them by score are the *roots*; of equal ones, the first. Every candidate
+    A row that exists already counts as a token: it stands at its root's position and weighs its
+    mass. At most ``rows`` of all become *roots*: every other existing row, then the best tokens by
+    score (of equal ones, the first), then the remaining rows, the last one first. Every other token
     joins the nearest root of its run, or the nearest in the sequence if its run has none; of two
     equally near ones, the first. Its weight is multiplied by ``decays ** steps``. A row's mass is
-    the sum of its weights.
+    the sum of its weights. A row that nothing joins keeps its bits.
 
     Sums are float32 products of matrices: nothing depends on the order in which threads add.
 
     Args:
         key_pages, value_pages: ``[num_pool_pages, N, D]``, logical views of the pool.
-        tables: int64 ``[M, W]``, pages of the C = W * N candidates.
-        weights: float32 ``[M, C]``, 0 for candidates that are not absorbed.
-        scores: float32 ``[M, C]``.
+        tables: int64 ``[M, W]``, pages of the tokens, of which there are n, at most W * N.
+        positions: int64 ``[M, n]``, below C.
+        weights: float32 ``[M, n]``, 0 for tokens that are not absorbed, whatever their pages hold.
+        scores: float32 ``[M, n]``.
         decays: float32 ``[C]``.
         rows: c, at most N.
     """
-    pairs, num_candidates = weights.shape
+    pairs, num_tokens = weights.shape
     head_size, device = key_pages.shape[2], weights.device
+    tiers = torch.ones(num_tokens, dtype=torch.int32, device=device)
+    if earlier is not None:
+        order = torch.arange(rows, device=device)
+        tiers = torch.cat((tiers, 2 * (1 - order % 2).int()))
+        positions = torch.cat((positions, earlier.roots), dim=1)
+        weights = torch.cat((weights, earlier.summary.masses), dim=1)
+        scores = torch.cat((scores, order.to(scores.dtype).expand(pairs, -1)), dim=1)
     keys, values = (torch.empty(pairs, rows, head_size, device=device) for _ in range(2))
     masses = torch.empty(pairs, rows, device=device)
-    step = max(1, workspace_bytes // (num_candidates * max(4 * head_size, 8 * rows)))
+    roots = torch.empty(pairs, rows, dtype=torch.int64, device=device)
+    step = max(1, workspace_bytes // (weights.shape[1] * max(4 * head_size, 8 * rows)))
     for first in range(0, pairs, step):
         part = slice(first, first + step)
-        joined = _joined(weights[part], scores[part], places, decays, rows)  # [q, C, c]
+        ranks = ranking_keys(scores[part], tiers).masked_fill(weights[part] <= 0, -1)
+        joined, roots[part] = _joined(positions[part], weights[part], ranks, places, decays, rows)
         masses[part] = joined.sum(dim=1)
-        total = masses[part].unsqueeze(-1)
-        for pool, means in ((key_pages, keys), (value_pages, values)):
-            tokens = pool[tables[part]].flatten(1, 2).float()  # [q, C, D]
-            sums = joined.transpose(1, 2) @ tokens
-            means[part] = torch.where(total > 0, sums / total, 0)
-    return Summary(keys, values, masses.log())
+        # The share of a single token is exactly 1.
+        shares = (joined / masses[part].clamp(min=_TINY).unsqueeze(1)).transpose(1, 2)
+        is_absent = (weights[part, :num_tokens] <= 0).unsqueeze(-1)
+        for pool, means, name in ((key_pages, keys, "keys"), (value_pages, values, "values")):
+            tokens = pool[tables[part]].flatten(1, 2)[:, :num_tokens].float()  # [q, n, D]
+            tokens.masked_fill_(is_absent, 0)
+            if earlier is not None:
+                tokens = torch.cat((tokens, getattr(earlier.summary, name)[part]), dim=1)
+            means[part] = shares @ tokens
+    return Rooted(Summary(keys, values, masses), roots)
 
 
-def _joined(weights: Tensor, scores: Tensor, places: Places, decays: Tensor, rows: int) -> Tensor:
-    """Return the weight of each candidate in each row, float32 ``[q, C, c]``."""
-    num_candidates = weights.shape[1]
-    is_absorbed = weights > 0
-    ranks = ranking_keys(scores, torch.zeros_like(places.run)).masked_fill(~is_absorbed, -1)
-    best = ranks.topk(min(rows, num_candidates), dim=1)
+def _joined(
+    positions: Tensor, weights: Tensor, ranks: Tensor, places: Places, decays: Tensor, rows: int
+) -> tuple[Tensor, Tensor]:
+    """Return the weight of each of I tokens in each row, float32 ``[q, I, c]``, and the roots.
+
+    Args:
+        ranks: int64 ``[q, I]``; the highest become roots, and negative ones never.
+    """
+    end, num_roots = len(places.run), min(rows, weights.shape[1])
+    best = ranks.topk(num_roots, dim=1)
     # Roots ascend; those that do not exist come last.
-    roots = best.indices.masked_fill(best.values < 0, num_candidates).sort(dim=1).values
-    exists = (roots < num_candidates).unsqueeze(1)
-    roots = roots.clamp(max=num_candidates - 1)
-    position = torch.arange(num_candidates, device=weights.device)
-    steps = _steps(places.row, roots) + _steps(places.column, roots)
-    is_own = places.run[:, None] == places.run[roots].unsqueeze(1)
-    steps = torch.where(is_own, steps, _steps(position, roots))
+    roots = positions.gather(1, best.indices).masked_fill_(best.values < 0, end).sort(dim=1).values
+    exists = (roots < end).unsqueeze(1)
+    roots = roots.clamp(max=end - 1)
+    steps = _steps(places.row[positions], places.row[roots])
+    steps += _steps(places.column[positions], places.column[roots])
+    is_own = places.run[positions].unsqueeze(2) == places.run[roots].unsqueeze(1)
+    steps = torch.where(is_own, steps, _steps(positions, roots))
     # One key orders roots by whether they are of the same run, by distance and by position.
-    far = 2 * int(num_candidates)
+    far = 2 * end
     order = torch.where(is_own, steps, steps + far).masked_fill(~exists, 3 * far)
-    number = torch.arange(roots.shape[1], device=weights.device)
+    number = torch.arange(num_roots, device=weights.device)
     nearest = (order * rows + number).amin(dim=2, keepdim=True).remainder_(rows)
     steps = steps.gather(2, nearest).squeeze(2)
     joined = weights.new_zeros(*weights.shape, rows)
-    return joined.scatter_(2, nearest, (weights * decays**steps).unsqueeze(2))
+    joined.scatter_(2, nearest, (weights * decays[positions] ** steps).unsqueeze(2))
+    return joined, torch.nn.functional.pad(roots, (0, rows - num_roots))
 
 
-def _steps(coordinate: Tensor, roots: Tensor) -> Tensor:
-    """Return the distances of all candidates to the roots ``[q, c]`` in one coordinate."""
-    return (coordinate[:, None] - coordinate[roots].unsqueeze(1)).abs_()
+def _steps(coordinates: Tensor, of_roots: Tensor) -> Tensor:
+    """Return distances in one coordinate, of tokens ``[q, I]`` to roots ``[q, c]``."""
+    return (coordinates.unsqueeze(2) - of_roots.unsqueeze(1)).abs_()
 
 
 def store(summary: Summary, key_pages: Tensor, value_pages: Tensor, pages: Tensor) -> None:
@@ -142,7 +175,7 @@ def store(summary: Summary, key_pages: Tensor, value_pages: Tensor, pages: Tenso
     masses = torch.zeros(
         len(pages), header.shape[1] * header.element_size() // _MASS_BYTES, device=header.device
     )
-    masses[:, :rows] = summary.log_masses
+    masses[:, :rows] = summary.masses
     values[:, rows:] = masses.view(values.dtype).view(len(pages), size - rows, -1)
     key_pages[pages] = keys
     value_pages[pages] = values
@@ -206,10 +239,10 @@ def merge(
         summary: of m pages of each (token, head), so its M is ``[T, H, m]``.
         is_read: bool ``[T, m]``, false for pages that hold no summary of the token's request.
     """
-    masses = summary.log_masses.masked_fill(~is_read[:, None, :, None], float("-inf"))
+    masses = summary.masses.masked_fill(~is_read[:, None, :, None], 0)
     keys, values = (x.flatten(2, 3) for x in (summary.keys, summary.values))  # [T, H, m * c, D]
     logits = (queries.float() @ keys.transpose(2, 3)).mul_(scale)
-    logits += masses.flatten(2, 3).unsqueeze(2)
+    logits += masses.log_().flatten(2, 3).unsqueeze(2)
     most = torch.maximum(log_sum_exp, logits.amax(dim=-1)).unsqueeze(-1)
     weights = (logits - most).exp_()
     of_keys = (log_sum_exp.unsqueeze(-1) - most).exp_()

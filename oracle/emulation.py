@@ -63,6 +63,8 @@ class Eviction(Settings):
         ceiling, buffer: M and B in tokens. No cut leaves more than M tokens in full blocks, or one
             block. After the first cut, prompt and answer are cut again with every block that is
             then full and makes a head have more than M + B tokens in full blocks, on average.
+        summaries: most blocks of those that a cut leaves which hold summaries in place of tokens.
+            One block at least holds tokens, and all do where all tokens are left.
     """
 
     method: str | Mix = "tgv"
@@ -72,6 +74,7 @@ class Eviction(Settings):
     answer_rows: int = methods.WINDOW
     ceiling: int | None = None
     buffer: int = 0
+    summaries: int = 0
 
     @property
     def merges(self) -> bool:
@@ -218,6 +221,8 @@ class Cutter:
     kv_heads: int
     stages: Sequence[int] | None = None
     cuts: list[Cut] = field(default_factory=list)
+    taken: list[int] = field(default_factory=list)
+    """Blocks of summaries after each cut."""
 
     def __call__(self, moment: Moment) -> torch.Tensor | None:
         """Return what is left after the cuts that are due, bool [L, H, n]; None if none is due."""
@@ -237,7 +242,7 @@ class Cutter:
                 kept = self._cut(moment, so_far, budget, kept)
         ceiling = eviction.ceiling
         if ceiling is not None and moment.answer > eviction.defer and moment.length % size == 0:
-            held = kept.sum().item() / kept[..., 0].numel()
+            held = kept.sum().item() / kept[..., 0].numel() + self.taken[-1] * size
             if held > ceiling + eviction.buffer:
                 whole = replace(layout, length=moment.length)  # no part of it is exempt
                 kept = self._cut(moment, whole, ceiling, kept)
@@ -262,8 +267,15 @@ class Cutter:
         kept: torch.Tensor | None,
     ) -> torch.Tensor:
         """Decide one cut; `kept` is what the cuts before it left, None for the first one."""
-        eviction, settings = self.eviction, replace(self.eviction, budget=budget)
-        earlier = None
+        eviction, size = self.eviction, self.eviction.block_size
+        self.taken.append(0)
+        if eviction.summaries:
+            full, tail = divmod(layout.prompt, size)
+            blocks = methods.retained_blocks(layout.prompt, size, budget)
+            if blocks < full:
+                self.taken[-1] = min(eviction.summaries, blocks - 1)
+            budget = (blocks - self.taken[-1]) * size + tail
+        settings, earlier = replace(eviction, budget=budget), None
         if kept is not None:
             since = max((cut.after for cut in self.cuts if cut.after < moment.answer), default=0)
             first = moment.length - min(eviction.answer_rows, moment.answer - since)
@@ -470,7 +482,7 @@ class Oracle:
             merging: among this many first positions, those that a cut hides are merged into those
                 that it leaves.
             absorb: called with what a cut looked at and what it leaves, it returns what later
-                queries read of the rest. There may be one cut.
+                queries read of the rest, in place of what the cut before returned.
         """
         given = list(tokens[:max_tokens]) if tokens is not None else None
         number = max_tokens if given is None else len(given)

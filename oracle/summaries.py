@@ -2,14 +2,15 @@
 """Summaries of evicted tokens, one token after the other, in float64.
 
 A summary has a few rows. Each row has a mass n and the weighted means of the keys and values that
-it has absorbed; attention reads it as a key whose logit is raised by log n.
+it has absorbed; attention reads it as a key whose logit is raised by log n. At a later cut the rows
+that there are count as tokens, each at the place of its root and with its mass as its weight.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,8 +20,9 @@ from oracle.methods import Image, Layout
 
 @dataclass
 class Row:
-    """A row of a summary: its mass, and the means of keys [D] and values [D]."""
+    """A row of a summary: its root's position, its mass, and the means of keys and values, [D]."""
 
+    root: int
     mass: float
     key: Tensor
     value: Tensor
@@ -77,10 +79,19 @@ def distance(layout: Layout, i: int, j: int) -> int:
     return abs(row - other_row) + abs(column - other_column)
 
 
-def roots_of(absorbed: Sequence[int], scores: Sequence[float], number: int) -> list[int]:
-    """Return the best of the absorbed positions, in their order; of equal ones, the first."""
+def roots_of(
+    absorbed: Sequence[int], scores: Sequence[float], number: int, earlier: Sequence[int] = ()
+) -> list[int]:
+    """Return at most `number` roots, in their order.
+
+    First come every other root that there is, then the best of the absorbed positions (of equal
+    ones, the first), then the other roots, the last one first.
+
+    Args:
+        earlier: roots that there are, ascending.
+    """
     best = sorted(absorbed, key=lambda j: (-scores[j], j))
-    return sorted(best[:number])
+    return sorted([*earlier[::2], *best, *reversed(earlier[1::2])][:number])
 
 
 def root_of(layout: Layout, j: int, roots: Sequence[int]) -> int:
@@ -98,55 +109,65 @@ def root_of(layout: Layout, j: int, roots: Sequence[int]) -> int:
 def summary(
     keys: Tensor,
     values: Tensor,
-    absorbed: Sequence[int],
+    evicted: Sequence[int],
     scores: Sequence[float],
     layout: Layout,
     rules: Rules,
+    earlier: Sequence[Row] = (),
 ) -> list[Row]:
     """Return what some positions of one head leave, in the order of their roots.
 
     Args:
         keys, values: [P, D] of the head.
-        absorbed: the evicted positions that this summary is of.
+        evicted: the positions that this cut evicts, of those that this summary is of.
         scores: of all positions.
+        earlier: the rows that earlier cuts left.
     """
-    roots = roots_of(absorbed, scores, rules.rows)
-    zero = torch.zeros(keys.shape[1], dtype=torch.float64)
-    rows = [Row(0.0, zero, torch.zeros(values.shape[1], dtype=torch.float64)) for _ in roots]
-    mean = sum(scores[j] for j in absorbed) / len(absorbed) if absorbed else 1.0
-    for j in absorbed:
-        weight = 1.0
-        if rules.weight == "score":
-            weight = scores[j] / mean if mean > 0 else 1.0
-        index = root_of(layout, j, roots)
-        if layout.vision[j]:
-            weight *= rules.decay ** distance(layout, j, roots[index])
-        rows[index].absorb(weight, keys[j].double(), values[j].double())
-    return [replace(row, mass=row.mass * rules.gate) for row in rows if row.mass * rules.gate > 0]
+    mean = sum(scores[j] for j in evicted) / len(evicted) if evicted else 1.0
+    weights = dict.fromkeys(evicted, rules.gate)
+    if rules.weight == "score" and mean > 0:
+        weights = {j: rules.gate * scores[j] / mean for j in evicted}
+    absorbed = [j for j in evicted if weights[j] > 0]
+    roots = roots_of(absorbed, scores, rules.rows, [row.root for row in earlier])
+    items = [(j, weights[j], keys[j].double(), values[j].double()) for j in absorbed]
+    items += [(row.root, row.mass, row.key, row.value) for row in earlier]
+    rows = [Row(r, 0.0, torch.zeros(()), torch.zeros(())) for r in roots]
+    for place, weight, key, value in items:
+        index = root_of(layout, place, roots)
+        if layout.vision[place]:
+            weight *= rules.decay ** distance(layout, place, roots[index])
+        rows[index].absorb(weight, key, value)
+    return rows
 
 
 def summaries(
     keys: Tensor,
     values: Tensor,
-    kept: Tensor,
+    evicted: Tensor,
     scores: Sequence[float],
     layout: Layout,
     rules: Rules,
     blocks: int,
-) -> list[Row]:
-    """Return the rows of all summaries of one head; there are at most `blocks` summaries.
+    earlier: Sequence[Sequence[Row]] = (),
+) -> list[list[Row]]:
+    """Return the rows of each summary of one head; there are at most `blocks` summaries.
 
-    `kept` is bool [P], true for all that is not evicted.
+    Those of `earlier` that find no block are lost.
+
+    Args:
+        evicted: bool [P], the positions that this cut evicts.
+        earlier: the summaries that the last cut left.
     """
-    rows = []
-    for kind in rules.kinds(layout)[:blocks]:
+    found = []
+    for number, kind in enumerate(rules.kinds(layout)[:blocks]):
         absorbed = [
             j
-            for j in range(len(kept))
-            if not kept[j] and kind in ("all", "vision" if layout.vision[j] else "text")
+            for j in evicted.nonzero().flatten().tolist()
+            if kind in ("all", "vision" if layout.vision[j] else "text")
         ]
-        rows += summary(keys, values, absorbed, scores, layout, rules)
-    return rows
+        before = earlier[number] if number < len(earlier) else ()
+        found.append(summary(keys, values, absorbed, scores, layout, rules, before))
+    return found
 
 
 def attend(

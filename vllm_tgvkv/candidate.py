@@ -68,7 +68,8 @@ class Candidate:
         """Return the blocks that a cut fills with summaries, of those that it retains."""
         if self.summaries is None:
             return 0
-        return len(self.summaries.kinds(cut.num_retained, self.prompt.has_vision))
+        has_vision = self.prompt.has_vision
+        return len(self.summaries.kinds(cut.num_retained, cut.num_replaced, has_vision))
 
     def advance(self) -> None:
         """Go on to the cut after the next one, which is made now."""

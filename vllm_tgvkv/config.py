@@ -566,8 +566,6 @@ class EvictionConfig:
             )
         if again.happens and not policy.cuts_again:
             why = "merges tokens" if policy.merge else "is not defined on what is left"
-            if policy.summaries is not None:
-                why = "keeps summaries of what it evicts, which are not evicted again"
             raise EvictionConfigError(
                 f"{source} is {quoted(name)}, which {why} after the first eviction, and "
                 f"{again.source} evicts again: choose another method, such as snapkv, or "

@@ -40,7 +40,7 @@ from vllm_tgvkv.queries import ChunkQueries, DecodeQueries, QueryPool, StoredQue
 from vllm_tgvkv.ranks import Ranks
 from vllm_tgvkv.regions import Regions
 from vllm_tgvkv.stages import Stages
-from vllm_tgvkv.summaries import write_summaries
+from vllm_tgvkv.summaries import KeysOfRow, write_summaries
 from vllm_tgvkv.trace import Trace, Traces
 
 logger = init_logger("vllm.tgvkv")
@@ -298,6 +298,10 @@ class Evictor:
             if due.policy.merge:
                 merge_evicted(keys, values, positions, offsets, old_blocks, new_blocks, *sizes)
             if due.policy.summaries is not None:
+                if due.keys is None:
+                    of_row = KeysOfRow.of_blocks(old_blocks, shape.num_pairs, shape.block_size)
+                else:
+                    of_row = KeysOfRow.of_ragged(due.keys, due.blocks, self.regions)
                 write_summaries(
                     due.policy.summaries,
                     due.summary_kinds,
@@ -305,10 +309,10 @@ class Evictor:
                     gathered.scores[:, decider.own_sets],
                     positions,
                     offsets,
-                    old_blocks,
+                    of_row,
                     all_blocks[due.num_retained :],
                     self.pool,
-                    shape,
+                    self.regions,
                 )
             if self.config.decode is not None:
                 self.regions.store_positions(new_blocks, positions)

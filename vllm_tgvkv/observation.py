@@ -133,18 +133,12 @@ class DueEviction:
     """Where the keys are, if the row is compressed already."""
     layers_at_once: int
     """Number of layers that are scored together."""
+    summary_kinds: tuple[Kind, ...]
+    """Kinds of the summaries in the last blocks of the region, one for each block."""
 
     @property
     def per_head(self) -> bool:
         return self.policy.granularity == "head"
-
-    @property
-    def summary_kinds(self) -> tuple[Kind, ...]:
-        """Kinds of the summaries in the last blocks of the region, one for each block."""
-        summaries = self.policy.summaries
-        if summaries is None:
-            return ()
-        return summaries.kinds(self.eviction.num_retained_blocks, bool(self.prompt.images))
 
     @property
     def num_retained(self) -> int:
@@ -293,7 +287,11 @@ class PromptObservation:
         at_once = 1
         if keys is None:
             at_once = self._layers_at_once(policy, observed.num_tokens, len(computed))
-        return DueEviction(eviction, policy, prompt, voting, blocks, stored, keys, at_once)
+        kinds: tuple[Kind, ...] = ()
+        if policy.summaries is not None:
+            sizes = eviction.num_retained_blocks, num_replaced
+            kinds = policy.summaries.kinds(*sizes, bool(prompt.images))
+        return DueEviction(eviction, policy, prompt, voting, blocks, stored, keys, at_once, kinds)
 
     def _tables(self, blocks: torch.Tensor) -> torch.Tensor:
         """Return the pages of a prompt's blocks in every layer and head, int32 [L * H, W]."""

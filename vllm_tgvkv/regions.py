@@ -45,7 +45,8 @@ class Regions:
         self.positions = torch.empty(
             num_blocks * num_pairs, block_size, dtype=torch.int32, device=device
         )
-        """Positions of the tokens in the pages of all regions, int32 [num_pages, N]."""
+        """Positions of the tokens in the pages of all regions, int32 [num_pages, N]; in pages of
+        summaries, those of the roots."""
         self._owners: dict[int, str] = {}
         self._first_blocks: dict[str, int] = {}
         self.version = 0
@@ -54,6 +55,11 @@ class Regions:
     @property
     def num_live(self) -> int:
         return len(self._owners)
+
+    @property
+    def keeps_positions(self) -> bool:
+        """Whether regions may be cut again."""
+        return self.positions.shape[1] > 0
 
     def owns(self, request_id: str) -> bool:
         """Return whether a request is compressed."""
@@ -84,6 +90,15 @@ class Regions:
         """
         of_blocks = self.positions.view(len(self.num_retained), -1)
         of_blocks.index_copy_(0, blocks.long(), positions.reshape(len(blocks), -1))
+
+    def summary_blocks(self, row: torch.Tensor) -> torch.Tensor:
+        """Return the blocks of summaries of a compressed row of the block table, int32 [m].
+
+        It reads a row on the host, where alone there are summaries.
+        """
+        first = int(row[0])
+        start = int(self.num_retained[first])
+        return row[start : start + int(self.num_summaries[first])]
 
     def release(self, first_blocks: Sequence[int]) -> None:
         """Drop the regions that start with these blocks, which went back to the pool."""

@@ -2,28 +2,56 @@
 """Summaries of an eviction's tokens, in the last blocks of its region.
 
 A block is one page of every (layer, head), so a block holds one summary of each. Blocks of
-summaries are the last of the k blocks that a cut leaves; the others hold tokens.
+summaries are the last of the k blocks that a cut leaves; the others hold tokens. A later cut reads
+the summaries of the region that it replaces, and writes those of its own.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_tgvkv.kernels.summaries import Places, absorb, num_rows, store
-from vllm_tgvkv.pages import CacheShape, PagePool
+from vllm_tgvkv.kernels.summaries import Places, Rooted, absorb, load, num_rows, store
+from vllm_tgvkv.pages import PagePool
 from vllm_tgvkv.policies import Prompt
 from vllm_tgvkv.policies.summaries import Kind, Summaries
+from vllm_tgvkv.ragged import RaggedKeys
+from vllm_tgvkv.regions import Regions
 
 
 def rows_of(pool: PagePool) -> int:
     """Return the rows of a summary in the pages of a pool."""
     return num_rows(pool.block_size, pool.head_size, pool.values.element_size())
+
+
+@dataclass(frozen=True)
+class KeysOfRow:
+    """The keys of a row before its cut, of M pairs of a layer and a head."""
+
+    tables: Tensor
+    """Pages, int64 ``[M, W]``."""
+    positions: Tensor
+    """Position of each key, int64 ``[M, n]``; no candidate's where a pair has fewer."""
+    summaries: Tensor
+    """Blocks of the summaries that the row has, int32 ``[m]``."""
+
+    @classmethod
+    def of_blocks(cls, blocks: Tensor, num_pairs: int, block_size: int) -> KeysOfRow:
+        """Return those of a row that was never cut, from the blocks of its candidates, int32."""
+        pairs = torch.arange(num_pairs, device=blocks.device)
+        positions = torch.arange(len(blocks) * block_size, device=blocks.device)
+        tables = blocks.long() * num_pairs + pairs[:, None]
+        return cls(tables, positions.expand(num_pairs, -1), blocks[:0])
+
+    @classmethod
+    def of_ragged(cls, keys: RaggedKeys, row: Tensor, regions: Regions) -> KeysOfRow:
+        """Return those of a compressed row of the block table, int32 ``[W']``."""
+        return cls(keys.tables.long(), keys.positions, regions.summary_blocks(row))
 
 
 def write_summaries(
@@ -33,40 +61,68 @@ def write_summaries(
     scores: Tensor,
     positions: Tensor,
     offsets: Tensor,
-    old_blocks: Tensor,
+    keys: KeysOfRow,
     new_blocks: Tensor,
     pool: PagePool,
-    shape: CacheShape,
+    regions: Regions,
 ) -> None:
-    """Absorb what is evicted into pages of fresh blocks.
+    """Absorb what is evicted, and the summaries that there are, into pages of fresh blocks.
+
+    A summary of an earlier cut goes to that of the same kind; kinds are in the same order at every
+    cut. It is dropped where this cut has no such kind.
 
     Args:
         kinds: what each block's summaries are of.
         scores: float32 ``[L, S, C]``, of this rank's heads.
         positions: kept positions, int32 ``[pages, N]``; ``offsets`` are those of their pages.
-        old_blocks: blocks of the candidates, int32 ``[C / N]``.
         new_blocks: a block for each kind, int32.
+        regions: has the positions of the roots, for later cuts.
     """
-    num_pairs, num_candidates = shape.num_pairs, prompt.num_candidates
-    of_pairs = scores.expand(-1, shape.num_heads, -1).reshape(num_pairs, num_candidates)
-    is_evicted = ~_kept(positions, offsets, num_pairs, num_candidates)
-    is_vision = prompt.is_vision[:num_candidates]
-    pairs = torch.arange(num_pairs, device=scores.device)
-    tables = old_blocks.long() * num_pairs + pairs[:, None]
-    places = _places(prompt, scores.device)
-    decays = torch.where(is_vision, summaries.decay, 1.0)
-    log_gate = math.log(summaries.gate) if summaries.gate > 0 else -math.inf
+    num_pairs, num_candidates = pool.pages_per_block, prompt.num_candidates
+    rows, device = rows_of(pool), scores.device
+    is_candidate = keys.positions < num_candidates
+    places = keys.positions.clamp(max=num_candidates - 1)
+    of_pairs = scores.expand(-1, pool.num_heads, -1).reshape(num_pairs, num_candidates)
+    of_keys = of_pairs.gather(1, places)
+    kept = _kept(positions, offsets, num_pairs, num_candidates)
+    is_evicted = is_candidate & ~kept.gather(1, places)
+    candidates_are_vision = prompt.is_vision[:num_candidates]
+    is_vision = candidates_are_vision[places]
+    pairs = torch.arange(num_pairs, device=device)
+    grid = _places(prompt, device)
+    decays = torch.where(candidates_are_vision, summaries.decay, 1.0)
     for number, kind in enumerate(kinds):
         is_absorbed = is_evicted
         if kind != "all":
             is_absorbed = is_evicted & (is_vision if kind == "vision" else ~is_vision)
-        weights = summaries.weights(of_pairs, is_absorbed)
-        rows = (tables, weights, of_pairs, places, decays, rows_of(pool))
-        summary = absorb(pool.keys, pool.values, *rows)
-        summary.log_masses.add_(log_gate)
-        # Indexing by a tensor of no dimension would wait for its value.
-        pages = new_blocks[number : number + 1].long() * num_pairs + pairs
-        store(summary, pool.keys, pool.values, pages)
+        weights = summaries.weights(of_keys, is_absorbed)
+        earlier = None
+        if number < len(keys.summaries):
+            pages = _pages(keys.summaries, number, pairs)
+            summary = load(pool.keys, pool.values, pages, rows)
+            earlier = Rooted(summary, regions.positions[pages, :rows].long())
+        found = absorb(
+            pool.keys,
+            pool.values,
+            keys.tables,
+            places,
+            weights,
+            of_keys,
+            grid,
+            decays,
+            rows,
+            earlier,
+        )
+        pages = _pages(new_blocks, number, pairs)
+        store(found.summary, pool.keys, pool.values, pages)
+        if regions.keeps_positions:
+            regions.positions[pages, :rows] = found.roots.int()
+
+
+def _pages(blocks: Tensor, number: int, pairs: Tensor) -> Tensor:
+    """Return the pages of a block, int64 ``[M]``."""
+    # Indexing by a tensor of no dimension would wait for its value.
+    return blocks[number : number + 1].long() * len(pairs) + pairs
 
 
 def _kept(positions: Tensor, offsets: Tensor, num_pairs: int, num_candidates: int) -> Tensor:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Methods that keep summaries of what they evict, in real engines, against their definition.
 
-One batch holds requests with and without summaries, that wait for tokens of the answer or not.
+One batch holds requests with and without summaries, that wait for tokens of the answer or not, and
+that are evicted once or several times.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from oracle import methods, summaries
 from oracle.emulation import Answer, Cutter, Eviction, Moment, Oracle, Prompt
 from oracle.methods import HEAD, LAYER, Mix
-from oracle.summaries import Absorbed, Rules
+from oracle.summaries import Absorbed, Row, Rules
 from tests.engine.running import Ask, SteppedEngine, engine, name_of
 from tests.models import LLAVA_IMAGE, random_image, random_text
 from vllm_tgvkv.kernels.summaries import num_rows
@@ -25,6 +26,7 @@ from vllm_tgvkv.kernels.summaries import num_rows
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 BLOCK_SIZE = 32
+ANSWER_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -60,29 +62,41 @@ SETTINGS = {
     "policy": "retentivekv",
     "budget": 0.5,
     "text_only": "evict",
+    "decode": {"on_request": True, "rows": ANSWER_ROWS},
     "methods": {name: m.setting for name, m in METHODS.items() if m.setting},
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """A request: method, budget, lengths of the text around its images, tokens to wait for."""
+    """A request: method, budget, lengths of the text around its images, tokens to wait for.
+
+    A schedule or a ceiling, in tokens, evicts it again.
+    """
 
     method: str
     budget: float
     lengths: tuple[int, ...]
     defer: int = 0
+    max_tokens: int = 16
+    schedule: tuple[tuple[int, float], ...] = ()
+    ceiling: int | None = None
+    buffer: int = 0
 
     def ask(self, seed: int) -> Ask:
         texts = [random_text(100 * seed + i, n) for i, n in enumerate(self.lengths)]
         images = tuple(random_image(100 * seed + i) for i in range(len(texts) - 1))
-        xargs = {
-            "kv_eviction": self.method,
-            "kv_eviction_budget": self.budget,
-            "kv_eviction_defer": self.defer,
-            "kv_eviction_report": 1,
-        }
-        return Ask(LLAVA_IMAGE.join(texts), images, 16, xargs)
+        first = {"kv_eviction_budget": self.budget, "kv_eviction_defer": self.defer}
+        xargs = {"kv_eviction": self.method, "kv_eviction_report": 1, **first}
+        if self.schedule:
+            steps = [(self.defer, self.budget), *self.schedule]
+            written = ",".join(f"{after}:{budget}" for after, budget in steps)
+            xargs = {k: v for k, v in xargs.items() if k not in first}
+            xargs["kv_eviction_schedule"] = written
+        if self.ceiling is not None:
+            xargs["kv_eviction_max_tokens"] = self.ceiling
+            xargs["kv_eviction_buffer"] = self.buffer
+        return Ask(LLAVA_IMAGE.join(texts), images, self.max_tokens, xargs)
 
 
 CASES = [
@@ -94,12 +108,16 @@ CASES = [
     Case("of layers", 0.4, (20, 50, 100)),
     Case("by score", 0.5, (60, 130), defer=1),
     Case("snapkv", 0.3, (50, 100)),
+    Case("retentivekv", 0.7, (20, 160), 2, 30, ((9, 0.55), (18, 0.42))),
+    Case("retentivekv", 0.9, (30, 110), 0, 120, ceiling=128, buffer=32),
+    # Text of the prompt and of the answer; the first cut keeps all.
+    Case("by score", 1.0, (90,), 1, 120, ceiling=64, buffer=32),
 ]
 
 
 @dataclass
 class Emulation:
-    """The cut of one request, with summaries of what it evicts."""
+    """The cuts of one request, with summaries of what they evict."""
 
     case: Case
     prompt: Prompt
@@ -107,69 +125,71 @@ class Emulation:
     rows: int
     is_stable: bool = True
     num_rows: int = 0
-    num_filled: int = field(init=False)
-    """Blocks of tokens that are left."""
+    taken: list[int] = field(default_factory=list)
+    """Blocks of summaries after each cut."""
 
     def __post_init__(self) -> None:
-        method, layout = METHODS[self.case.method], self.prompt.layout
-        num_blocks = methods.retained_blocks(layout.length, BLOCK_SIZE, self.case.budget)
+        case, method = self.case, METHODS[self.case.method]
         self.mix, self.rules = method.mix, method.rules
+        kinds = []
         if self.rules is not None:
             self.rules = replace(self.rules, rows=self.rows)
-        kinds = [] if self.rules is None else self.rules.kinds(layout)
-        self.num_summaries = min(len(kinds), num_blocks - 1)
-        self.num_filled = num_blocks - self.num_summaries
-        budget = self.num_filled * BLOCK_SIZE + layout.length % BLOCK_SIZE
+            kinds = self.rules.kinds(self.prompt.layout)
         self.eviction = Eviction(
-            budget,
+            case.budget,
             BLOCK_SIZE,
             observation_window=128,
             method=method.mix,
             text_only="evict",
-            defer=self.case.defer,
+            defer=case.defer,
+            schedule=case.schedule,
+            answer_rows=ANSWER_ROWS,
+            ceiling=case.ceiling,
+            buffer=case.buffer,
+            summaries=len(kinds),
         )
 
     def answer(self, max_tokens: int, absorbs: bool = True) -> Answer:
         """Return the answer, with `absorbs` false that of plain eviction."""
         cutter = Cutter(self.eviction, self.prompt.layout, self.oracle.kv_heads)
-        absorb = self._absorb if absorbs and self.num_summaries else None
+        self.cutter, self.taken = cutter, cutter.taken  # the same with and without summaries
+        self.summaries: dict[tuple[int, int], list[list[Row]]] = {}
+        absorb = self._absorb if absorbs and self.rules is not None else None
         answer = self.oracle.decode(self.prompt, max_tokens, cutter, absorb=absorb)
-        self.is_stable &= all(cut.is_stable() for cut in cutter.cuts)
+        if absorbs:
+            self.is_stable = self.is_stable and all(cut.is_stable() for cut in cutter.cuts)
         return replace(answer, cuts=cutter.cuts)
 
     def _absorb(self, moment: Moment, kept: torch.Tensor) -> Absorbed:
         assert self.rules is not None
-        layout = replace(self.prompt.layout, length=moment.length, answer=moment.answer)
-        evidence = methods.observe(
-            self.mix,
-            moment.attention(),
-            layout,
-            self.oracle.kv_heads,
-            self.eviction,
-            states=moment.states(),
-        )
+        cut = self.cutter.cuts[-1]
+        given = (self.mix, cut.attention, cut.layout, self.oracle.kv_heads, cut.settings)
+        evidence = methods.observe(*given, earlier=cut.earlier, states=cut.states)
         assert moment.values is not None
         heads = []
         for layer, scores in enumerate(evidence.scores):
             heads.append([])
             for head in range(self.oracle.kv_heads):
                 of_head = scores[head * len(scores) // self.oracle.kv_heads].double()
-                given = [
-                    [
+                found, other = (
+                    summaries.summaries(
                         moment.keys[layer, head],
                         moment.values[layer, head],
-                        kept[layer, head],
+                        moment.kept[layer, head] & ~kept[layer, head],
                         each.tolist(),
-                        layout,
+                        cut.layout,
                         self.rules,
-                        self.num_summaries,
-                    ]
+                        self.taken[-1],
+                        self.summaries.get((layer, head), ()),
+                    )
                     for each in (of_head, methods.perturbed(of_head, 3e-5))
-                ]
-                rows, others = (summaries.summaries(*each) for each in given)
+                )
+                self.summaries[layer, head] = found
+                rows, others = ([row for kind in each for row in kind] for each in (found, other))
                 # Rounding must not choose another root, which would move masses by one and more.
                 masses, other_masses = ([row.mass for row in each] for each in (rows, others))
                 self.is_stable &= masses == pytest.approx(other_masses, rel=1e-3)
+                self.is_stable &= [row.root for row in rows] == [row.root for row in others]
                 self.num_rows = max(self.num_rows, len(rows))
                 heads[-1].append(rows)
         return Absorbed.of_heads(heads, moment.keys.shape[-1])
@@ -202,7 +222,7 @@ def expected(folder: Path) -> list[Expected]:
             answer = emulation.answer(ask.max_tokens)
             if not emulation.is_stable:
                 continue
-            matters = not emulation.num_summaries or (
+            matters = not any(emulation.taken) or (
                 answer.tokens != emulation.answer(ask.max_tokens, absorbs=False).tokens
             )
             if matters:
@@ -210,11 +230,9 @@ def expected(folder: Path) -> list[Expected]:
                 break
         else:
             raise AssertionError(f"{case}: no inputs are good")
-    assert {each.emulation.num_summaries for each in found if each.case.method != "snapkv"} == {
-        0,
-        1,
-        2,
-    }
+    taken = [each.emulation.taken for each in found if each.case.method != "snapkv"]
+    assert {of_cuts[0] for of_cuts in taken} == {0, 1, 2}
+    assert taken[-3:] == [[2, 2, 1], [2, 2, 2], [0, 1, 1]]
     assert max(each.emulation.num_rows for each in found) > BLOCK_SIZE
     return found
 
@@ -232,25 +250,31 @@ def running(request: pytest.FixtureRequest, folder: Path) -> Iterator[SteppedEng
 
 
 def assert_served(running: SteppedEngine, expected: Expected, output: Any) -> None:
-    message = f"{expected.case}"
-    shape, prompt = running.evictor.shape, expected.emulation.prompt
-    length, filled = len(prompt.token_ids), expected.emulation.num_filled
-    full, tail = divmod(length, BLOCK_SIZE)
-    found = [k for k in running.evictor.kept if name_of(k.request_id) == output.request_id][-1]
-    kept = torch.zeros(shape.num_pairs, length, dtype=torch.bool)
-    pair = torch.repeat_interleave(torch.arange(shape.num_pairs), found.counts.flatten())
-    assert len(pair) == filled * shape.num_pairs, message
-    kept[pair[:, None], found.positions.long()] = True
-    kept[:, full * BLOCK_SIZE :] = True
-    wanted = expected.answer.kept[0][..., :length]
-    assert torch.equal(kept.view_as(wanted), wanted), f"{message} keeps other tokens"
-    assert list(output.outputs[0].token_ids) == expected.answer.tokens, message
+    case, prompt = expected.case, len(expected.emulation.prompt.token_ids)
+    kept = running.kept_after_cuts(output.request_id)
+    kept = kept[len(kept) - len(expected.answer.cuts) :]
     report = output.kv_transfer_params["kv_eviction"]
-    num_blocks = filled + expected.emulation.num_summaries
-    assert report["kept_tokens"] == filled * BLOCK_SIZE + tail, message
-    assert report["kept_text_tokens"] + report["kept_vision_tokens"] == report["kept_tokens"]
-    answered = -(-(tail + expected.case.defer) // BLOCK_SIZE)
-    assert report["blocks_after"] == num_blocks + answered, message
+    reported = zip(report["cuts"], expected.emulation.taken, strict=True)
+    for ours, cut, (told, taken) in zip(kept, expected.answer.cuts, reported, strict=True):
+        theirs = cut.selection.kept
+        message = f"{case}: cut after {cut.after}"
+        whole = case.ceiling is not None and cut is not expected.answer.cuts[0]
+        full = (theirs.shape[-1] if whole else prompt) // BLOCK_SIZE
+        num_candidates = full * BLOCK_SIZE
+        same = torch.equal(ours[..., :num_candidates], theirs[..., :num_candidates])
+        assert same, f"{message} keeps other tokens"
+        assert not ours[..., num_candidates:].any(), message
+        filled = cut.selection.blocks
+        assert ours.sum() == filled * BLOCK_SIZE * ours[..., 0].numel(), message
+        num_kept = filled * BLOCK_SIZE + max(prompt - num_candidates, 0)
+        behind = -(-(prompt + cut.after) // BLOCK_SIZE) - full
+        assert told["answer_tokens"] == cut.after, message
+        assert told["kept_tokens"] == num_kept, message
+        assert told["blocks_after"] == filled + taken + behind, message
+    assert list(output.outputs[0].token_ids) == expected.answer.tokens, case
+    assert report["kept_tokens"] == num_kept, case
+    kept_of_prompt = report["kept_text_tokens"] + report["kept_vision_tokens"]
+    assert kept_of_prompt == num_kept, case
 
 
 def test_a_batch(running: SteppedEngine, expected: list[Expected]) -> None:
@@ -263,7 +287,7 @@ def test_a_batch(running: SteppedEngine, expected: list[Expected]) -> None:
 def preempted(running: SteppedEngine, expected: list[Expected]) -> list[Any]:
     """Serve all requests, each preempted after some tokens of its answer."""
     names = [running.add(each.ask) for each in expected]
-    waiting, finished = dict(zip(names, (7, 9, 5, 6, 8, 12, 10, 4), strict=True)), {}
+    waiting, finished = dict(zip(names, (7, 9, 5, 6, 8, 12, 10, 4, 20, 70, 90), strict=True)), {}
     while running.engine.has_unfinished_requests():
         finished |= {output.request_id: output for output in running.step() if output.finished}
         for request in list(running.scheduler.running):

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,12 +20,23 @@ from tests.inputs import fresh_seed
 from vllm_tgvkv.config import EvictionConfig
 from vllm_tgvkv.errors import EvictionConfigError
 from vllm_tgvkv.kernels import summaries as kernel
+from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
 from vllm_tgvkv.kernels.select import page_offsets
-from vllm_tgvkv.kernels.summaries import Summary, load, log_sum_exp, merge, num_rows, store
+from vllm_tgvkv.kernels.summaries import (
+    Rooted,
+    Summary,
+    load,
+    log_sum_exp,
+    merge,
+    num_rows,
+    store,
+)
 from vllm_tgvkv.pages import PagePool, page_pool
 from vllm_tgvkv.policies import Mix, Prompt, Summaries, build_policy
 from vllm_tgvkv.prompt import VisionSpan
-from vllm_tgvkv.summaries import rows_of, write_summaries
+from vllm_tgvkv.ragged import RaggedKeys
+from vllm_tgvkv.regions import Regions
+from vllm_tgvkv.summaries import KeysOfRow, rows_of, write_summaries
 
 LAYERS, HEADS, GROUP, SIZE, HEAD_SIZE = 2, 2, 3, 16, 8
 PAIRS, SCALE = LAYERS * HEADS, HEAD_SIZE**-0.5
@@ -49,87 +62,227 @@ def prompt_of(layout: Layout) -> Prompt:
     )
 
 
-class Cut:
-    """A cut of a prompt in a pool, with random kept tokens and scores; its pages are written."""
+class Request:
+    """A row with its blocks, whose cuts keep random tokens by random scores.
+
+    Slots without a token are NaN, and so are blocks that a cut gave back.
+    """
 
     def __init__(
-        self, part: Summaries, layout: Layout = LAYOUT, per_head: bool = True, **pool: Any
+        self,
+        part: Summaries,
+        layout: Layout = LAYOUT,
+        per_head: bool = True,
+        slots_first: bool = False,
+        two_tokens: bool = False,
     ) -> None:
-        self.part, self.layout, self.pool = part, layout, new_pool(**pool)
-        prompt, shape = prompt_of(layout), self.pool.shape(GROUP)
-        order = torch.randperm(self.pool.num_blocks - 1) + 1
-        full = prompt.num_candidates // SIZE
-        self.old, fresh = order[:full].int(), order[full:].int()
-        self.kinds = part.kinds(4, bool(layout.images))
-        self.blocks = fresh[: len(self.kinds)]
-        self.scores = torch.rand(LAYERS, HEADS if per_head else 1, prompt.num_candidates) ** 4
+        """Compute the prompt, with `two_tokens` of one vision token and one text token alone."""
+        self.part, self.layout, self.per_head = part, layout, per_head
+        self.two = torch.randn(2, PAIRS, 2, HEAD_SIZE) if two_tokens else None
+        self.pool = new_pool(slots_first, blocks=48)
+        self.pool.raw.fill_(torch.nan)
+        self.shape = self.pool.shape(GROUP)
+        self.regions = Regions(48, PAIRS, torch.device("cpu"), SIZE)
+        self.free = (torch.randperm(47) + 1).int()
+        self.row = self.take(0)
+        self.retained = self.replaced = 0
+        self.keys, self.values = torch.empty(2, PAIRS, 0, HEAD_SIZE)
+        self.kept = torch.ones(PAIRS, 0, dtype=torch.bool)
+        self.wanted: list[list[list[definition.Row]]] = [[] for _ in range(PAIRS)]
+        """By pair and summary, what the definition says."""
+        self.blocks = self.row
+        """Of summaries."""
+        self.kinds: tuple[Any, ...] = ()
+        self.grow(layout.length)
+
+    def take(self, number: int) -> Tensor:
+        blocks, self.free = self.free[:number], self.free[number:]
+        return blocks
+
+    def grow(self, number: int) -> None:
+        """Compute more tokens."""
+        position = torch.arange(number) + self.kept.shape[1]
+        tokens = torch.randn(2, PAIRS, number, HEAD_SIZE)
+        if self.two is not None:
+            vision = replace(self.layout, length=len(position) + self.kept.shape[1]).vision
+            tokens = self.two[:, :, torch.tensor(vision)[position].long()]
+        self.kept = torch.nn.functional.pad(self.kept, (0, number), value=True)
+        more = -(-self.kept.shape[1] // SIZE) - len(self.row)
+        self.row = torch.cat((self.row, self.take(more)))
+        self.keys, self.values = (
+            torch.cat((x, new), dim=1)
+            for x, new in zip((self.keys, self.values), tokens, strict=True)
+        )
+        pages = self.row[position // SIZE].long() * PAIRS + torch.arange(PAIRS)[:, None]
+        for view, new in zip((self.pool.keys, self.pool.values), tokens, strict=True):
+            view[pages, position % SIZE] = new
+
+    def cut(self, retained: int, replaced: int) -> None:
+        """Replace the first blocks of the row, by pages and by the definition.
+
+        `retained` may be more than the row has left of these.
+        """
+        if self.retained:
+            retained = min(retained, self.retained + replaced - self.replaced)
+        length, size = self.kept.shape[1], (LAYERS, HEADS)
+        layout = replace(self.layout, length=length)
+        prompt = replace(prompt_of(layout), num_candidates=replaced * SIZE)
+        self.kinds = self.part.kinds(retained, replaced, bool(layout.images))
+        filled = retained - len(self.kinds)
+        scores = torch.rand(LAYERS, HEADS if self.per_head else 1, replaced * SIZE) ** 4
         # Few pages for some pairs, down to none, and many for others.
-        counts = torch.randint(0, full, (LAYERS, HEADS))
-        pages = []
-        self.kept = torch.ones(PAIRS, layout.length, dtype=torch.bool)
-        self.kept[:, : prompt.num_candidates] = False
-        for pair, count in enumerate(counts.flatten().tolist()):
-            best = torch.randperm(prompt.num_candidates)[: count * SIZE].sort().values
-            self.kept[pair, best] = True
+        most = self.kept[:, : replaced * SIZE].sum(1) // SIZE
+        counts = torch.zeros_like(most)
+        for _ in range(filled * PAIRS):
+            pair = random.choice((counts < most).nonzero().flatten().tolist())
+            counts[pair] += 1
+        pages, evicted = [], self.kept.clone()
+        for pair, count in enumerate(counts.tolist()):
+            left = self.kept[pair, : replaced * SIZE].nonzero().flatten()
+            best = left[torch.randperm(len(left))[: count * SIZE]].sort().values
+            evicted[pair, best] = False
             pages.append(best.view(-1, SIZE))
-        write_summaries(
-            part,
-            self.kinds,
-            prompt,
-            self.scores,
-            torch.cat(pages).int(),
-            page_offsets(counts),
-            self.old,
-            self.blocks,
-            self.pool,
-            shape,
-        )
+        evicted[:, replaced * SIZE :] = False
+        self._define(layout, scores.expand(-1, HEADS, -1).flatten(0, 1), evicted)
+        positions, offsets = torch.cat(pages).int(), page_offsets(counts.view(size))
+        fresh, self.blocks = self.take(filled), self.take(len(self.kinds))
+        if not self.retained:
+            of_row = KeysOfRow.of_blocks(self.row[:replaced], PAIRS, SIZE)
+            sources = slots_of_positions(positions, offsets, self.row[:replaced], PAIRS)
+        else:
+            keys = RaggedKeys.of_row(self.row, length, self.regions, self.shape)
+            of_row = KeysOfRow.of_ragged(keys, self.row, self.regions)
+            sources = keys.sources(positions, offsets)
+            self.regions.release([int(self.row[0])])
+        copy_kept(self.pool.keys, self.pool.values, sources, offsets, fresh, *size)
+        given = (self.kinds, prompt, scores, positions, offsets, of_row, self.blocks)
+        write_summaries(self.part, *given, self.pool, self.regions)
+        self.retained, self.replaced = retained, replaced
+        self.regions.store_positions(fresh, positions)
+        self.regions.add("r", int(fresh[0]), filled, replaced, offsets, len(self.kinds))
+        self.kept &= ~evicted
+        old = self.row[:replaced]
+        self.pool.fill(old[old > 0].tolist(), torch.nan)
+        nulls = torch.zeros(replaced - retained, dtype=torch.int32)
+        self.row = torch.cat((fresh, self.blocks, nulls, self.row[replaced:]))
 
-    def tokens(self, pair: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values [C, D] of a pair's candidates."""
-        pages = self.old.long() * PAIRS + pair
-        return self.pool.keys[pages].flatten(0, 1), self.pool.values[pages].flatten(0, 1)
-
-    def wanted(self, pair: int) -> list[definition.Row]:
-        """Return a pair's rows by the definition."""
-        layer, head = divmod(pair, HEADS)
-        scores = self.scores.expand(-1, HEADS, -1)[layer, head].tolist()
-        given, rows = self.part, rows_of(self.pool)
-        rules = Rules(given.of, given.weight, given.decay, given.gate, rows)
-        kept = self.kept[pair, : len(scores)]
-        return definition.summaries(
-            *self.tokens(pair), kept, scores, self.layout, rules, len(self.kinds)
-        )
+    def _define(self, layout: Layout, scores: Tensor, evicted: Tensor) -> None:
+        part = self.part
+        rules = Rules(part.of, part.weight, part.decay, part.gate, rows_of(self.pool))
+        for pair in range(PAIRS):
+            self.wanted[pair] = definition.summaries(
+                self.keys[pair],
+                self.values[pair],
+                evicted[pair],
+                scores[pair].tolist(),
+                layout,
+                rules,
+                len(self.kinds),
+                self.wanted[pair],
+            )
 
     def found(self, pair: int) -> Summary:
         """Return what the pages of a pair hold, [m, c, ...]."""
         pages = self.blocks.long() * PAIRS + pair
         return load(self.pool.keys, self.pool.values, pages, rows_of(self.pool))
 
+    def assert_as_defined(self) -> None:
+        for pair in range(PAIRS):
+            found, wanted = self.found(pair), self.wanted[pair]
+            exists = found.masses > 0
+            assert exists.sum(1).tolist() == [len(rows) for rows in wanted]
+            rows = [row for of_kind in wanted for row in of_kind]
+            if not rows:
+                continue
+            roots = self.regions.positions[self.blocks.long() * PAIRS + pair, : exists.shape[1]]
+            assert roots[exists].tolist() == [row.root for row in rows]
+            masses = torch.tensor([row.mass for row in rows]).double()
+            # Means of float32: a few units in the last place of the largest number, about 4.
+            close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
+            close(found.keys[exists].double(), torch.stack([row.key for row in rows]))
+            close(found.values[exists].double(), torch.stack([row.value for row in rows]))
+            torch.testing.assert_close(found.masses[exists].double(), masses, rtol=1e-4, atol=0)
+
+
+LATER = [(5, 9, 60), (4, 9, 0), (4, 11, 30)]
+"""Of cuts after the first: retained and replaced blocks, and tokens that are computed before."""
+
 
 @pytest.mark.parametrize("weight", ["tokens", "score"])
 @pytest.mark.parametrize("of", ["both", "all", "vision", "text"])
 @pytest.mark.parametrize("slots_first", [True, False])
 def test_summaries_are_those_of_the_definition(slots_first: bool, of: Any, weight: Any) -> None:
+    """Over several cuts, with the answer's tokens in between."""
     random.seed(fresh_seed())
     gate, decay = random.choice([1.0, 0.3, 0]), random.choice([1.0, 0.9, 0.6])
     part = Summaries(of, weight, decay, gate)
-    layout = random.choice([LAYOUT, Layout(70)])
-    cut = Cut(part, layout, random.random() < 0.5, slots_first=slots_first)
-    for pair in range(PAIRS):
-        found, rows = cut.found(pair), cut.wanted(pair)
-        exists = found.log_masses > -torch.inf
-        assert int(exists.sum()) == len(rows)
-        if not rows:
-            continue
-        keys = torch.stack([row.key for row in rows])
-        values = torch.stack([row.value for row in rows])
-        masses = torch.tensor([row.mass for row in rows]).double()
-        # Means of float32: a few units in the last place of the largest number, about 4.
-        torch.testing.assert_close(found.keys[exists].double(), keys, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(found.values[exists].double(), values, rtol=1e-4, atol=1e-5)
-        found_masses = found.log_masses[exists].double().exp()
-        torch.testing.assert_close(found_masses, masses, rtol=1e-4, atol=0)
+    layout = random.choice([LAYOUT, Layout(117)])
+    request = Request(part, layout, random.random() < 0.5, slots_first)
+    request.cut(random.choice([1, 3, 6, 7]), 7)  # no room for a summary, and for all tokens, too
+    request.assert_as_defined()
+    for retained, replaced, more in LATER:
+        request.grow(more)
+        request.cut(retained, replaced)
+        request.assert_as_defined()
+
+
+@pytest.mark.parametrize("of", ["both", "all"])
+def test_no_mass_is_lost_over_several_cuts(of: Any) -> None:
+    """Kept tokens and masses are all tokens, exactly.
+
+    Where summaries absorb equal tokens only, attention is what it would be over all tokens.
+    """
+    random.seed(fresh_seed())
+    request = Request(Summaries(of, decay=1.0), two_tokens=True)
+    for retained, replaced, more in [(6, 7, 0), *LATER]:
+        request.grow(more)
+        request.cut(retained, replaced)
+        for pair in range(PAIRS):
+            summary, kept = request.found(pair), request.kept[pair]
+            assert int(kept.sum()) + int(summary.masses.sum()) == len(kept)
+            if of == "all":
+                continue
+            keys, values = request.keys[pair, None], request.values[pair, None]
+            queries = torch.randn(3, 1, GROUP, HEAD_SIZE) * 2
+            wanted, _ = attend(queries, keys, values)
+            outputs, lse = attend(queries, keys[:, kept], values[:, kept])
+            rows = [x.expand(3, 1, *x.shape) for x in (summary.keys, summary.values)]
+            read = torch.ones(3, len(summary.keys), dtype=torch.bool)
+            masses = summary.masses.expand(3, 1, -1, -1)
+            merged = merge(
+                outputs.float(), lse.float(), queries, Summary(*rows, masses), read, SCALE
+            )
+            torch.testing.assert_close(merged.double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_that_nothing_joins_keep_their_bits() -> None:
+    fresh_seed()
+    pool = new_pool(False)
+    pool.raw.fill_(torch.nan)
+    exists = torch.arange(ROWS) < torch.randint(1, ROWS + 1, (PAIRS, 1))
+    keys, values = (torch.randn(PAIRS, ROWS, HEAD_SIZE) * exists.unsqueeze(2) for _ in range(2))
+    roots = torch.stack([torch.randperm(CANDIDATES)[:ROWS].sort().values for _ in range(PAIRS)])
+    earlier = Rooted(Summary(keys, values, torch.rand(PAIRS, ROWS) * 9 * exists), roots)
+    nothing = torch.zeros(PAIRS, CANDIDATES)
+    positions = torch.arange(CANDIDATES)
+    tables = torch.zeros(PAIRS, NUM_FULL, dtype=torch.int64)
+    zero = torch.zeros_like(positions)
+    found = kernel.absorb(
+        pool.keys,
+        pool.values,
+        tables,
+        positions.expand(PAIRS, -1),
+        nothing,
+        nothing,
+        kernel.Places(zero, zero, positions),
+        torch.full((CANDIDATES,), 0.9),
+        ROWS,
+        earlier,
+    )
+    assert torch.equal(found.summary.keys, keys)
+    assert torch.equal(found.summary.values, values)
+    assert torch.equal(found.summary.masses, earlier.summary.masses)
+    assert torch.equal(found.roots[exists], roots[exists])
 
 
 def test_a_small_workspace_changes_nothing() -> None:
@@ -139,19 +292,24 @@ def test_a_small_workspace_changes_nothing() -> None:
     weights = torch.rand(PAIRS, CANDIDATES) * (torch.rand(PAIRS, CANDIDATES) < 0.5)
     scores = torch.rand(PAIRS, CANDIDATES)
     zero = torch.zeros(CANDIDATES, dtype=torch.int64)
-    places = kernel.Places(zero, zero, torch.arange(CANDIDATES))
+    positions = torch.arange(CANDIDATES)
     given = (
         pool.keys,
         pool.values,
         tables,
+        positions.expand(PAIRS, -1),
         weights,
         scores,
-        places,
+        kernel.Places(zero, zero, positions),
         torch.full((CANDIDATES,), 0.9),
+        ROWS,
     )
-    one, many = kernel.absorb(*given, ROWS), kernel.absorb(*given, ROWS, workspace_bytes=1)
-    for name in ("keys", "values", "log_masses"):
-        torch.testing.assert_close(getattr(one, name), getattr(many, name))
+    earlier = kernel.absorb(*given)
+    one = kernel.absorb(*given, earlier)
+    many = kernel.absorb(*given, earlier, workspace_bytes=1)
+    for name in ("keys", "values", "masses"):
+        torch.testing.assert_close(getattr(one.summary, name), getattr(many.summary, name))
+    assert torch.equal(one.roots, many.roots)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -166,13 +324,13 @@ def test_pages_hold_what_is_stored(slots_first: bool, dtype: torch.dtype) -> Non
     assert rows == SIZE - 1 or 4 * (rows + 1) > (SIZE - rows - 1) * HEAD_SIZE * dtype.itemsize
     pages = torch.randperm(len(pool.raw))[:PAIRS]
     keys, values = (torch.randn(PAIRS, rows, HEAD_SIZE).to(dtype).float() for _ in range(2))
-    masses = torch.randn(PAIRS, rows) * 30
-    masses[:, 1] = -torch.inf
+    masses = (torch.randn(PAIRS, rows) * 20).exp()
+    masses[:, 1] = 0
     store(Summary(keys, values, masses), pool.keys, pool.values, pages)
     found = load(pool.keys, pool.values, pages, rows)
     assert torch.equal(found.keys, keys)
     assert torch.equal(found.values, values)
-    assert torch.equal(found.log_masses, masses)
+    assert torch.equal(found.masses, masses)
     others = torch.ones(len(pool.raw), dtype=torch.bool)
     others[pages] = False
     assert pool.raw[others].isnan().all()
@@ -185,23 +343,25 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tenso
     return outputs, logits.logsumexp(-1)
 
 
-def of_pages(cut: Cut, num_tokens: int) -> tuple[Summary, Tensor]:
+def of_pages(request: Request, num_tokens: int) -> tuple[Summary, Tensor]:
     """Return what tokens read of one layer, [T, H, m, c, ...], and that they read all of it."""
-    pages = cut.blocks.long() * PAIRS + torch.arange(HEADS)[:, None]
+    pages = request.blocks.long() * PAIRS + torch.arange(HEADS)[:, None]
     pages = pages.expand(num_tokens, -1, -1)
-    read = torch.ones(num_tokens, len(cut.kinds), dtype=torch.bool)
-    return load(cut.pool.keys, cut.pool.values, pages, rows_of(cut.pool)), read
+    read = torch.ones(num_tokens, len(request.kinds), dtype=torch.bool)
+    pool = request.pool
+    return load(pool.keys, pool.values, pages, rows_of(pool)), read
 
 
 def test_attention_reads_keys_and_rows_as_one_softmax() -> None:
-    fresh_seed()
-    cut, tokens = Cut(Summaries(), slots_first=False), 5
+    random.seed(fresh_seed())
+    request, tokens = Request(Summaries()), 5
+    request.cut(4, NUM_FULL)
     queries = torch.randn(tokens, HEADS, GROUP, HEAD_SIZE) * 2
     keys, values = torch.randn(2, HEADS, 40, HEAD_SIZE)
     outputs, lse = attend(queries, keys, values)
-    merged = merge(outputs.float(), lse.float(), queries, *of_pages(cut, tokens), SCALE)
+    merged = merge(outputs.float(), lse.float(), queries, *of_pages(request, tokens), SCALE)
     for head in range(HEADS):
-        rows = cut.wanted(head)
+        rows = [row for of_kind in request.wanted[head] for row in of_kind]
         for token in range(tokens):
             for member in range(GROUP):
                 wanted = definition.attend(
@@ -220,10 +380,10 @@ def test_without_masses_no_bit_changes(dtype: torch.dtype) -> None:
     outputs = torch.randn(tokens, HEADS, GROUP, HEAD_SIZE).to(dtype)
     lse = torch.randn(tokens, HEADS, GROUP) * 20
     means = torch.randn(*shape, HEAD_SIZE) * 100
-    empty = Summary(means, means, torch.full(shape, -torch.inf))
+    empty = Summary(means, means, torch.zeros(shape))
     read = torch.ones(tokens, 2, dtype=torch.bool)
     assert torch.equal(merge(outputs, lse, queries, empty, read, SCALE), outputs)
-    of_others = Summary(means, means, torch.randn(shape) * 50)
+    of_others = Summary(means, means, (torch.randn(shape) * 20).exp())
     assert torch.equal(merge(outputs, lse, queries, of_others, ~read, SCALE), outputs)
 
 
@@ -242,7 +402,7 @@ def test_equal_tokens_are_read_exactly(rows: int, copies: int) -> None:
     everything = torch.cat((kept, absorbed.repeat(1, 1, copies, 1)), dim=2)
     wanted, _ = attend(queries, *everything)
     outputs, lse = attend(queries, *kept)
-    masses = torch.full((tokens, HEADS, 1, rows), float(copies)).log()
+    masses = torch.full((tokens, HEADS, 1, rows), float(copies))
     summary = Summary(*absorbed[:, None, :, None].expand(-1, tokens, -1, -1, -1, -1), masses)
     read = torch.ones(tokens, 1, dtype=torch.bool)
     merged = merge(outputs.float(), lse.float(), queries, summary, read, SCALE)
@@ -270,7 +430,9 @@ def test_few_evicted_tokens_are_all_read_exactly() -> None:
                 original = view[tables[pair, last // SIZE], last % SIZE].clone()
                 view[tables[pair, copy // SIZE], copy % SIZE] = original
     offsets = page_offsets(torch.full((LAYERS, HEADS), 3))
-    given = (scores, positions.view(-1, SIZE).int(), offsets, old, fresh, pool, pool.shape(GROUP))
+    row = KeysOfRow.of_blocks(old, PAIRS, SIZE)
+    regions = Regions(24, PAIRS, torch.device("cpu"))
+    given = (scores, positions.view(-1, SIZE).int(), offsets, row, fresh, pool, regions)
     write_summaries(Summaries("text"), ("text",), prompt, *given)
     queries = torch.randn(6, HEADS, GROUP, HEAD_SIZE)
     for layer in range(LAYERS):
@@ -315,13 +477,14 @@ def test_log_sum_exp_of_keys_of_different_number(workspace: int) -> None:
 
 
 def test_blocks_of_summaries_leave_one_for_tokens() -> None:
-    assert Summaries().kinds(3, True) == ("vision", "text")
-    assert Summaries().kinds(2, True) == ("vision",)
-    assert Summaries().kinds(1, True) == ()
-    assert Summaries().kinds(3, False) == ("text",)
-    assert Summaries("all").kinds(2, True) == ("all",)
-    assert Summaries("vision").kinds(5, False) == ()
-    assert Summaries("none").kinds(5, True) == ()
+    assert Summaries().kinds(3, 9, True) == ("vision", "text")
+    assert Summaries().kinds(2, 9, True) == ("vision",)
+    assert Summaries().kinds(1, 9, True) == ()
+    assert Summaries().kinds(3, 9, False) == ("text",)
+    assert Summaries("all").kinds(2, 9, True) == ("all",)
+    assert Summaries("vision").kinds(5, 9, False) == ()
+    assert Summaries("none").kinds(5, 9, True) == ()
+    assert Summaries().kinds(9, 9, True) == ()
 
 
 @pytest.mark.parametrize(
@@ -345,10 +508,6 @@ def test_wrong_values_are_refused(values: dict[str, Any], message: str) -> None:
     ("settings", "message"),
     [
         ({"policy": "retentivekv", "budget": "auto:0.9"}, "budget auto with .* 'retentivekv'"),
-        (
-            {"policy": "retentivekv", "decode": {"max_tokens": 512}},
-            "keeps summaries of what it evicts, which are not evicted again",
-        ),
         (
             {"methods": {"x": {"base": "elastic", "summaries": {}}}},
             "summaries and merge: true exclude each other",

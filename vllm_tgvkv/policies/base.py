@@ -263,8 +263,7 @@ class Policy:
     @property
     def cuts_again(self) -> bool:
         """Whether it can evict from what an earlier eviction left."""
-        is_dropped = not self.merge and self.summaries is None
-        return is_dropped and self.score.cuts_again and self.allocation.cuts_again
+        return not self.merge and self.score.cuts_again and self.allocation.cuts_again
 
     def statistics(self, rows: RowSet) -> frozenset[Statistic]:
         """Return the statistics that the parts with this row set read."""

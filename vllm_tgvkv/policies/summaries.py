@@ -51,28 +51,33 @@ class Summaries:
                 least = "from 0" if is_low else "above 0"
                 raise ValueError(f"{name} must be a number {least} and at most 1, got {number!r}")
 
-    def kinds(self, num_blocks: int, has_vision: bool) -> tuple[Kind, ...]:
-        """Return the kinds of a prompt's summaries, one block each.
+    def kinds(self, num_blocks: int, num_replaced: int, has_vision: bool) -> tuple[Kind, ...]:
+        """Return the kinds of the summaries that a cut leaves, one block each.
 
-        One of its `num_blocks` blocks at least holds tokens.
+        With fewer blocks there are the first of these kinds. One of the blocks at least holds
+        tokens, and where all tokens find room, all blocks do.
+
+        Args:
+            num_blocks: blocks that the cut leaves.
+            num_replaced: full blocks of the row in whose place these stand.
         """
-        if self.of == "none":
+        if self.of == "none" or num_blocks >= num_replaced:
             return ()
         kinds: tuple[Kind, ...] = ("vision", "text") if self.of == "both" else (self.of,)
         kinds = tuple(kind for kind in kinds if kind != "vision" or has_vision)
         return kinds[: num_blocks - 1]
 
     def weights(self, scores: Tensor, is_absorbed: Tensor) -> Tensor:
-        """Return the weights before decay, float32 ``[M, C]``, 0 where not absorbed.
+        """Return the weights before decay, float32 ``[M, n]``, 0 where not absorbed.
 
         Args:
-            scores: float32 ``[M, C]``, not negative with ``score``.
-            is_absorbed: bool ``[M, C]``.
+            scores: float32 ``[M, n]``, not negative with ``score``.
+            is_absorbed: bool ``[M, n]``.
         """
         weights = is_absorbed.float()
         if self.weight == "tokens":
-            return weights
+            return weights * self.gate
         scores = scores * weights
         means = scores.sum(dim=1, keepdim=True) / weights.sum(dim=1, keepdim=True).clamp(min=1)
         tiny = torch.finfo(scores.dtype).tiny
-        return torch.where(means > tiny, scores / means.clamp(min=tiny), weights)
+        return torch.where(means > tiny, scores / means.clamp(min=tiny), weights) * self.gate

@@ -604,7 +604,8 @@ def test_methods_that_evict_only_once_are_refused_with_decode(
 
 
 def test_methods_that_evict_again() -> None:
-    for name in ("tgv", "snapkv", "adakv", "pyramidkv", "prefixkv", "streaming", "random", "h2o"):
+    names = ("tgv", "snapkv", "adakv", "pyramidkv", "prefixkv", "streaming", "random", "h2o")
+    for name in (*names, "retentivekv"):
         assert EvictionConfig.from_mapping({"policy": name, "decode": AGAIN}).cuts_again
 
 

@@ -2,7 +2,9 @@
 """Summaries of evicted tokens: how they are made, their pages, and how attention reads them.
 
 A summary is one page of each (layer, head). Its first c slots are *rows*: weighted means of keys
-and values. The values of its last slots hold the logarithms of the rows' masses, as float32.
+and values. The values of its last slots hold the logarithms of the rows' masses, each as the sum of
+numbers of the page's dtype. All of a page is finite, as vLLM's caches are: a kernel multiplies what
+an earlier request left in a block with a weight of 0, and 0 times infinity would be no number.
 Attention reads a row as one more key, whose logit is raised by the logarithm of its mass: a token
 that stands for n equal ones counts n times.
 """
@@ -20,6 +22,9 @@ WORKSPACE_BYTES = 16 << 20
 """Bound of each large buffer, or what one pair of a layer and head needs if that is more."""
 
 _MASS_BYTES = 4
+
+_NO_MASS = -16384.0
+"""What is stored for the logarithm of 0, exact in every dtype and below that of any mass."""
 
 
 @dataclass(frozen=True)
@@ -139,11 +144,11 @@ def store(summary: Summary, key_pages: Tensor, value_pages: Tensor, pages: Tenso
     keys = torch.nn.functional.pad(summary.keys, pad).to(key_pages.dtype)
     values = torch.nn.functional.pad(summary.values, pad).to(value_pages.dtype)
     header = values[:, rows:].flatten(1)
-    masses = torch.zeros(
-        len(pages), header.shape[1] * header.element_size() // _MASS_BYTES, device=header.device
-    )
-    masses[:, :rows] = summary.log_masses
-    values[:, rows:] = masses.view(values.dtype).view(len(pages), size - rows, -1)
+    rest = summary.log_masses.clamp(min=_NO_MASS)
+    for start in range(0, _num_parts(values) * rows, rows):
+        header[:, start : start + rows] = rest
+        rest = rest - header[:, start : start + rows].float()
+    values[:, rows:] = header.view(len(pages), size - rows, -1)
     key_pages[pages] = keys
     value_pages[pages] = values
 
@@ -151,9 +156,16 @@ def store(summary: Summary, key_pages: Tensor, value_pages: Tensor, pages: Tenso
 def load(key_pages: Tensor, value_pages: Tensor, pages: Tensor, rows: int) -> Summary:
     """Read summaries from pages, int64 of any shape; results have that shape in place of M."""
     values = value_pages[pages]
-    header = values[..., rows:, :].flatten(-2).contiguous().view(torch.float32)
+    header = values[..., rows:, :].flatten(-2)[..., : _num_parts(values) * rows]
+    masses = header.float().unflatten(-1, (-1, rows)).sum(dim=-2)
+    masses = masses.masked_fill(masses <= _NO_MASS, float("-inf"))
     keys = key_pages[pages][..., :rows, :].float()
-    return Summary(keys, values[..., :rows, :].float(), header[..., :rows])
+    return Summary(keys, values[..., :rows, :].float(), masses)
+
+
+def _num_parts(values: Tensor) -> int:
+    """Return the numbers whose sum is the logarithm of a mass, for values of a dtype."""
+    return _MASS_BYTES // values.element_size()
 
 
 def log_sum_exp(

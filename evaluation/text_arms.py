@@ -117,6 +117,31 @@ GATED: dict[str, dict[str, Any]] = {
 """Scores of gates plus the logarithm of the largest attention of the last rows. The evaluation of
 gates alone has them; see `learned`."""
 
+SUMMARIES: dict[str, dict[str, Any]] = {
+    f"{base}_{name}": {"base": base, **change}
+    for bases, changes in (
+        (("tgv", "snapkv", "reach"), {"summaries": {"summaries": {}}}),
+        (("snapkv", "retentivekv"), {"unread": {"summaries": {"gate": 0}}}),
+        (
+            ("retentivekv",),
+            {
+                "tokens": {"summaries": {"of": "none"}},
+                "vision": {"summaries": {"of": "vision"}},
+                "all": {"summaries": {"of": "all"}},
+                "weighted": {"summaries": {"weight": "score"}},
+                "spread": {"score": "retentive_spread"},
+                "attention": {"score": "text_rows"},
+                "attention_tokens": {"score": "text_rows", "summaries": {"of": "none"}},
+            },
+        ),
+    )
+    for base in bases
+    for name, change in changes.items()
+}
+"""Summaries of what is evicted, and RetentiveKV with one part replaced. `unread` takes the blocks
+of the summaries and reads nothing of them; `tokens` spends them on tokens. The evaluation of
+summaries alone has them; see `retentive`."""
+
 MIXES: dict[str, dict[str, Any]] = (
     {
         "_".join([method, *names]): {"base": method, **vote, **pooling}
@@ -137,6 +162,7 @@ MIXES: dict[str, dict[str, Any]] = (
     | OWN_PARTS
     | TGV_PARTS
     | GATED
+    | SUMMARIES
 )
 """The server's `methods`, of which a run uses those that its arms name."""
 

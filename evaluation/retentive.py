@@ -25,7 +25,9 @@ WAIT = 8
 """Tokens of the answer. A number has no more, so only passages wait."""
 
 BASES = ("snapkv", "reach")
-"""Methods that are asked with tokens alone and with summaries; pages add `tgv`."""
+"""Methods that are asked with tokens alone and with summaries."""
+VISION_BASES = ("tgv", *BASES)
+"""The same where there is vision, by which `tgv` divides its budget."""
 
 RETENTIVE = (
     "retentivekv",
@@ -73,7 +75,8 @@ def pairs(
     if others:
         yield from against(["retentivekv_tokens"], ["retentivekv_attention_tokens"])
         yield from against(["snapkv_summaries"], ["snapkv_unread"])
-    yield from against(["retentivekv"], ["snapkv"])
+    for base in bases:
+        yield from against(["retentivekv"], [base])
 
 
 def part(
@@ -106,8 +109,12 @@ def part(
                 else []
             ),
         ),
-        (*pairs(bases, budgets, (0,), others), *pairs(bases, budgets, (WAIT,), ())),
+        (
+            *pairs(bases, budgets, (0,), others),
+            *(pairs(bases, budgets[:2], (WAIT,), ()) if passages else ()),
+        ),
         together=True,
+        pooled=True,
     )
 
 
@@ -125,7 +132,7 @@ PARTS = {
                 60,
             )
         ],
-        ("tgv", *BASES),
+        VISION_BASES,
         (0.5, 0.2, 0.1),
         has_vision=True,
     ),
@@ -145,7 +152,7 @@ PARTS = {
         "Pages",
         "SmolLM2 behind the tower that reads pages. Text and vision have a summary each.",
         [((PageTask("number", "noise"), PageTask("number", "prose")), 12)],
-        ("tgv", *BASES),
+        VISION_BASES,
         BUDGETS,
         has_vision=True,
     ),

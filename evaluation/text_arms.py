@@ -290,6 +290,8 @@ class Part:
     """Whether arms are shown by the memory of a request over its life, not by their budget."""
     together: bool = False
     """Whether there is a table of all tasks together."""
+    pooled: bool = False
+    """Whether a comparison is of the questions of all tasks together, instead of each task's."""
     chooses: bool = False
     """Whether a choice is made on it, so that it may be asked training questions alone."""
 

@@ -12,12 +12,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from evaluation.answers import Answer, Key
-from evaluation.text_arms import FULL, Part, Task, TextArm
+from evaluation.text_arms import FULL, Pair, Part, Task, TextArm
 from evaluation.text_memory import mean_held, planned_cuts
 from evaluation.text_tasks import split_of
 from measure.statistics import Estimate, bootstrap, holm, mcnemar, wilson
 
 FILE = "results.json"
+ALL_TASKS = "all tasks"
+"""Task of comparisons that are of all tasks together."""
 
 
 class Answers(Protocol):
@@ -199,14 +201,17 @@ def _mean_held(
 
 
 def _comparisons(part: Part, log: Answers, limit: int | None, start: int) -> list[TextComparison]:
-    found = []
+    """Compare each pair on the questions that both were asked, of each task or of all together."""
+    asked: dict[tuple[str, Pair], list[tuple[str, int]]] = {}
     for task, most, arms in part.work:
-        for first, second in part.pairs:
-            if {first, second} <= set(arms):
-                asked = [part.asked(task, first), part.asked(task, second), most]
-                number = min([*asked, *([] if limit is None else [limit])])
+        for pair in part.pairs:
+            if set(pair) <= set(arms):
+                counts = [most, *(part.asked(task, arm) for arm in pair)]
+                number = min([*counts, *([] if limit is None else [limit])])
                 numbers = counted(log, task, range(start, start + number))
-                found.append(_compared(task, first, second, log, numbers))
+                of_pair = asked.setdefault((ALL_TASKS if part.pooled else task.name, pair), [])
+                of_pair.extend((task.name, number) for number in numbers)
+    found = [_compared(name, *pair, log, questions) for (name, pair), questions in asked.items()]
     corrected = holm([mcnemar(c.first_only, c.second_only) for c in found])
     return [
         TextComparison(**{**vars(claim), "p_holm": p})
@@ -215,17 +220,20 @@ def _comparisons(part: Part, log: Answers, limit: int | None, start: int) -> lis
 
 
 def _compared(
-    task: Task, first: TextArm, second: TextArm, log: Answers, numbers: Sequence[int]
+    name: str, first: TextArm, second: TextArm, log: Answers, questions: Sequence[tuple[str, int]]
 ) -> TextComparison:
-    ours, theirs = ([log[task.name, n, arm.identity] for n in numbers] for arm in (first, second))
+    """Return the comparison of two arms on questions, each by its task and number."""
+    ours, theirs = (
+        [log[*question, arm.identity] for question in questions] for arm in (first, second)
+    )
     pairs = list(zip(ours, theirs, strict=True))
     right = [int(one.is_exact) - int(other.is_exact) for one, other in pairs]
     p = mcnemar(right.count(1), right.count(-1))
     return TextComparison(
-        task=task.name,
+        task=name,
         first=first.key,
         second=second.key,
-        questions=len(numbers),
+        questions=len(questions),
         first_only=right.count(1),
         second_only=right.count(-1),
         difference=bootstrap(right),

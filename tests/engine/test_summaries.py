@@ -258,6 +258,9 @@ def test_a_batch(running: SteppedEngine, expected: list[Expected]) -> None:
     for outputs in (running.run([each.ask for each in expected]), preempted(running, expected)):
         for each, output in zip(expected, outputs, strict=True):
             assert_served(running, each, output)
+    if not running.evictor.config.debug.poison:
+        # Whoever gets a block next multiplies what is left in it with a weight of 0.
+        assert running.evictor.pool.raw.isfinite().all()
 
 
 def preempted(running: SteppedEngine, expected: list[Expected]) -> list[Any]:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 
-from demo.tasks import TASKS as DEMO_TASKS
 from evaluation.field import Field, run
 from evaluation.pages import prompt_seconds
 from evaluation.retentive_engine import DemoTask, EngineOfTask, RetentiveSettings, question_of
-from evaluation.text_arms import Cells, Pair, Part, Task, crossed, number, paired
+from evaluation.text_arms import Cells, Part, Task, crossed, number, paired
 from evaluation.text_report import READING
 from evaluation.text_tasks import TextTask
 from measure.smollm import INSTALL
@@ -29,26 +28,28 @@ BASES = ("snapkv", "reach")
 VISION_BASES = ("tgv", *BASES)
 """The same where there is vision, by which `tgv` divides its budget."""
 
-RETENTIVE = (
-    "retentivekv",
-    "retentivekv_tokens",
+SCORES = ("retentivekv", "retentivekv_tokens", "retentivekv_attention_tokens")
+"""RetentiveKV, without summaries, and without entropy too."""
+ALL_OF_IT = (
+    *SCORES,
     "retentivekv_unread",
     "retentivekv_weighted",
     "retentivekv_spread",
     "retentivekv_attention",
-    "retentivekv_attention_tokens",
+    "retentivekv_vision",
+    "retentivekv_all",
+    "snapkv_unread",
 )
-OF_VISION = ("retentivekv_vision", "retentivekv_all")
-"""One summary, where there is more than text to make two of."""
+"""With all its parts replaced in turn."""
 
 PASSAGE = TextTask("passage", "noise", 1024)
-_TITLES = (
-    "the value of a key",
-    "a row of entries",
-    "two values of two pages",
-    "the larger of two values",
-    "a value in a second turn",
-)
+_DEMO = {
+    "value": "the value of a key",
+    "row": "a row of entries",
+    "two_images": "two values of two pages",
+    "compare": "the larger of two values",
+    "chat": "a value in a second turn",
+}
 
 
 def with_summaries(bases: Sequence[str]) -> tuple[str, ...]:
@@ -56,105 +57,81 @@ def with_summaries(bases: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"{base}_summaries" for base in bases)
 
 
-def pairs(
-    bases: Sequence[str], budgets: Sequence[float], waits: Sequence[int], others: Sequence[str]
-) -> Iterator[Pair]:
-    """Yield summaries against tokens, then RetentiveKV's parts against each other.
+def compared(bases: Sequence[str], variants: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield names of methods that are compared: summaries against tokens, then RetentiveKV.
 
     Args:
-        others: variants of RetentiveKV that are compared with `retentivekv`.
+        variants: of RetentiveKV, and what reads nothing of its summaries.
     """
-
-    def against(first: Sequence[str], second: Sequence[str]) -> Iterator[Pair]:
-        yield from paired(crossed(first, budgets, waits), crossed(second, budgets, waits))
-
-    yield from against(with_summaries(bases), bases)
-    yield from against(["retentivekv"], ["retentivekv_tokens"])
-    for other in others:
-        yield from against(["retentivekv"], [other])
-    if others:
-        yield from against(["retentivekv_tokens"], ["retentivekv_attention_tokens"])
-        yield from against(["snapkv_summaries"], ["snapkv_unread"])
+    yield from zip(with_summaries(bases), bases, strict=True)
+    yield "retentivekv", "retentivekv_tokens"
+    for name in variants:
+        if name == "retentivekv_attention_tokens":
+            yield "retentivekv_tokens", name
+        elif name not in SCORES:
+            yield ("snapkv_summaries" if name == "snapkv_unread" else "retentivekv"), name
     for base in bases:
-        yield from against(["retentivekv"], [base])
+        yield "retentivekv", base
 
 
 def part(
     title: str,
     text: str,
-    tasks: Sequence[tuple[Sequence[Task], int]],
+    tasks: Sequence[tuple[Task, int]],
     bases: Sequence[str],
     budgets: Sequence[float],
-    has_vision: bool,
+    variants: Sequence[str] = SCORES,
     passages: int = 0,
 ) -> Part:
     """Return the part of one model.
 
     Args:
-        tasks: tasks of which all arms are asked, and the number of questions of each.
-        passages: questions for a passage, with waits, of the fewest arms.
+        tasks: those of which all arms are asked, and the number of questions of each.
+        passages: questions for a passage, with and without a wait, at the larger budgets.
     """
-    retentive = (*RETENTIVE, *(OF_VISION if has_vision else ()))
-    arms = (*bases, *with_summaries(bases), "snapkv_unread", *retentive)
-    few = (*bases, *with_summaries(bases), "retentivekv", "retentivekv_tokens")
-    others = [name for name in retentive[2:] if name != "retentivekv_attention_tokens"]
-    return Part(
-        title,
-        text,
-        (
-            *(Cells(tuple(some), crossed(arms, budgets), count) for some, count in tasks),
-            *(
-                [Cells((PASSAGE,), crossed(few, budgets[:2], (0, WAIT)), passages)]
-                if passages
-                else []
-            ),
-        ),
-        (
-            *pairs(bases, budgets, (0,), others),
-            *(pairs(bases, budgets[:2], (WAIT,), ()) if passages else ()),
-        ),
-        together=True,
-        pooled=True,
-    )
+    arms = (*bases, *with_summaries(bases), *variants)
+    waits = {(0,): budgets, (WAIT,): budgets[:2] if passages else ()}
+    cells = [Cells((task,), crossed(arms, budgets), count) for task, count in tasks]
+    if passages:
+        cells.append(Cells((PASSAGE,), crossed(arms, budgets[:2], (0, WAIT)), passages))
+    pairs = [
+        pair
+        for wait, of_wait in waits.items()
+        for first, second in compared(bases, variants)
+        for pair in paired(crossed([first], of_wait, wait), crossed([second], of_wait, wait))
+    ]
+    return Part(title, text, tuple(cells), tuple(pairs), together=True, pooled=True)
 
 
 PARTS = {
     "demo": part(
         "The demonstration model",
         "Pages of entries that a model of four layers reads, which was trained for them: about 600 "
-        "vision tokens, 1,200 with two pages. At 10 % two blocks of three or four are summaries.",
+        "tokens, 1,200 with two pages. With 600 tokens a budget of 10 % holds three whole blocks, "
+        "and two of them are summaries.",
         [
-            (
-                tuple(
-                    DemoTask(name, title, 1200 if name == "two_images" else 600)
-                    for name, title in zip(DEMO_TASKS, _TITLES, strict=True)
-                ),
-                60,
-            )
+            (DemoTask(name, title, 1200 if name == "two_images" else 600), 60)
+            for name, title in _DEMO.items()
         ],
         VISION_BASES,
         (0.5, 0.2, 0.1),
-        has_vision=True,
+        ALL_OF_IT,
     ),
     "texts": part(
         "Texts",
-        "SmolLM2 with texts. There is no vision, so each summary is of text.",
-        [
-            ((number("noise", 1024), number("prose", 512, keys=4)), 24),
-            ((number("prose", 1024),), 16),
-        ],
+        "SmolLM2 with texts. There is no vision, so a block of summaries, of text, takes the place "
+        "of one block of tokens.",
+        [(number("noise", 1024), 13), (number("prose", 512, keys=4), 16)],
         BASES,
         BUDGETS,
-        has_vision=False,
-        passages=18,
+        passages=8,
     ),
     "pages": part(
         "Pages",
         "SmolLM2 behind the tower that reads pages. Text and vision have a summary each.",
-        [((PageTask("number", "noise"), PageTask("number", "prose")), 12)],
+        [(PageTask("number", "noise"), 10)],
         VISION_BASES,
         BUDGETS,
-        has_vision=True,
     ),
 }
 """By the name on the command line."""

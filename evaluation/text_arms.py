@@ -121,7 +121,7 @@ SUMMARIES: dict[str, dict[str, Any]] = {
     f"{base}_{name}": {"base": base, **change}
     for bases, changes in (
         (("tgv", "snapkv", "reach"), {"summaries": {"summaries": {}}}),
-        (("snapkv", "retentivekv"), {"unread": {"summaries": {"gate": 0}}}),
+        (("snapkv", "reach", "retentivekv"), {"unread": {"summaries": {"gate": 0}}}),
         (
             ("retentivekv",),
             {

@@ -398,7 +398,7 @@ def test_arms_with_summaries(name: str) -> None:
     """The plugin knows them, and what is compared has one budget and one wait."""
     part = retentive.PARTS[name]
     arms = dict.fromkeys(arm for _, _, arms in part.work for arm in arms)
-    check(arms, eviction_settings(arms), has_images=name != "texts")
+    check(arms, eviction_settings(arms), has_images=name in ("demo", "pages"))
     assert len({arm.identity for arm in arms}) == len(arms)
     for first, second in part.pairs:
         assert (first.budget, first.options) == (second.budget, second.options)

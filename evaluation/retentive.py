@@ -39,6 +39,8 @@ ALL_OF_IT = (
     "retentivekv_vision",
     "retentivekv_all",
     "snapkv_unread",
+    "snapkv_vision",
+    "reach_vision",
 )
 """With all its parts replaced in turn."""
 
@@ -61,17 +63,19 @@ def compared(bases: Sequence[str], variants: Sequence[str]) -> Iterator[tuple[st
     """Yield names of methods that are compared: summaries against tokens, then RetentiveKV.
 
     Args:
-        variants: of RetentiveKV, and what reads nothing of its summaries.
+        variants: of RetentiveKV, and of the methods' summaries.
     """
     yield from zip(with_summaries(bases), bases, strict=True)
     if "retentivekv" in variants:
         yield "retentivekv", "retentivekv_tokens"
     for name in variants:
+        base, _, change = name.partition("_")
         if name == "retentivekv_attention_tokens":
             yield "retentivekv_tokens", name
+        elif base in bases:
+            yield (f"{base}_summaries", name) if change == "unread" else (name, base)
         elif name not in SCORES:
-            base = name.removesuffix("_unread")
-            yield (f"{base}_summaries" if base in bases else "retentivekv"), name
+            yield base, name
     if "retentivekv" in variants:
         yield from (("retentivekv", base) for base in bases)
 

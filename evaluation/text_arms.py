@@ -117,29 +117,24 @@ GATED: dict[str, dict[str, Any]] = {
 """Scores of gates plus the logarithm of the largest attention of the last rows. The evaluation of
 gates alone has them; see `learned`."""
 
+_SUMMARY_CHANGES: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {
+    ("tgv", "snapkv", "reach"): {"summaries": {"summaries": {}}},
+    ("snapkv", "reach", "retentivekv"): {
+        "unread": {"summaries": {"gate": 0}},
+        "vision": {"summaries": {"of": "vision"}},
+    },
+    ("retentivekv",): {
+        "tokens": {"summaries": {"of": "none"}},
+        "all": {"summaries": {"of": "all"}},
+        "weighted": {"summaries": {"weight": "score"}},
+        "spread": {"score": "retentive_spread"},
+        "attention": {"score": "text_rows"},
+        "attention_tokens": {"score": "text_rows", "summaries": {"of": "none"}},
+    },
+}
 SUMMARIES: dict[str, dict[str, Any]] = {
     f"{base}_{name}": {"base": base, **change}
-    for bases, changes in (
-        (("tgv", "snapkv", "reach"), {"summaries": {"summaries": {}}}),
-        (
-            ("snapkv", "reach", "retentivekv"),
-            {
-                "unread": {"summaries": {"gate": 0}},
-                "vision": {"summaries": {"of": "vision"}},
-            },
-        ),
-        (
-            ("retentivekv",),
-            {
-                "tokens": {"summaries": {"of": "none"}},
-                "all": {"summaries": {"of": "all"}},
-                "weighted": {"summaries": {"weight": "score"}},
-                "spread": {"score": "retentive_spread"},
-                "attention": {"score": "text_rows"},
-                "attention_tokens": {"score": "text_rows", "summaries": {"of": "none"}},
-            },
-        ),
-    )
+    for bases, changes in _SUMMARY_CHANGES.items()
     for base in bases
     for name, change in changes.items()
 }
@@ -162,12 +157,12 @@ MIXES: dict[str, dict[str, Any]] = (
         )
     }
     | CANDIDATES
+    | SUMMARIES
     | REACHES
     | GRIDS
     | OWN_PARTS
     | TGV_PARTS
     | GATED
-    | SUMMARIES
 )
 """The server's `methods`, of which a run uses those that its arms name."""
 
@@ -296,7 +291,7 @@ class Part:
     together: bool = False
     """Whether there is a table of all tasks together."""
     pooled: bool = False
-    """Whether a comparison is of the questions of all tasks together, instead of each task's."""
+    """Whether the comparisons are made on all tasks together, and not on each."""
     chooses: bool = False
     """Whether a choice is made on it, so that it may be asked training questions alone."""
 

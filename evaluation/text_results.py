@@ -12,14 +12,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from evaluation.answers import Answer, Key
-from evaluation.text_arms import FULL, Pair, Part, Task, TextArm
+from evaluation.text_arms import FULL, Part, Task, TextArm
 from evaluation.text_memory import mean_held, planned_cuts
 from evaluation.text_tasks import split_of
 from measure.statistics import Estimate, bootstrap, holm, mcnemar, wilson
 
 FILE = "results.json"
 ALL_TASKS = "all tasks"
-"""Task of comparisons that are of all tasks together."""
+"""Stands for the task in a comparison on all of them together."""
 
 
 class Answers(Protocol):
@@ -201,17 +201,21 @@ def _mean_held(
 
 
 def _comparisons(part: Part, log: Answers, limit: int | None, start: int) -> list[TextComparison]:
-    """Compare each pair on the questions that both were asked, of each task or of all together."""
-    asked: dict[tuple[str, Pair], list[tuple[str, int]]] = {}
-    for task, most, arms in part.work:
-        for pair in part.pairs:
-            if set(pair) <= set(arms):
-                counts = [most, *(part.asked(task, arm) for arm in pair)]
-                number = min([*counts, *([] if limit is None else [limit])])
+    work = list(part.work)
+    groups = [(ALL_TASKS, work)] if part.pooled else [(task[0].name, [task]) for task in work]
+    found = []
+    for name, tasks in groups:
+        for first, second in part.pairs:
+            mine = [(task, most) for task, most, arms in tasks if {first, second} <= set(arms)]
+            if not mine:
+                continue
+            places: list[tuple[str, int]] = []
+            for task, most in mine:
+                asked = [part.asked(task, first), part.asked(task, second), most]
+                number = min([*asked, *([] if limit is None else [limit])])
                 numbers = counted(log, task, range(start, start + number))
-                of_pair = asked.setdefault((ALL_TASKS if part.pooled else task.name, pair), [])
-                of_pair.extend((task.name, number) for number in numbers)
-    found = [_compared(name, *pair, log, questions) for (name, pair), questions in asked.items()]
+                places += [(task.name, n) for n in numbers]
+            found.append(_compared(name, first, second, log, places))
     corrected = holm([mcnemar(c.first_only, c.second_only) for c in found])
     return [
         TextComparison(**{**vars(claim), "p_holm": p})
@@ -220,12 +224,10 @@ def _comparisons(part: Part, log: Answers, limit: int | None, start: int) -> lis
 
 
 def _compared(
-    name: str, first: TextArm, second: TextArm, log: Answers, questions: Sequence[tuple[str, int]]
+    name: str, first: TextArm, second: TextArm, log: Answers, places: Sequence[tuple[str, int]]
 ) -> TextComparison:
-    """Return the comparison of two arms on questions, each by its task and number."""
-    ours, theirs = (
-        [log[*question, arm.identity] for question in questions] for arm in (first, second)
-    )
+    """Return a comparison on questions, which are given by task and number."""
+    ours, theirs = ([log[*place, arm.identity] for place in places] for arm in (first, second))
     pairs = list(zip(ours, theirs, strict=True))
     right = [int(one.is_exact) - int(other.is_exact) for one, other in pairs]
     p = mcnemar(right.count(1), right.count(-1))
@@ -233,7 +235,7 @@ def _compared(
         task=name,
         first=first.key,
         second=second.key,
-        questions=len(questions),
+        questions=len(places),
         first_only=right.count(1),
         second_only=right.count(-1),
         difference=bootstrap(right),

@@ -485,7 +485,7 @@ def test_cuts_that_a_short_answer_did_not_reach() -> None:
 # -- results --------------------------------------------------------------------------------
 
 SHORT = TextTask("number", "noise", 512)
-PASSAGE = TextTask("passage", "noise", 1024)
+LONG_PASSAGE = TextTask("passage", "noise", 1024)
 ONE, OTHER = TextArm("snapkv", 0.1), TextArm("adakv", 0.1)
 TINY = Part("Tiny", "A part.", (Cells((SHORT,), (ONE, OTHER), 6),), ((ONE, OTHER),))
 
@@ -530,12 +530,12 @@ def test_only_what_the_full_cache_answers_counts(tmp_path: Path) -> None:
 def test_tasks_are_compared_together(tmp_path: Path) -> None:
     """A pair is compared once on the questions of all tasks that both arms were asked."""
     longer = replace(SHORT, tokens=1024)
-    cells = (Cells((SHORT, longer), (ONE, OTHER), 6), Cells((PASSAGE,), (ONE,), 6))
+    cells = (Cells((SHORT, longer), (ONE, OTHER), 6), Cells((LONG_PASSAGE,), (ONE,), 6))
     part = replace(TINY, cells=cells, pooled=True)
     with AnswerLog(tmp_path, "abc") as log:
         filled(log, HITS)
         filled(log, {**HITS, ONE: HITS[OTHER], OTHER: HITS[ONE]}, task=longer)
-        filled(log, HITS, task=PASSAGE)
+        filled(log, HITS, task=LONG_PASSAGE)
         (claim,) = text_results.part_result(part, log, {}).comparisons
     assert (claim.task, claim.questions) == (text_results.ALL_TASKS, 8)
     assert (claim.first_only, claim.second_only) == (1, 1)

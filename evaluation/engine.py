@@ -106,7 +106,7 @@ class AnsweringEngine(ArmEngine):
         from vllm import SamplingParams
 
         example = question.example()
-        prompt = self._render(example)
+        prompt = rendered(self.llm.renderer, example)
         self._images[question] = tuple(
             (place.offset, place.length) for place in prompt["mm_placeholders"]["image"]
         )
@@ -131,20 +131,6 @@ class AnsweringEngine(ArmEngine):
             groups.setdefault((arm.method, blocks), []).append(arm)
         return groups.values()
 
-    def _render(self, example: Example) -> Any:
-        """Return the engine's input, which all arms share."""
-        from vllm.renderers.params import ChatParams
-
-        renderer = self.llm.renderer
-        messages = example.messages(lambda image: {"type": "image_pil", "image_pil": image})
-        _, (prompt,) = renderer.render_chat(
-            [messages],
-            ChatParams(chat_template_kwargs={"add_generation_prompt": True}),
-            # The template has added the start token.
-            renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False),
-        )
-        return prompt
-
     def _answers(self, group: Group, output: Any) -> Iterator[Answer]:
         """Yield the answer once for each arm that shares the request."""
         (completion,) = output.outputs
@@ -167,3 +153,17 @@ class AnsweringEngine(ArmEngine):
             task, number, arm = record["request_id"].rsplit("-", 1)[0].split("/")
             images = self._images[Question(task, int(number))]
             yield Kept((task, int(number), arm), record["counts"], record["positions"], images)
+
+
+def rendered(renderer: Any, example: Example) -> Any:
+    """Return the engine's input for an example, as vLLM's renderer makes it."""
+    from vllm.renderers.params import ChatParams
+
+    messages = example.messages(lambda image: {"type": "image_pil", "image_pil": image})
+    _, (prompt,) = renderer.render_chat(
+        [messages],
+        ChatParams(chat_template_kwargs={"add_generation_prompt": True}),
+        # The template has added the start token.
+        renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False),
+    )
+    return prompt

@@ -14,15 +14,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tqdm import tqdm
 
 from evaluation import text_results
-from evaluation.answers import AnswerLog, read_answers, write_answers
+from evaluation.answers import Answer, AnswerLog, read_answers, write_answers
 from evaluation.fingerprint import ROOT
 from evaluation.text_arms import FULL, Part, Task, TextArm, check, eviction_settings
-from evaluation.text_engine import LanguageEngine, TextSettings
+from evaluation.text_engine import TextSettings
 from evaluation.text_report import write_report
 from evaluation.text_tasks import FRESH, TRAINING
 from measure.facts import command_line, machine, revision
@@ -44,6 +44,16 @@ CACHE_SHARE = 0.6
 question find its prefix, and their regions have room."""
 
 
+class Engine(Protocol):
+    """An engine that answers for all arms."""
+
+    def answers(self, work: Sequence[tuple[Any, TextArm]]) -> Iterator[Answer]:
+        """Yield the answers in the order in which they finish."""
+
+    def close(self) -> None:
+        """Free what the engine held."""
+
+
 @dataclass(frozen=True)
 class Field:
     """A field of the evaluation: its questions, its engine and its page."""
@@ -55,7 +65,7 @@ class Field:
     """Beginning of the page, with `{commands}` in it."""
     parts: Mapping[str, Part]
     settings: Callable[[], TextSettings]
-    engine: Callable[[Any, Sequence[TextArm]], LanguageEngine[Any]]
+    engine: Callable[[Any, Sequence[TextArm]], Engine]
     """Starts an engine with such settings for some arms."""
     question: Callable[[Any, int], Any]
     """Makes a question of a task and a number."""
@@ -106,7 +116,7 @@ class Run:
         self.log = log
         self.first = first
         self.settings = settings or field.settings()
-        self._engine: LanguageEngine[Any] | None = None
+        self._engine: Engine | None = None
 
     @property
     def arms(self) -> list[TextArm]:
@@ -154,7 +164,7 @@ class Run:
                 self.log.add(answer)
                 bar.update()
 
-    def _started(self) -> LanguageEngine[Any]:
+    def _started(self) -> Engine:
         if self._engine is None:
             self._engine = self.field.engine(self.settings, self.arms)
         return self._engine

@@ -117,6 +117,31 @@ GATED: dict[str, dict[str, Any]] = {
 """Scores of gates plus the logarithm of the largest attention of the last rows. The evaluation of
 gates alone has them; see `learned`."""
 
+_SUMMARY_CHANGES: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {
+    ("tgv", "snapkv", "reach"): {"summaries": {"summaries": {}}},
+    ("snapkv", "reach", "retentivekv"): {
+        "unread": {"summaries": {"gate": 0}},
+        "vision": {"summaries": {"of": "vision"}},
+    },
+    ("retentivekv",): {
+        "tokens": {"summaries": {"of": "none"}},
+        "all": {"summaries": {"of": "all"}},
+        "weighted": {"summaries": {"weight": "score"}},
+        "spread": {"score": "retentive_spread"},
+        "attention": {"score": "text_rows"},
+        "attention_tokens": {"score": "text_rows", "summaries": {"of": "none"}},
+    },
+}
+SUMMARIES: dict[str, dict[str, Any]] = {
+    f"{base}_{name}": {"base": base, **change}
+    for bases, changes in _SUMMARY_CHANGES.items()
+    for base in bases
+    for name, change in changes.items()
+}
+"""Summaries of what is evicted, and RetentiveKV with one part replaced. `unread` takes the blocks
+of the summaries and reads nothing of them; `tokens` spends them on tokens. The evaluation of
+summaries alone has them; see `retentive`."""
+
 MIXES: dict[str, dict[str, Any]] = (
     {
         "_".join([method, *names]): {"base": method, **vote, **pooling}
@@ -132,6 +157,7 @@ MIXES: dict[str, dict[str, Any]] = (
         )
     }
     | CANDIDATES
+    | SUMMARIES
     | REACHES
     | GRIDS
     | OWN_PARTS
@@ -264,6 +290,8 @@ class Part:
     """Whether arms are shown by the memory of a request over its life, not by their budget."""
     together: bool = False
     """Whether there is a table of all tasks together."""
+    pooled: bool = False
+    """Whether the comparisons are made on all tasks together, and not on each."""
     chooses: bool = False
     """Whether a choice is made on it, so that it may be asked training questions alone."""
 

@@ -2,9 +2,11 @@
 """Summaries of evicted tokens: how they are made, their pages, and how attention reads them.
 
 A summary is one page of each (layer, head). Its first c slots are *rows*: weighted means of keys
-and values. The values of its last slots hold the rows' masses, as float32. Attention reads a row as
-one more key, whose logit is raised by the logarithm of its mass: a token that stands for n equal
-ones counts n times.
+and values. The values of its last slots hold the rows' masses, float32, each byte as a number from
+0 to 255. So all of a page is finite, as vLLM's caches are: a kernel multiplies what an earlier
+request left in a block with a weight of 0, and 0 times infinity would be no number. Attention reads
+a row as one more key, whose logit is raised by the logarithm of its mass: a token that stands for n
+equal ones counts n times.
 """
 
 from __future__ import annotations
@@ -57,14 +59,13 @@ class Rooted:
     """Positions of the rows' roots, int64 ``[M, c]``, ascending; any where a pair has fewer."""
 
 
-def num_rows(block_size: int, head_size: int, item_size: int) -> int:
+def num_rows(block_size: int, head_size: int) -> int:
     """Return c, the rows of a summary in a page of N slots of `head_size` values.
 
-    The other slots have room for c masses; there are as few of them as possible.
+    The other slots have room for the bytes of c masses; there are as few of them as possible.
     """
-    slot_bytes = head_size * item_size
-    # The least h with h * slot_bytes >= 4 * (N - h).
-    num_slots = -(-_MASS_BYTES * block_size // (slot_bytes + _MASS_BYTES))
+    # The least h with h * head_size >= 4 * (N - h).
+    num_slots = -(-_MASS_BYTES * block_size // (head_size + _MASS_BYTES))
     return block_size - num_slots
 
 
@@ -172,11 +173,8 @@ def store(summary: Summary, key_pages: Tensor, value_pages: Tensor, pages: Tenso
     keys = torch.nn.functional.pad(summary.keys, pad).to(key_pages.dtype)
     values = torch.nn.functional.pad(summary.values, pad).to(value_pages.dtype)
     header = values[:, rows:].flatten(1)
-    masses = torch.zeros(
-        len(pages), header.shape[1] * header.element_size() // _MASS_BYTES, device=header.device
-    )
-    masses[:, :rows] = summary.masses
-    values[:, rows:] = masses.view(values.dtype).view(len(pages), size - rows, -1)
+    header[:, : _MASS_BYTES * rows] = summary.masses.contiguous().view(torch.uint8)
+    values[:, rows:] = header.view(len(pages), size - rows, -1)
     key_pages[pages] = keys
     value_pages[pages] = values
 
@@ -184,9 +182,10 @@ def store(summary: Summary, key_pages: Tensor, value_pages: Tensor, pages: Tenso
 def load(key_pages: Tensor, value_pages: Tensor, pages: Tensor, rows: int) -> Summary:
     """Read summaries from pages, int64 of any shape; results have that shape in place of M."""
     values = value_pages[pages]
-    header = values[..., rows:, :].flatten(-2).contiguous().view(torch.float32)
+    masses = values[..., rows:, :].flatten(-2)[..., : _MASS_BYTES * rows]
+    masses = masses.to(torch.uint8).view(torch.float32)
     keys = key_pages[pages][..., :rows, :].float()
-    return Summary(keys, values[..., :rows, :].float(), header[..., :rows])
+    return Summary(keys, values[..., :rows, :].float(), masses)
 
 
 def log_sum_exp(

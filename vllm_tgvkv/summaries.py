@@ -26,7 +26,7 @@ from vllm_tgvkv.regions import Regions
 
 def rows_of(pool: PagePool) -> int:
     """Return the rows of a summary in the pages of a pool."""
-    return num_rows(pool.block_size, pool.head_size, pool.values.element_size())
+    return num_rows(pool.block_size, pool.head_size)
 
 
 @dataclass(frozen=True)

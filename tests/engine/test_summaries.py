@@ -218,7 +218,7 @@ def expected(folder: Path) -> list[Expected]:
             ask = replace(ask, arrival=number // 3)
             prompt = oracle.prompt(ask.text, ask.images)
             head_size = oracle.states(prompt).keys.shape[-1]
-            emulation = Emulation(case, prompt, oracle, num_rows(BLOCK_SIZE, head_size, 4))
+            emulation = Emulation(case, prompt, oracle, num_rows(BLOCK_SIZE, head_size))
             answer = emulation.answer(ask.max_tokens)
             if not emulation.is_stable:
                 continue
@@ -282,6 +282,9 @@ def test_a_batch(running: SteppedEngine, expected: list[Expected]) -> None:
     for outputs in (running.run([each.ask for each in expected]), preempted(running, expected)):
         for each, output in zip(expected, outputs, strict=True):
             assert_served(running, each, output)
+    if not running.evictor.config.debug.poison:
+        # Whoever gets a block next multiplies what is left in it with a weight of 0.
+        assert running.evictor.pool.raw.isfinite().all()
 
 
 def preempted(running: SteppedEngine, expected: list[Expected]) -> list[Any]:

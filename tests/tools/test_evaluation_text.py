@@ -15,9 +15,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evaluation import text, text_results
+from evaluation import retentive, text, text_results
 from evaluation.answers import Answer, AnswerLog
 from evaluation.field import Run
+from evaluation.retentive_engine import question_of
 from evaluation.text_arms import (
     DEFAULT,
     FULL,
@@ -47,6 +48,7 @@ from evaluation.text_tasks import (
 from evaluation.text_words import ADJECTIVES, NOISE, NOUNS, python_prose
 from measure import smollm
 from measure.statistics import mcnemar
+from vllm_tgvkv.config import EvictionConfig
 from vllm_tgvkv.cuts import plan_cuts
 from vllm_tgvkv.errors import EvictionConfigError
 
@@ -391,6 +393,28 @@ def test_the_plugin_knows_every_arm(part: Part) -> None:
     check(arms, eviction_settings(arms))
 
 
+@pytest.mark.parametrize("name", retentive.PARTS)
+def test_arms_with_summaries(name: str) -> None:
+    """The plugin knows them, and what is compared has one budget and one wait."""
+    part = retentive.PARTS[name]
+    arms = dict.fromkeys(arm for _, _, arms in part.work for arm in arms)
+    check(arms, eviction_settings(arms), has_images=name in ("demo", "pages"))
+    assert len({arm.identity for arm in arms}) == len(arms)
+    for first, second in part.pairs:
+        assert (first.budget, first.options) == (second.budget, second.options)
+        asked = [{first, second} <= set(arms) for _, _, arms in part.work]
+        assert any(asked), (first, second)
+    for base in retentive.VISION_BASES:
+        assert set(MIXES[f"{base}_summaries"]) == {"base", "summaries"}
+    config = EvictionConfig.from_mapping(eviction_settings(arms))
+    for arm in set(arms) - {FULL}:
+        summaries = config.build_policy(arm.method).summaries
+        has_blocks = summaries is not None and summaries.of != "none"
+        assert has_blocks != (arm.method in retentive.VISION_BASES or "tokens" in arm.method), arm
+    for task, _, _ in part.work:
+        assert question_of(task, 3).task == task
+
+
 @pytest.mark.parametrize(
     ("arm", "words"),
     [
@@ -461,16 +485,19 @@ def test_cuts_that_a_short_answer_did_not_reach() -> None:
 # -- results --------------------------------------------------------------------------------
 
 SHORT = TextTask("number", "noise", 512)
+LONG_PASSAGE = TextTask("passage", "noise", 1024)
 ONE, OTHER = TextArm("snapkv", 0.1), TextArm("adakv", 0.1)
 TINY = Part("Tiny", "A part.", (Cells((SHORT,), (ONE, OTHER), 6),), ((ONE, OTHER),))
 
 
-def filled(log: AnswerLog, hits: dict[TextArm, list[str]], first: int = 0) -> None:
+def filled(
+    log: AnswerLog, hits: dict[TextArm, list[str]], first: int = 0, task: TextTask = SHORT
+) -> None:
     """Fill a log with answers; an empty string is a question that an arm is not asked."""
     for arm, answers in hits.items():
         for number, digits in enumerate(answers, first):
             if digits:
-                answer = Answer(SHORT.name, number, arm.identity, "", digits, 500, 50.0, 32, 4)
+                answer = Answer(task.name, number, arm.identity, "", digits, 500, 50.0, 32, 4)
                 log.add(answer if arm != FULL else replace(answer, blocks_after=32))
 
 
@@ -498,6 +525,21 @@ def test_only_what_the_full_cache_answers_counts(tmp_path: Path) -> None:
     assert claim.difference.mean == pytest.approx(0.25)
     assert claim.share.mean == pytest.approx((0 + 0.5 + 0.5 - 0.5) / 4)
     assert claim.p == claim.p_holm == mcnemar(1, 0)
+
+
+def test_tasks_are_compared_together(tmp_path: Path) -> None:
+    """A pair is compared once on the questions of all tasks that both arms were asked."""
+    longer = replace(SHORT, tokens=1024)
+    cells = (Cells((SHORT, longer), (ONE, OTHER), 6), Cells((LONG_PASSAGE,), (ONE,), 6))
+    part = replace(TINY, cells=cells, pooled=True)
+    with AnswerLog(tmp_path, "abc") as log:
+        filled(log, HITS)
+        filled(log, {**HITS, ONE: HITS[OTHER], OTHER: HITS[ONE]}, task=longer)
+        filled(log, HITS, task=LONG_PASSAGE)
+        (claim,) = text_results.part_result(part, log, {}).comparisons
+    assert (claim.task, claim.questions) == (text_results.ALL_TASKS, 8)
+    assert (claim.first_only, claim.second_only) == (1, 1)
+    assert claim.share.mean == pytest.approx(0)
 
 
 def test_a_limit_leaves_out_later_questions(tmp_path: Path) -> None:

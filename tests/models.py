@@ -158,6 +158,7 @@ class TinyModel:
         image_size: side of the square tiles of the vision tower in pixels, a multiple of 14
             (InternVL: 28). LLaVA makes one tile of an image, the others several. Qwen models keep
             the size of images and have one token per 28 x 28 pixels.
+        full_kv_heads: KV heads in Gemma 4's layers with full attention, by default `kv_heads`.
         vision_gain: factor on the projector's weights, so that the text depends on the images.
     """
 
@@ -166,6 +167,7 @@ class TinyModel:
     layers: int = 4
     heads: int = 4
     kv_heads: int = 2
+    full_kv_heads: int | None = None
     head_size: int = 32
     seed: int = 0
     initializer_range: float = 0.08
@@ -476,7 +478,7 @@ def write_gemma4(folder: Path, model: TinyModel) -> None:
             **_text_config(model, tokenizer, ids, "Gemma4"),
             "head_dim": model.head_size,
             "global_head_dim": 2 * model.head_size,
-            "num_global_key_value_heads": model.kv_heads,
+            "num_global_key_value_heads": model.full_kv_heads or model.kv_heads,
             "attention_k_eq_v": True,
             "num_kv_shared_layers": model.layers // 3,
             "hidden_size_per_layer_input": 0,

@@ -144,7 +144,14 @@ def test_answers_are_those_of_the_oracle(running: SteppedEngine, hybrid: Path) -
 
 
 def assert_nearly_the_oracles(
-    running: SteppedEngine, oracle: Oracle, asked: Ask, output: Any, *, least: float, most: float
+    running: SteppedEngine,
+    oracle: Oracle,
+    asked: Ask,
+    output: Any,
+    *,
+    least: float,
+    most: float,
+    ranks: int = 1,
 ) -> None:
     """Assert that nearly the tokens of the oracle are kept, and that nothing else is attended to.
 
@@ -155,8 +162,11 @@ def assert_nearly_the_oracles(
     prompt = oracle.prompt(asked.text, asked.images)
     kept = running.kept(output.request_id, len(prompt.token_ids))
     assert kept is not None
-    size, share = running.evictor.shape.block_size, asked.xargs["kv_eviction_budget"]
-    eviction = Eviction(share, size, observation_window=ROWS, method="snapkv", text_only="evict")
+    size, share = running.scheduler.tokens_per_block, asked.xargs["kv_eviction_budget"]
+    method = asked.xargs.get("kv_eviction", "snapkv")
+    eviction = Eviction(
+        share, size, observation_window=ROWS, method=method, text_only="evict", ranks=ranks
+    )
     wanted = oracle.select(prompt, eviction).kept
     assert kept.sum() == wanted.sum()
     assert (kept & wanted).sum() > least * kept.sum()

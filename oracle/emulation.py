@@ -363,6 +363,8 @@ class Oracle:
         if "image_grid_thw" in inputs:
             merge = self.model.config.vision_config.spatial_merge_size
             return [(h // merge, w // merge) for _, h, w in inputs["image_grid_thw"].tolist()]
+        if "target_sizes" in inputs:  # of MiniCPM's slices, merged twice
+            return [(h // 4, w // 4) for h, w in inputs["target_sizes"].tolist()]
         return [(math.isqrt(tokens // images),) * 2] * images if images else []
 
     @torch.no_grad()

@@ -48,6 +48,11 @@ from transformers import (
     LlavaOnevisionImageProcessor,
     LlavaOnevisionProcessor,
     LlavaOnevisionVideoProcessor,
+    MiniCPMV4_6Config,
+    MiniCPMV4_6ForConditionalGeneration,
+    MiniCPMV4_6ImageProcessor,
+    MiniCPMV4_6Processor,
+    MiniCPMV4_6VideoProcessor,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
@@ -127,6 +132,17 @@ _COHERE_TOKENS = {
     "img_line_break_token": "<|IMG_LINE_BREAK|>",
 }
 COHERE_IMAGE = _COHERE_TOKENS["image_token"]
+_MINICPM_TOKENS = {
+    "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+    "image_start_token": "<image>",
+    "image_end_token": "</image>",
+    "slice_start_token": "<slice>",
+    "slice_end_token": "</slice>",
+    "image_id_start_token": "<image_id>",
+    "image_id_end_token": "</image_id>",
+}
+MINICPM_IMAGE = _MINICPM_TOKENS["image_token"]
 _EXAONE_TOKENS = ["<vision>", "</vision>", "<|image_pad|>", "<|video_pad|>"]
 EXAONE_IMAGE = "<vision><|image_pad|></vision>"
 _NEWLINES = ["\n" * number for number in range(1, 5)]
@@ -158,6 +174,7 @@ class TinyModel:
         image_size: side of the square tiles of the vision tower in pixels, a multiple of 14
             (InternVL: 28). LLaVA makes one tile of an image, the others several. Qwen models keep
             the size of images and have one token per 28 x 28 pixels.
+        full_kv_heads: KV heads in Gemma 4's layers with full attention, by default `kv_heads`.
         vision_gain: factor on the projector's weights, so that the text depends on the images.
     """
 
@@ -166,6 +183,7 @@ class TinyModel:
     layers: int = 4
     heads: int = 4
     kv_heads: int = 2
+    full_kv_heads: int | None = None
     head_size: int = 32
     seed: int = 0
     initializer_range: float = 0.08
@@ -476,7 +494,7 @@ def write_gemma4(folder: Path, model: TinyModel) -> None:
             **_text_config(model, tokenizer, ids, "Gemma4"),
             "head_dim": model.head_size,
             "global_head_dim": 2 * model.head_size,
-            "num_global_key_value_heads": model.kv_heads,
+            "num_global_key_value_heads": model.full_kv_heads or model.kv_heads,
             "attention_k_eq_v": True,
             "num_kv_shared_layers": model.layers // 3,
             "hidden_size_per_layer_input": 0,
@@ -517,6 +535,49 @@ def write_gemma4(folder: Path, model: TinyModel) -> None:
     scaled = replace(model, query_key_gain=model.query_key_gain / 3)
     projector = "embedding_projection"
     _save(folder, scaled, Gemma4ForConditionalGeneration(config), processor, ids, projector)
+
+
+def write_minicpm_v(folder: Path, model: TinyModel) -> None:
+    """Write a MiniCPM-V 4.6 model: the layers of Qwen3.5, behind a tower that reads slices.
+
+    Images of more than `image_size` squared pixels are read as a whole and in slices. A token
+    stands for 4 x 4 patches.
+    """
+    tokenizer, ids = _tokenizer(
+        [*_CHAT_TOKENS, *_MINICPM_TOKENS.values()],
+        MINICPM_IMAGE,
+        Qwen2Tokenizer,
+        extra_special_tokens=_MINICPM_TOKENS,
+    )
+    config = MiniCPMV4_6Config(
+        text_config={
+            **_text_config(model, tokenizer, ids, "Qwen3_5"),
+            "model_type": "qwen3_5_text",
+            "head_dim": model.head_size,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1_000_000.0,
+                "partial_rotary_factor": 1.0,
+            },
+            **_delta_nets(model),
+        },
+        vision_config={**_clip_config(model), "hidden_act": "gelu_pytorch_tanh"},
+        insert_layer_id=0,
+        image_size=model.image_size,
+        image_token_id=ids[MINICPM_IMAGE],
+        video_token_id=ids[_MINICPM_TOKENS["video_token"]],
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    sizes = {"patch_size": PATCH, "scale_resolution": model.image_size}
+    processor = MiniCPMV4_6Processor(
+        image_processor=MiniCPMV4_6ImageProcessor(**sizes),
+        tokenizer=tokenizer,
+        video_processor=MiniCPMV4_6VideoProcessor(**sizes),
+        chat_template=tokenizer.chat_template,
+    )
+    network = MiniCPMV4_6ForConditionalGeneration(config)
+    _save(folder, model, network, processor, ids, "merger.mlp.0.linear_2")
 
 
 def _with_windows(layers: int) -> list[str]:
@@ -764,6 +825,7 @@ FAMILIES = {
     "gemma4": Family(write_gemma4, GEMMA4_IMAGE),
     "cohere2_vision": Family(write_cohere2_vision, COHERE_IMAGE),
     "exaone4_5": Family(write_exaone4_5, EXAONE_IMAGE),
+    "minicpmv4_6": Family(write_minicpm_v, MINICPM_IMAGE),
     "qwen3": Family(write_qwen3),
     "qwen3_next": Family(write_qwen3_next),
     "phi3": Family(write_phi3),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from vllm_tgvkv.config import EvictionConfig, config_of
 from vllm_tgvkv.errors import UnsupportedByEvictionError
 from vllm_tgvkv.layer_types import (
+    evicted_kv_heads,
     has_delta_nets,
     has_windows,
     other_layers,
@@ -171,7 +172,7 @@ def _model_refusals(model: ModelConfig) -> tuple[Refusal, ...]:
 
 def _mixed_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusal, ...]:
     """List what an engine may not do with a model of which some layers are not evicted."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    model, stages = vllm_config.model_config, vllm_config.parallel_config.pipeline_parallel_size
     text, cache = model.hf_text_config, vllm_config.cache_config
     prefix_lm = (
         # Elsewhere image rows see what follows them, and the statistics are causal.
@@ -189,7 +190,6 @@ def _mixed_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusa
         )
     else:
         return (prefix_lm,)
-    workers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     return (
         (
             not platform.supports_mixed_layers,
@@ -204,9 +204,10 @@ def _mixed_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusa
             "remove the flag",
         ),
         (
-            workers > 1,
-            f"several ranks or stages of {what}",
-            "use --tensor-parallel-size 1 and --pipeline-parallel-size 1",
+            # On a stage, a block of windows or states may be larger than its full-attention pages.
+            stages > 1,
+            f"pipeline parallelism (--pipeline-parallel-size {stages}) of {what}",
+            "use --pipeline-parallel-size 1",
         ),
         (
             vllm_config.speculative_config is not None,
@@ -461,7 +462,7 @@ def _methods_with_shared_maxima(
     """
     if ranks == 1:
         return []
-    heads_are_shared = ranks > model.get_total_num_kv_heads()
+    heads_are_shared = ranks > evicted_kv_heads(model)
     policies = (config.build_policy(name) for name in config.methods)
     return [
         policy.name

@@ -40,6 +40,16 @@ def sliding_layers(text_config: Any) -> list[int]:
     return [layer for layer, kind in enumerate(kinds) if _SLIDING in kind]
 
 
+def evicted_kv_heads(model: ModelConfig) -> int:
+    """Return the KV heads of a layer with full attention, those of all ranks together.
+
+    Gemma 4 has fewer in these layers than in those with a window.
+    """
+    text = model.hf_text_config
+    layer = text.layer_types.index("full_attention") if has_windows(text) else 0
+    return model.model_arch_config[layer].total_num_kv_heads
+
+
 def other_layers(text_config: Any) -> list[str]:
     """Return the kinds of layers that have neither full attention nor a window, nor are served.
 

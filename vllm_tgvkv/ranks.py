@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from vllm_tgvkv.kernels.statistics import KEY_STATISTICS, Statistic
+from vllm_tgvkv.layer_types import evicted_kv_heads
 from vllm_tgvkv.policies import Attention
 
 if TYPE_CHECKING:
@@ -353,7 +354,7 @@ def tensor_ranks(vllm_config: VllmConfig) -> Ranks:
     group = get_tp_group()
     if group.world_size == 1:
         return Ranks()
-    num_kv_heads = vllm_config.model_config.get_total_num_kv_heads()
+    num_kv_heads = evicted_kv_heads(vllm_config.model_config)
     return TensorRanks(
         group.world_size,
         group.rank_in_group,

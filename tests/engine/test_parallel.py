@@ -47,9 +47,18 @@ class ParallelEngine(SteppedEngine):
     def kept_on_workers(self, name: str, num_tokens: int) -> list[torch.Tensor]:
         """Return the positions that each worker's heads kept, bool [L, H, P] with the tail."""
         masks = [cuts[-1][..., :num_tokens] for cuts in self.cuts_on_workers(name)]
+        size = self.scheduler.tokens_per_block
         for mask in masks:
-            mask[..., num_tokens // self.scheduler.block_size * self.scheduler.block_size :] = True
+            mask[..., num_tokens // size * size :] = True
         return masks
+
+    def kept(self, request_id: str, num_tokens: int) -> torch.Tensor | None:
+        """Return the positions that the heads of all ranks kept, bool [L, H, P] with the tail."""
+        return torch.cat(self.kept_on_workers(request_id, num_tokens), dim=1)
+
+    def assert_forgotten(self) -> None:
+        """Assert that no worker has state of a request."""
+        assert set(self.llm.collective_rpc(remembered)) == {0}
 
     def cuts_on_workers(self, name: str) -> list[list[torch.Tensor]]:
         """Return what each worker's regions held after each cut of a request, bool [L, H, n].
@@ -68,9 +77,15 @@ class ParallelEngine(SteppedEngine):
         mask = torch.zeros(counts.numel(), length, dtype=torch.bool)
         pair = torch.repeat_interleave(torch.arange(counts.numel()), counts.flatten())
         mask[pair[:, None], positions[: len(pair)]] = True
-        size = self.scheduler.block_size
+        size = self.scheduler.tokens_per_block
         assert torch.equal(mask.sum(-1), counts.flatten() * size)  # each page is full
         return mask.unflatten(0, counts.shape)
+
+
+def remembered(worker: Any) -> int:
+    """Return the number of things that a worker stores about requests."""
+    evictor = worker.evictor
+    return evictor.regions.num_live + len(evictor.observations) + len(evictor.ended)
 
 
 @contextmanager

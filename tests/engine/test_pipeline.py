@@ -65,17 +65,8 @@ class PipelineEngine(ParallelEngine):
 
     def run(self, asks: Sequence[Ask]) -> list[Any]:
         outputs = super().run(asks)
-        self.assert_nothing_is_left()
+        self.assert_forgotten()
         return outputs
-
-    def assert_nothing_is_left(self) -> None:
-        assert set(self.llm.collective_rpc(remembered)) == {0}
-
-
-def remembered(worker: Any) -> int:
-    """Return the number of things that a stage stores about requests."""
-    evictor = worker.evictor
-    return evictor.regions.num_live + len(evictor.observations) + len(evictor.ended)
 
 
 @dataclass(frozen=True)
@@ -376,7 +367,7 @@ def test_abort_after_any_number_of_steps(running: PipelineEngine, oracle: Oracle
         while running.engine.has_unfinished_requests():
             finished.update({o.request_id: o for o in running.step() if o.finished})
         running.assert_empty()
-        running.assert_nothing_is_left()
+        running.assert_forgotten()
         assert_served(running, oracle, bystander, finished[stays])
 
 

@@ -33,6 +33,7 @@ from vllm_tgvkv.errors import EvictionConfigError, UnsupportedByEvictionError
 from vllm_tgvkv.head_scores import write
 from vllm_tgvkv.patches import ASYNC_SCHEDULER_CLS, SCHEDULER_CLS
 from vllm_tgvkv.platforms import Platform
+from vllm_tgvkv.ranks import tensor_ranks
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -97,6 +98,24 @@ def gemma3() -> Any:
     layers = ["full_attention"] * 2
     text = {**SIZES, "head_dim": 16, "sliding_window": None, "layer_types": layers}
     return transformers.Gemma3Config(text_config=text, vision_config=VISION)
+
+
+def gemma4() -> Any:
+    """Return a model with one KV head in layers with full attention, and two in others."""
+    text = {
+        **SIZES,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "sliding_window": 32,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+    return transformers.Gemma4Config(
+        text_config=text, vision_config=VISION, audio_config=None, image_token_id=5
+    )
 
 
 def qwen3_5() -> Any:
@@ -214,8 +233,9 @@ def test_what_models_of_several_kinds_of_layers_do_not_do_yet(
     assert f"with {what} on this platform" in refusal_of(
         configure(model, **without), platforms.CUDA
     )
+    configure(model, tensor_parallel_size=2)
     for options, word in (
-        ({"tensor_parallel_size": 2}, "several ranks or stages"),
+        ({"pipeline_parallel_size": 2}, "pipeline parallelism (--pipeline-parallel-size 2)"),
         ({"kv_cache_dtype": "fp8", "block_size": 32}, "a quantised cache (--kv-cache-dtype fp8)"),
         (
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
@@ -638,6 +658,25 @@ def test_maxima_over_rows_need_all_heads_of_a_token_set_on_one_rank(
         in message
     )
     assert f"(--tensor-parallel-size {ranks}) yet: use reduce: mean (or another" in message
+
+
+def test_ranks_share_heads_by_the_layers_that_are_evicted(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 4 has fewer KV heads there than in layers with a window."""
+    model = folder(gemma4, "Gemma4ForConditionalGeneration")
+    mix = {"base": "snapkv", "granularity": "head", "reduce": "max"}
+    eviction = {CONFIG_KEY: {"policy": "tgv", "methods": {"mine": mix}}}
+    assert "heads of several ranks share" in refusal(
+        model, eviction=eviction, tensor_parallel_size=2
+    )
+    vllm_config = configure(model, tensor_parallel_size=2)
+    assert vllm_config.model_config.get_total_num_kv_heads() == 2
+    for rank in range(2):
+        group = SimpleNamespace(world_size=2, rank_in_group=rank)
+        monkeypatch.setattr("vllm.distributed.get_tp_group", lambda group=group: group)
+        ranks = tensor_ranks(vllm_config)
+        assert (ranks.num_parts, ranks.part, ranks.rank) == (1, 0, rank)
 
 
 @pytest.mark.parametrize(

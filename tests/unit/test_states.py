@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks of published models with several kinds of layers, as each tensor-parallel rank has them.
+
+`page_pool` needs one group of layers with full attention whose pages fill a block. vLLM groups
+layers by the sizes of their pages, which change with the heads of a rank.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout, KVCacheSpec, MambaSpec
+
+from vllm_tgvkv.manager import EvictingSpec, WindowSpec
+from vllm_tgvkv.states import packed_block_size, with_plain_specs, with_state_specs
+
+BLOCK_SIZE = 16
+WINDOWS = {
+    "Gemma 3 4B": (34, 6, (4, 256), (4, 256)),
+    "Gemma 3 27B": (62, 6, (16, 128), (16, 128)),
+    "Gemma 4 26B-A4B": (30, 6, (8, 256), (2, 512)),
+    "Gemma 4 31B": (60, 6, (16, 256), (4, 512)),
+    "Command A Vision": (64, 4, (8, 128), (8, 128)),
+}
+"""Number of layers; n, if every n-th has full attention; KV heads and their size with a window; the
+same in full attention."""
+STATES = {
+    "Qwen3.5-9B": (32, 4, (16, 32), 96),
+    "Qwen3.6-27B": (64, 4, (16, 48), 64),
+    "Qwen3.6-35B-A3B": (40, 2, (16, 32), 128),
+}
+"""Number of layers, of KV heads, of a delta net's heads of keys and of values; tokens of a block on
+one rank."""
+
+
+def grouped(specs: dict[str, KVCacheSpec]) -> KVCacheConfig:
+    """Return vLLM's cache of these layers, with 100 blocks."""
+    cache = SimpleNamespace(
+        get_resolved_kv_cache_layout=lambda: KVCacheLayout.BLHNC,
+        num_gpu_blocks_override=100,
+        prefix_cache_retention_interval=None,
+    )
+    config: Any = SimpleNamespace(
+        cache_config=cache,
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        attention_config=SimpleNamespace(hisparse_config=None),
+        speculative_config=None,
+    )
+    groups = get_kv_cache_groups(config, specs)
+    return with_plain_specs(get_kv_cache_config_from_groups(config, groups, 1 << 40))
+
+
+def assert_full_attention_fills_blocks(config: KVCacheConfig, num_layers: int) -> None:
+    (evicted,) = (g for g in config.kv_cache_groups if isinstance(g.kv_cache_spec, EvictingSpec))
+    assert len(evicted.layer_names) == num_layers
+    (tensor,) = (t for t in config.kv_cache_tensors if t.layers == evicted.layer_names)
+    assert tensor.offset == 0
+    assert tensor.layer_stride == evicted.kv_cache_spec.page_size_bytes
+    assert tensor.block_stride == num_layers * tensor.layer_stride
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("model", WINDOWS)
+def test_full_attention_fills_blocks_next_to_windows(model: str, ranks: int) -> None:
+    layers, every, *kinds = WINDOWS[model]
+    specs: dict[str, KVCacheSpec] = {}
+    for layer in range(layers):
+        is_full = (layer + 1) % every == 0
+        heads, size = kinds[is_full]
+        sizes = {
+            "block_size": BLOCK_SIZE,
+            "num_kv_heads": max(1, heads // ranks),
+            "head_size": size,
+            "dtype": torch.bfloat16,
+        }
+        spec = EvictingSpec(**sizes) if is_full else WindowSpec(**sizes, sliding_window=1024)
+        specs[f"model.layers.{layer}.attn"] = spec
+    assert_full_attention_fills_blocks(grouped(specs), layers // every)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("model", STATES)
+def test_full_attention_fills_blocks_that_hold_states(model: str, ranks: int) -> None:
+    """Blocks are as long as on one rank, or shorter where several ranks hold a KV head."""
+    layers, kv_heads, (key_heads, value_heads), on_one_rank = STATES[model]
+    size = 128
+    channels = (2 * key_heads + value_heads) * size
+    shapes = (channels // ranks, 3), (value_heads // ranks, size, size)
+
+    def specs(block_size: int) -> dict[str, KVCacheSpec]:
+        full = EvictingSpec(
+            block_size=block_size,
+            num_kv_heads=max(1, kv_heads // ranks),
+            head_size=256,
+            dtype=torch.bfloat16,
+        )
+        state = MambaSpec(
+            block_size=block_size,
+            shapes=shapes,
+            dtypes=(torch.bfloat16, torch.float32),
+            mamba_cache_mode="align",
+        )
+        return {
+            f"model.layers.{layer}": full if layer % 4 == 3 else state for layer in range(layers)
+        }
+
+    block_size = packed_block_size(specs(4096), BLOCK_SIZE)
+    assert block_size is not None
+    assert block_size <= on_one_rank
+    assert block_size == on_one_rank or ranks > kv_heads
+    assert_full_attention_fills_blocks(grouped(with_state_specs(specs(block_size))), layers // 4)

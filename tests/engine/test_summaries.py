@@ -63,7 +63,8 @@ SETTINGS = {
     "budget": 0.5,
     "text_only": "evict",
     "decode": {"on_request": True, "rows": ANSWER_ROWS},
-    "methods": {name: m.setting for name, m in METHODS.items() if m.setting},
+    "methods": {name: m.setting for name, m in METHODS.items() if m.setting}
+    | {"unread": {"base": "retentivekv", "summaries": {"gate": 0}}},
 }
 
 
@@ -284,6 +285,8 @@ def test_a_batch(running: SteppedEngine, expected: list[Expected]) -> None:
             assert_served(running, each, output)
     if not running.evictor.config.debug.poison:
         # Whoever gets a block next multiplies what is left in it with a weight of 0.
+        ask = expected[0].ask
+        running.run([replace(ask, xargs={**ask.xargs, "kv_eviction": "unread"})])
         assert running.evictor.pool.raw.isfinite().all()
 
 

@@ -46,16 +46,19 @@ _LISTENING = ("snapkv_answer_forward16", "snapkv_answer_grid16")
 
 _METHODS = Part(
     "What the methods keep",
-    "Each method as published, mixes of `snapkv` that pool forward, and mixes that wait for 4 or 8 "
-    "tokens of the answer, which alone vote. `forward16` pools the text around the pages as well, "
-    "`grid16` the pages alone. A number has eight tokens with the space before it: after 8 nothing "
-    "is left to be read, and the cell shows only that the wait works.",
+    f"Each method as published, `{DEFAULT}`, mixes of `snapkv` that pool forward, and mixes that wait "
+    "for 4 or 8 tokens of the answer, which alone vote. `forward16` pools the text around the pages "
+    "as well, `grid16` the pages alone. A number has eight tokens with the space before it: after 8 "
+    "nothing is left to be read, and the cell shows only that the wait works.",
     (
-        Cells(ASKED, crossed(METHODS, BUDGETS), 20),
+        Cells(ASKED, crossed((*METHODS, DEFAULT), BUDGETS), 20),
+        Cells(ASKED, crossed((DEFAULT,), BUDGETS, (WAIT,)), 20),
         Cells(ASKED, crossed(_AT_ONCE, BUDGETS), 20),
         Cells(ASKED, crossed(_LISTENING, BUDGETS[1:], (4, 8)), 20),
     ),
     (
+        *paired(crossed((DEFAULT,), BUDGETS), crossed(("snapkv",), BUDGETS)),
+        *paired(crossed((DEFAULT,), BUDGETS, (WAIT,)), crossed((DEFAULT,), BUDGETS)),
         *paired(crossed(_AT_ONCE[:1], BUDGETS), crossed(("snapkv",), BUDGETS)),
         *paired(crossed(_AT_ONCE[:1], BUDGETS), crossed(("tgv",), BUDGETS)),
         *paired(crossed(_AT_ONCE[:1], BUDGETS), crossed(("snapkv_max_grid16",), BUDGETS)),

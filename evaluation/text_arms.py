@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from evaluation.arms import ABLATIONS
+from evaluation import replacements
 from evaluation.fingerprint import ROOT
 from evaluation.text_tasks import TextTask
 from vllm_tgvkv.config import NONE, EvictionConfig
@@ -80,17 +80,6 @@ OWN_PARTS: dict[str, dict[str, Any]] = {
 }
 """TGV-KV's parts with pooling forward."""
 
-TGV_PARTS: dict[str, dict[str, Any]] = {
-    **{
-        part.method(value): {"base": "tgv", part.field: value}
-        for part in ABLATIONS
-        for value in part.others
-    },
-    "tgv_head": {"base": "tgv", "granularity": "head"},
-    "tgv_score_text_rows_head": {"base": "tgv", "score": "text_rows", "granularity": "head"},
-}
-"""TGV-KV with one part replaced, as on the demonstration model, and per head."""
-
 CANDIDATES: dict[str, dict[str, Any]] = {
     f"reach_{name}": {"base": "snapkv", "reduce": "max", **reach(40, 1), **change}
     for name, change in {
@@ -135,8 +124,8 @@ MIXES: dict[str, dict[str, Any]] = (
     | REACHES
     | GRIDS
     | OWN_PARTS
-    | TGV_PARTS
     | GATED
+    | replacements.REPLACED
 )
 """The server's `methods`, of which a run uses those that its arms name."""
 
@@ -264,6 +253,8 @@ class Part:
     """Whether arms are shown by the memory of a request over its life, not by their budget."""
     together: bool = False
     """Whether there is a table of all tasks together."""
+    pooled: bool = False
+    """Whether the comparisons are made on all tasks together, and not on each."""
     chooses: bool = False
     """Whether a choice is made on it, so that it may be asked training questions alone."""
 
@@ -645,6 +636,30 @@ _DEFAULT = Part(
     together=True,
 )
 
+_REACH_BUDGETS = (0.2, 0.1)
+REPLACED_TEXT = (
+    f"`{DEFAULT}` without a wait, with another layer budget, sums in place of maxima over the "
+    "rows, other rows, retention, granularity or pooling."
+)
+_REPLACED = Part(
+    "One part of reach replaced",
+    REPLACED_TEXT,
+    (
+        Cells(
+            (number("prose", 1024), number("prose", _SHORT, keys=4), PASSAGES[0]),
+            crossed((DEFAULT, *replacements.REACH), _REACH_BUDGETS),
+            20,
+        ),
+    ),
+    tuple(
+        (TextArm(DEFAULT, budget), other)
+        for budget in _REACH_BUDGETS
+        for other in crossed(replacements.REACH, (budget,))
+    ),
+    together=True,
+    pooled=True,
+)
+
 PARTS = {
     "methods": _METHODS,
     "wait": _WAIT,
@@ -653,6 +668,7 @@ PARTS = {
     "life": _LIFE,
     "tasks": _TASKS,
     "default": _DEFAULT,
+    "replaced": _REPLACED,
     "choice": _CHOICE,
 }
 """By the name on the command line, in the order of the report."""

@@ -18,6 +18,8 @@ from evaluation.text_tasks import split_of
 from measure.statistics import Estimate, bootstrap, holm, mcnemar, wilson
 
 FILE = "results.json"
+ALL_TASKS = "all tasks"
+"""Stands for the task in a comparison on all of them together."""
 
 
 class Answers(Protocol):
@@ -199,14 +201,21 @@ def _mean_held(
 
 
 def _comparisons(part: Part, log: Answers, limit: int | None, start: int) -> list[TextComparison]:
+    work = list(part.work)
+    groups = [(ALL_TASKS, work)] if part.pooled else [(task[0].name, [task]) for task in work]
     found = []
-    for task, most, arms in part.work:
+    for name, tasks in groups:
         for first, second in part.pairs:
-            if {first, second} <= set(arms):
+            mine = [(task, most) for task, most, arms in tasks if {first, second} <= set(arms)]
+            if not mine:
+                continue
+            places: list[tuple[str, int]] = []
+            for task, most in mine:
                 asked = [part.asked(task, first), part.asked(task, second), most]
                 number = min([*asked, *([] if limit is None else [limit])])
                 numbers = counted(log, task, range(start, start + number))
-                found.append(_compared(task, first, second, log, numbers))
+                places += [(task.name, n) for n in numbers]
+            found.append(_compared(name, first, second, log, places))
     corrected = holm([mcnemar(c.first_only, c.second_only) for c in found])
     return [
         TextComparison(**{**vars(claim), "p_holm": p})
@@ -215,17 +224,18 @@ def _comparisons(part: Part, log: Answers, limit: int | None, start: int) -> lis
 
 
 def _compared(
-    task: Task, first: TextArm, second: TextArm, log: Answers, numbers: Sequence[int]
+    name: str, first: TextArm, second: TextArm, log: Answers, places: Sequence[tuple[str, int]]
 ) -> TextComparison:
-    ours, theirs = ([log[task.name, n, arm.identity] for n in numbers] for arm in (first, second))
+    """Return a comparison on questions, which are given by task and number."""
+    ours, theirs = ([log[*place, arm.identity] for place in places] for arm in (first, second))
     pairs = list(zip(ours, theirs, strict=True))
     right = [int(one.is_exact) - int(other.is_exact) for one, other in pairs]
     p = mcnemar(right.count(1), right.count(-1))
     return TextComparison(
-        task=task.name,
+        task=name,
         first=first.key,
         second=second.key,
-        questions=len(numbers),
+        questions=len(places),
         first_only=right.count(1),
         second_only=right.count(-1),
         difference=bootstrap(right),

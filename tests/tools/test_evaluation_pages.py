@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from evaluation import __main__ as program
-from evaluation import cost, pages, peers, reaches, text, text_results, waits
+from evaluation import cost, pages, peers, reaches, replacements, text, text_results, waits
 from evaluation.answers import Answer, AnswerLog, read_answers, write_answers
 from evaluation.field import Field, Run, run
 from evaluation.pages_arms import PARTS
@@ -33,8 +33,10 @@ from measure import smollm
 from measure.document import Table
 from reader.tasks import TASKS
 from vllm_tgvkv.budget import Budget
+from vllm_tgvkv.config import EvictionConfig
 from vllm_tgvkv.errors import EvictionConfigError
 from vllm_tgvkv.policies import build_policy
+from vllm_tgvkv.policies.base import Policy
 from vllm_tgvkv.policies.pooling import Pooler, Pooling
 
 
@@ -51,6 +53,31 @@ def test_layer_budgets_by_images_are_for_pages_alone() -> None:
     check([arm], eviction_settings([arm]), has_images=True)
     with pytest.raises(EvictionConfigError, match="attention to images"):
         check([arm], eviction_settings([arm]))
+
+
+@pytest.mark.parametrize("name", replacements.REPLACED)
+def test_what_is_replaced_is_not_the_methods_own(name: str) -> None:
+    mix = replacements.REPLACED[name]
+    config = EvictionConfig.from_mapping({"methods": {name: mix}})
+    own, changed = config.build_policy(mix["base"]), config.build_policy(name)
+
+    def parts(policy: Policy) -> dict[str, object]:
+        score, layers, kept = policy.score, policy.allocation, policy.retention
+        return {
+            "score": type(score),
+            "rows": score.rows,
+            "allocation": type(layers),
+            "retain": (type(kept), vars(kept)),
+            "granularity": policy.granularity,
+            "pooling": policy.pooling,
+            "reduce": policy.reduction,
+            "merge": policy.merge,
+        }
+
+    before, after = parts(own), parts(changed)
+    different = {field for field in before if before[field] != after[field]}
+    # Another score may bring its own rows.
+    assert different - ({"rows"} if "score" in mix else set()) == mix.keys() - {"base"}
 
 
 def test_pages_and_texts_have_logs_of_their_own() -> None:
@@ -113,6 +140,18 @@ def test_tables_are_counted_again_from_the_answers(tmp_path: Path) -> None:
     assert run(field, ["--only", "recount", "--output", str(tmp_path)]) == 0
     assert file.read_text() == wanted
     assert "| `snapkv` | 1 of 2" in (tmp_path / "README.md").read_text()
+
+
+def test_comparisons_on_all_tasks_together() -> None:
+    other = TextTask("number", "prose", 512)
+    log = {a.key: a for a in answers()}
+    log |= {a.key: a for a in (replace(answer, task=other.name) for answer in answers())}
+    both = replace(PART, cells=(Cells((SHORT, other), (ONE, OTHER), 3),))
+    each = text_results.part_result(both, log, FACTS).comparisons
+    assert [(c.task, c.questions) for c in each] == [(SHORT.name, 2), (other.name, 2)]
+    (claim,) = text_results.part_result(replace(both, pooled=True), log, FACTS).comparisons
+    assert (claim.task, claim.questions) == (text_results.ALL_TASKS, 4)
+    assert (claim.first_only, claim.second_only) == (2, 2)
 
 
 def test_a_part_without_arms_has_a_page(tmp_path: Path) -> None:

@@ -121,18 +121,14 @@ _DEFAULT = Part(
 )
 
 
-def _replacing(title: str, text: str, base: str, names: Iterable[str], *budgets: float) -> Part:
+def _replacing(title: str, text: str, base: str, names: Iterable[str], budget: float) -> Part:
     """Return the part that compares a method with those in which one part is replaced."""
-    others = tuple(names)
+    (own,), others = crossed((base,), (budget,)), crossed(names, (budget,))
     return Part(
         title,
         text,
-        (Cells(ASKED[:2], crossed((base, *others), budgets), 20),),
-        tuple(
-            (TextArm(base, budget), other)
-            for budget in budgets
-            for other in crossed(others, (budget,))
-        ),
+        (Cells(ASKED[:2], (own, *others), 20),),
+        tuple((own, other) for other in others),
         together=True,
         pooled=True,
     )
@@ -146,7 +142,6 @@ _ABLATIONS = _replacing(
     "tgv",
     replacements.TGV,
     0.5,
-    0.2,
 )
 
 _UNIFORM = _replacing(
@@ -155,7 +150,6 @@ _UNIFORM = _replacing(
     "tgv_budget_uniform",
     replacements.UNIFORM,
     0.5,
-    0.2,
 )
 
 _REPLACED = _replacing(
@@ -163,7 +157,6 @@ _REPLACED = _replacing(
     REPLACED_TEXT,
     DEFAULT,
     (*replacements.REACH, *replacements.REACH_WITH_IMAGES),
-    0.2,
     0.1,
 )
 
@@ -182,14 +175,13 @@ _GRANULARITY = Part(
                         *replacements.OTHERS,
                     ]
                 ),
-                (0.5, 0.2),
+                (0.2,),
             ),
             20,
         ),
     ),
     tuple(
-        (TextArm(str(mix["base"]), budget), TextArm(name, budget))
-        for budget in (0.5, 0.2)
+        (TextArm(str(mix["base"]), 0.2), TextArm(name, 0.2))
         for name, mix in replacements.OTHERS.items()
     ),
     together=True,

@@ -69,6 +69,25 @@ elif importlib.util.find_spec("triton"):
     load_kernels_interpreted()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the seed of all random inputs, unless TGVKV_SEED is set; workers inherit it."""
+    seed = os.environ.setdefault("TGVKV_SEED", str(int.from_bytes(os.urandom(4), "little")))
+    if config.getoption("hypothesis_seed", None) is None:
+        config.option.hypothesis_seed = seed
+
+
+def pytest_report_header() -> str:
+    return f"TGVKV_SEED={os.environ['TGVKV_SEED']} repeats the random inputs of this run"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Give each test random inputs of its own, whichever tests ran before it."""
+    from tests.inputs import seed
+
+    seed(item.nodeid)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests that need a CUDA device if there is none."""
     if has_cuda():

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import math
 import os
+import random
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,12 +27,16 @@ WITHOUT_GATES = {
 """Definitions of the methods that servers without gates and summaries have."""
 
 
-def fresh_seed() -> int:
-    """Seed torch with a new seed and print it; set TGVKV_SEED to repeat a failure."""
-    seed = int(os.environ.get("TGVKV_SEED") or int.from_bytes(os.urandom(4), "little"))
-    torch.manual_seed(seed)
-    print(f"TGVKV_SEED={seed}")
-    return seed
+def seed(test: str) -> None:
+    """Seed the random inputs of a test from its name and TGVKV_SEED, which repeats a failure."""
+    number = zlib.crc32(f"{os.environ['TGVKV_SEED']} {test}".encode())
+    torch.manual_seed(number)
+    random.seed(number)
+
+
+def new_rng() -> np.random.Generator:
+    """Return a generator of NumPy that depends on the seed of the test that runs."""
+    return np.random.default_rng(random.getrandbits(32))
 
 
 def head_scores(layers: int, kv_heads: int, group: int = 1) -> HeadScores:

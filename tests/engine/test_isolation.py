@@ -111,7 +111,7 @@ def a_request(rng: random.Random, seed: int) -> Ask:
 def test_a_thousand_requests_read_their_own_pages_only(
     running: SteppedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    guard, rng = Guard(running), random.Random()
+    guard, rng = Guard(running), random.Random(random.getrandbits(32))
     make_ragged = EvictingCPUMetadataBuilder._make_ragged
     build = EvictingCPUMetadataBuilder.build
 

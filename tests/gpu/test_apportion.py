@@ -9,7 +9,6 @@ from hypothesis import given, settings
 
 from oracle import kernels as reference
 from tests.gpu import pytorch_on_cpu
-from tests.inputs import fresh_seed
 from tests.unit.test_apportion import ANY_SHARE, PLAIN_SHARE, capped_dealings, dealings
 from vllm_tgvkv.kernels.apportion import apportion
 
@@ -64,7 +63,6 @@ def test_equals_exact_fractions(device: str, dealing: tuple[list[float], int, in
 @pytest.mark.parametrize("size", [1, 36, 2048])
 def test_random_rows(device: str, size: int) -> None:
     """Rows of one launch: even, uneven, few distinct values, periodic, extreme."""
-    fresh_seed()
     rows = torch.stack(
         (
             torch.rand(size),
@@ -84,7 +82,6 @@ def test_random_rows(device: str, size: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_types_of_shares_and_total(device: str, dtype: torch.dtype) -> None:
-    fresh_seed()
     shares = torch.rand(6, 2).to(dtype).T
     total = torch.tensor(15, dtype=torch.int32, device=device)
     assert_same(device, shares, total, 1, 20)

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oracle import kernels as reference
-from tests.inputs import fresh_seed
 from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
 from vllm_tgvkv.kernels.select import page_offsets
 
@@ -121,7 +120,6 @@ def test_every_format(
     head_size: int,
     dtype: torch.dtype,
 ) -> None:
-    fresh_seed()
     dealt = torch.tensor(counts[: max(1, len(counts) // heads) * heads])
     dealt = dealt.view(-1, heads if len(dealt) % heads == 0 else 1)
     retained = -(-int(dealt.sum()) // dealt.numel()) + unowned
@@ -142,14 +140,12 @@ def test_real_sizes(
     device: str, page_format: str, block_size: int, head_size: int, dtype: torch.dtype
 ) -> None:
     """Pages of one and of several programs; heads without a page."""
-    fresh_seed()
     counts = torch.tensor([[0, 3, 0], [1, 0, 1]])
     assert_copied(make_case(page_format, counts, 1, block_size, head_size, dtype, device))
 
 
 @pytest.mark.parametrize("num_pairs", [1, 2, 15, 16, 17, 65])
 def test_every_number_of_pairs(device: str, num_pairs: int) -> None:
-    fresh_seed()
     dealt = torch.multinomial(torch.rand(num_pairs) ** 4, num_pairs, replacement=True)
     counts = dealt.bincount(minlength=num_pairs).view(num_pairs, 1)
     assert_copied(make_case("joint", counts, 1, 1, 2, torch.bfloat16, device))
@@ -174,7 +170,6 @@ def test_nothing_to_copy(device: str) -> None:
 
 @pytest.mark.gpu
 def test_pools_of_more_than_2_to_the_31_values() -> None:
-    fresh_seed()
     counts = torch.tensor([[1, 1], [0, 2]])
     block_size, head_size, num_old = 128, 256, 4
     positions = torch.randint(0, num_old * block_size, (4, block_size), dtype=torch.int32)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from oracle import kernels as reference
 from tests.gpu import pytorch_on_cpu
-from tests.inputs import fresh_seed
 from vllm_tgvkv.kernels.decode import DecodePlan, decode, plan_decode
 from vllm_tgvkv.kernels.page_tables import write_lengths
 from vllm_tgvkv.kernels.select import page_offsets
@@ -180,7 +179,6 @@ def scenes(draw: st.DrawFn) -> Callable[[], Scene]:
 def test_the_kernels_equal_the_definition(
     device: str, make_scene: Callable[[], Scene], num_programs: int, chunk: int
 ) -> None:
-    fresh_seed()
     scene = make_scene()
     scene.check(scene.run(device, num_programs, chunk))
 
@@ -188,7 +186,6 @@ def test_the_kernels_equal_the_definition(
 @settings(max_examples=40)
 @given(scenes())
 def test_the_reference_equals_the_definition(make_scene: Callable[[], Scene]) -> None:
-    fresh_seed()
     scene = make_scene()
     with pytorch_on_cpu():
         scene.check(scene.run("cpu", 3, 16))
@@ -239,13 +236,11 @@ RAGGED = [
     ("num_programs", "chunk"), [(1, 64), (2, 16), (5, 32), (13, 16), (31, 16), (90, 32)]
 )
 def test_any_number_of_programs_shares_the_work(device: str, num_programs: int, chunk: int) -> None:
-    fresh_seed()
     scene = Scene(2, 3, RAGGED)
     scene.check(scene.run(device, num_programs, chunk))
 
 
 def test_the_same_call_gives_the_same_bits(device: str) -> None:
-    fresh_seed()
     scene = Scene(1, 3, [Row(80), Row(150)])
     outs, again = (scene.run(device, 11, 16) for _ in range(2))
     assert all(torch.equal(*pair) for pair in zip(outs, again, strict=True))
@@ -253,7 +248,6 @@ def test_the_same_call_gives_the_same_bits(device: str) -> None:
 
 def test_one_long_sequence_is_spread_over_many_programs(device: str) -> None:
     """A sequence with more parts than one tile of the second launch."""
-    fresh_seed()
     scene = Scene(1, 1, [Row(803), Row(3)])
     scene.check(scene.run(device, 47, 16))
 
@@ -266,21 +260,18 @@ def test_one_long_sequence_is_spread_over_many_programs(device: str) -> None:
 def test_formats(
     device: str, dtype: torch.dtype, group_size: int, head_size: int, block_size: int
 ) -> None:
-    fresh_seed()
     rows = [Row(2 * block_size + 1), Row(5 * block_size, 1, 3, (2, 0)), Row(0)]
     scene = Scene(1, 2, rows, group_size, head_size, block_size, dtype)
     scene.check(scene.run(device, 3, 64))
 
 
 def test_transposed_pages(device: str) -> None:
-    fresh_seed()
     scene = Scene(2, 3, RAGGED, slots_first=False)
     scene.check(scene.run(device, 4, 32))
 
 
 def test_large_logits(device: str) -> None:
     """Logits that differ greatly neither overflow nor lose the largest."""
-    fresh_seed()
     scene = Scene(2, 3, RAGGED)
     scene.query *= 200
     # A rounding error of a logit becomes a relative error of a weight.
@@ -294,7 +285,6 @@ def test_a_step_without_tokens_is_zero(device: str) -> None:
 
 
 def test_buffers_serve_fewer_rows(device: str) -> None:
-    fresh_seed()
     scene = Scene(2, 3, RAGGED)
     larger = replace(scene, rows=[*RAGGED, Row(5), Row(9)])
     plan = larger.plan(4, 16).for_sequences(3 * len(RAGGED))

@@ -16,8 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.inputs import fresh_seed
-
 NAN = float("nan")
 AUTO, UNSPLIT, IN_GRAPHS = 0, 1, 32
 """Values of `num_splits`: its own choice, none, vLLM's bound inside graphs."""
@@ -120,7 +118,6 @@ def flash_attention(head_size: int) -> Callable[..., Tensor]:
 @pytest.mark.parametrize("head_size", [64, 80, 128, 256])
 @pytest.mark.parametrize("block_size", [16, 32, 128])
 def test_every_shape(block_size: int, head_size: int, group: int) -> None:
-    fresh_seed()
     attend = flash_attention(head_size)
     scene = Scene(40, block_size, head_size, group, "cuda")
     for num_splits in (AUTO, UNSPLIT, IN_GRAPHS):
@@ -132,7 +129,6 @@ def test_every_shape(block_size: int, head_size: int, group: int) -> None:
 @pytest.mark.parametrize("num_sequences", [8, 992, 1000, 8192])
 @pytest.mark.parametrize("num_splits", [AUTO, UNSPLIT, IN_GRAPHS])
 def test_few_and_many_sequences(num_sequences: int, num_splits: int) -> None:
-    fresh_seed()
     scene = Scene(num_sequences, 16, 128, 4, "cuda")
     scene.call(flash_attention(128), num_splits)
     scene.check()
@@ -142,7 +138,6 @@ def test_few_and_many_sequences(num_sequences: int, num_splits: int) -> None:
 @pytest.mark.parametrize("num_sequences", [8, 992, 1000])
 def test_a_graph_follows_its_inputs(num_sequences: int) -> None:
     """A captured call is replayed with other lengths, page tables, keys and values."""
-    fresh_seed()
     attend = flash_attention(128)
     scene = Scene(num_sequences, 16, 128, 4, "cuda")
     scene.call(attend, IN_GRAPHS)
@@ -162,7 +157,6 @@ def test_the_comparison_itself() -> None:
     """PyTorch stands in for FlashAttention; a wrong length of one sequence is noticed."""
     from tests.engine.flash_on_cpu import attend
 
-    fresh_seed()
     scene = Scene(9, 16, 64, 4, "cpu")
     scene.call(attend, AUTO)
     scene.check()

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.gpu import pytorch_on_cpu
-from tests.inputs import fresh_seed
 from tests.unit.test_page_tables import Batch, batches
 from vllm_tgvkv.kernels.page_tables import write_lengths, write_page_tables
 
@@ -43,7 +42,6 @@ def test_tables_and_lengths_equal_the_reference(
 @pytest.mark.parametrize("block_size", [16, 48])
 def test_long_sequences_take_several_tiles(device: str, block_size: int) -> None:
     """One head has nearly all pages of the region; buffers are wider than their rows."""
-    fresh_seed()
     layers, heads, width, num_blocks = 2, 3, 700, 2000
     pairs = layers * heads
     retained, replaced = torch.zeros(2, num_blocks, dtype=torch.int32)

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from oracle import kernels as reference
 from tests.gpu import pytorch_on_cpu
-from tests.inputs import fresh_seed
 from tests.unit.test_select import SCORE, Selection, selections
 from vllm_tgvkv.kernels.select import MAX_TIERS, ranking_keys, select_tokens, thresholds
 
@@ -46,7 +45,6 @@ def test_rows_longer_than_a_tile(
 ) -> None:
     """Ties across tiles, arbitrary float32 bits, tiers of every row, pages that no pair owns."""
     monkeypatch.setattr(triton_select, "_TILE", 64)
-    fresh_seed()
     layers, heads, blocks, block_size = 2, 3, 21, 16
     shape = (layers, 1 if shared else heads, blocks * block_size)
     if scores_of == "equal":
@@ -68,7 +66,6 @@ def test_rows_longer_than_a_tile(
 
 @pytest.mark.parametrize("tier_type", [torch.bool, torch.uint8, torch.int32, torch.int64])
 def test_strides_and_tier_types(device: str, tier_type: torch.dtype) -> None:
-    fresh_seed()
     scores = torch.randn(12, 2, 3).permute(1, 2, 0)
     tiers = torch.randint(0, 2, (24,)).to(tier_type)[::2]
     counts = torch.tensor([[2, 0, 1], [3, 1, 3]])
@@ -106,7 +103,6 @@ def test_thresholds_of_ranking_keys(device: str, row: list[float], wanted: list[
 def test_thresholds_of_all_63_bits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Broadcast rows, equal keys, and a row of which no key is wanted."""
     monkeypatch.setattr(triton_select, "_TILE", 16)
-    fresh_seed()
     keys = torch.randint(0, 2**63 - 1, (3, 1, 50))
     keys[1, 0, 7:] = 2**63 - 1
     keys[2] >>= 61

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from oracle.attention import attention_probabilities
 from oracle.statistics import shared_sets
 from tests.gpu import pytorch_on_cpu
-from tests.inputs import fresh_seed
 from tests.unit.test_statistics import (
     ALL,
     KEY_DTYPES,
@@ -134,7 +133,6 @@ def test_every_shape(
     per_head: bool,
     stored: bool,
 ) -> None:
-    fresh_seed()
     rows = min(num_keys, 7)
     arguments = make(num_keys, rows, device, heads, group, head_size, block_size, dtype)
     check(arguments, per_head, stored)
@@ -143,13 +141,11 @@ def test_every_shape(
 @pytest.mark.parametrize(("per_head", "workspace_bytes"), [(True, 0), (False, 1 << 20)])
 def test_more_rows_than_a_tile_has(device: str, per_head: bool, workspace_bytes: int) -> None:
     """Averages that do not fit are not kept; then all sums come from the keys."""
-    fresh_seed()
     check(make(75, 75, device, group=3), per_head, workspace_bytes=workspace_bytes)
 
 
 @pytest.mark.parametrize("programs", [1, 1 << 20])
 def test_any_number_of_splits(device: str, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    fresh_seed()
     from vllm_tgvkv.kernels.gpu import columns, softmax
 
     monkeypatch.setattr(softmax, "_PROGRAMS", programs)
@@ -158,7 +154,6 @@ def test_any_number_of_splits(device: str, programs: int, monkeypatch: pytest.Mo
 
 
 def test_little_shared_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fresh_seed()
     from vllm_tgvkv.kernels.gpu import paged_rows
 
     monkeypatch.setattr(paged_rows, "shared_bytes", lambda device: 99 << 10)
@@ -172,7 +167,6 @@ def test_log_sum_exp_of_the_attention_kernel(
     device: str, stored: bool, statistics: frozenset[Any]
 ) -> None:
     """It is used with and without a statistic that needs the maximum as well."""
-    fresh_seed()
     arguments = make(90, 6, device, group=3)
     at_hand = on_cpu(arguments)
     keys = at_hand["key_pages"][at_hand["block_ids"].long()].transpose(1, 2).flatten(0, 1)[:90]
@@ -205,7 +199,6 @@ def test_log_sum_exp_of_the_attention_kernel(
 @pytest.mark.parametrize("per_head", [True, False])
 def test_huge_logits(device: str, per_head: bool) -> None:
     """Rows still sum to one, and by far the largest logit of a row gets everything."""
-    fresh_seed()
     arguments = make(140, 8, device)
     arguments["queries"] *= 1000
     attention = observe(**arguments, per_head=per_head, statistics=ALL, scratch=Poisoned())
@@ -227,7 +220,6 @@ def test_huge_logits(device: str, per_head: bool) -> None:
 
 
 def test_a_subset_that_is_never_seen_gets_nothing(device: str) -> None:
-    fresh_seed()
     arguments = make(40, 3, device)
     arguments["row_positions"] = torch.tensor([3, 5, 20], device=device)
     attention = observe(**arguments, scratch=Poisoned())
@@ -242,7 +234,6 @@ def test_a_subset_that_is_never_seen_gets_nothing(device: str) -> None:
 
 @pytest.mark.parametrize(("number", "stored"), [(3, True), (1, False), (2, False), (5, False)])
 def test_any_number_of_mixed_sums(device: str, number: int, stored: bool) -> None:
-    fresh_seed()
     arguments = make(90, 12, device)
     weights = (torch.rand(2, number, 12) < 0.5)[:, :, ::2].repeat(1, 1, 2)
     options = {"statistics": frozenset({"row_averages"} if stored else ())}
@@ -254,7 +245,6 @@ def test_any_number_of_mixed_sums(device: str, number: int, stored: bool) -> Non
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 def test_any_strides(device: str, index: torch.dtype) -> None:
     """Queries are part of a wider batch; keys are stored transposed."""
-    fresh_seed()
     arguments = make(60, 10, device, heads=3, index=index)
     pages, queries = arguments["key_pages"], arguments["queries"]
     arguments["key_pages"] = pages.transpose(2, 3).contiguous().transpose(2, 3)
@@ -283,7 +273,6 @@ def all_bits(arguments: dict[str, Any], per_head: bool, stored: bool) -> list[Te
 
 @pytest.mark.parametrize(("per_head", "stored"), [(True, False), (False, True)])
 def test_the_same_bits_wherever_the_pages_are(device: str, per_head: bool, stored: bool) -> None:
-    fresh_seed()
     arguments = make(140, 10, device, group=4, dtype=BF16)
     first = all_bits(arguments, per_head, stored)
     pages, ids = arguments["key_pages"], arguments["block_ids"].long()
@@ -307,7 +296,6 @@ def test_no_rows_give_zeros(device: str) -> None:
 @pytest.mark.parametrize("per_head", [True, False])
 def test_sums_over_all_rows_of_several_chunks(device: str, per_head: bool) -> None:
     """Each chunk sees only the keys so far; NaN after them has no effect."""
-    fresh_seed()
     arguments = make(90, 90, device)
     by_set = exact(arguments).reshape(2 if per_head else 1, -1, 90, 90).mean(1)
     is_vision = torch.rand(90) < 0.5
@@ -380,7 +368,6 @@ def test_keys_are_read_twice_at_most(
 ) -> None:
     """Once for the log-sum-exp, if it is not given, and once for all other statistics."""
     seen = watch_launches(monkeypatch)
-    fresh_seed()
     arguments = make(40, 5, device)
     weights = torch.rand(2, 5, device=device)
     attention = observe(**arguments, statistics=statistics)
@@ -414,7 +401,6 @@ def test_heads_of_different_lengths(device: str, data: st.DataObject, stored: bo
 @pytest.mark.parametrize("is_transposed", [True, False])
 def test_layers_of_several_tiles(device: str, per_head: bool, is_transposed: bool) -> None:
     """Some heads end tiles before others, and some rows see nothing of the shortest."""
-    fresh_seed()
     lengths = [[300, 5], [1, 129]] if per_head else [[300, 300], [40, 40]]
     hidden = [140, *range(40, 0, -2), 0]
     layers = make_layers(
@@ -427,14 +413,12 @@ def test_layers_of_several_tiles(device: str, per_head: bool, is_transposed: boo
 @pytest.mark.parametrize("dtype", [FP16, FP32, BF16])
 @pytest.mark.parametrize("key_dtype", KEY_DTYPES)
 def test_quantised_keys(device: str, dtype: torch.dtype, key_dtype: torch.dtype) -> None:
-    fresh_seed()
     check_layers(
         make_layers([[50, 21]], [9, 2, 0], True, 2, 16, 16, dtype, key_dtype, device=device)
     )
 
 
 def test_log_sum_exps_of_layers(device: str) -> None:
-    fresh_seed()
     layers = make_layers([[40, 3], [1, 70]], [13, 5, 0], per_head=True, device=device)
     log_sum_exp = exact_log_sum_exp(layers)
     assert log_sum_exp.isinf().any()
@@ -462,7 +446,6 @@ def test_the_number_of_launches_does_not_grow_with_the_layers(
     device: str, per_head: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Statistics, scores and strengths of TGV-KV, whose weights depend on the column sums."""
-    fresh_seed()
     triton_launches = watch_launches(monkeypatch)
     policy = build_policy(Mix("tgv", granularity="head" if per_head else "layer"))
     num_layers, heads, num_keys, num_rows = 36, 2, 20, 3
@@ -510,7 +493,6 @@ def test_the_number_of_launches_does_not_grow_with_the_layers(
 @pytest.mark.parametrize("num_keys", [8197, 40_000])
 def test_a_large_prompt_without_waiting(num_keys: int, per_head: bool) -> None:
     """Qwen3-VL-8B's shape, against PyTorch on the same GPU."""
-    fresh_seed()
     num_rows, heads, group, head_size = 64, 8, 4, 128
     num_blocks = math.ceil(num_keys / 16)
     pool = torch.full((3 * num_blocks, heads, 16, 2 * head_size), math.nan, device="cuda").to(BF16)

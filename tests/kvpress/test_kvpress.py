@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.inputs import fresh_seed, paged
+from tests.inputs import paged
 from tests.kvpress.environment import run_script
 from tests.kvpress.record import load, states_of
 from vllm_tgvkv.budget import Budget
@@ -131,7 +131,6 @@ CASES = all_cases()
 @pytest.fixture(scope="module")
 def peer(tmp_path_factory: pytest.TempPathFactory) -> Peer:
     """Records of kvpress on random weights and prompts."""
-    fresh_seed()
     folder = tmp_path_factory.mktemp("kvpress")
     write_model(folder / "model")
     prompts = {name: torch.randint(VOCABULARY, (length,)) for name, length in PROMPTS.items()}

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
@@ -20,6 +19,7 @@ from PIL import Image
 from starlette.datastructures import State
 from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
 
+from tests.inputs import new_rng
 from tests.unit.test_trace import make_trace
 from vllm_tgvkv.config import CONFIG_KEY
 from vllm_tgvkv.counters import EvictionCounters
@@ -37,7 +37,7 @@ class EngineClient:
         self.vllm_config = SimpleNamespace(additional_config=additional)
         self.model_config = SimpleNamespace(served_model_name="tiny")
         self.engine_core = self
-        rng = np.random.default_rng()
+        rng = new_rng()
         first = [make_trace(rng, 21, name=f"of-{engine}")[0] for engine in range(2)]
         again = [make_trace(rng, 21, name=f"of-{engine}", num_answer=8)[0] for engine in range(2)]
         self.traces = [cut.after(earlier) for earlier, cut in zip(first, again, strict=True)]

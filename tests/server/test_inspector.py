@@ -27,6 +27,7 @@ from demo.asking import saved_question
 from demo.pages import make_page
 from demo.run import MODEL
 from measure.messages import png_url
+from tests.inputs import new_rng
 from tests.server.serving import ChatServer, serve
 from vllm_tgvkv.counters import SKIP_REASONS
 
@@ -1107,7 +1108,7 @@ def test_links_and_files_bring_everything_back(
     for broken in (link[:-30], f"{link[:-2]}!!"):
         damaged = opened(broken.removeprefix(f"{server.url}/kv-eviction/"))
         playwright.expect(damaged.locator("#alert")).to_contain_text("This link is damaged")
-    noise = np.random.default_rng().integers(0, 256, (700, 700, 3), dtype=np.uint8)
+    noise = new_rng().integers(0, 256, (700, 700, 3), dtype=np.uint8)
     page.set_input_files("#file", png(Image.fromarray(noise)))
     playwright.expect(page.locator("#pictures li")).to_have_count(2)
     with asking(page):

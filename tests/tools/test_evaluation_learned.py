@@ -10,7 +10,7 @@ import pytest
 
 from evaluation.learned import BUDGETS, PARTS, UNTRAINED
 from evaluation.text_arms import FULL, Part, TextArm, check, eviction_settings
-from tests.inputs import fresh_seed, write_gates
+from tests.inputs import write_gates
 from vllm_tgvkv.errors import EvictionConfigError
 
 FORMS = {"kvzap": "mlp", "trimkv": "rg10"}
@@ -26,7 +26,6 @@ def arms_of(part: Part, folder: Path, form: str) -> list[TextArm]:
 @pytest.mark.parametrize("name", PARTS)
 def test_the_plugin_knows_every_arm(name: str, tmp_path: Path) -> None:
     """With gates of the part's kind, and with no others."""
-    fresh_seed()
     arms = arms_of(PARTS[name], tmp_path / "own", FORMS[name])
     check(arms, eviction_settings(arms))
     assert any(arm.gates for arm in arms)
@@ -44,7 +43,6 @@ def test_the_plugin_knows_every_arm(name: str, tmp_path: Path) -> None:
 
 def test_other_gates_are_another_arm(tmp_path: Path) -> None:
     """Answers that are kept belong to the weights; those of methods without gates to none."""
-    fresh_seed()
     plain = TextArm("kvzap", 0.2)
     identities = []
     for name in ("first", "second"):

@@ -28,6 +28,7 @@ from reader.layout import (
 from reader.tasks import TASKS, PageQuestion, PageTask
 from reader.tower import EMBEDDING, FEATURES, MARGIN, Recogniser
 from reader.vocabulary import UnknownLetterError, Vocabulary
+from tests.inputs import new_rng
 
 TEXTS = [
     " the",
@@ -75,7 +76,7 @@ def test_a_page_follows_from_its_pieces_and_its_seed() -> None:
 @pytest.mark.parametrize("face", FACES)
 def test_each_patch_shows_its_piece_and_nothing_of_another(face: str) -> None:
     """In the darkest of a page's pixels: its ink is its piece's, moved by a pixel at most."""
-    rng = np.random.default_rng()
+    rng = new_rng()
     texts = [TEXTS[i] for i in rng.integers(len(TEXTS), size=PIECES - 5)]
     state = np.random.default_rng(rng.integers(1 << 30))
     page = draw_page(texts, state, face)
@@ -108,7 +109,7 @@ def test_a_shift_moves_ink() -> None:
 
 def test_a_page_is_full() -> None:
     with pytest.raises(ValueError, match="1025 word pieces"):
-        draw_page(["a"] * (PIECES + 1), np.random.default_rng())
+        draw_page(["a"] * (PIECES + 1), new_rng())
 
 
 # -- pieces ---------------------------------------------------------------------------------
@@ -194,7 +195,7 @@ def test_training_learns_and_continues(letters: Vocabulary, tmp_path: Path) -> N
         return train.train(letters, checkpoint, steps=steps, seconds=1e9, seed=1, sizes=1, batch=64)
 
     def share_right(recogniser: Recogniser) -> float:
-        return train.held_out(recogniser, letters, np.random.default_rng(), 400)[0]
+        return train.held_out(recogniser, letters, new_rng(), 400)[0]
 
     early = share_right(run(15))
     first = torch.load(checkpoint, weights_only=True)

@@ -22,7 +22,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from evaluation.text_tasks import split_of
 from measure.folders import byte_tokenizer, text_sizes
 from oracle.gates import log_betas, predicted
-from tests.inputs import fresh_seed
 from tests.models import TinyModel, model_folder
 from training import examples, gates, inputs, kvzap, losses, networks, trimkv
 from training.examples import Example, read_examples, text_lines
@@ -36,11 +35,6 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<end>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    fresh_seed()
 
 
 @pytest.fixture(scope="module")

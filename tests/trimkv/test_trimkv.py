@@ -22,7 +22,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from measure.folders import byte_tokenizer, text_sizes
 from oracle.gates import log_betas
-from tests.inputs import fresh_seed, gate_tensors
+from tests.inputs import gate_tensors
 from tests.trimkv.environment import run_script
 from training import gates as training
 from training.frozen import Attended, FrozenModel
@@ -74,7 +74,6 @@ class Peer:
 @pytest.fixture(scope="module")
 def peer(tmp_path_factory: pytest.TempPathFactory) -> Peer:
     """Records of trimkv on random weights and prompts."""
-    fresh_seed()
     folder = tmp_path_factory.mktemp("trimkv")
     base = write_model(folder / "model")
     config = json.loads(Path(base, "config.json").read_text())

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oracle import kernels as reference
-from tests.inputs import fresh_seed
 from vllm_tgvkv.kernels.apportion import apportion
 
 NAN, INFINITY = float("nan"), float("inf")
@@ -137,7 +136,6 @@ def test_one_hot_share_fills_up_then_the_others_are_equal() -> None:
 
 
 def test_rows_of_a_batch_are_independent() -> None:
-    fresh_seed()
     shares = torch.rand(3, 2, 7)
     counts = apportion(shares, 40, 1, 20)
     assert counts.dtype == torch.int64
@@ -147,7 +145,6 @@ def test_rows_of_a_batch_are_independent() -> None:
 
 
 def test_large_dealings_match_the_reference() -> None:
-    fresh_seed()
     for shares in (torch.rand(128), torch.rand(128) ** 20, torch.randn(128).mul(30).exp()):
         shares = shares.double()
         assert deal(shares.tolist(), 2560, 1, 100) == reference.apportion(
@@ -156,7 +153,6 @@ def test_large_dealings_match_the_reference() -> None:
 
 
 def test_large_dealings_with_own_caps_match_the_reference() -> None:
-    fresh_seed()
     for shares in (torch.rand(128), torch.rand(128) ** 20, torch.randn(128).mul(30).exp()):
         caps = torch.randint(1, 100, (128,)).tolist()
         total = (128 + sum(caps)) // 2
@@ -165,7 +161,6 @@ def test_large_dealings_with_own_caps_match_the_reference() -> None:
 
 
 def test_rows_of_a_batch_have_their_own_caps() -> None:
-    fresh_seed()
     shares, caps = torch.rand(3, 2, 7), torch.randint(6, 20, (3, 2, 7))
     counts = apportion(shares, 40, 1, caps, 19)
     for i in range(3):
@@ -176,7 +171,6 @@ def test_rows_of_a_batch_have_their_own_caps() -> None:
 
 def test_order_of_the_shares_does_not_matter() -> None:
     """Sums are exact; order matters only for equal remainders, which are unlikely here."""
-    fresh_seed()
     for shares in (torch.rand(2048), torch.rand(2048) ** 20, torch.randn(2048).mul(30).exp()):
         order = torch.randperm(len(shares))
         counts = apportion(shares, 5 * len(shares), 1, 100)
@@ -185,7 +179,6 @@ def test_order_of_the_shares_does_not_matter() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_total_on_the_device_is_the_same(dtype: torch.dtype) -> None:
-    fresh_seed()
     shares = torch.rand(3, 70)
     counts = apportion(shares, torch.tensor(500, dtype=dtype), 1, 8192)
     assert torch.equal(counts, apportion(shares, 500, 1, 8192))

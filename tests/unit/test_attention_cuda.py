@@ -21,7 +21,6 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import flash_attn
 
 from tests.engine import flash_on_cpu
-from tests.inputs import fresh_seed
 from tests.unit.test_page_tables import NUM_BLOCKS, Batch, batches
 from vllm_tgvkv import attention_cuda
 from vllm_tgvkv.attention import EvictingMetadata
@@ -72,7 +71,6 @@ def make_impl(layer: int, pool: PagePool, version: int = 3) -> EvictingFlashImpl
 @given(batch=batches(), data=st.data())
 def test_attention_equals_the_reference(batch: Batch, data: st.DataObject) -> None:
     """However many layers' tables fit at once and rows a launch, after rows of other numbers."""
-    fresh_seed()
     layers, heads, size = batch.layers, batch.heads, batch.block_size
     shape = CacheShape(layers, heads, group_size=2, head_size=4, block_size=size)
     table, seq_lens, *state = batch.pooled
@@ -327,7 +325,6 @@ def test_a_server_that_waits_adds_one_launch_a_layer(num_waiting: int) -> None:
 
 def test_queries_go_to_the_rows_of_requests_that_wait() -> None:
     """Those of all others, and of padded tokens, to the row that nobody reads."""
-    fresh_seed()
     pool = QueryPool(5, 2, 3, 4, torch.float32, torch.device("cpu"))
     decodes = DecodeQueries(pool, max_tokens=6)
     stored = decodes.of_batch(4)  # once, as a graph has it

@@ -19,13 +19,6 @@ from oracle.decoding import (
     similarity,
     tgv_evicted,
 )
-from tests.inputs import fresh_seed
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    random.seed(fresh_seed())
-
 
 # -- R-KV: importance ---------------------------------------------------------------------------
 

@@ -11,17 +11,11 @@ import torch
 from torch import Tensor
 
 from oracle import methods
-from tests.inputs import fresh_seed
 from tests.unit.test_statistics import make_layers
 from vllm_tgvkv.kernels.diversity import mean_cosines, norms
 from vllm_tgvkv.kernels.statistics import observe, observe_layers
 
 SIZE, HEAD_SIZE = 53, 16
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    random.seed(fresh_seed())
 
 
 def ragged(lengths: list[int], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:

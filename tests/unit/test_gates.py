@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from oracle.gates import log_betas, predicted
-from tests.inputs import fresh_seed, gate_tensors, gates
+from tests.inputs import gate_tensors, gates
 from vllm_tgvkv import gates as module
 from vllm_tgvkv.config import EvictionConfig
 from vllm_tgvkv.errors import EvictionConfigError, UnsupportedByEvictionError
@@ -27,11 +27,6 @@ from vllm_tgvkv.request import RequestOptions
 from vllm_tgvkv.tap import _projection
 
 LAYERS, HIDDEN, HEADS = 3, 16, 4
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    fresh_seed()
 
 
 def saved(folder: Path, form: str, **changes: Any) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.inputs import fresh_seed, head_scores
+from tests.inputs import head_scores
 from vllm_tgvkv.config import EvictionConfig
 from vllm_tgvkv.errors import EvictionConfigError
 from vllm_tgvkv.head_scores import COMMAND, HeadScores, write
@@ -36,7 +36,6 @@ def test_query_heads_of_a_kv_head_are_added(tmp_path: Path) -> None:
 
 
 def test_what_is_written_can_be_read(tmp_path: Path) -> None:
-    fresh_seed()
     wanted = head_scores(4, 3, 2)
     file = tmp_path / "scores.json"
     write(file, wanted.model, 3, wanted.scores, {"pages": 7, "versions": {"torch": "2"}})

@@ -23,6 +23,7 @@ import torch
 from oracle.emulation import Cutter, Moment
 from oracle.emulation import Eviction as OracleEviction
 from oracle.methods import Image, Layout
+from tests.inputs import new_rng
 from tests.unit.test_ranks import Wire, run_out_of_memory
 from vllm_tgvkv.budget import Budget
 from vllm_tgvkv.config import EvictionConfig
@@ -376,7 +377,7 @@ def test_every_cut_leaves_what_the_oracle_leaves(
     split = SPLITS[name]
     heads = split.kv_heads, split.group
     config = settings(kind, granularity)
-    is_reported = bool(np.random.default_rng().integers(2))
+    is_reported = bool(new_rng().integers(2))
     request = Request(config, kind, method, budget="some", is_reported=is_reported)
     parts = split.ranks // split.replicas if granularity == "head" else 1
     wanted = expected(17, heads, kind, method, granularity, parts, split.stages)

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from vllm.v1.worker.gpu_worker import Worker
 
 from tests.conftest import ROOT
-from tests.inputs import fresh_seed, gates, head_scores
+from tests.inputs import gates, head_scores
 from tests.unit.test_policies import NoSynchronisation
 from vllm_tgvkv import memory
 from vllm_tgvkv.attention_cuda import EvictingFlashMetadataBuilder, RaggedKernel
@@ -276,7 +276,6 @@ def test_memory_of_a_guarded_decision_does_not_grow_with_the_layers(no_kernels: 
 @pytest.mark.parametrize("method", ["adakv", "h2o", "prefixkv", "tgv"])
 def test_slices_keep_the_same(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any number of layers at a time: the same pages and tokens, with a guard and without."""
-    fresh_seed()
     layers, heads, tokens, size = 5, 3, 160, 8
     num_sets = heads
     policy = settings(method, "head").build_policy(method)

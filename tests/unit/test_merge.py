@@ -11,7 +11,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oracle import kernels as reference
-from tests.inputs import fresh_seed
 from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
 from vllm_tgvkv.kernels.merge import merge_evicted
 from vllm_tgvkv.kernels.select import page_offsets, select_tokens
@@ -35,7 +34,6 @@ PAIRS = LAYERS * HEADS
 def test_kept_tokens_become_means_of_the_nearest(
     counts: list[list[int]], dtype: torch.dtype
 ) -> None:
-    fresh_seed()
     num_old, num_new = 6, 1
     dealt = torch.tensor(counts)
     num_new = -(-int(dealt.sum()) // PAIRS)
@@ -103,7 +101,6 @@ def deterministic() -> Iterator[None]:
 
 def test_no_order_of_execution_changes_a_bit(deterministic: None) -> None:
     """No sum is shared by two programs; slices of any size give the same bits."""
-    fresh_seed()
     num_old, num_new = 30, 4
     dealt = torch.randint(0, 8, (LAYERS, HEADS))
     dealt[0, 0] = max(0, num_new * PAIRS - int(dealt.sum()))

@@ -21,7 +21,7 @@ from oracle import kernels as reference
 from oracle import methods
 from oracle.attention import causal_attention
 from oracle.methods import HEAD, LAYER, METHODS, Image, Layout, Pool, Settings
-from tests.inputs import fresh_seed, gates, head_scores, paged
+from tests.inputs import gates, head_scores, paged
 from vllm_tgvkv.budget import Guard
 from vllm_tgvkv.decision import Decider, Decision
 from vllm_tgvkv.kernels.apportion import apportion
@@ -315,11 +315,6 @@ def assert_keeps_the_same(
         assert decision.counts.sum() == wanted.blocks * LAYERS * HEADS, message
         assert torch.equal(decision.counts, wanted.pages), message
         assert torch.equal(kept(decision, layout, each), wanted.kept), message
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    random.seed(fresh_seed())
 
 
 # -- methods ----------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oracle import kernels as reference
-from tests.inputs import fresh_seed
 from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
 from vllm_tgvkv.kernels.page_tables import write_lengths, write_page_tables
 from vllm_tgvkv.kernels.select import page_offsets, select_tokens
@@ -174,7 +173,6 @@ def make_pool(dtype: torch.dtype, pairs: int, block_size: int, num_old: int, num
 def test_copy_writes_the_kept_tokens_and_nothing_else(
     dtype: torch.dtype, workspace_bytes: int
 ) -> None:
-    fresh_seed()
     layers, heads, block_size, num_old, k = 3, 2, 4, 7, 2
     pairs = layers * heads
     pool = make_pool(dtype, pairs, block_size, num_old, k)
@@ -198,7 +196,6 @@ def test_copy_writes_the_kept_tokens_and_nothing_else(
 @pytest.mark.parametrize("workspace_bytes", [0, 300, 1 << 20])
 def test_copy_from_any_slots_leaves_pages_without_an_owner(workspace_bytes: int) -> None:
     """Sources in any page, those of pages without an owner any number; such pages stay NaN."""
-    fresh_seed()
     layers, heads, block_size, num_old, k = 2, 3, 4, 5, 3
     pairs = layers * heads
     pool = make_pool(torch.bfloat16, pairs, block_size, num_old, k)
@@ -227,7 +224,6 @@ def test_copy_of_pages_in_which_most_tokens_keep_their_slots(
     dtype: torch.dtype, num_moved: int, workspace_bytes: int
 ) -> None:
     """Any other tokens fill the rest; some pages are copied from none, and the last ones not."""
-    fresh_seed()
     layers, heads, block_size, num_old, k = 2, 3, 8, 6, 5
     pairs = layers * heads
     pool = make_pool(dtype, pairs, block_size, num_old, k)
@@ -256,7 +252,6 @@ def test_copy_of_pages_in_which_most_tokens_keep_their_slots(
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_slots_of_an_uncompressed_prompt(num_pairs: int, dtype: torch.dtype) -> None:
     """Pairs without pages, and pages without a pair, whose slots have no meaning."""
-    fresh_seed()
     block_size, num_old, num_pages = 3, 4, 2 * num_pairs
     dealt = torch.multinomial(torch.rand(num_pairs) ** 4, num_pages - 1, replacement=True)
     offsets = page_offsets(dealt.bincount(minlength=num_pairs))

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from oracle import methods
 from oracle.attention import attention_probabilities
 from oracle.methods import Image, Layout, Pool
-from tests.inputs import fresh_seed, gates, head_scores
+from tests.inputs import gates, head_scores
 from vllm_tgvkv.budget import Guard
 from vllm_tgvkv.decision import Decider
 from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
@@ -167,7 +167,6 @@ def test_pooling_forward_by_hand() -> None:
 
 @pytest.mark.parametrize("reduce", ["max", "mean"])
 def test_a_kernel_reaches_as_far_on_both_sides(reduce: Any) -> None:
-    fresh_seed()
     prompt = make_prompt("several")
     scores = torch.randn(2, prompt.num_tokens)
     by_kernel = pool(scores, prompt.images, Pooling("sequence", 7, reduce))
@@ -205,7 +204,6 @@ def pool(
 
 
 def assert_pooled(layout: Layout, pooling: Pooling, sinks: int = 0) -> None:
-    fresh_seed()
     scores = torch.randn(2, layout.length)
     if pooling.halve:
         scores = scores.clamp(min=0)  # as all scores that have a weight; half of them are 0
@@ -519,7 +517,6 @@ def test_the_worked_example_of_the_docs_works(
     policy = build_policy(Mix("last_row", granularity=granularity))
     run_everything(policy, "cpu")
     run_everything(policy, "meta", guard=Guard(0.9, 1))
-    fresh_seed()
     prompt = make_prompt("one")
     rows = torch.arange(prompt.num_tokens - 5, prompt.num_tokens)
     keys = torch.randn(8, HEADS, BLOCK_SIZE, HEAD_SIZE)

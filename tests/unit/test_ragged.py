@@ -6,7 +6,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.inputs import fresh_seed
 from vllm_tgvkv.kernels.select import page_offsets
 from vllm_tgvkv.pages import CacheShape
 from vllm_tgvkv.ragged import RaggedKeys
@@ -32,7 +31,6 @@ def random_keys() -> RaggedKeys:
 @pytest.mark.parametrize("number", range(8))
 def test_tokens_keep_their_slots_unless_these_are_cut_off(number: int) -> None:
     """Any tokens are kept, in any number of pages, none included; the last pages are of no pair."""
-    fresh_seed()
     keys, size = random_keys(), SHAPE.block_size
     counts = (torch.rand(SHAPE.num_pairs) * (keys.lengths // size + 1)).long()
     offsets = page_offsets(counts)

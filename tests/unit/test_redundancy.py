@@ -10,15 +10,9 @@ import torch
 from torch import Tensor
 
 from oracle import decoding
-from tests.inputs import fresh_seed
 from vllm_tgvkv.kernels.redundancy import BYTES_PER_ENTRY, GROUP, last_above, redundancy
 
 SIZE, HEAD_SIZE = 2 * GROUP + 21, 16
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    fresh_seed()
 
 
 def is_clear(keys: Tensor) -> bool:

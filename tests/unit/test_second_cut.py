@@ -18,7 +18,7 @@ import torch
 from oracle import methods
 from oracle.attention import causal_attention
 from oracle.methods import HEAD, METHODS, Earlier, Image, Layout, Mix, Settings, States
-from tests.inputs import fresh_seed, gates, head_scores
+from tests.inputs import gates, head_scores
 from vllm_tgvkv.config import EvictionConfig
 from vllm_tgvkv.evictor import Evictor
 from vllm_tgvkv.pages import CacheShape, page_pool
@@ -57,7 +57,6 @@ SCORES = {
     ["snapkv", "adakv", "mixkv", "sparsemm", "rkv", "trimkv", "dbtrimkv", "kvzap", *SCORES],
 )
 def test_a_second_eviction_looks_at_what_is_left(method: str) -> None:
-    random.seed(fresh_seed())
     scores, mix = head_scores(LAYERS, HEADS, GROUP), {**METHODS, **SCORES}[method]
     settings = Settings(0.5, SIZE, head_scores=torch.tensor(scores.scores))
     config = EvictionConfig.from_mapping(

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oracle import kernels as reference
-from tests.inputs import fresh_seed
 from vllm_tgvkv.kernels.select import MAX_TIERS, page_offsets, select_tokens
 
 NAN, INFINITY = float("nan"), float("inf")
@@ -47,7 +46,6 @@ def test_equals_the_reference(selection: Selection) -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_random_scores(shared: bool) -> None:
-    fresh_seed()
     layers, heads, blocks, block_size = 3, 2, 20, 16
     scores = torch.randn(layers, 1 if shared else heads, blocks * block_size)
     tiers = torch.randint(0, 3, (blocks * block_size,))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from oracle.attention import attention_probabilities
 from oracle.statistics import SharedSet, paged_sets, shared_sets
-from tests.inputs import fresh_seed, paged
+from tests.inputs import paged
 from vllm_tgvkv.kernels.row_chunks import TorchAttention
 from vllm_tgvkv.kernels.row_sums import RowSums
 from vllm_tgvkv.kernels.statistics import (
@@ -141,14 +141,12 @@ def renormalised(
 @pytest.mark.parametrize("num_keys", [1, 3, 4, 5, 21, 22, 23, 24])
 @pytest.mark.parametrize("transposed", [True, False])
 def test_every_tail_length_and_layout(num_keys: int, transposed: bool) -> None:
-    fresh_seed()
     arguments = make(num_keys, min(num_keys, 7), transposed=transposed)
     check(arguments, attention_probabilities(**arguments))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_inputs_are_not_rounded_again(dtype: torch.dtype) -> None:
-    fresh_seed()
     arguments = make(23, 9, dtype)
     check(arguments, attention_probabilities(**arguments))
 
@@ -160,7 +158,6 @@ def test_quantised_keys_are_read_without_rounding(
     dtype: torch.dtype, queries: torch.dtype, workspace_bytes: int
 ) -> None:
     """Their scale, an arbitrary number, is part of the scale of the logits."""
-    fresh_seed()
     key_scale = 0.37
     arguments = make(23, 9)
     arguments["queries"] = arguments["queries"].to(queries)
@@ -178,7 +175,6 @@ ROW, BLOCK = 8 * HEADS * GROUP * 37, 8 * HEADS * BLOCK_SIZE * HEAD_SIZE
 @pytest.mark.parametrize("workspace_bytes", [0, BLOCK, ROW, 3 * ROW, 2 * ROW + BLOCK, 1 << 20])
 @pytest.mark.parametrize("transposed", [True, False])
 def test_any_workspace_gives_the_same(workspace_bytes: int, transposed: bool) -> None:
-    fresh_seed()
     arguments = make(37, 20, transposed=transposed)
     exact = attention_probabilities(**arguments)
     check(arguments, exact, workspace_bytes=workspace_bytes)
@@ -191,7 +187,6 @@ def test_any_workspace_gives_the_same(workspace_bytes: int, transposed: bool) ->
 
 
 def test_row_chunks_give_the_probabilities() -> None:
-    fresh_seed()
     arguments = make(37, 20)
     exact = attention_probabilities(**arguments)
     attention = observe(**arguments)
@@ -201,7 +196,6 @@ def test_row_chunks_give_the_probabilities() -> None:
 
 
 def test_log_sum_exp_of_the_attention_kernel_can_be_used() -> None:
-    fresh_seed()
     arguments = make(19, 6)
     exact = attention_probabilities(**arguments)
     keys = arguments["key_pages"][arguments["block_ids"]].transpose(1, 2).flatten(0, 1)[:19]
@@ -253,7 +247,6 @@ def test_a_statistic_that_was_not_requested_is_named() -> None:
 @pytest.mark.parametrize("per_head", [True, False])
 def test_sums_over_all_rows_of_several_chunks(per_head: bool) -> None:
     """Each chunk sees only the keys so far; NaN after them has no effect."""
-    fresh_seed()
     arguments = make(37, 37)
     exact = attention_probabilities(**arguments)
     by_set = exact.reshape(HEADS if per_head else 1, -1, 37, 37).mean(1)
@@ -409,7 +402,6 @@ def test_layers_at_once_give_the_bits_of_single_layers(
     per_head: bool, workspace_bytes: int
 ) -> None:
     """An uncompressed prompt in one buffer of all layers, as vLLM stores it."""
-    fresh_seed()
     layers, num_rows, num_keys = 3, 6, 37
     num_blocks = math.ceil(num_keys / BLOCK_SIZE)
     pool = torch.randn(num_blocks + 3, layers, HEADS, BLOCK_SIZE, HEAD_SIZE)
@@ -452,7 +444,6 @@ def test_layers_at_once_give_the_bits_of_single_layers(
 
 def test_log_sum_exps_of_layers() -> None:
     """A head has the log-sum-exp of its own keys; a row that sees none has -inf."""
-    fresh_seed()
     layers = make_layers([[9, 3], [1, 14]], [13, 5, 0], per_head=True)
     log_sum_exp = exact_log_sum_exp(layers)
     assert log_sum_exp.isinf().any()
@@ -517,7 +508,6 @@ METHODS = [
 @pytest.mark.parametrize("mix", METHODS, ids=str)
 def test_methods_score_layers_at_once_as_one_by_one(mix: Mix) -> None:
     """To a score or a strength, the token sets of several layers are like those of one."""
-    fresh_seed()
     policy = build_policy(mix)
     num_layers, num_keys = 3, 29
     images = (VisionSpan(6, 12, (3, 4)),)

@@ -14,7 +14,6 @@ from torch import Tensor
 from oracle import summaries as definition
 from oracle.methods import Image, Layout
 from oracle.summaries import Rules
-from tests.inputs import fresh_seed
 from vllm_tgvkv.config import EvictionConfig
 from vllm_tgvkv.errors import EvictionConfigError
 from vllm_tgvkv.kernels import summaries as kernel
@@ -111,7 +110,6 @@ class Cut:
 @pytest.mark.parametrize("of", ["both", "all", "vision", "text"])
 @pytest.mark.parametrize("slots_first", [True, False])
 def test_summaries_are_those_of_the_definition(slots_first: bool, of: Any, weight: Any) -> None:
-    random.seed(fresh_seed())
     gate, decay = random.choice([1.0, 0.3, 0]), random.choice([1.0, 0.9, 0.6])
     part = Summaries(of, weight, decay, gate)
     layout = random.choice([LAYOUT, Layout(70)])
@@ -133,7 +131,6 @@ def test_summaries_are_those_of_the_definition(slots_first: bool, of: Any, weigh
 
 
 def test_a_small_workspace_changes_nothing() -> None:
-    fresh_seed()
     pool = new_pool(True)
     tables = torch.randperm(24)[:NUM_FULL] * PAIRS + torch.arange(PAIRS)[:, None]
     weights = torch.rand(PAIRS, CANDIDATES) * (torch.rand(PAIRS, CANDIDATES) < 0.5)
@@ -158,7 +155,6 @@ def test_a_small_workspace_changes_nothing() -> None:
 @pytest.mark.parametrize("slots_first", [True, False])
 def test_pages_hold_what_is_stored(slots_first: bool, dtype: torch.dtype) -> None:
     """Also masses of zero and very large ones; nothing but the given pages changes."""
-    fresh_seed()
     pool = new_pool(slots_first, dtype)
     pool.raw.fill_(torch.nan)
     rows = rows_of(pool)
@@ -194,7 +190,6 @@ def of_pages(cut: Cut, num_tokens: int) -> tuple[Summary, Tensor]:
 
 
 def test_attention_reads_keys_and_rows_as_one_softmax() -> None:
-    fresh_seed()
     cut, tokens = Cut(Summaries(), slots_first=False), 5
     queries = torch.randn(tokens, HEADS, GROUP, HEAD_SIZE) * 2
     keys, values = torch.randn(2, HEADS, 40, HEAD_SIZE)
@@ -214,7 +209,6 @@ def test_attention_reads_keys_and_rows_as_one_softmax() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_without_masses_no_bit_changes(dtype: torch.dtype) -> None:
     """Neither with empty summaries, nor with pages of others, whatever their numbers are."""
-    fresh_seed()
     tokens, shape = 7, (7, HEADS, 2, ROWS)
     queries = torch.randn(tokens, HEADS, GROUP, HEAD_SIZE).to(dtype)
     outputs = torch.randn(tokens, HEADS, GROUP, HEAD_SIZE).to(dtype)
@@ -235,7 +229,6 @@ def test_equal_tokens_are_read_exactly(rows: int, copies: int) -> None:
     The merged attention is then the softmax over all tokens, so weights of kept and absorbed ones
     add up to 1.
     """
-    fresh_seed()
     tokens, kept = 4, torch.randn(2, HEADS, 23, HEAD_SIZE)
     absorbed = torch.randn(2, HEADS, rows, HEAD_SIZE)
     queries = torch.randn(tokens, HEADS, GROUP, HEAD_SIZE) * 2
@@ -251,7 +244,6 @@ def test_equal_tokens_are_read_exactly(rows: int, copies: int) -> None:
 
 def test_few_evicted_tokens_are_all_read_exactly() -> None:
     """All of them are roots, or copies of one: eviction then changes nothing in the whole chain."""
-    fresh_seed()
     layout, pool = Layout(4 * SIZE + 3), new_pool(False)
     prompt, order = prompt_of(layout), torch.randperm(23) + 1
     old, fresh = order[:4].int(), order[4:5].int()
@@ -294,7 +286,6 @@ def test_few_evicted_tokens_are_all_read_exactly() -> None:
 @pytest.mark.parametrize("workspace", [1, 1 << 24])
 def test_log_sum_exp_of_keys_of_different_number(workspace: int) -> None:
     """Slots behind a token's last key are NaN."""
-    fresh_seed()
     pool = new_pool(False)
     lengths = torch.randint(1, 3 * SIZE, (6, HEADS), dtype=torch.int32)
     tables = torch.randint(len(pool.raw), (6, HEADS, 3), dtype=torch.int32)

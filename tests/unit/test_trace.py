@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.inputs import new_rng
 from vllm_tgvkv.decision import Decider
 from vllm_tgvkv.policies import Mix, Prompt, build_policy
 from vllm_tgvkv.prompt import PromptMap, VisionSpan
@@ -77,7 +78,7 @@ def make_trace(
 @pytest.mark.parametrize("granularity", ["layer", "head"])
 @pytest.mark.parametrize("num_tokens", [12, 21, 39])
 def test_a_trace_says_what_each_head_keeps(granularity: str, num_tokens: int) -> None:
-    rng = np.random.default_rng()
+    rng = new_rng()
     trace, kept = make_trace(rng, num_tokens, granularity)
     tail = list(range(num_tokens // N * N, num_tokens))
     detail = json.loads(json.dumps(trace.detail()))
@@ -108,7 +109,7 @@ def test_a_trace_says_what_each_head_keeps(granularity: str, num_tokens: int) ->
 @pytest.mark.parametrize("granularity", ["layer", "head"])
 def test_a_trace_has_all_cuts_of_its_request(granularity: str) -> None:
     """The last cut also evicts from the answer: 21 tokens of the prompt, 7 of the answer."""
-    rng = np.random.default_rng()
+    rng = new_rng()
     plans = [(3, 5), (9, 5), (12, 7)]
     cuts = [make_trace(rng, 21, granularity, "r", *plan) for plan in plans]
     traces = Traces(10, 1 << 30)
@@ -152,7 +153,7 @@ def test_a_trace_has_all_cuts_of_its_request(granularity: str) -> None:
 
 
 def test_a_preemption_undoes_cuts() -> None:
-    rng = np.random.default_rng()
+    rng = new_rng()
     traces = Traces(10, 1 << 30)
 
     def cuts_after(num_answer: int) -> list[int]:
@@ -169,7 +170,7 @@ def test_a_preemption_undoes_cuts() -> None:
 
 
 def test_the_oldest_requests_are_dropped_before_cuts_of_the_newest() -> None:
-    rng = np.random.default_rng()
+    rng = new_rng()
     other = make_trace(rng, 16, name="other")[0]
     cuts = [make_trace(rng, 16, name="long", num_answer=n)[0] for n in range(4)]
     room = sum(cut.nbytes for cut in cuts[1:])
@@ -190,7 +191,7 @@ def test_the_oldest_requests_are_dropped_before_cuts_of_the_newest() -> None:
 @pytest.mark.parametrize("pools", [False, True])
 def test_reasons_divide_what_is_kept(pools: bool, by_set: bool) -> None:
     """Slowly, token by token, from the definition of each reason."""
-    rng = np.random.default_rng()
+    rng = new_rng()
     seen: set[str] = set()
     # One trace alone may keep no token of some reason.
     for _ in range(20):
@@ -235,7 +236,7 @@ def test_reasons_divide_what_is_kept(pools: bool, by_set: bool) -> None:
 @pytest.mark.parametrize("guarded", [False, True])
 @pytest.mark.parametrize("retain", ["text_first", "vision_first", "by_score", "recent_half"])
 def test_preference_is_what_comes_before_others(retain: str, guarded: bool) -> None:
-    rng = np.random.default_rng()
+    rng = new_rng()
     num_tokens, sinks = 39, 3
     num_candidates = num_tokens // N * N
     is_vision = rng.random(num_tokens) < 0.6
@@ -267,13 +268,13 @@ def test_preference_is_what_comes_before_others(retain: str, guarded: bool) -> N
 
 
 def test_there_is_no_layer_outside_the_model() -> None:
-    trace, _ = make_trace(np.random.default_rng(), 16)
+    trace, _ = make_trace(new_rng(), 16)
     assert trace.layer(L) is None
     assert trace.layer(-1) is None
 
 
 def test_scores_are_short_numbers_that_json_can_say() -> None:
-    trace, _ = make_trace(np.random.default_rng(), 16)
+    trace, _ = make_trace(new_rng(), 16)
     special = [np.nan, np.inf, -np.inf, 0.0, 1 / 3, -2e-30, 123456.7, 1e38]
     trace.scores[0, 0, : len(special)] = special
     layer = trace.layer(0)
@@ -284,7 +285,7 @@ def test_scores_are_short_numbers_that_json_can_say() -> None:
 
 
 def test_the_oldest_traces_are_dropped() -> None:
-    rng = np.random.default_rng()
+    rng = new_rng()
     traces = [make_trace(rng, 16, name=f"r{index}")[0] for index in range(5)]
     by_number = Traces(max_traces=3, max_bytes=1 << 30)
     for trace in traces:
@@ -299,7 +300,7 @@ def test_the_oldest_traces_are_dropped() -> None:
 
 
 def test_a_trace_that_is_too_large_pushes_nothing_out() -> None:
-    rng = np.random.default_rng()
+    rng = new_rng()
     small, large = make_trace(rng, 12, name="small")[0], make_trace(rng, 400, name="large")[0]
     traces = Traces(max_traces=10, max_bytes=large.nbytes - 1)
     traces.add(small)
@@ -308,7 +309,7 @@ def test_a_trace_that_is_too_large_pushes_nothing_out() -> None:
 
 
 def test_traces_are_found_by_the_id_that_a_client_sees() -> None:
-    rng = np.random.default_rng()
+    rng = new_rng()
     traces = Traces(10, 1 << 30)
     for name in ("cmpl-a-01234567", "cmpl-ab-89abcdef", "1_cmpl-n-00000000", "cmpl-a-11111111"):
         traces.add(make_trace(rng, 12, name=name)[0])

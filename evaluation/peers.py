@@ -220,9 +220,9 @@ def page(
     yield Items(
         [
             "*Right* is an answer that is right to the last character. Intervals are Wilson's.",
-            "**Head-wise presses of kvpress save no memory**: `AdaKVPress` hides 80 % of the keys "
-            "from attention and leaves them in the cache, since a tensor holds equally many for "
-            "each head. Here their pages go back to the pool.",
+            "**Head-wise presses of kvpress save no memory**: `AdaKVPress` and `DMSPress` hide "
+            "80 % of the keys from attention and leave them in the cache, since a tensor holds "
+            "equally many for each head. Here their pages go back to the pool.",
             "**KVzap** reads the same gates on both sides, linear ones that "
             "[this project trained](../../gates.md#what-was-measured) and wrote in kvpress's "
             "format: NVIDIA publishes none for this model. Keys below one threshold are hidden in "

@@ -5,14 +5,27 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from evaluation import __main__ as program
-from evaluation import cost, pages, peers, reaches, replacements, text, text_results, waits
+from evaluation import (
+    cost,
+    pages,
+    peers,
+    peers_kvpress,
+    reaches,
+    replacements,
+    text,
+    text_results,
+    waits,
+)
 from evaluation.answers import Answer, AnswerLog, read_answers, write_answers
 from evaluation.field import Field, Run, run
 from evaluation.pages_arms import PARTS
@@ -322,6 +335,33 @@ def test_a_missing_environment_names_the_way_out(capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit):
         peers.main(["--python", "/nonexistent/python"])
     assert "tests/kvpress/test_kvpress.py" in capsys.readouterr().err
+
+
+def test_missing_gates_name_the_way_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        peers.main(["--python", sys.executable, "--gates", str(tmp_path)])
+    assert "docs/gates.md#what-was-measured" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kept", [0.2, 0.5])
+def test_the_threshold_keeps_the_share_and_the_window(kept: float) -> None:
+    tokens = 8 * peers_kvpress.WINDOW
+    scores = torch.randperm(3 * 2 * tokens).view(3, 1, 2, tokens).float()
+    layers = iter(scores)
+
+    class Press:
+        press = SimpleNamespace(score=lambda *_: next(layers))
+
+        @contextmanager
+        def __call__(self, model: object) -> Iterator[None]:
+            yield
+
+    press = Press()
+    peers_kvpress.set_threshold(
+        lambda *_, **__: [press.press.score() for _ in scores], None, press, [1, 2], kept
+    )
+    hidden = scores[..., : -peers_kvpress.WINDOW] < press.threshold  # type: ignore[attr-defined]
+    assert hidden.sum() == round((1 - kept) * scores.numel())
 
 
 def test_both_sides_are_counted_on_the_same_questions() -> None:

@@ -38,21 +38,24 @@ TASKS = (
     number("noise", 1024, keys=4),
 )
 BLOCK, SINKS = 16, 4
+ANSWER_ROWS = 8
+"""First tokens of an answer whose attention is looked at: the longest wait."""
 RULES_AT_A_TIME = 10
 """Rules whose attention is computed at once, which bounds the memory."""
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """The cache of a prompt of P tokens, and what its last rows look at."""
+    """The cache of a prompt of P tokens with an answer of T behind it, and what some rows see."""
 
     keys: Tensor
-    """``[L, H, P, D]``; values alike."""
+    """``[L, H, P + T, D]``; values alike."""
     values: Tensor
     attention: Tensor
-    """Of the last `WINDOW` rows, mean over the query heads of a KV head, ``[L, H, WINDOW, P]``."""
-    first: int
-    """The token that follows."""
+    """Of the last `WINDOW` rows of the prompt and the first `ANSWER_ROWS` of the answer, to the
+    prompt: ``[L, H, G, rows, P]``, G query heads a KV head."""
+    predicted: list[int]
+    """The token after the prompt, and after each token of the answer."""
 
 
 class Model:
@@ -114,19 +117,20 @@ class Model:
         return (self._norm(x, "norm") @ self._weight("embed_tokens").T).argmax(-1)
 
     @torch.inference_mode()
-    def prefill(self, ids: Sequence[int]) -> Prefill:
-        """Compute a prompt."""
-        length = len(ids)
-        positions = torch.arange(length)
-        hidden = positions > positions[-WINDOW:, None]
-        x = self._weight("embed_tokens")[list(ids)]
+    def prefill(self, ids: Sequence[int], answer: Sequence[int] = ()) -> Prefill:
+        """Compute a prompt and the answer behind it."""
+        tokens, end = [*ids, *answer], len(ids)
+        positions = torch.arange(len(tokens))
+        rows = positions[end - WINDOW : end + ANSWER_ROWS]
+        hidden = positions > rows[:, None]
+        x = self._weight("embed_tokens")[tokens]
         keys, values, attention = [], [], []
         for layer in range(self.layers):
             query, key, value = self._projected(x, layer, positions)
             all_keys, all_values = (part.repeat_interleave(self._group, 0) for part in (key, value))
-            logits = query[:, -WINDOW:] @ all_keys.mT / math.sqrt(self._size)
-            seen = logits.masked_fill(hidden, -torch.inf).softmax(-1)
-            attention.append(seen.unflatten(0, (self.kv_heads, -1)).mean(1))
+            logits = query[:, rows] @ all_keys.mT / math.sqrt(self._size)
+            seen = logits.masked_fill(hidden, -torch.inf).softmax(-1)[..., :end]
+            attention.append(seen.unflatten(0, (self.kv_heads, -1)))
             keys.append(key)
             values.append(value)
             attended = F.scaled_dot_product_attention(
@@ -134,7 +138,7 @@ class Model:
             )
             x = self._after(x, attended[0], layer)
         cache = torch.stack(keys), torch.stack(values), torch.stack(attention)
-        return Prefill(*cache, first=int(self._next(x[-1])))
+        return Prefill(*cache, predicted=self._next(x[end - 1 :]).tolist())
 
     @torch.inference_mode()
     def predicted(self, prefill: Prefill, kept: Tensor, answer: Tensor) -> Tensor:
@@ -275,7 +279,7 @@ class Judge:
         ids = self.model.encode(prompt)
         answer = self.model.encode(f"{prompt}{space}{example.answer}")[len(ids) :]
         prefill = self.model.prefill(ids)
-        largest = prefill.attention.amax(2)
+        largest = prefill.attention.mean(2).amax(2)
         masks = {
             f"{name}@{budget}": kept(largest, rule, budget)
             for budget in BUDGETS
@@ -292,7 +296,7 @@ class Judge:
             ]
         )
         return {
-            name: self._share([prefill.first, *row.tolist()], answer)
+            name: self._share([*prefill.predicted, *row.tolist()], answer)
             for name, row in zip(masks, predicted, strict=True)
         }
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -46,7 +45,6 @@ TASKS = (PASSAGES[1], number("noise", 1024, keys=4), PASSAGES[0], number("prose"
 """The tasks of which `reach` lost some at 20 %."""
 FIRST = 10
 """Of the questions for training; those before it chose the first reach."""
-LONGEST_WAIT = 8
 
 
 @dataclass(frozen=True)
@@ -89,49 +87,7 @@ CHOICES = {
 BUDGETS = (0.2, 0.12)
 
 
-@dataclass(frozen=True)
-class Answered:
-    """A prompt of P tokens with its right answer behind it, all from the full cache."""
-
-    keys: Tensor
-    """``[L, H, P + T, D]``; values alike."""
-    values: Tensor
-    attention: Tensor
-    """Of the last `WINDOW` rows of the prompt and the first of the answer, to the prompt:
-    ``[L, H, G, rows, P]``, G query heads a KV head."""
-    predicted: list[int]
-    """The token after the prompt, and after each token of the answer."""
-
-
-class AnsweringModel(Model):
-    """SmolLM2 in plain PyTorch, which looks at the rows of the answer too."""
-
-    @torch.inference_mode()
-    def answered(self, ids: Sequence[int], answer: Sequence[int]) -> Answered:
-        """Compute a prompt and its right answer."""
-        tokens, end = [*ids, *answer], len(ids)
-        positions = torch.arange(len(tokens))
-        rows = positions[end - WINDOW : end + LONGEST_WAIT]
-        hidden = positions > rows[:, None]
-        x = self._weight("embed_tokens")[tokens]
-        keys, values, attention = [], [], []
-        for layer in range(self.layers):
-            query, key, value = self._projected(x, layer, positions)
-            all_keys, all_values = (part.repeat_interleave(self._group, 0) for part in (key, value))
-            logits = query[:, rows] @ all_keys.mT / math.sqrt(self._size)
-            seen = logits.masked_fill(hidden, -torch.inf).softmax(-1)[..., :end]
-            attention.append(seen.unflatten(0, (self.kv_heads, -1)))
-            keys.append(key)
-            values.append(value)
-            attended = F.scaled_dot_product_attention(
-                query[None], all_keys[None], all_values[None], is_causal=True
-            )
-            x = self._after(x, attended[0], layer)
-        cache = torch.stack(keys), torch.stack(values), torch.stack(attention)
-        return Answered(*cache, predicted=self._next(x[end - 1 :]).tolist())
-
-
-def kept(found: Answered, choice: Choice, budget: float) -> Tensor:
+def kept(found: Prefill, choice: Choice, budget: float) -> Tensor:
     """Return what stays of a prompt and the tokens that were waited for, bool ``[L, H, P + w]``."""
     num_layers, num_heads, _, _, length = found.attention.shape
     start = WINDOW if choice.answer_alone else 0
@@ -172,8 +128,6 @@ def _competing(values: Tensor, blocks: int) -> Tensor:
 class WaitingJudge(Judge):
     """Shares of answers that are right before the first mistake, by choice."""
 
-    model: AnsweringModel
-
     def shares_of(
         self, question: TextQuestion, choices: Mapping[str, Choice], budget: float
     ) -> dict[str, float]:
@@ -183,15 +137,14 @@ class WaitingJudge(Judge):
         space = " " if example.kind == "number" else ""
         ids = self.model.encode(prompt)
         answer = self.model.encode(f"{prompt}{space}{example.answer}")[len(ids) :]
-        found = self.model.answered(ids, answer)
+        found = self.model.prefill(ids, answer)
         shares = {"full": self._share(found.predicted, answer)}
         if shares["full"] < 1:
             return shares
         for wait in dict.fromkeys(choice.wait for choice in choices.values()):
             mine = [name for name, choice in choices.items() if choice.wait == wait]
             end = len(ids) + wait
-            cache = found.keys[:, :, :end], found.values[:, :, :end]
-            prefill = Prefill(*cache, torch.empty(0), first=found.predicted[wait])
+            prefill = replace(found, keys=found.keys[:, :, :end], values=found.values[:, :, :end])
             for start in range(0, len(mine), RULES_AT_A_TIME):
                 names = mine[start : start + RULES_AT_A_TIME]
                 masks = torch.stack([kept(found, choices[name], budget) for name in names])
@@ -210,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", type=Path, default=ROOT / "build" / "models")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     options = parser.parse_args(arguments)
-    judge = WaitingJudge(AnsweringModel(model_folder(options.models)))
+    judge = WaitingJudge(Model(model_folder(options.models)))
     found: dict[str, dict[str, dict[str, float]]] = {}
     if options.output.exists():
         found = json.loads(options.output.read_text(encoding="utf-8"))

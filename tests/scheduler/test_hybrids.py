@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.scheduler.double import Double, Job, Setup
-from tests.scheduler.test_simulation import Workload, make_workload, prompt, run, settings
+from tests.scheduler.test_simulation import Workload, make_workload, prompt, run_all, settings
 
 SIZE = 16
 
@@ -47,21 +47,11 @@ def with_states(workload: Workload, seed: int) -> Workload:
 
 def test_random_workloads_with_states_end_and_leave_nothing_behind() -> None:
     """Each step finds its request's state, in its own blocks or in the prefix cache."""
-    evictions = later = preemptions = hits = 0
-    for seed in range(40):
-        workload = with_states(make_workload(seed), seed)
-        try:
-            double = run(workload, seed)
-        except BaseException as error:
-            raise AssertionError(f"workload {seed}: {workload.setup}") from error
-        evictions += double.worker.num_evictions
-        later += double.worker.num_later
-        preemptions += double.num_preemptions
-        hits += sum(number > 0 for number in double.worker.num_cached.values())
-    assert evictions > 40
-    assert later > 15
-    assert preemptions > 15
-    assert hits > 40
+    totals = run_all(lambda seed: with_states(make_workload(seed), seed), 40)
+    assert totals.evictions > 40
+    assert totals.later > 15
+    assert totals.preemptions > 15
+    assert totals.hits > 40
 
 
 def hybrid(**fields: Any) -> Double:

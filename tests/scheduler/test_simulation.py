@@ -14,6 +14,7 @@ import random
 import sys
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -213,21 +214,41 @@ def run(workload: Workload, seed: int) -> Double:
     return double
 
 
-def test_random_workloads_end_and_leave_nothing_behind() -> None:
-    evictions = later = preemptions = errors = 0
-    for seed in range(NUM_WORKLOADS):
+@dataclasses.dataclass
+class Totals:
+    """What happened in several workloads."""
+
+    evictions: int = 0
+    later: int = 0
+    preemptions: int = 0
+    errors: int = 0
+    hits: int = 0
+    """Requests that began with cached tokens."""
+
+
+def run_all(make: Callable[[int], Workload], number: int) -> Totals:
+    """Run workloads with the seeds 0, 1, ..."""
+    totals = Totals()
+    for seed in range(number):
+        workload = make(seed)
         try:
-            double = run(make_workload(seed), seed)
+            double = run(workload, seed)
         except BaseException as error:
-            raise AssertionError(f"workload {seed}: {make_workload(seed).setup}") from error
-        evictions += double.worker.num_evictions
-        later += double.worker.num_later
-        preemptions += double.num_preemptions
-        errors += len(double.errors)
-    assert evictions > 2 * NUM_WORKLOADS  # some requests ask for what their server refuses
-    assert later > NUM_WORKLOADS // 2
-    assert preemptions > NUM_WORKLOADS // 2
-    assert errors > NUM_WORKLOADS // 10
+            raise AssertionError(f"workload {seed}: {workload.setup}") from error
+        totals.evictions += double.worker.num_evictions
+        totals.later += double.worker.num_later
+        totals.preemptions += double.num_preemptions
+        totals.errors += len(double.errors)
+        totals.hits += sum(cached > 0 for cached in double.worker.num_cached.values())
+    return totals
+
+
+def test_random_workloads_end_and_leave_nothing_behind() -> None:
+    totals = run_all(make_workload, NUM_WORKLOADS)
+    assert totals.evictions > 2 * NUM_WORKLOADS  # some requests ask for what their server refuses
+    assert totals.later > NUM_WORKLOADS // 2
+    assert totals.preemptions > NUM_WORKLOADS // 2
+    assert totals.errors > NUM_WORKLOADS // 10
 
 
 def prompt(seed: int, length: int) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from tests.scheduler.double import BLOCK_BYTES, Double, Job, Setup, make_schedul
 from tests.scheduler.test_simulation import (
     Workload,
     make_workload,
-    run,
+    run_all,
     saturate,
     server,
     settings,
@@ -39,19 +39,10 @@ def with_window(workload: Workload, seed: int) -> Workload:
 
 def test_random_workloads_with_windows_end_and_leave_nothing_behind() -> None:
     """Every block of both groups is recounted after each step."""
-    evictions = later = preemptions = 0
-    for seed in range(30):
-        workload = with_window(make_workload(seed), seed)
-        try:
-            double = run(workload, seed)
-        except BaseException as error:
-            raise AssertionError(f"workload {seed}: {workload.setup}") from error
-        evictions += double.worker.num_evictions
-        later += double.worker.num_later
-        preemptions += double.num_preemptions
-    assert evictions > 60
-    assert later > 15
-    assert preemptions > 15
+    totals = run_all(lambda seed: with_window(make_workload(seed), seed), 30)
+    assert totals.evictions > 60
+    assert totals.later > 15
+    assert totals.preemptions > 15
 
 
 def test_a_ceiling_below_one_block_of_the_model_is_refused() -> None:

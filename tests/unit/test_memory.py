@@ -8,7 +8,6 @@ nothing. So evictions of any length run here as they would on a GPU, and every t
 from __future__ import annotations
 
 import importlib
-import logging
 import pkgutil
 import re
 from dataclasses import replace
@@ -26,7 +25,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from tests.conftest import ROOT
 from tests.inputs import gates, head_scores
 from tests.unit.test_policies import NoSynchronisation
-from vllm_tgvkv import memory
+from vllm_tgvkv import memory, worker_cuda
 from vllm_tgvkv.attention_cuda import EvictingFlashMetadataBuilder, RaggedKernel
 from vllm_tgvkv.budget import Guard
 from vllm_tgvkv.config import CONFIG_KEY, EvictionConfig
@@ -384,14 +383,13 @@ def gpu_worker(monkeypatch: pytest.MonkeyPatch, given: int | None = None) -> Evi
     return worker
 
 
-def test_the_pool_gets_what_eviction_leaves(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_pool_gets_what_eviction_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in the size that vLLM recommends for the next start, and in one line of the log."""
+    lines: list[str] = []
+    log = SimpleNamespace(info=lambda message, *values: lines.append(message % values))
+    monkeypatch.setattr(worker_cuda, "logger", log)
     worker = gpu_worker(monkeypatch)
-    with caplog.at_level(logging.INFO, "vllm.tgvkv"):
-        monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-        left = worker.determine_available_memory()
+    left = worker.determine_available_memory()
     sizes = replace(SIZES, step_tokens=8192, max_rows=512)
     expected = memory_outside_pool(settings("tgv"), sizes)
     assert memory_of(worker.vllm_config, worker.get_kv_cache_spec()) == expected
@@ -399,8 +397,8 @@ def test_the_pool_gets_what_eviction_leaves(
     assert 0 < left < (10 << 30) - expected.num_bytes
     assert worker.peak_activation_memory == (1 << 30) + (10 << 30) - left
     assert worker.available_kv_cache_memory_bytes == left
-    messages = [record.getMessage() for record in caplog.records]
-    (line,) = [message for message in messages if message.startswith("KV eviction takes ")]
+    (line,) = lines
+    assert line.startswith("KV eviction takes ")
     assert f"{expected.num_bytes / 2**20:.0f} MiB outside the pool (" in line
     for name in expected.lines:
         assert name in line

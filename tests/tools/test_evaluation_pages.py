@@ -218,11 +218,11 @@ def test_emulated_weights_are_those_of_the_plugin(halve: int) -> None:
 @pytest.mark.parametrize("name", waits.CHOICES)
 def test_emulated_choices_keep_their_budget_and_what_they_wait_for(name: str) -> None:
     choice, length = waits.CHOICES[name], 203
-    rows = 32 + waits.LONGEST_WAIT
+    rows = 32 + reaches.ANSWER_ROWS
     attention = 0.01 * torch.rand(4, 3, 2, rows, length)
     attention[..., 32:, 96:128] = 1  # what the answer looks at
     values = torch.rand(4, 3, length + 9, 5)
-    found = waits.Answered(values, values, attention, [0] * 10)
+    found = reaches.Prefill(values, values, attention, [0] * 10)
     kept = waits.kept(found, choice, 0.5)
     blocks = Budget(fraction=0.5).retained_blocks(length, 16)
     assert kept.shape == (4, 3, length + choice.wait)

@@ -19,11 +19,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from evaluation.answers import Answer, read_answers
+from evaluation import learned
+from evaluation.answers import Answer, AnswerLog, read_answers, write_answers
+from evaluation.field import Run
 from evaluation.fingerprint import ROOT
-from evaluation.text_arms import FULL, PARTS
+from evaluation.text_arms import FULL, PARTS, Cells, Part, TextArm
 from evaluation.text_engine import SPARE_TOKENS
-from evaluation.text_tasks import TextExample, TextQuestion, TextTask
+from evaluation.text_tasks import FRESH, TextExample, TextQuestion, TextTask
 from measure.document import Block, Items, Table, Text, write_markdown
 from measure.facts import command_line
 from measure.smollm import model_folder
@@ -34,13 +36,16 @@ PRESSES = {
     "ExpectedAttentionPress": (["ExpectedAttentionPress"], True),
     "ExpectedAttentionPress, question kept": (["ExpectedAttentionPress"], False),
     "AdaKVPress over SnapKVPress": (["AdaKVPress", "SnapKVPress"], True),
+    "DMSPress over KVzapPress": (["DMSPress", "KVzapPress"], True),
 }
-"""Classes of kvpress 0.5.5, with their own settings, and whether they see the question."""
+"""Classes of kvpress 0.5.5, with their own settings, and whether they see the question. The last
+one reads gates, which both sides have from one folder."""
 KEPT = 0.2
 ASKED = ROOT / "docs" / "evaluation" / "text" / "answers-default.jsonl.gz"
 OUTPUT = ROOT / "docs" / "evaluation" / "peers"
 WORK = ROOT / "build" / "evaluation" / "peers"
 ANSWERS = "answers.jsonl.gz"
+GATED_ANSWERS = "answers-kvzap.jsonl.gz"
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=ROOT / "build" / "kvpress" / "bin" / "python",
         help="of kvpress's environment; the tests of docs/kvpress.md make it",
     )
+    parser.add_argument(
+        "--gates",
+        type=Path,
+        default=ROOT / learned.KVZAP,
+        help="folder of KVzap's gates for this model; docs/gates.md trains them",
+    )
     given = sys.argv[1:] if arguments is None else list(arguments)
     options = parser.parse_args(given)
     command = command_line("evaluation.peers", given)
@@ -74,6 +85,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(
             f"--python {options.python}: does not exist; run "
             "`python -m pytest tests/kvpress/test_kvpress.py` once, which installs kvpress"
+        )
+    if not (options.gates / "model.safetensors").exists():
+        parser.error(
+            f"--gates {options.gates}: holds no gates; train them by the first two commands of "
+            "docs/gates.md#what-was-measured"
         )
     from transformers import AutoTokenizer
 
@@ -90,6 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "model": str(folder),
         "kept": KEPT,
         "presses": PRESSES,
+        "gates": str(options.gates.resolve()),
         "questions": [
             {
                 "key": prompt.key,
@@ -115,10 +132,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         line["text"] = tokenizer.decode(line.pop("tokens"))
         pieces = [str(tokenizer.decode([token])) for token in encode(example.answer)]
         line["hits"] = example.hits(line["text"], pieces)
+    gated = gated_answers(prompts, options.gates)
     OUTPUT.mkdir(parents=True, exist_ok=True)
+    write_answers(gated, OUTPUT / GATED_ANSWERS)
     kept = "".join(json.dumps(line) + "\n" for line in theirs)
     (OUTPUT / ANSWERS).write_bytes(gzip.compress(kept.encode(), mtime=0))
-    write_markdown(list(page(prompts, theirs, list(ours.values()), command)), OUTPUT)
+    write_markdown(list(page(prompts, theirs, [*ours.values(), *gated], command)), OUTPUT)
     print(f"Written: {OUTPUT / 'README.md'}")
     return 0
 
@@ -148,6 +167,23 @@ def _prompts(
             yield Prompt(question, example, turn(example.message) + example.start)
 
 
+def gated_answers(prompts: Sequence[Prompt], gates: Path) -> list[Answer]:
+    """Return our own answers with KVzap's gates, through the engine."""
+    arm = TextArm("kvzap", KEPT, gates=str(gates.resolve()))
+    numbers: dict[TextTask, list[int]] = {}
+    for prompt in prompts:
+        numbers.setdefault(prompt.question.task, []).append(prompt.question.number)
+    cells = (Cells((t,), (arm,), max(mine) - FRESH + 1) for t, mine in numbers.items())
+    part = Part("kvpress", "", tuple(cells))
+    with AnswerLog(WORK, learned.FIELD.settings().fingerprint) as log:
+        current = Run(learned.FIELD, {"kvpress": part}, None, log, first=FRESH)
+        try:
+            current.answer(part)
+        finally:
+            current.close()
+        return [log[t.name, n, arm.identity] for t, mine in numbers.items() for n in mine]
+
+
 def page(
     prompts: Sequence[Prompt],
     theirs: Sequence[dict[str, Any]],
@@ -173,7 +209,7 @@ def page(
         mine = [a for a in ours if a.arm == arm and (a.task, a.number) in asked]
         right = {task: [a.is_exact for a in mine if a.task == task] for task in tasks}
         freed = 1 - sum(a.blocks_held for a in mine) / max(len(mine), 1)
-        rows.append([f"ours: `{arm}`", *_counts(right), f"{100 * freed:.0f} %"])
+        rows.append([f"ours: `{arm.partition(' ')[0]}`", *_counts(right), f"{100 * freed:.0f} %"])
     for press in PRESSES:
         lines = [line for line in theirs if line["press"] == press]
         exact = [(line["key"].split("/")[0], "0" not in line["hits"]) for line in lines]
@@ -184,13 +220,20 @@ def page(
     yield Items(
         [
             "*Right* is an answer that is right to the last character. Intervals are Wilson's.",
-            "**Head-wise presses of kvpress save no memory**: `AdaKVPress` hides 80 % of the keys "
-            "from attention and leaves them in the cache, since a tensor holds equally many for "
-            "each head. Here their pages go back to the pool.",
+            "**Head-wise presses of kvpress save no memory**: `AdaKVPress` and `DMSPress` hide "
+            "80 % of the keys from attention and leave them in the cache, since a tensor holds "
+            "equally many for each head. Here their pages go back to the pool.",
+            "**KVzap** reads the same gates on both sides, linear ones that "
+            "[this project trained](../../gates.md#what-was-measured) and wrote in kvpress's "
+            "format: NVIDIA publishes none for this model. Keys below one threshold are hidden in "
+            "all layers and heads. The threshold is set for each prompt so that 20 % stay, and the "
+            "last 32 tokens are kept, as here; kvpress keeps 128, a quarter of the shorter "
+            "prompts.",
             "A wait, as in `defer=4`, holds the whole prompt for 4 tokens of the answer first. "
             "kvpress evicts at the end of the prompt.",
             f"Their answers are in [{ANSWERS}]({ANSWERS}), ours in "
-            "[answers-default.jsonl.gz](../text/answers-default.jsonl.gz).",
+            "[answers-default.jsonl.gz](../text/answers-default.jsonl.gz) and "
+            f"[{GATED_ANSWERS}]({GATED_ANSWERS}).",
         ]
     )
 

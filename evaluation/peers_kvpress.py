@@ -2,8 +2,9 @@
 """Answer questions with kvpress. Run in its environment: `python peers_kvpress.py FOLDER`.
 
 Reads `questions.json` from FOLDER: the model's folder, the share that is kept, presses by name
-(class, and that of the press inside an AdaKVPress; whether they see the question), and questions
-(key, token ids of the prompt, number of them before the question, most tokens of the answer).
+(class, and that of the press inside it; whether they see the question), the folder of KVzap's
+gates if there is one, and questions (key, token ids of the prompt, number of them before the
+question, most tokens of the answer).
 Writes a line of `answers.jsonl` for each question and press: the answer's token ids, what share of
 the prompt's keys was hidden or dropped, and what share of the memory was given back. Answers that
 the file has already are not computed again.
@@ -23,12 +24,41 @@ from typing import Any
 
 import torch
 
+WINDOW = 32
+"""Last tokens that a DMSPress keeps, as the `kvzap` of this project does. kvpress has 128, which is
+more than a fifth of a prompt of 512."""
 
-def make_press(kvpress: Any, names: list[str], kept: float) -> Any:
+
+def make_press(kvpress: Any, names: list[str], kept: float, gates: str | None) -> Any:
     """Return the press of a name, around another one if two are given."""
     *outer, inner = names
     press = getattr(kvpress, inner)(compression_ratio=1 - kept)
+    if inner == "KVzapPress":
+        module = importlib.import_module("kvpress.presses.kvzap_press")
+        network = module.KVzapModel.from_pretrained(gates)
+        # In place of this method, which would look on the network for gates of the model's name.
+        press.post_init_from_model = lambda _: setattr(press, "kvzap_model", network)
+    if outer == ["DMSPress"]:
+        return kvpress.DMSPress(press, sliding_window_size=WINDOW)
     return getattr(kvpress, outer[0])(press) if outer else press
+
+
+@torch.inference_mode()
+def set_threshold(model: Any, cache: Any, press: Any, ids: list[int], kept: float) -> None:
+    """Set the threshold at which a DMSPress keeps the share of this prompt, its window included."""
+    scores: list[torch.Tensor] = []
+    own = press.press.score
+
+    def score(*arguments: Any) -> torch.Tensor:
+        scores.append(own(*arguments))
+        return scores[-1]
+
+    press.press.score, press.threshold = score, -torch.inf
+    with press(model):
+        model(torch.tensor([ids]), past_key_values=cache, logits_to_keep=1)
+    press.press.score = own
+    ranked = torch.cat([found[..., :-WINDOW].flatten() for found in scores]).sort().values
+    press.threshold = ranked[round((1 - kept) * sum(found.numel() for found in scores))].item()
 
 
 @torch.inference_mode()
@@ -84,9 +114,11 @@ def main(folder: Path) -> None:
             for name, (classes, sees_question) in wanted["presses"].items():
                 if (question["key"], name) in known:
                     continue
-                press = make_press(kvpress, classes, wanted["kept"])
+                press = make_press(kvpress, classes, wanted["kept"], wanted["gates"])
                 ids, most = question["ids"], question["most"]
                 end = len(ids) if sees_question else question["context"]
+                if classes[0] == "DMSPress":
+                    set_threshold(model, DynamicCache(), press, ids[:end], wanted["kept"])
                 tokens, shares = answer(model, DynamicCache(), press, ids, end, most)
                 record = {"key": question["key"], "press": name, "tokens": tokens, **shares}
                 file.write(json.dumps(record) + "\n")

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from evaluation.arms import ABLATIONS
+from evaluation import replacements
 from evaluation.fingerprint import ROOT
 from evaluation.text_tasks import TextTask
 from vllm_tgvkv.config import NONE, EvictionConfig
@@ -79,17 +79,6 @@ OWN_PARTS: dict[str, dict[str, Any]] = {
     }.items()
 }
 """TGV-KV's parts with pooling forward."""
-
-TGV_PARTS: dict[str, dict[str, Any]] = {
-    **{
-        part.method(value): {"base": "tgv", part.field: value}
-        for part in ABLATIONS
-        for value in part.others
-    },
-    "tgv_head": {"base": "tgv", "granularity": "head"},
-    "tgv_score_text_rows_head": {"base": "tgv", "score": "text_rows", "granularity": "head"},
-}
-"""TGV-KV with one part replaced, as on the demonstration model, and per head."""
 
 CANDIDATES: dict[str, dict[str, Any]] = {
     f"reach_{name}": {"base": "snapkv", "reduce": "max", **reach(40, 1), **change}
@@ -161,8 +150,8 @@ MIXES: dict[str, dict[str, Any]] = (
     | REACHES
     | GRIDS
     | OWN_PARTS
-    | TGV_PARTS
     | GATED
+    | replacements.REPLACED
 )
 """The server's `methods`, of which a run uses those that its arms name."""
 
@@ -673,6 +662,25 @@ _DEFAULT = Part(
     together=True,
 )
 
+REPLACED_TEXT = (
+    f"`{DEFAULT}` without a wait, with another layer budget, sums in place of maxima over the "
+    "rows, other rows, retention, granularity or pooling."
+)
+_REPLACED = Part(
+    "One part of reach replaced",
+    REPLACED_TEXT,
+    (
+        Cells(
+            (number("prose", 1024), number("prose", _SHORT, keys=4), PASSAGES[0]),
+            crossed((DEFAULT, *replacements.REACH), (0.1,)),
+            20,
+        ),
+    ),
+    tuple((TextArm(DEFAULT, 0.1), other) for other in crossed(replacements.REACH, (0.1,))),
+    together=True,
+    pooled=True,
+)
+
 PARTS = {
     "methods": _METHODS,
     "wait": _WAIT,
@@ -681,6 +689,7 @@ PARTS = {
     "life": _LIFE,
     "tasks": _TASKS,
     "default": _DEFAULT,
+    "replaced": _REPLACED,
     "choice": _CHOICE,
 }
 """By the name on the command line, in the order of the report."""

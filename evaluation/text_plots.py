@@ -13,7 +13,19 @@ from matplotlib.figure import Figure
 
 from evaluation.text_arms import MIXES, POOLINGS, SCHEDULE, VOTES
 from evaluation.text_results import PartResult, TextCell
-from measure.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, colour, marker, save
+from measure.plots import (
+    BLUE,
+    COLOURS,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILION,
+    colour,
+    marker,
+    save,
+)
 from measure.statistics import Estimate
 
 ONE_ROW = 4
@@ -23,8 +35,7 @@ ONE_ROW = 4
 def draw_budgets(result: PartResult, path: Path) -> None:
     """Draw a diagram for each task: right answers by budget, or the share of passages."""
     labels = list(dict.fromkeys(cell.label for cell in result.cells))
-    bases = list(dict.fromkeys(_base(label) for label in labels))
-    variants = list(dict.fromkeys(_variant(label) for label in labels))
+    styles = _styles(labels)
     tasks = [task for task in result.tasks if any(c.task == task.task for c in result.cells)]
     width = min(len(tasks), ONE_ROW)
     height = -(-len(tasks) // width)
@@ -40,9 +51,10 @@ def draw_budgets(result: PartResult, path: Path) -> None:
         budgets = sorted({cell.budget for cell in cells}, reverse=True)
         for label in labels:
             mine = [cell for cell in cells if cell.label == label]
-            style = bases.index(_base(label)), variants.index(_variant(label))
             shift = 0.5 * (labels.index(label) / max(len(labels) - 1, 1) - 0.5)
-            _draw_line(place, mine, budgets, task.kind, label, style, shift, len(labels) <= 8)
+            _draw_line(
+                place, mine, budgets, task.kind, label, styles[label], shift, len(labels) <= 8
+            )
         place.set_title(task.title.replace(", ", ",\n"))
         place.set_xticks(range(len(budgets)), [f"{100 * budget:.3g} %" for budget in budgets])
         place.set_xlim(-0.5, len(budgets) - 0.5)
@@ -71,7 +83,7 @@ def _draw_line(
     budgets: Sequence[float],
     kind: str,
     label: str,
-    style: tuple[int, int],
+    style: tuple[str, str],
     shift: float,
     is_joined: bool,
 ) -> None:
@@ -84,12 +96,31 @@ def _draw_line(
         [value.mean for value in values],
         yerr=_whiskers(values),
         label=label,
-        color=colour(style[0] + 1),
-        marker=marker(style[1]),
+        color=style[0],
+        marker=style[1],
         linewidth=0.8 if is_joined else 0.0,
         markersize=4.5,
         elinewidth=0.7,
     )
+
+
+def _styles(labels: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Return a colour for each method and a marker for each variant of it.
+
+    If that gives two arms the same, colours and markers have no meaning, and no two are the same.
+    """
+    bases = list(dict.fromkeys(_base(label) for label in labels))
+    variants = list(dict.fromkeys(_variant(label) for label in labels))
+    styles = {
+        label: (colour(bases.index(_base(label)) + 1), marker(variants.index(_variant(label))))
+        for label in labels
+    }
+    if len(set(styles.values())) < len(labels):
+        styles = {
+            label: (colour(number), marker(number // len(COLOURS)))
+            for number, label in enumerate(labels)
+        }
+    return styles
 
 
 def _whiskers(values: Sequence[Estimate]) -> list[list[float]]:

@@ -5,14 +5,27 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from evaluation import __main__ as program
-from evaluation import cost, pages, peers, reaches, text, text_results, waits
+from evaluation import (
+    cost,
+    pages,
+    peers,
+    peers_kvpress,
+    reaches,
+    replacements,
+    text,
+    text_results,
+    waits,
+)
 from evaluation.answers import Answer, AnswerLog, read_answers, write_answers
 from evaluation.field import Field, Run, run
 from evaluation.pages_arms import PARTS
@@ -33,8 +46,10 @@ from measure import smollm
 from measure.document import Table
 from reader.tasks import TASKS
 from vllm_tgvkv.budget import Budget
+from vllm_tgvkv.config import EvictionConfig
 from vllm_tgvkv.errors import EvictionConfigError
 from vllm_tgvkv.policies import build_policy
+from vllm_tgvkv.policies.base import Policy
 from vllm_tgvkv.policies.pooling import Pooler, Pooling
 
 
@@ -51,6 +66,31 @@ def test_layer_budgets_by_images_are_for_pages_alone() -> None:
     check([arm], eviction_settings([arm]), has_images=True)
     with pytest.raises(EvictionConfigError, match="attention to images"):
         check([arm], eviction_settings([arm]))
+
+
+@pytest.mark.parametrize("name", replacements.REPLACED)
+def test_what_is_replaced_is_not_the_methods_own(name: str) -> None:
+    mix = replacements.REPLACED[name]
+    config = EvictionConfig.from_mapping({"methods": {name: mix}})
+    own, changed = config.build_policy(mix["base"]), config.build_policy(name)
+
+    def parts(policy: Policy) -> dict[str, object]:
+        score, layers, kept = policy.score, policy.allocation, policy.retention
+        return {
+            "score": type(score),
+            "rows": score.rows,
+            "allocation": type(layers),
+            "retain": (type(kept), vars(kept)),
+            "granularity": policy.granularity,
+            "pooling": policy.pooling,
+            "reduce": policy.reduction,
+            "merge": policy.merge,
+        }
+
+    before, after = parts(own), parts(changed)
+    different = {field for field in before if before[field] != after[field]}
+    # Another score may bring its own rows.
+    assert different - ({"rows"} if "score" in mix else set()) == mix.keys() - {"base"}
 
 
 def test_pages_and_texts_have_logs_of_their_own() -> None:
@@ -113,6 +153,18 @@ def test_tables_are_counted_again_from_the_answers(tmp_path: Path) -> None:
     assert run(field, ["--only", "recount", "--output", str(tmp_path)]) == 0
     assert file.read_text() == wanted
     assert "| `snapkv` | 1 of 2" in (tmp_path / "README.md").read_text()
+
+
+def test_comparisons_on_all_tasks_together() -> None:
+    other = TextTask("number", "prose", 512)
+    log = {a.key: a for a in answers()}
+    log |= {a.key: a for a in (replace(answer, task=other.name) for answer in answers())}
+    both = replace(PART, cells=(Cells((SHORT, other), (ONE, OTHER), 3),))
+    each = text_results.part_result(both, log, FACTS).comparisons
+    assert [(c.task, c.questions) for c in each] == [(SHORT.name, 2), (other.name, 2)]
+    (claim,) = text_results.part_result(replace(both, pooled=True), log, FACTS).comparisons
+    assert (claim.task, claim.questions) == (text_results.ALL_TASKS, 4)
+    assert (claim.first_only, claim.second_only) == (2, 2)
 
 
 def test_a_part_without_arms_has_a_page(tmp_path: Path) -> None:
@@ -283,6 +335,33 @@ def test_a_missing_environment_names_the_way_out(capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit):
         peers.main(["--python", "/nonexistent/python"])
     assert "tests/kvpress/test_kvpress.py" in capsys.readouterr().err
+
+
+def test_missing_gates_name_the_way_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        peers.main(["--python", sys.executable, "--gates", str(tmp_path)])
+    assert "docs/gates.md#what-was-measured" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kept", [0.2, 0.5])
+def test_the_threshold_keeps_the_share_and_the_window(kept: float) -> None:
+    tokens = 8 * peers_kvpress.WINDOW
+    scores = torch.randperm(3 * 2 * tokens).view(3, 1, 2, tokens).float()
+    layers = iter(scores)
+
+    class Press:
+        press = SimpleNamespace(score=lambda *_: next(layers))
+
+        @contextmanager
+        def __call__(self, model: object) -> Iterator[None]:
+            yield
+
+    press = Press()
+    peers_kvpress.set_threshold(
+        lambda *_, **__: [press.press.score() for _ in scores], None, press, [1, 2], kept
+    )
+    hidden = scores[..., : -peers_kvpress.WINDOW] < press.threshold  # type: ignore[attr-defined]
+    assert hidden.sum() == round((1 - kept) * scores.numel())
 
 
 def test_both_sides_are_counted_on_the_same_questions() -> None:

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from evaluation.text_arms import MIXES, POOLINGS, SCHEDULE, VOTES
-from evaluation.text_results import PartResult, TextCell
+from evaluation.text_results import PartResult, TaskResult, TextCell
 from measure.plots import (
     BLUE,
     COLOURS,
@@ -30,13 +30,19 @@ from measure.statistics import Estimate
 
 ONE_ROW = 4
 """Most diagrams side by side."""
+MOST_LINES = 8
+"""More arms than these cannot be told apart as lines; they get a row each."""
+RIGHT = "right (passages: before the first mistake)"
 
 
 def draw_budgets(result: PartResult, path: Path) -> None:
     """Draw a diagram for each task: right answers by budget, or the share of passages."""
     labels = list(dict.fromkeys(cell.label for cell in result.cells))
-    styles = _styles(labels)
     tasks = [task for task in result.tasks if any(c.task == task.task for c in result.cells)]
+    if len(labels) > MOST_LINES:
+        _draw_rows(result.cells, labels, tasks, path)
+        return
+    styles = _styles(labels)
     width = min(len(tasks), ONE_ROW)
     height = -(-len(tasks) // width)
     figure, axes = plt.subplots(
@@ -52,18 +58,53 @@ def draw_budgets(result: PartResult, path: Path) -> None:
         for label in labels:
             mine = [cell for cell in cells if cell.label == label]
             shift = 0.5 * (labels.index(label) / max(len(labels) - 1, 1) - 0.5)
-            _draw_line(
-                place, mine, budgets, task.kind, label, styles[label], shift, len(labels) <= 8
-            )
+            _draw_line(place, mine, budgets, task.kind, label, styles[label], shift)
         place.set_title(task.title.replace(", ", ",\n"))
-        place.set_xticks(range(len(budgets)), [f"{100 * budget:.3g} %" for budget in budgets])
+        place.set_xticks(range(len(budgets)), [_percent(budget) for budget in budgets])
         place.set_xlim(-0.5, len(budgets) - 0.5)
         place.set_ylim(-0.03, 1.03)
         place.set_xlabel("budget")
     for place in axes.flat[len(tasks) :]:
         place.set_visible(False)
     for row in axes:
-        row[0].set_ylabel("right (passages: before the first mistake)")
+        row[0].set_ylabel(RIGHT)
+    _save_with_legend(figure, path)
+
+
+def _draw_rows(
+    cells: Sequence[TextCell], labels: Sequence[str], tasks: Sequence[TaskResult], path: Path
+) -> None:
+    """Draw a row for each arm, a diagram for each task, and a colour for each budget."""
+    budgets = sorted({cell.budget for cell in cells}, reverse=True)
+    figure, axes = plt.subplots(
+        1,
+        len(tasks),
+        figsize=(3 + 2.6 * len(tasks), 1.2 + 0.32 * len(labels)),
+        squeeze=False,
+        sharex=True,
+        sharey=True,
+    )
+    for place, task in zip(axes[0], tasks, strict=True):
+        for number, budget in enumerate(budgets):
+            mine = [cell for cell in cells if cell.task == task.task and cell.budget == budget]
+            values = [_value(cell, task.kind) for cell in mine]
+            shift = 0.5 * ((number + 0.5) / len(budgets) - 0.5)
+            place.errorbar(
+                [value.mean for value in values],
+                [labels.index(cell.label) + shift for cell in mine],
+                xerr=_whiskers(values),
+                label=_percent(budget),
+                color=colour(number + 1),
+                marker=marker(number),
+                linewidth=0,
+                markersize=5,
+                elinewidth=0.9,
+            )
+        place.set_title(task.title.replace(", ", ",\n"))
+        place.set_yticks(range(len(labels)), labels)
+        place.set_ylim(len(labels) - 0.5, -0.5)
+        place.set_xlim(-0.03, 1.03)
+    figure.supxlabel(RIGHT, fontsize="medium")
     _save_with_legend(figure, path)
 
 
@@ -85,11 +126,10 @@ def _draw_line(
     label: str,
     style: tuple[str, str],
     shift: float,
-    is_joined: bool,
 ) -> None:
     if not cells:
         return
-    values = [cell.share if kind == "passage" else cell.right for cell in cells]
+    values = [_value(cell, kind) for cell in cells]
     places = [budgets.index(cell.budget) + shift for cell in cells]
     axes.errorbar(
         places,
@@ -98,7 +138,7 @@ def _draw_line(
         label=label,
         color=style[0],
         marker=style[1],
-        linewidth=0.8 if is_joined else 0.0,
+        linewidth=0.8,
         markersize=4.5,
         elinewidth=0.7,
     )
@@ -121,6 +161,15 @@ def _styles(labels: Sequence[str]) -> dict[str, tuple[str, str]]:
             for number, label in enumerate(labels)
         }
     return styles
+
+
+def _value(cell: TextCell, kind: str) -> Estimate:
+    """Return what is drawn of an arm: whole answers, or the share of a passage."""
+    return cell.share if kind == "passage" else cell.right
+
+
+def _percent(budget: float) -> str:
+    return f"{100 * budget:.3g} %"
 
 
 def _whiskers(values: Sequence[Estimate]) -> list[list[float]]:

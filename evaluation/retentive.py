@@ -177,6 +177,9 @@ Chosen after results were known: `snapkv_vision` and `reach_vision`, and the par
 The parts of SmolLM2 were cut to fewer arms and questions, for want of time, while the first task
 was under way.
 
+A summary of the demonstration model had 15 rows in these answers. It has 14 since masses are
+stored byte by byte; those of SmolLM2 have 15 as before.
+
 What this means is in [methods.md](../../methods.md#retentivekv-measured). Not asked: larger models
 and real images, speed, gates between 0 and 1, other decays, and waits but for passages of texts.
 {READING}"""

@@ -208,7 +208,7 @@ def eviction(method: str, budget: float) -> Eviction:
     return Eviction(budget, BLOCK_SIZE, observation_window=128, method=mix, text_only="evict")
 
 
-_HYBRIDS = {"qwen3_5", "qwen3_5_moe", "qwen3_next"}
+_HYBRIDS = {"qwen3_5", "qwen3_5_moe", "qwen3_next", "minicpmv4_6"}
 _WITH_WINDOWS = {"gemma3", "gemma4", "cohere2_vision", "exaone4_5"}
 ELSEWHERE = _HYBRIDS | _WITH_WINDOWS
 """Not all of their layers are evicted, see `test_hybrids.py` and `test_windows.py`."""

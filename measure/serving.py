@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shlex
 import signal
@@ -14,7 +15,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -199,10 +200,16 @@ def group_members(group: int) -> list[int]:
 
 
 def free_port() -> int:
-    """Return a TCP port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port of this machine on which nothing listens.
+
+    It is not one of those that Linux gives to outgoing connections (from 32768 on, by default): one
+    of them may take such a port before a server, which needs seconds to start, listens on it.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 29_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def wait_until_healthy(

@@ -273,15 +273,16 @@ def test_nothing_is_lost_at_full_budget_and_with_cached_prefixes(
 
 @pytest.mark.parametrize(
     ("arch", "least", "most"),
-    [("qwen3_5_moe", 0.75, 0.35), ("qwen3_next", 0.75, 0.35), ("minicpmv4_6", 0.9, 0.25)],
+    [("qwen3_5_moe", 0.75, 0.7), ("qwen3_next", 0.75, 0.7), ("minicpmv4_6", 0.9, 0.25)],
 )
 def test_other_hybrids(
     arch: str, least: float, most: float, tiny_model: Callable[..., Path]
 ) -> None:
     """Answers are stock's at the full budget, and elsewhere nearly the oracle's.
 
-    The oracle in float32 sends some tokens of mixtures to other experts. MiniCPM-V reads an image
-    as a whole and in slices.
+    The oracle in float32 sends some tokens of mixtures to other experts, and which depends on the
+    number of threads: with one to three the mean differences were 0.05 to 0.38, against the oracle
+    without eviction 0.8 to 1.4. MiniCPM-V reads an image as a whole and in slices.
     """
     folder = tiny_model(arch, layers=8, image_size=224)
     oracle = Oracle(folder)

@@ -60,7 +60,7 @@ lint: setup ## ruff, mypy, and the order of layers (import-linter)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
 
-test: lint ## lint and the usual tests, within 20 minutes on two cores: JOBS=... for more
+test: lint ## lint and the usual tests, within 30 minutes on two cores: JOBS=... for more
 	$(PYTEST) -m "not compatibility"
 
 test-all: test ## the same and what is marked `compatibility`: features of vLLM, faults

@@ -216,7 +216,7 @@ def run(workload: Workload, seed: int) -> Double:
 
 @dataclasses.dataclass
 class Totals:
-    """What happened in several workloads."""
+    """Numbers of events in several workloads, added up."""
 
     evictions: int = 0
     later: int = 0

@@ -252,6 +252,25 @@ def test_no_mass_is_lost_over_several_cuts(of: Any) -> None:
             torch.testing.assert_close(merged.double(), wanted, rtol=1e-4, atol=1e-5)
 
 
+def of_text(pool: PagePool, tables: Tensor, weights: Tensor, scores: Tensor) -> tuple[Any, ...]:
+    """Return what `absorb` takes for a prompt of text, all of whose tokens are candidates."""
+    positions = torch.arange(CANDIDATES)
+    zero = torch.zeros_like(positions)
+    places = kernel.Places(zero, zero, positions)
+    decays = torch.full((CANDIDATES,), 0.9)
+    return (
+        pool.keys,
+        pool.values,
+        tables,
+        positions.expand(PAIRS, -1),
+        weights,
+        scores,
+        places,
+        decays,
+        ROWS,
+    )
+
+
 def test_rows_that_nothing_joins_keep_their_bits() -> None:
     pool = new_pool(False)
     pool.raw.fill_(torch.nan)
@@ -260,21 +279,8 @@ def test_rows_that_nothing_joins_keep_their_bits() -> None:
     roots = torch.stack([torch.randperm(CANDIDATES)[:ROWS].sort().values for _ in range(PAIRS)])
     earlier = Rooted(Summary(keys, values, torch.rand(PAIRS, ROWS) * 9 * exists), roots)
     nothing = torch.zeros(PAIRS, CANDIDATES)
-    positions = torch.arange(CANDIDATES)
     tables = torch.zeros(PAIRS, NUM_FULL, dtype=torch.int64)
-    zero = torch.zeros_like(positions)
-    found = kernel.absorb(
-        pool.keys,
-        pool.values,
-        tables,
-        positions.expand(PAIRS, -1),
-        nothing,
-        nothing,
-        kernel.Places(zero, zero, positions),
-        torch.full((CANDIDATES,), 0.9),
-        ROWS,
-        earlier,
-    )
+    found = kernel.absorb(*of_text(pool, tables, nothing, nothing), earlier)
     assert torch.equal(found.summary.keys, keys)
     assert torch.equal(found.summary.values, values)
     assert torch.equal(found.summary.masses, earlier.summary.masses)
@@ -286,19 +292,7 @@ def test_a_small_workspace_changes_nothing() -> None:
     tables = torch.randperm(24)[:NUM_FULL] * PAIRS + torch.arange(PAIRS)[:, None]
     weights = torch.rand(PAIRS, CANDIDATES) * (torch.rand(PAIRS, CANDIDATES) < 0.5)
     scores = torch.rand(PAIRS, CANDIDATES)
-    zero = torch.zeros(CANDIDATES, dtype=torch.int64)
-    positions = torch.arange(CANDIDATES)
-    given = (
-        pool.keys,
-        pool.values,
-        tables,
-        positions.expand(PAIRS, -1),
-        weights,
-        scores,
-        kernel.Places(zero, zero, positions),
-        torch.full((CANDIDATES,), 0.9),
-        ROWS,
-    )
+    given = of_text(pool, tables, weights, scores)
     earlier = kernel.absorb(*given)
     one = kernel.absorb(*given, earlier)
     many = kernel.absorb(*given, earlier, workspace_bytes=1)

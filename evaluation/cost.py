@@ -26,7 +26,7 @@ from evaluation.text_arms import DEFAULT, FULL, PASSAGES, WAIT, TextArm, number
 from evaluation.text_engine import BYTES_PER_TOKEN, TextEngine, TextSettings
 from evaluation.text_memory import mean_held, planned_cuts
 from evaluation.text_tasks import FRESH, TextQuestion, TextTask
-from measure.document import Block, Items, Table, Text, write_markdown
+from measure.document import Block, Items, Table, Text, percent, write_markdown
 from measure.facts import machine, revision
 
 OUTPUT = ROOT / "docs" / "evaluation" / "cost"
@@ -151,8 +151,8 @@ def page(costs: Sequence[Cost], facts: Mapping[str, Any]) -> Iterator[Block]:
             str(cost.block_size),
             "full cache" if cost.arm == FULL.key else f"`{cost.arm}`",
             f"{cost.right} of {cost.questions}",
-            f"{100 * cost.held_after:.3g} %",
-            f"{100 * cost.held:.3g} %",
+            percent(cost.held_after),
+            percent(cost.held),
             f"{cost.per_second:.2f} [{cost.questions / max(cost.cpu_seconds):.2f}, "
             f"{cost.questions / min(cost.cpu_seconds):.2f}]",
             f"{cost.per_gib:.1f}",

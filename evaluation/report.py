@@ -10,7 +10,17 @@ from evaluation import plots
 from evaluation.arms import ABLATIONS, OTHER_GRANULARITY
 from evaluation.record import FILE, Record, ResultTable
 from evaluation.results import ALL, Cell, Comparison
-from measure.document import Block, Details, Heading, Items, Plot, Table, Text, write_markdown
+from measure.document import (
+    Block,
+    Details,
+    Heading,
+    Items,
+    Plot,
+    Table,
+    Text,
+    percent,
+    write_markdown,
+)
 from measure.statistics import LEVEL
 
 BEST_AT = (0.1, 0.05)
@@ -466,7 +476,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _percent(share: float | str) -> str:
-    return f"{100 * share:.3g} %" if isinstance(share, float) else f"`{share}`"
+    return percent(share) if isinstance(share, float) else f"`{share}`"
 
 
 def _probability(p: float) -> str:

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from evaluation.text_arms import MIXES, POOLINGS, SCHEDULE, VOTES
 from evaluation.text_results import PartResult, TaskResult, TextCell
+from measure.document import percent
 from measure.plots import (
     BLUE,
     COLOURS,
@@ -60,7 +61,7 @@ def draw_budgets(result: PartResult, path: Path) -> None:
             shift = 0.5 * (labels.index(label) / max(len(labels) - 1, 1) - 0.5)
             _draw_line(place, mine, budgets, task.kind, label, styles[label], shift)
         place.set_title(task.title.replace(", ", ",\n"))
-        place.set_xticks(range(len(budgets)), [_percent(budget) for budget in budgets])
+        place.set_xticks(range(len(budgets)), [percent(budget) for budget in budgets])
         place.set_xlim(-0.5, len(budgets) - 0.5)
         place.set_ylim(-0.03, 1.03)
         place.set_xlabel("budget")
@@ -93,7 +94,7 @@ def _draw_rows(
                 [value.mean for value in values],
                 [labels.index(cell.label) + shift for cell in mine],
                 xerr=_whiskers(values),
-                label=_percent(budget),
+                label=percent(budget),
                 color=colour(number + 1),
                 marker=marker(number),
                 linewidth=0,
@@ -166,10 +167,6 @@ def _styles(labels: Sequence[str]) -> dict[str, tuple[str, str]]:
 def _value(cell: TextCell, kind: str) -> Estimate:
     """Return what is drawn of an arm: whole answers, or the share of a passage."""
     return cell.share if kind == "passage" else cell.right
-
-
-def _percent(budget: float) -> str:
-    return f"{100 * budget:.3g} %"
 
 
 def _whiskers(values: Sequence[Estimate]) -> list[list[float]]:

@@ -11,7 +11,17 @@ from evaluation.text_arms import MIXES, PARTS, SCHEDULE, Part
 from evaluation.text_plots import draw_budgets, draw_memory
 from evaluation.text_results import FILE, PartResult, TaskResult, TextCell, TextComparison
 from evaluation.text_tasks import FRESH, PASSAGE_TOKENS, TRAINING
-from measure.document import Block, Details, Heading, Items, Plot, Table, Text, write_markdown
+from measure.document import (
+    Block,
+    Details,
+    Heading,
+    Items,
+    Plot,
+    Table,
+    Text,
+    percent,
+    write_markdown,
+)
 from measure.smollm import INSTALL
 from measure.statistics import LEVEL, RESAMPLES, SEED, Estimate, wilson
 
@@ -248,11 +258,11 @@ def _range(shares: Sequence[float]) -> str:
     """
     if max(shares) - min(shares) > 0.05:
         return f"{100 * min(shares):.3g} to {100 * max(shares):.3g} %"
-    return f"{100 * sum(shares) / len(shares):.3g} %"
+    return percent(sum(shares) / len(shares))
 
 
 def _percent(share: float | None) -> str:
-    return "" if share is None else f"{100 * share:.3g} %"
+    return "" if share is None else percent(share)
 
 
 def _budgets(cells: Sequence[TextCell]) -> list[float]:

@@ -143,6 +143,11 @@ class Details:
 Block: TypeAlias = "Heading | Text | Items | Code | Table | Plot | Details"
 
 
+def percent(share: float) -> str:
+    """Return a share as reports write it, with three digits."""
+    return f"{100 * share:.3g} %"
+
+
 def markdown(blocks: Sequence[Block]) -> str:
     """Return blocks as Markdown, without a newline at the end."""
     return "\n\n".join(block.markdown() for block in blocks)

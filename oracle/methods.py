@@ -862,7 +862,10 @@ def adakv_shares(evidence: Evidence) -> list[float]:
 
 
 def global_shares(evidence: Evidence) -> list[float]:
-    """Return how many tokens of each token set are among the best of all sets."""
+    """Return how many tokens of each token set are among the best of all sets.
+
+    Of tokens that are equal in tier, score and position, all count or none.
+    """
     ranks: list[tuple[int, float, int, int]] = []
     number = 0
     for layer, token_sets in zip(evidence.scores, evidence.token_sets, strict=True):
@@ -871,8 +874,10 @@ def global_shares(evidence: Evidence) -> list[float]:
             ranks += [(-evidence.tiers[j], -float(values[j]), j, number) for j in best]
             number += 1
     counts = [0.0] * number
-    for *_, owner in sorted(ranks)[: evidence.budget * number]:
-        counts[owner] += 1
+    wanted = evidence.budget * number
+    last = sorted(ranks)[wanted - 1][:3] if wanted else ()
+    for *rank, owner in ranks:
+        counts[owner] += tuple(rank) <= last
     return counts
 
 

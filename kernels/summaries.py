@@ -16,10 +16,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm_tgvkv.kernels import gpu
 from vllm_tgvkv.kernels.select import ranking_keys
 
-WORKSPACE_BYTES = 16 << 20
-"""Bound of each large buffer, or what one pair of a layer and head needs if that is more."""
+WORKSPACE_BYTES = 256 << 20
+"""Bound of what absorbing takes at a time, or what one pair of a layer and head needs if that is
+more. Each slice of the pairs takes some 80 launches for each summary."""
+
+_READING_BYTES = 16 << 20
+"""Bound of each large buffer of `log_sum_exp`."""
+
+_SCALAR_BYTES = 128
+"""Of a token: its position, score, weight, rank and nearest root, with intermediate results."""
 
 _MASS_BYTES = 4
 _TINY = torch.finfo(torch.float32).tiny
@@ -69,6 +77,16 @@ def num_rows(block_size: int, head_size: int) -> int:
     return block_size - num_slots
 
 
+def bytes_per_token(rows: int, head_size: int, num_candidates: int) -> int:
+    """Return the most bytes that :func:`absorb` takes for a token of a pair.
+
+    Its arguments of this size are counted, and pages in a format of 2 bytes.
+    """
+    # Steps of three kinds, and whether runs are equal; or keys, also in float32, and shares.
+    joining = (3 * _order_dtype(num_candidates, rows).itemsize + 1) * rows
+    return _SCALAR_BYTES + max(joining, 6 * head_size + 8 * rows)
+
+
 def absorb(
     key_pages: Tensor,
     value_pages: Tensor,
@@ -80,7 +98,6 @@ def absorb(
     decays: Tensor,
     rows: int,
     earlier: Rooted | None = None,
-    workspace_bytes: int = WORKSPACE_BYTES,
 ) -> Rooted:
     """Return the summary of the tokens with a positive weight, and of an earlier summary's rows.
 
@@ -91,7 +108,8 @@ def absorb(
     equally near ones, the first. Its weight is multiplied by ``decays ** steps``. A row's mass is
     the sum of its weights. A row that nothing joins keeps its bits.
 
-    Sums are float32 products of matrices: nothing depends on the order in which threads add.
+    Sums are float32 products of matrices: nothing depends on the order in which threads add. The
+    host reads no device value.
 
     Args:
         key_pages, value_pages: ``[num_pool_pages, N, D]``, logical views of the pool.
@@ -103,7 +121,8 @@ def absorb(
         rows: c, at most N.
     """
     pairs, num_tokens = weights.shape
-    head_size, device = key_pages.shape[2], weights.device
+    device = weights.device
+    is_absent = (weights <= 0).unsqueeze(-1)
     tiers = torch.ones(num_tokens, dtype=torch.int32, device=device)
     if earlier is not None:
         order = torch.arange(rows, device=device)
@@ -111,34 +130,29 @@ def absorb(
         positions = torch.cat((positions, earlier.roots), dim=1)
         weights = torch.cat((weights, earlier.summary.masses), dim=1)
         scores = torch.cat((scores, order.to(scores.dtype).expand(pairs, -1)), dim=1)
-    keys, values = (torch.empty(pairs, rows, head_size, device=device) for _ in range(2))
-    masses = torch.empty(pairs, rows, device=device)
-    roots = torch.empty(pairs, rows, dtype=torch.int64, device=device)
-    step = max(1, workspace_bytes // (weights.shape[1] * max(4 * head_size, 8 * rows)))
-    for first in range(0, pairs, step):
-        part = slice(first, first + step)
-        ranks = ranking_keys(scores[part], tiers).masked_fill(weights[part] <= 0, -1)
-        joined, roots[part] = _joined(positions[part], weights[part], ranks, places, decays, rows)
-        masses[part] = joined.sum(dim=1)
-        # The share of a single token is exactly 1.
-        shares = (joined / masses[part].clamp(min=_TINY).unsqueeze(1)).transpose(1, 2)
-        is_absent = (weights[part, :num_tokens] <= 0).unsqueeze(-1)
-        for pool, means, name in ((key_pages, keys, "keys"), (value_pages, values, "values")):
-            tokens = pool[tables[part]].flatten(1, 2)[:, :num_tokens].float()  # [q, n, D]
-            tokens.masked_fill_(is_absent, 0)
-            if earlier is not None:
-                tokens = torch.cat((tokens, getattr(earlier.summary, name)[part]), dim=1)
-            means[part] = shares @ tokens
-    return Rooted(Summary(keys, values, masses), roots)
+    ranks = ranking_keys(scores, tiers).masked_fill_(weights <= 0, -1)
+    joined, roots = _joined(positions, weights, ranks, places, decays, rows)
+    masses = joined.sum(dim=1)
+    # The share of a single token is exactly 1.
+    shares = joined.div_(masses.clamp(min=_TINY).unsqueeze(1)).transpose(1, 2)  # [M, c, I]
+    means = []
+    for pool, name in ((key_pages, "keys"), (value_pages, "values")):
+        tokens = pool[tables].flatten(1, 2)[:, :num_tokens].float()  # [M, n, D]
+        mean = shares[..., :num_tokens] @ tokens.masked_fill_(is_absent, 0)
+        if earlier is not None:
+            mean += shares[..., num_tokens:] @ getattr(earlier.summary, name)
+        means.append(mean)
+        del tokens
+    return Rooted(Summary(*means, masses), roots)
 
 
 def _joined(
     positions: Tensor, weights: Tensor, ranks: Tensor, places: Places, decays: Tensor, rows: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the weight of each of I tokens in each row, float32 ``[q, I, c]``, and the roots.
+    """Return the weight of each of I tokens in each row, float32 ``[M, I, c]``, and the roots.
 
     Args:
-        ranks: int64 ``[q, I]``; the highest become roots, and negative ones never.
+        ranks: int64 ``[M, I]``; the highest become roots, and negative ones never.
     """
     end, num_roots = len(places.run), min(rows, weights.shape[1])
     best = ranks.topk(num_roots, dim=1)
@@ -146,19 +160,28 @@ def _joined(
     roots = positions.gather(1, best.indices).masked_fill_(best.values < 0, end).sort(dim=1).values
     exists = (roots < end).unsqueeze(1)
     roots = roots.clamp(max=end - 1)
-    steps = _steps(places.row[positions], places.row[roots])
-    steps += _steps(places.column[positions], places.column[roots])
-    is_own = places.run[positions].unsqueeze(2) == places.run[roots].unsqueeze(1)
-    steps = torch.where(is_own, steps, _steps(positions, roots))
+    dtype = _order_dtype(end, rows)
+    row, column = places.row.to(dtype), places.column.to(dtype)
+    order = _steps(row[positions], row[roots])
+    order += _steps(column[positions], column[roots])
     # One key orders roots by whether they are of the same run, by distance and by position.
     far = 2 * end
-    order = torch.where(is_own, steps, steps + far).masked_fill(~exists, 3 * far)
-    number = torch.arange(num_roots, device=weights.device)
-    nearest = (order * rows + number).amin(dim=2, keepdim=True).remainder_(rows)
-    steps = steps.gather(2, nearest).squeeze(2)
+    is_own = places.run[positions].unsqueeze(2) == places.run[roots].unsqueeze(1)
+    order = torch.where(is_own, order, _steps(positions.to(dtype), roots.to(dtype)).add_(far))
+    del is_own
+    order.masked_fill_(~exists, 3 * far)
+    order.mul_(rows).add_(torch.arange(num_roots, dtype=dtype, device=order.device))
+    first = order.amin(dim=2)
+    del order
+    nearest, steps = (first % rows).long(), first // rows % far
     joined = weights.new_zeros(*weights.shape, rows)
-    joined.scatter_(2, nearest, (weights * decays[positions] ** steps).unsqueeze(2))
+    joined.scatter_(2, nearest.unsqueeze(2), (weights * decays[positions] ** steps).unsqueeze(2))
     return joined, torch.nn.functional.pad(roots, (0, rows - num_roots))
+
+
+def _order_dtype(num_candidates: int, rows: int) -> torch.dtype:
+    """Return an integer type that holds what `_joined` orders roots by."""
+    return torch.int32 if (6 * num_candidates + 1) * rows < 1 << 31 else torch.int64
 
 
 def _steps(coordinates: Tensor, of_roots: Tensor) -> Tensor:
@@ -168,15 +191,13 @@ def _steps(coordinates: Tensor, of_roots: Tensor) -> Tensor:
 
 def store(summary: Summary, key_pages: Tensor, value_pages: Tensor, pages: Tensor) -> None:
     """Write a summary to whole pages of the pool, int64 ``[M]``; see :func:`load`."""
-    size, rows = key_pages.shape[1], summary.keys.shape[1]
-    pad = (0, 0, 0, size - rows)
-    keys = torch.nn.functional.pad(summary.keys, pad).to(key_pages.dtype)
-    values = torch.nn.functional.pad(summary.values, pad).to(value_pages.dtype)
-    header = values[:, rows:].flatten(1)
-    header[:, : _MASS_BYTES * rows] = summary.masses.contiguous().view(torch.uint8)
-    values[:, rows:] = header.view(len(pages), size - rows, -1)
-    key_pages[pages] = keys
-    value_pages[pages] = values
+    size, rows, head_size = key_pages.shape[1], *summary.keys.shape[1:]
+    header = summary.masses.contiguous().view(torch.uint8).to(value_pages.dtype)
+    header = torch.nn.functional.pad(header, (0, (size - rows) * head_size - header.shape[1]))
+    header = header.view(len(pages), size - rows, head_size)
+    keys = summary.keys.to(key_pages.dtype)
+    key_pages[pages] = torch.nn.functional.pad(keys, (0, 0, 0, size - rows))
+    value_pages[pages] = torch.cat((summary.values.to(value_pages.dtype), header), dim=1)
 
 
 def load(key_pages: Tensor, value_pages: Tensor, pages: Tensor, rows: int) -> Summary:
@@ -194,7 +215,7 @@ def log_sum_exp(
     tables: Tensor,
     lengths: Tensor,
     scale: float,
-    workspace_bytes: int = WORKSPACE_BYTES,
+    workspace_bytes: int = _READING_BYTES,
 ) -> Tensor:
     """Return the logarithm of the softmax denominator of each query, float32 ``[T, H, G]``.
 
@@ -248,3 +269,141 @@ def merge(
     total = of_keys + weights.sum(dim=-1, keepdim=True)
     merged = (outputs.float() * of_keys + weights @ values) / total
     return merged.to(outputs.dtype)
+
+
+def find(
+    block_table: Tensor, first_blocks: Tensor, retained: Tensor, num_summaries: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return which rows of a block table have summaries, int64 ``[T]``, and where these are.
+
+    That is in blocks, int64 ``[T, m]``, any of them where a row has fewer than others; whether it
+    has them is bool ``[T, m]``. The host reads device values: this is for CPUs.
+
+    Args:
+        first_blocks: int64 ``[R]``, under which regions are found. Others as in `merge_rows`.
+    """
+    counts = num_summaries[first_blocks]
+    (rows,) = counts.nonzero(as_tuple=True)
+    counts = counts[rows, None].long()
+    number = torch.arange(int(counts.max()) if len(rows) else 0, device=counts.device)
+    # Fewer summaries: the row's last one again, which is not read.
+    column = torch.minimum(number, counts - 1) + retained[first_blocks[rows], None]
+    return rows, block_table[rows[:, None], column].long(), number < counts
+
+
+def merge_rows(
+    outputs: Tensor,
+    log_sum_exp: Tensor,
+    queries: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    retained: Tensor,
+    num_summaries: Tensor,
+    num_pairs: int,
+    layer: int,
+    scale: float,
+) -> None:
+    """Merge the summaries of the rows of a block table into their attention over keys, in place.
+
+    With b the first block of row r, its summaries are in the ``num_summaries[b]`` blocks of the row
+    from column ``retained[b]`` on, of head h in page ``layer * H + h`` of each. Rows without
+    summaries keep their bits, and none of their pages is read.
+
+    On CUDA, weights of rows are rounded to the dtype of the values before they are multiplied, as
+    FlashAttention does. It is one launch, nothing is allocated and the host reads no device value,
+    so the call works in a CUDA graph.
+
+    Args:
+        outputs: ``[R * H, G, D]``, ordered by row, then head, changed in place.
+        log_sum_exp: float32 ``[G, R * H]``, its softmax denominators, as FlashAttention returns
+            them.
+        queries: ``[R * H, G, D]``.
+        key_pages, value_pages: ``[num_pool_pages, N, D]``, logical views of the pool.
+        block_table: int32 ``[R, W]``.
+        seq_lens: int32 ``[R]``; rows of length 0 are not read.
+        retained, num_summaries: int32 ``[num_blocks]``; 0 where no region starts.
+        num_pairs: pages of a block.
+        scale: factor of the logits.
+
+    Raises:
+        ValueError: if a shape or dtype does not fit; the message names the argument.
+    """
+    _check(outputs, log_sum_exp, queries, key_pages, value_pages)
+    _check_table(outputs, block_table, seq_lens, retained, num_summaries)
+    if gpu.runs(outputs):
+        from vllm_tgvkv.kernels.gpu import summaries as triton_summaries
+
+        triton_summaries.merge_rows(
+            outputs,
+            log_sum_exp,
+            queries,
+            key_pages,
+            value_pages,
+            block_table,
+            seq_lens,
+            retained,
+            num_summaries,
+            num_pairs,
+            layer,
+            scale,
+        )
+        return
+    by_row = (len(block_table), len(outputs) // len(block_table))
+    first_blocks = block_table[:, 0].masked_fill(seq_lens <= 0, 0).long()
+    rows, blocks, is_read = find(block_table, first_blocks, retained, num_summaries)
+    if not len(rows):
+        return
+    heads = layer * by_row[1] + torch.arange(by_row[1])
+    pages = (blocks * num_pairs).unsqueeze(1) + heads[:, None]  # [T, H, m]
+    whole = outputs.unflatten(0, by_row)
+    whole[rows] = merge(
+        whole[rows],
+        log_sum_exp.unflatten(1, by_row).permute(1, 2, 0)[rows],
+        queries.unflatten(0, by_row)[rows],
+        load(key_pages, value_pages, pages, num_rows(*key_pages.shape[1:])),
+        is_read,
+        scale,
+    )
+
+
+def _check(
+    outputs: Tensor, log_sum_exp: Tensor, queries: Tensor, key_pages: Tensor, value_pages: Tensor
+) -> None:
+    if outputs.dim() != 3 or queries.shape != outputs.shape:
+        raise ValueError(
+            f"outputs and queries must be [R * H, G, D], got {list(outputs.shape)} and "
+            f"{list(queries.shape)}"
+        )
+    for name, pages in (("key_pages", key_pages), ("value_pages", value_pages)):
+        if pages.dim() != 3 or pages.shape[2] != outputs.shape[2]:
+            raise ValueError(
+                f"{name} must be [num_pool_pages, N, {outputs.shape[2]}], got {list(pages.shape)}"
+            )
+    shape = (outputs.shape[1], len(outputs))
+    if log_sum_exp.dtype != torch.float32 or log_sum_exp.shape != shape:
+        raise ValueError(
+            f"log_sum_exp must be float32 {list(shape)}, got {log_sum_exp.dtype} "
+            f"{list(log_sum_exp.shape)}"
+        )
+
+
+def _check_table(
+    outputs: Tensor, block_table: Tensor, seq_lens: Tensor, retained: Tensor, num_summaries: Tensor
+) -> None:
+    num_rows = len(block_table)
+    if not num_rows or len(outputs) % num_rows:
+        raise ValueError(
+            f"block_table must have R rows of the {len(outputs)} sequences, got {num_rows}"
+        )
+    for name, tensor, shape in (
+        ("block_table", block_table, (num_rows, block_table.shape[-1])),
+        ("seq_lens", seq_lens, (num_rows,)),
+        ("retained", retained, retained.shape[:1]),
+        ("num_summaries", num_summaries, retained.shape[:1]),
+    ):
+        if tensor.dtype != torch.int32 or tensor.shape != shape:
+            raise ValueError(
+                f"{name} must be int32 {list(shape)}, got {tensor.dtype} {list(tensor.shape)}"
+            )

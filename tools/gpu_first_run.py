@@ -81,7 +81,10 @@ def _engine(runner: str, mode: str, selection: str) -> Part:
     )
 
 
-_NAMES = ("interpreter", "copy", "page_tables", "select", "apportion", "statistics", "decode")
+_NAMES = (
+    "interpreter", "copy", "page_tables", "select", "apportion", "statistics", "decode",
+    "summaries",
+)  # fmt: skip
 _KERNELS = tuple(f"tests/gpu/test_{name}.py" for name in _NAMES)
 _ENVIRONMENT = _module("benchmarks.gpu.environment", "{out}/environment.jsonl")
 _BENCH = _module("benchmarks.gpu", "--results", "{out}/bench")

@@ -39,7 +39,7 @@ from vllm_tgvkv.attention import (
 )
 from vllm_tgvkv.evictor import Evictor
 from vllm_tgvkv.gate_outputs import GateOutputs
-from vllm_tgvkv.kernels.summaries import load, log_sum_exp, merge
+from vllm_tgvkv.kernels.summaries import find, load, log_sum_exp, merge
 from vllm_tgvkv.pages import FP8, CacheShape, PageLayoutError, PagePool
 from vllm_tgvkv.regions import Regions
 from vllm_tgvkv.summaries import rows_of
@@ -74,17 +74,11 @@ class SummaryReads:
 
         None if no row has summaries.
         """
-        first = block_table[:, 0].long()
-        counts = regions.num_summaries[first]
-        most = int(counts.max())
-        if most == 0:
+        rows, blocks, is_read = find(
+            block_table, block_table[:, 0].long(), regions.num_retained, regions.num_summaries
+        )
+        if not len(rows):
             return None
-        (rows,) = counts.nonzero(as_tuple=True)
-        number = torch.arange(most)
-        # Fewer summaries: the row's last one again, which is not read.
-        column = torch.minimum(number, counts[rows, None].long() - 1)
-        column += regions.num_retained[first[rows], None]
-        blocks = block_table[rows[:, None], column].long()
         num_tokens = (ends - starts)[rows].long()
         of_token = torch.arange(len(rows)).repeat_interleave(num_tokens)
         last = num_tokens.cumsum(0)[of_token] - 1
@@ -94,7 +88,7 @@ class SummaryReads:
             rows=rows[of_token],
             num_hidden=num_hidden.int(),
             blocks=blocks[of_token],
-            is_read=(number < counts[rows, None])[of_token],
+            is_read=is_read[of_token],
         )
 
 

@@ -126,9 +126,18 @@ class FlashKernel(RaggedKernel):
     start of one buffer.
     """
 
-    def __init__(self, shape: CacheShape, regions: Regions, max_rows: int, width: int) -> None:
+    def __init__(
+        self,
+        shape: CacheShape,
+        regions: Regions,
+        max_rows: int,
+        width: int,
+        summarises: bool = False,
+    ) -> None:
+        """Allocate; with `summarises`, rows may have summaries, which every launch looks for."""
         super().__init__(shape, regions, max_rows)
         self._width = width
+        self._summarises = summarises
         size = self.num_entries(shape, max_rows, width)
         # Never anything but valid pages: FlashAttention may load entries after a sequence's last.
         self._buffer = torch.zeros(size, dtype=torch.int32, device=self.device)
@@ -163,8 +172,10 @@ class FlashKernel(RaggedKernel):
             self._layer_lengths[layer],
             self._layer_tables[index],
         )
-        for q, out, lengths, table in _slices(inputs, rows.rows_per_launch * shape.num_heads):
-            flash_attn.flash_attn_varlen_func(
+        size = rows.rows_per_launch
+        for number, part in enumerate(_slices(inputs, size * shape.num_heads)):
+            q, out, lengths, table = part
+            found = flash_attn.flash_attn_varlen_func(
                 q=q,
                 k=impl.key_pages,
                 v=impl.value_pages,
@@ -178,7 +189,21 @@ class FlashKernel(RaggedKernel):
                 block_table=table,
                 fa_version=impl.vllm_flash_attn_version,
                 num_splits=rows.num_splits,
+                return_softmax_lse=self._summarises,
             )
+            if self._summarises:
+                of_launch = slice(number * size, (number + 1) * size)
+                self.regions.merge_summaries(
+                    out,
+                    found[1],  # [G, sequences], natural logarithms
+                    q,
+                    impl.pool.keys,
+                    impl.pool.values,
+                    rows.block_table[of_launch],
+                    rows.seq_lens[of_launch],
+                    layer,
+                    impl.scale,
+                )
 
     def _layers_at_once(self, rows: RaggedTokens) -> int:
         return len(self._buffer) // (len(rows) * self.shape.num_heads * self._width)
@@ -266,7 +291,7 @@ class EvictingFlashMetadataBuilder(EvictingBuilder[RaggedTokens], FlashAttention
             self._kernel = TritonKernel(shape, evictor.regions, max_rows, dtype)
         else:
             width = cdiv(config.model_config.max_model_len, shape.block_size)
-            self._kernel = FlashKernel(shape, evictor.regions, max_rows, width)
+            self._kernel = FlashKernel(shape, evictor.regions, max_rows, width, evictor.summarises)
         if self.use_full_cuda_graph and evictor.config.waits:
             evictor.record_decodes(max_rows)
 

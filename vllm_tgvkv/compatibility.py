@@ -314,7 +314,7 @@ def _engine_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refus
     least = config.missed_ceiling(block_size)
     shared_maxima = _methods_with_shared_maxima(config, model, ranks)
     return (
-        *_summary_refusals(vllm_config, platform),
+        *_summary_refusals(vllm_config),
         # Drafts
         (
             method not in ("", "ngram"),
@@ -432,24 +432,28 @@ def _engine_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refus
     )
 
 
-def _summary_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusal, ...]:
+def _summary_refusals(vllm_config: VllmConfig) -> tuple[Refusal, ...]:
     """List what methods that keep summaries of evicted tokens do not run with."""
     config, parallel = config_of(vllm_config), vllm_config.parallel_config
     if not config.summarises:
         return ()
     what, text = "summaries of evicted tokens", vllm_config.model_config.hf_text_config
     way_out = "use a method without summaries and no mix with them,"
+    of_kernel = "use the setting decode_kernel: stock, a method without summaries,"
     ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     is_mixed = has_windows(text) or has_delta_nets(vllm_config.model_config)
     cases = (
-        (platform is not CPU, "on CUDA"),
         (vllm_config.cache_config.cache_dtype not in _PLAIN_CACHES, "in a quantised cache"),
         (ranks > 1, f"with --tensor-parallel-size {ranks}"),
         (stages > 1, f"with --pipeline-parallel-size {stages}"),
         (vllm_config.speculative_config is not None, "with --speculative-config"),
         (is_mixed, "of models whose layers have windows or states"),
     )
-    return tuple((is_refused, f"{what} {where}", way_out) for is_refused, where in cases)
+    return (
+        # This package's kernel does not return its softmax denominators.
+        (config.decode_kernel != "stock", f"{what} with decode_kernel: triton", of_kernel),
+        *((is_refused, f"{what} {where}", way_out) for is_refused, where in cases),
+    )
 
 
 def _methods_with_shared_maxima(

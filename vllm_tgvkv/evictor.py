@@ -301,7 +301,8 @@ class Evictor:
                 if due.keys is None:
                     of_row = KeysOfRow.of_blocks(old_blocks, shape.num_pairs, shape.block_size)
                 else:
-                    of_row = KeysOfRow.of_ragged(due.keys, due.blocks, self.regions)
+                    columns = self.regions.summary_columns(seen.request_id)
+                    of_row = KeysOfRow.of_ragged(due.keys, due.blocks, columns)
                 write_summaries(
                     due.policy.summaries,
                     due.summary_kinds,

@@ -18,6 +18,8 @@ from vllm_tgvkv.kernels.merge import WORKSPACE_BYTES as MERGING_BYTES
 from vllm_tgvkv.kernels.redundancy import BYTES_PER_ENTRY as REDUNDANCY_BYTES
 from vllm_tgvkv.kernels.select import KEY_BYTES as RANKING_BYTES
 from vllm_tgvkv.kernels.statistics import KEY_BYTES, KEY_STATISTICS, REDUNDANCY_WORKSPACES
+from vllm_tgvkv.kernels.summaries import WORKSPACE_BYTES as ABSORBING_BYTES
+from vllm_tgvkv.kernels.summaries import bytes_per_token, num_rows
 from vllm_tgvkv.pages import CacheShape
 from vllm_tgvkv.policies import Policy
 
@@ -135,7 +137,7 @@ def _of_block(config: EvictionConfig, shape: CacheShape) -> int:
     And what the gates said of each key, see `GateOutputs`.
     """
     of_keys = (config.decode is not None) + (config.gates is not None)
-    return 4 * (shape.num_pairs + 3 + of_keys * shape.num_pairs * shape.block_size)
+    return 4 * (shape.num_pairs + 4 + of_keys * shape.num_pairs * shape.block_size)
 
 
 def _of_gates(config: EvictionConfig, sizes: Sizes) -> dict[str, int]:
@@ -179,6 +181,7 @@ def _of_method(config: EvictionConfig, policy: Policy, sizes: Sizes) -> dict[str
         _of_score(policy, sizes, num_sets),
         stacked + _of_choice(policy, sizes, num_sets),
         stacked + _of_copy(policy, sizes, num_sets),
+        stacked + _of_summaries(policy, sizes),
     )
     if config.decode is not None:
         work += _of_ragged_keys(sizes)
@@ -257,6 +260,16 @@ def _of_copy(policy: Policy, sizes: Sizes, num_sets: int) -> int:
         of_pair = 4 * shape.head_size * tokens
         merging = 5 * min(max(MERGING_BYTES, of_pair), shape.num_pairs * of_pair)
     return positions + max(tiers, sources, merging)
+
+
+def _of_summaries(policy: Policy, sizes: Sizes) -> int:
+    """Return what kept positions, sources of their copy and absorbing the others take."""
+    if policy.summaries is None:
+        return 0
+    shape, tokens = sizes.shape, sizes.max_tokens
+    of_token = bytes_per_token(num_rows(shape.block_size, shape.head_size), shape.head_size, tokens)
+    at_once = min(max(ABSORBING_BYTES, of_token * tokens), shape.num_pairs * of_token * tokens)
+    return 14 * shape.num_pairs * tokens + max(8 * shape.num_pairs * tokens, at_once)
 
 
 def _key_slice(sizes: Sizes, num_sets: int) -> int:

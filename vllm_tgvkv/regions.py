@@ -15,13 +15,15 @@ from collections.abc import Sequence
 import torch
 
 from vllm_tgvkv.kernels import page_tables
+from vllm_tgvkv.kernels.summaries import merge_rows
 
 
 class Regions:
     """Region state on the device, one slot for each block of the pool.
 
     `num_retained`, int32 [num_blocks], is k, or 0 where no region starts; `num_replaced`, int32
-    [num_blocks], is t0; `offsets` is int32 [num_blocks, L * H + 1].
+    [num_blocks], is t0; `num_summaries`, int32 [num_blocks], is the number of blocks of summaries,
+    which follow the k blocks in the row; `offsets` is int32 [num_blocks, L * H + 1].
     """
 
     def __init__(
@@ -38,9 +40,7 @@ class Regions:
         """
         self.num_retained = torch.zeros(num_blocks, dtype=torch.int32, device=device)
         self.num_replaced = torch.zeros(num_blocks, dtype=torch.int32, device=device)
-        self.num_summaries = torch.zeros(num_blocks, dtype=torch.int32)
-        """Blocks of summaries, int32 [num_blocks]; in the row they follow the k blocks. They are on
-        the host: only the CPU backend reads them."""
+        self.num_summaries = torch.zeros(num_blocks, dtype=torch.int32, device=device)
         self.offsets = torch.zeros(num_blocks, num_pairs + 1, dtype=torch.int32, device=device)
         self.positions = torch.empty(
             num_blocks * num_pairs, block_size, dtype=torch.int32, device=device
@@ -49,6 +49,8 @@ class Regions:
         summaries, those of the roots."""
         self._owners: dict[int, str] = {}
         self._first_blocks: dict[str, int] = {}
+        self._summary_columns: dict[int, slice] = {}
+        """By first block, where a row has blocks of summaries, if it has any."""
         self.version = 0
         """Grows with every change; data derived from an older version is stale."""
 
@@ -81,6 +83,9 @@ class Regions:
         self.num_replaced[first_block] = num_replaced
         self.num_summaries[first_block] = num_summaries
         self.offsets[first_block] = offsets
+        if num_summaries:
+            end = num_retained + num_summaries
+            self._summary_columns[first_block] = slice(num_retained, end)
         self.version += 1
 
     def store_positions(self, blocks: torch.Tensor, positions: torch.Tensor) -> None:
@@ -91,14 +96,12 @@ class Regions:
         of_blocks = self.positions.view(len(self.num_retained), -1)
         of_blocks.index_copy_(0, blocks.long(), positions.reshape(len(blocks), -1))
 
-    def summary_blocks(self, row: torch.Tensor) -> torch.Tensor:
-        """Return the blocks of summaries of a compressed row of the block table, int32 [m].
+    def summary_columns(self, request_id: str) -> slice:
+        """Return which columns of a compressed request's row are blocks of summaries.
 
-        It reads a row on the host, where alone there are summaries.
+        It does not wait for the device, which `num_summaries` is on.
         """
-        first = int(row[0])
-        start = int(self.num_retained[first])
-        return row[start : start + int(self.num_summaries[first])]
+        return self._summary_columns.get(self._first_blocks[request_id], slice(0))
 
     def release(self, first_blocks: Sequence[int]) -> None:
         """Drop the regions that start with these blocks, which went back to the pool."""
@@ -106,6 +109,7 @@ class Regions:
             self.num_retained[block] = 0
             self.num_replaced[block] = 0
             self.num_summaries[block] = 0
+            self._summary_columns.pop(block, None)
             owner = self._owners.pop(block)
             if self._first_blocks.get(owner) == block:
                 del self._first_blocks[owner]
@@ -147,4 +151,32 @@ class Regions:
             block_size,
             first_layer,
             tables,
+        )
+
+    def merge_summaries(
+        self,
+        outputs: torch.Tensor,
+        log_sum_exp: torch.Tensor,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        layer: int,
+        scale: float,
+    ) -> None:
+        """Merge what the rows' summaries add into attention over keys alone, see `merge_rows`."""
+        merge_rows(
+            outputs,
+            log_sum_exp,
+            queries,
+            keys,
+            values,
+            block_table,
+            seq_lens,
+            self.num_retained,
+            self.num_summaries,
+            self.offsets.shape[1] - 1,
+            layer,
+            scale,
         )

@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_tgvkv.kernels.summaries import Places, Rooted, absorb, load, num_rows, store
+from vllm_tgvkv.kernels.summaries import (
+    WORKSPACE_BYTES,
+    Places,
+    Rooted,
+    absorb,
+    bytes_per_token,
+    load,
+    num_rows,
+    store,
+)
 from vllm_tgvkv.pages import PagePool
 from vllm_tgvkv.policies import Prompt
 from vllm_tgvkv.policies.summaries import Kind, Summaries
@@ -49,9 +58,12 @@ class KeysOfRow:
         return cls(tables, positions.expand(num_pairs, -1), blocks[:0])
 
     @classmethod
-    def of_ragged(cls, keys: RaggedKeys, row: Tensor, regions: Regions) -> KeysOfRow:
-        """Return those of a compressed row of the block table, int32 ``[W']``."""
-        return cls(keys.tables.long(), keys.positions, regions.summary_blocks(row))
+    def of_ragged(cls, keys: RaggedKeys, row: Tensor, columns: slice) -> KeysOfRow:
+        """Return those of a compressed row of the block table, int32 ``[W']``.
+
+        `columns` of it are blocks of summaries.
+        """
+        return cls(keys.tables.long(), keys.positions, row[columns])
 
 
 def write_summaries(
@@ -65,6 +77,7 @@ def write_summaries(
     new_blocks: Tensor,
     pool: PagePool,
     regions: Regions,
+    workspace_bytes: int = WORKSPACE_BYTES,
 ) -> None:
     """Absorb what is evicted, and the summaries that there are, into pages of fresh blocks.
 
@@ -77,52 +90,55 @@ def write_summaries(
         positions: kept positions, int32 ``[pages, N]``; ``offsets`` are those of their pages.
         new_blocks: a block for each kind, int32.
         regions: has the positions of the roots, for later cuts.
+        workspace_bytes: bound of what is absorbed at a time.
     """
     num_pairs, num_candidates = pool.pages_per_block, prompt.num_candidates
     rows, device = rows_of(pool), scores.device
-    is_candidate = keys.positions < num_candidates
-    places = keys.positions.clamp(max=num_candidates - 1)
-    of_pairs = scores.expand(-1, pool.num_heads, -1).reshape(num_pairs, num_candidates)
-    of_keys = of_pairs.gather(1, places)
     kept = _kept(positions, offsets, num_pairs, num_candidates)
-    is_evicted = is_candidate & ~kept.gather(1, places)
     candidates_are_vision = prompt.is_vision[:num_candidates]
-    is_vision = candidates_are_vision[places]
-    pairs = torch.arange(num_pairs, device=device)
     grid = _places(prompt, device)
     decays = torch.where(candidates_are_vision, summaries.decay, 1.0)
-    for number, kind in enumerate(kinds):
-        is_absorbed = is_evicted
-        if kind != "all":
-            is_absorbed = is_evicted & (is_vision if kind == "vision" else ~is_vision)
-        weights = summaries.weights(of_keys, is_absorbed)
-        earlier = None
-        if number < len(keys.summaries):
-            pages = _pages(keys.summaries, number, pairs)
-            summary = load(pool.keys, pool.values, pages, rows)
-            earlier = Rooted(summary, regions.positions[pages, :rows].long())
-        found = absorb(
-            pool.keys,
-            pool.values,
-            keys.tables,
-            places,
-            weights,
-            of_keys,
-            grid,
-            decays,
-            rows,
-            earlier,
-        )
-        pages = _pages(new_blocks, number, pairs)
-        store(found.summary, pool.keys, pool.values, pages)
-        if regions.keeps_positions:
-            regions.positions[pages, :rows] = found.roots.int()
+    pairs = torch.arange(num_pairs, device=device)
+    sets = pairs // pool.num_heads * scores.shape[1]
+    sets += pairs % pool.num_heads * scores.shape[1] // pool.num_heads
+    of_pair = bytes_per_token(rows, pool.head_size, num_candidates) * keys.positions.shape[1]
+    step = max(1, workspace_bytes // of_pair)
+    for first in range(0, num_pairs, step):
+        part = slice(first, first + step)
+        places = keys.positions[part].clamp(max=num_candidates - 1)
+        of_keys = scores.flatten(0, 1)[sets[part]].gather(1, places)
+        is_evicted = ~kept[part].gather(1, places) & (keys.positions[part] < num_candidates)
+        for number, kind in enumerate(kinds):
+            is_absorbed = is_evicted
+            if kind != "all":
+                is_absorbed = is_evicted & (candidates_are_vision[places] == (kind == "vision"))
+            earlier = None
+            if number < len(keys.summaries):
+                pages = _pages(keys.summaries, number, pairs[part], num_pairs)
+                summary = load(pool.keys, pool.values, pages, rows)
+                earlier = Rooted(summary, regions.positions[pages, :rows].long())
+            found = absorb(
+                pool.keys,
+                pool.values,
+                keys.tables[part],
+                places,
+                summaries.weights(of_keys, is_absorbed),
+                of_keys,
+                grid,
+                decays,
+                rows,
+                earlier,
+            )
+            pages = _pages(new_blocks, number, pairs[part], num_pairs)
+            store(found.summary, pool.keys, pool.values, pages)
+            if regions.keeps_positions:
+                regions.positions[pages, :rows] = found.roots.int()
 
 
-def _pages(blocks: Tensor, number: int, pairs: Tensor) -> Tensor:
-    """Return the pages of a block, int64 ``[M]``."""
+def _pages(blocks: Tensor, number: int, pairs: Tensor, num_pairs: int) -> Tensor:
+    """Return the pages of some pairs in a block, int64 ``[q]``."""
     # Indexing by a tensor of no dimension would wait for its value.
-    return blocks[number : number + 1].long() * len(pairs) + pairs
+    return blocks[number : number + 1].long() * num_pairs + pairs
 
 
 def _kept(positions: Tensor, offsets: Tensor, num_pairs: int, num_candidates: int) -> Tensor:
@@ -130,7 +146,7 @@ def _kept(positions: Tensor, offsets: Tensor, num_pairs: int, num_candidates: in
     page = torch.arange(len(positions), device=positions.device)
     pair = torch.searchsorted(offsets.long(), page, right=True).sub_(1).clamp_(max=num_pairs - 1)
     kept = torch.zeros(num_pairs * num_candidates, dtype=torch.bool, device=positions.device)
-    kept.index_fill_(0, (pair[:, None] * num_candidates + positions.long()).flatten(), True)
+    kept.index_fill_(0, positions.long().add_(pair[:, None] * num_candidates).flatten(), True)
     return kept.view(num_pairs, num_candidates)
 
 

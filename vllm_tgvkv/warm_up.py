@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from vllm_tgvkv.budget import Guard
 from vllm_tgvkv.config import EvictionConfig
@@ -14,8 +15,6 @@ from vllm_tgvkv.plan import Eviction, Failure, Observation, RowSumming, StepPlan
 from vllm_tgvkv.prompt import PromptMap, VisionSpan, Voters, voters
 
 _PROMPT_BLOCKS = np.arange(1, 6, dtype=np.int32)
-_FIRST_REGION = np.array([6], dtype=np.int32)
-_SECOND_REGION = np.array([7], dtype=np.int32)
 _NAME = "warm-up"
 
 
@@ -35,7 +34,11 @@ def warm_up(evictor: Evictor) -> None:
         WarmUpError: if the eviction fails. A server would fail every request in the same way.
     """
     shape, pool = evictor.shape, evictor.pool
-    num_blocks = 1 + len(_PROMPT_BLOCKS) + len(_FIRST_REGION) + len(_SECOND_REGION)
+    # A block of tokens, and summaries of both kinds of them.
+    keeps_summaries = evictor.config.build_policy(evictor.config.policy).summaries is not None
+    first_region = np.arange(3 if keeps_summaries else 1, dtype=np.int32) + 1 + len(_PROMPT_BLOCKS)
+    second_region = first_region + len(first_region)
+    num_blocks = 1 + int(second_region[-1])
     if pool.num_blocks < num_blocks:
         return
     config, size = evictor.config, shape.block_size
@@ -45,12 +48,10 @@ def warm_up(evictor: Evictor) -> None:
     guard = budget.guard(num_tokens, 2 * size, size)
     num_answer = min(defer, size - 1)  # as many as the tail holds
     plans = [
-        made_up_step(
-            config, config.policy, prompt, guard, _PROMPT_BLOCKS, _FIRST_REGION, num_answer
-        )
+        made_up_step(config, config.policy, prompt, guard, _PROMPT_BLOCKS, first_region, num_answer)
     ]
     if config.cuts_again and config.build_policy(config.policy).cuts_again:
-        plans.append(_later_step(plans[0].evictions[0], size))
+        plans.append(_later_step(plans[0].evictions[0], size, second_region))
     num_heads = shape.num_heads * shape.group_size
     queries = pool.raw.new_zeros(5 * size, num_heads, shape.head_size)
     # Statistics of long prompts exceed the workspace and use other kernels.
@@ -70,6 +71,8 @@ def warm_up(evictor: Evictor) -> None:
                     "python -m vllm_tgvkv.kernels.gpu.compile and check Triton and the driver; or "
                     "choose another method with --kv-eviction, or leave out --kv-eviction"
                 )
+        if evictor.summarises:
+            _read_summaries(evictor, plans[-1].evictions[0], queries)
         regions = [int(plan.evictions[0].new_blocks[0]) for plan in plans]
         evictor.begin_step(StepPlan(released=regions))
     evictor.take_outcomes()  # the scheduler does not know this prompt
@@ -117,7 +120,24 @@ def made_up_step(
     return plan
 
 
-def _later_step(first: Eviction, block_size: int) -> StepPlan:
+def _read_summaries(evictor: Evictor, eviction: Eviction, queries: torch.Tensor) -> None:
+    """Attend to the summaries of a region, as a decode step does in every layer."""
+    shape, pool = evictor.shape, evictor.pool
+    outputs = queries[0].view(shape.num_heads, shape.group_size, shape.head_size).clone()
+    evictor.regions.merge_summaries(
+        outputs,
+        outputs.new_zeros(shape.group_size, shape.num_heads, dtype=torch.float32),
+        outputs,
+        pool.keys,
+        pool.values,
+        evictor.part.to_device(eviction.new_blocks).unsqueeze(0),
+        evictor.part.to_device(np.ones(1, np.int32)),
+        layer=0,
+        scale=1.0,
+    )
+
+
+def _later_step(first: Eviction, block_size: int, region: np.ndarray) -> StepPlan:
     """Build a step that ends the last prompt block with tokens of the answer and cuts again."""
     num_tokens = first.prompt.num_tokens
     num_full = num_tokens // block_size
@@ -133,8 +153,8 @@ def _later_step(first: Eviction, block_size: int) -> StepPlan:
                 first,
                 voters=Voters(dict.fromkeys(first.voters.kinds, rows), rows, every_row=False),
                 old_blocks=row,
-                new_blocks=_SECOND_REGION,
-                row_blocks=_SECOND_REGION,
+                new_blocks=region,
+                row_blocks=region,
                 num_answer=num_answer,
                 num_replaced=num_full,
                 guard=None,

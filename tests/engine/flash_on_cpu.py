@@ -90,10 +90,15 @@ def attend(
     block_table: torch.Tensor,
     out: torch.Tensor,
     causal: bool,
+    return_softmax_lse: bool = False,
     **ignored: Any,
-) -> torch.Tensor:
-    """`flash_attn_varlen_func` over a paged cache [pages, N, heads, D]."""
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`flash_attn_varlen_func` over a paged cache [pages, N, heads, D].
+
+    What is returned for queries without keys is undefined.
+    """
     assert causal
+    log_sums = torch.full((q.shape[1], len(q)), float("nan"))
     starts = cu_seqlens_q.tolist()
     for row, num_keys in enumerate(seqused_k.tolist()):
         first, end = starts[row], starts[row + 1]
@@ -112,7 +117,8 @@ def attend(
         last = torch.arange(num_keys - (end - first), num_keys)
         logits.masked_fill_(torch.arange(num_keys) > last[:, None], float("-inf"))
         out[first:end] = torch.einsum("hqk,khd->qhd", logits.softmax(-1), values).to(out.dtype)
-    return out
+        log_sums[:, first:end] = logits.logsumexp(-1)
+    return (out, log_sums) if return_softmax_lse else out
 
 
 def write_cache(

@@ -7,7 +7,7 @@ that are evicted once or several times.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,17 @@ from oracle import methods, summaries
 from oracle.emulation import Answer, Cutter, Eviction, Moment, Oracle, Prompt
 from oracle.methods import HEAD, LAYER, Mix
 from oracle.summaries import Absorbed, Row, Rules
+from tests.engine import flash_on_cpu
 from tests.engine.running import Ask, SteppedEngine, engine, name_of
 from tests.models import LLAVA_IMAGE, random_image, random_text
+from vllm_tgvkv import attention_cuda
 from vllm_tgvkv.kernels.summaries import num_rows
+from vllm_tgvkv.warm_up import warm_up
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 BLOCK_SIZE = 32
+"""Also of `tests/gpu/test_engine.py`, which serves these cases in bfloat16."""
 ANSWER_ROWS = 16
 
 
@@ -150,13 +154,18 @@ class Emulation:
             summaries=len(kinds),
         )
 
-    def answer(self, max_tokens: int, absorbs: bool = True) -> Answer:
-        """Return the answer, with `absorbs` false that of plain eviction."""
+    def answer(
+        self, max_tokens: int, absorbs: bool = True, tokens: Sequence[int] | None = None
+    ) -> Answer:
+        """Return the answer, with `absorbs` false that of plain eviction.
+
+        It follows `tokens` if they are given.
+        """
         cutter = Cutter(self.eviction, self.prompt.layout, self.oracle.kv_heads)
         self.cutter, self.taken = cutter, cutter.taken  # the same with and without summaries
         self.summaries: dict[tuple[int, int], list[list[Row]]] = {}
         absorb = self._absorb if absorbs and self.rules is not None else None
-        answer = self.oracle.decode(self.prompt, max_tokens, cutter, absorb=absorb)
+        answer = self.oracle.decode(self.prompt, max_tokens, cutter, tokens, absorb=absorb)
         if absorbs:
             self.is_stable = self.is_stable and all(cut.is_stable() for cut in cutter.cuts)
         return replace(answer, cuts=cutter.cuts)
@@ -238,16 +247,30 @@ def expected(folder: Path) -> list[Expected]:
     return found
 
 
-@pytest.fixture(scope="module", params=["poisoned", "prefix cache"])
+@pytest.fixture(scope="module", params=["poisoned", "prefix cache", "CUDA"])
 def running(request: pytest.FixtureRequest, folder: Path) -> Iterator[SteppedEngine]:
-    """Engine that prefills in chunks and fills released blocks with NaN, or caches prefixes."""
+    """Engine that prefills in chunks and fills released blocks with NaN, or caches prefixes.
+
+    The first also with the CUDA backend over emulated FlashAttention, in which every decode step
+    has the metadata of the first one of its size, and more than two rows take several launches.
+    """
     caches = request.param == "prefix cache"
     debug = {"poison": not caches, "check_integrity": True, "record_kept": True}
     options = {} if caches else {"max_num_batched_tokens": 64}
-    with engine(
-        folder, {**SETTINGS, "debug": debug}, enable_prefix_caching=caches, **options
-    ) as started:
-        yield started
+    builder = flash_on_cpu.ReplayingBuilder
+    before = builder.num_replays
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if request.param == "CUDA":
+            flash_on_cpu.pretend(monkeypatch, flash_on_cpu.ReplayOnCPUWorker)
+            monkeypatch.setattr(attention_cuda, "_MAX_SPLIT_SEQUENCES", 5)
+            monkeypatch.setattr(attention_cuda, "_KEYS_PER_LAUNCH", 16)
+        with engine(
+            folder, {**SETTINGS, "debug": debug}, enable_prefix_caching=caches, **options
+        ) as started:
+            if request.param == "CUDA":
+                warm_up(started.evictor)  # as the GPU's worker does when it starts
+            yield started
+    assert (builder.num_replays > before + 100) == (request.param == "CUDA")
 
 
 def assert_served(running: SteppedEngine, expected: Expected, output: Any) -> None:

@@ -41,6 +41,8 @@ class Scene:
         shape = (self.num_sequences, self.group, self.head_size)
         self.query = torch.randn(shape, device=self.device).bfloat16()
         self.out = torch.full_like(self.query, NAN)
+        self.log_sums = torch.empty(0)
+        """Logarithms of the softmax denominators, float32 [G, S]."""
         self.table = torch.zeros(
             self.num_sequences, self.max_pages, dtype=torch.int32, device=self.device
         )
@@ -68,10 +70,10 @@ class Scene:
         touched = used.any(-1)
         self.pages[self.table[touched].long()] = content[touched].bfloat16()
 
-    def call(self, attend: Callable[..., Tensor], num_splits: int) -> None:
-        """Attend as `FlashKernel` does."""
+    def call(self, attend: Callable[..., tuple[Tensor, Tensor]], num_splits: int) -> None:
+        """Attend as `FlashKernel` does where rows may have summaries."""
         count = torch.arange(self.num_sequences + 1, dtype=torch.int32, device=self.device)
-        attend(
+        _, self.log_sums = attend(
             q=self.query,
             k=self.keys,
             v=self.values,
@@ -85,6 +87,7 @@ class Scene:
             causal=True,
             block_table=self.table,
             num_splits=num_splits,
+            return_softmax_lse=True,
         )
 
     def check(self) -> None:
@@ -100,10 +103,18 @@ class Scene:
             expected = logits.softmax(-1).nan_to_num(0) @ values  # zero without keys
             found = self.out[part].double()
             torch.testing.assert_close(found, expected, **TOLERANCE)
+            has_keys = lengths > 0
+            # Products of bfloat16 are exact in float32, their sums nearly so.
+            torch.testing.assert_close(
+                self.log_sums[:, part].T[has_keys].double(),
+                logits.logsumexp(-1)[has_keys],
+                rtol=1e-4,
+                atol=1e-4,
+            )
         self.out.fill_(NAN)
 
 
-def flash_attention(head_size: int) -> Callable[..., Tensor]:
+def flash_attention(head_size: int) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return vLLM's function, in the version that its backend would choose."""
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
     from vllm.vllm_flash_attn import flash_attn_varlen_func

@@ -22,7 +22,7 @@ from vllm.v1.attention.backends import flash_attn
 
 from tests.engine import flash_on_cpu
 from tests.unit.test_page_tables import NUM_BLOCKS, Batch, batches
-from vllm_tgvkv import attention_cuda
+from vllm_tgvkv import attention_cuda, regions
 from vllm_tgvkv.attention import EvictingMetadata
 from vllm_tgvkv.attention_cuda import (
     EvictingFlashImpl,
@@ -74,8 +74,8 @@ def test_attention_equals_the_reference(batch: Batch, data: st.DataObject) -> No
     layers, heads, size = batch.layers, batch.heads, batch.block_size
     shape = CacheShape(layers, heads, group_size=2, head_size=4, block_size=size)
     table, seq_lens, *state = batch.pooled
-    regions = Regions(NUM_BLOCKS, shape.num_pairs, torch.device("cpu"))
-    regions.num_retained, regions.num_replaced, regions.offsets = state
+    state_of = Regions(NUM_BLOCKS, shape.num_pairs, torch.device("cpu"))
+    state_of.num_retained, state_of.num_replaced, state_of.offsets = state
     pool = make_pool(shape, NUM_BLOCKS, "cpu")
     num_rows, max_rows = len(table), len(table) + data.draw(st.integers(0, 3))
     of_layer = 4 * max_rows * heads * batch.width
@@ -84,7 +84,7 @@ def test_attention_equals_the_reference(batch: Batch, data: st.DataObject) -> No
         monkeypatch.setattr(
             flash_attn, "flash_attn_varlen_func", flash_on_cpu.attend, raising=False
         )
-        kernel = FlashKernel(shape, regions, max_rows, batch.width)
+        kernel = FlashKernel(shape, state_of, max_rows, batch.width)
 
         def attend(first: int, end: int, takes_turns: bool) -> list[torch.Tensor]:
             rows = RaggedTokens(
@@ -188,13 +188,13 @@ class Requests:
             attention_config=SimpleNamespace(flash_attn_max_num_splits_for_cuda_graph=32),
             aot_schedule=version == 3,
         )
-        regions = Regions(2000, SHAPE.num_pairs, torch.device("meta"))
+        live = Regions(2000, SHAPE.num_pairs, torch.device("meta"))
         prompts = range(self.num_decodes, self.num_decodes + len(self.prefills))
         for row in set(range(num_rows)) - set(prompts):
-            regions.add(f"r{row}", row + 1, 1, 1, torch.empty(SHAPE.num_pairs + 1, device="meta"))
+            live.add(f"r{row}", row + 1, 1, 1, torch.empty(SHAPE.num_pairs + 1, device="meta"))
         pool = make_pool(SHAPE, 8, "meta")
         evictor = Evictor(config, SHAPE, pool, Ranks(), Stages(SHAPE.num_layers))
-        evictor.regions = regions
+        evictor.regions = live
         rows = SimpleNamespace(find_row=partial(RowsV2.find, runner), request_at=request_at)
         made.bind(evictor, rows)
         return made
@@ -210,6 +210,8 @@ class Counts(TorchDispatchMode):
         """Shapes of what each launch wrote."""
         self.attention: list[tuple[int, int]] = []
         """Virtual sequences and splits of each launch."""
+        self.merged: list[int] = []
+        """Virtual sequences of each launch that merges summaries."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -229,6 +231,7 @@ class Counts(TorchDispatchMode):
         replace(page_tables, "write_lengths", self._write_lengths)
         replace(page_tables, "write_page_tables", self._write_page_tables)
         replace(flash_attn, "flash_attn_varlen_func", self._attend)
+        replace(regions, "merge_rows", self._merge)
         replace(flash_attn.FlashAttentionMetadataBuilder, "build", lambda *args: "stock")
         replace(flash_attn.FlashAttentionImpl, "forward", self._stock)
         super().__enter__()
@@ -244,11 +247,19 @@ class Counts(TorchDispatchMode):
     def _write_page_tables(self, *args: Any) -> None:
         self.tables.append(args[-1].shape)
 
-    def _attend(self, **arguments: Any) -> None:
+    def _attend(self, **arguments: Any) -> Any:
         size = len(arguments["seqused_k"])
         assert len(arguments["q"]) == len(arguments["out"]) == len(arguments["block_table"]) == size
         assert len(arguments["cu_seqlens_q"]) == size + 1
         self.attention.append((size, arguments["num_splits"]))
+        return ("output", "log sums") if arguments["return_softmax_lse"] else "output"
+
+    def _merge(self, outputs: Any, log_sums: Any, queries: Any, *args: Any) -> None:
+        block_table, seq_lens = args[2:4]
+        assert log_sums == "log sums"
+        assert len(outputs) == len(queries) == len(block_table) * SHAPE.num_heads
+        assert len(block_table) == len(seq_lens)
+        self.merged.append(len(outputs))
 
     def _stock(self, *args: Any) -> None:
         self.stock += 1
@@ -293,6 +304,23 @@ def test_host_budget_of_a_decode_step(graphs: bool) -> None:
     assert attending.attention == [(512, 32)] * SHAPE.num_layers
     assert (attending.host, attending.torch) == (0, 0)
     assert attending.views <= 4 * SHAPE.num_layers + 3 + 4 * num_writes + 1
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("num_rows", [64, 256])
+def test_a_server_with_summaries_adds_a_launch_for_each_of_attention(
+    num_rows: int, graphs: bool
+) -> None:
+    """And two views of it: nothing else, on the host or on the device."""
+    building, attending = counted(Requests(num_rows), graphs=graphs, policy="retentivekv")
+    plain_building, plain = counted(Requests(num_rows), graphs=graphs)
+    assert attending.merged == [size for size, _ in attending.attention]
+    assert len(attending.merged) == SHAPE.num_layers * (1 if num_rows == 64 else 3)
+    assert attending.attention == plain.attention
+    assert not plain.merged
+    assert building.views == plain_building.views
+    assert (building.host, building.torch) == (attending.host, attending.torch) == (0, 0)
+    assert attending.views == plain.views + 2 * len(attending.merged)
 
 
 @pytest.mark.parametrize("num_waiting", [0, 1, 64])

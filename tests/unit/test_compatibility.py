@@ -613,9 +613,12 @@ def test_what_methods_with_summaries_do_not_run_with(
         settings = {"policy": "tgv", "methods": {"x": {"base": "tgv", "summaries": {}}}}
     vllm_config = configure(plain, {CONFIG_KEY: settings})
     check_vllm_config(vllm_config, platforms.CPU)
-    assert "summaries of evicted tokens on CUDA yet: use a method without summ" in refusal_of(
-        vllm_config, platforms.CUDA
-    )
+    on_gpu = configure(plain, {}, attention_config={"backend": "FLASH_ATTN"})
+    on_gpu.additional_config = {CONFIG_KEY: settings}
+    check_vllm_config(on_gpu, platforms.CUDA)
+    on_gpu.additional_config = {CONFIG_KEY: {**settings, "decode_kernel": "triton"}}
+    message = refusal_of(on_gpu, platforms.CUDA)
+    assert "summaries of evicted tokens with decode_kernel: triton yet: use the setting" in message
     for name, number in (("tensor", 2), ("pipeline", 3)):
         with monkeypatch.context() as patch:
             patch.setattr(vllm_config.parallel_config, f"{name}_parallel_size", number)

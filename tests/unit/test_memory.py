@@ -32,6 +32,7 @@ from vllm_tgvkv.config import CONFIG_KEY, EvictionConfig
 from vllm_tgvkv.decision import Decider
 from vllm_tgvkv.evictor import Evictor
 from vllm_tgvkv.kernels import gpu, select
+from vllm_tgvkv.kernels import summaries as kernel
 from vllm_tgvkv.kernels.decode import DecodePlan
 from vllm_tgvkv.manager import EvictingSpec
 from vllm_tgvkv.memory import Sizes, memory_outside_pool
@@ -71,11 +72,9 @@ SIZES = Sizes(
 MOST_TOKENS_OF_RKV = 1 << 14
 """Its operations are as many as its tokens: more would take minutes."""
 HEAD_ONLY = ("adakv", "rkv", "mixkv", "trimkv", "dbtrimkv", "kvzap")
-DROPPING = [name for name in METHOD_NAMES if not has_summaries(name)]
-"""Those that keep summaries run on CPUs only, where nothing is set aside."""
-LAYER_METHODS = [name for name in DROPPING if name not in HEAD_ONLY]
+LAYER_METHODS = [name for name in METHOD_NAMES if name not in HEAD_ONLY and not has_summaries(name)]
 METHODS = [
-    *((name, "head") for name in DROPPING),
+    *((name, "head") for name in METHOD_NAMES),
     *((name, "layer") for name in LAYER_METHODS),
 ]
 
@@ -133,6 +132,8 @@ def settings(policy: str, granularity: str | None = None, **others: Any) -> Evic
 def most_bytes(config: EvictionConfig, num_tokens: int, later: bool = False) -> int:
     """Return the most bytes that evicting one prompt takes, with the whole prompt retained.
 
+    Methods with summaries retain a block less, of which two hold these.
+
     With `later`, those of the eviction after that, which retains all of it again.
     """
     num_blocks = num_tokens // SHAPE.block_size
@@ -148,9 +149,13 @@ def most_bytes(config: EvictionConfig, num_tokens: int, later: bool = False) -> 
     evictor = Evictor(config, SHAPE, pool, Ranks(), Stages(SHAPE.num_layers))
     old = np.arange(1, num_blocks + 1, dtype=np.int32)
     prompt = PromptMap(num_tokens, (VisionSpan(100, num_tokens - 2000, None),))
-    guarded = config.build_policy(config.policy).score.rows != "none"
+    policy = config.build_policy(config.policy)
+    guarded = policy.score.rows != "none" and policy.summaries is None
     guard = Guard(0.9, 1) if guarded else None
-    plan = made_up_step(config, config.policy, prompt, guard, old, old + num_blocks)
+    # Where all tokens find room there is no summary: one block less.
+    num_retained = num_blocks - (policy.summaries is not None)
+    new = (old + num_blocks)[:num_retained]
+    plan = made_up_step(config, config.policy, prompt, guard, old, new)
     heads = SHAPE.num_heads * SHAPE.group_size
     queries = torch.empty(num_tokens, heads, SHAPE.head_size, dtype=torch.bfloat16, device="meta")
 
@@ -169,7 +174,9 @@ def most_bytes(config: EvictionConfig, num_tokens: int, later: bool = False) -> 
         (first,) = plan.evictions
         rows = np.arange(num_tokens - 32, num_tokens)
         voting = Voters(dict.fromkeys(first.voters.kinds, rows), rows, every_row=False)
-        again = replace(first, voters=voting, old_blocks=first.new_blocks, new_blocks=old)
+        row = np.zeros_like(old)
+        row[:num_retained] = new
+        again = replace(first, voters=voting, old_blocks=row, new_blocks=old[:num_retained])
         again = replace(again, is_first=False)
         most = most_of(
             StepPlan(observations=[Observation("warm-up", 0, rows, None)], evictions=[again])
@@ -254,6 +261,39 @@ def test_pooling_takes_no_more_than_is_set_aside(pooling: Pooling, num_sets: int
     assert live.most <= (4 + pooling.bytes_per_score) * num_sets * num_tokens
 
 
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize(
+    ("size", "head_size", "num_tokens"),
+    [(16, 128, 4096), (32, 64, 4096), (128, 128, 4096), (16, 256, 4096), (128, 64, 1 << 22)],
+)
+def test_absorbing_takes_no_more_than_is_set_aside(
+    size: int, head_size: int, num_tokens: int, later: bool
+) -> None:
+    """Nor much less, for some pairs of a layer and a head together; nothing waits for the device.
+
+    Of many tokens, distances are int64.
+    """
+    num_pairs, rows = 3, kernel.num_rows(size, head_size)
+    device = {"device": "meta"}
+    pool = torch.empty(8, size, 2 * head_size, dtype=torch.bfloat16, **device).chunk(2, dim=2)
+    tables = torch.empty(num_pairs, num_tokens // size, dtype=torch.int64, **device)
+    places = kernel.Places(*torch.empty(3, num_tokens, dtype=torch.int64, **device))
+    decays = torch.empty(num_tokens, **device)
+    earlier = None
+    if later:
+        means = torch.empty(2, num_pairs, rows, head_size, **device)
+        summary = kernel.Summary(*means, torch.empty(num_pairs, rows, **device))
+        roots = torch.empty(num_pairs, rows, dtype=torch.int64, **device)
+        earlier = kernel.Rooted(summary, roots)
+    with LiveBytes() as live, NoSynchronisation():
+        positions = torch.empty(num_pairs, num_tokens, dtype=torch.int64, **device)
+        weights, scores = torch.empty(2, num_pairs, num_tokens, **device)
+        given = (*pool, tables, positions, weights, scores, places, decays, rows, earlier)
+        kernel.absorb(*given)
+    expected = kernel.bytes_per_token(rows, head_size, num_tokens) * num_pairs * num_tokens
+    assert 0.6 * expected <= live.most <= expected
+
+
 def test_memory_of_a_guarded_decision_does_not_grow_with_the_layers(no_kernels: None) -> None:
     """Beyond scores, masses, kept positions and tiers: ranking keys are made slice by slice."""
     of_layers = {}
@@ -317,8 +357,7 @@ def test_region_state_and_the_query_pool_take_what_is_set_aside(decode: Any) -> 
     found = memory_outside_pool(config, SIZES)
     block_size = SHAPE.block_size if decode else 0
     regions = Regions(1000, SHAPE.num_pairs, torch.device("cpu"), block_size)
-    of_host = regions.num_summaries.nbytes
-    assert tensor_bytes(regions) - of_host == 1000 * found.block_bytes
+    assert tensor_bytes(regions) == 1000 * found.block_bytes
     queries = QueryPool(
         config.num_query_rows,
         SHAPE.num_layers,
@@ -513,7 +552,9 @@ def test_a_warm_up_that_fails_ends_the_start(where: str, monkeypatch: pytest.Mon
 WAITING = {"base": "snapkv", "rows": "answer"}
 
 
-@pytest.mark.parametrize("policy", ["tgv", "h2o", "rkv", "mixkv", "streaming", "answer"])
+@pytest.mark.parametrize(
+    "policy", ["tgv", "h2o", "rkv", "mixkv", "streaming", "answer", "retentivekv"]
+)
 @pytest.mark.parametrize(
     "waiting",
     [
@@ -531,16 +572,18 @@ def test_a_warm_up_waits_and_cuts_again_like_the_server(
     policy: str, waiting: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It runs each eviction that a request will need, and leaves nothing."""
-    if policy == "streaming" and "auto" in str(waiting.get("budget")):
-        pytest.skip("auto guards attention, which streaming ignores")
+    if policy in ("streaming", "retentivekv") and "auto" in str(waiting.get("budget")):
+        pytest.skip("auto guards attention, which streaming ignores, and leaves no summaries")
     shape = CacheShape(num_layers=2, num_heads=2, group_size=2, head_size=16, block_size=16)
     config = settings(policy, methods={"answer": WAITING}, query_rows=700, **waiting)
-    pool = page_pool(torch.zeros(9, 2, 2, 16, 32).unbind(1), slots_first=True)
+    pool = page_pool(torch.zeros(13, 2, 2, 16, 32).unbind(1), slots_first=True)
     evictor = Evictor(config, shape, pool, Ranks(), Stages(2))
     evicted: list[tuple[bool, int]] = []
     evict = evictor._evict
+    kinds = ("vision", "text") if policy == "retentivekv" else ()
 
     def record(seen: Any, due: Any) -> Any:
+        assert due.summary_kinds == kinds
         evicted.append((due.eviction.is_first, due.eviction.num_answer))
         return evict(seen, due)
 

@@ -77,6 +77,7 @@ class Request:
     ) -> None:
         """Compute the prompt, with `two_tokens` of one vision token and one text token alone."""
         self.part, self.layout, self.per_head = part, layout, per_head
+        self.workspace_bytes = kernel.WORKSPACE_BYTES
         self.two = torch.randn(2, PAIRS, 2, HEAD_SIZE) if two_tokens else None
         self.pool = new_pool(slots_first, blocks=48)
         self.pool.raw.fill_(torch.nan)
@@ -150,12 +151,13 @@ class Request:
             sources = slots_of_positions(positions, offsets, self.row[:replaced], PAIRS)
         else:
             keys = RaggedKeys.of_row(self.row, length, self.regions, self.shape)
-            of_row = KeysOfRow.of_ragged(keys, self.row, self.regions)
+            columns = self.regions.summary_columns("r")
+            of_row = KeysOfRow.of_ragged(keys, self.row, columns)
             sources = keys.sources(positions, offsets)
             self.regions.release([int(self.row[0])])
         copy_kept(self.pool.keys, self.pool.values, sources, offsets, fresh, *size)
         given = (self.kinds, prompt, scores, positions, offsets, of_row, self.blocks)
-        write_summaries(self.part, *given, self.pool, self.regions)
+        write_summaries(self.part, *given, self.pool, self.regions, self.workspace_bytes)
         self.retained, self.replaced = retained, replaced
         self.regions.store_positions(fresh, positions)
         self.regions.add("r", int(fresh[0]), filled, replaced, offsets, len(self.kinds))
@@ -287,18 +289,15 @@ def test_rows_that_nothing_joins_keep_their_bits() -> None:
     assert torch.equal(found.roots[exists], roots[exists])
 
 
-def test_a_small_workspace_changes_nothing() -> None:
-    pool = new_pool(True)
-    tables = torch.randperm(24)[:NUM_FULL] * PAIRS + torch.arange(PAIRS)[:, None]
-    weights = torch.rand(PAIRS, CANDIDATES) * (torch.rand(PAIRS, CANDIDATES) < 0.5)
-    scores = torch.rand(PAIRS, CANDIDATES)
-    given = of_text(pool, tables, weights, scores)
-    earlier = kernel.absorb(*given)
-    one = kernel.absorb(*given, earlier)
-    many = kernel.absorb(*given, earlier, workspace_bytes=1)
-    for name in ("keys", "values", "masses"):
-        torch.testing.assert_close(getattr(one.summary, name), getattr(many.summary, name))
-    assert torch.equal(one.roots, many.roots)
+@pytest.mark.parametrize("per_head", [True, False])
+def test_a_small_workspace_changes_nothing(per_head: bool) -> None:
+    """One pair of a layer and a head at a time, at the first cut and a later one."""
+    request = Request(Summaries(), per_head=per_head)
+    request.workspace_bytes = 1
+    for retained, replaced, more in [(5, 7, 0), *LATER]:
+        request.grow(more)
+        request.cut(retained, replaced)
+        request.assert_as_defined()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -61,6 +61,11 @@ METHODS = {
         },
     ),
     "snapkv": Method(methods.METHODS["snapkv"], None),
+    "by position": Method(
+        Mix("recency", "uniform", "by_score", HEAD),
+        Rules(),
+        {"base": "streaming", "granularity": "head", "summaries": {}},
+    ),
 }
 SETTINGS = {
     "policy": "retentivekv",
@@ -118,6 +123,16 @@ CASES = [
     # Text of the prompt and of the answer; the first cut keeps all.
     Case("by score", 1.0, (90,), 1, 120, ceiling=64, buffer=32),
 ]
+
+
+ROUNDED = [
+    Case("by position", 0.5, (20, 150)),
+    Case("by position", 0.3, (40, 30, 140), defer=3),
+    Case("by position", 0.4, (260,), max_tokens=40),
+    Case("by position", 0.7, (20, 160), 2, 30, ((9, 0.55), (18, 0.42))),
+    Case("by position", 0.9, (30, 110), 0, 120, ceiling=128, buffer=32),
+]
+"""What is kept and absorbed does not depend on rounding; for bfloat16, on a GPU."""
 
 
 @dataclass
@@ -203,6 +218,31 @@ class Emulation:
                 self.num_rows = max(self.num_rows, len(rows))
                 heads[-1].append(rows)
         return Absorbed.of_heads(heads, moment.keys.shape[-1])
+
+
+def assert_close(running: SteppedEngine, oracle: Oracle) -> None:
+    """Serve requests in bfloat16 and assert nearly the log-probabilities that the oracle gives.
+
+    It follows our tokens. The bound is that of plain evictions, see `running.assert_close`.
+    """
+    asks = [replace(case.ask(number), logprobs=1) for number, case in enumerate(ROUNDED)]
+    of_summaries, of_none = [], []
+    for case, ask, output in zip(ROUNDED, asks, running.run(asks), strict=True):
+        completion = output.outputs[0]
+        tokens = list(completion.token_ids)
+        ours = [
+            step[token].logprob for step, token in zip(completion.logprobs, tokens, strict=True)
+        ]
+        prompt = oracle.prompt(ask.text, ask.images)
+        rows = num_rows(BLOCK_SIZE, oracle.states(prompt).keys.shape[-1])
+        emulation = Emulation(case, prompt, oracle, rows)
+        for absorbs, found in ((True, of_summaries), (False, of_none)):
+            answer = emulation.answer(len(tokens), absorbs, tokens)
+            theirs = answer.logprobs.gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
+            found.append(float((theirs - torch.tensor(ours)).abs().max()))
+    assert max(of_summaries) < 0.5, of_summaries
+    # The same keys, without summaries.
+    assert min(of_none) > 0.5, of_none
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from oracle.emulation import Eviction, Oracle
+from tests.engine import test_summaries
 from tests.engine.running import Ask, SteppedEngine, assert_close, engine
 from tests.engine.test_engine import BUDGETS, album, budget, tgv
 from tests.models import LLAVA_IMAGE, QWEN_IMAGE, random_text
@@ -137,6 +138,18 @@ def test_cuts_of_answers(
             theirs = answer.logprobs.gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
             assert (theirs - ours).abs().max() < 0.5
             assert (answer.logprobs.amax(1) - theirs).max() < 0.5
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+def test_summaries_of_evicted_tokens(
+    tiny_model: Callable[..., Path], runner: str, eager: bool
+) -> None:
+    """Cut once and again. What is kept and absorbed does not depend on rounding."""
+    folder = tiny_model("llava", image_size=112, head_size=64)
+    options = {**OPTIONS, "block_size": test_summaries.BLOCK_SIZE}
+    with engine(folder, test_summaries.SETTINGS, enforce_eager=eager, **options) as running:
+        assert_runner(running, runner)
+        test_summaries.assert_close(running, Oracle(folder))
 
 
 def test_a_prompt_that_ends_with_one_token(

@@ -182,7 +182,6 @@ def variants() -> Iterator[Variant]:
         ("bf16", 128, 16, 8, 36, 4),
         ("fp16", 64, 32, 2, 24, 7),
         ("bf16", 128, 128, 32, 32, 1),
-        ("bf16", 256, 16, 1, 26, 8),
     ):
         rows = num_rows(block_size, head_size)
         constants = _shape(num_heads, num_layers * num_heads, group, head_size, rows)

@@ -227,7 +227,8 @@ def test_a_later_eviction_takes_no_more_than_is_set_aside(
 
     And no operation waits for the device.
     """
-    num_tokens = MOST_TOKENS_OF_RKV if method == "rkv" else TOKENS
+    num_tokens = 1 << 15 if has_summaries(method) else TOKENS
+    num_tokens = MOST_TOKENS_OF_RKV if method == "rkv" else num_tokens
     config = settings(method, granularity, query_rows=544, decode=CUT_AGAIN)
     with NoSynchronisation():
         most = most_bytes(config, num_tokens, later=True)

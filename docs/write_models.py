@@ -142,7 +142,9 @@ CPU, and a test fails if it is out of date. It has {total} multimodal architectu
 The plugin's own checks decide: on the architecture's default configuration, and then on its
 layers, which are built without weights. Where vLLM cannot read the default one, a small
 configuration like those of published models stands in (`GIVEN` in the script). A checkpoint may
-differ from either, in its layers or their windows. For any model,
+differ from either, in its layers or their windows. On CUDA, where none has run yet, two kinds of
+models are refused as well: heads of more than 256 values in full attention, and image tokens that
+see each other ([limits](compatibility.md#models-with-windows)). For any model,
 [this tells](tuning.md#what-a-model-gains) before a server starts whether it is served and what
 eviction gains:
 

@@ -110,6 +110,10 @@ PARTS = (
     _engine("v2", "eager", "not graphs"),
     _engine("v2", "graphs", "graphs"),
     _tests(
+        "mixed", "hybrids and models with windows against their oracles, both model runners", 300,
+        "tests/gpu/test_mixed.py", environment={"VLLM_GPU_SYNC_CHECK": "error"},
+    ),
+    _tests(
         "reset", "check 5: the prefix cache is reset right after an eviction", 180,
         "tests/gpu/test_reset.py", environment={"VLLM_GPU_SYNC_CHECK": "error"},
     ),

@@ -285,6 +285,9 @@ class EvictingFlashMetadataBuilder(EvictingBuilder[RaggedTokens], FlashAttention
         shape, config = evictor.shape, self.vllm_config
         max_rows = max(config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
         self._most_rows = _MAX_SPLIT_SEQUENCES // shape.num_heads
+        # Of FlashAttention 3. Where windows differ between layers, vLLM clears it with the first
+        # batch, because it cannot schedule such layers together.
+        self._splits = self.aot_schedule
         self._kernel: RaggedKernel
         if evictor.config.decode_kernel == "triton":
             dtype = evictor.pool.raw.dtype
@@ -386,7 +389,7 @@ class EvictingFlashMetadataBuilder(EvictingBuilder[RaggedTokens], FlashAttention
         """
         if envs.VLLM_BATCH_INVARIANT:
             return num_rows, 1
-        if not self.aot_schedule:
+        if not self._splits:
             return num_rows, 0
         num_splits = self.attention_config.flash_attn_max_num_splits_for_cuda_graph
         num_slices = cdiv(num_rows, self._most_rows)

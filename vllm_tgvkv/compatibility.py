@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from vllm_tgvkv.config import EvictionConfig, config_of
 from vllm_tgvkv.errors import UnsupportedByEvictionError
 from vllm_tgvkv.layer_types import (
+    evicted_head_size,
     evicted_kv_heads,
     has_delta_nets,
     has_windows,
@@ -73,6 +74,7 @@ def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
     """
     for is_refused, what, way_out in (
         *_model_refusals(vllm_config.model_config),
+        *_attention_refusals(vllm_config.model_config, platform),
         *_mixed_refusals(vllm_config, platform),
         *_cache_refusals(vllm_config, platform),
         *_engine_refusals(vllm_config, platform),
@@ -170,16 +172,30 @@ def _model_refusals(model: ModelConfig) -> tuple[Refusal, ...]:
     )
 
 
+def _attention_refusals(model: ModelConfig, platform: Platform) -> tuple[Refusal, ...]:
+    """List the kinds of attention that a platform's backend does not compute as needed."""
+    most = platform.most_head_size
+    head_size = 0 if most is None else evicted_head_size(model)
+    return (
+        (
+            # Elsewhere image rows see what follows them, and the statistics are causal.
+            model.is_mm_prefix_lm and not platform.ignores_image_prefixes,
+            "bidirectional attention over image tokens (prefix LM) on this platform",
+            "serve another model",
+        ),
+        (
+            # vLLM would take FlashAttention 4 or another backend for them.
+            most is not None and head_size > most,
+            f"heads of {head_size} values in layers with full attention on this platform",
+            f"serve a model with at most {most}",
+        ),
+    )
+
+
 def _mixed_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusal, ...]:
     """List what an engine may not do with a model of which some layers are not evicted."""
     model, stages = vllm_config.model_config, vllm_config.parallel_config.pipeline_parallel_size
     text, cache = model.hf_text_config, vllm_config.cache_config
-    prefix_lm = (
-        # Elsewhere image rows see what follows them, and the statistics are causal.
-        model.is_mm_prefix_lm and not platform.ignores_image_prefixes,
-        "bidirectional attention over image tokens (prefix LM) on this platform",
-        "serve another model",
-    )
     if has_delta_nets(model):
         what = "a hybrid model (gated delta nets and full attention)"
     elif has_windows(text):
@@ -189,19 +205,21 @@ def _mixed_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusa
             f"{len(text.layer_types)})"
         )
     else:
-        return (prefix_lm,)
+        return ()
     return (
-        (
-            not platform.supports_mixed_layers,
-            f"{what} on this platform",
-            "serve another model",
-        ),
-        prefix_lm,
         (
             # Blocks whose cached state ends inside of them are copied at the next step.
             has_delta_nets(model) and cache.prefix_match_unit is not None,
             f"--prefix-match-unit {cache.prefix_match_unit} of {what}",
             "remove the flag",
+        ),
+        (
+            # A weight of 0 times NaN is NaN.
+            has_windows(text)
+            and config_of(vllm_config).debug.poison
+            and not platform.skips_hidden_keys,
+            f"the debug option poison on this platform and {what}",
+            "remove debug.poison",
         ),
         (
             # On a stage, a block of windows or states may be larger than its full-attention pages.

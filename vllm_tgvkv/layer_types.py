@@ -45,9 +45,21 @@ def evicted_kv_heads(model: ModelConfig) -> int:
 
     Gemma 4 has fewer in these layers than in those with a window.
     """
+    return model.model_arch_config[_full_layer(model)].total_num_kv_heads
+
+
+def evicted_head_size(model: ModelConfig) -> int:
+    """Return the values of a head of a layer with full attention.
+
+    Gemma 4 has more in these layers than in those with a window.
+    """
+    return model.model_arch_config[_full_layer(model)].head_size
+
+
+def _full_layer(model: ModelConfig) -> int:
+    """Return the index of a layer with full attention, or 0 if none has a window."""
     text = model.hf_text_config
-    layer = text.layer_types.index("full_attention") if has_windows(text) else 0
-    return model.model_arch_config[layer].total_num_kv_heads
+    return text.layer_types.index("full_attention") if has_windows(text) else 0
 
 
 def other_layers(text_config: Any) -> list[str]:

@@ -51,34 +51,43 @@ class RowsV1:
 
 
 class RowsV2:
-    """Model runner V2: a table of requests on the device, from which each batch is gathered."""
+    """Model runner V2: a table of requests on the device, from which each batch is gathered.
+
+    Our runner remembers whose rows these are (`batch`): the attention metadata of hybrids do not
+    say it.
+    """
 
     @staticmethod
     def find(
         runner: GPUModelRunnerV2, common: CommonAttentionMetadata, request_id: str
     ) -> int | None:
         index = runner.req_states.req_id_to_index.get(request_id)
-        if index is None or common.req_idx is None:
+        if index is None or runner.batch is None:
             return None
-        (rows,) = np.nonzero(common.req_idx == index)
+        (rows,) = np.nonzero(runner.batch.idx_mapping_np == index)
         return int(rows[0]) if len(rows) else None
 
     @staticmethod
     def request_at(runner: GPUModelRunnerV2, common: CommonAttentionMetadata, row: int) -> str:
-        assert common.req_idx is not None
-        return runner.req_states.index_to_req_id[int(common.req_idx[row])]
+        assert runner.batch is not None
+        return runner.batch.req_ids[row]
 
     @staticmethod
     def rewrite(runner: GPUModelRunnerV2, eviction: Eviction, group: int) -> None:
         """Stage a compressed row in place of its prompt's; it is written with the step's blocks.
 
+        The row keeps its length.
+
         To be called after vLLM removed ended and preempted requests, whose places other requests
         may have taken, and before it appends the step's new blocks. Never for a request that vLLM
         adds in this step: the kernel that writes both rows does so in any order.
+
+        Args:
+            group: index of the evicted layers among vLLM's KV cache groups; rows of other groups
+                stay.
         """
         index = runner.req_states.req_id_to_index.get(eviction.request_id)
         if index is None:
             return
-        # It overwrites the rows of all groups; models that have several are refused on CUDA.
-        assert group == 0
-        runner.block_tables.append_block_ids(index, (eviction.row_blocks.tolist(),), overwrite=True)
+        table = runner.block_tables.block_tables[group]
+        table.stage_write(index, 0, eviction.row_blocks.tolist())

@@ -25,8 +25,10 @@ class Platform:
     """Whether several workers may share the layers (pipeline parallelism)."""
     supports_drafts: bool = False
     """Whether decode steps may hold drafts (speculative decoding)."""
-    supports_mixed_layers: bool = False
-    """Whether some layers may have states (gated delta nets) or windows, which are not evicted."""
+    most_head_size: int | None = None
+    """Most values of a head in layers with full attention; None if the backend takes any."""
+    skips_hidden_keys: bool = False
+    """Whether keys in front of a window are never read. Others are, with a weight of 0."""
     ignores_image_prefixes: bool = False
     """Whether vLLM's attention is causal inside images as well, for every model."""
     quantised_caches: tuple[str, ...] = ()
@@ -43,7 +45,7 @@ CPU = Platform(
     supports_ranks=True,
     supports_stages=True,
     supports_drafts=True,
-    supports_mixed_layers=True,
+    skips_hidden_keys=True,
     ignores_image_prefixes=True,
     quantised_caches=tuple(FP8),
     supports_model_runner_v2=False,
@@ -52,6 +54,7 @@ CUDA = Platform(
     "vllm_tgvkv.worker_cuda.EvictionGPUWorker",
     "FLASH_ATTN",
     decode_kernels=("stock", "triton"),
+    most_head_size=256,
     refused_flash_versions=(4,),
 )
 

@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import (
     replace_as,
 )
 
-from vllm_tgvkv.manager import StateSpec
+from vllm_tgvkv.manager import EvictingSpec, StateSpec
 
 _ALIGNMENT = 32
 """Block sizes are multiples of it, which vLLM's CPU and CUDA kernels like best."""
@@ -58,6 +58,11 @@ def with_state_specs(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]
         name: replace_as(spec, StateSpec) if isinstance(spec, MambaSpec) else spec
         for name, spec in specs.items()
     }
+
+
+def evicted_specs(specs: Mapping[str, KVCacheSpec]) -> dict[str, EvictingSpec]:
+    """Return the specs of the layers with full attention, which are evicted."""
+    return {name: spec for name, spec in specs.items() if isinstance(spec, EvictingSpec)}
 
 
 def with_plain_specs(config: KVCacheConfig) -> KVCacheConfig:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's GPU worker with eviction, on both of its model runners.
 
-The runners are subclassed for two things: rows that shrank are rewritten where the runner itself
-updates its rows, and a step in which layers are observed runs its attention outside of graphs. A
-batch of single tokens would be replayed as one graph, and a prompt may end with a chunk of one
-token, or be evicted after some tokens of its answer. Steps that only store queries stay graphs,
-see `queries.DecodeQueries`.
+The runners are subclassed for three things: rows that shrank are rewritten where the runner itself
+updates its rows, a step in which layers are observed runs its attention outside of graphs, and all
+caches have plain specs. A batch of single tokens would be replayed as one graph, and a prompt may
+end with a chunk of one token, or be evicted after some tokens of its answer. Steps that only store
+queries stay graphs, see `queries.DecodeQueries`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from vllm_tgvkv.model_runner import RowsV1, RowsV2
 from vllm_tgvkv.observation import WORKSPACE_BYTES
 from vllm_tgvkv.pages import CacheShape
 from vllm_tgvkv.plan import Eviction
+from vllm_tgvkv.states import evicted_specs, with_plain_specs
 from vllm_tgvkv.warm_up import warm_up
 from vllm_tgvkv.worker import EvictingWorker
 
@@ -52,12 +53,13 @@ class EvictionGPUWorker(EvictingWorker, Worker):
     def determine_available_memory(self) -> int:
         """Return the bytes of the pool: what vLLM would take, less what eviction takes itself."""
         available = super().determine_available_memory()
-        specs = self.get_kv_cache_spec()
-        memory = memory_of(self.vllm_config, specs)
+        evicted = evicted_specs(self.get_kv_cache_spec())
+        memory = memory_of(self.vllm_config, evicted)
         logger.info("KV eviction takes %s", memory)
         if self.cache_config.kv_cache_memory_bytes:
             return available  # the user's number, or one found so at an earlier start
-        block_bytes = sum(spec.page_size_bytes for spec in specs.values())
+        # Blocks of windows and of states are as large, see `page_pool`.
+        block_bytes = sum(spec.page_size_bytes for spec in evicted.values())
         left = memory.left_for_pool(available, block_bytes)
         # vLLM adds it up to a --kv-cache-memory that it recommends.
         self.peak_activation_memory += available - left
@@ -88,7 +90,7 @@ class EvictionGPUWorker(EvictingWorker, Worker):
 
 
 def memory_of(vllm_config: VllmConfig, specs: Mapping[str, FullAttentionSpec]) -> Memory:
-    """Return what eviction takes outside the pool, for the specs of the worker's layers by name."""
+    """Return what eviction takes outside the pool, for the specs of the evicted layers by name."""
     name, spec = next(iter(specs.items()))
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
     group_size = compilation.static_forward_context[name].impl.num_queries_per_kv
@@ -118,6 +120,11 @@ class ShrinkingRows:
         self.worker = worker
         self.shrunk: list[Eviction] = []
 
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> Any:
+        """Allocate a cache, also that of a trial run, which the worker does not see."""
+        config = with_plain_specs(kv_cache_config)
+        return super().initialize_kv_cache(config, *args, **kwargs)  # type: ignore[misc]
+
     def rewrite_shrunk_rows(self) -> None:
         for eviction in self.shrunk:
             self.rows.rewrite(self, eviction, self.worker.group)
@@ -144,6 +151,8 @@ class EvictingModelRunnerV2(ShrinkingRows, GPUModelRunnerV2):
     """Model runner V2 with rows that shrink."""
 
     rows = RowsV2
+    batch: BatchReqState | None = None
+    """The requests of the step, row by row; None in a trial run."""
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
         # A request that was preempted and is resumed in this step has its new row already.
@@ -156,6 +165,7 @@ class EvictingModelRunnerV2(ShrinkingRows, GPUModelRunnerV2):
         self, scheduler_output: SchedulerOutput, dummy_run: bool
     ) -> tuple[BatchReqState | None, int | None]:
         state, uniform_token_count = super().gather_batch_req_state(scheduler_output, dummy_run)
+        self.batch = state
         if not dummy_run and self.worker.observes:
             # Not uniform, so that no graph of the whole step fits.
             uniform_token_count = None

@@ -9,6 +9,8 @@ for them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -91,6 +93,7 @@ def attend(
     out: torch.Tensor,
     causal: bool,
     return_softmax_lse: bool = False,
+    window_size: Sequence[int] | None = None,
     **ignored: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`flash_attn_varlen_func` over a paged cache [pages, N, heads, D].
@@ -99,6 +102,8 @@ def attend(
     """
     assert causal
     log_sums = torch.full((q.shape[1], len(q)), float("nan"))
+    before, after = window_size or (-1, -1)
+    assert after in (-1, 0)
     starts = cu_seqlens_q.tolist()
     for row, num_keys in enumerate(seqused_k.tolist()):
         first, end = starts[row], starts[row + 1]
@@ -109,13 +114,17 @@ def attend(
         if not num_keys:
             out[first:end] = 0
             continue
+        # The first key that a row sees. A GPU reads some before it, with a weight of 0.
+        hidden = max(num_keys - (end - first) - before, 0) if before >= 0 else 0
         pages = block_table[row, : -(-num_keys // k.shape[1])].long()
-        keys, values = (pool[pages].flatten(0, 1)[:num_keys].float() for pool in (k, v))
+        keys, values = (pool[pages].flatten(0, 1)[hidden:num_keys].float() for pool in (k, v))
         group = q.shape[1] // k.shape[2]
         keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
         logits = torch.einsum("qhd,khd->hqk", q[first:end].float(), keys) * softmax_scale
         last = torch.arange(num_keys - (end - first), num_keys)
-        logits.masked_fill_(torch.arange(num_keys) > last[:, None], float("-inf"))
+        distance = last[:, None] - torch.arange(hidden, num_keys)
+        outside = (distance < 0) | (distance > before if before >= 0 else False)
+        logits.masked_fill_(outside, float("-inf"))
         out[first:end] = torch.einsum("hqk,khd->qhd", logits.softmax(-1), values).to(out.dtype)
         log_sums[:, first:end] = logits.logsumexp(-1)
     return (out, log_sums) if return_softmax_lse else out
@@ -147,10 +156,9 @@ def pretend(
     # It schedules stock attention's work, which `attend` does not need.
     monkeypatch.setattr(flash_attn, "get_scheduler_metadata", lambda **ignored: None, raising=False)
     worker = f"{worker_cls.__module__}.{worker_cls.__qualname__}"
-    kernels = platforms.CUDA.decode_kernels
-    monkeypatch.setattr(
-        platforms, "CPU", platforms.Platform(worker, "CPU_ATTN", decode_kernels=kernels)
-    )
+    cuda = replace(platforms.CUDA, worker_cls=worker, attention_backend="CPU_ATTN")
+    platform = replace(cuda, has_other_backends=False, skips_hidden_keys=True)
+    monkeypatch.setattr(platforms, "CPU", platform)
 
 
 def schedule_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,15 @@ def test_reset_right_after_an_eviction(process: ProcessPoolExecutor, folder: Pat
     process.submit(resets, folder).result()
 
 
+def test_a_hybrid(process: ProcessPoolExecutor, tiny_model: Callable[..., Path]) -> None:
+    process.submit(text_of_a_hybrid, tiny_model("qwen3_5", layers=8)).result()
+
+
+def test_windows(process: ProcessPoolExecutor, tiny_model: Callable[..., Path]) -> None:
+    folder = tiny_model("exaone4_5", layers=6, image_size=112)
+    process.submit(images_and_windows, folder).result()
+
+
 # -- run in the other process, which must not have imported vLLM before ----------------------
 
 
@@ -123,3 +132,62 @@ def resets(folder: Path) -> None:
         running.assert_empty()
         outputs = [finished[name] for name in names]
         assert_outputs_agree(running, Oracle(folder), asks, outputs)
+
+
+def text_of_a_hybrid(folder: Path) -> None:
+    """States are copied by vLLM's own kernels. The evicted layers are the last group.
+
+    Text only: the interpreter gets the position embeddings of this model's vision tower wrong.
+    """
+    import numpy as np
+
+    from oracle.emulation import Oracle
+    from tests.engine import test_hybrids as hybrids
+    from tests.engine.running import Ask, engine
+    from tests.models import random_text
+
+    runner_v2.pretend_gpu_worker()
+    oracle = Oracle(folder)
+    oracle.model.config.image_token_id = -1
+    asks = [
+        Ask(random_text(i, 440), (), hybrids.TOKENS, hybrids.budget(share), 2 * i, logprobs=0)
+        for i, share in enumerate((0.7, 0.3))
+    ]
+    settings = {**hybrids.SETTINGS, "text_only": "evict"}
+    with engine(folder, settings, **hybrids.OPTIONS, **hybrids.CACHING) as running:
+        assert running.scheduler.group == 4
+        for ask, output in zip(asks, running.run(asks), strict=True):
+            hybrids.assert_nearly_the_oracles(running, oracle, ask, output, least=0.9, most=0.25)
+        assert running.scheduler.reset_prefix_cache()
+        cold, warm = (running.run(asks[1:])[0] for _ in range(2))
+        assert (cold.num_cached_tokens, warm.num_cached_tokens) == (0, 4 * hybrids.BLOCK)
+        np.testing.assert_array_equal(hybrids.logprobs(cold), hybrids.logprobs(warm))
+
+
+def images_and_windows(folder: Path) -> None:
+    """Chunks, ragged decodes and a prefix-cache hit; evicted layers are the last group."""
+    import torch
+
+    from tests.engine import test_windows as windows
+    from tests.engine.running import engine
+
+    runner_v2.pretend_gpu_worker()
+    options = {**windows.OPTIONS, **windows.MORE_OPTIONS["exaone4_5"]}
+    with engine(folder, windows.SETTINGS, block_size=windows.BLOCK_SIZE, **options) as running:
+        assert running.scheduler.group == 2
+        oracle = windows.CausalOracle(folder)
+        served = windows.Served("exaone4_5", folder, options, running, oracle)
+        cases = [("snapkv", 0.3), ("h2o", 0.2)]
+        made = [
+            served.stable(i, windows.evicted_with(*case), arrival=2 * i)
+            for i, case in enumerate(cases)
+        ]
+        outputs = running.run([ask for ask, _ in made])
+        (again,) = running.run([made[0][0]])
+        assert again.num_cached_tokens > oracle.window
+        for (ask, prompt), output in zip([*made, made[0]], [*outputs, again], strict=True):
+            selection = oracle.select(prompt, served.eviction(ask))
+            kept = running.kept(output.request_id, len(prompt.token_ids))
+            assert torch.equal(kept, selection.kept)
+            tokens = oracle.generate(prompt, windows.TOKENS, kept)
+            assert list(output.outputs[0].token_ids) == tokens

@@ -158,18 +158,19 @@ class Requests:
             max_seq_len=max_seq_len,
             block_table_tensor=torch.empty(num_rows, 2048, **device),
             slot_mapping=torch.empty(num_tokens, dtype=torch.int64, device="meta"),
-            req_idx=np.arange(num_rows)[::-1],
         )
 
     def builder(self, graphs: bool = False, version: int = 3, **settings: Any) -> Any:
         """The backend's metadata builder, bound to these requests."""
         config = EvictionConfig.from_mapping({"policy": "tgv", **settings})
         num_rows = self.num_decodes + len(self.prefills) + len(self.replays)
-        names = {num_rows - 1 - row: f"r{row}" for row in range(num_rows)}
+        names = [f"r{row}" for row in range(num_rows)]
+        places = np.arange(num_rows)[::-1]
         runner = SimpleNamespace(
+            batch=SimpleNamespace(req_ids=names, idx_mapping_np=places),
             req_states=SimpleNamespace(
-                index_to_req_id=names, req_id_to_index={name: i for i, name in names.items()}
-            )
+                req_id_to_index=dict(zip(names, places.tolist(), strict=True))
+            ),
         )
 
         def request_at(common: CommonAttentionMetadata, row: int) -> str:
@@ -197,6 +198,8 @@ class Requests:
         evictor.regions = live
         rows = SimpleNamespace(find_row=partial(RowsV2.find, runner), request_at=request_at)
         made.bind(evictor, rows)
+        # So does vLLM with the first batch where windows differ between layers.
+        made.aot_schedule = False
         return made
 
 

@@ -100,12 +100,12 @@ def gemma3() -> Any:
     return transformers.Gemma3Config(text_config=text, vision_config=VISION)
 
 
-def gemma4() -> Any:
+def gemma4(global_head_dim: int = 32) -> Any:
     """Return a model with one KV head in layers with full attention, and two in others."""
     text = {
         **SIZES,
         "head_dim": 16,
-        "global_head_dim": 32,
+        "global_head_dim": global_head_dim,
         "num_global_key_value_heads": 1,
         "attention_k_eq_v": True,
         "hidden_size_per_layer_input": 0,
@@ -198,6 +198,12 @@ def refusal_of(config: VllmConfig, platform: Platform = platforms.CPU) -> str:
     return str(caught.value)
 
 
+def check_on_cuda(config: VllmConfig) -> None:
+    """Check a configuration that vLLM has built on a CPU as if it were for CUDA."""
+    config.attention_config.backend = None
+    check_vllm_config(config, platforms.CUDA)
+
+
 @pytest.mark.parametrize(
     ("config", "architecture", "what"),
     [
@@ -230,9 +236,13 @@ def test_what_models_of_several_kinds_of_layers_do_not_do_yet(
         assert cache.mamba_cache_mode == "align"
         with_units = refusal(model, prefix_match_unit=16)
         assert f"--prefix-match-unit 16 of {what} yet: remove the flag" in with_units
-    assert f"with {what} on this platform" in refusal_of(
-        configure(model, **without), platforms.CUDA
-    )
+    check_on_cuda(configure(model))
+    poisoned = configure(model, {CONFIG_KEY: {**TGV[CONFIG_KEY], "debug": {"poison": True}}})
+    if config is qwen3_5:
+        check_on_cuda(poisoned)
+    else:
+        word = "the debug option poison on this platform"
+        assert f"with {word} and {what} yet: remove" in refusal_of(poisoned, platforms.CUDA)
     configure(model, tensor_parallel_size=2)
     for options, word in (
         ({"pipeline_parallel_size": 2}, "pipeline parallelism (--pipeline-parallel-size 2)"),
@@ -258,6 +268,21 @@ def test_image_prefixes_are_refused_where_attention_follows_them(folder: Folder)
     config = configure(model)
     assert config.model_config.is_mm_prefix_lm
     assert "bidirectional attention over image tokens" in refusal_of(config, platforms.CUDA)
+
+
+@pytest.mark.parametrize("size", [256, 512])
+def test_large_heads_are_refused_where_flash_attention_does_not_take_them(
+    folder: Folder, size: int
+) -> None:
+    """Those of layers with full attention count; Gemma 4 has smaller ones with a window."""
+    config = configure(folder(gemma4, "Gemma4ForConditionalGeneration", global_head_dim=size))
+    config.model_config.model_arch_config.is_mm_prefix_lm = False
+    if size == 256:
+        check_on_cuda(config)
+    else:
+        message = refusal_of(config, platforms.CUDA)
+        assert "heads of 512 values in layers with full attention on this platform" in message
+        assert "serve a model with at most 256 or leave out --kv-eviction" in message
 
 
 def test_diffusion_is_refused(plain: str) -> None:

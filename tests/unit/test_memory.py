@@ -34,7 +34,7 @@ from vllm_tgvkv.evictor import Evictor
 from vllm_tgvkv.kernels import gpu, select
 from vllm_tgvkv.kernels import summaries as kernel
 from vllm_tgvkv.kernels.decode import DecodePlan
-from vllm_tgvkv.manager import EvictingSpec
+from vllm_tgvkv.manager import EvictingSpec, StateSpec, WindowSpec
 from vllm_tgvkv.memory import Sizes, memory_outside_pool
 from vllm_tgvkv.observation import WORKSPACE_BYTES
 from vllm_tgvkv.pages import CacheShape, page_pool
@@ -53,6 +53,7 @@ from vllm_tgvkv.queries import DecodeQueries, QueryPool
 from vllm_tgvkv.ranks import Ranks
 from vllm_tgvkv.regions import Regions
 from vllm_tgvkv.stages import Stages
+from vllm_tgvkv.states import evicted_specs
 from vllm_tgvkv.warm_up import WarmUpError, made_up_step, warm_up
 from vllm_tgvkv.worker_cuda import EvictionGPUWorker, memory_of
 
@@ -410,8 +411,14 @@ def gpu_worker(monkeypatch: pytest.MonkeyPatch, given: int | None = None) -> Evi
             },
         ),
     )
-    spec = EvictingSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
-    specs = {f"layer.{i}": spec for i in range(SHAPE.num_layers)}
+    sizes = {"num_kv_heads": 8, "head_size": 128, "dtype": torch.bfloat16}
+    spec = EvictingSpec(block_size=16, **sizes)
+    specs = {
+        # The blocks of others lie over those of the evicted layers, and take no more memory.
+        "state": StateSpec(block_size=16, shapes=((9, 64),), dtypes=(torch.bfloat16,)),
+        "window": WindowSpec(block_size=16, **sizes, sliding_window=64),
+        **{f"layer.{i}": spec for i in range(SHAPE.num_layers)},
+    }
     worker = EvictionGPUWorker.__new__(EvictionGPUWorker)
     worker.__dict__.update(
         vllm_config=config,
@@ -432,7 +439,8 @@ def test_the_pool_gets_what_eviction_leaves(monkeypatch: pytest.MonkeyPatch) -> 
     left = worker.determine_available_memory()
     sizes = replace(SIZES, step_tokens=8192, max_rows=512)
     expected = memory_outside_pool(settings("tgv"), sizes)
-    assert memory_of(worker.vllm_config, worker.get_kv_cache_spec()) == expected
+    specs = evicted_specs(worker.get_kv_cache_spec())
+    assert memory_of(worker.vllm_config, specs) == expected
     assert left == expected.left_for_pool(10 << 30, SHAPE.num_pairs * 16 * 2 * 128 * 2)
     assert 0 < left < (10 << 30) - expected.num_bytes
     assert worker.peak_activation_memory == (1 << 30) + (10 << 30) - left
@@ -459,7 +467,7 @@ def test_decode_kernels_are_allocated_at_start(kernel: str, max_rows: int) -> No
     evictor = Evictor(config, shape, pool, Ranks(), Stages(2))
     builder = EvictingFlashMetadataBuilder.__new__(EvictingFlashMetadataBuilder)
     builder.max_cudagraph_size = max_rows
-    builder.use_full_cuda_graph = True
+    builder.use_full_cuda_graph = builder.aot_schedule = True
     builder.vllm_config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=3),
         model_config=SimpleNamespace(max_model_len=TOKENS),

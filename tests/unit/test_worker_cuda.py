@@ -18,6 +18,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker import gpu_model_runner
+from vllm.v1.worker.gpu.block_table import BlockTables as GPUBlockTables
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner as GPUModelRunnerV1
@@ -29,6 +30,8 @@ from vllm_tgvkv.prompt import PromptMap, Voters
 from vllm_tgvkv.worker_cuda import EvictingModelRunnerV1, EvictingModelRunnerV2, EvictionGPUWorker
 
 PROMPT, COMPRESSED = [1, 2, 3, 4], [7, 0, 0, 4]
+GROUP = 1
+"""Index of the evicted layers among vLLM's KV cache groups. Group 0 holds windows, say."""
 
 
 def eviction(request_id: str) -> Eviction:
@@ -50,12 +53,18 @@ def eviction(request_id: str) -> Eviction:
 def runner(cls: type, observes: bool = False, **fields: Any) -> Any:
     """A model runner with the given fields only."""
     made = cls.__new__(cls)
-    made.__dict__.update(worker=SimpleNamespace(observes=observes, group=0), shrunk=[], **fields)
+    worker = SimpleNamespace(observes=observes, group=GROUP)
+    made.__dict__.update(worker=worker, shrunk=[], **fields)
     return made
 
 
+def in_groups(row: list[int], other: int = 40) -> tuple[list[int], ...]:
+    """A request's blocks in both groups: `row` in the evicted one, as many others in group 0."""
+    return [block + other for block in row], row
+
+
 def step(new_blocks: dict[str, list[int] | None], *resumed: str) -> SchedulerOutput:
-    """A step of one token for each request, with the blocks that each gets."""
+    """A step of one token for each request, with the blocks that each gets in both groups."""
     output = SchedulerOutput.make_empty()
     output.num_scheduled_tokens = dict.fromkeys(new_blocks, 1)
     output.total_num_scheduled_tokens = len(new_blocks)
@@ -64,7 +73,7 @@ def step(new_blocks: dict[str, list[int] | None], *resumed: str) -> SchedulerOut
         resumed_req_ids=set(resumed),
         new_token_ids=[],
         all_token_ids={},
-        new_block_ids=[blocks and (blocks,) for blocks in new_blocks.values()],
+        new_block_ids=[blocks and in_groups(blocks) for blocks in new_blocks.values()],
         num_computed_tokens=[60] * len(new_blocks),
         num_output_tokens=[0] * len(new_blocks),
     )
@@ -126,7 +135,11 @@ def test_v2_reports_an_observed_step_as_not_uniform(observes: bool) -> None:
     state, uniform = ours.gather_batch_req_state(output, False)
     assert state.num_scheduled_tokens.tolist() == [1, 1]
     assert uniform == (None if observes else 1)
+    names = ["a", "b"]
+    assert [RowsV2.find(ours, SimpleNamespace(), name) for name in names] == [0, 1]
+    assert [RowsV2.request_at(ours, SimpleNamespace(), row) for row in (0, 1)] == names
     assert ours.gather_batch_req_state(output, True) == (None, 1)
+    assert RowsV2.find(ours, SimpleNamespace(), "a") is None
 
 
 # -- rows that shrink ------------------------------------------------------------------------
@@ -140,8 +153,8 @@ def test_v1_rewrites_rows_before_it_updates_them(monkeypatch: pytest.MonkeyPatch
         max_num_batched_tokens=128,
         device=torch.device("cpu"),
         vocab_size=10,
-        block_sizes=[16],
-        max_num_blocks_per_req=[8],
+        block_sizes=[16, 16],
+        max_num_blocks_per_req=[8, 8],
     )
     requests = {
         name: CachedRequestState(
@@ -150,7 +163,7 @@ def test_v1_rewrites_rows_before_it_updates_them(monkeypatch: pytest.MonkeyPatch
             mm_features=[],
             sampling_params=SamplingParams(),
             generator=None,
-            block_ids=(list(PROMPT),),
+            block_ids=in_groups(list(PROMPT)),
             num_computed_tokens=61,
             output_token_ids=[],
         )
@@ -174,7 +187,8 @@ def test_v1_rewrites_rows_before_it_updates_them(monkeypatch: pytest.MonkeyPatch
         batch_reordering_required=False,
         _may_reorder_batch=lambda output: None,
     )
-    table, row = batch.block_table[0].block_table.np, batch.req_id_to_index
+    others, table = (batch.block_table[group].block_table.np for group in (0, GROUP))
+    row = batch.req_id_to_index
     ours.shrunk = [eviction(name) for name in ("evicted", "waiting", "resumed", "ended")]
     blocks = {"evicted": [5], "other": None, "resumed": [10, 11, 12, 13]}
     ours._update_states(step(blocks, "resumed"))
@@ -182,11 +196,21 @@ def test_v1_rewrites_rows_before_it_updates_them(monkeypatch: pytest.MonkeyPatch
     assert rows["evicted"] == [*COMPRESSED, 5, 0]
     assert rows["other"] == [*PROMPT, 0, 0]
     assert rows["resumed"] == [10, 11, 12, 13, 0, 0]
-    assert {name: request.block_ids for name, request in requests.items()} == {
-        "evicted": ([*COMPRESSED, 5],),
-        "other": (PROMPT,),
-        "waiting": (COMPRESSED,),
-        "resumed": ([10, 11, 12, 13],),
+    assert others[row["evicted"], :6].tolist() == [*in_groups([*PROMPT, 5])[0], 0]
+    assert {name: request.block_ids[GROUP] for name, request in requests.items()} == {
+        "evicted": [*COMPRESSED, 5],
+        "other": PROMPT,
+        "waiting": COMPRESSED,
+        "resumed": [10, 11, 12, 13],
+    }
+    assert {name: request.block_ids[0] for name, request in requests.items()} == {
+        name: in_groups(blocks)[0]
+        for name, blocks in {
+            "evicted": [*PROMPT, 5],
+            "other": PROMPT,
+            "waiting": PROMPT,
+            "resumed": [10, 11, 12, 13],
+        }.items()
     }
 
     table[row["evicted"], 0] = 9
@@ -194,30 +218,52 @@ def test_v1_rewrites_rows_before_it_updates_them(monkeypatch: pytest.MonkeyPatch
     assert table[row["evicted"], 0] == 9
 
 
-class BlockTables:
-    """The rows of vLLM's `BlockTables` as lists; its own are on the device.
+class StagedRows:
+    """The rows of one group; vLLM's own are on the device.
 
     There, one kernel applies all writes of a step in any order, so no two may overlap.
     """
 
+    def __init__(self, rows: list[list[int]]) -> None:
+        self.gpu = np.full((len(rows), 9), -1)
+        for index, row in enumerate(rows):
+            self.gpu[index, : len(row)] = row
+        self.written: set[tuple[int, int]] = set()
+
+    def stage_write(self, index: int, start: int, ids: list[int]) -> None:
+        places = {(index, column) for column in range(start, start + len(ids))}
+        assert not places & self.written, "the order of two writes is not defined"
+        self.written |= places
+        self.gpu[index, start : start + len(ids)] = ids
+
+
+class BlockTables(GPUBlockTables):
+    """vLLM's `BlockTables` of both groups, over `StagedRows`."""
+
     def __init__(self, **rows: list[int]) -> None:
         self.index = {name: index for index, name in enumerate(rows)}
-        self.rows = [list(row) for row in rows.values()]
-        self.written: list[tuple[int, int]] = []
+        groups = zip(*(in_groups(row) for row in rows.values()), strict=True)
+        self.block_tables = [StagedRows(list(group)) for group in groups]
+        self.num_kv_cache_groups = len(self.block_tables)
+        lengths = [len(row) for row in rows.values()]
+        self.num_blocks = SimpleNamespace(np=np.array([lengths] * self.num_kv_cache_groups))
 
-    def append_block_ids(self, index: int, ids: tuple[list[int]], overwrite: bool) -> None:
-        kept = [] if overwrite else self.rows[index]
-        self.rows[index] = [*kept, *ids[0]]
-        places = [(index, column) for column in range(len(kept), len(self.rows[index]))]
-        assert not set(places) & set(self.written), "the order of two writes is not defined"
-        self.written += places
+    def rows(self, group: int = GROUP) -> list[list[int]]:
+        """The rows that the next batch reads."""
+        lengths, table = self.num_blocks.np[group], self.block_tables[group].gpu
+        return [row[:length].tolist() for row, length in zip(table, lengths, strict=True)]
+
+    def apply_staged_writes(self) -> None:
+        for table in self.block_tables:
+            table.written.clear()
 
 
 def runner_v2(tables: BlockTables) -> Any:
     """A runner with the rows of `tables` and all that vLLM touches when requests come and go."""
+    num_places = len(tables.rows())
 
     def add_request(req_id: str, **ignored: Any) -> None:
-        tables.index[req_id] = min(set(range(len(tables.rows))) - set(tables.index.values()))
+        tables.index[req_id] = min(set(range(num_places)) - set(tables.index.values()))
 
     nothing = SimpleNamespace(
         remove_request=lambda *args: None,
@@ -232,9 +278,9 @@ def runner_v2(tables: BlockTables) -> Any:
             add_request=add_request,
             remove_request=lambda req_id: tables.index.pop(req_id, None),
             apply_staged_writes=lambda: None,
-            num_computed_tokens_np=np.zeros(len(tables.rows), dtype=np.int32),
-            prefill_len=SimpleNamespace(np=np.full(len(tables.rows), 61)),
-            num_computed_prefill_tokens=np.zeros(len(tables.rows), dtype=np.int32),
+            num_computed_tokens_np=np.zeros(num_places, dtype=np.int32),
+            prefill_len=SimpleNamespace(np=np.full(num_places, 61)),
+            num_computed_prefill_tokens=np.zeros(num_places, dtype=np.int32),
         ),
         model_state=nothing,
         lora_state=nothing,
@@ -254,7 +300,7 @@ def update_v2(ours: Any, output: SchedulerOutput) -> None:
     ours.free_states(output)
     ours.add_requests(output)
     ours.update_requests(output)
-    ours.block_tables.written.clear()  # applied
+    ours.block_tables.apply_staged_writes()
 
 
 def test_v2_updates_in_the_order_that_these_tests_assume() -> None:
@@ -270,9 +316,11 @@ def test_v2_rewrites_rows_before_it_appends_blocks() -> None:
     ours = runner_v2(tables)
     ours.shrunk = [eviction(name) for name in ("evicted", "ended")]
     update_v2(ours, step({"evicted": [5], "other": [6]}))
-    assert tables.rows == [[*PROMPT, 6], [*COMPRESSED, 5]]
+    assert tables.rows() == [[*PROMPT, 6], [*COMPRESSED, 5]]
+    assert tables.rows(0) == [in_groups([*PROMPT, last])[0] for last in (6, 5)]
     update_v2(ours, step({"evicted": [8], "other": None}))
-    assert tables.rows == [[*PROMPT, 6], [*COMPRESSED, 5, 8]]
+    assert tables.rows() == [[*PROMPT, 6], [*COMPRESSED, 5, 8]]
+    assert tables.rows(0) == [in_groups([*PROMPT, *last])[0] for last in ([6], [5, 8])]
 
 
 def test_v2_keeps_the_new_row_of_a_request_that_is_resumed_at_once() -> None:
@@ -291,16 +339,17 @@ def test_v2_keeps_the_new_row_of_a_request_that_is_resumed_at_once() -> None:
         SimpleNamespace(
             req_id="resumed",
             prefill_token_ids=[0] * 61,
-            block_ids=([20, 21, 22, 23],),
+            block_ids=in_groups([20, 21, 22, 23]),
             lora_request=None,
             **resumed,
         )
     ]
     update_v2(ours, output)
-    rows = {name: tables.rows[index] for name, index in tables.index.items()}
+    rows = {name: tables.rows()[index] for name, index in tables.index.items()}
     assert rows == {"resumed": [20, 21, 22, 23], "evicted": [*COMPRESSED, 5]}
     update_v2(ours, step({"evicted": None, "resumed": [24]}))
-    assert tables.rows[tables.index["resumed"]] == [20, 21, 22, 23, 24]
+    assert tables.rows()[tables.index["resumed"]] == [20, 21, 22, 23, 24]
+    assert tables.rows(0)[tables.index["evicted"]] == in_groups([*PROMPT, 5])[0]
 
 
 def test_v1_finds_rows_and_their_requests() -> None:
@@ -313,11 +362,10 @@ def test_v1_finds_rows_and_their_requests() -> None:
 
 def test_v2_finds_rows_by_the_index_of_the_request() -> None:
     names = {"a": 3, "b": 5, "c": 6}
-    req_states = SimpleNamespace(
-        req_id_to_index=names, index_to_req_id={index: name for name, index in names.items()}
-    )
-    ours = runner(EvictingModelRunnerV2, req_states=req_states)
-    common = SimpleNamespace(req_idx=np.array([5, 3]))
+    batch = SimpleNamespace(req_ids=["b", "a"], idx_mapping_np=np.array([5, 3]))
+    req_states = SimpleNamespace(req_id_to_index=names)
+    ours = runner(EvictingModelRunnerV2, req_states=req_states, batch=batch)
+    common = SimpleNamespace()
     found = [RowsV2.find(ours, common, name) for name in ("a", "b", "c", "ended")]
     assert found == [1, 0, None, None]
     assert [RowsV2.request_at(ours, common, row) for row in (0, 1)] == ["b", "a"]

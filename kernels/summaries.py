@@ -143,7 +143,8 @@ def absorb(
             mean += shares[..., num_tokens:] @ getattr(earlier.summary, name)
         means.append(mean)
         del tokens
-    return Rooted(Summary(*means, masses), roots)
+    mean_keys, mean_values = means
+    return Rooted(Summary(mean_keys, mean_values, masses), roots)
 
 
 def _joined(

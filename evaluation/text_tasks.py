@@ -97,14 +97,9 @@ class TextExample:
     def found(self, text: str) -> str:
         """Return what a completion of `start` gives as the answer.
 
-        The first number, the first sentence, or the first numbered list of numbers. What follows
-        it is no part of the answer.
+        The first number, or the first sentence. What follows it is no part of the answer.
         """
-        pattern = {
-            "passage": r'[^".]*\.?',
-            "fact": r"\w[^\".,\n]*",
-            "copy": r"\d+\. \d+(\n\d+\. \d+)*",
-        }.get(self.kind, r"\d+")
+        pattern = {"passage": r'[^".]*\.?', "fact": r"\w[^\".,\n]*"}.get(self.kind, r"\d+")
         found = re.search(pattern, text)
         return found.group() if found else ""
 
@@ -415,7 +410,7 @@ def _copy(write: _Writer) -> TextExample:
     )
     question, start = "\nRepeat the special list of numbers.", "The special list of numbers:\n"
     text = write.hide([f"\n\n{start}{answer}\n\n"], write.room(head, question, start))
-    return TextExample(f"{head}{text}{question}", start, answer, write.task.kind)
+    return TextExample(f"{head}{text}{question}", start, answer, write.task.kind, tuple(numbers))
 
 
 _WRITERS: dict[Kind, Callable[[_Writer], TextExample]] = {

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from evaluation import text_results
 from evaluation.answers import Answer, AnswerLog, read_answers, write_answers
 from evaluation.fingerprint import ROOT
-from evaluation.text_arms import FULL, Part, Task, TextArm, check, eviction_settings
+from evaluation.text_arms import FULL, Part, Task, TextArm, by_gates, check, eviction_settings
 from evaluation.text_engine import TextSettings
 from evaluation.text_report import write_report
 from evaluation.text_tasks import FRESH, TRAINING
@@ -117,28 +117,37 @@ class Run:
         self.first = first
         self.settings = settings or field.settings()
         self._engine: Engine | None = None
+        self._arms: tuple[TextArm, ...] = ()
 
     @property
-    def arms(self) -> list[TextArm]:
-        found = (arm for part in self.parts.values() for _, _, arms in part.work for arm in arms)
-        return list(dict.fromkeys(found))
+    def engines(self) -> dict[str, tuple[TextArm, ...]]:
+        """Return the arms of each engine, by its folder of gates."""
+        return by_gates(
+            arm for part in self.parts.values() for _, _, arms in part.work for arm in arms
+        )
 
     def answer(self, part: Part) -> None:
-        """Have the engine answer what the log lacks, task by task."""
-        for task, questions, arms in part.work:
+        """Have the engines answer what the log lacks, task by task; first the one that runs."""
+        for engine in sorted(self.engines.values(), key=lambda arms: arms != self._arms):
+            self._answer(part, engine)
+
+    def _answer(self, part: Part, engine: tuple[TextArm, ...]) -> None:
+        """Have one engine answer what the log lacks of its arms."""
+        for task, questions, all_arms in part.work:
+            arms = [arm for arm in all_arms if arm in engine]
             most = questions if self.limit is None else min(questions, self.limit)
             began, before = time.monotonic(), len(self.log)
             for numbers in self._groups(task, most):
-                self._ask(task, [(n, FULL) for n in numbers])
-                right = [n for n in numbers if self.log[_key(task, n, FULL)].is_exact]
+                self._ask(task, [(n, FULL) for n in numbers], engine)
                 self._ask(
                     task,
                     [
                         (n, arm)
-                        for n in right
+                        for n in text_results.counted(part, self.log, task, numbers)
                         for arm in arms
                         if arm != FULL and n - self.first < part.asked(task, arm)
                     ],
+                    engine,
                 )
             if new := len(self.log) - before:
                 seconds = time.monotonic() - began
@@ -150,7 +159,9 @@ class Run:
         for start in range(self.first, last, size):
             yield range(start, min(start + size, last))
 
-    def _ask(self, task: Task, wanted: Sequence[tuple[int, TextArm]]) -> None:
+    def _ask(
+        self, task: Task, wanted: Sequence[tuple[int, TextArm]], arms: tuple[TextArm, ...]
+    ) -> None:
         missing = [
             (self.field.question(task, number), arm)
             for number, arm in wanted
@@ -158,15 +169,18 @@ class Run:
         ]
         if not missing:
             return
-        engine = self._started()
+        engine = self._started(arms)
         with tqdm(total=len(missing), desc=task.name, unit="answer", leave=False) as bar:
             for answer in engine.answers(missing):
                 self.log.add(answer)
                 bar.update()
 
-    def _started(self) -> Engine:
+    def _started(self, arms: tuple[TextArm, ...]) -> Engine:
+        """Return the engine of some arms; another one that runs is closed before."""
+        if arms != self._arms:
+            self.close()
         if self._engine is None:
-            self._engine = self.field.engine(self.settings, self.arms)
+            self._engine, self._arms = self.field.engine(self.settings, arms), arms
         return self._engine
 
     def close(self) -> None:
@@ -273,7 +287,8 @@ def _run(
     with AnswerLog(options.log, settings.fingerprint, options.fresh) as log:
         first = SPLITS[options.split]
         current = Run(field, parts, options.questions, log, first=first)
-        check(current.arms, eviction_settings(current.arms), field.has_images)
+        for arms in current.engines.values():
+            check(arms, eviction_settings(arms), field.has_images)
         facts = {
             "command": command_line(field.program, given),
             "day": date.today().isoformat(),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -158,6 +158,8 @@ MIXES: dict[str, dict[str, Any]] = (
 
 SCHEDULE = "schedule"
 """Name of the option with the steps of an eviction: tokens of the answer, and what is kept."""
+CEILING = "max_tokens"
+"""Name of the option with the tokens to which prompt and answer are cut again and again."""
 
 
 @dataclass(frozen=True)
@@ -189,8 +191,14 @@ class TextArm:
 
     @property
     def label(self) -> str:
-        """Return the name of the arm without its budget."""
-        return f"{self.method}{self.suffix}"
+        """Return the name of the arm without its budget, or without the ceiling in its place."""
+        options = tuple(option for option in self.options if option[0] != CEILING)
+        return f"{self.method}{replace(self, options=options).suffix}"
+
+    @property
+    def has_ceiling(self) -> bool:
+        """Return whether prompt and answer are evicted whenever they exceed a number of tokens."""
+        return CEILING in dict(self.options)
 
     @property
     def has_schedule(self) -> bool:
@@ -208,7 +216,10 @@ class TextArm:
 
     @property
     def suffix(self) -> str:
-        return "".join(f",{name}={value}" for name, value in self.options)
+        """Return the options, and the folder of the gates unless it is named like the method."""
+        name = Path(self.gates).name
+        gates = () if name in ("", self.method) else (("gates", name),)
+        return "".join(f",{name}={value}" for name, value in (*self.options, *gates))
 
     @property
     def xargs(self) -> dict[str, Any]:
@@ -283,6 +294,8 @@ class Part:
     """Whether the comparisons are made on all tasks together, and not on each."""
     chooses: bool = False
     """Whether a choice is made on it, so that it may be asked training questions alone."""
+    counts_all: bool = False
+    """Whether questions count that the full cache answers wrong, too."""
 
     @property
     def work(self) -> Iterator[tuple[Task, int, tuple[TextArm, ...]]]:
@@ -711,14 +724,25 @@ def eviction_settings(arms: Iterable[TextArm]) -> dict[str, Any]:
     folders = sorted({arm.gates for arm in arms} - {""})
     if len(folders) > 1:
         raise EvictionConfigError(
-            f"an engine reads one folder of gates, and the arms name {', '.join(folders)}: ask "
-            "their parts one at a time (--only)"
+            f"an engine reads one folder of gates, and the arms name {', '.join(folders)}: start "
+            "an engine for each"
         )
     gates = {"gates": str(ROOT / folders[0])} if folders else {}
     # Schedules need positions of kept tokens, which other engines do not store.
-    decode = {"decode": {"on_request": True}} if any(arm.has_schedule for arm in arms) else {}
+    has_later = any(arm.has_schedule or arm.has_ceiling for arm in arms)
+    decode = {"decode": {"on_request": True}} if has_later else {}
     mixes = used_mixes(arms)
     return {"policy": METHODS[0], "text_only": "evict", "methods": mixes, **decode, **gates}
+
+
+def by_gates(arms: Iterable[TextArm]) -> dict[str, tuple[TextArm, ...]]:
+    """Return for each folder of gates the arms that an engine with it answers for.
+
+    Arms without gates are in all; if no arm has gates, there is one engine without, "".
+    """
+    arms = tuple(dict.fromkeys(arms))
+    folders = dict.fromkeys(arm.gates for arm in arms if arm.gates) or {"": None}
+    return {folder: tuple(arm for arm in arms if arm.gates in ("", folder)) for folder in folders}
 
 
 def check(arms: Iterable[TextArm], settings: Mapping[str, Any], has_images: bool = False) -> None:

@@ -29,7 +29,7 @@ PACKAGES = ("vllm", "vllm-tgvkv", "torch", "transformers", "tokenizers", "numpy"
 MODELS = ROOT / "build" / "models"
 SPARE_TOKENS = 8
 """Tokens of an answer beyond those of the truth, before it is cut off. Lists get as many more as
-the truth has: models put each item on its own line."""
+the truth has: models put each item on its own line. So does the truth of a list that is copied."""
 
 BYTES_PER_TOKEN = 30 * 2 * 3 * 64 * 4
 """Of SmolLM2's cache: layers, keys and values, KV heads, head size, bytes of a float32."""
@@ -223,7 +223,8 @@ class Asked(Generic[Q]):
     @property
     def most_tokens(self) -> int:
         """Return the number of tokens at which the answer is cut off."""
-        return len(self.pieces) * (2 if self.example.items else 1) + SPARE_TOKENS
+        has_layout = self.example.items and self.example.kind != "copy"
+        return len(self.pieces) * (2 if has_layout else 1) + SPARE_TOKENS
 
     def answer(self, output: Any) -> Answer:
         """Return the answer of a finished request.

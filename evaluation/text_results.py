@@ -111,9 +111,9 @@ def prefix_share(answer: Answer) -> float:
     return (tokens + "0").index("0") / len(tokens)
 
 
-def counted(log: Answers, task: Task, numbers: Iterable[int]) -> list[int]:
-    """Return the numbers of the questions that the full cache answers right."""
-    return [n for n in numbers if log[task.name, n, FULL.identity].is_exact]
+def counted(part: Part, log: Answers, task: Task, numbers: Iterable[int]) -> list[int]:
+    """Return the numbers of the questions that the full cache answers right, or of all."""
+    return [n for n in numbers if part.counts_all or log[task.name, n, FULL.identity].is_exact]
 
 
 def part_result(
@@ -133,7 +133,7 @@ def part_result(
         for arm in arms:
             if arm != FULL:
                 asked = min(part.asked(task, arm), most)
-                mine = counted(log, task, range(first, first + asked))
+                mine = counted(part, log, task, range(first, first + asked))
                 answers = [log[task.name, number, arm.identity] for number in mine]
                 cells.append(_cell(task, arm, answers, facts))
     return PartResult(facts, tasks, cells, _comparisons(part, log, limit, first))
@@ -149,7 +149,7 @@ def answers_of(
         for arm in arms:
             if arm != FULL:
                 asked = min(part.asked(task, arm), most)
-                mine = counted(log, task, range(first, first + asked))
+                mine = counted(part, log, task, range(first, first + asked))
                 yield from (log[task.name, number, arm.identity] for number in mine)
 
 
@@ -187,7 +187,7 @@ def _cell(task: Task, arm: TextArm, answers: Sequence[Answer], facts: dict[str, 
 def _mean_held(
     arm: TextArm, answers: Sequence[Answer], facts: dict[str, Any], with_prefill: bool = False
 ) -> float | None:
-    if not answers or any(answer.right_tokens == 0 for answer in answers):
+    if not answers or arm.has_ceiling or any(answer.right_tokens == 0 for answer in answers):
         return None
     size = facts["settings"]["block_size"]
     shares = []
@@ -213,7 +213,7 @@ def _comparisons(part: Part, log: Answers, limit: int | None, start: int) -> lis
             for task, most in mine:
                 asked = [part.asked(task, first), part.asked(task, second), most]
                 number = min([*asked, *([] if limit is None else [limit])])
-                numbers = counted(log, task, range(start, start + number))
+                numbers = counted(part, log, task, range(start, start + number))
                 places += [(task.name, n) for n in numbers]
             found.append(_compared(name, first, second, log, places))
     corrected = holm([mcnemar(c.first_only, c.second_only) for c in found])

@@ -26,7 +26,7 @@ from evaluation.text_words import (
     python_prose,
 )
 
-Kind = Literal["number", "numbers", "names", "chain", "words", "fact", "passage"]
+Kind = Literal["number", "numbers", "names", "chain", "words", "fact", "passage", "copy"]
 Haystack = Literal["noise", "prose", "needles", "list"]
 TokenCounter = Callable[[str], int]
 """Returns the number of tokens of a text."""
@@ -76,6 +76,7 @@ class TextTask:
             "names": f"the numbers of {n} names",
             "chain": f"{n} variables of one value",
             "words": "the most common word" if n == 1 else f"the {n} most common words",
+            "copy": f"a list of {n} numbers",
         }.get(self.kind, f"a {self.kind}" if n == 1 else f"one of {n} {self.kind}s")
         where = {"needles": "among others, text"}.get(self.haystack, self.haystack)
         return f"{what}, {where} of {self.tokens} tokens"
@@ -399,6 +400,19 @@ def _passage(rng: random.Random, count: TokenCounter) -> str:
     return sentence if count(sentence) <= most else _passage(rng, count)
 
 
+def _copy(write: _Writer) -> TextExample:
+    """Ask for a long numbered list of numbers, line by line."""
+    numbers = write.numbers(write.task.keys)
+    answer = "\n".join(f"{place}. {number}" for place, number in enumerate(numbers, 1))
+    head = (
+        "A special list of numbers is hidden within the following text. Make sure to memorize it. "
+        "I will ask you to repeat it afterwards.\n"
+    )
+    question, start = "\nRepeat the special list of numbers.", "The special list of numbers:\n"
+    text = write.hide([f"\n\n{start}{answer}\n\n"], write.room(head, question, start))
+    return TextExample(f"{head}{text}{question}", start, answer, write.task.kind, tuple(numbers))
+
+
 _WRITERS: dict[Kind, Callable[[_Writer], TextExample]] = {
     "number": _number,
     "numbers": _numbers,
@@ -407,4 +421,5 @@ _WRITERS: dict[Kind, Callable[[_Writer], TextExample]] = {
     "words": _words,
     "fact": _fact,
     "passage": _passages,
+    "copy": _copy,
 }

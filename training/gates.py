@@ -52,7 +52,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     group.add_argument("--capacity", type=float, default=1.0, help="weight of the capacity loss")
     group.add_argument("--rate", type=float, default=trimkv.RATE, help="learning rate")
     group.add_argument("--bias", type=float, default=10.0, help="first bias; 18 in the paper")
+    group.add_argument(
+        "--untied", action="store_true", help="dbtrimkv: a last projection for each layer"
+    )
     options = parser.parse_args(arguments)
+    if options.untied and options.method != "dbtrimkv":
+        parser.error(f"--untied is for dbtrimkv; {options.method} ties nothing, leave it out")
     if not Path(options.model, "config.json").is_file():
         parser.error(f"{options.model} has no config.json; give the folder of a model")
     for name in ("tokens", "width", "epochs", "sampled", "steps", "accumulate", "memory"):
@@ -72,7 +77,7 @@ def described(options: argparse.Namespace, data: Path) -> dict[str, Any]:
     if options.method == "kvzap":
         names += ["form", "epochs", "sampled"]
     else:
-        names += ["steps", "accumulate", "memory", "capacity", "rate", "bias"]
+        names += ["steps", "accumulate", "memory", "capacity", "rate", "bias", "untied"]
     return {
         "model": str(Path(options.model).resolve()),
         "data": hashlib.sha256(data.read_bytes()).hexdigest()[:16],
@@ -100,7 +105,13 @@ def train(options: argparse.Namespace) -> dict[str, float]:
     frozen = FrozenModel.load(options.model, options.device, getattr(torch, options.dtype))
     is_kvzap = options.method == "kvzap"
     shape = gate_shape(
-        options.method, options.form, len(frozen.layers), frozen.config, options.width, options.bias
+        options.method,
+        options.form,
+        len(frozen.layers),
+        frozen.config,
+        options.width,
+        options.bias,
+        options.untied,
     )
     dtype = torch.promote_types(frozen.model.dtype, torch.float32)
     networks = make(shape, options.seed, dtype, frozen.device)

@@ -38,6 +38,11 @@ class Shape:
     tied: bool = False
     """Whether the layers share the last projection and its bias."""
 
+    @property
+    def shares_memory(self) -> bool:
+        """Return whether all heads share a memory, as in DBTrimKV."""
+        return self.form == "rg10"
+
 
 class GateNetworks(nn.Module):
     """The gates of all layers of a model."""
@@ -113,7 +118,7 @@ class GateNetworks(nn.Module):
             "retention_gate_intermediate_size": shape.width,
             "tie_retention_gate_layers": shape.tied,
             "memory_size": memory,
-            "global_capacity": shape.tied,
+            "global_capacity": shape.shares_memory,
             "hidden_act": shape.activation,
         }
         if isinstance(text := base.get("text_config"), Mapping):
@@ -127,12 +132,19 @@ def count(networks: nn.Module) -> int:
 
 
 def gate_shape(
-    method: Method, form: str, layers: int, config: Any, width: int, bias: float
+    method: Method,
+    form: str,
+    layers: int,
+    config: Any,
+    width: int,
+    bias: float,
+    untied: bool = False,
 ) -> Shape:
     """Return the shape of a method's gates for a model with this text configuration.
 
     Args:
         form: of KVzap's, `mlp` or `linear`.
+        untied: whether each layer has a last projection of its own in DBTrimKV too.
     """
     forms: dict[str, Form] = {"trimkv": "rg", "dbtrimkv": "rg10", "mlp": "mlp", "linear": "linear"}
     is_kvzap = method == "kvzap"
@@ -144,7 +156,7 @@ def gate_shape(
         width,
         "gelu" if is_kvzap else config.hidden_act,
         0.0 if is_kvzap else bias,
-        method == "dbtrimkv",
+        method == "dbtrimkv" and not untied,
     )
 
 

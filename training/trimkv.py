@@ -105,7 +105,7 @@ def fit(
     Raises:
         Stopped: when the time is over.
     """
-    shared = networks.shape.tied
+    shared = networks.shape.shares_memory
     optimizer = torch.optim.AdamW(networks.parameters(), lr=rate, weight_decay=DECAY)
     run.resume(networks, optimizer)
     stream = Stream(prompter, examples, seed, run.state.get("position", 0))
@@ -142,8 +142,9 @@ def judge(
 ) -> dict[str, float]:
     """Return the mean losses of held-out examples, one a sequence."""
     sums: dict[str, float] = defaultdict(float)
+    shared = networks.shape.shares_memory
     for example in examples:
-        found = losses(frozen, networks, prompter.dialogue(example), memory, networks.shape.tied)
+        found = losses(frozen, networks, prompter.dialogue(example), memory, shared)
         for name, value in vars(found).items():
             sums[name] += float(value) / len(examples)
     names = {

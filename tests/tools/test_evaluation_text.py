@@ -375,6 +375,12 @@ def test_requests_of_arms() -> None:
     }
 
 
+def test_ceilings_are_set_by_the_request() -> None:
+    arm = TextArm("rkv", 0.25, (("max_tokens", 256), ("buffer", 64)))
+    assert arm.xargs["kv_eviction_max_tokens"] == 256
+    assert "decode" in eviction_settings([FULL, arm])
+
+
 def test_schedules_stand_for_budget_and_wait() -> None:
     (arm,) = scheduled(["snapkv"], ["8:0.3,24:0.1"])
     assert (arm.key, arm.budget) == ("snapkv@0.1,schedule=8:0.3,24:0.1", 0.1)
@@ -525,6 +531,18 @@ def test_only_what_the_full_cache_answers_counts(tmp_path: Path) -> None:
     assert claim.difference.mean == pytest.approx(0.25)
     assert claim.share.mean == pytest.approx((0 + 0.5 + 0.5 - 0.5) / 4)
     assert claim.p == claim.p_holm == mcnemar(1, 0)
+
+
+def test_all_questions_count_where_a_part_says_so(tmp_path: Path) -> None:
+    """Against the full cache: what an eviction corrects, and what it loses."""
+    part = replace(TINY, pairs=((ONE, FULL),), counts_all=True)
+    with AnswerLog(tmp_path, "abc") as log:
+        filled(log, {**HITS, ONE: ["111", "111", "111", "110", "000", "111"], OTHER: ["111"] * 6})
+        result = text_results.part_result(part, log, {})
+        assert len([*text_results.answers_of(part, log)]) == 18
+    assert [(cell.questions, cell.num_right) for cell in result.cells] == [(6, 4), (6, 6)]
+    (claim,) = result.comparisons
+    assert (claim.second, claim.questions, claim.first_only, claim.second_only) == ("none", 6, 2, 2)
 
 
 def test_tasks_are_compared_together(tmp_path: Path) -> None:

@@ -75,12 +75,14 @@ def frozen(folder: str, monkeypatch: pytest.MonkeyPatch) -> FrozenModel:
     return FrozenModel.load(folder, "cpu", torch.float64)
 
 
-def small(method: networks.Method, form: str = "mlp", bias: float = 2.0) -> networks.GateNetworks:
+def small(
+    method: networks.Method, form: str = "mlp", bias: float = 2.0, untied: bool = False
+) -> networks.GateNetworks:
     """Return random gates with betas that differ."""
     config = LlamaConfig(
         hidden_size=HIDDEN, num_attention_heads=HEADS * GROUP, num_key_value_heads=HEADS
     )
-    shape = networks.gate_shape(method, form, LAYERS, config, 6, bias)
+    shape = networks.gate_shape(method, form, LAYERS, config, 6, bias, untied)
     found = networks.make(shape, 0, torch.float64, torch.device("cpu"))
     for parameter in found.parameters():
         nn.init.normal_(parameter, std=0.4)
@@ -239,10 +241,13 @@ def test_what_kvzap_predicts(frozen: FrozenModel) -> None:
             assert float(found.scores[layer, place, shared]) == pytest.approx(math.log(most))
 
 
-@pytest.mark.parametrize("method", ["trimkv", "dbtrimkv"])
-def test_the_gradient(method: Any, frozen: FrozenModel) -> None:
+@pytest.mark.parametrize(
+    ("method", "untied"), [("trimkv", False), ("dbtrimkv", False), ("dbtrimkv", True)]
+)
+def test_the_gradient(method: Any, untied: bool, frozen: FrozenModel) -> None:
     """Along random directions, against differences of the loss."""
-    gate, prompt = small(method), random_prompt(5, 9)
+    gate, prompt = small(method, untied=untied), random_prompt(5, 9)
+    assert gate.shape.shares_memory == (method == "dbtrimkv")
 
     def loss() -> Tensor:
         return trimkv.losses(frozen, gate, prompt, 2, method == "dbtrimkv").total(0.7)
@@ -250,8 +255,9 @@ def test_the_gradient(method: Any, frozen: FrozenModel) -> None:
     loss().backward()  # type: ignore[no-untyped-call]
     assert all(x.grad is None for x in frozen.model.parameters())
     parameters = list(gate.parameters())
-    is_tied = method == "dbtrimkv"
-    assert len(parameters) == (2 * 2 * LAYERS + 2 if is_tied else 2 * 2 * LAYERS)
+    inner = 2 if method == "dbtrimkv" else 1
+    last = 1 if method == "dbtrimkv" and not untied else LAYERS
+    assert len(parameters) == 2 * (inner * LAYERS + last)
     for parameter in parameters:
         assert parameter.grad is not None
         direction = torch.randn_like(parameter)
@@ -261,6 +267,12 @@ def test_the_gradient(method: Any, frozen: FrozenModel) -> None:
             values.append(float(loss().detach()))
         parameter.data += 1e-5 * direction
         assert slope == pytest.approx((values[0] - values[1]) / 2e-5, rel=1e-4, abs=1e-7)
+
+
+def test_untied_is_for_dbtrimkv(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gates.main([folder, "--method", "trimkv", "--untied"])
+    assert "trimkv ties nothing" in capsys.readouterr().err
 
 
 def test_ridge_regression() -> None:
@@ -293,6 +305,7 @@ class Interrupted(Run):
 COMMANDS = {
     "trimkv": ["--method", "trimkv", "--steps", "6", "--accumulate", "2"],
     "dbtrimkv": ["--method", "dbtrimkv", "--steps", "5", "--accumulate", "1"],
+    "dbtrimkv untied": ["--method", "dbtrimkv", "--untied", "--steps", "5", "--accumulate", "1"],
     "mlp": ["--method", "kvzap", "--epochs", "12", "--sampled", "20"],
     "linear": ["--method", "kvzap", "--form", "linear", "--sampled", "20"],
 }
@@ -339,9 +352,12 @@ def test_a_training_from_command_to_folder(
         oracle = log_betas(file, "model.layers", 1 if name == "trimkv" else 2)
     for layer, gate in found.load([0, 1], slice(None), torch.float32, "cpu").items():
         torch.testing.assert_close(gate(hidden).double(), oracle(layer, hidden).double())
-    if name == "dbtrimkv":
+    if "dbtrimkv" in name:
         last = [f"model.layers.{n}.self_attn.retention_gate.linear3.weight" for n in (0, 1)]
-        assert torch.equal(file[last[0]], file[last[1]])
+        is_tied = torch.equal(file[last[0]], file[last[1]])
+        written = json.loads((whole / "config.json").read_text())
+        assert written["tie_retention_gate_layers"] == is_tied == ("untied" not in name)
+        assert written["global_capacity"]
     card = (whole / "README.md").read_text()
     assert f"`{found.form}`" in card
     assert "1 held-out example" in card

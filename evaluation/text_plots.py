@@ -33,7 +33,7 @@ ONE_ROW = 4
 """Most diagrams side by side."""
 MOST_LINES = 8
 """More arms than these cannot be told apart as lines; they get a row each."""
-RIGHT = "right (passages: before the first mistake)"
+RIGHT = "right (passages, copies: before the first mistake)"
 
 
 def draw_budgets(result: PartResult, path: Path) -> None:
@@ -166,7 +166,7 @@ def _styles(labels: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 def _value(cell: TextCell, kind: str) -> Estimate:
     """Return what is drawn of an arm: whole answers, or the share of a passage."""
-    return cell.share if kind == "passage" else cell.right
+    return cell.share if kind in ("passage", "copy") else cell.right
 
 
 def _whiskers(values: Sequence[Estimate]) -> list[list[float]]:

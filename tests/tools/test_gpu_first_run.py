@@ -246,7 +246,7 @@ def test_every_part_fits_a_call_by_default() -> None:
 @pytest.mark.slow
 def test_every_selection_of_tests_finds_some(tmp_path: Path) -> None:
     """The engine's parts together are their whole file, each test once."""
-    assert len(TESTS) == 8
+    assert len(TESTS) == 9
     names = [part.name for part in TESTS]
     assert gpu_first_run.main(["--rehearse", "--out", str(tmp_path), "--only", *names]) == 0
     results = json.loads((tmp_path / "results.json").read_text())

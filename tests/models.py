@@ -714,7 +714,7 @@ _QWEN3_PIXELS = {"patch_size": PATCH, "image_mean": [0.5] * 3, "image_std": [0.5
 
 _EXPERTS = {
     "num_experts": 4,
-    "num_experts_per_tok": 2,
+    "num_experts_per_tok": 4,  # all: rounding cannot choose among them
     "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 64,
 }

@@ -180,6 +180,22 @@ def assert_nearly_the_oracles(
         assert evicted.mean() < 0.5 * whole.mean()
 
 
+def assert_equal_up_to_a_near_tie(output: Any, expected: Any) -> None:
+    """Assert that two answers have the same tokens, but for what follows a near tie.
+
+    Where chunks end elsewhere, bfloat16 rounds differently. At the first token that differs, both
+    are the most likely one, so their log-probabilities are still about the same.
+    """
+    same = [
+        ours == theirs
+        for ours, theirs in zip(
+            output.outputs[0].token_ids, expected.outputs[0].token_ids, strict=True
+        )
+    ]
+    until = same.index(False) + 1 if False in same else len(same)
+    np.testing.assert_allclose(logprobs(output)[:until], logprobs(expected)[:until], atol=0.1)
+
+
 def of(logprobs: torch.Tensor, tokens: Sequence[int]) -> np.ndarray:
     """Return the log-probability of each token, from those of all."""
     return logprobs[range(len(tokens)), list(tokens)].numpy()
@@ -271,18 +287,12 @@ def test_nothing_is_lost_at_full_budget_and_with_cached_prefixes(
         np.testing.assert_allclose(logprobs(ours), logprobs(theirs), atol=0.05)
 
 
-@pytest.mark.parametrize(
-    ("arch", "least", "most"),
-    [("qwen3_5_moe", 0.75, 0.7), ("qwen3_next", 0.75, 0.7), ("minicpmv4_6", 0.9, 0.25)],
-)
-def test_other_hybrids(
-    arch: str, least: float, most: float, tiny_model: Callable[..., Path]
-) -> None:
+@pytest.mark.parametrize("arch", ["qwen3_5_moe", "qwen3_next", "minicpmv4_6"])
+def test_other_hybrids(arch: str, tiny_model: Callable[..., Path]) -> None:
     """Answers are stock's at the full budget, and elsewhere nearly the oracle's.
 
-    The oracle in float32 sends some tokens of mixtures to other experts, and which depends on the
-    number of threads: with one to three the mean differences were 0.05 to 0.38, against the oracle
-    without eviction 0.8 to 1.4. MiniCPM-V reads an image as a whole and in slices.
+    Mixtures of experts use all of their experts here: rounding would otherwise send some tokens to
+    others than in the oracle. MiniCPM-V reads an image as a whole and in slices.
     """
     folder = tiny_model(arch, layers=8, image_size=224)
     oracle = Oracle(folder)
@@ -302,7 +312,7 @@ def test_other_hybrids(
         for asked, output, again in zip(asks, cold, warm, strict=True):
             assert again.num_cached_tokens == 4 * BLOCK
             np.testing.assert_array_equal(logprobs(output), logprobs(again))
-            assert_nearly_the_oracles(running, oracle, asked, again, least=least, most=most)
+            assert_nearly_the_oracles(running, oracle, asked, again, least=0.85, most=0.25)
     with engine(folder, None, **OPTIONS) as stock:
         (expected,) = stock.run([replace(asks[0], xargs={})])
-    assert cold[0].outputs[0].token_ids == expected.outputs[0].token_ids
+    assert_equal_up_to_a_near_tie(cold[0], expected)

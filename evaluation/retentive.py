@@ -111,6 +111,9 @@ def part(
     return Part(title, text, tuple(cells), tuple(pairs), together=True, pooled=pooled)
 
 
+_WAITING = crossed((*BASES, *with_summaries(BASES), *SCORES[:2]), BUDGETS, (0, WAIT))
+"""Arms at every budget, with and without a wait."""
+
 PARTS = {
     "demo": part(
         "The demonstration model",
@@ -151,6 +154,22 @@ PARTS = {
         ("reach_unread",),
         pooled=False,
     ),
+    "waits": Part(
+        "With and without a wait",
+        "Passages in a text and on a page, of which most is still to be read after a wait of "
+        f"{WAIT} tokens. Asked last, when the other parts were known.",
+        (Cells((PASSAGE, PageTask("passage", "noise")), _WAITING, 16),),
+        tuple(
+            pair
+            for first, second in compared(BASES, SCORES[:2])
+            for wait in (0, WAIT)
+            for pair in paired(
+                crossed([first], BUDGETS, (wait,)), crossed([second], BUDGETS, (wait,))
+            )
+        ),
+        together=True,
+        pooled=True,
+    ),
 }
 """By the name on the command line."""
 
@@ -181,7 +200,7 @@ A summary of the demonstration model had 15 rows in these answers. It has 14 sin
 stored byte by byte; those of SmolLM2 have 15 as before.
 
 What this means is in [methods.md](../../methods.md#retentivekv-measured). Not asked: larger models
-and real images, speed, gates between 0 and 1, other decays, and waits but for passages of texts.
+and real images, speed, gates between 0 and 1, other decays, and waits but for passages.
 {READING}"""
 
 FIELD = Field(

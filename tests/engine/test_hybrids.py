@@ -186,12 +186,8 @@ def assert_equal_up_to_a_near_tie(output: Any, expected: Any) -> None:
     Where chunks end elsewhere, bfloat16 rounds differently. At the first token that differs, both
     are the most likely one, so their log-probabilities are still about the same.
     """
-    same = [
-        ours == theirs
-        for ours, theirs in zip(
-            output.outputs[0].token_ids, expected.outputs[0].token_ids, strict=True
-        )
-    ]
+    answers = zip(output.outputs[0].token_ids, expected.outputs[0].token_ids, strict=True)
+    same = [ours == theirs for ours, theirs in answers]
     until = same.index(False) + 1 if False in same else len(same)
     np.testing.assert_allclose(logprobs(output)[:until], logprobs(expected)[:until], atol=0.1)
 

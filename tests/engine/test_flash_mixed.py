@@ -47,16 +47,7 @@ def test_a_hybrid(tiny_model: Callable[..., Path]) -> None:
         for ask, output in zip(asks[:2], running.run(asks)[:2], strict=True):
             hybrids.assert_nearly_the_oracles(running, oracle, ask, output, least=0.9, most=0.25)
 
-        names, preempted = [running.add(ask) for ask in asks], set()
-
-        def preempt() -> None:
-            for request in list(running.scheduler.running):
-                if request.num_output_tokens == 5 and request.request_id not in preempted:
-                    preempted.add(request.request_id)
-                    running.preempt(request)
-
-        outputs = running.drain(preempt)
-        assert len(preempted) == len(names)
+        names, outputs = hybrids.run_with_preemptions(running, asks)
         assert all(np.isfinite(hybrids.logprobs(outputs[name])).all() for name in names)
 
         assert running.scheduler.reset_prefix_cache()

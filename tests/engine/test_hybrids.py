@@ -197,11 +197,11 @@ def of(logprobs: torch.Tensor, tokens: Sequence[int]) -> np.ndarray:
     return logprobs[range(len(tokens)), list(tokens)].numpy()
 
 
-def test_evictions_after_waits_in_steps_and_after_preemptions(running: SteppedEngine) -> None:
-    """Blocks are recounted after every step, freed ones hold NaN, and every answer is finite."""
-    xargs = [{"kv_eviction_defer": 3}, budget(0.3), {"kv_eviction": "none"}, budget(0.5)]
-    names = [running.add(ask(20 + i, xargs=x)) for i, x in enumerate(xargs)]
-    preempted = set()
+def run_with_preemptions(
+    running: SteppedEngine, asks: Sequence[Ask]
+) -> tuple[list[str], dict[str, Any]]:
+    """Return the names and outputs of requests, each of which is preempted in its answer once."""
+    names, preempted = [running.add(asked) for asked in asks], set()
 
     def preempt() -> None:
         for request in list(running.scheduler.running):
@@ -211,6 +211,15 @@ def test_evictions_after_waits_in_steps_and_after_preemptions(running: SteppedEn
 
     outputs = running.drain(preempt)
     assert len(preempted) == len(names)
+    return names, outputs
+
+
+def test_evictions_after_waits_in_steps_and_after_preemptions(running: SteppedEngine) -> None:
+    """Blocks are recounted after every step, freed ones hold NaN, and every answer is finite."""
+    xargs = [{"kv_eviction_defer": 3}, budget(0.3), {"kv_eviction": "none"}, budget(0.5)]
+    names, outputs = run_with_preemptions(
+        running, [ask(20 + i, xargs=x) for i, x in enumerate(xargs)]
+    )
     again = running.run([ask(20 + i, xargs=x, arrival=9 * i) for i, x in enumerate(xargs)])
     for name, alone in zip(names, again, strict=True):
         first = outputs[name]
@@ -308,7 +317,7 @@ def test_other_hybrids(arch: str, tiny_model: Callable[..., Path]) -> None:
         for asked, output, again in zip(asks, cold, warm, strict=True):
             assert again.num_cached_tokens == 4 * BLOCK
             np.testing.assert_array_equal(logprobs(output), logprobs(again))
-            assert_nearly_the_oracles(running, oracle, asked, again, least=0.85, most=0.25)
+            assert_nearly_the_oracles(running, oracle, asked, again, least=0.9, most=0.25)
     with engine(folder, None, **OPTIONS) as stock:
         (expected,) = stock.run([replace(asks[0], xargs={})])
     assert_equal_up_to_a_near_tie(cold[0], expected)

@@ -132,7 +132,7 @@ ROUNDED = [
     Case("by position", 0.7, (20, 160), 2, 30, ((9, 0.55), (18, 0.42))),
     Case("by position", 0.9, (30, 110), 0, 120, ceiling=128, buffer=32),
 ]
-"""What is kept and absorbed does not depend on rounding; for bfloat16, on a GPU."""
+"""Cases for a GPU in bfloat16: which tokens are kept and absorbed does not depend on rounding."""
 
 
 @dataclass

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device on which these tests run the Triton kernels."""
+"""Device on which these tests run the Triton kernels, and vLLM's model runners."""
 
 from __future__ import annotations
 
@@ -30,6 +30,14 @@ def device() -> Iterator[str]:
         patch.setattr(gpu, "on_cpu", True)
         multiply_bfloat16(patch)
         yield "cpu"
+
+
+@pytest.fixture(scope="module", params=["1", "0"], ids=["runner-v2", "runner-v1"])
+def runner(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Choose vLLM's model runner; return the value of its variable."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", request.param)
+        yield request.param
 
 
 def multiply_bfloat16(patch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ FlashAttention does not support float32, so the oracle judges each token
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +63,6 @@ def folder(tiny_model: Callable[..., Path], arch: str) -> Path:
 @pytest.fixture(scope="module")
 def oracle(folder: Path) -> Oracle:
     return Oracle(folder)
-
-
-@pytest.fixture(scope="module", params=["1", "0"], ids=["runner-v2", "runner-v1"])
-def runner(request: pytest.FixtureRequest) -> Iterator[str]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", request.param)
-        yield request.param
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])

@@ -6,7 +6,7 @@ Without a GPU the same requests run in `tests/engine/test_flash_mixed.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,6 @@ from tests.gpu.test_engine import OPTIONS, assert_runner
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.slow]
 
 WINDOWED = "exaone4_5"
-
-
-@pytest.fixture(scope="module", params=["1", "0"], ids=["runner-v2", "runner-v1"])
-def runner(request: pytest.FixtureRequest) -> Iterator[str]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", request.param)
-        yield request.param
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])

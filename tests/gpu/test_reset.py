@@ -8,7 +8,7 @@ after every step, and the oracle judges each token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,6 @@ RESETS = 3
 @pytest.fixture(scope="module")
 def folder(tiny_model: Callable[..., Path]) -> Path:
     return tiny_model("llava", image_size=112, head_size=64)
-
-
-@pytest.fixture(scope="module", params=["1", "0"], ids=["runner-v2", "runner-v1"])
-def runner(request: pytest.FixtureRequest) -> Iterator[str]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", request.param)
-        yield request.param
 
 
 def reset_after_evictions(running: SteppedEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -14,13 +14,13 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from vllm_tgvkv.counters import EvictionCounters
-from vllm_tgvkv.evictor import Evictor
-from vllm_tgvkv.metrics import MetricsBuffer
-from vllm_tgvkv.plan import Outcome
-from vllm_tgvkv.scheduler import EvictionScheduler
+from vllm_tgvkv.scheduler.scheduler import EvictionScheduler
 from vllm_tgvkv.server.prometheus import EvictionPrometheusStatLogger
-from vllm_tgvkv.stopwatch import PARTS
+from vllm_tgvkv.shared.counters import EvictionCounters
+from vllm_tgvkv.shared.metrics import MetricsBuffer
+from vllm_tgvkv.shared.plan import Outcome
+from vllm_tgvkv.worker.evictor import Evictor
+from vllm_tgvkv.worker.stopwatch import PARTS
 
 
 def exported() -> dict[str, float]:

@@ -12,7 +12,7 @@ from benchmarks.bench import Bench
 from benchmarks.measurement import Better, Line, Target
 from benchmarks.scale import BUDGET, COMMON
 from benchmarks.workload import Workload
-from vllm_tgvkv.config import EvictionConfig
+from vllm_tgvkv.config.server import EvictionConfig
 
 WORKSPACE = 64 << 20
 """Bound of each scratch buffer of the eviction, `workspace_bytes` of the kernels."""

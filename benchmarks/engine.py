@@ -22,8 +22,8 @@ from benchmarks.models import Shape, model_folder
 from benchmarks.probe import CallMemory, Stopwatches, Waits, reduced_pool
 from benchmarks.workload import Workload
 from measure.engines import LocalEngine
-from vllm_tgvkv import worker
-from vllm_tgvkv.plan import Outcome, StepPlan, outcomes_of
+from vllm_tgvkv.shared.plan import Outcome, StepPlan, outcomes_of
+from vllm_tgvkv.worker import base as worker
 
 
 class ArmEngine:

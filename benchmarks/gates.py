@@ -28,7 +28,7 @@ from benchmarks.prompts import image_prompt, text_prompt
 from measure.document import Table
 from measure.engines import ENVIRONMENT, LocalLLM, set_environment
 from training.networks import gate_shape, make
-from vllm_tgvkv.gates import Gates, write
+from vllm_tgvkv.gates.folder import Gates, write
 
 QUARTER = small_llava("gates", 1024, 4, 8, 2, 128, 3072, 4096, "float32")
 FORMS: dict[str, tuple[Any, str]] = {

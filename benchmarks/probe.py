@@ -13,8 +13,8 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_tgvkv.cuts import Cut
-from vllm_tgvkv.scheduler import EvictionScheduler
+from vllm_tgvkv.scheduler.scheduler import EvictionScheduler
+from vllm_tgvkv.shared.cuts import Cut
 
 
 class Stopwatches:

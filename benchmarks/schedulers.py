@@ -34,10 +34,10 @@ from benchmarks.models import Shape, model_folder
 from benchmarks.remote import Remote
 from benchmarks.scale import BUDGET, COMMON
 from benchmarks.workload import SchedulerLoad
-from vllm_tgvkv.attention import evicting_spec
-from vllm_tgvkv.config import config_of
-from vllm_tgvkv.plan import Outcome, attach_outcomes, plan_of
-from vllm_tgvkv.stopwatch import PARTS
+from vllm_tgvkv.attention.base import evicting_spec
+from vllm_tgvkv.config.server import config_of
+from vllm_tgvkv.shared.plan import Outcome, attach_outcomes, plan_of
+from vllm_tgvkv.worker.stopwatch import PARTS
 
 BLOCK_SIZE = 16
 """As on GPUs: smaller blocks mean longer rows, and more work for an eviction."""

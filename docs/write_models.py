@@ -39,13 +39,13 @@ from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 from measure.folders import byte_tokenizer
 from tests.models import FAMILIES
-from vllm_tgvkv.budget import Budget
-from vllm_tgvkv.compatibility import clear_nominal_window, refused_properties
-from vllm_tgvkv.errors import UnsupportedByEvictionError
+from vllm_tgvkv.blocks.manager import EvictingSpec, WindowSpec
+from vllm_tgvkv.engine.compatibility import clear_nominal_window, refused_properties
 from vllm_tgvkv.gain import FULL_ATTENTION, LayerKind, cache_specs, gain, layer_kinds
-from vllm_tgvkv.manager import EvictingSpec, WindowSpec
-from vllm_tgvkv.worker import evicting_backend
-from vllm_tgvkv.worker_cpu import EvictionCPUWorker
+from vllm_tgvkv.shared.budget import Budget
+from vllm_tgvkv.shared.errors import UnsupportedByEvictionError
+from vllm_tgvkv.worker.base import evicting_backend
+from vllm_tgvkv.worker.cpu import EvictionCPUWorker
 
 PAGE = Path(__file__).with_name("models.md")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write `docs/settings.md` from the declarations in `vllm_tgvkv/config.py`.
+"""Write `docs/settings.md` from the declarations in `vllm_tgvkv/config/server.py`.
 
 Usage: python -m docs.write_settings
 """
@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vllm_tgvkv.config import DebugOptions, DecodeOptions, EvictionConfig
-from vllm_tgvkv.settings import settings_of, table
+from vllm_tgvkv.config.server import DebugOptions, DecodeOptions, EvictionConfig
+from vllm_tgvkv.config.settings import settings_of, table
 
 PAGE = Path(__file__).with_name("settings.md")
 TEXT = """\
 # Settings
 
-`python -m docs.write_settings` writes this page from `vllm_tgvkv/config.py`, which declares every
-setting. `vllm serve --help=KVEviction` prints the same.
+`python -m docs.write_settings` writes this page from `vllm_tgvkv/config/server.py`, which declares
+every setting. `vllm serve --help=KVEviction` prints the same.
 
 `policy`, `budget` and `gates` have flags: `--kv-eviction`, `--kv-eviction-budget` and
 `--kv-eviction-gates`. `--kv-eviction-config` takes all of them, as a YAML or JSON file or inline

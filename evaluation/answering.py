@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
 
 from measure.engines import LocalLLM
-from vllm_tgvkv.config import CONFIG_KEY
+from vllm_tgvkv.config.server import CONFIG_KEY
 
 T = TypeVar("T")
 

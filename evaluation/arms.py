@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_tgvkv.config import NONE, EvictionConfig
+from vllm_tgvkv.config.server import NONE, EvictionConfig
 
 METHODS: tuple[str, ...] = EvictionConfig().method_names[1:]
 BUDGETS = (1.0, 0.5, 0.2, 0.1, 0.05, 0.02)

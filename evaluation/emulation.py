@@ -23,7 +23,7 @@ from evaluation.arms import EvaluatedArm
 from evaluation.engine import MODEL, Work
 from evaluation.questions import Question
 from oracle.methods import Image, Layout, Selection, Settings, choose, mix_of, observe
-from vllm_tgvkv.config import EvictionConfig
+from vllm_tgvkv.config.server import EvictionConfig
 
 
 class Emulation:

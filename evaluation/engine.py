@@ -17,7 +17,7 @@ from evaluation.arms import EvaluatedArm, engine_methods
 from evaluation.fingerprint import ROOT, fingerprint
 from evaluation.questions import Question
 from measure.facts import versions
-from vllm_tgvkv.budget import Budget
+from vllm_tgvkv.shared.budget import Budget
 
 MODEL = ROOT / "demo" / "model"
 PACKAGES = ("vllm", "vllm-tgvkv", "torch", "transformers", "numpy", "pillow", "matplotlib")

@@ -27,7 +27,7 @@ from evaluation.text_report import write_report
 from evaluation.text_tasks import FRESH, TRAINING
 from measure.facts import command_line, machine, revision
 from measure.smollm import WeightsMissingError, find_weights
-from vllm_tgvkv.errors import EvictionConfigError
+from vllm_tgvkv.shared.errors import EvictionConfigError
 
 DOCS = ROOT / "docs" / "evaluation"
 BUILD = ROOT / "build" / "evaluation"

@@ -27,8 +27,8 @@ from evaluation.fingerprint import ROOT
 from evaluation.text_arms import PASSAGES, number
 from evaluation.text_tasks import TRAINING, TextQuestion
 from measure.smollm import model_folder
-from vllm_tgvkv.budget import Budget
-from vllm_tgvkv.prompt import WINDOW
+from vllm_tgvkv.shared.budget import Budget
+from vllm_tgvkv.shared.prompt import WINDOW
 
 OUTPUT = ROOT / "docs" / "evaluation" / "text_training" / "reaches.json"
 TASKS = (

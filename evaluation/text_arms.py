@@ -14,10 +14,10 @@ from typing import Any, Protocol
 from evaluation import replacements
 from evaluation.fingerprint import ROOT
 from evaluation.text_tasks import TextTask
-from vllm_tgvkv.config import NONE, EvictionConfig
-from vllm_tgvkv.errors import EvictionConfigError
-from vllm_tgvkv.gates import Gates
-from vllm_tgvkv.request import RequestOptions
+from vllm_tgvkv.config.request import RequestOptions
+from vllm_tgvkv.config.server import NONE, EvictionConfig
+from vllm_tgvkv.gates.folder import Gates
+from vllm_tgvkv.shared.errors import EvictionConfigError
 
 METHODS = ("snapkv", "adakv", "pyramidkv", "streaming")
 """Methods without images. `tgv` and others deal by the attention to images, which texts lack."""

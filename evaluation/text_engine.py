@@ -21,7 +21,7 @@ from evaluation.text_tasks import TextExample, TextQuestion
 from evaluation.text_words import python_prose
 from measure.facts import machine, versions
 from measure.smollm import PACKAGE, model_folder
-from vllm_tgvkv.config import CONFIG_KEY
+from vllm_tgvkv.config.server import CONFIG_KEY
 
 PACKAGES = ("vllm", "vllm-tgvkv", "torch", "transformers", "tokenizers", "numpy", PACKAGE)
 """Packages that may change an answer."""

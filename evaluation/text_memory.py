@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vllm_tgvkv.budget import Budget
-from vllm_tgvkv.cuts import plan_cuts
+from vllm_tgvkv.shared.budget import Budget
+from vllm_tgvkv.shared.cuts import plan_cuts
 
 Cut = tuple[int, int, int]
 """Computed tokens of the answer, blocks held before it and after it, from a request's report."""

@@ -37,8 +37,8 @@ from evaluation.reaches import (
 from evaluation.text_arms import PASSAGES, number
 from evaluation.text_tasks import TRAINING, TextQuestion
 from measure.smollm import model_folder
-from vllm_tgvkv.budget import Budget
-from vllm_tgvkv.prompt import WINDOW
+from vllm_tgvkv.shared.budget import Budget
+from vllm_tgvkv.shared.prompt import WINDOW
 
 OUTPUT = ROOT / "docs" / "evaluation" / "text_training" / "waits.json"
 TASKS = (PASSAGES[1], number("noise", 1024, keys=4), PASSAGES[0], number("prose", 512, keys=4))

@@ -11,7 +11,7 @@ from typing import Any
 
 from demo.tasks import make_example
 from measure.messages import image_part, png_url
-from vllm_tgvkv.config import EvictionConfig
+from vllm_tgvkv.config.server import EvictionConfig
 
 SPLIT = "test"
 MIXES = {

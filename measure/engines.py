@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm_tgvkv.evictor import Evictor
-    from vllm_tgvkv.scheduler import EvictionScheduler
+    from vllm_tgvkv.scheduler.scheduler import EvictionScheduler
+    from vllm_tgvkv.worker.evictor import Evictor
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -102,7 +102,7 @@ class LocalLLM(LocalEngine):
         """Start vLLM, with eviction unless `eviction` is None; `options` are those of `LLM`."""
         from vllm import LLM
 
-        from vllm_tgvkv.config import CONFIG_KEY
+        from vllm_tgvkv.config.server import CONFIG_KEY
 
         additional = {} if eviction is None else {CONFIG_KEY: dict(eviction)}
         options = {"disable_log_stats": True, **options}

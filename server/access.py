@@ -21,7 +21,7 @@ from starlette.types import Message, Receive
 from vllm import envs
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
-from vllm_tgvkv.defaults import Defaults
+from vllm_tgvkv.config.defaults import Defaults
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient

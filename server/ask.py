@@ -22,7 +22,7 @@ from PIL import Image
 from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm_tgvkv.config import EvictionConfig
+from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.server.schemas import Answers, EvictedAnswer, FullAnswer, Question
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")

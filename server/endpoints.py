@@ -17,14 +17,14 @@ from starlette.datastructures import State
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 
-from vllm_tgvkv.budget import written
-from vllm_tgvkv.config import EvictionConfig, config_of
-from vllm_tgvkv.defaults import Defaults
-from vllm_tgvkv.errors import EvictionConfigError
+from vllm_tgvkv.config.defaults import Defaults
+from vllm_tgvkv.config.server import EvictionConfig, config_of
 from vllm_tgvkv.server import schemas
 from vllm_tgvkv.server.access import Access, GuardedRoute, changeable_server, evicting_server
 from vllm_tgvkv.server.ask import ask
 from vllm_tgvkv.server.engines import ask_engines
+from vllm_tgvkv.shared.budget import written
+from vllm_tgvkv.shared.errors import EvictionConfigError
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient

@@ -11,9 +11,9 @@ from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import SchedulerStats
 
-from vllm_tgvkv.config import EvictionConfig, config_of
-from vllm_tgvkv.counters import SKIP_REASONS
-from vllm_tgvkv.metrics import LAYERS, METRICS, Metric, take_metrics
+from vllm_tgvkv.config.server import EvictionConfig, config_of
+from vllm_tgvkv.shared.counters import SKIP_REASONS
+from vllm_tgvkv.shared.metrics import LAYERS, METRICS, Metric, take_metrics
 
 
 class EvictionPrometheusStatLogger(PrometheusStatLogger):

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from vllm_tgvkv.config import EvictionConfig
-from vllm_tgvkv.settings import settings_of
+from vllm_tgvkv.config.server import EvictionConfig
+from vllm_tgvkv.config.settings import settings_of
 
 BudgetValue = Annotated[
     float | int | str,

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from oracle.gates import log_betas, predicted
 from oracle.methods import METHODS
-from vllm_tgvkv.gates import GateKind, Gates, write
-from vllm_tgvkv.head_scores import HeadScores
+from vllm_tgvkv.gates.folder import GateKind, Gates, write
 from vllm_tgvkv.policies import gates_of, has_summaries
+from vllm_tgvkv.policies.head_scores import HeadScores
 
 WITHOUT_GATES = {
     name: mix for name, mix in METHODS.items() if gates_of(name) is None and not has_summaries(name)

@@ -24,7 +24,7 @@ from training.frozen import FrozenModel
 from training.networks import GateNetworks, count, gate_shape, make
 from training.prompts import Prompter, TrainingError
 from training.run import Run, Stopped
-from vllm_tgvkv.gates import Gates, write
+from vllm_tgvkv.gates.folder import Gates, write
 
 METHODS = ("kvzap", "trimkv", "dbtrimkv")
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_tgvkv.config import CONFIG_KEY
-from vllm_tgvkv.errors import EvictionConfigError, UnsupportedByEvictionError
+from vllm_tgvkv.config.server import CONFIG_KEY
 from vllm_tgvkv.policies import method_names
-from vllm_tgvkv.scheduler import CutReport, EvictionReport, MemoryReport
+from vllm_tgvkv.shared.errors import EvictionConfigError, UnsupportedByEvictionError
+from vllm_tgvkv.shared.report import CutReport, EvictionReport, MemoryReport
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput

@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_tgvkv.budget import Budget
-from vllm_tgvkv.errors import EvictionConfigError
+from vllm_tgvkv.shared.budget import Budget
+from vllm_tgvkv.shared.errors import EvictionConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -134,7 +134,7 @@ def _layer_kind(spec: KVCacheSpec, count: int, vllm_config: VllmConfig) -> Layer
         SlidingWindowSpec,
     )
 
-    from vllm_tgvkv.manager import EvictingSpec
+    from vllm_tgvkv.blocks.manager import EvictingSpec
 
     if isinstance(spec, MambaSpec):
         # With prefix caching a request holds two: the last one that is cached, and its own.
@@ -202,7 +202,7 @@ def block_size_with(
     from vllm.platforms import current_platform
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
-    from vllm_tgvkv.states import packed_block_size
+    from vllm_tgvkv.blocks.states import packed_block_size
 
     cache = vllm_config.cache_config
     if any(isinstance(spec, MambaSpec) for spec in specs):
@@ -300,7 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:  # whatever vLLM raises for a model that it cannot build here
         print(f"vLLM cannot build {options.model} here: {error}", file=sys.stderr)
         return 1
-    from vllm_tgvkv.compatibility import refused_properties
+    from vllm_tgvkv.engine.compatibility import refused_properties
 
     model = vllm_config.model_config
     refusals = refused_properties(model)
@@ -321,8 +321,8 @@ def _configure(options: argparse.Namespace) -> VllmConfig:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
-    from vllm_tgvkv.compatibility import clear_nominal_window
-    from vllm_tgvkv.vllm_versions import block_size_before_loading
+    from vllm_tgvkv.engine.compatibility import clear_nominal_window
+    from vllm_tgvkv.shared.vllm_versions import block_size_before_loading
 
     given: dict[str, Any] = {
         "block_size": options.block_size,

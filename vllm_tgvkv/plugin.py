@@ -31,6 +31,6 @@ def register() -> None:
 
     check_vllm_version(vllm.__version__)
 
-    from vllm_tgvkv import patches
+    from vllm_tgvkv.engine import patches
 
     patches.install_flags()

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_tgvkv.decision import Decider, Decision
 from vllm_tgvkv.kernels.row_sums import RowSums
 from vllm_tgvkv.kernels.select import page_offsets
 from vllm_tgvkv.kernels.statistics import observe
@@ -33,7 +32,8 @@ from vllm_tgvkv.policies import (
     VisionSpan,
     build_policy,
 )
-from vllm_tgvkv.prompt import PromptMap, voters
+from vllm_tgvkv.shared.prompt import PromptMap, voters
+from vllm_tgvkv.worker.decision import Decider, Decision
 
 _LAYERS, _HEADS, _GROUP, _HEAD_SIZE, _BLOCK_SIZE, _WINDOW = 3, 2, 3, 8, 4, 10
 _SCALE = _HEAD_SIZE**-0.5

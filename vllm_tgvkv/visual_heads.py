@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from vllm_tgvkv.head_scores import write
+from vllm_tgvkv.policies.head_scores import write
 
 QUESTION = "What is the value of {key}?"
 PAGE_SIZE = 336

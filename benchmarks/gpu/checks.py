@@ -196,9 +196,9 @@ def defaults(run: Run) -> None:
     """Start with vLLM's defaults and the model's real length; no kernel compiles afterwards."""
     sizes = run.sizes
     if ON_CUDA:
-        from vllm_tgvkv.worker_cuda import EvictionGPUWorker as worker
+        from vllm_tgvkv.worker.cuda import EvictionGPUWorker as worker
     else:
-        from vllm_tgvkv.worker_cpu import EvictionCPUWorker as worker
+        from vllm_tgvkv.worker.cpu import EvictionCPUWorker as worker
     for name, what in (
         ("initialize_from_config", "cache and page tables"),
         ("compile_or_warm_up_model", "warm-up and graphs"),

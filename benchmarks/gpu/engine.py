@@ -50,7 +50,7 @@ class GpuEngine:
         self.eviction = DeviceStopwatch(self.device)
         self.eviction_host = Stopwatches()
         if self.evicts:
-            from vllm_tgvkv.evictor import Evictor
+            from vllm_tgvkv.worker.evictor import Evictor
 
             self.eviction.wrap(Evictor, "observe_layer")
             self.eviction_host.watch(Evictor, "observe_layer")

@@ -7,7 +7,7 @@ import os
 import signal
 from typing import Any
 
-from vllm_tgvkv.decision import Decider
+from vllm_tgvkv.worker.decision import Decider
 
 
 class Mortal:

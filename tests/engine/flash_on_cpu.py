@@ -19,20 +19,20 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import flash_attn
 
-from vllm_tgvkv import platforms
-from vllm_tgvkv.attention import EvictingMetadata
-from vllm_tgvkv.attention_cuda import (
+from vllm_tgvkv.attention.base import EvictingMetadata
+from vllm_tgvkv.attention.cuda import (
     EvictingFlashBackend,
     EvictingFlashMetadataBuilder,
     RaggedTokens,
 )
-from vllm_tgvkv.worker_cpu import EvictionCPUWorker
+from vllm_tgvkv.engine import platforms
+from vllm_tgvkv.worker.cpu import EvictionCPUWorker
 
 
 class FlashOnCPUWorker(EvictionCPUWorker):
     """The CPU worker with the attention backend of the GPU."""
 
-    evicting_backend = "vllm_tgvkv.attention_cuda.EvictingFlashBackend"
+    evicting_backend = "vllm_tgvkv.attention.cuda.EvictingFlashBackend"
 
 
 class ReplayingBuilder(EvictingFlashMetadataBuilder):
@@ -54,7 +54,7 @@ class ReplayingBuilder(EvictingFlashMetadataBuilder):
     def build(
         self, prefix: int, common: CommonAttentionMetadata, fast_build: bool = False
     ) -> EvictingMetadata[RaggedTokens]:
-        observes = self._evictor is not None and self._evictor.has_work(single_tokens=True)
+        observes = self._observer is not None and self._observer.has_work(single_tokens=True)
         is_decode = common.max_query_len == 1 and not observes
         if not is_decode:
             return super().build(prefix, common, fast_build)
@@ -63,7 +63,9 @@ class ReplayingBuilder(EvictingFlashMetadataBuilder):
             captured = super().build(prefix, common.replace(max_seq_len=longest), fast_build)
             self.captured[common.num_reqs] = captured
         type(self).num_replays += 1
-        type(self).num_storing += self._evictor is not None and bool(self.evictor.plan.observations)
+        type(self).num_storing += self._observer is not None and bool(
+            self.observer.plan.observations
+        )
         super().build(prefix, common, fast_build)
         return self.captured[common.num_reqs]
 

@@ -13,8 +13,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.cpu import model_runner as cpu
 
 from tests.engine.flash_on_cpu import FlashOnCPUWorker
-from vllm_tgvkv.worker import EvictingWorker
-from vllm_tgvkv.worker_cuda import EvictingModelRunnerV2, EvictionGPUWorker
+from vllm_tgvkv.worker.base import EvictingWorker
+from vllm_tgvkv.worker.cuda import EvictingModelRunnerV2, EvictionGPUWorker
 
 
 class EvictingV2Runner(EvictingModelRunnerV2, cpu.CPUModelRunner):

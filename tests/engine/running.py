@@ -17,7 +17,7 @@ from vllm.v1.request import Request
 
 from measure.engines import LocalLLM
 from oracle.emulation import Eviction, Oracle, Selection
-from vllm_tgvkv.integrity import check_integrity
+from vllm_tgvkv.blocks.integrity import check_integrity
 
 # Tests inspect the scheduler and the worker, so both run in this process.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

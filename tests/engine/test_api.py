@@ -16,8 +16,8 @@ import vllm_tgvkv
 from tests.conftest import ROOT
 from tests.engine import running  # noqa: F401  sets the environment of engines
 from vllm_tgvkv import api
-from vllm_tgvkv.config import EvictionConfig
-from vllm_tgvkv.request import REQUEST_KEYS, RequestOptions
+from vllm_tgvkv.config.request import REQUEST_KEYS, RequestOptions
+from vllm_tgvkv.config.server import EvictionConfig
 
 NAMES = (
     "CutReport",

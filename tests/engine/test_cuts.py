@@ -22,7 +22,7 @@ from tests.engine.questions import question
 from tests.engine.running import Ask, SteppedEngine, engine
 from tests.engine.test_speculation import NGRAM
 from tests.inputs import head_scores
-from vllm_tgvkv.head_scores import write
+from vllm_tgvkv.policies.head_scores import write
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

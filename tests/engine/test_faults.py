@@ -18,11 +18,11 @@ from oracle.emulation import Oracle
 from tests.engine.running import Ask, SteppedEngine, assert_outputs_agree, engine
 from tests.engine.test_engine import album, budget
 from tests.server.serving import STOP_SECONDS, serve
-from vllm_tgvkv import observation
-from vllm_tgvkv.budget import Budget
 from vllm_tgvkv.policies.base import LayerView
 from vllm_tgvkv.policies.snapkv import SnapScore
 from vllm_tgvkv.policies.tgv import TgvAllocation
+from vllm_tgvkv.shared.budget import Budget
+from vllm_tgvkv.worker import observation
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 

@@ -31,10 +31,10 @@ from tests.engine.test_engine import (
     tgv,
 )
 from tests.models import random_text
-from vllm_tgvkv import attention_cuda
-from vllm_tgvkv.config import EvictionConfig
+from vllm_tgvkv.attention import cuda as attention_cuda
+from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.kernels import gpu
-from vllm_tgvkv.warm_up import warm_up
+from vllm_tgvkv.worker.warm_up import warm_up
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

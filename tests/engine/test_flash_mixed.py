@@ -19,7 +19,7 @@ from tests.engine import flash_on_cpu
 from tests.engine import test_hybrids as hybrids
 from tests.engine import test_windows as windows
 from tests.engine.running import engine
-from vllm_tgvkv.warm_up import warm_up
+from vllm_tgvkv.worker.warm_up import warm_up
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 

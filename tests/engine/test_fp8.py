@@ -24,9 +24,9 @@ from vllm import _custom_ops as ops
 from oracle.emulation import Eviction, Oracle, Prompt, select
 from tests.engine.running import Ask, SteppedEngine, deviation, engine
 from tests.engine.test_engine import album, tgv
-from vllm_tgvkv import attention_cpu
-from vllm_tgvkv.attention_cpu import check_page_format
-from vllm_tgvkv.pages import FP8, PageLayoutError
+from vllm_tgvkv.attention import cpu as attention_cpu
+from vllm_tgvkv.attention.cpu import check_page_format
+from vllm_tgvkv.cache.pages import FP8, PageLayoutError
 
 pytestmark = [
     pytest.mark.compatibility,

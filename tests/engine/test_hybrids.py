@@ -23,8 +23,8 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from oracle.emulation import Eviction, Oracle
 from tests.engine.running import Ask, SteppedEngine, engine
 from tests.models import FAMILIES, MINICPM_IMAGE, QWEN_IMAGE, random_image, random_text
-from vllm_tgvkv.budget import Budget
 from vllm_tgvkv.gain import gain, layer_kinds, specs_of_layers
+from vllm_tgvkv.shared.budget import Budget
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -21,8 +21,8 @@ import torch
 from tests.engine.running import Ask, SteppedEngine, engine
 from tests.engine.test_engine import album
 from tests.models import random_text
-from vllm_tgvkv.attention import EvictingMetadata
-from vllm_tgvkv.attention_cpu import EvictingCPUMetadataBuilder, VirtualSequences
+from vllm_tgvkv.attention.base import EvictingMetadata
+from vllm_tgvkv.attention.cpu import EvictingCPUMetadataBuilder, VirtualSequences
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 

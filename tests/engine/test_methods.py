@@ -23,7 +23,7 @@ from oracle.methods import HEAD, LAYER, Auto, Mix, Pool
 from tests.engine.running import Ask, SteppedEngine, engine
 from tests.inputs import WITHOUT_GATES, head_scores
 from tests.models import LLAVA_IMAGE, random_image, random_text
-from vllm_tgvkv.head_scores import write
+from vllm_tgvkv.policies.head_scores import write
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -27,8 +27,8 @@ from tests.engine.running import Ask, SteppedEngine, engine
 from tests.inputs import WITHOUT_GATES
 from tests.models import FAMILIES, PATCH, TinyModel, random_image, random_text
 from tests.models import random_video as video
-from vllm_tgvkv.config import CONFIG_KEY
-from vllm_tgvkv.errors import UnsupportedByEvictionError
+from vllm_tgvkv.config.server import CONFIG_KEY
+from vllm_tgvkv.shared.errors import UnsupportedByEvictionError
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 

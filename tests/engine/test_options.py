@@ -23,8 +23,8 @@ from tests.engine.running import (
     assert_agrees,
     engine,
 )
-from vllm_tgvkv.attention_cpu import EvictingCPUImpl
-from vllm_tgvkv.errors import UnsupportedByEvictionError
+from vllm_tgvkv.attention.cpu import EvictingCPUImpl
+from vllm_tgvkv.shared.errors import UnsupportedByEvictionError
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 

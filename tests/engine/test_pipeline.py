@@ -23,8 +23,8 @@ from tests.engine.running import Ask
 from tests.engine.test_engine import album
 from tests.engine.test_parallel import ParallelEngine, workers
 from vllm_tgvkv.kernels.row_sums import RowSums
-from vllm_tgvkv.plan import Outcome, plan_of
 from vllm_tgvkv.policies.snapkv import SnapScore
+from vllm_tgvkv.shared.plan import Outcome, plan_of
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 

@@ -40,13 +40,13 @@ STOCK = {
     "invalid request passes": True,
 }
 EVICTING = {
-    "scheduler": "vllm_tgvkv.scheduler.EvictionScheduler",
-    "worker": "vllm_tgvkv.worker_cpu.EvictionCPUWorker",
-    "manager": "vllm_tgvkv.manager.EvictingManager",
-    "spec": "vllm_tgvkv.manager.EvictingSpec",
-    "backend": "vllm_tgvkv.attention_cpu.EvictingCPUBackend",
-    "builder": "vllm_tgvkv.attention_cpu.EvictingCPUMetadataBuilder",
-    "impl": "vllm_tgvkv.attention_cpu.EvictingCPUImpl",
+    "scheduler": "vllm_tgvkv.scheduler.scheduler.EvictionScheduler",
+    "worker": "vllm_tgvkv.worker.cpu.EvictionCPUWorker",
+    "manager": "vllm_tgvkv.blocks.manager.EvictingManager",
+    "spec": "vllm_tgvkv.blocks.manager.EvictingSpec",
+    "backend": "vllm_tgvkv.attention.cpu.EvictingCPUBackend",
+    "builder": "vllm_tgvkv.attention.cpu.EvictingCPUMetadataBuilder",
+    "impl": "vllm_tgvkv.attention.cpu.EvictingCPUImpl",
     "layers outermost": False,
     "invalid request passes": False,
 }

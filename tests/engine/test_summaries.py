@@ -22,9 +22,9 @@ from oracle.summaries import Absorbed, Row, Rules
 from tests.engine import flash_on_cpu
 from tests.engine.running import Ask, SteppedEngine, engine, name_of
 from tests.models import LLAVA_IMAGE, random_image, random_text
-from vllm_tgvkv import attention_cuda
+from vllm_tgvkv.attention import cuda as attention_cuda
 from vllm_tgvkv.kernels.summaries import num_rows
-from vllm_tgvkv.warm_up import warm_up
+from vllm_tgvkv.worker.warm_up import warm_up
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

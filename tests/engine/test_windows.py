@@ -20,9 +20,9 @@ from oracle import methods
 from oracle.emulation import Eviction, Oracle, Prompt
 from tests.engine.running import Ask, SteppedEngine, engine, name_of
 from tests.models import FAMILIES, WINDOW, random_image, random_text
-from vllm_tgvkv.budget import Budget
+from vllm_tgvkv.blocks.manager import EvictingSpec
 from vllm_tgvkv.gain import Gain, gain, layer_kinds, specs_of_layers
-from vllm_tgvkv.manager import EvictingSpec
+from vllm_tgvkv.shared.budget import Budget
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 

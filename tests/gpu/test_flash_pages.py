@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashAttention over pages of one head, as `vllm_tgvkv/attention_cuda.py` calls it, in float64.
+"""FlashAttention over pages of one head, as `vllm_tgvkv/attention/cuda.py` calls it, in float64.
 
 Each (row, KV head) is a sequence with one query of G heads. Keys and values are the halves of a
 slot. Numbers of sequences lie on both sides of 992, above which FlashAttention 3 splits none.

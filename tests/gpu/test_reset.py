@@ -19,7 +19,7 @@ from tests.engine.running import Ask, SteppedEngine, assert_close, engine
 from tests.engine.test_engine import album, budget, tgv
 from tests.gpu.test_engine import OPTIONS, assert_runner
 from tests.models import random_text
-from vllm_tgvkv.plan import plan_of
+from vllm_tgvkv.shared.plan import plan_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.slow]
 

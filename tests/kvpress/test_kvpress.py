@@ -24,8 +24,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.inputs import paged
 from tests.kvpress.environment import run_script
 from tests.kvpress.record import load, states_of
-from vllm_tgvkv.budget import Budget
-from vllm_tgvkv.decision import Decider
 from vllm_tgvkv.kernels.row_sums import RowSums
 from vllm_tgvkv.kernels.select import page_offsets, select_tokens
 from vllm_tgvkv.kernels.statistics import observe
@@ -40,7 +38,9 @@ from vllm_tgvkv.policies import (
     adakv,
     build_policy,
 )
-from vllm_tgvkv.prompt import WINDOW, PromptMap, RowSet, voters
+from vllm_tgvkv.shared.budget import Budget
+from vllm_tgvkv.shared.prompt import WINDOW, PromptMap, RowSet, voters
+from vllm_tgvkv.worker.decision import Decider
 
 pytestmark = pytest.mark.slow
 

@@ -41,11 +41,13 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_tgvkv.config import CONFIG_KEY
-from vllm_tgvkv.cuts import Cuts
-from vllm_tgvkv.integrity import check_integrity
-from vllm_tgvkv.manager import EvictingSpec, StateSpec, WindowSpec
-from vllm_tgvkv.plan import (
+from vllm_tgvkv.blocks.integrity import check_integrity
+from vllm_tgvkv.blocks.manager import EvictingSpec, StateSpec, WindowSpec
+from vllm_tgvkv.config.server import CONFIG_KEY
+from vllm_tgvkv.scheduler.scheduler import AsyncEvictionScheduler, EvictionScheduler
+from vllm_tgvkv.shared.cuts import Cuts
+from vllm_tgvkv.shared.plan import (
+    NO_ROW,
     Eviction,
     Failure,
     Observation,
@@ -54,8 +56,6 @@ from vllm_tgvkv.plan import (
     attach_outcomes,
     plan_of,
 )
-from vllm_tgvkv.queries import NO_ROW
-from vllm_tgvkv.scheduler import AsyncEvictionScheduler, EvictionScheduler
 
 END = 2
 """The token that ends an answer."""

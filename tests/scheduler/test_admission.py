@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from vllm_tgvkv.admission import Prefill, PrefillOrder, Sums
+from vllm_tgvkv.blocks.admission import Prefill, PrefillOrder, Sums
 
 BLOCKS = st.integers(0, 12)
 WINDOWS = st.tuples(st.integers(0, 9), st.integers(0, 9)).map(lambda n: (min(n), max(n))) | st.just(

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.scheduler.double import Double, Job, Setup
-from vllm_tgvkv.integrity import IntegrityError, check_integrity
-from vllm_tgvkv.manager import Compression, EvictingManager
-from vllm_tgvkv.scheduler import EvictionScheduler
+from vllm_tgvkv.blocks.integrity import IntegrityError, check_integrity
+from vllm_tgvkv.blocks.manager import Compression, EvictingManager
+from vllm_tgvkv.scheduler.scheduler import EvictionScheduler
 
 
 def make_scheduler(checks_each_step: bool = False) -> EvictionScheduler:

@@ -8,7 +8,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.scheduler.double import Double, Job, Setup
 from tests.scheduler.test_simulation import prompt, settings
-from vllm_tgvkv.scheduler import EvictionScheduler
+from vllm_tgvkv.scheduler.scheduler import EvictionScheduler
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["in_turn", "ahead"])

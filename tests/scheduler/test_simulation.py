@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from tests.scheduler.double import Double, Job, Setup
-from vllm_tgvkv.admission import PrefillOrder
-from vllm_tgvkv.manager import EvictingManager
+from vllm_tgvkv.blocks.admission import PrefillOrder
+from vllm_tgvkv.blocks.manager import EvictingManager
 
 NUM_WORKLOADS = int(os.environ.get("SCHEDULER_WORKLOADS", "120"))
 POLICIES = ("tgv", "snapkv", "h2o", "streaming")

@@ -21,7 +21,7 @@ from tests.scheduler.test_simulation import (
     server,
     settings,
 )
-from vllm_tgvkv.errors import UnsupportedByEvictionError
+from vllm_tgvkv.shared.errors import UnsupportedByEvictionError
 
 
 def with_window(workload: Workload, seed: int) -> Workload:

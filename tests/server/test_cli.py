@@ -22,10 +22,10 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.inputs import write_gates
-from vllm_tgvkv import patches
-from vllm_tgvkv.config import CONFIG_KEY, EvictionConfig
-from vllm_tgvkv.errors import EvictionConfigError
+from vllm_tgvkv.config.server import CONFIG_KEY, EvictionConfig
+from vllm_tgvkv.engine import patches
 from vllm_tgvkv.policies import METHOD_NAMES
+from vllm_tgvkv.shared.errors import EvictionConfigError
 
 
 @pytest.fixture(scope="module")
@@ -386,7 +386,7 @@ def test_help_is_as_quick_as_vllms_own() -> None:
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     (found,) = (line for line in ended.stdout.splitlines() if line.startswith("imported "))
     imported = found.split()[1:]
-    assert "vllm_tgvkv.patches" in imported
+    assert "vllm_tgvkv.engine.patches" in imported
     assert [name for name in imported if not name.startswith("vllm_tgvkv")] == []
     heavy = {"scheduler", "manager", "worker", "attention", "evictor", "server"}
     assert heavy.isdisjoint(name.split(".")[1] for name in imported if "." in name)

@@ -29,7 +29,7 @@ from demo.run import MODEL
 from measure.messages import png_url
 from tests.inputs import new_rng
 from tests.server.serving import ChatServer, serve
-from vllm_tgvkv.counters import SKIP_REASONS
+from vllm_tgvkv.shared.counters import SKIP_REASONS
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium")

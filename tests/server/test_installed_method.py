@@ -60,7 +60,7 @@ def test_measuring_programs_and_help_know_it(site: Path) -> None:
     code = (
         "import evaluation.arms, loadtests.mix\n"
         "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
-        "from vllm_tgvkv import patches\n"
+        "from vllm_tgvkv.engine import patches\n"
         "assert 'last_row' in evaluation.arms.METHODS\n"
         "assert any(c.xargs.get('kv_eviction') == 'last_row' for c in loadtests.mix.make_cases())\n"
         "parser = patches._add_flags(lambda parser: parser, FlexibleArgumentParser())\n"

@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from measure.serving import group_members
 from tests.engine.running import engine
 from tests.server.serving import BLOCK_SIZE, ChatServer, eventually, messages, serve
-from vllm_tgvkv.counters import SKIP_REASONS
+from vllm_tgvkv.shared.counters import SKIP_REASONS
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 

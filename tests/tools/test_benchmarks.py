@@ -27,10 +27,10 @@ from benchmarks.remote import Remote, RemoteError, TimeUpError
 from benchmarks.run import PARTS
 from benchmarks.scale import FULL, QUICK, SCALES, SMOKE, Scale
 from tests.conftest import ROOT
-from vllm_tgvkv.cuts import Ceiling, Cut, plan_cuts
+from vllm_tgvkv.shared.cuts import Ceiling, Cut, plan_cuts
 
 if TYPE_CHECKING:
-    from vllm_tgvkv.scheduler import EvictionScheduler
+    from vllm_tgvkv.scheduler.scheduler import EvictionScheduler
 
 
 def bench(scale: Scale = FULL, block_size: int = 128, seconds: float = 60.0) -> Bench:

@@ -21,9 +21,9 @@ from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.conftest import ROOT
-from vllm_tgvkv import patches
-from vllm_tgvkv.budget import Budget
-from vllm_tgvkv.config import CONFIG_KEY, EvictionConfig
+from vllm_tgvkv.config.server import CONFIG_KEY, EvictionConfig
+from vllm_tgvkv.engine import patches
+from vllm_tgvkv.shared.budget import Budget
 
 CONFIGS = ROOT / "configs"
 FLAVOURS = ("quality", "balanced", "throughput")

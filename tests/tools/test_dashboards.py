@@ -37,10 +37,10 @@ from measure.serving import free_port
 from tests.conftest import ROOT
 from tests.tools.programs import program
 from tests.tools.test_docs import DASHBOARD, anchors
-from vllm_tgvkv.config import CONFIG_KEY
-from vllm_tgvkv.counters import SKIP_REASONS
-from vllm_tgvkv.metrics import LAYERS, METRICS, MetricsBuffer
+from vllm_tgvkv.config.server import CONFIG_KEY
 from vllm_tgvkv.server.prometheus import EvictionPrometheusStatLogger
+from vllm_tgvkv.shared.counters import SKIP_REASONS
+from vllm_tgvkv.shared.metrics import LAYERS, METRICS, MetricsBuffer
 
 CONFIGS = ROOT / "configs"
 RULES = CONFIGS / "prometheus/rules/kv-eviction.yml"

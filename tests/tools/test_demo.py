@@ -27,8 +27,8 @@ from measure.serving import ServingError
 from measure.smollm import WeightsMissingError, find_weights
 from reader.tasks import PageExample
 from tests.conftest import ROOT
-from vllm_tgvkv.config import EvictionConfig
-from vllm_tgvkv.request import RequestOptions
+from vllm_tgvkv.config.request import RequestOptions
+from vllm_tgvkv.config.server import EvictionConfig
 
 BLOCKS = 50
 TRUTHS = ("1234567", "7654321")

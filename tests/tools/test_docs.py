@@ -24,13 +24,13 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from tests.conftest import ROOT
 from tests.inputs import write_gates
 from tests.tools.test_configs import engine_args, serve_parser
-from vllm_tgvkv.budget import Budget
-from vllm_tgvkv.config import CONFIG_KEY, EvictionConfig
+from vllm_tgvkv.config.request import REQUEST_KEYS, RequestOptions
+from vllm_tgvkv.config.server import CONFIG_KEY, EvictionConfig
+from vllm_tgvkv.engine.patches import FLAGS
 from vllm_tgvkv.gain import FULL_ATTENTION, LayerKind, gain
-from vllm_tgvkv.head_scores import write
-from vllm_tgvkv.metrics import METRICS
-from vllm_tgvkv.patches import FLAGS
-from vllm_tgvkv.request import REQUEST_KEYS, RequestOptions
+from vllm_tgvkv.policies.head_scores import write
+from vllm_tgvkv.shared.budget import Budget
+from vllm_tgvkv.shared.metrics import METRICS
 
 __all__ = ["serve_parser"]  # a fixture
 

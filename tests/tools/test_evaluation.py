@@ -23,7 +23,7 @@ from evaluation.questions import questions
 from evaluation.record import Record
 from evaluation.results import ALL, Side, cell, compare_methods, compare_pairs
 from measure.statistics import bootstrap, holm, mcnemar, wilson
-from vllm_tgvkv.config import EvictionConfig
+from vllm_tgvkv.config.server import EvictionConfig
 
 ANSWER = Answer("value", 0, "tgv@0.1", "123", "1111", 600, 60.0, 38, 4)
 

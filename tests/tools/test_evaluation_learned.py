@@ -30,7 +30,7 @@ from evaluation.learned import (
 from evaluation.text_arms import FULL, Cells, Part, TextArm, by_gates, check, eviction_settings
 from evaluation.text_tasks import FRESH, TextQuestion
 from tests.inputs import write_gates
-from vllm_tgvkv.errors import EvictionConfigError
+from vllm_tgvkv.shared.errors import EvictionConfigError
 
 FORMS = {KVZAP: "mlp", RETENTION: "rg10", OWN: "rg", UNTIED: "rg10"}
 

@@ -45,12 +45,12 @@ from evaluation.text_tasks import TextExample, TextQuestion, TextTask
 from measure import smollm
 from measure.document import Table
 from reader.tasks import TASKS
-from vllm_tgvkv.budget import Budget
-from vllm_tgvkv.config import EvictionConfig
-from vllm_tgvkv.errors import EvictionConfigError
+from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.policies import build_policy
 from vllm_tgvkv.policies.base import Policy
 from vllm_tgvkv.policies.pooling import Pooler, Pooling
+from vllm_tgvkv.shared.budget import Budget
+from vllm_tgvkv.shared.errors import EvictionConfigError
 
 
 @pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)

@@ -48,9 +48,9 @@ from evaluation.text_tasks import (
 from evaluation.text_words import ADJECTIVES, NOISE, NOUNS, python_prose
 from measure import smollm
 from measure.statistics import mcnemar
-from vllm_tgvkv.config import EvictionConfig
-from vllm_tgvkv.cuts import plan_cuts
-from vllm_tgvkv.errors import EvictionConfigError
+from vllm_tgvkv.config.server import EvictionConfig
+from vllm_tgvkv.shared.cuts import plan_cuts
+from vllm_tgvkv.shared.errors import EvictionConfigError
 
 FRAME = 30
 TASKS = [

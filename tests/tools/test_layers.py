@@ -43,11 +43,15 @@ def test_every_package_is_looked_at() -> None:
 @pytest.mark.parametrize(
     ("module", "imported", "contract"),
     [
-        ("vllm_tgvkv/kernels/select.py", "vllm_tgvkv.pages", "Layers of the plugin"),
-        ("vllm_tgvkv/scheduler.py", "vllm_tgvkv.evictor", "scheduler's side does not"),
+        ("vllm_tgvkv/kernels/select.py", "vllm_tgvkv.cache.pages", "Layers of the plugin"),
+        (
+            "vllm_tgvkv/scheduler/scheduler.py",
+            "vllm_tgvkv.worker.evictor",
+            "scheduler's side does not",
+        ),
         ("vllm_tgvkv/policies/tgv.py", "vllm.envs", "do not know vLLM"),
-        ("oracle/methods.py", "vllm_tgvkv.config", "shares no code"),
-        ("vllm_tgvkv/newcomer.py", "vllm_tgvkv.errors", "newcomer"),
+        ("oracle/methods.py", "vllm_tgvkv.config.server", "shares no code"),
+        ("vllm_tgvkv/newcomer.py", "vllm_tgvkv.shared.errors", "newcomer"),
     ],
 )
 def test_a_wrong_import_is_noticed(

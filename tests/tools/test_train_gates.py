@@ -28,7 +28,7 @@ from training.examples import Example, read_examples, text_lines
 from training.frozen import FrozenModel
 from training.prompts import BEGIN, Prompt, Prompter, Stream, TrainingError, pack
 from training.run import Run
-from vllm_tgvkv.gates import Gates
+from vllm_tgvkv.gates.folder import Gates
 
 LAYERS, HEADS, GROUP, HIDDEN = 2, 2, 2, 16
 TEMPLATE = (

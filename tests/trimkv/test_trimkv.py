@@ -28,10 +28,10 @@ from training import gates as training
 from training.frozen import Attended, FrozenModel
 from training.losses import capacity, retained
 from training.prompts import Prompt as Tokens
-from vllm_tgvkv.decision import Decider
-from vllm_tgvkv.gates import Gates, write
+from vllm_tgvkv.gates.folder import Gates, write
 from vllm_tgvkv.policies import Prompt, build_policy
 from vllm_tgvkv.policies.base import LayerView
+from vllm_tgvkv.worker.decision import Decider
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_tgvkv.attention import without_rows
+from vllm_tgvkv.attention.base import without_rows
 
 
 def batch(lengths: list[int], device: str = "cpu") -> CommonAttentionMetadata:

@@ -8,9 +8,9 @@ import random
 import pytest
 import torch
 
-from vllm_tgvkv.attention_cpu import PageTables
-from vllm_tgvkv.pages import CacheShape
-from vllm_tgvkv.regions import Regions
+from vllm_tgvkv.attention.cpu import PageTables
+from vllm_tgvkv.cache.pages import CacheShape
+from vllm_tgvkv.cache.regions import Regions
 
 BLOCK_SIZE = 4
 SHAPE = CacheShape(num_layers=2, num_heads=2, group_size=1, head_size=8, block_size=BLOCK_SIZE)

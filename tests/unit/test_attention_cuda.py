@@ -22,25 +22,26 @@ from vllm.v1.attention.backends import flash_attn
 
 from tests.engine import flash_on_cpu
 from tests.unit.test_page_tables import NUM_BLOCKS, Batch, batches
-from vllm_tgvkv import attention_cuda, regions
-from vllm_tgvkv.attention import EvictingMetadata
-from vllm_tgvkv.attention_cuda import (
+from vllm_tgvkv.attention import cuda as attention_cuda
+from vllm_tgvkv.attention.base import EvictingMetadata
+from vllm_tgvkv.attention.cuda import (
     EvictingFlashImpl,
     EvictingFlashMetadataBuilder,
     FlashKernel,
     RaggedTokens,
 )
-from vllm_tgvkv.config import EvictionConfig
-from vllm_tgvkv.evictor import Evictor
+from vllm_tgvkv.cache import regions
+from vllm_tgvkv.cache.pages import CacheShape, PagePool
+from vllm_tgvkv.cache.queries import DecodeQueries, QueryPool
+from vllm_tgvkv.cache.regions import Regions
+from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.kernels import page_tables
 from vllm_tgvkv.kernels.decode import DecodePlan, decode
-from vllm_tgvkv.model_runner import RowsV2
-from vllm_tgvkv.pages import CacheShape, PagePool
-from vllm_tgvkv.plan import Observation, StepPlan
-from vllm_tgvkv.queries import DecodeQueries, QueryPool
-from vllm_tgvkv.ranks import Ranks
-from vllm_tgvkv.regions import Regions
-from vllm_tgvkv.stages import Stages
+from vllm_tgvkv.shared.plan import Observation, StepPlan
+from vllm_tgvkv.worker.evictor import Evictor
+from vllm_tgvkv.worker.model_runner import RowsV2
+from vllm_tgvkv.worker.ranks import Ranks
+from vllm_tgvkv.worker.stages import Stages
 
 SHAPE = CacheShape(num_layers=36, num_heads=8, group_size=4, head_size=128, block_size=16)
 """Qwen3-VL-8B's."""
@@ -337,9 +338,9 @@ def test_a_server_that_waits_adds_one_launch_a_layer(num_waiting: int) -> None:
             Observation(f"r{row}", 300, np.array([300]), stored=np.array([row + 1]))
             for row in range(num_waiting)
         ]
-        builder.evictor.begin_step(StepPlan(observations=chunks))
-        assert not builder.evictor.has_work(single_tokens=True)
-        assert builder.evictor.has_work(single_tokens=False) == bool(chunks)
+        builder.observer.begin_step(StepPlan(observations=chunks))
+        assert not builder.observer.has_work(single_tokens=True)
+        assert builder.observer.has_work(single_tokens=False) == bool(chunks)
         with Counts() as counts:
             metadata = builder.build(0, common)
         return counts, metadata
@@ -380,10 +381,10 @@ def test_only_servers_that_wait_store_queries_in_graphs(
     """A step with other work is observed in any case, and stores no query twice."""
     requests = Requests(3)
     builder = requests.builder(graphs=True, **settings)
-    builder.evictor.begin_step(StepPlan(**{work: [object()]}))
+    builder.observer.begin_step(StepPlan(**{work: [object()]}))
     in_graph = bool(settings) and work == "observations"
-    assert builder.evictor.has_work(single_tokens=True) == (not in_graph)
-    builder.evictor.begin_step(StepPlan())
+    assert builder.observer.has_work(single_tokens=True) == (not in_graph)
+    builder.observer.begin_step(StepPlan())
     metadata = builder.build(0, requests.common())
     assert (metadata.stored_queries is not None) == bool(settings)
     mixed = Requests(3, prefills=(7,))

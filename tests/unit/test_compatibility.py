@@ -25,15 +25,15 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_only
 
 from tests.engine import flash_on_cpu
 from tests.inputs import head_scores, write_gates
-from vllm_tgvkv import platforms
-from vllm_tgvkv.attention import check_layer
-from vllm_tgvkv.compatibility import check_vllm_config
-from vllm_tgvkv.config import CONFIG_KEY
-from vllm_tgvkv.errors import EvictionConfigError, UnsupportedByEvictionError
-from vllm_tgvkv.head_scores import write
-from vllm_tgvkv.patches import ASYNC_SCHEDULER_CLS, SCHEDULER_CLS
-from vllm_tgvkv.platforms import Platform
-from vllm_tgvkv.ranks import tensor_ranks
+from vllm_tgvkv.attention.base import check_layer
+from vllm_tgvkv.config.server import CONFIG_KEY
+from vllm_tgvkv.engine import platforms
+from vllm_tgvkv.engine.compatibility import check_vllm_config
+from vllm_tgvkv.engine.patches import ASYNC_SCHEDULER_CLS, SCHEDULER_CLS
+from vllm_tgvkv.engine.platforms import Platform
+from vllm_tgvkv.policies.head_scores import write
+from vllm_tgvkv.shared.errors import EvictionConfigError, UnsupportedByEvictionError
+from vllm_tgvkv.worker.ranks import tensor_ranks
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,

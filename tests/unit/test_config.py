@@ -18,8 +18,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vllm_tgvkv.budget import Budget, Guard
-from vllm_tgvkv.config import (
+from vllm_tgvkv.config.defaults import Defaults
+from vllm_tgvkv.config.request import RequestOptions
+from vllm_tgvkv.config.server import (
     CONFIG_KEY,
     Again,
     DebugOptions,
@@ -27,11 +28,10 @@ from vllm_tgvkv.config import (
     EvictionConfig,
     read_config_file,
 )
-from vllm_tgvkv.defaults import Defaults
-from vllm_tgvkv.errors import EvictionConfigError
-from vllm_tgvkv.patches import _budget_flag, _config_flag
+from vllm_tgvkv.engine.patches import _budget_flag, _config_flag
 from vllm_tgvkv.policies import POLICY_NAMES, Mix, Pooling
-from vllm_tgvkv.request import RequestOptions
+from vllm_tgvkv.shared.budget import Budget, Guard
+from vllm_tgvkv.shared.errors import EvictionConfigError
 
 
 @pytest.mark.parametrize(

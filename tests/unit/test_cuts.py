@@ -8,7 +8,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_tgvkv.cuts import Ceiling, Cut, Cuts, plan_cuts
+from vllm_tgvkv.shared.cuts import Ceiling, Cut, Cuts, plan_cuts
 
 SIZES = st.sampled_from((1, 4, 16))
 STEPS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 40)), min_size=1, max_size=5)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from vllm_tgvkv.budget import Budget
-from vllm_tgvkv.config import EvictionConfig
-from vllm_tgvkv.defaults import Defaults
-from vllm_tgvkv.errors import EvictionConfigError
+from vllm_tgvkv.config.defaults import Defaults
+from vllm_tgvkv.config.server import EvictionConfig
+from vllm_tgvkv.shared.budget import Budget
+from vllm_tgvkv.shared.errors import EvictionConfigError
 
 
 def server(path: Path | None, **values: Any) -> EvictionConfig:

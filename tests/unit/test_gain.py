@@ -15,8 +15,8 @@ import transformers
 
 from tests.conftest import ROOT
 from tests.unit.test_compatibility import SIZES, VISION
-from vllm_tgvkv.budget import Budget
 from vllm_tgvkv.gain import FULL_ATTENTION, LayerKind, gain, main
+from vllm_tgvkv.shared.budget import Budget
 
 FULL = LayerKind(FULL_ATTENTION, 10, bytes_per_token=1000)
 WINDOW = LayerKind("window of 64 tokens", 20, bytes_per_token=2000, window=64)

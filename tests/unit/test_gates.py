@@ -17,14 +17,14 @@ from torch import nn
 
 from oracle.gates import log_betas, predicted
 from tests.inputs import gate_tensors, gates
-from vllm_tgvkv import gates as module
-from vllm_tgvkv.config import EvictionConfig
-from vllm_tgvkv.errors import EvictionConfigError, UnsupportedByEvictionError
-from vllm_tgvkv.gates import Gates, write
+from vllm_tgvkv.config.request import RequestOptions
+from vllm_tgvkv.config.server import EvictionConfig
+from vllm_tgvkv.gates import folder as module
+from vllm_tgvkv.gates.folder import Gates, write
+from vllm_tgvkv.gates.tap import _projection
 from vllm_tgvkv.policies import Mix, Prompt, build_policy
 from vllm_tgvkv.policies.base import LayerView
-from vllm_tgvkv.request import RequestOptions
-from vllm_tgvkv.tap import _projection
+from vllm_tgvkv.shared.errors import EvictionConfigError, UnsupportedByEvictionError
 
 LAYERS, HIDDEN, HEADS = 3, 16, 4
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from tests.inputs import head_scores
-from vllm_tgvkv.config import EvictionConfig
-from vllm_tgvkv.errors import EvictionConfigError
-from vllm_tgvkv.head_scores import COMMAND, HeadScores, write
-from vllm_tgvkv.request import RequestOptions
+from vllm_tgvkv.config.request import RequestOptions
+from vllm_tgvkv.config.server import EvictionConfig
+from vllm_tgvkv.policies.head_scores import COMMAND, HeadScores, write
+from vllm_tgvkv.shared.errors import EvictionConfigError
 
 SCORES = [[0.5, 0.25, 0, 1], [0, 0, 2, 0.125], [1, 1, 0, 0]]
 VALUES: dict[str, Any] = {"model": "a model", "kv_heads": 2, "scores": SCORES, "made": {"pages": 3}}

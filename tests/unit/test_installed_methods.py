@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_tgvkv.config import EvictionConfig
-from vllm_tgvkv.errors import EvictionConfigError
+from vllm_tgvkv.config.request import RequestOptions
+from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.policies import (
     METHOD_NAMES,
     POLICY_NAMES,
@@ -19,7 +19,7 @@ from vllm_tgvkv.policies import (
     method_names,
     registry,
 )
-from vllm_tgvkv.request import RequestOptions
+from vllm_tgvkv.shared.errors import EvictionConfigError
 
 Install = Callable[[str, str, str], None]
 

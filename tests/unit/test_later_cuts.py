@@ -25,15 +25,15 @@ from oracle.emulation import Eviction as OracleEviction
 from oracle.methods import Image, Layout
 from tests.inputs import new_rng
 from tests.unit.test_ranks import Wire, run_out_of_memory
-from vllm_tgvkv.budget import Budget
-from vllm_tgvkv.config import EvictionConfig
-from vllm_tgvkv.cuts import Ceiling, Cut, plan_cuts
-from vllm_tgvkv.evictor import Evictor
-from vllm_tgvkv.pages import CacheShape, page_pool
-from vllm_tgvkv.plan import Eviction, Failure, Observation, Outcome, RowSumming, StepPlan
-from vllm_tgvkv.prompt import PromptMap, VisionSpan, Voters, voters
-from vllm_tgvkv.ranks import Ranks, TensorRanks
-from vllm_tgvkv.stages import Message, PipelineStages, Stages
+from vllm_tgvkv.cache.pages import CacheShape, page_pool
+from vllm_tgvkv.config.server import EvictionConfig
+from vllm_tgvkv.shared.budget import Budget
+from vllm_tgvkv.shared.cuts import Ceiling, Cut, plan_cuts
+from vllm_tgvkv.shared.plan import Eviction, Failure, Observation, Outcome, RowSumming, StepPlan
+from vllm_tgvkv.shared.prompt import PromptMap, VisionSpan, Voters, voters
+from vllm_tgvkv.worker.evictor import Evictor
+from vllm_tgvkv.worker.ranks import Ranks, TensorRanks
+from vllm_tgvkv.worker.stages import Message, PipelineStages, Stages
 
 LAYERS, HEAD_SIZE, SIZE, NUM_BLOCKS = 3, 16, 16, 120
 SCALE = HEAD_SIZE**-0.5

@@ -25,20 +25,16 @@ from vllm.v1.worker.gpu_worker import Worker
 from tests.conftest import ROOT
 from tests.inputs import gates, head_scores
 from tests.unit.test_policies import NoSynchronisation
-from vllm_tgvkv import memory, worker_cuda
-from vllm_tgvkv.attention_cuda import EvictingFlashMetadataBuilder, RaggedKernel
-from vllm_tgvkv.budget import Guard
-from vllm_tgvkv.config import CONFIG_KEY, EvictionConfig
-from vllm_tgvkv.decision import Decider
-from vllm_tgvkv.evictor import Evictor
+from vllm_tgvkv.attention.cuda import EvictingFlashMetadataBuilder, RaggedKernel
+from vllm_tgvkv.blocks.manager import EvictingSpec, StateSpec, WindowSpec
+from vllm_tgvkv.blocks.states import evicted_specs
+from vllm_tgvkv.cache.pages import CacheShape, page_pool
+from vllm_tgvkv.cache.queries import DecodeQueries, QueryPool
+from vllm_tgvkv.cache.regions import Regions
+from vllm_tgvkv.config.server import CONFIG_KEY, EvictionConfig
 from vllm_tgvkv.kernels import gpu, select
 from vllm_tgvkv.kernels import summaries as kernel
 from vllm_tgvkv.kernels.decode import DecodePlan
-from vllm_tgvkv.manager import EvictingSpec, StateSpec, WindowSpec
-from vllm_tgvkv.memory import Sizes, memory_outside_pool
-from vllm_tgvkv.observation import WORKSPACE_BYTES
-from vllm_tgvkv.pages import CacheShape, page_pool
-from vllm_tgvkv.plan import Observation, StepPlan
 from vllm_tgvkv.policies import (
     METHOD_NAMES,
     POLICY_NAMES,
@@ -48,14 +44,19 @@ from vllm_tgvkv.policies import (
     has_summaries,
 )
 from vllm_tgvkv.policies.pooling import Pooler
-from vllm_tgvkv.prompt import PromptMap, VisionSpan, Voters
-from vllm_tgvkv.queries import DecodeQueries, QueryPool
-from vllm_tgvkv.ranks import Ranks
-from vllm_tgvkv.regions import Regions
-from vllm_tgvkv.stages import Stages
-from vllm_tgvkv.states import evicted_specs
-from vllm_tgvkv.warm_up import WarmUpError, made_up_step, warm_up
-from vllm_tgvkv.worker_cuda import EvictionGPUWorker, memory_of
+from vllm_tgvkv.shared.budget import Guard
+from vllm_tgvkv.shared.plan import Observation, StepPlan
+from vllm_tgvkv.shared.prompt import PromptMap, VisionSpan, Voters
+from vllm_tgvkv.worker import cuda as worker_cuda
+from vllm_tgvkv.worker import memory
+from vllm_tgvkv.worker.cuda import EvictionGPUWorker, memory_of
+from vllm_tgvkv.worker.decision import Decider
+from vllm_tgvkv.worker.evictor import Evictor
+from vllm_tgvkv.worker.memory import Sizes, memory_outside_pool
+from vllm_tgvkv.worker.observation import WORKSPACE_BYTES
+from vllm_tgvkv.worker.ranks import Ranks
+from vllm_tgvkv.worker.stages import Stages
+from vllm_tgvkv.worker.warm_up import WarmUpError, made_up_step, warm_up
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 

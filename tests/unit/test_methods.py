@@ -22,8 +22,6 @@ from oracle import methods
 from oracle.attention import causal_attention
 from oracle.methods import HEAD, LAYER, METHODS, Image, Layout, Pool, Settings
 from tests.inputs import gates, head_scores, paged
-from vllm_tgvkv.budget import Guard
-from vllm_tgvkv.decision import Decider, Decision
 from vllm_tgvkv.kernels.apportion import apportion
 from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
 from vllm_tgvkv.kernels.merge import merge_evicted
@@ -44,7 +42,9 @@ from vllm_tgvkv.policies import (
     build_policy,
 )
 from vllm_tgvkv.policies.registry import ALLOCATIONS, POLICIES, RETENTIONS, SCORES
-from vllm_tgvkv.prompt import PromptMap, RowSet, VisionSpan, voters
+from vllm_tgvkv.shared.budget import Guard
+from vllm_tgvkv.shared.prompt import PromptMap, RowSet, VisionSpan, voters
+from vllm_tgvkv.worker.decision import Decider, Decision
 
 LAYERS, HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE = 3, 2, 3, 8, 4
 SCALE = HEAD_SIZE**-0.5

@@ -16,10 +16,10 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from vllm.v1.metrics import loggers
 from vllm.v1.metrics.stats import SchedulerStats
 
-from vllm_tgvkv.config import CONFIG_KEY
-from vllm_tgvkv.counters import SKIP_REASONS, EvictionCounters
-from vllm_tgvkv.metrics import METRICS, MetricsBuffer, take_metrics
-from vllm_tgvkv.plan import Outcome
+from vllm_tgvkv.config.server import CONFIG_KEY
+from vllm_tgvkv.shared.counters import SKIP_REASONS, EvictionCounters
+from vllm_tgvkv.shared.metrics import METRICS, MetricsBuffer, take_metrics
+from vllm_tgvkv.shared.plan import Outcome
 
 
 def test_what_is_observed_arrives_and_leaves_no_trace() -> None:
@@ -177,7 +177,8 @@ def test_every_metric_is_counted_somewhere() -> None:
     """By name, so that one which nothing feeds is found."""
     import inspect
 
-    from vllm_tgvkv import counters, scheduler
+    from vllm_tgvkv.scheduler import scheduler
+    from vllm_tgvkv.shared import counters
 
     source = inspect.getsource(counters) + inspect.getsource(scheduler)
     assert [name for name in METRICS if f'"{name}"' not in source] == []

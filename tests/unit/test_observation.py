@@ -18,16 +18,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.unit.test_ranks import LAYERS, Model, both, settings, step
-from vllm_tgvkv.config import EvictionConfig
-from vllm_tgvkv.evictor import Evictor
+from vllm_tgvkv.cache.pages import CacheShape, page_pool
+from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.kernels import gpu
-from vllm_tgvkv.observation import PromptObservation
-from vllm_tgvkv.pages import CacheShape, page_pool
-from vllm_tgvkv.plan import Observation, StepPlan
-from vllm_tgvkv.prompt import PromptMap, VisionSpan
-from vllm_tgvkv.ranks import Ranks
-from vllm_tgvkv.stages import Stages
-from vllm_tgvkv.warm_up import made_up_step
+from vllm_tgvkv.shared.plan import Observation, StepPlan
+from vllm_tgvkv.shared.prompt import PromptMap, VisionSpan
+from vllm_tgvkv.worker.evictor import Evictor
+from vllm_tgvkv.worker.observation import PromptObservation
+from vllm_tgvkv.worker.ranks import Ranks
+from vllm_tgvkv.worker.stages import Stages
+from vllm_tgvkv.worker.warm_up import made_up_step
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

@@ -14,7 +14,7 @@ from vllm.exceptions import VLLMClientError, VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 
-from vllm_tgvkv import patches
+from vllm_tgvkv.engine import patches
 from vllm_tgvkv.plugin import UnsupportedVllmError, check_vllm_version, register
 
 PARAMETERS: dict[tuple[type, str], list[str]] = {

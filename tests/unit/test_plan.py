@@ -9,7 +9,7 @@ from dataclasses import replace
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
-from vllm_tgvkv.plan import (
+from vllm_tgvkv.shared.plan import (
     Failure,
     StepPlan,
     attach_outcomes,

@@ -20,8 +20,6 @@ from oracle import methods
 from oracle.attention import attention_probabilities
 from oracle.methods import Image, Layout, Pool
 from tests.inputs import gates, head_scores
-from vllm_tgvkv.budget import Guard
-from vllm_tgvkv.decision import Decider
 from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
 from vllm_tgvkv.kernels.merge import merge_evicted
 from vllm_tgvkv.kernels.page_tables import write_lengths, write_page_tables
@@ -41,8 +39,10 @@ from vllm_tgvkv.policies import (
 )
 from vllm_tgvkv.policies.pooling import Pooler
 from vllm_tgvkv.policies.registry import POLICIES, SCORES, Recipe, Registry
-from vllm_tgvkv.prompt import RowSet, VisionSpan
+from vllm_tgvkv.shared.budget import Guard
+from vllm_tgvkv.shared.prompt import RowSet, VisionSpan
 from vllm_tgvkv.testing import SYNCHRONISING
+from vllm_tgvkv.worker.decision import Decider
 
 LAYERS, HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE = 3, 2, 3, 8, 4
 SCALE = HEAD_SIZE**-0.5

@@ -21,7 +21,7 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 
-from vllm_tgvkv.prompt import PromptMap, VisionSpan, map_prompt, voters
+from vllm_tgvkv.shared.prompt import PromptMap, VisionSpan, map_prompt, voters
 
 
 def feature(

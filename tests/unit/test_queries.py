@@ -8,7 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_tgvkv.queries import NO_ROW, ChunkQueries, QueryPool, QueryRows
+from vllm_tgvkv.cache.queries import ChunkQueries, QueryPool
+from vllm_tgvkv.scheduler.query_rows import QueryRows
+from vllm_tgvkv.shared.plan import NO_ROW
 
 EVENTS = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9), st.booleans()), max_size=40)
 

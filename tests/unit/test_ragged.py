@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from vllm_tgvkv.cache.pages import CacheShape
+from vllm_tgvkv.cache.ragged import RaggedKeys
 from vllm_tgvkv.kernels.select import page_offsets
-from vllm_tgvkv.pages import CacheShape
-from vllm_tgvkv.ragged import RaggedKeys
 
 SHAPE = CacheShape(num_layers=2, num_heads=3, group_size=1, head_size=4, block_size=4)
 TOKENS = 90

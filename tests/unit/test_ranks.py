@@ -19,18 +19,18 @@ import pytest
 import torch
 
 from tests.inputs import gates, head_scores
-from vllm_tgvkv import evictor, observation
-from vllm_tgvkv.budget import Budget
-from vllm_tgvkv.config import EvictionConfig
-from vllm_tgvkv.evictor import Evictor
-from vllm_tgvkv.gates import GateKind
-from vllm_tgvkv.pages import CacheShape, page_pool
-from vllm_tgvkv.plan import Eviction, Failure, Observation, Outcome, RowSumming, StepPlan
+from vllm_tgvkv.cache.pages import CacheShape, page_pool
+from vllm_tgvkv.cache.ragged import RaggedKeys
+from vllm_tgvkv.config.server import EvictionConfig
+from vllm_tgvkv.gates.folder import GateKind
 from vllm_tgvkv.policies import METHOD_NAMES, gates_of, has_summaries
-from vllm_tgvkv.prompt import PromptMap, VisionSpan, voters
-from vllm_tgvkv.ragged import RaggedKeys
-from vllm_tgvkv.ranks import RankError, Ranks, SharedAttention, TensorRanks
-from vllm_tgvkv.stages import Stages
+from vllm_tgvkv.shared.budget import Budget
+from vllm_tgvkv.shared.plan import Eviction, Failure, Observation, Outcome, RowSumming, StepPlan
+from vllm_tgvkv.shared.prompt import PromptMap, VisionSpan, voters
+from vllm_tgvkv.worker import evictor, observation
+from vllm_tgvkv.worker.evictor import Evictor
+from vllm_tgvkv.worker.ranks import RankError, Ranks, SharedAttention, TensorRanks
+from vllm_tgvkv.worker.stages import Stages
 
 LAYERS, HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE = 3, 4, 2, 16, 16
 NUM_BLOCKS = 40

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.test_config import JSON, WORDS, refusal
-from vllm_tgvkv.budget import MAX_STEPS, Budget, parse_schedule
-from vllm_tgvkv.config import EvictionConfig
-from vllm_tgvkv.cuts import Ceiling
-from vllm_tgvkv.errors import EvictionConfigError
-from vllm_tgvkv.request import REQUEST_KEYS, RequestOptions
+from vllm_tgvkv.config.request import REQUEST_KEYS, RequestOptions
+from vllm_tgvkv.config.server import EvictionConfig
+from vllm_tgvkv.shared.budget import MAX_STEPS, Budget, parse_schedule
+from vllm_tgvkv.shared.cuts import Ceiling
+from vllm_tgvkv.shared.errors import EvictionConfigError
 
 SERVER = EvictionConfig(policy="tgv", budget=Budget(fraction=0.1))
 

@@ -19,13 +19,13 @@ from oracle import methods
 from oracle.attention import causal_attention
 from oracle.methods import HEAD, METHODS, Earlier, Image, Layout, Mix, Settings, States
 from tests.inputs import gates, head_scores
-from vllm_tgvkv.config import EvictionConfig
-from vllm_tgvkv.evictor import Evictor
-from vllm_tgvkv.pages import CacheShape, page_pool
-from vllm_tgvkv.plan import Eviction, Observation, StepPlan
-from vllm_tgvkv.prompt import PromptMap, VisionSpan, Voters, voters
-from vllm_tgvkv.ranks import Ranks
-from vllm_tgvkv.stages import Stages
+from vllm_tgvkv.cache.pages import CacheShape, page_pool
+from vllm_tgvkv.config.server import EvictionConfig
+from vllm_tgvkv.shared.plan import Eviction, Observation, StepPlan
+from vllm_tgvkv.shared.prompt import PromptMap, VisionSpan, Voters, voters
+from vllm_tgvkv.worker.evictor import Evictor
+from vllm_tgvkv.worker.ranks import Ranks
+from vllm_tgvkv.worker.stages import Stages
 
 LAYERS, HEADS, GROUP, HEAD_SIZE, SIZE = 2, 2, 2, 16, 16
 PROMPT, ANSWER = 150, 30

@@ -23,11 +23,11 @@ from tests.unit.test_ranks import (
     settings,
     step,
 )
-from vllm_tgvkv.evictor import Evictor
-from vllm_tgvkv.pages import CacheShape, page_pool
-from vllm_tgvkv.plan import Failure, Outcome, StepPlan
-from vllm_tgvkv.ranks import Ranks
-from vllm_tgvkv.stages import PipelineStages, StageOutcome, Stages, join_outcomes
+from vllm_tgvkv.cache.pages import CacheShape, page_pool
+from vllm_tgvkv.shared.plan import Failure, Outcome, StepPlan
+from vllm_tgvkv.worker.evictor import Evictor
+from vllm_tgvkv.worker.ranks import Ranks
+from vllm_tgvkv.worker.stages import PipelineStages, StageOutcome, Stages, join_outcomes
 
 assert LAYERS == 3
 

@@ -15,8 +15,8 @@ import torch
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout, KVCacheSpec, MambaSpec
 
-from vllm_tgvkv.manager import EvictingSpec, WindowSpec
-from vllm_tgvkv.states import packed_block_size, with_plain_specs, with_state_specs
+from vllm_tgvkv.blocks.manager import EvictingSpec, WindowSpec
+from vllm_tgvkv.blocks.states import packed_block_size, with_plain_specs, with_state_specs
 
 BLOCK_SIZE = 16
 WINDOWS = {

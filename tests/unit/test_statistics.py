@@ -34,7 +34,7 @@ from vllm_tgvkv.policies import (
     Prompt,
     build_policy,
 )
-from vllm_tgvkv.prompt import RowSet, VisionSpan
+from vllm_tgvkv.shared.prompt import RowSet, VisionSpan
 
 HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE = 2, 3, 8, 4
 SCALE = HEAD_SIZE**-0.5

@@ -16,8 +16,10 @@ from torch import Tensor
 from oracle import summaries as definition
 from oracle.methods import Image, Layout
 from oracle.summaries import Rules
-from vllm_tgvkv.config import EvictionConfig
-from vllm_tgvkv.errors import EvictionConfigError
+from vllm_tgvkv.cache.pages import PagePool, page_pool
+from vllm_tgvkv.cache.ragged import RaggedKeys
+from vllm_tgvkv.cache.regions import Regions
+from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.kernels import summaries as kernel
 from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
 from vllm_tgvkv.kernels.select import page_offsets
@@ -30,12 +32,10 @@ from vllm_tgvkv.kernels.summaries import (
     num_rows,
     store,
 )
-from vllm_tgvkv.pages import PagePool, page_pool
 from vllm_tgvkv.policies import Mix, Prompt, Summaries, build_policy
-from vllm_tgvkv.prompt import VisionSpan
-from vllm_tgvkv.ragged import RaggedKeys
-from vllm_tgvkv.regions import Regions
-from vllm_tgvkv.summaries import KeysOfRow, rows_of, write_summaries
+from vllm_tgvkv.shared.errors import EvictionConfigError
+from vllm_tgvkv.shared.prompt import VisionSpan
+from vllm_tgvkv.summaries.write import KeysOfRow, rows_of, write_summaries
 
 LAYERS, HEADS, GROUP, SIZE, HEAD_SIZE = 2, 2, 3, 16, 8
 PAIRS, SCALE = LAYERS * HEADS, HEAD_SIZE**-0.5

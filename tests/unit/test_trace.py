@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from tests.inputs import new_rng
-from vllm_tgvkv.decision import Decider
 from vllm_tgvkv.policies import Mix, Prompt, build_policy
-from vllm_tgvkv.prompt import PromptMap, VisionSpan
-from vllm_tgvkv.trace import Trace, Traces
+from vllm_tgvkv.shared.prompt import PromptMap, VisionSpan
+from vllm_tgvkv.shared.trace import Trace, Traces
+from vllm_tgvkv.worker.decision import Decider
 
 N, L, H = 4, 3, 2
 

@@ -12,7 +12,7 @@ import torch
 
 from oracle.emulation import Moment, Oracle
 from tests.conftest import ROOT
-from vllm_tgvkv.head_scores import HeadScores
+from vllm_tgvkv.policies.head_scores import HeadScores
 from vllm_tgvkv.visual_heads import (
     PAGE_SIZE,
     Answer,

@@ -16,10 +16,14 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from tests.scheduler.double import Double, Job, Setup
-from vllm_tgvkv.attention_cpu import EvictingCPUBackend
+from vllm_tgvkv.attention.cpu import EvictingCPUBackend
 from vllm_tgvkv.server import endpoints, schemas
-from vllm_tgvkv.vllm_versions import CPU_BLOCK_SIZE, block_size_before_loading, end_with_error
-from vllm_tgvkv.worker import OutputWithOutcomes
+from vllm_tgvkv.shared.vllm_versions import (
+    CPU_BLOCK_SIZE,
+    block_size_before_loading,
+    end_with_error,
+)
+from vllm_tgvkv.worker.base import OutputWithOutcomes
 
 
 @pytest.mark.parametrize(

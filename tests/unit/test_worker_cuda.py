@@ -24,10 +24,10 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner as GPUModelRunnerV1
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_tgvkv.model_runner import RowsV1, RowsV2
-from vllm_tgvkv.plan import Eviction
-from vllm_tgvkv.prompt import PromptMap, Voters
-from vllm_tgvkv.worker_cuda import EvictingModelRunnerV1, EvictingModelRunnerV2, EvictionGPUWorker
+from vllm_tgvkv.shared.plan import Eviction
+from vllm_tgvkv.shared.prompt import PromptMap, Voters
+from vllm_tgvkv.worker.cuda import EvictingModelRunnerV1, EvictingModelRunnerV2, EvictionGPUWorker
+from vllm_tgvkv.worker.model_runner import RowsV1, RowsV2
 
 PROMPT, COMPRESSED = [1, 2, 3, 4], [7, 0, 0, 4]
 GROUP = 1

@@ -38,8 +38,8 @@ from vllm_tgvkv.policies.registry import (
     method_names,
     needs_head_scores,
 )
-from vllm_tgvkv.policies.summaries import Summaries
-from vllm_tgvkv.prompt import RowSet, VisionSpan
+from vllm_tgvkv.summaries.options import Summaries
+from vllm_tgvkv.shared.prompt import RowSet, VisionSpan
 
 METHOD_NAMES = POLICIES.names
 """All methods of this package; `method_names` returns those of other installed packages, too."""

@@ -17,12 +17,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from vllm_tgvkv.gates import GateKind, Gates
-from vllm_tgvkv.head_scores import HeadScores
+from vllm_tgvkv.gates.folder import GateKind, Gates
 from vllm_tgvkv.kernels.statistics import Attention, Statistic
+from vllm_tgvkv.policies.head_scores import HeadScores
 from vllm_tgvkv.policies.pooling import Pooler, Pooling
-from vllm_tgvkv.policies.summaries import Summaries
-from vllm_tgvkv.prompt import RowSet, VisionSpan
+from vllm_tgvkv.shared.prompt import RowSet, VisionSpan
+from vllm_tgvkv.summaries.options import Summaries
 
 Granularity = Literal["layer", "head"]
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_tgvkv.prompt import Grid, VisionSpan
+from vllm_tgvkv.shared.prompt import Grid, VisionSpan
 
 _KINDS = ("none", "sequence", "grid")
 _REDUCTIONS = ("max", "mean")

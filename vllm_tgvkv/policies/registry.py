@@ -15,9 +15,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Generic, TypeVar
 
-from vllm_tgvkv.errors import choose, quoted
-from vllm_tgvkv.gates import AUTHORS, GateKind, Gates
-from vllm_tgvkv.head_scores import COMMAND, HeadScores
+from vllm_tgvkv.gates.folder import AUTHORS, GateKind, Gates
 from vllm_tgvkv.policies.base import (
     FEW_ROWS,
     Allocation,
@@ -27,9 +25,11 @@ from vllm_tgvkv.policies.base import (
     Retention,
     Score,
 )
+from vllm_tgvkv.policies.head_scores import COMMAND, HeadScores
 from vllm_tgvkv.policies.pooling import Pooling
-from vllm_tgvkv.policies.summaries import Summaries
-from vllm_tgvkv.prompt import RowSet
+from vllm_tgvkv.shared.errors import choose, quoted
+from vllm_tgvkv.shared.prompt import RowSet
+from vllm_tgvkv.summaries.options import Summaries
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vllm_tgvkv.policies.base import LayerView, Score
 from vllm_tgvkv.policies.registry import POLICIES, SCORES, Recipe
-from vllm_tgvkv.policies.summaries import Summaries
+from vllm_tgvkv.summaries.options import Summaries
 
 MIX = 0.5
 """lambda, the weight of the attention."""

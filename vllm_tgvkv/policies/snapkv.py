@@ -13,7 +13,7 @@ from vllm_tgvkv.policies.base import Prompt, Retention, VoteScore
 from vllm_tgvkv.policies.pooling import Pooling
 from vllm_tgvkv.policies.registry import POLICIES, RETENTIONS, SCORES, Recipe
 from vllm_tgvkv.policies.retention import sinks_above
-from vllm_tgvkv.prompt import WINDOW
+from vllm_tgvkv.shared.prompt import WINDOW
 
 POOLING = Pooling("sequence", kernel=7, reduce="max")
 

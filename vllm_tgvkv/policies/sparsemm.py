@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_tgvkv.head_scores import HeadScores
 from vllm_tgvkv.policies.base import AllLayers, Allocation
+from vllm_tgvkv.policies.head_scores import HeadScores
 from vllm_tgvkv.policies.registry import ALLOCATIONS, POLICIES, Recipe
 from vllm_tgvkv.policies.snapkv import POOLING
-from vllm_tgvkv.prompt import WINDOW
+from vllm_tgvkv.shared.prompt import WINDOW
 
 UNIFORM = 0.1
 """rho, the part of the budget that all heads share equally."""

@@ -23,7 +23,7 @@ from vllm_tgvkv.policies.base import (
     Score,
 )
 from vllm_tgvkv.policies.registry import ALLOCATIONS, POLICIES, SCORES, Recipe
-from vllm_tgvkv.prompt import RowSet
+from vllm_tgvkv.shared.prompt import RowSet
 
 EPSILON = 1e-6
 """Attention that every token is taken to have at least."""

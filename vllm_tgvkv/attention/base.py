@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The evicting part of an attention backend, on any platform.
+
+Each step's batch is split in two. *Ragged rows* attend over head pages, one virtual sequence per
+KV head: tokens of compressed requests, and the decode tokens that share a kernel call with them.
+The rest of the batch runs vLLM's own attention, unchanged.
+
+The classes here are mixins in front of vLLM's: `attention_cpu.py`, `attention_cuda.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.backend import (
+    AttentionImpl,
+    AttentionLayer,
+    AttentionMetadata,
+    CommonAttentionMetadata,
+)
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheLayout,
+    SlidingWindowSpec,
+    is_quantized_kv_cache,
+    replace_as,
+)
+
+from vllm_tgvkv.attention.observer import Observer
+from vllm_tgvkv.blocks.manager import EvictingSpec, WindowSpec
+from vllm_tgvkv.cache.pages import PagePool
+from vllm_tgvkv.cache.queries import StoredQueries
+from vllm_tgvkv.gates.outputs import GateOutputs
+from vllm_tgvkv.gates.tap import Tap
+from vllm_tgvkv.shared.errors import UnsupportedByEvictionError
+from vllm_tgvkv.shared.layer_types import has_windows
+
+Rows = TypeVar("Rows")
+"""A backend's description of ragged rows for its kernel."""
+
+Tokens: TypeAlias = slice | torch.Tensor
+"""Some tokens of a batch: a slice, or int64 indices."""
+
+Rest: TypeAlias = tuple[CommonAttentionMetadata | None, Tokens]
+"""The part of a batch that is left to vLLM's attention, and its tokens; None if it is empty."""
+
+Split: TypeAlias = tuple[Sequence[Rows], Rest]
+"""A batch's ragged rows, and the rest of it."""
+
+NOTHING: Rest = (None, slice(0))
+
+
+class BatchRows(Protocol):
+    """Rows of the batch that is being built; vLLM's two model runners store them differently."""
+
+    def find_row(self, common: CommonAttentionMetadata, request_id: str) -> int | None:
+        """Return a request's row, or None if it has none."""
+
+    def request_at(self, common: CommonAttentionMetadata, row: int) -> str:
+        """Return the request in a row."""
+
+
+@dataclass
+class EvictingMetadata(Generic[Rows]):
+    """Attention metadata of one step, the same for all layers."""
+
+    ragged: Sequence[Rows]
+    stock: AttentionMetadata | None
+    """vLLM's metadata of the rest of the batch; None if all rows are ragged."""
+    stock_tokens: Tokens
+    observer: Observer | None
+    """Set in steps in which it observes the layers."""
+    stored_queries: StoredQueries | None = None
+    """Set in steps in which every layer stores the queries itself, as part of a graph."""
+
+
+class EvictingBackend:
+    """Hooks of a backend with head pages; the worker selects it while it loads the model."""
+
+    impl_cls: ClassVar[type[EvictingImpl[Any]]]
+    builder_cls: ClassVar[type[EvictingBuilder[Any]]]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.BLHNC,)
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        return evicting_spec(spec)
+
+    @classmethod
+    def get_impl_cls(cls) -> type[EvictingImpl[Any]]:
+        return cls.impl_cls
+
+    @classmethod
+    def get_builder_cls(cls) -> type[EvictingBuilder[Any]]:
+        return cls.builder_cls
+
+
+class EvictingBuilder(Generic[Rows]):
+    """Builds `EvictingMetadata`: the ragged rows, and vLLM's metadata of the rest.
+
+    That of layers with a window has no observer and leaves all of a batch to vLLM.
+    """
+
+    slots_first: ClassVar[bool]
+    """Page format of the backend's kernels, see `page_pool`."""
+
+    # Of vLLM's builder.
+    kv_cache_spec: AttentionSpec
+    layer_names: list[str]
+
+    _observer: Observer | None = None
+
+    def bind(self, observer: Observer, rows: BatchRows) -> None:
+        """Attach the observer of the worker, once vLLM has allocated the cache."""
+        self._observer = observer
+        self._rows = rows
+
+    @property
+    def evicts(self) -> bool:
+        """Whether its layers are evicted: those with full attention."""
+        return isinstance(self.kv_cache_spec, EvictingSpec)
+
+    @property
+    def observer(self) -> Observer:
+        assert self._observer is not None, "the KV cache is not allocated yet"
+        return self._observer
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> EvictingMetadata[Rows]:
+        common = common_attn_metadata
+        if self._observer is None:  # layers with a window, or no cache is allocated yet
+            ragged, (rest, tokens) = unsplit(common)
+        else:
+            ragged, (rest, tokens) = self.split(common)
+        stock = None
+        if rest is not None:
+            stock = super().build(common_prefix_len, rest, fast_build)  # type: ignore[misc]
+        observer = self._prepared(common)
+        stored_queries = None if observer is not None else self._stored_queries(common)
+        return EvictingMetadata(ragged, stock, tokens, observer, stored_queries)
+
+    def split(self, common: CommonAttentionMetadata) -> Split[Rows]:
+        """Split a batch, once the cache is allocated."""
+        raise NotImplementedError
+
+    def _prepared(self, common: CommonAttentionMetadata) -> Observer | None:
+        """Return the observer, prepared for this batch, if it has to observe the step's layers."""
+        if self._observer is None or not self._observer.has_work(common.max_query_len == 1):
+            return None
+        self._observer.prepare(self._first_token(common))
+        return self._observer
+
+    def _stored_queries(self, common: CommonAttentionMetadata) -> StoredQueries | None:
+        """Return the store of this batch's queries, if it may be a graph that stores them."""
+        if self._observer is None or common.max_query_len != 1:
+            return None
+        return self._observer.stored_queries(common.num_reqs, self._first_token(common))
+
+    def _first_token(self, common: CommonAttentionMetadata) -> Callable[[str], int]:
+        """Return a function from a request's id to the index of its first token in a batch."""
+
+        @cache
+        def starts() -> np.ndarray:  # an element of a tensor takes ten times longer
+            return common.query_start_loc_cpu.numpy()
+
+        def first_token(request_id: str) -> int:
+            row = self._rows.find_row(common, request_id)
+            assert row is not None, f"{request_id} is observed, but not in the batch"
+            return int(starts()[row])
+
+        return first_token
+
+
+class EvictingImpl(Generic[Rows]):
+    """The attention of one layer: ragged rows, vLLM's attention of the rest, observation."""
+
+    # Of vLLM's attention.
+    kv_cache_dtype: str
+    kv_sharing_target_layer_name: str | None
+    scale: float
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # An engine with such a model was checked for what it allows.
+        text = get_current_vllm_config().model_config.hf_text_config
+        check_layer(self, has_windows(text))
+        self.layer = -1
+        """Index in the pool of the layer whose cache it reads."""
+        self.tap: Tap | None = None
+        """Runs the layer's gate, once the model is loaded."""
+        self._gate_outputs: GateOutputs | None = None
+
+    def bind(self, layer: int, pool: PagePool, gate_outputs: GateOutputs | None = None) -> None:
+        """Attach the pool, once vLLM has allocated the cache.
+
+        `layer` is the layer's index in it; that of its owner, if the layer reads another's cache.
+        """
+        self.layer = layer
+        self.pool = pool
+        self._gate_outputs = gate_outputs
+
+    def do_kv_cache_update(
+        self,
+        layer: AttentionLayer,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Store keys and values at their slots, and what the gate said of their tokens."""
+        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
+        if self.tap is not None and self._gate_outputs is not None:
+            self._gate_outputs.store(self.layer, slot_mapping, self.tap.outputs)
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: EvictingMetadata[Rows] | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        attend = super().forward  # type: ignore[misc]
+        scales = (output_scale, output_block_scale)
+        if attn_metadata is None:  # a profiling run
+            return attend(layer, query, key, value, kv_cache, None, output, *scales)
+        for rows in attn_metadata.ragged:
+            self.attend_ragged(rows, layer, query, output)
+        stock, tokens = attn_metadata.stock, attn_metadata.stock_tokens
+        if stock is not None:
+            stock_output = output[tokens]
+            attend(layer, query[tokens], key, value, kv_cache, stock, stock_output, *scales)
+            write_back(output, tokens, stock_output)
+        if self.kv_sharing_target_layer_name is not None:
+            return output  # the owner of the cache votes on it
+        if attn_metadata.stored_queries is not None:
+            attn_metadata.stored_queries.store(self.layer, query)
+        if attn_metadata.observer is not None:
+            # The cache holds quantised keys divided by their scale.
+            key_scale = layer._k_scale_float if is_quantized_kv_cache(self.kv_cache_dtype) else 1.0
+            attn_metadata.observer.observe_layer(self.layer, query, self.scale * key_scale)
+        return output
+
+    def attend_ragged(
+        self, rows: Rows, layer: AttentionLayer, query: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        """Write the attention of ragged rows to their places in `output`.
+
+        `query` and `output` are those of the whole batch, [tokens, H * G, D].
+        """
+        raise NotImplementedError
+
+
+def unsplit(common: CommonAttentionMetadata) -> Split[Any]:
+    """Leave all of a batch to vLLM's attention."""
+    return (), (common, slice(None))
+
+
+def write_back(whole: torch.Tensor, index: Tokens, part: torch.Tensor) -> None:
+    """Store `part`, made by `whole[index]` and changed since, in its place.
+
+    Indexing by a slice gives a view, which needs nothing; indexing by a tensor gives a copy.
+    """
+    if isinstance(index, torch.Tensor):
+        whole[index] = part
+
+
+def without_rows(common: CommonAttentionMetadata, num_first: int, others: Sequence[int]) -> Rest:
+    """Return the batch without its first rows and some `others`, which are ascending.
+
+    Never waits for the device: sizes are computed from the host's copy of the query starts.
+    """
+    if common.num_reqs == num_first + len(others):
+        return NOTHING
+    starts_cpu, starts = common.query_start_loc_cpu, common.query_start_loc
+    rows: Tokens
+    tokens: Tokens
+    if not others:
+        first = int(starts_cpu[num_first])
+        rows, tokens = slice(num_first, None), slice(first, None)
+        num_rows, num_tokens = common.num_reqs - num_first, common.num_actual_tokens - first
+        new_starts_cpu, new_starts = starts_cpu[num_first:] - first, starts[num_first:] - first
+    else:
+        is_left = torch.ones(common.num_reqs, dtype=torch.bool)
+        is_left[:num_first] = False
+        is_left[list(others)] = False
+        lengths = starts_cpu.diff()
+        rows_cpu = is_left.nonzero().squeeze(1)
+        tokens_cpu = is_left.repeat_interleave(lengths).nonzero().squeeze(1)
+        num_rows, num_tokens = len(rows_cpu), len(tokens_cpu)
+        new_starts_cpu = torch.zeros(num_rows + 1, dtype=starts_cpu.dtype)
+        torch.cumsum(lengths[rows_cpu], 0, out=new_starts_cpu[1:])
+        rows, tokens, new_starts = (
+            async_tensor_h2d(values, starts.device)
+            for values in (rows_cpu, tokens_cpu, new_starts_cpu)
+        )
+    rest = common.replace(
+        query_start_loc=new_starts,
+        query_start_loc_cpu=new_starts_cpu,
+        seq_lens=common.seq_lens[rows],
+        num_reqs=num_rows,
+        num_actual_tokens=num_tokens,
+        block_table_tensor=common.block_table_tensor[rows],
+        slot_mapping=common.slot_mapping[tokens],
+    )
+    return rest, tokens
+
+
+def evicting_spec(spec: AttentionSpec) -> AttentionSpec:
+    """Return the spec that makes vLLM use `EvictingManager` for a layer's blocks.
+
+    That of a layer with a window, see `check_layer`, gets a `WindowManager`.
+
+    Raises:
+        UnsupportedByEvictionError: unless the layer has full attention or a window.
+    """
+    if type(spec) is SlidingWindowSpec:
+        return replace_as(spec, WindowSpec)
+    if type(spec) is not FullAttentionSpec:
+        raise UnsupportedByEvictionError(
+            f"--kv-eviction works with full attention only, and this model has a layer with "
+            f"{type(spec).__name__}: serve another model or leave out --kv-eviction"
+        )
+    return replace_as(spec, EvictingSpec)
+
+
+def check_layer(impl: AttentionImpl, may_slide: bool = False) -> None:
+    """Refuse layers that the statistics and the ragged kernels do not compute.
+
+    Args:
+        may_slide: whether the model lists layers with windows. These run vLLM's own attention,
+            and layers of either kind may read the cache of another.
+
+    Raises:
+        UnsupportedByEvictionError: with the first such property of the layer.
+    """
+    no_window = (-1, (-1, -1))  # on CPU, in FlashAttention
+    if may_slide and impl.sliding_window not in no_window:
+        return
+    for found, what in (
+        (impl.alibi_slopes is not None, "ALiBi position biases"),
+        (impl.sliding_window not in no_window, "sliding-window attention"),
+        (bool(impl.logits_soft_cap), "soft-capped attention logits"),
+        (impl.sinks is not None, "learned attention sinks"),
+        (
+            impl.kv_sharing_target_layer_name is not None and not may_slide,
+            "layers that share a KV cache",
+        ),
+    ):
+        if found:
+            raise UnsupportedByEvictionError(
+                f"--kv-eviction does not work with {what} yet: serve another model "
+                "or leave out --kv-eviction"
+            )
+    # vLLM chooses the version by the GPU and by the size of a head.
+    if getattr(impl, "vllm_flash_attn_version", None) == 4:
+        raise UnsupportedByEvictionError(
+            "--kv-eviction does not work with FlashAttention 4 yet, which vLLM chose for this GPU "
+            "and model: use --attention-config.flash_attn_version 2 or leave out --kv-eviction"
+        )

@@ -1,0 +1,454 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's CPU attention backend, extended to caches whose heads differ in length.
+
+A batch without compressed requests runs vLLM's own code unchanged. Otherwise the decode rows,
+which come first in the batch, run as one virtual sequence per (request, KV head) over pages
+instead of blocks, through the same kernel; prefill chunks in the same batch run as in stock.
+A compressed request has several tokens in a step with drafts to verify, and after a preemption,
+when it recomputes what it had generated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from vllm import _custom_ops as ops
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata, MultipleOf
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
+
+from vllm_tgvkv.attention.base import (
+    NOTHING,
+    BatchRows,
+    EvictingBackend,
+    EvictingBuilder,
+    EvictingImpl,
+    Split,
+    Tokens,
+    unsplit,
+    without_rows,
+    write_back,
+)
+from vllm_tgvkv.attention.observer import Observer
+from vllm_tgvkv.cache.pages import FP8, CacheShape, PageLayoutError, PagePool
+from vllm_tgvkv.cache.regions import Regions
+from vllm_tgvkv.gates.outputs import GateOutputs
+from vllm_tgvkv.kernels.summaries import find, load, log_sum_exp, merge
+from vllm_tgvkv.summaries.write import rows_of
+
+_NUM_FP8_CODES = 123
+"""Bytes 0 to 122 are finite numbers in every fp8 format."""
+
+_TABLE_STEP = 16
+"""Page tables grow by this many pages at once."""
+
+
+@dataclass(frozen=True)
+class SummaryReads:
+    """The T tokens of a step that read summaries, and where these are."""
+
+    tokens: torch.Tensor
+    """Their places in the part of the batch that holds the ragged rows, int64 [T]."""
+    rows: torch.Tensor
+    """Their ragged rows, int64 [T]."""
+    num_hidden: torch.Tensor
+    """Last keys of their rows that they do not see, int32 [T]."""
+    blocks: torch.Tensor
+    """Blocks of summaries, int64 [T, m]; any of them where a request has fewer."""
+    is_read: torch.Tensor
+    """Whether a block is the request's, bool [T, m]."""
+
+    @classmethod
+    def of_rows(
+        cls, regions: Regions, block_table: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor
+    ) -> SummaryReads | None:
+        """Find them among R rows, whose tokens are `starts` to `ends` of the part, int [R] each.
+
+        None if no row has summaries.
+        """
+        rows, blocks, is_read = find(
+            block_table, block_table[:, 0].long(), regions.num_retained, regions.num_summaries
+        )
+        if not len(rows):
+            return None
+        num_tokens = (ends - starts)[rows].long()
+        of_token = torch.arange(len(rows)).repeat_interleave(num_tokens)
+        last = num_tokens.cumsum(0)[of_token] - 1
+        num_hidden = last - torch.arange(len(of_token))
+        return cls(
+            tokens=ends[rows[of_token]].long() - 1 - num_hidden,
+            rows=rows[of_token],
+            num_hidden=num_hidden.int(),
+            blocks=blocks[of_token],
+            is_read=is_read[of_token],
+        )
+
+
+@dataclass
+class VirtualSequences:
+    """The ragged rows of a step, one virtual sequence per (row, KV head), for all layers.
+
+    There are R rows with T tokens together. Sequences are ordered by row, then head.
+    """
+
+    seq_lens: torch.Tensor
+    """Keys of every row, evicted ones counted, int32 [R]."""
+    starts: torch.Tensor
+    """First query of every sequence, int32 [R * H + 1]."""
+    tables: torch.Tensor
+    """Page numbers, int32 [L, R, H, W]."""
+    lengths: torch.Tensor
+    """Keys of every sequence, int32 [L, R, H]."""
+    schedules: list[torch.Tensor]
+    """The kernel's work partition of every layer."""
+    tokens: slice
+    """The part of the batch that holds all tokens of the rows."""
+    queries: Tokens
+    """Places of the T * H queries of one KV head each, in that part's [tokens * H]."""
+    summaries: SummaryReads | None = None
+    """None if no row has summaries."""
+
+
+class PageTables:
+    """Page tables of the ragged rows, kept from step to step.
+
+    A row's tables change when it gets a block, which is every N-th step; only rows that changed
+    since the last step are written again. A row may also grow into a block that it has had for a
+    while, because drafts were rejected; its tables may have been written in between.
+
+    Tests of tensors here do not synchronise: all of them are the host's.
+    """
+
+    def __init__(self, regions: Regions, shape: CacheShape) -> None:
+        self._regions = regions
+        self._shape = shape
+        self._tables = torch.empty(shape.num_layers, 0, shape.num_heads, 0, dtype=torch.int32)
+        self._blocks = torch.empty(0, 0, dtype=torch.int32)
+        """The rows' part of the last block table."""
+        self._num_blocks = torch.empty(0, dtype=torch.int32)
+        """Blocks of every row that its tables cover."""
+        self._version = -1
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether regions have changed since the last step."""
+        return self._version != self._regions.version
+
+    def are_of(self, block_table: torch.Tensor) -> bool:
+        """Return whether the rows have the same blocks as in the last step."""
+        return torch.equal(block_table[:, : self._blocks.shape[1]], self._blocks)
+
+    def update(
+        self, block_table: torch.Tensor, seq_lens: torch.Tensor, lengths: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the tables of R rows, int32 [L, R, H, W], valid until the next call.
+
+        `block_table` is int32 [R, W'], `seq_lens` int32 [R], `lengths` int32 [L, R, H].
+        """
+        shape, size = self._shape, self._shape.block_size
+        needed = (seq_lens - 1) // size + 1
+        num_pages = int(lengths.max() - 1) // size + 1
+        blocks = block_table[:, : int(needed.max())]
+        if (
+            self.is_stale
+            or self._tables.shape[1] != len(blocks)
+            or self._tables.shape[3] < num_pages
+        ):
+            width = (num_pages // _TABLE_STEP + 1) * _TABLE_STEP
+            self._tables = self._tables.new_empty(
+                shape.num_layers, len(blocks), shape.num_heads, width
+            )
+            self._num_blocks = torch.empty_like(needed)
+            changed = torch.arange(len(blocks))
+        else:
+            added = blocks.shape[1] - self._blocks.shape[1]
+            last = torch.nn.functional.pad(self._blocks, (0, added))
+            is_changed = (last != blocks).any(1) | (needed > self._num_blocks)
+            changed = is_changed.nonzero().squeeze(1)
+        if len(changed):
+            tables = torch.empty_like(self._tables[:, : len(changed)])
+            self._regions.write_page_tables(
+                block_table[changed], seq_lens[changed], size, 0, tables
+            )
+            self._tables[:, changed] = tables
+            self._num_blocks[changed] = needed[changed]
+        self._blocks, self._version = blocks, self._regions.version
+        return self._tables
+
+
+class EvictingCPUMetadataBuilder(EvictingBuilder[VirtualSequences], CPUAttentionMetadataBuilder):
+    """Builds the metadata of `EvictingCPUImpl`."""
+
+    slots_first = False
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # Decode rows come first, with or without drafts. Which rows have drafts changes from step
+        # to step, and rows that change places need new page tables.
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self._last: VirtualSequences | None = None
+        """Those of the last step, if the same rows can decode on."""
+        if not self.evicts:
+            return
+        # An AMX machine would store keys in tiles, from which no single token can be copied.
+        self.isa = "vec" if self.block_size % 32 == 0 else "vec16"
+        self._set_isa_to_layers(layer_names)
+        check_page_format(self.block_size, self.head_dim, self.dtype, self.isa, self.kv_cache_dtype)
+
+    def bind(self, observer: Observer, rows: BatchRows) -> None:
+        super().bind(observer, rows)
+        self._tables = PageTables(observer.regions, observer.shape)
+        max_rows = self.vllm_config.scheduler_config.max_num_seqs
+        self._starts = torch.arange(max_rows * observer.shape.num_heads + 1, dtype=torch.int32)
+
+    def split(self, common: CommonAttentionMetadata) -> Split[VirtualSequences]:
+        """Split off all decode rows, and compressed rows with more than one token.
+
+        The kernel takes all decode rows in one call. Without compressed rows none is ragged.
+        """
+        advanced = self._advance(common)
+        if advanced is not None:
+            return (advanced,), NOTHING
+        regions = self.observer.regions
+        if not regions.num_live:
+            return unsplit(common)
+        is_compressed = regions.num_retained[common.block_table_tensor[:, 0]] > 0
+        if not is_compressed.any():
+            return unsplit(common)
+        assert self.reorder_batch_threshold is not None
+        num_decodes, *_ = split_decodes_and_prefills(common, self.reorder_batch_threshold)
+        others = num_decodes + is_compressed[num_decodes:].nonzero().squeeze(1)
+        rows = torch.cat((torch.arange(num_decodes), others))
+        ragged = self._make_ragged(common, rows)
+        return (ragged,), without_rows(common, num_decodes, others.tolist())
+
+    def _advance(self, common: CommonAttentionMetadata) -> VirtualSequences | None:
+        """Return the last step's rows, one token later; None if this step is not just that.
+
+        Most steps are: the same requests decode on and none starts a block. Then only lengths and
+        schedules change.
+        """
+        last = self._last
+        if (
+            last is None
+            or self._tables.is_stale
+            or common.max_query_len != 1
+            or common.num_reqs != len(last.seq_lens)
+        ):
+            return None
+        last.seq_lens += 1
+        if (
+            not torch.equal(common.seq_lens, last.seq_lens)
+            or not self._tables.are_of(common.block_table_tensor)
+            or (last.seq_lens % self.block_size == 1).any()
+        ):
+            self._last = None
+            return None
+        last.lengths += 1
+        last.schedules = [self._schedule(last.starts, lengths) for lengths in last.lengths]
+        return last
+
+    def _make_ragged(self, common: CommonAttentionMetadata, rows: torch.Tensor) -> VirtualSequences:
+        """Describe some rows of a batch, int64 [R], to the kernel."""
+        shape, num_rows = self.observer.shape, len(rows)
+        num_tokens = common.query_start_loc.diff()[rows]
+        total = int(num_tokens.sum())
+        only_decodes = total == num_rows
+        tokens: slice
+        queries: Tokens
+        if only_decodes:  # then they are the first of the batch, in order
+            tokens, queries = slice(total), slice(None)
+            starts = self._starts[: num_rows * shape.num_heads + 1]
+        else:
+            tokens = slice(None)
+            queries, starts = _queries_by_head(
+                common.query_start_loc[rows], num_tokens, shape.num_heads
+            )
+        block_table, seq_lens = common.block_table_tensor[rows], common.seq_lens[rows]
+        lengths = torch.empty(shape.num_layers, num_rows, shape.num_heads, dtype=torch.int32)
+        self.observer.regions.write_lengths(block_table, seq_lens, shape.block_size, lengths)
+        ragged = VirtualSequences(
+            seq_lens=seq_lens,
+            starts=starts,
+            tables=self._tables.update(block_table, seq_lens, lengths),
+            lengths=lengths,
+            schedules=[self._schedule(starts, layer) for layer in lengths],
+            tokens=tokens,
+            queries=queries,
+            summaries=SummaryReads.of_rows(
+                self.observer.regions,
+                block_table,
+                common.query_start_loc[rows],
+                common.query_start_loc[rows + 1],
+            )
+            if self.observer.summarises
+            else None,
+        )
+        self._last = ragged if only_decodes else None
+        return ragged
+
+    def _schedule(self, starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=lengths.numel(),
+            num_heads=self.observer.shape.group_size,
+            num_kv_heads=1,
+            head_dim=self.head_dim,
+            seq_lens=lengths.view(-1),
+            dtype=self.dtype,
+            query_start_loc=starts,
+            causal=True,
+            sliding_window_size=-1,
+            isa=self.isa,
+            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
+
+
+class EvictingCPUImpl(EvictingImpl[VirtualSequences], CPUAttentionBackendImpl):
+    """One layer's attention, whose ragged rows run through vLLM's own kernel."""
+
+    def bind(self, layer: int, pool: PagePool, gate_outputs: GateOutputs | None = None) -> None:
+        super().bind(layer, pool, gate_outputs)
+        pages = pool.raw.view(-1, 1, 2 * pool.block_size, self.head_size)
+        self.key_pages, self.value_pages = pages.chunk(2, dim=2)
+
+    def attend_ragged(
+        self,
+        rows: VirtualSequences,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        # [tokens, H * G, D] is [tokens * H, G, D] as well. vLLM's queries may be a slice of a
+        # fused projection; then reshaping copies them.
+        by_head = (-1, self.num_queries_per_kv, self.head_size)
+        queries = query[rows.tokens].reshape(by_head)
+        outputs = output[rows.tokens].view(by_head)
+        ragged_outputs = outputs[rows.queries]
+        ops.cpu_attention_with_kv_cache(
+            query=queries[rows.queries],
+            key_cache=self.key_pages,
+            value_cache=self.value_pages,
+            output=ragged_outputs,
+            query_start_loc=rows.starts,
+            seq_lens=rows.lengths[self.layer].view(-1),
+            scale=self.scale,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=rows.tables[self.layer].flatten(0, 1),
+            softcap=0,
+            scheduler_metadata=rows.schedules[self.layer],
+            s_aux=None,
+            k_scale=layer._k_scale_float,
+            v_scale=layer._v_scale_float,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
+        write_back(outputs, rows.queries, ragged_outputs)
+        if rows.summaries is not None:
+            self._read_summaries(rows, rows.summaries, queries, outputs)
+
+    def _read_summaries(
+        self,
+        rows: VirtualSequences,
+        reads: SummaryReads,
+        queries: torch.Tensor,
+        outputs: torch.Tensor,
+    ) -> None:
+        """Merge what summaries add into the outputs over keys alone, both [tokens * H, G, D].
+
+        vLLM's kernel does not return the logarithm of its softmax denominators, so these tokens
+        read their keys once more.
+        """
+        pool, layer = self.pool, self.layer
+        by_token = (-1, pool.num_heads, *queries.shape[1:])
+        reading = queries.view(by_token)[reads.tokens]
+        heads = torch.arange(pool.num_heads)
+        pages = (reads.blocks * pool.num_layers + layer).unsqueeze(1) * pool.num_heads
+        summary = load(pool.keys, pool.values, pages + heads[:, None], rows_of(pool))
+        lengths = rows.lengths[layer][reads.rows] - reads.num_hidden[:, None]
+        tables = rows.tables[layer][reads.rows]
+        of_keys = log_sum_exp(reading, pool.keys, tables, lengths, self.scale)
+        merged = merge(
+            outputs.view(by_token)[reads.tokens],
+            of_keys,
+            reading,
+            summary,
+            reads.is_read,
+            self.scale,
+        )
+        outputs.view(by_token)[reads.tokens] = merged
+
+
+class EvictingCPUBackend(EvictingBackend, CPUAttentionBackend):
+    """`CPU_ATTN` with head pages."""
+
+    impl_cls = EvictingCPUImpl
+    builder_cls = EvictingCPUMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(
+        kv_cache_spec: KVCacheSpec | None = None,
+    ) -> list[int | MultipleOf]:
+        return [MultipleOf(16)]
+
+
+def _queries_by_head(
+    first_tokens: torch.Tensor, num_tokens: torch.Tensor, num_heads: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Order queries by row, then KV head, then token.
+
+    `first_tokens` and `num_tokens` are int32 [R]. Returns their indices in [tokens * H],
+    int64 [T * H], and each sequence's first, int32 [R * H + 1].
+    """
+    lengths = num_tokens.repeat_interleave(num_heads)
+    starts = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    torch.cumsum(lengths, 0, dtype=torch.int32, out=starts[1:])
+    sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
+    token = torch.arange(len(sequence)) - starts[sequence] + first_tokens[sequence // num_heads]
+    return token * num_heads + sequence % num_heads, starts
+
+
+def check_page_format(
+    block_size: int, head_size: int, dtype: torch.dtype, isa: str, kv_cache_dtype: str
+) -> None:
+    """Write one page with vLLM's kernel, and check that it holds keys [D, N] and values [N, D].
+
+    In a quantised cache, also check that its bytes have the format in `FP8`.
+
+    Raises:
+        PageLayoutError: if the page differs.
+    """
+    numbers = torch.arange(block_size * head_size).view(block_size, head_size)
+    if kv_cache_dtype in FP8:
+        stored = numbers.remainder(_NUM_FP8_CODES).to(torch.uint8)
+        tokens = stored.view(FP8[kv_cache_dtype]).to(dtype).unsqueeze(1)
+    else:
+        stored = numbers.remainder(251).to(dtype)  # small whole numbers are exact in every dtype
+        tokens = stored.unsqueeze(1)
+    page = torch.zeros(1, 1, 2 * block_size, head_size, dtype=stored.dtype)
+    keys, values = page.chunk(2, dim=2)
+    slots = torch.arange(block_size, dtype=torch.int64)
+    ops.cpu_attn_reshape_and_cache(
+        tokens, tokens, keys, values, slots, isa, kv_cache_dtype=kv_cache_dtype
+    )
+    if not torch.equal(page.flatten(), torch.cat((stored.t().flatten(), stored.flatten()))):
+        raise PageLayoutError(
+            f"vLLM's CPU kernel stores pages of {block_size} slots x {head_size} values ({dtype}, "
+            f"{isa}, --kv-cache-dtype {kv_cache_dtype}) in a format this package does not know: "
+            "report it, and leave out --kv-eviction meanwhile"
+        )

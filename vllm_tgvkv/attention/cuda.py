@@ -1,0 +1,428 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's FlashAttention backend, extended to caches whose heads differ in length.
+
+Tokens of compressed requests, and all decode tokens of a batch with such requests, are *ragged
+rows*: one virtual sequence per (token, KV head), over pages instead of blocks. Prefill chunks run
+as in stock.
+
+A decode step is a captured graph: its metadata are persistent tensors, and everything that depends
+on them (lengths, page tables) is computed by kernels inside the graph. So a graph is right for
+every later batch of its size, and building the metadata of such a step costs the host nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from vllm import envs
+from vllm.utils.math_utils import cdiv
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionLayer, CommonAttentionMetadata
+from vllm.v1.attention.backends import flash_attn
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+
+from vllm_tgvkv.attention.base import (
+    NOTHING,
+    BatchRows,
+    EvictingBackend,
+    EvictingBuilder,
+    EvictingImpl,
+    Split,
+    unsplit,
+    without_rows,
+)
+from vllm_tgvkv.attention.observer import Observer
+from vllm_tgvkv.cache.pages import CacheShape, PagePool
+from vllm_tgvkv.cache.regions import Regions
+from vllm_tgvkv.gates.outputs import GateOutputs
+from vllm_tgvkv.kernels.decode import DecodePlan, decode, plan_decode
+
+_TABLE_BYTES = 64 << 20
+"""Page tables are written for as many layers at once as fit, and for one layer in any case."""
+
+_MAX_SPLIT_SEQUENCES = 992
+"""FlashAttention 3 splits long sequences among thread blocks in batches of at most this many
+sequences, and in larger ones none (`PREPARE_VARLEN_MAX_BATCHES_1CTA` in its `flash_api.cpp`)."""
+
+_KEYS_PER_LAUNCH = 1024
+"""The keys that one thread block reads while one more slice of a batch is launched. Estimated: 3
+launches of 2 us (schedule, attention, sum of splits), and 8192 keys in 50 us."""
+
+_REPLAY_ROWS = 128
+"""Most ragged rows at once of a request that computes several tokens, which is rare (see below)."""
+
+
+@dataclass
+class RaggedTokens:
+    """R tokens that attend as virtual sequences, one for each of their KV heads."""
+
+    block_table: torch.Tensor
+    """Of each token's request, int32 [R, W]."""
+    seq_lens: torch.Tensor
+    """Keys of the request up to the token, evicted ones counted, int32 [R]."""
+    max_seq_len: int
+    """Upper bound of the virtual sequences' lengths."""
+    rows_per_launch: int
+    """Tokens that one launch of FlashAttention takes."""
+    num_splits: int
+    """Parts that a sequence may be split into; 0 leaves it to FlashAttention 2."""
+    kernel: RaggedKernel
+    tokens: slice
+    """Their places in the batch."""
+    takes_turns: bool
+    """Whether other tokens use the kernel's memory as well, layer by layer."""
+
+    def __len__(self) -> int:
+        return len(self.seq_lens)
+
+    def fills_at(self, layer: int) -> bool:
+        """Return whether lengths of all layers are written before this layer."""
+        return layer == 0 or self.takes_turns
+
+
+class RaggedKernel:
+    """Attention of at most `max_rows` ragged tokens: a kernel and the memory of its inputs.
+
+    Graphs refer to that memory. The first layer fills it, in the graph if there is one. Where
+    several sets of tokens take turns in each layer, every layer fills it.
+    """
+
+    def __init__(self, shape: CacheShape, regions: Regions, max_rows: int) -> None:
+        self.shape = shape
+        self.regions = regions
+        self.max_rows = max_rows
+        self.device = regions.offsets.device
+        size = (shape.num_layers, max_rows, shape.num_heads)
+        self._lengths = torch.zeros(size, dtype=torch.int32, device=self.device)
+
+    def attend(
+        self, impl: EvictingFlashImpl, rows: RaggedTokens, query: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        """Attend to the pages of the layer of `impl`; to be called layer by layer.
+
+        `query` and `output` are [R, H * G, D].
+        """
+        raise NotImplementedError
+
+    def _write_lengths(self, rows: RaggedTokens) -> torch.Tensor:
+        """Return the keys of every virtual sequence in every layer, int32 [L, R, H]."""
+        lengths = self._lengths[:, : len(rows)]
+        self.regions.write_lengths(rows.block_table, rows.seq_lens, self.shape.block_size, lengths)
+        return lengths
+
+
+class FlashKernel(RaggedKernel):
+    """FlashAttention, which needs a page table of `width` entries for every virtual sequence.
+
+    Tables of a few rows are written for more layers at once than those of many: all stand at the
+    start of one buffer.
+    """
+
+    def __init__(
+        self,
+        shape: CacheShape,
+        regions: Regions,
+        max_rows: int,
+        width: int,
+        summarises: bool = False,
+    ) -> None:
+        """Allocate; with `summarises`, rows may have summaries, which every launch looks for."""
+        super().__init__(shape, regions, max_rows)
+        self._width = width
+        self._summarises = summarises
+        size = self.num_entries(shape, max_rows, width)
+        # Never anything but valid pages: FlashAttention may load entries after a sequence's last.
+        self._buffer = torch.zeros(size, dtype=torch.int32, device=self.device)
+        starts = torch.arange(max_rows * shape.num_heads + 1, dtype=torch.int32, device=self.device)
+        self._starts: Callable[[int], torch.Tensor] = cache(lambda number: starts[: number + 1])
+        self._layer_lengths: tuple[torch.Tensor, ...] = ()
+        """Of the current rows, int32 [R * H] for every layer."""
+        self._layer_tables: tuple[torch.Tensor, ...] = ()
+        """Of the current rows, int32 [R * H, width] for every layer of the current group."""
+
+    @staticmethod
+    def num_entries(shape: CacheShape, max_rows: int, width: int) -> int:
+        """Return the size of the buffer, in entries of 4 bytes."""
+        of_layer = max_rows * shape.num_heads * width
+        return max(of_layer, min(shape.num_layers * of_layer, _TABLE_BYTES // 4))
+
+    def attend(
+        self, impl: EvictingFlashImpl, rows: RaggedTokens, query: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        layer, shape = impl.layer, self.shape
+        if rows.fills_at(layer):
+            self._layer_lengths = self._write_lengths(rows).flatten(1).unbind()
+        index = 0 if rows.takes_turns else layer % self._layers_at_once(rows)
+        if index == 0:
+            self._layer_tables = self._write_tables(rows, layer)
+        # [R, H * G, D] is [R * H, G, D] as well. vLLM's queries may be a slice of a fused
+        # projection; then reshaping copies them.
+        by_head = (-1, shape.group_size, shape.head_size)
+        inputs = (
+            query.reshape(by_head),
+            output.view(by_head),
+            self._layer_lengths[layer],
+            self._layer_tables[index],
+        )
+        size = rows.rows_per_launch
+        for number, part in enumerate(_slices(inputs, size * shape.num_heads)):
+            q, out, lengths, table = part
+            found = flash_attn.flash_attn_varlen_func(
+                q=q,
+                k=impl.key_pages,
+                v=impl.value_pages,
+                out=out,
+                cu_seqlens_q=self._starts(len(lengths)),
+                max_seqlen_q=1,
+                seqused_k=lengths,
+                max_seqlen_k=rows.max_seq_len,
+                softmax_scale=impl.scale,
+                causal=True,
+                block_table=table,
+                fa_version=impl.vllm_flash_attn_version,
+                num_splits=rows.num_splits,
+                return_softmax_lse=self._summarises,
+            )
+            if self._summarises:
+                of_launch = slice(number * size, (number + 1) * size)
+                self.regions.merge_summaries(
+                    out,
+                    found[1],  # [G, sequences], natural logarithms
+                    q,
+                    impl.pool.keys,
+                    impl.pool.values,
+                    rows.block_table[of_launch],
+                    rows.seq_lens[of_launch],
+                    layer,
+                    impl.scale,
+                )
+
+    def _layers_at_once(self, rows: RaggedTokens) -> int:
+        return len(self._buffer) // (len(rows) * self.shape.num_heads * self._width)
+
+    def _write_tables(self, rows: RaggedTokens, layer: int) -> tuple[torch.Tensor, ...]:
+        """Write the tables of a group of layers and return them, int32 [R * H, width] each."""
+        shape = self.shape
+        num_layers = 1
+        if not rows.takes_turns:
+            num_layers = min(self._layers_at_once(rows), shape.num_layers - layer)
+        size = (num_layers, len(rows), shape.num_heads, self._width)
+        tables = self._buffer[: math.prod(size)].view(size)
+        self.regions.write_page_tables(
+            rows.block_table, rows.seq_lens, shape.block_size, layer, tables
+        )
+        return tables.flatten(1, 2).unbind()
+
+
+class TritonKernel(RaggedKernel):
+    """This package's kernel, which computes pages instead of reading tables."""
+
+    def __init__(
+        self, shape: CacheShape, regions: Regions, max_rows: int, dtype: torch.dtype
+    ) -> None:
+        super().__init__(shape, regions, max_rows)
+        self._plan = DecodePlan.for_device(
+            shape.num_layers,
+            max_rows,
+            shape.num_heads,
+            shape.group_size,
+            shape.head_size,
+            dtype,
+            self.device,
+        )
+
+    def attend(
+        self, impl: EvictingFlashImpl, rows: RaggedTokens, query: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        if rows.fills_at(impl.layer):
+            self._current_lengths = self._write_lengths(rows)
+            self._current_plan = self._plan.for_sequences(len(rows) * self.shape.num_heads)
+            plan_decode(self._current_lengths, self._current_plan)
+        decode(
+            query,
+            impl.pool.keys,
+            impl.pool.values,
+            rows.block_table,
+            self._current_lengths,
+            self.regions.num_retained,
+            self.regions.num_replaced,
+            self.regions.offsets,
+            impl.layer,
+            impl.scale,
+            self._current_plan,
+            output,
+        )
+
+
+def _slices(tensors: tuple[torch.Tensor, ...], size: int) -> Iterable[tuple[torch.Tensor, ...]]:
+    """Split tensors of the same length into slices of at most `size`."""
+    if len(tensors[0]) <= size:
+        return (tensors,)
+    return zip(*(tensor.split(size) for tensor in tensors), strict=True)
+
+
+class EvictingFlashMetadataBuilder(EvictingBuilder[RaggedTokens], FlashAttentionMetadataBuilder):
+    """Builds the metadata of `EvictingFlashImpl`."""
+
+    # Python code observes each layer of prompts that end: batches with prefills keep their
+    # attention out of graphs.
+    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    supports_update_block_table = False
+    reorder_batch_threshold = 1  # decode rows first
+    slots_first = True
+
+    def bind(self, observer: Observer, rows: BatchRows) -> None:
+        """Attach the worker's observer, and allocate the kernel's memory, which graphs refer to."""
+        super().bind(observer, rows)
+        shape, config = observer.shape, self.vllm_config
+        max_rows = max(config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
+        self._most_rows = _MAX_SPLIT_SEQUENCES // shape.num_heads
+        # Of FlashAttention 3. Where windows differ between layers, vLLM clears it with the first
+        # batch, because it cannot schedule such layers together.
+        self._splits = self.aot_schedule
+        self._kernel: RaggedKernel
+        if observer.decode_kernel == "triton":
+            dtype = observer.pool.raw.dtype
+            self._kernel = TritonKernel(shape, observer.regions, max_rows, dtype)
+        else:
+            width = cdiv(config.model_config.max_model_len, shape.block_size)
+            self._kernel = FlashKernel(
+                shape, observer.regions, max_rows, width, observer.summarises
+            )
+        if self.use_full_cuda_graph and observer.records_decodes:
+            observer.record_decodes(max_rows)
+
+    def split(self, common: CommonAttentionMetadata) -> Split[RaggedTokens]:
+        """Split off all decode tokens, and every token of compressed requests with several.
+
+        Without compressed requests none is ragged, except in a step that may be a graph.
+        """
+        num_live = self.observer.regions.num_live
+        if common.max_query_len == 1 and (num_live or self.use_full_cuda_graph):
+            # A graph is captured once, without compressed requests, and replayed with them.
+            return (self._decode_tokens(common, common.num_reqs),), NOTHING
+        if not num_live:
+            return unsplit(common)
+        num_decodes, *_ = split_decodes_and_prefills(common, decode_threshold=1)
+        replayed = self._replayed_rows(common, num_decodes)
+        ragged = []
+        if num_decodes:
+            ragged.append(self._decode_tokens(common, num_decodes, takes_turns=bool(replayed)))
+        for row in replayed:
+            ragged += self._replayed_tokens(common, row)
+        return ragged, without_rows(common, num_decodes, replayed)
+
+    def _decode_tokens(
+        self, common: CommonAttentionMetadata, num_rows: int, takes_turns: bool = False
+    ) -> RaggedTokens:
+        """Return the first rows of a batch, which have one token each."""
+        return self._ragged_tokens(
+            common.block_table_tensor[:num_rows],
+            common.seq_lens[:num_rows],
+            common.max_seq_len,
+            slice(num_rows),
+            takes_turns,
+        )
+
+    def _replayed_rows(self, common: CommonAttentionMetadata, num_decodes: int) -> list[int]:
+        """Return the compressed requests with several tokens in this step, ascending.
+
+        After a preemption a request recomputes what it had generated. Only rows of several tokens
+        are looked at, so the number of compressed requests does not matter.
+        """
+        owns, request_at = self.observer.regions.owns, self._rows.request_at
+        rows = range(num_decodes, common.num_reqs)
+        return [row for row in rows if owns(request_at(common, row))]
+
+    def _replayed_tokens(self, common: CommonAttentionMetadata, row: int) -> Iterator[RaggedTokens]:
+        """Yield the tokens of one compressed request, in slices of bounded memory."""
+        start, end = common.query_start_loc_cpu[row : row + 2].tolist()
+        size = min(_REPLAY_ROWS, self._kernel.max_rows, self._most_rows)
+        for first in range(start, end, size):
+            tokens = slice(first, min(first + size, end))
+            # Keys up to each token: the row's last token sees all of them.
+            before_end = torch.arange(
+                tokens.start - end + 1, tokens.stop - end + 1, device=self.device
+            )
+            yield self._ragged_tokens(
+                common.block_table_tensor[row].expand(len(before_end), -1),
+                (common.seq_lens[row] + before_end).int(),
+                common.max_seq_len,
+                tokens,
+                takes_turns=True,
+            )
+
+    def _ragged_tokens(
+        self,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        max_seq_len: int,
+        tokens: slice,
+        takes_turns: bool,
+    ) -> RaggedTokens:
+        rows_per_launch, num_splits = self._launches(len(seq_lens), max_seq_len)
+        return RaggedTokens(
+            block_table,
+            seq_lens,
+            max_seq_len,
+            rows_per_launch,
+            num_splits,
+            self._kernel,
+            tokens,
+            takes_turns,
+        )
+
+    def _launches(self, num_rows: int, max_seq_len: int) -> tuple[int, int]:
+        """Return the rows of one launch of FlashAttention, and the most splits of a sequence.
+
+        FlashAttention 3 splits in slices of `_MAX_SPLIT_SEQUENCES` only. More launches are worth it
+        if one thread block could take longer for the longest sequence. It reserves memory for the
+        most splits of every sequence, so a bound is given outside of graphs as well: without one it
+        may be 128, since each sequence here has one head. FlashAttention 2 decides by itself (0),
+        and splits in small batches only.
+        """
+        if envs.VLLM_BATCH_INVARIANT:
+            return num_rows, 1
+        if not self._splits:
+            return num_rows, 0
+        num_splits = self.attention_config.flash_attn_max_num_splits_for_cuda_graph
+        num_slices = cdiv(num_rows, self._most_rows)
+        if num_slices == 1:
+            return num_rows, num_splits
+        if num_slices * _KEYS_PER_LAUNCH < max_seq_len:
+            return cdiv(num_rows, num_slices), num_splits
+        return num_rows, 1
+
+
+class EvictingFlashImpl(EvictingImpl[RaggedTokens], FlashAttentionImpl):
+    """One layer's attention, whose ragged tokens run through a `RaggedKernel`."""
+
+    def bind(self, layer: int, pool: PagePool, gate_outputs: GateOutputs | None = None) -> None:
+        super().bind(layer, pool, gate_outputs)
+        # One head, whose stride is one that the tensor memory accelerator accepts.
+        pages = pool.raw.view(-1, pool.block_size, 1, 2 * self.head_size)
+        self.key_pages, self.value_pages = pages.split(self.head_size, dim=-1)
+
+    def attend_ragged(
+        self,
+        rows: RaggedTokens,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        rows.kernel.attend(self, rows, query[rows.tokens], output[rows.tokens])
+
+
+class EvictingFlashBackend(EvictingBackend, FlashAttentionBackend):
+    """`FLASH_ATTN` with head pages."""
+
+    impl_cls = EvictingFlashImpl
+    builder_cls = EvictingFlashMetadataBuilder

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What attention needs of whoever watches a step's layers; nothing here knows of eviction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+import torch
+
+from vllm_tgvkv.cache.pages import CacheShape, PagePool
+from vllm_tgvkv.cache.queries import StoredQueries
+from vllm_tgvkv.cache.regions import Regions
+
+
+class Observer(Protocol):
+    """Sees each layer of a step after its attention; the worker's `Evictor` is one."""
+
+    shape: CacheShape
+    pool: PagePool
+    regions: Regions
+    """State of compressed rows, which attention reads."""
+    summarises: bool
+    """Whether rows may have summaries, which attention then looks for in every step."""
+
+    @property
+    def decode_kernel(self) -> Literal["stock", "triton"]:
+        """Return the kernel that ragged rows are decoded with."""
+
+    @property
+    def records_decodes(self) -> bool:
+        """Return whether tokens of answers vote, so that a graph has to store their queries."""
+
+    def record_decodes(self, max_tokens: int) -> None:
+        """Store the queries of steps of single tokens through `stored_queries` from now on."""
+
+    def has_work(self, single_tokens: bool) -> bool:
+        """Return whether this step's layers are observed."""
+
+    def prepare(self, first_token: Callable[[str], int]) -> None:
+        """Find the step's prompts in the batch that is being built.
+
+        `first_token(request_id)` is the index of the request's first token in the batch's
+        queries.
+        """
+
+    def stored_queries(
+        self, num_tokens: int, first_token: Callable[[str], int]
+    ) -> StoredQueries | None:
+        """Return the store of a step of single tokens that is not observed, or None."""
+
+    def observe_layer(self, layer: int, queries: torch.Tensor, scale: float) -> None:
+        """Observe one layer, once its keys are in the cache and its attention has run.
+
+        Args:
+            layer: index among this worker's layers.
+            queries: [tokens, H * G, D], rotated, of the whole batch.
+            scale: factor of the products of queries and keys as they are stored.
+        """

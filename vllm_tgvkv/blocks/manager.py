@@ -1,0 +1,425 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV cache spec and block manager: who holds which block of a compressed request.
+
+A request's row of blocks, before and after its eviction (t0 full prompt blocks,
+k of them retained, T tail blocks):
+
+    before   [ p_0 ... p_{k-1} ... p_{t0-1} | tail_0 ... tail_{T-1} ]
+    after    [ f_0 ... f_{k-1} | null ... null | tail_0 ... tail_{T-1} ]
+
+    p     prompt blocks: given back to the pool at the end of the step that evicts;
+          prefix-cache entries on them stay valid until the pool reuses them
+    f     fresh blocks: reserved when the chunk that ends at the cut is scheduled, so
+          that running out is vLLM's ordinary back-pressure; never hashed
+    tail  the partial last prompt block and decoded tokens: vLLM appends to it
+
+A later cut does the same with region and full tail blocks in place of p. If a guard (budget
+`auto`) finds that fewer than k blocks are enough, the last of them become null as well, once the
+scheduler is told.
+
+vLLM's positions, slot mapping and sequence lengths are not touched. Prompts that prefill together
+finish in the order of `admission.py`; decoding requests count by the blocks they hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import (
+    FullAttentionManager,
+    MambaManager,
+    SingleTypeKVCacheManager,
+    SlidingWindowManager,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
+from vllm.v1.request import Request
+
+from vllm_tgvkv.blocks.admission import Prefill, PrefillOrder
+from vllm_tgvkv.blocks.other_blocks import OtherBlocks
+from vllm_tgvkv.shared.cuts import Cut, Cuts
+
+
+@dataclass
+class Compression:
+    """A request that is evicted, once or several times."""
+
+    request: Request
+    cut: Cut | None
+    """The next cut."""
+    num_retained_blocks: int = 0
+    """k, blocks of its region; 0 if the row is not compressed now."""
+    num_replaced_blocks: int = 0
+    """t, blocks in whose place the region stands."""
+    reserved: tuple[KVCacheBlock, ...] = ()
+    """Fresh blocks held between the scheduling of the evicting chunk and the swap."""
+    deferred: bool = False
+    """Whether the evicting chunk had to wait for fresh blocks."""
+    num_reusable: int = 0
+    """Tokens of its prompt where a hit of the prefix cache ends, if not before."""
+
+    @property
+    def swapped(self) -> bool:
+        """Whether the request's row is compressed now."""
+        return self.num_retained_blocks > 0
+
+    def num_to_reserve(self, num_tokens: int) -> int:
+        """Return the fresh blocks that a chunk up to `num_tokens` needs; 0 if it does not evict."""
+        if self.reserved or self.cut is None or num_tokens < self.cut.at:
+            return 0
+        return self.cut.num_retained
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Block ids around one eviction, as the worker needs them."""
+
+    old_blocks: list[int]
+    new_blocks: list[int]
+    row_blocks: list[int]
+    num_held: int
+    """Blocks of the row before it, null blocks not counted."""
+    num_freed: int
+    deferred: bool
+    """Whether the evicting chunk had to wait for fresh blocks."""
+
+
+class EvictingManager(FullAttentionManager):
+    """A `FullAttentionManager` whose requests may trade prompt blocks for fewer fresh ones."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.compressions: dict[str, Compression] = {}
+        self.order = PrefillOrder()
+        self._admission: tuple[str, Prefill] | None = None
+        """The request that vLLM is about to admit."""
+        self.released: list[int] = []
+        """First block ids of regions dropped since the last drain."""
+        self.num_other_blocks = 0
+        """Most blocks that a request holds for layers that are not evicted."""
+        self.others = OtherBlocks()
+        """Blocks that requests hold for layers that are not evicted."""
+        self.record_freed = False
+        self.freed: list[int] = []
+        """Unhashed blocks given back since the last drain, if `record_freed`."""
+
+    # -- reservation, while the prefill is scheduled ------------------------------------
+
+    def expect(self, request: Request, cut: Cut | None) -> None:
+        """Reserve the fresh blocks of a request's next cut with the chunk that ends there."""
+        known = self.compressions.setdefault(request.request_id, Compression(request, cut))
+        known.cut = cut
+
+    def forget(self, request_id: str) -> None:
+        """Drop the record of a request that holds no blocks: it ended, or is not evicted."""
+        compression = self.compressions.pop(request_id, None)
+        assert compression is None or not (compression.reserved or compression.swapped)
+
+    def can_ever_fit(self, cuts: Cuts) -> bool:
+        """Return whether an empty pool holds a request at each of its cuts.
+
+        If so, it holds the rest of the request as well, after any number of preemptions: replayed
+        tokens take the place of blocks that the prompt gave back.
+        """
+        usable = self.block_pool.num_gpu_blocks - 1  # the null block is never handed out
+        return max(cuts.peaks()) + self.num_other_blocks <= usable
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        *args: Any,
+        apply_admission_cap: bool = False,
+        **kwargs: Any,
+    ) -> int:
+        """Return the blocks for a chunk, or for a whole request with `apply_admission_cap`.
+
+        vLLM compares the number with the free blocks. For a request that is not admitted yet it
+        includes the free blocks that earlier prefills need.
+        """
+        compression = self.compressions.get(request_id)
+        if apply_admission_cap and compression and compression.cut:
+            # A request that waits for its answer has room for it, and for the fresh blocks.
+            num_tokens = max(num_tokens, compression.cut.at)
+        num_blocks = super().get_num_blocks_to_allocate(
+            request_id,
+            num_tokens,
+            new_computed_blocks,
+            *args,
+            apply_admission_cap=apply_admission_cap,
+            **kwargs,
+        )
+        if compression and (num_fresh := compression.num_to_reserve(num_tokens)):
+            num_free = self.block_pool.get_num_free_blocks()
+            if num_blocks <= num_free < num_blocks + num_fresh:
+                compression.deferred = True
+            num_blocks += num_fresh
+        if request_id in self.req_to_blocks:
+            return num_blocks
+        if not apply_admission_cap:
+            return num_blocks + self.order.needed()
+        num_shared = sum(block.ref_cnt > 0 for block in new_computed_blocks)
+        prefill = self._prefill(compression, num_tokens, num_shared)
+        self._admission = request_id, prefill
+        # The prompt gives blocks back before the tokens that follow it are computed again.
+        num_blocks -= min(prefill.num_replayed, prefill.num_returned)
+        return max(num_blocks - self.order.net_change(num_shared), 0)
+
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, num_tokens_main_model: int
+    ) -> list[KVCacheBlock]:
+        new_blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
+        compression = self.compressions.get(request_id)
+        if compression and (num_fresh := compression.num_to_reserve(num_tokens)):
+            compression.reserved = tuple(self.block_pool.get_new_blocks(num_fresh))
+        if self._admission and self._admission[0] == request_id:
+            self.order.admit(*self._admission)
+            self._admission = None
+        if request_id in self.order.prefills:
+            num_held = len(self.req_to_blocks[request_id])
+            num_held += len(compression.reserved) if compression else 0
+            self.order.advance(request_id, num_held, self._passing(request_id, num_tokens))
+        return new_blocks
+
+    # -- prompts that prefill together, see `admission.py` ------------------------------
+
+    def new_step_starts(self) -> None:
+        super().new_step_starts()
+        self.order.begin_step()
+
+    def may_take(self, request: Request, num_tokens: int) -> bool:
+        """Return whether a request may grow to `num_tokens` now, and earlier prefills finish."""
+        request_id = request.request_id
+        if request_id not in self.order.prefills:
+            return True
+        num_blocks = cdiv(num_tokens, self.block_size) - len(self.req_to_blocks[request_id])
+        num_blocks += self.others.growth(request, num_tokens)
+        compression = self.compressions.get(request_id)
+        if compression:
+            num_blocks += compression.num_to_reserve(num_tokens)
+        num_free = self.block_pool.get_num_free_blocks()
+        return self.order.may_take(request_id, num_blocks, num_free)
+
+    def _prefill(
+        self, compression: Compression | None, num_tokens: int, num_shared: int
+    ) -> Prefill:
+        num_blocks = cdiv(num_tokens, self.block_size)
+        if compression is None or compression.cut is None:
+            return Prefill(num_blocks, num_shared=num_shared, num_tokens=num_tokens)
+        cut = compression.cut
+        num_first = cdiv(cut.at, self.block_size)
+        return Prefill(
+            num_first,
+            num_replayed=max(num_blocks - num_first, 0),
+            num_fresh=cut.num_retained,
+            num_returned=max(cut.num_replaced - num_shared, 0),
+            num_shared=num_shared,
+            num_tokens=num_tokens,
+        )
+
+    def _passing(self, request_id: str, num_tokens: int) -> tuple[int, int]:
+        num_last = self.order.prefills[request_id].num_tokens
+        return self.others.passing(request_id, num_tokens, num_last)
+
+    def is_compressed(self, request_id: str) -> bool:
+        """Return whether the request's row starts with a compressed region."""
+        compression = self.compressions.get(request_id)
+        return compression is not None and compression.swapped
+
+    # -- the swap, right after the evicting chunk was scheduled -------------------------
+
+    def swap(self, request_id: str) -> Swap:
+        """Put the fresh blocks in place of those that the cut replaces, and give these back.
+
+        The copy runs at the end of this step's forward pass. The next owner of a freed block
+        writes to it in a later step.
+        """
+        compression = self.compressions[request_id]
+        cut, fresh = compression.cut, compression.reserved
+        assert cut is not None
+        assert len(fresh) == cut.num_retained
+        blocks = self.req_to_blocks[request_id]
+        old = [block for block in blocks[: cut.num_replaced] if not block.is_null]
+        old_ids = [block.block_id for block in blocks[: cdiv(cut.at, self.block_size)]]
+        if compression.swapped:
+            self.released.append(old_ids[0])  # the worker hears of it with the next step
+        num_held = sum(not block.is_null for block in blocks)
+        nulls = [self._null_block] * (cut.num_replaced - len(fresh))
+        blocks[: cut.num_replaced] = [*fresh, *nulls]
+        compression.reserved, compression.cut = (), None
+        compression.num_retained_blocks = cut.num_retained
+        compression.num_replaced_blocks = cut.num_replaced
+        free_before = self.block_pool.get_num_free_blocks()
+        self._give_back(old)
+        if request_id in self.order.prefills:
+            windows = self._passing(request_id, cut.at)
+            self.order.evict(request_id, len(blocks), windows)
+        return Swap(
+            old_blocks=old_ids,
+            new_blocks=[block.block_id for block in fresh],
+            row_blocks=[block.block_id for block in blocks],
+            num_held=num_held,
+            num_freed=self.block_pool.get_num_free_blocks() - free_before,
+            deferred=compression.deferred,
+        )
+
+    def num_held(self) -> tuple[int, int]:
+        """Return the number of compressed requests and of the blocks they hold."""
+        compressed = [(r, c) for r, c in self.compressions.items() if c.swapped]
+        blocks = sum(
+            c.num_retained_blocks + len(self.req_to_blocks[r]) - c.num_replaced_blocks
+            for r, c in compressed
+        )
+        return len(compressed), blocks
+
+    def block_ids(self, request_id: str, num_tokens: int) -> np.ndarray:
+        """Return the block ids of a request's first tokens, int32 [ceil(num_tokens / N)]."""
+        blocks = self.req_to_blocks[request_id][: cdiv(num_tokens, self.block_size)]
+        return np.array([block.block_id for block in blocks], dtype=np.int32)
+
+    def trim(self, request_id: str, first_block: int, num_retained: int) -> int | None:
+        """Give back the blocks of the region at `first_block` behind its first `num_retained`.
+
+        Its pages are dealt to the first blocks, so no page table points to the others. Returns
+        the number of blocks given back, or None if the region does not exist any more.
+        """
+        compression = self.compressions.get(request_id)
+        if compression is None or not compression.swapped:
+            return None
+        blocks = self.req_to_blocks[request_id]
+        if blocks[0].block_id != first_block:
+            return None
+        spare = slice(num_retained, compression.num_retained_blocks)
+        given_back = blocks[spare]
+        blocks[spare] = [self._null_block] * len(given_back)
+        compression.num_retained_blocks = num_retained
+        self._give_back(given_back)
+        return len(given_back)
+
+    # -- overridden life cycle of a request ---------------------------------------------
+
+    def cache_blocks(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        # Keys decoded after an eviction depend on what was kept, so these blocks must never
+        # serve as another request's prefix.
+        if not self.is_compressed(request.request_id):
+            super().cache_blocks(request, *args, **kwargs)
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        blocks = super().pop_blocks_for_free(request_id)
+        self.order.leave(request_id)
+        if compression := self.compressions.get(request_id):
+            # Ended or preempted; a preempted request prefills and is evicted again.
+            if compression.swapped:
+                self.released.append(blocks[0].block_id)
+            blocks.extend(compression.reserved)
+            compression.reserved, compression.num_retained_blocks = (), 0
+        self._record_freed(blocks)
+        return blocks
+
+    def drain_released(self) -> list[int]:
+        released, self.released = self.released, []
+        return released
+
+    def drain_freed(self) -> list[int]:
+        freed, self.freed = self.freed, []
+        return freed
+
+    def _give_back(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self._record_freed(blocks)
+        # Last blocks first, as vLLM frees: the pool then reuses those least likely to be hit.
+        self.block_pool.free_blocks(reversed(blocks))
+
+    def _record_freed(self, blocks: Sequence[KVCacheBlock]) -> None:
+        if self.record_freed:
+            self.freed.extend(
+                block.block_id
+                for block in blocks
+                if block.ref_cnt == 1 and block.block_hash is None and not block.is_null
+            )
+
+
+class OtherLayersManager:
+    """Mixin for managers of layers that are not evicted, in requests that may be compressed."""
+
+    evicting: EvictingManager
+    """Of the layers that are evicted."""
+
+    def cache_blocks(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        # What follows an eviction depends on what was kept, in all layers.
+        if self.evicting.is_compressed(request.request_id):
+            return
+        # Of windows and states vLLM caches only what the same prompt would hit again: its end. Ours
+        # ends a hit where rows vote.
+        compression = self.evicting.compressions.get(request.request_id)
+        if compression and compression.num_reusable:
+            ends = (*kwargs["replay_boundaries"], compression.num_reusable)
+            kwargs = {**kwargs, "replay_boundaries": ends}
+        super().cache_blocks(request, *args, **kwargs)  # type: ignore[misc]
+
+
+class WindowManager(OtherLayersManager, SlidingWindowManager):
+    """A `SlidingWindowManager` for the windows of requests that may be compressed."""
+
+
+class StateManager(OtherLayersManager, MambaManager):
+    """A `MambaManager` for the states of requests that may be compressed."""
+
+    @property
+    def caches_states(self) -> bool:
+        """Whether states at the ends of blocks enter the prefix cache."""
+        return self.enable_caching and self.mamba_cache_mode == "align"
+
+
+def uncache_uncomputed(managers: Sequence[SingleTypeKVCacheManager], request: Request) -> None:
+    """Remove from the prefix cache the blocks of a chunk that will not run.
+
+    vLLM enters a chunk's blocks when it schedules the chunk. Under the policy `priority` it
+    may preempt the request later in the same step and leaves the entries there. Whoever hits
+    them, usually the request itself, would read blocks that were never written.
+    """
+    for manager in managers:
+        first = request.num_computed_tokens // manager.block_size
+        blocks = manager.req_to_blocks.get(request.request_id, [])[first:]
+        manager.block_pool.evict_blocks({block.block_id for block in blocks if not block.is_null})
+
+
+def num_other_blocks(managers: Sequence[SingleTypeKVCacheManager], num_steps: int) -> int:
+    """Return the most blocks that a request holds in these managers.
+
+    They are those of its windows, with the tokens of the steps in flight, and of its states: one
+    that each step overwrites, or with prefix caching one that each step starts from, and the last
+    one's result.
+
+    Args:
+        num_steps: steps that are in flight at the same time.
+    """
+    return sum(
+        1 + manager.num_speculative_blocks + manager.caches_states * num_steps
+        if isinstance(manager, StateManager)
+        else manager.max_admission_blocks_per_request or 0
+        for manager in managers
+    )
+
+
+@register_kv_cache_spec(manager_class=EvictingManager, uniform_type_base_spec=FullAttentionSpec)
+@dataclass(frozen=True, kw_only=True)
+class EvictingSpec(FullAttentionSpec):
+    """Full attention whose blocks are managed by `EvictingManager`."""
+
+
+@register_kv_cache_spec(manager_class=WindowManager, uniform_type_base_spec=SlidingWindowSpec)
+@dataclass(frozen=True, kw_only=True)
+class WindowSpec(SlidingWindowSpec):
+    """A sliding window whose blocks are managed by `WindowManager`."""
+
+
+@register_kv_cache_spec(manager_class=StateManager, uniform_type_base_spec=MambaSpec)
+@dataclass(frozen=True, kw_only=True)
+class StateSpec(MambaSpec):
+    """A state whose blocks are managed by `StateManager`."""

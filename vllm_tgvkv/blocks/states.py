@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks of models in which not all layers hold the same: keys and values, windows, or states.
+
+vLLM gives all layers one page size. A state of linear attention is as large as the keys and values
+of some 500 tokens, so its blocks have 528 tokens and more, and a head could keep only so much or
+nothing. But a block holds pages of all full-attention layers: one state fits in it when their pages
+together are as large. Groups of one or a few states then share the pool with blocks of, for
+example, 64 tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from vllm.utils.math_utils import round_up
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    UniformTypeKVCacheSpecs,
+    replace_as,
+)
+
+from vllm_tgvkv.blocks.manager import EvictingSpec, StateSpec
+
+_ALIGNMENT = 32
+"""Block sizes are multiples of it, which vLLM's CPU and CUDA kernels like best."""
+
+
+def packed_block_size(specs: Mapping[str, KVCacheSpec], least: int) -> int | None:
+    """Return the smallest block size of at least `least` tokens that wastes no memory.
+
+    It is the smallest for some number of states in a block. None is returned if that is no less
+    than vLLM's own, or if no layer has a state.
+
+    Args:
+        specs: those of all layers by name, with vLLM's own block size.
+    """
+    full = [spec for spec in specs.values() if isinstance(spec, FullAttentionSpec)]
+    states = [spec for spec in specs.values() if isinstance(spec, MambaSpec)]
+    if not full or not states:
+        return None
+    token_bytes = sum(spec.page_size_bytes // spec.block_size for spec in full)
+    state_bytes = max(spec.state_content_size_bytes for spec in states)
+    for num_states in range(1, len(states) + 1):
+        size = round_up(-(-num_states * state_bytes // token_bytes), _ALIGNMENT)
+        if size >= least:
+            return size if size < full[0].block_size else None
+    return None
+
+
+def with_state_specs(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
+    """Return the specs that make vLLM use `StateManager` for the blocks of states."""
+    return {
+        name: replace_as(spec, StateSpec) if isinstance(spec, MambaSpec) else spec
+        for name, spec in specs.items()
+    }
+
+
+def evicted_specs(specs: Mapping[str, KVCacheSpec]) -> dict[str, EvictingSpec]:
+    """Return the specs of the layers with full attention, which are evicted."""
+    return {name: spec for name, spec in specs.items() if isinstance(spec, EvictingSpec)}
+
+
+def with_plain_specs(config: KVCacheConfig) -> KVCacheConfig:
+    """Return a cache in which groups of equal layers have these layers' spec.
+
+    Where pages differ in size, vLLM gives each group a table of specs by layer. Its CPU runner then
+    clears no blocks, and finds no spec for layers that read the cache of another.
+    """
+    return replace(config, kv_cache_groups=[_plain(group) for group in config.kv_cache_groups])
+
+
+def _plain(group: KVCacheGroupSpec) -> KVCacheGroupSpec:
+    if not isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs):
+        return group
+    first, *others = set(group.kv_cache_spec.kv_cache_specs.values())
+    return group if others else replace(group, kv_cache_spec=first)

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keys of a compressed request as the parts of a policy see them: by position.
+
+A head's keys are columns: first its region, whose positions have gaps, then the tail. Statistics
+are computed by column, and methods think in positions of the whole request. `RaggedKeys` translates
+between the two; evicted positions have no column and get zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from vllm_tgvkv.cache.pages import CacheShape
+from vllm_tgvkv.cache.regions import Regions
+from vllm_tgvkv.kernels.statistics import Attention, ObservedAttention
+
+
+@dataclass(frozen=True)
+class RaggedKeys:
+    """Where the keys of one compressed row are; L layers, H KV heads, n tokens of the request.
+
+    The host knows that no head has more than C keys. On a CPU C is the most that one has, so that
+    the cost of a cut goes by the keys that are left; elsewhere it is n.
+    """
+
+    tables: Tensor
+    """Pages of every (layer, head), int32 [L * H, W]."""
+    lengths: Tensor
+    """Keys of every (layer, head), int32 [L * H]."""
+    positions: Tensor
+    """Position of each column, int64 [L * H, C]; n behind a pair's last key."""
+    num_tokens: int
+    """n."""
+    shape: CacheShape
+
+    @classmethod
+    def of_row(
+        cls, row: Tensor, num_tokens: int, regions: Regions, shape: CacheShape
+    ) -> RaggedKeys:
+        """Look up the keys of a row of the block table, int32 [W], that has `num_tokens` tokens."""
+        num_pairs, size = shape.num_pairs, shape.block_size
+        row, device = row.unsqueeze(0), row.device
+        seq_lens = torch.full((1,), num_tokens, dtype=torch.int32, device=device)
+        lengths = torch.empty(
+            shape.num_layers, 1, shape.num_heads, dtype=torch.int32, device=device
+        )
+        regions.write_lengths(row, seq_lens, size, lengths)
+        num_columns = int(lengths.max()) if lengths.is_cpu else num_tokens
+        width = -(-num_columns // size)
+        tables = torch.zeros(
+            shape.num_layers, 1, shape.num_heads, width, dtype=torch.int32, device=device
+        )
+        regions.write_page_tables(row, seq_lens, size, 0, tables)
+        tables, lengths = tables.view(num_pairs, width), lengths.view(num_pairs)
+        columns = torch.arange(num_columns, device=device)
+        pages = tables[:, columns // size].long()
+        # The tail ends with the row's last token in every head.
+        in_tail = columns - lengths[:, None] + num_tokens
+        # Indexing by a tensor of no dimension would wait for its value.
+        first_tail = regions.num_replaced.index_select(0, row[0, :1].long()) * size
+        in_region = regions.positions[pages, columns % size].long()
+        positions = torch.where(in_tail >= first_tail, in_tail, in_region)
+        positions = torch.where(columns < lengths[:, None], positions, num_tokens)
+        return cls(tables, lengths, positions, num_tokens, shape)
+
+    @property
+    def num_columns(self) -> int:
+        """C."""
+        return self.positions.shape[1]
+
+    @cached_property
+    def columns(self) -> Tensor:
+        """Column of each position, int64 [L * H, n]; n for evicted positions."""
+        num_tokens = self.num_tokens
+        found = self.positions.new_full((len(self.positions), num_tokens + 1), num_tokens)
+        order = torch.arange(self.num_columns, device=found.device).expand_as(self.positions)
+        found.scatter_(1, self.positions, order)
+        return found[:, :num_tokens]
+
+    def present(self, num_sets: int) -> Tensor:
+        """Return whether each position still has a key, bool [L, S, n]."""
+        present = self.columns < self.num_tokens
+        return present.view(self.shape.num_layers, -1, self.num_tokens)[:, :num_sets]
+
+    def present_in(self, layer: int, num_sets: int) -> Tensor:
+        """Return whether each position still has a key in one layer, bool [S, n]."""
+        return self.columns[self.of_layer(layer, num_sets)] < self.num_tokens
+
+    def of_layer(self, layer: int, num_sets: int) -> slice:
+        """Return the pairs that stand for the token sets of a layer."""
+        first = layer * self.shape.num_heads
+        return slice(first, first + num_sets)
+
+    def sources(self, positions: Tensor, offsets: Tensor) -> Tensor:
+        """Return the slots of kept tokens in the pool, page * N + slot, int64 [pages, N].
+
+        `positions` and `offsets` are those of the new region, see `select_tokens`.
+        """
+        size, num_pairs = self.shape.block_size, self.shape.num_pairs
+        page = torch.arange(len(positions), device=positions.device)
+        pair = torch.searchsorted(offsets, page, right=True).sub_(1).clamp_(max=num_pairs - 1)
+        columns = self.columns[pair[:, None], positions.long()].clamp(max=self.num_columns - 1)
+        return self.tables[pair[:, None], columns // size].long() * size + columns % size
+
+    def settled(self, positions: Tensor, offsets: Tensor) -> Tensor:
+        """Return the tokens of a new region in an order that leaves most of them in their slots.
+
+        A pair's kept tokens within the length of its new region stay in their columns, and those
+        behind it fill the columns of evicted ones. So a cut that evicts few tokens copies whole
+        pages. Attention does not depend on the order of keys. How many tokens move is known from
+        the data only: this is for CPUs.
+
+        Args:
+            positions: int32 [pages, N]; `offsets` are those of the region, see `select_tokens`.
+
+        Returns:
+            int32 [pages, N]. Pages of no pair are unchanged.
+        """
+        size, num_pages = self.shape.block_size, int(offsets[-1])
+        offsets = offsets.long()
+        ends = offsets.diff()[:, None] * size
+        pair = torch.arange(len(ends)).repeat_interleave(offsets.diff())[:, None]
+        is_kept = torch.zeros(len(ends), self.num_columns, dtype=torch.bool)
+        is_kept[pair, self.columns[pair, positions[:num_pages].long()]] = True
+        is_inside = torch.arange(self.num_columns) < ends
+        page = torch.arange(num_pages)[:, None] - offsets[pair]
+        columns = page * size + torch.arange(size)
+        # Both lists are ordered by pair, and every pair has as many holes as tokens behind its end.
+        of_hole, hole = (is_inside & ~is_kept).nonzero(as_tuple=True)
+        columns.view(-1)[offsets[of_hole] * size + hole] = (is_kept & ~is_inside).nonzero()[:, 1]
+        settled = positions.clone()
+        settled[:num_pages] = self.positions[pair, columns]
+        return settled
+
+
+class RaggedAttention(Attention):
+    """Attention over the keys of one layer of a compressed row, by position."""
+
+    def __init__(self, own: ObservedAttention, keys: RaggedKeys, layer: int, rows: Tensor) -> None:
+        self._own = own
+        self._num_tokens = keys.num_tokens
+        pairs = keys.of_layer(layer, own.num_groups)
+        self._positions, self._columns = keys.positions[pairs], keys.columns[pairs]
+        self._rows = rows
+
+    @property
+    def row_positions(self) -> Tensor:
+        return self._rows
+
+    @property
+    def row_columns(self) -> Tensor:
+        return self._rows.unsqueeze(0)
+
+    @property
+    def column_sums(self) -> Tensor:
+        return self._by_position(self._own.column_sums)
+
+    @property
+    def column_maxima(self) -> Tensor:
+        return self._by_position(self._own.column_maxima)
+
+    @property
+    def row_entropies(self) -> Tensor:
+        return self._own.row_entropies
+
+    @property
+    def past_importance(self) -> Tensor:
+        # Pooled over neighbours in the cache, before keys are put in their positions.
+        return self._by_position(self._own.past_importance)
+
+    @property
+    def key_redundancy(self) -> Tensor:
+        return self._by_position(self._own.key_redundancy)
+
+    @property
+    def is_seen(self) -> Tensor:
+        # The last row is the request's last token, which sees all that is left.
+        return self._columns < self._num_tokens
+
+    @property
+    def mean_cosines(self) -> Tensor:
+        return self._by_position(self._own.mean_cosines)
+
+    @property
+    def value_norms(self) -> Tensor:
+        return self._by_position(self._own.value_norms)
+
+    def weighted_column_sums(self, weights: Tensor) -> Tensor:
+        return self._by_position(self._own.weighted_column_sums(weights))
+
+    def _by_position(self, values: Tensor) -> Tensor:
+        """Scatter float32 [S, columns] to [S, n]."""
+        found = values.new_zeros(len(values), self._num_tokens + 1)
+        found.scatter_(1, self._positions, values)
+        return found[:, : self._num_tokens]

@@ -1,0 +1,631 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of the server.
+
+Every source fills the same mapping, `additional_config["kv_eviction"]`: the `--kv-eviction*`
+flags, or `LLM(additional_config=...)`. vLLM carries it to every process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import yaml
+from vllm.logger import init_logger
+
+from vllm_tgvkv.config.settings import check_count, read, setting
+from vllm_tgvkv.gates.folder import Gates
+from vllm_tgvkv.policies import (
+    Granularity,
+    Mix,
+    Policy,
+    Pooling,
+    Recipe,
+    broken_methods,
+    build_policy,
+    build_summaries,
+    first_eviction_of,
+    gates_of,
+    has_summaries,
+    method_names,
+    needs_head_scores,
+)
+from vllm_tgvkv.policies.head_scores import HeadScores
+from vllm_tgvkv.shared.budget import Budget, Schedule, parse_schedule
+from vllm_tgvkv.shared.cuts import Ceiling
+from vllm_tgvkv.shared.errors import EvictionConfigError, choose, quoted
+from vllm_tgvkv.shared.prompt import WINDOW
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger("vllm.tgvkv")
+
+CONFIG_KEY = "kv_eviction"
+"""Key of the mapping in vLLM's `additional_config`."""
+
+_MOST_QUERY_ROWS = 16384
+"""Rows of the query pool at most, where `query_rows` does not set them."""
+
+NONE = "none"
+"""The policy name that keeps everything."""
+
+PARSE_ERRORS = (ValueError, RecursionError, yaml.YAMLError)
+"""Errors that the parsers of JSON and YAML raise: also for a date without such a day, a number of
+too many digits, and brackets without an end."""
+
+
+def _parse_later(value: Any, source: str) -> Any:
+    """Return a value that `EvictionConfig.check_methods` checks, once the mixes are known."""
+    return value
+
+
+def _parse_path(value: Any, source: str) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or not _is_path(value) or not Path(value).is_absolute():
+        raise EvictionConfigError(f"{source} is {quoted(value)}: give the absolute path of a file")
+    if not Path(value).parent.is_dir():
+        raise EvictionConfigError(
+            f"{source} is {quoted(value)}: its folder does not exist; create it"
+        )
+    return value
+
+
+def _parse_head_scores(value: Any, source: str) -> HeadScores | None:
+    if value is None or isinstance(value, HeadScores):
+        return value
+    path = _parse_path(value, source)
+    assert path is not None
+    return HeadScores.read(path, source)
+
+
+def _parse_gates(value: Any, source: str) -> Gates | None:
+    if value is None or isinstance(value, Gates):
+        return value
+    values = {"folder": value} if isinstance(value, str) else value
+    options = {"lookahead": 1, "age_offset": 0}
+    if not isinstance(values, Mapping) or not {"folder"} <= values.keys() <= {"folder", *options}:
+        raise EvictionConfigError(
+            f"{source} is {quoted(value)}: give the absolute path of a folder, or a mapping of "
+            f"folder, and maybe {' and '.join(options)}"
+        )
+    folder = values["folder"]
+    if not isinstance(folder, str) or not _is_path(folder) or not Path(folder).is_absolute():
+        raise EvictionConfigError(
+            f"{source} is {quoted(folder)}: give the absolute path of a folder"
+        )
+    chosen = {
+        name: check_count(values[name], at_least, f"{source}.{name}")
+        for name, at_least in options.items()
+        if name in values
+    }
+    return Gates.read(folder, source, **chosen)
+
+
+def _is_path(value: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:
+        return False
+
+
+def _parse_methods(values: Any, source: str) -> dict[str, Mix]:
+    if not isinstance(values, Mapping):
+        raise EvictionConfigError(f"{source} is {quoted(values)}: give a mapping of names to mixes")
+    methods = {}
+    for name, entry in values.items():
+        where = f"{source}.{quoted(name, str)}"
+        if not isinstance(name, str) or name in (NONE, *method_names()):
+            raise EvictionConfigError(f"{where}: the name is taken or no text; choose another one")
+        if isinstance(entry, Mapping) and "budget" in entry and "allocation" not in entry:
+            logger.warning("%s.budget is now called allocation: rename it", where)
+            entry = {("allocation" if key == "budget" else key): entry[key] for key in entry}
+        methods[name] = read(Mix, entry, where)
+    return methods
+
+
+@dataclass(frozen=True)
+class DebugOptions:
+    """Switches for tests. Each costs time; none changes what is kept."""
+
+    poison: bool = setting(
+        False, help="Fill every freed block with NaN, and clear it when it is allocated again."
+    )
+    check_integrity: bool = setting(
+        False, help="Recount every block after each scheduler step, and raise on a mismatch."
+    )
+    evict_at_full_budget: bool = setting(
+        False, help="Evict even if the budget covers the prompt: every page is dealt again."
+    )
+    record_kept: bool = setting(
+        False, help="Remember the kept positions of the last evictions, for `collective_rpc`."
+    )
+
+
+@dataclass(frozen=True)
+class DecodeOptions:
+    """Evictions after the first one, while the answer grows.
+
+    Raises:
+        ValueError: unless one of ``schedule``, ``max_tokens`` and ``on_request`` is given.
+    """
+
+    schedule: Schedule = setting(
+        (),
+        parser=parse_schedule,
+        accepts='`[[8, 0.3], [32, 0.1]]` or `"8:0.3,32:0.1"`',
+        help="Evict the prompt in steps: pairs of a number of answer tokens and the fraction of "
+        "the prompt that is kept from then on. Replaces `defer` and the budget.",
+    )
+    max_tokens: int | None = setting(
+        None,
+        at_least=1,
+        help="Ceiling: prompt and answer together keep at most this many tokens per KV head, in "
+        "whole blocks, and `buffer` on top until they are cut again.",
+    )
+    buffer: int = setting(
+        128,
+        at_least=1,
+        help="Tokens by which a cache may grow above the ceiling; one block or more.",
+    )
+    rows: int = setting(
+        32,
+        at_least=1,
+        help="Last tokens of the answer that vote at each eviction after the first, at most those "
+        "since the eviction before.",
+    )
+
+    on_request: bool = setting(
+        False,
+        help="In place of both: only requests that ask for it are evicted again. It takes the same "
+        "memory.",
+    )
+
+    def __post_init__(self) -> None:
+        given = (bool(self.schedule), self.max_tokens is not None, self.on_request)
+        if sum(given) != 1:
+            raise ValueError("give one of schedule, max_tokens and on_request: true")
+
+    @property
+    def cuts_again(self) -> bool:
+        """Whether requests are evicted more than once if they do not say otherwise."""
+        return bool(self.later) or self.ceiling is not None
+
+    @property
+    def later(self) -> Schedule:
+        """The schedule without its first step, which is the first eviction."""
+        return self.schedule[1:]
+
+    @property
+    def ceiling(self) -> Ceiling | None:
+        return None if self.max_tokens is None else Ceiling(self.max_tokens, self.buffer)
+
+
+@dataclass(frozen=True)
+class Again:
+    """Evictions after the first one, for the messages about what they do not go with."""
+
+    happens: bool
+    """Whether there are any."""
+    source: str
+    """The field that asks for them."""
+    way_out: str
+    """How to have none, for a user."""
+
+
+@dataclass(frozen=True)
+class EvictionConfig:
+    """The server's settings. Field names are the keys of `--kv-eviction-config`."""
+
+    policy: str = setting(
+        NONE,
+        parser=_parse_later,
+        accepts="a method, or a name in `methods`",
+        help="Method that decides which cache entries of a prompt are kept for decoding. With "
+        "`none` vLLM runs as stock.",
+        in_status=True,
+    )
+    budget: Budget | None = setting(
+        None,
+        parser=Budget.parse,
+        accepts="fraction, tokens, or `auto:SHARE`",
+        help="Share of the prompt that is kept: a fraction, 0 < budget <= 1; a whole number of "
+        "tokens per KV head; or `auto:SHARE`, such as `auto:0.98,min=0.02,max=0.5`: the smallest "
+        "fraction that keeps SHARE of the question's attention.",
+        unset="the method's own: 0.1, 0.2 with `reach`",
+        in_status=True,
+    )
+    granularity: Granularity | None = setting(
+        None,
+        help="`layer`: one token set and length for all heads of a layer; `head`: one for each.",
+        unset="the method's own",
+        in_status=True,
+    )
+    observation_window: int = setting(
+        128,
+        at_least=1,
+        help="At most this many of the last text tokens after the first image vote on what is "
+        "kept.",
+        in_status=True,
+    )
+    defer: int | None = setting(
+        None,
+        at_least=0,
+        help="Number of answer tokens to wait for: the prompt is evicted once they are computed, "
+        "and they vote with the method's own rows. Answers that are not longer are never evicted "
+        "for.",
+        unset="the method's own: 0, 4 with `reach`",
+        in_status=True,
+    )
+    decode: DecodeOptions | None = setting(
+        None,
+        accepts="`{schedule: [[8, 0.3], [32, 0.1]]}`, `{max_tokens: 512, buffer: 128}` or "
+        "`{on_request: true}`",
+        help="Evictions while the answer grows: of the prompt, in steps, or of prompt and answer, "
+        "to stay below a ceiling. On a server that has them, a request may have its own.",
+    )
+    query_rows: int | None = setting(
+        None,
+        at_least=1,
+        help="Tokens whose queries can be kept until they vote, over all requests. Prompts that "
+        "wait for the answer, or come in chunks, hold some; a prompt waits if none are left. A "
+        "token takes layers x query heads x head size elements.",
+        unset="enough for 8 requests",
+    )
+    sinks: int = setting(
+        4, at_least=0, help="Number of first tokens that are always kept.", in_status=True
+    )
+    floor_pages: int = setting(
+        1,
+        at_least=0,
+        help="Pages that every (layer, head) gets before the policy's shares count.",
+        in_status=True,
+    )
+    min_prompt_tokens: int = setting(
+        128,
+        at_least=0,
+        help="Shorter prompts pass untouched, unless the answer reaches a ceiling (`decode`).",
+        in_status=True,
+    )
+    text_only: Literal["keep", "evict"] = setting(
+        "keep", help="Treatment of prompts without an image or video.", in_status=True
+    )
+    prefix_reuse: Literal["exact", "full"] = setting(
+        "exact",
+        help="`exact`: a prefix-cache hit ends before the first token that votes, so that a "
+        "prompt keeps the same tokens with any cache; `full`: the hit is as long as in stock "
+        "vLLM, and the tokens inside it do not vote.",
+        in_status=True,
+    )
+    pooling: Pooling | None = setting(
+        None,
+        accepts="`{kind: none, sequence or grid, kernel: 3, reduce: max or mean}`; `forward: 16, "
+        "back: 1` in place of `kernel` gives it a direction; `forward_share: 0.25` bounds "
+        "`forward` by a share of the kept tokens, and `halve: 64` halves a score every 64 tokens",
+        help="Pooling of scores over neighbouring tokens.",
+        unset="the method's own",
+    )
+    methods: Mapping[str, Mix] = setting(
+        {},
+        parser=_parse_methods,
+        accepts="`{mine: {base: tgv, score: snapkv, allocation: aircache, retain: by_score}}`",
+        help="Mixes of the parts of methods, by name.",
+    )
+    head_scores: HeadScores | None = setting(
+        None,
+        parser=_parse_head_scores,
+        accepts="absolute path",
+        help="File of the model's head scores, for `sparsemm` and its allocation; "
+        "`python -m vllm_tgvkv.visual_heads` makes it.",
+    )
+    gates: Gates | None = setting(
+        None,
+        parser=_parse_gates,
+        accepts="absolute path, or `{folder: PATH, lookahead: 2, age_offset: 0}`",
+        help="Folder of the model's gates, for `trimkv` and `dbtrimkv` or for `kvzap`, as their "
+        "authors publish them. For the first two, `lookahead` is the number of next tokens over "
+        "which the retention of a token is averaged, and `age_offset` is added to its age.",
+    )
+    decode_kernel: Literal["stock", "triton"] = setting(
+        "stock",
+        help="`stock`: vLLM's attention kernel, with a page table for every head; `triton`: the "
+        "plugin's own kernel, which needs no tables (CUDA only; experimental until it has been "
+        "measured on a GPU).",
+    )
+    metrics: bool = setting(
+        True,
+        help="Whether `/metrics` shows eviction, unless `--disable-log-stats` is given.",
+    )
+    max_traces: int = setting(
+        32,
+        at_least=0,
+        help="Number of traces kept for requests that ask for one; with 0 none may ask.",
+    )
+    max_trace_mib: int = setting(
+        64, at_least=1, help="Host memory of all kept traces together, in MiB."
+    )
+    defaults_file: str | None = setting(
+        None,
+        parser=_parse_path,
+        accepts="absolute path",
+        help="File with `policy` and `budget` of new requests, which may change while the server "
+        "runs.",
+    )
+    debug: DebugOptions = setting(
+        DebugOptions(), help="Switches for tests.", accepts="see below", for_tests=True
+    )
+
+    @property
+    def active(self) -> bool:
+        """Whether the server evicts."""
+        return self.policy != NONE
+
+    @classmethod
+    def from_mapping(cls, values: object) -> EvictionConfig:
+        """Build the settings from a mapping, checking every value.
+
+        Raises:
+            EvictionConfigError: naming the field, its value and what it may be.
+        """
+        if not isinstance(values, Mapping):
+            raise EvictionConfigError(
+                f"additional_config[{CONFIG_KEY!r}] is {quoted(values)}: give a mapping such as "
+                "{'policy': 'tgv', 'budget': 0.1}"
+            )
+        config = read(cls, values, "kv_eviction")
+        if config.decode is not None and config.decode.schedule:
+            if given := sorted({"defer", "budget"} & values.keys()):
+                raise EvictionConfigError(
+                    f"kv_eviction.{given[0]} is {quoted(values[given[0]])} beside decode.schedule, "
+                    "whose first step says when and how much is evicted first: leave it out"
+                )
+            defer, budget = config.decode.schedule[0]
+            config = dataclasses.replace(config, defer=defer, budget=budget)
+        config.check_methods()
+        config.check_query_rows()
+        return config
+
+    @property
+    def waits(self) -> bool:
+        """Whether tokens of answers vote, unless a request says otherwise."""
+        return self.first_eviction(self.policy)[1] > 0 or self.decode is not None
+
+    def first_eviction(self, method: Any) -> tuple[Budget, int]:
+        """Return the budget and the wait of a method's first eviction, if a request has none.
+
+        They are the server's where it has some, and else those that the method recommends. An
+        unknown method, which is refused elsewhere, gets those of most.
+        """
+        mix = self.methods.get(method) if isinstance(method, str) else None
+        name = mix.base if mix else method
+        own = first_eviction_of(name) if name in method_names() else (Recipe.budget, Recipe.defer)
+        budget = Budget(fraction=own[0]) if self.budget is None else self.budget
+        return budget, own[1] if self.defer is None else self.defer
+
+    @property
+    def cuts_again(self) -> bool:
+        """Whether there may be evictions after the first one, of which positions are stored."""
+        return self.decode is not None and (self.decode.cuts_again or self.decode.on_request)
+
+    def least_ceiling(self, block_size: int) -> int:
+        """Return the lowest ceiling that leaves every head its floor, in tokens."""
+        return max(self.floor_pages, 1) * block_size
+
+    def missed_ceiling(self, block_size: int) -> int | None:
+        """Return the lowest ceiling, in tokens, if `decode` has one that is below it; or None."""
+        ceiling = self.decode.ceiling if self.decode else None
+        least = self.least_ceiling(block_size)
+        return least if ceiling is not None and ceiling.max_tokens < least else None
+
+    @property
+    def num_query_rows(self) -> int:
+        """Rows of the query pool."""
+        if self.query_rows is not None:
+            return self.query_rows
+        waits = max(self.defer or 0, 32)
+        return min(8 * (self.observation_window + WINDOW + waits), _MOST_QUERY_ROWS)
+
+    @property
+    def most_deferred(self) -> int:
+        """The longest wait whose rows fit the query pool, with all others that a prompt has."""
+        return self.num_query_rows - self.observation_window - WINDOW
+
+    def check_query_rows(self) -> None:
+        """Check that the rows of one request fit the query pool.
+
+        Raises:
+            EvictionConfigError: naming the field, its value and what it may be.
+        """
+        others = self.observation_window + WINDOW
+        _, defer = self.first_eviction(self.policy)
+        if self.decode is not None and self.decode.rows > self.num_query_rows:
+            raise EvictionConfigError(
+                f"kv_eviction.decode.rows is {self.decode.rows}: give at most query_rows "
+                f"({self.num_query_rows}), or set query_rows to at least as many"
+            )
+        if self.query_rows is not None:
+            if self.most_deferred < defer:
+                raise EvictionConfigError(
+                    f"kv_eviction.query_rows is {self.query_rows}: give at least "
+                    f"{others + defer}, for observation_window {self.observation_window}, "
+                    f"the last {WINDOW} tokens of a prompt, and defer {defer}"
+                )
+            return
+        if others > _MOST_QUERY_ROWS:
+            raise EvictionConfigError(
+                f"kv_eviction.observation_window is {self.observation_window}: give at most "
+                f"{_MOST_QUERY_ROWS - WINDOW}, or set query_rows to at least {others + defer}"
+            )
+        self.check_defer(defer, "kv_eviction.defer")
+
+    def check_defer(self, value: Any, source: str) -> int:
+        """Return a wait after checking it; `source` names its flag or field in the message.
+
+        Raises:
+            EvictionConfigError: unless it is a whole number whose rows fit the query pool.
+        """
+        is_count = isinstance(value, int) and not isinstance(value, bool)
+        if not is_count or not 0 <= value <= self.most_deferred:
+            raise EvictionConfigError(
+                f"{source} is {quoted(value)}: give a whole number of answer tokens, at most "
+                f"{self.most_deferred}, or start the server with more query_rows in "
+                f"--kv-eviction-config (now {self.num_query_rows})"
+            )
+        return int(value)
+
+    @property
+    def method_names(self) -> tuple[str, ...]:
+        """Values of `policy`, and of a request's `kv_eviction`, that this server has."""
+        kinds = (None, self.gates.kind if self.gates else None)
+        names = (
+            name
+            for name in method_names()
+            if gates_of(name) in kinds
+            and (self.head_scores or not needs_head_scores(name))
+            and (self.summarises or not has_summaries(name))
+        )
+        return (NONE, *names, *self.methods)
+
+    @property
+    def summarises(self) -> bool:
+        """Whether requests may keep summaries: the server's method does, or one of `methods`."""
+        # It is asked for messages about wrong policies, too, which may be of any type.
+        named = isinstance(self.policy, str) and self.methods.get(self.policy)
+        mixes = (named or Mix(self.policy), *self.methods.values())
+        return any(mix.base in method_names() and build_summaries(mix) is not None for mix in mixes)
+
+    def build_policy(self, name: str) -> Policy:
+        """Build a method's policy, with the server's granularity and pooling where they are set.
+
+        Raises:
+            EvictionConfigError: for parts that have no meaning together.
+        """
+        mix = self.methods.get(name) or Mix(name)
+        mix = dataclasses.replace(
+            mix,
+            granularity=mix.granularity or self.granularity,
+            pooling=mix.pooling or self.pooling,
+        )
+        try:
+            return build_policy(mix, name, self.head_scores, self.gates)
+        except ValueError as error:
+            raise EvictionConfigError(f"kv_eviction method {quoted(name)}: {error}") from error
+
+    def check_method(
+        self, name: Any, budget: Budget, defer: int, source: str, again: Again | None = None
+    ) -> str:
+        """Return a method's name after checking it against a budget, a wait and later evictions.
+
+        Args:
+            source: the flag or field of the method, for messages.
+            again: the later evictions; by default, those of the server.
+
+        Raises:
+            EvictionConfigError: for an unknown method, or one that cannot run with them.
+        """
+        # A method whose file is missing is refused below, with the way to make it.
+        if name not in (*self.method_names, *method_names()):
+            why = broken_methods().get(name) if isinstance(name, str) else None
+            raise EvictionConfigError(
+                f"{source} is {quoted(name)}"
+                f"{f', which {why}' if why else ''}: {choose(name, self.method_names)}"
+            )
+        if name == NONE:
+            return NONE
+        policy = self.build_policy(name)
+        if policy.summaries is not None:
+            if not self.summarises:
+                raise EvictionConfigError(
+                    f"{source} is {quoted(name)}, which keeps summaries of what it evicts, and "
+                    "this server has none: start it with such a method as kv_eviction.policy, or "
+                    "with a mix with summaries in kv_eviction.methods"
+                )
+            if budget.is_auto:
+                raise EvictionConfigError(
+                    f"budget auto with {source} {name!r}: blocks that auto gives back are those "
+                    "that hold summaries; give a fraction, or summaries: {of: none}"
+                )
+        if budget.is_auto and policy.score.rows == "none":
+            raise EvictionConfigError(
+                f"budget auto with {source} {name!r}: its scores ignore attention, whose "
+                "share auto guards; give a fraction, or another method"
+            )
+        if again is None:
+            cuts_again = self.decode is not None and self.decode.cuts_again
+            again = Again(cuts_again, "decode", "start the server without decode")
+        if again.happens and budget.is_auto:
+            raise EvictionConfigError(
+                f"budget auto with {source} {name!r}: the later evictions of {again.source} have "
+                f"budgets of their own and no guard; give a fraction, or {again.way_out}"
+            )
+        if again.happens and not policy.cuts_again:
+            why = "merges tokens" if policy.merge else "is not defined on what is left"
+            raise EvictionConfigError(
+                f"{source} is {quoted(name)}, which {why} after the first eviction, and "
+                f"{again.source} evicts again: choose another method, such as snapkv, or "
+                f"{again.way_out}"
+            )
+        if policy.needs_answer and not defer:
+            raise EvictionConfigError(
+                f"{source} is {quoted(name)}, whose rows are those of the answer, and the eviction "
+                "waits for none of its tokens: set defer, or kv_eviction_defer in the request, to "
+                "at least 1, or choose other rows"
+            )
+        return str(name)
+
+    def check_methods(self) -> None:
+        """Check methods, policy, budget and `text_only` against each other.
+
+        Raises:
+            EvictionConfigError: naming the field, its value and what it may be.
+        """
+        for name in self.methods:
+            self.build_policy(name)
+        self.check_method(self.policy, *self.first_eviction(self.policy), "kv_eviction.policy")
+        if self.policy == NONE or self.text_only == "keep":
+            return
+        if self.build_policy(self.policy).allocation.needs_vision:
+            raise EvictionConfigError(
+                f"kv_eviction.text_only is 'evict' with policy {self.policy!r}, whose layer budget "
+                "is the attention to images, which such prompts lack: choose a method without "
+                "one, such as snapkv, or text_only: keep"
+            )
+
+
+def read_config_file(value: str) -> dict[str, Any]:
+    """Read `--kv-eviction-config`: inline JSON, which starts with `{`, or a YAML or JSON file.
+
+    Raises:
+        EvictionConfigError: if the file cannot be read, or holds no mapping.
+    """
+    flag = "--kv-eviction-config"
+    inline = value.lstrip().startswith("{")
+    try:
+        text = value if inline else Path(value).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # no UTF-8, or a path with a NUL
+        raise EvictionConfigError(
+            f"{flag} {value}: cannot be read ({error}); give a YAML or JSON file, or inline JSON"
+        ) from error
+    try:
+        parsed = json.loads(text) if inline else yaml.safe_load(text)
+    except PARSE_ERRORS as error:
+        raise EvictionConfigError(f"{flag} {value}: not valid YAML or JSON ({error})") from error
+    if not isinstance(parsed, dict):
+        raise EvictionConfigError(
+            f"{flag} {value}: holds {quoted(parsed)}; give a mapping such as {{granularity: head}}"
+        )
+    return parsed
+
+
+def config_of(vllm_config: VllmConfig) -> EvictionConfig:
+    """Return the settings that a `VllmConfig` carries; inactive ones if it carries none."""
+    additional = vllm_config.additional_config
+    if not isinstance(additional, dict) or CONFIG_KEY not in additional:
+        return EvictionConfig()
+    return EvictionConfig.from_mapping(additional[CONFIG_KEY])

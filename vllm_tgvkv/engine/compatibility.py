@@ -1,0 +1,509 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Features and models that eviction does not run with, refused before a model loads.
+
+Each refusal names the flag or the property of the model, and the way out.
+`docs/compatibility.md` gives the reasons.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_tgvkv.config.server import EvictionConfig, config_of
+from vllm_tgvkv.engine.platforms import CPU, Platform, eviction_platform
+from vllm_tgvkv.shared.errors import UnsupportedByEvictionError
+from vllm_tgvkv.shared.layer_types import (
+    evicted_head_size,
+    evicted_kv_heads,
+    has_delta_nets,
+    has_windows,
+    other_layers,
+    sliding_layers,
+    text_ranges,
+)
+from vllm_tgvkv.shared.vllm_versions import block_size_before_loading
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+_WAY_OUT = "or leave out --kv-eviction"
+
+_PLAIN_CACHES = ("auto", "float16", "bfloat16")
+"""Values of `--kv-cache-dtype` that quantise nothing."""
+
+Refusal = tuple[bool, str, str]
+"""Whether something is refused, its name for the user, and the way out."""
+
+
+def check_engine_args(engine_args: EngineArgs) -> Platform:
+    """Refuse what must be known before vLLM builds its configuration.
+
+    Returns:
+        The platform that vLLM runs on.
+
+    Raises:
+        UnsupportedByEvictionError: with the first reason found.
+    """
+    platform = eviction_platform()
+    if platform is None:
+        from vllm.platforms import current_platform
+
+        raise UnsupportedByEvictionError(
+            f"--kv-eviction runs on vLLM's CPU and CUDA platforms, and this is "
+            f"{current_platform.device_name or current_platform.device_type}: "
+            f"use a CPU or CUDA build of vLLM {_WAY_OUT}"
+        )
+    for kind, given, allowed in (
+        ("scheduler", engine_args.scheduler_cls, (None,)),
+        ("worker", engine_args.worker_cls, ("auto", platform.worker_cls)),
+    ):
+        if given not in allowed:
+            raise UnsupportedByEvictionError(
+                f"--kv-eviction brings its own {kind} class: remove --{kind}-cls {given} {_WAY_OUT}"
+            )
+    return platform
+
+
+def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
+    """Refuse every feature and kind of model that eviction does not support.
+
+    Raises:
+        UnsupportedByEvictionError: with the first reason found.
+        EvictionConfigError: for head scores or gates of a model of another shape.
+    """
+    for is_refused, what, way_out in (
+        *_model_refusals(vllm_config.model_config),
+        *_attention_refusals(vllm_config.model_config, platform),
+        *_mixed_refusals(vllm_config, platform),
+        *_cache_refusals(vllm_config, platform),
+        *_engine_refusals(vllm_config, platform),
+    ):
+        if is_refused:
+            raise UnsupportedByEvictionError(
+                f"--kv-eviction does not work with {what} yet: {way_out} {_WAY_OUT}"
+            )
+    if (head_scores := config_of(vllm_config).head_scores) is not None:
+        model = vllm_config.model_config
+        head_scores.check_model(model.get_total_num_hidden_layers(), model.get_total_num_kv_heads())
+    if (gates := config_of(vllm_config).gates) is not None:
+        model = vllm_config.model_config
+        gates.check_model(
+            model.get_total_num_hidden_layers(),
+            model.get_hidden_size(),
+            model.get_total_num_kv_heads(),
+        )
+
+
+def refused_properties(model: ModelConfig) -> list[str]:
+    """Return everything for which a model is refused, as messages name it."""
+    return [what for is_refused, what, _ in _model_refusals(model) if is_refused]
+
+
+def clear_nominal_window(vllm_config: VllmConfig) -> None:
+    """Remove a sliding window that the context is not longer than: it hides no token.
+
+    `--disable-sliding-window` does the same. vLLM would give its layers another kind of cache.
+    """
+    model = vllm_config.model_config
+    window, text = model.get_sliding_window(), model.hf_text_config
+    if getattr(text, "layer_types", None) is None and (window or 0) >= model.max_model_len:
+        text.sliding_window = None
+        vllm_config.cache_config.sliding_window = None
+
+
+def _model_refusals(model: ModelConfig) -> tuple[Refusal, ...]:
+    """List what the model may not be or have."""
+    other = "serve another model"
+    text = model.hf_text_config
+    vision = model.multimodal_config
+    others, window = other_layers(text), _window(model)
+    sliding = text_ranges(sliding_layers(text))
+    return (
+        (model.runner_type != "generate", f"--runner {model.runner_type}", other),
+        (model.use_mla, "multi-head latent attention (MLA)", other),
+        (model.is_diffusion, "a model that writes by diffusion", other),
+        (model.is_encoder_decoder, "cross attention (an encoder-decoder model)", other),
+        (
+            model.is_attention_free
+            or ((model.is_hybrid or model.has_inner_state) and not has_delta_nets(model)),
+            "state-space models, and hybrids of other kinds than Qwen3-Next and Qwen3.5",
+            other,
+        ),
+        (
+            window is not None,
+            f"sliding-window attention ({model.model}: {window} of at most "
+            f"{model.max_model_len} tokens)",
+            f"use --disable-sliding-window, which limits the context to the window, {other}",
+        ),
+        (
+            bool(sliding) and not has_windows(text),
+            f"sliding-window attention in all layers ({model.model}: {sliding})",
+            other,
+        ),
+        (
+            getattr(text, "attention_chunk_size", None) is not None,
+            "chunked local attention",
+            other,
+        ),
+        (
+            bool(model.rswa_window),
+            f"attention of answers over a window behind the prompt (R-SWA of {model.rswa_window} "
+            "tokens)",
+            other,
+        ),
+        (
+            any(getattr(text, name, None) for name in ("sparse_attention_config", "index_n_heads")),
+            "sparse attention (an indexer selects the keys)",
+            other,
+        ),
+        (bool(others), f"layers of kind {', '.join(others)}", other),
+        (
+            # Only the worker knows which tokens of a placeholder are then the video's.
+            vision is not None and vision.is_multimodal_pruning_enabled(),
+            "pruned videos (--video-pruning-rate)",
+            "remove the flag",
+        ),
+        (
+            bool(getattr(text, "attn_logit_softcapping", None)),
+            "soft-capped attention logits",
+            other,
+        ),
+    )
+
+
+def _attention_refusals(model: ModelConfig, platform: Platform) -> tuple[Refusal, ...]:
+    """List the kinds of attention that a platform's backend does not compute as needed."""
+    most = platform.most_head_size
+    head_size = 0 if most is None else evicted_head_size(model)
+    return (
+        (
+            # Elsewhere image rows see what follows them, and the statistics are causal.
+            model.is_mm_prefix_lm and not platform.ignores_image_prefixes,
+            "bidirectional attention over image tokens (prefix LM) on this platform",
+            "serve another model",
+        ),
+        (
+            # vLLM would take FlashAttention 4 or another backend for them.
+            most is not None and head_size > most,
+            f"heads of {head_size} values in layers with full attention on this platform",
+            f"serve a model with at most {most}",
+        ),
+    )
+
+
+def _mixed_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusal, ...]:
+    """List what an engine may not do with a model of which some layers are not evicted."""
+    model, stages = vllm_config.model_config, vllm_config.parallel_config.pipeline_parallel_size
+    text, cache = model.hf_text_config, vllm_config.cache_config
+    if has_delta_nets(model):
+        what = "a hybrid model (gated delta nets and full attention)"
+    elif has_windows(text):
+        sliding = text_ranges(sliding_layers(text))
+        what = (
+            f"sliding-window attention in some layers ({model.model}: layers {sliding} of "
+            f"{len(text.layer_types)})"
+        )
+    else:
+        return ()
+    return (
+        (
+            # Blocks whose cached state ends inside of them are copied at the next step.
+            has_delta_nets(model) and cache.prefix_match_unit is not None,
+            f"--prefix-match-unit {cache.prefix_match_unit} of {what}",
+            "remove the flag",
+        ),
+        (
+            # A weight of 0 times NaN is NaN.
+            has_windows(text)
+            and config_of(vllm_config).debug.poison
+            and not platform.skips_hidden_keys,
+            f"the debug option poison on this platform and {what}",
+            "remove debug.poison",
+        ),
+        (
+            # On a stage, a block of windows or states may be larger than its full-attention pages.
+            stages > 1,
+            f"pipeline parallelism (--pipeline-parallel-size {stages}) of {what}",
+            "use --pipeline-parallel-size 1",
+        ),
+        (
+            vllm_config.speculative_config is not None,
+            f"speculative decoding of {what}",
+            "remove --speculative-config",
+        ),
+        (
+            cache.cache_dtype not in _PLAIN_CACHES,
+            f"a quantised cache (--kv-cache-dtype {cache.cache_dtype}) of {what}",
+            "use --kv-cache-dtype auto",
+        ),
+        (
+            bool(vllm_config.scheduler_config.disable_hybrid_kv_cache_manager),
+            f"one kind of blocks for all layers (--disable-hybrid-kv-cache-manager) of {what}",
+            "remove the flag",
+        ),
+        (
+            # Tokens of a prompt then skip the layers that read the cache of others.
+            cache.kv_sharing_fast_prefill,
+            f"--kv-sharing-fast-prefill of {what}",
+            "remove the flag",
+        ),
+        (
+            # The files count all layers of a model.
+            config_of(vllm_config).head_scores is not None,
+            f"head_scores of {what}",
+            "use another method than sparsemm and remove the setting",
+        ),
+        (
+            config_of(vllm_config).gates is not None,
+            f"gates (--kv-eviction-gates) of {what}",
+            "remove --kv-eviction-gates",
+        ),
+    )
+
+
+def _cache_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusal, ...]:
+    """List what a quantised cache may not be; nothing for other caches."""
+    cache, model = vllm_config.cache_config, vllm_config.model_config
+    dtype, head_size = cache.cache_dtype, model.get_head_size()
+    block_size = block_size_before_loading(cache, platform is CPU)
+    skipped = cache.kv_cache_dtype_skip_layers
+    # vLLM reads the checkpoint's scheme only when it builds the layers.
+    if dtype == "auto" and getattr(vllm_config.quant_config, "kv_cache_scheme", None):
+        dtype = "fp8"
+    if dtype in _PLAIN_CACHES:
+        return ()
+    what = f"a quantised cache (--kv-cache-dtype {dtype})"
+    # `auto` would choose the checkpoint's quantised cache again.
+    model_dtype = str(model.dtype).removeprefix("torch.")
+    plain = model_dtype if model_dtype in _PLAIN_CACHES else "auto"
+    return (
+        (
+            not platform.quantised_caches,
+            f"{what} on this platform",
+            f"use --kv-cache-dtype {plain}",
+        ),
+        (
+            dtype not in platform.quantised_caches,
+            what,
+            f"use --kv-cache-dtype auto or one of {', '.join(platform.quantised_caches)}",
+        ),
+        (
+            bool(skipped),
+            f"{what} and layers that have another (--kv-cache-dtype-skip-layers "
+            f"{' '.join(skipped)})",
+            "remove --kv-cache-dtype-skip-layers",
+        ),
+        (
+            block_size % 32 != 0,
+            f"{what} in blocks of {block_size} tokens",
+            "use a --block-size that is a multiple of 32",
+        ),
+        (
+            head_size % 32 != 0,
+            f"{what} of heads of {head_size} values",
+            "use --kv-cache-dtype auto, or serve a model with a multiple of 32,",
+        ),
+    )
+
+
+def _engine_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusal, ...]:
+    """List what the engine may not do, or be split into."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    several = "tensor parallelism" if ranks > 1 else "pipeline parallelism" if stages > 1 else ""
+    executor = parallel.distributed_executor_backend
+    replicas, local_replicas = parallel.data_parallel_size, parallel.data_parallel_size_local
+    decode_contexts = parallel.decode_context_parallel_size
+    prefill_contexts = parallel.prefill_context_parallel_size
+    speculative = vllm_config.speculative_config
+    method = "" if speculative is None else str(speculative.method)
+    drafts = f"speculative decoding by {method}"
+    attention = vllm_config.attention_config
+    backend = attention.backend
+    others = {
+        kind: chosen.name
+        for kind, chosen in attention.backend_per_kind.items()
+        if chosen.name != platform.attention_backend
+    }
+    config = config_of(vllm_config)
+    kernel = config.decode_kernel
+    block_size = block_size_before_loading(vllm_config.cache_config, platform is CPU)
+    least = config.missed_ceiling(block_size)
+    shared_maxima = _methods_with_shared_maxima(config, model, ranks)
+    return (
+        *_summary_refusals(vllm_config),
+        # Drafts
+        (
+            method not in ("", "ngram"),
+            drafts,
+            "use the method ngram in --speculative-config, remove the flag",
+        ),
+        (
+            bool(method) and not platform.supports_drafts,
+            f"{drafts} on this platform",
+            "remove --speculative-config",
+        ),
+        (
+            bool(method) and stages > 1,
+            f"{drafts} in pipeline stages (--pipeline-parallel-size {stages})",
+            "remove --speculative-config or use --pipeline-parallel-size 1",
+        ),
+        # Workers of one engine
+        (
+            ranks > 1 and not platform.supports_ranks,
+            f"tensor parallelism (--tensor-parallel-size {ranks}) on this platform",
+            "use --tensor-parallel-size 1",
+        ),
+        (
+            stages > 1 and not platform.supports_stages,
+            f"pipeline parallelism (--pipeline-parallel-size {stages}) on this platform",
+            "use --pipeline-parallel-size 1",
+        ),
+        (
+            bool(shared_maxima),
+            f"reduce: max (or retentive_spread) of the method {', '.join(shared_maxima)} where "
+            f"heads of several ranks share a token set (--tensor-parallel-size {ranks})",
+            "use reduce: mean (or another score), or granularity: head and at most one rank per "
+            "KV head",
+        ),
+        (
+            least is not None,
+            f"decode.max_tokens: {config.decode and config.decode.max_tokens}, which is less than "
+            f"floor_pages ({config.floor_pages}) and one block",
+            f"give at least {least} tokens",
+        ),
+        (
+            bool(several) and executor not in (None, "mp"),
+            f"{several} and --distributed-executor-backend {executor}",
+            "use --distributed-executor-backend mp",
+        ),
+        (
+            bool(several) and parallel.nnodes > 1,
+            f"{several} over several nodes (--nnodes {parallel.nnodes})",
+            "use --nnodes 1",
+        ),
+        (
+            decode_contexts > 1,
+            f"context parallelism (--decode-context-parallel-size {decode_contexts})",
+            "use --decode-context-parallel-size 1",
+        ),
+        (
+            prefill_contexts > 1,
+            f"context parallelism (--prefill-context-parallel-size {prefill_contexts})",
+            "use --prefill-context-parallel-size 1",
+        ),
+        # Replicas
+        (
+            replicas > 1 and model.is_moe,
+            f"data parallelism of a mixture of experts (--data-parallel-size {replicas})",
+            "use --data-parallel-size 1 and one server per replica",
+        ),
+        (
+            replicas > 1 and parallel.data_parallel_backend != "mp",
+            f"--data-parallel-backend {parallel.data_parallel_backend}",
+            "use --data-parallel-backend mp",
+        ),
+        (
+            replicas > 1 and local_replicas != replicas,
+            f"data parallelism over several nodes (--data-parallel-size-local {local_replicas} "
+            f"of {replicas})",
+            "use one server per node with all of its replicas",
+        ),
+        # The worker
+        (
+            vllm_config.kv_transfer_config is not None,
+            "KV connectors",
+            "remove --kv-transfer-config or --kv-offloading-size",
+        ),
+        (
+            backend is not None and backend.name != platform.attention_backend,
+            f"--attention-backend {backend and backend.name}",
+            f"use {platform.attention_backend}, which is extended",
+        ),
+        (
+            bool(others),
+            f"--attention-config.backend_per_kind {others}",
+            f"remove it or use {platform.attention_backend}, which is extended",
+        ),
+        (
+            attention.flash_attn_version in platform.refused_flash_versions,
+            f"--attention-config.flash_attn_version {attention.flash_attn_version}",
+            "use 3 on Hopper GPUs and 2 on others",
+        ),
+        (
+            kernel not in platform.decode_kernels,
+            f"decode_kernel: {kernel} on this platform",
+            f"use one of: {', '.join(platform.decode_kernels)}",
+        ),
+        (
+            parallel.use_ubatching,
+            "microbatches (--enable-dbo, --ubatch-size)",
+            "remove these flags",
+        ),
+        (model.enable_sleep_mode, "sleep mode (--enable-sleep-mode)", "remove the flag"),
+        (
+            vllm_config.use_v2_model_runner and not platform.supports_model_runner_v2,
+            "vLLM's model runner V2 on CPU",
+            "set VLLM_USE_V2_MODEL_RUNNER=0",
+        ),
+    )
+
+
+def _summary_refusals(vllm_config: VllmConfig) -> tuple[Refusal, ...]:
+    """List what methods that keep summaries of evicted tokens do not run with."""
+    config, parallel = config_of(vllm_config), vllm_config.parallel_config
+    if not config.summarises:
+        return ()
+    what, text = "summaries of evicted tokens", vllm_config.model_config.hf_text_config
+    way_out = "use a method without summaries and no mix with them,"
+    of_kernel = "use the setting decode_kernel: stock, a method without summaries,"
+    ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    is_mixed = has_windows(text) or has_delta_nets(vllm_config.model_config)
+    cases = (
+        (vllm_config.cache_config.cache_dtype not in _PLAIN_CACHES, "in a quantised cache"),
+        (ranks > 1, f"with --tensor-parallel-size {ranks}"),
+        (stages > 1, f"with --pipeline-parallel-size {stages}"),
+        (vllm_config.speculative_config is not None, "with --speculative-config"),
+        (is_mixed, "of models whose layers have windows or states"),
+    )
+    return (
+        # This package's kernel does not return its softmax denominators.
+        (config.decode_kernel != "stock", f"{what} with decode_kernel: triton", of_kernel),
+        *((is_refused, f"{what} {where}", way_out) for is_refused, where in cases),
+    )
+
+
+def _methods_with_shared_maxima(
+    config: EvictionConfig, model: ModelConfig, ranks: int
+) -> list[str]:
+    """Return the mixes that take maxima over rows of a mean over heads of several ranks.
+
+    A rank knows the maxima of its own heads' mean, and the mean of maxima is not the maximum of the
+    mean.
+    """
+    if ranks == 1:
+        return []
+    heads_are_shared = ranks > evicted_kv_heads(model)
+    policies = (config.build_policy(name) for name in config.methods)
+    return [
+        policy.name
+        for policy in policies
+        if "column_maxima" in policy.statistics(policy.score.rows)
+        and (heads_are_shared or policy.granularity == "layer")
+    ]
+
+
+def _window(model: ModelConfig) -> int | None:
+    """Return the window of all layers, in tokens; None if none is shorter than the context.
+
+    Models that list the kinds of their layers may have a window in some of them only, see
+    `sliding_layers`.
+    """
+    text = model.hf_text_config
+    if getattr(text, "layer_types", None) is not None:
+        return None
+    window = model.get_sliding_window()
+    if not window or not getattr(text, "use_sliding_window", True):
+        return None
+    return window if window < model.max_model_len else None

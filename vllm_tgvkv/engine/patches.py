@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functions and the class of vLLM that this plugin wraps, because vLLM has no hook for them.
+
+| function | why | can go when |
+|---|---|---|
+| `EngineArgs.add_cli_args` | a general plugin cannot add flags to `vllm serve` | vLLM lets plugins add an argument group |
+| `EngineArgs.from_cli_args` | the flags must reach `additional_config` | the same |
+| `EngineArgs.create_engine_config` | `additional_config` must choose scheduler and worker, and refuse what is unsupported before a model loads; no hook sees both | vLLM offers a config hook to general plugins |
+| `loggers.PrometheusStatLogger` (replaced by a subclass) | only stat logger plugins can add an engine's own numbers to `/metrics`, and installing one turns `--disable-log-stats` off for every engine | such a plugin may decline |
+| `InputProcessor._validate_params` | a wrong `vllm_xargs` value must become HTTP 400 in the server process | vLLM lets plugins validate request parameters |
+
+The first three are wrapped when the plugin loads, and pass everything through unless eviction is
+switched on. The others are wrapped when it is. `tests/unit/test_patches.py` fails when one of them
+changes its signature.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
+from vllm.logger import init_logger
+from vllm.sampling_params import SamplingParams
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from vllm_tgvkv.config.defaults import Defaults
+from vllm_tgvkv.config.request import RequestOptions
+from vllm_tgvkv.config.server import (
+    CONFIG_KEY,
+    NONE,
+    EvictionConfig,
+    config_of,
+    read_config_file,
+)
+from vllm_tgvkv.config.settings import help_lines, settings_of
+from vllm_tgvkv.engine.compatibility import (
+    check_engine_args,
+    check_vllm_config,
+    clear_nominal_window,
+)
+from vllm_tgvkv.policies import method_names
+from vllm_tgvkv.shared.budget import Budget
+from vllm_tgvkv.shared.errors import EvictionConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.engine.input_processor import InputProcessor
+
+logger = init_logger("vllm.tgvkv")
+
+FLAGS = ("kv_eviction", "kv_eviction_budget", "kv_eviction_config", "kv_eviction_gates")
+"""The flags that `vllm serve` gets, as argparse names them."""
+
+_replacements: set[Callable[..., Any]] = set()
+_defaults: WeakKeyDictionary[InputProcessor, Defaults] = WeakKeyDictionary()
+"""Settings that each processor's requests are checked against, read once."""
+
+SCHEDULER_CLS = "vllm_tgvkv.scheduler.scheduler.EvictionScheduler"
+ASYNC_SCHEDULER_CLS = "vllm_tgvkv.scheduler.scheduler.AsyncEvictionScheduler"
+
+
+def install_flags() -> None:
+    """Wrap the three functions of `EngineArgs`; a second call changes nothing."""
+    _wrap(EngineArgs, "add_cli_args", _add_flags, staticmethod)
+    _wrap(EngineArgs, "from_cli_args", _read_flags, classmethod)
+    _wrap(EngineArgs, "create_engine_config", _configure_engine)
+
+
+def install_request_validation() -> None:
+    """Wrap the check of request parameters; a second call changes nothing."""
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    _wrap(InputProcessor, "_validate_params", _validate_request)
+
+
+def install_metrics() -> None:
+    """Replace vLLM's Prometheus logger by a subclass; a second call changes nothing."""
+    from vllm.v1.metrics import loggers
+
+    from vllm_tgvkv.server.prometheus import EvictionPrometheusStatLogger
+
+    loggers.PrometheusStatLogger = EvictionPrometheusStatLogger
+
+
+def _wrap(
+    owner: type,
+    name: str,
+    wrapper: Callable[..., Any],
+    binding: Callable[[Callable[..., Any]], Any] | None = None,
+) -> None:
+    """Replace `owner.name` by `wrapper`, whose first argument is the original function."""
+    original = function_of(owner, name)
+    if original in _replacements:
+        return
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    _replacements.add(replacement)
+    setattr(owner, name, binding(replacement) if binding else replacement)
+
+
+def function_of(owner: type, name: str) -> Callable[..., Any]:
+    """Return the function that a class itself defines, wrapped or not, without its binding."""
+    attribute = owner.__dict__[name]
+    function: Callable[..., Any] = getattr(attribute, "__func__", attribute)
+    return function
+
+
+def is_wrapped(owner: type, name: str) -> bool:
+    """Return whether this plugin has replaced a function of a class."""
+    return function_of(owner, name) in _replacements
+
+
+def _add_flags(original: Callable[..., Any], parser: Any) -> Any:
+    parser = original(parser)
+    policy, budget, *others = settings_of(EvictionConfig)
+    group = parser.add_argument_group(
+        title="KVEviction",
+        description="KV-cache eviction at the end of a prompt (vllm-tgvkv).",
+    )
+    check = _CheckTogether(parser)
+    # Suppressed, because the help page would show a default of None.
+    group.add_argument(
+        "--kv-eviction",
+        action=check.action,
+        metavar=f"{{{','.join((NONE, *method_names()))}}}",
+        default=argparse.SUPPRESS,
+        help=_escape(
+            f"{policy.help} It may also be a mix that --kv-eviction-config names. "
+            f"Default: {policy.default_text}."
+        ),
+    )
+    group.add_argument(
+        "--kv-eviction-budget",
+        action=check.action,
+        type=_budget_flag,
+        default=argparse.SUPPRESS,
+        help=_escape(
+            f"{budget.help} Default: {budget.default_text}. A request can override it "
+            'with `vllm_xargs: {"kv_eviction_budget": 0.2}`.'
+        ),
+    )
+    group.add_argument(
+        "--kv-eviction-config",
+        action=check.action,
+        type=_config_flag,
+        default=argparse.SUPPRESS,
+        help=_escape(
+            "Everything else, as a YAML or JSON file or inline JSON:\n\n" + help_lines(others)
+        ),
+    )
+    group.add_argument(
+        "--kv-eviction-gates",
+        action=check.action,
+        metavar="FOLDER",
+        default=argparse.SUPPRESS,
+        help=_escape(
+            "Folder of the model's gates, for the methods trimkv, dbtrimkv and kvzap; short for "
+            "`gates` in --kv-eviction-config."
+        ),
+    )
+    # Nobody can give it: vLLM's parser replaces the underscores of flags.
+    group.add_argument(
+        "--_kv_eviction_checked", type=check, default="checked", help=argparse.SUPPRESS
+    )
+    return parser
+
+
+class _CheckTogether:
+    """Checks the flags against each other, as the type of one more that nobody gives.
+
+    argparse converts a default that is text, such as the last one's, once all arguments are parsed.
+    It does not show a type the other arguments; the actions of the flags keep them for it.
+    """
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self.parser = parser
+        self._parsed: Callable[[], argparse.Namespace | None] = lambda: None
+        """Returns the arguments that are being parsed, if one of the flags is among them."""
+
+        class Action(argparse.Action):
+            """Stores a value, as argparse's own action does."""
+
+            def __call__(
+                this, parser: Any, namespace: argparse.Namespace, values: Any, *_: Any
+            ) -> None:
+                setattr(namespace, this.dest, values)
+                # Weak, so that arguments whose parsing failed are not checked at the next one.
+                self._parsed = ref(namespace)
+
+        self.action = Action
+
+    def __call__(self, text: str) -> str:
+        """Return the default, or end the program with one line if the flags are wrong."""
+        parsed, self._parsed = self._parsed(), lambda: None
+        if parsed is not None:
+            try:
+                _settings_in_flags(vars(parsed))
+            except EvictionConfigError as error:
+                self.parser.error(str(error))
+        return text
+
+
+def _escape(text: str) -> str:
+    """Escape what argparse would take for a format."""
+    return text.replace("%", "%%")
+
+
+def _budget_flag(value: str) -> float | int | str:
+    try:
+        budget = Budget.parse(value, "the budget")
+    except EvictionConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if budget.is_auto:
+        return value
+    return budget.tokens if budget.tokens is not None else float(value)
+
+
+def _config_flag(value: str) -> dict[str, Any]:
+    try:
+        values = read_config_file(value)
+        EvictionConfig.from_mapping(values)
+    except EvictionConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return values
+
+
+def _read_flags(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
+    flags = vars(args)
+    values = _settings_in_flags(flags)
+    engine_args = original(cls, args)
+    if values is None:
+        return engine_args
+    engine_args.additional_config = {**engine_args.additional_config, CONFIG_KEY: values}
+    # With --api-server-count other processes read the arguments before they load any plugin:
+    # `additional_config` has to hold everything.
+    args.additional_config = engine_args.additional_config
+    for flag in FLAGS:
+        flags.pop(flag, None)
+    return engine_args
+
+
+def _settings_in_flags(flags: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the settings that parsed flags give, checked; None if no flag is given.
+
+    Raises:
+        EvictionConfigError: naming the flag, its value and what it may be.
+    """
+    named = {"policy": flags.get("kv_eviction"), "budget": flags.get("kv_eviction_budget")}
+    if (gates := flags.get("kv_eviction_gates")) is not None:
+        named["gates"] = os.path.abspath(gates)
+    given = {name: value for name, value in named.items() if value is not None}
+    extra = flags.get("kv_eviction_config")
+    if not given and extra is None:
+        return None
+    if CONFIG_KEY in (flags.get("additional_config") or {}):
+        raise EvictionConfigError(
+            f"--kv-eviction* and --additional-config with {CONFIG_KEY!r} are both given: use one"
+        )
+    values = {**(extra or {}), **given}
+    if "policy" not in values:
+        raise EvictionConfigError(
+            "--kv-eviction-budget, --kv-eviction-config or --kv-eviction-gates is given without "
+            f"--kv-eviction: name a method, such as --kv-eviction {method_names()[0]}"
+        )
+    # An unknown method is reported by the name of its flag.
+    settings = EvictionConfig.from_mapping({**values, "policy": NONE})
+    policy = values["policy"]
+    settings.check_method(policy, *settings.first_eviction(policy), "--kv-eviction")
+    EvictionConfig.from_mapping(values)
+    return values
+
+
+def _configure_engine(
+    original: Callable[..., VllmConfig],
+    engine_args: EngineArgs,
+    usage_context: UsageContext | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> VllmConfig:
+    try:
+        return _evicting_config(original, engine_args, usage_context, *args, **kwargs)
+    except EvictionConfigError as error:
+        if usage_context is not UsageContext.OPENAI_API_SERVER:
+            raise
+        # The log shows what this process has done so far; a traceback would hide the reason.
+        print(f"vllm serve: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _evicting_config(
+    original: Callable[..., VllmConfig], engine_args: EngineArgs, *args: Any, **kwargs: Any
+) -> VllmConfig:
+    additional = engine_args.additional_config
+    if not isinstance(additional, dict) or CONFIG_KEY not in additional:
+        return original(engine_args, *args, **kwargs)
+    config = EvictionConfig.from_mapping(additional[CONFIG_KEY])
+    if not config.active:
+        return original(engine_args, *args, **kwargs)
+
+    platform = check_engine_args(engine_args)
+    engine_args.worker_cls = platform.worker_cls
+    is_named = engine_args.attention_backend or engine_args.attention_config.backend
+    if not platform.has_other_backends and is_named is None:
+        # Else vLLM names one of CUDA's for Gemma 4, of which its CPU platform takes no notice.
+        engine_args.attention_backend = AttentionBackendEnum[platform.attention_backend]
+    vllm_config = original(engine_args, *args, **kwargs)
+    check_vllm_config(vllm_config, platform)
+    clear_nominal_window(vllm_config)
+    # vLLM has decided by now whether steps are scheduled ahead, and whether the user named an
+    # attention backend.
+    scheduler = vllm_config.scheduler_config
+    scheduler.scheduler_cls = ASYNC_SCHEDULER_CLS if scheduler.async_scheduling else SCHEDULER_CLS
+    vllm_config.attention_config.backend = AttentionBackendEnum[platform.attention_backend]
+    install_request_validation()
+    if config.metrics:
+        install_metrics()
+    return vllm_config
+
+
+def _validate_request(
+    original: Callable[..., Any], processor: InputProcessor, params: Any, *args: Any, **kwargs: Any
+) -> Any:
+    result = original(processor, params, *args, **kwargs)
+    # Read once: checking the settings takes too long to do for every request.
+    if processor not in _defaults:
+        _defaults[processor] = Defaults(config_of(processor.vllm_config))
+    defaults = _defaults[processor]
+    if defaults.config.active and isinstance(params, SamplingParams):
+        try:
+            block_size = processor.vllm_config.cache_config.block_size
+            RequestOptions.resolve(defaults.current(), params.extra_args, block_size)
+        except EvictionConfigError as error:
+            raise VLLMValidationError(str(error), parameter="vllm_xargs") from error
+    return result

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The platforms of vLLM that eviction runs on, and what it can do on each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_tgvkv.cache.pages import FP8
+
+
+@dataclass(frozen=True)
+class Platform:
+    """Classes by name, which a worker imports when it needs them, and capabilities."""
+
+    worker_cls: str
+    attention_backend: str
+    """The backend of vLLM that the plugin's backend extends; no other can be used."""
+    has_other_backends: bool = True
+    """Whether vLLM may choose another for some models, which it says by naming it."""
+    decode_kernels: tuple[str, ...] = ("stock",)
+    """Values of the setting `decode_kernel`."""
+    supports_ranks: bool = False
+    """Whether several workers may share the KV heads (tensor parallelism)."""
+    supports_stages: bool = False
+    """Whether several workers may share the layers (pipeline parallelism)."""
+    supports_drafts: bool = False
+    """Whether decode steps may hold drafts (speculative decoding)."""
+    most_head_size: int | None = None
+    """Most values of a head in layers with full attention; None if the backend takes any."""
+    skips_hidden_keys: bool = False
+    """Whether keys in front of a window are never read. Others are, with a weight of 0."""
+    ignores_image_prefixes: bool = False
+    """Whether vLLM's attention is causal inside images as well, for every model."""
+    quantised_caches: tuple[str, ...] = ()
+    """Values of `--kv-cache-dtype` for caches that are quantised."""
+    supports_model_runner_v2: bool = True
+    refused_flash_versions: tuple[int, ...] = ()
+    """Versions of FlashAttention that were not tried on a cache of head pages."""
+
+
+CPU = Platform(
+    "vllm_tgvkv.worker.cpu.EvictionCPUWorker",
+    "CPU_ATTN",
+    has_other_backends=False,
+    supports_ranks=True,
+    supports_stages=True,
+    supports_drafts=True,
+    skips_hidden_keys=True,
+    ignores_image_prefixes=True,
+    quantised_caches=tuple(FP8),
+    supports_model_runner_v2=False,
+)
+CUDA = Platform(
+    "vllm_tgvkv.worker.cuda.EvictionGPUWorker",
+    "FLASH_ATTN",
+    decode_kernels=("stock", "triton"),
+    most_head_size=256,
+    refused_flash_versions=(4,),
+)
+
+
+def eviction_platform() -> Platform | None:
+    """Return the platform vLLM runs on; None if eviction does not support it."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return CPU
+    if current_platform.is_cuda():
+        return CUDA
+    return None

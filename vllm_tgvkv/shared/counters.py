@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Totals of evictions and skipped requests, kept by the scheduler."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_tgvkv.shared.metrics import MetricsBuffer
+from vllm_tgvkv.shared.plan import Outcome
+
+SKIP_REASONS = {
+    "policy_none": "the request asked for kv_eviction none",
+    "text_only": "the prompt has no image or video",
+    "prompt_too_short": "the prompt is shorter than min_prompt_tokens or than a block",
+    "budget_covers_prompt": "the budget holds the whole prompt",
+    "single_token": "the request generates one token only",
+    "answer_too_short": "the answer ended before the wait for it (`defer`) did",
+    "pool_too_small": "the pool cannot hold the prompt and the retained blocks together",
+    "method_needs_vision": "the method's budget is attention to images, and there are none",
+    "unknown_patch_grid": "grid pooling is asked for and an image's patch grid is not known",
+    "invalid_request": "its vllm_xargs are wrong, and no front end of vLLM has checked them",
+    "policy_failed": "the method raised or memory ran out; the request ended with an error",
+    "unsupported_request": "prompt embeddings, streamed inputs, or images that overlap",
+}
+
+
+@dataclass
+class EvictionCounters:
+    """Totals since the start of the engine."""
+
+    requests_evicted: int = 0
+    requests_skipped: Counter[str] = field(default_factory=Counter)
+    """By reason, see `SKIP_REASONS`."""
+    prompt_tokens_seen: int = 0
+    """Prompt tokens of evicted requests."""
+    prompt_tokens_kept: int = 0
+    """Prompt tokens kept of them: region and tail, mean over layers and heads."""
+    later_cuts: int = 0
+    """Evictions of requests that were evicted before, while they decode."""
+    blocks_given_back: int = 0
+    """Blocks returned to the pool, less the fresh ones taken. Blocks shared with another request
+    are not returned."""
+    metrics: MetricsBuffer | None = None
+    """For Prometheus; None if metrics are off."""
+    _changed: bool = False
+
+    def skip(self, policy: str, reason: str) -> None:
+        assert reason in SKIP_REASONS, reason
+        self.requests_skipped[reason] += 1
+        self._changed = True
+        if self.metrics is not None:
+            self.metrics.count("skipped_requests", policy, reason)
+
+    def evicted(self, policy: str, num_prompt_tokens: int, num_kept: int) -> None:
+        if self.metrics is not None:
+            self.metrics.count("requests", policy)
+            self.metrics.observe("kept_fraction", policy, value=num_kept / num_prompt_tokens)
+        self.requests_evicted += 1
+        self.prompt_tokens_seen += num_prompt_tokens
+        self.prompt_tokens_kept += num_kept
+        self._changed = True
+
+    def cut_again(self, policy: str) -> None:
+        self.later_cuts += 1
+        self._changed = True
+        if self.metrics is not None:
+            self.metrics.count("later_cuts", policy)
+
+    def gave_back(self, policy: str, num_blocks: int) -> None:
+        self.blocks_given_back += num_blocks
+        self._changed = True
+        # If others share the prompt's blocks, an eviction may take more than it gives back.
+        if self.metrics is not None and num_blocks > 0:
+            self.metrics.count("blocks_given_back", policy, by=num_blocks)
+
+    def deferred(self, policy: str) -> None:
+        if self.metrics is not None:
+            self.metrics.count("deferred_requests", policy)
+
+    def record_outcome(self, outcome: Outcome) -> None:
+        """Count what the worker reports of an eviction."""
+        if self.metrics is None:
+            return
+        for name, tokens in (("prompt_tokens", outcome.seen), ("kept_tokens", outcome.kept)):
+            for modality, number in tokens.items():
+                self.metrics.count(name, outcome.method, modality, by=number)
+        for part, seconds in outcome.seconds.items():
+            self.metrics.observe("seconds", outcome.method, part, value=seconds)
+
+    def take_if_changed(self) -> dict[str, Any] | None:
+        """Return the totals if they changed since the last call."""
+        if not self._changed:
+            return None
+        self._changed = False
+        return self.as_dict()
+
+    def __str__(self) -> str:
+        """Return one line for the log."""
+        skipped = ", ".join(f"{reason} {n}" for reason, n in self.requests_skipped.items())
+        return (
+            f"{self.requests_evicted} requests evicted, "
+            f"{self.requests_skipped.total()} skipped{f' ({skipped})' if skipped else ''}, "
+            f"{self.prompt_tokens_kept} of {self.prompt_tokens_seen} prompt tokens kept, "
+            f"{self.blocks_given_back} blocks given back"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data, for JSON and for other processes."""
+        return {
+            "requests_evicted": self.requests_evicted,
+            "requests_skipped": dict(self.requests_skipped),
+            "prompt_tokens_seen": self.prompt_tokens_seen,
+            "prompt_tokens_kept": self.prompt_tokens_kept,
+            "later_cuts": self.later_cuts,
+            "blocks_given_back": self.blocks_given_back,
+        }

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between scheduler and worker, attached to each step's output and result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+
+from vllm_tgvkv.shared.budget import Guard
+from vllm_tgvkv.shared.prompt import PromptMap, Voters
+
+NO_ROW = 0
+"""The row that nobody reads. A step of fixed size stores the queries of all other tokens in it."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Observation rows within this step's chunk of a prompt."""
+
+    request_id: str
+    chunk_start: int
+    """Position of the chunk's first token."""
+    rows: np.ndarray
+    """Their positions, int64, ascending."""
+    stored: np.ndarray | None
+    """Rows of the query pool for their queries, int64; None if they vote in this step."""
+
+    def token_index(self, first_token: int) -> np.ndarray:
+        """Return the rows' indices in the batch's queries, int64.
+
+        `first_token` is the index of the chunk's first token.
+        """
+        return self.rows + (first_token - self.chunk_start)
+
+
+@dataclass(frozen=True)
+class RowSumming:
+    """A chunk whose rows are all added to the column sums."""
+
+    request_id: str
+    method: str
+    chunk_start: int
+    num_keys: int
+    """Tokens of the request up to the chunk's end."""
+    blocks: np.ndarray
+    """Block ids of these tokens, int32."""
+    prompt: PromptMap
+    """The prompt, followed by the tokens of the answer whose rows are added as well."""
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """A prompt whose cache shrinks after this step, which ends the prompt or its wait."""
+
+    request_id: str
+    method: str
+    prompt: PromptMap
+    voters: Voters
+    num_cached: int
+    """Rows below this position came from the prefix cache and do not vote."""
+    guard: Guard | None
+    """If set, the worker may retain fewer blocks than it is given."""
+    traced_budget: str | None
+    """The budget in words, if the request asked for a trace."""
+    old_blocks: np.ndarray
+    """Block ids of prompt and answer, int32; the last may be partly filled."""
+    new_blocks: np.ndarray
+    """The k fresh blocks of the compressed region, int32 [k]."""
+    row_blocks: np.ndarray
+    """Block ids of the whole request after the eviction: fresh, zeros, tail, int32."""
+    num_answer: int = 0
+    """Tokens of the answer that are computed by then."""
+    num_replaced: int | None = None
+    """Full blocks of the row whose tokens may be evicted; None: those of the prompt."""
+    is_first: bool = True
+    """Whether the row is not compressed before. If it is, `old_blocks` has zeros behind its region,
+    as the row has."""
+    stored: np.ndarray | None = None
+    """Rows of the query pool that hold the queries of `voters.rows`, int64; None if all vote in
+    the step that computes them."""
+    is_reported: bool = False
+    """Whether the request asked for a report, which needs the outcome of each of its evictions."""
+
+    @property
+    def num_retained_blocks(self) -> int:
+        return len(self.new_blocks)
+
+    @property
+    def observed(self) -> PromptMap:
+        """The prompt and the answer so far."""
+        return self.prompt.followed_by(self.num_answer)
+
+    @property
+    def first_row(self) -> int:
+        """Index of the first observation row that was computed."""
+        return int(np.searchsorted(self.voters.rows, self.num_cached))
+
+
+@dataclass
+class StepPlan:
+    """All eviction work of a step; the worker goes through the lists in this order."""
+
+    released: list[int] = field(default_factory=list)
+    """First block ids of regions whose requests ended or were preempted."""
+    forgotten: list[str] = field(default_factory=list)
+    """Requests whose observation state can be dropped."""
+    poisoned: list[int] = field(default_factory=list)
+    """Blocks given back since the last step (debug option `poison` only)."""
+    observations: list[Observation] = field(default_factory=list)
+    summings: list[RowSumming] = field(default_factory=list)
+    evictions: list[Eviction] = field(default_factory=list)
+    images: dict[str, list[MultiModalFeatureSpec]] = field(default_factory=dict)
+    """All images of resumed requests with some to encode in this step. vLLM does not send a worker
+    the data of images that a prefix-cache hit covered, and a preemption may lose the hit."""
+    counters: dict[str, Any] | None = None
+    """The scheduler's totals, if they changed; workers keep them for `collective_rpc`."""
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, part.name) for part in fields(self))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of an eviction that only the worker knows, for the scheduler."""
+
+    request_id: str
+    first_block: int
+    """First block of the region, which identifies the eviction among those of the request."""
+    num_blocks: int | None
+    """Blocks that a guarded eviction retained; None if there was no guard."""
+    method: str
+    seen: dict[str, int]
+    """Prompt tokens by modality, `text` and `vision`."""
+    kept: dict[str, int]
+    """Kept prompt tokens by modality, mean over layers and heads, rounded."""
+    seconds: dict[str, float]
+    """Seconds on the device by part, see `stopwatch.PARTS`; empty without metrics."""
+    num_answer: int = 0
+    """Tokens of the answer that were computed by then."""
+    is_first: bool = True
+    """Whether it is the request's first eviction, which is the one that metrics count."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A prompt that could not be judged: its method raised, or memory ran out."""
+
+    request_id: str
+    error: str
+
+
+# vLLM passes its two outputs between scheduler and worker by reference within a process and pickles
+# them between processes. Subclasses with one more field survive both; steps without evictions keep
+# the stock class. Outputs are copied, not modified: vLLM shares an empty result among steps.
+
+
+@dataclass
+class SchedulerOutputWithPlan(SchedulerOutput):
+    """A step that evicts, from the scheduler to its workers."""
+
+    plan: StepPlan = field(default_factory=StepPlan)
+
+
+@dataclass
+class ModelRunnerOutputWithOutcomes(ModelRunnerOutput):
+    """The result of a step that evicted, from a worker to the scheduler."""
+
+    outcomes: Sequence[Outcome | Failure] = ()
+
+
+def attach_plan(output: SchedulerOutput, plan: StepPlan) -> SchedulerOutput:
+    """Return the step's output with its plan; `output` itself if the plan is empty."""
+    return SchedulerOutputWithPlan(**vars(output), plan=plan) if plan else output
+
+
+def plan_of(output: SchedulerOutput) -> StepPlan:
+    """Return the plan that was attached to a step's output, or an empty one."""
+    return output.plan if isinstance(output, SchedulerOutputWithPlan) else StepPlan()
+
+
+def attach_outcomes(
+    output: ModelRunnerOutput, outcomes: Sequence[Outcome | Failure]
+) -> ModelRunnerOutput:
+    """Return a step's result with its outcomes; `output` itself if there are none."""
+    return ModelRunnerOutputWithOutcomes(**vars(output), outcomes=outcomes) if outcomes else output
+
+
+def outcomes_of(output: ModelRunnerOutput) -> Sequence[Outcome | Failure]:
+    """Return the outcomes that were attached to a step's result."""
+    return output.outcomes if isinstance(output, ModelRunnerOutputWithOutcomes) else ()

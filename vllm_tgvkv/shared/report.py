@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report on a request's cache that its response carries, if it asked for one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_tgvkv.shared.plan import Outcome
+
+
+@dataclass
+class CutReport:
+    """One eviction of a request."""
+
+    answer_tokens: int
+    """Tokens of the answer that were computed by then."""
+    blocks_before: int
+    blocks_after: int
+    kept_tokens: int
+    """Tokens in full blocks kept, and those of the prompt's last block, mean over layers and
+    heads."""
+
+
+@dataclass
+class MemoryReport:
+    """Memory of a request in the pool, in bytes: whole blocks, on the first of several workers.
+
+    Blocks that other requests share are part of what a request holds. They are not given back.
+    """
+
+    before: int
+    """Before its first eviction."""
+    after: int
+    """After its last eviction."""
+    windows: int
+    """Part of both that layers with a sliding window hold. Eviction does not reach it."""
+    states: int
+    """Part of both that layers with a state hold, the same."""
+    given_back: int
+    """Memory that its evictions gave back to the pool, less what they retained. Negative if other
+    requests share so much of the prompt that its region takes more."""
+
+
+@dataclass
+class EvictionReport:
+    """Report on a request's cache in its response, if the request asked for one."""
+
+    policy: str
+    prompt_tokens: int
+    blocks_before: int
+    budget: float | int | str
+    """Budget of the first eviction, as settings have it."""
+    defer: int
+    """Tokens of the answer that the first eviction waits for."""
+    decode: dict[str, Any] | None
+    """Later evictions, as the setting `decode` has them; None if there are none."""
+    kept_tokens: int | None = None
+    """Prompt tokens kept, mean over layers and heads; None if nothing was evicted."""
+    blocks_after: int | None = None
+    vision_tokens: int | None = None
+    """Tokens of images and videos in the prompt; this and the next three are None if nothing was
+    evicted."""
+    kept_text_tokens: int | None = None
+    """Part of `kept_tokens` that is text."""
+    kept_vision_tokens: int | None = None
+    """Part of `kept_tokens` that is images and videos."""
+    seconds: dict[str, float] | None = None
+    """Time on the device of all evictions together, by part: `statistics`, `selection` and `copy`.
+    Those that a preemption undid count as well. Empty with `metrics: false`."""
+    skip_reason: str | None = None
+    trace: str | None = None
+    """Name of the trace below `/kv-eviction/requests`, if the request asked for one."""
+    memory: MemoryReport | None = None
+    """Of all layers; None if nothing was evicted."""
+    cuts: list[CutReport] = field(default_factory=list)
+    """All evictions of the request, in order."""
+
+    def add_outcome(self, outcome: Outcome) -> None:
+        """Add what only the worker knows of an eviction.
+
+        The next eviction may be scheduled already: then its own outcome tells what is kept in the
+        end.
+        """
+        seconds = self.seconds or {}
+        parts = dict.fromkeys([*seconds, *outcome.seconds])
+        self.seconds = {p: seconds.get(p, 0.0) + outcome.seconds.get(p, 0.0) for p in parts}
+        self.vision_tokens = outcome.seen["vision"]
+        if self.cuts and self.cuts[-1].answer_tokens == outcome.num_answer:
+            self.kept_vision_tokens = outcome.kept["vision"]
+            self.kept_text_tokens = self.cuts[-1].kept_tokens - outcome.kept["vision"]

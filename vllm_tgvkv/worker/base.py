@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The evicting part of a worker, on any platform.
+
+`EvictingWorker` is a mixin in front of vLLM's workers: `worker_cpu.py`, `worker_cuda.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import VllmConfig
+from vllm.v1.attention import selector
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+
+from vllm_tgvkv.attention.base import EvictingBuilder, EvictingImpl
+from vllm_tgvkv.blocks.states import packed_block_size, with_plain_specs, with_state_specs
+from vllm_tgvkv.cache.pages import FP8, page_pool
+from vllm_tgvkv.config.server import config_of
+from vllm_tgvkv.gates.tap import attach_taps
+from vllm_tgvkv.shared.counters import EvictionCounters
+from vllm_tgvkv.shared.plan import Eviction, attach_outcomes, plan_of
+from vllm_tgvkv.worker.evictor import Evictor
+from vllm_tgvkv.worker.outcomes import Outcomes
+from vllm_tgvkv.worker.ranks import tensor_ranks
+from vllm_tgvkv.worker.stages import pipeline_stages
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as GPUModelRunnerV1
+
+
+@contextmanager
+def evicting_backend(replaced: AttentionBackendEnum, backend: str) -> Iterator[None]:
+    """Replace one of vLLM's attention backends for the layers that are built in the block.
+
+    The override ends with the block, so that another engine in the same process gets stock
+    attention.
+    """
+    register_backend(replaced, backend)
+    selector._cached_get_attn_backend.cache_clear()
+    try:
+        yield
+    finally:
+        replaced.clear_override()
+        selector._cached_get_attn_backend.cache_clear()
+
+
+class EvictingWorker:
+    """Owns the evictor: hands it each step's plan, and rows that shrank to the model runner."""
+
+    # Of vLLM's worker.
+    vllm_config: VllmConfig
+    model_runner: GPUModelRunnerV1 | GPUModelRunnerV2
+
+    replaced_backend: AttentionBackendEnum
+    evicting_backend: str
+    """Qualified name of the attention backend that replaces it."""
+
+    group: int
+    """Index of the evicted layers among vLLM's KV cache groups."""
+
+    _evictor: Evictor | None = None
+    _least_block_size: int | None = None
+    """`--block-size`, if it was given."""
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        cache = self.vllm_config.cache_config
+        # vLLM raises it for states once the model is loaded.
+        self._least_block_size = cache.block_size if cache.user_specified_block_size else None
+        with evicting_backend(self.replaced_backend, self.evicting_backend):
+            super().load_model(load_dummy_weights=load_dummy_weights)  # type: ignore[misc]
+        gates = config_of(self.vllm_config).gates
+        if gates is None:
+            return
+        modules = self.vllm_config.compilation_config.static_forward_context.items()
+        layers = {
+            name: layer
+            for name, layer in modules
+            if isinstance(getattr(layer, "impl", None), EvictingImpl)
+        }
+        part = tensor_ranks(self.vllm_config).part
+        attach_taps(self.model_runner.get_model(), layers, self.vllm_config, gates, part)
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """Return the layers' specs; a given `--block-size` holds for layers beside states, too."""
+        specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()  # type: ignore[misc]
+        least = self._least_block_size
+        block_size = None if least is None else packed_block_size(specs, least)
+        if block_size is not None:
+            cache = self.vllm_config.cache_config
+            cache.block_size, cache.mamba_page_size_padded = block_size, None
+            if cache.enable_prefix_caching:
+                # A hit ends with a block of every layer.
+                cache.mamba_block_size = block_size
+            specs = super().get_kv_cache_spec()  # type: ignore[misc]
+        return with_state_specs(specs)
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        """Allocate the cache, make its evictor, and bind layers and metadata builder to them."""
+        super().initialize_from_config(with_plain_specs(kv_cache_config))  # type: ignore[misc]
+        self.group, builder = self._evicted_group()
+        modules = self.vllm_config.compilation_config.static_forward_context
+        members = [modules[name] for name in builder.layer_names]
+        layers = [layer for layer in members if layer.kv_sharing_target_layer_name is None]
+        layers.sort(key=lambda layer: layer.kv_cache.storage_offset())
+        dtype = FP8.get(self.vllm_config.cache_config.cache_dtype)
+        pool = page_pool([layer.kv_cache for layer in layers], builder.slots_first, dtype)
+        self._evictor = Evictor(
+            config_of(self.vllm_config),
+            pool.shape(group_size=layers[0].impl.num_queries_per_kv),
+            pool,
+            tensor_ranks(self.vllm_config),
+            pipeline_stages(pool.num_layers),
+            self.vllm_config.model_config.dtype,
+        )
+        indices = {layer.layer_name: index for index, layer in enumerate(layers)}
+        for layer in members:
+            owner = layer.kv_sharing_target_layer_name or layer.layer_name
+            layer.impl.bind(indices[owner], pool, self._evictor.part.gate_outputs)
+        builder.bind(self._evictor, self)
+        self._shrunk: list[Eviction] = []
+        self._counters = EvictionCounters().as_dict()
+
+    def _evicted_group(self) -> tuple[int, EvictingBuilder[Any]]:
+        """Return the evicted layers' index among vLLM's KV cache groups, and their builder."""
+        ((index, builder),) = (
+            (index, builder)
+            for index, groups in enumerate(self.model_runner.attn_groups)
+            for group in groups
+            if isinstance(builder := group.get_metadata_builder(), EvictingBuilder)
+            and builder.evicts
+        )
+        return index, builder
+
+    def execute_model(
+        self, scheduler_output: SchedulerOutput
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
+        plan = plan_of(scheduler_output)
+        self.rewrite_rows(self._shrunk)
+        self._shrunk = plan.evictions
+        self._counters = plan.counters or self._counters
+        self.evictor.begin_step(plan)
+        for request_id, images in plan.images.items():
+            self.model_runner.requests[request_id].mm_features = images
+        return super().execute_model(scheduler_output)  # type: ignore[misc]
+
+    def sample_tokens(
+        self, grammar_output: GrammarOutput | None
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        outcomes = self.evictor.take_outcomes()
+        if outcomes is None:
+            return output
+        if isinstance(output, AsyncModelRunnerOutput):
+            return OutputWithOutcomes(output, outcomes)
+        return with_outcomes(output, outcomes)
+
+    def find_row(self, common: CommonAttentionMetadata, request_id: str) -> int | None:
+        """Return a request's row in the batch that is being built, see `BatchRows`."""
+        raise NotImplementedError
+
+    def request_at(self, common: CommonAttentionMetadata, row: int) -> str:
+        """Return the request in a row of the batch that is being built, see `BatchRows`."""
+        raise NotImplementedError
+
+    def rewrite_rows(self, evictions: list[Eviction]) -> None:
+        """Replace rows of prompts by their compressed rows, before the next step is built."""
+        raise NotImplementedError
+
+    def kv_eviction_stats(self) -> dict[str, Any]:
+        """Return totals of `EvictionCounters` as of the last step, for `collective_rpc`."""
+        return self._counters
+
+    def kv_eviction_status(self) -> dict[str, Any]:
+        """Return totals and pool of this engine, for `GET /kv-eviction/status`."""
+        pool = self.evictor.pool
+        return {
+            "totals": self._counters,
+            "pool": {
+                "blocks": pool.num_blocks - 1,
+                "block_size": pool.block_size,
+                "layers": self.evictor.stages.model_layers,
+                "kv_heads": pool.num_heads * self.evictor.ranks.num_parts,
+            },
+        }
+
+    def kv_eviction_traces(self) -> list[dict[str, Any]]:
+        """Return summaries of the stored traces, newest first, for `GET /kv-eviction/requests`."""
+        return [trace.summary() for trace in self.evictor.traces.newest_first()]
+
+    def kv_eviction_trace(
+        self, name: str, layer: int | None = None, cut: int | None = None
+    ) -> dict[str, Any] | None:
+        """Return a trace, or one layer of it, at its last cut or at the one with index `cut`.
+
+        None is returned if there is no such trace, layer or cut.
+        """
+        trace = self.evictor.traces.find(name)
+        if trace is None:
+            return None
+        return trace.detail(cut) if layer is None else trace.layer(layer, cut)
+
+    def kv_eviction_kept(self) -> list[dict[str, Any]]:
+        """Return the kept tokens of the last evictions, with the debug option `record_kept`.
+
+        Returns:
+            For each: `request_id`; `counts`, pages of every (layer, head) as an array [L, H];
+            `positions`, an array [pages, N] in (layer, head) order.
+        """
+        return [
+            {
+                "request_id": kept.request_id,
+                "counts": kept.counts.numpy(force=True),
+                "positions": kept.positions.numpy(force=True),
+            }
+            for kept in self.evictor.kept
+        ]
+
+    @property
+    def evictor(self) -> Evictor:
+        assert self._evictor is not None, "the KV cache is not initialised"
+        return self._evictor
+
+    @property
+    def observes(self) -> bool:
+        """Whether layers are observed in this step if it has one token of every request."""
+        return self._evictor is not None and self._evictor.has_work(single_tokens=True)
+
+
+class OutputWithOutcomes(AsyncModelRunnerOutput):
+    """A step's output that is still on the device, with the outcomes of its evictions."""
+
+    def __init__(self, output: AsyncModelRunnerOutput, outcomes: Outcomes) -> None:
+        self._output = output
+        self._outcomes = outcomes
+
+    def get_output(self) -> ModelRunnerOutput:
+        return with_outcomes(self._output.get_output(), self._outcomes)
+
+    def get_kv_connector_output(self) -> Any:
+        """Return what is left of the output for vLLM 0.33 if `get_output` failed."""
+        return self._output.get_kv_connector_output()
+
+
+def with_outcomes(output: ModelRunnerOutput, outcomes: Outcomes) -> ModelRunnerOutput:
+    """Wait for the step's outcomes and attach them."""
+    return attach_outcomes(output, outcomes.read())

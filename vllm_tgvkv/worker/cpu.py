@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's CPU worker with eviction, on model runner V1."""
+
+from __future__ import annotations
+
+import numpy as np
+from vllm.distributed import get_pp_group
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_tgvkv.shared.plan import Eviction
+from vllm_tgvkv.worker.base import EvictingWorker
+from vllm_tgvkv.worker.model_runner import RowsV1
+
+
+class EvictionCPUWorker(EvictingWorker, CPUWorker):
+    """The stock worker with evicting attention."""
+
+    replaced_backend = AttentionBackendEnum.CPU_ATTN
+    evicting_backend = "vllm_tgvkv.attention.cpu.EvictingCPUBackend"
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """Load the model, and allocate room for hidden states from another pipeline stage.
+
+        vLLM allocates it in a warm-up that `--enforce-eager` leaves out; then the first request
+        would end the engine.
+        """
+        super().load_model(load_dummy_weights=load_dummy_weights)
+        runner = self.model_runner
+        if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens,
+                dtype=runner.model_config.dtype,
+                device=runner.device,
+            )
+
+    def sample_tokens(
+        self, grammar_output: GrammarOutput | None
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+        """Sample, with the random generators of unfinished prompts set aside.
+
+        vLLM draws for such rows as well and then resets the generator's offset, which ends the
+        engine: a CPU's generators have no offset.
+        """
+        runner = self.model_runner
+        generators, num_rows = runner.input_batch.generators, runner.input_batch.num_reqs
+        (unfinished,) = np.nonzero(runner.discard_request_mask.np[:num_rows])
+        set_aside = {i: generators.pop(i) for i in unfinished.tolist() if i in generators}
+        try:
+            return super().sample_tokens(grammar_output)
+        finally:
+            generators.update(set_aside)
+
+    def find_row(self, common: CommonAttentionMetadata, request_id: str) -> int | None:
+        return RowsV1.find(self.model_runner, common, request_id)
+
+    def request_at(self, common: CommonAttentionMetadata, row: int) -> str:
+        return RowsV1.request_at(self.model_runner, common, row)
+
+    def rewrite_rows(self, evictions: list[Eviction]) -> None:
+        for eviction in evictions:
+            RowsV1.rewrite(self.model_runner, eviction, self.group)

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's GPU worker with eviction, on both of its model runners.
+
+The runners are subclassed for three things: rows that shrank are rewritten where the runner itself
+updates its rows, a step in which layers are observed runs its attention outside of graphs, and all
+caches have plain specs. A batch of single tokens would be replayed as one graph, and a prompt may
+end with a chunk of one token, or be evicted after some tokens of its answer. Steps that only store
+queries stay graphs, see `queries.DecodeQueries`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.utils.math_utils import cdiv
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.worker.gpu.model_runner import BatchReqState
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner as GPUModelRunnerV1
+from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.worker_base import CompilationTimes
+
+from vllm_tgvkv.blocks.states import evicted_specs, with_plain_specs
+from vllm_tgvkv.cache.pages import CacheShape
+from vllm_tgvkv.config.server import config_of
+from vllm_tgvkv.shared.plan import Eviction
+from vllm_tgvkv.worker.base import EvictingWorker
+from vllm_tgvkv.worker.memory import Memory, Sizes, memory_outside_pool
+from vllm_tgvkv.worker.model_runner import RowsV1, RowsV2
+from vllm_tgvkv.worker.observation import WORKSPACE_BYTES
+from vllm_tgvkv.worker.warm_up import warm_up
+
+logger = init_logger("vllm.tgvkv")
+
+
+class EvictionGPUWorker(EvictingWorker, Worker):
+    """The stock worker with evicting attention and evicting model runners."""
+
+    replaced_backend = AttentionBackendEnum.FLASH_ATTN
+    evicting_backend = "vllm_tgvkv.attention.cuda.EvictingFlashBackend"
+
+    def _make_model_runner(self) -> EvictingModelRunnerV1 | EvictingModelRunnerV2:
+        runner = EvictingModelRunnerV2 if self.use_v2_model_runner else EvictingModelRunnerV1
+        return runner(self.vllm_config, self.device, self)
+
+    def determine_available_memory(self) -> int:
+        """Return the bytes of the pool: what vLLM would take, less what eviction takes itself."""
+        available = super().determine_available_memory()
+        evicted = evicted_specs(self.get_kv_cache_spec())
+        memory = memory_of(self.vllm_config, evicted)
+        logger.info("KV eviction takes %s", memory)
+        if self.cache_config.kv_cache_memory_bytes:
+            return available  # the user's number, or one found so at an earlier start
+        # Blocks of windows and of states are as large, see `page_pool`.
+        block_bytes = sum(spec.page_size_bytes for spec in evicted.values())
+        left = memory.left_for_pool(available, block_bytes)
+        # vLLM adds it up to a --kv-cache-memory that it recommends.
+        self.peak_activation_memory += available - left
+        self.available_kv_cache_memory_bytes = left
+        return left
+
+    @torch.inference_mode()
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        warm_up(self.evictor)
+        return super().compile_or_warm_up_model()
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        super().initialize_from_config(kv_cache_config)
+        if self.evictor.config.debug.poison:
+            # Blocks are cleared when they are allocated, which vLLM prepares only for models that
+            # need it.
+            self.model_runner._init_kv_zero_meta()
+
+    def find_row(self, common: CommonAttentionMetadata, request_id: str) -> int | None:
+        return self.model_runner.rows.find(self.model_runner, common, request_id)
+
+    def request_at(self, common: CommonAttentionMetadata, row: int) -> str:
+        return self.model_runner.rows.request_at(self.model_runner, common, row)
+
+    def rewrite_rows(self, evictions: list[Eviction]) -> None:
+        """Leave the rows to the model runner, which rewrites them when it updates its own."""
+        self.model_runner.shrunk = evictions
+
+
+def memory_of(vllm_config: VllmConfig, specs: Mapping[str, FullAttentionSpec]) -> Memory:
+    """Return what eviction takes outside the pool, for the specs of the evicted layers by name."""
+    name, spec = next(iter(specs.items()))
+    compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
+    group_size = compilation.static_forward_context[name].impl.num_queries_per_kv
+    longest = vllm_config.model_config.max_model_len
+    shape = CacheShape(len(specs), spec.num_kv_heads, group_size, spec.head_size, spec.block_size)
+    sizes = Sizes(
+        shape,
+        element_bytes=vllm_config.model_config.dtype.itemsize,
+        max_tokens=longest,
+        step_tokens=scheduler.max_num_batched_tokens,
+        max_rows=max(scheduler.max_num_seqs, compilation.max_cudagraph_capture_size or 0),
+        table_width=cdiv(longest, spec.block_size),
+        workspace_bytes=WORKSPACE_BYTES,
+    )
+    return memory_outside_pool(config_of(vllm_config), sizes)
+
+
+class ShrinkingRows:
+    """The common part of both model runners: rows that shrink."""
+
+    rows: ClassVar[type[RowsV1 | RowsV2]]
+
+    def __init__(
+        self, vllm_config: VllmConfig, device: torch.device, worker: EvictionGPUWorker
+    ) -> None:
+        super().__init__(vllm_config, device)  # type: ignore[call-arg]
+        self.worker = worker
+        self.shrunk: list[Eviction] = []
+
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> Any:
+        """Allocate a cache, also that of a trial run, which the worker does not see."""
+        config = with_plain_specs(kv_cache_config)
+        return super().initialize_kv_cache(config, *args, **kwargs)  # type: ignore[misc]
+
+    def rewrite_shrunk_rows(self) -> None:
+        for eviction in self.shrunk:
+            self.rows.rewrite(self, eviction, self.worker.group)
+        self.shrunk = []
+
+
+class EvictingModelRunnerV1(ShrinkingRows, GPUModelRunnerV1):
+    """Model runner V1 with rows that shrink."""
+
+    rows = RowsV1
+
+    def _update_states(self, scheduler_output: SchedulerOutput) -> Callable[..., Any] | None:
+        # Here the copy of the last step's block table has certainly ended.
+        self.rewrite_shrunk_rows()
+        return super()._update_states(scheduler_output)
+
+    def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
+        if self.worker.observes and kwargs["max_num_scheduled_tokens"] == 1:
+            kwargs["force_eager"] = True
+        return super()._determine_batch_execution_and_padding(*args, **kwargs)
+
+
+class EvictingModelRunnerV2(ShrinkingRows, GPUModelRunnerV2):
+    """Model runner V2 with rows that shrink."""
+
+    rows = RowsV2
+    batch: BatchReqState | None = None
+    """The requests of the step, row by row; None in a trial run."""
+
+    def update_requests(self, scheduler_output: SchedulerOutput) -> None:
+        # A request that was preempted and is resumed in this step has its new row already.
+        added = {request.req_id for request in scheduler_output.scheduled_new_reqs}
+        self.shrunk = [eviction for eviction in self.shrunk if eviction.request_id not in added]
+        self.rewrite_shrunk_rows()
+        super().update_requests(scheduler_output)
+
+    def gather_batch_req_state(
+        self, scheduler_output: SchedulerOutput, dummy_run: bool
+    ) -> tuple[BatchReqState | None, int | None]:
+        state, uniform_token_count = super().gather_batch_req_state(scheduler_output, dummy_run)
+        self.batch = state
+        if not dummy_run and self.worker.observes:
+            # Not uniform, so that no graph of the whole step fits.
+            uniform_token_count = None
+        return state, uniform_token_count

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of a GPU that eviction takes outside the pool, in bytes by name.
+
+vLLM gives all memory that its own trial run leaves to the pool. What eviction takes besides is
+computed here and subtracted first. `docs/design.md` has the formulas as a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from vllm_tgvkv.cache.pages import CacheShape
+from vllm_tgvkv.config.server import NONE, EvictionConfig
+from vllm_tgvkv.kernels.importance import WINDOW
+from vllm_tgvkv.kernels.merge import WORKSPACE_BYTES as MERGING_BYTES
+from vllm_tgvkv.kernels.redundancy import BYTES_PER_ENTRY as REDUNDANCY_BYTES
+from vllm_tgvkv.kernels.select import KEY_BYTES as RANKING_BYTES
+from vllm_tgvkv.kernels.statistics import KEY_BYTES, KEY_STATISTICS, REDUNDANCY_WORKSPACES
+from vllm_tgvkv.kernels.summaries import WORKSPACE_BYTES as ABSORBING_BYTES
+from vllm_tgvkv.kernels.summaries import bytes_per_token, num_rows
+from vllm_tgvkv.policies import Policy
+from vllm_tgvkv.shared.errors import EvictionConfigError
+
+_TABLE_BYTES = 64 << 20
+"""Page tables of several layers, see `attention_cuda.py`."""
+
+_DECODE_PROGRAMS = 2048
+"""More than any GPU runs of the Triton decode kernel at once."""
+
+_PARTIAL_SUMS = 4 << 20
+"""Partial sums of the programs of the statistics."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a server, as far as memory depends on them."""
+
+    shape: CacheShape
+    element_bytes: int
+    """Bytes of an element of a query."""
+    max_tokens: int
+    """Tokens of the longest request, `--max-model-len`."""
+    step_tokens: int
+    """Most tokens of a step, `--max-num-batched-tokens`."""
+    max_rows: int
+    """Most decode rows of a step, in a graph or not."""
+    table_width: int
+    """Entries of a row of the block table."""
+    workspace_bytes: int
+    """Bound of each buffer of the statistics."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory outside the pool."""
+
+    lines: Mapping[str, int]
+    """Bytes by name."""
+    block_bytes: int
+    """Bytes for every block of the pool."""
+    method: str
+    """The method whose evictions take most, for which the lines are."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes without those that depend on the pool."""
+        return sum(self.lines.values())
+
+    def left_for_pool(self, available: int, pool_block_bytes: int) -> int:
+        """Return the bytes of `available` that the pool may have; blocks take `pool_block_bytes`.
+
+        Negative if there is less memory than the lines need.
+        """
+        left = available - self.num_bytes
+        return left * pool_block_bytes // (pool_block_bytes + self.block_bytes)
+
+    def __str__(self) -> str:
+        lines = ", ".join(f"{name} {size / 2**20:.0f}" for name, size in self.lines.items())
+        return (
+            f"{self.num_bytes / 2**20:.0f} MiB outside the pool ({lines}; most for {self.method}), "
+            f"and {self.block_bytes} bytes per block"
+        )
+
+
+def memory_outside_pool(config: EvictionConfig, sizes: Sizes) -> Memory:
+    """Return the memory that the server's evictions and compressed requests take.
+
+    It is enough for any method that a request may name, with a budget `auto`, and for requests that
+    are evicted in the same step with `Sizes.max_tokens` plus `Sizes.step_tokens` tokens together.
+    The scheduler lets others wait for the next step.
+
+    To set aside memory for something else, add a line here and to the table of `docs/design.md`.
+    """
+    shape = sizes.shape
+    methods = {policy.name: _of_method(config, policy, sizes) for policy in _policies(config)}
+    method = max(methods, key=lambda name: sum(methods[name].values()))
+    return Memory(
+        lines={
+            **_of_decoding(config, sizes),
+            "query pool": _of_query_pool(config, sizes),
+            **_of_gates(config, sizes),
+            **methods[method],
+        },
+        block_bytes=_of_block(config, shape),
+        method=method,
+    )
+
+
+def _policies(config: EvictionConfig) -> Iterator[Policy]:
+    """Yield the policies of all methods that a request may name."""
+    for name in config.method_names:
+        # Some have no meaning at the server's granularity; requests that name them are refused.
+        with suppress(EvictionConfigError):
+            if name != NONE:
+                yield config.build_policy(name)
+
+
+def _of_decoding(config: EvictionConfig, sizes: Sizes) -> dict[str, int]:
+    """Return what the decode kernel keeps for all steps."""
+    shape = sizes.shape
+    sequences = sizes.max_rows * shape.num_heads
+    lengths = 4 * shape.num_layers * sequences
+    if config.decode_kernel == "triton":
+        of_program = 8 * shape.group_size * (shape.head_size + 2) + 4 * shape.num_layers
+        work = 4 * shape.num_layers * (sequences + 1) + _DECODE_PROGRAMS * of_program
+        return {"lengths": lengths, "division of work": work}
+    of_layer = 4 * sequences * sizes.table_width
+    tables = max(of_layer, min(shape.num_layers * of_layer, _TABLE_BYTES))
+    return {"lengths": lengths + 4 * (sequences + 1), "page tables": tables}
+
+
+def _of_block(config: EvictionConfig, shape: CacheShape) -> int:
+    """Return what `Regions` takes for each block, with positions if regions are cut again.
+
+    And what the gates said of each key, see `GateOutputs`.
+    """
+    of_keys = (config.decode is not None) + (config.gates is not None)
+    return 4 * (shape.num_pairs + 4 + of_keys * shape.num_pairs * shape.block_size)
+
+
+def _of_gates(config: EvictionConfig, sizes: Sizes) -> dict[str, int]:
+    """Return what the gates take: their weights, and their outputs of a step.
+
+    vLLM's trial run measures what they take while they run.
+    """
+    if config.gates is None:
+        return {}
+    shape = sizes.shape
+    weights = config.gates.num_bytes(shape.num_layers, shape.num_heads, sizes.element_bytes)
+    return {"gates": weights + 4 * shape.num_heads * max(sizes.step_tokens, sizes.max_rows)}
+
+
+def _of_query_pool(config: EvictionConfig, sizes: Sizes) -> int:
+    """Return what the queries of tokens take that vote later, see `QueryPool`."""
+    shape = sizes.shape
+    of_row = shape.num_pairs * shape.group_size * shape.head_size * sizes.element_bytes
+    destinations = 8 * sizes.max_rows if config.waits else 0
+    return (config.num_query_rows + 1) * of_row + destinations
+
+
+def _of_method(config: EvictionConfig, policy: Policy, sizes: Sizes) -> dict[str, int]:
+    """Return what prompts take that are evicted by one method."""
+    shape, tokens = sizes.shape, sizes.max_tokens
+    num_sets = shape.num_heads if policy.granularity == "head" else 1
+    scores = 4 * shape.num_layers * num_sets  # of one token
+    together = tokens + sizes.step_tokens
+    guarded = scores if policy.score.rows != "none" else 0
+    tables = 4 * shape.num_pairs * -(-together // shape.block_size)
+    lines = {
+        "scores": scores * together,
+        "masses": guarded * together,
+        "column sums": 2 * scores * together if "all" in policy.row_sets else 0,
+        "page numbers": tables * (2 if "all" in policy.row_sets else 1),
+        "statistics": _of_statistics(config, policy, sizes, num_sets),
+    }
+    # Of one prompt at a time, one after the other:
+    stacked = (scores + guarded) * tokens
+    work = max(
+        _of_score(policy, sizes, num_sets),
+        stacked + _of_choice(policy, sizes, num_sets),
+        stacked + _of_copy(policy, sizes, num_sets),
+        stacked + _of_summaries(policy, sizes),
+    )
+    if config.decode is not None:
+        work += _of_ragged_keys(sizes)
+    return {**lines, "work": work}
+
+
+def _of_ragged_keys(sizes: Sizes) -> int:
+    """Return what finding the keys of a compressed request takes, see `RaggedKeys`."""
+    return 64 * sizes.shape.num_pairs * sizes.max_tokens
+
+
+def _of_statistics(config: EvictionConfig, policy: Policy, sizes: Sizes, num_sets: int) -> int:
+    """Return the scratch buffers of the statistics, which live until the next step."""
+    shape, tokens = sizes.shape, sizes.max_tokens
+    num_rows = config.num_query_rows
+    if "all" in policy.row_sets:
+        num_rows = max(num_rows, min(sizes.step_tokens, tokens))
+    queried = {name for kind in policy.row_sets for name in policy.statistics(kind)}
+    num_layers = shape.num_layers if policy.scores_layers_together else 1
+    scratch = _PARTIAL_SUMS + 16 * num_rows * num_layers * shape.num_heads * shape.group_size
+    averages = 4 * num_sets * num_rows * (tokens + 128)  # of a layer
+    if "row_averages" in queried:
+        scratch += min(sizes.workspace_bytes, num_layers * averages)
+    if "row_entropies" in queried:
+        scratch += _of_layers(averages, policy, sizes) // 64
+    # Queries of the layers that wait, of all prompts, and then those of one prompt twice.
+    row = shape.num_heads * shape.group_size * shape.head_size * sizes.element_bytes
+    if policy.scores_layers_together:
+        scratch += min(sizes.workspace_bytes, num_layers * sizes.step_tokens * row)
+    return scratch + 2 * _of_layers(config.num_query_rows * row, policy, sizes)
+
+
+def _of_layers(of_layer: int, policy: Policy, sizes: Sizes) -> int:
+    """Return the bytes of all layers that are scored together, where one takes `of_layer`."""
+    num_layers = sizes.shape.num_layers if policy.scores_layers_together else 1
+    return max(of_layer, min(sizes.workspace_bytes, num_layers * of_layer))
+
+
+def _of_score(policy: Policy, sizes: Sizes, num_sets: int) -> int:
+    """Return what scoring and pooling layers takes besides: some numbers for each token."""
+    queried = {name for kind in policy.row_sets for name in policy.statistics(kind)}
+    of_keys = _of_keys(sizes, "key_redundancy" in queried) if KEY_STATISTICS & queried else 0
+    of_tokens = policy.scoring_bytes(0) * num_sets * sizes.max_tokens
+    return _of_layers(of_tokens, policy, sizes) + of_keys
+
+
+def _of_keys(sizes: Sizes, all_similarities: bool) -> int:
+    """Return what the keys of some heads take; and their similarities, and logits of the window."""
+    shape, tokens = sizes.shape, sizes.max_tokens
+    of_head = KEY_BYTES * shape.head_size * tokens
+    num_heads = min(max(1, sizes.workspace_bytes // of_head), shape.num_pairs)
+    if not all_similarities:
+        return num_heads * of_head
+    row_bytes = REDUNDANCY_BYTES * num_heads * tokens
+    rows = max(1, REDUNDANCY_WORKSPACES * sizes.workspace_bytes // row_bytes)
+    similarities = min(rows, tokens) * row_bytes
+    logits = 4 * WINDOW * (shape.group_size + 2) * num_heads * tokens
+    return num_heads * of_head + max(similarities, logits)
+
+
+def _of_choice(policy: Policy, sizes: Sizes, num_sets: int) -> int:
+    """Return what finding the pages of every head takes: ranking keys, slice by slice."""
+    shape, tokens = sizes.shape, sizes.max_tokens
+    whole = policy.allocation.bytes_per_score * shape.num_layers * num_sets * tokens
+    return whole + 6 * _key_slice(sizes, num_sets)
+
+
+def _of_copy(policy: Policy, sizes: Sizes, num_sets: int) -> int:
+    """Return what kept positions and their copy take, with a budget of 1."""
+    shape, tokens = sizes.shape, sizes.max_tokens
+    positions = 5 * shape.num_pairs * tokens
+    sources = 12 * shape.num_pairs * tokens  # int64, and int32 while they are computed
+    tiers = shape.num_layers * num_sets * tokens + 3 * _key_slice(sizes, num_sets)
+    merging = 0
+    if policy.merge:
+        of_pair = 4 * shape.head_size * tokens
+        merging = 5 * min(max(MERGING_BYTES, of_pair), shape.num_pairs * of_pair)
+    return positions + max(tiers, sources, merging)
+
+
+def _of_summaries(policy: Policy, sizes: Sizes) -> int:
+    """Return what kept positions, sources of their copy and absorbing the others take."""
+    if policy.summaries is None:
+        return 0
+    shape, tokens = sizes.shape, sizes.max_tokens
+    of_token = bytes_per_token(num_rows(shape.block_size, shape.head_size), shape.head_size, tokens)
+    at_once = min(max(ABSORBING_BYTES, of_token * tokens), shape.num_pairs * of_token * tokens)
+    return 14 * shape.num_pairs * tokens + max(8 * shape.num_pairs * tokens, at_once)
+
+
+def _key_slice(sizes: Sizes, num_sets: int) -> int:
+    """Return the most bytes of ranking keys that exist at a time, see `key_slices`."""
+    of_layer = 8 * num_sets * sizes.max_tokens
+    return min(max(RANKING_BYTES, of_layer), sizes.shape.num_layers * of_layer)

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pipeline stages that hold the layers of a model one after the other.
+
+There is one scheduler, so one block table: every stage has its own pool with the same block ids,
+and a block is a page of every (layer, head) of the stage. Pages cannot move to another stage. So
+each stage runs the whole eviction for its own layers by the same plan, as if there were no others.
+
+Only the last stage answers the scheduler. In a step whose plan asks for eviction work, which all
+stages know from the plan, each earlier stage sends the last one its outcomes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeAlias
+
+from vllm_tgvkv.shared.plan import Failure
+from vllm_tgvkv.shared.trace import Trace, join_traces
+
+
+@dataclass(frozen=True)
+class StageOutcome:
+    """The outcome of one eviction in the layers of a stage."""
+
+    request_id: str
+    num_retained: int
+    """Blocks of the region that hold pages."""
+    num_pages: int
+    """Pages in use, summed over layers and heads."""
+    num_vision: int
+    """Vision tokens in them."""
+    num_pairs: int
+    """Layers times heads."""
+    seconds: dict[str, float]
+    """Time on the device by part, see `stopwatch.PARTS`."""
+    trace: Trace | None
+
+
+StageOutcomes: TypeAlias = list[StageOutcome | Failure]
+"""The outcomes of one step in the layers of a stage."""
+
+
+class Message(Protocol):
+    """A message that is being sent."""
+
+    def wait(self) -> object:
+        """Wait until it is sent."""
+
+
+class Stages:
+    """This stage's place in the pipeline. By default it is the only one and exchanges nothing."""
+
+    size = 1
+    is_last = True
+    first_layer = 0
+    """Index of this stage's first layer in the model."""
+
+    def __init__(self, model_layers: int) -> None:
+        self.model_layers = model_layers
+        """Layers of the whole model."""
+
+    def tell(self, outcomes: StageOutcomes) -> None:
+        """Send this stage's outcomes of a step to the last stage."""
+        raise NotImplementedError("there is no other stage")
+
+    def join(self, outcomes: StageOutcomes) -> StageOutcomes:
+        """Return the outcomes of a step in the layers of all stages; for the last stage only."""
+        return outcomes
+
+
+class PipelineStages(Stages):
+    """One of several stages, all of which run the same steps in the same order.
+
+    `layers` has the number of layers of each stage. `send` starts to send an object to the last
+    stage; `receive` waits for the next object from the stage of that index.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[int],
+        stage: int,
+        send: Callable[[StageOutcomes], Message],
+        receive: Callable[[int], StageOutcomes],
+    ) -> None:
+        super().__init__(sum(layers))
+        self.first_layer = sum(layers[:stage])
+        self.size = len(layers)
+        self.is_last = stage == self.size - 1
+        self._send, self._receive = send, receive
+        self._sent: deque[Message] = deque()
+
+    def tell(self, outcomes: StageOutcomes) -> None:
+        # At most `size` steps are in flight, so the oldest message has long arrived.
+        if len(self._sent) == self.size:
+            self._sent.popleft().wait()
+        self._sent.append(self._send(outcomes))
+
+    def join(self, outcomes: StageOutcomes) -> StageOutcomes:
+        return join_outcomes([*map(self._receive, range(self.size - 1)), outcomes])
+
+
+def join_outcomes(stages: Sequence[StageOutcomes]) -> StageOutcomes:
+    """Return the stages' outcomes as if one stage had all layers.
+
+    A request that failed on one stage has failed. It keeps the most blocks that any stage needs.
+    """
+    parts: dict[str, list[StageOutcome]] = {}
+    failures: dict[str, Failure] = {}
+    for outcomes in stages:
+        for part in outcomes:
+            if isinstance(part, Failure):
+                failures.setdefault(part.request_id, part)
+            else:
+                parts.setdefault(part.request_id, []).append(part)
+    joined = [_join(of_all) for name, of_all in parts.items() if name not in failures]
+    return [*joined, *failures.values()]
+
+
+def _join(parts: Sequence[StageOutcome]) -> StageOutcome:
+    traces = [part.trace for part in parts if part.trace is not None]
+    names = dict.fromkeys(name for part in parts for name in part.seconds)
+    return replace(
+        parts[0],
+        num_retained=max(part.num_retained for part in parts),
+        num_pages=sum(part.num_pages for part in parts),
+        num_vision=sum(part.num_vision for part in parts),
+        num_pairs=sum(part.num_pairs for part in parts),
+        seconds={name: sum(part.seconds.get(name, 0.0) for part in parts) for name in names},
+        trace=join_traces(traces) if traces else None,
+    )
+
+
+def pipeline_stages(num_layers: int) -> Stages:
+    """Return this worker's place among the pipeline stages; it has `num_layers` layers.
+
+    All stages must call it at the same time.
+    """
+    import torch.distributed
+    from vllm.distributed import get_pp_group
+
+    group = get_pp_group()
+    if group.world_size == 1:
+        return Stages(num_layers)
+    layers = [0] * group.world_size
+    torch.distributed.all_gather_object(layers, num_layers, group=group.cpu_group)
+    return PipelineStages(
+        layers,
+        group.rank_in_group,
+        lambda outcomes: group.isend_object(outcomes, dst=group.world_size - 1),
+        lambda stage: group.recv_object(src=stage),
+    )

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A made-up prompt that is evicted before the first request, so that kernels are compiled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from vllm_tgvkv.config.server import EvictionConfig
+from vllm_tgvkv.shared.budget import Guard
+from vllm_tgvkv.shared.plan import Eviction, Failure, Observation, RowSumming, StepPlan
+from vllm_tgvkv.shared.prompt import PromptMap, VisionSpan, Voters, voters
+from vllm_tgvkv.worker.evictor import Evictor
+
+_PROMPT_BLOCKS = np.arange(1, 6, dtype=np.int32)
+_NAME = "warm-up"
+
+
+class WarmUpError(RuntimeError):
+    """The server's method does not run on this machine."""
+
+
+def warm_up(evictor: Evictor) -> None:
+    """Evict a made-up prompt with the server's method and budget, and once more with `decode`
+    if the method can do that.
+
+    If the server waits for answers, the prompt has some tokens of one. Call it before the cache is
+    used: it writes the pool's first blocks and clears them again. A pool with fewer blocks is left
+    alone; it is too small for eviction to be of use.
+
+    Raises:
+        WarmUpError: if the eviction fails. A server would fail every request in the same way.
+    """
+    shape, pool = evictor.shape, evictor.pool
+    # A block of tokens, and summaries of both kinds of them.
+    keeps_summaries = evictor.config.build_policy(evictor.config.policy).summaries is not None
+    first_region = np.arange(3 if keeps_summaries else 1, dtype=np.int32) + 1 + len(_PROMPT_BLOCKS)
+    second_region = first_region + len(first_region)
+    num_blocks = 1 + int(second_region[-1])
+    if pool.num_blocks < num_blocks:
+        return
+    config, size = evictor.config, shape.block_size
+    num_tokens = 4 * size + 1  # four full blocks and a tail
+    prompt = PromptMap(num_tokens, (VisionSpan(size, 2 * size, None),))
+    budget, defer = config.first_eviction(config.policy)
+    guard = budget.guard(num_tokens, 2 * size, size)
+    num_answer = min(defer, size - 1)  # as many as the tail holds
+    plans = [
+        made_up_step(config, config.policy, prompt, guard, _PROMPT_BLOCKS, first_region, num_answer)
+    ]
+    if config.cuts_again and config.build_policy(config.policy).cuts_again:
+        plans.append(_later_step(plans[0].evictions[0], size, second_region))
+    num_heads = shape.num_heads * shape.group_size
+    queries = pool.raw.new_zeros(5 * size, num_heads, shape.head_size)
+    # Statistics of long prompts exceed the workspace and use other kernels.
+    for workspace_bytes in (0, evictor.part.workspace_bytes):
+        evictor.part.workspace_bytes = workspace_bytes
+        for plan in plans:
+            evictor.begin_step(plan)
+            evictor.prepare(lambda _: 0)
+            for layer in range(shape.num_layers):
+                evictor.observe_layer(layer, queries, 1.0)
+        for ended in evictor.ended:
+            if isinstance(ended, Failure):
+                raise WarmUpError(
+                    f"the eviction that warms up method {evictor.config.policy!r} failed: "
+                    f"{ended.error}. The log has the traceback above. If memory ran out, lower "
+                    "--gpu-memory-utilization or --max-model-len; if a kernel did not compile, run "
+                    "python -m vllm_tgvkv.kernels.gpu.compile and check Triton and the driver; or "
+                    "choose another method with --kv-eviction, or leave out --kv-eviction"
+                )
+        if evictor.summarises:
+            _read_summaries(evictor, plans[-1].evictions[0], queries)
+        regions = [int(plan.evictions[0].new_blocks[0]) for plan in plans]
+        evictor.begin_step(StepPlan(released=regions))
+    evictor.take_outcomes()  # the scheduler does not know this prompt
+    evictor.kept.clear()
+    pool.raw[: num_blocks * pool.pages_per_block] = 0
+
+
+def made_up_step(
+    config: EvictionConfig,
+    method: str,
+    prompt: PromptMap,
+    guard: Guard | None,
+    old_blocks: np.ndarray,
+    new_blocks: np.ndarray,
+    num_answer: int = 0,
+) -> StepPlan:
+    """Build a step that computes a prompt and evicts it from old to new blocks.
+
+    The eviction has waited for `num_answer` tokens of the answer, which the step computes as well.
+    """
+    row_sets = config.build_policy(method).row_sets
+    voting = voters(prompt, row_sets, config.observation_window, num_answer)
+    computed = prompt.followed_by(num_answer)
+    plan = StepPlan()
+    if len(voting.rows):
+        plan.observations.append(Observation(_NAME, 0, voting.rows, None))
+    if voting.every_row:
+        chunk = (0, computed.num_tokens, old_blocks, computed)
+        plan.summings.append(RowSumming(_NAME, method, *chunk))
+    plan.evictions.append(
+        Eviction(
+            request_id=_NAME,
+            method=method,
+            prompt=prompt,
+            voters=voting,
+            num_cached=0,
+            guard=guard,
+            traced_budget=None,
+            old_blocks=old_blocks,
+            new_blocks=new_blocks,
+            row_blocks=new_blocks,
+            num_answer=num_answer,
+        )
+    )
+    return plan
+
+
+def _read_summaries(evictor: Evictor, eviction: Eviction, queries: torch.Tensor) -> None:
+    """Attend to the summaries of a region, as a decode step does in every layer."""
+    shape, pool = evictor.shape, evictor.pool
+    outputs = queries[0].view(shape.num_heads, shape.group_size, shape.head_size).clone()
+    evictor.regions.merge_summaries(
+        outputs,
+        outputs.new_zeros(shape.group_size, shape.num_heads, dtype=torch.float32),
+        outputs,
+        pool.keys,
+        pool.values,
+        evictor.part.to_device(eviction.new_blocks).unsqueeze(0),
+        evictor.part.to_device(np.ones(1, np.int32)),
+        layer=0,
+        scale=1.0,
+    )
+
+
+def _later_step(first: Eviction, block_size: int, region: np.ndarray) -> StepPlan:
+    """Build a step that ends the last prompt block with tokens of the answer and cuts again."""
+    num_tokens = first.prompt.num_tokens
+    num_full = num_tokens // block_size
+    num_answer = (num_full + 1) * block_size - num_tokens
+    rows = np.arange(num_tokens, num_tokens + num_answer)
+    row = np.zeros_like(first.old_blocks)
+    row[: len(first.new_blocks)] = first.new_blocks
+    row[num_full:] = first.old_blocks[num_full:]
+    return StepPlan(
+        observations=[Observation(_NAME, num_tokens, rows, None)],
+        evictions=[
+            replace(
+                first,
+                voters=Voters(dict.fromkeys(first.voters.kinds, rows), rows, every_row=False),
+                old_blocks=row,
+                new_blocks=region,
+                row_blocks=region,
+                num_answer=num_answer,
+                num_replaced=num_full,
+                guard=None,
+                is_first=False,
+            )
+        ],
+    )

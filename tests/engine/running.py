@@ -149,7 +149,7 @@ class SteppedEngine(LocalLLM):
 
         The tail counts as kept.
         """
-        found = [k for k in self.evictor.kept if name_of(k.request_id) == request_id]
+        found = [kept for name, kept in self.evictor.kept if name_of(name) == request_id]
         if not found:
             return None
         shape = self.evictor.shape

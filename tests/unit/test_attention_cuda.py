@@ -30,7 +30,6 @@ from vllm_tgvkv.attention.cuda import (
     FlashKernel,
     RaggedTokens,
 )
-from vllm_tgvkv.cache import regions
 from vllm_tgvkv.cache.pages import CacheShape, PagePool
 from vllm_tgvkv.cache.queries import DecodeQueries, QueryPool
 from vllm_tgvkv.cache.regions import Regions
@@ -38,6 +37,7 @@ from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.kernels import page_tables
 from vllm_tgvkv.kernels.decode import DecodePlan, decode
 from vllm_tgvkv.shared.plan import Observation, StepPlan
+from vllm_tgvkv.summaries import blocks as summary_blocks
 from vllm_tgvkv.summaries.blocks import SummaryBlocks
 from vllm_tgvkv.worker.evictor import Evictor
 from vllm_tgvkv.worker.model_runner import RowsV2

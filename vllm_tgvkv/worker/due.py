@@ -66,6 +66,8 @@ class DueEviction:
     """All row sets of the policy but `all`, whose rows are summed chunk by chunk."""
     keys: RowKeys
     """The keys of the prompt and the answer so far."""
+    new_blocks: torch.Tensor
+    """The fresh blocks of the region, int32 [k]: those of tokens, then those of summaries."""
     stored: torch.Tensor | None
     """Rows of the query pool with the queries of all observation rows, int64 [O]; None if all are
     in this step's chunk."""
@@ -82,6 +84,14 @@ class DueEviction:
     def num_token_blocks(self) -> int:
         """Blocks of the region that hold tokens; the others hold summaries."""
         return self.eviction.num_retained - len(self.summary_kinds)
+
+    @property
+    def token_blocks(self) -> torch.Tensor:
+        return self.new_blocks[: self.num_token_blocks]
+
+    @property
+    def summary_blocks(self) -> torch.Tensor:
+        return self.new_blocks[self.num_token_blocks :]
 
     @property
     def replaced_blocks(self) -> torch.Tensor:
@@ -142,6 +152,7 @@ def due_eviction(
         prompt,
         _voting(eviction, policy, keys, context),
         keys,
+        context.to_device(eviction.new_blocks),
         stored,
         _layers_at_once(eviction, policy, keys, context),
         kinds,

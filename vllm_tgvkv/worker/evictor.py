@@ -29,17 +29,17 @@ from vllm_tgvkv.cache.queries import ChunkQueries, DecodeQueries, QueryPool, Sto
 from vllm_tgvkv.cache.regions import Regions
 from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.gates.outputs import GateOutputs
-from vllm_tgvkv.kernels.select import page_offsets
 from vllm_tgvkv.kernels.statistics import Scratch
 from vllm_tgvkv.shared.plan import Failure, StepPlan
 from vllm_tgvkv.shared.trace import Traces
-from vllm_tgvkv.summaries.blocks import CutTokens, SummaryBlocks
+from vllm_tgvkv.summaries.blocks import SummaryBlocks
 from vllm_tgvkv.worker.context import ObserverContext
 from vllm_tgvkv.worker.decision import Decision
 from vllm_tgvkv.worker.due import DueEviction
 from vllm_tgvkv.worker.observation import PromptObservation
 from vllm_tgvkv.worker.outcomes import Outcomes, PendingOutcome, start_trace
 from vllm_tgvkv.worker.ranks import Ranks
+from vllm_tgvkv.worker.region_writer import RegionWriter
 from vllm_tgvkv.worker.stages import Stages
 
 logger = init_logger("vllm.tgvkv")
@@ -90,6 +90,7 @@ class Evictor:
         self.context = ObserverContext(
             shape, pool, queries, self.regions, ranks, stages, gate_outputs
         )
+        self._writer = RegionWriter(self.context, self.summaries)
         self.observations: dict[str, PromptObservation] = {}
         """Prompts that are observed and not evicted yet, by request id."""
         self.plan = StepPlan()
@@ -278,12 +279,10 @@ class Evictor:
             scored = seen.gather(due)
             decision = scored.decide(due.num_token_blocks, due.eviction.guard)
             offsets = decision.offsets
-        blocks = self.context.to_device(due.eviction.new_blocks)
         with seen.stopwatch.time("copy"):
-            positions = self._copy(due, decision, blocks[: due.num_token_blocks])
-            scores = scored.scores[:, scored.own_sets]
-            self._summarise(due, scores, positions, offsets, blocks[due.num_token_blocks :])
-        self._add_region(due, offsets)
+            positions = self._writer.copy(due, decision)
+            self._writer.summarise(due, scored, positions, offsets)
+        self._writer.store(due, offsets)
         return PendingOutcome(
             due.eviction,
             decision.num_retained,
@@ -293,39 +292,6 @@ class Evictor:
             start_trace(due, scored, decision) if self.ranks.rank == 0 else None,
             decision if self.config.debug.record_kept else None,
         )
-
-    def _copy(self, due: DueEviction, decision: Decision, blocks: torch.Tensor) -> torch.Tensor:
-        """Copy the kept tokens, and what later cuts need of them, to fresh blocks.
-
-        Returns:
-            The tokens' positions in the order of their slots, int32 [k * L * H, N].
-        """
-        offsets = decision.offsets
-        positions, sources = due.keys.placed(decision.positions, offsets, due.is_ordered)
-        self.pool.copy(sources, offsets, blocks)
-        if due.policy.merge:
-            self.pool.merge(positions, offsets, due.replaced_blocks, blocks)
-        if self.regions.keeps_positions:
-            self.regions.store_positions(blocks, positions)
-            if self.context.gate_outputs is not None:
-                self.context.gate_outputs.move(sources, blocks)
-        return positions
-
-    def _summarise(
-        self,
-        due: DueEviction,
-        scores: torch.Tensor,
-        positions: torch.Tensor,
-        offsets: torch.Tensor,
-        blocks: torch.Tensor,
-    ) -> None:
-        """Write summaries of the evicted tokens to fresh blocks, if the method has any."""
-        if due.policy.summaries is None:
-            return
-        is_vision = due.prompt.is_vision[: due.prompt.num_candidates]
-        tokens = CutTokens(due.keys, is_vision, due.prompt.images, scores, positions, offsets)
-        earlier = due.keys.blocks[self.summaries.columns(int(due.eviction.old_blocks[0]))]
-        self.summaries.write(due.policy.summaries, due.summary_kinds, tokens, earlier, blocks)
 
     def _is_reported(self, due: DueEviction) -> bool:
         """Whether the scheduler or a trace needs the outcome of an eviction."""
@@ -344,26 +310,10 @@ class Evictor:
             self.ended.append(replace(pending, num_vision=num_vision, decision=None))
 
     def _fail(self, seen: PromptObservation, error: Exception) -> None:
-        """Give up one request, and no other: the scheduler ends it with an error.
-
-        Its row may be compressed already, and a step that is scheduled ahead may still read it.
-        So its region gets a valid shape, with pages of any content: nobody sees what is read.
-        """
+        """Give up one request, and no other: the scheduler ends it with an error."""
         logger.error("KV eviction of %s failed", seen.request_id, exc_info=error)
         del self.observations[seen.request_id]
         seen.error = None  # its traceback refers to the observation, whose memory is freed now
         self.ended.append(Failure(seen.request_id, f"{type(error).__name__}: {error}"))
         if seen.due is not None:
-            # All blocks as blocks of tokens.
-            due = replace(seen.due, summary_kinds=())
-            size = (self.shape.num_layers, self.shape.num_heads)
-            pages = torch.full(size, due.num_token_blocks, device=self.context.device)
-            self._add_region(due, page_offsets(pages))
-
-    def _add_region(self, due: DueEviction, offsets: torch.Tensor) -> None:
-        eviction, first_block = due.eviction, int(due.eviction.new_blocks[0])
-        num_blocks = due.num_token_blocks
-        self.regions.add(
-            eviction.request_id, first_block, num_blocks, eviction.num_replaced, offsets
-        )
-        self.summaries.add(first_block, num_blocks, len(due.summary_kinds))
+            self._writer.store_failed(seen.due)

@@ -13,12 +13,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from evaluation.answering import ArmEngine, Held, Request
+from evaluation.answering import Held
 from evaluation.answers import Answer
 from evaluation.fingerprint import ROOT, fingerprint
 from evaluation.text_arms import FULL, TextArm, eviction_settings
 from evaluation.text_tasks import TextExample, TextQuestion
 from evaluation.text_words import python_prose
+from measure.engines import LocalEngine, Request
 from measure.facts import machine, versions
 from measure.smollm import PACKAGE, model_folder
 from vllm_tgvkv.config.server import CONFIG_KEY
@@ -97,7 +98,7 @@ class TextSettings:
         return fingerprint(facts, [*mine, ROOT / "measure" / "smollm.py", Path(__file__)])
 
 
-class LanguageEngine(ArmEngine, Generic[Q]):
+class LanguageEngine(LocalEngine, Generic[Q]):
     """SmolLM2, alone or behind a tower, in an engine that answers for all arms."""
 
     def __init__(

@@ -35,6 +35,8 @@ from tools.compare_vllm import (
 from tools.next_vllm import FOLDER, VERSION
 from vllm_tgvkv.plugin import SUPPORTED_VLLM
 
+pytestmark = pytest.mark.apparatus
+
 LISTED = read_page()
 OURS = ROOT / "vllm_tgvkv"
 VLLM = installed()

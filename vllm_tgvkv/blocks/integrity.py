@@ -77,7 +77,7 @@ def _check_region(
     blocks = manager.req_to_blocks.get(request_id)
     if blocks is None:
         raise IntegrityError(f"request {request_id} has a region but no blocks")
-    retained, num_full = compression.num_retained_blocks, compression.num_replaced_blocks
+    retained, num_full = compression.num_retained, compression.num_replaced
     if not 1 <= retained <= num_full:
         raise IntegrityError(f"request {request_id} retains {retained} of {num_full} blocks")
     for block in blocks[:retained]:

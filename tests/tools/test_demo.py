@@ -22,13 +22,15 @@ from PIL import Image
 from demo import asking, inspector, reading, run
 from demo.asking import Answer, ask
 from demo.pages import make_page
-from evaluation.text_tasks import TextExample
 from measure.serving import ServingError
 from measure.smollm import WeightsMissingError, find_weights
+from measure.text_tasks import TextExample
 from reader.tasks import PageExample
 from tests.conftest import ROOT
 from vllm_tgvkv.config.request import RequestOptions
 from vllm_tgvkv.config.server import EvictionConfig
+
+pytestmark = pytest.mark.apparatus
 
 BLOCKS = 50
 TRUTHS = ("1234567", "7654321")

@@ -12,7 +12,7 @@ from demo.chat import EOS, TOKENS
 from demo.tasks import MAX_ANSWER_TOKENS, TASKS, Example, make_example
 from tests.engine.running import Ask, SteppedEngine, engine
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.apparatus, pytest.mark.engine, pytest.mark.slow]
 
 MODEL = Path(__file__).parents[2] / "demo/model"
 NUM_PAGES = 100

@@ -9,6 +9,8 @@ from PIL import Image
 
 from demo.pages import KEYS, PAGE_SIZE, SPLITS, VALUE_CHARACTERS, draw_page, make_page
 
+pytestmark = pytest.mark.apparatus
+
 
 def test_same_seed_gives_same_page() -> None:
     first, second = make_page("test", 7), make_page("test", 7)

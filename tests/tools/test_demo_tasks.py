@@ -14,6 +14,8 @@ from demo.blocks import IGNORE, make_blocks
 from demo.pages import SLOT_HEIGHT, Entry, Page, make_page
 from demo.tasks import MAX_ANSWER_TOKENS, TASKS, Example, can_ask, make_example
 
+pytestmark = pytest.mark.apparatus
+
 INDICES = range(12)
 EXAMPLES = [make_example(task, "test", index) for task in TASKS for index in INDICES]
 

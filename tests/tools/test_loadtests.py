@@ -30,6 +30,8 @@ from loadtests.server import serve_arguments
 from measure.document import Heading, Table, Text
 from measure.serving import Server, ServingError, flags
 
+pytestmark = pytest.mark.apparatus
+
 ROOT = Path(__file__).parents[2]
 PROFILES = sorted((ROOT / "loadtests" / "profiles").glob("*.yaml"))
 DATA = ROOT / "tests/data/loadtests"

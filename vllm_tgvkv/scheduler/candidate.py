@@ -14,7 +14,7 @@ from vllm_tgvkv.config.server import NONE, EvictionConfig
 from vllm_tgvkv.policies import Policy, Summaries
 from vllm_tgvkv.shared.budget import Guard
 from vllm_tgvkv.shared.cuts import Cut, Cuts, plan_cuts
-from vllm_tgvkv.shared.plan import Eviction, Observation, RowSumming
+from vllm_tgvkv.shared.plan import ColumnSumChunk, Eviction, Observation
 from vllm_tgvkv.shared.prompt import PromptMap, Voters, map_prompt, voters
 
 
@@ -114,9 +114,11 @@ class Candidate:
         part = None if stored is None else stored[first:last]
         return Observation(request_id, chunk_start=start, rows=rows[first:last], stored=part)
 
-    def column_sums(self, request_id: str, start: int, end: int, blocks: np.ndarray) -> RowSumming:
-        """Return a chunk whose rows are added to the column sums; `blocks` hold the row up to it."""
-        return RowSumming(
+    def column_sums(
+        self, request_id: str, start: int, end: int, blocks: np.ndarray
+    ) -> ColumnSumChunk:
+        """Return a chunk whose rows are all summed; `blocks` hold the row up to its end."""
+        return ColumnSumChunk(
             request_id=request_id,
             method=self.options.policy,
             chunk_start=start,

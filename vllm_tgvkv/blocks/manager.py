@@ -36,7 +36,12 @@ from vllm.v1.core.single_type_kv_cache_manager import (
     SingleTypeKVCacheManager,
     SlidingWindowManager,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 from vllm.v1.request import Request
 
@@ -392,6 +397,15 @@ def connect_managers(
         if isinstance(other, OtherLayersManager):
             other.evicting = manager
     return group, manager, others
+
+
+def record_freed_and_new(
+    manager: EvictingManager, others: Sequence[SingleTypeKVCacheManager]
+) -> None:
+    """Let freed blocks be listed, to be filled with NaN, and new ones, which vLLM then clears."""
+    manager.record_freed = True
+    for each in (manager, *others):
+        each._record_new_block_ids = isinstance(each.kv_cache_spec, AttentionSpec)
 
 
 def uncache_uncomputed(managers: Sequence[SingleTypeKVCacheManager], request: Request) -> None:

@@ -12,13 +12,17 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_tgvkv.blocks.integrity import check_integrity
-from vllm_tgvkv.blocks.manager import StateManager, connect_managers, uncache_uncomputed
+from vllm_tgvkv.blocks.manager import (
+    StateManager,
+    connect_managers,
+    record_freed_and_new,
+    uncache_uncomputed,
+)
 from vllm_tgvkv.config.defaults import Defaults
 from vllm_tgvkv.config.request import RequestOptions
 from vllm_tgvkv.config.server import CONFIG_KEY, config_of
@@ -61,7 +65,8 @@ class EvictionScheduler(Scheduler):
         """N. vLLM's own `block_size` is a multiple of it if there are groups of other layers."""
         self._check_ceiling()
         if config.debug.poison:
-            self._poison_freed_blocks()
+            record_freed_and_new(self.manager, self.other_managers)
+            self.needs_kv_cache_zeroing = True  # NaN survives vLLM's products with zero
         self.candidates: dict[str, Candidate] = {}
         """Requests that are evicted, now or later, by id."""
         self.query_rows = QueryRows(config.num_query_rows)
@@ -86,7 +91,7 @@ class EvictionScheduler(Scheduler):
             *config.first_eviction(config.policy),
             config.build_policy(config.policy).granularity,
             self.tokens_per_block,
-            self.block_pool_size,
+            self.manager.block_pool.num_gpu_blocks - 1,  # without the null block
             self.pages_per_block,
         )
 
@@ -100,21 +105,6 @@ class EvictionScheduler(Scheduler):
                 f"{self.tokens_per_block} tokens, which this model has: give at least {least} "
                 "tokens, a smaller --block-size, or leave out --kv-eviction"
             )
-
-    def _poison_freed_blocks(self) -> None:
-        """Let the worker fill freed blocks with NaN, and vLLM clear them when they are taken.
-
-        vLLM's kernels multiply unwritten slots by zero, which NaN survives.
-        """
-        self.manager.record_freed = True
-        self.needs_kv_cache_zeroing = True
-        for each in (self.manager, *self.other_managers):
-            each._record_new_block_ids = isinstance(each.kv_cache_spec, AttentionSpec)
-
-    @property
-    def block_pool_size(self) -> int:
-        """Blocks of the pool that requests can hold."""
-        return self.manager.block_pool.num_gpu_blocks - 1
 
     @property
     def pages_per_block(self) -> int:

@@ -44,7 +44,7 @@ pytestmark = [
 KEY = "a-key"
 PATIENCE_MS = 120_000
 GRID = 24
-TOKENS = 12
+TOKENS = 64
 """Length of an answer if nothing else is asked for."""
 PAGE, OTHER = (draw_page(np.random.default_rng(seed), font_files()).image for seed in (1, 2))
 QUESTION = "What is the value of K?"
@@ -59,7 +59,7 @@ QUIET = (
 def model(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a model that answers in letters only, which pages and shells show as they are."""
     folder = tmp_path_factory.mktemp("letters") / "llava"
-    shutil.copytree(tiny_model(image_size=PAGE_SIZE), folder)
+    shutil.copytree(tiny_model(image_size=PAGE_SIZE, query_key_gain=3.0, seed=1), folder)
     vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     letters = [vocabulary[letter] for letter in string.ascii_letters]
     weights = load_file(folder / "model.safetensors")
@@ -901,6 +901,7 @@ def test_all_methods_are_compared(server: ChatServer, opened: Opener, right: str
     responses: list[Any] = []
     page.on("response", lambda found: responses.append(found) if "/ask" in found.url else None)
     fill(page)
+    page.fill("#max-tokens", "1")  # so that some answers equal the full cache's
     page.click("#compare")
     playwright.expect(page.locator("#compare-progress")).to_be_visible()
     said = page.locator("#compare-said")
@@ -914,7 +915,7 @@ def test_all_methods_are_compared(server: ChatServer, opened: Opener, right: str
     assert [body["compare"] for body in asked] == [True] + [False] * (len(asked) - 1)
     answers = [found.json()["evicted"] for found in responses]
     full = responses[0].json()["full"]["text"]
-    assert full == right
+    assert full == right[0]
     cells = page.locator("#multiples .multiple")
     same = 0
     for cell, answer in zip(cells.all(), answers, strict=True):
@@ -1035,6 +1036,8 @@ def test_text_tokens_are_struck_out_where_they_are_evicted(
 
 def test_two_pinned_maps_differ_where_the_server_says(server: ChatServer, opened: Opener) -> None:
     page = opened()
+    page.check("[value=tokens]", force=True)
+    page.fill("#budget-tokens", "200")  # enough for two heads to share some
     name = ask(page)["evicted"]["trace"]
     trace = get(server, f"requests/{name}")
     (span,) = trace["vision"]

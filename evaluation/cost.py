@@ -25,9 +25,9 @@ from evaluation.fingerprint import ROOT
 from evaluation.text_arms import DEFAULT, FULL, PASSAGES, WAIT, TextArm, number
 from evaluation.text_engine import BYTES_PER_TOKEN, TextEngine, TextSettings
 from evaluation.text_memory import mean_held, planned_cuts
-from evaluation.text_tasks import FRESH, TextQuestion, TextTask
 from measure.document import Block, Items, Table, Text, percent, write_markdown
 from measure.facts import machine, revision
+from measure.text_tasks import FRESH, TextQuestion, TextTask
 
 OUTPUT = ROOT / "docs" / "evaluation" / "cost"
 OURS = TextArm(DEFAULT, 0.2, (("defer", WAIT),))

@@ -24,9 +24,9 @@ from evaluation.fingerprint import ROOT
 from evaluation.text_arms import FULL, Part, Task, TextArm, by_gates, check, eviction_settings
 from evaluation.text_engine import TextSettings
 from evaluation.text_report import write_report
-from evaluation.text_tasks import FRESH, TRAINING
 from measure.facts import command_line, machine, revision
 from measure.smollm import WeightsMissingError, find_weights
+from measure.text_tasks import FRESH, TRAINING
 from vllm_tgvkv.shared.errors import EvictionConfigError
 
 DOCS = ROOT / "docs" / "evaluation"

@@ -16,8 +16,8 @@ from evaluation.text import prompt_seconds
 from evaluation.text_arms import CEILING, FULL, Cells, Part, TextArm, crossed, number, paired
 from evaluation.text_engine import TextEngine, TextSettings
 from evaluation.text_report import READING
-from evaluation.text_tasks import TextQuestion, TextTask
 from measure.smollm import INSTALL
+from measure.text_tasks import TextQuestion, TextTask
 
 KVZAP, RETENTION = "build/gates/kvzap", "build/gates/dbtrimkv"
 OWN, UNTIED = "build/gates/trimkv", "build/gates/untied"

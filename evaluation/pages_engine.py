@@ -12,17 +12,16 @@ from typing import Any
 from evaluation.fingerprint import ROOT, fingerprint
 from evaluation.text_arms import TextArm
 from evaluation.text_engine import LanguageEngine, TextSettings
-from evaluation.text_tasks import TextExample
-from evaluation.text_words import python_prose
 from measure.facts import machine
+from measure.text_tasks import TextExample
+from measure.text_words import python_prose
 from reader.assemble import MODELS, TOWER, load_vocabulary, page_model_folder
 from reader.tasks import TASKS, PageExample, PageQuestion
 
 _SOURCES = (
-    *(Path(__file__).with_name(f"{name}.py") for name in ("text_tasks", "text_words")),
     *(Path(__file__).with_name(f"{name}.py") for name in ("text_engine", "pages_engine")),
     *(ROOT / "reader" / f"{name}.py" for name in ("assemble", "layout", "tasks", "vocabulary")),
-    ROOT / "measure" / "smollm.py",
+    *(ROOT / "measure" / f"{name}.py" for name in ("text_tasks", "text_words", "smollm")),
     TOWER,
 )
 """Files that may change a question or an answer."""

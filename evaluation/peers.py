@@ -25,11 +25,11 @@ from evaluation.field import Run
 from evaluation.fingerprint import ROOT
 from evaluation.text_arms import FULL, PARTS, Cells, Part, TextArm
 from evaluation.text_engine import SPARE_TOKENS
-from evaluation.text_tasks import FRESH, TextExample, TextQuestion, TextTask
 from measure.document import Block, Items, Table, Text, write_markdown
 from measure.facts import command_line
 from measure.smollm import model_folder
 from measure.statistics import wilson
+from measure.text_tasks import FRESH, TextExample, TextQuestion, TextTask
 
 PRESSES = {
     "SnapKVPress": (["SnapKVPress"], True),

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from evaluation.fingerprint import ROOT
 from evaluation.text_arms import PASSAGES, number
-from evaluation.text_tasks import TRAINING, TextQuestion
 from measure.smollm import model_folder
+from measure.text_tasks import TRAINING, TextQuestion
 from vllm_tgvkv.shared.budget import Budget
 from vllm_tgvkv.shared.prompt import WINDOW
 

@@ -15,8 +15,8 @@ from evaluation.pages import prompt_seconds
 from evaluation.retentive_engine import DemoTask, EngineOfTask, RetentiveSettings, question_of
 from evaluation.text_arms import Cells, Part, Task, crossed, number, paired
 from evaluation.text_report import READING
-from evaluation.text_tasks import TextTask
 from measure.smollm import INSTALL
+from measure.text_tasks import TextTask
 from reader.tasks import PageTask
 
 BUDGETS = (0.2, 0.1, 0.05)

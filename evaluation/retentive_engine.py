@@ -15,7 +15,7 @@ from evaluation.pages_engine import PageEngine, PageSettings
 from evaluation.questions import Question
 from evaluation.text_arms import Task, TextArm
 from evaluation.text_engine import LanguageEngine, TextEngine, TextSettings
-from evaluation.text_tasks import TextExample, TextQuestion, TextTask
+from measure.text_tasks import TextExample, TextQuestion, TextTask
 from reader.tasks import PageQuestion, PageTask
 
 

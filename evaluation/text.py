@@ -13,7 +13,7 @@ from evaluation.field import Field, run
 from evaluation.text_arms import PARTS
 from evaluation.text_engine import TextEngine, TextSettings
 from evaluation.text_report import INTRODUCTION
-from evaluation.text_tasks import TextQuestion
+from measure.text_tasks import TextQuestion
 
 
 def prompt_seconds(tokens: int) -> float:

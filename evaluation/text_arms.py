@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from evaluation import replacements
 from evaluation.fingerprint import ROOT
-from evaluation.text_tasks import TextTask
+from measure.text_tasks import TextTask
 from vllm_tgvkv.config.request import RequestOptions
 from vllm_tgvkv.config.server import NONE, EvictionConfig
 from vllm_tgvkv.gates.folder import Gates

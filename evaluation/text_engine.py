@@ -13,14 +13,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from evaluation.answering import ArmEngine, Held, Request
+from evaluation.answering import Held
 from evaluation.answers import Answer
 from evaluation.fingerprint import ROOT, fingerprint
 from evaluation.text_arms import FULL, TextArm, eviction_settings
-from evaluation.text_tasks import TextExample, TextQuestion
-from evaluation.text_words import python_prose
+from measure.engines import LocalEngine, Request
 from measure.facts import machine, versions
 from measure.smollm import PACKAGE, model_folder
+from measure.text_tasks import TextExample, TextQuestion
+from measure.text_words import python_prose
 from vllm_tgvkv.config.server import CONFIG_KEY
 
 PACKAGES = ("vllm", "vllm-tgvkv", "torch", "transformers", "tokenizers", "numpy", PACKAGE)
@@ -93,11 +94,12 @@ class TextSettings:
     def fingerprint(self) -> str:
         """Return a hash of these settings, the model's package, versions, questions and prose."""
         facts = [asdict(self), self.versions, machine()["python"], python_prose()]
-        mine = [Path(__file__).with_name(name) for name in ("text_tasks.py", "text_words.py")]
-        return fingerprint(facts, [*mine, ROOT / "measure" / "smollm.py", Path(__file__)])
+        names = ("text_tasks", "text_words", "smollm")
+        shared = [ROOT / "measure" / f"{name}.py" for name in names]
+        return fingerprint(facts, [*shared, Path(__file__)])
 
 
-class LanguageEngine(ArmEngine, Generic[Q]):
+class LanguageEngine(LocalEngine, Generic[Q]):
     """SmolLM2, alone or behind a tower, in an engine that answers for all arms."""
 
     def __init__(

@@ -10,7 +10,6 @@ from pathlib import Path
 from evaluation.text_arms import MIXES, PARTS, SCHEDULE, Part
 from evaluation.text_plots import draw_budgets, draw_memory
 from evaluation.text_results import FILE, PartResult, TaskResult, TextCell, TextComparison
-from evaluation.text_tasks import FRESH, PASSAGE_TOKENS, TRAINING
 from measure.document import (
     Block,
     Details,
@@ -24,6 +23,7 @@ from measure.document import (
 )
 from measure.smollm import INSTALL
 from measure.statistics import LEVEL, RESAMPLES, SEED, Estimate, wilson
+from measure.text_tasks import FRESH, PASSAGE_TOKENS, TRAINING
 
 READING = f"""
 All figures are in [{FILE}]({FILE}), and for parts that have a file `answers-PART.jsonl.gz` so are

@@ -14,8 +14,8 @@ import numpy as np
 from evaluation.answers import Answer, Key
 from evaluation.text_arms import FULL, Part, Task, TextArm
 from evaluation.text_memory import mean_held, planned_cuts
-from evaluation.text_tasks import split_of
 from measure.statistics import Estimate, bootstrap, holm, mcnemar, wilson
+from measure.text_tasks import split_of
 
 FILE = "results.json"
 ALL_TASKS = "all tasks"

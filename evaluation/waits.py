@@ -35,8 +35,8 @@ from evaluation.reaches import (
     share,
 )
 from evaluation.text_arms import PASSAGES, number
-from evaluation.text_tasks import TRAINING, TextQuestion
 from measure.smollm import model_folder
+from measure.text_tasks import TRAINING, TextQuestion
 from vllm_tgvkv.shared.budget import Budget
 from vllm_tgvkv.shared.prompt import WINDOW
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions about pages: the texts of `evaluation.text_tasks`, drawn instead of written.
+"""Questions about pages: the texts of `measure.text_tasks`, drawn instead of written.
 
 A prompt is what a text's prompt would be, with pages where the text stood: introduction, pages,
 question, beginning of the answer. A tower that reads without mistakes makes both the same for the
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from evaluation.text_tasks import Haystack, Kind, TextExample, TextQuestion, TextTask
+from measure.text_tasks import Haystack, Kind, TextExample, TextQuestion, TextTask
 from reader.layout import PIECES, draw_page
 from reader.vocabulary import Vocabulary
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
-from evaluation.text_tasks import (
+from measure.text_tasks import (
     ADJECTIVES,
     JOINTS,
     NOISE,

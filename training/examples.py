@@ -28,7 +28,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from evaluation.text_tasks import TRAINING, TextQuestion, TextTask, python_prose
+from measure.text_tasks import TRAINING, TextQuestion, TextTask, python_prose
 
 Message = dict[str, Any]
 

@@ -48,11 +48,11 @@ from vllm_tgvkv.scheduler.scheduler import AsyncEvictionScheduler, EvictionSched
 from vllm_tgvkv.shared.cuts import Cuts
 from vllm_tgvkv.shared.plan import (
     NO_ROW,
+    ColumnSumChunk,
     Eviction,
     Failure,
     Observation,
     Outcome,
-    RowSumming,
     attach_outcomes,
     plan_of,
 )
@@ -461,7 +461,9 @@ class WorkerDouble:
             self.memory[blocks[-(-end // self.state_size) - 1]] = self._state(chain[end - 1], group)
         row.num_computed = end
 
-    def _observe(self, observations: Sequence[Observation], summings: Sequence[RowSumming]) -> None:
+    def _observe(
+        self, observations: Sequence[Observation], summings: Sequence[ColumnSumChunk]
+    ) -> None:
         """Store queries, and check that every row is summed once."""
         rows = [part.stored for part in observations if part.stored is not None]
         flat = np.concatenate([*rows, np.empty(0, np.int64)])
@@ -485,7 +487,7 @@ class WorkerDouble:
         at = len(row.job.prompt) + eviction.num_answer
         assert row.num_computed == at
         planned = self.planned[name]
-        assert (eviction.num_retained_blocks, eviction.num_replaced) == planned[at]
+        assert (eviction.num_retained, eviction.num_replaced) == planned[at]
         assert eviction.is_first == (at == min(planned))
         self._check_queries(eviction, at)
         replaced, new = planned[at][1], eviction.new_blocks.tolist()
@@ -499,7 +501,7 @@ class WorkerDouble:
             held = self.memory[eviction.old_blocks[slots // size], slots % size]
             assert (held == self._chain(row)[slots]).all(), f"cache of {name} damaged"
         self.num_later += not eviction.is_first
-        retained = eviction.num_retained_blocks
+        retained = eviction.num_retained
         num_dealt = retained
         if eviction.guard is not None:
             least = min(eviction.guard.least_blocks, retained)

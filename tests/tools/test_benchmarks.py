@@ -29,6 +29,8 @@ from benchmarks.scale import FULL, QUICK, SCALES, SMOKE, Scale
 from tests.conftest import ROOT
 from vllm_tgvkv.shared.cuts import Ceiling, Cut, plan_cuts
 
+pytestmark = pytest.mark.apparatus
+
 if TYPE_CHECKING:
     from vllm_tgvkv.scheduler.scheduler import EvictionScheduler
 

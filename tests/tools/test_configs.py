@@ -25,6 +25,8 @@ from vllm_tgvkv.config.server import CONFIG_KEY, EvictionConfig
 from vllm_tgvkv.engine import patches
 from vllm_tgvkv.shared.budget import Budget
 
+pytestmark = pytest.mark.apparatus
+
 CONFIGS = ROOT / "configs"
 FLAVOURS = ("quality", "balanced", "throughput")
 MODELS = (

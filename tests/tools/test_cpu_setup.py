@@ -21,6 +21,8 @@ from measure.serving import serving
 from tests.conftest import ROOT, default_environment
 from tests.models import random_image
 
+pytestmark = pytest.mark.apparatus
+
 needs_cpu_setup = pytest.mark.skipif(
     importlib.util.find_spec("vllm_cpu_setup") is None, reason="tools/cpu is not installed"
 )

@@ -42,6 +42,8 @@ from vllm_tgvkv.server.prometheus import EvictionPrometheusStatLogger
 from vllm_tgvkv.shared.counters import SKIP_REASONS
 from vllm_tgvkv.shared.metrics import LAYERS, METRICS, MetricsBuffer
 
+pytestmark = pytest.mark.apparatus
+
 CONFIGS = ROOT / "configs"
 RULES = CONFIGS / "prometheus/rules/kv-eviction.yml"
 ALERT_TESTS = sorted((ROOT / "tests/data/alerts").glob("*.yml"))

@@ -40,6 +40,8 @@ from tests.tools.test_install import (
 )
 from vllm_tgvkv.plugin import SUPPORTED_VLLM
 
+pytestmark = pytest.mark.apparatus
+
 __all__ = ["serve_parser"]  # a fixture
 
 DOCKER = ROOT / "docker"

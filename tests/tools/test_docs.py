@@ -32,6 +32,8 @@ from vllm_tgvkv.policies.head_scores import write
 from vllm_tgvkv.shared.budget import Budget
 from vllm_tgvkv.shared.metrics import METRICS
 
+pytestmark = pytest.mark.apparatus
+
 __all__ = ["serve_parser"]  # a fixture
 
 PAGES = [

@@ -25,6 +25,8 @@ from evaluation.results import ALL, Side, cell, compare_methods, compare_pairs
 from measure.statistics import bootstrap, holm, mcnemar, wilson
 from vllm_tgvkv.config.server import EvictionConfig
 
+pytestmark = pytest.mark.apparatus
+
 ANSWER = Answer("value", 0, "tgv@0.1", "123", "1111", 600, 60.0, 38, 4)
 
 

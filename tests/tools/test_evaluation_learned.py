@@ -28,9 +28,11 @@ from evaluation.learned import (
     ceilings,
 )
 from evaluation.text_arms import FULL, Cells, Part, TextArm, by_gates, check, eviction_settings
-from evaluation.text_tasks import FRESH, TextQuestion
+from measure.text_tasks import FRESH, TextQuestion
 from tests.inputs import write_gates
 from vllm_tgvkv.shared.errors import EvictionConfigError
+
+pytestmark = pytest.mark.apparatus
 
 FORMS = {KVZAP: "mlp", RETENTION: "rg10", OWN: "rg", UNTIED: "rg10"}
 

@@ -41,9 +41,9 @@ from evaluation.text_arms import (
     eviction_settings,
 )
 from evaluation.text_report import write_report
-from evaluation.text_tasks import TextExample, TextQuestion, TextTask
 from measure import smollm
 from measure.document import Table
+from measure.text_tasks import TextExample, TextQuestion, TextTask
 from reader.tasks import TASKS
 from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.policies import build_policy
@@ -51,6 +51,8 @@ from vllm_tgvkv.policies.base import Policy
 from vllm_tgvkv.policies.pooling import Pooler, Pooling
 from vllm_tgvkv.shared.budget import Budget
 from vllm_tgvkv.shared.errors import EvictionConfigError
+
+pytestmark = pytest.mark.apparatus
 
 
 @pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)

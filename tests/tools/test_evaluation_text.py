@@ -37,7 +37,9 @@ from evaluation.text_arms import (
 from evaluation.text_engine import TextSettings
 from evaluation.text_memory import held_blocks, mean_held, planned_cuts
 from evaluation.text_report import write_report
-from evaluation.text_tasks import (
+from measure import smollm
+from measure.statistics import mcnemar
+from measure.text_tasks import (
     FRESH,
     PASSAGE_TOKENS,
     TRAINING,
@@ -45,12 +47,12 @@ from evaluation.text_tasks import (
     TextQuestion,
     TextTask,
 )
-from evaluation.text_words import ADJECTIVES, NOISE, NOUNS, python_prose
-from measure import smollm
-from measure.statistics import mcnemar
+from measure.text_words import ADJECTIVES, NOISE, NOUNS, python_prose
 from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.shared.cuts import plan_cuts
 from vllm_tgvkv.shared.errors import EvictionConfigError
+
+pytestmark = pytest.mark.apparatus
 
 FRAME = 30
 TASKS = [

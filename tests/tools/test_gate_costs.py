@@ -11,6 +11,8 @@ import pytest
 
 from benchmarks import gates
 
+pytestmark = pytest.mark.apparatus
+
 
 def test_counts(capsys: pytest.CaptureFixture[str]) -> None:
     """Against the sizes of Qwen3-VL-8B, written out; and `docs/gates.md` has them."""

@@ -19,6 +19,8 @@ from tests.conftest import has_cuda
 from tools import gpu_first_run
 from tools.gpu_first_run import PARTS, Part
 
+pytestmark = pytest.mark.apparatus
+
 NAMES = [part.name for part in PARTS]
 TESTS = [part for part in PARTS if "pytest" in part.rehearsal]
 FAILS = "print('start'); print('E   assert 1 == 2'); raise SystemExit(3)"

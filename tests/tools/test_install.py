@@ -22,6 +22,8 @@ import vllm
 
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.apparatus
+
 OFFLINE = {
     "PIP_NO_INDEX": "1",
     "PIP_NO_BUILD_ISOLATION": "0",  # pip's way to say that there is none: setuptools is borrowed

@@ -13,6 +13,8 @@ import pytest
 
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.apparatus
+
 
 def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
     """Check the contracts of the `pyproject.toml` in a folder."""

@@ -13,6 +13,8 @@ from measure.folders import written_once
 from measure.serving import ServingError, group_members, log_errors, process_group, serving
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.apparatus
+
 USERS = {"benchmarks", "evaluation", "loadtests", "demo", "tests", "oracle", "docs"}
 
 

@@ -14,6 +14,8 @@ from vllm.platforms import current_platform
 
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.apparatus
+
 PAGE = (ROOT / "docs/models.md").read_text()
 ROWS = {
     row[0].strip("`"): (section.split("\n", 1)[0], row)

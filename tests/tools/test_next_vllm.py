@@ -16,6 +16,8 @@ from tests.conftest import ROOT
 from tools.next_vllm import FOLDER, NEW_REQUIREMENTS, VERSION, assemble
 from vllm_tgvkv.plugin import SUPPORTED_VLLM
 
+pytestmark = pytest.mark.apparatus
+
 needs_folder = pytest.mark.skipif(
     not FOLDER.exists(), reason=f"no sources of vLLM {VERSION}: `make next-vllm` downloads them"
 )

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import CLIPVisionConfig, CLIPVisionModel, PreTrainedTokenizerFast
 
-from evaluation.text_tasks import ADJECTIVES, NOISE, NOUNS, python_prose
 from measure.folders import byte_tokenizer
 from measure.smollm import find_weights
+from measure.text_tasks import ADJECTIVES, NOISE, NOUNS, python_prose
 from reader import assemble, train
 from reader.layout import (
     FACES,
@@ -29,6 +29,8 @@ from reader.tasks import TASKS, PageQuestion, PageTask
 from reader.tower import EMBEDDING, FEATURES, MARGIN, Recogniser
 from reader.vocabulary import UnknownLetterError, Vocabulary
 from tests.inputs import new_rng
+
+pytestmark = pytest.mark.apparatus
 
 TEXTS = [
     " the",

@@ -38,6 +38,8 @@ from loadtests.verdict import (
 )
 from vllm_tgvkv.policies import POLICY_NAMES
 
+pytestmark = pytest.mark.apparatus
+
 SECONDS = 1800.0
 
 

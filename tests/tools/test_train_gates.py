@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from evaluation.text_tasks import split_of
 from measure.folders import byte_tokenizer, text_sizes
+from measure.text_tasks import split_of
 from oracle.gates import log_betas, predicted
 from tests.models import TinyModel, model_folder
 from training import examples, gates, inputs, kvzap, losses, networks, trimkv
@@ -29,6 +29,8 @@ from training.frozen import FrozenModel
 from training.prompts import BEGIN, Prompt, Prompter, Stream, TrainingError, pack
 from training.run import Run
 from vllm_tgvkv.gates.folder import Gates
+
+pytestmark = pytest.mark.apparatus
 
 LAYERS, HEADS, GROUP, HIDDEN = 2, 2, 2, 16
 TEMPLATE = (

@@ -29,7 +29,7 @@ from vllm_tgvkv.cache.pages import CacheShape, page_pool
 from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.shared.budget import Budget
 from vllm_tgvkv.shared.cuts import Ceiling, Cut, plan_cuts
-from vllm_tgvkv.shared.plan import Eviction, Failure, Observation, Outcome, RowSumming, StepPlan
+from vllm_tgvkv.shared.plan import ColumnSumChunk, Eviction, Failure, Observation, Outcome, StepPlan
 from vllm_tgvkv.shared.prompt import PromptMap, VisionSpan, Voters, voters
 from vllm_tgvkv.worker.evictor import Evictor
 from vllm_tgvkv.worker.ranks import Ranks, TensorRanks
@@ -204,7 +204,7 @@ class Request:
             plan.observations.append(Observation(NAME, 0, voting.rows, None))
         if voting.every_row:
             chunk = (0, cut.at, eviction.old_blocks, eviction.observed)
-            plan.summings.append(RowSumming(NAME, self.method, *chunk))
+            plan.summings.append(ColumnSumChunk(NAME, self.method, *chunk))
         return plan
 
 

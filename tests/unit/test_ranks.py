@@ -25,7 +25,7 @@ from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.gates.folder import GateKind
 from vllm_tgvkv.policies import METHOD_NAMES, gates_of, has_summaries
 from vllm_tgvkv.shared.budget import Budget
-from vllm_tgvkv.shared.plan import Eviction, Failure, Observation, Outcome, RowSumming, StepPlan
+from vllm_tgvkv.shared.plan import ColumnSumChunk, Eviction, Failure, Observation, Outcome, StepPlan
 from vllm_tgvkv.shared.prompt import PromptMap, VisionSpan, voters
 from vllm_tgvkv.worker import evictor, observation
 from vllm_tgvkv.worker.evictor import Evictor
@@ -210,6 +210,7 @@ def step(config: EvictionConfig, methods: dict[str, str], budget: Any) -> StepPl
                 guard=parsed.guard(prompt.num_tokens, num_certain, BLOCK_SIZE),
                 traced_budget="some" if name == "first" else None,
                 old_blocks=blocks[:num_old],
+                num_replaced=prompt.num_tokens // BLOCK_SIZE,
                 new_blocks=blocks[num_old:],
                 row_blocks=blocks[num_old:],
             )
@@ -218,7 +219,7 @@ def step(config: EvictionConfig, methods: dict[str, str], budget: Any) -> StepPl
             plan.observations.append(Observation(name, 0, voting.rows, None))
         if voting.every_row:
             chunk = (0, prompt.num_tokens, blocks[:num_old], prompt)
-            plan.summings.append(RowSumming(name, methods[name], *chunk))
+            plan.summings.append(ColumnSumChunk(name, methods[name], *chunk))
     return plan
 
 
@@ -284,7 +285,7 @@ def test_at_granularity_head_every_rank_deals_its_own_pages(method: str) -> None
         alone = model.evict(Ranks(), config, plan)
         runs, _ = run_ranks(model, 2, config, plan)
         for eviction in plan.evictions:
-            name, k = eviction.request_id, eviction.num_retained_blocks
+            name, k = eviction.request_id, eviction.num_retained
             for run in runs:
                 assert run.counts(name).sum() == k * LAYERS * HEADS // 2
                 assert run.outcomes[name].kept == runs[0].outcomes[name].kept  # type: ignore[union-attr]

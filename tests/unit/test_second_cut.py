@@ -182,6 +182,7 @@ def plan_of_first(config: EvictionConfig, blocks: dict[str, np.ndarray]) -> Step
         guard=None,
         traced_budget=None,
         old_blocks=blocks["old"][: FULL + 1],
+        num_replaced=FULL,
         new_blocks=blocks["first"],
         row_blocks=blocks["first"],
     )

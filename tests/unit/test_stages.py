@@ -99,7 +99,7 @@ def test_the_last_stage_answers_for_all(
             b * c.numel() for b, c in zip(blocks, counts, strict=True)
         ]
         if eviction.guard is None:
-            assert set(blocks) == {eviction.num_retained_blocks}
+            assert set(blocks) == {eviction.num_retained}
             assert outcome.num_blocks is None
         else:
             assert len(set(blocks)) > 1
@@ -190,6 +190,6 @@ def test_a_pyramid_goes_on_from_stage_to_stage() -> None:
     heads, cap = first.shape[1], PROMPTS["first"].num_tokens // BLOCK_SIZE
     whole = torch.linspace(2 - 1 / 20, 1 / 20, LAYERS).tolist()
     shares = [share for share in whole[:2] for _ in range(heads)]
-    blocks = plan.evictions[0].num_retained_blocks
+    blocks = plan.evictions[0].num_retained
     assert first.flatten().tolist() == apportion(shares, 2 * heads * blocks, 1, cap)
     assert last.unique().tolist() == [blocks]

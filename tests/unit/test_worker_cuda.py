@@ -45,6 +45,7 @@ def eviction(request_id: str) -> Eviction:
         guard=None,
         traced_budget=None,
         old_blocks=np.array(PROMPT, dtype=np.int32),
+        num_replaced=len(PROMPT) - 1,
         new_blocks=np.array(COMPRESSED[:1], dtype=np.int32),
         row_blocks=np.array(COMPRESSED, dtype=np.int32),
     )

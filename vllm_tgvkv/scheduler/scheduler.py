@@ -40,11 +40,11 @@ from vllm_tgvkv.shared.cuts import Cut
 from vllm_tgvkv.shared.errors import EvictionConfigError, UnsupportedByEvictionError
 from vllm_tgvkv.shared.metrics import LAYERS, MetricsBuffer
 from vllm_tgvkv.shared.plan import (
+    ColumnSumChunk,
     Eviction,
     Failure,
     Observation,
     Outcome,
-    RowSumming,
     StepPlan,
     attach_plan,
     outcomes_of,
@@ -369,7 +369,7 @@ class EvictionScheduler(Scheduler):
             )
         if voting.every_row:
             plan.summings.append(
-                RowSumming(
+                ColumnSumChunk(
                     request_id=request.request_id,
                     method=candidate.options.policy,
                     chunk_start=start,

@@ -40,7 +40,7 @@ class Observation:
 
 
 @dataclass(frozen=True)
-class RowSumming:
+class ColumnSumChunk:
     """A chunk whose rows are all added to the column sums."""
 
     request_id: str
@@ -70,14 +70,14 @@ class Eviction:
     """The budget in words, if the request asked for a trace."""
     old_blocks: np.ndarray
     """Block ids of prompt and answer, int32; the last may be partly filled."""
+    num_replaced: int
+    """Full blocks of the row, from its start, which the region replaces."""
     new_blocks: np.ndarray
-    """The k fresh blocks of the compressed region, int32 [k]."""
+    """The k fresh blocks of the compressed region, int32 [k]; the last ones hold the summaries."""
     row_blocks: np.ndarray
     """Block ids of the whole request after the eviction: fresh, zeros, tail, int32."""
     num_answer: int = 0
     """Tokens of the answer that are computed by then."""
-    num_replaced: int | None = None
-    """Full blocks of the row whose tokens may be evicted; None: those of the prompt."""
     is_first: bool = True
     """Whether the row is not compressed before. If it is, `old_blocks` has zeros behind its region,
     as the row has."""
@@ -88,7 +88,8 @@ class Eviction:
     """Whether the request asked for a report, which needs the outcome of each of its evictions."""
 
     @property
-    def num_retained_blocks(self) -> int:
+    def num_retained(self) -> int:
+        """k, all blocks of the region, summaries included."""
         return len(self.new_blocks)
 
     @property
@@ -113,7 +114,7 @@ class StepPlan:
     poisoned: list[int] = field(default_factory=list)
     """Blocks given back since the last step (debug option `poison` only)."""
     observations: list[Observation] = field(default_factory=list)
-    summings: list[RowSumming] = field(default_factory=list)
+    summings: list[ColumnSumChunk] = field(default_factory=list)
     evictions: list[Eviction] = field(default_factory=list)
     images: dict[str, list[MultiModalFeatureSpec]] = field(default_factory=dict)
     """All images of resumed requests with some to encode in this step. vLLM does not send a worker

@@ -297,7 +297,7 @@ class Evictor:
         sizes = (shape.num_layers, shape.num_heads)
         old_blocks = due.blocks[: due.prompt.num_candidates // shape.block_size]
         all_blocks = self.part.to_device(eviction.new_blocks)
-        new_blocks = all_blocks[: due.num_retained]
+        new_blocks = all_blocks[: due.num_token_blocks]
         with seen.stopwatch.time("copy"):
             if due.keys is None:
                 sources = slots_of_positions(positions, offsets, old_blocks, shape.num_pairs)
@@ -322,7 +322,7 @@ class Evictor:
                     positions,
                     offsets,
                     of_row,
-                    all_blocks[due.num_retained :],
+                    all_blocks[due.num_token_blocks :],
                     self.pool,
                     self.regions,
                 )
@@ -373,7 +373,7 @@ class Evictor:
         seen.error = None  # its traceback refers to the observation, whose memory is freed now
         self.ended.append(Failure(seen.request_id, f"{type(error).__name__}: {error}"))
         if seen.due is not None:
-            num_retained = seen.due.eviction.num_retained_blocks
+            num_retained = seen.due.eviction.num_retained
             size = (self.shape.num_layers, self.shape.num_heads)
             pages = torch.full(size, num_retained, device=self.part.device)
             self._add_region(seen.due, page_offsets(pages))
@@ -382,7 +382,7 @@ class Evictor:
         self.regions.add(
             due.eviction.request_id,
             int(due.eviction.new_blocks[0]),
-            due.eviction.num_retained_blocks - num_summaries,
+            due.eviction.num_retained - num_summaries,
             due.prompt.num_candidates // self.shape.block_size,
             offsets,
             num_summaries,
@@ -412,8 +412,8 @@ class Evictor:
     def _decide(self, due: DueEviction, decider: Decider, masses: torch.Tensor | None) -> Decision:
         eviction = due.eviction
         if eviction.guard is None or masses is None:
-            return decider.decide(due.num_retained)
-        return decider.decide_guarded(eviction.num_retained_blocks, masses, eviction.guard)
+            return decider.decide(due.num_token_blocks)
+        return decider.decide_guarded(eviction.num_retained, masses, eviction.guard)
 
     def _trace(
         self,

@@ -22,7 +22,7 @@ from vllm_tgvkv.kernels import gpu
 from vllm_tgvkv.kernels.row_sums import RowSums
 from vllm_tgvkv.kernels.statistics import ObservedAttention, Scratch, Statistic, observe_layers
 from vllm_tgvkv.policies import NO_ATTENTION, Attention, LayerView, Policy, Prompt
-from vllm_tgvkv.shared.plan import Eviction, Observation, RowSumming
+from vllm_tgvkv.shared.plan import ColumnSumChunk, Eviction, Observation
 from vllm_tgvkv.shared.prompt import RowSet
 from vllm_tgvkv.summaries.options import Kind
 from vllm_tgvkv.worker.ranks import Ranks
@@ -141,9 +141,9 @@ class DueEviction:
         return self.policy.granularity == "head"
 
     @property
-    def num_retained(self) -> int:
+    def num_token_blocks(self) -> int:
         """Blocks of the region that hold tokens."""
-        return self.eviction.num_retained_blocks - len(self.summary_kinds)
+        return self.eviction.num_retained - len(self.summary_kinds)
 
     @property
     def keeps_unpooled(self) -> bool:
@@ -212,7 +212,7 @@ class PromptObservation:
         self,
         first_token: int,
         observation: Observation | None,
-        summing: RowSumming | None,
+        summing: ColumnSumChunk | None,
         eviction: Eviction | None,
     ) -> None:
         """Take the plan's parts for the chunk of this step; a part that it lacks is None.
@@ -225,7 +225,7 @@ class PromptObservation:
         self._summed = self._summed_rows(summing, first_token) if summing else None
         self.due = self._due_eviction(eviction) if eviction else None
 
-    def _summed_rows(self, summing: RowSumming, first_token: int) -> SummedRows:
+    def _summed_rows(self, summing: ColumnSumChunk, first_token: int) -> SummedRows:
         start, end, device = summing.chunk_start, summing.num_keys, self._part.device
         return SummedRows(
             index=slice(first_token, first_token + end - start),
@@ -241,12 +241,9 @@ class PromptObservation:
 
     def _due_eviction(self, eviction: Eviction) -> DueEviction:
         observed, size = eviction.observed, self._part.shape.block_size
-        num_replaced = eviction.num_replaced
-        if num_replaced is None:
-            num_replaced = eviction.prompt.num_tokens // size
         prompt = Prompt(
             num_tokens=observed.num_tokens,
-            num_candidates=num_replaced * size,
+            num_candidates=eviction.num_replaced * size,
             is_vision=self._part.to_device(observed.is_vision()),
             sinks=self._sinks,
             images=eviction.prompt.vision,
@@ -289,7 +286,7 @@ class PromptObservation:
             at_once = self._layers_at_once(policy, observed.num_tokens, len(computed))
         kinds: tuple[Kind, ...] = ()
         if policy.summaries is not None:
-            sizes = eviction.num_retained_blocks, num_replaced
+            sizes = eviction.num_retained, eviction.num_replaced
             kinds = policy.summaries.kinds(*sizes, bool(prompt.images))
         return DueEviction(eviction, policy, prompt, voting, blocks, stored, keys, at_once, kinds)
 
@@ -413,7 +410,7 @@ class PromptObservation:
         self.strengths.extend(by_layer(policy.allocation.strength(view, scores)))
         present = None if due.keys is None else due.keys.present_in(first, len(scores))
         # Copy the candidates: a view would keep the tail's columns alive as well.
-        num_kept = due.num_retained * self._part.shape.block_size
+        num_kept = due.num_token_blocks * self._part.shape.block_size
         pooled = policy.pooled(scores, prompt, num_kept, present)[:, : prompt.num_candidates]
         self.scores.extend(by_layer(pooled.contiguous()))
         if due.keeps_unpooled:

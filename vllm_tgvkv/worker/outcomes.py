@@ -109,10 +109,7 @@ class Outcomes:
     def _outcome(self, eviction: Eviction, joined: StageOutcome) -> Outcome:
         is_vision = eviction.prompt.is_vision()
         num_tokens, num_vision = len(is_vision), int(is_vision.sum())
-        num_replaced = eviction.num_replaced
-        if num_replaced is None:
-            num_replaced = num_tokens // self._block_size
-        first_tail = num_replaced * self._block_size
+        first_tail = eviction.num_replaced * self._block_size
         num_kept = round(joined.num_pages * self._block_size / joined.num_pairs)
         kept = num_kept + max(num_tokens - first_tail, 0)
         kept_vision = round(joined.num_vision / joined.num_pairs)

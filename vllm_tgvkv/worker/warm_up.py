@@ -10,7 +10,7 @@ import torch
 
 from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.shared.budget import Guard
-from vllm_tgvkv.shared.plan import Eviction, Failure, Observation, RowSumming, StepPlan
+from vllm_tgvkv.shared.plan import ColumnSumChunk, Eviction, Failure, Observation, StepPlan
 from vllm_tgvkv.shared.prompt import PromptMap, VisionSpan, Voters, voters
 from vllm_tgvkv.worker.evictor import Evictor
 
@@ -48,7 +48,16 @@ def warm_up(evictor: Evictor) -> None:
     guard = budget.guard(num_tokens, 2 * size, size)
     num_answer = min(defer, size - 1)  # as many as the tail holds
     plans = [
-        made_up_step(config, config.policy, prompt, guard, _PROMPT_BLOCKS, first_region, num_answer)
+        made_up_step(
+            config,
+            config.policy,
+            prompt,
+            guard,
+            _PROMPT_BLOCKS,
+            first_region,
+            size,
+            num_answer,
+        )
     ]
     if config.cuts_again and config.build_policy(config.policy).cuts_again:
         plans.append(_later_step(plans[0].evictions[0], size, second_region))
@@ -87,6 +96,7 @@ def made_up_step(
     guard: Guard | None,
     old_blocks: np.ndarray,
     new_blocks: np.ndarray,
+    block_size: int,
     num_answer: int = 0,
 ) -> StepPlan:
     """Build a step that computes a prompt and evicts it from old to new blocks.
@@ -101,7 +111,7 @@ def made_up_step(
         plan.observations.append(Observation(_NAME, 0, voting.rows, None))
     if voting.every_row:
         chunk = (0, computed.num_tokens, old_blocks, computed)
-        plan.summings.append(RowSumming(_NAME, method, *chunk))
+        plan.summings.append(ColumnSumChunk(_NAME, method, *chunk))
     plan.evictions.append(
         Eviction(
             request_id=_NAME,
@@ -112,6 +122,7 @@ def made_up_step(
             guard=guard,
             traced_budget=None,
             old_blocks=old_blocks,
+            num_replaced=prompt.num_tokens // block_size,
             new_blocks=new_blocks,
             row_blocks=new_blocks,
             num_answer=num_answer,

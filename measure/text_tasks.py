@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Literal
 
-from evaluation.text_words import (
+from measure.text_words import (
     ADJECTIVES,
     JOINTS,
     NAMES,

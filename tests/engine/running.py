@@ -15,7 +15,7 @@ from PIL import Image
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
-from measure.engines import LocalLLM
+from measure.engines import LocalEngine
 from oracle.emulation import Eviction, Oracle, Selection
 from vllm_tgvkv.blocks.integrity import check_integrity
 
@@ -57,7 +57,7 @@ def name_of(request_id: str) -> str:
     return request_id.rsplit("-", 1)[0]
 
 
-class SteppedEngine(LocalLLM):
+class SteppedEngine(LocalEngine):
     """An engine that recounts every block after every step if it evicts."""
 
     def __init__(self, folder: Path, eviction: Mapping[str, Any] | None, **options: Any) -> None:

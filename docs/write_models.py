@@ -128,8 +128,8 @@ one."""
 TEXT = """\
 # Models
 
-`python -m docs.write_models` writes this page from the model registry of vLLM {version}, built for CPU. It
-has {total} multimodal architectures:
+`python -m docs.write_models` writes this page from the model registry of vLLM {version}, built for
+CPU. It has {total} multimodal architectures:
 
 | | architectures |
 |---|---|

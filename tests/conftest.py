@@ -68,8 +68,8 @@ if has_cuda():
 elif importlib.util.find_spec("triton"):
     load_kernels_interpreted()
 
-# vLLM's worker for CPU replaces vLLM's copy to the device by one that stays on the host. Our modules
-# keep the original if they are imported before it, and tests on `meta` tensors need it.
+# vLLM's worker for CPU replaces vLLM's copy to the device by one that stays on the host. Modules
+# that import it before keep the original, which tests on `meta` tensors need.
 importlib.import_module("vllm_tgvkv.worker.evictor")
 
 

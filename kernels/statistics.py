@@ -216,34 +216,38 @@ def _not_observed(name: str, row_sets: str) -> NoReturn:
 class ObservedRows:
     """Queries of the rows and the keys that they see, in L layers of H KV heads.
 
-    A *pair* is one KV head of one layer: pair ``l * H + h`` is head h of layer l, and Q = L * H.
+    A *pair* is one KV head of one layer: pair `l * H + h` is head h of layer l, and Q = L * H.
 
     Raises:
         ValueError: if a shape, dtype or number does not fit; the message names the field.
     """
 
     queries: Tensor
-    """``[L, O, H, G, D]``, any float dtype."""
+    """`[L, O, H, G, D]`, rotated, any float dtype and strides."""
     pool: Tensor
-    """``[num_pages, N, D]``, any strides."""
+    """`[num_pages, N, D]`, keys of all pages, any strides. Keys in fp8 are converted as they are
+    gathered; `scale` has to include their scale."""
     tables: Tensor
-    """int32 or int64 ``[Q, W]``, the pages of each pair's keys in order."""
+    """int32 or int64 `[Q, W]` with W >= ceil(P / N), the pages of each pair's keys in order. What
+    comes after a pair's last key may be garbage: entries as well as slots."""
     num_visible: Tensor
-    """int32 ``[Q or 1, O]``, number of first keys that each row sees; ascends with the rows."""
+    """int32 `[Q, O]`, or `[1, O]` if it is the same for all pairs: number of first keys that each
+    row sees; ascends with the rows. A row that sees none adds nothing."""
     num_keys: int
-    """P, at least every number in ``num_visible``."""
+    """P, at least every number in `num_visible`. Columns of keys that no row sees are zero."""
     scale: float | Tensor
-    """Factor of the products; a tensor is float32 ``[L]``."""
+    """Factor of the products; float32 `[L]` if it differs between layers."""
     row_positions: Tensor | None = None
-    """int64 ``[O]``, or None if it differs between pairs which key is a row's own."""
+    """int64 `[O]`, or None if it differs between pairs which key is a row's own."""
     log_sum_exp: Tensor | None = None
-    """float ``[L, O, H, G]``."""
+    """float `[L, O, H, G]`."""
     num_common_keys: int = 0
-    """Number of first keys that every row sees in every pair."""
+    """Number of first keys that every row sees in every pair, known on the host."""
     values: Tensor | None = None
-    """``[num_pages, N, D]``, the values of the keys on the same pages; for statistics of values."""
+    """`[num_pages, N, D]`, the values of the keys on the same pages; for statistics of values."""
 
     def __post_init__(self) -> None:
+        _check("queries", self.queries, ("L", "O", "H", "G", "D"), _FLOATS)
         layers, rows, heads, group, head_size = self.queries.shape
         _check("pool", self.pool, ("num_pages", "N", head_size))
         if self.num_keys < 1:
@@ -463,71 +467,28 @@ class FirstPass:
 
 
 def observe_layers(
-    queries: Tensor,
-    pool: Tensor,
-    tables: Tensor,
-    lengths: Tensor,
-    num_hidden: Tensor,
-    num_keys: int,
-    scale: float | Tensor,
+    rows: ObservedRows,
     per_head: bool = True,
     statistics: frozenset[Statistic] = frozenset(),
     workspace_bytes: int = 64 << 20,
-    log_sum_exp: Tensor | None = None,
-    num_common_keys: int = 0,
-    row_positions: Tensor | None = None,
     scratch: Scratch | None = None,
-    values: Tensor | None = None,
 ) -> ObservedAttention:
     """Return the attention of some rows over a sequence's keys, for L layers in one call.
 
-    Every KV head has its own page table and length, so the sequence may be a compressed one. Row i
-    sees all keys of a head but the last ``num_hidden[i]``. In an uncompressed prompt of P tokens
-    that is ``P - 1 - position``; the rows of a compressed one are tokens of its tail, which all
-    heads have.
+    Every KV head has its own page table and length, so the sequence may be a compressed one.
 
     Args:
-        queries: ``[L, O, H, G, D]``, rotated, any float dtype and strides.
-        pool: ``[num_pages, N, D]``, keys of all pages; any strides. Keys in fp8 are converted as
-            they are gathered; ``scale`` has to include their scale.
-        tables: int32 or int64 ``[L * H, W]`` with W >= ceil(num_keys / N), pages of each (layer,
-            head) in order. Entries after the page of a pair's last key may be garbage, and so may
-            slots after that key.
-        lengths: int32 ``[L * H]``, keys of each pair; ``[1]`` if it is the same for all.
-        num_hidden: int32 ``[O]``, descending, not negative. A row that no key is left for
-            contributes nothing.
-        num_keys: P, width of the results, on the host; at least every length. Columns behind a
-            pair's length are zero.
-        scale: factor of the products; float32 ``[L]`` if it differs between layers.
         per_head: whether statistics are per pair, S = L * H, or per layer, S = L. The second needs
             equal lengths within a layer.
-        statistics, workspace_bytes, scratch: as in :func:`observe`.
-        log_sum_exp: float ``[L, O, H, G]``.
-        num_common_keys: number of first keys that every row sees in every pair, known on the host.
-        row_positions: int64 ``[O]``, for :attr:`Attention.row_positions`; leave it out if lengths
-            differ.
-        values: ``[num_pages, N, D]``, values of all pages, for statistics of values.
-
-    Raises:
-        ValueError: if a shape, dtype or number does not fit; the message names the argument.
+        statistics, workspace_bytes, scratch: as in `observe`.
     """
-    _check("queries", queries, ("L", "O", "H", "G", "D"), _FLOATS)
-    num_pairs = 1 if len(lengths) == 1 else queries.shape[0] * queries.shape[2]
-    _check("lengths", lengths, (num_pairs,), (torch.int32,))
-    _check("num_hidden", num_hidden, (queries.shape[1],), (torch.int32,))
-    rows = ObservedRows(
-        queries,
-        pool,
-        tables,
-        lengths[:, None] - num_hidden,
-        num_keys,
-        scale,
-        row_positions,
-        log_sum_exp,
-        num_common_keys,
-        values,
-    )
-    return _observed(rows, per_head, statistics, workspace_bytes, scratch)
+    if gpu.runs(rows.queries):
+        from vllm_tgvkv.kernels.gpu.statistics import TritonAttention
+
+        return TritonAttention(rows, per_head, statistics, workspace_bytes, scratch or Scratch())
+    from vllm_tgvkv.kernels.row_chunks import TorchAttention
+
+    return TorchAttention(rows, per_head, statistics, workspace_bytes, scratch or Scratch())
 
 
 def observe(
@@ -602,23 +563,7 @@ def observe(
         max(1, num_common_keys),  # a row sees its own key
         values,
     )
-    return _observed(rows, per_head, statistics, workspace_bytes, scratch)
-
-
-def _observed(
-    rows: ObservedRows,
-    per_head: bool,
-    statistics: frozenset[Statistic],
-    workspace_bytes: int,
-    scratch: Scratch | None,
-) -> ObservedAttention:
-    if gpu.runs(rows.queries):
-        from vllm_tgvkv.kernels.gpu.statistics import TritonAttention
-
-        return TritonAttention(rows, per_head, statistics, workspace_bytes, scratch or Scratch())
-    from vllm_tgvkv.kernels.row_chunks import TorchAttention
-
-    return TorchAttention(rows, per_head, statistics, workspace_bytes, scratch or Scratch())
+    return observe_layers(rows, per_head, statistics, workspace_bytes, scratch)
 
 
 def _pages_of_heads(key_pages: Tensor, block_ids: Tensor) -> tuple[Tensor, Tensor]:

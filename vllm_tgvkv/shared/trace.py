@@ -56,7 +56,7 @@ class Trace:
     """The scores before pooling, float32 [L, S, C]; None if nothing was pooled."""
     preference: np.ndarray
     """Whether a token came before others, whatever its score, uint8 [C] or [L, S, C]; see
-    :meth:`~vllm_tgvkv.worker.decision.Decider.preference`."""
+    `ScoredPrompt.preference`."""
     preferred: str
     """What the method's retention prefers, in one word."""
     sinks: int

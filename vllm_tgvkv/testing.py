@@ -55,8 +55,8 @@ _ANSWER = 3
 Reference = Callable[[Tensor, Tensor, Prompt], Tensor]
 """The definition of a score, for one token set.
 
-It gets A, float64 ``[P, P]``, causal and averaged over the query heads of the set; the positions of
-the rows that vote, int64 ``[O]``; and the prompt. It returns the scores before pooling, ``[P]``.
+It gets A, float64 `[P, P]`, causal and averaged over the query heads of the set; the positions of
+the rows that vote, int64 `[O]`; and the prompt. It returns the scores before pooling, `[P]`.
 """
 
 
@@ -160,12 +160,12 @@ class _Case:
         self.check_waits()
 
     def pooled(self, raw: Tensor, prompt: Prompt, blocks: int) -> Tensor:
-        """Return the candidates' scores after pooling, ``[L, S, C]``, from ``[L, S, P]``."""
+        """Return the candidates' scores after pooling, `[L, S, C]`, from `[L, S, P]`."""
         pooled = [self.policy.pooled(scores, prompt, blocks * _BLOCK_SIZE) for scores in raw]
         return torch.stack(pooled)[..., : prompt.num_candidates].contiguous()
 
     def look(self, device: str, prompt: Prompt) -> tuple[Tensor, Tensor]:
-        """Return scores before pooling, ``[L, S, P]``, and strengths, ``[L, S, F]``."""
+        """Return scores before pooling, `[L, S, P]`, and strengths, `[L, S, F]`."""
         raw, strengths = [], []
         for layer in range(_LAYERS):
             seen = {

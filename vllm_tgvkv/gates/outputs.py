@@ -18,7 +18,7 @@ from vllm_tgvkv.cache.pages import CacheShape
 
 
 class GateOutputs:
-    """Outputs of the gates, float32 ``[num_blocks, L, H, N]``: 4 bytes for each key."""
+    """Outputs of the gates, float32 `[num_blocks, L, H, N]`: 4 bytes for each key."""
 
     def __init__(self, num_blocks: int, shape: CacheShape, device: torch.device) -> None:
         self._shape = shape
@@ -30,9 +30,9 @@ class GateOutputs:
         """Store one layer's outputs of a batch of T tokens.
 
         Args:
-            slots: int64 ``[T]``, block * N + slot; -1 for tokens that only fill a graph, whose
+            slots: int64 `[T]`, block * N + slot; -1 for tokens that only fill a graph, whose
                 outputs go to the block that nobody reads, 0.
-            outputs: float32 ``[T or more, H]``.
+            outputs: float32 `[T or more, H]`.
         """
         slots, size = slots.clamp(min=0), self._shape.block_size
         self._layers[layer][slots // size, :, slots % size] = outputs[: len(slots)]
@@ -41,8 +41,8 @@ class GateOutputs:
         """Copy the outputs of kept tokens to the pages of a region.
 
         Args:
-            sources: int64 ``[k * L * H, N]``, page * N + slot, as for the keys.
-            blocks: the region's blocks, int32 ``[k]``.
+            sources: int64 `[k * L * H, N]`, page * N + slot, as for the keys.
+            blocks: the region's blocks, int32 `[k]`.
         """
         found = self.values.flatten().index_select(0, sources.flatten())
         self.values.flatten(1).index_copy_(0, blocks.long(), found.view(len(blocks), -1))

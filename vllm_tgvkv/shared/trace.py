@@ -149,7 +149,7 @@ class Trace:
     def layer(self, layer: int, cut: int | None = None) -> dict[str, Any] | None:
         """Return positions and scores of a layer's token sets, at the last cut or at cut `cut`.
 
-        `reasons` divides the kept positions by what kept them: `sink`, `tail` (behind the full
+        `reasons` divides the kept positions by what kept them: `sink`, `tail` (after the full
         blocks), what the retention prefers (`text`, `vision`, `recent`, ...), `score`, and
         `neighbour` where only pooling raised the score to that of kept tokens.
 

@@ -34,6 +34,8 @@ def default_environment() -> dict[str, str]:
 # torch and vLLM read their settings when they are imported.
 set_environment(default_environment())
 
+from evaluation import ablations  # noqa: E402, F401  # registers parts that tests combine
+
 
 def has_cuda() -> bool:
     """Return whether there is a CUDA device, so that a forked engine can still use it."""

@@ -152,7 +152,7 @@ def _circumstances(field: Field, results: Mapping[str, PartResult]) -> Iterator[
         split = ", ".join(dict.fromkeys(task.split for task in result.tasks))
         items.append(
             f"{field.parts[name].title}: {split} questions, {facts['day']}, revision "
-            f"`{facts['revision']}`, `{facts['command']}`."
+            f"`{facts['revision']}`."
         )
     newest = max(results.values(), key=lambda result: str(result.facts["day"])).facts
     settings, versions, machine = (
@@ -161,8 +161,8 @@ def _circumstances(field: Field, results: Mapping[str, PartResult]) -> Iterator[
     )
     yield Items(items)
     yield Text(
-        "A part stays as it was measured until it is asked again: commands are those of its "
-        "revision."
+        f"A part stays as it was measured until it is asked again; its command is in "
+        f"[{FILE}]({FILE})."
     )
     yield Text(
         f"Engine: {settings}; eager, prefix caching. {versions}. Machine: {machine}. Written from "

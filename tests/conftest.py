@@ -34,8 +34,6 @@ def default_environment() -> dict[str, str]:
 # torch and vLLM read their settings when they are imported.
 set_environment(default_environment())
 
-from evaluation import ablations  # noqa: E402, F401  # registers parts that tests combine
-
 
 def has_cuda() -> bool:
     """Return whether there is a CUDA device, so that a forked engine can still use it."""
@@ -69,6 +67,8 @@ if has_cuda():
     os.environ.setdefault("VLLM_GPU_SYNC_CHECK", "error")
 elif importlib.util.find_spec("triton"):
     load_kernels_interpreted()
+
+from evaluation import ablations  # noqa: E402, F401  # registers parts that tests combine
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -150,6 +150,39 @@ def test_pictures_are_shown() -> None:
     assert set(PICTURES.glob("*.png")) <= shown
 
 
+def test_the_page_of_rooms_lists_every_file() -> None:
+    """Each room of the package with the files that it has, and no others."""
+    listed: dict[str, set[str]] = {}
+    section = (ROOT / "docs/rooms.md").read_text().split("## Files")[1].split("\n## ")[0]
+    for room, text in re.findall(r"^\*\*(.+?)\*\*:(.*?)(?=^\*\*|\Z)", section, re.M | re.S):
+        folder = "" if room == "The root" else room.strip("`/")
+        listed[folder] = set(re.findall(r"`(\w+\.py)`", text))
+    package = ROOT / "vllm_tgvkv"
+    for folder in {"", *listed, *(path.name for path in package.iterdir() if path.is_dir())}:
+        if folder == "__pycache__":
+            continue
+        files = {path.name for path in (package / folder).glob("*.py")} - {"__init__.py"}
+        same_names = set()
+        if folder == "kernels/gpu":  # "in files of the same names"
+            same_names = {path.name for path in (package / "kernels").glob("*.py")}
+        assert files - same_names == listed.get(folder, set()) - same_names, folder
+
+
+def test_the_way_from_flag_to_page_exists() -> None:
+    """Files of the guided tour, and the names that they define."""
+    tour = (ROOT / "docs/design.md").read_text().split("## From flag to kept page")[1]
+    rows = re.findall(r"^\| (`\w+[/.].*?) \|", tour.split("\n## ")[0], re.MULTILINE)
+    assert len(rows) > 10
+    for row in rows:
+        text = ""
+        for name in re.findall(r"`([^`]+)`", row):
+            if name.endswith(".py"):
+                text += (ROOT / "vllm_tgvkv" / name).read_text()
+            else:
+                for part in name.split("."):
+                    assert re.search(rf"^ *(class|def) {part}\b", text, re.MULTILINE), name
+
+
 @each_page
 def test_named_tests_exist(page: Path) -> None:
     """`engine/test_engine.py::test_x` names one; `::test_y` after it another of the same file."""

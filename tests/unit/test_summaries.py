@@ -19,6 +19,7 @@ from oracle.summaries import Rules
 from vllm_tgvkv.cache.pages import PagePool, page_pool
 from vllm_tgvkv.cache.ragged import RaggedKeys
 from vllm_tgvkv.cache.regions import Regions
+from vllm_tgvkv.cache.row_keys import RowKeys
 from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.kernels import summaries as kernel
 from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
@@ -35,7 +36,7 @@ from vllm_tgvkv.kernels.summaries import (
 from vllm_tgvkv.policies import Mix, Prompt, Summaries, build_policy
 from vllm_tgvkv.shared.errors import EvictionConfigError
 from vllm_tgvkv.shared.prompt import VisionSpan
-from vllm_tgvkv.summaries.write import KeysOfRow, rows_of, write_summaries
+from vllm_tgvkv.summaries.blocks import CutTokens, SummaryBlocks
 
 LAYERS, HEADS, GROUP, SIZE, HEAD_SIZE = 2, 2, 3, 16, 8
 PAIRS, SCALE = LAYERS * HEADS, HEAD_SIZE**-0.5
@@ -83,6 +84,7 @@ class Request:
         self.pool.raw.fill_(torch.nan)
         self.shape = self.pool.shape(GROUP)
         self.regions = Regions(48, PAIRS, torch.device("cpu"), SIZE)
+        self.summaries = SummaryBlocks(self.pool, self.regions, are_used=True)
         self.free = (torch.randperm(47) + 1).int()
         self.row = self.take(0)
         self.retained = self.replaced = 0
@@ -147,20 +149,24 @@ class Request:
         positions, offsets = torch.cat(pages).int(), page_offsets(counts.view(size))
         fresh, self.blocks = self.take(filled), self.take(len(self.kinds))
         if not self.retained:
-            of_row = KeysOfRow.of_blocks(self.row[:replaced], PAIRS, SIZE)
+            keys = RowKeys.of_blocks(self.row, length, self.shape)
             sources = slots_of_positions(positions, offsets, self.row[:replaced], PAIRS)
         else:
             keys = RaggedKeys.of_row(self.row, length, self.regions, self.shape)
-            columns = self.regions.summary_columns("r")
-            of_row = KeysOfRow.of_ragged(keys, self.row, columns)
             sources = keys.sources(positions, offsets)
-            self.regions.release([int(self.row[0])])
         copy_kept(self.pool.keys, self.pool.values, sources, offsets, fresh, *size)
-        given = (self.kinds, prompt, scores, positions, offsets, of_row, self.blocks)
-        write_summaries(self.part, *given, self.pool, self.regions, self.workspace_bytes)
+        is_vision = prompt.is_vision[: replaced * SIZE]
+        tokens = CutTokens(keys, is_vision, prompt.images, scores, positions, offsets)
+        earlier = self.row[self.summaries.columns(int(self.row[0]))]
+        given = (self.kinds, tokens, earlier, self.blocks, self.workspace_bytes)
+        self.summaries.write(self.part, *given)
+        if self.retained:
+            self.regions.release([int(self.row[0])])
+            self.summaries.release([int(self.row[0])])
         self.retained, self.replaced = retained, replaced
         self.regions.store_positions(fresh, positions)
-        self.regions.add("r", int(fresh[0]), filled, replaced, offsets, len(self.kinds))
+        self.regions.add("r", int(fresh[0]), filled, replaced, offsets)
+        self.summaries.add(int(fresh[0]), filled, len(self.kinds))
         self.kept &= ~evicted
         old = self.row[:replaced]
         self.pool.fill(old[old > 0].tolist(), torch.nan)
@@ -169,7 +175,7 @@ class Request:
 
     def _define(self, layout: Layout, scores: Tensor, evicted: Tensor) -> None:
         part = self.part
-        rules = Rules(part.of, part.weight, part.decay, part.gate, rows_of(self.pool))
+        rules = Rules(part.of, part.weight, part.decay, part.gate, ROWS)
         for pair in range(PAIRS):
             self.wanted[pair] = definition.summaries(
                 self.keys[pair],
@@ -185,7 +191,7 @@ class Request:
     def found(self, pair: int) -> Summary:
         """Return what the pages of a pair hold, [m, c, ...]."""
         pages = self.blocks.long() * PAIRS + pair
-        return load(self.pool.keys, self.pool.values, pages, rows_of(self.pool))
+        return load(self.pool.keys, self.pool.values, pages, ROWS)
 
     def assert_as_defined(self) -> None:
         for pair in range(PAIRS):
@@ -289,17 +295,6 @@ def test_rows_that_nothing_joins_keep_their_bits() -> None:
     assert torch.equal(found.roots[exists], roots[exists])
 
 
-@pytest.mark.parametrize("per_head", [True, False])
-def test_a_small_workspace_changes_nothing(per_head: bool) -> None:
-    """One pair of a layer and a head at a time, at the first cut and a later one."""
-    request = Request(Summaries(), per_head=per_head)
-    request.workspace_bytes = 1
-    for retained, replaced, more in [(5, 7, 0), *LATER]:
-        request.grow(more)
-        request.cut(retained, replaced)
-        request.assert_as_defined()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("slots_first", [True, False])
 def test_pages_hold_what_is_stored(slots_first: bool, dtype: torch.dtype) -> None:
@@ -309,7 +304,7 @@ def test_pages_hold_what_is_stored(slots_first: bool, dtype: torch.dtype) -> Non
     """
     pool = new_pool(slots_first, dtype)
     pool.raw.fill_(torch.nan)
-    rows = rows_of(pool)
+    rows = num_rows(SIZE, HEAD_SIZE)
     assert 4 * rows <= (SIZE - rows) * HEAD_SIZE
     assert 4 * (rows + 1) > (SIZE - rows - 1) * HEAD_SIZE
     pages = torch.randperm(len(pool.raw))[:PAIRS]
@@ -340,7 +335,7 @@ def of_pages(request: Request, num_tokens: int) -> tuple[Summary, Tensor]:
     pages = pages.expand(num_tokens, -1, -1)
     read = torch.ones(num_tokens, len(request.kinds), dtype=torch.bool)
     pool = request.pool
-    return load(pool.keys, pool.values, pages, rows_of(pool)), read
+    return load(pool.keys, pool.values, pages, num_rows(SIZE, HEAD_SIZE)), read
 
 
 def test_attention_reads_keys_and_rows_as_one_softmax() -> None:
@@ -374,70 +369,6 @@ def test_without_masses_no_bit_changes(dtype: torch.dtype) -> None:
     assert torch.equal(merge(outputs, lse, queries, empty, read, SCALE), outputs)
     of_others = Summary(means, means, (torch.randn(shape) * 20).exp())
     assert torch.equal(merge(outputs, lse, queries, of_others, ~read, SCALE), outputs)
-
-
-@pytest.mark.parametrize("copies", [1, 2, 9])
-@pytest.mark.parametrize("rows", [1, ROWS])
-def test_equal_tokens_are_read_exactly(rows: int, copies: int) -> None:
-    """A row that absorbed one token, or the same one several times, is as good as the tokens.
-
-    The merged attention is then the softmax over all tokens, so weights of kept and absorbed ones
-    add up to 1.
-    """
-    tokens, kept = 4, torch.randn(2, HEADS, 23, HEAD_SIZE)
-    absorbed = torch.randn(2, HEADS, rows, HEAD_SIZE)
-    queries = torch.randn(tokens, HEADS, GROUP, HEAD_SIZE) * 2
-    everything = torch.cat((kept, absorbed.repeat(1, 1, copies, 1)), dim=2)
-    wanted, _ = attend(queries, *everything)
-    outputs, lse = attend(queries, *kept)
-    masses = torch.full((tokens, HEADS, 1, rows), float(copies))
-    summary = Summary(*absorbed[:, None, :, None].expand(-1, tokens, -1, -1, -1, -1), masses)
-    read = torch.ones(tokens, 1, dtype=torch.bool)
-    merged = merge(outputs.float(), lse.float(), queries, summary, read, SCALE)
-    torch.testing.assert_close(merged.double(), wanted, rtol=1e-4, atol=1e-5)
-
-
-def test_few_evicted_tokens_are_all_read_exactly() -> None:
-    """All of them are roots, or copies of one: eviction then changes nothing in the whole chain."""
-    layout, pool = Layout(4 * SIZE + 3), new_pool(False)
-    prompt, order = prompt_of(layout), torch.randperm(23) + 1
-    old, fresh = order[:4].int(), order[4:5].int()
-    positions = torch.stack([torch.randperm(4 * SIZE)[: 3 * SIZE] for _ in range(PAIRS)])
-    positions = positions.sort(dim=1).values
-    dropped = torch.ones(PAIRS, 4 * SIZE, dtype=torch.bool)
-    dropped.scatter_(1, positions, False)
-    # A block is evicted, which is more than a page has rows: the last root has copies behind it.
-    scores, rows = torch.rand(LAYERS, HEADS, 4 * SIZE) + 0.1, rows_of(pool)
-    tables = old.long() * PAIRS + torch.arange(PAIRS)[:, None]
-    for pair in range(PAIRS):
-        last, *copies = dropped[pair].nonzero().flatten()[rows - 1 :].tolist()
-        scores[pair // HEADS, pair % HEADS, copies] = 0
-        for copy in copies:
-            for view in (pool.keys, pool.values):
-                original = view[tables[pair, last // SIZE], last % SIZE].clone()
-                view[tables[pair, copy // SIZE], copy % SIZE] = original
-    offsets = page_offsets(torch.full((LAYERS, HEADS), 3))
-    row = KeysOfRow.of_blocks(old, PAIRS, SIZE)
-    regions = Regions(24, PAIRS, torch.device("cpu"))
-    given = (scores, positions.view(-1, SIZE).int(), offsets, row, fresh, pool, regions)
-    write_summaries(Summaries("text"), ("text",), prompt, *given)
-    queries = torch.randn(6, HEADS, GROUP, HEAD_SIZE)
-    for layer in range(LAYERS):
-        pairs = range(layer * HEADS, (layer + 1) * HEADS)
-        keys, values = (
-            torch.stack([view[tables[p]].flatten(0, 1) for p in pairs])
-            for view in (pool.keys, pool.values)
-        )
-        kept = ~dropped[list(pairs)]
-        wanted, _ = attend(queries, keys, values)
-        outputs, lse = attend(
-            queries, keys[kept].view(HEADS, -1, HEAD_SIZE), values[kept].view(HEADS, -1, HEAD_SIZE)
-        )
-        pages = (fresh.long() * PAIRS + torch.tensor(list(pairs))[:, None]).expand(6, -1, -1)
-        summary = load(pool.keys, pool.values, pages, rows_of(pool))
-        read = torch.ones(6, 1, dtype=torch.bool)
-        merged = merge(outputs.float(), lse.float(), queries, summary, read, SCALE)
-        torch.testing.assert_close(merged.double(), wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("workspace", [1, 1 << 24])

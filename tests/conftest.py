@@ -72,6 +72,8 @@ elif importlib.util.find_spec("triton"):
 # that import it before keep the original, which tests on `meta` tensors need.
 importlib.import_module("vllm_tgvkv.worker.evictor")
 
+from evaluation import ablations  # noqa: E402, F401  # registers parts that tests combine
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the seed of all random inputs, unless TGVKV_SEED is set; workers inherit it."""

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts that belong to no method and serve for comparison with the methods' own parts."""
+"""Scores and layer budgets that belong to no method, to compare the methods' own parts with.
+
+Importing this module registers them, for engines of this process.
+"""
 
 from __future__ import annotations
 

@@ -64,17 +64,11 @@ def held_blocks(
 
 
 def mean_held(
-    prompt_tokens: int,
-    answer_tokens: int,
-    cuts: Sequence[Cut],
-    block_size: int,
-    with_prefill: bool = False,
+    prompt_tokens: int, answer_tokens: int, cuts: Sequence[Cut], block_size: int
 ) -> float:
-    """Return the blocks held, summed over the steps, as a share of the full cache's.
+    """Return the blocks held, summed over the steps that decode, as a share of the full cache's.
 
-    Over the steps that decode, or with the prefill as one more. An answer of one token has no step
-    that decodes; its share is 1.
+    An answer of one token has no step that decodes; its share is 1.
     """
     held, full = held_blocks(prompt_tokens, answer_tokens, cuts, block_size)
-    first = 0 if with_prefill or answer_tokens == 1 else 1
-    return float(held[first:].sum() / full[first:].sum()) if answer_tokens > 1 else 1.0
+    return float(held[1:].sum() / full[1:].sum()) if answer_tokens > 1 else 1.0

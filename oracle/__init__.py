@@ -16,7 +16,7 @@ module                    reference                              compared with
                           after the other                        attention reads them
 :mod:`oracle.emulation`   Hugging Face models that generate as   tokens and kept positions of real
                           if keys were evicted                   engines
-:mod:`oracle.decoding`    the parts of the score of R-KV          the redundancy kernel
+:mod:`oracle.decoding`    the parts of the score of R-KV         the redundancy kernel
 ========================  =====================================  ===================================
 
 Each module builds on those above it. The evaluation uses the methods to emulate pages of one token.

@@ -54,7 +54,7 @@ class Collection:
 
     def state(self) -> dict[str, bool]:
         """Return whether each place collects, to compare with an engine that is configured so."""
-        counters = self.scheduler.eviction_counters
+        counters = self.scheduler.records.counters
         return {
             "scheduler": counters.metrics is not None,
             "worker": self.evictor.config.metrics,
@@ -63,7 +63,7 @@ class Collection:
 
     def switch(self, on: bool) -> None:
         """Apply `metrics: true` or `metrics: false` to the running engine."""
-        self.scheduler.eviction_counters.metrics = MetricsBuffer() if on else None
+        self.scheduler.records.counters.metrics = MetricsBuffer() if on else None
         self.evictor.config = dataclasses.replace(self.evictor.config, metrics=on)
         ours = EvictionPrometheusStatLogger
         old, new = (ours.__base__, ours) if on else (ours, ours.__base__)
@@ -87,7 +87,7 @@ class Collection:
             kept={"text": 16, "vision": 48},
             seconds=dict.fromkeys(PARTS, 0.001),
         )
-        observed = EvictionCounters(metrics=self.scheduler.eviction_counters.metrics)
+        observed = EvictionCounters(metrics=self.scheduler.records.counters.metrics)
         assert observed.metrics is not None, "metrics are off"
 
         def count(counters: EvictionCounters) -> None:
@@ -99,7 +99,7 @@ class Collection:
             self._record(pipe.through(self.scheduler.make_stats()))
 
         def with_gauges() -> None:
-            self.scheduler._last_gauges = 0.0
+            self.scheduler.records._last_gauges = 0.0
             with_ours()
 
         def with_eviction() -> None:

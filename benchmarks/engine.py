@@ -302,7 +302,7 @@ class ArmEngine:
         return {
             "state": self._collection.state(),
             "exported": exported(),
-            "counters": self.parts.scheduler.eviction_counters.as_dict(),
+            "counters": self.parts.scheduler.records.counters.as_dict(),
             "traces": len(self.parts.evictor.traces.newest_first()),
         }
 
@@ -348,7 +348,7 @@ class ArmEngine:
         total = sum(request.num_computed_tokens for request in scheduler.running)
         if self.arm.evicts:
             swapped = [c for c in scheduler.manager.compressions.values() if c.swapped]
-            num_freed = sum(c.num_replaced_blocks - c.num_retained_blocks for c in swapped)
+            num_freed = sum(c.num_replaced - c.num_retained for c in swapped)
             total -= num_freed * scheduler.block_size
         return float(total)
 

@@ -298,7 +298,7 @@ class GpuEngine:
         """Return the number of requests evicted so far, the proof that eviction was on."""
         if not self.evicts:
             return 0
-        return int(self.core.scheduler.eviction_counters.requests_evicted)
+        return int(self.core.scheduler.records.counters.requests_evicted)
 
 
 def budget_xargs(budget: float | None) -> dict[str, float] | None:

@@ -80,7 +80,7 @@ class SteppedEngine(LocalEngine):
     @property
     def counters(self) -> dict[str, Any]:
         """Return the scheduler's counters by name."""
-        return self.scheduler.eviction_counters.as_dict()
+        return self.scheduler.records.counters.as_dict()
 
     def add(self, ask: Ask, *, priority: int = 0, lora: Any = None, **sampling: Any) -> str:
         """Submit a request and return the id of its outputs.

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 import os
+import pkgutil
 import random
+import sys
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -20,6 +23,7 @@ from torch import Tensor
 from oracle.gates import log_betas, predicted
 from oracle.methods import METHODS
 from vllm_tgvkv.gates.folder import GateKind, Gates, write
+from vllm_tgvkv.kernels import gpu
 from vllm_tgvkv.policies import gates_of, has_summaries
 from vllm_tgvkv.policies.head_scores import HeadScores
 
@@ -69,6 +73,39 @@ def product(*factors: Iterable[Any], strength: int = 2) -> list[Any]:
             case.extend(value if isinstance(value, tuple) else [value])
         found.append(pytest.param(*case, marks=[] if place in chosen else pytest.mark.nightly))
     return found
+
+
+class NoKernel:
+    """Takes the place of a Triton kernel. Its launches do nothing, and are counted."""
+
+    num_launches = 0
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return self._launch
+
+    def _launch(self, *args: object, **kwargs: object) -> None:
+        self.num_launches += 1
+
+
+def replace_kernels(monkeypatch: pytest.MonkeyPatch) -> NoKernel:
+    """Run the code of the GPU, on tensors of any device, and return what counts its launches."""
+    kernel = NoKernel()
+    monkeypatch.setattr(gpu, "on_cpu", True)
+    for found in pkgutil.iter_modules(gpu.__path__, f"{gpu.__name__}."):
+        module = importlib.import_module(found.name)
+        for name in dir(module):
+            if name.endswith("_kernel"):
+                monkeypatch.setattr(module, name, kernel)
+
+    def copied(values: Any, device: Any = None, dtype: Any = None, out: Any = None) -> Tensor:
+        tensor = torch.as_tensor(values, dtype=dtype)
+        return tensor.to(device) if out is None else out.copy_(tensor)
+
+    # vLLM's CPU worker replaces this function, when it is imported, by one that ignores the device.
+    for name, module in list(sys.modules.items()):
+        if name.startswith("vllm_tgvkv.") and hasattr(module, "async_tensor_h2d"):
+            monkeypatch.setattr(module, "async_tensor_h2d", copied)
+    return kernel
 
 
 def head_scores(layers: int, kv_heads: int, group: int = 1) -> HeadScores:

@@ -11,7 +11,8 @@ import pkgutil
 import random
 import sys
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from oracle.gates import log_betas, predicted
 from oracle.methods import METHODS
+from oracle.statistics import SharedSet, paged_sets
 from vllm_tgvkv.gates.folder import GateKind, Gates, write
 from vllm_tgvkv.kernels import gpu
 from vllm_tgvkv.policies import gates_of, has_summaries
@@ -181,3 +183,70 @@ def paged(keys: Tensor, block_size: int, transposed: bool) -> tuple[Tensor, Tens
     for j in range(num_tokens):
         pool[ids[j // block_size], :, j % block_size] = keys[j]
     return pool, ids
+
+
+@dataclass
+class Layers:
+    """Rows over the keys of several layers, each head with its own pages and length."""
+
+    arguments: dict[str, Any]
+    """Of `observe_layers`. Pages and slots without a key are NaN, unused table entries garbage."""
+    lengths: list[int]
+    num_hidden: list[int]
+    scales: list[float]
+    per_head: bool
+
+    def sets(self) -> list[SharedSet]:
+        """Return the exact attention."""
+        queries, pool, tables = (
+            self.arguments[name].cpu() for name in ("queries", "pool", "tables")
+        )
+        return paged_sets(
+            queries, pool, tables, self.lengths, self.num_hidden, self.scales, self.per_head
+        )
+
+    @property
+    def num_common_keys(self) -> int:
+        """Number of first keys that all rows see in all pairs."""
+        return max(0, min(self.lengths) - max(self.num_hidden))
+
+
+def make_layers(
+    lengths: Sequence[Sequence[int]],
+    num_hidden: Sequence[int],
+    per_head: bool,
+    group: int = 2,
+    head_size: int = 8,
+    block_size: int = 4,
+    dtype: torch.dtype = torch.float32,
+    key_dtype: torch.dtype | None = None,
+    is_transposed: bool = False,
+    extra_width: int = 0,
+    device: str = "cpu",
+) -> Layers:
+    """Return random rows and keys for heads of these lengths, ``[L][H]``."""
+    layers, heads = len(lengths), len(lengths[0])
+    flat = [length for layer in lengths for length in layer]
+    scales = [head_size**-0.5 * (1 + layer / 4) for layer in range(layers)]
+    counts = [math.ceil(length / block_size) for length in flat]
+    pages = iter(torch.randperm(sum(counts) + 3).tolist())
+    pool = torch.full((sum(counts) + 3, block_size, head_size), math.nan)
+    tables = torch.randint(-(2**31), 2**31, (len(flat), max(counts) + extra_width)).int()
+    for pair, (length, count) in enumerate(zip(flat, counts, strict=True)):
+        tables[pair, :count] = torch.tensor([next(pages) for _ in range(count)])
+        for j in range(length):
+            pool[tables[pair, j // block_size], j % block_size] = torch.randn(head_size)
+    if is_transposed:
+        pool = pool.transpose(1, 2).contiguous().transpose(1, 2)
+    queries = torch.randn(layers, len(num_hidden), heads, group, head_size).mul(2)
+    arguments = {
+        "queries": queries.to(device, dtype),
+        "pool": pool.to(device, key_dtype or dtype),
+        "tables": tables.to(device),
+        "lengths": torch.tensor(flat, dtype=torch.int32, device=device),
+        "num_hidden": torch.tensor(num_hidden, dtype=torch.int32, device=device),
+        "num_keys": max(flat),
+        "scale": torch.tensor(scales, dtype=torch.float32, device=device),
+        "per_head": per_head,
+    }
+    return Layers(arguments, flat, list(num_hidden), scales, per_head)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from oracle import methods
-from tests.unit.test_statistics import make_layers
+from tests.inputs import make_layers
 from vllm_tgvkv.kernels.diversity import mean_cosines, norms
 from vllm_tgvkv.kernels.statistics import observe, observe_layers
 

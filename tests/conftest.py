@@ -68,6 +68,10 @@ if has_cuda():
 elif importlib.util.find_spec("triton"):
     load_kernels_interpreted()
 
+# vLLM's worker for CPU replaces vLLM's copy to the device by one that stays on the host. Modules
+# that import it before keep the original, which tests on `meta` tensors need.
+importlib.import_module("vllm_tgvkv.worker.evictor")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the seed of all random inputs, unless TGVKV_SEED is set; workers inherit it."""

@@ -26,6 +26,13 @@ from oracle.methods import METHODS
 from oracle.statistics import SharedSet, paged_sets
 from vllm_tgvkv.gates.folder import GateKind, Gates, write
 from vllm_tgvkv.kernels import gpu
+from vllm_tgvkv.kernels.statistics import (
+    ObservedAttention,
+    ObservedRows,
+    Scratch,
+    Statistic,
+    observe_layers,
+)
 from vllm_tgvkv.policies import gates_of, has_summaries
 from vllm_tgvkv.policies.head_scores import HeadScores
 
@@ -190,7 +197,7 @@ class Layers:
     """Rows over the keys of several layers, each head with its own pages and length."""
 
     arguments: dict[str, Any]
-    """Of `observe_layers`. Pages and slots without a key are NaN, unused table entries garbage."""
+    """Of `observe_ragged`. Pages and slots without a key are NaN, unused table entries garbage."""
     lengths: list[int]
     num_hidden: list[int]
     scales: list[float]
@@ -250,3 +257,18 @@ def make_layers(
         "per_head": per_head,
     }
     return Layers(arguments, flat, list(num_hidden), scales, per_head)
+
+
+def observe_ragged(
+    *,
+    lengths: Tensor,
+    num_hidden: Tensor,
+    per_head: bool = True,
+    statistics: frozenset[Statistic] = frozenset(),
+    workspace_bytes: int = 64 << 20,
+    scratch: Scratch | None = None,
+    **fields: Any,
+) -> ObservedAttention:
+    """Observe rows that see all keys of each pair, int32 `[Q or 1]`, but some of the last."""
+    rows = ObservedRows(num_visible=lengths[:, None] - num_hidden, **fields)
+    return observe_layers(rows, per_head, statistics, workspace_bytes, scratch)

@@ -131,10 +131,10 @@ def merge_rows(
     layer: int,
     scale: float,
 ) -> None:
-    """Merge in one launch; see :func:`vllm_tgvkv.kernels.summaries.merge_rows`.
+    """Merge in one launch; see `kernels.summaries.merge_rows`.
 
-    Not exact: sums are float32, and weights are rounded to the dtype of the values. ``outputs`` and
-    ``queries`` must be contiguous in D, and ``block_table`` in its columns.
+    Not exact: sums are float32, and weights are rounded to the dtype of the values. `outputs` and
+    `queries` must be contiguous in D, and `block_table` in its columns.
     """
     batch, (_, group, head_size) = len(block_table), outputs.shape
     num_heads, rows = len(outputs) // batch, num_rows(*key_pages.shape[1:])

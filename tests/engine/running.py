@@ -149,7 +149,7 @@ class SteppedEngine(LocalEngine):
 
         The tail counts as kept.
         """
-        found = [k for k in self.evictor.kept if name_of(k.request_id) == request_id]
+        found = [kept for name, kept in self.evictor.kept if name_of(name) == request_id]
         if not found:
             return None
         shape = self.evictor.shape
@@ -166,8 +166,8 @@ class SteppedEngine(LocalEngine):
         n is beyond the last position that was kept. Cuts that a preemption undid are included.
         """
         shape, masks = self.evictor.shape, []
-        for kept in self.evictor.kept:
-            if name_of(kept.request_id) != request_id:
+        for name, kept in self.evictor.kept:
+            if name_of(name) != request_id:
                 continue
             mask = torch.zeros(shape.num_pairs, 2048, dtype=torch.bool)
             pair = torch.repeat_interleave(torch.arange(shape.num_pairs), kept.counts.flatten())
@@ -193,7 +193,7 @@ class SteppedEngine(LocalEngine):
         """Assert that the worker, which knows of all ended requests, has no state of any."""
         if self.evicts:
             assert self.evictor.regions.num_live == 0
-            assert not self.evictor.regions.num_retained.any()
+            assert not self.evictor.regions.num_token_blocks.any()
             assert not self.evictor.observations
 
 

@@ -99,7 +99,7 @@ def test_a_warm_up_leaves_nothing(
     warm_up(evictor)
     assert not evictor.pool.raw.any()
     assert not evictor.regions.num_live
-    assert not evictor.regions.num_retained.any()
+    assert not evictor.regions.num_token_blocks.any()
     assert not any((evictor.observations, evictor.ended, evictor.kept))
 
 

@@ -194,7 +194,7 @@ def kept_by(running: SteppedEngine, output: Any) -> torch.Tensor:
     shape, length = running.evictor.shape, len(output.prompt_token_ids)
     # vLLM adds a random suffix to request ids.
     name = output.request_id
-    found = [k for k in running.evictor.kept if k.request_id.rsplit("-", 1)[0] == name]
+    found = [kept for of, kept in running.evictor.kept if of.rsplit("-", 1)[0] == name]
     counts = found[-1].counts.flatten()
     mask = torch.zeros(shape.num_pairs, length, dtype=torch.bool)
     pair = torch.repeat_interleave(torch.arange(shape.num_pairs), counts)

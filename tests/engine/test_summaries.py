@@ -375,10 +375,10 @@ def test_an_aborted_request_leaves_nothing(
     first, second = (running.add(each.ask) for each in expected[:2])
     for _ in range(8):
         running.step()
-    assert running.evictor.regions.num_summaries.count_nonzero() > 0
+    assert running.evictor.summaries.counts.count_nonzero() > 0
     running.engine.abort_request([first, second])
     running.drain()
     running.assert_empty()
     (output,) = running.run([expected[0].ask])
     assert_served(running, expected[0], output)
-    assert running.evictor.regions.num_summaries.count_nonzero() <= 1
+    assert running.evictor.summaries.counts.count_nonzero() <= 1

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from oracle import methods
-from tests.inputs import make_layers
+from tests.inputs import make_layers, observe_ragged
 from vllm_tgvkv.kernels.diversity import mean_cosines, norms
-from vllm_tgvkv.kernels.statistics import observe, observe_layers
+from vllm_tgvkv.kernels.statistics import observe
 
 SIZE, HEAD_SIZE = 53, 16
 
@@ -74,7 +74,7 @@ def test_statistics_of_paged_heads(workspace_bytes: int) -> None:
     values = torch.full_like(pool, math.nan)
     values[~pool.isnan()] = torch.randn(int((~pool.isnan()).sum()))
     names = frozenset({"mean_cosines", "value_norms"})
-    seen = observe_layers(
+    seen = observe_ragged(
         **layers.arguments, statistics=names, workspace_bytes=workspace_bytes, values=values
     )
     for pair, length in enumerate(layers.lengths):
@@ -95,11 +95,11 @@ def test_what_statistics_of_values_need() -> None:
     layers = make_layers([[9, 3]], [0], per_head=True).arguments
     names = frozenset({"value_norms"})
     with pytest.raises(ValueError, match="value_norms needs the pages of the values"):
-        _ = observe_layers(**layers, statistics=names).value_norms
+        _ = observe_ragged(**layers, statistics=names).value_norms
     with pytest.raises(ValueError, match="value_norms was not computed"):
-        _ = observe_layers(**layers, values=layers["pool"]).value_norms
+        _ = observe_ragged(**layers, values=layers["pool"]).value_norms
     with pytest.raises(ValueError, match="values must be"):
-        observe_layers(**layers, values=layers["pool"][1:])
+        observe_ragged(**layers, values=layers["pool"][1:])
     pages, ids, rows = torch.randn(5, 2, 4, 8), torch.tensor([2, 0]), torch.tensor([6])
     given = (torch.randn(1, 2, 1, 8), pages, ids, rows, 7, 1.0)
     with pytest.raises(ValueError, match="value_pages must have strides"):

@@ -153,7 +153,7 @@ class DecodeOptions:
     """Evictions after the first one, while the answer grows.
 
     Raises:
-        ValueError: unless one of ``schedule``, ``max_tokens`` and ``on_request`` is given.
+        ValueError: unless one of `schedule`, `max_tokens` and `on_request` is given.
     """
 
     schedule: Schedule = setting(

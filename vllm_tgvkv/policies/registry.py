@@ -52,7 +52,7 @@ class Registry(Generic[T]):
         self._values[name] = value
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Return a decorator that adds a class or function under ``name``."""
+        """Return a decorator that adds a class or function under `name`."""
 
         def decorate(value: T) -> T:
             self.add(name, value)
@@ -94,8 +94,8 @@ class Recipe:
 class Mix:
     """A user-defined method: another method with some parts and settings replaced.
 
-    The fields are the keys of an entry of ``methods`` in the configuration; None inherits the value
-    from ``base``.
+    The fields are the keys of an entry of `methods` in the configuration; None inherits the value
+    from `base`.
     """
 
     base: str = "tgv"

@@ -20,7 +20,7 @@ POOLING = Pooling("sequence", kernel=7, reduce="max")
 
 @SCORES.register("snapkv")
 class SnapScore(VoteScore):
-    """``s[j]`` = sum of A[i, j] over the last ``WINDOW`` rows, pooled over 7 positions."""
+    """`s[j]` = sum of A[i, j] over the last `WINDOW` rows, pooled over 7 positions."""
 
     rows = "window"
 

@@ -80,7 +80,7 @@ def other_layers(text_config: Any) -> list[str]:
 
 
 def text_ranges(numbers: Sequence[int]) -> str:
-    """Return ascending numbers as text, such as ``0-4, 6``."""
+    """Return ascending numbers as text, such as `0-4, 6`."""
     runs = [
         [number for _, number in run]
         for _, run in groupby(enumerate(numbers), lambda item: item[1] - item[0])

@@ -73,7 +73,7 @@ class PromptMap:
         return all(end <= start for end, start in zip(ends, starts, strict=True))
 
     def followed_by(self, num_text: int) -> PromptMap:
-        """Return the map of this prompt and `num_text` tokens of text behind it."""
+        """Return the map of this prompt and `num_text` tokens of text after it."""
         return PromptMap(self.num_tokens + num_text, self.vision)
 
     def is_vision(self) -> np.ndarray:
@@ -104,7 +104,7 @@ class Voters:
         """Return how many first tokens may come from the prefix cache, which holds no queries.
 
         With `exact`, all rows must be computed, so that the kept tokens do not depend on the cache;
-        otherwise, one row of each set. None means no limit. Rows of the answer are behind the
+        otherwise, one row of each set. None means no limit. Rows of the answer are after the
         prompt, so a set that holds no others does not limit a hit, and with answer rows no set does
         if not all rows are needed.
         """

@@ -56,7 +56,7 @@ class Trace:
     """The scores before pooling, float32 [L, S, C]; None if nothing was pooled."""
     preference: np.ndarray
     """Whether a token came before others, whatever its score, uint8 [C] or [L, S, C]; see
-    :meth:`~vllm_tgvkv.worker.decision.Decider.preference`."""
+    `ScoredPrompt.preference`."""
     preferred: str
     """What the method's retention prefers, in one word."""
     sinks: int
@@ -149,7 +149,7 @@ class Trace:
     def layer(self, layer: int, cut: int | None = None) -> dict[str, Any] | None:
         """Return positions and scores of a layer's token sets, at the last cut or at cut `cut`.
 
-        `reasons` divides the kept positions by what kept them: `sink`, `tail` (behind the full
+        `reasons` divides the kept positions by what kept them: `sink`, `tail` (after the full
         blocks), what the retention prefers (`text`, `vision`, `recent`, ...), `score`, and
         `neighbour` where only pooling raised the score to that of kept tokens.
 

@@ -122,7 +122,7 @@ class EvictingWorker:
         indices = {layer.layer_name: index for index, layer in enumerate(layers)}
         for layer in members:
             owner = layer.kv_sharing_target_layer_name or layer.layer_name
-            layer.impl.bind(indices[owner], pool, self._evictor.part.gate_outputs)
+            layer.impl.bind(indices[owner], pool, self._evictor.context.gate_outputs)
         builder.bind(self._evictor, self)
         self._shrunk: list[Eviction] = []
         self._counters = EvictionCounters().as_dict()
@@ -215,11 +215,11 @@ class EvictingWorker:
         """
         return [
             {
-                "request_id": kept.request_id,
+                "request_id": request_id,
                 "counts": kept.counts.numpy(force=True),
                 "positions": kept.positions.numpy(force=True),
             }
-            for kept in self.evictor.kept
+            for request_id, kept in self.evictor.kept
         ]
 
     @property

@@ -32,9 +32,9 @@ from vllm_tgvkv.cache.pages import CacheShape
 from vllm_tgvkv.config.server import config_of
 from vllm_tgvkv.shared.plan import Eviction
 from vllm_tgvkv.worker.base import EvictingWorker
+from vllm_tgvkv.worker.context import WORKSPACE_BYTES
 from vllm_tgvkv.worker.memory import Memory, Sizes, memory_outside_pool
 from vllm_tgvkv.worker.model_runner import RowsV1, RowsV2
-from vllm_tgvkv.worker.observation import WORKSPACE_BYTES
 from vllm_tgvkv.worker.warm_up import warm_up
 
 logger = init_logger("vllm.tgvkv")

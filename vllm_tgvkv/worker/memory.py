@@ -18,10 +18,9 @@ from vllm_tgvkv.kernels.merge import WORKSPACE_BYTES as MERGING_BYTES
 from vllm_tgvkv.kernels.redundancy import BYTES_PER_ENTRY as REDUNDANCY_BYTES
 from vllm_tgvkv.kernels.select import KEY_BYTES as RANKING_BYTES
 from vllm_tgvkv.kernels.statistics import KEY_BYTES, KEY_STATISTICS, REDUNDANCY_WORKSPACES
-from vllm_tgvkv.kernels.summaries import WORKSPACE_BYTES as ABSORBING_BYTES
-from vllm_tgvkv.kernels.summaries import bytes_per_token, num_rows
 from vllm_tgvkv.policies import Policy
 from vllm_tgvkv.shared.errors import EvictionConfigError
+from vllm_tgvkv.summaries.blocks import bytes_of_writing
 
 _TABLE_BYTES = 64 << 20
 """Page tables of several layers, see `attention_cuda.py`."""
@@ -181,7 +180,7 @@ def _of_method(config: EvictionConfig, policy: Policy, sizes: Sizes) -> dict[str
         _of_score(policy, sizes, num_sets),
         stacked + _of_choice(policy, sizes, num_sets),
         stacked + _of_copy(policy, sizes, num_sets),
-        stacked + _of_summaries(policy, sizes),
+        stacked + (bytes_of_writing(shape, tokens) if policy.summaries is not None else 0),
     )
     if config.decode is not None:
         work += _of_ragged_keys(sizes)
@@ -260,16 +259,6 @@ def _of_copy(policy: Policy, sizes: Sizes, num_sets: int) -> int:
         of_pair = 4 * shape.head_size * tokens
         merging = 5 * min(max(MERGING_BYTES, of_pair), shape.num_pairs * of_pair)
     return positions + max(tiers, sources, merging)
-
-
-def _of_summaries(policy: Policy, sizes: Sizes) -> int:
-    """Return what kept positions, sources of their copy and absorbing the others take."""
-    if policy.summaries is None:
-        return 0
-    shape, tokens = sizes.shape, sizes.max_tokens
-    of_token = bytes_per_token(num_rows(shape.block_size, shape.head_size), shape.head_size, tokens)
-    at_once = min(max(ABSORBING_BYTES, of_token * tokens), shape.num_pairs * of_token * tokens)
-    return 14 * shape.num_pairs * tokens + max(8 * shape.num_pairs * tokens, at_once)
 
 
 def _key_slice(sizes: Sizes, num_sets: int) -> int:

@@ -64,8 +64,8 @@ def warm_up(evictor: Evictor) -> None:
     num_heads = shape.num_heads * shape.group_size
     queries = pool.raw.new_zeros(5 * size, num_heads, shape.head_size)
     # Statistics of long prompts exceed the workspace and use other kernels.
-    for workspace_bytes in (0, evictor.part.workspace_bytes):
-        evictor.part.workspace_bytes = workspace_bytes
+    for workspace_bytes in (0, evictor.context.workspace_bytes):
+        evictor.context.workspace_bytes = workspace_bytes
         for plan in plans:
             evictor.begin_step(plan)
             evictor.prepare(lambda _: 0)
@@ -80,7 +80,7 @@ def warm_up(evictor: Evictor) -> None:
                     "python -m vllm_tgvkv.kernels.gpu.compile and check Triton and the driver; or "
                     "choose another method with --kv-eviction, or leave out --kv-eviction"
                 )
-        if evictor.summarises:
+        if evictor.summaries.are_used:
             _read_summaries(evictor, plans[-1].evictions[0], queries)
         regions = [int(plan.evictions[0].new_blocks[0]) for plan in plans]
         evictor.begin_step(StepPlan(released=regions))
@@ -133,16 +133,14 @@ def made_up_step(
 
 def _read_summaries(evictor: Evictor, eviction: Eviction, queries: torch.Tensor) -> None:
     """Attend to the summaries of a region, as a decode step does in every layer."""
-    shape, pool = evictor.shape, evictor.pool
+    shape = evictor.shape
     outputs = queries[0].view(shape.num_heads, shape.group_size, shape.head_size).clone()
-    evictor.regions.merge_summaries(
+    evictor.summaries.merge(
         outputs,
         outputs.new_zeros(shape.group_size, shape.num_heads, dtype=torch.float32),
         outputs,
-        pool.keys,
-        pool.values,
-        evictor.part.to_device(eviction.new_blocks).unsqueeze(0),
-        evictor.part.to_device(np.ones(1, np.int32)),
+        evictor.context.to_device(eviction.new_blocks).unsqueeze(0),
+        evictor.context.to_device(np.ones(1, np.int32)),
         layer=0,
         scale=1.0,
     )

@@ -40,7 +40,7 @@ def mean_cosines(keys: Tensor, lengths: Tensor) -> Tensor:
 def norms(values: Tensor, lengths: Tensor) -> Tensor:
     """Return the norm of each value, float32 `[H, S]`, 0 after a head's length.
 
-    Arguments are like those of `mean_cosines`.
+    Arguments as in `mean_cosines`.
     """
     found = torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32)
     is_value = torch.arange(values.shape[1], device=values.device) < lengths[:, None]

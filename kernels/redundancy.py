@@ -27,7 +27,7 @@ def redundancy(
     key whose cosine with i exceeds the threshold: of several copies, the newest is not redundant.
     The sum of all cosines with key j is its product with the sum of all keys, so cosines are needed
     only to find each key's last similar one. Only some rows i of them exist at a time, for all
-    heads. Besides them, memory is that of the keys in float32.
+    heads. Otherwise it takes the keys in float32.
 
     Args:
         keys: `[H, S, D]`, rotated, ascending by position in each head, any float dtype. What is

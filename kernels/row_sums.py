@@ -12,7 +12,7 @@ from vllm_tgvkv.kernels.statistics import Attention, ObservedAttention
 class RowSums(Attention):
     """Column sums over the text rows and over the vision rows of a prompt.
 
-    The S token sets are those of one layer or of several. Row i sees keys `0..i`, so a chunk of
+    The S token sets belong to one layer or to several. Row i sees keys `0..i`, so a chunk of
     rows does not depend on later chunks. The sums start at zero; `add` adds one chunk.
     """
 

@@ -3,7 +3,7 @@
 
 Probabilities are recomputed from the rows' queries and the cached keys. So keys from earlier chunks
 of the prefill and from prefix-cache hits are covered as well. Keys are found through a page table
-per KV head, so heads may have different lengths, as those of a compressed request do.
+per KV head, so heads may have different lengths, as in a compressed request.
 """
 
 from __future__ import annotations
@@ -386,11 +386,11 @@ class ObservedAttention(Attention, ABC):
     ) -> Tensor:
         """Return `[Q, P]`, found by a function of some pairs and their keys `[q, P, D]`.
 
-        The keys are those of `pool`, which may have values in their places. Slots after a pair's
+        The keys come from `pool`, which may have values in their places. Slots after a pair's
         last key hold anything.
         """
         if self.num_groups < self.num_pairs:
-            raise ValueError(f"{name} is that of one KV head: use granularity head")
+            raise ValueError(f"{name} belongs to one KV head: use granularity head")
         self._declared(name, None)
         lengths, size = self._rows.num_visible[:, -1:], pool.shape[1]
         width = -(-self.num_keys // size)
@@ -548,7 +548,7 @@ def observe(
         if value_pages.stride()[:2] != key_pages.stride()[:2]:
             raise ValueError(
                 f"value_pages must have strides {key_pages.stride()[:2]} between blocks and heads, "
-                f"those of key_pages, got {value_pages.stride()[:2]}"
+                f"as key_pages, got {value_pages.stride()[:2]}"
             )
         values = _pages_of_heads(value_pages, block_ids)[0]
     rows = ObservedRows(

@@ -113,7 +113,7 @@ def absorb(
 
     Args:
         key_pages, value_pages: `[num_pool_pages, N, D]`, logical views of the pool.
-        tables: int64 `[M, W]`, pages of the tokens, of which there are n, at most W * N.
+        tables: int64 `[M, W]`, pages of the n tokens, which are at most W * N.
         positions: int64 `[M, n]`, below C.
         weights: float32 `[M, n]`, 0 for tokens that are not absorbed, whatever their pages hold.
         scores: float32 `[M, n]`.

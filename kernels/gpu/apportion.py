@@ -120,7 +120,7 @@ def apportion(
 ) -> Tensor:
     """Return counts that sum to `total`; see `kernels.apportion.apportion`.
 
-    The integers equal those of the PyTorch code, which explains why the order of summation does not
+    The integers equal the PyTorch code's, which explains why the order of summation does not
     matter. Multiplications and additions are not fused, as they are not there. One program handles
     a row, with M padded to a power of two; it is tuned for M up to 2048 and correct for more. Two
     bisections of about sixty sums each take a few microseconds.

@@ -29,7 +29,7 @@ _PROGRAMS_PER_TILE = 128
 _PARTIALS_PER_TILE = 16
 _LOG2_E = 1.4426950408889634
 _OTHER_BYTES = 11 << 10
-"""Bound of a program's shared memory besides chunks: queries, weights, block ids."""
+"""Bound of a program's shared memory without chunks: queries, weights, block ids."""
 
 
 @triton.jit

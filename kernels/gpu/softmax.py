@@ -134,7 +134,7 @@ def _combine_kernel(
     SPLITS: tl.constexpr,
     VALUES: tl.constexpr,
 ):
-    """Maximum and log-sum-exp over all keys of VALUES query vectors, from those of the splits.
+    """Maximum and log-sum-exp over all keys of VALUES query vectors, from the splits' values.
 
     For a row that sees no key, they are -inf and inf, so that all its probabilities become 0.
     """

@@ -102,7 +102,7 @@ def _merge_kernel(
             logits = tl.dot(query, tl.trans(row_keys), input_precision="ieee") * scale
             logits += tl.log2(tl.where(exists, masses, 1.0))[None, :]
             logits = tl.where(exists[None, :], logits, float("-inf"))
-            new_maximum = tl.maximum(maximum, tl.max(logits, 1))  # finite as that of the keys
+            new_maximum = tl.maximum(maximum, tl.max(logits, 1))  # finite
             weights = tl.exp2(logits - new_maximum[:, None])
             decay = tl.exp2(maximum - new_maximum)
             total = total * decay + tl.sum(weights, 1)

@@ -740,7 +740,7 @@ def test_a_saved_question_waits_to_be_asked(opened: Opener, right: str) -> None:
     asked, answers = found
     expected = {"policy": "snapkv", "budget": 0.1, "max_tokens": 12, "start": start}
     assert {name: asked[name] for name in expected} == expected
-    assert answers["full"]["text"].startswith(right[2:])
+    assert answers["full"]["text"] == right[2:14]
     assert page.inner_text("#began") == f"Both answers go on from {start}"
     page.click("#copy-link")
     playwright.expect(page.locator("#offer-said")).to_contain_text("Link")
@@ -901,7 +901,7 @@ def test_all_methods_are_compared(server: ChatServer, opened: Opener, right: str
     responses: list[Any] = []
     page.on("response", lambda found: responses.append(found) if "/ask" in found.url else None)
     fill(page)
-    page.fill("#max-tokens", "1")  # so that some answers equal the full cache's
+    page.fill("#max-tokens", "2")  # so that some answers equal the full cache's
     page.click("#compare")
     playwright.expect(page.locator("#compare-progress")).to_be_visible()
     said = page.locator("#compare-said")
@@ -915,7 +915,7 @@ def test_all_methods_are_compared(server: ChatServer, opened: Opener, right: str
     assert [body["compare"] for body in asked] == [True] + [False] * (len(asked) - 1)
     answers = [found.json()["evicted"] for found in responses]
     full = responses[0].json()["full"]["text"]
-    assert full == right[0]
+    assert full == right[:2]
     cells = page.locator("#multiples .multiple")
     same = 0
     for cell, answer in zip(cells.all(), answers, strict=True):

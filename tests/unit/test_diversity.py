@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from oracle import methods
+from oracle import scores
 from tests.inputs import make_layers, observe_ragged
 from vllm_tgvkv.kernels.diversity import mean_cosines, norms
 from vllm_tgvkv.kernels.statistics import observe
@@ -41,7 +41,7 @@ def test_heads_of_any_length(dtype: torch.dtype) -> None:
     assert cosines.dtype == lengths_of.dtype == torch.float32
     for head, ours, of_norms in zip(heads, cosines, lengths_of, strict=True):
         number = len(head)
-        wanted = torch.tensor(methods.mean_cosines(head), dtype=torch.float64)
+        wanted = torch.tensor(scores.mean_cosines(head), dtype=torch.float64)
         torch.testing.assert_close(ours[:number].double(), wanted, rtol=1e-5, atol=1e-6)
         lengths_of_keys = head.double().norm(dim=-1)
         torch.testing.assert_close(
@@ -82,7 +82,7 @@ def test_statistics_of_paged_heads(workspace_bytes: int) -> None:
         keys, of_values = (
             pages[tables[pair, :count].long()].flatten(0, 1)[:length] for pages in (pool, values)
         )
-        wanted = torch.tensor(methods.mean_cosines(keys), dtype=torch.float64)
+        wanted = torch.tensor(scores.mean_cosines(keys), dtype=torch.float64)
         cosines, found = seen.mean_cosines[pair], seen.value_norms[pair]
         torch.testing.assert_close(cosines[:length].double(), wanted, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(found[:length], of_values.norm(dim=-1))

@@ -30,9 +30,9 @@ from oracle.methods import (
     retained_blocks,
     rows,
     select,
-    tgv_scores,
     tiers,
 )
+from oracle.scores import tgv_scores
 from tests.models import LLAVA_IMAGE, QWEN_IMAGE, random_image, random_text
 
 TOKENS = 60
@@ -525,40 +525,3 @@ def test_stages(oracle: Oracle, prompt: Prompt) -> None:
         rest = cut.selection.pages[1:]
         assert rest.sum() == cut.selection.blocks * rest.numel()
     assert answer.kept[1].sum() < answer.kept[0].sum()
-
-
-@pytest.mark.engine
-@pytest.mark.slow
-def test_stock_vllm_gives_the_same_tokens(
-    oracle: Oracle, prompt: Prompt, tiny_model: Callable[..., Path]
-) -> None:
-    """Without eviction, engine and oracle agree, so eviction explains any difference elsewhere."""
-    from vllm import LLM, SamplingParams
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    arch = oracle.model.config.model_type
-    text, images = two_images(arch)
-    single = text.rpartition(LLAVA_IMAGE if arch == "llava" else QWEN_IMAGE)[0]
-    engine = LLM(
-        str(tiny_model(arch, image_size=112)),
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=1024,
-        max_num_seqs=4,
-        limit_mm_per_prompt={"image": 2},
-    )
-    try:
-        outputs = engine.generate(
-            [
-                {"prompt": text, "multi_modal_data": {"image": images}},
-                {"prompt": single, "multi_modal_data": {"image": images[:1]}},
-            ],
-            SamplingParams(temperature=0, max_tokens=2 * TOKENS),
-            use_tqdm=False,
-        )
-    finally:
-        engine.llm_engine.engine_core.shutdown()
-        cleanup_dist_env_and_memory()  # other tests made engines run in this process
-    for output, expected in zip(outputs, [prompt, oracle.prompt(single, images[:1])], strict=True):
-        assert list(output.prompt_token_ids) == expected.token_ids
-        assert list(output.outputs[0].token_ids) == oracle.generate(expected, 2 * TOKENS)

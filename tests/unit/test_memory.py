@@ -143,7 +143,7 @@ def most_bytes(config: EvictionConfig, num_tokens: int, later: bool = False) -> 
     # Where all tokens find room there is no summary: one block less.
     num_retained = num_blocks - (policy.summaries is not None)
     new = (old + num_blocks)[:num_retained]
-    plan = made_up_step(config, config.policy, prompt, guard, old, new, SHAPE.block_size)
+    plan = made_up_step(config, prompt, guard, old, new, SHAPE.block_size)
     heads = SHAPE.num_heads * SHAPE.group_size
     queries = torch.empty(num_tokens, heads, SHAPE.head_size, dtype=torch.bfloat16, device="meta")
 

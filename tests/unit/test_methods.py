@@ -563,7 +563,9 @@ def test_pyramids_of_many_layers(num_layers: int) -> None:
         ours = apportion(shares, blocks * len(shares), 1, 3 * blocks)
         token_sets = [[methods.TokenSet(scores, scores)] * 2] * num_layers
         case = methods.Case(Layout(1000), 4, 9, 4)
-        wanted = methods.pyramid_shares(methods.Evidence(token_sets, [], [], [], case, blocks))
+        wanted = methods.ALLOCATIONS["pyramid"](
+            methods.Evidence(token_sets, [], [], [], case, blocks)
+        )
         assert ours.tolist() == reference.apportion(wanted, blocks * len(shares), 1, 3 * blocks)
 
 

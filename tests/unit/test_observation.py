@@ -68,7 +68,7 @@ def plan_of(config: EvictionConfig, num_tokens: int, stored: bool) -> StepPlan:
     old = np.arange(1, num_blocks + 1, dtype=np.int32)
     prompt = PromptMap(num_tokens, (VisionSpan(100, num_tokens - 500, None),))
     new = old[: num_blocks // 10] + num_blocks
-    plan = made_up_step(config, config.policy, prompt, None, old, new, SHAPE.block_size)
+    plan = made_up_step(config, prompt, None, old, new, SHAPE.block_size)
     if stored:
         (seen,), (eviction,) = plan.observations, plan.evictions
         rows = np.arange(1, len(seen.rows) + 1)

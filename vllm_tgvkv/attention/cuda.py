@@ -123,7 +123,7 @@ class RaggedKernel:
 class FlashKernel(RaggedKernel):
     """FlashAttention, which needs a page table of `width` entries for every virtual sequence.
 
-    Tables of a few rows are written for more layers at once than those of many: all stand at the
+    Tables of a few rows are written for more layers at once than tables of many: all stand at the
     start of one buffer.
     """
 

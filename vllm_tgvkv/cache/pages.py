@@ -85,11 +85,6 @@ class PagePool:
             self.num_layers, self.num_heads, group_size, self.head_size, self.block_size
         )
 
-    def layer_keys(self, layer: int) -> torch.Tensor:
-        """Return the keys of one layer as a logical view [num_blocks, H, N, D]."""
-        sizes = (self.num_blocks, self.num_layers, self.num_heads)
-        return self.keys.unflatten(0, sizes)[:, layer]
-
     def copy(self, sources: torch.Tensor, offsets: torch.Tensor, blocks: torch.Tensor) -> None:
         """Copy kept tokens to fresh blocks, see `copy_kept`."""
         sizes = (self.num_layers, self.num_heads)

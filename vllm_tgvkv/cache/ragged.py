@@ -112,7 +112,7 @@ class RaggedKeys(RowKeys):
     def sources(self, positions: Tensor, offsets: Tensor) -> Tensor:
         """Return the slots of kept tokens in the pool, page * N + slot, int64 [pages, N].
 
-        `positions` and `offsets` are those of the new region, see `select_tokens`.
+        `positions` and `offsets` describe the new region, see `select_tokens`.
         """
         size, num_pairs = self.shape.block_size, self.shape.num_pairs
         page = torch.arange(len(positions), device=positions.device)
@@ -129,7 +129,7 @@ class RaggedKeys(RowKeys):
         the data only: this is for CPUs.
 
         Args:
-            positions: int32 [pages, N]; `offsets` are those of the region, see `select_tokens`.
+            positions: int32 [pages, N]; `offsets` belong to the region, see `select_tokens`.
 
         Returns:
             int32 [pages, N]. Pages of no pair are unchanged.

@@ -22,7 +22,7 @@ class Regions:
 
     `num_token_blocks`, int32 [num_blocks], is the number of blocks that hold tokens, or 0 where no
     region starts; `num_replaced`, int32 [num_blocks], is t; `offsets` is int32
-    [num_blocks, L * H + 1]. Blocks of summaries follow those of tokens, see `SummaryBlocks`.
+    [num_blocks, L * H + 1]. Blocks of summaries follow blocks of tokens, see `SummaryBlocks`.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Regions:
             num_blocks * num_pairs, block_size, dtype=torch.int32, device=device
         )
         """Positions of the tokens in the pages of all regions, int32 [num_pages, N]; in pages of
-        summaries, those of the roots."""
+        summaries, positions of the roots."""
         self._owners: dict[int, str] = {}
         self._first_blocks: dict[str, int] = {}
         self.version = 0

@@ -2,7 +2,7 @@
 """The keys of a request's row: their pages, and which token each of them belongs to.
 
 A head's keys are *columns*, in the order of its pages. In a row that was never cut, column and
-position are the same; `RaggedKeys` are those of a compressed row.
+position are the same; `RaggedKeys` describe a compressed row.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class RowKeys:
         """Return the tokens of a new region in the order of its slots, and where they are now.
 
         Args:
-            positions: int32 [pages, N]; `offsets` are those of the region, see `select_tokens`.
+            positions: int32 [pages, N]; `offsets` belong to the region, see `select_tokens`.
             in_order: whether they have to ascend in every head.
 
         Returns:

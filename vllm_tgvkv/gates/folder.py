@@ -156,7 +156,7 @@ class Gates:
         )
 
     def check_model(self, layers: int, hidden_size: int, kv_heads: int) -> None:
-        """Check that the gates are those of a model of this shape.
+        """Check that the gates fit a model of this shape.
 
         Raises:
             EvictionConfigError: if they are not.

@@ -41,7 +41,7 @@ def sliding_layers(text_config: Any) -> list[int]:
 
 
 def evicted_kv_heads(model: ModelConfig) -> int:
-    """Return the KV heads of a layer with full attention, those of all ranks together.
+    """Return the KV heads of a layer with full attention, of all ranks together.
 
     Gemma 4 has fewer in these layers than in those with a window.
     """

@@ -136,7 +136,7 @@ class Outcome:
 
     request_id: str
     first_block: int
-    """First block of the region, which identifies the eviction among those of the request."""
+    """First block of the region, which identifies the eviction within the request."""
     num_blocks: int | None
     """Blocks that a guarded eviction retained; None if there was no guard."""
     method: str

@@ -140,7 +140,7 @@ def voters(
     last position; without vision, the last `observation_window` positions. `window` holds the last
     positions of the prompt. To each of them, the `num_answer` positions after the prompt are
     added, the first tokens of the answer; `answer` holds only these, and so does `latest` if there
-    are any, and otherwise those of `window`.
+    are any, and otherwise the rows of `window`.
 
     Raises:
         ValueError: for the row set `answer` without tokens of the answer.

@@ -26,8 +26,8 @@ class Trace:
     """The trace of a request: its last cut, and those before it.
 
     L is the number of layers, H of KV heads, S of token sets in a layer (1 or H), N of tokens in a
-    block, P of prompt tokens, and C of the tokens in full blocks that the cut could evict: those of
-    the prompt, and under a ceiling those of the answer.
+    block, P of prompt tokens, and C of the tokens in full blocks that the cut could evict: from
+    the prompt, and under a ceiling from the answer.
     """
 
     id: str
@@ -84,7 +84,7 @@ class Trace:
         return *self.earlier, self
 
     def after(self, trace: Trace) -> Trace:
-        """Return this cut as one that follows those of `trace`, of the same request.
+        """Return this cut as one that follows the cuts of `trace`, of the same request.
 
         A cut that comes after no more tokens of the answer than earlier ones replaces them: they
         were undone by a preemption.
@@ -118,8 +118,8 @@ class Trace:
     def detail(self, cut: int | None = None) -> dict[str, Any] | None:
         """Return the summary with image positions, and the pages of one cut.
 
-        `kept_by` has the number of (layer, head) pairs that keep each token: those of the prompt,
-        then those of the answer that the cut could evict.
+        `kept_by` has the number of (layer, head) pairs that keep each token: of the prompt,
+        then of the answer as far as the cut could evict it.
 
         Args:
             cut: index among the cuts; the last one by default. None is returned if there is none.
@@ -151,7 +151,7 @@ class Trace:
 
         `reasons` divides the kept positions by what kept them: `sink`, `tail` (after the full
         blocks), what the retention prefers (`text`, `vision`, `recent`, ...), `score`, and
-        `neighbour` where only pooling raised the score to that of kept tokens.
+        `neighbour` where only pooling raised the score to the level of kept tokens.
 
         None is returned if there is no such layer or cut.
         """
@@ -196,7 +196,7 @@ class Trace:
 
     @property
     def _num_tokens(self) -> int:
-        """Tokens of the prompt, and those of the answer that the cut could evict."""
+        """Tokens of the prompt, and of the answer as far as the cut could evict it."""
         return max(self.prompt.num_tokens, self._num_candidates)
 
     def _positions(self, layer: int, head: int) -> np.ndarray:

@@ -91,12 +91,12 @@ class SummaryBlocks:
         self.num_rows = num_rows(pool.block_size, pool.head_size)
         """Rows of a summary."""
         self.counts = torch.zeros(pool.num_blocks, dtype=torch.int32, device=pool.raw.device)
-        """By the first block of a region: the blocks of summaries after those of tokens, int32."""
+        """By the first block of a region: its number of blocks of summaries, int32."""
         self._columns: dict[int, slice] = {}
         """By first block: where a row has blocks of summaries, if it has any."""
 
     def add(self, first_block: int, num_token_blocks: int, number: int) -> None:
-        """Record that a region has a number of blocks of summaries after those of tokens."""
+        """Record that blocks of summaries follow the blocks of tokens of a region."""
         self.counts[first_block] = number
         if number:
             self._columns[first_block] = slice(num_token_blocks, num_token_blocks + number)

@@ -59,7 +59,7 @@ class Summaries:
 
         Args:
             num_blocks: blocks that the cut leaves.
-            num_replaced: full blocks of the row in whose place these stand.
+            num_replaced: full blocks of the row that they replace.
         """
         if self.of == "none" or num_blocks >= num_replaced:
             return ()

@@ -26,6 +26,7 @@ from vllm_tgvkv.gates.tap import attach_taps
 from vllm_tgvkv.shared.counters import EvictionCounters
 from vllm_tgvkv.shared.plan import Eviction, attach_outcomes, plan_of
 from vllm_tgvkv.worker.evictor import Evictor
+from vllm_tgvkv.worker.model_runner import RowsV1, RowsV2
 from vllm_tgvkv.worker.outcomes import Outcomes
 from vllm_tgvkv.worker.ranks import tensor_ranks
 from vllm_tgvkv.worker.stages import pipeline_stages
@@ -161,13 +162,18 @@ class EvictingWorker:
             return OutputWithOutcomes(output, outcomes)
         return with_outcomes(output, outcomes)
 
+    @property
+    def rows(self) -> type[RowsV1] | type[RowsV2]:
+        """Return how the model runner stores rows of its batch."""
+        return RowsV1
+
     def find_row(self, common: CommonAttentionMetadata, request_id: str) -> int | None:
         """Return a request's row in the batch that is being built, see `BatchRows`."""
-        raise NotImplementedError
+        return self.rows.find(self.model_runner, common, request_id)
 
     def request_at(self, common: CommonAttentionMetadata, row: int) -> str:
         """Return the request in a row of the batch that is being built, see `BatchRows`."""
-        raise NotImplementedError
+        return self.rows.request_at(self.model_runner, common, row)
 
     def rewrite_rows(self, evictions: list[Eviction]) -> None:
         """Replace rows of prompts by their compressed rows, before the next step is built."""

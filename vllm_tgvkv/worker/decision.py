@@ -228,7 +228,7 @@ class ScoredPrompt:
         return masses[layers, :, : self.prompt.num_candidates].double() * kept
 
     def _fill(self, counts: Tensor, num_retained: int, guarded: bool) -> Tensor:
-        """Return the kept positions of `num_retained` blocks, of which a guard may use fewer.
+        """Return the kept positions of `num_retained` blocks; a guard may use fewer.
 
         `counts` has the pages of `heads` only.
         """

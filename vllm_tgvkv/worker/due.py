@@ -27,7 +27,7 @@ class Rows:
     """Rows of a prompt that are observed together."""
 
     index: slice | torch.Tensor
-    """Where their queries are: among the batch's, or among those of all observation rows."""
+    """Where their queries are: in the batch, or among the queries of all observation rows."""
     positions: torch.Tensor
     """int64 [O], ascending."""
     num_visible: torch.Tensor
@@ -67,7 +67,7 @@ class DueEviction:
     keys: RowKeys
     """The keys of the prompt and the answer so far."""
     new_blocks: torch.Tensor
-    """The fresh blocks of the region, int32 [k]: those of tokens, then those of summaries."""
+    """The fresh blocks of the region, int32 [k]: first tokens, then summaries."""
     stored: torch.Tensor | None
     """Rows of the query pool with the queries of all observation rows, int64 [O]; None if all are
     in this step's chunk."""

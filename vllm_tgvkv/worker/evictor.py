@@ -63,7 +63,7 @@ class Evictor:
         stages: Stages,
         query_dtype: torch.dtype | None = None,
     ) -> None:
-        """Make an evictor; `query_dtype` is that of the model, by default that of the cache."""
+        """Make an evictor; `query_dtype` is the dtype of the model, by default of the cache."""
         self.config = config
         self.shape = shape
         self.pool = pool

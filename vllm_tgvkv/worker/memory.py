@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of a GPU that eviction takes outside the pool, in bytes by name.
 
-vLLM gives all memory that its own trial run leaves to the pool. What eviction takes besides is
+vLLM gives all memory that its own trial run leaves to the pool. What eviction takes on top is
 computed here and subtracted first. `docs/design.md` has the formulas as a table.
 """
 
@@ -133,7 +133,7 @@ def _of_decoding(config: EvictionConfig, sizes: Sizes) -> dict[str, int]:
 def _of_block(config: EvictionConfig, shape: CacheShape) -> int:
     """Return what `Regions` takes for each block, with positions if regions are cut again.
 
-    And what the gates said of each key, see `GateOutputs`.
+    With gates, their output for each key as well, see `GateOutputs`.
     """
     of_keys = (config.decode is not None) + (config.gates is not None)
     return 4 * (shape.num_pairs + 4 + of_keys * shape.num_pairs * shape.block_size)
@@ -152,7 +152,7 @@ def _of_gates(config: EvictionConfig, sizes: Sizes) -> dict[str, int]:
 
 
 def _of_query_pool(config: EvictionConfig, sizes: Sizes) -> int:
-    """Return what the queries of tokens take that vote later, see `QueryPool`."""
+    """Return the bytes of the query pool, see `QueryPool`."""
     shape = sizes.shape
     of_row = shape.num_pairs * shape.group_size * shape.head_size * sizes.element_bytes
     destinations = 8 * sizes.max_rows if config.waits else 0
@@ -160,7 +160,7 @@ def _of_query_pool(config: EvictionConfig, sizes: Sizes) -> int:
 
 
 def _of_method(config: EvictionConfig, policy: Policy, sizes: Sizes) -> dict[str, int]:
-    """Return what prompts take that are evicted by one method."""
+    """Return what the prompts that one method evicts take."""
     shape, tokens = sizes.shape, sizes.max_tokens
     num_sets = shape.num_heads if policy.granularity == "head" else 1
     scores = 4 * shape.num_layers * num_sets  # of one token
@@ -206,7 +206,7 @@ def _of_statistics(config: EvictionConfig, policy: Policy, sizes: Sizes, num_set
         scratch += min(sizes.workspace_bytes, num_layers * averages)
     if "row_entropies" in queried:
         scratch += _of_layers(averages, policy, sizes) // 64
-    # Queries of the layers that wait, of all prompts, and then those of one prompt twice.
+    # Queries of the layers that wait, of all prompts, and then twice the queries of one prompt.
     row = shape.num_heads * shape.group_size * shape.head_size * sizes.element_bytes
     if policy.scores_layers_together:
         scratch += min(sizes.workspace_bytes, num_layers * sizes.step_tokens * row)
@@ -220,7 +220,7 @@ def _of_layers(of_layer: int, policy: Policy, sizes: Sizes) -> int:
 
 
 def _of_score(policy: Policy, sizes: Sizes, num_sets: int) -> int:
-    """Return what scoring and pooling layers takes besides: some numbers for each token."""
+    """Return what scoring and pooling layers takes: some numbers for each token."""
     queried = {name for kind in policy.row_sets for name in policy.statistics(kind)}
     of_keys = _of_keys(sizes, "key_redundancy" in queried) if KEY_STATISTICS & queried else 0
     of_tokens = policy.scoring_bytes(0) * num_sets * sizes.max_tokens

@@ -184,7 +184,7 @@ class PromptObservation:
         queries: Callable[[], torch.Tensor],
         scales: Sequence[float],
     ) -> None:
-        """Let the policy score some layers as if their token sets were those of one layer."""
+        """Let the policy score some layers as if their token sets belonged to one layer."""
         policy, prompt = due.policy, due.prompt
 
         def by_layer(values: torch.Tensor) -> tuple[torch.Tensor, ...]:

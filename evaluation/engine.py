@@ -25,8 +25,7 @@ from vllm_tgvkv.config.server import CONFIG_KEY
 
 MODELS = ROOT / "build" / "models"
 SPARE_TOKENS = 8
-"""Tokens of an answer beyond those of the truth, before it is cut off. Lists get as many more as
-the truth has: models put each item on its own line. So does the truth of a list that is copied."""
+"""Tokens of an answer beyond those of the truth, before it is cut off."""
 
 BYTES_PER_TOKEN = 30 * 2 * 3 * 64 * 4
 """Of SmolLM2's cache: layers, keys and values, KV heads, head size, bytes of a float32."""
@@ -134,7 +133,7 @@ class LanguageEngine(LocalEngine, Generic[Q]):
                 asked = Asked(question.task.name, question.number, arm, example, pieces)
                 sampling = SamplingParams(
                     temperature=0,
-                    max_tokens=asked.most_tokens,
+                    max_tokens=len(pieces) + SPARE_TOKENS,
                     extra_args={**arm.xargs, "kv_eviction_report": 1},
                 )
                 name = f"{question.task.name}/{question.number}/{arm.key}"
@@ -229,12 +228,6 @@ class Asked:
     example: TextExample
     pieces: tuple[str, ...]
     """Texts of the right answer's tokens."""
-
-    @property
-    def most_tokens(self) -> int:
-        """Return the number of tokens at which the answer is cut off."""
-        has_layout = self.example.items and self.example.kind != "copy"
-        return len(self.pieces) * (2 if has_layout else 1) + SPARE_TOKENS
 
     def answer(self, output: Any) -> Answer:
         """Return the answer of a finished request.

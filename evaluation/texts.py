@@ -63,45 +63,6 @@ _DEFAULT = Part(
     ((_WAITING[0], arm(DEFAULT, 0.2)), (_WAITING[0], arm("snapkv", 0.2))),
 )
 
-_SOLVED: tuple[Task, ...] = (
-    *KEYS,
-    TextTask("numbers", "noise", 512, keys=2),
-    TextTask("numbers", "prose", 512, keys=2),
-    TextTask("names", "noise", 512, keys=2),
-    TextTask("names", "prose", 512, keys=2),
-    TextTask("words", "list", 512),
-    TextTask("fact", "prose", 512, keys=2),
-    TextTask("fact", "prose", 1024, keys=2),
-)
-"""Tasks of which the full cache answered more than one half, of 6 to 8 questions for training."""
-
-_RULER = Part(
-    "RULER's tasks",
-    "The tasks of RULER as far as the model can do them with the full cache: one of several "
-    "numbers, all numbers of a name, the numbers of several names, the most common word of a list, "
-    "and a fact of one of several documents. A list is right if the answer names all of it, in any "
-    "order. A number and a word end within 8 tokens, and many facts, so with a wait of 8 tokens "
-    "their cells show only that the wait works.",
-    (
-        Cells(
-            _SOLVED,
-            (
-                *crossed(("snapkv", "adakv", "pyramidkv", "streaming"), BUDGETS),
-                *crossed(("snapkv_max_forward16",), BUDGETS),
-                *crossed(("snapkv_answer_forward16",), BUDGETS, (4, 8)),
-            ),
-            20,
-        ),
-    ),
-    tuple(
-        (first, arm("snapkv", 0.1))
-        for first in (
-            arm("snapkv_answer_forward16", 0.1, defer=8),
-            arm("snapkv_max_forward16", 0.1),
-        )
-    ),
-)
-
 # -- trained gates --------------------------------------------------------------------------
 
 FOLDERS = {name: f"build/gates/{name}" for name in ("kvzap", "dbtrimkv", "trimkv", "untied")}
@@ -218,7 +179,6 @@ def summaries(text: str, tasks: Sequence[tuple[Task, int]], bases: Sequence[str]
 PARTS = {
     "methods": _METHODS,
     "default": _DEFAULT,
-    "tasks": _RULER,
     "replaced": replacing(
         "One part of reach replaced",
         f"`{DEFAULT}` without a wait, with another layer budget, sums in place of maxima over the "

@@ -8,28 +8,28 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
-from demo.pages import make_page
-from demo.tasks import make_example
-from loadtests.profile import Pages, Profile, Random, ServedArm
-from measure.messages import image_part, jpeg_url, png_url, text_part
+from loadtests.pages import page_message
+from loadtests.profile import Pages, Profile, Random
+from measure import serving
+from measure.arm import Arm
 from measure.serving import (
     Server,
     ServingError,
     authorization,
+    flags,
     log_errors,
     process_group,
     vllm_executable,
+    wait_until_healthy,
 )
 
 PERCENTILES = (50, 90, 99)
 METRICS = ("ttft", "tpot", "itl", "e2el")
-SPLIT = "test"
 REQUESTS = "requests.jsonl"
 WARM_UP_PAGE = 900_000
 """First of the pages that only warm-up requests show."""
@@ -55,31 +55,49 @@ class Load:
 
 
 def plan(profile: Profile) -> list[Load]:
-    """Return all loads of a sweep, in order."""
-    return list(_loads(profile))
+    """Return all loads in order; its number determines a load's seed and pages."""
+    named = [(name, rate) for name, each in profile.workloads.items() for rate in each.rates]
+    return [
+        Load(
+            name,
+            rate,
+            profile.workloads[name].requests(rate),
+            profile.seed + number,
+            number * 10_000,
+        )
+        for number, (name, rate) in enumerate(named)
+    ]
 
 
-def rounds(profile: Profile) -> Iterator[Load]:
-    """Yield the loads of a soak: those of a sweep, repeated with new requests."""
-    start = 0
-    while True:
-        for load in _loads(profile, start):
-            start += 1
-            yield load
+def serve_arguments(profile: Profile, arm: Arm) -> list[str]:
+    """Return the arguments of `vllm` that serve an arm, without host and port."""
+    arguments = ["serve", profile.model_path, "--served-model-name", profile.request_model]
+    return arguments + flags({**profile.serve, **arm.server})
 
 
-def _loads(profile: Profile, start: int = 0) -> Iterator[Load]:
-    """Yield each load once; its number determines its seed and pages."""
-    number = start
-    for name, workload in profile.workloads.items():
-        for rate in workload.rates:
-            requests = workload.requests(rate)
-            yield Load(name, rate, requests, profile.seed + number, number * 10_000)
-            number += 1
+@contextmanager
+def served(profile: Profile, arm: Arm, log: Path) -> Iterator[Server]:
+    """Yield the running server of an arm; stop it afterwards if it was started here.
+
+    Raises:
+        ServingError: if it is not healthy within `startup_seconds`.
+    """
+    if arm.url is not None:
+        url = arm.url.rstrip("/")
+        wait_until_healthy(url, seconds=profile.startup_seconds)
+        yield Server(url)
+        return
+    with serving.serving(
+        serve_arguments(profile, arm),
+        log,
+        environment=profile.environment,
+        start_seconds=profile.startup_seconds,
+    ) as server:
+        yield server
 
 
 def run_load(
-    profile: Profile, arm: ServedArm, server: Server, load: Load, folder: Path
+    profile: Profile, arm: Arm, server: Server, load: Load, folder: Path
 ) -> dict[str, Any]:
     """Run `vllm bench serve` and return its result, see `read_result`.
 
@@ -101,13 +119,13 @@ def run_load(
 
 
 def bench_arguments(
-    profile: Profile, arm: ServedArm, server: Server, load: Load, folder: Path
+    profile: Profile, arm: Arm, server: Server, load: Load, folder: Path
 ) -> list[str]:
     """Return the arguments of `vllm` for a load; write the requests of a `pages` workload."""
     workload = profile.workloads[load.workload]
     arguments = ["bench", "serve", "--backend", "openai-chat"]
     arguments += ["--base-url", server.url, "--endpoint", "/v1/chat/completions"]
-    arguments += ["--model", profile.model, "--served-model-name", profile.request_model]
+    arguments += ["--model", profile.model_path, "--served-model-name", profile.request_model]
     if profile.tokenizer is not None:
         arguments += ["--tokenizer", profile.tokenizer]
     arguments += ["--num-prompts", str(load.requests), "--request-rate", str(load.rate)]
@@ -148,27 +166,12 @@ def _random_arguments(workload: Random) -> list[str]:
 
 def page_requests(workload: Pages, first: int, count: int) -> Iterator[list[dict[str, Any]]]:
     """Yield the contents of `count` messages: images, then the question."""
+    most = max(workload.pages)
     for number in range(count):
-        scale = workload.scales[number % len(workload.scales)]
-        if workload.questions_per_image > 1:
-            page = make_page(SPLIT, first + number // workload.questions_per_image)
-            place = number % workload.questions_per_image
-            scale = workload.scales[number // workload.questions_per_image % len(workload.scales)]
-            images = [page.image]
-            question = page.questions[place % len(page.questions)].text
-        else:
-            task = workload.tasks[number % len(workload.tasks)]
-            example = make_example(task, SPLIT, first + number)
-            images = [page.image for page in example.pages]
-            question = example.question
-        yield [*(image_part(_url(image, scale)) for image in images), text_part(question)]
-
-
-def _url(image: Image.Image, scale: int) -> str:
-    if scale == 1:
-        return png_url(image)
-    # Enlarged grain makes a PNG of megabytes.
-    return jpeg_url(image.resize((image.width * scale, image.height * scale)))
+        group, asked = divmod(number, workload.questions_per_page)
+        start = first + group * most
+        pages = list(range(start, start + workload.pages[group % len(workload.pages)]))
+        yield page_message(pages, asked, workload.scale)
 
 
 def read_result(path: Path) -> dict[str, Any]:
@@ -182,7 +185,7 @@ def read_result(path: Path) -> dict[str, Any]:
     return {name: value for name, value in result.items() if name not in DETAILS}
 
 
-def warm_up(profile: Profile, arm: ServedArm, server: Server) -> None:
+def warm_up(profile: Profile, arm: Arm, server: Server) -> None:
     """Send `warmup_requests` requests one after the other.
 
     Raises:

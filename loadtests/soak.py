@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m loadtests.soak --minutes 30`: mixed traffic whose every answer is checked.
 
-Serves the demonstration model with a small pool and asks a fixed list of requests one by one. Then
-the same requests arrive at random, all kinds mixed, and each must be answered as it was alone.
-Meanwhile memory, blocks and latency are watched. `vllm bench serve`, which drives the other load
-tests, does not compare answers.
+Serves a small model with random weights and a small pool, and asks a fixed list of requests one by
+one. Then the same requests arrive at random, all kinds mixed, and each must be answered as it was
+alone. Meanwhile memory, blocks and latency are watched. `vllm bench serve`, which drives the other
+load tests, does not compare answers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import openai
 from tqdm import tqdm
 
 from loadtests.mix import MIXES, Case, make_cases
-from loadtests.profile import Profile
+from loadtests.model import model_folder
 from loadtests.run import ROOT, facts
 from loadtests.samples import Sample, Scraper, drain, scrape
 from loadtests.soak_report import write_report
@@ -46,11 +46,13 @@ from loadtests.verdict import (
 )
 from measure.serving import Server, ServingError, log_errors, serving
 
-MODEL = ROOT / "demo" / "model"
 OUTPUT = ROOT / "build" / "soak"
+SERVED = "random"
+"""Name of the served model."""
+
 # Rounding differs between batches. In float32 it hardly ever changes a greedy token.
 SERVE = [
-    *("serve", os.path.relpath(MODEL), "--served-model-name", "demo", "--dtype", "float32"),
+    *("--served-model-name", SERVED, "--dtype", "float32"),
     *("--block-size", "32", "--max-model-len", "1536"),
     # Prompts are split into chunks, and several prefill at once.
     *("--max-num-batched-tokens", "512", "--long-prefill-token-threshold", "256"),
@@ -67,6 +69,21 @@ POOL_BLOCKS = {
     STOCK_ARM: 640,
 }
 
+ENVIRONMENT = {
+    "OMP_WAIT_POLICY": "passive",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    # oneDNN keeps what it compiled for the last 1024 shapes of a matrix product, some 200 MiB, and
+    # a batch's number of tokens is one. It takes hours to fill and would hide what really leaks.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+}
+SEED = 0
+"""Of order and arrival times."""
+IN_FLIGHT = 12
+"""Most requests at a time."""
 STREAMED = 0.5
 LEAVING = 0.1
 """Share of clients that leave before their answer is complete."""
@@ -120,10 +137,10 @@ class Client:
         create: Any = self._openai.chat.completions.create
         body = self._bodies[plan.case]
         if not plan.is_streamed:
-            answer = await create(model="demo", **body)
+            answer = await create(model=SERVED, **body)
             heard.extend(_tokens(answer.choices[0]))
             return True
-        stream = await create(model="demo", **body, stream=True)
+        stream = await create(model=SERVED, **body, stream=True)
         try:
             async for chunk in stream:
                 for choice in chunk.choices:
@@ -160,24 +177,22 @@ class Traffic:
         client: Client,
         expected: Sequence[Sequence[Token]],
         is_alive: Callable[[], bool],
-        options: Any,
+        rate: float,
     ) -> None:
         self.visits: list[Visit] = []
         self._client = client
         self._is_alive = is_alive
         self._expected = expected
-        self._rate: float = options.rate
-        self._in_flight: int = options.in_flight
-        self._seed: int = options.seed
+        self._rate = rate
         self._begin = 0.0
 
     async def run(self, seconds: float, bar: tqdm) -> None:
         """Send requests for `seconds`, or until the server ends, and wait for the last answer."""
-        rng, places = random.Random(self._seed + 1), asyncio.Semaphore(self._in_flight)
+        rng, places = random.Random(SEED + 1), asyncio.Semaphore(IN_FLIGHT)
         self._begin = time.monotonic()
         arrival = self._begin
         tasks: set[asyncio.Task[None]] = set()
-        for plan in plans(self._client.num_cases, self._seed):
+        for plan in plans(self._client.num_cases, SEED):
             # If all places are taken, this and all later requests wait.
             arrival = max(arrival + rng.expovariate(self._rate), time.monotonic())
             if arrival - self._begin > seconds or not self._is_alive():
@@ -230,7 +245,7 @@ async def soak_arm(server: Server, name: str, cases: Sequence[Case], options: An
     seconds = 60 * options.minutes
     arm = SoakedArm(server.command or "", scrape(server).pool, seconds)
     expected = await client.all_alone()
-    traffic = Traffic(client, expected, server.is_alive, options)
+    traffic = Traffic(client, expected, server.is_alive, options.rate)
     begin = time.monotonic()
     with tqdm(desc=name, unit=" requests") as bar, Scraper(server, SCRAPE_SECONDS) as scraper:
         await traffic.run(seconds, bar)
@@ -243,12 +258,7 @@ async def soak_arm(server: Server, name: str, cases: Sequence[Case], options: An
     ]
     arm.moments = [_moment(sample, begin) for sample in scraper.samples]
     _, last = await asyncio.to_thread(drain, server, DRAIN_SECONDS)
-    arm.left = {
-        "running": last.running,
-        "waiting": last.waiting,
-        "kv_usage": last.kv_usage,
-        "blocks_held": last.blocks_held,
-    }
+    arm.left = last.left
     arm.eviction = last.eviction
     await client.close()
     return arm
@@ -277,8 +287,6 @@ def run(options: Any, soak: Soak, cases: Sequence[Case]) -> None:
     Raises:
         ServingError: if a server does not start, or ends, or refuses a request that is alone.
     """
-    # Environment variables for a small CPU machine, as in the other soak.
-    profile = Profile.read(ROOT / "loadtests" / "profiles" / "soak.yaml")
     arms = {EVICTING_ARM: [*SERVE, *EVICTING], **({STOCK_ARM: SERVE} if options.stock else {})}
     options.output.mkdir(parents=True, exist_ok=True)
     for name, arguments in arms.items():
@@ -286,10 +294,9 @@ def run(options: Any, soak: Soak, cases: Sequence[Case]) -> None:
         log = OUTPUT / f"{name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         with serving(
-            [*arguments, *pool],
+            ["serve", os.path.relpath(model_folder()), *arguments, *pool],
             log,
-            environment=profile.environment,
-            start_seconds=profile.startup_seconds,
+            environment=ENVIRONMENT,
         ) as server:
             try:
                 soak.arms[name] = asyncio.run(soak_arm(server, name, cases, options))
@@ -313,7 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cases = make_cases()
         about = facts("loadtests.soak", given, options.note)
         about["machine_load_before"] = round(os.getloadavg()[0], 2)
-        about |= {"rate": options.rate, "in_flight": options.in_flight}
+        about |= {"rate": options.rate, "in_flight": IN_FLIGHT}
         soak = Soak(about, [case.kind for case in cases])
         soak.control = STOCK_ARM if options.stock else None
         try:
@@ -338,21 +345,12 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
         "--stock", action="store_true", help="then a stock server for as long: the control"
     )
     parser.add_argument("--rate", type=_positive, default=2, help="requests a second (default: 2)")
-    parser.add_argument("--in-flight", type=_count, default=12, help="at most (default: 12)")
-    parser.add_argument("--seed", type=int, default=0, help="of order and arrival times")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of the report")
     parser.add_argument("--note", default="", help="text for the report, such as what else ran")
     parser.add_argument(
         "--report-only", type=Path, metavar="FOLDER", help=f"rewrite the report of its {FILE}"
     )
     return parser.parse_args(given)
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
 
 
 def _positive(text: str) -> float:

@@ -34,8 +34,8 @@ def write_report(soak: Soak, folder: Path) -> None:
     blocks: list[Block] = [
         Heading("Soak with answers checked", 1),
         Text(
-            f"{len(soak.kinds)} greedy requests to the demonstration model, asked one by one and "
-            f"then at random for {_minutes(soak)} minutes, {facts['rate']:g} a second, at most "
+            f"{len(soak.kinds)} greedy requests to a small model with random weights, asked alone "
+            f"and then at random for {_minutes(soak)} minutes, {facts['rate']:g} a second, at most "
             f"{facts['in_flight']} at a time: methods, budgets and granularities of their own, "
             "guarded budgets, uncompressed ones, chats that share pages, text. Half of them are "
             "streams; clients of a tenth go away before the end. Each answer is compared with that "
@@ -52,7 +52,7 @@ def write_report(soak: Soak, folder: Path) -> None:
         Text(
             "Memory is that of all processes of the server; growth is the slope of least squares "
             "over the last two thirds of the time, because caches fill in the first. oneDNN's, "
-            "which otherwise fills for hours, is bounded (`loadtests/profiles/soak.yaml`). Latency "
+            "which otherwise fills for hours, is bounded (`loadtests/soak.py`). Latency "
             "is from the request to the last token, over the median of the same request in the "
             "whole run, so that the mix does not matter: the median of the last third of the time "
             "to that of the first, with a bootstrap interval over stretches of time. In brackets: "

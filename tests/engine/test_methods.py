@@ -176,7 +176,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {**SERVER, "head_scores": str(file)}
 
 
-@pytest.fixture(scope="module", params=["whole", "chunked"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("whole", marks=pytest.mark.nightly), "chunked"]
+)
 def running(
     request: pytest.FixtureRequest, folder: Path, server: dict[str, Any]
 ) -> Iterator[SteppedEngine]:

@@ -287,7 +287,10 @@ def expected(folder: Path) -> list[Expected]:
     return found
 
 
-@pytest.fixture(scope="module", params=["poisoned", "prefix cache", "CUDA"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("poisoned", marks=pytest.mark.nightly), "prefix cache", "CUDA"],
+)
 def running(request: pytest.FixtureRequest, folder: Path) -> Iterator[SteppedEngine]:
     """Engine that prefills in chunks and fills released blocks with NaN, or caches prefixes.
 

@@ -42,7 +42,7 @@ def assert_reasons(
     ],
     ids=["schedule", "ceiling"],
 )
-@pytest.mark.parametrize("method", ["tgv", "adakv"])
+@pytest.mark.parametrize("method", ["tgv", pytest.param("adakv", marks=pytest.mark.nightly)])
 def test_a_trace_has_every_cut(
     tiny_model: Callable[..., Path], method: str, settings: dict[str, Any]
 ) -> None:

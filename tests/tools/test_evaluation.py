@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -466,35 +465,6 @@ def test_missing_weights_name_the_command(
     assert stop.value.code == 2
     assert smollm.INSTALL in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-def rotated(values: torch.Tensor, angle: torch.Tensor, adjacent: bool) -> torch.Tensor:
-    """Rotate the pairs of a head: values side by side, or of the first and the second half."""
-    head, half = values.shape[0], values.shape[0] // 2
-    pairs = values.view(half, 2) if adjacent else values.view(2, half).T
-    cos, sin = angle.cos(), angle.sin()
-    turned = torch.stack(
-        [pairs[:, 0] * cos - pairs[:, 1] * sin, pairs[:, 0] * sin + pairs[:, 1] * cos], dim=1
-    )
-    return turned.reshape(head) if adjacent else turned.T.reshape(head)
-
-
-def test_projections_turn_the_same_pairs_in_both_formats() -> None:
-    heads, size, width = 3, 8, 10
-    weights = torch.rand(2, heads * size, width, dtype=torch.float64)  # of queries and keys
-    inputs = torch.rand(2, width, dtype=torch.float64)
-    frequencies = torch.rand(size // 2, dtype=torch.float64)
-    scores = {}
-    for adjacent in (True, False):
-        sides = []
-        for weight, hidden, position in zip(weights, inputs, (7, 3), strict=True):
-            ours = weight if adjacent else smollm._halves(weight, heads)
-            values = (ours @ hidden).view(heads, size)
-            sides.append(
-                torch.stack([rotated(v, position * frequencies, adjacent) for v in values])
-            )
-        scores[adjacent] = (sides[0] * sides[1]).sum(dim=1)
-    torch.testing.assert_close(scores[True], scores[False])
 
 
 @pytest.mark.engine

@@ -601,7 +601,7 @@ def test_ranks_and_stages_are_processes_of_one_machine(
 
 
 SCHEDULE = {"schedule": [[4, 0.5], [9, 0.2]]}
-CEILING = {"max_tokens": 512, "buffer": 64}
+CEILING = {"max_tokens": 512}
 
 
 @pytest.mark.parametrize("decode", [SCHEDULE, CEILING], ids=["schedule", "ceiling"])
@@ -635,7 +635,7 @@ def test_what_methods_with_summaries_do_not_run_with(
     plain: str, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
     if "methods" in settings:
-        settings = {"policy": "tgv", "methods": {"x": {"base": "tgv", "summaries": {}}}}
+        settings = {"policy": "tgv", "methods": {"x": {"base": "tgv", "summaries": "both"}}}
     vllm_config = configure(plain, {CONFIG_KEY: settings})
     check_vllm_config(vllm_config, platforms.CPU)
     on_gpu = configure(plain, {}, attention_config={"backend": "FLASH_ATTN"})

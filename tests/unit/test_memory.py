@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from vllm.v1.worker.gpu_worker import Worker
 
+from tests.configs import AdjustedConfig
 from tests.conftest import ROOT
 from tests.inputs import gates, head_scores
 from tests.unit.test_policies import NoSynchronisation
@@ -128,7 +129,7 @@ def settings(policy: str, granularity: str | None = None, **others: Any) -> Evic
         others["head_scores"] = head_scores(SHAPE.num_layers, SHAPE.num_heads)
     if policy in METHOD_NAMES and (kind := gates_of(policy)) is not None:
         others["gates"] = gates(kind, SHAPE.num_layers, SHAPE.num_heads)
-    return EvictionConfig.from_mapping({"policy": policy, "granularity": granularity, **others})
+    return AdjustedConfig.from_mapping({"policy": policy, "granularity": granularity, **others})
 
 
 def most_bytes(config: EvictionConfig, num_tokens: int, later: bool = False) -> int:
@@ -386,17 +387,11 @@ def test_the_pool_and_its_region_state_fit_what_is_left() -> None:
 def test_lines_are_for_the_method_that_takes_most() -> None:
     """A request may name any method, also one that only the settings know."""
     plain = memory_outside_pool(settings("tgv"), SIZES)
-    heavy = {"base": "rkv", "pooling": {"kind": "sequence", "kernel": 255, "reduce": "mean"}}
+    heavy = {"base": "rkv", "pooling": "sequence", "allocation": "global"}
     mixed = memory_outside_pool(settings("tgv", methods={"heavy": heavy}), SIZES)
     assert plain.method in POLICY_NAMES
     assert mixed.method == "heavy"
     assert mixed.num_bytes > plain.num_bytes
-
-
-@pytest.mark.parametrize("granularity", ["layer", "head"])
-def test_methods_without_meaning_at_the_servers_granularity_are_left_out(granularity: str) -> None:
-    found = memory_outside_pool(settings("tgv", granularity), SIZES)
-    assert found.method in (LAYER_METHODS if granularity == "layer" else POLICY_NAMES)
 
 
 def gpu_worker(monkeypatch: pytest.MonkeyPatch, given: int | None = None) -> EvictionGPUWorker:
@@ -572,7 +567,7 @@ WAITING = {"base": "snapkv", "rows": "answer"}
         {"defer": 400},
         {"defer": 2, "budget": 0.5},
         {"decode": {"schedule": [[4, 0.3], [9, 0.1]]}},
-        {"defer": 1, "decode": {"max_tokens": 32, "buffer": 16}},
+        {"defer": 1, "decode": {"max_tokens": 32}},
         {"defer": 1, "decode": {"on_request": True}},
         {"defer": 1, "decode": {"on_request": True}, "budget": "auto:0.9"},
     ],

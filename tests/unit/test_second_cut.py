@@ -63,12 +63,11 @@ def test_a_second_eviction_looks_at_what_is_left(method: str) -> None:
         {
             "policy": method,
             "methods": {
-                name: {"base": "snapkv", "score": name, "pooling": {"kind": "none"}}
-                for name in SCORES
+                name: {"base": "snapkv", "score": name, "pooling": "none"} for name in SCORES
             },
             "head_scores": scores,
             "gates": gates("kvzap" if method == "kvzap" else "trimkv", LAYERS, HEADS),
-            "decode": {"schedule": [[0, 0.5], [ANSWER, 0.3]], "rows": 20},
+            "decode": {"schedule": [[0, 0.5], [ANSWER, 0.3]]},
             "debug": {"record_kept": True},
         }
     )

@@ -129,7 +129,6 @@ def make_candidate(
     if covers_prompt and not serves:
         return "prompt_too_short" if is_short else "budget_covers_prompt"
     rows = voters(prompt, policy.row_sets, config.observation_window, options.defer)
-    num_answer_rows = config.decode.rows if config.decode else 0
     return Candidate(
-        options, prompt, rows, cuts, guard, cuts.first, num_answer_rows, policy.summaries
+        options, prompt, rows, cuts, guard, cuts.first, config.num_answer_rows, policy.summaries
     )

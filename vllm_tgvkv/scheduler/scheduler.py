@@ -72,7 +72,7 @@ class EvictionScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         config = self.eviction_config = config_of(self.vllm_config)
         self.eviction_counters = EvictionCounters(
-            metrics=MetricsBuffer() if self.log_stats and config.metrics else None
+            metrics=MetricsBuffer() if self.log_stats else None
         )
         managers = self.kv_cache_manager.coordinator.single_type_managers
         ((self.group, manager),) = (
@@ -235,7 +235,7 @@ class EvictionScheduler(Scheduler):
         limit = candidate.cuts.first.at - 1
         if self.num_spec_tokens:
             limit = min(limit - 1, request.num_tokens - 2)
-        last_cached = candidate.voters.last_cached(self.eviction_config.prefix_reuse == "exact")
+        last_cached = candidate.voters.last_cached
         return limit if last_cached is None else min(limit, last_cached)
 
     def _reserve_prefill_lookahead(

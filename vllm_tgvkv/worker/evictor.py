@@ -36,7 +36,7 @@ from vllm_tgvkv.kernels.select import page_offsets
 from vllm_tgvkv.kernels.statistics import Scratch
 from vllm_tgvkv.policies import Depth, Prompt
 from vllm_tgvkv.shared.plan import Failure, StepPlan
-from vllm_tgvkv.shared.trace import Trace, Traces
+from vllm_tgvkv.shared.trace import MAX_TRACE_BYTES, Trace, Traces
 from vllm_tgvkv.summaries.write import KeysOfRow, write_summaries
 from vllm_tgvkv.worker.decision import Decider, Decision
 from vllm_tgvkv.worker.observation import DueEviction, Gathered, ModelPart, PromptObservation
@@ -108,7 +108,7 @@ class Evictor:
         self.plan = StepPlan()
         """The plan of the current step."""
         self.kept: deque[KeptTokens] = deque(maxlen=256)
-        self.traces = Traces(config.max_traces, config.max_trace_mib << 20)
+        self.traces = Traces(config.max_traces, MAX_TRACE_BYTES)
         self._policy_of = cache(config.build_policy)  # a chunk should not build one again
         self._current: list[PromptObservation] = []
         """Prompts observed in the current step."""
@@ -332,8 +332,7 @@ class Evictor:
                     self.part.gate_outputs.move(sources, new_blocks)
         self._add_region(due, offsets, len(due.summary_kinds))
         num_vision = trace = None
-        is_counted = eviction.is_first and (self.config.metrics or eviction.guard is not None)
-        if is_counted or eviction.is_reported or eviction.traced_budget:
+        if eviction.is_first or eviction.is_reported or eviction.traced_budget:
             num_vision = _count_vision(due.prompt, decision.positions, offsets)
         if eviction.traced_budget and self.ranks.rank == 0:
             whole = decision

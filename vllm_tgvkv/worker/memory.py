@@ -8,7 +8,6 @@ computed here and subtracted first. `docs/design.md` has the formulas as a table
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 
 from vllm_tgvkv.cache.pages import CacheShape
@@ -21,7 +20,6 @@ from vllm_tgvkv.kernels.statistics import KEY_BYTES, KEY_STATISTICS, REDUNDANCY_
 from vllm_tgvkv.kernels.summaries import WORKSPACE_BYTES as ABSORBING_BYTES
 from vllm_tgvkv.kernels.summaries import bytes_per_token, num_rows
 from vllm_tgvkv.policies import Policy
-from vllm_tgvkv.shared.errors import EvictionConfigError
 
 _TABLE_BYTES = 64 << 20
 """Page tables of several layers, see `attention_cuda.py`."""
@@ -109,12 +107,8 @@ def memory_outside_pool(config: EvictionConfig, sizes: Sizes) -> Memory:
 
 
 def _policies(config: EvictionConfig) -> Iterator[Policy]:
-    """Yield the policies of all methods that a request may name."""
-    for name in config.method_names:
-        # Some have no meaning at the server's granularity; requests that name them are refused.
-        with suppress(EvictionConfigError):
-            if name != NONE:
-                yield config.build_policy(name)
+    """Return the policies of all methods that a request may name."""
+    return (config.build_policy(name) for name in config.method_names if name != NONE)
 
 
 def _of_decoding(config: EvictionConfig, sizes: Sizes) -> dict[str, int]:

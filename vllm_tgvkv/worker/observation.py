@@ -178,7 +178,7 @@ class PromptObservation:
         policy_of: Callable[[str], Policy],
     ) -> None:
         self.request_id = request_id
-        self.stopwatch = Stopwatch(part.device, config.metrics)
+        self.stopwatch = Stopwatch(part.device)
         self.due: DueEviction | None = None
         """The eviction that follows the layers of the current step."""
         self.error: Exception | None = None

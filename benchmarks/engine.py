@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal
 
-from vllm import EngineArgs, SamplingParams
+from vllm import SamplingParams
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
-from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.outputs import ModelRunnerOutput
 
 from benchmarks.arm import Arm
@@ -33,18 +32,17 @@ class ArmEngine:
         self.arm = arm
         self.shape = shape
         start = time.perf_counter()
-        self.engine = LLMEngine.from_engine_args(
-            EngineArgs(
-                model=str(model_folder(root, shape)),
-                load_format="dummy",
-                dtype=shape.dtype,
-                limit_mm_per_prompt={"image": 64},
-                seed=0,
-                **arm.engine_args,
-            )
+        self.parts = LocalEngine(
+            model_folder(root, shape),
+            as_served=True,
+            load_format="dummy",
+            dtype=shape.dtype,
+            limit_mm_per_prompt={"image": 64},
+            seed=0,
+            **arm.engine_args,
         )
+        self.engine = self.parts.engine
         self.start_seconds = time.perf_counter() - start
-        self.parts = LocalEngine(self.engine)
         self.watches = Stopwatches()
         builder = self.parts.attention_group.get_metadata_builder()
         self.watches.watch(builder, "build", "metadata")
@@ -304,7 +302,7 @@ class ArmEngine:
         return {
             "state": self._collection.state(),
             "exported": exported(),
-            "counters": self.parts.scheduler.eviction_counters.as_dict(),
+            "counters": self.parts.scheduler.records.counters.as_dict(),
             "traces": len(self.parts.evictor.traces.newest_first()),
         }
 
@@ -350,7 +348,7 @@ class ArmEngine:
         total = sum(request.num_computed_tokens for request in scheduler.running)
         if self.arm.evicts:
             swapped = [c for c in scheduler.manager.compressions.values() if c.swapped]
-            num_freed = sum(c.num_replaced_blocks - c.num_retained_blocks for c in swapped)
+            num_freed = sum(c.num_replaced - c.num_retained for c in swapped)
             total -= num_freed * scheduler.block_size
         return float(total)
 

@@ -26,7 +26,7 @@ from benchmarks.measurement import Ratio
 from benchmarks.models import QWEN3_VL_8B, Shape, model_folder, small_llava, tiny
 from benchmarks.prompts import image_prompt, text_prompt
 from measure.document import Table
-from measure.engines import ENVIRONMENT, LocalLLM, set_environment
+from measure.engines import ENVIRONMENT, LocalEngine, set_environment
 from training.networks import gate_shape, make
 from vllm_tgvkv.gates.folder import Gates, write
 
@@ -83,7 +83,7 @@ def counted(shape: Shape, width: int, folder: Path) -> Table:
 class Taps:
     """The taps of an engine's layers, which can be taken away and put back."""
 
-    def __init__(self, engine: LocalLLM) -> None:
+    def __init__(self, engine: LocalEngine) -> None:
         model = engine.worker.model_runner.get_model()
         context = engine.engine.vllm_config.compilation_config.static_forward_context
         layers = (getattr(x, "impl", None) for x in context.values())
@@ -108,7 +108,7 @@ class Timed:
     def __init__(self, shape: Shape, gates: Gates, folder: Path) -> None:
         eviction = {"policy": "tgv", "budget": BUDGET, "gates": gates.folder}
         self.shape, self.kind = shape, gates.kind
-        self.engine = LocalLLM(
+        self.engine = LocalEngine(
             model_folder(folder, shape),
             eviction,
             load_format="dummy",

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demonstration model: a small LLaVA that reads rendered pages, and its training."""
+"""The demonstration: a served model reads pages, with the full cache and with parts of it."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,7 @@ from measure.serving import Server, ServingError, log_errors, serving
 from reader.assemble import MODELS
 
 MODEL_NAME = "demo"
-"""Name under which the demonstrations serve their models."""
+"""Name under which the model is served."""
 
 MAX_TOKENS = 12
 """Tokens of an answer: a number of seven digits, a space before and a full stop after it."""
@@ -37,8 +39,8 @@ PLUGINS = {"VLLM_PLUGINS": "tgvkv"}
 WIDTH = 96
 """Columns of a terminal that the output needs."""
 
-MIN_FULL_CACHE_ACCURACY = 0.75
-"""Least share of questions that the full cache must answer; tests ask many more."""
+INTERRUPTED = 130
+"""Exit status of a program that Ctrl-C ended, as shells have it."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,20 @@ class Answer:
     @property
     def memory_saved(self) -> float:
         return 1 - self.blocks_after / self.blocks_before
+
+
+def exit_status(title: str, program: Callable[[], int]) -> int:
+    """Run a program and return its exit status, with a message if it failed or was stopped."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the server ends, too
+    try:
+        return program()
+    # OSError: the weights are not installed, or the disk is full.
+    except (OSError, ServingError, openai.OpenAIError) as error:
+        print(f"\n{title} failed: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nStopped; the server has ended.", file=sys.stderr)
+        return INTERRUPTED
 
 
 def command_line(arguments: Sequence[str]) -> str:
@@ -92,28 +108,30 @@ def ask(
     client: openai.OpenAI,
     content: Sequence[dict[str, Any]],
     xargs: dict[str, Any],
-    *,
-    max_tokens: int,
-    start: str | None = None,
+    start: str,
 ) -> Answer:
     """Ask a question greedily.
 
     Args:
         content: parts of the user's message, see `measure.messages`.
-        xargs: the request's `vllm_xargs`; it gets a report in any case.
+        xargs: the request's `vllm_xargs`; a report is asked for in any case.
         start: words that begin the answer and belong to the prompt.
 
     Raises:
-        ServingError: if the response has no eviction report, or if a request that was to be evicted
-            was not.
+        ServingError: if the response has no eviction report, or if no block was released although
+            eviction was asked for.
     """
-    messages: list[Any] = [{"role": "user", "content": list(content)}]
-    body: dict[str, Any] = {"vllm_xargs": {**xargs, "kv_eviction_report": 1}}
-    if start is not None:
-        messages.append({"role": "assistant", "content": start})
-        body |= {"add_generation_prompt": False, "continue_final_message": True}
+    messages: list[Any] = [
+        {"role": "user", "content": list(content)},
+        {"role": "assistant", "content": start},
+    ]
+    body = {
+        "vllm_xargs": {**xargs, "kv_eviction_report": 1},
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+    }
     response = client.chat.completions.create(
-        model=MODEL_NAME, messages=messages, temperature=0, max_tokens=max_tokens, extra_body=body
+        model=MODEL_NAME, messages=messages, temperature=0, max_tokens=MAX_TOKENS, extra_body=body
     )
     report = (getattr(response, "kv_transfer_params", None) or {}).get("kv_eviction")
     if report is None:
@@ -125,9 +143,7 @@ def ask(
     return Answer(text, before, before if after is None else after)
 
 
-def saved_question(
-    page: Image.Image, question: str, *, method: str, start: str = ""
-) -> dict[str, Any]:
+def saved_question(page: Image.Image, question: str, *, method: str, start: str) -> dict[str, Any]:
     """Return what the inspector opens as a saved file: a question that is yet to be asked.
 
     Args:
@@ -144,7 +160,7 @@ def saved_question(
     }
 
 
-def save_question(page: Image.Image, question: str, *, method: str, start: str = "") -> None:
+def save_question(page: Image.Image, question: str, *, method: str, start: str) -> None:
     """Write a page, and a question about it for the inspector, below `build/demo`."""
     SAMPLE.parent.mkdir(parents=True, exist_ok=True)
     page = page.quantize(16)  # smaller, so that the inspector's links can hold it

@@ -129,38 +129,30 @@ TEXT = """\
 # Models
 
 `python -m docs.write_models` writes this page from the model registry of vLLM {version}, built for
-CPU, and a test fails if it is out of date. It has {total} multimodal architectures:
+CPU. It has {total} multimodal architectures:
 
 | | architectures |
 |---|---|
 | [served](#served) | {served} |
-| of these, with windows, states or image prefixes, which were refused at first | {limited} |
+| of these, with windows, states or image prefixes | {limited} |
 | [served, by the configuration alone](#served-by-the-configuration-alone) | {unproven} |
 | [refused](#refused) | {refused} |
 | [unknown](#unknown) | {unknown} |
 
-The plugin's own checks decide: on the architecture's default configuration, and then on its
-layers, which are built without weights. Where vLLM cannot read the default one, a small
-configuration like those of published models stands in (`GIVEN` in the script). A checkpoint may
-differ from either, in its layers or their windows. On CUDA, where none has run yet, two kinds of
-models are refused as well: heads of more than 256 values in full attention, and image tokens that
-see each other ([limits](compatibility.md#models-with-windows)). For any model,
-[this tells](tuning.md#what-a-model-gains) before a server starts whether it is served and what
-eviction gains:
-
-    python -m vllm_tgvkv.gain MODEL --prompt 8192 --budget 0.1
+The plugin's own checks decide: on the architecture's default configuration (or a small one like
+published models', `GIVEN` in the script), and then on its layers, which are built without weights.
+A checkpoint may differ: [this command](tuning.md#what-a-model-gains) tells for any model. On CUDA,
+where none has run yet, heads of more than 256 values in full attention and image tokens that see
+each other are refused as well ([limits](compatibility.md#models-with-windows)).
 
 [compatibility.md](compatibility.md#refused) gives the reason for each refusal. A *tiny model* has
-random weights and runs in a real engine against an oracle and against stock vLLM
-(`engine/test_models.py`, under this name, `engine/test_hybrids.py` or `engine/test_windows.py`).
-The others run the same code and were not run. Downloads are per month, from snapshots of the
-models' pages in 2026: a proxy for use, known for the most popular models only.
+random weights and runs in a real engine against an oracle and against stock vLLM; the others run
+the same code and were not run. Downloads are per month, in 2026, for the most popular models only.
 
 ## Served
 
 *Requests*: how many a pool holds with eviction for each one without, while they decode: prompts of
-8,192 and of 32,768 tokens, answers of 256, a budget of 10 %, blocks of 16 tokens. It is computed
-from the layers as `python -m vllm_tgvkv.gain` does, without padding.
+8,192 and of 32,768 tokens, answers of 256, a budget of 10 %, blocks of 16 tokens.
 
 | architecture | inputs | layers | requests | tiny model | downloads a month |
 |---|---|---|---|---|---|
@@ -169,10 +161,10 @@ from the layers as `python -m vllm_tgvkv.gain` does, without padding.
 ## Served, by the configuration alone
 
 The checks find nothing in the default configuration, but vLLM cannot build the model from it here,
-so its layers were not asked. They are at a server's start.
+so its layers are checked at a server's start only.
 
-| architecture | inputs | not built | downloads a month |
-|---|---|---|---|
+| architecture | inputs | not built |
+|---|---|---|
 {unproven_rows}
 
 ## Refused
@@ -186,13 +178,13 @@ so its layers were not asked. They are at a server's start.
 Neither transformers nor vLLM has a complete default configuration for these, so only a checkpoint
 can tell.
 
-| architecture | why | downloads a month |
-|---|---|---|
+| architecture | why |
+|---|---|
 {unknown_rows}
 """
 
 _WINDOWS = "[limits](compatibility.md#models-with-windows)"
-_NO_CONFIGURATION = "configuration not available offline"
+_NO_CONFIGURATION = "no configuration offline"
 _MODEL_TYPES = {
     name: model_type
     for mapping in dir(modeling_auto)
@@ -416,7 +408,9 @@ def page(found: Sequence[Decision]) -> str:
             "refused": [one.inputs, one.layers or "not built", "; ".join(one.refusals)],
             "unknown": [one.unknown],
         }[one.outcome]
-        cells = [f"`{one.architecture}`", *known, DOWNLOADS.get(one.architecture, "")]
+        cells = [f"`{one.architecture}`", *known]
+        if one.outcome in ("served", "refused"):
+            cells.append(DOWNLOADS.get(one.architecture, ""))
         rows[one.outcome].append(f"| {' | '.join(cells)} |")
     return TEXT.format(
         version=__version__.split("+")[0],

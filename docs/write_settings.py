@@ -25,8 +25,8 @@ JSON; a flag wins over the same field there. In Python they are
 
 {settings}
 
-Methods, their pooling and mixes are explained in [methods.md](methods.md), `max_traces`,
-`max_trace_mib` and `defaults_file` in [http.md](http.md), and which settings to change when in
+Methods, their pooling and mixes are explained in [methods.md](methods.md), `max_traces` and
+`defaults_file` in [http.md](http.md), and which settings to change when in
 [tuning.md](tuning.md). What a request may set for itself is in [requests.md](requests.md).
 
 ## Evictions while the answer grows

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from demo.tasks import MAX_ANSWER_TOKENS, Example
-from evaluation.answering import ArmEngine, Held, Request
+from evaluation.answering import Held
 from evaluation.answers import Answer, Key, compare
 from evaluation.arms import EvaluatedArm, engine_methods
 from evaluation.fingerprint import ROOT, fingerprint
 from evaluation.questions import Question
+from measure.engines import LocalEngine, Request
 from measure.facts import versions
 from vllm_tgvkv.shared.budget import Budget
 
@@ -67,7 +68,7 @@ class Kept:
     """Start and length of each image."""
 
 
-class AnsweringEngine(ArmEngine):
+class AnsweringEngine(LocalEngine):
     """The demonstration model in an engine that answers for all arms."""
 
     def __init__(self, settings: Settings) -> None:

@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from evaluation.arms import ABLATIONS, OTHER_GRANULARITY
+from evaluation.parts import reaching
 
 Mix = dict[str, Any]
 
 POOLINGS: dict[str, Mix] = {
-    "pool_none": {"pooling": {"kind": "none"}},
-    "pool_7": {"pooling": {"kind": "sequence", "kernel": 7, "reduce": "max"}},
-    "pool_40": {"pooling": {"kind": "sequence", "forward": 40, "back": 1, "reduce": "max"}},
-    "pool_halve": {"pooling": {"kind": "sequence", "forward": 256, "back": 1, "halve": 64}},
+    "pool_none": {"pooling": "none"},
+    "pool_7": {"pooling": "snapkv"},
+    "pool_40": {"pooling": reaching(40, 1)},
+    "pool_halve": {"pooling": "reach"},
 }
 """None, SnapKV's, over the next 40 tokens, and `reach`'s."""
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from evaluation import replacements
 from evaluation.fingerprint import ROOT
+from evaluation.parts import UNREAD, WEIGHTED, reaching
 from measure.text_tasks import TextTask
 from vllm_tgvkv.config.request import RequestOptions
 from vllm_tgvkv.config.server import NONE, EvictionConfig
@@ -35,7 +36,7 @@ it waited for; `max` takes the largest of them instead, `answer` the largest of 
 
 def reach(forward: int, back: int) -> dict[str, Any]:
     """Return the pooling in which a score counts for the tokens after and before its own."""
-    return {"pooling": {"kind": "sequence", "forward": forward, "back": back, "reduce": "max"}}
+    return {"pooling": reaching(forward, back)}
 
 
 POOLINGS: dict[str, dict[str, Any]] = {
@@ -51,7 +52,7 @@ GRIDS: dict[str, dict[str, Any]] = {
     f"snapkv_{vote}_grid{forward}": {
         "base": "snapkv",
         **VOTES[vote],
-        "pooling": {"kind": "grid", "forward": forward, "back": 1, "reduce": "max"},
+        "pooling": reaching(forward, 1, "grid"),
     }
     for vote in VOTES
     for forward in (16, 40)
@@ -107,15 +108,15 @@ GATED: dict[str, dict[str, Any]] = {
 gates alone has them; see `learned`."""
 
 _SUMMARY_CHANGES: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {
-    ("tgv", "snapkv", "reach"): {"summaries": {"summaries": {}}},
+    ("tgv", "snapkv", "reach"): {"summaries": {"summaries": "both"}},
     ("snapkv", "reach", "retentivekv"): {
-        "unread": {"summaries": {"gate": 0}},
-        "vision": {"summaries": {"of": "vision"}},
+        "unread": {"summaries": UNREAD},
+        "vision": {"summaries": "vision"},
     },
     ("retentivekv",): {
-        "tokens": {"summaries": {"of": "none"}},
-        "all": {"summaries": {"of": "all"}},
-        "weighted": {"summaries": {"weight": "score"}},
+        "tokens": {"summaries": "none"},
+        "all": {"summaries": "all"},
+        "weighted": {"summaries": WEIGHTED},
         "spread": {"score": "retentive_spread"},
         "attention": {"score": "text_rows"},
         "attention_tokens": {"score": "text_rows", "summaries": {"of": "none"}},

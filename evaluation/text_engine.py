@@ -13,10 +13,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from evaluation.answering import ArmEngine, Held, Request
+from evaluation.answering import Held
 from evaluation.answers import Answer
 from evaluation.fingerprint import ROOT, fingerprint
 from evaluation.text_arms import FULL, TextArm, eviction_settings
+from measure.engines import LocalEngine, Request
 from measure.facts import machine, versions
 from measure.smollm import PACKAGE, model_folder
 from measure.text_tasks import TextExample, TextQuestion
@@ -98,7 +99,7 @@ class TextSettings:
         return fingerprint(facts, [*shared, Path(__file__)])
 
 
-class LanguageEngine(ArmEngine, Generic[Q]):
+class LanguageEngine(LocalEngine, Generic[Q]):
     """SmolLM2, alone or behind a tower, in an engine that answers for all arms."""
 
     def __init__(

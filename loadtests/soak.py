@@ -25,7 +25,6 @@ from typing import Any
 import openai
 from tqdm import tqdm
 
-from demo.run import MODEL
 from loadtests.mix import MIXES, Case, make_cases
 from loadtests.profile import Profile
 from loadtests.run import ROOT, facts
@@ -47,6 +46,7 @@ from loadtests.verdict import (
 )
 from measure.serving import Server, ServingError, log_errors, serving
 
+MODEL = ROOT / "demo" / "model"
 OUTPUT = ROOT / "build" / "soak"
 # Rounding differs between batches. In float32 it hardly ever changes a greedy token.
 SERVE = [

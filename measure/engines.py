@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 if TYPE_CHECKING:
     from vllm_tgvkv.scheduler.scheduler import EvictionScheduler
@@ -31,15 +33,65 @@ def set_environment(variables: Mapping[str, str] = ENVIRONMENT) -> None:
         os.environ.setdefault(name, value)
 
 
-class LocalEngine:
-    """An `LLMEngine` and the parts of its core, which runs in this process.
+T = TypeVar("T")
 
-    Needs `VLLM_ENABLE_V1_MULTIPROCESSING=0` when the engine is made.
+
+@dataclass(frozen=True)
+class Request(Generic[T]):
+    """An input of the engine, and what it is for."""
+
+    name: str
+    subject: T
+    prompt: Any
+    """As vLLM's renderer makes it."""
+    sampling: Any
+
+
+class LocalEngine:
+    """A vLLM engine in this process, and the parts of its core.
+
+    Closed at the end of a `with` block. Needs `VLLM_ENABLE_V1_MULTIPROCESSING=0` when it is made.
     """
 
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
-        self.core = engine.engine_core.engine_core
+    def __init__(
+        self,
+        model: Path | str,
+        eviction: Mapping[str, Any] | None = None,
+        *,
+        as_served: bool = False,
+        **options: Any,
+    ) -> None:
+        """Start vLLM.
+
+        Args:
+            eviction: the plugin's settings; None: stock vLLM, unless `options` have them.
+            as_served: with the defaults of `vllm serve`, and without `llm`.
+            options: engine arguments.
+        """
+        # Not imported above: vLLM reads the environment that this module sets.
+        from vllm import LLM, EngineArgs
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        from vllm_tgvkv.config.server import CONFIG_KEY
+
+        if eviction is not None:
+            options["additional_config"] = {CONFIG_KEY: dict(eviction)}
+        self.llm: Any = None
+        if as_served:
+            args = EngineArgs(model=str(model), **options)
+            context = UsageContext.OPENAI_API_SERVER
+            self.engine: Any = LLMEngine.from_engine_args(args, usage_context=context)
+        else:
+            self.llm = LLM(model=str(model), **{"disable_log_stats": True, **options})
+            self.engine = self.llm.llm_engine
+        self.core: Any = self.engine.engine_core.engine_core
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def scheduler(self) -> EvictionScheduler:
@@ -62,7 +114,6 @@ class LocalEngine:
     def attention_group(self) -> Any:
         """Return the group of full-attention layers: its backend, builder and layer names."""
         groups = (group for groups in self.worker.model_runner.attn_groups for group in groups)
-        # Not imported above: vLLM reads the environment that this module sets.
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
         (group,) = (g for g in groups if isinstance(g.kv_cache_spec, FullAttentionSpec))
@@ -85,31 +136,29 @@ class LocalEngine:
             "runner": type(self.worker.model_runner).__name__,
         }
 
+    def finish(self, requests: Iterable[Request[T]], most: int) -> Iterator[tuple[T, Any]]:
+        """Yield the subject and the output of each request, in the order in which they finish.
+
+        Args:
+            most: requests that the engine has at a time. Twice its batch keeps the batch full.
+        """
+        waiting = iter(requests)
+        asked: dict[str, T] = {}
+        while True:
+            for request in islice(waiting, most - len(asked)):
+                self.engine.add_request(request.name, request.prompt, request.sampling)
+                asked[request.name] = request.subject
+            if not asked:
+                return
+            for output in self.engine.step():
+                if output.finished:
+                    yield asked.pop(output.request_id), output
+
     def close(self) -> None:
         """Shut down the core and free what it held, so that another engine can start."""
         from vllm.distributed import cleanup_dist_env_and_memory
 
         self.core.shutdown()
-        del self.engine, self.core
+        del self.llm, self.engine, self.core
         gc.collect()
         cleanup_dist_env_and_memory()
-
-
-class LocalLLM(LocalEngine):
-    """An `LLM` in this process, and the parts of its engine's core."""
-
-    def __init__(self, model: Path, eviction: Mapping[str, Any] | None, **options: Any) -> None:
-        """Start vLLM, with eviction unless `eviction` is None; `options` are those of `LLM`."""
-        from vllm import LLM
-
-        from vllm_tgvkv.config.server import CONFIG_KEY
-
-        additional = {} if eviction is None else {CONFIG_KEY: dict(eviction)}
-        options = {"disable_log_stats": True, **options}
-        self.llm = LLM(model=str(model), additional_config=additional, **options)
-        super().__init__(self.llm.llm_engine)
-
-    def close(self) -> None:
-        """Shut down the core and free what it held, so that another engine can start."""
-        del self.llm
-        super().close()

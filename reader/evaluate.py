@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from measure.engines import LocalLLM, set_environment
+from measure.engines import LocalEngine, set_environment
 
 set_environment()
 
@@ -25,7 +25,7 @@ SPARE_TOKENS = 8
 MAX_MODEL_LEN = 4608
 
 
-class PageEngine(LocalLLM):
+class PageEngine(LocalEngine):
     """Stock vLLM with the model, and its questions."""
 
     def __init__(self, folder: Path, vocabulary: Vocabulary, pages: int) -> None:

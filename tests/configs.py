@@ -4,9 +4,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from vllm_tgvkv.config.server import EvictionConfig
-from vllm_tgvkv.policies import Granularity, Mix, Policy, build_policy
+from vllm_tgvkv.policies import Granularity, Mix, Policy, Pooling, Summaries, build_policy
+from vllm_tgvkv.policies.registry import POOLINGS, SUMMARIES
+
+
+def pooling_name(*args: Any, **fields: Any) -> str:
+    """Return a name for a pooling in the mixes of this process; arguments are its fields."""
+    pooling = Pooling(*args, **fields)
+    if str(pooling) not in POOLINGS.names:
+        POOLINGS.add(str(pooling), pooling)
+    return str(pooling)
+
+
+def summaries_name(*args: Any, **fields: Any) -> str:
+    """Return a name for summaries in the mixes of this process; arguments are their fields."""
+    summaries = Summaries(*args, **fields)
+    if str(summaries) not in SUMMARIES.names:
+        SUMMARIES.add(str(summaries), summaries)
+    return str(summaries)
 
 
 @dataclass(frozen=True)

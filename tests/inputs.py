@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random inputs of tests: seeds, and keys in the pages of a pool."""
+"""Inputs of tests: seeds, products of parameters, and keys in the pages of a pool."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import random
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -37,6 +39,36 @@ def seed(test: str) -> None:
 def new_rng() -> np.random.Generator:
     """Return a generator of NumPy that depends on the seed of the test that runs."""
     return np.random.default_rng(random.getrandbits(32))
+
+
+def product(*factors: Iterable[Any], strength: int = 2) -> list[Any]:
+    """Return the product of parameters, most of which is marked `nightly`.
+
+    The usual part has each combination of values of any `strength` factors at least once: with 2,
+    each pair of values. A value that is a tuple stands for several parameters.
+    """
+    values = [list(factor) for factor in factors]
+    places = list(itertools.product(*(range(len(of_factor)) for of_factor in values)))
+    chosen: set[tuple[int, ...]] = set()
+    left = list(places)
+    random.Random(0).shuffle(left)
+
+    def combinations(place: tuple[int, ...]) -> set[Any]:
+        return set(itertools.combinations(enumerate(place), strength))
+
+    uncovered = set().union(*map(combinations, places))
+    while uncovered:
+        best = max(left, key=lambda place: len(combinations(place) & uncovered))
+        uncovered -= combinations(best)
+        chosen.add(best)
+    found = []
+    for place in places:
+        case: list[Any] = []
+        for of_factor, index in zip(values, place, strict=True):
+            value = of_factor[index]
+            case.extend(value if isinstance(value, tuple) else [value])
+        found.append(pytest.param(*case, marks=[] if place in chosen else pytest.mark.nightly))
+    return found
 
 
 def head_scores(layers: int, kv_heads: int, group: int = 1) -> HeadScores:

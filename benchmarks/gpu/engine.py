@@ -22,10 +22,8 @@ from measure.engines import LocalEngine, set_environment
 set_environment()
 
 import torch  # noqa: E402
-from vllm import EngineArgs, SamplingParams  # noqa: E402
-from vllm.usage.usage_lib import UsageContext  # noqa: E402
+from vllm import SamplingParams  # noqa: E402
 from vllm.v1.engine import EngineCoreRequest  # noqa: E402
-from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
 from benchmarks.gpu.timing import DeviceStopwatch, synchronize  # noqa: E402
 from benchmarks.gpu.traffic import Traffic  # noqa: E402
@@ -64,12 +62,10 @@ class GpuEngine:
             "seed": 0,
         }
         begin = time.perf_counter()
-        self.engine = LLMEngine.from_engine_args(
-            EngineArgs(model=str(model_folder(root, shape)), **(defaults | engine_args)),
-            usage_context=UsageContext.OPENAI_API_SERVER,  # the defaults of `vllm serve`
-        )
+        options = defaults | engine_args
+        self.parts = LocalEngine(model_folder(root, shape), as_served=True, **options)
+        self.engine = self.parts.engine
         self.start_seconds = time.perf_counter() - begin
-        self.parts = LocalEngine(self.engine)
         self.core = self.parts.core
         self.host = Stopwatches()
         self._templates: dict[int, list[EngineCoreRequest]] = {}
@@ -302,7 +298,7 @@ class GpuEngine:
         """Return the number of requests evicted so far, the proof that eviction was on."""
         if not self.evicts:
             return 0
-        return int(self.core.scheduler.eviction_counters.requests_evicted)
+        return int(self.core.scheduler.records.counters.requests_evicted)
 
 
 def budget_xargs(budget: float | None) -> dict[str, float] | None:

@@ -15,7 +15,7 @@ from PIL import Image
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
-from measure.engines import LocalLLM
+from measure.engines import LocalEngine
 from oracle.emulation import Eviction, Oracle, Selection
 from vllm_tgvkv.blocks.integrity import check_integrity
 
@@ -57,7 +57,7 @@ def name_of(request_id: str) -> str:
     return request_id.rsplit("-", 1)[0]
 
 
-class SteppedEngine(LocalLLM):
+class SteppedEngine(LocalEngine):
     """An engine that recounts every block after every step if it evicts."""
 
     def __init__(self, folder: Path, eviction: Mapping[str, Any] | None, **options: Any) -> None:
@@ -80,7 +80,7 @@ class SteppedEngine(LocalLLM):
     @property
     def counters(self) -> dict[str, Any]:
         """Return the scheduler's counters by name."""
-        return self.scheduler.eviction_counters.as_dict()
+        return self.scheduler.records.counters.as_dict()
 
     def add(self, ask: Ask, *, priority: int = 0, lora: Any = None, **sampling: Any) -> str:
         """Submit a request and return the id of its outputs.
@@ -215,7 +215,7 @@ def eviction_of(running: SteppedEngine, ask: Ask, budget: float) -> Eviction:
     return Eviction(
         ask.xargs.get("kv_eviction_budget", budget),
         shape.block_size,
-        config.granularity,
+        config.build_policy(config.policy).granularity,
         sinks=config.sinks,
         observation_window=config.observation_window,
     )

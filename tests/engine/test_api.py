@@ -6,6 +6,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from vllm.exceptions import VLLMValidationError
 import vllm_tgvkv
 from tests.conftest import ROOT
 from tests.engine import running  # noqa: F401  sets the environment of engines
+from tests.models import random_image
 from vllm_tgvkv import api
 from vllm_tgvkv.config.request import REQUEST_KEYS, RequestOptions
 from vllm_tgvkv.config.server import EvictionConfig
@@ -51,7 +54,7 @@ def test_importing_the_package_is_cheap() -> None:
 
 def test_options_cover_every_key_of_a_request() -> None:
     full = api.EvictionOptions(
-        "snapkv", 0.25, 3, "8:0.3", 512, 64, report=True, trace=True
+        "snapkv", 0.25, 3, "8:0.3", 512, report=True, trace=True
     ).extra_args()
     assert full == {
         "kv_eviction": "snapkv",
@@ -59,7 +62,6 @@ def test_options_cover_every_key_of_a_request() -> None:
         "kv_eviction_defer": 3,
         "kv_eviction_schedule": "8:0.3",
         "kv_eviction_max_tokens": 512,
-        "kv_eviction_buffer": 64,
         "kv_eviction_report": 1,
         "kv_eviction_trace": 1,
     }
@@ -80,19 +82,30 @@ def test_options_cover_every_key_of_a_request() -> None:
 @pytest.mark.engine
 @pytest.mark.slow
 def test_the_lines_of_the_page_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
 ) -> None:
-    """What they print is right, and what they find agrees with the worker's own record."""
+    """What they print is right, and what they find agrees with the worker's own record.
+
+    A tiny model stands where the page's model would.
+    """
     (lines,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
     code = lines.split("llm = ", 1)[1].splitlines()
     assert len(code) <= 15
-    monkeypatch.chdir(ROOT)
+    (tmp_path / "build/models").mkdir(parents=True)
+    folder = tiny_model(image_size=224)  # 256 tokens of vision
+    (tmp_path / "build/models/page-reader-tiny").symlink_to(folder)
+    (tmp_path / "build/demo").mkdir()
+    random_image(1, 224, 224).save(tmp_path / "build/demo/page.png")
+    monkeypatch.chdir(tmp_path)
     found: dict[str, Any] = {}
     try:
         exec(lines, found)
         llm, output, kept = found["llm"], found["output"], found["kept"]
         printed = capsys.readouterr().out
-        assert "245671 EvictionReport(policy='tgv', prompt_tokens=" in printed
+        assert "EvictionReport(policy='tgv', prompt_tokens=" in printed
         report = api.report_of(output)
         assert report == kept.report
         assert report is not None

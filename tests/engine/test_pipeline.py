@@ -197,7 +197,7 @@ def test_each_stage_keeps_what_its_layers_say(
     """Prompts are prefilled in several chunks, and other steps overlap with evictions."""
     outcomes: dict[str, Outcome] = {}
     monkeypatch.setattr(
-        running.scheduler.eviction_counters,
+        running.scheduler.records.counters,
         "record_outcome",
         lambda outcome: outcomes.update({outcome.request_id.rsplit("-", 1)[0]: outcome}),
     )

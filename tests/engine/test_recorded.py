@@ -34,6 +34,7 @@ import torch
 
 from oracle import methods
 from oracle.emulation import Oracle
+from tests.configs import pooling_name
 from tests.engine.running import Ask, SteppedEngine, engine
 from tests.models import (
     FAMILIES,
@@ -56,15 +57,16 @@ Budget = float | int | str
 MIXES: dict[str, dict[str, Any]] = {
     "tgv-head": {"base": "tgv", "granularity": "head"},
     "snapkv-layer": {"base": "snapkv", "granularity": "layer"},
-    "grid": {"base": "tgv", "pooling": {"kind": "grid", "kernel": 3, "reduce": "mean"}},
+    "grid": {"base": "tgv", "pooling": pooling_name("grid", 3, "mean")},
     "competing": {"base": "adakv", "score": "tgv", "retain": "text_first", "merge": True},
     "sequence": {
         "base": "prefixkv",
         "score": "h2o",
         "granularity": "head",
-        "pooling": {"kind": "sequence", "kernel": 5, "reduce": "max"},
+        "pooling": pooling_name("sequence", 5, "max"),
     },
 }
+POOLS = {"grid": methods.Pool("grid", 3, "mean"), "sequence": methods.Pool("sequence", 5, "max")}
 
 
 @dataclass(frozen=True)
@@ -399,7 +401,7 @@ def mix_of(method: str) -> methods.Mix:
     entry = dict(MIXES[method])
     base = methods.METHODS[entry.pop("base")]
     if "pooling" in entry:
-        entry["pooling"] = methods.Pool(**entry["pooling"])
+        entry["pooling"] = POOLS[method]
     return dataclasses.replace(base, **entry)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from measure.engines import LocalLLM
+from measure.engines import LocalEngine
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 
@@ -62,7 +62,7 @@ def engine_facts(folder: Path, eviction: dict[str, Any] | None) -> dict[str, Any
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
-    running = LocalLLM(
+    running = LocalEngine(
         folder,
         eviction,
         dtype="float32",

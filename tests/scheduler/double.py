@@ -746,7 +746,7 @@ class Double:
             assert not manager.compressions
             assert not manager.req_to_blocks
             assert not scheduler.candidates
-            assert not scheduler._reports
+            assert not scheduler.records.reports
             rows = scheduler.query_rows
             assert rows.num_free == scheduler.eviction_config.num_query_rows
             self.worker.assert_empty()

@@ -48,7 +48,7 @@ def row(manager: EvictingManager, compression: Compression) -> list[Any]:
     """The blocks of the compressed request: region, null blocks, tail."""
     blocks = manager.req_to_blocks["decodes"]
     assert compression.swapped
-    assert 2 <= compression.num_retained_blocks < compression.num_replaced_blocks < len(blocks)
+    assert 2 <= compression.num_retained < compression.num_replaced < len(blocks)
     return blocks
 
 
@@ -158,7 +158,7 @@ def test_block_between_region_and_tail(
     row: list[Any],
 ) -> None:
     """A prompt block was not given back."""
-    (row[compression.num_retained_blocks],) = manager.block_pool.get_new_blocks(1)
+    (row[compression.num_retained],) = manager.block_pool.get_new_blocks(1)
     expect(scheduler, "holds blocks between its region and its tail")
 
 
@@ -166,7 +166,7 @@ def test_block_between_region_and_tail(
 def test_impossible_region(
     scheduler: EvictionScheduler, compression: Compression, retained: int
 ) -> None:
-    compression.num_retained_blocks = retained
+    compression.num_retained = retained
     expect(scheduler, rf"request decodes retains {retained} of \d+ blocks")
 
 
@@ -175,7 +175,7 @@ def test_region_without_blocks(
 ) -> None:
     manager.compressions["ghost"] = compression
     expect(scheduler, "request ghost has a region but no blocks")
-    manager.compressions["ghost"] = replace(compression, num_retained_blocks=0)
+    manager.compressions["ghost"] = replace(compression, num_retained=0)
     expect(scheduler, r"evictions are pending for unknown requests \['ghost'\]")
 
 

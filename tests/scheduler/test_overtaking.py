@@ -43,7 +43,9 @@ def test_only_requests_that_are_not_admitted_wait_in_line(monkeypatch: pytest.Mo
     requests["running"].status = RequestStatus.RUNNING
     waiting: set[str] = set()
     monkeypatch.setattr(
-        scheduler, "_end_chunk", lambda request, _, num: 0 if request.request_id in waiting else num
+        scheduler._chunk_limits,
+        "_limit",
+        lambda request, candidate, start, num: 0 if request.request_id in waiting else num,
     )
 
     def chunk(name: str, num_tokens: int = 16) -> int:

@@ -89,7 +89,7 @@ def arrive(double: Double, job: Job) -> Any:
     None for a request with wrong options. The API server refuses it; the scheduler serves it whole.
     """
     double.arrive(job)
-    return double.scheduler._reports.get(job.name)
+    return double.scheduler.records.reports.get(job.name)
 
 
 def blocks(report: Any, cuts: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -133,7 +133,7 @@ def test_every_request_of_a_batch_has_its_own_cuts(server: str, ahead: bool) -> 
         report = arrive(alone, job)
         alone.run([])
         assert report == reports[job.name], job.name
-    skipped = double.scheduler.eviction_counters.requests_skipped
+    skipped = double.scheduler.records.counters.requests_skipped
     assert skipped == {"policy_none": 1, "invalid_request": 1}
 
 
@@ -202,7 +202,7 @@ def test_a_ceiling_holds_for_prompts_that_are_too_short_for_a_budget(
             if name in double.running:
                 row = double.scheduler.manager.req_to_blocks[name]
                 held[name] = sum(not block.is_null for block in row)
-        skipped[name] = double.scheduler.eviction_counters.requests_skipped
+        skipped[name] = double.scheduler.records.counters.requests_skipped
         assert double.answers[name] == double.worker.expected(job)
     if length == 200:
         assert not any(skipped.values())

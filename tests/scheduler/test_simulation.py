@@ -269,7 +269,7 @@ def test_a_preempted_request_is_evicted_again_however_long_its_answer_is() -> No
     double.run([])
     assert double.worker.num_evictions == 2
     assert double.answers["r"] == double.worker.expected(job)
-    assert not double.scheduler.eviction_counters.requests_skipped
+    assert not double.scheduler.records.counters.requests_skipped
 
 
 def test_blocks_of_a_withdrawn_chunk_are_nobodys_prefix() -> None:
@@ -345,9 +345,9 @@ def test_what_a_preemption_undid_takes_no_blocks_from_a_second_eviction() -> Non
     outcome = dataclasses.replace(outcome, first_block=first_block, num_blocks=1)
     result.outcomes = [outcome]
     double.update()
-    assert manager.compressions["r"].num_retained_blocks > 1
+    assert manager.compressions["r"].num_retained > 1
     double.run([])
-    assert double.scheduler.eviction_counters.requests_evicted == 1
+    assert double.scheduler.records.counters.requests_evicted == 1
 
 
 def test_evictions_of_many_tokens_are_spread_over_steps() -> None:

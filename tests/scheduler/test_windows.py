@@ -126,7 +126,7 @@ def test_blocks_that_another_request_shares_are_not_given_back() -> None:
                 double.arrive(twin)
                 double.step()
             double.arrive(Job("r", prompt, 9, ((4, 100),), xargs=xargs))
-            report = double.scheduler._reports.get("r")
+            report = double.scheduler.records.reports.get("r")
             for _ in range(4):
                 double.step()
             assert "r" in double.running

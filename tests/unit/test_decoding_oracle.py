@@ -17,7 +17,6 @@ from oracle.decoding import (
     rkv_kept,
     rkv_scores,
     similarity,
-    tgv_evicted,
 )
 
 # -- R-KV: importance ---------------------------------------------------------------------------
@@ -44,17 +43,6 @@ def test_importance_is_the_mean_over_the_window_after_the_softmax() -> None:
     torch.testing.assert_close(importance(queries, keys, 1.0), wanted, atol=1e-6, rtol=0)
 
 
-def test_importance_of_one_past_key() -> None:
-    assert importance(torch.randn(8, 2, 4), torch.randn(9, 4), 0.5).tolist() == [1]
-
-
-def test_keys_of_the_window_change_no_importance() -> None:
-    queries, keys = torch.randn(8, 2, 4), torch.randn(20, 4)
-    before = importance(queries, keys, 0.5)
-    keys[12:] = 100 * torch.randn(8, 4)
-    assert torch.equal(importance(queries, keys, 0.5), before)
-
-
 # -- R-KV: redundancy ---------------------------------------------------------------------------
 
 
@@ -78,39 +66,11 @@ def test_similarity_by_hand() -> None:
     torch.testing.assert_close(redundancy(keys), means.exp() / means.exp().sum(), atol=1e-6, rtol=0)
 
 
-def test_the_newest_of_several_copies_is_not_redundant() -> None:
-    """Of three copies each row zeroes the newest: 2 in rows 0 and 1, and 1 in row 2."""
-    keys = torch.tensor([[0.0, 3]] * 3)
-    matrix = [[0, 1, 0], [1, 0, 0], [1, 0, 0]]
-    torch.testing.assert_close(similarity(keys), torch.tensor(matrix).double())
-    weights = [math.exp(2 / 3), math.exp(1 / 3), 1]
-    assert redundancy(keys).tolist() == pytest.approx([w / sum(weights) for w in weights])
-
-
-def test_two_copies_excuse_each_other() -> None:
-    keys = torch.tensor([[0.0, 3]] * 2)
-    assert not similarity(keys).any()
-    assert redundancy(keys).tolist() == [0.5, 0.5]
-
-
 def test_a_cosine_of_the_threshold_is_not_similar() -> None:
     keys = torch.tensor([[1.0, 0, 0, 0], [1, 1, 1, 1]])
     assert similarity(keys)[0, 1] == pytest.approx(0.5)
     keys[1, 1] = 0.9
     assert similarity(keys)[0, 1] == 0
-
-
-def test_opposite_keys_are_not_similar() -> None:
-    keys = torch.tensor([[1.0, 0], [-1, 0]])
-    torch.testing.assert_close(similarity(keys), torch.tensor([[0.0, -1], [-1, 0]]).double())
-
-
-def test_keys_of_zero_are_similar_to_nothing() -> None:
-    assert not similarity(torch.tensor([[0.0, 0], [1, 0], [0, 0]])).any()
-
-
-def test_one_key() -> None:
-    assert redundancy(torch.randn(1, 4)).tolist() == [1]
 
 
 def test_the_first_key_in_rows_without_a_similar_one() -> None:
@@ -129,50 +89,6 @@ def test_the_first_key_in_rows_without_a_similar_one() -> None:
 
 
 # -- R-KV: what is kept -------------------------------------------------------------------------
-
-
-def test_scores_by_hand() -> None:
-    """One query that looks at nothing in particular: importance 1/2 for both past keys."""
-    keys = torch.tensor([[1.0, 0], [0, 1], [1, 0]])
-    queries = torch.zeros(1, 1, 2)
-    # Rows 0 and 2 zero each other, so all means are 0 and R is 1/3 for every key of the three.
-    wanted = torch.full((2,), 0.1 * 0.5 - 0.9 / 3).double()
-    torch.testing.assert_close(rkv_scores(queries, keys, 1.0), wanted)
-
-
-def test_equal_scores_keep_the_lower_positions() -> None:
-    assert rkv_kept(torch.zeros(2, 1, 4), torch.zeros(10, 4), 1.0, 5) == [0, 1, 2, 8, 9]
-
-
-def test_duplicates_go_first() -> None:
-    """Positions 1, 2 and 3 are copies; nothing else is similar, and no key is looked at more.
-
-    Of the copies, the oldest two have the greater mean similarity: 1 has 2/9, 2 has 1/9.
-    """
-    keys = torch.eye(9, 9)
-    keys[2] = keys[3] = keys[1]
-    queries = torch.zeros(2, 1, 9)
-    assert rkv_kept(queries, keys, 1.0, 8) == [0, 2, 3, 4, 5, 6, 7, 8]
-    assert rkv_kept(queries, keys, 1.0, 7) == [0, 3, 4, 5, 6, 7, 8]
-
-
-def test_importance_may_outweigh_redundancy() -> None:
-    keys = torch.eye(20, 20)
-    keys[1] = keys[2] = keys[0]
-    queries = 50 * keys[:1].expand(8, 20)[:, None]
-    assert rkv_kept(queries, keys, 1.0, 9, mix=1.0)[0] == 0
-    assert 0 not in rkv_kept(queries, keys, 1.0, 19, mix=0.0)
-    with_both = rkv_scores(queries, keys, 1.0)
-    assert with_both[0] > with_both[11]
-
-
-def test_small_caches_are_kept() -> None:
-    queries, keys = torch.randn(8, 2, 4), torch.randn(20, 4)
-    assert rkv_kept(queries, keys, 0.5, 20) == list(range(20))
-    assert rkv_kept(queries, keys, 0.5, 100) == list(range(20))
-    assert len(rkv_kept(queries, keys, 0.5, 19)) == 19
-    with pytest.raises(ValueError, match="budget 8 must be greater than the window of 8 tokens"):
-        rkv_kept(queries, keys, 0.5, 8)
 
 
 def rkv_scores_in_loops(queries: Tensor, keys: Tensor, scale: float, mix: float) -> list[float]:
@@ -227,75 +143,3 @@ def test_scores_in_loops(trial: int) -> None:
 
 
 # -- TGV-KV -------------------------------------------------------------------------------------
-
-ROW = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.3, 0.1, 0.2, 0.1, 0.05, 0.25])
-"""Attention to ten cached tokens. The first four are protected, whatever they get."""
-
-
-@pytest.mark.parametrize(
-    ("keep", "num_tokens", "protected", "evicted"),
-    [
-        (0.5, 18, 1, 8),  # target 9, one too many; the last token is protected
-        (0.5, 18, 2, 5),  # 8 is protected as well; 5 and 7 are equal
-        (0.5, 18, 5, 4),  # only 4 is left
-        (0.5, 18, 6, None),  # nothing is left
-        (0.5, 18, 60, None),
-        (0.5, 19, 1, None),  # target 9.5: half a token too many is none
-        (0.5, 4, 1, 8),  # eight too many; still one per step
-        (0.5, 21, 1, None),  # below the target
-        (0.0, 18, 1, 8),
-        (1.0, 9, 1, None),  # never
-        (1.2, 1, 1, None),
-    ],
-)
-def test_tgv_by_hand(keep: float, num_tokens: int, protected: int, evicted: int | None) -> None:
-    assert tgv_evicted(ROW, keep, num_tokens, protected) == evicted
-
-
-@pytest.mark.parametrize("length", [1, 4, 5])
-def test_tgv_with_little_more_than_the_sinks(length: int) -> None:
-    assert tgv_evicted(torch.ones(length) / length, 0.1, 10, 1) is None
-    assert tgv_evicted(torch.ones(6) / 6, 0.1, 10, 1) == 4
-
-
-def test_tgv_cache_grows_at_the_rate_it_retains() -> None:
-    """From 30 of 100 prompt tokens on, a quarter of the answer's 200 tokens is added.
-
-    The first 20 steps evict what they add, since the target is below 30 then: 0.25 * 120.
-    """
-    lengths, cached = [], list(range(30))
-    for t in range(1, 201):
-        cached.append(100 + t)
-        gone = tgv_evicted(torch.rand(len(cached)), 0.25, 100 + t, 5)
-        if gone is not None:
-            del cached[gone]
-        lengths.append(len(cached))
-    assert lengths[:20] == [30] * 20
-    assert lengths[19::4] == list(range(30, 76))
-    assert cached[:4] == [0, 1, 2, 3]
-    assert cached[-1] == 300
-
-
-def tgv_in_loops(row: list[float], keep: float, num_tokens: int, protected: int) -> int | None:
-    if keep >= 1 or len(row) - keep * num_tokens < 1:
-        return None
-    best: int | None = None
-    for j, a in enumerate(row):
-        if j < 4 or j >= len(row) - protected:
-            continue
-        if best is None or a < row[best]:
-            best = j
-    return best
-
-
-def test_tgv_in_loops() -> None:
-    found = set()
-    for _ in range(300):
-        row = [random.choice([0.1, 0.2, random.random()]) for _ in range(random.randint(1, 20))]
-        keep, tokens = random.uniform(0, 1.1), random.randint(1, 30)
-        protected = random.randint(1, 12)
-        result = tgv_evicted(torch.tensor(row).double(), keep, tokens, protected)
-        assert result == tgv_in_loops(row, keep, tokens, protected)
-        found.add(result)
-    assert None in found
-    assert len(found) > 5

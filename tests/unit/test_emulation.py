@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from oracle.decoding import rkv_kept
-from oracle.emulation import Eviction, Moment, Oracle, Prompt
+from oracle.emulation import Eviction, Oracle, Prompt
 from oracle.kernels import apportion, ranking, water_fill
 from oracle.methods import (
     HEAD,
@@ -101,29 +100,6 @@ def test_keeping_everything_is_plain_generation(oracle: Oracle, prompt: Prompt) 
     assert oracle.generate(prompt, TOKENS, everything(oracle, prompt)) == plain
 
 
-def test_text_varies(oracle: Oracle, prompt: Prompt) -> None:
-    """A comparison of texts is meaningful only if they do not repeat themselves."""
-    assert len(set(oracle.generate(prompt, TOKENS)[TOKENS // 2 :])) > TOKENS // 6
-
-
-def test_vision_matters_after_the_first_token(oracle: Oracle, prompt: Prompt) -> None:
-    kept = everything(oracle, prompt)
-    kept[:, :, prompt.vision] = False
-    full, blind = oracle.generate(prompt, TOKENS), oracle.generate(prompt, TOKENS, kept)
-    assert blind[0] == full[0]
-    assert blind[1:] != full[1:]
-
-
-def test_every_head_has_its_own_mask(oracle: Oracle, prompt: Prompt) -> None:
-    """Hiding the same keys from different (layer, head) pairs gives different texts."""
-    texts = set()
-    for pair in range(oracle.layers * oracle.kv_heads):
-        kept = everything(oracle, prompt)
-        kept.view(-1, kept.shape[-1])[pair, :-1] = False
-        texts.add(tuple(oracle.generate(prompt, TOKENS, kept)))
-    assert len(texts) == oracle.layers * oracle.kv_heads
-
-
 @torch.no_grad()
 def test_masking_is_removal(oracle: Oracle, prompt: Prompt) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -132,47 +108,6 @@ def test_masking_is_removal(oracle: Oracle, prompt: Prompt) -> None:
     kept.scatter_(-1, order[..., : kept.shape[-1] // 2], False)
     removed = generate_from_smaller_cache(oracle, prompt, TOKENS, kept)
     assert oracle.generate(prompt, TOKENS, kept) == removed
-
-
-@pytest.mark.parametrize("granularity", [LAYER, HEAD])
-@pytest.mark.parametrize("budget", [0.5, 0.2, 0.05, 96])
-@pytest.mark.parametrize("block_size", [16, 32])
-def test_pages_are_conserved(
-    oracle: Oracle, prompt: Prompt, budget: float | int, granularity: str, block_size: int
-) -> None:
-    selection = oracle.select(prompt, Eviction(budget, block_size, granularity))
-    candidates = len(prompt.token_ids) // block_size * block_size
-    assert selection.evicts
-    assert selection.pages.sum() == selection.blocks * oracle.layers * oracle.kv_heads
-    assert selection.pages.min() >= 1
-    assert selection.kept[:, :, candidates:].all()
-    kept_candidates = selection.kept[:, :, :candidates].sum(-1)
-    assert torch.equal(kept_candidates, selection.pages * block_size)
-    assert selection.kept[:, :, :4].all()
-    if granularity == LAYER:
-        assert (selection.kept == selection.kept[:, :1]).all()
-
-
-def test_ample_budget_evicts_nothing(oracle: Oracle, prompt: Prompt) -> None:
-    assert not oracle.select(prompt, Eviction(1.0)).evicts
-
-
-@pytest.mark.parametrize(
-    ("prompt_tokens", "block_size", "budget", "blocks"),
-    [
-        (320, 32, 0.1, 1),
-        (320, 32, 0.5, 5),
-        (330, 32, 0.5, 4),  # 165 tokens less the tail of 10
-        (320, 32, 1.0, 10),
-        (330, 32, 64, 1),  # 64 tokens less the tail of 10
-        (330, 32, 74, 2),
-        (330, 32, 10_000, 10),
-        (330, 32, 0.001, 1),
-        (31, 32, 0.5, 0),
-    ],
-)
-def test_retained_blocks(prompt_tokens: int, block_size: int, budget: float, blocks: int) -> None:
-    assert retained_blocks(prompt_tokens, block_size, budget) == blocks
 
 
 def test_water_filling() -> None:
@@ -190,12 +125,6 @@ def test_apportionment_breaks_ties_by_index() -> None:
     assert apportion([1, 1, 1], 9, floor=0, cap=3) == [3, 3, 3]
     assert apportion([0, 0, 0], 4, floor=1, cap=5) == [2, 1, 1]
     assert apportion([1, 2.6, 1.4], 5, floor=0, cap=9) == [1, 3, 1]
-
-
-def test_observation_rows() -> None:
-    layout = Layout(7, (Image(1, 2), Image(5, 1)))
-    assert rows("text", layout, 512) == [3, 4, 6]
-    assert rows("text", layout, 2) == [4, 6]
 
 
 def test_scores_of_a_small_example() -> None:
@@ -252,35 +181,6 @@ IN_STEPS = [e for e in WAITING if isinstance(e.budget, float) and not e.merges]
 def name_of(eviction: Eviction) -> str:
     name = eviction.method if isinstance(eviction.method, str) else "ahead"
     return f"{name}-{eviction.granularity}"
-
-
-@pytest.mark.parametrize("eviction", EVICTIONS, ids=name_of)
-def test_no_wait_is_a_cut_at_the_end_of_the_prefill(
-    oracle: Oracle, prompt: Prompt, eviction: Eviction
-) -> None:
-    selection = oracle.select(prompt, eviction)
-    assert selection.evicts
-    full = len(prompt.token_ids) // 16 * 16 if eviction.merges else 0
-    tokens = oracle.generate(prompt, ANSWER, selection.kept, full)
-    answer = oracle.answer(prompt, ANSWER, eviction)
-    assert answer.tokens == tokens
-    assert len(answer.cuts) == 1
-    assert torch.equal(answer.kept[0], selection.kept)
-    if not eviction.merges:
-        wanted = oracle.logprobs(prompt, tokens, selection.kept)
-        torch.testing.assert_close(answer.logprobs, wanted, rtol=1e-4, atol=1e-4)
-
-
-def test_decoding_without_cuts_is_plain_generation(oracle: Oracle, prompt: Prompt) -> None:
-    plain = oracle.generate(prompt, ANSWER)
-    assert oracle.decode(prompt, ANSWER).tokens == plain
-    everything = [(m, torch.ones_like(kept_at(oracle, prompt, m))) for m in (0, 7, 8)]
-    assert oracle.decode(prompt, ANSWER, dict(everything)).tokens == plain
-    ample = Eviction(1.0, defer=3, schedule=((5, 1.0), (9, 1.0)))
-    answer = oracle.answer(prompt, ANSWER, ample)
-    assert answer.tokens == plain
-    assert [cut.after for cut in answer.cuts] == [3, 5, 9]
-    assert all(kept.all() for kept in answer.kept)
 
 
 def kept_at(oracle: Oracle, prompt: Prompt, m: int) -> torch.Tensor:
@@ -381,24 +281,6 @@ def extended(prompt: Prompt, tokens: list[int]) -> Prompt:
     return Prompt(inputs, prompt.token_ids + tokens, vision, prompt.images)
 
 
-def test_a_deferred_cut_sees_the_answer(oracle: Oracle, prompt: Prompt) -> None:
-    """Other answers keep other tokens, and the tokens differ from those of a cut at once."""
-    eviction = Eviction(0.2, 16, HEAD, method="snapkv", defer=8)
-    answers = [oracle.answer(prompt, 9, eviction, tokens=[i] * 9) for i in (40, 50)]
-    assert not torch.equal(answers[0].kept[0], answers[1].kept[0])
-    at_once = oracle.select(prompt, eviction).kept
-    own = oracle.answer(prompt, 9, eviction)
-    assert not torch.equal(own.kept[0][..., : at_once.shape[-1]], at_once)
-
-
-def test_an_answer_that_ends_before_the_cut_is_not_cut(oracle: Oracle, prompt: Prompt) -> None:
-    eviction = Eviction(0.2, 16, defer=8, schedule=((12, 0.1),))
-    assert oracle.answer(prompt, 8, eviction).cuts == []
-    assert [cut.after for cut in oracle.answer(prompt, 9, eviction).cuts] == [8]
-    assert [cut.after for cut in oracle.answer(prompt, 12, eviction).cuts] == [8]
-    assert [cut.after for cut in oracle.answer(prompt, 13, eviction).cuts] == [8, 12]
-
-
 @pytest.mark.parametrize("eviction", IN_STEPS, ids=name_of)
 def test_cuts_in_steps(oracle: Oracle, prompt: Prompt, eviction: Eviction) -> None:
     defer = 4
@@ -426,21 +308,6 @@ def test_cuts_in_steps(oracle: Oracle, prompt: Prompt, eviction: Eviction) -> No
     assert torch.equal(again.logprobs, answer.logprobs)
     plain = oracle.generate(prompt, defer + 1)
     assert answer.tokens[: defer + 1] == plain
-
-
-@pytest.mark.parametrize("eviction", IN_STEPS, ids=name_of)
-def test_a_second_cut_at_the_same_budget_keeps_the_same(
-    oracle: Oracle, prompt: Prompt, eviction: Eviction
-) -> None:
-    budget = eviction.budget
-    assert isinstance(budget, float)
-    once = oracle.answer(prompt, ANSWER, replace(eviction, defer=4))
-    twice = oracle.answer(prompt, ANSWER, replace(eviction, defer=4, schedule=((9, budget),)))
-    first, second = twice.kept
-    assert torch.equal(first, once.kept[0])
-    assert torch.equal(second[..., : first.shape[-1]], first)
-    assert second[..., first.shape[-1] :].all()
-    assert twice.tokens == once.tokens
 
 
 def test_rows_of_a_later_cut(oracle: Oracle, prompt: Prompt) -> None:
@@ -637,14 +504,6 @@ def test_ceiling(oracle: Oracle, prompt: Prompt, granularity: str, defer: int) -
     assert oracle.decode(prompt, 110, masks).tokens == answer.tokens
 
 
-def test_a_ceiling_that_is_never_reached(oracle: Oracle, prompt: Prompt) -> None:
-    plain = Eviction(0.2, 16, method="snapkv", defer=2)
-    wanted = oracle.answer(prompt, 20, plain)
-    found = oracle.answer(prompt, 20, replace(plain, ceiling=500))
-    assert found.tokens == wanted.tokens
-    assert len(found.cuts) == 1
-
-
 def test_a_ceiling_at_the_prefill_is_a_budget(oracle: Oracle, prompt: Prompt) -> None:
     """One cut is made, by the prompt's own rows."""
     found = oracle.answer(prompt, 5, Eviction(0.9, 16, method="snapkv", ceiling=70))
@@ -657,58 +516,6 @@ def test_a_ceiling_at_the_prefill_is_a_budget(oracle: Oracle, prompt: Prompt) ->
         oracle.answer(prompt, 5, Eviction(Auto(0.9), 16, method="snapkv", ceiling=70))
 
 
-def test_queries_and_keys_give_the_attention(oracle: Oracle, prompt: Prompt) -> None:
-    """Both are rotated, and in order of position."""
-    kept, length = kept_at(oracle, prompt, 2), len(prompt.token_ids)
-    moments: list[Moment] = []
-
-    def cut(moment: Moment) -> torch.Tensor | None:
-        moments.append(moment)
-        return kept if moment.answer == 2 else None
-
-    oracle.decode(prompt, 6, cut)
-    last = moments[-1]
-    assert last.answer == 5
-    queries = torch.cat(last.queries, dim=2).double()
-    keys = last.keys.double().repeat_interleave(oracle.query_heads // oracle.kv_heads, dim=1)
-    logits = queries @ keys.transpose(2, 3) * keys.shape[-1] ** -0.5
-    hidden = torch.ones(length + 5, length + 5).triu(1).bool().expand_as(logits).clone()
-    late = ~kept.repeat_interleave(oracle.query_heads // oracle.kv_heads, dim=1)[:, :, None]
-    hidden[:, :, length + 2 :, : length + 2] |= late
-    wanted = logits.masked_fill(hidden, -math.inf).softmax(-1)
-    torch.testing.assert_close(last.attention(), wanted, rtol=1e-3, atol=1e-5)
-
-
-def test_rkv_while_decoding(oracle: Oracle, prompt: Prompt) -> None:
-    """R-KV's own rule, token by token, at a budget of 64 and a buffer of 16."""
-    group, budget, window = oracle.query_heads // oracle.kv_heads, 64, 8
-
-    def cut(moment: Moment) -> torch.Tensor | None:
-        if moment.answer < window or int(moment.kept[0, 0].sum()) < budget + 16:
-            return None
-        queries = torch.cat(moment.queries, dim=2)[:, :, -window:]  # [L, Q, w, D]
-        kept = torch.zeros_like(moment.kept)
-        for layer in range(oracle.layers):
-            for head in range(oracle.kv_heads):
-                alive = moment.kept[layer, head].nonzero().flatten()
-                best = rkv_kept(
-                    queries[layer, head * group : (head + 1) * group].transpose(0, 1),
-                    moment.keys[layer, head, alive],
-                    moment.keys.shape[-1] ** -0.5,
-                    budget,
-                )
-                kept[layer, head, alive[best]] = True
-        sizes.append((moment.answer, int(kept.sum()) // kept[..., 0].numel()))
-        return kept
-
-    sizes: list[tuple[int, int]] = []
-    answer = oracle.decode(prompt, ANSWER, cut)
-    assert sizes == [(8, 64), (24, 64)]
-    plain = oracle.generate(prompt, ANSWER)
-    assert answer.tokens[:9] == plain[:9]
-    assert answer.tokens != plain
-
-
 def test_stages(oracle: Oracle, prompt: Prompt) -> None:
     """Each stage shares out its own pages in every cut."""
     eviction = Eviction(0.6, 16, method="tgv", defer=2, schedule=((6, 0.3),))
@@ -718,13 +525,6 @@ def test_stages(oracle: Oracle, prompt: Prompt) -> None:
         rest = cut.selection.pages[1:]
         assert rest.sum() == cut.selection.blocks * rest.numel()
     assert answer.kept[1].sum() < answer.kept[0].sum()
-
-
-def test_stability_of_a_cut(oracle: Oracle, prompt: Prompt) -> None:
-    answer = oracle.answer(prompt, 10, Eviction(0.5, 16, HEAD, schedule=((6, 0.2),)))
-    for cut in answer.cuts:
-        assert cut.is_stable(noise=1e-12)
-        assert not cut.is_stable(noise=0.9)
 
 
 @pytest.mark.engine

@@ -38,7 +38,6 @@ from vllm_tgvkv.kernels import summaries as kernel
 from vllm_tgvkv.kernels.decode import DecodePlan
 from vllm_tgvkv.policies import (
     METHOD_NAMES,
-    POLICY_NAMES,
     Pooling,
     Prompt,
     gates_of,
@@ -384,16 +383,6 @@ def test_the_pool_and_its_region_state_fit_what_is_left() -> None:
     assert found.left_for_pool(1 << 20, block) < 0
 
 
-def test_lines_are_for_the_method_that_takes_most() -> None:
-    """A request may name any method, also one that only the settings know."""
-    plain = memory_outside_pool(settings("tgv"), SIZES)
-    heavy = {"base": "rkv", "pooling": "sequence", "allocation": "global"}
-    mixed = memory_outside_pool(settings("tgv", methods={"heavy": heavy}), SIZES)
-    assert plain.method in POLICY_NAMES
-    assert mixed.method == "heavy"
-    assert mixed.num_bytes > plain.num_bytes
-
-
 def gpu_worker(monkeypatch: pytest.MonkeyPatch, given: int | None = None) -> EvictionGPUWorker:
     """Return a worker for which vLLM finds 10 GiB, with the fields that it reads."""
     config = SimpleNamespace(
@@ -601,10 +590,3 @@ def test_a_warm_up_waits_and_cuts_again_like_the_server(
     assert not evictor.regions.num_live
     assert not evictor.regions.num_retained.any()
     assert not any((evictor.observations, evictor.ended, evictor.kept))
-
-
-def test_a_method_that_evicts_once_warms_up_where_requests_may_evict_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    waiting = {"decode": {"on_request": True}}
-    test_a_warm_up_waits_and_cuts_again_like_the_server("elastic", waiting, monkeypatch)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,10 +21,8 @@ from oracle import kernels as reference
 from oracle import methods
 from oracle.attention import causal_attention
 from oracle.methods import HEAD, LAYER, METHODS, Image, Layout, Pool, Settings
-from tests.inputs import gates, head_scores, paged
+from tests.inputs import gates, head_scores, paged, product
 from vllm_tgvkv.kernels.apportion import apportion
-from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
-from vllm_tgvkv.kernels.merge import merge_evicted
 from vllm_tgvkv.kernels.row_sums import RowSums
 from vllm_tgvkv.kernels.select import page_offsets
 from vllm_tgvkv.kernels.statistics import observe
@@ -351,8 +349,7 @@ def test_parts_of_a_method(name: str) -> None:
     assert policy.score.rows == (mix.rows or methods.ROWS_OF_SCORE.get(mix.score, "none"))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("name", "granularity"), OWN)
+@pytest.mark.parametrize(("name", "granularity", "layout"), product(OWN, LAYOUTS, strength=1))
 def test_methods_keep_what_their_definitions_keep(name: str, granularity: str, layout: str) -> None:
     mix = replace(METHODS[name], granularity=granularity)
     policy = build(Mix(name, granularity=granularity))  # type: ignore[arg-type]
@@ -371,14 +368,13 @@ def test_prompts_without_vision(name: str) -> None:
 # -- parts ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", [*SOME, TEXT_ONLY])
+def with_granularities(names: Iterable[str]) -> list[tuple[str, str]]:
+    return [(x, g) for x in names for g in (LAYER, HEAD) if x not in HEAD_ONLY or g == HEAD]
+
+
 @pytest.mark.parametrize(
-    ("score", "granularity"),
-    [
-        (score, granularity)
-        for score, granularity in itertools.product(methods.SCORES, (LAYER, HEAD))
-        if score not in HEAD_ONLY or granularity == HEAD
-    ],
+    ("score", "granularity", "layout"),
+    product(with_granularities(methods.SCORES), [*SOME, TEXT_ONLY], strength=1),
 )
 def test_scores(score: str, granularity: str, layout: str) -> None:
     mix = methods.Mix(score, "uniform", "by_score", granularity)
@@ -406,9 +402,14 @@ def test_scores(score: str, granularity: str, layout: str) -> None:
     torch.testing.assert_close(seen.raw.double(), expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("granularity", [LAYER, HEAD])
-@pytest.mark.parametrize("rows", ["text", "after_vision", "window", "answer", None])
-@pytest.mark.parametrize("score", ["snapkv", "text_rows", "vlcache", "h2o", "tgv", "aircache"])
+@pytest.mark.parametrize(
+    ("score", "rows", "granularity"),
+    product(
+        ["snapkv", "text_rows", "vlcache", "h2o", "tgv", "aircache"],
+        ["text", "after_vision", "window", "answer", None],
+        [LAYER, HEAD],
+    ),
+)
 def test_scores_of_other_rows(score: str, rows: str | None, granularity: str) -> None:
     """With and without tokens of the answer, and with maxima where the score has them."""
     settings = Settings(2, BLOCK_SIZE, **some_settings())
@@ -439,18 +440,15 @@ def test_scores_of_other_rows(score: str, rows: str | None, granularity: str) ->
             torch.testing.assert_close(seen.raw.double(), expected, rtol=1e-4, atol=1e-6)
 
 
-def test_mixkv_of_an_answer() -> None:
-    """Where rows of the answer alone vote, the whole prompt is the past."""
-    mix = methods.Mix("mixkv", "uniform", "by_score", HEAD, rows="answer")
-    where = answered(layout_of(random.choice(SOME)), random.choice([1, 4]))
-    assert_keeps_the_same(mix, where, budgets(where, **some_settings()))
-
-
 @pytest.mark.parametrize("name", ["mixkv", "sparsemm"])
-@pytest.mark.parametrize("answer", [1, 9, 40])
-def test_windows_that_hold_tokens_of_the_answer(name: str, answer: int) -> None:
-    where = answered(layout_of("long"), answer)
-    assert_keeps_the_same(METHODS[name], where, budgets(where, **some_settings()))
+@pytest.mark.parametrize(
+    ("rows", "answer"), [(None, 1), (None, 9), (None, 40), ("answer", 1), ("answer", 4)]
+)
+def test_windows_that_hold_tokens_of_the_answer(name: str, rows: str | None, answer: int) -> None:
+    """Where rows of the answer alone vote, the whole prompt is the past."""
+    where, mix = answered(layout_of("long"), answer), METHODS[name]
+    mix = replace(mix, rows=rows or mix.rows)
+    assert_keeps_the_same(mix, where, budgets(where, **some_settings()))
 
 
 @pytest.mark.parametrize("equal", ["keys", "values"])
@@ -499,14 +497,9 @@ def answered(layout: Layout, answer: int) -> Layout:
     return replace(layout, length=layout.length + answer, answer=answer)
 
 
-@pytest.mark.parametrize("layout", SOME)
 @pytest.mark.parametrize(
-    ("allocation", "granularity"),
-    [
-        case
-        for case in itertools.product(methods.ALLOCATIONS, (LAYER, HEAD))
-        if case[0] not in HEAD_ONLY or case[1] == HEAD
-    ],
+    ("allocation", "granularity", "layout"),
+    product(with_granularities(methods.ALLOCATIONS), SOME, strength=1),
 )
 def test_shares(allocation: str, granularity: str, layout: str) -> None:
     """Real-valued shares are compared, since pages show them only roughly."""
@@ -573,23 +566,10 @@ def test_pyramids_of_many_layers(num_layers: int) -> None:
         assert ours.tolist() == reference.apportion(wanted, blocks * len(shares), 1, 3 * blocks)
 
 
-@pytest.mark.parametrize("retain", ["text_first", "vision_first", "by_score", "window", "recent_8"])
-def test_tiers_that_do_not_depend_on_counts(retain: str) -> None:
-    layout, settings = layout_of("several"), Settings(8, BLOCK_SIZE, sinks=2)
-    found = policy_of(methods.Mix("tgv", "uniform", retain)).retention.tiers(
-        prompt_of(layout, settings), torch.tensor(8)
-    )
-    case = methods.Case(layout, 2, 10, BLOCK_SIZE)
-    assert order_of(found.tolist()) == order_of(methods.tiers(retain, case, 8))
-
-
-def order_of(tiers: list[int]) -> list[int]:
-    """Return the tiers renumbered from 0, so that only their order counts."""
-    return [sorted(set(tiers)).index(tier) for tier in tiers]
-
-
-@pytest.mark.parametrize("allocation", methods.ALLOCATIONS)
-@pytest.mark.parametrize("retain", sorted(RETENTIONS.names))
+@pytest.mark.parametrize(
+    ("allocation", "retain"),
+    product(methods.ALLOCATIONS, sorted(RETENTIONS.names), strength=1),
+)
 def test_free_mixes_of_parts(allocation: str, retain: str) -> None:
     """Any score, allocation, retention, granularity and pooling can be combined."""
     for _ in range(2):
@@ -616,9 +596,14 @@ def test_free_mixes_of_parts(allocation: str, retain: str) -> None:
         assert_keeps_the_same(mix, layout, chosen)
 
 
-@pytest.mark.parametrize("reduce", ["mean", "max"])
-@pytest.mark.parametrize("rows", ["text", "window", "answer", "latest", None])
-@pytest.mark.parametrize("kind", ["none", "sequence", "grid"])
+@pytest.mark.parametrize(
+    ("kind", "rows", "reduce"),
+    product(
+        ["none", "sequence", "grid"],
+        ["text", "window", "answer", "latest", None],
+        ["mean", "max"],
+    ),
+)
 def test_other_rows_with_maxima_and_pooling_with_a_direction(
     kind: str, rows: str | None, reduce: str
 ) -> None:
@@ -681,7 +666,7 @@ def test_random_is_evenly_spread_and_repeats_itself(granularity: str) -> None:
     assert both.abs().max() < 6 / layout.length**0.5
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", SOME)
 def test_random_keeps_its_own_scores_best(layout: str) -> None:
     mix, where = METHODS["random"], layout_of(layout)
     policy, inputs = build_policy("random"), draw(where)
@@ -695,8 +680,9 @@ def test_random_keeps_its_own_scores_best(layout: str) -> None:
 # -- guarded budgets --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["at the start", *SOME])
-@pytest.mark.parametrize(("name", "granularity"), GUARDED)
+@pytest.mark.parametrize(
+    ("name", "granularity", "layout"), product(GUARDED, ["at the start", *SOME], strength=1)
+)
 def test_fewest_blocks_that_hold_the_share(name: str, granularity: str, layout: str) -> None:
     mix, where = replace(METHODS[name], granularity=granularity), layout_of(layout)
     auto = methods.Auto(random.choice([0.3, 0.8, 0.9, 0.97, 1.0]), 0.02, random.choice([0.5, 0.9]))
@@ -740,37 +726,6 @@ def is_monotone(mix: methods.Mix, inputs: Inputs, layout: Layout, settings: Sett
 
 
 # -- merging ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("granularity", [LAYER, HEAD])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_merged_keys_and_values(granularity: str, dtype: torch.dtype) -> None:
-    """Kept slots hold the means of the candidates nearest to them; nothing else is written."""
-    layout = layout_of(random.choice(list(LAYOUTS)))
-    full, pairs = layout.length // BLOCK_SIZE, LAYERS * HEADS
-    k = random.randint(1, full - 1)
-    settings = Settings(k * BLOCK_SIZE + layout.length % BLOCK_SIZE, BLOCK_SIZE, floor=0)
-    policy = policy_of(methods.Mix("text_rows", "tgv", "by_score", granularity, merge=True))
-    seen = look(policy, draw(layout), layout, settings)
-    decision = decider(policy, seen, layout, settings).decide(k)
-    blocks = torch.randperm(full + k + 2).int()
-    pools = torch.randn(2, len(blocks) * pairs, BLOCK_SIZE, HEAD_SIZE).to(dtype)
-    wanted = pools.clone()
-    offsets = page_offsets(decision.counts)
-    region = (decision.positions, offsets, blocks[:full], blocks[full : full + k], LAYERS, HEADS)
-    copied = (slots_of_positions(*region[:3], pairs), offsets, *region[3:])
-    copy_kept(*pools, *copied)
-    merge_evicted(*pools, *region)
-    reference.copy_kept(*wanted, *copied)
-    reference.merge_evicted(*wanted, *region)
-    tolerance = (
-        {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0.01, "atol": 0.01}
-    )
-    torch.testing.assert_close(pools, wanted, **tolerance)
-    is_new = torch.zeros(len(blocks), dtype=torch.bool)
-    is_new[blocks[full : full + k].long()] = True
-    others = ~is_new.repeat_interleave(pairs)
-    assert torch.equal(pools[:, others], wanted[:, others])
 
 
 def test_merge_targets_by_hand() -> None:

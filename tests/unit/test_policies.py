@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Retention, pooling, registry, and every method's whole decision without a synchronisation.
+"""Pooling, registry, and every method's whole decision without a synchronisation.
 
 `unit/test_methods.py` compares the kept tokens of each method with its definition.
 """
@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oracle import methods
@@ -73,74 +75,44 @@ def make_prompt(layout: str, sinks: int = 2) -> Prompt:
     )
 
 
-def test_retention_orders() -> None:
-    prompt = make_prompt("at the start", sinks=2)
-    num_kept = torch.tensor([[4], [12]])
-    tiers = {
-        name: build_policy(Mix("tgv", retain=name)).retention.tiers(prompt, num_kept).tolist()
-        for name in ("text_first", "vision_first", "by_score", "recent_half", "window")
-    }
-    assert tiers["text_first"] == [2] * 2 + [0] * 7 + [1] * 7
-    assert tiers["vision_first"] == [2] * 2 + [1] * 7 + [0] * 7
-    assert tiers["by_score"] == [2] * 2 + [0] * 14
-    assert tiers["window"] == [2] * 2 + [1] * 14
-    assert tiers["recent_half"] == [[[2] * 2 + [0] * (14 - n) + [1] * n] for n in (2, 6)]
+REACHES = st.sampled_from([0, 1, 2, 3, 5, 7, 11, 16, 100])
+IMAGES = (Image(3, 12, (3, 4)), Image(15, 2, (1, 2)), Image(19, 4, (4, 1)))
+# Images of the same grid are pooled together.
+SAME = (Image(0, 6, (2, 3)), Image(6, 6, (2, 3)), Image(14, 6, (3, 2)), Image(20, 6, (2, 3)))
+POOLED = [Layout(27), Layout(25, IMAGES), Layout(30, SAME)]
+POOLED += [Layout(n, tuple(Image(*image) for image in images)) for images, n in LAYOUTS.values()]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("reduce", ["max", "mean"])
-@pytest.mark.parametrize("kernel", [1, 3, 7])
-def test_sequence_pooling_stays_inside_runs(layout: str, reduce: Any, kernel: int) -> None:
-    images, num_tokens = LAYOUTS[layout]
-    placed = Layout(num_tokens, tuple(Image(*image) for image in images))
-    assert_pooled(placed, Pooling("sequence", kernel, reduce))
+@st.composite
+def poolings(draw: st.DrawFn) -> Pooling:
+    kind, reduce = (
+        draw(st.sampled_from(["grid", "sequence"])),
+        draw(st.sampled_from(["max", "mean"])),
+    )
+    if draw(st.booleans()):
+        return Pooling(kind, draw(st.sampled_from([1, 3, 5, 7])), reduce)
+    forward, back = draw(REACHES), draw(REACHES)
+    halve = draw(st.sampled_from([None, None, 1, 3, 64])) if reduce == "max" and forward else None
+    return Pooling(kind, None, reduce, forward, back, halve=halve)
 
 
-@pytest.mark.parametrize("reduce", ["max", "mean"])
-@pytest.mark.parametrize("kernel", [1, 3, 5])
-def test_grid_pooling_stays_inside_images(reduce: Any, kernel: int) -> None:
-    images = (Image(3, 12, (3, 4)), Image(15, 2, (1, 2)), Image(19, 4, (4, 1)))
-    assert_pooled(Layout(25, images), Pooling("grid", kernel, reduce))
-    # Images of the same grid are pooled together.
-    images = (Image(0, 6, (2, 3)), Image(6, 6, (2, 3)), Image(14, 6, (3, 2)), Image(20, 6, (2, 3)))
-    assert_pooled(Layout(30, images), Pooling("grid", kernel, reduce))
-
-
-REACHES = [(0, 0), (1, 0), (0, 1), (3, 1), (1, 3), (5, 5), (16, 1), (2, 7), (0, 11), (100, 100)]
-
-
-@pytest.mark.parametrize("layout", [*LAYOUTS, "text"])
-@pytest.mark.parametrize("reduce", ["max", "mean"])
-@pytest.mark.parametrize(("forward", "back"), REACHES)
-def test_pooling_with_a_direction_stays_inside_runs(
-    layout: str, reduce: Any, forward: int, back: int
-) -> None:
-    images, num_tokens = LAYOUTS.get(layout, ([], 27))
-    placed = Layout(num_tokens, tuple(Image(*image) for image in images))
-    for sinks in (0, 4, 40):
-        assert_pooled(placed, Pooling("sequence", None, reduce, forward, back), sinks)
-
-
-@pytest.mark.parametrize("reduce", ["max", "mean"])
-@pytest.mark.parametrize(("forward", "back"), REACHES)
-def test_pooling_along_the_rows_of_a_grid_leaves_text_alone(
-    reduce: Any, forward: int, back: int
-) -> None:
-    images = (Image(3, 12, (3, 4)), Image(15, 2, (1, 2)), Image(19, 4, (4, 1)))
-    for sinks in (0, 4):  # one of them is a patch
-        assert_pooled(Layout(25, images), Pooling("grid", None, reduce, forward, back), sinks)
-
-
-@pytest.mark.parametrize("layout", [*LAYOUTS, "text"])
-@pytest.mark.parametrize("kind", ["sequence", "grid"])
-@pytest.mark.parametrize(("forward", "back"), REACHES)
-def test_weights_that_fall_by_half(layout: str, kind: Any, forward: int, back: int) -> None:
-    images, num_tokens = LAYOUTS.get(layout, ([], 27))
-    if kind == "grid":
-        images, num_tokens = [(3, 12, (3, 4)), (15, 2, (1, 2)), (19, 4, (4, 1))], 25
-    placed = Layout(num_tokens, tuple(Image(*image) for image in images))
-    for sinks, halve in ((0, 1), (4, 3), (40, 64)):
-        assert_pooled(placed, Pooling(kind, None, "max", forward, back, halve=halve), sinks)
+@settings(max_examples=300)
+@given(st.sampled_from(POOLED), poolings(), st.sampled_from([0, 2, 4, 40]))
+def test_pooling_is_as_defined(layout: Layout, pooling: Pooling, sinks: int) -> None:
+    """It stays inside runs and images. Text is pooled by `sequence` only."""
+    if pooling.kind == "grid" and any(image.grid is None for image in layout.images):
+        layout = POOLED[1]
+    scores = torch.randn(2, layout.length)
+    if pooling.halve:
+        scores = scores.clamp(min=0)  # as all scores that have a weight; half of them are 0
+    images = tuple(VisionSpan(image.start, image.length, image.grid) for image in layout.images)
+    pooled = pool(scores, images, pooling, sinks)
+    reaches = (pooling.forward, pooling.back, None, pooling.halve)
+    by_definition = Pool(pooling.kind, pooling.kernel or 3, pooling.reduce, *reaches)
+    expected = torch.stack([methods.pooled(row, layout, by_definition, sinks) for row in scores])
+    if not pooling.halve and (pooling.kind == "sequence" or pooling.reduce == "max"):
+        assert torch.equal(pooled, expected.float())
+    torch.testing.assert_close(pooled, expected.float())
 
 
 def test_weights_by_hand() -> None:
@@ -163,18 +135,6 @@ def test_pooling_forward_by_hand() -> None:
     assert pooled(Pooling("grid", forward=9, back=1)) == [0, 0, 5, 5, 5, 5, 5, 0, 7]
     assert pooled(Pooling("sequence", forward=1, back=1)) == [0, 0, 5, 5, 5, 0, 0, 7, 7]
     assert pooled(Pooling("sequence", back=2)) == [0, 5, 5, 5, 0, 0, 0, 7, 7]
-
-
-@pytest.mark.parametrize("reduce", ["max", "mean"])
-def test_a_kernel_reaches_as_far_on_both_sides(reduce: Any) -> None:
-    prompt = make_prompt("several")
-    scores = torch.randn(2, prompt.num_tokens)
-    by_kernel = pool(scores, prompt.images, Pooling("sequence", 7, reduce))
-    by_reach = pool(scores, prompt.images, Pooling("sequence", None, reduce, 3, 3))
-    assert torch.equal(by_kernel, by_reach)
-    assert Pooling().reach == (1, 1)
-    assert Pooling("sequence", forward=4).reach == (4, 0)
-    assert Pooling("sequence", back=4).reach == (0, 4)
 
 
 def test_a_reach_that_is_bounded_by_a_share_of_the_kept_tokens() -> None:
@@ -201,20 +161,6 @@ def pool(
     scores: torch.Tensor, images: tuple[VisionSpan, ...], pooling: Pooling, sinks: int = 0
 ) -> torch.Tensor:
     return Pooler(pooling, scores.shape[1], images, scores.device, sinks)(scores)
-
-
-def assert_pooled(layout: Layout, pooling: Pooling, sinks: int = 0) -> None:
-    scores = torch.randn(2, layout.length)
-    if pooling.halve:
-        scores = scores.clamp(min=0)  # as all scores that have a weight; half of them are 0
-    images = tuple(VisionSpan(image.start, image.length, image.grid) for image in layout.images)
-    pooled = pool(scores, images, pooling, sinks)
-    reaches = (pooling.forward, pooling.back, None, pooling.halve)
-    by_definition = Pool(pooling.kind, pooling.kernel or 3, pooling.reduce, *reaches)
-    expected = torch.stack([methods.pooled(row, layout, by_definition, sinks) for row in scores])
-    if not pooling.halve and (pooling.kind == "sequence" or pooling.reduce == "max"):
-        assert torch.equal(pooled, expected.float())
-    torch.testing.assert_close(pooled, expected.float())
 
 
 class Launches(TorchDispatchMode):

@@ -97,29 +97,11 @@ def test_one_image() -> None:
     assert prompt.has_vision
 
 
-def test_several_images() -> None:
-    """Text between images votes as well."""
-    prompt = map_prompt(20, [feature(2, 4), feature(8, 4), feature(12, 4)])
-    assert runs(prompt) == [(2, 4), (8, 4), (12, 4)]
-    assert text_rows(prompt) == [6, 7, 16, 17, 18, 19]
-
-
-def test_first_vision_token_counts_for_any_order_of_features() -> None:
-    prompt = map_prompt(20, [feature(12, 4), feature(2, 4, modality="video")])
-    assert text_rows(prompt) == [*range(6, 12), 16, 17, 18, 19]
-
-
 @pytest.mark.parametrize(
     ("window", "rows"), [(1, [19]), (3, [17, 18, 19]), (5, [7, 16, 17, 18, 19])]
 )
 def test_observation_window_takes_the_last_text(window: int, rows: list[int]) -> None:
     assert text_rows(map_prompt(20, [feature(2, 4), feature(8, 8)]), window) == rows
-
-
-def test_image_at_the_end_lets_the_last_position_vote() -> None:
-    prompt = map_prompt(20, [feature(11, 9)])
-    assert text_rows(prompt) == [19]
-    assert vision_positions(prompt) == list(range(11, 20))
 
 
 def test_text_between_images_votes_though_an_image_ends_the_prompt() -> None:
@@ -134,12 +116,6 @@ def test_text_only() -> None:
     assert text_rows(map_prompt(3, []), 4) == [0, 1, 2]
 
 
-def test_audio_is_text() -> None:
-    prompt = map_prompt(10, [feature(2, 4, modality="audio")])
-    assert not prompt.has_vision
-    assert text_rows(prompt, 3) == [7, 8, 9]
-
-
 def test_video_with_text_between_its_frames() -> None:
     """Start tokens and time stamps inside the placeholder are text; each frame is a run."""
     embeds = [1, 2, 3, 4, 7, 8, 9, 10]
@@ -147,12 +123,6 @@ def test_video_with_text_between_its_frames() -> None:
     prompt = map_prompt(20, [video], model("qwen3_vl"))
     assert prompt.vision == (VisionSpan(4, 4, (2, 2)), VisionSpan(10, 4, (2, 2)))
     assert text_rows(prompt) == [8, 9, *range(14, 20)]
-
-
-def test_placeholder_without_embeddings_is_text() -> None:
-    prompt = map_prompt(10, [feature(2, 4, [])])
-    assert not prompt.has_vision
-    assert text_rows(prompt, 3) == [7, 8, 9]
 
 
 @pytest.mark.parametrize(
@@ -316,16 +286,6 @@ def test_row_sets() -> None:
     assert found.rows.tolist() == [6, 7, *range(24, 60)]
     assert not found.every_row
     assert found.last_cached == 6
-
-
-def test_unused_row_sets_do_not_limit_prefix_hits() -> None:
-    prompt = map_prompt(60, [feature(8, 16)])
-    assert voters(prompt, (), 40).last_cached is None
-    assert voters(prompt, ("window",), 40).last_cached == 28
-    everything = voters(prompt, ("text", "all"), 40)
-    assert everything.every_row
-    assert everything.last_cached == 0
-    assert list(everything.sets) == ["text"]
 
 
 def test_tokens_of_the_answer_vote_in_every_set() -> None:

@@ -17,7 +17,6 @@ from tests.unit.test_ranks import (
     LAYERS,
     PROMPTS,
     Model,
-    Run,
     both,
     run_out_of_memory,
     settings,
@@ -179,18 +178,6 @@ def test_a_message_is_waited_for_once_more_are_sent_than_steps_can_be_in_flight(
         stage.tell([Failure(str(number), "")])
         assert waited == list(range(number - 2))
     assert len(sent) == 5
-
-
-@pytest.mark.parametrize("method", ["snapkv", "h2o", "random", "streaming"])
-def test_methods_with_equal_shares_keep_the_same_in_stages(method: str) -> None:
-    config, model = settings("head"), Model.random()
-    plan = step(config, both(method), 0.4)
-    alone = model.evict(Ranks(), config, plan)
-    pipeline = Pipeline((2, 1), config, model)
-    pipeline.run(plan)
-    for name in PROMPTS:
-        runs = [Run(evictor, {}) for evictor in pipeline.evictors]
-        assert torch.equal(torch.cat([run.kept(name) for run in runs]), alone.kept(name))
 
 
 def test_a_pyramid_goes_on_from_stage_to_stage() -> None:

@@ -289,17 +289,6 @@ def test_rows_that_nothing_joins_keep_their_bits() -> None:
     assert torch.equal(found.roots[exists], roots[exists])
 
 
-@pytest.mark.parametrize("per_head", [True, False])
-def test_a_small_workspace_changes_nothing(per_head: bool) -> None:
-    """One pair of a layer and a head at a time, at the first cut and a later one."""
-    request = Request(Summaries(), per_head=per_head)
-    request.workspace_bytes = 1
-    for retained, replaced, more in [(5, 7, 0), *LATER]:
-        request.grow(more)
-        request.cut(retained, replaced)
-        request.assert_as_defined()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("slots_first", [True, False])
 def test_pages_hold_what_is_stored(slots_first: bool, dtype: torch.dtype) -> None:
@@ -374,70 +363,6 @@ def test_without_masses_no_bit_changes(dtype: torch.dtype) -> None:
     assert torch.equal(merge(outputs, lse, queries, empty, read, SCALE), outputs)
     of_others = Summary(means, means, (torch.randn(shape) * 20).exp())
     assert torch.equal(merge(outputs, lse, queries, of_others, ~read, SCALE), outputs)
-
-
-@pytest.mark.parametrize("copies", [1, 2, 9])
-@pytest.mark.parametrize("rows", [1, ROWS])
-def test_equal_tokens_are_read_exactly(rows: int, copies: int) -> None:
-    """A row that absorbed one token, or the same one several times, is as good as the tokens.
-
-    The merged attention is then the softmax over all tokens, so weights of kept and absorbed ones
-    add up to 1.
-    """
-    tokens, kept = 4, torch.randn(2, HEADS, 23, HEAD_SIZE)
-    absorbed = torch.randn(2, HEADS, rows, HEAD_SIZE)
-    queries = torch.randn(tokens, HEADS, GROUP, HEAD_SIZE) * 2
-    everything = torch.cat((kept, absorbed.repeat(1, 1, copies, 1)), dim=2)
-    wanted, _ = attend(queries, *everything)
-    outputs, lse = attend(queries, *kept)
-    masses = torch.full((tokens, HEADS, 1, rows), float(copies))
-    summary = Summary(*absorbed[:, None, :, None].expand(-1, tokens, -1, -1, -1, -1), masses)
-    read = torch.ones(tokens, 1, dtype=torch.bool)
-    merged = merge(outputs.float(), lse.float(), queries, summary, read, SCALE)
-    torch.testing.assert_close(merged.double(), wanted, rtol=1e-4, atol=1e-5)
-
-
-def test_few_evicted_tokens_are_all_read_exactly() -> None:
-    """All of them are roots, or copies of one: eviction then changes nothing in the whole chain."""
-    layout, pool = Layout(4 * SIZE + 3), new_pool(False)
-    prompt, order = prompt_of(layout), torch.randperm(23) + 1
-    old, fresh = order[:4].int(), order[4:5].int()
-    positions = torch.stack([torch.randperm(4 * SIZE)[: 3 * SIZE] for _ in range(PAIRS)])
-    positions = positions.sort(dim=1).values
-    dropped = torch.ones(PAIRS, 4 * SIZE, dtype=torch.bool)
-    dropped.scatter_(1, positions, False)
-    # A block is evicted, which is more than a page has rows: the last root has copies behind it.
-    scores, rows = torch.rand(LAYERS, HEADS, 4 * SIZE) + 0.1, rows_of(pool)
-    tables = old.long() * PAIRS + torch.arange(PAIRS)[:, None]
-    for pair in range(PAIRS):
-        last, *copies = dropped[pair].nonzero().flatten()[rows - 1 :].tolist()
-        scores[pair // HEADS, pair % HEADS, copies] = 0
-        for copy in copies:
-            for view in (pool.keys, pool.values):
-                original = view[tables[pair, last // SIZE], last % SIZE].clone()
-                view[tables[pair, copy // SIZE], copy % SIZE] = original
-    offsets = page_offsets(torch.full((LAYERS, HEADS), 3))
-    row = KeysOfRow.of_blocks(old, PAIRS, SIZE)
-    regions = Regions(24, PAIRS, torch.device("cpu"))
-    given = (scores, positions.view(-1, SIZE).int(), offsets, row, fresh, pool, regions)
-    write_summaries(Summaries("text"), ("text",), prompt, *given)
-    queries = torch.randn(6, HEADS, GROUP, HEAD_SIZE)
-    for layer in range(LAYERS):
-        pairs = range(layer * HEADS, (layer + 1) * HEADS)
-        keys, values = (
-            torch.stack([view[tables[p]].flatten(0, 1) for p in pairs])
-            for view in (pool.keys, pool.values)
-        )
-        kept = ~dropped[list(pairs)]
-        wanted, _ = attend(queries, keys, values)
-        outputs, lse = attend(
-            queries, keys[kept].view(HEADS, -1, HEAD_SIZE), values[kept].view(HEADS, -1, HEAD_SIZE)
-        )
-        pages = (fresh.long() * PAIRS + torch.tensor(list(pairs))[:, None]).expand(6, -1, -1)
-        summary = load(pool.keys, pool.values, pages, rows_of(pool))
-        read = torch.ones(6, 1, dtype=torch.bool)
-        merged = merge(outputs.float(), lse.float(), queries, summary, read, SCALE)
-        torch.testing.assert_close(merged.double(), wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("workspace", [1, 1 << 24])

@@ -267,12 +267,6 @@ def test_preference_is_what_comes_before_others(retain: str, guarded: bool) -> N
         assert found[layer, head, token] == (0 if token < sinks else expected)
 
 
-def test_there_is_no_layer_outside_the_model() -> None:
-    trace, _ = make_trace(new_rng(), 16)
-    assert trace.layer(L) is None
-    assert trace.layer(-1) is None
-
-
 def test_scores_are_short_numbers_that_json_can_say() -> None:
     trace, _ = make_trace(new_rng(), 16)
     special = [np.nan, np.inf, -np.inf, 0.0, 1 / 3, -2e-30, 123456.7, 1e38]
@@ -297,15 +291,6 @@ def test_the_oldest_traces_are_dropped() -> None:
     for trace in traces:
         by_size.add(trace)
     assert [trace.id for trace in by_size.newest_first()] == ["r4", "r3"]
-
-
-def test_a_trace_that_is_too_large_pushes_nothing_out() -> None:
-    rng = new_rng()
-    small, large = make_trace(rng, 12, name="small")[0], make_trace(rng, 400, name="large")[0]
-    traces = Traces(max_traces=10, max_bytes=large.nbytes - 1)
-    traces.add(small)
-    traces.add(large)
-    assert [trace.id for trace in traces.newest_first()] == ["small"]
 
 
 def test_traces_are_found_by_the_id_that_a_client_sees() -> None:

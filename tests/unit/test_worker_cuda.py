@@ -27,7 +27,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_tgvkv.shared.plan import Eviction
 from vllm_tgvkv.shared.prompt import PromptMap, Voters
 from vllm_tgvkv.worker.cuda import EvictingModelRunnerV1, EvictingModelRunnerV2, EvictionGPUWorker
-from vllm_tgvkv.worker.model_runner import RowsV1, RowsV2
+from vllm_tgvkv.worker.model_runner import RowsV2
 
 PROMPT, COMPRESSED = [1, 2, 3, 4], [7, 0, 0, 4]
 GROUP = 1
@@ -351,25 +351,6 @@ def test_v2_keeps_the_new_row_of_a_request_that_is_resumed_at_once() -> None:
     update_v2(ours, step({"evicted": None, "resumed": [24]}))
     assert tables.rows()[tables.index["resumed"]] == [20, 21, 22, 23, 24]
     assert tables.rows(0)[tables.index["evicted"]] == in_groups([*PROMPT, 5])[0]
-
-
-def test_v1_finds_rows_and_their_requests() -> None:
-    batch = SimpleNamespace(req_id_to_index={"a": 1, "b": 0}, req_ids=["b", "a"])
-    ours = runner(EvictingModelRunnerV1, input_batch=batch)
-    common = SimpleNamespace()
-    assert [RowsV1.find(ours, common, name) for name in ("a", "b", "ended")] == [1, 0, None]
-    assert [RowsV1.request_at(ours, common, row) for row in (0, 1)] == ["b", "a"]
-
-
-def test_v2_finds_rows_by_the_index_of_the_request() -> None:
-    names = {"a": 3, "b": 5, "c": 6}
-    batch = SimpleNamespace(req_ids=["b", "a"], idx_mapping_np=np.array([5, 3]))
-    req_states = SimpleNamespace(req_id_to_index=names)
-    ours = runner(EvictingModelRunnerV2, req_states=req_states, batch=batch)
-    common = SimpleNamespace()
-    found = [RowsV2.find(ours, common, name) for name in ("a", "b", "c", "ended")]
-    assert found == [1, 0, None, None]
-    assert [RowsV2.request_at(ours, common, row) for row in (0, 1)] == ["b", "a"]
 
 
 def test_overridden_methods_exist_in_vllm() -> None:

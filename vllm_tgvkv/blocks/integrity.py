@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence, Set
 
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
 from vllm_tgvkv.blocks.manager import Compression, EvictingManager
@@ -31,14 +32,30 @@ def check_integrity(
     Raises:
         IntegrityError: at the first disagreement.
     """
-    pool = manager.block_pool
+    owners = _owners(manager, others)
+    _check_pool(manager.block_pool, owners)
+    for request_id, compression in manager.compressions.items():
+        row = manager.req_to_blocks.get(request_id, ())
+        if compression.swapped or any(block.is_null for block in row):
+            _check_region(request_id, compression, manager, owners)
+    if unknown := manager.req_to_blocks.keys() - known_ids:
+        raise IntegrityError(f"blocks are held for unknown requests {sorted(unknown)}")
+    if unknown := manager.compressions.keys() - known_ids:
+        raise IntegrityError(f"evictions are pending for unknown requests {sorted(unknown)}")
+
+
+def _owners(manager: EvictingManager, others: Sequence[SingleTypeKVCacheManager]) -> Counter[int]:
+    """Return how many rows and reservations hold each block."""
     owners: Counter[int] = Counter()
     for rows in (manager, *others):
         for blocks in rows.req_to_blocks.values():
             owners.update(block.block_id for block in blocks if not block.is_null)
     for compression in manager.compressions.values():
         owners.update(block.block_id for block in compression.reserved)
+    return owners
 
+
+def _check_pool(pool: BlockPool, owners: Counter[int]) -> None:
     free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
     if len(free) != len(set(free)):
         raise IntegrityError("a block is in the free list twice")
@@ -61,15 +78,6 @@ def check_integrity(
                 f"{'' if block.block_id in free_ids else 'not '}in the free list"
             )
 
-    for request_id, compression in manager.compressions.items():
-        row = manager.req_to_blocks.get(request_id, ())
-        if compression.swapped or any(block.is_null for block in row):
-            _check_region(request_id, compression, manager, owners)
-    if unknown := manager.req_to_blocks.keys() - known_ids:
-        raise IntegrityError(f"blocks are held for unknown requests {sorted(unknown)}")
-    if unknown := manager.compressions.keys() - known_ids:
-        raise IntegrityError(f"evictions are pending for unknown requests {sorted(unknown)}")
-
 
 def _check_region(
     request_id: str, compression: Compression, manager: EvictingManager, owners: Counter[int]
@@ -77,7 +85,7 @@ def _check_region(
     blocks = manager.req_to_blocks.get(request_id)
     if blocks is None:
         raise IntegrityError(f"request {request_id} has a region but no blocks")
-    retained, num_full = compression.num_retained_blocks, compression.num_replaced_blocks
+    retained, num_full = compression.num_retained, compression.num_replaced
     if not 1 <= retained <= num_full:
         raise IntegrityError(f"request {request_id} retains {retained} of {num_full} blocks")
     for block in blocks[:retained]:

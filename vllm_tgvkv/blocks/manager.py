@@ -36,7 +36,12 @@ from vllm.v1.core.single_type_kv_cache_manager import (
     SingleTypeKVCacheManager,
     SlidingWindowManager,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 from vllm.v1.request import Request
 
@@ -52,10 +57,10 @@ class Compression:
     request: Request
     cut: Cut | None
     """The next cut."""
-    num_retained_blocks: int = 0
+    num_retained: int = 0
     """k, blocks of its region; 0 if the row is not compressed now."""
-    num_replaced_blocks: int = 0
-    """t, blocks in whose place the region stands."""
+    num_replaced: int = 0
+    """t, blocks the region replaced."""
     reserved: tuple[KVCacheBlock, ...] = ()
     """Fresh blocks held between the scheduling of the evicting chunk and the swap."""
     deferred: bool = False
@@ -66,27 +71,13 @@ class Compression:
     @property
     def swapped(self) -> bool:
         """Whether the request's row is compressed now."""
-        return self.num_retained_blocks > 0
+        return self.num_retained > 0
 
     def num_to_reserve(self, num_tokens: int) -> int:
         """Return the fresh blocks that a chunk up to `num_tokens` needs; 0 if it does not evict."""
         if self.reserved or self.cut is None or num_tokens < self.cut.at:
             return 0
         return self.cut.num_retained
-
-
-@dataclass(frozen=True)
-class Swap:
-    """Block ids around one eviction, as the worker needs them."""
-
-    old_blocks: list[int]
-    new_blocks: list[int]
-    row_blocks: list[int]
-    num_held: int
-    """Blocks of the row before it, null blocks not counted."""
-    num_freed: int
-    deferred: bool
-    """Whether the evicting chunk had to wait for fresh blocks."""
 
 
 class EvictingManager(FullAttentionManager):
@@ -110,10 +101,16 @@ class EvictingManager(FullAttentionManager):
 
     # -- reservation, while the prefill is scheduled ------------------------------------
 
-    def expect(self, request: Request, cut: Cut | None) -> None:
-        """Reserve the fresh blocks of a request's next cut with the chunk that ends there."""
+    def expect(self, request: Request, cut: Cut | None, num_reusable: int | None = None) -> None:
+        """Reserve the fresh blocks of a request's next cut with the chunk that ends there.
+
+        `num_reusable` is where a hit of the prefix cache ends, in tokens, if not before; None
+        leaves it as it is.
+        """
         known = self.compressions.setdefault(request.request_id, Compression(request, cut))
         known.cut = cut
+        if num_reusable is not None:
+            known.num_reusable = num_reusable
 
     def forget(self, request_id: str) -> None:
         """Drop the record of a request that holds no blocks: it ended, or is not evicted."""
@@ -234,11 +231,15 @@ class EvictingManager(FullAttentionManager):
 
     # -- the swap, right after the evicting chunk was scheduled -------------------------
 
-    def swap(self, request_id: str) -> Swap:
-        """Put the fresh blocks in place of those that the cut replaces, and give these back.
+    def swap(self, request_id: str) -> int:
+        """Put the fresh blocks in place of the blocks that the cut replaces, and free these.
 
         The copy runs at the end of this step's forward pass. The next owner of a freed block
         writes to it in a later step.
+
+        Returns:
+            Blocks that the pool gained, the fresh ones deducted. Blocks that other requests share
+            stay with them, so it may be negative.
         """
         compression = self.compressions[request_id]
         cut, fresh = compression.cut, compression.reserved
@@ -246,41 +247,38 @@ class EvictingManager(FullAttentionManager):
         assert len(fresh) == cut.num_retained
         blocks = self.req_to_blocks[request_id]
         old = [block for block in blocks[: cut.num_replaced] if not block.is_null]
-        old_ids = [block.block_id for block in blocks[: cdiv(cut.at, self.block_size)]]
         if compression.swapped:
-            self.released.append(old_ids[0])  # the worker hears of it with the next step
-        num_held = sum(not block.is_null for block in blocks)
+            self.released.append(blocks[0].block_id)  # the worker hears of it with the next step
         nulls = [self._null_block] * (cut.num_replaced - len(fresh))
         blocks[: cut.num_replaced] = [*fresh, *nulls]
         compression.reserved, compression.cut = (), None
-        compression.num_retained_blocks = cut.num_retained
-        compression.num_replaced_blocks = cut.num_replaced
+        compression.num_retained, compression.num_replaced = cut.num_retained, cut.num_replaced
         free_before = self.block_pool.get_num_free_blocks()
         self._give_back(old)
         if request_id in self.order.prefills:
             windows = self._passing(request_id, cut.at)
             self.order.evict(request_id, len(blocks), windows)
-        return Swap(
-            old_blocks=old_ids,
-            new_blocks=[block.block_id for block in fresh],
-            row_blocks=[block.block_id for block in blocks],
-            num_held=num_held,
-            num_freed=self.block_pool.get_num_free_blocks() - free_before,
-            deferred=compression.deferred,
-        )
+        return self.block_pool.get_num_free_blocks() - free_before - len(fresh)
 
     def num_held(self) -> tuple[int, int]:
         """Return the number of compressed requests and of the blocks they hold."""
         compressed = [(r, c) for r, c in self.compressions.items() if c.swapped]
         blocks = sum(
-            c.num_retained_blocks + len(self.req_to_blocks[r]) - c.num_replaced_blocks
-            for r, c in compressed
+            c.num_retained + len(self.req_to_blocks[r]) - c.num_replaced for r, c in compressed
         )
         return len(compressed), blocks
 
-    def block_ids(self, request_id: str, num_tokens: int) -> np.ndarray:
-        """Return the block ids of a request's first tokens, int32 [ceil(num_tokens / N)]."""
-        blocks = self.req_to_blocks[request_id][: cdiv(num_tokens, self.block_size)]
+    def num_held_by(self, request_id: str) -> int:
+        """Return the blocks of a request's row, null blocks not counted."""
+        return sum(not block.is_null for block in self.req_to_blocks[request_id])
+
+    def block_ids(self, request_id: str, num_tokens: int | None = None) -> np.ndarray:
+        """Return the block ids of a request's first tokens, int32 [ceil(num_tokens / N)].
+
+        Without `num_tokens`, return all blocks of its row.
+        """
+        end = None if num_tokens is None else cdiv(num_tokens, self.block_size)
+        blocks = self.req_to_blocks[request_id][:end]
         return np.array([block.block_id for block in blocks], dtype=np.int32)
 
     def trim(self, request_id: str, first_block: int, num_retained: int) -> int | None:
@@ -295,10 +293,10 @@ class EvictingManager(FullAttentionManager):
         blocks = self.req_to_blocks[request_id]
         if blocks[0].block_id != first_block:
             return None
-        spare = slice(num_retained, compression.num_retained_blocks)
+        spare = slice(num_retained, compression.num_retained)
         given_back = blocks[spare]
         blocks[spare] = [self._null_block] * len(given_back)
-        compression.num_retained_blocks = num_retained
+        compression.num_retained = num_retained
         self._give_back(given_back)
         return len(given_back)
 
@@ -318,7 +316,7 @@ class EvictingManager(FullAttentionManager):
             if compression.swapped:
                 self.released.append(blocks[0].block_id)
             blocks.extend(compression.reserved)
-            compression.reserved, compression.num_retained_blocks = (), 0
+            compression.reserved, compression.num_retained = (), 0
         self._record_freed(blocks)
         return blocks
 
@@ -374,6 +372,40 @@ class StateManager(OtherLayersManager, MambaManager):
     def caches_states(self) -> bool:
         """Whether states at the ends of blocks enter the prefix cache."""
         return self.enable_caching and self.mamba_cache_mode == "align"
+
+
+def connect_managers(
+    managers: Sequence[SingleTypeKVCacheManager], num_steps: int
+) -> tuple[int, EvictingManager, list[SingleTypeKVCacheManager]]:
+    """Let the managers of all groups of layers know each other.
+
+    Args:
+        num_steps: steps that are in flight at the same time.
+
+    Returns:
+        The index of the group that is evicted, its manager, and the managers of windows and states.
+    """
+    ((group, manager),) = (
+        (group, manager)
+        for group, manager in enumerate(managers)
+        if isinstance(manager, EvictingManager)
+    )
+    others = [other for other in managers if other is not manager]
+    manager.num_other_blocks = num_other_blocks(others, num_steps)
+    manager.others = OtherBlocks(others)
+    for other in others:
+        if isinstance(other, OtherLayersManager):
+            other.evicting = manager
+    return group, manager, others
+
+
+def record_freed_and_new(
+    manager: EvictingManager, others: Sequence[SingleTypeKVCacheManager]
+) -> None:
+    """Let freed blocks be listed, to be filled with NaN, and new ones, which vLLM then clears."""
+    manager.record_freed = True
+    for each in (manager, *others):
+        each._record_new_block_ids = isinstance(each.kv_cache_spec, AttentionSpec)
 
 
 def uncache_uncomputed(managers: Sequence[SingleTypeKVCacheManager], request: Request) -> None:

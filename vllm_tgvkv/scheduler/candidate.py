@@ -11,9 +11,10 @@ from vllm.v1.request import Request
 
 from vllm_tgvkv.config.request import RequestOptions
 from vllm_tgvkv.config.server import NONE, EvictionConfig
-from vllm_tgvkv.policies import Summaries
+from vllm_tgvkv.policies import Policy, Summaries
 from vllm_tgvkv.shared.budget import Guard
 from vllm_tgvkv.shared.cuts import Cut, Cuts, plan_cuts
+from vllm_tgvkv.shared.plan import ColumnSumChunk, Eviction, Observation
 from vllm_tgvkv.shared.prompt import PromptMap, Voters, map_prompt, voters
 
 
@@ -64,6 +65,29 @@ class Candidate:
         rows = np.arange(first if kinds else self.cut.at, self.cut.at)
         return Voters(dict.fromkeys(kinds, rows), rows, every_row=False)
 
+    def most_cached(self, num_known: int, num_drafts: int) -> int:
+        """Return the most tokens that the request may take from the prefix cache.
+
+        The step that evicts must run, even if a preempted request has all of its tokens and more in
+        the cache.
+
+        Args:
+            num_known: tokens of the prompt and of the answer so far.
+            num_drafts: tokens that the server drafts a step. vLLM pads a first step of one token
+                with draft positions, which would lie after the tokens that the eviction sees.
+        """
+        limit = self.cuts.first.at - 1
+        if num_drafts:
+            limit = min(limit - 1, num_known - 2)
+        last_cached = self.voters.last_cached
+        return limit if last_cached is None else min(limit, last_cached)
+
+    def num_kept(self, cut: Cut, block_size: int) -> int:
+        """Return the tokens per head that a cut without a guard keeps of the prompt."""
+        num_filled = cut.num_retained - self.num_summaries(cut)
+        num_tail = max(self.prompt.num_tokens - cut.num_replaced * block_size, 0)
+        return num_filled * block_size + num_tail
+
     def num_summaries(self, cut: Cut) -> int:
         """Return the blocks that a cut fills with summaries, of those that it retains."""
         if self.summaries is None:
@@ -71,9 +95,78 @@ class Candidate:
         has_vision = self.prompt.has_vision
         return len(self.summaries.kinds(cut.num_retained, cut.num_replaced, has_vision))
 
+    # -- what the worker is told --------------------------------------------------------
+
+    def observation(
+        self, request_id: str, start: int, end: int, stored: np.ndarray | None
+    ) -> Observation | None:
+        """Return the rows of a chunk that vote at the next cut; None if there are none.
+
+        Args:
+            start: first token of the chunk; `end` follows its last.
+            stored: rows of the query pool that the request holds, int64.
+        """
+        rows = self.voters_of_cut.rows
+        first, last = rows.searchsorted((start, end))
+        if first == last:
+            return None
+        part = None if stored is None else stored[first:last]
+        return Observation(request_id, chunk_start=start, rows=rows[first:last], stored=part)
+
+    def column_sums(
+        self, request_id: str, start: int, end: int, blocks: np.ndarray
+    ) -> ColumnSumChunk:
+        """Return a chunk whose rows are all summed; `blocks` hold the row up to its end."""
+        return ColumnSumChunk(
+            request_id=request_id,
+            method=self.options.policy,
+            chunk_start=start,
+            num_keys=end,
+            blocks=blocks,
+            prompt=self.prompt.followed_by(self.options.defer),
+        )
+
+    def eviction(
+        self,
+        request_id: str,
+        cut: Cut,
+        old_blocks: np.ndarray,
+        row_blocks: np.ndarray,
+        stored: np.ndarray | None,
+    ) -> Eviction:
+        """Return the next cut, whose blocks are swapped, for the worker.
+
+        Args:
+            cut: the next one.
+            old_blocks: block ids of the tokens before the swap, int32.
+            row_blocks: block ids of the row after it, int32.
+            stored: rows of the query pool with the queries of the rows that vote, int64.
+        """
+        is_first = cut == self.cuts.first
+        return Eviction(
+            request_id=request_id,
+            method=self.options.policy,
+            prompt=self.prompt,
+            voters=self.voters_of_cut,
+            num_cached=self.num_cached if is_first else 0,
+            guard=self.guard,
+            traced_budget=str(self.options) if self.options.trace else None,
+            old_blocks=old_blocks,
+            new_blocks=row_blocks[: cut.num_retained],
+            row_blocks=row_blocks,
+            num_answer=cut.at - self.prompt.num_tokens,
+            num_replaced=cut.num_replaced,
+            is_first=is_first,
+            stored=stored,
+            is_reported=self.options.report,
+        )
+
+    # -- its life -----------------------------------------------------------------------
+
     def advance(self) -> None:
         """Go on to the cut after the next one, which is made now."""
         assert self.cut is not None
+        self.was_evicted = True
         self.num_cut = self.cut.at
         self.cut = self.cuts.after(self.cut)
 
@@ -93,36 +186,18 @@ def make_candidate(
     """Return a candidate, or the key of `SKIP_REASONS` why the request is not evicted."""
     num_tokens = request.num_prompt_tokens
     longest = min(num_tokens + request.max_tokens, max_model_len)
-    if request.sampling_params is None or request.prompt_token_ids is None or request.resumable:
-        return "unsupported_request"
-    if options.policy == NONE:
-        return "policy_none"
-    if longest - num_tokens <= options.defer + 1:
-        return "answer_too_short" if options.defer else "single_token"
     is_short = num_tokens < config.min_prompt_tokens
+    if reason := _refused_request(request, options, longest - num_tokens):
+        return reason
     if num_tokens < block_size or (is_short and options.ceiling is None):
         return "prompt_too_short"
     policy = config.build_policy(options.policy)
     prompt = map_prompt(num_tokens, request.mm_features, model)
-    if not prompt.is_well_formed:
-        return "unsupported_request"
-    if not prompt.has_vision:
-        if config.text_only == "keep":
-            return "text_only"
-        if policy.allocation.needs_vision:
-            return "method_needs_vision"
-    if policy.pooling.kind == "grid" and any(span.grid is None for span in prompt.vision):
-        return "unknown_patch_grid"
-    num_retained = options.budget.retained_blocks(num_tokens, block_size)
+    if reason := _refused_prompt(prompt, policy, config):
+        return reason
     num_full = num_tokens // block_size
-    if is_short:  # only the ceiling evicts, once the answer has reached it
-        num_retained = num_full
-    is_certain = ~prompt.is_vision()[: num_full * block_size]
-    is_certain[: config.sinks] = True
-    guard = options.budget.guard(num_tokens, int(is_certain.sum()), block_size)
-    scheduled = [(options.defer, num_retained)]
-    scheduled += [(n, b.retained_blocks(num_tokens, block_size)) for n, b in options.later]
-    cuts = plan_cuts(num_tokens, scheduled, options.ceiling, block_size, longest)
+    guard = _guard(options, prompt, config.sinks, block_size)
+    cuts = _cuts(options, num_tokens, is_short, block_size, longest)
     covers_prompt = cuts.first.num_retained >= num_full and guard is None
     # A first cut that keeps everything is only made for the sake of those that follow.
     serves = cuts.after(cuts.first) is not None or config.debug.evict_at_full_budget
@@ -132,3 +207,45 @@ def make_candidate(
     return Candidate(
         options, prompt, rows, cuts, guard, cuts.first, config.num_answer_rows, policy.summaries
     )
+
+
+def _refused_request(request: Request, options: RequestOptions, longest_answer: int) -> str | None:
+    if request.sampling_params is None or request.prompt_token_ids is None or request.resumable:
+        return "unsupported_request"
+    if options.policy == NONE:
+        return "policy_none"
+    if longest_answer <= options.defer + 1:
+        return "answer_too_short" if options.defer else "single_token"
+    return None
+
+
+def _refused_prompt(prompt: PromptMap, policy: Policy, config: EvictionConfig) -> str | None:
+    if not prompt.is_well_formed:
+        return "unsupported_request"
+    if not prompt.has_vision and config.text_only == "keep":
+        return "text_only"
+    if not prompt.has_vision and policy.allocation.needs_vision:
+        return "method_needs_vision"
+    if policy.pooling.kind == "grid" and any(span.grid is None for span in prompt.vision):
+        return "unknown_patch_grid"
+    return None
+
+
+def _guard(options: RequestOptions, prompt: PromptMap, sinks: int, block_size: int) -> Guard | None:
+    """Return the guard of a budget `auto`, which counts on text and sinks being kept."""
+    num_full = prompt.num_tokens // block_size
+    is_certain = ~prompt.is_vision()[: num_full * block_size]
+    is_certain[:sinks] = True
+    return options.budget.guard(prompt.num_tokens, int(is_certain.sum()), block_size)
+
+
+def _cuts(
+    options: RequestOptions, num_tokens: int, is_short: bool, block_size: int, longest: int
+) -> Cuts:
+    """Return the request's cuts; of a short prompt only the ceiling evicts, as the answer grows."""
+    num_retained = options.budget.retained_blocks(num_tokens, block_size)
+    if is_short:
+        num_retained = num_tokens // block_size
+    scheduled = [(options.defer, num_retained)]
+    scheduled += [(n, b.retained_blocks(num_tokens, block_size)) for n, b in options.later]
+    return plan_cuts(num_tokens, scheduled, options.ceiling, block_size, longest)

@@ -76,6 +76,15 @@ class EvictionReport:
     cuts: list[CutReport] = field(default_factory=list)
     """All evictions of the request, in order."""
 
+    def add_cut(self, cut: CutReport) -> None:
+        """Add a cut; cuts from its token of the answer on were undone by a preemption."""
+        if self.cuts and self.cuts[-1].answer_tokens >= cut.answer_tokens:
+            self.cuts.clear()
+        self.cuts.append(cut)
+        self.blocks_before = self.cuts[0].blocks_before
+        self.blocks_after, self.kept_tokens = cut.blocks_after, cut.kept_tokens
+        self.kept_text_tokens = self.kept_vision_tokens = None  # the worker knows them
+
     def add_outcome(self, outcome: Outcome) -> None:
         """Add what only the worker knows of an eviction.
 

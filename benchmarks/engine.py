@@ -257,7 +257,7 @@ class ArmEngine:
         The kernel hands out a page of memory when it is first written to, which takes longer than
         to store a query.
         """
-        self.parts.evictor.part.queries._queries.zero_()
+        self.parts.evictor.context.queries._queries.zero_()
 
     @functools.cached_property
     def _waits(self) -> Waits:

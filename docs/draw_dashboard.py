@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draw docs/dashboard/*.png: the panels of the Grafana dashboard, filled by a real server.
 
-Serves the demonstration model with eviction and a small pool and sends it mixed traffic for four
+Serves the model that reads pages with eviction and a small pool and sends it mixed traffic for four
 minutes. A real Prometheus (Debian package `prometheus`) scrapes it with configs/prometheus. Every
 query of configs/grafana/dashboards/kv-eviction.json is sent to Prometheus, and Matplotlib draws the
 answers in the dashboard's layout. Grafana itself is not involved.
@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import contextlib
 import datetime
+import io
 import json
 import math
 import os
@@ -46,15 +47,17 @@ import yaml
 from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
-from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
+from matplotlib.ticker import FuncFormatter, MultipleLocator
 from PIL import Image
 
-from demo.run import demo_server
-from demo.tasks import make_example
+from demo.asking import MODEL_NAME, PLUGINS
+from demo.reading import TASK, serve_arguments
 from measure.facts import versions
-from measure.messages import image_part, png_url
-from measure.serving import free_port
+from measure.messages import image_part, png_url, text_part
+from measure.serving import free_port, serving
+from reader.assemble import load_vocabulary, page_model_folder
+from reader.tasks import PageQuestion
+from reader.vocabulary import Vocabulary
 
 ROOT = Path(__file__).parents[1]
 DASHBOARD = ROOT / "configs/grafana/dashboards/kv-eviction.json"
@@ -64,7 +67,7 @@ RESULTS = FOLDER / "results.json"
 
 SCRAPE_SECONDS = 4
 START_SECONDS = 60
-POOL = ("--num-gpu-blocks-override", "160", "--max-model-len", "2048", "--max-num-seqs", "32")
+POOL = ("--num-gpu-blocks-override", "320", "--max-num-seqs", "32")
 """A small pool that fills up: four uncompressed prompts of one page."""
 
 
@@ -80,41 +83,42 @@ class Kind:
 
     of_forty: int
     """Requests of this kind among 40."""
-    task: str | None = "value"
-    """Task of demo/tasks.py; None is text without an image."""
     xargs: Mapping[str, Any] = field(default_factory=dict)
+    pages: int = 1
+    """0 is text without an image."""
     repeat: int = 1
-    """Number of pages, or repetitions of the text."""
+    """Repetitions of a text without an image."""
     max_tokens: int = 140
     """Answers have between half of this and this many tokens; the end token is ignored."""
 
 
 KINDS = (
     Kind(11),
-    Kind(5, "row", {"kv_eviction_budget": 0.2}),
-    Kind(6, "value", {"kv_eviction": "snapkv", "kv_eviction_budget": 0.5}),
-    Kind(4, "two_images", {"kv_eviction": "aircache", "kv_eviction_budget": 0.2}),
-    Kind(5, "compare", {"kv_eviction_budget": "auto:0.8"}),
+    Kind(5, {"kv_eviction_budget": 0.2}),
+    Kind(6, {"kv_eviction": "snapkv", "kv_eviction_budget": 0.5}),
+    Kind(4, {"kv_eviction": "aircache", "kv_eviction_budget": 0.2}, pages=2),
+    Kind(5, {"kv_eviction": "tgv", "kv_eviction_budget": "auto:0.8"}),
     # Every skip reason that a correct client can meet. The last does not fit the pool.
-    Kind(2, "value", {"kv_eviction": "none"}),
-    Kind(1, "value", {"kv_eviction_budget": 4000}),
+    Kind(2, {"kv_eviction": "none"}),
+    Kind(1, {"kv_eviction_budget": 4000}),
     Kind(1, max_tokens=1),
-    Kind(2, None, repeat=20, max_tokens=40),
-    Kind(2, None, max_tokens=40),
-    Kind(1, "value", {"kv_eviction_budget": 0.6}, repeat=3, max_tokens=40),
+    Kind(2, pages=0, repeat=20, max_tokens=40),
+    Kind(2, pages=0, max_tokens=40),
+    Kind(1, {"kv_eviction_budget": 0.6}, pages=3, max_tokens=40),
 )
 
 
 class Clients:
     """Clients whose every request shows a new page."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
         self._client = openai.AsyncOpenAI(
             base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300
         )
         self._random = random.Random(0)
         self._deck: list[Kind] = []
-        self._pages = 0
+        self._asked = 0
         self._wanted = 0
         self.answers = 0
 
@@ -140,7 +144,7 @@ class Clients:
 
     async def _send(self, kind: Kind) -> None:
         await self._client.chat.completions.create(
-            model="demo",
+            model=MODEL_NAME,
             messages=self._messages(kind),
             temperature=0,
             max_tokens=self._random.randint((kind.max_tokens + 1) // 2, kind.max_tokens),
@@ -149,15 +153,14 @@ class Clients:
         self.answers += 1
 
     def _messages(self, kind: Kind) -> list[Any]:
-        if kind.task is None:
+        if not kind.pages:
             return [{"role": "user", "content": "What does A say? " * kind.repeat}]
         content: list[dict[str, Any]] = []
-        for _ in range(kind.repeat):
-            self._pages += 1
-            example = make_example(kind.task, "test", self._pages)
-            (message,) = example.messages(lambda image: image_part(png_url(image)))
-            content += message["content"]
-        return [{"role": "user", "content": content}]
+        for _ in range(kind.pages):
+            self._asked += 1
+            example = PageQuestion(TASK, self._asked).example(self._vocabulary)
+            content += [image_part(png_url(page)) for page in example.pages]
+        return [{"role": "user", "content": [*content, text_part(example.question)]}]
 
 
 # Server and Prometheus
@@ -269,13 +272,16 @@ def rounded(value: str) -> float | None:
 def record() -> dict[str, Any]:
     """Serve, ask, and return the data that the pictures are drawn from."""
     set_environment()
+    folder = page_model_folder()
+    arguments = [*serve_arguments(folder, "layer"), *POOL]
     with (
-        demo_server("layer", POOL) as server,
+        tempfile.TemporaryDirectory() as scratch,
+        serving(arguments, Path(scratch, "server.log"), environment=PLUGINS) as server,
         prometheus(server.url.removeprefix("http://")) as source,
     ):
         seconds = sum(seconds for seconds, _ in PHASES)
         print(f"serving at {server.url}; sending traffic for {seconds} s", flush=True)
-        clients = Clients(server.url)
+        clients = Clients(server.url, load_vocabulary(folder))
         start = time.time()
         end = start + seconds
         asyncio.run(clients.run())
@@ -300,132 +306,91 @@ def record() -> dict[str, Any]:
 
 # Drawing
 
-COLUMN, LINE, GAP, TITLE = 50, 38, 8, 34
-"""Pixels of one of the 24 columns, a line, the gap between panels and a section's title."""
-SCALE = 1.5
-INK, MUTED, PAPER, GROUND, GRID = "#24292f", "#6e7781", "#ffffff", "#f0f2f5", "#e6e8eb"
+WIDTH, LINE = 16.0, 0.55
+"""Width of a picture and height of one of the dashboard's lines, in inches."""
 COLOURS = ("#2f7d5b", "#e0a83c", "#3b75af", "#d9622b", "#8a5fa8", "#4fb0c6", "#b03a48", "#7d8590")
 NAMED = {"green": "#2f7d5b", "orange": "#d9822b", "red": "#c0392b", "blue": "#3b75af"}
 
-matplotlib.rcParams.update({"font.size": 7.6, "text.color": INK, "axes.edgecolor": GRID})
+matplotlib.rcParams.update({"font.size": 7.6, "axes.titlesize": 8.6, "axes.titleweight": "bold"})
+
+Panel = dict[str, Any]
+Series = list[dict[str, Any]]
 
 
 def draw(results: dict[str, Any]) -> None:
     """Write one picture per row of the dashboard, and one of all rows."""
-    rows: list[list[dict[str, Any]]] = []
+    rows: list[list[Panel]] = []
     for panel in panels():
         if panel["type"] == "row":
             rows.append([panel])
         else:
             rows[-1].append(panel)
-    for row in rows:
-        name = re.sub(r"\W+", "-", row[0]["title"].split("(")[0].lower()).strip("-")
-        save(draw_rows([row], results), FOLDER / f"{name}.png")
-    save(draw_rows(rows, results), FOLDER / "dashboard.png")
+    pictures = []
+    for title, *row in rows:
+        name = re.sub(r"\W+", "-", title["title"].split("(")[0].lower()).strip("-")
+        figure = draw_panels(row, results)
+        figure.suptitle(title["title"], x=0.005, ha="left", weight="bold")
+        figure.savefig(scratch := io.BytesIO(), dpi=108)
+        plt.close(figure)
+        pictures.append(Image.open(scratch).convert("RGB"))
+        save(pictures[-1], FOLDER / f"{name}.png")
+    every = Image.new("RGB", (pictures[0].width, sum(picture.height for picture in pictures)))
+    top = 0
+    for picture in pictures:
+        every.paste(picture, (0, top))
+        top += picture.height
+    save(every, FOLDER / "dashboard.png")
 
 
-def save(figure: Figure, path: Path) -> None:
+def save(picture: Image.Image, path: Path) -> None:
     """Write a PNG with a palette, which is a third as large."""
-    figure.savefig(path, dpi=72 * SCALE, facecolor=GROUND)
-    plt.close(figure)
-    with Image.open(path) as image:
-        few = image.convert("RGB").quantize(128, dither=Image.Dither.NONE)
-    few.save(path, optimize=True)
+    picture.quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
     print(f"{path.relative_to(ROOT)}: {path.stat().st_size // 1024} KiB")
 
 
-class Canvas:
-    """A figure in pixel coordinates from its upper left corner."""
-
-    def __init__(self, width: float, height: float) -> None:
-        self.width, self.height = width, height
-        self.figure = plt.figure(figsize=(width / 72, height / 72))
-
-    def text(self, x: float, y: float, text: str, **style: Any) -> None:
-        style.setdefault("va", "center")
-        self.figure.text(x / self.width, 1 - y / self.height, text, **style)
-
-    def box(self, x: float, y: float, width: float, height: float, **style: Any) -> None:
-        corner = (x / self.width, 1 - (y + height) / self.height)
-        size = (width / self.width, height / self.height)
-        style = {"linewidth": 0, "zorder": -1, **style}
-        self.figure.add_artist(Rectangle(corner, *size, transform=self.figure.transFigure, **style))
-
-    def axes(self, x: float, y: float, width: float, height: float) -> Axes:
-        bounds = (x / self.width, 1 - (y + height) / self.height)
-        return self.figure.add_axes((*bounds, width / self.width, height / self.height))
+def draw_panels(row: Sequence[Panel], results: dict[str, Any]) -> Figure:
+    """Draw panels in their places in Grafana's grid of 24 columns."""
+    top = min(panel["gridPos"]["y"] for panel in row)
+    lines = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in row) - top
+    figure = plt.figure(figsize=(WIDTH, LINE * lines), layout="constrained")
+    grid = figure.add_gridspec(lines, 24)
+    for panel in row:
+        place = panel["gridPos"]
+        y, x = place["y"] - top, place["x"]
+        axes = figure.add_subplot(grid[y : y + place["h"], x : x + place["w"]])
+        axes.set_title(panel["title"], loc="left")
+        answers = results["panels"][str(panel["id"])]
+        DRAWN_AS[panel["type"]](axes, panel, [one for a in answers for one in a["series"]])
+    return figure
 
 
-def draw_rows(rows: Sequence[list[dict[str, Any]]], results: dict[str, Any]) -> Figure:
-    heights = [
-        max(p["gridPos"]["y"] + p["gridPos"]["h"] for p in row[1:]) - row[1]["gridPos"]["y"]
-        for row in rows
-    ]
-    canvas = Canvas(24 * COLUMN + GAP, sum(TITLE + LINE * h for h in heights) + GAP)
-    top = 0.0
-    for row, height in zip(rows, heights, strict=True):
-        canvas.text(GAP + 2, top + TITLE / 2 + 4, row[0]["title"], size=10.5, weight="bold")
-        top += TITLE
-        for panel in row[1:]:
-            place = panel["gridPos"]
-            x = GAP + place["x"] * COLUMN
-            y = top + (place["y"] - row[1]["gridPos"]["y"]) * LINE
-            width, tall = place["w"] * COLUMN - GAP, place["h"] * LINE - GAP
-            canvas.box(x, y, width, tall, facecolor=PAPER, zorder=-2)
-            canvas.text(x + 10, y + 16, panel["title"], size=8.6, weight="bold")
-            answers = results["panels"][str(panel["id"])]
-            series = [one for answer in answers for one in answer["series"]]
-            DRAWN_AS[panel["type"]](canvas, panel, series, (x, y + 28, width, tall - 28))
-        top += LINE * height
-    return canvas.figure
-
-
-Bounds = tuple[float, float, float, float]
-Series = list[dict[str, Any]]
-
-
-def draw_stat(canvas: Canvas, panel: dict[str, Any], series: Series, bounds: Bounds) -> None:
+def draw_stat(axes: Axes, panel: Panel, series: Series) -> None:
     """Draw one number in the colour of the threshold it exceeds."""
-    x, y, width, height = bounds
     defaults = panel["fieldConfig"]["defaults"]
     ((_, value),) = series[0]["points"]
     passed = [s for s in defaults["thresholds"]["steps"] if (s["value"] or 0) <= value]
-    canvas.text(
-        x + width / 2,
-        y + height / 2 - 6,
-        written(value, defaults["unit"], defaults.get("decimals")),
-        size=21,
-        ha="center",
-        weight="bold",
-        color=NAMED[passed[-1]["color"]],
-    )
+    text = written(value, defaults["unit"], defaults.get("decimals"))
+    style = {"size": 18, "ha": "center", "va": "center", "weight": "bold"}
+    axes.text(0.5, 0.5, text, color=NAMED[passed[-1]["color"]], **style)
+    axes.axis("off")
 
 
-def draw_bars(canvas: Canvas, panel: dict[str, Any], series: Series, bounds: Bounds) -> None:
+def draw_bars(axes: Axes, panel: Panel, series: Series) -> None:
     """Draw horizontal bars with names and values."""
-    x, y, width, height = bounds
-    field = panel["fieldConfig"]
+    defaults = panel["fieldConfig"]["defaults"]
     values = [one["points"][0][1] for one in series]
-    slot = min(height / len(series), 44)
-    left, room = x + 118, width - 118 - 46
-    for number, (one, value) in enumerate(zip(series, values, strict=True)):
-        colour = field["defaults"]["color"]["fixedColor"]
-        for override in field["overrides"]:
-            if re.fullmatch(override["matcher"]["options"], one["name"]):
-                colour = override["properties"][0]["value"]["fixedColor"]
-        middle = y + slot * (number + 0.5)
-        canvas.text(left - 8, middle, one["name"], ha="right")
-        canvas.box(left, middle - slot * 0.3, room, slot * 0.6, facecolor=GROUND)
-        share = value / max(values)
-        canvas.box(left, middle - slot * 0.3, room * share, slot * 0.6, facecolor=NAMED[colour])
-        text = written(value, field["defaults"]["unit"], field["defaults"].get("decimals"))
-        canvas.text(left + room + 8, middle, text, weight="bold")
+    names = [one["name"] for one in series]
+    bars = axes.barh(names, values, color=NAMED[defaults["color"]["fixedColor"]])
+    texts = [written(value, defaults["unit"], defaults.get("decimals")) for value in values]
+    axes.bar_label(bars, texts, padding=3)
+    axes.invert_yaxis()
+    axes.set_xticks([])
+    axes.margins(x=0.15)
+    axes.spines[:].set_visible(False)
 
 
-def draw_heatmap(canvas: Canvas, panel: dict[str, Any], series: Series, bounds: Bounds) -> None:
+def draw_heatmap(axes: Axes, panel: Panel, series: Series) -> None:
     """Draw a histogram's buckets over time; Prometheus' bucket counts are cumulative."""
-    x, y, width, height = bounds
-    unit = panel["options"]["yAxis"]["unit"]
     series = sorted(series, key=lambda one: float(one["name"].replace("+Inf", "inf")))
     times = sorted({t for one in series for t, _ in one["points"]})
     counts = np.zeros((len(series), len(times)))
@@ -433,7 +398,6 @@ def draw_heatmap(canvas: Canvas, panel: dict[str, Any], series: Series, bounds: 
         for t, value in one["points"]:
             counts[number, times.index(t)] = value or 0
     counts = np.diff(counts, axis=0, prepend=0)[:-1]
-    axes = canvas.axes(x + 46, y + 6, width - 62, height - 58)
     options = panel["options"]["color"]
     mesh = axes.pcolormesh(
         times,
@@ -443,74 +407,51 @@ def draw_heatmap(canvas: Canvas, panel: dict[str, Any], series: Series, bounds: 
         norm=PowerNorm(options["exponent"], 0, counts.max()),
         shading="nearest",
     )
-    bounds_of = [written(float(one["name"]), unit) for one in series[:-1]]
-    axes.set_yticks(np.arange(len(bounds_of)) + 0.5, bounds_of)
-    axes.set_ylim(-0.5, len(bounds_of) - 0.5)
+    unit = panel["options"]["yAxis"]["unit"]
+    bounds = [written(float(one["name"]), unit) for one in series[:-1]]
+    axes.set_yticks(np.arange(len(bounds)) + 0.5, bounds)
     over_time(axes, times[-1])
     axes.grid(visible=False)
-    bar = canvas.axes(x + 46, y + height - 22, width - 62, 6)
-    ticks = MaxNLocator(4, integer=True).tick_values(0, counts.max())
-    canvas.figure.colorbar(
-        mesh, cax=bar, orientation="horizontal", ticks=ticks[ticks <= counts.max()]
-    )
-    bar.tick_params(length=0, labelsize=6.5, colors=MUTED, pad=1)
-    bar.spines[:].set_visible(False)
+    axes.figure.colorbar(mesh, ax=axes)
 
 
-def draw_lines(canvas: Canvas, panel: dict[str, Any], series: Series, bounds: Bounds) -> None:
-    """Draw lines or stacked areas above a table of means and maxima."""
-    x, y, width, height = bounds
+def draw_lines(axes: Axes, panel: Panel, series: Series) -> None:
+    """Draw lines or stacked areas, with mean and maximum of each in the legend."""
     defaults = panel["fieldConfig"]["defaults"]
     unit, custom = defaults["unit"], defaults["custom"]
-    zero = [s["name"] for s in series if not any(value for _, value in s["points"])]
-    if len(zero) < 3:  # show a few lines at zero
-        zero = []
-    notes = textwrap.wrap("always 0: " + ", ".join(zero), int(width / 5)) if zero else []
-    table = 26 + 14 * (len(series) - len(zero)) + 12 * len(notes)
-    axes = canvas.axes(x + 52, y + 6, width - 66, height - table - 28)
     times = sorted({t for one in series for t, _ in one["points"]})
     below = np.zeros(len(times))
-    stacked = "stacking" in custom
-    line = y + height - table + 9
-    for place, head in ((82, "mean"), (12, "max")):
-        canvas.text(x + width - place, line, head, size=7, ha="right", color=MUTED)
-    for number, one in enumerate(one for one in series if one["name"] not in zero):
-        colour = COLOURS[number % len(COLOURS)]
+    for number, one in enumerate(series):
         known = dict(one["points"])
         values = np.array([np.nan if known.get(t) is None else known[t] for t in times], float)
+        stacked = "stacking" in custom
         upper = below + np.nan_to_num(values) if stacked else values
+        colour = COLOURS[number % len(COLOURS)]
+        mean, most = (
+            written(found, unit, short=True) for found in (np.nanmean(values), np.nanmax(values))
+        )
         alpha = custom["fillOpacity"] / 100
         axes.fill_between(times, below if stacked else 0, upper, color=colour, alpha=alpha, lw=0)
-        axes.plot(times, upper, color=colour, linewidth=1.2, solid_joinstyle="round")
+        axes.plot(times, upper, color=colour, lw=1.2, label=f"{one['name']}: {mean}, max {most}")
         if stacked:
             below = upper
-        line += 14
-        canvas.box(x + 12, line - 1.5, 12, 3, facecolor=colour)
-        canvas.text(x + 30, line, one["name"], size=7.2)
-        for place, value in ((82, np.nanmean(values)), (12, np.nanmax(values))):
-            text = written(value, unit, short=True)
-            canvas.text(x + width - place, line, text, size=7.2, ha="right")
-    for number, note in enumerate(notes):
-        canvas.text(x + 12, line + 14 + 12 * number, note, size=6.6, color=MUTED)
     axes.set_ylim(bottom=defaults.get("min"), top=defaults.get("max"))
     if custom.get("thresholdsStyle"):
         for step in defaults["thresholds"]["steps"][1:]:
-            axes.axhline(step["value"], color=NAMED[step["color"]], linewidth=0.9, alpha=0.8)
-    whole = unit.startswith("suffix:") and not unit.endswith("/s")
-    axes.yaxis.set_major_locator(MaxNLocator(4, integer=whole, steps=[1, 2, 2.5, 5, 10]))
+            axes.axhline(step["value"], color=NAMED[step["color"]], lw=0.9, alpha=0.8)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: written(v, unit, short=True)))
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), fontsize=7, frameon=False)
     over_time(axes, times[-1])
 
 
 def over_time(axes: Axes, seconds: float) -> None:
-    """Return minutes and seconds since the traffic began."""
+    """Label the time axis with minutes and seconds since the traffic began."""
     axes.set_xlim(0, seconds)
     axes.xaxis.set_major_locator(MultipleLocator(60))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda t, _: f"{int(t) // 60}:{int(t) % 60:02}"))
-    axes.tick_params(length=0, labelsize=7, colors=MUTED)
+    axes.tick_params(length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.grid(color=GRID, linewidth=0.7)
-    axes.set_axisbelow(True)
+    axes.grid(lw=0.5)
 
 
 DRAWN_AS = {

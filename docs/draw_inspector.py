@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make the pictures of docs/inspector.md: the inspector of both demonstration servers, in Chromium.
+"""Make the pictures of docs/inspector.md: the inspector of the demonstration's server, in Chromium.
 
-First it does what a reader does at the end of `make demo`: opens the inspector of the model that
-reads pages, asks the saved question, looks at what was kept, and compares two methods. It says how
-many seconds each step took. Then, with the small model, it draws all methods, dark mode and a
-phone. Writes docs/inspector/*.png.
+First it does what a reader does at the end of `make demo`: opens the inspector, asks the saved
+question, looks at what was kept, and compares two methods. It says how many seconds each step took.
+Then it draws all methods, dark mode and a phone. Writes docs/inspector/*.png.
 
 Usage: python -m docs.draw_inspector [URL]
 With the URL that `make demo` or `make inspector` prints, it takes the first part alone, from there.
@@ -26,16 +25,12 @@ from playwright.sync_api import sync_playwright
 from demo import inspector
 from demo.asking import PLUGINS
 from demo.asking import QUESTION as QUESTION_FILE
-from demo.pages import make_page
-from demo.run import demo_server
 from measure.serving import serving
 
 FOLDER = Path(__file__).with_name("inspector")
 PATIENCE_MS = 180_000
 MAX_BYTES = 400_000
 DESKTOP = {"width": 1320, "height": 900}
-PAGE = make_page("test", 6)
-QUESTION = PAGE.questions[1]
 OTHER_METHOD = "snapkv"
 
 
@@ -52,9 +47,8 @@ def main() -> None:
         else:
             arguments = inspector.prepare()
             with serving(arguments, inspector.LOG, environment=PLUGINS) as server:
-                walk(browser, f"{server.url}/kv-eviction/")
-            with demo_server("head") as server:
                 address = f"{server.url}/kv-eviction/"
+                walk(browser, address)
                 draw_comparison(browser, address)
                 draw_dark(browser, address)
                 draw_phone(browser, address)
@@ -62,7 +56,7 @@ def main() -> None:
 
 
 def walk(browser: Any, address: str) -> None:
-    """Use the inspector of the model that reads pages as its first reader does."""
+    """Use the inspector as its first reader does."""
     began = time.monotonic()
 
     def said(step: str) -> None:
@@ -165,12 +159,8 @@ def asked(browser: Any, address: str, steps: int = 0, **options: Any) -> Any:
     page = browser.new_context(**options).new_page()
     page.set_default_timeout(PATIENCE_MS)
     page.goto(address)
-    png = io.BytesIO()
-    PAGE.image.save(png, "PNG")
-    image = {"name": "page.png", "mimeType": "image/png", "buffer": png.getvalue()}
-    page.set_input_files("#file", image)
+    page.set_input_files("#saved-file", QUESTION_FILE)
     page.wait_for_selector("#pictures li")
-    page.fill("#question", QUESTION.text)
     with page.expect_response("**/ask"):
         page.click("#ask")
     settle(page)

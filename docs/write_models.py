@@ -163,8 +163,8 @@ the same code and were not run. Downloads are per month, in 2026, for the most p
 The checks find nothing in the default configuration, but vLLM cannot build the model from it here,
 so its layers are checked at a server's start only.
 
-| architecture | inputs | not built |
-|---|---|---|
+| architecture | inputs |
+|---|---|
 {unproven_rows}
 
 ## Refused
@@ -178,8 +178,8 @@ so its layers are checked at a server's start only.
 Neither transformers nor vLLM has a complete default configuration for these, so only a checkpoint
 can tell.
 
-| architecture | why |
-|---|---|
+| architecture |
+|---|
 {unknown_rows}
 """
 
@@ -404,9 +404,9 @@ def page(found: Sequence[Decision]) -> str:
                 " / ".join(_gain(one, 0.1, prompt) for prompt in PROMPTS) if one.kinds else "",
                 f"`{tiny}`" if tiny in FAMILIES else "",
             ],
-            "unproven": [one.inputs, one.not_built],
+            "unproven": [one.inputs],
             "refused": [one.inputs, one.layers or "not built", "; ".join(one.refusals)],
-            "unknown": [one.unknown],
+            "unknown": [],
         }[one.outcome]
         cells = [f"`{one.architecture}`", *known]
         if one.outcome in ("served", "refused"):
@@ -423,5 +423,8 @@ def page(found: Sequence[Decision]) -> str:
 
 if __name__ == "__main__":
     known = decisions()
+    for one in known:
+        if reason := one.unknown or one.not_built:
+            print(f"{one.architecture}: {reason}")
     PAGE.write_text(page(known))
     TUNING.write_text(with_gains(TUNING.read_text(), known))

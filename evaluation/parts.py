@@ -1,26 +1,93 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Poolings and summaries that only the evaluation has, by the names that its mixes give them.
-
-Engines that answer for such mixes run in the process that imports this module.
-"""
+"""What is asked, as data: tasks, the arms that answer them, and comparisons chosen before."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
-from vllm_tgvkv.policies import Pooling, Summaries
-from vllm_tgvkv.policies.registry import POOLINGS, SUMMARIES
-
-UNREAD, WEIGHTED = "unread", "weighted"
-"""Summaries that take their blocks and are hidden, and summaries that weigh tokens by scores."""
-
-SUMMARIES.add(UNREAD, Summaries(gate=0))
-SUMMARIES.add(WEIGHTED, Summaries(weight="score"))
+from evaluation.arms import FULL, Arm, Pair, crossed
 
 
-def reaching(forward: int, back: int, kind: Literal["sequence", "grid"] = "sequence") -> str:
-    """Return the name of a pooling over the next and the last tokens, by their maximum."""
-    name = f"{kind}_{forward}_{back}"
-    if name not in POOLINGS.names:
-        POOLINGS.add(name, Pooling(kind, forward=forward, back=back))
-    return name
+class Task(Protocol):
+    """A kind of question about a text, written or drawn."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a prompt, about."""
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Arms that answer the same questions of some tasks."""
+
+    tasks: tuple[Task, ...]
+    arms: tuple[Arm, ...]
+    questions: int
+    """Of each task."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Cells that are reported together, and the comparisons that were chosen before."""
+
+    title: str
+    text: str
+    cells: tuple[Cells, ...]
+    pairs: tuple[Pair, ...] = ()
+    """Compared on all tasks together that both arms answer."""
+    counts_all: bool = False
+    """Whether questions count that the full cache answers wrong, too."""
+    has_picture: bool = False
+
+    @property
+    def work(self) -> Iterator[tuple[Task, int, tuple[Arm, ...]]]:
+        """Yield each task once, with the largest number of questions and all its arms."""
+        tasks = dict.fromkeys(task for cells in self.cells for task in cells.tasks)
+        for task in tasks:
+            mine = [cells for cells in self.cells if task in cells.tasks]
+            arms = dict.fromkeys([FULL, *(arm for cells in mine for arm in cells.arms)])
+            yield task, max(cells.questions for cells in mine), tuple(arms)
+
+    @property
+    def arms(self) -> tuple[Arm, ...]:
+        """Return all arms, the full cache first."""
+        return tuple(dict.fromkeys(arm for _, _, arms in self.work for arm in arms))
+
+    def asked(self, task: Task, arm: Arm) -> int:
+        """Return the number of questions of a task for an arm; 0 if it has none."""
+        mine = [cells for cells in self.cells if task in cells.tasks]
+        return max((c.questions for c in mine if arm == FULL or arm in c.arms), default=0)
+
+    def with_tasks(self, names: Sequence[str]) -> Part:
+        """Return the part with the named tasks alone."""
+        cells = (
+            replace(cells, tasks=tuple(task for task in cells.tasks if task.name in names))
+            for cells in self.cells
+        )
+        return replace(self, cells=tuple(each for each in cells if each.tasks))
+
+
+def replacing(
+    title: str,
+    text: str,
+    tasks: Sequence[Task],
+    base: str,
+    names: Iterable[str],
+    budget: float,
+    questions: int = 20,
+) -> Part:
+    """Return the part that compares a method with those in which one part is replaced."""
+    (own,), others = crossed((base,), (budget,)), crossed(names, (budget,))
+    cells = (Cells(tuple(tasks), (own, *others), questions),)
+    return Part(title, text, cells, tuple((own, other) for other in others))

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report, written from the results."""
+"""The page of a field, written from its results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from evaluation import plots
-from evaluation.arms import ABLATIONS, OTHER_GRANULARITY
-from evaluation.record import FILE, Record, ResultTable
-from evaluation.results import ALL, Cell, Comparison
+from evaluation.arms import MIXES
+from evaluation.field import Field
+from evaluation.plots import draw
+from evaluation.results import FILE, Cell, Comparison, PartResult
 from measure.document import (
     Block,
-    Details,
+    Code,
     Heading,
     Items,
     Plot,
@@ -21,463 +21,150 @@ from measure.document import (
     percent,
     write_markdown,
 )
-from measure.statistics import LEVEL
+from measure.statistics import LEVEL, RESAMPLES, SEED, Estimate, wilson
+from measure.text_tasks import FRESH, PASSAGE_TOKENS, TRAINING
 
-BEST_AT = (0.1, 0.05)
-"""Budgets at which the best method is named."""
-
-PATCH_METHODS = ("tgv", "aircache", "prefixkv", "snapkv", "h2o", "streaming", "random")
-"""Methods whose kept patches are drawn."""
-
-INTRODUCTION = """\
-# Which method at which budget
-
-Every method of the plugin answers the same questions through the real vLLM engine. Each question is
-one request, which sets its own method and budget (`vllm_xargs`). Made by
-
-    {commands}
-
-from the small model in `demo/model`. **It says how the methods compare on that model and these
-tasks; measure yours.** All figures are in [results.json](results.json). It is one of three fields.
-
-{fields}
-## How to read it
-
-- **Right** is an answer that is right to the last character. **First token** is computed from the
-  full cache before anything is evicted, so methods change it only by rounding. **Later tokens** are
-  all others, the end token included: the share that equals the truth at the same place, mean over
-  the answers. A token that is wrong because an earlier one was wrong counts as wrong. *After a
-  right first* is the same over the answers whose first token is right.
-- **Memory** is KV blocks held while decoding, relative to the blocks of the prompt. It includes the
-  partly filled last block and is a mean over the questions. Tokens are the mean kept by a layer and
-  head. The *nominal* budget is what the request asked for. Only whole blocks are dealt and at least
-  one is kept, so the two differ. At one nominal budget all methods hold the same number of blocks
-  for the same question. Budgets that give the same number of blocks for a prompt are the same
-  request, which is sent once.
-- **Intervals** are 95 %: Wilson's for shares of answers, percentiles of {resamples} bootstrap
-  resamples (seed {seed}) for later tokens and differences.
-- **Comparisons** are paired, on the same questions: McNemar's exact test, corrected by Holm's
-  method over the family named with each table. A claim in **bold** has a corrected p below {level}.
-- No two questions share a page, so they are independent of each other.
-"""
-
-FIELDS = Path(__file__).with_name("fields.md").read_text(encoding="utf-8").partition("\n")[2]
-"""Sections on all fields, below the first line of the file."""
-
-BLOCKS = """\
-vLLM's CPU attention has blocks of 16 tokens and its multiples; the engine measured 16, 32 and 128.
-No engine has pages of one token, so **exact token budgets are emulated** in Hugging Face, also in
-bfloat16: the whole cache is kept, and later tokens do not see the prompt keys that the method would
-have dropped, by the definition of the methods that also checks the engine. There a slot of budget
-is a token, and no other token is kept. The emulation is slow and has {questions} questions a cell.
-How far to trust it: emulated at 16, it gave the same text as the engine for {same} of {total}
-answers ({share}), without its `random`, which draws other numbers. The rest is rounding, which
-decides between nearly equal scores and tokens.
-
-At least one whole block is kept in addition to the partly filled last one. Prompts here have about
-600 tokens, or 1200 with two images, so with blocks of 128 several small budgets are the same and
-hold far more than they ask for: compare at the memory held.
-"""
+READING = f"""\
+- **Questions.** A seven-digit number, or one of several, is hidden in repeated noise sentences or
+  in prose (the documentation of Python's language), in the words of RULER's needle tasks. A passage
+  is a new sentence of {PASSAGE_TOKENS[0]} to {PASSAGE_TOKENS[1]} tokens that is to be repeated word
+  for word. The prompt ends with the beginning of the answer. Decoding is greedy. Questions from
+  {TRAINING} on are for **training**, on which choices are made; the **test** questions before them
+  are only reported on, and those from {FRESH} on (**fresh**) were asked of choices that were made
+  after the others' results were known.
+- **Right** is an answer that is right to the last character. Only questions that the full cache
+  answers right count, if nothing else is said: 9/10 is nine of ten of these. **Before a mistake**
+  is the share of an answer that comes before its first mistake, or of a list that is named.
+- **Held** is the share of the prompt's KV blocks after the eviction. **While decoding** is what a
+  request holds in a step, in blocks, as a share of what the full cache would hold, mean over the
+  steps of the right answer: an arm that waits (`defer`) holds all until then.
+- **Intervals** are 95 %: Wilson's for shares of answers, percentiles of {RESAMPLES} bootstrap
+  resamples (seed {SEED}) for differences.
+- **Comparisons** were chosen before the run. They are paired, on the same questions: McNemar's
+  exact test, corrected by Holm's method over all comparisons of a part. Those with a corrected p
+  below {LEVEL:g} are in a table; all are in [{FILE}]({FILE}), with the intervals of each task."""
 
 
-def write_report(record: Record, folder: Path) -> None:
-    """Write `README.md` and its pictures to `folder`, for the tables that the record has."""
+def write_report(field: Field, results: Mapping[str, PartResult], folder: Path) -> None:
+    """Write `README.md`, and a picture for each part that has one."""
     folder.mkdir(parents=True, exist_ok=True)
-    blocks: list[Block] = [_introduction(record)]
-    for name, section in (
-        ("grid", _grid),
-        ("granularity", _granularity),
-        ("ablations", _ablations),
-        ("blocks", _blocks),
-    ):
-        if name in record.tables:
-            blocks += section(record.tables[name], folder)
-    blocks += _pictures(record, folder)
-    blocks += _circumstances(record)
+    blocks: list[Block] = [Text(field.introduction), Heading("How to read it"), Text(READING)]
+    for name, result in results.items():
+        part = field.parts[name]
+        blocks += [Heading(part.title), Text(part.text)]
+        if part.has_picture:
+            draw(result, folder / f"{name}.png")
+            blocks.append(Plot(f"{name}.png", f"{part.title}: right answers by budget"))
+        blocks += _part(result)
+    blocks += [Heading("Mixes"), *_mixes(results.values())]
+    blocks += [Heading("How it was made"), *_circumstances(field, results)]
     write_markdown(blocks, folder)
 
 
-def _introduction(record: Record) -> Text:
-    commands = dict.fromkeys(record.facts["commands"].values())
-    text = INTRODUCTION.format(
-        fields=FIELDS,
-        commands="\n    ".join(commands),
-        resamples=record.facts["resamples"],
-        seed=record.facts["seeds"]["bootstrap"],
-        level=LEVEL,
+def _part(result: PartResult) -> Iterator[Block]:
+    asked = {cell.task for cell in result.cells}
+    tasks = [task for task in result.tasks if not result.cells or task.task in asked]
+    letters = {task.task: chr(ord("A") + number) for number, task in enumerate(tasks)}
+    yield Items(
+        [
+            f"**{letters[task.task]}**: {task.title}; right with the full cache: "
+            f"{round(task.right.mean * task.questions)} of {task.questions}"
+            for task in tasks
+        ]
     )
-    return Text(text.rstrip())
+    if not result.cells:
+        return
+    yield _cells_table(result.cells, letters)
+    told = [claim for claim in result.comparisons if claim.p_holm < LEVEL]
+    others = len(result.comparisons) - len(told)
+    if told:
+        yield _comparison_table(told, letters)
+    if others:
+        count = f"{others} of {len(result.comparisons)}" if told else str(others)
+        yield Text(f"Not told apart: {count} comparisons.")
 
 
-# -- the grid -------------------------------------------------------------------------------
-
-
-def _grid(table: ResultTable, folder: Path) -> list[Block]:
-    plots.draw_accuracy(table, folder / "accuracy.png")
-    plots.draw_methods(table, folder / "methods.png")
-    plots.draw_tokens(table, folder / "tokens.png")
-    pooled = _of(table.cells, ALL)
-    ranked = _ranked(pooled)
-    blocks: list[Block] = [Heading("The best method")]
-    for budget in BEST_AT:
-        blocks += _best(table, budget)
-    blocks += [
-        Heading("Accuracy against memory"),
-        Plot("accuracy.png", "Accuracy against memory, all methods"),
-        Text(
-            f"All tasks together, {_questions(pooled)} questions a cell, best at 10 % first. The "
-            "bands in the picture are the intervals."
-        ),
-        _accuracy_table(pooled, ranked),
-        Text("One diagram a method, the others behind it in grey:"),
-        Plot("methods.png", "Accuracy against memory, method by method"),
-    ]
-    blocks += _auto(pooled)
-    blocks += _tokens(table, ranked)
-    tasks = [task for task in dict.fromkeys(c.task for c in table.cells) if task != ALL]
-    if len(tasks) > 1:
-        blocks.append(Heading("Task by task"))
-        for task in tasks:
-            cells = _of(table.cells, task)
-            blocks += [
-                Heading(f"`{task}`", 3),
-                Text(f"{_questions(cells)} questions a cell."),
-                _accuracy_table(cells, ranked),
+def _cells_table(cells: Sequence[Cell], letters: Mapping[str, str]) -> Table:
+    """Return a row for each arm and budget, with a column for each task and one for all."""
+    rows = []
+    for label, budget in dict.fromkeys((cell.label, cell.budget) for cell in cells):
+        mine = {c.task: c for c in cells if (c.label, c.budget) == (label, budget)}
+        questions = sum(cell.questions for cell in mine.values())
+        num_right = sum(cell.num_right for cell in mine.values())
+        shares = [cell.decoding_held for cell in mine.values()]
+        decoding = None if None in shares else _mean(mine.values(), "decoding_held")
+        before = sum(cell.questions * cell.share.mean for cell in mine.values()) / max(questions, 1)
+        rows.append(
+            [
+                f"`{label}`",
+                percent(budget),
+                percent(_mean(mine.values(), "blocks_held") or 0.0),
+                "" if decoding is None else percent(decoding),
+                *(f"{mine[t].num_right}/{mine[t].questions}" if t in mine else "" for t in letters),
+                f"{num_right}/{questions}: {wilson(num_right, questions)}",
+                f"{100 * before:.0f} %",
             ]
-    return blocks
-
-
-def _best(table: ResultTable, budget: float) -> list[Block]:
-    """Return the best method at a budget and its lead over the others."""
-    claims = [claim for claim in table.comparisons if claim.budget == budget]
-    if not claims:
-        return []
-    best = claims[0].first
-    (cell,) = [c for c in _of(table.cells, ALL) if c.method == best and c.budget == budget]
-    against = [claim for claim in claims if claim.first == best]
-    close = [f"`{claim.second}`" for claim in against if claim.p_holm >= LEVEL]
-    verdict = (
-        f"better than every other method at the level {LEVEL:g}"
-        if not close
-        else f"not told apart from {_listed(close)} at the level {LEVEL:g}"
+        )
+    return Table(
+        ["arm", "budget", "held", "decoding", *letters.values(), "all", "before a mistake"], rows
     )
-    return [
-        Text(
-            f"**At {_percent(budget)}** (held: {_percent(cell.blocks_held)} of the blocks) most "
-            f"answers are right with **`{best}`**: {cell.exact}; {verdict}."
-        ),
-        _comparison_table(against, "best", "other"),
-        Text(
-            f"Family of the correction: all {len(claims)} pairs of methods at this budget, because "
-            "the best was read off the same answers."
-        ),
-    ]
 
 
-def _accuracy_table(cells: Sequence[Cell], methods: Sequence[str]) -> Table:
-    budgets = _budgets(cells)
-    header = ["nominal budget", *(_percent(budget) for budget in budgets)]
-    held = [_at(cells, budget)[0] for budget in budgets]
+def _mean(cells: Iterable[Cell], name: str) -> float | None:
+    """Return the mean of a share over the answers of some cells."""
+    cells = list(cells)
+    total = sum(cell.questions for cell in cells)
+    return sum(cell.questions * getattr(cell, name) for cell in cells) / total if total else None
+
+
+def _comparison_table(claims: Sequence[Comparison], letters: Mapping[str, str]) -> Table:
     rows = [
-        ["blocks held", *(_percent(cell.blocks_held) for cell in held)],
-        ["tokens kept", *(_percent(cell.tokens_held) for cell in held)],
+        [
+            f"`{claim.first}`",
+            f"`{claim.second}`",
+            letters.get(claim.task, "all"),
+            str(claim.questions),
+            _points(claim.difference),
+            f"{claim.first_only}:{claim.second_only}",
+            f"{claim.p_holm:.2g}" if claim.p_holm >= 0.0001 else "< 0.0001",
+        ]
+        for claim in claims
     ]
-    for method in methods:
-        row = [f"`{method}`"]
-        for budget in budgets:
-            found = [c for c in _at(cells, budget) if c.method == method or budget == 1.0]
-            row.append(str(found[0].exact) if found else "")
-        rows.append(row)
+    header = ["first", "second", "task", "questions", "difference", "only one right", "p, Holm"]
     return Table(header, rows)
 
 
-def _auto(cells: Sequence[Cell]) -> list[Block]:
-    auto = [cell for cell in cells if isinstance(cell.budget, str)]
-    if not auto:
-        return []
-    rows = [
-        [
-            f"`{cell.budget}`",
-            _percent(cell.blocks_held),
-            _percent(cell.tokens_held),
-            str(cell.exact),
-            str(cell.later),
-        ]
-        for cell in auto
-    ]
-    return [
-        Heading("A budget that follows the attention"),
-        Text(
-            '`tgv` with `kv_eviction_budget: "auto:SHARE"`: each request holds the least memory '
-            "that keeps this share of its attention. The line *tgv, auto* in the pictures."
-        ),
-        Table(["budget", "blocks held", "tokens kept", "right", "later tokens"], rows),
-    ]
+def _points(points: Estimate) -> str:
+    return f"{100 * points.mean:+.0f} [{100 * points.low:+.0f}, {100 * points.high:+.0f}]"
 
 
-def _tokens(table: ResultTable, methods: Sequence[str]) -> list[Block]:
-    cells = _of(table.cells, ALL)
-    budgets = [budget for budget in _budgets(cells) if budget != 1.0]
-    rows = [
-        [
-            _percent(budget),
-            f"`{method}`",
-            str(cell.first),
-            str(cell.later),
-            str(cell.later_after_first),
-        ]
-        for budget in budgets
-        for method in methods
-        for cell in _at(cells, budget)
-        if cell.method == method
-    ]
-    parts = ["first token", "later tokens", "after a right first"]
-    changed, total = table.notes["first_token_changes"]
-    return [
-        Heading("First token and later tokens"),
-        Plot("tokens.png", "First and later tokens"),
-        Text(
-            f"Of {total} answers with eviction, {changed} begin differently than with the full "
-            "cache. Their first token is computed before the eviction; what differs is rounding, "
-            "because a request's neighbours in the batch differ."
-        ),
-        Details("Figures", [Table(["nominal budget", "method", *parts], rows)]),
-    ]
+def _mixes(results: Iterable[PartResult]) -> Iterator[Block]:
+    labels = (cell.label.partition(",")[0] for result in results for cell in result.cells)
+    named = {label: MIXES[label] for label in dict.fromkeys(labels) if label in MIXES}
+    yield Text("Arms that are no method's name are these entries of the setting `methods`:")
+    yield Code("\n".join(f"{label}: {mix}" for label, mix in named.items()))
 
 
-# -- other tables ---------------------------------------------------------------------------
-
-
-def _granularity(table: ResultTable, folder: Path) -> list[Block]:
-    cells = _of(table.cells, ALL)
-    rows = []
-    for claim in table.comparisons:
-        own, other = (
-            _cell(cells, claim.first, claim.budget),
-            _cell(cells, claim.second, claim.budget),
+def _circumstances(field: Field, results: Mapping[str, PartResult]) -> Iterator[Block]:
+    items = []
+    for name, result in results.items():
+        facts = result.facts
+        split = ", ".join(dict.fromkeys(task.split for task in result.tasks))
+        items.append(
+            f"{field.parts[name].title}: {split} questions, {facts['day']}, revision "
+            f"`{facts['revision']}`."
         )
-        rows.append(
-            [
-                _percent(claim.budget),
-                f"`{claim.first}`",
-                f"`{OTHER_GRANULARITY[claim.second]['granularity']}`",
-                str(own.exact),
-                str(other.exact),
-                *_claim(claim),
-            ]
-        )
-    return [
-        Heading("The other granularity"),
-        Text(
-            "Methods at the granularity that is not their own: `layer` is one token set for all "
-            f"heads of a layer, `head` one each. {_questions(cells)} questions a cell. "
-            "Family: the whole table."
-        ),
-        Table(
-            [
-                "nominal budget",
-                "method",
-                "other granularity",
-                "own: right",
-                "other: right",
-                *CLAIM,
-            ],
-            rows,
-        ),
-    ]
-
-
-def _ablations(table: ResultTable, folder: Path) -> list[Block]:
-    cells = _of(table.cells, ALL)
-    budgets = _budgets(cells)
-    claims = {(claim.second, claim.budget): claim for claim in table.comparisons}
-    blocks: list[Block] = [
-        Heading("One part of TGV-KV replaced"),
-        Text(
-            f"`tgv` with one part replaced by another, all else equal; {_questions(cells)} "
-            "questions a cell. Differences are those of `tgv` to the replacement: above zero, "
-            f"`tgv`'s own part is better. Family: all {len(table.comparisons)} replacements of the "
-            "three tables."
-        ),
-    ]
-    for part in ABLATIONS:
-        rows = []
-        for budget in budgets:
-            own = _cell(cells, "tgv", budget)
-            rows.append(
-                [_percent(budget), f"`{part.own}` (its own)", str(own.exact), str(own.later)]
-                + [""] * len(CLAIM)
-            )
-            for value in part.others:
-                method = part.method(value)
-                cell = _cell(cells, method, budget)
-                rows.append(
-                    [
-                        _percent(budget),
-                        f"`{value}`",
-                        str(cell.exact),
-                        str(cell.later),
-                        *_claim(claims[method, budget]),
-                    ]
-                )
-        blocks += [
-            Heading(part.title, 3),
-            Table(["nominal budget", f"`{part.name}`", "right", "later tokens", *CLAIM], rows),
-        ]
-    return blocks
-
-
-def _blocks(table: ResultTable, folder: Path) -> list[Block]:
-    plots.draw_blocks(table, folder / "blocks.png")
-    cells = _of(table.cells, ALL)
-    kinds = sorted({(cell.block_size, cell.emulated) for cell in cells})
-    rows = [
-        [
-            _percent(budget),
-            f"`{method}`",
-            f"{size}, emulated" if emulated else str(size),
-            str(cell.questions),
-            _percent(cell.blocks_held),
-            _percent(cell.tokens_held),
-            str(cell.exact),
-            str(cell.later),
-        ]
-        for budget in _budgets(cells)
-        for method in dict.fromkeys(cell.method for cell in cells)
-        for size, emulated in kinds
-        for cell in _at(cells, budget)
-        if (cell.method, cell.block_size, cell.emulated) == (method, size, emulated)
-    ]
-    same, total = table.notes["same_as_engine"]
-    text = BLOCKS.format(
-        same=same,
-        total=total,
-        share=_percent(same / max(total, 1)),
-        questions=_questions(cell for cell in cells if cell.emulated),
+    newest = max(results.values(), key=lambda result: str(result.facts["day"])).facts
+    settings, versions, machine = (
+        ", ".join(f"{key} {value}" for key, value in newest[group].items())
+        for group in ("settings", "versions", "machine")
     )
-    header = ["nominal budget", "method", "block size", "questions", "blocks held", "tokens kept"]
-    return [
-        Heading("Whole pages against exact token budgets"),
-        Text(text.rstrip()),
-        Plot("blocks.png", "Accuracy by block size"),
-        Table([*header, "right", "later tokens"], rows),
-        Text(
-            "Exact token budgets against pages of 16, both emulated, on the same questions. The "
-            "exact budget keeps somewhat more, see *tokens kept*: what whole pages leave of a "
-            "budget is part of their price. Family: the whole table."
-        ),
-        Table(
-            ["nominal budget", "exact", "pages", *CLAIM],
-            [
-                [_percent(claim.budget), claim.first, claim.second, *_claim(claim)]
-                for claim in table.comparisons
-            ],
-        ),
-    ]
-
-
-def _pictures(record: Record, folder: Path) -> list[Block]:
-    if record.pictures is None:
-        return []
-    pictures = record.pictures
-    plots.draw_pages(pictures, folder / "pages.png")
-    plots.draw_patches(pictures, PATCH_METHODS, folder / "patches.png")
-    return [
-        Heading("Where the pages go"),
-        Text(
-            f"Pages of each layer and KV head at {_percent(pictures.budget)}, mean over "
-            f"{pictures.questions} questions of `{pictures.patches.task}`:"
-        ),
-        Plot("pages.png", "Pages by layer and head"),
-        Heading("What is kept of a page"),
-        Text(
-            f"One question at {_percent(pictures.budget)}. The lighter a patch, the more of the "
-            f"{pictures.patches.pairs} (layer, head) pairs keep it; the box is the entry that is "
-            "asked for."
-        ),
-        Plot("patches.png", "Kept patches"),
-    ]
-
-
-def _circumstances(record: Record) -> list[Block]:
-    facts = record.facts
-    versions, settings, seeds = (
-        ", ".join(f"{name} {value}" for name, value in facts[part].items())
-        for part in ("versions", "settings", "seeds")
+    yield Items(items)
+    yield Text(
+        f"A part stays as it was measured until it is asked again; its command is in "
+        f"[{FILE}]({FILE})."
     )
-    items = [
-        f"Versions: {versions}.",
-        f"Engine: {settings}; bfloat16, eager, prefix caching, greedy decoding.",
-        f"Seeds: {seeds}; pages and questions follow from their numbers in the test split.",
-        f"Fingerprint of model, sources and settings: `{facts['fingerprint']}`.",
-        f"Drawn again from [{FILE}]({FILE}) by `python -m evaluation.run --only report`.",
-    ]
-    return [Heading("How it was made"), Items(items)]
-
-
-# -- parts of tables ------------------------------------------------------------------------
-
-CLAIM = ("difference", "only first : only second right", "p", "p, Holm")
-
-
-def _claim(claim: Comparison) -> list[str]:
-    mark = "**" if claim.p_holm < LEVEL else ""
-    points = claim.difference
-    return [
-        f"{mark}{100 * points.mean:+.1f} [{100 * points.low:+.1f}, {100 * points.high:+.1f}]{mark}",
-        f"{claim.first_only} : {claim.second_only}",
-        _probability(claim.p),
-        _probability(claim.p_holm),
-    ]
-
-
-def _comparison_table(claims: Iterable[Comparison], first: str, second: str) -> Table:
-    rows = [[f"`{c.first}`", f"`{c.second}`", *_claim(c)] for c in claims]
-    return Table([first, second, *CLAIM], rows)
-
-
-def _of(cells: Iterable[Cell], task: str) -> list[Cell]:
-    return [cell for cell in cells if cell.task == task]
-
-
-def _at(cells: Iterable[Cell], budget: float | str) -> list[Cell]:
-    return [cell for cell in cells if cell.budget == budget]
-
-
-def _cell(cells: Iterable[Cell], method: str, budget: float | str) -> Cell:
-    return next(c for c in cells if c.method == method and c.budget == budget)
-
-
-def _budgets(cells: Iterable[Cell]) -> list[float]:
-    found = {cell.budget for cell in cells if isinstance(cell.budget, float)}
-    return sorted(found, reverse=True)
-
-
-def _ranked(cells: Sequence[Cell]) -> list[str]:
-    """Return methods, best first, at the budget nearest to the first of `BEST_AT`."""
-    evicting = [c for c in cells if isinstance(c.budget, float) and c.budget < 1]
-    if not evicting:
-        return ["none"]
-    budget = min({c.budget for c in evicting}, key=_distance(BEST_AT[0]))
-    return [c.method for c in sorted(_at(evicting, budget), key=lambda c: -c.exact.mean)]
-
-
-def _distance(wanted: float) -> Callable[[float | str], float]:
-    return lambda budget: abs(float(budget) - wanted)
-
-
-def _questions(cells: Iterable[Cell]) -> str:
-    counts = sorted({cell.questions for cell in cells})
-    return " to ".join(str(count) for count in counts)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
-
-
-def _percent(share: float | str) -> str:
-    return percent(share) if isinstance(share, float) else f"`{share}`"
-
-
-def _probability(p: float) -> str:
-    return f"{p:.2g}" if p >= 0.0001 else "< 0.0001"
+    yield Text(
+        f"Engine: {settings}; eager, prefix caching. {versions}. Machine: {machine}. Written from "
+        f"[{FILE}]({FILE}) by `python -m evaluation {field.name} --report`."
+    )

@@ -1,216 +1,287 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cells of the result tables, and comparisons between arms."""
+"""Results of a field, and the file that its page is written from."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import combinations
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
-from evaluation.answers import Answer, AnswerLog
-from evaluation.arms import ABLATIONS, FULL, OTHER_GRANULARITY, EvaluatedArm
-from evaluation.questions import Question
+from evaluation.answers import Answer, Key
+from evaluation.arms import FULL, Arm, identity
+from evaluation.memory import mean_held, planned_cuts
+from evaluation.parts import Part, Task
 from measure.statistics import Estimate, bootstrap, holm, mcnemar, wilson
+from measure.text_tasks import split_of
 
-ALL = "all"
-"""The pooled questions of all tasks."""
+FILE = "results.json"
+ALL_TASKS = "all tasks"
+"""Stands for the task in a comparison on all of them together."""
+
+
+class Answers(Protocol):
+    """Answers by their keys, such as a log."""
+
+    def __getitem__(self, key: Key, /) -> Answer: ...
+
+
+class ResultsError(ValueError):
+    """A file of results cannot be read; the message names it and the way out."""
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """Answers of the full cache to a task."""
+
+    task: str
+    title: str
+    kind: str
+    questions: int
+    right: Estimate
+    share: Estimate
+    """Of an answer before the first mistake."""
+    prompt_tokens: float
+    """Mean over the questions."""
+    answer_tokens: float
+    """Tokens of the truth, or items of a list; mean over the questions, without an end token."""
+    split: str = "test"
+    """Of the questions; see `text_tasks.TRAINING`."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The results of one arm on one task, or on all tasks."""
+    """One arm's answers to those questions of a task that the full cache answers right."""
 
-    block_size: int
-    """Tokens of a page."""
-    emulated: bool
-    """Whether Hugging Face answered instead of the engine."""
-    method: str
-    budget: float | str
     task: str
+    label: str
+    """Name of the arm without its budget."""
+    budget: float
     questions: int
-    exact: Estimate
-    """Answers that are right to the last character."""
-    first: Estimate
-    """Answers whose first token is right, which is computed from the full cache."""
-    later: Estimate
-    """Share of right tokens among all later ones, mean over the answers."""
-    later_after_first: Estimate
-    """The same over answers whose first token is right."""
+    """That were counted."""
+    num_right: int
+    num_complete: int
+    """Answers of which every token is right, whatever follows: what RULER counts."""
+    right: Estimate
+    share: Estimate
+    """Of an answer before the first mistake."""
     blocks_held: float
-    """Share of the prompt's blocks held while decoding, mean over the answers."""
-    tokens_held: float
-    """Share of the prompt's tokens kept, mean over layers, heads and answers."""
+    """Share of the prompt's blocks held after the eviction, mean over the answers."""
+    decoding_held: float | None = None
+    """Blocks held while a right answer is decoded, as a share of the full cache's; mean over the
+    answers. None if it was not recorded; see `memory`."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two methods on the same questions, at the same budget."""
+    """Two arms on the same counted questions."""
 
-    budget: float | str
+    task: str
     first: str
     second: str
     questions: int
     first_only: int
-    """Questions that only `first` answered right."""
     second_only: int
     difference: Estimate
-    """Accuracy of `first` minus that of `second`, with its bootstrap interval."""
+    """Share of right answers of `first` minus that of `second`."""
+    share: Estimate
+    """The same for the part that is right before the first mistake."""
     p: float
     """McNemar's exact test, not corrected."""
     p_holm: float
-    """Corrected by Holm's method over the family named with the table."""
-
-
-Answers = Sequence[Answer]
-
-
-def collect(log: AnswerLog, arm: EvaluatedArm, questions: Iterable[Question]) -> list[Answer]:
-    """Return the answers of an arm, in the order of the questions."""
-    return [log[question.task, question.number, arm.key] for question in questions]
-
-
-def cells(
-    log: AnswerLog,
-    arms: Iterable[EvaluatedArm],
-    questions: Sequence[Question],
-    block_size: int,
-    emulated: bool = False,
-) -> list[Cell]:
-    """Return a cell for each arm and task, and one per arm for all tasks."""
-    tasks = list(dict.fromkeys(question.task for question in questions))
-    result = []
-    for arm in arms:
-        answers = collect(log, arm, questions)
-        for task in (ALL, *tasks):
-            mine = [answer for answer in answers if task in (ALL, answer.task)]
-            result.append(cell(arm, task, mine, block_size, emulated))
-    return result
-
-
-def cell(
-    arm: EvaluatedArm, task: str, answers: Answers, block_size: int, emulated: bool = False
-) -> Cell:
-    """Return the cell of one arm's answers."""
-    return Cell(
-        block_size=block_size,
-        emulated=emulated,
-        method=arm.method,
-        budget=arm.budget,
-        task=task,
-        questions=len(answers),
-        exact=wilson(sum(answer.is_exact for answer in answers), len(answers)),
-        first=wilson(sum(answer.first for answer in answers), len(answers)),
-        later=bootstrap([answer.later for answer in answers]),
-        later_after_first=bootstrap([answer.later for answer in answers if answer.first]),
-        blocks_held=float(np.mean([answer.blocks_held for answer in answers])),
-        tokens_held=float(np.mean([answer.tokens_held for answer in answers])),
-    )
+    """Corrected by Holm's method over all comparisons of the part."""
 
 
 @dataclass(frozen=True)
-class Side:
-    """One side of a comparison: its name, and its answers in the order of the questions."""
+class PartResult:
+    """The results of one part, and the facts of how they were made."""
 
-    name: str
-    answers: Answers
-
-
-def compare_pairs(pairs: Sequence[tuple[float | str, Side, Side]]) -> list[Comparison]:
-    """Compare the sides of each pair, given with its budget; all pairs are one family of claims."""
-    counts, differences = [], []
-    for _, first, second in pairs:
-        assert [a.key[:2] for a in first.answers] == [a.key[:2] for a in second.answers]
-        ours = np.array([a.is_exact for a in first.answers], dtype=int)
-        theirs = np.array([a.is_exact for a in second.answers], dtype=int)
-        counts.append((int((ours > theirs).sum()), int((ours < theirs).sum())))
-        differences.append(bootstrap((ours - theirs).tolist()))
-    p_values = [mcnemar(*count) for count in counts]
-    return [
-        Comparison(
-            budget=budget,
-            first=first.name,
-            second=second.name,
-            questions=len(first.answers),
-            first_only=first_only,
-            second_only=second_only,
-            difference=difference,
-            p=p,
-            p_holm=corrected,
-        )
-        for (budget, first, second), (first_only, second_only), difference, p, corrected in zip(
-            pairs, counts, differences, p_values, holm(p_values), strict=True
-        )
-    ]
+    facts: dict[str, Any]
+    tasks: list[TaskResult]
+    cells: list[Cell]
+    comparisons: list[Comparison]
 
 
-def compare_arms(
-    log: AnswerLog,
-    pairs: Iterable[tuple[EvaluatedArm, EvaluatedArm]],
-    questions: Sequence[Question],
-) -> list[Comparison]:
-    """Compare pairs of arms of one budget each."""
-
-    def side(arm: EvaluatedArm) -> Side:
-        return Side(arm.method, collect(log, arm, questions))
-
-    return compare_pairs([(first.budget, side(first), side(second)) for first, second in pairs])
+def counted(part: Part, log: Answers, task: Task, numbers: Iterable[int]) -> list[int]:
+    """Return the numbers of the questions that the full cache answers right, or of all."""
+    return [n for n in numbers if part.counts_all or log[task.name, n, identity(FULL)].is_exact]
 
 
-def compare_methods(
-    log: AnswerLog, arms: Sequence[EvaluatedArm], questions: Sequence[Question]
-) -> list[Comparison]:
-    """Compare all pairs of methods at each budget, the better one first.
+def part_result(
+    part: Part, log: Answers, facts: dict[str, Any], limit: int | None = None, first: int = 0
+) -> PartResult:
+    """Return the results of a part whose answers are all in the log.
 
-    The family is all pairs of a budget: which of them is the best is read off the same answers.
+    Args:
+        limit: on the questions of a task.
+        first: number of the first question.
     """
-    result = []
-    for budget in dict.fromkeys(arm.budget for arm in arms if arm != FULL):
-        mine = [arm for arm in arms if arm.budget == budget]
-        right = {
-            arm: sum(answer.is_exact for answer in collect(log, arm, questions)) for arm in mine
+    tasks, cells = [], []
+    for task, questions, arms in part.work:
+        most = questions if limit is None else min(questions, limit)
+        full = [log[task.name, n, identity(FULL)] for n in range(first, first + most)]
+        tasks.append(_task_result(task, full, first))
+        for arm in arms:
+            if arm != FULL:
+                numbers = _counted_of(part, log, task, (arm,), limit, first)
+                answers = [log[task.name, number, identity(arm)] for number in numbers]
+                cells.append(_cell(task, arm, answers, facts))
+    return PartResult(facts, tasks, cells, _comparisons(part, log, limit, first))
+
+
+def _counted_of(
+    part: Part, log: Answers, task: Task, arms: Sequence[Arm], limit: int | None, first: int
+) -> list[int]:
+    """Return the numbers of the counted questions of a task that all of these arms were asked."""
+    asked = min(part.asked(task, arm) for arm in arms)
+    most = asked if limit is None else min(asked, limit)
+    return counted(part, log, task, range(first, first + most))
+
+
+def _task_result(task: Task, answers: Sequence[Answer], first: int) -> TaskResult:
+    return TaskResult(
+        task=task.name,
+        title=task.title,
+        kind=task.kind,
+        questions=len(answers),
+        right=wilson(sum(answer.is_exact for answer in answers), len(answers)),
+        share=bootstrap([answer.share for answer in answers]),
+        prompt_tokens=_mean([answer.prompt_tokens for answer in answers]),
+        answer_tokens=_mean([len(answer.hits) - 1 for answer in answers]),
+        split=split_of(first),
+    )
+
+
+def _cell(task: Task, arm: Arm, answers: Sequence[Answer], facts: dict[str, Any]) -> Cell:
+    num_right = sum(answer.is_exact for answer in answers)
+    return Cell(
+        task=task.name,
+        label=arm.label,
+        budget=float(arm.budget or 1.0),
+        questions=len(answers),
+        num_right=num_right,
+        num_complete=sum(answer.share == 1.0 for answer in answers),
+        right=wilson(num_right, len(answers)),
+        share=bootstrap([answer.share for answer in answers]),
+        blocks_held=_mean([answer.blocks_held for answer in answers]),
+        decoding_held=_decoding_held(arm, answers, facts["settings"]["block_size"]),
+    )
+
+
+def _decoding_held(arm: Arm, answers: Sequence[Answer], block_size: int) -> float | None:
+    """Return `Cell.decoding_held`; None under a ceiling, whose evictions the answer decides."""
+    if not answers or arm.has_ceiling or any(answer.right_tokens == 0 for answer in answers):
+        return None
+    shares = []
+    for answer in answers:
+        tokens = answer.prompt_tokens
+        planned = planned_cuts(tokens, tuple(arm.steps), block_size)
+        # A wrong answer may have ended before the last of them.
+        cuts = [*answer.cuts, *planned[len(answer.cuts) :]]
+        shares.append(mean_held(tokens, answer.right_tokens, cuts, block_size))
+    return _mean(shares)
+
+
+def _comparisons(part: Part, log: Answers, limit: int | None, start: int) -> list[Comparison]:
+    """Return the part's comparisons, each on all tasks that both arms were asked."""
+    found = []
+    for first, second in part.pairs:
+        places = [
+            (task.name, number)
+            for task, _, arms in part.work
+            if {first, second} <= set(arms)
+            for number in _counted_of(part, log, task, (first, second), limit, start)
+        ]
+        if places:
+            found.append(_compared(first, second, log, places))
+    corrected = holm([claim.p for claim in found])
+    return [replace(claim, p_holm=p) for claim, p in zip(found, corrected, strict=True)]
+
+
+def _compared(
+    first: Arm, second: Arm, log: Answers, places: Sequence[tuple[str, int]]
+) -> Comparison:
+    """Return a comparison on questions, which are given by task and number."""
+    ours, theirs = ([log[*place, identity(arm)] for place in places] for arm in (first, second))
+    pairs = list(zip(ours, theirs, strict=True))
+    right = [int(one.is_exact) - int(other.is_exact) for one, other in pairs]
+    p = mcnemar(right.count(1), right.count(-1))
+    return Comparison(
+        task=ALL_TASKS,
+        first=first.key,
+        second=second.key,
+        questions=len(places),
+        first_only=right.count(1),
+        second_only=right.count(-1),
+        difference=bootstrap(right),
+        share=bootstrap([one.share - other.share for one, other in pairs]),
+        p=p,
+        p_holm=p,
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if values else 0.0
+
+
+# -- the file -------------------------------------------------------------------------------
+
+
+def read(folder: Path) -> dict[str, PartResult]:
+    """Return the results in a folder by part; none if it has no file.
+
+    Raises:
+        ResultsError: if another version wrote the file.
+    """
+    path = folder / FILE
+    if not path.exists():
+        return {}
+    try:
+        return {
+            name: PartResult(
+                part["facts"],
+                [TaskResult(**_estimates(task)) for task in part["tasks"]],
+                [Cell(**_estimates(cell)) for cell in part["cells"]],
+                [Comparison(**_estimates(claim)) for claim in part["comparisons"]],
+            )
+            for name, part in json.loads(path.read_text(encoding="utf-8")).items()
         }
-        ranked = sorted(mine, key=lambda arm: -right[arm])
-        result += compare_arms(log, combinations(ranked, 2), questions)
-    return result
+    except (TypeError, KeyError) as error:
+        raise ResultsError(
+            f"{path} was written by another version of this program ({error}): remove it, or name "
+            "another folder with --output"
+        ) from error
 
 
-def compare_ablations(
-    log: AnswerLog, budgets: Sequence[float], questions: Sequence[Question]
-) -> list[Comparison]:
-    """Compare TGV-KV with itself, one part replaced; all replacements are one family."""
-    pairs = [
-        (EvaluatedArm("tgv", budget), EvaluatedArm(part.method(value), budget))
-        for budget in budgets
-        for part in ABLATIONS
-        for value in part.others
-    ]
-    return compare_arms(log, pairs, questions)
+def write(parts: dict[str, PartResult], folder: Path) -> None:
+    """Write the file with one line for each task, cell and comparison."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = ",\n".join(f"{json.dumps(name)}: {_lines(part)}" for name, part in parts.items())
+    (folder / FILE).write_text(f"{{\n{text}\n}}\n", encoding="utf-8")
 
 
-def compare_granularities(
-    log: AnswerLog, arms: Iterable[EvaluatedArm], questions: Sequence[Question]
-) -> list[Comparison]:
-    """Compare methods with themselves at their other granularity; all are one family."""
-    pairs = [(EvaluatedArm(OTHER_GRANULARITY[arm.method]["base"], arm.budget), arm) for arm in arms]
-    return compare_arms(log, pairs, questions)
+def _lines(part: PartResult) -> str:
+    values = asdict(part)
+    fields = [f'"facts": {json.dumps(values.pop("facts"))}']
+    for name, items in values.items():
+        rows = ",\n".join(json.dumps(_rounded(item)) for item in items)
+        fields.append(f'"{name}": [\n{rows}\n]' if rows else f'"{name}": []')
+    return "{\n" + ",\n".join(fields) + "\n}"
 
 
-def first_token_changes(
-    log: AnswerLog, arms: Iterable[EvaluatedArm], questions: Sequence[Question]
-) -> tuple[int, int]:
-    """Return the number of answers that begin differently than with the full cache, and of all.
-
-    The first token is computed before anything is evicted: only rounding can change it, which
-    depends on the rest of the batch.
-    """
-    full = {(a.task, a.number): a.text[:1] for a in collect(log, FULL, questions)}
-    others = [a for arm in arms if arm != FULL for a in collect(log, arm, questions)]
-    return sum(a.text[:1] != full[a.task, a.number] for a in others), len(others)
+def _rounded(item: dict[str, Any]) -> dict[str, Any]:
+    """Return an item with floats of five digits; an estimate becomes a list of three."""
+    short: dict[str, Any] = {}
+    for name, value in item.items():
+        if isinstance(value, dict):
+            short[name] = [float(f"{number:.5g}") for number in value.values()]
+        else:
+            short[name] = float(f"{value:.5g}") if isinstance(value, float) else value
+    return short
 
 
-def same_texts(first: Answers, second: Answers) -> tuple[int, int]:
-    """Return the number of equal texts among answers to the same questions, and of all."""
-    equal = sum(a.text == b.text for a, b in zip(first, second, strict=True))
-    return equal, len(first)
+def _estimates(item: dict[str, Any]) -> dict[str, Any]:
+    return {n: Estimate(*value) if isinstance(value, list) else value for n, value in item.items()}

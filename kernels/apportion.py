@@ -19,15 +19,15 @@ _GRID_BITS = 32
 def apportion(
     shares: Tensor, total: int | Tensor, floor: int, cap: int | Tensor, most: int | None = None
 ) -> Tensor:
-    """Return integer counts in proportion to ``shares`` that sum to exactly ``total``.
+    """Return integer counts in proportion to `shares` that sum to exactly `total`.
 
     Water filling: the real-valued count of share s is clip(level * s, floor, cap), with the cap of
-    s, at the level at which the counts sum to ``total``. So pages that a full share cannot take go
+    s, at the level at which the counts sum to `total`. So pages that a full share cannot take go
     to the others in proportion. Then the largest remainders are rounded up; remainders closer than
     2^-32 tie, and the first wins. All work is on the shares' device, without synchronisation.
 
     Numbers are float64, but sums are of integers: counts are rounded to multiples of a unit that is
-    as small as int64 allows, at most 2^-32 for ``most * M`` below 2^30. So a sum does not depend on
+    as small as int64 allows, at most 2^-32 for `most * M` below 2^30. So a sum does not depend on
     the order of its terms, a higher level never has a smaller sum, and every device that follows
     IEEE 754 for single float64 operations gives the same counts.
 
@@ -35,23 +35,23 @@ def apportion(
     counts as zero.
 
     Args:
-        shares: float ``[..., M]``; rows are independent.
+        shares: float `[..., M]`; rows are independent.
         total: sum of each row; an integer scalar tensor is not checked, since that would wait for
             the device.
         floor: least count.
-        cap: greatest count; or the greatest count of each share, integer ``[..., M]``. The values
+        cap: greatest count; or the greatest count of each share, integer `[..., M]`. The values
             of a tensor are not checked, since that would wait for the device: each must be at
-            least ``floor`` and at most ``most``, and each row must sum to at least ``total``.
-        most: bound of the caps, known on the host; given if and only if ``cap`` is a tensor. The
+            least `floor` and at most `most`, and each row must sum to at least `total`.
+        most: bound of the caps, known on the host; given if and only if `cap` is a tensor. The
             closer it is, the smaller the unit. An integer cap is its own bound, and a tensor
-            filled with ``most`` gives the same counts.
+            filled with `most` gives the same counts.
 
     Returns:
-        int64 ``[..., M]``.
+        int64 `[..., M]`.
 
     Raises:
         ValueError: unless 0 <= floor <= most and floor*M <= total <= most*M, with an integer cap
-            as ``most``, or if a shape or dtype does not fit.
+            as `most`, or if a shape or dtype does not fit.
     """
     if shares.dim() < 1 or shares.shape[-1] < 1 or not shares.is_floating_point():
         raise ValueError(
@@ -107,10 +107,10 @@ def _normalise(shares: Tensor) -> Tensor:
 
 
 def _water_fill(shares: Tensor, total: Tensor, floor: int, caps: Tensor, unit_bits: int) -> Tensor:
-    """Return clip(level * shares, floor, caps) at the level at which it sums to ``total``.
+    """Return clip(level * shares, floor, caps) at the level at which it sums to `total`.
 
     The sum is piecewise linear in the level, with a breakpoint where a share leaves the floor or
-    reaches its cap. Interpolating between the counts at the two breakpoints around ``total`` is
+    reaches its cap. Interpolating between the counts at the two breakpoints around `total` is
     exact over any range of shares, unlike solving for the level.
     """
 
@@ -143,7 +143,7 @@ def _water_fill(shares: Tensor, total: Tensor, floor: int, caps: Tensor, unit_bi
 
 
 def _round(counts: Tensor, total: Tensor) -> Tensor:
-    """Round ``counts`` to integers with the same sum ``total``, by largest remainders."""
+    """Round `counts` to integers with the same sum `total`, by largest remainders."""
     fixed = (counts * 2.0**_GRID_BITS + 0.5).long()
     whole = fixed >> _GRID_BITS
     left = total - whole.sum(dim=-1, keepdim=True)

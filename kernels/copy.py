@@ -20,21 +20,21 @@ _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 def slots_of_positions(
     positions: Tensor, offsets: Tensor, old_blocks: Tensor, num_pairs: int
 ) -> Tensor:
-    """Return where the tokens of an uncompressed prompt lie: the sources of :func:`copy_kept`.
+    """Return where the tokens of an uncompressed prompt lie: the sources of `copy_kept`.
 
-    With M pairs, the token at position j of pair p is in pool page ``old_blocks[j // N]*M + p``,
-    slot ``j % N``.
+    With M pairs, the token at position j of pair p is in pool page `old_blocks[j // N]*M + p`,
+    slot `j % N`.
 
     Args:
-        positions: int32 or int64 ``[k*M, N]``, from
-            :func:`~vllm_tgvkv.kernels.select.select_tokens`.
-        offsets: int32 or int64 ``[M + 1]``; pair p has rows ``offsets[p] .. offsets[p + 1] - 1`` of
-            ``positions``. Later rows have no pair, and get slots without meaning.
-        old_blocks: int32 or int64 ``[t0]``, the prompt's full blocks in order.
+        positions: int32 or int64 `[k*M, N]`, from
+            `select_tokens`.
+        offsets: int32 or int64 `[M + 1]`; pair p has rows `offsets[p] .. offsets[p + 1] - 1` of
+            `positions`. Later rows have no pair, and get slots without meaning.
+        old_blocks: int32 or int64 `[t0]`, the prompt's full blocks in order.
         num_pairs: M.
 
     Returns:
-        int64 ``[k*M, N]``, page * N + slot.
+        int64 `[k*M, N]`, page * N + slot.
     """
     block_size = positions.shape[1]
     rows = torch.arange(len(positions), device=positions.device)
@@ -56,23 +56,23 @@ def copy_kept(
 ) -> None:
     """Copy the selected tokens of all layers and heads to new blocks.
 
-    With M = L*H, page r of the compressed region is pool page ``new_blocks[r // M]*M + r % M``. It
-    belongs to pair p = l*H + h with ``offsets[p] <= r < offsets[p + 1]``; its slot i gets the key
-    and the value of pool page ``sources[r, i] // N``, slot ``sources[r, i] % N``. Bits are copied
-    unchanged, for any dtype. Only the new blocks change. Pages from ``offsets[M]`` on belong to no
+    With M = L*H, page r of the compressed region is pool page `new_blocks[r // M]*M + r % M`. It
+    belongs to pair p = l*H + h with `offsets[p] <= r < offsets[p + 1]`; its slot i gets the key
+    and the value of pool page `sources[r, i] // N`, slot `sources[r, i] % N`. Bits are copied
+    unchanged, for any dtype. Only the new blocks change. Pages from `offsets[M]` on belong to no
     pair: they keep their contents, and their sources may be any numbers.
 
-    Scratch memory is at most ``workspace_bytes``, or the size of one page's tokens if that is more;
+    Scratch memory is at most `workspace_bytes`, or the size of one page's tokens if that is more;
     on CUDA there is none.
 
     Args:
-        key_pages: ``[num_pool_pages, N, D]``, logical view of the whole pool; any strides.
-        value_pages: ``[num_pool_pages, N, D_v]``, likewise.
-        sources: int64 ``[k*M, N]``, slots of the pool outside the new blocks; of an uncompressed
-            prompt, from :func:`slots_of_positions`.
-        offsets: int32 or int64 ``[M + 1]`` from
-            :func:`~vllm_tgvkv.kernels.select.page_offsets`.
-        new_blocks: int32 or int64 ``[k]``.
+        key_pages: `[num_pool_pages, N, D]`, logical view of the whole pool; any strides.
+        value_pages: `[num_pool_pages, N, D_v]`, likewise.
+        sources: int64 `[k*M, N]`, slots of the pool outside the new blocks; of an uncompressed
+            prompt, from `slots_of_positions`.
+        offsets: int32 or int64 `[M + 1]` from
+            `page_offsets`.
+        new_blocks: int32 or int64 `[k]`.
 
     Raises:
         ValueError: if a shape or dtype does not fit; the message names the argument.
@@ -109,8 +109,8 @@ def _copy_pages(pools: list[Tensor], target: Tensor, pages: Tensor, slots: Tenso
     """Copy whole pages, then the tokens that come from others; return false if they are many.
 
     Args:
-        target: int64 ``[R]``, pages to write.
-        pages, slots: int64 ``[R, N]``, where their tokens are.
+        target: int64 `[R]`, pages to write.
+        pages, slots: int64 `[R, N]`, where their tokens are.
     """
     block_size = slots.shape[1]
     base, moved = _whole_pages(pages, slots, torch.arange(block_size))
@@ -131,11 +131,11 @@ def _whole_pages(pages: Tensor, slots: Tensor, own_slots: Tensor) -> tuple[Tenso
     """Return the page that each row of tokens can be copied from as a whole, and all other tokens.
 
     Args:
-        pages, slots: int64 ``[R, N]``, where the tokens are.
-        own_slots: int64 ``[N]``, where they go.
+        pages, slots: int64 `[R, N]`, where the tokens are.
+        own_slots: int64 `[N]`, where they go.
 
     Returns:
-        int64 ``[R]``, -1 where none keeps its slot; int64, indices of the other tokens in the
+        int64 `[R]`, -1 where none keeps its slot; int64, indices of the other tokens in the
         flattened rows.
     """
     keeps_slot = slots == own_slots

@@ -2,7 +2,7 @@
 """Decode attention over heads of different lengths, directly from block table and regions.
 
 A virtual sequence is one (row, KV head) of a layer. Its pages are those that
-:func:`~vllm_tgvkv.kernels.page_tables.write_page_tables` would list, computed instead of listed.
+`write_page_tables` would list, computed instead of listed.
 On CUDA a fixed number of programs share the chunks of all virtual sequences evenly, for any
 lengths.
 """
@@ -21,18 +21,18 @@ from vllm_tgvkv.kernels import gpu
 class DecodePlan:
     """Division of a step's work among P programs, in buffers that every step fills again.
 
-    The C chunks of a layer are numbered sequence by sequence; program p has chunks ``p*C // P`` to
-    ``(p + 1)*C // P - 1``.
+    The C chunks of a layer are numbered sequence by sequence; program p has chunks `p*C // P` to
+    `(p + 1)*C // P - 1`.
     """
 
     chunk: int
     """Tokens that a program handles at a time, a power of two, at least 16."""
     ends: Tensor
-    """int32 ``[L, R*H + 1]``: 0, then the number of chunks up to every sequence's last one."""
+    """int32 `[L, R*H + 1]`: 0, then the number of chunks up to every sequence's last one."""
     first: Tensor
-    """int32 ``[L, P]``, the sequence of each program's first chunk; undefined if it has none."""
+    """int32 `[L, P]`, the sequence of each program's first chunk; undefined if it has none."""
     partials: Tensor
-    """float32 ``[P, 2, G, D + 2]``: for a program's first and last sequence, if it has only a part
+    """float32 `[P, 2, G, D + 2]`: for a program's first and last sequence, if it has only a part
     of it, the weighted sum of values, the maximal logit (base 2) and the sum of weights. Layers
     share the buffer, since they run in turn."""
 
@@ -50,7 +50,7 @@ class DecodePlan:
     ) -> DecodePlan:
         """Allocate the buffers for up to `num_rows` rows.
 
-        ``chunk_size`` and ``num_programs`` of :mod:`vllm_tgvkv.kernels.gpu.decode` return the best
+        `chunk_size` and `num_programs` of `kernels.gpu.decode` return the best
         values for a GPU; results are right with any.
         """
         return cls(
@@ -97,8 +97,8 @@ def plan_decode(lengths: Tensor, plan: DecodePlan) -> None:
     """Divide the work of a step, for all layers, once the lengths are known.
 
     Args:
-        lengths: int32 ``[L, R, H]``, contiguous in H.
-        plan: ``ends`` and ``first`` are written.
+        lengths: int32 `[L, R, H]`, contiguous in H.
+        plan: `ends` and `first` are written.
 
     Raises:
         ValueError: if a shape or dtype does not fit; the message names the argument.
@@ -134,10 +134,10 @@ def decode(
 ) -> None:
     """Compute attention of one query token per row in one layer; rows of length 0 get zero.
 
-    With M = L*H, p = layer*H + h, b the first block of row r, o = ``offsets[b, p]`` and n =
-    ``offsets[b, p + 1] - o`` (0 where ``retained[b]`` is 0), page i of head h is page
-    ``(o + i) % M`` of block ``block_table[r, (o + i) // M]`` for i < n, then page p of block
-    ``block_table[r, t0 + i - n]`` with t0 = ``replaced[b]``. Slots from the length on and other
+    With M = L*H, p = layer*H + h, b the first block of row r, o = `offsets[b, p]` and n =
+    `offsets[b, p + 1] - o` (0 where `retained[b]` is 0), page i of head h is page
+    `(o + i) % M` of block `block_table[r, (o + i) // M]` for i < n, then page p of block
+    `block_table[r, t0 + i - n]` with t0 = `replaced[b]`. Slots from the length on and other
     pages are not read.
 
     On CUDA, products and sums are float32, and weights are rounded to the dtype of the values
@@ -145,20 +145,20 @@ def decode(
     allocated and the host reads no device value, so the call works in a CUDA graph.
 
     Args:
-        query: ``[R, H*G, D]``, contiguous in D; head j belongs to KV head j // G.
-        keys: ``[num_pages, N, D]``, logical view of the whole pool; any strides.
-        values: ``[num_pages, N, D]``, likewise.
-        block_table: int32 ``[R, W]``.
-        lengths: int32 ``[L, R, H]`` of
-            :func:`~vllm_tgvkv.kernels.page_tables.write_lengths`. Rows of length 0 are not read.
-        retained: int32 ``[num_blocks]``, as in
-            :func:`~vllm_tgvkv.kernels.page_tables.write_page_tables`.
-        replaced: int32 ``[num_blocks]``, likewise.
-        offsets: int32 ``[num_blocks, M + 1]``, likewise.
+        query: `[R, H*G, D]`, contiguous in D; head j belongs to KV head j // G.
+        keys: `[num_pages, N, D]`, logical view of the whole pool; any strides.
+        values: `[num_pages, N, D]`, likewise.
+        block_table: int32 `[R, W]`.
+        lengths: int32 `[L, R, H]` of
+            `write_lengths`. Rows of length 0 are not read.
+        retained: int32 `[num_blocks]`, as in
+            `write_page_tables`.
+        replaced: int32 `[num_blocks]`, likewise.
+        offsets: int32 `[num_blocks, M + 1]`, likewise.
         layer: index of the layer.
         scale: factor of the logits.
-        plan: filled by :func:`plan_decode` from the same lengths.
-        out: ``[R, H*G, D]``, contiguous in D, written.
+        plan: filled by `plan_decode` from the same lengths.
+        out: `[R, H*G, D]`, contiguous in D, written.
 
     Raises:
         ValueError: if a shape or dtype does not fit; the message names the argument.

@@ -14,12 +14,12 @@ def mean_cosines(keys: Tensor, lengths: Tensor) -> Tensor:
     that of reading the keys, not the square of their number.
 
     Args:
-        keys: ``[H, S, D]``, rotated, any float dtype. What is behind a head's length never affects
+        keys: `[H, S, D]`, rotated, any float dtype. What comes after a head's length never affects
             a result, NaN included. A key of zeros has the cosine 0 to every other.
-        lengths: integer ``[H]``, number of keys of each head, 0 to S.
+        lengths: integer `[H]`, number of keys of each head, 0 to S.
 
     Returns:
-        float32 ``[H, S]``, 0 behind a head's length and for a head's only key.
+        float32 `[H, S]`, 0 after a head's length and for a head's only key.
 
     Raises:
         ValueError: if a shape does not fit.
@@ -38,9 +38,9 @@ def mean_cosines(keys: Tensor, lengths: Tensor) -> Tensor:
 
 
 def norms(values: Tensor, lengths: Tensor) -> Tensor:
-    """Return the norm of each value, float32 ``[H, S]``, 0 behind a head's length.
+    """Return the norm of each value, float32 `[H, S]`, 0 after a head's length.
 
-    Arguments are like those of :func:`mean_cosines`.
+    Arguments as in `mean_cosines`.
     """
     found = torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32)
     is_value = torch.arange(values.shape[1], device=values.device) < lengths[:, None]

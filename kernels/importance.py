@@ -23,15 +23,15 @@ def importance(
     are in no softmax.
 
     Args:
-        queries: ``[H, w, G, D]``, rotated, any float dtype.
-        keys: ``[H, S, D]``, rotated, any float dtype. What is behind a head's past keys never
+        queries: `[H, w, G, D]`, rotated, any float dtype.
+        keys: `[H, S, D]`, rotated, any float dtype. What comes after a head's past keys never
             affects a result, NaN included.
-        num_past: integer ``[H]``, keys before the window of each head.
-        scale: factor of the products; float32 ``[H]`` if it differs.
+        num_past: integer `[H]`, keys before the window of each head.
+        scale: factor of the products; float32 `[H]` if it differs.
         kernel: odd number of neighbouring keys that are pooled.
 
     Returns:
-        float32 ``[H, S]``, 0 from the window on.
+        float32 `[H, S]`, 0 from the window on.
     """
     num_rows, size = queries.shape[1], keys.shape[1]
     is_past = torch.arange(size, device=keys.device) < num_past[:, None]  # [H, S]

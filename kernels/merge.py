@@ -27,14 +27,13 @@ def merge_evicted(
 
     A candidate belongs to the kept candidate of its (layer, head) that is nearest in position, the
     lower one of two; a kept candidate belongs to itself. The tail is neither merged nor merged
-    into. Call this after :func:`~vllm_tgvkv.kernels.copy.copy_kept` of the same tokens; those of a
-    pair without pages are lost, as they are there. ``positions`` and ``old_blocks`` are those of
-    :func:`~vllm_tgvkv.kernels.copy.slots_of_positions`.
+    into. Call this after `copy_kept` of the same tokens; a pair without pages loses its tokens, as
+    it does there. `positions` and `old_blocks` are as in `slots_of_positions`.
 
     Means are float32 and add their tokens in the order of the prompt, on every device: a cluster is
     a range of positions, so no two programs add to one sum. Equal calls give equal bits.
 
-    Scratch memory: five times ``workspace_bytes``, or five times one pair's candidates in float32
+    Scratch memory: five times `workspace_bytes`, or five times one pair's candidates in float32
     if that is more.
     """
     pairs, num_pages = num_layers * num_heads, len(positions)
@@ -75,7 +74,7 @@ def merge_evicted(
 def _cluster_lengths(
     positions: Tensor, offsets: Tensor, pages: Tensor, pair: Tensor, num_candidates: int
 ) -> Tensor:
-    """Return the candidates of each slot's cluster, int64 ``[pages, N]``.
+    """Return the candidates of each slot's cluster, int64 `[pages, N]`.
 
     Only for pages that a pair owns; others get any number.
     """

@@ -26,27 +26,27 @@ def write_page_tables(
     first_layer: int,
     tables: Tensor,
 ) -> None:
-    """Fill ``tables`` with the pool pages that each (layer, request, head) attends to, in order.
+    """Fill `tables` with the pool pages that each (layer, request, head) attends to, in order.
 
-    These are the n[l, h] = ``offsets[b, p + 1] - offsets[b, p]`` pages of the compressed region (b
+    These are the n[l, h] = `offsets[b, p + 1] - offsets[b, p]` pages of the compressed region (b
     is the first block of the request's row, p = l*H + h), then head h's page of layer l in each
     tail block t0, t0 + 1, ... up to the one that holds the current token. Later entries are 0 on
     CPU, which is a valid page; on CUDA they are not written.
 
     A table changes only when its request's row does, every N-th token. While rows are unchanged,
-    :func:`write_lengths` is enough.
+    `write_lengths` is enough.
 
     Args:
-        block_table: int32 ``[B, W]``; a compressed request's row is
-            ``[k fresh ids | zeros | tail ids from column t0 on]``.
-        seq_lens: int32 ``[B]``, tokens including the current one and evicted ones. A row with 0
+        block_table: int32 `[B, W]`; a compressed request's row is
+            `[k fresh ids | zeros | tail ids from column t0 on]`.
+        seq_lens: int32 `[B]`, tokens including the current one and evicted ones. A row with 0
             tokens has no pages, and its block ids are not read.
-        retained: int32 ``[num_blocks]``, k of the region that starts with a block; 0 elsewhere.
-        replaced: int32 ``[num_blocks]``, t0 of that region; 0 elsewhere.
-        offsets: int32 ``[num_blocks, L*H + 1]``; undefined where k is 0.
+        retained: int32 `[num_blocks]`, k of the region that starts with a block; 0 elsewhere.
+        replaced: int32 `[num_blocks]`, t0 of that region; 0 elsewhere.
+        offsets: int32 `[num_blocks, L*H + 1]`; undefined where k is 0.
         block_size: N.
-        first_layer: layer of ``tables[0]``.
-        tables: int32 ``[l, B, H, W_out]``, written: the tables of l layers. W_out must be at least
+        first_layer: layer of `tables[0]`.
+        tables: int32 `[l, B, H, W_out]`, written: the tables of l layers. W_out must be at least
             the number of pages of the longest virtual sequence. The counts n are on the device, but
             n <= min(t0, k*L*H), so the largest ceil(seq_len / N) of the requests is enough, and so
             is W.
@@ -110,12 +110,12 @@ def write_lengths(
     block_size: int,
     lengths: Tensor,
 ) -> None:
-    """Fill ``lengths`` with the number of tokens that each (layer, request, head) attends to.
+    """Fill `lengths` with the number of tokens that each (layer, request, head) attends to.
 
-    These are n*N tokens of the region and ``seq_len - t0*N`` of the tail; 0 in rows without tokens.
+    These are n*N tokens of the region and `seq_len - t0*N` of the tail; 0 in rows without tokens.
 
     Args:
-        lengths: int32 ``[L, B, H]``, written. Other arguments as in :func:`write_page_tables`.
+        lengths: int32 `[L, B, H]`, written. Other arguments as in `write_page_tables`.
 
     Raises:
         ValueError: if a shape or dtype does not fit; the message names the argument.
@@ -143,14 +143,14 @@ def write_lengths(
 
 
 def _first_blocks(block_table: Tensor, seq_lens: Tensor) -> Tensor:
-    """Return the first block of every row, int32 ``[B]``; rows without tokens: the null block."""
+    """Return the first block of every row, int32 `[B]`; rows without tokens: the null block."""
     return block_table[:, 0].masked_fill(seq_lens <= 0, 0)
 
 
 def _regions(
     first_blocks: Tensor, retained: Tensor, offsets: Tensor, layers: int, heads: int
 ) -> tuple[Tensor, Tensor]:
-    """Return first region page and number of region pages, int32 ``[l, B, H]``; 0 where k is 0."""
+    """Return first region page and number of region pages, int32 `[l, B, H]`; 0 where k is 0."""
     requests = len(first_blocks)
     has_no_region = retained.index_select(0, first_blocks).unsqueeze(-1) <= 0
     offsets = offsets.index_select(0, first_blocks).masked_fill_(has_no_region, 0)

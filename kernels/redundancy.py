@@ -27,19 +27,19 @@ def redundancy(
     key whose cosine with i exceeds the threshold: of several copies, the newest is not redundant.
     The sum of all cosines with key j is its product with the sum of all keys, so cosines are needed
     only to find each key's last similar one. Only some rows i of them exist at a time, for all
-    heads. Besides them, memory is that of the keys in float32.
+    heads. Otherwise it takes the keys in float32.
 
     Args:
-        keys: ``[H, S, D]``, rotated, ascending by position in each head, any float dtype. What is
-            behind a head's length never affects a result, NaN included.
-        lengths: integer ``[H]``, number of keys of each head, 0 to S.
+        keys: `[H, S, D]`, rotated, ascending by position in each head, any float dtype. What is
+            after a head's length never affects a result, NaN included.
+        lengths: integer `[H]`, number of keys of each head, 0 to S.
         threshold: cosine above which keys are similar, not negative.
         first_key: whether the first key counts as zero in rows without a similar key, as in R-KV's
             published code.
         workspace_bytes: bound of the rows' memory; one row of all heads is the least.
 
     Returns:
-        float32 ``[H, S]``; each head's sum is 1, and 0 behind its length.
+        float32 `[H, S]`; each head's sum is 1, and 0 after its length.
 
     Raises:
         ValueError: if a shape does not fit or the threshold is negative.
@@ -53,7 +53,7 @@ def redundancy(
     heads, size, dim = keys.shape
     num_groups = -(-size // GROUP)
     is_key = torch.arange(size, device=keys.device) < lengths[:, None]  # [H, S]
-    # Slots behind the length are zero vectors: their cosines are 0, so they are never similar.
+    # Slots after the length are zero vectors: their cosines are 0, so they are never similar.
     directions = keys.new_zeros((heads, num_groups * GROUP, dim), dtype=torch.float32)
     directions[:, :size] = torch.where(is_key[..., None], keys, 0)
     norms = torch.linalg.vector_norm(directions, dim=-1, keepdim=True)
@@ -81,10 +81,10 @@ def last_above(values: Tensor, threshold: float) -> Tensor:
     """Return the last index of each row whose value exceeds the threshold, -1 if none does.
 
     Args:
-        values: ``[H, R, S']``, S' a multiple of `GROUP`, contiguous. It is read once.
+        values: `[H, R, S']`, S' a multiple of `GROUP`, contiguous. It is read once.
 
     Returns:
-        int64 ``[H, R]``.
+        int64 `[H, R]`.
     """
     groups = values.unflatten(-1, (-1, GROUP))  # [H, R, S' / GROUP, GROUP]
     numbers = torch.arange(max(groups.shape[2], GROUP), device=values.device)

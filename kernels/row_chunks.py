@@ -29,7 +29,7 @@ class TorchAttention(ObservedAttention):
     """Statistics in PyTorch, layer by layer, in chunks of rows.
 
     Scratch memory: the probabilities of one row chunk, the gathered keys of one layer and the kept
-    head averages take at most ``workspace_bytes`` each, or the size of a single row
+    head averages take at most `workspace_bytes` each, or the size of a single row
     (4*2*H*G*num_keys bytes) or page of every head if that is larger. If a layer's keys do not fit,
     they are gathered piece by piece, again for each chunk of rows.
     """
@@ -89,9 +89,9 @@ class TorchAttention(ObservedAttention):
         return torch.cat(layers)
 
     def row_chunks(self, layer: int, first: int = 0) -> Iterator[tuple[slice, Tensor]]:
-        """Yield ``(rows, probabilities)`` of one layer from row ``first`` on.
+        """Yield `(rows, probabilities)` of one layer from row `first` on.
 
-        Probabilities are float32 ``[H, G, R, num_keys]``, in a buffer that the next iteration
+        Probabilities are float32 `[H, G, R, num_keys]`, in a buffer that the next iteration
         overwrites.
         """
         heads, group, keys = self.num_heads, self.group_size, self.num_keys
@@ -163,7 +163,7 @@ class TorchAttention(ObservedAttention):
         )
 
     def _share_of_visible(self, layer: int, below: Tensor) -> Tensor:
-        """Return shares of a layer's visible entries from counts over whole rows ``[H, G]``."""
+        """Return shares of a layer's visible entries from counts over whole rows `[H, G]`."""
         visible = self._visible(layer).clamp(min=0)
         # Entries that a row does not see have probability zero and were counted as well, unless
         # the row sees none: then no entry is below the maximum.
@@ -171,13 +171,13 @@ class TorchAttention(ObservedAttention):
         return self._mean_of_groups((below.mean(dim=1) - hidden) / visible.sum(dim=1))
 
     def _mean_of_groups(self, per_head: Tensor) -> Tensor:
-        """Return means ``[H or 1, ...]`` of one layer's values ``[H, ...]``."""
+        """Return means `[H or 1, ...]` of one layer's values `[H, ...]`."""
         if self.num_groups == self.num_pairs:
             return per_head
         return per_head.mean(dim=0, keepdim=True)
 
     def _of_heads(self, layer: int, values: Tensor) -> Tensor:
-        """Return the values ``[H, ...]`` for one layer's heads, from ``[S or 1, ...]``."""
+        """Return the values `[H, ...]` for one layer's heads, from `[S or 1, ...]`."""
         if values.shape[0] > 1:
             values = values[self._sets(layer)]
         return values.expand(self.num_heads, *values.shape[1:])
@@ -190,7 +190,7 @@ class TorchAttention(ObservedAttention):
         return slice(layer * self.num_heads, (layer + 1) * self.num_heads)
 
     def _visible(self, layer: int) -> Tensor:
-        """Return the number of keys that each row sees, int32 ``[H or 1, O]``."""
+        """Return the number of keys that each row sees, int32 `[H or 1, O]`."""
         visible = self._rows.num_visible
         return visible[self._pairs(layer)] if visible.shape[0] > 1 else visible
 
@@ -203,7 +203,7 @@ class TorchAttention(ObservedAttention):
         return max(known, int(visible.numpy().min())) if visible.is_cpu else known
 
     def _logits(self, layer: int, rows: slice, out: Tensor) -> None:
-        """Write scaled, causally masked logits of ``rows`` to ``out`` [H, G, R, num_keys]."""
+        """Write scaled, causally masked logits of `rows` to `out` [H, G, R, num_keys]."""
         flat = out.flatten(1, 2)
         # Float32: a bf16 logit of 20 is off by up to 0.06, its probability by 6 %. The scale is
         # applied to the products, so that bf16 queries stay exact.
@@ -233,7 +233,7 @@ class TorchAttention(ObservedAttention):
         return out
 
     def _key_chunks(self, layer: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield ``(first column, keys)`` in order; keys are float32 ``[H, D, n]``."""
+        """Yield `(first column, keys)` in order; keys are float32 `[H, D, n]`."""
         if self._num_pages <= self._pages_per_chunk:
             if self._gathered is None or self._gathered[0] != layer:
                 self._gathered = layer, self._gather(layer, 0, self._num_pages)
@@ -244,7 +244,7 @@ class TorchAttention(ObservedAttention):
             yield start * self._rows.pool.shape[1], self._gather(layer, start, stop)
 
     def _gather(self, layer: int, start: int, stop: int) -> Tensor:
-        """Return keys in columns ``start..stop-1`` of the tables, up to num_keys.
+        """Return keys in columns `start..stop-1` of the tables, up to num_keys.
 
         Slots after a pair's last visible key may hold garbage.
         """
@@ -272,7 +272,7 @@ class TorchAttention(ObservedAttention):
 
 
 def _mean_over_group(probabilities: Tensor, out: Tensor) -> None:
-    """Write the mean of ``[H, G, R, P]`` over G, or over H and G, to ``out`` ``[S, R, P]``.
+    """Write the mean of `[H, G, R, P]` over G, or over H and G, to `out` `[S, R, P]`.
 
     On CPU adding slices is about three times as fast as reducing a middle dimension.
     """

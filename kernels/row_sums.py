@@ -12,8 +12,8 @@ from vllm_tgvkv.kernels.statistics import Attention, ObservedAttention
 class RowSums(Attention):
     """Column sums over the text rows and over the vision rows of a prompt.
 
-    The S token sets are those of one layer or of several. Row i sees keys ``0..i``, so a chunk of
-    rows does not depend on later chunks. The sums start at zero; :meth:`add` adds one chunk.
+    The S token sets belong to one layer or to several. Row i sees keys `0..i`, so a chunk of
+    rows does not depend on later chunks. The sums start at zero; `add` adds one chunk.
     """
 
     def __init__(self, num_sets: int, num_tokens: int, device: torch.device) -> None:
@@ -23,7 +23,7 @@ class RowSums(Attention):
         """Add the rows of a chunk, observed in some or all layers.
 
         Args:
-            is_vision: bool ``[O]``, the rows' modality.
+            is_vision: bool `[O]`, the rows' modality.
             first_set: index of the chunk's first token set among all.
         """
         weights = torch.stack((~is_vision, is_vision)).unsqueeze(0)

@@ -18,7 +18,7 @@ MAX_TIERS = 2**_TIER_BITS
 MAX_CANDIDATES = 2 ** (62 - _SCORE_BITS - _TIER_BITS)
 
 KEY_BYTES = 32 << 20
-"""Bound of the ranking keys that exist at a time, see :func:`key_slices`."""
+"""Bound of the ranking keys that exist at a time, see `key_slices`."""
 
 _KEY_BYTES = 8
 
@@ -28,22 +28,22 @@ def select_tokens(
 ) -> Tensor:
     """Return the positions of the kept tokens, page by page.
 
-    Pair (l, h) keeps its ``counts[l, h] * block_size`` best candidates, ordered by tier (high
+    Pair (l, h) keeps its `counts[l, h] * block_size` best candidates, ordered by tier (high
     first), then score (high first), then position (low first). A NaN score ranks last in its tier.
-    Pages are in prefix-sum order of the pairs l*H + h, see :func:`page_offsets`. All pages of a
+    Pages are in prefix-sum order of the pairs l*H + h, see `page_offsets`. All pages of a
     pair are full, and positions ascend through them.
 
     Args:
-        scores: float32 ``[L, H, C]``, or ``[L, 1, C]`` for one ranking in all heads of a layer.
-        tiers: integer ``[C]``, ``[L, H, C]`` or ``[L, 1, C]``, values in ``0..MAX_TIERS - 1``.
-        counts: int64 ``[L, H]``, pages of each pair: each at most C / N, together at most
-            ``num_pages``.
+        scores: float32 `[L, H, C]`, or `[L, 1, C]` for one ranking in all heads of a layer.
+        tiers: integer `[C]`, `[L, H, C]` or `[L, 1, C]`, values in `0..MAX_TIERS - 1`.
+        counts: int64 `[L, H]`, pages of each pair: each at most C / N, together at most
+            `num_pages`.
         num_pages: rows of the result, known on the host. Rows after the last dealt page hold valid
             but meaningless positions.
         block_size: N.
 
     Returns:
-        int32 ``[num_pages, N]``.
+        int32 `[num_pages, N]`.
 
     Raises:
         ValueError: if a shape, dtype or number does not fit; the message names the argument.
@@ -60,9 +60,9 @@ def select_tokens(
 
 
 def page_offsets(counts: Tensor) -> Tensor:
-    """Return the prefix sums of page counts ``[L, H]``, int32 ``[L*H + 1]``, starting with 0.
+    """Return the prefix sums of page counts `[L, H]`, int32 `[L*H + 1]`, starting with 0.
 
-    Pair p owns the region's pages ``offsets[p] .. offsets[p + 1] - 1``.
+    Pair p owns the region's pages `offsets[p] .. offsets[p + 1] - 1`.
     """
     offsets = torch.zeros(counts.numel() + 1, dtype=torch.int32, device=counts.device)
     torch.cumsum(counts.flatten(), dim=0, dtype=torch.int32, out=offsets[1:])
@@ -72,7 +72,7 @@ def page_offsets(counts: Tensor) -> Tensor:
 def ranking_keys(scores: Tensor, tiers: Tensor) -> Tensor:
     """Return int64 keys that order candidates by tier, score and -position, distinct in a row.
 
-    Scores are float32 ``[..., C]``, tiers integer ``[C]`` or ``[..., C]``. Keys are not negative
+    Scores are float32 `[..., C]`, tiers integer `[C]` or `[..., C]`. Keys are not negative
     and below 2^62.
     """
     num_candidates = scores.shape[-1]
@@ -87,9 +87,9 @@ def ranking_keys(scores: Tensor, tiers: Tensor) -> Tensor:
 
 
 def key_slices(scores: Tensor) -> Iterator[slice]:
-    """Yield slices of the layers of ``scores``, ``[L, S, C]``, that are ranked one after the other.
+    """Yield slices of the layers of `scores`, `[L, S, C]`, that are ranked one after the other.
 
-    Their keys take at most ``KEY_BYTES`` each, or one layer's if that is more. Keys and what is
+    Their keys take at most `KEY_BYTES` each, or one layer's if that is more. Keys and what is
     computed from them take several times the memory of all scores otherwise.
     """
     num_layers, num_sets, num_candidates = scores.shape
@@ -99,15 +99,15 @@ def key_slices(scores: Tensor) -> Iterator[slice]:
 
 
 def thresholds(keys: Tensor, wanted: Tensor, num_bits: int | None = None) -> Tensor:
-    """Return the ``wanted``-th largest key of each row, int64 in the shape of ``wanted``.
+    """Return the `wanted`-th largest key of each row, int64 in the shape of `wanted`.
 
     The keys are found bit by bit: a few dozen counting passes are several times faster than a sort
-    of 64-bit keys. Where ``wanted`` is 0, the threshold is above every key.
+    of 64-bit keys. Where `wanted` is 0, the threshold is above every key.
 
     Args:
-        keys: int64 ``[..., C]``, not negative.
-        wanted: int64, of a shape that ``keys.shape[:-1]`` broadcasts to.
-        num_bits: keys are below ``2**num_bits``; the default fits :func:`ranking_keys`.
+        keys: int64 `[..., C]`, not negative.
+        wanted: int64, of a shape that `keys.shape[:-1]` broadcasts to.
+        num_bits: keys are below `2**num_bits`; the default fits `ranking_keys`.
     """
     if num_bits is None:
         num_bits = key_bits(keys.shape[-1])
@@ -127,7 +127,7 @@ def thresholds(keys: Tensor, wanted: Tensor, num_bits: int | None = None) -> Ten
 
 
 def key_bits(num_candidates: int) -> int:
-    """Return the bits of a threshold of :func:`ranking_keys`: one more than the keys have."""
+    """Return the bits of a threshold of `ranking_keys`: one more than the keys have."""
     return _TIER_BITS + _SCORE_BITS + _position_bits(num_candidates) + 1
 
 
@@ -136,7 +136,7 @@ def _position_bits(num_candidates: int) -> int:
 
 
 def _compact(kept: Tensor, num_kept: int) -> Tensor:
-    """Return the last index of each of ``num_kept`` true entries, int32, in row-major order."""
+    """Return the last index of each of `num_kept` true entries, int32, in row-major order."""
     rank = kept.flatten().cumsum(dim=0) - 1
     # One extra slot takes all entries that are not kept, so no shape depends on data.
     slots = torch.where(kept.flatten(), rank, num_kept).clamp_(max=num_kept)

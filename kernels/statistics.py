@@ -3,7 +3,7 @@
 
 Probabilities are recomputed from the rows' queries and the cached keys. So keys from earlier chunks
 of the prefill and from prefix-cache hits are covered as well. Keys are found through a page table
-per KV head, so heads may have different lengths, as those of a compressed request do.
+per KV head, so heads may have different lengths, as in a compressed request.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Statistic = Literal[
     "mean_cosines",
     "value_norms",
 ]
-"""Statistics in addition to column sums. ``row_averages`` makes weighted sums cheap."""
+"""Statistics in addition to column sums. `row_averages` makes weighted sums cheap."""
 
 KEY_STATISTICS: frozenset[Statistic] = frozenset(
     {"past_importance", "key_redundancy", "mean_cosines", "value_norms"}
@@ -59,14 +59,14 @@ class Scratch:
     """Buffers that consecutive observations reuse.
 
     On CPU the first touch of fresh memory costs as much as the arithmetic on it. An
-    :class:`ObservedAttention` is valid until the next one uses its scratch.
+    `ObservedAttention` is valid until the next one uses its scratch.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, name: str, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Return an uninitialised float32 tensor in the buffer ``name``, which grows as needed."""
+        """Return an uninitialised float32 tensor in the buffer `name`, which grows as needed."""
         size = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size:
@@ -79,19 +79,19 @@ class Attention(Protocol):
 
     A is the softmax of the rows' queries over the keys that each row sees. O is the number of rows,
     P of keys, S of token sets, of one layer or of several. No row set has all statistics:
-    :class:`ObservedAttention` recomputes A of a few rows,
-    :class:`~vllm_tgvkv.kernels.row_sums.RowSums` adds up the columns of all rows. Statistics that a
+    `ObservedAttention` recomputes A of a few rows,
+    `RowSums` adds up the columns of all rows. Statistics that a
     subclass does not define raise an AttributeError, which names the row sets that have them.
     """
 
     @property
     def row_positions(self) -> Tensor:
-        """int64 ``[O]``, ascending positions of the rows."""
+        """int64 `[O]`, ascending positions of the rows."""
         _not_observed("row_positions", _FEW_ROWS)
 
     @property
     def row_columns(self) -> Tensor:
-        """int64 ``[S or 1, O]``, the column of each row's own token, the last key that it sees.
+        """int64 `[S or 1, O]`, the column of each row's own token, the last key that it sees.
 
         It differs from the row's position where keys before it were evicted.
         """
@@ -99,27 +99,27 @@ class Attention(Protocol):
 
     @property
     def column_sums(self) -> Tensor:
-        """float32 ``[S, P]``, sum of A over the rows."""
+        """float32 `[S, P]`, sum of A over the rows."""
         _not_observed("column_sums", f"{_FEW_ROWS} or 'all'")
 
     @property
     def column_maxima(self) -> Tensor:
-        """float32 ``[S, P]``, maximum over the rows of the mean of A over the group."""
+        """float32 `[S, P]`, maximum over the rows of the mean of A over the group."""
         _not_observed("column_maxima", _FEW_ROWS)
 
     @property
     def text_column_sums(self) -> Tensor:
-        """float32 ``[S, P]``, sum of A over the text rows."""
+        """float32 `[S, P]`, sum of A over the text rows."""
         _not_observed("text_column_sums", "'all'")
 
     @property
     def vision_column_sums(self) -> Tensor:
-        """float32 ``[S, P]``, sum of A over the vision rows."""
+        """float32 `[S, P]`, sum of A over the vision rows."""
         _not_observed("vision_column_sums", "'all'")
 
     @property
     def share_below(self) -> Tensor:
-        """float64 ``[S]``, share of the visible entries below ``THRESHOLD`` of their row's maximum.
+        """float64 `[S]`, share of the visible entries below `THRESHOLD` of their row's maximum.
 
         Counted for each query head, then averaged over the group.
         """
@@ -127,21 +127,21 @@ class Attention(Protocol):
 
     @property
     def row_entropies(self) -> Tensor:
-        """float32 ``[S, O]``, entropy of each row in nats, mean over the group's query heads."""
+        """float32 `[S, O]`, entropy of each row in nats, mean over the group's query heads."""
         _not_observed("row_entropies", _FEW_ROWS)
 
     @property
     def past_importance(self) -> Tensor:
-        """float32 ``[S, P]``, :func:`~vllm_tgvkv.kernels.importance.importance` of each key.
+        """float32 `[S, P]`, `importance` of each key.
 
-        Rows and pooling are R-KV's: of the last ``WINDOW`` rows, or of fewer if there are no more,
-        pooled over ``KERNEL`` keys that are neighbours in the cache. S is the number of KV heads.
+        Rows and pooling are R-KV's: of the last `WINDOW` rows, or of fewer if there are no more,
+        pooled over `KERNEL` keys that are neighbours in the cache. S is the number of KV heads.
         """
         _not_observed("past_importance", _FEW_ROWS)
 
     @property
     def key_redundancy(self) -> Tensor:
-        """float32 ``[S, P]``, :func:`~vllm_tgvkv.kernels.redundancy.redundancy` of each key.
+        """float32 `[S, P]`, `redundancy` of each key.
 
         It is that among the keys which the last row sees. S is the number of KV heads.
         """
@@ -149,12 +149,12 @@ class Attention(Protocol):
 
     @property
     def is_seen(self) -> Tensor:
-        """bool ``[S or 1, P]``, the keys that the last row sees."""
+        """bool `[S or 1, P]`, the keys that the last row sees."""
         _not_observed("is_seen", _FEW_ROWS)
 
     @property
     def mean_cosines(self) -> Tensor:
-        """float32 ``[S, P]``, :func:`~vllm_tgvkv.kernels.diversity.mean_cosines` of each key.
+        """float32 `[S, P]`, `mean_cosines` of each key.
 
         It is that among the keys which the last row sees. S is the number of KV heads.
         """
@@ -162,23 +162,23 @@ class Attention(Protocol):
 
     @property
     def value_norms(self) -> Tensor:
-        """float32 ``[S, P]``, norm of the value of each key that the last row sees.
+        """float32 `[S, P]`, norm of the value of each key that the last row sees.
 
         In a quantised cache it is divided by the layer's scale. S is the number of KV heads.
         """
         _not_observed("value_norms", _FEW_ROWS)
 
     def weighted_column_sums(self, weights: Tensor) -> Tensor:
-        """Sum over the rows i of ``weights[s, i] * A[s][i, j]``.
+        """Sum over the rows i of `weights[s, i] * A[s][i, j]`.
 
         Args:
-            weights: float ``[S, O]``, or ``[1, O]`` for the same weights in every set.
+            weights: float `[S, O]`, or `[1, O]` for the same weights in every set.
 
         Returns:
-            float32 ``[S, P]``.
+            float32 `[S, P]`.
 
         Raises:
-            ValueError: if ``weights`` has another shape.
+            ValueError: if `weights` has another shape.
         """
         _not_observed("weighted_column_sums", _FEW_ROWS)
 
@@ -191,12 +191,12 @@ class Attention(Protocol):
         it; that is done for each query head, before the mean over its group.
 
         Args:
-            keys: bool ``[S or 1, P]``, the subset.
-            weights: float ``[S or 1, O]``, of the rows.
+            keys: bool `[S or 1, P]`, the subset.
+            weights: float `[S or 1, O]`, of the rows.
             last_row_only: the weights of all other rows are zero; spares computing them.
 
         Returns:
-            float32 ``[S, P]``, zero outside the subset. A row that sees no key of the subset adds
+            float32 `[S, P]`, zero outside the subset. A row that sees no key of the subset adds
             nothing.
         """
         _not_observed("renormalised_column_sums", _FEW_ROWS)
@@ -216,34 +216,38 @@ def _not_observed(name: str, row_sets: str) -> NoReturn:
 class ObservedRows:
     """Queries of the rows and the keys that they see, in L layers of H KV heads.
 
-    A *pair* is one KV head of one layer: pair ``l * H + h`` is head h of layer l, and Q = L * H.
+    A *pair* is one KV head of one layer: pair `l * H + h` is head h of layer l, and Q = L * H.
 
     Raises:
         ValueError: if a shape, dtype or number does not fit; the message names the field.
     """
 
     queries: Tensor
-    """``[L, O, H, G, D]``, any float dtype."""
+    """`[L, O, H, G, D]`, rotated, any float dtype and strides."""
     pool: Tensor
-    """``[num_pages, N, D]``, any strides."""
+    """`[num_pages, N, D]`, keys of all pages, any strides. Keys in fp8 are converted as they are
+    gathered; `scale` has to include their scale."""
     tables: Tensor
-    """int32 or int64 ``[Q, W]``, the pages of each pair's keys in order."""
+    """int32 or int64 `[Q, W]` with W >= ceil(P / N), the pages of each pair's keys in order. What
+    comes after a pair's last key may be garbage: entries as well as slots."""
     num_visible: Tensor
-    """int32 ``[Q or 1, O]``, number of first keys that each row sees; ascends with the rows."""
+    """int32 `[Q, O]`, or `[1, O]` if it is the same for all pairs: number of first keys that each
+    row sees; ascends with the rows. A row that sees none adds nothing."""
     num_keys: int
-    """P, at least every number in ``num_visible``."""
+    """P, at least every number in `num_visible`. Columns of keys that no row sees are zero."""
     scale: float | Tensor
-    """Factor of the products; a tensor is float32 ``[L]``."""
+    """Factor of the products; float32 `[L]` if it differs between layers."""
     row_positions: Tensor | None = None
-    """int64 ``[O]``, or None if it differs between pairs which key is a row's own."""
+    """int64 `[O]`, or None if it differs between pairs which key is a row's own."""
     log_sum_exp: Tensor | None = None
-    """float ``[L, O, H, G]``."""
+    """float `[L, O, H, G]`."""
     num_common_keys: int = 0
-    """Number of first keys that every row sees in every pair."""
+    """Number of first keys that every row sees in every pair, known on the host."""
     values: Tensor | None = None
-    """``[num_pages, N, D]``, the values of the keys on the same pages; for statistics of values."""
+    """`[num_pages, N, D]`, the values of the keys on the same pages; for statistics of values."""
 
     def __post_init__(self) -> None:
+        _check("queries", self.queries, ("L", "O", "H", "G", "D"), _FLOATS)
         layers, rows, heads, group, head_size = self.queries.shape
         _check("pool", self.pool, ("num_pages", "N", head_size))
         if self.num_keys < 1:
@@ -271,9 +275,9 @@ class ObservedAttention(Attention, ABC):
     """Statistics of some rows of A in L layers.
 
     S is the number of *groups* of query heads over which statistics are averaged: the G query heads
-    of each KV head (S = L * H), or all query heads of a layer if ``per_head`` is false (S = L).
-    Columns that a row does not see are zero. Built by :func:`observe` and :func:`observe_layers`;
-    ``statistics`` are computed in the same pass over the keys as the column sums. All statistics
+    of each KV head (S = L * H), or all query heads of a layer if `per_head` is false (S = L).
+    Columns that a row does not see are zero. Built by `observe` and `observe_layers`;
+    `statistics` are computed in the same pass over the keys as the column sums. All statistics
     are computed on first access.
 
     Attributes:
@@ -380,13 +384,13 @@ class ObservedAttention(Attention, ABC):
     def _of_pages(
         self, name: Statistic, pool: Tensor, of_pairs: Callable[[slice, Tensor], Tensor]
     ) -> Tensor:
-        """Return ``[Q, P]``, found by a function of some pairs and their keys ``[q, P, D]``.
+        """Return `[Q, P]`, found by a function of some pairs and their keys `[q, P, D]`.
 
-        The keys are those of ``pool``, which may have values in their places. Slots behind a pair's
+        The keys come from `pool`, which may have values in their places. Slots after a pair's
         last key hold anything.
         """
         if self.num_groups < self.num_pairs:
-            raise ValueError(f"{name} is that of one KV head: use granularity head")
+            raise ValueError(f"{name} belongs to one KV head: use granularity head")
         self._declared(name, None)
         lengths, size = self._rows.num_visible[:, -1:], pool.shape[1]
         width = -(-self.num_keys // size)
@@ -414,7 +418,7 @@ class ObservedAttention(Attention, ABC):
         return self.mixed_column_sums(weights.unsqueeze(1)).squeeze(1)
 
     def mixed_column_sums(self, weights: Tensor) -> Tensor:
-        """Return K weighted column sums ``[S, K, num_keys]``; weights are ``[S or 1, K, O]``."""
+        """Return K weighted column sums `[S, K, num_keys]`; weights are `[S or 1, K, O]`."""
         if "row_averages" in self._statistics:
             averages = self._first_pass.row_averages
             if averages is not None:
@@ -436,11 +440,11 @@ class ObservedAttention(Attention, ABC):
 
     @abstractmethod
     def _weigh(self, weights: Tensor, averages: Tensor) -> Tensor:
-        """Return the sums of :meth:`mixed_column_sums` from the kept averages."""
+        """Return the sums of `mixed_column_sums` from the kept averages."""
 
     @abstractmethod
     def _weighted_pass(self, weights: Tensor) -> Tensor:
-        """Return the sums of :meth:`mixed_column_sums` from another pass over the rows."""
+        """Return the sums of `mixed_column_sums` from another pass over the rows."""
 
     def _declared(self, name: Statistic, value: T) -> T:
         if name not in self._statistics:
@@ -456,78 +460,35 @@ class FirstPass:
 
     column_sums: Tensor
     row_averages: Tensor | None
-    """A of every row, float32 ``[S, O, P]``; None if not requested, or too large to keep."""
+    """A of every row, float32 `[S, O, P]`; None if not requested, or too large to keep."""
     share_below: Tensor
     row_entropies: Tensor
     column_maxima: Tensor
 
 
 def observe_layers(
-    queries: Tensor,
-    pool: Tensor,
-    tables: Tensor,
-    lengths: Tensor,
-    num_hidden: Tensor,
-    num_keys: int,
-    scale: float | Tensor,
+    rows: ObservedRows,
     per_head: bool = True,
     statistics: frozenset[Statistic] = frozenset(),
     workspace_bytes: int = 64 << 20,
-    log_sum_exp: Tensor | None = None,
-    num_common_keys: int = 0,
-    row_positions: Tensor | None = None,
     scratch: Scratch | None = None,
-    values: Tensor | None = None,
 ) -> ObservedAttention:
     """Return the attention of some rows over a sequence's keys, for L layers in one call.
 
-    Every KV head has its own page table and length, so the sequence may be a compressed one. Row i
-    sees all keys of a head but the last ``num_hidden[i]``. In an uncompressed prompt of P tokens
-    that is ``P - 1 - position``; the rows of a compressed one are tokens of its tail, which all
-    heads have.
+    Every KV head has its own page table and length, so the sequence may be a compressed one.
 
     Args:
-        queries: ``[L, O, H, G, D]``, rotated, any float dtype and strides.
-        pool: ``[num_pages, N, D]``, keys of all pages; any strides. Keys in fp8 are converted as
-            they are gathered; ``scale`` has to include their scale.
-        tables: int32 or int64 ``[L * H, W]`` with W >= ceil(num_keys / N), pages of each (layer,
-            head) in order. Entries after the page of a pair's last key may be garbage, and so may
-            slots after that key.
-        lengths: int32 ``[L * H]``, keys of each pair; ``[1]`` if it is the same for all.
-        num_hidden: int32 ``[O]``, descending, not negative. A row that no key is left for
-            contributes nothing.
-        num_keys: P, width of the results, on the host; at least every length. Columns behind a
-            pair's length are zero.
-        scale: factor of the products; float32 ``[L]`` if it differs between layers.
         per_head: whether statistics are per pair, S = L * H, or per layer, S = L. The second needs
             equal lengths within a layer.
-        statistics, workspace_bytes, scratch: as in :func:`observe`.
-        log_sum_exp: float ``[L, O, H, G]``.
-        num_common_keys: number of first keys that every row sees in every pair, known on the host.
-        row_positions: int64 ``[O]``, for :attr:`Attention.row_positions`; leave it out if lengths
-            differ.
-        values: ``[num_pages, N, D]``, values of all pages, for statistics of values.
-
-    Raises:
-        ValueError: if a shape, dtype or number does not fit; the message names the argument.
+        statistics, workspace_bytes, scratch: as in `observe`.
     """
-    _check("queries", queries, ("L", "O", "H", "G", "D"), _FLOATS)
-    num_pairs = 1 if len(lengths) == 1 else queries.shape[0] * queries.shape[2]
-    _check("lengths", lengths, (num_pairs,), (torch.int32,))
-    _check("num_hidden", num_hidden, (queries.shape[1],), (torch.int32,))
-    rows = ObservedRows(
-        queries,
-        pool,
-        tables,
-        lengths[:, None] - num_hidden,
-        num_keys,
-        scale,
-        row_positions,
-        log_sum_exp,
-        num_common_keys,
-        values,
-    )
-    return _observed(rows, per_head, statistics, workspace_bytes, scratch)
+    if gpu.runs(rows.queries):
+        from vllm_tgvkv.kernels.gpu.statistics import TritonAttention
+
+        return TritonAttention(rows, per_head, statistics, workspace_bytes, scratch or Scratch())
+    from vllm_tgvkv.kernels.row_chunks import TorchAttention
+
+    return TorchAttention(rows, per_head, statistics, workspace_bytes, scratch or Scratch())
 
 
 def observe(
@@ -548,26 +509,26 @@ def observe(
     """Return the attention of some rows over an uncompressed prompt's keys, for one layer.
 
     Args:
-        queries: ``[O, H, G, D]``, rotated, any float dtype.
-        key_pages: ``[num_blocks, H, N, D]``, the layer's logical view of the pool; any strides.
-            Slots from ``num_keys`` on never affect a result. Keys in fp8 are converted as they are
-            gathered; ``scale`` has to include their scale.
-        block_ids: int32 or int64 ``[ceil(num_keys / N)]``, the prompt's blocks in order.
-        row_positions: int64 ``[O]``, ascending positions of the rows, each below ``num_keys``. A
+        queries: `[O, H, G, D]`, rotated, any float dtype.
+        key_pages: `[num_blocks, H, N, D]`, the layer's logical view of the pool; any strides.
+            Slots from `num_keys` on never affect a result. Keys in fp8 are converted as they are
+            gathered; `scale` has to include their scale.
+        block_ids: int32 or int64 `[ceil(num_keys / N)]`, the prompt's blocks in order.
+        row_positions: int64 `[O]`, ascending positions of the rows, each below `num_keys`. A
             row sees the keys up to its position.
         num_keys: P, at least 1.
         scale: factor of the products, as in the model's attention.
         per_head: whether statistics are per KV head, or for the whole layer.
         statistics: the statistics that will be read, besides column sums.
         workspace_bytes: bound of each scratch buffer, see
-            :class:`~vllm_tgvkv.kernels.row_chunks.TorchAttention` and
-            :class:`~vllm_tgvkv.kernels.gpu.statistics.TritonAttention`.
-        log_sum_exp: float ``[O, H, G]``, natural log of the rows' softmax denominators if the
+            `TorchAttention` and
+            `TritonAttention`.
+        log_sum_exp: float `[O, H, G]`, natural log of the rows' softmax denominators if the
             attention kernel returned them; saves the reduction over the keys.
-        num_common_keys: number of first keys that every row sees, at most ``row_positions[0] + 1``;
+        num_common_keys: number of first keys that every row sees, at most `row_positions[0] + 1`;
             known on the host.
         scratch: buffers of an earlier observation to reuse.
-        value_pages: like ``key_pages``, for statistics of values. Blocks and heads have the same
+        value_pages: like `key_pages`, for statistics of values. Blocks and heads have the same
             strides.
 
     Raises:
@@ -587,7 +548,7 @@ def observe(
         if value_pages.stride()[:2] != key_pages.stride()[:2]:
             raise ValueError(
                 f"value_pages must have strides {key_pages.stride()[:2]} between blocks and heads, "
-                f"those of key_pages, got {value_pages.stride()[:2]}"
+                f"as key_pages, got {value_pages.stride()[:2]}"
             )
         values = _pages_of_heads(value_pages, block_ids)[0]
     rows = ObservedRows(
@@ -602,27 +563,11 @@ def observe(
         max(1, num_common_keys),  # a row sees its own key
         values,
     )
-    return _observed(rows, per_head, statistics, workspace_bytes, scratch)
-
-
-def _observed(
-    rows: ObservedRows,
-    per_head: bool,
-    statistics: frozenset[Statistic],
-    workspace_bytes: int,
-    scratch: Scratch | None,
-) -> ObservedAttention:
-    if gpu.runs(rows.queries):
-        from vllm_tgvkv.kernels.gpu.statistics import TritonAttention
-
-        return TritonAttention(rows, per_head, statistics, workspace_bytes, scratch or Scratch())
-    from vllm_tgvkv.kernels.row_chunks import TorchAttention
-
-    return TorchAttention(rows, per_head, statistics, workspace_bytes, scratch or Scratch())
+    return observe_layers(rows, per_head, statistics, workspace_bytes, scratch)
 
 
 def _pages_of_heads(key_pages: Tensor, block_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a view ``[num_pages, N, D]`` of one layer's blocks, and tables ``[H, W]`` into it.
+    """Return a view `[num_pages, N, D]` of one layer's blocks, and tables `[H, W]` into it.
 
     Pages start at the multiples of the greatest common divisor of the blocks' and heads' strides.
     """

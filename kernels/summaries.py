@@ -35,9 +35,9 @@ _TINY = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True)
 class Places:
-    """Where the C candidates of a cut are, int64 ``[C]`` each.
+    """Where the C candidates of a cut are, int64 `[C]` each.
 
-    Two tokens of one run are ``|row - row'| + |column - column'|`` steps apart. A run is an image,
+    Two tokens of one run are `|row - row'| + |column - column'|` steps apart. A run is an image,
     or all text, which has one row.
     """
 
@@ -51,11 +51,11 @@ class Summary:
     """Rows of M pairs of a layer and a head."""
 
     keys: Tensor
-    """float32 ``[M, c, D]``; 0 where a pair has fewer rows."""
+    """float32 `[M, c, D]`; 0 where a pair has fewer rows."""
     values: Tensor
-    """float32 ``[M, c, D]``."""
+    """float32 `[M, c, D]`."""
     masses: Tensor
-    """float32 ``[M, c]``; 0 where a pair has fewer rows."""
+    """float32 `[M, c]`; 0 where a pair has fewer rows."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Rooted:
 
     summary: Summary
     roots: Tensor
-    """Positions of the rows' roots, int64 ``[M, c]``, ascending; any where a pair has fewer."""
+    """Positions of the rows' roots, int64 `[M, c]`, ascending; any where a pair has fewer."""
 
 
 def num_rows(block_size: int, head_size: int) -> int:
@@ -78,7 +78,7 @@ def num_rows(block_size: int, head_size: int) -> int:
 
 
 def bytes_per_token(rows: int, head_size: int, num_candidates: int) -> int:
-    """Return the most bytes that :func:`absorb` takes for a token of a pair.
+    """Return the most bytes that `absorb` takes for a token of a pair.
 
     Its arguments of this size are counted, and pages in a format of 2 bytes.
     """
@@ -102,22 +102,22 @@ def absorb(
     """Return the summary of the tokens with a positive weight, and of an earlier summary's rows.
 
     A row that exists already counts as a token: it stands at its root's position and weighs its
-    mass. At most ``rows`` of all become *roots*: every other existing row, then the best tokens by
+    mass. At most `rows` of all become *roots*: every other existing row, then the best tokens by
     score (of equal ones, the first), then the remaining rows, the last one first. Every other token
     joins the nearest root of its run, or the nearest in the sequence if its run has none; of two
-    equally near ones, the first. Its weight is multiplied by ``decays ** steps``. A row's mass is
+    equally near ones, the first. Its weight is multiplied by `decays ** steps`. A row's mass is
     the sum of its weights. A row that nothing joins keeps its bits.
 
     Sums are float32 products of matrices: nothing depends on the order in which threads add. The
     host reads no device value.
 
     Args:
-        key_pages, value_pages: ``[num_pool_pages, N, D]``, logical views of the pool.
-        tables: int64 ``[M, W]``, pages of the tokens, of which there are n, at most W * N.
-        positions: int64 ``[M, n]``, below C.
-        weights: float32 ``[M, n]``, 0 for tokens that are not absorbed, whatever their pages hold.
-        scores: float32 ``[M, n]``.
-        decays: float32 ``[C]``.
+        key_pages, value_pages: `[num_pool_pages, N, D]`, logical views of the pool.
+        tables: int64 `[M, W]`, pages of the n tokens, which are at most W * N.
+        positions: int64 `[M, n]`, below C.
+        weights: float32 `[M, n]`, 0 for tokens that are not absorbed, whatever their pages hold.
+        scores: float32 `[M, n]`.
+        decays: float32 `[C]`.
         rows: c, at most N.
     """
     pairs, num_tokens = weights.shape
@@ -150,10 +150,10 @@ def absorb(
 def _joined(
     positions: Tensor, weights: Tensor, ranks: Tensor, places: Places, decays: Tensor, rows: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the weight of each of I tokens in each row, float32 ``[M, I, c]``, and the roots.
+    """Return the weight of each of I tokens in each row, float32 `[M, I, c]`, and the roots.
 
     Args:
-        ranks: int64 ``[M, I]``; the highest become roots, and negative ones never.
+        ranks: int64 `[M, I]`; the highest become roots, and negative ones never.
     """
     end, num_roots = len(places.run), min(rows, weights.shape[1])
     best = ranks.topk(num_roots, dim=1)
@@ -186,12 +186,12 @@ def _order_dtype(num_candidates: int, rows: int) -> torch.dtype:
 
 
 def _steps(coordinates: Tensor, of_roots: Tensor) -> Tensor:
-    """Return distances in one coordinate, of tokens ``[q, I]`` to roots ``[q, c]``."""
+    """Return distances in one coordinate, of tokens `[q, I]` to roots `[q, c]`."""
     return (coordinates.unsqueeze(2) - of_roots.unsqueeze(1)).abs_()
 
 
 def store(summary: Summary, key_pages: Tensor, value_pages: Tensor, pages: Tensor) -> None:
-    """Write a summary to whole pages of the pool, int64 ``[M]``; see :func:`load`."""
+    """Write a summary to whole pages of the pool, int64 `[M]`; see `load`."""
     size, rows, head_size = key_pages.shape[1], *summary.keys.shape[1:]
     header = summary.masses.contiguous().view(torch.uint8).to(value_pages.dtype)
     header = torch.nn.functional.pad(header, (0, (size - rows) * head_size - header.shape[1]))
@@ -218,14 +218,14 @@ def log_sum_exp(
     scale: float,
     workspace_bytes: int = _READING_BYTES,
 ) -> Tensor:
-    """Return the logarithm of the softmax denominator of each query, float32 ``[T, H, G]``.
+    """Return the logarithm of the softmax denominator of each query, float32 `[T, H, G]`.
 
     It reads the keys again, for kernels that do not return it.
 
     Args:
-        queries: ``[T, H, G, D]``.
-        tables: int ``[T, H, W]``, pages of the keys of each (token, head).
-        lengths: int ``[T, H]``, keys that each sees, at least 1.
+        queries: `[T, H, G, D]`.
+        tables: int `[T, H, W]`, pages of the keys of each (token, head).
+        lengths: int `[T, H]`, keys that each sees, at least 1.
     """
     size, head_size = key_pages.shape[1:]
     num_tokens, num_heads, width = tables.shape
@@ -251,14 +251,14 @@ def merge(
 ) -> Tensor:
     """Return the attention over keys and summaries together, from that over the keys alone.
 
-    Where all masses are 0, the result has the bits of ``outputs``.
+    Where all masses are 0, the result has the bits of `outputs`.
 
     Args:
-        outputs: ``[T, H, G, D]``, attention over the keys.
-        log_sum_exp: float32 ``[T, H, G]``, its softmax denominators.
-        queries: ``[T, H, G, D]``.
-        summary: of m pages of each (token, head), so its M is ``[T, H, m]``.
-        is_read: bool ``[T, m]``, false for pages that hold no summary of the token's request.
+        outputs: `[T, H, G, D]`, attention over the keys.
+        log_sum_exp: float32 `[T, H, G]`, its softmax denominators.
+        queries: `[T, H, G, D]`.
+        summary: of m pages of each (token, head), so its M is `[T, H, m]`.
+        is_read: bool `[T, m]`, false for pages that hold no summary of the token's request.
     """
     masses = summary.masses.masked_fill(~is_read[:, None, :, None], 0)
     keys, values = (x.flatten(2, 3) for x in (summary.keys, summary.values))  # [T, H, m * c, D]
@@ -275,13 +275,13 @@ def merge(
 def find(
     block_table: Tensor, first_blocks: Tensor, retained: Tensor, num_summaries: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return which rows of a block table have summaries, int64 ``[T]``, and where these are.
+    """Return which rows of a block table have summaries, int64 `[T]`, and where these are.
 
-    That is in blocks, int64 ``[T, m]``, any of them where a row has fewer than others; whether it
-    has them is bool ``[T, m]``. The host reads device values: this is for CPUs.
+    That is in blocks, int64 `[T, m]`, any of them where a row has fewer than others; whether it
+    has them is bool `[T, m]`. The host reads device values: this is for CPUs.
 
     Args:
-        first_blocks: int64 ``[R]``, under which regions are found. Others as in `merge_rows`.
+        first_blocks: int64 `[R]`, under which regions are found. Others as in `merge_rows`.
     """
     counts = num_summaries[first_blocks]
     (rows,) = counts.nonzero(as_tuple=True)
@@ -308,8 +308,8 @@ def merge_rows(
 ) -> None:
     """Merge the summaries of the rows of a block table into their attention over keys, in place.
 
-    With b the first block of row r, its summaries are in the ``num_summaries[b]`` blocks of the row
-    from column ``retained[b]`` on, of head h in page ``layer * H + h`` of each. Rows without
+    With b the first block of row r, its summaries are in the `num_summaries[b]` blocks of the row
+    from column `retained[b]` on, of head h in page `layer * H + h` of each. Rows without
     summaries keep their bits, and none of their pages is read.
 
     On CUDA, weights of rows are rounded to the dtype of the values before they are multiplied, as
@@ -317,14 +317,14 @@ def merge_rows(
     so the call works in a CUDA graph.
 
     Args:
-        outputs: ``[R * H, G, D]``, ordered by row, then head, changed in place.
-        log_sum_exp: float32 ``[G, R * H]``, its softmax denominators, as FlashAttention returns
+        outputs: `[R * H, G, D]`, ordered by row, then head, changed in place.
+        log_sum_exp: float32 `[G, R * H]`, its softmax denominators, as FlashAttention returns
             them.
-        queries: ``[R * H, G, D]``.
-        key_pages, value_pages: ``[num_pool_pages, N, D]``, logical views of the pool.
-        block_table: int32 ``[R, W]``.
-        seq_lens: int32 ``[R]``; rows of length 0 are not read.
-        retained, num_summaries: int32 ``[num_blocks]``; 0 where no region starts.
+        queries: `[R * H, G, D]`.
+        key_pages, value_pages: `[num_pool_pages, N, D]`, logical views of the pool.
+        block_table: int32 `[R, W]`.
+        seq_lens: int32 `[R]`; rows of length 0 are not read.
+        retained, num_summaries: int32 `[num_blocks]`; 0 where no region starts.
         num_pairs: pages of a block.
         scale: factor of the logits.
 

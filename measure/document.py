@@ -124,23 +124,7 @@ class Plot:
         return f"<figure>{svg}<figcaption>{caption}</figcaption></figure>"
 
 
-@dataclass(frozen=True)
-class Details:
-    """Blocks that a reader unfolds."""
-
-    summary: str
-    blocks: Sequence[Block]
-
-    def markdown(self) -> str:
-        head = f"<details><summary>{self.summary}</summary>"
-        return markdown([Text(head), *self.blocks, Text("</details>")])
-
-    def html(self, folder: Path) -> str:
-        body = "\n".join(block.html(folder) for block in self.blocks)
-        return f"<details><summary>{_inline(self.summary)}</summary>\n{body}\n</details>"
-
-
-Block: TypeAlias = "Heading | Text | Items | Code | Table | Plot | Details"
+Block: TypeAlias = "Heading | Text | Items | Code | Table | Plot"
 
 
 def percent(share: float) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 import re
-import string
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
@@ -26,8 +25,8 @@ from measure.text_words import (
     python_prose,
 )
 
-Kind = Literal["number", "numbers", "names", "chain", "words", "fact", "passage", "copy"]
-Haystack = Literal["noise", "prose", "needles", "list"]
+Kind = Literal["number", "fact", "passage", "copy"]
+Haystack = Literal["noise", "prose", "needles"]
 TokenCounter = Callable[[str], int]
 """Returns the number of tokens of a text."""
 
@@ -59,8 +58,7 @@ class TextTask:
     tokens: int
     """Most tokens of a prompt; the text is cut after the last sentence that fits."""
     keys: int = 1
-    """Numbers, passages, variables, common words or facts. One number, passage or fact is asked
-    for; of the other kinds, all."""
+    """Numbers, passages or facts, of which one is asked for, or numbers of a list to be copied."""
 
     @property
     def name(self) -> str:
@@ -70,14 +68,9 @@ class TextTask:
     @property
     def title(self) -> str:
         """Return its description for a reader, such as `one of 4 numbers, prose of 1024 tokens`."""
-        n = self.keys
-        what = {
-            "numbers": f"{n} numbers of a name",
-            "names": f"the numbers of {n} names",
-            "chain": f"{n} variables of one value",
-            "words": "the most common word" if n == 1 else f"the {n} most common words",
-            "copy": f"a list of {n} numbers",
-        }.get(self.kind, f"a {self.kind}" if n == 1 else f"one of {n} {self.kind}s")
+        what = f"a {self.kind}" if self.keys == 1 else f"one of {self.keys} {self.kind}s"
+        if self.kind == "copy":
+            what = f"a list of {self.keys} numbers"
         where = {"needles": "among others, text"}.get(self.haystack, self.haystack)
         return f"{what}, {where} of {self.tokens} tokens"
 
@@ -175,35 +168,24 @@ class _Writer:
         )
         return [f"{adjective}-{noun}" for adjective, noun in pairs]
 
-    def hide(
-        self, needles: Sequence[str], tokens: int, joint: str = " ", in_order: bool = False
-    ) -> str:
+    def hide(self, needles: Sequence[str], tokens: int) -> str:
         """Return sentences of at most `tokens` tokens with needles at random places between them.
-
-        Args:
-            joint: stands between two sentences.
-            in_order: whether the needles come in the order in which they are given.
 
         Raises:
             ValueError: if the needles do not fit.
         """
-        left = tokens - sum(self.count(f"{joint}{needle}") for needle in needles)
+        left = tokens - sum(self.count(f" {needle}") for needle in needles)
         if left < 0:
             raise ValueError(f"{tokens} tokens are too few for {len(needles)} hidden sentences")
         sentences: list[str] = []
         for sentence in self.sentences(needles):
-            left -= self.count(f"{joint}{sentence}")
+            left -= self.count(f" {sentence}")
             if left < 0:
                 break
             sentences.append(sentence)
-        if in_order:
-            places = sorted(self.rng.randint(0, len(sentences)) for _ in needles)
-            for place, needle in reversed([*zip(places, needles, strict=True)]):
-                sentences.insert(place, needle)
-        else:
-            for needle in needles:
-                sentences.insert(self.rng.randint(0, len(sentences)), needle)
-        return joint.join(sentences)
+        for needle in needles:
+            sentences.insert(self.rng.randint(0, len(sentences)), needle)
+        return " ".join(sentences)
 
     def sentences(self, needles: Sequence[str]) -> Iterator[str]:
         """Yield sentences without end: noise, prose from a random one on, or like the needles."""
@@ -237,104 +219,12 @@ def _number(write: _Writer) -> TextExample:
     return TextExample(f"{head}{text}{question}", start, values[asked], task.kind)
 
 
-def _numbers(write: _Writer) -> TextExample:
-    """Ask for all numbers of one name or several: `niah_multivalue` and `niah_multiquery`."""
-    task = write.task
-    names = write.distinct(task.keys if task.kind == "names" else 1)
-    keys = names * (task.keys // len(names))
-    values = write.numbers(len(keys))
-    head = _head(several=True)
-    topic = f"special magic numbers for {_listed(names)} mentioned in the provided text"
-    question, start = f"\nWhat are all the {topic}?", f"The {topic} are"
-    text = write.hide(write.needles_of(keys, values), write.room(head, question, start))
-    answer = _listed(values)
-    return TextExample(f"{head}{text}{question}", start, answer, task.kind, tuple(values))
-
-
 def _head(several: bool) -> str:
     return (
         f"{'Some special magic numbers are' if several else 'A special magic number is'} hidden "
         "within the following text. Make sure to memorize it. I will quiz you about the "
         f"{'numbers' if several else 'number'} afterwards.\n"
     )
-
-
-def _listed(words: Sequence[str]) -> str:
-    """Return `a`, `a and b` or `a, b, and c`."""
-    *first, last = words
-    comma = "," if len(first) > 1 else ""
-    return f"{', '.join(first)}{comma} and {last}" if first else last
-
-
-def _chain(write: _Writer) -> TextExample:
-    """Ask for variables that get one value, each from the one before: RULER's `vt`."""
-    task, rng = write.task, write.rng
-    head = (
-        "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
-    )
-    shown, names = (
-        ["".join(rng.choices(string.ascii_uppercase, k=k)) for _ in range(task.keys)]
-        for k in (3, 5)
-    )
-    values = [str(rng.randint(10_000, 99_999)) for _ in range(2)]
-    questions = [
-        f"\nQuestion: Find all variables that are assigned the value {value} in the text above."
-        for value in values
-    ]
-    starts = [
-        "Answer: According to the chain(s) of variable assignment in the text above, "
-        f"{task.keys} variables are assigned the value {value}, they are:"
-        for value in values
-    ]
-    example = "\n".join([*NOISE, *_assignments(shown, values[0]), *NOISE])
-    head = f"{head}{example}{questions[0]} {starts[0]} {' '.join(shown)}\n\n{head}"
-    needles = _assignments(names, values[1])
-    room = write.room(head, questions[1], starts[1])
-    text = write.hide(needles, room, joint="\n", in_order=True)
-    answer = " ".join(names)
-    return TextExample(f"{head}{text}{questions[1]}", starts[1], answer, task.kind, tuple(names))
-
-
-def _assignments(names: Sequence[str], value: str) -> list[str]:
-    values = [value, *(f"VAR {name}" for name in names)]
-    return [f"VAR {name} = {value}" for name, value in zip(names, values, strict=False)]
-
-
-def _words(write: _Writer) -> TextExample:
-    """Ask for the most common words of a list, which are one half of it: RULER's `cwe`."""
-    task, rng = write.task, write.rng
-    words = [*ADJECTIVES, *NOUNS, *VERBS]
-    rng.shuffle(words)
-    head = (
-        "Below is a numbered list of words. In these words, some appear more often than others. "
-        "Memorize the ones that appear most often.\n"
-    )
-    question = f"\nQuestion: What are the {task.keys} most common words in the above list?"
-    start = f"Answer: The top {task.keys} words that appear most often in the list are:"
-    shown = [words.pop() for _ in range(task.keys)]
-    example = _numbered(_mixed(rng, shown, [words.pop() for _ in range(2 * task.keys)], 40))
-    head = f"{head}{example}{question} {start} {_numbered(shown)}\n\n{head}"
-    common = [words.pop() for _ in range(task.keys)]
-    room, length = write.room(head, question, start), 2 * task.keys
-    while write.count(_numbered(_mixed(rng, common, words, length + 2 * task.keys))) <= room:
-        length += 2 * task.keys
-    text = _numbered(_mixed(rng, common, words, length))
-    answer = _numbered(common)
-    return TextExample(f"{head}{text}{question}", start, answer, task.kind, tuple(common))
-
-
-def _mixed(
-    rng: random.Random, common: Sequence[str], others: Sequence[str], length: int
-) -> list[str]:
-    """Return words in random order: one half are the common ones, the other half all others."""
-    words = [word for word, _ in zip(cycle(common), range(length // 2), strict=False)]
-    words += [word for word, _ in zip(cycle(others), range(length - len(words)), strict=False)]
-    rng.shuffle(words)
-    return words
-
-
-def _numbered(words: Sequence[str]) -> str:
-    return " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))
 
 
 def _fact(write: _Writer) -> TextExample:
@@ -415,10 +305,6 @@ def _copy(write: _Writer) -> TextExample:
 
 _WRITERS: dict[Kind, Callable[[_Writer], TextExample]] = {
     "number": _number,
-    "numbers": _numbers,
-    "names": _numbers,
-    "chain": _chain,
-    "words": _words,
     "fact": _fact,
     "passage": _passages,
     "copy": _copy,

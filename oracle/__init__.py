@@ -1,25 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Independent references for tests and the evaluation. They share no code with the plugin.
 
-========================  =====================================  ===================================
-module                    reference                              compared with
-========================  =====================================  ===================================
-:mod:`oracle.attention`   attention by its definition            the statistics kernels; input of
-                                                                 the methods
-:mod:`oracle.statistics`  attention statistics of rows over      the statistics kernels
-                          paged keys, in loops
-:mod:`oracle.kernels`     each kernel, in loops over exact       the PyTorch kernels, and the Triton
-                          numbers                                kernels on a GPU or interpreted
-:mod:`oracle.methods`     every method, from whole attention     the policies and their decisions
-                          matrices
-:mod:`oracle.summaries`   summaries of evicted tokens, one token   pages of summaries, and how
-                          after the other                        attention reads them
-:mod:`oracle.emulation`   Hugging Face models that generate as   tokens and kept positions of real
-                          if keys were evicted                   engines
-:mod:`oracle.decoding`    rules of R-KV and TGV-KV that evict    the redundancy kernel
-                          while decoding
-========================  =====================================  ===================================
+    module        reference                                    compared with
+    attention     attention by its definition                  the statistics kernels
+    statistics    statistics of rows over paged keys, in loops the statistics kernels
+    kernels       each kernel, in loops over exact numbers     PyTorch, Triton and CPU kernels
+    decoding      rules of R-KV that evict while decoding      the redundancy kernel
+    token_sets    what the parts of a method see               input of the four below
+    pooling       neighbours of each position                  the policies
+    retention     tiers of positions                           the policies
+    scores        a value of each token                        the policies
+    allocations   shares of the pages                          the policies
+    methods       every method, from whole attention matrices  policies and their decisions
+    gates         gates by the authors' formulas               gates and their training
+    summaries     summaries of evicted tokens, one by one      pages of summaries
+    emulation     Hugging Face models that generate as if      tokens and kept positions of engines
+                  keys were evicted
 
-Each module builds on those above it. The evaluation uses the methods to emulate pages of one token.
-The package is not installed.
+Each module builds on those above it. The package is not installed.
 """

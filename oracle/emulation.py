@@ -47,6 +47,7 @@ from oracle.methods import (
     mix_of,
 )
 from oracle.summaries import Absorbed
+from oracle.token_sets import WINDOW
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Eviction(Settings):
     text_only: str = "keep"
     defer: int = 0
     schedule: tuple[tuple[int, float | int], ...] = ()
-    answer_rows: int = methods.WINDOW
+    answer_rows: int = WINDOW
     ceiling: int | None = None
     buffer: int = 0
     summaries: int = 0

@@ -68,6 +68,12 @@ if has_cuda():
 elif importlib.util.find_spec("triton"):
     load_kernels_interpreted()
 
+# vLLM's worker for CPU replaces vLLM's copy to the device by one that stays on the host. Modules
+# that import it before keep the original, which tests on `meta` tensors need.
+importlib.import_module("vllm_tgvkv.worker.evictor")
+
+from evaluation import ablations  # noqa: E402, F401  # registers parts that tests combine
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the seed of all random inputs, unless TGVKV_SEED is set; workers inherit it."""
@@ -85,11 +91,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Give each test random inputs of its own, whichever tests ran before it."""
     from tests.inputs import seed
 
-    seed(item.nodeid)
+    seed(item.nodeid.removesuffix(f"@{group_of(item)}"))
 
 
+def group_of(item: pytest.Item) -> str:
+    """Return the group of tests that run in one process one after another: by default a file."""
+    mark = item.get_closest_marker("xdist_group")
+    return str(mark.args[0]) if mark else item.nodeid.partition("::")[0]
+
+
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that need a CUDA device if there is none."""
+    """Give each file a group, unless it shares one; skip tests without the device they need."""
+    for item in items:
+        if not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(group_of(item)))
     if has_cuda():
         return
     for item in items:

@@ -34,20 +34,20 @@ class Attended:
     layer: int
     module: nn.Module
     hidden: Tensor
-    """Hidden states behind the input norm, ``[S, d]``."""
+    """Hidden states after the input norm, `[S, d]`."""
     query: Tensor
-    """Rotated, ``[Q, S, D]``."""
+    """Rotated, `[Q, S, D]`."""
     key: Tensor
-    """Rotated, ``[H, S, D]``."""
+    """Rotated, `[H, S, D]`."""
     value: Tensor
     scaling: float
 
     def output(self, documents: Tensor, log_betas: Tensor | None = None) -> Tensor:
-        """Return the attention's output ``[Q, S, D]``, inside documents.
+        """Return the attention's output `[Q, S, D]`, inside documents.
 
         Args:
-            documents: number of each token's document, int64 ``[S]``.
-            log_betas: ``[H, S]``; (t - j) log beta[j] is added to the logit of query t and key j.
+            documents: number of each token's document, int64 `[S]`.
+            log_betas: `[H, S]`; (t - j) log beta[j] is added to the logit of query t and key j.
                 The attention is then computed in its dtype.
         """
         mask, query, key, value = visible(documents), self.query, self.key, self.value
@@ -67,7 +67,7 @@ class Attended:
 
 
 See = Callable[[Attended], Tensor]
-"""Returns a layer's output ``[Q, S, D]``."""
+"""Returns a layer's output `[Q, S, D]`."""
 
 
 def _attend(
@@ -81,7 +81,7 @@ def _attend(
     tgvkv_see: Callable[..., Tensor],
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend in transformers' shapes: ``[1, heads, S, D]`` in, ``[1, S, Q, D]`` out."""
+    """Attend in transformers' shapes: `[1, heads, S, D]` in, `[1, S, Q, D]` out."""
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     found = tgvkv_see(query=query[0], key=key[0], value=value[0], scaling=scaling)
     return found.transpose(0, 1)[None].contiguous(), None
@@ -142,22 +142,19 @@ class FrozenModel:
         return args, {**kwargs, "tgvkv_see": with_attended}
 
     def logits(self, prompt: Prompt, rows: Tensor, see: See | None = None) -> Tensor:
-        """Return the logits of some tokens of a prompt, ``[n, V]``.
+        """Return the logits of some tokens of a prompt, `[n, V]`.
 
         Args:
-            rows: int64 ``[n]``.
+            rows: int64 `[n]`.
             see: computes the attention of each layer; by default the model's own is used, which
                 knows one document only.
         """
-        inputs = {name: tensor.to(self.device) for name, tensor in prompt.inputs.items()}
-        if not prompt.has_images:
-            inputs["position_ids"] = prompt.positions.to(self.device)[None]
         self._see = see
         self._decoder_config._attn_implementation = ATTENTION if see else self._own_attention
         try:
             found = self.model(
                 input_ids=prompt.ids.to(self.device)[None],
-                **inputs,
+                position_ids=prompt.positions.to(self.device)[None],
                 logits_to_keep=rows.to(self.device),
                 use_cache=False,
             )

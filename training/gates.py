@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from training import kvzap, trimkv
-from training.examples import FRAME, NUMBER, read_examples, text_lines, write_lines
+from training.examples import write_ready_set
 from training.frozen import FrozenModel
-from training.networks import GateNetworks, count, gate_shape, make
+from training.lines import Example, read_examples
+from training.networks import GateNetworks, gate_shape, make
 from training.prompts import Prompter, TrainingError
 from training.run import Run, Stopped
 from vllm_tgvkv.gates.folder import Gates, write
@@ -41,15 +42,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=512, help="of hidden layers")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", help="of the model; float32 on CPU, otherwise bfloat16")
-    group = parser.add_argument_group("kvzap")
-    group.add_argument("--form", choices=("mlp", "linear"), default="mlp")
-    group.add_argument("--epochs", type=int, default=kvzap.EPOCHS)
-    group.add_argument("--sampled", type=int, default=256, help="tokens of each text")
+    parser.add_argument("--form", choices=("mlp", "linear"), default="mlp", help="of kvzap")
     group = parser.add_argument_group("trimkv, dbtrimkv")
     group.add_argument("--steps", type=int, default=500)
     group.add_argument("--accumulate", type=int, default=4, help="sequences of a step")
     group.add_argument("--memory", type=int, default=32, help="budget, in tokens for each head")
-    group.add_argument("--capacity", type=float, default=1.0, help="weight of the capacity loss")
     group.add_argument("--rate", type=float, default=trimkv.RATE, help="learning rate")
     group.add_argument("--bias", type=float, default=10.0, help="first bias; 18 in the paper")
     group.add_argument(
@@ -60,7 +57,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--untied is for dbtrimkv; {options.method} ties nothing, leave it out")
     if not Path(options.model, "config.json").is_file():
         parser.error(f"{options.model} has no config.json; give the folder of a model")
-    for name in ("tokens", "width", "epochs", "sampled", "steps", "accumulate", "memory"):
+    for name in ("tokens", "width", "steps", "accumulate", "memory"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} is {getattr(options, name)}; it is at least 1")
     if options.output is None:
@@ -73,15 +70,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def described(options: argparse.Namespace, data: Path) -> dict[str, Any]:
     """Return what makes one training differ from another."""
-    names = ["method", "tokens", "seed", "width", "dtype"]
-    if options.method == "kvzap":
-        names += ["form", "epochs", "sampled"]
-    else:
-        names += ["steps", "accumulate", "memory", "capacity", "rate", "bias", "untied"]
+    of_trimkv = ("steps", "accumulate", "memory", "rate", "bias", "untied")
+    of_method = ("form",) if options.method == "kvzap" else of_trimkv
     return {
         "model": str(Path(options.model).resolve()),
         "data": hashlib.sha256(data.read_bytes()).hexdigest()[:16],
-        **{name: getattr(options, name) for name in names},
+        **{name: getattr(options, name) for name in ("method", "tokens", "seed", "width", "dtype")},
+        **{name: getattr(options, name) for name in of_method},
     }
 
 
@@ -94,16 +89,34 @@ def train(options: argparse.Namespace) -> dict[str, float]:
         ValueError: for wrong data, or a folder of another training.
     """
     prompter = Prompter(options.model, options.tokens)
-    data = options.data
-    if data is None:
-        data = options.output / "examples.jsonl"
-        if not data.exists():
-            write_lines(data, text_lines(options.tokens - FRAME, prompter.count, NUMBER))
-    training, held_out = read_examples(data)
+    data = options.data or options.output / "examples.jsonl"
+    if options.data is None and not data.exists():
+        write_ready_set(data, prompter)
+    examples = training, held_out = read_examples(data)
     settings = described(options, data)
     run = Run(options.output, options.minutes, settings)
     frozen = FrozenModel.load(options.model, options.device, getattr(torch, options.dtype))
+    networks = make_networks(frozen, options)
+    # Untrained gates first: what the plugin refuses shows before the hours of training.
+    with tempfile.TemporaryDirectory() as scratch:
+        save(Path(scratch), frozen, networks, options)
     is_kvzap = options.method == "kvzap"
+    frozen.check(prompter.repeated(training[0]) if is_kvzap else prompter.dialogue(training[0]))
+    size = sum(parameter.numel() for parameter in networks.parameters())
+    about = f"{len(training)} examples, {len(held_out)} held out, {size:,} parameters"
+    run.say(about)
+    fit = fit_kvzap if is_kvzap else fit_trimkv
+    found = fit(frozen, networks, prompter, examples, run, options)
+    gates = save(options.output, frozen, networks, options)
+    text = card(gates, settings, found, about)
+    (options.output / "README.md").write_text(text, encoding="utf-8")
+    for name, value in found.items():
+        run.say(f"held out: {name} {value:.4f}")
+    return found
+
+
+def make_networks(frozen: FrozenModel, options: argparse.Namespace) -> GateNetworks:
+    """Return untrained gates for the model."""
     shape = gate_shape(
         options.method,
         options.form,
@@ -114,45 +127,56 @@ def train(options: argparse.Namespace) -> dict[str, float]:
         options.untied,
     )
     dtype = torch.promote_types(frozen.model.dtype, torch.float32)
-    networks = make(shape, options.seed, dtype, frozen.device)
-    # Untrained gates first: what the plugin refuses shows before the hours of training.
-    with tempfile.TemporaryDirectory() as scratch:
-        save(Path(scratch), frozen, networks, options)
-    first = prompter.repeated(training[0]) if is_kvzap else prompter.dialogue(training[0])
-    frozen.check(first)
-    run.say(f"{len(training)} examples, {len(held_out)} held out, {count(networks):,} parameters")
-    if is_kvzap:
-        settled = (frozen, prompter)
-        pairs, others = (
-            kvzap.collect(*settled, examples, run, options.sampled, options.seed, part)
-            for examples, part in ((training, "training"), (held_out, "held_out"))
-        )
-        if options.form == "linear":
-            kvzap.fit_linear(networks, pairs)
-        else:
-            kvzap.fit_mlp(networks, pairs, run, options.epochs, options.seed)
-        found = kvzap.judge(networks, others, pairs)
+    return make(shape, options.seed, dtype, frozen.device)
+
+
+Split = tuple[Sequence[Example], Sequence[Example]]
+"""Examples for training, and held-out ones."""
+
+
+def fit_kvzap(
+    frozen: FrozenModel,
+    networks: GateNetworks,
+    prompter: Prompter,
+    examples: Split,
+    run: Run,
+    options: argparse.Namespace,
+) -> dict[str, float]:
+    """Collect scores, fit the gates to them, and return how well held-out ones are predicted."""
+    training, held_out = (
+        kvzap.collect(frozen, prompter, part, run, options.seed, name)
+        for part, name in zip(examples, ("training", "held_out"), strict=True)
+    )
+    if options.form == "linear":
+        kvzap.fit_linear(networks, training)
     else:
-        trimkv.fit(
-            frozen,
-            networks,
-            prompter,
-            training,
-            run,
-            steps=options.steps,
-            accumulate=options.accumulate,
-            memory=options.memory,
-            weight=options.capacity,
-            rate=options.rate,
-            seed=options.seed,
-        )
-        found = trimkv.judge(frozen, networks, prompter, held_out, options.memory)
-    gates = save(options.output, frozen, networks, options)
-    text = card(gates, settings, found, len(training), len(held_out), count(networks))
-    (options.output / "README.md").write_text(text, encoding="utf-8")
-    for name, value in found.items():
-        run.say(f"held out: {name} {value:.4f}")
-    return found
+        kvzap.fit_mlp(networks, training, run, options.seed)
+    return kvzap.judge(networks, held_out, training)
+
+
+def fit_trimkv(
+    frozen: FrozenModel,
+    networks: GateNetworks,
+    prompter: Prompter,
+    examples: Split,
+    run: Run,
+    options: argparse.Namespace,
+) -> dict[str, float]:
+    """Train the gates, and return the mean losses of the held-out examples."""
+    training, held_out = examples
+    trimkv.fit(
+        frozen,
+        networks,
+        prompter,
+        training,
+        run,
+        steps=options.steps,
+        accumulate=options.accumulate,
+        memory=options.memory,
+        rate=options.rate,
+        seed=options.seed,
+    )
+    return trimkv.judge(frozen, networks, prompter, held_out, options.memory)
 
 
 def save(
@@ -167,41 +191,26 @@ def save(
     return gates
 
 
-def card(
-    gates: Gates,
-    settings: Mapping[str, Any],
-    found: Mapping[str, float],
-    num_training: int,
-    num_held_out: int,
-    parameters: int,
-) -> str:
+def card(gates: Gates, settings: Mapping[str, Any], found: Mapping[str, float], about: str) -> str:
     """Return the text of the card, README.md."""
-    rows = [f"| {name} | {value:.4f} |" for name, value in found.items()]
-    choices = [f"| {name} | `{value}` |" for name, value in settings.items()]
     versions = (f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers"))
-    return "\n".join(
-        [
-            f"# Gates for `{settings['method']}`",
-            "",
-            f"Trained by `python -m training.gates` of vllm-tgvkv for the model "
-            f"`{Path(settings['model']).name}`: {len(gates.layers)} layers, {gates.kv_heads} KV "
-            f"heads, hidden states of {gates.hidden_size} values; form `{gates.form}`, "
-            f"{parameters:,} parameters. {num_training} examples; {', '.join(versions)}.",
-            "",
-            f"| on {num_held_out} held-out examples | |",
-            "|---|---|",
-            *rows,
-            "",
-            "These are losses of the training, not the accuracy of answers after an eviction.",
-            "",
-            "| setting | |",
-            "|---|---|",
-            *choices,
-            "",
-            f"    vllm serve MODEL --kv-eviction {settings['method']} --kv-eviction-gates FOLDER",
-            "",
-        ]
-    )
+    rows = [f"| {name} | {value:.4f} |" for name, value in found.items()]
+    rows += [f"| {name} | `{value}` |" for name, value in settings.items()]
+    return f"""\
+# Gates for `{settings["method"]}`
+
+Trained by `python -m training.gates` of vllm-tgvkv for the model `{Path(settings["model"]).name}`:
+{len(gates.layers)} layers, {gates.kv_heads} KV heads, hidden states of {gates.hidden_size} values;
+form `{gates.form}`. {about}; {", ".join(versions)}.
+
+    vllm serve MODEL --kv-eviction {settings["method"]} --kv-eviction-gates FOLDER
+
+Losses of held-out examples, which are not the accuracy of answers after an eviction, and settings:
+
+| | |
+|---|---|
+{chr(10).join(rows)}
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

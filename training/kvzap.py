@@ -2,22 +2,21 @@
 """KVzap's training: the model reads each text and its repetition, then a regression is fitted.
 
 The forward passes come first and are kept on disk, `collected/NUMBER.safetensors`: hidden states
-``[L, n, d]`` and scores ``[L, n, H]`` of some random tokens of each text.
+`[L, n, d]` and scores `[L, n, H]` of some random tokens of each text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
-from training.examples import Example
 from training.frozen import Attended, FrozenModel
+from training.lines import Example
 from training.losses import repeat_scores
 from training.networks import GateNetworks
 from training.prompts import Prompt, Prompter, TrainingError
@@ -29,13 +28,16 @@ RATE = 5e-3
 BATCH, EPOCHS, NORM = 512, 15, 1.0
 """Tokens of a step, times round all, and greatest norm of the gradient."""
 
+SAMPLED = 256
+"""Most tokens of a text."""
+
 PENALTY = 1.0
 """Ridge penalty on the weights of a linear gate."""
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Hidden states ``[L, n, d]`` and scores ``[L, n, H]``."""
+    """Hidden states `[L, n, d]` and scores `[L, n, H]`."""
 
     hidden: Tensor
     scores: Tensor
@@ -75,11 +77,10 @@ def collect(
     prompter: Prompter,
     examples: Sequence[Example],
     run: Run,
-    sampled: int,
     seed: int,
     part: str,
 ) -> Pairs:
-    """Return what was collected of all examples, at most `sampled` tokens of each.
+    """Return what was collected of all examples, at most `SAMPLED` tokens of each.
 
     Raises:
         Stopped: when the time is over; another run goes on with the next example.
@@ -94,26 +95,15 @@ def collect(
                 raise Stopped(f"{index} of {len(examples)} texts are read")
             pairs = collect_prompt(frozen, prompter.repeated(example))
             generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
-            order = torch.randperm(pairs.hidden.shape[1], generator=generator)[:sampled]
-            parts = {
-                "hidden": pairs.hidden.cpu()[:, order].contiguous(),
-                "scores": pairs.scores.cpu()[:, order].contiguous(),
-            }
-            _save(parts, file)
+            order = torch.randperm(pairs.hidden.shape[1], generator=generator)[:SAMPLED]
+            scratch = file.with_suffix(".new")
+            save_file({n: x.cpu()[:, order].contiguous() for n, x in vars(pairs).items()}, scratch)
+            scratch.replace(file)
             if (index + 1) % 10 == 0 or index + 1 == len(examples):
                 run.say(f"{part}: {index + 1} of {len(examples)} texts read")
-        loaded = load_file(file)
-        found.append(Pairs(loaded["hidden"], loaded["scores"]))
-    return Pairs(
-        torch.cat([pairs.hidden for pairs in found], 1),
-        torch.cat([pairs.scores for pairs in found], 1),
-    )
-
-
-def _save(tensors: dict[str, Tensor], file: Path) -> None:
-    scratch = file.with_suffix(".new")
-    save_file(tensors, scratch)
-    scratch.replace(file)
+        found.append(load_file(file))
+    hidden, scores = (torch.cat([part[name] for part in found], 1) for name in ("hidden", "scores"))
+    return Pairs(hidden, scores)
 
 
 @torch.no_grad()
@@ -130,9 +120,7 @@ def fit_linear(networks: GateNetworks, pairs: Pairs) -> None:
         linear.bias.copy_(y_mean - weight @ x_mean)
 
 
-def fit_mlp(
-    networks: GateNetworks, pairs: Pairs, run: Run, epochs: int, seed: int, batch: int = BATCH
-) -> None:
+def fit_mlp(networks: GateNetworks, pairs: Pairs, run: Run, seed: int) -> None:
     """Train gates with a hidden layer by AdamW on the squared error, all layers at once.
 
     The last bias starts at the mean score (**a choice**).
@@ -146,15 +134,15 @@ def fit_mlp(
         for layer, scores in zip(networks.linears, pairs.scores, strict=True):
             layer[-1].bias.copy_(scores.mean(0))
     run.resume(networks, optimizer)
-    for epoch in range(run.state.get("epoch", 0), epochs):
+    for epoch in range(run.state.get("epoch", 0), EPOCHS):
         if run.is_over:
-            raise Stopped(f"{epoch} of {epochs} epochs are done")
+            raise Stopped(f"{epoch} of {EPOCHS} epochs are done")
         for group in optimizer.param_groups:
-            group["lr"] = RATE * cosine(epoch, epochs)
+            group["lr"] = RATE * cosine(epoch, EPOCHS)
         generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
         order = torch.randperm(pairs.hidden.shape[1], generator=generator)
         total = 0.0
-        for part in order.split(batch):
+        for part in order.split(BATCH):
             hidden = pairs.hidden[:, part].to(device)
             scores = pairs.scores[:, part].to(device)
             loss = squared_error(networks, hidden, scores)
@@ -163,7 +151,7 @@ def fit_mlp(
             torch.nn.utils.clip_grad_norm_(networks.parameters(), NORM)
             optimizer.step()
             total += float(loss.detach()) * len(part)
-        run.say(f"epoch {epoch + 1} of {epochs}  squared error {total / len(order):.4f}")
+        run.say(f"epoch {epoch + 1} of {EPOCHS}  squared error {total / len(order):.4f}")
         run.save(networks, optimizer, epoch=epoch + 1)
 
 

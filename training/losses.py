@@ -17,16 +17,16 @@ from torch.utils.checkpoint import checkpoint
 
 
 def visible(documents: Tensor) -> Tensor:
-    """Return which keys each token attends to, bool ``[S, S]``: its document's, up to itself.
+    """Return which keys each token attends to, bool `[S, S]`: its document's, up to itself.
 
     Args:
-        documents: number of each token's document, int64 ``[S]``.
+        documents: number of each token's document, int64 `[S]`.
     """
     return (documents[:, None] == documents).tril()
 
 
 def ages(documents: Tensor) -> Tensor:
-    """Return t - j where token t sees token j, otherwise 0: int64 ``[S, S]``."""
+    """Return t - j where token t sees token j, otherwise 0: int64 `[S, S]`."""
     tokens = torch.arange(len(documents), device=documents.device)
     return (tokens[:, None] - tokens) * visible(documents)
 
@@ -41,15 +41,15 @@ def repeat_scores(
     keys: slice,
     rows: slice,
 ) -> Tensor:
-    """Return KVzip+'s scores of some keys, which KVzap predicts: ``[H, n]``.
+    """Return KVzip+'s scores of some keys, which KVzap predicts: `[H, n]`.
 
-    ``log max over t of a[t, j] * norm(W_o v[j]) / norm(x[t])``, t being the rows in which the text
+    `log max over t of a[t, j] * norm(W_o v[j]) / norm(x[t])`, t being the rows in which the text
     is repeated, in all query heads of a group; a is their attention over all keys that they see.
 
     Args:
-        query, key, value: ``[Q, S, D]``, and ``[H, S, D]`` twice, rotated.
-        hidden: hidden states x behind the input norm, ``[S, d]``.
-        output_weight: the output projection, ``[d, Q * D]``.
+        query, key, value: `[Q, S, D]`, and `[H, S, D]` twice, rotated.
+        hidden: hidden states x behind the input norm, `[S, d]`.
+        output_weight: the output projection, `[d, Q * D]`.
     """
     num_tokens, group = key.shape[1], query.shape[0] // key.shape[0]
     columns = torch.arange(num_tokens, device=key.device)
@@ -67,9 +67,9 @@ def repeat_scores(
 
 
 def retained(log_betas: Tensor, documents: Tensor) -> Tensor:
-    """Return what is left of all tokens at each token t, the sum of ``beta[i] ** (t - i)``.
+    """Return what is left of all tokens at each token t, the sum of `beta[i] ** (t - i)`.
 
-    Both ``[H, S]``; the sum is over tokens of the same document.
+    Both `[H, S]`; the sum is over tokens of the same document.
     """
 
     def add(log_betas: Tensor) -> Tensor:
@@ -82,12 +82,12 @@ def retained(log_betas: Tensor, documents: Tensor) -> Tensor:
 def capacity(log_betas: Sequence[Tensor], documents: Tensor, memory: float, shared: bool) -> Tensor:
     """Return how far the retained tokens exceed the memory, relative to what they could exceed.
 
-    For n heads with a memory of M tokens each, ``relu(S[t] - n M) / max(t n - n M, 1)``, averaged
+    For n heads with a memory of M tokens each, `relu(S[t] - n M) / max(t n - n M, 1)`, averaged
     over the tokens where it is not 0. t counts the tokens of a document. DBTrimKV's memory is
     shared by all heads of all layers; in TrimKV each has its own, n = 1.
 
     Args:
-        log_betas: of each layer, ``[H, S]``.
+        log_betas: of each layer, `[H, S]`.
     """
     sums = torch.cat([retained(layer, documents) for layer in log_betas])
     counts = visible(documents).sum(-1)
@@ -100,6 +100,6 @@ def capacity(log_betas: Sequence[Tensor], documents: Tensor, memory: float, shar
 
 
 def forward_kl(teacher: Tensor, student: Tensor) -> Tensor:
-    """Return ``sum of p (log p - log q)``, averaged over rows of logits ``[n, V]``."""
+    """Return `sum of p (log p - log q)`, averaged over rows of logits `[n, V]`."""
     wanted, found = teacher.log_softmax(-1), student.log_softmax(-1)
     return (wanted.exp() * (wanted - found)).sum(-1).mean()

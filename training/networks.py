@@ -66,7 +66,7 @@ class GateNetworks(nn.Module):
         self.layers = nn.ModuleList(nn.ModuleList(layer) for layer in self.linears)
 
     def forward(self, layer: int, hidden: Tensor) -> Tensor:
-        """Return log beta or the score, ``[S, H]``, of hidden states ``[S, d]`` of a layer."""
+        """Return log beta or the score, `[S, H]`, of hidden states `[S, d]` of a layer."""
         *inner, last = self.linears[layer]
         hidden = hidden.to(last.weight.dtype)
         for linear in inner:
@@ -124,11 +124,6 @@ class GateNetworks(nn.Module):
         if isinstance(text := base.get("text_config"), Mapping):
             fields = {"text_config": {**text, **fields}}
         return {**base, **fields, "trainable_params": "retention_gate"}
-
-
-def count(networks: nn.Module) -> int:
-    """Return the number of parameters."""
-    return sum(parameter.numel() for parameter in networks.parameters())
 
 
 def gate_shape(

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from transformers import AutoProcessor
 
-from training.examples import Example, Message
+from training.lines import Example, Message
 
 INSTRUCTION = "\n\nRepeat the previous context exactly."
 """KVzip's words between a text and its repetition."""
@@ -32,38 +31,31 @@ class Prompt:
     """Tokens of one sequence."""
 
     ids: Tensor
-    """int64 ``[S]``."""
+    """int64 `[S]`."""
     labelled: Tensor
-    """Whether a token is predicted in training, bool ``[S]``; the first of a document is not."""
+    """Whether a token is predicted in training, bool `[S]`; the first of a document is not."""
     documents: Tensor
-    """int64 ``[S]``."""
-    inputs: dict[str, Tensor] = field(default_factory=dict)
-    """Inputs of the model for images."""
+    """Number of each token's document, int64 `[S]`."""
     keys: slice = field(default_factory=lambda: slice(0))
     """Tokens of the text that is repeated."""
     rows: slice = field(default_factory=lambda: slice(0))
     """Tokens of its repetition."""
 
     @property
-    def has_images(self) -> bool:
-        return bool(self.inputs)
-
-    @property
     def positions(self) -> Tensor:
-        """Return each token's place in its document, int64 ``[S]``."""
+        """Return each token's place in its document, int64 `[S]`."""
         tokens = torch.arange(len(self.ids))
         starts = torch.where(self.documents.diff(prepend=self.documents[:1] - 1) != 0, tokens, 0)
         return tokens - starts.cummax(0).values
 
 
 class Prompter:
-    """The tokenizer or processor of a model."""
+    """The tokenizer of a model, and its chat template."""
 
     def __init__(self, folder: str, tokens: int) -> None:
         """Load it; `tokens` is the longest sequence for TrimKV, or text for KVzap."""
-        self.processor: Any = AutoProcessor.from_pretrained(folder)
-        self.tokenizer = getattr(self.processor, "tokenizer", self.processor)
-        self.image_token: str | None = getattr(self.processor, "image_token", None)
+        self._processor: Any = AutoProcessor.from_pretrained(folder)
+        self.tokenizer = getattr(self._processor, "tokenizer", self._processor)
         self.tokens = tokens
 
     def count(self, text: str) -> int:
@@ -72,49 +64,30 @@ class Prompter:
     def repeated(self, example: Example) -> Prompt:
         """Return a text or a user's message, and its repetition by the assistant.
 
-        A text of more than `tokens` tokens is cut. Images are repeated as the text that
-        `repeat` of the example gives.
+        A text of more than `tokens` tokens is cut.
 
         Raises:
-            TrainingError: if there is no text, or too long a one for images.
+            TrainingError: if there is no text.
         """
-        content, again = example.context()
-        parts = [
-            {"type": "text", "text": BEGIN},
-            *content,
-            {"type": "text", "text": f"{END}{INSTRUCTION}"},
-        ]
-        user: Message = {"role": "user", "content": parts}
-        if not example.images:
-            user = {"role": "user", "content": "".join(part["text"] for part in parts)}
+        again = self._encode(example.context)[: self.tokens]
+        if not len(again):
+            raise TrainingError(f"{example.name} has no text to repeat")
+        user = {"role": "user", "content": f"{BEGIN}{example.context}{END}{INSTRUCTION}"}
         rendered = self._render([user, {"role": "assistant", "content": ANSWER}])
         head, rest = rendered.split(BEGIN)
         text, rest = rest.split(END)
         joint, tail = rest.split(ANSWER)
-        inputs: dict[str, Tensor] = {}
-        if example.images:
-            ids, inputs = self._encode_images(example, head + text)
-            first = ids == self.tokenizer.convert_tokens_to_ids(self.image_token)
-            start = int(first.nonzero()[0])
-            if str(self.image_token) not in head:
-                start = min(start, self.count(head))
-        else:
-            start, body = self.count(head), self._encode(text)[: self.tokens]
-            ids = torch.cat([self._encode(head), body])
-        before, repetition = torch.cat([ids, self._encode(joint)]), self._encode(again)
-        if example.images and len(repetition) > self.tokens:
-            raise TrainingError(
-                f"{example.name} has a `repeat` of {len(repetition)} tokens, and images cannot be "
-                f"cut with it; allow more than {self.tokens} (--tokens)"
-            )
-        found = torch.cat([before, repetition[: self.tokens]])
-        keys, rows = slice(start, len(ids)), slice(len(before), len(found))
-        if keys.start == keys.stop or rows.start == rows.stop:
-            raise TrainingError(f"{example.name} has no text to repeat")
-        whole = torch.cat([found, self._encode(tail)])
-        documents = torch.zeros_like(whole)
-        unlabelled = torch.zeros_like(whole, dtype=torch.bool)
-        return Prompt(whole, unlabelled, documents, _padded(inputs, len(whole)), keys, rows)
+        before = self._encode(head)
+        parts = [before, self._encode(text)[: self.tokens], self._encode(joint), again]
+        _, text_end, start, end = itertools.accumulate(len(part) for part in parts)
+        ids = torch.cat([*parts, self._encode(tail)])
+        return Prompt(
+            ids,
+            torch.zeros_like(ids, dtype=torch.bool),
+            torch.zeros_like(ids),
+            keys=slice(len(before), text_end),
+            rows=slice(start, end),
+        )
 
     def dialogue(self, example: Example) -> Prompt:
         """Return a text, all of it labelled, or a conversation with its last answer labelled.
@@ -122,66 +95,33 @@ class Prompter:
         Raises:
             TrainingError: if a conversation has more than `tokens` tokens or no answer.
         """
-        inputs: dict[str, Tensor] = {}
         if example.text is not None:
-            ids = self._encode(example.text)[: self.tokens]
-            start = 1
+            ids, start = self._encode(example.text)[: self.tokens], 1
         else:
             *messages, last = example.messages
-            if last["role"] != "assistant" or not isinstance(last["content"], str):
+            if last["role"] != "assistant":
                 raise TrainingError(f"{example.name} does not end with an answer of the assistant")
             rendered = self._render([*messages, {"role": "assistant", "content": ANSWER}])
-            head, tail = rendered.split(ANSWER)
-            ids = self._encode(head)
-            if example.images:
-                ids, inputs = self._encode_images(example, head)
-            start = len(ids)
-            ids = torch.cat([ids, self._encode(last["content"]), self._encode(tail)])
+            head, tail = (self._encode(part) for part in rendered.split(ANSWER))
+            ids, start = torch.cat([head, self._encode(last["content"]), tail]), len(head)
         if len(ids) > self.tokens or len(ids) <= start:
             raise TrainingError(
                 f"{example.name} has {len(ids)} tokens; a sequence may have {self.tokens} "
                 "(--tokens), and at least one is predicted"
             )
-        labelled = torch.arange(len(ids)) >= start
-        return Prompt(ids, labelled, torch.zeros_like(ids), _padded(inputs, len(ids)))
+        return Prompt(ids, torch.arange(len(ids)) >= start, torch.zeros_like(ids))
 
     def _render(self, messages: Sequence[Message]) -> str:
-        text: str = self.processor.apply_chat_template(list(messages), tokenize=False)
+        text: str = self._processor.apply_chat_template(list(messages), tokenize=False)
         return text
 
     def _encode(self, text: str) -> Tensor:
         ids = self.tokenizer(text, add_special_tokens=False).input_ids
         return torch.tensor(ids, dtype=torch.int64)
 
-    def _encode_images(self, example: Example, text: str) -> tuple[Tensor, dict[str, Tensor]]:
-        if self.image_token is None:
-            raise TrainingError(f"{example.name} has images, and the model's processor takes none")
-        images = [Image.open(path).convert("RGB") for path in example.images]
-        found = self.processor(
-            text=[text], images=images, return_tensors="pt", add_special_tokens=False
-        )
-        inputs = {
-            name: tensor
-            for name, tensor in found.items()
-            if isinstance(tensor, Tensor) and name not in ("input_ids", "attention_mask")
-        }
-        ids: Tensor = found["input_ids"][0]
-        return ids, inputs
-
-
-def _padded(inputs: dict[str, Tensor], length: int) -> dict[str, Tensor]:
-    """Return inputs of which those with a value for each token have zeros for those that follow."""
-    return {
-        name: torch.nn.functional.pad(x, (0, length - x.shape[1])) if "token_type" in name else x
-        for name, x in inputs.items()
-    }
-
 
 def pack(prompts: Sequence[Prompt]) -> Prompt:
-    """Return one sequence of documents without images."""
-    (first, *others) = prompts
-    if not others:
-        return first
+    """Return one sequence of documents."""
     return Prompt(
         torch.cat([prompt.ids for prompt in prompts]),
         torch.cat([prompt.labelled for prompt in prompts]),
@@ -206,12 +146,10 @@ class Stream:
         room = self._prompter.tokens
         for prompt in self._prompts():
             room -= len(prompt.ids)
-            if room < 0 or (packed and prompt.has_images):
+            if room < 0:
                 break
             packed.append(prompt)
-            self.position += 1
-            if prompt.has_images:
-                break
+        self.position += len(packed)
         return pack(packed)
 
     def _prompts(self) -> Iterator[Prompt]:

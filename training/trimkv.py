@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """TrimKV's and DBTrimKV's training: the model with decaying attention learns from itself without.
 
-Each sequence is read twice: by the frozen model as it is, the teacher, and with ``(t - j) log
-beta[j]`` added to the logits of its attention, the student. Only the gates learn.
+Each sequence is read twice: by the frozen model as it is, the teacher, and with `(t - j) log
+beta[j]` added to the logits of its attention, the student. Only the gates learn.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from training.examples import Example
 from training.frozen import Attended, FrozenModel
+from training.lines import Example
 from training.losses import capacity, forward_kl, retained
 from training.networks import GateNetworks
 from training.prompts import Prompt, Prompter, Stream
@@ -41,9 +41,10 @@ class Losses:
     retained: Tensor
     """Share of the sequence that is left at its end, mean of all heads."""
 
-    def total(self, weight: float) -> Tensor:
-        """Return ``(divergence + next_token) / 2 + weight * capacity``."""
-        return (self.divergence + self.next_token) / 2 + weight * self.capacity
+    @property
+    def total(self) -> Tensor:
+        """Return `(divergence + next_token) / 2 + capacity`."""
+        return (self.divergence + self.next_token) / 2 + self.capacity
 
 
 def losses(
@@ -92,7 +93,6 @@ def fit(
     steps: int,
     accumulate: int,
     memory: float,
-    weight: float,
     rate: float,
     seed: int,
 ) -> None:
@@ -100,7 +100,6 @@ def fit(
 
     Args:
         accumulate: sequences of a step.
-        weight: of the capacity's loss.
 
     Raises:
         Stopped: when the time is over.
@@ -119,9 +118,8 @@ def fit(
         optimizer.zero_grad()
         for _ in range(accumulate):
             found = losses(frozen, networks, next(stream), memory, shared)
-            total = found.total(weight)
-            (total / accumulate).backward()
-            for name, value in {"loss": total, **vars(found)}.items():
+            (found.total / accumulate).backward()
+            for name, value in {"loss": found.total, **vars(found)}.items():
                 history[name].append(float(value.detach()))
         optimizer.step()
         if (step + 1) % REPORT == 0 or step + 1 == steps:

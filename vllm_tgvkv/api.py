@@ -77,13 +77,13 @@ class KeptTokens:
     report: EvictionReport
     """Sizes of the request's cache."""
     pages: np.ndarray
-    """Pages of every layer and KV head, int64 ``[L, H]``."""
+    """Pages of every layer and KV head, int64 `[L, H]`."""
     kept_by: np.ndarray
-    """Number of (layer, head) pairs that keep each prompt token, int64 ``[P]``, at most L * H."""
+    """Number of (layer, head) pairs that keep each prompt token, int64 `[P]`, at most L * H."""
     is_vision: np.ndarray
-    """True for tokens of images and videos, bool ``[P]``."""
+    """True for tokens of images and videos, bool `[P]`."""
     positions: tuple[tuple[np.ndarray, ...], ...]
-    """Kept positions of every layer and KV head, ascending, int64 ``[kept tokens of the pair]``."""
+    """Kept positions of every layer and KV head, ascending, int64 `[kept tokens of the pair]`."""
 
     @property
     def text(self) -> float:

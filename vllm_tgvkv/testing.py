@@ -33,7 +33,7 @@ from vllm_tgvkv.policies import (
     build_policy,
 )
 from vllm_tgvkv.shared.prompt import PromptMap, voters
-from vllm_tgvkv.worker.decision import Decider, Decision
+from vllm_tgvkv.worker.decision import Decision, ScoredPrompt
 
 _LAYERS, _HEADS, _GROUP, _HEAD_SIZE, _BLOCK_SIZE, _WINDOW = 3, 2, 3, 8, 4, 10
 _SCALE = _HEAD_SIZE**-0.5
@@ -55,8 +55,8 @@ _ANSWER = 3
 Reference = Callable[[Tensor, Tensor, Prompt], Tensor]
 """The definition of a score, for one token set.
 
-It gets A, float64 ``[P, P]``, causal and averaged over the query heads of the set; the positions of
-the rows that vote, int64 ``[O]``; and the prompt. It returns the scores before pooling, ``[P]``.
+It gets A, float64 `[P, P]`, causal and averaged over the query heads of the set; the positions of
+the rows that vote, int64 `[O]`; and the prompt. It returns the scores before pooling, `[P]`.
 """
 
 
@@ -160,12 +160,12 @@ class _Case:
         self.check_waits()
 
     def pooled(self, raw: Tensor, prompt: Prompt, blocks: int) -> Tensor:
-        """Return the candidates' scores after pooling, ``[L, S, C]``, from ``[L, S, P]``."""
+        """Return the candidates' scores after pooling, `[L, S, C]`, from `[L, S, P]`."""
         pooled = [self.policy.pooled(scores, prompt, blocks * _BLOCK_SIZE) for scores in raw]
         return torch.stack(pooled)[..., : prompt.num_candidates].contiguous()
 
     def look(self, device: str, prompt: Prompt) -> tuple[Tensor, Tensor]:
-        """Return scores before pooling, ``[L, S, P]``, and strengths, ``[L, S, F]``."""
+        """Return scores before pooling, `[L, S, P]`, and strengths, `[L, S, F]`."""
         raw, strengths = [], []
         for layer in range(_LAYERS):
             seen = {
@@ -224,8 +224,9 @@ class _Case:
                 self.require(close, f"scores of layer {layer} differ from the reference")
 
     def check_decision(self, pooled: Tensor, strengths: Tensor, blocks: int, floor: int) -> None:
-        decider = Decider(self.policy, self.prompt, pooled, strengths, _HEADS, _BLOCK_SIZE, floor)
-        decision = decider.decide(blocks)
+        of_prompt = (self.policy, self.prompt, pooled, strengths)
+        scored = ScoredPrompt(*of_prompt, _HEADS, _BLOCK_SIZE, floor)
+        decision = scored.decide(blocks)
         counts, pairs = decision.counts, _LAYERS * _HEADS
         what = f"with {blocks} blocks and floor_pages {floor}"
         self.require(int(counts.sum()) == blocks * pairs, f"{what} every page is dealt")
@@ -259,7 +260,8 @@ class _Case:
             with _NoWaiting():
                 raw, strengths = self.look("meta", on_meta)
                 pooled = self.pooled(raw, on_meta, 1)
-                Decider(self.policy, on_meta, pooled, strengths, _HEADS, _BLOCK_SIZE, 1).decide(1)
+                of_prompt = (self.policy, on_meta, pooled, strengths)
+                ScoredPrompt(*of_prompt, _HEADS, _BLOCK_SIZE, 1).decide(1)
         except (MethodError, NotImplementedError, RuntimeError) as error:
             raise MethodError(f"{self.label}: it never waits for the device ({error})") from error
 

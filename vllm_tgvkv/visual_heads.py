@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a model's file of head scores: ``python -m vllm_tgvkv.visual_heads MODEL --output FILE``.
+"""Makes a model's file of head scores: `python -m vllm_tgvkv.visual_heads MODEL --output FILE`.
 
 The model reads pages that are drawn here: a question names a key, and the answer is the number next
 to it. For each token of the answer it is known in which patches of the image its characters stand.
@@ -11,8 +11,8 @@ SparseMM lets the model transcribe a page, and counts output tokens that occur i
 only. Here the question says which place is meant, and only right answers count (**a choice**).
 
 The model runs in transformers, one prompt after the other, and shows the attention of the answer's
-tokens alone. A small model takes a minute or two on two cores for 40 pages; take a GPU (``--device
-cuda``) for a large one. vLLM is not used. Patches are found for models with one grid of patches for
+tokens alone. A small model takes a minute or two on two cores for 40 pages; take a GPU (`--device
+cuda`) for a large one. vLLM is not used. Patches are found for models with one grid of patches for
 an image, such as LLaVA 1.5, or whose processor names it, such as Qwen's; others are refused.
 """
 
@@ -64,7 +64,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Page:
-    """A drawn page of ``PAGE_SIZE`` squared pixels."""
+    """A drawn page of `PAGE_SIZE` squared pixels."""
 
     image: Image.Image
     entries: tuple[Entry, ...]
@@ -76,11 +76,11 @@ class Answer:
 
     text: str
     pieces: tuple[str, ...]
-    """Text of each token; joined they are ``text``."""
+    """Text of each token; joined they are `text`."""
     tops: torch.Tensor
-    """Position of that key, int64 ``[tokens, L, Q]``."""
+    """Position of that key, int64 `[tokens, L, Q]`."""
     vision: torch.Tensor
-    """Positions of the image's patches in the order of their grid, int64 ``[rows * columns]``."""
+    """Positions of the image's patches in the order of their grid, int64 `[rows * columns]`."""
     grid: tuple[int, int]
 
 
@@ -89,7 +89,7 @@ class Tally:
     """Hits so far."""
 
     scores: torch.Tensor
-    """float64 ``[L, Q]``."""
+    """float64 `[L, Q]`."""
     num_pages: int = 0
     num_answers: int = 0
     num_right: int = 0
@@ -98,7 +98,7 @@ class Tally:
 
 
 def draw_page(rng: np.random.Generator, faces: Sequence[str]) -> Page:
-    """Draw entries such as ``K:58213`` in slots of a page; ``faces`` are those of `font_files`."""
+    """Draw entries such as `K:58213` in slots of a page; `faces` are those of `font_files`."""
     face, size = faces[int(rng.integers(len(faces)))], int(rng.integers(*FONT_SIZES, endpoint=True))
     font = ImageFont.truetype(face, size) if face else ImageFont.load_default(size)
     paper, ink = int(rng.integers(220, 256)), int(rng.integers(0, 60))
@@ -287,7 +287,7 @@ def _pages(count: int, seed: int, faces: Sequence[str]) -> Iterator[Page]:
 
 
 def facts(tally: Tally, seed: int, question: str) -> dict[str, Any]:
-    """Return how the scores were made, for the field ``made`` of the file."""
+    """Return how the scores were made, for the field `made` of the file."""
     versions = {}
     for package in ("vllm-tgvkv", "torch", "transformers", "pillow"):
         try:

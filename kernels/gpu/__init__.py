@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels, in files named like the PyTorch implementations.
 
-The functions of :mod:`vllm_tgvkv.kernels` check their arguments, then run the PyTorch code on CPU
+The functions of `kernels` check their arguments, then run the PyTorch code on CPU
 tensors and the kernels of this package on CUDA tensors. The PyTorch code is their reference.
 """
 

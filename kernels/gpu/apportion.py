@@ -22,7 +22,7 @@ def _counts_at(level, shares, floor, cap):
 
 @triton.jit
 def _sum_in_units(counts, unit, exists):
-    """Integer sum of the counts, each rounded to a multiple of 1 / ``unit``."""
+    """Integer sum of the counts, each rounded to a multiple of 1 / `unit`."""
     return tl.sum(tl.where(exists, (counts * unit + 0.5).to(tl.int64), 0))
 
 
@@ -41,7 +41,7 @@ def _apportion_kernel(
     GRID_BITS: tl.constexpr,
     OWN_CAPS: tl.constexpr,
 ):
-    """Counts of one row; ``cap`` is a number, or with OWN_CAPS a pointer to one for each share."""
+    """Counts of one row; `cap` is a number, or with OWN_CAPS a pointer to one for each share."""
     index = tl.arange(0, BLOCK)
     exists = index < size
     row = tl.program_id(0).to(tl.int64) * size
@@ -118,23 +118,23 @@ def apportion(
     smallest_share: float,
     grid_bits: int,
 ) -> Tensor:
-    """Return counts that sum to ``total``; see :func:`vllm_tgvkv.kernels.apportion.apportion`.
+    """Return counts that sum to `total`; see `kernels.apportion.apportion`.
 
-    The integers equal those of the PyTorch code, which explains why the order of summation does not
+    The integers equal the PyTorch code's, which explains why the order of summation does not
     matter. Multiplications and additions are not fused, as they are not there. One program handles
     a row, with M padded to a power of two; it is tuned for M up to 2048 and correct for more. Two
     bisections of about sixty sums each take a few microseconds.
 
     Args:
-        shares: floating ``[..., M]``.
+        shares: floating `[..., M]`.
         total: integer scalar tensor.
-        floor, cap: bounds of a count; ``cap`` may be integer ``[..., M]``.
-        unit_bits: counts are rounded to multiples of ``2**-unit_bits`` before they are summed.
+        floor, cap: bounds of a count; `cap` may be integer `[..., M]`.
+        unit_bits: counts are rounded to multiples of `2**-unit_bits` before they are summed.
         smallest_share: least share relative to the largest.
-        grid_bits: counts are rounded to multiples of ``2**-grid_bits``.
+        grid_bits: counts are rounded to multiples of `2**-grid_bits`.
 
     Returns:
-        int64 ``[..., M]``.
+        int64 `[..., M]`.
     """
     shares = shares.contiguous()
     size = shares.shape[-1]

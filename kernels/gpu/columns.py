@@ -279,13 +279,13 @@ class Columns:
     """Results of one pass over the columns; those that were not requested are empty."""
 
     sums: Tensor
-    """float32 ``[S, K, P]``."""
+    """float32 `[S, K, P]`."""
     maxima: Tensor
-    """float32 ``[S, P]``."""
+    """float32 `[S, P]`."""
     counts: Tensor
-    """int32 ``[S, *]``, entries below the threshold, one number per program."""
+    """int32 `[S, *]`, entries below the threshold, one number per program."""
     entropies: Tensor
-    """float32 ``[*, S, O]``, one per block of keys."""
+    """float32 `[*, S, O]`, one per block of keys."""
 
 
 def columns_pass(
@@ -306,9 +306,9 @@ def columns_pass(
     Args:
         softmax: of the rows, over the same keys.
         groups: S.
-        weights: float32 ``[S or 1, 1 or 2, O]``.
-        subset: bool ``[S or 1, P]``, of the softmax.
-        averages: float32 ``[S, O, >= P]``, written.
+        weights: float32 `[S or 1, 1 or 2, O]`.
+        subset: bool `[S or 1, P]`, of the softmax.
+        averages: float32 `[S, O, >= P]`, written.
     """
     num_keys, device = rows.num_keys, rows.queries.device
     num_sums = 1 if weights is None else weights.shape[1]
@@ -320,7 +320,7 @@ def columns_pass(
     num_splits = triton.cdiv(num_tiles, tiles_per_split) if num_tiles else 1
 
     def output(name: str, *shape: int) -> Tensor:
-        """Return a result ``shape``, or partial ones of the splits, which are not kept."""
+        """Return a result `shape`, or partial ones of the splits, which are not kept."""
         if num_splits == 1:
             return rows.empty(*shape)
         return scratch.take(name, (num_splits, *shape), device)
@@ -377,9 +377,9 @@ def columns_pass(
 
 
 def weigh(rows: PagedRows, averages: Tensor, weights: Tensor) -> Tensor:
-    """Return K weighted sums float32 ``[S, K, P]`` of stored averages ``[S, O, >= P]``.
+    """Return K weighted sums float32 `[S, K, P]` of stored averages `[S, O, >= P]`.
 
-    Weights are float32 ``[S or 1, K, O]``.
+    Weights are float32 `[S or 1, K, O]`.
     """
     groups, number = averages.shape[0], weights.shape[1]
     sums = rows.empty(groups, number, rows.num_keys)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cross-compile every kernel, without a GPU, and report registers and spills.
 
-``python -m vllm_tgvkv.kernels.gpu.compile`` compiles the ``variants()`` of each module of this
+`python -m vllm_tgvkv.kernels.gpu.compile` compiles the `variants()` of each module of this
 package for compute capabilities 8.0, 9.0 and 10.0. It fails if a kernel does not build or spills
 registers to local memory.
 """
@@ -43,12 +43,12 @@ class Variant:
     """A specialisation of a kernel, as a launch makes it.
 
     Attributes:
-        name: unique among the kernel's variants, e.g. ``"bf16 D128 N16"``.
-        kernel: the ``@triton.jit`` function.
-        signature: type of every run-time argument: ``"*bf16"``, ``"i32"``, ``"fp32"``. Arguments
+        name: unique among the kernel's variants, e.g. `"bf16 D128 N16"`.
+        kernel: the `@triton.jit` function.
+        signature: type of every run-time argument: `"*bf16"`, `"i32"`, `"fp32"`. Arguments
             listed in `constants` may be left out.
-        constants: values of the ``tl.constexpr`` arguments, and of others that Triton turns into
-            constants at a launch: integers equal to 1 (a unit stride) and ``None``.
+        constants: values of the `tl.constexpr` arguments, and of others that Triton turns into
+            constants at a launch: integers equal to 1 (a unit stride) and `None`.
         num_warps, num_stages: as in the launch.
         aligned: arguments that are a multiple of 16 at a launch, pointers in bytes and integers
             in value; Triton specialises on it. By default all pointers, as PyTorch allocates
@@ -77,7 +77,7 @@ class Variant:
         return {name for name, kind in self.signature.items() if kind.startswith("*")}
 
     def source(self) -> Any:
-        """Return the ``ASTSource`` that Triton compiles at a launch.
+        """Return the `ASTSource` that Triton compiles at a launch.
 
         Raises:
             ValueError: an argument has neither a type nor a value, or does not exist.
@@ -205,7 +205,7 @@ def build(module: str, variant: Variant, cc: int) -> Build:
 
 
 def modules_with_variants() -> Iterator[ModuleType]:
-    """Import the modules of this package and yield those that define ``variants``."""
+    """Import the modules of this package and yield those that define `variants`."""
     package = importlib.import_module(PACKAGE)
     for info in pkgutil.iter_modules(package.__path__, f"{PACKAGE}."):
         module = importlib.import_module(info.name)

@@ -59,19 +59,19 @@ def copy_kept(
     new_blocks: Tensor,
     num_pairs: int,
 ) -> None:
-    """Copy the selected tokens; see :func:`vllm_tgvkv.kernels.copy.copy_kept`.
+    """Copy the selected tokens; see `kernels.copy.copy_kept`.
 
     Exact: bits are moved as integers. One launch if each slot's value follows its key, as in pages
-    ``[N, 2D]``, otherwise one for keys and one for values. Pages that belong to no pair are not
+    `[N, 2D]`, otherwise one for keys and one for values. Pages that belong to no pair are not
     touched. There is no scratch memory and no synchronisation: the launch depends on shapes,
     strides and the number of pages.
 
     Args:
-        key_pages: ``[num_pool_pages, N, D]``, any strides and dtype.
-        value_pages: ``[num_pool_pages, N, D_v]``, likewise.
-        sources: int64 ``[k*M, N]``.
-        offsets: int32 or int64 ``[M + 1]``.
-        new_blocks: int32 or int64 ``[k]``.
+        key_pages: `[num_pool_pages, N, D]`, any strides and dtype.
+        value_pages: `[num_pool_pages, N, D_v]`, likewise.
+        sources: int64 `[k*M, N]`.
+        offsets: int32 or int64 `[M + 1]`.
+        new_blocks: int32 or int64 `[k]`.
         num_pairs: M.
     """
     num_pages, block_size = sources.shape

@@ -29,7 +29,7 @@ _PROGRAMS_PER_TILE = 128
 _PARTIALS_PER_TILE = 16
 _LOG2_E = 1.4426950408889634
 _OTHER_BYTES = 11 << 10
-"""Bound of a program's shared memory besides chunks: queries, weights, block ids."""
+"""Bound of a program's shared memory without chunks: queries, weights, block ids."""
 
 
 @triton.jit
@@ -333,7 +333,7 @@ def _num_stages(device: torch.device, chunk_bytes: int) -> int:
 
 
 def plan_decode(lengths: Tensor, plan: DecodePlan) -> None:
-    """Divide the work, in two launches for all layers; see :mod:`vllm_tgvkv.kernels.decode`.
+    """Divide the work, in two launches for all layers; see `kernels.decode`.
 
     Exact. The grids depend only on L, R, H and P.
     """
@@ -377,10 +377,10 @@ def decode(
     plan: DecodePlan,
     out: Tensor,
 ) -> None:
-    """Compute one layer's attention in two launches; see :func:`vllm_tgvkv.kernels.decode.decode`.
+    """Compute one layer's attention in two launches; see `kernels.decode.decode`.
 
     Not exact: float32 sums in an order that depends on P, and weights in the dtype of the values.
-    ``query`` and ``out`` must be contiguous in D; it is faster if keys and values are, too.
+    `query` and `out` must be contiguous in D; it is faster if keys and values are, too.
     """
     num_heads = lengths.shape[2]
     num_sequences, num_programs = lengths.shape[1] * num_heads, plan.first.shape[1]

@@ -120,10 +120,10 @@ def write_lengths(
     block_size: int,
     lengths: Tensor,
 ) -> None:
-    """Write the lengths of all layers in one launch; see :mod:`vllm_tgvkv.kernels.page_tables`.
+    """Write the lengths of all layers in one launch; see `kernels.page_tables`.
 
-    Exact. Rows of ``block_table`` and ``offsets``, layers and rows of ``lengths`` may have any
-    strides; the last dimensions, ``seq_lens``, ``retained`` and ``replaced`` must be contiguous.
+    Exact. Rows of `block_table` and `offsets`, layers and rows of `lengths` may have any
+    strides; the last dimensions, `seq_lens`, `retained` and `replaced` must be contiguous.
     """
     _, num_rows, num_heads = lengths.shape
     num_pairs = offsets.shape[1] - 1
@@ -158,7 +158,7 @@ def write_page_tables(
     first_layer: int,
     tables: Tensor,
 ) -> None:
-    """Write the tables of l layers in one launch; see :mod:`vllm_tgvkv.kernels.page_tables`.
+    """Write the tables of l layers in one launch; see `kernels.page_tables`.
 
     Exact. Entries after a sequence's last page are not written: attention does not read them. One
     program runs for each (layer, row, head), so wider tables cost nothing. All but the last

@@ -38,7 +38,7 @@ def load_vectors(pointer, offsets, valid, dim_stride, HEAD_SIZE: tl.constexpr, W
 
 @triton.jit
 def products(rows, columns):
-    """float32 ``rows @ columns^T``. Products of 16-bit values are exact, others are IEEE's."""
+    """float32 `rows @ columns^T`. Products of 16-bit values are exact, others are IEEE's."""
     if rows.dtype != columns.dtype:
         rows = rows.to(tl.float32)
         columns = columns.to(tl.float32)
@@ -50,15 +50,15 @@ class PagedRows:
     """O rows in L layers of H KV heads, Q = L * H; see `ObservedRows`."""
 
     queries: Tensor
-    """``[L, O, H, G, D]``."""
+    """`[L, O, H, G, D]`."""
     pool: Tensor
-    """``[num_pages, N, D]``."""
+    """`[num_pages, N, D]`."""
     tables: Tensor
-    """``[Q, W]``; the columns' stride is 1."""
+    """`[Q, W]`; the columns' stride is 1."""
     num_visible: Tensor
-    """int32 ``[Q or 1, O]``; the rows' stride is 1."""
+    """int32 `[Q or 1, O]`; the rows' stride is 1."""
     scales: Tensor
-    """float32 ``[L or 1]``."""
+    """float32 `[L or 1]`."""
     num_keys: int
     """P."""
 
@@ -78,7 +78,7 @@ class PagedRows:
         )
 
     def from_row(self, first: int) -> PagedRows:
-        """Return the rows from ``first`` on."""
+        """Return the rows from `first` on."""
         return PagedRows(
             self.queries[:, first:],
             self.pool,

@@ -29,7 +29,7 @@ _NUM_WARPS = 8
 
 @triton.jit
 def _narrow(bins, wanted):
-    """Digit of the ``wanted``-th largest of the counted keys, and its rank among those with it."""
+    """Digit of the `wanted`-th largest of the counted keys, and its rank among those with it."""
     at_least = tl.cumsum(bins, reverse=True)
     digit = tl.maximum(tl.sum((at_least >= wanted).to(tl.int32)) - 1, 0)
     greater = tl.arange(0, bins.shape[0]) > digit
@@ -78,7 +78,7 @@ def _select_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Ascending kept positions of one (layer, head), written to its pages in ``selected``."""
+    """Ascending kept positions of one (layer, head), written to its pages in `selected`."""
     pair = tl.program_id(0)
     layer, head = (pair // num_heads).to(tl.int64), pair % num_heads
     scores += layer * score_layer_stride + head * score_row_stride
@@ -156,21 +156,21 @@ def _thresholds_kernel(
 def select_tokens(
     scores: Tensor, tiers: Tensor, counts: Tensor, num_pages: int, block_size: int
 ) -> Tensor:
-    """Return the kept positions; see :func:`vllm_tgvkv.kernels.select.select_tokens`.
+    """Return the kept positions; see `kernels.select.select_tokens`.
 
     Exact, including ties: all arithmetic is on integers. Slots after the last dealt page are 0. One
     launch, plus the one that fills with 0. Heads that share a ranking each search it: it is in the
     cache, and their counts may differ.
 
     Args:
-        scores: float32 ``[L, H, C]`` or ``[L, 1, C]``, any strides.
-        tiers: integer ``[C]``, ``[L, H, C]`` or ``[L, 1, C]``, any strides.
-        counts: int64 ``[L, H]``.
+        scores: float32 `[L, H, C]` or `[L, 1, C]`, any strides.
+        tiers: integer `[C]`, `[L, H, C]` or `[L, 1, C]`, any strides.
+        counts: int64 `[L, H]`.
         num_pages: rows of the result; pages beyond them are not written.
         block_size: N.
 
     Returns:
-        int32 ``[num_pages, N]``.
+        int32 `[num_pages, N]`.
     """
     shape = (*counts.shape, scores.shape[-1])
     scores, tiers = scores.expand(shape), tiers.expand(shape)
@@ -194,14 +194,14 @@ def select_tokens(
 
 
 def thresholds(keys: Tensor, wanted: Tensor, num_bits: int) -> Tensor:
-    """Return the ``wanted``-th largest keys; see :func:`vllm_tgvkv.kernels.select.thresholds`.
+    """Return the `wanted`-th largest keys; see `kernels.select.thresholds`.
 
     Exact. One launch; keys whose rows are broadcast or not contiguous are copied first.
 
     Args:
-        keys: int64 ``[..., C]``, in ``0 .. 2**num_bits - 1``.
-        wanted: int64, of a shape that ``keys.shape[:-1]`` broadcasts to; where it is 0, the result
-            is ``2**num_bits - 1``.
+        keys: int64 `[..., C]`, in `0 .. 2**num_bits - 1`.
+        wanted: int64, of a shape that `keys.shape[:-1]` broadcasts to; where it is 0, the result
+            is `2**num_bits - 1`.
         num_bits: at most 63.
     """
     keys = keys.expand(*wanted.shape, keys.shape[-1]).contiguous()

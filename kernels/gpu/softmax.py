@@ -134,7 +134,7 @@ def _combine_kernel(
     SPLITS: tl.constexpr,
     VALUES: tl.constexpr,
 ):
-    """Maximum and log-sum-exp over all keys of VALUES query vectors, from those of the splits.
+    """Maximum and log-sum-exp over all keys of VALUES query vectors, from the splits' values.
 
     For a row that sees no key, they are -inf and inf, so that all its probabilities become 0.
     """
@@ -155,7 +155,7 @@ def _combine_kernel(
 
 @dataclass(frozen=True)
 class Softmax:
-    """Softmax of every query head and row, float32 ``[Q, O, G]``."""
+    """Softmax of every query head and row, float32 `[Q, O, G]`."""
 
     maxima: Tensor | None
     """None if the attention kernel returned the log-sum-exp."""
@@ -170,10 +170,10 @@ def softmax_pass(
 ) -> Softmax:
     """Compute maxima and log-sum-exps of the rows, over all keys or a subset.
 
-    The result is in buffers of ``scratch``, other ones for a subset.
+    The result is in buffers of `scratch`, other ones for a subset.
 
     Args:
-        subset: bool ``[S or 1, P]``.
+        subset: bool `[S or 1, P]`.
     """
     pairs, device = rows.num_pairs, rows.queries.device
     shape = (pairs, rows.number, rows.group_size)

@@ -49,7 +49,7 @@ class TritonAttention(ObservedAttention):
     float32's precision. Counts are exact except for entries that float32 cannot distinguish from
     the threshold.
 
-    Scratch memory: head averages are kept if they fit ``workspace_bytes``; otherwise, each weighted
+    Scratch memory: head averages are kept if they fit `workspace_bytes`; otherwise, each weighted
     sum reads the keys again. Partial results of the programs take a few MiB at most, maxima and
     log-sum-exps of the rows 16*L*H*G*O bytes, entropies up to S*O*P/8 bytes.
     """
@@ -138,7 +138,7 @@ class TritonAttention(ObservedAttention):
         return Softmax(None, copied.copy_(by_head).flatten(0, 1))
 
     def _share_of_visible(self, counts: Tensor) -> Tensor:
-        """Return shares ``[S]`` from partial counts ``[S, *]`` over a group's query heads."""
+        """Return shares `[S]` from partial counts `[S, *]` over a group's query heads."""
         visible = self._paged.num_visible.clamp(min=0).expand(self.num_pairs, -1)
         of_groups = visible.reshape(self.num_groups, -1).sum(dim=1)
         return counts.sum(dim=1).double() / (of_groups * self.group_size)

@@ -102,7 +102,7 @@ def _merge_kernel(
             logits = tl.dot(query, tl.trans(row_keys), input_precision="ieee") * scale
             logits += tl.log2(tl.where(exists, masses, 1.0))[None, :]
             logits = tl.where(exists[None, :], logits, float("-inf"))
-            new_maximum = tl.maximum(maximum, tl.max(logits, 1))  # finite as that of the keys
+            new_maximum = tl.maximum(maximum, tl.max(logits, 1))  # finite
             weights = tl.exp2(logits - new_maximum[:, None])
             decay = tl.exp2(maximum - new_maximum)
             total = total * decay + tl.sum(weights, 1)
@@ -131,10 +131,10 @@ def merge_rows(
     layer: int,
     scale: float,
 ) -> None:
-    """Merge in one launch; see :func:`vllm_tgvkv.kernels.summaries.merge_rows`.
+    """Merge in one launch; see `kernels.summaries.merge_rows`.
 
-    Not exact: sums are float32, and weights are rounded to the dtype of the values. ``outputs`` and
-    ``queries`` must be contiguous in D, and ``block_table`` in its columns.
+    Not exact: sums are float32, and weights are rounded to the dtype of the values. `outputs` and
+    `queries` must be contiguous in D, and `block_table` in its columns.
     """
     batch, (_, group, head_size) = len(block_table), outputs.shape
     num_heads, rows = len(outputs) // batch, num_rows(*key_pages.shape[1:])

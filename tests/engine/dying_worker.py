@@ -7,7 +7,7 @@ import os
 import signal
 from typing import Any
 
-from vllm_tgvkv.worker.decision import Decider
+from vllm_tgvkv.worker.decision import ScoredPrompt
 
 
 class Mortal:
@@ -17,4 +17,4 @@ class Mortal:
         def die(*_: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        Decider.decide = die  # type: ignore[method-assign, assignment]
+        ScoredPrompt.decide = die  # type: ignore[method-assign, assignment]

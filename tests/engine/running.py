@@ -149,7 +149,7 @@ class SteppedEngine(LocalEngine):
 
         The tail counts as kept.
         """
-        found = [k for k in self.evictor.kept if name_of(k.request_id) == request_id]
+        found = [kept for name, kept in self.evictor.kept if name_of(name) == request_id]
         if not found:
             return None
         shape = self.evictor.shape
@@ -166,8 +166,8 @@ class SteppedEngine(LocalEngine):
         n is beyond the last position that was kept. Cuts that a preemption undid are included.
         """
         shape, masks = self.evictor.shape, []
-        for kept in self.evictor.kept:
-            if name_of(kept.request_id) != request_id:
+        for name, kept in self.evictor.kept:
+            if name_of(name) != request_id:
                 continue
             mask = torch.zeros(shape.num_pairs, 2048, dtype=torch.bool)
             pair = torch.repeat_interleave(torch.arange(shape.num_pairs), kept.counts.flatten())
@@ -193,15 +193,58 @@ class SteppedEngine(LocalEngine):
         """Assert that the worker, which knows of all ended requests, has no state of any."""
         if self.evicts:
             assert self.evictor.regions.num_live == 0
-            assert not self.evictor.regions.num_retained.any()
+            assert not self.evictor.regions.num_token_blocks.any()
             assert not self.evictor.observations
+
+
+class SharedEngine:
+    """The engine that tests of one process share: a process has one at a time.
+
+    Tests that ask for the same model and options one after another get the same engine.
+    """
+
+    def __init__(self) -> None:
+        self._asked: Any = None
+        self._running: SteppedEngine | None = None
+
+    def get(self, folder: Path, eviction: Mapping[str, Any] | None, **options: Any) -> Any:
+        """Return an engine without requests, started if the last one was another."""
+        asked = (folder, eviction, options)
+        if self._running is None or asked != self._asked:
+            self.close()
+            self._running, self._asked = SteppedEngine(folder, eviction, **options), asked
+        return self._running
+
+    def check(self) -> None:
+        """Assert that a test left no request, block or state; otherwise end the engine."""
+        if (running := self._running) is None:
+            return
+        try:
+            assert not running.engine.has_unfinished_requests(), "a test left requests"
+            running.assert_empty()
+            running.assert_forgotten()
+            if running.evicts:
+                running.evictor.kept.clear()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the engine, if one runs."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.close()
+
+
+SHARED = SharedEngine()
 
 
 @contextmanager
 def engine(
     folder: Path, eviction: Mapping[str, Any] | None = None, **options: Any
 ) -> Iterator[SteppedEngine]:
-    """Run an engine until the block ends."""
+    """Run an engine of a test's own until the block ends."""
+    SHARED.close()
     running = SteppedEngine(folder, eviction, **options)
     try:
         yield running

@@ -104,6 +104,7 @@ def test_ranks_in_stages(tiny_model: Callable[..., Path]) -> None:
         assert statuses[0]["pool"]["layers"] == sum(STAGES)
 
 
+@pytest.mark.nightly
 def test_three_stages(tiny_model: Callable[..., Path]) -> None:
     """Requests preempted with a step in flight give the same answers as without preemption."""
     stages = (2, 2, 1)
@@ -213,7 +214,11 @@ CONFIG = {"debug": {"check_integrity": True}}
             ["--tensor-parallel-size", "2", "--speculative-config", json.dumps(NGRAM)],
             ["kv_eviction_requests_total", "spec_decode_num_accepted_tokens_total"],
         ),
-        (["--pipeline-parallel-size", "2"], ["kv_eviction_requests_total"]),
+        pytest.param(
+            ["--pipeline-parallel-size", "2"],
+            ["kv_eviction_requests_total"],
+            marks=pytest.mark.nightly,
+        ),
     ],
     ids=["ranks with drafts", "stages"],
 )

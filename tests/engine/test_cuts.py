@@ -239,8 +239,11 @@ SCHEDULE = [[6, 0.6], [30, 0.4], [61, 0.2]]
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {**CACHED, **CHUNKED}, {"speculative_config": NGRAM}],
-    ids=["whole", "cached", "drafts"],
+    [
+        pytest.param({}, id="whole", marks=pytest.mark.nightly),
+        pytest.param({**CACHED, **CHUNKED}, id="cached"),
+        pytest.param({"speculative_config": NGRAM}, id="drafts"),
+    ],
 )
 def test_a_schedule_evicts_in_steps(
     folder: Path,

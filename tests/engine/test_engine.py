@@ -27,6 +27,8 @@ IMAGE_SIZE = 112
 VISION_TOKENS = 64
 DEBUG = {"poison": True, "record_kept": True}
 BUDGETS = (0.5, 0.2, 0.1)
+GRANULARITIES = [pytest.param("layer", marks=pytest.mark.nightly), "head"]
+"""`test_methods.py` compares both by day."""
 
 
 def tgv(granularity: str = "layer", **settings: Any) -> dict[str, Any]:
@@ -51,7 +53,7 @@ def budget(value: float) -> dict[str, float]:
     return {"kv_eviction_budget": value}
 
 
-@pytest.fixture(scope="module", params=["layer", "head"])
+@pytest.fixture(scope="module", params=GRANULARITIES)
 def evicting(request: pytest.FixtureRequest, folder: Path) -> Iterator[SteppedEngine]:
     with engine(folder, tgv(request.param)) as running:
         yield running
@@ -215,7 +217,7 @@ def test_traces_say_what_was_kept(evicting: SteppedEngine) -> None:
     assert len(listed) == len(traced)
 
 
-@pytest.mark.parametrize("granularity", ["layer", "head"])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_chunked_prefill_keeps_the_same(folder: Path, oracle: Oracle, granularity: str) -> None:
     """Chunks of 64 tokens in batches with compressed requests; rows vote across chunks."""
     asks = [
@@ -235,7 +237,7 @@ def test_chunked_prefill_keeps_the_same(folder: Path, oracle: Oracle, granularit
         assert not running.evictor.observations
 
 
-@pytest.mark.parametrize("block_size", [16, 128])
+@pytest.mark.parametrize("block_size", [16, pytest.param(128, marks=pytest.mark.nightly)])
 def test_block_sizes(folder: Path, oracle: Oracle, block_size: int) -> None:
     asks = [
         album(60 + i, 20, 600 + 37 * i, xargs=budget(value), arrival=i)
@@ -252,12 +254,10 @@ def test_full_budget_through_the_compressed_path_is_stock(folder: Path) -> None:
     with engine(folder) as stock:
         wanted = stock.tokens(asks)
     debug = {**DEBUG, "evict_at_full_budget": True}
-    for chunk in (64, 2048):
-        with engine(
-            folder, tgv("head", budget=1.0, debug=debug), max_num_batched_tokens=chunk
-        ) as running:
-            assert running.tokens(asks) == wanted
-            assert running.counters["requests_evicted"] == len(asks)
+    settings = tgv("head", budget=1.0, debug=debug)
+    with engine(folder, settings, max_num_batched_tokens=64) as running:
+        assert running.tokens(asks) == wanted
+        assert running.counters["requests_evicted"] == len(asks)
 
 
 def test_compiled_model(folder: Path, oracle: Oracle) -> None:
@@ -328,7 +328,7 @@ def test_a_pool_too_small_for_the_fresh_blocks(folder: Path) -> None:
         assert running.counters["requests_skipped"] == {"pool_too_small": 1}
 
 
-@pytest.mark.parametrize("granularity", ["layer", "head"])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_images_of_several_sizes_with_mrope(
     tiny_model: Callable[..., Path], granularity: str
 ) -> None:

@@ -21,13 +21,13 @@ from tests.engine.test_cuts import MIXES, SCHEDULE, Case, step_xargs
 from tests.engine.test_cuts import assert_agrees as assert_cuts_agree
 from tests.engine.test_engine import (
     BUDGETS,
+    GRANULARITIES,
     IMAGE_SIZE,
     album,
     budget,
     test_extreme_shares_make_ragged_caches,  # noqa: F401 - runs here as well
     test_lengths_around_block_borders,  # noqa: F401
     test_preemption_in_a_small_pool,  # noqa: F401
-    test_prefix_cache_serves_the_same_image_again,  # noqa: F401
     tgv,
 )
 from tests.models import random_text
@@ -50,6 +50,17 @@ CUTS = [
     {"policy": "tgv", "decode": {"schedule": SCHEDULE}},
     {"policy": "tgv", "budget": 0.3, "decode": {"max_tokens": 64}},
 ]
+CUTS_OF_GRAPHS = [
+    pytest.param(
+        settings,
+        kernel,
+        id=f"{kind}-{kernel}",
+        marks=() if (kind, kernel) == ("schedule", "stock") else pytest.mark.nightly,
+    )
+    for kind, settings in zip(("waits", "schedule", "ceiling"), CUTS, strict=True)
+    for kernel in ("stock", "triton")
+]
+"""One kind by day."""
 
 TABLE_BYTES_OF_A_LAYER = 8 * 2 * (1024 // 32) * 4
 """Requests, KV heads, blocks of 32 tokens, bytes of an entry."""
@@ -78,7 +89,7 @@ def flash() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=["layer", "head"])
+@pytest.fixture(scope="module", params=GRANULARITIES)
 def evicting(request: pytest.FixtureRequest, folder: Path) -> Iterator[SteppedEngine]:
     with engine(folder, tgv(request.param), block_size=16) as running:
         warm_up(running.evictor)  # as the GPU's worker does when it starts
@@ -100,7 +111,7 @@ def test_a_warm_up_leaves_nothing(
     warm_up(evictor)
     assert not evictor.pool.raw.any()
     assert not evictor.regions.num_live
-    assert not evictor.regions.num_retained.any()
+    assert not evictor.regions.num_token_blocks.any()
     assert not any((evictor.observations, evictor.ended, evictor.kept))
 
 
@@ -139,8 +150,15 @@ def test_chunks_replays_and_decodes_in_one_batch(folder: Path, oracle: Oracle) -
             assert_agrees(running, oracle, asks)
 
 
-@pytest.mark.parametrize("decode_kernel", ["stock", "triton"])
-@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize(
+    ("kernels", "decode_kernel"),
+    [
+        ("torch", "stock"),
+        ("triton", "triton"),
+        pytest.param("torch", "triton", marks=pytest.mark.nightly),
+        pytest.param("triton", "stock", marks=pytest.mark.nightly),
+    ],
+)
 def test_decode_steps_are_right_as_graphs(
     folder: Path, oracle: Oracle, kernels: str, decode_kernel: str
 ) -> None:
@@ -163,8 +181,7 @@ def test_decode_steps_are_right_as_graphs(
         assert flash_on_cpu.ReplayingBuilder.num_replays > before + 9
 
 
-@pytest.mark.parametrize("decode_kernel", ["stock", "triton"])
-@pytest.mark.parametrize("settings", CUTS, ids=["waits", "schedule", "ceiling"])
+@pytest.mark.parametrize(("settings", "decode_kernel"), CUTS_OF_GRAPHS)
 def test_cuts_of_answers_are_right_with_graphs(
     folder: Path, oracle: Oracle, settings: dict[str, Any], decode_kernel: str
 ) -> None:

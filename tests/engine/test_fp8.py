@@ -195,7 +195,7 @@ def test_the_oracle_rounds_as_the_kernel_does() -> None:
                     check_page_format(BLOCK_SIZE, 32, model_dtype, "vec", name)
 
 
-@pytest.mark.parametrize("dtype", ["auto", "fp8_e5m2"])
+@pytest.mark.parametrize("dtype", ["auto", pytest.param("fp8_e5m2", marks=pytest.mark.nightly)])
 def test_with_everything_kept_tokens_are_those_of_stock(
     plain: Path, folder: Path, dtype: str
 ) -> None:

@@ -54,7 +54,7 @@ def _attended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_cuts, "oracles", lambda name: MIXES.get(name) or known(name))
 
 
-@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+@pytest.mark.parametrize("backend", [pytest.param("cpu", marks=pytest.mark.nightly), "cuda"])
 def test_retention_over_several_cuts(
     folder: Path, tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

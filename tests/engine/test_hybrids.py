@@ -292,7 +292,14 @@ def test_nothing_is_lost_at_full_budget_and_with_cached_prefixes(
         np.testing.assert_allclose(logprobs(ours), logprobs(theirs), atol=0.05)
 
 
-@pytest.mark.parametrize("arch", ["qwen3_5_moe", "qwen3_next", "minicpmv4_6"])
+@pytest.mark.parametrize(
+    "arch",
+    [
+        pytest.param("qwen3_5_moe", marks=pytest.mark.nightly),
+        pytest.param("qwen3_next", marks=pytest.mark.nightly),
+        "minicpmv4_6",
+    ],
+)
 def test_other_hybrids(arch: str, tiny_model: Callable[..., Path]) -> None:
     """Answers are stock's at the full budget, and elsewhere nearly the oracle's.
 

@@ -24,7 +24,7 @@ from tests.models import random_text
 from vllm_tgvkv.attention.base import EvictingMetadata
 from vllm_tgvkv.attention.cpu import EvictingCPUMetadataBuilder, VirtualSequences
 
-pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.nightly, pytest.mark.engine, pytest.mark.slow]
 
 NUM_REQUESTS = 1000
 METHODS = ("tgv", "snapkv", "pyramidkv", "adakv", "streaming", "random", "none")

@@ -177,7 +177,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {**SERVER, "head_scores": str(file)}
 
 
-@pytest.fixture(scope="module", params=["whole", "chunked"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("whole", marks=pytest.mark.nightly), "chunked"]
+)
 def running(
     request: pytest.FixtureRequest, folder: Path, server: dict[str, Any]
 ) -> Iterator[SteppedEngine]:
@@ -195,7 +197,7 @@ def kept_by(running: SteppedEngine, output: Any) -> torch.Tensor:
     shape, length = running.evictor.shape, len(output.prompt_token_ids)
     # vLLM adds a random suffix to request ids.
     name = output.request_id
-    found = [k for k in running.evictor.kept if k.request_id.rsplit("-", 1)[0] == name]
+    found = [kept for of, kept in running.evictor.kept if of.rsplit("-", 1)[0] == name]
     counts = found[-1].counts.flatten()
     mask = torch.zeros(shape.num_pairs, length, dtype=torch.bool)
     pair = torch.repeat_interleave(torch.arange(shape.num_pairs), counts)

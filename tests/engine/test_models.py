@@ -214,7 +214,18 @@ ELSEWHERE = _HYBRIDS | _WITH_WINDOWS
 """Not all of their layers are evicted, see `test_hybrids.py` and `test_windows.py`."""
 
 
-@pytest.fixture(scope="module", params=[arch for arch in FAMILIES if arch not in ELSEWHERE])
+BY_NIGHT = {"llava", "llava_next", "qwen2_vl"}
+"""Like LLaVA-OneVision and Qwen2.5-VL; LLaVA is served in most other files."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(arch, marks=pytest.mark.nightly if arch in BY_NIGHT else ())
+        for arch in FAMILIES
+        if arch not in ELSEWHERE
+    ],
+)
 def family(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> Iterator[Family]:
     model = TinyModel(request.param, image_size=IMAGE_SIZE)
     folder = tiny_model(model.arch, image_size=IMAGE_SIZE)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from oracle.emulation import Eviction, Oracle
-from tests.engine.running import Ask, SteppedEngine, name_of
+from tests.engine.running import SHARED, Ask, SteppedEngine, name_of
 from tests.engine.test_engine import DEBUG, album, budget
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
@@ -101,6 +101,7 @@ def workers(
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", cores)
         # This process has threads, which do not survive a fork.
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        SHARED.close()
         running = kind(folder, eviction, **options)
         try:
             yield running

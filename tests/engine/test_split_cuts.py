@@ -77,10 +77,10 @@ SPLITS = {
     ("name", "kind"),
     [
         ("ranks", "schedule"),
-        ("ranks", "ceiling"),
-        ("stages", "schedule"),
+        pytest.param("ranks", "ceiling", marks=pytest.mark.nightly),
+        pytest.param("stages", "schedule", marks=pytest.mark.nightly),
         ("stages", "ceiling"),
-        ("grid", "ceiling"),
+        pytest.param("grid", "ceiling", marks=pytest.mark.nightly),
     ],
 )
 def test_every_cut_leaves_what_one_process_leaves(

@@ -42,7 +42,7 @@ def assert_reasons(
     ],
     ids=["schedule", "ceiling"],
 )
-@pytest.mark.parametrize("method", ["tgv", "adakv"])
+@pytest.mark.parametrize("method", ["tgv", pytest.param("adakv", marks=pytest.mark.nightly)])
 def test_a_trace_has_every_cut(
     tiny_model: Callable[..., Path], method: str, settings: dict[str, Any]
 ) -> None:
@@ -61,7 +61,7 @@ def test_a_trace_has_every_cut(
         shape = running.evictor.shape
         for output in outputs:
             name, num_prompt = output.request_id, len(output.prompt_token_ids)
-            kept = [cut for cut in running.evictor.kept if name_of(cut.request_id) == name]
+            kept = [cut for of, cut in running.evictor.kept if name_of(of) == name]
             cuts = output.kv_transfer_params["kv_eviction"]["cuts"]
             assert len(kept) == len(cuts) >= 3
             gone: list[np.ndarray] = []

@@ -49,6 +49,8 @@ MODELS: dict[str, dict[str, int]] = {
     "exaone4_5": {"layers": 6, "image_size": 112},
 }
 """Tiny models. A third of the layers has full attention, in the last two without positions."""
+BY_DAY = ("gemma4", "cohere2_vision")
+"""Layers that read the caches of others, and those without positions."""
 MORE_OPTIONS: dict[str, dict[str, Any]] = {"exaone4_5": {"mm_device_do_normalize": False}}
 """vLLM 0.32 leaves it to Exaone's tower to normalise pixels, and the tower does not."""
 
@@ -112,7 +114,12 @@ def evicted_with(method: str, budget: float, **more: Any) -> dict[str, Any]:
     return {"kv_eviction": method, "kv_eviction_budget": budget, **more}
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(arch, marks=() if arch in BY_DAY else pytest.mark.nightly) for arch in MODELS
+    ],
+)
 def served(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> Iterator[Served]:
     arch = request.param
     folder = tiny_model(arch, **MODELS[arch])

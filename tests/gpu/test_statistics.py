@@ -24,11 +24,12 @@ from tests.unit.test_statistics import (
     check_sets,
     exact_log_sum_exp,
     make_layers,
+    observe_ragged,
     observed_layers,
 )
 from vllm_tgvkv.kernels import gpu
 from vllm_tgvkv.kernels.row_sums import RowSums
-from vllm_tgvkv.kernels.statistics import Scratch, observe, observe_layers
+from vllm_tgvkv.kernels.statistics import Scratch, observe
 from vllm_tgvkv.policies import LayerView, Mix, Prompt, build_policy
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -388,7 +389,7 @@ def test_keys_are_read_twice_at_most(
 def check_layers(layers: Layers, stored: bool = True, **options: Any) -> None:
     statistics = ALL if stored else ALL - {"row_averages"}
     options = {"scratch": Poisoned(), "statistics": statistics, **options}
-    check_sets(observe_layers(**layers.arguments, **options), layers.sets(), **TOLERANCE)
+    check_sets(observe_ragged(**layers.arguments, **options), layers.sets(), **TOLERANCE)
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -464,7 +465,7 @@ def test_the_number_of_launches_does_not_grow_with_the_layers(
         }
         triton_launches.clear()
         with Operations() as operations:
-            attention = observe_layers(
+            attention = observe_ragged(
                 **some,
                 statistics=policy.statistics("text"),
                 num_common_keys=num_keys - num_rows + 1,

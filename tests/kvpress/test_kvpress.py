@@ -40,7 +40,7 @@ from vllm_tgvkv.policies import (
 )
 from vllm_tgvkv.shared.budget import Budget
 from vllm_tgvkv.shared.prompt import WINDOW, PromptMap, RowSet, voters
-from vllm_tgvkv.worker.decision import Decider
+from vllm_tgvkv.worker.decision import ScoredPrompt
 
 pytestmark = pytest.mark.slow
 
@@ -220,8 +220,8 @@ def pooled(policy: Policy, scores: Tensor) -> Tensor:
 def our_kept(policy: Policy, scores: Tensor, num_kept: int, sinks: int = 0) -> Tensor:
     """Return our kept tokens ``[L, H, P]`` for pooled scores, ``num_kept`` per head on average."""
     nothing = scores.new_empty(*scores.shape[:2], 0)  # strengths, which no allocation here uses
-    decider = Decider(policy, prompt_of(scores, sinks), scores, nothing, KV_HEADS, 1, 0)
-    decision = decider.decide(num_kept)
+    scored = ScoredPrompt(policy, prompt_of(scores, sinks), scores, nothing, KV_HEADS, 1, 0)
+    decision = scored.decide(num_kept)
     return mask_of(decision.positions, decision.counts, scores.shape[-1])
 
 

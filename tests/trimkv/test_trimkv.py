@@ -31,7 +31,7 @@ from training.prompts import Prompt as Tokens
 from vllm_tgvkv.gates.folder import Gates, write
 from vllm_tgvkv.policies import Prompt, build_policy
 from vllm_tgvkv.policies.base import LayerView
-from vllm_tgvkv.worker.decision import Decider
+from vllm_tgvkv.worker.decision import ScoredPrompt
 
 pytestmark = pytest.mark.slow
 
@@ -189,8 +189,8 @@ def our_kept(
     """Return what our cut to MEMORY tokens for each head leaves of what is left, bool."""
     policy = build_policy(FORMS[CASES[case][1]], gates=peer.gates(case))
     prompt, nothing = prompt_of(scores.shape[-1], sinks), scores.new_empty(LAYERS, HEADS, 0)
-    decider = Decider(policy, prompt, scores, nothing, HEADS, 1, floor, present=left)
-    found = decider.decide(MEMORY)
+    scored = ScoredPrompt(policy, prompt, scores, nothing, HEADS, 1, floor, present=left)
+    found = scored.decide(MEMORY)
     kept = torch.zeros(LAYERS * HEADS, scores.shape[-1], dtype=torch.bool)
     pairs = torch.repeat_interleave(torch.arange(LAYERS * HEADS), found.counts.flatten())
     kept[pairs[:, None], found.positions[: len(pairs)].long()] = True

@@ -30,7 +30,6 @@ from vllm_tgvkv.attention.cuda import (
     FlashKernel,
     RaggedTokens,
 )
-from vllm_tgvkv.cache import regions
 from vllm_tgvkv.cache.pages import CacheShape, PagePool
 from vllm_tgvkv.cache.queries import DecodeQueries, QueryPool
 from vllm_tgvkv.cache.regions import Regions
@@ -38,6 +37,8 @@ from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.kernels import page_tables
 from vllm_tgvkv.kernels.decode import DecodePlan, decode
 from vllm_tgvkv.shared.plan import Observation, StepPlan
+from vllm_tgvkv.summaries import blocks as summary_blocks
+from vllm_tgvkv.summaries.blocks import SummaryBlocks
 from vllm_tgvkv.worker.evictor import Evictor
 from vllm_tgvkv.worker.model_runner import RowsV2
 from vllm_tgvkv.worker.ranks import Ranks
@@ -76,7 +77,7 @@ def test_attention_equals_the_reference(batch: Batch, data: st.DataObject) -> No
     shape = CacheShape(layers, heads, group_size=2, head_size=4, block_size=size)
     table, seq_lens, *state = batch.pooled
     state_of = Regions(NUM_BLOCKS, shape.num_pairs, torch.device("cpu"))
-    state_of.num_retained, state_of.num_replaced, state_of.offsets = state
+    state_of.num_token_blocks, state_of.num_replaced, state_of.offsets = state
     pool = make_pool(shape, NUM_BLOCKS, "cpu")
     num_rows, max_rows = len(table), len(table) + data.draw(st.integers(0, 3))
     of_layer = 4 * max_rows * heads * batch.width
@@ -85,7 +86,8 @@ def test_attention_equals_the_reference(batch: Batch, data: st.DataObject) -> No
         monkeypatch.setattr(
             flash_attn, "flash_attn_varlen_func", flash_on_cpu.attend, raising=False
         )
-        kernel = FlashKernel(shape, state_of, max_rows, batch.width)
+        summaries = SummaryBlocks(pool, state_of, are_used=False)
+        kernel = FlashKernel(shape, state_of, max_rows, batch.width, summaries)
 
         def attend(first: int, end: int, takes_turns: bool) -> list[torch.Tensor]:
             rows = RaggedTokens(
@@ -235,7 +237,7 @@ class Counts(TorchDispatchMode):
         replace(page_tables, "write_lengths", self._write_lengths)
         replace(page_tables, "write_page_tables", self._write_page_tables)
         replace(flash_attn, "flash_attn_varlen_func", self._attend)
-        replace(regions, "merge_rows", self._merge)
+        replace(summary_blocks, "merge_rows", self._merge)
         replace(flash_attn.FlashAttentionMetadataBuilder, "build", lambda *args: "stock")
         replace(flash_attn.FlashAttentionImpl, "forward", self._stock)
         super().__enter__()

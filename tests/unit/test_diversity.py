@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from oracle import methods
-from tests.unit.test_statistics import make_layers
+from oracle import scores
+from tests.unit.test_statistics import make_layers, observe_ragged
 from vllm_tgvkv.kernels.diversity import mean_cosines, norms
-from vllm_tgvkv.kernels.statistics import observe, observe_layers
+from vllm_tgvkv.kernels.statistics import observe
 
 SIZE, HEAD_SIZE = 53, 16
 
@@ -41,7 +41,7 @@ def test_heads_of_any_length(dtype: torch.dtype) -> None:
     assert cosines.dtype == lengths_of.dtype == torch.float32
     for head, ours, of_norms in zip(heads, cosines, lengths_of, strict=True):
         number = len(head)
-        wanted = torch.tensor(methods.mean_cosines(head), dtype=torch.float64)
+        wanted = torch.tensor(scores.mean_cosines(head), dtype=torch.float64)
         torch.testing.assert_close(ours[:number].double(), wanted, rtol=1e-5, atol=1e-6)
         lengths_of_keys = head.double().norm(dim=-1)
         torch.testing.assert_close(
@@ -74,7 +74,7 @@ def test_statistics_of_paged_heads(workspace_bytes: int) -> None:
     values = torch.full_like(pool, math.nan)
     values[~pool.isnan()] = torch.randn(int((~pool.isnan()).sum()))
     names = frozenset({"mean_cosines", "value_norms"})
-    seen = observe_layers(
+    seen = observe_ragged(
         **layers.arguments, statistics=names, workspace_bytes=workspace_bytes, values=values
     )
     for pair, length in enumerate(layers.lengths):
@@ -82,7 +82,7 @@ def test_statistics_of_paged_heads(workspace_bytes: int) -> None:
         keys, of_values = (
             pages[tables[pair, :count].long()].flatten(0, 1)[:length] for pages in (pool, values)
         )
-        wanted = torch.tensor(methods.mean_cosines(keys), dtype=torch.float64)
+        wanted = torch.tensor(scores.mean_cosines(keys), dtype=torch.float64)
         cosines, found = seen.mean_cosines[pair], seen.value_norms[pair]
         torch.testing.assert_close(cosines[:length].double(), wanted, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(found[:length], of_values.norm(dim=-1))
@@ -95,11 +95,11 @@ def test_what_statistics_of_values_need() -> None:
     layers = make_layers([[9, 3]], [0], per_head=True).arguments
     names = frozenset({"value_norms"})
     with pytest.raises(ValueError, match="value_norms needs the pages of the values"):
-        _ = observe_layers(**layers, statistics=names).value_norms
+        _ = observe_ragged(**layers, statistics=names).value_norms
     with pytest.raises(ValueError, match="value_norms was not computed"):
-        _ = observe_layers(**layers, values=layers["pool"]).value_norms
+        _ = observe_ragged(**layers, values=layers["pool"]).value_norms
     with pytest.raises(ValueError, match="values must be"):
-        observe_layers(**layers, values=layers["pool"][1:])
+        observe_ragged(**layers, values=layers["pool"][1:])
     pages, ids, rows = torch.randn(5, 2, 4, 8), torch.tensor([2, 0]), torch.tensor([6])
     given = (torch.randn(1, 2, 1, 8), pages, ids, rows, 7, 1.0)
     with pytest.raises(ValueError, match="value_pages must have strides"):

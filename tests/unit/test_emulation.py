@@ -30,9 +30,9 @@ from oracle.methods import (
     retained_blocks,
     rows,
     select,
-    tgv_scores,
     tiers,
 )
+from oracle.scores import tgv_scores
 from tests.models import LLAVA_IMAGE, QWEN_IMAGE, random_image, random_text
 
 TOKENS = 60

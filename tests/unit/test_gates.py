@@ -19,7 +19,7 @@ from oracle.gates import log_betas, predicted
 from tests.inputs import gate_tensors, gates
 from vllm_tgvkv.config.request import RequestOptions
 from vllm_tgvkv.config.server import EvictionConfig
-from vllm_tgvkv.gates import folder as module
+from vllm_tgvkv.gates import __main__ as command
 from vllm_tgvkv.gates.folder import Gates, write
 from vllm_tgvkv.gates.tap import _projection
 from vllm_tgvkv.policies import Mix, Prompt, build_policy
@@ -43,7 +43,7 @@ def test_gates_say_what_their_definition_says(tmp_path: Path, form: str) -> None
     wanted = predicted(tensors)
     if form != "mlp":
         wanted = log_betas(tensors, "model.layers", 2 if form == "rg10" else 1)
-        module.main([str(tmp_path), "--output", str(tmp_path / "safe")])
+        command.main([str(tmp_path), "--output", str(tmp_path / "safe")])
         (tmp_path / "safe" / "config.json").stat()
     hidden = torch.randn(50, HIDDEN)
     for folder in (tmp_path, tmp_path / "safe")[: 1 if form == "mlp" else 2]:
@@ -153,7 +153,7 @@ def test_wrong_folders_are_refused(tmp_path: Path) -> None:
     file.unlink()
     assert "it has no trimkv_weights.safetensors or trimkv_weights.pth" in refusal(folder)
     with pytest.raises(SystemExit, match=r"gates: the folder is .*: it has no trimkv_weights"):
-        module.main([folder])
+        command.main([folder])
     tensors = saved(tmp_path, "rg10")
     tensors[KEY + "linear1.weight"][3, 3] = torch.nan
     write(tmp_path, tensors, json.loads((tmp_path / "config.json").read_text()))

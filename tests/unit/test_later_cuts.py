@@ -277,7 +277,7 @@ class Worker:
         """Return what one cut left in the region, bool [L, H', n]; every page must be full."""
         masks = []
         for evictor in self.evictors:
-            found = evictor.kept[number]
+            _, found = evictor.kept[number]
             pairs = found.counts.flatten()
             mask = torch.zeros(len(pairs), num_tokens, dtype=torch.bool)
             pair = torch.repeat_interleave(torch.arange(len(pairs)), pairs)
@@ -393,7 +393,8 @@ def test_every_cut_leaves_what_the_oracle_leaves(
             same = torch.equal(kept[:, copy :: split.replicas], left[..., :num_candidates])
             assert same, f"cut {number} keeps other tokens"
         for evictor in (evictor for worker in workers for evictor in worker.evictors):
-            assert evictor.kept[number].counts.sum() == evictor.shape.num_pairs * cut.num_retained
+            _, kept = evictor.kept[number]
+            assert kept.counts.sum() == evictor.shape.num_pairs * cut.num_retained
     for worker in workers:
         first, *later = worker.outcomes
         assert len(first) == 1  # the scheduler counts first cuts only

@@ -47,13 +47,14 @@ from vllm_tgvkv.policies.pooling import Pooler
 from vllm_tgvkv.shared.budget import Guard
 from vllm_tgvkv.shared.plan import Observation, StepPlan
 from vllm_tgvkv.shared.prompt import PromptMap, VisionSpan, Voters
+from vllm_tgvkv.summaries.blocks import SummaryBlocks
 from vllm_tgvkv.worker import cuda as worker_cuda
 from vllm_tgvkv.worker import memory
+from vllm_tgvkv.worker.context import WORKSPACE_BYTES
 from vllm_tgvkv.worker.cuda import EvictionGPUWorker, memory_of
-from vllm_tgvkv.worker.decision import Decider
+from vllm_tgvkv.worker.decision import ScoredPrompt
 from vllm_tgvkv.worker.evictor import Evictor
 from vllm_tgvkv.worker.memory import Sizes, memory_outside_pool
-from vllm_tgvkv.worker.observation import WORKSPACE_BYTES
 from vllm_tgvkv.worker.ranks import Ranks
 from vllm_tgvkv.worker.stages import Stages
 from vllm_tgvkv.worker.warm_up import WarmUpError, made_up_step, warm_up
@@ -157,7 +158,7 @@ def most_bytes(config: EvictionConfig, num_tokens: int, later: bool = False) -> 
     # Where all tokens find room there is no summary: one block less.
     num_retained = num_blocks - (policy.summaries is not None)
     new = (old + num_blocks)[:num_retained]
-    plan = made_up_step(config, config.policy, prompt, guard, old, new, SHAPE.block_size)
+    plan = made_up_step(config, prompt, guard, old, new, SHAPE.block_size)
     heads = SHAPE.num_heads * SHAPE.group_size
     queries = torch.empty(num_tokens, heads, SHAPE.head_size, dtype=torch.bfloat16, device="meta")
 
@@ -307,9 +308,9 @@ def test_memory_of_a_guarded_decision_does_not_grow_with_the_layers(no_kernels: 
         is_vision = torch.empty(tokens, dtype=torch.bool, device="meta")
         prompt = Prompt(tokens, tokens, is_vision, sinks=4)
         strengths = torch.empty(num_layers, heads, 1, device="meta")
-        decider = Decider(policy, prompt, scores, strengths, heads, size, 1)
+        scored = ScoredPrompt(policy, prompt, scores, strengths, heads, size, 1, masses)
         with torch.inference_mode(), LiveBytes() as live:
-            decider.decide_guarded(100, masses, Guard(0.9, 1))
+            scored.decide(100, Guard(0.9, 1))
         of_layers[num_layers] = live.most - num_layers * heads * tokens
     assert of_layers[32] - of_layers[8] < 16 << 20
     assert of_layers[32] < 8 * select.KEY_BYTES
@@ -326,13 +327,13 @@ def test_slices_keep_the_same(method: str, monkeypatch: pytest.MonkeyPatch) -> N
     strengths = torch.rand(layers, num_sets, 1)
     is_vision = torch.rand(tokens + 3) < 0.6
     prompt = Prompt(tokens + 3, tokens, is_vision, sinks=4)
-    decider = Decider(policy, prompt, scores, strengths, heads, size, 1)
+    scored = ScoredPrompt(policy, prompt, scores, strengths, heads, size, 1, masses)
     found = []
     for key_bytes in (1 << 30, 2 * num_sets * tokens * 8, 0):
         monkeypatch.setattr(select, "KEY_BYTES", key_bytes)
-        guarded = decider.decide_guarded(20, masses, Guard(0.7, 1))
+        guarded = scored.decide(20, Guard(0.7, 1))
         assert 1 < guarded.num_retained < 20
-        found.append((decider.decide(9), guarded))
+        found.append((scored.decide(9), guarded))
     for plain, guarded in found[1:]:
         for one, other in ((plain, found[0][0]), (guarded, found[0][1])):
             assert torch.equal(one.counts, other.counts)
@@ -360,7 +361,10 @@ def test_region_state_and_the_query_pool_take_what_is_set_aside(decode: Any) -> 
     found = memory_outside_pool(config, SIZES)
     block_size = SHAPE.block_size if decode else 0
     regions = Regions(1000, SHAPE.num_pairs, torch.device("cpu"), block_size)
-    assert tensor_bytes(regions) == 1000 * found.block_bytes
+    size = (1000, SHAPE.num_layers, SHAPE.num_heads, SHAPE.block_size, 2 * SHAPE.head_size)
+    pool = page_pool(torch.empty(size, device="meta").unbind(1), slots_first=True)
+    summaries = SummaryBlocks(pool, regions, are_used=False)
+    assert tensor_bytes(regions) + tensor_bytes(summaries.counts) == 1000 * found.block_bytes
     queries = QueryPool(
         config.num_query_rows,
         SHAPE.num_layers,
@@ -588,5 +592,5 @@ def test_a_warm_up_waits_and_cuts_again_like_the_server(
     assert evicted == ([first, (False, 15)] if cuts_again else [first]) * 2
     assert not pool.raw.any()
     assert not evictor.regions.num_live
-    assert not evictor.regions.num_retained.any()
+    assert not evictor.regions.num_token_blocks.any()
     assert not any((evictor.observations, evictor.ended, evictor.kept))

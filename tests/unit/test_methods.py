@@ -42,7 +42,7 @@ from vllm_tgvkv.policies import (
 from vllm_tgvkv.policies.registry import ALLOCATIONS, POLICIES, RETENTIONS, SCORES
 from vllm_tgvkv.shared.budget import Guard
 from vllm_tgvkv.shared.prompt import PromptMap, RowSet, VisionSpan, voters
-from vllm_tgvkv.worker.decision import Decider, Decision
+from vllm_tgvkv.worker.decision import Decision, ScoredPrompt
 
 LAYERS, HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE = 3, 2, 3, 8, 4
 SCALE = HEAD_SIZE**-0.5
@@ -260,8 +260,8 @@ def policy_of(mix: methods.Mix) -> Policy:
     )
 
 
-def decider(policy: Policy, seen: Seen, layout: Layout, settings: Settings) -> Decider:
-    return Decider(
+def scored(policy: Policy, seen: Seen, layout: Layout, settings: Settings) -> ScoredPrompt:
+    return ScoredPrompt(
         policy,
         prompt_of(layout, settings),
         seen.scores,
@@ -269,6 +269,7 @@ def decider(policy: Policy, seen: Seen, layout: Layout, settings: Settings) -> D
         HEADS,
         settings.block_size,
         settings.floor,
+        seen.masses,
     )
 
 
@@ -308,7 +309,7 @@ def assert_keeps_the_same(
     for each in settings:
         wanted = methods.select(mix, inputs.attention, layout, HEADS, each, states=inputs.states)
         of_budget = replace(seen, scores=pooled(policy, seen.raw, layout, each))
-        decision = decider(policy, of_budget, layout, each).decide(wanted.blocks)
+        decision = scored(policy, of_budget, layout, each).decide(wanted.blocks)
         message = f"{mix}, {each}, {layout}"
         assert decision.counts.sum() == wanted.blocks * LAYERS * HEADS, message
         assert torch.equal(decision.counts, wanted.pages), message
@@ -482,7 +483,7 @@ def test_sparsemm_in_pipeline_stages(granularity: str, stages: list[int]) -> Non
     for size in stages:
         part = slice(first, first + size)
         of_stage = replace(
-            decider(policy, seen, where, settings),
+            scored(policy, seen, where, settings),
             scores=seen.scores[part],
             strengths=seen.strengths[part],
             depth=Depth(first, LAYERS),
@@ -562,7 +563,9 @@ def test_pyramids_of_many_layers(num_layers: int) -> None:
         ours = apportion(shares, blocks * len(shares), 1, 3 * blocks)
         token_sets = [[methods.TokenSet(scores, scores)] * 2] * num_layers
         case = methods.Case(Layout(1000), 4, 9, 4)
-        wanted = methods.pyramid_shares(methods.Evidence(token_sets, [], [], [], case, blocks))
+        wanted = methods.ALLOCATIONS["pyramid"](
+            methods.Evidence(token_sets, [], [], [], case, blocks)
+        )
         assert ours.tolist() == reference.apportion(wanted, blocks * len(shares), 1, 3 * blocks)
 
 
@@ -673,7 +676,7 @@ def test_random_keeps_its_own_scores_best(layout: str) -> None:
     for settings in budgets(where):
         seen = look(policy, inputs, where, settings)
         wanted = methods.select(mix, inputs.attention, where, HEADS, settings, seen.raw)
-        decision = decider(policy, seen, where, settings).decide(wanted.blocks)
+        decision = scored(policy, seen, where, settings).decide(wanted.blocks)
         assert torch.equal(kept(decision, where, settings), wanted.kept)
 
 
@@ -700,7 +703,7 @@ def test_fewest_blocks_that_hold_the_share(name: str, granularity: str, layout: 
     wanted = methods.select(mix, inputs.attention, where, HEADS, settings, states=inputs.states)
     most = methods.retained_blocks(where.length, BLOCK_SIZE, auto.most)
     guard = Guard(auto.share, least_blocks(where, settings, auto))
-    decision = decider(policy, seen, where, settings).decide_guarded(most, seen.masses, guard)
+    decision = scored(policy, seen, where, settings).decide(most, guard)
     assert decision.num_retained is not None
     assert int(decision.num_retained) == wanted.blocks, (mix, settings)
     assert torch.equal(decision.counts, wanted.pages)

@@ -24,8 +24,8 @@ from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.kernels import gpu
 from vllm_tgvkv.shared.plan import Observation, StepPlan
 from vllm_tgvkv.shared.prompt import PromptMap, VisionSpan
+from vllm_tgvkv.worker import due
 from vllm_tgvkv.worker.evictor import Evictor
-from vllm_tgvkv.worker.observation import PromptObservation
 from vllm_tgvkv.worker.ranks import Ranks
 from vllm_tgvkv.worker.stages import Stages
 from vllm_tgvkv.worker.warm_up import made_up_step
@@ -92,7 +92,7 @@ def plan_of(config: EvictionConfig, num_tokens: int, stored: bool) -> StepPlan:
     old = np.arange(1, num_blocks + 1, dtype=np.int32)
     prompt = PromptMap(num_tokens, (VisionSpan(100, num_tokens - 500, None),))
     new = old[: num_blocks // 10] + num_blocks
-    plan = made_up_step(config, config.policy, prompt, None, old, new, SHAPE.block_size)
+    plan = made_up_step(config, prompt, None, old, new, SHAPE.block_size)
     if stored:
         (seen,), (eviction,) = plan.observations, plan.evictions
         rows = np.arange(1, len(seen.rows) + 1)
@@ -158,8 +158,8 @@ def test_queries_that_wait_fit_the_workspace(launches: Launches, num_prompts: in
     evictor.prepare(lambda _: 0)
     of_layer = sum(len(part.rows) for part in plan.observations) * 2 * NUM_HEADS * SHAPE.head_size
     (at_once,) = {seen.due.layers_at_once for seen in evictor._current if seen.due is not None}
-    assert at_once == 1 or at_once * of_layer <= evictor.part.workspace_bytes
-    assert at_once == SHAPE.num_layers or (at_once + 1) * of_layer > evictor.part.workspace_bytes
+    assert at_once == 1 or at_once * of_layer <= evictor.context.workspace_bytes
+    assert at_once == SHAPE.num_layers or (at_once + 1) * of_layer > evictor.context.workspace_bytes
 
 
 @pytest.mark.parametrize("at_once", [2, LAYERS])
@@ -178,7 +178,7 @@ def test_layers_scored_together_keep_what_each_alone_keeps(
         plan.observations[plan.observations.index(second)] = replace(second, stored=rows)
         plan.evictions[1] = replace(plan.evictions[1], stored=rows)
         with monkeypatch.context() as patch:
-            patch.setattr(PromptObservation, "_layers_at_once", lambda *_: at_once)
+            patch.setattr(due, "_layers_at_once", lambda *_: at_once)
             together = model.evict(Ranks(), config, plan)
         for name in ("first", "second"):
             assert torch.equal(together.kept(name), alone.kept(name)), (budget, name)

@@ -44,7 +44,7 @@ from vllm_tgvkv.policies.registry import POLICIES, SCORES, Recipe, Registry
 from vllm_tgvkv.shared.budget import Guard
 from vllm_tgvkv.shared.prompt import RowSet, VisionSpan
 from vllm_tgvkv.testing import SYNCHRONISING
-from vllm_tgvkv.worker.decision import Decider
+from vllm_tgvkv.worker.decision import ScoredPrompt
 
 LAYERS, HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE = 3, 2, 3, 8, 4
 SCALE = HEAD_SIZE**-0.5
@@ -389,14 +389,11 @@ def run_everything(
             view = replace(view, attention=seen.get(policy.allocation.rows, NO_ATTENTION))
             strengths.append(policy.allocation.strength(view, score))
             scores.append(policy.pooled(score, prompt, k * BLOCK_SIZE)[:, : prompt.num_candidates])
-        decider = Decider(
-            policy, prompt, torch.stack(scores), torch.stack(strengths), HEADS, BLOCK_SIZE, 0
-        )
-        if guard:
-            decision = decider.decide_guarded(k, torch.stack(masses), guard)
-        else:
-            decision = decider.decide(k)
-        decider.preference(decision.counts, guarded=guard is not None)  # for a trace
+        observed = torch.stack(masses) if guard else None
+        together = (torch.stack(scores), torch.stack(strengths))
+        scored = ScoredPrompt(policy, prompt, *together, HEADS, BLOCK_SIZE, 0, observed)
+        decision = scored.decide(k, guard)
+        scored.preference(decision.counts, guarded=guard is not None)  # for a trace
         offsets = page_offsets(decision.counts)
         kept = (decision.positions, offsets, blocks[:num_old])
         target = (blocks[num_old:], LAYERS, HEADS)

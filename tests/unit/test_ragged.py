@@ -25,7 +25,7 @@ def random_keys() -> RaggedKeys:
         positions[pair, :length] = torch.randperm(TOKENS)[:length]
     width = -(-columns // size)
     tables = torch.randperm(pairs * width).view(pairs, width).int()
-    return RaggedKeys(tables, lengths, positions, TOKENS, SHAPE)
+    return RaggedKeys(tables[:, 0], tables, lengths, TOKENS, SHAPE, positions)
 
 
 @pytest.mark.parametrize("number", range(8))

@@ -20,6 +20,7 @@ import torch
 
 from tests.configs import AdjustedConfig
 from tests.inputs import gates, head_scores
+from vllm_tgvkv.cache import pages
 from vllm_tgvkv.cache.pages import CacheShape, page_pool
 from vllm_tgvkv.cache.ragged import RaggedKeys
 from vllm_tgvkv.config.server import EvictionConfig
@@ -28,7 +29,7 @@ from vllm_tgvkv.policies import METHOD_NAMES, gates_of, has_summaries
 from vllm_tgvkv.shared.budget import Budget
 from vllm_tgvkv.shared.plan import ColumnSumChunk, Eviction, Failure, Observation, Outcome, StepPlan
 from vllm_tgvkv.shared.prompt import PromptMap, VisionSpan, voters
-from vllm_tgvkv.worker import evictor, observation
+from vllm_tgvkv.worker import observation
 from vllm_tgvkv.worker.evictor import Evictor
 from vllm_tgvkv.worker.ranks import RankError, Ranks, SharedAttention, TensorRanks
 from vllm_tgvkv.worker.stages import Stages
@@ -112,7 +113,7 @@ class Run:
 
     def kept(self, name: str) -> torch.Tensor:
         """Kept positions in full blocks, bool [L, H, P]; every page must be full."""
-        (found,) = (kept for kept in self.evictor.kept if kept.request_id == name)
+        (found,) = (kept for of, kept in self.evictor.kept if of == name)
         pairs = found.counts.flatten()
         mask = torch.zeros(len(pairs), PROMPTS[name].num_tokens, dtype=torch.bool)
         pair = torch.repeat_interleave(torch.arange(len(pairs)), pairs)
@@ -121,7 +122,7 @@ class Run:
         return mask.unflatten(0, found.counts.shape)
 
     def counts(self, name: str) -> torch.Tensor:
-        (found,) = (kept for kept in self.evictor.kept if kept.request_id == name)
+        (found,) = (kept for of, kept in self.evictor.kept if of == name)
         return found.counts
 
 
@@ -161,8 +162,8 @@ class Model:
         pool = page_pool(cache.unbind(1), slots_first=True)
         shape = CacheShape(LAYERS, cache.shape[2], group // replicas, HEAD_SIZE, BLOCK_SIZE)
         evictor = Evictor(config, shape, pool, ranks, Stages(LAYERS))
-        if evictor.part.gate_outputs is not None:
-            evictor.part.gate_outputs.values.copy_(self.keys[:, :, heads, :, 0].abs().neg())
+        if evictor.context.gate_outputs is not None:
+            evictor.context.gate_outputs.values.copy_(self.keys[:, :, heads, :, 0].abs().neg())
         evictor.begin_step(plan)
         starts = {"first": 0, "second": PROMPTS["first"].num_tokens}
         evictor.prepare(starts.__getitem__)
@@ -244,7 +245,7 @@ def both(method: str) -> dict[str, str]:
 
 def run_out_of_memory(monkeypatch: pytest.MonkeyPatch, part: str, now: Callable[[], bool]) -> None:
     """Let a part of the eviction fail to allocate memory in each call for which `now()` is true."""
-    owners = {"observe_layers": observation, "copy_kept": evictor, "of_row": RaggedKeys}
+    owners = {"observe_layers": observation, "copy_kept": pages, "of_row": RaggedKeys}
     module = owners[part]
     real = getattr(module, part)
 

@@ -38,7 +38,7 @@ FIRST, SECOND = 6, 3
 
 def of_eviction(evictor: Evictor) -> torch.Tensor:
     """Return what the last eviction kept and everything behind the full blocks, bool [L, H, n]."""
-    found = evictor.kept[-1]
+    _, found = evictor.kept[-1]
     kept = torch.zeros(LAYERS * HEADS, TOKENS, dtype=torch.bool)
     pairs = torch.repeat_interleave(torch.arange(LAYERS * HEADS), found.counts.flatten())
     kept[pairs[:, None], found.positions[: len(pairs)].long()] = True
@@ -137,7 +137,7 @@ def test_a_second_eviction_looks_at_what_is_left(method: str) -> None:
     )
     wanted = methods.select(mix, attention, layout, HEADS, given, **more)  # type: ignore[arg-type]
     assert torch.equal(of_eviction(evictor), wanted.kept)
-    assert torch.equal(evictor.kept[-1].counts, wanted.pages)
+    assert torch.equal(evictor.kept[-1][1].counts, wanted.pages)
     assert (wanted.kept <= kept).all()
     assert (wanted.kept != kept).any()
 
@@ -156,7 +156,7 @@ def evictor_with(
     shape = CacheShape(LAYERS, HEADS, GROUP, HEAD_SIZE, SIZE)
     pool = page_pool(cache.unbind(1), slots_first=True)
     evictor = Evictor(config, shape, pool, Ranks(), Stages(LAYERS))
-    outputs = evictor.part.gate_outputs
+    outputs = evictor.context.gate_outputs
     assert outputs is not None
     outputs.fill(range(len(ids) + 1), float("nan"))
     positions = torch.arange(TOKENS)

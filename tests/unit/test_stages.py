@@ -26,7 +26,7 @@ from vllm_tgvkv.cache.pages import CacheShape, page_pool
 from vllm_tgvkv.shared.plan import Failure, Outcome, StepPlan
 from vllm_tgvkv.worker.evictor import Evictor
 from vllm_tgvkv.worker.ranks import Ranks
-from vllm_tgvkv.worker.stages import PipelineStages, StageOutcome, Stages, join_outcomes
+from vllm_tgvkv.worker.stages import PipelineStages, Stages, join_outcomes
 
 assert LAYERS == 3
 
@@ -65,7 +65,7 @@ class Pipeline:
         return {outcome.request_id: outcome for outcome in outcomes}
 
     def counts(self, name: str) -> list[torch.Tensor]:
-        return [next(k for k in e.kept if k.request_id == name).counts for e in self.evictors]
+        return [next(kept for of, kept in e.kept if of == name).counts for e in self.evictors]
 
 
 @pytest.mark.parametrize("layers", [(1, 2), (2, 1), (1, 1, 1)], ids=str)
@@ -143,13 +143,15 @@ def test_what_fails_on_one_stage_has_failed(
 
 
 def test_outcomes_are_joined_in_any_order() -> None:
-    part = StageOutcome("r", 3, 6, 10, 2, {"copy": 1.0}, None)
-    others = [replace(part, num_retained=5, num_pages=5, num_pairs=1), Failure("s", "first")]
-    stages = [[part, Failure("s", "second")], others, [replace(part, num_retained=1)]]
+    seen, kept = {"text": 90, "vision": 60}, {"text": 14, "vision": 10}
+    part = Outcome("r", 7, 3, "tgv", seen, kept, {"copy": 1.0}, num_pairs=2)
+    more = replace(part, num_blocks=5, kept={"text": 13, "vision": 10}, num_pairs=1)
+    others = [more, Failure("s", "first")]
+    stages = [[part, Failure("s", "second")], others, [replace(part, num_blocks=1)]]
     for order in permutations(stages):
         found, failure = join_outcomes(order)
-        assert isinstance(found, StageOutcome)
-        assert (found.num_retained, found.num_pages, found.num_vision) == (5, 17, 30)
+        assert isinstance(found, Outcome)
+        assert (found.num_blocks, found.kept) == (5, {"text": 41, "vision": 30})
         assert (found.num_pairs, found.seconds) == (5, {"copy": 3.0})
         assert failure == Failure("s", failure.error)  # type: ignore[union-attr]
     alone = Stages(4)

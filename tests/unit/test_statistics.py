@@ -21,6 +21,8 @@ from vllm_tgvkv.kernels.row_sums import RowSums
 from vllm_tgvkv.kernels.statistics import (
     THRESHOLD,
     ObservedAttention,
+    ObservedRows,
+    Scratch,
     Statistic,
     observe,
     observe_layers,
@@ -280,7 +282,7 @@ class Layers:
     """Rows over the keys of several layers, each head with its own pages and length."""
 
     arguments: dict[str, Any]
-    """Of `observe_layers`. Pages and slots without a key are NaN, unused table entries garbage."""
+    """Of `observe_ragged`. Pages and slots without a key are NaN, unused table entries garbage."""
     lengths: list[int]
     num_hidden: list[int]
     scales: list[float]
@@ -342,6 +344,21 @@ def make_layers(
     return Layers(arguments, flat, list(num_hidden), scales, per_head)
 
 
+def observe_ragged(
+    *,
+    lengths: torch.Tensor,
+    num_hidden: torch.Tensor,
+    per_head: bool = True,
+    statistics: frozenset[Statistic] = frozenset(),
+    workspace_bytes: int = 64 << 20,
+    scratch: Scratch | None = None,
+    **fields: Any,
+) -> ObservedAttention:
+    """Observe rows that see all keys of each pair, int32 `[Q or 1]`, but some of the last."""
+    rows = ObservedRows(num_visible=lengths[:, None] - num_hidden, **fields)
+    return observe_layers(rows, per_head, statistics, workspace_bytes, scratch)
+
+
 KEY_DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 
 
@@ -387,7 +404,7 @@ def observed_layers(draw: st.DrawFn, device: str = "cpu", longest: int = 40) -> 
 def test_heads_of_different_lengths(
     layers: Layers, workspace_bytes: int, knows_common: bool, stored: bool
 ) -> None:
-    attention = observe_layers(
+    attention = observe_ragged(
         **layers.arguments,
         statistics=ALL if stored else ALL - {"row_averages"},
         workspace_bytes=workspace_bytes,
@@ -414,14 +431,14 @@ def test_layers_at_once_give_the_bits_of_single_layers(
         "per_head": per_head,
         "workspace_bytes": workspace_bytes,
     }
-    together = observe_layers(
-        queries,
-        pool.flatten(0, 2),
-        pairs[:, None] + ids * len(pairs),
-        torch.tensor([num_keys], dtype=torch.int32),
-        (num_keys - 1 - positions).int(),
-        num_keys,
-        SCALE,
+    together = observe_ragged(
+        queries=queries,
+        pool=pool.flatten(0, 2),
+        tables=pairs[:, None] + ids * len(pairs),
+        lengths=torch.tensor([num_keys], dtype=torch.int32),
+        num_hidden=(num_keys - 1 - positions).int(),
+        num_keys=num_keys,
+        scale=SCALE,
         row_positions=positions,
         num_common_keys=int(positions[0]) + 1,
         **options,
@@ -447,7 +464,7 @@ def test_log_sum_exps_of_layers() -> None:
     layers = make_layers([[9, 3], [1, 14]], [13, 5, 0], per_head=True)
     log_sum_exp = exact_log_sum_exp(layers)
     assert log_sum_exp.isinf().any()
-    attention = observe_layers(**layers.arguments, statistics=ALL, log_sum_exp=log_sum_exp)
+    attention = observe_ragged(**layers.arguments, statistics=ALL, log_sum_exp=log_sum_exp)
     check_sets(attention, layers.sets())
 
 
@@ -469,7 +486,7 @@ def exact_log_sum_exp(layers: Layers) -> torch.Tensor:
 def test_evicted_keys_leave_no_positions() -> None:
     layers = make_layers([[9, 3]], [5, 0], per_head=True)
     with pytest.raises(ValueError, match="use row_columns"):
-        _ = observe_layers(**layers.arguments).row_positions
+        _ = observe_ragged(**layers.arguments).row_positions
 
 
 @pytest.mark.parametrize(
@@ -481,9 +498,9 @@ def test_evicted_keys_leave_no_positions() -> None:
         ({"tables": torch.zeros(3, 4).int()}, "tables"),
         ({"tables": torch.zeros(4, 3).int()}, "tables must have the 4 pages"),
         ({"tables": torch.zeros(4, 4)}, "tables"),
-        ({"lengths": torch.zeros(2).int()}, "lengths"),
-        ({"lengths": torch.zeros(4).long()}, "lengths"),
-        ({"num_hidden": torch.zeros(2).int()}, "num_hidden"),
+        ({"lengths": torch.zeros(2).int()}, "num_visible"),
+        ({"lengths": torch.zeros(4).long()}, "num_visible"),
+        ({"num_hidden": torch.zeros(2).int()}, "num_visible"),
         ({"num_keys": 0}, "num_keys"),
         ({"scale": torch.ones(3)}, "scale"),
         ({"row_positions": torch.zeros(2).long()}, "row_positions"),
@@ -493,7 +510,7 @@ def test_evicted_keys_leave_no_positions() -> None:
 def test_wrong_arguments_of_layers_are_named(change: dict[str, object], word: str) -> None:
     layers = make_layers([[9, 3], [1, 14]], [13, 5, 0], per_head=True)
     with pytest.raises(ValueError, match=word):
-        observe_layers(**{**layers.arguments, **change})
+        observe_ragged(**{**layers.arguments, **change})
 
 
 METHODS = [
@@ -529,7 +546,7 @@ def test_methods_score_layers_at_once_as_one_by_one(mix: Mix) -> None:
             "scale": arguments["scale"][layers],
             **{name: arguments[name][pairs] for name in ("tables", "lengths")},
         }
-        return observe_layers(
+        return observe_ragged(
             **{**arguments, **some},
             statistics=policy.statistics(kind),
             row_positions=torch.arange(num_keys)[rows],

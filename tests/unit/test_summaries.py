@@ -19,6 +19,7 @@ from oracle.summaries import Rules
 from vllm_tgvkv.cache.pages import PagePool, page_pool
 from vllm_tgvkv.cache.ragged import RaggedKeys
 from vllm_tgvkv.cache.regions import Regions
+from vllm_tgvkv.cache.row_keys import RowKeys
 from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.kernels import summaries as kernel
 from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
@@ -35,7 +36,7 @@ from vllm_tgvkv.kernels.summaries import (
 from vllm_tgvkv.policies import Mix, Prompt, Summaries, build_policy
 from vllm_tgvkv.shared.errors import EvictionConfigError
 from vllm_tgvkv.shared.prompt import VisionSpan
-from vllm_tgvkv.summaries.write import KeysOfRow, rows_of, write_summaries
+from vllm_tgvkv.summaries.blocks import CutTokens, SummaryBlocks
 
 LAYERS, HEADS, GROUP, SIZE, HEAD_SIZE = 2, 2, 3, 16, 8
 PAIRS, SCALE = LAYERS * HEADS, HEAD_SIZE**-0.5
@@ -83,6 +84,7 @@ class Request:
         self.pool.raw.fill_(torch.nan)
         self.shape = self.pool.shape(GROUP)
         self.regions = Regions(48, PAIRS, torch.device("cpu"), SIZE)
+        self.summaries = SummaryBlocks(self.pool, self.regions, are_used=True)
         self.free = (torch.randperm(47) + 1).int()
         self.row = self.take(0)
         self.retained = self.replaced = 0
@@ -147,20 +149,24 @@ class Request:
         positions, offsets = torch.cat(pages).int(), page_offsets(counts.view(size))
         fresh, self.blocks = self.take(filled), self.take(len(self.kinds))
         if not self.retained:
-            of_row = KeysOfRow.of_blocks(self.row[:replaced], PAIRS, SIZE)
+            keys = RowKeys.of_blocks(self.row, length, self.shape)
             sources = slots_of_positions(positions, offsets, self.row[:replaced], PAIRS)
         else:
             keys = RaggedKeys.of_row(self.row, length, self.regions, self.shape)
-            columns = self.regions.summary_columns("r")
-            of_row = KeysOfRow.of_ragged(keys, self.row, columns)
             sources = keys.sources(positions, offsets)
-            self.regions.release([int(self.row[0])])
         copy_kept(self.pool.keys, self.pool.values, sources, offsets, fresh, *size)
-        given = (self.kinds, prompt, scores, positions, offsets, of_row, self.blocks)
-        write_summaries(self.part, *given, self.pool, self.regions, self.workspace_bytes)
+        is_vision = prompt.is_vision[: replaced * SIZE]
+        tokens = CutTokens(keys, is_vision, prompt.images, scores, positions, offsets)
+        earlier = self.row[self.summaries.columns(int(self.row[0]))]
+        given = (self.kinds, tokens, earlier, self.blocks, self.workspace_bytes)
+        self.summaries.write(self.part, *given)
+        if self.retained:
+            self.regions.release([int(self.row[0])])
+            self.summaries.release([int(self.row[0])])
         self.retained, self.replaced = retained, replaced
         self.regions.store_positions(fresh, positions)
-        self.regions.add("r", int(fresh[0]), filled, replaced, offsets, len(self.kinds))
+        self.regions.add("r", int(fresh[0]), filled, replaced, offsets)
+        self.summaries.add(int(fresh[0]), filled, len(self.kinds))
         self.kept &= ~evicted
         old = self.row[:replaced]
         self.pool.fill(old[old > 0].tolist(), torch.nan)
@@ -169,7 +175,7 @@ class Request:
 
     def _define(self, layout: Layout, scores: Tensor, evicted: Tensor) -> None:
         part = self.part
-        rules = Rules(part.of, part.weight, part.decay, part.gate, rows_of(self.pool))
+        rules = Rules(part.of, part.weight, part.decay, part.gate, ROWS)
         for pair in range(PAIRS):
             self.wanted[pair] = definition.summaries(
                 self.keys[pair],
@@ -185,7 +191,7 @@ class Request:
     def found(self, pair: int) -> Summary:
         """Return what the pages of a pair hold, [m, c, ...]."""
         pages = self.blocks.long() * PAIRS + pair
-        return load(self.pool.keys, self.pool.values, pages, rows_of(self.pool))
+        return load(self.pool.keys, self.pool.values, pages, ROWS)
 
     def assert_as_defined(self) -> None:
         for pair in range(PAIRS):
@@ -298,7 +304,7 @@ def test_pages_hold_what_is_stored(slots_first: bool, dtype: torch.dtype) -> Non
     """
     pool = new_pool(slots_first, dtype)
     pool.raw.fill_(torch.nan)
-    rows = rows_of(pool)
+    rows = num_rows(SIZE, HEAD_SIZE)
     assert 4 * rows <= (SIZE - rows) * HEAD_SIZE
     assert 4 * (rows + 1) > (SIZE - rows - 1) * HEAD_SIZE
     pages = torch.randperm(len(pool.raw))[:PAIRS]
@@ -329,7 +335,7 @@ def of_pages(request: Request, num_tokens: int) -> tuple[Summary, Tensor]:
     pages = pages.expand(num_tokens, -1, -1)
     read = torch.ones(num_tokens, len(request.kinds), dtype=torch.bool)
     pool = request.pool
-    return load(pool.keys, pool.values, pages, rows_of(pool)), read
+    return load(pool.keys, pool.values, pages, num_rows(SIZE, HEAD_SIZE)), read
 
 
 def test_attention_reads_keys_and_rows_as_one_softmax() -> None:

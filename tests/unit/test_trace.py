@@ -15,7 +15,7 @@ from tests.inputs import new_rng
 from vllm_tgvkv.policies import Mix, Prompt, build_policy
 from vllm_tgvkv.shared.prompt import PromptMap, VisionSpan
 from vllm_tgvkv.shared.trace import Trace, Traces
-from vllm_tgvkv.worker.decision import Decider
+from vllm_tgvkv.worker.decision import ScoredPrompt
 
 N, L, H = 4, 3, 2
 
@@ -241,7 +241,7 @@ def test_preference_is_what_comes_before_others(retain: str, guarded: bool) -> N
     num_candidates = num_tokens // N * N
     is_vision = rng.random(num_tokens) < 0.6
     policy = Mix(retain=retain, granularity="head")
-    decider = Decider(
+    scored = ScoredPrompt(
         build_policy(policy),
         Prompt(num_tokens, num_candidates, torch.from_numpy(is_vision), sinks),
         torch.from_numpy(rng.normal(size=(L, H, num_candidates)).astype(np.float32)),
@@ -251,7 +251,7 @@ def test_preference_is_what_comes_before_others(retain: str, guarded: bool) -> N
         floor_pages=1,
     )
     counts = rng.integers(1, num_candidates // N, size=(L, H))
-    found = decider.preference(torch.from_numpy(counts), guarded).numpy()
+    found = scored.preference(torch.from_numpy(counts), guarded).numpy()
     assert found.dtype == np.uint8
     assert (found.ndim == 3) == (retain == "recent_half")
     found = np.broadcast_to(found, (L, H, num_candidates))

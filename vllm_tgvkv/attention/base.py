@@ -207,7 +207,7 @@ class EvictingImpl(Generic[Rows]):
     def bind(self, layer: int, pool: PagePool, gate_outputs: GateOutputs | None = None) -> None:
         """Attach the pool, once vLLM has allocated the cache.
 
-        `layer` is the layer's index in it; that of its owner, if the layer reads another's cache.
+        `layer` is the layer's index in it, or its owner's if the layer reads another's cache.
         """
         self.layer = layer
         self.pool = pool
@@ -264,7 +264,7 @@ class EvictingImpl(Generic[Rows]):
     ) -> None:
         """Write the attention of ragged rows to their places in `output`.
 
-        `query` and `output` are those of the whole batch, [tokens, H * G, D].
+        `query` and `output` cover the whole batch, [tokens, H * G, D].
         """
         raise NotImplementedError
 

@@ -41,55 +41,13 @@ from vllm_tgvkv.attention.observer import Observer
 from vllm_tgvkv.cache.pages import FP8, CacheShape, PageLayoutError, PagePool
 from vllm_tgvkv.cache.regions import Regions
 from vllm_tgvkv.gates.outputs import GateOutputs
-from vllm_tgvkv.kernels.summaries import find, load, log_sum_exp, merge
-from vllm_tgvkv.summaries.write import rows_of
+from vllm_tgvkv.summaries.reads import SummaryReads
 
 _NUM_FP8_CODES = 123
 """Bytes 0 to 122 are finite numbers in every fp8 format."""
 
 _TABLE_STEP = 16
 """Page tables grow by this many pages at once."""
-
-
-@dataclass(frozen=True)
-class SummaryReads:
-    """The T tokens of a step that read summaries, and where these are."""
-
-    tokens: torch.Tensor
-    """Their places in the part of the batch that holds the ragged rows, int64 [T]."""
-    rows: torch.Tensor
-    """Their ragged rows, int64 [T]."""
-    num_hidden: torch.Tensor
-    """Last keys of their rows that they do not see, int32 [T]."""
-    blocks: torch.Tensor
-    """Blocks of summaries, int64 [T, m]; any of them where a request has fewer."""
-    is_read: torch.Tensor
-    """Whether a block is the request's, bool [T, m]."""
-
-    @classmethod
-    def of_rows(
-        cls, regions: Regions, block_table: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor
-    ) -> SummaryReads | None:
-        """Find them among R rows, whose tokens are `starts` to `ends` of the part, int [R] each.
-
-        None if no row has summaries.
-        """
-        rows, blocks, is_read = find(
-            block_table, block_table[:, 0].long(), regions.num_retained, regions.num_summaries
-        )
-        if not len(rows):
-            return None
-        num_tokens = (ends - starts)[rows].long()
-        of_token = torch.arange(len(rows)).repeat_interleave(num_tokens)
-        last = num_tokens.cumsum(0)[of_token] - 1
-        num_hidden = last - torch.arange(len(of_token))
-        return cls(
-            tokens=ends[rows[of_token]].long() - 1 - num_hidden,
-            rows=rows[of_token],
-            num_hidden=num_hidden.int(),
-            blocks=blocks[of_token],
-            is_read=is_read[of_token],
-        )
 
 
 @dataclass
@@ -226,7 +184,7 @@ class EvictingCPUMetadataBuilder(EvictingBuilder[VirtualSequences], CPUAttention
         regions = self.observer.regions
         if not regions.num_live:
             return unsplit(common)
-        is_compressed = regions.num_retained[common.block_table_tensor[:, 0]] > 0
+        is_compressed = regions.num_token_blocks[common.block_table_tensor[:, 0]] > 0
         if not is_compressed.any():
             return unsplit(common)
         assert self.reorder_batch_threshold is not None
@@ -290,13 +248,11 @@ class EvictingCPUMetadataBuilder(EvictingBuilder[VirtualSequences], CPUAttention
             tokens=tokens,
             queries=queries,
             summaries=SummaryReads.of_rows(
-                self.observer.regions,
+                self.observer.summaries,
                 block_table,
                 common.query_start_loc[rows],
                 common.query_start_loc[rows + 1],
-            )
-            if self.observer.summarises
-            else None,
+            ),
         )
         self._last = ragged if only_decodes else None
         return ragged
@@ -360,38 +316,8 @@ class EvictingCPUImpl(EvictingImpl[VirtualSequences], CPUAttentionBackendImpl):
         )
         write_back(outputs, rows.queries, ragged_outputs)
         if rows.summaries is not None:
-            self._read_summaries(rows, rows.summaries, queries, outputs)
-
-    def _read_summaries(
-        self,
-        rows: VirtualSequences,
-        reads: SummaryReads,
-        queries: torch.Tensor,
-        outputs: torch.Tensor,
-    ) -> None:
-        """Merge what summaries add into the outputs over keys alone, both [tokens * H, G, D].
-
-        vLLM's kernel does not return the logarithm of its softmax denominators, so these tokens
-        read their keys once more.
-        """
-        pool, layer = self.pool, self.layer
-        by_token = (-1, pool.num_heads, *queries.shape[1:])
-        reading = queries.view(by_token)[reads.tokens]
-        heads = torch.arange(pool.num_heads)
-        pages = (reads.blocks * pool.num_layers + layer).unsqueeze(1) * pool.num_heads
-        summary = load(pool.keys, pool.values, pages + heads[:, None], rows_of(pool))
-        lengths = rows.lengths[layer][reads.rows] - reads.num_hidden[:, None]
-        tables = rows.tables[layer][reads.rows]
-        of_keys = log_sum_exp(reading, pool.keys, tables, lengths, self.scale)
-        merged = merge(
-            outputs.view(by_token)[reads.tokens],
-            of_keys,
-            reading,
-            summary,
-            reads.is_read,
-            self.scale,
-        )
-        outputs.view(by_token)[reads.tokens] = merged
+            tables, lengths = rows.tables[self.layer], rows.lengths[self.layer]
+            rows.summaries.merge(outputs, queries, tables, lengths, self.layer, self.scale)
 
 
 class EvictingCPUBackend(EvictingBackend, CPUAttentionBackend):

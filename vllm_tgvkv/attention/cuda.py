@@ -44,6 +44,7 @@ from vllm_tgvkv.cache.pages import CacheShape, PagePool
 from vllm_tgvkv.cache.regions import Regions
 from vllm_tgvkv.gates.outputs import GateOutputs
 from vllm_tgvkv.kernels.decode import DecodePlan, decode, plan_decode
+from vllm_tgvkv.summaries.blocks import SummaryBlocks
 
 _TABLE_BYTES = 64 << 20
 """Page tables are written for as many layers at once as fit, and for one layer in any case."""
@@ -122,7 +123,7 @@ class RaggedKernel:
 class FlashKernel(RaggedKernel):
     """FlashAttention, which needs a page table of `width` entries for every virtual sequence.
 
-    Tables of a few rows are written for more layers at once than those of many: all stand at the
+    Tables of a few rows are written for more layers at once than tables of many: all stand at the
     start of one buffer.
     """
 
@@ -132,12 +133,11 @@ class FlashKernel(RaggedKernel):
         regions: Regions,
         max_rows: int,
         width: int,
-        summarises: bool = False,
+        summaries: SummaryBlocks,
     ) -> None:
-        """Allocate; with `summarises`, rows may have summaries, which every launch looks for."""
         super().__init__(shape, regions, max_rows)
         self._width = width
-        self._summarises = summarises
+        self._summaries = summaries
         size = self.num_entries(shape, max_rows, width)
         # Never anything but valid pages: FlashAttention may load entries after a sequence's last.
         self._buffer = torch.zeros(size, dtype=torch.int32, device=self.device)
@@ -189,16 +189,14 @@ class FlashKernel(RaggedKernel):
                 block_table=table,
                 fa_version=impl.vllm_flash_attn_version,
                 num_splits=rows.num_splits,
-                return_softmax_lse=self._summarises,
+                return_softmax_lse=self._summaries.are_used,
             )
-            if self._summarises:
+            if self._summaries.are_used:
                 of_launch = slice(number * size, (number + 1) * size)
-                self.regions.merge_summaries(
+                self._summaries.merge(
                     out,
                     found[1],  # [G, sequences], natural logarithms
                     q,
-                    impl.pool.keys,
-                    impl.pool.values,
                     rows.block_table[of_launch],
                     rows.seq_lens[of_launch],
                     layer,
@@ -252,7 +250,7 @@ class TritonKernel(RaggedKernel):
             impl.pool.values,
             rows.block_table,
             self._current_lengths,
-            self.regions.num_retained,
+            self.regions.num_token_blocks,
             self.regions.num_replaced,
             self.regions.offsets,
             impl.layer,
@@ -294,9 +292,7 @@ class EvictingFlashMetadataBuilder(EvictingBuilder[RaggedTokens], FlashAttention
             self._kernel = TritonKernel(shape, observer.regions, max_rows, dtype)
         else:
             width = cdiv(config.model_config.max_model_len, shape.block_size)
-            self._kernel = FlashKernel(
-                shape, observer.regions, max_rows, width, observer.summarises
-            )
+            self._kernel = FlashKernel(shape, observer.regions, max_rows, width, observer.summaries)
         if self.use_full_cuda_graph and observer.records_decodes:
             observer.record_decodes(max_rows)
 

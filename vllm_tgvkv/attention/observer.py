@@ -11,6 +11,7 @@ import torch
 from vllm_tgvkv.cache.pages import CacheShape, PagePool
 from vllm_tgvkv.cache.queries import StoredQueries
 from vllm_tgvkv.cache.regions import Regions
+from vllm_tgvkv.summaries.blocks import SummaryBlocks
 
 
 class Observer(Protocol):
@@ -20,8 +21,8 @@ class Observer(Protocol):
     pool: PagePool
     regions: Regions
     """State of compressed rows, which attention reads."""
-    summarises: bool
-    """Whether rows may have summaries, which attention then looks for in every step."""
+    summaries: SummaryBlocks
+    """Summaries of compressed rows, which attention reads as well."""
 
     @property
     def decode_kernel(self) -> Literal["stock", "triton"]:

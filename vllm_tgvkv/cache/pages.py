@@ -13,6 +13,9 @@ from dataclasses import dataclass
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
+from vllm_tgvkv.kernels.copy import copy_kept
+from vllm_tgvkv.kernels.merge import merge_evicted
+
 FP8 = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
@@ -82,10 +85,21 @@ class PagePool:
             self.num_layers, self.num_heads, group_size, self.head_size, self.block_size
         )
 
-    def layer_keys(self, layer: int) -> torch.Tensor:
-        """Return the keys of one layer as a logical view [num_blocks, H, N, D]."""
-        sizes = (self.num_blocks, self.num_layers, self.num_heads)
-        return self.keys.unflatten(0, sizes)[:, layer]
+    def copy(self, sources: torch.Tensor, offsets: torch.Tensor, blocks: torch.Tensor) -> None:
+        """Copy kept tokens to fresh blocks, see `copy_kept`."""
+        sizes = (self.num_layers, self.num_heads)
+        copy_kept(self.keys, self.values, sources, offsets, blocks, *sizes)
+
+    def merge(
+        self,
+        positions: torch.Tensor,
+        offsets: torch.Tensor,
+        old_blocks: torch.Tensor,
+        blocks: torch.Tensor,
+    ) -> None:
+        """Merge evicted tokens into the kept ones, see `merge_evicted`."""
+        sizes = (self.num_layers, self.num_heads)
+        merge_evicted(self.keys, self.values, positions, offsets, old_blocks, blocks, *sizes)
 
     def fill(self, blocks: Sequence[int], value: float) -> None:
         """Fill blocks with a value; vLLM's CPU kernel reads the NaN of e4m3 as 240."""

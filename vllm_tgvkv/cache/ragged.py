@@ -10,40 +10,37 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from vllm_tgvkv.cache.pages import CacheShape
 from vllm_tgvkv.cache.regions import Regions
+from vllm_tgvkv.cache.row_keys import RowKeys
 from vllm_tgvkv.kernels.statistics import Attention, ObservedAttention
 
 
 @dataclass(frozen=True)
-class RaggedKeys:
-    """Where the keys of one compressed row are; L layers, H KV heads, n tokens of the request.
+class RaggedKeys(RowKeys):
+    """Where the keys of one compressed row are.
 
     The host knows that no head has more than C keys. On a CPU C is the most that one has, so that
     the cost of a cut goes by the keys that are left; elsewhere it is n.
     """
 
-    tables: Tensor
-    """Pages of every (layer, head), int32 [L * H, W]."""
-    lengths: Tensor
-    """Keys of every (layer, head), int32 [L * H]."""
+    is_ragged: ClassVar[bool] = True
+
     positions: Tensor
-    """Position of each column, int64 [L * H, C]; n behind a pair's last key."""
-    num_tokens: int
-    """n."""
-    shape: CacheShape
+    """Position of each column, int64 [L * H, C]; n after a pair's last key."""
 
     @classmethod
     def of_row(
-        cls, row: Tensor, num_tokens: int, regions: Regions, shape: CacheShape
+        cls, blocks: Tensor, num_tokens: int, regions: Regions, shape: CacheShape
     ) -> RaggedKeys:
         """Look up the keys of a row of the block table, int32 [W], that has `num_tokens` tokens."""
         num_pairs, size = shape.num_pairs, shape.block_size
-        row, device = row.unsqueeze(0), row.device
+        row, device = blocks.unsqueeze(0), blocks.device
         seq_lens = torch.full((1,), num_tokens, dtype=torch.int32, device=device)
         lengths = torch.empty(
             shape.num_layers, 1, shape.num_heads, dtype=torch.int32, device=device
@@ -65,7 +62,7 @@ class RaggedKeys:
         in_region = regions.positions[pages, columns % size].long()
         positions = torch.where(in_tail >= first_tail, in_tail, in_region)
         positions = torch.where(columns < lengths[:, None], positions, num_tokens)
-        return cls(tables, lengths, positions, num_tokens, shape)
+        return cls(blocks, tables, lengths, num_tokens, shape, positions)
 
     @property
     def num_columns(self) -> int:
@@ -90,15 +87,32 @@ class RaggedKeys:
         """Return whether each position still has a key in one layer, bool [S, n]."""
         return self.columns[self.of_layer(layer, num_sets)] < self.num_tokens
 
-    def of_layer(self, layer: int, num_sets: int) -> slice:
-        """Return the pairs that stand for the token sets of a layer."""
-        first = layer * self.shape.num_heads
-        return slice(first, first + num_sets)
+    def attention(self, observed: ObservedAttention, layer: int, rows: Tensor) -> Attention:
+        return RaggedAttention(observed, self, layer, rows)
+
+    def placed(self, positions: Tensor, offsets: Tensor, in_order: bool) -> tuple[Tensor, Tensor]:
+        if positions.is_cpu and not in_order:
+            positions = self.settled(positions, offsets)
+        return positions, self.sources(positions, offsets)
+
+    def candidates(self, num_candidates: int) -> tuple[Tensor, Tensor]:
+        return self.tables.long(), self.positions
+
+    def read(self, numbers: Tensor, layer: int, num_layers: int) -> Tensor:
+        assert num_layers == 1, "layers of a compressed row are scored one by one"
+        size, pairs = self.shape.block_size, self.of_layer(layer, self.shape.num_heads)
+        columns = self.columns[pairs]
+        present = columns < self.num_tokens
+        columns = torch.where(present, columns, 0)
+        pages = self.tables[pairs].gather(1, columns // size).long()
+        slots = pages.mul_(size).add_(columns % size)
+        found = numbers.flatten().index_select(0, slots.flatten()).view_as(slots)
+        return torch.where(present, found, 0)
 
     def sources(self, positions: Tensor, offsets: Tensor) -> Tensor:
         """Return the slots of kept tokens in the pool, page * N + slot, int64 [pages, N].
 
-        `positions` and `offsets` are those of the new region, see `select_tokens`.
+        `positions` and `offsets` describe the new region, see `select_tokens`.
         """
         size, num_pairs = self.shape.block_size, self.shape.num_pairs
         page = torch.arange(len(positions), device=positions.device)
@@ -110,12 +124,12 @@ class RaggedKeys:
         """Return the tokens of a new region in an order that leaves most of them in their slots.
 
         A pair's kept tokens within the length of its new region stay in their columns, and those
-        behind it fill the columns of evicted ones. So a cut that evicts few tokens copies whole
+        after it fill the columns of evicted ones. So a cut that evicts few tokens copies whole
         pages. Attention does not depend on the order of keys. How many tokens move is known from
         the data only: this is for CPUs.
 
         Args:
-            positions: int32 [pages, N]; `offsets` are those of the region, see `select_tokens`.
+            positions: int32 [pages, N]; `offsets` belong to the region, see `select_tokens`.
 
         Returns:
             int32 [pages, N]. Pages of no pair are unchanged.
@@ -129,7 +143,7 @@ class RaggedKeys:
         is_inside = torch.arange(self.num_columns) < ends
         page = torch.arange(num_pages)[:, None] - offsets[pair]
         columns = page * size + torch.arange(size)
-        # Both lists are ordered by pair, and every pair has as many holes as tokens behind its end.
+        # Both lists are ordered by pair, and every pair has as many holes as tokens after its end.
         of_hole, hole = (is_inside & ~is_kept).nonzero(as_tuple=True)
         columns.view(-1)[offsets[of_hole] * size + hole] = (is_kept & ~is_inside).nonzero()[:, 1]
         settled = positions.clone()

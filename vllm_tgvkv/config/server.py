@@ -137,7 +137,7 @@ class DecodeOptions:
     The last ``ANSWER_ROWS`` tokens of the answer vote at each of them.
 
     Raises:
-        ValueError: unless one of ``schedule``, ``max_tokens`` and ``on_request`` is given.
+        ValueError: unless one of `schedule`, `max_tokens` and `on_request` is given.
     """
 
     schedule: Schedule = setting(

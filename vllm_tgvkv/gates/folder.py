@@ -2,7 +2,7 @@
 """Folders of gates: small trained networks that tell from a token's hidden state what it is worth.
 
 A gate belongs to one layer. It reads what the projection of queries, keys and values reads, the
-hidden state behind the input norm, and gives one number for each KV head. Two formats are known,
+hidden state after the input norm, and gives one number for each KV head. Two formats are known,
 those of the methods' authors:
 
     TrimKV, DBTrimKV   config.json          retention_gate: rg or rg10, hidden_act
@@ -83,11 +83,11 @@ class LayerGate:
     kind: GateKind
     activation: str
     linears: tuple[tuple[Tensor, Tensor], ...]
-    """Weights ``[out, in]`` and biases ``[out]``; the last ones float32, with a row for each KV
+    """Weights `[out, in]` and biases `[out]`; the last ones float32, with a row for each KV
     head."""
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Return log beta or the score, float32 ``[T, H]``, of hidden states ``[T, d]``."""
+        """Return log beta or the score, float32 `[T, H]`, of hidden states `[T, d]`."""
         *inner, (weight, bias) = self.linears
         for linear in inner:
             hidden = _ACTIVATIONS[self.activation](functional.linear(hidden, *linear))
@@ -156,7 +156,7 @@ class Gates:
         )
 
     def check_model(self, layers: int, hidden_size: int, kv_heads: int) -> None:
-        """Check that the gates are those of a model of this shape.
+        """Check that the gates fit a model of this shape.
 
         Raises:
             EvictionConfigError: if they are not.

@@ -15,11 +15,10 @@ from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_tgvkv.cache.pages import CacheShape
-from vllm_tgvkv.cache.ragged import RaggedKeys
 
 
 class GateOutputs:
-    """Outputs of the gates, float32 ``[num_blocks, L, H, N]``: 4 bytes for each key."""
+    """Outputs of the gates, float32 `[num_blocks, L, H, N]`: 4 bytes for each key."""
 
     def __init__(self, num_blocks: int, shape: CacheShape, device: torch.device) -> None:
         self._shape = shape
@@ -31,41 +30,19 @@ class GateOutputs:
         """Store one layer's outputs of a batch of T tokens.
 
         Args:
-            slots: int64 ``[T]``, block * N + slot; -1 for tokens that only fill a graph, whose
+            slots: int64 `[T]`, block * N + slot; -1 for tokens that only fill a graph, whose
                 outputs go to the block that nobody reads, 0.
-            outputs: float32 ``[T or more, H]``.
+            outputs: float32 `[T or more, H]`.
         """
         slots, size = slots.clamp(min=0), self._shape.block_size
         self._layers[layer][slots // size, :, slots % size] = outputs[: len(slots)]
-
-    def of_row(self, first: int, num_layers: int, blocks: Tensor, num_tokens: int) -> Tensor:
-        """Return the outputs of some layers for the tokens of a row that was never cut.
-
-        ``blocks`` are int32 ``[W]``; the result is float32 ``[num_layers * H, num_tokens]``.
-        """
-        found = self.values[:, first : first + num_layers].index_select(0, blocks)
-        return found.permute(1, 2, 0, 3).flatten(2).flatten(0, 1)[:, :num_tokens]
-
-    def of_keys(self, layer: int, keys: RaggedKeys) -> Tensor:
-        """Return the outputs of one layer for the tokens of a compressed row, float32 ``[H, n]``.
-
-        They are by position, and 0 where the key is gone.
-        """
-        size, pairs = self._shape.block_size, keys.of_layer(layer, self._shape.num_heads)
-        columns = keys.columns[pairs]
-        present = columns < keys.num_tokens
-        columns = torch.where(present, columns, 0)
-        pages = keys.tables[pairs].gather(1, columns // size).long()
-        slots = pages.mul_(size).add_(columns % size)
-        found = self.values.flatten().index_select(0, slots.flatten()).view_as(slots)
-        return torch.where(present, found, 0)
 
     def move(self, sources: Tensor, blocks: Tensor) -> None:
         """Copy the outputs of kept tokens to the pages of a region.
 
         Args:
-            sources: int64 ``[k * L * H, N]``, page * N + slot, as for the keys.
-            blocks: the region's blocks, int32 ``[k]``.
+            sources: int64 `[k * L * H, N]`, page * N + slot, as for the keys.
+            blocks: the region's blocks, int32 `[k]`.
         """
         found = self.values.flatten().index_select(0, sources.flatten())
         self.values.flatten(1).index_copy_(0, blocks.long(), found.view(len(blocks), -1))

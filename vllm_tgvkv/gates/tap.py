@@ -31,11 +31,11 @@ class Tap:
 
     gate: LayerGate
     outputs: Tensor
-    """float32 ``[tokens of the largest step, H]``. The layers share it: each stores its outputs
+    """float32 `[tokens of the largest step, H]`. The layers share it: each stores its outputs
     with its keys before the next one runs."""
 
     def read(self, hidden: Tensor) -> None:
-        """Run the gate on the hidden states of a step, ``[T, d]``."""
+        """Run the gate on the hidden states of a step, `[T, d]`."""
         found = self.gate(hidden.flatten(0, -2))
         self.outputs[: len(found)].copy_(found)
 

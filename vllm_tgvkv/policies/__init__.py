@@ -8,7 +8,6 @@ from vllm_tgvkv.policies import snapkv, pyramidkv, adakv, sparsemm, reach  # noq
 from vllm_tgvkv.policies import rkv, mixkv, retentive  # noqa: F401
 from vllm_tgvkv.policies import trimkv, kvzap  # noqa: F401
 from vllm_tgvkv.policies import h2o, prefixkv, elastic, streaming, random  # noqa: F401
-from vllm_tgvkv.policies import ablations  # noqa: F401
 from vllm_tgvkv.policies.base import (
     NO_ATTENTION,
     WHOLE_MODEL,

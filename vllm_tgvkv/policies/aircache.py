@@ -22,7 +22,7 @@ class EliteScore(Score):
     """Attention of the elite text tokens to the vision tokens.
 
     T' is the text after the last vision token. The elite E are the tokens of T' that get at least
-    ``ELITE`` of the greatest attention in the last token's softmax over T' alone. A vision token's
+    `ELITE` of the greatest attention in the last token's softmax over T' alone. A vision token's
     score is the mean over E of the softmax over vision and E alone.
 
     The method evicts no text. Where a budget cannot hold all text, the last token's ordinary
@@ -55,9 +55,9 @@ class EliteScore(Score):
 class StrengthAndSkewnessAllocation(Allocation):
     """All text in every token set; the rest by strength and skewness of the vision scores.
 
-    With the policy's scores s of the vision tokens: strength ``S = sum s``, skewness
-    ``K = mean(((s - mu) / sigma)^3)``, at least 0. A set's fraction of the kept vision tokens is
-    ``(S / sum S + K / sum K) / 2``.
+    With the policy's scores s of the vision tokens: strength `S = sum s`, skewness
+    `K = mean(((s - mu) / sigma)^3)`, at least 0. A set's fraction of the kept vision tokens is
+    `(S / sum S + K / sum K) / 2`.
     """
 
     needs_vision = True

@@ -5,7 +5,7 @@ A fourth one, what becomes of evicted tokens, is in `summaries.py`.
 
 The parts take tensors and return tensors. They know nothing about pages, and the cache knows
 nothing about methods. L is the number of layers, H of KV heads, P of prompt tokens; S is the number
-of token sets in a layer: H at granularity ``head``, 1 at granularity ``layer``.
+of token sets in a layer: H at granularity `head`, 1 at granularity `layer`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Prompt:
     num_candidates: int
     """C, the tokens in full blocks. The tokens after them, the tail, are never evicted."""
     is_vision: Tensor
-    """bool ``[P]``, true for image and video embeddings; all other positions are text."""
+    """bool `[P]`, true for image and video embeddings; all other positions are text."""
     sinks: int
     """Number of first tokens that are kept before all others."""
     images: tuple[VisionSpan, ...] = ()
@@ -68,7 +68,7 @@ class _NoAttention(Attention):
 
 
 NO_ATTENTION: Attention = _NoAttention()
-"""Attention of the row set ``none``."""
+"""Attention of the row set `none`."""
 
 
 @dataclass(frozen=True)
@@ -87,18 +87,18 @@ class LayerView:
     reduction: Reduction = "mean"
     """The policy's, in the view of a score."""
     gate_outputs: Tensor | None = None
-    """What the layer's gate said of each token, float32 ``[S, P]``; for scores that name a kind of
+    """What the layer's gate said of each token, float32 `[S, P]`; for scores that name a kind of
     gates."""
 
     @property
     def gates(self) -> Tensor:
-        """float32 ``[S, P]``, the outputs of the gates; 0 for tokens that are evicted."""
+        """float32 `[S, P]`, the outputs of the gates; 0 for tokens that are evicted."""
         assert self.gate_outputs is not None, "the score names no kind of gates"
         return self.gate_outputs
 
     @property
     def votes(self) -> Tensor:
-        """float32 ``[S, P]``, the sum of A over the rows, or with ``max`` the maximum over them."""
+        """float32 `[S, P]`, the sum of A over the rows, or with `max` the maximum over them."""
         if self.reduction == "max":
             return self.attention.column_maxima
         return self.attention.column_sums
@@ -122,11 +122,11 @@ class AllLayers:
 
     prompt: Prompt
     scores: Tensor
-    """float32 ``[L, S, C]``, pooled."""
+    """float32 `[L, S, C]`, pooled."""
     strengths: Tensor
-    """float ``[L, S, F]``, the results of :meth:`Allocation.strength`."""
+    """float `[L, S, F]`, the results of `Allocation.strength`."""
     tiers: Tensor
-    """int32 ``[C]``, from the retention, for equal shares."""
+    """int32 `[C]`, from the retention, for equal shares."""
     num_kept: Tensor
     """int64 scalar, b: candidates that a head keeps on average."""
     depth: Depth = WHOLE_MODEL
@@ -140,7 +140,7 @@ class Score(ABC):
     other_rows: ClassVar[tuple[RowSet, ...]] = FEW_ROWS
     """Row sets that may replace it."""
     reductions: ClassVar[tuple[Reduction, ...]] = ("mean",)
-    """Reductions with which the score is defined; with ``max`` it reads :attr:`LayerView.votes`."""
+    """Reductions with which the score is defined; with `max` it reads `LayerView.votes`."""
     statistics: ClassVar[frozenset[Statistic]] = frozenset()
     """Statistics the score reads in addition to column sums."""
     granularities: ClassVar[tuple[Granularity, ...]] = ("layer", "head")
@@ -150,18 +150,18 @@ class Score(ABC):
     cuts_again: ClassVar[bool] = True
     """Whether it is defined on what an earlier eviction left, with rows of the answer only."""
     gates: ClassVar[GateKind | None] = None
-    """Kind of gates whose outputs the score reads as :attr:`LayerView.gates`; None for no gates."""
+    """Kind of gates whose outputs the score reads as `LayerView.gates`; None for no gates."""
 
     gates_in_use: Gates | None = None
     """Those of the model that is served, for a score that names a kind of gates."""
 
     @abstractmethod
     def __call__(self, view: LayerView) -> Tensor:
-        """Return the scores, float32 ``[S, P]``; higher is better."""
+        """Return the scores, float32 `[S, P]`; higher is better."""
 
 
 class VoteScore(Score):
-    """``s[j]`` = sum of A[i, j] over the rows, or with ``reduce: max`` its maximum over them.
+    """`s[j]` = sum of A[i, j] over the rows, or with `reduce: max` its maximum over them.
 
     A is the mean over the query heads of a token set, so the maximum is of this mean.
     """
@@ -189,26 +189,26 @@ class Allocation:
     needs_vision: ClassVar[bool] = False
     """Whether the shares are undefined for a prompt without an image or video."""
     bytes_per_score: ClassVar[int] = 0
-    """Memory that :meth:`shares` takes for each score of the prompt, in bytes."""
+    """Memory that `shares` takes for each score of the prompt, in bytes."""
     needs_head_scores: ClassVar[bool] = False
-    """Whether the shares come from a file of head scores, see :meth:`use`."""
+    """Whether the shares come from a file of head scores, see `use`."""
 
     def use(self, head_scores: HeadScores) -> None:
         """Take the head scores of the model that is served, before anything else is called."""
 
     def strength(self, view: LayerView, scores: Tensor) -> Tensor:
-        """Return F numbers per token set that :meth:`shares` needs from one layer.
+        """Return F numbers per token set that `shares` needs from one layer.
 
         Args:
-            scores: the policy's scores before pooling, float32 ``[S, P]``.
+            scores: the policy's scores before pooling, float32 `[S, P]`.
 
         Returns:
-            float ``[S, F]``; by default, F is 0.
+            float `[S, F]`; by default, F is 0.
         """
         return scores.new_empty(view.num_sets, 0)
 
     def shares(self, layers: AllLayers) -> Tensor:
-        """Return the shares, float ``[L, S]``, not negative; by default, the first strength.
+        """Return the shares, float `[L, S]`, not negative; by default, the first strength.
 
         Only their ratios count. Shares that are all zero, or not all finite, count as equal.
         """
@@ -226,10 +226,10 @@ class Retention(ABC):
         """Return the tier of each token, small and not negative; higher tiers are kept first.
 
         Args:
-            num_kept: int64 ``[*]``, number of candidates that are kept.
+            num_kept: int64 `[*]`, number of candidates that are kept.
 
         Returns:
-            int32 ``[P]``, or ``[*, P]`` where tiers depend on ``num_kept``.
+            int32 `[P]`, or `[*, P]` where tiers depend on `num_kept`.
         """
 
 
@@ -244,7 +244,7 @@ class Policy:
     granularity: Granularity = "layer"
     pooling: Pooling = field(default_factory=Pooling)
     merge: bool = False
-    """Whether evicted tokens are merged into kept ones, see :mod:`~vllm_tgvkv.kernels.merge`."""
+    """Whether evicted tokens are merged into kept ones, see `merge`."""
     reduction: Reduction = "mean"
     summaries: Summaries | None = None
     """How evicted tokens are summarised; None if they are dropped."""
@@ -289,17 +289,17 @@ class Policy:
         return max(64 + self.pooling.bytes_per_score, 4 * num_rows)
 
     def scores(self, view: LayerView) -> Tensor:
-        """Return the scores of one layer before pooling, float32 ``[S, P]``."""
+        """Return the scores of one layer before pooling, float32 `[S, P]`."""
         return self.score(replace(view, reduction=self.reduction))
 
     def pooled(
         self, scores: Tensor, prompt: Prompt, num_kept: int, present: Tensor | None = None
     ) -> Tensor:
-        """Return the scores ``[S, P]`` after pooling.
+        """Return the scores `[S, P]` after pooling.
 
         Args:
             num_kept: candidates that the eviction keeps per head on average; at most, with a guard.
-            present: bool ``[S, P]``, false for tokens that an earlier eviction dropped: they count
+            present: bool `[S, P]`, false for tokens that an earlier eviction dropped: they count
                 for no other token. None if there was none.
 
         Raises:

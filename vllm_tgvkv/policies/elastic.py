@@ -2,7 +2,7 @@
 """Elastic Cache: attention sums, and evicted tokens merged into their nearest kept neighbours.
 
 Source: Liu et al., "Efficient Inference of Vision Instruction-Following Models with Elastic Cache",
-2024. With ``merge: false`` in a mix, evicted tokens are dropped.
+2024. With `merge: false` in a mix, evicted tokens are dropped.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from vllm_tgvkv.policies.registry import POLICIES, SCORES, Recipe
 
 @SCORES.register("h2o")
 class HeavyHitterScore(VoteScore):
-    """``s[j]`` = sum of A[i, j] over all rows of the prompt.
+    """`s[j]` = sum of A[i, j] over all rows of the prompt.
 
     Recomputes the attention of the whole prefill, so no part of the prompt can come from the prefix
     cache.

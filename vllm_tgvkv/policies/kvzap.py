@@ -15,7 +15,7 @@ from vllm_tgvkv.policies.registry import POLICIES, SCORES, Recipe
 
 @SCORES.register("kvzap")
 class PredictedScore(Score):
-    """``s[j]``, the gate's output: the predicted logarithm of the attention that a key will get."""
+    """`s[j]`, the gate's output: the predicted logarithm of the attention that a key will get."""
 
     rows = "none"
     other_rows = ()

@@ -18,10 +18,10 @@ from vllm_tgvkv.policies.snapkv import POOLING
 
 @SCORES.register("mixkv")
 class MixedScore(Score):
-    """``s[j] = (1 - w) (A[j] + V[j]) + w K[j]`` for each KV head.
+    """`s[j] = (1 - w) (A[j] + V[j]) + w K[j]` for each KV head.
 
     A is SnapKV's score, pooled over 7 positions. V is the norm of the value, and K the difference
-    of a key from the others, ``-mean over i of cos(k[i], k[j])``. Both are mapped to 0 .. 1 by
+    of a key from the others, `-mean over i of cos(k[i], k[j])`. Both are mapped to 0 .. 1 by
     their least and greatest value, and then scaled to the mean of A. w is how much the head repeats
     itself: the mean cosine of its different keys. The importance A + V ranks in a head of diverse
     keys, the diversity K in a head of similar ones.
@@ -52,9 +52,9 @@ class MixedScore(Score):
 
 
 def _scaled(values: Tensor, past: Tensor, total: Tensor) -> Tensor:
-    """Map values ``[S, P]`` to 0 .. 1, and scale them to a sum of ``total`` over the past.
+    """Map values `[S, P]` to 0 .. 1, and scale them to a sum of `total` over the past.
 
-    ``past`` is bool ``[S or 1, P]``, ``total`` float32 ``[S, 1]``.
+    `past` is bool `[S or 1, P]`, `total` float32 `[S, 1]`.
     """
     infinity = float("inf")
     least = values.masked_fill(~past, infinity).amin(dim=-1, keepdim=True)

@@ -17,7 +17,7 @@ _KINDS = ("none", "sequence", "grid")
 _REDUCTIONS = ("max", "mean")
 _DEFAULT_KERNEL = 3
 _LARGEST_KERNEL = 255
-"""Bound of the time: pooling over a grid looks at ``kernel`` squared patches for each patch."""
+"""Bound of the time: pooling over a grid looks at `kernel` squared patches for each patch."""
 _LARGEST_REACH = 4096
 
 
@@ -25,31 +25,31 @@ _LARGEST_REACH = 4096
 class Pooling:
     """Pooling of a token's score with its neighbours' scores.
 
-    ``sequence``: over the ``kernel`` nearest positions of the same run, which is one image or the
-    text between two images. A tile of an image and a frame of a video are each a run. ``grid``:
-    over ``kernel`` x ``kernel`` patches of the same image; text stays as it is. At a border,
+    `sequence`: over the `kernel` nearest positions of the same run, which is one image or the
+    text between two images. A tile of an image and a frame of a video are each a run. `grid`:
+    over `kernel` x `kernel` patches of the same image; text stays as it is. At a border,
     positions outside do not count.
 
-    ``forward`` and ``back`` take the place of ``kernel`` and give pooling a direction: a score
-    counts for the ``forward`` positions after its token and the ``back`` positions before it, so
-    that position j gets ``reduce`` over ``s[j - forward .. j + back]``. What is read onwards from
-    where the model looks now is then kept as well. ``sequence`` pools inside each run; ``grid``
+    `forward` and `back` take the place of `kernel` and give pooling a direction: a score
+    counts for the `forward` positions after its token and the `back` positions before it, so
+    that position j gets `reduce` over `s[j - forward .. j + back]`. What is read onwards from
+    where the model looks now is then kept as well. `sequence` pools inside each run; `grid`
     pools inside each image only, along its rows in reading order and on to the next row, and text
     stays as it is. The sinks, which are kept whatever their scores, are a run of their own: theirs
     are the highest of most heads, and the tokens after them are no better for it.
 
-    ``forward_share`` bounds ``forward`` by a share of the tokens that an eviction keeps per head,
+    `forward_share` bounds `forward` by a share of the tokens that an eviction keeps per head,
     so that a small budget has room for several places.
 
-    ``halve`` gives scores a weight, half as much with every ``halve`` positions that they count
-    forward: position j gets the maximum over i of ``s[i] 2^(-(j - i) / halve)`` for i up to j, and
-    of ``s[i]`` for i after it. Scores are not negative.
+    `halve` gives scores a weight, half as much with every `halve` positions that they count
+    forward: position j gets the maximum over i of `s[i] 2^(-(j - i) / halve)` for i up to j, and
+    of `s[i]` for i after it. Scores are not negative.
 
     Raises:
-        ValueError: for an unknown ``kind`` or ``reduce``; for a kernel that is not odd and
-            positive; for a reach that is negative, or given together with ``kernel`` or without a
-            kind; for a share that is not above 0 and at most 1, or without ``forward``; for a
-            ``halve`` that is not positive, without ``forward`` or with ``mean``.
+        ValueError: for an unknown `kind` or `reduce`; for a kernel that is not odd and
+            positive; for a reach that is negative, or given together with `kernel` or without a
+            kind; for a share that is not above 0 and at most 1, or without `forward`; for a
+            `halve` that is not positive, without `forward` or with `mean`.
     """
 
     kind: Literal["none", "sequence", "grid"] = "none"
@@ -57,13 +57,13 @@ class Pooling:
     """None: 3, unless a reach is given."""
     reduce: Literal["max", "mean"] = "max"
     forward: int | None = None
-    """None: 0, if ``back`` is given."""
+    """None: 0, if `back` is given."""
     back: int | None = None
-    """None: 0, if ``forward`` is given."""
+    """None: 0, if `forward` is given."""
     forward_share: float | None = None
-    """Largest ``forward``, as a share of the kept tokens; None: ``forward`` whatever is kept."""
+    """Largest `forward`, as a share of the kept tokens; None: `forward` whatever is kept."""
     halve: int | None = None
-    """Positions after which a score's weight is half; None: 1 as far as ``forward``."""
+    """Positions after which a score's weight is half; None: 1 as far as `forward`."""
 
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
@@ -113,7 +113,7 @@ class Pooling:
             raise ValueError(f"halve is {halve} and reduce {self.reduce}: give reduce max")
 
     def within(self, num_kept: int) -> Pooling:
-        """Return the pooling of an eviction that keeps ``num_kept`` tokens per head on average."""
+        """Return the pooling of an eviction that keeps `num_kept` tokens per head on average."""
         if self.forward is None or self.forward_share is None:
             return self
         forward = min(self.forward, int(self.forward_share * num_kept))
@@ -158,7 +158,7 @@ class Pooler:
     some for each shape.
 
     Raises:
-        ValueError: if ``grid`` pooling meets an image whose grid is unknown or does not fit its
+        ValueError: if `grid` pooling meets an image whose grid is unknown or does not fit its
             length.
     """
 
@@ -174,7 +174,7 @@ class Pooler:
         self._windows: _Windows | None = None
         self._weighted: _Weighted | None = None
         self._patches: list[tuple[Grid, Tensor]] = []
-        """Each shape of the grids, and the positions of all images that have it, int64 ``[n]``."""
+        """Each shape of the grids, and the positions of all images that have it, int64 `[n]`."""
         if pooling.kind == "grid":
             patches = _patches_by_grid(images)
             if not pooling.has_direction:
@@ -187,7 +187,7 @@ class Pooler:
             self._windows = _Windows(first, last, pooling.reduce, device)
 
     def __call__(self, scores: Tensor) -> Tensor:
-        """Return pooled scores, float32 ``[S, P]``, from scores ``[S, P]``."""
+        """Return pooled scores, float32 `[S, P]`, from scores `[S, P]`."""
         if self._weighted is not None:
             return self._weighted.pooled(scores)
         if self._windows is not None:
@@ -202,7 +202,7 @@ class Pooler:
 def _windows(
     pooling: Pooling, num_tokens: int, images: tuple[VisionSpan, ...], sinks: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first and last position that each position is pooled with, int64 ``[P]`` each."""
+    """Return the first and last position that each position is pooled with, int64 `[P]` each."""
     starts = [image.start for image in images]
     ends = [image.start + image.length for image in images]
     apart = [min(sinks, num_tokens)] if pooling.has_direction else []
@@ -240,7 +240,7 @@ class _Windows:
             index[size, is_part] = size * num_tokens + first[is_part]
             first = first + (is_part << size)
         self._index = _copy(index.ravel(), device)
-        """Where the parts of each position's window are, int64 ``[sizes * P]``."""
+        """Where the parts of each position's window are, int64 `[sizes * P]`."""
         self._widths = None if reduce == "max" else _copy(widths, device)
 
     def pooled(self, scores: Tensor) -> Tensor:
@@ -266,10 +266,10 @@ class _Windows:
 
 
 class _Weighted:
-    """Maximum over windows in which a score weighs half for every ``halve`` positions forward.
+    """Maximum over windows in which a score weighs half for every `halve` positions forward.
 
     In logarithms a weight is a difference of positions, so that the plain maximum of
-    ``log2 s[i] + i / halve`` finds the best score for all positions at once.
+    `log2 s[i] + i / halve` finds the best score for all positions at once.
     """
 
     def __init__(
@@ -279,7 +279,7 @@ class _Weighted:
         self._ahead = _Windows(first, positions, "max", device)
         self._behind = _Windows(positions, last, "max", device)
         self._lift = _copy(positions / halve, device)
-        """float64 ``[P]``."""
+        """float64 `[P]`."""
 
     def pooled(self, scores: Tensor) -> Tensor:
         lifted = scores.double().clamp(min=0).log2() + self._lift
@@ -297,7 +297,7 @@ def _patches_by_grid(images: tuple[VisionSpan, ...]) -> dict[Grid, np.ndarray]:
 
 
 def _pool_grids(grids: Tensor, pooling: Pooling) -> Tensor:
-    """Return the pooled scores of images, ``[S, images, rows, columns]`` like its argument."""
+    """Return the pooled scores of images, `[S, images, rows, columns]` like its argument."""
     reach, _ = pooling.reach
     if pooling.reduce == "mean":
         return F.avg_pool2d(grids, 2 * reach + 1, 1, reach, count_include_pad=False)

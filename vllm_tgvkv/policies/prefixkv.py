@@ -20,7 +20,7 @@ _STEPS = 30
 
 @SCORES.register("text_rows")
 class TextRowsScore(VoteScore):
-    """``s[j]`` = sum of A[i, j] over the observation rows."""
+    """`s[j]` = sum of A[i, j] over the observation rows."""
 
     rows = "text"
 
@@ -51,7 +51,7 @@ class PrefixAllocation(Allocation):
 
 
 def _prefix_lengths(held: Tensor, fraction: Tensor) -> Tensor:
-    """Return the tokens that hold ``fraction``, float64 ``[L, S]``; ``held`` is ``[L, S, C]``."""
+    """Return the tokens that hold `fraction`, float64 `[L, S]`; `held` is `[L, S, C]`."""
     return (held < fraction).sum(dim=-1).add(1).clamp(max=held.shape[-1]).double()
 
 

@@ -3,7 +3,7 @@
 
 SnapKV's retention with three changes of our own (no paper): the first tokens of the answer vote
 alone where eviction waits for them; a token counts as much as the one row that looks at it most;
-and a score counts for the tokens after its own, half as much with every ``HALVE`` of them. Chosen
+and a score counts for the tokens after its own, half as much with every `HALVE` of them. Chosen
 on the training questions of docs/evaluation.
 """
 

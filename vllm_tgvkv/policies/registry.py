@@ -52,7 +52,7 @@ class Registry(Generic[T]):
         self._values[name] = value
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Return a decorator that adds a class or function under ``name``."""
+        """Return a decorator that adds a class or function under `name`."""
 
         def decorate(value: T) -> T:
             self.add(name, value)

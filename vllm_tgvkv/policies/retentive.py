@@ -3,7 +3,7 @@
 
 Source: Liu, "RetentiveKV: State-Space Memory for Uncertainty-Aware Multimodal KV Cache Eviction",
 Findings of ACL 2026, arXiv 2605.04075. Its description has
-``R = lambda * alpha + (1 - lambda) * H`` with the attention alpha and the entropy H of the text's
+`R = lambda * alpha + (1 - lambda) * H` with the attention alpha and the entropy H of the text's
 attention to vision, and gives neither lambda nor the entropy of a single token. The two readings
 here are ours.
 """
@@ -24,7 +24,7 @@ MIX = 0.5
 
 
 class RetentiveScore(Score):
-    """``s[j] = MIX * c[j] / max c + (1 - MIX) * H[j]``, both terms between 0 and 1.
+    """`s[j] = MIX * c[j] / max c + (1 - MIX) * H[j]`, both terms between 0 and 1.
 
     c is the sum of A over the rows, and its maximum is that of the tokens behind the sinks, whose
     attention is far above that of all others. Sinks count as 1 at most.
@@ -39,10 +39,10 @@ class RetentiveScore(Score):
         return MIX * (sums / most).clamp(max=1) + (1 - MIX) * self.entropies(view, sums)
 
     def entropies(self, view: LayerView, sums: Tensor) -> Tensor:
-        """Return H of each token, float32 ``[S, P]``, between 0 and 1; 0 without attention.
+        """Return H of each token, float32 `[S, P]`, between 0 and 1; 0 without attention.
 
         Args:
-            sums: c, float32 ``[S, P]``.
+            sums: c, float32 `[S, P]`.
         """
         raise NotImplementedError
 
@@ -67,7 +67,7 @@ class RowEntropyScore(RetentiveScore):
 
 @SCORES.register("retentive_spread")
 class SpreadScore(RetentiveScore):
-    """H of a token is the min-entropy of its attention over the rows: ``log(c / max A) / log O``.
+    """H of a token is the min-entropy of its attention over the rows: `log(c / max A) / log O`.
 
     It is 1 where all O rows look at the token alike, and 0 where only one does.
     """

@@ -20,9 +20,9 @@ MIX = 0.1
 
 @SCORES.register("rkv")
 class RedundancyScore(Score):
-    """``s[j] = MIX * I[j] - (1 - MIX) * R[j]``, importance and redundancy of the head's keys.
+    """`s[j] = MIX * I[j] - (1 - MIX) * R[j]`, importance and redundancy of the head's keys.
 
-    The importance of the last ``WINDOW`` tokens is zero; the retention keeps them.
+    The importance of the last `WINDOW` tokens is zero; the retention keeps them.
     """
 
     rows = "window"

@@ -22,7 +22,7 @@ POOLINGS.add("snapkv", POOLING)
 
 @SCORES.register("snapkv")
 class SnapScore(VoteScore):
-    """``s[j]`` = sum of A[i, j] over the last ``WINDOW`` rows, pooled over 7 positions."""
+    """`s[j]` = sum of A[i, j] over the last `WINDOW` rows, pooled over 7 positions."""
 
     rows = "window"
 

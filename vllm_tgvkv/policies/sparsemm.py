@@ -22,11 +22,11 @@ UNIFORM = 0.1
 
 @ALLOCATIONS.register("sparsemm")
 class VisualHeadAllocation(Allocation):
-    """Share of head h: ``w + rho b + (1 - rho) b n s[h] / sum(s)``, the tokens that it keeps.
+    """Share of head h: `w + rho b + (1 - rho) b n s[h] / sum(s)`, the tokens that it keeps.
 
-    w are the candidates in the window of the last ``WINDOW`` tokens, which each head keeps; b is
+    w are the candidates in the window of the last `WINDOW` tokens, which each head keeps; b is
     the mean budget without them, n the number of heads, and s the scores of the file. At
-    granularity ``layer``, s is the sum over the heads of a layer, and n the number of layers.
+    granularity `layer`, s is the sum over the heads of a layer, and n the number of layers.
     Ranks deal with the pages of their own heads, and a pipeline stage with those of its own layers,
     by the same scores.
     """
@@ -36,7 +36,7 @@ class VisualHeadAllocation(Allocation):
     def __init__(self) -> None:
         self._head_scores: HeadScores | None = None
         self._on_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        """Scores of the KV heads, float64 ``[L, H]``, and the host's copy of them."""
+        """Scores of the KV heads, float64 `[L, H]`, and the host's copy of them."""
 
     def use(self, head_scores: HeadScores) -> None:
         self._head_scores = head_scores

@@ -15,7 +15,7 @@ from vllm_tgvkv.policies.registry import POLICIES, SCORES, Recipe
 
 @SCORES.register("recency")
 class RecencyScore(Score):
-    """``s[j] = j``."""
+    """`s[j] = j`."""
 
     rows = "none"
     other_rows = ()

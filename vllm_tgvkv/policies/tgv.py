@@ -2,7 +2,7 @@
 """TGV-KV: text-vision budgeting (TVB), text-weighted ranking (TWR), text-prioritised retention.
 
 All sums run over the observation rows O, the text positions after the first vision token.
-Retention (TPR) is ``text_first``.
+Retention (TPR) is `text_first`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class TgvScore(Score):
 
         w[j] = sum_{i in O, i >= j} A[i, j] / (|O| - rank(j) + 1),   rank(j) = 1 .. |O|
 
-    A vision token's score is its weighted column sum, ``s[j] = sum_{i in O} w[i] A[i, j]``; a text
-    token's score is its plain one, ``s[j] = sum_{i in O, i >= j} A[i, j]``. The paper sums text
+    A vision token's score is its weighted column sum, `s[j] = sum_{i in O} w[i] A[i, j]`; a text
+    token's score is its plain one, `s[j] = sum_{i in O, i >= j} A[i, j]`. The paper sums text
     over all text rows i >= j. Here the sum runs over the rows of O, **a choice**: a prefix-cache
     hit, which computes no queries, then changes nothing if it ends before the first of these rows.
 
@@ -43,7 +43,7 @@ class TgvScore(Score):
 
 @ALLOCATIONS.register("tgv")
 class TgvAllocation(Allocation):
-    """Text-vision budgeting: share ``t[l]`` = sum of A[l] over rows O and vision columns."""
+    """Text-vision budgeting: share `t[l]` = sum of A[l] over rows O and vision columns."""
 
     rows = "text"
     needs_vision = True
@@ -56,12 +56,12 @@ POLICIES.add("tgv", Recipe(score="tgv", allocation="tgv", retain="text_first"))
 
 
 def mass(column_sums: Tensor, columns: Tensor) -> Tensor:
-    """Return the total of the columns (bool ``[P]``) of the sums ``[S, P]``: float32 ``[S, 1]``."""
+    """Return the total of the columns (bool `[P]`) of the sums `[S, P]`: float32 `[S, 1]`."""
     return torch.where(columns, column_sums, 0.0).sum(dim=-1, keepdim=True)
 
 
 def _row_weights(column_sums: Tensor, rows: Tensor) -> Tensor:
-    """Return w of :class:`TgvScore`: float32 ``[S, O]``, sum 1 per set, from sums ``[S, P]``."""
+    """Return w of `TgvScore`: float32 `[S, O]`, sum 1 per set, from sums `[S, P]`."""
     # Column j of A is zero in the rows before j, so the column sum is the sum over i >= j.
     received = column_sums.index_select(-1, rows)
     num_later = torch.arange(rows.shape[0], 0, -1, device=rows.device)

@@ -34,11 +34,11 @@ _LEAST, _MOST = -1e30, -float(torch.finfo(torch.float32).tiny)
 
 @SCORES.register("trimkv")
 class RetentionScore(Score):
-    """``s[j] = log(mean of beta[j] ** (P - j + m) over m = 0 .. n - 1)``, the retention to come.
+    """`s[j] = log(mean of beta[j] ** (P - j + m) over m = 0 .. n - 1)`, the retention to come.
 
     beta is the gate's output for token j, P - j its age, 1 for the newest token, and n the setting
-    ``lookahead``. The papers add up where the mean is taken here, which ranks the same. Their code
-    counts ages from 2, or 3 with n > 1; the setting ``age_offset`` does so.
+    `lookahead`. The papers add up where the mean is taken here, which ranks the same. Their code
+    counts ages from 2, or 3 with n > 1; the setting `age_offset` does so.
     """
 
     rows: RowSet = "none"
@@ -64,7 +64,7 @@ class RetentionScore(Score):
 
 @SCORES.register("trimkv_votes")
 class AttendedRetentionScore(RetentionScore):
-    """The score ``trimkv`` plus ``log(EPSILON + a[j])``, a being the rows' mean attention.
+    """The score `trimkv` plus `log(EPSILON + a[j])`, a being the rows' mean attention.
 
     A gate reads an image before the question is known. This is **our own** combination.
     """

@@ -18,14 +18,14 @@ LEAST_SHARE = 0.01
 
 @SCORES.register("vlcache")
 class PostVisionScore(VoteScore):
-    """``s[j]`` = sum of A[i, j] over the text rows after the last vision token."""
+    """`s[j]` = sum of A[i, j] over the text rows after the last vision token."""
 
     rows = "after_vision"
 
 
 @ALLOCATIONS.register("vlcache")
 class SparsityAllocation(Allocation):
-    """Share of layer l: its density ``1 - gamma[l]`` over the sum of all densities.
+    """Share of layer l: its density `1 - gamma[l]` over the sum of all densities.
 
     gamma is the fraction of the rows' entries that are below 1 % of their row's maximum, counted
     for each query head and then averaged. A layer keeps between 1 % and all of its tokens.

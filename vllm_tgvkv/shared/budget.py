@@ -23,7 +23,7 @@ class Guard:
     share: float
     """Fraction of the attention mass that the kept keys must hold."""
     least_blocks: int
-    """Lower bound of the retained blocks: that of the budget, and room for the text."""
+    """Lower bound of the retained blocks: the budget's own, and room for the text."""
 
 
 @dataclass(frozen=True)

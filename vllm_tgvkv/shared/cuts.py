@@ -14,14 +14,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cut:
-    """One eviction of a request; blocks are counted as those of one (layer, head), on average."""
+    """One eviction of a request; blocks are counted for one (layer, head), on average."""
 
     at: int
-    """Tokens of the request, those of its answer included, that are computed when it is made."""
+    """Tokens of the request, its answer included, that are computed when it is made."""
     num_retained: int
     """k, blocks of the region that it leaves; an upper bound if there is a guard."""
     num_replaced: int
-    """t, full blocks of the row, from its start, whose place the region takes."""
+    """t, full blocks of the row, from its start, that the region replaces."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Cuts:
     """All cuts of one request."""
 
     scheduled: Sequence[Cut]
-    """The first cut and those of the schedule, in order, each with fewer blocks than the last."""
+    """The first cut and the scheduled ones, in order, each with fewer blocks than the last."""
     ceiling: Ceiling | None
     block_size: int
     longest: int

@@ -41,7 +41,7 @@ def sliding_layers(text_config: Any) -> list[int]:
 
 
 def evicted_kv_heads(model: ModelConfig) -> int:
-    """Return the KV heads of a layer with full attention, those of all ranks together.
+    """Return the KV heads of a layer with full attention, of all ranks together.
 
     Gemma 4 has fewer in these layers than in those with a window.
     """
@@ -80,7 +80,7 @@ def other_layers(text_config: Any) -> list[str]:
 
 
 def text_ranges(numbers: Sequence[int]) -> str:
-    """Return ascending numbers as text, such as ``0-4, 6``."""
+    """Return ascending numbers as text, such as `0-4, 6`."""
     runs = [
         [number for _, number in run]
         for _, run in groupby(enumerate(numbers), lambda item: item[1] - item[0])

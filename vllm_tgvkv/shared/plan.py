@@ -14,6 +14,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_tgvkv.shared.budget import Guard
 from vllm_tgvkv.shared.prompt import PromptMap, Voters
+from vllm_tgvkv.shared.trace import Trace
 
 NO_ROW = 0
 """The row that nobody reads. A step of fixed size stores the queries of all other tokens in it."""
@@ -79,7 +80,7 @@ class Eviction:
     num_answer: int = 0
     """Tokens of the answer that are computed by then."""
     is_first: bool = True
-    """Whether the row is not compressed before. If it is, `old_blocks` has zeros behind its region,
+    """Whether the row is not compressed before. If it is, `old_blocks` has zeros after its region,
     as the row has."""
     stored: np.ndarray | None = None
     """Rows of the query pool that hold the queries of `voters.rows`, int64; None if all vote in
@@ -128,24 +129,31 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of an eviction that only the worker knows, for the scheduler."""
+    """Result of an eviction that only the worker knows, for the scheduler.
+
+    A pipeline stage's outcome is of its own layers; the last stage joins them.
+    """
 
     request_id: str
     first_block: int
-    """First block of the region, which identifies the eviction among those of the request."""
+    """First block of the region, which identifies the eviction within the request."""
     num_blocks: int | None
     """Blocks that a guarded eviction retained; None if there was no guard."""
     method: str
     seen: dict[str, int]
     """Prompt tokens by modality, `text` and `vision`."""
     kept: dict[str, int]
-    """Kept prompt tokens by modality, mean over layers and heads, rounded."""
+    """Kept prompt tokens by modality, mean over layers and heads, rounded. Before stages are
+    joined: tokens in the region, summed over `num_pairs` layers and heads."""
     seconds: dict[str, float]
     """Seconds on the device by part, see `stopwatch.PARTS`; empty without metrics."""
     num_answer: int = 0
     """Tokens of the answer that were computed by then."""
     is_first: bool = True
     """Whether it is the request's first eviction, which is the one that metrics count."""
+    num_pairs: int = 1
+    trace: Trace | None = None
+    """For the last stage, which stores it."""
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ class PromptMap:
         return all(end <= start for end, start in zip(ends, starts, strict=True))
 
     def followed_by(self, num_text: int) -> PromptMap:
-        """Return the map of this prompt and `num_text` tokens of text behind it."""
+        """Return the map of this prompt and `num_text` tokens of text after it."""
         return PromptMap(self.num_tokens + num_text, self.vision)
 
     def is_vision(self) -> np.ndarray:
@@ -143,7 +143,7 @@ def voters(
     last position; without vision, the last `observation_window` positions. `window` holds the last
     positions of the prompt. To each of them, the `num_answer` positions after the prompt are
     added, the first tokens of the answer; `answer` holds only these, and so does `latest` if there
-    are any, and otherwise those of `window`.
+    are any, and otherwise the rows of `window`.
 
     Raises:
         ValueError: for the row set `answer` without tokens of the answer.

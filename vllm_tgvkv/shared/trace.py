@@ -29,8 +29,8 @@ class Trace:
     """The trace of a request: its last cut, and those before it.
 
     L is the number of layers, H of KV heads, S of token sets in a layer (1 or H), N of tokens in a
-    block, P of prompt tokens, and C of the tokens in full blocks that the cut could evict: those of
-    the prompt, and under a ceiling those of the answer.
+    block, P of prompt tokens, and C of the tokens in full blocks that the cut could evict: from
+    the prompt, and under a ceiling from the answer.
     """
 
     id: str
@@ -59,7 +59,7 @@ class Trace:
     """The scores before pooling, float32 [L, S, C]; None if nothing was pooled."""
     preference: np.ndarray
     """Whether a token came before others, whatever its score, uint8 [C] or [L, S, C]; see
-    :meth:`~vllm_tgvkv.worker.decision.Decider.preference`."""
+    `ScoredPrompt.preference`."""
     preferred: str
     """What the method's retention prefers, in one word."""
     sinks: int
@@ -87,7 +87,7 @@ class Trace:
         return *self.earlier, self
 
     def after(self, trace: Trace) -> Trace:
-        """Return this cut as one that follows those of `trace`, of the same request.
+        """Return this cut as one that follows the cuts of `trace`, of the same request.
 
         A cut that comes after no more tokens of the answer than earlier ones replaces them: they
         were undone by a preemption.
@@ -121,8 +121,8 @@ class Trace:
     def detail(self, cut: int | None = None) -> dict[str, Any] | None:
         """Return the summary with image positions, and the pages of one cut.
 
-        `kept_by` has the number of (layer, head) pairs that keep each token: those of the prompt,
-        then those of the answer that the cut could evict.
+        `kept_by` has the number of (layer, head) pairs that keep each token: of the prompt,
+        then of the answer as far as the cut could evict it.
 
         Args:
             cut: index among the cuts; the last one by default. None is returned if there is none.
@@ -152,9 +152,9 @@ class Trace:
     def layer(self, layer: int, cut: int | None = None) -> dict[str, Any] | None:
         """Return positions and scores of a layer's token sets, at the last cut or at cut `cut`.
 
-        `reasons` divides the kept positions by what kept them: `sink`, `tail` (behind the full
+        `reasons` divides the kept positions by what kept them: `sink`, `tail` (after the full
         blocks), what the retention prefers (`text`, `vision`, `recent`, ...), `score`, and
-        `neighbour` where only pooling raised the score to that of kept tokens.
+        `neighbour` where only pooling raised the score to the level of kept tokens.
 
         None is returned if there is no such layer or cut.
         """
@@ -199,7 +199,7 @@ class Trace:
 
     @property
     def _num_tokens(self) -> int:
-        """Tokens of the prompt, and those of the answer that the cut could evict."""
+        """Tokens of the prompt, and of the answer as far as the cut could evict it."""
         return max(self.prompt.num_tokens, self._num_candidates)
 
     def _positions(self, layer: int, head: int) -> np.ndarray:

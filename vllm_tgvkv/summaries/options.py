@@ -29,14 +29,14 @@ class Summaries:
     """Treatment of evicted tokens: some blocks of a region hold summaries of them.
 
     Raises:
-        ValueError: for an unknown ``of`` or ``weight``, or a number outside of its bounds.
+        ValueError: for an unknown `of` or `weight`, or a number outside of its bounds.
     """
 
     of: _Of = "both"
-    """``both``: a block of summaries of vision, and one of text. ``all``: one block for both.
-    ``vision`` or ``text``: one block, and the other tokens are dropped. ``none``: all are."""
+    """`both`: a block of summaries of vision, and one of text. `all`: one block for both.
+    `vision` or `text`: one block, and the other tokens are dropped. `none`: all are."""
     weight: _Weight = "tokens"
-    """``tokens``: each token weighs 1, so that a row's mass is their number. ``score``: its score,
+    """`tokens`: each token weighs 1, so that a row's mass is their number. `score`: its score,
     divided by the mean score of the tokens that the summary absorbs."""
     decay: float = 0.9
     """Factor of a vision token's weight for each step away from its root."""
@@ -62,7 +62,7 @@ class Summaries:
 
         Args:
             num_blocks: blocks that the cut leaves.
-            num_replaced: full blocks of the row in whose place these stand.
+            num_replaced: full blocks of the row that they replace.
         """
         if self.of == "none" or num_blocks >= num_replaced:
             return ()
@@ -71,11 +71,11 @@ class Summaries:
         return kinds[: num_blocks - 1]
 
     def weights(self, scores: Tensor, is_absorbed: Tensor) -> Tensor:
-        """Return the weights before decay, float32 ``[M, n]``, 0 where not absorbed.
+        """Return the weights before decay, float32 `[M, n]`, 0 where not absorbed.
 
         Args:
-            scores: float32 ``[M, n]``, not negative with ``score``.
-            is_absorbed: bool ``[M, n]``.
+            scores: float32 `[M, n]`, not negative with `score`.
+            is_absorbed: bool `[M, n]`.
         """
         weights = is_absorbed.float()
         if self.weight == "tokens":

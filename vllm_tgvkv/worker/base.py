@@ -26,6 +26,7 @@ from vllm_tgvkv.gates.tap import attach_taps
 from vllm_tgvkv.shared.counters import EvictionCounters
 from vllm_tgvkv.shared.plan import Eviction, attach_outcomes, plan_of
 from vllm_tgvkv.worker.evictor import Evictor
+from vllm_tgvkv.worker.model_runner import RowsV1, RowsV2
 from vllm_tgvkv.worker.outcomes import Outcomes
 from vllm_tgvkv.worker.ranks import tensor_ranks
 from vllm_tgvkv.worker.stages import pipeline_stages
@@ -122,7 +123,7 @@ class EvictingWorker:
         indices = {layer.layer_name: index for index, layer in enumerate(layers)}
         for layer in members:
             owner = layer.kv_sharing_target_layer_name or layer.layer_name
-            layer.impl.bind(indices[owner], pool, self._evictor.part.gate_outputs)
+            layer.impl.bind(indices[owner], pool, self._evictor.context.gate_outputs)
         builder.bind(self._evictor, self)
         self._shrunk: list[Eviction] = []
         self._counters = EvictionCounters().as_dict()
@@ -161,13 +162,18 @@ class EvictingWorker:
             return OutputWithOutcomes(output, outcomes)
         return with_outcomes(output, outcomes)
 
+    @property
+    def rows(self) -> type[RowsV1] | type[RowsV2]:
+        """Return how the model runner stores rows of its batch."""
+        return RowsV1
+
     def find_row(self, common: CommonAttentionMetadata, request_id: str) -> int | None:
         """Return a request's row in the batch that is being built, see `BatchRows`."""
-        raise NotImplementedError
+        return self.rows.find(self.model_runner, common, request_id)
 
     def request_at(self, common: CommonAttentionMetadata, row: int) -> str:
         """Return the request in a row of the batch that is being built, see `BatchRows`."""
-        raise NotImplementedError
+        return self.rows.request_at(self.model_runner, common, row)
 
     def rewrite_rows(self, evictions: list[Eviction]) -> None:
         """Replace rows of prompts by their compressed rows, before the next step is built."""
@@ -215,11 +221,11 @@ class EvictingWorker:
         """
         return [
             {
-                "request_id": kept.request_id,
+                "request_id": request_id,
                 "counts": kept.counts.numpy(force=True),
                 "positions": kept.positions.numpy(force=True),
             }
-            for kept in self.evictor.kept
+            for request_id, kept in self.evictor.kept
         ]
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import numpy as np
 from vllm.distributed import get_pp_group
-from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
@@ -53,12 +52,6 @@ class EvictionCPUWorker(EvictingWorker, CPUWorker):
             return super().sample_tokens(grammar_output)
         finally:
             generators.update(set_aside)
-
-    def find_row(self, common: CommonAttentionMetadata, request_id: str) -> int | None:
-        return RowsV1.find(self.model_runner, common, request_id)
-
-    def request_at(self, common: CommonAttentionMetadata, row: int) -> str:
-        return RowsV1.request_at(self.model_runner, common, row)
 
     def rewrite_rows(self, evictions: list[Eviction]) -> None:
         for eviction in evictions:

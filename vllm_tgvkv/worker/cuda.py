@@ -17,7 +17,6 @@ import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
-from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
@@ -32,9 +31,9 @@ from vllm_tgvkv.cache.pages import CacheShape
 from vllm_tgvkv.config.server import config_of
 from vllm_tgvkv.shared.plan import Eviction
 from vllm_tgvkv.worker.base import EvictingWorker
+from vllm_tgvkv.worker.context import WORKSPACE_BYTES
 from vllm_tgvkv.worker.memory import Memory, Sizes, memory_outside_pool
 from vllm_tgvkv.worker.model_runner import RowsV1, RowsV2
-from vllm_tgvkv.worker.observation import WORKSPACE_BYTES
 from vllm_tgvkv.worker.warm_up import warm_up
 
 logger = init_logger("vllm.tgvkv")
@@ -78,11 +77,9 @@ class EvictionGPUWorker(EvictingWorker, Worker):
             # need it.
             self.model_runner._init_kv_zero_meta()
 
-    def find_row(self, common: CommonAttentionMetadata, request_id: str) -> int | None:
-        return self.model_runner.rows.find(self.model_runner, common, request_id)
-
-    def request_at(self, common: CommonAttentionMetadata, row: int) -> str:
-        return self.model_runner.rows.request_at(self.model_runner, common, row)
+    @property
+    def rows(self) -> type[RowsV1] | type[RowsV2]:
+        return self.model_runner.rows
 
     def rewrite_rows(self, evictions: list[Eviction]) -> None:
         """Leave the rows to the model runner, which rewrites them when it updates its own."""
@@ -121,7 +118,7 @@ class ShrinkingRows:
         self.shrunk: list[Eviction] = []
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> Any:
-        """Allocate a cache, also that of a trial run, which the worker does not see."""
+        """Allocate a cache, also for a trial run, which the worker does not see."""
         config = with_plain_specs(kv_cache_config)
         return super().initialize_kv_cache(config, *args, **kwargs)  # type: ignore[misc]
 

@@ -8,14 +8,20 @@ retained blocks is found on the device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from vllm_tgvkv.kernels.apportion import apportion
-from vllm_tgvkv.kernels.select import key_slices, ranking_keys, select_tokens, thresholds
+from vllm_tgvkv.kernels.select import (
+    key_slices,
+    page_offsets,
+    ranking_keys,
+    select_tokens,
+    thresholds,
+)
 from vllm_tgvkv.policies import WHOLE_MODEL, AllLayers, Depth, Policy, Prompt
 from vllm_tgvkv.shared.budget import Guard
 
@@ -25,77 +31,97 @@ class Decision:
     """The pages of every (layer, head) and the tokens in them."""
 
     counts: Tensor
-    """Pages, int64 ``[L, H]``."""
+    """Pages, int64 `[L, H]`."""
     positions: Tensor
-    """Kept positions, int32 ``[k * L * H, N]``, pages in (layer, head) order; where a guard chose
+    """Kept positions, int32 `[k * L * H, N]`, pages in (layer, head) order; where a guard chose
     fewer blocks, the pages after the last one dealt have no meaning."""
     num_retained: Tensor
     """Blocks that hold pages, int64 scalar: the given number, or fewer with a guard."""
 
+    @cached_property
+    def offsets(self) -> Tensor:
+        """The first page of every (layer, head), and the end, int32 `[L * H + 1]`."""
+        return page_offsets(self.counts)
+
+    def count_vision(self, is_vision: Tensor) -> Tensor:
+        """Return the vision tokens in all pages that hold tokens, int64 scalar.
+
+        `is_vision` is bool `[P]`.
+        """
+        # An index of int64 would take more memory than the positions.
+        chosen = is_vision.index_select(0, self.positions.flatten())
+        in_page = chosen.view_as(self.positions).sum(1)
+        is_used = torch.arange(len(in_page), device=in_page.device) < self.offsets[-1]
+        return (in_page * is_used).sum()
+
 
 @dataclass(frozen=True)
-class Decider:
-    """Decides for one prompt, once all of its layers are scored.
+class ScoredPrompt:
+    """A prompt whose layers are all scored, from which a decision is made.
 
-    ``scores``, float32 ``[L, S, C]``, are pooled; ``strengths`` are float ``[L, S, F]``. Both, and
-    ``num_heads``, cover all heads of the model. Where ranks hold ``num_parts`` equal parts of the
-    heads, each part has k * L * H / num_parts pages, and no page moves to another part.
+    Scores, strengths, masses and `num_heads` cover all heads of the model. Where ranks hold
+    `num_parts` equal parts of the heads, each part has k * L * H / num_parts pages, and no page
+    moves to another part.
     """
 
     policy: Policy
     prompt: Prompt
     scores: Tensor
+    """Pooled, float32 `[L, S, C]`."""
     strengths: Tensor
+    """float `[L, S, F]`."""
     num_heads: int
     block_size: int
     floor_pages: int
+    masses: Tensor | None = None
+    """Observed attention of each token, float32 `[L, S, P]`; only with a guard."""
+    unpooled: Tensor | None = None
+    """The scores before pooling, float32 `[L, S, C]`; only for a trace of pooled scores."""
+    present: Tensor | None = None
+    """bool `[L, S, C]`, the candidates that earlier cuts left; None at the first cut."""
     num_parts: int = 1
     heads: slice = field(default_factory=lambda: slice(None))
     """The heads whose pages and tokens are returned."""
     agree: Callable[[Callable[[], Tensor]], Tensor] = lambda find: find()
     """Makes all ranks use the same number of blocks in a guarded decision."""
     depth: Depth = WHOLE_MODEL
-    present: Tensor | None = None
-    """bool ``[L, S, C]``, the candidates that earlier cuts left; None at the first cut."""
+
+    def of_all_heads(self) -> ScoredPrompt:
+        """Return it for the heads of all ranks, deciding without them."""
+        return replace(self, heads=slice(None), agree=lambda find: find())
 
     @property
     def own_sets(self) -> slice:
-        """The token sets of :attr:`heads`."""
+        """The token sets of `heads`."""
         return self.heads if self.scores.shape[1] > 1 else slice(None)
 
-    def decide(self, num_retained: int) -> Decision:
-        """Deal ``num_retained`` blocks, between 1 and the number of full blocks of the prompt."""
-        retained = torch.full((), num_retained, device=self.scores.device)
-        floor = min(self.floor_pages, num_retained)
-        return self._decision(retained, num_retained, floor, guarded=False)
+    def decide(self, num_retained: int, guard: Guard | None = None) -> Decision:
+        """Deal `num_retained` blocks, between 1 and the number of full blocks of the prompt.
 
-    def decide_guarded(self, num_retained: int, masses: Tensor, guard: Guard) -> Decision:
-        """Deal the fewest blocks that hold the guarded share of ``masses``.
-
-        Sinks are kept first, then text. If even ``num_retained`` blocks do not hold the share,
-        all of them are dealt. The number is found by bisection. That is exact as long as more
-        blocks hold more mass; an allocation whose counts change a lot with one more block may
-        make it wrong by a block or two.
-
-        Args:
-            num_retained: the most blocks, as for :meth:`decide`.
-            masses: float32 ``[L, S, P]``, the observed attention that each token got.
-            guard: the share, and the fewest blocks.
+        With a guard, deal the fewest blocks that hold its share of the masses. Sinks are kept
+        first, then text. If even `num_retained` blocks do not hold the share, all of them are
+        dealt. The number is found by bisection. That is exact as long as more blocks hold more
+        mass; an allocation whose counts change a lot with one more block may make it wrong by a
+        block or two.
         """
-        least = min(guard.least_blocks, num_retained)
-        floor = min(self.floor_pages, least)
-        fewest = self.agree(lambda: self._fewest(least, num_retained, floor, masses, guard.share))
-        return self._decision(fewest, num_retained, floor, guarded=True)
+        if guard is None:
+            dealt = torch.full((), num_retained, device=self.scores.device)
+            least = num_retained
+        else:
+            least = min(guard.least_blocks, num_retained)
+            dealt = self.agree(partial(self._fewest, least, num_retained, guard.share))
+        counts = self._deal(dealt, self._floor(least), guard is not None)[:, self.heads]
+        return Decision(counts, self._fill(counts, num_retained, guard is not None), dealt)
 
     def preference(self, counts: Tensor, guarded: bool) -> Tensor:
         """Return which candidates came before others, whatever their scores, for a trace.
 
         Args:
-            counts: pages of all heads, int64 ``[L, H]``.
-            guarded: whether :meth:`decide_guarded` dealt them.
+            counts: pages of all heads, int64 `[L, H]`.
+            guarded: whether `decide` had a guard.
 
         Returns:
-            uint8 ``[C]``, or ``[L, S, C]`` where it depends on how many tokens are kept: 2 for
+            uint8 `[C]`, or `[L, S, C]` where it depends on how many tokens are kept: 2 for
             text that a guard puts first, 1 for what the retention prefers, 0 for the rest.
         """
         num_kept = counts[:, : self.scores.shape[1]] * self.block_size
@@ -104,12 +130,14 @@ class Decider:
         by_guard = (tiers >= _TEXT_TIER) & guarded
         return torch.where(by_guard, 2, (tiers > 0).to(torch.uint8)).to(torch.uint8)
 
-    def _decision(self, retained: Tensor, most: int, floor: int, guarded: bool) -> Decision:
-        counts = self._deal(retained, floor, guarded)[:, self.heads]
-        return Decision(counts, self._fill(counts, most, guarded), retained)
+    def _floor(self, least: int) -> int:
+        """Return the fewest pages of a head, if at least `least` blocks are dealt."""
+        return min(self.floor_pages, least)
 
-    def _fewest(self, least: int, most: int, floor: int, masses: Tensor, share: float) -> Tensor:
-        """Return the fewest blocks that hold ``share`` of the masses, int64 scalar."""
+    def _fewest(self, least: int, most: int, share: float) -> Tensor:
+        """Return the fewest blocks that hold `share` of the masses, int64 scalar."""
+        masses = self.masses
+        assert masses is not None, "a guard needs the masses"
         tail = masses[..., self.prompt.num_candidates :].double().sum()
         wanted = self._sum(lambda layers: masses[layers].double()) * share - tail
         low = torch.full((), least - 1, device=masses.device)
@@ -118,13 +146,13 @@ class Decider:
         # below the lower bound.
         for _ in range((most - least + 1).bit_length()):
             middle = (low + high).div(2, rounding_mode="floor").clamp(min=least)
-            counts = self._deal(middle, floor, guarded=True)
+            counts = self._deal(middle, self._floor(least), guarded=True)
             enough = self._sum(partial(self._kept_masses, counts, masses)) >= wanted
             high, low = torch.where(enough, middle, high), torch.where(enough, low, middle)
         return high
 
     def _deal(self, retained: Tensor, floor: int, guarded: bool) -> Tensor:
-        """Return the pages of every (layer, head), int64 ``[L, H]``; they sum to k * L * H.
+        """Return the pages of every (layer, head), int64 `[L, H]`; they sum to k * L * H.
 
         At granularity `layer` all heads of a layer get the same number: k * L units of H pages are
         dealt, the same for every part.
@@ -134,7 +162,7 @@ class Decider:
             prompt=self.prompt,
             scores=self.scores,
             strengths=self.strengths,
-            tiers=_left(self._tiers(kept, guarded), self.present),
+            tiers=_below_if_evicted(self._tiers(kept, guarded), self.present),
             num_kept=kept,
             depth=self.depth,
         )
@@ -144,7 +172,7 @@ class Decider:
         num_parts = self.num_parts if num_sets > 1 else 1
 
         def by_part(values: Tensor) -> Tensor:
-            """Return values ``[L, S]`` as ``[parts, L * S / parts]``."""
+            """Return values `[L, S]` as `[parts, L * S / parts]`."""
             return values.unflatten(1, (num_parts, -1)).transpose(0, 1).flatten(1)
 
         of_parts = by_part(shares)
@@ -159,7 +187,7 @@ class Decider:
         return counts.expand(-1, self.num_heads).contiguous()
 
     def _tiers(self, num_kept: Tensor, guarded: bool) -> Tensor:
-        """Return the candidates' tiers, int32 ``[C]`` or ``[*, C]`` for ``num_kept`` ``[*]``.
+        """Return the candidates' tiers, int32 `[C]` or `[*, C]` for `num_kept` `[*]`.
 
         A guard puts text first.
         """
@@ -172,7 +200,7 @@ class Decider:
         return tiers
 
     def _all_tiers(self, num_kept: Tensor, guarded: bool) -> Tensor:
-        """Return the tiers for ``num_kept`` ``[L, S]``: ``[C]``, or in bytes ``[L, S, C]``."""
+        """Return the tiers for `num_kept` `[L, S]`: `[C]`, or in bytes `[L, S, C]`."""
         of_first = self._tiers(num_kept[:1], guarded)
         if of_first.dim() == 1:
             return of_first  # the same for any number
@@ -181,7 +209,7 @@ class Decider:
         return torch.cat(tiers)
 
     def _sum(self, terms: Callable[[slice], Tensor]) -> Tensor:
-        """Return the sum of ``terms(layers)``, float64, over slices of the layers.
+        """Return the sum of `terms(layers)`, float64, over slices of the layers.
 
         Memory is bounded for any prompt. Prompts that need one slice only, up to some thousand
         tokens, get the bits of one sum over all layers.
@@ -192,7 +220,7 @@ class Decider:
     def _kept_masses(self, counts: Tensor, masses: Tensor, layers: slice) -> Tensor:
         """Return the masses of the kept candidates of some layers under a guard, 0 for others.
 
-        float64 ``[layers, S, C]``; ``counts`` are the pages of all layers.
+        float64 `[layers, S, C]`; `counts` are the pages of all layers.
         """
         num_kept = counts[layers, : self.scores.shape[1]] * self.block_size
         keys = ranking_keys(self.scores[layers], self._tiers(num_kept, guarded=True))
@@ -200,21 +228,21 @@ class Decider:
         return masses[layers, :, : self.prompt.num_candidates].double() * kept
 
     def _fill(self, counts: Tensor, num_retained: int, guarded: bool) -> Tensor:
-        """Return the kept positions of ``num_retained`` blocks, of which a guard may use fewer.
+        """Return the kept positions of `num_retained` blocks; a guard may use fewer.
 
-        ``counts`` has the pages of :attr:`heads` only.
+        `counts` has the pages of `heads` only.
         """
         sets = self.own_sets
         scores = self.scores[:, sets]
         present = None if self.present is None else self.present[:, sets]
         num_kept = counts[:, : scores.shape[1]] * self.block_size
-        tiers = _left(self._all_tiers(num_kept, guarded), present)
+        tiers = _below_if_evicted(self._all_tiers(num_kept, guarded), present)
         num_pages = num_retained * counts.numel()
         return select_tokens(scores, tiers, counts, num_pages, self.block_size)
 
 
-def _left(tiers: Tensor, present: Tensor | None) -> Tensor:
-    """Put candidates that an earlier cut dropped below all others."""
+def _below_if_evicted(tiers: Tensor, present: Tensor | None) -> Tensor:
+    """Return tiers in which candidates that an earlier cut evicted are below all others."""
     if present is None:
         return tiers
     return torch.where(present, tiers + 1, torch.zeros_like(tiers))

@@ -14,10 +14,9 @@ Nothing here waits for the device: every size is known from the plan.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import Literal
 
@@ -30,35 +29,22 @@ from vllm_tgvkv.cache.queries import ChunkQueries, DecodeQueries, QueryPool, Sto
 from vllm_tgvkv.cache.regions import Regions
 from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.gates.outputs import GateOutputs
-from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
-from vllm_tgvkv.kernels.merge import merge_evicted
-from vllm_tgvkv.kernels.select import page_offsets
 from vllm_tgvkv.kernels.statistics import Scratch
-from vllm_tgvkv.policies import Depth, Prompt
 from vllm_tgvkv.shared.plan import Failure, StepPlan
-from vllm_tgvkv.shared.trace import MAX_TRACE_BYTES, Trace, Traces
-from vllm_tgvkv.summaries.write import KeysOfRow, write_summaries
-from vllm_tgvkv.worker.decision import Decider, Decision
-from vllm_tgvkv.worker.observation import DueEviction, Gathered, ModelPart, PromptObservation
-from vllm_tgvkv.worker.outcomes import KeptTokens, Outcomes, PendingOutcome
+from vllm_tgvkv.shared.trace import MAX_TRACE_BYTES, Traces
+from vllm_tgvkv.summaries.blocks import SummaryBlocks
+from vllm_tgvkv.worker.context import ObserverContext
+from vllm_tgvkv.worker.decision import Decision
+from vllm_tgvkv.worker.due import DueEviction
+from vllm_tgvkv.worker.observation import PromptObservation
+from vllm_tgvkv.worker.outcomes import Outcomes, PendingOutcome, start_trace
 from vllm_tgvkv.worker.ranks import Ranks
+from vllm_tgvkv.worker.region_writer import RegionWriter
 from vllm_tgvkv.worker.stages import Stages
 
 logger = init_logger("vllm.tgvkv")
 
 _NO_ROWS = np.empty(0, np.int64)
-
-
-@dataclass(frozen=True)
-class Evicted:
-    """An eviction that this rank has carried out; it counts once all ranks have."""
-
-    decision: Decision
-    num_vision: torch.Tensor | None
-    """Vision tokens in the region, summed over this rank's layers and heads; None if nothing is
-    told of the eviction."""
-    trace: Trace | None
-    """If the request asked for one; the first rank's has the heads of all ranks."""
 
 
 class Evictor:
@@ -77,10 +63,8 @@ class Evictor:
         stages: Stages,
         query_dtype: torch.dtype | None = None,
     ) -> None:
-        """Make an evictor; `query_dtype` is that of the model, by default that of the cache."""
+        """Make an evictor; `query_dtype` is the dtype of the model, by default of the cache."""
         self.config = config
-        self.summarises = config.summarises
-        """Whether rows may have summaries, which attention then looks for in every step."""
         self.shape = shape
         self.pool = pool
         self.ranks = ranks
@@ -99,15 +83,20 @@ class Evictor:
             pool.raw.device,
             shape.block_size if config.decode else 0,
         )
+        self.summaries = SummaryBlocks(pool, self.regions, config.summarises)
         gate_outputs = None
         if config.gates is not None:
             gate_outputs = GateOutputs(pool.num_blocks, shape, pool.raw.device)
-        self.part = ModelPart(shape, pool, queries, self.regions, ranks, stages, gate_outputs)
+        self.context = ObserverContext(
+            shape, pool, queries, self.regions, ranks, stages, gate_outputs
+        )
+        self._writer = RegionWriter(self.context, self.summaries)
         self.observations: dict[str, PromptObservation] = {}
         """Prompts that are observed and not evicted yet, by request id."""
         self.plan = StepPlan()
         """The plan of the current step."""
-        self.kept: deque[KeptTokens] = deque(maxlen=256)
+        self.kept: deque[tuple[str, Decision]] = deque(maxlen=256)
+        """The last decisions by request id (debug option `record_kept`)."""
         self.traces = Traces(config.max_traces, MAX_TRACE_BYTES)
         self._policy_of = cache(config.build_policy)  # a chunk should not build one again
         self._current: list[PromptObservation] = []
@@ -124,21 +113,22 @@ class Evictor:
         """Take the plan of a step, before its batch is built."""
         self.plan = plan
         self._current, self._stored = [], None
-        self.part.scratch = Scratch()  # frees the last step's buffers
+        self.context.scratch = Scratch()  # frees the last step's buffers
         self.regions.release(plan.released)
+        self.summaries.release(plan.released)
         for request_id in plan.forgotten:
             self.observations.pop(request_id, None)
         if plan.poisoned:
             self.pool.fill(plan.poisoned, float("nan"))
-            if self.part.gate_outputs is not None:
-                self.part.gate_outputs.fill(plan.poisoned, float("nan"))
+            if self.context.gate_outputs is not None:
+                self.context.gate_outputs.fill(plan.poisoned, float("nan"))
 
     def record_decodes(self, max_tokens: int) -> None:
         """Store the queries of steps of single tokens through `stored_queries` from now on.
 
         `max_tokens` is the most tokens of such a step, padded ones included.
         """
-        self._decode_queries = DecodeQueries(self.part.queries, max_tokens)
+        self._decode_queries = DecodeQueries(self.context.queries, max_tokens)
 
     def has_work(self, single_tokens: bool) -> bool:
         """Return whether this step's layers are observed.
@@ -191,13 +181,13 @@ class Evictor:
         self._current = []
         tokens, rows = self._rows_to_store(first_token)
         if len(tokens):
-            self._stored = ChunkQueries(self.part.queries, tokens, rows)
-        self.part.num_waiting_rows = sum(
+            self._stored = ChunkQueries(self.context.queries, tokens, rows)
+        self.context.num_waiting_rows = sum(
             len(part.rows) for part in self.plan.observations if part.stored is None
         )
         for request_id in dict.fromkeys([*summings, *evictions]):
             if request_id not in self.observations:
-                new = PromptObservation(request_id, self.part, self.config, self._policy_of)
+                new = PromptObservation(request_id, self.context, self.config, self._policy_of)
                 self.observations[request_id] = new
             observation = self.observations[request_id]
             observation.begin_chunk(
@@ -246,7 +236,7 @@ class Evictor:
         exchanges = self.stages.size > 1 and self._may_fail
         if not (ended or exchanges):
             return None
-        outcomes = Outcomes(ended, self.shape, self.traces, self.stages)
+        outcomes = Outcomes(ended, self.shape.block_size, self.traces, self.stages)
         if self.stages.is_last:
             return outcomes
         if exchanges:
@@ -262,7 +252,7 @@ class Evictor:
         """
         current, self._current = self._current, []
         self._agree(current)
-        evicted: dict[str, Evicted | None] = {}
+        evicted: dict[str, PendingOutcome | None] = {}
         for seen in current:
             if seen.due is not None:
                 self.ranks.next_section()
@@ -275,185 +265,54 @@ class Evictor:
         for seen in current:
             if seen.error is not None:
                 self._fail(seen, seen.error)
-            elif seen.due is not None:
-                result = evicted[seen.request_id]
-                assert result is not None
-                self._record(seen, seen.due, result)
+            elif (pending := evicted.get(seen.request_id)) is not None:
+                self._record(pending)
 
     def _agree(self, current: list[PromptObservation]) -> None:
         errors = self.ranks.agree([seen.error for seen in current])
         for seen, error in zip(current, errors, strict=True):
             seen.error = error
 
-    def _evict(self, seen: PromptObservation, due: DueEviction) -> Evicted:
-        """Decide, copy the kept tokens and store the region."""
-        eviction, shape = due.eviction, self.shape
+    def _evict(self, seen: PromptObservation, due: DueEviction) -> PendingOutcome:
+        """Decide, copy, summarise and store the region, each for all layers and heads at once."""
         with seen.stopwatch.time("selection"):
-            gathered = seen.gather(due)
-            decider = self._decider(due, gathered)
-            decision = self._decide(due, decider, gathered.masses)
-            offsets = page_offsets(decision.counts)
-        keys, values, positions = self.pool.keys, self.pool.values, decision.positions
-        sizes = (shape.num_layers, shape.num_heads)
-        old_blocks = due.blocks[: due.prompt.num_candidates // shape.block_size]
-        all_blocks = self.part.to_device(eviction.new_blocks)
-        new_blocks = all_blocks[: due.num_token_blocks]
+            scored = seen.gather(due)
+            decision = scored.decide(due.num_token_blocks, due.eviction.guard)
+            offsets = decision.offsets
         with seen.stopwatch.time("copy"):
-            if due.keys is None:
-                sources = slots_of_positions(positions, offsets, old_blocks, shape.num_pairs)
-            else:
-                if positions.is_cpu and not due.is_ordered:
-                    positions = due.keys.settled(positions, offsets)
-                sources = due.keys.sources(positions, offsets)
-            copy_kept(keys, values, sources, offsets, new_blocks, *sizes)
-            if due.policy.merge:
-                merge_evicted(keys, values, positions, offsets, old_blocks, new_blocks, *sizes)
-            if due.policy.summaries is not None:
-                if due.keys is None:
-                    of_row = KeysOfRow.of_blocks(old_blocks, shape.num_pairs, shape.block_size)
-                else:
-                    columns = self.regions.summary_columns(seen.request_id)
-                    of_row = KeysOfRow.of_ragged(due.keys, due.blocks, columns)
-                write_summaries(
-                    due.policy.summaries,
-                    due.summary_kinds,
-                    due.prompt,
-                    gathered.scores[:, decider.own_sets],
-                    positions,
-                    offsets,
-                    of_row,
-                    all_blocks[due.num_token_blocks :],
-                    self.pool,
-                    self.regions,
-                )
-            if self.config.decode is not None:
-                self.regions.store_positions(new_blocks, positions)
-                if self.part.gate_outputs is not None:
-                    self.part.gate_outputs.move(sources, new_blocks)
-        self._add_region(due, offsets, len(due.summary_kinds))
-        num_vision = trace = None
-        if eviction.is_first or eviction.is_reported or eviction.traced_budget:
-            num_vision = _count_vision(due.prompt, decision.positions, offsets)
-        if eviction.traced_budget and self.ranks.rank == 0:
-            whole = decision
-            if self.ranks.num_parts > 1:
-                everything = replace(decider, heads=slice(None), agree=lambda find: find())
-                whole = self._decide(due, everything, gathered.masses)
-            is_guarded = eviction.guard is not None and gathered.masses is not None
-            preference = decider.preference(whole.counts, is_guarded)
-            trace = self._trace(due, eviction.traced_budget, gathered, whole, preference)
-        return Evicted(decision, num_vision, trace)
+            positions = self._writer.copy(due, decision)
+            self._writer.summarise(due, scored, positions, offsets)
+        self._writer.store(due, offsets)
+        return PendingOutcome(
+            due.eviction,
+            decision.num_retained,
+            decision.count_vision(due.prompt.is_vision) if self._is_reported(due) else None,
+            self.shape.num_pairs * self.ranks.size,
+            seen.stopwatch,
+            start_trace(due, scored, decision) if self.ranks.rank == 0 else None,
+            decision if self.config.debug.record_kept else None,
+        )
 
-    def _record(self, seen: PromptObservation, due: DueEviction, evicted: Evicted) -> None:
-        """Report an eviction that worked on all ranks, and drop the observation."""
-        del self.observations[seen.request_id]
-        decision = evicted.decision
-        if evicted.num_vision is not None:
-            outcome = PendingOutcome(
-                due.eviction,
-                decision.num_retained,
-                self.ranks.sum(evicted.num_vision),
-                self.shape.num_pairs * self.ranks.size,
-                seen.stopwatch,
-                evicted.trace,
-            )
-            self.ended.append(outcome)
-        if self.config.debug.record_kept:
-            self.kept.append(KeptTokens(seen.request_id, decision.counts, decision.positions))
+    def _is_reported(self, due: DueEviction) -> bool:
+        """Whether the scheduler or a trace needs the outcome of an eviction."""
+        eviction = due.eviction
+        return eviction.is_first or eviction.is_reported or eviction.traced_budget is not None
+
+    def _record(self, pending: PendingOutcome) -> None:
+        """Report an eviction that worked on all ranks, and drop its observation."""
+        request_id = pending.eviction.request_id
+        del self.observations[request_id]
+        if pending.decision is not None:
+            self.kept.append((request_id, pending.decision))
+        if pending.num_vision is not None:
+            num_vision = self.ranks.sum(pending.num_vision)
+            self.ended.append(replace(pending, num_vision=num_vision, decision=None))
 
     def _fail(self, seen: PromptObservation, error: Exception) -> None:
-        """Give up one request, and no other: the scheduler ends it with an error.
-
-        Its row may be compressed already, and a step that is scheduled ahead may still read it.
-        So its region gets a valid shape, with pages of any content: nobody sees what is read.
-        """
+        """Give up one request, and no other: the scheduler ends it with an error."""
         logger.error("KV eviction of %s failed", seen.request_id, exc_info=error)
         del self.observations[seen.request_id]
         seen.error = None  # its traceback refers to the observation, whose memory is freed now
         self.ended.append(Failure(seen.request_id, f"{type(error).__name__}: {error}"))
         if seen.due is not None:
-            num_retained = seen.due.eviction.num_retained
-            size = (self.shape.num_layers, self.shape.num_heads)
-            pages = torch.full(size, num_retained, device=self.part.device)
-            self._add_region(seen.due, page_offsets(pages))
-
-    def _add_region(self, due: DueEviction, offsets: torch.Tensor, num_summaries: int = 0) -> None:
-        self.regions.add(
-            due.eviction.request_id,
-            int(due.eviction.new_blocks[0]),
-            due.eviction.num_retained - num_summaries,
-            due.prompt.num_candidates // self.shape.block_size,
-            offsets,
-            num_summaries,
-        )
-
-    # -- the decision -------------------------------------------------------------------
-
-    def _decider(self, due: DueEviction, gathered: Gathered) -> Decider:
-        """Return what decides for this rank's heads."""
-        shape, ranks = self.shape, self.ranks
-        first_head = ranks.part * shape.num_heads
-        return Decider(
-            due.policy,
-            due.prompt,
-            gathered.scores,
-            gathered.strengths,
-            num_heads=shape.num_heads * ranks.num_parts,
-            block_size=shape.block_size,
-            floor_pages=self.config.floor_pages,
-            num_parts=ranks.num_parts,
-            heads=slice(first_head, first_head + shape.num_heads),
-            agree=ranks.first,
-            depth=Depth(self.stages.first_layer, self.stages.model_layers),
-            present=gathered.present,
-        )
-
-    def _decide(self, due: DueEviction, decider: Decider, masses: torch.Tensor | None) -> Decision:
-        eviction = due.eviction
-        if eviction.guard is None or masses is None:
-            return decider.decide(due.num_token_blocks)
-        return decider.decide_guarded(eviction.num_retained, masses, eviction.guard)
-
-    def _trace(
-        self,
-        due: DueEviction,
-        budget: str,
-        gathered: Gathered,
-        decision: Decision,
-        preference: torch.Tensor,
-    ) -> Trace:
-        """Start the copy of a trace to the host; its arrays are valid once the step is done."""
-
-        def on_host(array: torch.Tensor) -> np.ndarray:
-            return array.to("cpu", non_blocking=True).numpy()
-
-        scores, unpooled = gathered.scores, gathered.unpooled
-        if gathered.present is not None:  # tokens that an earlier cut evicted have no score
-            scores = scores.where(gathered.present, torch.nan)
-        return Trace(
-            id=due.eviction.request_id,
-            policy=due.eviction.method,
-            budget=budget,
-            granularity=due.policy.granularity,
-            time=time.time(),
-            prompt=due.eviction.prompt,
-            num_answer=due.eviction.num_answer,
-            num_replaced=due.prompt.num_candidates // self.shape.block_size,
-            blocks_before=int(np.count_nonzero(due.eviction.old_blocks)),
-            block_size=self.shape.block_size,
-            counts=on_host(decision.counts),
-            positions=on_host(decision.positions),
-            scores=on_host(scores),
-            unpooled=None if unpooled is None else on_host(unpooled),
-            preference=on_host(preference),
-            preferred=due.policy.retention.preferred,
-            sinks=due.prompt.sinks,
-        )
-
-
-def _count_vision(prompt: Prompt, positions: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Return the vision tokens in all pages that hold tokens, int64 scalar; see `select_tokens`."""
-    # An index of int64 would take more memory than the positions.
-    in_page = prompt.is_vision.index_select(0, positions.flatten()).view_as(positions).sum(1)
-    is_used = torch.arange(len(in_page), device=offsets.device) < offsets[-1]
-    return (in_page * is_used).sum()
+            self._writer.store_failed(seen.due)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of a GPU that eviction takes outside the pool, in bytes by name.
 
-vLLM gives all memory that its own trial run leaves to the pool. What eviction takes besides is
+vLLM gives all memory that its own trial run leaves to the pool. What eviction takes on top is
 computed here and subtracted first. `docs/design.md` has the formulas as a table.
 """
 
@@ -17,9 +17,8 @@ from vllm_tgvkv.kernels.merge import WORKSPACE_BYTES as MERGING_BYTES
 from vllm_tgvkv.kernels.redundancy import BYTES_PER_ENTRY as REDUNDANCY_BYTES
 from vllm_tgvkv.kernels.select import KEY_BYTES as RANKING_BYTES
 from vllm_tgvkv.kernels.statistics import KEY_BYTES, KEY_STATISTICS, REDUNDANCY_WORKSPACES
-from vllm_tgvkv.kernels.summaries import WORKSPACE_BYTES as ABSORBING_BYTES
-from vllm_tgvkv.kernels.summaries import bytes_per_token, num_rows
 from vllm_tgvkv.policies import Policy
+from vllm_tgvkv.summaries.blocks import bytes_of_writing
 
 _TABLE_BYTES = 64 << 20
 """Page tables of several layers, see `attention_cuda.py`."""
@@ -128,7 +127,7 @@ def _of_decoding(config: EvictionConfig, sizes: Sizes) -> dict[str, int]:
 def _of_block(config: EvictionConfig, shape: CacheShape) -> int:
     """Return what `Regions` takes for each block, with positions if regions are cut again.
 
-    And what the gates said of each key, see `GateOutputs`.
+    With gates, their output for each key as well, see `GateOutputs`.
     """
     of_keys = (config.decode is not None) + (config.gates is not None)
     return 4 * (shape.num_pairs + 4 + of_keys * shape.num_pairs * shape.block_size)
@@ -147,7 +146,7 @@ def _of_gates(config: EvictionConfig, sizes: Sizes) -> dict[str, int]:
 
 
 def _of_query_pool(config: EvictionConfig, sizes: Sizes) -> int:
-    """Return what the queries of tokens take that vote later, see `QueryPool`."""
+    """Return the bytes of the query pool, see `QueryPool`."""
     shape = sizes.shape
     of_row = shape.num_pairs * shape.group_size * shape.head_size * sizes.element_bytes
     destinations = 8 * sizes.max_rows if config.waits else 0
@@ -155,7 +154,7 @@ def _of_query_pool(config: EvictionConfig, sizes: Sizes) -> int:
 
 
 def _of_method(config: EvictionConfig, policy: Policy, sizes: Sizes) -> dict[str, int]:
-    """Return what prompts take that are evicted by one method."""
+    """Return what the prompts that one method evicts take."""
     shape, tokens = sizes.shape, sizes.max_tokens
     num_sets = shape.num_heads if policy.granularity == "head" else 1
     scores = 4 * shape.num_layers * num_sets  # of one token
@@ -175,7 +174,7 @@ def _of_method(config: EvictionConfig, policy: Policy, sizes: Sizes) -> dict[str
         _of_score(policy, sizes, num_sets),
         stacked + _of_choice(policy, sizes, num_sets),
         stacked + _of_copy(policy, sizes, num_sets),
-        stacked + _of_summaries(policy, sizes),
+        stacked + (bytes_of_writing(shape, tokens) if policy.summaries is not None else 0),
     )
     if config.decode is not None:
         work += _of_ragged_keys(sizes)
@@ -201,7 +200,7 @@ def _of_statistics(config: EvictionConfig, policy: Policy, sizes: Sizes, num_set
         scratch += min(sizes.workspace_bytes, num_layers * averages)
     if "row_entropies" in queried:
         scratch += _of_layers(averages, policy, sizes) // 64
-    # Queries of the layers that wait, of all prompts, and then those of one prompt twice.
+    # Queries of the layers that wait, of all prompts, and then twice the queries of one prompt.
     row = shape.num_heads * shape.group_size * shape.head_size * sizes.element_bytes
     if policy.scores_layers_together:
         scratch += min(sizes.workspace_bytes, num_layers * sizes.step_tokens * row)
@@ -215,7 +214,7 @@ def _of_layers(of_layer: int, policy: Policy, sizes: Sizes) -> int:
 
 
 def _of_score(policy: Policy, sizes: Sizes, num_sets: int) -> int:
-    """Return what scoring and pooling layers takes besides: some numbers for each token."""
+    """Return what scoring and pooling layers takes: some numbers for each token."""
     queried = {name for kind in policy.row_sets for name in policy.statistics(kind)}
     of_keys = _of_keys(sizes, "key_redundancy" in queried) if KEY_STATISTICS & queried else 0
     of_tokens = policy.scoring_bytes(0) * num_sets * sizes.max_tokens
@@ -254,16 +253,6 @@ def _of_copy(policy: Policy, sizes: Sizes, num_sets: int) -> int:
         of_pair = 4 * shape.head_size * tokens
         merging = 5 * min(max(MERGING_BYTES, of_pair), shape.num_pairs * of_pair)
     return positions + max(tiers, sources, merging)
-
-
-def _of_summaries(policy: Policy, sizes: Sizes) -> int:
-    """Return what kept positions, sources of their copy and absorbing the others take."""
-    if policy.summaries is None:
-        return 0
-    shape, tokens = sizes.shape, sizes.max_tokens
-    of_token = bytes_per_token(num_rows(shape.block_size, shape.head_size), shape.head_size, tokens)
-    at_once = min(max(ABSORBING_BYTES, of_token * tokens), shape.num_pairs * of_token * tokens)
-    return 14 * shape.num_pairs * tokens + max(8 * shape.num_pairs * tokens, at_once)
 
 
 def _key_slice(sizes: Sizes, num_sets: int) -> int:

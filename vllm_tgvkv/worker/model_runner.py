@@ -78,9 +78,9 @@ class RowsV2:
 
         The row keeps its length.
 
-        To be called after vLLM removed ended and preempted requests, whose places other requests
-        may have taken, and before it appends the step's new blocks. Never for a request that vLLM
-        adds in this step: the kernel that writes both rows does so in any order.
+        Call it after vLLM removed ended and preempted requests, whose places others may take, and
+        before it appends the step's new blocks. Never call it for a request that vLLM adds in this
+        step: the kernel that writes both rows does so in any order.
 
         Args:
             group: index of the evicted layers among vLLM's KV cache groups; rows of other groups

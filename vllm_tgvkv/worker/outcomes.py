@@ -3,43 +3,66 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
-from vllm_tgvkv.cache.pages import CacheShape
 from vllm_tgvkv.shared.plan import Eviction, Failure, Outcome
 from vllm_tgvkv.shared.trace import Trace, Traces
-from vllm_tgvkv.worker.stages import StageOutcome, Stages
+from vllm_tgvkv.worker.decision import Decision, ScoredPrompt
+from vllm_tgvkv.worker.due import DueEviction
+from vllm_tgvkv.worker.stages import Stages
 from vllm_tgvkv.worker.stopwatch import Stopwatch
 
 
 @dataclass(frozen=True)
-class KeptTokens:
-    """The tokens that one eviction kept (debug option `record_kept`)."""
-
-    request_id: str
-    counts: torch.Tensor
-    """Pages of every (layer, head), int64 [L, H]."""
-    positions: torch.Tensor
-    """Kept positions, int32 [pages, N], pages in (layer, head) order."""
-
-
-@dataclass(frozen=True)
 class PendingOutcome:
-    """The outcome of one eviction while its numbers are still on the device."""
+    """An eviction that this rank has carried out, while its numbers are still on the device.
+
+    It counts once all ranks have carried it out.
+    """
 
     eviction: Eviction
     num_retained: torch.Tensor
     """Blocks of the region that hold pages, int64 scalar."""
-    num_vision: torch.Tensor
-    """Vision tokens in the region, summed over layers and the heads of all ranks, int64 scalar."""
+    num_vision: torch.Tensor | None
+    """Vision tokens in the region, summed over layers and heads, int64 scalar; None if the eviction
+    is not reported."""
     num_pairs: int
-    """(layer, head) pairs in that sum."""
+    """(layer, head) pairs in that sum, of all ranks."""
     stopwatch: Stopwatch
     trace: Trace | None
-    """Its arrays may still be on their way to the host."""
+    """If the request asked for one; the first rank's has the heads of all ranks. Its arrays may
+    still be on their way to the host."""
+    decision: Decision | None
+    """Only with the debug option `record_kept`."""
+
+    def numbers(self) -> torch.Tensor:
+        """Return the retained blocks and the vision tokens, int64 [2]."""
+        assert self.num_vision is not None, "the eviction is not reported"
+        return torch.stack((self.num_retained, self.num_vision))
+
+    def of_stage(self, num_retained: int, num_vision: int, block_size: int) -> Outcome:
+        """Return the outcome in this stage's layers; the numbers are those on the device."""
+        eviction, is_vision = self.eviction, self.eviction.prompt.is_vision()
+        num_seen = int(is_vision.sum())
+        num_kept = num_retained * self.num_pairs * block_size
+        return Outcome(
+            request_id=eviction.request_id,
+            first_block=int(eviction.new_blocks[0]),
+            num_blocks=num_retained if eviction.guard is not None else None,
+            method=eviction.method,
+            seen={"text": len(is_vision) - num_seen, "vision": num_seen},
+            kept={"text": num_kept - num_vision, "vision": num_vision},
+            seconds=self.stopwatch.seconds(),
+            num_answer=eviction.num_answer,
+            is_first=eviction.is_first,
+            num_pairs=self.num_pairs,
+            trace=self.trace,
+        )
 
 
 class Outcomes:
@@ -48,40 +71,31 @@ class Outcomes:
     def __init__(
         self,
         ended: Sequence[PendingOutcome | Failure],
-        shape: CacheShape,
+        block_size: int,
         traces: Traces,
         stages: Stages,
     ) -> None:
         self._pending = [part for part in ended if isinstance(part, PendingOutcome)]
         self._failures = [part for part in ended if isinstance(part, Failure)]
-        self._block_size = shape.block_size
+        self._block_size = block_size
         self._traces = traces
         self._stages = stages
         self._numbers = torch.empty(0, 2, dtype=torch.int64)
         self._copied: torch.cuda.Event | None = None
         if self._pending:
-            numbers = [torch.stack((p.num_retained, p.num_vision)) for p in self._pending]
-            on_device = torch.stack(numbers)
+            on_device = torch.stack([part.numbers() for part in self._pending])
             self._numbers = on_device.to("cpu", non_blocking=True)
             if on_device.is_cuda:
                 self._copied = torch.cuda.Event(blocking=True)
                 self._copied.record()
 
-    def of_stage(self) -> list[StageOutcome | Failure]:
+    def of_stage(self) -> list[Outcome | Failure]:
         """Wait for the copy and return the outcomes in this stage's layers."""
         if self._copied is not None:
             self._copied.synchronize()
         numbers = zip(self._pending, self._numbers.tolist(), strict=True)
         outcomes = [
-            StageOutcome(
-                request_id=pending.eviction.request_id,
-                num_retained=num_retained,
-                num_pages=num_retained * pending.num_pairs,
-                num_vision=num_vision,
-                num_pairs=pending.num_pairs,
-                seconds=pending.stopwatch.seconds(),
-                trace=pending.trace,
-            )
+            pending.of_stage(num_retained, num_vision, self._block_size)
             for pending, (num_retained, num_vision) in numbers
         ]
         return [*outcomes, *self._failures]
@@ -90,8 +104,8 @@ class Outcomes:
         """Wait for the copy and for all stages, store traces, and return what is to be counted.
 
         Returns:
-            Outcomes in all layers: failures, evictions that are their request's first, and all
-            those of requests that asked for a report.
+            Outcomes in all layers: failures, first evictions, and all evictions of requests that
+            asked for a report.
         """
         evictions = {pending.eviction.request_id: pending.eviction for pending in self._pending}
         found: list[Outcome | Failure] = []
@@ -103,25 +117,54 @@ class Outcomes:
                 self._traces.add(part.trace)
             eviction = evictions[part.request_id]
             if eviction.is_first or eviction.is_reported:
-                found.append(self._outcome(eviction, part))
+                found.append(_of_request(part, eviction, self._block_size))
         return found
 
-    def _outcome(self, eviction: Eviction, joined: StageOutcome) -> Outcome:
-        is_vision = eviction.prompt.is_vision()
-        num_tokens, num_vision = len(is_vision), int(is_vision.sum())
-        first_tail = eviction.num_replaced * self._block_size
-        num_kept = round(joined.num_pages * self._block_size / joined.num_pairs)
-        kept = num_kept + max(num_tokens - first_tail, 0)
-        kept_vision = round(joined.num_vision / joined.num_pairs)
-        kept_vision += int(is_vision[first_tail:].sum())
-        return Outcome(
-            request_id=eviction.request_id,
-            first_block=int(eviction.new_blocks[0]),
-            num_blocks=joined.num_retained if eviction.guard is not None else None,
-            method=eviction.method,
-            seen={"text": num_tokens - num_vision, "vision": num_vision},
-            kept={"text": kept - kept_vision, "vision": kept_vision},
-            seconds=joined.seconds,
-            num_answer=eviction.num_answer,
-            is_first=eviction.is_first,
-        )
+
+def _of_request(joined: Outcome, eviction: Eviction, block_size: int) -> Outcome:
+    """Return the outcome in all layers with means, in which the prompt's tail is counted."""
+    tail = eviction.prompt.is_vision()[eviction.num_replaced * block_size :]
+    of_region, of_vision = sum(joined.kept.values()), joined.kept["vision"]
+    kept = round(of_region / joined.num_pairs) + len(tail)
+    vision = round(of_vision / joined.num_pairs) + int(tail.sum())
+    means = {"text": kept - vision, "vision": vision}
+    return replace(joined, kept=means, num_pairs=1, trace=None)
+
+
+def start_trace(due: DueEviction, scored: ScoredPrompt, decision: Decision) -> Trace | None:
+    """Start the copy of a trace to the host, if the request asked for one.
+
+    It covers the heads of all ranks. Its arrays are valid once the step is done.
+    """
+
+    def on_host(array: torch.Tensor) -> np.ndarray:
+        return array.to("cpu", non_blocking=True).numpy()
+
+    eviction = due.eviction
+    if eviction.traced_budget is None:
+        return None
+    if scored.num_parts > 1:
+        decision = scored.of_all_heads().decide(due.num_token_blocks, eviction.guard)
+    preference = scored.preference(decision.counts, eviction.guard is not None)
+    scores, unpooled = scored.scores, scored.unpooled
+    if scored.present is not None:  # tokens that an earlier cut evicted have no score
+        scores = scores.where(scored.present, torch.nan)
+    return Trace(
+        id=eviction.request_id,
+        policy=eviction.method,
+        budget=eviction.traced_budget,
+        granularity=due.policy.granularity,
+        time=time.time(),
+        prompt=eviction.prompt,
+        num_answer=eviction.num_answer,
+        num_replaced=eviction.num_replaced,
+        blocks_before=int(np.count_nonzero(eviction.old_blocks)),
+        block_size=scored.block_size,
+        counts=on_host(decision.counts),
+        positions=on_host(decision.positions),
+        scores=on_host(scores),
+        unpooled=None if unpooled is None else on_host(unpooled),
+        preference=on_host(preference),
+        preferred=due.policy.retention.preferred,
+        sinks=due.prompt.sinks,
+    )

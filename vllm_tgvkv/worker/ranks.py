@@ -83,7 +83,7 @@ class Ranks:
         """Stack several lists of L tensors `[S, X]` of this rank to `[L, S of all parts, X]` each.
 
         Token sets that the ranks share are the same on all of them. X values take whole multiples
-        of 4 bytes, those of the boolean tensors as well: blocks have a multiple of 4 tokens.
+        of 4 bytes, in boolean tensors as well: blocks have a multiple of 4 tokens.
         """
         return [torch.stack(tuple(layers)) for layers in numbers]
 
@@ -101,7 +101,7 @@ class Ranks:
 
 
 class TensorRanks(Ranks):
-    """One of several ranks, all of which call the same methods in the same order.
+    """One of several ranks; all call the same methods in the same order.
 
     A rank that left a section early calls fewer of them; the others learn of it at their next call
     and leave the section as well. `exchange` gathers float32 `[n]` of each rank to `[size, n]` on

@@ -12,33 +12,16 @@ stages know from the plan, each earlier stage sends the last one its outcomes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Protocol, TypeAlias, TypeVar
 
-from vllm_tgvkv.shared.plan import Failure
-from vllm_tgvkv.shared.trace import Trace, join_traces
+from vllm_tgvkv.shared.plan import Failure, Outcome
+from vllm_tgvkv.shared.trace import join_traces
 
+N = TypeVar("N", int, float)
 
-@dataclass(frozen=True)
-class StageOutcome:
-    """The outcome of one eviction in the layers of a stage."""
-
-    request_id: str
-    num_retained: int
-    """Blocks of the region that hold pages."""
-    num_pages: int
-    """Pages in use, summed over layers and heads."""
-    num_vision: int
-    """Vision tokens in them."""
-    num_pairs: int
-    """Layers times heads."""
-    seconds: dict[str, float]
-    """Time on the device by part, see `stopwatch.PARTS`."""
-    trace: Trace | None
-
-
-StageOutcomes: TypeAlias = list[StageOutcome | Failure]
+StageOutcomes: TypeAlias = list[Outcome | Failure]
 """The outcomes of one step in the layers of a stage."""
 
 
@@ -71,7 +54,7 @@ class Stages:
 
 
 class PipelineStages(Stages):
-    """One of several stages, all of which run the same steps in the same order.
+    """One of several stages; all run the same steps in the same order.
 
     `layers` has the number of layers of each stage. `send` starts to send an object to the last
     stage; `receive` waits for the next object from the stage of that index.
@@ -106,7 +89,7 @@ def join_outcomes(stages: Sequence[StageOutcomes]) -> StageOutcomes:
 
     A request that failed on one stage has failed. It keeps the most blocks that any stage needs.
     """
-    parts: dict[str, list[StageOutcome]] = {}
+    parts: dict[str, list[Outcome]] = {}
     failures: dict[str, Failure] = {}
     for outcomes in stages:
         for part in outcomes:
@@ -118,18 +101,26 @@ def join_outcomes(stages: Sequence[StageOutcomes]) -> StageOutcomes:
     return [*joined, *failures.values()]
 
 
-def _join(parts: Sequence[StageOutcome]) -> StageOutcome:
+def _join(parts: Sequence[Outcome]) -> Outcome:
     traces = [part.trace for part in parts if part.trace is not None]
-    names = dict.fromkeys(name for part in parts for name in part.seconds)
+    numbers = [part.num_blocks for part in parts if part.num_blocks is not None]
     return replace(
         parts[0],
-        num_retained=max(part.num_retained for part in parts),
-        num_pages=sum(part.num_pages for part in parts),
-        num_vision=sum(part.num_vision for part in parts),
+        num_blocks=max(numbers, default=None),
+        kept=_sum(part.kept for part in parts),
+        seconds=_sum(part.seconds for part in parts),
         num_pairs=sum(part.num_pairs for part in parts),
-        seconds={name: sum(part.seconds.get(name, 0.0) for part in parts) for name in names},
         trace=join_traces(traces) if traces else None,
     )
+
+
+def _sum(parts: Iterable[dict[str, N]]) -> dict[str, N]:
+    """Return the sum of numbers by name; a missing one is 0."""
+    total: dict[str, N] = {}
+    for part in parts:
+        for name, number in part.items():
+            total[name] = total[name] + number if name in total else number
+    return total
 
 
 def pipeline_stages(num_layers: int) -> Stages:

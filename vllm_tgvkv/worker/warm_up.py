@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -23,8 +24,8 @@ class WarmUpError(RuntimeError):
 
 
 def warm_up(evictor: Evictor) -> None:
-    """Evict a made-up prompt with the server's method and budget, and once more with `decode`
-    if the method can do that.
+    """Evict a made-up prompt with the server's method and budget, and once more if the
+    method can cut again.
 
     If the server waits for answers, the prompt has some tokens of one. Call it before the cache is
     used: it writes the pool's first blocks and clears them again. A pool with fewer blocks is left
@@ -33,65 +34,60 @@ def warm_up(evictor: Evictor) -> None:
     Raises:
         WarmUpError: if the eviction fails. A server would fail every request in the same way.
     """
-    shape, pool = evictor.shape, evictor.pool
+    pool, config = evictor.pool, evictor.config
+    policy = config.build_policy(config.policy)
     # A block of tokens, and summaries of both kinds of them.
-    keeps_summaries = evictor.config.build_policy(evictor.config.policy).summaries is not None
-    first_region = np.arange(3 if keeps_summaries else 1, dtype=np.int32) + 1 + len(_PROMPT_BLOCKS)
+    first_region = np.arange(3 if policy.summaries else 1, dtype=np.int32) + 1 + len(_PROMPT_BLOCKS)
     second_region = first_region + len(first_region)
     num_blocks = 1 + int(second_region[-1])
     if pool.num_blocks < num_blocks:
         return
-    config, size = evictor.config, shape.block_size
+    size = pool.block_size
     num_tokens = 4 * size + 1  # four full blocks and a tail
     prompt = PromptMap(num_tokens, (VisionSpan(size, 2 * size, None),))
     budget, defer = config.first_eviction(config.policy)
     guard = budget.guard(num_tokens, 2 * size, size)
     num_answer = min(defer, size - 1)  # as many as the tail holds
-    plans = [
-        made_up_step(
-            config,
-            config.policy,
-            prompt,
-            guard,
-            _PROMPT_BLOCKS,
-            first_region,
-            size,
-            num_answer,
-        )
-    ]
-    if config.cuts_again and config.build_policy(config.policy).cuts_again:
+    blocks = (_PROMPT_BLOCKS, first_region, size)
+    plans = [made_up_step(config, prompt, guard, *blocks, num_answer)]
+    if config.cuts_again and policy.cuts_again:
         plans.append(_later_step(plans[0].evictions[0], size, second_region))
-    num_heads = shape.num_heads * shape.group_size
-    queries = pool.raw.new_zeros(5 * size, num_heads, shape.head_size)
     # Statistics of long prompts exceed the workspace and use other kernels.
-    for workspace_bytes in (0, evictor.part.workspace_bytes):
-        evictor.part.workspace_bytes = workspace_bytes
-        for plan in plans:
-            evictor.begin_step(plan)
-            evictor.prepare(lambda _: 0)
-            for layer in range(shape.num_layers):
-                evictor.observe_layer(layer, queries, 1.0)
-        for ended in evictor.ended:
-            if isinstance(ended, Failure):
-                raise WarmUpError(
-                    f"the eviction that warms up method {evictor.config.policy!r} failed: "
-                    f"{ended.error}. The log has the traceback above. If memory ran out, lower "
-                    "--gpu-memory-utilization or --max-model-len; if a kernel did not compile, run "
-                    "python -m vllm_tgvkv.kernels.gpu.compile and check Triton and the driver; or "
-                    "choose another method with --kv-eviction, or leave out --kv-eviction"
-                )
-        if evictor.summarises:
-            _read_summaries(evictor, plans[-1].evictions[0], queries)
-        regions = [int(plan.evictions[0].new_blocks[0]) for plan in plans]
-        evictor.begin_step(StepPlan(released=regions))
+    for workspace_bytes in (0, evictor.context.workspace_bytes):
+        evictor.context.workspace_bytes = workspace_bytes
+        _run(evictor, plans)
     evictor.take_outcomes()  # the scheduler does not know this prompt
     evictor.kept.clear()
     pool.raw[: num_blocks * pool.pages_per_block] = 0
 
 
+def _run(evictor: Evictor, plans: Sequence[StepPlan]) -> None:
+    """Evict, read what is left of summaries, and release the regions."""
+    shape = evictor.shape
+    num_heads = shape.num_heads * shape.group_size
+    queries = evictor.pool.raw.new_zeros(5 * shape.block_size, num_heads, shape.head_size)
+    for plan in plans:
+        evictor.begin_step(plan)
+        evictor.prepare(lambda _: 0)
+        for layer in range(shape.num_layers):
+            evictor.observe_layer(layer, queries, 1.0)
+    for ended in evictor.ended:
+        if isinstance(ended, Failure):
+            raise WarmUpError(
+                f"the eviction that warms up method {evictor.config.policy!r} failed: "
+                f"{ended.error}. The log has the traceback above. If memory ran out, lower "
+                "--gpu-memory-utilization or --max-model-len; if a kernel did not compile, run "
+                "python -m vllm_tgvkv.kernels.gpu.compile and check Triton and the driver; or "
+                "choose another method with --kv-eviction, or leave out --kv-eviction"
+            )
+    if evictor.summaries.are_used:
+        _read_summaries(evictor, plans[-1].evictions[0], queries)
+    regions = [int(plan.evictions[0].new_blocks[0]) for plan in plans]
+    evictor.begin_step(StepPlan(released=regions))
+
+
 def made_up_step(
     config: EvictionConfig,
-    method: str,
     prompt: PromptMap,
     guard: Guard | None,
     old_blocks: np.ndarray,
@@ -103,7 +99,7 @@ def made_up_step(
 
     The eviction has waited for `num_answer` tokens of the answer, which the step computes as well.
     """
-    row_sets = config.build_policy(method).row_sets
+    row_sets = config.build_policy(config.policy).row_sets
     voting = voters(prompt, row_sets, config.observation_window, num_answer)
     computed = prompt.followed_by(num_answer)
     plan = StepPlan()
@@ -111,11 +107,11 @@ def made_up_step(
         plan.observations.append(Observation(_NAME, 0, voting.rows, None))
     if voting.every_row:
         chunk = (0, computed.num_tokens, old_blocks, computed)
-        plan.summings.append(ColumnSumChunk(_NAME, method, *chunk))
+        plan.summings.append(ColumnSumChunk(_NAME, config.policy, *chunk))
     plan.evictions.append(
         Eviction(
             request_id=_NAME,
-            method=method,
+            method=config.policy,
             prompt=prompt,
             voters=voting,
             num_cached=0,
@@ -133,16 +129,14 @@ def made_up_step(
 
 def _read_summaries(evictor: Evictor, eviction: Eviction, queries: torch.Tensor) -> None:
     """Attend to the summaries of a region, as a decode step does in every layer."""
-    shape, pool = evictor.shape, evictor.pool
+    shape = evictor.shape
     outputs = queries[0].view(shape.num_heads, shape.group_size, shape.head_size).clone()
-    evictor.regions.merge_summaries(
+    evictor.summaries.merge(
         outputs,
         outputs.new_zeros(shape.group_size, shape.num_heads, dtype=torch.float32),
         outputs,
-        pool.keys,
-        pool.values,
-        evictor.part.to_device(eviction.new_blocks).unsqueeze(0),
-        evictor.part.to_device(np.ones(1, np.int32)),
+        evictor.context.to_device(eviction.new_blocks).unsqueeze(0),
+        evictor.context.to_device(np.ones(1, np.int32)),
         layer=0,
         scale=1.0,
     )

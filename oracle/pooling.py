@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pooling of scores by its definition: each position with its neighbours, in loops."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from oracle.token_sets import Layout
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Pooling of scores: kind "none", "sequence" or "grid", reduce "max" or "mean".
+
+    Over the `kernel` nearest; or, with `forward` or `back`, position j over positions
+    j - forward .. j + back of its run, where text is pooled by "sequence" alone. `forward_share`
+    bounds `forward` by a share of the tokens that a head keeps on average. With `halve`, a score
+    weighs half for every `halve` positions that it counts forward.
+    """
+
+    kind: str = "none"
+    kernel: int = 3
+    reduce: str = "max"
+    forward: int | None = None
+    back: int | None = None
+    forward_share: float | None = None
+    halve: int | None = None
+
+    @property
+    def has_direction(self) -> bool:
+        return self.forward is not None or self.back is not None
+
+    def within(self, count: int) -> Pool:
+        """Return the pooling of a cut that keeps `count` tokens per head."""
+        if self.forward_share is None:
+            return self
+        assert self.forward is not None
+        bound = math.floor(self.forward_share * count)
+        return replace(self, forward=min(self.forward, bound), forward_share=None)
+
+
+NO_POOLING = Pool()
+SNAP = Pool("sequence", 7, "max")
+"""SnapKV's."""
+
+
+def runs(layout: Layout) -> list[int]:
+    """Return the index of each position's run: an image, or text between images."""
+    number, result, vision = 0, [], layout.vision
+    starts = {image.start for image in layout.images}
+    for j in range(layout.length):
+        if j in starts or (j > 0 and vision[j] != vision[j - 1]):
+            number += 1
+        result.append(number)
+    return result
+
+
+def neighbours(layout: Layout, pool: Pool, sinks: int = 0) -> list[list[int]]:
+    """Return for each position the positions it is pooled with, including itself.
+
+    With a direction, the first `sinks` positions are a run of their own.
+    """
+    reach, everything = pool.kernel // 2, range(layout.length)
+    if pool.has_direction:
+        first, last = pool.forward or 0, pool.back or 0
+        part = [(number, j < sinks) for j, number in enumerate(runs(layout))]
+        return [
+            [i for i in everything if part[i] == part[j] and j - first <= i <= j + last]
+            if pool.kind == "sequence" or layout.vision[j]
+            else [j]
+            for j in everything
+        ]
+    if pool.kind == "sequence":
+        run = runs(layout)
+        return [
+            [i for i in range(j - reach, j + reach + 1) if i in everything and run[i] == run[j]]
+            for j in everything
+        ]
+    near = [[j] for j in everything]
+    if pool.kind == "grid":
+        for image in layout.images:
+            assert image.grid is not None
+            patches = [divmod(n, image.grid[1]) for n in range(image.length)]
+            for n, (row, column) in enumerate(patches):
+                near[image.start + n] = [
+                    image.start + m
+                    for m, (r, c) in enumerate(patches)
+                    if abs(r - row) <= reach and abs(c - column) <= reach
+                ]
+    return near
+
+
+def pooled(scores: Tensor, layout: Layout, pool: Pool, sinks: int = 0) -> Tensor:
+    """Return the scores [P] after pooling; NaN stands for no score, and is in no other's pool."""
+    result = []
+    values = scores.tolist()
+    for j, (own, near) in enumerate(zip(values, neighbours(layout, pool, sinks), strict=True)):
+        weights = [2 ** (-max(j - i, 0) / pool.halve) if pool.halve else 1 for i in near]
+        group = [
+            weight * values[i]
+            for i, weight in zip(near, weights, strict=True)
+            if not math.isnan(values[i])
+        ]
+        if math.isnan(own):
+            result.append(own)
+        else:
+            result.append(max(group) if pool.reduce == "max" else sum(group) / len(group))
+    return torch.tensor(result, dtype=torch.float64)

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Retention: the tier of each position. Positions of a higher tier are kept first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from oracle import decoding
+from oracle.token_sets import WINDOW, Case
+
+
+def tiers(retain: str, case: Case, count: int, text_above: bool = False) -> list[int]:
+    """Return the tier of every position, for a token set that keeps `count` candidates.
+
+    Positions of a higher tier are kept first.
+
+    Args:
+        retain: name of the retention.
+        text_above: whether text precedes everything but sinks, as guarded budgets require.
+    """
+    length, vision = case.layout.length, case.layout.vision
+    tail = length - case.candidates
+    recent = {
+        "window": WINDOW,
+        "recent_8": decoding.WINDOW,
+        "recent_half": (count + tail) // 2,
+        "recent_tenth": (count + tail) // 10,
+    }
+    is_preferred: dict[str, Callable[[int], bool]] = {
+        "text_first": lambda j: not vision[j],
+        "vision_first": lambda j: vision[j],
+        "by_score": lambda j: False,
+        "window": lambda j: j >= length - recent["window"],
+        "recent_8": lambda j: j >= length - recent["recent_8"],
+        "recent_half": lambda j: j >= length - recent["recent_half"],
+        "recent_tenth": lambda j: j >= length - recent["recent_tenth"],
+    }
+    prefers = is_preferred[retain]
+    return [
+        9 if j < case.sinks else prefers(j) + (2 if text_above and not vision[j] else 0)
+        for j in range(length)
+    ]

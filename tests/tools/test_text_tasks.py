@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Questions about texts, and the scores of their answers."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from measure.text_tasks import (
+    FRESH,
+    PASSAGE_TOKENS,
+    TRAINING,
+    TextExample,
+    TextQuestion,
+    TextTask,
+)
+from measure.text_words import ADJECTIVES, NOUNS, python_prose
+
+pytestmark = pytest.mark.apparatus
+
+FRAME = 30
+TASKS = [
+    TextTask("number", "noise", 512),
+    TextTask("number", "prose", 1024),
+    TextTask("number", "prose", 1024, keys=4),
+    TextTask("passage", "noise", 1024),
+    TextTask("passage", "prose", 1024),
+]
+
+
+def count(words: str) -> int:
+    """Count words, as a tokenizer counts tokens."""
+    return len(words.split())
+
+
+def ask(task: TextTask, number: int) -> TextExample:
+    return TextQuestion(task, number).example(FRAME, count)
+
+
+# -- questions ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_the_text_fills_the_length_and_holds_the_answer_once(task: TextTask) -> None:
+    longest = max(map(count, python_prose()))
+    for number in range(20):
+        example = ask(task, number)
+        length = FRAME + count(example.message) + count(example.start)
+        # Where a needle comes between two sentences no word is lost, and heads end with a newline.
+        assert task.tokens - longest < length <= task.tokens
+        assert example.message.count(example.answer) == 1
+        assert example.answer not in example.start
+
+
+def test_a_question_follows_from_its_number() -> None:
+    task = TASKS[1]
+    assert ask(task, 3) == ask(task, 3)
+    examples = [ask(task, number) for number in range(30)]
+    assert len({example.message for example in examples}) == 30
+    assert len({example.answer for example in examples}) == 30
+
+
+def test_numbers_are_hidden_everywhere() -> None:
+    places = []
+    for number in range(60):
+        example = ask(TASKS[0], number)
+        places.append(example.message.index(example.answer) / len(example.message))
+    assert min(places) < 0.25
+    assert max(places) > 0.75
+
+
+def test_one_of_four_numbers_is_asked_for() -> None:
+    asked = Counter()
+    for number in range(40):
+        example = ask(TASKS[2], number)
+        needles = re.findall(r"magic numbers for (\S+) is: (\d{7})\.", example.message)
+        assert len(dict(needles)) == len({value for _, value in needles}) == 4
+        (key,) = (key for key, value in needles if value == example.answer)
+        assert example.start == (
+            f"The special magic number for {key} mentioned in the provided text is"
+        )
+        asked[[value for _, value in needles].index(example.answer)] += 1
+    assert len(asked) == 4
+
+
+def test_a_passage_says_no_word_twice() -> None:
+    for number in range(50):
+        example = ask(TASKS[4], number)
+        assert PASSAGE_TOKENS[0] <= count(example.answer) <= PASSAGE_TOKENS[1]
+        assert example.answer.count(".") == 1
+        words = example.answer.rstrip(".").split()
+        names = [w for w in words if w in ADJECTIVES or w in NOUNS or w[:-1] in NOUNS]
+        assert len(names) == len(set(names))
+        # The passage stands in the text after the words with which the answer begins.
+        assert f'{example.start}{example.answer}"' in example.message
+
+
+def test_a_text_that_is_too_short_for_its_needles() -> None:
+    with pytest.raises(ValueError, match="too few for 4 hidden sentences"):
+        ask(TextTask("number", "noise", 100, keys=4), 0)
+
+
+FACT = TextTask("fact", "prose", 1024, keys=4)
+AMONG = TextTask("number", "needles", 1024)
+
+
+@pytest.mark.parametrize("task", [FACT, AMONG], ids=lambda t: t.name)
+def test_texts_of_other_tasks_fill_their_length(task: TextTask) -> None:
+    # Documents are cut after a sentence each.
+    lost = max(map(count, python_prose())) * (task.keys if task.kind == "fact" else 1)
+    for number in range(10):
+        example = ask(task, number)
+        length = FRAME + count(example.message) + count(example.start)
+        assert task.tokens - lost < length <= task.tokens
+        assert ask(task, number) == example
+
+
+def test_a_fact_stands_in_one_document() -> None:
+    asked = Counter()
+    for number in range(20):
+        example = ask(FACT, number)
+        documents = re.split(r"Document \d:\n", example.message)[1:]
+        fact = f"{example.start.removeprefix('Answer: ')} {example.answer}."
+        (place,) = (n for n, document in enumerate(documents) if fact in document)
+        asked[place] += 1
+        assert len(documents) == 4
+    assert len(asked) == 4
+
+
+def test_no_other_number_has_the_name_that_is_asked_for() -> None:
+    for number in range(20):
+        example = ask(AMONG, number)
+        needles = re.findall(r"magic numbers for (\S+) is: (\d{7})\.", example.message)
+        name = re.search(r"for (\S+) mentioned", example.start)[1]  # type: ignore[index]
+        assert [value for key, value in needles if key == name] == [example.answer]
+        assert len(needles) > 50
+
+
+def test_a_list_is_copied_line_by_line() -> None:
+    task = TextTask("copy", "prose", 1024, 20)
+    example = ask(task, 1)
+    lines = example.answer.split("\n")
+    assert example.message.count(f"{example.start}{example.answer}\n") == 1
+    assert [line.partition(". ")[0] for line in lines] == [str(n) for n in range(1, 21)]
+    assert example.hits(f"{example.answer}\n\nIt", ()) == "1" * 21
+    assert example.hits(example.answer.replace(lines[7], "8. 12"), ()) == "1" * 19 + "00"
+
+
+def test_questions_for_training_are_no_test_questions() -> None:
+    assert TextQuestion(AMONG, FRESH - 1).split == "test"
+    assert TextQuestion(AMONG, TRAINING - 1).split == TextQuestion(AMONG, FRESH).split == "fresh"
+    assert TextQuestion(AMONG, TRAINING).split == "training"
+
+
+# -- scores ---------------------------------------------------------------------------------
+
+NUMBER = TextExample("", "", "8812311", "number")
+PASSAGE = TextExample("", "", "The old fox ran.", "passage")
+PIECES = ("The", " old", " fox", " ran", ".")
+
+
+@pytest.mark.parametrize(
+    ("said", "hits"),
+    [
+        (" 8812311.", "11111111"),
+        (": 8812311 and 42", "11111111"),
+        (" 88123.", "11111000"),
+        (" 8812301.", "11111000"),
+        (" 88123110.", "11111110"),  # all digits are right, and the number does not end
+        (" 9 and 8812311", "00000000"),
+        (" not there", "00000000"),
+        ("", "00000000"),
+    ],
+)
+def test_hits_of_a_number(said: str, hits: str) -> None:
+    assert NUMBER.hits(said, NUMBER.answer) == hits
+
+
+@pytest.mark.parametrize(
+    ("said", "hits"),
+    [
+        ('The old fox ran."', "111111"),
+        ("The old fox ran. The grass is green.", "111111"),
+        ('The old fox ran" and', "111100"),
+        ("The old fox sat. The old fox ran.", "111000"),
+        ("The old foxes ran.", "111000"),
+        (" The old fox ran.", "000000"),
+        ('"', "000000"),
+    ],
+)
+def test_hits_of_a_passage(said: str, hits: str) -> None:
+    assert PASSAGE.hits(said, PIECES) == hits
+
+
+LIST = TextExample("", "", "12 and 345", "copy", ("12", "345"))
+
+
+@pytest.mark.parametrize(
+    ("said", "hits"),
+    [
+        (":\n\n- 345\n- 12\n", "111"),
+        (" 12, 345, and 6789", "111"),  # RULER counts what is named, whatever else is
+        (" 12 and 3456", "100"),
+        (" 1234512", "000"),
+        (" 345 345", "100"),
+        ("", "000"),
+    ],
+)
+def test_hits_of_a_list(said: str, hits: str) -> None:
+    assert LIST.hits(said, ["12", " and", " 345"]) == hits
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        (" near the old fox.", "near the old fox"),
+        (" near the old fox, and", "near the old fox"),
+        ("\nnear the old fox\nDocument", "near the old fox"),
+        ("...", ""),
+    ],
+)
+def test_a_fact_ends_with_its_sentence(said: str, found: str) -> None:
+    assert TextExample("", "", "near the old fox", "fact").found(said) == found
+
+
+@given(st.text(alphabet="0123456789. ", max_size=12))
+def test_no_hit_follows_a_mistake(said: str) -> None:
+    hits = NUMBER.hits(said, NUMBER.answer)
+    assert "01" not in hits
+    assert ("0" not in hits) == (NUMBER.found(said) == NUMBER.answer)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keys of a request's row: their pages, and which token each of them belongs to.
+
+A head's keys are *columns*, in the order of its pages. In a row that was never cut, column and
+position are the same; `RaggedKeys` describe a compressed row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from vllm_tgvkv.cache.pages import CacheShape
+from vllm_tgvkv.kernels.copy import slots_of_positions
+from vllm_tgvkv.kernels.statistics import Attention, ObservedAttention
+
+
+@dataclass(frozen=True)
+class RowKeys:
+    """The keys of a row that was never cut; L layers, H KV heads, n tokens of the request."""
+
+    is_ragged: ClassVar[bool] = False
+    """Whether an earlier cut left heads with keys of different tokens."""
+
+    blocks: Tensor
+    """Block ids of the row, int32 [W']."""
+    tables: Tensor
+    """Pages of every (layer, head), int32 [L * H, W]."""
+    lengths: Tensor
+    """Keys of every (layer, head), int32 [L * H], or [1] if all have the same number."""
+    num_tokens: int
+    """n."""
+    shape: CacheShape
+
+    @classmethod
+    def of_blocks(cls, blocks: Tensor, num_tokens: int, shape: CacheShape) -> RowKeys:
+        """Return the keys of a row that was never cut, whose blocks are int32 [W]."""
+        pairs = torch.arange(shape.num_pairs, dtype=torch.int32, device=blocks.device)
+        tables = torch.add(pairs[:, None], blocks, alpha=shape.num_pairs)
+        lengths = torch.full((1,), num_tokens, dtype=torch.int32, device=blocks.device)
+        return RowKeys(blocks, tables, lengths, num_tokens, shape)
+
+    @property
+    def num_columns(self) -> int:
+        """Width of what is computed for every key: no head has more of them."""
+        return self.num_tokens
+
+    def of_layer(self, layer: int, num_sets: int) -> slice:
+        """Return the pairs that stand for the token sets of a layer."""
+        first = layer * self.shape.num_heads
+        return slice(first, first + num_sets)
+
+    def present(self, num_sets: int) -> Tensor | None:
+        """Return whether each position still has a key, bool [L, S, n]; None if all have."""
+        return None
+
+    def present_in(self, layer: int, num_sets: int) -> Tensor | None:
+        """Return whether each position still has a key in one layer, bool [S, n], or None."""
+        return None
+
+    def attention(self, observed: ObservedAttention, layer: int, rows: Tensor) -> Attention:
+        """Return attention over columns as attention over positions, from `layer` on.
+
+        `rows` are the positions of the rows, int64 [O].
+        """
+        return observed
+
+    def placed(self, positions: Tensor, offsets: Tensor, in_order: bool) -> tuple[Tensor, Tensor]:
+        """Return the tokens of a new region in the order of its slots, and where they are now.
+
+        Args:
+            positions: int32 [pages, N]; `offsets` belong to the region, see `select_tokens`.
+            in_order: whether they have to ascend in every head.
+
+        Returns:
+            Positions like `positions`, and slots of the pool, page * N + slot, int64 [pages, N].
+        """
+        return positions, slots_of_positions(positions, offsets, self.blocks, self.shape.num_pairs)
+
+    def candidates(self, num_candidates: int) -> tuple[Tensor, Tensor]:
+        """Return the pages of keys that hold the first tokens, and the position of each key.
+
+        Both are int64, [L * H, W'] and [L * H, C']. Keys of later tokens may be among them.
+        """
+        width = num_candidates // self.shape.block_size
+        positions = torch.arange(num_candidates, device=self.blocks.device)
+        return self.tables[:, :width].long(), positions.expand(self.shape.num_pairs, -1)
+
+    def read(self, numbers: Tensor, layer: int, num_layers: int) -> Tensor:
+        """Return numbers of some layers' keys by position, float32 [num_layers * H, n].
+
+        They lie as the keys do, [num_blocks, L, H, N]. Positions without a key get 0.
+        """
+        found = numbers[:, layer : layer + num_layers].index_select(0, self.blocks)
+        return found.permute(1, 2, 0, 3).flatten(2).flatten(0, 1)[:, : self.num_tokens]

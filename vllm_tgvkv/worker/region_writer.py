@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The steps that follow a decision: fill the fresh blocks of a region, and store its state."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_tgvkv.kernels.select import page_offsets
+from vllm_tgvkv.summaries.blocks import CutTokens, SummaryBlocks
+from vllm_tgvkv.worker.context import ObserverContext
+from vllm_tgvkv.worker.decision import Decision, ScoredPrompt
+from vllm_tgvkv.worker.due import DueEviction
+
+
+class RegionWriter:
+    """Writes regions of one worker's layers and heads, all of them at once."""
+
+    def __init__(self, context: ObserverContext, summaries: SummaryBlocks) -> None:
+        self._context = context
+        self._summaries = summaries
+
+    def copy(self, due: DueEviction, decision: Decision) -> torch.Tensor:
+        """Copy the kept tokens to fresh blocks, with what later cuts need of them.
+
+        Returns:
+            The tokens' positions in the order of their slots, int32 [pages, N].
+        """
+        context, blocks = self._context, due.token_blocks
+        positions, sources = due.keys.placed(decision.positions, decision.offsets, due.is_ordered)
+        context.pool.copy(sources, decision.offsets, blocks)
+        if due.policy.merge:
+            context.pool.merge(positions, decision.offsets, due.replaced_blocks, blocks)
+        if context.regions.keeps_positions:
+            context.regions.store_positions(blocks, positions)
+            if context.gate_outputs is not None:
+                context.gate_outputs.move(sources, blocks)
+        return positions
+
+    def summarise(
+        self, due: DueEviction, scored: ScoredPrompt, positions: torch.Tensor, offsets: torch.Tensor
+    ) -> None:
+        """Write summaries of the tokens that are not at `positions`, if the method has any."""
+        if due.policy.summaries is None:
+            return
+        tokens = CutTokens(
+            due.keys,
+            due.prompt.is_vision[: due.prompt.num_candidates],
+            due.prompt.images,
+            scored.scores[:, scored.own_sets],
+            positions,
+            offsets,
+        )
+        earlier = due.keys.blocks[self._summaries.columns(int(due.eviction.old_blocks[0]))]
+        self._summaries.write(
+            due.policy.summaries, due.summary_kinds, tokens, earlier, due.summary_blocks
+        )
+
+    def store(self, due: DueEviction, offsets: torch.Tensor) -> None:
+        """Store the region, whose pages start at `offsets`, int32 [L * H + 1]."""
+        eviction, first_block = due.eviction, int(due.eviction.new_blocks[0])
+        num_tokens, num_replaced = due.num_token_blocks, eviction.num_replaced
+        self._context.regions.add(
+            eviction.request_id, first_block, num_tokens, num_replaced, offsets
+        )
+        self._summaries.add(first_block, num_tokens, len(due.summary_kinds))
+
+    def store_failed(self, due: DueEviction) -> None:
+        """Store a region of valid shape for an eviction that failed.
+
+        Its row may be compressed already, and a step that is scheduled ahead may still read it:
+        pages of any content, which nobody sees.
+        """
+        shape, eviction = self._context.shape, due.eviction
+        first_block, num_blocks = int(eviction.new_blocks[0]), eviction.num_retained
+        size = (shape.num_layers, shape.num_heads)
+        pages = torch.full(size, num_blocks, device=self._context.device)
+        self._context.regions.add(
+            eviction.request_id,
+            first_block,
+            num_blocks,
+            eviction.num_replaced,
+            page_offsets(pages),
+        )

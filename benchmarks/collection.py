@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import time
 from collections.abc import Callable
@@ -41,7 +40,7 @@ _COMMON_LABELS = ("model_name", "engine")
 
 
 class Collection:
-    """The places where the setting `metrics` takes effect in an engine in this process.
+    """The places where an engine in this process collects metrics of evictions.
 
     Two engines differ by more than the cost of metrics, if only by where their memory lies. One
     engine that is switched from step to step differs by nothing else.
@@ -53,18 +52,16 @@ class Collection:
         self.loggers = loggers
 
     def state(self) -> dict[str, bool]:
-        """Return whether each place collects, to compare with an engine that is configured so."""
+        """Return whether each place collects."""
         counters = self.scheduler.records.counters
         return {
             "scheduler": counters.metrics is not None,
-            "worker": self.evictor.config.metrics,
             "logger": any(isinstance(each, EvictionPrometheusStatLogger) for each in self.loggers),
         }
 
     def switch(self, on: bool) -> None:
-        """Apply `metrics: true` or `metrics: false` to the running engine."""
+        """Switch the metrics on or off; without them the worker sends the same reports."""
         self.scheduler.records.counters.metrics = MetricsBuffer() if on else None
-        self.evictor.config = dataclasses.replace(self.evictor.config, metrics=on)
         ours = EvictionPrometheusStatLogger
         old, new = (ours.__base__, ours) if on else (ours, ours.__base__)
         for logger in self.loggers:

@@ -134,7 +134,7 @@ FULL = Scale(
         calls=2000,
     ),
     waiting=WaitingScale(
-        decodes=((8, Workload(1024)), (8, Workload(4096)), (32, Workload(1024))),
+        decodes=((8, Workload(1024)), (8, Workload(4096)), (24, Workload(1024))),
         fills=2,
         rounds_per_fill=25,
         recorded_steps=64,
@@ -144,7 +144,7 @@ FULL = Scale(
         ceiling=8192,
         recut_batches=(1, 4),
         recut_methods=("snapkv", "streaming", "tgv", "rkv"),
-        recut_periods=3,
+        recut_periods=1,
         long_batch=8,
         long_prompt=Workload(1024),
         long_ceiling=512,

@@ -15,14 +15,10 @@ from benchmarks.models import Shape
 from benchmarks.remote import Remote
 from benchmarks.scale import BUDGET, COMMON, KV_BOUND
 from benchmarks.workload import Workload
+from vllm_tgvkv.shared.cuts import Ceiling
 
 BLOCK_SIZE = 32
-"""Of all engines of the part. A ceiling cuts at least two blocks at a time: with blocks of 128 it
-cannot cut every 128 tokens."""
-PERIOD = 128
-"""Tokens from one cut under a ceiling to the next."""
-BUFFER = PERIOD - BLOCK_SIZE
-"""A cut comes once a cache has outgrown ceiling and buffer, which is a block later."""
+"""Of all engines of the part."""
 WAIT = 8
 """Tokens that the burst's requests wait for."""
 ON, OFF, AGAIN = "waiting", "without", "without, again"
@@ -78,8 +74,8 @@ def _wait_engine(bench: Bench) -> Arms:
     settings = {
         "policy": "snapkv",
         "budget": BUDGET,
-        # Rows that vote, of the prompt and of the answer.
-        "query_rows": batch * (longest + 256),
+        # Which makes room for the rows of all requests, of the prompt and of the answer.
+        "defer": -(-batch * (longest + 256) // 8),
     }
     return _launch(bench, COMMON, wait_pool(bench), {"waits": settings})
 
@@ -268,13 +264,18 @@ def ceiling_prompt(ceiling: int) -> int:
     return ceiling + 4 * BLOCK_SIZE
 
 
+def period(ceiling: int) -> int:
+    """Return the tokens from one cut under a ceiling to the next: its buffer and a block."""
+    return (Ceiling.of(ceiling).buffer // BLOCK_SIZE + 1) * BLOCK_SIZE
+
+
 def _ceiling_engine(bench: Bench) -> Arms:
     scale = bench.scale.waiting
-    decoded = (scale.recut_periods + 2) * PERIOD + 64
+    decoded = (scale.recut_periods + 2) * period(scale.ceiling) + 64
     pool = bench.pool_for(max(scale.recut_batches), ceiling_prompt(scale.ceiling), decoded)
     settings = {
         "policy": scale.recut_methods[0],
-        "decode": {"max_tokens": scale.ceiling, "buffer": BUFFER},
+        "decode": {"max_tokens": scale.ceiling},
     }
     return _launch(bench, COMMON, pool, {"ceiling": settings})
 
@@ -285,7 +286,8 @@ def _recuts(bench: Bench, engine: Remote) -> Iterator[Line]:
     cases = [(first, batch) for batch in scale.recut_batches]
     cases += [(method, scale.recut_batches[0]) for method in others]
     for method, batch in cases:
-        bench.say(f"j. cuts every {PERIOD} tokens, {method}, batch {batch}")
+        tokens = period(scale.ceiling)
+        bench.say(f"j. cuts every {tokens} tokens, {method}, batch {batch}")
         engine.ask(
             "fill",
             workload=Workload(ceiling_prompt(scale.ceiling)),
@@ -295,23 +297,26 @@ def _recuts(bench: Bench, engine: Remote) -> Iterator[Line]:
             attend=False,
             policy=method,
         )
-        engine.ask("decode", steps=PERIOD)  # until all have been cut once
-        found = engine.ask("decode_with_cuts", steps=scale.recut_periods * PERIOD)
+        engine.ask("decode", steps=tokens)  # until all have been cut once
+        found = engine.ask("decode_with_cuts", steps=scale.recut_periods * tokens)
         engine.ask("clear")
-        line = _recut_line(f"{method}, batch {batch}, {scale.ceiling} tokens kept", batch, found)
+        line = _recut_line(
+            f"{method}, batch {batch}, {scale.ceiling} tokens kept", batch, found, tokens
+        )
         if method == first:
             line.targets.append(Target("<= 2 %", line.median("ours"), 2.0, "lower"))
         yield line
 
 
-def _recut_line(what: str, batch: int, found: dict[str, list[float]]) -> Line:
-    starts = range(0, len(found["seconds"]), PERIOD)
+def _recut_line(what: str, batch: int, found: dict[str, list[float]], tokens: int) -> Line:
+    """Return the line of a batch whose requests are cut every `tokens` tokens."""
+    starts = range(0, len(found["seconds"]), tokens)
     num_cuts = int(sum(found["cuts"]))
     if num_cuts != batch * len(starts):
         raise RuntimeError(f"{num_cuts} cuts instead of {batch * len(starts)}")
-    periods = [Period.of(found, start, PERIOD) for start in starts]
+    periods = [Period.of(found, start, tokens) for start in starts]
     shares = [period.share for period in periods]
-    line = Line(f"j. cuts every {PERIOD} tokens: {what}", "% of decode", "lower", {"ours": shares})
+    line = Line(f"j. cuts every {tokens} tokens: {what}", "% of decode", "lower", {"ours": shares})
 
     def middle(values: Iterator[float]) -> float:
         return statistics.median(values)
@@ -333,7 +338,7 @@ def _recut_line(what: str, batch: int, found: dict[str, list[float]]) -> Line:
 def _long_engines(bench: Bench) -> Arms:
     scale = bench.scale.waiting
     pool = bench.pool_for(scale.long_batch, scale.long_prompt.prompt_tokens, scale.long_steps)
-    ours = {"policy": "snapkv", "decode": {"max_tokens": scale.long_ceiling, "buffer": BUFFER}}
+    ours = {"policy": "snapkv", "decode": {"max_tokens": scale.long_ceiling}}
     return _launch(bench, KV_BOUND, pool, {"ours": ours, "constrained": None})
 
 
@@ -378,7 +383,7 @@ def long_lines(
     )
     held = Line(f"j. blocks of a request: {what}", "blocks", "lower", blocks)
     # Ceiling and buffer, and the block that the next token is written to.
-    most = (scale.long_ceiling + BUFFER) // BLOCK_SIZE + 1
+    most = (scale.long_ceiling + Ceiling.of(scale.long_ceiling).buffer) // BLOCK_SIZE + 1
     text = f"<= {most} at any time, ceiling and buffer and one"
     held.targets.append(Target(text, max(blocks["ours"]), most, "lower"))
     held.notes = f"{cuts / scale.long_batch:g} cuts of each request"

@@ -26,7 +26,7 @@ def prepare() -> list[str]:
     """
     folder = page_model_folder()
     reading.save(PageQuestion(reading.TASK, 0).example(load_vocabulary(folder)))
-    return reading.serve_arguments(folder, None)
+    return reading.serve_arguments(folder)
 
 
 def inspect() -> int:

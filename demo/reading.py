@@ -72,7 +72,7 @@ class Asked:
         return Answer(found, said.blocks_before, said.blocks_after)
 
 
-def demonstrate(folder: Path, num_pages: int, granularity: str | None) -> int:
+def demonstrate(folder: Path, num_pages: int) -> int:
     """Run the demonstration with the model in `folder` and return its exit status.
 
     Raises:
@@ -83,7 +83,7 @@ def demonstrate(folder: Path, num_pages: int, granularity: str | None) -> int:
     examples = [PageQuestion(TASK, number).example(vocabulary) for number in range(num_pages)]
     asked = [Asked(example, png_url(example.pages[0])) for example in examples]
     save(examples[0])
-    arguments = serve_arguments(folder, granularity)
+    arguments = serve_arguments(folder)
     pages = "a page" if num_pages == 1 else f"{num_pages} pages"
     print(
         "Model      SmolLM2-135M and a vision tower that reads pages (docs/page_model.md)\n"
@@ -113,15 +113,11 @@ def save(example: PageExample) -> None:
     save_question(example.pages[0], example.question.strip(), method=RECOMMENDED, start=start)
 
 
-def serve_arguments(folder: Path, granularity: str | None) -> list[str]:
+def serve_arguments(folder: Path) -> list[str]:
     """Return the arguments of `vllm`, without host and port."""
-    config = []
-    if granularity is not None:
-        config = ["--kv-eviction-config", json.dumps({"granularity": granularity})]
     return [
         *("serve", shown(folder)),
         *("--kv-eviction", RECOMMENDED, "--kv-eviction-budget", str(BUDGETS[-1])),
-        *config,
         *("--dtype", "float32", "--block-size", str(BLOCK_SIZE), "--max-model-len", "4096"),
         *("--max-num-seqs", "4", "--enforce-eager", "--served-model-name", MODEL_NAME),
     ]

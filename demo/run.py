@@ -25,15 +25,12 @@ def main() -> int:
     parser.add_argument(
         "--pages", type=int, default=NUM_PAGES, help="one question each (default: %(default)s)"
     )
-    parser.add_argument(
-        "--granularity", choices=("layer", "head"), help="default: the method's own"
-    )
     options = parser.parse_args()
     if options.pages < 1:
         parser.error(f"--pages must be at least 1, got {options.pages}")
     return exit_status(
         "The demonstration",
-        lambda: demonstrate(page_model_folder(), options.pages, options.granularity),
+        lambda: demonstrate(page_model_folder(), options.pages),
     )
 
 

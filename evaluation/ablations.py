@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from vllm_tgvkv.policies.base import Allocation, LayerView, Score
-from vllm_tgvkv.policies.registry import ALLOCATIONS, SCORES
+from vllm_tgvkv.policies.pooling import Pooling
+from vllm_tgvkv.policies.registry import ALLOCATIONS, POOLINGS, SCORES
 from vllm_tgvkv.policies.tgv import mass
 
 
@@ -60,3 +61,8 @@ class EntropyAllocation(Allocation):
 
     def strength(self, view: LayerView, scores: Tensor) -> Tensor:
         return view.attention.row_entropies.mean(dim=-1, keepdim=True).exp()
+
+
+for _forward in (16, 40):
+    POOLINGS.add(f"sequence_forward{_forward}", Pooling("sequence", forward=_forward, back=1))
+    POOLINGS.add(f"grid_forward{_forward}", Pooling("grid", forward=_forward, back=1))

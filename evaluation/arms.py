@@ -26,17 +26,17 @@ METHODS: tuple[str, ...] = EvictionConfig().method_names[1:]
 """All methods, with those of other installed packages."""
 
 POOLINGS: dict[str, Mix] = {
-    "pool_none": {"pooling": {"kind": "none"}},
-    "pool_7": {"pooling": {"kind": "sequence", "kernel": 7, "reduce": "max"}},
-    "pool_40": {"pooling": {"kind": "sequence", "forward": 40, "back": 1, "reduce": "max"}},
-    "pool_halve": {"pooling": {"kind": "sequence", "forward": 256, "back": 1, "halve": 64}},
+    "pool_none": {"pooling": "none"},
+    "pool_7": {"pooling": "snapkv"},
+    "pool_40": {"pooling": "sequence_forward40"},
+    "pool_halve": {"pooling": "reach"},
 }
 """None, SnapKV's, over the next 40 tokens, and `reach`'s."""
 
 
 def _pooled(forward: int, kind: str = "sequence") -> Mix:
     """Return the pooling in which a score counts for tokens after its own, and one before."""
-    return {"pooling": {"kind": kind, "forward": forward, "back": 1, "reduce": "max"}}
+    return {"pooling": f"{kind}_forward{forward}"}
 
 
 FORWARD: dict[str, Mix] = {
@@ -139,12 +139,15 @@ GRANULARITY: dict[str, Mix] = {
 """Published methods at the granularity that is not theirs, and Elastic Cache without merging."""
 
 SUMMARIES: dict[str, Mix] = {
-    **{f"{name}_summaries": {"base": name, "summaries": {}} for name in ("tgv", "snapkv", "reach")},
-    "retentivekv_tokens": {"base": "retentivekv", "summaries": {"of": "none"}},
+    **{
+        f"{name}_summaries": {"base": name, "summaries": "both"}
+        for name in ("tgv", "snapkv", "reach")
+    },
+    "retentivekv_tokens": {"base": "retentivekv", "summaries": "none"},
     "retentivekv_attention_tokens": {
         "base": "retentivekv",
         "score": "text_rows",
-        "summaries": {"of": "none"},
+        "summaries": "none",
     },
 }
 """Summaries of what is evicted, RetentiveKV without them, and without entropy in its scores too."""

@@ -60,7 +60,6 @@ async def ask(
         ("kv_eviction_defer", question.defer),
         ("kv_eviction_schedule", question.schedule),
         ("kv_eviction_max_tokens", question.ceiling),
-        ("kv_eviction_buffer", question.buffer),
     ):
         if value is not None:
             options[key] = value

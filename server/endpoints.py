@@ -210,7 +210,7 @@ async def _find(server: Access, name: str, layer: int | None, cut: int | None) -
         404,
         "there is no such trace, layer or cut: the request is unknown, has not ended its prefill, "
         "was not evicted, did not set kv_eviction_trace, or its trace was pushed out by newer ones "
-        "(max_traces, max_trace_mib)",
+        "(max_traces)",
     )
 
 

@@ -28,7 +28,7 @@ class EvictionPrometheusStatLogger(PrometheusStatLogger):
         super().__init__(vllm_config, engine_indexes)
         self._evictions: dict[str, Counter | Gauge | Histogram] = {}
         config = config_of(vllm_config)
-        if config.active and config.metrics:
+        if config.active:
             self._evictions = {metric.name: self._make(metric) for metric in METRICS.values()}
             self._begin_at_zero(config)
 

@@ -62,14 +62,16 @@ class Decode(BaseModel):
         description="Numbers of answer tokens, and what is kept of the prompt from then on."
     )
     max_tokens: int | None = Field(description="Ceiling, in tokens per KV head.")
-    buffer: int
-    rows: int
     on_request: bool
 
 
 class Settings(_DeclaredSettings):
     """Settings that the server was started with."""
 
+    granularity: str = Field(
+        description="Of the method `policy`. `layer`: one token set for all heads of a layer; "
+        "`head`: one for each."
+    )
     decode: Decode | None = Field(
         description="Evictions while the answer grows; without them, no request may ask for some."
     )
@@ -221,7 +223,6 @@ class Question(BaseModel):
     ceiling: int | None = Field(
         None, description="Most tokens per KV head after each eviction: `kv_eviction_max_tokens`."
     )
-    buffer: int | None = Field(None, description="Tokens that it may grow above the ceiling.")
     max_tokens: int = Field(64, ge=1, le=1024, description="Most tokens of an answer.")
     compare: bool = Field(True, description="Whether to ask the full cache as well.")
     tokens: bool = Field(
@@ -252,7 +253,7 @@ class EvictedAnswer(FullAnswer):
     kept_vision_tokens: int | None = Field(description="Part of `kept_tokens` that is images.")
     seconds: dict[str, float] | None = Field(
         description="Time on the device of all evictions, by part: `statistics`, `selection` and "
-        "`copy`; empty without metrics."
+        "`copy`."
     )
     blocks_before: int
     memory: Memory | None = Field(description="Of all layers; null if nothing was evicted.")

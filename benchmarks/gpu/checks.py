@@ -378,7 +378,7 @@ def memory(run: Run) -> None:
     longest = max(sizes.huge_prompts) + 512
     engine = run.engine(
         None,
-        {"budget": "auto:0.9", "granularity": "head"},
+        {"policy": "snapkv", "budget": "auto:0.9"},
         max_model_len=longest,
         max_num_batched_tokens=sizes.chunk,
         hf_overrides={"text_config": {"max_position_embeddings": longest}},

@@ -7,14 +7,13 @@ const IMAGE_NAME = /^[\w.][\w. -]*$/;
 
 /** The request's options, as the API has them. */
 function options() {
-  const { policy, budget, defer, schedule, ceiling, buffer } = state.settings;
+  const { policy, budget, defer, schedule, ceiling } = state.settings;
   const named = {
     kv_eviction: policy,
     kv_eviction_budget: budget,
     kv_eviction_defer: defer,
     kv_eviction_schedule: schedule,
     kv_eviction_max_tokens: ceiling,
-    kv_eviction_buffer: buffer,
   };
   const given = Object.entries(named).filter(([, value]) => value !== null && value !== undefined);
   return { ...Object.fromEntries(given), kv_eviction_report: 1, kv_eviction_trace: 1 };

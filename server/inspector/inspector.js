@@ -88,7 +88,7 @@ function listenToForm() {
   for (const id of ["file", "saved-file"]) on(id, "change", () => takeFrom(id));
   on("sample", "click", drawSample);
   on("form", "input", showBudget);
-  const kept = ["defer", "later", "schedule", "ceiling", "buffer", "budget-tokens"];
+  const kept = ["defer", "later", "schedule", "ceiling", "budget-tokens"];
   for (const id of ["budget", "budget-kinds", "method", ...kept]) on(id, "change", askAgain);
   on("refresh", "click", loadRecent);
   on("labels", "change", () => keepLabels($("labels").checked));

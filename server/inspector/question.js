@@ -42,7 +42,7 @@ function chooseFraction(fraction) {
 }
 
 /** Fill the form. @param {Settings} settings */
-export function showSettings({ policy, budget, defer, schedule, ceiling, buffer }) {
+export function showSettings({ policy, budget, defer, schedule, ceiling }) {
   if (policy && state.methods.includes(policy)) $("method").value = policy;
   const text = String(budget ?? "");
   const value = Number(budget);
@@ -53,7 +53,7 @@ export function showSettings({ policy, budget, defer, schedule, ceiling, buffer 
   document.querySelector(`[name=budget-kind][value=${kind}]`).checked = true;
   $("defer").value = defer ?? "";
   if (schedule && schedule !== "none") $("schedule").value = schedule;
-  for (const [id, set] of Object.entries({ ceiling, buffer })) if (set) $(id).value = set;
+  if (ceiling) $("ceiling").value = ceiling;
   $("later").value = ceiling ? "ceiling" : schedule === "none" ? "none" : schedule ? "schedule" : "";
   showBudget();
 }
@@ -101,12 +101,9 @@ function settingsChosen() {
   if (budget === null || Number.isNaN(defer)) return null;
   const first = { policy, budget, defer };
   if (kind !== "ceiling") return { ...first, schedule: kind || null };
-  for (const id of ["ceiling", "buffer"]) {
-    if (!isWhole(number(id), 1, Infinity)) {
-      return refuse("A ceiling and its growth are whole numbers, at least 1.", id);
-    }
-  }
-  return { ...first, ceiling: number("ceiling"), buffer: number("buffer") };
+  const ceiling = number("ceiling");
+  if (isWhole(ceiling, 1, Infinity)) return { ...first, ceiling };
+  return refuse("A ceiling is a whole number, at least 1.", "ceiling");
 }
 
 /** What the form holds. @returns {Asked} */

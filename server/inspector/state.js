@@ -26,7 +26,7 @@
  * @typedef {{pictures: Picture[], question: string, start: string, tokens: number}} Asked
  *   start: words that begin the answer; tokens: of an answer
  * @typedef {{policy: string|null, budget?: number|string, defer?: number|null,
- *   schedule?: string|null, ceiling?: number, buffer?: number}} Settings  of an eviction
+ *   schedule?: string|null, ceiling?: number}} Settings  of an eviction
  * @typedef {{name: string, weights: Float32Array}[]} Reasons  by token, the part of the chosen
  *   heads that keep it for this reason
  * @typedef {{title: string, prompt: number, spans: Span[], kept: Float32Array}} Pin

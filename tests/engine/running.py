@@ -258,7 +258,7 @@ def eviction_of(running: SteppedEngine, ask: Ask, budget: float) -> Eviction:
     return Eviction(
         ask.xargs.get("kv_eviction_budget", budget),
         shape.block_size,
-        config.granularity,
+        config.build_policy(config.policy).granularity,
         sinks=config.sinks,
         observation_window=config.observation_window,
     )

@@ -54,7 +54,7 @@ def test_importing_the_package_is_cheap() -> None:
 
 def test_options_cover_every_key_of_a_request() -> None:
     full = api.EvictionOptions(
-        "snapkv", 0.25, 3, "8:0.3", 512, 64, report=True, trace=True
+        "snapkv", 0.25, 3, "8:0.3", 512, report=True, trace=True
     ).extra_args()
     assert full == {
         "kv_eviction": "snapkv",
@@ -62,7 +62,6 @@ def test_options_cover_every_key_of_a_request() -> None:
         "kv_eviction_defer": 3,
         "kv_eviction_schedule": "8:0.3",
         "kv_eviction_max_tokens": 512,
-        "kv_eviction_buffer": 64,
         "kv_eviction_report": 1,
         "kv_eviction_trace": 1,
     }

@@ -204,7 +204,7 @@ ANSWER: dict[str, Any] = {"max_tokens": 60, "temperature": 0}
 # With equal shares of all layers, stages deal the same pages as one worker.
 OPTIONS = {"kv_eviction": "snapkv", "kv_eviction_budget": 0.3}
 TRACED = {**OPTIONS, "kv_eviction_report": 1, "kv_eviction_trace": 1}
-CONFIG = {"granularity": "layer", "debug": {"check_integrity": True}}
+CONFIG = {"debug": {"check_integrity": True}}
 
 
 @pytest.mark.parametrize(

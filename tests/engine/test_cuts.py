@@ -18,11 +18,14 @@ import torch
 
 from oracle.emulation import Answer, Eviction, Oracle
 from oracle.methods import METHODS, Mix, Pool
+from tests.configs import pooling_name
 from tests.engine.questions import question
 from tests.engine.running import Ask, SteppedEngine, engine
 from tests.engine.test_speculation import NGRAM
 from tests.inputs import head_scores
+from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.policies.head_scores import write
+from vllm_tgvkv.shared.prompt import ANSWER_ROWS
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -30,8 +33,8 @@ SIZE = 32
 TOKENS = 90
 HEAD_SCORES = head_scores(layers=4, kv_heads=2, group=2)
 DEBUG = {"poison": True, "record_kept": True, "check_integrity": True}
-AHEAD = {"kind": "sequence", "forward": 6, "back": 1}
-BOUNDED = {**AHEAD, "forward": 12, "forward_share": 0.1}  # 3 of 32 tokens, 6 of 64
+AHEAD = pooling_name("sequence", forward=6, back=1)
+BOUNDED = pooling_name("sequence", forward=12, back=1, forward_share=0.1)  # 3 of 32, 6 of 64
 MIXES = {
     "forward": {"base": "snapkv", "pooling": AHEAD},
     "largest": {"base": "snapkv", "pooling": BOUNDED, "reduce": "max"},
@@ -209,9 +212,10 @@ def test_waits_in_a_small_pool(
     folder: Path, heads: str, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With chunks, prefix-cache hits and preemptions, two waiting requests at a time."""
-    settings = {"policy": "tgv", "methods": MIXES, "query_rows": 330, "debug": DEBUG}
+    settings = {"policy": "tgv", "methods": MIXES, "debug": DEBUG}
     settings["head_scores"] = heads
     options = {**CACHED, **CHUNKED, "max_model_len": 640}  # the longest answers exceed 512
+    monkeypatch.setattr(EvictionConfig, "num_query_rows", 330)
     with engine(folder, settings, **options) as running:
         preempt_sometimes(running, monkeypatch)
         asks = [case.ask(index) for index, case in enumerate(WAITING)]
@@ -252,7 +256,7 @@ def test_a_schedule_evicts_in_steps(
         "policy": "tgv",
         "head_scores": heads,
         "methods": MIXES,
-        "decode": {"schedule": SCHEDULE, "rows": 28},  # more than between the first two
+        "decode": {"schedule": SCHEDULE},  # of which the first two are closer than 32 rows
         "debug": DEBUG,
     }
     names = ("tgv", "snapkv", "adakv", "streaming", "pyramidkv", "h2o", "forward", "largest")
@@ -263,7 +267,7 @@ def test_a_schedule_evicts_in_steps(
         asks = [replace(c.ask(i), xargs=step_xargs(c)) for i, c in enumerate(cases)]
         outputs = running.run(asks)
         later = tuple((after, budget) for after, budget in SCHEDULE[1:])
-        assert_agrees(running, oracle, cases, outputs, schedule=later, answer_rows=28)
+        assert_agrees(running, oracle, cases, outputs, schedule=later, answer_rows=ANSWER_ROWS)
         assert running.preempted or "num_gpu_blocks_override" not in options
 
 
@@ -280,7 +284,7 @@ def test_a_ceiling_bounds_a_long_answer(folder: Path, heads: str, oracle: Oracle
         "policy": "tgv",
         "budget": 0.3,
         "head_scores": heads,
-        "decode": {"max_tokens": 96, "buffer": 32, "rows": 16},
+        "decode": {"max_tokens": 96},
         "debug": DEBUG,
     }
     names = ("snapkv", "adakv", "tgv", "streaming", "rkv", "mixkv", "sparsemm")
@@ -289,7 +293,7 @@ def test_a_ceiling_bounds_a_long_answer(folder: Path, heads: str, oracle: Oracle
     with engine(folder, settings) as running:
         asks = [replace(c.ask(i), max_tokens=200) for i, c in enumerate(cases)]
         outputs = running.run(asks)
-        more = {"ceiling": 96, "buffer": 32, "answer_rows": 16}
+        more = {"ceiling": 96, "buffer": 24, "answer_rows": ANSWER_ROWS}
         assert_agrees(running, oracle, cases, outputs, asks, **more)
         for output in outputs:
             _, *later = output.kv_transfer_params["kv_eviction"]["cuts"]
@@ -307,21 +311,19 @@ OWN: list[tuple[Case, dict[str, Any]]] = [
         {"kv_eviction_schedule": [[0, 0.5], [21, 0.25]]},  # as Python may write it
     ),
     (
-        Case("adakv", 3, 0.3, {"ceiling": 96, "buffer": 32}),
+        Case("adakv", 3, 0.3, {"ceiling": 96, "buffer": 24}),
         {
             "kv_eviction_budget": 0.3,
             "kv_eviction_defer": 3,
             "kv_eviction_max_tokens": 96,
-            "kv_eviction_buffer": 32,
         },
     ),
     (
-        Case("rkv", 0, 0.4, {"ceiling": 128, "buffer": 64}),
+        Case("rkv", 0, 0.4, {"ceiling": 128, "buffer": 32}),
         {
             "kv_eviction_budget": 0.4,
             "kv_eviction_defer": 0,
             "kv_eviction_max_tokens": 128,
-            "kv_eviction_buffer": 64,
         },
     ),
     (
@@ -341,8 +343,8 @@ OWN: list[tuple[Case, dict[str, Any]]] = [
 @pytest.mark.parametrize(
     "options",
     [
-        {"decode": {"on_request": True, "rows": 16}},
-        {"decode": {"schedule": [[2, 0.7], [11, 0.15]], "rows": 16}, "num_blocks": 40},
+        {"decode": {"on_request": True}},
+        {"decode": {"schedule": [[2, 0.7], [11, 0.15]]}, "num_blocks": 40},
     ],
     ids=["on_request", "cached"],
 )

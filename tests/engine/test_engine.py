@@ -33,7 +33,10 @@ GRANULARITIES = [pytest.param("layer", marks=pytest.mark.nightly), "head"]
 
 def tgv(granularity: str = "layer", **settings: Any) -> dict[str, Any]:
     settings = {"debug": DEBUG, **settings}
-    return {"policy": "tgv", "budget": 0.1, "granularity": granularity, **settings}
+    if granularity == "layer":  # the method's own
+        return {"policy": "tgv", "budget": 0.1, **settings}
+    mixes = {"tgv_head": {"base": "tgv", "granularity": granularity}}
+    return {"policy": "tgv_head", "budget": 0.1, "methods": mixes, **settings}
 
 
 def album(seed: int, *lengths: int, image_text: str = LLAVA_IMAGE, **fields: Any) -> Ask:
@@ -153,7 +156,7 @@ def test_report_and_totals(evicting: SteppedEngine) -> None:
         "given_back": 8 * block_bytes,
     }
     assert report == {
-        "policy": "tgv",
+        "policy": evicting.evictor.config.policy,
         "prompt_tokens": 300,
         "budget": 0.1,
         "defer": 0,
@@ -289,24 +292,6 @@ def test_prefix_cache_serves_the_same_image_again(folder: Path, oracle: Oracle) 
         assert all(output.num_cached_tokens > 0 for output in both)
 
 
-def test_full_prefix_reuse_hits_as_stock(folder: Path) -> None:
-    """`prefix_reuse: full`: the hit is stock's, and the rows inside it do not vote.
-
-    Unless no row would be left: the last one, here between two images, is always computed.
-    """
-    ask, ends_with_an_image = album(85, 60, 200, max_tokens=20), album(86, 20, 150, 0)
-    with engine(folder, enable_prefix_caching=True) as stock:
-        hits = [stock.run([ask])[0].num_cached_tokens for _ in range(2)]
-    settings = tgv(debug={"record_kept": True}, prefix_reuse="full")
-    with engine(folder, settings, enable_prefix_caching=True) as running:
-        assert [running.run([ask])[0].num_cached_tokens for _ in range(2)] == hits
-        assert running.run([ends_with_an_image])[0].num_cached_tokens == 0
-        last_row = 20 + VISION_TOKENS + 150 - 1
-        (again,) = running.run([ends_with_an_image])
-        assert again.num_cached_tokens == last_row // 32 * 32
-        assert running.counters["requests_evicted"] == 4
-
-
 def test_preemption_in_a_small_pool(folder: Path, oracle: Oracle) -> None:
     """A pool that cannot hold all requests: some are preempted, prefill and are evicted again.
 
@@ -364,7 +349,7 @@ def test_video_by_position(tiny_model: Callable[..., Path]) -> None:
     told = {"fps": 2.0, "duration": 4.0, "total_num_frames": 8, "frames_indices": list(range(8))}
     video = (frames, {**told, "video_backend": "opencv", "do_sample_frames": False})
     text = random_text(1, 20) + QWEN_IMAGE.replace("image_pad", "video_pad") + random_text(2, 120)
-    settings = tgv(budget=0.2, pooling={"kind": "grid"})
+    settings = {"policy": "mine", "budget": 0.2, "methods": {"mine": {"pooling": "grid"}}}
     with engine(tiny_model("qwen2_5_vl"), settings, limit_mm_per_prompt={"video": 1}) as running:
         prompt = {"prompt": text, "multi_modal_data": {"video": [video]}}
         running.engine.add_request("video", prompt, Ask("", max_tokens=40).sampling())
@@ -383,16 +368,21 @@ def test_video_by_position(tiny_model: Callable[..., Path]) -> None:
         running.assert_empty()
 
 
-@pytest.mark.parametrize("kind", ["sequence", "grid"])
-def test_pooling_of_scores(folder: Path, kind: str) -> None:
+def test_pooling_of_scores(folder: Path) -> None:
     """Pooled scores keep other vision tokens, but the same number."""
+    kinds = ("none", "sequence", "grid")
+    mixes = {kind: {"base": "tgv", "pooling": kind} for kind in kinds}
+    settings = {"policy": "tgv", "methods": mixes, "debug": DEBUG}
     ask = album(120, 20, 100, max_tokens=20, xargs=budget(0.85))
     kept = []
-    for pooling in ({"kind": "none"}, {"kind": kind, "kernel": 5, "reduce": "mean"}):
-        with engine(folder, tgv(pooling=pooling)) as running:
-            (output,) = running.run([ask])
-            kept.append(running.kept(output.request_id, len(output.prompt_token_ids)))
-    assert kept[0] is not None
-    assert kept[1] is not None
-    assert kept[0].sum() == kept[1].sum()
-    assert not kept[0].equal(kept[1])
+    with engine(folder, settings) as running:
+        for kind in kinds:
+            asked = replace(ask, xargs={**ask.xargs, "kv_eviction": kind})
+            (output,) = running.run([asked])
+            found = running.kept(output.request_id, len(output.prompt_token_ids))
+            assert found is not None
+            kept.append(found)
+    plain, *pooled = kept
+    for found in pooled:
+        assert found.sum() == plain.sum()
+        assert not found.equal(plain)

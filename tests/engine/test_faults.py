@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 def running(folder: Path) -> Iterator[SteppedEngine]:
     """Run an engine with chunks of 160 tokens, so that prompts also fail between two chunks."""
     debug = {"poison": True, "record_kept": True, "check_integrity": True}
-    settings = {"policy": "tgv", "budget": 0.2, "granularity": "layer", "debug": debug}
+    settings = {"policy": "tgv", "budget": 0.2, "debug": debug}
     with engine(folder, settings, max_num_batched_tokens=160) as found:
         yield found
 

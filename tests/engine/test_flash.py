@@ -34,6 +34,7 @@ from tests.models import random_text
 from vllm_tgvkv.attention import cuda as attention_cuda
 from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.kernels import gpu
+from vllm_tgvkv.shared.prompt import ANSWER_ROWS
 from vllm_tgvkv.worker.warm_up import warm_up
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -46,8 +47,8 @@ ASKS = [
 
 CUTS = [
     {"policy": "tgv", "defer": 5},
-    {"policy": "tgv", "decode": {"schedule": SCHEDULE, "rows": 16}},
-    {"policy": "tgv", "budget": 0.3, "decode": {"max_tokens": 64, "buffer": 32, "rows": 16}},
+    {"policy": "tgv", "decode": {"schedule": SCHEDULE}},
+    {"policy": "tgv", "budget": 0.3, "decode": {"max_tokens": 64}},
 ]
 CUTS_OF_GRAPHS = [
     pytest.param(
@@ -187,14 +188,14 @@ def test_cuts_of_answers_are_right_with_graphs(
     """Steps that wait are replayed, and store queries; those that cut are not."""
     settings = {"methods": MIXES, **settings, "decode_kernel": decode_kernel, "debug": DEBUG}
     decode = settings.get("decode", {})
-    more: dict[str, Any] = {"answer_rows": 16} if decode else {}
+    more: dict[str, Any] = {"answer_rows": ANSWER_ROWS} if decode else {}
     cases = [Case("tgv", 5), Case("adakv", 40), Case("h2o", 6), Case("answer", 12)]
     if "schedule" in decode:
         cases = [Case(name, 6, 0.6) for name in ("tgv", "adakv", "h2o")]
         more["schedule"] = tuple((after, budget) for after, budget in SCHEDULE[1:])
     elif decode:
         cases = [Case(name, 3) for name in ("tgv", "adakv", "snapkv")]
-        more |= {"ceiling": 64, "buffer": 32}
+        more |= {"ceiling": 64, "buffer": 16}
     asks = [case.ask(index) for index, case in enumerate(cases)]
     if "schedule" in decode:
         asks = [replace(ask, xargs=step_xargs(c)) for c, ask in zip(cases, asks, strict=True)]

@@ -157,12 +157,13 @@ def assert_keeps_what_the_cache_says(running: SteppedEngine, oracle: Oracle, ask
         recorder = Recorder(running, patch)
         (output,) = running.run([ask])
     prompt: Prompt = oracle.prompt(ask.text, ask.images)
+    method, _, granularity = str(ask.xargs["kv_eviction"]).partition("_by_")
     wanted = Eviction(
         ask.xargs.get("kv_eviction_budget", 0.1),
         BLOCK_SIZE,
-        ask.xargs.get("granularity", running.evictor.config.granularity),
+        granularity,
         observation_window=128,
-        method=ask.xargs["kv_eviction"],
+        method=method,
     )
     attention = recorder.attention(len(prompt.token_ids))
     kept = running.kept(output.request_id, len(prompt.token_ids))
@@ -220,12 +221,20 @@ def test_what_is_kept_follows_from_the_bytes_in_the_cache(
     that run together are not compared by token, but by the probability that the oracle gives each.
     """
     shared = granularity == "layer"
-    settings = tgv(granularity, debug={**DEBUG, "poison": not shared})
+    names = ("tgv", "snapkv", "h2o", "vlcache", "elastic")
+    mixes = {
+        f"{name}_by_{granularity}": {"base": name, "granularity": granularity} for name in names
+    }
+    settings = {
+        "policy": f"tgv_by_{granularity}",
+        "methods": mixes,
+        "debug": {**DEBUG, "poison": not shared},
+    }
     options = {"enable_prefix_caching": True} if shared else {"num_gpu_blocks_override": 34}
     with engine(folder, settings, max_num_batched_tokens=64, **options) as running:
         assert running.engine.vllm_config.cache_config.cache_dtype == "fp8"
         assert running.evictor.pool.raw.dtype == torch.uint8
-        for i, method in enumerate(("tgv", "snapkv", "h2o", "vlcache", "elastic")):
+        for i, method in enumerate(mixes):
             xargs = {"kv_eviction": method, "kv_eviction_budget": 0.2}
             ask = album(700 + i, 20, 30, 170 + 37 * i, max_tokens=5, xargs=xargs)
             kept = assert_keeps_what_the_cache_says(running, oracle, ask)

@@ -31,6 +31,7 @@ from tests.engine.test_cuts import (
     step_xargs,
 )
 from tests.models import LLAVA_IMAGE, QWEN_IMAGE
+from vllm_tgvkv.shared.prompt import ANSWER_ROWS
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -66,15 +67,15 @@ def test_retention_over_several_cuts(
     gates, oracle = str(tmp_path), gated_oracle(folder, tmp_path, "rg10")
     settings = {
         "policy": "trimkv",
-        "gates": {"folder": gates, "lookahead": 5, "age_offset": 2},
+        "gates": gates,
         "methods": {"attended": ATTENDED},
-        "decode": {"schedule": SCHEDULE, "rows": 28},
+        "decode": {"schedule": SCHEDULE},
         "debug": DEBUG,
     }
     names = ("trimkv", "dbtrimkv", "attended", "snapkv", "dbtrimkv", "trimkv")
     cases = [Case(name, 6, 0.6) for name in names]
     later = tuple((after, budget) for after, budget in SCHEDULE[1:])
-    more: dict[str, Any] = {"schedule": later, "answer_rows": 28, "lookahead": 5, "age_offset": 2}
+    more: dict[str, Any] = {"schedule": later, "answer_rows": ANSWER_ROWS}
     with engine(folder, settings, **CACHED, **CHUNKED) as running:
         asks = [replace(c.ask(i), xargs=step_xargs(c)) for i, c in enumerate(cases)]
         hits = {}
@@ -109,7 +110,7 @@ def test_retention_in_a_compiled_model(
         "policy": "dbtrimkv",
         "budget": 0.3,
         "gates": gates,
-        "decode": {"max_tokens": 96, "buffer": 32, "rows": 16},
+        "decode": {"max_tokens": 96},
         "debug": DEBUG,
     }
     cases = [Case("dbtrimkv", 3), Case("trimkv", 0, 0.9), Case("snapkv", 2)]
@@ -120,5 +121,5 @@ def test_retention_in_a_compiled_model(
             text = ask.text.replace(LLAVA_IMAGE, QWEN_IMAGE)
             asks.append(replace(ask, text=text, max_tokens=150))
         outputs = running.run(asks)
-        more = {"ceiling": 96, "buffer": 32, "answer_rows": 16}
+        more = {"ceiling": 96, "buffer": 24, "answer_rows": ANSWER_ROWS}
         assert_agrees(running, oracle, cases, outputs, asks, **more)

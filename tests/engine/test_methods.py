@@ -20,6 +20,7 @@ from vllm.exceptions import VLLMValidationError
 from oracle import methods
 from oracle.emulation import Eviction, Oracle, Prompt, Selection
 from oracle.methods import HEAD, LAYER, Auto, Mix, Pool
+from tests.configs import pooling_name
 from tests.engine.running import Ask, SteppedEngine, engine
 from tests.inputs import WITHOUT_GATES, head_scores
 from tests.models import LLAVA_IMAGE, random_image, random_text
@@ -49,10 +50,10 @@ EVERYTHING = {**WITHOUT_GATES, **MIXES}
 
 def as_setting(mix: Mix) -> dict[str, Any]:
     """Return a mix as the setting `methods` has it: a direction excludes a kernel."""
-    values = asdict(mix)
+    pooling = asdict(mix.pooling)
     if mix.pooling.has_direction:
-        values["pooling"]["kernel"] = None
-    return values
+        pooling["kernel"] = None
+    return {**asdict(mix), "pooling": pooling_name(**pooling)}
 
 
 SERVER = {

@@ -125,43 +125,6 @@ def test_eviction_never_makes_a_cached_block_wrong(evicting: SteppedEngine, orac
         assert list(finished[name].outputs[0].token_ids) == tokens
 
 
-def test_a_chats_turns_hit_as_in_stock_and_are_evicted_anew(
-    evicting: SteppedEngine, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With `prefix_reuse: full`: a second question about the image, then a longer chat."""
-    config = replace(evicting.scheduler.eviction_config, prefix_reuse="full")
-    monkeypatch.setattr(evicting.scheduler, "eviction_config", config)
-    first = question(5, 60, 120, max_tokens=20)
-    answer = " the answer of the first turn "
-    turns = [
-        first,
-        replace(first, text=first.text[:-120] + random_text(51, 130)),
-        replace(first, text=first.text + answer + random_text(52, 90)),
-    ]
-    hits = {}
-    for method in ("none", "tgv"):
-        evicting.llm.reset_prefix_cache()
-        xargs = budget(0.4, kv_eviction=method)
-        outputs = [evicting.run([replace(turn, xargs=xargs)])[0] for turn in turns]
-        hits[method] = [output.num_cached_tokens for output in outputs]
-    assert hits["tgv"] == hits["none"]
-    assert hits["tgv"][:2] == [0, (60 + VISION_TOKENS) // BLOCK_SIZE * BLOCK_SIZE]
-    # Every full block of the first prompt; its answer was computed over a compressed cache.
-    assert hits["tgv"][2] == (60 + VISION_TOKENS + 120) // BLOCK_SIZE * BLOCK_SIZE
-    kept = []
-    for turn, output in zip(turns, outputs, strict=True):
-        # The rows after the hit vote, which are the last rows of text.
-        rows = len(output.prompt_token_ids) - max(output.num_cached_tokens, 60 + VISION_TOKENS)
-        with monkeypatch.context() as patch:
-            window = replace(config, observation_window=min(rows, config.observation_window))
-            patch.setattr(evicting.evictor, "config", window)
-            asked = [replace(turn, xargs=budget(0.4))]
-            assert_outputs_agree(evicting, oracle, asked, [output])
-        kept.append(evicting.kept(output.request_id, len(output.prompt_token_ids)))
-    shared = slice(60 + VISION_TOKENS)
-    assert len({str(mask[:, :, shared].tolist()) for mask in kept}) == 3
-
-
 def test_a_preempted_request_is_evicted_again_though_all_of_its_prompt_is_cached(
     evicting: SteppedEngine,
 ) -> None:

@@ -22,10 +22,11 @@ from tests.engine.running import Ask
 from tests.engine.test_engine import album
 from tests.engine.test_parallel import ParallelEngine, workers
 from tests.engine.test_pipeline import DEBUG, PipelineEngine
+from vllm_tgvkv.shared.prompt import ANSWER_ROWS
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 
-SIZE, ROWS, ANSWER_ROWS = 32, 128, 24
+SIZE, ROWS = 32, 128
 LAYERS = (3, 2)
 """Layers of each stage."""
 NAMES = {
@@ -39,11 +40,11 @@ NAMES = {
 SCHEDULE = ((6, 0.6), (30, 0.4), (61, 0.2))
 DECODE: dict[str, dict[str, Any]] = {
     "schedule": {"schedule": SCHEDULE},
-    "ceiling": {"max_tokens": 96, "buffer": 32},
+    "ceiling": {"max_tokens": 96},
 }
 EVICTION: dict[str, dict[str, Any]] = {
     "schedule": {"budget": 0.6, "defer": 6, "schedule": SCHEDULE[1:]},
-    "ceiling": {"budget": 0.7, "defer": 3, "ceiling": 96, "buffer": 32},
+    "ceiling": {"budget": 0.7, "defer": 3, "ceiling": 96, "buffer": 24},
 }
 TOKENS = {"schedule": 90, "ceiling": 150}
 FEWER = ("tgv_by_layer", "rkv_by_head", "adakv_by_head", "h2o_by_layer", "dbtrimkv_by_head")
@@ -96,7 +97,7 @@ def test_every_cut_leaves_what_one_process_leaves(
         "observation_window": ROWS,
         "methods": NAMES,
         "gates": str(tmp_path),
-        "decode": {**DECODE[kind], "rows": ANSWER_ROWS},
+        "decode": DECODE[kind],
         "debug": DEBUG,
     }
     with workers(

@@ -19,18 +19,19 @@ from oracle import methods, summaries
 from oracle.emulation import Answer, Cutter, Eviction, Moment, Oracle, Prompt
 from oracle.methods import HEAD, LAYER, Mix
 from oracle.summaries import Absorbed, Row, Rules
+from tests.configs import summaries_name
 from tests.engine import flash_on_cpu
 from tests.engine.running import Ask, SteppedEngine, engine, name_of
 from tests.models import LLAVA_IMAGE, random_image, random_text
 from vllm_tgvkv.attention import cuda as attention_cuda
 from vllm_tgvkv.kernels.summaries import num_rows
+from vllm_tgvkv.shared.prompt import ANSWER_ROWS
 from vllm_tgvkv.worker.warm_up import warm_up
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 BLOCK_SIZE = 32
 """Also of `tests/gpu/test_engine.py`, which serves these cases in bfloat16."""
-ANSWER_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ METHODS = {
     "of layers": Method(
         Mix("tgv", "tgv", "text_first", LAYER),
         Rules("all", decay=0.8),
-        {"base": "tgv", "summaries": {"of": "all", "decay": 0.8}},
+        {"base": "tgv", "summaries": summaries_name("all", decay=0.8)},
     ),
     "by score": Method(
         Mix("retentive_spread", "adakv", "by_score", HEAD),
@@ -56,24 +57,24 @@ METHODS = {
             "base": "adakv",
             "score": "retentive_spread",
             "retain": "by_score",
-            "pooling": {"kind": "none"},
-            "summaries": {"weight": "score", "gate": 0.5},
+            "pooling": "none",
+            "summaries": summaries_name(weight="score", gate=0.5),
         },
     ),
     "snapkv": Method(methods.METHODS["snapkv"], None),
     "by position": Method(
         Mix("recency", "uniform", "by_score", HEAD),
         Rules(),
-        {"base": "streaming", "granularity": "head", "summaries": {}},
+        {"base": "streaming", "granularity": "head", "summaries": "both"},
     ),
 }
 SETTINGS = {
     "policy": "retentivekv",
     "budget": 0.5,
     "text_only": "evict",
-    "decode": {"on_request": True, "rows": ANSWER_ROWS},
+    "decode": {"on_request": True},
     "methods": {name: m.setting for name, m in METHODS.items() if m.setting}
-    | {"unread": {"base": "retentivekv", "summaries": {"gate": 0}}},
+    | {"unread": {"base": "retentivekv", "summaries": summaries_name(gate=0)}},
 }
 
 
@@ -91,7 +92,6 @@ class Case:
     max_tokens: int = 16
     schedule: tuple[tuple[int, float], ...] = ()
     ceiling: int | None = None
-    buffer: int = 0
 
     def ask(self, seed: int) -> Ask:
         texts = [random_text(100 * seed + i, n) for i, n in enumerate(self.lengths)]
@@ -105,7 +105,6 @@ class Case:
             xargs["kv_eviction_schedule"] = written
         if self.ceiling is not None:
             xargs["kv_eviction_max_tokens"] = self.ceiling
-            xargs["kv_eviction_buffer"] = self.buffer
         return Ask(LLAVA_IMAGE.join(texts), images, self.max_tokens, xargs)
 
 
@@ -119,9 +118,9 @@ CASES = [
     Case("by score", 0.5, (60, 130), defer=1),
     Case("snapkv", 0.3, (50, 100)),
     Case("retentivekv", 0.7, (20, 160), 2, 30, ((9, 0.55), (18, 0.42))),
-    Case("retentivekv", 0.9, (30, 110), 0, 120, ceiling=128, buffer=32),
+    Case("retentivekv", 0.9, (30, 110), 0, 120, ceiling=128),
     # Text of the prompt and of the answer; the first cut keeps all.
-    Case("by score", 1.0, (90,), 1, 120, ceiling=64, buffer=32),
+    Case("by score", 1.0, (90,), 1, 120, ceiling=64),
 ]
 
 
@@ -130,7 +129,7 @@ ROUNDED = [
     Case("by position", 0.3, (40, 30, 140), defer=3),
     Case("by position", 0.4, (260,), max_tokens=40),
     Case("by position", 0.7, (20, 160), 2, 30, ((9, 0.55), (18, 0.42))),
-    Case("by position", 0.9, (30, 110), 0, 120, ceiling=128, buffer=32),
+    Case("by position", 0.9, (30, 110), 0, 120, ceiling=128),
 ]
 """Cases for a GPU in bfloat16: which tokens are kept and absorbed does not depend on rounding."""
 
@@ -165,7 +164,7 @@ class Emulation:
             schedule=case.schedule,
             answer_rows=ANSWER_ROWS,
             ceiling=case.ceiling,
-            buffer=case.buffer,
+            buffer=(case.ceiling or 0) // 4,
             summaries=len(kinds),
         )
 

@@ -38,7 +38,7 @@ def assert_reasons(
     "settings",
     [
         {"decode": {"schedule": [[4, 0.6], [20, 0.4], [50, 0.2]]}},
-        {"budget": 0.3, "defer": 3, "decode": {"max_tokens": 96, "buffer": 32}},
+        {"budget": 0.3, "defer": 3, "decode": {"max_tokens": 96}},
     ],
     ids=["schedule", "ceiling"],
 )

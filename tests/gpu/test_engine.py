@@ -20,11 +20,12 @@ from tests.engine import test_summaries
 from tests.engine.running import Ask, SteppedEngine, assert_close, engine
 from tests.engine.test_engine import BUDGETS, album, budget, tgv
 from tests.models import LLAVA_IMAGE, QWEN_IMAGE, random_text
+from vllm_tgvkv.shared.prompt import ANSWER_ROWS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.slow]
 
 IMAGES = {"llava": LLAVA_IMAGE, "qwen2_5_vl": QWEN_IMAGE}
-SCHEDULE = {"schedule": [[5, 0.6], [12, 0.3]], "rows": 16}
+SCHEDULE = {"schedule": [[5, 0.6], [12, 0.3]]}
 OPTIONS: dict[str, Any] = {
     "dtype": "bfloat16",
     "block_size": 16,
@@ -114,7 +115,7 @@ def test_cuts_of_answers(
                 observation_window=running.evictor.config.observation_window,
                 defer=5,
                 schedule=later,
-                answer_rows=16,
+                answer_rows=ANSWER_ROWS,
             )
             completion = output.outputs[0]
             tokens = list(completion.token_ids)

@@ -12,10 +12,11 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import lcm
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -41,9 +42,11 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from tests.configs import AdjustedConfig
 from vllm_tgvkv.blocks.integrity import check_integrity
 from vllm_tgvkv.blocks.manager import EvictingSpec, StateSpec, WindowSpec
-from vllm_tgvkv.config.server import CONFIG_KEY
+from vllm_tgvkv.config.server import CONFIG_KEY, EvictionConfig
+from vllm_tgvkv.scheduler import scheduler as scheduler_module
 from vllm_tgvkv.scheduler.scheduler import AsyncEvictionScheduler, EvictionScheduler
 from vllm_tgvkv.shared.cuts import Cuts
 from vllm_tgvkv.shared.plan import (
@@ -96,7 +99,7 @@ class Setup:
     """Tokens between cached windows and states, `--prefix-cache-retention-interval`; None: all,
     and 0, vLLM's default: no more than a repeated prompt needs."""
     eviction: Mapping[str, Any] | None = field(default_factory=lambda: {"policy": "tgv"})
-    """None: stock vLLM."""
+    """The fields of an `AdjustedConfig`; None: stock vLLM."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +184,10 @@ def make_scheduler(setup: Setup) -> Scheduler:
     config.cache_config.num_gpu_blocks = num_blocks
     spec_class, scheduler_class = FullAttentionSpec, AsyncScheduler if setup.ahead else Scheduler
     if setup.eviction is not None:
-        config.additional_config = {CONFIG_KEY: dict(setup.eviction)}
+        known = {field.name for field in fields(EvictionConfig)}
+        config.additional_config = {
+            CONFIG_KEY: {name: each for name, each in setup.eviction.items() if name in known}
+        }
         spec_class = EvictingSpec
         scheduler_class = AsyncEvictionScheduler if setup.ahead else EvictionScheduler
     sizes = {"block_size": setup.block_size, "num_kv_heads": 2, "head_size": 4}
@@ -196,26 +202,28 @@ def make_scheduler(setup: Setup) -> Scheduler:
         block_size=state_size, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode=mode
     )
     groups += [KVCacheGroupSpec([f"state.{i}"], state) for i in range(setup.states)]
-    scheduler = scheduler_class(
-        config,
-        KVCacheConfig(
-            num_blocks,
-            [
-                KVCacheTensor(
-                    size=num_blocks * BLOCK_BYTES,
-                    layers=group.layer_names,
-                    layer_stride=BLOCK_BYTES // 2,
-                    block_stride=BLOCK_BYTES,
-                )
-                for group in groups
-            ],
-            groups,
-            prefix_cache_retention_interval=setup.retention if groups[1:] else None,
-        ),
-        SimpleNamespace(accept_tokens=lambda *_: True),  # type: ignore[arg-type]
-        block_size=lcm(setup.block_size, state_size) if setup.states else setup.block_size,
-        log_stats=False,
-    )
+    adjusted = AdjustedConfig.from_mapping(setup.eviction or {})
+    with mock.patch.object(scheduler_module, "config_of", return_value=adjusted):
+        scheduler = scheduler_class(
+            config,
+            KVCacheConfig(
+                num_blocks,
+                [
+                    KVCacheTensor(
+                        size=num_blocks * BLOCK_BYTES,
+                        layers=group.layer_names,
+                        layer_stride=BLOCK_BYTES // 2,
+                        block_stride=BLOCK_BYTES,
+                    )
+                    for group in groups
+                ],
+                groups,
+                prefix_cache_retention_interval=setup.retention if groups[1:] else None,
+            ),
+            SimpleNamespace(accept_tokens=lambda *_: True),  # type: ignore[arg-type]
+            block_size=lcm(setup.block_size, state_size) if setup.states else setup.block_size,
+            log_stats=False,
+        )
     scheduler.use_v2_model_runner = False
     # As for a model with a vision tower.
     scheduler.max_num_encoder_input_tokens = setup.encoder_budget

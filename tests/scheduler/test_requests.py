@@ -25,14 +25,12 @@ ASKED: dict[str, dict[str, Any]] = {
         "kv_eviction_budget": 0.25,
         "kv_eviction_defer": 0,
         "kv_eviction_max_tokens": 64,
-        "kv_eviction_buffer": 16,
     },
     "high": {"kv_eviction_defer": 5, "kv_eviction_max_tokens": 500, "kv_eviction_budget": 0.5},
     "whole": {
         "kv_eviction_budget": 1.0,
         "kv_eviction_defer": 0,
         "kv_eviction_max_tokens": 240,
-        "kv_eviction_buffer": 16,
     },
     "whole at first": {"kv_eviction_schedule": "9:1,20:0.5"},
     "once": {
@@ -51,17 +49,20 @@ CUTS: dict[str, list[tuple[int, int]]] = {
     "never": [(128, 3)],
     "ceiling": [(0, 2), (56, 4), (88, 4), (120, 4)],
     "high": [(5, 5)],
-    "whole": [(0, 12), (72, 15), (104, 15)],
+    "whole": [(0, 12), (104, 15)],
     "whole at first": [(9, 12), (20, 5)],
     "once": [(3, 5)],
     "off": [],
 }
 SERVERS: dict[str, tuple[dict[str, Any], list[tuple[int, int]]]] = {
-    "on_request": ({"budget": 0.25, "decode": {"on_request": True, "rows": 6}}, [(0, 2)]),
-    "schedule": ({"decode": {"schedule": [[4, 0.4], [12, 0.2]], "rows": 9}}, [(4, 4), (12, 2)]),
+    "on_request": ({"budget": 0.25, "decode": {"on_request": True}, "answer_rows": 6}, [(0, 2)]),
+    "schedule": (
+        {"decode": {"schedule": [[4, 0.4], [12, 0.2]]}, "answer_rows": 9},
+        [(4, 4), (12, 2)],
+    ),
     "ceiling": (
-        {"budget": 0.25, "defer": 1, "decode": {"max_tokens": 48, "buffer": 32, "rows": 5}},
-        [(1, 2), (56, 3), (104, 3)],
+        {"budget": 0.25, "defer": 1, "decode": {"max_tokens": 48}, "answer_rows": 5},
+        [(1, 2), (40, 3), (72, 3), (104, 3)],
     ),
 }
 """Settings, and the cuts of a request that names none."""
@@ -185,7 +186,7 @@ def test_a_ceiling_holds_for_prompts_that_are_too_short_for_a_budget(
 ) -> None:
     """They are kept whole until the answer has reached it; those of less than a block always."""
     settings = {**setup("on_request").eviction, "min_prompt_tokens": 100}
-    own = {} if ceiling is None else {"kv_eviction_max_tokens": ceiling, "kv_eviction_buffer": 32}
+    own = {} if ceiling is None else {"kv_eviction_max_tokens": ceiling}
     tokens = random.Random(length)
     prompt = tuple(tokens.randrange(3, 1000) for _ in range(length))
     answers = {"short": 30, "long": 400}

@@ -69,7 +69,6 @@ def make_workload(seed: int) -> Workload:
             "min_prompt_tokens": random.Random(f"least of {seed}").choice((size, size, 6 * size)),
             "observation_window": window,
             "sinks": rng.choice((0, 4)),
-            "prefix_reuse": rng.choice(("exact", "full")),
             "debug": {
                 "poison": rng.random() < 0.3,
                 "evict_at_full_budget": rng.random() < 0.3,
@@ -108,14 +107,14 @@ def make_cuts(
         steps = sorted(rng.sample(range(defer + 1, defer + 6 * size), rng.randint(1, 3)))
         budgets = sorted((rng.uniform(0.05, 1.0) for _ in range(len(steps) + 1)), reverse=True)
         schedule = [list(step) for step in zip((defer, *steps), budgets, strict=True)]
-        found["decode"] = {"schedule": schedule, "rows": rows}
+        found["decode"] = {"schedule": schedule}
     else:
         found["defer"] = defer
     if kind == "on_request":
-        found["decode"] = {"on_request": True, "rows": rows}
+        found["decode"] = {"on_request": True}
     if kind == "ceiling":
-        tokens = rng.choice((size, 2 * size + 1, longest // 4))
-        found["decode"] = {"max_tokens": tokens, "buffer": rng.choice((1, size, 40)), "rows": rows}
+        found["decode"] = {"max_tokens": rng.choice((size, 2 * size + 1, longest // 4))}
+    found["answer_rows"] = rows
     if rng.random() < 0.7:
         found["query_rows"] = max(window + 32 + defer, rows) + rng.choice((0, 3, 40))
     return found
@@ -128,7 +127,7 @@ def with_own_cuts(job: Job, size: int, longest: int) -> Job:
     """
     rng = random.Random(f"cuts of {job.prompt}")
     xargs = dict(job.xargs)
-    kind = rng.choice(("server", "server", "none", "schedule", "ceiling", "ceiling", "buffer"))
+    kind = rng.choice(("server", "server", "none", "schedule", "ceiling", "ceiling"))
     if kind == "none":
         xargs[rng.choice(("kv_eviction_schedule", "kv_eviction_max_tokens"))] = "none"
     if kind == "schedule":
@@ -140,8 +139,6 @@ def with_own_cuts(job: Job, size: int, longest: int) -> Job:
         xargs.pop("kv_eviction_defer", None)
     if kind == "ceiling":
         xargs["kv_eviction_max_tokens"] = rng.choice((size, 3 * size - 1, longest // 3))
-    if kind in ("ceiling", "buffer") and rng.random() < 0.7:
-        xargs["kv_eviction_buffer"] = rng.choice((1, size, 50))
     return dataclasses.replace(job, xargs=xargs)
 
 

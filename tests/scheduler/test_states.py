@@ -33,11 +33,15 @@ CUTS: tuple[dict[str, Any], ...] = (
     {},
     {"defer": 3, "query_rows": 43},
     {"defer": 9, "query_rows": 60},
-    {"decode": {"schedule": [[0, 0.7], [2, 0.5], [9, 0.1]], "rows": 5}, "query_rows": 45},
-    {"decode": {"schedule": [[4, 0.9], [5, 0.3]], "rows": 8}, "query_rows": 44},
-    {"decode": {"max_tokens": 8, "buffer": 4, "rows": 6}, "defer": 2, "query_rows": 42},
-    {"decode": {"max_tokens": 24, "buffer": 1, "rows": 40}, "query_rows": 50},
-    {"decode": {"on_request": True, "rows": 5}, "query_rows": 50},
+    {
+        "decode": {"schedule": [[0, 0.7], [2, 0.5], [9, 0.1]]},
+        "answer_rows": 5,
+        "query_rows": 45,
+    },
+    {"decode": {"schedule": [[4, 0.9], [5, 0.3]]}, "answer_rows": 8, "query_rows": 44},
+    {"decode": {"max_tokens": 8}, "answer_rows": 6, "defer": 2, "query_rows": 42},
+    {"decode": {"max_tokens": 24}, "answer_rows": 40, "query_rows": 50},
+    {"decode": {"on_request": True}, "answer_rows": 5, "query_rows": 50},
 )
 """Settings of waits and later cuts. One request fits the query pool, seldom two."""
 
@@ -46,7 +50,7 @@ OWN: tuple[dict[str, Any], ...] = (
     {"kv_eviction_schedule": "none"},
     {"kv_eviction_schedule": "1:0.8,3:0.4,8:0.1"},
     {"kv_eviction_schedule": [[0, 0.5], [6, 0.2]]},
-    {"kv_eviction_max_tokens": 12, "kv_eviction_buffer": 2},
+    {"kv_eviction_max_tokens": 12},
     {"kv_eviction": "none"},
 )
 """Options of requests; a server without `decode` refuses some of them."""
@@ -68,7 +72,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(("fcfs", "priority")),
         method=st.sampled_from(("tgv", "h2o")),
         budget=st.sampled_from(BUDGETS),
-        exact=st.booleans(),
         prefix_caching=st.booleans(),
         ahead=st.booleans(),
         poison=st.booleans(),
@@ -82,7 +85,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         states: int,
         method: str,
         budget: Any,
-        exact: bool,
         poison: bool,
         cuts: dict[str, Any],
         **options: Any,
@@ -96,7 +98,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             **cuts,
             "min_prompt_tokens": 8,
             "observation_window": 8,
-            "prefix_reuse": "exact" if exact else "full",
             "debug": {"poison": poison, "evict_at_full_budget": True},
         }
         setup = Setup(

@@ -47,7 +47,7 @@ def test_random_workloads_with_windows_end_and_leave_nothing_behind() -> None:
 
 def test_a_ceiling_below_one_block_of_the_model_is_refused() -> None:
     """vLLM may have made the blocks longer than `--block-size`."""
-    settings = {"policy": "snapkv", "decode": {"max_tokens": 63, "rows": 1}}
+    settings = {"policy": "snapkv", "decode": {"max_tokens": 63}}
     with pytest.raises(UnsupportedByEvictionError, match="63 and blocks of 64 tokens"):
         make_scheduler(Setup(block_size=64, eviction=settings))
     make_scheduler(Setup(block_size=32, eviction=settings))

@@ -76,7 +76,7 @@ def serve(
     arguments += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
     arguments += ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", "256"]
     arguments += ["--limit-mm-per-prompt", '{"image": 2}', "--generation-config", "vllm"]
-    arguments += ["--kv-eviction", "tgv"]
+    arguments += ["--kv-eviction", config.get("policy", "tgv")]
     arguments += ["--kv-eviction-budget", budget] if budget else []
     arguments += ["--kv-eviction-config", json.dumps(config)]
     arguments += ["--api-key", key] if key else []

@@ -111,12 +111,12 @@ def test_the_help_explains_every_setting(
         (["--kv_eviction", "tgv", "--kv_eviction_budget", "1"], {"policy": "tgv", "budget": 1.0}),
         (["--kv-eviction", "tgv", "--kv-eviction-budget", "512"], {"policy": "tgv", "budget": 512}),
         (
-            ["--kv-eviction", "tgv", "--kv-eviction-config", '{"granularity": "head"}'],
-            {"policy": "tgv", "granularity": "head"},
+            ["--kv-eviction", "tgv", "--kv-eviction-config", '{"sinks": 8}'],
+            {"policy": "tgv", "sinks": 8},
         ),
         (
-            ["--kv-eviction", "tgv", "--kv-eviction-config.pooling.kind", "grid"],
-            {"policy": "tgv", "pooling": {"kind": "grid"}},
+            ["--kv-eviction", "tgv", "--kv-eviction-config.decode.max_tokens", "512"],
+            {"policy": "tgv", "decode": {"max_tokens": 512}},
         ),
         (["--kv-eviction-config", '{"policy": "tgv", "sinks": 0}'], {"policy": "tgv", "sinks": 0}),
         (
@@ -157,7 +157,7 @@ def test_a_folder_of_gates(
     flags = ["--kv-eviction", "dbtrimkv", "--kv-eviction-gates", "gates"]
     wanted = {"policy": "dbtrimkv", "gates": str(tmp_path / "gates")}
     assert settings(parser, *flags) == {CONFIG_KEY: wanted}
-    config = '{"gates": {"folder": "/other", "lookahead": 3}}'
+    config = '{"gates": "/other"}'
     assert settings(parser, *flags, "--kv-eviction-config", '{"sinks": 0}') == {
         CONFIG_KEY: {**wanted, "sinks": 0}
     }
@@ -179,12 +179,12 @@ def test_other_additional_config_is_kept(parser: FlexibleArgumentParser) -> None
 
 def test_eviction_config_as_a_file(parser: FlexibleArgumentParser, tmp_path: Path) -> None:
     path = tmp_path / "eviction.yaml"
-    path.write_text("granularity: head\npooling: {kind: grid, kernel: 5}\n")
+    path.write_text("sinks: 8\nmethods: {mine: {base: tgv, pooling: grid}}\n")
     mapping = settings(parser, "--kv-eviction", "tgv", "--kv-eviction-config", str(path))
     assert mapping[CONFIG_KEY] == {
         "policy": "tgv",
-        "granularity": "head",
-        "pooling": {"kind": "grid", "kernel": 5},
+        "sinks": 8,
+        "methods": {"mine": {"base": "tgv", "pooling": "grid"}},
     }
 
 
@@ -292,8 +292,16 @@ def test_wrong_values_exit_with_one_message(
             ["auto", "--kv-eviction 'random'", "another method"],
         ),
         (
-            ["--kv-eviction", "adakv", "--kv-eviction-config", '{"granularity": "layer"}'],
-            ["'adakv'", "no meaning", "choose head"],
+            [
+                "--kv-eviction-config",
+                '{"methods": {"mine": {"base": "adakv", "granularity": "layer"}}}',
+                *("--kv-eviction", "mine"),
+            ],
+            ["'mine'", "no meaning", "choose head"],
+        ),
+        (
+            ["--kv-eviction-config", '{"granularity": "head"}', "--kv-eviction", "tgv"],
+            ["kv_eviction has granularity, which was removed: set it in a mix"],
         ),
         (
             ["--kv-eviction", "aircache", "--kv-eviction-config", '{"text_only": "evict"}'],

@@ -73,7 +73,8 @@ def model(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatServer]:
     log = tmp_path_factory.mktemp("inspector") / "server.log"
     flags = ["--block-size", "16", "--served-model-name", "demo", "--max-model-len", "2048"]
-    config = {"granularity": "head"}
+    mixes = {"tgv-head": {"base": "tgv", "granularity": "head"}}
+    config = {"policy": "tgv-head", "methods": mixes}
     with serve(model, log, config, key=KEY, flags=flags, start_seconds=600) as running:
         yield running
 
@@ -576,7 +577,7 @@ def test_the_form_sets_a_wait_a_schedule_or_a_ceiling(cutting: ChatServer, brows
         with asking(page) as found:
             page.fill("#schedule", "1:0.5, 3:0.2")
             page.keyboard.press("Tab")
-        assert not {"budget", "defer", "ceiling", "buffer"} & found[0].keys()
+        assert not {"budget", "defer", "ceiling"} & found[0].keys()
         evicted = found[1]["evicted"]
         assert evicted["decode"] == {"schedule": [[1, 0.5], [3, 0.2]]}
         assert page.locator("#cuts li").count() == len(evicted["cuts"]) == 2
@@ -584,9 +585,9 @@ def test_the_form_sets_a_wait_a_schedule_or_a_ceiling(cutting: ChatServer, brows
 
         with asking(page) as found:
             page.select_option("#later", "ceiling")
-        assert (found[0]["ceiling"], found[0]["buffer"], found[0]["defer"]) == (256, 64, 2)
+        assert (found[0]["ceiling"], found[0]["defer"]) == (256, 2)
         assert page.is_enabled("#defer")
-        assert found[1]["evicted"]["decode"] == {"max_tokens": 256, "buffer": 64}
+        assert found[1]["evicted"]["decode"] == {"max_tokens": 256}
         assert "then 256 tokens" in page.inner_text(".verdict")
 
 

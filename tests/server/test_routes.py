@@ -44,7 +44,7 @@ def server(
         "debug": {"check_integrity": True},
         "defaults_file": str(folder / "defaults.json"),
         "max_traces": MAX_TRACES,
-        "decode": {"on_request": True, "rows": 4},
+        "decode": {"on_request": True},
     }
     environment = {"KV_EVICTION_ADMIN_KEY": ADMIN}
     model = tiny_model("llava", image_size=112)
@@ -197,13 +197,7 @@ def test_a_question_may_have_its_own_wait(client: httpx.Client) -> None:
 def test_a_question_may_have_its_own_later_cuts(client: httpx.Client) -> None:
     """A schedule, then a ceiling; without either, it is evicted once."""
     decode = client.get("/status").json()["settings"]["decode"]
-    assert decode == {
-        "schedule": [],
-        "max_tokens": None,
-        "buffer": 128,
-        "rows": 4,
-        "on_request": True,
-    }
+    assert decode == {"schedule": [], "max_tokens": None, "on_request": True}
     asked = question(schedule="1:0.6,3:0.3", compare=False)
     evicted = client.post("/ask", json=asked).json()["evicted"]
     assert [cut["answer_tokens"] for cut in evicted["cuts"]] == [1, 3]
@@ -213,9 +207,9 @@ def test_a_question_may_have_its_own_later_cuts(client: httpx.Client) -> None:
     assert trace["cuts"] == evicted["cuts"]
     assert trace["budget"] == "60 % of the prompt, 30 % of the prompt after 3 tokens of the answer"
 
-    asked = question(budget=0.3, ceiling=64, buffer=32, max_tokens=100, compare=False)
+    asked = question(budget=0.3, ceiling=64, max_tokens=100, compare=False)
     evicted = client.post("/ask", json=asked).json()["evicted"]
-    assert evicted["decode"] == {"max_tokens": 64, "buffer": 32}
+    assert evicted["decode"] == {"max_tokens": 64}
     assert len(evicted["cuts"]) > 1
     assert {cut["blocks_after"] for cut in evicted["cuts"][1:]} == {64 // BLOCK_SIZE}
     once = client.post("/ask", json=question(schedule="none", compare=False)).json()["evicted"]
@@ -231,7 +225,7 @@ def test_a_question_may_have_its_own_later_cuts(client: httpx.Client) -> None:
         ),
         (
             {"kv_eviction_schedule": "9000:0.1"},
-            ["the first wait of vllm_xargs.kv_eviction_schedule is 9000", "query_rows"],
+            ["the first wait of vllm_xargs.kv_eviction_schedule is 9000", "at most 1376"],
         ),
         (
             {"kv_eviction_schedule": "8:0.3", "kv_eviction_budget": 0.2},
@@ -247,7 +241,7 @@ def test_a_question_may_have_its_own_later_cuts(client: httpx.Client) -> None:
         ),
         (
             {"kv_eviction_buffer": 64},
-            ["vllm_xargs.kv_eviction_buffer is 64", "give kv_eviction_max_tokens"],
+            ["vllm_xargs has kv_eviction_buffer, which was removed: remove it"],
         ),
         (
             {"kv_eviction_max_tokens": 512, "kv_eviction": "elastic"},

@@ -125,7 +125,7 @@ def test_the_ceiling_cuts_once_in_a_period(scale: Scale) -> None:
         (waits.ceiling, waiting.ceiling_prompt(waits.ceiling)),
         (waits.long_ceiling, waits.long_prompt.prompt_tokens),
     ):
-        ceiling = Ceiling(most, waiting.BUFFER)
+        ceiling = Ceiling.of(most)
         cuts = plan_cuts(prompt, [(0, most // size)], ceiling, size, prompt + 4000)
         cut: Cut | None = cuts.first
         assert cut is not None
@@ -133,36 +133,37 @@ def test_the_ceiling_cuts_once_in_a_period(scale: Scale) -> None:
         for _ in range(3):
             later = cuts.after(cut)
             assert later is not None
-            assert later.at - cut.at == waiting.PERIOD
+            assert later.at - cut.at == waiting.period(most)
             assert later.num_retained * size == most
             cut = later
 
 
 def test_the_share_of_cuts_is_what_they_add_to_plain_steps() -> None:
     """Steps of 10 ms; in each period one of 50 ms cuts, the next takes 12 ms, 8 store for 1 ms."""
-    steps = 2 * waiting.PERIOD
+    period = 128
+    steps = 2 * period
     found: dict[str, list[float]] = {
         "seconds": [0.010] * steps,
         "cuts": [0.0] * steps,
         "stored": [0.0] * steps,
         "eviction": [0.0] * steps,
     }
-    for cut in (40, 40 + waiting.PERIOD):
+    for cut in (40, 40 + period):
         found["cuts"][cut], found["seconds"][cut], found["eviction"][cut] = 1, 0.050, 0.039
         found["seconds"][cut + 1] = 0.012
         for step in range(cut - 8, cut):
             found["stored"][step], found["seconds"][step] = 1, 0.011
-    for first in (0, waiting.PERIOD):
-        period = waiting.Period.of(found, first, waiting.PERIOD)
-        assert period.plain == 0.010
-        assert period.cuts == pytest.approx(0.042)
-        assert period.storing == pytest.approx(0.008)
-        assert period.evicting == pytest.approx(0.039)
-        whole = sum(found["seconds"][first : first + waiting.PERIOD])
-        assert period.share == pytest.approx(100 * 0.050 / whole)
+    for first in (0, period):
+        one = waiting.Period.of(found, first, period)
+        assert one.plain == 0.010
+        assert one.cuts == pytest.approx(0.042)
+        assert one.storing == pytest.approx(0.008)
+        assert one.evicting == pytest.approx(0.039)
+        whole = sum(found["seconds"][first : first + period])
+        assert one.share == pytest.approx(100 * 0.050 / whole)
     found["stored"] = [1.0] * steps
     with pytest.raises(ValueError, match="every step"):
-        waiting.Period.of(found, 0, waiting.PERIOD)
+        waiting.Period.of(found, 0, period)
 
 
 def test_a_long_answer_is_shown_by_hundred_tokens() -> None:

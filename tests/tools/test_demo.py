@@ -235,7 +235,7 @@ def test_the_inspector_gets_a_question_and_says_how_to_open_it(
     assert "$ VLLM_PLUGINS=tgvkv vllm serve" in out
     assert "Open http://127.0.0.1:1/kv-eviction/ in a browser" in out
     assert str(tmp_path / "question.json") in out
-    assert asked[0] == reading.serve_arguments(tmp_path / "model", None)
+    assert asked[0] == reading.serve_arguments(tmp_path / "model")
     record = json.loads((tmp_path / "question.json").read_text())
     assert (record["question"], record["start"]) == ("Which?", one_question.asked.start)
     image = Image.open(io.BytesIO(base64.b64decode(record["images"][0]["url"].split(",")[1])))

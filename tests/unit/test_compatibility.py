@@ -658,7 +658,7 @@ def test_what_methods_with_summaries_do_not_run_with(
     plain: str, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
     if "methods" in settings:
-        settings = {"policy": "tgv", "methods": {"x": {"base": "tgv", "summaries": {}}}}
+        settings = {"policy": "tgv", "methods": {"x": {"base": "tgv", "summaries": "both"}}}
     vllm_config = configure(plain, {CONFIG_KEY: settings})
     check_vllm_config(vllm_config, platforms.CPU)
     on_gpu = configure(plain, {}, attention_config={"backend": "FLASH_ATTN"})

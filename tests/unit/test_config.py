@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vllm_tgvkv.config.defaults import Defaults
+from vllm_tgvkv.config.removed import REMOVED
 from vllm_tgvkv.config.request import RequestOptions
 from vllm_tgvkv.config.server import (
     CONFIG_KEY,
@@ -29,7 +30,7 @@ from vllm_tgvkv.config.server import (
     read_config_file,
 )
 from vllm_tgvkv.engine.patches import _budget_flag, _config_flag
-from vllm_tgvkv.policies import Mix, Pooling
+from vllm_tgvkv.policies import Mix, Pooling, Summaries
 from vllm_tgvkv.shared.budget import Budget, Guard
 from vllm_tgvkv.shared.errors import EvictionConfigError
 
@@ -131,12 +132,16 @@ def test_a_guard_holds_the_text_and_the_lower_bound() -> None:
 
 
 def test_parts_and_settings_of_a_mix() -> None:
-    """A mix's own settings come first, then the server's, then those of its base."""
+    """A mix's own settings come first, then those of its base."""
     config = EvictionConfig.from_mapping(
         {
-            "granularity": "head",
             "methods": {
-                "a": {"score": "snapkv", "allocation": "aircache", "retain": "by_score"},
+                "a": {
+                    "score": "snapkv",
+                    "allocation": "aircache",
+                    "retain": "by_score",
+                    "granularity": "head",
+                },
                 "b": {"base": "snapkv", "granularity": "layer"},
             },
         }
@@ -146,8 +151,7 @@ def test_parts_and_settings_of_a_mix() -> None:
     assert a.pooling == Pooling()
     assert b.granularity == "layer"
     assert b.pooling == Pooling("sequence", 7, "max")
-    assert config.build_policy("vlcache").granularity == "head"
-    assert EvictionConfig().build_policy("vlcache").granularity == "layer"
+    assert config.build_policy("vlcache").granularity == "layer"
 
 
 def test_every_field_is_read() -> None:
@@ -155,19 +159,18 @@ def test_every_field_is_read() -> None:
         {
             "policy": "snapkv",
             "budget": "256",
-            "granularity": "head",
             "observation_window": 64,
             "sinks": 0,
             "floor_pages": 2,
             "min_prompt_tokens": 1000,
             "text_only": "evict",
-            "prefix_reuse": "full",
-            "pooling": {"kind": "grid", "kernel": 5, "reduce": "mean"},
             "methods": {
-                "mine": {"base": "h2o", "pooling": {"kind": "sequence"}, "merge": True},
+                "mine": {"base": "h2o", "pooling": "sequence", "merge": True},
                 "ahead": {
                     "base": "snapkv",
-                    "pooling": {"kind": "sequence", "forward": 16, "back": 1, "forward_share": 0.5},
+                    "granularity": "layer",
+                    "pooling": "reach",
+                    "summaries": "vision",
                     "rows": "text",
                     "reduce": "max",
                 },
@@ -178,19 +181,18 @@ def test_every_field_is_read() -> None:
     assert config == EvictionConfig(
         policy="snapkv",
         budget=Budget(tokens=256),
-        granularity="head",
         observation_window=64,
         sinks=0,
         floor_pages=2,
         min_prompt_tokens=1000,
         text_only="evict",
-        prefix_reuse="full",
-        pooling=Pooling("grid", 5, "mean"),
         methods={
             "mine": Mix("h2o", pooling=Pooling("sequence"), merge=True),
             "ahead": Mix(
                 "snapkv",
-                pooling=Pooling("sequence", forward=16, back=1, forward_share=0.5),
+                granularity="layer",
+                pooling=Pooling("sequence", forward=256, back=1, halve=64),
+                summaries=Summaries("vision"),
                 rows="text",
                 reduce="max",
             ),
@@ -211,24 +213,29 @@ def test_every_field_is_read() -> None:
         ({"policy": None}, ["kv_eviction.policy", "None", "did you mean none?"]),
         ({"policy": ["tgv"]}, ["kv_eviction.policy", "['tgv']", "Choose one of"]),
         ({"budget": 0}, ["kv_eviction.budget", "0", "0 < budget <= 1"]),
-        ({"granularity": "token"}, ["kv_eviction.granularity", "'token'", "head, or leave it out"]),
+        (
+            {"methods": {"m": {"granularity": "token"}}},
+            ["methods.m.granularity", "'token'", "head, or leave it out"],
+        ),
         ({"text_only": True}, ["kv_eviction.text_only", "True", "keep, evict"]),
-        ({"prefix_reuse": "off"}, ["kv_eviction.prefix_reuse", "'off'", "exact, full"]),
         ({"observation_window": 0}, ["kv_eviction.observation_window", "0", "at least 1"]),
         ({"observation_window": "9"}, ["kv_eviction.observation_window", "'9'", "whole number"]),
         ({"sinks": -1}, ["kv_eviction.sinks", "-1", "at least 0"]),
         ({"sinks": 1.5}, ["kv_eviction.sinks", "1.5", "whole number"]),
         ({"floor_pages": True}, ["kv_eviction.floor_pages", "True", "whole number"]),
         ({"min_prompt_tokens": None}, ["kv_eviction.min_prompt_tokens", "None", "at least 0"]),
-        ({"pooling": "grid"}, ["kv_eviction.pooling", "'grid'", "mapping"]),
-        ({"pooling": {"kind": "x"}}, ["kv_eviction.pooling", "kind", "'x'", "none, sequence"]),
-        ({"pooling": {"kernel": 4}}, ["kv_eviction.pooling", "kernel", "4", "odd"]),
-        ({"pooling": {"size": 3}}, ["kv_eviction.pooling", "size", "known are kind, kernel"]),
         (
-            {"pooling": {"kind": "sequence", "kernel": 7, "back": 1}},
-            ["kv_eviction.pooling", "kernel 7 and back 1", "give kernel", "or forward and back"],
+            {"methods": {"m": {"pooling": "gird"}}},
+            ["methods.m.pooling", "'gird'", "did you mean grid? Choose one of none, sequence"],
         ),
-        ({"pooling": {"forward": 3}}, ["kv_eviction.pooling", "forward is 3", "give kind"]),
+        (
+            {"methods": {"m": {"pooling": {"kind": "sequence", "kernel": 9}}}},
+            ["methods.m.pooling", "takes a name", "snapkv, reach"],
+        ),
+        (
+            {"methods": {"m": {"summaries": {"of": "vision"}}}},
+            ["methods.m.summaries", "takes a name", "vision"],
+        ),
         ({"methods": {"m": {"reduce": "sum"}}}, ["methods.m.reduce", "'sum'", "mean, max"]),
         ({"methods": {"m": {"reduce": "max"}}}, ["'m'", "reduce 'max'", "'tgv'", "snapkv"]),
         ({"methods": {"m": {"rows": "first"}}}, ["methods.m.rows", "'first'", "window"]),
@@ -238,11 +245,10 @@ def test_every_field_is_read() -> None:
             ["kv_eviction.policy", "'m'", "rows are those of the answer", "kv_eviction_defer"],
         ),
         ({"defer": -1}, ["kv_eviction.defer", "-1", "whole number"]),
-        ({"defer": 20_000}, ["kv_eviction.defer", "20000", "at most", "query_rows"]),
-        ({"query_rows": 9}, ["kv_eviction.query_rows", "9", "at least 160"]),
+        ({"defer": 20_000}, ["kv_eviction.defer", "20000", "at most 16224"]),
         (
             {"observation_window": 20_000},
-            ["kv_eviction.observation_window", "20000", "at most", "query_rows"],
+            ["kv_eviction.observation_window", "20000", "at most 16352"],
         ),
         (
             {"debug": {"posion": True}},
@@ -257,13 +263,15 @@ def test_every_field_is_read() -> None:
         ),
         ({"methods": {"m": {"base": "m"}}}, ["'m'", "unknown policy", "tgv"]),
         ({"methods": {"m": {"merge": "yes"}}}, ["methods.m.merge", "'yes'", "true or false"]),
-        ({"methods": {"m": {"pooling": {"kernel": 2}}}}, ["methods.m.pooling", "odd"]),
         ({"methods": {"m": 1}}, ["methods.m", "1", "mapping"]),
         ({"methods": {"tgv": {}}}, ["methods.tgv", "taken"]),
         ({"methods": []}, ["methods", "[]", "mapping"]),
         ({"policy": "streaming", "budget": "auto:0.9"}, ["auto", "'streaming'", "fraction"]),
         ({"policy": "tgv", "text_only": "evict"}, ["text_only", "'tgv'", "snapkv"]),
-        ({"policy": "adakv", "granularity": "layer"}, ["'adakv'", "choose head"]),
+        (
+            {"methods": {"m": {"base": "adakv", "granularity": "layer"}}},
+            ["'adakv'", "choose head"],
+        ),
         ("tgv", [f"additional_config['{CONFIG_KEY}']", "'tgv'", "'policy': 'tgv'"]),
         (None, [f"additional_config['{CONFIG_KEY}']", "None", "mapping"]),
     ],
@@ -281,15 +289,15 @@ def test_a_budgets_value_reads_back(value: Any) -> None:
     assert Budget.parse(budget.value, "it") == budget
 
 
-VALUES = {"granularity": "head", "pooling": {"kind": "sequence"}}
+VALUES = {"sinks": 8, "decode": {"max_tokens": 512}}
 
 
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("a.yaml", "granularity: head\npooling:\n  kind: sequence\n"),
+        ("a.yaml", "sinks: 8\ndecode:\n  max_tokens: 512\n"),
         ("a.json", json.dumps(VALUES)),
-        ("no_suffix", "{granularity: head, pooling: {kind: sequence}}"),
+        ("no_suffix", "{sinks: 8, decode: {max_tokens: 512}}"),
     ],
 )
 def test_config_files(tmp_path: Path, name: str, text: str) -> None:
@@ -297,18 +305,49 @@ def test_config_files(tmp_path: Path, name: str, text: str) -> None:
     assert read_config_file(str(tmp_path / name)) == VALUES
 
 
-def test_the_old_name_of_an_allocation_still_works(caplog: pytest.LogCaptureFixture) -> None:
-    """With a warning; next to the new name it is unknown."""
-    mix = {"base": "snapkv", "budget": "aircache"}
-    with caplog.at_level("WARNING", "vllm.tgvkv"):
-        config = EvictionConfig.from_mapping({"methods": {"mine": mix}})
-    assert config.methods["mine"] == Mix("snapkv", allocation="aircache")
-    (record,) = caplog.records
-    assert record.getMessage() == (
-        "kv_eviction.methods.mine.budget is now called allocation: rename it"
-    )
-    with pytest.raises(EvictionConfigError, match=r"methods\.mine has unknown budget: known are"):
-        EvictionConfig.from_mapping({"methods": {"mine": {**mix, "allocation": "vv"}}})
+REMOVED_VALUES: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"granularity": "head"}, "methods: {mine: {base: tgv, granularity: head}}"),
+    ({"pooling": {"kind": "grid"}}, "methods: {mine: {base: tgv, pooling: grid}}"),
+    ({"prefix_reuse": "full"}, "always ends before the first token that votes"),
+    ({"query_rows": 100}, "remove it"),
+    ({"max_trace_mib": 1}, "at most 64 MiB"),
+    ({"metrics": False}, "--disable-log-stats"),
+    ({"decode": {"max_tokens": 512, "buffer": 64}}, "a quarter of max_tokens"),
+    ({"decode": {"on_request": True, "rows": 8}}, "the last 32 tokens"),
+    ({"gates": {"folder": "/gates", "lookahead": 5}}, "give the folder alone"),
+    ({"gates": {"folder": "/gates", "age_offset": 1}}, "give the folder alone"),
+    ({"methods": {"mine": {"base": "snapkv", "budget": "aircache"}}}, "name it allocation"),
+)
+
+
+@pytest.mark.parametrize(("values", "way_out"), REMOVED_VALUES, ids=lambda value: str(value)[:40])
+def test_a_removed_setting_says_what_to_do_instead(values: dict[str, Any], way_out: str) -> None:
+    """In `additional_config`, and in `--kv-eviction-config`, inline or as a file."""
+    with pytest.raises(EvictionConfigError, match="which was removed: ") as caught:
+        EvictionConfig.from_mapping({"policy": "tgv", **values})
+    assert way_out in str(caught.value)
+    with pytest.raises(argparse.ArgumentTypeError) as refused:
+        _config_flag(json.dumps(values))
+    assert str(refused.value) == str(caught.value)
+
+
+def test_a_removed_option_of_a_request_says_what_to_do_instead() -> None:
+    """Also on a server that does not evict."""
+    for config in (EvictionConfig(), EvictionConfig(policy="tgv")):
+        with pytest.raises(EvictionConfigError) as caught:
+            RequestOptions.resolve(config, {"kv_eviction_buffer": 64})
+        assert str(caught.value).startswith(
+            "vllm_xargs has kv_eviction_buffer, which was removed: remove it; a cache grows by a "
+        )
+
+
+def test_every_removed_name_is_tried() -> None:
+    tried = set()
+    for values, _ in REMOVED_VALUES:
+        ((name, value),) = values.items()
+        inner = value.get("mine", value) if isinstance(value, dict) else ()
+        tried |= {name, *(f"{name}.{key}" for key in inner)}
+    assert set(REMOVED) - tried == {"vllm_xargs.kv_eviction_buffer"}
 
 
 # -- any input --------------------------------------------------------------------------
@@ -382,7 +421,6 @@ def with_fields(cls: type) -> st.SearchStrategy[dict[str, Any]]:
 
 
 FIELD_VALUES = {
-    "pooling": JSON | with_fields(Pooling),
     "decode": JSON | with_fields(DecodeOptions),
     "debug": JSON | with_fields(DebugOptions),
     "methods": JSON | st.dictionaries(WORDS, JSON | with_fields(Mix), max_size=2),
@@ -513,7 +551,7 @@ def test_unreadable_files_name_flag_path_and_way_out(
     assert part in str(caught.value)
 
 
-AGAIN = {"schedule": [[4, 0.5], [9, 0.2]], "rows": 8}
+AGAIN = {"schedule": [[4, 0.5], [9, 0.2]]}
 
 
 @pytest.mark.parametrize(
@@ -551,14 +589,6 @@ def test_a_guarded_budget_is_for_one_eviction() -> None:
     server = EvictionConfig.from_mapping({**values, "budget": 0.2})
     with pytest.raises(EvictionConfigError, match='kv_eviction_schedule: "none" to evict once'):
         RequestOptions.resolve(server, {"kv_eviction_budget": "auto:0.9"})
-
-
-def test_the_last_rows_of_the_answer_fit_the_query_pool() -> None:
-    values = {"policy": "tgv", "observation_window": 8, "query_rows": 60}
-    decode = {"max_tokens": 512, "rows": 60}
-    assert EvictionConfig.from_mapping({**values, "decode": decode}).num_query_rows == 60
-    with pytest.raises(EvictionConfigError, match=r"kv_eviction.decode.rows is 61: .* \(60\)"):
-        EvictionConfig.from_mapping({**values, "decode": {**decode, "rows": 61}})
 
 
 @pytest.mark.parametrize(

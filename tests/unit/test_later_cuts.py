@@ -23,6 +23,7 @@ import torch
 from oracle.emulation import Cutter, Moment
 from oracle.emulation import Eviction as OracleEviction
 from oracle.methods import Image, Layout, Mix
+from tests.configs import AdjustedConfig
 from tests.inputs import gates, head_scores, new_rng
 from tests.unit.test_ranks import Wire, run_out_of_memory
 from vllm_tgvkv.cache.pages import CacheShape, page_pool
@@ -39,11 +40,11 @@ from vllm_tgvkv.worker.stages import Message, PipelineStages, Stages
 LAYERS, HEAD_SIZE, SIZE, NUM_BLOCKS = 3, 16, 16, 120
 SCALE = HEAD_SIZE**-0.5
 PROMPT = PromptMap(150, (VisionSpan(9, 48, (6, 8)), VisionSpan(60, 35, (5, 7))))
-ANSWER, ANSWER_ROWS, WINDOW = 110, 20, 24
+ANSWER, ANSWER_ROWS, WINDOW, BUFFER = 110, 20, 24, 32
 NAME = "r"
 LATER: dict[str, dict[str, Any]] = {
-    "schedule": {"schedule": [[4, 0.7], [30, 0.4], [61, 0.2]], "rows": ANSWER_ROWS},
-    "ceiling": {"max_tokens": 70, "buffer": 32, "rows": ANSWER_ROWS},
+    "schedule": {"schedule": [[4, 0.7], [30, 0.4], [61, 0.2]]},
+    "ceiling": {"max_tokens": 70},
 }
 DEFER = {"schedule": 4, "ceiling": 3}
 METHODS = {
@@ -135,7 +136,7 @@ def expected(
         schedule=schedule[1:],
         answer_rows=ANSWER_ROWS,
         ceiling=decode.get("max_tokens"),
-        buffer=decode.get("buffer", 0),
+        buffer=BUFFER,
     )
     images = tuple(Image(run.start, run.length, run.grid) for run in PROMPT.vision)
     cutter = Cutter(eviction, Layout(PROMPT.num_tokens, images), model.keys.shape[1], stages)
@@ -176,9 +177,7 @@ class Request:
         steps = decode.get("schedule", [[DEFER[self.kind], 0.6]])
         num = PROMPT.num_tokens
         scheduled = [(m, Budget.parse(b, "").retained_blocks(num, SIZE)) for m, b in steps]
-        ceiling = (
-            Ceiling(decode["max_tokens"], decode["buffer"]) if self.kind == "ceiling" else None
-        )
+        ceiling = Ceiling(decode["max_tokens"], BUFFER) if self.kind == "ceiling" else None
         cuts = plan_cuts(num, scheduled, ceiling, SIZE, num + ANSWER)
         found: list[Cut] = []
         cut: Cut | None = cuts.first
@@ -380,10 +379,8 @@ def settings(
     kind: str, granularity: str, method: str = "tgv", heads: tuple[int, int] = (4, 2)
 ) -> EvictionConfig:
     used = gates("kvzap" if method == "kvzap" else "trimkv", LAYERS, heads[0])
-    mixes = {
-        name: {"base": "snapkv", "score": name, "pooling": {"kind": "none"}} for name in SCORES
-    }
-    return EvictionConfig.from_mapping(
+    mixes = {name: {"base": "snapkv", "score": name, "pooling": "none"} for name in SCORES}
+    return AdjustedConfig.from_mapping(
         {
             "policy": "tgv",
             "methods": mixes,

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from vllm.v1.worker.gpu_worker import Worker
 
+from tests.configs import AdjustedConfig
 from tests.conftest import ROOT
 from tests.inputs import gates, head_scores, product, replace_kernels
 from tests.unit.test_policies import NoSynchronisation
@@ -114,7 +115,7 @@ def settings(policy: str, granularity: str | None = None, **others: Any) -> Evic
         others["head_scores"] = head_scores(SHAPE.num_layers, SHAPE.num_heads)
     if policy in METHOD_NAMES and (kind := gates_of(policy)) is not None:
         others["gates"] = gates(kind, SHAPE.num_layers, SHAPE.num_heads)
-    return EvictionConfig.from_mapping({"policy": policy, "granularity": granularity, **others})
+    return AdjustedConfig.from_mapping({"policy": policy, "granularity": granularity, **others})
 
 
 def most_bytes(config: EvictionConfig, num_tokens: int, later: bool = False) -> int:
@@ -545,7 +546,7 @@ WAITING = {"base": "snapkv", "rows": "answer"}
             {"defer": 400},
             {"defer": 2, "budget": 0.5},
             {"decode": {"schedule": [[4, 0.3], [9, 0.1]]}},
-            {"defer": 1, "decode": {"max_tokens": 32, "buffer": 16}},
+            {"defer": 1, "decode": {"max_tokens": 32}},
             {"defer": 1, "decode": {"on_request": True}},
             {"defer": 1, "decode": {"on_request": True}, "budget": "auto:0.9"},
         ],

@@ -163,9 +163,7 @@ def test_statistics_may_reach_any_api_server_in_any_order(
     assert seen == [(0, 0), (2, -6), (4, 0)]
 
 
-@pytest.mark.parametrize(
-    "eviction", [None, {"policy": "none"}, {"policy": "tgv", "metrics": False}]
-)
+@pytest.mark.parametrize("eviction", [None, {"policy": "none"}])
 def test_without_eviction_there_is_no_metric_of_ours(eviction: dict[str, Any] | None) -> None:
     prometheus = logger(eviction)
     prometheus.record(SchedulerStats(), None)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.configs import AdjustedConfig
 from tests.inputs import NoKernel, replace_kernels
 from tests.unit.test_ranks import LAYERS, Model, both, settings, step
 from vllm_tgvkv.cache.pages import CacheShape, page_pool
@@ -111,7 +112,7 @@ def test_an_eviction_takes_few_launches_for_each_batch_of_layers(
 
     Each layer's queries are copied while it runs: to wait, or into the query pool.
     """
-    config = EvictionConfig.from_mapping({"policy": "tgv", "granularity": granularity})
+    config = AdjustedConfig.from_mapping({"policy": "tgv", "granularity": granularity})
     evictor = evictor_of(config, num_tokens)
     plan = plan_of(config, num_tokens, stored)
     by_torch, by_triton = observe(evictor, plan, num_tokens, launches)

@@ -255,8 +255,7 @@ def test_row_sets() -> None:
     assert found.sets["window"].tolist() == list(range(28, 60))
     assert found.rows.tolist() == [6, 7, *range(24, 60)]
     assert not found.every_row
-    assert found.last_cached(exact=True) == 6
-    assert found.last_cached(exact=False) == 59
+    assert found.last_cached == 6
 
 
 def test_tokens_of_the_answer_vote_in_every_set() -> None:
@@ -278,15 +277,14 @@ def test_the_latest_rows_are_those_of_the_answer_or_else_of_the_window() -> None
     found, without = voters(prompt, both, 40, 3), voters(prompt, both, 40)
     assert found.sets["latest"].tolist() == [60, 61, 62]
     assert without.sets["latest"].tolist() == without.sets["window"].tolist()
-    assert voters(prompt, ("latest",), 40, 3).last_cached(exact=True) == 60  # the whole prompt
+    assert voters(prompt, ("latest",), 40, 3).last_cached == 60  # the whole prompt
 
 
 def test_rows_of_the_answer_do_not_limit_prefix_hits() -> None:
     prompt = map_prompt(60, [feature(8, 16)])
     answer = voters(prompt, ("answer",), 40, 3)
-    assert answer.last_cached(exact=True) == 60  # the whole prompt
+    assert answer.last_cached == 60  # the whole prompt
     both = voters(prompt, ("answer", "window"), 40, 3)
-    assert both.last_cached(exact=True) == 28
-    assert both.last_cached(exact=False) == 62
+    assert both.last_cached == 28
     with pytest.raises(ValueError, match="waits for none of its tokens"):
         voters(prompt, ("answer",), 40)

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.configs import AdjustedConfig
 from tests.inputs import gates, head_scores, product
 from vllm_tgvkv.cache import pages
 from vllm_tgvkv.cache.pages import CacheShape, page_pool
@@ -176,7 +177,7 @@ class Model:
 def settings(
     granularity: str | None, kv_heads: int = HEADS, kind: GateKind = "trimkv"
 ) -> EvictionConfig:
-    return EvictionConfig.from_mapping(
+    return AdjustedConfig.from_mapping(
         {
             "policy": "tgv",
             "head_scores": head_scores(LAYERS, kv_heads),

@@ -142,11 +142,11 @@ SERVERS: tuple[dict[str, Any], ...] = (
     {},
     {"budget": 0.2, "defer": 5},
     {"budget": "auto:0.9"},
-    {"decode": {"on_request": True, "buffer": 48}, "defer": 2},
+    {"decode": {"on_request": True}, "defer": 2},
     {"decode": {"on_request": True}, "budget": "auto:0.9"},
     {"decode": {"schedule": [[8, 0.3]]}},
     {"decode": {"schedule": [[8, 0.3], [32, 0.1]]}},
-    {"decode": {"max_tokens": 512, "buffer": 64}, "budget": 0.4, "defer": 3},
+    {"decode": {"max_tokens": 512}, "budget": 0.4, "defer": 3},
 )
 ASKED = st.fixed_dictionaries(
     {},
@@ -156,7 +156,6 @@ ASKED = st.fixed_dictionaries(
         "kv_eviction_defer": st.sampled_from((0, 4, 40)),
         "kv_eviction_schedule": st.sampled_from(("none", "0:0.6", "4:0.5,12:0.25,40:0.125")),
         "kv_eviction_max_tokens": st.sampled_from(("none", 16, 256)),
-        "kv_eviction_buffer": st.sampled_from((1, 200)),
     },
 )
 BLOCK = 32
@@ -178,8 +177,6 @@ def wanted(server: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any] | No
         if most != "none" or {"kv_eviction_budget", "kv_eviction_defer"} & asked.keys():
             return None
         steps = [[int(n), float(b)] for n, b in (s.split(":") for s in schedule.split(","))]
-    if most == "none" and "kv_eviction_buffer" in asked:
-        return None
     first = [
         asked.get("kv_eviction_defer", steps[0][0]),
         asked.get("kv_eviction_budget", steps[0][1]),
@@ -197,11 +194,10 @@ def wanted(server: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any] | No
             return None
     else:
         steps, most = steps[:1], "none"
-    buffer = asked.get("kv_eviction_buffer", decode.get("buffer", 128))
     return {
         "method": method,
         "steps": steps,
-        "ceiling": None if most == "none" else (most, buffer),
+        "ceiling": None if most == "none" else (most, most // 4),
     }
 
 
@@ -284,12 +280,12 @@ SCHEDULE = {"kv_eviction_schedule": "8:0.3,32:0.1"}
         (
             ROOM,
             {"kv_eviction_schedule": "9999:0.3,10000:0.1"},
-            ["the first wait of vllm_xargs.kv_eviction_schedule is 9999", "at most", "query_rows"],
+            ["the first wait of vllm_xargs.kv_eviction_schedule is 9999", "at most 1376"],
         ),
         (
             {"policy": "tgv"},
             {"kv_eviction_schedule": "9999:0.3"},
-            ["the first wait of vllm_xargs.kv_eviction_schedule is 9999", "at most", "query_rows"],
+            ["the first wait of vllm_xargs.kv_eviction_schedule is 9999", "at most 1376"],
         ),
         (
             ROOM,
@@ -305,16 +301,6 @@ SCHEDULE = {"kv_eviction_schedule": "8:0.3,32:0.1"}
             ROOM,
             {**SCHEDULE, "kv_eviction_max_tokens": 512},
             ["vllm_xargs.kv_eviction_max_tokens is 512", "either a schedule or a ceiling"],
-        ),
-        (
-            ROOM,
-            {"kv_eviction_buffer": 64},
-            ["vllm_xargs.kv_eviction_buffer is 64", "give kv_eviction_max_tokens"],
-        ),
-        (
-            {"policy": "tgv", "decode": {"max_tokens": 512}},
-            {"kv_eviction_max_tokens": "none", "kv_eviction_buffer": 64},
-            ["vllm_xargs.kv_eviction_buffer is 64", "give kv_eviction_max_tokens"],
         ),
         (
             ROOM,
@@ -335,11 +321,6 @@ SCHEDULE = {"kv_eviction_schedule": "8:0.3,32:0.1"}
             ROOM,
             {"kv_eviction_max_tokens": 512.5},
             ["vllm_xargs.kv_eviction_max_tokens is 512.5", "whole number"],
-        ),
-        (
-            ROOM,
-            {"kv_eviction_max_tokens": 512, "kv_eviction_buffer": 0},
-            ["vllm_xargs.kv_eviction_buffer is 0", "at least 1"],
         ),
         (
             ROOM,
@@ -397,9 +378,9 @@ def test_a_request_takes_its_way_out() -> None:
 def test_the_lowest_ceiling_is_one_block_without_a_floor() -> None:
     config = EvictionConfig.from_mapping({**ROOM, "floor_pages": 0})
     asked = {"kv_eviction_max_tokens": 16}
-    assert RequestOptions.resolve(config, asked, 16).ceiling == Ceiling(16, 128)
+    assert RequestOptions.resolve(config, asked, 16).ceiling == Ceiling(16, 4)
     assert refusal(lambda: RequestOptions.resolve(config, asked, 17)) is not None
-    assert RequestOptions.resolve(config, asked).ceiling == Ceiling(16, 128)
+    assert RequestOptions.resolve(config, asked).ceiling == Ceiling(16, 4)
 
 
 def test_options_in_words() -> None:

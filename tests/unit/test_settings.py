@@ -113,14 +113,13 @@ def test_the_status_shows_the_settings_that_decide_what_is_kept() -> None:
     assert {name: field.annotation for name, field in fields.items()} == {
         "policy": str,
         "budget": str,
-        "granularity": str,
         "observation_window": int,
         "defer": int,
         "sinks": int,
         "floor_pages": int,
         "min_prompt_tokens": int,
         "text_only": str,
-        "prefix_reuse": str,
+        "granularity": str,
         "decode": schemas.Decode | None,
     }
     assert all(field.is_required() for field in fields.values())

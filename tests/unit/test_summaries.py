@@ -371,18 +371,26 @@ def test_blocks_of_summaries_leave_one_for_tokens() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"of": "images"}, "of is 'images'"),
-        ({"weight": 3}, "weight is 3"),
+        ({"of": "images"}, "of must be one of both, all, vision, text, none, got 'images'"),
+        ({"weight": 3}, "weight must be one of tokens, score, got 3"),
         ({"decay": 0}, "decay must be a number above 0 and at most 1, got 0"),
         ({"decay": True}, "decay must be a number above 0"),
         ({"gate": 1.1}, "gate must be a number from 0 and at most 1, got 1.1"),
-        ({"states": 2}, "unknown states"),
     ],
 )
 def test_wrong_values_are_refused(values: dict[str, Any], message: str) -> None:
-    mixes = {"mine": {"base": "tgv", "summaries": values}}
-    with pytest.raises(EvictionConfigError, match=rf"methods\.mine\.summaries.*{message}"):
-        EvictionConfig.from_mapping({"policy": "tgv", "methods": mixes})
+    with pytest.raises(ValueError, match=message):
+        Summaries(**values)
+
+
+def test_summaries_of_a_mix_have_names() -> None:
+    for value in ("images", {}, {"of": "vision"}, None, 3):
+        mixes = {"mine": {"base": "tgv", "summaries": value}}
+        if value is None:
+            assert EvictionConfig.from_mapping({"methods": mixes}).methods["mine"] == Mix("tgv")
+            continue
+        with pytest.raises(EvictionConfigError, match=r"methods\.mine\.summaries.*takes a name"):
+            EvictionConfig.from_mapping({"policy": "tgv", "methods": mixes})
 
 
 @pytest.mark.parametrize(
@@ -390,12 +398,8 @@ def test_wrong_values_are_refused(values: dict[str, Any], message: str) -> None:
     [
         ({"policy": "retentivekv", "budget": "auto:0.9"}, "budget auto with .* 'retentivekv'"),
         (
-            {"methods": {"x": {"base": "elastic", "summaries": {}}}},
+            {"methods": {"x": {"base": "elastic", "summaries": "both"}}},
             "summaries and merge: true exclude each other",
-        ),
-        (
-            {"methods": {"x": {"base": "rkv", "summaries": {"weight": "score"}}}},
-            "summaries.weight 'score' has no meaning with the score 'rkv'",
         ),
     ],
 )
@@ -404,16 +408,22 @@ def test_what_summaries_do_not_go_with(settings: dict[str, Any], message: str) -
         EvictionConfig.from_mapping({"policy": "tgv", **settings})
 
 
+def test_weights_by_signed_scores_are_refused() -> None:
+    weighted = Mix("rkv", summaries=Summaries(weight="score"))
+    with pytest.raises(ValueError, match=r"summaries.weight 'score' has no meaning .* 'rkv'"):
+        build_policy(weighted)
+
+
 def test_a_server_without_summaries_refuses_a_request_for_them() -> None:
     config = EvictionConfig.from_mapping({"policy": "tgv"})
     assert "retentivekv" not in config.method_names
     given = ("retentivekv", *config.first_eviction("retentivekv"), "kv_eviction")
     with pytest.raises(EvictionConfigError, match=re.escape("start it with such a method as kv_e")):
         config.check_method(*given)
-    mixes = {"mine": {"base": "tgv", "summaries": {"of": "vision"}}}
+    mixes = {"mine": {"base": "tgv", "summaries": "vision"}}
     config = EvictionConfig.from_mapping({"policy": "tgv", "methods": mixes})
     assert config.check_method(*given) == "retentivekv"
-    plain = {"plain": {"base": "retentivekv", "summaries": {"of": "none"}}}
+    plain = {"plain": {"base": "retentivekv", "summaries": "none"}}
     config = EvictionConfig.from_mapping({"policy": "plain", "methods": plain})
     assert not config.summarises
     assert build_policy(Mix("retentivekv")).summaries == Summaries()

@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from vllm_tgvkv.config.server import CONFIG_KEY, NONE, Again, DecodeOptions, EvictionConfig
+from vllm_tgvkv.config.removed import refuse_removed
+from vllm_tgvkv.config.server import CONFIG_KEY, NONE, Again, EvictionConfig
 from vllm_tgvkv.config.settings import check_count
 from vllm_tgvkv.shared.budget import Budget, Schedule, parse_schedule, written
 from vllm_tgvkv.shared.cuts import Ceiling
@@ -29,7 +30,6 @@ REQUEST_KEYS = (
     "kv_eviction_defer",
     "kv_eviction_schedule",
     "kv_eviction_max_tokens",
-    "kv_eviction_buffer",
     "kv_eviction_report",
     "kv_eviction_trace",
 )
@@ -62,7 +62,7 @@ class RequestOptions:
     def decode(self) -> dict[str, Any] | None:
         """The later evictions as the setting `decode` has them; None if there are none."""
         if self.ceiling is not None:
-            return {"max_tokens": self.ceiling.max_tokens, "buffer": self.ceiling.buffer}
+            return {"max_tokens": self.ceiling.max_tokens}
         if not self.later:
             return None
         return {"schedule": written(((self.defer, self.budget), *self.later))}
@@ -93,6 +93,7 @@ class RequestOptions:
                 `kv_eviction`, a wrong value, or values that do not go together.
         """
         given = {k: v for k, v in (extra_args or {}).items() if _is_meant_for_us(str(k))}
+        refuse_removed(given, "vllm_xargs")
         if unknown := sorted(given.keys() - set(REQUEST_KEYS)):
             names = ", ".join(quoted(name, str) for name in unknown)
             raise EvictionConfigError(
@@ -151,7 +152,6 @@ def _evictions(
     defer = value("defer", config.check_defer, defer)
     schedule = value("schedule", _parse_schedule, None)
     max_tokens = value("max_tokens", _parse_ceiling, None)
-    buffer = value("buffer", _parse_buffer, None)
     decode, later = config.decode, (schedule or ())[1:]
     if decode is not None and schedule is None and max_tokens is None:
         later = tuple(step for step in decode.later if _follows(step, defer, budget))
@@ -170,16 +170,7 @@ def _evictions(
             )
         first, budget = schedule[0]
         defer = config.check_defer(first, "the first wait of vllm_xargs.kv_eviction_schedule")
-    if not max_tokens:
-        if buffer is not None:
-            raise EvictionConfigError(
-                f"vllm_xargs.kv_eviction_buffer is {buffer} without a ceiling: give "
-                "kv_eviction_max_tokens as well, or leave it out"
-            )
-        return budget, defer, later, None
-    if buffer is None:
-        buffer = DecodeOptions.buffer if decode is None else decode.buffer
-    return budget, defer, later, Ceiling(max_tokens, buffer)
+    return budget, defer, later, Ceiling.of(max_tokens) if max_tokens else None
 
 
 def _follows(step: tuple[int, Budget], defer: int, budget: Budget) -> bool:
@@ -199,10 +190,6 @@ def _parse_schedule(value: Any, source: str) -> Schedule | None:
 def _parse_ceiling(value: Any, source: str) -> int | None:
     """Return the tokens of a ceiling, or 0 for none."""
     return 0 if value == NONE else check_count(value, 1, source, f', or "{NONE}"')
-
-
-def _parse_buffer(value: Any, source: str) -> int | None:
-    return check_count(value, 1, source)
 
 
 def _again(config: EvictionConfig, given: Mapping[str, Any], happens: bool) -> Again:

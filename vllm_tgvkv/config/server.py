@@ -16,15 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
-from vllm.logger import init_logger
 
-from vllm_tgvkv.config.settings import check_count, read, setting
+from vllm_tgvkv.config.removed import refuse_removed
+from vllm_tgvkv.config.settings import read, setting
 from vllm_tgvkv.gates.folder import Gates
 from vllm_tgvkv.policies import (
-    Granularity,
     Mix,
     Policy,
-    Pooling,
     Recipe,
     broken_methods,
     build_policy,
@@ -39,18 +37,16 @@ from vllm_tgvkv.policies.head_scores import HeadScores
 from vllm_tgvkv.shared.budget import Budget, Schedule, parse_schedule
 from vllm_tgvkv.shared.cuts import Ceiling
 from vllm_tgvkv.shared.errors import EvictionConfigError, choose, quoted
-from vllm_tgvkv.shared.prompt import WINDOW
+from vllm_tgvkv.shared.prompt import ANSWER_ROWS, WINDOW
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-logger = init_logger("vllm.tgvkv")
 
 CONFIG_KEY = "kv_eviction"
 """Key of the mapping in vLLM's `additional_config`."""
 
 _MOST_QUERY_ROWS = 16384
-"""Rows of the query pool at most, where `query_rows` does not set them."""
+"""Rows of the query pool at most: each takes a query of every layer and head."""
 
 NONE = "none"
 """The policy name that keeps everything."""
@@ -88,24 +84,13 @@ def _parse_head_scores(value: Any, source: str) -> HeadScores | None:
 def _parse_gates(value: Any, source: str) -> Gates | None:
     if value is None or isinstance(value, Gates):
         return value
-    values = {"folder": value} if isinstance(value, str) else value
-    options = {"lookahead": 1, "age_offset": 0}
-    if not isinstance(values, Mapping) or not {"folder"} <= values.keys() <= {"folder", *options}:
+    if isinstance(value, Mapping):
+        refuse_removed(value, source)
+    if not isinstance(value, str) or not _is_path(value) or not Path(value).is_absolute():
         raise EvictionConfigError(
-            f"{source} is {quoted(value)}: give the absolute path of a folder, or a mapping of "
-            f"folder, and maybe {' and '.join(options)}"
+            f"{source} is {quoted(value)}: give the absolute path of a folder"
         )
-    folder = values["folder"]
-    if not isinstance(folder, str) or not _is_path(folder) or not Path(folder).is_absolute():
-        raise EvictionConfigError(
-            f"{source} is {quoted(folder)}: give the absolute path of a folder"
-        )
-    chosen = {
-        name: check_count(values[name], at_least, f"{source}.{name}")
-        for name, at_least in options.items()
-        if name in values
-    }
-    return Gates.read(folder, source, **chosen)
+    return Gates.read(value, source)
 
 
 def _is_path(value: str) -> bool:
@@ -123,9 +108,6 @@ def _parse_methods(values: Any, source: str) -> dict[str, Mix]:
         where = f"{source}.{quoted(name, str)}"
         if not isinstance(name, str) or name in (NONE, *method_names()):
             raise EvictionConfigError(f"{where}: the name is taken or no text; choose another one")
-        if isinstance(entry, Mapping) and "budget" in entry and "allocation" not in entry:
-            logger.warning("%s.budget is now called allocation: rename it", where)
-            entry = {("allocation" if key == "budget" else key): entry[key] for key in entry}
         methods[name] = read(Mix, entry, where)
     return methods
 
@@ -152,6 +134,8 @@ class DebugOptions:
 class DecodeOptions:
     """Evictions after the first one, while the answer grows.
 
+    The last ``ANSWER_ROWS`` tokens of the answer vote at each of them.
+
     Raises:
         ValueError: unless one of `schedule`, `max_tokens` and `on_request` is given.
     """
@@ -167,20 +151,8 @@ class DecodeOptions:
         None,
         at_least=1,
         help="Ceiling: prompt and answer together keep at most this many tokens per KV head, in "
-        "whole blocks, and `buffer` on top until they are cut again.",
+        "whole blocks, and a quarter more, one block at least, until they are cut again.",
     )
-    buffer: int = setting(
-        128,
-        at_least=1,
-        help="Tokens by which a cache may grow above the ceiling; one block or more.",
-    )
-    rows: int = setting(
-        32,
-        at_least=1,
-        help="Last tokens of the answer that vote at each eviction after the first, at most those "
-        "since the eviction before.",
-    )
-
     on_request: bool = setting(
         False,
         help="In place of both: only requests that ask for it are evicted again. It takes the same "
@@ -204,7 +176,7 @@ class DecodeOptions:
 
     @property
     def ceiling(self) -> Ceiling | None:
-        return None if self.max_tokens is None else Ceiling(self.max_tokens, self.buffer)
+        return None if self.max_tokens is None else Ceiling.of(self.max_tokens)
 
 
 @dataclass(frozen=True)
@@ -241,12 +213,6 @@ class EvictionConfig:
         unset="the method's own: 0.1, 0.2 with `reach`",
         in_status=True,
     )
-    granularity: Granularity | None = setting(
-        None,
-        help="`layer`: one token set and length for all heads of a layer; `head`: one for each.",
-        unset="the method's own",
-        in_status=True,
-    )
     observation_window: int = setting(
         128,
         at_least=1,
@@ -265,18 +231,9 @@ class EvictionConfig:
     )
     decode: DecodeOptions | None = setting(
         None,
-        accepts="`{schedule: [[8, 0.3], [32, 0.1]]}`, `{max_tokens: 512, buffer: 128}` or "
-        "`{on_request: true}`",
+        accepts="`{schedule: [[8, 0.3], [32, 0.1]]}`, `{max_tokens: 512}` or `{on_request: true}`",
         help="Evictions while the answer grows: of the prompt, in steps, or of prompt and answer, "
         "to stay below a ceiling. On a server that has them, a request may have its own.",
-    )
-    query_rows: int | None = setting(
-        None,
-        at_least=1,
-        help="Tokens whose queries can be kept until they vote, over all requests. Prompts that "
-        "wait for the answer, or come in chunks, hold some; a prompt waits if none are left. A "
-        "token takes layers x query heads x head size elements.",
-        unset="enough for 8 requests",
     )
     sinks: int = setting(
         4, at_least=0, help="Number of first tokens that are always kept.", in_status=True
@@ -296,21 +253,6 @@ class EvictionConfig:
     text_only: Literal["keep", "evict"] = setting(
         "keep", help="Treatment of prompts without an image or video.", in_status=True
     )
-    prefix_reuse: Literal["exact", "full"] = setting(
-        "exact",
-        help="`exact`: a prefix-cache hit ends before the first token that votes, so that a "
-        "prompt keeps the same tokens with any cache; `full`: the hit is as long as in stock "
-        "vLLM, and the tokens inside it do not vote.",
-        in_status=True,
-    )
-    pooling: Pooling | None = setting(
-        None,
-        accepts="`{kind: none, sequence or grid, kernel: 3, reduce: max or mean}`; `forward: 16, "
-        "back: 1` in place of `kernel` gives it a direction; `forward_share: 0.25` bounds "
-        "`forward` by a share of the kept tokens, and `halve: 64` halves a score every 64 tokens",
-        help="Pooling of scores over neighbouring tokens.",
-        unset="the method's own",
-    )
     methods: Mapping[str, Mix] = setting(
         {},
         parser=_parse_methods,
@@ -327,10 +269,9 @@ class EvictionConfig:
     gates: Gates | None = setting(
         None,
         parser=_parse_gates,
-        accepts="absolute path, or `{folder: PATH, lookahead: 2, age_offset: 0}`",
+        accepts="absolute path",
         help="Folder of the model's gates, for `trimkv` and `dbtrimkv` or for `kvzap`, as their "
-        "authors publish them. For the first two, `lookahead` is the number of next tokens over "
-        "which the retention of a token is averaged, and `age_offset` is added to its age.",
+        "authors publish them.",
     )
     decode_kernel: Literal["stock", "triton"] = setting(
         "stock",
@@ -338,17 +279,11 @@ class EvictionConfig:
         "plugin's own kernel, which needs no tables (CUDA only; experimental until it has been "
         "measured on a GPU).",
     )
-    metrics: bool = setting(
-        True,
-        help="Whether `/metrics` shows eviction, unless `--disable-log-stats` is given.",
-    )
     max_traces: int = setting(
         32,
         at_least=0,
-        help="Number of traces kept for requests that ask for one; with 0 none may ask.",
-    )
-    max_trace_mib: int = setting(
-        64, at_least=1, help="Host memory of all kept traces together, in MiB."
+        help="Number of traces kept for requests that ask for one, of at most 64 MiB together; "
+        "with 0 none may ask.",
     )
     defaults_file: str | None = setting(
         None,
@@ -424,11 +359,14 @@ class EvictionConfig:
         return least if ceiling is not None and ceiling.max_tokens < least else None
 
     @property
+    def num_answer_rows(self) -> int:
+        """Rows of the answer that vote at each eviction after the first, at most."""
+        return 0 if self.decode is None else ANSWER_ROWS
+
+    @property
     def num_query_rows(self) -> int:
-        """Rows of the query pool."""
-        if self.query_rows is not None:
-            return self.query_rows
-        waits = max(self.defer or 0, 32)
+        """Rows of the query pool: enough for 8 requests that wait, within a bound of memory."""
+        waits = max(self.defer or 0, ANSWER_ROWS)
         return min(8 * (self.observation_window + WINDOW + waits), _MOST_QUERY_ROWS)
 
     @property
@@ -442,26 +380,12 @@ class EvictionConfig:
         Raises:
             EvictionConfigError: naming the field, its value and what it may be.
         """
-        others = self.observation_window + WINDOW
-        _, defer = self.first_eviction(self.policy)
-        if self.decode is not None and self.decode.rows > self.num_query_rows:
-            raise EvictionConfigError(
-                f"kv_eviction.decode.rows is {self.decode.rows}: give at most query_rows "
-                f"({self.num_query_rows}), or set query_rows to at least as many"
-            )
-        if self.query_rows is not None:
-            if self.most_deferred < defer:
-                raise EvictionConfigError(
-                    f"kv_eviction.query_rows is {self.query_rows}: give at least "
-                    f"{others + defer}, for observation_window {self.observation_window}, "
-                    f"the last {WINDOW} tokens of a prompt, and defer {defer}"
-                )
-            return
-        if others > _MOST_QUERY_ROWS:
+        if self.most_deferred < 0:
             raise EvictionConfigError(
                 f"kv_eviction.observation_window is {self.observation_window}: give at most "
-                f"{_MOST_QUERY_ROWS - WINDOW}, or set query_rows to at least {others + defer}"
+                f"{_MOST_QUERY_ROWS - WINDOW}"
             )
+        _, defer = self.first_eviction(self.policy)
         self.check_defer(defer, "kv_eviction.defer")
 
     def check_defer(self, value: Any, source: str) -> int:
@@ -474,8 +398,7 @@ class EvictionConfig:
         if not is_count or not 0 <= value <= self.most_deferred:
             raise EvictionConfigError(
                 f"{source} is {quoted(value)}: give a whole number of answer tokens, at most "
-                f"{self.most_deferred}, or start the server with more query_rows in "
-                f"--kv-eviction-config (now {self.num_query_rows})"
+                f"{self.most_deferred}, whose queries the server has room for"
             )
         return int(value)
 
@@ -501,17 +424,12 @@ class EvictionConfig:
         return any(mix.base in method_names() and build_summaries(mix) is not None for mix in mixes)
 
     def build_policy(self, name: str) -> Policy:
-        """Build a method's policy, with the server's granularity and pooling where they are set.
+        """Build a method's policy.
 
         Raises:
             EvictionConfigError: for parts that have no meaning together.
         """
         mix = self.methods.get(name) or Mix(name)
-        mix = dataclasses.replace(
-            mix,
-            granularity=mix.granularity or self.granularity,
-            pooling=mix.pooling or self.pooling,
-        )
         try:
             return build_policy(mix, name, self.head_scores, self.gates)
         except ValueError as error:
@@ -549,7 +467,7 @@ class EvictionConfig:
             if budget.is_auto:
                 raise EvictionConfigError(
                     f"budget auto with {source} {name!r}: blocks that auto gives back are those "
-                    "that hold summaries; give a fraction, or summaries: {of: none}"
+                    "that hold summaries; give a fraction, or summaries: none"
                 )
         if budget.is_auto and policy.score.rows == "none":
             raise EvictionConfigError(
@@ -618,7 +536,7 @@ def read_config_file(value: str) -> dict[str, Any]:
         raise EvictionConfigError(f"{flag} {value}: not valid YAML or JSON ({error})") from error
     if not isinstance(parsed, dict):
         raise EvictionConfigError(
-            f"{flag} {value}: holds {quoted(parsed)}; give a mapping such as {{granularity: head}}"
+            f"{flag} {value}: holds {quoted(parsed)}; give a mapping such as {{budget: 0.2}}"
         )
     return parsed
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from vllm_tgvkv.config.removed import refuse_removed
 from vllm_tgvkv.shared.errors import EvictionConfigError, choose, quoted
 
 if TYPE_CHECKING:
@@ -165,6 +166,7 @@ def read(cls: type[D], values: Any, source: str) -> D:
     if not isinstance(values, Mapping):
         raise EvictionConfigError(f"{source} is {quoted(values)}: give a mapping")
     settings = {found.name: found for found in settings_of(cls)}
+    refuse_removed((key for key in values if key not in settings), source)
     if unknown := sorted(quoted(key, str) for key in values if key not in settings):
         known = [name for name, found in settings.items() if not found.for_tests]
         raise EvictionConfigError(

@@ -323,8 +323,7 @@ def _evicting_config(
     scheduler.scheduler_cls = ASYNC_SCHEDULER_CLS if scheduler.async_scheduling else SCHEDULER_CLS
     vllm_config.attention_config.backend = AttentionBackendEnum[platform.attention_backend]
     install_request_validation()
-    if config.metrics:
-        install_metrics()
+    install_metrics()
     return vllm_config
 
 

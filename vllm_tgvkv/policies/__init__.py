@@ -26,6 +26,7 @@ from vllm_tgvkv.policies.base import (
 from vllm_tgvkv.policies.pooling import Pooling
 from vllm_tgvkv.policies.registry import (
     POLICIES,
+    POOLINGS,
     Mix,
     Recipe,
     broken_methods,
@@ -54,6 +55,7 @@ __all__ = [
     "METHOD_NAMES",
     "NO_ATTENTION",
     "POLICY_NAMES",
+    "POOLINGS",
     "WHOLE_MODEL",
     "AllLayers",
     "Allocation",

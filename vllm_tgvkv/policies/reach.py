@@ -10,13 +10,14 @@ on the training questions of docs/evaluation.
 from __future__ import annotations
 
 from vllm_tgvkv.policies.pooling import Pooling
-from vllm_tgvkv.policies.registry import POLICIES, Recipe
+from vllm_tgvkv.policies.registry import POLICIES, POOLINGS, Recipe
 
 HALVE = 64
 """Tokens after which a score counts half: a sentence or two."""
 FORWARD = 4 * HALVE
 """Tokens after its own for which a score counts at most."""
 
+POOLINGS.add("reach", Pooling("sequence", forward=FORWARD, back=1, halve=HALVE))
 POLICIES.add(
     "reach",
     Recipe(
@@ -24,7 +25,7 @@ POLICIES.add(
         "uniform",
         "window",
         granularity="head",
-        pooling=Pooling("sequence", forward=FORWARD, back=1, halve=HALVE),
+        pooling=POOLINGS["reach"],
         rows="latest",
         reduce="max",
         budget=0.2,

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from vllm_tgvkv.gates.folder import AUTHORS, GateKind, Gates
 from vllm_tgvkv.policies.base import (
@@ -27,9 +27,9 @@ from vllm_tgvkv.policies.base import (
 )
 from vllm_tgvkv.policies.head_scores import COMMAND, HeadScores
 from vllm_tgvkv.policies.pooling import Pooling
-from vllm_tgvkv.shared.errors import choose, quoted
+from vllm_tgvkv.shared.errors import EvictionConfigError, choose, quoted
 from vllm_tgvkv.shared.prompt import RowSet
-from vllm_tgvkv.summaries.options import Summaries
+from vllm_tgvkv.summaries.options import KINDS, Summaries
 
 T = TypeVar("T")
 
@@ -70,6 +70,19 @@ class Registry(Generic[T]):
         return tuple(self._values)
 
 
+SCORES: Registry[Callable[[], Score]] = Registry("score")
+ALLOCATIONS: Registry[Callable[[], Allocation]] = Registry("allocation")
+RETENTIONS: Registry[Callable[[], Retention]] = Registry("retention")
+POOLINGS: Registry[Pooling] = Registry("pooling")
+SUMMARIES: Registry[Summaries] = Registry("summaries")
+
+for _kind in KINDS:
+    SUMMARIES.add(_kind, Summaries(_kind))
+POOLINGS.add("none", Pooling())
+POOLINGS.add("sequence", Pooling("sequence"))
+POOLINGS.add("grid", Pooling("grid"))
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Names of a method's parts, and its paper's settings."""
@@ -90,12 +103,27 @@ class Recipe:
     summaries: Summaries | None = None
 
 
+POLICIES: Registry[Recipe] = Registry("policy")
+
+
+def _named(registry: Registry[T]) -> Callable[[Any, str], T]:
+    """Return a parser of a mix's value that takes one of the names of a registry."""
+
+    def parse(value: Any, source: str) -> T:
+        if not isinstance(value, str) or value not in registry.names:
+            known = choose(value, registry.names)
+            raise EvictionConfigError(f"{source} is {quoted(value)}, and takes a name: {known}")
+        return registry[value]
+
+    return parse
+
+
 @dataclass(frozen=True)
 class Mix:
     """A user-defined method: another method with some parts and settings replaced.
 
-    The fields are the keys of an entry of `methods` in the configuration; None inherits the value
-    from `base`.
+    The fields are the keys of an entry of ``methods`` in the configuration, where pooling and
+    summaries have names; None inherits the value from ``base``.
     """
 
     base: str = "tgv"
@@ -103,17 +131,11 @@ class Mix:
     allocation: str | None = None
     retain: str | None = None
     granularity: Granularity | None = None
-    pooling: Pooling | None = None
+    pooling: Pooling | None = field(default=None, metadata={"parser": _named(POOLINGS)})
     merge: bool | None = None
     rows: RowSet | None = None
     reduce: Reduction | None = None
-    summaries: Summaries | None = None
-
-
-SCORES: Registry[Callable[[], Score]] = Registry("score")
-ALLOCATIONS: Registry[Callable[[], Allocation]] = Registry("allocation")
-RETENTIONS: Registry[Callable[[], Retention]] = Registry("retention")
-POLICIES: Registry[Recipe] = Registry("policy")
+    summaries: Summaries | None = field(default=None, metadata={"parser": _named(SUMMARIES)})
 
 
 @functools.cache
@@ -222,7 +244,7 @@ def build_policy(
     if policy.summaries is not None and policy.merge:
         raise ValueError(
             "summaries and merge: true exclude each other: evicted tokens are either summarised or "
-            "merged into kept ones; set merge: false, or summaries: {of: none}"
+            "merged into kept ones; set merge: false, or summaries: none"
         )
     weighs = policy.summaries is not None and policy.summaries.weight == "score"
     if weighs and policy.score.is_signed:

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from vllm_tgvkv.policies.base import Prompt, Retention, VoteScore
 from vllm_tgvkv.policies.pooling import Pooling
-from vllm_tgvkv.policies.registry import POLICIES, RETENTIONS, SCORES, Recipe
+from vllm_tgvkv.policies.registry import POLICIES, POOLINGS, RETENTIONS, SCORES, Recipe
 from vllm_tgvkv.policies.retention import sinks_above
 from vllm_tgvkv.shared.prompt import WINDOW
 
 POOLING = Pooling("sequence", kernel=7, reduce="max")
+
+POOLINGS.add("snapkv", POOLING)
 
 
 @SCORES.register("snapkv")

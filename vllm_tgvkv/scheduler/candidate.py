@@ -65,7 +65,7 @@ class Candidate:
         rows = np.arange(first if kinds else self.cut.at, self.cut.at)
         return Voters(dict.fromkeys(kinds, rows), rows, every_row=False)
 
-    def most_cached(self, num_known: int, num_drafts: int, exact: bool) -> int:
+    def most_cached(self, num_known: int, num_drafts: int) -> int:
         """Return the most tokens that the request may take from the prefix cache.
 
         The step that evicts must run, even if a preempted request has all of its tokens and more in
@@ -75,12 +75,11 @@ class Candidate:
             num_known: tokens of the prompt and of the answer so far.
             num_drafts: tokens that the server drafts a step. vLLM pads a first step of one token
                 with draft positions, which would lie after the tokens that the eviction sees.
-            exact: whether all tokens that vote have to be computed.
         """
         limit = self.cuts.first.at - 1
         if num_drafts:
             limit = min(limit - 1, num_known - 2)
-        last_cached = self.voters.last_cached(exact)
+        last_cached = self.voters.last_cached
         return limit if last_cached is None else min(limit, last_cached)
 
     def num_kept(self, cut: Cut, block_size: int) -> int:
@@ -205,9 +204,8 @@ def make_candidate(
     if covers_prompt and not serves:
         return "prompt_too_short" if is_short else "budget_covers_prompt"
     rows = voters(prompt, policy.row_sets, config.observation_window, options.defer)
-    num_answer_rows = config.decode.rows if config.decode else 0
     return Candidate(
-        options, prompt, rows, cuts, guard, cuts.first, num_answer_rows, policy.summaries
+        options, prompt, rows, cuts, guard, cuts.first, config.num_answer_rows, policy.summaries
     )
 
 

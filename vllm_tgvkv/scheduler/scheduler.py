@@ -79,8 +79,7 @@ class EvictionScheduler(Scheduler):
             most_cut_tokens=self.max_model_len + self.max_num_scheduled_tokens,
             state_interval=self.block_size if caches_states else None,
         )
-        with_metrics = self.log_stats and config.metrics
-        self.records = Records(self.manager, self.block_bytes, with_metrics)
+        self.records = Records(self.manager, self.block_bytes, self.log_stats)
         self._defaults = Defaults(config)
         self._forgotten: list[str] = []
         """Requests whose observation the worker may drop."""
@@ -176,8 +175,7 @@ class EvictionScheduler(Scheduler):
         return blocks, num_hit, boundary, diverged
 
     def _most_cached(self, request: Request, candidate: Candidate) -> int:
-        exact = self.eviction_config.prefix_reuse == "exact"
-        return candidate.most_cached(request.num_tokens, self.num_spec_tokens, exact)
+        return candidate.most_cached(request.num_tokens, self.num_spec_tokens)
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int

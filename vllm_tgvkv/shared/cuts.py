@@ -33,6 +33,14 @@ class Ceiling:
     buffer: int
     """Tokens that may be added before the next cut; at least one block."""
 
+    @classmethod
+    def of(cls, max_tokens: int) -> Ceiling:
+        """Return a ceiling with a buffer of a quarter of it.
+
+        A cut copies `max_tokens` tokens, so its cost for each new token does not depend on them.
+        """
+        return cls(max_tokens, max(max_tokens // 4, 1))
+
     def least_blocks(self, block_size: int) -> int:
         """Return the blocks that a cut leaves."""
         return max(self.max_tokens // block_size, 1)

@@ -35,6 +35,10 @@ first tokens of the answer, these vote in each of the sets but `none`; `answer` 
 WINDOW = 32
 """Number of rows in the row set `window`."""
 
+ANSWER_ROWS = 32
+"""Last tokens of the answer that vote at an eviction after the first, at most those since the
+eviction before."""
+
 
 @dataclass(frozen=True)
 class VisionSpan:
@@ -100,19 +104,18 @@ class Voters:
         """All row sets that the policy reads."""
         return (*self.sets, "all") if self.every_row else tuple(self.sets)
 
-    def last_cached(self, exact: bool) -> int | None:
-        """Return how many first tokens may come from the prefix cache, which holds no queries.
+    @property
+    def last_cached(self) -> int | None:
+        """Number of first tokens that may come from the prefix cache, which holds no queries.
 
-        With `exact`, all rows must be computed, so that the kept tokens do not depend on the cache;
-        otherwise, one row of each set. None means no limit. Rows of the answer are after the
-        prompt, so a set that holds no others does not limit a hit, and with answer rows no set does
-        if not all rows are needed.
+        All rows must be computed, so that the kept tokens do not depend on the cache. None means no
+        limit. A set of rows of the answer alone, which come after the prompt, limits no hit.
         """
         if self.every_row:
             return 0
         if not self.sets:
             return None
-        return int(min(rows[0 if exact else -1] for rows in self.sets.values()))
+        return int(min(rows[0] for rows in self.sets.values()))
 
 
 def map_prompt(

@@ -20,6 +20,9 @@ from vllm_tgvkv.shared.prompt import PromptMap
 
 logger = init_logger("vllm.tgvkv")
 
+MAX_TRACE_BYTES = 64 << 20
+"""Host memory of all kept traces together."""
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -267,9 +270,10 @@ class Traces:
         """
         if trace.nbytes > self._max_bytes:
             logger.warning(
-                "KV eviction keeps no trace of %s: it takes %d MiB; raise max_trace_mib",
+                "KV eviction keeps no trace of %s: it takes %d MiB of the %d of all traces",
                 trace.id,
                 -(-trace.nbytes // 2**20),
+                self._max_bytes // 2**20,
             )
             return
         with self._lock:

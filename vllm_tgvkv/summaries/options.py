@@ -20,6 +20,9 @@ Kind = Literal["vision", "text", "all"]
 _Of = Literal["both", "all", "vision", "text", "none"]
 _Weight = Literal["tokens", "score"]
 
+KINDS: tuple[_Of, ...] = get_args(_Of)
+"""Names of summaries by the tokens that they absorb."""
+
 
 @dataclass(frozen=True)
 class Summaries:
@@ -41,7 +44,7 @@ class Summaries:
     """Factor of all masses, from 0, which hides the summaries, to 1."""
 
     def __post_init__(self) -> None:
-        choices = (("of", self.of, get_args(_Of)), ("weight", self.weight, get_args(_Weight)))
+        choices = (("of", self.of, KINDS), ("weight", self.weight, get_args(_Weight)))
         for name, given, known in choices:
             if given not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {given!r}")

@@ -31,7 +31,7 @@ from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.gates.outputs import GateOutputs
 from vllm_tgvkv.kernels.statistics import Scratch
 from vllm_tgvkv.shared.plan import Failure, StepPlan
-from vllm_tgvkv.shared.trace import Traces
+from vllm_tgvkv.shared.trace import MAX_TRACE_BYTES, Traces
 from vllm_tgvkv.summaries.blocks import SummaryBlocks
 from vllm_tgvkv.worker.context import ObserverContext
 from vllm_tgvkv.worker.decision import Decision
@@ -97,7 +97,7 @@ class Evictor:
         """The plan of the current step."""
         self.kept: deque[tuple[str, Decision]] = deque(maxlen=256)
         """The last decisions by request id (debug option `record_kept`)."""
-        self.traces = Traces(config.max_traces, config.max_trace_mib << 20)
+        self.traces = Traces(config.max_traces, MAX_TRACE_BYTES)
         self._policy_of = cache(config.build_policy)  # a chunk should not build one again
         self._current: list[PromptObservation] = []
         """Prompts observed in the current step."""
@@ -296,8 +296,7 @@ class Evictor:
     def _is_reported(self, due: DueEviction) -> bool:
         """Whether the scheduler or a trace needs the outcome of an eviction."""
         eviction = due.eviction
-        is_counted = eviction.is_first and (self.config.metrics or eviction.guard is not None)
-        return is_counted or eviction.is_reported or eviction.traced_budget is not None
+        return eviction.is_first or eviction.is_reported or eviction.traced_budget is not None
 
     def _record(self, pending: PendingOutcome) -> None:
         """Report an eviction that worked on all ranks, and drop its observation."""

@@ -8,7 +8,6 @@ computed here and subtracted first. `docs/design.md` has the formulas as a table
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 
 from vllm_tgvkv.cache.pages import CacheShape
@@ -19,7 +18,6 @@ from vllm_tgvkv.kernels.redundancy import BYTES_PER_ENTRY as REDUNDANCY_BYTES
 from vllm_tgvkv.kernels.select import KEY_BYTES as RANKING_BYTES
 from vllm_tgvkv.kernels.statistics import KEY_BYTES, KEY_STATISTICS, REDUNDANCY_WORKSPACES
 from vllm_tgvkv.policies import Policy
-from vllm_tgvkv.shared.errors import EvictionConfigError
 from vllm_tgvkv.summaries.blocks import bytes_of_writing
 
 _TABLE_BYTES = 64 << 20
@@ -108,12 +106,8 @@ def memory_outside_pool(config: EvictionConfig, sizes: Sizes) -> Memory:
 
 
 def _policies(config: EvictionConfig) -> Iterator[Policy]:
-    """Yield the policies of all methods that a request may name."""
-    for name in config.method_names:
-        # Some have no meaning at the server's granularity; requests that name them are refused.
-        with suppress(EvictionConfigError):
-            if name != NONE:
-                yield config.build_policy(name)
+    """Return the policies of all methods that a request may name."""
+    return (config.build_policy(name) for name in config.method_names if name != NONE)
 
 
 def _of_decoding(config: EvictionConfig, sizes: Sizes) -> dict[str, int]:

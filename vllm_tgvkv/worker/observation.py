@@ -48,7 +48,7 @@ class PromptObservation:
         policy_of: Callable[[str], Policy],
     ) -> None:
         self.request_id = request_id
-        self.stopwatch = Stopwatch(context.device, config.metrics)
+        self.stopwatch = Stopwatch(context.device)
         self.due: DueEviction | None = None
         """The eviction that follows the layers of the current step."""
         self.error: Exception | None = None

@@ -16,8 +16,7 @@ PARTS = ("statistics", "selection", "copy")
 class Stopwatch:
     """Adds up the time of every part over all its stretches."""
 
-    def __init__(self, device: torch.device, enabled: bool = True) -> None:
-        self._enabled = enabled
+    def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
         self._stretches: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]]
         self._stretches = defaultdict(list)
@@ -26,9 +25,7 @@ class Stopwatch:
     @contextmanager
     def time(self, part: str) -> Iterator[None]:
         """Time the work that the block submits to the device."""
-        if not self._enabled:
-            yield
-        elif self._on_cuda:
+        if self._on_cuda:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             yield

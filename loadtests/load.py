@@ -8,6 +8,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,19 @@ from PIL import Image
 
 from demo.pages import make_page
 from demo.tasks import make_example
-from loadtests.profile import Pages, Profile, Random, ServedArm
+from loadtests.profile import Pages, Profile, Random
+from measure import serving
+from measure.arm import Arm
 from measure.messages import image_part, jpeg_url, png_url, text_part
 from measure.serving import (
     Server,
     ServingError,
     authorization,
+    flags,
     log_errors,
     process_group,
     vllm_executable,
+    wait_until_healthy,
 )
 
 PERCENTILES = (50, 90, 99)
@@ -55,31 +60,49 @@ class Load:
 
 
 def plan(profile: Profile) -> list[Load]:
-    """Return all loads of a sweep, in order."""
-    return list(_loads(profile))
+    """Return all loads in order; its number determines a load's seed and pages."""
+    named = [(name, rate) for name, each in profile.workloads.items() for rate in each.rates]
+    return [
+        Load(
+            name,
+            rate,
+            profile.workloads[name].requests(rate),
+            profile.seed + number,
+            number * 10_000,
+        )
+        for number, (name, rate) in enumerate(named)
+    ]
 
 
-def rounds(profile: Profile) -> Iterator[Load]:
-    """Yield the loads of a soak: those of a sweep, repeated with new requests."""
-    start = 0
-    while True:
-        for load in _loads(profile, start):
-            start += 1
-            yield load
+def serve_arguments(profile: Profile, arm: Arm) -> list[str]:
+    """Return the arguments of `vllm` that serve an arm, without host and port."""
+    arguments = ["serve", profile.model, "--served-model-name", profile.request_model]
+    return arguments + flags({**profile.serve, **arm.server})
 
 
-def _loads(profile: Profile, start: int = 0) -> Iterator[Load]:
-    """Yield each load once; its number determines its seed and pages."""
-    number = start
-    for name, workload in profile.workloads.items():
-        for rate in workload.rates:
-            requests = workload.requests(rate)
-            yield Load(name, rate, requests, profile.seed + number, number * 10_000)
-            number += 1
+@contextmanager
+def served(profile: Profile, arm: Arm, log: Path) -> Iterator[Server]:
+    """Yield the running server of an arm; stop it afterwards if it was started here.
+
+    Raises:
+        ServingError: if it is not healthy within `startup_seconds`.
+    """
+    if arm.url is not None:
+        url = arm.url.rstrip("/")
+        wait_until_healthy(url, seconds=profile.startup_seconds)
+        yield Server(url)
+        return
+    with serving.serving(
+        serve_arguments(profile, arm),
+        log,
+        environment=profile.environment,
+        start_seconds=profile.startup_seconds,
+    ) as server:
+        yield server
 
 
 def run_load(
-    profile: Profile, arm: ServedArm, server: Server, load: Load, folder: Path
+    profile: Profile, arm: Arm, server: Server, load: Load, folder: Path
 ) -> dict[str, Any]:
     """Run `vllm bench serve` and return its result, see `read_result`.
 
@@ -101,7 +124,7 @@ def run_load(
 
 
 def bench_arguments(
-    profile: Profile, arm: ServedArm, server: Server, load: Load, folder: Path
+    profile: Profile, arm: Arm, server: Server, load: Load, folder: Path
 ) -> list[str]:
     """Return the arguments of `vllm` for a load; write the requests of a `pages` workload."""
     workload = profile.workloads[load.workload]
@@ -182,7 +205,7 @@ def read_result(path: Path) -> dict[str, Any]:
     return {name: value for name, value in result.items() if name not in DETAILS}
 
 
-def warm_up(profile: Profile, arm: ServedArm, server: Server) -> None:
+def warm_up(profile: Profile, arm: Arm, server: Server) -> None:
     """Send `warmup_requests` requests one after the other.
 
     Raises:

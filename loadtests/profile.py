@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import yaml
 
 from demo.tasks import TASKS
+from measure.arm import Arm
 
 POOL_FLAGS = ("block-size", "num-gpu-blocks-override")
 """Flags of `vllm serve` that decide the size of the pool."""
@@ -20,11 +21,10 @@ POOL_FLAGS = ("block-size", "num-gpu-blocks-override")
 OWN_FLAGS = ("model", "host", "port", "served-model-name")
 """Flags of `vllm serve` that the load test sets."""
 
+ARM_FIELDS = ("serve", "url", "extra_body")
 GOODPUT = ("ttft", "tpot", "e2el")
 ONE_MESSAGE_TASKS = tuple(task for task in TASKS if task != "chat")
 """`vllm bench serve` sends one message per request, so no chats of several turns."""
-
-MAX_SOAK_SECONDS = 24 * 3600
 
 T = TypeVar("T")
 
@@ -43,11 +43,14 @@ class Workload:
     """Limit of an answer, or the mean where lengths are drawn."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rates", _numbers("rates", self.rates))
-        _check_number("seconds", self.seconds)
-        _check_whole("output_tokens", self.output_tokens)
+        object.__setattr__(self, "rates", _list("rates", self.rates, "numbers, as [1, 2]"))
+        for rate in self.rates:
+            _above_zero("rates", rate)
+        _above_zero("seconds", self.seconds)
+        _whole("output_tokens", self.output_tokens)
 
     def requests(self, rate: float) -> int:
+        """Return the number of requests at a rate."""
         return max(1, round(rate * self.seconds))
 
 
@@ -69,10 +72,10 @@ class Random(Workload):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_whole("input_tokens", self.input_tokens)
-        _check_whole("prefix_tokens", self.prefix_tokens, least=0)
-        _check_whole("images", self.images, least=0)
-        _check_whole("image_size", self.image_size)
+        _whole("input_tokens", self.input_tokens)
+        _whole("prefix_tokens", self.prefix_tokens, least=0)
+        _whole("images", self.images, least=0)
+        _whole("image_size", self.image_size)
         if not _is_number(self.spread) or not 0 <= self.spread < 1:
             raise ProfileError(f"spread is {self.spread!r}; give a number from 0 to below 1")
 
@@ -92,11 +95,15 @@ class Pages(Workload):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "tasks", _names("tasks", self.tasks, ONE_MESSAGE_TASKS))
-        object.__setattr__(self, "scales", _numbers("scales", self.scales))
+        known = f"{', '.join(ONE_MESSAGE_TASKS)}"
+        object.__setattr__(self, "tasks", _list("tasks", self.tasks, known))
+        for task in self.tasks:
+            if task not in ONE_MESSAGE_TASKS:
+                raise ProfileError(f"tasks has {task!r}; choose from {known}")
+        object.__setattr__(self, "scales", _list("scales", self.scales, "numbers, as [1, 2]"))
         for scale in self.scales:
-            _check_whole("scales", scale)
-        _check_whole("questions_per_image", self.questions_per_image)
+            _whole("scales", scale)
+        _whole("questions_per_image", self.questions_per_image)
         if self.questions_per_image > 1 and self.tasks != ("value",):
             raise ProfileError(
                 f"questions_per_image is {self.questions_per_image} with tasks "
@@ -110,48 +117,12 @@ KINDS: dict[str, type[Random] | type[Pages]] = {"random": Random, "pages": Pages
 
 
 @dataclass(frozen=True)
-class ServedArm:
-    """The server of one arm: started here with its own flags, or found at `url`."""
-
-    serve: Mapping[str, Any] = field(default_factory=dict)
-    url: str | None = None
-    extra_body: Mapping[str, Any] = field(default_factory=dict)
-    """Fields added to every request, such as `{"vllm_xargs": {"kv_eviction": "none"}}`."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "serve", _flags("serve", self.serve))
-        if not isinstance(self.extra_body, Mapping):
-            raise ProfileError(f"extra_body is {self.extra_body!r}; give fields of a request")
-        if self.url is None:
-            return
-        if not isinstance(self.url, str) or not self.url.startswith(("http://", "https://")):
-            raise ProfileError(f"url is {self.url!r}; give it as http://HOST:PORT")
-        if self.serve:
-            raise ProfileError("url and serve are both given; a server at a URL is not started")
-
-
-@dataclass(frozen=True)
-class Soak:
-    """A soak: the workloads repeated for `seconds` while memory and blocks are watched."""
-
-    seconds: float = 600
-    max_growth_mib: float = 64
-    """Limit on the growth of the server's memory from the middle to the last third."""
-
-    def __post_init__(self) -> None:
-        _check_number("seconds", self.seconds)
-        _check_number("max_growth_mib", self.max_growth_mib)
-        if self.seconds > MAX_SOAK_SECONDS:
-            raise ProfileError(f"seconds is {self.seconds}; give at most {MAX_SOAK_SECONDS}")
-
-
-@dataclass(frozen=True)
 class Profile:
     """A load test. The other arms are compared with the first."""
 
     name: str
     model: str
-    arms: dict[str, ServedArm]
+    arms: dict[str, Arm]
     workloads: dict[str, Random | Pages]
     served_model_name: str | None = None
     tokenizer: str | None = None
@@ -168,7 +139,6 @@ class Profile:
     startup_seconds: float = 240
     drain_seconds: float = 30
     """Time limit for blocks and queues to be empty after a load."""
-    soak: Soak | None = None
 
     def __post_init__(self) -> None:
         for name in ("name", "model"):
@@ -180,10 +150,14 @@ class Profile:
         values = {str(key): str(value) for key, value in self.environment.items()}
         object.__setattr__(self, "environment", values)
         for name in ("scrape_seconds", "startup_seconds", "drain_seconds"):
-            _check_number(name, getattr(self, name))
-        _check_whole("seed", self.seed, least=0)
-        _check_whole("warmup_requests", self.warmup_requests, least=0)
-        self._check_goodput()
+            _above_zero(name, getattr(self, name))
+        _whole("seed", self.seed, least=0)
+        _whole("warmup_requests", self.warmup_requests, least=0)
+        if not isinstance(self.goodput, Mapping):
+            raise ProfileError(f"goodput is {self.goodput!r}; give milliseconds for its fields")
+        _check_names("goodput.", self.goodput, GOODPUT)
+        for name, value in self.goodput.items():
+            _above_zero(f"goodput.{name}", value)
         self._check_pools()
 
     @property
@@ -191,20 +165,12 @@ class Profile:
         """Return the model's name in requests."""
         return self.served_model_name or self.model
 
-    def _check_goodput(self) -> None:
-        if not isinstance(self.goodput, Mapping):
-            raise ProfileError(f"goodput is {self.goodput!r}; give milliseconds for its fields")
-        for name, value in self.goodput.items():
-            if name not in GOODPUT:
-                raise ProfileError(f"goodput.{name} {_no_such_field(str(name), GOODPUT)}")
-            _check_number(f"goodput.{name}", value)
-
     def _check_pools(self) -> None:
         started = {name: arm for name, arm in self.arms.items() if arm.url is None}
         if self.serve and not started:
             raise ProfileError("serve is given, but every arm has a url; leave serve out")
         for name, arm in started.items():
-            if own := [flag for flag in POOL_FLAGS if flag in arm.serve]:
+            if own := [flag for flag in POOL_FLAGS if flag in arm.server]:
                 raise ProfileError(
                     f"arms.{name}.serve.{own[0]} is given; pools must be equal, "
                     f"give it once as serve.{own[0]}"
@@ -223,47 +189,54 @@ class Profile:
             ProfileError: naming the file, the field and what it may be.
         """
         try:
-            values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, yaml.YAMLError) as error:
-            raise ProfileError(f"{path}: {error}") from None
-        try:
-            return cls.from_dict(values)
-        except ProfileError as error:
+            return cls.from_dict(yaml.safe_load(path.read_text(encoding="utf-8")))
+        except (OSError, yaml.YAMLError, ProfileError) as error:
             raise ProfileError(f"{path}: {error}") from None
 
     @classmethod
     def from_dict(cls, values: Any) -> Profile:
         """Build a profile from the content of a YAML file, checking all fields."""
         values = dict(_mapping("", values))
-        arms = _mapping("arms", values.get("arms"))
-        values["arms"] = {
-            str(name): _build(ServedArm, arm, f"arms.{name}") for name, arm in arms.items()
-        }
-        workloads = _mapping("workloads", values.get("workloads"))
-        values["workloads"] = {
-            str(name): _workload(given, f"workloads.{name}") for name, given in workloads.items()
-        }
-        if values.get("soak") is not None:
-            values["soak"] = _build(Soak, values["soak"], "soak")
+        for name, build in (("arms", _arm), ("workloads", _workload)):
+            given = _mapping(name, values.get(name))
+            values[name] = {str(key): build(str(key), value) for key, value in given.items()}
         return _build(cls, values, "")
 
 
-def _workload(given: Any, where: str) -> Random | Pages:
+def _arm(name: str, given: Any) -> Arm:
+    """Build an arm: a server started here with flags of its own, or found at `url`."""
+    where = f"arms.{name}"
+    values = dict(_mapping(where, given)) if given not in (None, {}) else {}
+    _check_names(f"{where}.", values, ARM_FIELDS)
+    serve, url = _flags(f"{where}.serve", values.get("serve", {})), values.get("url")
+    body = values.get("extra_body", {})
+    if not isinstance(body, Mapping):
+        raise ProfileError(f"{where}.extra_body is {body!r}; give fields of a request")
+    if url is not None:
+        if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+            raise ProfileError(f"{where}.url is {url!r}; give it as http://HOST:PORT")
+        if serve:
+            raise ProfileError(
+                f"{where}.url and serve are both given; a server at a URL is not started"
+            )
+    return Arm(name=name, server=serve, url=url, extra_body=body)
+
+
+def _workload(name: str, given: Any) -> Random | Pages:
+    where = f"workloads.{name}"
     values = dict(_mapping(where, given))
     kind = values.pop("kind", None)
     if kind not in KINDS:
         raise ProfileError(f"{where}.kind is {kind!r}; choose from {', '.join(KINDS)}")
-    return _build(KINDS[kind], values, where)
+    build: Callable[..., Random | Pages] = KINDS[kind]
+    return _build(build, values, where)
 
 
-def _build(cls: type[T], given: Any, where: str) -> T:
+def _build(cls: Callable[..., T], values: Mapping[str, Any], where: str) -> T:
     """Build a dataclass from a mapping; `where` is the path of its field."""
-    values = _mapping(where, given) if given not in (None, {}) else {}
     prefix = f"{where}." if where else ""
     known = {field.name: field for field in fields(cls)}  # type: ignore[arg-type]
-    for name in values:
-        if name not in known:
-            raise ProfileError(f"{prefix}{name} {_no_such_field(str(name), known)}")
+    _check_names(prefix, values, known)
     for name, its in known.items():
         required = its.default is MISSING and its.default_factory is MISSING
         if required and name not in values:
@@ -274,10 +247,12 @@ def _build(cls: type[T], given: Any, where: str) -> T:
         raise ProfileError(f"{prefix}{error}") from None
 
 
-def _no_such_field(name: str, known: Collection[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    way_out = f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}"
-    return f"is no field; {way_out}"
+def _check_names(prefix: str, given: Collection[str], known: Collection[str]) -> None:
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, n=1)
+            way_out = f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}"
+            raise ProfileError(f"{prefix}{name} is no field; {way_out}")
 
 
 def _mapping(where: str, given: Any) -> Mapping[str, Any]:
@@ -305,32 +280,21 @@ def _flags(where: str, given: Any) -> dict[str, Any]:
     return dict(given)
 
 
+def _list(name: str, values: Any, what: str) -> tuple[Any, ...]:
+    if not isinstance(values, Sequence) or isinstance(values, str) or not values:
+        raise ProfileError(f"{name} is {values!r}; give a list of {what}")
+    return tuple(values)
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _check_number(name: str, value: Any) -> None:
+def _above_zero(name: str, value: Any) -> None:
     if not _is_number(value) or value <= 0:
         raise ProfileError(f"{name} is {value!r}; give a number above 0")
 
 
-def _check_whole(name: str, value: Any, least: int = 1) -> None:
+def _whole(name: str, value: Any, least: int = 1) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ProfileError(f"{name} is {value!r}; give a whole number of at least {least}")
-
-
-def _numbers(name: str, values: Any) -> tuple[Any, ...]:
-    if not isinstance(values, Sequence) or isinstance(values, str) or not values:
-        raise ProfileError(f"{name} is {values!r}; give a list of numbers, as [1, 2]")
-    for value in values:
-        _check_number(name, value)
-    return tuple(values)
-
-
-def _names(name: str, values: Any, known: Sequence[str]) -> tuple[str, ...]:
-    if not isinstance(values, Sequence) or isinstance(values, str) or not values:
-        raise ProfileError(f"{name} is {values!r}; give a list of {', '.join(known)}")
-    for value in values:
-        if value not in known:
-            raise ProfileError(f"{name} has {value!r}; choose from {', '.join(known)}")
-    return tuple(values)

@@ -70,12 +70,7 @@ class Run:
             eviction={n: v - first.eviction.get(n, 0.0) for n, v in last.eviction.items()},
             drain_seconds=round(seconds, 2),
             idle=last.idle,
-            left={
-                "running": last.running,
-                "waiting": last.waiting,
-                "kv_usage": last.kv_usage,
-                "blocks_held": last.blocks_held,
-            },
+            left=last.left,
         )
 
     @property
@@ -118,7 +113,3 @@ class Record:
         return [
             run for run in self.runs if arm in (None, run.arm) and workload in (None, run.workload)
         ]
-
-    @property
-    def is_soak(self) -> bool:
-        return self.profile["soak"] is not None

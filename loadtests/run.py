@@ -13,19 +13,19 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from loadtests.load import Load, plan, rounds, run_load, warm_up
-from loadtests.profile import Profile, ProfileError, ServedArm
+from loadtests.load import plan, run_load, served, warm_up
+from loadtests.profile import Profile, ProfileError
 from loadtests.record import FILE, Record, Run
 from loadtests.report import failures, write_report
 from loadtests.samples import Sample, Scraper, drain, scrape
-from loadtests.server import served
+from measure.arm import Arm
 from measure.facts import command_line, versions
 from measure.serving import Server, ServingError
 
@@ -51,9 +51,10 @@ class LoadTest:
             ServingError: if a server or `vllm bench serve` fails, or the pools differ.
         """
         self.logs.mkdir(parents=True, exist_ok=True)
+        total = sum(load.requests for load in plan(self.profile))
         for name, arm in self.profile.arms.items():
             busy = os.getloadavg()[0]
-            with self._bar(name) as bar:
+            with Progress(total=total, desc=name, unit="request") as bar:
                 bar.set_postfix_str("starting")
                 folder = self.logs / _file_name(name)
                 with served(self.profile, arm, self.logs / f"{_file_name(name)}.log") as server:
@@ -67,9 +68,9 @@ class LoadTest:
                     warm_up(self.profile, arm, server)
                     self._load(name, arm, server, bar, folder)
 
-    def _load(self, name: str, arm: ServedArm, server: Server, bar: Progress, folder: Path) -> None:
+    def _load(self, name: str, arm: Arm, server: Server, bar: Progress, folder: Path) -> None:
         profile, ready = self.profile, time.monotonic()
-        for load in self._loads(ready):
+        for load in plan(profile):
             bar.set_postfix_str(load.label)
             with Scraper(server, profile.scrape_seconds, bar.saw) as scraper:
                 bench = run_load(profile, arm, server, load, folder / _file_name(load.label))
@@ -87,19 +88,6 @@ class LoadTest:
         self.record.facts["seconds"] = round(time.monotonic() - self._started)
         self.record.write(self.output)
 
-    def _loads(self, ready: float) -> Iterator[Load]:
-        """Yield the loads of a sweep, or those of a soak that fit into its time."""
-        if self.profile.soak is None:
-            yield from plan(self.profile)
-            return
-        longest = 0.0
-        for load in rounds(self.profile):
-            begun = time.monotonic()
-            if begun - ready + longest > self.profile.soak.seconds:
-                return
-            yield load
-            longest = max(longest, time.monotonic() - begun)
-
     def _pool(self, name: str, server: Server) -> tuple[int, int] | None:
         """Return the server's pool; raise if the arms before had another."""
         pool = scrape(server).pool
@@ -110,12 +98,6 @@ class LoadTest:
                     "with the same --num-gpu-blocks-override and --block-size"
                 )
         return pool
-
-    def _bar(self, name: str) -> Progress:
-        total = None
-        if self.profile.soak is None:
-            total = sum(load.requests for load in plan(self.profile))
-        return Progress(total=total, desc=name, unit="request")
 
 
 class Progress(tqdm):

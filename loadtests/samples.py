@@ -6,8 +6,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from types import TracebackType
 
 from measure.serving import MIB, Server, ServingError, parse_samples
 
@@ -53,8 +53,14 @@ class Sample:
     """Blocks held by compressed requests, from the plugin's gauge."""
 
     @property
+    def left(self) -> dict[str, float]:
+        """Return what must be 0 when no request is left."""
+        names = ("running", "waiting", "kv_usage", "blocks_held")
+        return {name: getattr(self, name) for name in names}
+
+    @property
     def idle(self) -> bool:
-        return not (self.running or self.waiting or self.kv_usage or self.blocks_held)
+        return not any(self.left.values())
 
 
 def parse(text: str, now: float, memory_mib: float | None = None) -> Sample:
@@ -111,8 +117,6 @@ class Scraper:
         self, server: Server, seconds: float, seen: Callable[[Sample], None] = lambda sample: None
     ) -> None:
         self.samples: list[Sample] = []
-        self.misses = 0
-        """Requests for `/metrics` that got no answer."""
         self._server = server
         self._seconds = seconds
         self._seen = seen
@@ -123,22 +127,14 @@ class Scraper:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
 
     def _run(self) -> None:
         while True:
-            try:
+            with suppress(OSError):  # a busy server may miss one
                 sample = scrape(self._server)
-            except OSError:
-                self.misses += 1
-            else:
                 self.samples.append(sample)
                 self._seen(sample)
             if self._ended.wait(self._seconds):

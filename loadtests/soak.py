@@ -26,7 +26,6 @@ import openai
 from tqdm import tqdm
 
 from loadtests.mix import MIXES, Case, make_cases
-from loadtests.profile import Profile
 from loadtests.run import ROOT, facts
 from loadtests.samples import Sample, Scraper, drain, scrape
 from loadtests.soak_report import write_report
@@ -67,6 +66,21 @@ POOL_BLOCKS = {
     STOCK_ARM: 640,
 }
 
+ENVIRONMENT = {
+    "OMP_WAIT_POLICY": "passive",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    # oneDNN keeps what it compiled for the last 1024 shapes of a matrix product, some 200 MiB, and
+    # a batch's number of tokens is one. It takes hours to fill and would hide what really leaks.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+}
+SEED = 0
+"""Of order and arrival times."""
+IN_FLIGHT = 12
+"""Most requests at a time."""
 STREAMED = 0.5
 LEAVING = 0.1
 """Share of clients that leave before their answer is complete."""
@@ -160,24 +174,22 @@ class Traffic:
         client: Client,
         expected: Sequence[Sequence[Token]],
         is_alive: Callable[[], bool],
-        options: Any,
+        rate: float,
     ) -> None:
         self.visits: list[Visit] = []
         self._client = client
         self._is_alive = is_alive
         self._expected = expected
-        self._rate: float = options.rate
-        self._in_flight: int = options.in_flight
-        self._seed: int = options.seed
+        self._rate = rate
         self._begin = 0.0
 
     async def run(self, seconds: float, bar: tqdm) -> None:
         """Send requests for `seconds`, or until the server ends, and wait for the last answer."""
-        rng, places = random.Random(self._seed + 1), asyncio.Semaphore(self._in_flight)
+        rng, places = random.Random(SEED + 1), asyncio.Semaphore(IN_FLIGHT)
         self._begin = time.monotonic()
         arrival = self._begin
         tasks: set[asyncio.Task[None]] = set()
-        for plan in plans(self._client.num_cases, self._seed):
+        for plan in plans(self._client.num_cases, SEED):
             # If all places are taken, this and all later requests wait.
             arrival = max(arrival + rng.expovariate(self._rate), time.monotonic())
             if arrival - self._begin > seconds or not self._is_alive():
@@ -230,7 +242,7 @@ async def soak_arm(server: Server, name: str, cases: Sequence[Case], options: An
     seconds = 60 * options.minutes
     arm = SoakedArm(server.command or "", scrape(server).pool, seconds)
     expected = await client.all_alone()
-    traffic = Traffic(client, expected, server.is_alive, options)
+    traffic = Traffic(client, expected, server.is_alive, options.rate)
     begin = time.monotonic()
     with tqdm(desc=name, unit=" requests") as bar, Scraper(server, SCRAPE_SECONDS) as scraper:
         await traffic.run(seconds, bar)
@@ -243,12 +255,7 @@ async def soak_arm(server: Server, name: str, cases: Sequence[Case], options: An
     ]
     arm.moments = [_moment(sample, begin) for sample in scraper.samples]
     _, last = await asyncio.to_thread(drain, server, DRAIN_SECONDS)
-    arm.left = {
-        "running": last.running,
-        "waiting": last.waiting,
-        "kv_usage": last.kv_usage,
-        "blocks_held": last.blocks_held,
-    }
+    arm.left = last.left
     arm.eviction = last.eviction
     await client.close()
     return arm
@@ -277,20 +284,13 @@ def run(options: Any, soak: Soak, cases: Sequence[Case]) -> None:
     Raises:
         ServingError: if a server does not start, or ends, or refuses a request that is alone.
     """
-    # Environment variables for a small CPU machine, as in the other soak.
-    profile = Profile.read(ROOT / "loadtests" / "profiles" / "soak.yaml")
     arms = {EVICTING_ARM: [*SERVE, *EVICTING], **({STOCK_ARM: SERVE} if options.stock else {})}
     options.output.mkdir(parents=True, exist_ok=True)
     for name, arguments in arms.items():
         pool = ["--num-gpu-blocks-override", str(POOL_BLOCKS[name])]
         log = OUTPUT / f"{name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        with serving(
-            [*arguments, *pool],
-            log,
-            environment=profile.environment,
-            start_seconds=profile.startup_seconds,
-        ) as server:
+        with serving([*arguments, *pool], log, environment=ENVIRONMENT) as server:
             try:
                 soak.arms[name] = asyncio.run(soak_arm(server, name, cases, options))
             except (openai.OpenAIError, OSError) as error:
@@ -313,7 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cases = make_cases()
         about = facts("loadtests.soak", given, options.note)
         about["machine_load_before"] = round(os.getloadavg()[0], 2)
-        about |= {"rate": options.rate, "in_flight": options.in_flight}
+        about |= {"rate": options.rate, "in_flight": IN_FLIGHT}
         soak = Soak(about, [case.kind for case in cases])
         soak.control = STOCK_ARM if options.stock else None
         try:
@@ -338,21 +338,12 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
         "--stock", action="store_true", help="then a stock server for as long: the control"
     )
     parser.add_argument("--rate", type=_positive, default=2, help="requests a second (default: 2)")
-    parser.add_argument("--in-flight", type=_count, default=12, help="at most (default: 12)")
-    parser.add_argument("--seed", type=int, default=0, help="of order and arrival times")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of the report")
     parser.add_argument("--note", default="", help="text for the report, such as what else ran")
     parser.add_argument(
         "--report-only", type=Path, metavar="FOLDER", help=f"rewrite the report of its {FILE}"
     )
     return parser.parse_args(given)
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
 
 
 def _positive(text: str) -> float:

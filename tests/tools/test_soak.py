@@ -87,8 +87,7 @@ def test_traffic_ends_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
             raise openai.OpenAIError("nobody is there")
 
     client = Unreachable("http://127.0.0.1", make_cases()[:2], evicting=True)
-    options = parse(["--rate", "1000"])
-    traffic = command.Traffic(client, [[], []], lambda: client.num_asked < 3, options)
+    traffic = command.Traffic(client, [[], []], lambda: client.num_asked < 3, rate=1000)
     asyncio.run(traffic.run(1800, tqdm(disable=True)))
     assert {visit.ended for visit in traffic.visits} == {FAILED}
     assert 3 <= len(traffic.visits) < 50

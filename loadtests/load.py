@@ -15,8 +15,7 @@ from typing import Any
 
 from PIL import Image
 
-from demo.pages import make_page
-from demo.tasks import make_example
+from loadtests.pages import make_page, pages_of, question
 from loadtests.profile import Pages, Profile, Random
 from measure import serving
 from measure.arm import Arm
@@ -34,7 +33,6 @@ from measure.serving import (
 
 PERCENTILES = (50, 90, 99)
 METRICS = ("ttft", "tpot", "itl", "e2el")
-SPLIT = "test"
 REQUESTS = "requests.jsonl"
 WARM_UP_PAGE = 900_000
 """First of the pages that only warm-up requests show."""
@@ -76,7 +74,7 @@ def plan(profile: Profile) -> list[Load]:
 
 def serve_arguments(profile: Profile, arm: Arm) -> list[str]:
     """Return the arguments of `vllm` that serve an arm, without host and port."""
-    arguments = ["serve", profile.model, "--served-model-name", profile.request_model]
+    arguments = ["serve", profile.folder, "--served-model-name", profile.request_model]
     return arguments + flags({**profile.serve, **arm.server})
 
 
@@ -130,7 +128,7 @@ def bench_arguments(
     workload = profile.workloads[load.workload]
     arguments = ["bench", "serve", "--backend", "openai-chat"]
     arguments += ["--base-url", server.url, "--endpoint", "/v1/chat/completions"]
-    arguments += ["--model", profile.model, "--served-model-name", profile.request_model]
+    arguments += ["--model", profile.folder, "--served-model-name", profile.request_model]
     if profile.tokenizer is not None:
         arguments += ["--tokenizer", profile.tokenizer]
     arguments += ["--num-prompts", str(load.requests), "--request-rate", str(load.rate)]
@@ -174,17 +172,15 @@ def page_requests(workload: Pages, first: int, count: int) -> Iterator[list[dict
     for number in range(count):
         scale = workload.scales[number % len(workload.scales)]
         if workload.questions_per_image > 1:
-            page = make_page(SPLIT, first + number // workload.questions_per_image)
-            place = number % workload.questions_per_image
+            page = make_page(first + number // workload.questions_per_image)
+            entry = page.entries[number % workload.questions_per_image % len(page.entries)]
             scale = workload.scales[number // workload.questions_per_image % len(workload.scales)]
             images = [page.image]
-            question = page.questions[place % len(page.questions)].text
+            asked = f"What is the value of {entry.key}?"
         else:
             task = workload.tasks[number % len(workload.tasks)]
-            example = make_example(task, SPLIT, first + number)
-            images = [page.image for page in example.pages]
-            question = example.question
-        yield [*(image_part(_url(image, scale)) for image in images), text_part(question)]
+            images, asked = pages_of(task, first + number), question(task, first + number)
+        yield [*(image_part(_url(image, scale)) for image in images), text_part(asked)]
 
 
 def _url(image: Image.Image, scale: int) -> str:

@@ -9,11 +9,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from demo.tasks import make_example
+from loadtests.pages import content, question
 from measure.messages import image_part, png_url
 from vllm_tgvkv.config.server import EvictionConfig
 
-SPLIT = "test"
 MIXES = {
     "tgv-head": {"base": "tgv", "granularity": "head"},
     "vlcache-head": {"base": "vlcache", "granularity": "head"},
@@ -66,11 +65,19 @@ def make_cases() -> list[Case]:
         if task is None:
             messages = [{"role": "user", "content": _text(page, length=40 + 90 * page)}]
         else:
-            messages = make_example(task, SPLIT, page).messages(
-                lambda image: image_part(png_url(image))
-            )
+            messages = _conversation(task, page)
         found.append(Case(kind, messages, xargs, is_long=number % 2 == 1))
     return found
+
+
+def _conversation(task: str, page: int) -> list[dict[str, Any]]:
+    """Return a question about a page, or with the task `chat` a second one."""
+    first = content("row" if task == "chat" else task, page, lambda i: image_part(png_url(i)))
+    messages: list[dict[str, Any]] = [{"role": "user", "content": first}]
+    if task == "chat":
+        messages.append({"role": "assistant", "content": "It is empty."})
+        messages.append({"role": "user", "content": question("value", page)})
+    return messages
 
 
 def _kinds() -> Iterator[tuple[str, str | None, int, dict[str, Any]]]:

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 import yaml
 
-from demo.tasks import TASKS
+from loadtests.pages import TASKS
+from measure import tiny
 from measure.arm import Arm
 
 POOL_FLAGS = ("block-size", "num-gpu-blocks-override")
@@ -23,7 +24,6 @@ OWN_FLAGS = ("model", "host", "port", "served-model-name")
 
 ARM_FIELDS = ("serve", "url", "extra_body")
 GOODPUT = ("ttft", "tpot", "e2el")
-ONE_MESSAGE_TASKS = tuple(task for task in TASKS if task != "chat")
 """`vllm bench serve` sends one message per request, so no chats of several turns."""
 
 T = TypeVar("T")
@@ -82,7 +82,7 @@ class Random(Workload):
 
 @dataclass(frozen=True)
 class Pages(Workload):
-    """Drawn pages with questions (`demo/tasks.py`), sent as `custom_image`."""
+    """Drawn pages with questions (`loadtests/pages.py`), sent as `custom_image`."""
 
     tasks: tuple[str, ...] = ("value",)
     """Tasks that requests cycle through; `two_images` has twice the image tokens."""
@@ -95,10 +95,10 @@ class Pages(Workload):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        known = f"{', '.join(ONE_MESSAGE_TASKS)}"
+        known = f"{', '.join(TASKS)}"
         object.__setattr__(self, "tasks", _list("tasks", self.tasks, known))
         for task in self.tasks:
-            if task not in ONE_MESSAGE_TASKS:
+            if task not in TASKS:
                 raise ProfileError(f"tasks has {task!r}; choose from {known}")
         object.__setattr__(self, "scales", _list("scales", self.scales, "numbers, as [1, 2]"))
         for scale in self.scales:
@@ -122,6 +122,7 @@ class Profile:
 
     name: str
     model: str
+    """Name or folder of the model; `tiny` is one with random weights that is written here."""
     arms: dict[str, Arm]
     workloads: dict[str, Random | Pages]
     served_model_name: str | None = None
@@ -159,6 +160,11 @@ class Profile:
         for name, value in self.goodput.items():
             _above_zero(f"goodput.{name}", value)
         self._check_pools()
+
+    @property
+    def folder(self) -> str:
+        """Return what `vllm` loads."""
+        return str(tiny.tiny_folder()) if self.model == tiny.NAME else self.model
 
     @property
     def request_model(self) -> str:

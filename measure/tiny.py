@@ -39,7 +39,10 @@ CHAT_TEMPLATE = (
 )
 
 
-def tiny_folder(root: Path | str) -> Path:
+MODELS = Path(__file__).parents[1] / "build" / "models"
+
+
+def tiny_folder(root: Path | str = MODELS) -> Path:
     """Return the folder of the model below `root`, written on the first call (4 MB)."""
     return written_once(root, NAME, {"seed": SEED, "deviation": DEVIATION, "format": 1}, _write)
 
@@ -61,7 +64,7 @@ def _write(folder: Path) -> None:
         if parameter.ndim >= 2:  # norms and biases keep their neutral values
             parameter.normal_(0.0, DEVIATION, generator=generator)
     # A logit of 0 never wins: answers neither end nor contain images.
-    network.get_output_embeddings().weight[list(ids.values())] = 0.0
+    network.lm_head.weight[list(ids.values())] = 0.0
     network.generation_config.eos_token_id = ids["<|im_end|>"]
     network.generation_config.pad_token_id = ids["<|endoftext|>"]
     network.save_pretrained(folder)

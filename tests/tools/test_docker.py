@@ -138,7 +138,7 @@ def test_build_context_has_nothing_else() -> None:
     assert not dockerignored("vllm_tgvkv/policies/tgv.py")
     assert dockerignored("vllm_tgvkv/policies/__pycache__/tgv.cpython-311.pyc")
     assert dockerignored("tools/cpu/build")
-    for name in (".git", ".venv", "tests", "demo/model", "docs", "tools", "docker/.env"):
+    for name in (".git", ".venv", "tests", "docs", "tools", "docker/.env"):
         assert dockerignored(name), name
 
 

@@ -24,7 +24,6 @@ from loadtests.profile import Pages, Profile, ProfileError
 from loadtests.record import FILE, Record
 from loadtests.report import failures, write_report
 from loadtests.samples import parse
-from loadtests.soak import MODEL
 from measure.serving import Server, ServingError, flags
 
 pytestmark = pytest.mark.apparatus
@@ -32,11 +31,11 @@ pytestmark = pytest.mark.apparatus
 ROOT = Path(__file__).parents[2]
 PROFILES = sorted((ROOT / "loadtests" / "profiles").glob("*.yaml"))
 DATA = ROOT / "tests/data/loadtests"
-"""A recorded run of the demonstration model, stock and evicting."""
+"""A recorded run of a small model, stock and evicting."""
 
 TINY: dict[str, Any] = {
     "name": "tiny",
-    "model": "demo/model",
+    "model": "tiny",
     "served_model_name": "demo",
     "serve": {"block-size": 32, "num-gpu-blocks-override": 64, "enforce-eager": True},
     "arms": {"stock": {}, "tgv": {"serve": {"kv-eviction": "tgv"}}},
@@ -79,7 +78,7 @@ def test_profiles_serve_what_their_model_can() -> None:
         if profile.serve:
             slots = profile.serve["block-size"] * (profile.serve["num-gpu-blocks-override"] - 1)
             assert slots >= profile.serve["max-model-len"]
-            assert (ROOT / profile.model).is_dir()
+            assert (ROOT / profile.folder).is_dir()
 
 
 def test_laptop_asks_for_less_than_five_minutes() -> None:
@@ -160,7 +159,7 @@ def test_served_arms_differ_in_their_own_flags_only() -> None:
     profile = Profile.from_dict(tiny())
     stock, ours = (serve_arguments(profile, arm) for arm in profile.arms.values())
     assert ours == [*stock, "--kv-eviction", "tgv"]
-    assert stock[:4] == ["serve", "demo/model", "--served-model-name", "demo"]
+    assert stock[:4] == ["serve", profile.folder, "--served-model-name", "demo"]
     assert flags({"a": True, "b": 1, "c": {"d": [2]}}) == ["--a", "--b", "1", "--c", '{"d": [2]}']
 
 
@@ -401,7 +400,7 @@ def run_profile(values: dict[str, Any], folder: Path) -> subprocess.CompletedPro
 def test_tiny_profile_from_start_to_end(tmp_path: Path) -> None:
     """A real evicting server, a run of each kind of workload, and a report."""
     values = tiny(
-        model=str(MODEL),
+        model="tiny",
         name=tmp_path.name,
         serve__dtype="bfloat16",
         arms__stock=None,

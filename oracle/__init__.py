@@ -5,7 +5,7 @@
     attention     attention by its definition                  the statistics kernels
     statistics    statistics of rows over paged keys, in loops the statistics kernels
     kernels       each kernel, in loops over exact numbers     PyTorch, Triton and CPU kernels
-    decoding      rules of R-KV that evict while decoding      the redundancy kernel
+    decoding      the parts of the score of R-KV               the redundancy kernel
     token_sets    what the parts of a method see               input of the four below
     pooling       neighbours of each position                  the policies
     retention     tiers of positions                           the policies

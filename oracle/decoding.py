@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules that evict while decoding, as their official code has them, for one cache in float64.
+"""The parts of R-KV's score, as its official code has them, for one KV head in float64.
 
-R-KV (github.com/Zefan-Cai/R-KV, `rkv/compression/r1_kv.py`, `rkv/utils.py`) works on one KV head: n
-cached keys of D values in order of position, and the queries of the last w tokens by the G query
-heads of its group. TGV-KV (`kv_caches/tgv_kv.py`) works on one layer with n cached tokens.
-
-Where scores are equal, the lower position is kept; the official code leaves that to `topk`.
+The code (github.com/Zefan-Cai/R-KV, `rkv/compression/r1_kv.py`, `rkv/utils.py`) works on n cached
+keys of D values in order of position, and the queries of the last w tokens by the G query heads of
+the group. A score is `MIX * importance - (1 - MIX) * redundancy`.
 """
 
 from __future__ import annotations
@@ -24,9 +22,6 @@ SIMILAR = 0.5
 
 MIX = 0.1
 """lambda: weight of the importance. The redundancy has weight 1 - lambda."""
-
-SINKS = 4
-"""First tokens of a layer that TGV-KV never evicts while decoding."""
 
 
 def importance(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
@@ -72,53 +67,3 @@ def similarity(keys: Tensor, first_key: bool = False) -> Tensor:
 def redundancy(keys: Tensor, first_key: bool = False) -> Tensor:
     """Return R, float64 [n]: the softmax over keys of their mean similarity to all keys."""
     return similarity(keys, first_key).mean(0).softmax(-1)
-
-
-def rkv_scores(
-    queries: Tensor, keys: Tensor, scale: float, mix: float = MIX, first_key: bool = False
-) -> Tensor:
-    """Return R-KV's scores of the keys before the window, float64 [n - w]."""
-    past = len(keys) - len(queries)
-    redundant = redundancy(keys, first_key)[:past]
-    return mix * importance(queries, keys, scale) - (1 - mix) * redundant
-
-
-def rkv_kept(
-    queries: Tensor,
-    keys: Tensor,
-    scale: float,
-    budget: int,
-    mix: float = MIX,
-    first_key: bool = False,
-) -> list[int]:
-    """Return the ascending positions in the cache that R-KV keeps: `budget`, or all of fewer.
-
-    Raises:
-        ValueError: if the window fills the budget.
-    """
-    window = len(queries)
-    if budget <= window:
-        raise ValueError(f"budget {budget} must be greater than the window of {window} tokens")
-    if len(keys) <= budget:
-        return list(range(len(keys)))
-    scores = rkv_scores(queries, keys, scale, mix, first_key).tolist()
-    best = sorted(range(len(scores)), key=lambda j: (-scores[j], j))[: budget - window]
-    return sorted(best) + list(range(len(scores), len(keys)))
-
-
-def tgv_evicted(row: Tensor, keep: float, num_tokens: int, protected: int) -> int | None:
-    """Return the index in the cache of the token that a layer evicts after a step, None for none.
-
-    Args:
-        row: [n], attention of the step's token, mean over the query heads. It sees itself.
-        keep: the layer's budget as a fraction of all tokens, L * (1 - ratio) * its share.
-        num_tokens: P + t, prompt and generated tokens that the model has processed.
-        protected: number of last tokens that are not evicted: what the prefill left from the end
-            of the image on, at least 1. They are counted from the present end, so once the answer
-            is that long, the prompt's text is no longer protected.
-    """
-    excess = int(len(row) - keep * num_tokens)
-    end = len(row) - protected
-    if keep >= 1 or excess < 1 or end <= SINKS:
-        return None
-    return SINKS + int(row[SINKS:end].argmin())

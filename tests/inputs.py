@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 import os
+import pkgutil
 import random
+import sys
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +23,16 @@ from torch import Tensor
 
 from oracle.gates import log_betas, predicted
 from oracle.methods import METHODS
+from oracle.statistics import SharedSet, paged_sets
 from vllm_tgvkv.gates.folder import GateKind, Gates, write
+from vllm_tgvkv.kernels import gpu
+from vllm_tgvkv.kernels.statistics import (
+    ObservedAttention,
+    ObservedRows,
+    Scratch,
+    Statistic,
+    observe_layers,
+)
 from vllm_tgvkv.policies import gates_of, has_summaries
 from vllm_tgvkv.policies.head_scores import HeadScores
 
@@ -69,6 +82,39 @@ def product(*factors: Iterable[Any], strength: int = 2) -> list[Any]:
             case.extend(value if isinstance(value, tuple) else [value])
         found.append(pytest.param(*case, marks=[] if place in chosen else pytest.mark.nightly))
     return found
+
+
+class NoKernel:
+    """Takes the place of a Triton kernel. Its launches do nothing, and are counted."""
+
+    num_launches = 0
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return self._launch
+
+    def _launch(self, *args: object, **kwargs: object) -> None:
+        self.num_launches += 1
+
+
+def replace_kernels(monkeypatch: pytest.MonkeyPatch) -> NoKernel:
+    """Run the code of the GPU, on tensors of any device, and return what counts its launches."""
+    kernel = NoKernel()
+    monkeypatch.setattr(gpu, "on_cpu", True)
+    for found in pkgutil.iter_modules(gpu.__path__, f"{gpu.__name__}."):
+        module = importlib.import_module(found.name)
+        for name in dir(module):
+            if name.endswith("_kernel"):
+                monkeypatch.setattr(module, name, kernel)
+
+    def copied(values: Any, device: Any = None, dtype: Any = None, out: Any = None) -> Tensor:
+        tensor = torch.as_tensor(values, dtype=dtype)
+        return tensor.to(device) if out is None else out.copy_(tensor)
+
+    # vLLM's CPU worker replaces this function, when it is imported, by one that ignores the device.
+    for name, module in list(sys.modules.items()):
+        if name.startswith("vllm_tgvkv.") and hasattr(module, "async_tensor_h2d"):
+            monkeypatch.setattr(module, "async_tensor_h2d", copied)
+    return kernel
 
 
 def head_scores(layers: int, kv_heads: int, group: int = 1) -> HeadScores:
@@ -144,3 +190,85 @@ def paged(keys: Tensor, block_size: int, transposed: bool) -> tuple[Tensor, Tens
     for j in range(num_tokens):
         pool[ids[j // block_size], :, j % block_size] = keys[j]
     return pool, ids
+
+
+@dataclass
+class Layers:
+    """Rows over the keys of several layers, each head with its own pages and length."""
+
+    arguments: dict[str, Any]
+    """Of `observe_ragged`. Pages and slots without a key are NaN, unused table entries garbage."""
+    lengths: list[int]
+    num_hidden: list[int]
+    scales: list[float]
+    per_head: bool
+
+    def sets(self) -> list[SharedSet]:
+        """Return the exact attention."""
+        queries, pool, tables = (
+            self.arguments[name].cpu() for name in ("queries", "pool", "tables")
+        )
+        return paged_sets(
+            queries, pool, tables, self.lengths, self.num_hidden, self.scales, self.per_head
+        )
+
+    @property
+    def num_common_keys(self) -> int:
+        """Number of first keys that all rows see in all pairs."""
+        return max(0, min(self.lengths) - max(self.num_hidden))
+
+
+def make_layers(
+    lengths: Sequence[Sequence[int]],
+    num_hidden: Sequence[int],
+    per_head: bool,
+    group: int = 2,
+    head_size: int = 8,
+    block_size: int = 4,
+    dtype: torch.dtype = torch.float32,
+    key_dtype: torch.dtype | None = None,
+    is_transposed: bool = False,
+    extra_width: int = 0,
+    device: str = "cpu",
+) -> Layers:
+    """Return random rows and keys for heads of these lengths, ``[L][H]``."""
+    layers, heads = len(lengths), len(lengths[0])
+    flat = [length for layer in lengths for length in layer]
+    scales = [head_size**-0.5 * (1 + layer / 4) for layer in range(layers)]
+    counts = [math.ceil(length / block_size) for length in flat]
+    pages = iter(torch.randperm(sum(counts) + 3).tolist())
+    pool = torch.full((sum(counts) + 3, block_size, head_size), math.nan)
+    tables = torch.randint(-(2**31), 2**31, (len(flat), max(counts) + extra_width)).int()
+    for pair, (length, count) in enumerate(zip(flat, counts, strict=True)):
+        tables[pair, :count] = torch.tensor([next(pages) for _ in range(count)])
+        for j in range(length):
+            pool[tables[pair, j // block_size], j % block_size] = torch.randn(head_size)
+    if is_transposed:
+        pool = pool.transpose(1, 2).contiguous().transpose(1, 2)
+    queries = torch.randn(layers, len(num_hidden), heads, group, head_size).mul(2)
+    arguments = {
+        "queries": queries.to(device, dtype),
+        "pool": pool.to(device, key_dtype or dtype),
+        "tables": tables.to(device),
+        "lengths": torch.tensor(flat, dtype=torch.int32, device=device),
+        "num_hidden": torch.tensor(num_hidden, dtype=torch.int32, device=device),
+        "num_keys": max(flat),
+        "scale": torch.tensor(scales, dtype=torch.float32, device=device),
+        "per_head": per_head,
+    }
+    return Layers(arguments, flat, list(num_hidden), scales, per_head)
+
+
+def observe_ragged(
+    *,
+    lengths: Tensor,
+    num_hidden: Tensor,
+    per_head: bool = True,
+    statistics: frozenset[Statistic] = frozenset(),
+    workspace_bytes: int = 64 << 20,
+    scratch: Scratch | None = None,
+    **fields: Any,
+) -> ObservedAttention:
+    """Observe rows that see all keys of each pair, int32 `[Q or 1]`, but some of the last."""
+    rows = ObservedRows(num_visible=lengths[:, None] - num_hidden, **fields)
+    return observe_layers(rows, per_head, statistics, workspace_bytes, scratch)

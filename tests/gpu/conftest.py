@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import has_cuda
+from tests.gpu import pytorch_on_cpu
 from vllm_tgvkv.kernels import gpu
 
 
@@ -29,6 +30,17 @@ def device() -> Iterator[str]:
         patch.setenv("TRITON_INTERPRET", "1")
         patch.setattr(gpu, "on_cpu", True)
         multiply_bfloat16(patch)
+        yield "cpu"
+
+
+# All tests of a module that uses it use no `device`: pytest runs them kind by kind.
+@pytest.fixture(scope="module", params=["pytorch", "triton"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Choose the implementation in PyTorch, or in Triton; return the device of the tensors."""
+    if request.param == "triton":
+        yield request.getfixturevalue("device")
+        return
+    with pytorch_on_cpu():
         yield "cpu"
 
 

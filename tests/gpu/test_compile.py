@@ -53,6 +53,7 @@ def compiled(*options: str, path: Path | None = None) -> subprocess.CompletedPro
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
+@pytest.mark.nightly  # minutes for each
 @pytest.mark.slow
 @pytest.mark.parametrize("cc", CAPABILITIES)
 def test_every_variant_builds_without_spills(cc: int) -> None:

@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.inputs import product
+
 NAN = float("nan")
 AUTO, UNSPLIT, IN_GRAPHS = 0, 1, 32
 """Values of `num_splits`: its own choice, none, vLLM's bound inside graphs."""
@@ -125,9 +127,9 @@ def flash_attention(head_size: int) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("group", [1, 4, 7])
-@pytest.mark.parametrize("head_size", [64, 80, 128, 256])
-@pytest.mark.parametrize("block_size", [16, 32, 128])
+@pytest.mark.parametrize(
+    ("block_size", "head_size", "group"), product([16, 32, 128], [64, 80, 128, 256], [1, 4, 7])
+)
 def test_every_shape(block_size: int, head_size: int, group: int) -> None:
     attend = flash_attention(head_size)
     scene = Scene(40, block_size, head_size, group, "cuda")

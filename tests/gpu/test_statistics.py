@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention statistics on Triton against float64 and PyTorch."""
+"""Attention statistics, in PyTorch and on Triton, against their definition in float64."""
 
 from __future__ import annotations
 
@@ -9,33 +9,104 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from oracle.attention import attention_probabilities
-from oracle.statistics import shared_sets
-from tests.gpu import pytorch_on_cpu
-from tests.unit.test_statistics import (
-    ALL,
-    KEY_DTYPES,
-    Layers,
-    check_sets,
-    exact_log_sum_exp,
-    make_layers,
-    observe_ragged,
-    observed_layers,
-)
+from oracle.statistics import SharedSet, shared_sets
+from tests.inputs import Layers, make_layers, observe_ragged
 from vllm_tgvkv.kernels import gpu
+from vllm_tgvkv.kernels.row_chunks import TorchAttention
 from vllm_tgvkv.kernels.row_sums import RowSums
-from vllm_tgvkv.kernels.statistics import Scratch, observe
-from vllm_tgvkv.policies import LayerView, Mix, Prompt, build_policy
+from vllm_tgvkv.kernels.statistics import (
+    THRESHOLD,
+    ObservedAttention,
+    Scratch,
+    Statistic,
+    observe,
+)
+from vllm_tgvkv.policies import (
+    NO_ATTENTION,
+    POLICY_NAMES,
+    Attention,
+    LayerView,
+    Mix,
+    Prompt,
+    build_policy,
+)
+from vllm_tgvkv.shared.prompt import RowSet, VisionSpan
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 # The GPU's exponential is accurate to a few units in the last place of its argument.
 TOLERANCE = {"rtol": 3e-5, "atol": 2e-6}
+
+
+ALL: frozenset[Statistic] = frozenset(
+    {"row_averages", "share_below", "row_entropies", "column_maxima"}
+)
+
+
+def check_sets(
+    attention: ObservedAttention,
+    sets: Sequence[SharedSet],
+    rtol: float = 1e-5,
+    atol: float = 1e-6,
+) -> None:
+    """Compare every statistic of one observation, weighted sums first."""
+    num_sets, num_keys, device = len(sets), attention.num_keys, attention.row_columns.device
+    num_rows = len(sets[0].num_visible)
+
+    def padded(values: Sequence[Tensor]) -> Tensor:
+        return torch.stack([torch.cat((v, v.new_zeros(num_keys - len(v)))) for v in values])
+
+    def agree(got: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32) -> None:
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double().cpu(), expected, rtol=rtol, atol=atol)
+
+    def weighted(weights: Tensor) -> Tensor:
+        rows = weights.expand(num_sets, -1).tolist()
+        return padded([s.weighted_column_sums(w) for s, w in zip(sets, rows, strict=True)])
+
+    # Weighted sums do not depend on an earlier pass.
+    for size in {1, num_sets}:
+        weights = torch.rand(size, num_rows)
+        agree(attention.weighted_column_sums(weights.to(device)), weighted(weights))
+    agree(attention.column_sums, padded([s.column_sums for s in sets]))
+    agree(attention.column_maxima, padded([s.column_maxima for s in sets]))
+    mixed = torch.rand(num_sets, 2, num_rows)
+    expected = torch.stack([weighted(weights) for weights in mixed.unbind(1)], dim=1)
+    agree(attention.mixed_column_sums(mixed.to(device)), expected)
+    shares = torch.tensor([s.share_below(THRESHOLD) for s in sets], dtype=torch.float64)
+    agree(attention.share_below, shares, torch.float64)
+    agree(attention.row_entropies, torch.stack([s.row_entropies for s in sets]))
+    columns = torch.tensor([s.num_visible for s in sets]) - 1
+    assert torch.equal(attention.row_columns.cpu().expand(num_sets, -1), columns)
+
+    # A subset may be shared by all groups; early rows may see none of it.
+    for size in {1, num_sets}:
+        keys = torch.rand(size, num_keys) < 0.5
+        weights = torch.rand(size, num_rows)
+        for last_row_only in (False, True):
+            if last_row_only:
+                weights[:, :-1] = 0
+            got = attention.renormalised_column_sums(
+                keys.to(device), weights.to(device), last_row_only
+            )
+            agree(got, renormalised(sets, keys, weights, padded))
+
+
+def renormalised(sets: Sequence[SharedSet], keys: Tensor, weights: Tensor, padded: Any) -> Tensor:
+    subsets = keys.expand(len(sets), -1)
+    rows = weights.expand(len(sets), -1).tolist()
+    return padded(
+        [
+            shared.renormalised_column_sums(subset[: shared.attention.shape[2]], row)
+            for shared, subset, row in zip(sets, subsets, rows, strict=True)
+        ]
+    )
 
 
 class Poisoned(Scratch):
@@ -61,7 +132,7 @@ def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
 def make(
     num_keys: int,
     num_rows: int,
-    device: str,
+    kernels: str,
     heads: int = 2,
     group: int = 2,
     head_size: int = 16,
@@ -77,10 +148,10 @@ def make(
     for j in range(num_keys):
         pool[ids[j // block_size], :, j % block_size, :head_size] = keys[j]
     return {
-        "queries": torch.randn(num_rows, heads, group, head_size).mul(2).to(device, dtype),
-        "key_pages": pool.to(device, dtype)[..., :head_size],
-        "block_ids": ids.to(device, index),
-        "row_positions": torch.randperm(num_keys)[:num_rows].sort().values.to(device),
+        "queries": torch.randn(num_rows, heads, group, head_size).mul(2).to(kernels, dtype),
+        "key_pages": pool.to(kernels, dtype)[..., :head_size],
+        "block_ids": ids.to(kernels, index),
+        "row_positions": torch.randperm(num_keys)[:num_rows].sort().values.to(kernels),
         "num_keys": num_keys,
         "scale": head_size**-0.5,
     }
@@ -112,6 +183,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 @pytest.mark.parametrize(
     ("num_keys", "heads", "group", "head_size", "block_size", "dtype", "per_head", "stored"),
     [
+        *((number, 2, 3, 8, 4, FP32, True, True) for number in (3, 4, 5, 21, 24)),
         (1, 2, 4, 128, 16, BF16, True, True),
         (16, 2, 1, 64, 16, FP16, False, False),
         (17, 1, 16, 80, 32, BF16, False, True),
@@ -124,7 +196,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
     ],
 )
 def test_every_shape(
-    device: str,
+    kernels: str,
     num_keys: int,
     heads: int,
     group: int,
@@ -135,76 +207,72 @@ def test_every_shape(
     stored: bool,
 ) -> None:
     rows = min(num_keys, 7)
-    arguments = make(num_keys, rows, device, heads, group, head_size, block_size, dtype)
+    arguments = make(num_keys, rows, kernels, heads, group, head_size, block_size, dtype)
     check(arguments, per_head, stored)
 
 
 @pytest.mark.parametrize(("per_head", "workspace_bytes"), [(True, 0), (False, 1 << 20)])
-def test_more_rows_than_a_tile_has(device: str, per_head: bool, workspace_bytes: int) -> None:
+def test_more_rows_than_a_tile_has(kernels: str, per_head: bool, workspace_bytes: int) -> None:
     """Averages that do not fit are not kept; then all sums come from the keys."""
-    check(make(75, 75, device, group=3), per_head, workspace_bytes=workspace_bytes)
+    check(make(75, 75, kernels, group=3), per_head, workspace_bytes=workspace_bytes)
 
 
+@pytest.mark.parametrize("kernels", ["pytorch"], indirect=True)
+@pytest.mark.parametrize("rows", [0, 1, 3, 2.5, 100])
+def test_any_workspace_gives_the_same(kernels: str, rows: float) -> None:
+    """As many rows at a time as fit, at least one."""
+    arguments = make(37, 20, kernels, block_size=4)
+    row = 8 * 2 * 2 * 37  # bytes of one, in two float32 buffers
+    size = int(rows * row)
+    for per_head in (True, False):
+        check(arguments, per_head, workspace_bytes=size)
+    attention = observe(**arguments, workspace_bytes=size)
+    assert isinstance(attention, TorchAttention)
+    wanted = exact(arguments)
+    for part, probabilities in attention.row_chunks(layer=0):
+        num_rows = part.stop - part.start
+        assert num_rows == 1 or num_rows * row <= size
+        torch.testing.assert_close(probabilities.double(), wanted[:, :, part], **TOLERANCE)
+
+
+@pytest.mark.parametrize("kernels", ["triton"], indirect=True)
 @pytest.mark.parametrize("programs", [1, 1 << 20])
-def test_any_number_of_splits(device: str, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_number_of_splits(kernels: str, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_tgvkv.kernels.gpu import columns, softmax
 
     monkeypatch.setattr(softmax, "_PROGRAMS", programs)
     monkeypatch.setattr(columns, "_PROGRAMS", programs)
-    check(make(140, 40, device, heads=1, group=4), per_head=True, stored=False)
+    check(make(140, 40, kernels, heads=1, group=4), per_head=True, stored=False)
 
 
-def test_little_shared_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernels", ["triton"], indirect=True)
+def test_little_shared_memory(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_tgvkv.kernels.gpu import paged_rows
 
     monkeypatch.setattr(paged_rows, "shared_bytes", lambda device: 99 << 10)
-    check(make(70, 20, device, group=4, head_size=256, dtype=BF16), per_head=False)
+    check(make(70, 20, kernels, group=4, head_size=256, dtype=BF16), per_head=False)
 
 
-@pytest.mark.parametrize(
-    ("stored", "statistics"), [(True, frozenset()), (False, frozenset({"share_below"}))]
-)
-def test_log_sum_exp_of_the_attention_kernel(
-    device: str, stored: bool, statistics: frozenset[Any]
-) -> None:
-    """It is used with and without a statistic that needs the maximum as well."""
-    arguments = make(90, 6, device, group=3)
+@pytest.mark.parametrize("stored", [True, False])
+def test_log_sum_exp_of_the_attention_kernel(kernels: str, stored: bool) -> None:
+    arguments = make(90, 6, kernels, group=3)
     at_hand = on_cpu(arguments)
     keys = at_hand["key_pages"][at_hand["block_ids"].long()].transpose(1, 2).flatten(0, 1)[:90]
     logits = torch.einsum("ohgd,khd->ohgk", at_hand["queries"], keys) * arguments["scale"]
     future = torch.arange(90) > at_hand["row_positions"][:, None]
     logits = logits.masked_fill(future[:, None, None], -math.inf)
-    statistics |= {"row_entropies"} | ({"row_averages"} if stored else set())
-    attention = observe(
-        **arguments,
-        statistics=statistics,
-        log_sum_exp=logits.logsumexp(dim=-1).to(device),
-        scratch=Poisoned(),
-    )
-    with pytorch_on_cpu():
-        expected = observe(**at_hand, statistics=statistics)
-    weights = torch.rand(2, 6)
-    for got, wanted in (
-        (attention.column_sums, expected.column_sums),
-        (attention.row_entropies, expected.row_entropies),
-        (
-            attention.weighted_column_sums(weights.to(device)),
-            expected.weighted_column_sums(weights),
-        ),
-    ):
-        torch.testing.assert_close(got.cpu(), wanted, **TOLERANCE)
-    if "share_below" in statistics:
-        torch.testing.assert_close(attention.share_below.cpu(), expected.share_below)
+    check(arguments, True, stored, log_sum_exp=logits.logsumexp(dim=-1).to(kernels))
 
 
+@pytest.mark.parametrize("kernels", ["triton"], indirect=True)
 @pytest.mark.parametrize("per_head", [True, False])
-def test_huge_logits(device: str, per_head: bool) -> None:
+def test_huge_logits(kernels: str, per_head: bool) -> None:
     """Rows still sum to one, and by far the largest logit of a row gets everything."""
-    arguments = make(140, 8, device)
+    arguments = make(140, 8, kernels)
     arguments["queries"] *= 1000
     attention = observe(**arguments, per_head=per_head, statistics=ALL, scratch=Poisoned())
     by_set = exact(arguments).flatten(0, 1).view(2 if per_head else 1, -1, 8, 140).mean(1)
-    ones = torch.ones(1, 8, device=device)
+    ones = torch.ones(1, 8, device=kernels)
     sums = attention.column_sums
     torch.testing.assert_close(sums, attention.weighted_column_sums(ones))
     torch.testing.assert_close(sums.cpu().double(), by_set.sum(1), rtol=2e-3, atol=2e-3)
@@ -213,43 +281,43 @@ def test_huge_logits(device: str, per_head: bool) -> None:
     assert attention.share_below.gt(0.8).all()
     assert attention.row_entropies.isfinite().all()
     # A logit that a row must not see may exceed all others by more than an exponential can hold.
-    hidden = torch.zeros(1, 140, dtype=torch.bool, device=device)
+    hidden = torch.zeros(1, 140, dtype=torch.bool, device=kernels)
     hidden[:, arguments["row_positions"][:1]] = True
     one = attention.renormalised_column_sums(hidden, ones)
     assert one[hidden.expand_as(one)].tolist() == pytest.approx([8.0] * len(one), rel=1e-3)
     assert (one.masked_fill(hidden, 0) == 0).all()
 
 
-def test_a_subset_that_is_never_seen_gets_nothing(device: str) -> None:
-    arguments = make(40, 3, device)
-    arguments["row_positions"] = torch.tensor([3, 5, 20], device=device)
+def test_a_subset_that_is_never_seen_gets_nothing(kernels: str) -> None:
+    arguments = make(40, 3, kernels)
+    arguments["row_positions"] = torch.tensor([3, 5, 20], device=kernels)
     attention = observe(**arguments, scratch=Poisoned())
-    keys = torch.arange(40, device=device)[None] > 20
-    got = attention.renormalised_column_sums(keys, torch.ones(1, 3, device=device))
+    keys = torch.arange(40, device=kernels)[None] > 20
+    got = attention.renormalised_column_sums(keys, torch.ones(1, 3, device=kernels))
     assert (got == 0).all()
-    keys = torch.arange(40, device=device)[None] > 19
-    got = attention.renormalised_column_sums(keys, torch.ones(1, 3, device=device))
-    assert got[:, 20].tolist() == [1.0, 1.0]
-    assert got.sum() == 2
+    keys = torch.arange(40, device=kernels)[None] > 19
+    got = attention.renormalised_column_sums(keys, torch.ones(1, 3, device=kernels))
+    assert got[:, 20].tolist() == pytest.approx([1.0, 1.0])
+    assert not got[:, torch.arange(40) != 20].any()
 
 
 @pytest.mark.parametrize(("number", "stored"), [(3, True), (1, False), (2, False), (5, False)])
-def test_any_number_of_mixed_sums(device: str, number: int, stored: bool) -> None:
-    arguments = make(90, 12, device)
+def test_any_number_of_mixed_sums(kernels: str, number: int, stored: bool) -> None:
+    arguments = make(90, 12, kernels)
     weights = (torch.rand(2, number, 12) < 0.5)[:, :, ::2].repeat(1, 1, 2)
     options = {"statistics": frozenset({"row_averages"} if stored else ())}
-    got = observe(**arguments, **options, scratch=Poisoned()).mixed_column_sums(weights.to(device))
+    got = observe(**arguments, **options, scratch=Poisoned()).mixed_column_sums(weights.to(kernels))
     expected = weights.double() @ exact(arguments).mean(1)
     torch.testing.assert_close(got.cpu().double(), expected, **TOLERANCE)
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
-def test_any_strides(device: str, index: torch.dtype) -> None:
+def test_any_strides(kernels: str, index: torch.dtype) -> None:
     """Queries are part of a wider batch; keys are stored transposed."""
-    arguments = make(60, 10, device, heads=3, index=index)
+    arguments = make(60, 10, kernels, heads=3, index=index)
     pages, queries = arguments["key_pages"], arguments["queries"]
     arguments["key_pages"] = pages.transpose(2, 3).contiguous().transpose(2, 3)
-    wide = torch.full((20, 3, 4, 24), math.nan, device=device)
+    wide = torch.full((20, 3, 4, 24), math.nan, device=kernels)
     wide[5:15, :, 1:3, 2:18] = queries
     arguments["queries"] = wide[5:15, :, 1:3, 2:18]
     check(arguments, per_head=index == torch.int32)
@@ -260,9 +328,9 @@ def all_bits(arguments: dict[str, Any], per_head: bool, stored: bool) -> list[Te
         **arguments, per_head=per_head, statistics=ALL if stored else ALL - {"row_averages"}
     )
     num_rows, num_keys = len(arguments["row_positions"]), arguments["num_keys"]
-    device = arguments["queries"].device
-    weights = torch.linspace(0, 1, num_rows, device=device)[None]
-    subset = torch.arange(num_keys, device=device)[None] % 3 > 0
+    kernels = arguments["queries"].device
+    weights = torch.linspace(0, 1, num_rows, device=kernels)[None]
+    subset = torch.arange(num_keys, device=kernels)[None] % 3 > 0
     return [
         attention.column_sums,
         attention.share_below,
@@ -273,34 +341,34 @@ def all_bits(arguments: dict[str, Any], per_head: bool, stored: bool) -> list[Te
 
 
 @pytest.mark.parametrize(("per_head", "stored"), [(True, False), (False, True)])
-def test_the_same_bits_wherever_the_pages_are(device: str, per_head: bool, stored: bool) -> None:
-    arguments = make(140, 10, device, group=4, dtype=BF16)
+def test_the_same_bits_wherever_the_pages_are(kernels: str, per_head: bool, stored: bool) -> None:
+    arguments = make(140, 10, kernels, group=4, dtype=BF16)
     first = all_bits(arguments, per_head, stored)
     pages, ids = arguments["key_pages"], arguments["block_ids"].long()
-    moved = torch.full((len(pages) + 7, *pages.shape[1:]), math.nan, device=device).to(pages.dtype)
-    new_ids = torch.randperm(len(moved), device=device)[: len(ids)]
+    moved = torch.full((len(pages) + 7, *pages.shape[1:]), math.nan, device=kernels).to(pages.dtype)
+    new_ids = torch.randperm(len(moved), device=kernels)[: len(ids)]
     moved[new_ids] = pages[ids]
     for again in (arguments, {**arguments, "key_pages": moved, "block_ids": new_ids.int()}):
         for a, b in zip(first, all_bits(again, per_head, stored), strict=True):
             assert torch.equal(a, b)
 
 
-def test_no_rows_give_zeros(device: str) -> None:
-    attention = observe(**make(9, 0, device), statistics=ALL, scratch=Poisoned())
+def test_no_rows_give_zeros(kernels: str) -> None:
+    attention = observe(**make(9, 0, kernels), statistics=ALL, scratch=Poisoned())
     zeros = [[0.0] * 9] * 2
     assert attention.column_sums.tolist() == zeros
-    assert attention.weighted_column_sums(torch.ones(1, 0, device=device)).tolist() == zeros
-    attention = observe(**make(9, 0, device), scratch=Poisoned())
-    assert attention.weighted_column_sums(torch.ones(1, 0, device=device)).tolist() == zeros
+    assert attention.weighted_column_sums(torch.ones(1, 0, device=kernels)).tolist() == zeros
+    attention = observe(**make(9, 0, kernels), scratch=Poisoned())
+    assert attention.weighted_column_sums(torch.ones(1, 0, device=kernels)).tolist() == zeros
 
 
 @pytest.mark.parametrize("per_head", [True, False])
-def test_sums_over_all_rows_of_several_chunks(device: str, per_head: bool) -> None:
+def test_sums_over_all_rows_of_several_chunks(kernels: str, per_head: bool) -> None:
     """Each chunk sees only the keys so far; NaN after them has no effect."""
-    arguments = make(90, 90, device)
+    arguments = make(90, 90, kernels)
     by_set = exact(arguments).reshape(2 if per_head else 1, -1, 90, 90).mean(1)
     is_vision = torch.rand(90) < 0.5
-    sums = RowSums(len(by_set), 90, torch.device(device))
+    sums = RowSums(len(by_set), 90, torch.device(kernels))
     scratch = Poisoned()
     pages, ids = arguments["key_pages"], arguments["block_ids"]
     for start, end in ((0, 1), (1, 70), (70, 90)):
@@ -318,7 +386,7 @@ def test_sums_over_all_rows_of_several_chunks(device: str, per_head: bool) -> No
             per_head=per_head,
             scratch=scratch,
         )
-        sums.add(chunk, is_vision[rows].to(device))
+        sums.add(chunk, is_vision[rows].to(kernels))
     for got, rows_of in (
         (sums.text_column_sums, ~is_vision),
         (sums.vision_column_sums, is_vision),
@@ -354,6 +422,7 @@ def watch_launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
+@pytest.mark.parametrize("kernels", ["triton"], indirect=True)
 @pytest.mark.parametrize(
     ("statistics", "launches"),
     [
@@ -362,25 +431,58 @@ def watch_launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ],
 )
 def test_keys_are_read_twice_at_most(
-    device: str,
+    kernels: str,
     statistics: frozenset[Any],
     launches: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Once for the log-sum-exp, if it is not given, and once for all other statistics."""
     seen = watch_launches(monkeypatch)
-    arguments = make(40, 5, device)
-    weights = torch.rand(2, 5, device=device)
+    arguments = make(40, 5, kernels)
+    weights = torch.rand(2, 5, device=kernels)
     attention = observe(**arguments, statistics=statistics)
     assert not seen
     _ = attention.column_sums, attention.weighted_column_sums(weights), attention.column_sums
     assert seen == launches
     seen.clear()
     given = observe(
-        **arguments, statistics=statistics, log_sum_exp=torch.zeros(5, 2, 2, device=device)
+        **arguments, statistics=statistics, log_sum_exp=torch.zeros(5, 2, 2, device=kernels)
     )
     _ = given.column_sums, given.weighted_column_sums(weights)
     assert seen == launches[2:]
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"queries": torch.zeros(4, 2, 2)}, "queries"),
+        ({"queries": torch.zeros(4, 3, 2, 16)}, "key_pages"),
+        ({"num_keys": 0}, "num_keys"),
+        ({"num_keys": 60}, "block_ids"),
+        ({"row_positions": torch.zeros(3).long()}, "row_positions"),
+        ({"log_sum_exp": torch.zeros(4, 2, 3)}, "log_sum_exp"),
+    ],
+)
+def test_wrong_arguments_are_named(change: dict[str, object], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        observe(**{**make(20, 4, "cpu"), **change})
+
+
+@pytest.mark.parametrize("per_head", [True, False])
+def test_wrong_weights_are_named(per_head: bool) -> None:
+    attention = observe(**make(20, 4, "cpu"), per_head=per_head)
+    with pytest.raises(ValueError, match="weights"):
+        attention.weighted_column_sums(torch.zeros(2, 5))
+
+
+def test_a_statistic_that_was_not_requested_is_named() -> None:
+    attention = observe(**make(20, 4, "cpu"))
+    with pytest.raises(ValueError, match="share_below was not computed"):
+        _ = attention.share_below
+    with pytest.raises(ValueError, match="row_entropies was not computed"):
+        _ = attention.row_entropies
+    with pytest.raises(ValueError, match="column_maxima was not computed"):
+        _ = attention.column_maxima
 
 
 # -- several layers over page tables ------------------------------------------------------
@@ -392,20 +494,59 @@ def check_layers(layers: Layers, stored: bool = True, **options: Any) -> None:
     check_sets(observe_ragged(**layers.arguments, **options), layers.sets(), **TOLERANCE)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(data=st.data(), stored=st.booleans())
-def test_heads_of_different_lengths(device: str, data: st.DataObject, stored: bool) -> None:
-    check_layers(data.draw(observed_layers(device, longest=70)), stored)
+KEY_DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 
 
-@pytest.mark.parametrize("per_head", [True, False])
-@pytest.mark.parametrize("is_transposed", [True, False])
-def test_layers_of_several_tiles(device: str, per_head: bool, is_transposed: bool) -> None:
+@st.composite
+def observed_layers(draw: st.DrawFn, device: str = "cpu", longest: int = 40) -> Layers:
+    layers, heads, per_head = (
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 3)),
+        draw(st.booleans()),
+    )
+    length = st.integers(1, longest)
+    if per_head:
+        lengths = [[draw(length) for _ in range(heads)] for _ in range(layers)]
+    else:
+        lengths = [[draw(length)] * heads for _ in range(layers)]
+    # Some rows may see no key of some heads, but the last one sees at least one of each.
+    hidden = draw(st.lists(st.integers(0, longest), max_size=5))
+    last = draw(st.integers(0, min(map(min, lengths)) - 1))
+    num_hidden = [*sorted((max(h, last) for h in hidden), reverse=True), last]
+    torch.manual_seed(draw(st.integers(0, 2**31)))
+    return make_layers(
+        lengths,
+        num_hidden,
+        per_head,
+        group=draw(st.integers(1, 3)),
+        head_size=draw(st.sampled_from([4, 8, 24])),
+        block_size=draw(st.sampled_from([1, 4, 16])),
+        dtype=draw(st.sampled_from(KEY_DTYPES[:2])),
+        key_dtype=draw(st.sampled_from([None, *KEY_DTYPES])),
+        is_transposed=draw(st.booleans()),
+        extra_width=draw(st.integers(0, 3)),
+        device=device,
+    )
+
+
+@settings(max_examples=12)
+@given(data=st.data(), stored=st.booleans(), knows_common=st.booleans())
+def test_heads_of_different_lengths(
+    kernels: str, data: st.DataObject, stored: bool, knows_common: bool
+) -> None:
+    layers = data.draw(observed_layers(kernels))
+    workspace_bytes = data.draw(st.sampled_from([0, 1 << 12, 1 << 20]))
+    num_common_keys = layers.num_common_keys if knows_common else 0
+    check_layers(layers, stored, workspace_bytes=workspace_bytes, num_common_keys=num_common_keys)
+
+
+@pytest.mark.parametrize(("per_head", "is_transposed"), [(True, False), (False, True)])
+def test_layers_of_several_tiles(kernels: str, per_head: bool, is_transposed: bool) -> None:
     """Some heads end tiles before others, and some rows see nothing of the shortest."""
     lengths = [[300, 5], [1, 129]] if per_head else [[300, 300], [40, 40]]
     hidden = [140, *range(40, 0, -2), 0]
     layers = make_layers(
-        lengths, hidden, per_head, 4, 32, 16, FP16, is_transposed=is_transposed, device=device
+        lengths, hidden, per_head, 4, 32, 16, FP16, is_transposed=is_transposed, device=kernels
     )
     check_layers(layers)
     check_layers(layers, stored=False, workspace_bytes=0)
@@ -413,17 +554,62 @@ def test_layers_of_several_tiles(device: str, per_head: bool, is_transposed: boo
 
 @pytest.mark.parametrize("dtype", [FP16, FP32, BF16])
 @pytest.mark.parametrize("key_dtype", KEY_DTYPES)
-def test_quantised_keys(device: str, dtype: torch.dtype, key_dtype: torch.dtype) -> None:
+def test_quantised_keys(kernels: str, dtype: torch.dtype, key_dtype: torch.dtype) -> None:
     check_layers(
-        make_layers([[50, 21]], [9, 2, 0], True, 2, 16, 16, dtype, key_dtype, device=device)
+        make_layers([[50, 21]], [9, 2, 0], True, 2, 16, 16, dtype, key_dtype, device=kernels)
     )
 
 
-def test_log_sum_exps_of_layers(device: str) -> None:
-    layers = make_layers([[40, 3], [1, 70]], [13, 5, 0], per_head=True, device=device)
+def test_log_sum_exps_of_layers(kernels: str) -> None:
+    layers = make_layers([[40, 3], [1, 70]], [13, 5, 0], per_head=True, device=kernels)
     log_sum_exp = exact_log_sum_exp(layers)
     assert log_sum_exp.isinf().any()
-    check_layers(layers, log_sum_exp=log_sum_exp.float().to(device))
+    check_layers(layers, log_sum_exp=log_sum_exp.float().to(kernels))
+
+
+def exact_log_sum_exp(layers: Layers) -> Tensor:
+    """Return the log-sum-exp of every query head and row, float64 ``[L, O, H, G]``."""
+    queries, pool, tables = (layers.arguments[name].cpu() for name in ("queries", "pool", "tables"))
+    num_heads, block_size = queries.shape[2], pool.shape[1]
+    result = torch.empty(queries.shape[:-1], dtype=torch.float64)
+    for pair, length in enumerate(layers.lengths):
+        layer, head = divmod(pair, num_heads)
+        keys = pool[tables[pair, : math.ceil(length / block_size)].long()].flatten(0, 1)
+        for row, hidden in enumerate(layers.num_hidden):
+            seen = keys[: max(0, length - hidden)].double()
+            logits = queries[layer, row, head].double() @ seen.T * layers.scales[layer]
+            result[layer, row, head] = logits.logsumexp(dim=-1)
+    return result
+
+
+def test_evicted_keys_leave_no_positions() -> None:
+    layers = make_layers([[9, 3]], [5, 0], per_head=True)
+    with pytest.raises(ValueError, match="use row_columns"):
+        _ = observe_ragged(**layers.arguments).row_positions
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"queries": torch.zeros(3, 2, 2, 8)}, "queries"),
+        ({"queries": torch.zeros(2, 3, 2, 2, 8).int()}, "queries"),
+        ({"pool": torch.zeros(30, 4, 9)}, "pool"),
+        ({"tables": torch.zeros(3, 4).int()}, "tables"),
+        ({"tables": torch.zeros(4, 3).int()}, "tables must have the 4 pages"),
+        ({"tables": torch.zeros(4, 4)}, "tables"),
+        ({"lengths": torch.zeros(2).int()}, "num_visible"),
+        ({"lengths": torch.zeros(4).long()}, "num_visible"),
+        ({"num_hidden": torch.zeros(2).int()}, "num_visible"),
+        ({"num_keys": 0}, "num_keys"),
+        ({"scale": torch.ones(3)}, "scale"),
+        ({"row_positions": torch.zeros(2).long()}, "row_positions"),
+        ({"log_sum_exp": torch.zeros(2, 2, 3, 2)}, "log_sum_exp"),
+    ],
+)
+def test_wrong_arguments_of_layers_are_named(change: dict[str, object], word: str) -> None:
+    layers = make_layers([[9, 3], [1, 14]], [13, 5, 0], per_head=True)
+    with pytest.raises(ValueError, match=word):
+        observe_ragged(**{**layers.arguments, **change})
 
 
 class Operations(TorchDispatchMode):
@@ -442,18 +628,19 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("kernels", ["triton"], indirect=True)
 @pytest.mark.parametrize("per_head", [True, False])
 def test_the_number_of_launches_does_not_grow_with_the_layers(
-    device: str, per_head: bool, monkeypatch: pytest.MonkeyPatch
+    kernels: str, per_head: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Statistics, scores and strengths of TGV-KV, whose weights depend on the column sums."""
     triton_launches = watch_launches(monkeypatch)
     policy = build_policy(Mix("tgv", granularity="head" if per_head else "layer"))
     num_layers, heads, num_keys, num_rows = 36, 2, 20, 3
-    prompt = Prompt(num_keys, 16, torch.arange(num_keys, device=device) < 10, 0)
+    prompt = Prompt(num_keys, 16, torch.arange(num_keys, device=kernels) < 10, 0)
     hidden = range(num_rows - 1, -1, -1)
     arguments = make_layers(
-        [[num_keys] * heads] * num_layers, hidden, per_head, 2, 16, 16, device=device
+        [[num_keys] * heads] * num_layers, hidden, per_head, 2, 16, 16, device=kernels
     ).arguments
 
     def scored(layers: slice) -> tuple[list[Tensor], int]:
@@ -469,7 +656,7 @@ def test_the_number_of_launches_does_not_grow_with_the_layers(
                 **some,
                 statistics=policy.statistics("text"),
                 num_common_keys=num_keys - num_rows + 1,
-                row_positions=torch.arange(num_keys - num_rows, num_keys, device=device),
+                row_positions=torch.arange(num_keys - num_rows, num_keys, device=kernels),
             )
             view = LayerView(0, attention.num_groups, prompt, attention)
             scores = policy.score(view)
@@ -487,6 +674,71 @@ def test_the_number_of_launches_does_not_grow_with_the_layers(
             torch.testing.assert_close(of_all[sets], of_layer)
     print(f"{launches} launches for {num_layers} layers, {launches_of_one} for one")
     assert launches <= launches_of_one <= 25
+
+
+METHODS = [
+    *(Mix(name) for name in POLICY_NAMES if build_policy(Mix(name)).score.rows != "none"),
+    *(Mix(name, granularity="head") for name in ("tgv", "vlcache", "aircache", "prefixkv")),
+    *(Mix(allocation=part) for part in ("vv", "tt", "entropy")),
+    Mix(score="vv_tt", granularity="head"),
+    Mix("snapkv", reduce="max"),
+]
+
+
+@pytest.mark.parametrize("mix", METHODS, ids=str)
+def test_methods_score_layers_at_once_as_one_by_one(mix: Mix) -> None:
+    """To a score or a strength, the token sets of several layers are like those of one."""
+    policy = build_policy(mix)
+    num_layers, num_keys = 3, 29
+    images = (VisionSpan(6, 12, (3, 4)),)
+    is_vision = (torch.arange(num_keys) >= 6) & (torch.arange(num_keys) < 18)
+    prompt = Prompt(num_keys, 28, is_vision, sinks=2, images=images)
+    per_head = policy.granularity == "head"
+    num_sets = 2 if per_head else 1
+    arguments = make_layers(
+        [[num_keys] * 2] * num_layers, range(num_keys - 1, -1, -1), per_head, 3
+    ).arguments
+    values = torch.randn_like(arguments["pool"])
+
+    def observed(kind: RowSet, layers: slice) -> ObservedAttention:
+        pairs = slice(layers.start * 2, layers.stop * 2)
+        rows = slice(0 if kind == "all" else 20, num_keys)
+        some = {
+            "queries": arguments["queries"][layers, rows],
+            "num_hidden": arguments["num_hidden"][rows],
+            "scale": arguments["scale"][layers],
+            **{name: arguments[name][pairs] for name in ("tables", "lengths")},
+        }
+        return observe_ragged(
+            **{**arguments, **some},
+            statistics=policy.statistics(kind),
+            row_positions=torch.arange(num_keys)[rows],
+            values=values,
+        )
+
+    def attention(kind: RowSet, layers: slice) -> Attention:
+        if kind == "none":
+            return NO_ATTENTION
+        if kind != "all":
+            return observed(kind, layers)
+        sums = RowSums((layers.stop - layers.start) * num_sets, num_keys, torch.device("cpu"))
+        for i, layer in enumerate(range(layers.start, layers.stop)):
+            sums.add(observed(kind, slice(layer, layer + 1)), is_vision, first_set=i * num_sets)
+        return sums
+
+    def scored(layers: slice) -> tuple[Tensor, ...]:
+        number = (layers.stop - layers.start) * num_sets
+        view = LayerView(0, number, prompt, attention(policy.score.rows, layers))
+        scores = policy.scores(view)
+        view = LayerView(0, number, prompt, attention(policy.allocation.rows, layers))
+        strengths = policy.allocation.strength(view, scores)
+        return scores, policy.pooled(scores, prompt, num_keys), strengths
+
+    together = scored(slice(0, num_layers))
+    for layer in range(num_layers):
+        sets = slice(layer * num_sets, (layer + 1) * num_sets)
+        for of_all, alone in zip(together, scored(slice(layer, layer + 1)), strict=True):
+            assert torch.equal(of_all[sets], alone)
 
 
 @pytest.mark.gpu

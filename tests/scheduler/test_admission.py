@@ -153,7 +153,7 @@ def test_prefills_finish_in_order() -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         OrderMachine,
         settings=settings(
-            max_examples=400,
+            max_examples=120,
             stateful_step_count=50,
             database=None,
             derandomize=True,

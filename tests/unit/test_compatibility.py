@@ -262,14 +262,6 @@ def test_what_models_of_several_kinds_of_layers_do_not_do_yet(
         assert f"does not work with {word} of {what} yet" in refusal(model, **without, **options)
 
 
-def test_image_prefixes_are_refused_where_attention_follows_them(folder: Folder) -> None:
-    """Those of vLLM's CPU kernels are causal."""
-    model = folder(gemma3, "Gemma3ForConditionalGeneration")
-    config = configure(model)
-    assert config.model_config.is_mm_prefix_lm
-    assert "bidirectional attention over image tokens" in refusal_of(config, platforms.CUDA)
-
-
 @pytest.mark.parametrize("size", [256, 512])
 def test_large_heads_are_refused_where_flash_attention_does_not_take_them(
     folder: Folder, size: int
@@ -283,27 +275,6 @@ def test_large_heads_are_refused_where_flash_attention_does_not_take_them(
         message = refusal_of(config, platforms.CUDA)
         assert "heads of 512 values in layers with full attention on this platform" in message
         assert "serve a model with at most 256 or leave out --kv-eviction" in message
-
-
-def test_diffusion_is_refused(plain: str) -> None:
-    """vLLM refuses it itself where it has no runner for it."""
-    config = configure(plain)
-    config.model_config.hf_config.canvas_length = 64
-    vars(config.model_config).pop("is_diffusion", None)  # known already
-    assert "a model that writes by diffusion" in refusal_of(config)
-
-
-def test_windows_behind_the_prompt_are_refused(plain: str) -> None:
-    """Answers of Unlimited-OCR see the prompt and their own last tokens."""
-    config = configure(plain)
-    sizes = config.model_config.model_arch_config
-    config.model_config.model_arch_config = replace(sizes, rswa_window=128)
-    assert "(R-SWA of 128 tokens)" in refusal_of(config)
-
-
-def test_windows_in_all_layers_are_refused(folder: Folder) -> None:
-    model = folder(qwen2, "Qwen2ForCausalLM", first_window=0)
-    assert "sliding-window attention in all layers" in refusal(model)
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (3, 2), (2, 4)])
@@ -383,24 +354,24 @@ def test_a_window_that_hides_no_token_is_none(folder: Folder) -> None:
     )
 
 
-def test_layers_without_attention_are_not_attention(folder: Folder) -> None:
-    """Those that the configuration counts as layers, such as `mlp`."""
-    model = folder(cosmos3_edge, "Cosmos3EdgeForConditionalGeneration")
-    assert configure(model).scheduler_config.scheduler_cls == SCHEDULER_CLS
+def wide_llama(**fields: Any) -> Any:
+    return transformers.LlamaConfig(**SIZES, head_dim=32, **fields)
 
 
-def test_an_indexer_is_refused(folder: Folder) -> None:
-    """Whether the checkpoint describes it or only its heads."""
-    for fields in ({"sparse_attention_config": {"sparse_block_size": 128}}, {"index_n_heads": 4}):
-        model = folder(llama, "LlamaForCausalLM", **fields)
-        assert "sparse attention (an indexer selects the keys)" in refusal(model)
+TWO_RANKS = {"tensor_parallel_size": 2}
+TWO_STAGES = {"pipeline_parallel_size": 2}
+CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+
+
+def flash(**attention: Any) -> dict[str, Any]:
+    return {"attention_config": {"backend": "FLASH_ATTN", **attention}}
 
 
 @pytest.mark.parametrize(
     ("options", "feature", "way_out"),
     [
         (
-            {"speculative_config": NGRAM, "pipeline_parallel_size": 2},
+            {"speculative_config": NGRAM, **TWO_STAGES},
             "speculative decoding by ngram in pipeline stages (--pipeline-parallel-size 2)",
             "remove --speculative-config or use --pipeline-parallel-size 1",
         ),
@@ -409,11 +380,7 @@ def test_an_indexer_is_refused(folder: Folder) -> None:
             "data parallelism over several nodes (--data-parallel-size-local 1 of 2)",
             "one server per node",
         ),
-        (
-            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
-            "KV connectors",
-            "remove --kv-transfer-config",
-        ),
+        ({"kv_transfer_config": CONNECTOR}, "KV connectors", "remove --kv-transfer-config"),
         ({"kv_offloading_size": 1.0}, "KV connectors", "remove"),
         ({"runner": "pooling"}, "--runner pooling", "serve another model"),
         (
@@ -427,28 +394,146 @@ def test_an_indexer_is_refused(folder: Folder) -> None:
             "remove --worker-cls vllm.v1.worker.cpu_worker.CPUWorker",
         ),
         ({"attention_backend": "TRITON_ATTN"}, "--attention-backend TRITON_ATTN", "use CPU_ATTN"),
+        (
+            {"eviction": {CONFIG_KEY: {"policy": "tgv", "decode_kernel": "triton"}}},
+            "decode_kernel: triton on this platform",
+            "",
+        ),
+        (
+            {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 2}},
+            "speculative decoding by draft_model",
+            "use the method ngram",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_flags_that_are_refused(
     plain: str, options: dict[str, Any], feature: str, way_out: str
 ) -> None:
+    if "draft_model" in feature:
+        options["speculative_config"]["model"] = plain
     message = refusal(plain, **options)
     assert feature in message
     assert way_out in message
 
 
-def wide_llama(**fields: Any) -> Any:
-    return transformers.LlamaConfig(**SIZES, head_dim=32, **fields)
+@pytest.mark.parametrize(
+    ("options", "changes", "feature", "way_out"),
+    [
+        ({}, {"model_config.hf_config.canvas_length": 64}, "a model that writes by diffusion", ""),
+        ({}, {"parallel_config.enable_dbo": True}, "microbatches", ""),
+        ({}, {"model_config.enable_sleep_mode": True}, "sleep mode", ""),
+        (
+            {"data_parallel_size": 2},
+            {"parallel_config.data_parallel_backend": "ray"},
+            "",
+            "use --data-parallel-backend mp",
+        ),
+        *(
+            (
+                options,
+                {f"parallel_config.{field}": value},
+                f"does not work with {kind} parallelism {feature}",
+                way_out,
+            )
+            for kind, options in (("tensor", TWO_RANKS), ("pipeline", TWO_STAGES))
+            for field, value, feature, way_out in (
+                (
+                    "distributed_executor_backend",
+                    "ray",
+                    "and --distributed-executor-backend ray",
+                    "mp",
+                ),
+                ("nnodes", 2, "over several nodes (--nnodes 2)", "--nnodes 1"),
+            )
+        ),
+    ],
+)
+def test_what_vllm_itself_refuses_elsewhere(
+    plain: str, options: dict[str, Any], changes: dict[str, Any], feature: str, way_out: str
+) -> None:
+    """Fields are set after vLLM's own checks, which refuse some of them here."""
+    config = configure(plain, **options)
+    for path, value in changes.items():
+        *parts, field = path.split(".")
+        owner: Any = config
+        for part in parts:
+            owner = getattr(owner, part)
+        setattr(owner, field, value)
+    vars(config.model_config).pop("is_diffusion", None)  # known already
+    message = refusal_of(config)
+    assert feature in message
+    assert way_out in message
 
 
-FP8_OF_A_CHECKPOINT = {
-    "quant_method": "compressed-tensors",
-    "format": "dense",
-    "config_groups": {},
-    "ignore": [],
-    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True},
-}
+@pytest.mark.parametrize(
+    ("options", "feature", "way_out"),
+    [
+        (TWO_RANKS, "tensor parallelism (--tensor-parallel-size 2) on this platform", ""),
+        (TWO_STAGES, "pipeline parallelism (--pipeline-parallel-size 2) on this platform", ""),
+        ({"speculative_config": NGRAM}, "by ngram on this platform yet", "remove"),
+        (
+            flash(backend_per_kind={"full_attention": "FLASHINFER"}),
+            "--attention-config.backend_per_kind {'full_attention': 'FLASHINFER'} yet",
+            "remove it or use FLASH_ATTN, which is extended or leave out",
+        ),
+        (
+            flash(flash_attn_version=4),
+            "--attention-config.flash_attn_version 4 yet",
+            "use 3 on Hopper GPUs and 2 on others or leave out",
+        ),
+        (flash(backend_per_kind={"full_attention": "FLASH_ATTN"}, flash_attn_version=3), "", ""),
+    ],
+    ids=str,
+)
+def test_what_is_refused_on_a_gpu(
+    plain: str, options: dict[str, Any], feature: str, way_out: str
+) -> None:
+    """vLLM itself takes these. The last ones are allowed."""
+    config = configure(plain, {} if "attention_config" in options else TGV, **options)
+    if not feature:
+        check_vllm_config(config, platforms.CUDA)
+        return
+    message = refusal_of(config, platforms.CUDA)
+    assert feature in message
+    assert way_out in message
+
+
+def test_another_platform_is_refused(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    assert "use a CPU or CUDA build of vLLM" in refusal(plain)
+
+
+@pytest.mark.parametrize(
+    ("config", "architecture", "fields", "feature"),
+    [
+        (llama, "LlamaForCausalLM", {"index_n_heads": 4}, "sparse attention (an indexer selects"),
+        (
+            llama,
+            "LlamaForCausalLM",
+            {"sparse_attention_config": {"sparse_block_size": 128}},
+            "sparse attention (an indexer selects",
+        ),
+        (qwen2, "Qwen2ForCausalLM", {"first_window": 0}, "sliding-window attention in all layers"),
+    ],
+)
+def test_attention_that_is_refused(
+    folder: Folder, config: Any, architecture: str, fields: dict[str, Any], feature: str
+) -> None:
+    assert feature in refusal(folder(config, architecture, **fields))
+
+
+def test_attention_of_prefixes_and_windows_after_the_prompt_is_refused(
+    plain: str, folder: Folder
+) -> None:
+    """Answers of Unlimited-OCR see the prompt and their own last tokens."""
+    config = configure(folder(gemma3, "Gemma3ForConditionalGeneration"))
+    assert config.model_config.is_mm_prefix_lm  # vLLM's CPU kernels are causal
+    assert "bidirectional attention over image tokens" in refusal_of(config, platforms.CUDA)
+    config = configure(plain)
+    sizes = config.model_config.model_arch_config
+    config.model_config.model_arch_config = replace(sizes, rswa_window=128)
+    assert "(R-SWA of 128 tokens)" in refusal_of(config)
 
 
 @pytest.mark.parametrize(
@@ -457,20 +542,14 @@ FP8_OF_A_CHECKPOINT = {
         *(
             (
                 {"kv_cache_dtype": dtype},
-                f"a quantised cache (--kv-cache-dtype {dtype})",
+                f"(--kv-cache-dtype {dtype})",
                 "use --kv-cache-dtype auto or one of fp8, fp8_e4m3, fp8_e5m2",
             )
-            for dtype in (
-                "int8_per_token_head",
-                "fp8_per_token_head",
-                "int4_per_token_head",
-                "nvfp4",
-                "ultraquant_4bit",
-            )
+            for dtype in ("int8_per_token_head", "fp8_per_token_head", "nvfp4")
         ),
         (
             {"kv_cache_dtype": "fp8", "block_size": 16},
-            "a quantised cache (--kv-cache-dtype fp8) in blocks of 16 tokens",
+            "(--kv-cache-dtype fp8) in blocks of 16 tokens",
             "use a --block-size that is a multiple of 32",
         ),
         (
@@ -485,8 +564,17 @@ def test_quantised_caches_that_are_refused(
     folder: Folder, options: dict[str, Any], feature: str, way_out: str
 ) -> None:
     message = refusal(folder(wide_llama, "LlamaForCausalLM"), **options)
-    assert feature in message
+    assert f"a quantised cache {feature}" in message
     assert way_out in message
+
+
+FP8_OF_A_CHECKPOINT = {
+    "quant_method": "compressed-tensors",
+    "format": "dense",
+    "config_groups": {},
+    "ignore": [],
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True},
+}
 
 
 def test_fp8_caches_are_for_cpus_and_heads_of_32_values(plain: str, folder: Folder) -> None:
@@ -541,16 +629,6 @@ def test_other_drafts_are_refused_by_name(plain: str, monkeypatch: pytest.Monkey
         )
 
 
-def test_a_draft_model_is_refused(plain: str) -> None:
-    draft = {"method": "draft_model", "model": plain, "num_speculative_tokens": 2}
-    assert "speculative decoding by draft_model" in refusal(plain, speculative_config=draft)
-
-
-def test_drafts_are_refused_on_a_gpu(plain: str) -> None:
-    vllm_config = configure(plain, speculative_config=NGRAM)
-    assert "by ngram on this platform yet: remove" in refusal_of(vllm_config, platforms.CUDA)
-
-
 def qwen3_moe() -> Any:
     return transformers.Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2)
 
@@ -564,54 +642,6 @@ def test_replicas_are_refused_where_their_steps_depend_on_each_other(folder: Fol
     assert configure(mixture).scheduler_config.scheduler_cls == SCHEDULER_CLS
 
 
-def test_replicas_of_a_dense_model(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replicas that vLLM starts as processes of one machine."""
-    vllm_config = configure(plain, data_parallel_size=2)
-    assert vllm_config.scheduler_config.scheduler_cls == SCHEDULER_CLS
-    assert vllm_config.parallel_config.data_parallel_size == 2
-    # vLLM refuses it itself if Ray is not installed.
-    monkeypatch.setattr(vllm_config.parallel_config, "data_parallel_backend", "ray")
-    assert "use --data-parallel-backend mp" in refusal_of(vllm_config)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "feature", "way_out"),
-    [
-        ("distributed_executor_backend", "ray", "and --distributed-executor-backend ray", "mp"),
-        ("nnodes", 2, "over several nodes (--nnodes 2)", "--nnodes 1"),
-    ],
-)
-@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
-def test_ranks_and_stages_are_processes_of_one_machine(
-    plain: str,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    field: str,
-    value: Any,
-    feature: str,
-    way_out: str,
-) -> None:
-    """Set after vLLM's own checks, which refuse some of it here."""
-    vllm_config = configure(plain, **{f"{kind}_parallel_size": 2})
-    assert vllm_config.scheduler_config.scheduler_cls == SCHEDULER_CLS
-    monkeypatch.setattr(vllm_config.parallel_config, field, value)
-    message = refusal_of(vllm_config)
-    assert f"does not work with {kind} parallelism {feature}" in message
-    assert way_out in message
-
-
-SCHEDULE = {"schedule": [[4, 0.5], [9, 0.2]]}
-CEILING = {"max_tokens": 512, "buffer": 64}
-
-
-@pytest.mark.parametrize("decode", [SCHEDULE, CEILING], ids=["schedule", "ceiling"])
-def test_ranks_and_stages_evict_again(plain: str, decode: Any) -> None:
-    eviction = {CONFIG_KEY: {"policy": "tgv", "decode": decode}}
-    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
-    for several in ({}, *({kind: size} for kind, size in sizes.items()), sizes):
-        configure(plain, eviction, **several)
-
-
 def test_a_ceiling_leaves_every_head_its_floor(plain: str) -> None:
     for tokens, floor, is_refused in ((31, 1, True), (32, 1, False), (63, 2, True), (31, 0, True)):
         settings = {"policy": "tgv", "decode": {"max_tokens": tokens}, "floor_pages": floor}
@@ -621,13 +651,6 @@ def test_a_ceiling_leaves_every_head_its_floor(plain: str) -> None:
         message = refusal(plain, eviction={CONFIG_KEY: settings}, block_size=32)
         assert f"decode.max_tokens: {tokens}, which is less than floor_pages ({floor})" in message
         assert f"give at least {max(floor, 1) * 32} tokens" in message
-
-
-@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
-def test_ranks_and_stages_with_a_gpu_each_are_refused(plain: str, kind: str) -> None:
-    vllm_config = configure(plain, **{f"{kind}_parallel_size": 2})
-    message = refusal_of(vllm_config, platforms.CUDA)
-    assert f"{kind} parallelism (--{kind}-parallel-size 2) on this platform" in message
 
 
 @pytest.mark.parametrize("settings", [{"policy": "retentivekv"}, {"methods": {"x": {}}}])
@@ -738,59 +761,11 @@ def test_model_runner_v2_is_refused(plain: str, monkeypatch: pytest.MonkeyPatch)
     assert "set VLLM_USE_V2_MODEL_RUNNER=0" in refusal_of(vllm_config)
 
 
-@pytest.mark.parametrize(
-    ("part", "field", "feature"),
-    [
-        ("parallel_config", "enable_dbo", "microbatches"),
-        ("model_config", "enable_sleep_mode", "sleep mode"),
-    ],
-)
-def test_what_only_a_gpu_lets_pass_is_refused(
-    plain: str, part: str, field: str, feature: str
-) -> None:
-    """vLLM itself refuses these flags on CPU."""
-    vllm_config = configure(plain)
-    setattr(getattr(vllm_config, part), field, True)
-    assert feature in refusal_of(vllm_config)
-
-
-def test_a_decode_kernel_that_the_platform_does_not_have_is_refused(plain: str) -> None:
-    eviction = {CONFIG_KEY: {"policy": "tgv", "decode_kernel": "triton"}}
-    assert "decode_kernel: triton on this platform" in refusal(plain, eviction=eviction)
-
-
 def test_steps_that_are_scheduled_ahead_have_a_scheduler_for_that(
     plain: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flash_on_cpu.schedule_ahead(monkeypatch)
     assert configure(plain).scheduler_config.scheduler_cls == ASYNC_SCHEDULER_CLS
-
-
-@pytest.mark.parametrize(
-    ("attention", "feature", "way_out"),
-    [
-        (
-            {"backend_per_kind": {"full_attention": "FLASHINFER"}},
-            "--attention-config.backend_per_kind {'full_attention': 'FLASHINFER'}",
-            "remove it or use FLASH_ATTN, which is extended",
-        ),
-        (
-            {"flash_attn_version": 4},
-            "--attention-config.flash_attn_version 4",
-            "use 3 on Hopper GPUs and 2 on others",
-        ),
-    ],
-)
-def test_other_attention_of_a_gpu_is_refused(
-    plain: str, attention: dict[str, Any], feature: str, way_out: str
-) -> None:
-    """vLLM itself takes these, and uses them in place of the backend that is extended."""
-    options = {"attention_config": {"backend": "FLASH_ATTN", **attention}}
-    message = refusal_of(configure(plain, {}, **options), platforms.CUDA)
-    assert f"does not work with {feature} yet: {way_out} or leave out" in message
-    allowed = {"backend_per_kind": {"full_attention": "FLASH_ATTN"}, "flash_attn_version": 3}
-    options = {"attention_config": {"backend": "FLASH_ATTN", **allowed}}
-    check_vllm_config(configure(plain, {}, **options), platforms.CUDA)
 
 
 @pytest.mark.parametrize("may_slide", [False, True])
@@ -823,21 +798,11 @@ def test_flash_attention_4_is_refused_where_vllm_chooses_it() -> None:
         check_layer(SimpleNamespace(**vars(impl), vllm_flash_attn_version=4))
 
 
-def test_another_platform_is_refused(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.platforms import current_platform
-
-    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    assert "use a CPU or CUDA build of vLLM" in refusal(plain)
-
-
-def test_wrong_settings_are_refused_before_a_model_is_read(tmp_path: Path) -> None:
-    with pytest.raises(EvictionConfigError, match=r"kv_eviction\.budget is 0"):
-        configure(str(tmp_path), {CONFIG_KEY: {"policy": "tgv", "budget": 0}})
-
-
 def test_supported_models_get_the_plugins_classes(plain: str, folder: Folder) -> None:
     """Also a model whose configuration has a window that it does not use."""
-    for model in (plain, folder(qwen2, "Qwen2ForCausalLM", use_sliding_window=False)):
+    cosmos = folder(cosmos3_edge, "Cosmos3EdgeForConditionalGeneration")  # `mlp` is a layer, too
+    unused = folder(qwen2, "Qwen2ForCausalLM", use_sliding_window=False)
+    for model in (plain, unused, cosmos):
         config = configure(model)
         assert config.scheduler_config.scheduler_cls == SCHEDULER_CLS
         assert config.parallel_config.worker_cls == platforms.CPU.worker_cls

@@ -150,13 +150,6 @@ def test_parts_and_settings_of_a_mix() -> None:
     assert EvictionConfig().build_policy("vlcache").granularity == "layer"
 
 
-def test_defaults_are_inactive() -> None:
-    config = EvictionConfig()
-    assert not config.active
-    assert EvictionConfig.from_mapping({}) == config
-    assert not EvictionConfig.from_mapping({"policy": "none", "budget": 0.2}).active
-
-
 def test_every_field_is_read() -> None:
     config = EvictionConfig.from_mapping(
         {
@@ -571,20 +564,11 @@ def test_the_last_rows_of_the_answer_fit_the_query_pool() -> None:
 @pytest.mark.parametrize(
     ("key", "meant"),
     [
-        ("kv_evicton", "kv_eviction"),
-        ("kv_evction", "kv_eviction"),
-        ("kv_eviciton", "kv_eviction"),
-        ("kv_evictoin", "kv_eviction"),
-        ("kv_veiction", "kv_eviction"),
-        ("kv_evicttion", "kv_eviction"),
-        ("kv_eviktion", "kv_eviction"),
-        ("kv_evict", "kv_eviction"),
-        ("vk_eviction", "kv_eviction"),
-        ("kv-eviction", "kv_eviction"),
-        ("KV_EVICTION", "kv_eviction"),
-        ("kveviction", "kv_eviction"),
-        ("kv_evictions", "kv_eviction"),
-        ("kv_eviction_bugdet", "kv_eviction_budget"),
+        *(
+            (key, "kv_eviction")
+            for key in ("kv_eviktion", "kv_evict", "vk_eviction", "kv-eviction")
+        ),
+        *((key, "kv_eviction") for key in ("KV_EVICTION", "kveviction", "kv_evictions")),
         ("kv_eviction_budget ", "kv_eviction_budget"),
         ("kv_eviciton_bugdet", "kv_eviction_budget"),
         ("kv_evict_budget", "kv_eviction_budget"),
@@ -615,32 +599,11 @@ def test_every_slip_of_one_letter_is_refused() -> None:
 @pytest.mark.parametrize(
     "key",
     [
-        "kv_transfer_params",
-        "kv_cache_dtype",
-        "kv_connector",
-        "kv_role",
-        "kv_events",
-        "kv_event_id",
-        "kv_election",
-        "kv_section",
-        "kv_action",
-        "kv_selection",
-        "kv_execution",
-        "kv_evaluation",
-        "kv_evacuation",
-        "kv_prediction",
-        "kv_retention_budget",
-        "kv_",
-        "kv",
-        "kvcache_eviction",
-        "key_eviction",
-        "eviction",
-        "eviction_budget",
-        "cache_eviction",
-        "my_kv_eviction",
-        "",
-        "ignore_eos",
-        "temperature",
+        *("kv_transfer_params", "kv_cache_dtype", "kv_connector", "kv_role", "kv_events", "kv_"),
+        *("kv_event_id", "kv_election", "kv_section", "kv_action", "kv_selection", "kv_execution"),
+        *("kv_evaluation", "kv_evacuation", "kv_prediction", "kv_retention_budget", "kv", ""),
+        *("kvcache_eviction", "key_eviction", "eviction", "eviction_budget", "cache_eviction"),
+        *("my_kv_eviction", "ignore_eos", "temperature"),
     ],
 )
 def test_keys_of_others_pass(key: str) -> None:

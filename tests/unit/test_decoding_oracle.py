@@ -10,14 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from oracle.decoding import (
-    MIX,
-    importance,
-    redundancy,
-    rkv_kept,
-    rkv_scores,
-    similarity,
-)
+from oracle.decoding import importance, redundancy, similarity
 
 # -- R-KV: importance ---------------------------------------------------------------------------
 
@@ -88,11 +81,11 @@ def test_the_first_key_in_rows_without_a_similar_one() -> None:
     torch.testing.assert_close(similarity(keys, True), torch.tensor(plain).double())
 
 
-# -- R-KV: what is kept -------------------------------------------------------------------------
+# -- both ---------------------------------------------------------------------------------------
 
 
-def rkv_scores_in_loops(queries: Tensor, keys: Tensor, scale: float, mix: float) -> list[float]:
-    """Return R-KV's scores, number by number."""
+def parts_in_loops(queries: Tensor, keys: Tensor, scale: float) -> tuple[list[float], list[float]]:
+    """Return importance and redundancy, number by number."""
 
     def dot(one: list[float], other: list[float]) -> float:
         return math.fsum(a * b for a, b in zip(one, other, strict=True))
@@ -118,28 +111,19 @@ def rkv_scores_in_loops(queries: Tensor, keys: Tensor, scale: float, mix: float)
         for j in range(total):
             if j not in (i, newest):
                 totals[j] += cosines[j]
-    redundant = softmax([amount / total for amount in totals])
-    return [mix * important[j] - (1 - mix) * redundant[j] for j in past]
+    return important, softmax([amount / total for amount in totals])
 
 
 @pytest.mark.parametrize("trial", range(6))
-def test_scores_in_loops(trial: int) -> None:
+def test_parts_in_loops(trial: int) -> None:
     window, group, size = random.choice([1, 4, 8]), random.choice([1, 2, 5]), 6
-    total = window + random.choice([2, 3, 8, 40])
+    total = window + random.choice([1, 2, 3, 8, 40])
     centres = torch.randn(3, size)
     keys = centres[torch.randint(3, (total,))] + 0.5 * torch.randn(total, size)
-    queries, mix = 3 * torch.randn(window, group, size), random.choice([MIX, 0.5, 1.0])
-    wanted = rkv_scores_in_loops(queries, keys, 0.4, mix)
-    found = rkv_scores(queries, keys, 0.4, mix)
-    torch.testing.assert_close(found, torch.tensor(wanted).double(), rtol=1e-6, atol=1e-9)
-    for budget in {window + 1, total - 1}:
-        kept = rkv_kept(queries, keys, 0.4, budget, mix)
-        assert len(kept) == budget
-        assert kept == sorted(set(kept))
-        assert kept[-window:] == list(range(total - window, total))
-        lost = [wanted[j] for j in range(total - window) if j not in kept]
-        held = [wanted[j] for j in kept if j < total - window]
-        assert max(lost) <= min(held) + 1e-9
-
-
-# -- TGV-KV -------------------------------------------------------------------------------------
+    queries = 3 * torch.randn(window, group, size)
+    important, redundant = parts_in_loops(queries, keys, 0.4)
+    for found, wanted in (
+        (importance(queries, keys, 0.4), important),
+        (redundancy(keys), redundant),
+    ):
+        torch.testing.assert_close(found, torch.tensor(wanted).double(), rtol=1e-6, atol=1e-9)

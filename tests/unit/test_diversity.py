@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from oracle import scores
-from tests.unit.test_statistics import make_layers, observe_ragged
+from tests.inputs import make_layers, observe_ragged
 from vllm_tgvkv.kernels.diversity import mean_cosines, norms
 from vllm_tgvkv.kernels.statistics import observe
 

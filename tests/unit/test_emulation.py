@@ -16,7 +16,6 @@ from oracle.kernels import apportion, ranking, water_fill
 from oracle.methods import (
     HEAD,
     LAYER,
-    METHODS,
     Auto,
     Case,
     Earlier,
@@ -25,7 +24,6 @@ from oracle.methods import (
     Mix,
     Pool,
     Settings,
-    observe,
     pooled,
     retained_blocks,
     rows,
@@ -345,34 +343,6 @@ def test_rows_of_a_later_cut(oracle: Oracle, prompt: Prompt) -> None:
             assert torch.equal(last[layer, head, :candidates], wanted)
 
 
-def test_only_rows_since_the_last_cut_vote(oracle: Oracle, prompt: Prompt) -> None:
-    """With 8 rows and a cut 3 tokens ago, 5 of them saw keys that are gone, and do not vote."""
-    eviction = Eviction(
-        0.4, 16, HEAD, method="snapkv", defer=9, schedule=((12, 0.2),), answer_rows=8
-    )
-    cut = oracle.answer(prompt, 13, eviction).cuts[1]
-    assert cut.earlier is not None
-    length = len(prompt.token_ids)
-    assert cut.earlier.voters == tuple(range(length + 9, length + 12))
-    evidence = observe(
-        METHODS["snapkv"], cut.attention, cut.layout, oracle.kv_heads, eviction, None, cut.earlier
-    )
-    group = oracle.query_heads // oracle.kv_heads
-    for layer, sets in enumerate(evidence.token_sets):
-        for head, token_set in enumerate(sets):
-            gone = ~cut.earlier.kept[layer, head]
-            assert gone.any()
-            assert not token_set.heads[..., gone].any()
-            for i in cut.earlier.voters:
-                given = cut.attention[layer, head * group : (head + 1) * group, i]
-                assert not given[:, gone].any()
-                # Rows are normalised again; the model computed them in float32.
-                torch.testing.assert_close(token_set.heads[:, i], given, rtol=1e-6, atol=0)
-            others = [i for i in range(length + 12) if i not in cut.earlier.voters]
-            assert not token_set.heads[:, others].any()
-            assert evidence.raw[layer][head].isnan().equal(gone)
-
-
 def test_pooling_leaves_out_what_has_no_score() -> None:
     scores = torch.tensor([1.0, math.nan, 5, math.nan, math.nan, 2, 4], dtype=torch.float64)
     most, mean = (Pool("sequence", 3, kind) for kind in ("max", "mean"))
@@ -418,16 +388,6 @@ def test_pages_of_a_later_cut_are_bounded_by_what_is_left() -> None:
     assert found.kept[0, 1].nonzero().flatten().tolist() == [6, 7, 8, 9]
 
 
-def test_what_an_answer_cannot_vote_on_is_refused(oracle: Oracle, prompt: Prompt) -> None:
-    for mix in (Mix("vv_tt", "uniform", "by_score"), Mix("tgv", "vv", "by_score")):
-        with pytest.raises(ValueError, match="needs rows of vision"):
-            oracle.answer(prompt, 9, Eviction(0.5, 16, method=mix, schedule=((4, 0.2),)))
-    with pytest.raises(ValueError, match="one cut only"):
-        oracle.answer(prompt, 9, Eviction(0.5, 16, method="elastic", schedule=((4, 0.2),)))
-    with pytest.raises(ValueError, match="4 is not after the first cut"):
-        oracle.answer(prompt, 9, Eviction(0.5, 16, defer=4, schedule=((4, 0.2),)))
-
-
 def test_rows_of_prompt_and_answer() -> None:
     layout = Layout(9, (Image(1, 2), Image(5, 1)), answer=2)
     assert rows("text", layout, 512) == [3, 4, 6, 7, 8]
@@ -441,19 +401,6 @@ def test_rows_of_prompt_and_answer() -> None:
     # A prompt that ends with an image still votes with its last position.
     assert rows("after_vision", Layout(8, (Image(1, 6),), answer=1), 512) == [6, 7]
     assert Case(layout, 0, 512, block_size=4).candidates == 4
-
-
-@pytest.mark.parametrize("method", ["tgv", "snapkv"])
-def test_text_without_images_is_kept_whole(oracle: Oracle, prompt: Prompt, method: str) -> None:
-    oracle.logprobs(prompt, [1, 2])  # positions of the images must not outlive this
-    prompt = oracle.prompt(random_text(5, 200))
-    settings = {"defer": 2, "schedule": ((5, 0.1),), "ceiling": 64, "method": method}
-    answer = oracle.answer(prompt, 9, Eviction(0.2, 16, **settings))
-    assert answer.cuts == []
-    torch.testing.assert_close(
-        answer.logprobs, oracle.logprobs(prompt, answer.tokens), rtol=1e-4, atol=1e-4
-    )
-    assert answer.tokens == oracle.generate(prompt, 9)
 
 
 # -- a ceiling ----------------------------------------------------------------------------------
@@ -502,63 +449,3 @@ def test_ceiling(oracle: Oracle, prompt: Prompt, granularity: str, defer: int) -
     assert alive[..., :4].all()
     masks = {cut.after: cut.selection.kept for cut in answer.cuts}
     assert oracle.decode(prompt, 110, masks).tokens == answer.tokens
-
-
-def test_a_ceiling_at_the_prefill_is_a_budget(oracle: Oracle, prompt: Prompt) -> None:
-    """One cut is made, by the prompt's own rows."""
-    found = oracle.answer(prompt, 5, Eviction(0.9, 16, method="snapkv", ceiling=70))
-    (cut,) = found.cuts
-    tail = len(prompt.token_ids) % 16
-    wanted = oracle.select(prompt, Eviction(64 + tail, 16, method="snapkv"))
-    assert wanted.blocks == 4  # 64 tokens in full blocks; 70 would take part of a fifth
-    assert torch.equal(cut.selection.kept, wanted.kept)
-    with pytest.raises(ValueError, match="a guarded budget has no ceiling"):
-        oracle.answer(prompt, 5, Eviction(Auto(0.9), 16, method="snapkv", ceiling=70))
-
-
-def test_stages(oracle: Oracle, prompt: Prompt) -> None:
-    """Each stage shares out its own pages in every cut."""
-    eviction = Eviction(0.6, 16, method="tgv", defer=2, schedule=((6, 0.3),))
-    answer = oracle.answer(prompt, 10, eviction, stages=[1, oracle.layers - 1])
-    for cut in answer.cuts:
-        assert (cut.selection.pages[:1] == cut.selection.blocks).all()
-        rest = cut.selection.pages[1:]
-        assert rest.sum() == cut.selection.blocks * rest.numel()
-    assert answer.kept[1].sum() < answer.kept[0].sum()
-
-
-@pytest.mark.engine
-@pytest.mark.slow
-def test_stock_vllm_gives_the_same_tokens(
-    oracle: Oracle, prompt: Prompt, tiny_model: Callable[..., Path]
-) -> None:
-    """Without eviction, engine and oracle agree, so eviction explains any difference elsewhere."""
-    from vllm import LLM, SamplingParams
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    arch = oracle.model.config.model_type
-    text, images = two_images(arch)
-    single = text.rpartition(LLAVA_IMAGE if arch == "llava" else QWEN_IMAGE)[0]
-    engine = LLM(
-        str(tiny_model(arch, image_size=112)),
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=1024,
-        max_num_seqs=4,
-        limit_mm_per_prompt={"image": 2},
-    )
-    try:
-        outputs = engine.generate(
-            [
-                {"prompt": text, "multi_modal_data": {"image": images}},
-                {"prompt": single, "multi_modal_data": {"image": images[:1]}},
-            ],
-            SamplingParams(temperature=0, max_tokens=2 * TOKENS),
-            use_tqdm=False,
-        )
-    finally:
-        engine.llm_engine.engine_core.shutdown()
-        cleanup_dist_env_and_memory()  # other tests made engines run in this process
-    for output, expected in zip(outputs, [prompt, oracle.prompt(single, images[:1])], strict=True):
-        assert list(output.prompt_token_ids) == expected.token_ids
-        assert list(output.outputs[0].token_ids) == oracle.generate(expected, 2 * TOKENS)

@@ -110,7 +110,13 @@ _STATE = 4 * 32 * 32 * 4 + 3 * (2 * 2 * 32 + 4 * 32) * 2
 @pytest.mark.parametrize(
     ("config", "architecture", "rows", "served"),
     [
-        (llava, "LlavaForConditionalGeneration", [(FULL_ATTENTION, 2, 2 * 16 * _HEADS, 0)], True),
+        pytest.param(
+            llava,
+            "LlavaForConditionalGeneration",
+            [(FULL_ATTENTION, 2, 2 * 16 * _HEADS, 0)],
+            True,
+            marks=pytest.mark.nightly,
+        ),
         (
             gemma4,
             "Gemma4ForConditionalGeneration",

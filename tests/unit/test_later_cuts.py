@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cuts after the first one in evictors of ranks and stages, against the oracle in float64.
+"""All cuts of a request in evictors of ranks and stages, against the oracle in float64.
 
 Ranks are threads of this process, the stages of a rank run one after the other. They serve one
-request from its first cut to its last one: keys are written before, queries are drawn at random,
+request from its first cut to its last one. What is cached is written before, drawn at random,
 and freed blocks are filled with NaN. The oracle decides on its own when to cut, and what is left.
 """
 
@@ -22,11 +22,12 @@ import torch
 
 from oracle.emulation import Cutter, Moment
 from oracle.emulation import Eviction as OracleEviction
-from oracle.methods import Image, Layout
-from tests.inputs import new_rng
+from oracle.methods import Image, Layout, Mix
+from tests.inputs import gates, head_scores, new_rng
 from tests.unit.test_ranks import Wire, run_out_of_memory
 from vllm_tgvkv.cache.pages import CacheShape, page_pool
 from vllm_tgvkv.config.server import EvictionConfig
+from vllm_tgvkv.policies.head_scores import HeadScores
 from vllm_tgvkv.shared.budget import Budget
 from vllm_tgvkv.shared.cuts import Ceiling, Cut, plan_cuts
 from vllm_tgvkv.shared.plan import ColumnSumChunk, Eviction, Failure, Observation, Outcome, StepPlan
@@ -49,16 +50,26 @@ METHODS = {
     "layer": ("tgv", "snapkv", "h2o", "prefixkv"),
     "head": ("tgv", "adakv", "pyramidkv", "rkv"),
 }
+SCORES = {
+    name: Mix(name, "uniform", "window", "head") for name in ("retentive_rows", "retentive_spread")
+}
+"""Mixes of scores that belong to no method."""
+MORE = ("snapkv", "mixkv", "sparsemm", "trimkv", "dbtrimkv", "kvzap", *SCORES)
+"""Methods that look at values, head scores or gates as well; on one rank."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """Rotated keys and queries of all tokens of a request, of all layers and heads."""
+    """Rotated keys and queries, and values, of all tokens of a request."""
 
     keys: torch.Tensor
     """[L, H, n, D]"""
     queries: torch.Tensor
     """[L, n, H, G, D]"""
+    values: torch.Tensor
+    """[L, H, n, D]"""
+    gates: torch.Tensor
+    """What gates say, float32 [L, H, n]."""
 
     @classmethod
     def random(cls, seed: int, kv_heads: int = 4, group: int = 2) -> Model:
@@ -71,6 +82,8 @@ class Model:
         return cls(
             normal(LAYERS, kv_heads, length, HEAD_SIZE),
             2 * normal(LAYERS, length, kv_heads, group, HEAD_SIZE),
+            normal(LAYERS, kv_heads, length, HEAD_SIZE) * normal(LAYERS, 1, length, 1).exp(),
+            -normal(LAYERS, kv_heads, length).abs() / 50,
         )
 
     def attention(self) -> torch.Tensor:
@@ -86,8 +99,14 @@ class Model:
         for n in range(PROMPT.num_tokens, PROMPT.num_tokens + ANSWER):
             kept = torch.ones(*self.keys.shape[:2], n, dtype=torch.bool)
             keys = self.keys[:, :, :n]
-            seen = [attention[:, :, :n, :n]], [queries[:, :, :n]], keys, torch.zeros_like(keys)
-            yield Moment(PROMPT.num_tokens, kept, *seen)
+            seen = [attention[:, :, :n, :n]], [queries[:, :, :n]], keys, self.values[:, :, :n]
+            yield Moment(PROMPT.num_tokens, kept, *seen, self.gates[:, :, :n].double())
+
+
+@cache
+def scores_of(heads: tuple[int, int]) -> HeadScores:
+    """Return scores of the query heads of a model with these KV heads and queries of each."""
+    return head_scores(LAYERS, *heads)
 
 
 @cache
@@ -109,7 +128,8 @@ def expected(
         SIZE,
         granularity,
         observation_window=WINDOW,
-        method=method,
+        method=SCORES.get(method, method),
+        head_scores=torch.tensor(scores_of(heads).scores),
         ranks=ranks,
         defer=defer,
         schedule=schedule[1:],
@@ -228,7 +248,7 @@ class Worker:
         group, place = model.queries.shape[3] // replicas, of_first.rank % replicas
         members = slice(place * group, (place + 1) * group)
         self.queries = model.queries[:, :, heads, members].flatten(2, 3)
-        self.keys, self.num_written = model.keys[:, heads], 0
+        self.model, self.heads, self.num_written = model, heads, 0
         self.outcomes: list[list[Outcome | Failure]] = []
         """Of each step."""
         self.evictors: list[Evictor] = []
@@ -244,18 +264,30 @@ class Worker:
             self.evictors.append(Evictor(config, shape, pool, of_stage, stages))
 
     def write(self, eviction: Eviction, num_tokens: int) -> None:
-        """Write the keys of new tokens to their blocks, as attention does; clear fresh blocks."""
+        """Write what is cached of new tokens to their blocks; clear fresh blocks."""
         size, first_new = SIZE, -(-self.num_written // SIZE)
         fresh = [*eviction.old_blocks[first_new:].tolist(), *eviction.new_blocks.tolist()]
         for evictor in self.evictors:
             first, shape = evictor.stages.first_layer, evictor.shape
             pages = (NUM_BLOCKS, shape.num_layers, shape.num_heads, size, HEAD_SIZE)
-            keys = evictor.pool.keys.view(pages)
-            keys[fresh] = 0
-            for position in range(self.num_written, num_tokens):
-                of_token = self.keys[first : first + shape.num_layers, :, position]
-                block, slot = divmod(position, size)
-                keys[int(eviction.old_blocks[block]), :, :, slot] = of_token
+            layers = slice(first, first + shape.num_layers)
+            pool = evictor.pool
+            for view, states in ((pool.keys, self.model.keys), (pool.values, self.model.values)):
+                cached = view.view(pages)
+                cached[fresh] = 0
+                for position in range(self.num_written, num_tokens):
+                    block, slot = divmod(position, size)
+                    of_token = states[layers, self.heads, position]
+                    cached[int(eviction.old_blocks[block]), :, :, slot] = of_token
+            if evictor.context.gate_outputs is not None:
+                positions = np.arange(self.num_written, num_tokens)
+                slots = eviction.old_blocks[positions // size] * size + positions % size
+                for layer in range(shape.num_layers):
+                    said = self.model.gates[
+                        first + layer, self.heads, self.num_written : num_tokens
+                    ]
+                    outputs = evictor.context.gate_outputs
+                    outputs.store(layer, torch.from_numpy(slots).long(), said.T.contiguous())
         self.num_written = num_tokens
 
     def run(self, plan: StepPlan) -> None:
@@ -317,7 +349,7 @@ CASES = [
     for method in methods
     for name, split in SPLITS.items()
     if method != "rkv" or split.replicas == 1  # a rank knows its own part of the importance only
-]
+] + [("head", method, name) for method in MORE for name in ("alone", "stages")]
 
 
 def serve(split: Split, model: Model, request: Request) -> tuple[list[Worker], list[Wire]]:
@@ -344,10 +376,19 @@ def serve(split: Split, model: Model, request: Request) -> tuple[list[Worker], l
     return wires[0].run(work), wires
 
 
-def settings(kind: str, granularity: str) -> EvictionConfig:
+def settings(
+    kind: str, granularity: str, method: str = "tgv", heads: tuple[int, int] = (4, 2)
+) -> EvictionConfig:
+    used = gates("kvzap" if method == "kvzap" else "trimkv", LAYERS, heads[0])
+    mixes = {
+        name: {"base": "snapkv", "score": name, "pooling": {"kind": "none"}} for name in SCORES
+    }
     return EvictionConfig.from_mapping(
         {
             "policy": "tgv",
+            "methods": mixes,
+            "head_scores": scores_of(heads),
+            "gates": used if method in MORE else None,
             "granularity": granularity,
             "observation_window": WINDOW,
             "decode": LATER[kind],
@@ -376,7 +417,7 @@ def test_every_cut_leaves_what_the_oracle_leaves(
     """All ranks make the same cuts with the same pages; at granularity `layer`, as one rank."""
     split = SPLITS[name]
     heads = split.kv_heads, split.group
-    config = settings(kind, granularity)
+    config = settings(kind, granularity, method, heads)
     is_reported = bool(new_rng().integers(2))
     request = Request(config, kind, method, budget="some", is_reported=is_reported)
     parts = split.ranks // split.replicas if granularity == "head" else 1

@@ -131,6 +131,7 @@ def record(steps: list[dict[str, int]]) -> None:
         prometheus.record(SchedulerStats(waiting_lora_adapters=dict(numbers)), None)
 
 
+@pytest.mark.nightly  # two processes that import vLLM
 @pytest.mark.slow
 def test_statistics_may_reach_any_api_server_in_any_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

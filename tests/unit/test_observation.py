@@ -6,10 +6,7 @@ Where launches are counted, tensors are those of the device `meta`, as in `test_
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,10 +14,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.inputs import NoKernel, replace_kernels
 from tests.unit.test_ranks import LAYERS, Model, both, settings, step
 from vllm_tgvkv.cache.pages import CacheShape, page_pool
 from vllm_tgvkv.config.server import EvictionConfig
-from vllm_tgvkv.kernels import gpu
 from vllm_tgvkv.shared.plan import Observation, StepPlan
 from vllm_tgvkv.shared.prompt import PromptMap, VisionSpan
 from vllm_tgvkv.worker import due
@@ -39,9 +36,9 @@ NUM_HEADS = SHAPE.num_heads * SHAPE.group_size
 class Launches(TorchDispatchMode):
     """Counts operations that launch a kernel: all but views, allocations and Triton's kernels."""
 
-    def __init__(self) -> None:
+    def __init__(self, kernel: NoKernel) -> None:
         super().__init__()
-        self.torch = self.triton = 0
+        self.torch, self.kernel = 0, kernel
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -51,30 +48,10 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@dataclass
-class CountedKernel:
-    """Takes the place of a Triton kernel and counts its launches."""
-
-    launches: Launches
-
-    def __getitem__(self, grid: object) -> Any:
-        return self._launch
-
-    def _launch(self, *args: object, **kwargs: object) -> None:
-        self.launches.triton += 1
-
-
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """Run the code of the GPU, and count launches instead of running kernels."""
-    counted = Launches()
-    monkeypatch.setattr(gpu, "on_cpu", True)
-    for found in pkgutil.iter_modules(gpu.__path__, f"{gpu.__name__}."):
-        module = importlib.import_module(found.name)
-        for name in dir(module):
-            if name.endswith("_kernel"):
-                monkeypatch.setattr(module, name, CountedKernel(counted))
-    return counted
+    return Launches(replace_kernels(monkeypatch))
 
 
 def evictor_of(config: EvictionConfig, num_tokens: int) -> Evictor:
@@ -107,7 +84,7 @@ def observe(
     queries = torch.empty(num_tokens, NUM_HEADS, SHAPE.head_size, device="meta").bfloat16()
     evictor.begin_step(plan)
     evictor.prepare(lambda _: 0)
-    before = launches.torch, launches.triton
+    before = launches.torch, launches.kernel.num_launches
     with torch.inference_mode(), launches:
         for layer in range(SHAPE.num_layers - 1):
             evictor.observe_layer(layer, queries, 1.0)
@@ -119,7 +96,7 @@ def observe(
     for seen in evictor._current:
         assert seen.error is None
         assert len(seen.scores) == len(seen.strengths) == SHAPE.num_layers
-    return launches.torch - before[0], launches.triton - before[1]
+    return launches.torch - before[0], launches.kernel.num_launches - before[1]
 
 
 @pytest.mark.parametrize("stored", [False, True], ids=["one chunk", "stored"])

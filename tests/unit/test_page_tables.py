@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oracle import kernels as reference
+from tests.inputs import product
 from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
 from vllm_tgvkv.kernels.page_tables import write_lengths, write_page_tables
-from vllm_tgvkv.kernels.select import page_offsets, select_tokens
+from vllm_tgvkv.kernels.select import page_offsets
 
 GARBAGE = st.integers(-(2**31), 2**31 - 1)
 
@@ -167,63 +168,17 @@ def make_pool(dtype: torch.dtype, pairs: int, block_size: int, num_old: int, num
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float32, torch.float16, torch.float8_e4m3fn]
+    ("dtype", "num_moved", "workspace_bytes"),
+    product(
+        [torch.bfloat16, torch.float32, torch.float16, torch.float8_e4m3fn],
+        [0, 1, 30, 10**6],
+        [0, 300, 3000, 1 << 20],
+    ),
 )
-@pytest.mark.parametrize("workspace_bytes", [0, 1000, 1 << 20])
 def test_copy_writes_the_kept_tokens_and_nothing_else(
-    dtype: torch.dtype, workspace_bytes: int
-) -> None:
-    layers, heads, block_size, num_old, k = 3, 2, 4, 7, 2
-    pairs = layers * heads
-    pool = make_pool(dtype, pairs, block_size, num_old, k)
-    counts = torch.tensor(reference.apportion(torch.rand(pairs).tolist(), k * pairs, 0, num_old))
-    counts = counts.view(layers, heads)
-    scores = torch.rand(layers, heads, num_old * block_size)
-    tiers = torch.zeros(num_old * block_size, dtype=torch.int32)
-    positions = select_tokens(scores, tiers, counts, k * pairs, block_size)
-    offsets = page_offsets(counts)
-    sources = slots_of_positions(positions, offsets, pool.old_blocks, pairs)
-    expected = [part.float() for part in (pool.keys, pool.values)]
-    target = (offsets, pool.new_blocks, layers, heads)
-    reference.copy_kept(*expected, sources, *target)
-    copy_kept(pool.keys, pool.values, sources, *target, workspace_bytes)
-    for got, want in zip((pool.keys, pool.values), expected, strict=True):
-        torch.testing.assert_close(got.float(), want, rtol=0, atol=0, equal_nan=True)
-        new_pages = (pool.new_blocks.long()[:, None] * pairs + torch.arange(pairs)).flatten()
-        assert not got.float()[new_pages].isnan().any()
-
-
-@pytest.mark.parametrize("workspace_bytes", [0, 300, 1 << 20])
-def test_copy_from_any_slots_leaves_pages_without_an_owner(workspace_bytes: int) -> None:
-    """Sources in any page, those of pages without an owner any number; such pages stay NaN."""
-    layers, heads, block_size, num_old, k = 2, 3, 4, 5, 3
-    pairs = layers * heads
-    pool = make_pool(torch.bfloat16, pairs, block_size, num_old, k)
-    counts = torch.randint(0, 3, (layers, heads))
-    offsets, owned = page_offsets(counts), int(counts.sum())
-    pages = (pool.old_blocks.long()[:, None] * pairs + torch.arange(pairs)).flatten()
-    size = (k * pairs, block_size)
-    sources = pages[torch.randint(0, len(pages), size)] * block_size
-    sources += torch.randint(0, block_size, size)
-    sources[owned:] = torch.randint(-(2**62), 2**62, (k * pairs - owned, block_size))
-    expected = [part.float() for part in (pool.keys, pool.values)]
-    target = (offsets, pool.new_blocks, layers, heads)
-    reference.copy_kept(*expected, sources, *target)
-    copy_kept(pool.keys, pool.values, sources, *target, workspace_bytes)
-    new_pages = (pool.new_blocks.long()[:, None] * pairs + torch.arange(pairs)).flatten()
-    for got, want in zip((pool.keys, pool.values), expected, strict=True):
-        torch.testing.assert_close(got.float(), want, rtol=0, atol=0, equal_nan=True)
-        assert not got.float()[new_pages[:owned]].isnan().any()
-        assert got.float()[new_pages[owned:]].isnan().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
-@pytest.mark.parametrize("num_moved", [0, 1, 30])
-@pytest.mark.parametrize("workspace_bytes", [0, 3000, 1 << 20])
-def test_copy_of_pages_in_which_most_tokens_keep_their_slots(
     dtype: torch.dtype, num_moved: int, workspace_bytes: int
 ) -> None:
-    """Any other tokens fill the rest; some pages are copied from none, and the last ones not."""
+    """Some tokens keep their slots, none or all; the last pages have no owner and stay NaN."""
     layers, heads, block_size, num_old, k = 2, 3, 8, 6, 5
     pairs = layers * heads
     pool = make_pool(dtype, pairs, block_size, num_old, k)
@@ -236,7 +191,7 @@ def test_copy_of_pages_in_which_most_tokens_keep_their_slots(
     sources = pages[torch.randint(0, len(pages), (k * pairs, 1))] * block_size + slots
     tokens = (pages[:, None] * block_size + slots).flatten()
     moved = torch.randperm(owned * block_size)[:num_moved]
-    sources.view(-1)[moved] = tokens[torch.randint(0, len(tokens), (num_moved,))]
+    sources.view(-1)[moved] = tokens[torch.randint(0, len(tokens), moved.shape)]
     if num_moved:
         sources[0] = sources[0].roll(1)  # no token keeps its slot
     sources[owned:] = torch.randint(-(2**62), 2**62, (k * pairs - owned, block_size))
@@ -246,6 +201,9 @@ def test_copy_of_pages_in_which_most_tokens_keep_their_slots(
     copy_kept(pool.keys, pool.values, sources, *target, workspace_bytes)
     for got, want in zip((pool.keys, pool.values), expected, strict=True):
         torch.testing.assert_close(got.float(), want, rtol=0, atol=0, equal_nan=True)
+        new_pages = (pool.new_blocks.long()[:, None] * pairs + torch.arange(pairs)).flatten()
+        assert not got.float()[new_pages[:owned]].isnan().any()
+        assert got.float()[new_pages[owned:]].isnan().all()
 
 
 @pytest.mark.parametrize("num_pairs", [1, 2, 17, 65])

@@ -86,26 +86,11 @@ def text_rows(prompt: PromptMap, window: int = 512) -> list[int]:
     return voters(prompt, ("text",), window).sets["text"].tolist()
 
 
-def test_one_image() -> None:
-    """Text before the image does not vote; all text after it does."""
-    prompt = map_prompt(20, [feature(5, 9)])
-    assert prompt.num_tokens == 20
-    assert prompt.vision == (VisionSpan(5, 9, None),)
-    assert vision_positions(prompt) == list(range(5, 14))
-    assert text_rows(prompt) == [14, 15, 16, 17, 18, 19]
-    assert voters(prompt, ("text",), 512).rows.dtype == np.int64
-    assert prompt.has_vision
-
-
 @pytest.mark.parametrize(
     ("window", "rows"), [(1, [19]), (3, [17, 18, 19]), (5, [7, 16, 17, 18, 19])]
 )
 def test_observation_window_takes_the_last_text(window: int, rows: list[int]) -> None:
     assert text_rows(map_prompt(20, [feature(2, 4), feature(8, 8)]), window) == rows
-
-
-def test_text_between_images_votes_though_an_image_ends_the_prompt() -> None:
-    assert text_rows(map_prompt(20, [feature(2, 4), feature(8, 12)])) == [6, 7]
 
 
 def test_text_only() -> None:
@@ -114,15 +99,6 @@ def test_text_only() -> None:
     assert vision_positions(prompt) == []
     assert text_rows(prompt, 4) == [6, 7, 8, 9]
     assert text_rows(map_prompt(3, []), 4) == [0, 1, 2]
-
-
-def test_video_with_text_between_its_frames() -> None:
-    """Start tokens and time stamps inside the placeholder are text; each frame is a run."""
-    embeds = [1, 2, 3, 4, 7, 8, 9, 10]
-    video = feature(3, 12, embeds, "video", {"video_grid_thw": (2, 4, 4)})
-    prompt = map_prompt(20, [video], model("qwen3_vl"))
-    assert prompt.vision == (VisionSpan(4, 4, (2, 2)), VisionSpan(10, 4, (2, 2)))
-    assert text_rows(prompt) == [8, 9, *range(14, 20)]
 
 
 @pytest.mark.parametrize(
@@ -141,12 +117,6 @@ def test_reported_grids_are_used_if_they_fill_the_placeholder(
 ) -> None:
     reported = None if thw is None else {"image_grid_thw": thw}
     assert grids(feature(3, length, reported=reported), model("qwen2_vl")) == expected
-
-
-def test_grid_of_another_modality_is_not_used() -> None:
-    """A video's grid says nothing about an image."""
-    image = feature(3, 6, reported={"video_grid_thw": (1, 4, 6)})
-    assert grids(image, model("qwen2_vl")) == [(6, None)]
 
 
 def test_a_square_number_of_tokens_is_no_square() -> None:

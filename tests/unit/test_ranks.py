@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.inputs import gates, head_scores
+from tests.inputs import gates, head_scores, product
 from vllm_tgvkv.cache import pages
 from vllm_tgvkv.cache.pages import CacheShape, page_pool
 from vllm_tgvkv.cache.ragged import RaggedKeys
@@ -380,10 +380,13 @@ def test_exchanges_are_few(granularity: str, method: str, per_layer: int) -> Non
     assert wire.num_exchanges == 2 * (2 + of_prompt * len(PROMPTS))
 
 
-@pytest.mark.parametrize("granularity", ["layer", "head"])
-@pytest.mark.parametrize("method", ["tgv", "h2o", "aircache"])
 @pytest.mark.parametrize(
-    ("part", "call"), [("observe_layers", 1), ("observe_layers", 4), ("copy_kept", 1)]
+    ("granularity", "method", "part", "call"),
+    product(
+        ["layer", "head"],
+        ["tgv", "h2o", "aircache"],
+        [("observe_layers", 1), ("observe_layers", 4), ("copy_kept", 1)],
+    ),
 )
 def test_what_fails_on_one_rank_fails_on_all(
     monkeypatch: pytest.MonkeyPatch, granularity: str, method: str, part: str, call: int

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from oracle.kernels import apportion
 from tests.unit.test_ranks import (
     BLOCK_SIZE,
     LAYERS,
@@ -180,18 +179,3 @@ def test_a_message_is_waited_for_once_more_are_sent_than_steps_can_be_in_flight(
         stage.tell([Failure(str(number), "")])
         assert waited == list(range(number - 2))
     assert len(sent) == 5
-
-
-def test_a_pyramid_goes_on_from_stage_to_stage() -> None:
-    """Within a stage the ratios are those of the whole model, not of a pyramid for the stage."""
-    config, model = settings(None), Model.random()
-    pipeline = Pipeline((2, 1), config, model)
-    plan = step(config, both("pyramidkv"), 0.4)
-    pipeline.run(plan)
-    first, last = pipeline.counts("first")
-    heads, cap = first.shape[1], PROMPTS["first"].num_tokens // BLOCK_SIZE
-    whole = torch.linspace(2 - 1 / 20, 1 / 20, LAYERS).tolist()
-    shares = [share for share in whole[:2] for _ in range(heads)]
-    blocks = plan.evictions[0].num_retained
-    assert first.flatten().tolist() == apportion(shares, 2 * heads * blocks, 1, cap)
-    assert last.unique().tolist() == [blocks]

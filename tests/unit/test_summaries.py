@@ -25,7 +25,6 @@ from vllm_tgvkv.kernels import summaries as kernel
 from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
 from vllm_tgvkv.kernels.select import page_offsets
 from vllm_tgvkv.kernels.summaries import (
-    Rooted,
     Summary,
     load,
     log_sum_exp,
@@ -258,41 +257,6 @@ def test_no_mass_is_lost_over_several_cuts(of: Any) -> None:
                 outputs.float(), lse.float(), queries, Summary(*rows, masses), read, SCALE
             )
             torch.testing.assert_close(merged.double(), wanted, rtol=1e-4, atol=1e-5)
-
-
-def of_text(pool: PagePool, tables: Tensor, weights: Tensor, scores: Tensor) -> tuple[Any, ...]:
-    """Return what `absorb` takes for a prompt of text, all of whose tokens are candidates."""
-    positions = torch.arange(CANDIDATES)
-    zero = torch.zeros_like(positions)
-    places = kernel.Places(zero, zero, positions)
-    decays = torch.full((CANDIDATES,), 0.9)
-    return (
-        pool.keys,
-        pool.values,
-        tables,
-        positions.expand(PAIRS, -1),
-        weights,
-        scores,
-        places,
-        decays,
-        ROWS,
-    )
-
-
-def test_rows_that_nothing_joins_keep_their_bits() -> None:
-    pool = new_pool(False)
-    pool.raw.fill_(torch.nan)
-    exists = torch.arange(ROWS) < torch.randint(1, ROWS + 1, (PAIRS, 1))
-    keys, values = (torch.randn(PAIRS, ROWS, HEAD_SIZE) * exists.unsqueeze(2) for _ in range(2))
-    roots = torch.stack([torch.randperm(CANDIDATES)[:ROWS].sort().values for _ in range(PAIRS)])
-    earlier = Rooted(Summary(keys, values, torch.rand(PAIRS, ROWS) * 9 * exists), roots)
-    nothing = torch.zeros(PAIRS, CANDIDATES)
-    tables = torch.zeros(PAIRS, NUM_FULL, dtype=torch.int64)
-    found = kernel.absorb(*of_text(pool, tables, nothing, nothing), earlier)
-    assert torch.equal(found.summary.keys, keys)
-    assert torch.equal(found.summary.values, values)
-    assert torch.equal(found.summary.masses, earlier.summary.masses)
-    assert torch.equal(found.roots[exists], roots[exists])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -76,37 +76,6 @@ def make_trace(
 
 
 @pytest.mark.parametrize("granularity", ["layer", "head"])
-@pytest.mark.parametrize("num_tokens", [12, 21, 39])
-def test_a_trace_says_what_each_head_keeps(granularity: str, num_tokens: int) -> None:
-    rng = new_rng()
-    trace, kept = make_trace(rng, num_tokens, granularity)
-    tail = list(range(num_tokens // N * N, num_tokens))
-    detail = json.loads(json.dumps(trace.detail()))
-    assert detail["pages"] == [[len(kept[la, h]) // N for h in range(H)] for la in range(L)]
-    assert detail["kept_by"] == [
-        L * H if token in tail else sum(token in of_pair for of_pair in kept.values())
-        for token in range(num_tokens)
-    ]
-    assert detail["kept_tokens"] * L * H == sum(detail["kept_by"])
-    assert detail["blocks_before"] == math.ceil(num_tokens / N)
-    assert detail["blocks_after"] * N >= detail["kept_tokens"] > (detail["blocks_after"] - 1) * N
-    assert detail["vision"] == [
-        {"start": 1, "length": 4, "grid": [2, 2]},
-        {"start": 7, "length": 2, "grid": None},
-    ]
-    for layer in range(L):
-        found = trace.layer(layer)
-        assert found is not None
-        sets = found["token_sets"]
-        assert [head for of_set in sets for head in of_set["heads"]] == list(range(H))
-        assert len(sets) == (1 if granularity == "layer" else H)
-        for index, of_set in enumerate(sets):
-            for head in of_set["heads"]:
-                assert of_set["positions"] == sorted(kept[layer, head]) + tail
-            assert of_set["scores"] == pytest.approx(trace.scores[layer, index], rel=1e-4)
-
-
-@pytest.mark.parametrize("granularity", ["layer", "head"])
 def test_a_trace_has_all_cuts_of_its_request(granularity: str) -> None:
     """The last cut also evicts from the answer: 21 tokens of the prompt, 7 of the answer."""
     rng = new_rng()

@@ -123,21 +123,6 @@ def test_a_wrong_line_is_refused(
         serve(serve_parser, "--config", str(path))
 
 
-def test_a_wrong_switch_that_is_off_is_noticed(serve_parser: FlexibleArgumentParser) -> None:
-    with pytest.raises(AssertionError, match="no-such-switch"):
-        check_keys(serve_parser, {"model": "some/model", "no-such-switch": False})
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_flavours_of_a_model_differ_where_the_readme_says(model: str) -> None:
-    files = [read(CONFIGS / model / f"{flavour}.yaml") for flavour in FLAVOURS]
-    assert files[0].keys() == files[1].keys() == files[2].keys()
-    for key in ("model", "gpu-memory-utilization", "block-size"):
-        assert len({values[key] for values in files}) == 1, key
-    budgets = [values["kv-eviction-budget"] for values in files]
-    assert budgets == sorted(budgets, reverse=True)
-
-
 def table(heading: str) -> list[list[str]]:
     """Return the rows of the first table below a heading of `configs/README.md`."""
     text = (CONFIGS / "README.md").read_text().split(f"\n## {heading}\n")[1]

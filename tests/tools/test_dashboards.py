@@ -36,7 +36,7 @@ from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 from measure.serving import free_port
 from tests.conftest import ROOT
 from tests.tools.programs import program
-from tests.tools.test_docs import DASHBOARD, anchors
+from tests.tools.test_docs import DASHBOARD
 from vllm_tgvkv.config.server import CONFIG_KEY
 from vllm_tgvkv.server.prometheus import EvictionPrometheusStatLogger
 from vllm_tgvkv.shared.counters import SKIP_REASONS
@@ -340,46 +340,10 @@ def test_reasons_are_known() -> None:
 # The dashboard's file
 
 
-def test_a_panel_says_what_it_shows() -> None:
-    for panel in panels():
-        assert panel["description"].endswith("."), panel["title"]
-        assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
-        assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
-    titles = [panel["title"] for panel in panels()]
-    assert len(set(titles)) == len(titles)
-
-
 def test_every_metric_has_a_panel() -> None:
     asked = {name for query in QUERIES for name, _ in selectors(query.expression)}
     for metric in METRICS.values():
         assert any(name.startswith(f"vllm:kv_eviction_{metric.name}") for name in asked), metric
-
-
-def test_panels_lie_side_by_side() -> None:
-    """They fill rows; a panel's id is its row's plus its place, so that ids are stable."""
-    below, row = 0, 0
-    for panel in dashboard()["panels"]:
-        place = panel["gridPos"]
-        if panel["type"] == "row":
-            row, right, count = row + 100, 0, 0
-            assert (panel["id"], place["y"], place["w"]) == (row, below, 24)
-            below += place["h"]
-            continue
-        count += 1
-        assert (panel["id"], place["x"]) == (row + count, right)
-        right += place["w"]
-        if right == 24:
-            below, right = below + place["h"], 0
-    assert right == 0
-
-
-def test_keys_are_sorted() -> None:
-    def check(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        assert keys == sorted(set(keys))
-        return dict(pairs)
-
-    json.loads(DASHBOARD.read_text(), object_pairs_hook=check)
 
 
 # Alerts
@@ -402,11 +366,6 @@ def test_a_rule_says_what_to_do(rule: dict[str, Any]) -> None:
     assert list(rule["annotations"]) == ["summary", "description", "action", "runbook"]
     assert rule["labels"]["severity"] in ("warning", "critical")
     assert re.fullmatch(r"docs/troubleshooting\.md#[a-z-]+", rule["annotations"]["runbook"])
-
-
-def test_runbooks_are_there() -> None:
-    headings = anchors(ROOT / "docs/troubleshooting.md")
-    assert {rule["annotations"]["runbook"].split("#")[1] for rule in rules()} <= headings
 
 
 def test_promtool_accepts_the_rules() -> None:
@@ -433,15 +392,6 @@ def test_an_alert_fires_when_it_should(path: Path) -> None:
     command = [program("promtool", "Debian package prometheus"), "test", "rules", path]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
-
-
-@pytest.mark.parametrize("path", ALERT_TESTS, ids=lambda path: path.stem)
-def test_annotations_use_labels_the_alert_has(path: Path) -> None:
-    (rule,) = (rule for rule in rules() if rule["alert"] == path.stem)
-    used = set(re.findall(r"\$labels\.(\w+)", json.dumps(rule["annotations"])))
-    for test in yaml.safe_load(path.read_text())["tests"]:
-        for sample in (s for case in test["promql_expr_test"] for s in case["exp_samples"]):
-            assert used <= set(re.findall(r'(\w+)="', sample["labels"]))
 
 
 # The documentation

@@ -38,7 +38,6 @@ from tests.tools.test_install import (
     packaged_files,
     packed_files,
 )
-from vllm_tgvkv.plugin import SUPPORTED_VLLM
 
 pytestmark = pytest.mark.apparatus
 
@@ -127,32 +126,6 @@ def test_dockerfile_says_what_operators_need(path: Path) -> None:
 
 
 @each_dockerfile
-def test_bases_are_pinned(path: Path) -> None:
-    arguments = dict(i.value.split("=", 1) for i in instructions(path) if i.keyword == "ARG")
-    for base in (i.value.split(" AS ")[0] for i in instructions(path) if i.keyword == "FROM"):
-        image = arguments[base.strip("${}")] if base.startswith("$") else base
-        assert re.fullmatch(r"[\w/-]+:v?\d+\.\d+\.\d+[\w.-]*", image), image
-        if "vllm" in image:
-            minor = tuple(map(int, image.split(":v")[1].split(".")[:2]))
-            assert minor in SUPPORTED_VLLM
-            assert f'base.name="docker.io/{image}"' in path.read_text()
-
-
-@each_dockerfile
-def test_layers_carry_no_caches(path: Path) -> None:
-    for instruction in instructions(path):
-        command = instruction.value
-        if instruction.keyword != "RUN":
-            continue
-        if "apt-get" in command:
-            assert "--no-install-recommends" in command
-            assert command.endswith("rm -rf /var/lib/apt/lists/*")
-        for part in command.split("&&"):
-            if "pip install" in part or "pip wheel" in part:
-                assert "--no-cache" in part
-
-
-@each_dockerfile
 def test_build_context_has_what_is_copied(path: Path) -> None:
     for instruction in instructions(path):
         if instruction.keyword == "COPY" and "--from=" not in instruction.value:
@@ -165,7 +138,7 @@ def test_build_context_has_nothing_else() -> None:
     assert not dockerignored("vllm_tgvkv/policies/tgv.py")
     assert dockerignored("vllm_tgvkv/policies/__pycache__/tgv.cpython-311.pyc")
     assert dockerignored("tools/cpu/build")
-    for name in (".git", ".venv", "tests", "demo/model", "docs", "tools", "docker/.env"):
+    for name in (".git", ".venv", "tests", "docs", "tools", "docker/.env"):
         assert dockerignored(name), name
 
 
@@ -395,11 +368,6 @@ def test_compose_commands_are_read_by_vllm(
         assert args.limit_mm_per_prompt == {"image": 1, "video": 0}
 
 
-def test_compose_hands_keys_over() -> None:
-    server = composed("gpu", VLLM_API_KEY="secret", HF_TOKEN="hf")["services"]["server-gpu"]
-    assert server["environment"] == {"VLLM_API_KEY": "secret", "HF_TOKEN": "hf"}
-
-
 # Helm
 
 EVERYTHING: dict[str, Any] = {
@@ -577,13 +545,6 @@ def test_arguments_are_read_by_vllm(
     assert args.kv_eviction == ("none" if "extraArgs" in wanted else "tgv")
 
 
-def test_gpus_follow_tensor_parallelism() -> None:
-    for values, number in (({}, 1), (EVERYTHING, 4)):
-        resources = container(values)["resources"]
-        assert resources["limits"]["nvidia.com/gpu"] == number
-        assert resources["requests"]["nvidia.com/gpu"] == number
-
-
 def test_keys_come_from_secrets() -> None:
     assert not container({}).get("env")
     environment = {e["name"]: e for e in container(EVERYTHING)["env"]}
@@ -658,11 +619,3 @@ def test_versions_agree() -> None:
     assert chart["appVersion"] == version
     assert container({})["image"] == f"vllm-tgvkv:{version}"
     assert container(EVERYTHING)["image"].startswith("registry.example/vllm-tgvkv@sha256:")
-
-
-def test_commands_in_the_comments_name_files_that_exist() -> None:
-    for path in (*DOCKERFILES, COMPOSE):
-        for line in path.read_text().splitlines():
-            if line.startswith("#   docker"):
-                for word in re.findall(r"docker/[\w./-]+", line):
-                    assert (ROOT / word).is_file(), word

@@ -97,16 +97,6 @@ def test_a_call_starts_no_part_that_may_not_end_in_it(
     assert [runs(out, part.name) for part in parts] == [1, 1, 1]
 
 
-def test_a_limit_longer_than_the_call_is_refused(
-    call: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    parts = [python("long", "", seconds=90), python("short", "", seconds=9)]
-    with pytest.raises(SystemExit):
-        call("--minutes", "1", parts=parts)
-    assert "--minutes 1: long may take 1.6 minutes" in capsys.readouterr().err
-    assert call("--minutes", "1", "--only", "short", parts=parts) == 0
-
-
 HANGS = """
 import os, signal, subprocess, sys, time
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -132,25 +122,6 @@ def test_a_part_that_hangs_is_killed_with_its_children(
         wait_until_gone(pid)
 
 
-OWN_SESSION = """
-import subprocess, sys, time
-child = subprocess.Popen(
-    [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
-)
-open(r"{out}/pids", "w").write(str(child.pid))
-try:
-    time.sleep(600)
-finally:
-    child.kill()
-"""
-
-
-def test_an_interrupt_lets_a_part_end_other_groups(call: Callable[..., int], out: Path) -> None:
-    """As `benchmarks.gpu` does, whose engines have sessions of their own."""
-    assert call(parts=[python("session", OWN_SESSION, seconds=3)]) == 1
-    wait_until_gone(int((out / "pids").read_text()))
-
-
 def wait_until_gone(pid: int) -> None:
     """Wait until a process has ended; a zombie has."""
     for _ in range(100):
@@ -169,13 +140,6 @@ def test_nothing_runs_after_a_needed_part_failed(call: Callable[..., int], out: 
     parts = [counted("needed", FAILS, needed=True), counted("next")]
     assert call(parts=parts) == 1
     assert runs(out, "next") == 0
-
-
-def test_a_part_without_its_program_is_skipped(call: Callable[..., int], out: Path) -> None:
-    assert call(parts=[python("tool", FAILS, under=["no-such-program", "-v"])]) == 0
-    (result,) = json.loads((out / "results.json").read_text()).values()
-    assert result["verdict"] == "skipped"
-    assert result["error"] == ["no-such-program is not installed"]
 
 
 def test_the_summary_has_figures_and_first_errors(

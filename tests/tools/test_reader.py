@@ -102,18 +102,6 @@ def test_each_patch_shows_its_piece_and_nothing_of_another(face: str) -> None:
         assert min(distances, key=distances.__getitem__) == text
 
 
-def test_a_shift_moves_ink() -> None:
-    ink = np.zeros((PATCH, PATCH), np.uint8)
-    ink[20, 10] = 255
-    assert np.argwhere(shifted(ink, 1, -1)).tolist() == [[19, 11]]
-    assert np.argwhere(shifted(ink, 0, 0)).tolist() == [[20, 10]]
-
-
-def test_a_page_is_full() -> None:
-    with pytest.raises(ValueError, match="1025 word pieces"):
-        draw_page(["a"] * (PIECES + 1), new_rng())
-
-
 # -- pieces ---------------------------------------------------------------------------------
 
 

@@ -272,12 +272,6 @@ def test_the_gradient(method: Any, untied: bool, frozen: FrozenModel) -> None:
         assert slope == pytest.approx((values[0] - values[1]) / 2e-5, rel=1e-4, abs=1e-7)
 
 
-def test_untied_is_for_dbtrimkv(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        gates.main([folder, "--method", "trimkv", "--untied"])
-    assert "trimkv ties nothing" in capsys.readouterr().err
-
-
 def test_ridge_regression() -> None:
     gate = small("kvzap", "linear")
     hidden = torch.randn(LAYERS, 50, HIDDEN, dtype=torch.float64)

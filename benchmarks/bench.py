@@ -3,18 +3,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.arm import Arm, Arms
+from benchmarks.engine import ArmEngine
 from benchmarks.measurement import Line
 from benchmarks.models import Shape
 from benchmarks.remote import Remote, RemoteError, TimeUpError
 from benchmarks.scale import BUDGET, Scale
 from benchmarks.workload import Workload
+from measure.arm import Arm
 
 STOCK_BLOCK_SIZE = 128
 """vLLM's default on CPU, that of the arm `production`."""
@@ -34,6 +36,54 @@ class Ending:
     def __str__(self) -> str:
         took = f" after {self.seconds:.0f} s" if self.seconds else ""
         return f"{self.end}{took}"
+
+
+class Arms:
+    """The running engines of a comparison; a context manager that ends them all."""
+
+    def __init__(
+        self, arms: Sequence[Arm], shape: Shape, root: str, deadline: float = float("inf")
+    ) -> None:
+        """Start the first engine, then the others at once.
+
+        The others find what the first one compiles in torch's cache.
+
+        Raises:
+            RemoteError: if one does not start.
+            TimeUpError: at the deadline.
+        """
+        self.engines: dict[str, Remote] = {}
+        with contextlib.ExitStack() as stack:
+            for group in (arms[:1], arms[1:]):
+                for arm in group:
+                    remote = Remote(
+                        arm.name,
+                        ArmEngine,
+                        arm,
+                        shape,
+                        root,
+                        threads=arm.threads,
+                        deadline=deadline,
+                    )
+                    stack.callback(remote.close)
+                    self.engines[arm.name] = remote
+                for arm in group:
+                    self.engines[arm.name].wait_until_built()
+            self.facts = {name: engine.ask("describe") for name, engine in self.engines.items()}
+            self._closing = stack.pop_all()
+
+    def __getitem__(self, name: str) -> Remote:
+        return self.engines[name]
+
+    def __enter__(self) -> Arms:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all engines."""
+        self._closing.close()
 
 
 class Bench:
@@ -113,12 +163,16 @@ class Bench:
         ours = {"policy": "tgv", "budget": BUDGET}
         everything = {"policy": "tgv", "budget": 1.0, "debug": {"evict_at_full_budget": True}}
         arms = [
-            Arm("production", stock),
-            Arm("constrained", same),
-            Arm("ours", {**same, "additional_config": {"kv_eviction": ours}}),
+            Arm(name="production", server=stock),
+            Arm(name="constrained", server=same),
+            Arm(name="ours", server={**same, "additional_config": {"kv_eviction": ours}}),
         ]
         if forced:
-            arms.append(Arm("forced", {**same, "additional_config": {"kv_eviction": everything}}))
+            arms.append(
+                Arm(
+                    name="forced", server={**same, "additional_config": {"kv_eviction": everything}}
+                )
+            )
         return self.launch(part, shape, [arm for arm in arms if not only or arm.name in only])
 
     def engine_args(self, shape: Shape, pool_tokens: int) -> dict[str, Any]:

@@ -7,15 +7,12 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator
 
-from benchmarks.arm import Arms
-from benchmarks.bench import Bench
+from benchmarks.bench import Arms, Bench
 from benchmarks.measurement import Better, Line, Target
 from benchmarks.scale import BUDGET, COMMON
 from benchmarks.workload import Workload
 from vllm_tgvkv.config.server import EvictionConfig
 
-WORKSPACE = 64 << 20
-"""Bound of each scratch buffer of the eviction, `workspace_bytes` of the kernels."""
 QUESTION = 512
 """Text tokens after the images that fill the observation window."""
 _BATCH = 8
@@ -23,12 +20,11 @@ _WARM_UP_STEPS = 4
 
 
 def costs(bench: Bench) -> Iterator[Line]:
-    """Measure lines a, c, e and f."""
+    """Measure lines a, c and f."""
     with bench.start("costs", COMMON, pool_tokens(bench), forced=True) as arms:
         yield from _first_token(bench, arms)
         yield from _full_budget_decode(bench, arms)
         yield from _eviction_share(bench, arms)
-        yield _eviction_memory(bench, arms)
         for batch in bench.scale.overhead_batches:
             yield _host_overhead(bench, arms, batch)
 
@@ -102,30 +98,6 @@ def _eviction_share(bench: Bench, arms: Arms) -> Iterator[Line]:
         share.targets.append(Target("<= 3 %", share.median("ours"), 3.0, "lower"))
         yield share
         yield Line(f"c. time to first token: {what}", "s", "lower", seconds)
-
-
-def _eviction_memory(bench: Bench, arms: Arms) -> Line:
-    bench.say("e. memory of an eviction")
-    workload, shape = Workload(bench.scale.long.prompt_tokens, QUESTION), COMMON
-    seed = next(bench.seeds)
-    result = arms["ours"].ask("eviction_memory", workload=workload, seed=seed, budget=BUDGET)
-    tokens = workload.prompt_tokens
-    rows, queries = EvictionConfig.observation_window, shape.query_heads * shape.head_size
-    bound = 4 * WORKSPACE + shape.layers * (
-        40 * shape.kv_heads * tokens + 2 * rows * queries  # scores and ranking; kept queries
-    )
-    mib = 1 << 20
-    line = Line(
-        f"e. eviction beyond the pool, peak: {tokens} tokens, {rows} observed",
-        "MiB",
-        "lower",
-        {"ours": [result["peak"] / mib]},
-        notes=f"the prompt's cache is {tokens * shape.kv_bytes_per_token / mib:.0f} MiB",
-        details=result,
-    )
-    target = f"<= {bound / mib:.0f} MiB, the stated bound"
-    line.targets.append(Target(target, result["peak"] / mib, bound / mib, "lower"))
-    return line
 
 
 def _host_overhead(bench: Bench, arms: Arms, batch: int) -> Line:

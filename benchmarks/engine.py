@@ -15,11 +15,10 @@ from vllm import SamplingParams
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.outputs import ModelRunnerOutput
 
-from benchmarks.arm import Arm
-from benchmarks.collection import Collection, exported
 from benchmarks.models import Shape, model_folder
-from benchmarks.probe import CallMemory, Stopwatches, Waits, reduced_pool
+from benchmarks.probe import Metrics, Stopwatches, Waits, reduced_pool
 from benchmarks.workload import Workload
+from measure.arm import Arm
 from measure.engines import LocalEngine
 from vllm_tgvkv.shared.plan import Outcome, StepPlan, outcomes_of
 from vllm_tgvkv.worker import base as worker
@@ -39,7 +38,7 @@ class ArmEngine:
             dtype=shape.dtype,
             limit_mm_per_prompt={"image": 64},
             seed=0,
-            **arm.engine_args,
+            **arm.server,
         )
         self.engine = self.parts.engine
         self.start_seconds = time.perf_counter() - start
@@ -48,8 +47,6 @@ class ArmEngine:
         self.watches.watch(builder, "build", "metadata")
         if arm.evicts:
             self.watches.watch(self.parts.evictor, "observe_layer", "eviction")
-            self.watches.watch(self.parts.evictor, "take_outcomes", "outcomes")
-            self.watches.watch(worker, "with_outcomes", "outcomes")
         self._shuffler = random.Random(0)
         self._count = 0
         self._live: set[str] = set()
@@ -66,14 +63,12 @@ class ArmEngine:
         max_tokens: int,
         budget: float | None,
         policy: str | None = None,
-        trace: bool = False,
         defer: int | None = None,
     ) -> None:
-        """Add a request; stock engines ignore budget, policy, trace and defer."""
+        """Add a request; stock engines ignore budget, policy and defer."""
         options = {
             "kv_eviction_budget": budget,
             "kv_eviction": policy,
-            "kv_eviction_trace": 1 if trace else None,
             "kv_eviction_defer": defer,
         }
         given = {name: value for name, value in options.items() if value is not None}
@@ -117,20 +112,17 @@ class ArmEngine:
 
     # -- measurements -------------------------------------------------------------------
 
-    def prefill(
-        self, workload: Workload, seed: int, budget: float | None, trace: bool = False
-    ) -> dict[str, float]:
+    def prefill(self, workload: Workload, seed: int, budget: float | None) -> dict[str, float]:
         """Time one prompt alone: from arrival to first token, and the eviction in it."""
         prompt = workload.prompt(self.shape, seed)
         self.watches.reset()
         start, cpu_start = time.perf_counter(), time.process_time()
-        self._submit(prompt, 2, budget, trace=trace)
+        self._submit(prompt, 2, budget)
         self._step_until_token()
         result = {
             "seconds": time.perf_counter() - start,
             "cpu": time.process_time() - cpu_start,
             "eviction": self.watches.seconds["eviction"],
-            "outcomes": self.watches.seconds["outcomes"],
         }
         self.clear()
         return result
@@ -176,7 +168,6 @@ class ArmEngine:
         seed: int,
         budget: float | None,
         attend: bool = True,
-        trace: bool = False,
         policy: str | None = None,
         defer: int | None = None,
     ) -> dict[str, float]:
@@ -193,7 +184,7 @@ class ArmEngine:
         room = self.engine.vllm_config.model_config.max_model_len - workload.prompt_tokens
         for index in range(batch):
             prompt = workload.prompt(self.shape, seed + index)
-            self._submit(prompt, room, budget, policy, trace, defer)
+            self._submit(prompt, room, budget, policy, defer)
         started: set[str] = set()
         while len(started) < batch:
             started.update(output.request_id for output in self.engine.step())
@@ -263,67 +254,26 @@ class ArmEngine:
     def _waits(self) -> Waits:
         return Waits(self.parts.scheduler)
 
-    def wait_seconds(self, steps: int) -> dict[str, float]:
-        """Return the mean seconds of a step of waiting requests, and those of its recording.
-
-        Recording is what they add in the scheduler (`plan`) and the worker (`find`, `store`);
-        `stored` is the number of tokens whose queries were stored in a step.
-        """
-        scheduler, evictor, stored = self.parts.scheduler, self.parts.evictor, 0
-        with (
-            self.watches.watching(scheduler, "_plan_chunk", "plan"),
-            self.watches.watching(evictor, "prepare", "find"),
-        ):
-            self.watches.reset()
-            start = time.perf_counter()
-            for _ in range(steps):
-                self._decode_step()
-                stored += num_stored(evictor.plan)
-            seconds = time.perf_counter() - start
-        watched = self.watches.seconds
-        totals = {"plan": watched["plan"], "find": watched["find"], "store": watched["eviction"]}
-        totals |= {"step": seconds, "stored": float(stored)}
-        return {name: total / steps for name, total in totals.items()}
-
-    # -- metrics ------------------------------------------------------------------------
-
     @functools.cached_property
-    def _collection(self) -> Collection:
-        assert self.engine.logger_manager is not None, "vLLM's statistics are off"
+    def _metrics(self) -> Metrics:
         loggers = self.engine.logger_manager.stat_loggers
-        return Collection(self.parts.scheduler, self.parts.evictor, loggers)
-
-    def collect(self, on: bool) -> None:
-        """Switch the metrics of eviction on or off."""
-        self._collection.switch(on)
-
-    def collected(self) -> dict[str, Any]:
-        """Return which places collect, what Prometheus would read, counters and traces."""
-        return {
-            "state": self._collection.state(),
-            "exported": exported(),
-            "counters": self.parts.scheduler.records.counters.as_dict(),
-            "traces": len(self.parts.evictor.traces.newest_first()),
-        }
-
-    def collection_microseconds(self, calls: int) -> dict[str, float]:
-        """See `Collection.microseconds`; the metrics have to be on."""
-        return self._collection.microseconds(calls)
+        return Metrics(self.parts.scheduler, loggers)
 
     def decode_switched(
-        self, states: dict[str, bool], cycles: int, what: Literal["metrics", "waits"] = "metrics"
+        self, states: dict[str, bool], what: Literal["metrics", "waits"]
     ) -> dict[str, dict[str, list[float]]]:
         """Return seconds of decode steps, wall and CPU, by state of what is switched.
 
         The state changes with every step, so values at the same index are neighbours in time. A
-        cycle has all orders of the states, so that the growing caches favour none. Cycles are
+        call has all orders of the states, so that the growing caches favour none. They are
         shuffled against the rhythms of a shared machine. Everything is on afterwards.
 
         Raises:
-            RuntimeError: unless waiting requests store queries, and others none.
+            RuntimeError: unless waiting requests store queries, and others none; or unless metrics
+                are exported exactly where they are on.
         """
-        switch = self._collection.switch if what == "metrics" else self._waits.switch
-        orders = list(itertools.permutations(states)) * cycles
+        switch = self._metrics.switch if what == "metrics" else self._waits.switch
+        orders = list(itertools.permutations(states))
         self._shuffler.shuffle(orders)
         spent: dict[str, dict[str, list[float]]] = {n: {"wall": [], "cpu": []} for n in states}
         for name in itertools.chain.from_iterable(orders):
@@ -334,6 +284,8 @@ class ArmEngine:
             spent[name]["cpu"].append(time.process_time() - cpu)
             if what == "waits":
                 self._check_stored(len(self._live) if states[name] else 0)
+            else:
+                self._metrics.check(states[name])
         switch(True)
         return spent
 
@@ -390,15 +342,6 @@ class ArmEngine:
             "mean_running": num_running / num_steps,
             "steps": num_steps,
         }
-
-    def eviction_memory(self, workload: Workload, seed: int, budget: float) -> dict[str, int]:
-        """Return the peak bytes of one prompt's eviction, beyond the pool."""
-        memory = CallMemory()
-        with memory.watching(self.parts.evictor, "observe_layer"):
-            self._submit(workload.prompt(self.shape, seed), 2, budget)
-            self._step_until_token()
-        self.clear()
-        return {"peak": memory.peak, "held_after": memory.held}
 
 
 def num_stored(plan: StepPlan) -> int:

@@ -6,9 +6,9 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
-from benchmarks.arm import Arms
-from benchmarks.bench import STOCK_BLOCK_SIZE, Bench
+from benchmarks.bench import STOCK_BLOCK_SIZE, Arms, Bench
 from benchmarks.measurement import DecodeBytes, Line, Target
 from benchmarks.scale import BUDGET, KV_BOUND
 
@@ -21,7 +21,8 @@ def gain(bench: Bench) -> Iterator[Line]:
     scale = bench.scale
     decoded = _WARM_UP_STEPS + scale.rounds * scale.wide_steps
     pool = bench.pool_for(scale.wide_batch, scale.wide.prompt_tokens, decoded)
-    burst_pool = _burst_pool(bench)
+    longest = scale.burst.prompt_tokens + scale.burst_output
+    burst_pool = full_caches(longest, STOCK_BLOCK_SIZE)
     # One block is never given out.
     tokens = max(pool, burst_pool + STOCK_BLOCK_SIZE)
     with bench.start("gain", KV_BOUND, tokens) as arms:
@@ -70,22 +71,25 @@ def _decode(bench: Bench, arms: Arms) -> Line:
     return line
 
 
-def _burst_pool(bench: Bench) -> int:
-    """Return the tokens of a pool that holds four requests with their full caches."""
-    longest = bench.scale.burst.prompt_tokens + bench.scale.burst_output
-    # One block more: a request rarely ends with a full block.
-    blocks = _REQUESTS_IN_POOL * -(-longest // STOCK_BLOCK_SIZE) + 1
-    return blocks * STOCK_BLOCK_SIZE
+def full_caches(longest: int, block_size: int) -> int:
+    """Return the tokens of a pool that holds four requests with their full caches.
+
+    One block more, because a request rarely ends with a full block.
+
+    Args:
+        longest: tokens of a prompt and its answer.
+    """
+    return (_REQUESTS_IN_POOL * -(-longest // block_size) + 1) * block_size
 
 
 def _burst(bench: Bench, arms: Arms, pool_tokens: int) -> Iterator[Line]:
-    scale, workload = bench.scale, bench.scale.burst
+    scale = bench.scale
     results: dict[str, list[dict[str, float]]] = defaultdict(list)
     for name, engine, seed in bench.turns(arms, scale.burst_rounds):
         bench.say(f"d. {scale.burst_requests} requests at once, {name}")
         result = engine.ask(
             "burst",
-            workload=workload,
+            workload=scale.burst,
             requests=scale.burst_requests,
             seed=seed,
             max_tokens=scale.burst_output,
@@ -93,18 +97,34 @@ def _burst(bench: Bench, arms: Arms, pool_tokens: int) -> Iterator[Line]:
             pool_tokens=pool_tokens,
         )
         results[name].append(result)
-
-    def line(measure: str, unit: str, key: str) -> Line:
+    for key in ("peak_running", "tokens_per_second", "output_tokens_per_second"):
         rounds = {name: [r[key] for r in found] for name, found in results.items()}
-        what = (
-            f"pool of {_REQUESTS_IN_POOL}: {scale.burst_requests} requests of "
-            f"{workload.prompt_tokens} + {scale.burst_output} tokens"
-        )
-        return Line(f"d. {measure}, {what}", unit, "higher", rounds)
+        line = burst_line(bench, "d", key, scale.burst_requests, rounds)
+        if key == "peak_running":
+            line.targets.append(Target(">= 20 at once", line.median("ours"), 20))
+        yield line
 
-    running = line("peak running", "requests", "peak_running")
-    running.targets.append(Target(">= 20 at once", running.median("ours"), 20))
-    yield running
-    yield line("peak decoding in one step", "requests", "peak_decoding")
-    yield line("prompt and output together", "tokens/s", "tokens_per_second")
-    yield line("output", "tokens/s", "output_tokens_per_second")
+
+_MEASURES = {
+    "peak_running": ("peak running", "requests"),
+    "tokens_per_second": ("prompt and output together", "tokens/s"),
+    "output_tokens_per_second": ("output", "tokens/s"),
+}
+
+
+def burst_line(
+    bench: Bench,
+    letter: str,
+    key: str,
+    requests: int,
+    rounds: dict[str, list[float]],
+    **options: Any,
+) -> Line:
+    """Return the line of a figure of `ArmEngine.burst`, with the options of `Line`."""
+    measure, unit = _MEASURES[key]
+    scale = bench.scale
+    what = (
+        f"pool of {_REQUESTS_IN_POOL}: {requests} requests of "
+        f"{scale.burst.prompt_tokens} + {scale.burst_output} tokens"
+    )
+    return Line(f"{letter}. {measure}, {what}", unit, "higher", rounds, **options)

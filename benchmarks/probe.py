@@ -6,15 +6,16 @@ from __future__ import annotations
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.profiler import ProfilerActivity, profile
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_tgvkv.scheduler.scheduler import EvictionScheduler
+from vllm_tgvkv.server.prometheus import EvictionPrometheusStatLogger
 from vllm_tgvkv.shared.cuts import Cut
+from vllm_tgvkv.shared.metrics import MetricsBuffer
 
 
 class Stopwatches:
@@ -54,41 +55,32 @@ class Stopwatches:
         self.calls.clear()
 
 
-class CallMemory:
-    """Bytes of tensors that a function allocates, as torch's allocator sees them.
+class Metrics:
+    """The places where an engine in this process collects metrics of evictions."""
 
-    `held` is what all calls left allocated, `peak` the most at any time.
-    """
+    def __init__(self, scheduler: EvictionScheduler, loggers: list[Any]) -> None:
+        self._counters = scheduler.records.counters
+        self._loggers = [x for x in loggers if isinstance(x, EvictionPrometheusStatLogger)]
+        if not self._loggers:
+            raise RuntimeError("the engine exports no metrics of eviction")
 
-    def __init__(self) -> None:
-        self.held = 0
-        self.peak = 0
+    def switch(self, on: bool) -> None:
+        """Switch the metrics on or off; without them the worker sends the same reports."""
+        self._counters.metrics = MetricsBuffer() if on else None
+        ours = EvictionPrometheusStatLogger
+        for logger in self._loggers:
+            logger.__class__ = ours if on else ours.__base__
 
-    @contextmanager
-    def watching(self, owner: Any, attribute: str) -> Iterator[None]:
-        """Measure every call of `owner.attribute` inside the block."""
-        function: Callable[..., Any] = getattr(owner, attribute)
+    def check(self, on: bool) -> None:
+        """Check that steps collect metrics, or none.
 
-        @functools.wraps(function)
-        def measured(*args: Any, **kwargs: Any) -> Any:
-            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-                result = function(*args, **kwargs)
-            self._add(profiler)
-            return result
-
-        setattr(owner, attribute, measured)
-        try:
-            yield
-        finally:
-            setattr(owner, attribute, function)
-
-    def _add(self, profiler: profile) -> None:
-        # `profile.events()` counts most allocations under operators; the raw records list each one.
-        recorded: Any = profiler.profiler
-        events = [e for e in recorded.kineto_results.events() if e.name() == "[memory]"]
-        for event in sorted(events, key=lambda event: event.start_ns()):
-            self.held += event.nbytes()
-            self.peak = max(self.peak, self.held)
+        Raises:
+            RuntimeError: if they do otherwise.
+        """
+        exporting = all(type(x) is EvictionPrometheusStatLogger for x in self._loggers)
+        collecting = self._counters.metrics is not None
+        if (exporting, collecting) != (on, on):
+            raise RuntimeError(f"metrics are switched {'on' if on else 'off'}, and are not")
 
 
 @contextmanager

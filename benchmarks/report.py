@@ -25,7 +25,7 @@ from measure.facts import machine, revision, versions
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs/benchmarks.md"
 STOCK = ("production", "constrained")
-_MARKED = re.compile(r"(<!-- results: (\S+)([ \w]*) -->\n).*?(\n<!-- end -->)", re.DOTALL)
+_MARKED = re.compile(r"(<!-- results: (\S+)([^>]*) -->\n).*?(\n<!-- end -->)", re.DOTALL)
 
 
 def record(bench: Bench, command: str, seconds: float, load: Sequence[float]) -> dict[str, Any]:
@@ -59,13 +59,9 @@ def write(result: dict[str, Any], folder: Path) -> Path:
     return path
 
 
-def tables(result: dict[str, Any], kinds: Sequence[str] = ()) -> str:
-    """Return a record as Markdown: circumstances, lines against stock, others, courses in time.
-
-    Args:
-        kinds: letters of the lines that are shown; all if empty.
-    """
-    lines = [line for line in result["lines"] if not kinds or line["measure"][0] in kinds]
+def tables(result: dict[str, Any]) -> str:
+    """Return a record as Markdown: circumstances, lines against stock, others, courses in time."""
+    lines = result["lines"]
     against_stock = [line for line in lines if _is_against_stock(line)]
     others = [line for line in lines if not _is_against_stock(line)]
     blocks: list[Block] = [Text(_circumstances(result)), Items(_parts(result))]
@@ -77,16 +73,38 @@ def tables(result: dict[str, Any], kinds: Sequence[str] = ()) -> str:
     return markdown(blocks)
 
 
+def brief(result: dict[str, Any], beginnings: Sequence[str] = ()) -> str:
+    """Return a record's circumstances and one table without notes, for the page.
+
+    Args:
+        beginnings: of the measures that are shown; all if empty.
+    """
+    rows = []
+    for line in result["lines"]:
+        if beginnings and not line["measure"].startswith(tuple(beginnings)):
+            continue
+        medians = {name: _number(median) for name, median in line["medians"].items()}
+        ours = medians.pop(line["ours"])
+        missed = any(not target["met"] for target in line["targets"])
+        verdict = ("**missed**" if missed else "met") if line["targets"] else ""
+        ratios = [f"{r['against']} {Ratio(**r)}" for r in line["ratios"]]
+        against = [f"{name} {median}" for name, median in medians.items()]
+        measure = f"{line['measure']}, {line['unit']}"
+        rows.append([measure, ours, "; ".join(against), "; ".join(ratios), verdict])
+    header = ["measure", "ours", "others", "our speed by theirs", "target"]
+    return markdown([Text(_circumstances(result)), Table(header, rows, words=True)])
+
+
 def page(text: str, folder: Path = RESULTS) -> str:
     """Return the page with all marked tables made from the records that the marks name.
 
-    A mark is `<!-- results: FILE LETTERS -->`, and ends with `<!-- end -->`.
+    A mark is `<!-- results: FILE BEGINNING; BEGINNING -->`, and ends with `<!-- end -->`.
     """
 
     def made(mark: re.Match[str]) -> str:
-        before, file, kinds, after = mark.groups()
+        before, file, given, after = mark.groups()
         result = json.loads((folder / file).read_text(encoding="utf-8"))
-        return before + tables(result, kinds.split()) + after
+        return before + brief(result, [x.strip() for x in given.split(";") if x.strip()]) + after
 
     return _MARKED.sub(made, text)
 

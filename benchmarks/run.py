@@ -13,11 +13,11 @@ from pathlib import Path
 from benchmarks import report
 from benchmarks.bench import Bench, Part
 from benchmarks.costs import costs, methods
+from benchmarks.cuts import cuts, long_answer
 from benchmarks.gain import gain
-from benchmarks.metrics import metrics, traces
 from benchmarks.scale import SCALES
 from benchmarks.schedulers import scheduler
-from benchmarks.waiting import long_answer, waiting
+from benchmarks.switched import metrics, waiting
 from measure.facts import command_line
 
 PARTS: dict[str, Part] = {
@@ -26,8 +26,8 @@ PARTS: dict[str, Part] = {
     "scheduler": scheduler,
     "methods": methods,
     "metrics": metrics,
-    "traces": traces,
     "waiting": waiting,
+    "cuts": cuts,
     "long": long_answer,
 }
 

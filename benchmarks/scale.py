@@ -21,39 +21,23 @@ collected. No step of a larger model is shorter."""
 
 
 @dataclass(frozen=True)
-class MetricsScale:
-    """Sizes of the parts `metrics` and `traces`."""
+class SwitchedScale:
+    """Sizes of a part that switches something from step to step."""
 
-    batches: tuple[int, ...]
-    fills: tuple[int, ...]
+    decodes: tuple[tuple[int, Workload], ...]
+    """Batches, and their prompts."""
+    fills: int
     """How often each batch starts again from its prompts: long contexts make steps long."""
-    rounds_per_fill: int
-    cycles: int
-    """Number of times a round goes through all orders of the states."""
-    decode: Workload
-    first_token: Workload
-    first_token_rounds: int
-    traced_fills: int
-    traced_rounds: int
-    """Per fill."""
-    traced_steps: int
-    calls: int
+    rounds: int
+    """Rounds of a fill, each with all orders of the states."""
+    burst_requests: int = 0
+    """Requests that arrive at once, in a part that measures them."""
 
 
 @dataclass(frozen=True)
-class WaitingScale:
-    """Sizes of the part `waiting`."""
+class CutsScale:
+    """Sizes of the parts `cuts` and `long`."""
 
-    decodes: tuple[tuple[int, Workload], ...]
-    """Batches of waiting requests, and their prompts."""
-    fills: int
-    """How often each batch starts again from its prompts."""
-    rounds_per_fill: int
-    recorded_steps: int
-    """Steps in which the code of recording is timed alone."""
-    burst: Workload
-    burst_requests: int
-    burst_output: int
     ceiling: int
     """Tokens a head that are kept where caches are cut again and again."""
     recut_batches: tuple[int, ...]
@@ -91,8 +75,9 @@ class Scale:
     burst_requests: int
     burst_output: int
     burst_rounds: int
-    metrics: MetricsScale
-    waiting: WaitingScale
+    metrics: SwitchedScale
+    waiting: SwitchedScale
+    cuts: CutsScale
     schedulers: tuple[SchedulerLoad, ...]
     scheduler_rounds: int
     minutes: float = float("inf")
@@ -102,7 +87,7 @@ class Scale:
 
 
 FULL = Scale(
-    parts=("costs", "methods", "gain", "metrics", "traces", "waiting", "long", "scheduler"),
+    parts=("costs", "methods", "gain", "metrics", "waiting", "cuts", "long", "scheduler"),
     rounds=5,
     first_token=Workload(2048),
     first_token_rounds=15,
@@ -120,27 +105,14 @@ FULL = Scale(
     burst_requests=24,
     burst_output=128,
     burst_rounds=1,
-    metrics=MetricsScale(
-        batches=(8, 128),
-        fills=(6, 4),
-        rounds_per_fill=50,
-        cycles=2,
-        decode=Workload(640),
-        first_token=Workload(2048),
-        first_token_rounds=150,
-        traced_fills=4,
-        traced_rounds=300,
-        traced_steps=3,
-        calls=2000,
-    ),
-    waiting=WaitingScale(
-        decodes=((8, Workload(1024)), (8, Workload(4096)), (24, Workload(1024))),
+    metrics=SwitchedScale(((8, Workload(640)), (128, Workload(640))), fills=4, rounds=60),
+    waiting=SwitchedScale(
+        ((8, Workload(1024)), (8, Workload(4096)), (24, Workload(1024))),
         fills=2,
-        rounds_per_fill=25,
-        recorded_steps=64,
-        burst=Workload(2048),
+        rounds=25,
         burst_requests=40,
-        burst_output=128,
+    ),
+    cuts=CutsScale(
         ceiling=8192,
         recut_batches=(1, 4),
         recut_methods=("snapkv", "streaming", "tgv", "rkv"),
@@ -180,31 +152,13 @@ QUICK = replace(
     burst=Workload(1280),
     burst_requests=12,
     burst_output=32,
-    metrics=MetricsScale(
-        batches=(8, 32),
-        fills=(1, 1),
-        rounds_per_fill=20,
-        cycles=1,
-        decode=Workload(640),
-        first_token=Workload(1280),
-        first_token_rounds=20,
-        traced_fills=1,
-        traced_rounds=40,
-        traced_steps=3,
-        calls=500,
-    ),
-    waiting=WaitingScale(
-        decodes=((8, Workload(640)),),
-        fills=1,
-        rounds_per_fill=20,
-        recorded_steps=16,
-        burst=Workload(1280),
-        burst_requests=16,
-        burst_output=48,
+    metrics=SwitchedScale(((8, Workload(640)),), fills=1, rounds=20),
+    waiting=SwitchedScale(((8, Workload(640)),), fills=1, rounds=20, burst_requests=16),
+    cuts=CutsScale(
         ceiling=2048,
         recut_batches=(1,),
         recut_methods=("snapkv", "streaming"),
-        recut_periods=2,
+        recut_periods=1,
         long_batch=4,
         long_prompt=Workload(1024),
         long_ceiling=512,
@@ -232,27 +186,9 @@ SMOKE = replace(
     burst=Workload(640),
     burst_requests=6,
     burst_output=4,
-    metrics=MetricsScale(
-        batches=(2,),
-        fills=(1,),
-        rounds_per_fill=2,
-        cycles=1,
-        decode=Workload(640),
-        first_token=Workload(640),
-        first_token_rounds=2,
-        traced_fills=1,
-        traced_rounds=2,
-        traced_steps=2,
-        calls=5,
-    ),
-    waiting=WaitingScale(
-        decodes=((2, Workload(640)),),
-        fills=1,
-        rounds_per_fill=1,
-        recorded_steps=2,
-        burst=Workload(640),
-        burst_requests=6,
-        burst_output=12,
+    metrics=SwitchedScale(((2, Workload(640)),), fills=1, rounds=1),
+    waiting=SwitchedScale(((2, Workload(640)),), fills=1, rounds=1, burst_requests=6),
+    cuts=CutsScale(
         ceiling=640,
         recut_batches=(2,),
         recut_methods=("snapkv", "streaming"),

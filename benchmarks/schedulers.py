@@ -118,7 +118,7 @@ class Schedulers:
         """Time `steps` steps of both schedulers in turn."""
         lanes, load = {"stock": self.stock, "ours": self.ours}, self.load
         ours, stock = self.ours.scheduler, self.stock.scheduler
-        evicted = ours.eviction_counters.requests_evicted
+        evicted = ours.records.counters.requests_evicted
         seconds: dict[str, list[float]] = {name: [] for name in lanes}
         running, running_stock, prefilling, waiting = [], [], [], []
         for number in range(steps):
@@ -141,7 +141,7 @@ class Schedulers:
             **seconds,
             running=running,
             running_stock=running_stock,
-            evicted=ours.eviction_counters.requests_evicted - evicted,
+            evicted=ours.records.counters.requests_evicted - evicted,
             prefilling=mean,
             waiting=sum(waiting) / steps,
         )

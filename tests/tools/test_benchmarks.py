@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from benchmarks import report, waiting
+from benchmarks import cuts, report, switched
 from benchmarks.bench import Bench, Part
 from benchmarks.costs import pool_tokens
 from benchmarks.measurement import Line, Target
@@ -57,13 +57,13 @@ def takes_too_long(given: Bench) -> Iterator[Line]:
 
 
 MEASURES = {
-    "costs": "acef",
+    "costs": "acf",
     "gain": "bd",
     "scheduler": "i",
     "methods": "g",
     "metrics": "h",
-    "traces": "h",
     "waiting": "j",
+    "cuts": "j",
     "long": "j",
 }
 """Letters of what each part measures."""
@@ -108,75 +108,75 @@ def test_the_pool_holds_all_requests_to_the_last_step(scale: Scale, block_size: 
 def test_waits_outlast_what_is_measured(scale: Scale) -> None:
     """A request whose wait ended would be evicted in the middle, and store nothing after it."""
     given, waits = bench(scale), scale.waiting
-    steps = waiting.STEPS_PER_ROUND * waits.rounds_per_fill + waits.recorded_steps
+    steps = switched.STEPS_PER_ROUND * waits.rounds
     for batch, workload in waits.decodes:
-        longest = waiting.longest_wait(given)
+        longest = switched.longest_wait(given)
         assert longest > batch + steps
-        blocks = -(-(workload.prompt_tokens + longest) // waiting.BLOCK_SIZE)
-        assert waiting.wait_pool(given) // waiting.BLOCK_SIZE > batch * blocks
-    assert waiting.wait_pool(given) > waiting.burst_pool(given)
+        blocks = -(-(workload.prompt_tokens + longest) // switched.BLOCK_SIZE)
+        assert switched.wait_pool(given) // switched.BLOCK_SIZE > batch * blocks
+    assert switched.wait_pool(given) > switched.burst_pool(given)
 
 
 @pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 def test_the_ceiling_cuts_once_in_a_period(scale: Scale) -> None:
     """The scheduler's own plan of cuts is asked, for both engines that have a ceiling."""
-    waits, size = scale.waiting, waiting.BLOCK_SIZE
+    waits, size = scale.cuts, switched.BLOCK_SIZE
     for most, prompt in (
-        (waits.ceiling, waiting.ceiling_prompt(waits.ceiling)),
+        (waits.ceiling, cuts.ceiling_prompt(waits.ceiling)),
         (waits.long_ceiling, waits.long_prompt.prompt_tokens),
     ):
         ceiling = Ceiling.of(most)
-        cuts = plan_cuts(prompt, [(0, most // size)], ceiling, size, prompt + 4000)
-        cut: Cut | None = cuts.first
+        planned = plan_cuts(prompt, [(0, most // size)], ceiling, size, prompt + 4000)
+        cut: Cut | None = planned.first
         assert cut is not None
         assert cut.num_replaced > cut.num_retained, "the prompt is not evicted"
         for _ in range(3):
-            later = cuts.after(cut)
+            later = planned.after(cut)
             assert later is not None
-            assert later.at - cut.at == waiting.period(most)
+            assert later.at - cut.at == cuts.period(most)
             assert later.num_retained * size == most
             cut = later
 
 
 def test_the_share_of_cuts_is_what_they_add_to_plain_steps() -> None:
     """Steps of 10 ms; in each period one of 50 ms cuts, the next takes 12 ms, 8 store for 1 ms."""
-    period = 128
-    steps = 2 * period
+    tokens = 128
+    steps = 2 * tokens
     found: dict[str, list[float]] = {
         "seconds": [0.010] * steps,
         "cuts": [0.0] * steps,
         "stored": [0.0] * steps,
         "eviction": [0.0] * steps,
     }
-    for cut in (40, 40 + period):
+    for cut in (40, 40 + tokens):
         found["cuts"][cut], found["seconds"][cut], found["eviction"][cut] = 1, 0.050, 0.039
         found["seconds"][cut + 1] = 0.012
         for step in range(cut - 8, cut):
             found["stored"][step], found["seconds"][step] = 1, 0.011
-    for first in (0, period):
-        one = waiting.Period.of(found, first, period)
-        assert one.plain == 0.010
-        assert one.cuts == pytest.approx(0.042)
-        assert one.storing == pytest.approx(0.008)
-        assert one.evicting == pytest.approx(0.039)
-        whole = sum(found["seconds"][first : first + period])
-        assert one.share == pytest.approx(100 * 0.050 / whole)
+    for first in (0, tokens):
+        period = cuts.Period.of(found, first, tokens)
+        assert period.plain == 0.010
+        assert period.cuts == pytest.approx(0.042)
+        assert period.storing == pytest.approx(0.008)
+        assert period.evicting == pytest.approx(0.039)
+        whole = sum(found["seconds"][first : first + tokens])
+        assert period.share == pytest.approx(100 * 0.050 / whole)
     found["stored"] = [1.0] * steps
     with pytest.raises(ValueError, match="every step"):
-        waiting.Period.of(found, 0, period)
+        cuts.Period.of(found, 0, tokens)
 
 
 def test_a_long_answer_is_shown_by_hundred_tokens() -> None:
     falling = [100.0 - 10 * number for number in range(8)]
     rates = {"ours": [90.0] * 8, "constrained": falling}
     blocks = {"ours": [20.0] * 8, "constrained": [30.0 + number for number in range(8)]}
-    held, speed = waiting.long_lines(bench(), rates, blocks, cuts=48)
+    held, speed = cuts.long_lines(bench(), rates, blocks, cuts=48)
     assert [target.met for target in (*held.targets, *speed.targets)] == [True, True]
     text = report.tables(recorded([held, speed]))
     assert "| 800 | 20 | 37 | 90 | 30 |" in text
     assert "last quarter by first: ours 1.000, constrained 0.368" in text
     rates["ours"], blocks["ours"] = falling, [20.0] * 7 + [21.0]
-    held, speed = waiting.long_lines(bench(), rates, blocks, cuts=48)
+    held, speed = cuts.long_lines(bench(), rates, blocks, cuts=48)
     assert [target.met for target in (*held.targets, *speed.targets)] == [False, False]
 
 
@@ -210,17 +210,17 @@ def test_waits_are_set_aside_and_taken_up_again() -> None:
     scheduler = Requests({"waits": first, "done": None, "ends": second})
     waits = Waits(cast("EvictionScheduler", scheduler))
 
-    def cuts() -> dict[str, Cut | None]:
+    def found() -> dict[str, Cut | None]:
         return {name: candidate.cut for name, candidate in scheduler.candidates.items()}
 
     for _ in range(2):  # a second time changes nothing
         waits.switch(False)
-        assert set(cuts().values()) == {None}
+        assert set(found().values()) == {None}
         assert scheduler.expected == {"waits": None, "ends": None}
     del scheduler.candidates["ends"]
     for _ in range(2):
         waits.switch(True)
-        assert cuts() == {"waits": first, "done": None}
+        assert found() == {"waits": first, "done": None}
         assert scheduler.expected["waits"] == first
 
 

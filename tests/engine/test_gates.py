@@ -2,7 +2,7 @@
 """Methods that go by trained gates: tokens and kept positions of real engines, as the oracle's.
 
 The gates are random. Freed blocks are filled with NaN, what the gates said of their tokens as well.
-KVzap is in `unit/test_second_cut.py`: equal tokens have equal scores in the first layer, so that
+KVzap is in `unit/test_later_cuts.py`: equal tokens have equal scores in the first layer, so that
 rounding would decide between them here.
 """
 

@@ -28,7 +28,7 @@ export HF_HUB_OFFLINE VLLM_NO_USAGE_STATS TOKENIZERS_PARALLELISM
 
 .DEFAULT_GOAL := help
 .PHONY: help setup wheel lint test test-all test-apparatus test-nightly test-fast test-gpu
-.PHONY: test-scheduler compile-kernels next-vllm test-next
+.PHONY: test-scheduler mutations compile-kernels next-vllm test-next
 .PHONY: demo inspector page-model page-tower train-gates eval bench bench-all bench-gpu gpu-first-run loadtest soak clean
 
 help: ## list the targets
@@ -76,6 +76,9 @@ test-nightly: lint ## all tests, with products of parameters whole, and long run
 
 test-fast: setup ## the tests that start no engine and install nothing
 	$(BIN)/python -m pytest -q -m "not engine and not slow and $(DAILY)"
+
+mutations: setup ## plant twenty defects in core modules; the usual tests have to catch each
+	$(BIN)/python -m tools.mutations $(ARGS)
 
 # What depends on the version of vLLM: its names, its scheduler, and one engine of each kind.
 NEXT := $(CURDIR)/build/vllm-0.33.0

@@ -124,7 +124,7 @@ def decode(
     values: Tensor,
     block_table: Tensor,
     lengths: Tensor,
-    retained: Tensor,
+    num_token_blocks: Tensor,
     replaced: Tensor,
     offsets: Tensor,
     layer: int,
@@ -135,7 +135,7 @@ def decode(
     """Compute attention of one query token per row in one layer; rows of length 0 get zero.
 
     With M = L*H, p = layer*H + h, b the first block of row r, o = `offsets[b, p]` and n =
-    `offsets[b, p + 1] - o` (0 where `retained[b]` is 0), page i of head h is page
+    `offsets[b, p + 1] - o` (0 where `num_token_blocks[b]` is 0), page i of head h is page
     `(o + i) % M` of block `block_table[r, (o + i) // M]` for i < n, then page p of block
     `block_table[r, t0 + i - n]` with t0 = `replaced[b]`. Slots from the length on and other
     pages are not read.
@@ -151,7 +151,7 @@ def decode(
         block_table: int32 `[R, W]`.
         lengths: int32 `[L, R, H]` of
             `write_lengths`. Rows of length 0 are not read.
-        retained: int32 `[num_blocks]`, as in
+        num_token_blocks: int32 `[num_blocks]`, as in
             `write_page_tables`.
         replaced: int32 `[num_blocks]`, likewise.
         offsets: int32 `[num_blocks, M + 1]`, likewise.
@@ -164,7 +164,9 @@ def decode(
         ValueError: if a shape or dtype does not fit; the message names the argument.
     """
     _check_plan(lengths, plan)
-    _check(query, keys, values, block_table, lengths, retained, replaced, offsets, layer, out)
+    _check(
+        query, keys, values, block_table, lengths, num_token_blocks, replaced, offsets, layer, out
+    )
     group = query.shape[1] // lengths.shape[2]
     if plan.partials.shape[2:] != (group, query.shape[2] + 2):
         raise ValueError(
@@ -180,7 +182,7 @@ def decode(
             values,
             block_table,
             lengths,
-            retained,
+            num_token_blocks,
             replaced,
             offsets,
             layer,
@@ -200,7 +202,9 @@ def decode(
                 continue
             block = int(block_table[row, 0])
             pair = layer * num_heads + head
-            first, end = offsets[block, pair : pair + 2].tolist() if retained[block] > 0 else (0, 0)
+            first, end = (
+                offsets[block, pair : pair + 2].tolist() if num_token_blocks[block] > 0 else (0, 0)
+            )
             num_tail = -(-length // block_size) - (end - first)
             start = int(replaced[block])
             region = torch.arange(first, end, device=query.device)
@@ -259,7 +263,7 @@ def _check(
     values: Tensor,
     block_table: Tensor,
     lengths: Tensor,
-    retained: Tensor,
+    num_token_blocks: Tensor,
     replaced: Tensor,
     offsets: Tensor,
     layer: int,
@@ -280,10 +284,10 @@ def _check(
             )
         if pool.dtype != query.dtype:
             raise ValueError(f"{name} must be {query.dtype} as the query, got {pool.dtype}")
-    num_blocks = retained.numel()
+    num_blocks = num_token_blocks.numel()
     for name, tensor, shape in (
         ("block_table", block_table, (rows, block_table.shape[-1])),
-        ("retained", retained, (num_blocks,)),
+        ("num_token_blocks", num_token_blocks, (num_blocks,)),
         ("replaced", replaced, (num_blocks,)),
         ("offsets", offsets, (num_blocks, layers * heads + 1)),
     ):

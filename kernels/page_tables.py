@@ -19,7 +19,7 @@ from vllm_tgvkv.kernels import gpu
 def write_page_tables(
     block_table: Tensor,
     seq_lens: Tensor,
-    retained: Tensor,
+    num_token_blocks: Tensor,
     replaced: Tensor,
     offsets: Tensor,
     block_size: int,
@@ -41,7 +41,8 @@ def write_page_tables(
             `[k fresh ids | zeros | tail ids from column t0 on]`.
         seq_lens: int32 `[B]`, tokens including the current one and evicted ones. A row with 0
             tokens has no pages, and its block ids are not read.
-        retained: int32 `[num_blocks]`, k of the region that starts with a block; 0 elsewhere.
+        num_token_blocks: int32 `[num_blocks]`, blocks of tokens in the region that starts with a
+            block, k without summaries; 0 elsewhere.
         replaced: int32 `[num_blocks]`, t0 of that region; 0 elsewhere.
         offsets: int32 `[num_blocks, L*H + 1]`; undefined where k is 0.
         block_size: N.
@@ -54,7 +55,7 @@ def write_page_tables(
     Raises:
         ValueError: if a shape or dtype does not fit; the message names the argument.
     """
-    _check(block_table, seq_lens, retained, replaced, offsets)
+    _check(block_table, seq_lens, num_token_blocks, replaced, offsets)
     _check_output("tables", tables, 4, offsets, seq_lens)
     layers, requests, heads, width = tables.shape
     pairs = offsets.shape[1] - 1
@@ -67,7 +68,14 @@ def write_page_tables(
         from vllm_tgvkv.kernels.gpu import page_tables as triton_page_tables
 
         triton_page_tables.write_page_tables(
-            block_table, seq_lens, retained, replaced, offsets, block_size, first_layer, tables
+            block_table,
+            seq_lens,
+            num_token_blocks,
+            replaced,
+            offsets,
+            block_size,
+            first_layer,
+            tables,
         )
         return
     device = tables.device
@@ -76,7 +84,7 @@ def write_page_tables(
     first_blocks = _first_blocks(block_table, seq_lens)
     start = replaced.index_select(0, first_blocks).view(per_request)
     first, counts = _regions(
-        first_blocks, retained, offsets[:, first_pair : end_pair + 1], layers, heads
+        first_blocks, num_token_blocks, offsets[:, first_pair : end_pair + 1], layers, heads
     )
     first, counts = first.unsqueeze(-1), counts.unsqueeze(-1)  # [l, B, H, 1]
     column = torch.arange(width, dtype=torch.int32, device=device)
@@ -104,7 +112,7 @@ def write_page_tables(
 def write_lengths(
     block_table: Tensor,
     seq_lens: Tensor,
-    retained: Tensor,
+    num_token_blocks: Tensor,
     replaced: Tensor,
     offsets: Tensor,
     block_size: int,
@@ -120,7 +128,7 @@ def write_lengths(
     Raises:
         ValueError: if a shape or dtype does not fit; the message names the argument.
     """
-    _check(block_table, seq_lens, retained, replaced, offsets)
+    _check(block_table, seq_lens, num_token_blocks, replaced, offsets)
     _check_output("lengths", lengths, 3, offsets, seq_lens)
     layers, requests, heads = lengths.shape
     if layers * heads != offsets.shape[1] - 1:
@@ -132,11 +140,11 @@ def write_lengths(
         from vllm_tgvkv.kernels.gpu import page_tables as triton_page_tables
 
         triton_page_tables.write_lengths(
-            block_table, seq_lens, retained, replaced, offsets, block_size, lengths
+            block_table, seq_lens, num_token_blocks, replaced, offsets, block_size, lengths
         )
         return
     first_blocks = _first_blocks(block_table, seq_lens)
-    _, counts = _regions(first_blocks, retained, offsets, layers, heads)
+    _, counts = _regions(first_blocks, num_token_blocks, offsets, layers, heads)
     start = replaced.index_select(0, first_blocks)
     tail = torch.sub(seq_lens, start, alpha=block_size).view(1, requests, 1)
     torch.add(tail, counts, alpha=block_size, out=lengths)
@@ -148,11 +156,11 @@ def _first_blocks(block_table: Tensor, seq_lens: Tensor) -> Tensor:
 
 
 def _regions(
-    first_blocks: Tensor, retained: Tensor, offsets: Tensor, layers: int, heads: int
+    first_blocks: Tensor, num_token_blocks: Tensor, offsets: Tensor, layers: int, heads: int
 ) -> tuple[Tensor, Tensor]:
     """Return first region page and number of region pages, int32 `[l, B, H]`; 0 where k is 0."""
     requests = len(first_blocks)
-    has_no_region = retained.index_select(0, first_blocks).unsqueeze(-1) <= 0
+    has_no_region = num_token_blocks.index_select(0, first_blocks).unsqueeze(-1) <= 0
     offsets = offsets.index_select(0, first_blocks).masked_fill_(has_no_region, 0)
     first = offsets[:, :-1].view(requests, layers, heads).transpose(0, 1)
     counts = offsets.diff(dim=-1).view(requests, layers, heads).transpose(0, 1)
@@ -160,13 +168,17 @@ def _regions(
 
 
 def _check(
-    block_table: Tensor, seq_lens: Tensor, retained: Tensor, replaced: Tensor, offsets: Tensor
+    block_table: Tensor,
+    seq_lens: Tensor,
+    num_token_blocks: Tensor,
+    replaced: Tensor,
+    offsets: Tensor,
 ) -> None:
-    requests, num_blocks = seq_lens.numel(), retained.numel()
+    requests, num_blocks = seq_lens.numel(), num_token_blocks.numel()
     for name, tensor, rows, dims in (
         ("block_table", block_table, requests, 2),
         ("seq_lens", seq_lens, requests, 1),
-        ("retained", retained, num_blocks, 1),
+        ("num_token_blocks", num_token_blocks, num_blocks, 1),
         ("replaced", replaced, num_blocks, 1),
         ("offsets", offsets, num_blocks, 2),
     ):

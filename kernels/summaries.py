@@ -273,7 +273,7 @@ def merge(
 
 
 def find(
-    block_table: Tensor, first_blocks: Tensor, retained: Tensor, num_summaries: Tensor
+    block_table: Tensor, first_blocks: Tensor, num_token_blocks: Tensor, num_summaries: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return which rows of a block table have summaries, int64 `[T]`, and where these are.
 
@@ -288,7 +288,7 @@ def find(
     counts = counts[rows, None].long()
     number = torch.arange(int(counts.max()) if len(rows) else 0, device=counts.device)
     # Fewer summaries: the row's last one again, which is not read.
-    column = torch.minimum(number, counts - 1) + retained[first_blocks[rows], None]
+    column = torch.minimum(number, counts - 1) + num_token_blocks[first_blocks[rows], None]
     return rows, block_table[rows[:, None], column].long(), number < counts
 
 
@@ -300,7 +300,7 @@ def merge_rows(
     value_pages: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
-    retained: Tensor,
+    num_token_blocks: Tensor,
     num_summaries: Tensor,
     num_pairs: int,
     layer: int,
@@ -309,7 +309,7 @@ def merge_rows(
     """Merge the summaries of the rows of a block table into their attention over keys, in place.
 
     With b the first block of row r, its summaries are in the `num_summaries[b]` blocks of the row
-    from column `retained[b]` on, of head h in page `layer * H + h` of each. Rows without
+    from column `num_token_blocks[b]` on, of head h in page `layer * H + h` of each. Rows without
     summaries keep their bits, and none of their pages is read.
 
     On CUDA, weights of rows are rounded to the dtype of the values before they are multiplied, as
@@ -324,7 +324,7 @@ def merge_rows(
         key_pages, value_pages: `[num_pool_pages, N, D]`, logical views of the pool.
         block_table: int32 `[R, W]`.
         seq_lens: int32 `[R]`; rows of length 0 are not read.
-        retained, num_summaries: int32 `[num_blocks]`; 0 where no region starts.
+        num_token_blocks, num_summaries: int32 `[num_blocks]`; 0 where no region starts.
         num_pairs: pages of a block.
         scale: factor of the logits.
 
@@ -332,7 +332,7 @@ def merge_rows(
         ValueError: if a shape or dtype does not fit; the message names the argument.
     """
     _check(outputs, log_sum_exp, queries, key_pages, value_pages)
-    _check_table(outputs, block_table, seq_lens, retained, num_summaries)
+    _check_table(outputs, block_table, seq_lens, num_token_blocks, num_summaries)
     if gpu.runs(outputs):
         from vllm_tgvkv.kernels.gpu import summaries as triton_summaries
 
@@ -344,7 +344,7 @@ def merge_rows(
             value_pages,
             block_table,
             seq_lens,
-            retained,
+            num_token_blocks,
             num_summaries,
             num_pairs,
             layer,
@@ -353,7 +353,7 @@ def merge_rows(
         return
     by_row = (len(block_table), len(outputs) // len(block_table))
     first_blocks = block_table[:, 0].masked_fill(seq_lens <= 0, 0).long()
-    rows, blocks, is_read = find(block_table, first_blocks, retained, num_summaries)
+    rows, blocks, is_read = find(block_table, first_blocks, num_token_blocks, num_summaries)
     if not len(rows):
         return
     heads = layer * by_row[1] + torch.arange(by_row[1])
@@ -391,7 +391,11 @@ def _check(
 
 
 def _check_table(
-    outputs: Tensor, block_table: Tensor, seq_lens: Tensor, retained: Tensor, num_summaries: Tensor
+    outputs: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    num_token_blocks: Tensor,
+    num_summaries: Tensor,
 ) -> None:
     num_rows = len(block_table)
     if not num_rows or len(outputs) % num_rows:
@@ -401,8 +405,8 @@ def _check_table(
     for name, tensor, shape in (
         ("block_table", block_table, (num_rows, block_table.shape[-1])),
         ("seq_lens", seq_lens, (num_rows,)),
-        ("retained", retained, retained.shape[:1]),
-        ("num_summaries", num_summaries, retained.shape[:1]),
+        ("num_token_blocks", num_token_blocks, num_token_blocks.shape[:1]),
+        ("num_summaries", num_summaries, num_token_blocks.shape[:1]),
     ):
         if tensor.dtype != torch.int32 or tensor.shape != shape:
             raise ValueError(

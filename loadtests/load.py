@@ -13,13 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
-from loadtests.pages import make_page, pages_of, question
+from loadtests.pages import page_message
 from loadtests.profile import Pages, Profile, Random
 from measure import serving
 from measure.arm import Arm
-from measure.messages import image_part, jpeg_url, png_url, text_part
 from measure.serving import (
     Server,
     ServingError,
@@ -74,7 +71,7 @@ def plan(profile: Profile) -> list[Load]:
 
 def serve_arguments(profile: Profile, arm: Arm) -> list[str]:
     """Return the arguments of `vllm` that serve an arm, without host and port."""
-    arguments = ["serve", profile.folder, "--served-model-name", profile.request_model]
+    arguments = ["serve", profile.model_path, "--served-model-name", profile.request_model]
     return arguments + flags({**profile.serve, **arm.server})
 
 
@@ -128,7 +125,7 @@ def bench_arguments(
     workload = profile.workloads[load.workload]
     arguments = ["bench", "serve", "--backend", "openai-chat"]
     arguments += ["--base-url", server.url, "--endpoint", "/v1/chat/completions"]
-    arguments += ["--model", profile.folder, "--served-model-name", profile.request_model]
+    arguments += ["--model", profile.model_path, "--served-model-name", profile.request_model]
     if profile.tokenizer is not None:
         arguments += ["--tokenizer", profile.tokenizer]
     arguments += ["--num-prompts", str(load.requests), "--request-rate", str(load.rate)]
@@ -169,25 +166,12 @@ def _random_arguments(workload: Random) -> list[str]:
 
 def page_requests(workload: Pages, first: int, count: int) -> Iterator[list[dict[str, Any]]]:
     """Yield the contents of `count` messages: images, then the question."""
+    most = max(workload.pages)
     for number in range(count):
-        scale = workload.scales[number % len(workload.scales)]
-        if workload.questions_per_image > 1:
-            page = make_page(first + number // workload.questions_per_image)
-            entry = page.entries[number % workload.questions_per_image % len(page.entries)]
-            scale = workload.scales[number // workload.questions_per_image % len(workload.scales)]
-            images = [page.image]
-            asked = f"What is the value of {entry.key}?"
-        else:
-            task = workload.tasks[number % len(workload.tasks)]
-            images, asked = pages_of(task, first + number), question(task, first + number)
-        yield [*(image_part(_url(image, scale)) for image in images), text_part(asked)]
-
-
-def _url(image: Image.Image, scale: int) -> str:
-    if scale == 1:
-        return png_url(image)
-    # Enlarged grain makes a PNG of megabytes.
-    return jpeg_url(image.resize((image.width * scale, image.height * scale)))
+        group, asked = divmod(number, workload.questions_per_page)
+        start = first + group * most
+        pages = list(range(start, start + workload.pages[group % len(workload.pages)]))
+        yield page_message(pages, asked, workload.scale)
 
 
 def read_result(path: Path) -> dict[str, Any]:

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from loadtests.pages import content, question
-from measure.messages import image_part, png_url
+from loadtests.pages import page_message
 from vllm_tgvkv.config.server import EvictionConfig
 
 MIXES = {
@@ -60,46 +59,40 @@ class Case:
 
 def make_cases() -> list[Case]:
     """Return all requests, no two alike. Every second answer is long."""
-    found = []
-    for number, (kind, task, page, xargs) in enumerate(_kinds()):
-        if task is None:
-            messages = [{"role": "user", "content": _text(page, length=40 + 90 * page)}]
-        else:
-            messages = _conversation(task, page)
-        found.append(Case(kind, messages, xargs, is_long=number % 2 == 1))
-    return found
+    return [
+        Case(kind, messages, xargs, is_long=number % 2 == 1)
+        for number, (kind, messages, xargs) in enumerate(_kinds())
+    ]
 
 
-def _conversation(task: str, page: int) -> list[dict[str, Any]]:
-    """Return a question about a page, or with the task `chat` a second one."""
-    first = content("row" if task == "chat" else task, page, lambda i: image_part(png_url(i)))
-    messages: list[dict[str, Any]] = [{"role": "user", "content": first}]
-    if task == "chat":
-        messages.append({"role": "assistant", "content": "It is empty."})
-        messages.append({"role": "user", "content": question("value", page)})
-    return messages
-
-
-def _kinds() -> Iterator[tuple[str, str | None, int, dict[str, Any]]]:
-    """Yield kind, task (None for text only), page and `vllm_xargs` of each request."""
+def _kinds() -> Iterator[tuple[str, list[dict[str, Any]], dict[str, Any]]]:
+    """Yield kind, messages and `vllm_xargs` of each request."""
     for number, method in enumerate((*EvictionConfig().method_names[1:], *MIXES)):
         budget = BUDGETS[number % len(BUDGETS)]
-        task = ("value", "row", "compare")[number % 3]
-        yield "methods", task, number, {"kv_eviction": method, "kv_eviction_budget": budget}
-    for number, method in enumerate(GUARDED):
+        yield "methods", _asks(number), {"kv_eviction": method, "kv_eviction_budget": budget}
+    for number, method in enumerate(GUARDED, 30):
         guard = GUARDS[number % len(GUARDS)]
-        yield "auto", "row", 30 + number, {"kv_eviction": method, "kv_eviction_budget": guard}
+        yield "auto", _asks(number), {"kv_eviction": method, "kv_eviction_budget": guard}
+    for number in range(40, 45):
+        yield "uncompressed", _asks(number), {"kv_eviction": "none"}
+    for number, budget in enumerate(BUDGETS[:4]):
+        yield "two images", _asks(50 + number, 60 + number), {"kv_eviction_budget": budget}
+    for page in range(70, 73):  # several questions about one page, one of them a second turn
+        chat = [*_asks(page), {"role": "assistant", "content": "12345"}, _says("And the next one?")]
+        yield "chats", _asks(page), {}
+        yield "chats", _asks(page, asked=3), {}
+        yield "chats", chat, {"kv_eviction_budget": 0.3}
+        yield "chats", chat, {"kv_eviction": "none"}
     for number in range(5):
-        yield "uncompressed", "value", 40 + number, {"kv_eviction": "none"}
-    for number in range(4):
-        yield "two images", "two_images", 50 + number, {"kv_eviction_budget": BUDGETS[number]}
-    for page in range(60, 63):  # several questions about one page, one of them a second turn
-        yield "chats", "value", page, {}
-        yield "chats", "row", page, {}
-        yield "chats", "chat", page, {"kv_eviction_budget": 0.3}
-        yield "chats", "chat", page, {"kv_eviction": "none"}
-    for number in range(5):
-        yield "text", None, number, {}
+        yield "text", [_says(_text(number, length=40 + 90 * number))], {}
+
+
+def _asks(*pages: int, asked: int = 0) -> list[dict[str, Any]]:
+    return [_says(page_message(list(pages), asked))]
+
+
+def _says(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
 
 
 def _text(seed: int, length: int) -> str:

@@ -1,56 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drawn pages of entries such as `K:58213`, and questions about them.
-
-Load tests ask whether answers arrive, when, and whether they stay the same; not whether they are
-right. A page and a question follow from their numbers.
-"""
+"""Drawn pages of names and numbers, with questions; a page follows from its number."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
+import random
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-from PIL import Image
+import matplotlib
+from PIL import Image, ImageDraw, ImageFont
 
-from measure.messages import text_part
-from vllm_tgvkv.visual_heads import Page, draw_page, font_files
+from measure.messages import image_part, jpeg_url, png_url, text_part
 
-TASKS = ("value", "row", "two_images", "compare")
-"""Kinds of questions; `two_images` has two pages."""
+SIDE = 336
+"""Width and height of a page in pixels."""
 
-SECOND_PAGE = 1_000_000
-"""Distance to the number of the second page."""
-
-
-@lru_cache(maxsize=64)
-def make_page(number: int) -> Page:
-    """Return a page, 336 x 336 pixels."""
-    return draw_page(np.random.default_rng(number), font_files())
-
-
-def pages_of(task: str, number: int) -> list[Image.Image]:
-    """Return the pages that a question of a task is about."""
-    numbers = [number, SECOND_PAGE + number] if task == "two_images" else [number]
-    return [make_page(each).image for each in numbers]
-
-
-def question(task: str, number: int) -> str:
-    """Return the question of a task about page `number`."""
-    first, *_, last = make_page(number).entries
-    if task == "two_images":
-        last = make_page(SECOND_PAGE + number).entries[0]
-    return {
-        "value": f"What is the value of {first.key}?",
-        "row": f"Read the row of {first.key}.",
-        "two_images": f"What are the values of {first.key} and {last.key}?",
-        "compare": f"Which begins with the larger digit, {first.key} or {last.key}?",
-    }[task]
+_ROWS = 12
+_NAMES = [
+    "amber",
+    "birch",
+    "cedar",
+    "delta",
+    "ember",
+    "fjord",
+    "grove",
+    "haven",
+    "inlet",
+    "jetty",
+    "knoll",
+    "ledge",
+]
 
 
-def content(
-    task: str, number: int, image_part: Callable[[Image.Image], dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Return the parts of a user's message: pages, then the question."""
-    return [*map(image_part, pages_of(task, number)), text_part(question(task, number))]
+def draw_page(number: int, scale: int = 1) -> tuple[Image.Image, list[str]]:
+    """Return page `number`, enlarged by `scale`, and a question about each of its rows."""
+    rng = random.Random(number)
+    paper = tuple(rng.randint(220, 255) for _ in range(3))
+    image = Image.new("RGB", (SIDE * scale, SIDE * scale), paper)
+    draw = ImageDraw.Draw(image)
+    height = SIDE * scale // (_ROWS + 1)
+    questions = []
+    for row, name in enumerate(rng.sample(_NAMES, _ROWS)):
+        text = f"{name}: {rng.randint(10000, 99999)}"
+        draw.text((height // 2, height * row + height // 2), text, fill=0, font=_font(height // 2))
+        questions.append(f"What is the number of {name}? Answer with the number.")
+    return image, questions
+
+
+def page_message(pages: list[int], asked: int = 0, scale: int = 1) -> list[dict[str, Any]]:
+    """Return the content of a message: the pages, then a question about the last one.
+
+    `asked` is the row that the question is about, counted round.
+    """
+    drawn = [draw_page(number, scale) for number in pages]
+    questions = drawn[-1][1]
+    # Enlarged pages would be large PNGs.
+    url = png_url if scale == 1 else jpeg_url
+    return [
+        *(image_part(url(image)) for image, _ in drawn),
+        text_part(questions[asked % len(questions)]),
+    ]
+
+
+@cache
+def _font(size: int) -> ImageFont.FreeTypeFont:
+    path = Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")
+    return ImageFont.truetype(str(path), size)

@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from loadtests.pages import TASKS
-from measure import tiny
+from loadtests import model
 from measure.arm import Arm
 
 POOL_FLAGS = ("block-size", "num-gpu-blocks-override")
@@ -24,7 +23,6 @@ OWN_FLAGS = ("model", "host", "port", "served-model-name")
 
 ARM_FIELDS = ("serve", "url", "extra_body")
 GOODPUT = ("ttft", "tpot", "e2el")
-"""`vllm bench serve` sends one message per request, so no chats of several turns."""
 
 T = TypeVar("T")
 
@@ -84,31 +82,22 @@ class Random(Workload):
 class Pages(Workload):
     """Drawn pages with questions (`loadtests/pages.py`), sent as `custom_image`."""
 
-    tasks: tuple[str, ...] = ("value",)
-    """Tasks that requests cycle through; `two_images` has twice the image tokens."""
-    questions_per_image: int = 1
-    """Consecutive requests that share an image, and with it their prefix."""
-    scales: tuple[int, ...] = (1,)
-    """Factors that pages are enlarged by, in turn; above 1 they are sent as JPEG."""
+    pages: tuple[int, ...] = (1,)
+    """Pages of a request, in turn."""
+    questions_per_page: int = 1
+    """Consecutive requests that share their pages, and with them their prefix."""
+    scale: int = 1
+    """Factor that pages of 336 x 336 pixels are enlarged by; above 1 they are sent as JPEG."""
     natural_end: bool = True
     """Whether the model ends answers; otherwise all have `output_tokens`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        known = f"{', '.join(TASKS)}"
-        object.__setattr__(self, "tasks", _list("tasks", self.tasks, known))
-        for task in self.tasks:
-            if task not in TASKS:
-                raise ProfileError(f"tasks has {task!r}; choose from {known}")
-        object.__setattr__(self, "scales", _list("scales", self.scales, "numbers, as [1, 2]"))
-        for scale in self.scales:
-            _whole("scales", scale)
-        _whole("questions_per_image", self.questions_per_image)
-        if self.questions_per_image > 1 and self.tasks != ("value",):
-            raise ProfileError(
-                f"questions_per_image is {self.questions_per_image} with tasks "
-                f"{', '.join(self.tasks)}; requests that share a page have the task value alone"
-            )
+        object.__setattr__(self, "pages", _list("pages", self.pages, "numbers, as [1, 2]"))
+        for number in self.pages:
+            _whole("pages", number)
+        _whole("scale", self.scale)
+        _whole("questions_per_page", self.questions_per_page)
         if not isinstance(self.natural_end, bool):
             raise ProfileError(f"natural_end is {self.natural_end!r}; give true or false")
 
@@ -122,7 +111,6 @@ class Profile:
 
     name: str
     model: str
-    """Name or folder of the model; `tiny` is one with random weights that is written here."""
     arms: dict[str, Arm]
     workloads: dict[str, Random | Pages]
     served_model_name: str | None = None
@@ -162,9 +150,9 @@ class Profile:
         self._check_pools()
 
     @property
-    def folder(self) -> str:
-        """Return what `vllm` loads."""
-        return str(tiny.tiny_folder()) if self.model == tiny.NAME else self.model
+    def model_path(self) -> str:
+        """Return the model for `vllm`; the one with random weights is written when it is asked."""
+        return str(model.model_folder()) if self.model == model.NAME else self.model
 
     @property
     def request_model(self) -> str:

@@ -102,10 +102,10 @@ def _introduction(record: Record) -> list[Block]:
 def _described(workload: dict[str, Any]) -> tuple[str, str]:
     """Return the prompts and the answers of a workload in words."""
     tokens = workload["output_tokens"]
-    if "tasks" in workload:
-        shared, sizes = workload["questions_per_image"], ", ".join(map(str, workload["scales"]))
-        text = f"pages ({', '.join(workload['tasks'])})"
-        text += f", enlarged {sizes} times" if sizes != "1" else ""
+    if "pages" in workload:
+        shared, scale = workload["questions_per_page"], workload["scale"]
+        text = f"{' or '.join(map(str, sorted(set(workload['pages']))))} drawn pages"
+        text += f", enlarged {scale} times" if scale > 1 else ""
         text += f", {shared} questions each" if shared > 1 else ""
         natural = f"natural, at most {tokens} tokens"
         return text, natural if workload["natural_end"] else f"{tokens} tokens"

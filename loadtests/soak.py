@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m loadtests.soak --minutes 30`: mixed traffic whose every answer is checked.
 
-Serves a tiny model with a small pool and asks a fixed list of requests one by one. Then
-the same requests arrive at random, all kinds mixed, and each must be answered as it was alone.
-Meanwhile memory, blocks and latency are watched. `vllm bench serve`, which drives the other load
-tests, does not compare answers.
+Serves a small model with random weights and a small pool, and asks a fixed list of requests one by
+one. Then the same requests arrive at random, all kinds mixed, and each must be answered as it was
+alone. Meanwhile memory, blocks and latency are watched. `vllm bench serve`, which drives the other
+load tests, does not compare answers.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import openai
 from tqdm import tqdm
 
 from loadtests.mix import MIXES, Case, make_cases
+from loadtests.model import model_folder
 from loadtests.run import ROOT, facts
 from loadtests.samples import Sample, Scraper, drain, scrape
 from loadtests.soak_report import write_report
@@ -44,13 +45,14 @@ from loadtests.verdict import (
     undecided,
 )
 from measure.serving import Server, ServingError, log_errors, serving
-from measure.tiny import tiny_folder
 
-MODEL_NAME = "tiny"
 OUTPUT = ROOT / "build" / "soak"
+SERVED = "random"
+"""Name of the served model."""
+
 # Rounding differs between batches. In float32 it hardly ever changes a greedy token.
 SERVE = [
-    *("--served-model-name", MODEL_NAME, "--dtype", "float32"),
+    *("--served-model-name", SERVED, "--dtype", "float32"),
     *("--block-size", "32", "--max-model-len", "1536"),
     # Prompts are split into chunks, and several prefill at once.
     *("--max-num-batched-tokens", "512", "--long-prefill-token-threshold", "256"),
@@ -135,10 +137,10 @@ class Client:
         create: Any = self._openai.chat.completions.create
         body = self._bodies[plan.case]
         if not plan.is_streamed:
-            answer = await create(model=MODEL_NAME, **body)
+            answer = await create(model=SERVED, **body)
             heard.extend(_tokens(answer.choices[0]))
             return True
-        stream = await create(model=MODEL_NAME, **body, stream=True)
+        stream = await create(model=SERVED, **body, stream=True)
         try:
             async for chunk in stream:
                 for choice in chunk.choices:
@@ -287,12 +289,15 @@ def run(options: Any, soak: Soak, cases: Sequence[Case]) -> None:
     """
     arms = {EVICTING_ARM: [*SERVE, *EVICTING], **({STOCK_ARM: SERVE} if options.stock else {})}
     options.output.mkdir(parents=True, exist_ok=True)
-    folder = str(tiny_folder())
     for name, arguments in arms.items():
         pool = ["--num-gpu-blocks-override", str(POOL_BLOCKS[name])]
         log = OUTPUT / f"{name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        with serving(["serve", folder, *arguments, *pool], log, environment=ENVIRONMENT) as server:
+        with serving(
+            ["serve", os.path.relpath(model_folder()), *arguments, *pool],
+            log,
+            environment=ENVIRONMENT,
+        ) as server:
             try:
                 soak.arms[name] = asyncio.run(soak_arm(server, name, cases, options))
             except (openai.OpenAIError, OSError) as error:

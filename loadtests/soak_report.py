@@ -34,9 +34,9 @@ def write_report(soak: Soak, folder: Path) -> None:
     blocks: list[Block] = [
         Heading("Soak with answers checked", 1),
         Text(
-            f"{len(soak.kinds)} greedy requests to a tiny model with random weights, asked one by "
-            f"one and then at random for {_minutes(soak)} minutes, {facts['rate']:g} a second, at "
-            f"most {facts['in_flight']} at a time: own methods, budgets and granularities, "
+            f"{len(soak.kinds)} greedy requests to a small model with random weights, asked alone "
+            f"and then at random for {_minutes(soak)} minutes, {facts['rate']:g} a second, at most "
+            f"{facts['in_flight']} at a time: methods, budgets and granularities of their own, "
             "guarded budgets, uncompressed ones, chats that share pages, text. Half of them are "
             "streams; clients of a tenth go away before the end. Each answer is compared with that "
             f"of the same request alone. All figures are in [{FILE}]({FILE})."

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import (
@@ -143,3 +144,18 @@ def llava_processor(
         num_additional_image_tokens=1,
         chat_template=getattr(tokenizer, "chat_template", None),
     )
+
+
+def clip_name_of_vllm(name: str) -> str:
+    """Return the name under which vLLM expects a weight of the CLIP tower."""
+    before, tower, after = name.partition("vision_tower.")
+    if not tower or after.startswith("vision_model."):
+        return name
+    return f"{before}{tower}vision_model.{after}"
+
+
+def rename_weights(folder: Path, rename: Callable[[str], str]) -> None:
+    """Rename every stored weight; transformers understands both spellings."""
+    path = str(folder / "model.safetensors")
+    weights = {rename(name): weight for name, weight in load_file(path).items()}
+    save_file(weights, path, metadata={"format": "pt"})

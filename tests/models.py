@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
 from transformers import (
     Cohere2VisionConfig,
     Cohere2VisionForConditionalGeneration,
@@ -84,8 +83,10 @@ from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeat
 from measure.folders import (
     byte_tokenizer,
     clip_config,
+    clip_name_of_vllm,
     llava_config,
     llava_processor,
+    rename_weights,
     text_sizes,
     written_once,
 )
@@ -251,7 +252,7 @@ def write_llava(folder: Path, model: TinyModel) -> None:
     config = llava_config(text, _clip_config(model), ids[LLAVA_IMAGE], "float32")
     processor = llava_processor(tokenizer, model.image_size, PATCH)
     _save(folder, model, LlavaForConditionalGeneration(config), processor, ids)
-    _rename_weights(folder, _clip_name_of_vllm)
+    rename_weights(folder, clip_name_of_vllm)
 
 
 def write_llava_next(folder: Path, model: TinyModel) -> None:
@@ -280,7 +281,7 @@ def write_llava_next(folder: Path, model: TinyModel) -> None:
         chat_template=tokenizer.chat_template,
     )
     _save(folder, model, LlavaNextForConditionalGeneration(config), processor, ids)
-    _rename_weights(folder, _clip_name_of_vllm)
+    rename_weights(folder, clip_name_of_vllm)
 
 
 def write_llava_onevision(folder: Path, model: TinyModel) -> None:
@@ -308,7 +309,7 @@ def write_llava_onevision(folder: Path, model: TinyModel) -> None:
         chat_template=tokenizer.chat_template,
     )
     _save(folder, model, LlavaOnevisionForConditionalGeneration(config), processor, ids)
-    _rename_weights(folder, _clip_name_of_vllm)
+    rename_weights(folder, clip_name_of_vllm)
 
 
 def write_internvl(folder: Path, model: TinyModel) -> None:
@@ -385,7 +386,7 @@ def write_gemma3(folder: Path, model: TinyModel) -> None:
     )
     projector = "mm_input_projection"
     _save(folder, model, Gemma3ForConditionalGeneration(config), processor, ids, projector)
-    _rename_weights(folder, _clip_name_of_vllm)
+    rename_weights(folder, clip_name_of_vllm)
 
 
 def write_cohere2_vision(folder: Path, model: TinyModel) -> None:
@@ -431,7 +432,7 @@ def write_cohere2_vision(folder: Path, model: TinyModel) -> None:
     )
     network = Cohere2VisionForConditionalGeneration(config)
     _save(folder, model, network, processor, ids)
-    _rename_weights(folder, _clip_name_of_vllm)
+    rename_weights(folder, clip_name_of_vllm)
 
 
 def write_exaone4_5(folder: Path, model: TinyModel) -> None:
@@ -892,18 +893,3 @@ def _initialise(
             scale *= model.vision_gain
         parameter.normal_(0.0, scale, generator=generator)
     network.get_output_embeddings().weight[list(silent)] = 0.0
-
-
-def _clip_name_of_vllm(name: str) -> str:
-    """Return the name under which vLLM expects a weight of the CLIP tower."""
-    before, tower, after = name.partition("vision_tower.")
-    if not tower or after.startswith("vision_model."):
-        return name
-    return f"{before}{tower}vision_model.{after}"
-
-
-def _rename_weights(folder: Path, rename: Callable[[str], str]) -> None:
-    """Rename every stored weight; transformers understands both spellings."""
-    path = str(folder / "model.safetensors")
-    weights = {rename(name): weight for name, weight in load_file(path).items()}
-    save_file(weights, path, metadata={"format": "pt"})

@@ -99,7 +99,7 @@ def _decode_kernel(
     values,
     block_table,
     lengths,
-    retained,
+    num_token_blocks,
     replaced,
     offsets,
     ends,
@@ -160,7 +160,7 @@ def _decode_kernel(
             heads = head * GROUP + member
             source = query + row * query_stride + heads[:, None] * query_head_stride + dim[None, :]
             queries = tl.load(source, mask=in_group, other=0.0)
-            has_region = tl.load(retained + region) > 0
+            has_region = tl.load(num_token_blocks + region) > 0
             start = tl.load(replaced + region)
             offset = offsets + region * offsets_stride + pair
             first_page, end_page = tl.load(offset), tl.load(offset + 1)
@@ -369,7 +369,7 @@ def decode(
     values: Tensor,
     block_table: Tensor,
     lengths: Tensor,
-    retained: Tensor,
+    num_token_blocks: Tensor,
     replaced: Tensor,
     offsets: Tensor,
     layer: int,
@@ -395,7 +395,7 @@ def decode(
         values,
         block_table,
         lengths,
-        retained,
+        num_token_blocks,
         replaced,
         offsets,
         plan.ends,
@@ -440,7 +440,7 @@ def decode(
 
 def variants() -> Iterator[Variant]:
     """Yield the specialisations to cross-compile."""
-    tables = ("block_table", "lengths", "retained", "replaced", "offsets", "ends", "first")
+    tables = ("block_table", "lengths", "num_token_blocks", "replaced", "offsets", "ends", "first")
     rows = ("query_stride", "query_head_stride", "out_stride", "out_head_stride")
     pages = ("key_page_stride", "key_slot_stride", "value_page_stride", "value_slot_stride")
     sizes = ("layer", "num_sequences", "num_programs", "num_steps", "row_stride", "table_stride")

@@ -20,12 +20,12 @@ _COLUMNS_PER_TILE = 128
 
 
 @triton.jit
-def _region_of_row(block_table, seq_lens, retained, replaced, row, table_stride):
+def _region_of_row(block_table, seq_lens, num_token_blocks, replaced, row, table_stride):
     """Tokens, first block, k > 0 and t0 of a row; a row without tokens is not read."""
     seq_len = tl.load(seq_lens + row)
     has_tokens = seq_len > 0
     first_block = tl.load(block_table + row * table_stride, mask=has_tokens, other=0).to(tl.int64)
-    has_region = tl.load(retained + first_block, mask=has_tokens, other=0) > 0
+    has_region = tl.load(num_token_blocks + first_block, mask=has_tokens, other=0) > 0
     start = tl.load(replaced + first_block, mask=has_tokens, other=0)
     return seq_len, first_block, has_region, start
 
@@ -34,7 +34,7 @@ def _region_of_row(block_table, seq_lens, retained, replaced, row, table_stride)
 def _lengths_kernel(
     block_table,
     seq_lens,
-    retained,
+    num_token_blocks,
     replaced,
     offsets,
     lengths,
@@ -50,7 +50,7 @@ def _lengths_kernel(
     """Lengths of TILE (layer, head) pairs of one row."""
     row = tl.program_id(0).to(tl.int64)
     seq_len, first_block, has_region, start = _region_of_row(
-        block_table, seq_lens, retained, replaced, row, table_stride
+        block_table, seq_lens, num_token_blocks, replaced, row, table_stride
     )
     pair = tl.program_id(1) * TILE + tl.arange(0, TILE)
     exists = pair < NUM_PAIRS
@@ -68,7 +68,7 @@ def _lengths_kernel(
 def _page_tables_kernel(
     block_table,
     seq_lens,
-    retained,
+    num_token_blocks,
     replaced,
     offsets,
     tables,
@@ -92,7 +92,7 @@ def _page_tables_kernel(
     layer = sequence // NUM_HEADS // num_rows
     pair = (first_layer + layer) * NUM_HEADS + head
     seq_len, first_block, has_region, start = _region_of_row(
-        block_table, seq_lens, retained, replaced, row, table_stride
+        block_table, seq_lens, num_token_blocks, replaced, row, table_stride
     )
     offset = offsets + first_block * offsets_stride + pair
     first, end = tl.load(offset), tl.load(offset + 1)
@@ -114,7 +114,7 @@ def _page_tables_kernel(
 def write_lengths(
     block_table: Tensor,
     seq_lens: Tensor,
-    retained: Tensor,
+    num_token_blocks: Tensor,
     replaced: Tensor,
     offsets: Tensor,
     block_size: int,
@@ -123,7 +123,7 @@ def write_lengths(
     """Write the lengths of all layers in one launch; see `kernels.page_tables`.
 
     Exact. Rows of `block_table` and `offsets`, layers and rows of `lengths` may have any
-    strides; the last dimensions, `seq_lens`, `retained` and `replaced` must be contiguous.
+    strides; the last dimensions, `seq_lens`, `num_token_blocks` and `replaced` must be contiguous.
     """
     _, num_rows, num_heads = lengths.shape
     num_pairs = offsets.shape[1] - 1
@@ -132,7 +132,7 @@ def write_lengths(
     _lengths_kernel[(num_rows, triton.cdiv(num_pairs, _PAIRS_PER_PROGRAM))](
         block_table,
         seq_lens,
-        retained,
+        num_token_blocks,
         replaced,
         offsets,
         lengths,
@@ -151,7 +151,7 @@ def write_lengths(
 def write_page_tables(
     block_table: Tensor,
     seq_lens: Tensor,
-    retained: Tensor,
+    num_token_blocks: Tensor,
     replaced: Tensor,
     offsets: Tensor,
     block_size: int,
@@ -170,7 +170,7 @@ def write_page_tables(
     _page_tables_kernel[(num_layers * num_rows * num_heads,)](
         block_table,
         seq_lens,
-        retained,
+        num_token_blocks,
         replaced,
         offsets,
         tables,
@@ -194,7 +194,9 @@ def variants() -> Iterator[Variant]:
         "N16 H8 L32": {"BLOCK_SIZE": 16, "NUM_HEADS": 8, "NUM_PAIRS": 256},
         "N48 H1 L28": {"BLOCK_SIZE": 48, "NUM_HEADS": 1, "NUM_PAIRS": 28},
     }
-    state = dict.fromkeys(("block_table", "seq_lens", "retained", "replaced", "offsets"), "*i32")
+    state = dict.fromkeys(
+        ("block_table", "seq_lens", "num_token_blocks", "replaced", "offsets"), "*i32"
+    )
     strides = dict.fromkeys(("table_stride", "offsets_stride", "layer_stride", "row_stride"), "i32")
     for name, shape in shapes.items():
         yield Variant(

@@ -31,7 +31,7 @@ def _merge_kernel(
     values,
     block_table,
     seq_lens,
-    retained,
+    num_token_blocks,
     num_summaries,
     layer,
     scale,
@@ -65,7 +65,7 @@ def _merge_kernel(
     region = tl.load(ids, mask=has_tokens, other=0).to(tl.int64)
     count = tl.load(num_summaries + region, mask=has_tokens, other=0)
     if count > 0:
-        ids += tl.load(retained + region)
+        ids += tl.load(num_token_blocks + region)
         member, dim = tl.arange(0, GROUP_TILE), tl.arange(0, HEAD_TILE)
         in_group = (member < GROUP)[:, None] & (dim < HEAD_SIZE)[None, :]
         sequence = row * NUM_HEADS + head
@@ -125,7 +125,7 @@ def merge_rows(
     value_pages: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
-    retained: Tensor,
+    num_token_blocks: Tensor,
     num_summaries: Tensor,
     num_pairs: int,
     layer: int,
@@ -146,7 +146,7 @@ def merge_rows(
         value_pages,
         block_table,
         seq_lens,
-        retained,
+        num_token_blocks,
         num_summaries,
         layer,
         scale * _LOG2_E,
@@ -187,7 +187,7 @@ def variants() -> Iterator[Variant]:
         constants = _shape(num_heads, num_layers * num_heads, group, head_size, rows)
         constants |= {"key_stride": 1, "value_stride": 1}
         of_dtype = dict.fromkeys(("outputs", "queries", "keys", "values"), f"*{dtype}")
-        tables = ("block_table", "seq_lens", "retained", "num_summaries")
+        tables = ("block_table", "seq_lens", "num_token_blocks", "num_summaries")
         types = {**of_dtype, "log_sums": "*fp32", **dict.fromkeys(tables, "*i32")}
         types |= dict.fromkeys(("scale", "log2_e"), "fp32")
         signature = {

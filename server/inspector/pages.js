@@ -40,7 +40,8 @@ export function showPages(trace) {
 function pageCell(layer, head, pages, most) {
   const said = `Layer ${layer}, head ${head}: ${plural(pages, "page")}`;
   const attributes = { role: "gridcell", tabindex: "-1", "aria-label": said, title: said };
-  const cell = element("span", pages / most > 0.5 ? "bright" : "", String(pages), attributes);
+  // Below, white has the greater contrast with the cell's colour; above, black.
+  const cell = element("span", pages / most > 0.41 ? "bright" : "", String(pages), attributes);
   Object.assign(cell.dataset, { layer, head });
   cell.style.backgroundColor = colour(pages / most);
   return cell;

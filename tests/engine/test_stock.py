@@ -18,13 +18,13 @@ from measure.engines import LocalEngine
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 
 PARTS = (
-    "scheduler",
-    "manager",
-    "worker",
-    "worker_cpu",
-    "attention_cpu",
-    "attention_cuda",
-    "evictor",
+    "scheduler.scheduler",
+    "blocks.manager",
+    "worker.base",
+    "worker.cpu",
+    "worker.evictor",
+    "attention.base",
+    "attention.cpu",
 )
 """Modules of the package that only an engine with eviction uses."""
 
@@ -100,6 +100,10 @@ def engine_facts(folder: Path, eviction: dict[str, Any] | None) -> dict[str, Any
     return facts
 
 
+def imported() -> list[str]:
+    return [part for part in PARTS if f"vllm_tgvkv.{part}" in sys.modules]
+
+
 def in_a_fresh_process(folder: Path) -> dict[str, Any]:
     """Start stock twice, one with eviction, and stock again; runs in a new process."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -109,12 +113,13 @@ def in_a_fresh_process(folder: Path) -> dict[str, Any]:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.engine.input_processor import InputProcessor
 
-    found["imported"] = [part for part in PARTS if f"vllm_tgvkv.{part}" in sys.modules]
+    found["imported"] = imported()
     found["validation"] = InputProcessor._validate_params.__module__
     found["validation wrapped"] = hasattr(InputProcessor._validate_params, "__wrapped__")
     found["backend overridden"] = AttentionBackendEnum.CPU_ATTN.is_overridden()
 
     found["tgv"] = engine_facts(folder, {"policy": "tgv"})
+    found["imported with a method"] = imported()
     found["after"] = engine_facts(folder, None)
     found["backend overridden after"] = AttentionBackendEnum.CPU_ATTN.is_overridden()
     return found
@@ -141,6 +146,7 @@ def test_without_a_method_nothing_is_imported_or_wrapped(found: dict[str, Any]) 
 def test_with_a_method_every_part_is_the_plugins(found: dict[str, Any]) -> None:
     """Otherwise the checks of stock vLLM above would prove nothing."""
     assert found["tgv"] == EVICTING
+    assert found["imported with a method"] == list(PARTS)
 
 
 def test_stock_engine_after_one_with_eviction(found: dict[str, Any]) -> None:

@@ -323,7 +323,11 @@ def test_wrong_arguments_are_named() -> None:
         "query": scene.query,
         "keys": keys,
         "values": values,
-        **dict(zip(("block_table", "retained", "replaced", "offsets"), scene.state, strict=True)),
+        **dict(
+            zip(
+                ("block_table", "num_token_blocks", "replaced", "offsets"), scene.state, strict=True
+            )
+        ),
         "lengths": scene.lengths,
         "layer": 1,
         "scale": 1.0,

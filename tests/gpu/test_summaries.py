@@ -44,7 +44,7 @@ class Scene:
         self.pages, self.pairs = pages, pairs
         self.rows = num_rows(size, dim)
         batch = len(self.summaries)
-        self.retained = torch.randint(1, 5, (NUM_BLOCKS,)).int()
+        self.num_token_blocks = torch.randint(1, 5, (NUM_BLOCKS,)).int()
         self.num_summaries = torch.zeros(NUM_BLOCKS, dtype=torch.int32)
         self.block_table = torch.randint(-(2**31), 2**31, (batch, 9)).int()
         self.seq_lens = torch.randint(1, 100, (batch,)).int()
@@ -62,7 +62,7 @@ class Scene:
             self.num_summaries[first] = number
             for i in range(number):
                 block, ids = ids[0], ids[1:]
-                self.block_table[row, self.retained[first] + i] = block
+                self.block_table[row, self.num_token_blocks[first] + i] = block
                 self.read[-1].append(self._store(block.long() * pairs + heads))
         sequences = batch * self.num_heads
         # As wide as vLLM's fused projections, of which queries and outputs may be parts.
@@ -91,7 +91,7 @@ class Scene:
             values,
             self.block_table.to(device),
             self.seq_lens.to(device),
-            self.retained.to(device),
+            self.num_token_blocks.to(device),
             self.num_summaries.to(device),
             self.pairs,
             self.layer,
@@ -195,7 +195,15 @@ def test_arguments_that_do_not_fit_are_refused(device: str) -> None:
 def test_a_graph_follows_its_inputs() -> None:
     """A captured launch, replayed after rows got summaries and lost them, merges theirs."""
     scenes = [Scene(numbers, dtype=torch.bfloat16) for numbers in ([0, 0, 0], [2, 0, 3], [0, 1, 0])]
-    names = ("pages", "outputs", "log_sums", "queries", "block_table", "seq_lens", "retained")
+    names = (
+        "pages",
+        "outputs",
+        "log_sums",
+        "queries",
+        "block_table",
+        "seq_lens",
+        "num_token_blocks",
+    )
     names += ("num_summaries",)
     held = {name: getattr(scenes[0], name).to("cuda") for name in names}
 

@@ -20,6 +20,7 @@ import yaml
 
 from loadtests import run
 from loadtests.load import bench_arguments, page_requests, plan, read_result, serve_arguments
+from loadtests.model import NAME
 from loadtests.profile import Pages, Profile, ProfileError
 from loadtests.record import FILE, Record
 from loadtests.report import failures, write_report
@@ -35,8 +36,8 @@ DATA = ROOT / "tests/data/loadtests"
 
 TINY: dict[str, Any] = {
     "name": "tiny",
-    "model": "tiny",
-    "served_model_name": "demo",
+    "model": NAME,
+    "served_model_name": "random",
     "serve": {"block-size": 32, "num-gpu-blocks-override": 64, "enforce-eager": True},
     "arms": {"stock": {}, "tgv": {"serve": {"kv-eviction": "tgv"}}},
     "workloads": {
@@ -78,7 +79,7 @@ def test_profiles_serve_what_their_model_can() -> None:
         if profile.serve:
             slots = profile.serve["block-size"] * (profile.serve["num-gpu-blocks-override"] - 1)
             assert slots >= profile.serve["max-model-len"]
-            assert (ROOT / profile.folder).is_dir()
+            assert profile.model == NAME
 
 
 def test_laptop_asks_for_less_than_five_minutes() -> None:
@@ -118,12 +119,9 @@ def test_example_of_the_documentation_is_valid() -> None:
         ({"workloads__pages__kind": "text"}, ["workloads.pages.kind is 'text'", "random, pages"]),
         ({"workloads__pages__rates": 2}, ["workloads.pages.rates is 2", "give a list"]),
         ({"workloads__pages__rates": [1, 0]}, ["workloads.pages.rates is 0", "above 0"]),
-        ({"workloads__pages__tasks": ["chat"]}, ["workloads.pages.tasks has 'chat'", "value, row"]),
+        ({"workloads__pages__pages": [0]}, ["workloads.pages.pages is 0", "at least 1"]),
         ({"workloads__pages__spread": 1}, ["workloads.pages.spread is no field"]),
-        (
-            {"workloads__pages__questions_per_image": 2, "workloads__pages__tasks": ["row"]},
-            ["workloads.pages.questions_per_image is 2", "value alone"],
-        ),
+        ({"workloads__pages__questions_per_page": 0}, ["workloads.pages.questions_per_page is 0"]),
         ({"workloads__pages__natural_end": 1}, ["workloads.pages.natural_end is 1", "true or"]),
         ({"workloads__lengths__spread": 1}, ["workloads.lengths.spread is 1", "below 1"]),
         ({"workloads__lengths__images": 1.5}, ["workloads.lengths.images is 1.5", "whole number"]),
@@ -159,7 +157,7 @@ def test_served_arms_differ_in_their_own_flags_only() -> None:
     profile = Profile.from_dict(tiny())
     stock, ours = (serve_arguments(profile, arm) for arm in profile.arms.values())
     assert ours == [*stock, "--kv-eviction", "tgv"]
-    assert stock[:4] == ["serve", profile.folder, "--served-model-name", "demo"]
+    assert stock[2:4] == ["--served-model-name", "random"]
     assert flags({"a": True, "b": 1, "c": {"d": [2]}}) == ["--a", "--b", "1", "--c", '{"d": [2]}']
 
 
@@ -187,11 +185,11 @@ def images_of(workload: Pages, first: int, count: int) -> list[str]:
 
 
 def test_images_are_unique_unless_shared_on_purpose() -> None:
-    mixed = Pages(rates=(1,), seconds=1, output_tokens=8, tasks=("value", "row", "two_images"))
+    mixed = Pages(rates=(1,), seconds=1, output_tokens=8, pages=(1, 1, 2))
     images = images_of(mixed, 0, 6)
     assert len(images) == 8
     assert len(set(images + images_of(mixed, 10_000, 6))) == 16
-    chats = Pages(rates=(1,), seconds=1, output_tokens=8, questions_per_image=3)
+    chats = Pages(rates=(1,), seconds=1, output_tokens=8, questions_per_page=3)
     requests = list(page_requests(chats, 0, 6))
     assert [len(set(images_of(chats, 0, count))) for count in (3, 6)] == [1, 2]
     assert len({content[-1]["text"] for content in requests[:3]}) == 3
@@ -400,7 +398,6 @@ def run_profile(values: dict[str, Any], folder: Path) -> subprocess.CompletedPro
 def test_tiny_profile_from_start_to_end(tmp_path: Path) -> None:
     """A real evicting server, a run of each kind of workload, and a report."""
     values = tiny(
-        model="tiny",
         name=tmp_path.name,
         serve__dtype="bfloat16",
         arms__stock=None,

@@ -32,7 +32,7 @@ class AdjustedConfig(EvictionConfig):
     """Settings of which some parts are given instead of derived."""
 
     granularity: Granularity | None = None
-    """Of all methods; None for their own."""
+    """Of all methods for which it has a meaning; None for their own."""
     query_rows: int | None = None
     """Rows of the query pool."""
     answer_rows: int | None = None
@@ -42,7 +42,10 @@ class AdjustedConfig(EvictionConfig):
         if self.granularity is None:
             return super().build_policy(name)
         mix = replace(self.methods.get(name) or Mix(name), granularity=self.granularity)
-        return build_policy(mix, name, self.head_scores, self.gates)
+        try:
+            return build_policy(mix, name, self.head_scores, self.gates)
+        except ValueError:
+            return super().build_policy(name)
 
     @property
     def num_query_rows(self) -> int:

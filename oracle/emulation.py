@@ -63,7 +63,8 @@ class Eviction(Settings):
             cut before.
         ceiling, buffer: M and B in tokens. No cut leaves more than M tokens in full blocks, or one
             block. After the first cut, prompt and answer are cut again with every block that is
-            then full and makes a head have more than M + B tokens in full blocks, on average.
+            then full and makes a head have more than M + B tokens in full blocks, on average. B is
+            at least a block.
         summaries: most blocks of those that a cut leaves which hold summaries in place of tokens.
             One block at least holds tokens, and all do where all tokens are left.
     """
@@ -244,7 +245,7 @@ class Cutter:
         ceiling = eviction.ceiling
         if ceiling is not None and moment.answer > eviction.defer and moment.length % size == 0:
             held = kept.sum().item() / kept[..., 0].numel() + self.taken[-1] * size
-            if held > ceiling + eviction.buffer:
+            if held > ceiling + max(eviction.buffer, size):
                 whole = replace(layout, length=moment.length)  # no part of it is exempt
                 kept = self._cut(moment, whole, ceiling, kept)
         return kept if len(self.cuts) > before else None

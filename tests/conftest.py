@@ -68,10 +68,6 @@ if has_cuda():
 elif importlib.util.find_spec("triton"):
     load_kernels_interpreted()
 
-# vLLM's worker for CPU replaces vLLM's copy to the device by one that stays on the host. Modules
-# that import it before keep the original, which tests on `meta` tensors need.
-importlib.import_module("vllm_tgvkv.worker.evictor")
-
 from evaluation import ablations  # noqa: E402, F401  # registers parts that tests combine
 
 

@@ -27,6 +27,7 @@ class EvictingV2Worker(FlashOnCPUWorker):
     find_row = EvictionGPUWorker.find_row
     request_at = EvictionGPUWorker.request_at
     rewrite_rows = EvictionGPUWorker.rewrite_rows
+    rows = EvictionGPUWorker.rows
     # Skips the CPU worker's method, which handles the generators of runner V1.
     sample_tokens = EvictingWorker.sample_tokens
 

@@ -367,7 +367,7 @@ def test_requests_of_one_engine_have_their_own_cuts(
         if num_blocks:
             preempt_sometimes(running, monkeypatch)
         outputs = running.run(asks)
-        assert_agrees(running, oracle, cases, outputs, asks, answer_rows=16)
+        assert_agrees(running, oracle, cases, outputs, asks, answer_rows=ANSWER_ROWS)
         assert running.preempted or not num_blocks
         for case, output in zip(cases, outputs, strict=True):
             report = output.kv_transfer_params["kv_eviction"]

@@ -84,7 +84,8 @@ def test_extreme_shares_make_ragged_caches(
     the kept positions.
     """
     shape, config = evicting.evictor.shape, evicting.evictor.config
-    heads = shape.num_heads if config.granularity == "head" else 1
+    granularity = config.build_policy(config.policy).granularity
+    heads = shape.num_heads if granularity == "head" else 1
     shares = torch.full((shape.num_layers, heads), 1e-6)
     shares.view(-1)[::3] = (torch.arange(len(shares.view(-1)[::3])) + 1.0) ** 4
     monkeypatch.setattr(TgvAllocation, "shares", lambda self, layers: shares)
@@ -371,13 +372,13 @@ def test_video_by_position(tiny_model: Callable[..., Path]) -> None:
 def test_pooling_of_scores(folder: Path) -> None:
     """Pooled scores keep other vision tokens, but the same number."""
     kinds = ("none", "sequence", "grid")
-    mixes = {kind: {"base": "tgv", "pooling": kind} for kind in kinds}
+    mixes = {f"pooled-{kind}": {"base": "tgv", "pooling": kind} for kind in kinds}
     settings = {"policy": "tgv", "methods": mixes, "debug": DEBUG}
     ask = album(120, 20, 100, max_tokens=20, xargs=budget(0.85))
     kept = []
     with engine(folder, settings) as running:
-        for kind in kinds:
-            asked = replace(ask, xargs={**ask.xargs, "kv_eviction": kind})
+        for mix in mixes:
+            asked = replace(ask, xargs={**ask.xargs, "kv_eviction": mix})
             (output,) = running.run([asked])
             found = running.kept(output.request_id, len(output.prompt_token_ids))
             assert found is not None

@@ -281,7 +281,7 @@ def expected(folder: Path) -> list[Expected]:
             raise AssertionError(f"{case}: no inputs are good")
     taken = [each.emulation.taken for each in found if each.case.method != "snapkv"]
     assert {of_cuts[0] for of_cuts in taken} == {0, 1, 2}
-    assert taken[-3:] == [[2, 2, 1], [2, 2, 2], [0, 1, 1]]
+    assert [of_cuts[:3] for of_cuts in taken[-3:]] == [[2, 2, 1], [2, 2, 2], [0, 1, 1]]
     assert max(each.emulation.num_rows for each in found) > BLOCK_SIZE
     return found
 

@@ -468,7 +468,7 @@ def test_mistakes_are_reported_and_the_page_keeps_working(opened: Opener, right:
     page.select_option("#later", "ceiling")
     page.fill("#ceiling", "0")
     page.click("#ask")
-    expect(alert).to_contain_text("whole numbers, at least 1")
+    expect(alert).to_contain_text("whole number, at least 1")
     page.select_option("#later", "")
     for status, said in (
         (400, "is not base64"),
@@ -746,7 +746,7 @@ def test_the_page_says_why_a_token_is_kept(server: ChatServer, opened: Opener) -
         assert np.abs(np.subtract(colour, expected)).max() <= 2, (index, reason)
     assert page.locator("#map-legend .key").count() == 5
     page.focus("#map")
-    index = reasons["neighbour"][0] - start
+    index = next(token - start for token in reasons["neighbour"] if token >= start)
     for key, times in (("ArrowRight", 1 + index % GRID), ("ArrowDown", index // GRID)):
         for _ in range(times):
             page.keyboard.press(key)

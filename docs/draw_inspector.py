@@ -2,11 +2,10 @@
 """Make the pictures of docs/inspector.md: the inspector of the demonstration's server, in Chromium.
 
 First it does what a reader does at the end of `make demo`: opens the inspector, asks the saved
-question, looks at what was kept, and compares two methods. It says how many seconds each step took.
-Then it draws all methods, dark mode and a phone. Writes docs/inspector/*.png.
+question, looks at what was kept, and compares two methods. Then it draws all methods, dark mode and
+a phone. Writes docs/inspector/*.png.
 
-Usage: python -m docs.draw_inspector [URL]
-With the URL that `make demo` or `make inspector` prints, it takes the first part alone, from there.
+Usage: python -m docs.draw_inspector
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from __future__ import annotations
 import io
 import os
 import shutil
-import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
@@ -30,92 +29,34 @@ from measure.serving import serving
 FOLDER = Path(__file__).with_name("inspector")
 PATIENCE_MS = 180_000
 MAX_BYTES = 400_000
-DESKTOP = {"width": 1320, "height": 900}
-OTHER_METHOD = "snapkv"
 
 
-def main() -> None:
-    """Write the pictures and print their sizes."""
-    os.environ["VLLM_PLUGINS"] = "tgvkv"
-    FOLDER.mkdir(exist_ok=True)
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(
-            executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
-        )
-        if sys.argv[1:]:
-            walk(browser, sys.argv[1])
-        else:
-            arguments = inspector.prepare()
-            with serving(arguments, inspector.LOG, environment=PLUGINS) as server:
-                address = f"{server.url}/kv-eviction/"
-                walk(browser, address)
-                draw_comparison(browser, address)
-                draw_dark(browser, address)
-                draw_phone(browser, address)
-        browser.close()
-
-
-def walk(browser: Any, address: str) -> None:
-    """Use the inspector as its first reader does."""
-    began = time.monotonic()
-
-    def said(step: str) -> None:
-        print(f"{time.monotonic() - began:5.0f} s  {step}", flush=True)
-
-    page = browser.new_context(viewport={"width": 1320, "height": 1180}).new_page()
-    page.set_default_timeout(PATIENCE_MS)
-    page.goto(address)
-    page.set_input_files("#saved-file", QUESTION_FILE)
-    page.wait_for_selector("#pictures li")
-    said("the inspector has the saved question")
-    with page.expect_response("**/ask"):
-        page.click("#ask")
-    settle(page)
-    said(f"answers: {page.inner_text('#full-text')} and {page.inner_text('#evicted-text')}")
+def draw_desktop(page: Any) -> None:
+    """Draw the whole page after an answer, and then two methods side by side."""
     page.click("#pin-a")
     for _ in range(3):
         page.click("#zoom-in")
     page.evaluate("document.getElementById('map-frame').scrollTo(0, 0)")
-    page.evaluate("scrollTo(0, 0); document.activeElement.blur()")
-    page.mouse.move(0, 0)
-    page.wait_for_timeout(300)
-    write(Image.open(io.BytesIO(page.screenshot())), "desktop")
+    page.evaluate("scrollTo(0, 0)")
+    write("desktop", picture_of(page))
     for _ in range(3):
         page.click("#zoom-out")
-    with page.expect_response("**/ask"):
-        page.select_option("#method", OTHER_METHOD)
-    settle(page)
+    after_asking(page, lambda: page.select_option("#method", "snapkv"))
     page.click("#pin-b")
-    said(f"the answer of {OTHER_METHOD}: {page.inner_text('#evicted-text')!r}")
-    page.evaluate("document.activeElement.blur()")
-    page.mouse.move(0, 0)
-    answers, pins = (
-        Image.open(io.BytesIO(page.locator(part).screenshot())) for part in ("#answers", "#pins")
-    )
-    both = Image.new("RGB", (answers.width, answers.height + pins.height + 16), "white")
-    both.paste(answers, (0, 0))
-    both.paste(pins, (20, answers.height + 16))
-    write(both, "two_methods")
-    page.context.close()
+    write("two_methods", picture_of(page, "#answers"), picture_of(page, "#pins"), across=False)
 
 
-def draw_comparison(browser: Any, address: str) -> None:
+def draw_comparison(page: Any) -> None:
     """Draw the small maps of all methods."""
-    page = asked(browser, address, viewport=DESKTOP)
     page.click("#compare")
     page.wait_for_selector("#compare-stop", state="hidden")
-    page.mouse.move(0, 0)
-    page.evaluate("document.activeElement.blur()")
-    write(Image.open(io.BytesIO(page.locator("#comparison").screenshot())), "compare")
-    page.context.close()
+    write("compare", picture_of(page, "#comparison"))
 
 
-def draw_dark(browser: Any, address: str) -> None:
+def draw_dark(page: Any) -> None:
     """Draw why a pooling method keeps patches in one head, and how another head differs."""
-    page = asked(browser, address, viewport=DESKTOP, color_scheme="dark", steps=5)
-    with page.expect_response("**/ask"):
-        page.select_option("#method", "snapkv")
-    settle(page)
+    move_budget(page, 5)
+    after_asking(page, lambda: page.select_option("#method", "snapkv"))
     page.select_option("#view", "reasons")
     for side, layer in (("a", 1), ("b", 2)):
         page.click(f"#pages [data-layer='{layer}'][data-head='1']")
@@ -123,72 +64,80 @@ def draw_dark(browser: Any, address: str) -> None:
         page.click(f"#pin-{side}")
     page.click("#thumbnails-open summary")
     page.wait_for_selector("#thumbnails button")
-    page.wait_for_timeout(500)
-    shot = page.locator("#trace").screenshot()
-    page.context.close()
-    write(Image.open(io.BytesIO(shot)), "dark")
+    write("dark", picture_of(page, "#trace"))
 
 
-def draw_phone(browser: Any, address: str) -> None:
+def draw_phone(page: Any) -> None:
     """Draw the first two screens after an answer."""
-    page = asked(
-        browser,
-        address,
-        viewport={"width": 375, "height": 812},
-        device_scale_factor=2,
-        is_mobile=True,
-        has_touch=True,
-        steps=2,
-    )
-    pictures = []
-    page.evaluate("document.activeElement.blur()")
+    page.click("#edit")  # the form is a line by now
+    move_budget(page, 2)
+    screens = []
     for screen in range(2):
         page.evaluate(f"scrollTo(0, {screen} * innerHeight)")
-        page.wait_for_timeout(300)
-        pictures.append(Image.open(io.BytesIO(page.screenshot())))
-    page.context.close()
-    width, height = pictures[0].size
-    both = Image.new("RGB", (2 * width + 40, height), "white")
-    for index, picture in enumerate(pictures):
-        both.paste(picture, (index * (width + 40), 0))
-    write(both, "phone")
+        screens.append(picture_of(page))
+    write("phone", *screens)
 
 
-def asked(browser: Any, address: str, steps: int = 0, **options: Any) -> Any:
-    """Return a page with answers at the default budget, moved by `steps` of the slider."""
-    page = browser.new_context(**options).new_page()
-    page.set_default_timeout(PATIENCE_MS)
-    page.goto(address)
-    page.set_input_files("#saved-file", QUESTION_FILE)
-    page.wait_for_selector("#pictures li")
+def move_budget(page: Any, steps: int) -> None:
+    page.focus("#budget")
+    after_asking(page, lambda: [page.keyboard.press("ArrowRight") for _ in range(steps)])
+
+
+def after_asking(page: Any, act: Callable[[], Any]) -> None:
+    """Do what makes the page ask the server, and wait for the drawing."""
     with page.expect_response("**/ask"):
-        page.click("#ask")
-    settle(page)
-    if steps:
-        if page.is_visible("#edit"):  # on a phone the form is a line by now
-            page.click("#edit")
-        page.focus("#budget")
-        with page.expect_response("**/ask"):
-            for _ in range(abs(steps)):
-                page.keyboard.press("ArrowRight" if steps > 0 else "ArrowLeft")
-        settle(page)
-    return page
-
-
-def settle(page: Any) -> None:
+        act()
     page.wait_for_selector("body:not(.running)")
+
+
+def picture_of(page: Any, part: str | None = None) -> Image.Image:
+    """Return a picture of a part of the page, or of what the screen shows."""
     page.mouse.move(0, 0)
+    page.evaluate("document.activeElement.blur()")
     page.wait_for_timeout(500)
+    return Image.open(io.BytesIO((page.locator(part) if part else page).screenshot()))
 
 
-def write(picture: Image.Image, name: str) -> None:
-    """Write a PNG, with a palette only if it is too large otherwise: a palette shows bands."""
-    path = FOLDER / f"{name}.png"
-    picture = picture.convert("RGB")
-    picture.save(path, optimize=True)
-    if path.stat().st_size > MAX_BYTES:
-        picture.quantize(256, Image.Quantize.FASTOCTREE).save(path, optimize=True)
-    print(f"{path.name}: {picture.width} x {picture.height}, {path.stat().st_size / 1000:.0f} kB")
+def write(name: str, *pictures: Image.Image, across: bool = True) -> None:
+    """Write pictures in a row or a column, with a palette only if the file is too large without."""
+    path, (axis, gap) = FOLDER / f"{name}.png", (0, 40) if across else (1, 16)
+    sizes = np.array([picture.size for picture in pictures])
+    ends = np.cumsum(sizes[:, axis] + gap)
+    size = sizes.max(0)
+    size[axis] = ends[-1] - gap
+    sheet = Image.new("RGB", tuple(size), "white")
+    for picture, start in zip(pictures, [0, *ends], strict=False):
+        sheet.paste(picture, (start, 0) if across else (0, start))
+    sheet.save(path, optimize=True)
+    if path.stat().st_size > MAX_BYTES:  # a palette shows bands
+        sheet.quantize(256, Image.Quantize.FASTOCTREE).save(path, optimize=True)
+    print(f"{path.name}: {sheet.width} x {sheet.height}, {path.stat().st_size / 1000:.0f} kB")
+
+
+def main() -> None:
+    """Serve, and draw each picture in a page of its own that has asked the saved question."""
+    os.environ["VLLM_PLUGINS"] = "tgvkv"
+    phone = {"is_mobile": True, "has_touch": True, "device_scale_factor": 2}
+    drawings = (
+        (draw_desktop, 1320, 1180, {}),
+        (draw_comparison, 1320, 900, {}),
+        (draw_dark, 1320, 900, {"color_scheme": "dark"}),
+        (draw_phone, 375, 812, phone),
+    )
+    options = {"executable_path": shutil.which("chromium"), "args": ["--no-sandbox"]}
+    serving_it = serving(inspector.prepare(), inspector.LOG, environment=PLUGINS)
+    with serving_it as server, sync_playwright() as driver:
+        browser = driver.chromium.launch(**options)
+        for draw, width, height, look in drawings:
+            size = {"width": width, "height": height}
+            page = browser.new_context(viewport=size, **look).new_page()
+            page.set_default_timeout(PATIENCE_MS)
+            page.goto(f"{server.url}/kv-eviction/")
+            page.set_input_files("#saved-file", QUESTION_FILE)
+            page.wait_for_selector("#pictures li")
+            after_asking(page, lambda page=page: page.click("#ask"))
+            draw(page)
+            page.context.close()
 
 
 if __name__ == "__main__":

@@ -16,58 +16,44 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
-from matplotlib.axes import Axes
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 
 from vllm_tgvkv.kernels.apportion import apportion
 
 LAYERS, HEADS, FULL_BLOCKS, RETAINED = 4, 2, 8, 3
 SHARES = torch.tensor([1.0, 1.4, 4.5, 7.0, 6.0, 3.0, 1.2, 0.7])
-PROMPT, KEPT, TAIL, FREE = "#9db4c8", "#2f7d5b", "#e0a83c", "#f4f4f2"
+COLOURS = {
+    "page of the prompt": "#9db4c8",
+    "kept page, every slot filled": "#2f7d5b",
+    "tail, ordinary layout": "#e0a83c",
+    "not held any more": "#f4f4f2",
+}
 
 
 def main() -> None:
     """Write the picture to the folder of this file."""
-    pairs = LAYERS * HEADS
+    pairs, (prompt, kept, tail, free) = LAYERS * HEADS, COLOURS.values()
     counts = apportion(SHARES, RETAINED * pairs, floor=1, cap=FULL_BLOCKS).tolist()
     figure, (before, after) = plt.subplots(1, 2, figsize=(11, 3.9), sharey=True)
-    for pair in range(pairs):
-        for column in range(FULL_BLOCKS):
-            draw_page(before, pair, column, PROMPT)
-            draw_page(after, pair, column, KEPT if column < counts[pair] else FREE)
-        for axes in (before, after):
-            draw_page(axes, pair, FULL_BLOCKS + 0.4, TAIL)
-    before.set_title(f"before: {FULL_BLOCKS} blocks + tail")
-    after.set_title(f"after: {RETAINED} blocks + tail, {FULL_BLOCKS - RETAINED} given back")
-    before.set_yticks(
-        [pair + 0.5 for pair in range(pairs)],
-        [f"layer {pair // HEADS}, head {pair % HEADS}" for pair in range(pairs)],
-    )
     for axes in (before, after):
-        axes.set_xlim(-0.1, FULL_BLOCKS + 1.5)
-        axes.set_ylim(pairs + 0.1, -0.1)
-        axes.set_xticks([])
+        for pair, count in enumerate(counts):
+            full = [prompt] * FULL_BLOCKS
+            if axes is after:
+                full = [kept] * count + [free] * (FULL_BLOCKS - count)
+            left = [column + 0.06 for column in (*range(FULL_BLOCKS), FULL_BLOCKS + 0.4)]
+            row = [pair + 0.5] * len(left)
+            axes.barh(row, 0.88, 0.8, left, color=[*full, tail], edgecolor="#cccccc")
+        axes.set(xlim=(-0.1, FULL_BLOCKS + 1.5), ylim=(pairs + 0.1, -0.1), xticks=[])
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
-    figure.legend(
-        handles=[
-            Patch(color=PROMPT, label="page of the prompt"),
-            Patch(color=KEPT, label="kept page, every slot filled"),
-            Patch(color=TAIL, label="tail, ordinary layout"),
-            Patch(facecolor=FREE, edgecolor="#cccccc", label="not held any more"),
-        ],
-        loc="lower center",
-        ncol=4,
-        frameon=False,
-    )
+    before.set_title(f"before: {FULL_BLOCKS} blocks + tail")
+    after.set_title(f"after: {RETAINED} blocks + tail, {FULL_BLOCKS - RETAINED} given back")
+    names = [f"layer {pair // HEADS}, head {pair % HEADS}" for pair in range(pairs)]
+    before.set_yticks([pair + 0.5 for pair in range(pairs)], names)
+    handles = [Patch(fc=colour, ec="#cccccc", label=name) for name, colour in COLOURS.items()]
+    figure.legend(handles=handles, loc="lower center", ncol=4, frameon=False)
     figure.tight_layout(rect=(0, 0.08, 1, 1))
     figure.savefig(Path(__file__).with_name("pages.png"), dpi=110)
-
-
-def draw_page(axes: Axes, row: float, column: float, colour: str) -> None:
-    axes.add_patch(
-        Rectangle((column + 0.06, row + 0.1), 0.88, 0.8, facecolor=colour, edgecolor="#cccccc")
-    )
 
 
 if __name__ == "__main__":

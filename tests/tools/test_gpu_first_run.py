@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from benchmarks.gpu.checks import CHECKS
@@ -21,8 +23,6 @@ from tools.gpu_first_run import PARTS, Part
 
 pytestmark = pytest.mark.apparatus
 
-NAMES = [part.name for part in PARTS]
-TESTS = [part for part in PARTS if "pytest" in part.rehearsal]
 FAILS = "print('start'); print('E   assert 1 == 2'); raise SystemExit(3)"
 
 
@@ -35,14 +35,7 @@ def counted(name: str, code: str = "", **fields: Any) -> Part:
     return python(name, f"open(r'{{out}}/{name}.runs', 'a').write('x')\n{code}", **fields)
 
 
-@pytest.fixture
-def call(tmp_path: Path) -> Callable[..., int]:
-    """Return a function that calls the tool with made-up parts; it returns the exit code."""
-
-    def called(*arguments: str, parts: list[Part]) -> int:
-        return gpu_first_run.main(["--out", str(tmp_path / "out"), *arguments], parts)
-
-    return called
+Call = Callable[..., int]
 
 
 @pytest.fixture
@@ -50,39 +43,41 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
+@pytest.fixture
+def call(out: Path) -> Call:
+    """Return a function that calls the tool with made-up parts; it returns the exit code."""
+    return lambda *arguments, parts: gpu_first_run.main(["--out", str(out), *arguments], parts)
+
+
+def results(out: Path) -> dict[str, dict[str, Any]]:
+    return json.loads((out / "results.json").read_text())
+
+
 def verdicts(out: Path) -> dict[str, str]:
-    results = json.loads((out / "results.json").read_text())
-    return {name: result["verdict"] for name, result in results.items()}
+    return {name: result["verdict"] for name, result in results(out).items()}
 
 
-def runs(out: Path, name: str) -> int:
-    path = out / f"{name}.runs"
-    return len(path.read_text()) if path.exists() else 0
+def runs(out: Path, *names: str) -> list[int]:
+    paths = [out / f"{name}.runs" for name in names]
+    return [len(path.read_text()) if path.exists() else 0 for path in paths]
 
 
-def test_parts_that_passed_are_not_repeated(call: Callable[..., int], out: Path) -> None:
-    parts = [counted("good"), counted("bad", FAILS), counted("also_good")]
-    assert call(parts=parts) == 1
-    assert verdicts(out) == {"good": "passed", "bad": "failed", "also_good": "passed"}
-    parts[1] = counted("bad")  # repaired
-    assert call(parts=parts) == 0
-    assert [runs(out, part.name) for part in parts] == [1, 2, 1]
-    assert call("--again", "--only", "good", parts=parts) == 0
-    assert [runs(out, part.name) for part in parts] == [2, 2, 1]
-
-
-def test_what_has_not_run_comes_before_what_failed(call: Callable[..., int], out: Path) -> None:
-    parts = [counted("bad", FAILS), counted("late")]
+def test_parts_that_passed_are_not_repeated(call: Call, out: Path) -> None:
+    """And what has not run comes before what failed."""
+    parts = [counted("bad", FAILS), counted("good")]
     assert call("--only", "bad", parts=parts) == 1
     assert call(parts=parts) == 1
-    assert list(verdicts(out)) == ["bad", "late"]
-    ends = json.loads((out / "results.json").read_text())
-    assert ends["late"]["ended"] <= ends["bad"]["ended"]
-    assert runs(out, "bad") == 2
+    assert verdicts(out) == {"bad": "failed", "good": "passed"}
+    assert results(out)["good"]["ended"] <= results(out)["bad"]["ended"]
+    parts[0] = counted("bad")  # repaired
+    assert call(parts=parts) == 0
+    assert runs(out, "bad", "good") == [3, 1]
+    assert call("--again", "--only", "good", parts=parts) == 0
+    assert runs(out, "bad", "good") == [3, 2]
 
 
 def test_a_call_starts_no_part_that_may_not_end_in_it(
-    call: Callable[..., int], out: Path, capsys: pytest.CaptureFixture[str]
+    call: Call, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parts = [
         counted("slow", "import time; time.sleep(2)", seconds=50),
@@ -94,57 +89,49 @@ def test_a_call_starts_no_part_that_may_not_end_in_it(
     assert "long: left to the next call" in capsys.readouterr().out
     assert "| long | not run |" in (out / "summary.md").read_text()
     assert call("--minutes", "1", parts=parts) == 0
-    assert [runs(out, part.name) for part in parts] == [1, 1, 1]
+    assert runs(out, "slow", "long", "short") == [1, 1, 1]
 
 
 HANGS = """
 import os, signal, subprocess, sys, time
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-open(r"{out}/pids", "w").write(f"{os.getpid()} {child.pid}")
+open(r"{out}/pids", "w").write(f"{{os.getpid()}} {{child.pid}}")
 print("hangs", flush=True)
 time.sleep(600)
 """
 
 
 def test_a_part_that_hangs_is_killed_with_its_children(
-    call: Callable[..., int], out: Path, monkeypatch: pytest.MonkeyPatch
+    call: Call, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even if it ignores interrupts; what it printed is kept, and the next part runs."""
     monkeypatch.setattr(gpu_first_run, "_GRACE_SECONDS", 0.5)
-    code = HANGS.replace("{os.getpid()} {child.pid}", "{{os.getpid()}} {{child.pid}}")
     begin = time.monotonic()
-    assert call(parts=[python("hangs", code, seconds=3), counted("next")]) == 1
+    assert call(parts=[python("hangs", HANGS, seconds=3), counted("next")]) == 1
     assert time.monotonic() - begin < 25
     assert verdicts(out) == {"hangs": "time limit", "next": "passed"}
-    assert json.loads((out / "results.json").read_text())["hangs"]["error"] == ["hangs"]
+    assert results(out)["hangs"]["error"] == ["hangs"]
     for pid in map(int, (out / "pids").read_text().split()):
-        wait_until_gone(pid)
+        with suppress(psutil.NoSuchProcess):
+            assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def wait_until_gone(pid: int) -> None:
-    """Wait until a process has ended; a zombie has."""
-    for _ in range(100):
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return
-        if state == "Z":
-            return
-        time.sleep(0.1)
-    os.kill(pid, 9)
-    raise AssertionError(f"process {pid} was left running")
-
-
-def test_nothing_runs_after_a_needed_part_failed(call: Callable[..., int], out: Path) -> None:
-    parts = [counted("needed", FAILS, needed=True), counted("next")]
-    assert call(parts=parts) == 1
-    assert runs(out, "next") == 0
-
-
-def test_the_summary_has_figures_and_first_errors(
-    call: Callable[..., int], out: Path, tmp_path: Path
+def test_nothing_runs_after_a_needed_part_failed_and_a_rehearsal_is_no_result(
+    call: Call, out: Path
 ) -> None:
+    assert call(parts=[counted("needed", FAILS, needed=True), counted("next")]) == 1
+    assert runs(out, "needed", "next") == [1, 0]
+    part = python("part", "import sys; print('ERROR', sys.argv); sys.exit('--smoke' in sys.argv)")
+    assert call("--rehearse", parts=[part]) == 1  # the rehearsal's words are added
+    assert call(parts=[part]) == 0
+    assert call("--rehearse", "--again", parts=[replace(part, rehearsal=())]) == 0
+    assert verdicts(out)["part"] == "rehearsed"
+    assert call(parts=[part]) == 0
+    assert verdicts(out)["part"] == "passed"
+
+
+def test_the_summary_has_figures_and_first_errors(call: Call, out: Path) -> None:
     entry = json.dumps({"figure": "decode, ms", "value": 6.5}).replace("{", "{{").replace("}", "}}")
     figure = f"open(r'{{out}}/decode.jsonl', 'a').write('''{entry}\\n{{{{\"figure\": \"cut''')"
     bench = (
@@ -153,18 +140,13 @@ def test_the_summary_has_figures_and_first_errors(
         "rows += [dict(measure='other', ours='1', met=None)]\n"
         "(folder / 'x.json').write_text(json.dumps(dict(rows=rows)))"
     )
-    copies = tmp_path / "copies"
     parts = [python("decode", figure), python("bench", bench), python("bad", FAILS)]
-    assert call("--copy-to", str(copies), parts=parts) == 1
+    assert call(parts=parts) == 1
     summary = (out / "summary.md").read_text()
     assert re.search(r"^\| decode \| passed \| \d+ \| decode, ms: 6.5 \|$", summary, re.M), summary
     assert "| scarce: 320, target met |" in summary
     assert "| bad | **failed** |" in summary
     assert "bad (about bad):\n\n    E   assert 1 == 2" in summary
-    assert sorted(path.name for path in copies.iterdir()) == [
-        "all.tar.gz", "results.json", "summary.md",
-    ]  # fmt: skip
-    assert (copies / "summary.md").read_text() == summary
 
 
 @pytest.mark.parametrize(
@@ -177,60 +159,47 @@ def test_the_summary_has_figures_and_first_errors(
     ],
 )
 def test_tests_are_counted_and_must_run(
-    call: Callable[..., int], out: Path, tmp_path: Path, body: str, verdict: str, figures: list[str]
+    call: Call, out: Path, tmp_path: Path, body: str, verdict: str, figures: list[str]
 ) -> None:
     """A part whose every test is skipped, or that has none, did not pass."""
     path = tmp_path / "test_made_up.py"
     path.write_text(body)
     call(parts=[gpu_first_run._tests("tests", "", 60, str(path))])
-    (result,) = json.loads((out / "results.json").read_text()).values()
+    (result,) = results(out).values()
     assert (result["verdict"], result["figures"]) == (verdict, figures)
 
 
-def test_a_rehearsal_is_no_result(call: Callable[..., int], out: Path) -> None:
-    part = counted("part", rehearsal=[sys.executable, "-c", ""])
-    assert call("--rehearse", parts=[part]) == 0
-    assert verdicts(out) == {"part": "rehearsed"}
-    assert runs(out, "part") == 0
-    assert call(parts=[part]) == 0
-    assert verdicts(out) == {"part": "passed"}
-    assert runs(out, "part") == 1
-
-
-def test_every_check_is_a_part() -> None:
+def test_every_check_is_a_part_and_fits_a_call() -> None:
     checks = {word for part in PARTS for word in part.command if word in CHECKS}
     assert checks == CHECKS.keys() - {"stock"}  # which `layout` runs
-    assert len(set(NAMES)) == len(NAMES)
+    assert len({part.name for part in PARTS}) == len(PARTS)
     about = " ".join(part.about for part in PARTS)
     assert all(f"check {number}:" in about for number in range(1, 11))
-
-
-def test_every_part_fits_a_call_by_default() -> None:
     gpu_first_run._parse([], PARTS)
 
 
 @pytest.mark.slow
-def test_every_selection_of_tests_finds_some(tmp_path: Path) -> None:
+def test_every_selection_of_tests_finds_some(out: Path) -> None:
     """The engine's parts together are their whole file, each test once."""
-    assert len(TESTS) == 9
-    names = [part.name for part in TESTS]
-    assert gpu_first_run.main(["--rehearse", "--out", str(tmp_path), "--only", *names]) == 0
-    results = json.loads((tmp_path / "results.json").read_text())
-    for part in TESTS:
-        (figure,) = results[part.name]["figures"]
+    tests = [part for part in PARTS if "pytest" in part.command]
+    names = [part.name for part in tests]
+    assert len(names) == 9
+    assert gpu_first_run.main(["--rehearse", "--out", str(out), "--only", *names]) == 0
+    for part in tests:
+        (figure,) = results(out)[part.name]["figures"]
         selected = int(re.split(r"\D", figure)[0])
         assert selected > 3, (part.name, figure)
         assert ("-k" in part.command) == ("/" in figure), (part.name, figure)
-    logs = [(tmp_path / f"{name}.log").read_text() for name in names if name.startswith("engine-")]
+    logs = [(out / f"{name}.log").read_text() for name in names if name.startswith("engine-")]
     found = re.findall(r"^tests/gpu/test_engine.py::.*$", "\n".join(logs), re.MULTILINE)
     (whole,) = {int(n) for log in logs for n in re.findall(r"^\d+/(\d+) tests", log, re.MULTILINE)}
     assert len(found) == len(set(found)) == whole
 
 
 @pytest.mark.skipif(has_cuda(), reason="there is a GPU")
-def test_without_a_gpu_the_environment_says_what_is_missing(tmp_path: Path) -> None:
-    assert gpu_first_run.main(["--out", str(tmp_path), "--only", "environment"]) == 1
-    (result,) = json.loads((tmp_path / "results.json").read_text()).values()
+def test_without_a_gpu_the_environment_says_what_is_missing(out: Path) -> None:
+    assert gpu_first_run.main(["--out", str(out), "--only", "environment"]) == 1
+    (result,) = results(out).values()
     assert result["verdict"] == "failed"
     assert any("device" in line for line in result["error"])
     assert any(figure.startswith("vllm: 0.32") for figure in result["figures"])
@@ -249,8 +218,8 @@ def test_without_a_gpu_the_environment_says_what_is_missing(tmp_path: Path) -> N
         ),
     ],
 )
-def test_every_check_runs_on_tiny_sizes(tmp_path: Path, name: str) -> None:
-    code = gpu_first_run.main(["--rehearse", "--out", str(tmp_path), "--only", name])
-    (result,) = json.loads((tmp_path / "results.json").read_text()).values()
+def test_every_check_runs_on_tiny_sizes(out: Path, name: str) -> None:
+    code = gpu_first_run.main(["--rehearse", "--out", str(out), "--only", name])
+    (result,) = results(out).values()
     assert code == 0, result["error"]
     assert len(result["figures"]) >= 2

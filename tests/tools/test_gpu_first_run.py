@@ -184,7 +184,8 @@ def test_every_selection_of_tests_finds_some(out: Path) -> None:
     tests = [part for part in PARTS if "pytest" in part.command]
     names = [part.name for part in tests]
     assert len(names) == 9
-    assert gpu_first_run.main(["--rehearse", "--out", str(out), "--only", *names]) == 0
+    options = ["--rehearse", "--minutes", "60", "--out", str(out), "--only", *names]
+    assert gpu_first_run.main(options) == 0
     for part in tests:
         (figure,) = results(out)[part.name]["figures"]
         selected = int(re.split(r"\D", figure)[0])

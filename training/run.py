@@ -110,7 +110,7 @@ class Run:
             optimizer.zero_grad()
             for batch in islice(following, accumulate):
                 found = losses(batch)
-                (found["loss"] / accumulate).backward()  # type: ignore[no-untyped-call]
+                (found["loss"] / accumulate).backward()
                 for name, value in found.items():
                     history[name].append(float(value.detach()))
             torch.nn.utils.clip_grad_norm_(networks.parameters(), norm)

@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +28,16 @@ pytestmark = pytest.mark.apparatus
 
 CONFIGS = ROOT / "configs"
 FLAVOURS = ("quality", "balanced", "throughput")
-MODELS = (
-    "internvl3-8b",
-    "llava-1.5-7b",
-    "llava-onevision-7b",
-    "qwen2.5-vl-7b",
-    "qwen3-vl-4b",
-    "qwen3-vl-8b",
-)
+MODELS = {
+    "internvl3-8b": "InternVL",
+    "llava-1.5-7b": "Llava",
+    "llava-onevision-7b": "LlavaOnevision",
+    "qwen2.5-vl-7b": "Qwen2_5_VL",
+    "qwen3-vl-4b": "Qwen3VL",
+    "qwen3-vl-8b": "Qwen3VL",
+}
+"""With the names of their architectures, which end in `ForConditionalGeneration`."""
 FILES = [CONFIGS / model / f"{flavour}.yaml" for model in MODELS for flavour in FLAVOURS]
-
-
-def label(path: Path) -> str:
-    return f"{path.parent.name}-{path.stem}"
-
-
-each_file = pytest.mark.parametrize("path", FILES, ids=label)
 
 
 @pytest.fixture(scope="session")
@@ -73,13 +66,6 @@ def engine_args(parser: FlexibleArgumentParser, *arguments: str) -> AsyncEngineA
         return AsyncEngineArgs.from_cli_args(serve(parser, *arguments))
 
 
-def check_keys(parser: FlexibleArgumentParser, values: dict[str, Any]) -> None:
-    """Fail on keys that are no flags: vLLM ignores those whose value is `false`."""
-    (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    known = commands.choices["serve"]._option_string_actions
-    assert [key for key in values if f"--{key}" not in known] == []
-
-
 def read(path: Path) -> dict[str, Any]:
     values = yaml.safe_load(path.read_text())
     assert isinstance(values, dict)
@@ -90,23 +76,20 @@ def test_every_model_has_every_flavour() -> None:
     assert sorted(CONFIGS.glob("*/*.yaml")) == sorted(FILES)
 
 
-@each_file
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_values_reach_engine_and_eviction(serve_parser: FlexibleArgumentParser, path: Path) -> None:
+    """And one flag leads back to stock."""
     values = read(path)
-    check_keys(serve_parser, values)
+    # vLLM ignores keys that are no flags if their value is `false`.
+    (commands,) = (a for a in serve_parser._actions if isinstance(a, argparse._SubParsersAction))
+    known = commands.choices["serve"]._option_string_actions
+    assert [key for key in values if f"--{key}" not in known] == []
     made = engine_args(serve_parser, "--config", str(path))
-
     settings = EvictionConfig.from_mapping(made.additional_config[CONFIG_KEY])
     assert settings.policy == values.pop("kv-eviction")
     assert settings.budget == Budget.parse(values.pop("kv-eviction-budget"), "the file")
     assert settings.active
-
-    found = {key: getattr(made, key.replace("-", "_")) for key in values}
-    assert found == values
-
-
-@each_file
-def test_one_flag_leads_back_to_stock(serve_parser: FlexibleArgumentParser, path: Path) -> None:
+    assert {key: getattr(made, key.replace("-", "_")) for key in values} == values
     made = engine_args(serve_parser, "--config", str(path), "--kv-eviction", "none")
     assert not EvictionConfig.from_mapping(made.additional_config[CONFIG_KEY]).active
 
@@ -161,72 +144,45 @@ def test_the_mix_of_the_readme_is_read(
     assert settings.methods["plain_sums"].score == "text_rows"
 
 
-ARCHITECTURES = {
-    "internvl3-8b": "InternVLForConditionalGeneration",
-    "llava-1.5-7b": "LlavaForConditionalGeneration",
-    "llava-onevision-7b": "LlavaOnevisionForConditionalGeneration",
-    "qwen2.5-vl-7b": "Qwen2_5_VLForConditionalGeneration",
-    "qwen3-vl-4b": "Qwen3VLForConditionalGeneration",
-    "qwen3-vl-8b": "Qwen3VLForConditionalGeneration",
-}
-
-
-@pytest.fixture
-def config_folder(tmp_path: Path) -> Callable[[str], Path]:
-    """Return a function that makes a folder with only the configuration of an architecture."""
-
-    def make(architecture: str) -> Path:
-        config = getattr(transformers, architecture).config_class()
-        config.architectures = [architecture]
-        text = config.get_text_config()
-        text.max_position_embeddings = max(text.max_position_embeddings, 4096)
-        config.save_pretrained(tmp_path)
-        return tmp_path
-
-    return make
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_engine_configuration_is_accepted(
-    serve_parser: FlexibleArgumentParser, config_folder: Callable[[str], Path], model: str
+    serve_parser: FlexibleArgumentParser, tmp_path: Path, model: str
 ) -> None:
     """vLLM knows the architecture, and the plugin accepts it."""
-    folder = config_folder(ARCHITECTURES[model])
+    architecture = f"{MODELS[model]}ForConditionalGeneration"
+    config = getattr(transformers, architecture).config_class()
+    config.architectures = [architecture]
+    text = config.get_text_config()
+    text.max_position_embeddings = max(text.max_position_embeddings, 4096)
+    config.save_pretrained(tmp_path)
     for flavour in FLAVOURS:
         path = CONFIGS / model / f"{flavour}.yaml"
         flags = ("--config", str(path), "--skip-tokenizer-init")
-        config = engine_args(serve_parser, str(folder), *flags).create_engine_config()
+        made = engine_args(serve_parser, str(tmp_path), *flags).create_engine_config()
         values = read(path)
-        assert config.model_config.architecture == ARCHITECTURES[model]
-        assert config.model_config.max_model_len == values["max-model-len"]
-        assert config.cache_config.block_size == values["block-size"]
-        assert config.scheduler_config.scheduler_cls in (
-            patches.SCHEDULER_CLS,
-            patches.ASYNC_SCHEDULER_CLS,
-        )
+        assert made.model_config.architecture == architecture
+        assert made.model_config.max_model_len == values["max-model-len"]
+        assert made.cache_config.block_size == values["block-size"]
+        schedulers = (patches.SCHEDULER_CLS, patches.ASYNC_SCHEDULER_CLS)
+        assert made.scheduler_config.scheduler_cls in schedulers
 
 
-def test_prometheus_scrapes_metrics() -> None:
-    path = CONFIGS / "prometheus/prometheus.yml"
+def test_prometheus_and_grafana_fit_together() -> None:
+    path, folder = CONFIGS / "prometheus/prometheus.yml", CONFIGS / "grafana/provisioning"
     (job,) = read(path)["scrape_configs"]
     assert job["metrics_path"] == "/metrics"
     if promtool := shutil.which("promtool"):
         subprocess.run([promtool, "check", "config", path], check=True, capture_output=True)
-
-
-def test_grafana_asks_that_prometheus() -> None:
-    folder = CONFIGS / "grafana/provisioning"
     (source,) = read(folder / "datasources/prometheus.yml")["datasources"]
     assert (source["uid"], source["type"]) == ("prometheus", "prometheus")
-    interval = read(CONFIGS / "prometheus/prometheus.yml")["global"]["scrape_interval"]
-    assert source["jsonData"]["timeInterval"] == interval
+    assert source["jsonData"]["timeInterval"] == read(path)["global"]["scrape_interval"]
     (provider,) = read(folder / "dashboards/vllm-tgvkv.yml")["providers"]
     assert provider["type"] == "file"
-
-
-def test_dashboards_use_the_provisioned_source() -> None:
-    for path in (CONFIGS / "grafana/dashboards").glob("*.json"):
-        uids = re.findall(r'"uid": "([^"]*)"', json.dumps(json.loads(path.read_text())["panels"]))
-        named = {uid for uid in uids if not uid.startswith(("$", "-- "))}
-        assert named <= {"prometheus", "grafana"}
+    for dashboard in (CONFIGS / "grafana/dashboards").glob("*.json"):
+        panels = json.dumps(json.loads(dashboard.read_text())["panels"])
+        uids = re.findall(r'"uid": "([^"]*)"', panels)
+        assert {uid for uid in uids if not uid.startswith(("$", "-- "))} <= {
+            "prometheus",
+            "grafana",
+        }

@@ -132,7 +132,10 @@ class Prometheus:
 
     def query(self, expression: str) -> list[tuple[dict[str, str], float]]:
         """Return labels and value of every series of an instant query."""
-        found = self.get("query", query=expression)["result"]
+        for _ in range(25):
+            if found := self.get("query", query=expression)["result"]:
+                break
+            time.sleep(0.2)  # a busy machine misses a scrape, and then series end for a moment
         return [(series["metric"], float(series["value"][1])) for series in found]
 
     def is_busy(self) -> bool:

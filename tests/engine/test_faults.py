@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from oracle.emulation import Oracle
+from tests.engine.questions import album, budget
 from tests.engine.running import Ask, SteppedEngine, assert_outputs_agree, engine
-from tests.engine.test_engine import album, budget
 from tests.server.serving import STOP_SECONDS, serve
 from vllm_tgvkv.policies.base import LayerView
 from vllm_tgvkv.policies.snapkv import SnapScore

@@ -76,6 +76,9 @@ def test_a_request_fits_with_its_window_or_keeps_everything() -> None:
             double.step()
             held.append(setup.num_blocks - double.num_free)
         assert double.worker.num_evictions == evictions
+        skipped = double.scheduler.records.counters.requests_skipped
+        assert skipped == ({} if evictions else {"pool_too_small": 1})
+        assert double.answers["a"] == double.worker.expected(job)
         # Token 321 opens a block; of the window's 33 tokens three blocks remain.
         assert [n for n in held if n][-1] == (5 if evictions else blocks) + 1 + 3
         double.assert_empty()

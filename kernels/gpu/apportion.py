@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_tgvkv.kernels.gpu.compile import Variant
+from vllm_tgvkv.kernels.gpu.compile import Variant, launches
 
 
 @triton.jit
@@ -171,23 +172,10 @@ def _num_warps(block: int) -> int:
 
 def variants() -> Iterator[Variant]:
     """Yield the specialisations to cross-compile."""
-    for block, own_caps in itertools.product((64, 1024, 2048), (False, True)):
-        yield Variant(
-            f"M{block}" + " own caps" * own_caps,
-            _apportion_kernel,
-            {
-                "shares": "*fp64",
-                "total": "*i64",
-                "counts": "*i64",
-                **dict.fromkeys(("size", "floor", "cap", "unit_bits"), "i32"),
-                **({"cap": "*i64"} if own_caps else {}),
-            },
-            {
-                "BLOCK": block,
-                "RANK_BITS": _rank_bits(block, 32),
-                "SMALLEST_SHARE": 1e-290,
-                "GRID_BITS": 32,
-                "OWN_CAPS": own_caps,
-            },
-            num_warps=_num_warps(block),
+    total = torch.empty((), dtype=torch.int64, device="meta")
+    for size, own_caps in itertools.product((64, 1024, 2048), (False, True)):
+        shares = torch.empty(1, size, dtype=torch.float64, device="meta")
+        call = partial(
+            apportion, shares, total, 1, shares.long() if own_caps else 9, 30, 1e-290, 32
         )
+        yield from launches(__name__, f"M{size}" + " own caps" * own_caps, call)

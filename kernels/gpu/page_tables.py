@@ -8,12 +8,14 @@ a CUDA graph and replayed with other contents.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_tgvkv.kernels.gpu.compile import Variant
+from vllm_tgvkv.kernels.gpu.compile import Variant, launches
 
 _PAIRS_PER_PROGRAM = 256
 _COLUMNS_PER_TILE = 128
@@ -190,27 +192,13 @@ def write_page_tables(
 
 def variants() -> Iterator[Variant]:
     """Yield the specialisations to cross-compile."""
-    shapes = {
-        "N16 H8 L32": {"BLOCK_SIZE": 16, "NUM_HEADS": 8, "NUM_PAIRS": 256},
-        "N48 H1 L28": {"BLOCK_SIZE": 48, "NUM_HEADS": 1, "NUM_PAIRS": 28},
-    }
-    state = dict.fromkeys(
-        ("block_table", "seq_lens", "num_token_blocks", "replaced", "offsets"), "*i32"
-    )
-    strides = dict.fromkeys(("table_stride", "offsets_stride", "layer_stride", "row_stride"), "i32")
-    for name, shape in shapes.items():
-        yield Variant(
-            name,
-            _lengths_kernel,
-            {**state, "lengths": "*i32", **strides},
-            {**shape, "TILE": _PAIRS_PER_PROGRAM},
-            num_warps=4,
-        )
-        sizes = dict.fromkeys(("first_layer", "num_rows", "width", "head_stride"), "i32")
-        yield Variant(
-            name,
-            _page_tables_kernel,
-            {**state, "tables": "*i32", **sizes, **strides},
-            {**shape, "TILE": _COLUMNS_PER_TILE},
-            num_warps=1,
-        )
+    empty = partial(torch.empty, dtype=torch.int32, device="meta")
+    for block_size, heads, layers in ((16, 8, 32), (48, 1, 28)):
+        of_blocks = empty(1000), empty(1000), empty(1000, layers * heads + 1)
+        state = empty(9, 1001), empty(9), *of_blocks, block_size
+        lengths, tables = empty(layers, 9, heads), empty(layers, 9, heads, 1001)
+        for call in (
+            partial(write_lengths, *state, lengths),
+            partial(write_page_tables, *state, 0, tables),
+        ):
+            yield from launches(__name__, f"N{block_size} H{heads} L{layers}", call)

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -201,28 +200,18 @@ def bytes_of(subset: Tensor | None) -> Tensor | None:
 
 # -- variants -----------------------------------------------------------------------------
 
-SHARED_OF_VARIANTS = 227 * 1024
 # A few load addresses, used once per tile, which some compilers spill for some GPUs.
 SPILL_LIMIT = 128
 
-ALIGNED: Collection[str] = (
-    *("queries", "query_layer_stride", "query_row_stride", "query_head_stride"),
-    *("query_member_stride", "pool", "page_stride", "slot_stride"),
-)
 
-
-def typed(kind: str, names: str) -> dict[str, str]:
-    """Return the same type for several arguments of a variant."""
-    return dict.fromkeys(names.split(), kind)
-
-
-def paged_signature(dtype: str) -> dict[str, str]:
-    """Return the types of the arguments that `PagedRows` has."""
-    return (
-        typed(f"*{dtype}", "queries pool")
-        | typed("*i32", "tables num_visible")
-        | typed("*fp32", "scales")
-        | typed("i32", "num_rows query_layer_stride query_row_stride query_head_stride")
-        | typed("i32", "query_member_stride page_stride slot_stride table_stride visible_stride")
-        | typed("i32", "scales_stride subset_stride")
+def example(dtype: torch.dtype, head_size: int, group: int, heads: int) -> PagedRows:
+    """Return rows without values, as launches of a model of this shape have them."""
+    empty = partial(torch.empty, device="meta")
+    return PagedRows(
+        empty(36, 64, heads, group, head_size, dtype=dtype),
+        empty(99, 16, 2 * head_size, dtype=dtype)[..., :head_size],
+        empty(36 * heads, 64, dtype=torch.int32),
+        empty(36 * heads, 64, dtype=torch.int32),
+        empty(36),
+        1024,
     )

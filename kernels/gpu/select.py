@@ -15,13 +15,14 @@ which would take a launch or a grid-wide barrier for every digit.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_tgvkv.kernels.gpu.compile import Variant
+from vllm_tgvkv.kernels.gpu.compile import Variant, launches
 
 _TILE = 2048
 _NUM_WARPS = 8
@@ -222,27 +223,9 @@ def thresholds(keys: Tensor, wanted: Tensor, num_bits: int) -> Tensor:
 
 def variants() -> Iterator[Variant]:
     """Yield the specialisations to cross-compile."""
-    sizes = ("num_heads", "num_candidates", "num_slots")
-    strides = ("score_layer_stride", "score_row_stride", "tier_layer_stride", "tier_row_stride")
-    pointers = {"scores": "*fp32", "counts": "*i64", "selected": "*i32"}
-    for tier_type in ("*i32", "*u8"):
-        yield Variant(
-            f"tiers {tier_type[1:]}",
-            _select_kernel,
-            {**pointers, "tiers": tier_type, **dict.fromkeys((*sizes, *strides), "i32")},
-            {"score_stride": 1, "tier_stride": 1, "BLOCK_SIZE": 16, "TILE": _TILE},
-            num_warps=_NUM_WARPS,
-            aligned={*pointers, "tiers"},
-        )
-    yield Variant(
-        "",
-        _thresholds_kernel,
-        {
-            **dict.fromkeys(("keys", "wanted", "thresholds"), "*i64"),
-            "num_keys": "i32",
-            "num_digits": "i32",
-            "above_all": "i64",
-        },
-        {"TILE": _TILE},
-        num_warps=_NUM_WARPS,
-    )
+    scores = torch.empty(36, 8, 1000, device="meta")
+    counts = torch.empty(36, 8, dtype=torch.int64, device="meta")
+    for tiers in (scores.int(), scores.to(torch.uint8)):
+        call = partial(select_tokens, scores, tiers, counts, 288, 16)
+        yield from launches(__name__, f"tiers {str(tiers.dtype).removeprefix('torch.')}", call)
+    yield from launches(__name__, "", partial(thresholds, scores.long(), counts, 63))

@@ -130,16 +130,9 @@ def _as_words(pool: Tensor) -> Tensor:
 
 def variants() -> Iterator[Variant]:
     """Yield the specialisations to cross-compile."""
-    for head_size, block_size, pairs in (
-        (128, 16, 1024),
-        (64, 128, 28),
-        (80, 32, 288),
-        (256, 16, 112),
-    ):
-        pages = torch.empty(2, block_size, 2 * head_size, dtype=torch.bfloat16).split(head_size, 2)
+    for size, block_size, pairs in ((128, 16, 1024), (64, 128, 28), (80, 32, 288), (256, 16, 112)):
+        pages = torch.empty(2, block_size, 2 * size, dtype=torch.bfloat16)
         sources = torch.empty(pairs, block_size, dtype=torch.int64)
-        offsets, blocks = (torch.empty(n, dtype=torch.int32) for n in (pairs + 1, 1))
-        call = partial(
-            copy_kept, pages[..., :size], pages[..., size:], sources, offsets, blocks, pairs
-        )
+        region = torch.empty(pairs + 1, dtype=torch.int32), torch.empty(1, dtype=torch.int32)
+        call = partial(copy_kept, pages[..., :size], pages[..., size:], sources, *region, pairs)
         yield from launches(__name__, f"16-bit D{size} N{block_size} M{pairs}", call)

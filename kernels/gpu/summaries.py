@@ -189,8 +189,12 @@ def variants() -> Iterator[Variant]:
         rows = empty(9 * heads, group, head_size)
         pages = empty(99, block_size, 2 * head_size)[..., :head_size]
         of_keys = empty(group, 9 * heads, dtype=torch.float32)
-        state = (empty(*shape, dtype=torch.int32) for shape in ((9, 1001), (9,), (99,), (99,)))
-        numbers = layers * heads, 2, 0.1
-        call = partial(merge_rows, rows, of_keys, rows, pages, pages, *state, *numbers)
+        table, of_rows, of_blocks = (
+            empty(*shape, dtype=torch.int32) for shape in ((9, 1001), (9,), (99,))
+        )
+        state = table, of_rows, of_blocks, of_blocks
+        call = partial(
+            merge_rows, rows, of_keys, rows, pages, pages, *state, layers * heads, 2, 0.1
+        )
         name = f"{TYPES[dtype]} D{head_size} N{block_size} G{group}"
         yield from launches(__name__, name, call)

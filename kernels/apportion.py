@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from vllm_tgvkv.kernels import gpu
+from vllm_tgvkv.kernels.checks import FLOATS, INTEGERS, check
 
 # Shares are at least this fraction of the largest: a zero share still gets pages once all others
 # are full, and no quotient of two shares overflows float64.
@@ -53,10 +54,8 @@ def apportion(
         ValueError: unless 0 <= floor <= most and floor*M <= total <= most*M, with an integer cap
             as `most`, or if a shape or dtype does not fit.
     """
-    if shares.dim() < 1 or shares.shape[-1] < 1 or not shares.is_floating_point():
-        raise ValueError(
-            f"shares must be floating [..., M], got {shares.dtype} {list(shares.shape)}"
-        )
+    fits = shares.dim() > 0 and shares.shape[-1] > 0
+    check("shares", shares, ("M",) * max(1, shares.dim()), FLOATS, fits)
     size = shares.shape[-1]
     most = _bound(shares, cap, most)
     if not 0 <= floor <= most:
@@ -87,11 +86,7 @@ def _bound(shares: Tensor, cap: int | Tensor, most: int | None) -> int:
         if most is not None:
             raise ValueError(f"most must be left out with an integer cap, got {most}")
         return cap
-    if cap.shape != shares.shape or cap.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"cap must be an integer, or int32 or int64 {list(shares.shape)}, "
-            f"got {cap.dtype} {list(cap.shape)}"
-        )
+    check("cap", cap, shares.shape, INTEGERS)
     if most is None:
         raise ValueError("most must be given with a tensor of caps: the greatest that any can be")
     return most

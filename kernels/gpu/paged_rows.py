@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -78,14 +78,8 @@ class PagedRows:
 
     def from_row(self, first: int) -> PagedRows:
         """Return the rows from `first` on."""
-        return PagedRows(
-            self.queries[:, first:],
-            self.pool,
-            self.tables,
-            self.num_visible[:, first:],
-            self.scales,
-            self.num_keys,
-        )
+        queries, num_visible = self.queries[:, first:], self.num_visible[:, first:]
+        return replace(self, queries=queries, num_visible=num_visible)
 
     @property
     def number(self) -> int:

@@ -156,8 +156,7 @@ def _combine_kernel(
 class Softmax:
     """Softmax of every query head and row, float32 `[Q, O, G]`."""
 
-    maxima: Tensor | None
-    """None if the attention kernel returned the log-sum-exp."""
+    maxima: Tensor
     log_sum_exp: Tensor
 
 

@@ -78,16 +78,8 @@ class DecodePlan:
         num_programs = 8  # under the interpreter
         if device.type == "cuda":
             num_programs = triton_decode.num_programs(device, head_size, dtype.itemsize)
-        return cls.allocate(
-            num_layers,
-            num_rows,
-            num_heads,
-            group_size,
-            head_size,
-            triton_decode.chunk_size(head_size),
-            num_programs,
-            device,
-        )
+        sizes = num_layers, num_rows, num_heads, group_size, head_size
+        return cls.allocate(*sizes, triton_decode.chunk_size(head_size), num_programs, device)
 
     def for_sequences(self, num_sequences: int) -> DecodePlan:
         """Return a plan for fewer virtual sequences, R*H, in the same buffers."""
@@ -165,10 +157,24 @@ def decode(
         ValueError: if a shape or dtype does not fit; the message names the argument.
     """
     _check_plan(lengths, plan)
-    _check(
-        query, keys, values, block_table, lengths, num_token_blocks, replaced, offsets, layer, out
-    )
-    group = query.shape[1] // lengths.shape[2]
+    num_layers, num_rows, num_heads = lengths.shape
+    fits = query.dim() == 3 and query.shape[1] > 0 and query.shape[1] % num_heads == 0
+    check("query", query, (num_rows, f"{num_heads}*G", "D"), fits=fits)
+    check("out", out, query.shape)
+    for name, tensor in (("query", query), ("out", out)):
+        if tensor.stride(2) != 1:
+            raise ValueError(f"{name} must be contiguous in D, got strides {tensor.stride()}")
+    head_size = query.shape[2]
+    check("keys", keys, ("num_pages", "N", head_size), (query.dtype,))
+    check("values", values, (*keys.shape[:2], head_size), (query.dtype,))
+    int32, num_blocks = (torch.int32,), len(num_token_blocks)
+    check("block_table", block_table, (num_rows, "W"), int32)
+    check("num_token_blocks", num_token_blocks, (num_blocks,), int32)
+    check("replaced", replaced, (num_blocks,), int32)
+    check("offsets", offsets, (num_blocks, num_layers * num_heads + 1), int32)
+    if not 0 <= layer < num_layers:
+        raise ValueError(f"layer must be within the {num_layers} of lengths, got {layer}")
+    group = query.shape[1] // num_heads
     check("plan.partials", plan.partials, ("P", 2, group, query.shape[2] + 2))
     if gpu.runs(query):
         from vllm_tgvkv.kernels.gpu import decode as triton_decode
@@ -189,7 +195,7 @@ def decode(
         )
         return
     exact = torch.promote_types(query.dtype, torch.float32)
-    num_heads, pairs, block_size = lengths.shape[2], offsets.shape[1] - 1, keys.shape[1]
+    pairs, block_size = offsets.shape[1] - 1, keys.shape[1]
     grouped = query.unflatten(1, (num_heads, group)).to(exact)
     for row, row_lengths in enumerate(lengths[layer].tolist()):
         for head, length in enumerate(row_lengths):
@@ -224,34 +230,3 @@ def _check_plan(lengths: Tensor, plan: DecodePlan) -> None:
     check("plan.first", first, (layers, "P, contiguous"), (torch.int32,), first.is_contiguous())
     shape = (first.shape[1], 2, "G", "D + 2, contiguous")
     check("plan.partials", partials, shape, (torch.float32,), partials.is_contiguous())
-
-
-def _check(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    block_table: Tensor,
-    lengths: Tensor,
-    num_token_blocks: Tensor,
-    replaced: Tensor,
-    offsets: Tensor,
-    layer: int,
-    out: Tensor,
-) -> None:
-    layers, rows, heads = lengths.shape
-    fits = query.dim() == 3 and query.shape[1] > 0 and query.shape[1] % heads == 0
-    check("query", query, (rows, f"{heads}*G", "D"), fits=fits)
-    check("out", out, query.shape)
-    for name, tensor in (("query", query), ("out", out)):
-        if tensor.stride(2) != 1:
-            raise ValueError(f"{name} must be contiguous in D, got strides {tensor.stride()}")
-    head_size = query.shape[2]
-    check("keys", keys, ("num_pages", "N", head_size), (query.dtype,))
-    check("values", values, (*keys.shape[:2], head_size), (query.dtype,))
-    int32, num_blocks = (torch.int32,), len(num_token_blocks)
-    check("block_table", block_table, (rows, "W"), int32)
-    check("num_token_blocks", num_token_blocks, (num_blocks,), int32)
-    check("replaced", replaced, (num_blocks,), int32)
-    check("offsets", offsets, (num_blocks, layers * heads + 1), int32)
-    if not 0 <= layer < layers:
-        raise ValueError(f"layer must be within the {layers} of lengths, got {layer}")

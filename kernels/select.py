@@ -49,7 +49,23 @@ def select_tokens(
     Raises:
         ValueError: if a shape, dtype or number does not fit; the message names the argument.
     """
-    _check(scores, tiers, counts, num_pages, block_size)
+    check("counts", counts, ("L", "H"), (torch.int64,))
+    layers, heads = counts.shape
+    num_candidates = scores.shape[-1]
+    sets = 1 if scores.shape[1:2] == (1,) else heads
+    check("scores", scores, (layers, sets, "C"), (torch.float32,))
+    sets = 1 if tiers.shape[1:2] == (1,) else heads
+    shape = (num_candidates,) if tiers.dim() == 1 else (layers, sets, num_candidates)
+    check("tiers", tiers, shape, SMALL_INTEGERS)
+    if num_candidates > MAX_CANDIDATES:
+        raise ValueError(f"scores must have at most {MAX_CANDIDATES} candidates")
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1, got {block_size}")
+    if not 0 <= num_pages * block_size <= layers * heads * num_candidates:
+        raise ValueError(
+            f"num_pages must be between 0 and {layers * heads * num_candidates // block_size}, "
+            f"got {num_pages}"
+        )
     if gpu.runs(scores):
         from vllm_tgvkv.kernels.gpu import select as triton_select
 
@@ -145,23 +161,3 @@ def _compact(kept: Tensor, num_kept: int) -> Tensor:
     compacted = torch.zeros(num_kept + 1, dtype=torch.int32, device=kept.device)
     compacted.scatter_(0, slots, positions.expand_as(kept).reshape(-1))
     return compacted[:num_kept]
-
-
-def _check(scores: Tensor, tiers: Tensor, counts: Tensor, num_pages: int, block_size: int) -> None:
-    check("counts", counts, ("L", "H"), (torch.int64,))
-    layers, heads = counts.shape
-    num_candidates = scores.shape[-1]
-    sets = 1 if scores.shape[1:2] == (1,) else heads
-    check("scores", scores, (layers, sets, "C"), (torch.float32,))
-    sets = 1 if tiers.shape[1:2] == (1,) else heads
-    shape = (num_candidates,) if tiers.dim() == 1 else (layers, sets, num_candidates)
-    check("tiers", tiers, shape, SMALL_INTEGERS)
-    if num_candidates > MAX_CANDIDATES:
-        raise ValueError(f"scores must have at most {MAX_CANDIDATES} candidates")
-    if block_size < 1:
-        raise ValueError(f"block_size must be at least 1, got {block_size}")
-    if not 0 <= num_pages * block_size <= layers * heads * num_candidates:
-        raise ValueError(
-            f"num_pages must be between 0 and {layers * heads * num_candidates // block_size}, "
-            f"got {num_pages}"
-        )

@@ -21,7 +21,7 @@ from vllm_tgvkv.kernels.gpu.paged_rows import (
     Tiles,
     bytes_of,
     example,
-    key_offsets,
+    load_keys,
     load_vectors,
     products,
     stride_of_sets,
@@ -141,10 +141,11 @@ def _columns_kernel(
     if HEADS == 1:
         # The last row sees most keys.
         limit = tl.load(num_seen + num_rows - 1, mask=num_rows > 0, other=0)
-        slots = key_offsets(
-            tables + group * table_stride, columns, limit, page_stride, slot_stride, PAGE_SIZE
-        )
-        keys = load_vectors(pool, slots, columns < limit, dim_stride, HEAD_SIZE, WIDTH)
+        table = tables + group * table_stride
+        keys = load_keys(
+            pool, table, columns, limit, page_stride, slot_stride, dim_stride,
+            HEAD_SIZE, PAGE_SIZE, WIDTH,
+        )  # fmt: skip
     for tile in range(first_tile, last_tile):
         row = tile * ROWS + row_in_tile
         has_vector = (row < num_rows) & (member < GROUP)
@@ -159,15 +160,11 @@ def _columns_kernel(
             pair, head = first_pair + head_of_group, first_head + head_of_group
             if HEADS > 1:
                 limit = tl.load(num_visible + pair * visible_stride + num_rows - 1)
-                slots = key_offsets(
-                    tables + pair * table_stride,
-                    columns,
-                    limit,
-                    page_stride,
-                    slot_stride,
-                    PAGE_SIZE,
-                )
-                keys = load_vectors(pool, slots, columns < limit, dim_stride, HEAD_SIZE, WIDTH)
+                table = tables + pair * table_stride
+                keys = load_keys(
+                    pool, table, columns, limit, page_stride, slot_stride, dim_stride,
+                    HEAD_SIZE, PAGE_SIZE, WIDTH,
+                )  # fmt: skip
             vectors = load_vectors(
                 tile_queries + head * query_head_stride,
                 offsets,

@@ -66,14 +66,6 @@ def copy_kept(
     `[N, 2D]`, otherwise one for keys and one for values. Pages that belong to no pair are not
     touched. There is no scratch memory and no synchronisation: the launch depends on shapes,
     strides and the number of pages.
-
-    Args:
-        key_pages: `[num_pool_pages, N, D]`, any strides and dtype.
-        value_pages: `[num_pool_pages, N, D_v]`, likewise.
-        sources: int64 `[k*M, N]`.
-        offsets: int32 or int64 `[M + 1]`.
-        new_blocks: int32 or int64 `[k]`.
-        num_pairs: M.
     """
     num_pages, block_size = sources.shape
     if num_pages == 0:

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_tgvkv.kernels.gpu.compile import TYPES, Variant, launches
+from vllm_tgvkv.kernels.gpu.page_tables import page_at
 
 if TYPE_CHECKING:
     from vllm_tgvkv.kernels.decode import DecodePlan
@@ -176,12 +177,8 @@ def _decode_kernel(
                 token = chunk * CHUNK + tl.arange(0, CHUNK)
                 exists = token < length
                 index = token // BLOCK_SIZE
-                in_region = index < count
-                region_page = first_page + index
-                column = tl.where(in_region, region_page // NUM_PAIRS, index - count + start)
-                in_block = tl.where(in_region, region_page % NUM_PAIRS, pair)
-                block = tl.load(ids + column, mask=exists, other=0)
-                page = (block * NUM_PAIRS + in_block).to(tl.int64)
+                page = page_at(ids, index, exists, first_page, count, start, pair, NUM_PAIRS)
+                page = page.to(tl.int64)
                 slot = token % BLOCK_SIZE
                 if HEAD_SIZE == HEAD_TILE:
                     is_read = exists[:, None]

@@ -32,6 +32,16 @@ def _region_of_row(block_table, seq_lens, num_token_blocks, replaced, row, table
     return seq_len, first_block, has_region, start
 
 
+@triton.jit
+def page_at(ids, index, exists, first, count, start, pair, NUM_PAIRS: tl.constexpr):
+    """Page `index` of a sequence: of its `count` region pages from `first` on, then of its tail."""
+    in_region = index < count
+    region_page = first + index
+    column = tl.where(in_region, region_page // NUM_PAIRS, index - count + start)
+    in_block = tl.where(in_region, region_page % NUM_PAIRS, pair)
+    return tl.load(ids + column, mask=exists, other=0) * NUM_PAIRS + in_block
+
+
 @triton.jit(do_not_specialize=["layer_stride", "row_stride"])
 def _lengths_kernel(
     block_table,
@@ -105,12 +115,9 @@ def _page_tables_kernel(
     table = tables + layer.to(tl.int64) * layer_stride + row * row_stride + head * head_stride
     for tile in range(0, needed, TILE):
         column = tile + tl.arange(0, TILE)
-        in_region = column < count
-        region_page = first + column
-        source = tl.where(in_region, region_page // NUM_PAIRS, column - count + start)
-        in_block = tl.where(in_region, region_page % NUM_PAIRS, pair)
-        block = tl.load(block_ids + source, mask=column < needed, other=0)
-        tl.store(table + column, block * NUM_PAIRS + in_block, mask=column < needed)
+        exists = column < needed
+        page = page_at(block_ids, column, exists, first, count, start, pair, NUM_PAIRS)
+        tl.store(table + column, page, mask=exists)
 
 
 def write_lengths(

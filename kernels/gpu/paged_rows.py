@@ -16,16 +16,6 @@ from vllm_tgvkv.kernels.statistics import ObservedRows
 
 
 @triton.jit
-def key_offsets(table, columns, limit, page_stride, slot_stride, PAGE_SIZE: tl.constexpr):
-    """Offsets in the pool of the keys in these columns; int64, since pools are large.
-
-    Table entries of columns from `limit` on are not read: they may be garbage.
-    """
-    pages = tl.load(table + columns // PAGE_SIZE, mask=columns < limit, other=0)
-    return pages.to(tl.int64) * page_stride + (columns % PAGE_SIZE) * slot_stride
-
-
-@triton.jit
 def load_vectors(pointer, offsets, valid, dim_stride, HEAD_SIZE: tl.constexpr, WIDTH: tl.constexpr):
     """Vectors of HEAD_SIZE values, padded with zeros; all zero where not valid."""
     dims = tl.arange(0, WIDTH)
@@ -33,6 +23,26 @@ def load_vectors(pointer, offsets, valid, dim_stride, HEAD_SIZE: tl.constexpr, W
     if HEAD_SIZE < WIDTH:
         mask = mask & (dims < HEAD_SIZE)[None, :]
     return tl.load(pointer + offsets[:, None] + dims[None, :] * dim_stride, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_keys(
+    pool,
+    table,
+    columns,
+    limit,
+    page_stride,
+    slot_stride,
+    dim_stride,
+    HEAD_SIZE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Keys in these columns, zero from `limit` on, where entries of the table may be garbage."""
+    pages = tl.load(table + columns // PAGE_SIZE, mask=columns < limit, other=0)
+    # int64, since pools are large.
+    slots = pages.to(tl.int64) * page_stride + (columns % PAGE_SIZE) * slot_stride
+    return load_vectors(pool, slots, columns < limit, dim_stride, HEAD_SIZE, WIDTH)
 
 
 @triton.jit

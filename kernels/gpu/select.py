@@ -162,16 +162,6 @@ def select_tokens(
     Exact, including ties: all arithmetic is on integers. Slots after the last dealt page are 0. One
     launch, plus the one that fills with 0. Heads that share a ranking each search it: it is in the
     cache, and their counts may differ.
-
-    Args:
-        scores: float32 `[L, H, C]` or `[L, 1, C]`, any strides.
-        tiers: integer `[C]`, `[L, H, C]` or `[L, 1, C]`, any strides.
-        counts: int64 `[L, H]`.
-        num_pages: rows of the result; pages beyond them are not written.
-        block_size: N.
-
-    Returns:
-        int32 `[num_pages, N]`.
     """
     shape = (*counts.shape, scores.shape[-1])
     scores, tiers = scores.expand(shape), tiers.expand(shape)
@@ -198,12 +188,6 @@ def thresholds(keys: Tensor, wanted: Tensor, num_bits: int) -> Tensor:
     """Return the `wanted`-th largest keys; see `kernels.select.thresholds`.
 
     Exact. One launch; keys whose rows are broadcast or not contiguous are copied first.
-
-    Args:
-        keys: int64 `[..., C]`, in `0 .. 2**num_bits - 1`.
-        wanted: int64, of a shape that `keys.shape[:-1]` broadcasts to; where it is 0, the result
-            is `2**num_bits - 1`.
-        num_bits: at most 63.
     """
     keys = keys.expand(*wanted.shape, keys.shape[-1]).contiguous()
     found = torch.empty_like(wanted, memory_format=torch.contiguous_format)

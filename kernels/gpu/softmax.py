@@ -19,7 +19,7 @@ from vllm_tgvkv.kernels.gpu.paged_rows import (
     Tiles,
     bytes_of,
     example,
-    key_offsets,
+    load_keys,
     load_vectors,
     products,
     stride_of_sets,
@@ -101,10 +101,11 @@ def _softmax_kernel(
     end = tl.minimum(first + keys_per_split, limit)
     for start in range(first, end, KEYS):
         columns = start + tl.arange(0, KEYS)
-        slots = key_offsets(
-            tables + pair * table_stride, columns, limit, page_stride, slot_stride, PAGE_SIZE
-        )
-        keys = load_vectors(pool, slots, columns < limit, dim_stride, HEAD_SIZE, WIDTH)
+        table = tables + pair * table_stride
+        keys = load_keys(
+            pool, table, columns, limit, page_stride, slot_stride, dim_stride,
+            HEAD_SIZE, PAGE_SIZE, WIDTH,
+        )  # fmt: skip
         logits = products(vectors, keys) * scale
         visible = columns[None, :] < seen[:, None]
         if HAS_SUBSET:

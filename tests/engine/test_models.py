@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from vllm.engine.arg_utils import EngineArgs
 from oracle.emulation import Eviction, Oracle, Prompt
 from oracle.methods import METHODS, Image, Mix, Pool
 from tests.engine.running import Ask, SteppedEngine, engine, stable_ask
+from tests.engine.test_methods import as_setting
 from tests.inputs import WITHOUT_GATES
 from tests.models import FAMILIES, PATCH, TinyModel, random_image, random_text
 from tests.models import random_video as video
@@ -41,7 +42,7 @@ SERVER = {
     "budget": 0.3,
     "text_only": "evict",
     "min_prompt_tokens": 64,
-    "methods": {name: asdict(mix) for name, mix in MIXES.items()},
+    "methods": {name: as_setting(mix) for name, mix in MIXES.items()},
     "debug": {"poison": True, "record_kept": True, "evict_at_full_budget": True},
 }
 OPTIONS = {

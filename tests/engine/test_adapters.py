@@ -13,13 +13,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from oracle.emulation import Oracle
 from tests.engine.adapters import write_adapters
 from tests.engine.gated import gated_oracle
-from tests.engine.questions import (
-    BLOCK_SIZE,
-    JSON_SCHEMA,
-    SETTINGS,
-    budget,
-    question,
-)
+from tests.engine.questions import BLOCK_SIZE, JSON_SCHEMA, SETTINGS, budget, question
 from tests.engine.running import Ask, assert_outputs_agree, engine
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]

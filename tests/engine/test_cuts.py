@@ -153,10 +153,7 @@ def preempt_sometimes(running: SteppedEngine, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def small(
-    engines: Callable[..., SteppedEngine],
-    folder: Path,
-    heads: str,
-    monkeypatch: pytest.MonkeyPatch,
+    engines: Callable[..., SteppedEngine], folder: Path, heads: str, monkeypatch: pytest.MonkeyPatch
 ) -> SteppedEngine:
     """Return an engine with chunks, a prefix cache, preemptions, and a schedule of the server's.
 
@@ -217,27 +214,15 @@ OWN: list[tuple[Case, dict[str, Any]]] = [
     ),
     (
         Case("adakv", 3, 0.3, {"ceiling": 96, "buffer": 24}),
-        {
-            "kv_eviction_budget": 0.3,
-            "kv_eviction_defer": 3,
-            "kv_eviction_max_tokens": 96,
-        },
+        {"kv_eviction_budget": 0.3, "kv_eviction_defer": 3, "kv_eviction_max_tokens": 96},
     ),
     (
         Case("rkv", 0, 0.4, {"ceiling": 128, "buffer": 32}),
-        {
-            "kv_eviction_budget": 0.4,
-            "kv_eviction_defer": 0,
-            "kv_eviction_max_tokens": 128,
-        },
+        {"kv_eviction_budget": 0.4, "kv_eviction_defer": 0, "kv_eviction_max_tokens": 128},
     ),
     (
         Case("elastic", 9, 0.3),  # evicts once only
-        {
-            "kv_eviction_schedule": "none",
-            "kv_eviction_budget": 0.3,
-            "kv_eviction_defer": 9,
-        },
+        {"kv_eviction_schedule": "none", "kv_eviction_budget": 0.3, "kv_eviction_defer": 9},
     ),
     (Case("aircache", 7, 0.4), {"kv_eviction_schedule": "7:0.4"}),
     (Case("h2o", 4, 0.5, {"schedule": ((33, 0.2),)}), {"kv_eviction_schedule": "4:0.5,33:0.2"}),

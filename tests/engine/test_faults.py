@@ -111,9 +111,7 @@ def test_scores_and_strengths_without_information(
 ) -> None:
     """NaN, infinite or all equal: the choice is valid and has the requested size."""
     monkeypatch.setattr(
-        SnapScore,
-        "__call__",
-        lambda self, view: torch.full_like(view.attention.column_sums, value),
+        SnapScore, "__call__", lambda self, view: torch.full_like(view.attention.column_sums, value)
     )
     monkeypatch.setattr(
         TgvAllocation,

@@ -91,11 +91,7 @@ class Case:
         budget: Any = self.budget
         if isinstance(budget, Auto):
             budget = f"auto:{budget.share},min={budget.least},max={budget.most}"
-        xargs = {
-            "kv_eviction": self.method,
-            "kv_eviction_budget": budget,
-            "kv_eviction_report": 1,
-        }
+        xargs = {"kv_eviction": self.method, "kv_eviction_budget": budget, "kv_eviction_report": 1}
         return Ask(LLAVA_IMAGE.join(texts), images, self.max_tokens, xargs, arrival)
 
 

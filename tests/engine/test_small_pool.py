@@ -23,19 +23,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.request import Request, RequestStatus
 
 from oracle.emulation import Oracle
-from tests.engine.questions import (
-    BLOCK_SIZE,
-    SETTINGS,
-    VISION_TOKENS,
-    budget,
-    question,
-)
-from tests.engine.running import (
-    Ask,
-    SteppedEngine,
-    assert_agrees,
-    assert_outputs_agree,
-)
+from tests.engine.questions import BLOCK_SIZE, SETTINGS, VISION_TOKENS, budget, question
+from tests.engine.running import Ask, SteppedEngine, assert_agrees, assert_outputs_agree
 from tests.models import LLAVA_IMAGE, random_image, random_text
 from vllm_tgvkv.policies import POLICY_NAMES
 

@@ -84,6 +84,15 @@ def product(*factors: Iterable[Any], strength: int = 2) -> list[Any]:
     return found
 
 
+def assert_says(message: str, text: str) -> None:
+    """Assert that a message has the parts of a text, which "..." separates, in this order."""
+    end = 0
+    for part in map(str.strip, text.split("...")):
+        found = message.find(part, end)
+        assert found >= 0, f"{part!r} is missing, or comes too early, in: {message}"
+        end = found + len(part)
+
+
 class NoKernel:
     """Takes the place of a Triton kernel. Its launches do nothing, and are counted."""
 

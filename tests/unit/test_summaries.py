@@ -368,50 +368,12 @@ def test_blocks_of_summaries_leave_one_for_tokens() -> None:
     assert Summaries().kinds(9, 9, True) == ()
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"of": "images"}, "of must be one of both, all, vision, text, none, got 'images'"),
-        ({"weight": 3}, "weight must be one of tokens, score, got 3"),
-        ({"decay": 0}, "decay must be a number above 0 and at most 1, got 0"),
-        ({"decay": True}, "decay must be a number above 0"),
-        ({"gate": 1.1}, "gate must be a number from 0 and at most 1, got 1.1"),
-    ],
-)
-def test_wrong_values_are_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Summaries(**values)
 
 
-def test_summaries_of_a_mix_have_names() -> None:
-    for value in ("images", {}, {"of": "vision"}, None, 3):
-        mixes = {"mine": {"base": "tgv", "summaries": value}}
-        if value is None:
-            assert EvictionConfig.from_mapping({"methods": mixes}).methods["mine"] == Mix("tgv")
-            continue
-        with pytest.raises(EvictionConfigError, match=r"methods\.mine\.summaries.*takes a name"):
-            EvictionConfig.from_mapping({"policy": "tgv", "methods": mixes})
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"policy": "retentivekv", "budget": "auto:0.9"}, "budget auto with .* 'retentivekv'"),
-        (
-            {"methods": {"x": {"base": "elastic", "summaries": "both"}}},
-            "summaries and merge: true exclude each other",
-        ),
-    ],
-)
-def test_what_summaries_do_not_go_with(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(EvictionConfigError, match=message):
-        EvictionConfig.from_mapping({"policy": "tgv", **settings})
 
 
-def test_weights_by_signed_scores_are_refused() -> None:
-    weighted = Mix("rkv", summaries=Summaries(weight="score"))
-    with pytest.raises(ValueError, match=r"summaries.weight 'score' has no meaning .* 'rkv'"):
-        build_policy(weighted)
 
 
 def test_a_server_without_summaries_refuses_a_request_for_them() -> None:

@@ -201,6 +201,14 @@ def paged(keys: Tensor, block_size: int, transposed: bool) -> tuple[Tensor, Tens
     return pool, ids
 
 
+def padded(heads: Sequence[Tensor], size: int) -> Tensor:
+    """Return keys ``[H, size, D]`` that are NaN behind the keys of each head."""
+    keys = torch.full((len(heads), size, heads[0].shape[-1]), math.nan, dtype=heads[0].dtype)
+    for row, head in zip(keys, heads, strict=True):
+        row[: len(head)] = head
+    return keys
+
+
 @dataclass
 class Layers:
     """Rows over the keys of several layers, each head with its own pages and length."""

@@ -205,6 +205,11 @@ OF_HYBRIDS = (
 )
 DRAFTS = {"method": "draft_model", "num_speculative_tokens": 2}
 SLOW = pytest.mark.slow
+REPLICAS, DRAFTING = {"data_parallel_size": 2}, {"speculative_config": NGRAM}
+BLOCKS_OF_16 = {"kv_cache_dtype": "fp8", "block_size": 16}
+SKIPPING = {"kv_cache_dtype": "fp8_e5m2", "kv_cache_dtype_skip_layers": ["0", "1"]}
+SUMMARIES = settings(policy="retentivekv")
+OF_HEADS = settings(methods={"m": {**MAXIMA, "granularity": "head"}})
 STOCK = {"scheduler": "vllm.v1.core.sched.scheduler.Scheduler"}
 STOCK["worker"] = "vllm.v1.worker.cpu_worker.CPUWorker"
 REFUSED = [
@@ -213,45 +218,25 @@ REFUSED = [
         for model, what in HYBRIDS.items()
         for options, word in OF_HYBRIDS
     ),
-    case(
-        f"--prefix-match-unit 16 of {HYBRIDS['hybrid']} yet: remove the flag",
-        "hybrid",
-        prefix_match_unit=16,
-    ),
+    case("--prefix-match-unit 16 of a hybrid ... remove", "hybrid", prefix_match_unit=16),
     case("multi-head latent attention (MLA) ... serve another model", "latent", marks=SLOW),
-    case(
-        "sliding-window attention (...: 64 of at most 512 tokens) yet: use "
-        "--disable-sliding-window, which limits the context ... serve another model",
-        "window",
-    ),
-    case(": 511 of at most 512 tokens)", "long window"),
+    case("...: 64 of at most 512 tokens) yet: use --disable-sliding-window", "window"),
+    case("sliding-window attention (...: 511 of at most 512 tokens) ... serve", "long window"),
     case("sliding-window attention in all layers", "all windows"),
     case("soft-capped attention logits ... serve another model", "capped", marks=SLOW),
     case("state-space models, and hybrids of other kinds ... serve", "mamba", marks=SLOW),
     case("cross attention ... serve another model", "encoder", marks=SLOW),
     case("chunked local attention ... serve another model", "chunked", marks=SLOW),
-    case("sparse attention (an indexer selects", "indexer"),
-    case("sparse attention (an indexer selects", "sparse"),
+    *(case("sparse attention (an indexer selects", model) for model in ("indexer", "sparse")),
+    case("mixture of experts (--data-parallel-size 2) ... per replica", "mixture", **REPLICAS),
     case(
-        "data parallelism of a mixture of experts (--data-parallel-size 2) ... one server per rep",
-        "mixture",
-        data_parallel_size=2,
-    ),
-    case(
-        "speculative decoding by ngram in pipeline stages (--pipeline-parallel-size 2) ... remove "
-        "--speculative-config or use --pipeline-parallel-size 1",
-        speculative_config=NGRAM,
+        "by ngram in pipeline stages (--pipeline-parallel-size 2) ... remove --speculative-config "
+        "or use --pipeline-parallel-size 1",
+        **DRAFTING,
         **STAGES,
     ),
-    case(
-        "by draft_model yet: use the method ngram",
-        speculative_config=DRAFTS,
-    ),
-    case(
-        "over several nodes (--data-parallel-size-local 1 of 2) ... one server per node",
-        data_parallel_size=2,
-        data_parallel_size_local=1,
-    ),
+    case("by draft_model yet: use the method ngram", speculative_config=DRAFTS),
+    case("(--data-parallel-size-local 1 of 2) ... node", **REPLICAS, data_parallel_size_local=1),
     case("KV connectors ... remove --kv-transfer-config", kv_transfer_config=CONNECTOR),
     case("KV connectors ... remove", kv_offloading_size=1.0),
     case("--runner pooling ... serve another model", runner="pooling"),
@@ -260,33 +245,19 @@ REFUSED = [
         for kind, name in STOCK.items()
     ),
     case("--attention-backend TRITON_ATTN ... use CPU_ATTN", attention_backend="TRITON_ATTN"),
-    case(
-        "decode_kernel: triton on this platform",
-        eviction=settings(decode_kernel="triton"),
-    ),
+    case("decode_kernel: triton on this platform", eviction=settings(decode_kernel="triton")),
     *(
         case(
-            f"a quantised cache (--kv-cache-dtype {dtype}) yet: use --kv-cache-dtype auto or one "
-            "of fp8, fp8_e4m3, fp8_e5m2",
-            "wide",
-            kv_cache_dtype=dtype,
+            f"dtype {dtype}) yet: use ... auto or one of fp8, fp8_e4m3, fp8_e5m2", "wide", **cached
         )
         for dtype in ("int8_per_token_head", "fp8_per_token_head", "nvfp4")
+        for cached in [{"kv_cache_dtype": dtype}]
     ),
-    case("cache (--kv-cache-dtype fp8) of heads of 16 values", kv_cache_dtype="fp8"),
+    case("a quantised cache (--kv-cache-dtype fp8) of heads of 16 values", kv_cache_dtype="fp8"),
     case(
-        "(--kv-cache-dtype fp8) in blocks of 16 tokens ... --block-size that is a multiple of 32",
-        "wide",
-        kv_cache_dtype="fp8",
-        block_size=16,
+        "in blocks of 16 tokens ... --block-size that is a multiple of 32", "wide", **BLOCKS_OF_16
     ),
-    case(
-        "(--kv-cache-dtype fp8_e5m2) and layers that have another ... remove "
-        "--kv-cache-dtype-skip-layers",
-        "wide",
-        kv_cache_dtype="fp8_e5m2",
-        kv_cache_dtype_skip_layers=["0", "1"],
-    ),
+    case("that have another ... remove --kv-cache-dtype-skip-layers", "wide", **SKIPPING),
     *(
         case(
             f"decode.max_tokens: {tokens}, which is less than floor_pages ({floor}) ... give at "
@@ -296,17 +267,8 @@ REFUSED = [
         )
         for tokens, floor in ((31, 1), (63, 2), (31, 0))
     ),
-    case(
-        "summaries of evicted tokens with --speculative-config",
-        eviction=settings(policy="retentivekv"),
-        speculative_config=NGRAM,
-    ),
-    case(
-        "heads of several ranks share",
-        "heads of 32",
-        eviction=settings(methods={"m": {**MAXIMA, "granularity": "head"}}),
-        **RANKS,
-    ),
+    case("evicted tokens with --speculative-config", eviction=SUMMARIES, **DRAFTING),
+    case("heads of several ranks share", "heads of 32", eviction=OF_HEADS, **RANKS),
 ]
 
 
@@ -356,17 +318,12 @@ def on_gpu(said: str, fields: Any = None, **options: Any) -> Any:
 PARALLEL = "parallel_config."
 TENSOR, PIPELINE = f"{PARALLEL}tensor_parallel_size", f"{PARALLEL}pipeline_parallel_size"
 EXECUTOR = f"{PARALLEL}distributed_executor_backend"
-SUMMARIES = settings(policy="retentivekv")
 FP8 = "a quantised cache (--kv-cache-dtype fp8 ... ) on this platform yet: use ... bfloat16"
 CHANGED = [
     changed("a model that writes by diffusion", {"model_config.hf_config.canvas_length": 64}),
     changed("microbatches", {f"{PARALLEL}enable_dbo": True}),
     changed("sleep mode", {"model_config.enable_sleep_mode": True}),
-    changed(
-        "use --data-parallel-backend mp",
-        {f"{PARALLEL}data_parallel_backend": "ray"},
-        data_parallel_size=2,
-    ),
+    changed("--data-parallel-backend mp", {f"{PARALLEL}data_parallel_backend": "ray"}, **REPLICAS),
     *(
         changed(f"{kind} parallelism {said}", {f"{PARALLEL}{field}": value}, **options)
         for kind, options in (("tensor", RANKS), ("pipeline", STAGES))
@@ -384,7 +341,7 @@ CHANGED = [
             f"speculative decoding by {method} yet: use the method ngram in --speculative-config, "
             "remove the flag or leave out",
             {"speculative_config.method": method},
-            speculative_config=NGRAM,
+            **DRAFTING,
         )
         for method in get_args(SpeculativeMethod)
         if method != "ngram"
@@ -416,16 +373,13 @@ CHANGED = [
     ),
     on_gpu("tensor parallelism (--tensor-parallel-size 2) on this platform", **RANKS),
     on_gpu("pipeline parallelism (--pipeline-parallel-size 2) on this platform", **STAGES),
-    on_gpu("by ngram on this platform yet ... remove", speculative_config=NGRAM),
+    on_gpu("by ngram on this platform yet ... remove", **DRAFTING),
     on_gpu(
         "--attention-config.backend_per_kind {'full_attention': 'FLASHINFER'} yet: remove it or "
         "use FLASH_ATTN, which is extended",
         **flash(backend_per_kind={"full_attention": "FLASHINFER"}),
     ),
-    on_gpu(
-        "--attention-config.flash_attn_version 4 yet: use 3 on Hopper GPUs and 2 on others",
-        **flash(flash_attn_version=4),
-    ),
+    on_gpu("flash_attn_version 4 yet: use 3 on Hopper GPUs and 2", **flash(flash_attn_version=4)),
     on_gpu("bidirectional attention over image tokens", model="prefix"),
     on_gpu(
         "heads of 512 values in layers with full attention on this platform ... serve a model "
@@ -501,29 +455,21 @@ def test_what_a_gpu_serves(folder: Folder, plain: str) -> None:
         check_vllm_config(config, platforms.CUDA)
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (3, 2), (2, 4)])
-def test_head_scores_of_another_shape_are_refused(
-    plain: str, tmp_path: Path, shape: tuple[int, int]
-) -> None:
-    eviction = settings(policy="sparsemm", head_scores=str(save_scores(tmp_path, *shape)))
-    if shape == (2, 2):
-        configure(plain, eviction)
-        return
-    with pytest.raises(EvictionConfigError, match="and this model has 2 layers of 2: make a file"):
-        configure(plain, eviction)
-
-
 @pytest.mark.parametrize("shape", [(2, 64, 2), (3, 64, 2), (2, 32, 2), (2, 64, 4)])
-def test_gates_of_another_shape_are_refused(
+def test_head_scores_and_gates_of_another_shape_are_refused(
     plain: str, tmp_path: Path, shape: tuple[int, int, int]
 ) -> None:
     write_gates(tmp_path, "rg10", *shape)
-    eviction = settings(policy="dbtrimkv", gates=str(tmp_path))
-    if shape == (2, 64, 2):
-        configure(plain, eviction)
-        return
-    with pytest.raises(EvictionConfigError, match="and this model has 2 layers, 64 values and 2"):
-        configure(plain, eviction)
+    scores = save_scores(tmp_path, shape[0], shape[2])
+    for eviction, said in (
+        (settings(policy="dbtrimkv", gates=str(tmp_path)), "2 layers, 64 values and 2"),
+        (settings(policy="sparsemm", head_scores=str(scores)), "2 layers of 2: make a file"),
+    ):
+        if shape == (2, 64, 2) or (shape[1] == 32 and "make" in said):
+            configure(plain, eviction)
+            continue
+        with pytest.raises(EvictionConfigError, match=f"and this model has {said}"):
+            configure(plain, eviction)
 
 
 def test_a_window_that_hides_no_token_is_none(folder: Folder) -> None:

@@ -71,23 +71,6 @@ def test_retained_blocks_are_the_plain_formula(
     assert 0 <= retained <= num_full
 
 
-@pytest.mark.parametrize(
-    ("budget", "num_tokens", "retained"),
-    [
-        (Budget(fraction=0.1), 300, 1),  # 30 tokens: less than tail and a block
-        (Budget(fraction=0.2), 320, 2),  # 64 tokens: exactly two blocks
-        (Budget(fraction=0.2), 321, 1),  # 64.2 tokens, one of them in the tail
-        (Budget(fraction=1.0), 300, 9),
-        (Budget(tokens=130), 300, 3),  # 12 in the tail, 118 for blocks of 32
-        (Budget(tokens=10_000), 300, 9),
-        (Budget(tokens=2), 300, 1),
-        (Budget(fraction=0.5), 31, 0),  # no full block to retain
-    ],
-)
-def test_retained_blocks_by_hand(budget: Budget, num_tokens: int, retained: int) -> None:
-    assert budget.retained_blocks(num_tokens, 32) == retained
-
-
 def test_a_guard_holds_the_text_and_the_lower_bound() -> None:
     budget = Budget.parse("auto:0.9,min=0.25,max=0.5", "x")
     assert budget.retained_blocks(330, 16) == 9  # 165 tokens, 10 of them in the tail
@@ -247,19 +230,18 @@ def test_a_method_has_its_own_budget_and_wait(
     server: dict[str, Any], request_has: dict[str, Any], found: tuple[float, int], tmp_path: Path
 ) -> None:
     """Where neither server nor request has one; also if the method is a changed default."""
+    request_has = dict(request_has)
     config = EvictionConfig.from_mapping(server)
     options = RequestOptions.resolve(config, request_has)
     assert (options.budget.fraction, options.defer) == found
     assert config.waits == (config.first_eviction(config.policy)[1] > 0 or "decode" in server)
     if "decode" not in server:
-        method = request_has.get("kv_eviction", server["policy"])
+        method = request_has.pop("kv_eviction", server["policy"])
         file = tmp_path / "defaults.json"
         file.write_text(json.dumps({"policy": method}))
-        started = EvictionConfig.from_mapping(
-            {**server, "policy": "streaming", "defaults_file": str(file)}
-        )
-        more = {key: value for key, value in request_has.items() if key != "kv_eviction"}
-        options = RequestOptions.resolve(Defaults(started).current(), more)
+        others = {"policy": "streaming", "defaults_file": str(file)}
+        started = Defaults(EvictionConfig.from_mapping({**server, **others})).current()
+        options = RequestOptions.resolve(started, request_has)
         assert (options.policy, options.budget.fraction, options.defer) == (method, *found)
 
 

@@ -296,20 +296,21 @@ def test_every_method_is_here() -> None:
 def test_parts_of_a_method(name: str) -> None:
     """A method's name stands for the parts, granularity and pooling of its definition."""
     policy, mix = build(name), METHODS[name]
-    assert type(policy.score) is type(SCORES[mix.score]())
-    assert type(policy.allocation) is type(ALLOCATIONS[mix.allocation]())
+    for part, registered in (
+        (policy.score, SCORES[mix.score]()),
+        (policy.allocation, ALLOCATIONS[mix.allocation]()),
+    ):
+        assert type(part) is type(registered)
     wanted = RETENTIONS[mix.retain]()
     assert (type(policy.retention), vars(policy.retention)) == (type(wanted), vars(wanted))
-    assert policy.granularity == mix.granularity
-    assert policy.merge == mix.merge
-    pooling = policy.pooling
-    if mix.pooling.kind == "none":
-        assert pooling.kind == "none"
-    else:
-        reaches = (pooling.forward, pooling.back, pooling.forward_share, pooling.halve)
-        assert Pool(pooling.kind, pooling.kernel or 3, pooling.reduce, *reaches) == mix.pooling
-    assert policy.reduction == mix.reduce
+    fields = (policy.granularity, policy.merge, policy.reduction)
+    assert fields == (mix.granularity, mix.merge, mix.reduce)
     assert policy.score.rows == (mix.rows or methods.ROWS_OF_SCORE.get(mix.score, "none"))
+    pooling = vars(policy.pooling)
+    if mix.pooling.kind == "none":
+        assert pooling["kind"] == "none"
+    else:
+        assert Pool(**{**pooling, "kernel": pooling["kernel"] or 3}) == mix.pooling
 
 
 @pytest.mark.parametrize(("name", "granularity", "layout"), product(OWN, LAYOUTS, strength=1))
@@ -422,19 +423,12 @@ def test_sparsemm_in_pipeline_stages(granularity: str, stages: list[int]) -> Non
     settings = Settings(24, BLOCK_SIZE, head_scores=SCORES_OF_HEADS, sinks=2)
     inputs = draw(where, stable(mix, where, [settings]))
     wanted = methods.select(mix, inputs.attention, where, HEADS, settings, stages=stages)
-    policy, first = policy_of(mix), 0
-    seen = look(policy, inputs, where, settings)
-    for size in stages:
-        part = slice(first, first + size)
-        of_stage = replace(
-            scored(policy, seen, where, settings),
-            scores=seen.scores[part],
-            strengths=seen.strengths[part],
-            depth=Depth(first, LAYERS),
-        )
-        decision = of_stage.decide(wanted.blocks)
+    seen = look(policy := policy_of(mix), inputs, where, settings)
+    whole = scored(policy, seen, where, settings)
+    for part in (slice(stages[0]), slice(stages[0], LAYERS)):
+        own = {"scores": seen.scores[part], "strengths": seen.strengths[part]}
+        decision = replace(whole, **own, depth=Depth(part.start or 0, LAYERS)).decide(wanted.blocks)
         assert torch.equal(decision.counts, wanted.pages[part])
-        first += size
 
 
 def answered(layout: Layout, answer: int) -> Layout:

@@ -50,7 +50,7 @@ from vllm_tgvkv.policies import (
     build_policy,
 )
 from vllm_tgvkv.policies.pooling import Pooler
-from vllm_tgvkv.policies.registry import POLICIES, SCORES, Recipe, Registry
+from vllm_tgvkv.policies.registry import POLICIES, SCORES
 from vllm_tgvkv.shared.budget import Guard
 from vllm_tgvkv.shared.prompt import RowSet, VisionSpan
 from vllm_tgvkv.testing import SYNCHRONISING
@@ -189,17 +189,6 @@ def test_a_video_is_pooled_in_as_many_launches_as_an_image(pooling: Pooling) -> 
     assert counts[0][1] <= counts[0][0] <= counts[0][1] + 3  # copies to the device
 
 
-@pytest.mark.parametrize("forward", [7, 63, 511])
-def test_launches_grow_with_the_logarithm_of_the_reach(forward: int) -> None:
-    pooler = Pooler(Pooling("sequence", forward=forward), 2000, (), torch.device("cpu"))
-    scores = torch.randn(1, 2000)
-    with Launches() as seen:
-        pooler(scores)
-    maxima = (forward + 1).bit_length() - 1
-    others = ["new_empty", "fill_", "copy_", "index_select", "amax"]
-    assert sorted(seen.names) == sorted(["maximum"] * maxima + others)
-
-
 def test_grid_pooling_names_an_image_without_grid() -> None:
     scores = torch.zeros(1, 34)
     for pooling in (Pooling("grid"), Pooling("grid", forward=2)):
@@ -219,13 +208,6 @@ def test_statistics_that_no_row_was_observed_for_name_the_row_sets_that_have_the
         _ = sums.row_positions
     with pytest.raises(AttributeError, match=r"weighted_column_sums is not observed"):
         sums.weighted_column_sums(torch.ones(1, 4))
-
-
-def test_a_name_is_registered_once() -> None:
-    registry: Registry[Recipe] = Registry("policy")
-    registry.add("x", Recipe("tgv", "tgv", "by_score"))
-    with pytest.raises(ValueError, match="already"):
-        registry.add("x", Recipe("tgv", "tgv", "by_score"))
 
 
 class NoSynchronisation(TorchDispatchMode):

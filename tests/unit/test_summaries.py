@@ -24,14 +24,7 @@ from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.kernels import summaries as kernel
 from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
 from vllm_tgvkv.kernels.select import page_offsets
-from vllm_tgvkv.kernels.summaries import (
-    Summary,
-    load,
-    log_sum_exp,
-    merge,
-    num_rows,
-    store,
-)
+from vllm_tgvkv.kernels.summaries import Summary, load, log_sum_exp, merge, num_rows, store
 from vllm_tgvkv.policies import Mix, Prompt, Summaries, build_policy
 from vllm_tgvkv.shared.prompt import VisionSpan
 from vllm_tgvkv.summaries.blocks import CutTokens, SummaryBlocks

@@ -180,14 +180,7 @@ def defaults(run: Run) -> None:
         ("initialize_from_config", "cache and page tables"),
         ("compile_or_warm_up_model", "warm-up and graphs"),
     ):
-
-        def weighed(*args: Any, function: Any = getattr(worker, name), what: str = what) -> Any:
-            before = used_gib()
-            result = function(*args)
-            run.figure(f"{what}, GiB", used_gib() - before)
-            return result
-
-        setattr(worker, name, weighed)
+        setattr(worker, name, _weighed(run, getattr(worker, name), what))
     engine = run.engine(
         None,
         {},
@@ -200,6 +193,16 @@ def defaults(run: Run) -> None:
     served = engine.throughput(Traffic(sizes.rounds, sizes.prompts[0], 64))
     run.figure("in use after traffic, GiB", used_gib())
     require(served["evicted"] == sizes.rounds, f"{served['evicted']} of {sizes.rounds} evicted")
+
+
+def _weighed(run: Run, function: Callable[..., Any], what: str) -> Callable[..., Any]:
+    def weighed(*args: Any, **kwargs: Any) -> Any:
+        before = used_gib()
+        result = function(*args, **kwargs)
+        run.figure(f"{what}, GiB", used_gib() - before)
+        return result
+
+    return weighed
 
 
 def layout(run: Run) -> None:

@@ -184,8 +184,7 @@ class Kernels:
         def statistics() -> None:
             observed = observe(
                 queries, keys, ids, rows, tokens, sizes.head_size**-0.5,
-                per_head=False, statistics=frozenset({"row_averages"}),
-                num_common_keys=tokens - sizes.observed, scratch=scratch,
+                per_head=False, statistics=frozenset({"row_averages"}), scratch=scratch,
             )  # fmt: skip
             _ = observed.column_sums, observed.weighted_column_sums(weights)
 

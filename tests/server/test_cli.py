@@ -86,6 +86,13 @@ def test_help_shows_the_flags_and_explains_every_setting(
 
 
 TGV = "--kv-eviction tgv"
+
+
+def inline(**fields: Any) -> str:
+    """Return the flag with settings as inline JSON."""
+    return f"--kv-eviction-config '{json.dumps(fields)}'"
+
+
 ADDITIONAL = json.dumps({CONFIG_KEY: {"policy": "tgv", "budget": 0.2}})
 
 
@@ -99,18 +106,18 @@ ADDITIONAL = json.dumps({CONFIG_KEY: {"policy": "tgv", "budget": 0.2}})
         ("--kv_eviction tgv --kv_eviction_budget 1", {"policy": "tgv", "budget": 1.0}),
         (f"{TGV} --kv-eviction-budget 512", {"policy": "tgv", "budget": 512}),
         (f"{TGV} --kv-eviction-budget auto:0.9", {"policy": "tgv", "budget": "auto:0.9"}),
-        (f"{TGV} --kv-eviction-config '{{sinks: 8}}'", {"policy": "tgv", "sinks": 8}),
+        (f"{TGV} {inline(sinks=8)}", {"policy": "tgv", "sinks": 8}),
         (
             f"{TGV} --kv-eviction-config.decode.max_tokens 512",
             {"policy": "tgv", "decode": {"max_tokens": 512}},
         ),
-        ("--kv-eviction-config '{policy: tgv, sinks: 0}'", {"policy": "tgv", "sinks": 0}),
+        (inline(policy="tgv", sinks=0), {"policy": "tgv", "sinks": 0}),
         (
-            "--kv-eviction m --kv-eviction-config '{methods: {m: {allocation: vv}}}'",
+            "--kv-eviction m " + inline(methods={"m": {"allocation": "vv"}}),
             {"policy": "m", "methods": {"m": {"allocation": "vv"}}},
         ),
         (
-            "--kv-eviction none --kv-eviction-config '{policy: tgv, budget: 0.5}'",
+            "--kv-eviction none " + inline(policy="tgv", budget=0.5),
             {"policy": "none", "budget": 0.5},
         ),
         (f"--additional-config '{ADDITIONAL}'", {"policy": "tgv", "budget": 0.2}),
@@ -135,18 +142,18 @@ def test_a_folder_of_gates(
     """By a path of any kind, which other processes get as an absolute one."""
     write_gates(tmp_path / "gates", "rg10", 2, 64, 4)
     monkeypatch.chdir(tmp_path)
-    gates, config = "--kv-eviction-gates gates", "--kv-eviction-config"
+    gates = "--kv-eviction-gates gates"
     flags, wanted = f"--kv-eviction dbtrimkv {gates}", {"policy": "dbtrimkv"}
     wanted["gates"] = str(tmp_path / "gates")
     assert settings(parser, flags) == {CONFIG_KEY: wanted}
-    found = settings(parser, f"{flags} {config} '{{sinks: 0}}'")
+    found = settings(parser, f"{flags} {inline(sinks=0)}")
     assert found == {CONFIG_KEY: {**wanted, "sinks": 0}}
     for given, *parts in (
         ("--kv-eviction dbtrimkv", "'trimkv' reads gates of", "give their folder with"),
         (f"--kv-eviction kvzap {gates}", "'kvzap' reads gates of KVzap, and "),
         (gates, "-gates is given without --kv-eviction"),
         (f"{flags[:-5]}none", f"kv_eviction.gates is '{tmp_path}/none': its config.json"),
-        (f"{TGV} {config} '{{gates: /other}}'", "'/other': its config.json"),
+        (f"{TGV} {inline(gates='/other')}", "'/other': its config.json"),
     ):
         line = refusal(parser, capsys, given)
         assert all(part in line for part in parts), line
@@ -186,7 +193,8 @@ def refusal(parser: FlexibleArgumentParser, capsys: pytest.CaptureFixture[str], 
 
 BUDGET, CONFIG = f"{TGV} --kv-eviction-budget", f"{TGV} --kv-eviction-config"
 MINE2 = "--kv-eviction is 'mine2': did you mean mine?"
-SINGLE = "{methods: {mine: {base: adakv, granularity: layer}}}"
+MINE = inline(methods={"mine": {}})
+SINGLE = inline(methods={"mine": {"base": "adakv", "granularity": "layer"}})
 
 
 @pytest.mark.parametrize(
@@ -201,11 +209,11 @@ SINGLE = "{methods: {mine: {base: adakv, granularity: layer}}}"
         (f"{CONFIG} /nowhere/e.yaml", ["--kv-eviction-config", "/nowhere/e.yaml", "YAML or JSON"]),
         (f"{CONFIG} '{{sinks: 8'", ["--kv-eviction-config", "{sinks: 8", "not valid"]),
         (
-            f"{CONFIG} '{{sinks: -1}}'",
+            f"{TGV} {inline(sinks=-1)}",
             ["--kv-eviction-config", "kv_eviction.sinks is -1", "at least 0"],
         ),
         (
-            f"{CONFIG} '{{snks: 4}}'",
+            f"{TGV} {inline(snks=4)}",
             ["--kv-eviction-config", "snks", "did you mean sinks? Known are"],
         ),
         # Wrong only together, whatever their order.
@@ -214,10 +222,10 @@ SINGLE = "{methods: {mine: {base: adakv, granularity: layer}}}"
             ["--kv-eviction is 'snapkb': did you mean snapkv? Choose one of none, tgv"],
         ),
         ("--kv-eviction zzz", ["--kv-eviction is 'zzz': choose one of none, tgv"]),
-        ("--kv-eviction mine2 --kv-eviction-config '{methods: {mine: {}}}'", [MINE2]),
-        ("--kv-eviction-config '{methods: {mine: {}}}' --kv-eviction mine2", [MINE2]),
+        (f"--kv-eviction mine2 {MINE}", [MINE2]),
+        (f"{MINE} --kv-eviction mine2", [MINE2]),
         ("--kv-eviction-budget 0.2", ["--kv-eviction-budget", "--kv-eviction tgv"]),
-        ("--kv-eviction-config '{sinks: 8}'", ["--kv-eviction-config", "--kv-eviction tgv"]),
+        (inline(sinks=8), ["--kv-eviction-config", "--kv-eviction tgv"]),
         (
             f"{TGV} --additional-config '{ADDITIONAL}'",
             ["--additional-config", "both given: use one"],
@@ -227,15 +235,15 @@ SINGLE = "{methods: {mine: {base: adakv, granularity: layer}}}"
             ["auto", "--kv-eviction 'random'", "another method"],
         ),
         (
-            f"--kv-eviction-config '{SINGLE}' --kv-eviction mine",
+            f"{SINGLE} --kv-eviction mine",
             ["'mine'", "no meaning", "choose head"],
         ),
         (
-            f"--kv-eviction-config '{{granularity: head}}' {TGV}",
+            f"{inline(granularity='head')} {TGV}",
             ["kv_eviction has granularity, which was removed: set it in a mix"],
         ),
         (
-            "--kv-eviction aircache --kv-eviction-config '{text_only: evict}'",
+            "--kv-eviction aircache " + inline(text_only="evict"),
             ["text_only", "'aircache'", "snapkv"],
         ),
     ],

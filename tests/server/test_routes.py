@@ -83,6 +83,8 @@ def test_no_route_answers_without_the_key(server: ChatServer) -> None:
         assert answer.status_code == 401, path
         assert answer.headers["www-authenticate"].startswith("Basic ")
         assert "--api-key" in answer.json()["error"]["message"]
+    asked = {"json": question(), "auth": ("", KEY), "timeout": 60}  # a browser's password
+    assert httpx.post(f"{server.url}/kv-eviction/ask", **asked).json()["evicted"]["trace"]
 
 
 def test_a_trace_agrees_with_the_report(server: ChatServer, client: httpx.Client) -> None:
@@ -99,6 +101,8 @@ def test_a_trace_agrees_with_the_report(server: ChatServer, client: httpx.Client
     assert sum(trace["kept_by"]) == report["kept_tokens"] * layers * heads
     (span,) = trace["vision"]
     assert (span["length"], span["grid"]) == (VISION_TOKENS, [8, 8])
+    # No text and no image: only numbers, and the names of the settings.
+    assert set(words(trace)) == {trace["id"], "tgv", "30 % of the prompt", "layer"}
     kept_by = [0] * report["prompt_tokens"]
     for index in range(layers):
         layer = client.get(f"/requests/{answer.id}/layers/{index}").json()
@@ -112,21 +116,13 @@ def test_a_trace_agrees_with_the_report(server: ChatServer, client: httpx.Client
     assert kept_by == trace["kept_by"]
 
 
-def test_traces_have_no_text_and_no_image(server: ChatServer, client: httpx.Client) -> None:
-    """A trace has only numbers, and the names of the settings."""
-    trace = client.get(f"/requests/{server.ask(OPTIONS).id}").json()
-
-    def words(value: Any) -> Iterator[str]:
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, dict):
-            for part in value.values():
-                yield from words(part)
-        elif isinstance(value, list):
-            for part in value:
-                yield from words(part)
-
-    assert set(words(trace)) == {trace["id"], "tgv", "30 % of the prompt", "layer"}
+def words(value: Any) -> Iterator[str]:
+    """Yield the strings in a value at any depth."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from words(part)
 
 
 def test_old_traces_expire_and_only_requests_that_ask_are_traced(
@@ -145,39 +141,27 @@ def test_old_traces_expire_and_only_requests_that_ask_are_traced(
 
 
 def test_both_caches_answer_a_question(server: ChatServer, client: httpx.Client) -> None:
-    found = client.post("/ask", json=question(budget=0.3)).json()
-    options = {**OPTIONS, "kv_eviction": "tgv"}
-    asked = [image_part(png_url(random_image(0, 112, 84)))]
-    asked += [{"type": "text", "text": random_text(0, 300)}]
-    same = {"messages": [{"role": "user", "content": asked}], "max_tokens": 6}
-    for answer, xargs in ((found["evicted"], options), (found["full"], {"kv_eviction": "none"})):
-        direct = server.client.chat.completions.create(
-            model="tiny", temperature=0, extra_body={"vllm_xargs": xargs}, **same
+    """About one image; and about two, with an answer that the reader has begun."""
+    for seeds, start in (((0,), ""), ((0, 1), "It says")):
+        images = [png_url(random_image(seed, 112, 84)) for seed in seeds]
+        body = question(
+            budget=0.3, image=images, tokens=True, **({"start": start} if start else {})
         )
-        assert answer["text"] == direct.choices[0].message.content
-    evicted = found["evicted"]
-    assert found["full"]["blocks"] == evicted["blocks_before"] > evicted["blocks"]
-    trace = client.get(f"/requests/{evicted['trace']}").json()
-    assert trace["blocks_after"] == evicted["blocks"]
-
-    # Two images, and an answer that the reader has begun.
-    images = [png_url(random_image(seed, 112, 84)) for seed in (0, 1)]
-    body = question(budget=0.3, image=images, start="It says", tokens=True)
-    begun = client.post("/ask", json=body).json()
-    content = [*map(image_part, images), {"type": "text", "text": body["question"]}]
-    same["messages"] = [
-        {"role": "user", "content": content},
-        {"role": "assistant", "content": "It says"},
-    ]
-    for answer, xargs in ((begun["evicted"], OPTIONS), (begun["full"], {"kv_eviction": "none"})):
-        direct = server.client.chat.completions.create(
-            model="tiny", temperature=0, extra_body={**CONTINUED, "vllm_xargs": xargs}, **same
-        )
-        assert answer["text"] == direct.choices[0].message.content
-    prompt = begun["evicted"]["tokens"][: begun["evicted"]["prompt_tokens"]]
-    assert "".join(prompt).endswith("It says")
-    assert len(client.get(f"/requests/{begun['evicted']['trace']}").json()["vision"]) == 2
-
+        found = client.post("/ask", json=body).json()
+        content = [*map(image_part, images), {"type": "text", "text": body["question"]}]
+        asked: list[Any] = [{"role": "user", "content": content}]
+        asked += [{"role": "assistant", "content": start}] if start else []
+        for cache, xargs in (("evicted", OPTIONS), ("full", {"kv_eviction": "none"})):
+            extra = {"vllm_xargs": xargs, **(CONTINUED if start else {})}
+            options = {"max_tokens": 6, "temperature": 0, "extra_body": extra}
+            direct = server.client.chat.completions.create(model="tiny", messages=asked, **options)
+            assert found[cache]["text"] == direct.choices[0].message.content
+        evicted = found["evicted"]
+        assert found["full"]["blocks"] == evicted["blocks_before"] > evicted["blocks"]
+        trace = client.get(f"/requests/{evicted['trace']}").json()
+        assert trace["blocks_after"] == evicted["blocks"]
+        assert len(trace["vision"]) == len(seeds)
+        assert "".join(evicted["tokens"][: evicted["prompt_tokens"]]).endswith(start)
     alone = client.post("/ask", json=question(compare=False, policy="none")).json()
     assert alone["full"] is None
     assert (alone["evicted"]["skip_reason"], alone["evicted"]["trace"]) == ("policy_none", None)
@@ -217,94 +201,74 @@ def test_a_question_may_have_its_own_later_cuts(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("xargs", "parts"),
+    ("options", "parts"),
     [
+        ({"schedule": "8:0.1,32:0.3"}, ["schedule is '8:0.1,32:0.3'", "ever smaller fractions"]),
+        ({"schedule": "9000:0.1"}, ["the first wait of", "schedule is 9000", "at most 1376"]),
+        ({"schedule": "8:0.3", "budget": 0.2}, ["budget is 0.2", "leave one of them out"]),
         (
-            {"kv_eviction_schedule": "8:0.1,32:0.3"},
-            ["vllm_xargs.kv_eviction_schedule is '8:0.1,32:0.3'", "ever smaller fractions"],
+            {"schedule": "8:0.3", "max_tokens": 512},
+            ["max_tokens is 512", "either a schedule or a ceiling"],
         ),
         (
-            {"kv_eviction_schedule": "9000:0.1"},
-            ["the first wait of vllm_xargs.kv_eviction_schedule is 9000", "at most 1376"],
+            {"max_tokens": BLOCK_SIZE - 1},
+            [f"max_tokens is {BLOCK_SIZE - 1}", f"at least {BLOCK_SIZE}"],
         ),
+        ({"buffer": 64}, ["vllm_xargs has kv_eviction_buffer, which was removed: remove it"]),
         (
-            {"kv_eviction_schedule": "8:0.3", "kv_eviction_budget": 0.2},
-            ["vllm_xargs.kv_eviction_budget is 0.2", "leave one of them out"],
-        ),
-        (
-            {"kv_eviction_schedule": "8:0.3", "kv_eviction_max_tokens": 512},
-            ["vllm_xargs.kv_eviction_max_tokens is 512", "either a schedule or a ceiling"],
-        ),
-        (
-            {"kv_eviction_max_tokens": BLOCK_SIZE - 1},
-            [f"vllm_xargs.kv_eviction_max_tokens is {BLOCK_SIZE - 1}", f"at least {BLOCK_SIZE}"],
-        ),
-        (
-            {"kv_eviction_buffer": 64},
-            ["vllm_xargs has kv_eviction_buffer, which was removed: remove it"],
-        ),
-        (
-            {"kv_eviction_max_tokens": 512, "kv_eviction": "elastic"},
+            {"max_tokens": 512, "": "elastic"},
             ["vllm_xargs.kv_eviction is 'elastic'", 'kv_eviction_max_tokens: "none"'],
         ),
-        (
-            {"kv_eviction_max_tokens": 512, "kv_eviction_budget": "auto:0.9"},
-            ["budget auto", "give a fraction"],
-        ),
+        ({"max_tokens": 512, "budget": "auto:0.9"}, ["budget auto", "give a fraction"]),
     ],
     ids=str,
 )
 def test_wrong_schedules_and_ceilings_are_http_400(
-    server: ChatServer, xargs: dict[str, Any], parts: list[str]
+    server: ChatServer, options: dict[str, Any], parts: list[str]
 ) -> None:
+    xargs = {f"kv_eviction_{key}".rstrip("_"): value for key, value in options.items()}
     with pytest.raises(openai.BadRequestError) as caught:
         server.ask(xargs)
-    for part in parts:
-        assert part in caught.value.body["message"]
+    assert all(part in caught.value.body["message"] for part in parts), caught.value.body
 
 
-def test_questions_through_a_browsers_password(server: ChatServer) -> None:
-    answer = httpx.post(
-        f"{server.url}/kv-eviction/ask", json=question(), auth=("", KEY), timeout=60
-    )
-    assert answer.json()["evicted"]["trace"]
+IMAGE = png_url(random_image(0, 112, 84))
 
 
 @pytest.mark.parametrize(
-    ("fields", "code", "part"),
+    ("fields", "part"),
     [
-        ({"image": base64.b64encode(b"no image").decode()}, 400, "cannot be read"),
-        ({"image": "*"}, 400, "not base64"),
-        ({"image": [png_url(random_image(0, 112, 84)), "*"]}, 400, "not base64"),
-        ({"image": []}, 400, "image"),
-        ({"image": [png_url(random_image(0, 112, 84))] * 3}, 400, "At most 2 image"),
-        ({"question": ""}, 400, "question"),
-        ({"question": "a" * 5000}, 400, "1024"),  # max_model_len
-        ({"budget": 0}, 400, "vllm_xargs.kv_eviction_budget is 0"),
-        ({"defer": -1}, 400, "defer"),
-        ({"schedule": "8"}, 400, "vllm_xargs.kv_eviction_schedule is '8'"),
-        ({"schedule": "8:0.3", "ceiling": 512}, 400, "either a schedule or a ceiling"),
-        ({"ceiling": 8}, 400, "vllm_xargs.kv_eviction_max_tokens is 8"),
-        ({"policy": "snap"}, 400, "vllm_xargs.kv_eviction is 'snap'"),
-        ({"max_tokens": 10**6}, 400, "max_tokens"),
-        ({"temperature": 1}, 400, "temperature"),
+        ({"image": base64.b64encode(b"no image").decode()}, "cannot be read"),
+        ({"image": "*"}, "not base64"),
+        ({"image": [IMAGE, "*"]}, "not base64"),
+        ({"image": []}, "image"),
+        ({"image": [IMAGE] * 3}, "At most 2 image"),
+        ({"question": ""}, "question"),
+        ({"question": "a" * 5000}, "1024"),  # max_model_len
+        ({"budget": 0}, "vllm_xargs.kv_eviction_budget is 0"),
+        ({"defer": -1}, "defer"),
+        ({"schedule": "8"}, "vllm_xargs.kv_eviction_schedule is '8'"),
+        ({"schedule": "8:0.3", "ceiling": 512}, "either a schedule or a ceiling"),
+        ({"ceiling": 8}, "vllm_xargs.kv_eviction_max_tokens is 8"),
+        ({"policy": "snap"}, "vllm_xargs.kv_eviction is 'snap'"),
+        ({"max_tokens": 10**6}, "max_tokens"),
+        ({"temperature": 1}, "temperature"),
     ],
     ids=lambda value: str(value)[:20],
 )
 def test_wrong_questions_say_what_is_wrong(
-    client: httpx.Client, fields: dict[str, Any], code: int, part: str
+    client: httpx.Client, fields: dict[str, Any], part: str
 ) -> None:
     answer = client.post("/ask", json=question(**fields))
-    assert answer.status_code == code
+    assert answer.status_code == 400
     assert part in answer.json()["error"]["message"]
 
 
 def test_a_body_that_is_too_large_and_one_that_is_not_json(client: httpx.Client) -> None:
     assert client.post("/ask", json=question(image="a" * (33 << 20))).status_code == 413
-    assert client.post("/ask", content=b"\xff{").status_code == 400
-    deep = b'{"image":' + b"[" * 100_000
-    answer = client.post("/ask", content=deep, headers={"Content-Type": "application/json"})
-    assert answer.status_code == 400
+    for body in (b"\xff{", b'{"image":' + b"[" * 100_000):
+        headers = {"Content-Type": "application/json"}
+        assert client.post("/ask", content=body, headers=headers).status_code == 400
     assert client.get("/status").status_code == 200
 
 

@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -95,22 +94,16 @@ def test_metrics(server: ChatServer) -> None:
         assert 0 < grown["seconds_sum", "random", part] < elapsed  # they are seconds
 
 
-def test_status(server: ChatServer) -> None:
-    with urllib.request.urlopen(f"{server.url}/kv-eviction/status", timeout=10) as response:
-        status = json.load(response)
+def test_status_and_start_log(server: ChatServer) -> None:
+    status = httpx.get(f"{server.url}/kv-eviction/status").json()
     assert status["settings"]["policy"] == "tgv"
     assert status["settings"]["budget"] == "10 % of the prompt"
     (engine,) = status["engines"]
     assert engine["pool"] == {"blocks": 255, "block_size": 32, "layers": 4, "kv_heads": 2}
     assert engine["totals"]["requests_evicted"] > 0
-    with urllib.request.urlopen(f"{server.url}/openapi.json", timeout=10) as response:
-        assert "/kv-eviction/status" in json.load(response)["paths"]
-
-
-def test_start_log_has_one_line_with_the_settings(server: ChatServer) -> None:
-    lines = [line for line in server.lines() if "KV eviction: policy" in line]
-    assert len(lines) == 1
-    assert lines[0].endswith(
+    assert "/kv-eviction/status" in httpx.get(f"{server.url}/openapi.json").json()["paths"]
+    (line,) = [line for line in server.lines() if "KV eviction: policy" in line]
+    assert line.endswith(
         "KV eviction: policy tgv, budget 10 % of the prompt, after 0 tokens of the answer, "
         "granularity layer; "
         "pages of 32 tokens, pool of 255 blocks of 8 pages (layers x KV heads)"
@@ -158,23 +151,8 @@ def test_answer_tells_what_was_evicted(server: ChatServer) -> None:
     }
 
 
-def test_no_report_unless_asked(server: ChatServer) -> None:
-    assert server.ask().kv_transfer_params is None
-
-
-def test_log_has_one_debug_line_per_eviction(server: ChatServer) -> None:
-    marks = ("KV eviction of", "tgv, 60 tokens per head")
-    before = sum(all(mark in line for mark in marks) for line in server.lines())
-    answer = server.ask({"kv_eviction_budget": 60, **REPORT})
-    report = report_of(answer)
-    lines = [line for line in server.lines() if all(mark in line for mark in marks)]
-    assert len(lines) == before + 1
-    assert answer.id in lines[-1]
-    assert f"{report['kept_tokens']} of {report['prompt_tokens']} prompt tokens kept" in lines[-1]
-    assert lines[-1].endswith(f"blocks {report['blocks_before']} -> {report['blocks_after']}")
-
-
 def test_options_of_a_request(server: ChatServer) -> None:
+    assert server.ask().kv_transfer_params is None  # no report unless asked
     half = report_of(server.ask({"kv_eviction_budget": 0.5, **REPORT}))
     num_tokens = half["prompt_tokens"]
     assert 0.5 * num_tokens - BLOCK_SIZE < half["kept_tokens"] <= 0.5 * num_tokens
@@ -185,6 +163,15 @@ def test_options_of_a_request(server: ChatServer) -> None:
     assert none["blocks_after"] is None
     full = report_of(server.ask({"kv_eviction_budget": 1, **REPORT}))
     assert full["skip_reason"] == "budget_covers_prompt"
+
+    # The log has one debug line for each eviction.
+    marks = ("KV eviction of", "tgv, 60 tokens per head")
+    answer = server.ask({"kv_eviction_budget": 60, **REPORT})
+    report = report_of(answer)
+    (line,) = [line for line in server.lines() if all(mark in line for mark in marks)]
+    assert answer.id in line
+    assert f"{report['kept_tokens']} of {report['prompt_tokens']} prompt tokens kept" in line
+    assert line.endswith(f"blocks {report['blocks_before']} -> {report['blocks_after']}")
 
 
 def test_every_method_and_a_guarded_budget(server: ChatServer) -> None:
@@ -204,39 +191,57 @@ def test_every_method_and_a_guarded_budget(server: ChatServer) -> None:
     assert 0 < kept[0] < kept[1] < guarded[0]["prompt_tokens"]
 
 
+NAMES, BUDGETS = "none, tgv", "such as 512"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "parts"),
+    [
+        ("", "snap", ["is 'snap'", NAMES]),
+        ("", True, [NAMES]),
+        ("_budget", 0, ["is 0", "0 < budget <= 1"]),
+        ("_budget", -1, ["is -1", BUDGETS]),
+        ("_budget", 1.5, ["is 1.5", BUDGETS]),
+        ("_budget", "abc", ["is 'abc'", BUDGETS]),
+        ("_budget", "nan", ["is 'nan'", BUDGETS]),
+        ("_budget", [0.1], ["is [0.1]", BUDGETS]),
+        ("_budget", "9" * 5000, ["is '999", "...", BUDGETS]),
+        ("_report", "yes", ["is 'yes'", "give 1"]),
+        ("_trace", 2, ["is 2", "give 1 for a trace"]),
+    ],
+    ids=lambda value: repr(value)[:20],
+)
+def test_wrong_options_are_http_400(
+    server: ChatServer, key: str, value: Any, parts: list[str]
+) -> None:
+    """The message names the parameter, its value and the way out; the server keeps running."""
+    check_refused(server, {f"kv_eviction{key}": value}, f"vllm_xargs.kv_eviction{key} is", *parts)
+
+
 @pytest.mark.parametrize(
     ("xargs", "parts"),
     [
-        ({"kv_eviction": "snap"}, ["vllm_xargs.kv_eviction is 'snap'", "none, tgv"]),
-        ({"kv_eviction": True}, ["vllm_xargs.kv_eviction is", "none, tgv"]),
-        ({"kv_eviction_budget": 0}, ["vllm_xargs.kv_eviction_budget is 0", "0 < budget <= 1"]),
-        ({"kv_eviction_budget": -1}, ["vllm_xargs.kv_eviction_budget is -1", "such as 512"]),
-        ({"kv_eviction_budget": 1.5}, ["vllm_xargs.kv_eviction_budget is 1.5", "such as 512"]),
-        ({"kv_eviction_budget": "abc"}, ["vllm_xargs.kv_eviction_budget is 'abc'", "such as 512"]),
-        ({"kv_eviction_budget": "nan"}, ["vllm_xargs.kv_eviction_budget is 'nan'", "such as 512"]),
-        ({"kv_eviction_budget": [0.1]}, ["vllm_xargs.kv_eviction_budget is [0.1]", "such as 512"]),
         (
             {"kv_eviction": "random", "kv_eviction_budget": "auto:0.9"},
             ["auto", "'random'", "give a fraction, or another method"],
         ),
-        ({"kv_eviction_budget": "9" * 5000}, ["kv_eviction_budget is '999", "...", "such as 512"]),
-        ({"kv_eviction_report": "yes"}, ["vllm_xargs.kv_eviction_report is 'yes'", "give 1"]),
-        ({"kv_eviction_trace": 2}, ["vllm_xargs.kv_eviction_trace is 2", "give 1 for a trace"]),
         ({"kv_eviction_sinks": 4}, ["vllm_xargs has kv_eviction_sinks", "kv_eviction_budget"]),
         ({"kv_evicton": "snapkv"}, ["vllm_xargs has kv_evicton: did you mean kv_eviction?"]),
         ({"kv_eviction_bugdet": 0.1}, ["did you mean kv_eviction_budget?"]),
     ],
-    ids=lambda value: repr(value)[:60],
+    ids=str,
 )
-def test_wrong_options_are_http_400(
+def test_wrong_names_and_pairs_are_http_400(
     server: ChatServer, xargs: dict[str, Any], parts: list[str]
 ) -> None:
-    """The message names the parameter, its value and the way out; the server keeps running."""
+    check_refused(server, xargs, *parts)
+
+
+def check_refused(server: ChatServer, xargs: dict[str, Any], *parts: str) -> None:
     server.ask(max_tokens=1)  # so that the engine knows the image: see the next test
     with pytest.raises(openai.BadRequestError) as caught:
         server.ask(xargs)
-    for part in parts:
-        assert part in str(caught.value)
+    assert all(part in str(caught.value) for part in parts), caught.value
     assert server.ask(max_tokens=2).usage.completion_tokens == 2
 
 
@@ -276,13 +281,6 @@ def test_wrong_options_in_a_stream_and_in_completions(server: ChatServer) -> Non
         )
 
 
-def test_stream_has_the_same_text(server: ChatServer) -> None:
-    whole = server.ask(max_tokens=20, seed=1)
-    stream = server.ask(max_tokens=20, seed=1, stream=True)
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
-    assert text == whole.choices[0].message.content
-
-
 def test_several_choices_share_a_prompt(server: ChatServer) -> None:
     """Each choice is a request that is evicted, although they share the prompt's blocks."""
     before = evictions(server)
@@ -297,29 +295,22 @@ def evictions(server: ChatServer) -> int:
     return sum(" prompt tokens kept a head, blocks " in line for line in server.lines())
 
 
-def test_two_images_in_a_prompt(server: ChatServer) -> None:
+def test_prompts_of_all_kinds(server: ChatServer) -> None:
+    """Two images, only text, and completions; a stream has the text of the whole answer."""
     answer = server.ask(REPORT, messages=messages(7, images=2))
     assert answer.usage.prompt_tokens > 300 + 2 * VISION_TOKENS
     assert report_of(answer)["skip_reason"] is None
-
-
-def test_text_passes_untouched(server: ChatServer) -> None:
-    text = [{"role": "user", "content": random_text(3, 400)}]
-    report = report_of(server.ask(REPORT, messages=text))
+    text = random_text(3, 400)
+    report = report_of(server.ask(REPORT, messages=[{"role": "user", "content": text}]))
     assert (report["skip_reason"], report["kept_tokens"]) == ("text_only", None)
-
-
-def test_completions(server: ChatServer) -> None:
-    answer = server.client.completions.create(
-        model="tiny",
-        prompt=random_text(4, 400),
-        max_tokens=5,
-        temperature=0,
-        extra_body={"vllm_xargs": REPORT},
-    )
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens == 5
-    assert report_of(answer)["skip_reason"] == "text_only"
+    options = {"max_tokens": 5, "temperature": 0, "extra_body": {"vllm_xargs": REPORT}}
+    completion = server.client.completions.create(model="tiny", prompt=text, **options)
+    assert completion.usage.completion_tokens == 5
+    assert report_of(completion)["skip_reason"] == "text_only"
+    whole = server.ask(max_tokens=20, seed=1)
+    stream = server.ask(max_tokens=20, seed=1, stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+    assert text == whole.choices[0].message.content
 
 
 def test_responses(server: ChatServer) -> None:
@@ -356,14 +347,10 @@ def test_many_at_once_answer_as_alone(server: ChatServer) -> None:
     assert len(set(together)) == 8
 
 
-def test_engine_logs_no_error(server: ChatServer) -> None:
-    """`check_integrity` recounted every step, and no wrong option reached the engine."""
+def test_engine_logs_no_error_and_an_interrupt_ends_every_process(server: ChatServer) -> None:
+    """Last in this file: it stops the server. `check_integrity` recounted every step until here."""
     lines = [line for line in server.lines() if re.match(r"\((EngineCore|Worker|VllmWorker)", line)]
     assert lines
     assert [line for line in lines if re.search(r"\bERROR\b|Traceback|Integrity", line)] == []
-
-
-def test_interrupt_ends_every_process(server: ChatServer) -> None:
-    """Last in this file, because it stops the server."""
     assert len(group_members(server.process.pid)) > 1  # the engine is a separate process
     server.interrupt()

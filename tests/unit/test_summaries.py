@@ -20,7 +20,7 @@ from vllm_tgvkv.cache.pages import PagePool, page_pool
 from vllm_tgvkv.cache.ragged import RaggedKeys
 from vllm_tgvkv.cache.regions import Regions
 from vllm_tgvkv.cache.row_keys import RowKeys
-from vllm_tgvkv.config.server import EvictionConfig
+from vllm_tgvkv.config.server import EvictionConfig, check_method
 from vllm_tgvkv.kernels import summaries as kernel
 from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
 from vllm_tgvkv.kernels.select import page_offsets
@@ -419,10 +419,10 @@ def test_a_server_without_summaries_refuses_a_request_for_them() -> None:
     assert "retentivekv" not in config.method_names
     given = ("retentivekv", *config.first_eviction("retentivekv"), "kv_eviction")
     with pytest.raises(EvictionConfigError, match=re.escape("start it with such a method as kv_e")):
-        config.check_method(*given)
+        check_method(config, *given)
     mixes = {"mine": {"base": "tgv", "summaries": "vision"}}
     config = EvictionConfig.from_mapping({"policy": "tgv", "methods": mixes})
-    assert config.check_method(*given) == "retentivekv"
+    assert check_method(config, *given) == "retentivekv"
     plain = {"plain": {"base": "retentivekv", "summaries": "none"}}
     config = EvictionConfig.from_mapping({"policy": "plain", "methods": plain})
     assert not config.summarises

@@ -31,12 +31,11 @@ from vllm_tgvkv.policies.registry import (
     Recipe,
     broken_methods,
     build_policy,
-    build_summaries,
-    first_eviction_of,
     gates_of,
     has_summaries,
     method_names,
     needs_head_scores,
+    recipe_of,
 )
 from vllm_tgvkv.summaries.options import Summaries
 from vllm_tgvkv.shared.prompt import RowSet, VisionSpan
@@ -54,6 +53,7 @@ POLICY_NAMES = tuple(
 __all__ = [
     "METHOD_NAMES",
     "NO_ATTENTION",
+    "POLICIES",
     "POLICY_NAMES",
     "POOLINGS",
     "WHOLE_MODEL",
@@ -76,10 +76,9 @@ __all__ = [
     "VoteScore",
     "broken_methods",
     "build_policy",
-    "build_summaries",
-    "first_eviction_of",
     "gates_of",
     "has_summaries",
     "method_names",
     "needs_head_scores",
+    "recipe_of",
 ]

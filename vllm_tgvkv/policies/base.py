@@ -152,8 +152,10 @@ class Score(ABC):
     gates: ClassVar[GateKind | None] = None
     """Kind of gates whose outputs the score reads as `LayerView.gates`; None for no gates."""
 
-    gates_in_use: Gates | None = None
-    """Those of the model that is served, for a score that names a kind of gates."""
+    def __init__(self, rows: RowSet | None = None, gates_in_use: Gates | None = None) -> None:
+        """Take the rows of a mix, and the served model's gates if the score names a kind."""
+        self.rows = rows or self.rows
+        self.gates_in_use = gates_in_use
 
     @abstractmethod
     def __call__(self, view: LayerView) -> Tensor:
@@ -191,10 +193,11 @@ class Allocation:
     bytes_per_score: ClassVar[int] = 0
     """Memory that `shares` takes for each score of the prompt, in bytes."""
     needs_head_scores: ClassVar[bool] = False
-    """Whether the shares come from a file of head scores, see `use`."""
+    """Whether the shares come from a file of head scores."""
 
-    def use(self, head_scores: HeadScores) -> None:
-        """Take the head scores of the model that is served, before anything else is called."""
+    def __init__(self, head_scores: HeadScores | None = None) -> None:
+        """Take the served model's head scores, if the allocation needs some."""
+        self.head_scores = head_scores
 
     def strength(self, view: LayerView, scores: Tensor) -> Tensor:
         """Return F numbers per token set that `shares` needs from one layer.

@@ -295,20 +295,17 @@ class Policy:
         """Return the scores of one layer before pooling, float32 `[S, P]`."""
         return self.score(replace(view, reduction=self.reduction))
 
-    def pooled(
-        self, scores: Tensor, prompt: Prompt, num_kept: int, present: Tensor | None = None
-    ) -> Tensor:
+    def pooled(self, scores: Tensor, prompt: Prompt, present: Tensor | None = None) -> Tensor:
         """Return the scores `[S, P]` after pooling.
 
         Args:
-            num_kept: candidates that the eviction keeps per head on average; at most, with a guard.
             present: bool `[S, P]`, false for tokens that an earlier eviction dropped: they count
                 for no other token. None if there was none.
 
         Raises:
             ValueError: if pooling over the patch grid meets an image whose grid is unknown.
         """
-        pool = prompt.pooler(self.pooling.within(num_kept))
+        pool = prompt.pooler(self.pooling)
         if present is None:
             return pool(scores)
         if self.pooling.reduce == "max":

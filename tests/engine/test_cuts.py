@@ -34,10 +34,9 @@ TOKENS = 90
 HEAD_SCORES = head_scores(layers=4, kv_heads=2, group=2)
 DEBUG = {"poison": True, "record_kept": True, "check_integrity": True}
 AHEAD = pooling_name("sequence", forward=6, back=1)
-BOUNDED = pooling_name("sequence", forward=12, back=1, forward_share=0.1)  # 3 of 32, 6 of 64
 MIXES = {
     "forward": {"base": "snapkv", "pooling": AHEAD},
-    "largest": {"base": "snapkv", "pooling": BOUNDED, "reduce": "max"},
+    "largest": {"base": "snapkv", "pooling": AHEAD, "reduce": "max"},
     "answer": {"base": "snapkv", "rows": "answer", "retain": "by_score"},
 }
 CACHED = {
@@ -55,10 +54,8 @@ def oracles(name: str) -> str | Mix:
         return METHODS[name]
     if name == "answer":
         return replace(METHODS["snapkv"], rows="answer", retain="by_score")
-    if name == "largest":
-        pool = Pool("sequence", forward=12, back=1, forward_share=0.1)
-        return replace(METHODS["snapkv"], pooling=pool, reduce="max")
-    return replace(METHODS["snapkv"], pooling=Pool("sequence", forward=6, back=1))
+    ahead = replace(METHODS["snapkv"], pooling=Pool("sequence", forward=6, back=1))
+    return replace(ahead, reduce="max") if name == "largest" else ahead
 
 
 @dataclass(frozen=True)

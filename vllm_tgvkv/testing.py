@@ -28,11 +28,9 @@ from vllm_tgvkv.policies import (
     Mix,
     Policy,
     Prompt,
-    RowSet,
-    VisionSpan,
     build_policy,
 )
-from vllm_tgvkv.shared.prompt import PromptMap, voters
+from vllm_tgvkv.shared.prompt import PromptMap, RowSet, VisionSpan, voters
 from vllm_tgvkv.worker.decision import Decision, ScoredPrompt
 
 _LAYERS, _HEADS, _GROUP, _HEAD_SIZE, _BLOCK_SIZE, _WINDOW = 3, 2, 3, 8, 4, 10

@@ -21,20 +21,15 @@ import yaml
 from vllm_tgvkv.config.removed import refuse_removed
 from vllm_tgvkv.config.settings import read, setting
 from vllm_tgvkv.gates.folder import Gates
-from vllm_tgvkv.policies import (
+from vllm_tgvkv.policies import Mix, Policy, build_policy, gates_of, has_summaries, method_names
+from vllm_tgvkv.policies.head_scores import HeadScores
+from vllm_tgvkv.policies.registry import (
     POLICIES,
-    Mix,
-    Policy,
     Recipe,
     broken_methods,
-    build_policy,
-    gates_of,
-    has_summaries,
-    method_names,
     needs_head_scores,
     recipe_of,
 )
-from vllm_tgvkv.policies.head_scores import HeadScores
 from vllm_tgvkv.shared.budget import Budget, Schedule, parse_schedule
 from vllm_tgvkv.shared.cuts import Ceiling
 from vllm_tgvkv.shared.errors import EvictionConfigError, choose, quoted

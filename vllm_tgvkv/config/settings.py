@@ -34,34 +34,15 @@ MAX_COUNT = 2**31 - 1
 """Upper bound of every whole number: larger ones do not fit the arrays that count."""
 
 
-def setting(
-    default: T,
-    *,
-    help: str,
-    at_least: int | None = None,
-    accepts: str | None = None,
-    unset: str = "none",
-    parser: Parser | None = None,
-    in_status: bool = False,
-    for_tests: bool = False,
-) -> T:
-    """Declare a dataclass field; `Setting` explains the arguments."""
-    metadata = {
-        "help": help,
-        "at_least": at_least,
-        "accepts": accepts,
-        "unset": unset,
-        "parser": parser,
-        "in_status": in_status,
-        "for_tests": for_tests,
-    }
+def setting(default: T, **declared: Any) -> T:
+    """Declare a dataclass field; `Setting` explains the arguments, of which `help` is required."""
     field: Any = (
-        dataclasses.field(default_factory=default.copy, metadata=metadata)
+        dataclasses.field(default_factory=default.copy, metadata=declared)
         if isinstance(default, dict)
-        else dataclasses.field(default=default, metadata=metadata)
+        else dataclasses.field(default=default, metadata=declared)
     )
-    declared: T = field
-    return declared
+    found: T = field
+    return found
 
 
 @dataclass(frozen=True)

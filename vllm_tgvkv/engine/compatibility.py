@@ -198,9 +198,9 @@ def _mixed_refusals(
     else:
         return ()
     # A weight of 0 times NaN is NaN.
-    poisoned = config.debug.poison and not platform.skips_hidden_keys
+    poisoned = config.debug.poison and not is_hybrid and not platform.skips_hidden_keys
     one_kind = vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
-    remove = "remove the flag"
+    remove, other_method = "remove the flag", "use another method than sparsemm"
     return (
         (
             # Blocks whose cached state ends inside of them are copied at the next step.
@@ -208,11 +208,7 @@ def _mixed_refusals(
             f"--prefix-match-unit {cache.prefix_match_unit} of {what}",
             remove,
         ),
-        (
-            poisoned and not is_hybrid,
-            f"the debug option poison on this platform and {what}",
-            "remove debug.poison",
-        ),
+        (poisoned, f"the debug option poison on this platform and {what}", "remove debug.poison"),
         (
             # On a stage, a block of windows or states may be larger than its full-attention pages.
             stages > 1,
@@ -236,23 +232,9 @@ def _mixed_refusals(
         ),
         # Tokens of a prompt then skip the layers that read the cache of others.
         (cache.kv_sharing_fast_prefill, f"--kv-sharing-fast-prefill of {what}", remove),
-        *_refused_files(config, what),
-    )
-
-
-def _refused_files(config: EvictionConfig, what: str) -> tuple[Refusal, ...]:
-    """List the files that count all layers of a model, of which some are not evicted."""
-    return (
-        (
-            config.head_scores,
-            f"head_scores of {what}",
-            "use another method than sparsemm and remove the setting",
-        ),
-        (
-            config.gates,
-            f"gates (--kv-eviction-gates) of {what}",
-            "remove --kv-eviction-gates",
-        ),
+        # The files count all layers of a model.
+        (config.head_scores, f"head_scores of {what}", f"{other_method} and remove the setting"),
+        (config.gates, f"gates (--kv-eviction-gates) of {what}", "remove --kv-eviction-gates"),
     )
 
 
@@ -322,25 +304,19 @@ def _draft_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusa
     method = "" if speculative is None else str(speculative.method)
     if not method:
         return ()
-    stages, drafts = (
-        vllm_config.parallel_config.pipeline_parallel_size,
-        f"speculative decoding by {method}",
-    )
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    drafts, remove = f"speculative decoding by {method}", "remove --speculative-config"
     return (
         (
             method != "ngram",
             drafts,
             "use the method ngram in --speculative-config, remove the flag",
         ),
-        (
-            not platform.supports_drafts,
-            f"{drafts} on this platform",
-            "remove --speculative-config",
-        ),
+        (not platform.supports_drafts, f"{drafts} on this platform", remove),
         (
             stages > 1,
             f"{drafts} in pipeline stages (--pipeline-parallel-size {stages})",
-            "remove --speculative-config or use --pipeline-parallel-size 1",
+            f"{remove} or use --pipeline-parallel-size 1",
         ),
     )
 
@@ -355,12 +331,8 @@ def _rank_refusals(
     executor = parallel.distributed_executor_backend
     shared_maxima = ", ".join(_methods_with_shared_maxima(config, vllm_config.model_config, ranks))
     contexts = {
-        flag: number
-        for flag, number in (
-            ("decode-context", parallel.decode_context_parallel_size),
-            ("prefill-context", parallel.prefill_context_parallel_size),
-        )
-        if number > 1
+        "--decode-context-parallel-size": parallel.decode_context_parallel_size,
+        "--prefill-context-parallel-size": parallel.prefill_context_parallel_size,
     }
     return (
         (
@@ -391,11 +363,7 @@ def _rank_refusals(
             "use --nnodes 1",
         ),
         *(
-            (
-                True,
-                f"context parallelism (--{flag}-parallel-size {number})",
-                f"use --{flag}-parallel-size 1",
-            )
+            (number > 1, f"context parallelism ({flag} {number})", f"use {flag} 1")
             for flag, number in contexts.items()
         ),
     )
@@ -404,11 +372,8 @@ def _rank_refusals(
 def _replica_refusals(vllm_config: VllmConfig) -> tuple[Refusal, ...]:
     """List how several engines may not serve a model; nothing for one engine."""
     parallel = vllm_config.parallel_config
-    replicas, local, backend = (
-        parallel.data_parallel_size,
-        parallel.data_parallel_size_local,
-        parallel.data_parallel_backend,
-    )
+    replicas, local = parallel.data_parallel_size, parallel.data_parallel_size_local
+    backend = parallel.data_parallel_backend
     if replicas == 1:
         return ()
     return (
@@ -486,8 +451,7 @@ def _methods_with_shared_maxima(
 ) -> list[str]:
     """Return the mixes that take maxima over rows of a mean over heads of several ranks.
 
-    A rank knows the maxima of its own heads' mean, and the mean of maxima is not the maximum of the
-    mean.
+    A rank knows the maxima of its own heads' mean, and the mean of maxima is not theirs.
     """
     if ranks == 1:
         return []

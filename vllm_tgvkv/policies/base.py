@@ -113,9 +113,6 @@ class Depth:
     """Number of layers in the model."""
 
 
-WHOLE_MODEL = Depth()
-
-
 @dataclass(frozen=True)
 class AllLayers:
     """Inputs of an allocation from all layers, or from the layers of this pipeline stage."""
@@ -129,7 +126,7 @@ class AllLayers:
     """int32 `[C]`, from the retention, for equal shares."""
     num_kept: Tensor
     """int64 scalar, b: candidates that a head keeps on average."""
-    depth: Depth = WHOLE_MODEL
+    depth: Depth = Depth()
 
 
 class Score(ABC):

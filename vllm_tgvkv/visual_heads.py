@@ -89,7 +89,6 @@ class Tally:
 
     scores: torch.Tensor
     """float64 `[L, Q]`."""
-    num_pages: int = 0
     num_answers: int = 0
     num_right: int = 0
     num_tokens: int = 0
@@ -251,7 +250,6 @@ def calibrate(reader: Reader, pages: int, seed: int, question: str = QUESTION) -
     """
     tally = Tally(torch.zeros(reader.shape, dtype=torch.float64))
     for index in range(pages):
-        tally.num_pages += 1
         page = draw_page(np.random.default_rng([seed, index]), font_files())
         for entry in page.entries:
             count_hits(tally, reader.answer(page.image, question.format(key=entry.key)), entry)
@@ -264,36 +262,19 @@ def calibrate(reader: Reader, pages: int, seed: int, question: str = QUESTION) -
     return tally
 
 
-def facts(tally: Tally, seed: int, question: str) -> dict[str, Any]:
-    """Return how the scores were made, for the field `made` of the file."""
-    packages = ("vllm-tgvkv", "torch", "transformers", "pillow")
-    return {
-        "by": "python -m vllm_tgvkv.visual_heads",
-        "question": question,
-        "seed": seed,
-        "pages": tally.num_pages,
-        "answers": tally.num_answers,
-        "right_answers": tally.num_right,
-        "tokens": tally.num_tokens,
-        "fonts": [Path(face).stem or "Pillow's" for face in font_files()],
-        "versions": {package: importlib.metadata.version(package) for package in packages},
-    }
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m vllm_tgvkv.visual_heads",
         description="Make the file of head scores for a model, for the setting head_scores.",
     )
-    parser.add_argument("model", help="folder or name of the model that is served")
-    parser.add_argument("--output", type=Path, required=True, help="file to write")
-    parser.add_argument("--pages", type=int, default=40, help="pages to read (default: 40)")
-    parser.add_argument(
-        "--question", default=QUESTION, help=f"with {{key}} in it (default: {QUESTION})"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the pages (default: 0)")
-    parser.add_argument("--device", default="cpu", help="of torch (default: cpu)")
-    parser.add_argument("--dtype", help="default: float32 on CPU, else that of the model")
+    add = parser.add_argument
+    add("model", help="folder or name of the model that is served")
+    add("--output", type=Path, required=True, help="file to write")
+    add("--pages", type=int, default=40, help="pages to read (default: 40)")
+    add("--question", default=QUESTION, help=f"with {{key}} in it (default: {QUESTION})")
+    add("--seed", type=int, default=0, help="of the pages (default: 0)")
+    add("--device", default="cpu", help="of torch (default: cpu)")
+    add("--dtype", help="default: float32 on CPU, else that of the model")
     options = parser.parse_args(arguments)
     if options.pages < 1:
         parser.error(f"--pages is {options.pages}: give at least 1")
@@ -307,10 +288,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tally = calibrate(reader, options.pages, options.seed, options.question)
     except CalibrationError as error:
         sys.exit(f"visual_heads: {error}")
-    scores = (tally.scores / tally.num_pages).tolist()
+    scores = (tally.scores / options.pages).tolist()
     folder = Path(options.model)
     name = folder.resolve().name if folder.is_dir() else options.model
-    made = facts(tally, options.seed, options.question)
+    packages = ("vllm-tgvkv", "torch", "transformers", "pillow")
+    made = {
+        "by": "python -m vllm_tgvkv.visual_heads",
+        "question": options.question,
+        "seed": options.seed,
+        "pages": options.pages,
+        "answers": tally.num_answers,
+        "right_answers": tally.num_right,
+        "tokens": tally.num_tokens,
+        "fonts": [Path(face).stem or "Pillow's" for face in font_files()],
+        "versions": {package: importlib.metadata.version(package) for package in packages},
+    }
     write(options.output, name, reader.kv_heads, scores, made)
     print(
         f"{options.output}: {tally.num_right} of {tally.num_answers} answers were right, with "

@@ -172,16 +172,6 @@ def help_lines(settings: Iterable[Setting]) -> str:
     return "\n".join(lines).replace("`", "")
 
 
-def table(settings: Iterable[Setting]) -> str:
-    """Return a Markdown table of settings."""
-    rows = [
-        f"| `{found.name}` | {found.help} | {found.values} | {found.default_text} |"
-        for found in settings
-        if not found.for_tests
-    ]
-    return "\n".join(("| field | meaning | values | default |", "|---|---|---|---|", *rows))
-
-
 def check_count(value: Any, at_least: int, source: str, hint: str = "") -> int:
     """Return a whole number after checking it; `hint` is what else may be given.
 

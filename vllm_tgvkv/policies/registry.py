@@ -209,7 +209,7 @@ def build_policy(
         _problems_of_rows(recipe, score),
         _problems_of_granularity(recipe, score, allocation),
         _problems_of_files(recipe, score, allocation, head_scores, gates),
-        _problems_of_signs(recipe, score, allocation),
+        _problems_of_parts(recipe, score, allocation),
     )
     for problem in problems:
         raise ValueError(problem)
@@ -283,7 +283,7 @@ def _problems_of_files(
         )
 
 
-def _problems_of_signs(
+def _problems_of_parts(
     recipe: Recipe, score: type[Score], allocation: type[Allocation]
 ) -> Iterator[str]:
     """Yield what excludes each other: above all, scores that may be negative and sums of them."""

@@ -7,26 +7,35 @@ Usage: python -m docs.write_settings
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from vllm_tgvkv.config.server import DebugOptions, DecodeOptions, EvictionConfig
-from vllm_tgvkv.config.settings import settings_of, table
+from vllm_tgvkv.config.settings import Setting, settings_of
 
 PAGE = Path(__file__).with_name("settings.md")
 TABLES = {"settings": EvictionConfig, "decode": DecodeOptions, "debug": DebugOptions}
 
 
-def filled(text: str, rows: Mapping[str, str]) -> str:
+def filled(text: str, by_table: Mapping[str, str]) -> str:
     """Return a page with new rows below the head of each table that `<!-- table: ... -->` names."""
     marked = r"(<!-- table: (.+) -->\n\|.*\n\|.*\n)(?:\|.*\n)*"
-    return re.sub(marked, lambda found: f"{found[1]}{rows[found[2]]}\n", text)
+    return re.sub(marked, lambda found: f"{found[1]}{by_table[found[2]]}\n", text)
+
+
+def rows(settings: Iterable[Setting]) -> str:
+    """Return the rows of a Markdown table of settings."""
+    return "\n".join(
+        f"| `{found.name}` | {found.help} | {found.values} | {found.default_text} |"
+        for found in settings
+        if not found.for_tests
+    )
 
 
 def page() -> str:
     """Return the page's text."""
-    rows = {name: table(settings_of(kind)).split("\n", 2)[2] for name, kind in TABLES.items()}
-    return filled(PAGE.read_text(), rows)
+    by_table = {name: rows(settings_of(kind)) for name, kind in TABLES.items()}
+    return filled(PAGE.read_text(), by_table)
 
 
 if __name__ == "__main__":

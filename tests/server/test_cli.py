@@ -23,7 +23,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.inputs import write_gates
-from vllm_tgvkv.config.server import CONFIG_KEY, EvictionConfig
+from vllm_tgvkv.config.server import CONFIG_KEY, EvictionConfig, config_of
 from vllm_tgvkv.engine import patches
 from vllm_tgvkv.policies import METHOD_NAMES
 from vllm_tgvkv.shared.errors import EvictionConfigError
@@ -102,9 +102,9 @@ ADDITIONAL = json.dumps({CONFIG_KEY: {"policy": "tgv", "budget": 0.2}})
         ("", None),
         ("--kv-eviction none", {"policy": "none"}),
         (TGV, {"policy": "tgv"}),
-        ("--kv-eviction=tgv --kv-eviction-budget=0.2", {"policy": "tgv", "budget": 0.2}),
-        ("--kv_eviction tgv --kv_eviction_budget 1", {"policy": "tgv", "budget": 1.0}),
-        (f"{TGV} --kv-eviction-budget 512", {"policy": "tgv", "budget": 512}),
+        ("--kv-eviction=tgv --kv-eviction-budget=0.2", {"policy": "tgv", "budget": "0.2"}),
+        ("--kv_eviction tgv --kv_eviction_budget 1", {"policy": "tgv", "budget": "1"}),
+        (f"{TGV} --kv-eviction-budget 512", {"policy": "tgv", "budget": "512"}),
         (f"{TGV} --kv-eviction-budget auto:0.9", {"policy": "tgv", "budget": "auto:0.9"}),
         (f"{TGV} {inline(sinks=8)}", {"policy": "tgv", "sinks": 8}),
         (
@@ -172,7 +172,7 @@ def test_configs_as_files(parser: FlexibleArgumentParser, tmp_path: Path, inline
     args = parse(parser, f"--config {path}")
     assert args.max_model_len == 777
     found = AsyncEngineArgs.from_cli_args(args).additional_config[CONFIG_KEY]
-    assert found == {"policy": "tgv", "budget": 0.25, **wanted}
+    assert found == {"policy": "tgv", "budget": "0.25", **wanted}
     found = settings(parser, f"{TGV} --kv-eviction-config {eviction}")[CONFIG_KEY]
     assert found == {"policy": "tgv", **wanted}
 
@@ -336,8 +336,29 @@ def test_flags_reach_api_server_processes(parser: FlexibleArgumentParser, tmp_pa
     request parameters, which end the engine.
     """
     args = parse(parser, f"{BUDGET} 0.2", model=str(write_config(tmp_path)))
-    wanted = {CONFIG_KEY: {"policy": "tgv", "budget": 0.2}}
+    wanted = {CONFIG_KEY: {"policy": "tgv", "budget": "0.2"}}
     assert AsyncEngineArgs.from_cli_args(args).additional_config == wanted  # the parent's
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         assert pool.submit(read_in_a_fresh_process, args).result() == (wanted, True)
     assert AsyncEngineArgs.from_cli_args(args).additional_config == wanted  # again
+
+
+@pytest.mark.slow
+def test_flags_are_read_once(
+    parser: FlexibleArgumentParser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the command line to the engine's configuration; a mapping of Python's, per engine."""
+    read, calls = EvictionConfig.from_mapping, []
+    monkeypatch.setattr(
+        EvictionConfig, "from_mapping", lambda *args: calls.append(args) or read(*args)
+    )
+    model = str(write_config(tmp_path))
+    args = parse(parser, f"{TGV} {inline()}", model=model)
+    config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    assert config_of(config) is config_of(config)
+    assert len(calls) == 1
+    mapping = {CONFIG_KEY: {"policy": "tgv"}}
+    for number in (2, 3):  # a file that it names may have changed meanwhile
+        args = AsyncEngineArgs(model=model, skip_tokenizer_init=True, additional_config=mapping)
+        config_of(args.create_engine_config())
+        assert len(calls) == number

@@ -23,19 +23,20 @@ def filled(text: str, by_table: Mapping[str, str]) -> str:
     return re.sub(marked, lambda found: f"{found[1]}{by_table[found[2]]}\n", text)
 
 
-def rows(settings: Iterable[Setting]) -> str:
-    """Return the rows of a Markdown table of settings."""
-    return "\n".join(
+def table(settings: Iterable[Setting]) -> str:
+    """Return a Markdown table of settings."""
+    rows = [
         f"| `{found.name}` | {found.help} | {found.values} | {found.default_text} |"
         for found in settings
         if not found.for_tests
-    )
+    ]
+    return "\n".join(("| field | meaning | values | default |", "|---|---|---|---|", *rows))
 
 
 def page() -> str:
     """Return the page's text."""
-    by_table = {name: rows(settings_of(kind)) for name, kind in TABLES.items()}
-    return filled(PAGE.read_text(), by_table)
+    rows = {name: table(settings_of(kind)).split("\n", 2)[2] for name, kind in TABLES.items()}
+    return filled(PAGE.read_text(), rows)
 
 
 if __name__ == "__main__":

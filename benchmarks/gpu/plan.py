@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from benchmarks.models import LLAVA_7B, QWEN3_VL_8B, Shape, tiny
@@ -182,3 +183,10 @@ def engine_plans(scale: Scale) -> Iterator[EnginePlan]:
     for shape in others:
         for name in ("production", "ours"):
             yield EnginePlan(shape, name, scale)
+
+
+def build_engine(plan: EnginePlan, scratch: str) -> Any:
+    """Start an engine. vLLM is imported in its own process only."""
+    from benchmarks.gpu.engine import GpuEngine
+
+    return GpuEngine(plan.shape, Path(scratch, "model"), plan.pool_tokens, plan.engine_args())

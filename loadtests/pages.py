@@ -17,7 +17,10 @@ SIDE = 336
 """Width and height of a page in pixels."""
 
 _ROWS = 12
-_NAMES = "amber birch cedar delta ember fjord grove haven inlet jetty knoll ledge".split()
+_NAMES = [
+    *("amber", "birch", "cedar", "delta", "ember", "fjord"),
+    *("grove", "haven", "inlet", "jetty", "knoll", "ledge"),
+]
 
 
 def draw_page(number: int, scale: int = 1) -> tuple[Image.Image, list[str]]:

@@ -134,8 +134,8 @@ def most_bytes(config: EvictionConfig, num_tokens: int, later: bool = False) -> 
         2 * SHAPE.head_size,
     )
     cache = torch.empty(size, dtype=torch.bfloat16, device="meta")
-    pool = page_pool(cache.unbind(1), slots_first=True)
-    evictor = Evictor(config, SHAPE, pool, Ranks(), Stages(SHAPE.num_layers))
+    pool = page_pool(cache.unbind(1), SHAPE.group_size, slots_first=True)
+    evictor = Evictor(config, pool, Ranks(), Stages(SHAPE.num_layers))
     old = np.arange(1, num_blocks + 1, dtype=np.int32)
     prompt = PromptMap(num_tokens, (VisionSpan(100, num_tokens - 2000, None),))
     policy = config.build_policy(config.policy)
@@ -346,20 +346,12 @@ def tensor_bytes(*owners: object) -> int:
 def test_region_state_and_the_query_pool_take_what_is_set_aside(decode: Any) -> None:
     config = settings("tgv", decode=decode)
     found = memory_outside_pool(config, SIZES)
-    block_size = SHAPE.block_size if decode else 0
-    regions = Regions(1000, SHAPE.num_pairs, torch.device("cpu"), block_size)
+    regions = Regions(1000, SHAPE, torch.device("cpu"), keeps_positions=bool(decode))
     size = (1000, SHAPE.num_layers, SHAPE.num_heads, SHAPE.block_size, 2 * SHAPE.head_size)
-    pool = page_pool(torch.empty(size, device="meta").unbind(1), slots_first=True)
+    pool = page_pool(torch.empty(size, device="meta").unbind(1), SHAPE.group_size, slots_first=True)
     summaries = SummaryBlocks(pool, regions, are_used=False)
     assert tensor_bytes(regions) + tensor_bytes(summaries.counts) == 1000 * found.block_bytes
-    queries = QueryPool(
-        config.num_query_rows,
-        SHAPE.num_layers,
-        SHAPE.num_heads * SHAPE.group_size,
-        SHAPE.head_size,
-        torch.bfloat16,
-        torch.device("cpu"),
-    )
+    queries = QueryPool(config.num_query_rows, SHAPE, torch.bfloat16, torch.device("cpu"))
     stored = DecodeQueries(queries, SIZES.max_rows) if config.waits else queries
     assert tensor_bytes(stored) == found.lines["query pool"]
 
@@ -439,8 +431,8 @@ def test_decode_kernels_are_allocated_at_start(kernel: str, max_rows: int) -> No
     config = settings("tgv", decode_kernel=kernel)
     shape = CacheShape(num_layers=2, num_heads=2, group_size=2, head_size=16, block_size=16)
     cache = torch.empty(4, 2, 2, 16, 32)
-    pool = page_pool(cache.unbind(1), slots_first=True)
-    evictor = Evictor(config, shape, pool, Ranks(), Stages(2))
+    pool = page_pool(cache.unbind(1), shape.group_size, slots_first=True)
+    evictor = Evictor(config, pool, Ranks(), Stages(2))
     builder = EvictingFlashMetadataBuilder.__new__(EvictingFlashMetadataBuilder)
     builder.max_cudagraph_size = max_rows
     builder.use_full_cuda_graph = builder.aot_schedule = True
@@ -516,8 +508,8 @@ def test_a_warm_up_that_fails_ends_the_start(where: str, monkeypatch: pytest.Mon
     """A kernel that does not compile would otherwise fail every request, each with HTTP 500."""
     shape = CacheShape(num_layers=2, num_heads=2, group_size=2, head_size=16, block_size=16)
     cache = torch.zeros(9, 2, 2, 16, 32)
-    pool = page_pool(cache.unbind(1), slots_first=True)
-    evictor = Evictor(settings("tgv"), shape, pool, Ranks(), Stages(2))
+    pool = page_pool(cache.unbind(1), shape.group_size, slots_first=True)
+    evictor = Evictor(settings("tgv"), pool, Ranks(), Stages(2))
     warm_up(evictor)  # works
 
     def fail(*args: object) -> None:
@@ -564,8 +556,8 @@ def test_a_warm_up_waits_and_cuts_again_like_the_server(
         pytest.skip("elastic merges tokens, so it evicts once")
     shape = CacheShape(num_layers=2, num_heads=2, group_size=2, head_size=16, block_size=16)
     config = settings(policy, methods={"answer": WAITING}, query_rows=700, **waiting)
-    pool = page_pool(torch.zeros(13, 2, 2, 16, 32).unbind(1), slots_first=True)
-    evictor = Evictor(config, shape, pool, Ranks(), Stages(2))
+    pool = page_pool(torch.zeros(13, 2, 2, 16, 32).unbind(1), shape.group_size, slots_first=True)
+    evictor = Evictor(config, pool, Ranks(), Stages(2))
     evicted: list[tuple[bool, int]] = []
     evict = evictor._evict
     kinds = ("vision", "text") if policy == "retentivekv" else ()

@@ -20,8 +20,7 @@ import torch
 
 from tests.configs import AdjustedConfig
 from tests.inputs import gates, head_scores, product
-from vllm_tgvkv.cache import pages
-from vllm_tgvkv.cache.pages import CacheShape, page_pool
+from vllm_tgvkv.cache.pages import page_pool
 from vllm_tgvkv.cache.ragged import RaggedKeys
 from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.gates.folder import GateKind
@@ -29,9 +28,9 @@ from vllm_tgvkv.policies import METHOD_NAMES, gates_of, has_summaries
 from vllm_tgvkv.shared.budget import Budget
 from vllm_tgvkv.shared.plan import ColumnSumChunk, Eviction, Failure, Observation, Outcome, StepPlan
 from vllm_tgvkv.shared.prompt import PromptMap, VisionSpan, voters
-from vllm_tgvkv.worker import observation
+from vllm_tgvkv.worker import observation, region_writer
 from vllm_tgvkv.worker.evictor import Evictor
-from vllm_tgvkv.worker.ranks import RankError, Ranks, SharedAttention, TensorRanks
+from vllm_tgvkv.worker.ranks import RankError, Ranks, SharedAttention
 from vllm_tgvkv.worker.stages import Stages
 
 LAYERS, HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE = 3, 4, 2, 16, 16
@@ -159,9 +158,8 @@ class Model:
         place = ranks.rank % replicas
         members = slice(place * group // replicas, (place + 1) * group // replicas)
         cache = self.keys[:, :, heads].contiguous()
-        pool = page_pool(cache.unbind(1), slots_first=True)
-        shape = CacheShape(LAYERS, cache.shape[2], group // replicas, HEAD_SIZE, BLOCK_SIZE)
-        evictor = Evictor(config, shape, pool, ranks, Stages(LAYERS))
+        pool = page_pool(cache.unbind(1), group // replicas, slots_first=True)
+        evictor = Evictor(config, pool, ranks, Stages(LAYERS))
         if evictor.context.gate_outputs is not None:
             evictor.context.gate_outputs.values.copy_(self.keys[:, :, heads, :, 0].abs().neg())
         evictor.begin_step(plan)
@@ -233,7 +231,7 @@ def run_ranks(
 
     def work(rank: int) -> Run:
         with torch.inference_mode():
-            ranks = TensorRanks(size, rank, replicas, wire.end(rank))
+            ranks = Ranks(size, rank, replicas, wire.end(rank))
             return model.evict(ranks, config, plan)
 
     return wire.run(work), wire
@@ -245,7 +243,7 @@ def both(method: str) -> dict[str, str]:
 
 def run_out_of_memory(monkeypatch: pytest.MonkeyPatch, part: str, now: Callable[[], bool]) -> None:
     """Let a part of the eviction fail to allocate memory in each call for which `now()` is true."""
-    owners = {"observe_layers": observation, "copy_kept": pages, "of_row": RaggedKeys}
+    owners = {"observe_layers": observation, "copy_kept": region_writer, "of_row": RaggedKeys}
     module = owners[part]
     real = getattr(module, part)
 
@@ -491,7 +489,7 @@ def test_numbers_arrive_bit_by_bit() -> None:
     strengths[1, 0, 0, 0] = float("nan")
 
     def work(rank: int) -> list[torch.Tensor]:
-        ranks = TensorRanks(2, rank, 1, wire.end(rank))
+        ranks = Ranks(2, rank, 1, wire.end(rank))
         parts = [list(scores[rank]), list(strengths[rank]), list(scores[rank, ..., :0])]
         return ranks.stack(parts, per_head=True)
 

@@ -43,8 +43,8 @@ class Pipeline:
             cache = model.keys[:, stages.first_layer :][:, :size].contiguous()
             _, _, heads, group, head_size = model.queries.shape
             shape = CacheShape(size, heads, group, head_size, BLOCK_SIZE)
-            pool = page_pool(cache.unbind(1), slots_first=True)
-            self.evictors.append(Evictor(config, shape, pool, Ranks(), stages))
+            pool = page_pool(cache.unbind(1), shape.group_size, slots_first=True)
+            self.evictors.append(Evictor(config, pool, Ranks(), stages))
 
     def run(self, plan: StepPlan) -> dict[str, Outcome | Failure]:
         """Run one step, stage after stage, so every message is sent before it is received."""

@@ -15,7 +15,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from vllm_tgvkv.cache.pages import CacheShape
 from vllm_tgvkv.cache.regions import Regions
 from vllm_tgvkv.cache.row_keys import RowKeys
 from vllm_tgvkv.kernels.statistics import Attention, ObservedAttention
@@ -35,23 +34,19 @@ class RaggedKeys(RowKeys):
     """Position of each column, int64 [L * H, C]; n after a pair's last key."""
 
     @classmethod
-    def of_row(
-        cls, blocks: Tensor, num_tokens: int, regions: Regions, shape: CacheShape
-    ) -> RaggedKeys:
+    def of_row(cls, blocks: Tensor, num_tokens: int, regions: Regions) -> RaggedKeys:
         """Look up the keys of a row of the block table, int32 [W], that has `num_tokens` tokens."""
+        shape = regions.shape
         num_pairs, size = shape.num_pairs, shape.block_size
         row, device = blocks.unsqueeze(0), blocks.device
         seq_lens = torch.full((1,), num_tokens, dtype=torch.int32, device=device)
-        lengths = torch.empty(
-            shape.num_layers, 1, shape.num_heads, dtype=torch.int32, device=device
-        )
-        regions.write_lengths(row, seq_lens, size, lengths)
+        by_pair = (shape.num_layers, 1, shape.num_heads)
+        lengths = torch.empty(by_pair, dtype=torch.int32, device=device)
+        regions.write_lengths(row, seq_lens, lengths)
         num_columns = int(lengths.max()) if lengths.is_cpu else num_tokens
         width = -(-num_columns // size)
-        tables = torch.zeros(
-            shape.num_layers, 1, shape.num_heads, width, dtype=torch.int32, device=device
-        )
-        regions.write_page_tables(row, seq_lens, size, 0, tables)
+        tables = torch.zeros(*by_pair, width, dtype=torch.int32, device=device)
+        regions.write_page_tables(row, seq_lens, 0, tables)
         tables, lengths = tables.view(num_pairs, width), lengths.view(num_pairs)
         columns = torch.arange(num_columns, device=device)
         pages = tables[:, columns // size].long()

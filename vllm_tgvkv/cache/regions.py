@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from vllm_tgvkv.cache.pages import CacheShape
 from vllm_tgvkv.kernels import page_tables
 
 
@@ -28,15 +29,14 @@ class Regions:
     def __init__(
         self,
         num_blocks: int,
-        num_pairs: int,
+        shape: CacheShape,
         device: torch.device,
-        block_size: int = 0,
+        keeps_positions: bool = False,
     ) -> None:
-        """Make the state of an empty pool.
-
-        Args:
-            block_size: N, if regions may be cut again, for which positions are needed; otherwise 0.
-        """
+        """Make the state of an empty pool; regions may be cut again if it `keeps_positions`."""
+        num_pairs, block_size = shape.num_pairs, shape.block_size if keeps_positions else 0
+        self.shape = shape
+        self.keeps_positions = keeps_positions
         self.num_token_blocks = torch.zeros(num_blocks, dtype=torch.int32, device=device)
         self.num_replaced = torch.zeros(num_blocks, dtype=torch.int32, device=device)
         self.offsets = torch.zeros(num_blocks, num_pairs + 1, dtype=torch.int32, device=device)
@@ -53,11 +53,6 @@ class Regions:
     @property
     def num_live(self) -> int:
         return len(self._owners)
-
-    @property
-    def keeps_positions(self) -> bool:
-        """Whether regions may be cut again."""
-        return self.positions.shape[1] > 0
 
     def owns(self, request_id: str) -> bool:
         """Return whether a request is compressed."""
@@ -101,7 +96,6 @@ class Regions:
         self,
         block_table: torch.Tensor,
         seq_lens: torch.Tensor,
-        block_size: int,
         lengths: torch.Tensor,
     ) -> None:
         """Write how many keys each row of a block table attends to, see `page_tables`."""
@@ -111,7 +105,7 @@ class Regions:
             self.num_token_blocks,
             self.num_replaced,
             self.offsets,
-            block_size,
+            self.shape.block_size,
             lengths,
         )
 
@@ -119,7 +113,6 @@ class Regions:
         self,
         block_table: torch.Tensor,
         seq_lens: torch.Tensor,
-        block_size: int,
         first_layer: int,
         tables: torch.Tensor,
     ) -> None:
@@ -130,7 +123,7 @@ class Regions:
             self.num_token_blocks,
             self.num_replaced,
             self.offsets,
-            block_size,
+            self.shape.block_size,
             first_layer,
             tables,
         )

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 import numpy as np
 from vllm.multimodal.inputs import MultiModalFeatureSpec
@@ -15,6 +16,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm_tgvkv.shared.budget import Guard
 from vllm_tgvkv.shared.prompt import PromptMap, Voters
 from vllm_tgvkv.shared.trace import Trace
+
+N = TypeVar("N", int, float)
 
 NO_ROW = 0
 """The row that nobody reads. A step of fixed size stores the queries of all other tokens in it."""
@@ -162,6 +165,14 @@ class Failure:
 
     request_id: str
     error: str
+
+
+def sums(parts: Iterable[Mapping[str, N]]) -> dict[str, N]:
+    """Return the sums of numbers by name; a missing one is 0."""
+    total: dict[str, Any] = {}
+    for name, number in chain.from_iterable(part.items() for part in parts):
+        total[name] = total.get(name, 0) + number
+    return total
 
 
 # vLLM passes its two outputs between scheduler and worker by reference within a process and pickles

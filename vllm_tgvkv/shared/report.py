@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_tgvkv.shared.plan import Outcome
+from vllm_tgvkv.shared.plan import Outcome, sums
 
 
 @dataclass
@@ -91,9 +91,7 @@ class EvictionReport:
         The next eviction may be scheduled already: then its own outcome tells what is kept in the
         end.
         """
-        seconds = self.seconds or {}
-        parts = dict.fromkeys([*seconds, *outcome.seconds])
-        self.seconds = {p: seconds.get(p, 0.0) + outcome.seconds.get(p, 0.0) for p in parts}
+        self.seconds = sums((self.seconds or {}, outcome.seconds))
         self.vision_tokens = outcome.seen["vision"]
         if self.cuts and self.cuts[-1].answer_tokens == outcome.num_answer:
             self.kept_vision_tokens = outcome.kept["vision"]

@@ -74,11 +74,11 @@ class SummaryReads:
             tables: pages of the ragged rows in this layer, int32 [R, H, W].
             lengths: their keys in this layer, int32 [R, H].
         """
-        pool = self.summaries.pool
-        by_token = (-1, pool.num_heads, *queries.shape[1:])
+        pool, shape = self.summaries.pool, self.summaries.pool.shape
+        by_token = (-1, shape.num_heads, *queries.shape[1:])
         reading = queries.view(by_token)[self.tokens]
-        heads = torch.arange(pool.num_heads)
-        pages = (self.blocks * pool.num_layers + layer).unsqueeze(1) * pool.num_heads
+        heads = torch.arange(shape.num_heads)
+        pages = (self.blocks * shape.num_layers + layer).unsqueeze(1) * shape.num_heads
         pages = pages + heads[:, None]
         summary = load(pool.keys, pool.values, pages, self.summaries.num_rows)
         seen = lengths[self.rows] - self.num_hidden[:, None]

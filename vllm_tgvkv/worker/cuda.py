@@ -11,7 +11,7 @@ queries stay graphs, see `queries.DecodeQueries`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
@@ -78,8 +78,8 @@ class EvictionGPUWorker(EvictingWorker, Worker):
             self.model_runner._init_kv_zero_meta()
 
     @property
-    def rows(self) -> type[RowsV1] | type[RowsV2]:
-        return self.model_runner.rows
+    def rows_class(self) -> type[RowsV1] | type[RowsV2]:
+        return RowsV2 if self.use_v2_model_runner else RowsV1
 
     def rewrite_rows(self, evictions: list[Eviction]) -> None:
         """Leave the rows to the model runner, which rewrites them when it updates its own."""
@@ -108,8 +108,6 @@ def memory_of(vllm_config: VllmConfig, specs: Mapping[str, FullAttentionSpec]) -
 class ShrinkingRows:
     """The common part of both model runners: rows that shrink."""
 
-    rows: ClassVar[type[RowsV1 | RowsV2]]
-
     def __init__(
         self, vllm_config: VllmConfig, device: torch.device, worker: EvictionGPUWorker
     ) -> None:
@@ -124,14 +122,12 @@ class ShrinkingRows:
 
     def rewrite_shrunk_rows(self) -> None:
         for eviction in self.shrunk:
-            self.rows.rewrite(self, eviction, self.worker.group)
+            self.worker.rows.rewrite(eviction)
         self.shrunk = []
 
 
 class EvictingModelRunnerV1(ShrinkingRows, GPUModelRunnerV1):
     """Model runner V1 with rows that shrink."""
-
-    rows = RowsV1
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Callable[..., Any] | None:
         # Here the copy of the last step's block table has certainly ended.
@@ -147,7 +143,6 @@ class EvictingModelRunnerV1(ShrinkingRows, GPUModelRunnerV1):
 class EvictingModelRunnerV2(ShrinkingRows, GPUModelRunnerV2):
     """Model runner V2 with rows that shrink."""
 
-    rows = RowsV2
     batch: BatchReqState | None = None
     """The requests of the step, row by row; None in a trial run."""
 

@@ -103,8 +103,8 @@ class PromptObservation:
         row = context.to_device(eviction.old_blocks), num_tokens
         keys: RowKeys | None = None
         if not eviction.is_first:
-            find = partial(RaggedKeys.of_row, *row, context.regions, context.shape)
-            keys = self.attempt(find)  # it takes memory, which may be short
+            # It takes memory, which may be short.
+            keys = self.attempt(partial(RaggedKeys.of_row, *row, context.regions))
         keys = keys or RowKeys.of_blocks(*row, context.shape)
         policy = self._policy_of(eviction.method)
         return due_eviction(eviction, policy, self._config.sinks, keys, context)
@@ -112,7 +112,7 @@ class PromptObservation:
     # -- a layer ------------------------------------------------------------------------
 
     def see_layer(self, layer: int, queries: torch.Tensor, scale: float) -> None:
-        """Observe one layer, once its keys are in the cache; see `Evictor.observe_layer`."""
+        """Observe one layer, once its keys are in the cache; see `Observer.observe_layer`."""
         ranks, rows = self._context.ranks, None
         with self.stopwatch.time("statistics"):
             if self.error is None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import torch
 
+from vllm_tgvkv.kernels.copy import copy_kept
+from vllm_tgvkv.kernels.merge import merge_evicted
 from vllm_tgvkv.kernels.select import page_offsets
 from vllm_tgvkv.summaries.blocks import CutTokens, SummaryBlocks
 from vllm_tgvkv.worker.context import ObserverContext
@@ -25,11 +27,13 @@ class RegionWriter:
         Returns:
             The tokens' positions in the order of their slots, int32 [pages, N].
         """
-        context, blocks = self._context, due.token_blocks
-        positions, sources = due.keys.placed(decision.positions, decision.offsets, due.is_ordered)
-        context.pool.copy(sources, decision.offsets, blocks)
+        context, pool, blocks = self._context, self._context.pool, due.token_blocks
+        sizes, offsets = (pool.shape.num_layers, pool.shape.num_heads), decision.offsets
+        positions, sources = due.keys.placed(decision.positions, offsets, due.is_ordered)
+        copy_kept(pool.keys, pool.values, sources, offsets, blocks, *sizes)
         if due.policy.merge:
-            context.pool.merge(positions, decision.offsets, due.replaced_blocks, blocks)
+            replaced = due.keys.blocks[: due.eviction.num_replaced]
+            merge_evicted(pool.keys, pool.values, positions, offsets, replaced, blocks, *sizes)
         if context.regions.keeps_positions:
             context.regions.store_positions(blocks, positions)
             if context.gate_outputs is not None:

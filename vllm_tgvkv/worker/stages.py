@@ -12,14 +12,13 @@ stages know from the plan, each earlier stage sends the last one its outcomes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeAlias, TypeVar
+from itertools import chain
+from typing import Protocol, TypeAlias
 
-from vllm_tgvkv.shared.plan import Failure, Outcome
+from vllm_tgvkv.shared.plan import Failure, Outcome, sums
 from vllm_tgvkv.shared.trace import join_traces
-
-N = TypeVar("N", int, float)
 
 StageOutcomes: TypeAlias = list[Outcome | Failure]
 """The outcomes of one step in the layers of a stage."""
@@ -91,12 +90,11 @@ def join_outcomes(stages: Sequence[StageOutcomes]) -> StageOutcomes:
     """
     parts: dict[str, list[Outcome]] = {}
     failures: dict[str, Failure] = {}
-    for outcomes in stages:
-        for part in outcomes:
-            if isinstance(part, Failure):
-                failures.setdefault(part.request_id, part)
-            else:
-                parts.setdefault(part.request_id, []).append(part)
+    for part in chain.from_iterable(stages):
+        if isinstance(part, Failure):
+            failures.setdefault(part.request_id, part)
+        else:
+            parts.setdefault(part.request_id, []).append(part)
     joined = [_join(of_all) for name, of_all in parts.items() if name not in failures]
     return [*joined, *failures.values()]
 
@@ -107,20 +105,11 @@ def _join(parts: Sequence[Outcome]) -> Outcome:
     return replace(
         parts[0],
         num_blocks=max(numbers, default=None),
-        kept=_sum(part.kept for part in parts),
-        seconds=_sum(part.seconds for part in parts),
+        kept=sums(part.kept for part in parts),
+        seconds=sums(part.seconds for part in parts),
         num_pairs=sum(part.num_pairs for part in parts),
         trace=join_traces(traces) if traces else None,
     )
-
-
-def _sum(parts: Iterable[dict[str, N]]) -> dict[str, N]:
-    """Return the sum of numbers by name; a missing one is 0."""
-    total: dict[str, N] = {}
-    for part in parts:
-        for name, number in part.items():
-            total[name] = total[name] + number if name in total else number
-    return total
 
 
 def pipeline_stages(num_layers: int) -> Stages:

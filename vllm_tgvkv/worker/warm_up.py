@@ -42,7 +42,7 @@ def warm_up(evictor: Evictor) -> None:
     num_blocks = 1 + int(second_region[-1])
     if pool.num_blocks < num_blocks:
         return
-    size = pool.block_size
+    size = pool.shape.block_size
     num_tokens = 4 * size + 1  # four full blocks and a tail
     prompt = PromptMap(num_tokens, (VisionSpan(size, 2 * size, None),))
     budget, defer = config.first_eviction(config.policy)
@@ -58,7 +58,7 @@ def warm_up(evictor: Evictor) -> None:
         _run(evictor, plans)
     evictor.take_outcomes()  # the scheduler does not know this prompt
     evictor.kept.clear()
-    pool.raw[: num_blocks * pool.pages_per_block] = 0
+    pool.raw[: num_blocks * pool.shape.num_pairs] = 0
 
 
 def _run(evictor: Evictor, plans: Sequence[StepPlan]) -> None:

@@ -138,19 +138,19 @@ class ArmEngine:
         self.watches.reset()
         restore = _skip_prompt_attention()
         outcomes: list[Outcome] = []
-        attach = worker.with_outcomes
+        attach = worker.attach_outcomes
 
-        def with_outcomes(*args: Any, **kwargs: Any) -> ModelRunnerOutput:
+        def attach_outcomes(*args: Any, **kwargs: Any) -> ModelRunnerOutput:
             output = attach(*args, **kwargs)
             outcomes.extend(o for o in outcomes_of(output) if isinstance(o, Outcome))
             return output
 
-        worker.with_outcomes = with_outcomes
+        worker.attach_outcomes = attach_outcomes
         try:
             self._submit(prompt, 2, budget, policy, defer=0)
             self._step_until_token()
         finally:
-            worker.with_outcomes = attach
+            worker.attach_outcomes = attach
             restore()
         (outcome,) = outcomes
         spent = outcome.seconds

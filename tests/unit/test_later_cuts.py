@@ -35,7 +35,7 @@ from vllm_tgvkv.shared.plan import ColumnSumChunk, Eviction, Failure, Observatio
 from vllm_tgvkv.shared.prompt import PromptMap, VisionSpan, Voters, voters
 from vllm_tgvkv.worker.evictor import Evictor
 from vllm_tgvkv.worker.ranks import Ranks
-from vllm_tgvkv.worker.stages import Message, PipelineStages, Stages
+from vllm_tgvkv.worker.stages import Message, Stages
 
 LAYERS, HEAD_SIZE, SIZE, NUM_BLOCKS = 3, 16, 16, 120
 SCALE = HEAD_SIZE**-0.5
@@ -252,11 +252,12 @@ class Worker:
         """Of each step."""
         self.evictors: list[Evictor] = []
         for stage, of_stage in enumerate(ranks):
-            stages: Stages = Stages(LAYERS)
-            if len(layers) > 1:
-                stages = PipelineStages(
-                    layers, stage, partial(send, sent[stage]), lambda s: sent[s].popleft()
-                )
+            stages = Stages(
+                *layers,
+                stage=stage,
+                send=partial(send, sent[stage]),
+                receive=lambda s: sent[s].popleft(),
+            )
             cache = torch.full((NUM_BLOCKS, layers[stage], size, SIZE, 2 * HEAD_SIZE), torch.nan)
             pool = page_pool(cache.unbind(1), group, slots_first=True)
             self.evictors.append(Evictor(config, pool, of_stage, stages))

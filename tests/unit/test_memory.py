@@ -442,7 +442,8 @@ def test_decode_kernels_are_allocated_at_start(kernel: str, max_rows: int) -> No
     )
     builder.bind(evictor, SimpleNamespace())
     sizes = replace(SIZES, shape=shape, max_rows=max_rows)
-    expected = sum(memory._of_decoding(config, sizes).values())
+    lines = memory._of_server(config, sizes)
+    expected = sum(lines.values()) - lines["query pool"]
     found = tensor_bytes(builder._kernel)
     assert 0 < found <= expected
     if kernel == "stock":
@@ -466,9 +467,7 @@ def test_the_page_has_these_formulas() -> None:
         sizes = replace(SIZES, step_tokens=8192, max_tokens=1 << 15, table_width=2048)
         policy = config.build_policy(method)
         found = {
-            **memory._of_decoding(config, sizes),
-            "query pool": memory._of_query_pool(config, sizes),
-            **memory._of_gates(config, sizes),
+            **memory._of_server(config, sizes),
             **memory._of_method(config, policy, sizes),
         }
         gate_bytes = 0

@@ -25,7 +25,7 @@ from vllm_tgvkv.cache.pages import CacheShape, page_pool
 from vllm_tgvkv.shared.plan import Failure, Outcome, StepPlan
 from vllm_tgvkv.worker.evictor import Evictor
 from vllm_tgvkv.worker.ranks import Ranks
-from vllm_tgvkv.worker.stages import PipelineStages, Stages, join_outcomes
+from vllm_tgvkv.worker.stages import Stages, join_outcomes
 
 assert LAYERS == 3
 
@@ -37,8 +37,11 @@ class Pipeline:
         self.sent: dict[int, deque[Any]] = defaultdict(deque)
         self.model, self.evictors = model, []
         for stage, size in enumerate(layers):
-            stages = PipelineStages(
-                layers, stage, self.sent[stage].append, lambda s: self.sent[s].popleft()
+            stages = Stages(
+                *layers,
+                stage=stage,
+                send=self.sent[stage].append,
+                receive=lambda s: self.sent[s].popleft(),
             )
             cache = model.keys[:, stages.first_layer :][:, :size].contiguous()
             _, _, heads, group, head_size = model.queries.shape
@@ -173,7 +176,7 @@ def test_a_message_is_waited_for_once_more_are_sent_than_steps_can_be_in_flight(
         sent.append(found)
         return Handle(len(sent) - 1)
 
-    stage = PipelineStages((2, 1, 2), 1, send, lambda stage: None)
+    stage = Stages(2, 1, 2, stage=1, send=send)
     assert (stage.first_layer, stage.model_layers, stage.is_last) == (2, 5, False)
     for number in range(5):
         stage.tell([Failure(str(number), "")])

@@ -97,6 +97,11 @@ class Eviction:
         return len(self.new_blocks)
 
     @property
+    def has_outcome(self) -> bool:
+        """Whether the scheduler or a trace needs the outcome."""
+        return self.is_first or self.is_reported or self.traced_budget is not None
+
+    @property
     def observed(self) -> PromptMap:
         """The prompt and the answer so far."""
         return self.prompt.followed_by(self.num_answer)

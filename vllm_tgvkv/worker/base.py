@@ -78,10 +78,10 @@ class EvictingWorker:
         gates = config_of(self.vllm_config).gates
         if gates is None:
             return
-        modules = self.vllm_config.compilation_config.static_forward_context.items()
+        modules = self.vllm_config.compilation_config.static_forward_context
         layers = {
             name: layer
-            for name, layer in modules
+            for name, layer in modules.items()
             if isinstance(getattr(layer, "impl", None), EvictingImpl)
         }
         part = tensor_ranks(self.vllm_config).part
@@ -133,14 +133,14 @@ class EvictingWorker:
 
     def _evicted_group(self) -> tuple[int, EvictingBuilder[Any]]:
         """Return the evicted layers' index among vLLM's KV cache groups, and their builder."""
-        ((index, builder),) = (
+        (found,) = (
             (index, builder)
             for index, groups in enumerate(self.model_runner.attn_groups)
             for group in groups
             if isinstance(builder := group.get_metadata_builder(), EvictingBuilder)
             and builder.evicts
         )
-        return index, builder
+        return found
 
     def execute_model(
         self, scheduler_output: SchedulerOutput
@@ -163,7 +163,7 @@ class EvictingWorker:
             return output
         if isinstance(output, AsyncModelRunnerOutput):
             return OutputWithOutcomes(output, outcomes)
-        return with_outcomes(output, outcomes)
+        return attach_outcomes(output, outcomes.read())
 
     @property
     def rows_class(self) -> type[RowsV1] | type[RowsV2]:
@@ -243,13 +243,8 @@ class OutputWithOutcomes(AsyncModelRunnerOutput):
         self._outcomes = outcomes
 
     def get_output(self) -> ModelRunnerOutput:
-        return with_outcomes(self._output.get_output(), self._outcomes)
+        return attach_outcomes(self._output.get_output(), self._outcomes.read())
 
     def get_kv_connector_output(self) -> Any:
         """Return what is left of the output for vLLM 0.33 if `get_output` failed."""
         return self._output.get_kv_connector_output()
-
-
-def with_outcomes(output: ModelRunnerOutput, outcomes: Outcomes) -> ModelRunnerOutput:
-    """Wait for the step's outcomes and attach them."""
-    return attach_outcomes(output, outcomes.read())

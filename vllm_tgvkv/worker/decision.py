@@ -44,10 +44,7 @@ class Decision:
         return page_offsets(self.counts)
 
     def count_vision(self, is_vision: Tensor) -> Tensor:
-        """Return the vision tokens in all pages that hold tokens, int64 scalar.
-
-        `is_vision` is bool `[P]`.
-        """
+        """Return the vision tokens in all pages that hold tokens, int64; `is_vision` is `[P]`."""
         # An index of int64 would take more memory than the positions.
         chosen = is_vision.index_select(0, self.positions.flatten())
         in_page = chosen.view_as(self.positions).sum(1)
@@ -110,7 +107,7 @@ class ScoredPrompt:
         else:
             least = min(guard.least_blocks, num_retained)
             dealt = self.agree(partial(self._fewest, least, num_retained, guard.share))
-        counts = self._deal(dealt, self._floor(least), guard is not None)[:, self.heads]
+        counts = self._deal(dealt, least, guard is not None)[:, self.heads]
         return Decision(counts, self._fill(counts, num_retained, guard is not None), dealt)
 
     def preference(self, counts: Tensor, guarded: bool) -> Tensor:
@@ -130,10 +127,6 @@ class ScoredPrompt:
         by_guard = (tiers >= _TEXT_TIER) & guarded
         return torch.where(by_guard, 2, (tiers > 0).to(torch.uint8)).to(torch.uint8)
 
-    def _floor(self, least: int) -> int:
-        """Return the fewest pages of a head, if at least `least` blocks are dealt."""
-        return min(self.floor_pages, least)
-
     def _fewest(self, least: int, most: int, share: float) -> Tensor:
         """Return the fewest blocks that hold `share` of the masses, int64 scalar."""
         masses = self.masses
@@ -146,16 +139,16 @@ class ScoredPrompt:
         # below the lower bound.
         for _ in range((most - least + 1).bit_length()):
             middle = (low + high).div(2, rounding_mode="floor").clamp(min=least)
-            counts = self._deal(middle, self._floor(least), guarded=True)
+            counts = self._deal(middle, least, guarded=True)
             enough = self._sum(partial(self._kept_masses, counts, masses)) >= wanted
             high, low = torch.where(enough, middle, high), torch.where(enough, low, middle)
         return high
 
-    def _deal(self, retained: Tensor, floor: int, guarded: bool) -> Tensor:
+    def _deal(self, retained: Tensor, least: int, guarded: bool) -> Tensor:
         """Return the pages of every (layer, head), int64 `[L, H]`; they sum to k * L * H.
 
-        At granularity `layer` all heads of a layer get the same number: k * L units of H pages are
-        dealt, the same for every part.
+        `least` is a lower bound of k that the host knows. At granularity `layer` all heads of a
+        layer get the same number: k * L units of H pages are dealt, the same for every part.
         """
         kept = retained * self.block_size
         layers = AllLayers(
@@ -176,7 +169,7 @@ class ScoredPrompt:
             return values.unflatten(1, (num_parts, -1)).transpose(0, 1).flatten(1)
 
         of_parts = by_part(shares)
-        total = retained * of_parts.shape[1]
+        total, floor = retained * of_parts.shape[1], min(self.floor_pages, least)
         if self.present is None:
             dealt = apportion(of_parts, total, floor, most)
         else:
@@ -187,10 +180,7 @@ class ScoredPrompt:
         return counts.expand(-1, self.num_heads).contiguous()
 
     def _tiers(self, num_kept: Tensor, guarded: bool) -> Tensor:
-        """Return the candidates' tiers, int32 `[C]` or `[*, C]` for `num_kept` `[*]`.
-
-        A guard puts text first.
-        """
+        """Return tiers, int32 `[C]` or `[*, C]` for `num_kept` `[*]`; a guard puts text first."""
         prompt = self.prompt
         tiers = self.policy.retention.tiers(prompt, num_kept)[..., : prompt.num_candidates]
         if not guarded:

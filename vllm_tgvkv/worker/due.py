@@ -86,14 +86,6 @@ class DueEviction:
         return self.eviction.num_retained - len(self.summary_kinds)
 
     @property
-    def token_blocks(self) -> torch.Tensor:
-        return self.new_blocks[: self.num_token_blocks]
-
-    @property
-    def summary_blocks(self) -> torch.Tensor:
-        return self.new_blocks[self.num_token_blocks :]
-
-    @property
     def keeps_unpooled(self) -> bool:
         """Whether a trace tells scores from those that pooling raised."""
         return self.eviction.traced_budget is not None and self.policy.pooling.kind != "none"

@@ -132,15 +132,15 @@ class Evictor:
         return bool(self.plan.summings or self.plan.evictions)
 
     def prepare(self, first_token: Callable[[str], int]) -> None:
-        observations = {}
-        if self._may_fail:
-            observations = {part.request_id: part for part in self.plan.observations}
-        summings = {part.request_id: part for part in self.plan.summings}
-        evictions = {part.request_id: part for part in self.plan.evictions}
         self._current = []
         tokens, rows = self._rows_to_store(first_token)
         if len(tokens):
             self._stored = StoredQueries.of_tokens(self.context.queries, tokens, rows)
+        if not self._may_fail:
+            return
+        observations = {part.request_id: part for part in self.plan.observations}
+        summings = {part.request_id: part for part in self.plan.summings}
+        evictions = {part.request_id: part for part in self.plan.evictions}
         self.context.num_waiting_rows = sum(
             len(part.rows) for part in self.plan.observations if part.stored is None
         )
@@ -234,21 +234,16 @@ class Evictor:
         with seen.stopwatch.time("copy"):
             positions = self._writer.copy(due, decision)
             self._writer.summarise(due, scored, positions, offsets)
-        self._writer.store(due, offsets)
+        self._writer.store(due, due.num_token_blocks, offsets)
         return PendingOutcome(
             due.eviction,
             decision.num_retained,
-            decision.count_vision(due.prompt.is_vision) if self._is_reported(due) else None,
+            decision.count_vision(due.prompt.is_vision) if due.eviction.has_outcome else None,
             self.shape.num_pairs * self.ranks.size,
             seen.stopwatch,
             start_trace(due, scored, decision) if self.ranks.rank == 0 else None,
             decision if self.config.debug.record_kept else None,
         )
-
-    def _is_reported(self, due: DueEviction) -> bool:
-        """Whether the scheduler or a trace needs the outcome of an eviction."""
-        eviction = due.eviction
-        return eviction.is_first or eviction.is_reported or eviction.traced_budget is not None
 
     def _record(self, pending: PendingOutcome) -> None:
         """Report an eviction that worked on all ranks, and drop its observation."""

@@ -108,7 +108,7 @@ class EvictingBackend:
 class EvictingBuilder(Generic[Rows]):
     """Builds `EvictingMetadata`: the ragged rows, and vLLM's metadata of the rest.
 
-    That of layers with a window has no observer and leaves all of a batch to vLLM.
+    The one of layers with a window has no observer and leaves all of a batch to vLLM.
     """
 
     slots_first: ClassVar[bool]
@@ -353,15 +353,13 @@ def check_layer(impl: AttentionImpl, may_slide: bool = False) -> None:
     no_window = (-1, (-1, -1))  # on CPU, in FlashAttention
     if may_slide and impl.sliding_window not in no_window:
         return
+    shares = impl.kv_sharing_target_layer_name is not None
     for found, what in (
         (impl.alibi_slopes is not None, "ALiBi position biases"),
         (impl.sliding_window not in no_window, "sliding-window attention"),
         (bool(impl.logits_soft_cap), "soft-capped attention logits"),
         (impl.sinks is not None, "learned attention sinks"),
-        (
-            impl.kv_sharing_target_layer_name is not None and not may_slide,
-            "layers that share a KV cache",
-        ),
+        (shares and not may_slide, "layers that share a KV cache"),
     ):
         if found:
             raise UnsupportedByEvictionError(

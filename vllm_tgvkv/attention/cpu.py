@@ -115,15 +115,11 @@ class PageTables:
         needed = (seq_lens - 1) // size + 1
         num_pages = int(lengths.max() - 1) // size + 1
         blocks = block_table[:, : int(needed.max())]
-        if (
-            self.is_stale
-            or self._tables.shape[1] != len(blocks)
-            or self._tables.shape[3] < num_pages
-        ):
+        _, num_rows, _, width = self._tables.shape
+        if self.is_stale or num_rows != len(blocks) or width < num_pages:
             width = (num_pages // _TABLE_STEP + 1) * _TABLE_STEP
-            self._tables = self._tables.new_empty(
-                shape.num_layers, len(blocks), shape.num_heads, width
-            )
+            by_pair = (shape.num_layers, len(blocks), shape.num_heads, width)
+            self._tables = self._tables.new_empty(by_pair)
             self._num_blocks = torch.empty_like(needed)
             changed = torch.arange(len(blocks))
         else:
@@ -246,10 +242,7 @@ class EvictingCPUMetadataBuilder(EvictingBuilder[VirtualSequences], CPUAttention
             tokens=tokens,
             queries=queries,
             summaries=SummaryReads.of_rows(
-                self.observer.summaries,
-                block_table,
-                common.query_start_loc[rows],
-                common.query_start_loc[rows + 1],
+                self.observer.summaries, block_table, common.query_start_loc, rows
             ),
         )
         self._last = ragged if only_decodes else None

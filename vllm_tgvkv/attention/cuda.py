@@ -159,15 +159,11 @@ class FlashKernel(RaggedKernel):
         # [R, H * G, D] is [R * H, G, D] as well. vLLM's queries may be a slice of a fused
         # projection; then reshaping copies them.
         by_head = (-1, shape.group_size, shape.head_size)
-        inputs = (
-            query.reshape(by_head),
-            output.view(by_head),
-            self._layer_lengths[layer],
-            self._layer_tables[index],
-        )
+        queries, outputs = query.reshape(by_head), output.view(by_head)
+        inputs = (queries, outputs, self._layer_lengths[layer], self._layer_tables[index])
         size = rows.rows_per_launch
-        for number, part in enumerate(_slices(inputs, size * shape.num_heads)):
-            q, out, lengths, table = part
+        parts = _slices(inputs, size * shape.num_heads)
+        for number, (q, out, lengths, table) in enumerate(parts):
             found = flash_attn.flash_attn_varlen_func(
                 q=q,
                 k=impl.key_pages,
@@ -240,9 +236,7 @@ class TritonKernel(RaggedKernel):
             impl.pool.values,
             rows.block_table,
             self._current_lengths,
-            self.regions.num_token_blocks,
-            self.regions.num_replaced,
-            self.regions.offsets,
+            *self.regions.state,
             impl.layer,
             impl.scale,
             self._current_plan,

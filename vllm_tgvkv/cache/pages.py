@@ -13,11 +13,7 @@ from dataclasses import dataclass
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-FP8 = {
-    "fp8": torch.float8_e4m3fn,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-}
+FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """Element types of a quantised cache, by vLLM's `--kv-cache-dtype`.
 
 A layer has one scale for all of its keys and one for its values. So a page can move within its

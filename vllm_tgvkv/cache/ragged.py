@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -146,6 +146,14 @@ class RaggedKeys(RowKeys):
         return settled
 
 
+def _by_position(statistic: str) -> Any:
+    """Return a property: a statistic that is computed by column, by position.
+
+    What depends on neighbours does so on those in the cache.
+    """
+    return property(lambda self: self.scattered(getattr(self._own, statistic)))
+
+
 class RaggedAttention(Attention):
     """Attention over the keys of one layer of a compressed row, by position."""
 
@@ -164,45 +172,27 @@ class RaggedAttention(Attention):
     def row_columns(self) -> Tensor:
         return self._rows.unsqueeze(0)
 
-    @property
-    def column_sums(self) -> Tensor:
-        return self._by_position(self._own.column_sums)
-
-    @property
-    def column_maxima(self) -> Tensor:
-        return self._by_position(self._own.column_maxima)
+    column_sums = _by_position("column_sums")
+    column_maxima = _by_position("column_maxima")
+    past_importance = _by_position("past_importance")
+    key_redundancy = _by_position("key_redundancy")
+    mean_cosines = _by_position("mean_cosines")
+    value_norms = _by_position("value_norms")
 
     @property
     def row_entropies(self) -> Tensor:
         return self._own.row_entropies
 
     @property
-    def past_importance(self) -> Tensor:
-        # Pooled over neighbours in the cache, before keys are put in their positions.
-        return self._by_position(self._own.past_importance)
-
-    @property
-    def key_redundancy(self) -> Tensor:
-        return self._by_position(self._own.key_redundancy)
-
-    @property
     def is_seen(self) -> Tensor:
         # The last row is the request's last token, which sees all that is left.
         return self._columns < self._num_tokens
 
-    @property
-    def mean_cosines(self) -> Tensor:
-        return self._by_position(self._own.mean_cosines)
-
-    @property
-    def value_norms(self) -> Tensor:
-        return self._by_position(self._own.value_norms)
-
     def weighted_column_sums(self, weights: Tensor) -> Tensor:
-        return self._by_position(self._own.weighted_column_sums(weights))
+        return self.scattered(self._own.weighted_column_sums(weights))
 
-    def _by_position(self, values: Tensor) -> Tensor:
-        """Scatter float32 [S, columns] to [S, n]."""
+    def scattered(self, values: Tensor) -> Tensor:
+        """Return values of columns, float32 [S, C], by position, [S, n]."""
         found = values.new_zeros(len(values), self._num_tokens + 1)
         found.scatter_(1, self._positions, values)
         return found[:, : self._num_tokens]

@@ -54,6 +54,10 @@ class Regions:
     def num_live(self) -> int:
         return len(self._owners)
 
+    @property
+    def state(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.num_token_blocks, self.num_replaced, self.offsets
+
     def owns(self, request_id: str) -> bool:
         """Return whether a request is compressed."""
         return request_id in self._first_blocks
@@ -93,21 +97,11 @@ class Regions:
         self.version += bool(first_blocks)
 
     def write_lengths(
-        self,
-        block_table: torch.Tensor,
-        seq_lens: torch.Tensor,
-        lengths: torch.Tensor,
+        self, block_table: torch.Tensor, seq_lens: torch.Tensor, lengths: torch.Tensor
     ) -> None:
         """Write how many keys each row of a block table attends to, see `page_tables`."""
-        page_tables.write_lengths(
-            block_table,
-            seq_lens,
-            self.num_token_blocks,
-            self.num_replaced,
-            self.offsets,
-            self.shape.block_size,
-            lengths,
-        )
+        size = self.shape.block_size
+        page_tables.write_lengths(block_table, seq_lens, *self.state, size, lengths)
 
     def write_page_tables(
         self,
@@ -117,13 +111,5 @@ class Regions:
         tables: torch.Tensor,
     ) -> None:
         """Write the pages that each row of a block table attends to, see `page_tables`."""
-        page_tables.write_page_tables(
-            block_table,
-            seq_lens,
-            self.num_token_blocks,
-            self.num_replaced,
-            self.offsets,
-            self.shape.block_size,
-            first_layer,
-            tables,
-        )
+        size = self.shape.block_size
+        page_tables.write_page_tables(block_table, seq_lens, *self.state, size, first_layer, tables)

@@ -76,11 +76,8 @@ def _projection(owner: nn.Module | None, name: str) -> nn.Module:
     """Return the module that projects to the queries, keys and values of an attention layer."""
     children = owner.children() if owner is not None else ()
     # A layer with adapters has another one inside.
-    found = [
-        child
-        for child in children
-        if isinstance(getattr(child, "base_layer", child), QKVParallelLinear)
-    ]
+    inner = {child: getattr(child, "base_layer", child) for child in children}
+    found = [child for child in inner if isinstance(inner[child], QKVParallelLinear)]
     if len(found) != 1:
         raise UnsupportedByEvictionError(
             f"kv_eviction.gates does not work with this model: {name} has {len(found)} joint "

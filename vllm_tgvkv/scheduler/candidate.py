@@ -84,16 +84,12 @@ class Candidate:
 
     def num_kept(self, cut: Cut, block_size: int) -> int:
         """Return the tokens per head that a cut without a guard keeps of the prompt."""
-        num_filled = cut.num_retained - self.num_summaries(cut)
+        num_filled, has_vision = cut.num_retained, self.prompt.has_vision
+        if self.summaries is not None:
+            kinds = self.summaries.kinds(cut.num_retained, cut.num_replaced, has_vision)
+            num_filled -= len(kinds)
         num_tail = max(self.prompt.num_tokens - cut.num_replaced * block_size, 0)
         return num_filled * block_size + num_tail
-
-    def num_summaries(self, cut: Cut) -> int:
-        """Return the blocks that a cut fills with summaries, of those that it retains."""
-        if self.summaries is None:
-            return 0
-        has_vision = self.prompt.has_vision
-        return len(self.summaries.kinds(cut.num_retained, cut.num_replaced, has_vision))
 
     # -- what the worker is told --------------------------------------------------------
 
@@ -137,7 +133,6 @@ class Candidate:
         """Return the next cut, whose blocks are swapped, for the worker.
 
         Args:
-            cut: the next one.
             old_blocks: block ids of the tokens before the swap, int32.
             row_blocks: block ids of the row after it, int32.
             stored: rows of the query pool with the queries of the rows that vote, int64.

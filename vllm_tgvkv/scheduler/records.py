@@ -32,10 +32,7 @@ class Records:
     """Counts evictions, and reports on requests that ask for it."""
 
     def __init__(self, manager: EvictingManager, block_bytes: int, with_metrics: bool) -> None:
-        """Make the records of a scheduler.
-
-        `block_bytes` is the size of a block on the first worker.
-        """
+        """`block_bytes` is the size of a block on the first worker."""
         self.counters = EvictionCounters(metrics=MetricsBuffer() if with_metrics else None)
         self.reports: dict[str, EvictionReport] = {}
         """By request id, of unfinished requests that asked for one."""
@@ -45,7 +42,6 @@ class Records:
         self._last_log, self._last_line = time.monotonic(), str(self.counters)
 
     def open_report(self, request: Request, options: RequestOptions) -> None:
-        """Start the report of a request."""
         self.reports[request.request_id] = EvictionReport(
             options.policy,
             request.num_prompt_tokens,
@@ -77,7 +73,6 @@ class Records:
         request: Request,
         candidate: Candidate,
         cut: Cut,
-        *,
         num_before: int,
         num_retained: int,
         num_kept: int,
@@ -154,9 +149,12 @@ class Records:
             num_before: blocks of the layers that are evicted, before the first cut.
             num_after: the same, after this one.
         """
-        others = self._manager.others
+        others, size = self._manager.others, self._block_bytes
         windows, states = others.windows(cut.at), others.states(request.request_id)
-        blocks = (num_before + windows + states, num_after + windows + states, windows, states)
         return MemoryReport(
-            *(number * self._block_bytes for number in (*blocks, candidate.num_given_back))
+            before=(num_before + windows + states) * size,
+            after=(num_after + windows + states) * size,
+            windows=windows * size,
+            states=states * size,
+            given_back=candidate.num_given_back * size,
         )

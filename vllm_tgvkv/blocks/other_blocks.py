@@ -90,7 +90,8 @@ class OtherBlocks:
             left = max(min(cdiv(num_last, manager.block_size) - length, most - num_held), 0)
             taken += left
             num_shared = sum(block.ref_cnt > 1 for block in held)
-            rest = _most_while_decoding(manager)
+            # The answer's window may begin and end within a block.
+            rest = cdiv(manager.sliding_window - 1 + _DECODED_IN_FLIGHT, manager.block_size) + 1
             given_back += max(num_held + left - max(rest, num_shared), 0)
         return taken, given_back
 
@@ -120,9 +121,3 @@ def _real(blocks: Sequence[KVCacheBlock], end: int) -> list[KVCacheBlock]:
 
 def _caches_states(manager: MambaManager) -> bool:
     return manager.enable_caching and manager.mamba_cache_mode == "align"
-
-
-def _most_while_decoding(manager: SlidingWindowManager) -> int:
-    # It may begin and end within a block.
-    num_tokens = manager.sliding_window - 1 + _DECODED_IN_FLIGHT
-    return cdiv(num_tokens, manager.block_size) + 1

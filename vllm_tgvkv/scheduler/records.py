@@ -122,7 +122,13 @@ class Records:
             # An idle server makes no statistics: its last ones must say that nothing is held.
             if now - self._last_gauges >= _GAUGE_SECONDS or is_idle:
                 self._last_gauges = now
-                self._set_gauges(metrics)
+                manager = self._manager
+                num_requests, num_blocks = manager.num_held()
+                names = filter(manager.is_compressed, manager.compressions)
+                metrics.set("compressed_requests", num_requests)
+                held = (num_blocks, *manager.others.held(names))
+                for layers, num_held in zip(LAYERS, held, strict=True):
+                    metrics.set("blocks_held", num_held, layers)
             metrics.move_to(stats.waiting_lora_adapters)
         if now - self._last_log >= envs.VLLM_LOG_STATS_INTERVAL:
             self._last_log = now
@@ -130,15 +136,6 @@ class Records:
             if line != self._last_line:
                 self._last_line = line
                 logger.info("KV eviction: %s", line)
-
-    def _set_gauges(self, metrics: MetricsBuffer) -> None:
-        manager = self._manager
-        num_requests, num_blocks = manager.num_held()
-        metrics.set("compressed_requests", num_requests)
-        names = filter(manager.is_compressed, manager.compressions)
-        held = (num_blocks, *manager.others.held(names))
-        for layers, num_held in zip(LAYERS, held, strict=True):
-            metrics.set("blocks_held", num_held, layers)
 
     def _memory(
         self, request: Request, candidate: Candidate, cut: Cut, num_before: int, num_after: int

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -34,13 +34,6 @@ class Observation:
     """Their positions, int64, ascending."""
     stored: np.ndarray | None
     """Rows of the query pool for their queries, int64; None if they vote in this step."""
-
-    def token_index(self, first_token: int) -> np.ndarray:
-        """Return the rows' indices in the batch's queries, int64.
-
-        `first_token` is the index of the chunk's first token.
-        """
-        return self.rows + (first_token - self.chunk_start)
 
 
 @dataclass(frozen=True)
@@ -132,7 +125,7 @@ class StepPlan:
     """The scheduler's totals, if they changed; workers keep them for `collective_rpc`."""
 
     def __bool__(self) -> bool:
-        return any(getattr(self, part.name) for part in fields(self))
+        return any(vars(self).values())
 
 
 @dataclass(frozen=True)

@@ -91,15 +91,14 @@ def memory_of(vllm_config: VllmConfig, specs: Mapping[str, FullAttentionSpec]) -
     name, spec = next(iter(specs.items()))
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
     group_size = compilation.static_forward_context[name].impl.num_queries_per_kv
-    longest = vllm_config.model_config.max_model_len
-    shape = CacheShape(len(specs), spec.num_kv_heads, group_size, spec.head_size, spec.block_size)
+    model = vllm_config.model_config
     sizes = Sizes(
-        shape,
-        element_bytes=vllm_config.model_config.dtype.itemsize,
-        max_tokens=longest,
+        CacheShape(len(specs), spec.num_kv_heads, group_size, spec.head_size, spec.block_size),
+        element_bytes=model.dtype.itemsize,
+        max_tokens=model.max_model_len,
         step_tokens=scheduler.max_num_batched_tokens,
         max_rows=max(scheduler.max_num_seqs, compilation.max_cudagraph_capture_size or 0),
-        table_width=cdiv(longest, spec.block_size),
+        table_width=cdiv(model.max_model_len, spec.block_size),
         workspace_bytes=WORKSPACE_BYTES,
     )
     return memory_outside_pool(config_of(vllm_config), sizes)
@@ -116,8 +115,7 @@ class ShrinkingRows:
         self.shrunk: list[Eviction] = []
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> Any:
-        """Allocate a cache, also for a trial run, which the worker does not see."""
-        config = with_plain_specs(kv_cache_config)
+        config = with_plain_specs(kv_cache_config)  # for a trial run as well
         return super().initialize_kv_cache(config, *args, **kwargs)  # type: ignore[misc]
 
     def rewrite_shrunk_rows(self) -> None:

@@ -140,9 +140,12 @@ def _of_method(config: EvictionConfig, policy: Policy, sizes: Sizes) -> dict[str
     }
     # Of one prompt at a time, one after the other:
     stacked = (scores + guarded) * tokens
+    # Ranking keys, slice by slice, while the pages of every head are found.
+    choice = policy.allocation.bytes_per_score * shape.num_layers * num_sets * tokens
+    choice += 6 * _key_slice(sizes, num_sets)
     work = max(
         _of_score(policy, sizes, num_sets),
-        stacked + _of_choice(policy, sizes, num_sets),
+        stacked + choice,
         stacked + _of_copy(policy, sizes, num_sets),
         stacked + (bytes_of_writing(shape, tokens) if policy.summaries is not None else 0),
     )
@@ -198,13 +201,6 @@ def _of_keys(sizes: Sizes, all_similarities: bool) -> int:
     similarities = min(rows, tokens) * row_bytes
     logits = 4 * WINDOW * (shape.group_size + 2) * num_heads * tokens
     return num_heads * of_head + max(similarities, logits)
-
-
-def _of_choice(policy: Policy, sizes: Sizes, num_sets: int) -> int:
-    """Return what finding the pages of every head takes: ranking keys, slice by slice."""
-    shape, tokens = sizes.shape, sizes.max_tokens
-    whole = policy.allocation.bytes_per_score * shape.num_layers * num_sets * tokens
-    return whole + 6 * _key_slice(sizes, num_sets)
 
 
 def _of_copy(policy: Policy, sizes: Sizes, num_sets: int) -> int:

@@ -91,7 +91,8 @@ class PromptObservation:
         """
         self._token_index = None
         if observation is not None and observation.stored is None:
-            self._token_index = self._context.to_device(observation.token_index(first_token))
+            index = observation.rows + (first_token - observation.chunk_start)
+            self._token_index = self._context.to_device(index)
         self._summed = None
         if summing is not None:
             per_head = self._policy_of(summing.method).granularity == "head"

@@ -27,7 +27,7 @@ from benchmarks.models import QWEN3_VL_8B, Shape, model_folder, small_llava, tin
 from benchmarks.prompts import image_prompt, text_prompt
 from measure.document import Table
 from measure.engines import ENVIRONMENT, LocalEngine, set_environment
-from training.networks import gate_shape, make
+from training.networks import GateNetworks
 from vllm_tgvkv.gates.folder import Gates, write
 
 QUARTER = small_llava("gates", 1024, 4, 8, 2, 128, 3072, 4096, "float32")
@@ -48,8 +48,9 @@ def written(folder: Path, method: Any, form: str, shape: Shape, width: int) -> G
     sizes = SimpleNamespace(
         hidden_size=shape.hidden, num_key_value_heads=shape.kv_heads, hidden_act="silu"
     )
-    found = gate_shape(method, form, shape.layers, sizes, width, 10.0)
-    networks = make(found, 0, torch.float32, torch.device("cpu"))
+    torch.manual_seed(0)
+    tied = method == "dbtrimkv"
+    networks = GateNetworks(form or method, shape.layers, sizes, width, 10.0, tied)
     base = {"model_type": "llama", "hidden_act": "silu"}
     write(folder, networks.tensors("model.layers"), networks.config(base, 32))
     return Gates.read(str(folder), "the folder")

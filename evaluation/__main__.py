@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,10 +19,9 @@ set_environment({**ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "1"})
 
 from evaluation import pages, results, texts  # noqa: E402
 from evaluation.answers import AnswerLog  # noqa: E402
-from evaluation.arms import METHODS, MIXES, crossed  # noqa: E402
+from evaluation.arms import METHODS, MIXES, ROOT, crossed  # noqa: E402
 from evaluation.field import Field, Run, plan  # noqa: E402
-from evaluation.fingerprint import ROOT  # noqa: E402
-from evaluation.parts import Cells, Part  # noqa: E402
+from evaluation.parts import Part  # noqa: E402
 from evaluation.report import write_report  # noqa: E402
 from measure.facts import command_line  # noqa: E402
 from measure.smollm import WeightsMissingError, find_weights  # noqa: E402
@@ -50,12 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(given)
     try:
-        if options.field is not None:
-            return _run(FIELDS[options.field], options, command_line("evaluation", given))
-        for name, questions in BRIEF.items():
-            options.questions = min(questions, options.questions or questions)
-            options.parts = options.parts or ["default"]
-            _run(FIELDS[name], options, command_line("evaluation", given))
+        for name in [options.field] if options.field else BRIEF:
+            chosen = argparse.Namespace(**vars(options))
+            if not options.field:
+                chosen.questions = min(BRIEF[name], options.questions or BRIEF[name])
+                chosen.parts = options.parts or ["default"]
+            _run(FIELDS[name], chosen, command_line("evaluation", given))
     except (UsageError, EvictionConfigError, WeightsMissingError, results.ResultsError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:
@@ -64,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _run(field: Field, options: argparse.Namespace, command: str) -> int:
+def _run(field: Field, options: argparse.Namespace, command: str) -> None:
     """Answer a field's parts, and write results and page after each one."""
     folder = (DOCS if options.publish else options.output or BUILD) / field.name
     found = results.read(folder)
@@ -72,23 +71,22 @@ def _run(field: Field, options: argparse.Namespace, command: str) -> int:
         if not found:
             raise UsageError(f"--report: {folder} holds no results; run a part first")
         write_report(field, found, folder)
-        return 0
+        return
     parts = _parts(field, options)
-    print("\n".join(plan(field, parts, options.questions)), flush=True)
+    print("\n".join(plan(field, parts)), flush=True)
     if options.plan:
-        return 0
+        return
     if find_weights() is None:
         raise WeightsMissingError
     with AnswerLog(BUILD / "answers" / field.name, field.fingerprint, options.fresh) as log:
         first = SPLITS[options.split]
-        run = Run(field, parts, options.questions, log, first)
+        run = Run(field, parts, log, first)
         for name, result in run.results(field.facts(command, options.questions, first)):
             found[name] = result
             found = {name: found[name] for name in field.parts if name in found}
             results.write(found, folder)
             write_report(field, found, folder)
     print(f"Written: {folder / 'README.md'}")
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -131,18 +129,19 @@ def _parts(field: Field, options: argparse.Namespace) -> dict[str, Part]:
     if options.questions is not None and options.questions < 1:
         raise UsageError(f"--questions {options.questions}: give a whole number of at least 1")
     if options.methods:
-        return {"methods": _with_methods(field, options)}
+        return {"methods": _with_methods(field, options).limited(options.questions)}
     names = options.parts or list(field.parts)
-    if wrong := [name for name in names if name not in field.parts]:
-        raise UsageError(f"--parts {' '.join(wrong)}: choose from {' '.join(field.parts)}")
     parts = {name: part for name, part in field.parts.items() if name in names}
-    if options.tasks is None:
-        return parts
-    known = {task.name for part in parts.values() for task, _, _ in part.work}
-    if wrong := [name for name in options.tasks if name not in known]:
-        raise UsageError(f"--tasks {' '.join(wrong)}: choose from {' '.join(sorted(known))}")
-    chosen = {name: part.with_tasks(options.tasks) for name, part in parts.items()}
-    return {name: part for name, part in chosen.items() if part.cells}
+    tasks = {task.name for part in parts.values() for task, _, _ in part.work}
+    _check("--parts", names, field.parts)
+    _check("--tasks", options.tasks or [], sorted(tasks))
+    limited = {n: part.limited(options.questions, options.tasks) for n, part in parts.items()}
+    return {name: part for name, part in limited.items() if part.cells}
+
+
+def _check(flag: str, given: Iterable[str], known: Iterable[str], more: str = "") -> None:
+    if wrong := [name for name in given if name not in known]:
+        raise UsageError(f"{flag} {' '.join(wrong)}: choose from {' '.join(known)}{more}")
 
 
 def _with_methods(field: Field, options: argparse.Namespace) -> Part:
@@ -151,12 +150,10 @@ def _with_methods(field: Field, options: argparse.Namespace) -> Part:
         raise UsageError(
             "--methods: stands for a part that is not published, give neither --parts nor --publish"
         )
-    if wrong := [name for name in options.methods if name not in (*METHODS, *MIXES)]:
-        raise UsageError(f"--methods {' '.join(wrong)}: choose from {' '.join(METHODS)}, or a mix")
+    _check("--methods", [n for n in options.methods if n not in MIXES], METHODS, ", or a mix")
     part = field.parts["methods"]
-    asked = part.cells[0]
     arms = crossed(options.methods, options.budgets)
-    return replace(part, cells=(Cells(asked.tasks, arms, asked.questions),), pairs=())
+    return replace(part, cells=(replace(part.cells[0], arms=arms),), pairs=())
 
 
 if __name__ == "__main__":

@@ -7,10 +7,13 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
+from typing import Any
+
+from evaluation.arms import Arm, identity
+from evaluation.memory import Cut
 
 Key = tuple[str, int, str]
-"""Task and number of the question, key of the arm."""
+"""Task and number of the question, and the arm's identity."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,7 @@ class Answer:
     blocks_after: int
     right_tokens: int = 0
     """Tokens of the right answer, its end included; 0 where they were not recorded."""
-    cuts: tuple[tuple[int, int, int], ...] = ()
-    """Computed tokens of the answer at each eviction, and blocks held before it and after it."""
+    cuts: tuple[Cut, ...] = ()
 
     @property
     def key(self) -> Key:
@@ -69,16 +71,17 @@ class AnswerLog:
         if fresh:
             self.path.unlink(missing_ok=True)
         self._answers = {answer.key: answer for answer in self._read()}
-        self._file: IO[str] = self.path.open("a", encoding="utf-8")
+        self._file = self.path.open("a", encoding="utf-8")
 
     def _read(self) -> Iterator[Answer]:
         if not self.path.exists():
             return
-        text = self.path.read_text(encoding="utf-8")
-        whole, newline, rest = text.rpartition("\n")
+        whole, newline, rest = self.path.read_text(encoding="utf-8").rpartition("\n")
         if rest:
             self.path.write_text(whole + newline, encoding="utf-8")
-        yield from map(_parsed, whole.splitlines())
+        for line in whole.splitlines():
+            values: dict[str, Any] = json.loads(line)
+            yield Answer(**{**values, "cuts": tuple(map(tuple, values.get("cuts", ())))})
 
     def __enter__(self) -> AnswerLog:
         return self
@@ -86,26 +89,19 @@ class AnswerLog:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def __contains__(self, key: Key) -> bool:
-        return key in self._answers
+    def __contains__(self, asked: tuple[str, int, Arm]) -> bool:
+        task, number, arm = asked
+        return (task, number, identity(arm)) in self._answers
 
-    def __getitem__(self, key: Key) -> Answer:
-        return self._answers[key]
+    def __getitem__(self, asked: tuple[str, int, Arm]) -> Answer:
+        """Return the answer to the question of a task and a number by an arm."""
+        task, number, arm = asked
+        return self._answers[task, number, identity(arm)]
 
     def __len__(self) -> int:
         return len(self._answers)
 
     def add(self, answer: Answer) -> None:
         self._answers[answer.key] = answer
-        self._file.write(_line(answer))
+        self._file.write(json.dumps(asdict(answer)) + "\n")
         self._file.flush()
-
-
-def _line(answer: Answer) -> str:
-    return json.dumps(asdict(answer)) + "\n"
-
-
-def _parsed(line: str) -> Answer:
-    values = json.loads(line)
-    values["cuts"] = tuple(map(tuple, values.get("cuts", ())))
-    return Answer(**values)

@@ -6,12 +6,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from evaluation import ablations  # noqa: F401  # registers the parts that mixes below name
-from evaluation.fingerprint import ROOT
-from measure.arm import FULL, FULL_CACHE, SCHEDULE, Arm
+from measure.arm import FULL, FULL_CACHE, Arm
 from vllm_tgvkv.config.request import RequestOptions
 from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.gates.folder import Gates
@@ -19,111 +19,88 @@ from vllm_tgvkv.shared.errors import EvictionConfigError
 
 __all__ = ["FULL", "Arm"]
 
+ROOT = Path(__file__).parents[1]
+
 Mix = dict[str, Any]
 Pair = tuple[Arm, Arm]
 
 METHODS: tuple[str, ...] = EvictionConfig().method_names[1:]
 """All methods, with those of other installed packages."""
 
-POOLINGS: dict[str, Mix] = {
-    "pool_none": {"pooling": "none"},
-    "pool_7": {"pooling": "snapkv"},
-    "pool_40": {"pooling": "sequence_forward40"},
+
+def _mixes(base: str, changes: Mapping[str, Mix], start: str = "", **common: Any) -> dict[str, Mix]:
+    """Return mixes named after their base and after what replaces which of its parts."""
+    named = start or base
+    return {f"{named}_{name}": {"base": base, **common, **mix} for name, mix in changes.items()}
+
+
+def _each(prefix: str, part: str, *values: str) -> dict[str, Mix]:
+    return {f"{prefix}_{value}": {part: value} for value in values}
+
+
+_POOL_7: dict[str, Mix] = {"pool_7": {"pooling": "snapkv"}}
+
+_FORWARD: dict[str, Mix] = {
+    "forward16": {"pooling": "sequence_forward16"},
+    "forward40": {"pooling": "sequence_forward40"},
+    "grid16": {"pooling": "grid_forward16"},
+    "grid40": {"pooling": "grid_forward40"},
+}
+"""A score counts for tokens after its own, and one before. A grid is that of a page's patches."""
+
+FORWARD = {
+    **_mixes("snapkv", _FORWARD, "snapkv_max", reduce="max"),
+    **_mixes(
+        "snapkv",
+        {name: _FORWARD[name] for name in ("forward16", "grid16")},
+        "snapkv_answer",
+        rows="answer",
+        reduce="max",
+    ),
+}
+"""Mixes that pool forward, with maxima over the rows of the window or of the answer alone."""
+
+_REPLACED: dict[str, Mix] = {
+    **_each("score", "score", "text_rows", "vv_tt", "snapkv"),
+    **_each("retain", "retain", "vision_first", "by_score"),
+    "head": {"granularity": "head"},
+    **_POOL_7,
     "pool_halve": {"pooling": "reach"},
 }
-"""None, SnapKV's, over the next 40 tokens, and `reach`'s."""
 
-
-def _pooled(forward: int, kind: str = "sequence") -> Mix:
-    """Return the pooling in which a score counts for tokens after its own, and one before."""
-    return {"pooling": f"{kind}_forward{forward}"}
-
-
-FORWARD: dict[str, Mix] = {
-    "snapkv_max_forward16": {"base": "snapkv", "reduce": "max", **_pooled(16)},
-    "snapkv_max_forward40": {"base": "snapkv", "reduce": "max", **_pooled(40)},
-    "snapkv_max_grid16": {"base": "snapkv", "reduce": "max", **_pooled(16, "grid")},
-    "snapkv_max_grid40": {"base": "snapkv", "reduce": "max", **_pooled(40, "grid")},
-    "snapkv_answer_forward16": {
-        "base": "snapkv",
-        "rows": "answer",
-        "reduce": "max",
-        **_pooled(16),
-    },
-    "snapkv_answer_grid16": {
-        "base": "snapkv",
-        "rows": "answer",
-        "reduce": "max",
-        **_pooled(16, "grid"),
-    },
-}
-"""Mixes that pool forward, with maxima over the rows of the window or of the answer alone. A grid
-is that of the patches of a page."""
-
-
-def _replaced(base: str, common: Mapping[str, Any], changes: Mapping[str, Mix]) -> dict[str, Mix]:
-    return {f"{base}_{name}": {"base": base, **common, **mix} for name, mix in changes.items()}
-
-
-_BUDGETS: dict[str, Mix] = {
-    f"budget_{name}": {"allocation": name} for name in ("vv", "tt", "uniform", "entropy")
-}
-_SCORES: dict[str, Mix] = {
-    f"score_{name}": {"score": name} for name in ("text_rows", "vv_tt", "snapkv")
-}
-_RETENTION: dict[str, Mix] = {
-    f"retain_{name}": {"retain": name} for name in ("vision_first", "by_score")
-}
-_OTHER: dict[str, Mix] = {
-    "head": {"granularity": "head"},
-    "pool_7": POOLINGS["pool_7"],
-    "pool_halve": POOLINGS["pool_halve"],
-}
-
-TGV = _replaced(
+TGV = _mixes(
     "tgv",
-    {},
     {
-        **_BUDGETS,
-        **_SCORES,
-        **_RETENTION,
+        **_each("budget", "allocation", "vv", "tt", "uniform", "entropy"),
+        **_REPLACED,
         "score_text_rows_head": {"score": "text_rows", "granularity": "head"},
-        **_OTHER,
     },
 )
 """One part of TGV-KV replaced."""
 
-UNIFORM = {
-    name.replace("tgv_", "tgv_uniform_", 1): mix
-    for name, mix in _replaced(
-        "tgv", {"allocation": "uniform"}, {**_SCORES, **_RETENTION, **_OTHER}
-    ).items()
-}
+UNIFORM = _mixes("tgv", _REPLACED, "tgv_uniform", allocation="uniform")
 """One more part replaced where layers get equal budgets, which is `tgv_budget_uniform`."""
 
-REACH = _replaced(
+REACH = _mixes(
     "reach",
-    {},
     {
-        **{
-            f"budget_{name}": {"allocation": name}
-            for name in ("tt", "entropy", "prefixkv", "pyramid", "adakv")
-        },
+        **_each("budget", "allocation", "tt", "entropy", "prefixkv", "pyramid", "adakv"),
         "sum": {"reduce": "mean"},
-        "rows_text": {"rows": "text"},
-        "retain_by_score": {"retain": "by_score"},
+        **_each("rows", "rows", "text"),
+        **_each("retain", "retain", "by_score"),
         "by_layer": {"granularity": "layer"},
-        **{name: POOLINGS[name] for name in ("pool_none", "pool_7", "pool_40")},
+        "pool_none": {"pooling": "none"},
+        **_POOL_7,
+        "pool_40": {"pooling": "sequence_forward40"},
     },
 )
 """One part of `reach` replaced: layer budget, reduction, rows, retention, heads or pooling."""
 
-REACH_WITH_IMAGES = _replaced(
+REACH_WITH_IMAGES = _mixes(
     "reach",
-    {},
     {
-        **{f"budget_{name}": {"allocation": name} for name in ("tgv", "vv")},
-        **{f"retain_{name}": {"retain": name} for name in ("text_first", "vision_first")},
+        **_each("budget", "allocation", "tgv", "vv"),
+        **_each("retain", "retain", "text_first", "vision_first"),
     },
 )
 """Parts that need an image."""
@@ -139,32 +116,20 @@ GRANULARITY: dict[str, Mix] = {
 """Published methods at the granularity that is not theirs, and Elastic Cache without merging."""
 
 SUMMARIES: dict[str, Mix] = {
-    **{
-        f"{name}_summaries": {"base": name, "summaries": "both"}
-        for name in ("tgv", "snapkv", "reach")
-    },
-    "retentivekv_tokens": {"base": "retentivekv", "summaries": "none"},
-    "retentivekv_attention_tokens": {
-        "base": "retentivekv",
-        "score": "text_rows",
-        "summaries": "none",
-    },
+    **{f"{n}_summaries": {"base": n, "summaries": "both"} for n in ("tgv", "snapkv", "reach")},
+    **_mixes(
+        "retentivekv",
+        {"tokens": {}, "attention_tokens": {"score": "text_rows"}},
+        summaries="none",
+    ),
 }
 """Summaries of what is evicted, RetentiveKV without them, and without entropy in its scores too."""
 
-GATED: dict[str, Mix] = {
-    "dbtrimkv_votes": {
-        "base": "dbtrimkv",
-        "score": "trimkv_votes",
-        "rows": "window",
-        "reduce": "max",
-    }
-}
+_VOTES = {"votes": {"score": "trimkv_votes", "rows": "window", "reduce": "max"}}
+GATED = _mixes("dbtrimkv", _VOTES)
 """Scores of gates plus the logarithm of the largest attention of the last rows."""
 
-MIXES: dict[str, Mix] = (
-    GATED | FORWARD | TGV | UNIFORM | REACH | REACH_WITH_IMAGES | GRANULARITY | SUMMARIES
-)
+MIXES = GATED | FORWARD | TGV | UNIFORM | REACH | REACH_WITH_IMAGES | GRANULARITY | SUMMARIES
 """By name: the setting `methods`, of which an engine gets those that its arms name."""
 
 
@@ -182,18 +147,7 @@ def crossed(
     """Return every method at every budget, with every wait in tokens of the answer."""
     return tuple(
         arm(method, budget, gates, **({"defer": wait} if wait else {}))
-        for method in methods
-        for budget in budgets
-        for wait in waits
-    )
-
-
-def scheduled(methods: Iterable[str], schedules: Iterable[str]) -> tuple[Arm, ...]:
-    """Return every method with every schedule, such as `8:0.3,24:0.1`."""
-    return tuple(
-        arm(method, float(schedule.rpartition(":")[2]), **{SCHEDULE: schedule})
-        for method in methods
-        for schedule in schedules
+        for method, budget, wait in product(methods, budgets, waits)
     )
 
 

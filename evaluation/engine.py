@@ -4,23 +4,21 @@
 from __future__ import annotations
 
 import os
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
+from unittest.mock import patch
 
 from evaluation.answers import Answer
-from evaluation.arms import FULL, Arm, eviction_settings, identity
-from evaluation.fingerprint import ROOT
+from evaluation.arms import FULL, ROOT, Arm, eviction_settings, identity
 from measure.engines import LocalEngine, Request
 from measure.smollm import model_folder
 from measure.text_tasks import TextExample, TextQuestion
 from reader.assemble import load_vocabulary, page_model_folder
-from reader.tasks import TASKS, PageExample, PageQuestion
+from reader.tasks import TASKS, PageQuestion
 from vllm_tgvkv.config.server import CONFIG_KEY
 
 MODELS = ROOT / "build" / "models"
@@ -29,26 +27,6 @@ SPARE_TOKENS = 8
 
 BYTES_PER_TOKEN = 30 * 2 * 3 * 64 * 4
 """Of SmolLM2's cache: layers, keys and values, KV heads, head size, bytes of a float32."""
-
-
-class HasName(Protocol):
-    """A task."""
-
-    @property
-    def name(self) -> str: ...
-
-
-class AnyQuestion(Protocol):
-    """A question of a task."""
-
-    @property
-    def task(self) -> HasName: ...
-
-    @property
-    def number(self) -> int: ...
-
-
-Q = TypeVar("Q", bound=AnyQuestion)
 
 
 class NotEvictedError(RuntimeError):
@@ -74,20 +52,61 @@ class Settings:
         return (self.cache_gib << 30) // BYTES_PER_TOKEN
 
 
-class LanguageEngine(LocalEngine, Generic[Q]):
-    """SmolLM2 in vLLM, and its questions."""
+@dataclass(frozen=True)
+class Asked:
+    """A question that an arm answers."""
+
+    task: str
+    number: int
+    arm: Arm
+    example: TextExample
+    pieces: tuple[str, ...]
+    """Texts of the right answer's tokens."""
+
+    def answer(self, output: Any) -> Answer:
+        """Return the answer of a finished request.
+
+        Raises:
+            NotEvictedError: if its prompt was to be evicted and was not.
+        """
+        (completion,) = output.outputs
+        report = output.kv_transfer_params[CONFIG_KEY]
+        tokens, reason = report["prompt_tokens"], report["skip_reason"]
+        before, after = report["blocks_before"], report["blocks_after"]
+        if after is None and self.arm != FULL and reason != "answer_too_short":
+            raise NotEvictedError(
+                f"question {self.number} of {self.task}, arm {self.arm.key}: the prompt of "
+                f"{tokens} tokens was not evicted ({reason})"
+            )
+        return Answer(
+            task=self.task,
+            number=self.number,
+            arm=identity(self.arm),
+            text=completion.text,
+            hits=self.example.hits(completion.text, self.pieces),
+            prompt_tokens=tokens,
+            # A prompt that was not evicted is held whole.
+            kept_tokens=tokens if after is None else report["kept_tokens"],
+            blocks_before=before,
+            blocks_after=before if after is None else after,
+            right_tokens=len(self.pieces) + 1,
+            cuts=tuple(
+                (cut["answer_tokens"], cut["blocks_before"], cut["blocks_after"])
+                for cut in report["cuts"]
+            ),
+        )
+
+
+class LanguageEngine(LocalEngine):
+    """SmolLM2 in vLLM, and the questions of a field."""
 
     def __init__(
         self, folder: Path, settings: Settings, arms: Sequence[Arm], **options: Any
     ) -> None:
-        """Start the engine.
-
-        Args:
-            folder: of the model.
-            options: further ones of `LLM`.
-        """
+        """Start the engine with the model in a folder, and further options of `LLM`."""
         self.settings = settings
-        with _unset("VLLM_CPU_KVCACHE_SPACE"):  # it would replace the size below
+        with patch.dict(os.environ):
+            os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would replace the size below
             super().__init__(
                 folder,
                 eviction_settings(arms),
@@ -103,15 +122,11 @@ class LanguageEngine(LocalEngine, Generic[Q]):
             )
         self._tokenizer = self.llm.get_tokenizer()
 
-    @abstractmethod
-    def _example(self, question: Q) -> TextExample:
-        """Return the question's words."""
+    def example(self, question: Any) -> tuple[TextExample, dict[str, Any]]:
+        """Return the question's words, and vLLM's input, which all arms share."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def _prompt(self, question: Q) -> Any:
-        """Return the engine's input, which all arms share."""
-
-    def answers(self, work: Sequence[tuple[Q, Arm]]) -> Iterator[Answer]:
+    def answers(self, work: Sequence[tuple[Any, Arm]]) -> Iterator[Answer]:
         """Yield the answers in the order in which they finish.
 
         Arms of one question that follow each other share it.
@@ -123,11 +138,12 @@ class LanguageEngine(LocalEngine, Generic[Q]):
         for asked, output in self.finish(self._requests(work), most):
             yield asked.answer(output)
 
-    def _requests(self, work: Sequence[tuple[Q, Arm]]) -> Iterator[Request[Asked]]:
+    def _requests(self, work: Sequence[tuple[Any, Arm]]) -> Iterator[Request[Asked]]:
         from vllm import SamplingParams
 
         for question, same in groupby(work, key=lambda item: item[0]):
-            example, prompt = self._example(question), self._prompt(question)
+            example, given = self.example(question)
+            (prompt,) = self.llm.renderer.render_cmpl([given])
             pieces = tuple(self._tokenizer.decode([i]) for i in self._encode(example.answer))
             for _, arm in same:
                 asked = Asked(question.task.name, question.number, arm, example, pieces)
@@ -151,7 +167,7 @@ class LanguageEngine(LocalEngine, Generic[Q]):
         return text
 
 
-class TextEngine(LanguageEngine[TextQuestion]):
+class TextEngine(LanguageEngine):
     """SmolLM2 alone."""
 
     def __init__(self, settings: Settings, arms: Sequence[Arm]) -> None:
@@ -162,23 +178,16 @@ class TextEngine(LanguageEngine[TextQuestion]):
         """
         super().__init__(model_folder(MODELS), settings, arms)
         self._count = lru_cache(maxsize=1 << 14)(lambda text: len(self._encode(text)))
-        self._frame = self._count(self._rendered("", ""))
+        self._frame = len(self._encode(self._turns([{"role": "user", "content": ""}])))
 
-    def _example(self, question: TextQuestion) -> TextExample:
-        return question.example(self._frame, self._count)
-
-    def _prompt(self, question: TextQuestion) -> Any:
-        example = self._example(question)
-        ids = self._encode(self._rendered(example.message, example.start))
-        (prompt,) = self.llm.renderer.render_cmpl([{"prompt_token_ids": ids}])
-        return prompt
-
-    def _rendered(self, message: str, start: str) -> str:
-        """Return the prompt's text: the user's turn, and the beginning of the assistant's."""
-        return self._turns([{"role": "user", "content": message}]) + start
+    def example(self, question: TextQuestion) -> tuple[TextExample, dict[str, Any]]:
+        """Return the question's words, and the tokens of its prompt."""
+        example = question.example(self._frame, self._count)
+        text = self._turns([{"role": "user", "content": example.message}]) + example.start
+        return example, {"prompt_token_ids": self._encode(text)}
 
 
-class PageEngine(LanguageEngine[PageQuestion]):
+class PageEngine(LanguageEngine):
     """SmolLM2 behind the tower that reads pages."""
 
     def __init__(self, settings: Settings, arms: Sequence[Arm]) -> None:
@@ -192,73 +201,13 @@ class PageEngine(LanguageEngine[PageQuestion]):
         # A page is sent once for each arm of its questions, and vLLM's cache would keep them all.
         options = {"limit_mm_per_prompt": {"image": pages}, "mm_processor_cache_gb": 0}
         super().__init__(folder, settings, arms, **options)
-        vocabulary = load_vocabulary(folder)
-        self._drawn = lru_cache(maxsize=1)(lambda question: question.example(vocabulary))
+        self._vocabulary = load_vocabulary(folder)
 
-    def _example(self, question: PageQuestion) -> TextExample:
-        example: PageExample = self._drawn(question)
-        return example.asked
-
-    def _prompt(self, question: PageQuestion) -> Any:
-        example: PageExample = self._drawn(question)
+    def example(self, question: PageQuestion) -> tuple[TextExample, dict[str, Any]]:
+        """Return the question's words, and its prompt with pages."""
+        example = question.example(self._vocabulary)
         text = self._turns(example.messages()) + example.asked.start
-        pages = {"image": list(example.pages)}
-        (prompt,) = self.llm.renderer.render_cmpl([{"prompt": text, "multi_modal_data": pages}])
-        return prompt
-
-
-@contextmanager
-def _unset(variable: str) -> Iterator[None]:
-    """Leave out an environment variable within a `with` block."""
-    value = os.environ.pop(variable, None)
-    try:
-        yield
-    finally:
-        if value is not None:
-            os.environ[variable] = value
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A question that an arm answers."""
-
-    task: str
-    number: int
-    arm: Arm
-    example: TextExample
-    pieces: tuple[str, ...]
-    """Texts of the right answer's tokens."""
-
-    def answer(self, output: Any) -> Answer:
-        """Return the answer of a finished request.
-
-        Raises:
-            NotEvictedError: if its prompt was to be evicted and was not.
-        """
-        (completion,) = output.outputs
-        report = output.kv_transfer_params[CONFIG_KEY]
-        tokens, reason = report["prompt_tokens"], report["skip_reason"]
-        untouched = report["blocks_after"] is None
-        if untouched and self.arm != FULL and reason != "answer_too_short":
-            raise NotEvictedError(
-                f"question {self.number} of {self.task}, arm {self.arm.key}: the prompt of "
-                f"{tokens} tokens was not evicted ({reason})"
-            )
-        before = report["blocks_before"]
-        return Answer(
-            task=self.task,
-            number=self.number,
-            arm=identity(self.arm),
-            text=completion.text,
-            hits=self.example.hits(completion.text, self.pieces),
-            prompt_tokens=tokens,
-            # A prompt that was not evicted is held whole.
-            kept_tokens=tokens if untouched else report["kept_tokens"],
-            blocks_before=before,
-            blocks_after=before if untouched else report["blocks_after"],
-            right_tokens=len(self.pieces) + 1,
-            cuts=tuple(
-                (cut["answer_tokens"], cut["blocks_before"], cut["blocks_after"])
-                for cut in report["cuts"]
-            ),
-        )
+        return example.asked, {
+            "prompt": text,
+            "multi_modal_data": {"image": list(example.pages)},
+        }

@@ -3,20 +3,21 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tqdm import tqdm
 
 from evaluation import results
-from evaluation.answers import Answer, AnswerLog, Key
-from evaluation.arms import FULL, Arm, by_gates, check, identity
+from evaluation.answers import AnswerLog
+from evaluation.arms import FULL, ROOT, Arm, by_gates, check
 from evaluation.engine import Settings
-from evaluation.fingerprint import fingerprint
 from evaluation.parts import Part, Task
 from evaluation.results import PartResult
 from measure.facts import machine, revision, versions
@@ -25,16 +26,6 @@ from measure.text_words import python_prose
 CACHE_SHARE = 0.6
 """Questions are asked in groups whose prompts fill this part of the cache, so that the arms of a
 question find its prefix, and their regions have room."""
-
-
-class Engine(Protocol):
-    """An engine that answers for all arms."""
-
-    def answers(self, work: Sequence[tuple[Any, Arm]]) -> Iterator[Answer]:
-        """Yield the answers in the order in which they finish."""
-
-    def close(self) -> None:
-        """Free what the engine held."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +38,8 @@ class Field:
     """Beginning of its page."""
     parts: Mapping[str, Part]
     settings: Settings
-    engine: Callable[[Settings, Sequence[Arm]], Engine]
-    """Starts an engine for some arms."""
+    engine: Callable[[Settings, Sequence[Arm]], Any]
+    """Starts an engine for some arms, which has `answers` and `close`."""
     question: Callable[[Any, int], Any]
     """Makes a question of a task and a number."""
     prompt_seconds: tuple[float, float]
@@ -61,15 +52,18 @@ class Field:
 
     @property
     def fingerprint(self) -> str:
-        """Return a hash of all that may change an answer: old ones with another are not used."""
-        facts = [
-            asdict(self.settings),
-            versions(self.packages),
-            machine()["python"],
-            python_prose(),
-        ]
+        """Return a hash of all that may change an answer: old ones with another are not used.
+
+        The plugin's sources, the engine of the evaluation, `sources`, packages and settings.
+        """
+        python, prose = machine()["python"], python_prose()
+        facts = [asdict(self.settings), versions(self.packages), python, prose]
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+        plugin = (p for folder in ("vllm_tgvkv", "kernels") for p in (ROOT / folder).rglob("*.py"))
         mine = [Path(__file__).with_name(f"{name}.py") for name in ("ablations", "engine")]
-        return fingerprint(facts, [*mine, *self.sources])
+        for path in sorted({*plugin, *mine, *self.sources}):
+            digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
+        return digest.hexdigest()[:12]
 
     def facts(self, command: str, limit: int | None, first: int) -> dict[str, Any]:
         """Return how a run is made, for its results."""
@@ -90,27 +84,19 @@ class Run:
     """One run: parts, their answers, and an engine that starts when it is first needed."""
 
     def __init__(
-        self, field: Field, parts: Mapping[str, Part], limit: int | None, log: AnswerLog, first: int
+        self, field: Field, parts: Mapping[str, Part], log: AnswerLog, first: int = 0
     ) -> None:
-        """Ask nothing yet.
-
-        Args:
-            limit: on the questions of a task.
-            first: number of the first question.
+        """Ask nothing yet; `first` is the number of the first question.
 
         Raises:
             EvictionConfigError: if this version of the plugin does not know an arm.
         """
-        self.field = field
-        self.parts = parts
-        self.limit = limit
-        self.log = log
-        self.first = first
+        self.field, self.parts, self.log, self.first = field, parts, log, first
         self.engines = by_gates(arm for part in parts.values() for arm in part.arms)
         """Arms of each engine, by its folder of gates."""
         for arms in self.engines.values():
             check(arms, field.has_images)
-        self._engine: Engine | None = None
+        self._engine: Any = None
         self._arms: tuple[Arm, ...] = ()
 
     def results(self, facts: dict[str, Any]) -> Iterator[tuple[str, PartResult]]:
@@ -118,10 +104,7 @@ class Run:
         try:
             for name, part in self.parts.items():
                 self.answer(part)
-                yield (
-                    name,
-                    results.part_result(part, self.log, facts, self.limit, self.first),
-                )
+                yield name, results.part_result(part, self.log, facts, self.first)
         finally:
             self.close()
 
@@ -129,30 +112,12 @@ class Run:
         """Have the engines answer what the log lacks, task by task; first the one that runs."""
         for engine in sorted(self.engines.values(), key=lambda arms: arms != self._arms):
             for task, questions, arms in part.work:
-                most = questions if self.limit is None else min(questions, self.limit)
-                self._answer(part, task, most, [arm for arm in arms if arm in engine], engine)
-
-    def _answer(
-        self, part: Part, task: Task, questions: int, arms: Sequence[Arm], engine: tuple[Arm, ...]
-    ) -> None:
-        """Have one engine answer questions of a task: first the full cache, then the arms."""
-        began, before = time.monotonic(), len(self.log)
-        for numbers in self._groups(task, questions):
-            self._ask(task, [(n, FULL) for n in numbers], engine)
-            counted = results.counted(part, self.log, task, numbers)
-            self._ask(
-                task,
-                [
-                    (n, arm)
-                    for n in counted
-                    for arm in arms
-                    if arm != FULL and n - self.first < part.asked(task, arm)
-                ],
-                engine,
-            )
-        if new := len(self.log) - before:
-            seconds = time.monotonic() - began
-            print(f"{task.name}: {new} answers in {seconds:.0f} s", flush=True)
+                began, before = time.monotonic(), len(self.log)
+                for numbers in self._groups(task, questions):
+                    self._answer(part, task, numbers, [a for a in arms if a in engine], engine)
+                if new := len(self.log) - before:
+                    seconds = time.monotonic() - began
+                    print(f"{task.name}: {new} answers in {seconds:.0f} s", flush=True)
 
     def _groups(self, task: Task, questions: int) -> Iterator[range]:
         size = max(1, int(CACHE_SHARE * self.field.settings.cache_tokens / task.tokens))
@@ -160,36 +125,44 @@ class Run:
         for start in range(self.first, last, size):
             yield range(start, min(start + size, last))
 
+    def _answer(
+        self,
+        part: Part,
+        task: Task,
+        numbers: range,
+        arms: Sequence[Arm],
+        engine: tuple[Arm, ...],
+    ) -> None:
+        """Have one engine answer questions of a task: first the full cache, then the arms."""
+        self._ask(task, [(n, FULL) for n in numbers], engine)
+        counted = results.counted(part, self.log, task, numbers)
+        evicting = [arm for arm in arms if arm != FULL]
+        wanted = [(n, arm) for n in counted for arm in evicting]
+        self._ask(
+            task, [(n, arm) for n, arm in wanted if n - self.first < part.asked(task, arm)], engine
+        )
+
     def _ask(self, task: Task, wanted: Sequence[tuple[int, Arm]], engine: tuple[Arm, ...]) -> None:
         missing = [
             (self.field.question(task, number), arm)
             for number, arm in wanted
-            if _key(task, number, arm) not in self.log
+            if (task.name, number, arm) not in self.log
         ]
         if not missing:
             return
-        started = self._started(engine)
-        with tqdm(total=len(missing), desc=task.name, unit="answer", leave=False) as bar:
-            for answer in started.answers(missing):
-                self.log.add(answer)
-                bar.update()
-
-    def _started(self, arms: tuple[Arm, ...]) -> Engine:
-        """Return the engine of some arms; another one that runs is closed before."""
-        if arms != self._arms:
+        if engine != self._arms:
             self.close()
         if self._engine is None:
-            self._engine, self._arms = self.field.engine(self.field.settings, arms), arms
-        return self._engine
+            self._engine, self._arms = self.field.engine(self.field.settings, engine), engine
+        with tqdm(total=len(missing), desc=task.name, unit="answer", leave=False) as bar:
+            for answer in self._engine.answers(missing):
+                self.log.add(answer)
+                bar.update()
 
     def close(self) -> None:
         if self._engine is not None:
             self._engine.close()
             self._engine = None
-
-
-def _key(task: Task, number: int, arm: Arm) -> Key:
-    return task.name, number, identity(arm)
 
 
 # -- what a run takes -----------------------------------------------------------------------
@@ -198,19 +171,18 @@ _ANSWER_SECONDS = {"passage": 0.35, "copy": 2.0}
 """Seconds that an answer takes longer than a number, by kind of task, about, on two cores."""
 
 
-def plan(field: Field, parts: Mapping[str, Part], limit: int | None) -> Iterator[str]:
+def plan(field: Field, parts: Mapping[str, Part]) -> Iterator[str]:
     """Yield a line for each task, with the time that it takes if the full cache answers it all."""
     total = 0.0
     linear, square = field.prompt_seconds
     for name, part in parts.items():
         yield f"{name}: {part.title}"
         for task, questions, arms in part.work:
-            most = questions if limit is None else min(questions, limit)
-            answers = sum(min(part.asked(task, arm), most) for arm in arms)
+            answers = sum(part.asked(task, arm) for arm in arms)
             each = 0.2 + 1e-5 * task.tokens + _ANSWER_SECONDS.get(task.kind, 0.0)
-            seconds = most * task.tokens * (linear + square * task.tokens) + answers * each
+            seconds = questions * task.tokens * (linear + square * task.tokens) + answers * each
             total += seconds
-            yield f"  {task.name}: {most} questions, {answers} answers, {_minutes(seconds)}"
+            yield f"  {task.name}: {questions} questions, {answers} answers, {_minutes(seconds)}"
     yield f"At most about {_minutes(total)} on two cores."
 
 

@@ -41,6 +41,17 @@ def planned_cuts(
     return cuts
 
 
+def mean_held(
+    prompt_tokens: int, answer_tokens: int, cuts: Sequence[Cut], block_size: int
+) -> float:
+    """Return the blocks held, summed over the steps that decode, as a share of the full cache's.
+
+    An answer of one token has no step that decodes; its share is 1.
+    """
+    held, full = held_blocks(prompt_tokens, answer_tokens, cuts, block_size)
+    return float(held[1:].sum() / full[1:].sum()) if answer_tokens > 1 else 1.0
+
+
 def held_blocks(
     prompt_tokens: int, answer_tokens: int, cuts: Sequence[Cut], block_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -55,20 +66,8 @@ def held_blocks(
     """
     full = -(-(prompt_tokens + np.arange(answer_tokens)) // block_size)
     held = full.copy()
-    num_prompt = prompt_tokens // block_size
     for after, _, num_left in cuts:
         if after < answer_tokens:
-            held[after] += num_left - (full[after] - num_prompt)
+            held[after] += num_left - (full[after] - prompt_tokens // block_size)
             held[after + 1 :] = full[after + 1 :] - (full[after] - num_left)
     return held, full
-
-
-def mean_held(
-    prompt_tokens: int, answer_tokens: int, cuts: Sequence[Cut], block_size: int
-) -> float:
-    """Return the blocks held, summed over the steps that decode, as a share of the full cache's.
-
-    An answer of one token has no step that decodes; its share is 1.
-    """
-    held, full = held_blocks(prompt_tokens, answer_tokens, cuts, block_size)
-    return float(held[1:].sum() / full[1:].sum()) if answer_tokens > 1 else 1.0

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from evaluation import texts
@@ -11,6 +10,7 @@ from evaluation.arms import (
     GRANULARITY,
     REACH,
     REACH_WITH_IMAGES,
+    ROOT,
     TGV,
     UNIFORM,
     arm,
@@ -18,7 +18,6 @@ from evaluation.arms import (
     paired,
 )
 from evaluation.engine import PageEngine, Settings
-from evaluation.fingerprint import ROOT
 from evaluation.parts import Cells, Part, replacing
 from evaluation.texts import BUDGETS, DEFAULT, WAIT, gated
 from measure.smollm import INSTALL
@@ -77,15 +76,12 @@ _METHODS = Part(
 _OTHERS = crossed((DEFAULT, "snapkv", "tgv"), (0.2,))
 _WAITING = arm(DEFAULT, 0.2, defer=WAIT)
 
+_GRAINED = {name: str(mix["base"]) for name, mix in GRANULARITY.items()}
 _GATED = {
     wait: (*gated(("kvzap",), "kvzap", (wait,)), *gated(("dbtrimkv",), "dbtrimkv", (wait,)))
     for wait in (0, WAIT)
 }
 _UNTRAINED = ("tgv", "snapkv", "rkv", DEFAULT)
-
-
-def _replacing(title: str, text: str, base: str, names: Iterable[str], budget: float) -> Part:
-    return replacing(title, text, NUMBERS[:2], base, names, budget)
 
 
 PARTS = {
@@ -107,25 +103,28 @@ PARTS = {
         ),
         tuple((_WAITING, other) for other in _OTHERS),
     ),
-    "ablations": _replacing(
+    "ablations": replacing(
         "One part of TGV-KV replaced",
         "The layer budget by the attention of text to images (`tgv`), of images to images (`vv`), "
         "of text to text (`tt`), uniform or by entropy; the score; what is kept first; `head` "
         "instead of layer; and pooling, which `tgv` has none of.",
+        NUMBERS[:2],
         "tgv",
         TGV,
         0.5,
     ),
-    "uniform": _replacing(
+    "uniform": replacing(
         "TGV-KV with equal layer budgets, one part replaced",
         "As before, where the layer budget is out of the way: all layers have the same.",
+        NUMBERS[:2],
         "tgv_budget_uniform",
         UNIFORM,
         0.5,
     ),
-    "replaced": _replacing(
+    "replaced": replacing(
         "One part of reach replaced",
         texts.PARTS["replaced"].text,
+        NUMBERS[:2],
         DEFAULT,
         (*REACH, *REACH_WITH_IMAGES),
         0.1,
@@ -138,16 +137,11 @@ PARTS = {
         (
             Cells(
                 NUMBERS[:2],
-                crossed(
-                    dict.fromkeys(
-                        [*(str(mix["base"]) for mix in GRANULARITY.values()), *GRANULARITY]
-                    ),
-                    (0.2,),
-                ),
+                crossed(dict.fromkeys([*_GRAINED.values(), *GRANULARITY]), (0.2,)),
                 20,
             ),
         ),
-        tuple((arm(str(mix["base"]), 0.2), arm(name, 0.2)) for name, mix in GRANULARITY.items()),
+        [(arm(base, 0.2), arm(name, 0.2)) for name, base in _GRAINED.items()],
     ),
     "gates": Part(
         "Gates on pages",

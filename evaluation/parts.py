@@ -5,34 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from evaluation.arms import FULL, Arm, Pair, crossed
+from measure.text_tasks import TextTask
+from reader.tasks import PageTask
 
-
-class Task(Protocol):
-    """A kind of question about a text, written or drawn."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def title(self) -> str: ...
-
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a prompt, about."""
+Task = TextTask | PageTask
+"""A kind of question about a text, written or drawn."""
 
 
 @dataclass(frozen=True)
 class Cells:
     """Arms that answer the same questions of some tasks."""
 
-    tasks: tuple[Task, ...]
-    arms: tuple[Arm, ...]
+    tasks: Sequence[Task]
+    arms: Sequence[Arm]
     questions: int
     """Of each task."""
 
@@ -43,8 +30,8 @@ class Part:
 
     title: str
     text: str
-    cells: tuple[Cells, ...]
-    pairs: tuple[Pair, ...] = ()
+    cells: Sequence[Cells]
+    pairs: Sequence[Pair] = ()
     """Compared on all tasks together that both arms answer."""
     counts_all: bool = False
     """Whether questions count that the full cache answers wrong, too."""
@@ -53,8 +40,7 @@ class Part:
     @property
     def work(self) -> Iterator[tuple[Task, int, tuple[Arm, ...]]]:
         """Yield each task once, with the largest number of questions and all its arms."""
-        tasks = dict.fromkeys(task for cells in self.cells for task in cells.tasks)
-        for task in tasks:
+        for task in dict.fromkeys(task for cells in self.cells for task in cells.tasks):
             mine = [cells for cells in self.cells if task in cells.tasks]
             arms = dict.fromkeys([FULL, *(arm for cells in mine for arm in cells.arms)])
             yield task, max(cells.questions for cells in mine), tuple(arms)
@@ -69,25 +55,23 @@ class Part:
         mine = [cells for cells in self.cells if task in cells.tasks]
         return max((c.questions for c in mine if arm == FULL or arm in c.arms), default=0)
 
-    def with_tasks(self, names: Sequence[str]) -> Part:
-        """Return the part with the named tasks alone."""
-        cells = (
-            replace(cells, tasks=tuple(task for task in cells.tasks if task.name in names))
+    def limited(self, questions: int | None, names: Sequence[str] | None = None) -> Part:
+        """Return the part with at most so many questions of each task, and the named tasks."""
+        chosen = [
+            Cells(
+                [task for task in cells.tasks if names is None or task.name in names],
+                cells.arms,
+                min(cells.questions, questions or cells.questions),
+            )
             for cells in self.cells
-        )
-        return replace(self, cells=tuple(each for each in cells if each.tasks))
+        ]
+        return replace(self, cells=[cells for cells in chosen if cells.tasks])
 
 
 def replacing(
-    title: str,
-    text: str,
-    tasks: Sequence[Task],
-    base: str,
-    names: Iterable[str],
-    budget: float,
-    questions: int = 20,
+    title: str, text: str, tasks: Sequence[Task], base: str, names: Iterable[str], budget: float
 ) -> Part:
     """Return the part that compares a method with those in which one part is replaced."""
     (own,), others = crossed((base,), (budget,)), crossed(names, (budget,))
-    cells = (Cells(tuple(tasks), (own, *others), questions),)
-    return Part(title, text, cells, tuple((own, other) for other in others))
+    cells = (Cells(tasks, (own, *others), 20),)
+    return Part(title, text, cells, [(own, other) for other in others])

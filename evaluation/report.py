@@ -78,7 +78,7 @@ def _part(result: PartResult) -> Iterator[Block]:
     told = [claim for claim in result.comparisons if claim.p_holm < LEVEL]
     others = len(result.comparisons) - len(told)
     if told:
-        yield _comparison_table(told, letters)
+        yield _comparison_table(told)
     if others:
         count = f"{others} of {len(result.comparisons)}" if told else str(others)
         yield Text(f"Not told apart: {count} comparisons.")
@@ -91,38 +91,37 @@ def _cells_table(cells: Sequence[Cell], letters: Mapping[str, str]) -> Table:
         mine = {c.task: c for c in cells if (c.label, c.budget) == (label, budget)}
         questions = sum(cell.questions for cell in mine.values())
         num_right = sum(cell.num_right for cell in mine.values())
-        shares = [cell.decoding_held for cell in mine.values()]
-        decoding = None if None in shares else _mean(mine.values(), "decoding_held")
-        before = sum(cell.questions * cell.share.mean for cell in mine.values()) / max(questions, 1)
+        held = [(cell.questions, cell.blocks_held) for cell in mine.values()]
+        decoding = [(c.questions, c.decoding_held) for c in mine.values()]
+        before = [(cell.questions, cell.share.mean) for cell in mine.values()]
+        is_recorded = questions > 0 and all(share is not None for _, share in decoding)
         rows.append(
             [
                 f"`{label}`",
                 percent(budget),
-                percent(_mean(mine.values(), "blocks_held") or 0.0),
-                "" if decoding is None else percent(decoding),
+                percent(_mean(held)),
+                percent(_mean(decoding)) if is_recorded else "",
                 *(f"{mine[t].num_right}/{mine[t].questions}" if t in mine else "" for t in letters),
                 f"{num_right}/{questions}: {wilson(num_right, questions)}",
-                f"{100 * before:.0f} %",
+                f"{100 * _mean(before):.0f} %",
             ]
         )
-    return Table(
-        ["arm", "budget", "held", "decoding", *letters.values(), "all", "before a mistake"], rows
-    )
+    header = ["arm", "budget", "held", "decoding", *letters.values(), "all", "before a mistake"]
+    return Table(header, rows)
 
 
-def _mean(cells: Iterable[Cell], name: str) -> float | None:
-    """Return the mean of a share over the answers of some cells."""
-    cells = list(cells)
-    total = sum(cell.questions for cell in cells)
-    return sum(cell.questions * getattr(cell, name) for cell in cells) / total if total else None
+def _mean(shares: Sequence[tuple[int, float | None]]) -> float:
+    """Return the mean over the answers of shares that are means of as many."""
+    total = sum(number for number, _ in shares)
+    return sum(number * (share or 0.0) for number, share in shares) / max(total, 1)
 
 
-def _comparison_table(claims: Sequence[Comparison], letters: Mapping[str, str]) -> Table:
+def _comparison_table(claims: Sequence[Comparison]) -> Table:
     rows = [
         [
             f"`{claim.first}`",
             f"`{claim.second}`",
-            letters.get(claim.task, "all"),
+            "all",
             str(claim.questions),
             _points(claim.difference),
             f"{claim.first_only}:{claim.second_only}",
@@ -150,10 +149,8 @@ def _circumstances(field: Field, results: Mapping[str, PartResult]) -> Iterator[
     for name, result in results.items():
         facts = result.facts
         split = ", ".join(dict.fromkeys(task.split for task in result.tasks))
-        items.append(
-            f"{field.parts[name].title}: {split} questions, {facts['day']}, revision "
-            f"`{facts['revision']}`."
-        )
+        made = f"{split} questions, {facts['day']}, revision `{facts['revision']}`."
+        items.append(f"{field.parts[name].title}: {made}")
     newest = max(results.values(), key=lambda result: str(result.facts["day"])).facts
     settings, versions, machine = (
         ", ".join(f"{key} {value}" for key, value in newest[group].items())

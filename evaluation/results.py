@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from evaluation.answers import Answer, Key
-from evaluation.arms import FULL, Arm, identity
+from evaluation.answers import Answer, AnswerLog
+from evaluation.arms import FULL, Arm
 from evaluation.memory import mean_held, planned_cuts
 from evaluation.parts import Part, Task
 from measure.statistics import Estimate, bootstrap, holm, mcnemar, wilson
@@ -20,13 +20,7 @@ from measure.text_tasks import split_of
 
 FILE = "results.json"
 ALL_TASKS = "all tasks"
-"""Stands for the task in a comparison on all of them together."""
-
-
-class Answers(Protocol):
-    """Answers by their keys, such as a log."""
-
-    def __getitem__(self, key: Key, /) -> Answer: ...
+"""Stands for the task in a comparison, which is on all of them together."""
 
 
 class ResultsError(ValueError):
@@ -48,7 +42,7 @@ class TaskResult:
     """Mean over the questions."""
     answer_tokens: float
     """Tokens of the truth, or items of a list; mean over the questions, without an end token."""
-    split: str = "test"
+    split: str
     """Of the questions; see `text_tasks.TRAINING`."""
 
 
@@ -70,7 +64,7 @@ class Cell:
     """Of an answer before the first mistake."""
     blocks_held: float
     """Share of the prompt's blocks held after the eviction, mean over the answers."""
-    decoding_held: float | None = None
+    decoding_held: float | None
     """Blocks held while a right answer is decoded, as a share of the full cache's; mean over the
     answers. None if it was not recorded; see `memory`."""
 
@@ -105,43 +99,41 @@ class PartResult:
     comparisons: list[Comparison]
 
 
-def counted(part: Part, log: Answers, task: Task, numbers: Iterable[int]) -> list[int]:
+def counted(part: Part, log: AnswerLog, task: Task, numbers: Sequence[int]) -> list[int]:
     """Return the numbers of the questions that the full cache answers right, or of all."""
-    return [n for n in numbers if part.counts_all or log[task.name, n, identity(FULL)].is_exact]
+    return [n for n in numbers if part.counts_all or log[task.name, n, FULL].is_exact]
 
 
-def part_result(
-    part: Part, log: Answers, facts: dict[str, Any], limit: int | None = None, first: int = 0
-) -> PartResult:
-    """Return the results of a part whose answers are all in the log.
+def part_result(part: Part, log: AnswerLog, facts: dict[str, Any], first: int = 0) -> PartResult:
+    """Return the results of a part whose answers, from question `first` on, are all in the log."""
 
-    Args:
-        limit: on the questions of a task.
-        first: number of the first question.
-    """
-    tasks, cells = [], []
+    def numbers(task: Task, *arms: Arm) -> list[int]:
+        """Return the counted questions of a task that all of these arms were asked."""
+        asked = min(part.asked(task, arm) for arm in arms)
+        return counted(part, log, task, range(first, first + asked))
+
+    tasks, cells, comparisons = [], [], []
     for task, questions, arms in part.work:
-        most = questions if limit is None else min(questions, limit)
-        full = [log[task.name, n, identity(FULL)] for n in range(first, first + most)]
-        tasks.append(_task_result(task, full, first))
-        for arm in arms:
-            if arm != FULL:
-                numbers = _counted_of(part, log, task, (arm,), limit, first)
-                answers = [log[task.name, number, identity(arm)] for number in numbers]
-                cells.append(_cell(task, arm, answers, facts))
-    return PartResult(facts, tasks, cells, _comparisons(part, log, limit, first))
+        full = [log[task.name, n, FULL] for n in range(first, first + questions)]
+        tasks.append(_task_result(task, full, split_of(first)))
+        for arm in arms[1:]:
+            answers = [log[task.name, n, arm] for n in numbers(task, arm)]
+            cells.append(_cell(task, arm, answers, facts["settings"]["block_size"]))
+    for pair in part.pairs:
+        answered = [
+            tuple(log[task.name, n, arm] for arm in pair)
+            for task, _, arms in part.work
+            if set(pair) <= set(arms)
+            for n in numbers(task, *pair)
+        ]
+        if answered:
+            comparisons.append(_comparison(*pair, answered))
+    corrected = holm([claim.p for claim in comparisons])
+    comparisons = [replace(c, p_holm=p) for c, p in zip(comparisons, corrected, strict=True)]
+    return PartResult(facts, tasks, cells, comparisons)
 
 
-def _counted_of(
-    part: Part, log: Answers, task: Task, arms: Sequence[Arm], limit: int | None, first: int
-) -> list[int]:
-    """Return the numbers of the counted questions of a task that all of these arms were asked."""
-    asked = min(part.asked(task, arm) for arm in arms)
-    most = asked if limit is None else min(asked, limit)
-    return counted(part, log, task, range(first, first + most))
-
-
-def _task_result(task: Task, answers: Sequence[Answer], first: int) -> TaskResult:
+def _task_result(task: Task, answers: Sequence[Answer], split: str) -> TaskResult:
     return TaskResult(
         task=task.name,
         title=task.title,
@@ -151,11 +143,11 @@ def _task_result(task: Task, answers: Sequence[Answer], first: int) -> TaskResul
         share=bootstrap([answer.share for answer in answers]),
         prompt_tokens=_mean([answer.prompt_tokens for answer in answers]),
         answer_tokens=_mean([len(answer.hits) - 1 for answer in answers]),
-        split=split_of(first),
+        split=split,
     )
 
 
-def _cell(task: Task, arm: Arm, answers: Sequence[Answer], facts: dict[str, Any]) -> Cell:
+def _cell(task: Task, arm: Arm, answers: Sequence[Answer], block_size: int) -> Cell:
     num_right = sum(answer.is_exact for answer in answers)
     return Cell(
         task=task.name,
@@ -167,7 +159,7 @@ def _cell(task: Task, arm: Arm, answers: Sequence[Answer], facts: dict[str, Any]
         right=wilson(num_right, len(answers)),
         share=bootstrap([answer.share for answer in answers]),
         blocks_held=_mean([answer.blocks_held for answer in answers]),
-        decoding_held=_decoding_held(arm, answers, facts["settings"]["block_size"]),
+        decoding_held=_decoding_held(arm, answers, block_size),
     )
 
 
@@ -177,47 +169,26 @@ def _decoding_held(arm: Arm, answers: Sequence[Answer], block_size: int) -> floa
         return None
     shares = []
     for answer in answers:
-        tokens = answer.prompt_tokens
-        planned = planned_cuts(tokens, tuple(arm.steps), block_size)
+        planned = planned_cuts(answer.prompt_tokens, tuple(arm.steps), block_size)
         # A wrong answer may have ended before the last of them.
         cuts = [*answer.cuts, *planned[len(answer.cuts) :]]
-        shares.append(mean_held(tokens, answer.right_tokens, cuts, block_size))
+        shares.append(mean_held(answer.prompt_tokens, answer.right_tokens, cuts, block_size))
     return _mean(shares)
 
 
-def _comparisons(part: Part, log: Answers, limit: int | None, start: int) -> list[Comparison]:
-    """Return the part's comparisons, each on all tasks that both arms were asked."""
-    found = []
-    for first, second in part.pairs:
-        places = [
-            (task.name, number)
-            for task, _, arms in part.work
-            if {first, second} <= set(arms)
-            for number in _counted_of(part, log, task, (first, second), limit, start)
-        ]
-        if places:
-            found.append(_compared(first, second, log, places))
-    corrected = holm([claim.p for claim in found])
-    return [replace(claim, p_holm=p) for claim, p in zip(found, corrected, strict=True)]
-
-
-def _compared(
-    first: Arm, second: Arm, log: Answers, places: Sequence[tuple[str, int]]
-) -> Comparison:
-    """Return a comparison on questions, which are given by task and number."""
-    ours, theirs = ([log[*place, identity(arm)] for place in places] for arm in (first, second))
-    pairs = list(zip(ours, theirs, strict=True))
-    right = [int(one.is_exact) - int(other.is_exact) for one, other in pairs]
+def _comparison(first: Arm, second: Arm, answered: Sequence[tuple[Answer, ...]]) -> Comparison:
+    """Return the comparison of two arms' answers to the same questions, p not corrected."""
+    right = [int(one.is_exact) - int(other.is_exact) for one, other in answered]
     p = mcnemar(right.count(1), right.count(-1))
     return Comparison(
         task=ALL_TASKS,
         first=first.key,
         second=second.key,
-        questions=len(places),
+        questions=len(answered),
         first_only=right.count(1),
         second_only=right.count(-1),
         difference=bootstrap(right),
-        share=bootstrap([one.share - other.share for one, other in pairs]),
+        share=bootstrap([one.share - other.share for one, other in answered]),
         p=p,
         p_holm=p,
     )
@@ -267,20 +238,16 @@ def _lines(part: PartResult) -> str:
     values = asdict(part)
     fields = [f'"facts": {json.dumps(values.pop("facts"))}']
     for name, items in values.items():
-        rows = ",\n".join(json.dumps(_rounded(item)) for item in items)
+        rows = ",\n".join(json.dumps({k: _short(v) for k, v in item.items()}) for item in items)
         fields.append(f'"{name}": [\n{rows}\n]' if rows else f'"{name}": []')
     return "{\n" + ",\n".join(fields) + "\n}"
 
 
-def _rounded(item: dict[str, Any]) -> dict[str, Any]:
-    """Return an item with floats of five digits; an estimate becomes a list of three."""
-    short: dict[str, Any] = {}
-    for name, value in item.items():
-        if isinstance(value, dict):
-            short[name] = [float(f"{number:.5g}") for number in value.values()]
-        else:
-            short[name] = float(f"{value:.5g}") if isinstance(value, float) else value
-    return short
+def _short(value: Any) -> Any:
+    """Return a float with five digits; an estimate becomes a list of three."""
+    if isinstance(value, dict):
+        return [_short(number) for number in value.values()]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def _estimates(item: dict[str, Any]) -> dict[str, Any]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evaluation.arms import FULL, REACH, Arm, arm, crossed, paired
+from evaluation.arms import FULL, REACH, ROOT, Arm, arm, crossed, paired
 from evaluation.engine import Settings, TextEngine
 from evaluation.field import Field
-from evaluation.fingerprint import ROOT
 from evaluation.parts import Cells, Part, Task, replacing
 from measure.arm import CEILING
 from measure.smollm import INSTALL, PACKAGE
@@ -49,7 +48,7 @@ _METHODS = Part(
 )
 
 _WAITING = crossed((DEFAULT,), (0.2, 0.1), (WAIT,))
-_ASKED: tuple[Task, ...] = (number("prose", 1024), number("noise", 1024), *KEYS, *PASSAGES)
+_ASKED = (number("prose", 1024), number("noise", 1024), *KEYS, *PASSAGES)
 _DEFAULT = Part(
     "The recommended method",
     f"`{DEFAULT}` with a wait of {WAIT} tokens, which was chosen on training questions, against "
@@ -81,38 +80,26 @@ def _trained(
     title: str, text: str, methods: Sequence[str], gates: str, tasks: Sequence[Task], passages: int
 ) -> Part:
     """Return the part that compares a method with gates, and variants of it, with UNTRAINED."""
-    first, waits = methods[:1], (0, LONG_WAIT)
+    first, waits, budgets = methods[:1], (0, LONG_WAIT), BUDGETS[:2]
+    ours = gated(methods, gates)
+    waiting = gated(first, gates, waits[1:])
     return Part(
         title,
         text,
         (
-            Cells(
-                tuple(tasks),
-                (*crossed(UNTRAINED, BUDGETS[:2]), *gated(methods, gates)),
-                24,
-            ),
-            Cells(
-                PASSAGES[:1],
-                (
-                    *crossed(UNTRAINED, BUDGETS[:2], waits),
-                    *gated(methods, gates),
-                    *gated(first, gates, waits[1:]),
-                ),
-                passages,
-            ),
+            Cells(tasks, (*crossed(UNTRAINED, budgets), *ours), 24),
+            Cells(PASSAGES[:1], (*crossed(UNTRAINED, budgets, waits), *ours, *waiting), passages),
         ),
-        tuple(
+        [
             pair
             for other in UNTRAINED
             for wait in waits
-            for pair in paired(
-                gated(first, gates, (wait,)), crossed((other,), BUDGETS[:2], (wait,))
-            )
-        ),
+            for pair in paired(gated(first, gates, (wait,)), crossed((other,), budgets, (wait,)))
+        ],
     )
 
 
-_NUMBERS: tuple[Task, ...] = (number("prose", 1024), number("prose", 1024, keys=4))
+_NUMBERS = (number("prose", 1024), number("prose", 1024, keys=4))
 _OWN = {
     "dbtrimkv": gated(("dbtrimkv",), "dbtrimkv"),
     "trimkv": gated(("trimkv",), "trimkv"),
@@ -125,7 +112,7 @@ _LARGEST = (
 )
 
 COPY = TextTask("copy", "prose", 1024, 20)
-"""A long answer, and the tokens between two of its evictions."""
+"""A long answer."""
 
 
 def ceilings(methods: Sequence[str], gates: str = "") -> tuple[Arm, ...]:
@@ -142,8 +129,6 @@ def ceilings(methods: Sequence[str], gates: str = "") -> tuple[Arm, ...]:
 
 _LONG = [ceilings((name,), FOLDERS[name]) for name in ("kvzap", "dbtrimkv", "trimkv")]
 
-# -- summaries ------------------------------------------------------------------------------
-
 RETENTIVE = ("retentivekv", "retentivekv_tokens", "retentivekv_attention_tokens")
 """RetentiveKV, without summaries, and without entropy too."""
 
@@ -155,24 +140,25 @@ def summaries(text: str, tasks: Sequence[tuple[Task, int]], bases: Sequence[str]
         tasks: with the number of questions of each.
         bases: methods that are asked with tokens alone and with summaries.
     """
+    summarised = tuple(f"{base}_summaries" for base in bases)
     compared = (
-        *((f"{base}_summaries", base) for base in bases),
+        *zip(summarised, bases, strict=True),
         RETENTIVE[:2],
         RETENTIVE[1:],
         *((RETENTIVE[0], base) for base in bases),
     )
-    arms = crossed((*bases, *(f"{base}_summaries" for base in bases), *RETENTIVE), BUDGETS)
+    arms = crossed((*bases, *summarised, *RETENTIVE), BUDGETS)
     return Part(
         "Summaries of what is evicted",
         "`..._summaries` against the method alone, and `retentivekv` against "
         "`retentivekv_tokens`, which has no summaries. The blocks of summaries come out of the "
         f"budget, so every arm holds equally many. {text}",
-        tuple(Cells((task,), arms, questions) for task, questions in tasks),
-        tuple(
+        [Cells((task,), arms, questions) for task, questions in tasks],
+        [
             pair
             for first, second in compared
             for pair in paired(crossed((first,), BUDGETS), crossed((second,), BUDGETS))
-        ),
+        ],
     )
 
 

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from vllm_tgvkv.kernels import gpu
+from vllm_tgvkv.kernels.checks import FLOATS, INTEGERS, check
 
 # Shares are at least this fraction of the largest: a zero share still gets pages once all others
 # are full, and no quotient of two shares overflows float64.
-_SMALLEST_SHARE = 1e-290
+SMALLEST_SHARE = 1e-290
 # Real-valued counts are rounded to multiples of 2^-32, so that rounding errors neither turn 3.0
 # into 2 plus a remainder nor break ties of remainders.
-_GRID_BITS = 32
+GRID_BITS = 32
 
 
 def apportion(
@@ -53,10 +54,8 @@ def apportion(
         ValueError: unless 0 <= floor <= most and floor*M <= total <= most*M, with an integer cap
             as `most`, or if a shape or dtype does not fit.
     """
-    if shares.dim() < 1 or shares.shape[-1] < 1 or not shares.is_floating_point():
-        raise ValueError(
-            f"shares must be floating [..., M], got {shares.dtype} {list(shares.shape)}"
-        )
+    fits = shares.dim() > 0 and shares.shape[-1] > 0
+    check("shares", shares, ("M",) * max(1, shares.dim()), FLOATS, fits)
     size = shares.shape[-1]
     most = _bound(shares, cap, most)
     if not 0 <= floor <= most:
@@ -73,9 +72,7 @@ def apportion(
     if gpu.runs(shares):
         from vllm_tgvkv.kernels.gpu import apportion as triton_apportion
 
-        return triton_apportion.apportion(
-            shares, total, floor, cap, unit_bits, _SMALLEST_SHARE, _GRID_BITS
-        )
+        return triton_apportion.apportion(shares, total, floor, cap, unit_bits)
     total, shares = total.long(), _normalise(shares.double())
     caps = torch.full_like(shares, cap) if isinstance(cap, int) else cap.double()
     return _round(_water_fill(shares, total, floor, caps, unit_bits), total)
@@ -87,23 +84,19 @@ def _bound(shares: Tensor, cap: int | Tensor, most: int | None) -> int:
         if most is not None:
             raise ValueError(f"most must be left out with an integer cap, got {most}")
         return cap
-    if cap.shape != shares.shape or cap.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"cap must be an integer, or int32 or int64 {list(shares.shape)}, "
-            f"got {cap.dtype} {list(cap.shape)}"
-        )
+    check("cap", cap, shares.shape, INTEGERS)
     if most is None:
         raise ValueError("most must be given with a tensor of caps: the greatest that any can be")
     return most
 
 
 def _normalise(shares: Tensor) -> Tensor:
-    """Scale each row of shares to [_SMALLEST_SHARE, 1], its largest being 1."""
+    """Scale each row of shares to [SMALLEST_SHARE, 1], its largest being 1."""
     largest = shares.amax(dim=-1, keepdim=True)
     finite = shares.isfinite().all(dim=-1, keepdim=True)
     relative = shares.clamp(min=0) / largest
     uniform = torch.ones_like(relative)
-    return torch.where(finite & (largest > 0), relative, uniform).clamp(min=_SMALLEST_SHARE)
+    return torch.where(finite & (largest > 0), relative, uniform).clamp(min=SMALLEST_SHARE)
 
 
 def _water_fill(shares: Tensor, total: Tensor, floor: int, caps: Tensor, unit_bits: int) -> Tensor:
@@ -144,10 +137,10 @@ def _water_fill(shares: Tensor, total: Tensor, floor: int, caps: Tensor, unit_bi
 
 def _round(counts: Tensor, total: Tensor) -> Tensor:
     """Round `counts` to integers with the same sum `total`, by largest remainders."""
-    fixed = (counts * 2.0**_GRID_BITS + 0.5).long()
-    whole = fixed >> _GRID_BITS
+    fixed = (counts * 2.0**GRID_BITS + 0.5).long()
+    whole = fixed >> GRID_BITS
     left = total - whole.sum(dim=-1, keepdim=True)
-    order = (fixed - (whole << _GRID_BITS)).argsort(dim=-1, descending=True, stable=True)
+    order = (fixed - (whole << GRID_BITS)).argsort(dim=-1, descending=True, stable=True)
     rank = torch.empty_like(order).scatter_(
         -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
     )

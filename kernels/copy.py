@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from vllm_tgvkv.kernels import gpu
+from vllm_tgvkv.kernels.checks import INTEGERS, check
 
 WORKSPACE_BYTES = 4 << 20
 """On CPU fresh memory takes longer to map than to copy. Buffers of this size are used again."""
@@ -78,13 +79,17 @@ def copy_kept(
         ValueError: if a shape or dtype does not fit; the message names the argument.
     """
     pairs = num_layers * num_heads
-    _check(key_pages, value_pages, sources, offsets, new_blocks, pairs)
+    check("key_pages", key_pages, ("num_pages", "N", "D"))
+    num_pages, block_size, _ = key_pages.shape
+    check("value_pages", value_pages, (num_pages, block_size, "D"))
+    check("new_blocks", new_blocks, ("k",), INTEGERS)
+    check("sources", sources, (len(new_blocks) * pairs, block_size), (torch.int64,))
+    check("offsets", offsets, (pairs + 1,), INTEGERS)
     if gpu.runs(key_pages):
         from vllm_tgvkv.kernels.gpu import copy as triton_copy
 
         triton_copy.copy_kept(key_pages, value_pages, sources, offsets, new_blocks, pairs)
         return
-    block_size = key_pages.shape[1]
     pools = [pool.view(_INTEGER_OF_SIZE[pool.element_size()]) for pool in (key_pages, value_pages)]
     token_bytes = max(pool.shape[2] * pool.element_size() for pool in pools)
     slots = torch.arange(block_size, device=sources.device)
@@ -142,34 +147,3 @@ def _whole_pages(pages: Tensor, slots: Tensor, own_slots: Tensor) -> tuple[Tenso
     base = torch.where(keeps_slot, pages, -1).amax(dim=1)
     moved = ~(keeps_slot & (pages == base[:, None]))
     return base, moved.flatten().nonzero().squeeze(1)
-
-
-def _check(
-    key_pages: Tensor,
-    value_pages: Tensor,
-    sources: Tensor,
-    offsets: Tensor,
-    new_blocks: Tensor,
-    pairs: int,
-) -> None:
-    if key_pages.dim() != 3:
-        raise ValueError(f"key_pages must be [num_pages, N, D], got {list(key_pages.shape)}")
-    if value_pages.dim() != 3 or value_pages.shape[:2] != key_pages.shape[:2]:
-        raise ValueError(
-            f"value_pages must be {list(key_pages.shape[:2])} + [D], got {list(value_pages.shape)}"
-        )
-    shape = (new_blocks.numel() * pairs, key_pages.shape[1])
-    if sources.shape != shape or sources.dtype != torch.int64:
-        raise ValueError(
-            f"sources must be int64 {list(shape)}, got {sources.dtype} {list(sources.shape)}"
-        )
-    expected = {
-        "new_blocks": (new_blocks, (new_blocks.numel(),)),
-        "offsets": (offsets, (pairs + 1,)),
-    }
-    for name, (tensor, size) in expected.items():
-        if tensor.shape != size or tensor.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"{name} must be int32 or int64 {list(size)}, "
-                f"got {tensor.dtype} {list(tensor.shape)}"
-            )

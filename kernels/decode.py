@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vllm_tgvkv.kernels import gpu
+from vllm_tgvkv.kernels.checks import check
 
 
 @dataclass(frozen=True)
@@ -77,16 +78,8 @@ class DecodePlan:
         num_programs = 8  # under the interpreter
         if device.type == "cuda":
             num_programs = triton_decode.num_programs(device, head_size, dtype.itemsize)
-        return cls.allocate(
-            num_layers,
-            num_rows,
-            num_heads,
-            group_size,
-            head_size,
-            triton_decode.chunk_size(head_size),
-            num_programs,
-            device,
-        )
+        sizes = num_layers, num_rows, num_heads, group_size, head_size
+        return cls.allocate(*sizes, triton_decode.chunk_size(head_size), num_programs, device)
 
     def for_sequences(self, num_sequences: int) -> DecodePlan:
         """Return a plan for fewer virtual sequences, R*H, in the same buffers."""
@@ -164,15 +157,25 @@ def decode(
         ValueError: if a shape or dtype does not fit; the message names the argument.
     """
     _check_plan(lengths, plan)
-    _check(
-        query, keys, values, block_table, lengths, num_token_blocks, replaced, offsets, layer, out
-    )
-    group = query.shape[1] // lengths.shape[2]
-    if plan.partials.shape[2:] != (group, query.shape[2] + 2):
-        raise ValueError(
-            f"plan.partials must be [P, 2, {group}, {query.shape[2] + 2}], got "
-            f"{list(plan.partials.shape)}"
-        )
+    num_layers, num_rows, num_heads = lengths.shape
+    fits = query.dim() == 3 and query.shape[1] > 0 and query.shape[1] % num_heads == 0
+    check("query", query, (num_rows, f"{num_heads}*G", "D"), fits=fits)
+    check("out", out, query.shape)
+    for name, tensor in (("query", query), ("out", out)):
+        if tensor.stride(2) != 1:
+            raise ValueError(f"{name} must be contiguous in D, got strides {tensor.stride()}")
+    head_size = query.shape[2]
+    check("keys", keys, ("num_pages", "N", head_size), (query.dtype,))
+    check("values", values, (*keys.shape[:2], head_size), (query.dtype,))
+    int32, num_blocks = (torch.int32,), len(num_token_blocks)
+    check("block_table", block_table, (num_rows, "W"), int32)
+    check("num_token_blocks", num_token_blocks, (num_blocks,), int32)
+    check("replaced", replaced, (num_blocks,), int32)
+    check("offsets", offsets, (num_blocks, num_layers * num_heads + 1), int32)
+    if not 0 <= layer < num_layers:
+        raise ValueError(f"layer must be within the {num_layers} of lengths, got {layer}")
+    group = query.shape[1] // num_heads
+    check("plan.partials", plan.partials, ("P", 2, group, query.shape[2] + 2))
     if gpu.runs(query):
         from vllm_tgvkv.kernels.gpu import decode as triton_decode
 
@@ -192,7 +195,7 @@ def decode(
         )
         return
     exact = torch.promote_types(query.dtype, torch.float32)
-    num_heads, pairs, block_size = lengths.shape[2], offsets.shape[1] - 1, keys.shape[1]
+    pairs, block_size = offsets.shape[1] - 1, keys.shape[1]
     grouped = query.unflatten(1, (num_heads, group)).to(exact)
     for row, row_lengths in enumerate(lengths[layer].tolist()):
         for head, length in enumerate(row_lengths):
@@ -217,83 +220,13 @@ def decode(
 
 
 def _check_plan(lengths: Tensor, plan: DecodePlan) -> None:
-    if (
-        lengths.dtype != torch.int32
-        or lengths.dim() != 3
-        or (lengths.shape[2] > 1 and lengths.stride(2) != 1)
-    ):
-        raise ValueError(
-            f"lengths must be int32 [L, R, H], contiguous in H, got {lengths.dtype} "
-            f"{list(lengths.shape)}"
-        )
+    fits = lengths.dim() == 3 and (lengths.shape[2] <= 1 or lengths.stride(2) == 1)
+    check("lengths", lengths, ("L", "R", "H, contiguous"), (torch.int32,), fits)
     layers, rows, heads = lengths.shape
     if plan.chunk < 16 or plan.chunk & (plan.chunk - 1):
         raise ValueError(f"plan.chunk must be a power of two from 16 on, got {plan.chunk}")
-    if plan.ends.dtype != torch.int32 or plan.ends.shape != (layers, rows * heads + 1):
-        raise ValueError(
-            f"plan.ends must be int32 {[layers, rows * heads + 1]}, got {plan.ends.dtype} "
-            f"{list(plan.ends.shape)}"
-        )
+    check("plan.ends", plan.ends, (layers, rows * heads + 1), (torch.int32,))
     first, partials = plan.first, plan.partials
-    if (
-        first.dtype != torch.int32
-        or first.dim() != 2
-        or len(first) != layers
-        or not first.is_contiguous()
-    ):
-        raise ValueError(
-            f"plan.first must be int32 [{layers}, P], contiguous, got {first.dtype} "
-            f"{list(first.shape)}"
-        )
-    if (
-        partials.dtype != torch.float32
-        or partials.dim() != 4
-        or partials.shape[:2] != (first.shape[1], 2)
-        or not partials.is_contiguous()
-    ):
-        raise ValueError(
-            f"plan.partials must be float32 [{first.shape[1]}, 2, G, D + 2], contiguous, got "
-            f"{partials.dtype} {list(partials.shape)}"
-        )
-
-
-def _check(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    block_table: Tensor,
-    lengths: Tensor,
-    num_token_blocks: Tensor,
-    replaced: Tensor,
-    offsets: Tensor,
-    layer: int,
-    out: Tensor,
-) -> None:
-    layers, rows, heads = lengths.shape
-    if query.dim() != 3 or len(query) != rows or query.shape[1] % heads or not query.shape[1]:
-        raise ValueError(f"query must be [{rows}, {heads}*G, D], got {list(query.shape)}")
-    if out.shape != query.shape:
-        raise ValueError(f"out must be {list(query.shape)}, got {list(out.shape)}")
-    for name, tensor in (("query", query), ("out", out)):
-        if tensor.stride(2) != 1:
-            raise ValueError(f"{name} must be contiguous in D, got strides {tensor.stride()}")
-    for name, pool in (("keys", keys), ("values", values)):
-        if pool.dim() != 3 or pool.shape[2] != query.shape[2] or pool.shape != keys.shape:
-            raise ValueError(
-                f"{name} must be [num_pages, N, {query.shape[2]}], got {list(pool.shape)}"
-            )
-        if pool.dtype != query.dtype:
-            raise ValueError(f"{name} must be {query.dtype} as the query, got {pool.dtype}")
-    num_blocks = num_token_blocks.numel()
-    for name, tensor, shape in (
-        ("block_table", block_table, (rows, block_table.shape[-1])),
-        ("num_token_blocks", num_token_blocks, (num_blocks,)),
-        ("replaced", replaced, (num_blocks,)),
-        ("offsets", offsets, (num_blocks, layers * heads + 1)),
-    ):
-        if tensor.dtype != torch.int32 or tensor.shape != shape:
-            raise ValueError(
-                f"{name} must be int32 {list(shape)}, got {tensor.dtype} {list(tensor.shape)}"
-            )
-    if not 0 <= layer < layers:
-        raise ValueError(f"layer must be within the {layers} of lengths, got {layer}")
+    check("plan.first", first, (layers, "P, contiguous"), (torch.int32,), first.is_contiguous())
+    shape = (first.shape[1], 2, "G", "D + 2, contiguous")
+    check("plan.partials", partials, shape, (torch.float32,), partials.is_contiguous())

@@ -14,21 +14,18 @@ KERNEL = 7
 between them were evicted."""
 
 
-def importance(
-    queries: Tensor, keys: Tensor, num_past: Tensor, scale: float | Tensor, kernel: int = KERNEL
-) -> Tensor:
+def importance(keys: Tensor, queries: Tensor, num_past: Tensor, scale: float | Tensor) -> Tensor:
     """Return the mean over the rows of their softmax over past keys, after maximum pooling.
 
     The logit of a row and a key is the greatest of the group's query heads. Keys from the window on
     are in no softmax.
 
     Args:
-        queries: `[H, w, G, D]`, rotated, any float dtype.
         keys: `[H, S, D]`, rotated, any float dtype. What comes after a head's past keys never
             affects a result, NaN included.
+        queries: `[H, w, G, D]`, rotated, any float dtype.
         num_past: integer `[H]`, keys before the window of each head.
         scale: factor of the products; float32 `[H]` if it differs.
-        kernel: odd number of neighbouring keys that are pooled.
 
     Returns:
         float32 `[H, S]`, 0 from the window on.
@@ -44,5 +41,5 @@ def importance(
     rows = greatest.masked_fill_(~is_past[:, None], float("-inf")).softmax(-1)
     # A row without past keys has a softmax of nothing, which is NaN.
     mean = rows.mean(1).masked_fill_(~is_past, 0)
-    pooled = torch.nn.functional.max_pool1d(mean, kernel, 1, kernel // 2)
+    pooled = torch.nn.functional.max_pool1d(mean, KERNEL, 1, KERNEL // 2)
     return pooled.masked_fill_(~is_past, 0)

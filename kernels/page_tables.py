@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from vllm_tgvkv.kernels import gpu
+from vllm_tgvkv.kernels.checks import check
 
 
 def write_page_tables(
@@ -56,9 +57,11 @@ def write_page_tables(
         ValueError: if a shape or dtype does not fit; the message names the argument.
     """
     _check(block_table, seq_lens, num_token_blocks, replaced, offsets)
-    _check_output("tables", tables, 4, offsets, seq_lens)
+    check("tables", tables, ("l", len(seq_lens), "H", "W_out"), (torch.int32,))
     layers, requests, heads, width = tables.shape
     pairs = offsets.shape[1] - 1
+    if not heads or pairs % heads:
+        raise ValueError(f"tables must have H heads, a divisor of L*H = {pairs}, got {heads}")
     if not 0 <= first_layer <= pairs // heads - layers:
         raise ValueError(
             f"first_layer must be such that tables of {layers} layers end within "
@@ -129,7 +132,7 @@ def write_lengths(
         ValueError: if a shape or dtype does not fit; the message names the argument.
     """
     _check(block_table, seq_lens, num_token_blocks, replaced, offsets)
-    _check_output("lengths", lengths, 3, offsets, seq_lens)
+    check("lengths", lengths, ("L", len(seq_lens), "H"), (torch.int32,))
     layers, requests, heads = lengths.shape
     if layers * heads != offsets.shape[1] - 1:
         raise ValueError(
@@ -174,32 +177,10 @@ def _check(
     replaced: Tensor,
     offsets: Tensor,
 ) -> None:
-    requests, num_blocks = seq_lens.numel(), num_token_blocks.numel()
-    for name, tensor, rows, dims in (
-        ("block_table", block_table, requests, 2),
-        ("seq_lens", seq_lens, requests, 1),
-        ("num_token_blocks", num_token_blocks, num_blocks, 1),
-        ("replaced", replaced, num_blocks, 1),
-        ("offsets", offsets, num_blocks, 2),
-    ):
-        if tensor.dtype != torch.int32 or tensor.dim() != dims or tensor.shape[0] != rows:
-            shape = f"[{rows}]" if dims == 1 else f"[{rows}, ...]"
-            raise ValueError(
-                f"{name} must be int32 {shape}, got {tensor.dtype} {list(tensor.shape)}"
-            )
-
-
-def _check_output(name: str, out: Tensor, dims: int, offsets: Tensor, seq_lens: Tensor) -> None:
-    pairs = offsets.shape[1] - 1
-    if (
-        out.dtype != torch.int32
-        or out.dim() != dims
-        or out.shape[1] != seq_lens.numel()
-        or not out.shape[2]
-        or pairs % out.shape[2]
-    ):
-        shape = "[l, B, H, W_out]" if dims == 4 else "[L, B, H]"
-        raise ValueError(
-            f"{name} must be int32 {shape} with B = {seq_lens.numel()} and H a divisor of "
-            f"L*H = {pairs}, got {out.dtype} {list(out.shape)}"
-        )
+    int32 = (torch.int32,)
+    check("seq_lens", seq_lens, ("B",), int32)
+    check("block_table", block_table, (len(seq_lens), "W"), int32)
+    check("num_token_blocks", num_token_blocks, ("num_blocks",), int32)
+    num_blocks = len(num_token_blocks)
+    check("replaced", replaced, (num_blocks,), int32)
+    check("offsets", offsets, (num_blocks, "L*H + 1"), int32)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+SIMILAR = 0.5
+"""Keys with a higher cosine are similar."""
 GROUP = 64
 """Keys that one maximum of cosines stands for."""
 BYTES_PER_ENTRY = 4 + 1  # a cosine; for each group a maximum, a truth value and a number
@@ -14,17 +16,11 @@ _UNIT = 2.0**40
 """Cosines are subtracted as integers of 1 / _UNIT, whose sum does not depend on their order."""
 
 
-def redundancy(
-    keys: Tensor,
-    lengths: Tensor,
-    threshold: float = 0.5,
-    first_key: bool = False,
-    workspace_bytes: int = 64 << 20,
-) -> Tensor:
+def redundancy(keys: Tensor, lengths: Tensor, workspace_bytes: int = 64 << 20) -> Tensor:
     """Return the softmax over each head's keys of their mean similarity to all of its keys.
 
     The similarity of key j to key i is their cosine, but zero for i = j, and zero if j is the last
-    key whose cosine with i exceeds the threshold: of several copies, the newest is not redundant.
+    key whose cosine with i exceeds `SIMILAR`: of several copies, the newest is not redundant.
     The sum of all cosines with key j is its product with the sum of all keys, so cosines are needed
     only to find each key's last similar one. Only some rows i of them exist at a time, for all
     heads. Otherwise it takes the keys in float32.
@@ -33,23 +29,18 @@ def redundancy(
         keys: `[H, S, D]`, rotated, ascending by position in each head, any float dtype. What is
             after a head's length never affects a result, NaN included.
         lengths: integer `[H]`, number of keys of each head, 0 to S.
-        threshold: cosine above which keys are similar, not negative.
-        first_key: whether the first key counts as zero in rows without a similar key, as in R-KV's
-            published code.
         workspace_bytes: bound of the rows' memory; one row of all heads is the least.
 
     Returns:
         float32 `[H, S]`; each head's sum is 1, and 0 after its length.
 
     Raises:
-        ValueError: if a shape does not fit or the threshold is negative.
+        ValueError: if a shape does not fit.
     """
     if keys.dim() != 3 or lengths.shape != keys.shape[:1]:
         raise ValueError(
             f"keys must be [H, S, D] and lengths [H], not {list(keys.shape)}, {list(lengths.shape)}"
         )
-    if threshold < 0:
-        raise ValueError(f"threshold {threshold} is negative; use 0 to 1")
     heads, size, dim = keys.shape
     num_groups = -(-size // GROUP)
     is_key = torch.arange(size, device=keys.device) < lengths[:, None]  # [H, S]
@@ -65,9 +56,7 @@ def redundancy(
         rows = directions[:, start : min(start + step, size)]
         cosines = rows @ directions.transpose(1, 2)  # [H, R, S']
         cosines.diagonal(start, 1, 2).fill_(0)
-        last = last_above(cosines, threshold)  # [H, R]
-        if first_key:
-            last.clamp_(min=0)
+        last = last_above(cosines, SIMILAR)  # [H, R]
         of_last = cosines.gather(-1, last.clamp(min=0)[..., None])[..., 0]
         of_last = of_last.masked_fill(last < 0, 0).double().mul(_UNIT).round().long()
         subtracted.scatter_add_(1, last.clamp(min=0), of_last)

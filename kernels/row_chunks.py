@@ -14,9 +14,6 @@ from vllm_tgvkv.kernels.statistics import (
     THRESHOLD,
     FirstPass,
     ObservedAttention,
-    ObservedRows,
-    Scratch,
-    Statistic,
 )
 
 _FLOAT_BYTES = 4
@@ -34,25 +31,8 @@ class TorchAttention(ObservedAttention):
     they are gathered piece by piece, again for each chunk of rows.
     """
 
-    def __init__(
-        self,
-        rows: ObservedRows,
-        per_head: bool,
-        statistics: frozenset[Statistic],
-        workspace_bytes: int,
-        scratch: Scratch,
-    ) -> None:
-        super().__init__(rows, per_head, statistics, workspace_bytes, scratch)
-        self._is_bfloat16 = (
-            rows.queries.dtype == torch.bfloat16 and rows.pool.dtype in _EXACT_IN_BFLOAT16
-        )
-        # Keys are gathered in the cache's dtype, then converted.
-        value_bytes = rows.pool.element_size() + _FLOAT_BYTES
-        page_bytes = self.num_heads * rows.pool.shape[1] * self.head_size * value_bytes
-        self._pages_per_chunk = max(1, workspace_bytes // page_bytes)
-        self._num_pages = -(-self.num_keys // rows.pool.shape[1])
-        self._gathered: tuple[int, Tensor] | None = None
-        """A layer and all of its keys, if they fit."""
+    _gathered: tuple[int, Tensor] | None = None
+    """A layer and all of its keys, if they fit."""
 
     def _weigh(self, weights: Tensor, averages: Tensor) -> Tensor:
         return torch.bmm(weights.float().expand(self.num_groups, -1, -1), averages)
@@ -195,16 +175,14 @@ class TorchAttention(ObservedAttention):
         return visible[self._pairs(layer)] if visible.shape[0] > 1 else visible
 
     def _num_common_keys(self, layer: int, rows: slice) -> int:
-        """Return a number of first keys that all of `rows` see in all heads.
-
-        The host knows none for compressed rows, but on a CPU it can look without waiting.
-        """
-        visible, known = self._visible(layer)[:, rows], self._rows.num_common_keys
-        return max(known, int(visible.numpy().min())) if visible.is_cpu else known
+        """Return the number of first keys that all of `rows` see in all heads; on a CPU only."""
+        visible = self._visible(layer)[:, rows]
+        return max(0, int(visible.numpy().min())) if visible.is_cpu else 0
 
     def _logits(self, layer: int, rows: slice, out: Tensor) -> None:
         """Write scaled, causally masked logits of `rows` to `out` [H, G, R, num_keys]."""
-        flat = out.flatten(1, 2)
+        flat, pool = out.flatten(1, 2), self._rows.pool
+        is_exact = self._rows.queries.dtype == torch.bfloat16 and pool.dtype in _EXACT_IN_BFLOAT16
         # Float32: a bf16 logit of 20 is off by up to 0.06, its probability by 6 %. The scale is
         # applied to the products, so that bf16 queries stay exact.
         queries = self._rows.queries[layer, rows].permute(1, 2, 0, 3).float().flatten(1, 2)
@@ -212,7 +190,7 @@ class TorchAttention(ObservedAttention):
         scale = float(scale[layer]) if isinstance(scale, Tensor) else scale
         for start, keys in self._key_chunks(layer):
             part = flat[:, :, start : start + keys.shape[-1]]
-            with _bfloat16_products(self._is_bfloat16):
+            with _bfloat16_products(is_exact):
                 torch.baddbmm(part, queries, keys, beta=0, alpha=scale, out=part)
         # Masking all keys costs as much as the softmax.
         first = self._num_common_keys(layer, rows)
@@ -221,12 +199,7 @@ class TorchAttention(ObservedAttention):
         out[..., first:].masked_fill_(future, float("-inf"))
 
     def _softmax(self, layer: int, rows: slice, logits: Tensor, out: Tensor) -> Tensor:
-        log_sum_exp = self._rows.log_sum_exp
-        if log_sum_exp is None:
-            torch.softmax(logits, dim=-1, out=out)
-        else:
-            of_rows = log_sum_exp[layer, rows].permute(1, 2, 0).float()
-            torch.exp(logits.sub_(of_rows.unsqueeze(-1)), out=out)
+        torch.softmax(logits, dim=-1, out=out)
         if self._num_common_keys(layer, rows) < 1:
             # The softmax over no key is NaN.
             out.masked_fill_(self._visible(layer)[:, None, rows, None] <= 0, 0.0)
@@ -234,14 +207,18 @@ class TorchAttention(ObservedAttention):
 
     def _key_chunks(self, layer: int) -> Iterator[tuple[int, Tensor]]:
         """Yield `(first column, keys)` in order; keys are float32 `[H, D, n]`."""
-        if self._num_pages <= self._pages_per_chunk:
+        pool, size = self._rows.pool, self._rows.pool.shape[1]
+        num_pages = -(-self.num_keys // size)
+        # Keys are gathered in the cache's dtype, then converted.
+        page_bytes = self.num_heads * size * self.head_size * (pool.element_size() + _FLOAT_BYTES)
+        step = max(1, self._workspace_bytes // page_bytes)
+        if num_pages <= step:
             if self._gathered is None or self._gathered[0] != layer:
-                self._gathered = layer, self._gather(layer, 0, self._num_pages)
+                self._gathered = layer, self._gather(layer, 0, num_pages)
             yield 0, self._gathered[1]
             return
-        for start in range(0, self._num_pages, self._pages_per_chunk):
-            stop = min(start + self._pages_per_chunk, self._num_pages)
-            yield start * self._rows.pool.shape[1], self._gather(layer, start, stop)
+        for start in range(0, num_pages, step):
+            yield start * size, self._gather(layer, start, min(start + step, num_pages))
 
     def _gather(self, layer: int, start: int, stop: int) -> Tensor:
         """Return keys in columns `start..stop-1` of the tables, up to num_keys.

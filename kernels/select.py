@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_tgvkv.kernels import gpu
+from vllm_tgvkv.kernels.checks import SMALL_INTEGERS, check
 
 _TIER_BITS = 4
 _SCORE_BITS = 32
@@ -48,7 +49,23 @@ def select_tokens(
     Raises:
         ValueError: if a shape, dtype or number does not fit; the message names the argument.
     """
-    _check(scores, tiers, counts, num_pages, block_size)
+    check("counts", counts, ("L", "H"), (torch.int64,))
+    layers, heads = counts.shape
+    num_candidates = scores.shape[-1]
+    sets = 1 if scores.shape[1:2] == (1,) else heads
+    check("scores", scores, (layers, sets, "C"), (torch.float32,))
+    sets = 1 if tiers.shape[1:2] == (1,) else heads
+    shape = (num_candidates,) if tiers.dim() == 1 else (layers, sets, num_candidates)
+    check("tiers", tiers, shape, SMALL_INTEGERS)
+    if num_candidates > MAX_CANDIDATES:
+        raise ValueError(f"scores must have at most {MAX_CANDIDATES} candidates")
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1, got {block_size}")
+    if not 0 <= num_pages * block_size <= layers * heads * num_candidates:
+        raise ValueError(
+            f"num_pages must be between 0 and {layers * heads * num_candidates // block_size}, "
+            f"got {num_pages}"
+        )
     if gpu.runs(scores):
         from vllm_tgvkv.kernels.gpu import select as triton_select
 
@@ -144,35 +161,3 @@ def _compact(kept: Tensor, num_kept: int) -> Tensor:
     compacted = torch.zeros(num_kept + 1, dtype=torch.int32, device=kept.device)
     compacted.scatter_(0, slots, positions.expand_as(kept).reshape(-1))
     return compacted[:num_kept]
-
-
-def _check(scores: Tensor, tiers: Tensor, counts: Tensor, num_pages: int, block_size: int) -> None:
-    if counts.dim() != 2 or counts.dtype != torch.int64:
-        raise ValueError(f"counts must be int64 [L, H], got {counts.dtype} {list(counts.shape)}")
-    layers, heads = counts.shape
-    if (
-        scores.dim() != 3
-        or scores.dtype != torch.float32
-        or scores.shape[0] != layers
-        or scores.shape[1] not in (1, heads)
-    ):
-        raise ValueError(
-            f"scores must be float32 [{layers}, {heads}, C] or [{layers}, 1, C], "
-            f"got {scores.dtype} {list(scores.shape)}"
-        )
-    num_candidates = scores.shape[-1]
-    own_tiers = ((layers, 1, num_candidates), (layers, heads, num_candidates))
-    if tiers.shape not in ((num_candidates,), *own_tiers) or tiers.is_floating_point():
-        raise ValueError(
-            f"tiers must be integer [{num_candidates}] or [{layers}, {heads}, {num_candidates}], "
-            f"got {tiers.dtype} {list(tiers.shape)}"
-        )
-    if num_candidates > MAX_CANDIDATES:
-        raise ValueError(f"scores must have at most {MAX_CANDIDATES} candidates")
-    if block_size < 1:
-        raise ValueError(f"block_size must be at least 1, got {block_size}")
-    if not 0 <= num_pages * block_size <= layers * heads * num_candidates:
-        raise ValueError(
-            f"num_pages must be between 0 and {layers * heads * num_candidates // block_size}, "
-            f"got {num_pages}"
-        )

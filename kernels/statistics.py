@@ -12,15 +12,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from vllm_tgvkv.kernels import gpu
+from vllm_tgvkv.kernels.checks import FLOATS, INTEGERS, check
 from vllm_tgvkv.kernels.diversity import mean_cosines, norms
-from vllm_tgvkv.kernels.importance import KERNEL, WINDOW, importance
+from vllm_tgvkv.kernels.importance import WINDOW, importance
 from vllm_tgvkv.kernels.redundancy import redundancy
 
 Statistic = Literal[
@@ -50,9 +51,6 @@ THRESHOLD = 0.01
 """Entries below this fraction of their row's maximum are negligible (VL-Cache's p)."""
 
 T = TypeVar("T")
-
-_INDICES = (torch.int32, torch.int64)
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Scratch:
@@ -239,36 +237,30 @@ class ObservedRows:
     """Factor of the products; float32 `[L]` if it differs between layers."""
     row_positions: Tensor | None = None
     """int64 `[O]`, or None if it differs between pairs which key is a row's own."""
-    log_sum_exp: Tensor | None = None
-    """float `[L, O, H, G]`."""
-    num_common_keys: int = 0
-    """Number of first keys that every row sees in every pair, known on the host."""
     values: Tensor | None = None
     """`[num_pages, N, D]`, the values of the keys on the same pages; for statistics of values."""
 
     def __post_init__(self) -> None:
-        _check("queries", self.queries, ("L", "O", "H", "G", "D"), _FLOATS)
-        layers, rows, heads, group, head_size = self.queries.shape
-        _check("pool", self.pool, ("num_pages", "N", head_size))
+        check("queries", self.queries, ("L", "O", "H", "G", "D"), FLOATS)
+        layers, rows, heads, _, head_size = self.queries.shape
+        check("pool", self.pool, ("num_pages", "N", head_size))
         if self.num_keys < 1:
             raise ValueError(f"num_keys must be at least 1, got {self.num_keys}")
         pairs, num_pages = layers * heads, -(-self.num_keys // self.pool.shape[1])
-        _check("tables", self.tables, (pairs, "W"), _INDICES)
+        check("tables", self.tables, (pairs, "W"), INTEGERS)
         if self.tables.shape[1] < num_pages:
             raise ValueError(
                 f"tables must have the {num_pages} pages of num_keys = {self.num_keys} keys, got "
                 f"{self.tables.shape[1]} columns"
             )
         pairs = 1 if self.num_visible.shape[0] == 1 else pairs
-        _check("num_visible", self.num_visible, (pairs, rows), (torch.int32,))
+        check("num_visible", self.num_visible, (pairs, rows), (torch.int32,))
         if isinstance(self.scale, Tensor):
-            _check("scale", self.scale, (layers,), (torch.float32,))
+            check("scale", self.scale, (layers,), (torch.float32,))
         if self.row_positions is not None:
-            _check("row_positions", self.row_positions, (rows,), (torch.int64,))
-        if self.log_sum_exp is not None:
-            _check("log_sum_exp", self.log_sum_exp, (layers, rows, heads, group))
+            check("row_positions", self.row_positions, (rows,), (torch.int64,))
         if self.values is not None:
-            _check("values", self.values, (*self.pool.shape[:2], "D"))
+            check("values", self.values, (*self.pool.shape[:2], "D"))
 
 
 class ObservedAttention(Attention, ABC):
@@ -337,25 +329,17 @@ class ObservedAttention(Attention, ABC):
         queries = rows.queries[:, -WINDOW:].transpose(1, 2).flatten(0, 1)  # [Q, w, G, D]
         # The window begins with the own key of its first row.
         num_past = rows.num_visible[:, -queries.shape[1]].expand(self.num_pairs) - 1
-        scale = rows.scale
-        if isinstance(scale, Tensor):
-            scale = scale.repeat_interleave(self.num_heads, output_size=self.num_pairs)
-
-        def of_pairs(pairs: slice, keys: Tensor) -> Tensor:
-            factor = scale[pairs] if isinstance(scale, Tensor) else scale
-            return importance(queries[pairs], keys, num_past[pairs], factor, KERNEL)
-
-        return self._of_pages("past_importance", rows.pool, of_pairs)
+        if not isinstance(rows.scale, Tensor):
+            of_keys = partial(importance, scale=rows.scale)
+            return self._of_pages("past_importance", rows.pool, of_keys, queries, num_past)
+        scales = rows.scale.repeat_interleave(self.num_heads, output_size=self.num_pairs)
+        return self._of_pages("past_importance", rows.pool, importance, queries, num_past, scales)
 
     @property
     def key_redundancy(self) -> Tensor:
-        lengths = self._rows.num_visible[:, -1].expand(self.num_pairs)
         workspace = REDUNDANCY_WORKSPACES * self._workspace_bytes
-
-        def of_pairs(pairs: slice, keys: Tensor) -> Tensor:
-            return redundancy(keys, lengths[pairs], workspace_bytes=workspace)
-
-        return self._of_pages("key_redundancy", self._rows.pool, of_pairs)
+        of_keys = partial(redundancy, workspace_bytes=workspace)
+        return self._of_pages("key_redundancy", self._rows.pool, of_keys, self._lengths)
 
     @property
     def is_seen(self) -> Tensor:
@@ -367,24 +351,23 @@ class ObservedAttention(Attention, ABC):
 
     @property
     def mean_cosines(self) -> Tensor:
-        lengths = self._rows.num_visible[:, -1].expand(self.num_pairs)
-        return self._of_pages(
-            "mean_cosines", self._rows.pool, lambda pairs, keys: mean_cosines(keys, lengths[pairs])
-        )
+        return self._of_pages("mean_cosines", self._rows.pool, mean_cosines, self._lengths)
 
     @property
     def value_norms(self) -> Tensor:
-        lengths = self._rows.num_visible[:, -1].expand(self.num_pairs)
         if self._rows.values is None:
             raise ValueError("value_norms needs the pages of the values: give `values`")
-        return self._of_pages(
-            "value_norms", self._rows.values, lambda pairs, values: norms(values, lengths[pairs])
-        )
+        return self._of_pages("value_norms", self._rows.values, norms, self._lengths)
+
+    @property
+    def _lengths(self) -> Tensor:
+        """Number of keys of each pair, int32 `[Q]`."""
+        return self._rows.num_visible[:, -1].expand(self.num_pairs)
 
     def _of_pages(
-        self, name: Statistic, pool: Tensor, of_pairs: Callable[[slice, Tensor], Tensor]
+        self, name: Statistic, pool: Tensor, function: Callable[..., Tensor], *of_pairs: Tensor
     ) -> Tensor:
-        """Return `[Q, P]`, found by a function of some pairs and their keys `[q, P, D]`.
+        """Return `[Q, P]`, a function of some pairs' keys `[q, P, D]` and what else they have.
 
         The keys come from `pool`, which may have values in their places. Slots after a pair's
         last key hold anything.
@@ -406,7 +389,7 @@ class ObservedAttention(Attention, ABC):
             if pages.element_size() == 1:  # fp8 has no arithmetic
                 pages = pages.to(torch.bfloat16)
             keys = pages.view(-1, width * size, self.head_size)[:, : self.num_keys]
-            result[pairs] = of_pairs(pairs, keys)
+            result[pairs] = function(keys, *(x[pairs] for x in of_pairs))
         return result
 
     def weighted_column_sums(self, weights: Tensor) -> Tensor:
@@ -501,8 +484,6 @@ def observe(
     per_head: bool = True,
     statistics: frozenset[Statistic] = frozenset(),
     workspace_bytes: int = 64 << 20,
-    log_sum_exp: Tensor | None = None,
-    num_common_keys: int = 0,
     scratch: Scratch | None = None,
     value_pages: Tensor | None = None,
 ) -> ObservedAttention:
@@ -523,10 +504,6 @@ def observe(
         workspace_bytes: bound of each scratch buffer, see
             `TorchAttention` and
             `TritonAttention`.
-        log_sum_exp: float `[O, H, G]`, natural log of the rows' softmax denominators if the
-            attention kernel returned them; saves the reduction over the keys.
-        num_common_keys: number of first keys that every row sees, at most `row_positions[0] + 1`;
-            known on the host.
         scratch: buffers of an earlier observation to reuse.
         value_pages: like `key_pages`, for statistics of values. Blocks and heads have the same
             strides.
@@ -534,17 +511,17 @@ def observe(
     Raises:
         ValueError: if a shape, dtype or number does not fit; the message names the argument.
     """
-    _check("queries", queries, ("O", "H", "G", "D"), _FLOATS)
+    check("queries", queries, ("O", "H", "G", "D"), FLOATS)
     num_rows, heads, _, head_size = queries.shape
-    _check("key_pages", key_pages, ("num_blocks", heads, "N", head_size))
+    check("key_pages", key_pages, ("num_blocks", heads, "N", head_size))
     if num_keys < 1:
         raise ValueError(f"num_keys must be at least 1, got {num_keys}")
-    _check("block_ids", block_ids, (-(-num_keys // key_pages.shape[2]),), _INDICES)
-    _check("row_positions", row_positions, (num_rows,), (torch.int64,))
+    check("block_ids", block_ids, (-(-num_keys // key_pages.shape[2]),), INTEGERS)
+    check("row_positions", row_positions, (num_rows,), (torch.int64,))
     pool, tables = _pages_of_heads(key_pages, block_ids)
     values = None
     if value_pages is not None:
-        _check("value_pages", value_pages, (*key_pages.shape[:3], "D"))
+        check("value_pages", value_pages, (*key_pages.shape[:3], "D"))
         if value_pages.stride()[:2] != key_pages.stride()[:2]:
             raise ValueError(
                 f"value_pages must have strides {key_pages.stride()[:2]} between blocks and heads, "
@@ -559,8 +536,6 @@ def observe(
         num_keys,
         scale,
         row_positions,
-        None if log_sum_exp is None else log_sum_exp[None],
-        max(1, num_common_keys),  # a row sees its own key
         values,
     )
     return observe_layers(rows, per_head, statistics, workspace_bytes, scratch)
@@ -582,22 +557,3 @@ def _pages_of_heads(key_pages: Tensor, block_ids: Tensor) -> tuple[Tensor, Tenso
     dtype = torch.int32 if num_pages < 1 << 31 else torch.int64
     first_pages = torch.arange(heads, dtype=dtype, device=block_ids.device) * of_head
     return pool, torch.add(first_pages[:, None], block_ids.to(dtype), alpha=of_block)
-
-
-def _check(
-    name: str,
-    tensor: Tensor,
-    shape: Sequence[int | str],
-    dtypes: Sequence[torch.dtype] = (),
-) -> None:
-    """Check a shape, in which letters are any size, and the dtype, if any are given."""
-    fits = tensor.dim() == len(shape) and all(
-        isinstance(wanted, str) or size == wanted
-        for size, wanted in zip(tensor.shape, shape, strict=True)
-    )
-    if not fits or (dtypes and tensor.dtype not in dtypes):
-        kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise ValueError(
-            f"{name} must be {kinds} [{', '.join(map(str, shape))}], "
-            f"got {tensor.dtype} {list(tensor.shape)}"
-        )

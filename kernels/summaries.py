@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vllm_tgvkv.kernels import gpu
+from vllm_tgvkv.kernels.checks import check
 from vllm_tgvkv.kernels.select import ranking_keys
 
 WORKSPACE_BYTES = 256 << 20
@@ -331,8 +332,18 @@ def merge_rows(
     Raises:
         ValueError: if a shape or dtype does not fit; the message names the argument.
     """
-    _check(outputs, log_sum_exp, queries, key_pages, value_pages)
-    _check_table(outputs, block_table, seq_lens, num_token_blocks, num_summaries)
+    check("outputs", outputs, ("R * H", "G", "D"))
+    num_sequences, group, head_size = outputs.shape
+    check("queries", queries, outputs.shape)
+    check("key_pages", key_pages, ("num_pool_pages", "N", head_size))
+    check("value_pages", value_pages, ("num_pool_pages", "N", head_size))
+    check("log_sum_exp", log_sum_exp, (group, num_sequences), (torch.float32,))
+    int32, batch = (torch.int32,), len(block_table)
+    fits = batch > 0 and num_sequences % batch == 0
+    check("block_table", block_table, (f"R, a divisor of {num_sequences}", "W"), int32, fits)
+    check("seq_lens", seq_lens, (batch,), int32)
+    check("num_token_blocks", num_token_blocks, ("num_blocks",), int32)
+    check("num_summaries", num_summaries, num_token_blocks.shape, int32)
     if gpu.runs(outputs):
         from vllm_tgvkv.kernels.gpu import summaries as triton_summaries
 
@@ -367,48 +378,3 @@ def merge_rows(
         is_read,
         scale,
     )
-
-
-def _check(
-    outputs: Tensor, log_sum_exp: Tensor, queries: Tensor, key_pages: Tensor, value_pages: Tensor
-) -> None:
-    if outputs.dim() != 3 or queries.shape != outputs.shape:
-        raise ValueError(
-            f"outputs and queries must be [R * H, G, D], got {list(outputs.shape)} and "
-            f"{list(queries.shape)}"
-        )
-    for name, pages in (("key_pages", key_pages), ("value_pages", value_pages)):
-        if pages.dim() != 3 or pages.shape[2] != outputs.shape[2]:
-            raise ValueError(
-                f"{name} must be [num_pool_pages, N, {outputs.shape[2]}], got {list(pages.shape)}"
-            )
-    shape = (outputs.shape[1], len(outputs))
-    if log_sum_exp.dtype != torch.float32 or log_sum_exp.shape != shape:
-        raise ValueError(
-            f"log_sum_exp must be float32 {list(shape)}, got {log_sum_exp.dtype} "
-            f"{list(log_sum_exp.shape)}"
-        )
-
-
-def _check_table(
-    outputs: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    num_token_blocks: Tensor,
-    num_summaries: Tensor,
-) -> None:
-    num_rows = len(block_table)
-    if not num_rows or len(outputs) % num_rows:
-        raise ValueError(
-            f"block_table must have R rows of the {len(outputs)} sequences, got {num_rows}"
-        )
-    for name, tensor, shape in (
-        ("block_table", block_table, (num_rows, block_table.shape[-1])),
-        ("seq_lens", seq_lens, (num_rows,)),
-        ("num_token_blocks", num_token_blocks, num_token_blocks.shape[:1]),
-        ("num_summaries", num_summaries, num_token_blocks.shape[:1]),
-    ):
-        if tensor.dtype != torch.int32 or tensor.shape != shape:
-            raise ValueError(
-                f"{name} must be int32 {list(shape)}, got {tensor.dtype} {list(tensor.shape)}"
-            )

@@ -40,16 +40,15 @@ def importance(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
     return torch.nn.functional.max_pool1d(mean[None], POOLING, 1, POOLING // 2)[0]
 
 
-def similarity(keys: Tensor, first_key: bool = False) -> Tensor:
+def similarity(keys: Tensor) -> Tensor:
     """Return the matrix [n, n] of cosines that redundancy is the mean of.
 
     The diagonal is zero. In each row, so is the similar key with the highest position, since the
-    newest copy of a piece of text is the one to keep.
+    newest copy of a piece of text is the one to keep. (In rows without one, the official code
+    zeroes key 0, where its search for the highest index starts.)
 
     Args:
         keys: [n, D], rotated.
-        first_key: whether rows without a similar key have key 0 zeroed. The official code does so:
-            its search for the highest index starts at 0.
     """
     directions = keys.double()
     directions = directions / (directions.norm(dim=-1, keepdim=True) + 1e-8)
@@ -59,11 +58,9 @@ def similarity(keys: Tensor, first_key: bool = False) -> Tensor:
         similar = (row > SIMILAR).nonzero().flatten()
         if len(similar) > 0:
             row[similar[-1]] = 0
-        elif first_key:
-            row[0] = 0
     return cosines
 
 
-def redundancy(keys: Tensor, first_key: bool = False) -> Tensor:
+def redundancy(keys: Tensor) -> Tensor:
     """Return R, float64 [n]: the softmax over keys of their mean similarity to all keys."""
-    return similarity(keys, first_key).mean(0).softmax(-1)
+    return similarity(keys).mean(0).softmax(-1)

@@ -212,11 +212,6 @@ class Layers:
             queries, pool, tables, self.lengths, self.num_hidden, self.scales, self.per_head
         )
 
-    @property
-    def num_common_keys(self) -> int:
-        """Number of first keys that all rows see in all pairs."""
-        return max(0, min(self.lengths) - max(self.num_hidden))
-
 
 def make_layers(
     lengths: Sequence[Sequence[int]],

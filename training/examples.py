@@ -21,8 +21,7 @@ from typing import Any
 
 from measure.text_tasks import TRAINING, TextQuestion, TextTask
 from measure.text_words import python_prose
-from training.lines import HELD_OUT
-from training.prompts import Prompter
+from training.data import HELD_OUT, Prompter
 
 NUMBER = 200
 """Lines of the ready set."""

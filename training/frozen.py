@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,11 +19,25 @@ from transformers import (
     PreTrainedModel,
 )
 
-from training.losses import ages, visible
-from training.prompts import Prompt, TrainingError
+from training.data import Prompt, TrainingError
 
 ATTENTION = "tgvkv_training"
 """Name of our attention among those of transformers."""
+
+
+def visible(documents: Tensor) -> Tensor:
+    """Return which keys each token attends to, bool `[S, S]`: its document's, up to itself.
+
+    Args:
+        documents: number of each token's document, int64 `[S]`.
+    """
+    return (documents[:, None] == documents).tril()
+
+
+def ages(documents: Tensor) -> Tensor:
+    """Return t - j where token t sees token j, otherwise 0: int64 `[S, S]`."""
+    tokens = torch.arange(len(documents), device=documents.device)
+    return (tokens[:, None] - tokens) * visible(documents)
 
 
 @dataclass(frozen=True)
@@ -32,7 +45,6 @@ class Attended:
     """Inputs of one layer's attention."""
 
     layer: int
-    module: nn.Module
     hidden: Tensor
     """Hidden states after the input norm, `[S, d]`."""
     query: Tensor
@@ -55,13 +67,9 @@ class Attended:
             decay = (log_betas[:, None] * ages(documents)).masked_fill(~mask, -torch.inf)
             mask = decay.repeat_interleave(len(self.query) // len(self.key), 0)
             query, key, value = (part.to(mask.dtype) for part in (query, key, value))
+        query, key, value = (part[None] for part in (query, key, value))
         found = functional.scaled_dot_product_attention(
-            query[None],
-            key[None],
-            value[None],
-            attn_mask=mask,
-            scale=self.scaling,
-            enable_gqa=True,
+            query, key, value, attn_mask=mask, scale=self.scaling, enable_gqa=True
         )
         return found[0].to(self.value.dtype)
 
@@ -101,14 +109,12 @@ class FrozenModel:
         self.model = model.eval().requires_grad_(False)
         self.config = model.config.get_text_config()
         decoder = model.get_decoder()
-        layers = getattr(decoder, "layers", None)
-        if layers is None or not all(hasattr(layer, "self_attn") for layer in layers):
+        self.layers: Any = getattr(decoder, "layers", ())
+        if not self.layers or not all(hasattr(layer, "self_attn") for layer in self.layers):
             raise TrainingError(f"{type(model).__name__} has layers without `self_attn`")
-        self.layers = list(layers)
-        self.prefix = next(name for name, found in model.named_modules() if found is layers)
+        self.prefix = next(name for name, found in model.named_modules() if found is self.layers)
         self.device = next(decoder.parameters()).device
         self._see: See | None = None
-        self._own_attention = decoder.config._attn_implementation
         self._decoder_config = decoder.config
         for index, layer in enumerate(self.layers):
             layer.self_attn.register_forward_pre_hook(partial(self._enter, index), with_kwargs=True)
@@ -116,28 +122,19 @@ class FrozenModel:
     @classmethod
     def load(cls, folder: str, device: str, dtype: torch.dtype) -> FrozenModel:
         """Load a model from a folder."""
-        config = AutoConfig.from_pretrained(folder)
-        has_images = getattr(config, "vision_config", None) is not None
+        has_images = getattr(AutoConfig.from_pretrained(folder), "vision_config", None) is not None
         auto = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
         model: Any = auto.from_pretrained(folder, dtype=dtype)
         return cls(model.to(device))
 
-    @property
-    def base(self) -> dict[str, Any]:
-        """Return the model's configuration as it stands in its `config.json`."""
-        found: dict[str, Any] = json.loads(self.model.config.to_json_string(use_diff=False))
-        return found
-
-    def _enter(
-        self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def _enter(self, index: int, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Hand the hidden states of a layer's attention to `see`, with what `_attend` gets."""
         if self._see is None:
             return None
-        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        see = self._see
+        hidden, see = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0], self._see
 
         def with_attended(**parts: Any) -> Tensor:
-            return see(Attended(index, module, hidden[0], **parts))
+            return see(Attended(index, hidden[0], **parts))
 
         return args, {**kwargs, "tgvkv_see": with_attended}
 
@@ -149,8 +146,8 @@ class FrozenModel:
             see: computes the attention of each layer; by default the model's own is used, which
                 knows one document only.
         """
-        self._see = see
-        self._decoder_config._attn_implementation = ATTENTION if see else self._own_attention
+        own, self._see = self._decoder_config._attn_implementation, see
+        self._decoder_config._attn_implementation = ATTENTION if see else own
         try:
             found = self.model(
                 input_ids=prompt.ids.to(self.device)[None],
@@ -159,8 +156,7 @@ class FrozenModel:
                 use_cache=False,
             )
         finally:
-            self._see = None
-            self._decoder_config._attn_implementation = self._own_attention
+            self._see, self._decoder_config._attn_implementation = None, own
         logits: Tensor = found.logits[0]
         return logits
 
@@ -171,22 +167,22 @@ class FrozenModel:
         Raises:
             TrainingError: if the logits differ, as with sliding windows, soft caps or sinks.
         """
-        documents = prompt.documents.to(self.device)
+        name, documents = type(self.model).__name__, prompt.documents.to(self.device)
         rows = torch.arange(len(prompt.ids))
         try:
             wanted = self.logits(prompt, rows).float()
             found = self.logits(prompt, rows, lambda seen: seen.output(documents)).float()
         except TypeError as error:
             raise TrainingError(
-                f"{type(self.model).__name__} does not take an attention of others ({error}); its "
-                "gates cannot be trained here"
+                f"{name} does not take an attention of others ({error}); its gates cannot be "
+                "trained here"
             ) from error
         types = set(getattr(self.config, "layer_types", None) or ["full_attention"])
         difference = float((found - wanted).norm() / wanted.norm())
         limit = 0.05 if self.model.dtype in (torch.bfloat16, torch.float16) else 1e-3
         if difference > limit or types != {"full_attention"}:
             raise TrainingError(
-                f"{type(self.model).__name__} does not attend plainly in all layers (layer types "
+                f"{name} does not attend plainly in all layers (layer types "
                 f"{', '.join(sorted(types))}; its logits differ by {difference:.1e} from those of "
                 "plain causal attention); its gates cannot be trained here"
             )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.metadata
+import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -19,11 +20,10 @@ from typing import Any
 import torch
 
 from training import kvzap, trimkv
+from training.data import Prompter, TrainingError, read_examples
 from training.examples import write_ready_set
 from training.frozen import FrozenModel
-from training.lines import Example, read_examples
-from training.networks import GateNetworks, gate_shape, make
-from training.prompts import Prompter, TrainingError
+from training.networks import GateNetworks
 from training.run import Run, Stopped
 from vllm_tgvkv.gates.folder import Gates, write
 
@@ -70,13 +70,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def described(options: argparse.Namespace, data: Path) -> dict[str, Any]:
     """Return what makes one training differ from another."""
-    of_trimkv = ("steps", "accumulate", "memory", "rate", "bias", "untied")
-    of_method = ("form",) if options.method == "kvzap" else of_trimkv
+    names = ["method", "tokens", "seed", "width", "dtype"]
+    of_trimkv = ["steps", "accumulate", "memory", "rate", "bias", "untied"]
+    names += ["form"] if options.method == "kvzap" else of_trimkv
     return {
         "model": str(Path(options.model).resolve()),
         "data": hashlib.sha256(data.read_bytes()).hexdigest()[:16],
-        **{name: getattr(options, name) for name in ("method", "tokens", "seed", "width", "dtype")},
-        **{name: getattr(options, name) for name in of_method},
+        **{name: getattr(options, name) for name in names},
     }
 
 
@@ -90,7 +90,7 @@ def train(options: argparse.Namespace) -> dict[str, float]:
     """
     prompter = Prompter(options.model, options.tokens)
     data = options.data or options.output / "examples.jsonl"
-    if options.data is None and not data.exists():
+    if not options.data and not data.exists():
         write_ready_set(data, prompter)
     examples = training, held_out = read_examples(data)
     settings = described(options, data)
@@ -105,7 +105,7 @@ def train(options: argparse.Namespace) -> dict[str, float]:
     size = sum(parameter.numel() for parameter in networks.parameters())
     about = f"{len(training)} examples, {len(held_out)} held out, {size:,} parameters"
     run.say(about)
-    fit = fit_kvzap if is_kvzap else fit_trimkv
+    fit = kvzap.fit if is_kvzap else trimkv.fit
     found = fit(frozen, networks, prompter, examples, run, options)
     gates = save(options.output, frozen, networks, options)
     text = card(gates, settings, found, about)
@@ -116,78 +116,24 @@ def train(options: argparse.Namespace) -> dict[str, float]:
 
 
 def make_networks(frozen: FrozenModel, options: argparse.Namespace) -> GateNetworks:
-    """Return untrained gates for the model."""
-    shape = gate_shape(
-        options.method,
-        options.form,
-        len(frozen.layers),
-        frozen.config,
-        options.width,
-        options.bias,
-        options.untied,
-    )
-    dtype = torch.promote_types(frozen.model.dtype, torch.float32)
-    return make(shape, options.seed, dtype, frozen.device)
-
-
-Split = tuple[Sequence[Example], Sequence[Example]]
-"""Examples for training, and held-out ones."""
-
-
-def fit_kvzap(
-    frozen: FrozenModel,
-    networks: GateNetworks,
-    prompter: Prompter,
-    examples: Split,
-    run: Run,
-    options: argparse.Namespace,
-) -> dict[str, float]:
-    """Collect scores, fit the gates to them, and return how well held-out ones are predicted."""
-    training, held_out = (
-        kvzap.collect(frozen, prompter, part, run, options.seed, name)
-        for part, name in zip(examples, ("training", "held_out"), strict=True)
-    )
-    if options.form == "linear":
-        kvzap.fit_linear(networks, training)
-    else:
-        kvzap.fit_mlp(networks, training, run, options.seed)
-    return kvzap.judge(networks, held_out, training)
-
-
-def fit_trimkv(
-    frozen: FrozenModel,
-    networks: GateNetworks,
-    prompter: Prompter,
-    examples: Split,
-    run: Run,
-    options: argparse.Namespace,
-) -> dict[str, float]:
-    """Train the gates, and return the mean losses of the held-out examples."""
-    training, held_out = examples
-    trimkv.fit(
-        frozen,
-        networks,
-        prompter,
-        training,
-        run,
-        steps=options.steps,
-        accumulate=options.accumulate,
-        memory=options.memory,
-        rate=options.rate,
-        seed=options.seed,
-    )
-    return trimkv.judge(frozen, networks, prompter, held_out, options.memory)
+    """Return untrained gates for the model, which follow from the seed."""
+    torch.manual_seed(options.seed)
+    kind = options.form if options.method == "kvzap" else options.method
+    is_tied = options.method == "dbtrimkv" and not options.untied
+    layers, config = len(frozen.layers), frozen.config
+    networks = GateNetworks(kind, layers, config, options.width, options.bias, is_tied)
+    return networks.to(frozen.device, torch.promote_types(frozen.model.dtype, torch.float32))
 
 
 def save(
     folder: Path, frozen: FrozenModel, networks: GateNetworks, options: argparse.Namespace
 ) -> Gates:
     """Write the gates in the authors' format, and return them as the plugin reads them."""
-    base = {**frozen.base, "base_model": options.model}
+    config = json.loads(frozen.model.config.to_json_string(use_diff=False))
+    base = {**config, "base_model": options.model}
     write(folder, networks.tensors(frozen.prefix), networks.config(base, options.memory))
     gates = Gates.read(str(folder), "--output")
-    config = frozen.config
-    gates.check_model(len(frozen.layers), config.hidden_size, config.num_key_value_heads)
+    gates.check_model(len(frozen.layers), networks.hidden_size, networks.kv_heads)
     return gates
 
 

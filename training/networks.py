@@ -5,63 +5,56 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
-Method = Literal["trimkv", "dbtrimkv", "kvzap"]
-Form = Literal["rg", "rg10", "mlp", "linear"]
+FORMS = {"trimkv": "rg", "dbtrimkv": "rg10", "mlp": "mlp", "linear": "linear"}
+"""Forms of gates, as the authors name them, by method or by `--form` of KVzap."""
 
-INNER: dict[Form, int] = {"rg": 1, "rg10": 2, "mlp": 1, "linear": 0}
+INNER = {"rg": 1, "rg10": 2, "mlp": 1, "linear": 0}
 """Projections before the last one."""
 
 DEVIATION = 0.02
 """Standard deviation of TrimKV's first weights."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a model's gates."""
-
-    form: Form
-    layers: int
-    hidden_size: int
-    kv_heads: int
-    width: int = 512
-    activation: str = "gelu"
-    bias: float = 0.0
-    """First bias of the last projection."""
-    tied: bool = False
-    """Whether the layers share the last projection and its bias."""
-
-    @property
-    def shares_memory(self) -> bool:
-        """Return whether all heads share a memory, as in DBTrimKV."""
-        return self.form == "rg10"
-
-
 class GateNetworks(nn.Module):
     """The gates of all layers of a model."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(
+        self, kind: str, layers: int, sizes: Any, width: int, bias: float = 0.0, tied: bool = False
+    ) -> None:
+        """Make gates with random weights.
+
+        Args:
+            kind: `trimkv`, `dbtrimkv`, and of KVzap `mlp` or `linear`.
+            sizes: text configuration of the model.
+            width: of hidden layers.
+            bias: first bias of TrimKV's last projection.
+            tied: whether the layers share the last projection and its bias.
+        """
         super().__init__()
-        self.shape = shape
-        self.activate = ACT2FN[shape.activation]
-        sizes = [shape.hidden_size, *[shape.width] * INNER[shape.form], shape.kv_heads]
+        self.form, self.width, self.bias, self.tied = FORMS[kind], width, bias, tied
+        self.retains = self.form in ("rg", "rg10")
+        self.shares_memory = self.form == "rg10"
+        """Whether all heads share a memory, as in DBTrimKV."""
+        self.hidden_size, self.kv_heads = sizes.hidden_size, sizes.num_key_value_heads
+        self.activation = sizes.hidden_act if self.retains else "gelu"
+        self.activate = ACT2FN[self.activation]
+        widths = [self.hidden_size, *[width] * INNER[self.form], self.kv_heads]
         self.linears = [
-            [nn.Linear(n, m) for n, m in itertools.pairwise(sizes)] for _ in range(shape.layers)
+            [nn.Linear(n, m) for n, m in itertools.pairwise(widths)] for _ in range(layers)
         ]
         for layer in self.linears:
-            if shape.form in ("rg", "rg10"):
+            if self.retains:
                 for linear in layer:
                     nn.init.normal_(linear.weight, std=DEVIATION)
                     nn.init.zeros_(linear.bias)
-                nn.init.constant_(layer[-1].bias, shape.bias)
-            if shape.tied:
+                nn.init.constant_(layer[-1].bias, bias)
+            if tied:
                 layer[-1] = self.linears[0][-1]
         self.layers = nn.ModuleList(nn.ModuleList(layer) for layer in self.linears)
 
@@ -72,7 +65,7 @@ class GateNetworks(nn.Module):
         for linear in inner:
             hidden = self.activate(linear(hidden))
         found: Tensor = last(hidden)
-        return functional.logsigmoid(found) if self.shape.form in ("rg", "rg10") else found
+        return functional.logsigmoid(found) if self.retains else found
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint, float32; of tied layers each has its own.
@@ -83,16 +76,15 @@ class GateNetworks(nn.Module):
         found: dict[str, Tensor] = {}
         for index, layer in enumerate(self.linears):
             for number, linear in enumerate(layer):
-                is_last = number == len(layer) - 1
-                if self.shape.form in ("rg", "rg10"):
-                    gate = f"{prefix}.{index}.self_attn.retention_gate."
-                    weight, bias = f"linear{number + 1}.weight", f"linear{number + 1}.bias"
-                    names = gate + weight, gate + ("bias" if is_last else bias)
+                if self.retains:
+                    start = f"{prefix}.{index}.self_attn.retention_gate."
+                    weight, bias = (f"linear{number + 1}.{part}" for part in ("weight", "bias"))
+                    bias = "bias" if linear is layer[-1] else bias
                 else:
-                    part = f"layers.{index}." + (f"{2 * number}." if len(layer) > 1 else "")
-                    names = f"{part}weight", f"{part}bias"
-                tensors = linear.weight, linear.bias
-                found |= {n: x.detach().float() for n, x in zip(names, tensors, strict=True)}
+                    start = f"layers.{index}." + (f"{2 * number}." if len(layer) > 1 else "")
+                    weight, bias = "weight", "bias"
+                found[start + weight] = linear.weight.detach().float()
+                found[start + bias] = linear.bias.detach().float()
         return found
 
     def config(self, base: Mapping[str, Any], memory: int) -> dict[str, Any]:
@@ -102,60 +94,24 @@ class GateNetworks(nn.Module):
             base: configuration of the model.
             memory: TrimKV's budget in training, in tokens for each head.
         """
-        shape = self.shape
-        if shape.form in ("mlp", "linear"):
+        if not self.retains:
             return {
                 "model_type": "kvzap",
                 "architectures": ["KVzapModel"],
-                "input_dim": shape.hidden_size,
-                "hidden_dim": shape.width if shape.form == "mlp" else None,
-                "output_dim": shape.kv_heads,
-                "n_modules": shape.layers,
+                "input_dim": self.hidden_size,
+                "hidden_dim": self.width if self.form == "mlp" else None,
+                "output_dim": self.kv_heads,
+                "n_modules": len(self.linears),
             }
         fields: dict[str, Any] = {
-            "retention_gate": shape.form,
-            "retention_gate_bias_init": shape.bias,
-            "retention_gate_intermediate_size": shape.width,
-            "tie_retention_gate_layers": shape.tied,
+            "retention_gate": self.form,
+            "retention_gate_bias_init": self.bias,
+            "retention_gate_intermediate_size": self.width,
+            "tie_retention_gate_layers": self.tied,
             "memory_size": memory,
-            "global_capacity": shape.shares_memory,
-            "hidden_act": shape.activation,
+            "global_capacity": self.shares_memory,
+            "hidden_act": self.activation,
         }
         if isinstance(text := base.get("text_config"), Mapping):
             fields = {"text_config": {**text, **fields}}
         return {**base, **fields, "trainable_params": "retention_gate"}
-
-
-def gate_shape(
-    method: Method,
-    form: str,
-    layers: int,
-    config: Any,
-    width: int,
-    bias: float,
-    untied: bool = False,
-) -> Shape:
-    """Return the shape of a method's gates for a model with this text configuration.
-
-    Args:
-        form: of KVzap's, `mlp` or `linear`.
-        untied: whether each layer has a last projection of its own in DBTrimKV too.
-    """
-    forms: dict[str, Form] = {"trimkv": "rg", "dbtrimkv": "rg10", "mlp": "mlp", "linear": "linear"}
-    is_kvzap = method == "kvzap"
-    return Shape(
-        forms[form if is_kvzap else method],
-        layers,
-        config.hidden_size,
-        config.num_key_value_heads,
-        width,
-        "gelu" if is_kvzap else config.hidden_act,
-        0.0 if is_kvzap else bias,
-        method == "dbtrimkv" and not untied,
-    )
-
-
-def make(shape: Shape, seed: int, dtype: torch.dtype, device: torch.device) -> GateNetworks:
-    """Return untrained gates that follow from the seed."""
-    torch.manual_seed(seed)
-    return GateNetworks(shape).to(device, dtype)

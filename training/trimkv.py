@@ -3,153 +3,146 @@
 
 Each sequence is read twice: by the frozen model as it is, the teacher, and with `(t - j) log
 beta[j]` added to the logits of its attention, the student. Only the gates learn.
+Sources: arXiv 2605.09649, github.com/ngocbh/trimkv.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
-from training.frozen import Attended, FrozenModel
-from training.lines import Example
-from training.losses import capacity, forward_kl, retained
+from training.data import Example, Prompt, Prompter, sequences
+from training.frozen import Attended, FrozenModel, ages, visible
 from training.networks import GateNetworks
-from training.prompts import Prompt, Prompter, Stream
-from training.run import Run, Stopped, cosine
+from training.run import Losses, Run
 
 RATE, DECAY = 2e-4, 1e-6
 """Learning rate and weight decay of AdamW, as in the paper."""
 
-REPORT, SAVE = 10, 50
-"""Steps between lines of the log, and between states on disk."""
+JUDGED = {
+    "divergence": "forward KL divergence from the full cache",
+    "next_token": "next-token loss",
+    "teacher": "next-token loss with the full cache",
+    "capacity": "capacity loss",
+    "retained": "share retained at the end",
+}
+"""Parts of the losses that the card has, and their titles there."""
 
 
-@dataclass(frozen=True)
-class Losses:
-    """Terms of the loss of one sequence."""
+def retained(log_betas: Tensor, documents: Tensor) -> Tensor:
+    """Return what is left of all tokens at each token t, the sum of `beta[i] ** (t - i)`.
 
-    divergence: Tensor
-    next_token: Tensor
-    capacity: Tensor
-    teacher: Tensor
-    """The teacher's loss for the next token."""
-    retained: Tensor
-    """Share of the sequence that is left at its end, mean of all heads."""
+    Both `[H, S]`; the sum is over tokens of the same document.
+    """
 
-    @property
-    def total(self) -> Tensor:
-        """Return `(divergence + next_token) / 2 + capacity`."""
-        return (self.divergence + self.next_token) / 2 + self.capacity
+    def add(log_betas: Tensor) -> Tensor:
+        return ((log_betas[:, None] * ages(documents)).exp() * visible(documents)).sum(-1)
+
+    # The [H, S, S] powers are computed again for the gradient instead of kept for all layers.
+    return checkpoint(add, log_betas, use_reentrant=False)
 
 
-def losses(
-    frozen: FrozenModel, networks: GateNetworks, prompt: Prompt, memory: float, shared: bool
-) -> Losses:
-    """Return the losses of a sequence.
+def capacity(log_betas: Sequence[Tensor], documents: Tensor, memory: float, shared: bool) -> Tensor:
+    """Return how far the retained tokens exceed the memory, relative to what they could exceed.
+
+    For n heads with a memory of M tokens each, `relu(S[t] - n M) / max(t n - n M, 1)`, averaged
+    over the tokens where it is not 0. t counts the tokens of a document. DBTrimKV's memory is
+    shared by all heads of all layers; in TrimKV each has its own, n = 1.
+
+    Args:
+        log_betas: of each layer, `[H, S]`.
+    """
+    sums = torch.cat([retained(layer, documents) for layer in log_betas])
+    counts = visible(documents).sum(-1)
+    num_heads = len(sums) if shared else 1
+    if shared:
+        sums = sums.sum(0, keepdim=True)
+    most = (num_heads * (counts - memory)).clamp(min=1)
+    excess = functional.relu(sums - num_heads * memory) / most
+    return excess.sum() / (excess > 0).sum().clamp(min=1)
+
+
+def forward_kl(teacher: Tensor, student: Tensor) -> Tensor:
+    """Return `sum of p (log p - log q)`, averaged over rows of logits `[n, V]`."""
+    student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
+    return functional.kl_div(student, teacher, reduction="batchmean", log_target=True)
+
+
+def losses(frozen: FrozenModel, networks: GateNetworks, prompt: Prompt, memory: float) -> Losses:
+    """Return the losses of a sequence: `(divergence + next_token) / 2 + capacity` is minimised.
+
+    `teacher` is the teacher's loss for the next token, `retained` the share of the sequence that
+    is left at its end, mean of all heads.
 
     Args:
         memory: M, tokens for each head.
-        shared: whether all heads share the memory, as in DBTrimKV.
     """
     documents = prompt.documents.to(frozen.device)
     targets = prompt.labelled.nonzero()[:, 0]
     rows, wanted = targets - 1, prompt.ids[targets].to(frozen.device)
-    found: dict[int, Tensor] = {}
+    log_betas: list[Tensor] = []
 
     def decay(seen: Attended) -> Tensor:
-        found[seen.layer] = networks(seen.layer, seen.hidden).T
-        return seen.output(documents, found[seen.layer])
+        log_betas.append(networks(seen.layer, seen.hidden).T)
+        return seen.output(documents, log_betas[-1])
 
     with torch.no_grad():
         teacher = frozen.logits(prompt, rows, lambda seen: seen.output(documents))
     student = frozen.logits(prompt, rows, decay)
     dtype = torch.promote_types(student.dtype, torch.float32)
     teacher, student = teacher.to(dtype), student.to(dtype)
-    log_betas = [found[layer] for layer in range(len(frozen.layers))]
     with torch.no_grad():
         last = documents == documents[-1]
         ends = torch.stack([retained(x[:, last], documents[last])[:, -1] for x in log_betas])
-    return Losses(
-        forward_kl(teacher, student),
-        functional.cross_entropy(student, wanted),
-        capacity(log_betas, documents, memory, shared),
-        functional.cross_entropy(teacher, wanted),
-        ends.mean() / last.sum(),
-    )
+    divergence = forward_kl(teacher, student)
+    next_token = functional.cross_entropy(student, wanted)
+    excess = capacity(log_betas, documents, memory, networks.shares_memory)
+    return {
+        "loss": (divergence + next_token) / 2 + excess,
+        "divergence": divergence,
+        "next_token": next_token,
+        "capacity": excess,
+        "teacher": functional.cross_entropy(teacher, wanted),
+        "retained": ends.mean() / last.sum(),
+    }
 
 
 def fit(
     frozen: FrozenModel,
     networks: GateNetworks,
     prompter: Prompter,
-    examples: Sequence[Example],
+    examples: Sequence[Sequence[Example]],
     run: Run,
-    *,
-    steps: int,
-    accumulate: int,
-    memory: float,
-    rate: float,
-    seed: int,
-) -> None:
-    """Train the gates.
-
-    Args:
-        accumulate: sequences of a step.
+    options: argparse.Namespace,
+) -> dict[str, float]:
+    """Train the gates, and return the mean losses of the held-out examples, one a sequence.
 
     Raises:
         Stopped: when the time is over.
     """
-    shared = networks.shape.shares_memory
-    optimizer = torch.optim.AdamW(networks.parameters(), lr=rate, weight_decay=DECAY)
-    run.resume(networks, optimizer)
-    stream = Stream(prompter, examples, seed, run.state.get("position", 0))
-    history: dict[str, list[float]] = defaultdict(list)
-    for step in range(run.state.get("step", 0), steps):
-        if run.is_over:
-            run.save(networks, optimizer, step=step, position=stream.position)
-            raise Stopped(f"{step} of {steps} steps are done")
-        for group in optimizer.param_groups:
-            group["lr"] = rate * cosine(step, steps)
-        optimizer.zero_grad()
-        for _ in range(accumulate):
-            found = losses(frozen, networks, next(stream), memory, shared)
-            (found.total / accumulate).backward()
-            for name, value in {"loss": found.total, **vars(found)}.items():
-                history[name].append(float(value.detach()))
-        optimizer.step()
-        if (step + 1) % REPORT == 0 or step + 1 == steps:
-            means = (f"{name} {sum(x) / len(x):.4f}" for name, x in history.items())
-            run.say(f"step {step + 1} of {steps}  {'  '.join(means)}")
-            history.clear()
-        if (step + 1) % SAVE == 0 or step + 1 == steps:
-            run.save(networks, optimizer, step=step + 1, position=stream.position)
-
-
-@torch.no_grad()
-def judge(
-    frozen: FrozenModel,
-    networks: GateNetworks,
-    prompter: Prompter,
-    examples: Sequence[Example],
-    memory: float,
-) -> dict[str, float]:
-    """Return the mean losses of held-out examples, one a sequence."""
-    sums: dict[str, float] = defaultdict(float)
-    shared = networks.shape.shares_memory
-    for example in examples:
-        found = losses(frozen, networks, prompter.dialogue(example), memory, shared)
-        for name, value in vars(found).items():
-            sums[name] += float(value) / len(examples)
-    names = {
-        "divergence": "forward KL divergence from the full cache",
-        "next_token": "next-token loss",
-        "teacher": "next-token loss with the full cache",
-        "capacity": "capacity loss",
-        "retained": "share retained at the end",
+    training, held_out = examples
+    run.descend(
+        networks,
+        sequences(prompter, training, options.seed),
+        lambda prompt: losses(frozen, networks, prompt, options.memory),
+        steps=options.steps,
+        rate=options.rate,
+        accumulate=options.accumulate,
+        decay=DECAY,
+        report=10,
+        save=50,
+    )
+    with torch.no_grad():
+        found = [
+            losses(frozen, networks, prompter.dialogue(example), options.memory)
+            for example in held_out
+        ]
+    return {
+        title: sum(float(each[name]) / len(found) for each in found)
+        for name, title in JUDGED.items()
     }
-    return {title: sums[name] for name, title in names.items()}

@@ -252,7 +252,6 @@ class Kernels:
                 sizes.head_size**-0.5,
                 per_head=False,
                 statistics=frozenset({"row_averages"}),
-                num_common_keys=tokens - sizes.observed,
                 scratch=scratch,
             )
             _ = observed.column_sums, observed.weighted_column_sums(weights)

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_tgvkv.kernels.gpu.compile import Variant
+from vllm_tgvkv.kernels.apportion import GRID_BITS, SMALLEST_SHARE
+from vllm_tgvkv.kernels.gpu.compile import Variant, launches
 
 
 @triton.jit
@@ -110,13 +112,7 @@ def _apportion_kernel(
 
 
 def apportion(
-    shares: Tensor,
-    total: Tensor,
-    floor: int,
-    cap: int | Tensor,
-    unit_bits: int,
-    smallest_share: float,
-    grid_bits: int,
+    shares: Tensor, total: Tensor, floor: int, cap: int | Tensor, unit_bits: int
 ) -> Tensor:
     """Return counts that sum to `total`; see `kernels.apportion.apportion`.
 
@@ -126,20 +122,13 @@ def apportion(
     bisections of about sixty sums each take a few microseconds.
 
     Args:
-        shares: floating `[..., M]`.
-        total: integer scalar tensor.
-        floor, cap: bounds of a count; `cap` may be integer `[..., M]`.
         unit_bits: counts are rounded to multiples of `2**-unit_bits` before they are summed.
-        smallest_share: least share relative to the largest.
-        grid_bits: counts are rounded to multiples of `2**-grid_bits`.
-
-    Returns:
-        int64 `[..., M]`.
     """
     shares = shares.contiguous()
     size = shares.shape[-1]
     counts = torch.empty(shares.shape, dtype=torch.int64, device=shares.device)
     block = triton.next_power_of_2(size)
+    # A threshold above every remainder has one bit more than remainder and index.
     if counts.numel():
         _apportion_kernel[(counts.numel() // size,)](
             shares,
@@ -150,44 +139,20 @@ def apportion(
             cap if isinstance(cap, int) else cap.contiguous(),
             unit_bits,
             BLOCK=block,
-            RANK_BITS=_rank_bits(block, grid_bits),
-            SMALLEST_SHARE=smallest_share,
-            GRID_BITS=grid_bits,
+            RANK_BITS=GRID_BITS + block.bit_length(),
+            SMALLEST_SHARE=SMALLEST_SHARE,
+            GRID_BITS=GRID_BITS,
             OWN_CAPS=isinstance(cap, Tensor),
-            num_warps=_num_warps(block),
+            num_warps=4 if block <= 1024 else 8,
             enable_fp_fusion=False,
         )
     return counts
 
 
-def _rank_bits(block: int, grid_bits: int) -> int:
-    """Return the bits of a threshold above every remainder: one more than remainder and index."""
-    return grid_bits + block.bit_length()
-
-
-def _num_warps(block: int) -> int:
-    return 4 if block <= 1024 else 8
-
-
 def variants() -> Iterator[Variant]:
     """Yield the specialisations to cross-compile."""
-    for block, own_caps in itertools.product((64, 1024, 2048), (False, True)):
-        yield Variant(
-            f"M{block}" + " own caps" * own_caps,
-            _apportion_kernel,
-            {
-                "shares": "*fp64",
-                "total": "*i64",
-                "counts": "*i64",
-                **dict.fromkeys(("size", "floor", "cap", "unit_bits"), "i32"),
-                **({"cap": "*i64"} if own_caps else {}),
-            },
-            {
-                "BLOCK": block,
-                "RANK_BITS": _rank_bits(block, 32),
-                "SMALLEST_SHARE": 1e-290,
-                "GRID_BITS": 32,
-                "OWN_CAPS": own_caps,
-            },
-            num_warps=_num_warps(block),
-        )
+    total = torch.empty((), dtype=torch.int64, device="meta")
+    for size, own_caps in itertools.product((64, 1024, 2048), (False, True)):
+        shares = torch.empty(1, size, dtype=torch.float64, device="meta")
+        call = partial(apportion, shares, total, 1, shares.long() if own_caps else 9, 30)
+        yield from launches(__name__, f"M{size}" + " own caps" * own_caps, call)

@@ -6,26 +6,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_tgvkv.kernels.gpu.compile import Variant
+from vllm_tgvkv.kernels.gpu.compile import TYPES, Variant, launches
 from vllm_tgvkv.kernels.gpu.paged_rows import (
-    ALIGNED,
-    SHARED_OF_VARIANTS,
     SPILL_LIMIT,
     PagedRows,
     Tiles,
     bytes_of,
-    key_offsets,
+    example,
+    load_keys,
     load_vectors,
-    paged_signature,
     products,
     stride_of_sets,
-    typed,
 )
 from vllm_tgvkv.kernels.gpu.softmax import Softmax
 from vllm_tgvkv.kernels.statistics import THRESHOLD, Scratch
@@ -142,10 +141,11 @@ def _columns_kernel(
     if HEADS == 1:
         # The last row sees most keys.
         limit = tl.load(num_seen + num_rows - 1, mask=num_rows > 0, other=0)
-        slots = key_offsets(
-            tables + group * table_stride, columns, limit, page_stride, slot_stride, PAGE_SIZE
-        )
-        keys = load_vectors(pool, slots, columns < limit, dim_stride, HEAD_SIZE, WIDTH)
+        table = tables + group * table_stride
+        keys = load_keys(
+            pool, table, columns, limit, page_stride, slot_stride, dim_stride,
+            HEAD_SIZE, PAGE_SIZE, WIDTH,
+        )  # fmt: skip
     for tile in range(first_tile, last_tile):
         row = tile * ROWS + row_in_tile
         has_vector = (row < num_rows) & (member < GROUP)
@@ -160,15 +160,11 @@ def _columns_kernel(
             pair, head = first_pair + head_of_group, first_head + head_of_group
             if HEADS > 1:
                 limit = tl.load(num_visible + pair * visible_stride + num_rows - 1)
-                slots = key_offsets(
-                    tables + pair * table_stride,
-                    columns,
-                    limit,
-                    page_stride,
-                    slot_stride,
-                    PAGE_SIZE,
-                )
-                keys = load_vectors(pool, slots, columns < limit, dim_stride, HEAD_SIZE, WIDTH)
+                table = tables + pair * table_stride
+                keys = load_keys(
+                    pool, table, columns, limit, page_stride, slot_stride, dim_stride,
+                    HEAD_SIZE, PAGE_SIZE, WIDTH,
+                )  # fmt: skip
             vectors = load_vectors(
                 tile_queries + head * query_head_stride,
                 offsets,
@@ -404,95 +400,37 @@ def _strides(weights: Tensor) -> tuple[int, int, int]:
 
 def variants() -> Iterator[Variant]:
     """Yield the kernels of Qwen3-VL-8B, and other head sizes, groups and statistics."""
-    for dtype, head_size, group, heads in (("bf16", 128, 4, 8), ("fp16", 64, 7, 4)):
-        for heads_of_set in (1, heads):
-            yield _variant(dtype, head_size, group, heads_of_set, averages=True)
-            yield _variant(dtype, head_size, group, heads_of_set, weights=2)
-    yield _variant("bf16", 128, 4, 1)
-    yield _variant("bf16", 128, 4, 8)
-    yield _variant("bf16", 128, 4, 1, maxima=True)
-    yield _variant("bf16", 128, 4, 8, maxima=True)
-    yield _variant("bf16", 128, 4, 1, counts=True)
-    yield _variant("bf16", 128, 4, 8, averages=True, entropies=True)
-    yield _variant("bf16", 128, 4, 8, counts=True)
-    yield _variant("bf16", 128, 4, 8, weights=1, subset=True)
-    yield _variant("bf16", 128, 1, 16, averages=True)
-    yield _variant("bf16", 128, 16, 2, averages=True)
-    yield _variant("bf16", 256, 2, 1, averages=True)
-    yield _variant("bf16", 256, 2, 4, averages=True)
-    yield _variant("bf16", 256, 8, 4, weights=2)
-    yield Variant(
-        "fp32",
-        _weigh_kernel,
-        typed("*fp32", "averages weights sums")
-        | typed("i32", "num_rows num_keys averages_stride")
-        | typed("i32", "weights_group_stride weights_sum_stride weights_row_stride"),
-        {"ROWS": _WEIGHED_ROWS, "COLUMNS": _WEIGHED_COLUMNS},
-        aligned=("averages", "sums", "averages_stride"),
-    )
-
-
-def _variant(
-    dtype: str,
-    head_size: int,
-    group: int,
-    heads: int,
-    weights: int = 0,
-    maxima: bool = False,
-    averages: bool = False,
-    counts: bool = False,
-    entropies: bool = False,
-    subset: bool = False,
-) -> Variant:
-    tiles = Tiles.of(head_size, group, 2, SHARED_OF_VARIANTS)
-    signature = paged_signature(dtype)
-    signature |= typed("*fp32", "log_sum_exp sums entropies") | typed("*i32", "counts")
-    signature |= typed("i32", "num_keys tiles_per_split averages_stride")
-    signature |= typed("i32", "weights_group_stride weights_sum_stride weights_row_stride")
-    constants: dict[str, object] = {
-        "query_dim_stride": 1,
-        "dim_stride": 1,
-        "HEADS": heads,
-        "NUM_HEADS": 8 if heads == 1 else heads,
-        "GROUP": group,
-        "HEAD_SIZE": head_size,
-        "PAGE_SIZE": 16,
-        "HAS_SUBSET": subset,
-        "NUM_WEIGHTS": weights,
-        "HAS_MAXIMA": maxima,
-        "STORES_AVERAGES": averages,
-        "COUNTS_BELOW": counts,
-        "HAS_ENTROPIES": entropies,
-        "LOG_THRESHOLD": math.log(THRESHOLD),
-        "PADDED_GROUP": tiles.padded_group,
-        "ROWS": tiles.rows_of_columns(counts or entropies),
-        "KEYS": tiles.columns_keys,
-        "WIDTH": tiles.width,
-    }
-    name = f"{dtype} D{head_size} G{group} H{heads}" + " counts" * counts + " entropies" * entropies
-    aligned = [*ALIGNED, "log_sum_exp", "sums", "averages_stride"]
-    for argument, kind, used in (
-        ("row_maxima", "*fp32", counts),
-        ("weights", "*fp32", weights > 0),
-        ("subset", "*u8", subset),
-        ("maxima", "*fp32", maxima),
-        ("averages", "*fp32", averages),
+    bf16, fp16 = torch.bfloat16, torch.float16
+    for dtype, head_size, group, heads, per_head, parts in (
+        (bf16, 128, 4, 8, True, ("averages", "weights", "", "maxima", "counts")),
+        (bf16, 128, 4, 8, False, ("averages", "weights", "", "maxima", "counts", "subset")),
+        (bf16, 128, 4, 8, False, ("averages entropies",)),
+        (fp16, 64, 7, 4, True, ("averages", "weights")),
+        (fp16, 64, 7, 4, False, ("averages", "weights")),
+        (bf16, 128, 1, 16, False, ("averages",)),
+        (bf16, 128, 16, 2, False, ("averages",)),
+        (bf16, 256, 2, 4, True, ("averages",)),
+        (bf16, 256, 2, 4, False, ("averages",)),
+        (bf16, 256, 8, 4, False, ("weights",)),
     ):
-        if not used:
-            constants[argument] = None
-            continue
-        signature[argument] = kind
-        if kind == "*fp32" and argument != "weights":
-            aligned.append(argument)
-        if argument != "row_maxima":
-            name += f" {argument}"
-    return Variant(
-        name,
-        _columns_kernel,
-        signature,
-        constants,
-        num_warps=tiles.columns_warps,
-        num_stages=tiles.columns_stages,
-        aligned=aligned,
-        spill_limit=SPILL_LIMIT if heads > 1 else 0,
-    )
+        rows = example(dtype, head_size, group, heads)
+        sets = rows.num_pairs if per_head else rows.num_pairs // heads
+        softmax = Softmax(*[rows.empty(rows.num_pairs, rows.number, group)] * 2)
+        weights = rows.empty(sets, 2, rows.number)
+        averages = rows.empty(sets, rows.number, rows.num_keys)
+        subset = rows.empty(sets, rows.num_keys, dtype=torch.bool)
+        options: dict[str, dict[str, Any]] = {
+            "averages": {"averages": averages},
+            "weights": {"weights": weights},
+            "subset": {"subset": subset, "weights": weights[:, :1]},
+            "maxima": {"has_maxima": True},
+            "counts": {"counts_below": True},
+            "entropies": {"has_entropies": True},
+        }
+        given = rows, softmax, sets, Tiles.for_rows(rows), Scratch()
+        for part in parts:
+            chosen = {key: x for word in part.split() for key, x in options[word].items()}
+            name = f"{TYPES[dtype]} D{head_size} G{group} H{rows.num_pairs // sets} {part}".strip()
+            call = partial(columns_pass, *given, **chosen)
+            yield from launches(__name__, name, call, 0 if per_head else SPILL_LIMIT)
+    yield from launches(__name__, "fp32", partial(weigh, rows, averages, weights))

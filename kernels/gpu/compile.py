@@ -19,17 +19,29 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
+
+import torch
 
 PACKAGE = "vllm_tgvkv.kernels.gpu"
 CAPABILITIES = (80, 90, 100)
 
 #: Bytes of shared memory that a program may use; a launch with more fails.
 _SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+
+TYPES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.uint8: "u8",
+}
 
 _LOG_OF_PTXAS = re.compile(
     r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
@@ -45,36 +57,50 @@ class Variant:
     Attributes:
         name: unique among the kernel's variants, e.g. `"bf16 D128 N16"`.
         kernel: the `@triton.jit` function.
-        signature: type of every run-time argument: `"*bf16"`, `"i32"`, `"fp32"`. Arguments
-            listed in `constants` may be left out.
+        signature: type of every run-time argument: `"*bf16"`, `"i32"`, `"fp32"`.
         constants: values of the `tl.constexpr` arguments, and of others that Triton turns into
             constants at a launch: integers equal to 1 (a unit stride) and `None`.
-        num_warps, num_stages: as in the launch.
-        aligned: arguments that are a multiple of 16 at a launch, pointers in bytes and integers
-            in value; Triton specialises on it. By default all pointers, as PyTorch allocates
-            them, and no integer.
+        aligned: arguments that are a multiple of 16, pointers in bytes and integers in value;
+            Triton specialises on it.
+        options: of the launch, like `num_warps`.
         spill_limit: accepted bytes of spill stores; explain any value other than 0.
     """
 
     name: str
     kernel: Any
     signature: Mapping[str, str]
-    constants: Mapping[str, Any] = field(default_factory=dict)
-    num_warps: int = 4
-    num_stages: int = 3
-    aligned: Collection[str] | None = None
+    constants: Mapping[str, Any]
+    aligned: Collection[str] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
     spill_limit: int = 0
+
+    @classmethod
+    def of_launch(
+        cls, name: str, kernel: Any, args: Sequence[Any], named: dict[str, Any], spill_limit: int
+    ) -> Variant:
+        """Return the specialisation that Triton chooses for these arguments."""
+        values = dict(zip(kernel.arg_names, args, strict=False)) | named
+        signature, constants, aligned = {}, {}, []
+        for argument in kernel.params:
+            value = values.pop(argument.name)
+            is_one = type(value) is int and value == 1 and not argument.do_not_specialize
+            if argument.is_constexpr or value is None or is_one:
+                constants[argument.name] = value
+                continue
+            if isinstance(value, torch.Tensor):
+                kind, number = f"*{TYPES[value.dtype]}", value.data_ptr()
+            else:
+                kind, number = ("i32", value) if isinstance(value, int) else ("fp32", 1)
+            signature[argument.name] = "i64" if kind == "i32" and number >= 1 << 31 else kind
+            looks = not (argument.do_not_specialize or argument.do_not_specialize_on_alignment)
+            if looks and number % 16 == 0:
+                aligned.append(argument.name)
+        return cls(name, kernel, signature, constants, aligned, values, spill_limit)
 
     @property
     def kernel_name(self) -> str:
         """Return the kernel's name."""
         return str(self.kernel.__name__)
-
-    def aligned_arguments(self) -> set[str]:
-        """Return the names of the arguments that are compiled as multiples of 16."""
-        if self.aligned is not None:
-            return set(self.aligned)
-        return {name for name, kind in self.signature.items() if kind.startswith("*")}
 
     def source(self) -> Any:
         """Return the `ASTSource` that Triton compiles at a launch.
@@ -86,20 +112,43 @@ class Variant:
 
         arguments = list(self.kernel.arg_names)
         types = {**self.signature, **dict.fromkeys(self.constants, "constexpr")}
-        if wrong := set(types).symmetric_difference(arguments):
+        if wrong := set(types).union(self.aligned).symmetric_difference(arguments):
             raise ValueError(f"missing or unknown arguments: {', '.join(sorted(wrong))}")
-        if wrong := self.aligned_arguments() - set(arguments):
-            raise ValueError(f"unknown aligned arguments: {', '.join(sorted(wrong))}")
         position = {name: (i,) for i, name in enumerate(arguments)}
         return ASTSource(
             self.kernel,
             {name: types[name] for name in arguments},
             constexprs={position[name]: value for name, value in self.constants.items()},
-            attrs={
-                position[name]: [["tt.divisibility", 16]]
-                for name in sorted(self.aligned_arguments() - set(self.constants))
-            },
+            attrs={position[name]: [["tt.divisibility", 16]] for name in self.aligned},
         )
+
+
+def launches(
+    module: str, name: str, call: Callable[[], object], spill_limit: int = 0
+) -> list[Variant]:
+    """Return the variants that a call launches of a module's kernels, which do not run.
+
+    The tensors of the call may be of the device `meta`.
+    """
+    found: list[Variant] = []
+
+    class Recorder:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            return lambda *args, **named: found.append(
+                Variant.of_launch(name, self.kernel, args, named, spill_limit)
+            )
+
+    names = vars(sys.modules[module])
+    kernels = {key: value for key, value in names.items() if key.endswith("_kernel")}
+    names.update({key: Recorder(kernel) for key, kernel in kernels.items()})
+    try:
+        call()
+    finally:
+        names.update(kernels)
+    return found
 
 
 @dataclass(frozen=True)
@@ -177,7 +226,7 @@ def build(module: str, variant: Variant, cc: int) -> Build:
             built = triton.compile(
                 variant.source(),
                 target=GPUTarget("cuda", cc, 32),
-                options={"num_warps": variant.num_warps, "num_stages": variant.num_stages},
+                options=dict(variant.options),
             )
             shared = built.metadata.shared
             if shared > _SHARED_LIMIT.get(cc, shared):

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_tgvkv.kernels.gpu.compile import Variant
+from vllm_tgvkv.kernels.gpu.compile import Variant, launches
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 # Total size of a program's tokens: with 128 threads, four accesses of 16 bytes are in flight.
@@ -65,14 +66,6 @@ def copy_kept(
     `[N, 2D]`, otherwise one for keys and one for values. Pages that belong to no pair are not
     touched. There is no scratch memory and no synchronisation: the launch depends on shapes,
     strides and the number of pages.
-
-    Args:
-        key_pages: `[num_pool_pages, N, D]`, any strides and dtype.
-        value_pages: `[num_pool_pages, N, D_v]`, likewise.
-        sources: int64 `[k*M, N]`.
-        offsets: int32 or int64 `[M + 1]`.
-        new_blocks: int32 or int64 `[k]`.
-        num_pairs: M.
     """
     num_pages, block_size = sources.shape
     if num_pages == 0:
@@ -129,28 +122,9 @@ def _as_words(pool: Tensor) -> Tensor:
 
 def variants() -> Iterator[Variant]:
     """Yield the specialisations to cross-compile."""
-    indices = {"sources": "*i64", "offsets": "*i32", "new_blocks": "*i32"}
-    for name, num_pairs, block_size, num_bytes in (
-        ("16-bit D128 N16 M1024", 1024, 16, 512),
-        ("16-bit D64 N128 M28", 28, 128, 256),
-        ("16-bit D80 N32 M288", 288, 32, 320),
-        ("16-bit D256 N16 M112", 112, 16, 1024),
-    ):
-        num_words = num_bytes // 8
-        padded = triton.next_power_of_2(num_words)
-        yield Variant(
-            name,
-            _copy_kernel,
-            {"pool": "*i64", **indices},
-            {
-                "NUM_PAIRS": num_pairs,
-                "BLOCK_SIZE": block_size,
-                "NUM_WORDS": num_words,
-                "SLOTS": min(block_size, _BYTES_PER_PROGRAM // (8 * padded)),
-                "WORDS": padded,
-                "PAGE_STRIDE": block_size * num_words,
-                "SLOT_STRIDE": num_words,
-                "WORD_STRIDE": 1,
-            },
-            num_warps=4,
-        )
+    for size, block_size, pairs in ((128, 16, 1024), (64, 128, 28), (80, 32, 288), (256, 16, 112)):
+        pages = torch.empty(2, block_size, 2 * size, dtype=torch.bfloat16)
+        sources = torch.empty(pairs, block_size, dtype=torch.int64)
+        region = torch.empty(pairs + 1, dtype=torch.int32), torch.empty(1, dtype=torch.int32)
+        call = partial(copy_kept, pages[..., :size], pages[..., size:], sources, *region, pairs)
+        yield from launches(__name__, f"16-bit D{size} N{block_size} M{pairs}", call)

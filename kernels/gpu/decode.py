@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_tgvkv.kernels.gpu.compile import Variant
+from vllm_tgvkv.kernels.gpu.compile import TYPES, Variant, launches
+from vllm_tgvkv.kernels.gpu.page_tables import page_at
 
 if TYPE_CHECKING:
     from vllm_tgvkv.kernels.decode import DecodePlan
@@ -174,12 +177,8 @@ def _decode_kernel(
                 token = chunk * CHUNK + tl.arange(0, CHUNK)
                 exists = token < length
                 index = token // BLOCK_SIZE
-                in_region = index < count
-                region_page = first_page + index
-                column = tl.where(in_region, region_page // NUM_PAIRS, index - count + start)
-                in_block = tl.where(in_region, region_page % NUM_PAIRS, pair)
-                block = tl.load(ids + column, mask=exists, other=0)
-                page = (block * NUM_PAIRS + in_block).to(tl.int64)
+                page = page_at(ids, index, exists, first_page, count, start, pair, NUM_PAIRS)
+                page = page.to(tl.int64)
                 slot = token % BLOCK_SIZE
                 if HEAD_SIZE == HEAD_TILE:
                     is_read = exists[:, None]
@@ -325,11 +324,11 @@ def _residents(shared_memory: int, chunk_bytes: int) -> tuple[int, int]:
 @functools.cache
 def _num_stages(device: torch.device, chunk_bytes: int) -> int:
     """Return the stages for that many chunks: Triton shares them with the loads of block ids."""
-    if device.type != "cuda":  # under the interpreter
-        return 1
-    properties = torch.cuda.get_device_properties(device)
-    _, buffers = _residents(properties.shared_memory_per_multiprocessor, chunk_bytes)
-    return 2 * buffers + 1
+    shared_memory = 228 << 10  # of capability 9.0, for what is compiled without a GPU
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        shared_memory = properties.shared_memory_per_multiprocessor
+    return 2 * _residents(shared_memory, chunk_bytes)[1] + 1
 
 
 def plan_decode(lengths: Tensor, plan: DecodePlan) -> None:
@@ -440,62 +439,24 @@ def decode(
 
 def variants() -> Iterator[Variant]:
     """Yield the specialisations to cross-compile."""
-    tables = ("block_table", "lengths", "num_token_blocks", "replaced", "offsets", "ends", "first")
-    rows = ("query_stride", "query_head_stride", "out_stride", "out_head_stride")
-    pages = ("key_page_stride", "key_slot_stride", "value_page_stride", "value_slot_stride")
-    sizes = ("layer", "num_sequences", "num_programs", "num_steps", "row_stride", "table_stride")
-    strides = ("layer_stride", "ends_stride", "offsets_stride", "lengths_stride")
-    types = {
-        **dict.fromkeys(tables, "*i32"),
-        **dict.fromkeys((*rows, *pages, *sizes, *strides, "lengths_layer_stride"), "i32"),
-        "partials": "*fp32",
-        "scale": "fp32",
-    }
+    from vllm_tgvkv.kernels.decode import DecodePlan
 
-    def variant(
-        name: str,
-        kernel: Any,
-        constants: dict[str, int],
-        dtype: str = "fp32",
-        num_warps: int = 4,
-        num_stages: int = 3,
-    ) -> Variant:
-        named = {**types, **dict.fromkeys(("query", "keys", "values", "out"), f"*{dtype}")}
-        signature = {
-            argument: named[argument] for argument in kernel.arg_names if argument not in constants
-        }
-        aligned = [a for a, kind in signature.items() if kind[0] == "*" or a in (*rows, *pages)]
-        return Variant(name, kernel, signature, constants, num_warps, num_stages, aligned)
-
-    tile = {"TILE": _SEQUENCES_PER_TILE}
-    yield variant("H8", _ends_kernel, {"NUM_HEADS": 8, "CHUNK": 64, **tile}, num_warps=8)
-    yield variant("", _first_kernel, {"TILE": _PROGRAMS_PER_TILE})
-    # Seven stages hold three chunks, as on GPUs of capability 9.0; five hold two.
-    for dtype, head_size, block_size, num_heads, num_layers, group, num_stages in (
-        ("bf16", 128, 16, 8, 32, 4, 7),
-        ("bf16", 128, 16, 8, 32, 4, 5),
-        ("fp16", 64, 32, 2, 24, 7, 7),
-        ("bf16", 80, 16, 32, 32, 1, 7),
-        ("bf16", 256, 16, 1, 26, 8, 7),
+    for dtype, head_size, block_size, heads, layers, group in (
+        (torch.float16, 64, 32, 2, 24, 7),
+        (torch.bfloat16, 80, 16, 32, 32, 1),
+        (torch.bfloat16, 256, 16, 1, 26, 8),
+        (torch.bfloat16, 128, 16, 8, 32, 4),
     ):
-        head_tile = _tile(head_size)
-        shape = {
-            "NUM_HEADS": num_heads,
-            "GROUP": group,
-            "HEAD_SIZE": head_size,
-            "HEAD_TILE": head_tile,
-        }
-        name = f"{dtype} D{head_size} N{block_size} G{group} x{num_stages}"
-        layout = {
-            "key_stride": 1,
-            "value_stride": 1,
-            "BLOCK_SIZE": block_size,
-            "NUM_PAIRS": num_layers * num_heads,
-            "CHUNK": chunk_size(head_size),
-            "GROUP_TILE": _tile(group),
-        }
-        constants = {**shape, **layout}
-        yield variant(name, _decode_kernel, constants, dtype, num_stages=num_stages)
-        if num_stages == 7:
-            tile = {"TILE": _PARTIALS_PER_TILE}
-            yield variant(name, _combine_kernel, {**shape, **tile}, dtype)
+        empty = partial(torch.empty, dtype=torch.int32, device="meta")
+        sizes = layers, 9, heads, group, head_size
+        plan = DecodePlan.for_device(*sizes, dtype, torch.device("meta"))
+        lengths, query = empty(layers, 9, heads), empty(9, heads * group, head_size, dtype=dtype)
+        pages = empty(99, block_size, 2 * head_size, dtype=dtype)[..., :head_size]
+        state = empty(9, 1001), lengths, empty(99), empty(99), empty(99, layers * heads + 1)
+        name = f"{TYPES[dtype]} D{head_size} N{block_size} G{group}"
+        call = partial(decode, query, pages, pages, *state, 2, 0.1, plan, query)
+        yield from (found := launches(__name__, name, call))
+    # With two chunks, as on GPUs of capability 8.0, in place of three.
+    fewer = {**found[0].options, "num_stages": 5}
+    yield replace(found[0], name=f"{name} x5", options=fewer)
+    yield from launches(__name__, f"H{heads}", partial(plan_decode, lengths, plan))

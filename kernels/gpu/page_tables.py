@@ -8,12 +8,14 @@ a CUDA graph and replayed with other contents.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_tgvkv.kernels.gpu.compile import Variant
+from vllm_tgvkv.kernels.gpu.compile import Variant, launches
 
 _PAIRS_PER_PROGRAM = 256
 _COLUMNS_PER_TILE = 128
@@ -28,6 +30,16 @@ def _region_of_row(block_table, seq_lens, num_token_blocks, replaced, row, table
     has_region = tl.load(num_token_blocks + first_block, mask=has_tokens, other=0) > 0
     start = tl.load(replaced + first_block, mask=has_tokens, other=0)
     return seq_len, first_block, has_region, start
+
+
+@triton.jit
+def page_at(ids, index, exists, first, count, start, pair, NUM_PAIRS: tl.constexpr):
+    """Page `index` of a sequence: of its `count` region pages from `first` on, then of its tail."""
+    in_region = index < count
+    region_page = first + index
+    column = tl.where(in_region, region_page // NUM_PAIRS, index - count + start)
+    in_block = tl.where(in_region, region_page % NUM_PAIRS, pair)
+    return tl.load(ids + column, mask=exists, other=0) * NUM_PAIRS + in_block
 
 
 @triton.jit(do_not_specialize=["layer_stride", "row_stride"])
@@ -103,12 +115,9 @@ def _page_tables_kernel(
     table = tables + layer.to(tl.int64) * layer_stride + row * row_stride + head * head_stride
     for tile in range(0, needed, TILE):
         column = tile + tl.arange(0, TILE)
-        in_region = column < count
-        region_page = first + column
-        source = tl.where(in_region, region_page // NUM_PAIRS, column - count + start)
-        in_block = tl.where(in_region, region_page % NUM_PAIRS, pair)
-        block = tl.load(block_ids + source, mask=column < needed, other=0)
-        tl.store(table + column, block * NUM_PAIRS + in_block, mask=column < needed)
+        exists = column < needed
+        page = page_at(block_ids, column, exists, first, count, start, pair, NUM_PAIRS)
+        tl.store(table + column, page, mask=exists)
 
 
 def write_lengths(
@@ -190,27 +199,13 @@ def write_page_tables(
 
 def variants() -> Iterator[Variant]:
     """Yield the specialisations to cross-compile."""
-    shapes = {
-        "N16 H8 L32": {"BLOCK_SIZE": 16, "NUM_HEADS": 8, "NUM_PAIRS": 256},
-        "N48 H1 L28": {"BLOCK_SIZE": 48, "NUM_HEADS": 1, "NUM_PAIRS": 28},
-    }
-    state = dict.fromkeys(
-        ("block_table", "seq_lens", "num_token_blocks", "replaced", "offsets"), "*i32"
-    )
-    strides = dict.fromkeys(("table_stride", "offsets_stride", "layer_stride", "row_stride"), "i32")
-    for name, shape in shapes.items():
-        yield Variant(
-            name,
-            _lengths_kernel,
-            {**state, "lengths": "*i32", **strides},
-            {**shape, "TILE": _PAIRS_PER_PROGRAM},
-            num_warps=4,
-        )
-        sizes = dict.fromkeys(("first_layer", "num_rows", "width", "head_stride"), "i32")
-        yield Variant(
-            name,
-            _page_tables_kernel,
-            {**state, "tables": "*i32", **sizes, **strides},
-            {**shape, "TILE": _COLUMNS_PER_TILE},
-            num_warps=1,
-        )
+    empty = partial(torch.empty, dtype=torch.int32, device="meta")
+    for block_size, heads, layers in ((16, 8, 32), (48, 1, 28)):
+        of_blocks = empty(1000), empty(1000), empty(1000, layers * heads + 1)
+        state = empty(9, 1001), empty(9), *of_blocks, block_size
+        lengths, tables = empty(layers, 9, heads), empty(layers, 9, heads, 1001)
+        for call in (
+            partial(write_lengths, *state, lengths),
+            partial(write_page_tables, *state, 0, tables),
+        ):
+            yield from launches(__name__, f"N{block_size} H{heads} L{layers}", call)

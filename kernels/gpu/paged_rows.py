@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -17,16 +16,6 @@ from vllm_tgvkv.kernels.statistics import ObservedRows
 
 
 @triton.jit
-def key_offsets(table, columns, limit, page_stride, slot_stride, PAGE_SIZE: tl.constexpr):
-    """Offsets in the pool of the keys in these columns; int64, since pools are large.
-
-    Table entries of columns from `limit` on are not read: they may be garbage.
-    """
-    pages = tl.load(table + columns // PAGE_SIZE, mask=columns < limit, other=0)
-    return pages.to(tl.int64) * page_stride + (columns % PAGE_SIZE) * slot_stride
-
-
-@triton.jit
 def load_vectors(pointer, offsets, valid, dim_stride, HEAD_SIZE: tl.constexpr, WIDTH: tl.constexpr):
     """Vectors of HEAD_SIZE values, padded with zeros; all zero where not valid."""
     dims = tl.arange(0, WIDTH)
@@ -34,6 +23,26 @@ def load_vectors(pointer, offsets, valid, dim_stride, HEAD_SIZE: tl.constexpr, W
     if HEAD_SIZE < WIDTH:
         mask = mask & (dims < HEAD_SIZE)[None, :]
     return tl.load(pointer + offsets[:, None] + dims[None, :] * dim_stride, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_keys(
+    pool,
+    table,
+    columns,
+    limit,
+    page_stride,
+    slot_stride,
+    dim_stride,
+    HEAD_SIZE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Keys in these columns, zero from `limit` on, where entries of the table may be garbage."""
+    pages = tl.load(table + columns // PAGE_SIZE, mask=columns < limit, other=0)
+    # int64, since pools are large.
+    slots = pages.to(tl.int64) * page_stride + (columns % PAGE_SIZE) * slot_stride
+    return load_vectors(pool, slots, columns < limit, dim_stride, HEAD_SIZE, WIDTH)
 
 
 @triton.jit
@@ -79,14 +88,8 @@ class PagedRows:
 
     def from_row(self, first: int) -> PagedRows:
         """Return the rows from `first` on."""
-        return PagedRows(
-            self.queries[:, first:],
-            self.pool,
-            self.tables,
-            self.num_visible[:, first:],
-            self.scales,
-            self.num_keys,
-        )
+        queries, num_visible = self.queries[:, first:], self.num_visible[:, first:]
+        return replace(self, queries=queries, num_visible=num_visible)
 
     @property
     def number(self) -> int:
@@ -201,28 +204,18 @@ def bytes_of(subset: Tensor | None) -> Tensor | None:
 
 # -- variants -----------------------------------------------------------------------------
 
-SHARED_OF_VARIANTS = 227 * 1024
 # A few load addresses, used once per tile, which some compilers spill for some GPUs.
 SPILL_LIMIT = 128
 
-ALIGNED: Collection[str] = (
-    *("queries", "query_layer_stride", "query_row_stride", "query_head_stride"),
-    *("query_member_stride", "pool", "page_stride", "slot_stride"),
-)
 
-
-def typed(kind: str, names: str) -> dict[str, str]:
-    """Return the same type for several arguments of a variant."""
-    return dict.fromkeys(names.split(), kind)
-
-
-def paged_signature(dtype: str) -> dict[str, str]:
-    """Return the types of the arguments that `PagedRows` has."""
-    return (
-        typed(f"*{dtype}", "queries pool")
-        | typed("*i32", "tables num_visible")
-        | typed("*fp32", "scales")
-        | typed("i32", "num_rows query_layer_stride query_row_stride query_head_stride")
-        | typed("i32", "query_member_stride page_stride slot_stride table_stride visible_stride")
-        | typed("i32", "scales_stride subset_stride")
+def example(dtype: torch.dtype, head_size: int, group: int, heads: int) -> PagedRows:
+    """Return rows without values, as launches of a model of this shape have them."""
+    empty = partial(torch.empty, device="meta")
+    return PagedRows(
+        empty(36, 64, heads, group, head_size, dtype=dtype),
+        empty(99, 16, 2 * head_size, dtype=dtype)[..., :head_size],
+        empty(36 * heads, 64, dtype=torch.int32),
+        empty(36 * heads, 64, dtype=torch.int32),
+        empty(36),
+        1024,
     )

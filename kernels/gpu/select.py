@@ -15,13 +15,14 @@ which would take a launch or a grid-wide barrier for every digit.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_tgvkv.kernels.gpu.compile import Variant
+from vllm_tgvkv.kernels.gpu.compile import Variant, launches
 
 _TILE = 2048
 _NUM_WARPS = 8
@@ -161,16 +162,6 @@ def select_tokens(
     Exact, including ties: all arithmetic is on integers. Slots after the last dealt page are 0. One
     launch, plus the one that fills with 0. Heads that share a ranking each search it: it is in the
     cache, and their counts may differ.
-
-    Args:
-        scores: float32 `[L, H, C]` or `[L, 1, C]`, any strides.
-        tiers: integer `[C]`, `[L, H, C]` or `[L, 1, C]`, any strides.
-        counts: int64 `[L, H]`.
-        num_pages: rows of the result; pages beyond them are not written.
-        block_size: N.
-
-    Returns:
-        int32 `[num_pages, N]`.
     """
     shape = (*counts.shape, scores.shape[-1])
     scores, tiers = scores.expand(shape), tiers.expand(shape)
@@ -197,12 +188,6 @@ def thresholds(keys: Tensor, wanted: Tensor, num_bits: int) -> Tensor:
     """Return the `wanted`-th largest keys; see `kernels.select.thresholds`.
 
     Exact. One launch; keys whose rows are broadcast or not contiguous are copied first.
-
-    Args:
-        keys: int64 `[..., C]`, in `0 .. 2**num_bits - 1`.
-        wanted: int64, of a shape that `keys.shape[:-1]` broadcasts to; where it is 0, the result
-            is `2**num_bits - 1`.
-        num_bits: at most 63.
     """
     keys = keys.expand(*wanted.shape, keys.shape[-1]).contiguous()
     found = torch.empty_like(wanted, memory_format=torch.contiguous_format)
@@ -222,27 +207,9 @@ def thresholds(keys: Tensor, wanted: Tensor, num_bits: int) -> Tensor:
 
 def variants() -> Iterator[Variant]:
     """Yield the specialisations to cross-compile."""
-    sizes = ("num_heads", "num_candidates", "num_slots")
-    strides = ("score_layer_stride", "score_row_stride", "tier_layer_stride", "tier_row_stride")
-    pointers = {"scores": "*fp32", "counts": "*i64", "selected": "*i32"}
-    for tier_type in ("*i32", "*u8"):
-        yield Variant(
-            f"tiers {tier_type[1:]}",
-            _select_kernel,
-            {**pointers, "tiers": tier_type, **dict.fromkeys((*sizes, *strides), "i32")},
-            {"score_stride": 1, "tier_stride": 1, "BLOCK_SIZE": 16, "TILE": _TILE},
-            num_warps=_NUM_WARPS,
-            aligned={*pointers, "tiers"},
-        )
-    yield Variant(
-        "",
-        _thresholds_kernel,
-        {
-            **dict.fromkeys(("keys", "wanted", "thresholds"), "*i64"),
-            "num_keys": "i32",
-            "num_digits": "i32",
-            "above_all": "i64",
-        },
-        {"TILE": _TILE},
-        num_warps=_NUM_WARPS,
-    )
+    scores = torch.empty(36, 8, 1000, device="meta")
+    counts = torch.empty(36, 8, dtype=torch.int64, device="meta")
+    for tiers in (scores.int(), scores.to(torch.uint8)):
+        call = partial(select_tokens, scores, tiers, counts, 288, 16)
+        yield from launches(__name__, f"tiers {str(tiers.dtype).removeprefix('torch.')}", call)
+    yield from launches(__name__, "", partial(thresholds, scores.long(), counts, 63))

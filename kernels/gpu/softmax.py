@@ -5,25 +5,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_tgvkv.kernels.gpu.compile import Variant
+from vllm_tgvkv.kernels.gpu.compile import TYPES, Variant, launches
 from vllm_tgvkv.kernels.gpu.paged_rows import (
-    ALIGNED,
-    SHARED_OF_VARIANTS,
     SPILL_LIMIT,
     PagedRows,
     Tiles,
     bytes_of,
-    key_offsets,
+    example,
+    load_keys,
     load_vectors,
-    paged_signature,
     products,
     stride_of_sets,
-    typed,
 )
 from vllm_tgvkv.kernels.statistics import Scratch
 
@@ -102,10 +101,11 @@ def _softmax_kernel(
     end = tl.minimum(first + keys_per_split, limit)
     for start in range(first, end, KEYS):
         columns = start + tl.arange(0, KEYS)
-        slots = key_offsets(
-            tables + pair * table_stride, columns, limit, page_stride, slot_stride, PAGE_SIZE
-        )
-        keys = load_vectors(pool, slots, columns < limit, dim_stride, HEAD_SIZE, WIDTH)
+        table = tables + pair * table_stride
+        keys = load_keys(
+            pool, table, columns, limit, page_stride, slot_stride, dim_stride,
+            HEAD_SIZE, PAGE_SIZE, WIDTH,
+        )  # fmt: skip
         logits = products(vectors, keys) * scale
         visible = columns[None, :] < seen[:, None]
         if HAS_SUBSET:
@@ -157,8 +157,7 @@ def _combine_kernel(
 class Softmax:
     """Softmax of every query head and row, float32 `[Q, O, G]`."""
 
-    maxima: Tensor | None
-    """None if the attention kernel returned the log-sum-exp."""
+    maxima: Tensor
     log_sum_exp: Tensor
 
 
@@ -231,46 +230,15 @@ def softmax_pass(
 
 def variants() -> Iterator[Variant]:
     """Yield the kernels of Qwen3-VL-8B, and of other head sizes and groups."""
-    for dtype, head_size, group, heads in (("bf16", 128, 4, 8), ("fp16", 64, 7, 4)):
-        for subset in (False, True):
-            yield _variant(dtype, head_size, group, heads, subset)
-    yield _variant("bf16", 256, 2, 4, False)
-    yield Variant(
-        "fp32",
-        _combine_kernel,
-        typed("*fp32", "split_maxima split_totals maxima log_sum_exp")
-        | typed("i32", "num_splits num_values"),
-        {"SPLITS": _MOST_SPLITS, "VALUES": _COMBINED_VALUES},
-    )
-
-
-def _variant(dtype: str, head_size: int, group: int, heads: int, subset: bool) -> Variant:
-    tiles = Tiles.of(head_size, group, 2, SHARED_OF_VARIANTS)
-    signature = paged_signature(dtype) | typed("*fp32", "split_maxima split_totals")
-    signature |= typed("i32", "keys_per_split heads_of_set")
-    constants: dict[str, object] = {
-        "query_dim_stride": 1,
-        "dim_stride": 1,
-        "NUM_HEADS": heads,
-        "GROUP": group,
-        "HEAD_SIZE": head_size,
-        "PAGE_SIZE": 16,
-        "HAS_SUBSET": subset,
-        "ROWS": tiles.softmax_rows,
-        "KEYS": tiles.softmax_keys,
-        "WIDTH": tiles.width,
-    }
-    if subset:
-        signature |= typed("*u8", "subset")
-    else:
-        constants["subset"] = None
-    return Variant(
-        f"{dtype} D{head_size} G{group}{' subset' * subset}",
-        _softmax_kernel,
-        signature,
-        constants,
-        num_warps=4,
-        num_stages=tiles.softmax_stages,
-        aligned=(*ALIGNED, "split_maxima", "split_totals"),
-        spill_limit=SPILL_LIMIT,
-    )
+    for dtype, head_size, group, heads, has_subset in (
+        (torch.bfloat16, 128, 4, 8, False),
+        (torch.bfloat16, 128, 4, 8, True),
+        (torch.float16, 64, 7, 4, False),
+        (torch.float16, 64, 7, 4, True),
+        (torch.bfloat16, 256, 2, 4, False),
+    ):
+        rows = example(dtype, head_size, group, heads)
+        subset = rows.empty(1, rows.num_keys, dtype=torch.bool) if has_subset else None
+        name = f"{TYPES[dtype]} D{head_size} G{group}{' subset' * has_subset}"
+        call = partial(softmax_pass, rows, Tiles.for_rows(rows), Scratch(), subset)
+        yield from launches(__name__, name, call, SPILL_LIMIT)

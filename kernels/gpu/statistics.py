@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention statistics of some rows over paged keys: two passes over the keys, none over V.
 
-The *softmax* pass finds the maximum and the denominator of every row. It is skipped if the
-attention kernel returned the log-sum-exp and no statistic needs the maximum. The *columns* pass
-recomputes the probabilities and adds them up over the heads of a group and over the rows. It can
-write the head averages of A, from which weighted sums are computed without reading the keys again.
+The *softmax* pass finds the maximum and the denominator of every row. The *columns* pass recomputes
+the probabilities and adds them up over the heads of a group and over the rows. It can write the
+head averages of A, from which weighted sums are computed without reading the keys again.
 Each pass is one launch for all heads of all layers.
 
 The order of float additions does not depend on timing: programs write their parts of a sum
@@ -15,8 +14,8 @@ Cost of a layer, with P keys, H KV heads of D values, O rows of G query heads, b
 
 - memory: 2*P*H*D*b bytes of keys (one read per KV head and pass; tiles of further rows find them in
   L2), and 4*S*O*P bytes of averages, written and read again, if they are requested;
-- arithmetic: 4*P*O*H*G*D on the tensor cores and 2*P*O*H*G exponentials, half of both if the
-  log-sum-exp is given. With 64 rows, G = 4 and D = 128 that is 256 operations per byte of keys.
+- arithmetic: 4*P*O*H*G*D on the tensor cores and 2*P*O*H*G exponentials. With 64 rows, G = 4 and
+  D = 128 that is 256 operations per byte of keys.
 """
 
 from __future__ import annotations
@@ -30,13 +29,7 @@ from torch import Tensor
 from vllm_tgvkv.kernels.gpu.columns import COLUMNS_MULTIPLE, columns_pass, weigh
 from vllm_tgvkv.kernels.gpu.paged_rows import PagedRows, Tiles
 from vllm_tgvkv.kernels.gpu.softmax import Softmax, softmax_pass
-from vllm_tgvkv.kernels.statistics import (
-    FirstPass,
-    ObservedAttention,
-    ObservedRows,
-    Scratch,
-    Statistic,
-)
+from vllm_tgvkv.kernels.statistics import FirstPass, ObservedAttention
 
 _FLOAT_BYTES = 4
 
@@ -54,17 +47,13 @@ class TritonAttention(ObservedAttention):
     log-sum-exps of the rows 16*L*H*G*O bytes, entropies up to S*O*P/8 bytes.
     """
 
-    def __init__(
-        self,
-        rows: ObservedRows,
-        per_head: bool,
-        statistics: frozenset[Statistic],
-        workspace_bytes: int,
-        scratch: Scratch,
-    ) -> None:
-        super().__init__(rows, per_head, statistics, workspace_bytes, scratch)
-        self._paged = PagedRows.of(rows)
-        self._tiles = Tiles.for_rows(self._paged)
+    @cached_property
+    def _paged(self) -> PagedRows:
+        return PagedRows.of(self._rows)
+
+    @cached_property
+    def _tiles(self) -> Tiles:
+        return Tiles.for_rows(self._paged)
 
     def renormalised_column_sums(
         self, keys: Tensor, weights: Tensor, last_row_only: bool = False
@@ -129,13 +118,7 @@ class TritonAttention(ObservedAttention):
     @cached_property
     def _softmax(self) -> Softmax:
         """The softmax of all rows over all keys."""
-        given, rows = self._rows.log_sum_exp, self._paged
-        # The log-sum-exp does not show which entries are below a fraction of the maximum.
-        if given is None or "share_below" in self._statistics:
-            return softmax_pass(rows, self._tiles, self._scratch)
-        by_head = given.transpose(1, 2)  # [L, H, O, G]
-        copied = self._scratch.take("log-sum-exp", by_head.shape, rows.queries.device)
-        return Softmax(None, copied.copy_(by_head).flatten(0, 1))
+        return softmax_pass(self._paged, self._tiles, self._scratch)
 
     def _share_of_visible(self, counts: Tensor) -> Tensor:
         """Return shares `[S]` from partial counts `[S, *]` over a group's query heads."""

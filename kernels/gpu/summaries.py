@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_tgvkv.kernels.gpu.compile import Variant
+from vllm_tgvkv.kernels.gpu.compile import TYPES, Variant, launches
 from vllm_tgvkv.kernels.summaries import num_rows
 
 _LOG2_E = math.log2(math.e)
@@ -178,28 +180,21 @@ def _shape(num_heads: int, num_pairs: int, group: int, head_size: int, rows: int
 
 def variants() -> Iterator[Variant]:
     """Yield the specialisations to cross-compile."""
-    for dtype, head_size, block_size, num_heads, num_layers, group in (
-        ("bf16", 128, 16, 8, 36, 4),
-        ("fp16", 64, 32, 2, 24, 7),
-        ("bf16", 128, 128, 32, 32, 1),
+    for dtype, head_size, block_size, heads, layers, group in (
+        (torch.bfloat16, 128, 16, 8, 36, 4),
+        (torch.float16, 64, 32, 2, 24, 7),
+        (torch.bfloat16, 128, 128, 32, 32, 1),
     ):
-        rows = num_rows(block_size, head_size)
-        constants = _shape(num_heads, num_layers * num_heads, group, head_size, rows)
-        constants |= {"key_stride": 1, "value_stride": 1}
-        of_dtype = dict.fromkeys(("outputs", "queries", "keys", "values"), f"*{dtype}")
-        tables = ("block_table", "seq_lens", "num_token_blocks", "num_summaries")
-        types = {**of_dtype, "log_sums": "*fp32", **dict.fromkeys(tables, "*i32")}
-        types |= dict.fromkeys(("scale", "log2_e"), "fp32")
-        signature = {
-            name: types.get(name, "i32")
-            for name in _merge_kernel.arg_names
-            if name not in constants
-        }
-        unaligned = ("layer", "table_stride", "sum_member_stride", "sum_sequence_stride")
-        aligned = [
-            name
-            for name, kind in signature.items()
-            if kind[0] == "*" or (kind == "i32" and name not in unaligned)
-        ]
-        name = f"{dtype} D{head_size} N{block_size} G{group}"
-        yield Variant(name, _merge_kernel, signature, constants, 4, 3, aligned)
+        empty = partial(torch.empty, dtype=dtype, device="meta")
+        rows = empty(9 * heads, group, head_size)
+        pages = empty(99, block_size, 2 * head_size)[..., :head_size]
+        of_keys = empty(group, 9 * heads, dtype=torch.float32)
+        table, of_rows, of_blocks = (
+            empty(*shape, dtype=torch.int32) for shape in ((9, 1001), (9,), (99,))
+        )
+        state = table, of_rows, of_blocks, of_blocks
+        call = partial(
+            merge_rows, rows, of_keys, rows, pages, pages, *state, layers * heads, 2, 0.1
+        )
+        name = f"{TYPES[dtype]} D{head_size} N{block_size} G{group}"
+        yield from launches(__name__, name, call)

@@ -299,8 +299,6 @@ def running(request: pytest.FixtureRequest, folder: Path) -> Iterator[SteppedEng
     caches = request.param == "prefix cache"
     debug = {"poison": not caches, "check_integrity": True, "record_kept": True}
     options = {} if caches else {"max_num_batched_tokens": 64}
-    builder = flash_on_cpu.ReplayingBuilder
-    before = builder.num_replays
     with pytest.MonkeyPatch.context() as monkeypatch:
         if request.param == "CUDA":
             flash_on_cpu.pretend(monkeypatch, flash_on_cpu.ReplayOnCPUWorker)
@@ -312,7 +310,6 @@ def running(request: pytest.FixtureRequest, folder: Path) -> Iterator[SteppedEng
             if request.param == "CUDA":
                 warm_up(started.evictor)  # as the GPU's worker does when it starts
             yield started
-    assert (builder.num_replays > before + 100) == (request.param == "CUDA")
 
 
 def assert_served(running: SteppedEngine, expected: Expected, output: Any) -> None:
@@ -345,9 +342,12 @@ def assert_served(running: SteppedEngine, expected: Expected, output: Any) -> No
 
 def test_a_batch(running: SteppedEngine, expected: list[Expected]) -> None:
     """The second time, prefixes are cached if they can be, and requests are preempted."""
+    before = flash_on_cpu.ReplayingBuilder.num_replays
     for outputs in (running.run([each.ask for each in expected]), preempted(running, expected)):
         for each, output in zip(expected, outputs, strict=True):
             assert_served(running, each, output)
+    num_replays = flash_on_cpu.ReplayingBuilder.num_replays - before
+    assert num_replays > 100 or not isinstance(running.worker, flash_on_cpu.ReplayOnCPUWorker)
     if not running.evictor.config.debug.poison:
         # Whoever gets a block next multiplies what is left in it with a weight of 0.
         ask = expected[0].ask

@@ -28,7 +28,6 @@ from evaluation.arms import (
     crossed,
     eviction_settings,
     identity,
-    scheduled,
 )
 from evaluation.engine import Asked, NotEvictedError, Settings
 from evaluation.field import Field, Run
@@ -46,32 +45,28 @@ from vllm_tgvkv.shared.errors import EvictionConfigError
 
 pytestmark = pytest.mark.apparatus
 
-FIELDS = (texts.FIELD, pages.FIELD)
-PARTS = [
-    pytest.param(field, part, id=f"{field.name}-{name}")
-    for field in FIELDS
-    for name, part in field.parts.items()
-]
+of_each_field = pytest.mark.parametrize(
+    "field", [texts.FIELD, pages.FIELD], ids=lambda field: field.name
+)
 
 # -- arms -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("field", "part"), PARTS)
-def test_the_plugin_knows_every_arm(field: Field, part: Part) -> None:
-    without_gates = [each for each in part.arms if not each.gates]
-    check(without_gates, field.has_images)
-    assert len({each.key for each in part.arms}) == len(part.arms)
-    for pair in part.pairs:
-        assert any(set(pair) <= set(arms) for _, _, arms in part.work), pair
-    for _, questions, _ in part.work:  # training questions come after all of them
-        assert questions < min(FRESH, TRAINING - FRESH)
+@of_each_field
+def test_the_plugin_knows_every_arm(field: Field) -> None:
+    for name, part in field.parts.items():
+        check([each for each in part.arms if not each.gates], field.has_images)
+        assert len({each.key for each in part.arms}) == len(part.arms), name
+        for pair in part.pairs:
+            assert any(set(pair) <= set(arms) for _, _, arms in part.work), pair
+        for _, questions, _ in part.work:  # training questions come after all of them
+            assert questions < min(FRESH, TRAINING - FRESH)
 
 
 @pytest.mark.parametrize("name", [n for n in MIXES if "votes" not in n])
 def test_a_mix_changes_what_it_names_and_nothing_else(name: str) -> None:
     mix = MIXES[name]
     config = EvictionConfig.from_mapping({"methods": {name: mix}})
-    own, changed = config.build_policy(mix["base"]), config.build_policy(name)
 
     def parts(policy: Policy) -> dict[str, object]:
         return {
@@ -86,31 +81,33 @@ def test_a_mix_changes_what_it_names_and_nothing_else(name: str) -> None:
             "summaries": policy.summaries,
         }
 
-    before, after = parts(own), parts(changed)
+    before, after = (parts(config.build_policy(each)) for each in (mix["base"], name))
     different = {field for field in before if before[field] != after[field]}
     # Another score may bring its own rows.
     assert different - ({"rows"} if "score" in mix else set()) == mix.keys() - {"base"}
 
 
 def test_requests_of_arms() -> None:
-    assert FULL.xargs == {"kv_eviction": "none"}
     (waiting,) = crossed(["snapkv"], [0.05], [4])
-    assert waiting.key == "snapkv@0.05,defer=4"
+    steps = arm("snapkv", 0.1, schedule="8:0.3,24:0.1")
+    stock = Arm(name="production", server={"block_size": 128})
     budget = {"kv_eviction": "snapkv", "kv_eviction_budget": 0.05}
-    assert waiting.xargs == {**budget, "kv_eviction_defer": 4}
-    assert arm("snapkv", 0.05).xargs == {**budget, "kv_eviction_defer": 0}
-    (steps,) = scheduled(["snapkv"], ["8:0.3,24:0.1"])
-    assert (steps.key, steps.budget) == ("snapkv@0.1,schedule=8:0.3,24:0.1", 0.1)
-    assert steps.xargs == {"kv_eviction": "snapkv", "kv_eviction_schedule": "8:0.3,24:0.1"}
+    cases = {
+        "none": (FULL, {"kv_eviction": "none"}),
+        "snapkv@0.05": (arm("snapkv", 0.05), {**budget, "kv_eviction_defer": 0}),
+        "snapkv@0.05,defer=4": (waiting, {**budget, "kv_eviction_defer": 4}),
+        "snapkv@0.1,schedule=8:0.3,24:0.1": (
+            steps,
+            {"kv_eviction": "snapkv", "kv_eviction_schedule": "8:0.3,24:0.1"},
+        ),
+        "production": (stock, {}),
+    }
+    for key, (each, xargs) in cases.items():
+        assert (each.key, each.xargs) == (key, xargs)
+        assert each.evicts == (each not in (FULL, stock))
+    assert replace(stock, server={"additional_config": {}}).evicts
     assert tuple(steps.steps) == ((8, 0.3), (24, 0.1))
     assert tuple(waiting.steps) == ((4, 0.05),)
-
-
-def test_stock_engines_are_asked_for_nothing() -> None:
-    stock = Arm(name="production", server={"block_size": 128})
-    assert (stock.key, stock.xargs, stock.evicts) == ("production", {}, False)
-    assert replace(stock, server={"additional_config": {}}).evicts
-    assert Arm("none").evicts is False
 
 
 def test_a_changed_mix_or_other_gates_are_another_arm(tmp_path: Path) -> None:
@@ -153,29 +150,25 @@ def test_arms_that_cannot_run(wrong: Arm, words: list[str]) -> None:
     st.lists(st.tuples(st.integers(0, 60), st.integers(1, 12)), min_size=1, max_size=4),
 )
 def test_blocks_of_each_step(prompt: int, answer: int, steps: list[tuple[int, int]]) -> None:
+    """Against a request that computes token after token, and what the scheduler reserves."""
     size = 16
     # Schedules as a request has them: ever more tokens, and ever fewer blocks.
     cuts = plan_cuts(prompt, sorted(steps), None, size, longest=1000)
-    held: list[int] = []
-    made: list[tuple[int, int, int]] = []
-    peaks: list[int] = []
-    computed, cut = prompt, cuts.first
+    held, made, peaks = [], [], []
+    cut = cuts.first
     num_region = prompt // size  # blocks in the place of the prompt's full ones
     for step in range(answer):
-        computed += step > 0
-        blocks = num_region + math.ceil(computed / size) - prompt // size
-        if cut is not None and cut.at == computed:
+        blocks = num_region + math.ceil((prompt + step) / size) - prompt // size
+        if cut is not None and cut.at == prompt + step:
             made.append((step, blocks, blocks - num_region + cut.num_retained))
             peaks.append(blocks + cut.num_retained)
-            held.append(blocks + cut.num_retained)
-            num_region = cut.num_retained
-            cut = cuts.after(cut)
-        else:
-            held.append(blocks)
+            blocks += cut.num_retained
+            num_region, cut = cut.num_retained, cuts.after(cut)
+        held.append(blocks)
     found, full = held_blocks(prompt, answer, made, size)
     assert found.tolist() == held
     assert full.tolist() == [-(-(prompt + step) // size) for step in range(answer)]
-    assert list(cuts.peaks())[: len(peaks)] == peaks  # what the scheduler reserves
+    assert list(cuts.peaks())[: len(peaks)] == peaks
 
 
 def test_mean_memory() -> None:
@@ -208,24 +201,30 @@ HITS = {
 }
 
 
-def filled(
-    log: AnswerLog, hits: dict[Arm, list[str]], first: int = 0, task: TextTask = SHORT
-) -> None:
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[AnswerLog]:
+    with AnswerLog(tmp_path / "log", "abc") as log:
+        yield log
+
+
+def fill(log: AnswerLog, hits: dict[Arm, list[str]], first: int = 0, task: Any = SHORT) -> None:
     """Fill a log with answers; an empty string is a question that an arm is not asked."""
     for each, answers in hits.items():
         for number, digits in enumerate(answers, first):
             if digits:
-                answer = Answer(task.name, number, identity(each), "", digits, 500, 50.0, 32, 4)
-                log.add(answer if each != FULL else replace(answer, blocks_after=32))
+                after = 32 if each == FULL else 4
+                log.add(Answer(task.name, number, identity(each), "", digits, 500, 50.0, 32, after))
 
 
-def test_only_what_the_full_cache_answers_counts(tmp_path: Path) -> None:
-    with AnswerLog(tmp_path, "abc") as log:
-        filled(log, HITS)
-        result = results.part_result(TINY, log, FACTS)
-        limited = results.part_result(TINY, log, FACTS, limit=2)
+@pytest.mark.parametrize("first", [0, TRAINING])
+def test_only_what_the_full_cache_answers_counts(log: AnswerLog, first: int) -> None:
+    """In the questions of one split."""
+    fill(log, {arm: ["000"] * 6 for arm in HITS}, first=TRAINING - first)
+    fill(log, HITS, first)
+    result = results.part_result(TINY, log, FACTS, first)
     (task,) = result.tasks
     assert (task.questions, task.right.mean) == (6, pytest.approx(4 / 6))
+    assert task.split == ("training" if first else "test")
     one, other = result.cells
     assert (one.label, one.questions, one.num_right) == ("snapkv", 4, 2)
     assert (one.num_complete, other.num_complete) == (3, 1)
@@ -237,31 +236,30 @@ def test_only_what_the_full_cache_answers_counts(tmp_path: Path) -> None:
     assert claim.difference.mean == pytest.approx(0.25)
     assert claim.share.mean == pytest.approx((0 + 0.5 + 0.5 - 0.5) / 4)
     assert claim.p == claim.p_holm == mcnemar(1, 0)
+    limited = results.part_result(TINY.limited(2), log, FACTS, first)
     assert [cell.questions for cell in limited.cells] == [2, 2]
     assert limited.comparisons[0].questions == 2
 
 
-def test_all_questions_count_where_a_part_says_so(tmp_path: Path) -> None:
+def test_all_questions_count_where_a_part_says_so(log: AnswerLog) -> None:
     """Against the full cache: what an eviction corrects, and what it loses."""
     part = replace(TINY, pairs=((ONE, FULL),), counts_all=True)
-    with AnswerLog(tmp_path, "abc") as log:
-        filled(log, {**HITS, ONE: ["111", "111", "111", "110", "000", "111"], OTHER: ["111"] * 6})
-        result = results.part_result(part, log, FACTS)
+    fill(log, {**HITS, ONE: ["111", "111", "111", "110", "000", "111"], OTHER: ["111"] * 6})
+    result = results.part_result(part, log, FACTS)
     assert [(cell.questions, cell.num_right) for cell in result.cells] == [(6, 4), (6, 6)]
     (claim,) = result.comparisons
     assert (claim.second, claim.questions, claim.first_only, claim.second_only) == ("none", 6, 2, 2)
 
 
-def test_tasks_are_compared_together(tmp_path: Path) -> None:
+def test_tasks_are_compared_together(log: AnswerLog) -> None:
     """On the questions of all tasks that both arms were asked, and with Holm's correction."""
     longer, passage = replace(SHORT, tokens=1024), TextTask("passage", "noise", 1024)
     cells = (Cells((SHORT, longer), (ONE, OTHER), 6), Cells((passage,), (ONE,), 6))
     part = replace(TINY, cells=cells, pairs=((ONE, OTHER), (ONE, FULL)))
-    with AnswerLog(tmp_path, "abc") as log:
-        filled(log, HITS)
-        filled(log, {**HITS, ONE: HITS[OTHER], OTHER: HITS[ONE]}, task=longer)
-        filled(log, HITS, task=passage)
-        claim, full = results.part_result(part, log, FACTS).comparisons
+    fill(log, HITS)
+    fill(log, {**HITS, ONE: HITS[OTHER], OTHER: HITS[ONE]}, task=longer)
+    fill(log, HITS, task=passage)
+    claim, full = results.part_result(part, log, FACTS).comparisons
     assert (claim.task, claim.questions) == (results.ALL_TASKS, 8)
     assert (claim.first_only, claim.second_only) == (1, 1)
     assert claim.share.mean == pytest.approx(0)
@@ -269,18 +267,8 @@ def test_tasks_are_compared_together(tmp_path: Path) -> None:
     assert (full.p, full.p_holm) == (mcnemar(0, 7), 2 * mcnemar(0, 7))
 
 
-def test_questions_of_other_splits_are_not_counted(tmp_path: Path) -> None:
-    with AnswerLog(tmp_path, "abc") as log:
-        filled(log, {FULL: ["000"], ONE: ["000"], OTHER: ["000"]})
-        filled(log, HITS, first=TRAINING)
-        result = results.part_result(TINY, log, FACTS, first=TRAINING)
-    assert (result.tasks[0].split, result.tasks[0].questions) == ("training", 6)
-    assert [cell.num_right for cell in result.cells] == [2, 1]
-
-
 def test_memory_over_the_answer(tmp_path: Path) -> None:
-    waits = arm("snapkv", 0.1, defer=4)
-    (steps,) = scheduled(["snapkv"], ["4:0.3,8:0.1"])
+    waits, steps = arm("snapkv", 0.1, defer=4), arm("snapkv", 0.1, schedule="4:0.3,8:0.1")
     part = Part("Life", "A part.", (Cells((SHORT,), (ONE, waits, steps), 1),))
     # 160 prompt tokens are 10 blocks; steps compute tokens 1 to 15 of an answer of 16: 11 blocks.
     cuts = {
@@ -304,14 +292,15 @@ def test_memory_over_the_answer(tmp_path: Path) -> None:
     }
 
 
-def test_the_page_has_what_was_measured(tmp_path: Path) -> None:
+def test_the_page_has_what_was_measured(log: AnswerLog, tmp_path: Path) -> None:
     field = replace(texts.FIELD, parts={"tiny": replace(TINY, has_picture=True)})
-    with AnswerLog(tmp_path / "log", "abc") as log:
-        many = {each: hits * 4 for each, hits in {**HITS, OTHER: ["000"] * 6}.items()}
-        many[ONE] = [hits if hits else "000" for hits in many[ONE]]
-        part = replace(TINY, cells=(replace(TINY.cells[0], questions=24),))
-        filled(log, many)
-        results.write({"tiny": results.part_result(part, log, FACTS)}, tmp_path)
+    fill(log, HITS)
+    write_report(field, {"tiny": results.part_result(TINY, log, FACTS)}, tmp_path)
+    assert "Not told apart: 1 comparisons." in (tmp_path / "README.md").read_text()
+    many = {each: [hits or "000" for hits in HITS[each]] * 4 for each in (FULL, ONE)}
+    fill(log, {**many, OTHER: ["000"] * 24})
+    part = replace(TINY, cells=(replace(TINY.cells[0], questions=24),))
+    results.write({"tiny": results.part_result(part, log, FACTS)}, tmp_path)
     write_report(field, results.read(tmp_path), tmp_path)
     page = (tmp_path / "README.md").read_text()
     assert "test questions, 2026-01-02, revision `abc1234`" in page
@@ -319,13 +308,9 @@ def test_the_page_has_what_was_measured(tmp_path: Path) -> None:
     assert "| `snapkv` | 10 % | 12.5 % |  | 8/16 | 8/16: 50 % [28, 72] | 75 % |" in page
     assert "| `snapkv@0.1` | `adakv@0.1` | all | 16 | +50 [+25, +75] | 8:0 | 0.0078 |" in page
     assert (tmp_path / "tiny.png").stat().st_size > 5000
-    with AnswerLog(tmp_path / "log", "few") as log:
-        filled(log, HITS)
-        write_report(field, {"tiny": results.part_result(TINY, log, FACTS)}, tmp_path)
-    assert "Not told apart: 1 comparisons." in (tmp_path / "README.md").read_text()
 
 
-@pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
+@of_each_field
 def test_published_pages_follow_from_their_results(field: Field, tmp_path: Path) -> None:
     folder = program.DOCS / field.name
     write_report(field, results.read(folder), tmp_path)
@@ -370,30 +355,25 @@ def test_an_engine_for_each_folder_of_gates(
     parts = dict.fromkeys(("part", "again"), Part("Tiny", "", (Cells((SHORT,), arms, 2),)))
     field = replace(texts.FIELD, engine=FakeEngine, parts=parts)
     with AnswerLog(tmp_path / "log", "abc") as log:
-        found = dict(Run(field, parts, None, log, 0).results(FACTS))
+        found = dict(Run(field, parts, log).results(FACTS))
         assert len(log) == 4 * 2
+    log.path.write_text(log.path.read_text()[:-20])  # an incomplete line is asked again
     with AnswerLog(tmp_path / "log", "abc") as log:
-        assert dict(Run(field, parts, None, log, 0).results(FACTS)) == found
+        assert len(log) == 4 * 2 - 1
+        assert dict(Run(field, parts, log).results(FACTS)) == found
     with AnswerLog(tmp_path / "log", "other") as log:  # another fingerprint
         assert len(log) == 0
-    assert FakeEngine.started == [{str(tmp_path / name)} for name in ("one", "two")]
+    folders = [{str(tmp_path / name)} for name in ("one", "two")]
+    assert FakeEngine.started in ([*folders, folders[0]], [*folders, folders[1]])
     assert FakeEngine.running == 0
 
 
-def test_an_incomplete_line_is_asked_again(tmp_path: Path) -> None:
-    with AnswerLog(tmp_path, "abc") as log:
-        filled(log, {FULL: ["111", "111"]})
-    log.path.write_text(log.path.read_text()[:-20])
-    with AnswerLog(tmp_path, "abc") as log:
-        assert [(SHORT.name, number, "none") in log for number in (0, 1)] == [True, False]
-
-
-def test_what_may_change_an_answer_changes_the_fingerprint(tmp_path: Path) -> None:
+def test_what_may_change_an_answer_changes_the_fingerprint() -> None:
     field = texts.FIELD
     settings = replace(field.settings, block_size=32)
-    assert pages.FIELD.fingerprint != field.fingerprint
-    assert replace(field, settings=settings).fingerprint != field.fingerprint
-    assert replace(field, sources=field.sources[1:]).fingerprint != field.fingerprint
+    changed = [pages.FIELD, replace(field, settings=settings)]
+    changed.append(replace(field, sources=field.sources[1:]))
+    assert len({each.fingerprint for each in (field, *changed)}) == 4
 
 
 def test_a_prompt_that_was_not_evicted_is_no_answer_of_the_arm() -> None:
@@ -436,16 +416,13 @@ def test_wrong_flags_are_named(
     assert all(word in message for word in words), message
 
 
-def test_without_a_field_a_part_of_each_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_run_asks_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a field a part of each, and a method of one's own in place of published ones."""
     assert program.main(["--plan"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if line.startswith("default")] == 2 * [
-        "default: The recommended method"
-    ]
+    defaults = [line for line in lines if line.startswith("default")]
+    assert defaults == 2 * ["default: The recommended method"]
     assert {line.split()[1] for line in lines if " questions, " in line} == {"20", "10"}
-
-
-def test_a_method_of_ones_own_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["text", "--methods", "random", "snapkv", "--budgets", "0.2", "--questions", "5"]
     assert program.main([*given, "--plan"]) == 0
     assert "number-prose-1024: 5 questions, 15 answers" in capsys.readouterr().out
@@ -478,8 +455,8 @@ def test_a_run_on_the_real_weights(tmp_path: Path) -> None:
     settings = Settings(8, 1, 16, max_model_len=640)
     field = replace(texts.FIELD, settings=settings, parts={"tiny": part})
     with AnswerLog(tmp_path, "abc") as log:
-        ((_, result),) = Run(field, field.parts, None, log, 0).results(FACTS)
-        early, late = (log[SHORT.name, 0, identity(each)] for each in (small, waiting))
+        ((_, result),) = Run(field, field.parts, log).results(FACTS)
+        early, late = (log[SHORT.name, 0, each] for each in (small, waiting))
     # The model says what it reads, if its cache holds it.
     assert result.tasks[0].right.mean == 1.0
     cells = {(cell.label, cell.budget): cell for cell in result.cells}

@@ -23,13 +23,21 @@ from measure.text_tasks import split_of
 from measure.text_words import python_prose
 from oracle.gates import log_betas, predicted
 from tests.models import TinyModel, model_folder
-from training import examples, gates, kvzap, losses, networks, trimkv
+from training import examples, gates, kvzap, trimkv
+from training.data import (
+    BEGIN,
+    Prompt,
+    Prompter,
+    TrainingError,
+    packed,
+    read_examples,
+    sequences,
+)
 from training.examples import text_lines
 from training.frozen import FrozenModel
-from training.lines import read_examples
-from training.prompts import BEGIN, Prompt, Prompter, Stream, TrainingError, pack
+from training.networks import GateNetworks
 from training.run import Run
-from vllm_tgvkv.gates.folder import Gates
+from vllm_tgvkv.gates.folder import Gates, read_tensors
 
 pytestmark = pytest.mark.apparatus
 
@@ -78,15 +86,12 @@ def frozen(folder: str, monkeypatch: pytest.MonkeyPatch) -> FrozenModel:
     return FrozenModel.load(folder, "cpu", torch.float64)
 
 
-def small(
-    method: networks.Method, form: str = "mlp", bias: float = 2.0, untied: bool = False
-) -> networks.GateNetworks:
+def small(kind: str, bias: float = 2.0, tied: bool = False) -> GateNetworks:
     """Return random gates with betas that differ."""
     config = LlamaConfig(
         hidden_size=HIDDEN, num_attention_heads=HEADS * GROUP, num_key_value_heads=HEADS
     )
-    shape = networks.gate_shape(method, form, LAYERS, config, 6, bias, untied)
-    found = networks.make(shape, 0, torch.float64, torch.device("cpu"))
+    found = GateNetworks(kind, LAYERS, config, 6, bias, tied).double()
     for parameter in found.parameters():
         nn.init.normal_(parameter, std=0.4)
     for layer in found.linears:
@@ -95,8 +100,8 @@ def small(
 
 
 def random_prompt(*lengths: int) -> Prompt:
-    """Return documents of random tokens, of which some are labelled."""
-    return pack(
+    """Return documents of random tokens, of which some are labelled, the last one always."""
+    return packed(
         [
             Prompt(
                 torch.randint(0, 256, (n,)),
@@ -126,44 +131,22 @@ def test_capacity_by_loops(shared: bool) -> None:
     lengths, memory = (5, 1, 8), 2
     documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
     betas = torch.rand(LAYERS, HEADS, len(documents), dtype=torch.float64) ** 0.3
-    sums: dict[tuple[int, int], list[float]] = {}
     counts = [t for n in lengths for t in range(1, n + 1)]
-    for layer, head in itertools.product(range(LAYERS), range(HEADS)):
-        sums[layer, head] = [
-            sum(
-                float(betas[layer, head, i]) ** (t - i)
-                for i in range(t + 1)
-                if documents[i] == documents[t]
-            )
-            for t in range(len(documents))
-        ]
-    if shared:
-        n = LAYERS * HEADS
-        every = [
-            max(sum(x[t] for x in sums.values()) - n * memory, 0) / max(n * (count - memory), 1)
-            for t, count in enumerate(counts)
-        ]
-    else:
-        every = [
-            max(x[t] - memory, 0) / max(count - memory, 1)
-            for x in sums.values()
-            for t, count in enumerate(counts)
-        ]
+    sums = [
+        [sum(float(head[t - age]) ** age for age in range(n)) for t, n in enumerate(counts)]
+        for head in betas.flatten(0, 1)
+    ]
+    n = LAYERS * HEADS if shared else 1
+    every = [
+        max(total - n * memory, 0) / max(n * (count - memory), 1)
+        for row in ([[sum(x) for x in zip(*sums, strict=True)]] if shared else sums)
+        for total, count in zip(row, counts, strict=True)
+    ]
     over = [x for x in every if x > 0]
-    found = losses.capacity(list(betas.log()), documents, memory, shared)
+    found = trimkv.capacity(list(betas.log()), documents, memory, shared)
     assert 0 < len(over) < len(every)
     assert float(found) == pytest.approx(sum(over) / len(over), rel=1e-12)
-    assert float(losses.capacity(list(betas.log()), documents, 50, shared)) == 0
-
-
-def test_the_divergence_by_loops() -> None:
-    teacher, student = torch.randn(2, 4, 9, dtype=torch.float64)
-    wanted = 0.0
-    for p, q in zip(teacher.tolist(), student.tolist(), strict=True):
-        p, q = ([math.exp(x) for x in y] for y in (p, q))
-        p, q = ([x / sum(y) for x in y] for y in (p, q))
-        wanted += sum(x * math.log(x / y) for x, y in zip(p, q, strict=True)) / 4
-    assert float(losses.forward_kl(teacher, student)) == pytest.approx(wanted, rel=1e-10)
+    assert float(trimkv.capacity(list(betas.log()), documents, 50, shared)) == 0
 
 
 def by_loops(frozen: FrozenModel, gate: Any, ids: Tensor) -> tuple[Tensor, list[Any]]:
@@ -203,12 +186,11 @@ def by_loops(frozen: FrozenModel, gate: Any, ids: Tensor) -> tuple[Tensor, list[
     return frozen.model.lm_head(model.norm(x))[0], seen
 
 
-@pytest.mark.parametrize("method", ["trimkv", "dbtrimkv"])
 @torch.no_grad()
-def test_the_losses_of_packed_documents(method: Any, frozen: FrozenModel) -> None:
+def test_the_losses_of_packed_documents(frozen: FrozenModel) -> None:
     """Of the whole model, against one query after the other in each document alone."""
-    prompt, gate = random_prompt(6, 9), small(method)
-    found = trimkv.losses(frozen, gate, prompt, 2, method == "dbtrimkv")
+    prompt, gate = random_prompt(6, 9), small("dbtrimkv")
+    found = {name: float(x) for name, x in trimkv.losses(frozen, gate, prompt, 2).items()}
     divergences, next_tokens = [], []
     for document in (0, 1):
         own = prompt.documents == document
@@ -218,9 +200,12 @@ def test_the_losses_of_packed_documents(method: Any, frozen: FrozenModel) -> Non
             p, q = (logits[t - 1].softmax(-1) for logits in (teacher, student))
             divergences.append(float((p * (p / q).log()).sum()))
             next_tokens.append(-math.log(float(q[ids[t]])))
-    assert float(found.divergence) == pytest.approx(sum(divergences) / len(divergences), rel=1e-6)
-    assert float(found.next_token) == pytest.approx(sum(next_tokens) / len(next_tokens), rel=1e-6)
-    assert float(found.divergence) > 1e-4
+    assert found["divergence"] == pytest.approx(sum(divergences) / len(divergences), rel=1e-6)
+    assert found["next_token"] == pytest.approx(sum(next_tokens) / len(next_tokens), rel=1e-6)
+    total = (found["divergence"] + found["next_token"]) / 2 + found["capacity"]
+    assert found["loss"] == pytest.approx(total)
+    assert found["divergence"] > 1e-4
+    assert found["capacity"] > 0
 
 
 @torch.no_grad()
@@ -244,23 +229,20 @@ def test_what_kvzap_predicts(frozen: FrozenModel) -> None:
             assert float(found.scores[layer, place, shared]) == pytest.approx(math.log(most))
 
 
-@pytest.mark.parametrize(
-    ("method", "untied"), [("trimkv", False), ("dbtrimkv", False), ("dbtrimkv", True)]
-)
-def test_the_gradient(method: Any, untied: bool, frozen: FrozenModel) -> None:
-    """Along random directions, against differences of the loss."""
-    gate, prompt = small(method, untied=untied), random_prompt(5, 9)
-    assert gate.shape.shares_memory == (method == "dbtrimkv")
+@pytest.mark.parametrize("method", ["trimkv", "dbtrimkv"])
+def test_the_gradient(method: str, frozen: FrozenModel) -> None:
+    """Along random directions, against differences of the loss; layers of DBTrimKV share a last
+    projection."""
+    tied = method == "dbtrimkv"
+    gate, prompt = small(method, tied=tied), random_prompt(5, 9)
 
     def loss() -> Tensor:
-        return trimkv.losses(frozen, gate, prompt, 2, method == "dbtrimkv").total
+        return trimkv.losses(frozen, gate, prompt, 2)["loss"]
 
     loss().backward()  # type: ignore[no-untyped-call]
     assert all(x.grad is None for x in frozen.model.parameters())
     parameters = list(gate.parameters())
-    inner = 2 if method == "dbtrimkv" else 1
-    last = 1 if method == "dbtrimkv" and not untied else LAYERS
-    assert len(parameters) == 2 * (inner * LAYERS + last)
+    assert len(parameters) == 2 * ((2 if tied else 1) * LAYERS + (1 if tied else LAYERS))
     for parameter in parameters:
         assert parameter.grad is not None
         direction = torch.randn_like(parameter)
@@ -273,7 +255,7 @@ def test_the_gradient(method: Any, untied: bool, frozen: FrozenModel) -> None:
 
 
 def test_ridge_regression() -> None:
-    gate = small("kvzap", "linear")
+    gate = small("linear")
     hidden = torch.randn(LAYERS, 50, HIDDEN, dtype=torch.float64)
     scores = torch.randn(LAYERS, 50, HEADS, dtype=torch.float64) - 7
     kvzap.fit_linear(gate, kvzap.Pairs(hidden, scores))
@@ -338,8 +320,8 @@ def test_a_training_from_command_to_folder(
     found, again = (Gates.read(str(x), "here") for x in (whole, parts))
     assert (found.layers, found.hidden_size, found.kv_heads) == ((0, 1), HIDDEN, HEADS)
     assert found.kind == ("trimkv" if "trimkv" in name else "kvzap")
-    file = load(whole / found.file)
-    for key, tensor in load(parts / again.file).items():
+    file = read_tensors(whole / found.file)
+    for key, tensor in read_tensors(parts / again.file).items():
         assert torch.equal(tensor, file[key]), key
 
     hidden = torch.randn(5, HIDDEN)
@@ -365,31 +347,24 @@ def test_a_training_from_command_to_folder(
         gates.main([*common, "--seed", "5", "--output", str(whole)])
 
 
-def load(file: Path) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
-    if file.suffix == ".safetensors":
-        return load_file(file)
-    found: dict[str, Tensor] = torch.load(file, weights_only=True)
-    return found
-
-
 def test_training_lowers_the_loss(folder: str, tmp_path: Path) -> None:
     """Capacity is learnt within 40 steps, and scores are predicted better than by their mean."""
     data = lines(tmp_path / "lines.jsonl", 20)
-    common = [folder, "--data", str(data), "--tokens", "90", "--width", "16", "--dtype", "float64"]
-    options = gates.parse([*common, "--method", "kvzap", "--output", str(tmp_path / "kvzap")])
-    found = gates.train(options)
+
+    def train(name: str, *options: str) -> dict[str, float]:
+        common = [folder, "--data", str(data), "--tokens", "90", "--width", "16"]
+        common += ["--dtype", "float64", "--output", str(tmp_path / name)]
+        return gates.train(gates.parse([*common, *options]))
+
+    found = train("kvzap", "--method", "kvzap")
     assert found["squared error"] < 0.5 * found["squared error of the mean score"]
-    options = [*common, "--method", "dbtrimkv", "--memory", "4", "--bias", "6", "--rate", "0.02"]
-    after = gates.train(
-        gates.parse([*options, "--output", str(tmp_path / "long"), "--steps", "40"])
+    options = ["--method", "dbtrimkv", "--memory", "4", "--bias", "6", "--rate", "0.02"]
+    before, after = (
+        train(steps, *options, "--steps", steps)["share retained at the end"]
+        for steps in ("1", "40")
     )
-    before = gates.train(
-        gates.parse([*options, "--output", str(tmp_path / "short"), "--steps", "1"])
-    )
-    assert before["share retained at the end"] > 0.8
-    assert after["share retained at the end"] < 0.5 * before["share retained at the end"]
+    assert before > 0.8
+    assert after < 0.5 * before
 
 
 def test_examples_as_tokens(folder: str, tmp_path: Path) -> None:
@@ -409,19 +384,13 @@ def test_examples_as_tokens(folder: str, tmp_path: Path) -> None:
             assert answer == f"{example.messages[-1]['content']}<end>"
         else:
             assert answer == text[1:]
-    stream = Stream(prompter, training, 3)
-    packed = [next(stream) for _ in range(9)]
-    assert max(int(x.documents[-1]) for x in packed) > 0
-    for sequence in packed:
+    found = list(itertools.islice(sequences(prompter, training, 3), 9))
+    assert max(int(x.documents[-1]) for x in found) > 0
+    for sequence in found:
         assert len(sequence.ids) <= 90
         starts = sequence.documents.diff(prepend=torch.tensor([-1])) != 0
         assert (sequence.positions == 0).equal(starts)
         assert not (sequence.labelled & starts).any()
-    again = Stream(prompter, training, 3)
-    first = next(again)
-    assert first.ids.equal(packed[0].ids)
-    later = Stream(prompter, training, 3, again.position)
-    assert next(later).ids.equal(packed[1].ids)
 
 
 def test_the_ready_set(folder: str, tmp_path: Path) -> None:

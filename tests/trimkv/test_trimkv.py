@@ -25,9 +25,9 @@ from oracle.gates import log_betas
 from tests.inputs import gate_tensors
 from tests.trimkv.environment import run_script
 from training import gates as training
+from training.data import Prompt as Tokens
 from training.frozen import Attended, FrozenModel
-from training.losses import capacity, retained
-from training.prompts import Prompt as Tokens
+from training.trimkv import capacity, retained
 from vllm_tgvkv.gates.folder import Gates, write
 from vllm_tgvkv.policies import Prompt, build_policy
 from vllm_tgvkv.policies.base import LayerView
@@ -278,7 +278,7 @@ def test_attention_in_training(peer: Peer) -> None:
     query, key, value, said = (
         peer.recorded[name][0] for name in ("query", "key", "value", "log_betas")
     )
-    attended = Attended(0, nn.Module(), query, query, key, value, HEAD_SIZE**-0.5)
+    attended = Attended(0, query, query, key, value, HEAD_SIZE**-0.5)
     found = attended.output(torch.zeros(query.shape[1], dtype=torch.int64), said)
     eager, flex = (peer.recorded[name][0].transpose(0, 1) for name in ("eager", "flex"))
     torch.testing.assert_close(found, flex, rtol=1e-4, atol=1e-5)

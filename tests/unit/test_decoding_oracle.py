@@ -66,21 +66,6 @@ def test_a_cosine_of_the_threshold_is_not_similar() -> None:
     assert similarity(keys)[0, 1] == 0
 
 
-def test_the_first_key_in_rows_without_a_similar_one() -> None:
-    """The published code zeroes key 0 there. Row 2 has a similar key and is the same in both."""
-    keys = torch.tensor([[1.0, 0], [0.3, 1], [0.3, 1]])
-    cosine = 0.3 / math.sqrt(1.09)
-    plain = [[0, cosine, cosine], [cosine, 0, 0], [cosine, 0, 0]]
-    torch.testing.assert_close(similarity(keys), torch.tensor(plain).double())
-    torch.testing.assert_close(similarity(keys, True), torch.tensor(plain).double())
-    keys[2] = torch.tensor([1.0, -1])
-    cosines = [cosine, math.sqrt(0.5), -0.7 / math.sqrt(1.09 * 2)]
-    plain = [[0, cosines[0], 0], [cosines[0], 0, cosines[2]], [0, cosines[2], 0]]
-    torch.testing.assert_close(similarity(keys), torch.tensor(plain).double())
-    plain[1][0] = 0
-    torch.testing.assert_close(similarity(keys, True), torch.tensor(plain).double())
-
-
 # -- both ---------------------------------------------------------------------------------------
 
 

@@ -37,8 +37,6 @@ class Rows:
     """Every pair has at most this many keys."""
     tables: torch.Tensor
     """Pages of the keys of every pair, int32 [L * H, W]."""
-    num_common_keys: int
-    """Every row sees the first `num_common_keys` keys."""
     per_head: bool
     """Whether there are statistics of each KV head, or of the layer as a whole."""
     statistics: frozenset[Statistic] = frozenset()
@@ -107,7 +105,6 @@ def summed_rows(
         num_visible=torch.arange(start + 1, end + 1, dtype=torch.int32, device=device)[None],
         num_keys=end,
         tables=RowKeys.of_blocks(context.to_device(chunk.blocks), end, context.shape).tables,
-        num_common_keys=1,
         per_head=per_head,
         is_vision=context.to_device(chunk.prompt.is_vision()[start:end]),
         num_tokens=chunk.prompt.num_tokens,
@@ -164,7 +161,6 @@ def _voting(
             num_visible=keys.lengths[:, None] - num_hidden,
             num_keys=keys.num_columns,
             tables=keys.tables,
-            num_common_keys=0 if keys.is_ragged else int(positions[0]) + 1,
             per_head=policy.granularity == "head",
             statistics=policy.statistics(kind),
         )

@@ -262,7 +262,6 @@ class PromptObservation:
             rows.num_keys,
             scale,
             row_positions=rows.positions if are_alike else None,
-            num_common_keys=rows.num_common_keys,
             values=context.pool.values,
         )
         return observe_layers(

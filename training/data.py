@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Examples as tokens: with the text a second time for KVzap, in packed documents for TrimKV."""
+"""Examples to train on: JSON lines, `{"text": TEXT}` or `{"messages": [...]}`, and their tokens.
+
+Messages are those of chat completions with strings as `content`. The last tenth of the lines is
+held out. KVzap's prompts have the text a second time; TrimKV's sequences are packed documents.
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +19,8 @@ import torch
 from torch import Tensor
 from transformers import AutoProcessor
 
-from training.lines import Example, Message
+HELD_OUT = 10
+"""One line in this many is held out, from the end."""
 
 INSTRUCTION = "\n\nRepeat the previous context exactly."
 """KVzip's words between a text and its repetition."""
@@ -24,6 +31,56 @@ BEGIN, END, ANSWER = "@@begin@@", "@@end@@", "@@answer@@"
 
 class TrainingError(RuntimeError):
     """A model or data that gates cannot be trained with; the message says why."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One line: a text, or messages."""
+
+    name: str
+    """File and line, for messages."""
+    text: str | None = None
+    messages: tuple[dict[str, str], ...] = ()
+
+    @classmethod
+    def read(cls, line: str, name: str) -> Example:
+        """Read a line.
+
+        Raises:
+            ValueError: if it is not of the form above.
+        """
+        try:
+            found = json.loads(line)
+            text, messages = found.get("text"), tuple(found.get("messages", ()))
+            if isinstance(text, str) != (not messages):
+                raise ValueError("it has either `text` or `messages`")
+            if not all(m["role"] and isinstance(m["content"], str) for m in messages):
+                raise ValueError("gates are trained on texts: every `content` is a string")
+            return cls(name, text, messages)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            reason = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise ValueError(f"{name} is no example ({reason}); see docs/gates.md") from error
+
+    @property
+    def context(self) -> str:
+        """Return the text, or the first user's message."""
+        if self.text is not None:
+            return self.text
+        return next((m["content"] for m in self.messages if m["role"] == "user"), "")
+
+
+def read_examples(file: Path) -> tuple[list[Example], list[Example]]:
+    """Return the examples of a file for training, and the held-out ones.
+
+    Raises:
+        ValueError: if a line is wrong, or there are fewer than two.
+    """
+    lines = enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+    examples = [Example.read(line, f"{file}:{number}") for number, line in lines if line.strip()]
+    held_out = max(len(examples) // HELD_OUT, 1)
+    if len(examples) <= held_out:
+        raise ValueError(f"{file} has {len(examples)} examples; at least two are needed")
+    return examples[:-held_out], examples[-held_out:]
 
 
 @dataclass(frozen=True)
@@ -73,21 +130,14 @@ class Prompter:
         if not len(again):
             raise TrainingError(f"{example.name} has no text to repeat")
         user = {"role": "user", "content": f"{BEGIN}{example.context}{END}{INSTRUCTION}"}
-        rendered = self._render([user, {"role": "assistant", "content": ANSWER}])
-        head, rest = rendered.split(BEGIN)
+        head, rest = self._render([user, {"role": "assistant", "content": ANSWER}]).split(BEGIN)
         text, rest = rest.split(END)
         joint, tail = rest.split(ANSWER)
-        before = self._encode(head)
-        parts = [before, self._encode(text)[: self.tokens], self._encode(joint), again]
-        _, text_end, start, end = itertools.accumulate(len(part) for part in parts)
+        parts = [self._encode(head), self._encode(text)[: self.tokens], self._encode(joint), again]
+        begin, text_end, start, end = itertools.accumulate(len(part) for part in parts)
         ids = torch.cat([*parts, self._encode(tail)])
-        return Prompt(
-            ids,
-            torch.zeros_like(ids, dtype=torch.bool),
-            torch.zeros_like(ids),
-            keys=slice(len(before), text_end),
-            rows=slice(start, end),
-        )
+        none = torch.zeros_like(ids)
+        return Prompt(ids, none.bool(), none, keys=slice(begin, text_end), rows=slice(start, end))
 
     def dialogue(self, example: Example) -> Prompt:
         """Return a text, all of it labelled, or a conversation with its last answer labelled.
@@ -111,7 +161,7 @@ class Prompter:
             )
         return Prompt(ids, torch.arange(len(ids)) >= start, torch.zeros_like(ids))
 
-    def _render(self, messages: Sequence[Message]) -> str:
+    def _render(self, messages: Sequence[dict[str, str]]) -> str:
         text: str = self._processor.apply_chat_template(list(messages), tokenize=False)
         return text
 
@@ -120,7 +170,7 @@ class Prompter:
         return torch.tensor(ids, dtype=torch.int64)
 
 
-def pack(prompts: Sequence[Prompt]) -> Prompt:
+def packed(prompts: Sequence[Prompt]) -> Prompt:
     """Return one sequence of documents."""
     return Prompt(
         torch.cat([prompt.ids for prompt in prompts]),
@@ -129,31 +179,13 @@ def pack(prompts: Sequence[Prompt]) -> Prompt:
     )
 
 
-class Stream:
-    """Endless sequences of packed examples, in a new order each time round.
-
-    `position` says how many examples were taken; a stream that is made with it goes on there.
-    """
-
-    def __init__(
-        self, prompter: Prompter, examples: Sequence[Example], seed: int, position: int = 0
-    ) -> None:
-        self.position = position
-        self._prompter, self._examples, self._seed = prompter, examples, seed
-
-    def __next__(self) -> Prompt:
-        packed: list[Prompt] = []
-        room = self._prompter.tokens
-        for prompt in self._prompts():
-            room -= len(prompt.ids)
-            if room < 0:
-                break
-            packed.append(prompt)
-        self.position += len(packed)
-        return pack(packed)
-
-    def _prompts(self) -> Iterator[Prompt]:
-        for position in itertools.count(self.position):
-            epoch, place = divmod(position, len(self._examples))
-            order = np.random.default_rng([self._seed, epoch]).permutation(len(self._examples))
-            yield self._prompter.dialogue(self._examples[order[place]])
+def sequences(prompter: Prompter, examples: Sequence[Example], seed: int) -> Iterator[Prompt]:
+    """Yield sequences of packed examples without end, in a new order each time round."""
+    documents: list[Prompt] = []
+    for epoch in itertools.count():
+        for index in np.random.default_rng([seed, epoch]).permutation(len(examples)):
+            prompt = prompter.dialogue(examples[index])
+            if sum(len(each.ids) for each in [*documents, prompt]) > prompter.tokens:
+                yield packed(documents)
+                documents = []
+            documents.append(prompt)

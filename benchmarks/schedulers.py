@@ -218,7 +218,7 @@ class _Lane:
             Outcome(
                 request_id=eviction.request_id,
                 first_block=int(eviction.new_blocks[0]),
-                num_blocks=None,
+                num_retained=None,
                 method=eviction.method,
                 seen={"text": 448, "vision": 576},
                 kept={"text": 48, "vision": 58},

@@ -319,7 +319,7 @@ def test_slices_keep_the_same(method: str, monkeypatch: pytest.MonkeyPatch) -> N
     for key_bytes in (1 << 30, 2 * num_sets * tokens * 8, 0):
         monkeypatch.setattr(select, "KEY_BYTES", key_bytes)
         guarded = scored.decide(20, Guard(0.7, 1))
-        assert 1 < guarded.num_retained < 20
+        assert 1 < guarded.num_token_blocks < 20
         found.append((scored.decide(9), guarded))
     for plain, guarded in found[1:]:
         for one, other in ((plain, found[0][0]), (guarded, found[0][1])):

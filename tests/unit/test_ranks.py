@@ -331,11 +331,11 @@ def test_a_guard_finds_one_number_for_all_ranks(granularity: str) -> None:
         alone = model.evict(Ranks(), config, plan)
         runs, _ = run_ranks(model, 2, config, plan)
         for name in PROMPTS:
-            found = {run.outcomes[name].num_blocks for run in runs}  # type: ignore[union-attr]
+            found = {run.outcomes[name].num_retained for run in runs}  # type: ignore[union-attr]
             assert len(found) == 1
             numbers |= found
             if granularity == "layer":
-                assert found == {alone.outcomes[name].num_blocks}  # type: ignore[union-attr]
+                assert found == {alone.outcomes[name].num_retained}  # type: ignore[union-attr]
                 assert torch.equal(kept_by(runs, name), alone.kept(name))
     assert len(numbers) > 2
 

@@ -102,10 +102,10 @@ def test_the_last_stage_answers_for_all(
         ]
         if eviction.guard is None:
             assert set(blocks) == {eviction.num_retained}
-            assert outcome.num_blocks is None
+            assert outcome.num_retained is None
         else:
             assert len(set(blocks)) > 1
-            assert outcome.num_blocks == max(blocks)
+            assert outcome.num_retained == max(blocks)
         tail = PROMPTS[name].num_tokens % BLOCK_SIZE
         num_kept = int(torch.cat(counts).sum()) * BLOCK_SIZE / torch.cat(counts).numel()
         assert sum(outcome.kept.values()) == round(num_kept) + tail
@@ -147,7 +147,7 @@ def test_what_fails_on_one_stage_has_failed(
 def test_outcomes_are_joined_in_any_order() -> None:
     seen, kept = {"text": 90, "vision": 60}, {"text": 14, "vision": 10}
     part = Outcome("r", 7, 3, "tgv", seen, kept, {"copy": 1.0}, num_pairs=2)
-    more = replace(part, num_blocks=5, kept={"text": 13, "vision": 10}, num_pairs=1)
+    more = replace(part, num_retained=5, kept={"text": 13, "vision": 10}, num_pairs=1)
     others = [more, Failure("s", "first")]
     stages = [[part, Failure("s", "second")], others, [replace(part, num_blocks=1)]]
     for order in permutations(stages):

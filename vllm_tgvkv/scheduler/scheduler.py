@@ -235,8 +235,8 @@ class EvictionScheduler(Scheduler):
             if isinstance(outcome, Failure):
                 self._fail(outcome)
                 continue
-            if outcome.num_blocks is not None:
-                self._trim(outcome, outcome.num_blocks)
+            if outcome.num_retained is not None:
+                self._trim(outcome, outcome.num_retained)
             self.records.outcome(outcome)
         return super().update_from_output(scheduler_output, model_runner_output)
 

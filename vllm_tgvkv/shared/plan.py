@@ -138,8 +138,8 @@ class Outcome:
     request_id: str
     first_block: int
     """First block of the region, which identifies the eviction within the request."""
-    num_blocks: int | None
-    """Blocks that a guarded eviction retained; None if there was no guard."""
+    num_retained: int | None
+    """k, blocks that a guarded eviction retained; None if there was no guard."""
     method: str
     seen: dict[str, int]
     """Prompt tokens by modality, `text` and `vision`."""

@@ -70,8 +70,8 @@ class Trace:
     """The request's earlier cuts, oldest first, each without earlier ones of its own."""
 
     @property
-    def num_retained(self) -> int:
-        """Blocks of the region."""
+    def num_token_blocks(self) -> int:
+        """Blocks of the region that hold tokens."""
         return self.stage_blocks or int(self.counts.sum()) // self.counts.size
 
     @property
@@ -184,7 +184,7 @@ class Trace:
         return {
             "answer_tokens": self.num_answer,
             "blocks_before": self.blocks_before,
-            "blocks_after": num_blocks - self.num_replaced + self.num_retained,
+            "blocks_after": num_blocks - self.num_replaced + self.num_token_blocks,
             "kept_tokens": num_kept + self._num_tokens - self._num_candidates,
         }
 
@@ -242,7 +242,7 @@ def join_traces(parts: Sequence[Trace]) -> Trace:
     return replace(
         last,
         positions=np.concatenate([part.positions[: part.counts.sum()] for part in parts]),
-        stage_blocks=max(part.num_retained for part in parts),
+        stage_blocks=max(part.num_token_blocks for part in parts),
         **{name: np.concatenate([getattr(part, name) for part in parts]) for name in by_layer},
     )
 

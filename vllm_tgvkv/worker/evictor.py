@@ -237,7 +237,7 @@ class Evictor:
         self._writer.store(due, due.num_token_blocks, offsets)
         return PendingOutcome(
             due.eviction,
-            decision.num_retained,
+            decision.num_token_blocks,
             decision.count_vision(due.prompt.is_vision) if due.eviction.has_outcome else None,
             self.shape.num_pairs * self.ranks.size,
             seen.stopwatch,

@@ -88,10 +88,10 @@ def join_outcomes(stages: Sequence[StageOutcomes]) -> StageOutcomes:
 
 def _join(parts: Sequence[Outcome]) -> Outcome:
     traces = [part.trace for part in parts if part.trace is not None]
-    numbers = [part.num_blocks for part in parts if part.num_blocks is not None]
+    numbers = [part.num_retained for part in parts if part.num_retained is not None]
     return replace(
         parts[0],
-        num_blocks=max(numbers, default=None),
+        num_retained=max(numbers, default=None),
         kept=sums(part.kept for part in parts),
         seconds=sums(part.seconds for part in parts),
         num_pairs=sum(part.num_pairs for part in parts),

@@ -149,11 +149,11 @@ def test_outcomes_are_joined_in_any_order() -> None:
     part = Outcome("r", 7, 3, "tgv", seen, kept, {"copy": 1.0}, num_pairs=2)
     more = replace(part, num_retained=5, kept={"text": 13, "vision": 10}, num_pairs=1)
     others = [more, Failure("s", "first")]
-    stages = [[part, Failure("s", "second")], others, [replace(part, num_blocks=1)]]
+    stages = [[part, Failure("s", "second")], others, [replace(part, num_retained=1)]]
     for order in permutations(stages):
         found, failure = join_outcomes(order)
         assert isinstance(found, Outcome)
-        assert (found.num_blocks, found.kept) == (5, {"text": 41, "vision": 30})
+        assert (found.num_retained, found.kept) == (5, {"text": 41, "vision": 30})
         assert (found.num_pairs, found.seconds) == (5, {"copy": 3.0})
         assert failure == Failure("s", failure.error)  # type: ignore[union-attr]
     alone = Stages(4)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run of benchmarks: its parts, their engines, the time they have, and the lines they give."""
+"""A run: engines in processes of their own, rounds in rotating order, and parts with a deadline."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,7 @@ from benchmarks.engine import ArmEngine
 from benchmarks.measurement import Line
 from benchmarks.models import Shape
 from benchmarks.remote import Remote, RemoteError, TimeUpError
-from benchmarks.scale import BUDGET, Scale
-from benchmarks.workload import Workload
+from benchmarks.scale import BUDGET, Scale, Workload
 from measure.arm import Arm
 
 STOCK_BLOCK_SIZE = 128
@@ -34,8 +34,7 @@ class Ending:
     error: str = ""
 
     def __str__(self) -> str:
-        took = f" after {self.seconds:.0f} s" if self.seconds else ""
-        return f"{self.end}{took}"
+        return f"{self.end} after {self.seconds:.0f} s" if self.seconds else self.end
 
 
 class Arms:
@@ -56,24 +55,15 @@ class Arms:
         with contextlib.ExitStack() as stack:
             for group in (arms[:1], arms[1:]):
                 for arm in group:
+                    given = (arm, shape, root)
                     remote = Remote(
-                        arm.name,
-                        ArmEngine,
-                        arm,
-                        shape,
-                        root,
-                        threads=arm.threads,
-                        deadline=deadline,
+                        arm.name, ArmEngine, *given, threads=arm.threads, deadline=deadline
                     )
                     stack.callback(remote.close)
                     self.engines[arm.name] = remote
                 for arm in group:
                     self.engines[arm.name].wait_until_built()
-            self.facts = {name: engine.ask("describe") for name, engine in self.engines.items()}
-            self._closing = stack.pop_all()
-
-    def __getitem__(self, name: str) -> Remote:
-        return self.engines[name]
+            self.close = stack.pop_all().close
 
     def __enter__(self) -> Arms:
         return self
@@ -81,9 +71,9 @@ class Arms:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """End all engines."""
-        self._closing.close()
+    def ask(self, method: str, **kwargs: Any) -> dict[str, Any]:
+        """Ask all engines, one after the other, and return their answers."""
+        return {name: engine.ask(method, **kwargs) for name, engine in self.engines.items()}
 
 
 class Bench:
@@ -146,70 +136,69 @@ class Bench:
                 self.say(f"part `{name}` failed: {error}")
             self.endings[name] = Ending(end, time.monotonic() - begin, message)
 
-    def start(
+    def start(self, part: str, shape: Shape, pool_tokens: int, only: Sequence[str] = ()) -> Arms:
+        """Start stock vLLM with its defaults and with our flags, ours, and ours `forced`.
+
+        Args:
+            only: names of the arms, all by default. They have a pool of the same number of bytes.
+        """
+        flags = {"block_size": self.block_size}
+        ours = {"policy": "tgv", "budget": BUDGET}
+        forced = {"policy": "tgv", "budget": 1.0, "debug": {"evict_at_full_budget": True}}
+        arms = {
+            "production": {},
+            "constrained": flags,
+            "ours": {**flags, **evicting(ours)},
+            "forced": {**flags, **evicting(forced)},
+        }
+        return self.launch(
+            part, shape, pool_tokens, {n: a for n, a in arms.items() if not only or n in only}
+        )
+
+    def launch(
         self,
         part: str,
         shape: Shape,
         pool_tokens: int,
-        forced: bool = False,
-        only: Sequence[str] = (),
+        arms: Mapping[str, Mapping[str, Any]],
+        threads: int | None = None,
     ) -> Arms:
-        """Start stock vLLM with its defaults and with our flags, ours, and ours `forced` if asked.
+        """Start engines, and run one short request through each that is not measured.
 
-        All have a pool of the same number of bytes.
+        Args:
+            arms: names, and the engine arguments that are not the same for all.
         """
-        stock = self.engine_args(shape, pool_tokens)
-        same = {**stock, "block_size": self.block_size}
-        ours = {"policy": "tgv", "budget": BUDGET}
-        everything = {"policy": "tgv", "budget": 1.0, "debug": {"evict_at_full_budget": True}}
-        arms = [
-            Arm(name="production", server=stock),
-            Arm(name="constrained", server=same),
-            Arm(name="ours", server={**same, "additional_config": {"kv_eviction": ours}}),
-        ]
-        if forced:
-            arms.append(
-                Arm(
-                    name="forced", server={**same, "additional_config": {"kv_eviction": everything}}
-                )
-            )
-        return self.launch(part, shape, [arm for arm in arms if not only or arm.name in only])
-
-    def engine_args(self, shape: Shape, pool_tokens: int) -> dict[str, Any]:
-        """Return the engine arguments that all arms of a part have in common."""
-        args: dict[str, Any] = {
+        same: dict[str, Any] = {
             "max_model_len": min(pool_tokens - 512, 24576),
             "kv_cache_memory_bytes": pool_tokens * shape.kv_bytes_per_token,
+            **({"enforce_eager": True} if self.eager else {}),
         }
-        if self.eager:
-            args["enforce_eager"] = True
-        return args
-
-    def launch(self, part: str, shape: Shape, arms: Sequence[Arm]) -> Arms:
-        """Start engines, and run one short request through each that is not measured."""
-        running = Arms(arms, shape, self.root, self.deadline)
-        self.engines.setdefault(part, {}).update(running.facts)
+        chosen = [Arm(name=n, server={**same, **a}, threads=threads) for n, a in arms.items()]
+        running = Arms(chosen, shape, self.root, self.deadline)
         try:
-            for engine in running.engines.values():
-                engine.ask("prefill", workload=Workload(1280), seed=next(self.seeds), budget=BUDGET)
+            self.engines.setdefault(part, {}).update(running.ask("describe"))
+            running.ask("prefill", workload=Workload(1280), seed=next(self.seeds), budget=BUDGET)
         except BaseException:
             running.close()
             raise
         return running
 
     def turns(
-        self, arms: Arms, rounds: int, skip: Sequence[str] = ()
-    ) -> Iterator[tuple[str, Remote, int]]:
-        """Yield the name and engine of each arm in each round, and a seed for the round.
+        self, arms: Arms, rounds: int, method: str, skip: Sequence[str] = (), **kwargs: Any
+    ) -> dict[str, list[Any]]:
+        """Ask each arm in each round, and return its answers by name.
 
-        The order rotates from round to round.
+        The order rotates from round to round. All arms of a round get the same new seed, except in
+        `decode`, which needs none.
         """
-        engines = [(name, engine) for name, engine in arms.engines.items() if name not in skip]
+        names = [name for name in arms.engines if name not in skip]
+        found: dict[str, list[Any]] = defaultdict(list)
         for number in range(rounds):
-            seed = next(self.seeds)
-            first = number % len(engines)
-            for name, engine in (*engines[first:], *engines[:first]):
-                yield name, engine, seed
+            given = kwargs if method == "decode" else {**kwargs, "seed": next(self.seeds)}
+            first = number % len(names)
+            for name in names[first:] + names[:first]:
+                found[name].append(arms.engines[name].ask(method, **given))
+        return found
 
     def pool_for(self, batch: int, prompt_tokens: int, decoded: int) -> int:
         """Return the tokens of a pool in which `batch` requests keep their full caches.
@@ -223,6 +212,11 @@ class Bench:
         longest = prompt_tokens + steps_to_fill(batch, prompt_tokens) + decoded
         blocks = -(-longest // size) + 1
         return (batch + 1) * blocks * size
+
+
+def evicting(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the engine argument that gives the plugin its settings."""
+    return {"additional_config": {"kv_eviction": dict(settings)}}
 
 
 def steps_to_fill(batch: int, prompt_tokens: int) -> int:

@@ -8,16 +8,19 @@ import inspect
 import itertools
 import random
 import time
-from collections.abc import Callable
-from typing import Any, Literal
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
 
 from vllm import SamplingParams
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.outputs import ModelRunnerOutput
 
 from benchmarks.models import Shape, model_folder
-from benchmarks.probe import Metrics, Stopwatches, Waits, reduced_pool
-from benchmarks.workload import Workload
+from benchmarks.probe import Metrics, Stopwatches, Waits, num_stored, reduced_pool
+from benchmarks.scale import Workload
 from measure.arm import Arm
 from measure.engines import LocalEngine
 from vllm_tgvkv.shared.plan import Outcome, StepPlan, outcomes_of
@@ -45,6 +48,8 @@ class ArmEngine:
         self.watches = Stopwatches()
         builder = self.parts.attention_group.get_metadata_builder()
         self.watches.watch(builder, "build", "metadata")
+        for method in ("schedule", "update_from_output"):
+            self.watches.watch(self.parts.scheduler, method, "scheduling")
         if arm.evicts:
             self.watches.watch(self.parts.evictor, "observe_layer", "eviction")
         self._shuffler = random.Random(0)
@@ -116,16 +121,12 @@ class ArmEngine:
         """Time one prompt alone: from arrival to first token, and the eviction in it."""
         prompt = workload.prompt(self.shape, seed)
         self.watches.reset()
-        start, cpu_start = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
         self._submit(prompt, 2, budget)
         self._step_until_token()
-        result = {
-            "seconds": time.perf_counter() - start,
-            "cpu": time.process_time() - cpu_start,
-            "eviction": self.watches.seconds["eviction"],
-        }
+        seconds = time.perf_counter() - start
         self.clear()
-        return result
+        return {"seconds": seconds, "eviction": self.watches.seconds["eviction"]}
 
     def eviction_parts(
         self, workload: Workload, seed: int, budget: float, policy: str
@@ -134,9 +135,6 @@ class ArmEngine:
 
         The prompt's own attention is left out: the cost of an eviction does not depend on it.
         """
-        prompt = workload.prompt(self.shape, seed)
-        self.watches.reset()
-        restore = _skip_prompt_attention()
         outcomes: list[Outcome] = []
         attach = worker.attach_outcomes
 
@@ -145,13 +143,11 @@ class ArmEngine:
             outcomes.extend(o for o in outcomes_of(output) if isinstance(o, Outcome))
             return output
 
-        worker.attach_outcomes = attach_outcomes
-        try:
+        prompt = workload.prompt(self.shape, seed)
+        self.watches.reset()
+        with patch.object(worker, "attach_outcomes", attach_outcomes), prompts_unattended():
             self._submit(prompt, 2, budget, policy, defer=0)
             self._step_until_token()
-        finally:
-            worker.attach_outcomes = attach
-            restore()
         (outcome,) = outcomes
         spent = outcome.seconds
         self.clear()
@@ -170,7 +166,7 @@ class ArmEngine:
         attend: bool = True,
         policy: str | None = None,
         defer: int | None = None,
-    ) -> dict[str, float]:
+    ) -> None:
         """Prefill `batch` requests and leave them running.
 
         Without `attend` the prompts' attention is left out, in every arm: decoding speed does not
@@ -179,63 +175,41 @@ class ArmEngine:
         Raises:
             RuntimeError: if the pool is too small for all of them.
         """
-        restore = None if attend else _skip_prompt_attention()
-        start = time.perf_counter()
         room = self.engine.vllm_config.model_config.max_model_len - workload.prompt_tokens
         for index in range(batch):
             prompt = workload.prompt(self.shape, seed + index)
             self._submit(prompt, room, budget, policy, defer)
         started: set[str] = set()
-        while len(started) < batch:
-            started.update(output.request_id for output in self.engine.step())
-            if any(r.num_preemptions for r in self.parts.scheduler.requests.values()):
-                # Requests would take each other's blocks for ever.
-                raise RuntimeError(f"the pool is too small for {batch} requests: one was preempted")
-        if restore:
-            restore()
-        self.watches.reset()
-        return {"seconds": time.perf_counter() - start}
+        with nullcontext() if attend else prompts_unattended():
+            while len(started) < batch:
+                started.update(output.request_id for output in self.engine.step())
+                if any(r.num_preemptions for r in self.parts.scheduler.requests.values()):
+                    # Requests would take each other's blocks for ever.
+                    raise RuntimeError(
+                        f"the pool is too small for {batch} requests: one was preempted"
+                    )
 
     def decode(self, steps: int) -> dict[str, Any]:
-        """Time `steps` decode steps of all running requests, one by one."""
-        self.watches.reset()
-        seconds, cpu_seconds = [], []
-        for _ in range(steps):
-            start, cpu_start = time.perf_counter(), time.process_time()
-            self._decode_step()
-            seconds.append(time.perf_counter() - start)
-            cpu_seconds.append(time.process_time() - cpu_start)
-        return {
-            "seconds": seconds,
-            "cpu": cpu_seconds,
-            "watches": {name: total / steps for name, total in self.watches.seconds.items()},
-            "cached_tokens": self._cached_tokens(),
-        }
-
-    # -- answers that are waited for, and cut ---------------------------------------------
-
-    def decode_with_cuts(self, steps: int) -> dict[str, list[float]]:
-        """Time decode steps as `decode` does, and return what happened in each.
+        """Time decode steps of all running requests, and return what happened in each.
 
         Returns:
-            `seconds`; `cuts`, evictions; `stored`, tokens whose queries were stored; `eviction`,
-            seconds of statistics, selection and copy; `blocks` that all requests hold afterwards.
+            `cached_tokens` after the last step, and lists: `seconds`; `metadata`, `scheduling` and
+            `eviction`, seconds of these; `blocks` that all requests hold; `cuts`, evictions;
+            `stored`, tokens whose queries were stored.
         """
-        found: dict[str, list[float]] = {
-            name: [] for name in ("seconds", "cuts", "stored", "eviction", "blocks")
-        }
+        found: dict[str, Any] = defaultdict(list)
         for _ in range(steps):
             self.watches.reset()
             start = time.perf_counter()
             self._decode_step()
             found["seconds"].append(time.perf_counter() - start)
-            if self.arm.evicts:
-                plan = self.parts.evictor.plan
-                found["cuts"].append(len(plan.evictions))
-                found["stored"].append(num_stored(plan))
-                found["eviction"].append(self.watches.seconds["eviction"])
+            for name in ("metadata", "scheduling", "eviction"):
+                found[name].append(self.watches.seconds[name])
             found["blocks"].append(self._num_blocks())
-        return found
+            plan = self.parts.evictor.plan if self.arm.evicts else StepPlan()
+            found["cuts"].append(len(plan.evictions))
+            found["stored"].append(num_stored(plan))
+        return {**found, "cached_tokens": self._cached_tokens()}
 
     def _num_blocks(self) -> int:
         """Return the blocks that all requests hold."""
@@ -251,16 +225,13 @@ class ArmEngine:
         self.parts.evictor.context.queries._queries.zero_()
 
     @functools.cached_property
-    def _waits(self) -> Waits:
-        return Waits(self.parts.scheduler)
-
-    @functools.cached_property
-    def _metrics(self) -> Metrics:
-        loggers = self.engine.logger_manager.stat_loggers
-        return Metrics(self.parts.scheduler, loggers)
+    def _switches(self) -> dict[str, Metrics | Waits]:
+        scheduler, loggers = self.parts.scheduler, self.engine.logger_manager.stat_loggers
+        waits = Waits(scheduler, self.parts.evictor)
+        return {"waits": waits, "metrics": Metrics(scheduler, loggers)}
 
     def decode_switched(
-        self, states: dict[str, bool], what: Literal["metrics", "waits"]
+        self, states: dict[str, bool], what: str
     ) -> dict[str, dict[str, list[float]]]:
         """Return seconds of decode steps, wall and CPU, by state of what is switched.
 
@@ -272,27 +243,19 @@ class ArmEngine:
             RuntimeError: unless waiting requests store queries, and others none; or unless metrics
                 are exported exactly where they are on.
         """
-        switch = self._metrics.switch if what == "metrics" else self._waits.switch
+        switch = self._switches[what]
         orders = list(itertools.permutations(states))
         self._shuffler.shuffle(orders)
         spent: dict[str, dict[str, list[float]]] = {n: {"wall": [], "cpu": []} for n in states}
         for name in itertools.chain.from_iterable(orders):
-            switch(states[name])
+            switch.turn(states[name])
             wall, cpu = time.perf_counter(), time.process_time()
             self._decode_step()
             spent[name]["wall"].append(time.perf_counter() - wall)
             spent[name]["cpu"].append(time.process_time() - cpu)
-            if what == "waits":
-                self._check_stored(len(self._live) if states[name] else 0)
-            else:
-                self._metrics.check(states[name])
-        switch(True)
+            switch.check(states[name])
+        switch.turn(True)
         return spent
-
-    def _check_stored(self, wanted: int) -> None:
-        stored = num_stored(self.parts.evictor.plan)
-        if stored != wanted:
-            raise RuntimeError(f"{stored} tokens stored queries in a step, instead of {wanted}")
 
     def _cached_tokens(self) -> float:
         """Return the tokens of all requests that a step reads, mean over layers and KV heads."""
@@ -316,41 +279,33 @@ class ArmEngine:
     ) -> dict[str, float]:
         """Serve `requests` that arrive at once; return how many ran together, and how fast.
 
+        `scheduling_of_one` are the scheduler's seconds in a step for each request that runs in it.
+
         Of the pool, all blocks but those for `pool_tokens` are taken away meanwhile.
         """
         prompts = [workload.prompt(self.shape, seed + index) for index in range(requests)]
-        peak_running = peak_decoding = num_running = num_steps = 0
+        self.watches.reset()
+        running = []
         with reduced_pool(self.parts.scheduler, pool_tokens):
             start = time.perf_counter()
             for prompt in prompts:
                 self._submit(prompt, max_tokens, budget, defer=defer)
             while self.engine.has_unfinished_requests():
-                outputs = self.engine.step()
-                running, _ = self.parts.scheduler.get_request_counts()
-                peak_running = max(peak_running, running)
-                peak_decoding = max(peak_decoding, len(outputs))
-                num_running += running
-                num_steps += 1
+                self.engine.step()
+                running.append(self.parts.scheduler.get_request_counts()[0])
             seconds = time.perf_counter() - start
         self._live.clear()
         return {
-            "seconds": seconds,
             "tokens_per_second": requests * (workload.prompt_tokens + max_tokens) / seconds,
             "output_tokens_per_second": requests * max_tokens / seconds,
-            "peak_running": peak_running,
-            "peak_decoding": peak_decoding,
-            "mean_running": num_running / num_steps,
-            "steps": num_steps,
+            "peak_running": max(running),
+            "scheduling_of_one": self.watches.seconds["scheduling"] / sum(running),
         }
 
 
-def num_stored(plan: StepPlan) -> int:
-    """Return the number of a step's tokens whose queries are stored until they vote."""
-    return sum(len(part.rows) for part in plan.observations if part.stored is not None)
-
-
-def _skip_prompt_attention() -> Callable[[], None]:
-    """Zero the output of the prompts' attention; return the function that ends this."""
+@contextmanager
+def prompts_unattended() -> Iterator[None]:
+    """Zero the output of the prompts' attention inside the block."""
     original = CPUAttentionBackendImpl.forward
     signature = inspect.signature(original)
 
@@ -362,8 +317,5 @@ def _skip_prompt_attention() -> Callable[[], None]:
             return original(self, *args, **kwargs)
         return given["output"].zero_()
 
-    def restore() -> None:
-        CPUAttentionBackendImpl.forward = original
-
-    CPUAttentionBackendImpl.forward = forward
-    return restore
+    with patch.object(CPUAttentionBackendImpl, "forward", forward):
+        yield

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.bench import STOCK_BLOCK_SIZE, Arms, Bench
-from benchmarks.measurement import DecodeBytes, Line, Target
+from benchmarks.measurement import Line, Target
 from benchmarks.scale import BUDGET, KV_BOUND
 
 _WARM_UP_STEPS = 2
@@ -21,110 +20,82 @@ def gain(bench: Bench) -> Iterator[Line]:
     scale = bench.scale
     decoded = _WARM_UP_STEPS + scale.rounds * scale.wide_steps
     pool = bench.pool_for(scale.wide_batch, scale.wide.prompt_tokens, decoded)
-    longest = scale.burst.prompt_tokens + scale.burst_output
-    burst_pool = full_caches(longest, STOCK_BLOCK_SIZE)
+    burst_pool = full_caches(bench, STOCK_BLOCK_SIZE)
     # One block is never given out.
     tokens = max(pool, burst_pool + STOCK_BLOCK_SIZE)
-    with bench.start("gain", KV_BOUND, tokens) as arms:
+    stock_and_ours = ("production", "constrained", "ours")
+    with bench.start("gain", KV_BOUND, tokens, stock_and_ours) as arms:
         yield _decode(bench, arms)
-        yield from _burst(bench, arms, burst_pool)
+        bench.say(f"d. {scale.burst_requests} requests at once")
+        given = {**burst(bench, scale.burst_requests), "pool_tokens": burst_pool}
+        found = bench.turns(arms, 1, "burst", **given)
+    lines = burst_lines(bench, "d", scale.burst_requests, found)
+    lines[0].targets.append(Target(">= 20 at once", lines[0].median("ours"), 20))
+    yield from lines
 
 
 def _decode(bench: Bench, arms: Arms) -> Line:
     scale, batch = bench.scale, bench.scale.wide_batch
-    for name, engine in arms.engines.items():
-        bench.say(f"b. filling caches of {name}")
-        engine.ask("fill", workload=scale.wide, batch=batch, seed=0, budget=BUDGET, attend=False)
-        engine.ask("decode", steps=_WARM_UP_STEPS)
     bench.say("b. decode bound by KV reads")
-    rates: dict[str, list[float]] = defaultdict(list)
-    cached: dict[str, list[float]] = defaultdict(list)
-    for name, engine, _ in bench.turns(arms, scale.rounds):
-        result = engine.ask("decode", steps=scale.wide_steps)
-        rates[name].append(batch / statistics.median(result["seconds"]))
-        cached[name].append(result["cached_tokens"])
-    for engine in arms.engines.values():
-        engine.ask("clear")
-    line = Line(
-        f"b. budget {BUDGET}: decode, batch {batch}, {scale.wide.prompt_tokens} tokens",
-        "tokens/s",
-        "higher",
-        rates,
-    )
-    reads = {
-        name: DecodeBytes(
-            KV_BOUND.weight_bytes_per_step, statistics.mean(tokens) * KV_BOUND.kv_bytes_per_token
-        )
-        for name, tokens in cached.items()
-    }
-    line.details = {name: vars(read) for name, read in reads.items()}
-    shares = []
+    arms.ask("fill", workload=scale.wide, batch=batch, seed=0, budget=BUDGET, attend=False)
+    arms.ask("decode", steps=_WARM_UP_STEPS)
+    found = bench.turns(arms, scale.rounds, "decode", steps=scale.wide_steps)
+    arms.ask("clear")
+    rates, read = {}, {}
+    for name, rounds in found.items():
+        rates[name] = [batch / statistics.median(each["seconds"]) for each in rounds]
+        # A step reads every weight once, and every cached key and value.
+        cached = statistics.mean(each["cached_tokens"] for each in rounds)
+        read[name] = KV_BOUND.weight_bytes_per_step + cached * KV_BOUND.kv_bytes_per_token
+    what = f"decode, batch {batch}, {scale.wide.prompt_tokens} tokens"
+    line = Line(f"b. budget {BUDGET}: {what}", "tokens/s", "higher", rates)
     for ratio in line.ratios():
-        ideal = reads[ratio.against].ideal_speed_up(reads["ours"])
-        share = ratio.median / ideal
+        ideal = read[ratio.against] / read["ours"]
         text = f">= 0.85 of the ideal {ideal:.2f} x, {ratio.against}"
-        line.targets.append(Target(text, share, 0.85))
-        line.details[f"ideal_over_{ratio.against}"] = ideal
-        shares.append(f"{share:.3f} of the ideal {ideal:.2f} x {ratio.against}")
-    gigabytes = ", ".join(f"{name} {read.total / 1e9:.2f}" for name, read in reads.items())
-    line.notes = f"{', '.join(shares)}; GB read a step: {gigabytes}"
+        line.targets.append(Target(text, ratio.median / ideal, 0.85))
+    line.details = {"bytes read by a step": read}
     return line
 
 
-def full_caches(longest: int, block_size: int) -> int:
-    """Return the tokens of a pool that holds four requests with their full caches.
+def full_caches(bench: Bench, block_size: int) -> int:
+    """Return the tokens of a pool that holds four requests of a burst with their full caches.
 
     One block more, because a request rarely ends with a full block.
-
-    Args:
-        longest: tokens of a prompt and its answer.
     """
+    longest = bench.scale.burst.prompt_tokens + bench.scale.burst_output
     return (_REQUESTS_IN_POOL * -(-longest // block_size) + 1) * block_size
 
 
-def _burst(bench: Bench, arms: Arms, pool_tokens: int) -> Iterator[Line]:
+def burst(bench: Bench, requests: int) -> dict[str, Any]:
+    """Return the arguments of `ArmEngine.burst` that all bursts have in common."""
     scale = bench.scale
-    results: dict[str, list[dict[str, float]]] = defaultdict(list)
-    for name, engine, seed in bench.turns(arms, scale.burst_rounds):
-        bench.say(f"d. {scale.burst_requests} requests at once, {name}")
-        result = engine.ask(
-            "burst",
-            workload=scale.burst,
-            requests=scale.burst_requests,
-            seed=seed,
-            max_tokens=scale.burst_output,
-            budget=BUDGET,
-            pool_tokens=pool_tokens,
-        )
-        results[name].append(result)
-    for key in ("peak_running", "tokens_per_second", "output_tokens_per_second"):
-        rounds = {name: [r[key] for r in found] for name, found in results.items()}
-        line = burst_line(bench, "d", key, scale.burst_requests, rounds)
-        if key == "peak_running":
-            line.targets.append(Target(">= 20 at once", line.median("ours"), 20))
-        yield line
+    return {
+        "workload": scale.burst,
+        "requests": requests,
+        "max_tokens": scale.burst_output,
+        "budget": BUDGET,
+    }
 
 
-_MEASURES = {
-    "peak_running": ("peak running", "requests"),
-    "tokens_per_second": ("prompt and output together", "tokens/s"),
-    "output_tokens_per_second": ("output", "tokens/s"),
-}
-
-
-def burst_line(
+def burst_lines(
     bench: Bench,
     letter: str,
-    key: str,
     requests: int,
-    rounds: dict[str, list[float]],
+    found: Mapping[str, Sequence[dict[str, float]]],
     **options: Any,
-) -> Line:
-    """Return the line of a figure of `ArmEngine.burst`, with the options of `Line`."""
-    measure, unit = _MEASURES[key]
+) -> list[Line]:
+    """Return the lines of the figures of `ArmEngine.burst`, with the options of `Line`."""
     scale = bench.scale
     what = (
         f"pool of {_REQUESTS_IN_POOL}: {requests} requests of "
         f"{scale.burst.prompt_tokens} + {scale.burst_output} tokens"
     )
-    return Line(f"{letter}. {measure}, {what}", unit, "higher", rounds, **options)
+    lines = []
+    for key, measure, unit in (
+        ("peak_running", "peak running", "requests"),
+        ("tokens_per_second", "prompt and output together", "tokens/s"),
+        ("output_tokens_per_second", "output", "tokens/s"),
+    ):
+        rounds = {name: [each[key] for each in results] for name, results in found.items()}
+        lines.append(Line(f"{letter}. {measure}, {what}", unit, "higher", rounds, **options))
+    return lines

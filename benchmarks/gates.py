@@ -13,9 +13,7 @@ import argparse
 import random
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +22,7 @@ import torch
 
 from benchmarks.measurement import Ratio
 from benchmarks.models import QWEN3_VL_8B, Shape, model_folder, small_llava, tiny
-from benchmarks.prompts import image_prompt, text_prompt
+from benchmarks.prompts import text_prompt
 from measure.document import Table
 from measure.engines import ENVIRONMENT, LocalEngine, set_environment
 from training.networks import GateNetworks
@@ -38,9 +36,7 @@ FORMS: dict[str, tuple[Any, str]] = {
     "KVzap, linear": ("kvzap", "linear"),
 }
 """Methods and forms of the gates."""
-METHODS = {"trimkv": ("trimkv", "dbtrimkv"), "kvzap": ("kvzap",)}
-"""Methods that read gates of a kind."""
-BATCH, QUESTION, BUDGET = 8, 128, 0.2
+BATCH, BUDGET = 8, 0.2
 
 
 def written(folder: Path, method: Any, form: str, shape: Shape, width: int) -> Gates:
@@ -104,14 +100,12 @@ class Taps:
 
 
 class Timed:
-    """An engine whose prompts, steps and evictions are timed."""
+    """An engine whose steps are timed with the gates and without them."""
 
     def __init__(self, shape: Shape, gates: Gates, folder: Path) -> None:
-        eviction = {"policy": "tgv", "budget": BUDGET, "gates": gates.folder}
-        self.shape, self.kind = shape, gates.kind
         self.engine = LocalEngine(
             model_folder(folder, shape),
-            eviction,
+            {"policy": "tgv", "budget": BUDGET, "gates": gates.folder},
             load_format="dummy",
             enforce_eager=True,
             enable_prefix_caching=False,
@@ -123,88 +117,41 @@ class Timed:
         self.taps = Taps(self.engine)
         self._seed = 0
 
-    def ask(self, prompt: Any, tokens: int, method: str) -> None:
+    def ask(self, tokens: int, answer: int) -> None:
+        """Add a request that is not evicted."""
         from vllm import SamplingParams
 
         self._seed += 1
         sampling = SamplingParams(
-            temperature=0, max_tokens=tokens, ignore_eos=True, extra_args={"kv_eviction": method}
+            temperature=0, max_tokens=answer, ignore_eos=True, extra_args={"kv_eviction": "none"}
         )
-        (rendered,) = self.engine.llm.renderer.render_cmpl([prompt])
+        (rendered,) = self.engine.llm.renderer.render_cmpl([text_prompt(tokens, self._seed)])
         self.engine.engine.add_request(str(self._seed), rendered, sampling)
 
-    def step(self) -> float:
-        """Return the CPU seconds of a step."""
+    def steps(self, most: int) -> float:
+        """Return the CPU seconds of steps, at most until no request is left."""
         began = time.process_time()
-        self.engine.engine.step()
+        for _ in range(most):
+            if not self.engine.engine.has_unfinished_requests():
+                break
+            self.engine.engine.step()
         return time.process_time() - began
 
-    def finish(self) -> float:
-        """Return the CPU seconds until no request is left."""
-        seconds = 0.0
-        while self.engine.engine.has_unfinished_requests():
-            seconds += self.step()
-        return seconds
+    def compare(self, rounds: int, prompt: int = 0) -> Ratio:
+        """Compare steps with gates and without, in random order; the first round warms up.
 
-    def prefill(self, tokens: int, rounds: int) -> Ratio:
-        """Compare prompts that are not evicted, with gates and without."""
+        Args:
+            prompt: tokens of a new prompt in each, which is finished; 0: a step of what runs.
+        """
         found: dict[bool, list[float]] = {True: [], False: []}
-        for number in range(rounds + 1):
+        for _ in range(rounds + 1):
             for on in random.sample([True, False], 2):
                 self.taps.switch(on)
-                self.ask(text_prompt(tokens, self._seed), 1, "none")
-                seconds = self.finish()
-                if number:  # the first ones warm up
-                    found[on].append(seconds)
+                if prompt:
+                    self.ask(prompt, 1)
+                found[on].append(self.steps(1 << 20 if prompt else 1))
         self.taps.switch(True)
-        return Ratio.of("without", found[True], found[False], "lower")
-
-    def decode(self, tokens: int, rounds: int) -> Ratio:
-        """Compare steps of a batch, with gates and without."""
-        for _ in range(BATCH):
-            self.ask(text_prompt(tokens, self._seed), 2 * rounds + 20, "none")
-        for _ in range(12):
-            self.step()
-        found: dict[bool, list[float]] = {True: [], False: []}
-        for _ in range(rounds):
-            for on in random.sample([True, False], 2):
-                self.taps.switch(on)
-                found[on].append(self.step())
-        self.taps.switch(True)
-        self.finish()
-        return Ratio.of("without", found[True], found[False], "lower")
-
-    def evictions(self, tokens: int, rounds: int) -> dict[str, float]:
-        """Return the median CPU seconds of an eviction by `tgv` and by methods with gates."""
-        methods = ("tgv", *METHODS[self.kind])
-        found: dict[str, list[float]] = defaultdict(list)
-        for number in range(rounds + 1):
-            for method in random.sample(methods, len(methods)):
-                with stopwatch(self.engine.evictor, "observe_layer") as spent:
-                    self.ask(image_prompt(self.shape, tokens, self._seed, QUESTION), 2, method)
-                    self.finish()
-                if number:
-                    found[method].append(sum(spent))
-        return {name: sorted(x)[len(x) // 2] for name, x in found.items()}
-
-
-@contextmanager
-def stopwatch(owner: Any, name: str) -> Iterator[list[float]]:
-    """Collect the CPU seconds of each call of a method."""
-    function: Callable[..., Any] = getattr(owner, name)
-    spent: list[float] = []
-
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        began = time.process_time()
-        found = function(*args, **kwargs)
-        spent.append(time.process_time() - began)
-        return found
-
-    setattr(owner, name, timed)
-    try:
-        yield spent
-    finally:
-        delattr(owner, name)  # the class's is left
+        return Ratio.of("without", found[True][1:], found[False][1:], "lower")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -228,25 +175,20 @@ def timed(root: Path, shape: Shape, tokens: int, rounds: int) -> None:
     """Print what gates of each form cost in an engine."""
     set_environment({**ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "1"})
     torch.set_num_threads(1)
-    rows, evictions = [], []
+    rows = []
     for name in ("DBTrimKV", "KVzap, linear"):
         gates = written(root / f"quarter {name}", *FORMS[name], shape, 128)
         running = Timed(shape, gates, root)
         try:
-            speeds = running.prefill(tokens, rounds), running.decode(tokens // 4, 4 * rounds)
-            rows.append([name, *map(str, speeds)])
-            spent = running.evictions(tokens, max(rounds // 3, 1))
-            base = spent.pop("tgv")
-            evictions += [
-                [f"`{method}`", f"{1e3 * seconds:.1f} ms", f"{seconds / base:.2f} x `tgv`"]
-                for method, seconds in spent.items()
-            ]
+            prefill = running.compare(rounds, tokens)
+            for _ in range(BATCH):
+                running.ask(tokens // 4, 8 * rounds + 20)
+            running.steps(12)
+            rows.append([name, str(prefill), str(running.compare(4 * rounds))])
         finally:
             running.engine.close()
     print(f"\nSpeed with gates against without, prompts of {tokens} tokens, {BATCH} at a time:\n")
     print(Table(["gates", "prefill", "decode"], rows, words=True).markdown())
-    print("\nCPU time of one eviction, statistics, selection and copy:\n")
-    print(Table(["method", "time", "against"], evictions, words=True).markdown())
 
 
 if __name__ == "__main__":

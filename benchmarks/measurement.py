@@ -66,6 +66,9 @@ class Target:
     def met(self) -> bool:
         return self.value >= self.limit if self.better == "higher" else self.value <= self.limit
 
+    def __str__(self) -> str:
+        return f"{self.text}: {number(self.value)} {'met' if self.met else '**missed**'}"
+
 
 @dataclass
 class Line:
@@ -117,17 +120,6 @@ class Line:
             self.targets.append(Target(text, low, limit))
 
 
-@dataclass(frozen=True)
-class DecodeBytes:
-    """Bytes a decode step has to read: every weight once, every cached key and value once."""
-
-    weights: float
-    cache: float
-
-    @property
-    def total(self) -> float:
-        return self.weights + self.cache
-
-    def ideal_speed_up(self, after: DecodeBytes) -> float:
-        """Return the speed-up if time were proportional to the bytes."""
-        return self.total / after.total
+def number(value: float) -> str:
+    """Return a number with four digits, or a large one with all."""
+    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"

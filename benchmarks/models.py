@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers import Qwen2_5_VLConfig, Qwen3VLConfig
+from transformers import Qwen3VLConfig
 
 from measure.folders import (
     byte_tokenizer,
@@ -28,20 +28,11 @@ MAX_POSITIONS = 40960
 MAX_TOKENS_PER_IMAGE = 2304
 LLAVA_IMAGE = "<image>"
 QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
-_SPECIAL = {
-    "llava": ["<|endoftext|>", "<|im_end|>", LLAVA_IMAGE],
-    "qwen": [
-        "<|endoftext|>",
-        "<|im_start|>",
-        "<|im_end|>",
-        "<|vision_start|>",
-        "<|vision_end|>",
-        "<|vision_pad|>",
-        "<|image_pad|>",
-        "<|video_pad|>",
-    ],
-}
-_MEAN, _DEVIATION = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+_LLAVA_TOKENS = ("<|endoftext|>", "<|im_end|>", LLAVA_IMAGE)
+_QWEN_TOKENS = (
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>"),
+    *("<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +51,7 @@ class Shape:
     """A model, as far as its speed depends on it."""
 
     name: str
-    arch: Literal["llava", "qwen2_5_vl", "qwen3_vl"]
+    arch: Literal["llava", "qwen3_vl"]
     hidden: int
     layers: int
     query_heads: int
@@ -110,10 +101,6 @@ QWEN3_VL_8B = Shape(
     "Qwen3-VL-8B", "qwen3_vl", 4096, 36, 32, 8, 128, 12288, 151936,
     VisionShape(1152, 27, 16, 4304, 16),
 )  # fmt: skip
-QWEN2_5_VL_7B = Shape(
-    "Qwen2.5-VL-7B", "qwen2_5_vl", 3584, 28, 28, 4, 128, 18944, 152064,
-    VisionShape(1280, 32, 16, 3420, 14),
-)  # fmt: skip
 LLAVA_7B = Shape(
     "LLaVA-1.5-7B", "llava", 4096, 32, 32, 32, 128, 11008, 32064,
     VisionShape(1024, 24, 16, 4096, 14),
@@ -133,18 +120,9 @@ def small_llava(
 ) -> Shape:
     """Return a LLaVA model for CPUs: LLaVA 1.5's 576 tokens per image, and a small tower."""
     return Shape(
-        name,
-        "llava",
-        hidden,
-        layers,
-        query_heads,
-        kv_heads,
-        head_size,
-        intermediate,
-        vocabulary,
-        VisionShape(64, 2, 2, 128, 14),
-        dtype=dtype,
-    )
+        name, "llava", hidden, layers, query_heads, kv_heads, head_size, intermediate, vocabulary,
+        VisionShape(64, 2, 2, 128, 14), dtype=dtype,
+    )  # fmt: skip
 
 
 def tiny(shape: Shape) -> Shape:
@@ -172,14 +150,13 @@ def model_folder(root: Path | str, shape: Shape) -> Path:
 
 def _write_model(shape: Shape, folder: Path) -> None:
     """Write configuration, tokenizer and processor to a new folder."""
-    write = {"llava": _write_llava, "qwen2_5_vl": _write_qwen2_5, "qwen3_vl": _write_qwen3}
-    write[shape.arch](folder, shape)
+    (_write_llava if shape.arch == "llava" else _write_qwen3)(folder, shape)
 
 
 def _write_qwen_tokenizer(folder: Path) -> tuple[int, dict[str, int]]:
     """Write the tokenizer; return the end token's id, and others under the configs' names."""
     tokenizer, ids = byte_tokenizer(
-        _SPECIAL["qwen"], eos="<|im_end|>", pad="<|endoftext|>", max_length=MAX_POSITIONS
+        _QWEN_TOKENS, eos="<|im_end|>", pad="<|endoftext|>", max_length=MAX_POSITIONS
     )
     tokenizer.save_pretrained(folder)
     # Qwen's processors load their own class of tokenizer.
@@ -216,54 +193,21 @@ def _text_config(shape: Shape, eos: int, epsilon: float = 1e-6) -> dict[str, Any
     }
 
 
-def _rope(shape: Shape, weights: tuple[int, int, int], **more: Any) -> dict[str, Any]:
-    """Return a multimodal rotary embedding: pairs for time, height and width by `weights`."""
-    pairs = shape.head_size // 2
-    sections = [pairs * weight // sum(weights) for weight in weights]
-    sections[0] += pairs - sum(sections)
-    return {"rope_type": "default", "mrope_section": sections, **more}
-
-
-def _write_qwen2_5(folder: Path, shape: Shape) -> None:
-    eos, ids = _write_qwen_tokenizer(folder)
-    vision = shape.vision
-    config = Qwen2_5_VLConfig(
-        text_config={
-            **_text_config(shape, eos),
-            "use_sliding_window": False,
-            "rope_parameters": _rope(shape, (2, 3, 3), rope_theta=1_000_000.0),
-        },
-        vision_config={
-            "depth": vision.layers,
-            "hidden_size": vision.hidden,
-            "intermediate_size": vision.intermediate,
-            "num_heads": vision.heads,
-            "patch_size": vision.patch,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "window_size": 8 * vision.patch,
-            "fullatt_block_indexes": list(range(7, vision.layers, 8)) or [vision.layers - 1],
-            "out_hidden_size": shape.hidden,
-        },
-        architectures=["Qwen2_5_VLForConditionalGeneration"],
-        tie_word_embeddings=False,
-        dtype=shape.dtype,
-        **ids,
-    )
-    config.save_pretrained(folder)
-    _write_qwen_processor(folder, shape, "Qwen2_5_VLProcessor", _MEAN, _DEVIATION)
-
-
 def _write_qwen3(folder: Path, shape: Shape) -> None:
     eos, ids = _write_qwen_tokenizer(folder)
     vision = shape.vision
+    # Pairs of the rotary embedding for time, height and width.
+    height = width = shape.head_size // 2 * 20 // 64
     config = Qwen3VLConfig(
         text_config={
             **_text_config(shape, eos),
             "attention_bias": False,
-            "rope_parameters": _rope(
-                shape, (24, 20, 20), rope_theta=5_000_000.0, mrope_interleaved=True
-            ),
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 5_000_000.0,
+                "mrope_section": [shape.head_size // 2 - height - width, height, width],
+                "mrope_interleaved": True,
+            },
         },
         vision_config={
             "depth": vision.layers,
@@ -283,35 +227,26 @@ def _write_qwen3(folder: Path, shape: Shape) -> None:
         **ids,
     )
     config.save_pretrained(folder)
-    _write_qwen_processor(folder, shape, "Qwen3VLProcessor", [0.5] * 3, [0.5] * 3)
-
-
-def _write_qwen_processor(
-    folder: Path, shape: Shape, name: str, mean: list[float], deviation: list[float]
-) -> None:
     area = shape.pixels_per_token**2
-    common = {
-        "processor_class": name,
-        "image_mean": mean,
-        "image_std": deviation,
-        "patch_size": shape.vision.patch,
+    images = {
+        "processor_class": "Qwen3VLProcessor",
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        "patch_size": vision.patch,
         "merge_size": 2,
         "temporal_patch_size": 2,
         "size": {"shortest_edge": 4 * area, "longest_edge": MAX_TOKENS_PER_IMAGE * area},
     }
-    _write(
-        folder,
-        "preprocessor_config.json",
-        {**common, "image_processor_type": "Qwen2VLImageProcessorFast"},
-    )
-    kind = "Qwen3VLVideoProcessor" if shape.arch == "qwen3_vl" else "Qwen2VLVideoProcessor"
-    _write(folder, "video_preprocessor_config.json", {**common, "video_processor_type": kind})
-    _write(folder, "processor_config.json", {"processor_class": name})
+    of_images = {**images, "image_processor_type": "Qwen2VLImageProcessorFast"}
+    of_videos = {**images, "video_processor_type": "Qwen3VLVideoProcessor"}
+    _write(folder, "preprocessor_config.json", of_images)
+    _write(folder, "video_preprocessor_config.json", of_videos)
+    _write(folder, "processor_config.json", {"processor_class": "Qwen3VLProcessor"})
 
 
 def _write_llava(folder: Path, shape: Shape) -> None:
     tokenizer, ids = byte_tokenizer(
-        _SPECIAL["llava"], eos="<|im_end|>", pad="<|endoftext|>", max_length=MAX_POSITIONS
+        _LLAVA_TOKENS, eos="<|im_end|>", pad="<|endoftext|>", max_length=MAX_POSITIONS
     )
     vision = shape.vision
     side = shape.image_side * vision.patch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Instruments for a running engine: stopwatches, memory of calls, a smaller pool, waits."""
+"""Stopwatches of functions, and switches inside a running engine."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from vllm_tgvkv.scheduler.scheduler import EvictionScheduler
 from vllm_tgvkv.server.prometheus import EvictionPrometheusStatLogger
 from vllm_tgvkv.shared.cuts import Cut
 from vllm_tgvkv.shared.metrics import MetricsBuffer
+from vllm_tgvkv.shared.plan import StepPlan
+from vllm_tgvkv.worker.evictor import Evictor
 
 
 class Stopwatches:
@@ -41,15 +43,6 @@ class Stopwatches:
 
         setattr(owner, attribute, timed)
 
-    @contextmanager
-    def watching(self, owner: Any, attribute: str, name: str) -> Iterator[None]:
-        """Watch a method of an object inside the block only."""
-        self.watch(owner, attribute, name)
-        try:
-            yield
-        finally:
-            delattr(owner, attribute)  # the class's is left
-
     def reset(self) -> None:
         self.seconds.clear()
         self.calls.clear()
@@ -61,10 +54,8 @@ class Metrics:
     def __init__(self, scheduler: EvictionScheduler, loggers: list[Any]) -> None:
         self._counters = scheduler.records.counters
         self._loggers = [x for x in loggers if isinstance(x, EvictionPrometheusStatLogger)]
-        if not self._loggers:
-            raise RuntimeError("the engine exports no metrics of eviction")
 
-    def switch(self, on: bool) -> None:
+    def turn(self, on: bool) -> None:
         """Switch the metrics on or off; without them the worker sends the same reports."""
         self._counters.metrics = MetricsBuffer() if on else None
         ours = EvictionPrometheusStatLogger
@@ -72,15 +63,57 @@ class Metrics:
             logger.__class__ = ours if on else ours.__base__
 
     def check(self, on: bool) -> None:
-        """Check that steps collect metrics, or none.
+        """Check that the last step collected and exported metrics, or none.
 
         Raises:
-            RuntimeError: if they do otherwise.
+            RuntimeError: if it did otherwise.
         """
-        exporting = all(type(x) is EvictionPrometheusStatLogger for x in self._loggers)
+        exporting = [type(x) is EvictionPrometheusStatLogger for x in self._loggers]
         collecting = self._counters.metrics is not None
-        if (exporting, collecting) != (on, on):
+        if not exporting or {*exporting, collecting} != {on}:
             raise RuntimeError(f"metrics are switched {'on' if on else 'off'}, and are not")
+
+
+class Waits:
+    """The waits of an engine's requests for their next cut, which can be set aside.
+
+    A request without a next cut is one whose last cut is behind it: it decodes, and stores nothing.
+    """
+
+    def __init__(self, scheduler: EvictionScheduler, evictor: Evictor) -> None:
+        self._scheduler = scheduler
+        self._evictor = evictor
+        self._cuts: dict[str, Cut] = {}
+        """Cuts that were set aside, by request id."""
+
+    def turn(self, on: bool) -> None:
+        """Let all requests wait for their cuts, or none."""
+        candidates = self._scheduler.candidates
+        if on:
+            aside, self._cuts = self._cuts, {}
+            changed: dict[str, Cut | None] = {n: c for n, c in aside.items() if n in candidates}
+        else:
+            waiting = {n: c.cut for n, c in candidates.items() if c.cut is not None}
+            self._cuts.update(waiting)
+            changed = dict.fromkeys(waiting)
+        for request_id, cut in changed.items():
+            candidates[request_id].cut = cut
+            self._scheduler.manager.expect(self._scheduler.requests[request_id], cut)
+
+    def check(self, on: bool) -> None:
+        """Check that all running requests stored a query in the last step, or none.
+
+        Raises:
+            RuntimeError: if they did otherwise.
+        """
+        stored, wanted = num_stored(self._evictor.plan), len(self._scheduler.running) if on else 0
+        if stored != wanted:
+            raise RuntimeError(f"{stored} tokens stored queries in a step, instead of {wanted}")
+
+
+def num_stored(plan: StepPlan) -> int:
+    """Return the number of a step's tokens whose queries are stored until they vote."""
+    return sum(len(part.rows) for part in plan.observations if part.stored is not None)
 
 
 @contextmanager
@@ -100,29 +133,3 @@ def reduced_pool(scheduler: Scheduler, num_tokens: int) -> Iterator[None]:
         yield
     finally:
         pool.free_blocks(reversed(taken))
-
-
-class Waits:
-    """The waits of an engine's requests for their next cut, which can be set aside.
-
-    A request without a next cut is one whose last cut is behind it: it decodes, and stores nothing.
-    """
-
-    def __init__(self, scheduler: EvictionScheduler) -> None:
-        self._scheduler = scheduler
-        self._cuts: dict[str, Cut] = {}
-        """Cuts that were set aside, by request id."""
-
-    def switch(self, on: bool) -> None:
-        """Let all requests wait for their cuts, or none."""
-        candidates = self._scheduler.candidates
-        if on:
-            aside, self._cuts = self._cuts, {}
-            changed: dict[str, Cut | None] = {n: c for n, c in aside.items() if n in candidates}
-        else:
-            waiting = {n: c.cut for n, c in candidates.items() if c.cut is not None}
-            self._cuts.update(waiting)
-            changed = dict.fromkeys(waiting)
-        for request_id, cut in changed.items():
-            candidates[request_id].cut = cut
-            self._scheduler.manager.expect(self._scheduler.requests[request_id], cut)

@@ -12,7 +12,7 @@ from benchmarks.models import MAX_TOKENS_PER_IMAGE, Shape
 
 QUESTION_TOKENS = 64
 _LETTERS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz ", dtype=np.uint8)
-_IMAGE_TEXT_TOKENS = {"llava": 0, "qwen2_5_vl": 2, "qwen3_vl": 2}
+_IMAGE_TEXT_TOKENS = {"llava": 0, "qwen3_vl": 2}
 """Text tokens around each image."""
 
 

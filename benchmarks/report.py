@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bench import Bench
-from benchmarks.measurement import Line, Ratio
-from measure.document import Block, Items, Table, Text, markdown
+from benchmarks.measurement import Line, Ratio, Target, number
+from measure.document import Items, Table, Text, markdown
 from measure.facts import machine, revision, versions
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs/benchmarks.md"
-STOCK = ("production", "constrained")
 _MARKED = re.compile(r"(<!-- results: (\S+)([^>]*) -->\n).*?(\n<!-- end -->)", re.DOTALL)
 
 
@@ -60,17 +59,13 @@ def write(result: dict[str, Any], folder: Path) -> Path:
 
 
 def tables(result: dict[str, Any]) -> str:
-    """Return a record as Markdown: circumstances, lines against stock, others, courses in time."""
-    lines = result["lines"]
-    against_stock = [line for line in lines if _is_against_stock(line)]
-    others = [line for line in lines if not _is_against_stock(line)]
-    blocks: list[Block] = [Text(_circumstances(result)), Items(_parts(result))]
-    if against_stock:
-        blocks.append(_stock_table(against_stock))
-    if others:
-        blocks.append(_other_table(others))
-    blocks += [_series_table(line) for line in lines if "table" in line["details"]]
-    return markdown(blocks)
+    """Return a record as Markdown: circumstances, how each part ended, and all lines."""
+    ended: dict[str, list[str]] = {}
+    for name, ending in result["parts"].items():
+        ended.setdefault(ending["end"], []).append(name)
+    items = [f"{end}: {', '.join(names)}" for end, names in ended.items()]
+    table = _table(result["lines"], is_brief=False)
+    return markdown([Text(_circumstances(result)), Items(items), table])
 
 
 def brief(result: dict[str, Any], beginnings: Sequence[str] = ()) -> str:
@@ -79,20 +74,28 @@ def brief(result: dict[str, Any], beginnings: Sequence[str] = ()) -> str:
     Args:
         beginnings: of the measures that are shown; all if empty.
     """
+    begin = tuple(beginnings) or ("",)
+    lines = [line for line in result["lines"] if line["measure"].startswith(begin)]
+    return markdown([Text(_circumstances(result)), _table(lines, is_brief=True)])
+
+
+def _table(lines: Sequence[dict[str, Any]], is_brief: bool) -> Table:
     rows = []
-    for line in result["lines"]:
-        if beginnings and not line["measure"].startswith(tuple(beginnings)):
-            continue
-        medians = {name: _number(median) for name, median in line["medians"].items()}
+    for line in lines:
+        medians = {name: number(median) for name, median in line["medians"].items()}
         ours = medians.pop(line["ours"])
-        missed = any(not target["met"] for target in line["targets"])
-        verdict = ("**missed**" if missed else "met") if line["targets"] else ""
-        ratios = [f"{r['against']} {Ratio(**r)}" for r in line["ratios"]]
         against = [f"{name} {median}" for name, median in medians.items()]
+        ratios = [f"{r['against']} {Ratio(**r)}" for r in line["ratios"]]
+        targets = [Target(**{k: v for k, v in t.items() if k != "met"}) for t in line["targets"]]
+        if is_brief:
+            missed = any(not target.met for target in targets)
+            last = [("**missed**" if missed else "met") if targets else ""]
+        else:
+            last = ["; ".join(map(str, targets)), line["notes"]]
         measure = f"{line['measure']}, {line['unit']}"
-        rows.append([measure, ours, "; ".join(against), "; ".join(ratios), verdict])
+        rows.append([measure, ours, "; ".join(against), "; ".join(ratios), *last])
     header = ["measure", "ours", "others", "our speed by theirs", "target"]
-    return markdown([Text(_circumstances(result)), Table(header, rows, words=True)])
+    return Table([*header, *([] if is_brief else ["note"])], rows, words=True)
 
 
 def page(text: str, folder: Path = RESULTS) -> str:
@@ -118,73 +121,6 @@ def _circumstances(result: dict[str, Any]) -> str:
     )
 
 
-def _parts(result: dict[str, Any]) -> list[str]:
-    """Return how each part ended; old records tell only which ones failed."""
-    if "parts" not in result:
-        failed = [f"`{name}`" for name in result.get("failures", {})]
-        if not failed:
-            return ["all parts of this command finished"]
-        return [f"part {', '.join(failed)} failed after the lines below; all others finished"]
-    ended: dict[str, list[str]] = {}
-    for name, ending in result["parts"].items():
-        ended.setdefault(ending["end"], []).append(name)
-    return [f"{end}: {', '.join(names)}" for end, names in ended.items()]
-
-
-def _is_against_stock(line: dict[str, Any]) -> bool:
-    return any(name in line["medians"] for name in STOCK)
-
-
-def _stock_table(lines: Sequence[dict[str, Any]]) -> Table:
-    header = ["measure", "ours", *STOCK, *(f"x {name}" for name in STOCK), "target", "note"]
-    rows = []
-    for line in lines:
-        ratios = {ratio["against"]: str(Ratio(**ratio)) for ratio in line["ratios"]}
-        medians = [line["medians"].get(name) for name in (line["ours"], *STOCK)]
-        rows.append(
-            [
-                f"{line['measure']}, {line['unit']}",
-                *("" if median is None else _number(median) for median in medians),
-                *(ratios.get(name, "") for name in STOCK),
-                _targets(line),
-                line["notes"],
-            ]
-        )
-    return Table(header, rows, words=True)
-
-
-def _other_table(lines: Sequence[dict[str, Any]]) -> Table:
-    rows = []
-    for line in lines:
-        medians = {name: _number(median) for name, median in line["medians"].items()}
-        ours = medians.pop(line["ours"])
-        rows.append(
-            [
-                f"{line['measure']}, {line['unit']}",
-                ours,
-                ", ".join(f"{name} {median}" for name, median in medians.items()),
-                ", ".join(str(Ratio(**ratio)) for ratio in line["ratios"]),
-                _targets(line),
-                line["notes"],
-            ]
-        )
-    return Table(["measure", "ours", "against", "ratio", "target", "note"], rows, words=True)
-
-
-def _series_table(line: dict[str, Any]) -> Table:
-    """Return the table that a line has of its own, one row for each point in time."""
-    table = line["details"]["table"]
-    rows = [[_number(value) for value in row] for row in table["rows"]]
-    return Table(table["header"], rows)
-
-
-def _targets(line: dict[str, Any]) -> str:
-    return "; ".join(
-        f"{target['text']}: {_number(target['value'])} {'met' if target['met'] else '**missed**'}"
-        for target in line["targets"]
-    )
-
-
 def _line(line: Line) -> dict[str, Any]:
     return {
         "measure": line.measure,
@@ -200,10 +136,6 @@ def _line(line: Line) -> dict[str, Any]:
         "notes": line.notes,
         "details": line.details,
     }
-
-
-def _number(value: float) -> str:
-    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
 
 
 if __name__ == "__main__":

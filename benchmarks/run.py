@@ -12,11 +12,10 @@ from pathlib import Path
 
 from benchmarks import report
 from benchmarks.bench import Bench, Part
-from benchmarks.costs import costs, methods
-from benchmarks.cuts import cuts, long_answer
+from benchmarks.costs import costs, methods, scheduler
+from benchmarks.cuts import cuts
 from benchmarks.gain import gain
 from benchmarks.scale import SCALES
-from benchmarks.schedulers import scheduler
 from benchmarks.switched import metrics, waiting
 from measure.facts import command_line
 
@@ -28,7 +27,6 @@ PARTS: dict[str, Part] = {
     "metrics": metrics,
     "waiting": waiting,
     "cuts": cuts,
-    "long": long_answer,
 }
 
 

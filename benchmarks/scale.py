@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
-from benchmarks.models import small_llava
-from benchmarks.workload import SchedulerLoad, Workload
+from benchmarks.models import Shape, small_llava
+from benchmarks.prompts import QUESTION_TOKENS, image_prompt
 
 BUDGET = 0.1
 """Fraction of the prompt that is kept where a line names no other."""
@@ -18,6 +19,21 @@ KV_BOUND = small_llava("kv-bound", 512, 8, 16, 8, 128, 1408, vocabulary=4096)
 BRIEF = small_llava("brief", 256, 4, 8, 4, 32, 704, vocabulary=4096, dtype="float32")
 """For the cost of metrics: a step is nearly all vLLM's work on the host, where metrics are
 collected. No step of a larger model is shorter."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A kind of prompt, see `image_prompt`.
+
+    The plugin observes the last rows of the question, at most `observation_window`.
+    """
+
+    prompt_tokens: int
+    question_tokens: int = QUESTION_TOKENS
+
+    def prompt(self, shape: Shape, seed: int) -> dict[str, Any]:
+        """Return a prompt in vLLM's format."""
+        return image_prompt(shape, self.prompt_tokens, seed, self.question_tokens)
 
 
 @dataclass(frozen=True)
@@ -36,107 +52,62 @@ class SwitchedScale:
 
 @dataclass(frozen=True)
 class CutsScale:
-    """Sizes of the parts `cuts` and `long`."""
+    """Sizes of the part `cuts`."""
 
-    ceiling: int
-    """Tokens a head that are kept where caches are cut again and again."""
-    recut_batches: tuple[int, ...]
-    recut_methods: tuple[str, ...]
-    """The first is measured in all batches, the others in the first batch."""
-    recut_periods: int
-    """Cuts of each request that are measured."""
-    long_batch: int
-    long_prompt: Workload
-    long_ceiling: int
-    long_steps: int
-    """Tokens that are generated under the ceiling."""
+    ceiling: int = 512
+    """Tokens a head that are kept."""
+    methods: tuple[str, ...] = ("snapkv", "streaming", "tgv", "rkv")
+    """The first gives the long answer."""
+    batch: int = 8
+    prompt: Workload = Workload(1024)
+    steps: int = 2000
+    """Tokens of the long answer."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of all parts of a run."""
+    """Sizes of all parts of a run; the defaults are those that the targets were set for."""
 
-    parts: tuple[str, ...]
+    parts: tuple[str, ...] = (
+        *("costs", "methods", "gain", "metrics", "waiting", "cuts", "scheduler"),
+    )
     """The parts that run when none are named."""
-    rounds: int
-    first_token: Workload
-    first_token_rounds: int
-    decode: Workload
-    decode_steps: int
-    long: Workload
-    long_rounds: int
-    overhead: Workload
-    overhead_batches: tuple[int, ...]
-    overhead_steps: int
-    wide: Workload
-    wide_batch: int
-    wide_steps: int
-    burst: Workload
-    burst_requests: int
-    burst_output: int
-    burst_rounds: int
-    metrics: SwitchedScale
-    waiting: SwitchedScale
-    cuts: CutsScale
-    schedulers: tuple[SchedulerLoad, ...]
-    scheduler_rounds: int
+    rounds: int = 5
+    first_token: Workload = Workload(2048)
+    first_token_rounds: int = 15
+    decode: Workload = Workload(1024)
+    decode_steps: int = 24
+    long: Workload = Workload(8192)
+    long_rounds: int = 3
+    overhead: Workload = Workload(640)
+    overhead_batches: tuple[int, ...] = (8, 32)
+    overhead_steps: int = 128  # a block
+    wide: Workload = Workload(16384)
+    wide_batch: int = 8
+    wide_steps: int = 16
+    burst: Workload = Workload(2048)
+    burst_requests: int = 24
+    burst_output: int = 128
+    metrics: SwitchedScale = SwitchedScale(
+        ((8, Workload(640)), (128, Workload(640))), fills=4, rounds=60
+    )
+    waiting: SwitchedScale = SwitchedScale(
+        ((8, Workload(1024)), (8, Workload(4096)), (24, Workload(1024))),
+        fills=2,
+        rounds=25,
+        burst_requests=40,
+    )
+    cuts: CutsScale = CutsScale()
+    scheduled_batch: int = 128
+    scheduled_rounds: int = 60
     minutes: float = float("inf")
     """Time limit of the run."""
     has_targets: bool = True
     """Whether the sizes are those that the targets were set for."""
 
 
-FULL = Scale(
-    parts=("costs", "methods", "gain", "metrics", "waiting", "cuts", "long", "scheduler"),
-    rounds=5,
-    first_token=Workload(2048),
-    first_token_rounds=15,
-    decode=Workload(1024),
-    decode_steps=24,
-    long=Workload(8192),
-    long_rounds=3,
-    overhead=Workload(640),
-    overhead_batches=(8, 32),
-    overhead_steps=128,  # a block
-    wide=Workload(16384),
-    wide_batch=8,
-    wide_steps=16,
-    burst=Workload(2048),
-    burst_requests=24,
-    burst_output=128,
-    burst_rounds=1,
-    metrics=SwitchedScale(((8, Workload(640)), (128, Workload(640))), fills=4, rounds=60),
-    waiting=SwitchedScale(
-        ((8, Workload(1024)), (8, Workload(4096)), (24, Workload(1024))),
-        fills=2,
-        rounds=25,
-        burst_requests=40,
-    ),
-    cuts=CutsScale(
-        ceiling=8192,
-        recut_batches=(1, 4),
-        recut_methods=("snapkv", "streaming", "tgv", "rkv"),
-        recut_periods=1,
-        long_batch=8,
-        long_prompt=Workload(1024),
-        long_ceiling=512,
-        long_steps=2000,
-    ),
-    schedulers=(
-        SchedulerLoad("no request ends", 256, 1024, None),
-        SchedulerLoad("2 requests begin and end in a step", 256, 1024, 128),
-        SchedulerLoad(
-            "chunks of 64 tokens in a full pool", 256, 1024, 49, chunk=64, pool_blocks=3500
-        ),
-        SchedulerLoad(
-            "chunks of 32 tokens in a full pool", 256, 1024, 33, chunk=32, pool_blocks=5000
-        ),
-    ),
-    scheduler_rounds=60,
-)
-
-QUICK = replace(
-    FULL,
+FULL = Scale()
+QUICK = Scale(
     parts=("costs", "gain", "scheduler"),
     rounds=3,
     first_token=Workload(1024),
@@ -154,21 +125,11 @@ QUICK = replace(
     burst_output=32,
     metrics=SwitchedScale(((8, Workload(640)),), fills=1, rounds=20),
     waiting=SwitchedScale(((8, Workload(640)),), fills=1, rounds=20, burst_requests=16),
-    cuts=CutsScale(
-        ceiling=2048,
-        recut_batches=(1,),
-        recut_methods=("snapkv", "streaming"),
-        recut_periods=1,
-        long_batch=4,
-        long_prompt=Workload(1024),
-        long_ceiling=512,
-        long_steps=600,
-    ),
-    scheduler_rounds=20,
+    cuts=CutsScale(methods=("snapkv", "streaming"), batch=4, steps=600),
+    scheduled_rounds=20,
     minutes=10.0,
     has_targets=False,
 )
-
 SMOKE = replace(
     QUICK,
     parts=FULL.parts,
@@ -188,18 +149,9 @@ SMOKE = replace(
     burst_output=4,
     metrics=SwitchedScale(((2, Workload(640)),), fills=1, rounds=1),
     waiting=SwitchedScale(((2, Workload(640)),), fills=1, rounds=1, burst_requests=6),
-    cuts=CutsScale(
-        ceiling=640,
-        recut_batches=(2,),
-        recut_methods=("snapkv", "streaming"),
-        recut_periods=1,
-        long_batch=2,
-        long_prompt=Workload(704),
-        long_ceiling=512,
-        long_steps=200,
-    ),
-    schedulers=(SchedulerLoad("2 requests begin and end in a step", 64, 1024, 32),),
-    scheduler_rounds=2,
+    cuts=CutsScale(methods=("snapkv", "streaming"), batch=2, prompt=Workload(704), steps=200),
+    scheduled_batch=8,
+    scheduled_rounds=2,
 )
 """Sizes that say nothing about speed: all code runs."""
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import urllib.error
-import urllib.request
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import openai
 
 from loadtests.pages import page_message
 from loadtests.profile import Pages, Profile, Random
@@ -20,7 +21,6 @@ from measure.arm import Arm
 from measure.serving import (
     Server,
     ServingError,
-    authorization,
     flags,
     log_errors,
     process_group,
@@ -28,8 +28,6 @@ from measure.serving import (
     wait_until_healthy,
 )
 
-PERCENTILES = (50, 90, 99)
-METRICS = ("ttft", "tpot", "itl", "e2el")
 REQUESTS = "requests.jsonl"
 WARM_UP_PAGE = 900_000
 """First of the pages that only warm-up requests show."""
@@ -49,23 +47,13 @@ class Load:
     first_page: int
     """This page and those after it are shown by this load alone."""
 
-    @property
-    def label(self) -> str:
-        return f"{self.workload} {self.rate:g}/s"
-
 
 def plan(profile: Profile) -> list[Load]:
     """Return all loads in order; its number determines a load's seed and pages."""
-    named = [(name, rate) for name, each in profile.workloads.items() for rate in each.rates]
+    named = [(n, each, rate) for n, each in profile.workloads.items() for rate in each.rates]
     return [
-        Load(
-            name,
-            rate,
-            profile.workloads[name].requests(rate),
-            profile.seed + number,
-            number * 10_000,
-        )
-        for number, (name, rate) in enumerate(named)
+        Load(name, rate, max(1, round(rate * each.seconds)), profile.seed + number, number * 10_000)
+        for number, (name, each, rate) in enumerate(named)
     ]
 
 
@@ -123,45 +111,55 @@ def bench_arguments(
 ) -> list[str]:
     """Return the arguments of `vllm` for a load; write the requests of a `pages` workload."""
     workload = profile.workloads[load.workload]
-    arguments = ["bench", "serve", "--backend", "openai-chat"]
-    arguments += ["--base-url", server.url, "--endpoint", "/v1/chat/completions"]
-    arguments += ["--model", profile.model_path, "--served-model-name", profile.request_model]
-    if profile.tokenizer is not None:
-        arguments += ["--tokenizer", profile.tokenizer]
-    arguments += ["--num-prompts", str(load.requests), "--request-rate", str(load.rate)]
     # A burstiness of 1 is a Poisson process. Greedy, so that arms can be compared.
-    arguments += ["--burstiness", "1", "--seed", str(load.seed), "--temperature", "0"]
-    arguments += ["--percentile-metrics", ",".join(METRICS)]
-    arguments += ["--metric-percentiles", ",".join(map(str, PERCENTILES))]
+    fixed = (
+        "--backend openai-chat --endpoint /v1/chat/completions --burstiness 1 --temperature 0 "
+        "--disable-tqdm --disable-shuffle --save-result --save-detailed "
+        "--result-filename bench.json --percentile-metrics ttft,tpot,itl,e2el "
+        "--metric-percentiles 50,90,99"
+    )
+    options: dict[str, Any] = {
+        "base-url": server.url,
+        "model": profile.model_path,
+        "served-model-name": profile.request_model,
+        "num-prompts": load.requests,
+        "request-rate": load.rate,
+        "seed": load.seed,
+        "result-dir": folder,
+    }
+    if profile.tokenizer is not None:
+        options["tokenizer"] = profile.tokenizer
+    if arm.extra_body:
+        options["extra-body"] = dict(arm.extra_body)
+    if isinstance(workload, Random):
+        size = workload.image_size
+        options |= {
+            "dataset-name": "random-mm",
+            "random-input-len": workload.input_tokens,
+            "random-output-len": workload.output_tokens,
+            "random-range-ratio": workload.spread,
+            "random-prefix-len": workload.prefix_tokens,
+            "random-mm-base-items-per-request": workload.images,
+            "random-mm-limit-mm-per-prompt": {"image": max(1, workload.images), "video": 0},
+            "random-mm-bucket-config": f"{{({size}, {size}, 1): 1.0}}",
+        }
+    else:
+        requests = folder / REQUESTS
+        with requests.open("w", encoding="utf-8") as file:
+            for content in page_requests(workload, load.first_page, load.requests):
+                file.write(json.dumps({"content": content}) + "\n")
+        options |= {
+            "dataset-name": "custom_image",
+            "dataset-path": requests,
+            "enable-multimodal-chat": True,
+            "no-oversample": True,
+            "custom-output-len": workload.output_tokens,
+            **({} if workload.natural_end else {"ignore-eos": True}),
+        }
+    arguments = ["bench", "serve", *fixed.split(), *flags(options)]
     if profile.goodput:
         arguments += ["--goodput", *(f"{name}:{value}" for name, value in profile.goodput.items())]
-    if arm.extra_body:
-        arguments += ["--extra-body", json.dumps(arm.extra_body)]
-    arguments += ["--disable-tqdm", "--disable-shuffle", "--save-result", "--save-detailed"]
-    arguments += ["--result-dir", str(folder), "--result-filename", "bench.json"]
-    if isinstance(workload, Random):
-        return arguments + _random_arguments(workload)
-    requests = folder / REQUESTS
-    with requests.open("w", encoding="utf-8") as file:
-        for content in page_requests(workload, load.first_page, load.requests):
-            file.write(json.dumps({"content": content}) + "\n")
-    arguments += ["--dataset-name", "custom_image", "--dataset-path", str(requests)]
-    arguments += ["--enable-multimodal-chat", "--no-oversample"]
-    arguments += ["--custom-output-len", str(workload.output_tokens)]
-    return arguments if workload.natural_end else [*arguments, "--ignore-eos"]
-
-
-def _random_arguments(workload: Random) -> list[str]:
-    size = workload.image_size
-    arguments = ["--dataset-name", "random-mm"]
-    arguments += ["--random-input-len", str(workload.input_tokens)]
-    arguments += ["--random-output-len", str(workload.output_tokens)]
-    arguments += ["--random-range-ratio", str(workload.spread)]
-    arguments += ["--random-prefix-len", str(workload.prefix_tokens)]
-    arguments += ["--random-mm-base-items-per-request", str(workload.images)]
-    limit = {"image": max(1, workload.images), "video": 0}
-    arguments += ["--random-mm-limit-mm-per-prompt", json.dumps(limit)]
-    return [*arguments, "--random-mm-bucket-config", f"{{({size}, {size}, 1): 1.0}}"]
+    return arguments
 
 
 def page_requests(workload: Pages, first: int, count: int) -> Iterator[list[dict[str, Any]]]:
@@ -189,27 +187,23 @@ def warm_up(profile: Profile, arm: Arm, server: Server) -> None:
     """Send `warmup_requests` requests one after the other.
 
     Raises:
-        ServingError: if one is refused; the message has the server's.
+        ServingError: if one is refused.
     """
-    workload = Pages(rates=(1,), seconds=1, output_tokens=8)
-    for content in page_requests(workload, WARM_UP_PAGE, profile.warmup_requests):
-        body = {
-            "model": profile.request_model,
-            "messages": [{"role": "user", "content": content}],
-            "max_completion_tokens": workload.output_tokens,
-            "temperature": 0,
-            **arm.extra_body,
-        }
-        request = urllib.request.Request(
-            f"{server.url}/v1/chat/completions",
-            data=json.dumps(body).encode(),
-            headers={"Content-Type": "application/json", **authorization()},
-        )
+    client = openai.OpenAI(
+        base_url=f"{server.url}/v1",
+        api_key=os.environ.get("OPENAI_API_KEY", "none"),
+        timeout=profile.startup_seconds,
+        max_retries=0,
+    )
+    create: Any = client.chat.completions.create
+    for page in range(WARM_UP_PAGE, WARM_UP_PAGE + profile.warmup_requests):
         try:
-            with urllib.request.urlopen(request, timeout=profile.startup_seconds) as response:
-                response.read()
-        except urllib.error.HTTPError as error:
-            answer = error.read().decode(errors="replace")[:2000]
-            raise ServingError(f"{server.url} refused a request: {answer}") from None
-        except OSError as error:
-            raise ServingError(f"{server.url} did not answer a request: {error}") from None
+            create(
+                model=profile.request_model,
+                messages=[{"role": "user", "content": page_message([page])}],
+                max_completion_tokens=8,
+                temperature=0,
+                extra_body=dict(arm.extra_body),
+            )
+        except openai.OpenAIError as error:
+            raise ServingError(f"{server.url} refused a request: {error}") from None

@@ -14,17 +14,14 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 from loadtests.load import plan, run_load, served, warm_up
 from loadtests.profile import Profile, ProfileError
 from loadtests.record import FILE, Record, Run
 from loadtests.report import failures, write_report
-from loadtests.samples import Sample, Scraper, drain, scrape
+from loadtests.samples import Scraper, drain, scrape
 from measure.arm import Arm
 from measure.facts import command_line, versions
 from measure.serving import Server, ServingError
@@ -51,37 +48,40 @@ class LoadTest:
             ServingError: if a server or `vllm bench serve` fails, or the pools differ.
         """
         self.logs.mkdir(parents=True, exist_ok=True)
-        total = sum(load.requests for load in plan(self.profile))
-        for name, arm in self.profile.arms.items():
+        for name, arm in self.profile.servers.items():
             busy = os.getloadavg()[0]
-            with Progress(total=total, desc=name, unit="request") as bar:
-                bar.set_postfix_str("starting")
-                folder = self.logs / _file_name(name)
-                with served(self.profile, arm, self.logs / f"{_file_name(name)}.log") as server:
-                    self.record.arms[name] = {
-                        "pool": self._pool(name, server),
-                        "command": server.command,
-                        "extra_body": dict(arm.extra_body),
-                        "start_seconds": server.start_seconds and round(server.start_seconds, 1),
-                        "machine_load_before": round(busy, 2),
-                    }
-                    warm_up(self.profile, arm, server)
-                    self._load(name, arm, server, bar, folder)
+            print(f"{name}: starting", file=sys.stderr, flush=True)
+            with served(self.profile, arm, self.logs / f"{_file_name(name)}.log") as server:
+                self.record.arms[name] = {
+                    "pool": self._pool(name, server),
+                    "command": server.command,
+                    "extra_body": dict(arm.extra_body),
+                    "start_seconds": server.start_seconds and round(server.start_seconds, 1),
+                    "machine_load_before": round(busy, 2),
+                }
+                warm_up(self.profile, arm, server)
+                self._load(arm, server)
 
-    def _load(self, name: str, arm: Arm, server: Server, bar: Progress, folder: Path) -> None:
-        profile, ready = self.profile, time.monotonic()
-        for load in plan(profile):
-            bar.set_postfix_str(load.label)
-            with Scraper(server, profile.scrape_seconds, bar.saw) as scraper:
-                bench = run_load(profile, arm, server, load, folder / _file_name(load.label))
+    def _load(self, arm: Arm, server: Server) -> None:
+        profile, ready, loads = self.profile, time.monotonic(), plan(self.profile)
+        for number, load in enumerate(loads, 1):
+            label = f"{load.workload} {load.rate:g}/s"
+            print(
+                f"{arm.name}: load {number} of {len(loads)}, {load.requests} requests, {label}",
+                file=sys.stderr,
+                flush=True,
+            )
+            folder = self.logs / _file_name(arm.name) / _file_name(label)
+            with Scraper(server, profile.scrape_seconds) as scraper:
+                bench = run_load(profile, arm, server, load, folder)
             if not scraper.samples:
-                raise ServingError(f"{server.url}/metrics did not answer once during {load.label}")
+                raise ServingError(f"{server.url}/metrics did not answer once during {label}")
             drained = drain(server, profile.drain_seconds)
+            samples = scraper.samples
             self.record.runs.append(
-                Run.of(name, load.workload, load.rate, bench, scraper.samples, drained, ready)
+                Run.of(arm.name, load.workload, load.rate, bench, samples, drained, ready)
             )
             self._keep()
-            bar.end(load.requests)
 
     def _keep(self) -> None:
         """Write the record so far, so that a later failure does not lose it."""
@@ -98,28 +98,6 @@ class LoadTest:
                     "with the same --num-gpu-blocks-override and --block-size"
                 )
         return pool
-
-
-class Progress(tqdm):
-    """A bar of requests, moved by the server's count of finished ones."""
-
-    done = 0
-    """Requests of earlier loads."""
-    base: float | None = None
-    """The server's count when the load began."""
-
-    def saw(self, sample: Sample) -> None:
-        if self.base is None:
-            self.base = sample.finished
-        self._set(self.done + int(sample.finished - self.base))
-
-    def end(self, requests: int) -> None:
-        """Add the requests of a load that has ended."""
-        self.done, self.base = self.done + requests, None
-        self._set(self.done)
-
-    def _set(self, value: int) -> None:
-        self.update(value - self.n)
 
 
 def _words(pool: Sequence[int] | None) -> str:
@@ -166,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ProfileError as error:
             parser.error(f"--profile {error}")
         output = options.output or OUTPUT / _file_name(profile.name)
-        record = Record(asdict(profile), facts("loadtests.run", given, options.note))
+        record = Record(profile.model_dump(), facts("loadtests.run", given, options.note))
         try:
             LoadTest(profile, record, OUTPUT / _file_name(profile.name) / "logs", output).run()
         except (ServingError, OSError) as error:

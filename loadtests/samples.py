@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -113,13 +112,10 @@ def scrape(server: Server) -> Sample:
 class Scraper:
     """A thread that samples the server every `seconds` until the `with` block ends."""
 
-    def __init__(
-        self, server: Server, seconds: float, seen: Callable[[Sample], None] = lambda sample: None
-    ) -> None:
+    def __init__(self, server: Server, seconds: float) -> None:
         self.samples: list[Sample] = []
         self._server = server
         self._seconds = seconds
-        self._seen = seen
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -134,9 +130,7 @@ class Scraper:
     def _run(self) -> None:
         while True:
             with suppress(OSError):  # a busy server may miss one
-                sample = scrape(self._server)
-                self.samples.append(sample)
-                self._seen(sample)
+                self.samples.append(scrape(self._server))
             if self._ended.wait(self._seconds):
                 return
 

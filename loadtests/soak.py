@@ -28,7 +28,7 @@ from tqdm import tqdm
 from loadtests.mix import MIXES, Case, make_cases
 from loadtests.model import model_folder
 from loadtests.run import ROOT, facts
-from loadtests.samples import Sample, Scraper, drain, scrape
+from loadtests.samples import Scraper, drain, scrape
 from loadtests.soak_report import write_report
 from loadtests.verdict import (
     ANSWERED,
@@ -123,10 +123,7 @@ class Client:
             base_url=f"{url}/v1", api_key="none", timeout=ANSWER_SECONDS, max_retries=0
         )
         self._bodies = [case.body(evicting) for case in cases]
-        self.num_cases = len(cases)
-
-    async def close(self) -> None:
-        await self._openai.close()
+        self.close = self._openai.close
 
     async def ask(self, plan: Plan, heard: list[Token]) -> bool:
         """Add the tokens of the answer to `heard`; return whether it is complete.
@@ -140,23 +137,19 @@ class Client:
             answer = await create(model=SERVED, **body)
             heard.extend(_tokens(answer.choices[0]))
             return True
-        stream = await create(model=SERVED, **body, stream=True)
-        try:
+        async with await create(model=SERVED, **body, stream=True) as stream:
             async for chunk in stream:
                 for choice in chunk.choices:
                     heard.extend(_tokens(choice))
                 if plan.leaves_after is not None and len(heard) >= plan.leaves_after:
                     return False
             return True
-        finally:
-            await stream.close()
 
     async def all_alone(self) -> list[list[Token]]:
         """Ask all cases one after the other and return the answers."""
-        answers: list[list[Token]] = []
-        for case in range(self.num_cases):
-            answers.append([])
-            await self.ask(Plan(case, is_streamed=False), answers[-1])
+        answers: list[list[Token]] = [[] for _ in self._bodies]
+        for case, answer in enumerate(answers):
+            await self.ask(Plan(case, is_streamed=False), answer)
         return answers
 
 
@@ -192,7 +185,7 @@ class Traffic:
         self._begin = time.monotonic()
         arrival = self._begin
         tasks: set[asyncio.Task[None]] = set()
-        for plan in plans(self._client.num_cases, SEED):
+        for plan in plans(len(self._expected), SEED):
             # If all places are taken, this and all later requests wait.
             arrival = max(arrival + rng.expovariate(self._rate), time.monotonic())
             if arrival - self._begin > seconds or not self._is_alive():
@@ -219,18 +212,9 @@ class Traffic:
         comparison = None
         if ended != FAILED:
             comparison = compare(self._expected[plan.case], heard, whole=ended == ANSWERED)
-        self.visits.append(
-            Visit(
-                case=plan.case,
-                begin=round(begin - self._begin, 2),
-                seconds=round(time.monotonic() - begin, 3),
-                ended=ended,
-                is_streamed=plan.is_streamed,
-                num_tokens=len(heard),
-                comparison=comparison,
-                error=error,
-            )
-        )
+        since, seconds = round(begin - self._begin, 2), round(time.monotonic() - begin, 3)
+        its = (since, seconds, ended, plan.is_streamed, len(heard), comparison, error)
+        self.visits.append(Visit(plan.case, *its))
         bar.update()
 
 
@@ -256,23 +240,20 @@ async def soak_arm(server: Server, name: str, cases: Sequence[Case], options: An
     arm.afterwards = [
         compare(right, answer, whole=True) for right, answer in zip(expected, again, strict=True)
     ]
-    arm.moments = [_moment(sample, begin) for sample in scraper.samples]
+    arm.moments = [
+        Moment(
+            time=round(sample.time - begin, 1),
+            memory_mib=round(sample.memory_mib or 0, 1),
+            kv_usage=round(sample.kv_usage, 3),
+            running=sample.running,
+            preemptions=sample.preemptions,
+        )
+        for sample in scraper.samples
+    ]
     _, last = await asyncio.to_thread(drain, server, DRAIN_SECONDS)
-    arm.left = last.left
-    arm.eviction = last.eviction
+    arm.left, arm.eviction = last.left, last.eviction
     await client.close()
     return arm
-
-
-def _moment(sample: Sample, begin: float) -> Moment:
-    assert sample.memory_mib is not None  # the server was started here
-    return Moment(
-        time=round(sample.time - begin, 1),
-        memory_mib=round(sample.memory_mib, 1),
-        kv_usage=round(sample.kv_usage, 3),
-        running=sample.running,
-        preemptions=sample.preemptions,
-    )
 
 
 def errors_in(log: Path) -> list[str]:

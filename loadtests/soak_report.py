@@ -10,10 +10,13 @@ from pathlib import Path
 from loadtests.plots import draw_watched
 from loadtests.verdict import (
     ANSWERED,
+    DRIFT,
     FAILED,
     FILE,
+    GROWTH,
     LEFT,
-    LIMITS,
+    SLOWDOWN,
+    TIE,
     Comparison,
     Soak,
     SoakedArm,
@@ -114,8 +117,8 @@ def _answers(soak: Soak) -> Table:
 def _differences(soak: Soak) -> list[Block]:
     text = (
         "*Drift* is the largest difference of log-probabilities at equal tokens, at most "
-        f"{LIMITS.drift:g}. A batch's shape changes rounding: two tokens that are nearly as likely "
-        f"may change places. Where they are less than {LIMITS.tie:g} apart in both answers it is a "
+        f"{DRIFT:g}. A batch's shape changes rounding: two tokens that are nearly as likely "
+        f"may change places. Where they are less than {TIE:g} apart in both answers it is a "
         "*near tie*; any other difference is *wrong*."
     )
     found = [
@@ -151,10 +154,10 @@ def _watched(soak: Soak) -> Table:
             name,
             *_memory(arm),
             _interval(arm.growth(), "+.0f"),
-            f"{LIMITS.growth:g}",
+            f"{GROWTH:g}",
             *_latency(arm),
             _interval(arm.slowdown(), ".3f"),
-            f"{LIMITS.slowdown:g}",
+            f"{SLOWDOWN:g}",
             f"{statistics.fmean([moment.kv_usage for moment in arm.moments] or [0]):.0%}",
             f"{max((moment.kv_usage for moment in arm.moments), default=0):.0%}",
             f"{arm.left['kv_usage']:.0%}",

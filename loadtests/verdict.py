@@ -6,8 +6,9 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,23 +24,16 @@ ANSWERED, LEFT, FAILED = "answered", "left", "failed"
 """How a request ended: completely, because its client left, or with an error."""
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits of a soak that passes."""
-
-    tie: float = 1e-3
-    """Two tokens whose log-probabilities differ by less may be exchanged."""
-    drift: float = 1e-3
-    """Largest difference of log-probabilities of equal tokens."""
-    growth: float = 60.0
-    """Of memory, in MiB per hour."""
-    slowdown: float = 1.1
-    """Ratio of latency in the last third of the time to the first."""
-    seconds: float = 600
-    """Shorter soaks leave growth and slowdown undecided: caches still fill."""
-
-
-LIMITS = Limits()
+TIE = 1e-3
+"""Two tokens whose log-probabilities differ by less may be exchanged."""
+DRIFT = 1e-3
+"""Largest difference of log-probabilities of equal tokens."""
+GROWTH = 60.0
+"""Largest growth of memory, in MiB per hour."""
+SLOWDOWN = 1.1
+"""Largest ratio of latency in the last third of the time to the first."""
+LEAST_SECONDS = 600
+"""Shorter soaks leave growth and slowdown undecided: caches still fill."""
 
 
 class Token(NamedTuple):
@@ -51,8 +45,7 @@ class Token(NamedTuple):
     """Log-probabilities of the likeliest tokens."""
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """The difference between an answer and the expected one."""
 
     drift: float
@@ -63,12 +56,12 @@ class Comparison:
     """Difference of the two tokens' log-probabilities, the larger of both answers; None if
     one of them is not among the rivals."""
 
-    def is_tie(self, limits: Limits = LIMITS) -> bool:
-        return self.gap is not None and self.gap < limits.tie
+    def is_tie(self) -> bool:
+        return self.gap is not None and self.gap < TIE
 
-    def is_wrong(self, limits: Limits = LIMITS) -> bool:
-        differs = self.differs_at is not None and not self.is_tie(limits)
-        return differs or not self.drift <= limits.drift
+    def is_wrong(self) -> bool:
+        differs = self.differs_at is not None and not self.is_tie()
+        return differs or not self.drift <= DRIFT
 
 
 def compare(expected: Sequence[Token], heard: Sequence[Token], whole: bool) -> Comparison:
@@ -90,8 +83,7 @@ def _gap(token: Token, rival: str) -> float:
     return token.logprob - token.rivals.get(rival, -math.inf)
 
 
-@dataclass(frozen=True)
-class Visit:
+class Visit(NamedTuple):
     """One request of the mixed traffic."""
 
     case: int
@@ -105,14 +97,8 @@ class Visit:
     """None if the request failed."""
     error: str = ""
 
-    def __post_init__(self) -> None:
-        given: Any = self.comparison
-        if isinstance(given, list):  # from a file
-            object.__setattr__(self, "comparison", Comparison(*given))
 
-
-@dataclass(frozen=True)
-class Moment:
+class Moment(NamedTuple):
     """The server at one moment of the mixed traffic."""
 
     time: float
@@ -195,16 +181,16 @@ def slowdown(visits: Sequence[Visit], seconds: float) -> Estimate | None:
     Dividing by the case's median removes differences in the mix. The interval is that of a
     bootstrap over short stretches of time.
     """
-    by_case: dict[int, list[float]] = {}
+    by_case: dict[int, list[float]] = defaultdict(list)
     for visit in visits:
-        by_case.setdefault(visit.case, []).append(visit.seconds)
+        by_case[visit.case].append(visit.seconds)
     medians = {case: statistics.median(times) for case, times in by_case.items()}
-    stretches: list[list[list[float]]] = [[[] for _ in range(STRETCHES)] for _ in range(3)]
+    stretches: dict[int, list[float]] = defaultdict(list)
     for visit in visits:
-        place = min(int(3 * STRETCHES * visit.begin / seconds), 3 * STRETCHES - 1)
-        third, stretch = divmod(place, STRETCHES)
-        stretches[third][stretch].append(visit.seconds / medians[visit.case])
-    first, _, last = ([np.array(s) for s in third if s] for third in stretches)
+        stretch = min(int(3 * STRETCHES * visit.begin / seconds), 3 * STRETCHES - 1)
+        stretches[stretch].append(visit.seconds / medians[visit.case])
+    first = [np.array(x) for number, x in stretches.items() if number < STRETCHES]
+    last = [np.array(x) for number, x in stretches.items() if number >= 2 * STRETCHES]
     if min(len(first), len(last)) < STRETCHES // 2:
         return None
     rng = np.random.default_rng(SEED)
@@ -217,9 +203,6 @@ def slowdown(visits: Sequence[Visit], seconds: float) -> Estimate | None:
     low, high = np.quantile(ratios, (0.025, 0.975))
     ratio = float(np.median(np.concatenate(last)) / np.median(np.concatenate(first)))
     return Estimate(ratio, float(low), float(high))
-
-
-ROWS = {"visits": Visit, "afterwards": Comparison, "moments": Moment}
 
 
 @dataclass
@@ -235,11 +218,8 @@ class Soak:
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        values = asdict(self)
-        for name, arm in self.arms.items():
-            for part in ROWS:  # field names for thousands of rows would be most of the file
-                values["arms"][name][part] = [astuple(row) for row in getattr(arm, part)]
-        text = json.dumps(values, separators=(",", ":"))
+        # Tuples become lists: field names for thousands of rows would be most of the file.
+        text = json.dumps(asdict(self), separators=(",", ":"))
         (folder / FILE).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
@@ -247,26 +227,32 @@ class Soak:
         values = json.loads((folder / FILE).read_text(encoding="utf-8"))
         for arm in values["arms"].values():
             arm["pool"] = arm["pool"] and tuple(arm["pool"])
-            for part, kind in ROWS.items():
-                arm[part] = [kind(*row) for row in arm[part]]
+            arm["afterwards"] = [Comparison(*row) for row in arm["afterwards"]]
+            arm["moments"] = [Moment(*row) for row in arm["moments"]]
+            visits = [Visit(*row) for row in arm["visits"]]
+            arm["visits"] = [v._replace(comparison=_compared(v.comparison)) for v in visits]
         values["arms"] = {name: SoakedArm(**arm) for name, arm in values["arms"].items()}
         return cls(**values)
 
 
-def failures(soak: Soak, limits: Limits = LIMITS) -> list[str]:
+def _compared(row: Any) -> Comparison | None:
+    return None if row is None else Comparison(*row)
+
+
+def failures(soak: Soak) -> list[str]:
     """Return the reasons to fail; the control's memory and latency are vLLM's and fail nothing."""
     return [
         f"{name}: {what}"
         for name, arm in soak.arms.items()
-        for what in (*_broken(arm), *(() if name == soak.control else _drifted(soak, arm, limits)))
+        for what in (*_broken(arm), *(() if name == soak.control else _drifted(soak, arm)))
     ]
 
 
-def undecided(soak: Soak, limits: Limits = LIMITS) -> list[str]:
+def undecided(soak: Soak) -> list[str]:
     """Return what the soak was too short, or the machine too noisy, to decide."""
     found = []
     for name, arm in soak.arms.items():
-        for what, estimate, limit in _trends(arm, limits):
+        for what, estimate, limit in _trends(arm):
             if estimate is None:
                 found.append(f"{name}: too short to tell whether {what}")
             elif estimate.low <= limit < estimate.high:
@@ -291,20 +277,21 @@ def _broken(arm: SoakedArm) -> list[str]:
     return found
 
 
-def _drifted(soak: Soak, arm: SoakedArm, limits: Limits) -> list[str]:
+def _drifted(soak: Soak, arm: SoakedArm) -> list[str]:
     control = soak.arms.get(soak.control or "")
-    others = [None] * 2 if control is None else [e for _, e, _ in _trends(control, limits)]
-    return [
-        f"{what}: {estimate.mean:.3g} [{estimate.low:.3g}, {estimate.high:.3g}], limit {limit:g}"
-        for (what, estimate, limit), other in zip(_trends(arm, limits), others, strict=True)
+    found = []
+    for number, (what, estimate, limit) in enumerate(_trends(arm)):
         # Growth that stock vLLM shows as well is not ours.
-        if estimate is not None and estimate.low > max(limit, other.high if other else limit)
-    ]
+        other = _trends(control)[number][1] if control else None
+        if estimate is not None and estimate.low > max(limit, other.high if other else limit):
+            interval = f"[{estimate.low:.3g}, {estimate.high:.3g}]"
+            found.append(f"{what}: {estimate.mean:.3g} {interval}, limit {limit:g}")
+    return found
 
 
-def _trends(arm: SoakedArm, limits: Limits) -> list[tuple[str, Estimate | None, float]]:
-    is_long = arm.seconds >= limits.seconds
+def _trends(arm: SoakedArm) -> list[tuple[str, Estimate | None, float]]:
+    is_long = arm.seconds >= LEAST_SECONDS
     return [
-        ("memory grows (MiB an hour)", arm.growth() if is_long else None, limits.growth),
-        ("latency rises (ratio)", arm.slowdown() if is_long else None, limits.slowdown),
+        ("memory grows (MiB an hour)", arm.growth() if is_long else None, GROWTH),
+        ("latency rises (ratio)", arm.slowdown() if is_long else None, SLOWDOWN),
     ]

@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.gpu import journal
 from benchmarks.gpu.plan import SCALES, engine_plans
-from benchmarks.gpu.report import SMOKE_NOTICE, Report, table
+from benchmarks.gpu.report import SMOKE_NOTICE, Report
 
 RESULTS = Path(__file__).parents[1] / "results"
 _MIN_SECONDS = {"full": 75.0, "quick": 60.0, "smoke": 1.0}
@@ -56,6 +56,7 @@ def main() -> int:
         print(f"[{time.monotonic() - begin:5.0f} s] {text}", file=sys.stderr, flush=True)
 
     report = Report(options.results, scale)
+    text, entries = "", []
     ends: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as scratch:
         results = Path(scratch, "entries.jsonl")
@@ -69,9 +70,9 @@ def main() -> int:
                 say(part.name)
                 ends[part.name] = run(part, min(left - _GRACE_SECONDS, part.max_seconds))
             say(f"{part.name}: {ends[part.name]}")
-            report.write(journal.read(results), ends)
-        entries = journal.read(results)
-    print(report.markdown(table(entries), ends))
+            entries = journal.read(results)
+            text = report.write(entries, ends)
+    print(text)
     say(f"written to {report.json_path} and {report.markdown_path.name}")
     broken = any("failed" in entry for entry in entries)
     return 1 if broken or any(end.startswith("FAILED") for end in ends.values()) else 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pool of pages with compressed requests, for timing kernels alone."""
+"""A compressed cache, as evictions leave it, for the kernels' benchmarks."""
 
 from __future__ import annotations
 
@@ -28,16 +28,14 @@ class CompressedCache:
     retained: Tensor
     replaced: Tensor
     offsets: Tensor
-    num_layers: int
-    num_heads: int
+    shape: tuple[int, int, int]
+    """Layers, requests, KV heads."""
     block_size: int
 
     @classmethod
     def build(
         cls,
-        requests: int,
-        num_layers: int,
-        num_heads: int,
+        shape: tuple[int, int, int],
         head_size: int,
         retained: int,
         replaced: int,
@@ -46,13 +44,13 @@ class CompressedCache:
         dtype: torch.dtype,
         block_size: int = 16,
         tail_tokens: int = 8,
-        seed: int = 0,
     ) -> CompressedCache:
         """Deal `retained` blocks of every request to its heads.
 
         Evenly, or if `ragged` by exponentially distributed shares (coefficient of variation 1).
         """
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
+        num_layers, requests, num_heads = shape
         pairs = num_layers * num_heads
         num_blocks = 1 + requests * (retained + 1)
         ids = (torch.randperm(num_blocks - 1) + 1).view(requests, retained + 1).int()
@@ -62,67 +60,34 @@ class CompressedCache:
         if ragged:
             shares.exponential_()
         counts = apportion(shares, retained * pairs, floor=min(1, retained), cap=replaced)
-        per_block = torch.zeros(num_blocks, 2, dtype=torch.int32)
-        per_block[ids[:, 0].long(), 0], per_block[ids[:, 0].long(), 1] = retained, replaced
+        first, per_block = ids[:, 0].long(), torch.zeros(2, num_blocks, dtype=torch.int32)
+        per_block[0, first], per_block[1, first] = retained, replaced
         offsets = torch.zeros(num_blocks, pairs + 1, dtype=torch.int32)
         for request in range(requests):
-            offsets[int(ids[request, 0])] = page_offsets(counts[request])
+            offsets[first[request]] = page_offsets(counts[request])
         pages = torch.empty(
             num_blocks * pairs, block_size, 2 * head_size, dtype=dtype, device=device
         ).normal_()
         keys, values = pages.split(head_size, dim=2)
-        tokens = replaced * block_size + tail_tokens
-        return cls(
-            keys,
-            values,
-            table.to(device),
-            torch.full((requests,), tokens, dtype=torch.int32, device=device),
-            per_block[:, 0].contiguous().to(device),
-            per_block[:, 1].contiguous().to(device),
-            offsets.to(device),
-            num_layers,
-            num_heads,
-            block_size,
-        )
+        lengths = torch.full((requests,), replaced * block_size + tail_tokens, dtype=torch.int32)
+        state = (each.to(device) for each in (table, lengths, *per_block, offsets))
+        return cls(keys, values, *state, shape, block_size)
 
     @property
     def state(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int]:
         """Return the first arguments of the functions in `vllm_tgvkv.kernels.page_tables`."""
-        return (
-            self.block_table,
-            self.seq_lens,
-            self.retained,
-            self.replaced,
-            self.offsets,
-            self.block_size,
-        )
-
-    def new_lengths(self) -> Tensor:
-        """Return an unwritten tensor for the lengths, int32 [L, R, H]."""
-        shape = (self.num_layers, len(self.seq_lens), self.num_heads)
-        return torch.zeros(shape, dtype=torch.int32, device=self.keys.device)
+        state = (self.block_table, self.seq_lens, self.retained, self.replaced, self.offsets)
+        return *state, self.block_size
 
     def lengths(self) -> Tensor:
         """Return the tokens of every virtual sequence, int32 [L, R, H]."""
-        lengths = self.new_lengths()
+        lengths = torch.zeros(self.shape, dtype=torch.int32, device=self.keys.device)
         write_lengths(*self.state, lengths)
         return lengths
 
-    def new_tables(self) -> Tensor:
-        """Return an unwritten tensor for the page tables, int32 [L, R, H, W]."""
-        return torch.zeros(
-            *self.new_lengths().shape,
-            self.block_table.shape[1],
-            dtype=torch.int32,
-            device=self.keys.device,
-        )
-
     def tables(self) -> Tensor:
         """Return the page tables of all layers, int32 [L, R, H, W]."""
-        tables = self.new_tables()
+        shape = (*self.shape, self.block_table.shape[1])
+        tables = torch.zeros(shape, dtype=torch.int32, device=self.keys.device)
         write_page_tables(*self.state, 0, tables)
         return tables
-
-    def token_bytes(self) -> int:
-        """Return the bytes of a key and its value in one head."""
-        return 2 * self.keys.shape[2] * self.keys.element_size()

@@ -18,7 +18,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import wraps
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,9 +26,8 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.journal import Journal
-from benchmarks.gpu.plan import BUDGET
+from benchmarks.gpu.plan import BUDGET, Traffic
 from benchmarks.gpu.timing import synchronize
-from benchmarks.gpu.traffic import Traffic
 from benchmarks.models import QWEN3_VL_8B, QWEN_IMAGE, Shape, tiny
 from measure.engines import set_environment
 
@@ -45,54 +43,32 @@ UNCOMPRESSED = {"kv_eviction": "none"}
 class Sizes:
     """Sizes of the model and of its traffic, in tokens unless stated."""
 
-    shape: Shape
-    positions: int
+    shape: Shape = QWEN3_VL_8B
+    positions: int = 262_144
     """Longest sequence that the real model allows."""
-    max_model_len: int
-    pool: int
-    chunk: int
+    max_model_len: int = 33_024
+    pool: int = 240_000
+    chunk: int = 8192
     """Prefilled in one step."""
-    prompts: tuple[int, ...]
-    last_chunk: int
-    frames: int
+    prompts: tuple[int, ...] = (1024, 8192, 32_768)
+    last_chunk: int = 64
+    frames: int = 32
     """Of a video."""
-    short_prompt: int
-    long_prompt: int
-    batches: tuple[int, ...]
+    short_prompt: int = 512
+    long_prompt: int = 32_000
+    batches: tuple[int, ...] = (1, 32, 64, 124, 125, 256)
     """Requests that decode together, ascending."""
-    live: int
+    live: int = 512
     """Compressed requests beside a prefill."""
-    steps: int
-    rounds: int
-    huge_prompts: tuple[int, ...]
-    max_huge: int
+    steps: int = 32
+    rounds: int = 3
+    huge_prompts: tuple[int, ...] = (32_768, 126_976, 65_536, 98_304)
+    max_huge: int = 10_000
     """Most huge prompts that are served."""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
-    flash: Mapping[str, Any] = field(default_factory=dict)
-    """The plugin's backend and blocks, for stock vLLM."""
-    layout: str = "BLHNC"
-    """The plugin's layout of the cache; vLLM's CPU backend has only its own."""
 
 
-FULL = Sizes(
-    shape=QWEN3_VL_8B,
-    positions=262_144,
-    max_model_len=33_024,
-    pool=240_000,
-    chunk=8192,
-    prompts=(1024, 8192, 32_768),
-    last_chunk=64,
-    frames=32,
-    short_prompt=512,
-    long_prompt=32_000,
-    batches=(1, 32, 64, 124, 125, 256),
-    live=512,
-    steps=32,
-    rounds=3,
-    huge_prompts=(32_768, 126_976, 65_536, 98_304),
-    max_huge=10_000,
-    flash={"attention_backend": "FLASH_ATTN", "block_size": 16},
-)
+FULL = Sizes()
 SMOKE = Sizes(
     shape=tiny(QWEN3_VL_8B),
     positions=1024,
@@ -111,8 +87,9 @@ SMOKE = Sizes(
     huge_prompts=(256, 448),
     max_huge=4,
     engine_args={"enforce_eager": True, "max_num_seqs": 8, "block_size": 32},
-    layout="LBHNC",
 )
+LAYOUT = "BLHNC" if ON_CUDA else "LBHNC"
+"""The plugin's layout of the cache; vLLM's CPU backend has only its own."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +196,6 @@ def defaults(run: Run) -> None:
 
 
 def _weighed(run: Run, function: Callable[..., Any], what: str) -> Callable[..., Any]:
-    @wraps(function)
     def weighed(*args: Any, **kwargs: Any) -> Any:
         before = used_gib()
         result = function(*args, **kwargs)
@@ -231,7 +207,7 @@ def _weighed(run: Run, function: Callable[..., Any], what: str) -> Callable[...,
 
 def layout(run: Run) -> None:
     """Compare stock vLLM's default layout of the cache with the plugin's."""
-    for name in (None, run.sizes.layout):
+    for name in (None, LAYOUT):
         environment = {k: v for k, v in os.environ.items() if k != "VLLM_KV_CACHE_LAYOUT"}
         if name:
             environment["VLLM_KV_CACHE_LAYOUT"] = name
@@ -243,7 +219,8 @@ def stock(run: Run) -> None:
     """Time prefill and decode of stock vLLM with the plugin's backend and blocks."""
     sizes = run.sizes
     name = os.environ.get("VLLM_KV_CACHE_LAYOUT", "default layout")
-    engine = run.engine(sizes.pool, None, **sizes.flash)
+    flash = {"attention_backend": "FLASH_ATTN", "block_size": 16} if ON_CUDA else {}
+    engine = run.engine(sizes.pool, None, **flash)
     tokens = sizes.prompts[min(1, len(sizes.prompts) - 1)]
     prefill = engine.prefill(tokens, sizes.rounds)
     run.figure(f"{name}: prefill of {tokens}, ms", 1e3 * prefill["seconds"])

@@ -25,8 +25,8 @@ import torch  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
 from vllm.v1.engine import EngineCoreRequest  # noqa: E402
 
+from benchmarks.gpu.plan import Traffic  # noqa: E402
 from benchmarks.gpu.timing import DeviceStopwatch, synchronize  # noqa: E402
-from benchmarks.gpu.traffic import Traffic  # noqa: E402
 from benchmarks.models import Shape, model_folder  # noqa: E402
 from benchmarks.probe import Stopwatches, reduced_pool  # noqa: E402
 from benchmarks.prompts import image_prompt, text_prompt  # noqa: E402

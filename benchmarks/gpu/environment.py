@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks.gpu.environment RESULTS [--smoke]`: whether this machine can run the rest.
+"""`python -m benchmarks.gpu.environment RESULTS`: what a first run on a GPU starts from.
 
 Every fact is found and printed, also where vLLM cannot be imported.
 """
@@ -12,7 +12,7 @@ import importlib.util
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import entry_points, version
 from pathlib import Path
 
@@ -22,28 +22,17 @@ PACKAGES = ("torch", "triton", "vllm", "transformers", "pytest", "hypothesis")
 PLUGIN_GROUP = "vllm.general_plugins"
 
 
-def facts() -> Iterator[tuple[str, Callable[[], str]]]:
-    """Yield names, and functions that find a fact or raise what is wrong."""
-    yield "driver", _driver
-    for name in PACKAGES:
-        yield name, lambda name=name: _package(name)
-    yield "plugin", _plugin
-    yield "device", _device
-    yield "FlashAttention", _flash_attention
-    yield "compute-sanitizer", lambda: shutil.which("compute-sanitizer") or "not installed"
-
-
-def _driver() -> str:
+def driver() -> str:
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def _package(name: str) -> str:
+def package(name: str) -> str:
     importlib.import_module(name)
     return version(name)
 
 
-def _plugin() -> str:
+def plugin() -> str:
     """Return where the plugin is, which vLLM must find by its entry point."""
     if not any(point.name == "tgvkv" for point in entry_points(group=PLUGIN_GROUP)):
         raise RuntimeError(
@@ -54,7 +43,7 @@ def _plugin() -> str:
     return str(Path(found.origin or "").parent) if found else "not found"
 
 
-def _device() -> str:
+def device() -> str:
     import torch
 
     properties = torch.cuda.get_device_properties(0)
@@ -68,13 +57,24 @@ def _device() -> str:
     )
 
 
-def _flash_attention() -> str:
+def flash_attention() -> str:
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
     found = get_flash_attn_version()
     if found is None:
         raise RuntimeError("vLLM finds no version of FlashAttention for this device")
     return f"version {found}"
+
+
+FACTS = {
+    "driver": driver,
+    **{name: partial(package, name) for name in PACKAGES},
+    "plugin": plugin,
+    "device": device,
+    "FlashAttention": flash_attention,
+    "compute-sanitizer": lambda: shutil.which("compute-sanitizer") or "not installed",
+}
+"""Functions that find a fact or raise what is wrong."""
 
 
 def main() -> int:
@@ -85,7 +85,7 @@ def main() -> int:
     options = parser.parse_args()
     journal = Journal(options.results, part="environment")
     wrong = 0
-    for name, find in facts():
+    for name, find in FACTS.items():
         try:
             value = find()
         except Exception as error:  # the other facts are wanted as well

@@ -16,9 +16,9 @@ class Journal:
         self.common = common
 
     def write(self, **entry: Any) -> None:
-        """Append one entry."""
+        """Append one entry; a dataclass is written as its fields."""
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**self.common, **entry}) + "\n")
+            file.write(json.dumps({**self.common, **entry}, default=vars) + "\n")
 
 
 def read(path: Path) -> list[dict[str, Any]]:

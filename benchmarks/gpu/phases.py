@@ -15,7 +15,6 @@ from pathlib import Path
 
 from benchmarks.gpu.journal import Journal
 from benchmarks.gpu.plan import SCALES, engine_plans
-from benchmarks.gpu.traffic import Traffic
 
 
 def main() -> int:
@@ -38,21 +37,14 @@ def main() -> int:
             if time.time() > options.until:
                 journal.write(phase=phase.name, skipped="time is up")
                 continue
-            arguments = dict(phase.arguments)
-            if "traffic" in arguments:
-                arguments["traffic"] = Traffic(**arguments["traffic"])
             begin = time.perf_counter()
             try:
-                values = getattr(engine, phase.method)(**arguments)
+                values = getattr(engine, phase.method)(**phase.arguments)
             except Exception:
                 journal.write(phase=phase.name, failed=traceback.format_exc())
                 return 1
-            journal.write(
-                phase=phase.name,
-                values=values,
-                arguments=phase.arguments,
-                took=round(time.perf_counter() - begin, 1),
-            )
+            took = round(time.perf_counter() - begin, 1)
+            journal.write(phase=phase.name, values=values, arguments=phase.arguments, took=took)
     return 0
 
 

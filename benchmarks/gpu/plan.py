@@ -4,16 +4,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.gpu.traffic import Traffic
-from benchmarks.models import LLAVA_7B, QWEN2_5_VL_7B, QWEN3_VL_8B, Shape, tiny
+from benchmarks.models import LLAVA_7B, QWEN3_VL_8B, Shape, tiny
 
 BUDGET = 0.1
 SETUPS = ("production", "ours", "constrained", "triton")
 """Stock with its defaults, the plugin, stock with the plugin's flags, the plugin's own kernel."""
 OURS = ("ours", "triton")
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Requests of one kind that arrive at once."""
+
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    images: bool = True
+
+    @property
+    def request_tokens(self) -> int:
+        """Return the tokens of prompt and output of one request."""
+        return self.prompt_tokens + self.output_tokens
 
 
 @dataclass(frozen=True)
@@ -41,7 +55,7 @@ class Scale:
 
 
 FULL = Scale(
-    shapes=(QWEN3_VL_8B, QWEN2_5_VL_7B, LLAVA_7B),
+    shapes=(QWEN3_VL_8B, LLAVA_7B),
     image=Traffic(32, 8192, 512),
     scarce_requests=48,
     scarce_pool=6,
@@ -138,16 +152,16 @@ class EnginePlan:
         num_scarce = min(scale.scarce_requests, 8 * scale.scarce_pool)
         scarce = replace(scale.image, requests=num_scarce)
         pool = scale.scarce_pool * (scale.image.request_tokens + 64)
-        first_model = self.shape == scale.shapes[0]
         decode = {
             "batch": scale.decode_batch,
             "prompt_tokens": scale.decode_prompt,
             "steps": scale.decode_steps,
         }
-        yield Phase("warm-up", "throughput", _traffic(replace(ample, requests=2, output_tokens=4)))
-        yield Phase("scarce", "throughput", {**_traffic(scarce), "pool_tokens": pool})
-        yield Phase("ample", "throughput", _traffic(ample))
-        if not first_model or self.name == "constrained":
+        warm_up = replace(ample, requests=2, output_tokens=4)
+        yield Phase("warm-up", "throughput", {"traffic": warm_up})
+        yield Phase("scarce", "throughput", {"traffic": scarce, "pool_tokens": pool})
+        yield Phase("ample", "throughput", {"traffic": ample})
+        if self.shape != scale.shapes[0] or self.name == "constrained":
             return
         yield Phase("decode", "decode", decode)
         if self.name == "triton":
@@ -156,8 +170,8 @@ class EnginePlan:
             arguments = {"prompt_tokens": tokens, "rounds": scale.prefill_rounds}
             yield Phase(f"prefill {tokens}", "prefill", arguments)
         if self.name == "ours":
-            yield Phase("full budget", "throughput", {**_traffic(ample), "budget": 1.0})
-        yield Phase("text", "throughput", _traffic(scale.text))
+            yield Phase("full budget", "throughput", {"traffic": ample, "budget": 1.0})
+        yield Phase("text", "throughput", {"traffic": scale.text})
 
 
 def engine_plans(scale: Scale) -> Iterator[EnginePlan]:
@@ -168,7 +182,3 @@ def engine_plans(scale: Scale) -> Iterator[EnginePlan]:
     for shape in others:
         for name in ("production", "ours"):
             yield EnginePlan(shape, name, scale)
-
-
-def _traffic(traffic: Traffic) -> dict[str, Any]:
-    return {"traffic": asdict(traffic)}

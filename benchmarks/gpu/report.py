@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of a run on a GPU as JSON, and its table as Markdown."""
+"""The table of a run on a GPU: what was measured, compared with stock and with the targets."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.plan import OURS
-from benchmarks.measurement import Target
+from benchmarks.measurement import Better, Target
 from measure.document import Items, Table, Text, markdown
 from measure.facts import command_line, machine, revision, versions
 
@@ -36,22 +36,6 @@ class Row:
     target: Target | None = None
     note: str = ""
 
-    def cells(self) -> list[str]:
-        """Return its cells as text."""
-        verdict = ""
-        if self.target is not None:
-            met = "met" if self.target.met else "**missed**"
-            verdict = f"{self.target.text}: {self.target.value:.3g} {met}"
-        return [
-            self.measure,
-            self.ours,
-            self.production,
-            self.constrained,
-            self.roofline,
-            verdict,
-            self.note,
-        ]
-
 
 class Report:
     """Writes both files; they are replaced each time."""
@@ -67,8 +51,12 @@ class Report:
         self.circumstances = {**machine(), **_device()}
         self.command = command_line("benchmarks.gpu", sys.argv[1:])
 
-    def write(self, entries: Sequence[Entry], parts: dict[str, str]) -> None:
-        """Write what is known so far; `parts` tells how each part of the run ended."""
+    def write(self, entries: Sequence[Entry], parts: dict[str, str]) -> str:
+        """Write what is known so far, and return the table.
+
+        Args:
+            parts: how each part of the run ended.
+        """
         rows = table(entries)
         record = {
             "notice": SMOKE_NOTICE if self.scale == "smoke" else None,
@@ -84,19 +72,17 @@ class Report:
             "entries": list(entries),
         }
         self.json_path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        self.markdown_path.write_text(self.markdown(rows, parts), encoding="utf-8")
-
-    def markdown(self, rows: Iterable[Row], parts: dict[str, str]) -> str:
-        """Return the table, and how each part ended."""
         header = ["measure", "ours", *STOCK, "of copy bandwidth", "target", "note"]
-        text = markdown(
-            [
-                Text(f"{self.circumstances['device']}, {self.date}, `{self.command}`"),
-                Table(header, [row.cells() for row in rows], words=True),
-                Items([f"{name}: {end}" for name, end in parts.items()]),
-            ]
-        )
-        return f"{SMOKE_NOTICE}\n\n{text}\n" if self.scale == "smoke" else f"{text}\n"
+        cells = [[str(getattr(r, f) or "") for f in Row.__dataclass_fields__] for r in rows]
+        blocks = [
+            Text(f"{self.circumstances['device']}, {self.date}, `{self.command}`"),
+            Table(header, cells, words=True),
+            Items([f"{name}: {end}" for name, end in parts.items()]),
+        ]
+        notice = [Text(SMOKE_NOTICE)] if self.scale == "smoke" else []
+        text = markdown([*notice, *blocks]) + "\n"
+        self.markdown_path.write_text(text, encoding="utf-8")
+        return text
 
 
 def table(entries: Sequence[Entry]) -> list[Row]:
@@ -112,112 +98,113 @@ def table(entries: Sequence[Entry]) -> list[Row]:
         }
         for arm in OURS:
             rows += _engine_rows(shape, values, arm, has_targets=number == 0)
-    rows += [_failure(entry) for entry in entries if "failed" in entry]
+    for entry in entries:
+        if "failed" in entry:
+            name = entry.get("name") or f"{entry['part']}: {entry.get('phase', '')}"
+            last = str(entry["failed"]).strip().splitlines()[-1]
+            rows.append(Row(name, "FAILED", note=last.replace("|", "/")))
     return rows
 
 
 # -- kernels ----------------------------------------------------------------------------
 
+_MOST_ERROR = 0.02
+"""Relative error of attention in bfloat16 against float32; a wrong page gives about 1."""
+_WAYS = ("FlashAttention over pages", "our kernel")
+"""Both ways to decode, as the attention backend launches them."""
 
-def _kernel_rows(entries: Sequence[Entry]) -> Iterable[Row]:
+
+def _kernel_rows(entries: Sequence[Entry]) -> Iterator[Row]:
     kernels = {entry["name"]: entry for entry in entries if entry.get("part") == "kernels"}
     bandwidth = kernels.pop("copy bandwidth", None)
     if bandwidth is None:
         return
     yield Row("copy bandwidth, read and written bytes", f"{bandwidth['bandwidth'] / 1e9:,.0f} GB/s")
-    own = min((e["seconds"] for n, e in kernels.items() if _OWN in n), default=None)
+    stock = [e["seconds"] for n, e in kernels.items() if "FlashAttention stock cache" in n]
     for name, entry in kernels.items():
         target = None
-        if name in _judged("ragged"):
+        if name in [f"decode attention, ragged, {way}" for way in _WAYS]:
             target = Target(">= 0.85 of copy bandwidth", entry["share"], 0.85)
-        elif name in _judged("uniform") and own is not None:
-            ratio = entry["seconds"] / own
+        elif name in [f"decode attention, uniform, {way}" for way in _WAYS] and stock:
+            ratio = entry["seconds"] / min(stock)
             target = Target("<= 1.05 x FlashAttention's own time", ratio, 1.05, "lower")
-        notes = [
-            f"{entry['bytes'] / 2**20:,.2f} MiB",
-            f"error {entry['error']:.1e}" if entry["error"] is not None else "",
-            entry["note"],
-        ]
-        note = "; ".join(filter(None, notes))
-        # Also true for NaN.
-        wrong = entry["error"] is not None and not entry["error"] < _MOST_ERROR
-        time = f"{entry['seconds'] * 1e6:,.1f} us" + (", **WRONG RESULT**" if wrong else "")
+        error = entry["error"]
+        note = f"{entry['bytes'] / 2**20:,.2f} MiB"
+        note += f"; error {error:.1e}" if error is not None else ""
+        note += f"; {entry['note']}" if entry["note"] else ""
+        took = f"{entry['seconds'] * 1e6:,.1f} us"
+        if error is not None and not error < _MOST_ERROR:  # also true for NaN
+            took += ", **WRONG RESULT**"
         roofline = f"{entry['share']:.1%}"
-        yield Row(f"kernel: {name}", time, roofline=roofline, target=target, note=note)
-
-
-_MOST_ERROR = 0.02
-"""Relative error of attention in bfloat16 against float32; a wrong page gives about 1."""
-_OWN = "FlashAttention stock cache"
-
-
-def _judged(kind: str) -> tuple[str, str]:
-    """Return the names of both ways to decode, as the attention backend launches them."""
-    name = f"decode attention, {kind}"
-    return f"{name}, FlashAttention over pages", f"{name}, our kernel"
+        yield Row(f"kernel: {name}", took, roofline=roofline, target=target, note=note)
 
 
 # -- engines ----------------------------------------------------------------------------
 
-_Values = dict[tuple[str, str], Entry]
+
+@dataclass(frozen=True)
+class Measure:
+    """A figure of `GpuEngine` that is compared with stock."""
+
+    name: str
+    phase: str
+    field: str
+    limit: float | None = None
+    """Of the ratio to the arm `production`."""
+    unit: str = ""
+    stock_phase: str = ""
+    better: Better = "higher"
 
 
-def _engine_rows(shape: str, values: _Values, ours: str, has_targets: bool) -> Iterable[Row]:
-    title = shape if ours == "ours" else f"{shape}, decode_kernel {ours}"
-
-    def get(arm: str, phase: str, field: str) -> float | None:
-        entry = values.get((arm, phase))
-        return entry["values"].get(field) if entry else None
-
-    def row(
-        measure: str,
-        phase: str,
-        field: str,
-        limit: float | None = None,
-        unit: str = "",
-        stock_phase: str | None = None,
-        lower: bool = False,
-    ) -> Iterable[Row]:
-        """Yield a row that compares a field of all arms, if ours has it."""
-        value = get(ours, phase, field)
-        if value is None:
-            return
-        stock = {
-            arm: get(arm, stock_phase or phase, field) for arm in ("production", "constrained")
-        }
-        target, reference = None, stock["production"]
-        if limit is not None and has_targets and reference:
-            sign = "<=" if lower else ">="
-            text = f"{sign} {limit:g} x production"
-            target = Target(text, value / reference, limit, "lower" if lower else "higher")
-        shown = {arm: _amount(of_arm, unit) if of_arm else "" for arm, of_arm in stock.items()}
-        ratios = [f"{value / of_arm:.3f} x {arm}" for arm, of_arm in stock.items() if of_arm]
-        note = ", ".join(ratios)
-        yield Row(f"{title}: {measure}", _amount(value, unit), **shown, target=target, note=note)
-
+def _measures(phases: Sequence[str], batch: int) -> Iterator[Measure]:
     rate, unit = "output_tokens_per_second", "tokens/s"
-    yield from row("output at 10 %, memory scarce", "scarce", rate, 3.0, unit)
-    yield from row("peak running at 10 %, memory scarce", "scarce", "peak_running", 7.0)
-    yield from row("output at 10 %, memory ample", "ample", rate, 1.3, unit)
-    yield from row("output at 100 %, memory ample", "full budget", rate, 0.97, unit, "ample")
-    yield from row("output, text only", "text", rate, 0.97, unit)
-    if (ours, "decode") in values:
-        batch = values[ours, "decode"]["arguments"]["batch"]
-        name = f"decode step, batch {batch} at 10 %"
-        yield from row(f"{name}, host's work", "decode", "host_seconds", 1.05, "s", lower=True)
-        yield from row(f"{name}, from step to step", "decode", "step_seconds", unit="s")
-    for phase in sorted({p for _, p in values if p.startswith("prefill ")}, key=len):
-        tokens = phase.split()[1]
-        measure = f"time to first token, {tokens} tokens"
-        yield from row(measure, phase, "seconds", unit="s")
-        share = get(ours, phase, "eviction_share")
-        if share is not None:
+    yield Measure("output at 10 %, memory scarce", "scarce", rate, 3.0, unit)
+    yield Measure("peak running at 10 %, memory scarce", "scarce", "peak_running", 7.0)
+    yield Measure("output at 10 %, memory ample", "ample", rate, 1.3, unit)
+    yield Measure("output at 100 %, memory ample", "full budget", rate, 0.97, unit, "ample")
+    yield Measure("output, text only", "text", rate, 0.97, unit)
+    step = f"decode step, batch {batch} at 10 %"
+    yield Measure(f"{step}, host's work", "decode", "host_seconds", 1.05, "s", better="lower")
+    yield Measure(f"{step}, from step to step", "decode", "step_seconds", unit="s")
+    for phase in phases:
+        if phase.startswith("prefill "):
+            what = f"time to first token, {phase.split()[1]} tokens"
+            yield Measure(what, phase, "seconds", unit="s")
+
+
+def _engine_rows(
+    shape: str, values: dict[tuple[str, str], Entry], ours: str, has_targets: bool
+) -> Iterator[Row]:
+    title = shape if ours == "ours" else f"{shape}, decode_kernel {ours}"
+    mine = {phase: entry["values"] for (arm, phase), entry in values.items() if arm == ours}
+    decode = values.get((ours, "decode"), {"arguments": {"batch": 0}})
+    for measure in _measures(sorted(mine, key=len), decode["arguments"]["batch"]):
+        value = mine.get(measure.phase, {}).get(measure.field)
+        if value is None:
+            continue
+        phase, stock = measure.stock_phase or measure.phase, {}
+        for arm in STOCK:
+            found = values.get((arm, phase), {}).get("values", {}).get(measure.field)
+            if found:
+                stock[arm] = found
+        target = None
+        if measure.limit is not None and has_targets and "production" in stock:
+            sign = "<=" if measure.better == "lower" else ">="
+            text = f"{sign} {measure.limit:g} x production"
+            target = Target(text, value / stock["production"], measure.limit, measure.better)
+        shown = {arm: _amount(found, measure.unit) for arm, found in stock.items()}
+        note = ", ".join(f"{value / found:.3f} x {arm}" for arm, found in stock.items())
+        amount = _amount(value, measure.unit)
+        yield Row(f"{title}: {measure.name}", amount, **shown, target=target, note=note)
+    for phase, found in mine.items():
+        if "eviction_share" in found:
+            share = found["eviction_share"]
             target = Target("<= 0.015 of prefill", share, 0.015, "lower") if has_targets else None
-            name = f"{title}: statistics, selection and copy, {tokens} tokens"
-            seconds = get(ours, phase, "eviction_seconds") or 0.0
-            yield Row(name, _amount(seconds, "s"), target=target, note=f"{share:.2%}")
-    evicted = {p: int(e["values"].get("evicted", 0)) for (a, p), e in values.items() if a == ours}
-    if evicted:
+            name = f"{title}: statistics, selection and copy, {phase.split()[1]} tokens"
+            seconds = _amount(found["eviction_seconds"], "s")
+            yield Row(name, seconds, target=target, note=f"{share:.2%}")
+    if mine:
+        evicted = {phase: int(found.get("evicted", 0)) for phase, found in mine.items()}
         counts = ", ".join(f"{phase} {number}" for phase, number in evicted.items() if number)
         yield Row(f"{title}: requests evicted", str(sum(evicted.values())), note=counts)
 
@@ -227,11 +214,6 @@ def _amount(value: float, unit: str) -> str:
     if unit == "s":
         return f"{1e3 * value:,.2f} ms"
     return f"{value:,.4g} {unit}".strip() if value < 1e4 else f"{value:,.0f} {unit}".strip()
-
-
-def _failure(entry: Entry) -> Row:
-    name = entry.get("name") or f"{entry['part']}: {entry.get('phase', '')}"
-    return Row(name, "FAILED", note=str(entry["failed"]).strip().splitlines()[-1].replace("|", "/"))
 
 
 def _device() -> dict[str, Any]:

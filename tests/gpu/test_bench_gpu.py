@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make bench-gpu` runs from start to end, and reports what it skipped."""
+"""The GPU benchmarks run on tiny sizes, and their table judges what was measured."""
 
 from __future__ import annotations
 
@@ -48,16 +48,12 @@ def test_smoke_run_from_start_to_end(tmp_path: Path) -> None:
     assert all(name in markdown_file.read_text() for name in rows)
 
 
-def run_here(patch: pytest.MonkeyPatch, *options: str) -> int:
-    patch.setattr(sys, "argv", ["benchmarks.gpu", *options])
-    return main()
-
-
 @pytest.mark.skipif(has_cuda(), reason="there is a GPU")
 def test_without_a_gpu_nothing_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_here(monkeypatch, "--results", str(tmp_path)) == 1
+    monkeypatch.setattr(sys, "argv", ["benchmarks.gpu", "--results", str(tmp_path)])
+    assert main() == 1
     assert "No CUDA device" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
@@ -83,15 +79,13 @@ def test_our_kernels_are_judged_as_they_are_launched() -> None:
         [
             {"part": "kernels", "name": "copy bandwidth", "bandwidth": 3e12},
             case("decode attention, ragged, our kernel", 1.1e-4),
-            case("decode attention, ragged, our kernel with chunks", 1e-4, error=float("nan")),
+            case("decode attention, ragged, other", 1e-4, error=float("nan")),
             case("decode attention, uniform, FlashAttention over pages", 1.1e-4),
             case("decode attention, uniform, FlashAttention stock cache", 1e-4),
             {"part": "kernels", "name": "copy", "failed": "Traceback\nValueError: no"},
         ]
     )
-    assert [row.target and row.target.met for row in rows] == [
-        None, True, None, False, None, None,
-    ]  # fmt: skip
+    assert [row.target and row.target.met for row in rows] == [None, True, None, False, None, None]
     assert "WRONG RESULT" in rows[2].ours
     assert (rows[-1].ours, rows[-1].note) == ("FAILED", "ValueError: no")
 
@@ -104,15 +98,11 @@ def test_cases_of_attention_compute_the_same(monkeypatch: pytest.MonkeyPatch) ->
     flash = partial(attend, causal=True, max_seqlen_q=1)
     monkeypatch.setattr(cases, "_flash_attention", lambda: flash)
     errors = {}
-    for group in (
-        cases.decode_attention(ragged=True),
-        cases.decode_attention(ragged=False),
-        cases.many_sequences(SMOKE_SIZES.many_sequences[0]),
-    ):
-        for case in group:
+    for ragged in (True, False):
+        for case in cases.decode_attention(ragged=ragged):
             case.call()
             errors[case.name] = case.error() if case.error else 0.0
     names = "\n".join(errors)
-    assert sum("FlashAttention" in name for name in errors) == 8, names
-    assert sum("our kernel" in name for name in errors) == 9, names
+    assert sum("FlashAttention" in name for name in errors) == 6, names
+    assert sum("our kernel" in name for name in errors) == 2, names
     assert all(error < 0.01 for error in errors.values()), errors

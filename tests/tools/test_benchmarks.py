@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make bench` runs from start to end, reports what it skipped, and the page shows its records."""
+"""The benchmarks run, and their tables show what was recorded."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pytest
 
 from benchmarks import cuts, report, switched
-from benchmarks.bench import Bench, Part
+from benchmarks.bench import Bench
 from benchmarks.costs import pool_tokens
+from benchmarks.gain import full_caches
 from benchmarks.measurement import Line, Target
 from benchmarks.probe import Waits
 from benchmarks.remote import Remote, RemoteError, TimeUpError
@@ -30,9 +31,7 @@ from tests.conftest import ROOT
 from vllm_tgvkv.shared.cuts import Ceiling, Cut, plan_cuts
 
 pytestmark = pytest.mark.apparatus
-
-if TYPE_CHECKING:
-    from vllm_tgvkv.scheduler.scheduler import EvictionScheduler
+every_scale = pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 
 
 def bench(scale: Scale = FULL, block_size: int = 128, seconds: float = 60.0) -> Bench:
@@ -56,17 +55,8 @@ def takes_too_long(given: Bench) -> Iterator[Line]:
     raise TimeUpError
 
 
-MEASURES = {
-    "costs": "acf",
-    "gain": "bd",
-    "scheduler": "i",
-    "methods": "g",
-    "metrics": "h",
-    "waiting": "j",
-    "cuts": "j",
-    "long": "j",
-}
-"""Letters of what each part measures."""
+MEASURES = {"costs": "acf", "gain": "bd", "scheduler": "i", "methods": "g", "metrics": "h"}
+"""Letters of what each part measures; of the others it is j."""
 
 
 @pytest.mark.compatibility
@@ -83,11 +73,11 @@ def test_smoke_run_from_start_to_end(part: str, tmp_path: Path) -> None:
     ends = {name: run["end"] for name, run in result["parts"].items()}
     assert ends == dict.fromkeys(PARTS, "not run") | {part: "finished"}
     assert {line["part"] for line in result["lines"]} == {part}
-    assert {line["measure"][0] for line in result["lines"]} == set(MEASURES[part])
+    assert {line["measure"][0] for line in result["lines"]} == set(MEASURES.get(part, "j"))
     assert report.tables(result) in done.stdout
 
 
-@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+@every_scale
 def test_known_parts_are_run(scale: Scale) -> None:
     assert set(scale.parts) <= set(PARTS)
     assert set(FULL.parts) == set(SMOKE.parts) == set(PARTS)
@@ -104,89 +94,66 @@ def test_the_pool_holds_all_requests_to_the_last_step(scale: Scale, block_size: 
     assert pool_tokens(bench(scale, block_size)) // size >= batch * -(-longest // size) + 1
 
 
-@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+@every_scale
 def test_waits_outlast_what_is_measured(scale: Scale) -> None:
     """A request whose wait ended would be evicted in the middle, and store nothing after it."""
-    given, waits = bench(scale), scale.waiting
-    steps = switched.STEPS_PER_ROUND * waits.rounds
+    given, waits, size = bench(scale), scale.waiting, switched.BLOCK_SIZE
+    longest = switched.longest_wait(given)
     for batch, workload in waits.decodes:
-        longest = switched.longest_wait(given)
-        assert longest > batch + steps
-        blocks = -(-(workload.prompt_tokens + longest) // switched.BLOCK_SIZE)
-        assert switched.wait_pool(given) // switched.BLOCK_SIZE > batch * blocks
-    assert switched.wait_pool(given) > switched.burst_pool(given)
+        assert longest > batch + switched.STEPS_PER_ROUND * waits.rounds
+        blocks = -(-(workload.prompt_tokens + longest) // size)
+        assert switched.wait_pool(given) // size > batch * blocks
+    assert switched.wait_pool(given) > full_caches(given, size)
 
 
-@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+@every_scale
 def test_the_ceiling_cuts_once_in_a_period(scale: Scale) -> None:
-    """The scheduler's own plan of cuts is asked, for both engines that have a ceiling."""
-    waits, size = scale.cuts, switched.BLOCK_SIZE
-    for most, prompt in (
-        (waits.ceiling, cuts.ceiling_prompt(waits.ceiling)),
-        (waits.long_ceiling, waits.long_prompt.prompt_tokens),
-    ):
-        ceiling = Ceiling.of(most)
-        planned = plan_cuts(prompt, [(0, most // size)], ceiling, size, prompt + 4000)
-        cut: Cut | None = planned.first
-        assert cut is not None
-        assert cut.num_replaced > cut.num_retained, "the prompt is not evicted"
-        for _ in range(3):
-            later = planned.after(cut)
-            assert later is not None
-            assert later.at - cut.at == cuts.period(most)
-            assert later.num_retained * size == most
-            cut = later
+    """The scheduler's own plan of cuts is asked."""
+    most, prompt, size = scale.cuts.ceiling, scale.cuts.prompt.prompt_tokens, switched.BLOCK_SIZE
+    longest = prompt + 5 * cuts.period(most)
+    planned = plan_cuts(prompt, [(0, most // size)], Ceiling.of(most), size, longest)
+    cut: Cut | None = planned.first
+    assert cut is not None
+    assert cut.num_replaced > cut.num_retained, "the prompt is not evicted"
+    for _ in range(3):
+        later = planned.after(cut)
+        assert later is not None
+        assert later.at - cut.at == cuts.period(most)
+        assert later.num_retained * size == most
+        cut = later
 
 
 def test_the_share_of_cuts_is_what_they_add_to_plain_steps() -> None:
-    """Steps of 10 ms; in each period one of 50 ms cuts, the next takes 12 ms, 8 store for 1 ms."""
-    tokens = 128
-    steps = 2 * tokens
-    found: dict[str, list[float]] = {
-        "seconds": [0.010] * steps,
-        "cuts": [0.0] * steps,
-        "stored": [0.0] * steps,
-        "eviction": [0.0] * steps,
-    }
-    for cut in (40, 40 + tokens):
-        found["cuts"][cut], found["seconds"][cut], found["eviction"][cut] = 1, 0.050, 0.039
-        found["seconds"][cut + 1] = 0.012
-        for step in range(cut - 8, cut):
-            found["stored"][step], found["seconds"][step] = 1, 0.011
-    for first in (0, tokens):
-        period = cuts.Period.of(found, first, tokens)
-        assert period.plain == 0.010
-        assert period.cuts == pytest.approx(0.042)
-        assert period.storing == pytest.approx(0.008)
-        assert period.evicting == pytest.approx(0.039)
-        whole = sum(found["seconds"][first : first + tokens])
-        assert period.share == pytest.approx(100 * 0.050 / whole)
+    """Steps of 10 ms; one of 50 ms cuts, the next takes 12 ms, and 8 store for 1 ms each."""
+    steps = 128
+    found = {"seconds": [0.010] * steps, "cuts": [0.0] * steps, "stored": [0.0] * steps}
+    found["cuts"][40], found["seconds"][40], found["seconds"][41] = 1, 0.050, 0.012
+    for step in range(32, 40):
+        found["stored"][step], found["seconds"][step] = 1, 0.011
+    assert cuts.share_of_cuts(found) == pytest.approx(100 * 0.050 / sum(found["seconds"]))
     found["stored"] = [1.0] * steps
     with pytest.raises(ValueError, match="every step"):
-        cuts.Period.of(found, 0, tokens)
+        cuts.share_of_cuts(found)
 
 
-def test_a_long_answer_is_shown_by_hundred_tokens() -> None:
+def test_a_long_answer_stays_in_its_blocks_and_keeps_its_speed() -> None:
+    def turns(rates: list[float], blocks: list[float]) -> list[dict[str, list[float]]]:
+        return [
+            {"seconds": [8 / rate], "blocks": [8 * held]}
+            for rate, held in zip(rates, blocks, strict=True)
+        ]
+
     falling = [100.0 - 10 * number for number in range(8)]
-    rates = {"ours": [90.0] * 8, "constrained": falling}
-    blocks = {"ours": [20.0] * 8, "constrained": [30.0 + number for number in range(8)]}
-    held, speed = cuts.long_lines(bench(), rates, blocks, cuts=48)
-    assert [target.met for target in (*held.targets, *speed.targets)] == [True, True]
-    text = report.tables(recorded([held, speed]))
-    assert "| 800 | 20 | 37 | 90 | 30 |" in text
-    assert "last quarter by first: ours 1.000, constrained 0.368" in text
-    rates["ours"], blocks["ours"] = falling, [20.0] * 7 + [21.0]
-    held, speed = cuts.long_lines(bench(), rates, blocks, cuts=48)
-    assert [target.met for target in (*held.targets, *speed.targets)] == [False, False]
-
-
-def recorded(lines: list[Line]) -> dict[str, Any]:
-    """Return the record of a run that gave these lines, as it is read from its file."""
-    run = bench()
-    run.run({"costs": lambda given: iter(lines)})
-    result = report.record(run, "command", 1.0, (0.0, 0.0, 0.0))
-    loaded: dict[str, Any] = json.loads(json.dumps(result))
-    return loaded
+    stock = turns(falling, [30.0 + number for number in range(8)])
+    for rates, blocks, met in (
+        ([90.0] * 8, [21.0] * 8, True),
+        (falling, [21.0] * 7 + [22.0], False),
+    ):
+        found = {"ours": turns(rates, blocks), "constrained": stock}
+        held, speed = cuts.long_lines(bench(), found)
+        assert [target.met for target in (*held.targets, *speed.targets)] == [met, met]
+        assert held.rounds["constrained"][-1] == 37
+        assert f"ours {1 if met else 0.368:.3f}, constrained 0.368" in speed.notes
 
 
 @dataclass
@@ -208,55 +175,47 @@ class Requests:
 def test_waits_are_set_aside_and_taken_up_again() -> None:
     first, second = Cut(100, 2, 3), Cut(200, 2, 5)
     scheduler = Requests({"waits": first, "done": None, "ends": second})
-    waits = Waits(cast("EvictionScheduler", scheduler))
+    waits = Waits(cast("Any", scheduler), cast("Any", None))
 
     def found() -> dict[str, Cut | None]:
         return {name: candidate.cut for name, candidate in scheduler.candidates.items()}
 
     for _ in range(2):  # a second time changes nothing
-        waits.switch(False)
+        waits.turn(False)
         assert set(found().values()) == {None}
         assert scheduler.expected == {"waits": None, "ends": None}
     del scheduler.candidates["ends"]
     for _ in range(2):
-        waits.switch(True)
+        waits.turn(True)
         assert found() == {"waits": first, "done": None}
         assert scheduler.expected["waits"] == first
 
 
-def test_a_part_that_fails_keeps_its_lines_and_leaves_the_others() -> None:
-    run = bench()
-    run.run({"costs": fails, "gain": one_line})
-    assert [line.part for line in run.lines] == ["costs", "gain"]
-    assert [ending.end for ending in run.endings.values()] == ["failed", "finished"]
-    assert run.failed
-
-
-def test_parts_after_the_deadline_do_not_run() -> None:
-    run = bench()
-    run.run({"costs": takes_too_long, "gain": one_line})
-    assert [line.part for line in run.lines] == ["costs"]
-    assert [ending.end for ending in run.endings.values()] == ["time is up", "not run"]
-    assert not run.failed
-
-
-def test_only_named_parts_run() -> None:
-    parts: dict[str, Part] = {"costs": one_line, "methods": one_line}
-    for scale, only, wanted in (
-        (QUICK, (), ["finished", "not run"]),
-        (QUICK, ("methods",), ["not run", "finished"]),
-        (FULL, (), ["finished", "finished"]),
-    ):
-        run = bench(scale)
-        run.run(parts, only)
-        assert [ending.end for ending in run.endings.values()] == wanted
-
-
-def test_targets_belong_to_the_full_sizes() -> None:
-    for scale, count in ((FULL, 1), (QUICK, 0)):
-        run = bench(scale)
-        run.run({"costs": one_line})
-        assert len(run.lines[0].targets) == count
+@pytest.mark.parametrize(
+    ("scale", "parts", "only", "ends"),
+    [
+        (FULL, (fails, one_line), (), ["failed", "finished"]),
+        (FULL, (takes_too_long, one_line), (), ["time is up", "not run"]),
+        (QUICK, (one_line, one_line), (), ["finished", "not run"]),
+        (QUICK, (one_line, one_line), ("methods",), ["not run", "finished"]),
+    ],
+)
+def test_parts_end_and_keep_their_lines(
+    scale: Scale, parts: tuple[Any, Any], only: tuple[str, ...], ends: list[str]
+) -> None:
+    """A part that fails leaves the others alone; only the full sizes have targets."""
+    run, names = bench(scale), ("costs", "methods")
+    run.run(dict(zip(names, parts, strict=True)), only)
+    assert [ending.end for ending in run.endings.values()] == ends
+    ran = [name for name, end in zip(names, ends, strict=True) if end != "not run"]
+    assert [line.part for line in run.lines] == ran
+    assert run.failed == ("failed" in ends)
+    assert {len(line.targets) for line in run.lines} == {int(scale.has_targets)}
+    result = json.loads(json.dumps(report.record(run, "command", 1.0, (0.0, 0.0, 0.0))))
+    text = report.tables(result)
+    for name, end in zip(names, ends, strict=True):
+        assert re.search(f"- {end}: .*{name}", text)
+    assert "| a. speed, s | 1 | production 2 | production 2.000 [2.000 .. 2.000] |" in text
 
 
 def test_remote_objects_answer_fail_and_are_killed_at_the_deadline() -> None:
@@ -285,14 +244,3 @@ def test_tables_of_the_page_are_those_of_their_records() -> None:
     assert text == report.page(text)
     marked = re.findall(r"<!-- results: (\S+)", text)
     assert sorted({*marked}) == sorted(path.name for path in report.RESULTS.glob("*.json"))
-
-
-def test_the_page_shows_which_parts_ran() -> None:
-    run = bench(QUICK)
-    run.run({"costs": fails, "gain": one_line, "methods": one_line})
-    result = report.record(run, "command", 1.0, (0.0, 0.0, 0.0))
-    text = report.tables(json.loads(json.dumps(result)))
-    assert "- failed: costs" in text
-    assert "- finished: gain" in text
-    assert "- not run: methods" in text
-    assert "a. speed, s | 1 | 2 |  | 2.000 [2.000 .. 2.000]" in text

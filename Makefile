@@ -84,8 +84,9 @@ mutations: setup ## plant twenty defects in core modules; the usual tests have t
 NEXT := $(CURDIR)/build/vllm-0.33.0
 NEXT_TESTS := tests/unit/test_vllm_versions.py tests/unit/test_patches.py \
 	tests/scheduler/test_overtaking.py tests/scheduler/test_requests.py \
+	tests/engine/test_methods.py::test_prefix_cache_serves_the_same_image_again \
 	$(addprefix tests/engine/test_engine.py::test_,tokens_and_kept_positions_are_the_oracles \
-	prefix_cache_serves_the_same_image_again preemption_in_a_small_pool)
+	preemption_in_a_small_pool)
 
 next-vllm: $(NEXT) ## the Python sources of vLLM 0.33 over the compiled operators of `make setup`
 
@@ -99,7 +100,8 @@ test-gpu: ## the Triton kernels, on the GPU if there is one, else under Triton's
 	$(GPU_PYTHON) -m pytest -q tests/gpu
 
 test-scheduler: setup ## WORKLOADS=3000 random workloads, EXAMPLES=5000 random sequences of events: an hour
-	$(BIN)/python -m tests.scheduler.test_simulation $(or $(WORKLOADS),3000)
+	SCHEDULER_WORKLOADS=$(or $(WORKLOADS),3000) $(BIN)/python -m pytest -qs tests/scheduler/test_simulation.py \
+		-k random_workloads
 	SCHEDULER_EXAMPLES=$(or $(EXAMPLES),5000) $(BIN)/python -m pytest -qs tests/scheduler/test_states.py
 
 compile-kernels: setup ## build every Triton kernel for three GPU generations; fails on spills

@@ -285,14 +285,7 @@ def observe(
         ]
         for layer, sets in zip(raw, token_sets, strict=True)
     ]
-    return with_pooling(Evidence(token_sets, raw, raw, [], case, 0), pool_of(mix, case, settings))
-
-
-def pool_of(mix: Mix, case: Case, settings: Settings) -> Pool:
-    """Return the pooling under the settings' budget; under `auto`, for the most it may keep."""
-    budget, size = settings.budget, case.block_size
-    most = budget.most if isinstance(budget, Auto) else budget
-    return mix.pooling.within(retained_blocks(case.layout.prompt, size, most) * size)
+    return with_pooling(Evidence(token_sets, raw, raw, [], case, 0), mix.pooling)
 
 
 def with_pooling(evidence: Evidence, pool: Pool) -> Evidence:
@@ -308,9 +301,8 @@ def with_pooling(evidence: Evidence, pool: Pool) -> Evidence:
 def choose(mix: Mix, evidence: Evidence, kv_heads: int, settings: Settings) -> Selection:
     """Return the part that is kept under the settings' budget."""
     length, size = evidence.case.layout.prompt, settings.block_size
-    pool = pool_of(mix, evidence.case, settings)
-    if pool != evidence.pool:
-        evidence = with_pooling(evidence, pool)
+    if mix.pooling != evidence.pool:
+        evidence = with_pooling(evidence, mix.pooling)
     if length < size:
         chosen = everything(evidence)
     elif isinstance(settings.budget, Auto):

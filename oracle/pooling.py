@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,9 +17,8 @@ class Pool:
     """Pooling of scores: kind "none", "sequence" or "grid", reduce "max" or "mean".
 
     Over the `kernel` nearest; or, with `forward` or `back`, position j over positions
-    j - forward .. j + back of its run, where text is pooled by "sequence" alone. `forward_share`
-    bounds `forward` by a share of the tokens that a head keeps on average. With `halve`, a score
-    weighs half for every `halve` positions that it counts forward.
+    j - forward .. j + back of its run, where text is pooled by "sequence" alone. With
+    `halve`, a score weighs half for every `halve` positions that it counts forward.
     """
 
     kind: str = "none"
@@ -27,20 +26,11 @@ class Pool:
     reduce: str = "max"
     forward: int | None = None
     back: int | None = None
-    forward_share: float | None = None
     halve: int | None = None
 
     @property
     def has_direction(self) -> bool:
         return self.forward is not None or self.back is not None
-
-    def within(self, count: int) -> Pool:
-        """Return the pooling of a cut that keeps `count` tokens per head."""
-        if self.forward_share is None:
-            return self
-        assert self.forward is not None
-        bound = math.floor(self.forward_share * count)
-        return replace(self, forward=min(self.forward, bound), forward_share=None)
 
 
 NO_POOLING = Pool()

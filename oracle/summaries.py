@@ -170,20 +170,6 @@ def summaries(
     return found
 
 
-def attend(
-    query: Tensor, keys: Tensor, values: Tensor, rows: Sequence[Row], scale: float
-) -> Tensor:
-    """Return the attention of one query [D] over tokens and rows together, [D].
-
-    The softmax is over the logits q.k of the tokens and q.k + log n of the rows.
-    """
-    logits = [float(query.double() @ key.double()) * scale for key in keys]
-    logits += [float(query.double() @ row.key) * scale + _log(row.mass) for row in rows]
-    weights = torch.tensor(logits, dtype=torch.float64).softmax(0)
-    everything = torch.stack([*values.double(), *(row.value for row in rows)])
-    return weights @ everything
-
-
 def _log(mass: float) -> float:
     return math.log(mass) if mass > 0 else -math.inf
 

@@ -84,6 +84,15 @@ def product(*factors: Iterable[Any], strength: int = 2) -> list[Any]:
     return found
 
 
+def assert_says(message: str, text: str) -> None:
+    """Assert that a message has the parts of a text, which "..." separates, in this order."""
+    end = 0
+    for part in map(str.strip, text.split("...")):
+        found = message.find(part, end)
+        assert found >= 0, f"{part!r} is missing, or comes too early, in: {message}"
+        end = found + len(part)
+
+
 class NoKernel:
     """Takes the place of a Triton kernel. Its launches do nothing, and are counted."""
 
@@ -190,6 +199,14 @@ def paged(keys: Tensor, block_size: int, transposed: bool) -> tuple[Tensor, Tens
     for j in range(num_tokens):
         pool[ids[j // block_size], :, j % block_size] = keys[j]
     return pool, ids
+
+
+def padded(heads: Sequence[Tensor], size: int) -> Tensor:
+    """Return keys ``[H, size, D]`` that are NaN behind the keys of each head."""
+    keys = torch.full((len(heads), size, heads[0].shape[-1]), math.nan, dtype=heads[0].dtype)
+    for row, head in zip(keys, heads, strict=True):
+        row[: len(head)] = head
+    return keys
 
 
 @dataclass

@@ -8,76 +8,16 @@ function and greedy text can be compared token for token.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from PIL import Image
-from transformers import (
-    Cohere2VisionConfig,
-    Cohere2VisionForConditionalGeneration,
-    Cohere2VisionImageProcessor,
-    Cohere2VisionProcessor,
-    Exaone4_5_Config,
-    Exaone4_5_ForConditionalGeneration,
-    Exaone4_5_Processor,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    Gemma3ImageProcessor,
-    Gemma3Processor,
-    Gemma4Config,
-    Gemma4ForConditionalGeneration,
-    Gemma4ImageProcessor,
-    Gemma4Processor,
-    Gemma4VideoProcessor,
-    GotOcr2ImageProcessor,
-    InternVLConfig,
-    InternVLForConditionalGeneration,
-    InternVLProcessor,
-    InternVLVideoProcessor,
-    LlavaForConditionalGeneration,
-    LlavaNextConfig,
-    LlavaNextForConditionalGeneration,
-    LlavaNextImageProcessor,
-    LlavaNextProcessor,
-    LlavaOnevisionConfig,
-    LlavaOnevisionForConditionalGeneration,
-    LlavaOnevisionImageProcessor,
-    LlavaOnevisionProcessor,
-    LlavaOnevisionVideoProcessor,
-    MiniCPMV4_6Config,
-    MiniCPMV4_6ForConditionalGeneration,
-    MiniCPMV4_6ImageProcessor,
-    MiniCPMV4_6Processor,
-    MiniCPMV4_6VideoProcessor,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2_5_VLProcessor,
-    Qwen2Tokenizer,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
-    Qwen2VLImageProcessor,
-    Qwen2VLProcessor,
-    Qwen2VLVideoProcessor,
-    Qwen3_5Config,
-    Qwen3_5ForConditionalGeneration,
-    Qwen3_5MoeConfig,
-    Qwen3_5MoeForConditionalGeneration,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-    Qwen3VLProcessor,
-    Qwen3VLVideoProcessor,
-)
+from transformers import PreTrainedTokenizerFast
 from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
 
 from measure.folders import (
@@ -106,7 +46,6 @@ GEMMA4_TOKENS = 70
 """Most tokens of an image of Gemma 4, the least that vLLM takes."""
 
 _CHAT_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-_LLAVA_TOKENS = [*_CHAT_TOKENS, LLAVA_IMAGE]
 _INTERN_TOKENS = {
     "start_image_token": "<img>",
     "end_image_token": "</img>",
@@ -144,17 +83,9 @@ _MINICPM_TOKENS = {
     "image_id_end_token": "</image_id>",
 }
 MINICPM_IMAGE = _MINICPM_TOKENS["image_token"]
-_EXAONE_TOKENS = ["<vision>", "</vision>", "<|image_pad|>", "<|video_pad|>"]
 EXAONE_IMAGE = "<vision><|image_pad|></vision>"
-_NEWLINES = ["\n" * number for number in range(1, 5)]
-"""Gemma 3 writes empty lines around images, and vLLM joins them by these tokens."""
 _QWEN_TOKENS = [
-    *_CHAT_TOKENS,
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
+    f"<|{name}|>" for name in ("vision_start", "vision_end", "vision_pad", "image_pad", "video_pad")
 ]
 _CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
@@ -245,266 +176,237 @@ def random_video(seed: int, frames: int, width: int, height: int) -> tuple[np.nd
     }
 
 
-def write_llava(folder: Path, model: TinyModel) -> None:
-    """Write a LLaVA model: CLIP tower, two-layer projector, Llama."""
-    tokenizer, ids = _tokenizer(_LLAVA_TOKENS, LLAVA_IMAGE)
-    text = _text_config(model, tokenizer, ids)
-    config = llava_config(text, _clip_config(model), ids[LLAVA_IMAGE], "float32")
-    processor = llava_processor(tokenizer, model.image_size, PATCH)
-    _save(folder, model, LlavaForConditionalGeneration(config), processor, ids)
-    rename_weights(folder, clip_name_of_vllm)
+@dataclass(frozen=True)
+class Parts:
+    """What a family's configuration and processor are made of."""
+
+    model: TinyModel
+    family: Family
+    tokenizer: PreTrainedTokenizerFast
+    ids: Mapping[str, int]
+
+    @property
+    def side(self) -> int:
+        """Return the side of a tile in pixels."""
+        return self.model.image_size
+
+    @property
+    def square(self) -> dict[str, int]:
+        """Return the size of a tile, as image processors read it."""
+        return {"height": self.side, "width": self.side}
+
+    def clip(self, **fields: Any) -> dict[str, Any]:
+        """Return the configuration of a CLIP tower."""
+        return {**clip_config(image_size=self.side, patch=PATCH, layers=3), **fields}
+
+    def text(self, kind: str = "Llama", **fields: Any) -> dict[str, Any]:
+        """Return the language model's configuration, without its type unless it is Llama."""
+        model = self.model
+        return {
+            **({"model_type": "llama"} if kind == "Llama" else {}),
+            "architectures": [f"{kind}ForCausalLM"],
+            "vocab_size": len(self.tokenizer),
+            "rms_norm_eps": 1e-5,
+            "bos_token_id": None,
+            "eos_token_id": self.ids["<|im_end|>"],
+            "dtype": "float32",
+            **model.text_config(),
+            **fields,
+        }
+
+    def with_windows(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """Return the text's configuration: two layers with a window, then one without."""
+        kinds = ["sliding_attention"] * 2 + ["full_attention"]
+        return {
+            **self.text(kind, head_dim=self.model.head_size, sliding_window=WINDOW),
+            "layer_types": kinds * (self.model.layers // 3),
+            **fields,
+        }
+
+    def hybrid(self, **fields: Any) -> dict[str, Any]:
+        """Return the fields of a text with gated delta nets and full attention in turn."""
+        return {
+            "head_dim": self.model.head_size,
+            "layer_types": ["linear_attention", "full_attention"] * (self.model.layers // 2),
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 64,  # the least that vLLM's CPU kernel takes
+            "linear_value_head_dim": 64,
+            **fields,
+        }
+
+    def config(self, **fields: Any) -> Any:
+        """Return the configuration of the whole model."""
+        ids = {name: self.ids[token] for name, token in self.family.config_tokens.items()}
+        given = {"tie_word_embeddings": False, "dtype": "float32", **ids, **fields}
+        return getattr(transformers, f"{self.family.name}Config")(**given)
+
+    def processor(self, images: str, videos: str = "", **fields: Any) -> Any:
+        """Return the family's processor around processors of these names."""
+        own = self.family.processor or self.family.name
+        sizes, more = fields.pop("sizes"), fields.pop("of_images", {})
+        given = {"image_processor": getattr(transformers, images)(**sizes, **more)}
+        if videos:
+            given["video_processor"] = getattr(transformers, videos)(**sizes)
+        return getattr(transformers, f"{own}Processor")(
+            tokenizer=self.tokenizer, chat_template=self.tokenizer.chat_template, **given, **fields
+        )
 
 
-def write_llava_next(folder: Path, model: TinyModel) -> None:
-    """Write a LLaVA-NeXT model: an image is scaled down and tiled, with a token per row end."""
-    tokenizer, ids = _tokenizer(_LLAVA_TOKENS, LLAVA_IMAGE)
-    side = model.image_size
-    config = LlavaNextConfig(
-        text_config=_text_config(model, tokenizer, ids),
-        vision_config=_clip_config(model),
-        image_token_index=ids[LLAVA_IMAGE],
-        image_grid_pinpoints=_pinpoints(side),
-        image_seq_length=(side // PATCH) ** 2,
-        tie_word_embeddings=False,
-        dtype="float32",
+def _llava(parts: Parts) -> tuple[Any, Any]:
+    """CLIP tower, two-layer projector, Llama."""
+    config = llava_config(parts.text(), parts.clip(), parts.ids[LLAVA_IMAGE], "float32")
+    return config, llava_processor(parts.tokenizer, parts.side, PATCH)
+
+
+def _llava_next(parts: Parts) -> tuple[Any, Any]:
+    """An image is scaled down and tiled, with a token per row end."""
+    config = parts.config(
+        text_config=parts.text(),
+        vision_config=parts.clip(),
+        image_grid_pinpoints=_pinpoints(parts.side),
+        image_seq_length=(parts.side // PATCH) ** 2,
     )
-    processor = LlavaNextProcessor(
-        image_processor=LlavaNextImageProcessor(
-            size={"shortest_edge": side},
-            crop_size={"height": side, "width": side},
-            image_grid_pinpoints=_pinpoints(side),
-        ),
-        tokenizer=tokenizer,
+    processor = parts.processor(
+        "LlavaNextImageProcessor",
+        sizes={
+            "size": {"shortest_edge": parts.side},
+            "crop_size": parts.square,
+            "image_grid_pinpoints": _pinpoints(parts.side),
+        },
         patch_size=PATCH,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
-        chat_template=tokenizer.chat_template,
     )
-    _save(folder, model, LlavaNextForConditionalGeneration(config), processor, ids)
-    rename_weights(folder, clip_name_of_vllm)
+    return config, processor
 
 
-def write_llava_onevision(folder: Path, model: TinyModel) -> None:
-    """Write a LLaVA-OneVision model: tiles as in LLaVA-NeXT, and videos of pooled frames."""
-    tokenizer, ids = _tokenizer([*_LLAVA_TOKENS, LLAVA_VIDEO], LLAVA_IMAGE)
-    side = model.image_size
-    config = LlavaOnevisionConfig(
-        text_config={"model_type": "qwen2", **_text_config(model, tokenizer, ids, "Qwen2")},
-        vision_config={**_clip_config(model), "model_type": "siglip_vision_model"},
-        image_token_index=ids[LLAVA_IMAGE],
-        video_token_index=ids[LLAVA_VIDEO],
-        image_grid_pinpoints=_pinpoints(side, 6),
-        tie_word_embeddings=False,
-        dtype="float32",
+def _llava_onevision(parts: Parts) -> tuple[Any, Any]:
+    """Tiles as in LLaVA-NeXT, and videos of pooled frames."""
+    pinpoints = _pinpoints(parts.side, 6)
+    config = parts.config(
+        text_config=parts.text("Qwen2", model_type="qwen2"),
+        vision_config=parts.clip(**_SIGLIP),
+        image_grid_pinpoints=pinpoints,
     )
-    size = {"height": side, "width": side}
-    processor = LlavaOnevisionProcessor(
-        image_processor=LlavaOnevisionImageProcessor(
-            size=size, image_grid_pinpoints=_pinpoints(side, 6)
-        ),
-        tokenizer=tokenizer,
-        video_processor=LlavaOnevisionVideoProcessor(size=size),
-        num_image_tokens=(side // PATCH) ** 2,
+    processor = parts.processor(
+        "LlavaOnevisionImageProcessor",
+        "LlavaOnevisionVideoProcessor",
+        sizes={"size": parts.square},
+        of_images={"image_grid_pinpoints": pinpoints},
+        num_image_tokens=(parts.side // PATCH) ** 2,
         vision_feature_select_strategy="full",
-        chat_template=tokenizer.chat_template,
     )
-    _save(folder, model, LlavaOnevisionForConditionalGeneration(config), processor, ids)
-    rename_weights(folder, clip_name_of_vllm)
+    return config, processor
 
 
-def write_internvl(folder: Path, model: TinyModel) -> None:
-    """Write an InternVL model, in transformers' format: images are tiles and a thumbnail."""
-    tokenizer, ids = _tokenizer(
-        [*_CHAT_TOKENS, *_INTERN_TOKENS.values()],
-        INTERN_IMAGE,
-        Qwen2Tokenizer,
-        extra_special_tokens=_INTERN_TOKENS,
-    )
-    side = model.image_size
-    num_tokens = (side // PATCH // 2) ** 2
-    config = InternVLConfig(
-        text_config={"model_type": "qwen3", **_text_config(model, tokenizer, ids, "Qwen3")},
+def _internvl(parts: Parts) -> tuple[Any, Any]:
+    """In transformers' format: images are tiles and a thumbnail."""
+    num_tokens = (parts.side // PATCH // 2) ** 2
+    config = parts.config(
+        text_config=parts.text("Qwen3", model_type="qwen3", head_dim=parts.model.head_size),
         vision_config={
-            "hidden_size": 64,
-            "intermediate_size": 128,
+            **_TOWER,
             "num_attention_heads": 2,
             "num_hidden_layers": 2,
-            "image_size": side,
+            "image_size": parts.side,
             "patch_size": PATCH,
             "layer_scale_init_value": 1.0,
         },
-        image_token_id=ids[INTERN_IMAGE],
         image_seq_length=num_tokens,
-        tie_word_embeddings=False,
-        dtype="float32",
     )
-    size = {"height": side, "width": side}
-    processor = InternVLProcessor(
-        image_processor=GotOcr2ImageProcessor(size=size, min_patches=1, max_patches=6),
-        tokenizer=tokenizer,
-        video_processor=InternVLVideoProcessor(size=size),
+    processor = parts.processor(
+        "GotOcr2ImageProcessor",
+        "InternVLVideoProcessor",
+        sizes={"size": parts.square},
+        of_images={"min_patches": 1, "max_patches": 6},
         image_seq_length=num_tokens,
-        chat_template=tokenizer.chat_template,
     )
-    _save(folder, model, InternVLForConditionalGeneration(config), processor, ids)
+    return config, processor
 
 
-def write_gemma3(folder: Path, model: TinyModel) -> None:
-    """Write a Gemma 3 model: two layers with a window of 64 tokens, then one of full attention.
+def _gemma3(parts: Parts) -> tuple[Any, Any]:
+    """Two layers with a window of 64 tokens, then one of full attention.
 
     Its queries are scaled by another number than the size of a head.
     """
-    tokenizer, ids = _tokenizer(
-        [*_CHAT_TOKENS, *_GEMMA_TOKENS.values(), *_NEWLINES],
-        GEMMA_IMAGE,
-        Qwen2Tokenizer,
-        extra_special_tokens=_GEMMA_TOKENS,
-    )
-    side = model.image_size
-    num_tokens = (side // PATCH) ** 2
-    config = Gemma3Config(
-        text_config={
-            **_text_config(model, tokenizer, ids, "Gemma3"),
-            "head_dim": model.head_size,
-            "query_pre_attn_scalar": 2 * model.head_size,
-            "sliding_window": WINDOW,
-            "layer_types": _with_windows(model.layers),
-        },
-        vision_config={**_clip_config(model), "model_type": "siglip_vision_model"},
+    num_tokens = (parts.side // PATCH) ** 2
+    scalar = 2 * parts.model.head_size
+    config = parts.config(
+        text_config=parts.with_windows("Gemma3", query_pre_attn_scalar=scalar),
+        vision_config=parts.clip(**_SIGLIP),
         mm_tokens_per_image=num_tokens,
-        boi_token_index=ids[_GEMMA_TOKENS["boi_token"]],
-        eoi_token_index=ids[_GEMMA_TOKENS["eoi_token"]],
-        image_token_index=ids[_GEMMA_TOKENS["image_token"]],
-        tie_word_embeddings=False,
-        dtype="float32",
     )
-    processor = Gemma3Processor(
-        image_processor=Gemma3ImageProcessor(size={"height": side, "width": side}),
-        tokenizer=tokenizer,
-        image_seq_length=num_tokens,
-        chat_template=tokenizer.chat_template,
-    )
-    projector = "mm_input_projection"
-    _save(folder, model, Gemma3ForConditionalGeneration(config), processor, ids, projector)
-    rename_weights(folder, clip_name_of_vllm)
+    sizes = {"size": parts.square}
+    return config, parts.processor("Gemma3ImageProcessor", sizes=sizes, image_seq_length=num_tokens)
 
 
-def write_cohere2_vision(folder: Path, model: TinyModel) -> None:
-    """Write a Command A Vision model: windows as in `write_gemma3`, images in tiles.
+def _cohere2_vision(parts: Parts) -> tuple[Any, Any]:
+    """Windows as in Gemma 3, images in tiles.
 
     Its layers with full attention have no rotary positions. Their windows have one token more in
     vLLM than in transformers.
     """
-    tokenizer, ids = _tokenizer(
-        [*_CHAT_TOKENS, *_COHERE_TOKENS.values()],
-        COHERE_IMAGE,
-        Qwen2Tokenizer,
-        extra_special_tokens=_COHERE_TOKENS,
+    text = parts.with_windows(
+        "Cohere2",
+        model_type="cohere2",
+        layer_norm_eps=1e-5,
+        logit_scale=1.0,
+        tie_word_embeddings=True,
     )
-    side = model.image_size
-    text = _text_config(model, tokenizer, ids, "Cohere2")
     del text["rms_norm_eps"]  # with it vLLM takes another norm than transformers
-    config = Cohere2VisionConfig(
-        text_config={
-            **text,
-            "model_type": "cohere2",
-            "head_dim": model.head_size,
-            "layer_norm_eps": 1e-5,
-            "logit_scale": 1.0,
-            "sliding_window": WINDOW,
-            "layer_types": _with_windows(model.layers),
-            "tie_word_embeddings": True,
-        },
-        vision_config={**_clip_config(model), "model_type": "siglip_vision_model"},
+    config = parts.config(
+        text_config=text,
+        vision_config=parts.clip(**_SIGLIP),
         downsample_factor=2,
         alignment_intermediate_size=128,
-        image_token_id=ids[COHERE_IMAGE],
-        dtype="float32",
+        tie_word_embeddings=True,
     )
-    processor = Cohere2VisionProcessor(
-        image_processor=Cohere2VisionImageProcessor(
-            size={"height": side, "width": side},
-            patch_size=side // PATCH // 2,  # tokens of a tile in a row
-            max_patches=4,
-        ),
-        tokenizer=tokenizer,
-        chat_template=tokenizer.chat_template,
-    )
-    network = Cohere2VisionForConditionalGeneration(config)
-    _save(folder, model, network, processor, ids)
-    rename_weights(folder, clip_name_of_vllm)
+    tokens = parts.side // PATCH // 2  # of a tile in a row
+    sizes = {"size": parts.square, "patch_size": tokens, "max_patches": 4}
+    return config, parts.processor("Cohere2VisionImageProcessor", sizes=sizes)
 
 
-def write_exaone4_5(folder: Path, model: TinyModel) -> None:
-    """Write an Exaone 4.5 model: windows as in `write_gemma3`, images as in Qwen2.5-VL.
+def _exaone4_5(parts: Parts) -> tuple[Any, Any]:
+    """Windows as in Gemma 3, images as in Qwen2.5-VL.
 
     Its layers with full attention have no rotary positions. Queries and keys are normalised.
     """
-    tokenizer, ids = _tokenizer([*_CHAT_TOKENS, *_EXAONE_TOKENS], EXAONE_IMAGE, Qwen2Tokenizer)
-    text = _text_config(model, tokenizer, ids, "Exaone4")
-    config = Exaone4_5_Config(
-        text_config={
-            **text,
-            "model_type": "exaone4",
-            "head_dim": model.head_size,
-            "sliding_window": WINDOW,
-            "layer_types": _with_windows(model.layers),
-        },
+    text = parts.with_windows("Exaone4", model_type="exaone4")
+    config = parts.config(
+        text_config=text,
         vision_config={
+            **_TOWER,
             "depth": 2,
-            "hidden_size": 64,
-            "intermediate_size": 128,
             "num_heads": 2,
             "num_key_value_heads": 1,
             "patch_size": PATCH,
             "fullatt_block_indexes": [1],
             "out_hidden_size": text["hidden_size"],
         },
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        tie_word_embeddings=False,
-        dtype="float32",
     )
-    side = model.image_size
-    pixels = {"size": {"shortest_edge": side * side, "longest_edge": 1280 * 28 * 28}}
-    processor = Exaone4_5_Processor(
-        image_processor=Qwen2VLImageProcessor(**pixels),
-        tokenizer=tokenizer,
-        video_processor=Qwen2VLVideoProcessor(**pixels),
-        chat_template=tokenizer.chat_template,
-    )
-    network = Exaone4_5_ForConditionalGeneration(config)
-    _save(folder, model, network, processor, ids, "visual.merger.mlp.2")
+    sizes = {"size": {"shortest_edge": parts.side**2, "longest_edge": 1280 * 28 * 28}}
+    return config, parts.processor("Qwen2VLImageProcessor", "Qwen2VLVideoProcessor", sizes=sizes)
 
 
-def write_gemma4(folder: Path, model: TinyModel) -> None:
-    """Write a Gemma 4 model, whose last third of layers reads the caches of those before.
+def _gemma4(parts: Parts) -> tuple[Any, Any]:
+    """The last third of layers reads the caches of those before.
 
     Layers with full attention have larger heads than those with a window, and one projection for
     keys and values.
     """
-    tokenizer, ids = _tokenizer(
-        [*_CHAT_TOKENS, *_GEMMA4_TOKENS.values(), "<|video|>"],
-        GEMMA4_IMAGE,
-        Qwen2Tokenizer,
-        extra_special_tokens=_GEMMA4_TOKENS,
-    )
-    token = {name: ids[text] for name, text in _GEMMA4_TOKENS.items()}
-    config = Gemma4Config(
-        text_config={
-            **_text_config(model, tokenizer, ids, "Gemma4"),
-            "head_dim": model.head_size,
-            "global_head_dim": 2 * model.head_size,
-            "num_global_key_value_heads": model.full_kv_heads or model.kv_heads,
-            "attention_k_eq_v": True,
-            "num_kv_shared_layers": model.layers // 3,
-            "hidden_size_per_layer_input": 0,
-            "sliding_window": WINDOW,
-            "layer_types": _with_windows(model.layers),
-        },
+    model = parts.model
+    config = parts.config(
+        text_config=parts.with_windows(
+            "Gemma4",
+            global_head_dim=2 * model.head_size,
+            num_global_key_value_heads=model.full_kv_heads or model.kv_heads,
+            attention_k_eq_v=True,
+            num_kv_shared_layers=model.layers // 3,
+            hidden_size_per_layer_input=0,
+        ),
         vision_config={
-            "hidden_size": 64,
-            "intermediate_size": 128,
+            **_TOWER,
             "num_hidden_layers": 2,
             "num_attention_heads": 2,
             "num_key_value_heads": 2,
@@ -514,130 +416,101 @@ def write_gemma4(folder: Path, model: TinyModel) -> None:
             "default_output_length": GEMMA4_TOKENS,
         },
         audio_config=None,
-        boi_token_id=token["boi_token"],
-        eoi_token_id=token["eoi_token"],
-        image_token_id=token["image_token"],
-        audio_token_id=token["audio_token"],
-        boa_token_id=token["boa_token"],
-        eoa_token_index=token["eoa_token"],
-        video_token_id=ids["<|video|>"],
-        tie_word_embeddings=False,
-        dtype="float32",
     )
-    processor = Gemma4Processor(
+    processor = parts.processor(
+        "Gemma4ImageProcessor",
+        "Gemma4VideoProcessor",
+        sizes={"patch_size": PATCH, "max_soft_tokens": GEMMA4_TOKENS},
         feature_extractor=Gemma4AudioFeatureExtractor(),
-        image_processor=Gemma4ImageProcessor(patch_size=PATCH, max_soft_tokens=GEMMA4_TOKENS),
-        tokenizer=tokenizer,
-        video_processor=Gemma4VideoProcessor(patch_size=PATCH, max_soft_tokens=GEMMA4_TOKENS),
-        chat_template=tokenizer.chat_template,
         image_seq_length=GEMMA4_TOKENS,
     )
-    # Nothing else scales the products of its queries and keys.
-    scaled = replace(model, query_key_gain=model.query_key_gain / 3)
-    projector = "embedding_projection"
-    _save(folder, scaled, Gemma4ForConditionalGeneration(config), processor, ids, projector)
+    return config, processor
 
 
-def write_minicpm_v(folder: Path, model: TinyModel) -> None:
-    """Write a MiniCPM-V 4.6 model: the layers of Qwen3.5, behind a tower that reads slices.
+def _minicpm_v(parts: Parts) -> tuple[Any, Any]:
+    """The layers of Qwen3.5, behind a tower that reads slices.
 
     Images of more than `image_size` squared pixels are read as a whole and in slices. A token
     stands for 4 x 4 patches.
     """
-    tokenizer, ids = _tokenizer(
-        [*_CHAT_TOKENS, *_MINICPM_TOKENS.values()],
-        MINICPM_IMAGE,
-        Qwen2Tokenizer,
-        extra_special_tokens=_MINICPM_TOKENS,
-    )
-    config = MiniCPMV4_6Config(
-        text_config={
-            **_text_config(model, tokenizer, ids, "Qwen3_5"),
-            "model_type": "qwen3_5_text",
-            "head_dim": model.head_size,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1_000_000.0,
-                "partial_rotary_factor": 1.0,
-            },
-            **_delta_nets(model),
-        },
-        vision_config={**_clip_config(model), "hidden_act": "gelu_pytorch_tanh"},
+    rope = {"rope_type": "default", "rope_theta": 1_000_000.0, "partial_rotary_factor": 1.0}
+    text = parts.hybrid(model_type="qwen3_5_text", rope_parameters=rope)
+    config = parts.config(
+        text_config=parts.text("Qwen3_5", **text),
+        vision_config={**parts.clip(), "hidden_act": "gelu_pytorch_tanh"},
         insert_layer_id=0,
-        image_size=model.image_size,
-        image_token_id=ids[MINICPM_IMAGE],
-        video_token_id=ids[_MINICPM_TOKENS["video_token"]],
-        tie_word_embeddings=False,
-        dtype="float32",
+        image_size=parts.side,
     )
-    sizes = {"patch_size": PATCH, "scale_resolution": model.image_size}
-    processor = MiniCPMV4_6Processor(
-        image_processor=MiniCPMV4_6ImageProcessor(**sizes),
-        tokenizer=tokenizer,
-        video_processor=MiniCPMV4_6VideoProcessor(**sizes),
-        chat_template=tokenizer.chat_template,
+    return config, parts.processor(
+        "MiniCPMV4_6ImageProcessor",
+        "MiniCPMV4_6VideoProcessor",
+        sizes={"patch_size": PATCH, "scale_resolution": parts.side},
     )
-    network = MiniCPMV4_6ForConditionalGeneration(config)
-    _save(folder, model, network, processor, ids, "merger.mlp.0.linear_2")
 
 
-def _with_windows(layers: int) -> list[str]:
-    """Return the kinds of layers: two with a window, then one with full attention."""
-    return (["sliding_attention"] * 2 + ["full_attention"]) * (layers // 3)
+def _qwen_vl(
+    vision: Mapping[str, Any],
+    text: Callable[[Parts], Mapping[str, Any]],
+    rope: Mapping[str, Any] = MappingProxyType({}),
+    hidden: str = "out_hidden_size",
+) -> Callable[[Parts], tuple[Any, Any]]:
+    """Return the parts of a generation: images of different sizes have different numbers of tokens.
+
+    Args:
+        hidden: the tower's name for the size of the language model.
+    """
+
+    def build(parts: Parts) -> tuple[Any, Any]:
+        sizes = parts.model.text_config()
+        # Rotary pairs per head = head size / 2, split 1 : 1.5 : 1.5.
+        half = parts.model.head_size // 2
+        first = 2 * (parts.model.head_size // 8)
+        positions = {
+            "rope_type": "default",
+            "rope_theta": 1_000_000.0,
+            "mrope_section": [first, *2 * [(half - first) // 2]],
+            **rope,
+        }
+        config = parts.config(
+            text_config={
+                "vocab_size": len(parts.tokenizer),
+                "rms_norm_eps": 1e-6,
+                "bos_token_id": None,
+                "eos_token_id": parts.ids["<|im_end|>"],
+                "rope_parameters": positions,
+                "dtype": "float32",
+                **text(parts),
+                **sizes,
+            },
+            vision_config={
+                "depth": 2,
+                "num_heads": 2,
+                "patch_size": PATCH,
+                "spatial_merge_size": 2,
+                "temporal_patch_size": 2,
+                hidden: sizes["hidden_size"],
+                **vision,
+            },
+        )
+        given: dict[str, Any] = {"size": {"shortest_edge": 28 * 28, "longest_edge": 1280 * 28 * 28}}
+        if rope:  # vLLM normalises videos like images; transformers' defaults for the two differ
+            given |= {"patch_size": PATCH, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+        videos = "Qwen3VLVideoProcessor" if rope else "Qwen2VLVideoProcessor"
+        return config, parts.processor("Qwen2VLImageProcessor", videos, sizes=given)
+
+    return build
 
 
-def write_qwen3(folder: Path, model: TinyModel) -> None:
-    """Write a Qwen3 language model, which has no vision."""
-    tokenizer, ids = _tokenizer(_CHAT_TOKENS, "", Qwen2Tokenizer)
-    config = Qwen3Config(**_text_config(model, tokenizer, ids, "Qwen3"))
-    _save(folder, model, Qwen3ForCausalLM(config), tokenizer, ids, projector=None)
+def _language_model(
+    kind: str, fields: Callable[[Parts], Mapping[str, Any]]
+) -> Callable[[Parts], tuple[Any, Any]]:
+    """Return the parts of a language model, which has no vision and no processor."""
 
+    def build(parts: Parts) -> tuple[Any, Any]:
+        config = getattr(transformers, f"{kind}Config")
+        return config(**parts.text(kind, **fields(parts))), parts.tokenizer
 
-def write_qwen3_next(folder: Path, model: TinyModel) -> None:
-    """Write a Qwen3-Next language model: a hybrid and a mixture of experts without vision."""
-    tokenizer, ids = _tokenizer(_CHAT_TOKENS, "", Qwen2Tokenizer)
-    config = Qwen3NextConfig(
-        **_text_config(model, tokenizer, ids, "Qwen3Next"),
-        **_delta_nets(model),
-        **_EXPERTS,
-        head_dim=model.head_size,
-    )
-    _save(folder, model, Qwen3NextForCausalLM(config), tokenizer, ids, projector=None)
-
-
-def write_phi3(folder: Path, model: TinyModel) -> None:
-    """Write a Phi-3 language model whose window is as long as its context."""
-    tokenizer, ids = _tokenizer(_CHAT_TOKENS, "", Qwen2Tokenizer)
-    text = _text_config(model, tokenizer, ids, "Phi3")
-    config = Phi3Config(
-        **text,
-        pad_token_id=None,
-        original_max_position_embeddings=MAX_POSITIONS,
-        sliding_window=MAX_POSITIONS,
-    )
-    _save(folder, model, Phi3ForCausalLM(config), tokenizer, ids, projector=None)
-
-
-def _text_config(
-    model: TinyModel, tokenizer: Any, ids: dict[str, int], kind: str = "Llama"
-) -> dict[str, Any]:
-    """Return the language model's configuration, without its type unless it is Llama."""
-    own = {"model_type": "llama"} if kind == "Llama" else {}
-    return {
-        **own,
-        "architectures": [f"{kind}ForCausalLM"],
-        "vocab_size": len(tokenizer),
-        "rms_norm_eps": 1e-5,
-        "bos_token_id": None,
-        "eos_token_id": ids["<|im_end|>"],
-        "dtype": "float32",
-        **({"head_dim": model.head_size} if kind == "Qwen3" else {}),
-        **model.text_config(),
-    }
-
-
-def _clip_config(model: TinyModel) -> dict[str, Any]:
-    return clip_config(image_size=model.image_size, patch=PATCH, layers=3)
+    return build
 
 
 def _pinpoints(side: int, max_tiles: int = 3) -> list[list[int]]:
@@ -646,73 +519,9 @@ def _pinpoints(side: int, max_tiles: int = 3) -> list[list[int]]:
     return [[side * rows, side * columns] for rows in sides for columns in sides]
 
 
-def write_qwen_vl(folder: Path, model: TinyModel) -> None:
-    """Write a Qwen-VL model; images of different sizes have different numbers of tokens."""
-    kind = _QWEN_KINDS[model.arch]
-    tokenizer, ids = _tokenizer(_QWEN_TOKENS, QWEN_IMAGE, Qwen2Tokenizer)
-    sizes = model.text_config()
-    quarter = model.head_size // 8  # rotary pairs per head = head size / 2, split 1 : 1.5 : 1.5
-    sections = [2 * quarter, *2 * [(model.head_size // 2 - 2 * quarter) // 2]]
-    config = kind.config(
-        text_config={
-            "vocab_size": len(tokenizer),
-            "rms_norm_eps": 1e-6,
-            "bos_token_id": None,
-            "eos_token_id": ids["<|im_end|>"],
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1_000_000.0,
-                "mrope_section": sections,
-                **kind.rope,
-            },
-            "dtype": "float32",
-            **kind.text(model),
-            **sizes,
-        },
-        vision_config={
-            "depth": 2,
-            "num_heads": 2,
-            "patch_size": PATCH,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            **kind.vision(sizes["hidden_size"]),
-        },
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
-        tie_word_embeddings=False,
-        dtype="float32",
-    )
-    pixels = {"size": {"shortest_edge": 28 * 28, "longest_edge": 1280 * 28 * 28}, **kind.pixels}
-    processor = kind.processor(
-        image_processor=Qwen2VLImageProcessor(**pixels),
-        tokenizer=tokenizer,
-        video_processor=kind.video_processor(**pixels),
-        chat_template=tokenizer.chat_template,
-    )
-    _save(folder, model, kind.network(config), processor, ids, kind.projector)
-
-
-@dataclass(frozen=True)
-class _QwenKind:
-    """Differences between the generations of Qwen-VL."""
-
-    config: Any
-    network: Any
-    processor: Any
-    video_processor: Any
-    projector: str
-    vision: Callable[[int], dict[str, Any]]
-    text: Callable[[TinyModel], dict[str, Any]]
-    rope: Mapping[str, Any] = field(default_factory=dict)
-    pixels: Mapping[str, Any] = field(default_factory=dict)
-
-
-_QWEN3_PIXELS = {"patch_size": PATCH, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-"""vLLM normalises videos like images; transformers' defaults for the two differ."""
-
-
+_SIGLIP = {"model_type": "siglip_vision_model"}
+_TOWER = {"hidden_size": 64, "intermediate_size": 128}
+_QWEN3_TOWER = {**_TOWER, "num_position_embeddings": 64}
 _EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 4,  # all: rounding cannot choose among them
@@ -721,155 +530,223 @@ _EXPERTS = {
 }
 
 
-def _delta_nets(model: TinyModel) -> dict[str, Any]:
-    """Return which layers of a hybrid are gated delta nets, and their sizes."""
-    return {
-        "layer_types": ["linear_attention", "full_attention"] * (model.layers // 2),
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 64,  # the least that vLLM's CPU kernel takes
-        "linear_value_head_dim": 64,
-    }
-
-
-def _qwen3_5(config: Any, network: Any, **text: Any) -> _QwenKind:
-    """Return a hybrid with gated delta nets and full attention in turn."""
-    return _QwenKind(
-        config,
-        network,
-        Qwen3VLProcessor,
-        Qwen3VLVideoProcessor,
-        "linear_fc2",
-        vision=lambda hidden: {
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_position_embeddings": 64,
-            "out_hidden_size": hidden,
-        },
-        text=lambda model: {"head_dim": model.head_size, **_delta_nets(model), **text},
-        rope={"mrope_interleaved": True, "partial_rotary_factor": 1.0},
-        pixels=_QWEN3_PIXELS,
-    )
-
-
-_QWEN_KINDS = {
-    "qwen2_vl": _QwenKind(
-        Qwen2VLConfig,
-        Qwen2VLForConditionalGeneration,
-        Qwen2VLProcessor,
-        Qwen2VLVideoProcessor,
-        "visual.merger.mlp.2",
-        vision=lambda hidden: {"embed_dim": 64, "mlp_ratio": 2, "hidden_size": hidden},
-        text=lambda model: {"use_sliding_window": False},
-    ),
-    "qwen2_5_vl": _QwenKind(
-        Qwen2_5_VLConfig,
-        Qwen2_5_VLForConditionalGeneration,
-        Qwen2_5_VLProcessor,
-        Qwen2VLVideoProcessor,
-        "visual.merger.mlp.2",
-        vision=lambda hidden: {
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "window_size": 112,
-            "fullatt_block_indexes": [1],
-            # Videos must not be longer than wide: after them transformers continues from the
-            # width, vLLM from the larger of both.
-            "tokens_per_second": 1,
-            "out_hidden_size": hidden,
-        },
-        text=lambda model: {"use_sliding_window": False},
-    ),
-    "qwen3_vl": _QwenKind(
-        Qwen3VLConfig,
-        Qwen3VLForConditionalGeneration,
-        Qwen3VLProcessor,
-        Qwen3VLVideoProcessor,
-        "linear_fc2",
-        # A level of deepstack after each layer of the tower.
-        vision=lambda hidden: {
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0, 1],
-            "out_hidden_size": hidden,
-        },
-        text=lambda model: {"head_dim": model.head_size},
-        rope={"mrope_interleaved": True},
-        pixels=_QWEN3_PIXELS,
-    ),
-    "qwen3_5": _qwen3_5(Qwen3_5Config, Qwen3_5ForConditionalGeneration),
-    "qwen3_5_moe": _qwen3_5(Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration, **_EXPERTS),
-}
-
-
 @dataclass(frozen=True)
 class Family:
     """One architecture: how its models are written, and its placeholders in a prompt."""
 
-    write: Callable[[Path, TinyModel], None]
+    name: str
+    """Of transformers' classes, without `Config` and so on."""
+    parts: Callable[[Parts], tuple[Any, Any]]
+    """Returns the configuration and the processor."""
     image_text: str = ""
     video_text: str = ""
+    tokens: Sequence[str] | Mapping[str, str] = ()
+    """Special tokens besides those of a chat, by the tokenizer's names for them if it has some."""
+    more_tokens: Sequence[str] = ()
+    config_tokens: Mapping[str, str] = field(default_factory=dict)
+    """Special tokens whose ids are in the configuration, by its names."""
+    projector: str | None = "multi_modal_projector.linear_2"
+    """The last projection behind the tower."""
+    processor: str = ""
+    """By default `name`."""
+    network: str = "ForConditionalGeneration"
+    has_clip: bool = False
+    """Whether vLLM has other names for the tower's weights."""
+    gain: float = 1.0
+    """Factor on the products of queries and keys."""
 
+    def tokenizer(self) -> tuple[PreTrainedTokenizerFast, dict[str, int]]:
+        """Return a tokenizer with one token per byte, and the ids of its special tokens."""
+        named = isinstance(self.tokens, Mapping)
+        special = self.tokens.values() if isinstance(self.tokens, Mapping) else self.tokens
+        is_llava = self.image_text == LLAVA_IMAGE
+        return byte_tokenizer(
+            [*_CHAT_TOKENS, *special, *self.more_tokens],
+            eos="<|im_end|>",
+            pad="<|endoftext|>",
+            max_length=MAX_POSITIONS,
+            tokenizer_class=PreTrainedTokenizerFast if is_llava else transformers.Qwen2Tokenizer,
+            chat_template=_CHAT_TEMPLATE.replace("IMAGE", self.image_text),
+            **({"extra_special_tokens": self.tokens} if named else {}),
+        )
+
+    def write(self, folder: Path, model: TinyModel) -> None:
+        """Write a model: weights, configuration, tokenizer and processor."""
+        tokenizer, ids = self.tokenizer()
+        config, processor = self.parts(Parts(model, self, tokenizer, ids))
+        with torch.random.fork_rng():
+            torch.manual_seed(model.seed)  # transformers draws the decay of delta nets
+            network = getattr(transformers, self.name + self.network)(config)
+        _initialise(network, model, self.projector, self.gain, silent=ids.values())
+        network.generation_config.eos_token_id = ids["<|im_end|>"]
+        network.generation_config.pad_token_id = ids["<|endoftext|>"]
+        network.save_pretrained(folder)
+        processor.save_pretrained(folder)
+        if self.has_clip:
+            rename_weights(folder, clip_name_of_vllm)
+
+
+_LLAVA = {"image_text": LLAVA_IMAGE, "tokens": [LLAVA_IMAGE], "has_clip": True}
+_LLAVA_IDS = {"image_token_index": LLAVA_IMAGE}
+_PADS = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
+_QWEN_IDS = {
+    **_PADS,
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
+_QWEN = {
+    "image_text": QWEN_IMAGE,
+    "video_text": QWEN_VIDEO,
+    "tokens": _QWEN_TOKENS,
+    "config_tokens": _QWEN_IDS,
+}
+_QWEN2 = {**_QWEN, "projector": "visual.merger.mlp.2"}
+_QWEN3 = {**_QWEN, "projector": "linear_fc2", "processor": "Qwen3VL"}
+_QWEN3_5_ROPE = {"mrope_interleaved": True, "partial_rotary_factor": 1.0}
+_TEXT = {"network": "ForCausalLM", "projector": None}
 
 FAMILIES = {
-    "llava": Family(write_llava, LLAVA_IMAGE),
-    "llava_next": Family(write_llava_next, LLAVA_IMAGE),
-    "llava_onevision": Family(write_llava_onevision, LLAVA_IMAGE, LLAVA_VIDEO),
-    "qwen2_vl": Family(write_qwen_vl, QWEN_IMAGE, QWEN_VIDEO),
-    "qwen2_5_vl": Family(write_qwen_vl, QWEN_IMAGE, QWEN_VIDEO),
-    "qwen3_vl": Family(write_qwen_vl, QWEN_IMAGE, QWEN_VIDEO),
-    "qwen3_5": Family(write_qwen_vl, QWEN_IMAGE, QWEN_VIDEO),
-    "qwen3_5_moe": Family(write_qwen_vl, QWEN_IMAGE, QWEN_VIDEO),
-    "internvl": Family(write_internvl, INTERN_IMAGE, LLAVA_VIDEO),
-    "gemma3": Family(write_gemma3, GEMMA_IMAGE),
-    "gemma4": Family(write_gemma4, GEMMA4_IMAGE),
-    "cohere2_vision": Family(write_cohere2_vision, COHERE_IMAGE),
-    "exaone4_5": Family(write_exaone4_5, EXAONE_IMAGE),
-    "minicpmv4_6": Family(write_minicpm_v, MINICPM_IMAGE),
-    "qwen3": Family(write_qwen3),
-    "qwen3_next": Family(write_qwen3_next),
-    "phi3": Family(write_phi3),
+    "llava": Family("Llava", _llava, **_LLAVA),
+    "llava_next": Family("LlavaNext", _llava_next, **_LLAVA, config_tokens=_LLAVA_IDS),
+    "llava_onevision": Family(
+        "LlavaOnevision",
+        _llava_onevision,
+        **_LLAVA,
+        video_text=LLAVA_VIDEO,
+        more_tokens=[LLAVA_VIDEO],
+        config_tokens={**_LLAVA_IDS, "video_token_index": LLAVA_VIDEO},
+    ),
+    "qwen2_vl": Family(
+        "Qwen2VL",
+        _qwen_vl(
+            {"embed_dim": 64, "mlp_ratio": 2},
+            lambda parts: {"use_sliding_window": False},
+            hidden="hidden_size",
+        ),
+        **_QWEN2,
+    ),
+    "qwen2_5_vl": Family(
+        "Qwen2_5_VL",
+        _qwen_vl(
+            {
+                **_TOWER,
+                "window_size": 112,
+                "fullatt_block_indexes": [1],
+                # Videos must not be longer than wide: after them transformers continues from the
+                # width, vLLM from the larger of both.
+                "tokens_per_second": 1,
+            },
+            lambda parts: {"use_sliding_window": False},
+        ),
+        **_QWEN2,
+    ),
+    "qwen3_vl": Family(
+        "Qwen3VL",
+        _qwen_vl(
+            # A level of deepstack after each layer of the tower.
+            {**_QWEN3_TOWER, "deepstack_visual_indexes": [0, 1]},
+            lambda parts: {"head_dim": parts.model.head_size},
+            {"mrope_interleaved": True},
+        ),
+        **_QWEN3,
+    ),
+    # Hybrids.
+    "qwen3_5": Family(
+        "Qwen3_5", _qwen_vl(_QWEN3_TOWER, lambda parts: parts.hybrid(), _QWEN3_5_ROPE), **_QWEN3
+    ),
+    "qwen3_5_moe": Family(
+        "Qwen3_5Moe",
+        _qwen_vl(_QWEN3_TOWER, lambda parts: parts.hybrid(**_EXPERTS), _QWEN3_5_ROPE),
+        **_QWEN3,
+    ),
+    "internvl": Family(
+        "InternVL",
+        _internvl,
+        INTERN_IMAGE,
+        LLAVA_VIDEO,
+        tokens=_INTERN_TOKENS,
+        config_tokens={"image_token_id": INTERN_IMAGE},
+    ),
+    "gemma3": Family(
+        "Gemma3",
+        _gemma3,
+        GEMMA_IMAGE,
+        tokens=_GEMMA_TOKENS,
+        # It writes empty lines around images, and vLLM joins them by these tokens.
+        more_tokens=["\n" * number for number in range(1, 5)],
+        config_tokens={
+            "boi_token_index": GEMMA_IMAGE,
+            "eoi_token_index": "<end_of_image>",
+            "image_token_index": "<image_soft_token>",
+        },
+        projector="mm_input_projection",
+        has_clip=True,
+    ),
+    "gemma4": Family(
+        "Gemma4",
+        _gemma4,
+        GEMMA4_IMAGE,
+        tokens=_GEMMA4_TOKENS,
+        more_tokens=["<|video|>"],
+        config_tokens={
+            **{f"{name}_id": token for name, token in _GEMMA4_TOKENS.items() if name[:3] != "eoa"},
+            "eoa_token_index": _GEMMA4_TOKENS["eoa_token"],
+            "video_token_id": "<|video|>",
+        },
+        projector="embedding_projection",
+        gain=1 / 3,  # nothing else scales the products of its queries and keys
+    ),
+    "cohere2_vision": Family(
+        "Cohere2Vision",
+        _cohere2_vision,
+        COHERE_IMAGE,
+        tokens=_COHERE_TOKENS,
+        config_tokens={"image_token_id": COHERE_IMAGE},
+        has_clip=True,
+    ),
+    "exaone4_5": Family(
+        "Exaone4_5_",
+        _exaone4_5,
+        EXAONE_IMAGE,
+        tokens=["<vision>", "</vision>", "<|image_pad|>", "<|video_pad|>"],
+        config_tokens=_PADS,
+        projector="visual.merger.mlp.2",
+    ),
+    "minicpmv4_6": Family(
+        "MiniCPMV4_6",
+        _minicpm_v,
+        MINICPM_IMAGE,
+        tokens=_MINICPM_TOKENS,
+        config_tokens=_PADS,
+        projector="merger.mlp.0.linear_2",
+    ),
+    # Language models, of which Phi-3 has a window as long as its context.
+    "qwen3": Family(
+        "Qwen3",
+        _language_model("Qwen3", lambda parts: {"head_dim": parts.model.head_size}),
+        **_TEXT,
+    ),
+    "qwen3_next": Family(
+        "Qwen3Next", _language_model("Qwen3Next", lambda parts: parts.hybrid(**_EXPERTS)), **_TEXT
+    ),
+    "phi3": Family(
+        "Phi3",
+        _language_model(
+            "Phi3",
+            lambda parts: {
+                "pad_token_id": None,
+                "original_max_position_embeddings": MAX_POSITIONS,
+                "sliding_window": MAX_POSITIONS,
+            },
+        ),
+        **_TEXT,
+    ),
 }
-
-
-def _tokenizer(
-    special: Sequence[str],
-    image_text: str,
-    tokenizer_class: type[PreTrainedTokenizerFast] = PreTrainedTokenizerFast,
-    **options: Any,
-) -> tuple[PreTrainedTokenizerFast, dict[str, int]]:
-    """Return a tokenizer with one token per byte, and the ids of its special tokens."""
-    return byte_tokenizer(
-        special,
-        eos="<|im_end|>",
-        pad="<|endoftext|>",
-        max_length=MAX_POSITIONS,
-        tokenizer_class=tokenizer_class,
-        chat_template=_CHAT_TEMPLATE.replace("IMAGE", image_text),
-        **options,
-    )
-
-
-def _save(
-    folder: Path,
-    model: TinyModel,
-    network: PreTrainedModel,
-    processor: Any,
-    ids: dict[str, int],
-    projector: str | None = "multi_modal_projector.linear_2",
-) -> None:
-    """Fill `network` with random weights and save weights, configuration and processor."""
-    _initialise(network, model, projector, silent=ids.values())
-    network.generation_config.eos_token_id = ids["<|im_end|>"]
-    network.generation_config.pad_token_id = ids["<|endoftext|>"]
-    network.save_pretrained(folder)
-    processor.save_pretrained(folder)
 
 
 @torch.no_grad()
 def _initialise(
-    network: PreTrainedModel, model: TinyModel, projector: str | None, silent: Iterable[int]
+    network: Any, model: TinyModel, projector: str | None, gain: float, silent: Iterable[int]
 ) -> None:
     """Fill `network` with random weights under which greedy text varies and never ends.
 
@@ -878,17 +755,18 @@ def _initialise(
     neither stops nor contains image placeholders.
     """
     generator = torch.Generator().manual_seed(model.seed)
+    gain *= model.query_key_gain
     for name, parameter in network.named_parameters():
         if "q_norm" in name or "k_norm" in name:
             # Qwen3 and Gemma normalise the gain of the projections; Gemma 3 adds 1 to its own.
-            parameter.add_(model.query_key_gain - 1)
+            parameter.add_(gain - 1)
         if parameter.ndim < 2 and "embedding" not in name and "newline" not in name:
             if name.endswith(".bias"):
                 parameter.zero_()  # transformers draws some of SigLIP's without our seed
             continue  # norms keep their neutral values
         scale = model.initializer_range
         if "q_proj" in name or "k_proj" in name:
-            scale *= model.query_key_gain
+            scale *= gain
         if projector is not None and projector in name:
             scale *= model.vision_gain
         parameter.normal_(0.0, scale, generator=generator)

@@ -11,7 +11,9 @@ import pytest
 
 from oracle.emulation import Oracle
 from tests.conftest import group_of
-from tests.engine.running import SHARED
+from tests.engine.questions import HEAD_SCORES, MIXES, tgv
+from tests.engine.running import SHARED, SteppedEngine
+from vllm_tgvkv.policies.head_scores import write
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +28,14 @@ def oracle(folder: Path) -> Oracle:
     return Oracle(folder)
 
 
+@pytest.fixture(scope="session")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a file of head scores."""
+    file = tmp_path_factory.mktemp("heads") / "heads.json"
+    write(file, HEAD_SCORES.model, HEAD_SCORES.kv_heads, HEAD_SCORES.scores, {})
+    return str(file)
+
+
 @pytest.fixture
 def engines() -> Iterator[Callable[..., Any]]:
     """Return a function from a model and options to an engine, which other tests may share.
@@ -34,6 +44,19 @@ def engines() -> Iterator[Callable[..., Any]]:
     """
     yield SHARED.get
     SHARED.check()
+
+
+@pytest.fixture
+def whole(engines: Callable[..., SteppedEngine], folder: Path, heads: str) -> SteppedEngine:
+    """Return an engine that prefills prompts whole, whose requests may have any method and cuts.
+
+    The last tests of `test_cuts.py` and the first of `test_engine.py` share it.
+    """
+    kinds = ("none", "sequence", "grid")
+    pooled = {f"pooled-{kind}": {"base": "tgv", "pooling": kind} for kind in kinds}
+    decode = {"on_request": True}
+    settings = tgv("head", methods={**MIXES, **pooled}, head_scores=heads, decode=decode)
+    return engines(folder, settings)
 
 
 @pytest.hookimpl(trylast=True)

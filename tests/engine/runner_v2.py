@@ -33,20 +33,11 @@ synchronisation), CUDA graphs, padding to graph sizes, and `torch.compile`.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib
-import json
 import os
 import sys
-import tempfile
-import time
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from tests.engine.running import Ask
-    from tests.models import TinyModel
+from typing import Any
 
 ENVIRONMENT = {
     "TRITON_INTERPRET": "1",
@@ -116,61 +107,3 @@ def pretend_gpu_worker() -> None:
     from tests.engine.runner_v2_worker import EvictingV2Worker
 
     flash_on_cpu.pretend(pytest.MonkeyPatch(), EvictingV2Worker)
-
-
-def example(model: TinyModel) -> list[Ask]:
-    """Return two requests, with an image and without."""
-    from tests.engine.running import Ask
-    from tests.models import random_image, random_text
-
-    text = random_text(0, 30) + model.image_text + random_text(1, 170)
-    return [
-        Ask(text, (random_image(2, 112, 112),), max_tokens=20),
-        Ask(random_text(3, 70), max_tokens=20),
-    ]
-
-
-def main() -> None:
-    """Serve `example`, and print the result as JSON in the last line of the standard output."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--model", choices=["llava", "qwen2_5_vl"], default="llava")
-    parser.add_argument("--folder", type=Path, help="folder of such a model; default: write one")
-    parser.add_argument("--eviction", type=json.loads, help="settings of the plugin, as JSON")
-    parser.add_argument(
-        "--options", type=json.loads, default={}, help="further options of vLLM, as JSON"
-    )
-    arguments = parser.parse_args()
-
-    start = time.perf_counter()
-    prepare()
-    from tests.engine.running import SteppedEngine
-    from tests.models import TinyModel, model_folder
-
-    if arguments.eviction:
-        pretend_gpu_worker()
-    model = TinyModel(arguments.model, image_size=112)
-    with tempfile.TemporaryDirectory() as root:
-        imported = time.perf_counter()
-        folder = arguments.folder or model_folder(root, model)
-        running = SteppedEngine(folder, arguments.eviction, **arguments.options)
-        started = time.perf_counter()
-        tokens = running.tokens(example(model))
-        ended = time.perf_counter()
-    result = {
-        "tokens": tokens,
-        "runner": type(running.core.model_executor.driver_worker.worker.model_runner).__name__,
-        "scheduler": type(running.scheduler).__name__,
-        "asynchronous": running.core.async_scheduling,
-        "evicted": running.counters["requests_evicted"] if arguments.eviction else 0,
-        "seconds": {
-            "import": round(imported - start, 1),
-            "start": round(started - imported, 1),
-            "serve": round(ended - started, 1),
-        },
-    }
-    running.close()
-    print(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main()

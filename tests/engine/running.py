@@ -16,7 +16,8 @@ from vllm import SamplingParams
 from vllm.v1.request import Request
 
 from measure.engines import LocalEngine
-from oracle.emulation import Eviction, Oracle, Selection
+from oracle import methods
+from oracle.emulation import Eviction, Oracle, Prompt, Selection
 from vllm_tgvkv.blocks.integrity import check_integrity
 
 # Tests inspect the scheduler and the worker, so both run in this process.
@@ -149,16 +150,13 @@ class SteppedEngine(LocalEngine):
 
         The tail counts as kept.
         """
-        found = [kept for name, kept in self.evictor.kept if name_of(name) == request_id]
-        if not found:
+        cuts = self.kept_after_cuts(request_id)
+        if not cuts:
             return None
-        shape = self.evictor.shape
-        mask = torch.zeros(shape.num_pairs, num_tokens, dtype=torch.bool)
-        pair = torch.repeat_interleave(torch.arange(shape.num_pairs), found[-1].counts.flatten())
-        # A guard may have dealt fewer pages than it had.
-        mask[pair[:, None], found[-1].positions[: len(pair)].long()] = True
-        mask[:, num_tokens // shape.block_size * shape.block_size :] = True
-        return mask.view(shape.num_layers, shape.num_heads, num_tokens)
+        size = self.evictor.shape.block_size
+        mask = cuts[-1][..., :num_tokens]
+        mask[..., num_tokens // size * size :] = True
+        return mask
 
     def kept_after_cuts(self, request_id: str) -> list[torch.Tensor]:
         """Return the positions in a request's region after each of its cuts, bool [L, H, n].
@@ -171,6 +169,7 @@ class SteppedEngine(LocalEngine):
                 continue
             mask = torch.zeros(shape.num_pairs, 2048, dtype=torch.bool)
             pair = torch.repeat_interleave(torch.arange(shape.num_pairs), kept.counts.flatten())
+            # A guard may have dealt fewer pages than it had.
             mask[pair[:, None], kept.positions[: len(pair)].long()] = True
             masks.append(mask.view(shape.num_layers, shape.num_heads, -1))
         return masks
@@ -253,15 +252,48 @@ def engine(
 
 
 def eviction_of(running: SteppedEngine, ask: Ask, budget: float) -> Eviction:
-    """Return the oracle's description of a request's eviction; `budget` is the server's."""
-    config, shape = running.evictor.config, running.evictor.shape
+    """Return the oracle's description of a request's eviction; `budget` is the server's.
+
+    Of a mix it knows the base and the granularity.
+    """
+    config = running.evictor.config
+    name = ask.xargs.get("kv_eviction", config.policy)
     return Eviction(
         ask.xargs.get("kv_eviction_budget", budget),
-        shape.block_size,
-        config.build_policy(config.policy).granularity,
+        running.evictor.shape.block_size,
+        config.build_policy(name).granularity,
+        method=config.methods[name].base if name in config.methods else name,
         sinks=config.sinks,
         observation_window=config.observation_window,
+        text_only=config.text_only,
     )
+
+
+def stable_ask(
+    oracle: Oracle,
+    make: Callable[[int], Any],
+    wanted: Eviction,
+    prompt_of: Callable[[Any], Prompt] | None = None,
+    trials: int = 2,
+    stages: Sequence[int] | None = None,
+    accepts: Callable[[Any, Prompt], bool] = lambda ask, prompt: True,
+) -> tuple[Any, Prompt]:
+    """Return a request whose kept tokens do not depend on rounding, and its prompt.
+
+    Args:
+        make: returns the request of the attempt with this number, from 0 on.
+        prompt_of: returns the prompt as the oracle sees it; by default of text and images.
+        accepts: says whether such a request is good for the test.
+    """
+    for attempt in range(20):
+        ask = make(attempt)
+        prompt = prompt_of(ask) if prompt_of else oracle.prompt(ask.text, ask.images)
+        given = oracle.attention(prompt), prompt.layout, oracle.kv_heads, wanted, [wanted.budget]
+        more: dict[str, Any] = {"states": oracle.states(prompt), "stages": stages}
+        is_stable = methods.is_stable(wanted.method, *given, noise=3e-5, trials=trials, **more)
+        if is_stable and accepts(ask, prompt):
+            return ask, prompt
+    raise AssertionError(f"{wanted}: no inputs are good")
 
 
 def expected(oracle: Oracle, ask: Ask, eviction: Eviction) -> tuple[list[int], Selection]:

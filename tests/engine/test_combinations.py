@@ -19,8 +19,8 @@ from vllm import SamplingParams
 
 from oracle.emulation import Oracle
 from oracle.methods import Auto
+from tests.engine.questions import DEBUG, album
 from tests.engine.running import engine
-from tests.engine.test_engine import album
 from tests.engine.test_parallel import ParallelEngine, with_method, workers
 from tests.engine.test_parallel import serve as serve_on_ranks
 from tests.engine.test_pipeline import (
@@ -31,7 +31,7 @@ from tests.engine.test_pipeline import (
     break_method,
     expect,
 )
-from tests.engine.test_speculation import DEBUG, GRANULARITIES, NGRAM, answers, draft_counts
+from tests.engine.test_speculation import GRANULARITIES, NGRAM, answers, draft_counts
 from tests.models import QWEN_IMAGE
 from tests.server.serving import ChatServer, eventually, messages, report_of, serve
 
@@ -135,6 +135,7 @@ def test_three_stages(tiny_model: Callable[..., Path]) -> None:
 # -- drafts ---------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_drafts_on_ranks(tiny_model: Callable[..., Path]) -> None:
     """Chunks, compressed rows with right and wrong drafts, and a pool too small for all."""
     folder = tiny_model("llava", image_size=112, initializer_range=REPEATS_ITSELF)
@@ -160,6 +161,7 @@ def test_drafts_on_ranks(tiny_model: Callable[..., Path]) -> None:
         assert_some_were_right(*draft_counts(running))
 
 
+@pytest.mark.nightly
 def test_drafts_with_positions_in_three_dimensions(tiny_model: Callable[..., Path]) -> None:
     """Qwen2.5-VL, whose drafts continue from the positions that its images used."""
     folder = tiny_model("qwen2_5_vl", initializer_range=REPEATS_ITSELF)
@@ -207,6 +209,7 @@ TRACED = {**OPTIONS, "kv_eviction_report": 1, "kv_eviction_trace": 1}
 CONFIG = {"debug": {"check_integrity": True}}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("flags", "counted"),
     [
@@ -214,11 +217,7 @@ CONFIG = {"debug": {"check_integrity": True}}
             ["--tensor-parallel-size", "2", "--speculative-config", json.dumps(NGRAM)],
             ["kv_eviction_requests_total", "spec_decode_num_accepted_tokens_total"],
         ),
-        pytest.param(
-            ["--pipeline-parallel-size", "2"],
-            ["kv_eviction_requests_total"],
-            marks=pytest.mark.nightly,
-        ),
+        (["--pipeline-parallel-size", "2"], ["kv_eviction_requests_total"]),
     ],
     ids=["ranks with drafts", "stages"],
 )

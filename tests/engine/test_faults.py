@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from oracle.emulation import Oracle
+from tests.engine.questions import album, budget
 from tests.engine.running import Ask, SteppedEngine, assert_outputs_agree, engine
-from tests.engine.test_engine import album, budget
 from tests.server.serving import STOP_SECONDS, serve
 from vllm_tgvkv.policies.base import LayerView
 from vllm_tgvkv.policies.snapkv import SnapScore
@@ -111,9 +111,7 @@ def test_scores_and_strengths_without_information(
 ) -> None:
     """NaN, infinite or all equal: the choice is valid and has the requested size."""
     monkeypatch.setattr(
-        SnapScore,
-        "__call__",
-        lambda self, view: torch.full_like(view.attention.column_sums, value),
+        SnapScore, "__call__", lambda self, view: torch.full_like(view.attention.column_sums, value)
     )
     monkeypatch.setattr(
         TgvAllocation,

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,20 +14,15 @@ from vllm.v1.attention.backends import flash_attn
 
 from oracle.emulation import Oracle
 from tests.engine import flash_on_cpu
-from tests.engine.questions import DEBUG
+from tests.engine.questions import MIXES, album, budget, ladder, tgv
 from tests.engine.running import Ask, SteppedEngine, assert_agrees, assert_close, engine
-from tests.engine.test_cuts import MIXES, SCHEDULE, Case, step_xargs
+from tests.engine.test_cuts import LATER, Case, step_xargs
 from tests.engine.test_cuts import assert_agrees as assert_cuts_agree
 from tests.engine.test_engine import (
-    BUDGETS,
-    GRANULARITIES,
-    IMAGE_SIZE,
-    album,
-    budget,
+    SMALL,
+    assert_preemption_changes_no_token,
     test_extreme_shares_make_ragged_caches,  # noqa: F401 - runs here as well
     test_lengths_around_block_borders,  # noqa: F401
-    test_preemption_in_a_small_pool,  # noqa: F401
-    tgv,
 )
 from tests.models import random_text
 from vllm_tgvkv.attention import cuda as attention_cuda
@@ -39,47 +33,14 @@ from vllm_tgvkv.worker.warm_up import warm_up
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-ASKS = [
-    album(seed, 20 + 9 * seed, 170 + 41 * seed, xargs=budget(value), arrival=3 * seed)
-    for seed, value in enumerate(BUDGETS)
-]
-
-
-CUTS = [
-    {"policy": "tgv", "defer": 5},
-    {"policy": "tgv", "decode": {"schedule": SCHEDULE}},
-    {"policy": "tgv", "budget": 0.3, "decode": {"max_tokens": 64}},
-]
-CUTS_OF_GRAPHS = [
-    pytest.param(
-        settings,
-        kernel,
-        id=f"{kind}-{kernel}",
-        marks=() if (kind, kernel) == ("schedule", "stock") else pytest.mark.nightly,
-    )
-    for kind, settings in zip(("waits", "schedule", "ceiling"), CUTS, strict=True)
-    for kernel in ("stock", "triton")
-]
-"""One kind by day."""
-
 TABLE_BYTES_OF_A_LAYER = 8 * 2 * (1024 // 32) * 4
 """Requests, KV heads, blocks of 32 tokens, bytes of an entry."""
-
-
-@pytest.fixture(scope="module")
-def folder(tiny_model: Callable[..., Path]) -> Path:
-    return tiny_model("llava", image_size=IMAGE_SIZE)
-
-
-@pytest.fixture(scope="module")
-def oracle(folder: Path) -> Oracle:
-    return Oracle(folder)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def flash() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        flash_on_cpu.pretend(monkeypatch)
+        flash_on_cpu.pretend(monkeypatch, flash_on_cpu.ReplayOnCPUWorker)
         # Preempted requests take several slices; tables of 8 rows hold three of the four layers,
         # and those of fewer rows more; 3 rows or more take several launches.
         monkeypatch.setattr(attention_cuda, "_REPLAY_ROWS", 16)
@@ -89,9 +50,22 @@ def flash() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=GRANULARITIES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(("layer", "stock"), marks=pytest.mark.nightly),
+        ("head", "stock"),
+        pytest.param(("head", "triton"), marks=pytest.mark.nightly),
+    ],
+    ids="-".join,
+)
 def evicting(request: pytest.FixtureRequest, folder: Path) -> Iterator[SteppedEngine]:
-    with engine(folder, tgv(request.param), block_size=16) as running:
+    """Run an engine whose decode steps are treated like graphs."""
+    granularity, kernel = request.param
+    decode = {"on_request": True}
+    settings = tgv(granularity, decode=decode, decode_kernel=kernel)
+    settings["methods"] = {**settings.get("methods", {}), **MIXES}
+    with engine(folder, settings) as running:
         warm_up(running.evictor)  # as the GPU's worker does when it starts
         yield running
 
@@ -126,7 +100,7 @@ def test_it_is_the_cuda_backend(evicting: SteppedEngine, monkeypatch: pytest.Mon
         assert isinstance(table, torch.Tensor)
         if arguments["max_seqlen_q"] == 1:
             sequences.append(len(table))
-            assert keys.shape[1:] == (16, 1, shape.head_size)
+            assert keys.shape[1:] == (shape.block_size, 1, shape.head_size)
             assert keys.stride()[1:] == (2 * shape.head_size, 2 * shape.head_size, 1)
         return flash_on_cpu.attend(**arguments)
 
@@ -135,83 +109,77 @@ def test_it_is_the_cuda_backend(evicting: SteppedEngine, monkeypatch: pytest.Mon
     assert sequences == [shape.num_heads] * shape.num_layers * 10
 
 
-def test_chunks_replays_and_decodes_in_one_batch(folder: Path, oracle: Oracle) -> None:
-    """Prefill chunks in stock attention together with ragged decodes, scheduled ahead."""
+def graph_asks() -> list[Ask]:
+    return [
+        *ladder(),
+        Ask(random_text(53, 150), max_tokens=40, arrival=20),
+        album(55, 20, 200, arrival=110, max_tokens=20),
+    ]
+
+
+def test_decode_steps_are_right_as_graphs(evicting: SteppedEngine, oracle: Oracle) -> None:
+    """Metadata of the first step of each size are right for any later batch of that size."""
+    before = flash_on_cpu.ReplayingBuilder.num_replays
+    assert_agrees(evicting, oracle, graph_asks())
+    assert flash_on_cpu.ReplayingBuilder.num_replays > before + 100
+
+
+def test_cuts_of_answers_are_right_with_graphs(evicting: SteppedEngine, oracle: Oracle) -> None:
+    """Steps that wait are replayed, and store queries; those that cut are not."""
+    schedule = {"kv_eviction_schedule": "6:0.6,30:0.4,61:0.2"}
+    cases = [Case("tgv", 5), Case("adakv", 40), Case("h2o", 6), Case("answer", 12)]
+    asks = [case.ask(index) for index, case in enumerate(cases)]
+    for name in ("tgv", "adakv", "h2o"):
+        cases.append(Case(name, 6, 0.6, {"schedule": LATER}))
+        asks.append(replace(cases[-1].ask(7), xargs={**step_xargs(cases[-1]), **schedule}))
+    for name in ("tgv", "adakv", "snapkv"):
+        cases.append(Case(name, 3, 0.3, {"ceiling": 64, "buffer": 16}))
+        ask = cases[-1].ask(9)
+        asks.append(replace(ask, xargs={**ask.xargs, "kv_eviction_max_tokens": 64}))
+    builder = flash_on_cpu.ReplayingBuilder
+    before = builder.num_replays, builder.num_storing
+    outputs = evicting.run(asks)
+    assert_cuts_agree(evicting, oracle, cases, outputs, asks, answer_rows=ANSWER_ROWS)
+    assert builder.num_replays > before[0] + 30
+    assert builder.num_storing > before[1] + 15
+
+
+def test_chunks_decodes_and_preemptions_scheduled_ahead(folder: Path, oracle: Oracle) -> None:
+    """Prefill chunks in stock attention together with ragged decodes, in a small pool."""
     asks = [
-        *ASKS,
+        *ladder(),
         album(52, 3, 200, arrival=9, xargs=budget(0.5)),
         Ask(random_text(53, 150), max_tokens=30, arrival=12),
         album(54, 100, 64, arrival=14),
     ]
     with pytest.MonkeyPatch.context() as monkeypatch:
+        flash_on_cpu.pretend(monkeypatch)
         flash_on_cpu.schedule_ahead(monkeypatch)
-        with engine(folder, tgv("head"), max_num_batched_tokens=64) as running:
+        with engine(folder, tgv("head"), max_num_batched_tokens=64, **SMALL) as running:
             assert running.core.async_scheduling
             assert_agrees(running, oracle, asks)
+            assert_preemption_changes_no_token(running, oracle)
 
 
 @pytest.mark.parametrize(
-    ("kernels", "decode_kernel"),
-    [
-        ("torch", "stock"),
-        ("triton", "triton"),
-        pytest.param("torch", "triton", marks=pytest.mark.nightly),
-        pytest.param("triton", "stock", marks=pytest.mark.nightly),
-    ],
+    "decode_kernel", ["triton", pytest.param("stock", marks=pytest.mark.nightly)]
 )
-def test_decode_steps_are_right_as_graphs(
-    folder: Path, oracle: Oracle, kernels: str, decode_kernel: str
+def test_every_kernel_as_an_interpreted_triton_kernel(
+    folder: Path, oracle: Oracle, decode_kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Metadata of the first step of each size are right for any later batch of that size.
-
-    With `triton`, every kernel of this package is an interpreted Triton kernel.
-    """
-    asks = [*ASKS, Ask(random_text(53, 150), max_tokens=40, arrival=20)]
-    asks.append(album(55, 20, 200, arrival=110, max_tokens=20))
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        flash_on_cpu.pretend(monkeypatch, flash_on_cpu.ReplayOnCPUWorker)
-        if kernels == "triton":
-            monkeypatch.setenv("TRITON_INTERPRET", "1")
-            monkeypatch.setattr(gpu, "on_cpu", True)
-            asks = [replace(ask, max_tokens=10) for ask in asks[2:4]]
-        before = flash_on_cpu.ReplayingBuilder.num_replays
-        settings = tgv("head", decode_kernel=decode_kernel)
-        with engine(folder, settings, block_size=16) as running:
-            assert_agrees(running, oracle, asks)
-        assert flash_on_cpu.ReplayingBuilder.num_replays > before + 9
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(gpu, "on_cpu", True)
+    asks = [replace(ask, max_tokens=10) for ask in graph_asks()[2:4]]
+    before = flash_on_cpu.ReplayingBuilder.num_replays
+    with engine(folder, tgv("head", decode_kernel=decode_kernel), block_size=16) as running:
+        assert_agrees(running, oracle, asks)
+    assert flash_on_cpu.ReplayingBuilder.num_replays > before + 9
 
 
-@pytest.mark.parametrize(("settings", "decode_kernel"), CUTS_OF_GRAPHS)
-def test_cuts_of_answers_are_right_with_graphs(
-    folder: Path, oracle: Oracle, settings: dict[str, Any], decode_kernel: str
-) -> None:
-    """Steps that wait are replayed, and store queries; those that cut are not."""
-    settings = {"methods": MIXES, **settings, "decode_kernel": decode_kernel, "debug": DEBUG}
-    decode = settings.get("decode", {})
-    more: dict[str, Any] = {"answer_rows": ANSWER_ROWS} if decode else {}
-    cases = [Case("tgv", 5), Case("adakv", 40), Case("h2o", 6), Case("answer", 12)]
-    if "schedule" in decode:
-        cases = [Case(name, 6, 0.6) for name in ("tgv", "adakv", "h2o")]
-        more["schedule"] = tuple((after, budget) for after, budget in SCHEDULE[1:])
-    elif decode:
-        cases = [Case(name, 3) for name in ("tgv", "adakv", "snapkv")]
-        more |= {"ceiling": 64, "buffer": 16}
-    asks = [case.ask(index) for index, case in enumerate(cases)]
-    if "schedule" in decode:
-        asks = [replace(ask, xargs=step_xargs(c)) for c, ask in zip(cases, asks, strict=True)]
-    builder = flash_on_cpu.ReplayingBuilder
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        flash_on_cpu.pretend(monkeypatch, flash_on_cpu.ReplayOnCPUWorker)
-        before = builder.num_replays, builder.num_storing
-        with engine(folder, settings) as running:
-            assert_cuts_agree(running, oracle, cases, running.run(asks), **more)
-    assert builder.num_replays > before[0] + 30
-    assert builder.num_storing > before[1] + 15
-
-
+@pytest.mark.nightly
 def test_bfloat16_is_close_to_the_oracle(tiny_model: Callable[..., Path]) -> None:
     """The comparison that `tests/gpu/test_engine.py` makes on a GPU."""
-    folder = tiny_model("llava", image_size=IMAGE_SIZE, head_size=64)
-    asks = [replace(ask, logprobs=1) for ask in ASKS]
+    folder = tiny_model("llava", image_size=112, head_size=64)
+    asks = [replace(ask, logprobs=1) for ask in ladder()]
     with engine(folder, tgv("head"), block_size=16, dtype="bfloat16") as running:
         assert_close(running, Oracle(folder), asks)

@@ -58,6 +58,7 @@ def test_a_hybrid(tiny_model: Callable[..., Path]) -> None:
     assert flash_on_cpu.ReplayingBuilder.num_replays > replays + 20
 
 
+@pytest.mark.nightly  # by day over runner V2
 def test_a_model_with_windows(tiny_model: Callable[..., Path]) -> None:
     """Kept positions and tokens are the oracle's, alone, in batches, and after preemptions."""
     arch = "exaone4_5"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from transformers.models.llama import modeling_llama
 from vllm import _custom_ops as ops
 
 from oracle.emulation import Eviction, Oracle, Prompt, select
+from tests.engine.questions import DEBUG, album, budget
 from tests.engine.running import Ask, SteppedEngine, deviation, engine
-from tests.engine.test_engine import album, tgv
 from vllm_tgvkv.attention import cpu as attention_cpu
 from vllm_tgvkv.attention.cpu import check_page_format
 from vllm_tgvkv.cache.pages import FP8, PageLayoutError
@@ -40,8 +41,7 @@ pytestmark = [
 LAYERS, BLOCK_SIZE = 4, 32
 KEY_SCALES = [0.013, 0.031, 0.047, 0.022]
 VALUE_SCALES = [0.011, 0.019, 0.007, 0.029]
-HALF = {"kv_eviction_budget": 0.5}
-DEBUG = {"poison": True, "check_integrity": True, "record_kept": True}
+HALF = budget(0.5)
 
 
 @pytest.fixture(scope="module")
@@ -195,23 +195,39 @@ def test_the_oracle_rounds_as_the_kernel_does() -> None:
                     check_page_format(BLOCK_SIZE, 32, model_dtype, "vec", name)
 
 
-@pytest.mark.parametrize("dtype", ["auto", pytest.param("fp8_e5m2", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", ["auto", "fp8_e5m2"])
 def test_with_everything_kept_tokens_are_those_of_stock(
     plain: Path, folder: Path, dtype: str
 ) -> None:
     """Every page is dealt again, with the checkpoint's scales and in a format without scales."""
-    asks = [album(70 + i, 20, 150 + 67 * i, arrival=2 * i, max_tokens=60) for i in range(4)]
     options = {"kv_cache_dtype": dtype, "max_num_batched_tokens": 64}
     model = folder if dtype == "auto" else plain
     with engine(model, **options) as stock:
-        wanted = stock.tokens(asks)
-    settings = tgv("head", budget=1.0, debug={**DEBUG, "evict_at_full_budget": True})
-    with engine(model, settings, **options) as running:
-        assert running.tokens(asks) == wanted
-        assert running.counters["requests_evicted"] == len(asks)
+        wanted = stock.tokens(WHOLE)
+    with engine(model, settings("head"), **options) as running:
+        assert running.tokens(WHOLE) == wanted
+        assert running.counters["requests_evicted"] == len(WHOLE)
 
 
-@pytest.mark.parametrize("granularity", ["layer", "head"])
+WHOLE = [
+    album(70 + i, 20, 150 + 67 * i, arrival=2 * i, max_tokens=60, xargs=budget(1.0))
+    for i in range(4)
+]
+
+
+def settings(granularity: str) -> dict[str, Any]:
+    names = ("tgv", "snapkv", "h2o", "vlcache", "elastic")
+    return {
+        "policy": f"tgv_by_{granularity}",
+        "methods": {
+            f"{name}_by_{granularity}": {"base": name, "granularity": granularity} for name in names
+        },
+        "debug": {**DEBUG, "poison": granularity == "head", "evict_at_full_budget": True},
+    }
+
+
+@pytest.mark.parametrize("granularity", [pytest.param("layer", marks=pytest.mark.nightly), "head"])
 def test_what_is_kept_follows_from_the_bytes_in_the_cache(
     folder: Path, oracle: Oracle, granularity: str
 ) -> None:
@@ -220,22 +236,13 @@ def test_what_is_kept_follows_from_the_bytes_in_the_cache(
     A rounding error of float32 may decide between two neighbours in fp8. So the answers of requests
     that run together are not compared by token, but by the probability that the oracle gives each.
     """
-    shared = granularity == "layer"
-    names = ("tgv", "snapkv", "h2o", "vlcache", "elastic")
-    mixes = {
-        f"{name}_by_{granularity}": {"base": name, "granularity": granularity} for name in names
-    }
-    settings = {
-        "policy": f"tgv_by_{granularity}",
-        "methods": mixes,
-        "debug": {**DEBUG, "poison": not shared},
-    }
+    shared, given = granularity == "layer", settings(granularity)
     options = {"enable_prefix_caching": True} if shared else {"num_gpu_blocks_override": 34}
-    with engine(folder, settings, max_num_batched_tokens=64, **options) as running:
+    with engine(folder, given, max_num_batched_tokens=64, **options) as running:
         assert running.engine.vllm_config.cache_config.cache_dtype == "fp8"
         assert running.evictor.pool.raw.dtype == torch.uint8
-        for i, method in enumerate(mixes):
-            xargs = {"kv_eviction": method, "kv_eviction_budget": 0.2}
+        for i, method in enumerate(given["methods"]):
+            xargs = budget(0.2, kv_eviction=method)
             ask = album(700 + i, 20, 30, 170 + 37 * i, max_tokens=5, xargs=xargs)
             kept = assert_keeps_what_the_cache_says(running, oracle, ask)
         if shared:
@@ -257,3 +264,6 @@ def test_what_is_kept_follows_from_the_bytes_in_the_cache(
         assert found.regret < 0.02, found
         assert found.kept > 0.97, found
         assert found.without_eviction > 2, found
+        # Every page is dealt again: the tokens are those of a request that is not evicted.
+        none = [replace(ask, xargs={"kv_eviction": "none"}) for ask in WHOLE]
+        assert running.tokens(WHOLE) == running.tokens(none)

@@ -19,11 +19,13 @@ import torch
 from oracle.methods import METHODS
 from tests.engine import flash_on_cpu, test_cuts
 from tests.engine.gated import gated_oracle
+from tests.engine.questions import DEBUG
 from tests.engine.running import engine
 from tests.engine.test_cuts import (
     CACHED,
     CHUNKED,
-    DEBUG,
+    LATER,
+    SCHEDULE,
     SIZE,
     Case,
     assert_agrees,
@@ -38,12 +40,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 ATTENDED = {"base": "dbtrimkv", "score": "trimkv_votes"}
 MIXES = {"attended": replace(METHODS["dbtrimkv"], score="trimkv_votes")}
 """Those of the oracle."""
-SCHEDULE = [[6, 0.6], [30, 0.4], [61, 0.2]]
-
-
-@pytest.fixture(scope="module")
-def folder(tiny_model: Callable[..., Path]) -> Path:
-    return tiny_model("llava", image_size=112)
 
 
 @pytest.fixture(autouse=True)
@@ -74,8 +70,7 @@ def test_retention_over_several_cuts(
     }
     names = ("trimkv", "dbtrimkv", "attended", "snapkv", "dbtrimkv", "trimkv")
     cases = [Case(name, 6, 0.6) for name in names]
-    later = tuple((after, budget) for after, budget in SCHEDULE[1:])
-    more: dict[str, Any] = {"schedule": later, "answer_rows": ANSWER_ROWS}
+    more: dict[str, Any] = {"schedule": LATER, "answer_rows": ANSWER_ROWS}
     with engine(folder, settings, **CACHED, **CHUNKED) as running:
         asks = [replace(c.ask(i), xargs=step_xargs(c)) for i, c in enumerate(cases)]
         hits = {}

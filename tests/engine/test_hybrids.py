@@ -21,6 +21,7 @@ import torch
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from oracle.emulation import Eviction, Oracle
+from tests.engine.questions import DEBUG, budget
 from tests.engine.running import Ask, SteppedEngine, engine
 from tests.models import FAMILIES, MINICPM_IMAGE, QWEN_IMAGE, random_image, random_text
 from vllm_tgvkv.gain import gain, layer_kinds, specs_of_layers
@@ -28,19 +29,13 @@ from vllm_tgvkv.shared.budget import Budget
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-DEBUG = {
-    "poison": True,
-    "record_kept": True,
-    "check_integrity": True,
-    "evict_at_full_budget": True,
-}
 ROWS = 32
 SETTINGS = {
     "policy": "snapkv",
     "budget": 0.4,
     "min_prompt_tokens": 1,
     "observation_window": ROWS,
-    "debug": DEBUG,
+    "debug": {**DEBUG, "evict_at_full_budget": True},
 }
 BLOCK = 96
 """Tokens of a block, which holds a state."""
@@ -59,10 +54,6 @@ TOKENS = 12
 def ask(seed: int, letters: int = 420, **fields: Any) -> Ask:
     text = random_text(2 * seed, 40) + QWEN_IMAGE + random_text(2 * seed + 1, letters)
     return Ask(text, (random_image(seed, 224, 224),), max_tokens=TOKENS, logprobs=0, **fields)
-
-
-def budget(value: float, **more: Any) -> dict[str, Any]:
-    return {"kv_eviction_budget": value, **more}
 
 
 def logprobs(output: Any) -> np.ndarray:
@@ -180,18 +171,6 @@ def assert_nearly_the_oracles(
         assert evicted.mean() < 0.5 * whole.mean()
 
 
-def assert_equal_up_to_a_near_tie(output: Any, expected: Any) -> None:
-    """Assert that two answers have the same tokens, but for what follows a near tie.
-
-    Where chunks end elsewhere, bfloat16 rounds differently. At the first token that differs, both
-    are the most likely one, so their log-probabilities are still about the same.
-    """
-    answers = zip(output.outputs[0].token_ids, expected.outputs[0].token_ids, strict=True)
-    same = [ours == theirs for ours, theirs in answers]
-    until = same.index(False) + 1 if False in same else len(same)
-    np.testing.assert_allclose(logprobs(output)[:until], logprobs(expected)[:until], atol=0.1)
-
-
 def of(logprobs: torch.Tensor, tokens: Sequence[int]) -> np.ndarray:
     """Return the log-probability of each token, from those of all."""
     return logprobs[range(len(tokens)), list(tokens)].numpy()
@@ -297,11 +276,11 @@ def test_nothing_is_lost_at_full_budget_and_with_cached_prefixes(
     [
         pytest.param("qwen3_5_moe", marks=pytest.mark.nightly),
         pytest.param("qwen3_next", marks=pytest.mark.nightly),
-        "minicpmv4_6",
+        pytest.param("minicpmv4_6", marks=pytest.mark.compatibility),
     ],
 )
 def test_other_hybrids(arch: str, tiny_model: Callable[..., Path]) -> None:
-    """Answers are stock's at the full budget, and elsewhere nearly the oracle's.
+    """Answers are nearly the oracle's, also at the full budget, and the same from cached states.
 
     Mixtures of experts use all of their experts here: rounding would otherwise send some tokens to
     others than in the oracle. MiniCPM-V reads an image as a whole and in slices.
@@ -325,6 +304,3 @@ def test_other_hybrids(arch: str, tiny_model: Callable[..., Path]) -> None:
             assert again.num_cached_tokens == 4 * BLOCK
             np.testing.assert_array_equal(logprobs(output), logprobs(again))
             assert_nearly_the_oracles(running, oracle, asked, again, least=0.9, most=0.25)
-    with engine(folder, None, **OPTIONS) as stock:
-        (expected,) = stock.run([replace(asks[0], xargs={})])
-    assert_equal_up_to_a_near_tie(cold[0], expected)

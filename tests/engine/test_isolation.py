@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine.questions import album
 from tests.engine.running import Ask, SteppedEngine, engine
-from tests.engine.test_engine import album
 from tests.models import random_text
 from vllm_tgvkv.attention.base import EvictingMetadata
 from vllm_tgvkv.attention.cpu import EvictingCPUMetadataBuilder, VirtualSequences

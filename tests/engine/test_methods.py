@@ -7,7 +7,7 @@ step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -21,15 +21,14 @@ from oracle import methods
 from oracle.emulation import Eviction, Oracle, Prompt, Selection
 from oracle.methods import HEAD, LAYER, Auto, Mix, Pool
 from tests.configs import pooling_name
-from tests.engine.running import Ask, SteppedEngine, engine
-from tests.inputs import WITHOUT_GATES, head_scores
+from tests.engine.questions import DEBUG, HEAD_SCORES, VISION_TOKENS, album, budget
+from tests.engine.running import Ask, SteppedEngine, assert_agrees, stable_ask
+from tests.inputs import WITHOUT_GATES
 from tests.models import LLAVA_IMAGE, random_image, random_text
-from vllm_tgvkv.policies.head_scores import write
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 BLOCK_SIZE = 32
-DEBUG = {"poison": True, "check_integrity": True, "record_kept": True}
 
 # Every method at its other granularity, and combinations that belong to no method.
 MIXES = {
@@ -63,7 +62,6 @@ SERVER = {
     "text_only": "evict",
     "methods": {name: as_setting(mix) for name, mix in MIXES.items()},
 }
-HEAD_SCORES = head_scores(layers=4, kv_heads=2, group=2)
 
 
 @dataclass(frozen=True)
@@ -93,11 +91,7 @@ class Case:
         budget: Any = self.budget
         if isinstance(budget, Auto):
             budget = f"auto:{budget.share},min={budget.least},max={budget.most}"
-        xargs = {
-            "kv_eviction": self.method,
-            "kv_eviction_budget": budget,
-            "kv_eviction_report": 1,
-        }
+        xargs = {"kv_eviction": self.method, "kv_eviction_budget": budget, "kv_eviction_report": 1}
         return Ask(LLAVA_IMAGE.join(texts), images, self.max_tokens, xargs, arrival)
 
 
@@ -127,38 +121,28 @@ class Cases:
 
     def _expected(self, case: Case, seed: int, arrival: int) -> Expected:
         torch.manual_seed(seed)
-        for attempt in range(20):
-            ask = case.ask(seed + 1000 * attempt, arrival)
-            prompt = self.oracle.prompt(ask.text, ask.images)
-            if WITHOUT_GATES.get(case.method) == WITHOUT_GATES["random"]:
-                return Expected(case, ask, prompt, None, None)
-            attention, wanted = self.oracle.attention(prompt), case.wanted
-            if methods.is_stable(
-                wanted.method,
-                attention,
-                prompt.layout,
-                self.oracle.kv_heads,
-                wanted,
-                [case.budget],
-                noise=3e-5,
-                trials=3,
-                states=self.oracle.states(prompt),
-            ):
-                selection = self.oracle.select(prompt, wanted)
-                tokens = self.oracle.generate(prompt, ask.max_tokens, selection.kept)
-                if wanted.merges:
-                    full = len(prompt.token_ids) // BLOCK_SIZE * BLOCK_SIZE
-                    dropped = tokens
-                    tokens = self.oracle.generate(prompt, ask.max_tokens, selection.kept, full)
-                    if tokens == dropped:
-                        continue  # merging changes no token here, so the tokens do not test it
-                return Expected(case, ask, prompt, selection, tokens)
-        raise AssertionError(f"{case}: no inputs are good")
+        wanted, oracle = case.wanted, self.oracle
 
+        def make(attempt: int) -> Ask:
+            return case.ask(seed + 1000 * attempt, arrival)
 
-@pytest.fixture(scope="module")
-def folder(tiny_model: Callable[..., Path]) -> Path:
-    return tiny_model("llava", image_size=112)
+        if WITHOUT_GATES.get(case.method) == WITHOUT_GATES["random"]:
+            ask = make(0)
+            return Expected(case, ask, oracle.prompt(ask.text, ask.images), None, None)
+
+        def answers(ask: Ask, prompt: Prompt) -> tuple[Selection, list[int], list[int]]:
+            kept = oracle.select(prompt, wanted)
+            full = len(prompt.token_ids) // BLOCK_SIZE * BLOCK_SIZE * wanted.merges
+            found = (oracle.generate(prompt, ask.max_tokens, kept.kept, n) for n in (0, full))
+            return (kept, *found)
+
+        def tests_merging(ask: Ask, prompt: Prompt) -> bool:
+            _, dropped, merged = answers(ask, prompt)
+            return not wanted.merges or dropped != merged
+
+        ask, prompt = stable_ask(oracle, make, wanted, trials=3, accepts=tests_merging)
+        selection, _, tokens = answers(ask, prompt)
+        return Expected(case, ask, prompt, selection, tokens)
 
 
 @pytest.fixture(scope="module")
@@ -169,42 +153,36 @@ def cases(folder: Path) -> Cases:
 OPTIONS = {"max_num_seqs": 64, "num_gpu_blocks_override": 768}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+@pytest.fixture
+def server(heads: str) -> dict[str, Any]:
     """Return settings with a file of head scores."""
-    file = tmp_path_factory.mktemp("heads") / "heads.json"
-    write(file, HEAD_SCORES.model, HEAD_SCORES.kv_heads, HEAD_SCORES.scores, {})
-    return {**SERVER, "head_scores": str(file)}
+    return {**SERVER, "head_scores": heads}
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param("whole", marks=pytest.mark.nightly), "chunked"]
+    scope="module", params=[pytest.param(16384, marks=pytest.mark.nightly, id="whole"), 64]
 )
+def chunk(request: pytest.FixtureRequest) -> int:
+    """Return the tokens of a step."""
+    return request.param
+
+
+@pytest.fixture
 def running(
-    request: pytest.FixtureRequest, folder: Path, server: dict[str, Any]
-) -> Iterator[SteppedEngine]:
-    """Engine that prefills prompts whole, or in chunks of 64 tokens."""
-    chunks = {"whole": 16384, "chunked": 64}
-    settings = {**server, "debug": DEBUG}
-    with engine(
-        folder, settings, max_num_batched_tokens=chunks[request.param], **OPTIONS
-    ) as started:
-        yield started
+    engines: Callable[..., SteppedEngine], folder: Path, server: dict[str, Any], chunk: int
+) -> SteppedEngine:
+    """Return an engine that prefills prompts whole, or in chunks of 64 tokens."""
+    settings = {**server, "debug": {**DEBUG, "evict_at_full_budget": True}}
+    return engines(folder, settings, max_num_batched_tokens=chunk, **OPTIONS)
 
 
-def kept_by(running: SteppedEngine, output: Any) -> torch.Tensor:
-    """Return the prompt positions that a request kept, with the tail, bool [L, H, P]."""
-    shape, length = running.evictor.shape, len(output.prompt_token_ids)
-    # vLLM adds a random suffix to request ids.
-    name = output.request_id
-    found = [kept for of, kept in running.evictor.kept if of.rsplit("-", 1)[0] == name]
-    counts = found[-1].counts.flatten()
-    mask = torch.zeros(shape.num_pairs, length, dtype=torch.bool)
-    pair = torch.repeat_interleave(torch.arange(shape.num_pairs), counts)
-    # A guarded eviction has room for more pages than it keeps.
-    mask[pair[:, None], found[-1].positions[: len(pair)].long()] = True
-    mask[:, length // BLOCK_SIZE * BLOCK_SIZE :] = True
-    return mask.view(shape.num_layers, shape.num_heads, length)
+@pytest.fixture
+def caching(
+    engines: Callable[..., SteppedEngine], folder: Path, server: dict[str, Any]
+) -> SteppedEngine:
+    """Return an engine with a prefix cache."""
+    settings = {**server, "debug": {**DEBUG, "poison": False}}
+    return engines(folder, settings, enable_prefix_caching=True, **OPTIONS)
 
 
 def assert_report(output: Any, expected: Expected, kept: torch.Tensor, blocks: int) -> None:
@@ -243,7 +221,9 @@ def assert_report(output: Any, expected: Expected, kept: torch.Tensor, blocks: i
 
 def assert_served(cases: Cases, expected: Expected, running: SteppedEngine, output: Any) -> None:
     """Assert that tokens and kept positions equal the oracle's, and the report matches."""
-    kept, message = kept_by(running, output), f"{expected.case}"
+    kept = running.kept(output.request_id, len(output.prompt_token_ids))
+    message = f"{expected.case}"
+    assert kept is not None, message
     candidates = kept.shape[-1] // BLOCK_SIZE * BLOCK_SIZE
     mean = kept[..., :candidates].sum() / kept[..., 0].numel() / BLOCK_SIZE
     assert_report(output, expected, kept, int(mean))
@@ -354,23 +334,59 @@ def test_meaningless_options_are_refused(running: SteppedEngine, xargs: dict[str
         running.add(Ask(random_text(1, 150), max_tokens=2, xargs=xargs))
 
 
-def test_prefix_cache_changes_nothing(folder: Path, cases: Cases, server: dict[str, Any]) -> None:
+def test_everything_kept_is_whole_and_an_abort_between_chunks_leaves_nothing(
+    running: SteppedEngine, cases: Cases
+) -> None:
+    """Every page is copied to a fresh block: all tokens are those of the whole cache."""
+    asks = [
+        Case(name, 1.0, (20, 150 + 67 * i)).ask(600 + i, 2 * i)
+        for i, name in enumerate(("tgv", "tgv-head", "h2o", "adakv"))
+    ]
+    before = running.counters["requests_evicted"]
+    for ask, tokens in zip(asks, running.tokens(asks), strict=True):
+        prompt = cases.oracle.prompt(ask.text, ask.images)
+        assert tokens == cases.oracle.generate(prompt, ask.max_tokens)
+    assert running.counters["requests_evicted"] - before == len(asks)
+    names = [running.add(ask) for ask in asks]
+    running.step()  # the first prompt is between two chunks
+    running.engine.abort_request(names)
+    running.drain()
+    assert not running.evictor.observations
+
+
+def test_prefix_cache_changes_nothing(caching: SteppedEngine, cases: Cases) -> None:
     """A hit ends before the first row that votes, and the same tokens are kept as without it."""
     names = [*WITHOUT_GATES, "own modality", "elite everywhere", "competing", "prefix and all"]
     expected = [
         cases.expected(Case(name, 0.3, (70, 130 + i), max_tokens=8), 500 + i, 0)
         for i, name in enumerate(names)
     ]
-    settings = {**server, "debug": {"check_integrity": True, "record_kept": True}}
-    with engine(folder, settings, enable_prefix_caching=True, **OPTIONS) as running:
-        for turn in range(2):
-            outputs = running.run([each.ask for each in expected])
-            for each, output in zip(expected, outputs, strict=True):
-                assert_served(cases, each, running, output)
-                hit = cached_tokens(each) if turn else 0
-                assert output.num_cached_tokens == hit, each.case
-        hits = {output.num_cached_tokens for output in outputs}
-        assert len(hits) == 4, "hits should range from nothing to the whole prompt"
+    for turn in range(2):
+        outputs = caching.run([each.ask for each in expected])
+        for each, output in zip(expected, outputs, strict=True):
+            assert_served(cases, each, caching, output)
+            hit = cached_tokens(each) if turn else 0
+            assert output.num_cached_tokens == hit, each.case
+    hits = {output.num_cached_tokens for output in outputs}
+    assert len(hits) == 4, "hits should range from nothing to the whole prompt"
+
+
+def test_prefix_cache_serves_the_same_image_again(caching: SteppedEngine, cases: Cases) -> None:
+    """Hits on released blocks; the kept tokens do not depend on the hit."""
+    oracle = cases.oracle
+    first = album(80, 60, 200, max_tokens=40, xargs=budget(0.1, kv_eviction="tgv"))
+    text = first.text[: first.text.index(LLAVA_IMAGE)] + LLAVA_IMAGE + random_text(999, 220)
+    other_question = replace(first, text=text)
+    (cold,) = assert_agrees(caching, oracle, [first])
+    (warm,) = assert_agrees(caching, oracle, [first])
+    (other,) = assert_agrees(caching, oracle, [other_question])
+    assert cold.num_cached_tokens == 0
+    # The same prompt hits up to its first observation row, another question to the image.
+    window = caching.evictor.config.observation_window
+    assert warm.num_cached_tokens == (len(warm.prompt_token_ids) - window) // 32 * 32
+    assert other.num_cached_tokens == (60 + VISION_TOKENS) // 32 * 32
+    both = assert_agrees(caching, oracle, [first, other_question, first])
+    assert all(output.num_cached_tokens > 0 for output in both)
 
 
 def cached_tokens(expected: Expected) -> int:

@@ -48,6 +48,7 @@ class ServedOnRanks(windows.Served):
         return replace(super().eviction(ask, **fields), ranks=RANKS)
 
 
+@pytest.mark.nightly
 def test_windows(tiny_model: Callable[..., Path]) -> None:
     """Layers with a window have a KV head on each rank; those with full attention share one."""
     folder = tiny_model("gemma4", layers=9, full_kv_heads=1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,10 @@ import pytest
 import torch
 from vllm.engine.arg_utils import EngineArgs
 
-from oracle import methods
 from oracle.emulation import Eviction, Oracle, Prompt
 from oracle.methods import METHODS, Image, Mix, Pool
-from tests.engine.running import Ask, SteppedEngine, engine
+from tests.engine.running import Ask, SteppedEngine, engine, stable_ask
+from tests.engine.test_methods import as_setting
 from tests.inputs import WITHOUT_GATES
 from tests.models import FAMILIES, PATCH, TinyModel, random_image, random_text
 from tests.models import random_video as video
@@ -42,7 +42,7 @@ SERVER = {
     "budget": 0.3,
     "text_only": "evict",
     "min_prompt_tokens": 64,
-    "methods": {name: asdict(mix) for name, mix in MIXES.items()},
+    "methods": {name: as_setting(mix) for name, mix in MIXES.items()},
     "debug": {"poison": True, "record_kept": True, "evict_at_full_budget": True},
 }
 OPTIONS = {
@@ -185,22 +185,11 @@ class Family:
     ) -> tuple[Scene, Prompt]:
         """Return a scene whose kept tokens do not depend on rounding, and its prompt."""
         xargs = {"kv_eviction": method, "kv_eviction_budget": budget}
-        wanted = eviction(method, budget)
-        for attempt in range(20):
-            scene = self.scene(seed + 100 * attempt, xargs, arrival=arrival)
-            prompt = self.oracle.scene(scene)
-            if methods.is_stable(
-                wanted.method,
-                self.oracle.attention(prompt),
-                prompt.layout,
-                self.oracle.kv_heads,
-                wanted,
-                [budget],
-                noise=3e-5,
-                trials=2,
-            ):
-                return scene, prompt
-        raise AssertionError("no scene is good")
+
+        def make(attempt: int) -> Scene:
+            return self.scene(seed + 100 * attempt, xargs, arrival=arrival)
+
+        return stable_ask(self.oracle, make, eviction(method, budget), self.oracle.scene)
 
 
 def eviction(method: str, budget: float) -> Eviction:
@@ -214,14 +203,15 @@ ELSEWHERE = _HYBRIDS | _WITH_WINDOWS
 """Not all of their layers are evicted, see `test_hybrids.py` and `test_windows.py`."""
 
 
-BY_NIGHT = {"llava", "llava_next", "qwen2_vl"}
-"""Like LLaVA-OneVision and Qwen2.5-VL; LLaVA is served in most other files."""
+BY_DAY = {"llava_onevision", "qwen3_vl", "phi3"}
+"""Tiles and pooled frames, text among frames and deepstack, a language model. LLaVA and Qwen2.5-VL
+are served in `test_engine.py`."""
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(arch, marks=pytest.mark.nightly if arch in BY_NIGHT else ())
+        pytest.param(arch, marks=() if arch in BY_DAY else pytest.mark.nightly)
         for arch in FAMILIES
         if arch not in ELSEWHERE
     ],

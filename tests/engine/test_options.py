@@ -14,15 +14,8 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.engine.arg_utils import EngineArgs
 
 from oracle.emulation import Oracle
-from tests.engine.questions import (
-    SETTINGS,
-    budget,
-    question,
-)
-from tests.engine.running import (
-    assert_agrees,
-    engine,
-)
+from tests.engine.questions import SETTINGS, budget, question
+from tests.engine.running import assert_agrees, engine
 from vllm_tgvkv.attention.cpu import EvictingCPUImpl
 from vllm_tgvkv.shared.errors import UnsupportedByEvictionError
 
@@ -32,14 +25,17 @@ pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 @pytest.mark.parametrize(
     "options",
     [
-        {
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": 1024,
-            "mm_processor_cache_gb": 0,
-            "scheduler_reserve_full_isl": False,
-            "watermark": 0.2,
-            "skip_mm_profiling": True,
-        },
+        pytest.param(
+            {
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": 1024,
+                "mm_processor_cache_gb": 0,
+                "scheduler_reserve_full_isl": False,
+                "watermark": 0.2,
+                "skip_mm_profiling": True,
+            },
+            marks=pytest.mark.nightly,
+        ),
         {
             "long_prefill_token_threshold": 48,
             "disable_chunked_mm_input": True,

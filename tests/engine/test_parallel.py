@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from oracle.emulation import Eviction, Oracle
+from tests.engine.questions import DEBUG, album, budget
 from tests.engine.running import SHARED, Ask, SteppedEngine, name_of
-from tests.engine.test_engine import DEBUG, album, budget
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 

@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from oracle import methods
 from oracle.emulation import Eviction, Oracle, Prompt, Selection
 from oracle.methods import Auto
-from tests.engine.running import Ask
-from tests.engine.test_engine import album
+from tests.engine.questions import DEBUG, album
+from tests.engine.running import Ask, stable_ask
 from tests.engine.test_parallel import ParallelEngine, workers
 from vllm_tgvkv.kernels.row_sums import RowSums
 from vllm_tgvkv.policies.snapkv import SnapScore
@@ -39,7 +38,6 @@ NAMES = {
     }.items()
     for method in of_granularity
 }
-DEBUG = {"poison": True, "record_kept": True, "check_integrity": True}
 SETTINGS = {
     "policy": "tgv",
     "budget": 0.2,
@@ -124,26 +122,16 @@ def expect(
         "kv_eviction_trace": 1,
         "kv_eviction_report": 1,
     }
-    for attempt in range(20):
-        ask = album(
-            seed + 1000 * attempt, *lengths, max_tokens=max_tokens, arrival=arrival, xargs=xargs
-        )
-        prompt = oracle.prompt(ask.text, ask.images)
-        if base == "random":
-            return Expected(ask, prompt, None)
-        attention = oracle.attention(prompt)
-        if methods.is_stable(
-            base,
-            attention,
-            prompt.layout,
-            oracle.kv_heads,
-            wanted,
-            [budget],
-            trials=2,
-            stages=stages,
-        ):
-            return Expected(ask, prompt, oracle.select(prompt, wanted, stages))
-    raise AssertionError(f"{name}, {budget}: no inputs are good")
+
+    def make(attempt: int) -> Ask:
+        number = seed + 1000 * attempt
+        return album(number, *lengths, max_tokens=max_tokens, arrival=arrival, xargs=xargs)
+
+    if base == "random":
+        ask = make(0)
+        return Expected(ask, oracle.prompt(ask.text, ask.images), None)
+    ask, prompt = stable_ask(oracle, make, wanted, stages=stages)
+    return Expected(ask, prompt, oracle.select(prompt, wanted, stages))
 
 
 def assert_served(

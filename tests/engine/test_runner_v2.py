@@ -27,56 +27,46 @@ def process() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
-@pytest.fixture(scope="module")
-def folder(tiny_model: Callable[..., Path]) -> Path:
-    return tiny_model("llava", image_size=112)
-
-
+@pytest.mark.parametrize(
+    ("case", "arch", "fields"),
+    [
+        ("chunks_hits_and_resets", "llava", {"image_size": 112}),
+        pytest.param("preemption", "llava", {"image_size": 112}, marks=pytest.mark.nightly),
+        pytest.param("text_of_a_hybrid", "qwen3_5", {"layers": 8}, marks=pytest.mark.nightly),
+        ("images_and_windows", "exaone4_5", {"layers": 6, "image_size": 112}),
+    ],
+)
 def test_tokens_and_kept_positions_are_the_oracles(
-    process: ProcessPoolExecutor, folder: Path
+    process: ProcessPoolExecutor,
+    tiny_model: Callable[..., Path],
+    case: str,
+    arch: str,
+    fields: dict[str, int],
 ) -> None:
-    """Chunked prompts with ragged decodes, prefix-cache hits, budgets per request."""
-    process.submit(chunks_and_hits, folder).result()
-
-
-def test_preemption(process: ProcessPoolExecutor, folder: Path) -> None:
-    process.submit(preemption, folder).result()
-
-
-def test_reset_right_after_an_eviction(process: ProcessPoolExecutor, folder: Path) -> None:
-    process.submit(resets, folder).result()
-
-
-def test_a_hybrid(process: ProcessPoolExecutor, tiny_model: Callable[..., Path]) -> None:
-    process.submit(text_of_a_hybrid, tiny_model("qwen3_5", layers=8)).result()
-
-
-def test_windows(process: ProcessPoolExecutor, tiny_model: Callable[..., Path]) -> None:
-    folder = tiny_model("exaone4_5", layers=6, image_size=112)
-    process.submit(images_and_windows, folder).result()
+    process.submit(globals()[case], tiny_model(arch, **fields)).result()
 
 
 # -- run in the other process, which must not have imported vLLM before ----------------------
 
 
-def chunks_and_hits(folder: Path) -> None:
+def chunks_hits_and_resets(folder: Path) -> None:
+    """Chunked prompts with ragged decodes, prefix-cache hits, budgets per request.
+
+    Then the step after an evicting one preempts every request and resumes it at once, several
+    times.
+    """
     from oracle.emulation import Eviction, Oracle
     from oracle.methods import Auto
-    from tests.engine.running import Ask, assert_agrees, engine, expected
-    from tests.engine.test_engine import BUDGETS, album, budget, tgv
+    from tests.engine.questions import album, budget, ladder, tgv
+    from tests.engine.running import Ask, assert_agrees, assert_outputs_agree, engine, expected
     from tests.models import random_text
 
     runner_v2.pretend_gpu_worker()
     oracle = Oracle(folder)
-    asks = [
-        album(seed, 20 + 9 * seed, 170 + 41 * seed, xargs=budget(value), arrival=3 * seed)
-        for seed, value in enumerate(BUDGETS)
-    ]
-    asks.append(Ask(random_text(53, 150), max_tokens=30, arrival=12))
+    asks = [*ladder(), Ask(random_text(53, 150), max_tokens=30, arrival=12)]
     options = {"max_num_batched_tokens": 64, "enable_prefix_caching": True}
-    with engine(folder, tgv("head", debug={"record_kept": True}), **options) as running:
-        runner = running.core.model_executor.driver_worker.worker.model_runner
-        assert type(runner).__mro__[1].__name__ == "EvictingModelRunnerV2"
+    with engine(folder, tgv("head"), **options) as running:
+        assert type(running.worker.model_runner).__mro__[1].__name__ == "EvictingModelRunnerV2"
         assert type(running.scheduler).__name__ == "AsyncEvictionScheduler"
         assert_agrees(running, oracle, asks)
         outputs = assert_agrees(running, oracle, asks)
@@ -93,28 +83,9 @@ def chunks_and_hits(folder: Path) -> None:
         assert (kept == selection.kept).all()
         assert list(output.outputs[0].token_ids) == tokens
 
-
-def preemption(folder: Path) -> None:
-    from oracle.emulation import Oracle
-    from tests.engine.test_engine import test_preemption_in_a_small_pool
-
-    runner_v2.pretend_gpu_worker()
-    test_preemption_in_a_small_pool(folder, Oracle(folder))
-
-
-def resets(folder: Path) -> None:
-    """The step after an evicting one preempts every request and resumes it at once, several times.
-
-    Blocks that are given back are poisoned, and all blocks are recounted after each step.
-    """
-    from oracle.emulation import Oracle
-    from tests.engine.running import assert_outputs_agree, engine
-    from tests.engine.test_engine import album, budget, tgv
-
-    runner_v2.pretend_gpu_worker()
-    asks = [album(120 + i, 20, 120 + 50 * i, max_tokens=12, xargs=budget(0.3)) for i in range(3)]
-    settings = tgv("head", debug={"record_kept": True, "poison": True})
-    with engine(folder, settings, enable_prefix_caching=True) as running:
+        asks = [
+            album(120 + i, 20, 120 + 50 * i, max_tokens=12, xargs=budget(0.3)) for i in range(3)
+        ]
         names, compressed, num_resets = [], set(), 0
         for ask in asks:
             names.append(running.add(ask))
@@ -130,8 +101,15 @@ def resets(folder: Path) -> None:
             compressed = now
         assert num_resets == 3
         running.assert_empty()
-        outputs = [finished[name] for name in names]
-        assert_outputs_agree(running, Oracle(folder), asks, outputs)
+        assert_outputs_agree(running, oracle, asks, [finished[name] for name in names])
+
+
+def preemption(folder: Path) -> None:
+    from oracle.emulation import Oracle
+    from tests.engine.test_engine import test_preemption_in_a_small_pool
+
+    runner_v2.pretend_gpu_worker()
+    test_preemption_in_a_small_pool(folder, Oracle(folder))
 
 
 def text_of_a_hybrid(folder: Path) -> None:

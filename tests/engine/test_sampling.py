@@ -14,16 +14,8 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, StructuredOutputsParams
 
-from tests.engine.questions import (
-    DEBUG,
-    JSON_SCHEMA,
-    SETTINGS,
-    question,
-)
-from tests.engine.running import (
-    SteppedEngine,
-    engine,
-)
+from tests.engine.questions import DEBUG, JSON_SCHEMA, SETTINGS, question
+from tests.engine.running import SteppedEngine, engine
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,30 +23,18 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.request import Request, RequestStatus
 
 from oracle.emulation import Oracle
-from tests.engine.questions import (
-    BLOCK_SIZE,
-    SETTINGS,
-    VISION_TOKENS,
-    budget,
-    question,
-)
-from tests.engine.running import (
-    Ask,
-    SteppedEngine,
-    assert_agrees,
-    assert_outputs_agree,
-    engine,
-)
+from tests.engine.questions import BLOCK_SIZE, SETTINGS, VISION_TOKENS, budget, question
+from tests.engine.running import Ask, SteppedEngine, assert_agrees, assert_outputs_agree
 from tests.models import LLAVA_IMAGE, random_image, random_text
 from vllm_tgvkv.policies import POLICY_NAMES
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 
 
-@pytest.fixture(scope="module")
-def shared(folder: Path) -> Iterator[SteppedEngine]:
-    """Run an engine with prefix cache, chunks, priorities and a pool for few prompts."""
-    with engine(
+@pytest.fixture
+def evicting(engines: Callable[..., SteppedEngine], folder: Path) -> SteppedEngine:
+    """Return an engine with prefix cache, chunks, priorities and a pool for few prompts."""
+    return engines(
         folder,
         SETTINGS,
         enable_prefix_caching=True,
@@ -54,17 +42,7 @@ def shared(folder: Path) -> Iterator[SteppedEngine]:
         num_gpu_blocks_override=40,
         max_num_batched_tokens=160,
         max_num_seqs=5,
-    ) as running:
-        yield running
-
-
-@pytest.fixture
-def evicting(shared: SteppedEngine) -> Iterator[SteppedEngine]:
-    """Return the shared engine, and abort what a failed test leaves behind."""
-    yield shared
-    shared.core.abort_requests(list(shared.scheduler.requests))
-    answers = shared.engine.output_processor
-    answers.abort_requests(list(answers.request_states), internal=True)
+    )
 
 
 # -- the prefix cache -----------------------------------------------------------------------
@@ -353,17 +331,7 @@ def test_weights_are_reloaded(
 
 INVALID: dict[str, list[Any]] = {
     "kv_eviction": [
-        None,
-        0,
-        1.5,
-        True,
-        "",
-        "TGV",
-        "tgv ",
-        "x" * 100_000,
-        ["tgv"],
-        {"a": 1},
-        b"tgv",
+        *(None, 0, 1.5, True, "", "TGV", "tgv ", "x" * 100_000, ["tgv"], {"a": 1}, b"tgv")
     ],
     "kv_eviction_budget": [
         *(None, True, "", "half", "9" * 5000, 10**400, -(10**5000), [], {}, "0x10", 1e-400),
@@ -459,31 +427,20 @@ def test_odd_prompts_are_evicted_or_pass(evicting: SteppedEngine) -> None:
     assert output.outputs[0].token_ids
 
 
-@pytest.mark.parametrize(
-    "ask",
-    [
-        Ask(LLAVA_IMAGE * 5, tuple(random_image(i) for i in range(5))),  # the limit is 4
-        Ask(LLAVA_IMAGE * 10_000, (random_image(12),) * 10_000),
-        Ask(LLAVA_IMAGE, tuple(random_image(i) for i in (10, 11))),
-        Ask("", (random_image(13),)),
-        Ask(LLAVA_IMAGE, (Image.new("RGB", (0, 0)),)),
-        Ask(LLAVA_IMAGE, (Image.new("RGB", (0, 20)),)),
-        Ask(""),
-        Ask("a" * 2000),
-        Ask(LLAVA_IMAGE, ("not an image",)),  # type: ignore[arg-type]
-    ],
-    ids=[
-        "five images",
-        "ten thousand images",
-        "two for one",
-        "no place",
-        "0x0",
-        "0x20",
-        "nothing",
-        "long",
-        "text",
-    ],
-)
+REFUSED = {
+    "five images": Ask(LLAVA_IMAGE * 5, tuple(random_image(i) for i in range(5))),  # 4 at most
+    "ten thousand images": Ask(LLAVA_IMAGE * 10_000, (random_image(12),) * 10_000),
+    "two for one": Ask(LLAVA_IMAGE, tuple(random_image(i) for i in (10, 11))),
+    "no place": Ask("", (random_image(13),)),
+    "0x0": Ask(LLAVA_IMAGE, (Image.new("RGB", (0, 0)),)),
+    "0x20": Ask(LLAVA_IMAGE, (Image.new("RGB", (0, 20)),)),
+    "nothing": Ask(""),
+    "long": Ask("a" * 2000),
+    "text": Ask(LLAVA_IMAGE, ("not an image",)),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("ask", REFUSED.values(), ids=REFUSED)
 def test_what_vllm_refuses_leaves_nothing_behind(evicting: SteppedEngine, ask: Ask) -> None:
     with contextlib.suppress(Exception):
         evicting.add(replace(ask, max_tokens=3))

@@ -20,6 +20,7 @@ import torch
 from llvmlite.binding import ffi
 
 from oracle.emulation import Oracle
+from tests.engine.questions import DEBUG
 from tests.engine.running import Ask, SteppedEngine, engine
 from tests.engine.test_sampling import SAMPLINGS, numbers
 from tests.models import LLAVA_IMAGE, random_image, random_text
@@ -40,11 +41,11 @@ NGRAM = {
     "prompt_lookup_max": 4,
 }
 GRANULARITIES = {name: {"base": "tgv", "granularity": name} for name in ("layer", "head")}
-DEBUG = {"poison": True, "record_kept": True, "check_integrity": True}
 SETTINGS = {
     "policy": "tgv",
     "budget": 0.1,
     "methods": GRANULARITIES,
+    "decode": {"on_request": True},
     "debug": {**DEBUG, "evict_at_full_budget": True},
 }
 
@@ -76,6 +77,10 @@ WAITING = [
 ]
 for ask, defer in zip(WAITING, WAITS.values(), strict=True):
     ask.xargs["kv_eviction_defer"] = defer
+for number, name in enumerate(("tgv", "adakv", "h2o")):  # cut again and again
+    WAITING.append(question(26 + number, 120 + 31 * number, name, arrival=12 + 2 * number))
+    WAITING[-1].xargs.pop("kv_eviction_budget")
+    WAITING[-1].xargs["kv_eviction_schedule"] = "6:0.6,30:0.4,61:0.2"
 NUM_EVICTED = sum(ask.xargs.get("kv_eviction", "none") != "none" for ask in ASKS)
 # vLLM drafts for none of these.
 WITHOUT_DRAFTS = ("top k, top p, min p", "logit bias", "several")
@@ -115,9 +120,7 @@ def sampled(running: SteppedEngine) -> dict[str, Any]:
             how = {"ignore_eos": "structured_outputs" not in how, **how}
             names[running.add(ask, **how)] = kind
         waiting = waiting[2:]
-        while running.engine.has_unfinished_requests():
-            finished.update({names[o.request_id]: o for o in running.step() if o.finished})
-    running.assert_empty()
+        finished |= {names[name]: output for name, output in running.drain().items()}
     return finished
 
 
@@ -144,13 +147,7 @@ def alone(undrafted: dict[str, list[Answer]]) -> list[Answer]:
 
 
 @pytest.fixture(scope="module")
-def stocks(folder: Path) -> dict[str, Any]:
-    with engine(folder, speculative_config=NGRAM, max_model_len=448) as stock:
-        return sampled(stock)
-
-
-@pytest.fixture(scope="module")
-def drafting(folder: Path, alone: Any, stocks: Any) -> Iterator[SteppedEngine]:
+def drafting(folder: Path, alone: Any) -> Iterator[SteppedEngine]:
     """An engine with chunks, a prefix cache, and a pool too small for several prompts.
 
     It starts after the others have ended, since a process has one engine at a time.
@@ -250,7 +247,8 @@ def test_drafts_of_a_waiting_request_change_nothing(
     wanted = undrafted["waiting"]
     _, accepted = draft_counts(drafting)
     for _ in range(2):  # the second time with hits
-        for name, found, want in zip(WAITS, answers(drafting, WAITING), wanted, strict=True):
+        for ask, found, want in zip(WAITING, answers(drafting, WAITING), wanted, strict=True):
+            name = ask.xargs["kv_eviction"]
             assert found.tokens == want.tokens, name
             assert found.kept is not None
             assert want.kept is not None
@@ -264,24 +262,6 @@ def test_drafts_of_a_waiting_request_change_nothing(
     drafting.assert_empty()
     rows = drafting.scheduler.query_rows
     assert rows.num_free == drafting.scheduler.eviction_config.num_query_rows
-
-
-def test_with_everything_kept_every_way_to_sample_gives_what_stock_gives(
-    drafting: SteppedEngine, stocks: dict[str, Any]
-) -> None:
-    """Through compressed caches and in chunks, with the same n-grams."""
-    evicted = drafting.counters["requests_evicted"]
-    drafted, _ = draft_counts(drafting)
-    found = sampled(drafting)
-    assert drafting.counters["requests_evicted"] == evicted + len(SAMPLED)
-    assert draft_counts(drafting)[0] > drafted
-    for kind, stock in stocks.items():
-        (mine,), (its,) = found[kind].outputs, stock.outputs
-        assert list(mine.token_ids) == list(its.token_ids), kind
-        assert (mine.text, mine.finish_reason) == (its.text, its.finish_reason), kind
-        assert mine.stop_reason == its.stop_reason, kind
-        if its.logprobs:
-            torch.testing.assert_close(numbers(mine.logprobs), numbers(its.logprobs))
 
 
 def test_a_prompt_that_is_cached_to_its_last_token_ends_with_it(drafting: SteppedEngine) -> None:
@@ -298,10 +278,7 @@ def test_a_prompt_that_is_cached_to_its_last_token_ends_with_it(drafting: Steppe
     for _ in range(4):
         drafting.step()
     names = [drafting.add(ask) for ask in asks]
-    finished = {}
-    while drafting.engine.has_unfinished_requests():
-        finished.update({o.request_id: o for o in drafting.step() if o.finished})
-    drafting.assert_empty()
+    finished = drafting.drain()
     assert drafting.counters["requests_evicted"] == before + 1
     hits = [finished[name].num_cached_tokens for name in names]
     assert hits == [3 * BLOCK_SIZE, 4 * BLOCK_SIZE]
@@ -321,3 +298,27 @@ def test_requests_end_while_their_drafts_are_pending(drafting: SteppedEngine) ->
     drafting.step()
     drafting.assert_empty()
     assert drafting.evictor.regions.num_live == 0
+
+
+@pytest.mark.nightly
+def test_with_everything_kept_every_way_to_sample_gives_what_stock_gives(
+    drafting: SteppedEngine, folder: Path
+) -> None:
+    """Through compressed caches and in chunks, with the same n-grams.
+
+    The last test: another engine ends the shared one.
+    """
+    evicted = drafting.counters["requests_evicted"]
+    drafted, _ = draft_counts(drafting)
+    found = sampled(drafting)
+    assert drafting.counters["requests_evicted"] == evicted + len(SAMPLED)
+    assert draft_counts(drafting)[0] > drafted
+    with engine(folder, speculative_config=NGRAM, max_model_len=448) as running:
+        stocks = sampled(running)
+    for kind, stock in stocks.items():
+        (mine,), (its,) = found[kind].outputs, stock.outputs
+        assert list(mine.token_ids) == list(its.token_ids), kind
+        assert (mine.text, mine.finish_reason) == (its.text, its.finish_reason), kind
+        assert mine.stop_reason == its.stop_reason, kind
+        if its.logprobs:
+            torch.testing.assert_close(numbers(mine.logprobs), numbers(its.logprobs))

@@ -18,10 +18,10 @@ import torch
 
 from oracle.emulation import Eviction, Oracle
 from tests.engine.gated import gated_oracle
+from tests.engine.questions import DEBUG, album
 from tests.engine.running import Ask
-from tests.engine.test_engine import album
 from tests.engine.test_parallel import ParallelEngine, workers
-from tests.engine.test_pipeline import DEBUG, PipelineEngine
+from tests.engine.test_pipeline import PipelineEngine
 from vllm_tgvkv.shared.prompt import ANSWER_ROWS
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]

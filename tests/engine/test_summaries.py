@@ -7,7 +7,7 @@ that are evicted once or several times.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -250,11 +250,6 @@ class Expected:
     ask: Ask
     emulation: Emulation
     answer: Answer
-
-
-@pytest.fixture(scope="module")
-def folder(tiny_model: Callable[..., Path]) -> Path:
-    return tiny_model("llava", image_size=112)
 
 
 @pytest.fixture(scope="module")

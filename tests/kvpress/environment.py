@@ -14,37 +14,38 @@ HERE = Path(__file__).parent
 ENVIRONMENT = HERE.parents[1] / "build" / "kvpress"
 REQUIREMENTS = HERE / "requirements.txt"
 INSTALL_SECONDS = 1200
+PIP = ("-m", "pip", "install", "--quiet", "--no-compile")
+"""Compiling modules that are never imported would take longer than the rest."""
+
+
+def install(target: Path, requirements: Path, *commands: tuple[Path | str, ...]) -> None:
+    """Run commands that fill a folder, unless it was filled for these requirements.
+
+    Raises:
+        RuntimeError: if a command fails, with its output and a way out.
+    """
+    stamp = target / "installed.txt"
+    wanted = f"{sys.version}\n{requirements.read_text()}"
+    target.parent.mkdir(exist_ok=True)
+    with target.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # only one of several test processes installs
+        if not stamp.exists() or stamp.read_text() != wanted:
+            shutil.rmtree(target, ignore_errors=True)
+            for command in commands:
+                run_isolated(*command)
+            stamp.write_text(wanted)
 
 
 def kvpress_python() -> Path:
-    """Return the environment's interpreter, after installing `requirements.txt` if it changed.
-
-    Raises:
-        RuntimeError: if the installation fails, with pip's output and a way out.
-    """
+    """Return the environment's interpreter, after installing `requirements.txt` if it changed."""
     python = ENVIRONMENT / "bin" / "python"
-    stamp = ENVIRONMENT / "installed.txt"
-    wanted = f"{sys.version}\n{REQUIREMENTS.read_text()}"
-    ENVIRONMENT.parent.mkdir(exist_ok=True)
-    with ENVIRONMENT.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # only one of several test processes installs
-        if not stamp.exists() or stamp.read_text() != wanted:
-            shutil.rmtree(ENVIRONMENT, ignore_errors=True)
-            run_isolated(sys.executable, "-m", "venv", ENVIRONMENT)
-            # Compiling modules that are never imported would take longer than the rest.
-            run_isolated(
-                python, "-m", "pip", "install", "--quiet", "--no-compile", "-r", REQUIREMENTS
-            )
-            stamp.write_text(wanted)
+    venv = (sys.executable, "-m", "venv", ENVIRONMENT)
+    install(ENVIRONMENT, REQUIREMENTS, venv, (python, *PIP, "-r", REQUIREMENTS))
     return python
 
 
 def run_script(name: str, *arguments: Path) -> None:
-    """Run a script of this folder in the environment.
-
-    Raises:
-        RuntimeError: if it fails, with its output.
-    """
+    """Run a script of this folder in the environment; see `run_isolated`."""
     run_isolated(kvpress_python(), HERE / name, *arguments)
 
 

@@ -9,7 +9,7 @@ test; `docs/kvpress.md` lists them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -213,8 +213,7 @@ def our_scores(policy: Policy, states: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def pooled(policy: Policy, scores: Tensor) -> Tensor:
-    num_tokens = scores.shape[-1]
-    return torch.stack([policy.pooled(layer, prompt_of(scores), num_tokens) for layer in scores])
+    return torch.stack([policy.pooled(layer, prompt_of(scores)) for layer in scores])
 
 
 def our_kept(policy: Policy, scores: Tensor, num_kept: int, sinks: int = 0) -> Tensor:
@@ -269,11 +268,6 @@ def assert_same(ours: Tensor, theirs: Tensor, scores: Tensor) -> None:
             assert exchanged.max() - exchanged.min() <= ROUNDING * exchanged.max()
 
 
-def assert_same_of_layers(ours: Tensor, theirs: Tensor, scores: Tensor) -> None:
-    """Assert the same for methods in which the heads of a layer compete."""
-    assert_same(ours.flatten(1), theirs.flatten(1), scores.flatten(1))
-
-
 # -- the model --------------------------------------------------------------------------------
 
 
@@ -286,28 +280,7 @@ def test_this_environment_computes_the_same_states(peer: Peer, name: str) -> Non
     torch.testing.assert_close(keys, peer.recorded[f"keys.{name}.sdpa"], rtol=0, atol=1e-4)
 
 
-# -- SnapKV -----------------------------------------------------------------------------------
-
-
-@over_prompts
-@over_ratios
-def test_snapkv(peer: Peer, prompt: str, ratio: float) -> None:
-    case = f"snapkv-1-{prompt}-{ratio}"
-    policy = without_pooling("snapkv")
-    scores = our_scores(policy, peer.states(case))
-    theirs = peer.kept(case)
-    assert_same(our_kept(policy, scores, kept_number(theirs)), theirs, peer.scores(case))
-    torch.testing.assert_close(
-        scores[..., :-WINDOW] / WINDOW, peer.scores(case)[..., :-WINDOW], rtol=1e-4, atol=1e-8
-    )
-
-
-def test_snapkv_on_the_attention_that_the_model_returns(peer: Peer) -> None:
-    """With eager attention, kvpress uses the model's probabilities and computes none."""
-    policy = without_pooling("snapkv")
-    scores = our_scores(policy, peer.states("snapkv-eager"))
-    theirs = peer.kept("snapkv-eager")
-    assert_same(our_kept(policy, scores, kept_number(theirs)), theirs, peer.scores("snapkv-eager"))
+# -- methods that keep the same -----------------------------------------------------------------
 
 
 def with_their_borders(scores: Tensor) -> Tensor:
@@ -319,48 +292,93 @@ def with_their_borders(scores: Tensor) -> Tensor:
     return torch.cat((before, scores[..., -WINDOW:]), dim=-1)
 
 
+def later_rows(scores: Tensor) -> Tensor:
+    """Return how many rows see each position, float32 ``[P]``."""
+    return torch.arange(scores.shape[-1], 0, -1).float()
+
+
+def unchanged(scores: Tensor) -> Tensor:
+    return scores
+
+
+def means(scores: Tensor) -> Tensor:
+    """kvpress divides each column sum by the number of rows that see the column."""
+    return scores / later_rows(scores)
+
+
+SAME: dict[str, tuple[Policy, Callable[[Tensor], Tensor]]] = {
+    "snapkv-1": (without_pooling("snapkv"), unchanged),
+    f"snapkv-{KERNEL}": (build_policy(Mix("snapkv", pooling=MEAN_POOLING)), with_their_borders),
+    "adakv-1": (without_pooling("adakv"), unchanged),
+    f"adakv-{KERNEL}": (build_policy(Mix("adakv", pooling=MEAN_POOLING)), with_their_borders),
+    "streaming": (build_policy("streaming"), unchanged),
+    "h2o": (without_pooling("h2o", retain="by_score"), means),
+}
+"""Our policies, and what makes our scores kvpress's."""
+
+
+@pytest.mark.parametrize(
+    ("method", "case"),
+    [
+        *((name, f"{name}-{p}-{r}") for name in SAME for p in ("short", "middle") for r in RATIOS),
+        ("snapkv-1", "snapkv-eager"),  # kvpress takes the model's probabilities and computes none
+    ],
+)
+def test_kept_tokens_are_the_same(peer: Peer, method: str, case: str) -> None:
+    policy, transform = SAME[method]
+    theirs, their_scores = peer.kept(case), peer.scores(case)
+    scores = transform(our_scores(policy, peer.states(case)))
+    ours = our_kept(policy, scores, kept_number(theirs), sinks=4 * (method == "streaming"))
+    if method == "streaming":
+        assert torch.equal(ours, theirs)
+    elif method.startswith("adakv"):  # the heads of a layer compete
+        assert_same(ours.flatten(1), theirs.flatten(1), their_scores.flatten(1))
+        assert (theirs.sum(dim=-1).diff(dim=-1) != 0).any(), "the heads should differ"
+    else:
+        assert_same(ours, theirs, their_scores)
+    if method == "h2o":
+        torch.testing.assert_close(scores, their_scores, rtol=1e-4, atol=1e-8)
+    if method == "snapkv-1":
+        before = their_scores[..., :-WINDOW]
+        torch.testing.assert_close(scores[..., :-WINDOW] / WINDOW, before, rtol=1e-4, atol=1e-8)
+
+
+# -- SnapKV -----------------------------------------------------------------------------------
+
+
 @over_prompts
 @over_ratios
 def test_snapkv_pools_differently_at_two_borders_only(
     peer: Peer, prompt: str, ratio: float
 ) -> None:
     case = f"snapkv-{KERNEL}-{prompt}-{ratio}"
-    policy = build_policy(Mix("snapkv", pooling=MEAN_POOLING))
+    policy, theirs = SAME[f"snapkv-{KERNEL}"][0], peer.kept(case)
     unpooled = our_scores(policy, peer.states(case))
-    scores, theirs = pooled(policy, unpooled), peer.kept(case)
-    number = kept_number(theirs)
-
+    scores, their_scores = pooled(policy, unpooled), peer.scores(case)
     reach, size = KERNEL // 2, unpooled.shape[-1]
     window = size - WINDOW
     inside = slice(reach, window - reach)
-    torch.testing.assert_close(
-        scores[..., inside] / WINDOW, peer.scores(case)[..., inside], rtol=1e-4, atol=1e-8
-    )
-    # Two neighbours of the first token are outside: we divide by 3, kvpress by 5.
-    torch.testing.assert_close(
-        scores[..., 0] / WINDOW * 3 / 5, peer.scores(case)[..., 0], rtol=1e-4, atol=1e-8
-    )
     # Two neighbours of the last token before the window are in the window.
     missing = unpooled[..., window : window + reach].sum(dim=-1) / KERNEL
-    torch.testing.assert_close(
-        (scores[..., window - 1] - missing) / WINDOW,
-        peer.scores(case)[..., window - 1],
-        rtol=1e-3,
-        atol=1e-6,
-    )
+    last = (scores[..., window - 1] - missing) / WINDOW
+    for ours, other, rtol, atol in (
+        (scores[..., inside] / WINDOW, their_scores[..., inside], 1e-4, 1e-8),
+        # Two neighbours of the first token are outside: we divide by 3, kvpress by 5.
+        (scores[..., 0] / WINDOW * 3 / 5, their_scores[..., 0], 1e-4, 1e-8),
+        (last, their_scores[..., window - 1], 1e-3, 1e-6),
+    ):
+        torch.testing.assert_close(ours, other, rtol=rtol, atol=atol)
     borders = torch.ones(size, dtype=torch.bool)
     borders[inside] = borders[window:] = False
-    ours = our_kept(policy, scores, number)
+    ours = our_kept(policy, scores, kept_number(theirs))
     # Every difference involves a token at a border.
     assert ((ours & ~theirs).sum(-1) <= ((ours ^ theirs) & borders).sum(-1)).all()
-    assert_same(our_kept(policy, with_their_borders(unpooled), number), theirs, peer.scores(case))
 
 
 def test_a_budget_below_the_window_keeps_the_best_of_it(peer: Peer) -> None:
     """kvpress's window has one score, so the part that stays is undefined; ours is ranked."""
-    policy = without_pooling("snapkv")
+    policy, theirs = without_pooling("snapkv"), peer.kept("snapkv-small")
     scores = our_scores(policy, peer.states("snapkv-small"))
-    theirs = peer.kept("snapkv-small")
     number = kept_number(theirs)
     assert number < WINDOW
     assert not theirs[..., :-WINDOW].any()
@@ -383,14 +401,6 @@ def test_our_sinks_come_first(peer: Peer, prompt: str, ratio: float) -> None:
 
 
 # -- StreamingLLM -----------------------------------------------------------------------------
-
-
-@over_prompts
-@over_ratios
-def test_streaming(peer: Peer, prompt: str, ratio: float) -> None:
-    policy, theirs = build_policy("streaming"), peer.kept(f"streaming-{prompt}-{ratio}")
-    scores = our_scores(policy, peer.states(f"streaming-{prompt}-{ratio}"))
-    assert torch.equal(our_kept(policy, scores, kept_number(theirs), sinks=4), theirs)
 
 
 def test_a_budget_below_the_sinks_keeps_the_last_of_them(peer: Peer) -> None:
@@ -464,27 +474,6 @@ def test_pyramidkv_stays_a_pyramid_for_short_prompts(peer: Peer) -> None:
 # -- AdaKV ------------------------------------------------------------------------------------
 
 
-@over_prompts
-@over_ratios
-def test_adakv(peer: Peer, prompt: str, ratio: float) -> None:
-    case = f"adakv-1-{prompt}-{ratio}"
-    policy, theirs = without_pooling("adakv"), peer.kept(case)
-    scores = our_scores(policy, peer.states(case))
-    ours = our_kept(policy, scores, kept_number(theirs))
-    assert_same_of_layers(ours, theirs, peer.scores(case))
-    assert (theirs.sum(dim=-1).diff(dim=-1) != 0).any(), "the heads should differ"
-
-
-@over_prompts
-@over_ratios
-def test_adakv_over_pooled_scores(peer: Peer, prompt: str, ratio: float) -> None:
-    case = f"adakv-{KERNEL}-{prompt}-{ratio}"
-    policy, theirs = build_policy(Mix("adakv", pooling=MEAN_POOLING)), peer.kept(case)
-    scores = with_their_borders(our_scores(policy, peer.states(case)))
-    ours = our_kept(policy, scores, kept_number(theirs))
-    assert_same_of_layers(ours, theirs, peer.scores(case))
-
-
 def test_adakv_safeguard(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     """First a guarantee of a half, which some heads of this small model need; then a fifth."""
     policy, theirs = without_pooling("adakv"), peer.kept("adakv-safeguard")
@@ -493,7 +482,7 @@ def test_adakv_safeguard(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     scores = our_scores(policy, peer.states("adakv-safeguard"))
     monkeypatch.setattr(adakv, "SAFEGUARD", 2)
     ours = our_kept(policy, scores, number)
-    assert_same_of_layers(ours, theirs, peer.scores("adakv-safeguard"))
+    assert_same(*(x.flatten(1) for x in (ours, theirs, peer.scores("adakv-safeguard"))))
     monkeypatch.undo()
     # kvpress guarantees at least one token.
     assert [max(1, int(n * 0.2)) for n in range(5, 9999)] == [
@@ -502,23 +491,6 @@ def test_adakv_safeguard(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- H2O --------------------------------------------------------------------------------------
-
-
-def later_rows(scores: Tensor) -> Tensor:
-    """Return how many rows see each position, float32 ``[P]``."""
-    return torch.arange(scores.shape[-1], 0, -1).float()
-
-
-@over_prompts
-@over_ratios
-def test_h2o_with_their_normalisation(peer: Peer, prompt: str, ratio: float) -> None:
-    """Column sums are equal; kvpress divides each by the number of rows that see the column."""
-    case = f"h2o-{prompt}-{ratio}"
-    policy, theirs = without_pooling("h2o", retain="by_score"), peer.kept(case)
-    scores = our_scores(policy, peer.states(case))
-    means = scores / later_rows(scores)
-    torch.testing.assert_close(means, peer.scores(case), rtol=1e-4, atol=1e-8)
-    assert_same(our_kept(policy, means, kept_number(theirs)), theirs, peer.scores(case))
 
 
 @over_prompts

@@ -21,23 +21,11 @@ ASKED: dict[str, dict[str, Any]] = {
     "pairs": {"kv_eviction_schedule": [[0, 0.5], [17, 0.2]]},
     "late": {"kv_eviction_schedule": "40:0.3"},
     "never": {"kv_eviction_schedule": "128:0.3,129:0.2,9000:0.1"},
-    "ceiling": {
-        "kv_eviction_budget": 0.25,
-        "kv_eviction_defer": 0,
-        "kv_eviction_max_tokens": 64,
-    },
+    "ceiling": {"kv_eviction_budget": 0.25, "kv_eviction_defer": 0, "kv_eviction_max_tokens": 64},
     "high": {"kv_eviction_defer": 5, "kv_eviction_max_tokens": 500, "kv_eviction_budget": 0.5},
-    "whole": {
-        "kv_eviction_budget": 1.0,
-        "kv_eviction_defer": 0,
-        "kv_eviction_max_tokens": 240,
-    },
+    "whole": {"kv_eviction_budget": 1.0, "kv_eviction_defer": 0, "kv_eviction_max_tokens": 240},
     "whole at first": {"kv_eviction_schedule": "9:1,20:0.5"},
-    "once": {
-        "kv_eviction_schedule": "none",
-        "kv_eviction_budget": 0.5,
-        "kv_eviction_defer": 3,
-    },
+    "once": {"kv_eviction_schedule": "none", "kv_eviction_budget": 0.5, "kv_eviction_defer": 3},
     "off": {"kv_eviction": "none"},
     "wrong": {"kv_eviction_schedule": "2:0.3,9:0.6"},
 }

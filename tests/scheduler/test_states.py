@@ -33,11 +33,7 @@ CUTS: tuple[dict[str, Any], ...] = (
     {},
     {"defer": 3, "query_rows": 43},
     {"defer": 9, "query_rows": 60},
-    {
-        "decode": {"schedule": [[0, 0.7], [2, 0.5], [9, 0.1]]},
-        "answer_rows": 5,
-        "query_rows": 45,
-    },
+    {"decode": {"schedule": [[0, 0.7], [2, 0.5], [9, 0.1]]}, "answer_rows": 5, "query_rows": 45},
     {"decode": {"schedule": [[4, 0.9], [5, 0.3]]}, "answer_rows": 8, "query_rows": 44},
     {"decode": {"max_tokens": 8}, "answer_rows": 6, "defer": 2, "query_rows": 42},
     {"decode": {"max_tokens": 24}, "answer_rows": 40, "query_rows": 50},

@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-import fcntl
-import shutil
-import sys
 from pathlib import Path
 
-from tests.kvpress.environment import kvpress_python, run_isolated
+from tests.kvpress.environment import PIP, install, kvpress_python, run_isolated
 
 HERE = Path(__file__).parent
 PACKAGES = HERE.parents[1] / "build" / "trimkv"
@@ -22,13 +19,6 @@ def run_script(name: str, folder: Path) -> None:
         RuntimeError: if the installation or the script fails, with its output and a way out.
     """
     python = kvpress_python()
-    stamp = PACKAGES / "installed.txt"
-    wanted = f"{sys.version}\n{REQUIREMENTS.read_text()}"
-    with PACKAGES.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # only one of several test processes installs
-        if not stamp.exists() or stamp.read_text() != wanted:
-            shutil.rmtree(PACKAGES, ignore_errors=True)
-            pip = (python, "-m", "pip", "install", "--quiet", "--no-compile", "--no-deps")
-            run_isolated(*pip, "--target", PACKAGES, "-r", REQUIREMENTS)
-            stamp.write_text(wanted)
+    pip = (python, *PIP, "--no-deps", "--target", PACKAGES, "-r", REQUIREMENTS)
+    install(PACKAGES, REQUIREMENTS, pip)
     run_isolated(python, HERE / name, PACKAGES, folder)

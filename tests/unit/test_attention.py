@@ -39,6 +39,7 @@ def some_batch(dice: random.Random) -> tuple[list[int], int, list[int]]:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_rows_that_are_left_keep_all_that_is_theirs(seed: int) -> None:
+    """It never waits for the device: tensors on `meta` have no values to wait for."""
     lengths, num_first, others = some_batch(random.Random(seed))
     whole = batch(lengths)
     rest, tokens = without_rows(whole, num_first, others)
@@ -47,9 +48,15 @@ def test_rows_that_are_left_keep_all_that_is_theirs(seed: int) -> None:
         token for row in rows for token in range(*whole.query_start_loc_cpu[row : row + 2].tolist())
     ]
     assert whole.slot_mapping[tokens].tolist() == left
+    on_meta, _ = without_rows(batch(lengths, "meta"), num_first, others)
     if not rows:
         assert rest is None
+        assert on_meta is None
         return
+    for name in ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping"):
+        found = getattr(on_meta, name)
+        assert found.is_meta
+        assert found.shape == getattr(rest, name).shape
     assert rest is not None
     expected = batch([lengths[row] for row in rows])
     assert torch.equal(rest.query_start_loc, expected.query_start_loc)
@@ -59,17 +66,3 @@ def test_rows_that_are_left_keep_all_that_is_theirs(seed: int) -> None:
     assert rest.seq_lens.tolist() == [100 + row for row in rows]
     assert torch.equal(rest.block_table_tensor, whole.block_table_tensor[rows])
     assert rest.slot_mapping.tolist() == left
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_it_never_waits_for_the_device(seed: int) -> None:
-    """Tensors on `meta` have no values to wait for; the sizes are known all the same."""
-    lengths, num_first, others = some_batch(random.Random(seed))
-    here, _ = without_rows(batch(lengths), num_first, others)
-    there, _ = without_rows(batch(lengths, "meta"), num_first, others)
-    assert (here is None) == (there is None)
-    if here is not None:
-        for name in ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping"):
-            found = getattr(there, name)
-            assert found.is_meta
-            assert found.shape == getattr(here, name).shape

@@ -114,18 +114,8 @@ def test_attention_equals_the_reference(batch: Batch, data: st.DataObject) -> No
     plan = DecodePlan.allocate(layers, num_rows, heads, 2, 4, 16, 1, "cpu")
     for layer, output in enumerate(outputs):
         expected = torch.full_like(query, float("nan"), dtype=torch.float64)
-        decode(
-            query.double(),
-            pool.keys.double(),
-            pool.values.double(),
-            table,
-            lengths,
-            *state,
-            layer,
-            0.3,
-            plan,
-            expected,
-        )
+        pages = (pool.keys.double(), pool.values.double())
+        decode(query.double(), *pages, table, lengths, *state, layer, 0.3, plan, expected)
         torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -183,11 +173,10 @@ class Requests:
             return rows.request_at(row)
 
         made: Any = EvictingFlashMetadataBuilder.__new__(EvictingFlashMetadataBuilder)
+        scheduler = SimpleNamespace(max_num_seqs=1024)
+        model = SimpleNamespace(max_model_len=32768)
         made.__dict__.update(
-            vllm_config=SimpleNamespace(
-                scheduler_config=SimpleNamespace(max_num_seqs=1024),
-                model_config=SimpleNamespace(max_model_len=32768),
-            ),
+            vllm_config=SimpleNamespace(scheduler_config=scheduler, model_config=model),
             device=torch.device("meta"),
             use_full_cuda_graph=graphs,
             max_cudagraph_size=512 if graphs else None,
@@ -396,16 +385,6 @@ def test_only_servers_that_wait_store_queries_in_graphs(
         assert builder.build(0, mixed.common()).stored_queries is None
 
 
-@pytest.mark.parametrize(("num_rows", "num_writes"), [(1, 1), (28, 1), (29, 2), (1024, 36)])
-def test_tables_of_few_rows_are_written_for_many_layers_at_once(
-    num_rows: int, num_writes: int
-) -> None:
-    """The number of rows of this step counts, not the largest: the buffer holds 1024 rows."""
-    _, attending = counted(Requests(num_rows), graphs=True)
-    assert len(attending.tables) == num_writes
-    assert {shape[1:] for shape in attending.tables} == {(num_rows, SHAPE.num_heads, 2048)}
-
-
 @pytest.mark.parametrize("num_decodes", [64, 256, 1024])
 def test_host_budget_of_a_mixed_step(num_decodes: int) -> None:
     """Not a function of the number of compressed requests: only rows of prompts are looked up."""
@@ -444,33 +423,40 @@ def test_requests_that_replay_take_turns_with_decodes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "max_seq_len", "expected"),
+    ("num_rows", "max_seq_len", "expected", "num_writes"),
     [
-        (124, 100, [(992, 32)]),
-        (125, 32768, [(504, 32), (496, 32)]),
-        (125, 2049, [(504, 32), (496, 32)]),
-        (1024, 32768, [*[(912, 32)] * 8, (896, 32)]),
+        (1, 32768, [(8, 32)], 1),
+        (28, 32768, [(224, 32)], 1),
+        (29, 32768, [(232, 32)], 2),
+        (124, 100, [(992, 32)], 5),
+        (125, 32768, [(504, 32), (496, 32)], 5),
+        (125, 2049, [(504, 32), (496, 32)], 5),
+        (1024, 32768, [*[(912, 32)] * 8, (896, 32)], 36),
         # Sequences are too short to be worth more launches.
-        (125, 2048, [(1000, 1)]),
-        (1024, 9 * 1024, [(8192, 1)]),
+        (125, 2048, [(1000, 1)], 5),
+        (1024, 9 * 1024, [(8192, 1)], 36),
     ],
 )
 @pytest.mark.parametrize("graphs", [False, True])
 def test_long_sequences_are_split_in_large_batches(
-    num_rows: int, max_seq_len: int, expected: list[tuple[int, int]], graphs: bool
+    num_rows: int, max_seq_len: int, expected: list[tuple[int, int]], num_writes: int, graphs: bool
 ) -> None:
+    """Tables of few rows are written for many layers at once.
+
+    The number of rows of this step counts, not the largest: the buffer holds 1024 rows.
+    """
     _, attending = counted(Requests(num_rows), max_seq_len, graphs=graphs)
     assert attending.attention == expected * SHAPE.num_layers
+    if graphs:
+        assert len(attending.tables) == num_writes
+        assert {shape[1:] for shape in attending.tables} == {(num_rows, SHAPE.num_heads, 2048)}
 
 
-@pytest.mark.parametrize("num_rows", [1, 1024])
-def test_flash_attention_2_decides_by_itself(num_rows: int) -> None:
-    """It refuses a number of splits, and splits nothing in a batch that fills the device."""
-    _, attending = counted(Requests(num_rows), version=2)
-    assert attending.attention == [(num_rows * SHAPE.num_heads, 0)] * SHAPE.num_layers
-
-
-def test_batch_invariance_splits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_splits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention 2 refuses a number of splits; batches have to be invariant if asked for."""
+    for num_rows in (1, 1024):
+        _, attending = counted(Requests(num_rows), version=2)
+        assert attending.attention == [(num_rows * SHAPE.num_heads, 0)] * SHAPE.num_layers
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     _, attending = counted(Requests(125))
     assert attending.attention == [(1000, 1)] * SHAPE.num_layers

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, reduce
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -24,7 +25,7 @@ from vllm.utils import cpu_triton_utils
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_only
 
 from tests.engine import flash_on_cpu
-from tests.inputs import head_scores, write_gates
+from tests.inputs import assert_says, head_scores, write_gates
 from vllm_tgvkv.attention.base import check_layer
 from vllm_tgvkv.config.server import CONFIG_KEY
 from vllm_tgvkv.engine import platforms
@@ -52,119 +53,99 @@ VISION: dict[str, Any] = {
     "image_size": 28,
     "patch_size": 14,
 }
-TGV = {CONFIG_KEY: {"policy": "tgv", "budget": 0.1}}
+MAXIMA = {"base": "snapkv", "reduce": "max"}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+FULL = {"layer_types": ["full_attention"] * 2}
+FP8_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+FP8_CHECKPOINT = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}}
+FP8_CHECKPOINT |= {"ignore": [], "kv_cache_scheme": FP8_SCHEME}
+GEMMA_4 = {
+    "head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "sliding_window": 32,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+"""One KV head in layers with full attention, and two in others."""
+PROJECTOR = {"vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64}
 
 
-def llama(**fields: Any) -> Any:
-    return transformers.LlamaConfig(**SIZES, **fields)
+def text(architecture: str, **fields: Any) -> tuple[str, dict[str, Any]]:
+    return architecture, {**SIZES, **fields}
 
 
-def deepseek_v2() -> Any:
-    return transformers.DeepseekV2Config(
-        **{**SIZES, "num_key_value_heads": 4},
-        kv_lora_rank=16,
-        q_lora_rank=None,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=8,
-        v_head_dim=16,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        n_group=1,
-        topk_group=1,
-    )
+def with_vision(architecture: str, vision: Any = VISION, **fields: Any) -> tuple[str, Any]:
+    configs = {"text_config": {**SIZES, **fields}, "vision_config": vision}
+    return architecture, {name: config for name, config in configs.items() if config}
 
 
-def mistral(sliding_window: int = 64, **fields: Any) -> Any:
-    return transformers.MistralConfig(**SIZES, sliding_window=sliding_window, **fields)
+def sliding(layers: int, **fields: Any) -> tuple[str, dict[str, Any]]:
+    """A model whose layers from this one on have a window."""
+    window = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": layers}
+    return text("Qwen2ForCausalLM", **{**window, **fields})
 
 
-def qwen2(use_sliding_window: bool = True, first_window: int = 1) -> Any:
-    return transformers.Qwen2Config(
-        **SIZES,
-        use_sliding_window=use_sliding_window,
-        sliding_window=64,
-        max_window_layers=first_window,
-    )
-
-
-def gemma2_without_windows() -> Any:
-    layers = ["full_attention"] * 2
-    return transformers.Gemma2Config(**SIZES, head_dim=16, layer_types=layers)
-
-
-def gemma3() -> Any:
-    layers = ["full_attention"] * 2
-    text = {**SIZES, "head_dim": 16, "sliding_window": None, "layer_types": layers}
-    return transformers.Gemma3Config(text_config=text, vision_config=VISION)
-
-
-def gemma4(global_head_dim: int = 32) -> Any:
-    """Return a model with one KV head in layers with full attention, and two in others."""
-    text = {
-        **SIZES,
-        "head_dim": 16,
-        "global_head_dim": global_head_dim,
-        "num_global_key_value_heads": 1,
-        "attention_k_eq_v": True,
-        "hidden_size_per_layer_input": 0,
-        "num_kv_shared_layers": 0,
-        "sliding_window": 32,
-        "layer_types": ["sliding_attention", "full_attention"],
-    }
-    return transformers.Gemma4Config(
-        text_config=text, vision_config=VISION, audio_config=None, image_token_id=5
-    )
-
-
-def qwen3_5() -> Any:
-    text = {**SIZES, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}
-    return transformers.Qwen3_5Config(text_config=text)
-
-
-def cosmos3_edge() -> Any:
-    text = {**SIZES, "head_dim": 128}
-    return transformers.Cosmos3EdgeConfig(text_config=text, vision_config=VISION)
-
-
-def jamba() -> Any:
-    return transformers.JambaConfig(
-        **SIZES, num_experts=1, attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False
-    )
-
-
-def whisper() -> Any:
-    return transformers.WhisperConfig(
-        d_model=64,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=64,
-        decoder_ffn_dim=64,
-        vocab_size=300,
-    )
-
-
-def llama4() -> Any:
-    text = {**SIZES, "head_dim": 16, "attention_chunk_size": 64, "num_local_experts": 2}
-    sizes = {"vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64}
-    return transformers.Llama4Config(
-        text_config={**text, "intermediate_size_mlp": 64}, vision_config={**VISION, **sizes}
-    )
-
-
-Folder = Callable[..., str]
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": text("LlamaForCausalLM"),
+    "wide": text("LlamaForCausalLM", head_dim=32, dtype="bfloat16"),
+    "fp8": text(
+        "LlamaForCausalLM", head_dim=32, dtype="bfloat16", quantization_config=FP8_CHECKPOINT
+    ),
+    "indexer": text("LlamaForCausalLM", index_n_heads=4),
+    "sparse": text("LlamaForCausalLM", sparse_attention_config={"sparse_block_size": 128}),
+    "latent": text("DeepseekV2ForCausalLM", num_key_value_heads=4),
+    "window": text("MistralForCausalLM", sliding_window=64),
+    "long window": text("MistralForCausalLM", sliding_window=511),
+    "nominal window": text("MistralForCausalLM", sliding_window=512),
+    "windows": sliding(1),
+    "all windows": sliding(0),
+    "unused window": sliding(1, use_sliding_window=False),
+    "capped": text("Gemma2ForCausalLM", head_dim=16, **FULL),
+    "mamba": text("JambaForCausalLM", num_experts=1, attn_layer_period=2, attn_layer_offset=1),
+    "mixture": text("Qwen3MoeForCausalLM", num_experts=4, num_experts_per_tok=2),
+    "encoder": ("WhisperForConditionalGeneration", {}),
+    "chunked": with_vision(
+        "Llama4ForConditionalGeneration",
+        {**VISION, **PROJECTOR},
+        head_dim=16,
+        attention_chunk_size=64,
+        num_local_experts=2,
+        intermediate_size_mlp=64,
+    ),
+    "prefix": with_vision(
+        "Gemma3ForConditionalGeneration", head_dim=16, sliding_window=None, **FULL
+    ),
+    "hybrid": with_vision(
+        "Qwen3_5ForConditionalGeneration",
+        None,
+        head_dim=16,
+        layer_types=["linear_attention", "full_attention"],
+    ),
+    "cosmos": with_vision("Cosmos3EdgeForConditionalGeneration", head_dim=128),
+    **{
+        f"heads of {size}": with_vision(
+            "Gemma4ForConditionalGeneration", **GEMMA_4, global_head_dim=size
+        )
+        for size in (32, 256, 512)
+    },
+}
+"""Architecture and configuration by the property that counts."""
+Folder = Callable[[str], str]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     """Return a function that writes a model's `config.json`, without weights."""
 
-    def write(config: Callable[..., Any], architecture: str, **fields: Any) -> str:
-        path = tmp_path_factory.mktemp(config.__name__)
-        values = config(**fields)
+    @cache
+    def write(name: str) -> str:
+        path = tmp_path_factory.mktemp(name.replace(" ", "-"))
+        architecture, fields = MODELS[name]
+        family = architecture.partition("For")[0]
+        others = {"audio_config": None, "image_token_id": 5} if family == "Gemma4" else {}
+        values = getattr(transformers, f"{family}Config")(**fields, **others)
         values.architectures = [architecture]
         values.save_pretrained(path)
         return str(path)
@@ -174,21 +155,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 @pytest.fixture(scope="module")
 def plain(folder: Folder) -> str:
-    return folder(llama, "LlamaForCausalLM")
+    return folder("plain")
 
 
-def configure(model: str, eviction: Any = TGV, **options: Any) -> VllmConfig:
+def settings(**values: Any) -> dict[str, Any]:
+    return {CONFIG_KEY: {"policy": "tgv", "budget": 0.1, **values}}
+
+
+def configure(model: str, eviction: Any = None, **options: Any) -> VllmConfig:
+    eviction = settings() if eviction is None else eviction
     return EngineArgs(model=model, additional_config=eviction, **options).create_engine_config()
-
-
-def refusal(model: str, **options: Any) -> str:
-    with pytest.raises(UnsupportedByEvictionError) as caught:
-        configure(model, **options)
-    message = str(caught.value)
-    assert message.startswith("--kv-eviction ")
-    assert message.endswith(" or leave out --kv-eviction")
-    assert "\n" not in message
-    return message
 
 
 def refusal_of(config: VllmConfig, platform: Platform = platforms.CPU) -> str:
@@ -204,568 +180,360 @@ def check_on_cuda(config: VllmConfig) -> None:
     check_vllm_config(config, platforms.CUDA)
 
 
-@pytest.mark.parametrize(
-    ("config", "architecture", "what"),
-    [
-        (
-            qwen3_5,
-            "Qwen3_5ForConditionalGeneration",
-            "a hybrid model (gated delta nets and full attention)",
-        ),
-        (
-            qwen2,
-            "Qwen2ForCausalLM",
-            "sliding-window attention in some layers ({model}: layers 1 of 2)",
-        ),
-    ],
-)
-def test_what_models_of_several_kinds_of_layers_do_not_do_yet(
-    folder: Folder, tmp_path: Path, config: Callable[..., Any], architecture: str, what: str
-) -> None:
-    model = folder(config, architecture)
-    what = what.format(model=model)
-    without = {"enable_prefix_caching": False}
-    found = head_scores(2, 2)
-    write(tmp_path / "heads.json", "a model", found.kv_heads, found.scores, {})
-    with_scores = {**TGV[CONFIG_KEY], "head_scores": str(tmp_path / "heads.json")}
-    write_gates(tmp_path, "rg", 2, 64, 2)
-    with_gates = {**TGV[CONFIG_KEY], "gates": str(tmp_path)}
-    cache = configure(model).cache_config
-    assert cache.enable_prefix_caching
-    if config is qwen3_5:
-        assert cache.mamba_cache_mode == "align"
-        with_units = refusal(model, prefix_match_unit=16)
-        assert f"--prefix-match-unit 16 of {what} yet: remove the flag" in with_units
-    check_on_cuda(configure(model))
-    poisoned = configure(model, {CONFIG_KEY: {**TGV[CONFIG_KEY], "debug": {"poison": True}}})
-    if config is qwen3_5:
-        check_on_cuda(poisoned)
-    else:
-        word = "the debug option poison on this platform"
-        assert f"with {word} and {what} yet: remove" in refusal_of(poisoned, platforms.CUDA)
-    configure(model, tensor_parallel_size=2)
-    for options, word in (
-        ({"pipeline_parallel_size": 2}, "pipeline parallelism (--pipeline-parallel-size 2)"),
-        ({"kv_cache_dtype": "fp8", "block_size": 32}, "a quantised cache (--kv-cache-dtype fp8)"),
-        (
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-            "speculative decoding",
-        ),
-        ({"eviction": {CONFIG_KEY: with_scores}}, "head_scores"),
-        ({"eviction": {CONFIG_KEY: with_gates}}, "gates (--kv-eviction-gates)"),
-        (
-            {"disable_hybrid_kv_cache_manager": True},
-            "one kind of blocks for all layers (--disable-hybrid-kv-cache-manager)",
-        ),
-        ({"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
-    ):
-        assert f"does not work with {word} of {what} yet" in refusal(model, **without, **options)
+# -- one table of refusals -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [256, 512])
-def test_large_heads_are_refused_where_flash_attention_does_not_take_them(
-    folder: Folder, size: int
-) -> None:
-    """Those of layers with full attention count; Gemma 4 has smaller ones with a window."""
-    config = configure(folder(gemma4, "Gemma4ForConditionalGeneration", global_head_dim=size))
-    config.model_config.model_arch_config.is_mm_prefix_lm = False
-    if size == 256:
-        check_on_cuda(config)
-    else:
-        message = refusal_of(config, platforms.CUDA)
-        assert "heads of 512 values in layers with full attention on this platform" in message
-        assert "serve a model with at most 256 or leave out --kv-eviction" in message
+def case(said: str, model: str = "plain", *, marks: Any = (), **options: Any) -> Any:
+    """Return what a model with these options of vLLM is refused with, before it is loaded."""
+    return pytest.param(model, options, said, marks=marks, id=f"{model}: {said[:60]}")
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (3, 2), (2, 4)])
-def test_head_scores_of_another_shape_are_refused(
-    plain: str, tmp_path: Path, shape: tuple[int, int]
-) -> None:
-    found = head_scores(*shape)
-    write(tmp_path / "heads.json", "a model", found.kv_heads, found.scores, {})
-    file = str(tmp_path / "heads.json")
-    settings = {CONFIG_KEY: {"policy": "sparsemm", "budget": 0.1, "head_scores": file}}
-    if shape == (2, 2):
-        configure(plain, settings)
-        return
-    with pytest.raises(EvictionConfigError, match="and this model has 2 layers of 2: make a file"):
-        configure(plain, settings)
-
-
-@pytest.mark.parametrize("shape", [(2, 64, 2), (3, 64, 2), (2, 32, 2), (2, 64, 4)])
-def test_gates_of_another_shape_are_refused(
-    plain: str, tmp_path: Path, shape: tuple[int, int, int]
-) -> None:
-    write_gates(tmp_path, "rg10", *shape)
-    settings = {CONFIG_KEY: {"policy": "dbtrimkv", "budget": 0.1, "gates": str(tmp_path)}}
-    if shape == (2, 64, 2):
-        configure(plain, settings)
-        return
-    with pytest.raises(EvictionConfigError, match="and this model has 2 layers, 64 values and 2"):
-        configure(plain, settings)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("config", "architecture", "feature"),
-    [
-        (deepseek_v2, "DeepseekV2ForCausalLM", "multi-head latent attention (MLA)"),
-        (
-            mistral,
-            "MistralForCausalLM",
-            "sliding-window attention ({model}: 64 of at most 512 tokens)",
-        ),
-        (gemma2_without_windows, "Gemma2ForCausalLM", "soft-capped attention logits"),
-        (jamba, "JambaForCausalLM", "state-space models, and hybrids of other kinds"),
-        (whisper, "WhisperForConditionalGeneration", "cross attention"),
-        (llama4, "Llama4ForConditionalGeneration", "chunked local attention"),
-    ],
-)
-def test_models_that_are_refused(
-    folder: Folder, config: Callable[..., Any], architecture: str, feature: str
-) -> None:
-    """The message arrives before any weight is read."""
-    model = folder(config, architecture)
-    message = refusal(model)
-    assert f"does not work with {feature.format(model=model)}" in message
-    assert "serve another model" in message
-
-
-def test_a_window_that_hides_no_token_is_none(folder: Folder) -> None:
-    """Nor does one that `--disable-sliding-window` removes, which bounds the context by it."""
-    message = refusal(folder(mistral, "MistralForCausalLM"))
-    assert "yet: use --disable-sliding-window, which limits the context to the window, " in message
-    as_long = folder(mistral, "MistralForCausalLM", sliding_window=512)
-    shorter = folder(mistral, "MistralForCausalLM")
-    for model, context, options in (
-        (as_long, 512, {}),
-        (shorter, 64, {"max_model_len": 64}),
-        (shorter, 64, {"disable_sliding_window": True}),
-    ):
-        vllm_config = configure(model, **options)
-        assert vllm_config.model_config.max_model_len == context
-        assert vllm_config.model_config.get_sliding_window() is None
-        assert vllm_config.cache_config.sliding_window is None
-        stock = configure(model, {}, **options)
-        is_kept = "disable_sliding_window" not in options
-        assert (stock.cache_config.sliding_window is not None) is is_kept, "stock is stock"
-    assert ": 511 of at most 512 tokens)" in refusal(
-        folder(mistral, "MistralForCausalLM", sliding_window=511)
-    )
-
-
-def wide_llama(**fields: Any) -> Any:
-    return transformers.LlamaConfig(**SIZES, head_dim=32, **fields)
-
-
-TWO_RANKS = {"tensor_parallel_size": 2}
-TWO_STAGES = {"pipeline_parallel_size": 2}
+RANKS, STAGES = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+HYBRIDS = {
+    "hybrid": "a hybrid model (gated delta nets and full attention)",
+    "windows": "sliding-window attention in some layers (...: layers 1 of 2)",
+}
+OF_HYBRIDS = (
+    (STAGES, "pipeline parallelism (--pipeline-parallel-size 2)"),
+    ({"kv_cache_dtype": "fp8", "block_size": 32}, "a quantised cache (--kv-cache-dtype fp8)"),
+    ({"speculative_config": NGRAM}, "speculative decoding"),
+    ({"eviction": "head_scores"}, "head_scores"),
+    ({"eviction": "gates"}, "gates (--kv-eviction-gates)"),
+    ({"disable_hybrid_kv_cache_manager": True}, "(--disable-hybrid-kv-cache-manager)"),
+    ({"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
+)
+DRAFTS = {"method": "draft_model", "num_speculative_tokens": 2}
+SLOW = pytest.mark.slow
+REPLICAS, DRAFTING = {"data_parallel_size": 2}, {"speculative_config": NGRAM}
+BLOCKS_OF_16 = {"kv_cache_dtype": "fp8", "block_size": 16}
+SKIPPING = {"kv_cache_dtype": "fp8_e5m2", "kv_cache_dtype_skip_layers": ["0", "1"]}
+SUMMARIES = settings(policy="retentivekv")
+OF_HEADS = settings(methods={"m": {**MAXIMA, "granularity": "head"}})
+STOCK = {"scheduler": "vllm.v1.core.sched.scheduler.Scheduler"}
+STOCK["worker"] = "vllm.v1.worker.cpu_worker.CPUWorker"
+REFUSED = [
+    *(
+        case(f"{word} of {what} yet", model, enable_prefix_caching=False, **options)
+        for model, what in HYBRIDS.items()
+        for options, word in OF_HYBRIDS
+    ),
+    case("--prefix-match-unit 16 of a hybrid ... remove", "hybrid", prefix_match_unit=16),
+    case("multi-head latent attention (MLA) ... serve another model", "latent", marks=SLOW),
+    case("...: 64 of at most 512 tokens) yet: use --disable-sliding-window", "window"),
+    case("sliding-window attention (...: 511 of at most 512 tokens) ... serve", "long window"),
+    case("sliding-window attention in all layers", "all windows"),
+    case("soft-capped attention logits ... serve another model", "capped", marks=SLOW),
+    case("state-space models, and hybrids of other kinds ... serve", "mamba", marks=SLOW),
+    case("cross attention ... serve another model", "encoder", marks=SLOW),
+    case("chunked local attention ... serve another model", "chunked", marks=SLOW),
+    *(case("sparse attention (an indexer selects", model) for model in ("indexer", "sparse")),
+    case("mixture of experts (--data-parallel-size 2) ... per replica", "mixture", **REPLICAS),
+    case(
+        "by ngram in pipeline stages (--pipeline-parallel-size 2) ... remove --speculative-config "
+        "or use --pipeline-parallel-size 1",
+        **DRAFTING,
+        **STAGES,
+    ),
+    case("by draft_model yet: use the method ngram", speculative_config=DRAFTS),
+    case("(--data-parallel-size-local 1 of 2) ... node", **REPLICAS, data_parallel_size_local=1),
+    case("KV connectors ... remove --kv-transfer-config", kv_transfer_config=CONNECTOR),
+    case("KV connectors ... remove", kv_offloading_size=1.0),
+    case("--runner pooling ... serve another model", runner="pooling"),
+    *(
+        case(f"its own {kind} class: remove --{kind}-cls {name}", **{f"{kind}_cls": name})
+        for kind, name in STOCK.items()
+    ),
+    case("--attention-backend TRITON_ATTN ... use CPU_ATTN", attention_backend="TRITON_ATTN"),
+    case("decode_kernel: triton on this platform", eviction=settings(decode_kernel="triton")),
+    *(
+        case(
+            f"dtype {dtype}) yet: use ... auto or one of fp8, fp8_e4m3, fp8_e5m2", "wide", **cached
+        )
+        for dtype in ("int8_per_token_head", "fp8_per_token_head", "nvfp4")
+        for cached in [{"kv_cache_dtype": dtype}]
+    ),
+    case("a quantised cache (--kv-cache-dtype fp8) of heads of 16 values", kv_cache_dtype="fp8"),
+    case(
+        "in blocks of 16 tokens ... --block-size that is a multiple of 32", "wide", **BLOCKS_OF_16
+    ),
+    case("that have another ... remove --kv-cache-dtype-skip-layers", "wide", **SKIPPING),
+    *(
+        case(
+            f"decode.max_tokens: {tokens}, which is less than floor_pages ({floor}) ... give at "
+            f"least {max(floor, 1) * 32} tokens",
+            eviction=settings(decode={"max_tokens": tokens}, floor_pages=floor),
+            block_size=32,
+        )
+        for tokens, floor in ((31, 1), (63, 2), (31, 0))
+    ),
+    case("evicted tokens with --speculative-config", eviction=SUMMARIES, **DRAFTING),
+    case("heads of several ranks share", "heads of 32", eviction=OF_HEADS, **RANKS),
+]
+
+
+@pytest.mark.parametrize(("model", "options", "said"), REFUSED)
+def test_what_is_refused_before_a_model_is_loaded(
+    folder: Folder, tmp_path: Path, model: str, options: dict[str, Any], said: str
+) -> None:
+    path = folder(model)
+    if options.get("speculative_config") is DRAFTS:
+        options = {"speculative_config": {**DRAFTS, "model": path}}
+    if options.get("eviction") == "gates":
+        write_gates(tmp_path, "rg", 2, 64, 2)
+        options = {**options, "eviction": settings(gates=str(tmp_path))}
+    if options.get("eviction") == "head_scores":
+        scores = str(save_scores(tmp_path, 2, 2))
+        options = {**options, "eviction": settings(head_scores=scores)}
+    with pytest.raises(UnsupportedByEvictionError) as caught:
+        configure(path, **options)
+    message = str(caught.value)
+    assert_says(message, f"--kv-eviction ... {said} ... or leave out --kv-eviction")
+    assert message.startswith("--kv-eviction ")
+    assert "\n" not in message
+
+
+def save_scores(folder: Path, layers: int, kv_heads: int) -> Path:
+    found = head_scores(layers, kv_heads)
+    write(folder / "heads.json", "a model", found.kv_heads, found.scores, {})
+    return folder / "heads.json"
 
 
 def flash(**attention: Any) -> dict[str, Any]:
-    return {"attention_config": {"backend": "FLASH_ATTN", **attention}}
+    return {"attention_config": {"backend": "FLASH_ATTN", **attention}, "eviction": {}}
 
 
-@pytest.mark.parametrize(
-    ("options", "feature", "way_out"),
-    [
-        (
-            {"speculative_config": NGRAM, **TWO_STAGES},
-            "speculative decoding by ngram in pipeline stages (--pipeline-parallel-size 2)",
-            "remove --speculative-config or use --pipeline-parallel-size 1",
-        ),
-        (
-            {"data_parallel_size": 2, "data_parallel_size_local": 1},
-            "data parallelism over several nodes (--data-parallel-size-local 1 of 2)",
-            "one server per node",
-        ),
-        ({"kv_transfer_config": CONNECTOR}, "KV connectors", "remove --kv-transfer-config"),
-        ({"kv_offloading_size": 1.0}, "KV connectors", "remove"),
-        ({"runner": "pooling"}, "--runner pooling", "serve another model"),
-        (
-            {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
-            "its own scheduler class",
-            "remove --scheduler-cls vllm.v1.core.sched.scheduler.Scheduler",
-        ),
-        (
-            {"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"},
-            "its own worker class",
-            "remove --worker-cls vllm.v1.worker.cpu_worker.CPUWorker",
-        ),
-        ({"attention_backend": "TRITON_ATTN"}, "--attention-backend TRITON_ATTN", "use CPU_ATTN"),
-        (
-            {"eviction": {CONFIG_KEY: {"policy": "tgv", "decode_kernel": "triton"}}},
-            "decode_kernel: triton on this platform",
-            "",
-        ),
-        (
-            {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 2}},
-            "speculative decoding by draft_model",
-            "use the method ngram",
-        ),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_flags_that_are_refused(
-    plain: str, options: dict[str, Any], feature: str, way_out: str
-) -> None:
-    if "draft_model" in feature:
-        options["speculative_config"]["model"] = plain
-    message = refusal(plain, **options)
-    assert feature in message
-    assert way_out in message
+def changed(
+    said: str, fields: dict[str, Any], model: str = "plain", cuda: bool = False, **options: Any
+) -> Any:
+    """Return what is refused after fields were set, past vLLM's own checks, or for a GPU."""
+    platform = platforms.CUDA if cuda else platforms.CPU
+    return pytest.param(model, options, fields, platform, said, id=f"{model}: {said[:60]}")
 
 
-@pytest.mark.parametrize(
-    ("options", "changes", "feature", "way_out"),
-    [
-        ({}, {"model_config.hf_config.canvas_length": 64}, "a model that writes by diffusion", ""),
-        ({}, {"parallel_config.enable_dbo": True}, "microbatches", ""),
-        ({}, {"model_config.enable_sleep_mode": True}, "sleep mode", ""),
-        (
-            {"data_parallel_size": 2},
-            {"parallel_config.data_parallel_backend": "ray"},
-            "",
-            "use --data-parallel-backend mp",
-        ),
-        *(
+def on_gpu(said: str, fields: Any = None, **options: Any) -> Any:
+    return changed(said, fields or {}, cuda=True, **options)
+
+
+PARALLEL = "parallel_config."
+TENSOR, PIPELINE = f"{PARALLEL}tensor_parallel_size", f"{PARALLEL}pipeline_parallel_size"
+EXECUTOR = f"{PARALLEL}distributed_executor_backend"
+FP8 = "a quantised cache (--kv-cache-dtype fp8 ... ) on this platform yet: use ... bfloat16"
+CHANGED = [
+    changed("a model that writes by diffusion", {"model_config.hf_config.canvas_length": 64}),
+    changed("microbatches", {f"{PARALLEL}enable_dbo": True}),
+    changed("sleep mode", {"model_config.enable_sleep_mode": True}),
+    changed("--data-parallel-backend mp", {f"{PARALLEL}data_parallel_backend": "ray"}, **REPLICAS),
+    *(
+        changed(f"{kind} parallelism {said}", {f"{PARALLEL}{field}": value}, **options)
+        for kind, options in (("tensor", RANKS), ("pipeline", STAGES))
+        for field, value, said in (
             (
-                options,
-                {f"parallel_config.{field}": value},
-                f"does not work with {kind} parallelism {feature}",
-                way_out,
-            )
-            for kind, options in (("tensor", TWO_RANKS), ("pipeline", TWO_STAGES))
-            for field, value, feature, way_out in (
-                (
-                    "distributed_executor_backend",
-                    "ray",
-                    "and --distributed-executor-backend ray",
-                    "mp",
-                ),
-                ("nnodes", 2, "over several nodes (--nnodes 2)", "--nnodes 1"),
-            )
-        ),
-    ],
-)
+                "distributed_executor_backend",
+                "ray",
+                "and --distributed-executor-backend ray ... mp",
+            ),
+            ("nnodes", 2, "over several nodes (--nnodes 2) ... --nnodes 1"),
+        )
+    ),
+    *(
+        changed(
+            f"speculative decoding by {method} yet: use the method ngram in --speculative-config, "
+            "remove the flag or leave out",
+            {"speculative_config.method": method},
+            **DRAFTING,
+        )
+        for method in get_args(SpeculativeMethod)
+        if method != "ngram"
+    ),
+    *(
+        changed(f"summaries of evicted tokens with {flag}", {field: number}, eviction=eviction)
+        for field, number, flag in (
+            (TENSOR, 2, "--tensor-parallel-size 2"),
+            (PIPELINE, 3, "--pipeline-parallel-size 3"),
+        )
+        for eviction in (SUMMARIES, settings(methods={"x": {"summaries": "both"}}))
+    ),
+    changed(
+        "summaries of evicted tokens in a quantised cache",
+        {"cache_config.cache_dtype": "fp8"},
+        "wide",
+        eviction=SUMMARIES,
+        block_size=32,
+    ),
+    *(
+        changed(
+            "reduce: max (or retentive_spread) of the method mine where heads of several ranks "
+            f"share a token set (--tensor-parallel-size {ranks}) yet: use reduce: mean (or another",
+            {TENSOR: ranks, EXECUTOR: "mp"},
+            eviction=settings(methods={"mine": {**mix, "granularity": kind}, "other": {}}),
+        )
+        for kind, ranks in (("layer", 2), ("head", 4))
+        for mix in (MAXIMA, {"base": "snapkv", "score": "retentive_spread"})
+    ),
+    on_gpu("tensor parallelism (--tensor-parallel-size 2) on this platform", **RANKS),
+    on_gpu("pipeline parallelism (--pipeline-parallel-size 2) on this platform", **STAGES),
+    on_gpu("by ngram on this platform yet ... remove", **DRAFTING),
+    on_gpu(
+        "--attention-config.backend_per_kind {'full_attention': 'FLASHINFER'} yet: remove it or "
+        "use FLASH_ATTN, which is extended",
+        **flash(backend_per_kind={"full_attention": "FLASHINFER"}),
+    ),
+    on_gpu("flash_attn_version 4 yet: use 3 on Hopper GPUs and 2", **flash(flash_attn_version=4)),
+    on_gpu("bidirectional attention over image tokens", model="prefix"),
+    on_gpu(
+        "heads of 512 values in layers with full attention on this platform ... serve a model "
+        "with at most 256",
+        {"model_config.model_arch_config.is_mm_prefix_lm": False},
+        model="heads of 512",
+    ),
+    on_gpu(
+        f"the debug option poison on this platform and {HYBRIDS['windows']} yet: remove",
+        model="windows",
+        eviction=settings(debug={"poison": True}),
+    ),
+    *(on_gpu(FP8, model="wide", kv_cache_dtype=dtype) for dtype in ("fp8", "fp8_e5m2")),
+    on_gpu(FP8, model="fp8", kv_cache_dtype="auto"),  # `auto` is no way out
+    on_gpu(
+        "summaries of evicted tokens with decode_kernel: triton yet: use the setting",
+        {"additional_config": settings(policy="retentivekv", decode_kernel="triton")},
+        **flash(),
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "options", "fields", "platform", "said"), CHANGED)
 def test_what_vllm_itself_refuses_elsewhere(
-    plain: str, options: dict[str, Any], changes: dict[str, Any], feature: str, way_out: str
+    folder: Folder, model: str, options: Any, fields: Any, platform: Platform, said: str
 ) -> None:
-    """Fields are set after vLLM's own checks, which refuse some of them here."""
-    config = configure(plain, **options)
-    for path, value in changes.items():
+    config = configure(folder(model), **options)
+    for path, value in fields.items():
         *parts, field = path.split(".")
-        owner: Any = config
-        for part in parts:
-            owner = getattr(owner, part)
-        setattr(owner, field, value)
+        setattr(reduce(getattr, parts, config), field, value)
     vars(config.model_config).pop("is_diffusion", None)  # known already
-    message = refusal_of(config)
-    assert feature in message
-    assert way_out in message
+    assert_says(refusal_of(config, platform), f"--kv-eviction ... {said}")
 
 
-@pytest.mark.parametrize(
-    ("options", "feature", "way_out"),
-    [
-        (TWO_RANKS, "tensor parallelism (--tensor-parallel-size 2) on this platform", ""),
-        (TWO_STAGES, "pipeline parallelism (--pipeline-parallel-size 2) on this platform", ""),
-        ({"speculative_config": NGRAM}, "by ngram on this platform yet", "remove"),
-        (
-            flash(backend_per_kind={"full_attention": "FLASHINFER"}),
-            "--attention-config.backend_per_kind {'full_attention': 'FLASHINFER'} yet",
-            "remove it or use FLASH_ATTN, which is extended or leave out",
-        ),
-        (
-            flash(flash_attn_version=4),
-            "--attention-config.flash_attn_version 4 yet",
-            "use 3 on Hopper GPUs and 2 on others or leave out",
-        ),
-        (flash(backend_per_kind={"full_attention": "FLASH_ATTN"}, flash_attn_version=3), "", ""),
-    ],
-    ids=str,
-)
-def test_what_is_refused_on_a_gpu(
-    plain: str, options: dict[str, Any], feature: str, way_out: str
+def test_answers_over_a_window_behind_the_prompt_are_refused(
+    plain: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM itself takes these. The last ones are allowed."""
-    config = configure(plain, {} if "attention_config" in options else TGV, **options)
-    if not feature:
-        check_vllm_config(config, platforms.CUDA)
-        return
-    message = refusal_of(config, platforms.CUDA)
-    assert feature in message
-    assert way_out in message
-
-
-def test_another_platform_is_refused(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    assert "use a CPU or CUDA build of vLLM" in refusal(plain)
-
-
-@pytest.mark.parametrize(
-    ("config", "architecture", "fields", "feature"),
-    [
-        (llama, "LlamaForCausalLM", {"index_n_heads": 4}, "sparse attention (an indexer selects"),
-        (
-            llama,
-            "LlamaForCausalLM",
-            {"sparse_attention_config": {"sparse_block_size": 128}},
-            "sparse attention (an indexer selects",
-        ),
-        (qwen2, "Qwen2ForCausalLM", {"first_window": 0}, "sliding-window attention in all layers"),
-    ],
-)
-def test_attention_that_is_refused(
-    folder: Folder, config: Any, architecture: str, fields: dict[str, Any], feature: str
-) -> None:
-    assert feature in refusal(folder(config, architecture, **fields))
-
-
-def test_attention_of_prefixes_and_windows_after_the_prompt_is_refused(
-    plain: str, folder: Folder
-) -> None:
-    """Answers of Unlimited-OCR see the prompt and their own last tokens."""
-    config = configure(folder(gemma3, "Gemma3ForConditionalGeneration"))
-    assert config.model_config.is_mm_prefix_lm  # vLLM's CPU kernels are causal
-    assert "bidirectional attention over image tokens" in refusal_of(config, platforms.CUDA)
+    """Unlimited-OCR's see the prompt and their own last tokens. Nor is another platform served."""
     config = configure(plain)
     sizes = config.model_config.model_arch_config
     config.model_config.model_arch_config = replace(sizes, rswa_window=128)
     assert "(R-SWA of 128 tokens)" in refusal_of(config)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    with pytest.raises(UnsupportedByEvictionError, match="use a CPU or CUDA build of vLLM"):
+        configure(plain)
 
 
-@pytest.mark.parametrize(
-    ("options", "feature", "way_out"),
-    [
-        *(
-            (
-                {"kv_cache_dtype": dtype},
-                f"(--kv-cache-dtype {dtype})",
-                "use --kv-cache-dtype auto or one of fp8, fp8_e4m3, fp8_e5m2",
-            )
-            for dtype in ("int8_per_token_head", "fp8_per_token_head", "nvfp4")
-        ),
-        (
-            {"kv_cache_dtype": "fp8", "block_size": 16},
-            "(--kv-cache-dtype fp8) in blocks of 16 tokens",
-            "use a --block-size that is a multiple of 32",
-        ),
-        (
-            {"kv_cache_dtype": "fp8_e5m2", "kv_cache_dtype_skip_layers": ["0", "1"]},
-            "(--kv-cache-dtype fp8_e5m2) and layers that have another",
-            "remove --kv-cache-dtype-skip-layers",
-        ),
-    ],
-    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
-)
-def test_quantised_caches_that_are_refused(
-    folder: Folder, options: dict[str, Any], feature: str, way_out: str
+# -- what is not refused ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", HYBRIDS)
+def test_models_of_several_kinds_of_layers_are_served(folder: Folder, model: str) -> None:
+    config = configure(folder(model))
+    assert config.cache_config.enable_prefix_caching
+    if model == "hybrid":
+        assert config.cache_config.mamba_cache_mode == "align"
+        check_on_cuda(configure(folder(model), settings(debug={"poison": True})))
+    check_on_cuda(config)
+    configure(folder(model), **RANKS)
+
+
+def test_what_a_gpu_serves(folder: Folder, plain: str) -> None:
+    """Heads of 256 values, and summaries; a backend that is named for layers, and its version."""
+    config = configure(folder("heads of 256"))
+    config.model_config.model_arch_config.is_mm_prefix_lm = False
+    check_on_cuda(config)
+    allowed = flash(backend_per_kind={"full_attention": "FLASH_ATTN"}, flash_attn_version=3)
+    config = configure(plain, **allowed)
+    check_vllm_config(config, platforms.CUDA)
+    for eviction in (SUMMARIES, settings(methods={"x": {"summaries": "both"}})):
+        check_vllm_config(configure(plain, eviction), platforms.CPU)
+        config.additional_config = eviction
+        check_vllm_config(config, platforms.CUDA)
+
+
+@pytest.mark.parametrize("shape", [(2, 64, 2), (3, 64, 2), (2, 32, 2), (2, 64, 4)])
+def test_head_scores_and_gates_of_another_shape_are_refused(
+    plain: str, tmp_path: Path, shape: tuple[int, int, int]
 ) -> None:
-    message = refusal(folder(wide_llama, "LlamaForCausalLM"), **options)
-    assert f"a quantised cache {feature}" in message
-    assert way_out in message
-
-
-FP8_OF_A_CHECKPOINT = {
-    "quant_method": "compressed-tensors",
-    "format": "dense",
-    "config_groups": {},
-    "ignore": [],
-    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True},
-}
-
-
-def test_fp8_caches_are_for_cpus_and_heads_of_32_values(plain: str, folder: Folder) -> None:
-    """Also if the checkpoint asks for one; then `auto` is no way out."""
-    wide = folder(wide_llama, "LlamaForCausalLM", dtype="bfloat16")
-    asking = folder(
-        wide_llama,
-        "LlamaForCausalLM",
-        dtype="bfloat16",
-        quantization_config=FP8_OF_A_CHECKPOINT,
-    )
-    for model, asked in ((wide, "fp8"), (wide, "fp8_e5m2"), (asking, "auto")):
-        config = configure(model, kv_cache_dtype=asked)
-        assert config.scheduler_config.scheduler_cls == SCHEDULER_CLS
-        message = refusal_of(config, platforms.CUDA)
-        assert "a quantised cache (--kv-cache-dtype fp8" in message
-        assert ") on this platform yet: use --kv-cache-dtype bfloat16 or " in message
-    message = refusal(plain, kv_cache_dtype="fp8")
-    assert "a quantised cache (--kv-cache-dtype fp8) of heads of 16 values" in message
-
-
-def test_vllm_loses_the_sampling_parameters_of_drafts_on_cpu() -> None:
-    """A known fault of stock vLLM 0.32: once this fails, correct docs/compatibility.md."""
-    current_platform.import_kernels()
-    sizes = torch.tensor([2, 2, 5])
-    for values, is_right in (([3.0, 5.0, 7.0], False), ([3, 5, 7], True)):
-        found = torch.full((5,), -9, dtype=torch.tensor(values).dtype)
-        cpu_triton_utils._expand_kernel_impl(found, torch.tensor(values), sizes, 0, 1)
-        assert found.tolist() == ([3, 3, 7, 7, 7] if is_right else [-9] * 5)
-    with pytest.raises(RuntimeError, match="Expected reduction dim"):
-        apply_top_k_only(torch.empty(0, 8), torch.empty(0, dtype=torch.int32))
-
-
-def test_drafts_by_ngrams_are_planned_step_by_step(plain: str) -> None:
-    """vLLM never schedules these ahead, not even on request."""
-    vllm_config = configure(plain, speculative_config=NGRAM)
-    assert vllm_config.scheduler_config.scheduler_cls == SCHEDULER_CLS
-    with pytest.raises(ValueError, match=r"[Aa]sync scheduling is (only|not) supported"):
-        configure(plain, speculative_config=NGRAM, async_scheduling=True)
-
-
-def test_other_drafts_are_refused_by_name(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set after vLLM's own checks, which need a draft model or a package for most of them."""
-    vllm_config = configure(plain, speculative_config=NGRAM)
-    others = {*get_args(SpeculativeMethod)} - {"ngram"}
-    assert {"draft_model", "eagle", "eagle3", "mtp", "ngram_gpu", "suffix"} < others
-    for method in others:
-        monkeypatch.setattr(vllm_config.speculative_config, "method", method)
-        assert refusal_of(vllm_config) == (
-            f"--kv-eviction does not work with speculative decoding by {method} yet: use the "
-            "method ngram in --speculative-config, remove the flag or leave out --kv-eviction"
-        )
-
-
-def qwen3_moe() -> Any:
-    return transformers.Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2)
-
-
-def test_replicas_are_refused_where_their_steps_depend_on_each_other(folder: Folder) -> None:
-    """Only for a mixture of experts with several replicas."""
-    mixture = folder(qwen3_moe, "Qwen3MoeForCausalLM")
-    message = refusal(mixture, data_parallel_size=2)
-    assert "data parallelism of a mixture of experts (--data-parallel-size 2)" in message
-    assert "one server per replica" in message
-    assert configure(mixture).scheduler_config.scheduler_cls == SCHEDULER_CLS
-
-
-def test_a_ceiling_leaves_every_head_its_floor(plain: str) -> None:
-    for tokens, floor, is_refused in ((31, 1, True), (32, 1, False), (63, 2, True), (31, 0, True)):
-        settings = {"policy": "tgv", "decode": {"max_tokens": tokens}, "floor_pages": floor}
-        if not is_refused:
-            configure(plain, {CONFIG_KEY: settings}, block_size=32)
+    write_gates(tmp_path, "rg10", *shape)
+    scores = save_scores(tmp_path, shape[0], shape[2])
+    for eviction, said in (
+        (settings(policy="dbtrimkv", gates=str(tmp_path)), "2 layers, 64 values and 2"),
+        (settings(policy="sparsemm", head_scores=str(scores)), "2 layers of 2: make a file"),
+    ):
+        if shape == (2, 64, 2) or (shape[1] == 32 and "make" in said):
+            configure(plain, eviction)
             continue
-        message = refusal(plain, eviction={CONFIG_KEY: settings}, block_size=32)
-        assert f"decode.max_tokens: {tokens}, which is less than floor_pages ({floor})" in message
-        assert f"give at least {max(floor, 1) * 32} tokens" in message
+        with pytest.raises(EvictionConfigError, match=f"and this model has {said}"):
+            configure(plain, eviction)
 
 
-@pytest.mark.parametrize("settings", [{"policy": "retentivekv"}, {"methods": {"x": {}}}])
-def test_what_methods_with_summaries_do_not_run_with(
-    plain: str, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+def test_a_window_that_hides_no_token_is_none(folder: Folder) -> None:
+    """Nor does one that `--disable-sliding-window` removes, which bounds the context by it."""
+    for model, context, options in (
+        ("nominal window", 512, {}),
+        ("window", 64, {"max_model_len": 64}),
+        ("window", 64, {"disable_sliding_window": True}),
+    ):
+        vllm_config = configure(folder(model), **options)
+        assert vllm_config.model_config.max_model_len == context
+        assert vllm_config.model_config.get_sliding_window() is None
+        assert vllm_config.cache_config.sliding_window is None
+        stock = configure(folder(model), {}, **options)
+        is_kept = "disable_sliding_window" not in options
+        assert (stock.cache_config.sliding_window is not None) is is_kept, "stock is stock"
+
+
+def test_maxima_over_rows_where_a_rank_has_whole_token_sets(
+    plain: str, folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if "methods" in settings:
-        settings = {"policy": "tgv", "methods": {"x": {"base": "tgv", "summaries": "both"}}}
-    vllm_config = configure(plain, {CONFIG_KEY: settings})
-    check_vllm_config(vllm_config, platforms.CPU)
-    on_gpu = configure(plain, {}, attention_config={"backend": "FLASH_ATTN"})
-    on_gpu.additional_config = {CONFIG_KEY: settings}
-    check_vllm_config(on_gpu, platforms.CUDA)
-    on_gpu.additional_config = {CONFIG_KEY: {**settings, "decode_kernel": "triton"}}
-    message = refusal_of(on_gpu, platforms.CUDA)
-    assert "summaries of evicted tokens with decode_kernel: triton yet: use the setting" in message
-    for name, number in (("tensor", 2), ("pipeline", 3)):
-        with monkeypatch.context() as patch:
-            patch.setattr(vllm_config.parallel_config, f"{name}_parallel_size", number)
-            message = refusal_of(vllm_config)
-            assert f"summaries of evicted tokens with --{name}-parallel-size {number}" in message
-    quantised = configure(plain, {CONFIG_KEY: settings}, block_size=32)
-    monkeypatch.setattr(quantised.cache_config, "cache_dtype", "fp8")
-    monkeypatch.setattr(quantised.model_config, "get_head_size", lambda: 32)
-    assert "summaries of evicted tokens in a quantised cache" in refusal_of(quantised)
-    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-    message = refusal(plain, eviction={CONFIG_KEY: settings}, speculative_config=drafts)
-    assert "summaries of evicted tokens with --speculative-config" in message
-
-
-@pytest.mark.parametrize(
-    ("ranks", "granularity", "is_refused"),
-    [(1, "layer", False), (2, "head", False), (2, "layer", True), (4, "head", True)],
-)
-@pytest.mark.parametrize("by", [{"reduce": "max"}, {"score": "retentive_spread"}])
-def test_maxima_over_rows_need_all_heads_of_a_token_set_on_one_rank(
-    plain: str,
-    monkeypatch: pytest.MonkeyPatch,
-    ranks: int,
-    granularity: str,
-    is_refused: bool,
-    by: dict[str, str],
-) -> None:
-    """The model has two KV heads, so four ranks hold each of them twice."""
-    mix = {"base": "snapkv", "granularity": granularity, **by}
-    eviction = {CONFIG_KEY: {"policy": "tgv", "methods": {"mine": mix, "other": {}}}}
-    vllm_config = configure(plain, eviction)
-    monkeypatch.setattr(vllm_config.parallel_config, "tensor_parallel_size", ranks)
-    monkeypatch.setattr(vllm_config.parallel_config, "distributed_executor_backend", "mp")
-    if not is_refused:
-        check_vllm_config(vllm_config, platforms.CPU)
-        return
-    message = refusal_of(vllm_config)
-    assert (
-        "reduce: max (or retentive_spread) of the method mine where heads of several ranks share a"
-        in message
-    )
-    assert f"(--tensor-parallel-size {ranks}) yet: use reduce: mean (or another" in message
-
-
-def test_ranks_share_heads_by_the_layers_that_are_evicted(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Gemma 4 has fewer KV heads there than in layers with a window."""
-    model = folder(gemma4, "Gemma4ForConditionalGeneration")
-    mix = {"base": "snapkv", "granularity": "head", "reduce": "max"}
-    eviction = {CONFIG_KEY: {"policy": "tgv", "methods": {"mine": mix}}}
-    assert "heads of several ranks share" in refusal(
-        model, eviction=eviction, tensor_parallel_size=2
-    )
-    vllm_config = configure(model, tensor_parallel_size=2)
-    assert vllm_config.model_config.get_total_num_kv_heads() == 2
+    """The model has two KV heads. Gemma 4 has fewer in the layers that are evicted."""
+    for kind, ranks in (("layer", 1), ("head", 2)):
+        mixes = {"mine": {**MAXIMA, "granularity": kind}}
+        config = configure(plain, settings(methods=mixes))
+        config.parallel_config.tensor_parallel_size = ranks
+        config.parallel_config.distributed_executor_backend = "mp"
+        check_vllm_config(config, platforms.CPU)
+    config = configure(folder("heads of 32"), tensor_parallel_size=2)
+    assert config.model_config.get_total_num_kv_heads() == 2
     for rank in range(2):
         group = SimpleNamespace(world_size=2, rank_in_group=rank)
         monkeypatch.setattr("vllm.distributed.get_tp_group", lambda group=group: group)
-        ranks = tensor_ranks(vllm_config)
-        assert (ranks.num_parts, ranks.part, ranks.rank) == (1, 0, rank)
+        found = tensor_ranks(config)
+        assert (found.num_parts, found.part, found.rank) == (1, 0, rank)
 
 
-@pytest.mark.parametrize(
-    ("options", "part"),
-    [
-        (
-            {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
-            "--decode-context-parallel-size 1",
-        ),
-        ({"prefill_context_parallel_size": 2}, "prefill context parallel"),
-    ],
-    ids=["decode", "prefill"],
-)
-def test_context_parallelism_is_refused_by_vllm_itself(
-    plain: str, options: dict[str, Any], part: str
+def test_supported_models_get_the_plugins_classes(
+    plain: str, folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails once vLLM allows it; then the plugin's refusal must be tested here."""
-    with pytest.raises(ValueError, match=part):
-        configure(plain, **options)
-
-
-def test_model_runner_v2_is_refused(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM refuses it without Triton, the plugin with Triton."""
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    with pytest.raises(ValueError, match=r"[Mm]odel [Rr]unner V2"):
-        configure(plain)
-    # The plugin's own refusal, as in a build with Triton.
-    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
-    vllm_config = configure(plain)
-    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", property(lambda self: True))
-    assert "set VLLM_USE_V2_MODEL_RUNNER=0" in refusal_of(vllm_config)
-
-
-def test_steps_that_are_scheduled_ahead_have_a_scheduler_for_that(
-    plain: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    """Also a model whose configuration has a window that it does not use, or `mlp` as a layer."""
+    for options in (
+        *({"model": folder(name)} for name in ("plain", "unused window", "cosmos", "mixture")),
+        {"model": plain, "speculative_config": NGRAM},  # which vLLM never schedules ahead
+        {"model": plain, "eviction": settings(decode={"max_tokens": 32}), "block_size": 32},
+    ):
+        config = configure(**options)
+        assert config.scheduler_config.scheduler_cls == SCHEDULER_CLS
+        assert config.parallel_config.worker_cls == platforms.CPU.worker_cls
+        assert config.attention_config.backend.name == platforms.CPU.attention_backend
+        assert not config.scheduler_config.async_scheduling  # vLLM's choice on CPU
     flash_on_cpu.schedule_ahead(monkeypatch)
     assert configure(plain).scheduler_config.scheduler_cls == ASYNC_SCHEDULER_CLS
+
+
+@pytest.mark.parametrize("eviction", [{}, {CONFIG_KEY: {"policy": "none"}}])
+def test_nothing_is_refused_without_eviction(folder: Folder, eviction: dict[str, Any]) -> None:
+    for model in ("window", "plain"):
+        config = configure(folder(model), eviction, kv_cache_dtype="fp8")
+        assert config.scheduler_config.scheduler_cls is None
+        assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+
+
+# -- layers, and what vLLM refuses -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("may_slide", [False, True])
@@ -798,24 +566,35 @@ def test_flash_attention_4_is_refused_where_vllm_chooses_it() -> None:
         check_layer(SimpleNamespace(**vars(impl), vllm_flash_attn_version=4))
 
 
-def test_supported_models_get_the_plugins_classes(plain: str, folder: Folder) -> None:
-    """Also a model whose configuration has a window that it does not use."""
-    cosmos = folder(cosmos3_edge, "Cosmos3EdgeForConditionalGeneration")  # `mlp` is a layer, too
-    unused = folder(qwen2, "Qwen2ForCausalLM", use_sliding_window=False)
-    for model in (plain, unused, cosmos):
-        config = configure(model)
-        assert config.scheduler_config.scheduler_cls == SCHEDULER_CLS
-        assert config.parallel_config.worker_cls == platforms.CPU.worker_cls
-        assert config.attention_config.backend.name == platforms.CPU.attention_backend
-        assert not config.scheduler_config.async_scheduling  # vLLM's choice on CPU
+def test_vllm_loses_the_sampling_parameters_of_drafts_on_cpu() -> None:
+    """A known fault of stock vLLM 0.32: once this fails, correct docs/compatibility.md."""
+    current_platform.import_kernels()
+    sizes = torch.tensor([2, 2, 5])
+    for values, is_right in (([3.0, 5.0, 7.0], False), ([3, 5, 7], True)):
+        found = torch.full((5,), -9, dtype=torch.tensor(values).dtype)
+        cpu_triton_utils._expand_kernel_impl(found, torch.tensor(values), sizes, 0, 1)
+        assert found.tolist() == ([3, 3, 7, 7, 7] if is_right else [-9] * 5)
+    with pytest.raises(RuntimeError, match="Expected reduction dim"):
+        apply_top_k_only(torch.empty(0, 8), torch.empty(0, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("eviction", [{}, {CONFIG_KEY: {"policy": "none"}}])
-def test_nothing_is_refused_without_eviction(folder: Folder, eviction: dict[str, Any]) -> None:
-    for model in (folder(mistral, "MistralForCausalLM"), folder(llama, "LlamaForCausalLM")):
-        config = configure(model, eviction, kv_cache_dtype="fp8")
-        assert config.scheduler_config.scheduler_cls is None
-        assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+def test_what_vllm_refuses_itself(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails once vLLM allows it; then the plugin's refusal must be tested here."""
+    for part, options in (
+        (r"[Aa]sync scheduling", {"speculative_config": NGRAM, "async_scheduling": True}),
+        ("--decode-context-parallel-size 1", {**RANKS, "decode_context_parallel_size": 2}),
+        ("prefill context parallel", {"prefill_context_parallel_size": 2}),
+    ):
+        with pytest.raises(ValueError, match=part):
+            configure(plain, **options)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(ValueError, match=r"[Mm]odel [Rr]unner V2"):
+        configure(plain)
+    # The plugin's own refusal, as in a build with Triton.
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
+    vllm_config = configure(plain)
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", property(lambda self: True))
+    assert "set VLLM_USE_V2_MODEL_RUNNER=0" in refusal_of(vllm_config)
 
 
 @pytest.mark.slow

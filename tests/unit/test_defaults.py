@@ -21,12 +21,8 @@ def server(path: Path | None, **values: Any) -> EvictionConfig:
     return EvictionConfig.from_mapping({"policy": "tgv", "budget": 0.1, **file, **values})
 
 
-def test_without_a_file_the_settings_are_the_servers() -> None:
-    config = server(None)
-    assert Defaults(config).current() is config
-
-
 def test_every_process_sees_a_change(tmp_path: Path) -> None:
+    assert Defaults(plain := server(None)).current() is plain
     config = server(tmp_path / "defaults.json", sinks=7)
     one, other = Defaults(config), Defaults(config)
     assert one.current() == other.current() == config
@@ -40,16 +36,20 @@ def test_every_process_sees_a_change(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["defaults.json"]
 
 
-@pytest.mark.parametrize("text", ["policy: none\n", "", "{}", "budget: 512"])
-def test_files_written_by_hand(tmp_path: Path, text: str) -> None:
+def test_files_written_by_hand(tmp_path: Path) -> None:
     path = tmp_path / "defaults.yaml"
-    path.write_text(text)
-    defaults = Defaults(server(path))
-    expected = {"policy: none\n": ("none", "0.1"), "budget: 512": ("tgv", "512")}
-    found = defaults.current()
-    assert (found.policy, str(found.budget.value)) == expected.get(text, ("tgv", "0.1"))
-    path.unlink()
-    assert defaults.current() == defaults.config
+    for text, expected in (
+        ("policy: none\n", ("none", "0.1")),
+        ("", ("tgv", "0.1")),
+        ("{}", ("tgv", "0.1")),
+        ("budget: 512", ("tgv", "512")),
+    ):
+        path.write_text(text)
+        defaults = Defaults(server(path))
+        found = defaults.current()
+        assert (found.policy, str(found.budget.value)) == expected
+        path.unlink()
+        assert defaults.current() == defaults.config
 
 
 @pytest.mark.parametrize(
@@ -90,6 +90,9 @@ def test_wrong_values_are_not_written(tmp_path: Path) -> None:
     with pytest.raises(EvictionConfigError, match="text_only is 'evict'"):
         Defaults(server(path, policy="snapkv", text_only="evict")).write({"policy": "tgv"})
     assert list(tmp_path.iterdir()) == []
+    for wrong in ("relative.yaml", 7, "/no/such/folder/defaults.yaml"):
+        with pytest.raises(EvictionConfigError, match=r"kv_eviction\.defaults_file is"):
+            EvictionConfig.from_mapping({"policy": "tgv", "defaults_file": wrong})
 
 
 def test_a_file_that_is_swapped_like_a_mounted_configmap(tmp_path: Path) -> None:
@@ -104,9 +107,3 @@ def test_a_file_that_is_swapped_like_a_mounted_configmap(tmp_path: Path) -> None
     (tmp_path / "new").symlink_to(tmp_path / "b")
     os.replace(tmp_path / "new", link)
     assert defaults.current().budget == Budget(fraction=0.3)
-
-
-@pytest.mark.parametrize("path", ["relative.yaml", 7, "/no/such/folder/defaults.yaml"])
-def test_the_path_is_checked_at_start(path: Any) -> None:
-    with pytest.raises(EvictionConfigError, match=r"kv_eviction\.defaults_file is"):
-        EvictionConfig.from_mapping({"policy": "tgv", "defaults_file": path})

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from oracle import scores
-from tests.inputs import make_layers, observe_ragged
+from tests.inputs import make_layers, observe_ragged, padded
 from vllm_tgvkv.kernels.diversity import mean_cosines, norms
 from vllm_tgvkv.kernels.statistics import observe
 
@@ -24,10 +24,8 @@ def ragged(lengths: list[int], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]
         (torch.randn(length, HEAD_SIZE) + torch.randn(HEAD_SIZE)) * torch.rand(length, 1) * 9
         for length in lengths
     ]
-    keys = torch.full((len(lengths), SIZE, HEAD_SIZE), math.nan, dtype=dtype)
-    for row, head in zip(keys, heads, strict=True):
-        row[: len(head)] = head.to(dtype)
-    return keys, [head.to(dtype) for head in heads]
+    heads = [head.to(dtype) for head in heads]
+    return padded(heads, SIZE), heads
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -35,18 +33,15 @@ def test_heads_of_any_length(dtype: torch.dtype) -> None:
     lengths = [SIZE, 1, 40, 0, 2, random.randint(1, SIZE)]
     keys, heads = ragged(lengths, dtype)
     cosines, lengths_of = (
-        mean_cosines(keys, torch.tensor(lengths)),
-        norms(keys, torch.tensor(lengths)),
+        measure(keys, torch.tensor(lengths)) for measure in (mean_cosines, norms)
     )
     assert cosines.dtype == lengths_of.dtype == torch.float32
     for head, ours, of_norms in zip(heads, cosines, lengths_of, strict=True):
         number = len(head)
         wanted = torch.tensor(scores.mean_cosines(head), dtype=torch.float64)
         torch.testing.assert_close(ours[:number].double(), wanted, rtol=1e-5, atol=1e-6)
-        lengths_of_keys = head.double().norm(dim=-1)
-        torch.testing.assert_close(
-            of_norms[:number].double(), lengths_of_keys, rtol=1e-6, atol=1e-6
-        )
+        of_keys = head.double().norm(dim=-1)
+        torch.testing.assert_close(of_norms[:number].double(), of_keys, rtol=1e-6, atol=1e-6)
         assert not ours[number:].any()
         assert not of_norms[number:].any()
 
@@ -58,11 +53,6 @@ def test_a_key_of_zeros_is_like_no_other() -> None:
     assert found[2] == 0
     others = torch.nn.functional.cosine_similarity(keys[0, :1], keys[0, [1, 3]])
     torch.testing.assert_close(found[0], others.sum() / 3)
-
-
-def test_shapes_are_checked() -> None:
-    with pytest.raises(ValueError, match=r"lengths \[H\]"):
-        mean_cosines(torch.zeros(2, 3, 4), torch.tensor([1]))
 
 
 @pytest.mark.parametrize("workspace_bytes", [0, 1 << 20])
@@ -92,6 +82,8 @@ def test_statistics_of_paged_heads(workspace_bytes: int) -> None:
 
 
 def test_what_statistics_of_values_need() -> None:
+    with pytest.raises(ValueError, match=r"lengths \[H\]"):
+        mean_cosines(torch.zeros(2, 3, 4), torch.tensor([1]))
     layers = make_layers([[9, 3]], [0], per_head=True).arguments
     names = frozenset({"value_norms"})
     with pytest.raises(ValueError, match="value_norms needs the pages of the values"):

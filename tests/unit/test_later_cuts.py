@@ -125,9 +125,7 @@ def expected(
     decode, defer = LATER[kind], DEFER[kind]
     schedule = tuple(map(tuple, decode.get("schedule", ())))
     eviction = OracleEviction(
-        schedule[0][1] if schedule else 0.6,
-        SIZE,
-        granularity,
+        *(schedule[0][1] if schedule else 0.6, SIZE, granularity),
         observation_window=WINDOW,
         method=SCORES.get(method, method),
         head_scores=torch.tensor(scores_of(heads).scores),
@@ -460,7 +458,10 @@ def test_every_cut_leaves_what_the_oracle_leaves(
 def test_a_later_cut_exchanges_as_often_as_the_first(
     granularity: str, method: str, per_layer: int
 ) -> None:
-    """Which tokens are left travels with the scores; see `test_exchanges_are_few`."""
+    """Some for each layer and cut, two for a step: which tokens are left travels with the scores.
+
+    Each takes two messages: where every rank is, then the values.
+    """
     request = Request(settings("schedule", granularity), "schedule", method)
     _, (wire,) = serve(SPLITS["two ranks"], Model.random(3), request)
     of_cut = per_layer * LAYERS + (1 if granularity == "head" else 0)

@@ -34,13 +34,7 @@ from vllm_tgvkv.config.server import CONFIG_KEY, EvictionConfig
 from vllm_tgvkv.kernels import select
 from vllm_tgvkv.kernels import summaries as kernel
 from vllm_tgvkv.kernels.decode import DecodePlan
-from vllm_tgvkv.policies import (
-    METHOD_NAMES,
-    Pooling,
-    Prompt,
-    gates_of,
-    has_summaries,
-)
+from vllm_tgvkv.policies import METHOD_NAMES, Pooling, Prompt, gates_of, has_summaries
 from vllm_tgvkv.policies.pooling import Pooler
 from vllm_tgvkv.shared.budget import Guard
 from vllm_tgvkv.shared.plan import Observation, StepPlan
@@ -70,14 +64,12 @@ SIZES = Sizes(
     table_width=TOKENS // 16,
     workspace_bytes=WORKSPACE_BYTES,
 )
+PAGES = (SHAPE.num_layers, SHAPE.num_heads, SHAPE.block_size, 2 * SHAPE.head_size)
 MOST_TOKENS_OF_RKV = 1 << 14
 """Its operations are as many as its tokens: more would take minutes."""
 HEAD_ONLY = ("adakv", "rkv", "mixkv", "trimkv", "dbtrimkv", "kvzap")
 LAYER_METHODS = [name for name in METHOD_NAMES if name not in HEAD_ONLY and not has_summaries(name)]
-METHODS = [
-    *((name, "head") for name in METHOD_NAMES),
-    *((name, "layer") for name in LAYER_METHODS),
-]
+METHODS = [*((name, "head") for name in METHOD_NAMES), *((name, "layer") for name in LAYER_METHODS)]
 
 
 class LiveBytes(TorchDispatchMode):
@@ -126,13 +118,7 @@ def most_bytes(config: EvictionConfig, num_tokens: int, later: bool = False) -> 
     With `later`, those of the eviction after that, which retains all of it again.
     """
     num_blocks = num_tokens // SHAPE.block_size
-    size = (
-        2 * num_blocks + 2,
-        SHAPE.num_layers,
-        SHAPE.num_heads,
-        SHAPE.block_size,
-        2 * SHAPE.head_size,
-    )
+    size = (2 * num_blocks + 2, *PAGES)
     cache = torch.empty(size, dtype=torch.bfloat16, device="meta")
     pool = page_pool(cache.unbind(1), SHAPE.group_size, slots_first=True)
     evictor = Evictor(config, pool, Ranks(), Stages(SHAPE.num_layers))
@@ -201,15 +187,19 @@ def test_an_eviction_takes_no_more_than_is_set_aside(
 
 
 CUT_AGAIN = {"schedule": [[0, 0.9], [40, 0.5]]}
-METHODS_THAT_CUT_AGAIN = [
-    # `decode` refuses the other three.
-    (name, granularity)
-    for name, granularity in METHODS
-    if name not in ("vlcache", "aircache", "elastic")
-]
+ONCE = ("vlcache", "aircache", "elastic")
+"""Methods that `decode` refuses."""
 
 
-@pytest.mark.parametrize(("method", "granularity"), METHODS_THAT_CUT_AGAIN)
+@pytest.mark.parametrize(
+    ("method", "granularity"),
+    [
+        pytest.param(method, kind, marks=[pytest.mark.nightly] if is_similar else [])
+        for method, kind in METHODS
+        if method not in ONCE
+        for is_similar in [kind == "layer" and method not in ("tgv", "h2o", "prefixkv")]
+    ],
+)
 def test_a_later_eviction_takes_no_more_than_is_set_aside(
     no_kernels: None, method: str, granularity: str
 ) -> None:
@@ -222,9 +212,8 @@ def test_a_later_eviction_takes_no_more_than_is_set_aside(
     config = settings(method, granularity, query_rows=544, decode=CUT_AGAIN)
     with NoSynchronisation():
         most = most_bytes(config, num_tokens, later=True)
-    policy = config.build_policy(method)
     sizes = replace(SIZES, step_tokens=0, max_tokens=num_tokens, table_width=num_tokens // 16)
-    lines = memory._of_method(config, policy, sizes)
+    lines = memory._of_method(config, config.build_policy(method), sizes)
     assert 0.4 * sum(lines.values()) <= most <= sum(lines.values()), lines
 
 
@@ -232,13 +221,9 @@ def test_a_later_eviction_takes_no_more_than_is_set_aside(
 @pytest.mark.parametrize(
     "pooling",
     [
-        Pooling("sequence", 7),
-        Pooling("sequence", 255, "mean"),
-        Pooling("sequence", forward=40, back=1),
-        Pooling("sequence", None, "mean", 4096, 4096),
-        Pooling("grid", forward=16),
-        Pooling("grid", 5),
-        Pooling("grid", 5, "mean"),
+        *(Pooling("sequence", 7), Pooling("sequence", 255, "mean"), Pooling("grid", 5)),
+        *(Pooling("sequence", forward=40, back=1), Pooling("grid", forward=16)),
+        *(Pooling("sequence", None, "mean", 4096, 4096), Pooling("grid", 5, "mean")),
     ],
     ids=str,
 )
@@ -346,12 +331,13 @@ def tensor_bytes(*owners: object) -> int:
 def test_region_state_and_the_query_pool_take_what_is_set_aside(decode: Any) -> None:
     config = settings("tgv", decode=decode)
     found = memory_outside_pool(config, SIZES)
-    regions = Regions(1000, SHAPE, torch.device("cpu"), keeps_positions=bool(decode))
-    size = (1000, SHAPE.num_layers, SHAPE.num_heads, SHAPE.block_size, 2 * SHAPE.head_size)
-    pool = page_pool(torch.empty(size, device="meta").unbind(1), SHAPE.group_size, slots_first=True)
+    device = torch.device("cpu")
+    regions = Regions(1000, SHAPE, device, keeps_positions=bool(decode))
+    caches = torch.empty(1000, *PAGES, device="meta").unbind(1)
+    pool = page_pool(caches, SHAPE.group_size, slots_first=True)
     summaries = SummaryBlocks(pool, regions, are_used=False)
     assert tensor_bytes(regions) + tensor_bytes(summaries.counts) == 1000 * found.block_bytes
-    queries = QueryPool(config.num_query_rows, SHAPE, torch.bfloat16, torch.device("cpu"))
+    queries = QueryPool(config.num_query_rows, SHAPE, torch.bfloat16, device)
     stored = DecodeQueries(queries, SIZES.max_rows) if config.waits else queries
     assert tensor_bytes(stored) == found.lines["query pool"]
 
@@ -366,19 +352,23 @@ def test_the_pool_and_its_region_state_fit_what_is_left() -> None:
     assert found.left_for_pool(1 << 20, block) < 0
 
 
-def gpu_worker(monkeypatch: pytest.MonkeyPatch, given: int | None = None) -> EvictionGPUWorker:
-    """Return a worker for which vLLM finds 10 GiB, with the fields that it reads."""
+@pytest.mark.parametrize("given", [None, 5 << 30])
+def test_the_pool_gets_what_eviction_leaves(
+    given: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in the size that vLLM recommends for the next start, and in one line of the log.
+
+    A pool that the user sizes stays. vLLM finds 10 GiB.
+    """
     config = SimpleNamespace(
         additional_config={CONFIG_KEY: {"policy": "tgv"}},
         model_config=SimpleNamespace(max_model_len=TOKENS, dtype=torch.bfloat16),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8192, max_num_seqs=256),
-        compilation_config=SimpleNamespace(
-            max_cudagraph_capture_size=512,
-            static_forward_context={
-                "layer.0": SimpleNamespace(impl=SimpleNamespace(num_queries_per_kv=4))
-            },
-        ),
+        compilation_config=SimpleNamespace(max_cudagraph_capture_size=512),
     )
+    impl = SimpleNamespace(num_queries_per_kv=4)
+    layers = {"layer.0": SimpleNamespace(impl=impl)}
+    config.compilation_config.static_forward_context = layers
     sizes = {"num_kv_heads": 8, "head_size": 128, "dtype": torch.bfloat16}
     spec = EvictingSpec(block_size=16, **sizes)
     specs = {
@@ -395,33 +385,32 @@ def gpu_worker(monkeypatch: pytest.MonkeyPatch, given: int | None = None) -> Evi
         get_kv_cache_spec=lambda: specs,
     )
     monkeypatch.setattr(Worker, "determine_available_memory", lambda self: given or 10 << 30)
-    return worker
-
-
-def test_the_pool_gets_what_eviction_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in the size that vLLM recommends for the next start, and in one line of the log."""
     lines: list[str] = []
     log = SimpleNamespace(info=lambda message, *values: lines.append(message % values))
     monkeypatch.setattr(worker_cuda, "logger", log)
-    worker = gpu_worker(monkeypatch)
     left = worker.determine_available_memory()
-    sizes = replace(SIZES, step_tokens=8192, max_rows=512)
-    expected = memory_outside_pool(settings("tgv"), sizes)
-    specs = evicted_specs(worker.get_kv_cache_spec())
-    assert memory_of(worker.vllm_config, specs) == expected
+    if given:
+        assert left == given
+        return
+    expected = memory_outside_pool(settings("tgv"), replace(SIZES, step_tokens=8192, max_rows=512))
+    assert memory_of(config, evicted_specs(specs)) == expected
     assert left == expected.left_for_pool(10 << 30, SHAPE.num_pairs * 16 * 2 * 128 * 2)
     assert 0 < left < (10 << 30) - expected.num_bytes
     assert worker.peak_activation_memory == (1 << 30) + (10 << 30) - left
     assert worker.available_kv_cache_memory_bytes == left
     (line,) = lines
     assert line.startswith("KV eviction takes ")
-    assert f"{expected.num_bytes / 2**20:.0f} MiB outside the pool (" in line
-    for name in expected.lines:
-        assert name in line
+    for words in (f"{expected.num_bytes / 2**20:.0f} MiB outside the pool (", *expected.lines):
+        assert words in line
 
 
-def test_a_pool_that_the_user_sizes_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert gpu_worker(monkeypatch, 5 << 30).determine_available_memory() == 5 << 30
+SMALL = CacheShape(num_layers=2, num_heads=2, group_size=2, head_size=16, block_size=16)
+
+
+def small_evictor(config: EvictionConfig, num_blocks: int) -> Evictor:
+    caches = torch.zeros(num_blocks, 2, 2, 16, 32).unbind(1)
+    pool = page_pool(caches, SMALL.group_size, slots_first=True)
+    return Evictor(config, pool, Ranks(), Stages(2))
 
 
 @pytest.mark.parametrize("kernel", ["stock", "triton"])
@@ -429,10 +418,7 @@ def test_a_pool_that_the_user_sizes_stays(monkeypatch: pytest.MonkeyPatch) -> No
 def test_decode_kernels_are_allocated_at_start(kernel: str, max_rows: int) -> None:
     """When the evictor is bound: not in the first step with a compressed request."""
     config = settings("tgv", decode_kernel=kernel)
-    shape = CacheShape(num_layers=2, num_heads=2, group_size=2, head_size=16, block_size=16)
-    cache = torch.empty(4, 2, 2, 16, 32)
-    pool = page_pool(cache.unbind(1), shape.group_size, slots_first=True)
-    evictor = Evictor(config, pool, Ranks(), Stages(2))
+    evictor = small_evictor(config, 4)
     builder = EvictingFlashMetadataBuilder.__new__(EvictingFlashMetadataBuilder)
     builder.max_cudagraph_size = max_rows
     builder.use_full_cuda_graph = builder.aot_schedule = True
@@ -441,13 +427,13 @@ def test_decode_kernels_are_allocated_at_start(kernel: str, max_rows: int) -> No
         model_config=SimpleNamespace(max_model_len=TOKENS),
     )
     builder.bind(evictor, SimpleNamespace())
-    sizes = replace(SIZES, shape=shape, max_rows=max_rows)
+    sizes = replace(SIZES, shape=SMALL, max_rows=max_rows)
     lines = memory._of_server(config, sizes)
     expected = sum(lines.values()) - lines["query pool"]
     found = tensor_bytes(builder._kernel)
     assert 0 < found <= expected
     if kernel == "stock":
-        starts = 4 * (max_rows * shape.num_heads + 1)  # which only a closure refers to
+        starts = 4 * (max_rows * SMALL.num_heads + 1)  # which only a closure refers to
         assert found == expected - starts
 
 
@@ -470,30 +456,29 @@ def test_the_page_has_these_formulas() -> None:
             **memory._of_server(config, sizes),
             **memory._of_method(config, policy, sizes),
         }
-        gate_bytes = 0
-        if config.gates is not None:
-            gate_bytes = config.gates.num_bytes(SHAPE.num_layers, SHAPE.num_heads, 2)
+        gates = config.gates
+        weights = gates.num_bytes(SHAPE.num_layers, SHAPE.num_heads, 2) if gates else 0
+        sets = SHAPE.num_heads if granularity == "head" else 1
         symbols = {
             "L": SHAPE.num_layers,
             "H": SHAPE.num_heads,
             "G": SHAPE.group_size,
+            "S": sets,
             "D": SHAPE.head_size,
             "N": SHAPE.block_size,
-            "S": SHAPE.num_heads if granularity == "head" else 1,
             "P": sizes.max_tokens,
+            "W": weights,
             "B": sizes.step_tokens,
             "R": sizes.max_rows,
             "Q": config.num_query_rows,
             "b": sizes.element_bytes,
             "MiB": 1 << 20,
-            "all": int(method == "h2o"),
-            "decode": int(decode is not None),
-            "waits": int(decode is not None),
-            "attends": int(policy.score.rows != "none"),
-            "gates": int(config.gates is not None),
-            "W": gate_bytes,
             "max": max,
             "min": min,
+            "all": int(method == "h2o"),
+            "attends": int(policy.score.rows != "none"),
+            **dict.fromkeys(("decode", "waits"), int(decode is not None)),
+            "gates": int(gates is not None),
         }
         checked = {name: eval(formula, {}, symbols) for name, formula in formulas.items()}
         of_block = checked.pop("region state") + checked.pop("gate outputs")
@@ -505,10 +490,7 @@ def test_the_page_has_these_formulas() -> None:
 @pytest.mark.parametrize("where", ["score", "allocation"])
 def test_a_warm_up_that_fails_ends_the_start(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that does not compile would otherwise fail every request, each with HTTP 500."""
-    shape = CacheShape(num_layers=2, num_heads=2, group_size=2, head_size=16, block_size=16)
-    cache = torch.zeros(9, 2, 2, 16, 32)
-    pool = page_pool(cache.unbind(1), shape.group_size, slots_first=True)
-    evictor = Evictor(settings("tgv"), pool, Ranks(), Stages(2))
+    evictor = small_evictor(settings("tgv"), 9)
     warm_up(evictor)  # works
 
     def fail(*args: object) -> None:
@@ -553,10 +535,8 @@ def test_a_warm_up_waits_and_cuts_again_like_the_server(
         pytest.skip("auto guards attention, which streaming ignores, and leaves no summaries")
     if policy == "elastic" and ({"schedule", "max_tokens"} & waiting.get("decode", {}).keys()):
         pytest.skip("elastic merges tokens, so it evicts once")
-    shape = CacheShape(num_layers=2, num_heads=2, group_size=2, head_size=16, block_size=16)
     config = settings(policy, methods={"answer": WAITING}, query_rows=700, **waiting)
-    pool = page_pool(torch.zeros(13, 2, 2, 16, 32).unbind(1), shape.group_size, slots_first=True)
-    evictor = Evictor(config, pool, Ranks(), Stages(2))
+    evictor = small_evictor(config, 13)
     evicted: list[tuple[bool, int]] = []
     evict = evictor._evict
     kinds = ("vision", "text") if policy == "retentivekv" else ()
@@ -571,7 +551,7 @@ def test_a_warm_up_waits_and_cuts_again_like_the_server(
     first = (True, min(config.first_eviction(policy)[1], 15))
     cuts_again = config.decode is not None and policy != "elastic"
     assert evicted == ([first, (False, 15)] if cuts_again else [first]) * 2
-    assert not pool.raw.any()
+    assert not evictor.pool.raw.any()
     assert not evictor.regions.num_live
     assert not evictor.regions.num_token_blocks.any()
     assert not any((evictor.observations, evictor.ended, evictor.kept))

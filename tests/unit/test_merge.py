@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,6 +18,42 @@ from vllm_tgvkv.kernels.select import page_offsets, select_tokens
 
 LAYERS, HEADS, BLOCK_SIZE, HEAD_SIZE = 2, 3, 4, 5
 PAIRS = LAYERS * HEADS
+
+
+@dataclass
+class Case:
+    """Random pages of a prompt, in a pool whose other blocks are NaN."""
+
+    dealt: torch.Tensor
+    num_old: int
+    dtype: torch.dtype = torch.float32
+    spare: int = 2
+    """Blocks that are neither read nor written."""
+
+    def __post_init__(self) -> None:
+        num_new = -(-int(self.dealt.sum()) // PAIRS)
+        scores = torch.randn(LAYERS, HEADS, self.num_old * BLOCK_SIZE)
+        tiers = torch.zeros(self.num_old * BLOCK_SIZE, dtype=torch.int32)
+        positions = select_tokens(scores, tiers, self.dealt, num_new * PAIRS, BLOCK_SIZE)
+        offsets = page_offsets(self.dealt)
+        self.blocks = torch.randperm(self.num_old + num_new + self.spare)
+        old, self.new = self.blocks[: self.num_old], self.blocks[self.num_old :][:num_new]
+        shape = (2, len(self.blocks) * PAIRS, BLOCK_SIZE, HEAD_SIZE)
+        self.pools = torch.randn(shape).to(self.dtype).unbind()
+        for pool in self.pools:  # fresh blocks before the copy, too
+            pool.view(len(self.blocks), -1)[self.blocks[self.num_old :]] = float("nan")
+        self.region = (positions, offsets, old, self.new, LAYERS, HEADS)
+        sources = slots_of_positions(positions, offsets, old, PAIRS)
+        self.copied = (sources, offsets, self.new, LAYERS, HEADS)
+        page = torch.arange(int(offsets[-1]))
+        self.written = self.new[page // PAIRS] * PAIRS + page % PAIRS
+
+    def expected(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Return the pools as the oracle leaves them."""
+        whole = tuple(pool.to(dtype, copy=True) for pool in self.pools)
+        reference.copy_kept(*whole, *self.copied)
+        reference.merge_evicted(*whole, *self.region)
+        return whole
 
 
 @pytest.mark.parametrize(
@@ -34,40 +71,20 @@ PAIRS = LAYERS * HEADS
 def test_kept_tokens_become_means_of_the_nearest(
     counts: list[list[int]], dtype: torch.dtype
 ) -> None:
-    num_old, num_new = 6, 1
-    dealt = torch.tensor(counts)
-    num_new = -(-int(dealt.sum()) // PAIRS)
-    scores = torch.randn(LAYERS, HEADS, num_old * BLOCK_SIZE)
-    tiers = torch.zeros(num_old * BLOCK_SIZE, dtype=torch.int32)
-    positions = select_tokens(scores, tiers, dealt, num_new * PAIRS, BLOCK_SIZE)
-    offsets = page_offsets(dealt)
-    blocks = torch.randperm(num_old + num_new + 2)
-    old, new = blocks[:num_old], blocks[num_old : num_old + num_new]
-    keys, values = torch.randn(2, len(blocks) * PAIRS, BLOCK_SIZE, HEAD_SIZE).to(dtype)
-    # Blocks outside the prompt are NaN, including fresh blocks before the copy.
-    for pool in (keys, values):
-        pool.view(len(blocks), -1)[blocks[num_old:]] = float("nan")
-    expected = (keys.clone(), values.clone())
-    region = (positions, offsets, old, new, LAYERS, HEADS)
-    copied = (slots_of_positions(*region[:3], PAIRS), offsets, *region[3:])
-    copy_kept(keys, values, *copied)
-    merge_evicted(keys, values, *region)
-    reference.copy_kept(*expected, *copied)
-    reference.merge_evicted(*expected, *region)
-    num_pages = int(offsets[-1])
-    page = torch.arange(num_pages)
-    written = new[page // PAIRS] * PAIRS + page % PAIRS
+    case = Case(torch.tensor(counts), 6, dtype)
+    expected = case.expected(dtype)
+    copy_kept(*case.pools, *case.copied)
+    merge_evicted(*case.pools, *case.region)
     # Sums of a few fp8 numbers are exact in float32, so both means are rounded equally.
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 1e-2}.get(dtype, 0)
-    for pool, whole in zip((keys.float(), values.float()), expected, strict=True):
-        whole = whole.float()
-        assert not pool[written].isnan().any()
-        torch.testing.assert_close(pool[written], whole[written], rtol=tolerance, atol=tolerance)
-        untouched = blocks[[*range(num_old), *range(num_old + num_new, len(blocks))]]
-        by_block = pool.view(len(blocks), -1)[untouched]
-        assert torch.equal(
-            by_block.nan_to_num(7), whole.view(len(blocks), -1)[untouched].nan_to_num(7)
-        )
+    untouched = case.blocks[~torch.isin(case.blocks, case.new)]
+    for pool, whole in zip(case.pools, expected, strict=True):
+        found, wanted = pool.float(), whole.float()
+        assert not found[case.written].isnan().any()
+        close = {"rtol": tolerance, "atol": tolerance}
+        torch.testing.assert_close(found[case.written], wanted[case.written], **close)
+        by_block = [x.view(len(case.blocks), -1)[untouched].nan_to_num(7) for x in (found, wanted)]
+        assert torch.equal(*by_block)
 
 
 class NoUnorderedSums(TorchDispatchMode):
@@ -101,31 +118,20 @@ def deterministic() -> Iterator[None]:
 
 def test_no_order_of_execution_changes_a_bit(deterministic: None) -> None:
     """No sum is shared by two programs; slices of any size give the same bits."""
-    num_old, num_new = 30, 4
+    num_old = 30
     dealt = torch.randint(0, 8, (LAYERS, HEADS))
-    dealt[0, 0] = max(0, num_new * PAIRS - int(dealt.sum()))
-    dealt = dealt.clamp(max=num_old)
-    num_new = -(-int(dealt.sum()) // PAIRS)
-    scores = torch.randn(LAYERS, HEADS, num_old * BLOCK_SIZE)
-    tiers = torch.zeros(num_old * BLOCK_SIZE, dtype=torch.int32)
-    positions = select_tokens(scores, tiers, dealt, num_new * PAIRS, BLOCK_SIZE)
-    blocks = torch.randperm(num_old + num_new)
-    region = (positions, page_offsets(dealt), blocks[:num_old], blocks[num_old:], LAYERS, HEADS)
-    keys, values = torch.randn(2, len(blocks) * PAIRS, BLOCK_SIZE, HEAD_SIZE)
-    copied = (slots_of_positions(*region[:3], PAIRS), region[1], *region[3:])
-    expected = (keys.double(), values.double())
-    reference.copy_kept(*expected, *copied)
-    reference.merge_evicted(*expected, *region)
-    copy_kept(keys, values, *copied)
+    dealt[0, 0] = max(0, 4 * PAIRS - int(dealt.sum()))
+    case = Case(dealt.clamp(max=num_old), num_old, spare=0)
+    expected = case.expected(torch.float64)
+    copy_kept(*case.pools, *case.copied)
     results = []
     for workspace_bytes in (1 << 20, 2 * num_old * BLOCK_SIZE * HEAD_SIZE * 4, 0):
-        merged = (keys.clone(), values.clone())
+        merged = [pool.clone() for pool in case.pools]
         with NoUnorderedSums():
-            merge_evicted(*merged, *region, workspace_bytes=workspace_bytes)
+            merge_evicted(*merged, *case.region, workspace_bytes=workspace_bytes)
         results.append(merged)
         for pool, whole in zip(merged, expected, strict=True):
-            page = torch.arange(int(dealt.sum()))
-            written = region[3][page // PAIRS] * PAIRS + page % PAIRS
-            torch.testing.assert_close(pool[written].double(), whole[written], rtol=1e-5, atol=1e-6)
+            found = pool[case.written].double()
+            torch.testing.assert_close(found, whole[case.written], rtol=1e-5, atol=1e-6)
     for merged in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(merged, results[0], strict=True))

@@ -156,21 +156,16 @@ def look(policy: Policy, inputs: Inputs, layout: Layout, settings: Settings) -> 
     rows = voters(where, policy.row_sets, settings.observation_window, layout.answer)
     per_head = policy.granularity == HEAD
     raw, strengths, masses = [], [], []
-    for layer, (queries, keys) in enumerate(zip(inputs.queries, inputs.keys, strict=True)):
-        pages, ids = paged(keys, settings.block_size, transposed=True)
+
+    def viewer(layer: int) -> Callable[[RowSet], LayerView]:
+        queries = inputs.queries[layer]
+        pages, ids = paged(inputs.keys[layer], settings.block_size, transposed=True)
         value_pages = torch.full_like(pages, float("nan"))
         for j, of_token in enumerate(inputs.values[layer]):
             block, slot = divmod(j, settings.block_size)
             value_pages[ids[block], :, slot] = of_token
 
-        def view(
-            kind: RowSet,
-            layer: int = layer,
-            queries: Tensor = queries,
-            pages: Tensor = pages,
-            ids: Tensor = ids,
-            value_pages: Tensor = value_pages,
-        ) -> LayerView:
+        def view(kind: RowSet) -> LayerView:
             attention = NO_ATTENTION
             if kind == "all":
                 attention = sums = RowSums(HEADS if per_head else 1, layout.length, ids.device)
@@ -178,26 +173,18 @@ def look(policy: Policy, inputs: Inputs, layout: Layout, settings: Settings) -> 
                 for start, end in itertools.pairwise([0, *cuts, layout.length]):
                     positions = torch.arange(start, end)
                     blocks = ids[: -(-end // settings.block_size)]
-                    chunk = observe(
-                        queries[positions], pages, blocks, positions, end, SCALE, per_head
-                    )
-                    sums.add(chunk, prompt.is_vision[positions])
+                    chunk = (queries[positions], pages, blocks, positions, end, SCALE, per_head)
+                    sums.add(observe(*chunk), prompt.is_vision[positions])
             elif kind != "none":
                 positions = torch.as_tensor(rows.sets[kind])
-                attention = observe(
-                    queries[positions],
-                    pages,
-                    ids,
-                    positions,
-                    layout.length,
-                    SCALE,
-                    per_head,
-                    policy.statistics(kind),
-                    value_pages=value_pages,
-                )
+                voting = (queries[positions], pages, ids, positions, layout.length, SCALE, per_head)
+                attention = observe(*voting, policy.statistics(kind), value_pages=value_pages)
             said = inputs.gates[layer] if per_head else None
             return LayerView(layer, HEADS if per_head else 1, prompt, attention, gate_outputs=said)
 
+        return view
+
+    for view in map(viewer, range(LAYERS)):
         seen = view(policy.score.rows)
         raw.append(policy.scores(seen))
         if policy.score.rows != "none":
@@ -213,10 +200,8 @@ def look(policy: Policy, inputs: Inputs, layout: Layout, settings: Settings) -> 
 
 def pooled(policy: Policy, raw: Tensor, layout: Layout, settings: Settings) -> Tensor:
     """Return the scores ``[L, S, C]`` that the settings' budget is dealt by."""
-    prompt, budget = prompt_of(layout, settings), settings.budget
-    most = budget.most if isinstance(budget, methods.Auto) else budget
-    num_kept = methods.retained_blocks(layout.prompt, BLOCK_SIZE, most) * BLOCK_SIZE
-    of_layers = [policy.pooled(scores, prompt, num_kept) for scores in raw]
+    prompt = prompt_of(layout, settings)
+    of_layers = [policy.pooled(scores, prompt) for scores in raw]
     return torch.stack(of_layers)[..., : prompt.num_candidates].contiguous()
 
 
@@ -237,40 +222,15 @@ def base_of(mix: Mix | str) -> str:
 
 def policy_of(mix: methods.Mix) -> Policy:
     kernel = None if mix.pooling.has_direction else mix.pooling.kernel
-    pooling = Pooling(
-        mix.pooling.kind,  # type: ignore[arg-type]
-        kernel,
-        mix.pooling.reduce,  # type: ignore[arg-type]
-        mix.pooling.forward,
-        mix.pooling.back,
-        mix.pooling.forward_share,
-        mix.pooling.halve,
-    )
-    return build(
-        Mix(
-            score=mix.score,
-            allocation=mix.allocation,
-            retain=mix.retain,
-            granularity=mix.granularity,  # type: ignore[arg-type]
-            pooling=pooling,
-            merge=mix.merge,
-            rows=mix.rows,  # type: ignore[arg-type]
-            reduce=mix.reduce,  # type: ignore[arg-type]
-        )
-    )
+    pooling = Pooling(**{**vars(mix.pooling), "kernel": kernel})
+    names = ("score", "allocation", "retain", "granularity", "merge", "rows", "reduce")
+    return build(Mix(pooling=pooling, **{name: getattr(mix, name) for name in names}))
 
 
 def scored(policy: Policy, seen: Seen, layout: Layout, settings: Settings) -> ScoredPrompt:
-    return ScoredPrompt(
-        policy,
-        prompt_of(layout, settings),
-        seen.scores,
-        seen.strengths,
-        HEADS,
-        settings.block_size,
-        settings.floor,
-        seen.masses,
-    )
+    sizes = (HEADS, settings.block_size, settings.floor)
+    prompt = prompt_of(layout, settings)
+    return ScoredPrompt(policy, prompt, seen.scores, seen.strengths, *sizes, seen.masses)
 
 
 def kept(decision: Decision, layout: Layout, settings: Settings) -> Tensor:
@@ -334,20 +294,21 @@ def test_every_method_is_here() -> None:
 def test_parts_of_a_method(name: str) -> None:
     """A method's name stands for the parts, granularity and pooling of its definition."""
     policy, mix = build(name), METHODS[name]
-    assert type(policy.score) is type(SCORES[mix.score]())
-    assert type(policy.allocation) is type(ALLOCATIONS[mix.allocation]())
+    for part, registered in (
+        (policy.score, SCORES[mix.score]()),
+        (policy.allocation, ALLOCATIONS[mix.allocation]()),
+    ):
+        assert type(part) is type(registered)
     wanted = RETENTIONS[mix.retain]()
     assert (type(policy.retention), vars(policy.retention)) == (type(wanted), vars(wanted))
-    assert policy.granularity == mix.granularity
-    assert policy.merge == mix.merge
-    pooling = policy.pooling
-    if mix.pooling.kind == "none":
-        assert pooling.kind == "none"
-    else:
-        reaches = (pooling.forward, pooling.back, pooling.forward_share, pooling.halve)
-        assert Pool(pooling.kind, pooling.kernel or 3, pooling.reduce, *reaches) == mix.pooling
-    assert policy.reduction == mix.reduce
+    fields = (policy.granularity, policy.merge, policy.reduction)
+    assert fields == (mix.granularity, mix.merge, mix.reduce)
     assert policy.score.rows == (mix.rows or methods.ROWS_OF_SCORE.get(mix.score, "none"))
+    pooling = vars(policy.pooling)
+    if mix.pooling.kind == "none":
+        assert pooling["kind"] == "none"
+    else:
+        assert Pool(**{**pooling, "kernel": pooling["kernel"] or 3}) == mix.pooling
 
 
 @pytest.mark.parametrize(("name", "granularity", "layout"), product(OWN, LAYOUTS, strength=1))
@@ -373,72 +334,54 @@ def with_granularities(names: Iterable[str]) -> list[tuple[str, str]]:
     return [(x, g) for x in names for g in (LAYER, HEAD) if x not in HEAD_ONLY or g == HEAD]
 
 
-@pytest.mark.parametrize(
-    ("score", "granularity", "layout"),
-    product(with_granularities(methods.SCORES), [*SOME, TEXT_ONLY], strength=1),
-)
-def test_scores(score: str, granularity: str, layout: str) -> None:
-    mix = methods.Mix(score, "uniform", "by_score", granularity)
-    where, settings = layout_of(layout), Settings(2, BLOCK_SIZE, **some_settings())
-    case = methods.Case(where, settings.sinks, settings.observation_window, BLOCK_SIZE)
-
-    def wanted(attention: Tensor, states: methods.States) -> Tensor:
-        found = methods.token_sets_of(attention, HEADS, granularity, states)
-        scores = [[methods.SCORES[score](one, case) for one in layer] for layer in found]
-        return torch.stack([torch.stack(layer) for layer in scores])
-
-    def is_clear(inputs: Inputs) -> bool:
-        """Return whether noise leaves AirCache's elite and MixKV's ranges about unchanged."""
-        scores = wanted(inputs.attention, inputs.states)
-
-        def changed() -> Tensor:
-            noise = 1 + 1e-5 * torch.randn(inputs.attention.shape)
-            return wanted(inputs.attention * noise, inputs.states.noisy(1e-5))
-
-        return all(torch.allclose(changed(), scores, rtol=5e-4) for _ in range(4))
-
-    inputs = draw(where, is_clear)
-    seen = look(policy_of(mix), inputs, where, settings)
-    expected = wanted(inputs.attention, inputs.states)
-    torch.testing.assert_close(seen.raw.double(), expected, rtol=1e-4, atol=1e-6)
+OTHER_ROWS = ["text", "after_vision", "window", "answer", None]
 
 
 @pytest.mark.parametrize(
-    ("score", "rows", "granularity"),
-    product(
-        ["snapkv", "text_rows", "vlcache", "h2o", "tgv", "aircache"],
-        ["text", "after_vision", "window", "answer", None],
-        [LAYER, HEAD],
-    ),
+    ("score", "granularity", "rows"),
+    [
+        *product(with_granularities(methods.SCORES), [None]),
+        *product(
+            with_granularities(["snapkv", "text_rows", "vlcache", "h2o", "tgv", "aircache"]),
+            OTHER_ROWS,
+            strength=1,
+        ),
+    ],
 )
-def test_scores_of_other_rows(score: str, rows: str | None, granularity: str) -> None:
+def test_scores(score: str, granularity: str, rows: str | None) -> None:
     """With and without tokens of the answer, and with maxima where the score has them."""
     settings = Settings(2, BLOCK_SIZE, **some_settings())
-    for layout in (random.choice(SOME), TEXT_ONLY):
+    for layout, reduce in itertools.product((random.choice(SOME), TEXT_ONLY), ("mean", "max")):
         where = layout_of(layout)
-        if rows == "answer" or random.random() < 0.5:
+        if rows == "answer" or (rows and random.random() < 0.5):
             where = answered(where, random.choice([1, 2, 5]))
-        for reduce in ("mean", "max"):
-            mix = methods.Mix(score, "uniform", "by_score", granularity, rows=rows, reduce=reduce)
-            if reduce == "max" and (score in ("tgv", "aircache") or (score, rows) == ("h2o", None)):
-                with pytest.raises(ValueError, match="reduce 'max' has no meaning with the score"):
-                    policy_of(mix)
-                continue
+        mix = methods.Mix(score, "uniform", "by_score", granularity, rows=rows, reduce=reduce)
+        takes_maxima = "max" in SCORES[score].reductions and (score, rows) != ("h2o", None)
+        if reduce == "max" and not takes_maxima:
+            with pytest.raises(ValueError, match="reduce 'max' has no meaning with the score"):
+                policy_of(mix)
+            continue
 
-            def wanted(attention: Tensor, mix: methods.Mix = mix, where: Layout = where) -> Tensor:
-                evidence = methods.observe(mix, attention, where, HEADS, settings)
-                return torch.stack([torch.stack(layer) for layer in evidence.raw])
+        def wanted(
+            attention: Tensor, states: methods.States, mix: Any = mix, where: Layout = where
+        ) -> Tensor:
+            found = methods.observe(mix, attention, where, HEADS, settings, states=states)
+            return torch.stack([torch.stack(layer) for layer in found.raw])
 
-            def is_clear(inputs: Inputs) -> bool:
-                """Return whether noise leaves AirCache's elite unchanged."""
-                attention = inputs.attention
-                noise = 1 + 1e-5 * torch.randn(attention.shape)
-                return torch.allclose(wanted(attention), wanted(attention * noise), rtol=1e-3)
+        def is_clear(inputs: Inputs, wanted: Callable[..., Tensor] = wanted) -> bool:
+            """Return whether noise leaves AirCache's elite and MixKV's ranges about unchanged."""
+            scores = wanted(inputs.attention, inputs.states)
 
-            inputs = draw(where, is_clear)
-            seen = look(policy_of(mix), inputs, where, settings)
-            expected = wanted(inputs.attention)
-            torch.testing.assert_close(seen.raw.double(), expected, rtol=1e-4, atol=1e-6)
+            def changed() -> Tensor:
+                noise = 1 + 1e-5 * torch.randn(inputs.attention.shape)
+                return wanted(inputs.attention * noise, inputs.states.noisy(1e-5))
+
+            return all(torch.allclose(changed(), scores, rtol=5e-4) for _ in range(4))
+
+        inputs = draw(where, is_clear)
+        seen = look(policy_of(mix), inputs, where, settings)
+        expected = wanted(inputs.attention, inputs.states)
+        torch.testing.assert_close(seen.raw.double(), expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["mixkv", "sparsemm"])
@@ -478,19 +421,12 @@ def test_sparsemm_in_pipeline_stages(granularity: str, stages: list[int]) -> Non
     settings = Settings(24, BLOCK_SIZE, head_scores=SCORES_OF_HEADS, sinks=2)
     inputs = draw(where, stable(mix, where, [settings]))
     wanted = methods.select(mix, inputs.attention, where, HEADS, settings, stages=stages)
-    policy, first = policy_of(mix), 0
-    seen = look(policy, inputs, where, settings)
-    for size in stages:
-        part = slice(first, first + size)
-        of_stage = replace(
-            scored(policy, seen, where, settings),
-            scores=seen.scores[part],
-            strengths=seen.strengths[part],
-            depth=Depth(first, LAYERS),
-        )
-        decision = of_stage.decide(wanted.blocks)
+    seen = look(policy := policy_of(mix), inputs, where, settings)
+    whole = scored(policy, seen, where, settings)
+    for part in (slice(stages[0]), slice(stages[0], LAYERS)):
+        own = {"scores": seen.scores[part], "strengths": seen.strengths[part]}
+        decision = replace(whole, **own, depth=Depth(part.start or 0, LAYERS)).decide(wanted.blocks)
         assert torch.equal(decision.counts, wanted.pages[part])
-        first += size
 
 
 def answered(layout: Layout, answer: int) -> Layout:
@@ -570,8 +506,7 @@ def test_pyramids_of_many_layers(num_layers: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("allocation", "retain"),
-    product(methods.ALLOCATIONS, sorted(RETENTIONS.names), strength=1),
+    ("allocation", "retain"), product(methods.ALLOCATIONS, sorted(RETENTIONS.names), strength=1)
 )
 def test_free_mixes_of_parts(allocation: str, retain: str) -> None:
     """Any score, allocation, retention, granularity and pooling can be combined."""
@@ -602,9 +537,7 @@ def test_free_mixes_of_parts(allocation: str, retain: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "rows", "reduce"),
     product(
-        ["none", "sequence", "grid"],
-        ["text", "window", "answer", "latest", None],
-        ["mean", "max"],
+        ["none", "sequence", "grid"], ["text", "window", "answer", "latest", None], ["mean", "max"]
     ),
 )
 def test_other_rows_with_maxima_and_pooling_with_a_direction(
@@ -613,9 +546,8 @@ def test_other_rows_with_maxima_and_pooling_with_a_direction(
     """Whole decisions: while eviction waits, the answer's tokens vote and are kept."""
     pooling = Pool()
     if kind != "none":
-        share = random.choice([None, 0.1, 0.25, 1])
         halve = random.choice([None, 2, 8])
-        reaches = (random.choice([3, 16]), 1, share, halve)
+        reaches = (random.choice([3, 16]), 1, halve)
         pooling = Pool(kind, 3, "max", *reaches)
     mix = methods.Mix(
         score=random.choice(["snapkv", "text_rows", "vlcache"]),
@@ -739,59 +671,6 @@ def test_merge_targets_by_hand() -> None:
 
 
 # -- refusals ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("mix", "words"),
-    [
-        ("tgvv", r"unknown policy 'tgvv': did you mean tgv. Choose one of .*tgv"),
-        (Mix("tgvv"), r"unknown policy 'tgvv': did you mean tgv. Choose one of .*tgv.*adakv"),
-        (Mix(score="nothing"), r"unknown score 'nothing': choose one of .*tgv.*vv_tt"),
-        (Mix(allocation="nothing"), r"unknown allocation 'nothing': choose one of .*entropy"),
-        (Mix(retain="nothing"), r"unknown retention 'nothing': choose one of .*text_first"),
-        (Mix(granularity="token"), "granularity 'token'"),  # type: ignore[arg-type]
-        (Mix("adakv", granularity="layer"), "'adakv' has no meaning at granularity 'layer'"),
-        (Mix("rkv", granularity="layer"), "score 'rkv' has no meaning at granularity 'layer'"),
-        (Mix(score="rkv"), "score 'rkv' has no meaning at granularity 'layer': choose head"),
-        (Mix("rkv", rows="text"), "rows 'text' have no meaning .* 'rkv': .* choose one of window"),
-        (Mix("rkv", reduce="max"), "reduce 'max' has no meaning with the score 'rkv'"),
-        (
-            Mix("rkv", pooling=Pooling("sequence", forward=8, halve=4)),
-            "pooling with halve has no meaning with the score 'rkv'",
-        ),
-        (
-            Mix("rkv", allocation="prefixkv"),
-            "allocation 'prefixkv' has no meaning with the score 'rkv', .*: choose one of uniform",
-        ),
-        (Mix("mixkv", granularity="layer"), "score 'mixkv' has no meaning at granularity 'layer'"),
-        (Mix("mixkv", rows="text"), "rows 'text' .* 'mixkv': .* choose one of window, answer"),
-        (Mix("mixkv", reduce="max"), "reduce 'max' has no meaning with the score 'mixkv'"),
-        ("sparsemm", "'sparsemm' goes by a file of head scores: make one with .*visual_heads"),
-        (Mix(allocation="sparsemm"), "'sparsemm' goes by a file .* set head_scores to it in --kv"),
-        ("dbtrimkv", "'trimkv' reads gates of TrimKV or DBTrimKV: give their folder with --kv-ev"),
-        (Mix(score="kvzap", granularity="head"), "'kvzap' reads gates of KVzap: give their folder"),
-        (Mix(allocation="adakv"), "'adakv' has no meaning at granularity 'layer': choose head"),
-        (
-            Mix("tgv", reduce="max"),
-            "reduce 'max' has no meaning with the score 'tgv', .*: leave reduce out, or choose one "
-            "of the scores vlcache, snapkv, trimkv_votes, h2o, text_rows$",
-        ),
-        (Mix("streaming", reduce="max"), "reduce 'max' has no meaning with the score 'recency'"),
-        (
-            Mix("h2o", reduce="max"),
-            "reduce 'max' has no meaning with the score 'h2o' and rows 'all', .*: choose rows "
-            "text, after_vision, window, answer, latest, or leave reduce out",
-        ),
-        (Mix("snapkv", rows="all", reduce="max"), "the score 'snapkv' and rows 'all'"),
-        (Mix("random", rows="text"), "rows 'text' have no meaning .* 'random': leave rows out$"),
-        (Mix(score="vv_tt", rows="text"), "rows 'text' .* 'vv_tt': leave rows out or .* all$"),
-        (Mix("tgv", rows="all"), "rows 'all' .* 'tgv': .*text, after_vision, window, answer"),
-        (Mix("snapkv", rows="none"), "rows 'none' have no meaning with the score 'snapkv'"),
-    ],
-)
-def test_meaningless_mixes_are_refused(mix: Mix | str, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        build_policy(mix)
 
 
 def test_every_part_is_here() -> None:

@@ -75,9 +75,9 @@ def registry() -> Iterator[None]:
     unregister_vllm_metrics()
 
 
-def value(name: str, **labels: str) -> float | None:
+def value(name: str, registry: Any = prometheus_client.REGISTRY, **labels: str) -> float | None:
     labels = {"model_name": "m", "engine": "0", **labels}
-    return prometheus_client.REGISTRY.get_sample_value(f"vllm:kv_eviction_{name}", labels)
+    return registry.get_sample_value(f"vllm:kv_eviction_{name}", labels)
 
 
 def logger(eviction: dict[str, Any] | None) -> Any:
@@ -86,17 +86,17 @@ def logger(eviction: dict[str, Any] | None) -> Any:
     return EvictionPrometheusStatLogger(config(eviction))
 
 
-def test_series_of_the_servers_method_begin_at_zero() -> None:
-    logger({"policy": "tgv"})
-    assert value("requests_total", policy="tgv") == 0
-    assert all(value("skipped_requests_total", policy="tgv", reason=r) == 0 for r in SKIP_REASONS)
-    assert value("seconds_count", policy="tgv", part="selection") == 0
-    assert value("kept_tokens_total", policy="tgv", modality="vision") == 0
-    assert value("requests_total", policy="h2o") is None
-
-
 def test_statistics_become_metrics() -> None:
+    """The series of the server's method begin at zero."""
     prometheus = logger({"policy": "tgv"})
+    for name, labels in (
+        ("requests_total", {}),
+        *(("skipped_requests_total", {"reason": reason}) for reason in SKIP_REASONS),
+        ("seconds_count", {"part": "selection"}),
+        ("kept_tokens_total", {"modality": "vision"}),
+    ):
+        assert value(name, policy="tgv", **labels) == 0
+    assert value("requests_total", policy="h2o") is None
     counters = EvictionCounters(metrics=MetricsBuffer())
     counters.evicted("h2o", 400, 40)
     counters.gave_back("h2o", 9)
@@ -111,15 +111,18 @@ def test_statistics_become_metrics() -> None:
     counters.metrics.move_to(stats.waiting_lora_adapters)
     prometheus.record(stats, None)
     assert not stats.waiting_lora_adapters
-    assert value("requests_total", policy="h2o") == 1
-    assert value("kept_fraction_sum", policy="h2o") == pytest.approx(0.1)
-    assert value("kept_fraction_bucket", policy="h2o", le="0.1") == 1
-    assert value("blocks_given_back_total", policy="h2o") == 9
-    assert value("deferred_requests_total", policy="h2o") == 1
+    for name, labels, wanted in (
+        ("requests_total", {}, 1),
+        ("kept_fraction_sum", {}, 0.1),
+        ("kept_fraction_bucket", {"le": "0.1"}, 1),
+        ("blocks_given_back_total", {}, 9),
+        ("deferred_requests_total", {}, 1),
+        ("prompt_tokens_total", {"modality": "text"}, 300),
+        ("kept_tokens_total", {"modality": "vision"}, 10),
+        ("seconds_sum", {"part": "copy"}, 0.002),
+    ):
+        assert value(name, policy="h2o", **labels) == pytest.approx(wanted), name
     assert value("skipped_requests_total", policy="tgv", reason="text_only") == 1
-    assert value("prompt_tokens_total", policy="h2o", modality="text") == 300
-    assert value("kept_tokens_total", policy="h2o", modality="vision") == 10
-    assert value("seconds_sum", policy="h2o", part="copy") == pytest.approx(0.002)
     assert value("compressed_requests") == 3
     assert counters.blocks_given_back == 7
 
@@ -148,8 +151,7 @@ def test_statistics_may_reach_any_api_server_in_any_order(
     MultiProcessCollector(registry, str(tmp_path))
 
     def found(name: str, **labels: str) -> float | None:
-        labels = {"model_name": "m", "engine": "0", **labels}
-        return registry.get_sample_value(f"vllm:kv_eviction_{name}", labels)
+        return value(name, registry, **labels)
 
     seen = []
     spawn = multiprocessing.get_context("spawn")

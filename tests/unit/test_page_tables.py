@@ -78,10 +78,7 @@ def batches(draw: st.DrawFn) -> Batch:
         retained[row[0]], replaced[row[0]] = k, start
         if k:
             counts = reference.apportion(
-                draw(st.lists(st.floats(0, 1), min_size=pairs, max_size=pairs)),
-                k * pairs,
-                0,
-                start,
+                draw(st.lists(st.floats(0, 1), min_size=pairs, max_size=pairs)), k * pairs, 0, start
             )
             offsets[row[0]] = page_offsets(torch.tensor(counts))
         firsts.append(row[0])
@@ -129,16 +126,15 @@ def test_wrong_arguments_are_named() -> None:
     for first_layer in (-1, 1):
         with pytest.raises(ValueError, match="first_layer"):
             write_page_tables(*state, first_layer, tables)
-    with pytest.raises(ValueError, match="tables"):
-        write_page_tables(*state, 0, torch.zeros(1, 1, 3, 2, dtype=torch.int32))
-    with pytest.raises(ValueError, match="lengths"):
-        write_lengths(*state, tables[:1, :, :, 0])
-    with pytest.raises(ValueError, match="lengths"):
-        write_lengths(*state, tables)
-    with pytest.raises(ValueError, match="seq_lens"):
-        write_lengths(table, one.long(), one, one, offsets, 4, tables[..., 0])
-    with pytest.raises(ValueError, match="offsets"):
-        write_lengths(table, one, one, one, offsets.expand(2, 5), 4, tables[..., 0])
+    for words, call in (
+        ("tables", lambda: write_page_tables(*state, 0, torch.zeros(1, 1, 3, 2).int())),
+        ("lengths", lambda: write_lengths(*state, tables[:1, :, :, 0])),
+        ("lengths", lambda: write_lengths(*state, tables)),
+        ("seq_lens", lambda: write_lengths(table, one.long(), *state[2:], tables[..., 0])),
+        ("offsets", lambda: write_lengths(*state[:4], offsets.expand(2, 5), 4, tables[..., 0])),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
 
 
 @dataclass

@@ -74,10 +74,6 @@ def grids(found: MultiModalFeatureSpec, of: Any) -> list[tuple[int, tuple[int, i
 TILED = {"image_grid_pinpoints": [[56 * i, 56 * j] for i in range(1, 7) for j in range(1, 7)]}
 
 
-def runs(prompt: PromptMap) -> list[tuple[int, int]]:
-    return [(run.start, run.length) for run in prompt.vision]
-
-
 def vision_positions(prompt: PromptMap) -> list[int]:
     return np.flatnonzero(prompt.is_vision()).tolist()
 
@@ -86,14 +82,10 @@ def text_rows(prompt: PromptMap, window: int = 512) -> list[int]:
     return voters(prompt, ("text",), window).sets["text"].tolist()
 
 
-@pytest.mark.parametrize(
-    ("window", "rows"), [(1, [19]), (3, [17, 18, 19]), (5, [7, 16, 17, 18, 19])]
-)
-def test_observation_window_takes_the_last_text(window: int, rows: list[int]) -> None:
-    assert text_rows(map_prompt(20, [feature(2, 4), feature(8, 8)]), window) == rows
-
-
-def test_text_only() -> None:
+def test_observation_window_takes_the_last_text() -> None:
+    prompt = map_prompt(20, [feature(2, 4), feature(8, 8)])
+    for window, rows in ((1, [19]), (3, [17, 18, 19]), (5, [7, 16, 17, 18, 19])):
+        assert text_rows(prompt, window) == rows
     prompt = map_prompt(10, [])
     assert not prompt.has_vision
     assert vision_positions(prompt) == []
@@ -119,26 +111,19 @@ def test_reported_grids_are_used_if_they_fill_the_placeholder(
     assert grids(feature(3, length, reported=reported), model("qwen2_vl")) == expected
 
 
-def test_a_square_number_of_tokens_is_no_square() -> None:
-    """The grid of an unknown model is unknown, for any number of tokens."""
-    image = feature(3, 16)
-    assert grids(image, None) == [(16, None)]
-    assert grids(image, SimpleNamespace()) == [(16, None)]
-    assert grids(image, model("minicpmv")) == [(16, None)]
-    assert grids(feature(3, 16), SimpleNamespace(model_type="llava")) == [(16, None)]
-
-
-@pytest.mark.parametrize(
-    ("length", "expected"),
-    [(16, [(16, (4, 4))]), (17, [(1, (1, 1)), (16, (4, 4))]), (9, [(9, None)]), (18, [(18, None)])],
-)
-def test_llava_sees_one_square(length: int, expected: list[Any]) -> None:
-    """The class token precedes it if the model keeps it."""
-    assert grids(feature(3, length), model("llava")) == expected
-
-
-def test_rows_of_an_image_that_are_separate_runs_are_no_squares() -> None:
-    """Pixtral, which has the model type of LLaVA: a text token ends each row."""
+def test_llava_sees_one_square() -> None:
+    """The class token precedes it if the model keeps it. No other square number is a square."""
+    for length, expected in (
+        (16, [(16, (4, 4))]),
+        (17, [(1, (1, 1)), (16, (4, 4))]),
+        (9, [(9, None)]),
+        (18, [(18, None)]),
+    ):
+        assert grids(feature(3, length), model("llava")) == expected
+    no_tower = SimpleNamespace(model_type="llava")
+    for unknown in (None, SimpleNamespace(), model("minicpmv"), no_tower):
+        assert grids(feature(3, 16), unknown) == [(16, None)]
+    # Rows of an image that are separate runs: Pixtral, where a text token ends each row.
     embeds = [column + 5 * row for row in range(4) for column in range(4)]
     (first, *rest) = map_prompt(50, [feature(3, 20, embeds)], model("llava")).vision
     assert first == VisionSpan(3, 4, None)
@@ -247,21 +232,16 @@ def test_any_placeholders_are_mapped_or_marked_malformed(
     assert set(found.rows) == set().union(*(set(rows) for rows in found.sets.values()))
 
 
-def test_row_sets() -> None:
-    prompt = map_prompt(60, [feature(2, 4), feature(8, 16)])
-    found = voters(prompt, ("text", "after_vision", "window"), 40)
-    assert found.sets["text"].tolist() == [6, 7, *range(24, 60)]
-    assert found.sets["after_vision"].tolist() == list(range(24, 60))
-    assert found.sets["window"].tolist() == list(range(28, 60))
-    assert found.rows.tolist() == [6, 7, *range(24, 60)]
-    assert not found.every_row
-    assert found.last_cached == 6
-
-
 def test_tokens_of_the_answer_vote_in_every_set() -> None:
     prompt = map_prompt(60, [feature(2, 4), feature(8, 16)])
     kinds = ("text", "after_vision", "window", "answer", "all")
     found, without = voters(prompt, kinds, 40, 3), voters(prompt, kinds[:3], 40)
+    starts = {"text": [6, 7, 24], "after_vision": [24], "window": [28]}
+    for kind, (*first, last) in starts.items():
+        assert without.sets[kind].tolist() == [*first, *range(last, 60)]  # type: ignore[index]
+    assert without.rows.tolist() == [6, 7, *range(24, 60)]
+    assert not without.every_row
+    assert without.last_cached == 6
     assert list(found.sets) == ["text", "after_vision", "window", "answer"]
     for kind, rows in without.sets.items():
         assert found.sets[kind].tolist() == [*rows, 60, 61, 62]
@@ -277,14 +257,8 @@ def test_the_latest_rows_are_those_of_the_answer_or_else_of_the_window() -> None
     found, without = voters(prompt, both, 40, 3), voters(prompt, both, 40)
     assert found.sets["latest"].tolist() == [60, 61, 62]
     assert without.sets["latest"].tolist() == without.sets["window"].tolist()
-    assert voters(prompt, ("latest",), 40, 3).last_cached == 60  # the whole prompt
-
-
-def test_rows_of_the_answer_do_not_limit_prefix_hits() -> None:
-    prompt = map_prompt(60, [feature(8, 16)])
-    answer = voters(prompt, ("answer",), 40, 3)
-    assert answer.last_cached == 60  # the whole prompt
-    both = voters(prompt, ("answer", "window"), 40, 3)
-    assert both.last_cached == 28
+    for kinds, last in ((("latest",), 60), (("answer",), 60), (("answer", "window"), 28)):
+        # Rows of the answer do not limit prefix hits: 60 is the whole prompt.
+        assert voters(prompt, kinds, 40, 3).last_cached == last
     with pytest.raises(ValueError, match="waits for none of its tokens"):
         voters(prompt, ("answer",), 40)

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from oracle import decoding
+from tests.inputs import padded
 from vllm_tgvkv.kernels.redundancy import BYTES_PER_ENTRY, GROUP, last_above, redundancy
 
 SIZE, HEAD_SIZE = 2 * GROUP + 21, 16
@@ -35,10 +35,7 @@ def draw(length: int) -> Tensor:
 def ragged(lengths: list[int], dtype: torch.dtype = torch.float32) -> tuple[Tensor, list[Tensor]]:
     """Return keys [H, S, D] that are NaN behind the lengths, and the keys of each head."""
     heads = [draw(length).to(dtype) for length in lengths]
-    keys = torch.full((len(lengths), SIZE, HEAD_SIZE), math.nan, dtype=dtype)
-    for row, head in zip(keys, heads, strict=True):
-        row[: len(head)] = head
-    return keys, heads
+    return padded(heads, SIZE), heads
 
 
 @pytest.mark.parametrize("rows", [1, 7, SIZE, 1000])
@@ -88,11 +85,11 @@ def test_keys_of_low_precision_are_compared_in_float32(dtype: torch.dtype) -> No
     torch.testing.assert_close(ours[0].double(), decoding.redundancy(head), rtol=1e-5, atol=1e-8)
 
 
-def test_memory_is_bounded() -> None:
+def test_memory_is_bounded_and_the_device_is_not_waited_for() -> None:
     """No temporary is larger than the keys or the workspace, whatever the length."""
     largest = 0
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             nonlocal largest
             result = function(*args, **(kwargs or {}))
@@ -105,9 +102,6 @@ def test_memory_is_bounded() -> None:
         ours = redundancy(keys, torch.tensor([1500, 900]), workspace_bytes=workspace)
     assert keys.nbytes <= largest <= workspace < 2 * 1500 * 1500 * 4
     torch.testing.assert_close(ours.sum(1), torch.ones(2))
-
-
-def test_the_device_is_not_waited_for() -> None:
     keys = torch.empty(2, SIZE, HEAD_SIZE, device="meta")
     lengths = torch.empty(2, dtype=torch.int64, device="meta")
     assert redundancy(keys, lengths, workspace_bytes=1 << 12).shape == (2, SIZE)

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from dataclasses import replace
+from functools import partial
 from itertools import permutations
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -161,20 +163,12 @@ def test_outcomes_are_joined_in_any_order() -> None:
 
 
 def test_a_message_is_waited_for_once_more_are_sent_than_steps_can_be_in_flight() -> None:
+    sent: list[Any] = []
     waited: list[int] = []
 
-    class Handle:
-        def __init__(self, number: int) -> None:
-            self.number = number
-
-        def wait(self) -> None:
-            waited.append(self.number)
-
-    sent: list[Any] = []
-
-    def send(found: Any) -> Handle:
+    def send(found: Any) -> Any:
         sent.append(found)
-        return Handle(len(sent) - 1)
+        return SimpleNamespace(wait=partial(waited.append, len(sent) - 1))
 
     stage = Stages(2, 1, 2, stage=1, send=send)
     assert (stage.first_layer, stage.model_layers, stage.is_last) == (2, 5, False)

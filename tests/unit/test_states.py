@@ -71,12 +71,9 @@ def test_full_attention_fills_blocks_next_to_windows(model: str, ranks: int) -> 
     for layer in range(layers):
         is_full = (layer + 1) % every == 0
         heads, size = kinds[is_full]
-        sizes = {
-            "block_size": BLOCK_SIZE,
-            "num_kv_heads": max(1, heads // ranks),
-            "head_size": size,
-            "dtype": torch.bfloat16,
-        }
+        kv_heads = max(1, heads // ranks)
+        sizes = {"block_size": BLOCK_SIZE, "num_kv_heads": kv_heads, "head_size": size}
+        sizes["dtype"] = torch.bfloat16
         spec = EvictingSpec(**sizes) if is_full else WindowSpec(**sizes, sliding_window=1024)
         specs[f"model.layers.{layer}.attn"] = spec
     assert_full_attention_fills_blocks(grouped(specs), layers // every)
@@ -92,17 +89,11 @@ def test_full_attention_fills_blocks_that_hold_states(model: str, ranks: int) ->
     shapes = (channels // ranks, 3), (value_heads // ranks, size, size)
 
     def specs(block_size: int) -> dict[str, KVCacheSpec]:
-        full = EvictingSpec(
-            block_size=block_size,
-            num_kv_heads=max(1, kv_heads // ranks),
-            head_size=256,
-            dtype=torch.bfloat16,
-        )
+        sizes = {"block_size": block_size, "num_kv_heads": max(1, kv_heads // ranks)}
+        full = EvictingSpec(**sizes, head_size=256, dtype=torch.bfloat16)
+        dtypes = (torch.bfloat16, torch.float32)
         state = MambaSpec(
-            block_size=block_size,
-            shapes=shapes,
-            dtypes=(torch.bfloat16, torch.float32),
-            mamba_cache_mode="align",
+            block_size=block_size, shapes=shapes, dtypes=dtypes, mamba_cache_mode="align"
         )
         return {
             f"model.layers.{layer}": full if layer % 4 == 3 else state for layer in range(layers)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import random
-import re
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,20 +19,13 @@ from vllm_tgvkv.cache.pages import PagePool, page_pool
 from vllm_tgvkv.cache.ragged import RaggedKeys
 from vllm_tgvkv.cache.regions import Regions
 from vllm_tgvkv.cache.row_keys import RowKeys
+from vllm_tgvkv.config.request import RequestOptions
 from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.kernels import summaries as kernel
 from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
 from vllm_tgvkv.kernels.select import page_offsets
-from vllm_tgvkv.kernels.summaries import (
-    Summary,
-    load,
-    log_sum_exp,
-    merge,
-    num_rows,
-    store,
-)
+from vllm_tgvkv.kernels.summaries import Summary, load, log_sum_exp, merge, num_rows, store
 from vllm_tgvkv.policies import Mix, Prompt, Summaries, build_policy
-from vllm_tgvkv.shared.errors import EvictionConfigError
 from vllm_tgvkv.shared.prompt import VisionSpan
 from vllm_tgvkv.summaries.blocks import CutTokens, SummaryBlocks
 
@@ -293,33 +285,6 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tenso
     return outputs, logits.logsumexp(-1)
 
 
-def of_pages(request: Request, num_tokens: int) -> tuple[Summary, Tensor]:
-    """Return what tokens read of one layer, [T, H, m, c, ...], and that they read all of it."""
-    pages = request.blocks.long() * PAIRS + torch.arange(HEADS)[:, None]
-    pages = pages.expand(num_tokens, -1, -1)
-    read = torch.ones(num_tokens, len(request.kinds), dtype=torch.bool)
-    pool = request.pool
-    return load(pool.keys, pool.values, pages, num_rows(SIZE, HEAD_SIZE)), read
-
-
-def test_attention_reads_keys_and_rows_as_one_softmax() -> None:
-    request, tokens = Request(Summaries()), 5
-    request.cut(4, NUM_FULL)
-    queries = torch.randn(tokens, HEADS, GROUP, HEAD_SIZE) * 2
-    keys, values = torch.randn(2, HEADS, 40, HEAD_SIZE)
-    outputs, lse = attend(queries, keys, values)
-    merged = merge(outputs.float(), lse.float(), queries, *of_pages(request, tokens), SCALE)
-    for head in range(HEADS):
-        rows = [row for of_kind in request.wanted[head] for row in of_kind]
-        for token in range(tokens):
-            for member in range(GROUP):
-                wanted = definition.attend(
-                    queries[token, head, member], keys[head], values[head], rows, SCALE
-                )
-                found = merged[token, head, member].double()
-                torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_without_masses_no_bit_changes(dtype: torch.dtype) -> None:
     """Neither with empty summaries, nor with pages of others, whatever their numbers are."""
@@ -358,72 +323,28 @@ def test_log_sum_exp_of_keys_of_different_number(workspace: int) -> None:
 
 
 def test_blocks_of_summaries_leave_one_for_tokens() -> None:
-    assert Summaries().kinds(3, 9, True) == ("vision", "text")
-    assert Summaries().kinds(2, 9, True) == ("vision",)
-    assert Summaries().kinds(1, 9, True) == ()
-    assert Summaries().kinds(3, 9, False) == ("text",)
-    assert Summaries("all").kinds(2, 9, True) == ("all",)
-    assert Summaries("vision").kinds(5, 9, False) == ()
-    assert Summaries("none").kinds(5, 9, True) == ()
-    assert Summaries().kinds(9, 9, True) == ()
+    for of, *sizes, wanted in (
+        ("both", 3, 9, True, ("vision", "text")),
+        ("both", 2, 9, True, ("vision",)),
+        ("both", 1, 9, True, ()),
+        ("both", 9, 9, True, ()),
+        ("both", 3, 9, False, ("text",)),
+        ("all", 2, 9, True, ("all",)),
+        ("vision", 5, 9, False, ()),
+        ("none", 5, 9, True, ()),
+    ):
+        assert Summaries(of).kinds(*sizes) == wanted  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"of": "images"}, "of must be one of both, all, vision, text, none, got 'images'"),
-        ({"weight": 3}, "weight must be one of tokens, score, got 3"),
-        ({"decay": 0}, "decay must be a number above 0 and at most 1, got 0"),
-        ({"decay": True}, "decay must be a number above 0"),
-        ({"gate": 1.1}, "gate must be a number from 0 and at most 1, got 1.1"),
-    ],
-)
-def test_wrong_values_are_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Summaries(**values)
-
-
-def test_summaries_of_a_mix_have_names() -> None:
-    for value in ("images", {}, {"of": "vision"}, None, 3):
-        mixes = {"mine": {"base": "tgv", "summaries": value}}
-        if value is None:
-            assert EvictionConfig.from_mapping({"methods": mixes}).methods["mine"] == Mix("tgv")
-            continue
-        with pytest.raises(EvictionConfigError, match=r"methods\.mine\.summaries.*takes a name"):
-            EvictionConfig.from_mapping({"policy": "tgv", "methods": mixes})
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"policy": "retentivekv", "budget": "auto:0.9"}, "budget auto with .* 'retentivekv'"),
-        (
-            {"methods": {"x": {"base": "elastic", "summaries": "both"}}},
-            "summaries and merge: true exclude each other",
-        ),
-    ],
-)
-def test_what_summaries_do_not_go_with(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(EvictionConfigError, match=message):
-        EvictionConfig.from_mapping({"policy": "tgv", **settings})
-
-
-def test_weights_by_signed_scores_are_refused() -> None:
-    weighted = Mix("rkv", summaries=Summaries(weight="score"))
-    with pytest.raises(ValueError, match=r"summaries.weight 'score' has no meaning .* 'rkv'"):
-        build_policy(weighted)
-
-
-def test_a_server_without_summaries_refuses_a_request_for_them() -> None:
-    config = EvictionConfig.from_mapping({"policy": "tgv"})
-    assert "retentivekv" not in config.method_names
-    given = ("retentivekv", *config.first_eviction("retentivekv"), "kv_eviction")
-    with pytest.raises(EvictionConfigError, match=re.escape("start it with such a method as kv_e")):
-        config.check_method(*given)
+def test_a_server_with_summaries_takes_a_request_for_them() -> None:
+    """Others refuse it, see `test_refusals.py`. A mix may take a method's summaries away."""
+    assert "retentivekv" not in EvictionConfig.from_mapping({"policy": "tgv"}).method_names
     mixes = {"mine": {"base": "tgv", "summaries": "vision"}}
     config = EvictionConfig.from_mapping({"policy": "tgv", "methods": mixes})
-    assert config.check_method(*given) == "retentivekv"
+    assert RequestOptions.resolve(config, {"kv_eviction": "retentivekv"}).policy == "retentivekv"
     plain = {"plain": {"base": "retentivekv", "summaries": "none"}}
     config = EvictionConfig.from_mapping({"policy": "plain", "methods": plain})
     assert not config.summarises
     assert build_policy(Mix("retentivekv")).summaries == Summaries()
+    unnamed = EvictionConfig.from_mapping({"methods": {"mine": {"summaries": None}}})
+    assert unnamed.methods["mine"] == Mix("tgv")

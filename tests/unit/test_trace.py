@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,14 +53,9 @@ def make_trace(
     positions = np.concatenate([np.concatenate(pages).reshape(-1, N), unused]).astype(np.int32)
     scores = rng.normal(size=(L, per_set, num_full * N)).astype(np.float32)
     vision = (VisionSpan(1, 4, (2, 2)), VisionSpan(7, 2, None))
-    prompt = PromptMap(num_tokens, vision)
     trace = Trace(
-        id=name,
-        policy="tgv",
-        budget="10 %",
-        granularity=granularity,
-        time=1.5,
-        prompt=prompt,
+        *(name, "tgv", "10 %", granularity, 1.5),
+        prompt=PromptMap(num_tokens, vision),
         num_answer=num_answer,
         num_replaced=num_full,
         blocks_before=blocks_before,
@@ -122,38 +118,44 @@ def test_a_trace_has_all_cuts_of_its_request(granularity: str) -> None:
 
 
 def test_a_preemption_undoes_cuts() -> None:
-    rng = new_rng()
     traces = Traces(10, 1 << 30)
 
     def cuts_after(num_answer: int) -> list[int]:
-        traces.add(make_trace(rng, 21, num_answer=num_answer)[0])
+        traces.add(make_trace(new_rng(), 21, num_answer=num_answer)[0])
         (found,) = traces.newest_first()
-        assert [cut.num_answer for cut in found.cuts] == [
-            cut["answer_tokens"] for cut in found.summary()["cuts"]
-        ]
+        told = [cut["answer_tokens"] for cut in found.summary()["cuts"]]
+        assert [cut.num_answer for cut in found.cuts] == told
         assert all(not cut.earlier for cut in found.earlier)
-        return [cut.num_answer for cut in found.cuts]
+        return told
 
     assert [cuts_after(n) for n in (2, 5, 9)] == [[2], [2, 5], [2, 5, 9]]
     assert [cuts_after(n) for n in (2, 5)] == [[2], [2, 5]]
 
 
-def test_the_oldest_requests_are_dropped_before_cuts_of_the_newest() -> None:
+def test_the_oldest_are_dropped() -> None:
+    """By number or by size: requests before cuts of the newest, of which the oldest are first."""
     rng = new_rng()
-    other = make_trace(rng, 16, name="other")[0]
+    other, *traces = (make_trace(rng, 16, name=f"r{index}")[0] for index in range(6))
+
+    def ids(found: Traces) -> list[str]:
+        return [trace.id for trace in found.newest_first()]
+
+    def holding(added: Any, max_traces: int, max_bytes: int) -> Traces:
+        found = Traces(max_traces, max_bytes)
+        for trace in added:
+            found.add(trace)
+        return found
+
+    by_number = holding(traces, 3, 1 << 30)
+    assert ids(by_number) == ["r5", "r4", "r3"]
+    by_number.add(traces[2])  # evicted again after a preemption
+    assert ids(by_number) == ["r3", "r5", "r4"]
+    assert ids(holding(traces, 100, traces[3].nbytes + traces[4].nbytes)) == ["r5", "r4"]
     cuts = [make_trace(rng, 16, name="long", num_answer=n)[0] for n in range(4)]
     room = sum(cut.nbytes for cut in cuts[1:])
-    traces = Traces(max_traces=10, max_bytes=room)
-    for trace in (other, *cuts[:3]):
-        traces.add(trace)
-    assert traces.newest_first()[0].id == "long"
-    traces.add(cuts[3])
-    (found,) = traces.newest_first()
-    assert found.id == "long"
+    (found,) = holding([other, *cuts], 10, room).newest_first()
+    assert (found.id, [cut.num_answer for cut in found.cuts]) == ("long", [1, 2, 3])
     assert found.nbytes <= room
-    kept = [cut.num_answer for cut in found.cuts]
-    assert kept == list(range(4))[-len(kept) :]
-    assert len(kept) == 3
 
 
 @pytest.mark.parametrize("by_set", [False, True])
@@ -172,10 +174,7 @@ def test_reasons_divide_what_is_kept(pools: bool, by_set: bool) -> None:
         # A maximum leaves the scores of some tokens as they are.
         unpooled = np.where(rng.random(unpooled.shape) < 0.3, trace.scores, unpooled)
         trace = replace(
-            trace,
-            preferred="recent",
-            preference=preference,
-            unpooled=unpooled if pools else None,
+            trace, preferred="recent", preference=preference, unpooled=unpooled if pools else None
         )
         for (layer, head), of_pair in kept.items():
             of_set = preference[layer, head] if by_set else preference
@@ -247,34 +246,15 @@ def test_scores_are_short_numbers_that_json_can_say() -> None:
     assert scores[4:8] == [0.33333, -2e-30, 123460.0, 1e38]
 
 
-def test_the_oldest_traces_are_dropped() -> None:
-    rng = new_rng()
-    traces = [make_trace(rng, 16, name=f"r{index}")[0] for index in range(5)]
-    by_number = Traces(max_traces=3, max_bytes=1 << 30)
-    for trace in traces:
-        by_number.add(trace)
-    assert [trace.id for trace in by_number.newest_first()] == ["r4", "r3", "r2"]
-    by_number.add(traces[2])  # evicted again after a preemption
-    assert [trace.id for trace in by_number.newest_first()] == ["r2", "r4", "r3"]
-    by_size = Traces(max_traces=100, max_bytes=traces[3].nbytes + traces[4].nbytes)
-    for trace in traces:
-        by_size.add(trace)
-    assert [trace.id for trace in by_size.newest_first()] == ["r4", "r3"]
-
-
 def test_traces_are_found_by_the_id_that_a_client_sees() -> None:
-    rng = new_rng()
-    traces = Traces(10, 1 << 30)
+    rng, traces = new_rng(), Traces(10, 1 << 30)
     for name in ("cmpl-a-01234567", "cmpl-ab-89abcdef", "1_cmpl-n-00000000", "cmpl-a-11111111"):
         traces.add(make_trace(rng, 12, name=name)[0])
-
-    def found(name: str) -> str | None:
+    for name, wanted in (
+        ("cmpl-a-01234567", "cmpl-a-01234567"),
+        ("cmpl-a", "cmpl-a-11111111"),  # the newest
+        ("cmpl-n", "1_cmpl-n-00000000"),
+        *((unknown, None) for unknown in ("cmpl-", "cmpl.a", "")),  # no pattern
+    ):
         trace = traces.find(name)
-        return trace and trace.id
-
-    assert found("cmpl-a-01234567") == "cmpl-a-01234567"
-    assert found("cmpl-a") == "cmpl-a-11111111"  # the newest
-    assert found("cmpl-n") == "1_cmpl-n-00000000"
-    assert found("cmpl-") is None
-    assert found("cmpl.a") is None  # no pattern
-    assert found("") is None
+        assert (trace and trace.id) == wanted

@@ -149,25 +149,18 @@ def test_v2_reports_an_observed_step_as_not_uniform(observes: bool) -> None:
 
 def test_v1_rewrites_rows_before_it_updates_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once. A request that was preempted and is resumed by now keeps the blocks that it gets."""
-    batch = InputBatch(
-        max_num_reqs=4,
-        max_model_len=128,
-        max_num_batched_tokens=128,
-        device=torch.device("cpu"),
-        vocab_size=10,
-        block_sizes=[16, 16],
-        max_num_blocks_per_req=[8, 8],
-    )
+    sizes = {"max_num_reqs": 4, "max_model_len": 128, "max_num_batched_tokens": 128}
+    pages = {"block_sizes": [16, 16], "max_num_blocks_per_req": [8, 8]}
+    batch = InputBatch(**sizes, **pages, device=torch.device("cpu"), vocab_size=10)
+    state: dict[str, Any] = {"prompt_token_ids": [0] * 61, "mm_features": [], "generator": None}
     requests = {
         name: CachedRequestState(
             req_id=name,
-            prompt_token_ids=[0] * 61,
-            mm_features=[],
             sampling_params=SamplingParams(),
-            generator=None,
             block_ids=in_groups(list(PROMPT)),
             num_computed_tokens=61,
             output_token_ids=[],
+            **state,
         )
         for name in ("evicted", "other", "waiting", "resumed")
     }
@@ -192,28 +185,18 @@ def test_v1_rewrites_rows_before_it_updates_them(monkeypatch: pytest.MonkeyPatch
     others, table = (batch.block_table[group].block_table.np for group in (0, GROUP))
     row = batch.req_id_to_index
     ours.shrunk = [eviction(name) for name in ("evicted", "waiting", "resumed", "ended")]
-    blocks = {"evicted": [5], "other": None, "resumed": [10, 11, 12, 13]}
+    fresh = [10, 11, 12, 13]
+    blocks = {"evicted": [5], "other": None, "resumed": fresh}
     ours._update_states(step(blocks, "resumed"))
-    rows = {name: table[row[name], :6].tolist() for name in blocks}
-    assert rows["evicted"] == [*COMPRESSED, 5, 0]
-    assert rows["other"] == [*PROMPT, 0, 0]
-    assert rows["resumed"] == [10, 11, 12, 13, 0, 0]
+    wanted = {"evicted": [*COMPRESSED, 5], "other": PROMPT, "resumed": fresh}
+    for name, ids in wanted.items():
+        assert table[row[name], :6].tolist() == ids + [0] * (6 - len(ids))
     assert others[row["evicted"], :6].tolist() == [*in_groups([*PROMPT, 5])[0], 0]
-    assert {name: request.block_ids[GROUP] for name, request in requests.items()} == {
-        "evicted": [*COMPRESSED, 5],
-        "other": PROMPT,
-        "waiting": COMPRESSED,
-        "resumed": [10, 11, 12, 13],
-    }
-    assert {name: request.block_ids[0] for name, request in requests.items()} == {
-        name: in_groups(blocks)[0]
-        for name, blocks in {
-            "evicted": [*PROMPT, 5],
-            "other": PROMPT,
-            "waiting": PROMPT,
-            "resumed": [10, 11, 12, 13],
-        }.items()
-    }
+    wanted["waiting"] = COMPRESSED
+    whole = {**wanted, "evicted": [*PROMPT, 5], "waiting": PROMPT}
+    for name, request in requests.items():
+        assert request.block_ids[GROUP] == wanted[name]
+        assert request.block_ids[0] == in_groups(whole[name])[0]
 
     table[row["evicted"], 0] = 9
     ours._update_states(step(dict.fromkeys(blocks)))
@@ -286,13 +269,9 @@ def runner_v2(tables: BlockTables) -> Any:
         ),
         model_state=nothing,
         lora_state=nothing,
-        pooling_runner=None,
-        pp_handler=None,
-        encoder_cache=None,
-        prompt_logprobs_worker=None,
-        adaptive_verification=None,
-        sampler=None,
         is_last_pp_rank=False,
+        **dict.fromkeys(("pooling_runner", "pp_handler", "encoder_cache", "sampler")),
+        **dict.fromkeys(("prompt_logprobs_worker", "adaptive_verification")),
     )
 
 

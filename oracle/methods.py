@@ -28,54 +28,11 @@ from oracle.kernels import apportion
 from oracle.pooling import NO_POOLING, SNAP, Pool, pooled
 from oracle.retention import tiers
 from oracle.scores import ROWS_OF_SCORE, SCORES, column_sums
-from oracle.token_sets import (
-    HEAD,
-    LAYER,
-    Case,
-    Earlier,
-    Image,
-    Layout,
-    States,
-    TokenSet,
-    left,
-    perturbed,
-    rows,
-    token_sets_of,
-)
-
-__all__ = [
-    "ALLOCATIONS",
-    "HEAD",
-    "LAYER",
-    "METHODS",
-    "ROWS_OF_SCORE",
-    "SCORES",
-    "Auto",
-    "Case",
-    "Earlier",
-    "Evidence",
-    "Image",
-    "Layout",
-    "Mix",
-    "Pool",
-    "Selection",
-    "Settings",
-    "States",
-    "TokenSet",
-    "choose",
-    "fill",
-    "is_stable",
-    "masses",
-    "mix_of",
-    "observe",
-    "perturbed",
-    "pooled",
-    "retained_blocks",
-    "rows",
-    "select",
-    "tiers",
-    "token_sets_of",
-]
+from oracle.token_sets import HEAD, LAYER, Case, Earlier, Layout, States, left, perturbed
+from oracle.token_sets import Image as Image
+from oracle.token_sets import TokenSet as TokenSet
+from oracle.token_sets import rows as rows
+from oracle.token_sets import token_sets_of as token_sets_of
 
 
 @dataclass(frozen=True)

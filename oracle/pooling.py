@@ -55,19 +55,16 @@ def neighbours(layout: Layout, pool: Pool, sinks: int = 0) -> list[list[int]]:
     With a direction, the first `sinks` positions are a run of their own.
     """
     reach, everything = pool.kernel // 2, range(layout.length)
+    first = last = reach
+    part = [(number, False) for number in runs(layout)]
     if pool.has_direction:
         first, last = pool.forward or 0, pool.back or 0
-        part = [(number, j < sinks) for j, number in enumerate(runs(layout))]
+        part = [(number, j < sinks) for j, (number, _) in enumerate(part)]
+    if pool.has_direction or pool.kind == "sequence":
         return [
             [i for i in everything if part[i] == part[j] and j - first <= i <= j + last]
             if pool.kind == "sequence" or layout.vision[j]
             else [j]
-            for j in everything
-        ]
-    if pool.kind == "sequence":
-        run = runs(layout)
-        return [
-            [i for i in range(j - reach, j + reach + 1) if i in everything and run[i] == run[j]]
             for j in everything
         ]
     near = [[j] for j in everything]

@@ -23,13 +23,12 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from measure.smollm import model_folder
+from reader.assemble import MODELS
 from reader.layout import FACES, PATCH, SCALES, SHIFT, draw_piece, shifted
 from reader.tower import FEATURES, Recogniser
 from reader.vocabulary import Vocabulary, piece_counts
 
-ROOT = Path(__file__).parents[1]
-MODELS = ROOT / "build" / "models"
-CHECKPOINT = ROOT / "build" / "reader" / "checkpoint.pt"
+CHECKPOINT = MODELS.parent / "reader" / "checkpoint.pt"
 
 BATCH = 512
 STEPS = 3500

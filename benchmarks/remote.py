@@ -99,6 +99,7 @@ class Remote:
 
 def _serve(pipe: Connection, build: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Build the object, then answer `(method, kwargs)` with `(succeeded, result)`."""
+    os.dup2(2, 1)  # what an engine prints is no part of a table
     with contextlib.suppress(EOFError, OSError):  # the parent is gone
         try:
             remote = build(*args)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,9 +19,10 @@ from typing import Any
 import openai
 from PIL import Image
 
-from measure.messages import png_url
+from measure.messages import image_part, png_url, text_part
 from measure.serving import Server, ServingError, log_errors, serving
 from reader.assemble import MODELS
+from reader.tasks import PageExample
 
 MODEL_NAME = "demo"
 """Name under which the model is served."""
@@ -51,9 +53,21 @@ class Answer:
     blocks_before: int
     blocks_after: int
 
-    @property
-    def memory_saved(self) -> float:
-        return 1 - self.blocks_after / self.blocks_before
+
+@dataclass
+class Question:
+    """A question about a page, as it is asked again and again."""
+
+    example: PageExample
+
+    @cached_property
+    def messages(self) -> list[Any]:
+        """Return the conversation, which begins the answer."""
+        example = self.example
+        images = [image_part(png_url(page)) for page in example.pages]
+        content = [text_part(example.introduction), *images, text_part(example.question)]
+        start = {"role": "assistant", "content": example.asked.start}
+        return [{"role": "user", "content": content}, start]
 
 
 def exit_status(title: str, program: Callable[[], int]) -> int:
@@ -93,45 +107,36 @@ def client_of_server(arguments: Sequence[str]) -> Iterator[tuple[Server, openai.
     with TemporaryDirectory() as folder:
         log = Path(folder, "server.log")
         with serving(arguments, log, environment=PLUGINS) as server:
+            url = f"{server.url}/v1"
             try:
-                yield (
-                    server,
-                    openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0),
-                )
+                yield server, openai.OpenAI(base_url=url, api_key="none", max_retries=0)
             except openai.APIConnectionError as error:
                 if server.is_alive():
                     raise
                 raise ServingError(f"the server ended; {log_errors(log)}") from error
 
 
-def ask(
-    client: openai.OpenAI,
-    content: Sequence[dict[str, Any]],
-    xargs: dict[str, Any],
-    start: str,
-) -> Answer:
-    """Ask a question greedily.
+def ask(client: openai.OpenAI, question: Question, xargs: dict[str, Any]) -> Answer:
+    """Ask about a page, greedily; the text of the answer is the number that was found in it.
 
     Args:
-        content: parts of the user's message, see `measure.messages`.
         xargs: the request's `vllm_xargs`; a report is asked for in any case.
-        start: words that begin the answer and belong to the prompt.
 
     Raises:
         ServingError: if the response has no eviction report, or if no block was released although
             eviction was asked for.
     """
-    messages: list[Any] = [
-        {"role": "user", "content": list(content)},
-        {"role": "assistant", "content": start},
-    ]
     body = {
         "vllm_xargs": {**xargs, "kv_eviction_report": 1},
         "add_generation_prompt": False,
         "continue_final_message": True,
     }
     response = client.chat.completions.create(
-        model=MODEL_NAME, messages=messages, temperature=0, max_tokens=MAX_TOKENS, extra_body=body
+        model=MODEL_NAME,
+        messages=question.messages,
+        temperature=0,
+        max_tokens=MAX_TOKENS,
+        extra_body=body,
     )
     report = (getattr(response, "kv_transfer_params", None) or {}).get("kv_eviction")
     if report is None:
@@ -139,17 +144,20 @@ def ask(
     before, after = report["blocks_before"], report["blocks_after"]
     if xargs.get("kv_eviction") != "none" and (after is None or after >= before):
         raise ServingError(f"{xargs} released no block: {report['skip_reason']}")
-    text = (response.choices[0].message.content or "").strip()
-    return Answer(text, before, before if after is None else after)
+    said = question.example.asked.found((response.choices[0].message.content or "").strip())
+    return Answer(said, before, before if after is None else after)
 
 
-def saved_question(page: Image.Image, question: str, *, method: str, start: str) -> dict[str, Any]:
-    """Return what the inspector opens as a saved file: a question that is yet to be asked.
+def save_question(page: Image.Image, question: str, *, method: str, start: str) -> None:
+    """Write a page, and a question about it that the inspector opens, below `build/demo`.
 
     Args:
         start: words that begin the answer and belong to the prompt.
     """
-    return {
+    SAMPLE.parent.mkdir(parents=True, exist_ok=True)
+    page = page.quantize(16)  # smaller, so that the inspector's links can hold it
+    page.save(SAMPLE)
+    saved = {
         "format": "vllm-tgvkv inspector",
         "version": 2,
         "images": [{"name": SAMPLE.name, "url": png_url(page)}],
@@ -158,14 +166,7 @@ def saved_question(page: Image.Image, question: str, *, method: str, start: str)
         "tokens": MAX_TOKENS,
         "settings": {"policy": method, "budget": INSPECTED_BUDGET},
     }
-
-
-def save_question(page: Image.Image, question: str, *, method: str, start: str) -> None:
-    """Write a page, and a question about it for the inspector, below `build/demo`."""
-    SAMPLE.parent.mkdir(parents=True, exist_ok=True)
-    page = page.quantize(16)  # smaller, so that the inspector's links can hold it
-    page.save(SAMPLE)
-    QUESTION.write_text(json.dumps(saved_question(page, question, method=method, start=start)))
+    QUESTION.write_text(json.dumps(saved))
 
 
 def let_inspect(server: Server) -> None:

@@ -36,11 +36,8 @@ def inspect() -> int:
         ServingError: if the server fails.
     """
     arguments = prepare()
-    print(
-        f"{command_line(arguments)}\n"
-        f"Starting takes half a minute or more; its log is {shown(LOG)}.",
-        flush=True,
-    )
+    print(command_line(arguments))
+    print(f"Starting takes half a minute or more; its log is {shown(LOG)}.", flush=True)
     with serving(arguments, LOG, environment=PLUGINS) as server:
         let_inspect(server)
     return 0

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from demo.asking import (
     MODEL_NAME,
     SAMPLE,
     Answer,
+    Question,
     ask,
     client_of_server,
     command_line,
@@ -27,7 +27,6 @@ from demo.asking import (
     save_question,
     shown,
 )
-from measure.messages import image_part, png_url, text_part
 from measure.serving import ServingError
 from reader.assemble import load_vocabulary
 from reader.tasks import PageExample, PageQuestion, PageTask
@@ -49,29 +48,6 @@ _LABEL = 28
 _CELL = 15
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A question with its page as the client sends it."""
-
-    example: PageExample
-    page_url: str
-
-    @property
-    def truth(self) -> str:
-        return self.example.asked.answer
-
-    def answer(self, client: openai.OpenAI, xargs: dict[str, Any]) -> Answer:
-        """Ask it; the text of the answer is the number that was found in it."""
-        content = [
-            text_part(self.example.introduction),
-            image_part(self.page_url),
-            text_part(self.example.question),
-        ]
-        said = ask(client, content, xargs, self.example.asked.start)
-        found = self.example.asked.found(said.text)
-        return Answer(found, said.blocks_before, said.blocks_after)
-
-
 def demonstrate(folder: Path, num_pages: int) -> int:
     """Run the demonstration with the model in `folder` and return its exit status.
 
@@ -80,9 +56,8 @@ def demonstrate(folder: Path, num_pages: int) -> int:
         openai.OpenAIError: if a request fails.
     """
     vocabulary = load_vocabulary(folder)
-    examples = [PageQuestion(TASK, number).example(vocabulary) for number in range(num_pages)]
-    asked = [Asked(example, png_url(example.pages[0])) for example in examples]
-    save(examples[0])
+    asked = [Question(PageQuestion(TASK, n).example(vocabulary)) for n in range(num_pages)]
+    save(asked[0].example)
     arguments = serve_arguments(folder)
     pages = "a page" if num_pages == 1 else f"{num_pages} pages"
     print(
@@ -94,8 +69,7 @@ def demonstrate(folder: Path, num_pages: int) -> int:
     )
     with client_of_server(arguments) as (server, client):
         print(f"The server is ready after {server.start_seconds:.0f} s.\n", flush=True)
-        columns = compare(client, asked, block_bytes(folder))
-        num_right = [right(column, asked) for column in columns]
+        num_right = compare(client, asked, block_bytes(folder))
         if num_right[0] < MIN_FULL_CACHE_ACCURACY * num_pages:
             raise ServingError(
                 f"the full cache answers {num_right[0]} of {num_pages} questions: remove "
@@ -123,34 +97,40 @@ def serve_arguments(folder: Path) -> list[str]:
     ]
 
 
-def compare(
-    client: openai.OpenAI, asked: Sequence[Asked], bytes_per_block: int
-) -> list[list[Answer]]:
+def compare(client: openai.OpenAI, asked: Sequence[Question], bytes_per_block: int) -> list[int]:
     """Print the answers of the full cache next to those of the recommended method.
 
     Returns:
-        Answers by column: the full cache, then the budgets.
+        Numbers of right answers: of the full cache, then by budget.
     """
     budgets = [f"{budget:.0%} kept" for budget in BUDGETS]
     print(f"The full cache, and the recommended method, {RECOMMENDED}. * marks a wrong answer.\n")
     print(row("number of", "truth", "full cache", *budgets))
+    arms = [{"kv_eviction": "none"}, *(_arm(RECOMMENDED, budget) for budget in BUDGETS)]
     answers = []
     for question in asked:
-        arms = [{"kv_eviction": "none"}, *(_arm(RECOMMENDED, budget) for budget in BUDGETS)]
-        answers.append([question.answer(client, arm) for arm in arms])
-        marked = (a.text[:10] + " *"[a.text != question.truth] for a in answers[-1])
-        print(row(name_of(question.example), f"{question.truth} ", *marked), flush=True)
-    columns = [list(column) for column in zip(*answers, strict=True)]
-    counts = (f"{right(column, asked)} of {len(asked)} " for column in columns)
-    print(row("right answers", "", *counts))
+        truth = question.example.asked.answer
+        answers.append([ask(client, question, arm) for arm in arms])
+        marked = (answer.text[:10] + " *"[answer.text != truth] for answer in answers[-1])
+        name = question.example.asked.start.split(" for ")[1].split()[0]
+        print(row(name, f"{truth} ", *marked), flush=True)
+    columns = list(zip(*answers, strict=True))
+    counts = [right(column, asked) for column in columns]
     mean = [sum(a.blocks_after for a in column) / len(column) for column in columns]
+    saved = [
+        sum(1 - a.blocks_after / a.blocks_before for a in column) / len(column)
+        for column in columns[1:]
+    ]
+    print(row("right answers", "", *(f"{count} of {len(asked)} " for count in counts)))
     sizes = (f"{blocks * bytes_per_block / 1e6:.1f} MB " for blocks in mean)
     print(row("KV cache of a prompt", "", *sizes))
-    print(row("memory saved", "", "", *(f"{saved(column):.0%} " for column in columns[1:])))
-    return columns
+    print(row("memory saved", "", "", *(f"{share:.0%} " for share in saved)))
+    return counts
 
 
-def find_the_limit(client: openai.OpenAI, asked: Sequence[Asked], known: dict[float, int]) -> None:
+def find_the_limit(
+    client: openai.OpenAI, asked: Sequence[Question], known: dict[float, int]
+) -> None:
     """Print how many answers stay right with published methods and smaller budgets.
 
     Args:
@@ -162,12 +142,12 @@ def find_the_limit(client: openai.OpenAI, asked: Sequence[Asked], known: dict[fl
     )
     print(row("part of the prompt kept", *(f"{budget:.0%}" for budget in HARDER)))
     for method in (RECOMMENDED, *PUBLISHED):
-        print(f"{method:{_LABEL}}", end="", flush=True)
+        print(row(method), end="", flush=True)
         for budget in HARDER:
             count = known.get(budget) if method == RECOMMENDED else None
             if count is None:
                 arm = _arm(method, budget)
-                count = right([question.answer(client, arm) for question in asked], asked)
+                count = right([ask(client, question, arm) for question in asked], asked)
             print(f"{count:>{_CELL}}", end="", flush=True)
         print()
     print(
@@ -180,19 +160,11 @@ def _arm(method: str, budget: float) -> dict[str, Any]:
     return {"kv_eviction": method, "kv_eviction_budget": budget}
 
 
-def right(answers: Sequence[Answer], asked: Sequence[Asked]) -> int:
+def right(answers: Sequence[Answer], asked: Sequence[Question]) -> int:
     """Return how many answers are right."""
-    return sum(a.text == question.truth for a, question in zip(answers, asked, strict=True))
-
-
-def saved(answers: Sequence[Answer]) -> float:
-    """Return the share of the prompts' blocks that was given back."""
-    return sum(answer.memory_saved for answer in answers) / len(answers)
-
-
-def name_of(example: PageExample) -> str:
-    """Return the name whose number is asked for."""
-    return example.asked.start.split(" for ")[1].split()[0]
+    return sum(
+        a.text == question.example.asked.answer for a, question in zip(answers, asked, strict=True)
+    )
 
 
 def block_bytes(folder: Path) -> int:

@@ -6,10 +6,11 @@ Usage: python -m docs.write_settings
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from vllm_tgvkv.config.server import DebugOptions, DecodeOptions, EvictionConfig
-from vllm_tgvkv.config.settings import settings_of, table
+from vllm_tgvkv.config.settings import Setting, settings_of
 
 PAGE = Path(__file__).with_name("settings.md")
 TEXT = """\
@@ -40,6 +41,16 @@ More on [methods and mixes](methods.md), [traces and the defaults file](http.md)
 
 {debug}
 """
+
+
+def table(settings: Iterable[Setting]) -> str:
+    """Return a Markdown table of settings."""
+    rows = [
+        f"| `{found.name}` | {found.help} | {found.values} | {found.default_text} |"
+        for found in settings
+        if not found.for_tests
+    ]
+    return "\n".join(("| field | meaning | values | default |", "|---|---|---|---|", *rows))
 
 
 def page() -> str:

@@ -109,38 +109,28 @@ class Run:
             self.close()
 
     def answer(self, part: Part) -> None:
-        """Have the engines answer what the log lacks, task by task; first the one that runs."""
+        """Have the engines answer what the log lacks, task by task; first the one that runs.
+
+        Of each group of questions the full cache comes first, then the arms.
+        """
         for engine in sorted(self.engines.values(), key=lambda arms: arms != self._arms):
             for task, questions, arms in part.work:
                 began, before = time.monotonic(), len(self.log)
-                for numbers in self._groups(task, questions):
-                    self._answer(part, task, numbers, [a for a in arms if a in engine], engine)
+                size = max(1, int(CACHE_SHARE * self.field.settings.cache_tokens / task.tokens))
+                for start in range(0, questions, size):
+                    group = range(start, min(start + size, questions))
+                    numbers = [self.first + n for n in group]
+                    self._ask(task, [(n, FULL) for n in numbers], engine)
+                    wanted = [
+                        (n, arm)
+                        for n in results.counted(part, self.log, task, numbers)
+                        for arm in arms[1:]
+                        if arm in engine and n - self.first < part.asked(task, arm)
+                    ]
+                    self._ask(task, wanted, engine)
                 if new := len(self.log) - before:
                     seconds = time.monotonic() - began
                     print(f"{task.name}: {new} answers in {seconds:.0f} s", flush=True)
-
-    def _groups(self, task: Task, questions: int) -> Iterator[range]:
-        size = max(1, int(CACHE_SHARE * self.field.settings.cache_tokens / task.tokens))
-        last = self.first + questions
-        for start in range(self.first, last, size):
-            yield range(start, min(start + size, last))
-
-    def _answer(
-        self,
-        part: Part,
-        task: Task,
-        numbers: range,
-        arms: Sequence[Arm],
-        engine: tuple[Arm, ...],
-    ) -> None:
-        """Have one engine answer questions of a task: first the full cache, then the arms."""
-        self._ask(task, [(n, FULL) for n in numbers], engine)
-        counted = results.counted(part, self.log, task, numbers)
-        evicting = [arm for arm in arms if arm != FULL]
-        wanted = [(n, arm) for n in counted for arm in evicting]
-        self._ask(
-            task, [(n, arm) for n, arm in wanted if n - self.first < part.asked(task, arm)], engine
-        )
 
     def _ask(self, task: Task, wanted: Sequence[tuple[int, Arm]], engine: tuple[Arm, ...]) -> None:
         missing = [

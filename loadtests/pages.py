@@ -18,18 +18,8 @@ SIDE = 336
 
 _ROWS = 12
 _NAMES = [
-    "amber",
-    "birch",
-    "cedar",
-    "delta",
-    "ember",
-    "fjord",
-    "grove",
-    "haven",
-    "inlet",
-    "jetty",
-    "knoll",
-    "ledge",
+    *("amber", "birch", "cedar", "delta", "ember", "fjord"),
+    *("grove", "haven", "inlet", "jetty", "knoll", "ledge"),
 ]
 
 

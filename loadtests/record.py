@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from loadtests.load import Load
 from loadtests.samples import Sample
 
 FILE = "results.json"
@@ -44,8 +45,7 @@ class Run:
     def of(
         cls,
         arm: str,
-        workload: str,
-        rate: float,
+        load: Load,
         bench: dict[str, Any],
         samples: Sequence[Sample],
         drained: tuple[float, Sample],
@@ -53,19 +53,17 @@ class Run:
     ) -> Run:
         """Build a run from samples under load and `drained`, the result of `drain`."""
         first, (seconds, last) = samples[0], drained
-        all_samples = [*samples, last]
+        every = [*samples, last]
         return cls(
             arm=arm,
-            workload=workload,
-            rate=rate,
+            workload=load.workload,
+            rate=load.rate,
             bench=bench,
-            times=[round(s.time - ready, 2) for s in all_samples],
-            running=[s.running for s in all_samples],
-            waiting=[s.waiting for s in all_samples],
-            kv_usage=[round(s.kv_usage, 4) for s in all_samples],
-            memory_mib=[
-                None if s.memory_mib is None else round(s.memory_mib, 1) for s in all_samples
-            ],
+            times=[round(s.time - ready, 2) for s in every],
+            running=[s.running for s in every],
+            waiting=[s.waiting for s in every],
+            kv_usage=[round(s.kv_usage, 4) for s in every],
+            memory_mib=[s.memory_mib and round(s.memory_mib, 1) for s in every],
             counts={name: getattr(last, name) - getattr(first, name) for name in COUNTERS},
             eviction={n: v - first.eviction.get(n, 0.0) for n, v in last.eviction.items()},
             drain_seconds=round(seconds, 2),

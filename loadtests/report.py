@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+import yaml
 
 from loadtests import plots
 from loadtests.record import FILE, Record, Run
@@ -76,15 +77,6 @@ def _introduction(record: Record) -> list[Block]:
         else "No request failed. After every load, no request ran or waited and no KV block was "
         "in use."
     )
-    rows = [
-        [
-            f"`{name}`",
-            ", ".join(f"{rate:g}" for rate in each["rates"]),
-            f"{each['seconds']:g} s",
-            *_described(each),
-        ]
-        for name, each in profile["workloads"].items()
-    ]
     return [
         Heading(f"Load test: {profile['name']}", 1),
         Text(
@@ -95,28 +87,9 @@ def _introduction(record: Record) -> list[Block]:
         ),
         Code(record.facts["command"]),
         Text(verdict),
-        Table(["workload", "requests/s", "for", "prompts", "answers"], rows, words=True),
+        Text("Workloads, with the fields of a profile:"),
+        Code(yaml.safe_dump(profile["workloads"], sort_keys=False, default_flow_style=None)),
     ]
-
-
-def _described(workload: dict[str, Any]) -> tuple[str, str]:
-    """Return the prompts and the answers of a workload in words."""
-    tokens = workload["output_tokens"]
-    if "pages" in workload:
-        shared, scale = workload["questions_per_page"], workload["scale"]
-        text = f"{' or '.join(map(str, sorted(set(workload['pages']))))} drawn pages"
-        text += f", enlarged {scale} times" if scale > 1 else ""
-        text += f", {shared} questions each" if shared > 1 else ""
-        natural = f"natural, at most {tokens} tokens"
-        return text, natural if workload["natural_end"] else f"{tokens} tokens"
-
-    def between(mean: int) -> str:
-        low, high = ((1 + sign * workload["spread"]) * mean for sign in (-1, 1))
-        return f"{low:.0f} to {high:.0f} tokens"
-
-    text = f"{workload['images']} noise images, text of {between(workload['input_tokens'])}"
-    prefix = workload["prefix_tokens"]
-    return text + (f" after {prefix} that all share" if prefix else ""), between(tokens)
 
 
 def _figures(record: Record) -> Table:

@@ -77,16 +77,11 @@ class LoadTest:
             if not scraper.samples:
                 raise ServingError(f"{server.url}/metrics did not answer once during {label}")
             drained = drain(server, profile.drain_seconds)
-            samples = scraper.samples
-            self.record.runs.append(
-                Run.of(arm.name, load.workload, load.rate, bench, samples, drained, ready)
-            )
-            self._keep()
-
-    def _keep(self) -> None:
-        """Write the record so far, so that a later failure does not lose it."""
-        self.record.facts["seconds"] = round(time.monotonic() - self._started)
-        self.record.write(self.output)
+            run = Run.of(arm.name, load, bench, scraper.samples, drained, ready)
+            self.record.runs.append(run)
+            # Written after each load, so that a later failure does not lose it.
+            self.record.facts["seconds"] = round(time.monotonic() - self._started)
+            self.record.write(self.output)
 
     def _pool(self, name: str, server: Server) -> tuple[int, int] | None:
         """Return the server's pool; raise if the arms before had another."""
@@ -126,49 +121,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m loadtests.run", description=__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--profile", type=Path, help="a profile, as in loadtests/profiles")
-    source.add_argument(
-        "--report-only", type=Path, metavar="FOLDER", help=f"rewrite the report of its {FILE}"
-    )
+    add_arguments(parser, source)
     parser.add_argument(
         "--output", type=Path, help="folder of the report (default: build/loadtest/NAME)"
     )
-    parser.add_argument("--note", default="", help="text for the report, such as what else ran")
     options = parser.parse_args(given)
-    if options.report_only is not None:
-        if not (options.report_only / FILE).exists():
-            parser.error(f"--report-only {options.report_only}: holds no {FILE}")
-        record, output = Record.read(options.report_only), options.output or options.report_only
+    status, folder = 0, options.report_only
+    if folder is not None:
+        if not (folder / FILE).exists():
+            parser.error(f"--report-only {folder}: holds no {FILE}")
+        record, output = Record.read(folder), options.output or folder
     else:
         try:
             profile = Profile.read(options.profile)
         except ProfileError as error:
             parser.error(f"--profile {error}")
-        output = options.output or OUTPUT / _file_name(profile.name)
+        name = _file_name(profile.name)
+        output = options.output or OUTPUT / name
         record = Record(profile.model_dump(), facts("loadtests.run", given, options.note))
         try:
-            LoadTest(profile, record, OUTPUT / _file_name(profile.name) / "logs", output).run()
-        except (ServingError, OSError) as error:
-            print(f"\nThe load test failed: {error}", file=sys.stderr)
-            return _rest(record, output, 1)
-        except KeyboardInterrupt:
-            print("\nInterrupted.", file=sys.stderr)
-            return _rest(record, output, 130)
+            LoadTest(profile, record, OUTPUT / name / "logs", output).run()
+        except (ServingError, OSError, KeyboardInterrupt) as error:
+            status = 130 if isinstance(error, KeyboardInterrupt) else 1
+            said = "was interrupted" if status == 130 else f"failed: {error}"
+            print(f"\nThe load test {said}", file=sys.stderr)
+            if record.runs:
+                print(
+                    f"{len(record.runs)} loads are in {output / FILE}; "
+                    f"--report-only {output} writes a report of them.",
+                    file=sys.stderr,
+                )
+            return status
     write_report(record, output)
     print(f"Written: {output / 'README.md'} and {output / 'report.html'}")
     for failure in failures(record):
+        status = 1
         print(f"FAILED: {failure}", file=sys.stderr)
-    return 1 if failures(record) else 0
-
-
-def _rest(record: Record, output: Path, status: int) -> int:
-    """Say where the loads of an unfinished test are, and return `status`."""
-    if record.runs:
-        print(
-            f"{len(record.runs)} loads are in {output / FILE}; "
-            f"--report-only {output} writes a report of them.",
-            file=sys.stderr,
-        )
     return status
+
+
+def add_arguments(parser: argparse.ArgumentParser, source: Any) -> None:
+    """Add the arguments that load tests and soaks have in common."""
+    source.add_argument(
+        "--report-only", type=Path, metavar="FOLDER", help=f"rewrite the report of its {FILE}"
+    )
+    parser.add_argument("--note", default="", help="text for the report, such as what else ran")
 
 
 if __name__ == "__main__":

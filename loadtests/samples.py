@@ -18,6 +18,7 @@ SUMMED = {
     "vllm:prefix_cache_hits_total": "prefix_hits",
     "vllm:mm_cache_hits_total": "image_hits",
     "vllm:request_success_total": "finished",
+    "vllm:kv_eviction_blocks_held": "blocks_held",
 }
 """Metrics that are summed over the engines of a server."""
 
@@ -25,7 +26,6 @@ USAGE = "vllm:kv_cache_usage_perc"
 POOL = "vllm:cache_config_info"
 MEMORY = "process_resident_memory_bytes"
 EVICTION = "vllm:kv_eviction_"
-HELD = f"{EVICTION}blocks_held"
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,6 @@ def parse(text: str, now: float, memory_mib: float | None = None) -> Sample:
     usage: list[float] = []
     pool = None
     eviction: dict[str, float] = {}
-    held = 0.0
     for name, labels, value, *_ in parse_samples(text):
         if name in SUMMED:
             sums[SUMMED[name]] += value
@@ -82,8 +81,6 @@ def parse(text: str, now: float, memory_mib: float | None = None) -> Sample:
             pool = (int(labels["num_gpu_blocks"]), int(labels["block_size"]))
         elif name == MEMORY and memory_mib is None:
             memory_mib = value / MIB
-        elif name == HELD:
-            held += value
         elif name.startswith(EVICTION) and name.endswith("_total"):
             short = name.removeprefix(EVICTION).removesuffix("_total")
             eviction[short] = eviction.get(short, 0.0) + value
@@ -95,7 +92,6 @@ def parse(text: str, now: float, memory_mib: float | None = None) -> Sample:
         memory_mib=memory_mib,
         pool=pool,
         eviction=eviction,
-        blocks_held=held,
         **sums,
     )
 

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from loadtests.mix import MIXES, Case, make_cases
 from loadtests.model import model_folder
-from loadtests.run import ROOT, facts
+from loadtests.run import ROOT, add_arguments, facts
 from loadtests.samples import Scraper, drain, scrape
 from loadtests.soak_report import write_report
 from loadtests.verdict import (
@@ -327,10 +327,7 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--rate", type=_positive, default=2, help="requests a second (default: 2)")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of the report")
-    parser.add_argument("--note", default="", help="text for the report, such as what else ran")
-    parser.add_argument(
-        "--report-only", type=Path, metavar="FOLDER", help=f"rewrite the report of its {FILE}"
-    )
+    add_arguments(parser, parser)
     return parser.parse_args(given)
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +20,6 @@ from loadtests.verdict import (
     TIE,
     Comparison,
     Soak,
-    SoakedArm,
     failures,
     undecided,
 )
@@ -96,21 +96,14 @@ def _answers(soak: Soak) -> Table:
     header += ["near ties", "largest drift", "preemptions", "most at a time", "evictions"]
     rows = []
     for name, arm in soak.arms.items():
-        moments = arm.moments
-        rows.append(
-            [
-                name,
-                str(len(arm.visits)),
-                *(str(len(arm.ended(how))) for how in (ANSWERED, LEFT, FAILED)),
-                str(sum(visit.num_tokens for visit in arm.visits)),
-                str(len(arm.wrong)),
-                str(len(arm.ties)),
-                f"{arm.drift:.1e}",
-                f"{moments[-1].preemptions - moments[0].preemptions:.0f}" if moments else "",
-                f"{max((moment.running for moment in moments), default=0):.0f}",
-                f"{arm.eviction.get('requests', 0):.0f}",
-            ]
-        )
+        preemptions = [moment.preemptions for moment in arm.moments] or [0]
+        ended = Counter(visit.ended for visit in arm.visits)
+        counts = [len(arm.visits), ended[ANSWERED], ended[LEFT], ended[FAILED]]
+        counts += [sum(visit.num_tokens for visit in arm.visits), len(arm.wrong), len(arm.ties)]
+        more = [preemptions[-1] - preemptions[0], max((m.running for m in arm.moments), default=0)]
+        more.append(arm.eviction.get("requests", 0))
+        numbers = [*map(str, counts), f"{arm.drift:.1e}", *(f"{value:.0f}" for value in more)]
+        rows.append([name, *numbers])
     return Table(header, rows)
 
 
@@ -149,33 +142,17 @@ def _where(its: Comparison) -> str:
 def _watched(soak: Soak) -> Table:
     header = ["arm", "memory, first", "last", "MiB an hour", "limit", "median latency"]
     header += ["last third to first", "limit", "KV use, mean", "most", "in the end"]
-    rows = [
-        [
-            name,
-            *_memory(arm),
-            _interval(arm.growth(), "+.0f"),
-            f"{GROWTH:g}",
-            *_latency(arm),
-            _interval(arm.slowdown(), ".3f"),
-            f"{SLOWDOWN:g}",
-            f"{statistics.fmean([moment.kv_usage for moment in arm.moments] or [0]):.0%}",
-            f"{max((moment.kv_usage for moment in arm.moments), default=0):.0%}",
-            f"{arm.left['kv_usage']:.0%}",
-        ]
-        for name, arm in soak.arms.items()
-    ]
+    rows = []
+    for name, arm in soak.arms.items():
+        memory = [f"{moment.memory_mib:.0f} MiB" for moment in arm.moments] or [""]
+        seconds = [visit.seconds for visit in arm.ended(ANSWERED)]
+        latency = f"{statistics.median(seconds):.2f} s" if seconds else ""
+        usage = [moment.kv_usage for moment in arm.moments] or [0]
+        used = (statistics.fmean(usage), max(usage), arm.left["kv_usage"])
+        grown, slower = _interval(arm.growth(), "+.0f"), _interval(arm.slowdown(), ".3f")
+        cells = [memory[0], memory[-1], grown, f"{GROWTH:g}", latency, slower, f"{SLOWDOWN:g}"]
+        rows.append([name, *cells, *(f"{share:.0%}" for share in used)])
     return Table(header, rows)
-
-
-def _memory(arm: SoakedArm) -> list[str]:
-    if not arm.moments:
-        return ["", ""]
-    return [f"{arm.moments[place].memory_mib:.0f} MiB" for place in (0, -1)]
-
-
-def _latency(arm: SoakedArm) -> list[str]:
-    seconds = [visit.seconds for visit in arm.ended(ANSWERED)]
-    return [f"{statistics.median(seconds):.2f} s" if seconds else ""]
 
 
 def _interval(estimate: Estimate | None, form: str) -> str:

@@ -199,19 +199,9 @@ class Cut:
 
     def is_stable(self, noise: float = 3e-5, trials: int = 3) -> bool:
         """Return whether rounding decides nothing here, see `methods.is_stable`."""
-        return methods.is_stable(
-            self.method,
-            self.attention,
-            self.layout,
-            self.kv_heads,
-            self.settings,
-            [self.settings.budget],
-            noise,
-            trials,
-            self.stages,
-            self.earlier,
-            self.states,
-        )
+        given = self.method, self.attention, self.layout, self.kv_heads, self.settings
+        later = self.stages, self.earlier, self.states
+        return methods.is_stable(*given, [self.settings.budget], noise, trials, *later)
 
 
 @dataclass

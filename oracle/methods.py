@@ -28,54 +28,11 @@ from oracle.kernels import apportion
 from oracle.pooling import NO_POOLING, SNAP, Pool, pooled
 from oracle.retention import tiers
 from oracle.scores import ROWS_OF_SCORE, SCORES, column_sums
-from oracle.token_sets import (
-    HEAD,
-    LAYER,
-    Case,
-    Earlier,
-    Image,
-    Layout,
-    States,
-    TokenSet,
-    left,
-    perturbed,
-    rows,
-    token_sets_of,
-)
-
-__all__ = [
-    "ALLOCATIONS",
-    "HEAD",
-    "LAYER",
-    "METHODS",
-    "ROWS_OF_SCORE",
-    "SCORES",
-    "Auto",
-    "Case",
-    "Earlier",
-    "Evidence",
-    "Image",
-    "Layout",
-    "Mix",
-    "Pool",
-    "Selection",
-    "Settings",
-    "States",
-    "TokenSet",
-    "choose",
-    "fill",
-    "is_stable",
-    "masses",
-    "mix_of",
-    "observe",
-    "perturbed",
-    "pooled",
-    "retained_blocks",
-    "rows",
-    "select",
-    "tiers",
-    "token_sets_of",
-]
+from oracle.token_sets import HEAD, LAYER, Case, Earlier, Layout, States, left, perturbed
+from oracle.token_sets import Image as Image
+from oracle.token_sets import TokenSet as TokenSet
+from oracle.token_sets import rows as rows
+from oracle.token_sets import token_sets_of as token_sets_of
 
 
 @dataclass(frozen=True)
@@ -285,14 +242,7 @@ def observe(
         ]
         for layer, sets in zip(raw, token_sets, strict=True)
     ]
-    return with_pooling(Evidence(token_sets, raw, raw, [], case, 0), pool_of(mix, case, settings))
-
-
-def pool_of(mix: Mix, case: Case, settings: Settings) -> Pool:
-    """Return the pooling under the settings' budget; under `auto`, for the most it may keep."""
-    budget, size = settings.budget, case.block_size
-    most = budget.most if isinstance(budget, Auto) else budget
-    return mix.pooling.within(retained_blocks(case.layout.prompt, size, most) * size)
+    return with_pooling(Evidence(token_sets, raw, raw, [], case, 0), mix.pooling)
 
 
 def with_pooling(evidence: Evidence, pool: Pool) -> Evidence:
@@ -308,9 +258,8 @@ def with_pooling(evidence: Evidence, pool: Pool) -> Evidence:
 def choose(mix: Mix, evidence: Evidence, kv_heads: int, settings: Settings) -> Selection:
     """Return the part that is kept under the settings' budget."""
     length, size = evidence.case.layout.prompt, settings.block_size
-    pool = pool_of(mix, evidence.case, settings)
-    if pool != evidence.pool:
-        evidence = with_pooling(evidence, pool)
+    if mix.pooling != evidence.pool:
+        evidence = with_pooling(evidence, mix.pooling)
     if length < size:
         chosen = everything(evidence)
     elif isinstance(settings.budget, Auto):

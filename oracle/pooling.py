@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,9 +17,8 @@ class Pool:
     """Pooling of scores: kind "none", "sequence" or "grid", reduce "max" or "mean".
 
     Over the `kernel` nearest; or, with `forward` or `back`, position j over positions
-    j - forward .. j + back of its run, where text is pooled by "sequence" alone. `forward_share`
-    bounds `forward` by a share of the tokens that a head keeps on average. With `halve`, a score
-    weighs half for every `halve` positions that it counts forward.
+    j - forward .. j + back of its run, where text is pooled by "sequence" alone. With
+    `halve`, a score weighs half for every `halve` positions that it counts forward.
     """
 
     kind: str = "none"
@@ -27,20 +26,11 @@ class Pool:
     reduce: str = "max"
     forward: int | None = None
     back: int | None = None
-    forward_share: float | None = None
     halve: int | None = None
 
     @property
     def has_direction(self) -> bool:
         return self.forward is not None or self.back is not None
-
-    def within(self, count: int) -> Pool:
-        """Return the pooling of a cut that keeps `count` tokens per head."""
-        if self.forward_share is None:
-            return self
-        assert self.forward is not None
-        bound = math.floor(self.forward_share * count)
-        return replace(self, forward=min(self.forward, bound), forward_share=None)
 
 
 NO_POOLING = Pool()
@@ -65,19 +55,16 @@ def neighbours(layout: Layout, pool: Pool, sinks: int = 0) -> list[list[int]]:
     With a direction, the first `sinks` positions are a run of their own.
     """
     reach, everything = pool.kernel // 2, range(layout.length)
+    first = last = reach
+    part = [(number, False) for number in runs(layout)]
     if pool.has_direction:
         first, last = pool.forward or 0, pool.back or 0
-        part = [(number, j < sinks) for j, number in enumerate(runs(layout))]
+        part = [(number, j < sinks) for j, (number, _) in enumerate(part)]
+    if pool.has_direction or pool.kind == "sequence":
         return [
             [i for i in everything if part[i] == part[j] and j - first <= i <= j + last]
             if pool.kind == "sequence" or layout.vision[j]
             else [j]
-            for j in everything
-        ]
-    if pool.kind == "sequence":
-        run = runs(layout)
-        return [
-            [i for i in range(j - reach, j + reach + 1) if i in everything and run[i] == run[j]]
             for j in everything
         ]
     near = [[j] for j in everything]

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from oracle import decoding
 from oracle.token_sets import WINDOW, Case
 
@@ -26,16 +24,12 @@ def tiers(retain: str, case: Case, count: int, text_above: bool = False) -> list
         "recent_half": (count + tail) // 2,
         "recent_tenth": (count + tail) // 10,
     }
-    is_preferred: dict[str, Callable[[int], bool]] = {
-        "text_first": lambda j: not vision[j],
-        "vision_first": lambda j: vision[j],
-        "by_score": lambda j: False,
-        "window": lambda j: j >= length - recent["window"],
-        "recent_8": lambda j: j >= length - recent["recent_8"],
-        "recent_half": lambda j: j >= length - recent["recent_half"],
-        "recent_tenth": lambda j: j >= length - recent["recent_tenth"],
-    }
-    prefers = is_preferred[retain]
+    kinds = {"text_first": [not v for v in vision], "vision_first": vision}
+    kinds["by_score"] = [False] * length
+
+    def prefers(j: int) -> bool:
+        return j >= length - recent[retain] if retain in recent else kinds[retain][j]
+
     return [
         9 if j < case.sinks else prefers(j) + (2 if text_above and not vision[j] else 0)
         for j in range(length)

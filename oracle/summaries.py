@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -185,7 +185,7 @@ class Absorbed:
 
     keys: Tensor
     values: Tensor
-    log_masses: Tensor = field()
+    log_masses: Tensor
 
     @classmethod
     def of_heads(cls, heads: Sequence[Sequence[Sequence[Row]]], head_size: int) -> Absorbed:

@@ -19,10 +19,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
+from transformers import (
+    AddedToken,
+    AutoConfig,
+    AutoTokenizer,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    LlavaConfig,
+)
 
 from measure.folders import llava_processor, written_once
 from measure.smollm import WeightsMissingError, model_folder
-from reader.layout import GRID, PAGE_SIZE, PATCH, PIECES
+from reader.layout import PAGE_SIZE, PATCH, PIECES
 from reader.tower import EMBEDDING, EPSILON, FEATURES, MARGIN, NEURONS, Recogniser
 from reader.vocabulary import Vocabulary
 
@@ -100,14 +108,10 @@ def load(tower: Path = TOWER) -> tuple[Recogniser, list[int]]:
 
 def load_vocabulary(folder: Path, tower: Path = TOWER) -> Vocabulary:
     """Return the pieces of a tower, with the tokenizer in a model's folder."""
-    from transformers import AutoTokenizer
-
     return Vocabulary(AutoTokenizer.from_pretrained(folder), load_file(tower)["ids"].tolist())
 
 
 def _write(language: Path, tower: Path, folder: Path) -> None:
-    from transformers import AddedToken, AutoTokenizer
-
     recogniser, ids = load(tower)
     tokenizer = AutoTokenizer.from_pretrained(language)
     unused = tokenizer.convert_tokens_to_ids(_UNUSED)
@@ -115,9 +119,8 @@ def _write(language: Path, tower: Path, folder: Path) -> None:
     tokenizer.chat_template = CHAT_TEMPLATE
     image = tokenizer.convert_tokens_to_ids(IMAGE)
 
-    weights = {
-        f"language_model.{n}": v for n, v in load_file(language / "model.safetensors").items()
-    }
+    weights = load_file(language / "model.safetensors")
+    weights = {f"language_model.{name}": values for name, values in weights.items()}
     name = "language_model.model.embed_tokens.weight"
     embeddings = weights[name]
     if image != len(embeddings):
@@ -126,22 +129,12 @@ def _write(language: Path, tower: Path, folder: Path) -> None:
     weights |= tower_weights(recogniser, embeddings[ids])
 
     folder.mkdir()
-    save_file(
-        {n: v.contiguous() for n, v in weights.items()},
-        folder / "model.safetensors",
-        metadata={"format": "pt"},
-    )
-    _config(language, len(ids), image).save_pretrained(folder)
-    llava_processor(tokenizer, PAGE_SIZE, PATCH).save_pretrained(folder)
-
-
-def _config(language: Path, pieces: int, image: int) -> Any:
-    from transformers import AutoConfig, LlavaConfig
-
+    contiguous = {n: v.contiguous() for n, v in weights.items()}
+    save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
     text = AutoConfig.from_pretrained(language).to_dict()
-    return LlavaConfig(
+    LlavaConfig(
         text_config={**text, "vocab_size": image + 1},
-        vision_config={"model_type": "clip_vision_model", **vision_config(pieces)},
+        vision_config={"model_type": "clip_vision_model", **vision_config(len(ids))},
         projector_hidden_act="relu",
         image_token_index=image,
         image_seq_length=PIECES,
@@ -150,7 +143,8 @@ def _config(language: Path, pieces: int, image: int) -> Any:
         tie_word_embeddings=True,
         dtype="float32",
         architectures=["LlavaForConditionalGeneration"],
-    )
+    ).save_pretrained(folder)
+    llava_processor(tokenizer, PAGE_SIZE, PATCH).save_pretrained(folder)
 
 
 def vision_config(pieces: int) -> dict[str, Any]:
@@ -179,49 +173,34 @@ def tower_weights(recogniser: Recogniser, embeddings: Tensor) -> dict[str, Tenso
         embeddings: of the recogniser's pieces, `[pieces, EMBEDDING]`.
     """
     pieces = len(embeddings)
-    neurons = max(pieces, NEURONS)
+    with torch.device("meta"):
+        empty = CLIPVisionModel(CLIPVisionConfig(**vision_config(pieces))).state_dict()
     # Ink is dark: the opposite sign. Each channel has a third; the normalisation forgives factors.
     grey = -recogniser.patch_weight().view(FEATURES, 1, PATCH, PATCH).expand(-1, 3, -1, -1) / 3
-    norms = (recogniser.norm_0, recogniser.norm_1, recogniser.norm_2)
-    before, *inside = ((_padded(n.weight, WIDTH), _padded(n.bias, WIDTH)) for n in norms)
-
-    embedding_part = torch.zeros(WIDTH, neurons)
-    embedding_part[FEATURES:, :pieces] = embeddings.T
-    layers = (
-        (
-            _padded(recogniser.up.weight, neurons, WIDTH),
-            _padded(recogniser.up.bias, neurons),
-            _padded(recogniser.down.weight, WIDTH, neurons),
-            _padded(recogniser.down.bias, WIDTH),
-        ),
-        (
-            _padded(recogniser.pieces.weight / MARGIN, neurons, WIDTH),
-            _padded(recogniser.pieces.bias / MARGIN + 1, neurons),
-            embedding_part,
-            torch.zeros(WIDTH),
-        ),
-    )
-    weights = {
-        "embeddings.class_embedding": torch.zeros(WIDTH),
-        "embeddings.patch_embedding.weight": _padded(grey, WIDTH, 3, PATCH, PATCH),
-        "embeddings.position_embedding.weight": torch.zeros(GRID * GRID + 1, WIDTH),
-        "pre_layrnorm.weight": before[0],
-        "pre_layrnorm.bias": before[1],
+    first, second = (f"encoder.layers.{number}." for number in (0, 1))
+    filled = {
+        "embeddings.patch_embedding.weight": grey,
+        "pre_layrnorm.weight": recogniser.norm_0.weight,
+        "pre_layrnorm.bias": recogniser.norm_0.bias,
+        f"{first}layer_norm2.weight": recogniser.norm_1.weight,
+        f"{first}layer_norm2.bias": recogniser.norm_1.bias,
+        f"{first}mlp.fc1.weight": recogniser.up.weight,
+        f"{first}mlp.fc1.bias": recogniser.up.bias,
+        f"{first}mlp.fc2.weight": recogniser.down.weight,
+        f"{first}mlp.fc2.bias": recogniser.down.bias,
+        f"{second}layer_norm2.weight": recogniser.norm_2.weight,
+        f"{second}layer_norm2.bias": recogniser.norm_2.bias,
+        f"{second}mlp.fc1.weight": recogniser.pieces.weight / MARGIN,
+        f"{second}mlp.fc1.bias": recogniser.pieces.bias / MARGIN + 1,
+        f"{second}mlp.fc2.weight": functional.pad(embeddings.T, (0, 0, FEATURES, 0)),
         "post_layernorm.weight": torch.ones(WIDTH),
-        "post_layernorm.bias": torch.zeros(WIDTH),
+        f"{first}layer_norm1.weight": torch.ones(WIDTH),
+        f"{second}layer_norm1.weight": torch.ones(WIDTH),
     }
-    for number, ((weight, bias), mlp) in enumerate(zip(inside, layers, strict=True)):
-        layer = f"encoder.layers.{number}."
-        for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            weights[f"{layer}self_attn.{part}.weight"] = torch.zeros(WIDTH, WIDTH)
-            weights[f"{layer}self_attn.{part}.bias"] = torch.zeros(WIDTH)
-        weights[f"{layer}layer_norm1.weight"] = torch.ones(WIDTH)
-        weights[f"{layer}layer_norm1.bias"] = torch.zeros(WIDTH)
-        weights[f"{layer}layer_norm2.weight"] = weight
-        weights[f"{layer}layer_norm2.bias"] = bias
-        names = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
-        weights |= {f"{layer}mlp.{n}": value for n, value in zip(names, mlp, strict=True)}
-    weights = {f"vision_tower.vision_model.{name}": value for name, value in weights.items()}
+    weights = {name: torch.zeros(values.shape) for name, values in empty.items()}
+    for name, values in filled.items():
+        weights[name][tuple(slice(size) for size in values.shape)] = values
+    weights = {f"vision_tower.vision_model.{name}": values for name, values in weights.items()}
 
     # The connector hands the embedding on. Its ReLU would cut negative values: they are raised
     # before it and lowered after it, by no more than needed, which keeps bfloat16 exact enough.
@@ -233,13 +212,6 @@ def tower_weights(recogniser: Recogniser, embeddings: Tensor) -> dict[str, Tenso
         "multi_modal_projector.linear_2.weight": identity,
         "multi_modal_projector.linear_2.bias": -raised,
     }
-
-
-def _padded(values: Tensor, *shape: int) -> Tensor:
-    """Return values with zeros behind them up to a shape."""
-    padded = values.new_zeros(shape)
-    padded[tuple(slice(size) for size in values.shape)] = values
-    return padded
 
 
 def main() -> int:

@@ -16,13 +16,11 @@ from measure.engines import LocalEngine, set_environment
 set_environment()
 
 from reader.assemble import MODELS, TOWER, load_vocabulary, page_model_folder  # noqa: E402
-from reader.tasks import TASKS, PageExample, PageQuestion, PageTask  # noqa: E402
+from reader.tasks import TASKS, PageExample, PageQuestion  # noqa: E402
 from reader.vocabulary import Vocabulary  # noqa: E402
 
 SPARE_TOKENS = 8
 """Tokens of an answer beyond those of the truth, before it is cut off."""
-
-MAX_MODEL_LEN = 4608
 
 
 class PageEngine(LocalEngine):
@@ -32,16 +30,14 @@ class PageEngine(LocalEngine):
         """Start the engine for prompts of up to `pages` pages."""
         super().__init__(
             folder,
-            None,
             dtype="float32",
             enforce_eager=True,
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=4608,
             max_num_seqs=8,
             limit_mm_per_prompt={"image": pages},
             kv_cache_memory_bytes=1 << 30,
         )
         self.vocabulary = vocabulary
-        self.tokenizer = self.llm.get_tokenizer()
 
     def right(self, examples: Sequence[PageExample], as_text: bool = False) -> list[bool]:
         """Return for each example whether its answer is right.
@@ -51,9 +47,10 @@ class PageEngine(LocalEngine):
         """
         from vllm import SamplingParams
 
+        tokenizer = self.vocabulary.tokenizer
         prompts, sampling = [], []
         for example in examples:
-            text = self.tokenizer.apply_chat_template(
+            text = tokenizer.apply_chat_template(
                 example.messages(), add_generation_prompt=True, tokenize=False
             )
             prompt = {"prompt": text + example.asked.start}
@@ -63,7 +60,7 @@ class PageEngine(LocalEngine):
             else:
                 prompt["multi_modal_data"] = {"image": list(example.pages)}
             prompts.append(prompt)
-            tokens = len(self.tokenizer.encode(example.asked.answer)) + SPARE_TOKENS
+            tokens = len(tokenizer.encode(example.asked.answer)) + SPARE_TOKENS
             sampling.append(SamplingParams(temperature=0, max_tokens=tokens))
         outputs = self.llm.generate(prompts, sampling, use_tqdm=False)
         return [
@@ -73,6 +70,7 @@ class PageEngine(LocalEngine):
 
 
 def main() -> None:
+    """Ask the questions of each task and print a line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--questions", type=int, default=20, help="of each task")
     parser.add_argument("--first", type=int, default=0, help="number of the first one")
@@ -83,22 +81,15 @@ def main() -> None:
     options = parser.parse_args()
     tasks = [task for task in TASKS if task.name in options.tasks]
     folder = page_model_folder(options.models, options.tower)
-    engine = PageEngine(
-        folder, load_vocabulary(folder, options.tower), max(task.pages for task in tasks)
-    )
-    for task in tasks:
-        report(engine, task, range(options.first, options.first + options.questions), options.text)
-    engine.close()
-
-
-def report(engine: PageEngine, task: PageTask, numbers: range, with_text: bool) -> None:
-    """Ask the questions of a task and print a line."""
-    examples = [PageQuestion(task, number).example(engine.vocabulary) for number in numbers]
-    right = {"pages": sum(engine.right(examples))}
-    if with_text:
-        right["their text"] = sum(engine.right(examples, as_text=True))
-    found = ", ".join(f"{count} from {what}" for what, count in right.items())
-    print(f"{task.title}: right of {len(examples)}: {found}", flush=True)
+    vocabulary = load_vocabulary(folder, options.tower)
+    with PageEngine(folder, vocabulary, max(task.pages for task in tasks)) as engine:
+        for task in tasks:
+            numbers = range(options.first, options.first + options.questions)
+            examples = [PageQuestion(task, number).example(vocabulary) for number in numbers]
+            found = f"{sum(engine.right(examples))} from pages"
+            if options.text:
+                found += f", {sum(engine.right(examples, as_text=True))} from their text"
+            print(f"{task.title}: right of {len(examples)}: {found}", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,24 +13,22 @@ import argparse
 import math
 import signal
 import time
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from measure.smollm import model_folder
+from reader.assemble import MODELS
 from reader.layout import FACES, PATCH, SCALES, SHIFT, draw_piece, shifted
 from reader.tower import FEATURES, Recogniser
 from reader.vocabulary import Vocabulary, piece_counts
 
-ROOT = Path(__file__).parents[1]
-MODELS = ROOT / "build" / "models"
-CHECKPOINT = ROOT / "build" / "reader" / "checkpoint.pt"
+CHECKPOINT = MODELS.parent / "reader" / "checkpoint.pt"
 
 BATCH = 512
 STEPS = 3500
@@ -52,57 +50,45 @@ REPORT, SAVE = 100, 500
 """Steps between lines of the log, and between checkpoints."""
 
 
-@dataclass
-class Drawings:
-    """Pieces drawn in several faces and sizes: `ink [pieces, drawings, side, side]`, uint8."""
+def draw(texts: Sequence[str], rng: np.random.Generator, sizes: int) -> np.ndarray:
+    """Draw each text in every face, in `sizes` random sizes, with a frame for shifts.
 
-    ink: np.ndarray
-
-    @classmethod
-    def draw(
-        cls,
-        texts: Sequence[str],
-        rng: np.random.Generator,
-        sizes: int,
-        faces: Sequence[str] = FACES,
-    ) -> Drawings:
-        """Draw each text in every face, in `sizes` random sizes, with a frame for shifts."""
-        side = PATCH + 2 * SHIFT
-        ink = np.zeros((len(texts), len(faces) * sizes, side, side), np.uint8)
-        inner = slice(SHIFT, SHIFT + PATCH)
-        for number, face in enumerate(face for face in faces for _ in range(sizes)):
-            # A few sizes for all pieces, as on pages; a font is loaded for each.
-            scales = rng.uniform(*SCALES, size=8)
-            for index, (text, which) in enumerate(
-                zip(texts, rng.integers(len(scales), size=len(texts)), strict=True)
-            ):
-                ink[index, number, inner, inner] = draw_piece(text, face, scales[which])
-        return cls(ink)
-
-    def batch(self, labels: np.ndarray, rng: np.random.Generator) -> Tensor:
-        """Return drawings of the labels, `[n, PATCH * PATCH]` in 0..1, at random places."""
-        drawings = rng.integers(self.ink.shape[1], size=len(labels))
-        corners = rng.integers(2 * SHIFT + 1, size=(len(labels), 2))
-        ink = np.stack(
-            [
-                self.ink[label, drawing, y : y + PATCH, x : x + PATCH]
-                for label, drawing, (y, x) in zip(labels, drawings, corners, strict=True)
-            ]
-        )
-        return torch.from_numpy(ink.reshape(len(labels), -1)).float() / 255
+    Returns:
+        `[pieces, drawings, side, side]`, uint8.
+    """
+    side = PATCH + 2 * SHIFT
+    ink = np.zeros((len(texts), len(FACES) * sizes, side, side), np.uint8)
+    inner = slice(SHIFT, SHIFT + PATCH)
+    for number, face in enumerate(np.repeat(FACES, sizes)):
+        # A few sizes for all pieces, as on pages; a font is loaded for each.
+        scales = rng.uniform(*SCALES, size=8)
+        chosen = scales[rng.integers(len(scales), size=len(texts))]
+        for index, (text, scale) in enumerate(zip(texts, chosen, strict=True)):
+            ink[index, number, inner, inner] = draw_piece(text, str(face), scale)
+    return ink
 
 
-def frequencies(vocabulary: Vocabulary) -> np.ndarray:
-    """Return how often a batch has each piece, `[pieces]` with the sum 1."""
+def batch_of(ink: np.ndarray, labels: np.ndarray, rng: np.random.Generator) -> Tensor:
+    """Return drawings of the labels, `[n, PATCH * PATCH]` in 0..1, at random places."""
+    drawings = rng.integers(ink.shape[1], size=len(labels))
+    corners = rng.integers(2 * SHIFT + 1, size=(len(labels), 2))
+    patches = [
+        ink[label, drawing, y : y + PATCH, x : x + PATCH]
+        for label, drawing, (y, x) in zip(labels, drawings, corners, strict=True)
+    ]
+    return torch.from_numpy(np.stack(patches).reshape(len(labels), -1)).float() / 255
+
+
+def uses(vocabulary: Vocabulary) -> np.ndarray:
+    """Return how often texts use each piece, `[pieces]`."""
     counts = piece_counts(vocabulary.tokenizer)
-    used = np.sqrt([counts[token] for token in vocabulary.ids])
-    return FREQUENT * used / used.sum() + (1 - FREQUENT) / len(used)
+    return np.array([counts[token] for token in vocabulary.ids], float)
 
 
-def start(recogniser: Recogniser, drawings: Drawings, rng: np.random.Generator) -> None:
+def start(recogniser: Recogniser, drawings: np.ndarray, rng: np.random.Generator) -> None:
     """Set the first map to the main directions of drawings, and the last to the pieces' means."""
-    labels = rng.integers(len(drawings.ink), size=12_000)
-    ink = drawings.batch(labels, rng)
+    labels = rng.integers(len(drawings), size=12_000)
+    ink = batch_of(drawings, labels, rng)
     ink -= ink.mean(1, keepdim=True)
     values, vectors = torch.linalg.eigh(ink.T @ ink / len(ink))
     values, vectors = values[-FEATURES:], vectors[:, -FEATURES:]
@@ -110,21 +96,15 @@ def start(recogniser: Recogniser, drawings: Drawings, rng: np.random.Generator) 
         # Halfway to equal variances: small directions carry details, and noise.
         recogniser.patch.weight.copy_((vectors / values.sqrt().sqrt()).T * 0.5)
         recogniser.down.weight.mul_(0.1)
-        means = torch.zeros(len(drawings.ink), FEATURES)
+        means = torch.zeros(len(drawings), FEATURES)
         count = 4
         for _ in range(count):
             for part in torch.arange(len(means)).split(2048):
-                means[part] += recogniser.features(drawings.batch(part.numpy(), rng)) / count
+                ink = batch_of(drawings, part.numpy(), rng)
+                means[part] += recogniser.features(ink) / count
         means -= means.mean(0)
         recogniser.pieces.weight.copy_(means / means.norm(dim=1, keepdim=True))
         recogniser.pieces.bias.zero_()
-
-
-def loss_of(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the cross entropy, and the square of the normaliser's logarithm."""
-    normaliser = logits.logsumexp(-1)
-    right = logits.gather(1, labels[:, None])[:, 0]
-    return (normaliser - right).mean(), normaliser.square().mean()
 
 
 def rate_at(step: int, steps: int) -> float:
@@ -138,26 +118,18 @@ def held_out(
     recogniser: Recogniser, vocabulary: Vocabulary, rng: np.random.Generator, number: int
 ) -> tuple[float, float]:
     """Return the shares of right pieces, evenly drawn and as texts use them, in new sizes."""
-    counts = piece_counts(vocabulary.tokenizer)
-    used = np.array([counts[token] for token in vocabulary.ids], float)
+    used = uses(vocabulary)
     shares = []
     for weights in (np.ones(len(used)), used):
         labels = rng.choice(len(used), size=number, p=weights / weights.sum())
-        ink = np.stack(
-            [
-                shifted(
-                    draw_piece(
-                        vocabulary.texts[label],
-                        FACES[int(rng.integers(len(FACES)))],
-                        float(rng.uniform(*SCALES)),
-                    ),
-                    *rng.integers(-SHIFT, SHIFT + 1, size=2),
-                )
-                for label in labels
-            ]
-        )
-        guesses = recogniser(torch.from_numpy(ink.reshape(number, -1)).float() / 255).argmax(-1)
-        shares.append(float((guesses == torch.from_numpy(labels)).float().mean()))
+        patches = []
+        for label in labels:
+            face = FACES[int(rng.integers(len(FACES)))]
+            patch = draw_piece(vocabulary.texts[label], face, float(rng.uniform(*SCALES)))
+            patches.append(shifted(patch, *rng.integers(-SHIFT, SHIFT + 1, size=2)))
+        ink = torch.from_numpy(np.stack(patches).reshape(number, -1)).float() / 255
+        right = recogniser(ink).argmax(-1) == torch.from_numpy(labels)
+        shares.append(float(right.float().mean()))
     return shares[0], shares[1]
 
 
@@ -183,7 +155,9 @@ def train(
         recogniser.load_state_dict(state["recogniser"])
         optimizer.load_state_dict(state["optimizer"])
         done = state["step"]
-        print(f"continuing after step {done} of {steps}", flush=True)
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - began:6.0f} s  step {step} of {steps}  {text}", flush=True)
 
     def stop(*_: Any) -> None:
         nonlocal stopped
@@ -191,15 +165,16 @@ def train(
 
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, stop)
-    shares = frequencies(vocabulary)
+    used = np.sqrt(uses(vocabulary))
+    shares = FREQUENT * used / used.sum() + (1 - FREQUENT) / len(used)
     fast = torch.cpu._is_avx512_bf16_supported()
-    history: dict[str, list[float]] = defaultdict(list)
+    history: list[list[float]] = []
     drawings = None
     for step in range(done, steps):
         if drawings is None or step % ROUND == 0:
             rng = np.random.default_rng([seed, 0, step])
-            drawings = Drawings.draw(vocabulary.texts, rng, sizes)
-            print(f"{time.monotonic() - began:6.0f} s  drawn {drawings.ink.shape}", flush=True)
+            drawings = draw(vocabulary.texts, rng, sizes)
+            say(f"drawn {drawings.shape}")
             if step == 0:
                 start(recogniser, drawings, rng)
         rng = np.random.default_rng([seed, 1, step])
@@ -207,51 +182,35 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = rate_at(step, steps)
         with torch.autocast("cpu", torch.bfloat16, enabled=fast):
-            logits = recogniser(drawings.batch(labels, rng))
+            logits = recogniser(batch_of(drawings, labels, rng))
         targets = torch.from_numpy(labels)
-        entropy, normaliser = loss_of(logits.float(), targets)
+        logits = logits.float()
+        normaliser = logits.logsumexp(-1)
+        entropy = (normaliser - logits.gather(1, targets[:, None])[:, 0]).mean()
+        square = normaliser.square().mean()
         optimizer.zero_grad()
-        (entropy + NORMALISER * normaliser).backward()
+        (entropy + NORMALISER * square).backward()
         optimizer.step()
         right = (logits.detach().argmax(-1) == targets).float().mean()
-        for key, value in zip(("loss", "norm", "right"), (entropy, normaliser, right), strict=True):
-            history[key].append(value.item())
+        history.append([value.item() for value in (entropy, square, right)])
         stopped |= time.monotonic() - began > seconds
         if (step + 1) % REPORT == 0:
-            text = "  ".join(f"{key} {np.mean(values):.4f}" for key, values in history.items())
-            print(f"{time.monotonic() - began:6.0f} s  step {step + 1}  {text}", flush=True)
+            say("loss {:.4f}  norm {:.4f}  right {:.4f}".format(*np.mean(history, 0)))
             history.clear()
         if stopped or (step + 1) % SAVE == 0 or step + 1 == steps:
-            save(checkpoint, recogniser, optimizer, vocabulary, step + 1)
+            parts = {"recogniser": recogniser.state_dict(), "optimizer": optimizer.state_dict()}
+            checkpoint.parent.mkdir(parents=True, exist_ok=True)
+            scratch = checkpoint.with_suffix(".new")
+            torch.save({**parts, "ids": vocabulary.ids, "step": step + 1}, scratch)
+            scratch.replace(checkpoint)  # complete or not at all
             even, usual = held_out(recogniser, vocabulary, np.random.default_rng([seed, 2]), 1000)
-            print(f"step {step + 1}  held out: {even:.1%} of all, {usual:.2%} of usual", flush=True)
+            say(f"held out: {even:.1%} of all, {usual:.2%} of usual")
         if stopped:
             break
     return recogniser
 
 
-def save(
-    path: Path,
-    recogniser: Recogniser,
-    optimizer: torch.optim.Optimizer,
-    vocabulary: Vocabulary,
-    step: int,
-) -> None:
-    """Write the state of the training, complete or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    state = {
-        "recogniser": recogniser.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "ids": vocabulary.ids,
-        "step": step,
-    }
-    torch.save(state, path.with_suffix(".new"))
-    path.with_suffix(".new").replace(path)
-
-
 def main() -> None:
-    from transformers import AutoTokenizer
-
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=STEPS, help="in all sittings together")
     parser.add_argument("--minutes", type=float, default=1e9, help="of this sitting")

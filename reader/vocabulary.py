@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 from measure.text_tasks import (
@@ -71,31 +72,24 @@ class Vocabulary:
         Raises:
             UnknownLetterError: naming the letter.
         """
+        tokens = self.tokenizer.encode(text, add_special_tokens=False)
         indices: list[int] = []
-        unknown: list[int] = []
-        for token in [*self.tokenizer.encode(text, add_special_tokens=False), None]:
-            index = self._index_of_token.get(token)
-            if index is None and token is not None:
-                unknown.append(token)  # several may be bytes of one letter
-                continue
-            if unknown:
-                indices += self._longest(self.tokenizer.decode(unknown))
-                unknown = []
-            if index is not None:
-                indices.append(index)
+        for is_known, some in groupby(tokens, self._index_of_token.__contains__):
+            if is_known:
+                indices += [self._index_of_token[token] for token in some]
+            else:  # several may be bytes of one letter
+                indices += self._longest(self.tokenizer.decode(list(some)))
         return indices
 
-    def _longest(self, text: str) -> list[int]:
-        indices = []
+    def _longest(self, text: str) -> Iterator[int]:
         while text:
             for end in range(min(len(text), LONGEST + 1), 0, -1):
                 if (index := self._index.get(text[:end])) is not None:
                     break
             else:
                 raise UnknownLetterError(f"pages cannot show {text[0]!r}; leave it out of the text")
-            indices.append(index)
+            yield index
             text = text[end:]
-        return indices
 
 
 def piece_counts(tokenizer: Any) -> Counter[int]:

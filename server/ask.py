@@ -53,16 +53,15 @@ async def ask(
     urls = [await run_in_threadpool(_checked, image) for image in images]
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     transport = httpx.ASGITransport(_with_disconnects(app), raise_app_exceptions=False)
-    options: Options = {"kv_eviction_trace": int(config.max_traces > 0)}
-    for key, value in (
-        ("kv_eviction", question.policy),
-        ("kv_eviction_budget", question.budget),
-        ("kv_eviction_defer", question.defer),
-        ("kv_eviction_schedule", question.schedule),
-        ("kv_eviction_max_tokens", question.ceiling),
-    ):
-        if value is not None:
-            options[key] = value
+    asked = {
+        "kv_eviction": question.policy,
+        "kv_eviction_budget": question.budget,
+        "kv_eviction_defer": question.defer,
+        "kv_eviction_schedule": question.schedule,
+        "kv_eviction_max_tokens": question.ceiling,
+    }
+    options: Options = {key: value for key, value in asked.items() if value is not None}
+    options["kv_eviction_trace"] = int(config.max_traces > 0)
     async with httpx.AsyncClient(
         transport=transport, base_url="http://itself", headers=headers, timeout=None
     ) as client:
@@ -80,23 +79,9 @@ async def ask(
         model=model,
         full=None if full is None else FullAnswer(text=full, blocks=before),
         evicted=EvictedAnswer(
+            **report,
             text=text,
             blocks=before if report["blocks_after"] is None else report["blocks_after"],
-            policy=report["policy"],
-            budget=report["budget"],
-            defer=report["defer"],
-            decode=report["decode"],
-            prompt_tokens=report["prompt_tokens"],
-            kept_tokens=report["kept_tokens"],
-            vision_tokens=report["vision_tokens"],
-            kept_text_tokens=report["kept_text_tokens"],
-            kept_vision_tokens=report["kept_vision_tokens"],
-            seconds=report["seconds"],
-            blocks_before=before,
-            memory=report["memory"],
-            cuts=report["cuts"],
-            skip_reason=report["skip_reason"],
-            trace=report["trace"],
             tokens=tokens,
         ),
     )

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm_tgvkv.shared.budget import Budget
 from vllm_tgvkv.shared.errors import EvictionConfigError
@@ -98,33 +98,25 @@ def gain(
         num_answer: tokens of the answer. They are kept, as is the prompt's partial last block.
         block_size: N, in tokens.
     """
-    num_blocks = -(-(num_prompt + num_answer) // block_size)
-    num_full = num_prompt // block_size
+    length, num_full = num_prompt + num_answer, num_prompt // block_size
     num_retained = budget.retained_blocks(num_prompt, block_size) if num_full else 0
 
-    def total(blocks_of_evicted: int, num_tokens: int) -> int:
+    def total(num_tokens: int, more_blocks: int = 0) -> int:
+        """Return the memory of these tokens, and of more blocks in the layers that are evicted."""
+        evicted = (-(-num_tokens // block_size) + more_blocks) * block_size
         return sum(
-            kind.num_bytes(
-                blocks_of_evicted * block_size if kind.is_evicted else num_tokens, block_size
-            )
-            for kind in kinds
+            kind.num_bytes(evicted if kind.is_evicted else num_tokens, block_size) for kind in kinds
         )
 
-    length = num_prompt + num_answer
     return Gain(
-        before=total(num_blocks, length),
-        after=total(num_blocks - num_full + num_retained, length),
-        peak=total(-(-num_prompt // block_size) + num_retained, num_prompt),
+        before=total(length),
+        after=total(length, num_retained - num_full),
+        peak=total(num_prompt, num_retained),
     )
 
 
 def layer_kinds(specs: Sequence[KVCacheSpec], vllm_config: VllmConfig) -> list[LayerKind]:
     """Return the kinds of layers that have these caches, those with most layers first."""
-    counts = Counter(specs).most_common()
-    return [_layer_kind(spec, count, vllm_config) for spec, count in counts]
-
-
-def _layer_kind(spec: KVCacheSpec, count: int, vllm_config: VllmConfig) -> LayerKind:
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
         CrossAttentionSpec,
@@ -136,24 +128,28 @@ def _layer_kind(spec: KVCacheSpec, count: int, vllm_config: VllmConfig) -> Layer
 
     from vllm_tgvkv.blocks.manager import EvictingSpec
 
-    if isinstance(spec, MambaSpec):
-        # With prefix caching a request holds two: the last one that is cached, and its own.
-        state_bytes = count * spec.max_memory_usage_bytes(vllm_config)
-        return LayerKind("state", count, state_bytes=state_bytes)
-    per_token = count * spec.page_size_bytes // spec.block_size
-    if isinstance(spec, SlidingWindowSpec):
-        window = spec.sliding_window
-        return LayerKind(f"window of {window} tokens", count, per_token, window)
-    if isinstance(spec, ChunkedLocalAttentionSpec):
-        window = spec.attention_chunk_size
-        return LayerKind(f"chunks of {window} tokens", count, per_token, window)
-    if isinstance(spec, MLAAttentionSpec):
-        return LayerKind("latent attention", count, per_token)
-    if isinstance(spec, CrossAttentionSpec):
-        return LayerKind("cross attention", count, per_token)
-    if type(spec) in (FullAttentionSpec, EvictingSpec):
-        return LayerKind(FULL_ATTENTION, count, per_token)
-    return LayerKind(type(spec).__name__, count, per_token)
+    names: dict[type, str] = {
+        MLAAttentionSpec: "latent attention",
+        CrossAttentionSpec: "cross attention",
+        FullAttentionSpec: FULL_ATTENTION,
+        EvictingSpec: FULL_ATTENTION,
+    }
+
+    def kind_of(spec: KVCacheSpec, count: int) -> LayerKind:
+        if isinstance(spec, MambaSpec):
+            # With prefix caching a request holds two: the last one that is cached, and its own.
+            state_bytes = count * spec.max_memory_usage_bytes(vllm_config)
+            return LayerKind("state", count, state_bytes=state_bytes)
+        name, window = names.get(type(spec), type(spec).__name__), None
+        if isinstance(spec, SlidingWindowSpec):
+            window = spec.sliding_window
+            name = f"window of {window} tokens"
+        elif isinstance(spec, ChunkedLocalAttentionSpec):
+            window = spec.attention_chunk_size
+            name = f"chunks of {window} tokens"
+        return LayerKind(name, count, count * spec.page_size_bytes // spec.block_size, window)
+
+    return [kind_of(spec, count) for spec, count in Counter(specs).most_common()]
 
 
 def cache_specs(vllm_config: VllmConfig) -> list[KVCacheSpec]:
@@ -204,19 +200,17 @@ def block_size_with(
 
     from vllm_tgvkv.blocks.states import packed_block_size
 
-    cache = vllm_config.cache_config
-    if any(isinstance(spec, MambaSpec) for spec in specs):
-        current_platform.update_block_size_for_backend(vllm_config)
-        if least is not None:
-            size = int(cache.block_size)
-            named = {
-                str(number): replace(spec, block_size=size)
-                if isinstance(spec, FullAttentionSpec)
-                else spec
-                for number, spec in enumerate(specs)
-            }
-            return packed_block_size(named, least) or size
-    return int(cache.block_size)
+    if not any(isinstance(spec, MambaSpec) for spec in specs):
+        return int(vllm_config.cache_config.block_size)
+    current_platform.update_block_size_for_backend(vllm_config)
+    size = int(vllm_config.cache_config.block_size)
+    if least is None:
+        return size
+    named: dict[str, KVCacheSpec] = {
+        str(n): replace(spec, block_size=size) if isinstance(spec, FullAttentionSpec) else spec
+        for n, spec in enumerate(specs)
+    }
+    return packed_block_size(named, least) or size
 
 
 @contextmanager
@@ -241,28 +235,9 @@ def _one_rank(vllm_config: VllmConfig) -> Iterator[None]:
 
 
 def report(
-    kinds: Sequence[LayerKind],
-    refusals: Sequence[str],
-    result: Gain,
-    lengths: tuple[int, int],
-    pool_gib: float,
-    is_prefix_lm: bool = False,
+    kinds: Sequence[LayerKind], result: Gain, refusals: Sequence[str], options: argparse.Namespace
 ) -> Iterator[str]:
-    """Yield the lines that tell a model's gain.
-
-    Args:
-        refusals: why eviction refuses the model; none if it serves it.
-        lengths: tokens of the prompt and of the answer.
-        is_prefix_lm: whether image tokens should see those that follow them.
-    """
-    num_evicted = sum(kind.num_layers for kind in kinds if kind.is_evicted)
-    if refusals:
-        yield f"Not served by --kv-eviction yet: {'; '.join(refusals)}."
-        yield f"What eviction could reach: full attention, in {num_evicted} of its layers."
-    elif is_prefix_lm or num_evicted < sum(kind.num_layers for kind in kinds):
-        yield "Served by --kv-eviction on CPU."
-    else:
-        yield "Served by --kv-eviction."
+    """Yield the lines that tell a model's gain; `refusals` are why eviction does not serve it."""
     yield ""
     yield f"{'kind of layer':24}{'layers':>7}{'bytes per token':>18}{'fixed MiB':>12}  evicted"
     for kind in kinds:
@@ -272,15 +247,29 @@ def report(
         )
     yield ""
     yield (
-        f"A request of {lengths[0]} + {lengths[1]} tokens: {result.before / _MIB:.1f} MiB before, "
-        f"{result.after / _MIB:.1f} MiB after, {result.peak / _MIB:.1f} MiB while it is evicted."
+        f"A request of {options.prompt} + {options.answer} tokens: {result.before / _MIB:.1f} MiB "
+        f"before, {result.after / _MIB:.1f} MiB after, {result.peak / _MIB:.1f} MiB while it is "
+        "evicted."
     )
-    pool = int(pool_gib * _GIB)
+    pool = int(options.pool * _GIB)
     yield (
-        f"Requests in a pool of {pool_gib:g} GiB: {pool // result.before} before, "
+        f"Requests in a pool of {options.pool:g} GiB: {pool // result.before} before, "
         f"{pool // result.after} after, {result.ratio:.1f} times as many."
     )
     yield f"Eviction {'would be' if refusals else 'is'} {result.verdict}."
+
+
+def served(kinds: Sequence[LayerKind], refusals: Sequence[str], is_prefix_lm: bool) -> str:
+    """Return whether `--kv-eviction` serves a model, and where or why not."""
+    num_evicted = sum(kind.num_layers for kind in kinds if kind.is_evicted)
+    if refusals:
+        return (
+            f"Not served by --kv-eviction yet: {'; '.join(refusals)}.\n"
+            f"What eviction could reach: full attention, in {num_evicted} of its layers."
+        )
+    # Image tokens of a prefix LM should see those that follow them.
+    on_cpu = is_prefix_lm or num_evicted < sum(kind.num_layers for kind in kinds)
+    return f"Served by --kv-eviction{' on CPU' if on_cpu else ''}."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -311,9 +300,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(found | asdict(result) | {"ratio": result.ratio}))
         return 0
     print(f"{model.architecture}, blocks of {block_size} tokens, budget: {budget}.")
-    lengths = options.prompt, options.answer
-    lines = report(kinds, refusals, result, lengths, options.pool, model.is_mm_prefix_lm)
-    print(*lines, sep="\n")
+    print(served(kinds, refusals, model.is_mm_prefix_lm))
+    print(*report(kinds, result, refusals, options), sep="\n")
     return 0
 
 
@@ -324,18 +312,10 @@ def _configure(options: argparse.Namespace) -> VllmConfig:
     from vllm_tgvkv.engine.compatibility import clear_nominal_window
     from vllm_tgvkv.shared.vllm_versions import block_size_before_loading
 
-    given: dict[str, Any] = {
-        "block_size": options.block_size,
-        "max_model_len": options.max_model_len,
-        "dtype": options.dtype,
-        "enable_prefix_caching": options.enable_prefix_caching,
-        "trust_remote_code": options.trust_remote_code,
-    }
-    engine_args = EngineArgs(
-        model=options.model,
-        skip_tokenizer_init=True,
-        **{name: value for name, value in given.items() if value is not None},
-    )
+    names = ("block_size", "max_model_len", "dtype", "enable_prefix_caching", "trust_remote_code")
+    given = {name: getattr(options, name) for name in names}
+    given = {name: value for name, value in given.items() if value is not None}
+    engine_args = EngineArgs(model=options.model, skip_tokenizer_init=True, **given)
     vllm_config = engine_args.create_engine_config()
     clear_nominal_window(vllm_config)
     cache = vllm_config.cache_config
@@ -360,21 +340,22 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m vllm_tgvkv.gain",
         description="What eviction gains with a model, computed from its configuration.",
     )
-    parser.add_argument("model", help="a folder with a config.json, or a name as in vllm serve")
-    parser.add_argument("--prompt", type=_positive, default=8192, help="tokens of a prompt")
-    parser.add_argument("--answer", type=_positive, default=256, help="tokens of its answer")
-    parser.add_argument("--budget", default="0.1", help="as --kv-eviction-budget")
-    parser.add_argument("--pool", type=float, default=16.0, help="GiB of memory for caches")
-    parser.add_argument("--block-size", type=_positive, help="as in vllm serve")
-    parser.add_argument("--max-model-len", type=_positive, help="as in vllm serve")
-    parser.add_argument("--dtype", help="as in vllm serve")
-    parser.add_argument(
+    add, as_in_serve = parser.add_argument, "as in vllm serve"
+    add("model", help="a folder with a config.json, or a name as in vllm serve")
+    add("--prompt", type=_positive, default=8192, help="tokens of a prompt")
+    add("--answer", type=_positive, default=256, help="tokens of its answer")
+    add("--budget", default="0.1", help="as --kv-eviction-budget")
+    add("--pool", type=float, default=16.0, help="GiB of memory for caches")
+    add("--block-size", type=_positive, help=as_in_serve)
+    add("--max-model-len", type=_positive, help=as_in_serve)
+    add("--dtype", help=as_in_serve)
+    add(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
-        help="as in vllm serve; without it a request holds each state once",
+        help=f"{as_in_serve}; without it a request holds each state once",
     )
-    parser.add_argument("--trust-remote-code", action="store_true", help="as in vllm serve")
-    parser.add_argument("--json", action="store_true", help="print numbers for other programs")
+    add("--trust-remote-code", action="store_true", help=as_in_serve)
+    add("--json", action="store_true", help="print numbers for other programs")
     return parser
 
 

@@ -28,11 +28,9 @@ from vllm_tgvkv.policies import (
     Mix,
     Policy,
     Prompt,
-    RowSet,
-    VisionSpan,
     build_policy,
 )
-from vllm_tgvkv.shared.prompt import PromptMap, voters
+from vllm_tgvkv.shared.prompt import PromptMap, RowSet, VisionSpan, voters
 from vllm_tgvkv.worker.decision import Decision, ScoredPrompt
 
 _LAYERS, _HEADS, _GROUP, _HEAD_SIZE, _BLOCK_SIZE, _WINDOW = 3, 2, 3, 8, 4, 10
@@ -155,13 +153,12 @@ class _Case:
         num_full = self.prompt.num_candidates // _BLOCK_SIZE
         for blocks, floor in itertools.product(sorted({1, 2, num_full // 2, num_full - 1}), (0, 1)):
             if 1 <= blocks < num_full:
-                pooled = self.pooled(raw, self.prompt, blocks)
-                self.check_decision(pooled, strengths, blocks, floor)
+                self.check_decision(self.pooled(raw, self.prompt), strengths, blocks, floor)
         self.check_waits()
 
-    def pooled(self, raw: Tensor, prompt: Prompt, blocks: int) -> Tensor:
+    def pooled(self, raw: Tensor, prompt: Prompt) -> Tensor:
         """Return the candidates' scores after pooling, `[L, S, C]`, from `[L, S, P]`."""
-        pooled = [self.policy.pooled(scores, prompt, blocks * _BLOCK_SIZE) for scores in raw]
+        pooled = [self.policy.pooled(scores, prompt) for scores in raw]
         return torch.stack(pooled)[..., : prompt.num_candidates].contiguous()
 
     def look(self, device: str, prompt: Prompt) -> tuple[Tensor, Tensor]:
@@ -259,7 +256,7 @@ class _Case:
         try:
             with _NoWaiting():
                 raw, strengths = self.look("meta", on_meta)
-                pooled = self.pooled(raw, on_meta, 1)
+                pooled = self.pooled(raw, on_meta)
                 of_prompt = (self.policy, on_meta, pooled, strengths)
                 ScoredPrompt(*of_prompt, _HEADS, _BLOCK_SIZE, 1).decide(1)
         except (MethodError, NotImplementedError, RuntimeError) as error:

@@ -10,10 +10,10 @@ tokens of a page, averaged over pages.
 SparseMM lets the model transcribe a page, and counts output tokens that occur in one place of it
 only. Here the question says which place is meant, and only right answers count (**a choice**).
 
-The model runs in transformers, one prompt after the other, and shows the attention of the answer's
-tokens alone. A small model takes a minute or two on two cores for 40 pages; take a GPU (`--device
-cuda`) for a large one. vLLM is not used. Patches are found for models with one grid of patches for
-an image, such as LLaVA 1.5, or whose processor names it, such as Qwen's; others are refused.
+The model runs in transformers, one prompt after the other. A small model takes a minute or two on
+two cores for 40 pages; take a GPU (`--device cuda`) for a large one. Patches are found for models
+with one grid of patches for an image, such as LLaVA 1.5, or whose processor names it, such as
+Qwen's; others are refused.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import itertools
 import math
 import string
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +74,8 @@ class Page:
 class Answer:
     """An answer with the key that each head attended to most."""
 
-    text: str
     pieces: tuple[str, ...]
-    """Text of each token; joined they are `text`."""
+    """Text of each token."""
     tops: torch.Tensor
     """Position of that key, int64 `[tokens, L, Q]`."""
     vision: torch.Tensor
@@ -90,11 +89,9 @@ class Tally:
 
     scores: torch.Tensor
     """float64 `[L, Q]`."""
-    num_pages: int = 0
     num_answers: int = 0
     num_right: int = 0
     num_tokens: int = 0
-    faces: list[str] = field(default_factory=list)
 
 
 def draw_page(rng: np.random.Generator, faces: Sequence[str]) -> Page:
@@ -150,21 +147,18 @@ def count_hits(tally: Tally, answer: Answer, entry: Entry) -> bool:
     It is if the value stands in it once.
     """
     tally.num_answers += 1
-    if answer.text.count(entry.value) != 1:
+    text = "".join(answer.pieces)
+    if text.count(entry.value) != 1:
         return False
     tally.num_right += 1
-    start, end = answer.text.index(entry.value), 0
+    start, end = text.index(entry.value), 0
     for piece, tops in zip(answer.pieces, answer.tops, strict=True):
         begin, end = end, end + len(piece)
         characters = range(max(begin, start), min(end, start + len(entry.value)))
-        region = set[int]().union(
-            *(patches_of(entry.boxes[i - start], answer.grid) for i in characters)
-        )
-        if not region:
-            continue
-        tally.num_tokens += 1
-        hit = torch.isin(tops, answer.vision[sorted(region)])
-        tally.scores += hit.double() / len(region)
+        patches = (patches_of(entry.boxes[i - start], answer.grid) for i in characters)
+        if region := set[int]().union(*patches):
+            tally.num_tokens += 1
+            tally.scores += torch.isin(tops, answer.vision[sorted(region)]).double() / len(region)
     return True
 
 
@@ -177,7 +171,7 @@ class Reader:
         Raises:
             CalibrationError: if it cannot be loaded, or sees no images.
         """
-        from transformers import AutoModelForImageTextToText, AutoProcessor
+        from transformers import AutoModelForImageTextToText, AutoProcessor, GenerationConfig
 
         try:
             self.processor = AutoProcessor.from_pretrained(model)
@@ -193,8 +187,14 @@ class Reader:
         text = self.model.config.get_text_config()
         self.shape: tuple[int, int] = (text.num_hidden_layers, text.num_attention_heads)
         self.kv_heads: int = text.num_key_value_heads
-        ends = self.model.generation_config.eos_token_id
-        self._ends = {ends} if isinstance(ends, int) else set(ends or ())
+        # Greedy, whatever the model's own configuration says.
+        self._greedy = GenerationConfig(
+            max_new_tokens=MAX_TOKENS,
+            eos_token_id=self.model.generation_config.eos_token_id,
+            pad_token_id=0,
+            output_attentions=True,
+            return_dict_in_generate=True,
+        )
 
     @torch.inference_mode()
     def answer(self, image: Image.Image, question: str) -> Answer:
@@ -214,35 +214,16 @@ class Reader:
         ids = inputs["input_ids"]
         vision = (ids[0] == self.model.config.image_token_id).nonzero().flatten()
         grid = self._grid(inputs, len(vision))
-        # The attention of the prompt is not needed, and would be large.
-        before = {
-            name: value[:, :-1] if value.shape == ids.shape else value
-            for name, value in inputs.items()
-        }
-        if hasattr(self.model.model, "rope_deltas"):
-            self.model.model.rope_deltas = None  # of the prompt before
-        cache = self.model(**before, use_cache=True).past_key_values
-        token = ids[:, -1:]
-        tokens: list[int] = []
-        tops: list[torch.Tensor] = []
-        while len(tokens) < MAX_TOKENS:
-            output = self.model(
-                input_ids=token, past_key_values=cache, use_cache=True, output_attentions=True
-            )
-            rows = torch.stack([of_layer[0, :, -1] for of_layer in output.attentions])  # [L, Q, n]
-            token = output.logits[:, -1:].argmax(dim=-1)
-            if int(token) in self._ends:
-                break
-            tokens.append(int(token))
-            tops.append(rows.argmax(dim=-1))
-        texts = [self._decode(tokens[:number]) for number in range(len(tokens) + 1)]
+        found = self.model.generate(**inputs, generation_config=self._greedy)
+        tokens, decode = (
+            found.sequences[0, ids.shape[1] :].tolist(),
+            self.processor.tokenizer.decode,
+        )
+        tops = [[layer[0, :, -1].argmax(dim=-1) for layer in step] for step in found.attentions]
+        texts = [decode(tokens[:n], skip_special_tokens=True) for n in range(len(tokens) + 1)]
         pieces = tuple(text[len(start) :] for start, text in itertools.pairwise(texts))
-        found = torch.stack(tops) if tops else ids.new_empty(0, *self.shape)
-        return Answer("".join(pieces), pieces, found.cpu(), vision.cpu(), grid)
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        text: str = self.processor.tokenizer.decode(tokens, skip_special_tokens=True)
-        return text
+        stacked = torch.stack([torch.stack(layers) for layers in tops])
+        return Answer(pieces, stacked.cpu(), vision.cpu(), grid)
 
     def _grid(self, inputs: Any, num_patches: int) -> tuple[int, int]:
         """Return rows and columns of an image's patches in the prompt."""
@@ -267,9 +248,9 @@ def calibrate(reader: Reader, pages: int, seed: int, question: str = QUESTION) -
     Raises:
         CalibrationError: if no answer is right, or no head was hit.
     """
-    tally = Tally(torch.zeros(reader.shape, dtype=torch.float64), faces=font_files())
-    for page in _pages(pages, seed, tally.faces):
-        tally.num_pages += 1
+    tally = Tally(torch.zeros(reader.shape, dtype=torch.float64))
+    for index in range(pages):
+        page = draw_page(np.random.default_rng([seed, index]), font_files())
         for entry in page.entries:
             count_hits(tally, reader.answer(page.image, question.format(key=entry.key)), entry)
     if not tally.scores.any():
@@ -281,46 +262,19 @@ def calibrate(reader: Reader, pages: int, seed: int, question: str = QUESTION) -
     return tally
 
 
-def _pages(count: int, seed: int, faces: Sequence[str]) -> Iterator[Page]:
-    for index in range(count):
-        yield draw_page(np.random.default_rng([seed, index]), faces)
-
-
-def facts(tally: Tally, seed: int, question: str) -> dict[str, Any]:
-    """Return how the scores were made, for the field `made` of the file."""
-    versions = {}
-    for package in ("vllm-tgvkv", "torch", "transformers", "pillow"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "not installed"
-    return {
-        "by": "python -m vllm_tgvkv.visual_heads",
-        "question": question,
-        "seed": seed,
-        "pages": tally.num_pages,
-        "answers": tally.num_answers,
-        "right_answers": tally.num_right,
-        "tokens": tally.num_tokens,
-        "fonts": [Path(face).stem or "Pillow's" for face in tally.faces],
-        "versions": versions,
-    }
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m vllm_tgvkv.visual_heads",
         description="Make the file of head scores for a model, for the setting head_scores.",
     )
-    parser.add_argument("model", help="folder or name of the model that is served")
-    parser.add_argument("--output", type=Path, required=True, help="file to write")
-    parser.add_argument("--pages", type=int, default=40, help="pages to read (default: 40)")
-    parser.add_argument(
-        "--question", default=QUESTION, help=f"with {{key}} in it (default: {QUESTION})"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the pages (default: 0)")
-    parser.add_argument("--device", default="cpu", help="of torch (default: cpu)")
-    parser.add_argument("--dtype", help="default: float32 on CPU, else that of the model")
+    add = parser.add_argument
+    add("model", help="folder or name of the model that is served")
+    add("--output", type=Path, required=True, help="file to write")
+    add("--pages", type=int, default=40, help="pages to read (default: 40)")
+    add("--question", default=QUESTION, help=f"with {{key}} in it (default: {QUESTION})")
+    add("--seed", type=int, default=0, help="of the pages (default: 0)")
+    add("--device", default="cpu", help="of torch (default: cpu)")
+    add("--dtype", help="default: float32 on CPU, else that of the model")
     options = parser.parse_args(arguments)
     if options.pages < 1:
         parser.error(f"--pages is {options.pages}: give at least 1")
@@ -334,10 +288,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tally = calibrate(reader, options.pages, options.seed, options.question)
     except CalibrationError as error:
         sys.exit(f"visual_heads: {error}")
-    scores = (tally.scores / tally.num_pages).tolist()
+    scores = (tally.scores / options.pages).tolist()
     folder = Path(options.model)
     name = folder.resolve().name if folder.is_dir() else options.model
-    made = facts(tally, options.seed, options.question)
+    packages = ("vllm-tgvkv", "torch", "transformers", "pillow")
+    made = {
+        "by": "python -m vllm_tgvkv.visual_heads",
+        "question": options.question,
+        "seed": options.seed,
+        "pages": options.pages,
+        "answers": tally.num_answers,
+        "right_answers": tally.num_right,
+        "tokens": tally.num_tokens,
+        "fonts": [Path(face).stem or "Pillow's" for face in font_files()],
+        "versions": {package: importlib.metadata.version(package) for package in packages},
+    }
     write(options.output, name, reader.kv_heads, scores, made)
     print(
         f"{options.output}: {tally.num_right} of {tally.num_answers} answers were right, with "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks.gpu`: measure against stock vLLM on this GPU, print and keep the table.
+"""Speed and memory on a GPU against stock vLLM, within a time limit.
 
 Each part runs in its own process. Parts are ordered by importance. When the time is up, the running
 part is killed and those after it are listed as skipped.
@@ -8,37 +8,40 @@ part is killed and those after it are listed as skipped.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.gpu import journal
-from benchmarks.gpu.plan import SCALES, engine_plans
-from benchmarks.gpu.report import SMOKE_NOTICE, Report
+from benchmarks.gpu import kernels
+from benchmarks.gpu.plan import SCALES, EnginePlan, build_engine, engine_plans
+from benchmarks.gpu.report import Entry, Report
+from benchmarks.remote import Remote, RemoteError, TimeUpError
 
 RESULTS = Path(__file__).parents[1] / "results"
-_MIN_SECONDS = {"full": 75.0, "quick": 60.0, "smoke": 1.0}
+_LEAST_SECONDS = {"full": 75.0, "quick": 60.0, "smoke": 1.0}
 """An engine needs this time to reach its first measurement."""
 _GRACE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class Part:
-    """A process that appends to a journal."""
+    """A process that is asked for one measurement after the other."""
 
     name: str
-    command: list[str]
-    max_seconds: float
-    min_seconds: float = 0.0
+    most_seconds: float
+    least_seconds: float
+    build: Callable[..., Any]
+    """Makes the object that measures."""
+    arguments: tuple[Any, ...]
+    entries: Callable[[Remote], Iterator[Entry]]
+    """Yields what is measured."""
 
 
 def main() -> int:
@@ -48,34 +51,28 @@ def main() -> int:
     if not options.smoke and not torch.cuda.is_available():
         print("No CUDA device: nothing can be measured here (--smoke runs the code).")
         return 1
-    if options.smoke:
-        print(SMOKE_NOTICE)
     begin = time.monotonic()
 
     def say(text: str) -> None:
         print(f"[{time.monotonic() - begin:5.0f} s] {text}", file=sys.stderr, flush=True)
 
     report = Report(options.results, scale)
-    text, entries = "", []
-    ends: dict[str, str] = {}
+    text, entries, ends = "", [], {}
     with tempfile.TemporaryDirectory() as scratch:
-        results = Path(scratch, "entries.jsonl")
-        for part in parts(scale, results):
+        for part in parts(scale, scratch):
             if options.only and not any(word in part.name for word in options.only):
                 continue
-            left = 60 * options.minutes - (time.monotonic() - begin)
-            if left < part.min_seconds + _GRACE_SECONDS:
+            left = 60 * options.minutes - (time.monotonic() - begin) - _GRACE_SECONDS
+            if left < part.least_seconds:
                 ends[part.name] = "SKIPPED, the time is up"
             else:
                 say(part.name)
-                ends[part.name] = run(part, min(left - _GRACE_SECONDS, part.max_seconds))
+                ends[part.name] = run(part, min(left, part.most_seconds), entries)
             say(f"{part.name}: {ends[part.name]}")
-            entries = journal.read(results)
             text = report.write(entries, ends)
     print(text)
     say(f"written to {report.json_path} and {report.markdown_path.name}")
-    broken = any("failed" in entry for entry in entries)
-    return 1 if broken or any(end.startswith("FAILED") for end in ends.values()) else 0
+    return 1 if any("failed" in entry for entry in entries) else 0
 
 
 def parse() -> argparse.Namespace:
@@ -89,35 +86,53 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def parts(scale: str, results: Path) -> Iterator[Part]:
+def parts(scale: str, scratch: str) -> Iterator[Part]:
     """Yield all parts by importance."""
-    python = [sys.executable, "-m"]
-    smoke = ["--smoke"] if scale == "smoke" else []
-    kernels = [*python, "benchmarks.gpu.kernels", str(results), *smoke]
-    yield Part("kernels", kernels, 90.0)
-    for number, plan in enumerate(engine_plans(SCALES[scale])):
-        command = [*python, "benchmarks.gpu.phases", str(results), scale, str(number)]
-        yield Part(plan.title, command, 200.0, _MIN_SECONDS[scale])
+    sizes = kernels.SMOKE if scale == "smoke" else kernels.FULL
+    yield Part("kernels", 90.0, 0.0, kernels.Kernels, (sizes,), kernel_entries)
+    for plan in engine_plans(SCALES[scale]):
+        arguments = (plan, scratch)
+        entries = partial(engine_entries, plan)
+        yield Part(plan.title, 200.0, _LEAST_SECONDS[scale], build_engine, arguments, entries)
 
 
-def run(part: Part, seconds: float) -> str:
-    """Run a part for at most `seconds`, and return how it ended."""
+def kernel_entries(remote: Remote) -> Iterator[Entry]:
+    """Measure the kernels, group by group."""
+    for group in remote.ask("groups"):
+        for entry in remote.ask("measure", group=group):
+            yield {"part": "kernels", **entry}
+
+
+def engine_entries(plan: EnginePlan, remote: Remote) -> Iterator[Entry]:
+    """Measure phase after phase; one that fails ends the engine, which may be damaged."""
+    common = {"part": plan.title, "shape": plan.shape.name, "arm": plan.name}
+    yield {**common, "phase": "start", "engine": remote.ask("describe")}
+    for phase in plan.phases():
+        entry = {**common, "phase": phase.name, "arguments": phase.arguments}
+        begin = time.monotonic()
+        try:
+            values = remote.ask(phase.method, **phase.arguments)
+        except RemoteError as error:
+            yield {**entry, "failed": str(error)}
+            return
+        yield {**entry, "values": values, "took": round(time.monotonic() - begin, 1)}
+
+
+def run(part: Part, seconds: float, entries: list[Entry]) -> str:
+    """Run a part for at most `seconds`, add what it measures, and return how it ended."""
     begin = time.monotonic()
-    command = [*part.command, "--until", str(time.time() + seconds)]
-    # In its own session, so that all its processes end with it.
-    process = subprocess.Popen(command, stdout=sys.stderr, start_new_session=True)
+    remote = Remote(part.name, part.build, *part.arguments, deadline=begin + seconds)
     try:
-        code = process.wait(seconds + _GRACE_SECONDS / 2)
-    except subprocess.TimeoutExpired:
-        code = None
+        remote.wait_until_built()
+        entries.extend(part.entries(remote))  # also what precedes an error
+    except TimeUpError:
+        return f"ENDED after {seconds:.0f} s, what it had measured is kept"
+    except RemoteError as error:
+        entries.append({"part": part.name, "failed": str(error)})
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    took = f"{time.monotonic() - begin:.0f} s"
-    if code is None:
-        return f"ENDED after {took}, what it had measured is kept"
-    return f"done in {took}" if code == 0 else f"FAILED with exit code {code} after {took}"
+        remote.close()
+    end = "FAILED after" if "failed" in entries[-1] else "done in"
+    return f"{end} {time.monotonic() - begin:.0f} s"
 
 
 if __name__ == "__main__":

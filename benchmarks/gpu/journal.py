@@ -16,14 +16,6 @@ class Journal:
         self.common = common
 
     def write(self, **entry: Any) -> None:
-        """Append one entry; a dataclass is written as its fields."""
+        """Append one entry."""
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**self.common, **entry}, default=vars) + "\n")
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """Return the complete entries of a file; none if it does not exist."""
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+            file.write(json.dumps({**self.common, **entry}) + "\n")

@@ -1,26 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of the kernels against what they have to read and write.
-
-`python -m benchmarks.gpu.kernels RESULTS [--smoke]` appends a JSON line per case to RESULTS.
-"""
+"""Times of the kernels against what they have to read and write."""
 
 from __future__ import annotations
 
-import argparse
-import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.gpu.cache import CompressedCache
-from benchmarks.gpu.journal import Journal
 from benchmarks.gpu.timing import seconds_per_call
 from vllm_tgvkv.kernels.apportion import apportion
 from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
@@ -70,19 +62,47 @@ class Case:
 class Kernels:
     """All cases on one device."""
 
-    def __init__(self, sizes: Sizes, device: torch.device) -> None:
+    def __init__(self, sizes: Sizes, device: str = "") -> None:
         self.sizes = sizes
-        self.device = device
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.dtype = torch.bfloat16
-
-    def groups(self) -> dict[str, Iterator[Case]]:
-        """Return groups of cases by importance; each frees its memory before the next."""
-        return {
-            "decode attention, ragged": self.decode_attention(ragged=True),
-            "decode attention, uniform": self.decode_attention(ragged=False),
-            **{f"prompt of {n}": self.end_of_prefill(n) for n in self.sizes.prompts},
-            "decode step": self.decode_step(),
+        torch.manual_seed(1)
+        source = torch.zeros(sizes.copy_bytes, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        seconds = seconds_per_call(lambda: target.copy_(source), self.device)
+        self._bandwidth = 2 * source.nbytes / seconds
+        """Bytes per second of a plain copy, read and written ones."""
+        self._cases = {
+            "decode attention, ragged": partial(self.decode_attention, ragged=True),
+            "decode attention, uniform": partial(self.decode_attention, ragged=False),
+            **{f"prompt of {n}": partial(self.end_of_prefill, n) for n in sizes.prompts},
+            "decode step": self.decode_step,
         }
+
+    def groups(self) -> list[str]:
+        """Return the names of all groups of cases by importance."""
+        return ["copy bandwidth", *self._cases]
+
+    def measure(self, group: str) -> list[dict[str, Any]]:
+        """Measure the cases of a group; one that fails leaves the others alone."""
+        if group == "copy bandwidth":
+            return [{"name": group, "bandwidth": self._bandwidth}]
+        found: list[dict[str, Any]] = []
+        try:
+            found.extend({"name": c.name, **self._measured(c)} for c in self._cases[group]())
+        except Exception:  # the other groups are still measured
+            found.append({"name": group, "failed": traceback.format_exc()})
+        return found
+
+    def _measured(self, case: Case) -> dict[str, Any]:
+        try:
+            error = case.error() if case.error else None
+            seconds = seconds_per_call(case.call, self.device)
+        except Exception:  # the next case is still measured
+            return {"failed": traceback.format_exc()}
+        share = case.bytes / seconds / self._bandwidth
+        found = {"seconds": seconds, "bytes": case.bytes, "share": share}
+        return {**found, "error": error, "note": case.note}
 
     # -- decode -------------------------------------------------------------------------
 
@@ -279,50 +299,3 @@ def _checked(call: Callable[[], Any], out: Tensor, expected: Tensor) -> float:
     call()
     found = out[[0, -1]].float()
     return float((found - expected).norm() / expected.norm())
-
-
-def copy_bandwidth(sizes: Sizes, device: torch.device) -> float:
-    """Return the bytes per second of a plain copy, read and written ones."""
-    source = torch.zeros(sizes.copy_bytes, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / seconds_per_call(lambda: target.copy_(source), device)
-
-
-def main() -> int:
-    """Measure all cases; one that fails is recorded and leaves the others alone."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("results", type=Path)
-    parser.add_argument("--smoke", action="store_true")
-    parser.add_argument("--until", type=float, default=float("inf"), help="end as time.time()")
-    options = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(1)
-    sizes = SMOKE if options.smoke else FULL
-    journal = Journal(options.results, part="kernels")
-    bandwidth = copy_bandwidth(sizes, device)
-    journal.write(name="copy bandwidth", bandwidth=bandwidth)
-    for name, cases in Kernels(sizes, device).groups().items():
-        if time.time() > options.until:
-            journal.write(skipped="the remaining kernels", reason="time is up")
-            break
-        try:
-            for case in cases:
-                journal.write(name=case.name, **_measured(case, device, bandwidth))
-        except Exception:  # the other groups are still measured
-            journal.write(name=name, failed=traceback.format_exc())
-    return 0
-
-
-def _measured(case: Case, device: torch.device, bandwidth: float) -> dict[str, Any]:
-    try:
-        error = case.error() if case.error else None
-        seconds = seconds_per_call(case.call, device)
-    except Exception:  # the next case is still measured
-        return {"failed": traceback.format_exc()}
-    share = case.bytes / seconds / bandwidth
-    found = {"seconds": seconds, "bytes": case.bytes, "share": share}
-    return {**found, "error": error, "note": case.note}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

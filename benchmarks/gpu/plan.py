@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from benchmarks.models import LLAVA_7B, QWEN3_VL_8B, Shape, tiny
@@ -34,43 +35,28 @@ class Traffic:
 class Scale:
     """How large and how often."""
 
-    shapes: tuple[Shape, ...]
-    image: Traffic
+    shapes: tuple[Shape, ...] = (QWEN3_VL_8B, LLAVA_7B)
+    image: Traffic = Traffic(32, 8192, 512)
     """Requests that all fit the ample pool."""
-    scarce_requests: int
+    scarce_requests: int = 48
     """Number of such requests that compete for the scarce pool."""
-    scarce_pool: int
+    scarce_pool: int = 6
     """Number of requests that the scarce pool holds with their full cache."""
-    text: Traffic
-    prefills: tuple[int, ...]
-    prefill_rounds: int
-    decode_batch: int
-    decode_prompt: int
-    decode_steps: int
-    pool_bytes: int
+    text: Traffic = Traffic(64, 1024, 256, images=False)
+    prefills: tuple[int, ...] = (8192, 32768)
+    prefill_rounds: int = 3
+    decode_batch: int = 64
+    decode_prompt: int = 1024
+    decode_steps: int = 64
+    pool_bytes: int = 42 << 30
     """Upper bound of the ample pool; models with large caches get fewer requests."""
-    max_model_len: int
-    engine_args: dict[str, Any]
+    max_model_len: int = 33024
+    engine_args: dict[str, Any] = field(default_factory=dict)
     setups: tuple[str, ...] = SETUPS
 
 
-FULL = Scale(
-    shapes=(QWEN3_VL_8B, LLAVA_7B),
-    image=Traffic(32, 8192, 512),
-    scarce_requests=48,
-    scarce_pool=6,
-    text=Traffic(64, 1024, 256, images=False),
-    prefills=(8192, 32768),
-    prefill_rounds=3,
-    decode_batch=64,
-    decode_prompt=1024,
-    decode_steps=64,
-    pool_bytes=42 << 30,
-    max_model_len=33024,
-    engine_args={},
-)
-QUICK = replace(
-    FULL,
+FULL = Scale()
+QUICK = Scale(
     shapes=(QWEN3_VL_8B,),
     image=Traffic(16, 8192, 128),
     scarce_requests=24,
@@ -182,3 +168,10 @@ def engine_plans(scale: Scale) -> Iterator[EnginePlan]:
     for shape in others:
         for name in ("production", "ours"):
             yield EnginePlan(shape, name, scale)
+
+
+def build_engine(plan: EnginePlan, scratch: str) -> Any:
+    """Start an engine. vLLM is imported in its own process only."""
+    from benchmarks.gpu.engine import GpuEngine
+
+    return GpuEngine(plan.shape, Path(scratch, "model"), plan.pool_tokens, plan.engine_args())

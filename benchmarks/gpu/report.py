@@ -71,7 +71,9 @@ class Report:
             "rows": [{**asdict(row), "met": row.target and row.target.met} for row in rows],
             "entries": list(entries),
         }
-        self.json_path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        self.json_path.write_text(
+            json.dumps(record, indent=1, default=vars) + "\n", encoding="utf-8"
+        )
         header = ["measure", "ours", *STOCK, "of copy bandwidth", "target", "note"]
         cells = [[str(getattr(r, f) or "") for f in Row.__dataclass_fields__] for r in rows]
         blocks = [

@@ -155,4 +155,5 @@ def variants() -> Iterator[Variant]:
     for size, own_caps in itertools.product((64, 1024, 2048), (False, True)):
         shares = torch.empty(1, size, dtype=torch.float64, device="meta")
         call = partial(apportion, shares, total, 1, shares.long() if own_caps else 9, 30)
-        yield from launches(__name__, f"M{size}" + " own caps" * own_caps, call)
+        # A value that is needed once, which some compilers spill for capability 8.0.
+        yield from launches(__name__, f"M{size}" + " own caps" * own_caps, call, spill_limit=8)

@@ -19,10 +19,9 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -151,58 +150,14 @@ def launches(
     return found
 
 
-@dataclass(frozen=True)
-class Build:
-    """Outcome of one compilation.
-
-    Attributes:
-        shared: bytes of shared memory of a program.
-        stack, spill_stores, spill_loads: bytes of local memory of a thread.
-        error: why the build failed, or empty.
-    """
-
-    module: str
-    kernel: str
-    variant: str
-    cc: int
-    spill_limit: int
-    seconds: float
-    registers: int = 0
-    shared: int = 0
-    stack: int = 0
-    spill_stores: int = 0
-    spill_loads: int = 0
-    error: str = ""
-
-    @property
-    def accepted(self) -> bool:
-        """Whether the build succeeded and spills no more than allowed."""
-        return not self.error and max(self.spill_stores, self.spill_loads) <= self.spill_limit
-
-    def line(self) -> str:
-        """Return its row of the printed table."""
-        # Two spaces between columns, for names of any length.
-        head = f"{self.module:<12}  {self.kernel:<22}  {self.variant or '-':<37}  {self.cc:>3}"
-        if self.error:
-            return f"{head}  FAILED: {self.error.splitlines()[-1]}"
-        spills = f"{self.spill_stores}/{self.spill_loads}"
-        verdict = "" if self.accepted else f"  SPILLS, limit {self.spill_limit}"
-        return (
-            f"{head} {self.registers:>5} {self.shared:>7} {self.stack:>6} {spills:>9} "
-            f"{self.seconds:>6.1f}{verdict}"
-        )
-
-    @staticmethod
-    def header() -> str:
-        """Return the heading of the table."""
-        return (
-            f"{'module':<12}  {'kernel':<22}  {'variant':<37}  {'cc':>3} {'regs':>5} {'shared':>7} "
-            f"{'stack':>6} {'spills':>9} {'s':>6}"
-        )
+_HEADER = (
+    f"{'module':<12}  {'kernel':<22}  {'variant':<37}  {'cc':>3} {'regs':>5} {'shared':>7} "
+    f"{'stack':>6} {'spills':>9} {'s':>6}"
+)
 
 
-def build(module: str, variant: Variant, cc: int) -> Build:
-    """Compile `variant` for compute capability `cc` and return the resources it uses.
+def build(module: str, variant: Variant, cc: int) -> tuple[str, bool]:
+    """Compile `variant` for compute capability `cc`; return a row of the table and if it passes.
 
     Spills are taken from ptxas's report, since the stack frame also includes arrays that are
     indexed at run time.
@@ -236,30 +191,20 @@ def build(module: str, variant: Variant, cc: int) -> Build:
     found = _LOG_OF_PTXAS.search(log.getvalue())
     if not found and not error:
         error = "no report of registers in the log of ptxas"
-    numbers = {name: int(value) for name, value in found.groupdict().items()} if found else {}
-    return Build(
-        module=module.rpartition(".")[2],
-        kernel=variant.kernel_name,
-        variant=variant.name,
-        cc=cc,
-        spill_limit=variant.spill_limit,
-        seconds=time.perf_counter() - begin,
-        registers=numbers.get("registers", 0),
-        shared=shared,
-        stack=numbers.get("stack", 0),
-        spill_stores=numbers.get("stores", 0),
-        spill_loads=numbers.get("loads", 0),
-        error=error,
+    # Two spaces between columns, for names of any length.
+    name = module.rpartition(".")[2]
+    head = f"{name:<12}  {variant.kernel_name:<22}  {variant.name or '-':<37}  {cc:>3}"
+    if error or not found:
+        return f"{head}  FAILED: {error.splitlines()[-1]}", False
+    # Of a thread: registers, and bytes of local memory.
+    registers, stack, stores, loads = (
+        int(found[key]) for key in ("registers", "stack", "stores", "loads")
     )
-
-
-def modules_with_variants() -> Iterator[ModuleType]:
-    """Import the modules of this package and yield those that define `variants`."""
-    package = importlib.import_module(PACKAGE)
-    for info in pkgutil.iter_modules(package.__path__, f"{PACKAGE}."):
-        module = importlib.import_module(info.name)
-        if hasattr(module, "variants"):
-            yield module
+    accepted = max(stores, loads) <= variant.spill_limit
+    verdict = "" if accepted else f"  SPILLS, limit {variant.spill_limit}"
+    seconds, spills = time.perf_counter() - begin, f"{stores}/{loads}"
+    row = f"{head} {registers:>5} {shared:>7} {stack:>6} {spills:>9} {seconds:>6.1f}{verdict}"
+    return row, accepted
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -270,11 +215,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--module", nargs="+", help="modules to compile instead of the package's")
     parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1))
     options = parser.parse_args(arguments)
-    modules = (
-        [importlib.import_module(name) for name in options.module]
-        if options.module
-        else list(modules_with_variants())
-    )
+    files = pkgutil.iter_modules(importlib.import_module(PACKAGE).__path__, f"{PACKAGE}.")
+    names = options.module or [file.name for file in files]
+    modules = [
+        module for name in names if hasattr(module := importlib.import_module(name), "variants")
+    ]
     tasks = [
         (module.__name__, place, cc)
         for module in modules
@@ -283,20 +228,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.only
         or options.only in f"{module.__name__}\n{variant.kernel_name}\n{variant.name}"
     ]
-    print(Build.header(), flush=True)
-    builds = []
+    print(_HEADER, flush=True)
+    accepted = []
     # Fresh interpreters: forking a process in which torch or LLVM has threads may hang.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max(1, min(options.jobs, len(tasks))), mp_context=context) as pool:
-        for result in pool.map(_build_task, *zip(*tasks, strict=True)) if tasks else ():
-            print(result.line(), flush=True)
-            builds.append(result)
-    refused = sum(not result.accepted for result in builds)
-    print(f"{len(builds)} builds, {refused} not accepted")
-    return 1 if refused or not builds else 0
+        for row, passes in pool.map(_build_task, *zip(*tasks, strict=True)) if tasks else ():
+            print(row, flush=True)
+            accepted.append(passes)
+    print(f"{len(accepted)} builds, {accepted.count(False)} not accepted")
+    return 0 if accepted and all(accepted) else 1
 
 
-def _build_task(module: str, place: int, cc: int) -> Build:
+def _build_task(module: str, place: int, cc: int) -> tuple[str, bool]:
     """Compile the variant with index `place` of a module, in a worker process."""
     return build(module, list(importlib.import_module(module).variants())[place], cc)
 

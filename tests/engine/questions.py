@@ -19,10 +19,9 @@ HEAD_SCORES = head_scores(layers=4, kv_heads=2, group=2)
 """Of the tiny LLaVA; the fixture `heads` writes them to a file."""
 
 AHEAD = pooling_name("sequence", forward=6, back=1)
-BOUNDED = pooling_name("sequence", forward=12, back=1, forward_share=0.1)  # 3 of 32, 6 of 64
 MIXES: dict[str, dict[str, Any]] = {
     "forward": {"base": "snapkv", "pooling": AHEAD},
-    "largest": {"base": "snapkv", "pooling": BOUNDED, "reduce": "max"},
+    "largest": {"base": "snapkv", "pooling": AHEAD, "reduce": "max"},
     "answer": {"base": "snapkv", "rows": "answer", "retain": "by_score"},
 }
 

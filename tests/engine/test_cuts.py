@@ -46,10 +46,8 @@ def oracles(name: str) -> str | Mix:
         return METHODS[name]
     if name == "answer":
         return replace(METHODS["snapkv"], rows="answer", retain="by_score")
-    if name == "largest":
-        pool = Pool("sequence", forward=12, back=1, forward_share=0.1)
-        return replace(METHODS["snapkv"], pooling=pool, reduce="max")
-    return replace(METHODS["snapkv"], pooling=Pool("sequence", forward=6, back=1))
+    ahead = replace(METHODS["snapkv"], pooling=Pool("sequence", forward=6, back=1))
+    return replace(ahead, reduce="max") if name == "largest" else ahead
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.kernels import SMOKE as SMOKE_SIZES
@@ -94,7 +93,7 @@ def test_cases_of_attention_compute_the_same(monkeypatch: pytest.MonkeyPatch) ->
     """PyTorch stands in for FlashAttention, so that its arguments are tested without a GPU."""
     from tests.engine.flash_on_cpu import attend
 
-    cases = Kernels(SMOKE_SIZES, torch.device("cpu"))
+    cases = Kernels(SMOKE_SIZES, "cpu")
     flash = partial(attend, causal=True, max_seqlen_q=1)
     monkeypatch.setattr(cases, "_flash_attention", lambda: flash)
     errors = {}

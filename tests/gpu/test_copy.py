@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copy of kept tokens on Triton: every bit, every page format, nothing else written."""
+"""Copy of kept tokens, in PyTorch and on Triton: every bit, every page format, nothing else."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Case:
     counts: torch.Tensor
     new_blocks: torch.Tensor
 
-    def copy(self) -> None:
+    def copy(self, workspace_bytes: int) -> None:
         tensors = (self.sources, page_offsets(self.counts), self.new_blocks)
         on_device = [tensor.to(self.keys.device) for tensor in tensors]
-        copy_kept(self.keys, self.values, *on_device, *self.counts.shape)
+        copy_kept(self.keys, self.values, *on_device, *self.counts.shape, workspace_bytes)
 
 
 def pools_of(
@@ -67,14 +67,19 @@ def make_case(
     head_size: int,
     dtype: torch.dtype,
     device: str,
+    num_moved: int = 10**6,
 ) -> Case:
+    """Return random sources, of which all but `num_moved` keep their slots in whole pages."""
     pairs = counts.numel()
     num_blocks = num_retained + 6
     blocks = torch.randperm(num_blocks)
-    slots = torch.arange(num_blocks * pairs * block_size).view(num_blocks, -1)
-    readable = slots[blocks[num_retained:]].flatten()
+    slots = torch.arange(num_blocks * pairs * block_size).view(num_blocks, pairs, block_size)
+    readable = slots[blocks[num_retained:]].flatten(0, 1)
     size = (num_retained * pairs, block_size)
-    sources = readable[torch.randint(0, readable.numel(), size)]
+    sources = readable[torch.randint(0, len(readable), size[:1])]
+    moved = torch.randperm(sources.numel())[:num_moved]
+    tokens = readable.flatten()
+    sources.view(-1)[moved] = tokens[torch.randint(0, len(tokens), moved.shape)]
     sources[int(counts.sum()) :] = torch.tensor([-1, -(2**63), 2**63 - 1])[
         torch.randint(0, 3, (size[0] - int(counts.sum()), block_size))
     ]
@@ -86,12 +91,12 @@ def make_case(
     )
 
 
-def assert_copied(case: Case) -> None:
+def assert_copied(case: Case, workspace_bytes: int = 1 << 20) -> None:
     """Compare all bits of the pool with the oracle, which writes no page without an owner."""
     expected = [pool.cpu().clone().view(_integer(pool)) for pool in (case.keys, case.values)]
     offsets = page_offsets(case.counts)
     reference.copy_kept(*expected, case.sources, offsets, case.new_blocks, *case.counts.shape)
-    case.copy()
+    case.copy(workspace_bytes)
     for pool, want in zip((case.keys, case.values), expected, strict=True):
         assert torch.equal(pool.view(want.dtype).cpu(), want)
 
@@ -100,7 +105,7 @@ def _integer(pool: torch.Tensor) -> torch.dtype:
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32}[pool.element_size()]
 
 
-@settings(max_examples=25)
+@settings(max_examples=40)
 @given(
     page_format=st.sampled_from(FORMATS),
     counts=st.lists(st.integers(0, 4), min_size=1, max_size=6),
@@ -109,9 +114,11 @@ def _integer(pool: torch.Tensor) -> torch.dtype:
     block_size=st.sampled_from([1, 3, 4]),
     head_size=st.sampled_from([1, 4, 5, 12]),
     dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float8_e4m3fn]),
+    num_moved=st.sampled_from([0, 1, 3, 10**6]),
+    workspace_bytes=st.sampled_from([0, 300, 1 << 20]),
 )
 def test_every_format(
-    device: str,
+    kernels: str,
     page_format: str,
     counts: list[int],
     heads: int,
@@ -119,11 +126,15 @@ def test_every_format(
     block_size: int,
     head_size: int,
     dtype: torch.dtype,
+    num_moved: int,
+    workspace_bytes: int,
 ) -> None:
+    """Some tokens keep their slots, none or all; some pages have no owner."""
     dealt = torch.tensor(counts[: max(1, len(counts) // heads) * heads])
     dealt = dealt.view(-1, heads if len(dealt) % heads == 0 else 1)
     retained = -(-int(dealt.sum()) // dealt.numel()) + unowned
-    assert_copied(make_case(page_format, dealt, retained, block_size, head_size, dtype, device))
+    sizes = retained, block_size, head_size, dtype
+    assert_copied(make_case(page_format, dealt, *sizes, kernels, num_moved), workspace_bytes)
 
 
 @pytest.mark.parametrize(
@@ -137,18 +148,13 @@ def test_every_format(
 )
 @pytest.mark.parametrize("page_format", ["joint", "cpu"])
 def test_real_sizes(
-    device: str, page_format: str, block_size: int, head_size: int, dtype: torch.dtype
+    kernels: str, page_format: str, block_size: int, head_size: int, dtype: torch.dtype
 ) -> None:
     """Pages of one and of several programs; heads without a page."""
     counts = torch.tensor([[0, 3, 0], [1, 0, 1]])
-    assert_copied(make_case(page_format, counts, 1, block_size, head_size, dtype, device))
-
-
-@pytest.mark.parametrize("num_pairs", [1, 2, 15, 16, 17, 65])
-def test_every_number_of_pairs(device: str, num_pairs: int) -> None:
-    dealt = torch.multinomial(torch.rand(num_pairs) ** 4, num_pairs, replacement=True)
-    counts = dealt.bincount(minlength=num_pairs).view(num_pairs, 1)
-    assert_copied(make_case("joint", counts, 1, 1, 2, torch.bfloat16, device))
+    for num_moved in (9, 10**6):
+        case = make_case(page_format, counts, 1, block_size, head_size, dtype, kernels, num_moved)
+        assert_copied(case)
 
 
 def test_whole_slots_are_moved_as_the_widest_integers() -> None:
@@ -163,9 +169,46 @@ def test_whole_slots_are_moved_as_the_widest_integers() -> None:
     assert launches("cpu", 80) == [([3, 4, 80], torch.int16), ([3, 4, 20], torch.int64)]
 
 
-def test_nothing_to_copy(device: str) -> None:
-    case = make_case("joint", torch.zeros(2, 2, dtype=torch.int64), 0, 4, 8, torch.bfloat16, device)
-    assert_copied(case)
+def test_nothing_to_copy(kernels: str) -> None:
+    counts = torch.zeros(2, 2, dtype=torch.int64)
+    assert_copied(make_case("joint", counts, 0, 4, 8, torch.bfloat16, kernels))
+
+
+@pytest.mark.parametrize("num_pairs", [1, 2, 17, 65])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_slots_of_an_uncompressed_prompt(num_pairs: int, dtype: torch.dtype) -> None:
+    """Pairs without pages, and pages without a pair, whose slots have no meaning."""
+    block_size, num_old, num_pages = 3, 4, 2 * num_pairs
+    dealt = torch.multinomial(torch.rand(num_pairs) ** 4, num_pages - 1, replacement=True)
+    offsets = page_offsets(dealt.bincount(minlength=num_pairs))
+    blocks = torch.randperm(1 << 20)[:num_old].to(dtype)
+    size = (num_pages, block_size)
+    positions = torch.randint(0, num_old * block_size, size, dtype=torch.int32)
+    slots = slots_of_positions(positions, offsets, blocks, num_pairs)
+    assert slots.dtype == torch.int64
+    expected = reference.slots_of_positions(positions, offsets, blocks, num_pairs)
+    assert len(expected) == num_pages - 1
+    assert slots[:-1].tolist() == expected
+
+
+def test_wrong_arguments_are_named() -> None:
+    case = make_case("joint", torch.ones(1, 2).long(), 1, 4, 8, torch.float32, "cpu")
+    good: dict[str, torch.Tensor] = {
+        "key_pages": case.keys,
+        "value_pages": case.values,
+        "sources": case.sources,
+        "offsets": page_offsets(case.counts),
+        "new_blocks": case.new_blocks,
+    }
+    for name, value in (
+        ("sources", case.sources[:1]),
+        ("sources", case.sources.int()),
+        ("offsets", good["offsets"][:2]),
+        ("new_blocks", case.new_blocks.float()),
+        ("value_pages", case.values[1:]),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}"):
+            copy_kept(**{**good, name: value}, num_layers=1, num_heads=2)
 
 
 @pytest.mark.gpu

@@ -15,25 +15,16 @@ from torch import Tensor
 
 from oracle import kernels as reference
 from tests.gpu import pytorch_on_cpu
+from tests.unit.test_page_tables import NUM_BLOCKS, Row, make_batch, rows_of
+from vllm_tgvkv.kernels import gpu
 from vllm_tgvkv.kernels.decode import DecodePlan, decode, plan_decode
 from vllm_tgvkv.kernels.page_tables import write_lengths
-from vllm_tgvkv.kernels.select import page_offsets
 
 tl = pytest.importorskip("triton.language", reason="Triton is not installed")
 triton_decode = pytest.importorskip("vllm_tgvkv.kernels.gpu.decode")
 
 NAN = float("nan")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-
-
-@dataclass
-class Row:
-    """A row of the batch: tokens, retained and replaced prompt blocks, pages of each pair."""
-
-    seq_len: int
-    retained: int = 0
-    replaced: int = 0
-    counts: Sequence[int] = ()
 
 
 @dataclass
@@ -51,35 +42,15 @@ class Scene:
     """Whether a slot's value follows its key, as in CUDA's pages."""
 
     def __post_init__(self) -> None:
-        pairs, size = self.num_layers * self.num_heads, self.block_size
-        blocks = [math.ceil(row.seq_len / size) for row in self.rows]
-        num_blocks = sum(blocks) + 3
-        content = (num_blocks * pairs, size, 2 * self.head_size)
+        size = self.block_size
+        batch = make_batch(self.num_layers, self.num_heads, size, self.rows)
+        content = (NUM_BLOCKS * self.num_layers * self.num_heads, size, 2 * self.head_size)
         pool = torch.full(content, NAN, dtype=self.dtype)
         if not self.slots_first:
             pool = pool.transpose(1, 2).contiguous().transpose(1, 2)
-        ids = (torch.randperm(num_blocks - 1).int() + 1).tolist()
-        garbage = torch.randint(-(2**31), 2**31, (2, num_blocks))
-        retained, replaced = garbage.int()
-        retained[0] = replaced[0] = 0
-        offsets = torch.randint(-(2**31), 2**31, (num_blocks, pairs + 1)).int()
-        table = torch.randint(-(2**31), 2**31, (len(self.rows), max(1, *blocks) + 2)).int()
-        firsts = []
-        for b, row in enumerate(self.rows):
-            own, ids = ids[: blocks[b]], ids[blocks[b] :]
-            entries = [*own[: row.retained], *[0] * (row.replaced - row.retained)]
-            entries += own[row.retained :][: blocks[b] - row.replaced]
-            firsts.append(entries[0] if entries else 0)
-            if not entries:
-                continue
-            table[b, : len(entries)] = torch.tensor(entries)
-            retained[entries[0]], replaced[entries[0]] = row.retained, row.replaced
-            if row.retained:
-                offsets[entries[0]] = page_offsets(torch.tensor(row.counts))
-        seq_lens = torch.tensor([row.seq_len for row in self.rows], dtype=torch.int32)
-        gathered = (table, seq_lens, retained[firsts], replaced[firsts], offsets[firsts])
+        table, self.seq_lens, *regions = batch.pooled
         self.pages, lengths = reference.page_tables(
-            *gathered, size, self.num_layers, self.num_heads
+            *batch.gathered, size, self.num_layers, self.num_heads
         )
         for pages, sizes in zip(self.pages, lengths, strict=True):
             for row_pages, row_sizes in zip(pages, sizes, strict=True):
@@ -88,8 +59,7 @@ class Scene:
                         used = min(size, length - i * size)
                         pool[page, :used] = torch.randn(used, content[2]).to(self.dtype)
         self.lengths = torch.tensor(lengths, dtype=torch.int32)
-        self.seq_lens = seq_lens
-        self.state = (table, retained, replaced, offsets)
+        self.state = (table, *regions)
         self.pool = pool
         shape = (len(self.rows), self.num_heads * self.group_size, self.head_size)
         self.query = torch.randn(shape).to(self.dtype)
@@ -153,25 +123,15 @@ def scenes(draw: st.DrawFn) -> Callable[[], Scene]:
     """Strategy for functions that make a scene, whose numbers are drawn at the call."""
     layers, heads = draw(st.integers(1, 2)), draw(st.integers(1, 3))
     size = draw(st.sampled_from([4, 6, 16]))
-    rows = []
-    for _ in range(draw(st.integers(1, 4))):
-        # Half of the lengths are at page borders.
-        blocks, over = draw(st.integers(0, 9)), draw(st.sampled_from([0, 0, 1, size - 1]))
-        seq_len = blocks * size + over
-        replaced = draw(st.integers(0, max(0, (seq_len - 1) // size)))
-        retained = draw(st.integers(0, replaced))
-        counts: list[int] = []
-        if retained:
-            shares = draw(
-                st.lists(
-                    st.sampled_from([0.0, 0.1, 1.0]),
-                    min_size=layers * heads,
-                    max_size=layers * heads,
-                )
-            )
-            counts = reference.apportion(shares, retained * layers * heads, 0, replaced)
-        rows.append(Row(seq_len, retained, replaced if retained else 0, counts))
+    rows = draw(rows_of(layers * heads, size))
     return lambda: Scene(layers, heads, rows, group_size=1, head_size=8, block_size=size)
+
+
+def test_the_fixture_chooses_the_kernels(device: str) -> None:
+    """Triton's, compiled or interpreted; without it tests would compare PyTorch with itself."""
+    assert gpu.runs(torch.zeros(1, device=device))
+    with pytorch_on_cpu():
+        assert not gpu.runs(torch.zeros(1))
 
 
 @settings(max_examples=15)
@@ -241,15 +201,11 @@ def test_any_number_of_programs_shares_the_work(device: str, num_programs: int, 
 
 
 def test_the_same_call_gives_the_same_bits(device: str) -> None:
-    scene = Scene(1, 3, [Row(80), Row(150)])
-    outs, again = (scene.run(device, 11, 16) for _ in range(2))
-    assert all(torch.equal(*pair) for pair in zip(outs, again, strict=True))
-
-
-def test_one_long_sequence_is_spread_over_many_programs(device: str) -> None:
-    """A sequence with more parts than one tile of the second launch."""
+    """Of a sequence, too, with more parts than one tile of the second launch."""
     scene = Scene(1, 1, [Row(803), Row(3)])
-    scene.check(scene.run(device, 47, 16))
+    outs, again = (scene.run(device, 47, 16) for _ in range(2))
+    scene.check(outs)
+    assert all(torch.equal(*pair) for pair in zip(outs, again, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -265,22 +221,17 @@ def test_formats(
     scene.check(scene.run(device, 3, 64))
 
 
-def test_transposed_pages(device: str) -> None:
+def test_transposed_pages_and_large_logits(device: str) -> None:
+    """Logits that differ greatly neither overflow nor lose the largest."""
     scene = Scene(2, 3, RAGGED, slots_first=False)
     scene.check(scene.run(device, 4, 32))
-
-
-def test_large_logits(device: str) -> None:
-    """Logits that differ greatly neither overflow nor lose the largest."""
-    scene = Scene(2, 3, RAGGED)
     scene.query *= 200
     # A rounding error of a logit becomes a relative error of a weight.
     scene.check(scene.run(device, 5, 16), tolerance=1e-2)
 
 
 def test_a_step_without_tokens_is_zero(device: str) -> None:
-    scene = Scene(1, 2, [Row(0), Row(0)])
-    (out,) = scene.run(device, 3, 16)
+    (out,) = Scene(1, 2, [Row(0), Row(0)]).run(device, 3, 16)
     assert not out.any()
 
 
@@ -298,7 +249,7 @@ def test_buffers_serve_fewer_rows(device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "memory", "head_size", "element_size", "residents"),
+    ("name", "memory", "head_size", "element_size", "residents"),
     [
         ("H100, H200", 233472, 128, 2, (2, 3)),
         ("H100, H200", 233472, 64, 2, (2, 3)),
@@ -309,7 +260,7 @@ def test_buffers_serve_fewer_rows(device: str) -> None:
     ],
 )
 def test_programs_fill_the_shared_memory(
-    gpu: str, memory: int, head_size: int, element_size: int, residents: tuple[int, int]
+    name: str, memory: int, head_size: int, element_size: int, residents: tuple[int, int]
 ) -> None:
     size = triton_decode._chunk_bytes(triton_decode.chunk_size(head_size), head_size, element_size)
     assert triton_decode._residents(memory, size) == residents
@@ -319,21 +270,10 @@ def test_wrong_arguments_are_named() -> None:
     scene = Scene(2, 3, RAGGED)
     keys, values = scene.pool.chunk(2, dim=2)
     plan, out = scene.plan(3, 16), torch.empty_like(scene.query)
-    good = {
-        "query": scene.query,
-        "keys": keys,
-        "values": values,
-        **dict(
-            zip(
-                ("block_table", "num_token_blocks", "replaced", "offsets"), scene.state, strict=True
-            )
-        ),
-        "lengths": scene.lengths,
-        "layer": 1,
-        "scale": 1.0,
-        "plan": plan,
-        "out": out,
-    }
+    names = ("block_table", "num_token_blocks", "replaced", "offsets")
+    good = dict(zip(names, scene.state, strict=True))
+    good |= {"query": scene.query, "keys": keys, "values": values, "lengths": scene.lengths}
+    good |= {"layer": 1, "scale": 1.0, "plan": plan, "out": out}
     wrong = {
         "query": scene.query[:, :4],
         "keys": keys.bfloat16(),

@@ -11,32 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.gpu import pytorch_on_cpu
-from tests.unit.test_page_tables import Batch, batches
+from tests.unit.test_page_tables import POISON, Batch, batches, check_tables
 from vllm_tgvkv.kernels.page_tables import write_lengths, write_page_tables
-
-POISON = -7
 
 
 @settings(max_examples=40)
-@given(batch=batches(), data=st.data())
+@given(batches(), st.integers(0, 2), st.integers(0, 3))
 def test_tables_and_lengths_equal_the_reference(
-    device: str, batch: Batch, data: st.DataObject
+    device: str, batch: Batch, first: int, number: int
 ) -> None:
-    width, requests = batch.width, len(batch.gathered[1])
-    # Entries after the last page are not written.
-    expected_tables, expected_lengths = batch.expected(width, padding=POISON)
-    first = data.draw(st.integers(0, batch.layers - 1))
-    end = data.draw(st.integers(first, batch.layers))
-    shape = (end - first, requests, batch.heads, width)
-    tables = torch.full(shape, POISON, dtype=torch.int32, device=device)
-    lengths = torch.full(
-        (batch.layers, requests, batch.heads), POISON, dtype=torch.int32, device=device
-    )
-    state = [tensor.to(device) for tensor in batch.pooled]
-    write_page_tables(*state, batch.block_size, first, tables)
-    write_lengths(*state, batch.block_size, lengths)
-    assert lengths.tolist() == expected_lengths
-    assert tables.tolist() == expected_tables[first:end]
+    """Entries after the last page are not written."""
+    first = min(first, batch.layers - 1)
+    check_tables(batch, first, min(first + number, batch.layers), device, padding=POISON)
 
 
 @pytest.mark.parametrize("block_size", [16, 48])

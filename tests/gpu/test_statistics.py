@@ -652,7 +652,7 @@ def test_methods_score_layers_at_once_as_one_by_one(mix: Mix) -> None:
         scores = policy.scores(view)
         view = LayerView(0, number, prompt, attention(policy.allocation.rows, layers))
         strengths = policy.allocation.strength(view, scores)
-        return scores, policy.pooled(scores, prompt, num_keys), strengths
+        return scores, policy.pooled(scores, prompt), strengths
 
     together = scored(slice(0, num_layers))
     for layer in range(num_layers):

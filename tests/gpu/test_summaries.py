@@ -83,20 +83,10 @@ class Scene:
         """Return the merged outputs."""
         keys, values = self.pages.to(device).chunk(2, dim=2)
         outputs = self.outputs.to(device).clone(memory_format=torch.preserve_format)
-        merge_rows(
-            outputs,
-            self.log_sums.to(device),
-            self.queries.to(device),
-            keys,
-            values,
-            self.block_table.to(device),
-            self.seq_lens.to(device),
-            self.num_token_blocks.to(device),
-            self.num_summaries.to(device),
-            self.pairs,
-            self.layer,
-            self.scale,
-        )
+        state = (self.block_table, self.seq_lens, self.num_token_blocks, self.num_summaries)
+        log_sums, queries, *of_rows = (x.to(device) for x in (self.log_sums, self.queries, *state))
+        whole = (outputs, log_sums, queries, keys, values, *of_rows)
+        merge_rows(*whole, self.pairs, self.layer, self.scale)
         return outputs.cpu()
 
     def expected(self, row: int, head: int, member: int) -> Tensor:
@@ -195,16 +185,8 @@ def test_arguments_that_do_not_fit_are_refused(device: str) -> None:
 def test_a_graph_follows_its_inputs() -> None:
     """A captured launch, replayed after rows got summaries and lost them, merges theirs."""
     scenes = [Scene(numbers, dtype=torch.bfloat16) for numbers in ([0, 0, 0], [2, 0, 3], [0, 1, 0])]
-    names = (
-        "pages",
-        "outputs",
-        "log_sums",
-        "queries",
-        "block_table",
-        "seq_lens",
-        "num_token_blocks",
-    )
-    names += ("num_summaries",)
+    names = ("pages", "outputs", "log_sums", "queries")
+    names += ("block_table", "seq_lens", "num_token_blocks", "num_summaries")
     held = {name: getattr(scenes[0], name).to("cuda") for name in names}
 
     def launch() -> None:

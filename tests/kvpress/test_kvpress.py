@@ -213,8 +213,7 @@ def our_scores(policy: Policy, states: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def pooled(policy: Policy, scores: Tensor) -> Tensor:
-    num_tokens = scores.shape[-1]
-    return torch.stack([policy.pooled(layer, prompt_of(scores), num_tokens) for layer in scores])
+    return torch.stack([policy.pooled(layer, prompt_of(scores)) for layer in scores])
 
 
 def our_kept(policy: Policy, scores: Tensor, num_kept: int, sinks: int = 0) -> Tensor:

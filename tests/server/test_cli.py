@@ -22,7 +22,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.inputs import write_gates
-from vllm_tgvkv.config.server import CONFIG_KEY, EvictionConfig
+from vllm_tgvkv.config.server import CONFIG_KEY, EvictionConfig, config_of
 from vllm_tgvkv.engine import patches
 from vllm_tgvkv.policies import METHOD_NAMES
 from vllm_tgvkv.shared.errors import EvictionConfigError
@@ -107,9 +107,12 @@ def test_the_help_explains_every_setting(
         ([], None),
         (["--kv-eviction", "none"], {"policy": "none"}),
         (["--kv-eviction", "tgv"], {"policy": "tgv"}),
-        (["--kv-eviction=tgv", "--kv-eviction-budget=0.2"], {"policy": "tgv", "budget": 0.2}),
-        (["--kv_eviction", "tgv", "--kv_eviction_budget", "1"], {"policy": "tgv", "budget": 1.0}),
-        (["--kv-eviction", "tgv", "--kv-eviction-budget", "512"], {"policy": "tgv", "budget": 512}),
+        (["--kv-eviction=tgv", "--kv-eviction-budget=0.2"], {"policy": "tgv", "budget": "0.2"}),
+        (["--kv_eviction", "tgv", "--kv_eviction_budget", "1"], {"policy": "tgv", "budget": "1"}),
+        (
+            ["--kv-eviction", "tgv", "--kv-eviction-budget", "512"],
+            {"policy": "tgv", "budget": "512"},
+        ),
         (
             ["--kv-eviction", "tgv", "--kv-eviction-config", '{"sinks": 8}'],
             {"policy": "tgv", "sinks": 8},
@@ -205,7 +208,7 @@ def test_vllms_own_config_file(
     assert args.max_model_len == 777
     assert AsyncEngineArgs.from_cli_args(args).additional_config[CONFIG_KEY] == {
         "policy": "tgv",
-        "budget": 0.25,
+        "budget": "0.25",
         "sinks": 8,
     }
 
@@ -417,11 +420,33 @@ def test_flags_reach_api_server_processes(parser: FlexibleArgumentParser, llama:
     request parameters, which end the engine.
     """
     args = parse(parser, "--kv-eviction", "tgv", "--kv-eviction-budget", "0.2", model=str(llama))
-    wanted = {CONFIG_KEY: {"policy": "tgv", "budget": 0.2}}
+    wanted = {CONFIG_KEY: {"policy": "tgv", "budget": "0.2"}}
     assert AsyncEngineArgs.from_cli_args(args).additional_config == wanted  # the parent's
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         assert pool.submit(read_in_a_fresh_process, args).result() == (wanted, True)
     assert AsyncEngineArgs.from_cli_args(args).additional_config == wanted  # again
+
+
+@pytest.mark.slow
+def test_flags_are_read_once(
+    parser: FlexibleArgumentParser, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the command line to the engine's configuration; a mapping of Python's, per engine."""
+    read, calls = EvictionConfig.from_mapping, []
+    monkeypatch.setattr(
+        EvictionConfig, "from_mapping", lambda *args: calls.append(args) or read(*args)
+    )
+    args = parse(parser, "--kv-eviction", "tgv", "--kv-eviction-config", "{}", model=str(llama))
+    config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    assert config_of(config) is config_of(config)
+    assert len(calls) == 1
+    mapping = {CONFIG_KEY: {"policy": "tgv"}}
+    for number in (2, 3):  # a file that it names may have changed meanwhile
+        args = AsyncEngineArgs(
+            model=str(llama), skip_tokenizer_init=True, additional_config=mapping
+        )
+        config_of(args.create_engine_config())
+        assert len(calls) == number
 
 
 def test_additional_config_alone_is_enough(parser: FlexibleArgumentParser) -> None:

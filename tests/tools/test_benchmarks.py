@@ -11,10 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -23,7 +21,6 @@ from benchmarks.bench import Bench
 from benchmarks.costs import pool_tokens
 from benchmarks.gain import full_caches
 from benchmarks.measurement import Line, Target
-from benchmarks.probe import Waits
 from benchmarks.remote import Remote, RemoteError, TimeUpError
 from benchmarks.run import PARTS
 from benchmarks.scale import FULL, QUICK, SCALES, SMOKE, Scale
@@ -154,41 +151,6 @@ def test_a_long_answer_stays_in_its_blocks_and_keeps_its_speed() -> None:
         assert [target.met for target in (*held.targets, *speed.targets)] == [met, met]
         assert held.rounds["constrained"][-1] == 37
         assert f"ours {1 if met else 0.368:.3f}, constrained 0.368" in speed.notes
-
-
-@dataclass
-class Requests:
-    """What `Waits` uses of a scheduler, and the cuts that its manager was told to expect."""
-
-    cuts: dict[str, Cut | None]
-    expected: dict[str, Cut | None] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.requests = {name: name for name in self.cuts}
-        self.candidates = {name: SimpleNamespace(cut=cut) for name, cut in self.cuts.items()}
-        self.manager = self
-
-    def expect(self, request: str, cut: Cut | None) -> None:
-        self.expected[request] = cut
-
-
-def test_waits_are_set_aside_and_taken_up_again() -> None:
-    first, second = Cut(100, 2, 3), Cut(200, 2, 5)
-    scheduler = Requests({"waits": first, "done": None, "ends": second})
-    waits = Waits(cast("Any", scheduler), cast("Any", None))
-
-    def found() -> dict[str, Cut | None]:
-        return {name: candidate.cut for name, candidate in scheduler.candidates.items()}
-
-    for _ in range(2):  # a second time changes nothing
-        waits.turn(False)
-        assert set(found().values()) == {None}
-        assert scheduler.expected == {"waits": None, "ends": None}
-    del scheduler.candidates["ends"]
-    for _ in range(2):
-        waits.turn(True)
-        assert found() == {"waits": first, "done": None}
-        assert scheduler.expected["waits"] == first
 
 
 @pytest.mark.parametrize(

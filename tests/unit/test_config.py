@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -28,9 +26,9 @@ from vllm_tgvkv.config.server import (
     DebugOptions,
     DecodeOptions,
     EvictionConfig,
+    check_method,
     read_config_file,
 )
-from vllm_tgvkv.engine.patches import _budget_flag, _config_flag
 from vllm_tgvkv.policies import Mix, Pooling, Summaries
 from vllm_tgvkv.shared.budget import Budget, Guard
 from vllm_tgvkv.shared.errors import EvictionConfigError
@@ -164,13 +162,9 @@ REMOVED_VALUES: tuple[tuple[dict[str, Any], str], ...] = (
 
 @pytest.mark.parametrize(("values", "way_out"), REMOVED_VALUES, ids=lambda value: str(value)[:40])
 def test_a_removed_setting_says_what_to_do_instead(values: dict[str, Any], way_out: str) -> None:
-    """In `additional_config`, and in `--kv-eviction-config`, inline or as a file."""
     with pytest.raises(EvictionConfigError, match="which was removed: ") as caught:
         EvictionConfig.from_mapping({"policy": "tgv", **values})
     assert way_out in str(caught.value)
-    with pytest.raises(argparse.ArgumentTypeError) as refused:
-        _config_flag(json.dumps(values))
-    assert str(refused.value) == str(caught.value)
 
 
 def test_every_removed_name_is_tried() -> None:
@@ -276,7 +270,7 @@ def test_any_settings_are_valid_or_refused(values: dict[str, Any]) -> None:
     assert str(config.first_eviction(config.policy)[0])
     once = Again(happens=False, source="", way_out="")
     for name in config.method_names:
-        assert config.check_method(name, Budget(fraction=0.5), 1, "it", once) == name
+        assert check_method(config, name, Budget(fraction=0.5), 1, "it", once) == name
     assert Defaults(config).current().policy == config.policy
     assert RequestOptions.resolve(config, None).policy == config.policy
 
@@ -304,16 +298,13 @@ BUDGETS = st.from_regex(r"(auto:)?[0-9.e+-]+(,(min|max)=[0-9.e-]+)*", fullmatch=
 
 @given(st.text() | WORDS | BUDGETS)
 def test_any_text_is_a_budget_or_refused(text: str) -> None:
-    """Also on the command line, which has its own type of error."""
     said = refusal(lambda: Budget.parse(text, "--flag"))
     if said is not None:
         assert said.startswith("--flag is ")
-        with pytest.raises(argparse.ArgumentTypeError):
-            _budget_flag(text)
         return
     budget = Budget.parse(text, "--flag")
     assert 1 <= budget.retained_blocks(1000, 16) <= 62
-    assert Budget.parse(_budget_flag(text), "--flag") == budget
+    assert Budget.parse(budget.value, "--flag") == budget
 
 
 def fits_json(values: Any) -> bool:
@@ -328,9 +319,7 @@ def assert_read_or_refused(path: Path, text: str) -> None:
     """Read a file as settings and as defaults; reading defaults never raises."""
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     for flag in (text, str(path)):
-        refusal(lambda flag=flag: read_config_file(flag))
-        with contextlib.suppress(argparse.ArgumentTypeError):
-            assert isinstance(_config_flag(flag), dict)
+        refusal(lambda flag=flag: EvictionConfig.from_mapping(read_config_file(flag)))
     server = EvictionConfig.from_mapping({"policy": "tgv", "defaults_file": str(path)})
     found = Defaults(server).current()
     assert dataclasses.replace(found, policy="tgv", budget=server.budget) == server

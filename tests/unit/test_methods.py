@@ -200,10 +200,8 @@ def look(policy: Policy, inputs: Inputs, layout: Layout, settings: Settings) -> 
 
 def pooled(policy: Policy, raw: Tensor, layout: Layout, settings: Settings) -> Tensor:
     """Return the scores ``[L, S, C]`` that the settings' budget is dealt by."""
-    prompt, budget = prompt_of(layout, settings), settings.budget
-    most = budget.most if isinstance(budget, methods.Auto) else budget
-    num_kept = methods.retained_blocks(layout.prompt, BLOCK_SIZE, most) * BLOCK_SIZE
-    of_layers = [policy.pooled(scores, prompt, num_kept) for scores in raw]
+    prompt = prompt_of(layout, settings)
+    of_layers = [policy.pooled(scores, prompt) for scores in raw]
     return torch.stack(of_layers)[..., : prompt.num_candidates].contiguous()
 
 
@@ -548,9 +546,8 @@ def test_other_rows_with_maxima_and_pooling_with_a_direction(
     """Whole decisions: while eviction waits, the answer's tokens vote and are kept."""
     pooling = Pool()
     if kind != "none":
-        share = random.choice([None, 0.1, 0.25, 1])
         halve = random.choice([None, 2, 8])
-        reaches = (random.choice([3, 16]), 1, share, halve)
+        reaches = (random.choice([3, 16]), 1, halve)
         pooling = Pool(kind, 3, "max", *reaches)
     mix = methods.Mix(
         score=random.choice(["snapkv", "text_rows", "vlcache"]),

@@ -96,7 +96,7 @@ def test_pooling_is_as_defined(layout: Layout, pooling: Pooling, sinks: int) -> 
         scores = scores.clamp(min=0)  # as all scores that have a weight; half of them are 0
     images = tuple(VisionSpan(image.start, image.length, image.grid) for image in layout.images)
     pooled = pool(scores, images, pooling, sinks)
-    reaches = (pooling.forward, pooling.back, None, pooling.halve)
+    reaches = (pooling.forward, pooling.back, pooling.halve)
     by_definition = Pool(pooling.kind, pooling.kernel or 3, pooling.reduce, *reaches)
     expected = torch.stack([methods.pooled(row, layout, by_definition, sinks) for row in scores])
     if not pooling.halve and (pooling.kind == "sequence" or pooling.reduce == "max"):
@@ -117,19 +117,6 @@ def test_pooling_forward_by_hand() -> None:
         assert pool(scores, image, pooling)[0].tolist() == wanted
     sinks = pool(torch.tensor([[9.0, 8, 0, 1, 0, 0]]), (), Pooling("sequence", forward=2), 2)
     assert sinks.tolist() == [[9, 9, 0, 1, 1, 1]]  # sinks count for no other token
-
-
-def test_a_reach_that_is_bounded_by_a_share_of_the_kept_tokens() -> None:
-    bounded = Pooling("sequence", forward=48, back=1, forward_share=0.25)
-    reaches = [bounded.within(num_kept).reach for num_kept in (3, 16, 95, 96, 192, 1000)]
-    assert reaches == [(0, 1), (4, 1), (23, 1), (24, 1), (48, 1), (48, 1)]
-    assert Pooling("sequence", forward=48).within(16).reach == (48, 0)
-    assert Pooling("sequence", 7).within(1).reach == (3, 3)
-    policy, prompt = build_policy(Mix(pooling=bounded)), make_prompt("several")
-    scores = torch.randn(2, prompt.num_tokens)
-    for num_kept, forward in ((4, 1), (8, 2), (16, 4)):  # of one prompt, as at later cuts
-        wanted = pool(scores, prompt.images, Pooling("sequence", forward=forward, back=1), 2)
-        assert torch.equal(policy.pooled(scores, prompt, num_kept), wanted)
 
 
 def pool(
@@ -180,9 +167,9 @@ def test_a_video_is_pooled_in_as_many_launches_as_an_image(pooling: Pooling) -> 
         policy = build_policy(Mix(pooling=pooling))
         scores = torch.randn(2, num_tokens)
         with Launches() as first:
-            policy.pooled(scores, prompt, num_tokens)
+            policy.pooled(scores, prompt)
         with Launches() as second:
-            policy.pooled(scores, prompt, num_tokens)
+            policy.pooled(scores, prompt)
         assert len(second.names) > 0
         counts.append((len(first.names), len(second.names)))
     assert counts[1] == counts[0]
@@ -279,7 +266,7 @@ def run_everything(
                 masses.append(view.attention.column_sums)
             view = replace(view, attention=seen.get(policy.allocation.rows, NO_ATTENTION))
             strengths.append(policy.allocation.strength(view, score))
-            scores.append(policy.pooled(score, prompt, k * BLOCK_SIZE)[:, : prompt.num_candidates])
+            scores.append(policy.pooled(score, prompt)[:, : prompt.num_candidates])
         observed = torch.stack(masses) if guard else None
         together = (torch.stack(scores), torch.stack(strengths))
         scored = ScoredPrompt(policy, prompt, *together, HEADS, BLOCK_SIZE, 0, observed)
@@ -309,7 +296,6 @@ MIXES = [
     Mix(pooling=Pooling("grid")),
     *(Mix(pooling=Pooling(kind, forward=16, back=1)) for kind in ("grid", "sequence")),
     Mix(pooling=Pooling("sequence", None, "mean", forward=3)),
-    Mix(pooling=Pooling("sequence", forward=16, forward_share=0.25)),
     Mix(pooling=Pooling("sequence", forward=16, back=1, halve=4)),
     Mix("snapkv", rows="all"),
     Mix("aircache", rows="window"),

@@ -29,7 +29,6 @@ def mix(**parts: Any) -> dict[str, Any]:
 
 
 EXCLUDE = "exclude each other: give kernel ... or forward and back"
-SHARE = "forward_share must be a share of the kept tokens ... got "
 SETTINGS = [
     ({"policy": "snap"}, ".policy is 'snap': did you mean snapkv? Choose one of none, tgv"),
     ({"policy": "zzz"}, ".policy is 'zzz': choose one of none, tgv"),
@@ -177,11 +176,6 @@ POOLINGS: list[tuple[dict[str, Any], str]] = [
     ({"kind": "sequence", "forward": True}, "forward must be a whole number ... got True"),
     ({"kind": "grid", "back": 5000}, "back must be a whole number from 0 to 4096, got 5000"),
     ({"kind": "grid", "back": 1.5}, "back must be a whole number"),
-    ({"kind": "grid", "back": 1, "forward_share": 0.2}, "forward_share is 0.2: give forward too"),
-    *(
-        ({"kind": "sequence", "forward": 9, "forward_share": share}, f"{SHARE}{share!r}")
-        for share in (0, -0.1, 1.5, True, "25%", math.nan)
-    ),
     ({"kind": "sequence", "kernel": 7, "forward": 16}, f"kernel 7 and forward 16 {EXCLUDE}"),
     ({"kind": "grid", "kernel": 3, "back": 0}, f"kernel 3 and back 0 {EXCLUDE}"),
     ({"kind": "grid", "back": 1, "halve": 8}, "halve is 8: give forward too"),

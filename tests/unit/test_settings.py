@@ -10,8 +10,9 @@ from typing import Any, Literal
 import pytest
 
 from docs import write_settings
+from docs.write_settings import table
 from vllm_tgvkv.config.server import DebugOptions, EvictionConfig
-from vllm_tgvkv.config.settings import help_lines, read, setting, settings_of, table
+from vllm_tgvkv.config.settings import help_lines, read, setting, settings_of
 from vllm_tgvkv.server import schemas
 from vllm_tgvkv.shared.errors import EvictionConfigError
 

@@ -75,7 +75,7 @@ def test_hits_by_hand() -> None:
     pieces = ("it is ", "1", "23", "4.", "")
     # Head 0 looks at the right patch each time; head 1 only for "23", and elsewhere in the page.
     tops = torch.tensor([[[10, 3]], [[10, 11]], [[16, 11]], [[17, 3]], [[10, 10]]])
-    answer = Answer("it is 1234.", pieces, tops, torch.arange(10, 26), (4, 4))
+    answer = Answer(pieces, tops, torch.arange(10, 26), (4, 4))
     tally = Tally(torch.zeros(1, 2, dtype=torch.float64))
     assert count_hits(tally, answer, entry)
     # "23" has two patches, and so counts half.
@@ -119,7 +119,7 @@ class RightReader:
         for step, box_of_character in enumerate(entry.boxes):
             tops[step, 0, 1] = self.image_start + min(patches_of(box_of_character, (24, 24)))
         vision = torch.arange(self.image_start, self.image_start + 24 * 24)
-        return Answer(entry.value, tuple(entry.value), tops, vision, (24, 24))
+        return Answer(tuple(entry.value), tops, vision, (24, 24))
 
 
 def test_the_keys_that_heads_attend_to_most(model: Path, reader: Reader) -> None:

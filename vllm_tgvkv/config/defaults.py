@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 from vllm.logger import init_logger
 
-from vllm_tgvkv.config.server import PARSE_ERRORS, EvictionConfig
+from vllm_tgvkv.config.server import PARSE_ERRORS, EvictionConfig, check_method, check_methods
 from vllm_tgvkv.shared.budget import Budget
 from vllm_tgvkv.shared.errors import EvictionConfigError, choose, quoted
 
@@ -79,9 +79,9 @@ class Defaults:
             changed = dataclasses.replace(changed, budget=budget)
         policy = values.get("policy", changed.policy)
         budget, defer = changed.first_eviction(policy)
-        policy = changed.check_method(policy, budget, defer, f"policy of {source}")
+        policy = check_method(changed, policy, budget, defer, f"policy of {source}")
         changed = dataclasses.replace(changed, policy=policy)
-        changed.check_methods()
+        check_methods(changed)
         return changed
 
     def write(self, values: Mapping[str, Any]) -> EvictionConfig:

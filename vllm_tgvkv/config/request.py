@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from vllm_tgvkv.config.removed import refuse_removed
-from vllm_tgvkv.config.server import CONFIG_KEY, NONE, Again, EvictionConfig
+from vllm_tgvkv.config.server import CONFIG_KEY, NONE, Again, EvictionConfig, check_method
 from vllm_tgvkv.config.settings import check_count
 from vllm_tgvkv.shared.budget import Budget, Schedule, parse_schedule, written
 from vllm_tgvkv.shared.cuts import Ceiling
@@ -102,7 +102,7 @@ class RequestOptions:
         method = given.get("kv_eviction", config.policy)
         budget, defer, later, ceiling = _evictions(config, given, method)
         again = _again(config, given, bool(later) or ceiling is not None)
-        policy = config.check_method(method, budget, defer, "vllm_xargs.kv_eviction", again)
+        policy = check_method(config, method, budget, defer, "vllm_xargs.kv_eviction", again)
         if policy == NONE:
             later, ceiling = (), None
         elif again.happens:

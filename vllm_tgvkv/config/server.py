@@ -8,9 +8,10 @@ flags, or `LLM(additional_config=...)`. vLLM carries it to every process.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,20 +21,15 @@ import yaml
 from vllm_tgvkv.config.removed import refuse_removed
 from vllm_tgvkv.config.settings import read, setting
 from vllm_tgvkv.gates.folder import Gates
-from vllm_tgvkv.policies import (
-    Mix,
-    Policy,
+from vllm_tgvkv.policies import Mix, Policy, build_policy, gates_of, has_summaries, method_names
+from vllm_tgvkv.policies.head_scores import HeadScores
+from vllm_tgvkv.policies.registry import (
+    POLICIES,
     Recipe,
     broken_methods,
-    build_policy,
-    build_summaries,
-    first_eviction_of,
-    gates_of,
-    has_summaries,
-    method_names,
     needs_head_scores,
+    recipe_of,
 )
-from vllm_tgvkv.policies.head_scores import HeadScores
 from vllm_tgvkv.shared.budget import Budget, Schedule, parse_schedule
 from vllm_tgvkv.shared.cuts import Ceiling
 from vllm_tgvkv.shared.errors import EvictionConfigError, choose, quoted
@@ -41,6 +37,7 @@ from vllm_tgvkv.shared.prompt import ANSWER_ROWS, WINDOW
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
 
 CONFIG_KEY = "kv_eviction"
 """Key of the mapping in vLLM's `additional_config`."""
@@ -57,47 +54,40 @@ too many digits, and brackets without an end."""
 
 
 def _parse_later(value: Any, source: str) -> Any:
-    """Return a value that `EvictionConfig.check_methods` checks, once the mixes are known."""
+    """Return a value that `check_methods` checks, once the mixes are known."""
     return value
 
 
-def _parse_path(value: Any, source: str) -> str | None:
-    if value is None:
-        return None
-    if not isinstance(value, str) or not _is_path(value) or not Path(value).is_absolute():
-        raise EvictionConfigError(f"{source} is {quoted(value)}: give the absolute path of a file")
-    if not Path(value).parent.is_dir():
+def _absolute_path(value: Any, source: str, kind: str) -> str:
+    try:
+        # A path with a NUL, or of characters that the system cannot encode, is none.
+        is_path = isinstance(value, str) and b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:
+        is_path = False
+    if not is_path or not Path(value).is_absolute():
         raise EvictionConfigError(
-            f"{source} is {quoted(value)}: its folder does not exist; create it"
+            f"{source} is {quoted(value)}: give the absolute path of a {kind}"
         )
-    return value
+    return str(value)
 
 
-def _parse_head_scores(value: Any, source: str) -> HeadScores | None:
-    if value is None or isinstance(value, HeadScores):
-        return value
-    path = _parse_path(value, source)
-    assert path is not None
-    return HeadScores.read(path, source)
+def _parse_path(value: Any, source: str) -> str:
+    path = _absolute_path(value, source, "file")
+    if not Path(path).parent.is_dir():
+        raise EvictionConfigError(
+            f"{source} is {quoted(path)}: its folder does not exist; create it"
+        )
+    return path
 
 
-def _parse_gates(value: Any, source: str) -> Gates | None:
-    if value is None or isinstance(value, Gates):
-        return value
+def _parse_head_scores(value: Any, source: str) -> HeadScores:
+    return HeadScores.read(_parse_path(value, source), source)
+
+
+def _parse_gates(value: Any, source: str) -> Gates:
     if isinstance(value, Mapping):
         refuse_removed(value, source)
-    if not isinstance(value, str) or not _is_path(value) or not Path(value).is_absolute():
-        raise EvictionConfigError(
-            f"{source} is {quoted(value)}: give the absolute path of a folder"
-        )
-    return Gates.read(value, source)
-
-
-def _is_path(value: str) -> bool:
-    try:
-        return b"\0" not in os.fsencode(value)
-    except UnicodeEncodeError:
-        return False
+    return Gates.read(_absolute_path(value, source, "folder"), source)
 
 
 def _parse_methods(values: Any, source: str) -> dict[str, Mix]:
@@ -302,8 +292,13 @@ class EvictionConfig:
         return self.policy != NONE
 
     @classmethod
-    def from_mapping(cls, values: object) -> EvictionConfig:
+    def from_mapping(
+        cls, values: object, policy_source: str = "kv_eviction.policy"
+    ) -> EvictionConfig:
         """Build the settings from a mapping, checking every value.
+
+        Args:
+            policy_source: the flag or field of the policy, for messages.
 
         Raises:
             EvictionConfigError: naming the field, its value and what it may be.
@@ -322,8 +317,13 @@ class EvictionConfig:
                 )
             defer, budget = config.decode.schedule[0]
             config = dataclasses.replace(config, defer=defer, budget=budget)
-        config.check_methods()
-        config.check_query_rows()
+        check_methods(config, policy_source)
+        if config.most_deferred < 0:
+            raise EvictionConfigError(
+                f"kv_eviction.observation_window is {config.observation_window}: give at most "
+                f"{_MOST_QUERY_ROWS - WINDOW}"
+            )
+        config.check_defer(config.first_eviction(config.policy)[1], "kv_eviction.defer")
         return config
 
     @property
@@ -339,9 +339,9 @@ class EvictionConfig:
         """
         mix = self.methods.get(method) if isinstance(method, str) else None
         name = mix.base if mix else method
-        own = first_eviction_of(name) if name in method_names() else (Recipe.budget, Recipe.defer)
-        budget = Budget(fraction=own[0]) if self.budget is None else self.budget
-        return budget, own[1] if self.defer is None else self.defer
+        own = POLICIES[name] if name in method_names() else Recipe
+        budget = Budget(fraction=own.budget) if self.budget is None else self.budget
+        return budget, own.defer if self.defer is None else self.defer
 
     @property
     def cuts_again(self) -> bool:
@@ -373,20 +373,6 @@ class EvictionConfig:
     def most_deferred(self) -> int:
         """The longest wait whose rows fit the query pool, with all others that a prompt has."""
         return self.num_query_rows - self.observation_window - WINDOW
-
-    def check_query_rows(self) -> None:
-        """Check that the rows of one request fit the query pool.
-
-        Raises:
-            EvictionConfigError: naming the field, its value and what it may be.
-        """
-        if self.most_deferred < 0:
-            raise EvictionConfigError(
-                f"kv_eviction.observation_window is {self.observation_window}: give at most "
-                f"{_MOST_QUERY_ROWS - WINDOW}"
-            )
-        _, defer = self.first_eviction(self.policy)
-        self.check_defer(defer, "kv_eviction.defer")
 
     def check_defer(self, value: Any, source: str) -> int:
         """Return a wait after checking it; `source` names its flag or field in the message.
@@ -421,7 +407,7 @@ class EvictionConfig:
         # It is asked for messages about wrong policies, too, which may be of any type.
         named = isinstance(self.policy, str) and self.methods.get(self.policy)
         mixes = (named or Mix(self.policy), *self.methods.values())
-        return any(mix.base in method_names() and build_summaries(mix) is not None for mix in mixes)
+        return any(mix.base in method_names() and recipe_of(mix).summaries for mix in mixes)
 
     def build_policy(self, name: str) -> Policy:
         """Build a method's policy.
@@ -435,85 +421,108 @@ class EvictionConfig:
         except ValueError as error:
             raise EvictionConfigError(f"kv_eviction method {quoted(name)}: {error}") from error
 
-    def check_method(
-        self, name: Any, budget: Budget, defer: int, source: str, again: Again | None = None
-    ) -> str:
-        """Return a method's name after checking it against a budget, a wait and later evictions.
 
-        Args:
-            source: the flag or field of the method, for messages.
-            again: the later evictions; by default, those of the server.
+def check_method(
+    config: EvictionConfig,
+    name: Any,
+    budget: Budget,
+    defer: int,
+    source: str,
+    again: Again | None = None,
+) -> str:
+    """Return a method's name after checking it against a budget, a wait and later evictions.
 
-        Raises:
-            EvictionConfigError: for an unknown method, or one that cannot run with them.
-        """
-        # A method whose file is missing is refused below, with the way to make it.
-        if name not in (*self.method_names, *method_names()):
-            why = broken_methods().get(name) if isinstance(name, str) else None
-            raise EvictionConfigError(
-                f"{source} is {quoted(name)}"
-                f"{f', which {why}' if why else ''}: {choose(name, self.method_names)}"
-            )
-        if name == NONE:
-            return NONE
-        policy = self.build_policy(name)
-        if policy.summaries is not None:
-            if not self.summarises:
-                raise EvictionConfigError(
-                    f"{source} is {quoted(name)}, which keeps summaries of what it evicts, and "
-                    "this server has none: start it with such a method as kv_eviction.policy, or "
-                    "with a mix with summaries in kv_eviction.methods"
-                )
-            if budget.is_auto:
-                raise EvictionConfigError(
-                    f"budget auto with {source} {name!r}: blocks that auto gives back are those "
-                    "that hold summaries; give a fraction, or summaries: none"
-                )
-        if budget.is_auto and policy.score.rows == "none":
-            raise EvictionConfigError(
-                f"budget auto with {source} {name!r}: its scores ignore attention, whose "
-                "share auto guards; give a fraction, or another method"
-            )
-        if again is None:
-            cuts_again = self.decode is not None and self.decode.cuts_again
-            again = Again(cuts_again, "decode", "start the server without decode")
-        if again.happens and budget.is_auto:
-            raise EvictionConfigError(
-                f"budget auto with {source} {name!r}: the later evictions of {again.source} have "
-                f"budgets of their own and no guard; give a fraction, or {again.way_out}"
-            )
-        if again.happens and not policy.cuts_again:
-            why = "merges tokens" if policy.merge else "is not defined on what is left"
-            raise EvictionConfigError(
-                f"{source} is {quoted(name)}, which {why} after the first eviction, and "
-                f"{again.source} evicts again: choose another method, such as snapkv, or "
-                f"{again.way_out}"
-            )
-        if policy.needs_answer and not defer:
-            raise EvictionConfigError(
-                f"{source} is {quoted(name)}, whose rows are those of the answer, and the eviction "
-                "waits for none of its tokens: set defer, or kv_eviction_defer in the request, to "
-                "at least 1, or choose other rows"
-            )
-        return str(name)
+    Args:
+        source: the flag or field of the method, for messages.
+        again: the later evictions; by default, those of the server.
 
-    def check_methods(self) -> None:
-        """Check methods, policy, budget and `text_only` against each other.
+    Raises:
+        EvictionConfigError: for an unknown method, or one that cannot run with them.
+    """
+    # A method whose file is missing is refused by `build_policy`, with the way to make it.
+    if name not in (*config.method_names, *method_names()):
+        why = broken_methods().get(name) if isinstance(name, str) else None
+        raise EvictionConfigError(
+            f"{source} is {quoted(name)}"
+            f"{f', which {why}' if why else ''}: {choose(name, config.method_names)}"
+        )
+    if name == NONE:
+        return NONE
+    policy = config.build_policy(name)
+    if again is None:
+        cuts_again = config.decode is not None and config.decode.cuts_again
+        again = Again(cuts_again, "decode", "start the server without decode")
+    named = f"{source} is {quoted(name)}"
+    for problem in itertools.chain(
+        _problems_of_summaries(config, policy, named),
+        _problems_of_auto(policy, f"budget auto with {source} {name!r}", again)
+        if budget.is_auto
+        else (),
+        _problems_of_cuts(policy, named, defer, again),
+    ):
+        raise EvictionConfigError(problem)
+    return str(name)
 
-        Raises:
-            EvictionConfigError: naming the field, its value and what it may be.
-        """
-        for name in self.methods:
-            self.build_policy(name)
-        self.check_method(self.policy, *self.first_eviction(self.policy), "kv_eviction.policy")
-        if self.policy == NONE or self.text_only == "keep":
-            return
-        if self.build_policy(self.policy).allocation.needs_vision:
-            raise EvictionConfigError(
-                f"kv_eviction.text_only is 'evict' with policy {self.policy!r}, whose layer budget "
-                "is the attention to images, which such prompts lack: choose a method without "
-                "one, such as snapkv, or text_only: keep"
-            )
+
+def _problems_of_summaries(config: EvictionConfig, policy: Policy, named: str) -> Iterator[str]:
+    if policy.summaries is not None and not config.summarises:
+        yield (
+            f"{named}, which keeps summaries of what it evicts, and this server has none: start it "
+            "with such a method as kv_eviction.policy, or with a mix with summaries in "
+            "kv_eviction.methods"
+        )
+
+
+def _problems_of_auto(policy: Policy, auto: str, again: Again) -> Iterator[str]:
+    if policy.summaries is not None:
+        yield (
+            f"{auto}: blocks that auto gives back are those that hold summaries; give a fraction, "
+            "or summaries: none"
+        )
+    if policy.score.rows == "none":
+        yield (
+            f"{auto}: its scores ignore attention, whose share auto guards; give a fraction, or "
+            "another method"
+        )
+    if again.happens:
+        yield (
+            f"{auto}: the later evictions of {again.source} have budgets of their own and no "
+            f"guard; give a fraction, or {again.way_out}"
+        )
+
+
+def _problems_of_cuts(policy: Policy, named: str, defer: int, again: Again) -> Iterator[str]:
+    if again.happens and not policy.cuts_again:
+        why = "merges tokens" if policy.merge else "is not defined on what is left"
+        yield (
+            f"{named}, which {why} after the first eviction, and {again.source} evicts again: "
+            f"choose another method, such as snapkv, or {again.way_out}"
+        )
+    if policy.needs_answer and not defer:
+        yield (
+            f"{named}, whose rows are those of the answer, and the eviction waits for none of its "
+            "tokens: set defer, or kv_eviction_defer in the request, to at least 1, or choose "
+            "other rows"
+        )
+
+
+def check_methods(config: EvictionConfig, policy_source: str = "kv_eviction.policy") -> None:
+    """Check methods, policy, budget and `text_only` against each other.
+
+    Raises:
+        EvictionConfigError: naming the field, its value and what it may be.
+    """
+    for name in config.methods:
+        config.build_policy(name)
+    check_method(config, config.policy, *config.first_eviction(config.policy), policy_source)
+    if config.policy == NONE or config.text_only == "keep":
+        return
+    if config.build_policy(config.policy).allocation.needs_vision:
+        raise EvictionConfigError(
+            f"kv_eviction.text_only is 'evict' with policy {config.policy!r}, whose layer budget "
+            "is the attention to images, which such prompts lack: choose a method without "
+            "one, such as snapkv, or text_only: keep"
+        )
 
 
 def read_config_file(value: str) -> dict[str, Any]:
@@ -541,9 +550,24 @@ def read_config_file(value: str) -> dict[str, Any]:
     return parsed
 
 
-def config_of(vllm_config: VllmConfig) -> EvictionConfig:
-    """Return the settings that a `VllmConfig` carries; inactive ones if it carries none."""
-    additional = vllm_config.additional_config
+def config_of(carrier: VllmConfig | EngineArgs) -> EvictionConfig:
+    """Return the settings in `additional_config`; inactive ones if it carries none."""
+    additional = carrier.additional_config
     if not isinstance(additional, dict) or CONFIG_KEY not in additional:
         return EvictionConfig()
-    return EvictionConfig.from_mapping(additional[CONFIG_KEY])
+    global _last_read
+    values, known = additional[CONFIG_KEY], _last_read
+    if values is not known[0]:
+        known = _last_read = values, EvictionConfig.from_mapping(values)
+    return known[1]
+
+
+def carry(values: Mapping[str, Any], config: EvictionConfig) -> dict[str, Any]:
+    """Return a copy of a mapping for `additional_config`, which `config_of` need not read again."""
+    global _last_read
+    _last_read = dict(values), config
+    return _last_read[0]
+
+
+_last_read: tuple[Any, EvictionConfig] = (None, EvictionConfig())
+"""A mapping and the settings in it. It is read once in a process: files of scores may be large."""

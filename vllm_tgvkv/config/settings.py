@@ -34,34 +34,15 @@ MAX_COUNT = 2**31 - 1
 """Upper bound of every whole number: larger ones do not fit the arrays that count."""
 
 
-def setting(
-    default: T,
-    *,
-    help: str,
-    at_least: int | None = None,
-    accepts: str | None = None,
-    unset: str = "none",
-    parser: Parser | None = None,
-    in_status: bool = False,
-    for_tests: bool = False,
-) -> T:
-    """Declare a dataclass field; `Setting` explains the arguments."""
-    metadata = {
-        "help": help,
-        "at_least": at_least,
-        "accepts": accepts,
-        "unset": unset,
-        "parser": parser,
-        "in_status": in_status,
-        "for_tests": for_tests,
-    }
+def setting(default: T, **declared: Any) -> T:
+    """Declare a dataclass field; `Setting` explains the arguments, of which `help` is required."""
     field: Any = (
-        dataclasses.field(default_factory=default.copy, metadata=metadata)
+        dataclasses.field(default_factory=default.copy, metadata=declared)
         if isinstance(default, dict)
-        else dataclasses.field(default=default, metadata=metadata)
+        else dataclasses.field(default=default, metadata=declared)
     )
-    declared: T = field
-    return declared
+    found: T = field
+    return found
 
 
 @dataclass(frozen=True)
@@ -119,26 +100,26 @@ class Setting:
         Raises:
             EvictionConfigError: naming `source`, the value and what it may be.
         """
-        if value is None and self.is_optional:
-            return None
+        is_object = dataclasses.is_dataclass(self.type)
+        if (value is None and self.is_optional) or (is_object and isinstance(value, self.type)):
+            return value
         if self.parser is not None:
             return self.parser(value, source)
-        if isinstance(self.type, type) and dataclasses.is_dataclass(self.type):
-            return value if isinstance(value, self.type) else read(self.type, value, source)
-        if self.type is bool:
-            if value in (True, False):
-                return bool(value)
-            raise EvictionConfigError(f"{source} is {quoted(value)}: give true or false")
-        if self.choices and value not in self.choices:
-            raise EvictionConfigError(
-                f"{source} is {quoted(value)}: {choose(value, self.choices)}"
-                f"{', or leave it out' if self.is_optional else ''}"
-            )
-        if self.type is str and not isinstance(value, str):
-            raise EvictionConfigError(f"{source} is {quoted(value)}: give a name")
+        if is_object:
+            return read(self.type, value, source)
+        if (wanted := self._wanted(value)) is not None:
+            raise EvictionConfigError(f"{source} is {quoted(value)}: {wanted}")
         if self.type is int and self.at_least is not None:
             check_count(value, self.at_least, source)
-        return value
+        return bool(value) if self.type is bool else value
+
+    def _wanted(self, value: Any) -> str | None:
+        """Return what to give in place of a value; None for right ones, and for numbers."""
+        if self.type is bool and value not in (True, False):
+            return "give true or false"
+        if self.choices and value not in self.choices:
+            return f"{choose(value, self.choices)}{', or leave it out' if self.is_optional else ''}"
+        return "give a name" if self.type is str and not isinstance(value, str) else None
 
 
 @functools.cache
@@ -189,16 +170,6 @@ def help_lines(settings: Iterable[Setting]) -> str:
         if not found.for_tests
     ]
     return "\n".join(lines).replace("`", "")
-
-
-def table(settings: Iterable[Setting]) -> str:
-    """Return a Markdown table of settings."""
-    rows = [
-        f"| `{found.name}` | {found.help} | {found.values} | {found.default_text} |"
-        for found in settings
-        if not found.for_tests
-    ]
-    return "\n".join(("| field | meaning | values | default |", "|---|---|---|---|", *rows))
 
 
 def check_count(value: Any, at_least: int, source: str, hint: str = "") -> int:

@@ -32,8 +32,8 @@ _WAY_OUT = "or leave out --kv-eviction"
 _PLAIN_CACHES = ("auto", "float16", "bfloat16")
 """Values of `--kv-cache-dtype` that quantise nothing."""
 
-Refusal = tuple[bool, str, str]
-"""Whether something is refused, its name for the user, and the way out."""
+Refusal = tuple[object, str, str]
+"""What is refused if it is true, its name for the user, and the way out."""
 
 
 def check_engine_args(engine_args: EngineArgs) -> Platform:
@@ -72,27 +72,27 @@ def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
         UnsupportedByEvictionError: with the first reason found.
         EvictionConfigError: for head scores or gates of a model of another shape.
     """
+    config, model = config_of(vllm_config), vllm_config.model_config
     for is_refused, what, way_out in (
-        *_model_refusals(vllm_config.model_config),
-        *_attention_refusals(vllm_config.model_config, platform),
-        *_mixed_refusals(vllm_config, platform),
+        *_model_refusals(model),
+        *_attention_refusals(model, platform),
+        *_mixed_refusals(vllm_config, config, platform),
         *_cache_refusals(vllm_config, platform),
-        *_engine_refusals(vllm_config, platform),
+        *_summary_refusals(vllm_config, config),
+        *_draft_refusals(vllm_config, platform),
+        *_rank_refusals(vllm_config, config, platform),
+        *_replica_refusals(vllm_config),
+        *_worker_refusals(vllm_config, config, platform),
     ):
         if is_refused:
             raise UnsupportedByEvictionError(
                 f"--kv-eviction does not work with {what} yet: {way_out} {_WAY_OUT}"
             )
-    if (head_scores := config_of(vllm_config).head_scores) is not None:
-        model = vllm_config.model_config
-        head_scores.check_model(model.get_total_num_hidden_layers(), model.get_total_num_kv_heads())
-    if (gates := config_of(vllm_config).gates) is not None:
-        model = vllm_config.model_config
-        gates.check_model(
-            model.get_total_num_hidden_layers(),
-            model.get_hidden_size(),
-            model.get_total_num_kv_heads(),
-        )
+    layers, kv_heads = model.get_total_num_hidden_layers(), model.get_total_num_kv_heads()
+    if config.head_scores is not None:
+        config.head_scores.check_model(layers, kv_heads)
+    if config.gates is not None:
+        config.gates.check_model(layers, model.get_hidden_size(), kv_heads)
 
 
 def refused_properties(model: ModelConfig) -> list[str]:
@@ -115,18 +115,22 @@ def clear_nominal_window(vllm_config: VllmConfig) -> None:
 def _model_refusals(model: ModelConfig) -> tuple[Refusal, ...]:
     """List what the model may not be or have."""
     other = "serve another model"
-    text = model.hf_text_config
-    vision = model.multimodal_config
-    others, window = other_layers(text), _window(model)
-    sliding = text_ranges(sliding_layers(text))
+    text, vision = model.hf_text_config, model.multimodal_config
+    states = (model.is_hybrid or model.has_inner_state) and not has_delta_nets(model)
+    window, sliding = _window(model), sliding_layers(text)
+    # Only the worker knows which tokens of a placeholder are those of a pruned video.
+    pruned = vision is not None and vision.is_multimodal_pruning_enabled()
+    indexed = any(
+        getattr(text, name, None) for name in ("sparse_attention_config", "index_n_heads")
+    )
+    others = ", ".join(other_layers(text))
     return (
         (model.runner_type != "generate", f"--runner {model.runner_type}", other),
         (model.use_mla, "multi-head latent attention (MLA)", other),
         (model.is_diffusion, "a model that writes by diffusion", other),
         (model.is_encoder_decoder, "cross attention (an encoder-decoder model)", other),
         (
-            model.is_attention_free
-            or ((model.is_hybrid or model.has_inner_state) and not has_delta_nets(model)),
+            model.is_attention_free or states,
             "state-space models, and hybrids of other kinds than Qwen3-Next and Qwen3.5",
             other,
         ),
@@ -137,8 +141,8 @@ def _model_refusals(model: ModelConfig) -> tuple[Refusal, ...]:
             f"use --disable-sliding-window, which limits the context to the window, {other}",
         ),
         (
-            bool(sliding) and not has_windows(text),
-            f"sliding-window attention in all layers ({model.model}: {sliding})",
+            sliding and "full_attention" not in text.layer_types,
+            f"sliding-window attention in all layers ({model.model}: {text_ranges(sliding)})",
             other,
         ),
         (
@@ -147,28 +151,15 @@ def _model_refusals(model: ModelConfig) -> tuple[Refusal, ...]:
             other,
         ),
         (
-            bool(model.rswa_window),
+            model.rswa_window,
             f"attention of answers over a window behind the prompt (R-SWA of {model.rswa_window} "
             "tokens)",
             other,
         ),
-        (
-            any(getattr(text, name, None) for name in ("sparse_attention_config", "index_n_heads")),
-            "sparse attention (an indexer selects the keys)",
-            other,
-        ),
-        (bool(others), f"layers of kind {', '.join(others)}", other),
-        (
-            # Only the worker knows which tokens of a placeholder are then the video's.
-            vision is not None and vision.is_multimodal_pruning_enabled(),
-            "pruned videos (--video-pruning-rate)",
-            "remove the flag",
-        ),
-        (
-            bool(getattr(text, "attn_logit_softcapping", None)),
-            "soft-capped attention logits",
-            other,
-        ),
+        (indexed, "sparse attention (an indexer selects the keys)", other),
+        (others, f"layers of kind {others}", other),
+        (pruned, "pruned videos (--video-pruning-rate)", "remove the flag"),
+        (getattr(text, "attn_logit_softcapping", None), "soft-capped attention logits", other),
     )
 
 
@@ -192,35 +183,32 @@ def _attention_refusals(model: ModelConfig, platform: Platform) -> tuple[Refusal
     )
 
 
-def _mixed_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusal, ...]:
+def _mixed_refusals(
+    vllm_config: VllmConfig, config: EvictionConfig, platform: Platform
+) -> tuple[Refusal, ...]:
     """List what an engine may not do with a model of which some layers are not evicted."""
-    model, stages = vllm_config.model_config, vllm_config.parallel_config.pipeline_parallel_size
-    text, cache = model.hf_text_config, vllm_config.cache_config
-    if has_delta_nets(model):
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    text, stages = model.hf_text_config, vllm_config.parallel_config.pipeline_parallel_size
+    is_hybrid = has_delta_nets(model)
+    if is_hybrid:
         what = "a hybrid model (gated delta nets and full attention)"
     elif has_windows(text):
-        sliding = text_ranges(sliding_layers(text))
-        what = (
-            f"sliding-window attention in some layers ({model.model}: layers {sliding} of "
-            f"{len(text.layer_types)})"
-        )
+        layers = f"layers {text_ranges(sliding_layers(text))} of {len(text.layer_types)}"
+        what = f"sliding-window attention in some layers ({model.model}: {layers})"
     else:
         return ()
+    # A weight of 0 times NaN is NaN.
+    poisoned = config.debug.poison and not is_hybrid and not platform.skips_hidden_keys
+    one_kind = vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
+    remove, other_method = "remove the flag", "use another method than sparsemm"
     return (
         (
             # Blocks whose cached state ends inside of them are copied at the next step.
-            has_delta_nets(model) and cache.prefix_match_unit is not None,
+            is_hybrid and cache.prefix_match_unit is not None,
             f"--prefix-match-unit {cache.prefix_match_unit} of {what}",
-            "remove the flag",
+            remove,
         ),
-        (
-            # A weight of 0 times NaN is NaN.
-            has_windows(text)
-            and config_of(vllm_config).debug.poison
-            and not platform.skips_hidden_keys,
-            f"the debug option poison on this platform and {what}",
-            "remove debug.poison",
-        ),
+        (poisoned, f"the debug option poison on this platform and {what}", "remove debug.poison"),
         (
             # On a stage, a block of windows or states may be larger than its full-attention pages.
             stages > 1,
@@ -238,27 +226,15 @@ def _mixed_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusa
             "use --kv-cache-dtype auto",
         ),
         (
-            bool(vllm_config.scheduler_config.disable_hybrid_kv_cache_manager),
+            one_kind,
             f"one kind of blocks for all layers (--disable-hybrid-kv-cache-manager) of {what}",
-            "remove the flag",
+            remove,
         ),
-        (
-            # Tokens of a prompt then skip the layers that read the cache of others.
-            cache.kv_sharing_fast_prefill,
-            f"--kv-sharing-fast-prefill of {what}",
-            "remove the flag",
-        ),
-        (
-            # The files count all layers of a model.
-            config_of(vllm_config).head_scores is not None,
-            f"head_scores of {what}",
-            "use another method than sparsemm and remove the setting",
-        ),
-        (
-            config_of(vllm_config).gates is not None,
-            f"gates (--kv-eviction-gates) of {what}",
-            "remove --kv-eviction-gates",
-        ),
+        # Tokens of a prompt then skip the layers that read the cache of others.
+        (cache.kv_sharing_fast_prefill, f"--kv-sharing-fast-prefill of {what}", remove),
+        # The files count all layers of a model.
+        (config.head_scores, f"head_scores of {what}", f"{other_method} and remove the setting"),
+        (config.gates, f"gates (--kv-eviction-gates) of {what}", "remove --kv-eviction-gates"),
     )
 
 
@@ -267,199 +243,47 @@ def _cache_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusa
     cache, model = vllm_config.cache_config, vllm_config.model_config
     dtype, head_size = cache.cache_dtype, model.get_head_size()
     block_size = block_size_before_loading(cache, platform is CPU)
-    skipped = cache.kv_cache_dtype_skip_layers
     # vLLM reads the checkpoint's scheme only when it builds the layers.
     if dtype == "auto" and getattr(vllm_config.quant_config, "kv_cache_scheme", None):
         dtype = "fp8"
     if dtype in _PLAIN_CACHES:
         return ()
-    what = f"a quantised cache (--kv-cache-dtype {dtype})"
+    what, known = f"a quantised cache (--kv-cache-dtype {dtype})", platform.quantised_caches
+    skipped = " ".join(cache.kv_cache_dtype_skip_layers)
     # `auto` would choose the checkpoint's quantised cache again.
     model_dtype = str(model.dtype).removeprefix("torch.")
     plain = model_dtype if model_dtype in _PLAIN_CACHES else "auto"
     return (
+        (not known, f"{what} on this platform", f"use --kv-cache-dtype {plain}"),
+        (dtype not in known, what, f"use --kv-cache-dtype auto or one of {', '.join(known)}"),
         (
-            not platform.quantised_caches,
-            f"{what} on this platform",
-            f"use --kv-cache-dtype {plain}",
-        ),
-        (
-            dtype not in platform.quantised_caches,
-            what,
-            f"use --kv-cache-dtype auto or one of {', '.join(platform.quantised_caches)}",
-        ),
-        (
-            bool(skipped),
-            f"{what} and layers that have another (--kv-cache-dtype-skip-layers "
-            f"{' '.join(skipped)})",
+            skipped,
+            f"{what} and layers that have another (--kv-cache-dtype-skip-layers {skipped})",
             "remove --kv-cache-dtype-skip-layers",
         ),
         (
-            block_size % 32 != 0,
+            block_size % 32,
             f"{what} in blocks of {block_size} tokens",
             "use a --block-size that is a multiple of 32",
         ),
         (
-            head_size % 32 != 0,
+            head_size % 32,
             f"{what} of heads of {head_size} values",
             "use --kv-cache-dtype auto, or serve a model with a multiple of 32,",
         ),
     )
 
 
-def _engine_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusal, ...]:
-    """List what the engine may not do, or be split into."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    several = "tensor parallelism" if ranks > 1 else "pipeline parallelism" if stages > 1 else ""
-    executor = parallel.distributed_executor_backend
-    replicas, local_replicas = parallel.data_parallel_size, parallel.data_parallel_size_local
-    decode_contexts = parallel.decode_context_parallel_size
-    prefill_contexts = parallel.prefill_context_parallel_size
-    speculative = vllm_config.speculative_config
-    method = "" if speculative is None else str(speculative.method)
-    drafts = f"speculative decoding by {method}"
-    attention = vllm_config.attention_config
-    backend = attention.backend
-    others = {
-        kind: chosen.name
-        for kind, chosen in attention.backend_per_kind.items()
-        if chosen.name != platform.attention_backend
-    }
-    config = config_of(vllm_config)
-    kernel = config.decode_kernel
-    block_size = block_size_before_loading(vllm_config.cache_config, platform is CPU)
-    least = config.missed_ceiling(block_size)
-    shared_maxima = _methods_with_shared_maxima(config, model, ranks)
-    return (
-        *_summary_refusals(vllm_config),
-        # Drafts
-        (
-            method not in ("", "ngram"),
-            drafts,
-            "use the method ngram in --speculative-config, remove the flag",
-        ),
-        (
-            bool(method) and not platform.supports_drafts,
-            f"{drafts} on this platform",
-            "remove --speculative-config",
-        ),
-        (
-            bool(method) and stages > 1,
-            f"{drafts} in pipeline stages (--pipeline-parallel-size {stages})",
-            "remove --speculative-config or use --pipeline-parallel-size 1",
-        ),
-        # Workers of one engine
-        (
-            ranks > 1 and not platform.supports_ranks,
-            f"tensor parallelism (--tensor-parallel-size {ranks}) on this platform",
-            "use --tensor-parallel-size 1",
-        ),
-        (
-            stages > 1 and not platform.supports_stages,
-            f"pipeline parallelism (--pipeline-parallel-size {stages}) on this platform",
-            "use --pipeline-parallel-size 1",
-        ),
-        (
-            bool(shared_maxima),
-            f"reduce: max (or retentive_spread) of the method {', '.join(shared_maxima)} where "
-            f"heads of several ranks share a token set (--tensor-parallel-size {ranks})",
-            "use reduce: mean (or another score), or granularity: head and at most one rank per "
-            "KV head",
-        ),
-        (
-            least is not None,
-            f"decode.max_tokens: {config.decode and config.decode.max_tokens}, which is less than "
-            f"floor_pages ({config.floor_pages}) and one block",
-            f"give at least {least} tokens",
-        ),
-        (
-            bool(several) and executor not in (None, "mp"),
-            f"{several} and --distributed-executor-backend {executor}",
-            "use --distributed-executor-backend mp",
-        ),
-        (
-            bool(several) and parallel.nnodes > 1,
-            f"{several} over several nodes (--nnodes {parallel.nnodes})",
-            "use --nnodes 1",
-        ),
-        (
-            decode_contexts > 1,
-            f"context parallelism (--decode-context-parallel-size {decode_contexts})",
-            "use --decode-context-parallel-size 1",
-        ),
-        (
-            prefill_contexts > 1,
-            f"context parallelism (--prefill-context-parallel-size {prefill_contexts})",
-            "use --prefill-context-parallel-size 1",
-        ),
-        # Replicas
-        (
-            replicas > 1 and model.is_moe,
-            f"data parallelism of a mixture of experts (--data-parallel-size {replicas})",
-            "use --data-parallel-size 1 and one server per replica",
-        ),
-        (
-            replicas > 1 and parallel.data_parallel_backend != "mp",
-            f"--data-parallel-backend {parallel.data_parallel_backend}",
-            "use --data-parallel-backend mp",
-        ),
-        (
-            replicas > 1 and local_replicas != replicas,
-            f"data parallelism over several nodes (--data-parallel-size-local {local_replicas} "
-            f"of {replicas})",
-            "use one server per node with all of its replicas",
-        ),
-        # The worker
-        (
-            vllm_config.kv_transfer_config is not None,
-            "KV connectors",
-            "remove --kv-transfer-config or --kv-offloading-size",
-        ),
-        (
-            backend is not None and backend.name != platform.attention_backend,
-            f"--attention-backend {backend and backend.name}",
-            f"use {platform.attention_backend}, which is extended",
-        ),
-        (
-            bool(others),
-            f"--attention-config.backend_per_kind {others}",
-            f"remove it or use {platform.attention_backend}, which is extended",
-        ),
-        (
-            attention.flash_attn_version in platform.refused_flash_versions,
-            f"--attention-config.flash_attn_version {attention.flash_attn_version}",
-            "use 3 on Hopper GPUs and 2 on others",
-        ),
-        (
-            kernel not in platform.decode_kernels,
-            f"decode_kernel: {kernel} on this platform",
-            f"use one of: {', '.join(platform.decode_kernels)}",
-        ),
-        (
-            parallel.use_ubatching,
-            "microbatches (--enable-dbo, --ubatch-size)",
-            "remove these flags",
-        ),
-        (model.enable_sleep_mode, "sleep mode (--enable-sleep-mode)", "remove the flag"),
-        (
-            vllm_config.use_v2_model_runner and not platform.supports_model_runner_v2,
-            "vLLM's model runner V2 on CPU",
-            "set VLLM_USE_V2_MODEL_RUNNER=0",
-        ),
-    )
-
-
-def _summary_refusals(vllm_config: VllmConfig) -> tuple[Refusal, ...]:
+def _summary_refusals(vllm_config: VllmConfig, config: EvictionConfig) -> tuple[Refusal, ...]:
     """List what methods that keep summaries of evicted tokens do not run with."""
-    config, parallel = config_of(vllm_config), vllm_config.parallel_config
     if not config.summarises:
         return ()
-    what, text = "summaries of evicted tokens", vllm_config.model_config.hf_text_config
+    what, model = "summaries of evicted tokens", vllm_config.model_config
     way_out = "use a method without summaries and no mix with them,"
     of_kernel = "use the setting decode_kernel: stock, a method without summaries,"
+    parallel = vllm_config.parallel_config
     ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    is_mixed = has_windows(text) or has_delta_nets(vllm_config.model_config)
+    is_mixed = has_windows(model.hf_text_config) or has_delta_nets(model)
     cases = (
         (vllm_config.cache_config.cache_dtype not in _PLAIN_CACHES, "in a quantised cache"),
         (ranks > 1, f"with --tensor-parallel-size {ranks}"),
@@ -474,13 +298,160 @@ def _summary_refusals(vllm_config: VllmConfig) -> tuple[Refusal, ...]:
     )
 
 
+def _draft_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusal, ...]:
+    """List what speculative decoding may not be; nothing without it."""
+    speculative = vllm_config.speculative_config
+    method = "" if speculative is None else str(speculative.method)
+    if not method:
+        return ()
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    drafts, remove = f"speculative decoding by {method}", "remove --speculative-config"
+    return (
+        (
+            method != "ngram",
+            drafts,
+            "use the method ngram in --speculative-config, remove the flag",
+        ),
+        (not platform.supports_drafts, f"{drafts} on this platform", remove),
+        (
+            stages > 1,
+            f"{drafts} in pipeline stages (--pipeline-parallel-size {stages})",
+            f"{remove} or use --pipeline-parallel-size 1",
+        ),
+    )
+
+
+def _rank_refusals(
+    vllm_config: VllmConfig, config: EvictionConfig, platform: Platform
+) -> tuple[Refusal, ...]:
+    """List how the workers of one engine may not share a model."""
+    parallel = vllm_config.parallel_config
+    ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    several = "tensor parallelism" if ranks > 1 else "pipeline parallelism" if stages > 1 else ""
+    executor = parallel.distributed_executor_backend
+    shared_maxima = ", ".join(_methods_with_shared_maxima(config, vllm_config.model_config, ranks))
+    contexts = {
+        "--decode-context-parallel-size": parallel.decode_context_parallel_size,
+        "--prefill-context-parallel-size": parallel.prefill_context_parallel_size,
+    }
+    return (
+        (
+            ranks > 1 and not platform.supports_ranks,
+            f"tensor parallelism (--tensor-parallel-size {ranks}) on this platform",
+            "use --tensor-parallel-size 1",
+        ),
+        (
+            stages > 1 and not platform.supports_stages,
+            f"pipeline parallelism (--pipeline-parallel-size {stages}) on this platform",
+            "use --pipeline-parallel-size 1",
+        ),
+        (
+            shared_maxima,
+            f"reduce: max (or retentive_spread) of the method {shared_maxima} where "
+            f"heads of several ranks share a token set (--tensor-parallel-size {ranks})",
+            "use reduce: mean (or another score), or granularity: head and at most one rank per "
+            "KV head",
+        ),
+        (
+            several and executor not in (None, "mp"),
+            f"{several} and --distributed-executor-backend {executor}",
+            "use --distributed-executor-backend mp",
+        ),
+        (
+            several and parallel.nnodes > 1,
+            f"{several} over several nodes (--nnodes {parallel.nnodes})",
+            "use --nnodes 1",
+        ),
+        *(
+            (number > 1, f"context parallelism ({flag} {number})", f"use {flag} 1")
+            for flag, number in contexts.items()
+        ),
+    )
+
+
+def _replica_refusals(vllm_config: VllmConfig) -> tuple[Refusal, ...]:
+    """List how several engines may not serve a model; nothing for one engine."""
+    parallel = vllm_config.parallel_config
+    replicas, local = parallel.data_parallel_size, parallel.data_parallel_size_local
+    backend = parallel.data_parallel_backend
+    if replicas == 1:
+        return ()
+    return (
+        (
+            vllm_config.model_config.is_moe,
+            f"data parallelism of a mixture of experts (--data-parallel-size {replicas})",
+            "use --data-parallel-size 1 and one server per replica",
+        ),
+        (backend != "mp", f"--data-parallel-backend {backend}", "use --data-parallel-backend mp"),
+        (
+            local != replicas,
+            f"data parallelism over several nodes (--data-parallel-size-local {local} of "
+            f"{replicas})",
+            "use one server per node with all of its replicas",
+        ),
+    )
+
+
+def _worker_refusals(
+    vllm_config: VllmConfig, config: EvictionConfig, platform: Platform
+) -> tuple[Refusal, ...]:
+    """List what a worker and its backend may not do."""
+    attention, model = vllm_config.attention_config, vllm_config.model_config
+    ours = platform.attention_backend
+    backend = attention.backend.name if attention.backend else ours
+    chosen = {kind: found.name for kind, found in attention.backend_per_kind.items()}
+    others = {kind: name for kind, name in chosen.items() if name != ours}
+    least = config.missed_ceiling(
+        block_size_before_loading(vllm_config.cache_config, platform is CPU)
+    )
+    return (
+        (
+            least,
+            f"decode.max_tokens: {config.decode and config.decode.max_tokens}, which is less than "
+            f"floor_pages ({config.floor_pages}) and one block",
+            f"give at least {least} tokens",
+        ),
+        (
+            vllm_config.kv_transfer_config is not None,
+            "KV connectors",
+            "remove --kv-transfer-config or --kv-offloading-size",
+        ),
+        (backend != ours, f"--attention-backend {backend}", f"use {ours}, which is extended"),
+        (
+            others,
+            f"--attention-config.backend_per_kind {others}",
+            f"remove it or use {ours}, which is extended",
+        ),
+        (
+            attention.flash_attn_version in platform.refused_flash_versions,
+            f"--attention-config.flash_attn_version {attention.flash_attn_version}",
+            "use 3 on Hopper GPUs and 2 on others",
+        ),
+        (
+            config.decode_kernel not in platform.decode_kernels,
+            f"decode_kernel: {config.decode_kernel} on this platform",
+            f"use one of: {', '.join(platform.decode_kernels)}",
+        ),
+        (
+            vllm_config.parallel_config.use_ubatching,
+            "microbatches (--enable-dbo, --ubatch-size)",
+            "remove these flags",
+        ),
+        (model.enable_sleep_mode, "sleep mode (--enable-sleep-mode)", "remove the flag"),
+        (
+            vllm_config.use_v2_model_runner and not platform.supports_model_runner_v2,
+            "vLLM's model runner V2 on CPU",
+            "set VLLM_USE_V2_MODEL_RUNNER=0",
+        ),
+    )
+
+
 def _methods_with_shared_maxima(
     config: EvictionConfig, model: ModelConfig, ranks: int
 ) -> list[str]:
     """Return the mixes that take maxima over rows of a mean over heads of several ranks.
 
-    A rank knows the maxima of its own heads' mean, and the mean of maxima is not the maximum of the
-    mean.
+    A rank knows the maxima of its own heads' mean, and the mean of maxima is not theirs.
     """
     if ranks == 1:
         return []

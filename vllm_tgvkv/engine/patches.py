@@ -37,6 +37,7 @@ from vllm_tgvkv.config.server import (
     CONFIG_KEY,
     NONE,
     EvictionConfig,
+    carry,
     config_of,
     read_config_file,
 )
@@ -47,7 +48,6 @@ from vllm_tgvkv.engine.compatibility import (
     clear_nominal_window,
 )
 from vllm_tgvkv.policies import method_names
-from vllm_tgvkv.shared.budget import Budget
 from vllm_tgvkv.shared.errors import EvictionConfigError
 
 if TYPE_CHECKING:
@@ -58,6 +58,9 @@ logger = init_logger("vllm.tgvkv")
 
 FLAGS = ("kv_eviction", "kv_eviction_budget", "kv_eviction_config", "kv_eviction_gates")
 """The flags that `vllm serve` gets, as argparse names them."""
+
+_READ = "_kv_eviction_read"
+"""Name among the parsed arguments of what `_settings_in_flags` returned for them."""
 
 _replacements: set[Callable[..., Any]] = set()
 _defaults: WeakKeyDictionary[InputProcessor, Defaults] = WeakKeyDictionary()
@@ -129,45 +132,35 @@ def _add_flags(original: Callable[..., Any], parser: Any) -> Any:
         description="KV-cache eviction at the end of a prompt (vllm-tgvkv).",
     )
     check = _CheckTogether(parser)
-    # Suppressed, because the help page would show a default of None.
-    group.add_argument(
+
+    def add(flag: str, help: str, **options: Any) -> None:
+        # Suppressed, because the help page would show a default of None; argparse formats "%".
+        help = help.replace("%", "%%")
+        group.add_argument(
+            flag, action=check.action, default=argparse.SUPPRESS, help=help, **options
+        )
+
+    add(
         "--kv-eviction",
-        action=check.action,
+        f"{policy.help} It may also be a mix that --kv-eviction-config names. "
+        f"Default: {policy.default_text}.",
         metavar=f"{{{','.join((NONE, *method_names()))}}}",
-        default=argparse.SUPPRESS,
-        help=_escape(
-            f"{policy.help} It may also be a mix that --kv-eviction-config names. "
-            f"Default: {policy.default_text}."
-        ),
     )
-    group.add_argument(
+    add(
         "--kv-eviction-budget",
-        action=check.action,
-        type=_budget_flag,
-        default=argparse.SUPPRESS,
-        help=_escape(
-            f"{budget.help} Default: {budget.default_text}. A request can override it "
-            'with `vllm_xargs: {"kv_eviction_budget": 0.2}`.'
-        ),
+        f"{budget.help} Default: {budget.default_text}. A request can override it "
+        'with `vllm_xargs: {"kv_eviction_budget": 0.2}`.',
     )
-    group.add_argument(
+    add(
         "--kv-eviction-config",
-        action=check.action,
+        "Everything else, as a YAML or JSON file or inline JSON:\n\n" + help_lines(others),
         type=_config_flag,
-        default=argparse.SUPPRESS,
-        help=_escape(
-            "Everything else, as a YAML or JSON file or inline JSON:\n\n" + help_lines(others)
-        ),
     )
-    group.add_argument(
+    add(
         "--kv-eviction-gates",
-        action=check.action,
+        "Folder of the model's gates, for the methods trimkv, dbtrimkv and kvzap; short for "
+        "`gates` in --kv-eviction-config.",
         metavar="FOLDER",
-        default=argparse.SUPPRESS,
-        help=_escape(
-            "Folder of the model's gates, for the methods trimkv, dbtrimkv and kvzap; short for "
-            "`gates` in --kv-eviction-config."
-        ),
     )
     # Nobody can give it: vLLM's parser replaces the underscores of flags.
     group.add_argument(
@@ -177,7 +170,7 @@ def _add_flags(original: Callable[..., Any], parser: Any) -> Any:
 
 
 class _CheckTogether:
-    """Checks the flags against each other, as the type of one more that nobody gives.
+    """Reads the flags together, as the type of one more that nobody gives.
 
     argparse converts a default that is text, such as the last one's, once all arguments are parsed.
     It does not show a type the other arguments; the actions of the flags keep them for it.
@@ -205,53 +198,45 @@ class _CheckTogether:
         parsed, self._parsed = self._parsed(), lambda: None
         if parsed is not None:
             try:
-                _settings_in_flags(vars(parsed))
+                setattr(parsed, _READ, _settings_in_flags(vars(parsed)))
             except EvictionConfigError as error:
-                self.parser.error(str(error))
+                self.parser.error(_with_flag(str(error), vars(parsed)))
         return text
 
 
-def _escape(text: str) -> str:
-    """Escape what argparse would take for a format."""
-    return text.replace("%", "%%")
-
-
-def _budget_flag(value: str) -> float | int | str:
-    try:
-        budget = Budget.parse(value, "the budget")
-    except EvictionConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    if budget.is_auto:
-        return value
-    return budget.tokens if budget.tokens is not None else float(value)
+def _with_flag(message: str, flags: Mapping[str, Any]) -> str:
+    """Begin the message about a field with the flag that gave it, as argparse's messages do."""
+    field = message.partition(" ")[0].removeprefix("kv_eviction.")
+    for name in (field, "config"):
+        if message.startswith("kv_eviction") and f"kv_eviction_{name}" in flags:
+            return f"argument --kv-eviction-{name}: {message}"
+    return message
 
 
 def _config_flag(value: str) -> dict[str, Any]:
     try:
-        values = read_config_file(value)
-        EvictionConfig.from_mapping(values)
+        return read_config_file(value)
     except EvictionConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-    return values
 
 
 def _read_flags(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
     flags = vars(args)
-    values = _settings_in_flags(flags)
+    found = _settings_in_flags(flags)
     engine_args = original(cls, args)
-    if values is None:
+    if found is None:
         return engine_args
-    engine_args.additional_config = {**engine_args.additional_config, CONFIG_KEY: values}
+    engine_args.additional_config = {**engine_args.additional_config, CONFIG_KEY: carry(*found)}
     # With --api-server-count other processes read the arguments before they load any plugin:
     # `additional_config` has to hold everything.
     args.additional_config = engine_args.additional_config
-    for flag in FLAGS:
+    for flag in (*FLAGS, _READ):
         flags.pop(flag, None)
     return engine_args
 
 
-def _settings_in_flags(flags: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the settings that parsed flags give, checked; None if no flag is given.
+def _settings_in_flags(flags: Mapping[str, Any]) -> tuple[dict[str, Any], EvictionConfig] | None:
+    """Return the settings that parsed flags give, as a mapping and read; None if no flag is given.
 
     Raises:
         EvictionConfigError: naming the flag, its value and what it may be.
@@ -273,12 +258,10 @@ def _settings_in_flags(flags: Mapping[str, Any]) -> dict[str, Any] | None:
             "--kv-eviction-budget, --kv-eviction-config or --kv-eviction-gates is given without "
             f"--kv-eviction: name a method, such as --kv-eviction {method_names()[0]}"
         )
-    # An unknown method is reported by the name of its flag.
-    settings = EvictionConfig.from_mapping({**values, "policy": NONE})
-    policy = values["policy"]
-    settings.check_method(policy, *settings.first_eviction(policy), "--kv-eviction")
-    EvictionConfig.from_mapping(values)
-    return values
+    before: tuple[dict[str, Any], EvictionConfig] | None = flags.get(_READ)
+    if before is not None and before[0] == values:  # else a program has changed the arguments
+        return before
+    return values, EvictionConfig.from_mapping(values, "--kv-eviction")
 
 
 def _configure_engine(
@@ -301,10 +284,7 @@ def _configure_engine(
 def _evicting_config(
     original: Callable[..., VllmConfig], engine_args: EngineArgs, *args: Any, **kwargs: Any
 ) -> VllmConfig:
-    additional = engine_args.additional_config
-    if not isinstance(additional, dict) or CONFIG_KEY not in additional:
-        return original(engine_args, *args, **kwargs)
-    config = EvictionConfig.from_mapping(additional[CONFIG_KEY])
+    config = config_of(engine_args)
     if not config.active:
         return original(engine_args, *args, **kwargs)
 
@@ -315,6 +295,8 @@ def _evicting_config(
         # Else vLLM names one of CUDA's for Gemma 4, of which its CPU platform takes no notice.
         engine_args.attention_backend = AttentionBackendEnum[platform.attention_backend]
     vllm_config = original(engine_args, *args, **kwargs)
+    carried = carry(vllm_config.additional_config[CONFIG_KEY], config)
+    vllm_config.additional_config = {**vllm_config.additional_config, CONFIG_KEY: carried}
     check_vllm_config(vllm_config, platform)
     clear_nominal_window(vllm_config)
     # vLLM has decided by now whether steps are scheduled ahead, and whether the user named an

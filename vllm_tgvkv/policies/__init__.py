@@ -10,7 +10,6 @@ from vllm_tgvkv.policies import trimkv, kvzap  # noqa: F401
 from vllm_tgvkv.policies import h2o, prefixkv, elastic, streaming, random  # noqa: F401
 from vllm_tgvkv.policies.base import (
     NO_ATTENTION,
-    WHOLE_MODEL,
     AllLayers,
     Allocation,
     Attention,
@@ -26,20 +25,15 @@ from vllm_tgvkv.policies.base import (
 from vllm_tgvkv.policies.pooling import Pooling
 from vllm_tgvkv.policies.registry import (
     POLICIES,
-    POOLINGS,
     Mix,
     Recipe,
-    broken_methods,
     build_policy,
-    build_summaries,
-    first_eviction_of,
     gates_of,
     has_summaries,
     method_names,
     needs_head_scores,
 )
 from vllm_tgvkv.summaries.options import Summaries
-from vllm_tgvkv.shared.prompt import RowSet, VisionSpan
 
 METHOD_NAMES = POLICIES.names
 """All methods of this package; `method_names` returns those of other installed packages, too."""
@@ -55,8 +49,6 @@ __all__ = [
     "METHOD_NAMES",
     "NO_ATTENTION",
     "POLICY_NAMES",
-    "POOLINGS",
-    "WHOLE_MODEL",
     "AllLayers",
     "Allocation",
     "Attention",
@@ -69,17 +61,11 @@ __all__ = [
     "Prompt",
     "Recipe",
     "Retention",
-    "RowSet",
     "Score",
     "Summaries",
-    "VisionSpan",
     "VoteScore",
-    "broken_methods",
     "build_policy",
-    "build_summaries",
-    "first_eviction_of",
     "gates_of",
     "has_summaries",
     "method_names",
-    "needs_head_scores",
 ]

@@ -113,9 +113,6 @@ class Depth:
     """Number of layers in the model."""
 
 
-WHOLE_MODEL = Depth()
-
-
 @dataclass(frozen=True)
 class AllLayers:
     """Inputs of an allocation from all layers, or from the layers of this pipeline stage."""
@@ -129,7 +126,7 @@ class AllLayers:
     """int32 `[C]`, from the retention, for equal shares."""
     num_kept: Tensor
     """int64 scalar, b: candidates that a head keeps on average."""
-    depth: Depth = WHOLE_MODEL
+    depth: Depth = Depth()
 
 
 class Score(ABC):
@@ -152,8 +149,10 @@ class Score(ABC):
     gates: ClassVar[GateKind | None] = None
     """Kind of gates whose outputs the score reads as `LayerView.gates`; None for no gates."""
 
-    gates_in_use: Gates | None = None
-    """Those of the model that is served, for a score that names a kind of gates."""
+    def __init__(self, rows: RowSet | None = None, gates_in_use: Gates | None = None) -> None:
+        """Take the rows of a mix, and the served model's gates if the score names a kind."""
+        self.rows = rows or self.rows
+        self.gates_in_use = gates_in_use
 
     @abstractmethod
     def __call__(self, view: LayerView) -> Tensor:
@@ -191,10 +190,11 @@ class Allocation:
     bytes_per_score: ClassVar[int] = 0
     """Memory that `shares` takes for each score of the prompt, in bytes."""
     needs_head_scores: ClassVar[bool] = False
-    """Whether the shares come from a file of head scores, see `use`."""
+    """Whether the shares come from a file of head scores."""
 
-    def use(self, head_scores: HeadScores) -> None:
-        """Take the head scores of the model that is served, before anything else is called."""
+    def __init__(self, head_scores: HeadScores | None = None) -> None:
+        """Take the served model's head scores, if the allocation needs some."""
+        self.head_scores = head_scores
 
     def strength(self, view: LayerView, scores: Tensor) -> Tensor:
         """Return F numbers per token set that `shares` needs from one layer.
@@ -292,20 +292,17 @@ class Policy:
         """Return the scores of one layer before pooling, float32 `[S, P]`."""
         return self.score(replace(view, reduction=self.reduction))
 
-    def pooled(
-        self, scores: Tensor, prompt: Prompt, num_kept: int, present: Tensor | None = None
-    ) -> Tensor:
+    def pooled(self, scores: Tensor, prompt: Prompt, present: Tensor | None = None) -> Tensor:
         """Return the scores `[S, P]` after pooling.
 
         Args:
-            num_kept: candidates that the eviction keeps per head on average; at most, with a guard.
             present: bool `[S, P]`, false for tokens that an earlier eviction dropped: they count
                 for no other token. None if there was none.
 
         Raises:
             ValueError: if pooling over the patch grid meets an image whose grid is unknown.
         """
-        pool = prompt.pooler(self.pooling.within(num_kept))
+        pool = prompt.pooler(self.pooling)
         if present is None:
             return pool(scores)
         if self.pooling.reduce == "max":

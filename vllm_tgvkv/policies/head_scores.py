@@ -112,18 +112,21 @@ def _problem(values: Any) -> str | None:
         return "model is no text, or kv_heads no whole number of at least 1"
     if not _is_list(scores) or not scores or not all(map(_is_list, scores)):
         return "scores is no list of layers, each a list of numbers"
+    return _problem_of_layers(scores, kv_heads)
+
+
+def _problem_of_layers(scores: Sequence[Any], kv_heads: int) -> str | None:
     for number, layer in enumerate(scores):
         if len(layer) != len(scores[0]) or not layer or len(layer) % kv_heads:
             return (
                 f"layer {number} has {len(layer)} scores; each layer needs the same multiple of "
                 f"kv_heads ({kv_heads})"
             )
-        for head, score in enumerate(layer):
-            if not _is_score(score):
-                return (
-                    f"the score of layer {number}, head {head} is {quoted(score)}, no finite "
-                    "number of at least 0"
-                )
+        if wrong := [head for head, score in enumerate(layer) if not _is_score(score)]:
+            return (
+                f"the score of layer {number}, head {wrong[0]} is {quoted(layer[wrong[0]])}, no "
+                "finite number of at least 0"
+            )
     if not any(score > 0 for layer in scores for score in layer):
         return "all scores are 0, so no head was seen to look at what the model reads"
     return None

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -38,18 +38,13 @@ class Pooling:
     stays as it is. The sinks, which are kept whatever their scores, are a run of their own: theirs
     are the highest of most heads, and the tokens after them are no better for it.
 
-    `forward_share` bounds `forward` by a share of the tokens that an eviction keeps per head,
-    so that a small budget has room for several places.
-
     `halve` gives scores a weight, half as much with every `halve` positions that they count
     forward: position j gets the maximum over i of `s[i] 2^(-(j - i) / halve)` for i up to j, and
     of `s[i]` for i after it. Scores are not negative.
 
     Raises:
-        ValueError: for an unknown `kind` or `reduce`; for a kernel that is not odd and
-            positive; for a reach that is negative, or given together with `kernel` or without a
-            kind; for a share that is not above 0 and at most 1, or without `forward`; for a
-            `halve` that is not positive, without `forward` or with `mean`.
+        ValueError: for an unknown `kind` or `reduce`, a number outside of its bounds, or fields
+            that exclude each other.
     """
 
     kind: Literal["none", "sequence", "grid"] = "none"
@@ -60,64 +55,47 @@ class Pooling:
     """None: 0, if `back` is given."""
     back: int | None = None
     """None: 0, if `forward` is given."""
-    forward_share: float | None = None
-    """Largest `forward`, as a share of the kept tokens; None: `forward` whatever is kept."""
     halve: int | None = None
     """Positions after which a score's weight is half; None: 1 as far as `forward`."""
 
     def __post_init__(self) -> None:
-        if self.kind not in _KINDS:
-            raise ValueError(f"kind must be one of {', '.join(_KINDS)}, got {self.kind!r}")
-        if self.reduce not in _REDUCTIONS:
-            raise ValueError(f"reduce must be one of {', '.join(_REDUCTIONS)}, got {self.reduce!r}")
+        for name, given, known in (
+            ("kind", self.kind, _KINDS),
+            ("reduce", self.reduce, _REDUCTIONS),
+        ):
+            if given not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {given!r}")
         kernel = self.kernel
-        if kernel is not None and not (_is_count(kernel, 1, _LARGEST_KERNEL) and kernel % 2 == 1):
+        if kernel is not None and not (_is_count(kernel, 1, _LARGEST_KERNEL) and kernel % 2):
             raise ValueError(
                 f"kernel must be an odd positive number, at most {_LARGEST_KERNEL}, got {kernel!r}"
             )
+        for name, number, least in (
+            ("forward", self.forward, 0),
+            ("back", self.back, 0),
+            ("halve", self.halve, 1),
+        ):
+            if number is not None and not _is_count(number, least, _LARGEST_REACH):
+                raise ValueError(
+                    f"{name} must be a whole number from {least} to {_LARGEST_REACH}, "
+                    f"got {number!r}"
+                )
+        self._check_together()
+
+    def _check_together(self) -> None:
         for name, reach in (("forward", self.forward), ("back", self.back)):
-            if reach is None:
-                continue
-            if not _is_count(reach, 0, _LARGEST_REACH):
+            if reach is not None and self.kernel is not None:
                 raise ValueError(
-                    f"{name} must be a whole number from 0 to {_LARGEST_REACH}, got {reach!r}"
+                    f"kernel {self.kernel} and {name} {reach} exclude each other: give kernel for "
+                    "the same reach on both sides, or forward and back"
                 )
-            if kernel is not None:
-                raise ValueError(
-                    f"kernel {kernel} and {name} {reach} exclude each other: give kernel for the "
-                    f"same reach on both sides, or forward and back"
-                )
-            if self.kind == "none":
+            if reach is not None and self.kind == "none":
                 raise ValueError(f"{name} is {reach} and kind none: give kind sequence or grid")
-        if self.halve is not None:
-            self._check_halve(self.halve)
-        share = self.forward_share
-        if share is None:
-            return
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-            raise ValueError(
-                f"forward_share must be a share of the kept tokens, above 0 and at most 1, such as "
-                f"0.25, got {share!r}"
-            )
-        if self.forward is None:
-            raise ValueError(f"forward_share is {share}: give forward too, the largest reach")
-
-    def _check_halve(self, halve: int) -> None:
-        if not _is_count(halve, 1, _LARGEST_REACH):
-            raise ValueError(
-                f"halve must be a whole number from 1 to {_LARGEST_REACH}, got {halve!r}"
-            )
-        if self.forward is None:
+        halve = self.halve
+        if halve is not None and self.forward is None:
             raise ValueError(f"halve is {halve}: give forward too, the largest reach, such as 256")
-        if self.reduce != "max":
+        if halve is not None and self.reduce != "max":
             raise ValueError(f"halve is {halve} and reduce {self.reduce}: give reduce max")
-
-    def within(self, num_kept: int) -> Pooling:
-        """Return the pooling of an eviction that keeps `num_kept` tokens per head on average."""
-        if self.forward is None or self.forward_share is None:
-            return self
-        forward = min(self.forward, int(self.forward_share * num_kept))
-        return replace(self, forward=forward, forward_share=None)
 
     @property
     def has_direction(self) -> bool:

@@ -9,9 +9,10 @@ names are methods and whose values are modules.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
@@ -70,8 +71,8 @@ class Registry(Generic[T]):
         return tuple(self._values)
 
 
-SCORES: Registry[Callable[[], Score]] = Registry("score")
-ALLOCATIONS: Registry[Callable[[], Allocation]] = Registry("allocation")
+SCORES: Registry[type[Score]] = Registry("score")
+ALLOCATIONS: Registry[type[Allocation]] = Registry("allocation")
 RETENTIONS: Registry[Callable[[], Retention]] = Registry("retention")
 POOLINGS: Registry[Pooling] = Registry("pooling")
 SUMMARIES: Registry[Summaries] = Registry("summaries")
@@ -166,6 +167,22 @@ def method_names() -> tuple[str, ...]:
     return POLICIES.names
 
 
+def recipe_of(mix: Mix) -> Recipe:
+    """Return the recipe of a mix: its own values over those of the method it is based on.
+
+    Raises:
+        ValueError: for an unknown method, with a list of the known ones.
+    """
+    broken = broken_methods()
+    if mix.base in broken and mix.base not in POLICIES.names:
+        raise ValueError(f"the method {mix.base} {broken[mix.base]}")
+    own = {name: value for name, value in vars(mix).items() if value not in (None, "")}
+    del own["base"]
+    recipe = replace(POLICIES[mix.base], **own)
+    keeps_none = recipe.summaries is not None and recipe.summaries.of == "none"
+    return replace(recipe, summaries=None) if keeps_none else recipe
+
+
 def build_policy(
     mix: Mix | str,
     name: str | None = None,
@@ -185,130 +202,124 @@ def build_policy(
     """
     if isinstance(mix, str):
         mix = Mix(mix)
-    broken = broken_methods()
-    if mix.base in broken and mix.base not in POLICIES.names:
-        raise ValueError(f"the method {mix.base} {broken[mix.base]}")
-    recipe = POLICIES[mix.base]
-    score, reduction = mix.score or recipe.score, mix.reduce or recipe.reduce
-    policy = Policy(
+    recipe = recipe_of(mix)
+    score, allocation = SCORES[recipe.score], ALLOCATIONS[recipe.allocation]
+    retention = RETENTIONS[recipe.retain]()
+    problems = itertools.chain(
+        _problems_of_rows(recipe, score),
+        _problems_of_granularity(recipe, score, allocation),
+        _problems_of_files(recipe, score, allocation, head_scores, gates),
+        _problems_of_parts(recipe, score, allocation),
+    )
+    for problem in problems:
+        raise ValueError(problem)
+    return Policy(
         name=name or mix.base,
-        score=_score(score, mix.rows or recipe.rows, reduction),
-        allocation=ALLOCATIONS[mix.allocation or recipe.allocation](),
-        retention=RETENTIONS[mix.retain or recipe.retain](),
-        granularity=mix.granularity or recipe.granularity,
-        pooling=mix.pooling or recipe.pooling,
-        merge=recipe.merge if mix.merge is None else mix.merge,
-        reduction=reduction,
-        summaries=build_summaries(mix),
+        score=score(recipe.rows, gates if score.gates else None),
+        allocation=allocation(head_scores if allocation.needs_head_scores else None),
+        retention=retention,
+        granularity=recipe.granularity,
+        pooling=recipe.pooling,
+        merge=recipe.merge,
+        reduction=recipe.reduce,
+        summaries=recipe.summaries,
     )
-    if policy.granularity not in ("layer", "head"):
-        raise ValueError(f"unknown granularity {policy.granularity!r}: choose one of layer, head")
-    allocation = mix.allocation or recipe.allocation
-    parts: tuple[tuple[str, Score | Allocation], ...] = (
-        (f"allocation {allocation!r}", policy.allocation),
-        (f"score {score!r}", policy.score),
-    )
-    for part, chosen in parts:
-        if policy.granularity not in chosen.granularities:
-            raise ValueError(
-                f"{part} has no meaning at granularity {policy.granularity!r}: "
-                f"choose {' or '.join(chosen.granularities)}"
-            )
-    if policy.allocation.needs_head_scores:
-        if head_scores is None:
-            raise ValueError(
-                f"allocation {allocation!r} goes by a file of head scores: make one with "
-                f"{COMMAND}, and set head_scores to it in --kv-eviction-config"
-            )
-        policy.allocation.use(head_scores)
-    if policy.score.gates is not None:
-        if gates is None or gates.kind != policy.score.gates:
-            found = "" if gates is None else f", and {gates.folder} has those of "
-            raise ValueError(
-                f"score {score!r} reads gates of {AUTHORS[policy.score.gates]}"
-                f"{found}{AUTHORS[gates.kind] if gates else ''}: "
-                "give their folder with --kv-eviction-gates"
-            )
-        policy.score.gates_in_use = gates
-    if policy.score.is_signed and policy.pooling.halve is not None:
-        raise ValueError(
-            f"pooling with halve has no meaning with the score {score!r}, whose values may be "
-            "negative: leave halve out, or choose another score"
+
+
+def _problems_of_rows(recipe: Recipe, score: type[Score]) -> Iterator[str]:
+    if recipe.rows not in (None, score.rows, *score.other_rows):
+        known = [kind for kind in (score.rows, *score.other_rows) if kind != "none"]
+        yield (
+            f"rows {recipe.rows!r} have no meaning with the score {recipe.score!r}: "
+            f"leave rows out{' or choose one of ' + ', '.join(known) if known else ''}"
         )
-    if policy.score.is_signed and policy.allocation.adds_scores:
-        fitting = [name for name in ALLOCATIONS.names if not ALLOCATIONS[name]().adds_scores]
-        raise ValueError(
-            f"allocation {allocation!r} has no meaning with the score {score!r}, whose values may "
-            f"be negative: choose one of {', '.join(fitting)}"
+    if recipe.reduce not in score.reductions:
+        others = [name for name in SCORES.names if "max" in SCORES[name].reductions]
+        yield (
+            f"reduce {recipe.reduce!r} has no meaning with the score {recipe.score!r}, which does "
+            f"more than add up the rows' attention: leave reduce out, or choose one of the scores "
+            f"{', '.join(others)}"
         )
-    if policy.summaries is not None and policy.merge:
-        raise ValueError(
+    if recipe.reduce == "max" and (recipe.rows or score.rows) == "all":
+        yield (
+            f"reduce 'max' has no meaning with the score {recipe.score!r} and rows 'all', which "
+            f"are only added up: choose rows {', '.join(FEW_ROWS)}, or leave reduce out"
+        )
+
+
+def _problems_of_granularity(
+    recipe: Recipe, score: type[Score], allocation: type[Allocation]
+) -> Iterator[str]:
+    if recipe.granularity not in ("layer", "head"):
+        yield f"unknown granularity {recipe.granularity!r}: choose one of layer, head"
+    for part, granularities in (
+        (f"allocation {recipe.allocation!r}", allocation.granularities),
+        (f"score {recipe.score!r}", score.granularities),
+    ):
+        if recipe.granularity not in granularities:
+            yield (
+                f"{part} has no meaning at granularity {recipe.granularity!r}: "
+                f"choose {' or '.join(granularities)}"
+            )
+
+
+def _problems_of_files(
+    recipe: Recipe,
+    score: type[Score],
+    allocation: type[Allocation],
+    head_scores: HeadScores | None,
+    gates: Gates | None,
+) -> Iterator[str]:
+    if allocation.needs_head_scores and head_scores is None:
+        yield (
+            f"allocation {recipe.allocation!r} goes by a file of head scores: make one with "
+            f"{COMMAND}, and set head_scores to it in --kv-eviction-config"
+        )
+    if score.gates is not None and (gates is None or gates.kind != score.gates):
+        found = f", and {gates.folder} has those of {AUTHORS[gates.kind]}" if gates else ""
+        yield (
+            f"score {recipe.score!r} reads gates of {AUTHORS[score.gates]}{found}: "
+            "give their folder with --kv-eviction-gates"
+        )
+
+
+def _problems_of_parts(
+    recipe: Recipe, score: type[Score], allocation: type[Allocation]
+) -> Iterator[str]:
+    """Yield what excludes each other: above all, scores that may be negative and sums of them."""
+    if score.is_signed and recipe.pooling.halve is not None:
+        yield (
+            f"pooling with halve has no meaning with the score {recipe.score!r}, whose values may "
+            "be negative: leave halve out, or choose another score"
+        )
+    if score.is_signed and allocation.adds_scores:
+        fitting = [name for name in ALLOCATIONS.names if not ALLOCATIONS[name].adds_scores]
+        yield (
+            f"allocation {recipe.allocation!r} has no meaning with the score {recipe.score!r}, "
+            f"whose values may be negative: choose one of {', '.join(fitting)}"
+        )
+    if recipe.summaries is not None and recipe.merge:
+        yield (
             "summaries and merge: true exclude each other: evicted tokens are either summarised or "
             "merged into kept ones; set merge: false, or summaries: none"
         )
-    weighs = policy.summaries is not None and policy.summaries.weight == "score"
-    if weighs and policy.score.is_signed:
-        raise ValueError(
-            f"summaries.weight 'score' has no meaning with the score {score!r}, whose values may "
-            "be negative: choose weight: tokens"
+    if score.is_signed and recipe.summaries is not None and recipe.summaries.weight == "score":
+        yield (
+            f"summaries.weight 'score' has no meaning with the score {recipe.score!r}, whose "
+            "values may be negative: choose weight: tokens"
         )
-    return policy
-
-
-def _score(name: str, rows: RowSet | None, reduction: Reduction) -> Score:
-    """Return a score that reads other rows, if some are given.
-
-    Raises:
-        ValueError: for rows or a reduction with which it is not defined.
-    """
-    score = SCORES[name]()
-    if rows not in (None, score.rows):
-        if rows not in score.other_rows:
-            known = [kind for kind in (score.rows, *score.other_rows) if kind != "none"]
-            raise ValueError(
-                f"rows {rows!r} have no meaning with the score {name!r}: "
-                f"leave rows out{' or choose one of ' + ', '.join(known) if known else ''}"
-            )
-        score.rows = rows
-    if reduction not in score.reductions:
-        raise ValueError(
-            f"reduce {reduction!r} has no meaning with the score {name!r}, which does more than "
-            f"add up the rows' attention: leave reduce out, or choose one of the scores "
-            f"{', '.join(_with_maxima())}"
-        )
-    if reduction == "max" and score.rows == "all":
-        raise ValueError(
-            f"reduce 'max' has no meaning with the score {name!r} and rows 'all', which are only "
-            f"added up: choose rows {', '.join(FEW_ROWS)}, or leave reduce out"
-        )
-    return score
 
 
 def needs_head_scores(name: str) -> bool:
     """Return whether a registered method goes by a file of head scores."""
-    return ALLOCATIONS[POLICIES[name].allocation]().needs_head_scores
-
-
-def first_eviction_of(name: str) -> tuple[float, int]:
-    """Return the budget and the wait that a registered method recommends."""
-    return POLICIES[name].budget, POLICIES[name].defer
+    return ALLOCATIONS[POLICIES[name].allocation].needs_head_scores
 
 
 def gates_of(name: str) -> GateKind | None:
     """Return the kind of gates that a registered method reads, or None."""
-    return SCORES[POLICIES[name].score]().gates
-
-
-def build_summaries(mix: Mix) -> Summaries | None:
-    """Return the summaries of a mix, or None if it keeps none."""
-    summaries = mix.summaries or POLICIES[mix.base].summaries
-    return None if summaries is None or summaries.of == "none" else summaries
+    return SCORES[POLICIES[name].score].gates
 
 
 def has_summaries(name: str) -> bool:
     """Return whether a registered method keeps summaries of what it evicts."""
     return POLICIES[name].summaries is not None
-
-
-def _with_maxima() -> list[str]:
-    return [name for name in SCORES.names if "max" in SCORES[name]().reductions]

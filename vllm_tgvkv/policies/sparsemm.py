@@ -33,13 +33,10 @@ class VisualHeadAllocation(Allocation):
 
     needs_head_scores = True
 
-    def __init__(self) -> None:
-        self._head_scores: HeadScores | None = None
+    def __init__(self, head_scores: HeadScores | None = None) -> None:
+        super().__init__(head_scores)
         self._on_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
         """Scores of the KV heads, float64 `[L, H]`, and the host's copy of them."""
-
-    def use(self, head_scores: HeadScores) -> None:
-        self._head_scores = head_scores
 
     def shares(self, layers: AllLayers) -> Tensor:
         num_layers, num_sets, _ = layers.scores.shape
@@ -58,8 +55,8 @@ class VisualHeadAllocation(Allocation):
     def _scores(self, device: torch.device) -> Tensor:
         """Return the scores of the model's KV heads on a device, without waiting for it."""
         if device not in self._on_device:
-            assert self._head_scores is not None, "build_policy sets them"
-            host = torch.tensor(self._head_scores.of_kv_heads, dtype=torch.float64)
+            assert self.head_scores is not None, "build_policy gives them"
+            host = torch.tensor(self.head_scores.of_kv_heads, dtype=torch.float64)
             if device.type == "cuda":
                 host = host.pin_memory()
             self._on_device[device] = (host.to(device, non_blocking=True), host)

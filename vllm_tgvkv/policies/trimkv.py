@@ -49,7 +49,7 @@ class RetentionScore(Score):
     gates = "trimkv"
 
     def __call__(self, view: LayerView) -> Tensor:
-        assert self.gates_in_use is not None, "build_policy sets them"
+        assert self.gates_in_use is not None, "build_policy gives them"
         lookahead, age_offset = self.gates_in_use.lookahead, self.gates_in_use.age_offset
         log_betas = view.gates.double().clamp_(_LEAST, _MOST)
         num_tokens = view.prompt.num_tokens

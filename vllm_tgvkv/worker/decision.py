@@ -22,7 +22,7 @@ from vllm_tgvkv.kernels.select import (
     select_tokens,
     thresholds,
 )
-from vllm_tgvkv.policies import WHOLE_MODEL, AllLayers, Depth, Policy, Prompt
+from vllm_tgvkv.policies import AllLayers, Depth, Policy, Prompt
 from vllm_tgvkv.shared.budget import Guard
 
 
@@ -84,7 +84,7 @@ class ScoredPrompt:
     """The heads whose pages and tokens are returned."""
     agree: Callable[[Callable[[], Tensor]], Tensor] = lambda find: find()
     """Makes all ranks use the same number of blocks in a guarded decision."""
-    depth: Depth = WHOLE_MODEL
+    depth: Depth = AllLayers.depth
 
     def of_all_heads(self) -> ScoredPrompt:
         """Return it for the heads of all ranks, deciding without them."""

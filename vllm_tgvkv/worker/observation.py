@@ -199,8 +199,7 @@ class PromptObservation:
         self.strengths.extend(by_layer(policy.allocation.strength(view, scores)))
         present = due.keys.present_in(first, len(scores))
         # Copy the candidates: a view would keep the tail's columns alive as well.
-        num_kept = due.num_token_blocks * self._context.shape.block_size
-        pooled = policy.pooled(scores, prompt, num_kept, present)[:, : prompt.num_candidates]
+        pooled = policy.pooled(scores, prompt, present)[:, : prompt.num_candidates]
         self.scores.extend(by_layer(pooled.contiguous()))
         if due.keeps_unpooled:
             self.unpooled.extend(by_layer(scores[:, : prompt.num_candidates].contiguous()))

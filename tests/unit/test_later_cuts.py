@@ -25,7 +25,7 @@ from oracle.emulation import Eviction as OracleEviction
 from oracle.methods import Image, Layout, Mix
 from tests.configs import AdjustedConfig
 from tests.inputs import gates, head_scores, new_rng
-from tests.unit.test_ranks import Wire, run_out_of_memory
+from tests.unit.test_ranks import Wire, kept_mask, run_out_of_memory
 from vllm_tgvkv.cache.pages import page_pool
 from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.policies.head_scores import HeadScores
@@ -304,17 +304,8 @@ class Worker:
         self.outcomes.append(answers[-1].read() if answers[-1] else [])
 
     def kept(self, number: int, num_tokens: int) -> torch.Tensor:
-        """Return what one cut left in the region, bool [L, H', n]; every page must be full."""
-        masks = []
-        for evictor in self.evictors:
-            _, found = evictor.kept[number]
-            pairs = found.counts.flatten()
-            mask = torch.zeros(len(pairs), num_tokens, dtype=torch.bool)
-            pair = torch.repeat_interleave(torch.arange(len(pairs)), pairs)
-            mask[pair[:, None], found.positions.long()] = True
-            assert torch.equal(mask.sum(-1), pairs * SIZE)
-            masks.append(mask.unflatten(0, found.counts.shape))
-        return torch.cat(masks)
+        """Return what one cut left in the region, bool [L, H', n]."""
+        return torch.cat([kept_mask(e.kept[number][1], num_tokens) for e in self.evictors])
 
 
 @dataclass(frozen=True)

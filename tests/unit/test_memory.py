@@ -172,18 +172,17 @@ def test_an_eviction_takes_no_more_than_is_set_aside(
     config = settings(method, granularity, observation_window=512, query_rows=544, defer=0)
     most = most_bytes(config, num_tokens)
     # What one chunk of all tokens takes, without a second prompt that ends in the same step.
-    lines = memory._of_method(
-        config,
-        config.build_policy(method),
-        replace(SIZES, max_tokens=num_tokens, step_tokens=num_tokens),
-    )
-    alone = {
-        name: size // 2 if name in ("scores", "masses", "column sums") else size
-        for name, size in lines.items()
-    }
-    assert most <= sum(alone.values()), alone
-    if num_tokens > 1 << 12:
-        assert most >= 0.3 * sum(alone.values()), alone
+    lines = lines_of(config, max_tokens=num_tokens, step_tokens=num_tokens)
+    for name in ("scores", "masses", "column sums"):
+        lines[name] //= 2
+    least = 0.3 if num_tokens > 1 << 12 else 0
+    assert least * sum(lines.values()) <= most <= sum(lines.values()), lines
+
+
+def lines_of(config: EvictionConfig, **sizes: int) -> dict[str, int]:
+    """Return what the server's method takes."""
+    policy = config.build_policy(config.policy)
+    return memory._of_method(config, policy, replace(SIZES, **sizes))
 
 
 CUT_AGAIN = {"schedule": [[0, 0.9], [40, 0.5]]}
@@ -212,8 +211,8 @@ def test_a_later_eviction_takes_no_more_than_is_set_aside(
     config = settings(method, granularity, query_rows=544, decode=CUT_AGAIN)
     with NoSynchronisation():
         most = most_bytes(config, num_tokens, later=True)
-    sizes = replace(SIZES, step_tokens=0, max_tokens=num_tokens, table_width=num_tokens // 16)
-    lines = memory._of_method(config, config.build_policy(method), sizes)
+    width = num_tokens // SHAPE.block_size
+    lines = lines_of(config, step_tokens=0, max_tokens=num_tokens, table_width=width)
     assert 0.4 * sum(lines.values()) <= most <= sum(lines.values()), lines
 
 

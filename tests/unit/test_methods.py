@@ -642,6 +642,16 @@ def test_fewest_blocks_that_hold_the_share(name: str, granularity: str, layout: 
     assert torch.equal(kept(decision, where, settings), wanted.kept)
 
 
+def test_a_guard_counts_the_tail_which_is_always_kept() -> None:
+    """Half of the attention is on it: a share of 0.7 needs one of two blocks, 0.8 needs both."""
+    prompt = Prompt(10, 8, torch.ones(10, dtype=torch.bool), sinks=0)
+    masses = torch.tensor([1.0] * 8 + [4, 4]).expand(LAYERS, HEADS, 10)
+    parts = (torch.rand(LAYERS, HEADS, 8), torch.ones(LAYERS, HEADS, 1), HEADS, BLOCK_SIZE, 0)
+    found = ScoredPrompt(build(Mix("snapkv")), prompt, *parts, masses)
+    numbers = [int(found.decide(2, Guard(share, 1)).num_retained) for share in (0.7, 0.8)]
+    assert numbers == [1, 2]
+
+
 def least_blocks(layout: Layout, settings: Settings, auto: methods.Auto) -> int:
     least = methods.retained_blocks(layout.length, BLOCK_SIZE, auto.least)
     candidates = layout.length // BLOCK_SIZE * BLOCK_SIZE

@@ -93,29 +93,55 @@ def test_observation_window_takes_the_last_text() -> None:
     assert text_rows(map_prompt(3, []), 4) == [0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    ("length", "thw", "expected"),
-    [
+TILED_NEXT, ONEVISION = (model(name, **TILED) for name in ("llava_next", "llava_onevision"))
+SQUARE = (16, (4, 4))
+REPORTS: list[tuple[Any, int, dict[str, Any], list[Any]]] = [
+    (model("qwen2_vl"), length, {"image_grid_thw": thw}, expected)
+    for length, thw, expected in (
         (6, (1, 4, 6), [(6, (2, 3))]),
         (18, (3, 4, 6), [(6, (2, 3))] * 3),  # frames without text between them
         (24, (1, 4, 6), [(24, None)]),  # not merged: the report of another model
         (5, (1, 4, 6), [(5, None)]),  # tokens of a video were pruned
         (4, (4, 4, 4), [(4, None)]),  # pruned as well, although 4 frames of 1 x 1 would fit
-        (9, None, [(9, None)]),  # no report in this process: 3 x 3 would be a guess
-    ],
-)
+    )
+]
+REPORTS += [
+    case
+    for height, width, rows, columns in (
+        (112, 112, 8, 8),  # two tiles by two
+        (56, 168, 4, 12),
+        (150, 70, 12, 6),  # without columns of padding
+        (70, 280, 6, 20),  # without rows of padding
+    )
+    for size in [{"image_sizes": (height, width)}]
+    for length in [16 + rows * (columns + 1)]
+    for case in (  # a square, and rows with ends
+        (TILED_NEXT, length, size, [SQUARE, (length - 16, (rows, columns + 1))]),
+        (TILED_NEXT, length + 1, size, [(length + 1, None)]),
+    )
+]
+# 24 x 24 patches, scaled down to 9 tiles. Four tiles of 2 x 2 are as many tokens as 4 x 4.
+REPORTS += [
+    (ONEVISION, 16 + 12 * 13, {"image_sizes": (336, 336)}, [SQUARE, (156, (12, 13))]),
+    (model("internvl"), 16, {"image_num_patches": 4}, [(4, (2, 2))] * 4),
+    (model("internvl"), 15, {"image_num_patches": 3}, [(15, None)]),
+]
+
+
+@pytest.mark.parametrize(("of", "length", "reported", "expected"), REPORTS)
 def test_reported_grids_are_used_if_they_fill_the_placeholder(
-    length: int, thw: tuple[int, int, int] | None, expected: list[Any]
+    of: Any, length: int, reported: dict[str, Any], expected: list[Any]
 ) -> None:
-    reported = None if thw is None else {"image_grid_thw": thw}
-    assert grids(feature(3, length, reported=reported), model("qwen2_vl")) == expected
+    """Without a report in this process, a square would be a guess."""
+    assert grids(feature(3, length, reported=reported), of) == expected
+    assert grids(feature(3, length), of) == [(length, None)]
 
 
-def test_llava_sees_one_square() -> None:
-    """The class token precedes it if the model keeps it. No other square number is a square."""
+def test_grids_without_a_report() -> None:
+    """LLaVA's square, after the class token if the model keeps it. No other model has a square."""
     for length, expected in (
-        (16, [(16, (4, 4))]),
-        (17, [(1, (1, 1)), (16, (4, 4))]),
+        (16, [SQUARE]),
+        (17, [(1, (1, 1)), SQUARE]),
         (9, [(9, None)]),
         (18, [(18, None)]),
     ):
@@ -128,51 +154,15 @@ def test_llava_sees_one_square() -> None:
     (first, *rest) = map_prompt(50, [feature(3, 20, embeds)], model("llava")).vision
     assert first == VisionSpan(3, 4, None)
     assert len(rest) == 3
+    # A video ends with a token. Tiles lie between two tokens without embeddings.
+    frames = [*[(4, (2, 2))] * 3, (1, (1, 1))]
+    assert grids(feature(3, 13, modality="video"), ONEVISION) == frames
+    assert grids(feature(3, 14, modality="video"), ONEVISION) == [(14, None)]
+    tiles = feature(3, 18, range(1, 17), reported={"image_num_patches": 4})
+    assert grids(tiles, model("internvl")) == [(4, (2, 2))] * 4
 
 
-@pytest.mark.parametrize(
-    ("height", "width", "rows", "columns"),
-    [
-        (112, 112, 8, 8),  # two tiles by two
-        (56, 168, 4, 12),
-        (150, 70, 12, 6),  # without columns of padding
-        (70, 280, 6, 20),  # without rows of padding
-    ],
-)
-def test_llava_next_sees_a_square_and_rows_with_ends(
-    height: int, width: int, rows: int, columns: int
-) -> None:
-    tiled = model("llava_next", **TILED)
-    length = 16 + rows * (columns + 1)
-    reported = {"image_sizes": (height, width)}
-    found = grids(feature(3, length, reported=reported), tiled)
-    assert found == [(16, (4, 4)), (length - 16, (rows, columns + 1))]
-    assert grids(feature(3, length + 1, reported=reported), tiled) == [(length + 1, None)]
-    assert grids(feature(3, length), tiled) == [(length, None)]
-
-
-def test_llava_onevision_scales_many_tiles_down_and_ends_a_video_with_a_token() -> None:
-    tiled = model("llava_onevision", **TILED)
-    reported = {"image_sizes": (336, 336)}  # 24 x 24 patches, scaled down to 9 tiles
-    found = grids(feature(3, 16 + 12 * 13, reported=reported), tiled)
-    assert found == [(16, (4, 4)), (156, (12, 13))]
-    video = feature(3, 13, modality="video")
-    assert grids(video, tiled) == [*[(4, (2, 2))] * 3, (1, (1, 1))]
-    assert grids(feature(3, 14, modality="video"), tiled) == [(14, None)]
-
-
-def test_tiles_of_internvl_are_no_larger_square() -> None:
-    """Four tiles of 2 x 2 are as many tokens as 4 x 4."""
-    internvl = model("internvl")
-    image = feature(3, 18, range(1, 17), reported={"image_num_patches": 4})
-    assert grids(image, internvl) == [(4, (2, 2))] * 4
-    assert grids(feature(3, 16), internvl) == [(16, None)]
-    assert grids(feature(3, 15, reported={"image_num_patches": 3}), internvl) == [(15, None)]
-
-
-MODELS = [None, model("llava"), model("internvl"), model("qwen3_vl")] + [
-    model(name, **TILED) for name in ("llava_next", "llava_onevision")
-]
+MODELS = [None, *map(model, ("llava", "internvl", "qwen3_vl")), TILED_NEXT, ONEVISION]
 
 
 @st.composite

@@ -103,6 +103,16 @@ class Wire:
         return results
 
 
+def kept_mask(found: Any, num_tokens: int) -> torch.Tensor:
+    """Return what a cut left in the region, bool [L, H, n]; every page must be full."""
+    pairs = found.counts.flatten()
+    mask = torch.zeros(len(pairs), num_tokens, dtype=torch.bool)
+    pair = torch.repeat_interleave(torch.arange(len(pairs)), pairs)
+    mask[pair[:, None], found.positions[: len(pair)].long()] = True
+    assert torch.equal(mask.sum(-1), pairs * BLOCK_SIZE)
+    return mask.unflatten(0, found.counts.shape)
+
+
 @dataclass
 class Run:
     """The result of one step on one rank."""
@@ -111,14 +121,9 @@ class Run:
     outcomes: dict[str, Outcome | Failure]
 
     def kept(self, name: str) -> torch.Tensor:
-        """Kept positions in full blocks, bool [L, H, P]; every page must be full."""
+        """Kept positions in full blocks, bool [L, H, P]."""
         (found,) = (kept for of, kept in self.evictor.kept if of == name)
-        pairs = found.counts.flatten()
-        mask = torch.zeros(len(pairs), PROMPTS[name].num_tokens, dtype=torch.bool)
-        pair = torch.repeat_interleave(torch.arange(len(pairs)), pairs)
-        mask[pair[:, None], found.positions[: len(pair)].long()] = True
-        assert torch.equal(mask.sum(-1), pairs * BLOCK_SIZE)
-        return mask.unflatten(0, found.counts.shape)
+        return kept_mask(found, PROMPTS[name].num_tokens)
 
     def counts(self, name: str) -> torch.Tensor:
         (found,) = (kept for of, kept in self.evictor.kept if of == name)

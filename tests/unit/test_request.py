@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.unit.test_config import JSON, WORDS, refusal
@@ -158,6 +158,7 @@ def found(options: RequestOptions) -> dict[str, Any]:
 
 @pytest.mark.parametrize("server", SERVERS, ids=str)
 @given(asked=ASKED)
+@example({"kv_eviction": "snapkv", "kv_eviction_defer": 32})  # as long as a server's last step
 def test_what_a_request_names_goes_before_the_server(
     server: dict[str, Any], asked: dict[str, Any]
 ) -> None:

@@ -136,16 +136,16 @@ class ArmEngine:
         The prompt's own attention is left out: the cost of an eviction does not depend on it.
         """
         outcomes: list[Outcome] = []
-        attach = worker.with_outcomes
+        attach = worker.attach_outcomes
 
-        def with_outcomes(*args: Any, **kwargs: Any) -> ModelRunnerOutput:
+        def attach_outcomes(*args: Any, **kwargs: Any) -> ModelRunnerOutput:
             output = attach(*args, **kwargs)
             outcomes.extend(o for o in outcomes_of(output) if isinstance(o, Outcome))
             return output
 
         prompt = workload.prompt(self.shape, seed)
         self.watches.reset()
-        with patch.object(worker, "with_outcomes", with_outcomes), prompts_unattended():
+        with patch.object(worker, "attach_outcomes", attach_outcomes), prompts_unattended():
             self._submit(prompt, 2, budget, policy, defer=0)
             self._step_until_token()
         (outcome,) = outcomes

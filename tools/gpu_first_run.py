@@ -81,7 +81,7 @@ def _engine(runner: str, mode: str, selection: str) -> Part:
 
 _SYNC = {"VLLM_GPU_SYNC_CHECK": "error"}
 _NAMES = (
-    "interpreter", "copy", "page_tables", "select", "apportion", "statistics", "decode",
+    "copy", "page_tables", "select", "apportion", "statistics", "decode",
     "summaries",
 )  # fmt: skip
 _KERNELS = tuple(f"tests/gpu/test_{name}.py" for name in _NAMES)

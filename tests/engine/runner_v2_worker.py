@@ -15,6 +15,7 @@ from vllm.v1.worker.cpu import model_runner as cpu
 from tests.engine.flash_on_cpu import FlashOnCPUWorker
 from vllm_tgvkv.worker.base import EvictingWorker
 from vllm_tgvkv.worker.cuda import EvictingModelRunnerV2, EvictionGPUWorker
+from vllm_tgvkv.worker.model_runner import RowsV2
 
 
 class EvictingV2Runner(EvictingModelRunnerV2, cpu.CPUModelRunner):
@@ -24,10 +25,8 @@ class EvictingV2Runner(EvictingModelRunnerV2, cpu.CPUModelRunner):
 class EvictingV2Worker(FlashOnCPUWorker):
     """The CPU worker, with `EvictingV2Runner` and the GPU worker's treatment of it."""
 
-    find_row = EvictionGPUWorker.find_row
-    request_at = EvictionGPUWorker.request_at
     rewrite_rows = EvictionGPUWorker.rewrite_rows
-    rows = EvictionGPUWorker.rows
+    rows_class = RowsV2
     # Skips the CPU worker's method, which handles the generators of runner V1.
     sample_tokens = EvictingWorker.sample_tokens
 

@@ -17,7 +17,7 @@ from vllm.v1.request import Request
 
 from measure.engines import LocalEngine
 from oracle import methods
-from oracle.emulation import Eviction, Oracle, Prompt, Selection
+from oracle.emulation import Answer, Eviction, Oracle, Prompt, Selection
 from vllm_tgvkv.blocks.integrity import check_integrity
 
 # Tests inspect the scheduler and the worker, so both run in this process.
@@ -331,6 +331,33 @@ def assert_outputs_agree(
         if kept is not None:
             assert torch.equal(kept, selection.kept), f"request {index} keeps other tokens"
         assert list(output.outputs[0].token_ids) == tokens, f"request {index}"
+
+
+def assert_cuts_agree(
+    kept: Sequence[torch.Tensor], answer: Answer, output: Any, size: int, *, whole: bool, case: Any
+) -> None:
+    """Assert that a request's cuts, tokens and the report of when it was cut are the oracle's.
+
+    Args:
+        kept: what its region held after each cut, bool [L, H, n], the first ones perhaps repeated
+            after a preemption.
+        size: tokens of a block.
+        whole: whether cuts after the first one are of prompt and answer.
+        case: what is named if they differ.
+    """
+    num_prompt = len(output.prompt_token_ids)
+    for ours, cut in zip(kept[len(kept) - len(answer.cuts) :], answer.cuts, strict=True):
+        theirs = cut.selection.kept
+        num_cut = theirs.shape[-1] if whole and cut is not answer.cuts[0] else num_prompt
+        num_full = num_cut // size * size
+        same = torch.equal(ours[..., :num_full], theirs[..., :num_full])
+        assert same, f"{case}: the cut after {cut.after} keeps other tokens"
+        assert not ours[..., num_full:].any(), case
+        filled = cut.selection.blocks * size
+        assert ours.sum() == filled * ours[..., 0].numel(), case
+    assert list(output.outputs[0].token_ids) == answer.tokens, case
+    told = output.kv_transfer_params["kv_eviction"]["cuts"]
+    assert [cut["answer_tokens"] for cut in told] == [cut.after for cut in answer.cuts], case
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch
 from oracle.emulation import Answer, Eviction, Oracle
 from oracle.methods import METHODS, Mix, Pool
 from tests.engine.questions import DEBUG, HEAD_SCORES, MIXES, question
-from tests.engine.running import Ask, SteppedEngine, name_of
+from tests.engine.running import Ask, SteppedEngine, assert_cuts_agree, name_of
 from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.shared.prompt import ANSWER_ROWS
 
@@ -121,19 +121,8 @@ def assert_agrees(
     for case, ask, output in zip(cases, asks, outputs, strict=True):
         answer = expected(oracle, running, case, ask, **more)
         kept = running.kept_after_cuts(output.request_id)
-        kept = kept[len(kept) - len(answer.cuts) :]
-        num_prompt = len(output.prompt_token_ids)
-        for ours, cut in zip(kept, answer.cuts, strict=True):
-            theirs = cut.selection.kept
-            bounded = case.own.get("ceiling") or more.get("ceiling")
-            ceiling = bounded is not None and cut is not answer.cuts[0]
-            num_candidates = (theirs.shape[-1] if ceiling else num_prompt) // SIZE * SIZE
-            same = torch.equal(ours[..., :num_candidates], theirs[..., :num_candidates])
-            assert same, f"{case}: cut after {cut.after} keeps other tokens"
-            assert not ours[..., num_candidates:].any(), case
-        assert list(output.outputs[0].token_ids) == answer.tokens, case
-        report = output.kv_transfer_params["kv_eviction"]
-        assert [cut["answer_tokens"] for cut in report["cuts"]] == [c.after for c in answer.cuts]
+        whole = bool(case.own.get("ceiling") or more.get("ceiling"))
+        assert_cuts_agree(kept, answer, output, SIZE, whole=whole, case=case)
 
 
 def preempt_sometimes(running: SteppedEngine, monkeypatch: pytest.MonkeyPatch) -> None:

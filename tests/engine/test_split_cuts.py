@@ -19,7 +19,7 @@ import torch
 from oracle.emulation import Eviction, Oracle
 from tests.engine.gated import gated_oracle
 from tests.engine.questions import DEBUG, album
-from tests.engine.running import Ask
+from tests.engine.running import Ask, assert_cuts_agree
 from tests.engine.test_parallel import ParallelEngine, workers
 from tests.engine.test_pipeline import PipelineEngine
 from vllm_tgvkv.shared.prompt import ANSWER_ROWS
@@ -146,19 +146,8 @@ def assert_cut(
     assert len(answer.cuts) >= 3, name
     of_workers = running.cuts_on_workers(output.request_id)
     assert len(set(map(len, of_workers))) == 1
-    report = output.kv_transfer_params["kv_eviction"]["cuts"]
-    assert [cut["answer_tokens"] for cut in report] == [cut.after for cut in answer.cuts]
-    for number, cut in enumerate(reversed(answer.cuts), 1):  # a preemption repeats the first ones
-        left = cut.selection.kept
-        num_tokens = left.shape[-1] if cut.earlier and kind == "ceiling" else len(prompt.token_ids)
-        num_candidates = num_tokens // SIZE * SIZE
-        kept = split.joined([of_worker[-number] for of_worker in of_workers])
-        same = torch.equal(kept[..., :num_candidates], left[..., :num_candidates])
-        assert same, f"{name}: the cut after {cut.after} keeps other tokens"
-        assert not kept[..., num_candidates:].any()
-        pages = [
-            int(of_worker[-number].sum()) // of_worker[-number][..., 0].numel()
-            for of_worker in of_workers
-        ]
-        assert set(pages) == {cut.selection.blocks * SIZE}
-    assert list(output.outputs[0].token_ids) == answer.tokens, name
+    kept = [split.joined(parts) for parts in zip(*of_workers, strict=True)]
+    assert_cuts_agree(kept, answer, output, SIZE, whole=kind == "ceiling", case=name)
+    for of_worker in of_workers:  # pages do not move between workers
+        for part, cut in zip(of_worker[-len(answer.cuts) :], answer.cuts, strict=True):
+            assert part.sum() == cut.selection.blocks * SIZE * part[..., 0].numel(), name

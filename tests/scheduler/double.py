@@ -526,7 +526,7 @@ class WorkerDouble:
         return Outcome(
             request_id=name,
             first_block=first,
-            num_blocks=num_dealt if eviction.guard is not None else None,
+            num_retained=num_dealt if eviction.guard is not None else None,
             method=eviction.method,
             seen={"text": len(row.job.prompt) - 1, "vision": 1},
             kept={"text": num_dealt * size - 1, "vision": 1},

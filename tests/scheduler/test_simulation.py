@@ -329,7 +329,7 @@ def test_what_a_preemption_undid_takes_no_blocks_from_a_second_eviction() -> Non
     first_block = manager.req_to_blocks["r"][0].block_id
     _, result = double._in_flight[0]
     (outcome,) = result.outcomes
-    outcome = dataclasses.replace(outcome, first_block=first_block, num_blocks=1)
+    outcome = dataclasses.replace(outcome, first_block=first_block, num_retained=1)
     result.outcomes = [outcome]
     double.update()
     assert manager.compressions["r"].num_retained > 1

@@ -24,14 +24,14 @@ def test_page_tables_follow_rows_that_grow_and_go_back(seed: int) -> None:
     num_rows = 4
     ids = torch.randperm(num_rows * ROW_BLOCKS, generator=torch.Generator().manual_seed(0)) + 1
     rows = ids.int().view(num_rows, ROW_BLOCKS)
-    regions = Regions(len(ids) + 1, SHAPE.num_pairs, torch.device("cpu"))
+    regions = Regions(len(ids) + 1, SHAPE, torch.device("cpu"))
     held, lengths = [1] * num_rows, [1, 9, 6, 11]
     for row, counts in ((0, [1, 0, 2, 5]), (2, [3, 3, 1, 1])):
         rows[row, 2:6] = 0
         offsets = torch.tensor([0, *counts]).cumsum(0).int()
         regions.add(f"r{row}", int(rows[row, 0]), 2, 6, offsets)
         held[row], lengths[row] = 6, 6 * BLOCK_SIZE
-    page_tables = PageTables(regions, SHAPE)
+    page_tables = PageTables(regions)
 
     tables = torch.empty(0)
     order, steps, kept = list(range(num_rows)), 0, 0
@@ -49,11 +49,11 @@ def test_page_tables_follow_rows_that_grow_and_go_back(seed: int) -> None:
             dice.shuffle(order)
         table, seq_lens = table[order], torch.tensor(seen, dtype=torch.int32)[order]
         ends = torch.empty(SHAPE.num_layers, num_rows, SHAPE.num_heads, dtype=torch.int32)
-        regions.write_lengths(table, seq_lens, BLOCK_SIZE, ends)
+        regions.write_lengths(table, seq_lens, ends)
         before, tables = tables, page_tables.update(table, seq_lens, ends)
         kept += tables is before
         new = torch.empty_like(tables)
-        regions.write_page_tables(table, seq_lens, BLOCK_SIZE, 0, new)
+        regions.write_page_tables(table, seq_lens, 0, new)
         is_read = torch.arange(new.shape[-1]) * BLOCK_SIZE < ends.unsqueeze(-1)
         assert torch.equal(tables[is_read], new[is_read]), f"step {steps}"
         lengths = [

@@ -54,14 +54,14 @@ def make_pool(shape: CacheShape, num_blocks: int, device: str) -> PagePool:
     raw = torch.randn(num_blocks * shape.num_pairs, page, device=device)
     pages = raw.view(-1, shape.block_size, 2 * shape.head_size)
     keys, values = pages.split(shape.head_size, dim=2)
-    return PagePool(raw, keys, values, shape.num_layers, shape.num_heads, shape.block_size)
+    return PagePool(raw, keys, values, shape)
 
 
 def make_impl(layer: int, pool: PagePool, version: int = 3) -> EvictingFlashImpl:
     """One layer's attention, with the fields that ragged rows need."""
     impl = EvictingFlashImpl.__new__(EvictingFlashImpl)
     impl.kv_sharing_target_layer_name = None
-    fields = {"scale": 0.3, "head_size": pool.head_size, "vllm_flash_attn_version": version}
+    fields = {"scale": 0.3, "head_size": pool.shape.head_size, "vllm_flash_attn_version": version}
     impl.__dict__.update(fields, kv_cache_dtype="auto")
     impl.bind(layer, pool)
     return impl
@@ -76,7 +76,7 @@ def test_attention_equals_the_reference(batch: Batch, data: st.DataObject) -> No
     layers, heads, size = batch.layers, batch.heads, batch.block_size
     shape = CacheShape(layers, heads, group_size=2, head_size=4, block_size=size)
     table, seq_lens, *state = batch.pooled
-    state_of = Regions(NUM_BLOCKS, shape.num_pairs, torch.device("cpu"))
+    state_of = Regions(NUM_BLOCKS, shape, torch.device("cpu"))
     state_of.num_token_blocks, state_of.num_replaced, state_of.offsets = state
     pool = make_pool(shape, NUM_BLOCKS, "cpu")
     num_rows, max_rows = len(table), len(table) + data.draw(st.integers(0, 3))
@@ -87,7 +87,7 @@ def test_attention_equals_the_reference(batch: Batch, data: st.DataObject) -> No
             flash_attn, "flash_attn_varlen_func", flash_on_cpu.attend, raising=False
         )
         summaries = SummaryBlocks(pool, state_of, are_used=False)
-        kernel = FlashKernel(shape, state_of, max_rows, batch.width, summaries)
+        kernel = FlashKernel(summaries, max_rows, batch.width)
 
         def attend(first: int, end: int, takes_turns: bool) -> list[torch.Tensor]:
             rows = RaggedTokens(
@@ -166,9 +166,11 @@ class Requests:
             ),
         )
 
-        def request_at(common: CommonAttentionMetadata, row: int) -> str:
+        rows = RowsV2(runner, group=0)  # type: ignore[arg-type]
+
+        def request_at(row: int) -> str:
             self.look_ups.append(row)
-            return RowsV2.request_at(runner, common, row)  # type: ignore[arg-type]
+            return rows.request_at(row)
 
         made: Any = EvictingFlashMetadataBuilder.__new__(EvictingFlashMetadataBuilder)
         scheduler = SimpleNamespace(max_num_seqs=1024)
@@ -181,15 +183,14 @@ class Requests:
             attention_config=SimpleNamespace(flash_attn_max_num_splits_for_cuda_graph=32),
             aot_schedule=version == 3,
         )
-        live = Regions(2000, SHAPE.num_pairs, torch.device("meta"))
+        live = Regions(2000, SHAPE, torch.device("meta"))
         prompts = range(self.num_decodes, self.num_decodes + len(self.prefills))
         for row in set(range(num_rows)) - set(prompts):
             live.add(f"r{row}", row + 1, 1, 1, torch.empty(SHAPE.num_pairs + 1, device="meta"))
         pool = make_pool(SHAPE, 8, "meta")
-        evictor = Evictor(config, SHAPE, pool, Ranks(), Stages(SHAPE.num_layers))
-        evictor.regions = live
-        rows = SimpleNamespace(find_row=partial(RowsV2.find, runner), request_at=request_at)
-        made.bind(evictor, rows)
+        evictor = Evictor(config, pool, Ranks(), Stages(SHAPE.num_layers))
+        evictor.regions = evictor.summaries.regions = live
+        made.bind(evictor, SimpleNamespace(find_row=rows.find_row, request_at=request_at))
         # So does vLLM with the first batch where windows differ between layers.
         made.aot_schedule = False
         return made
@@ -348,7 +349,7 @@ def test_a_server_that_waits_adds_one_launch_a_layer(num_waiting: int) -> None:
 
 def test_queries_go_to_the_rows_of_requests_that_wait() -> None:
     """Those of all others, and of padded tokens, to the row that nobody reads."""
-    pool = QueryPool(5, 2, 3, 4, torch.float32, torch.device("cpu"))
+    pool = QueryPool(5, CacheShape(2, 3, 1, 4, 16), torch.float32, torch.device("cpu"))
     decodes = DecodeQueries(pool, max_tokens=6)
     stored = decodes.of_batch(4)  # once, as a graph has it
     before = torch.randn(2, 6, 3, 4)

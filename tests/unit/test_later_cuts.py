@@ -26,7 +26,7 @@ from oracle.methods import Image, Layout, Mix
 from tests.configs import AdjustedConfig
 from tests.inputs import gates, head_scores, new_rng
 from tests.unit.test_ranks import Wire, kept_mask, run_out_of_memory
-from vllm_tgvkv.cache.pages import CacheShape, page_pool
+from vllm_tgvkv.cache.pages import page_pool
 from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.policies.head_scores import HeadScores
 from vllm_tgvkv.shared.budget import Budget
@@ -34,8 +34,8 @@ from vllm_tgvkv.shared.cuts import Ceiling, Cut, plan_cuts
 from vllm_tgvkv.shared.plan import ColumnSumChunk, Eviction, Failure, Observation, Outcome, StepPlan
 from vllm_tgvkv.shared.prompt import PromptMap, VisionSpan, Voters, voters
 from vllm_tgvkv.worker.evictor import Evictor
-from vllm_tgvkv.worker.ranks import Ranks, TensorRanks
-from vllm_tgvkv.worker.stages import Message, PipelineStages, Stages
+from vllm_tgvkv.worker.ranks import Ranks
+from vllm_tgvkv.worker.stages import Message, Stages
 
 LAYERS, HEAD_SIZE, SIZE, NUM_BLOCKS = 3, 16, 16, 120
 SCALE = HEAD_SIZE**-0.5
@@ -250,15 +250,15 @@ class Worker:
         """Of each step."""
         self.evictors: list[Evictor] = []
         for stage, of_stage in enumerate(ranks):
-            stages: Stages = Stages(LAYERS)
-            if len(layers) > 1:
-                stages = PipelineStages(
-                    layers, stage, partial(send, sent[stage]), lambda s: sent[s].popleft()
-                )
+            stages = Stages(
+                *layers,
+                stage=stage,
+                send=partial(send, sent[stage]),
+                receive=lambda s: sent[s].popleft(),
+            )
             cache = torch.full((NUM_BLOCKS, layers[stage], size, SIZE, 2 * HEAD_SIZE), torch.nan)
-            pool = page_pool(cache.unbind(1), slots_first=True)
-            shape = CacheShape(layers[stage], size, group, HEAD_SIZE, SIZE)
-            self.evictors.append(Evictor(config, shape, pool, of_stage, stages))
+            pool = page_pool(cache.unbind(1), group, slots_first=True)
+            self.evictors.append(Evictor(config, pool, of_stage, stages))
 
     def write(self, eviction: Eviction, num_tokens: int) -> None:
         """Write what is cached of new tokens to their blocks; clear fresh blocks."""
@@ -348,7 +348,7 @@ def serve(split: Split, model: Model, request: Request) -> tuple[list[Worker], l
     def work(rank: int) -> Worker:
         own: list[Ranks] = [Ranks() for _ in wires]
         if split.ranks > 1:
-            own = [TensorRanks(split.ranks, rank, split.replicas, w.end(rank)) for w in wires]
+            own = [Ranks(split.ranks, rank, split.replicas, w.end(rank)) for w in wires]
         try:
             with torch.inference_mode():
                 worker = Worker(model, request.config, own, split.stages)

@@ -120,8 +120,8 @@ def most_bytes(config: EvictionConfig, num_tokens: int, later: bool = False) -> 
     num_blocks = num_tokens // SHAPE.block_size
     size = (2 * num_blocks + 2, *PAGES)
     cache = torch.empty(size, dtype=torch.bfloat16, device="meta")
-    pool = page_pool(cache.unbind(1), slots_first=True)
-    evictor = Evictor(config, SHAPE, pool, Ranks(), Stages(SHAPE.num_layers))
+    pool = page_pool(cache.unbind(1), SHAPE.group_size, slots_first=True)
+    evictor = Evictor(config, pool, Ranks(), Stages(SHAPE.num_layers))
     old = np.arange(1, num_blocks + 1, dtype=np.int32)
     prompt = PromptMap(num_tokens, (VisionSpan(100, num_tokens - 2000, None),))
     policy = config.build_policy(config.policy)
@@ -303,7 +303,7 @@ def test_slices_keep_the_same(method: str, monkeypatch: pytest.MonkeyPatch) -> N
     for key_bytes in (1 << 30, 2 * num_sets * tokens * 8, 0):
         monkeypatch.setattr(select, "KEY_BYTES", key_bytes)
         guarded = scored.decide(20, Guard(0.7, 1))
-        assert 1 < guarded.num_retained < 20
+        assert 1 < guarded.num_token_blocks < 20
         found.append((scored.decide(9), guarded))
     for plain, guarded in found[1:]:
         for one, other in ((plain, found[0][0]), (guarded, found[0][1])):
@@ -330,14 +330,13 @@ def tensor_bytes(*owners: object) -> int:
 def test_region_state_and_the_query_pool_take_what_is_set_aside(decode: Any) -> None:
     config = settings("tgv", decode=decode)
     found = memory_outside_pool(config, SIZES)
-    block_size = SHAPE.block_size if decode else 0
-    regions = Regions(1000, SHAPE.num_pairs, torch.device("cpu"), block_size)
-    pool = page_pool(torch.empty(1000, *PAGES, device="meta").unbind(1), slots_first=True)
+    device = torch.device("cpu")
+    regions = Regions(1000, SHAPE, device, keeps_positions=bool(decode))
+    caches = torch.empty(1000, *PAGES, device="meta").unbind(1)
+    pool = page_pool(caches, SHAPE.group_size, slots_first=True)
     summaries = SummaryBlocks(pool, regions, are_used=False)
     assert tensor_bytes(regions) + tensor_bytes(summaries.counts) == 1000 * found.block_bytes
-    sizes = (SHAPE.num_layers, SHAPE.num_heads * SHAPE.group_size, SHAPE.head_size)
-    device = torch.device("cpu")
-    queries = QueryPool(config.num_query_rows, *sizes, torch.bfloat16, device)
+    queries = QueryPool(config.num_query_rows, SHAPE, torch.bfloat16, device)
     stored = DecodeQueries(queries, SIZES.max_rows) if config.waits else queries
     assert tensor_bytes(stored) == found.lines["query pool"]
 
@@ -408,8 +407,9 @@ SMALL = CacheShape(num_layers=2, num_heads=2, group_size=2, head_size=16, block_
 
 
 def small_evictor(config: EvictionConfig, num_blocks: int) -> Evictor:
-    pool = page_pool(torch.zeros(num_blocks, 2, 2, 16, 32).unbind(1), slots_first=True)
-    return Evictor(config, SMALL, pool, Ranks(), Stages(2))
+    caches = torch.zeros(num_blocks, 2, 2, 16, 32).unbind(1)
+    pool = page_pool(caches, SMALL.group_size, slots_first=True)
+    return Evictor(config, pool, Ranks(), Stages(2))
 
 
 @pytest.mark.parametrize("kernel", ["stock", "triton"])
@@ -427,7 +427,8 @@ def test_decode_kernels_are_allocated_at_start(kernel: str, max_rows: int) -> No
     )
     builder.bind(evictor, SimpleNamespace())
     sizes = replace(SIZES, shape=SMALL, max_rows=max_rows)
-    expected = sum(memory._of_decoding(config, sizes).values())
+    lines = memory._of_server(config, sizes)
+    expected = sum(lines.values()) - lines["query pool"]
     found = tensor_bytes(builder._kernel)
     assert 0 < found <= expected
     if kernel == "stock":
@@ -451,9 +452,7 @@ def test_the_page_has_these_formulas() -> None:
         sizes = replace(SIZES, step_tokens=8192, max_tokens=1 << 15, table_width=2048)
         policy = config.build_policy(method)
         found = {
-            **memory._of_decoding(config, sizes),
-            "query pool": memory._of_query_pool(config, sizes),
-            **memory._of_gates(config, sizes),
+            **memory._of_server(config, sizes),
             **memory._of_method(config, policy, sizes),
         }
         gates = config.gates

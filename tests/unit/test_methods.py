@@ -636,8 +636,8 @@ def test_fewest_blocks_that_hold_the_share(name: str, granularity: str, layout: 
     most = methods.retained_blocks(where.length, BLOCK_SIZE, auto.most)
     guard = Guard(auto.share, least_blocks(where, settings, auto))
     decision = scored(policy, seen, where, settings).decide(most, guard)
-    assert decision.num_retained is not None
-    assert int(decision.num_retained) == wanted.blocks, (mix, settings)
+    assert decision.num_token_blocks is not None
+    assert int(decision.num_token_blocks) == wanted.blocks, (mix, settings)
     assert torch.equal(decision.counts, wanted.pages)
     assert torch.equal(kept(decision, where, settings), wanted.kept)
 

@@ -59,8 +59,8 @@ def evictor_of(config: EvictionConfig, num_tokens: int) -> Evictor:
     num_blocks = 2 * (-(-num_tokens // SHAPE.block_size)) + 2
     size = (num_blocks, SHAPE.num_layers, SHAPE.num_heads, SHAPE.block_size, 2 * SHAPE.head_size)
     cache = torch.empty(size, dtype=torch.bfloat16, device="meta")
-    pool = page_pool(cache.unbind(1), slots_first=True)
-    return Evictor(config, SHAPE, pool, Ranks(), Stages(SHAPE.num_layers))
+    pool = page_pool(cache.unbind(1), SHAPE.group_size, slots_first=True)
+    return Evictor(config, pool, Ranks(), Stages(SHAPE.num_layers))
 
 
 def plan_of(config: EvictionConfig, num_tokens: int, stored: bool) -> StepPlan:

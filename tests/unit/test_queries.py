@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_tgvkv.cache.queries import ChunkQueries, QueryPool
+from vllm_tgvkv.cache.pages import CacheShape
+from vllm_tgvkv.cache.queries import QueryPool, StoredQueries
 from vllm_tgvkv.scheduler.query_rows import QueryRows
 from vllm_tgvkv.shared.plan import NO_ROW
 
@@ -48,7 +49,7 @@ def test_a_row_has_one_owner(num_rows: int, events: list[tuple[int, int, bool]])
 
 
 def test_queries_come_back_as_they_were_stored() -> None:
-    pool = QueryPool(6, 2, 4, 8, torch.float32, torch.device("cpu"))
+    pool = QueryPool(6, CacheShape(2, 2, 2, 8, 16), torch.float32, torch.device("cpu"))
     pool._queries.fill_(float("nan"))
     first, second = torch.randn(3, 4, 8), torch.randn(2, 4, 8)
     pool.store(0, torch.tensor([5, 1, 3]), first)
@@ -65,10 +66,10 @@ def test_tokens_of_a_chunk_are_stored_in_their_rows(data: st.DataObject, num_tok
     order = data.draw(st.permutations(range(num_tokens)))
     tokens = np.array(order[: data.draw(st.integers(1, num_tokens))])
     rows = np.array(data.draw(st.permutations(range(1, 7)))[: len(tokens)])
-    pool = QueryPool(6, 1, 4, 8, torch.float32, torch.device("cpu"))
+    pool = QueryPool(6, CacheShape(1, 2, 2, 8, 16), torch.float32, torch.device("cpu"))
     pool._queries.fill_(float("nan"))
     queries = torch.randn(num_tokens, 4, 8)
-    ChunkQueries(pool, tokens, rows).store(0, queries)
+    StoredQueries.of_tokens(pool, tokens, rows).store(0, queries)
     assert torch.equal(pool.load(slice(1), torch.from_numpy(rows))[0], queries[tokens])
     others = np.setdiff1d(np.arange(1, 7), rows)
     assert pool.load(slice(1), torch.from_numpy(others)).isnan().all()

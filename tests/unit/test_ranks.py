@@ -20,8 +20,7 @@ import torch
 
 from tests.configs import AdjustedConfig
 from tests.inputs import gates, head_scores, product
-from vllm_tgvkv.cache import pages
-from vllm_tgvkv.cache.pages import CacheShape, page_pool
+from vllm_tgvkv.cache.pages import page_pool
 from vllm_tgvkv.cache.ragged import RaggedKeys
 from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.gates.folder import GateKind
@@ -29,9 +28,9 @@ from vllm_tgvkv.policies import METHOD_NAMES, gates_of, has_summaries
 from vllm_tgvkv.shared.budget import Budget
 from vllm_tgvkv.shared.plan import ColumnSumChunk, Eviction, Failure, Observation, Outcome, StepPlan
 from vllm_tgvkv.shared.prompt import PromptMap, VisionSpan, voters
-from vllm_tgvkv.worker import observation
+from vllm_tgvkv.worker import observation, region_writer
 from vllm_tgvkv.worker.evictor import Evictor
-from vllm_tgvkv.worker.ranks import RankError, Ranks, SharedAttention, TensorRanks
+from vllm_tgvkv.worker.ranks import RankError, Ranks, SharedAttention
 from vllm_tgvkv.worker.stages import Stages
 
 LAYERS, HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE = 3, 4, 2, 16, 16
@@ -164,9 +163,8 @@ class Model:
         place = ranks.rank % replicas
         members = slice(place * group // replicas, (place + 1) * group // replicas)
         cache = self.keys[:, :, heads].contiguous()
-        pool = page_pool(cache.unbind(1), slots_first=True)
-        shape = CacheShape(LAYERS, cache.shape[2], group // replicas, HEAD_SIZE, BLOCK_SIZE)
-        evictor = Evictor(config, shape, pool, ranks, Stages(LAYERS))
+        pool = page_pool(cache.unbind(1), group // replicas, slots_first=True)
+        evictor = Evictor(config, pool, ranks, Stages(LAYERS))
         if evictor.context.gate_outputs is not None:
             evictor.context.gate_outputs.values.copy_(self.keys[:, :, heads, :, 0].abs().neg())
         evictor.begin_step(plan)
@@ -238,7 +236,7 @@ def run_ranks(
 
     def work(rank: int) -> Run:
         with torch.inference_mode():
-            ranks = TensorRanks(size, rank, replicas, wire.end(rank))
+            ranks = Ranks(size, rank, replicas, wire.end(rank))
             return model.evict(ranks, config, plan)
 
     return wire.run(work), wire
@@ -259,7 +257,7 @@ def run_out_of_memory(
 
     With `after`, it has done its work by then.
     """
-    owners = {"observe_layers": observation, "copy_kept": pages, "of_row": RaggedKeys}
+    owners = {"observe_layers": observation, "copy_kept": region_writer, "of_row": RaggedKeys}
     owner = owner or owners[part]
     real = getattr(owner, part)
 
@@ -354,11 +352,11 @@ def test_a_guard_finds_one_number_for_all_ranks(granularity: str) -> None:
         alone = model.evict(Ranks(), config, plan)
         runs, _ = run_ranks(model, 2, config, plan)
         for name in PROMPTS:
-            found = {run.outcomes[name].num_blocks for run in runs}  # type: ignore[union-attr]
+            found = {run.outcomes[name].num_retained for run in runs}  # type: ignore[union-attr]
             assert len(found) == 1
             numbers |= found
             if granularity == "layer":
-                assert found == {alone.outcomes[name].num_blocks}  # type: ignore[union-attr]
+                assert found == {alone.outcomes[name].num_retained}  # type: ignore[union-attr]
                 assert torch.equal(kept_by(runs, name), alone.kept(name))
     assert len(numbers) > 2
 
@@ -393,7 +391,7 @@ def test_what_fails_on_one_rank_fails_on_all(
         "strength": (type(policy.allocation), "strength"),
         "shares": (type(policy.allocation), "shares"),
     }.get(part, (None, part))
-    if part == "exchange" and method == "h2o" and granularity == "head":
+    if part == "exchange" and method == "h2o":
         pytest.skip("sums over all rows are exchanged otherwise")
 
     def now() -> bool:
@@ -426,7 +424,7 @@ def test_numbers_arrive_bit_by_bit() -> None:
     strengths[1, 0, 0, 0] = float("nan")
 
     def work(rank: int) -> list[torch.Tensor]:
-        ranks = TensorRanks(2, rank, 1, wire.end(rank))
+        ranks = Ranks(2, rank, 1, wire.end(rank))
         parts = [list(scores[rank]), list(strengths[rank]), list(scores[rank, ..., :0])]
         return ranks.stack(parts, per_head=True)
 

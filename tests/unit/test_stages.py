@@ -27,7 +27,7 @@ from vllm_tgvkv.cache.pages import CacheShape, page_pool
 from vllm_tgvkv.shared.plan import Failure, Outcome, StepPlan
 from vllm_tgvkv.worker.evictor import Evictor
 from vllm_tgvkv.worker.ranks import Ranks
-from vllm_tgvkv.worker.stages import PipelineStages, Stages, join_outcomes
+from vllm_tgvkv.worker.stages import Stages, join_outcomes
 
 assert LAYERS == 3
 
@@ -39,14 +39,17 @@ class Pipeline:
         self.sent: dict[int, deque[Any]] = defaultdict(deque)
         self.model, self.evictors = model, []
         for stage, size in enumerate(layers):
-            stages = PipelineStages(
-                layers, stage, self.sent[stage].append, lambda s: self.sent[s].popleft()
+            stages = Stages(
+                *layers,
+                stage=stage,
+                send=self.sent[stage].append,
+                receive=lambda s: self.sent[s].popleft(),
             )
             cache = model.keys[:, stages.first_layer :][:, :size].contiguous()
             _, _, heads, group, head_size = model.queries.shape
             shape = CacheShape(size, heads, group, head_size, BLOCK_SIZE)
-            pool = page_pool(cache.unbind(1), slots_first=True)
-            self.evictors.append(Evictor(config, shape, pool, Ranks(), stages))
+            pool = page_pool(cache.unbind(1), shape.group_size, slots_first=True)
+            self.evictors.append(Evictor(config, pool, Ranks(), stages))
 
     def run(self, plan: StepPlan) -> dict[str, Outcome | Failure]:
         """Run one step, stage after stage, so every message is sent before it is received."""
@@ -101,10 +104,10 @@ def test_the_last_stage_answers_for_all(
         ]
         if eviction.guard is None:
             assert set(blocks) == {eviction.num_retained}
-            assert outcome.num_blocks is None
+            assert outcome.num_retained is None
         else:
             assert len(set(blocks)) > 1
-            assert outcome.num_blocks == max(blocks)
+            assert outcome.num_retained == max(blocks)
         tail = PROMPTS[name].num_tokens % BLOCK_SIZE
         num_kept = int(torch.cat(counts).sum()) * BLOCK_SIZE / torch.cat(counts).numel()
         assert sum(outcome.kept.values()) == round(num_kept) + tail
@@ -146,13 +149,13 @@ def test_what_fails_on_one_stage_has_failed(
 def test_outcomes_are_joined_in_any_order() -> None:
     seen, kept = {"text": 90, "vision": 60}, {"text": 14, "vision": 10}
     part = Outcome("r", 7, 3, "tgv", seen, kept, {"copy": 1.0}, num_pairs=2)
-    more = replace(part, num_blocks=5, kept={"text": 13, "vision": 10}, num_pairs=1)
+    more = replace(part, num_retained=5, kept={"text": 13, "vision": 10}, num_pairs=1)
     others = [more, Failure("s", "first")]
-    stages = [[part, Failure("s", "second")], others, [replace(part, num_blocks=1)]]
+    stages = [[part, Failure("s", "second")], others, [replace(part, num_retained=1)]]
     for order in permutations(stages):
         found, failure = join_outcomes(order)
         assert isinstance(found, Outcome)
-        assert (found.num_blocks, found.kept) == (5, {"text": 41, "vision": 30})
+        assert (found.num_retained, found.kept) == (5, {"text": 41, "vision": 30})
         assert (found.num_pairs, found.seconds) == (5, {"copy": 3.0})
         assert failure == Failure("s", failure.error)  # type: ignore[union-attr]
     alone = Stages(4)
@@ -167,7 +170,7 @@ def test_a_message_is_waited_for_once_more_are_sent_than_steps_can_be_in_flight(
         sent.append(found)
         return SimpleNamespace(wait=partial(waited.append, len(sent) - 1))
 
-    stage = PipelineStages((2, 1, 2), 1, send, lambda stage: None)
+    stage = Stages(2, 1, 2, stage=1, send=send)
     assert (stage.first_layer, stage.model_layers, stage.is_last) == (2, 5, False)
     for number in range(5):
         stage.tell([Failure(str(number), "")])

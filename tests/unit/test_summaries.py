@@ -40,7 +40,7 @@ ROWS = num_rows(SIZE, HEAD_SIZE)
 def new_pool(slots_first: bool, dtype: torch.dtype = torch.float32, blocks: int = 24) -> PagePool:
     """Return a pool of random numbers."""
     caches = torch.randn(blocks, LAYERS, HEADS, SIZE, 2 * HEAD_SIZE).to(dtype)
-    return page_pool([caches[:, layer] for layer in range(LAYERS)], slots_first)
+    return page_pool([caches[:, layer] for layer in range(LAYERS)], GROUP, slots_first)
 
 
 def prompt_of(layout: Layout) -> Prompt:
@@ -73,8 +73,8 @@ class Request:
         self.two = torch.randn(2, PAIRS, 2, HEAD_SIZE) if two_tokens else None
         self.pool = new_pool(slots_first, blocks=48)
         self.pool.raw.fill_(torch.nan)
-        self.shape = self.pool.shape(GROUP)
-        self.regions = Regions(48, PAIRS, torch.device("cpu"), SIZE)
+        self.shape = self.pool.shape
+        self.regions = Regions(48, self.shape, torch.device("cpu"), keeps_positions=True)
         self.summaries = SummaryBlocks(self.pool, self.regions, are_used=True)
         self.free = (torch.randperm(47) + 1).int()
         self.row = self.take(0)
@@ -143,7 +143,7 @@ class Request:
             keys = RowKeys.of_blocks(self.row, length, self.shape)
             sources = slots_of_positions(positions, offsets, self.row[:replaced], PAIRS)
         else:
-            keys = RaggedKeys.of_row(self.row, length, self.regions, self.shape)
+            keys = RaggedKeys.of_row(self.row, length, self.regions)
             sources = keys.sources(positions, offsets)
         copy_kept(self.pool.keys, self.pool.values, sources, offsets, fresh, *size)
         is_vision = prompt.is_vision[: replaced * SIZE]

@@ -27,7 +27,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_tgvkv.shared.plan import Eviction
 from vllm_tgvkv.shared.prompt import PromptMap, Voters
 from vllm_tgvkv.worker.cuda import EvictingModelRunnerV1, EvictingModelRunnerV2, EvictionGPUWorker
-from vllm_tgvkv.worker.model_runner import RowsV2
+from vllm_tgvkv.worker.model_runner import RowsV1, RowsV2
 
 PROMPT, COMPRESSED = [1, 2, 3, 4], [7, 0, 0, 4]
 GROUP = 1
@@ -54,7 +54,8 @@ def eviction(request_id: str) -> Eviction:
 def runner(cls: type, observes: bool = False, **fields: Any) -> Any:
     """A model runner with the given fields only."""
     made = cls.__new__(cls)
-    worker = SimpleNamespace(observes=observes, group=GROUP)
+    rows = RowsV2 if issubclass(cls, EvictingModelRunnerV2) else RowsV1
+    worker = SimpleNamespace(observes=observes, rows=rows(made, GROUP))
     made.__dict__.update(worker=worker, shrunk=[], **fields)
     return made
 
@@ -136,11 +137,11 @@ def test_v2_reports_an_observed_step_as_not_uniform(observes: bool) -> None:
     state, uniform = ours.gather_batch_req_state(output, False)
     assert state.num_scheduled_tokens.tolist() == [1, 1]
     assert uniform == (None if observes else 1)
-    names = ["a", "b"]
-    assert [RowsV2.find(ours, SimpleNamespace(), name) for name in names] == [0, 1]
-    assert [RowsV2.request_at(ours, SimpleNamespace(), row) for row in (0, 1)] == names
+    rows, names = ours.worker.rows, ["a", "b"]
+    assert [rows.find_row(name) for name in names] == [0, 1]
+    assert [rows.request_at(row) for row in (0, 1)] == names
     assert ours.gather_batch_req_state(output, True) == (None, 1)
-    assert RowsV2.find(ours, SimpleNamespace(), "a") is None
+    assert rows.find_row("a") is None
 
 
 # -- rows that shrink ------------------------------------------------------------------------
@@ -340,6 +341,6 @@ def test_overridden_methods_exist_in_vllm() -> None:
         (EvictingModelRunnerV2, GPUModelRunnerV2),
     ):
         functions = {name for name, value in vars(cls).items() if inspect.isfunction(value)}
-        overridden = functions - {"find_row", "request_at", "rewrite_rows"}
+        overridden = functions - {"rewrite_rows"}
         assert overridden
         assert overridden <= set(dir(base)), overridden

@@ -5,7 +5,7 @@ Each step's batch is split in two. *Ragged rows* attend over head pages, one vir
 KV head: tokens of compressed requests, and the decode tokens that share a kernel call with them.
 The rest of the batch runs vLLM's own attention, unchanged.
 
-The classes here are mixins in front of vLLM's: `attention_cpu.py`, `attention_cuda.py`.
+The classes here are mixins in front of vLLM's: `cpu.py`, `cuda.py`.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ NOTHING: Rest = (None, slice(0))
 class BatchRows(Protocol):
     """Rows of the batch that is being built; vLLM's two model runners store them differently."""
 
-    def find_row(self, common: CommonAttentionMetadata, request_id: str) -> int | None:
+    def find_row(self, request_id: str) -> int | None:
         """Return a request's row, or None if it has none."""
 
-    def request_at(self, common: CommonAttentionMetadata, row: int) -> str:
+    def request_at(self, row: int) -> str:
         """Return the request in a row."""
 
 
@@ -76,7 +76,7 @@ class EvictingMetadata(Generic[Rows]):
     stock: AttentionMetadata | None
     """vLLM's metadata of the rest of the batch; None if all rows are ragged."""
     stock_tokens: Tokens
-    observer: Observer | None
+    observer: Observer | None = None
     """Set in steps in which it observes the layers."""
     stored_queries: StoredQueries | None = None
     """Set in steps in which every layer stores the queries itself, as part of a graph."""
@@ -108,7 +108,7 @@ class EvictingBackend:
 class EvictingBuilder(Generic[Rows]):
     """Builds `EvictingMetadata`: the ragged rows, and vLLM's metadata of the rest.
 
-    That of layers with a window has no observer and leaves all of a batch to vLLM.
+    The one of layers with a window has no observer and leaves all of a batch to vLLM.
     """
 
     slots_first: ClassVar[bool]
@@ -142,33 +142,26 @@ class EvictingBuilder(Generic[Rows]):
         fast_build: bool = False,
     ) -> EvictingMetadata[Rows]:
         common = common_attn_metadata
-        if self._observer is None:  # layers with a window, or no cache is allocated yet
-            ragged, (rest, tokens) = unsplit(common)
-        else:
-            ragged, (rest, tokens) = self.split(common)
+        observer = self._observer
+        # Layers with a window have no observer, and no layer has one before the cache is allocated.
+        ragged, (rest, tokens) = unsplit(common) if observer is None else self.split(common)
         stock = None
         if rest is not None:
             stock = super().build(common_prefix_len, rest, fast_build)  # type: ignore[misc]
-        observer = self._prepared(common)
-        stored_queries = None if observer is not None else self._stored_queries(common)
-        return EvictingMetadata(ragged, stock, tokens, observer, stored_queries)
+        metadata = EvictingMetadata(ragged, stock, tokens)
+        if observer is None:
+            return metadata
+        are_single, first_token = common.max_query_len == 1, self._first_token(common)
+        if observer.has_work(are_single):
+            observer.prepare(first_token)
+            metadata.observer = observer
+        elif are_single:  # which may be a graph
+            metadata.stored_queries = observer.stored_queries(common.num_reqs, first_token)
+        return metadata
 
     def split(self, common: CommonAttentionMetadata) -> Split[Rows]:
         """Split a batch, once the cache is allocated."""
         raise NotImplementedError
-
-    def _prepared(self, common: CommonAttentionMetadata) -> Observer | None:
-        """Return the observer, prepared for this batch, if it has to observe the step's layers."""
-        if self._observer is None or not self._observer.has_work(common.max_query_len == 1):
-            return None
-        self._observer.prepare(self._first_token(common))
-        return self._observer
-
-    def _stored_queries(self, common: CommonAttentionMetadata) -> StoredQueries | None:
-        """Return the store of this batch's queries, if it may be a graph that stores them."""
-        if self._observer is None or common.max_query_len != 1:
-            return None
-        return self._observer.stored_queries(common.num_reqs, self._first_token(common))
 
     def _first_token(self, common: CommonAttentionMetadata) -> Callable[[str], int]:
         """Return a function from a request's id to the index of its first token in a batch."""
@@ -178,7 +171,7 @@ class EvictingBuilder(Generic[Rows]):
             return common.query_start_loc_cpu.numpy()
 
         def first_token(request_id: str) -> int:
-            row = self._rows.find_row(common, request_id)
+            row = self._rows.find_row(request_id)
             assert row is not None, f"{request_id} is observed, but not in the batch"
             return int(starts()[row])
 
@@ -211,7 +204,12 @@ class EvictingImpl(Generic[Rows]):
         """
         self.layer = layer
         self.pool = pool
+        self.key_pages, self.value_pages = self.kernel_pages(pool)
         self._gate_outputs = gate_outputs
+
+    def kernel_pages(self, pool: PagePool) -> Sequence[torch.Tensor]:
+        """Return the pool's keys and values as the backend's kernel reads them."""
+        raise NotImplementedError
 
     def do_kv_cache_update(
         self,
@@ -355,15 +353,13 @@ def check_layer(impl: AttentionImpl, may_slide: bool = False) -> None:
     no_window = (-1, (-1, -1))  # on CPU, in FlashAttention
     if may_slide and impl.sliding_window not in no_window:
         return
+    shares = impl.kv_sharing_target_layer_name is not None
     for found, what in (
         (impl.alibi_slopes is not None, "ALiBi position biases"),
         (impl.sliding_window not in no_window, "sliding-window attention"),
         (bool(impl.logits_soft_cap), "soft-capped attention logits"),
         (impl.sinks is not None, "learned attention sinks"),
-        (
-            impl.kv_sharing_target_layer_name is not None and not may_slide,
-            "layers that share a KV cache",
-        ),
+        (shares and not may_slide, "layers that share a KV cache"),
     ):
         if found:
             raise UnsupportedByEvictionError(

@@ -10,6 +10,7 @@ when it recomputes what it had generated.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,9 +39,8 @@ from vllm_tgvkv.attention.base import (
     write_back,
 )
 from vllm_tgvkv.attention.observer import Observer
-from vllm_tgvkv.cache.pages import FP8, CacheShape, PageLayoutError, PagePool
+from vllm_tgvkv.cache.pages import FP8, PageLayoutError, PagePool
 from vllm_tgvkv.cache.regions import Regions
-from vllm_tgvkv.gates.outputs import GateOutputs
 from vllm_tgvkv.summaries.reads import SummaryReads
 
 _NUM_FP8_CODES = 123
@@ -85,9 +85,9 @@ class PageTables:
     Tests of tensors here do not synchronise: all of them are the host's.
     """
 
-    def __init__(self, regions: Regions, shape: CacheShape) -> None:
+    def __init__(self, regions: Regions) -> None:
         self._regions = regions
-        self._shape = shape
+        self._shape = shape = regions.shape
         self._tables = torch.empty(shape.num_layers, 0, shape.num_heads, 0, dtype=torch.int32)
         self._blocks = torch.empty(0, 0, dtype=torch.int32)
         """The rows' part of the last block table."""
@@ -115,15 +115,11 @@ class PageTables:
         needed = (seq_lens - 1) // size + 1
         num_pages = int(lengths.max() - 1) // size + 1
         blocks = block_table[:, : int(needed.max())]
-        if (
-            self.is_stale
-            or self._tables.shape[1] != len(blocks)
-            or self._tables.shape[3] < num_pages
-        ):
+        _, num_rows, _, width = self._tables.shape
+        if self.is_stale or num_rows != len(blocks) or width < num_pages:
             width = (num_pages // _TABLE_STEP + 1) * _TABLE_STEP
-            self._tables = self._tables.new_empty(
-                shape.num_layers, len(blocks), shape.num_heads, width
-            )
+            by_pair = (shape.num_layers, len(blocks), shape.num_heads, width)
+            self._tables = self._tables.new_empty(by_pair)
             self._num_blocks = torch.empty_like(needed)
             changed = torch.arange(len(blocks))
         else:
@@ -133,9 +129,7 @@ class PageTables:
             changed = is_changed.nonzero().squeeze(1)
         if len(changed):
             tables = torch.empty_like(self._tables[:, : len(changed)])
-            self._regions.write_page_tables(
-                block_table[changed], seq_lens[changed], size, 0, tables
-            )
+            self._regions.write_page_tables(block_table[changed], seq_lens[changed], 0, tables)
             self._tables[:, changed] = tables
             self._num_blocks[changed] = needed[changed]
         self._blocks, self._version = blocks, self._regions.version
@@ -169,9 +163,9 @@ class EvictingCPUMetadataBuilder(EvictingBuilder[VirtualSequences], CPUAttention
 
     def bind(self, observer: Observer, rows: BatchRows) -> None:
         super().bind(observer, rows)
-        self._tables = PageTables(observer.regions, observer.shape)
+        self._tables = PageTables(observer.regions)
         max_rows = self.vllm_config.scheduler_config.max_num_seqs
-        self._starts = torch.arange(max_rows * observer.shape.num_heads + 1, dtype=torch.int32)
+        self._starts = torch.arange(max_rows * observer.pool.shape.num_heads + 1, dtype=torch.int32)
 
     def split(self, common: CommonAttentionMetadata) -> Split[VirtualSequences]:
         """Split off all decode rows, and compressed rows with more than one token.
@@ -222,7 +216,8 @@ class EvictingCPUMetadataBuilder(EvictingBuilder[VirtualSequences], CPUAttention
 
     def _make_ragged(self, common: CommonAttentionMetadata, rows: torch.Tensor) -> VirtualSequences:
         """Describe some rows of a batch, int64 [R], to the kernel."""
-        shape, num_rows = self.observer.shape, len(rows)
+        regions, num_rows = self.observer.regions, len(rows)
+        num_layers, num_heads = regions.shape.num_layers, regions.shape.num_heads
         num_tokens = common.query_start_loc.diff()[rows]
         total = int(num_tokens.sum())
         only_decodes = total == num_rows
@@ -230,15 +225,14 @@ class EvictingCPUMetadataBuilder(EvictingBuilder[VirtualSequences], CPUAttention
         queries: Tokens
         if only_decodes:  # then they are the first of the batch, in order
             tokens, queries = slice(total), slice(None)
-            starts = self._starts[: num_rows * shape.num_heads + 1]
+            starts = self._starts[: num_rows * num_heads + 1]
         else:
             tokens = slice(None)
-            queries, starts = _queries_by_head(
-                common.query_start_loc[rows], num_tokens, shape.num_heads
-            )
+            first_tokens = common.query_start_loc[rows]
+            queries, starts = _queries_by_head(first_tokens, num_tokens, num_heads)
         block_table, seq_lens = common.block_table_tensor[rows], common.seq_lens[rows]
-        lengths = torch.empty(shape.num_layers, num_rows, shape.num_heads, dtype=torch.int32)
-        self.observer.regions.write_lengths(block_table, seq_lens, shape.block_size, lengths)
+        lengths = torch.empty(num_layers, num_rows, num_heads, dtype=torch.int32)
+        regions.write_lengths(block_table, seq_lens, lengths)
         ragged = VirtualSequences(
             seq_lens=seq_lens,
             starts=starts,
@@ -248,10 +242,7 @@ class EvictingCPUMetadataBuilder(EvictingBuilder[VirtualSequences], CPUAttention
             tokens=tokens,
             queries=queries,
             summaries=SummaryReads.of_rows(
-                self.observer.summaries,
-                block_table,
-                common.query_start_loc[rows],
-                common.query_start_loc[rows + 1],
+                self.observer.summaries, block_table, common.query_start_loc, rows
             ),
         )
         self._last = ragged if only_decodes else None
@@ -260,7 +251,7 @@ class EvictingCPUMetadataBuilder(EvictingBuilder[VirtualSequences], CPUAttention
     def _schedule(self, starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         return ops.cpu_attn_get_scheduler_metadata(
             num_reqs=lengths.numel(),
-            num_heads=self.observer.shape.group_size,
+            num_heads=self.observer.pool.shape.group_size,
             num_kv_heads=1,
             head_dim=self.head_dim,
             seq_lens=lengths.view(-1),
@@ -277,10 +268,8 @@ class EvictingCPUMetadataBuilder(EvictingBuilder[VirtualSequences], CPUAttention
 class EvictingCPUImpl(EvictingImpl[VirtualSequences], CPUAttentionBackendImpl):
     """One layer's attention, whose ragged rows run through vLLM's own kernel."""
 
-    def bind(self, layer: int, pool: PagePool, gate_outputs: GateOutputs | None = None) -> None:
-        super().bind(layer, pool, gate_outputs)
-        pages = pool.raw.view(-1, 1, 2 * pool.block_size, self.head_size)
-        self.key_pages, self.value_pages = pages.chunk(2, dim=2)
+    def kernel_pages(self, pool: PagePool) -> Sequence[torch.Tensor]:
+        return pool.raw.view(-1, 1, 2 * pool.shape.block_size, self.head_size).chunk(2, dim=2)
 
     def attend_ragged(
         self,

@@ -13,7 +13,7 @@ every later batch of its size, and building the metadata of such a step costs th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -42,7 +42,6 @@ from vllm_tgvkv.attention.base import (
 from vllm_tgvkv.attention.observer import Observer
 from vllm_tgvkv.cache.pages import CacheShape, PagePool
 from vllm_tgvkv.cache.regions import Regions
-from vllm_tgvkv.gates.outputs import GateOutputs
 from vllm_tgvkv.kernels.decode import DecodePlan, decode, plan_decode
 from vllm_tgvkv.summaries.blocks import SummaryBlocks
 
@@ -96,8 +95,8 @@ class RaggedKernel:
     several sets of tokens take turns in each layer, every layer fills it.
     """
 
-    def __init__(self, shape: CacheShape, regions: Regions, max_rows: int) -> None:
-        self.shape = shape
+    def __init__(self, regions: Regions, max_rows: int) -> None:
+        self.shape = shape = regions.shape
         self.regions = regions
         self.max_rows = max_rows
         self.device = regions.offsets.device
@@ -116,7 +115,7 @@ class RaggedKernel:
     def _write_lengths(self, rows: RaggedTokens) -> torch.Tensor:
         """Return the keys of every virtual sequence in every layer, int32 [L, R, H]."""
         lengths = self._lengths[:, : len(rows)]
-        self.regions.write_lengths(rows.block_table, rows.seq_lens, self.shape.block_size, lengths)
+        self.regions.write_lengths(rows.block_table, rows.seq_lens, lengths)
         return lengths
 
 
@@ -127,17 +126,11 @@ class FlashKernel(RaggedKernel):
     start of one buffer.
     """
 
-    def __init__(
-        self,
-        shape: CacheShape,
-        regions: Regions,
-        max_rows: int,
-        width: int,
-        summaries: SummaryBlocks,
-    ) -> None:
-        super().__init__(shape, regions, max_rows)
+    def __init__(self, summaries: SummaryBlocks, max_rows: int, width: int) -> None:
+        super().__init__(summaries.regions, max_rows)
         self._width = width
         self._summaries = summaries
+        shape = self.shape
         size = self.num_entries(shape, max_rows, width)
         # Never anything but valid pages: FlashAttention may load entries after a sequence's last.
         self._buffer = torch.zeros(size, dtype=torch.int32, device=self.device)
@@ -166,15 +159,11 @@ class FlashKernel(RaggedKernel):
         # [R, H * G, D] is [R * H, G, D] as well. vLLM's queries may be a slice of a fused
         # projection; then reshaping copies them.
         by_head = (-1, shape.group_size, shape.head_size)
-        inputs = (
-            query.reshape(by_head),
-            output.view(by_head),
-            self._layer_lengths[layer],
-            self._layer_tables[index],
-        )
+        queries, outputs = query.reshape(by_head), output.view(by_head)
+        inputs = (queries, outputs, self._layer_lengths[layer], self._layer_tables[index])
         size = rows.rows_per_launch
-        for number, part in enumerate(_slices(inputs, size * shape.num_heads)):
-            q, out, lengths, table = part
+        parts = _slices(inputs, size * shape.num_heads)
+        for number, (q, out, lengths, table) in enumerate(parts):
             found = flash_attn.flash_attn_varlen_func(
                 q=q,
                 k=impl.key_pages,
@@ -214,19 +203,16 @@ class FlashKernel(RaggedKernel):
             num_layers = min(self._layers_at_once(rows), shape.num_layers - layer)
         size = (num_layers, len(rows), shape.num_heads, self._width)
         tables = self._buffer[: math.prod(size)].view(size)
-        self.regions.write_page_tables(
-            rows.block_table, rows.seq_lens, shape.block_size, layer, tables
-        )
+        self.regions.write_page_tables(rows.block_table, rows.seq_lens, layer, tables)
         return tables.flatten(1, 2).unbind()
 
 
 class TritonKernel(RaggedKernel):
     """This package's kernel, which computes pages instead of reading tables."""
 
-    def __init__(
-        self, shape: CacheShape, regions: Regions, max_rows: int, dtype: torch.dtype
-    ) -> None:
-        super().__init__(shape, regions, max_rows)
+    def __init__(self, regions: Regions, max_rows: int, dtype: torch.dtype) -> None:
+        super().__init__(regions, max_rows)
+        shape = self.shape
         self._plan = DecodePlan.for_device(
             shape.num_layers,
             max_rows,
@@ -250,9 +236,7 @@ class TritonKernel(RaggedKernel):
             impl.pool.values,
             rows.block_table,
             self._current_lengths,
-            self.regions.num_token_blocks,
-            self.regions.num_replaced,
-            self.regions.offsets,
+            *self.regions.state,
             impl.layer,
             impl.scale,
             self._current_plan,
@@ -280,7 +264,7 @@ class EvictingFlashMetadataBuilder(EvictingBuilder[RaggedTokens], FlashAttention
     def bind(self, observer: Observer, rows: BatchRows) -> None:
         """Attach the worker's observer, and allocate the kernel's memory, which graphs refer to."""
         super().bind(observer, rows)
-        shape, config = observer.shape, self.vllm_config
+        shape, config = observer.pool.shape, self.vllm_config
         max_rows = max(config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
         self._most_rows = _MAX_SPLIT_SEQUENCES // shape.num_heads
         # Of FlashAttention 3. Where windows differ between layers, vLLM clears it with the first
@@ -288,12 +272,11 @@ class EvictingFlashMetadataBuilder(EvictingBuilder[RaggedTokens], FlashAttention
         self._splits = self.aot_schedule
         self._kernel: RaggedKernel
         if observer.decode_kernel == "triton":
-            dtype = observer.pool.raw.dtype
-            self._kernel = TritonKernel(shape, observer.regions, max_rows, dtype)
+            self._kernel = TritonKernel(observer.regions, max_rows, observer.pool.raw.dtype)
         else:
             width = cdiv(config.model_config.max_model_len, shape.block_size)
-            self._kernel = FlashKernel(shape, observer.regions, max_rows, width, observer.summaries)
-        if self.use_full_cuda_graph and observer.records_decodes:
+            self._kernel = FlashKernel(observer.summaries, max_rows, width)
+        if self.use_full_cuda_graph:
             observer.record_decodes(max_rows)
 
     def split(self, common: CommonAttentionMetadata) -> Split[RaggedTokens]:
@@ -320,13 +303,9 @@ class EvictingFlashMetadataBuilder(EvictingBuilder[RaggedTokens], FlashAttention
         self, common: CommonAttentionMetadata, num_rows: int, takes_turns: bool = False
     ) -> RaggedTokens:
         """Return the first rows of a batch, which have one token each."""
-        return self._ragged_tokens(
-            common.block_table_tensor[:num_rows],
-            common.seq_lens[:num_rows],
-            common.max_seq_len,
-            slice(num_rows),
-            takes_turns,
-        )
+        tokens = slice(num_rows)
+        block_table, seq_lens = common.block_table_tensor[tokens], common.seq_lens[tokens]
+        return self._ragged_tokens(block_table, seq_lens, common.max_seq_len, tokens, takes_turns)
 
     def _replayed_rows(self, common: CommonAttentionMetadata, num_decodes: int) -> list[int]:
         """Return the compressed requests with several tokens in this step, ascending.
@@ -336,24 +315,21 @@ class EvictingFlashMetadataBuilder(EvictingBuilder[RaggedTokens], FlashAttention
         """
         owns, request_at = self.observer.regions.owns, self._rows.request_at
         rows = range(num_decodes, common.num_reqs)
-        return [row for row in rows if owns(request_at(common, row))]
+        return [row for row in rows if owns(request_at(row))]
 
     def _replayed_tokens(self, common: CommonAttentionMetadata, row: int) -> Iterator[RaggedTokens]:
         """Yield the tokens of one compressed request, in slices of bounded memory."""
         start, end = common.query_start_loc_cpu[row : row + 2].tolist()
         size = min(_REPLAY_ROWS, self._kernel.max_rows, self._most_rows)
         for first in range(start, end, size):
-            tokens = slice(first, min(first + size, end))
+            last = min(first + size, end)
             # Keys up to each token: the row's last token sees all of them.
-            before_end = torch.arange(
-                tokens.start - end + 1, tokens.stop - end + 1, device=self.device
-            )
+            before_end = torch.arange(first - end + 1, last - end + 1, device=self.device)
+            block_table = common.block_table_tensor[row].expand(len(before_end), -1)
+            seq_lens = (common.seq_lens[row] + before_end).int()
+            tokens = slice(first, last)
             yield self._ragged_tokens(
-                common.block_table_tensor[row].expand(len(before_end), -1),
-                (common.seq_lens[row] + before_end).int(),
-                common.max_seq_len,
-                tokens,
-                takes_turns=True,
+                block_table, seq_lens, common.max_seq_len, tokens, takes_turns=True
             )
 
     def _ragged_tokens(
@@ -401,18 +377,13 @@ class EvictingFlashMetadataBuilder(EvictingBuilder[RaggedTokens], FlashAttention
 class EvictingFlashImpl(EvictingImpl[RaggedTokens], FlashAttentionImpl):
     """One layer's attention, whose ragged tokens run through a `RaggedKernel`."""
 
-    def bind(self, layer: int, pool: PagePool, gate_outputs: GateOutputs | None = None) -> None:
-        super().bind(layer, pool, gate_outputs)
+    def kernel_pages(self, pool: PagePool) -> Sequence[torch.Tensor]:
         # One head, whose stride is one that the tensor memory accelerator accepts.
-        pages = pool.raw.view(-1, pool.block_size, 1, 2 * self.head_size)
-        self.key_pages, self.value_pages = pages.split(self.head_size, dim=-1)
+        pages = pool.raw.view(-1, pool.shape.block_size, 1, 2 * self.head_size)
+        return pages.split(self.head_size, dim=-1)
 
     def attend_ragged(
-        self,
-        rows: RaggedTokens,
-        layer: AttentionLayer,
-        query: torch.Tensor,
-        output: torch.Tensor,
+        self, rows: RaggedTokens, layer: AttentionLayer, query: torch.Tensor, output: torch.Tensor
     ) -> None:
         rows.kernel.attend(self, rows, query[rows.tokens], output[rows.tokens])
 

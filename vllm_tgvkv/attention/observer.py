@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from vllm_tgvkv.cache.pages import CacheShape, PagePool
+from vllm_tgvkv.cache.pages import PagePool
 from vllm_tgvkv.cache.queries import StoredQueries
 from vllm_tgvkv.cache.regions import Regions
 from vllm_tgvkv.summaries.blocks import SummaryBlocks
@@ -17,23 +17,20 @@ from vllm_tgvkv.summaries.blocks import SummaryBlocks
 class Observer(Protocol):
     """Sees each layer of a step after its attention; the worker's `Evictor` is one."""
 
-    shape: CacheShape
     pool: PagePool
     regions: Regions
     """State of compressed rows, which attention reads."""
     summaries: SummaryBlocks
     """Summaries of compressed rows, which attention reads as well."""
-
-    @property
-    def decode_kernel(self) -> Literal["stock", "triton"]:
-        """Return the kernel that ragged rows are decoded with."""
-
-    @property
-    def records_decodes(self) -> bool:
-        """Return whether tokens of answers vote, so that a graph has to store their queries."""
+    decode_kernel: Literal["stock", "triton"]
+    """The kernel that ragged rows are decoded with."""
 
     def record_decodes(self, max_tokens: int) -> None:
-        """Store the queries of steps of single tokens through `stored_queries` from now on."""
+        """Store the queries of steps of single tokens through `stored_queries` from now on.
+
+        So a graph stores them. Nothing changes where no tokens of answers vote. `max_tokens` is the
+        most tokens of such a step, padded ones included.
+        """
 
     def has_work(self, single_tokens: bool) -> bool:
         """Return whether this step's layers are observed."""
@@ -48,7 +45,10 @@ class Observer(Protocol):
     def stored_queries(
         self, num_tokens: int, first_token: Callable[[str], int]
     ) -> StoredQueries | None:
-        """Return the store of a step of single tokens that is not observed, or None."""
+        """Return the store of a step of single tokens that is not observed, for its attention.
+
+        None if this server records none. `num_tokens` includes padded ones.
+        """
 
     def observe_layer(self, layer: int, queries: torch.Tensor, scale: float) -> None:
         """Observe one layer, once its keys are in the cache and its attention has run.

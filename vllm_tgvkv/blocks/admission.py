@@ -76,7 +76,6 @@ class PrefillOrder:
         """Number of the last of them."""
 
     def begin_step(self) -> None:
-        """Start a step, in which no prefill has advanced yet."""
         self._step += 1
         self._advanced, self._last_advanced = Sums(), 0
 
@@ -146,7 +145,14 @@ class PrefillOrder:
         Only prefills that advance in this step are waited for: one that does not may itself wait
         for something that this one holds, such as a place in the encoder's cache.
         """
-        needed = self._advanced_before(self.prefills[request_id]).needed
+        prefill, sums = self.prefills[request_id], self._advanced
+        if sums is None or prefill.number <= self._last_advanced:
+            sums = Sums.of(
+                other
+                for other in self.prefills.values()
+                if other.number < prefill.number and other.last_step == self._step
+            )
+        needed = sums.needed
         return needed is None or num_blocks + needed <= num_free
 
     def needed(self) -> int:
@@ -159,16 +165,7 @@ class PrefillOrder:
         Args:
             num_shared: blocks that they do not give back, because the next request shares them.
         """
-        num_left = sum(prefill.num_left for prefill in self.prefills.values())
-        num_returned = sum(prefill.num_returned for prefill in self.prefills.values())
-        num_passing = sum(prefill.num_passing for prefill in self.prefills.values())
-        return max(num_returned - num_shared, 0) + num_passing - num_left
-
-    def _advanced_before(self, prefill: Prefill) -> Sums:
-        if self._advanced is not None and prefill.number > self._last_advanced:
-            return self._advanced
-        return Sums.of(
-            other
-            for other in self.prefills.values()
-            if other.number < prefill.number and other.last_step == self._step
-        )
+        prefills = self.prefills.values()
+        num_returned = sum(prefill.num_returned for prefill in prefills)
+        change = sum(prefill.num_passing - prefill.num_left for prefill in prefills)
+        return max(num_returned - num_shared, 0) + change

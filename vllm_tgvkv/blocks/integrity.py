@@ -32,7 +32,13 @@ def check_integrity(
     Raises:
         IntegrityError: at the first disagreement.
     """
-    owners = _owners(manager, others)
+    owners: Counter[int] = Counter()
+    """How many rows and reservations hold each block."""
+    for rows in (manager, *others):
+        for blocks in rows.req_to_blocks.values():
+            owners.update(block.block_id for block in blocks if not block.is_null)
+    for compression in manager.compressions.values():
+        owners.update(block.block_id for block in compression.reserved)
     _check_pool(manager.block_pool, owners)
     for request_id, compression in manager.compressions.items():
         row = manager.req_to_blocks.get(request_id, ())
@@ -42,17 +48,6 @@ def check_integrity(
         raise IntegrityError(f"blocks are held for unknown requests {sorted(unknown)}")
     if unknown := manager.compressions.keys() - known_ids:
         raise IntegrityError(f"evictions are pending for unknown requests {sorted(unknown)}")
-
-
-def _owners(manager: EvictingManager, others: Sequence[SingleTypeKVCacheManager]) -> Counter[int]:
-    """Return how many rows and reservations hold each block."""
-    owners: Counter[int] = Counter()
-    for rows in (manager, *others):
-        for blocks in rows.req_to_blocks.values():
-            owners.update(block.block_id for block in blocks if not block.is_null)
-    for compression in manager.compressions.values():
-        owners.update(block.block_id for block in compression.reserved)
-    return owners
 
 
 def _check_pool(pool: BlockPool, owners: Counter[int]) -> None:

@@ -91,8 +91,6 @@ class EvictingManager(FullAttentionManager):
         """The request that vLLM is about to admit."""
         self.released: list[int] = []
         """First block ids of regions dropped since the last drain."""
-        self.num_other_blocks = 0
-        """Most blocks that a request holds for layers that are not evicted."""
         self.others = OtherBlocks()
         """Blocks that requests hold for layers that are not evicted."""
         self.record_freed = False
@@ -124,7 +122,7 @@ class EvictingManager(FullAttentionManager):
         tokens take the place of blocks that the prompt gave back.
         """
         usable = self.block_pool.num_gpu_blocks - 1  # the null block is never handed out
-        return max(cuts.peaks()) + self.num_other_blocks <= usable
+        return max(cuts.peaks()) + self.others.most <= usable
 
     def get_num_blocks_to_allocate(
         self,
@@ -144,13 +142,9 @@ class EvictingManager(FullAttentionManager):
         if apply_admission_cap and compression and compression.cut:
             # A request that waits for its answer has room for it, and for the fresh blocks.
             num_tokens = max(num_tokens, compression.cut.at)
+        asked = (request_id, num_tokens, new_computed_blocks, *args)
         num_blocks = super().get_num_blocks_to_allocate(
-            request_id,
-            num_tokens,
-            new_computed_blocks,
-            *args,
-            apply_admission_cap=apply_admission_cap,
-            **kwargs,
+            *asked, apply_admission_cap=apply_admission_cap, **kwargs
         )
         if compression and (num_fresh := compression.num_to_reserve(num_tokens)):
             num_free = self.block_pool.get_num_free_blocks()
@@ -162,7 +156,8 @@ class EvictingManager(FullAttentionManager):
         if not apply_admission_cap:
             return num_blocks + self.order.needed()
         num_shared = sum(block.ref_cnt > 0 for block in new_computed_blocks)
-        prefill = self._prefill(compression, num_tokens, num_shared)
+        cut = compression.cut if compression else None
+        prefill = self._prefill(cut, num_tokens, num_shared)
         self._admission = request_id, prefill
         # The prompt gives blocks back before the tokens that follow it are computed again.
         num_blocks -= min(prefill.num_replayed, prefill.num_returned)
@@ -197,19 +192,14 @@ class EvictingManager(FullAttentionManager):
             return True
         num_blocks = cdiv(num_tokens, self.block_size) - len(self.req_to_blocks[request_id])
         num_blocks += self.others.growth(request, num_tokens)
-        compression = self.compressions.get(request_id)
-        if compression:
+        if compression := self.compressions.get(request_id):
             num_blocks += compression.num_to_reserve(num_tokens)
-        num_free = self.block_pool.get_num_free_blocks()
-        return self.order.may_take(request_id, num_blocks, num_free)
+        return self.order.may_take(request_id, num_blocks, self.block_pool.get_num_free_blocks())
 
-    def _prefill(
-        self, compression: Compression | None, num_tokens: int, num_shared: int
-    ) -> Prefill:
+    def _prefill(self, cut: Cut | None, num_tokens: int, num_shared: int) -> Prefill:
         num_blocks = cdiv(num_tokens, self.block_size)
-        if compression is None or compression.cut is None:
+        if cut is None:
             return Prefill(num_blocks, num_shared=num_shared, num_tokens=num_tokens)
-        cut = compression.cut
         num_first = cdiv(cut.at, self.block_size)
         return Prefill(
             num_first,
@@ -256,27 +246,24 @@ class EvictingManager(FullAttentionManager):
         free_before = self.block_pool.get_num_free_blocks()
         self._give_back(old)
         if request_id in self.order.prefills:
-            windows = self._passing(request_id, cut.at)
-            self.order.evict(request_id, len(blocks), windows)
+            self.order.evict(request_id, len(blocks), self._passing(request_id, cut.at))
         return self.block_pool.get_num_free_blocks() - free_before - len(fresh)
 
     def num_held(self) -> tuple[int, int]:
         """Return the number of compressed requests and of the blocks they hold."""
-        compressed = [(r, c) for r, c in self.compressions.items() if c.swapped]
-        blocks = sum(
-            c.num_retained + len(self.req_to_blocks[r]) - c.num_replaced for r, c in compressed
-        )
-        return len(compressed), blocks
+        blocks = [
+            len(self.req_to_blocks[request_id]) - each.num_replaced + each.num_retained
+            for request_id, each in self.compressions.items()
+            if each.swapped
+        ]
+        return len(blocks), sum(blocks)
 
     def num_held_by(self, request_id: str) -> int:
         """Return the blocks of a request's row, null blocks not counted."""
         return sum(not block.is_null for block in self.req_to_blocks[request_id])
 
     def block_ids(self, request_id: str, num_tokens: int | None = None) -> np.ndarray:
-        """Return the block ids of a request's first tokens, int32 [ceil(num_tokens / N)].
-
-        Without `num_tokens`, return all blocks of its row.
-        """
+        """Return the block ids of a request's first tokens, of all by default, int32."""
         end = None if num_tokens is None else cdiv(num_tokens, self.block_size)
         blocks = self.req_to_blocks[request_id][:end]
         return np.array([block.block_id for block in blocks], dtype=np.int32)
@@ -287,10 +274,9 @@ class EvictingManager(FullAttentionManager):
         Its pages are dealt to the first blocks, so no page table points to the others. Returns
         the number of blocks given back, or None if the region does not exist any more.
         """
-        compression = self.compressions.get(request_id)
-        if compression is None or not compression.swapped:
+        if not self.is_compressed(request_id):
             return None
-        blocks = self.req_to_blocks[request_id]
+        compression, blocks = self.compressions[request_id], self.req_to_blocks[request_id]
         if blocks[0].block_id != first_block:
             return None
         spare = slice(num_retained, compression.num_retained)
@@ -320,13 +306,11 @@ class EvictingManager(FullAttentionManager):
         self._record_freed(blocks)
         return blocks
 
-    def drain_released(self) -> list[int]:
-        released, self.released = self.released, []
-        return released
-
-    def drain_freed(self) -> list[int]:
-        freed, self.freed = self.freed, []
-        return freed
+    def drain(self) -> tuple[list[int], list[int]]:
+        """Return `released` and `freed`, and begin new lists."""
+        drained = self.released, self.freed
+        self.released, self.freed = [], []
+        return drained
 
     def _give_back(self, blocks: Sequence[KVCacheBlock]) -> None:
         self._record_freed(blocks)
@@ -368,11 +352,6 @@ class WindowManager(OtherLayersManager, SlidingWindowManager):
 class StateManager(OtherLayersManager, MambaManager):
     """A `MambaManager` for the states of requests that may be compressed."""
 
-    @property
-    def caches_states(self) -> bool:
-        """Whether states at the ends of blocks enter the prefix cache."""
-        return self.enable_caching and self.mamba_cache_mode == "align"
-
 
 def connect_managers(
     managers: Sequence[SingleTypeKVCacheManager], num_steps: int
@@ -391,8 +370,7 @@ def connect_managers(
         if isinstance(manager, EvictingManager)
     )
     others = [other for other in managers if other is not manager]
-    manager.num_other_blocks = num_other_blocks(others, num_steps)
-    manager.others = OtherBlocks(others)
+    manager.others = OtherBlocks(others, num_steps)
     for other in others:
         if isinstance(other, OtherLayersManager):
             other.evicting = manager
@@ -419,24 +397,6 @@ def uncache_uncomputed(managers: Sequence[SingleTypeKVCacheManager], request: Re
         first = request.num_computed_tokens // manager.block_size
         blocks = manager.req_to_blocks.get(request.request_id, [])[first:]
         manager.block_pool.evict_blocks({block.block_id for block in blocks if not block.is_null})
-
-
-def num_other_blocks(managers: Sequence[SingleTypeKVCacheManager], num_steps: int) -> int:
-    """Return the most blocks that a request holds in these managers.
-
-    They are those of its windows, with the tokens of the steps in flight, and of its states: one
-    that each step overwrites, or with prefix caching one that each step starts from, and the last
-    one's result.
-
-    Args:
-        num_steps: steps that are in flight at the same time.
-    """
-    return sum(
-        1 + manager.num_speculative_blocks + manager.caches_states * num_steps
-        if isinstance(manager, StateManager)
-        else manager.max_admission_blocks_per_request or 0
-        for manager in managers
-    )
 
 
 @register_kv_cache_spec(manager_class=EvictingManager, uniform_type_base_spec=FullAttentionSpec)

@@ -26,9 +26,20 @@ _DECODED_IN_FLIGHT = 2
 class OtherBlocks:
     """Blocks of the windows and states of all groups of layers that are not evicted."""
 
-    def __init__(self, managers: Sequence[SingleTypeKVCacheManager] = ()) -> None:
+    def __init__(
+        self, managers: Sequence[SingleTypeKVCacheManager] = (), num_steps: int = 1
+    ) -> None:
+        """`num_steps` is the number of steps that are in flight at the same time."""
         self._windows = [each for each in managers if isinstance(each, SlidingWindowManager)]
         self._states = [each for each in managers if isinstance(each, MambaManager)]
+        self.caches_states = any(map(_caches_states, self._states))
+        """Whether states at the ends of blocks enter the prefix cache."""
+        # Of windows, with the tokens of the steps in flight. Of states one that each step
+        # overwrites, or with prefix caching one that it starts from, and the last one's result.
+        self.most = sum(each.max_admission_blocks_per_request or 0 for each in self._windows)
+        """Most blocks that a request holds."""
+        for each in self._states:
+            self.most += 1 + each.num_speculative_blocks + _caches_states(each) * num_steps
 
     def windows(self, num_tokens: int) -> int:
         """Return the blocks of a request's windows once `num_tokens` of it are computed."""
@@ -79,15 +90,14 @@ class OtherBlocks:
             left = max(min(cdiv(num_last, manager.block_size) - length, most - num_held), 0)
             taken += left
             num_shared = sum(block.ref_cnt > 1 for block in held)
-            rest = _most_while_decoding(manager)
+            # The answer's window may begin and end within a block.
+            rest = cdiv(manager.sliding_window - 1 + _DECODED_IN_FLIGHT, manager.block_size) + 1
             given_back += max(num_held + left - max(rest, num_shared), 0)
         return taken, given_back
 
     def growth(self, request: Request, num_tokens: int) -> int:
-        """Return the free blocks that a chunk up to `num_tokens` costs; negative if it frees some.
-
-        vLLM frees what is behind the windows first.
-        """
+        """Return the free blocks that a chunk up to `num_tokens` costs; it may free some."""
+        # vLLM frees what is behind the windows first.
         num_processed = max(request.num_computed_tokens - request.num_in_flight_tokens, 0)
         change = 0
         for manager in self._windows:
@@ -109,7 +119,5 @@ def _real(blocks: Sequence[KVCacheBlock], end: int) -> list[KVCacheBlock]:
     return found
 
 
-def _most_while_decoding(manager: SlidingWindowManager) -> int:
-    # It may begin and end within a block.
-    num_tokens = manager.sliding_window - 1 + _DECODED_IN_FLIGHT
-    return cdiv(num_tokens, manager.block_size) + 1
+def _caches_states(manager: MambaManager) -> bool:
+    return manager.enable_caching and manager.mamba_cache_mode == "align"

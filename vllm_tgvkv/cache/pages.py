@@ -13,14 +13,7 @@ from dataclasses import dataclass
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_tgvkv.kernels.copy import copy_kept
-from vllm_tgvkv.kernels.merge import merge_evicted
-
-FP8 = {
-    "fp8": torch.float8_e4m3fn,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-}
+FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """Element types of a quantised cache, by vLLM's `--kv-cache-dtype`.
 
 A layer has one scale for all of its keys and one for its values. So a page can move within its
@@ -63,43 +56,11 @@ class PagePool:
     raw: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
-    num_layers: int
-    num_heads: int
-    block_size: int
-
-    @property
-    def pages_per_block(self) -> int:
-        return self.num_layers * self.num_heads
+    shape: CacheShape
 
     @property
     def num_blocks(self) -> int:
-        return self.raw.shape[0] // self.pages_per_block
-
-    @property
-    def head_size(self) -> int:
-        return self.keys.shape[2]
-
-    def shape(self, group_size: int) -> CacheShape:
-        """Return the cache's sizes, with `group_size` query heads for each KV head."""
-        return CacheShape(
-            self.num_layers, self.num_heads, group_size, self.head_size, self.block_size
-        )
-
-    def copy(self, sources: torch.Tensor, offsets: torch.Tensor, blocks: torch.Tensor) -> None:
-        """Copy kept tokens to fresh blocks, see `copy_kept`."""
-        sizes = (self.num_layers, self.num_heads)
-        copy_kept(self.keys, self.values, sources, offsets, blocks, *sizes)
-
-    def merge(
-        self,
-        positions: torch.Tensor,
-        offsets: torch.Tensor,
-        old_blocks: torch.Tensor,
-        blocks: torch.Tensor,
-    ) -> None:
-        """Merge evicted tokens into the kept ones, see `merge_evicted`."""
-        sizes = (self.num_layers, self.num_heads)
-        merge_evicted(self.keys, self.values, positions, offsets, old_blocks, blocks, *sizes)
+        return self.raw.shape[0] // self.shape.num_pairs
 
     def fill(self, blocks: Sequence[int], value: float) -> None:
         """Fill blocks with a value; vLLM's CPU kernel reads the NaN of e4m3 as 240."""
@@ -108,7 +69,10 @@ class PagePool:
 
 
 def page_pool(
-    layer_caches: Sequence[torch.Tensor], slots_first: bool, dtype: torch.dtype | None = None
+    layer_caches: Sequence[torch.Tensor],
+    group_size: int,
+    slots_first: bool,
+    dtype: torch.dtype | None = None,
 ) -> PagePool:
     """Build the pool from vLLM's per-layer views [num_blocks, H, N, 2 * D], in layer order.
 
@@ -148,4 +112,5 @@ def page_pool(
         keys, values = pages.view(num_pages, 2, -1).unbind(1)
         values = values.unflatten(1, (block_size, head_size))
         keys = keys.unflatten(1, (head_size, block_size)).transpose(1, 2)
-    return PagePool(raw, keys, values, num_layers, num_heads, block_size)
+    shape = CacheShape(num_layers, num_heads, group_size, head_size, block_size)
+    return PagePool(raw, keys, values, shape)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
+from vllm_tgvkv.cache.pages import CacheShape
 from vllm_tgvkv.shared.plan import NO_ROW
 
 
@@ -22,15 +23,10 @@ class QueryPool:
     """The worker's side: the queries themselves, [L, num_rows + 1, H * G, D]."""
 
     def __init__(
-        self,
-        num_rows: int,
-        num_layers: int,
-        num_query_heads: int,
-        head_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, num_rows: int, shape: CacheShape, dtype: torch.dtype, device: torch.device
     ) -> None:
-        size = (num_layers, num_rows + 1, num_query_heads, head_size)
+        num_heads = shape.num_heads * shape.group_size
+        size = (shape.num_layers, num_rows + 1, num_heads, shape.head_size)
         self._queries = torch.empty(size, dtype=dtype, device=device)
         self._layers = self._queries.unbind()
 
@@ -91,37 +87,28 @@ class DecodeQueries:
 
 @dataclass(frozen=True)
 class StoredQueries:
-    """The store of the queries of T tokens; graphs of this many tokens refer to it."""
+    """The store of the queries of T tokens of a batch; graphs of T tokens refer to it."""
 
     pool: QueryPool
     rows: torch.Tensor
     """int64 [T]."""
+    tokens: torch.Tensor | None = None
+    """Their indices in the batch, int64 [T]; None if they are its first ones."""
 
-    def store(self, layer: int, queries: torch.Tensor) -> None:
-        """Store one layer's queries of the first T tokens of the batch."""
-        self.pool.store(layer, self.rows, queries[: len(self.rows)])
-
-
-class ChunkQueries:
-    """The store of the queries of some tokens of a batch, outside of graphs."""
-
-    def __init__(self, pool: QueryPool, tokens: np.ndarray, rows: np.ndarray) -> None:
-        """
-        Args:
-            tokens: indices in the batch, int64 [T].
-            rows: their rows of the pool, int64 [T].
-        """
+    @classmethod
+    def of_tokens(cls, pool: QueryPool, tokens: np.ndarray, rows: np.ndarray) -> StoredQueries:
+        """Return the store of some tokens, outside of graphs; see `DecodeQueries.direct`."""
         order = tokens.argsort()
         tokens, rows = tokens[order], rows[order]
-        self._pool = pool
-        self._num_tokens = len(tokens)
-        self._are_first = bool(tokens[-1] == len(tokens) - 1)
-        self._tokens = async_tensor_h2d(tokens, pool.device)
-        self._rows = async_tensor_h2d(rows, pool.device)
+        are_first = tokens[-1] == len(tokens) - 1
+        index = None if are_first else async_tensor_h2d(tokens, pool.device)
+        return cls(pool, async_tensor_h2d(rows, pool.device), index)
 
     def store(self, layer: int, queries: torch.Tensor) -> None:
         """Store one layer's queries, [tokens of the batch, H * G, D]."""
+        if self.tokens is not None:
+            queries = queries.index_select(0, self.tokens)
         # Where a whole batch waits, each operation less is a tenth of a per cent of a CPU's step.
-        if not (self._are_first and queries.shape[0] == self._num_tokens):
-            queries = queries.index_select(0, self._tokens)
-        self._pool.store(layer, self._rows, queries)
+        elif len(queries) > len(self.rows):
+            queries = queries[: len(self.rows)]
+        self.pool.store(layer, self.rows, queries)

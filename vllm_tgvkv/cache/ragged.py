@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from vllm_tgvkv.cache.pages import CacheShape
 from vllm_tgvkv.cache.regions import Regions
 from vllm_tgvkv.cache.row_keys import RowKeys
 from vllm_tgvkv.kernels.statistics import Attention, ObservedAttention
@@ -35,23 +34,19 @@ class RaggedKeys(RowKeys):
     """Position of each column, int64 [L * H, C]; n after a pair's last key."""
 
     @classmethod
-    def of_row(
-        cls, blocks: Tensor, num_tokens: int, regions: Regions, shape: CacheShape
-    ) -> RaggedKeys:
+    def of_row(cls, blocks: Tensor, num_tokens: int, regions: Regions) -> RaggedKeys:
         """Look up the keys of a row of the block table, int32 [W], that has `num_tokens` tokens."""
+        shape = regions.shape
         num_pairs, size = shape.num_pairs, shape.block_size
         row, device = blocks.unsqueeze(0), blocks.device
         seq_lens = torch.full((1,), num_tokens, dtype=torch.int32, device=device)
-        lengths = torch.empty(
-            shape.num_layers, 1, shape.num_heads, dtype=torch.int32, device=device
-        )
-        regions.write_lengths(row, seq_lens, size, lengths)
+        by_pair = (shape.num_layers, 1, shape.num_heads)
+        lengths = torch.empty(by_pair, dtype=torch.int32, device=device)
+        regions.write_lengths(row, seq_lens, lengths)
         num_columns = int(lengths.max()) if lengths.is_cpu else num_tokens
         width = -(-num_columns // size)
-        tables = torch.zeros(
-            shape.num_layers, 1, shape.num_heads, width, dtype=torch.int32, device=device
-        )
-        regions.write_page_tables(row, seq_lens, size, 0, tables)
+        tables = torch.zeros(*by_pair, width, dtype=torch.int32, device=device)
+        regions.write_page_tables(row, seq_lens, 0, tables)
         tables, lengths = tables.view(num_pairs, width), lengths.view(num_pairs)
         columns = torch.arange(num_columns, device=device)
         pages = tables[:, columns // size].long()
@@ -151,6 +146,14 @@ class RaggedKeys(RowKeys):
         return settled
 
 
+def _by_position(statistic: str) -> Any:
+    """Return a property: a statistic that is computed by column, by position.
+
+    What depends on neighbours does so on those in the cache.
+    """
+    return property(lambda self: self.scattered(getattr(self._own, statistic)))
+
+
 class RaggedAttention(Attention):
     """Attention over the keys of one layer of a compressed row, by position."""
 
@@ -169,45 +172,27 @@ class RaggedAttention(Attention):
     def row_columns(self) -> Tensor:
         return self._rows.unsqueeze(0)
 
-    @property
-    def column_sums(self) -> Tensor:
-        return self._by_position(self._own.column_sums)
-
-    @property
-    def column_maxima(self) -> Tensor:
-        return self._by_position(self._own.column_maxima)
+    column_sums = _by_position("column_sums")
+    column_maxima = _by_position("column_maxima")
+    past_importance = _by_position("past_importance")
+    key_redundancy = _by_position("key_redundancy")
+    mean_cosines = _by_position("mean_cosines")
+    value_norms = _by_position("value_norms")
 
     @property
     def row_entropies(self) -> Tensor:
         return self._own.row_entropies
 
     @property
-    def past_importance(self) -> Tensor:
-        # Pooled over neighbours in the cache, before keys are put in their positions.
-        return self._by_position(self._own.past_importance)
-
-    @property
-    def key_redundancy(self) -> Tensor:
-        return self._by_position(self._own.key_redundancy)
-
-    @property
     def is_seen(self) -> Tensor:
         # The last row is the request's last token, which sees all that is left.
         return self._columns < self._num_tokens
 
-    @property
-    def mean_cosines(self) -> Tensor:
-        return self._by_position(self._own.mean_cosines)
-
-    @property
-    def value_norms(self) -> Tensor:
-        return self._by_position(self._own.value_norms)
-
     def weighted_column_sums(self, weights: Tensor) -> Tensor:
-        return self._by_position(self._own.weighted_column_sums(weights))
+        return self.scattered(self._own.weighted_column_sums(weights))
 
-    def _by_position(self, values: Tensor) -> Tensor:
-        """Scatter float32 [S, columns] to [S, n]."""
+    def scattered(self, values: Tensor) -> Tensor:
+        """Return values of columns, float32 [S, C], by position, [S, n]."""
         found = values.new_zeros(len(values), self._num_tokens + 1)
         found.scatter_(1, self._positions, values)
         return found[:, : self._num_tokens]

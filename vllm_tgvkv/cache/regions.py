@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from vllm_tgvkv.cache.pages import CacheShape
 from vllm_tgvkv.kernels import page_tables
 
 
@@ -28,15 +29,14 @@ class Regions:
     def __init__(
         self,
         num_blocks: int,
-        num_pairs: int,
+        shape: CacheShape,
         device: torch.device,
-        block_size: int = 0,
+        keeps_positions: bool = False,
     ) -> None:
-        """Make the state of an empty pool.
-
-        Args:
-            block_size: N, if regions may be cut again, for which positions are needed; otherwise 0.
-        """
+        """Make the state of an empty pool; regions may be cut again if it `keeps_positions`."""
+        num_pairs, block_size = shape.num_pairs, shape.block_size if keeps_positions else 0
+        self.shape = shape
+        self.keeps_positions = keeps_positions
         self.num_token_blocks = torch.zeros(num_blocks, dtype=torch.int32, device=device)
         self.num_replaced = torch.zeros(num_blocks, dtype=torch.int32, device=device)
         self.offsets = torch.zeros(num_blocks, num_pairs + 1, dtype=torch.int32, device=device)
@@ -55,9 +55,8 @@ class Regions:
         return len(self._owners)
 
     @property
-    def keeps_positions(self) -> bool:
-        """Whether regions may be cut again."""
-        return self.positions.shape[1] > 0
+    def state(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.num_token_blocks, self.num_replaced, self.offsets
 
     def owns(self, request_id: str) -> bool:
         """Return whether a request is compressed."""
@@ -98,39 +97,19 @@ class Regions:
         self.version += bool(first_blocks)
 
     def write_lengths(
-        self,
-        block_table: torch.Tensor,
-        seq_lens: torch.Tensor,
-        block_size: int,
-        lengths: torch.Tensor,
+        self, block_table: torch.Tensor, seq_lens: torch.Tensor, lengths: torch.Tensor
     ) -> None:
         """Write how many keys each row of a block table attends to, see `page_tables`."""
-        page_tables.write_lengths(
-            block_table,
-            seq_lens,
-            self.num_token_blocks,
-            self.num_replaced,
-            self.offsets,
-            block_size,
-            lengths,
-        )
+        size = self.shape.block_size
+        page_tables.write_lengths(block_table, seq_lens, *self.state, size, lengths)
 
     def write_page_tables(
         self,
         block_table: torch.Tensor,
         seq_lens: torch.Tensor,
-        block_size: int,
         first_layer: int,
         tables: torch.Tensor,
     ) -> None:
         """Write the pages that each row of a block table attends to, see `page_tables`."""
-        page_tables.write_page_tables(
-            block_table,
-            seq_lens,
-            self.num_token_blocks,
-            self.num_replaced,
-            self.offsets,
-            block_size,
-            first_layer,
-            tables,
-        )
+        size = self.shape.block_size
+        page_tables.write_page_tables(block_table, seq_lens, *self.state, size, first_layer, tables)

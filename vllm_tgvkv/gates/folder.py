@@ -82,7 +82,7 @@ class LayerGate:
 
     kind: GateKind
     activation: str
-    linears: tuple[tuple[Tensor, Tensor], ...]
+    linears: tuple[tuple[Tensor, ...], ...]
     """Weights `[out, in]` and biases `[out]`; the last ones float32, with a row for each KV
     head."""
 
@@ -137,8 +137,12 @@ class Gates:
             ) from error
         try:
             kind, activation, forms = _form(config)
-            file = _file(folder, kind)
-            shapes = _shapes(Path(folder, file))
+            file = next((name for name in FILES[kind] if Path(folder, name).is_file()), None)
+            if file is None:
+                names = " or ".join(FILES[kind])
+                raise ValueError(f"it has no {names}; download the checkpoint again")
+            tensors = read_tensors(Path(folder, file))
+            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
             layers, form, (first, *others) = _structure(shapes, kind, forms)
         except ValueError as error:
             raise EvictionConfigError(f"{where}: {error}") from error
@@ -189,20 +193,15 @@ class Gates:
         for layer, names in _by_layer(tensors, self.kind).items():
             if layer not in layers:
                 continue
-            linears: list[tuple[Tensor, Tensor]] = []
-            for number, (weight, bias) in enumerate(_LAYERS[self.form], 1):
-                is_last = number == len(_LAYERS[self.form])
+            linears: list[tuple[Tensor, ...]] = []
+            for part in _LAYERS[self.form]:
+                is_last = part == _LAYERS[self.form][-1]
                 rows, kept_as = (heads, torch.float32) if is_last else (slice(None), dtype)
-                linears.append(
-                    (
-                        tensors[names[weight]][rows].to(device, kept_as, copy=True),
-                        tensors[names[bias]][rows].to(device, kept_as, copy=True),
-                    )
-                )
-            for name, part in zip(_LAYERS[self.form], linears, strict=True):
-                if not all(bool(x.isfinite().all()) for x in part):
+                weight_and_bias = [tensors[names[name]][rows] for name in part]
+                linears.append(tuple(x.to(device, kept_as, copy=True) for x in weight_and_bias))
+                if not all(bool(x.isfinite().all()) for x in linears[-1]):
                     raise EvictionConfigError(
-                        f"kv_eviction.gates is {quoted(self.folder)}: {name[0]} or {name[1]} of "
+                        f"kv_eviction.gates is {quoted(self.folder)}: {part[0]} or {part[1]} of "
                         f"layer {layer} has values that are not finite; train or download it again"
                     )
             found[layer] = LayerGate(self.kind, self.activation, tuple(linears))
@@ -263,13 +262,6 @@ def _form(config: Any) -> tuple[GateKind, str, tuple[str, ...]]:
     return "trimkv", activation, (gate,)
 
 
-def _file(folder: str, kind: GateKind) -> str:
-    for name in FILES[kind]:
-        if Path(folder, name).is_file():
-            return name
-    raise ValueError(f"it has no {' or '.join(FILES[kind])}; download the checkpoint again")
-
-
 def read_tensors(file: Path) -> Mapping[str, Tensor]:
     """Return the tensors of a file, which are read from it once they are used."""
     try:
@@ -283,10 +275,6 @@ def read_tensors(file: Path) -> Mapping[str, Tensor]:
     if not isinstance(loaded, Mapping) or not all(isinstance(x, Tensor) for x in loaded.values()):
         raise ValueError(f"{file.name} is no mapping of names to tensors; download it again")
     return loaded
-
-
-def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in read_tensors(file).items()}
 
 
 def _by_layer(names: Iterable[str], kind: GateKind) -> dict[int, dict[str, str]]:
@@ -324,8 +312,7 @@ def _structure(
                 f"{different[0]}, unlike the form {form!r}; give a checkpoint of "
                 f"{AUTHORS[kind]}"
             )
-        found = [shapes[names[weight]] for weight, _ in _LAYERS[form]]
-        biases = [shapes[names[bias]] for _, bias in _LAYERS[form]]
+        found, biases = ([shapes[names[x]] for x in of] for of in zip(*_LAYERS[form], strict=True))
         wanted = wanted or found
         chained = all(one[:1] == other[1:] for one, other in itertools.pairwise(found))
         if (

@@ -56,12 +56,11 @@ def attach_taps(
     Raises:
         UnsupportedByEvictionError: if the projection of a layer is not found.
     """
-    first = next(iter(layers.values()))
-    num_heads, device = first.num_kv_heads, next(model.parameters()).device
+    num_heads = next(iter(layers.values())).num_kv_heads
+    device = next(model.parameters()).device
     numbers = {name: extract_layer_index(name) for name in layers}
     heads = slice(part * num_heads, (part + 1) * num_heads)
-    dtype = vllm_config.model_config.dtype
-    loaded = gates.load(numbers.values(), heads, dtype, device)
+    loaded = gates.load(numbers.values(), heads, vllm_config.model_config.dtype, device)
     step = vllm_config.scheduler_config.max_num_batched_tokens
     graph = vllm_config.compilation_config.max_cudagraph_capture_size or 0
     outputs = torch.zeros(max(step, graph), num_heads, dtype=torch.float32, device=device)
@@ -76,11 +75,8 @@ def _projection(owner: nn.Module | None, name: str) -> nn.Module:
     """Return the module that projects to the queries, keys and values of an attention layer."""
     children = owner.children() if owner is not None else ()
     # A layer with adapters has another one inside.
-    found = [
-        child
-        for child in children
-        if isinstance(getattr(child, "base_layer", child), QKVParallelLinear)
-    ]
+    inner = {child: getattr(child, "base_layer", child) for child in children}
+    found = [child for child in inner if isinstance(inner[child], QKVParallelLinear)]
     if len(found) != 1:
         raise UnsupportedByEvictionError(
             f"kv_eviction.gates does not work with this model: {name} has {len(found)} joint "

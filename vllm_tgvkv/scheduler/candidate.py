@@ -84,16 +84,12 @@ class Candidate:
 
     def num_kept(self, cut: Cut, block_size: int) -> int:
         """Return the tokens per head that a cut without a guard keeps of the prompt."""
-        num_filled = cut.num_retained - self.num_summaries(cut)
+        num_filled, has_vision = cut.num_retained, self.prompt.has_vision
+        if self.summaries is not None:
+            kinds = self.summaries.kinds(cut.num_retained, cut.num_replaced, has_vision)
+            num_filled -= len(kinds)
         num_tail = max(self.prompt.num_tokens - cut.num_replaced * block_size, 0)
         return num_filled * block_size + num_tail
-
-    def num_summaries(self, cut: Cut) -> int:
-        """Return the blocks that a cut fills with summaries, of those that it retains."""
-        if self.summaries is None:
-            return 0
-        has_vision = self.prompt.has_vision
-        return len(self.summaries.kinds(cut.num_retained, cut.num_replaced, has_vision))
 
     # -- what the worker is told --------------------------------------------------------
 
@@ -137,7 +133,6 @@ class Candidate:
         """Return the next cut, whose blocks are swapped, for the worker.
 
         Args:
-            cut: the next one.
             old_blocks: block ids of the tokens before the swap, int32.
             row_blocks: block ids of the row after it, int32.
             stored: rows of the query pool with the queries of the rows that vote, int64.
@@ -186,9 +181,14 @@ def make_candidate(
     """Return a candidate, or the key of `SKIP_REASONS` why the request is not evicted."""
     num_tokens = request.num_prompt_tokens
     longest = min(num_tokens + request.max_tokens, max_model_len)
+    longest_answer = longest - num_tokens
     is_short = num_tokens < config.min_prompt_tokens
-    if reason := _refused_request(request, options, longest - num_tokens):
-        return reason
+    if request.sampling_params is None or request.prompt_token_ids is None or request.resumable:
+        return "unsupported_request"
+    if options.policy == NONE:
+        return "policy_none"
+    if longest_answer <= options.defer + 1:
+        return "answer_too_short" if options.defer else "single_token"
     if num_tokens < block_size or (is_short and options.ceiling is None):
         return "prompt_too_short"
     policy = config.build_policy(options.policy)
@@ -196,8 +196,15 @@ def make_candidate(
     if reason := _refused_prompt(prompt, policy, config):
         return reason
     num_full = num_tokens // block_size
-    guard = _guard(options, prompt, config.sinks, block_size)
-    cuts = _cuts(options, num_tokens, is_short, block_size, longest)
+    # A budget `auto` counts on text and sinks being kept.
+    is_certain = ~prompt.is_vision()[: num_full * block_size]
+    is_certain[: config.sinks] = True
+    guard = options.budget.guard(num_tokens, int(is_certain.sum()), block_size)
+    # Of a short prompt only the ceiling evicts, as the answer grows.
+    num_retained = num_full if is_short else options.budget.retained_blocks(num_tokens, block_size)
+    scheduled = [(options.defer, num_retained)]
+    scheduled += [(n, b.retained_blocks(num_tokens, block_size)) for n, b in options.later]
+    cuts = plan_cuts(num_tokens, scheduled, options.ceiling, block_size, longest)
     covers_prompt = cuts.first.num_retained >= num_full and guard is None
     # A first cut that keeps everything is only made for the sake of those that follow.
     serves = cuts.after(cuts.first) is not None or config.debug.evict_at_full_budget
@@ -207,16 +214,6 @@ def make_candidate(
     return Candidate(
         options, prompt, rows, cuts, guard, cuts.first, config.num_answer_rows, policy.summaries
     )
-
-
-def _refused_request(request: Request, options: RequestOptions, longest_answer: int) -> str | None:
-    if request.sampling_params is None or request.prompt_token_ids is None or request.resumable:
-        return "unsupported_request"
-    if options.policy == NONE:
-        return "policy_none"
-    if longest_answer <= options.defer + 1:
-        return "answer_too_short" if options.defer else "single_token"
-    return None
 
 
 def _refused_prompt(prompt: PromptMap, policy: Policy, config: EvictionConfig) -> str | None:
@@ -229,23 +226,3 @@ def _refused_prompt(prompt: PromptMap, policy: Policy, config: EvictionConfig) -
     if policy.pooling.kind == "grid" and any(span.grid is None for span in prompt.vision):
         return "unknown_patch_grid"
     return None
-
-
-def _guard(options: RequestOptions, prompt: PromptMap, sinks: int, block_size: int) -> Guard | None:
-    """Return the guard of a budget `auto`, which counts on text and sinks being kept."""
-    num_full = prompt.num_tokens // block_size
-    is_certain = ~prompt.is_vision()[: num_full * block_size]
-    is_certain[:sinks] = True
-    return options.budget.guard(prompt.num_tokens, int(is_certain.sum()), block_size)
-
-
-def _cuts(
-    options: RequestOptions, num_tokens: int, is_short: bool, block_size: int, longest: int
-) -> Cuts:
-    """Return the request's cuts; of a short prompt only the ceiling evicts, as the answer grows."""
-    num_retained = options.budget.retained_blocks(num_tokens, block_size)
-    if is_short:
-        num_retained = num_tokens // block_size
-    scheduled = [(options.defer, num_retained)]
-    scheduled += [(n, b.retained_blocks(num_tokens, block_size)) for n, b in options.later]
-    return plan_cuts(num_tokens, scheduled, options.ceiling, block_size, longest)

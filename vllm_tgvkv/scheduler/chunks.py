@@ -38,7 +38,6 @@ class ChunkLimits:
         """Whether a request that is not admitted yet has to wait in this step."""
 
     def begin_step(self) -> None:
-        """Forget the step before."""
         self._num_cut_tokens, self._queue_waits = 0, False
 
     def limit(self, request: Request, candidate: Candidate | None, start: int, num_new: int) -> int:
@@ -85,9 +84,10 @@ class ChunkLimits:
         """
         assert candidate.cut is not None
         end = min(end, candidate.cut.at)
-        reusable = self._reusable_states(request.request_id)
-        if start < reusable < end:
-            end = reusable
+        if (interval := self._state_interval) is not None:
+            reusable = self._manager.compressions[request.request_id].num_reusable
+            if start < reusable // interval * interval < end:
+                end = reusable // interval * interval
         num_known = request.num_tokens + request.num_output_placeholders
         if end > num_known and end == candidate.cut.at:
             # A draft would evict, and it may be rejected: wait until the token is known.
@@ -95,13 +95,6 @@ class ChunkLimits:
         if candidate.voters_of_cut.every_row:
             end = min(end, num_known)  # a draft that is rejected must not be summed
         return end
-
-    def _reusable_states(self, request_id: str) -> int:
-        """Return the tokens up to which a candidate's states are cached; 0 for none."""
-        if self._state_interval is None:
-            return 0
-        num_reusable = self._manager.compressions[request_id].num_reusable
-        return num_reusable // self._state_interval * self._state_interval
 
     def _takes_query_rows(
         self, request_id: str, candidate: Candidate, start: int, end: int

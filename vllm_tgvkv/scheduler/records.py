@@ -32,10 +32,7 @@ class Records:
     """Counts evictions, and reports on requests that ask for it."""
 
     def __init__(self, manager: EvictingManager, block_bytes: int, with_metrics: bool) -> None:
-        """Make the records of a scheduler.
-
-        `block_bytes` is the size of a block on the first worker.
-        """
+        """`block_bytes` is the size of a block on the first worker."""
         self.counters = EvictionCounters(metrics=MetricsBuffer() if with_metrics else None)
         self.reports: dict[str, EvictionReport] = {}
         """By request id, of unfinished requests that asked for one."""
@@ -45,7 +42,6 @@ class Records:
         self._last_log, self._last_line = time.monotonic(), str(self.counters)
 
     def open_report(self, request: Request, options: RequestOptions) -> None:
-        """Start the report of a request."""
         self.reports[request.request_id] = EvictionReport(
             options.policy,
             request.num_prompt_tokens,
@@ -77,7 +73,6 @@ class Records:
         request: Request,
         candidate: Candidate,
         cut: Cut,
-        *,
         num_before: int,
         num_retained: int,
         num_kept: int,
@@ -127,7 +122,13 @@ class Records:
             # An idle server makes no statistics: its last ones must say that nothing is held.
             if now - self._last_gauges >= _GAUGE_SECONDS or is_idle:
                 self._last_gauges = now
-                self._set_gauges(metrics)
+                manager = self._manager
+                num_requests, num_blocks = manager.num_held()
+                names = filter(manager.is_compressed, manager.compressions)
+                metrics.set("compressed_requests", num_requests)
+                held = (num_blocks, *manager.others.held(names))
+                for layers, num_held in zip(LAYERS, held, strict=True):
+                    metrics.set("blocks_held", num_held, layers)
             metrics.move_to(stats.waiting_lora_adapters)
         if now - self._last_log >= envs.VLLM_LOG_STATS_INTERVAL:
             self._last_log = now
@@ -135,15 +136,6 @@ class Records:
             if line != self._last_line:
                 self._last_line = line
                 logger.info("KV eviction: %s", line)
-
-    def _set_gauges(self, metrics: MetricsBuffer) -> None:
-        manager = self._manager
-        num_requests, num_blocks = manager.num_held()
-        metrics.set("compressed_requests", num_requests)
-        names = filter(manager.is_compressed, manager.compressions)
-        held = (num_blocks, *manager.others.held(names))
-        for layers, num_held in zip(LAYERS, held, strict=True):
-            metrics.set("blocks_held", num_held, layers)
 
     def _memory(
         self, request: Request, candidate: Candidate, cut: Cut, num_before: int, num_after: int
@@ -154,9 +146,12 @@ class Records:
             num_before: blocks of the layers that are evicted, before the first cut.
             num_after: the same, after this one.
         """
-        others = self._manager.others
+        others, size = self._manager.others, self._block_bytes
         windows, states = others.windows(cut.at), others.states(request.request_id)
-        blocks = (num_before + windows + states, num_after + windows + states, windows, states)
         return MemoryReport(
-            *(number * self._block_bytes for number in (*blocks, candidate.num_given_back))
+            before=(num_before + windows + states) * size,
+            after=(num_after + windows + states) * size,
+            windows=windows * size,
+            states=states * size,
+            given_back=candidate.num_given_back * size,
         )

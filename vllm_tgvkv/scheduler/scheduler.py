@@ -17,12 +17,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_tgvkv.blocks.integrity import check_integrity
-from vllm_tgvkv.blocks.manager import (
-    StateManager,
-    connect_managers,
-    record_freed_and_new,
-    uncache_uncomputed,
-)
+from vllm_tgvkv.blocks.manager import connect_managers, record_freed_and_new, uncache_uncomputed
 from vllm_tgvkv.config.defaults import Defaults
 from vllm_tgvkv.config.request import RequestOptions
 from vllm_tgvkv.config.server import CONFIG_KEY, config_of
@@ -32,14 +27,7 @@ from vllm_tgvkv.scheduler.query_rows import QueryRows
 from vllm_tgvkv.scheduler.records import Records
 from vllm_tgvkv.shared.cuts import Cut
 from vllm_tgvkv.shared.errors import EvictionConfigError, UnsupportedByEvictionError
-from vllm_tgvkv.shared.plan import (
-    Eviction,
-    Failure,
-    Outcome,
-    StepPlan,
-    attach_plan,
-    outcomes_of,
-)
+from vllm_tgvkv.shared.plan import Eviction, Failure, Outcome, StepPlan, attach_plan, outcomes_of
 from vllm_tgvkv.shared.vllm_versions import end_with_error
 
 logger = init_logger("vllm.tgvkv")
@@ -63,23 +51,29 @@ class EvictionScheduler(Scheduler):
         self.group, self.manager, self.other_managers = connect_managers(managers, num_steps)
         self.tokens_per_block = self.manager.block_size
         """N. vLLM's own `block_size` is a multiple of it if there are groups of other layers."""
-        self._check_ceiling()
+        if (least := config.missed_ceiling(self.tokens_per_block)) is not None:
+            # vLLM makes a hybrid's blocks longer once it is loaded.
+            raise UnsupportedByEvictionError(
+                f"--kv-eviction does not work with decode.max_tokens: "
+                f"{config.decode and config.decode.max_tokens} and blocks of "
+                f"{self.tokens_per_block} tokens, which this model has: give at least {least} "
+                "tokens, a smaller --block-size, or leave out --kv-eviction"
+            )
         if config.debug.poison:
             record_freed_and_new(self.manager, self.other_managers)
             self.needs_kv_cache_zeroing = True  # NaN survives vLLM's products with zero
         self.candidates: dict[str, Candidate] = {}
         """Requests that are evicted, now or later, by id."""
         self.query_rows = QueryRows(config.num_query_rows)
-        caches_states = any(
-            isinstance(other, StateManager) and other.caches_states for other in self.other_managers
-        )
         self._chunk_limits = ChunkLimits(
             self.manager,
             self.query_rows,
             most_cut_tokens=self.max_model_len + self.max_num_scheduled_tokens,
-            state_interval=self.block_size if caches_states else None,
+            state_interval=self.block_size if self.manager.others.caches_states else None,
         )
-        self.records = Records(self.manager, self.block_bytes, self.log_stats)
+        # Bytes of a block on the first worker, with the padding that some groups may have.
+        block_bytes = max(each.block_stride for each in self.kv_cache_config.kv_cache_tensors)
+        self.records = Records(self.manager, block_bytes, self.log_stats)
         self._defaults = Defaults(config)
         self._forgotten: list[str] = []
         """Requests whose observation the worker may drop."""
@@ -94,27 +88,11 @@ class EvictionScheduler(Scheduler):
             self.pages_per_block,
         )
 
-    def _check_ceiling(self) -> None:
-        """Refuse a ceiling below a block; vLLM makes a hybrid's blocks longer once it is loaded."""
-        config = self.eviction_config
-        if (least := config.missed_ceiling(self.tokens_per_block)) is not None:
-            raise UnsupportedByEvictionError(
-                f"--kv-eviction does not work with decode.max_tokens: "
-                f"{config.decode and config.decode.max_tokens} and blocks of "
-                f"{self.tokens_per_block} tokens, which this model has: give at least {least} "
-                "tokens, a smaller --block-size, or leave out --kv-eviction"
-            )
-
     @property
     def pages_per_block(self) -> int:
         """Pages of a block on the first worker, if several share the heads or layers."""
         group = self.kv_cache_config.kv_cache_groups[self.group]
         return len(group.layer_names) * group.kv_cache_spec.num_kv_heads
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block on the first worker, with the padding that some groups may have."""
-        return max(each.block_stride for each in self.kv_cache_config.kv_cache_tensors)
 
     # -- arrival ------------------------------------------------------------------------
 
@@ -184,11 +162,9 @@ class EvictionScheduler(Scheduler):
 
         vLLM asks this for every chunk, and for every step of a decoding request.
         """
-        num_new_tokens = super()._reserve_prefill_lookahead(
-            request, num_computed_tokens, num_new_tokens
-        )
-        candidate = self.candidates.get(request.request_id)
-        return self._chunk_limits.limit(request, candidate, num_computed_tokens, num_new_tokens)
+        start, candidate = num_computed_tokens, self.candidates.get(request.request_id)
+        num_new = super()._reserve_prefill_lookahead(request, start, num_new_tokens)
+        return self._chunk_limits.limit(request, candidate, start, num_new)
 
     # -- each step ----------------------------------------------------------------------
 
@@ -197,11 +173,8 @@ class EvictionScheduler(Scheduler):
         output = super().schedule(*args, **kwargs)
         scheduled = output.num_scheduled_tokens
         self.query_rows.end_step(scheduled)
-        plan = StepPlan(
-            released=self.manager.drain_released(),
-            forgotten=self._forgotten,
-            poisoned=self.manager.drain_freed(),
-        )
+        released, freed = self.manager.drain()
+        plan = StepPlan(released, self._forgotten, poisoned=freed)
         self._forgotten = []
         for request_id, num_scheduled in scheduled.items():
             candidate = self.candidates.get(request_id)
@@ -249,14 +222,7 @@ class EvictionScheduler(Scheduler):
         manager.expect(request, candidate.cut)
         if candidate.guard is None:
             num_kept = candidate.num_kept(cut, self.tokens_per_block)
-            self.records.cut(
-                request,
-                candidate,
-                cut,
-                num_before=num_before,
-                num_retained=cut.num_retained,
-                num_kept=num_kept,
-            )
+            self.records.cut(request, candidate, cut, num_before, cut.num_retained, num_kept)
         else:
             candidate.num_pending += 1
         return eviction
@@ -269,8 +235,8 @@ class EvictionScheduler(Scheduler):
             if isinstance(outcome, Failure):
                 self._fail(outcome)
                 continue
-            if outcome.num_blocks is not None:
-                self._trim(outcome, outcome.num_blocks)
+            if outcome.num_retained is not None:
+                self._trim(outcome, outcome.num_retained)
             self.records.outcome(outcome)
         return super().update_from_output(scheduler_output, model_runner_output)
 
@@ -298,15 +264,9 @@ class EvictionScheduler(Scheduler):
         if num_freed is None:
             return
         self.records.give_back(candidate, num_freed)
-        cut = candidate.cuts.first
-        self.records.cut(
-            self.requests[outcome.request_id],
-            candidate,
-            cut,
-            num_before=cdiv(cut.at, self.tokens_per_block),
-            num_retained=num_retained,
-            num_kept=sum(outcome.kept.values()),
-        )
+        request, cut = self.requests[outcome.request_id], candidate.cuts.first
+        num_before, num_kept = cdiv(cut.at, self.tokens_per_block), sum(outcome.kept.values())
+        self.records.cut(request, candidate, cut, num_before, num_retained, num_kept)
 
     # -- end of a request ---------------------------------------------------------------
 

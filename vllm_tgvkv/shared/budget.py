@@ -99,8 +99,8 @@ class Budget:
         """
         if self.tokens is not None:
             return _blocks_within(self.tokens, num_prompt_tokens, block_size)
-        assert self.fraction is not None
-        return _blocks_within(self.fraction * num_prompt_tokens, num_prompt_tokens, block_size)
+        allowance = (self.fraction or 0) * num_prompt_tokens
+        return _blocks_within(allowance, num_prompt_tokens, block_size)
 
     def guard(self, num_prompt_tokens: int, num_certain: int, block_size: int) -> Guard | None:
         """Return the guarantee of `auto` for a prompt; None for other budgets.
@@ -117,10 +117,7 @@ class Budget:
         """The budget as `parse` reads it."""
         if self.share is not None:
             return f"auto:{self.share},min={self.least},max={self.fraction}"
-        if self.tokens is not None:
-            return self.tokens
-        assert self.fraction is not None
-        return self.fraction
+        return self.tokens if self.tokens is not None else self.fraction or 0
 
     def __str__(self) -> str:
         if self.share is not None:

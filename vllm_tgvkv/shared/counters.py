@@ -44,57 +44,58 @@ class EvictionCounters:
     are not returned."""
     metrics: MetricsBuffer | None = None
     """For Prometheus; None if metrics are off."""
-    _changed: bool = False
+
+    def __post_init__(self) -> None:
+        self._told = self.as_dict()
 
     def skip(self, policy: str, reason: str) -> None:
         assert reason in SKIP_REASONS, reason
         self.requests_skipped[reason] += 1
-        self._changed = True
-        if self.metrics is not None:
-            self.metrics.count("skipped_requests", policy, reason)
+        self._count("skipped_requests", policy, reason)
 
     def evicted(self, policy: str, num_prompt_tokens: int, num_kept: int) -> None:
-        if self.metrics is not None:
-            self.metrics.count("requests", policy)
-            self.metrics.observe("kept_fraction", policy, value=num_kept / num_prompt_tokens)
         self.requests_evicted += 1
         self.prompt_tokens_seen += num_prompt_tokens
         self.prompt_tokens_kept += num_kept
-        self._changed = True
+        self._count("requests", policy)
+        self._observe("kept_fraction", policy, value=num_kept / num_prompt_tokens)
 
     def cut_again(self, policy: str) -> None:
         self.later_cuts += 1
-        self._changed = True
-        if self.metrics is not None:
-            self.metrics.count("later_cuts", policy)
+        self._count("later_cuts", policy)
 
     def gave_back(self, policy: str, num_blocks: int) -> None:
         self.blocks_given_back += num_blocks
-        self._changed = True
         # If others share the prompt's blocks, an eviction may take more than it gives back.
-        if self.metrics is not None and num_blocks > 0:
-            self.metrics.count("blocks_given_back", policy, by=num_blocks)
+        if num_blocks > 0:
+            self._count("blocks_given_back", policy, by=num_blocks)
 
     def deferred(self, policy: str) -> None:
-        if self.metrics is not None:
-            self.metrics.count("deferred_requests", policy)
+        self._count("deferred_requests", policy)
 
     def record_outcome(self, outcome: Outcome) -> None:
         """Count what the worker reports of an eviction."""
-        if self.metrics is None:
-            return
         for name, tokens in (("prompt_tokens", outcome.seen), ("kept_tokens", outcome.kept)):
             for modality, number in tokens.items():
-                self.metrics.count(name, outcome.method, modality, by=number)
+                self._count(name, outcome.method, modality, by=number)
         for part, seconds in outcome.seconds.items():
-            self.metrics.observe("seconds", outcome.method, part, value=seconds)
+            self._observe("seconds", outcome.method, part, value=seconds)
+
+    def _count(self, name: str, *labels: str, by: int = 1) -> None:
+        if self.metrics is not None:
+            self.metrics.count(name, *labels, by=by)
+
+    def _observe(self, name: str, *labels: str, value: float) -> None:
+        if self.metrics is not None:
+            self.metrics.observe(name, *labels, value=value)
 
     def take_if_changed(self) -> dict[str, Any] | None:
         """Return the totals if they changed since the last call."""
-        if not self._changed:
+        totals = self.as_dict()
+        if totals == self._told:
             return None
-        self._changed = False
-        return self.as_dict()
+        self._told = totals
+        return totals
 
     def __str__(self) -> str:
         """Return one line for the log."""

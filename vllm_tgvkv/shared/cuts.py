@@ -63,7 +63,10 @@ class Cuts:
 
     def after(self, cut: Cut) -> Cut | None:
         """Return the cut that follows `cut`, or None."""
-        later = self._after(cut)
+        if self.ceiling is None:
+            later = next((later for later in self.scheduled if later.at > cut.at), None)
+        else:
+            later = self._under_ceiling(self.ceiling, cut)
         return later if later is not None and later.at + 1 < self.longest else None
 
     def peaks(self) -> Iterator[int]:
@@ -80,12 +83,9 @@ class Cuts:
             num_spared = cut.num_replaced - cut.num_retained
             cut = self.after(cut)
 
-    def _after(self, cut: Cut) -> Cut | None:
-        if self.ceiling is None:
-            return next((later for later in self.scheduled if later.at > cut.at), None)
-        size = self.block_size
-        least = self.ceiling.least_blocks(size)
-        most = max((self.ceiling.max_tokens + self.ceiling.buffer) // size, least + 1)
+    def _under_ceiling(self, ceiling: Ceiling, cut: Cut) -> Cut:
+        size, least = self.block_size, ceiling.least_blocks(self.block_size)
+        most = max((ceiling.max_tokens + ceiling.buffer) // size, least + 1)
         # The first number of full blocks in the row with which more than `most` are held.
         num_full = cut.num_replaced - cut.num_retained + most + 1
         num_full = max(num_full, cut.at // size + 1)

@@ -41,41 +41,31 @@ def sliding_layers(text_config: Any) -> list[int]:
 
 
 def evicted_kv_heads(model: ModelConfig) -> int:
-    """Return the KV heads of a layer with full attention, of all ranks together.
-
-    Gemma 4 has fewer in these layers than in those with a window.
-    """
+    """Return the KV heads of a layer with full attention, of all ranks together."""
     return model.model_arch_config[_full_layer(model)].total_num_kv_heads
 
 
 def evicted_head_size(model: ModelConfig) -> int:
-    """Return the values of a head of a layer with full attention.
-
-    Gemma 4 has more in these layers than in those with a window.
-    """
+    """Return the values of a head of a layer with full attention."""
     return model.model_arch_config[_full_layer(model)].head_size
 
 
 def _full_layer(model: ModelConfig) -> int:
-    """Return the index of a layer with full attention, or 0 if none has a window."""
+    """Return the index of a layer with full attention, or 0 if none has a window.
+
+    In Gemma 4 these layers have fewer and larger heads than those with a window.
+    """
     text = model.hf_text_config
     return text.layer_types.index("full_attention") if has_windows(text) else 0
 
 
 def other_layers(text_config: Any) -> list[str]:
-    """Return the kinds of layers that have neither full attention nor a window, nor are served.
-
-    They are as the configuration lists them.
-    """
-    kinds = (
-        getattr(text_config, "layer_types", None)
-        or getattr(text_config, "layers_block_type", None)
-        or ()
-    )
-    served = set(_SERVED)
+    """Return the kinds of layers in a configuration that are not served, by its names."""
+    names = ("layer_types", "layers_block_type")
+    kinds = next(filter(None, (getattr(text_config, name, None) for name in names)), ())
+    found = {str(kind) for kind in kinds} - _SERVED
     if getattr(text_config, "model_type", None) in _DELTA_NETS:
-        served.add("linear_attention")
-    found = {str(kind) for kind in kinds} - served
+        found.discard("linear_attention")
     return sorted(kind for kind in found if _SLIDING not in kind)
 
 

@@ -138,9 +138,7 @@ class MetricsBuffer:
         self._numbers.clear()
 
 
-def take_metrics(
-    field: MutableMapping[str, int],
-) -> Iterator[tuple[Metric, tuple[str, ...], int]]:
+def take_metrics(field: MutableMapping[str, int]) -> Iterator[tuple[Metric, tuple[str, ...], int]]:
     """Remove from a field what `MetricsBuffer.move_to` wrote into it.
 
     Yields:

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, TypeVar
 
 import numpy as np
 from vllm.multimodal.inputs import MultiModalFeatureSpec
@@ -15,6 +16,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm_tgvkv.shared.budget import Guard
 from vllm_tgvkv.shared.prompt import PromptMap, Voters
 from vllm_tgvkv.shared.trace import Trace
+
+N = TypeVar("N", int, float)
 
 NO_ROW = 0
 """The row that nobody reads. A step of fixed size stores the queries of all other tokens in it."""
@@ -31,13 +34,6 @@ class Observation:
     """Their positions, int64, ascending."""
     stored: np.ndarray | None
     """Rows of the query pool for their queries, int64; None if they vote in this step."""
-
-    def token_index(self, first_token: int) -> np.ndarray:
-        """Return the rows' indices in the batch's queries, int64.
-
-        `first_token` is the index of the chunk's first token.
-        """
-        return self.rows + (first_token - self.chunk_start)
 
 
 @dataclass(frozen=True)
@@ -94,6 +90,11 @@ class Eviction:
         return len(self.new_blocks)
 
     @property
+    def has_outcome(self) -> bool:
+        """Whether the scheduler or a trace needs the outcome."""
+        return self.is_first or self.is_reported or self.traced_budget is not None
+
+    @property
     def observed(self) -> PromptMap:
         """The prompt and the answer so far."""
         return self.prompt.followed_by(self.num_answer)
@@ -124,7 +125,7 @@ class StepPlan:
     """The scheduler's totals, if they changed; workers keep them for `collective_rpc`."""
 
     def __bool__(self) -> bool:
-        return any(getattr(self, part.name) for part in fields(self))
+        return any(vars(self).values())
 
 
 @dataclass(frozen=True)
@@ -137,8 +138,8 @@ class Outcome:
     request_id: str
     first_block: int
     """First block of the region, which identifies the eviction within the request."""
-    num_blocks: int | None
-    """Blocks that a guarded eviction retained; None if there was no guard."""
+    num_retained: int | None
+    """k, blocks that a guarded eviction retained; None if there was no guard."""
     method: str
     seen: dict[str, int]
     """Prompt tokens by modality, `text` and `vision`."""
@@ -162,6 +163,14 @@ class Failure:
 
     request_id: str
     error: str
+
+
+def sums(parts: Iterable[Mapping[str, N]]) -> dict[str, N]:
+    """Return the sums of numbers by name; a missing one is 0."""
+    total: dict[str, Any] = {}
+    for name, number in chain.from_iterable(part.items() for part in parts):
+        total[name] = total.get(name, 0) + number
+    return total
 
 
 # vLLM passes its two outputs between scheduler and worker by reference within a process and pickles

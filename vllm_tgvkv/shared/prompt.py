@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Positions of a prompt's image and video tokens, and of the rows that vote on what is kept.
 
-To support the patch grids of another model family, add a function with `_grids_of(MODEL_TYPE)`.
+To support the patch grids of another model family, add a function to `_GRID_READERS`.
 """
 
 from __future__ import annotations
@@ -136,14 +136,10 @@ def map_prompt(
 def voters(
     prompt: PromptMap, row_sets: Sequence[RowSet], observation_window: int, num_answer: int = 0
 ) -> Voters:
-    """Return the positions of the given row sets.
+    """Return the positions of the given row sets, with `num_answer` tokens of the answer.
 
-    `text` holds the text positions after the first vision token, `after_vision` those after the
-    last one; of either, at most the last `observation_window`. Without such text, both hold the
-    last position; without vision, the last `observation_window` positions. `window` holds the last
-    positions of the prompt. To each of them, the `num_answer` positions after the prompt are
-    added, the first tokens of the answer; `answer` holds only these, and so does `latest` if there
-    are any, and otherwise the rows of `window`.
+    Without text after vision, `text` and `after_vision` hold the last position; without vision, the
+    last `observation_window` positions.
 
     Raises:
         ValueError: for the row set `answer` without tokens of the answer.
@@ -169,9 +165,9 @@ def _rows(prompt: PromptMap, kind: RowSet, observation_window: int) -> np.ndarra
         return np.arange(max(prompt.num_tokens - WINDOW, 0), prompt.num_tokens)
     first = 0
     if prompt.has_vision:
-        starts = [run.start for run in prompt.vision]
-        ends = [run.start + run.length for run in prompt.vision]
-        first = max(ends) if kind == "after_vision" else min(starts)
+        first, last = prompt.vision[0].start, prompt.vision[-1]
+        if kind == "after_vision":
+            first = last.start + last.length
     text = np.flatnonzero(~prompt.is_vision()[first:]) + first
     return text[-observation_window:] if len(text) else np.array([prompt.num_tokens - 1])
 
@@ -203,25 +199,6 @@ def _split(spans: Sequence[tuple[int, int]], grids: Sequence[Grid]) -> list[Visi
 
 # -- patch grids of model families ------------------------------------------------------
 
-GridReader = Callable[["MultiModalFeatureSpec", Any], "list[Grid] | None"]
-"""Returns the grids of a feature's tokens, in order, or None where they are unknown.
-
-The second argument is the model's configuration.
-"""
-
-_GRID_READERS: dict[str, GridReader] = {}
-"""By model type."""
-
-
-def _grids_of(*model_types: str) -> Callable[[GridReader], GridReader]:
-    """Register the reader of a model family."""
-
-    def register(reader: GridReader) -> GridReader:
-        _GRID_READERS.update(dict.fromkeys(model_types, reader))
-        return reader
-
-    return register
-
 
 def _patch_grids(feature: MultiModalFeatureSpec, model: Any) -> list[Grid] | None:
     """Return the grids of an image's or a video's tokens, in order, or None if they are unknown.
@@ -246,7 +223,6 @@ def _merged_grids(thw: Any, model: Any) -> list[Grid] | None:
     return [(rows // merge, columns // merge)] * frames
 
 
-@_grids_of("llava")
 def _llava_grids(feature: MultiModalFeatureSpec, model: Any) -> list[Grid] | None:
     """One square, after the class token if the model keeps it."""
     side = _tile_side(model)
@@ -254,7 +230,6 @@ def _llava_grids(feature: MultiModalFeatureSpec, model: Any) -> list[Grid] | Non
     return [*[(1, 1)] * extra, (side, side)] if extra in (0, 1) else None
 
 
-@_grids_of("llava_next")
 def _llava_next_grids(feature: MultiModalFeatureSpec, model: Any) -> list[Grid] | None:
     """The whole image as a square, then its tiles as one grid without the padding.
 
@@ -282,7 +257,6 @@ def _llava_next_grids(feature: MultiModalFeatureSpec, model: Any) -> list[Grid] 
     return [(side, side), (rows, columns + 1)]
 
 
-@_grids_of("llava_onevision")
 def _onevision_grids(feature: MultiModalFeatureSpec, model: Any) -> list[Grid] | None:
     """Images as in LLaVA-NeXT; video frames with 2 x 2 patches merged, then one end token."""
     if feature.modality == "image":
@@ -294,7 +268,6 @@ def _onevision_grids(feature: MultiModalFeatureSpec, model: Any) -> list[Grid] |
     return [*[(side, side)] * frames, (1, 1)]
 
 
-@_grids_of("internvl", "internvl_chat")
 def _internvl_grids(feature: MultiModalFeatureSpec, model: Any) -> list[Grid] | None:
     """Square tiles in order, the whole image last; a video frame is a tile."""
     tiles = _reported(feature, f"{feature.modality}_num_patches")
@@ -305,9 +278,25 @@ def _internvl_grids(feature: MultiModalFeatureSpec, model: Any) -> list[Grid] | 
     return [(side, side)] * num_tiles
 
 
+GridReader = Callable[["MultiModalFeatureSpec", Any], "list[Grid] | None"]
+"""Returns the grids of a feature's tokens, in order, or None where they are unknown.
+
+The second argument is the model's configuration.
+"""
+
+_GRID_READERS: dict[str, GridReader] = {
+    "llava": _llava_grids,
+    "llava_next": _llava_next_grids,
+    "llava_onevision": _onevision_grids,
+    "internvl": _internvl_grids,
+    "internvl_chat": _internvl_grids,
+}
+"""By model type."""
+
+
 def _reported(feature: MultiModalFeatureSpec, field: str) -> Any:
     """Return a value that the model's processor reported for this feature, or None."""
-    element = None if feature.data is None else feature.data.get(field)
+    element = (feature.data or {}).get(field)
     return None if element is None else element.data
 
 

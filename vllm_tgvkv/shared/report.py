@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_tgvkv.shared.plan import Outcome
+from vllm_tgvkv.shared.plan import Outcome, sums
 
 
 @dataclass
@@ -86,15 +86,10 @@ class EvictionReport:
         self.kept_text_tokens = self.kept_vision_tokens = None  # the worker knows them
 
     def add_outcome(self, outcome: Outcome) -> None:
-        """Add what only the worker knows of an eviction.
-
-        The next eviction may be scheduled already: then its own outcome tells what is kept in the
-        end.
-        """
-        seconds = self.seconds or {}
-        parts = dict.fromkeys([*seconds, *outcome.seconds])
-        self.seconds = {p: seconds.get(p, 0.0) + outcome.seconds.get(p, 0.0) for p in parts}
+        """Add what only the worker knows of an eviction."""
+        self.seconds = sums((self.seconds or {}, outcome.seconds))
         self.vision_tokens = outcome.seen["vision"]
+        # If the next eviction is scheduled already, its own outcome tells what is kept in the end.
         if self.cuts and self.cuts[-1].answer_tokens == outcome.num_answer:
             self.kept_vision_tokens = outcome.kept["vision"]
             self.kept_text_tokens = self.cuts[-1].kept_tokens - outcome.kept["vision"]

@@ -70,8 +70,8 @@ class Trace:
     """The request's earlier cuts, oldest first, each without earlier ones of its own."""
 
     @property
-    def num_retained(self) -> int:
-        """Blocks of the region."""
+    def num_token_blocks(self) -> int:
+        """Blocks of the region that hold tokens."""
         return self.stage_blocks or int(self.counts.sum()) // self.counts.size
 
     @property
@@ -105,12 +105,9 @@ class Trace:
     def summary(self) -> dict[str, Any]:
         """Return the size of the request's cache before the first cut and after each one."""
         cuts = [cut._sizes() for cut in self.cuts]
+        names = ("id", "policy", "budget", "granularity", "time")
         return {
-            "id": self.id,
-            "policy": self.policy,
-            "budget": self.budget,
-            "granularity": self.granularity,
-            "time": self.time,
+            **{name: getattr(self, name) for name in names},
             "prompt_tokens": self.prompt.num_tokens,
             "kept_tokens": cuts[-1]["kept_tokens"],
             "blocks_before": cuts[0]["blocks_before"],
@@ -161,21 +158,19 @@ class Trace:
         shown = self._cut(cut)
         if shown is None or not 0 <= layer < len(shown.counts):
             return None
+        token_sets = []
         heads = np.split(np.arange(shown.counts.shape[1]), shown.scores.shape[1])
-        return {
-            "layer": layer,
-            "token_sets": [
+        for index, of_set in enumerate(heads):
+            kept = shown._positions(layer, int(of_set[0]))
+            token_sets.append(
                 {
                     "heads": of_set.tolist(),
-                    "positions": (kept := shown._positions(layer, int(of_set[0]))).tolist(),
-                    "scores": _rounded(scores),
+                    "positions": kept.tolist(),
+                    "scores": _rounded(shown.scores[layer, index]),
                     "reasons": shown._reasons(layer, index, kept),
                 }
-                for index, (of_set, scores) in enumerate(
-                    zip(heads, shown.scores[layer], strict=True)
-                )
-            ],
-        }
+            )
+        return {"layer": layer, "token_sets": token_sets}
 
     def _cut(self, index: int | None) -> Trace | None:
         if index is None:
@@ -189,7 +184,7 @@ class Trace:
         return {
             "answer_tokens": self.num_answer,
             "blocks_before": self.blocks_before,
-            "blocks_after": num_blocks - self.num_replaced + self.num_retained,
+            "blocks_after": num_blocks - self.num_replaced + self.num_token_blocks,
             "kept_tokens": num_kept + self._num_tokens - self._num_candidates,
         }
 
@@ -238,18 +233,17 @@ class Trace:
 
 def join_traces(parts: Sequence[Trace]) -> Trace:
     """Return the trace of one eviction from the traces of all pipeline stages, in order."""
-    unpooled = [part.unpooled for part in parts if part.unpooled is not None]
-    preference = parts[-1].preference
-    if preference.ndim > 1:
-        preference = np.concatenate([part.preference for part in parts])
+    last = parts[-1]
+    by_layer = {"counts", "scores"}
+    if last.unpooled is not None:
+        by_layer.add("unpooled")
+    if last.preference.ndim > 1:
+        by_layer.add("preference")
     return replace(
-        parts[-1],
-        unpooled=np.concatenate(unpooled) if unpooled else None,
-        preference=preference,
-        counts=np.concatenate([part.counts for part in parts]),
+        last,
         positions=np.concatenate([part.positions[: part.counts.sum()] for part in parts]),
-        scores=np.concatenate([part.scores for part in parts]),
-        stage_blocks=max(part.num_retained for part in parts),
+        stage_blocks=max(part.num_token_blocks for part in parts),
+        **{name: np.concatenate([getattr(part, name) for part in parts]) for name in by_layer},
     )
 
 

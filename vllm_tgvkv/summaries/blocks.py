@@ -88,7 +88,7 @@ class SummaryBlocks:
         """Whether rows may have summaries; attention looks for them in every step then."""
         self.pool = pool
         self.regions = regions
-        self.num_rows = num_rows(pool.block_size, pool.head_size)
+        self.num_rows = num_rows(pool.shape.block_size, pool.shape.head_size)
         """Rows of a summary."""
         self.counts = torch.zeros(pool.num_blocks, dtype=torch.int32, device=pool.raw.device)
         """By the first block of a region: its number of blocks of summaries, int32."""
@@ -131,15 +131,15 @@ class SummaryBlocks:
             blocks: a fresh block for each kind, int32.
             workspace_bytes: bound of what is absorbed at a time.
         """
-        pool, regions = self.pool, self.regions
-        num_pairs, num_candidates = pool.pages_per_block, len(tokens.is_vision)
+        pool, regions, shape = self.pool, self.regions, self.pool.shape
+        num_pairs, num_candidates = shape.num_pairs, len(tokens.is_vision)
         scores, is_vision, kept = tokens.scores, tokens.is_vision, tokens.are_kept()
         places, tables_and_positions = tokens.places(), tokens.keys.candidates(num_candidates)
         decays = torch.where(is_vision, part.decay, 1.0)
         pairs = torch.arange(num_pairs, device=scores.device)
-        sets = pairs // pool.num_heads * scores.shape[1]
-        sets += pairs % pool.num_heads * scores.shape[1] // pool.num_heads
-        of_token = bytes_per_token(self.num_rows, pool.head_size, num_candidates)
+        sets = pairs // shape.num_heads * scores.shape[1]
+        sets += pairs % shape.num_heads * scores.shape[1] // shape.num_heads
+        of_token = bytes_per_token(self.num_rows, shape.head_size, num_candidates)
         step = max(1, workspace_bytes // (of_token * tables_and_positions[1].shape[1]))
         for first in range(0, num_pairs, step):
             some = slice(first, first + step)
@@ -189,7 +189,7 @@ class SummaryBlocks:
             seq_lens,
             self.regions.num_token_blocks,
             self.counts,
-            self.pool.pages_per_block,
+            self.pool.shape.num_pairs,
             layer,
             scale,
         )
@@ -205,7 +205,7 @@ class SummaryBlocks:
     def _pages(self, blocks: Tensor, number: int, pairs: Tensor) -> Tensor:
         """Return the pages of some pairs in a block, int64 `[q]`."""
         # Indexing by a tensor of no dimension would wait for its value.
-        return blocks[number : number + 1].long() * self.pool.pages_per_block + pairs
+        return blocks[number : number + 1].long() * self.pool.shape.num_pairs + pairs
 
 
 def bytes_of_writing(shape: CacheShape, num_tokens: int) -> int:

@@ -30,21 +30,22 @@ class SummaryReads:
 
     @classmethod
     def of_rows(
-        cls, summaries: SummaryBlocks, block_table: Tensor, starts: Tensor, ends: Tensor
+        cls, summaries: SummaryBlocks, block_table: Tensor, starts: Tensor, places: Tensor
     ) -> SummaryReads | None:
-        """Find them among R rows, whose tokens are `starts` to `ends` of the part, int [R] each.
+        """Find them among R rows of a batch; None if no row has summaries.
 
-        None if no row has summaries.
+        Args:
+            starts: first token of each row of the batch and the end, int32.
+            places: the R rows' places in the batch, int64 [R].
         """
         if not summaries.are_used:
             return None
-        retained = summaries.regions.num_token_blocks
-        rows, blocks, is_read = find(
-            block_table, block_table[:, 0].long(), retained, summaries.counts
-        )
+        retained, first_blocks = summaries.regions.num_token_blocks, block_table[:, 0].long()
+        rows, blocks, is_read = find(block_table, first_blocks, retained, summaries.counts)
         if not len(rows):
             return None
-        num_tokens = (ends - starts)[rows].long()
+        ends = starts[places + 1]
+        num_tokens = (ends - starts[places])[rows].long()
         of_token = torch.arange(len(rows)).repeat_interleave(num_tokens)
         last = num_tokens.cumsum(0)[of_token] - 1
         num_hidden = last - torch.arange(len(of_token))
@@ -74,11 +75,11 @@ class SummaryReads:
             tables: pages of the ragged rows in this layer, int32 [R, H, W].
             lengths: their keys in this layer, int32 [R, H].
         """
-        pool = self.summaries.pool
-        by_token = (-1, pool.num_heads, *queries.shape[1:])
+        pool, shape = self.summaries.pool, self.summaries.pool.shape
+        by_token = (-1, shape.num_heads, *queries.shape[1:])
         reading = queries.view(by_token)[self.tokens]
-        heads = torch.arange(pool.num_heads)
-        pages = (self.blocks * pool.num_layers + layer).unsqueeze(1) * pool.num_heads
+        heads = torch.arange(shape.num_heads)
+        pages = (self.blocks * shape.num_layers + layer).unsqueeze(1) * shape.num_heads
         pages = pages + heads[:, None]
         summary = load(pool.keys, pool.values, pages, self.summaries.num_rows)
         seen = lengths[self.rows] - self.num_hidden[:, None]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The evicting part of a worker, on any platform.
 
-`EvictingWorker` is a mixin in front of vLLM's workers: `worker_cpu.py`, `worker_cuda.py`.
+`EvictingWorker` is a mixin in front of vLLM's workers: `cpu.py`, `cuda.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
 from vllm.v1.attention import selector
-from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
@@ -63,8 +62,8 @@ class EvictingWorker:
     evicting_backend: str
     """Qualified name of the attention backend that replaces it."""
 
-    group: int
-    """Index of the evicted layers among vLLM's KV cache groups."""
+    rows: RowsV1 | RowsV2
+    """Rows of the model runner's batch."""
 
     _evictor: Evictor | None = None
     _least_block_size: int | None = None
@@ -79,10 +78,10 @@ class EvictingWorker:
         gates = config_of(self.vllm_config).gates
         if gates is None:
             return
-        modules = self.vllm_config.compilation_config.static_forward_context.items()
+        modules = self.vllm_config.compilation_config.static_forward_context
         layers = {
             name: layer
-            for name, layer in modules
+            for name, layer in modules.items()
             if isinstance(getattr(layer, "impl", None), EvictingImpl)
         }
         part = tensor_ranks(self.vllm_config).part
@@ -105,39 +104,43 @@ class EvictingWorker:
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the cache, make its evictor, and bind layers and metadata builder to them."""
         super().initialize_from_config(with_plain_specs(kv_cache_config))  # type: ignore[misc]
-        self.group, builder = self._evicted_group()
+        group, builder = self._evicted_group()
+        self.rows = self.rows_class(self.model_runner, group)
         modules = self.vllm_config.compilation_config.static_forward_context
         members = [modules[name] for name in builder.layer_names]
         layers = [layer for layer in members if layer.kv_sharing_target_layer_name is None]
         layers.sort(key=lambda layer: layer.kv_cache.storage_offset())
-        dtype = FP8.get(self.vllm_config.cache_config.cache_dtype)
-        pool = page_pool([layer.kv_cache for layer in layers], builder.slots_first, dtype)
+        pool = page_pool(
+            [layer.kv_cache for layer in layers],
+            layers[0].impl.num_queries_per_kv,
+            builder.slots_first,
+            FP8.get(self.vllm_config.cache_config.cache_dtype),
+        )
         self._evictor = Evictor(
             config_of(self.vllm_config),
-            pool.shape(group_size=layers[0].impl.num_queries_per_kv),
             pool,
             tensor_ranks(self.vllm_config),
-            pipeline_stages(pool.num_layers),
+            pipeline_stages(len(layers)),
             self.vllm_config.model_config.dtype,
         )
         indices = {layer.layer_name: index for index, layer in enumerate(layers)}
         for layer in members:
             owner = layer.kv_sharing_target_layer_name or layer.layer_name
             layer.impl.bind(indices[owner], pool, self._evictor.context.gate_outputs)
-        builder.bind(self._evictor, self)
+        builder.bind(self._evictor, self.rows)
         self._shrunk: list[Eviction] = []
         self._counters = EvictionCounters().as_dict()
 
     def _evicted_group(self) -> tuple[int, EvictingBuilder[Any]]:
         """Return the evicted layers' index among vLLM's KV cache groups, and their builder."""
-        ((index, builder),) = (
+        (found,) = (
             (index, builder)
             for index, groups in enumerate(self.model_runner.attn_groups)
             for group in groups
             if isinstance(builder := group.get_metadata_builder(), EvictingBuilder)
             and builder.evicts
         )
-        return index, builder
+        return found
 
     def execute_model(
         self, scheduler_output: SchedulerOutput
@@ -160,24 +163,17 @@ class EvictingWorker:
             return output
         if isinstance(output, AsyncModelRunnerOutput):
             return OutputWithOutcomes(output, outcomes)
-        return with_outcomes(output, outcomes)
+        return attach_outcomes(output, outcomes.read())
 
     @property
-    def rows(self) -> type[RowsV1] | type[RowsV2]:
+    def rows_class(self) -> type[RowsV1] | type[RowsV2]:
         """Return how the model runner stores rows of its batch."""
         return RowsV1
 
-    def find_row(self, common: CommonAttentionMetadata, request_id: str) -> int | None:
-        """Return a request's row in the batch that is being built, see `BatchRows`."""
-        return self.rows.find(self.model_runner, common, request_id)
-
-    def request_at(self, common: CommonAttentionMetadata, row: int) -> str:
-        """Return the request in a row of the batch that is being built, see `BatchRows`."""
-        return self.rows.request_at(self.model_runner, common, row)
-
     def rewrite_rows(self, evictions: list[Eviction]) -> None:
         """Replace rows of prompts by their compressed rows, before the next step is built."""
-        raise NotImplementedError
+        for eviction in evictions:
+            self.rows.rewrite(eviction)
 
     def kv_eviction_stats(self) -> dict[str, Any]:
         """Return totals of `EvictionCounters` as of the last step, for `collective_rpc`."""
@@ -190,9 +186,9 @@ class EvictingWorker:
             "totals": self._counters,
             "pool": {
                 "blocks": pool.num_blocks - 1,
-                "block_size": pool.block_size,
+                "block_size": pool.shape.block_size,
                 "layers": self.evictor.stages.model_layers,
-                "kv_heads": pool.num_heads * self.evictor.ranks.num_parts,
+                "kv_heads": pool.shape.num_heads * self.evictor.ranks.num_parts,
             },
         }
 
@@ -247,13 +243,8 @@ class OutputWithOutcomes(AsyncModelRunnerOutput):
         self._outcomes = outcomes
 
     def get_output(self) -> ModelRunnerOutput:
-        return with_outcomes(self._output.get_output(), self._outcomes)
+        return attach_outcomes(self._output.get_output(), self._outcomes.read())
 
     def get_kv_connector_output(self) -> Any:
         """Return what is left of the output for vLLM 0.33 if `get_output` failed."""
         return self._output.get_kv_connector_output()
-
-
-def with_outcomes(output: ModelRunnerOutput, outcomes: Outcomes) -> ModelRunnerOutput:
-    """Wait for the step's outcomes and attach them."""
-    return attach_outcomes(output, outcomes.read())

@@ -25,7 +25,6 @@ WORKSPACE_BYTES = 64 << 20
 class ObserverContext:
     """The layers and heads of this worker, and what is shared by all observations of them."""
 
-    shape: CacheShape
     pool: PagePool
     queries: QueryPool
     regions: Regions
@@ -38,6 +37,10 @@ class ObserverContext:
     """Buffers of the statistics; the layers of a step share them."""
     num_waiting_rows: int = 0
     """Rows of this step's batch whose queries wait until their layers are scored together."""
+
+    @property
+    def shape(self) -> CacheShape:
+        return self.pool.shape
 
     @property
     def device(self) -> torch.device:

@@ -10,9 +10,7 @@ from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_tgvkv.shared.plan import Eviction
 from vllm_tgvkv.worker.base import EvictingWorker
-from vllm_tgvkv.worker.model_runner import RowsV1
 
 
 class EvictionCPUWorker(EvictingWorker, CPUWorker):
@@ -52,7 +50,3 @@ class EvictionCPUWorker(EvictingWorker, CPUWorker):
             return super().sample_tokens(grammar_output)
         finally:
             generators.update(set_aside)
-
-    def rewrite_rows(self, evictions: list[Eviction]) -> None:
-        for eviction in evictions:
-            RowsV1.rewrite(self.model_runner, eviction, self.group)

@@ -11,7 +11,7 @@ queries stay graphs, see `queries.DecodeQueries`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
@@ -78,8 +78,8 @@ class EvictionGPUWorker(EvictingWorker, Worker):
             self.model_runner._init_kv_zero_meta()
 
     @property
-    def rows(self) -> type[RowsV1] | type[RowsV2]:
-        return self.model_runner.rows
+    def rows_class(self) -> type[RowsV1] | type[RowsV2]:
+        return RowsV2 if self.use_v2_model_runner else RowsV1
 
     def rewrite_rows(self, evictions: list[Eviction]) -> None:
         """Leave the rows to the model runner, which rewrites them when it updates its own."""
@@ -91,15 +91,14 @@ def memory_of(vllm_config: VllmConfig, specs: Mapping[str, FullAttentionSpec]) -
     name, spec = next(iter(specs.items()))
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
     group_size = compilation.static_forward_context[name].impl.num_queries_per_kv
-    longest = vllm_config.model_config.max_model_len
-    shape = CacheShape(len(specs), spec.num_kv_heads, group_size, spec.head_size, spec.block_size)
+    model = vllm_config.model_config
     sizes = Sizes(
-        shape,
-        element_bytes=vllm_config.model_config.dtype.itemsize,
-        max_tokens=longest,
+        CacheShape(len(specs), spec.num_kv_heads, group_size, spec.head_size, spec.block_size),
+        element_bytes=model.dtype.itemsize,
+        max_tokens=model.max_model_len,
         step_tokens=scheduler.max_num_batched_tokens,
         max_rows=max(scheduler.max_num_seqs, compilation.max_cudagraph_capture_size or 0),
-        table_width=cdiv(longest, spec.block_size),
+        table_width=cdiv(model.max_model_len, spec.block_size),
         workspace_bytes=WORKSPACE_BYTES,
     )
     return memory_outside_pool(config_of(vllm_config), sizes)
@@ -107,8 +106,6 @@ def memory_of(vllm_config: VllmConfig, specs: Mapping[str, FullAttentionSpec]) -
 
 class ShrinkingRows:
     """The common part of both model runners: rows that shrink."""
-
-    rows: ClassVar[type[RowsV1 | RowsV2]]
 
     def __init__(
         self, vllm_config: VllmConfig, device: torch.device, worker: EvictionGPUWorker
@@ -118,20 +115,17 @@ class ShrinkingRows:
         self.shrunk: list[Eviction] = []
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> Any:
-        """Allocate a cache, also for a trial run, which the worker does not see."""
-        config = with_plain_specs(kv_cache_config)
+        config = with_plain_specs(kv_cache_config)  # for a trial run as well
         return super().initialize_kv_cache(config, *args, **kwargs)  # type: ignore[misc]
 
     def rewrite_shrunk_rows(self) -> None:
         for eviction in self.shrunk:
-            self.rows.rewrite(self, eviction, self.worker.group)
+            self.worker.rows.rewrite(eviction)
         self.shrunk = []
 
 
 class EvictingModelRunnerV1(ShrinkingRows, GPUModelRunnerV1):
     """Model runner V1 with rows that shrink."""
-
-    rows = RowsV1
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Callable[..., Any] | None:
         # Here the copy of the last step's block table has certainly ended.
@@ -147,7 +141,6 @@ class EvictingModelRunnerV1(ShrinkingRows, GPUModelRunnerV1):
 class EvictingModelRunnerV2(ShrinkingRows, GPUModelRunnerV2):
     """Model runner V2 with rows that shrink."""
 
-    rows = RowsV2
     batch: BatchReqState | None = None
     """The requests of the step, row by row; None in a trial run."""
 

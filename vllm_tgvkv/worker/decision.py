@@ -33,10 +33,10 @@ class Decision:
     counts: Tensor
     """Pages, int64 `[L, H]`."""
     positions: Tensor
-    """Kept positions, int32 `[k * L * H, N]`, pages in (layer, head) order; where a guard chose
+    """Kept positions, int32 `[pages, N]`, pages in (layer, head) order; where a guard chose
     fewer blocks, the pages after the last one dealt have no meaning."""
-    num_retained: Tensor
-    """Blocks that hold pages, int64 scalar: the given number, or fewer with a guard."""
+    num_token_blocks: Tensor
+    """Blocks that hold pages of tokens, int64 scalar: as given, or fewer with a guard."""
 
     @cached_property
     def offsets(self) -> Tensor:
@@ -44,10 +44,7 @@ class Decision:
         return page_offsets(self.counts)
 
     def count_vision(self, is_vision: Tensor) -> Tensor:
-        """Return the vision tokens in all pages that hold tokens, int64 scalar.
-
-        `is_vision` is bool `[P]`.
-        """
+        """Return the vision tokens in all pages that hold tokens, int64; `is_vision` is `[P]`."""
         # An index of int64 would take more memory than the positions.
         chosen = is_vision.index_select(0, self.positions.flatten())
         in_page = chosen.view_as(self.positions).sum(1)
@@ -95,23 +92,23 @@ class ScoredPrompt:
         """The token sets of `heads`."""
         return self.heads if self.scores.shape[1] > 1 else slice(None)
 
-    def decide(self, num_retained: int, guard: Guard | None = None) -> Decision:
-        """Deal `num_retained` blocks, between 1 and the number of full blocks of the prompt.
+    def decide(self, num_token_blocks: int, guard: Guard | None = None) -> Decision:
+        """Deal `num_token_blocks` blocks, between 1 and the number of full blocks of the prompt.
 
         With a guard, deal the fewest blocks that hold its share of the masses. Sinks are kept
-        first, then text. If even `num_retained` blocks do not hold the share, all of them are
+        first, then text. If even `num_token_blocks` blocks do not hold the share, all of them are
         dealt. The number is found by bisection. That is exact as long as more blocks hold more
         mass; an allocation whose counts change a lot with one more block may make it wrong by a
         block or two.
         """
         if guard is None:
-            dealt = torch.full((), num_retained, device=self.scores.device)
-            least = num_retained
+            dealt = torch.full((), num_token_blocks, device=self.scores.device)
+            least = num_token_blocks
         else:
-            least = min(guard.least_blocks, num_retained)
-            dealt = self.agree(partial(self._fewest, least, num_retained, guard.share))
-        counts = self._deal(dealt, self._floor(least), guard is not None)[:, self.heads]
-        return Decision(counts, self._fill(counts, num_retained, guard is not None), dealt)
+            least = min(guard.least_blocks, num_token_blocks)
+            dealt = self.agree(partial(self._fewest, least, num_token_blocks, guard.share))
+        counts = self._deal(dealt, least, guard is not None)[:, self.heads]
+        return Decision(counts, self._fill(counts, num_token_blocks, guard is not None), dealt)
 
     def preference(self, counts: Tensor, guarded: bool) -> Tensor:
         """Return which candidates came before others, whatever their scores, for a trace.
@@ -130,10 +127,6 @@ class ScoredPrompt:
         by_guard = (tiers >= _TEXT_TIER) & guarded
         return torch.where(by_guard, 2, (tiers > 0).to(torch.uint8)).to(torch.uint8)
 
-    def _floor(self, least: int) -> int:
-        """Return the fewest pages of a head, if at least `least` blocks are dealt."""
-        return min(self.floor_pages, least)
-
     def _fewest(self, least: int, most: int, share: float) -> Tensor:
         """Return the fewest blocks that hold `share` of the masses, int64 scalar."""
         masses = self.masses
@@ -146,18 +139,18 @@ class ScoredPrompt:
         # below the lower bound.
         for _ in range((most - least + 1).bit_length()):
             middle = (low + high).div(2, rounding_mode="floor").clamp(min=least)
-            counts = self._deal(middle, self._floor(least), guarded=True)
+            counts = self._deal(middle, least, guarded=True)
             enough = self._sum(partial(self._kept_masses, counts, masses)) >= wanted
             high, low = torch.where(enough, middle, high), torch.where(enough, low, middle)
         return high
 
-    def _deal(self, retained: Tensor, floor: int, guarded: bool) -> Tensor:
-        """Return the pages of every (layer, head), int64 `[L, H]`; they sum to k * L * H.
+    def _deal(self, num_token_blocks: Tensor, least: int, guarded: bool) -> Tensor:
+        """Return the pages of every (layer, head), int64 `[L, H]`; they fill the blocks.
 
-        At granularity `layer` all heads of a layer get the same number: k * L units of H pages are
-        dealt, the same for every part.
+        The host knows that there are at least `least` blocks. At granularity `layer` all heads of a
+        layer get the same number: units of H pages are dealt, the same for every part.
         """
-        kept = retained * self.block_size
+        kept = num_token_blocks * self.block_size
         layers = AllLayers(
             prompt=self.prompt,
             scores=self.scores,
@@ -176,7 +169,7 @@ class ScoredPrompt:
             return values.unflatten(1, (num_parts, -1)).transpose(0, 1).flatten(1)
 
         of_parts = by_part(shares)
-        total = retained * of_parts.shape[1]
+        total, floor = num_token_blocks * of_parts.shape[1], min(self.floor_pages, least)
         if self.present is None:
             dealt = apportion(of_parts, total, floor, most)
         else:
@@ -187,10 +180,7 @@ class ScoredPrompt:
         return counts.expand(-1, self.num_heads).contiguous()
 
     def _tiers(self, num_kept: Tensor, guarded: bool) -> Tensor:
-        """Return the candidates' tiers, int32 `[C]` or `[*, C]` for `num_kept` `[*]`.
-
-        A guard puts text first.
-        """
+        """Return tiers, int32 `[C]` or `[*, C]` for `num_kept` `[*]`; a guard puts text first."""
         prompt = self.prompt
         tiers = self.policy.retention.tiers(prompt, num_kept)[..., : prompt.num_candidates]
         if not guarded:
@@ -227,8 +217,8 @@ class ScoredPrompt:
         kept = keys >= thresholds(keys, num_kept).unsqueeze(-1)
         return masses[layers, :, : self.prompt.num_candidates].double() * kept
 
-    def _fill(self, counts: Tensor, num_retained: int, guarded: bool) -> Tensor:
-        """Return the kept positions of `num_retained` blocks; a guard may use fewer.
+    def _fill(self, counts: Tensor, num_token_blocks: int, guarded: bool) -> Tensor:
+        """Return the kept positions of as many blocks; a guard may use fewer.
 
         `counts` has the pages of `heads` only.
         """
@@ -237,7 +227,7 @@ class ScoredPrompt:
         present = None if self.present is None else self.present[:, sets]
         num_kept = counts[:, : scores.shape[1]] * self.block_size
         tiers = _below_if_evicted(self._all_tiers(num_kept, guarded), present)
-        num_pages = num_retained * counts.numel()
+        num_pages = num_token_blocks * counts.numel()
         return select_tokens(scores, tiers, counts, num_pages, self.block_size)
 
 

@@ -84,19 +84,6 @@ class DueEviction:
         return self.eviction.num_retained - len(self.summary_kinds)
 
     @property
-    def token_blocks(self) -> torch.Tensor:
-        return self.new_blocks[: self.num_token_blocks]
-
-    @property
-    def summary_blocks(self) -> torch.Tensor:
-        return self.new_blocks[self.num_token_blocks :]
-
-    @property
-    def replaced_blocks(self) -> torch.Tensor:
-        """Blocks of the candidates, int32."""
-        return self.keys.blocks[: self.eviction.num_replaced]
-
-    @property
     def keeps_unpooled(self) -> bool:
         """Whether a trace tells scores from those that pooling raised."""
         return self.eviction.traced_budget is not None and self.policy.pooling.kind != "none"

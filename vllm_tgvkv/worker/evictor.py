@@ -18,14 +18,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
-from typing import Literal
 
 import numpy as np
 import torch
 from vllm.logger import init_logger
 
-from vllm_tgvkv.cache.pages import CacheShape, PagePool
-from vllm_tgvkv.cache.queries import ChunkQueries, DecodeQueries, QueryPool, StoredQueries
+from vllm_tgvkv.cache.pages import PagePool
+from vllm_tgvkv.cache.queries import DecodeQueries, QueryPool, StoredQueries
 from vllm_tgvkv.cache.regions import Regions
 from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.gates.outputs import GateOutputs
@@ -50,14 +49,13 @@ _NO_ROWS = np.empty(0, np.int64)
 class Evictor:
     """Carries out the `StepPlan`s of a worker.
 
-    In each step the worker calls `begin_step`, `prepare`, `observe_layer` for every layer, and
-    `take_outcomes`, in this order.
+    The worker calls `begin_step` and `take_outcomes` around each step. In between, attention calls
+    the methods of `attention.observer.Observer`.
     """
 
     def __init__(
         self,
         config: EvictionConfig,
-        shape: CacheShape,
         pool: PagePool,
         ranks: Ranks,
         stages: Stages,
@@ -65,31 +63,19 @@ class Evictor:
     ) -> None:
         """Make an evictor; `query_dtype` is the dtype of the model, by default of the cache."""
         self.config = config
-        self.shape = shape
+        self.decode_kernel = config.decode_kernel
         self.pool = pool
+        self.shape = shape = pool.shape
         self.ranks = ranks
         self.stages = stages
-        queries = QueryPool(
-            config.num_query_rows,
-            shape.num_layers,
-            shape.num_heads * shape.group_size,
-            shape.head_size,
-            query_dtype or pool.raw.dtype,
-            pool.raw.device,
-        )
-        self.regions = Regions(
-            pool.num_blocks,
-            shape.num_pairs,
-            pool.raw.device,
-            shape.block_size if config.decode else 0,
-        )
+        device, num_blocks = pool.raw.device, pool.num_blocks
+        queries = QueryPool(config.num_query_rows, shape, query_dtype or pool.raw.dtype, device)
+        self.regions = Regions(num_blocks, shape, device, config.decode is not None)
         self.summaries = SummaryBlocks(pool, self.regions, config.summarises)
         gate_outputs = None
         if config.gates is not None:
-            gate_outputs = GateOutputs(pool.num_blocks, shape, pool.raw.device)
-        self.context = ObserverContext(
-            shape, pool, queries, self.regions, ranks, stages, gate_outputs
-        )
+            gate_outputs = GateOutputs(num_blocks, shape, device)
+        self.context = ObserverContext(pool, queries, self.regions, ranks, stages, gate_outputs)
         self._writer = RegionWriter(self.context, self.summaries)
         self.observations: dict[str, PromptObservation] = {}
         """Prompts that are observed and not evicted yet, by request id."""
@@ -101,7 +87,7 @@ class Evictor:
         self._policy_of = cache(config.build_policy)  # a chunk should not build one again
         self._current: list[PromptObservation] = []
         """Prompts observed in the current step."""
-        self._stored: ChunkQueries | None = None
+        self._stored: StoredQueries | None = None
         """The store of this step's queries of tokens that vote later."""
         self._decode_queries: DecodeQueries | None = None
         self.ended: list[PendingOutcome | Failure] = []
@@ -124,17 +110,10 @@ class Evictor:
                 self.context.gate_outputs.fill(plan.poisoned, float("nan"))
 
     def record_decodes(self, max_tokens: int) -> None:
-        """Store the queries of steps of single tokens through `stored_queries` from now on.
-
-        `max_tokens` is the most tokens of such a step, padded ones included.
-        """
-        self._decode_queries = DecodeQueries(self.context.queries, max_tokens)
+        if self.config.waits:
+            self._decode_queries = DecodeQueries(self.context.queries, max_tokens)
 
     def has_work(self, single_tokens: bool) -> bool:
-        """Return whether this step's layers are observed.
-
-        `single_tokens` says whether the step has one token of every request.
-        """
         if single_tokens and self._decode_queries is not None:
             return self._may_fail
         return bool(self.plan.observations) or self._may_fail
@@ -142,25 +121,10 @@ class Evictor:
     def stored_queries(
         self, num_tokens: int, first_token: Callable[[str], int]
     ) -> StoredQueries | None:
-        """Return the store of a step of single tokens that is not observed, for its attention.
-
-        None if this server records none. `num_tokens` includes padded ones; see `prepare` for
-        `first_token`.
-        """
         if self._decode_queries is None:
             return None
         self._decode_queries.direct(*self._rows_to_store(first_token))
         return self._decode_queries.of_batch(num_tokens)
-
-    @property
-    def decode_kernel(self) -> Literal["stock", "triton"]:
-        """Return the kernel that ragged rows are decoded with."""
-        return self.config.decode_kernel
-
-    @property
-    def records_decodes(self) -> bool:
-        """Return whether tokens of answers vote."""
-        return self.config.waits
 
     @property
     def _may_fail(self) -> bool:
@@ -168,20 +132,15 @@ class Evictor:
         return bool(self.plan.summings or self.plan.evictions)
 
     def prepare(self, first_token: Callable[[str], int]) -> None:
-        """Find the plan's prompts in the batch that is being built.
-
-        `first_token(request_id)` is the index of the request's first token in the batch's
-        queries.
-        """
-        observations = {}
-        if self._may_fail:
-            observations = {part.request_id: part for part in self.plan.observations}
-        summings = {part.request_id: part for part in self.plan.summings}
-        evictions = {part.request_id: part for part in self.plan.evictions}
         self._current = []
         tokens, rows = self._rows_to_store(first_token)
         if len(tokens):
-            self._stored = ChunkQueries(self.context.queries, tokens, rows)
+            self._stored = StoredQueries.of_tokens(self.context.queries, tokens, rows)
+        if not self._may_fail:
+            return
+        observations = {part.request_id: part for part in self.plan.observations}
+        summings = {part.request_id: part for part in self.plan.summings}
+        evictions = {part.request_id: part for part in self.plan.evictions}
         self.context.num_waiting_rows = sum(
             len(part.rows) for part in self.plan.observations if part.stored is None
         )
@@ -212,13 +171,6 @@ class Evictor:
         return positions + np.repeat(shifts, [len(stored) for _, stored in found]), rows
 
     def observe_layer(self, layer: int, queries: torch.Tensor, scale: float) -> None:
-        """Observe one layer, once its keys are in the cache and its attention has run.
-
-        Args:
-            layer: index among this worker's layers.
-            queries: [tokens, H * G, D], rotated, of the whole batch.
-            scale: factor of the products of queries and keys as they are stored.
-        """
         if self._stored is not None:
             self._stored.store(layer, queries)
         for observation in self._current:
@@ -282,21 +234,16 @@ class Evictor:
         with seen.stopwatch.time("copy"):
             positions = self._writer.copy(due, decision)
             self._writer.summarise(due, scored, positions, offsets)
-        self._writer.store(due, offsets)
+        self._writer.store(due, due.num_token_blocks, offsets)
         return PendingOutcome(
             due.eviction,
-            decision.num_retained,
-            decision.count_vision(due.prompt.is_vision) if self._is_reported(due) else None,
+            decision.num_token_blocks,
+            decision.count_vision(due.prompt.is_vision) if due.eviction.has_outcome else None,
             self.shape.num_pairs * self.ranks.size,
             seen.stopwatch,
             start_trace(due, scored, decision) if self.ranks.rank == 0 else None,
             decision if self.config.debug.record_kept else None,
         )
-
-    def _is_reported(self, due: DueEviction) -> bool:
-        """Whether the scheduler or a trace needs the outcome of an eviction."""
-        eviction = due.eviction
-        return eviction.is_first or eviction.is_reported or eviction.traced_budget is not None
 
     def _record(self, pending: PendingOutcome) -> None:
         """Report an eviction that worked on all ranks, and drop its observation."""

@@ -7,7 +7,7 @@ computed here and subtracted first. `docs/design.md` has the formulas as a table
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vllm_tgvkv.cache.pages import CacheShape
@@ -21,7 +21,7 @@ from vllm_tgvkv.policies import Policy
 from vllm_tgvkv.summaries.blocks import bytes_of_writing
 
 _TABLE_BYTES = 64 << 20
-"""Page tables of several layers, see `attention_cuda.py`."""
+"""Page tables of several layers, see `attention/cuda.py`."""
 
 _DECODE_PROGRAMS = 2048
 """More than any GPU runs of the Triton decode kernel at once."""
@@ -91,66 +91,36 @@ def memory_outside_pool(config: EvictionConfig, sizes: Sizes) -> Memory:
     To set aside memory for something else, add a line here and to the table of `docs/design.md`.
     """
     shape = sizes.shape
-    methods = {policy.name: _of_method(config, policy, sizes) for policy in _policies(config)}
+    policies = [config.build_policy(name) for name in config.method_names if name != NONE]
+    methods = {policy.name: _of_method(config, policy, sizes) for policy in policies}
     method = max(methods, key=lambda name: sum(methods[name].values()))
-    return Memory(
-        lines={
-            **_of_decoding(config, sizes),
-            "query pool": _of_query_pool(config, sizes),
-            **_of_gates(config, sizes),
-            **methods[method],
-        },
-        block_bytes=_of_block(config, shape),
-        method=method,
-    )
+    # The state of a region; of each key its position, if regions are cut again, and its gate's
+    # output.
+    of_keys = (config.decode is not None) + (config.gates is not None)
+    of_block = 4 * (shape.num_pairs + 4 + of_keys * shape.num_pairs * shape.block_size)
+    return Memory({**_of_server(config, sizes), **methods[method]}, of_block, method)
 
 
-def _policies(config: EvictionConfig) -> Iterator[Policy]:
-    """Return the policies of all methods that a request may name."""
-    return (config.build_policy(name) for name in config.method_names if name != NONE)
-
-
-def _of_decoding(config: EvictionConfig, sizes: Sizes) -> dict[str, int]:
-    """Return what the decode kernel keeps for all steps."""
+def _of_server(config: EvictionConfig, sizes: Sizes) -> dict[str, int]:
+    """Return what is kept for all steps: by the decode kernel, the query pool and the gates."""
     shape = sizes.shape
+    query = shape.num_pairs * shape.group_size * shape.head_size * sizes.element_bytes
+    destinations = 8 * sizes.max_rows if config.waits else 0
+    lines = {"query pool": (config.num_query_rows + 1) * query + destinations}
+    if config.gates is not None:
+        # Their outputs are those of a step. vLLM's trial run measures what they take to run.
+        outputs = 4 * shape.num_heads * max(sizes.step_tokens, sizes.max_rows)
+        weights = config.gates.num_bytes(shape.num_layers, shape.num_heads, sizes.element_bytes)
+        lines["gates"] = weights + outputs
     sequences = sizes.max_rows * shape.num_heads
     lengths = 4 * shape.num_layers * sequences
     if config.decode_kernel == "triton":
         of_program = 8 * shape.group_size * (shape.head_size + 2) + 4 * shape.num_layers
         work = 4 * shape.num_layers * (sequences + 1) + _DECODE_PROGRAMS * of_program
-        return {"lengths": lengths, "division of work": work}
+        return {"lengths": lengths, "division of work": work, **lines}
     of_layer = 4 * sequences * sizes.table_width
     tables = max(of_layer, min(shape.num_layers * of_layer, _TABLE_BYTES))
-    return {"lengths": lengths + 4 * (sequences + 1), "page tables": tables}
-
-
-def _of_block(config: EvictionConfig, shape: CacheShape) -> int:
-    """Return what `Regions` takes for each block, with positions if regions are cut again.
-
-    With gates, their output for each key as well, see `GateOutputs`.
-    """
-    of_keys = (config.decode is not None) + (config.gates is not None)
-    return 4 * (shape.num_pairs + 4 + of_keys * shape.num_pairs * shape.block_size)
-
-
-def _of_gates(config: EvictionConfig, sizes: Sizes) -> dict[str, int]:
-    """Return what the gates take: their weights, and their outputs of a step.
-
-    vLLM's trial run measures what they take while they run.
-    """
-    if config.gates is None:
-        return {}
-    shape = sizes.shape
-    weights = config.gates.num_bytes(shape.num_layers, shape.num_heads, sizes.element_bytes)
-    return {"gates": weights + 4 * shape.num_heads * max(sizes.step_tokens, sizes.max_rows)}
-
-
-def _of_query_pool(config: EvictionConfig, sizes: Sizes) -> int:
-    """Return the bytes of the query pool, see `QueryPool`."""
-    shape = sizes.shape
-    of_row = shape.num_pairs * shape.group_size * shape.head_size * sizes.element_bytes
-    destinations = 8 * sizes.max_rows if config.waits else 0
-    return (config.num_query_rows + 1) * of_row + destinations
+    return {"lengths": lengths + 4 * (sequences + 1), "page tables": tables, **lines}
 
 
 def _of_method(config: EvictionConfig, policy: Policy, sizes: Sizes) -> dict[str, int]:
@@ -170,20 +140,18 @@ def _of_method(config: EvictionConfig, policy: Policy, sizes: Sizes) -> dict[str
     }
     # Of one prompt at a time, one after the other:
     stacked = (scores + guarded) * tokens
+    # Ranking keys, slice by slice, while the pages of every head are found.
+    choice = policy.allocation.bytes_per_score * shape.num_layers * num_sets * tokens
+    choice += 6 * _key_slice(sizes, num_sets)
     work = max(
         _of_score(policy, sizes, num_sets),
-        stacked + _of_choice(policy, sizes, num_sets),
+        stacked + choice,
         stacked + _of_copy(policy, sizes, num_sets),
         stacked + (bytes_of_writing(shape, tokens) if policy.summaries is not None else 0),
     )
-    if config.decode is not None:
-        work += _of_ragged_keys(sizes)
+    if config.decode is not None:  # to find the keys of a compressed request, see `RaggedKeys`
+        work += 64 * shape.num_pairs * tokens
     return {**lines, "work": work}
-
-
-def _of_ragged_keys(sizes: Sizes) -> int:
-    """Return what finding the keys of a compressed request takes, see `RaggedKeys`."""
-    return 64 * sizes.shape.num_pairs * sizes.max_tokens
 
 
 def _of_statistics(config: EvictionConfig, policy: Policy, sizes: Sizes, num_sets: int) -> int:
@@ -222,7 +190,7 @@ def _of_score(policy: Policy, sizes: Sizes, num_sets: int) -> int:
 
 
 def _of_keys(sizes: Sizes, all_similarities: bool) -> int:
-    """Return what the keys of some heads take; and their similarities, and logits of the window."""
+    """Return what the keys of some heads take, with their similarities and the window's logits."""
     shape, tokens = sizes.shape, sizes.max_tokens
     of_head = KEY_BYTES * shape.head_size * tokens
     num_heads = min(max(1, sizes.workspace_bytes // of_head), shape.num_pairs)
@@ -233,13 +201,6 @@ def _of_keys(sizes: Sizes, all_similarities: bool) -> int:
     similarities = min(rows, tokens) * row_bytes
     logits = 4 * WINDOW * (shape.group_size + 2) * num_heads * tokens
     return num_heads * of_head + max(similarities, logits)
-
-
-def _of_choice(policy: Policy, sizes: Sizes, num_sets: int) -> int:
-    """Return what finding the pages of every head takes: ranking keys, slice by slice."""
-    shape, tokens = sizes.shape, sizes.max_tokens
-    whole = policy.allocation.bytes_per_score * shape.num_layers * num_sets * tokens
-    return whole + 6 * _key_slice(sizes, num_sets)
 
 
 def _of_copy(policy: Policy, sizes: Sizes, num_sets: int) -> int:

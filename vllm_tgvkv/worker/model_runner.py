@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_tgvkv.shared.plan import Eviction
 
@@ -18,35 +17,31 @@ if TYPE_CHECKING:
 class RowsV1:
     """Model runner V1: a persistent batch, whose block table is copied to the device each step."""
 
-    @staticmethod
-    def find(
-        runner: GPUModelRunnerV1, common: CommonAttentionMetadata, request_id: str
-    ) -> int | None:
-        return runner.input_batch.req_id_to_index.get(request_id)
+    def __init__(self, runner: GPUModelRunnerV1, group: int) -> None:
+        """`group` is the index of the evicted layers among vLLM's KV cache groups."""
+        self._runner, self._group = runner, group
 
-    @staticmethod
-    def request_at(runner: GPUModelRunnerV1, common: CommonAttentionMetadata, row: int) -> str:
-        return runner.input_batch.req_ids[row]
+    def find_row(self, request_id: str) -> int | None:
+        return self._runner.input_batch.req_id_to_index.get(request_id)
 
-    @staticmethod
-    def rewrite(runner: GPUModelRunnerV1, eviction: Eviction, group: int) -> None:
+    def request_at(self, row: int) -> str:
+        return self._runner.input_batch.req_ids[row]
+
+    def rewrite(self, eviction: Eviction) -> None:
         """Replace a prompt's row by its compressed row.
 
         A request that has ended is gone from the runner. A preempted one has no row in the batch
         until it is scheduled again.
-
-        Args:
-            group: index of the evicted layers among vLLM's KV cache groups.
         """
-        state = runner.requests.get(eviction.request_id)
+        state = self._runner.requests.get(eviction.request_id)
         if state is None:
             return
         blocks = eviction.row_blocks
-        ids = state.block_ids[group]
+        ids = state.block_ids[self._group]
         ids[: len(blocks)] = blocks.tolist()
-        row = runner.input_batch.req_id_to_index.get(eviction.request_id)
+        row = self.find_row(eviction.request_id)
         if row is not None:
-            table = runner.input_batch.block_table[group].block_table.np
+            table = self._runner.input_batch.block_table[self._group].block_table.np
             table[row, : len(blocks)] = blocks.astype(np.int32)
 
 
@@ -57,37 +52,31 @@ class RowsV2:
     say it.
     """
 
-    @staticmethod
-    def find(
-        runner: GPUModelRunnerV2, common: CommonAttentionMetadata, request_id: str
-    ) -> int | None:
-        index = runner.req_states.req_id_to_index.get(request_id)
-        if index is None or runner.batch is None:
+    def __init__(self, runner: GPUModelRunnerV2, group: int) -> None:
+        """`group` is the index of the evicted layers among vLLM's KV cache groups."""
+        self._runner, self._group = runner, group
+
+    def find_row(self, request_id: str) -> int | None:
+        index = self._runner.req_states.req_id_to_index.get(request_id)
+        if index is None or self._runner.batch is None:
             return None
-        (rows,) = np.nonzero(runner.batch.idx_mapping_np == index)
+        (rows,) = np.nonzero(self._runner.batch.idx_mapping_np == index)
         return int(rows[0]) if len(rows) else None
 
-    @staticmethod
-    def request_at(runner: GPUModelRunnerV2, common: CommonAttentionMetadata, row: int) -> str:
-        assert runner.batch is not None
-        return runner.batch.req_ids[row]
+    def request_at(self, row: int) -> str:
+        assert self._runner.batch is not None
+        return self._runner.batch.req_ids[row]
 
-    @staticmethod
-    def rewrite(runner: GPUModelRunnerV2, eviction: Eviction, group: int) -> None:
+    def rewrite(self, eviction: Eviction) -> None:
         """Stage a compressed row in place of its prompt's; it is written with the step's blocks.
 
-        The row keeps its length.
+        The row keeps its length, and rows of other groups stay.
 
         Call it after vLLM removed ended and preempted requests, whose places others may take, and
         before it appends the step's new blocks. Never call it for a request that vLLM adds in this
         step: the kernel that writes both rows does so in any order.
-
-        Args:
-            group: index of the evicted layers among vLLM's KV cache groups; rows of other groups
-                stay.
         """
-        index = runner.req_states.req_id_to_index.get(eviction.request_id)
-        if index is None:
-            return
-        table = runner.block_tables.block_tables[group]
-        table.stage_write(index, 0, eviction.row_blocks.tolist())
+        index = self._runner.req_states.req_id_to_index.get(eviction.request_id)
+        if index is not None:
+            table = self._runner.block_tables.block_tables[self._group]
+            table.stage_write(index, 0, eviction.row_blocks.tolist())

@@ -91,7 +91,8 @@ class PromptObservation:
         """
         self._token_index = None
         if observation is not None and observation.stored is None:
-            self._token_index = self._context.to_device(observation.token_index(first_token))
+            index = observation.rows + (first_token - observation.chunk_start)
+            self._token_index = self._context.to_device(index)
         self._summed = None
         if summing is not None:
             per_head = self._policy_of(summing.method).granularity == "head"
@@ -99,12 +100,12 @@ class PromptObservation:
         self.due = self._due_eviction(eviction) if eviction else None
 
     def _due_eviction(self, eviction: Eviction) -> DueEviction:
-        context, num_tokens = self._context, eviction.observed.num_tokens
-        row = context.to_device(eviction.old_blocks), num_tokens
+        context = self._context
+        row = context.to_device(eviction.old_blocks), eviction.observed.num_tokens
         keys: RowKeys | None = None
         if not eviction.is_first:
-            find = partial(RaggedKeys.of_row, *row, context.regions, context.shape)
-            keys = self.attempt(find)  # it takes memory, which may be short
+            # It takes memory, which may be short.
+            keys = self.attempt(partial(RaggedKeys.of_row, *row, context.regions))
         keys = keys or RowKeys.of_blocks(*row, context.shape)
         policy = self._policy_of(eviction.method)
         return due_eviction(eviction, policy, self._config.sinks, keys, context)
@@ -112,7 +113,7 @@ class PromptObservation:
     # -- a layer ------------------------------------------------------------------------
 
     def see_layer(self, layer: int, queries: torch.Tensor, scale: float) -> None:
-        """Observe one layer, once its keys are in the cache; see `Evictor.observe_layer`."""
+        """Observe one layer, once its keys are in the cache; see `Observer.observe_layer`."""
         ranks, rows = self._context.ranks, None
         with self.stopwatch.time("statistics"):
             if self.error is None:
@@ -137,22 +138,17 @@ class PromptObservation:
 
         They are [O, H * G, D]; None if they are in the query pool, or if there are no such rows.
         """
-        if self._summed is not None:
-            self._add_sums(self._summed, layer, queries, scale)
+        if (summed := self._summed) is not None:
+            chunk = self._observe(summed, layer, queries.unsqueeze(0), [scale])
+            if not self._sums:
+                self._sums = [
+                    RowSums(chunk.num_groups, summed.num_tokens, self._context.device)
+                    for _ in range(self._context.shape.num_layers)
+                ]
+            self._sums[layer].add(chunk, summed.is_vision)
         if self._token_index is not None:
             return queries.index_select(0, self._token_index)
         return None
-
-    def _add_sums(
-        self, summed: SummedRows, layer: int, queries: torch.Tensor, scale: float
-    ) -> None:
-        chunk = self._observe(summed, layer, queries.unsqueeze(0), [scale])
-        if not self._sums:
-            self._sums = [
-                RowSums(chunk.num_groups, summed.num_tokens, self._context.device)
-                for _ in range(self._context.shape.num_layers)
-            ]
-        self._sums[layer].add(chunk, summed.is_vision)
 
     def _score_layer(
         self, due: DueEviction, layer: int, queries: torch.Tensor | None, scale: float
@@ -234,22 +230,18 @@ class PromptObservation:
                 due.per_head,
             )
         num_sets = context.shape.num_heads if due.per_head else 1
+        gate_outputs = None
+        if due.policy.score.gates is not None:
+            assert context.gate_outputs is not None, "build_policy refuses the score without gates"
+            gate_outputs = due.keys.read(context.gate_outputs.values, first, len(scales))
         return LayerView(
             context.stages.first_layer + first,
             len(scales) * num_sets,
             due.prompt,
             attention,
             context.ranks.part * num_sets if due.per_head else 0,
-            gate_outputs=self._gate_outputs(due, first, len(scales)),
+            gate_outputs=gate_outputs,
         )
-
-    def _gate_outputs(self, due: DueEviction, first: int, num_layers: int) -> torch.Tensor | None:
-        """Return what the gates of some layers said of each token, if the score reads it."""
-        if due.policy.score.gates is None:
-            return None
-        outputs = self._context.gate_outputs
-        assert outputs is not None, "build_policy refuses the score without gates"
-        return due.keys.read(outputs.values, first, num_layers)
 
     def _observe(
         self, rows: Rows, first: int, queries: torch.Tensor, scales: Sequence[float]
@@ -280,13 +272,10 @@ class PromptObservation:
     def gather(self, due: DueEviction) -> ScoredPrompt:
         """Stack what the layers showed, over the heads of all ranks."""
         seen: dict[str, Sequence[torch.Tensor]] = {
-            "scores": self.scores,
-            "strengths": self.strengths,
+            name: by_layer
+            for name in ("scores", "strengths", "masses", "unpooled")
+            if (by_layer := getattr(self, name))
         }
-        if due.eviction.guard is not None:
-            seen["masses"] = self.masses
-        if due.keeps_unpooled:
-            seen["unpooled"] = self.unpooled
         present = due.keys.present(self.scores[0].shape[0])
         if present is not None:
             seen["present"] = present[..., : due.prompt.num_candidates].unbind()

@@ -26,8 +26,8 @@ class PendingOutcome:
     """
 
     eviction: Eviction
-    num_retained: torch.Tensor
-    """Blocks of the region that hold pages, int64 scalar."""
+    num_token_blocks: torch.Tensor
+    """Blocks of the region that hold tokens, int64 scalar."""
     num_vision: torch.Tensor | None
     """Vision tokens in the region, summed over layers and heads, int64 scalar; None if the eviction
     is not reported."""
@@ -41,19 +41,19 @@ class PendingOutcome:
     """Only with the debug option `record_kept`."""
 
     def numbers(self) -> torch.Tensor:
-        """Return the retained blocks and the vision tokens, int64 [2]."""
+        """Return the blocks of tokens and the vision tokens, int64 [2]."""
         assert self.num_vision is not None, "the eviction is not reported"
-        return torch.stack((self.num_retained, self.num_vision))
+        return torch.stack((self.num_token_blocks, self.num_vision))
 
-    def of_stage(self, num_retained: int, num_vision: int, block_size: int) -> Outcome:
+    def of_stage(self, num_token_blocks: int, num_vision: int, block_size: int) -> Outcome:
         """Return the outcome in this stage's layers; the numbers are those on the device."""
         eviction, is_vision = self.eviction, self.eviction.prompt.is_vision()
         num_seen = int(is_vision.sum())
-        num_kept = num_retained * self.num_pairs * block_size
+        num_kept = num_token_blocks * self.num_pairs * block_size
         return Outcome(
             request_id=eviction.request_id,
             first_block=int(eviction.new_blocks[0]),
-            num_blocks=num_retained if eviction.guard is not None else None,
+            num_retained=num_token_blocks if eviction.guard is not None else None,
             method=eviction.method,
             seen={"text": len(is_vision) - num_seen, "vision": num_seen},
             kept={"text": num_kept - num_vision, "vision": num_vision},
@@ -95,8 +95,8 @@ class Outcomes:
             self._copied.synchronize()
         numbers = zip(self._pending, self._numbers.tolist(), strict=True)
         outcomes = [
-            pending.of_stage(num_retained, num_vision, self._block_size)
-            for pending, (num_retained, num_vision) in numbers
+            pending.of_stage(num_token_blocks, num_vision, self._block_size)
+            for pending, (num_token_blocks, num_vision) in numbers
         ]
         return [*outcomes, *self._failures]
 

@@ -41,24 +41,41 @@ class RankError(RuntimeError):
 
 
 class Ranks:
-    """This rank's place among the ranks. By default it is the only one and exchanges nothing."""
+    """This rank's place among the ranks. By default it is the only one and exchanges nothing.
 
-    size = 1
-    rank = 0
-    num_parts = 1
-    """Ranks that hold different KV heads; fewer than `size` where heads are replicated."""
-    part = 0
-    """Index of this rank's part."""
+    All ranks call the same methods in the same order. A rank that left a section early calls fewer
+    of them; the others learn of it at their next call and leave the section as well. `exchange`
+    gathers float32 `[n]` of each rank to `[size, n]` on each, bit by bit. Heads are spread as vLLM
+    does: equally, or `replicas` neighbours hold the same KV head.
+    """
+
+    def __init__(
+        self,
+        size: int = 1,
+        rank: int = 0,
+        replicas: int = 1,
+        exchange: Callable[[Tensor], Tensor] = lambda values: values.unsqueeze(0),
+    ) -> None:
+        self.size = size
+        self.rank = rank
+        self.replicas = replicas
+        self.num_parts = size // replicas
+        """Ranks that hold different KV heads."""
+        self.part = rank // replicas
+        """Index of this rank's part."""
+        self._exchange = exchange
+        self._section = 0
 
     def next_section(self) -> None:
         """Begin a section of a step's work: a layer of a prompt, or its decision.
 
         All ranks begin the same sections in the same order; one that fails in a section leaves it.
         """
+        self._section += 1
 
     def shares_sets(self, per_head: bool) -> bool:
         """Return whether a token set belongs to heads of several ranks."""
-        return False
+        return self.size > 1 and (not per_head or self.replicas > 1)
 
     def attention(
         self,
@@ -77,63 +94,6 @@ class Ranks:
             statistics: what the policy declares.
             per_head: whether each head has its own token set.
         """
-        return own()
-
-    def stack(self, numbers: Sequence[Sequence[Tensor]], per_head: bool) -> list[Tensor]:
-        """Stack several lists of L tensors `[S, X]` of this rank to `[L, S of all parts, X]` each.
-
-        Token sets that the ranks share are the same on all of them. X values take whole multiples
-        of 4 bytes, in boolean tensors as well: blocks have a multiple of 4 tokens.
-        """
-        return [torch.stack(tuple(layers)) for layers in numbers]
-
-    def first(self, find: Callable[[], Tensor]) -> Tensor:
-        """Return what `find`, an int64 scalar, is on the first rank."""
-        return find()
-
-    def sum(self, value: Tensor) -> Tensor:
-        """Return the sum of an int64 scalar over the ranks."""
-        return value
-
-    def agree(self, errors: Sequence[Exception | None]) -> list[Exception | None]:
-        """Return this rank's errors, with a `RankError` where only another rank has one."""
-        return list(errors)
-
-
-class TensorRanks(Ranks):
-    """One of several ranks; all call the same methods in the same order.
-
-    A rank that left a section early calls fewer of them; the others learn of it at their next call
-    and leave the section as well. `exchange` gathers float32 `[n]` of each rank to `[size, n]` on
-    each, bit by bit. Heads are spread as vLLM does: equally, or `replicas` neighbours hold the same
-    KV head.
-    """
-
-    def __init__(
-        self, size: int, rank: int, replicas: int, exchange: Callable[[Tensor], Tensor]
-    ) -> None:
-        self.size = size
-        self.rank = rank
-        self.replicas = replicas
-        self.num_parts = size // replicas
-        self.part = rank // replicas
-        self._exchange = exchange
-        self._section = 0
-
-    def next_section(self) -> None:
-        self._section += 1
-
-    def shares_sets(self, per_head: bool) -> bool:
-        return not per_head or self.replicas > 1
-
-    def attention(
-        self,
-        own: Callable[[], Attention],
-        rows: Tensor | None,
-        num_keys: int,
-        statistics: frozenset[Statistic],
-        per_head: bool,
-    ) -> Attention:
         if not self.shares_sets(per_head):
             return own()
         first = self.part * self.replicas
@@ -145,28 +105,37 @@ class TensorRanks(Ranks):
         return SharedAttention(mean, own, rows, num_keys, statistics)
 
     def stack(self, numbers: Sequence[Sequence[Tensor]], per_head: bool) -> list[Tensor]:
-        if not per_head:
-            return super().stack(numbers, per_head)
-        sizes = [sum(layer.nbytes for layer in layers) // _BITS.itemsize for layers in numbers]
+        """Stack several lists of L tensors `[S, X]` of this rank to `[L, S of all parts, X]` each.
 
-        def part() -> Tensor:
-            return torch.cat([torch.stack(tuple(x)).flatten().view(_BITS) for x in numbers])
-
-        gathered = self._gather(part, _BITS)[:: self.replicas]
+        Token sets that the ranks share are the same on all of them. X values take whole multiples
+        of 4 bytes, in boolean tensors as well: blocks have a multiple of 4 tokens.
+        """
+        own = [torch.stack(tuple(layers)) for layers in numbers]
+        if self.size == 1 or not per_head:
+            return own
+        sizes = [values.nbytes // _BITS.itemsize for values in own]
+        bits_of_all = self._gather(lambda: torch.cat([x.flatten().view(_BITS) for x in own]), _BITS)
         stacked = []
-        for layers, bits in zip(numbers, gathered.split(sizes, dim=1), strict=True):
-            values = bits.contiguous().view(layers[0].dtype)
-            by_part = values.view(self.num_parts, len(layers), *layers[0].shape)
+        of_parts = bits_of_all[:: self.replicas].split(sizes, dim=1)
+        for values, bits in zip(own, of_parts, strict=True):
+            by_part = bits.contiguous().view(values.dtype).view(self.num_parts, *values.shape)
             stacked.append(by_part.transpose(0, 1).flatten(1, 2))
         return stacked
 
     def first(self, find: Callable[[], Tensor]) -> Tensor:
+        """Return what `find`, an int64 scalar, is on the first rank."""
+        if self.size == 1:
+            return find()
         return self._gather(lambda: find().flatten(), torch.int64)[0, 0]
 
     def sum(self, value: Tensor) -> Tensor:
-        return self._gather(value.flatten, value.dtype).sum()
+        """Return the sum of an int64 scalar over the ranks."""
+        return value if self.size == 1 else self._gather(value.flatten, value.dtype).sum()
 
     def agree(self, errors: Sequence[Exception | None]) -> list[Exception | None]:
+        """Return this rank's errors, with a `RankError` where only another rank has one."""
+        if self.size == 1:
+            return list(errors)
         self.next_section()
         failed = torch.tensor([error is not None for error in errors]).float()
         self._meet()
@@ -206,6 +175,8 @@ def _error_elsewhere(failed: Sequence[float]) -> RankError | None:
     return RankError(f"failed on rank {ranks}") if ranks else None
 
 
+_BY_MODALITY = ("text_column_sums", "vision_column_sums")
+
 _OF_ONE_RANK = (
     "is not defined for a KV head that several ranks hold: choose another method than rkv, or at "
     "most as many tensor-parallel ranks as KV heads"
@@ -236,7 +207,7 @@ class SharedAttention:
         self._num_keys = num_keys
         # Row averages only help a rank to weigh its own rows.
         known_later = {"row_averages", "column_maxima"} | KEY_STATISTICS
-        self._statistics = sorted(statistics - known_later)
+        self._first_pass = ["column_sums", *sorted(statistics - known_later)]
         # Not cached properties: their lock would let ranks that are threads wait for each other.
         self._known: dict[str, Tensor] = {}
         if rows is not None:
@@ -245,7 +216,7 @@ class SharedAttention:
 
     @property
     def column_sums(self) -> Tensor:
-        return self._first_pass[: self._num_keys].float().unsqueeze(0)
+        return self._shared("column_sums", self._first_pass).float().unsqueeze(0)
 
     @property
     def column_maxima(self) -> Tensor:
@@ -276,19 +247,19 @@ class SharedAttention:
 
     @property
     def share_below(self) -> Tensor:
-        return self._statistic("share_below")
+        return self._declared("share_below")
 
     @property
     def row_entropies(self) -> Tensor:
-        return self._statistic("row_entropies").float().unsqueeze(0)
+        return self._declared("row_entropies").float().unsqueeze(0)
 
     @property
     def text_column_sums(self) -> Tensor:
-        return self._by_modality[:1]
+        return self._shared("text_column_sums", _BY_MODALITY).unsqueeze(0)
 
     @property
     def vision_column_sums(self) -> Tensor:
-        return self._by_modality[1:]
+        return self._shared("vision_column_sums", _BY_MODALITY).unsqueeze(0)
 
     def weighted_column_sums(self, weights: Tensor) -> Tensor:
         return self._columns(lambda: self._own().weighted_column_sums(weights))
@@ -300,51 +271,33 @@ class SharedAttention:
             lambda: self._own().renormalised_column_sums(keys, weights, last_row_only)
         )
 
-    @property
-    def _first_pass(self) -> Tensor:
-        """Column sums, then all declared statistics, in one exchange."""
-
-        def part() -> Tensor:
-            own = self._own()
-            statistics = [_read(own, name).flatten() for name in self._statistics]
-            return torch.cat([own.column_sums.flatten(), *statistics])
-
-        if "first pass" not in self._known:
-            exact = "share_below" in self._statistics
-            sums = self._mean(part, torch.float64 if exact else torch.float32)
-            self._known["first pass"] = sums
-        return self._known["first pass"]
-
-    @property
-    def _by_modality(self) -> Tensor:
-        def part() -> Tensor:
-            own = self._own()
-            return torch.cat((own.text_column_sums, own.vision_column_sums), dim=1).flatten()
-
-        if "by modality" not in self._known:
-            sums = self._mean(part, torch.float32)
-            self._known["by modality"] = sums.view(2, -1)
-        return self._known["by modality"]
-
     def _columns(self, part: Callable[[], Tensor]) -> Tensor:
-        mean = self._mean(lambda: part().flatten(), torch.float32)
-        return mean.unsqueeze(0)
+        return self._mean(lambda: part().flatten(), torch.float32).unsqueeze(0)
 
-    def _size(self, name: Statistic) -> int:
-        return 1 if name == "share_below" else len(self.row_positions)
-
-    def _statistic(self, name: Statistic) -> Tensor:
-        if name not in self._statistics:
+    def _declared(self, name: Statistic) -> Tensor:
+        if name not in self._first_pass:
             raise ValueError(
                 f"{name} was not computed: name it in the `statistics` of the score or allocation"
             )
-        before = self._statistics[: self._statistics.index(name)]
-        start = self._num_keys + sum(map(self._size, before))
-        return self._first_pass[start : start + self._size(name)]
+        return self._shared(name, self._first_pass)
 
+    def _shared(self, name: str, together: Sequence[str]) -> Tensor:
+        """Return a statistic `[n]`; the first one that is read brings all others of `together`."""
 
-def _read(attention: Attention, name: Statistic) -> Tensor:
-    return attention.share_below if name == "share_below" else attention.row_entropies
+        def part() -> Tensor:
+            own = self._own()
+            return torch.cat([getattr(own, each).flatten() for each in together])
+
+        if name not in self._known:
+            means = self._mean(part, torch.float64 if "share_below" in together else torch.float32)
+            sizes = [self._size(each) for each in together]
+            self._known.update(zip(together, means.split(sizes), strict=True))
+        return self._known[name]
+
+    def _size(self, name: str) -> int:
+        if name == "share_below":
+            return 1
+        return len(self.row_positions) if name == "row_entropies" else self._num_keys
 
 
 def tensor_ranks(vllm_config: VllmConfig) -> Ranks:
@@ -355,7 +308,7 @@ def tensor_ranks(vllm_config: VllmConfig) -> Ranks:
     if group.world_size == 1:
         return Ranks()
     num_kv_heads = evicted_kv_heads(vllm_config.model_config)
-    return TensorRanks(
+    return Ranks(
         group.world_size,
         group.rank_in_group,
         max(1, group.world_size // num_kv_heads),

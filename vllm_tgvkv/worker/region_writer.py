@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import torch
 
+from vllm_tgvkv.kernels.copy import copy_kept
+from vllm_tgvkv.kernels.merge import merge_evicted
 from vllm_tgvkv.kernels.select import page_offsets
 from vllm_tgvkv.summaries.blocks import CutTokens, SummaryBlocks
 from vllm_tgvkv.worker.context import ObserverContext
@@ -25,11 +27,14 @@ class RegionWriter:
         Returns:
             The tokens' positions in the order of their slots, int32 [pages, N].
         """
-        context, blocks = self._context, due.token_blocks
-        positions, sources = due.keys.placed(decision.positions, decision.offsets, due.is_ordered)
-        context.pool.copy(sources, decision.offsets, blocks)
+        context, pool = self._context, self._context.pool
+        blocks = due.new_blocks[: due.num_token_blocks]
+        sizes, offsets = (pool.shape.num_layers, pool.shape.num_heads), decision.offsets
+        positions, sources = due.keys.placed(decision.positions, offsets, due.is_ordered)
+        copy_kept(pool.keys, pool.values, sources, offsets, blocks, *sizes)
         if due.policy.merge:
-            context.pool.merge(positions, decision.offsets, due.replaced_blocks, blocks)
+            replaced = due.keys.blocks[: due.eviction.num_replaced]
+            merge_evicted(pool.keys, pool.values, positions, offsets, replaced, blocks, *sizes)
         if context.regions.keeps_positions:
             context.regions.store_positions(blocks, positions)
             if context.gate_outputs is not None:
@@ -51,18 +56,17 @@ class RegionWriter:
             offsets,
         )
         earlier = due.keys.blocks[self._summaries.columns(int(due.eviction.old_blocks[0]))]
-        self._summaries.write(
-            due.policy.summaries, due.summary_kinds, tokens, earlier, due.summary_blocks
-        )
+        blocks = due.new_blocks[due.num_token_blocks :]
+        self._summaries.write(due.policy.summaries, due.summary_kinds, tokens, earlier, blocks)
 
-    def store(self, due: DueEviction, offsets: torch.Tensor) -> None:
+    def store(self, due: DueEviction, num_token_blocks: int, offsets: torch.Tensor) -> None:
         """Store the region, whose pages start at `offsets`, int32 [L * H + 1]."""
         eviction, first_block = due.eviction, int(due.eviction.new_blocks[0])
-        num_tokens, num_replaced = due.num_token_blocks, eviction.num_replaced
         self._context.regions.add(
-            eviction.request_id, first_block, num_tokens, num_replaced, offsets
+            eviction.request_id, first_block, num_token_blocks, eviction.num_replaced, offsets
         )
-        self._summaries.add(first_block, num_tokens, len(due.summary_kinds))
+        num_summaries = eviction.num_retained - num_token_blocks
+        self._summaries.add(first_block, num_token_blocks, num_summaries)
 
     def store_failed(self, due: DueEviction) -> None:
         """Store a region of valid shape for an eviction that failed.
@@ -70,14 +74,7 @@ class RegionWriter:
         Its row may be compressed already, and a step that is scheduled ahead may still read it:
         pages of any content, which nobody sees.
         """
-        shape, eviction = self._context.shape, due.eviction
-        first_block, num_blocks = int(eviction.new_blocks[0]), eviction.num_retained
+        shape, num_blocks = self._context.shape, due.eviction.num_retained
         size = (shape.num_layers, shape.num_heads)
         pages = torch.full(size, num_blocks, device=self._context.device)
-        self._context.regions.add(
-            eviction.request_id,
-            first_block,
-            num_blocks,
-            eviction.num_replaced,
-            page_offsets(pages),
-        )
+        self.store(due, num_blocks, page_offsets(pages))

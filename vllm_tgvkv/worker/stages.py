@@ -12,14 +12,13 @@ stages know from the plan, each earlier stage sends the last one its outcomes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeAlias, TypeVar
+from itertools import chain
+from typing import Protocol, TypeAlias
 
-from vllm_tgvkv.shared.plan import Failure, Outcome
+from vllm_tgvkv.shared.plan import Failure, Outcome, sums
 from vllm_tgvkv.shared.trace import join_traces
-
-N = TypeVar("N", int, float)
 
 StageOutcomes: TypeAlias = list[Outcome | Failure]
 """The outcomes of one step in the layers of a stage."""
@@ -33,54 +32,41 @@ class Message(Protocol):
 
 
 class Stages:
-    """This stage's place in the pipeline. By default it is the only one and exchanges nothing."""
+    """This stage's place in the pipeline. By default it is the only one and exchanges nothing.
 
-    size = 1
-    is_last = True
-    first_layer = 0
-    """Index of this stage's first layer in the model."""
-
-    def __init__(self, model_layers: int) -> None:
-        self.model_layers = model_layers
-        """Layers of the whole model."""
-
-    def tell(self, outcomes: StageOutcomes) -> None:
-        """Send this stage's outcomes of a step to the last stage."""
-        raise NotImplementedError("there is no other stage")
-
-    def join(self, outcomes: StageOutcomes) -> StageOutcomes:
-        """Return the outcomes of a step in the layers of all stages; for the last stage only."""
-        return outcomes
-
-
-class PipelineStages(Stages):
-    """One of several stages; all run the same steps in the same order.
-
-    `layers` has the number of layers of each stage. `send` starts to send an object to the last
-    stage; `receive` waits for the next object from the stage of that index.
+    All stages run the same steps in the same order. `layers` has the number of layers of each.
+    `send` starts to send an object to the last stage; `receive` waits for the next object from the
+    stage of that index.
     """
 
     def __init__(
         self,
-        layers: Sequence[int],
-        stage: int,
-        send: Callable[[StageOutcomes], Message],
-        receive: Callable[[int], StageOutcomes],
+        *layers: int,
+        stage: int = 0,
+        send: Callable[[StageOutcomes], Message] | None = None,
+        receive: Callable[[int], StageOutcomes] | None = None,
     ) -> None:
-        super().__init__(sum(layers))
+        self.model_layers = sum(layers)
+        """Layers of the whole model."""
         self.first_layer = sum(layers[:stage])
+        """Index of this stage's first layer in the model."""
         self.size = len(layers)
         self.is_last = stage == self.size - 1
         self._send, self._receive = send, receive
         self._sent: deque[Message] = deque()
 
     def tell(self, outcomes: StageOutcomes) -> None:
+        """Send this stage's outcomes of a step to the last stage."""
+        assert self._send is not None, "there is no other stage"
         # At most `size` steps are in flight, so the oldest message has long arrived.
         if len(self._sent) == self.size:
             self._sent.popleft().wait()
         self._sent.append(self._send(outcomes))
 
     def join(self, outcomes: StageOutcomes) -> StageOutcomes:
+        """Return the outcomes of a step in the layers of all stages; for the last stage only."""
+        if self._receive is None:
+            return outcomes
         return join_outcomes([*map(self._receive, range(self.size - 1)), outcomes])
 
 
@@ -91,36 +77,26 @@ def join_outcomes(stages: Sequence[StageOutcomes]) -> StageOutcomes:
     """
     parts: dict[str, list[Outcome]] = {}
     failures: dict[str, Failure] = {}
-    for outcomes in stages:
-        for part in outcomes:
-            if isinstance(part, Failure):
-                failures.setdefault(part.request_id, part)
-            else:
-                parts.setdefault(part.request_id, []).append(part)
+    for part in chain.from_iterable(stages):
+        if isinstance(part, Failure):
+            failures.setdefault(part.request_id, part)
+        else:
+            parts.setdefault(part.request_id, []).append(part)
     joined = [_join(of_all) for name, of_all in parts.items() if name not in failures]
     return [*joined, *failures.values()]
 
 
 def _join(parts: Sequence[Outcome]) -> Outcome:
     traces = [part.trace for part in parts if part.trace is not None]
-    numbers = [part.num_blocks for part in parts if part.num_blocks is not None]
+    numbers = [part.num_retained for part in parts if part.num_retained is not None]
     return replace(
         parts[0],
-        num_blocks=max(numbers, default=None),
-        kept=_sum(part.kept for part in parts),
-        seconds=_sum(part.seconds for part in parts),
+        num_retained=max(numbers, default=None),
+        kept=sums(part.kept for part in parts),
+        seconds=sums(part.seconds for part in parts),
         num_pairs=sum(part.num_pairs for part in parts),
         trace=join_traces(traces) if traces else None,
     )
-
-
-def _sum(parts: Iterable[dict[str, N]]) -> dict[str, N]:
-    """Return the sum of numbers by name; a missing one is 0."""
-    total: dict[str, N] = {}
-    for part in parts:
-        for name, number in part.items():
-            total[name] = total[name] + number if name in total else number
-    return total
 
 
 def pipeline_stages(num_layers: int) -> Stages:
@@ -136,9 +112,9 @@ def pipeline_stages(num_layers: int) -> Stages:
         return Stages(num_layers)
     layers = [0] * group.world_size
     torch.distributed.all_gather_object(layers, num_layers, group=group.cpu_group)
-    return PipelineStages(
-        layers,
-        group.rank_in_group,
-        lambda outcomes: group.isend_object(outcomes, dst=group.world_size - 1),
-        lambda stage: group.recv_object(src=stage),
+    return Stages(
+        *layers,
+        stage=group.rank_in_group,
+        send=lambda outcomes: group.isend_object(outcomes, dst=group.world_size - 1),
+        receive=lambda stage: group.recv_object(src=stage),
     )

@@ -24,8 +24,7 @@ class WarmUpError(RuntimeError):
 
 
 def warm_up(evictor: Evictor) -> None:
-    """Evict a made-up prompt with the server's method and budget, and once more if the
-    method can cut again.
+    """Evict a made-up prompt with the server's method and budget, twice if it can cut again.
 
     If the server waits for answers, the prompt has some tokens of one. Call it before the cache is
     used: it writes the pool's first blocks and clears them again. A pool with fewer blocks is left
@@ -42,7 +41,7 @@ def warm_up(evictor: Evictor) -> None:
     num_blocks = 1 + int(second_region[-1])
     if pool.num_blocks < num_blocks:
         return
-    size = pool.block_size
+    size = pool.shape.block_size
     num_tokens = 4 * size + 1  # four full blocks and a tail
     prompt = PromptMap(num_tokens, (VisionSpan(size, 2 * size, None),))
     budget, defer = config.first_eviction(config.policy)
@@ -58,7 +57,7 @@ def warm_up(evictor: Evictor) -> None:
         _run(evictor, plans)
     evictor.take_outcomes()  # the scheduler does not know this prompt
     evictor.kept.clear()
-    pool.raw[: num_blocks * pool.pages_per_block] = 0
+    pool.raw[: num_blocks * pool.shape.num_pairs] = 0
 
 
 def _run(evictor: Evictor, plans: Sequence[StepPlan]) -> None:
@@ -102,28 +101,26 @@ def made_up_step(
     row_sets = config.build_policy(config.policy).row_sets
     voting = voters(prompt, row_sets, config.observation_window, num_answer)
     computed = prompt.followed_by(num_answer)
-    plan = StepPlan()
+    eviction = Eviction(
+        request_id=_NAME,
+        method=config.policy,
+        prompt=prompt,
+        voters=voting,
+        num_cached=0,
+        guard=guard,
+        traced_budget=None,
+        old_blocks=old_blocks,
+        num_replaced=prompt.num_tokens // block_size,
+        new_blocks=new_blocks,
+        row_blocks=new_blocks,
+        num_answer=num_answer,
+    )
+    plan = StepPlan(evictions=[eviction])
     if len(voting.rows):
         plan.observations.append(Observation(_NAME, 0, voting.rows, None))
     if voting.every_row:
         chunk = (0, computed.num_tokens, old_blocks, computed)
         plan.summings.append(ColumnSumChunk(_NAME, config.policy, *chunk))
-    plan.evictions.append(
-        Eviction(
-            request_id=_NAME,
-            method=config.policy,
-            prompt=prompt,
-            voters=voting,
-            num_cached=0,
-            guard=guard,
-            traced_budget=None,
-            old_blocks=old_blocks,
-            num_replaced=prompt.num_tokens // block_size,
-            new_blocks=new_blocks,
-            row_blocks=new_blocks,
-            num_answer=num_answer,
-        )
-    )
     return plan
 
 
@@ -151,19 +148,15 @@ def _later_step(first: Eviction, block_size: int, region: np.ndarray) -> StepPla
     row = np.zeros_like(first.old_blocks)
     row[: len(first.new_blocks)] = first.new_blocks
     row[num_full:] = first.old_blocks[num_full:]
-    return StepPlan(
-        observations=[Observation(_NAME, num_tokens, rows, None)],
-        evictions=[
-            replace(
-                first,
-                voters=Voters(dict.fromkeys(first.voters.kinds, rows), rows, every_row=False),
-                old_blocks=row,
-                new_blocks=region,
-                row_blocks=region,
-                num_answer=num_answer,
-                num_replaced=num_full,
-                guard=None,
-                is_first=False,
-            )
-        ],
+    eviction = replace(
+        first,
+        voters=Voters(dict.fromkeys(first.voters.kinds, rows), rows, every_row=False),
+        old_blocks=row,
+        new_blocks=region,
+        row_blocks=region,
+        num_answer=num_answer,
+        num_replaced=num_full,
+        guard=None,
+        is_first=False,
     )
+    return StepPlan(observations=[Observation(_NAME, num_tokens, rows, None)], evictions=[eviction])

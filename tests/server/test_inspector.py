@@ -12,13 +12,12 @@ import shutil
 import string
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from PIL import Image
@@ -39,6 +38,7 @@ pytestmark = [
 ]
 
 KEY = "a-key"
+SCRIPTS = Path(__file__).parents[2] / "server/inspector"
 PATIENCE_MS = 120_000
 GRID = 24
 TOKENS = 64
@@ -90,27 +90,25 @@ def cutting(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
         yield running
 
 
+def ask_directly(server: ChatServer, max_tokens: int, **xargs: Any) -> Any:
+    """Ask about the page by the API of chats."""
+    image = {"type": "image_url", "image_url": {"url": png_url(PAGE)}}
+    content = [image, {"type": "text", "text": QUESTION}]
+    return server.client.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": content}],
+        max_tokens=max_tokens,
+        temperature=0,
+        extra_body={"vllm_xargs": xargs},
+    )
+
+
 @pytest.fixture(scope="module")
 def right(server: ChatServer) -> str:
     """Return the answer of the full cache to the question about the page."""
-    answer = server.client.chat.completions.create(
-        model="demo",
-        messages=[{"role": "user", "content": question_parts()}],
-        max_tokens=TOKENS,
-        temperature=0,
-        extra_body={"vllm_xargs": {"kv_eviction": "none"}},
-    )
-    text: str = answer.choices[0].message.content
+    text: str = ask_directly(server, TOKENS, kv_eviction="none").choices[0].message.content
     assert len(text) == TOKENS
     return text
-
-
-def question_parts() -> list[dict[str, Any]]:
-    """Return the content of the user's message."""
-    return [
-        {"type": "image_url", "image_url": {"url": png_url(PAGE)}},
-        {"type": "text", "text": QUESTION},
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -165,11 +163,9 @@ def opener(server: ChatServer, browser: Any) -> Iterator[Opener]:
     assert errors == []
 
 
-def get(server: ChatServer, path: str, key: str | None = KEY) -> Any:
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    request = urllib.request.Request(f"{server.url}/kv-eviction/{path}", headers=headers)
-    with urllib.request.urlopen(request, timeout=60) as response:
-        return json.load(response)
+def get(server: ChatServer, path: str) -> Any:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    return httpx.get(f"{server.url}/kv-eviction/{path}", headers=headers, timeout=60).json()
 
 
 def png(image: Image.Image) -> dict[str, Any]:
@@ -204,16 +200,16 @@ def ask(page: Any) -> Any:
     return found[1]
 
 
-def answering(status: int | None, message: str) -> Callable[[Any], None]:
-    """Return a route that answers with an error, or not at all."""
+def refuse(page: Any, route: Any, status: int | None, message: str = "") -> None:
+    """Let the server answer with an error, or not at all."""
 
-    def answer(route: Any) -> None:
+    def answer(found: Any) -> None:
         if status is None:
-            route.abort()
+            found.abort()
         else:
-            route.fulfill(status=status, json={"error": {"message": message}})
+            found.fulfill(status=status, json={"error": {"message": message}})
 
-    return answer
+    page.route(route, answer)
 
 
 def choose(page: Any, layer: int, head: int) -> None:
@@ -247,19 +243,6 @@ def undimmed(image: Image.Image = PAGE) -> np.ndarray:
     pixels = np.asarray(image.convert("RGB").resize((size, size)), dtype=float).mean(-1)
     patches = pixels.reshape(GRID, 40, GRID, 40)[:, 10:30, :, 10:30]
     return patches.mean((1, 3)).ravel()
-
-
-def test_the_page_cannot_be_opened_without_the_key(server: ChatServer, browser: Any) -> None:
-    for path in ("", "inspector.js", "inspector.css", "status"):
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            get(server, path, key=None)
-        assert refused.value.code == 401
-        assert refused.value.headers["WWW-Authenticate"].startswith("Basic")
-    page = browser.new_page()
-    with pytest.raises(playwright.Error, match="AUTH"):  # there is no user to ask for it
-        page.goto(f"{server.url}/kv-eviction/")
-    assert page.locator("#form").count() == 0
-    page.close()
 
 
 def test_answers_and_numbers_are_those_of_the_server(
@@ -424,31 +407,34 @@ def test_another_budget_asks_the_evicted_cache_again(opened: Opener) -> None:
 
 
 def test_every_reason_for_no_eviction_is_explained() -> None:
-    script = Path(__file__).parents[2] / "server" / "inspector" / "answers.js"
-    table = script.read_text().partition("SKIP_REASONS = {")[2].partition("};")[0]
+    table = (SCRIPTS / "answers.js").read_text().partition("SKIP_REASONS = {")[2].partition("};")[0]
     assert re.findall(r"^  (\w+):", table, re.MULTILINE) == list(SKIP_REASONS)
 
 
-def test_mistakes_are_reported_and_the_page_keeps_working(opened: Opener, right: str) -> None:
+def test_mistakes_are_reported_and_the_page_keeps_working(
+    server: ChatServer, opened: Opener, browser: Any, right: str
+) -> None:
+    stranger = browser.new_page()
+    with pytest.raises(playwright.Error, match="AUTH"):  # there is no user to ask for the key
+        stranger.goto(f"{server.url}/kv-eviction/")
+    assert stranger.locator("#form").count() == 0
+    stranger.close()
+
     page = opened()
-    alert = page.locator("#alert")
-    expect = playwright.expect
+    alert, expect = page.locator("#alert"), playwright.expect
     page.click("#ask")
     expect(alert).to_contain_text("Choose an image first")
     text = {"name": "notes.png", "mimeType": "image/png", "buffer": b"no image"}
-    page.set_input_files("#file", text)
-    expect(alert).to_contain_text("notes.png is not an image that can be read")
-    page.set_input_files("#file", {**text, "buffer": bytes(25 << 20)})
-    expect(alert).to_contain_text("larger than 24 MiB")
-    page.set_input_files("#file", png(Image.new("1", (10_000, 6_500))))
-    expect(alert).to_contain_text("65 megapixels")
+    for file, said in (
+        (text, "notes.png is not an image that can be read"),
+        ({**text, "buffer": bytes(25 << 20)}, "larger than 24 MiB"),
+        (png(Image.new("1", (10_000, 6_500))), "65 megapixels"),
+    ):
+        page.set_input_files("#file", file)
+        expect(alert).to_contain_text(said)
 
     fill(page)
     expect(alert).to_be_empty()
-    page.fill("#max-tokens", "5000")
-    page.click("#ask")
-    expect(alert).to_contain_text("from 1 to 1024")
-    page.fill("#max-tokens", "64")
     page.route(
         "**/ask",
         lambda route: route.continue_(post_data={**route.request.post_data_json, "budget": 7.5}),
@@ -457,10 +443,14 @@ def test_mistakes_are_reported_and_the_page_keeps_working(opened: Opener, right:
         page.click("#ask")
     expect(alert).to_contain_text("give a fraction of the prompt")
     page.unroute("**/ask")
-    page.fill("#defer", "5000")
-    page.click("#ask")
-    expect(alert).to_contain_text("give a number up to 1024")
-    page.fill("#defer", "")
+    for field, wrong, good, said in (
+        ("#max-tokens", "5000", str(TOKENS), "from 1 to 1024"),
+        ("#defer", "5000", "", "give a number up to 1024"),
+    ):
+        page.fill(field, wrong)
+        page.click("#ask")
+        expect(alert).to_contain_text(said)
+        page.fill(field, good)
     page.select_option("#later", "schedule")
     with asking(page):  # this server sets no memory aside for later evictions
         page.click("#ask")
@@ -479,7 +469,7 @@ def test_mistakes_are_reported_and_the_page_keeps_working(opened: Opener, right:
         (500, "status 500"),
         (None, "did not answer"),
     ):
-        page.route("**/ask", answering(status, said))
+        refuse(page, "**/ask", status, said)
         page.click("#ask")
         expect(alert).to_contain_text(said)
         page.unroute("**/ask")
@@ -514,19 +504,19 @@ def test_text_is_never_taken_for_html(opened: Opener) -> None:
     assert page.evaluate("window.attacked") is None
 
 
-def test_cuts_are_listed_and_stepped_through(cutting: ChatServer, browser: Any) -> None:
+def test_cuts_are_listed_stepped_through_and_set_by_the_form(
+    cutting: ChatServer, browser: Any
+) -> None:
     with opener(cutting, browser) as open_page:
         page = open_page()
         evicted = ask(page)["evicted"]
         cuts = evicted["cuts"]
         assert [cut["answer_tokens"] for cut in cuts] == [0, 2, 3]
-        lines = [f"{cut['blocks_before']} → {cut['blocks_after']} blocks" for cut in cuts]
-        times = [
-            "Before the answer",
-            "After 2 tokens of the answer",
-            "After 3 tokens of the answer",
+        times = ["Before", "After 2 tokens of", "After 3 tokens of"]
+        said = [
+            f"{when} the answer: {cut['blocks_before']} → {cut['blocks_after']} blocks"
+            for when, cut in zip(times, cuts, strict=True)
         ]
-        said = [f"{when}: {line}" for when, line in zip(times, lines, strict=True)]
         assert page.locator("#cuts li").all_inner_texts() == said
         listed = page.locator("#recent-list a").first
         playwright.expect(listed).to_contain_text("3 cuts")
@@ -553,12 +543,7 @@ def test_cuts_are_listed_and_stepped_through(cutting: ChatServer, browser: Any) 
         kept = sum(0 <= p - span["start"] < span["length"] for p in found["positions"])
         assert f"{kept} of {span['length']} patches" in page.inner_text("#map-said")
 
-
-def test_the_form_sets_a_wait_a_schedule_or_a_ceiling(cutting: ChatServer, browser: Any) -> None:
-    """In place of the server's schedule; a change asks the evicted cache again."""
-    with opener(cutting, browser) as open_page:
-        page = open_page()
-        ask(page)
+        # In place of the server's schedule; a change asks the evicted cache again.
         with asking(page) as found:
             page.select_option("#later", "none")
         assert (found[0]["schedule"], found[0]["compare"]) == ("none", False)
@@ -654,7 +639,7 @@ def pixels(page: Any, canvas: str, columns: int, rows: int) -> list[tuple[int, i
 
 def colours(name: str) -> dict[str, tuple[int, int, int]]:
     """Return a palette of the page's script."""
-    text = (Path(__file__).parents[2] / "server" / "inspector" / "colours.js").read_text()
+    text = (SCRIPTS / "colours.js").read_text()
     block = text.partition(f"export const {name} = {{")[2].partition("};")[0]
     found = re.findall(r'(\w+): (?:\{ colour: )?"#(\w{6})"', block)
     return {word: tuple(bytes.fromhex(code)) for word, code in found}  # type: ignore[misc]
@@ -719,12 +704,7 @@ def test_the_page_says_why_a_token_is_kept(server: ChatServer, opened: Opener) -
     """Of a request by the API, whose map has no image below: its colours are exact."""
     page = opened()
     xargs = {"kv_eviction": "snapkv", "kv_eviction_trace": 1, "kv_eviction_budget": 0.3}
-    answer = server.client.chat.completions.create(
-        model="demo",
-        messages=[{"role": "user", "content": question_parts()}],
-        max_tokens=2,
-        extra_body={"vllm_xargs": xargs},
-    )
+    answer = ask_directly(server, 2, **xargs)
     (entry,) = [e for e in get(server, "requests")["requests"] if e["id"].startswith(answer.id)]
     name = entry["id"]
     page.click("#refresh")
@@ -798,7 +778,7 @@ def test_links_and_files_bring_everything_back(
         again = opened(link.removeprefix(f"{server.url}/kv-eviction/") if source == "link" else "")
         again.on("request", lambda request: sent.append(request.url))
         if source == "file":  # all of its layers are in it, the server is not asked
-            again.route(re.compile("/requests/"), answering(404, "gone"))
+            refuse(again, re.compile("/requests/"), 404)
             again.set_input_files("#saved-file", file)
         playwright.expect(again.locator("#map-title")).to_contain_text("all layers")
         assert again.inner_text("#full-text") == answers["full"]["text"]
@@ -844,16 +824,8 @@ def test_code_asks_the_same(server: ChatServer, opened: Opener, tmp_path: Path) 
         before = page.input_value("#offer-text")
         page.click(button)
         playwright.expect(page.locator("#offer-text")).not_to_have_value(before)
-        result = subprocess.run(
-            command,
-            input=page.input_value("#offer-text"),
-            capture_output=True,
-            text=True,
-            timeout=120,
-            cwd=tmp_path,
-            env=environment,
-            check=False,
-        )
+        program = {"input": page.input_value("#offer-text"), "cwd": tmp_path, "env": environment}
+        result = subprocess.run(command, **program, capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stderr
         if command[0] == "bash":
             answer = json.loads(result.stdout)

@@ -11,7 +11,7 @@ def mean_cosines(keys: Tensor, lengths: Tensor) -> Tensor:
     """Return each key's mean cosine to all other keys of its head.
 
     The sum of cosines to all keys is one product with the sum of their directions, so the cost is
-    that of reading the keys, not the square of their number.
+    proportional to reading the keys, not to the square of their number.
 
     Args:
         keys: `[H, S, D]`, rotated, any float dtype. What comes after a head's length never affects

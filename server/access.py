@@ -46,7 +46,7 @@ class Access:
     def of_server(
         cls, engine_client: EngineClient | None, defaults: Defaults, args: Namespace
     ) -> Access:
-        """Build it with the server's keys: those of the flag, else that of the variable."""
+        """Build it with the server's keys: from the flag, else from the variable."""
         keys = [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
         return cls(engine_client, defaults, tuple(keys), os.environ.get(ADMIN_KEY_VARIABLE) or None)
 

@@ -111,7 +111,7 @@ class Cut(BaseModel):
     blocks_before: int
     blocks_after: int
     kept_tokens: int = Field(
-        description="Tokens kept in full blocks, and those of the prompt's last block; mean over "
+        description="Tokens kept in full blocks, and tokens of the prompt's last block; mean over "
         "layers and KV heads."
     )
 
@@ -165,8 +165,8 @@ class Trace(TraceSummary):
     vision: list[VisionSpan]
     pages: list[list[int]] = Field(description="Number of pages, by layer and KV head.")
     kept_by: list[int] = Field(
-        description="Number of (layer, KV head) pairs that keep each token: those of the prompt, "
-        "then those of the answer that the cut could evict."
+        description="Number of (layer, KV head) pairs that keep each token: first of the prompt, "
+        "then of the answer that the cut could evict."
     )
 
 
@@ -179,7 +179,7 @@ class TokenSet(BaseModel):
     reasons: dict[str, list[int]] = Field(
         description="The kept positions by what kept them: `sink`, `tail` (behind the full "
         "blocks), what the method puts first (`text`, `vision`, `recent`), `score`, and "
-        "`neighbour` where only pooling raised the score to that of kept tokens."
+        "`neighbour` where only pooling raised the score as high as kept tokens have."
     )
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public Python interface: options of a request, its report, and the tokens that were kept.
 
-Its names are also those of the package: `from vllm_tgvkv import EvictionOptions`. All other modules
+The package exports the same names: `from vllm_tgvkv import EvictionOptions`. All other modules
 are private and may change in any release; `vllm_tgvkv.policies` is what methods are written with.
 
 In the shapes, L is the number of layers, H of KV heads, P of prompt tokens.

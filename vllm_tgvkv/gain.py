@@ -56,7 +56,7 @@ class LayerKind:
         return self.name == FULL_ATTENTION
 
     def num_bytes(self, num_tokens: int, block_size: int) -> int:
-        """Return the memory of a request of which `num_tokens` are cached, in whole blocks."""
+        """Return the memory of a request with `num_tokens` cached tokens, in whole blocks."""
         num_blocks = -(-num_tokens // block_size)
         if self.window is not None:  # the next token sees the last `window - 1` of these
             num_blocks -= max(num_tokens - self.window + 1, 0) // block_size

@@ -112,7 +112,7 @@ class _Case:
 
     def __post_init__(self) -> None:
         images, length = _PROMPTS[self.title]
-        # Methods whose rows are those of the answer alone see some of it.
+        # Methods for which only rows of the answer vote see some of it.
         self.num_answer = _ANSWER if self.policy.needs_answer else 0
         self.length = length + self.num_answer
         spans = tuple(VisionSpan(start, r * c, (r, c)) for start, r, c in images)

@@ -95,7 +95,7 @@ class Tally:
 
 
 def draw_page(rng: np.random.Generator, faces: Sequence[str]) -> Page:
-    """Draw entries such as `K:58213` in slots of a page; `faces` are those of `font_files`."""
+    """Draw entries such as `K:58213` in slots of a page, with `faces` from `font_files`."""
     face, size = faces[int(rng.integers(len(faces)))], int(rng.integers(*FONT_SIZES, endpoint=True))
     font = ImageFont.truetype(face, size) if face else ImageFont.load_default(size)
     paper, ink = int(rng.integers(220, 256)), int(rng.integers(0, 60))
@@ -274,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--question", default=QUESTION, help=f"with {{key}} in it (default: {QUESTION})")
     add("--seed", type=int, default=0, help="of the pages (default: 0)")
     add("--device", default="cpu", help="of torch (default: cpu)")
-    add("--dtype", help="default: float32 on CPU, else that of the model")
+    add("--dtype", help="default: float32 on CPU, else the model's")
     options = parser.parse_args(arguments)
     if options.pages < 1:
         parser.error(f"--pages is {options.pages}: give at least 1")

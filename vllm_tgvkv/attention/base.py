@@ -325,7 +325,7 @@ def without_rows(common: CommonAttentionMetadata, num_first: int, others: Sequen
 def evicting_spec(spec: AttentionSpec) -> AttentionSpec:
     """Return the spec that makes vLLM use `EvictingManager` for a layer's blocks.
 
-    That of a layer with a window, see `check_layer`, gets a `WindowManager`.
+    The spec of a layer with a window (see `check_layer`) gets a `WindowManager`.
 
     Raises:
         UnsupportedByEvictionError: unless the layer has full attention or a window.

@@ -153,7 +153,7 @@ class EvictingCPUMetadataBuilder(EvictingBuilder[VirtualSequences], CPUAttention
         # to step, and rows that change places need new page tables.
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self._last: VirtualSequences | None = None
-        """Those of the last step, if the same rows can decode on."""
+        """Page tables of the last step, if the same rows can decode on."""
         if not self.evicts:
             return
         # An AMX machine would store keys in tiles, from which no single token can be copied.

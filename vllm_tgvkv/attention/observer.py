@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What attention needs of whoever watches a step's layers; nothing here knows of eviction."""
+"""The protocol through which attention shows a step's layers; it does not mention eviction."""
 
 from __future__ import annotations
 

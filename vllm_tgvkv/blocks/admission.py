@@ -29,9 +29,9 @@ class Prefill:
     num_shared: int = 0
     """Blocks of its prefix that other requests hold as well."""
     num_tokens: int = 0
-    """Tokens at its end, of which its windows hold the last."""
+    """Tokens at its end; its windows hold the last of them."""
     num_left: int = field(default=0, init=False)
-    """Blocks that it still takes, those of windows included."""
+    """Blocks that it still takes, including blocks of windows."""
     num_passing: int = field(default=0, init=False)
     """Blocks of windows that it gives back by its end."""
     number: int = field(default=0, init=False)
@@ -103,7 +103,7 @@ class PrefillOrder:
         One that has all its blocks leaves, once its windows are no longer than its answer needs.
 
         Args:
-            num_held: blocks that it holds now, reserved ones included; those of windows are not.
+            num_held: blocks that it holds now, including reserved ones but no blocks of windows.
             windows: blocks of windows that it still takes, and that it gives back by its end.
         """
         prefill = self.prefills[request_id]

@@ -37,7 +37,7 @@ def packed_block_size(specs: Mapping[str, KVCacheSpec], least: int) -> int | Non
     than vLLM's own, or if no layer has a state.
 
     Args:
-        specs: those of all layers by name, with vLLM's own block size.
+        specs: of all layers by name, with vLLM's own block size.
     """
     full = [spec for spec in specs.values() if isinstance(spec, FullAttentionSpec)]
     states = [spec for spec in specs.values() if isinstance(spec, MambaSpec)]

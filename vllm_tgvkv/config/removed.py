@@ -24,7 +24,7 @@ REMOVED = {
     "vllm_xargs.kv_eviction_buffer": "remove it; a cache grows by a quarter of "
     "kv_eviction_max_tokens between evictions",
 }
-"""By section and name; sections are those of `--kv-eviction-config` and `vllm_xargs`."""
+"""By section and name; the sections of `--kv-eviction-config`, and `vllm_xargs`."""
 
 
 def refuse_removed(names: Iterable[object], source: str) -> None:

@@ -335,7 +335,7 @@ class EvictionConfig:
         """Return the budget and the wait of a method's first eviction, if a request has none.
 
         They are the server's where it has some, and else those that the method recommends. An
-        unknown method, which is refused elsewhere, gets those of most.
+        unknown method, which is refused elsewhere, gets what most methods have.
         """
         mix = self.methods.get(method) if isinstance(method, str) else None
         name = mix.base if mix else method
@@ -345,7 +345,7 @@ class EvictionConfig:
 
     @property
     def cuts_again(self) -> bool:
-        """Whether there may be evictions after the first one, of which positions are stored."""
+        """Whether there may be evictions after the first one, so that positions are stored."""
         return self.decode is not None and (self.decode.cuts_again or self.decode.on_request)
 
     def least_ceiling(self, block_size: int) -> int:
@@ -434,7 +434,7 @@ def check_method(
 
     Args:
         source: the flag or field of the method, for messages.
-        again: the later evictions; by default, those of the server.
+        again: the later evictions; by default, the server's.
 
     Raises:
         EvictionConfigError: for an unknown method, or one that cannot run with them.

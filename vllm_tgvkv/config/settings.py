@@ -35,7 +35,7 @@ MAX_COUNT = 2**31 - 1
 
 
 def setting(default: T, **declared: Any) -> T:
-    """Declare a dataclass field; `Setting` explains the arguments, of which `help` is required."""
+    """Declare a dataclass field; `Setting` explains the arguments; `help` is required."""
     field: Any = (
         dataclasses.field(default_factory=default.copy, metadata=declared)
         if isinstance(default, dict)

@@ -33,7 +33,7 @@ _PLAIN_CACHES = ("auto", "float16", "bfloat16")
 """Values of `--kv-cache-dtype` that quantise nothing."""
 
 Refusal = tuple[object, str, str]
-"""What is refused if it is true, its name for the user, and the way out."""
+"""A condition to refuse, its name for the user, and the way out."""
 
 
 def check_engine_args(engine_args: EngineArgs) -> Platform:
@@ -118,7 +118,7 @@ def _model_refusals(model: ModelConfig) -> tuple[Refusal, ...]:
     text, vision = model.hf_text_config, model.multimodal_config
     states = (model.is_hybrid or model.has_inner_state) and not has_delta_nets(model)
     window, sliding = _window(model), sliding_layers(text)
-    # Only the worker knows which tokens of a placeholder are those of a pruned video.
+    # Only the worker knows which tokens of a placeholder belong to a pruned video.
     pruned = vision is not None and vision.is_multimodal_pruning_enabled()
     indexed = any(
         getattr(text, name, None) for name in ("sparse_attention_config", "index_n_heads")
@@ -186,7 +186,7 @@ def _attention_refusals(model: ModelConfig, platform: Platform) -> tuple[Refusal
 def _mixed_refusals(
     vllm_config: VllmConfig, config: EvictionConfig, platform: Platform
 ) -> tuple[Refusal, ...]:
-    """List what an engine may not do with a model of which some layers are not evicted."""
+    """List what an engine may not do if some of the model's layers are not evicted."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     text, stages = model.hf_text_config, vllm_config.parallel_config.pipeline_parallel_size
     is_hybrid = has_delta_nets(model)

@@ -292,7 +292,7 @@ def _evicting_config(
     engine_args.worker_cls = platform.worker_cls
     is_named = engine_args.attention_backend or engine_args.attention_config.backend
     if not platform.has_other_backends and is_named is None:
-        # Else vLLM names one of CUDA's for Gemma 4, of which its CPU platform takes no notice.
+        # Else vLLM names a CUDA backend for Gemma 4, which its CPU platform ignores.
         engine_args.attention_backend = AttentionBackendEnum[platform.attention_backend]
     vllm_config = original(engine_args, *args, **kwargs)
     carried = carry(vllm_config.additional_config[CONFIG_KEY], config)

@@ -36,7 +36,7 @@ from vllm_tgvkv.policies.registry import (
 from vllm_tgvkv.summaries.options import Summaries
 
 METHOD_NAMES = POLICIES.names
-"""All methods of this package; `method_names` returns those of other installed packages, too."""
+"""All methods of this package; `method_names` adds methods of other installed packages."""
 
 POLICY_NAMES = tuple(
     name

@@ -87,7 +87,7 @@ class LayerView:
     reduction: Reduction = "mean"
     """The policy's, in the view of a score."""
     gate_outputs: Tensor | None = None
-    """What the layer's gate said of each token, float32 `[S, P]`; for scores that name a kind of
+    """The gate's output for each token, float32 `[S, P]`; for scores that name a kind of
     gates."""
 
     @property

@@ -69,7 +69,7 @@ class HeadScores:
         ]
 
     def check_model(self, layers: int, kv_heads: int) -> None:
-        """Check that the scores are those of a model of this shape.
+        """Check that the scores belong to a model of this shape.
 
         Raises:
             EvictionConfigError: if they are not.

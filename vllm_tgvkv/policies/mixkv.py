@@ -26,7 +26,7 @@ class MixedScore(Score):
     itself: the mean cosine of its different keys. The importance A + V ranks in a head of diverse
     keys, the diversity K in a head of similar ones.
 
-    Least, greatest and mean are those of the keys before the window, as in the code. The keys of
+    Least, greatest and mean are taken over the keys before the window, as in the code. The keys of
     the window are always kept there; here they get scores of the same formula, with V and K bounded
     by 0 and 1, **a choice**. So are a V or K of zero where all values are equal (0 / 0 in the
     paper), and a w of at least 0, which makes all scores positive.

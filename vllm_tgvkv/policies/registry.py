@@ -95,7 +95,7 @@ class Recipe:
     pooling: Pooling = field(default_factory=Pooling)
     merge: bool = False
     rows: RowSet | None = None
-    """Rows that vote on the score; None for those of the score itself."""
+    """Rows that vote on the score; None for the score's own."""
     reduce: Reduction = "mean"
     budget: float = 0.1
     """Share of the prompt that is kept where neither server nor request says how much."""
@@ -162,13 +162,13 @@ def broken_methods() -> Mapping[str, str]:
 
 
 def method_names() -> tuple[str, ...]:
-    """Return the names of all methods: this package's, and those of installed packages."""
+    """Return the names of all methods, of this package and of other installed ones."""
     broken_methods()
     return POLICIES.names
 
 
 def recipe_of(mix: Mix) -> Recipe:
-    """Return the recipe of a mix: its own values over those of the method it is based on.
+    """Return the recipe of a mix: its own values over its base method's.
 
     Raises:
         ValueError: for an unknown method, with a list of the known ones.
@@ -192,7 +192,7 @@ def build_policy(
     """Build the policy of a mix, or of a registered method by its name.
 
     Args:
-        name: of the policy, by default that of the method it is based on.
+        name: of the policy, by default the base method's.
         head_scores: of the model, for allocations that need them.
         gates: of the model, for scores that need them.
 

@@ -26,8 +26,8 @@ MIX = 0.5
 class RetentiveScore(Score):
     """`s[j] = MIX * c[j] / max c + (1 - MIX) * H[j]`, both terms between 0 and 1.
 
-    c is the sum of A over the rows, and its maximum is that of the tokens behind the sinks, whose
-    attention is far above that of all others. Sinks count as 1 at most.
+    c is the sum of A over the rows, and its maximum is taken over the tokens after the sinks, whose
+    attention is far above all others. Sinks count as 1 at most.
     """
 
     def __call__(self, view: LayerView) -> Tensor:

@@ -27,7 +27,7 @@ class VisualHeadAllocation(Allocation):
     w are the candidates in the window of the last `WINDOW` tokens, which each head keeps; b is
     the mean budget without them, n the number of heads, and s the scores of the file. At
     granularity `layer`, s is the sum over the heads of a layer, and n the number of layers.
-    Ranks deal with the pages of their own heads, and a pipeline stage with those of its own layers,
+    Ranks distribute the pages of their own heads, and a pipeline stage those in its own layers,
     by the same scores.
     """
 

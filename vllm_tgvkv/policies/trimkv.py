@@ -85,7 +85,7 @@ class GlobalAllocation(Allocation):
     """Share of a token set: how many of the best b * L * S tokens of all sets belong to it.
 
     It works with any score whose values mean the same in all layers and heads. Ranks compare the
-    tokens of all heads, and pipeline stages those of their own layers.
+    tokens of all heads, and pipeline stages the tokens of their own layers.
     """
 
     bytes_per_score = 9  # a ranking key, and whether it is above the threshold

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users learn of evictions: counters, gauges, log lines, and the report in a response."""
+"""Reports of evictions for users: counters, gauges, log lines, and the report in a response."""
 
 from __future__ import annotations
 

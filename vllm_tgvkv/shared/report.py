@@ -18,7 +18,7 @@ class CutReport:
     blocks_before: int
     blocks_after: int
     kept_tokens: int
-    """Tokens in full blocks kept, and those of the prompt's last block, mean over layers and
+    """Tokens in full blocks kept, and tokens of the prompt's last block, mean over layers and
     heads."""
 
 

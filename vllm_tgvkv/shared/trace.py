@@ -61,7 +61,7 @@ class Trace:
     """Whether a token came before others, whatever its score, uint8 [C] or [L, S, C]; see
     `ScoredPrompt.preference`."""
     preferred: str
-    """What the method's retention prefers, in one word."""
+    """The kind of token that the method's retention prefers, in one word."""
     sinks: int
     """Number of first tokens that are kept before all others."""
     stage_blocks: int = 0

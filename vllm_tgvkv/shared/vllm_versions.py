@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What has to be done differently for the supported minor versions of vLLM."""
+"""Differences between the supported minor versions of vLLM."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all observations of a worker share."""
+"""The parts that all observations of a worker share."""
 
 from __future__ import annotations
 

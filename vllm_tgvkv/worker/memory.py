@@ -108,7 +108,7 @@ def _of_server(config: EvictionConfig, sizes: Sizes) -> dict[str, int]:
     destinations = 8 * sizes.max_rows if config.waits else 0
     lines = {"query pool": (config.num_query_rows + 1) * query + destinations}
     if config.gates is not None:
-        # Their outputs are those of a step. vLLM's trial run measures what they take to run.
+        # Their outputs cover one step. vLLM's trial run measures what they take to run.
         outputs = 4 * shape.num_heads * max(sizes.step_tokens, sizes.max_rows)
         weights = config.gates.num_bytes(shape.num_layers, shape.num_heads, sizes.element_bytes)
         lines["gates"] = weights + outputs

@@ -2,8 +2,8 @@
 """Folders of gates: small trained networks that tell from a token's hidden state what it is worth.
 
 A gate belongs to one layer. It reads what the projection of queries, keys and values reads, the
-hidden state after the input norm, and gives one number for each KV head. Two formats are known, both
-from the methods' authors:
+hidden state after the input norm, and gives one number for each KV head. Two formats are known,
+both from the methods' authors:
 
     TrimKV, DBTrimKV   config.json          retention_gate: rg or rg10, hidden_act
                        trimkv_weights.pth   ...layers.{i}.self_attn.retention_gate.*

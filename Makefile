@@ -16,10 +16,9 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 pyth
 # CUDA and this plugin: make bench-gpu GPU_PYTHON=python
 GPU_PYTHON ?= $(BIN)/python
 
-# Tests run in this many processes. Those of a group, by default a file, run in one of them one after
-# another, and share its engines.
+# Tests run in this many processes, a file in one of them (tests/conftest.py), engines first.
 JOBS ?= 2
-PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup
+PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --no-loadscope-reorder
 DAILY := not apparatus and not nightly
 
 include tools/cpu/environment.mk

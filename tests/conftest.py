@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -87,21 +88,37 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Give each test random inputs of its own, whichever tests ran before it."""
     from tests.inputs import seed
 
-    seed(item.nodeid.removesuffix(f"@{group_of(item)}"))
+    seed(item.nodeid)
 
 
-def group_of(item: pytest.Item) -> str:
+SHARING = {"tests/engine/test_cuts.py": "llava", "tests/engine/test_engine.py": "llava"}
+"""Files whose tests take the same engines from the fixture `engines`."""
+
+
+def group_of(nodeid: str) -> str:
     """Return the group of tests that run in one process one after another: by default a file."""
-    mark = item.get_closest_marker("xdist_group")
-    return str(mark.args[0]) if mark else item.nodeid.partition("::")[0]
+    file = nodeid.partition("::")[0]
+    return SHARING.get(file, file)
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in the same hook
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep each group in one process.
+
+    pytest-xdist's own groups (`xdist_group`) do nothing from pytest 9.2 on, without a word: they
+    are told by node ids, which cannot be changed any more.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class GroupScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    return GroupScheduling(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each file a group, unless it shares one; skip tests without the device they need."""
-    for item in items:
-        if not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(group_of(item)))
+    """Skip tests without the device they need."""
     if has_cuda():
         return
     for item in items:

@@ -62,5 +62,5 @@ def whole(engines: Callable[..., SteppedEngine], folder: Path, heads: str) -> St
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """End the shared engine with its group of tests."""
-    if nextitem is None or group_of(nextitem) != group_of(item):
+    if nextitem is None or group_of(nextitem.nodeid) != group_of(item.nodeid):
         SHARED.close()

@@ -24,7 +24,7 @@ from tests.engine.running import Ask, SteppedEngine, assert_cuts_agree, name_of
 from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.shared.prompt import ANSWER_ROWS
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.xdist_group("llava")]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 SIZE = 32
 TOKENS = 90

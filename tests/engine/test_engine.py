@@ -21,7 +21,7 @@ from tests.engine.running import Ask, SteppedEngine, assert_agrees, engine
 from tests.models import QWEN_IMAGE, QWEN_VIDEO, random_text, random_video
 from vllm_tgvkv.policies.tgv import TgvAllocation
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.xdist_group("llava")]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 GRANULARITIES = [pytest.param("layer", marks=pytest.mark.nightly), "head"]
 """`test_methods.py` compares both by day."""

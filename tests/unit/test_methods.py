@@ -648,8 +648,8 @@ def test_a_guard_counts_the_tail_which_is_always_kept() -> None:
     masses = torch.tensor([1.0] * 8 + [4, 4]).expand(LAYERS, HEADS, 10)
     parts = (torch.rand(LAYERS, HEADS, 8), torch.ones(LAYERS, HEADS, 1), HEADS, BLOCK_SIZE, 0)
     found = ScoredPrompt(build(Mix("snapkv")), prompt, *parts, masses)
-    numbers = [int(found.decide(2, Guard(share, 1)).num_retained) for share in (0.7, 0.8)]
-    assert numbers == [1, 2]
+    numbers = [found.decide(2, Guard(share, 1)).num_token_blocks for share in (0.7, 0.8)]
+    assert [int(number) for number in numbers if number is not None] == [1, 2]
 
 
 def least_blocks(layout: Layout, settings: Settings, auto: methods.Auto) -> int:

@@ -238,7 +238,8 @@ def padding(running: SteppedEngine, num_windows: int) -> int:
         for group in scheduler.kv_cache_config.kv_cache_groups
         if isinstance(group.kv_cache_spec, SlidingWindowSpec)
     }
-    return num_windows * (scheduler.block_bytes - used)
+    stride = max(each.block_stride for each in scheduler.kv_cache_config.kv_cache_tensors)
+    return num_windows * (stride - used)
 
 
 def test_the_report_tells_what_the_pool_holds(served: Served) -> None:

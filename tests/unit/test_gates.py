@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from decimal import Decimal, localcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.inputs import assert_says, gate_tensors, gates
 from vllm_tgvkv.config.request import RequestOptions
 from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.gates import __main__ as command
+from vllm_tgvkv.gates import tap
 from vllm_tgvkv.gates.folder import Gates, write
 from vllm_tgvkv.gates.tap import _projection
 from vllm_tgvkv.policies import Mix, Prompt, build_policy
@@ -229,3 +231,26 @@ def test_the_mix_of_retention_and_attention_names_its_rows() -> None:
 def test_the_projection_of_a_layer_has_to_be_found() -> None:
     with pytest.raises(UnsupportedByEvictionError, match=r"layers.3.* has 0 joint projections"):
         _projection(nn.ModuleDict({"q_proj": nn.Linear(2, 2)}), "layers.3.self_attn.attn")
+
+
+def test_a_rank_reads_the_gates_of_its_own_heads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = predicted(saved(tmp_path, "mlp"))
+    monkeypatch.setattr(tap, "_projection", lambda owner, name: nn.Identity())
+    layers = {f"model.layers.{layer}.self_attn.attn": nn.Identity() for layer in range(LAYERS)}
+    for attention in layers.values():
+        attention.num_kv_heads, attention.impl = HEADS // 2, SimpleNamespace()
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(dtype=torch.float32),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=50),
+        compilation_config=SimpleNamespace(max_cudagraph_capture_size=None),
+    )
+    gates = Gates.read(str(tmp_path), "here")
+    tap.attach_taps(nn.Linear(1, 1), layers, config, gates, part=1)
+    hidden = torch.randn(50, HIDDEN)
+    for layer, attention in enumerate(layers.values()):
+        attention.impl.tap.read(hidden)
+        exact = wanted(layer, hidden)[:, HEADS // 2 :]
+        found = attention.impl.tap.outputs.double()
+        torch.testing.assert_close(found, exact, rtol=2e-5, atol=2e-6)

@@ -73,7 +73,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "UnlimitedOCRForCausalLM": {"model_type": "unlimited-ocr", **_PLAIN},
     "DeepseekVLV2ForCausalLM": {"model_type": "deepseek_vl_v2", **_LATENT},
 }
-"""Small ones like those of published models, where vLLM cannot read the default configuration."""
+"""Small values as in published models, where vLLM cannot read the default configuration."""
 
 OUTCOMES = ("served", UNPROVEN := "served, by the configuration alone", "refused", "unknown")
 """And the headings of their tables. The second: vLLM cannot build the layers here."""
@@ -178,7 +178,7 @@ def decide(architecture: str, folder: Path) -> Decision:
         return Decision("unknown", f"vLLM refuses its default configuration: {error}")
     if not model_config.get_hidden_size():
         return Decision("unknown", "its default configuration has no sizes")
-    # Without the folder and the layers, which are those of a default configuration.
+    # Without the folder and the layers, which belong to a default configuration.
     why = re.sub(r" \([^()]*: [^()]*\)", "", "; ".join(refused_properties(model_config)))
     decision = Decision("refused" if why else UNPROVEN, why, inputs_of(model_config))
     try:

@@ -46,7 +46,7 @@ _FORWARD: dict[str, Mix] = {
     "grid16": {"pooling": "grid_forward16"},
     "grid40": {"pooling": "grid_forward40"},
 }
-"""A score counts for tokens after its own, and one before. A grid is that of a page's patches."""
+"""A score counts for tokens after its own, and one before. Grids are of a page's patches."""
 
 FORWARD = {
     **_mixes("snapkv", _FORWARD, "snapkv_max", reduce="max"),

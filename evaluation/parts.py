@@ -56,7 +56,7 @@ class Part:
         return max((c.questions for c in mine if arm == FULL or arm in c.arms), default=0)
 
     def limited(self, questions: int | None, names: Sequence[str] | None = None) -> Part:
-        """Return the part with at most so many questions of each task, and the named tasks."""
+        """Return the part limited to a number of questions of each task, and to the named tasks."""
         chosen = [
             Cells(
                 [task for task in cells.tasks if names is None or task.name in names],

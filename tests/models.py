@@ -178,7 +178,7 @@ def random_video(seed: int, frames: int, width: int, height: int) -> tuple[np.nd
 
 @dataclass(frozen=True)
 class Parts:
-    """What a family's configuration and processor are made of."""
+    """Parts of a family's configuration and processor."""
 
     model: TinyModel
     family: Family
@@ -541,7 +541,7 @@ class Family:
     image_text: str = ""
     video_text: str = ""
     tokens: Sequence[str] | Mapping[str, str] = ()
-    """Special tokens besides those of a chat, by the tokenizer's names for them if it has some."""
+    """Special tokens besides the chat's, by the tokenizer's names for them if it has some."""
     more_tokens: Sequence[str] = ()
     config_tokens: Mapping[str, str] = field(default_factory=dict)
     """Special tokens whose ids are in the configuration, by its names."""
@@ -720,7 +720,7 @@ FAMILIES = {
         config_tokens=_PADS,
         projector="merger.mlp.0.linear_2",
     ),
-    # Language models, of which Phi-3 has a window as long as its context.
+    # Language models; Phi-3 has a window as long as its context.
     "qwen3": Family(
         "Qwen3",
         _language_model("Qwen3", lambda parts: {"head_dim": parts.model.head_size}),

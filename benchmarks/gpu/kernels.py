@@ -27,7 +27,7 @@ _AUTO, _IN_GRAPHS = 0, 32
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the kernels' arguments, by default those of Qwen3-VL-8B."""
+    """Sizes of the kernels' arguments, by default Qwen3-VL-8B's."""
 
     copy_bytes: int = 1 << 30
     rows: int = 32

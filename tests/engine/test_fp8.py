@@ -264,6 +264,6 @@ def test_what_is_kept_follows_from_the_bytes_in_the_cache(
         assert found.regret < 0.02, found
         assert found.kept > 0.97, found
         assert found.without_eviction > 2, found
-        # Every page is dealt again: the tokens are those of a request that is not evicted.
+        # Every page is dealt again: the tokens equal an unevicted request's.
         none = [replace(ask, xargs={"kv_eviction": "none"}) for ask in WHOLE]
         assert running.tokens(WHOLE) == running.tokens(none)

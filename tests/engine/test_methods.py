@@ -337,7 +337,7 @@ def test_meaningless_options_are_refused(running: SteppedEngine, xargs: dict[str
 def test_everything_kept_is_whole_and_an_abort_between_chunks_leaves_nothing(
     running: SteppedEngine, cases: Cases
 ) -> None:
-    """Every page is copied to a fresh block: all tokens are those of the whole cache."""
+    """Every page is copied to a fresh block: all tokens equal the whole cache's."""
     asks = [
         Case(name, 1.0, (20, 150 + 67 * i)).ask(600 + i, 2 * i)
         for i, name in enumerate(("tgv", "tgv-head", "h2o", "adakv"))

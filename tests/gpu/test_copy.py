@@ -69,7 +69,7 @@ def make_case(
     device: str,
     num_moved: int = 10**6,
 ) -> Case:
-    """Return random sources, of which all but `num_moved` keep their slots in whole pages."""
+    """Return random sources; all but `num_moved` keep their slots in whole pages."""
     pairs = counts.numel()
     num_blocks = num_retained + 6
     blocks = torch.randperm(num_blocks)

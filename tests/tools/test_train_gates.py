@@ -100,7 +100,7 @@ def small(kind: str, bias: float = 2.0, tied: bool = False) -> GateNetworks:
 
 
 def random_prompt(*lengths: int) -> Prompt:
-    """Return documents of random tokens, of which some are labelled, the last one always."""
+    """Return documents of random tokens; some are labelled, the last one always."""
     return packed(
         [
             Prompt(

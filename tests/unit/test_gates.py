@@ -23,7 +23,6 @@ from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.gates import __main__ as command
 from vllm_tgvkv.gates import tap
 from vllm_tgvkv.gates.folder import Gates, write
-from vllm_tgvkv.gates.tap import _projection
 from vllm_tgvkv.policies import Mix, Prompt, build_policy
 from vllm_tgvkv.policies.base import LayerView
 from vllm_tgvkv.shared.errors import EvictionConfigError, UnsupportedByEvictionError
@@ -230,7 +229,7 @@ def test_the_mix_of_retention_and_attention_names_its_rows() -> None:
 
 def test_the_projection_of_a_layer_has_to_be_found() -> None:
     with pytest.raises(UnsupportedByEvictionError, match=r"layers.3.* has 0 joint projections"):
-        _projection(nn.ModuleDict({"q_proj": nn.Linear(2, 2)}), "layers.3.self_attn.attn")
+        tap._projection(nn.ModuleDict({"q_proj": nn.Linear(2, 2)}), "layers.3.self_attn.attn")
 
 
 def test_a_rank_reads_the_gates_of_its_own_heads(

@@ -27,7 +27,9 @@ class Totals(BaseModel):
     prompt_tokens_kept: int = Field(
         description="Kept tokens of evicted requests, mean over layers and KV heads."
     )
-    later_cuts: int
+    cuts: dict[str, int]
+    requests_restored: int
+    requests_whole: int
     blocks_given_back: int
 
 

@@ -262,7 +262,10 @@ def planned_cuts(cuts: Cuts) -> dict[int, tuple[int, int]]:
     """Return retained and replaced blocks by the number of tokens of each cut, token by token."""
     size, ceiling = cuts.block_size, cuts.ceiling
     scheduled = {cut.at: cut for cut in cuts.scheduled}
-    found, num_spared = {}, 0
+    found: dict[int, tuple[int, int]] = {}
+    num_spared = 0
+    if cuts.first is None:
+        return found
     for at in range(cuts.first.at, cuts.longest - 1):
         num_full = at // size
         if at in scheduled:
@@ -293,7 +296,15 @@ class WorkerDouble:
         self.observed: set[str] = set()
         """Requests with observation state kept between chunks."""
         self.planned: dict[str, dict[int, tuple[int, int]]] = {}
-        """Of requests that are evicted: their cuts, see `planned_cuts`."""
+        """Of requests that are evicted: their cuts, see `planned_cuts`; under pressure, those that
+        were made and not undone."""
+        self.late: set[str] = set()
+        """Requests that are evicted under pressure."""
+        self.changed: dict[str, dict[int, str]] = {}
+        """By such a request and token: the cut or the return of its prompt before this token."""
+        self.shrunk: set[str] = set()
+        """Such requests that were cut, also if they are whole again."""
+        self.num_restored = 0
         self.queries: dict[int, tuple[str, int]] = {}
         """By row of the query pool: the request and the position whose query was stored last."""
         self.num_summed: dict[str, int] = {}
@@ -315,9 +326,14 @@ class WorkerDouble:
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         plan = plan_of(output)
-        for eviction in self._shrunk:
-            if row := self.rows.get(eviction.request_id):
-                row.blocks[: len(eviction.row_blocks)] = eviction.row_blocks.tolist()
+        for change in (*self._shrunk, *plan.restored):
+            if row := self.rows.get(change.request_id):
+                row.blocks[: len(change.row_blocks)] = change.row_blocks.tolist()
+        for restored in plan.restored:
+            name = restored.request_id
+            self.planned[name].clear()
+            self.changed[name][self.rows[name].num_computed] = "restored"
+            self.num_restored += 1
         self._shrunk = plan.evictions
         for first in plan.released:
             del self.regions[first]  # a `KeyError` would end a worker as well
@@ -331,6 +347,13 @@ class WorkerDouble:
         for name, num_new in output.num_scheduled_tokens.items():
             self._run(name, num_new)
         self._observe(plan.observations, plan.summings)
+        for eviction in plan.evictions:
+            name, sizes = eviction.request_id, (eviction.num_retained, eviction.num_replaced)
+            if name in self.late:
+                at = len(self.rows[name].job.prompt) + eviction.num_answer
+                self.planned[name][at] = sizes
+                self.changed[name][at] = "cut"
+                self.shrunk.add(name)
         evicted = {e.request_id for e in plan.evictions}
         self.num_cut_together = max(self.num_cut_together, len(evicted))
         cut_tokens = sum(e.observed.num_tokens for e in plan.evictions)
@@ -391,6 +414,10 @@ class WorkerDouble:
                 row.blocks, *others = (list(blocks) for blocks in new_blocks)
                 row.states = others[len(others) - self.num_states :]
                 row.last_state = None
+                if name in self.late:
+                    self.planned[name].clear()
+                    self.changed[name].clear()
+                    self._chains.pop(name, None)
                 row.tokens = list(cached.all_token_ids[name])
             elif new_blocks is not None:
                 row.blocks.extend(new_blocks[0])
@@ -496,7 +523,8 @@ class WorkerDouble:
         assert row.num_computed == at
         planned = self.planned[name]
         assert (eviction.num_retained, eviction.num_replaced) == planned[at]
-        assert eviction.is_first == (at == min(planned))
+        if name not in self.late:
+            assert eviction.is_first == (at == min(planned))
         self._check_queries(eviction, at)
         replaced, new = planned[at][1], eviction.new_blocks.tolist()
         nulls = [0] * (replaced - len(new))
@@ -504,7 +532,7 @@ class WorkerDouble:
         assert eviction.old_blocks.tolist() == row.blocks[: -(-at // size)]
         if self.verify:
             region = self.regions.get(row.blocks[0])
-            assert (region is None) == eviction.is_first
+            assert (region is None) == eviction.is_whole
             slots = np.arange(region.num_replaced * size if region else 0, at)
             held = self.memory[eviction.old_blocks[slots // size], slots % size]
             assert (held == self._chain(row)[slots]).all(), f"cache of {name} damaged"
@@ -579,14 +607,15 @@ class WorkerDouble:
         Keys behind a cut depend on what was kept, so the digest names the request and the cut.
         """
         name = row.job.name
+        changed: Mapping[int, Any] = self.changed.get(name) or self.planned.get(name, {})
         known, chain = self._chains.get(name, (0, np.zeros(0, np.int64)))
-        num_tokens, planned = len(row.tokens), self.planned.get(name, ())
+        num_tokens = len(row.tokens)
         if known < num_tokens:
             if num_tokens > len(chain):
                 chain = np.concatenate([chain, np.zeros(num_tokens, np.int64)])
             digest = int(chain[known - 1]) if known else 17
             for position in range(known, num_tokens):
-                if position in planned:
+                if position in changed:
                     digest = hash((digest, name, position))
                 digest = hash((digest, row.tokens[position])) & _MASK
                 chain[position] = digest
@@ -634,8 +663,11 @@ class Double:
         self.answers[job.name] = []
         self.scheduler.add_request(request)
         if self.setup.eviction is not None and job.name in self.scheduler.candidates:
-            cuts = self.scheduler.candidates[job.name].cuts
-            self.worker.planned[job.name] = planned_cuts(cuts)
+            candidate = self.scheduler.candidates[job.name]
+            if candidate.stages:
+                self.worker.late.add(job.name)
+                self.worker.changed[job.name] = {}
+            self.worker.planned[job.name] = planned_cuts(candidate.cuts)
         return request
 
     def preempt(self, name: str) -> None:
@@ -715,7 +747,12 @@ class Double:
         expected, answer = self.worker.expected(job), self.answers[job.name]
         assert job.name in self.finished
         has_failed = job.name in self.worker.failed
-        num_waited = min(self.worker.planned.get(job.name, [0])) - len(job.prompt)
+        if job.name in self.worker.shrunk:
+            # What it says depends on when memory was short.
+            is_whole = len(answer) == job.answer and answer[-1] == END
+            assert is_whole or aborted or job.name in self.errors
+            return
+        num_waited = min(self.worker.planned.get(job.name) or [0]) - len(job.prompt)
         if job.name in self.errors:
             assert has_failed, f"{job.name} ends with an error and nothing failed"
             assert len(answer) <= num_waited + 1  # the last one in the step that failed

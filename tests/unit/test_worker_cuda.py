@@ -56,7 +56,7 @@ def runner(cls: type, observes: bool = False, **fields: Any) -> Any:
     made = cls.__new__(cls)
     rows = RowsV2 if issubclass(cls, EvictingModelRunnerV2) else RowsV1
     worker = SimpleNamespace(observes=observes, rows=rows(made, GROUP))
-    made.__dict__.update(worker=worker, shrunk=[], **fields)
+    made.__dict__.update(worker=worker, changed_rows=[], **fields)
     return made
 
 
@@ -184,7 +184,7 @@ def test_v1_rewrites_rows_before_it_updates_them(monkeypatch: pytest.MonkeyPatch
     )
     others, table = (batch.block_table[group].block_table.np for group in (0, GROUP))
     row = batch.req_id_to_index
-    ours.shrunk = [eviction(name) for name in ("evicted", "waiting", "resumed", "ended")]
+    ours.changed_rows = [eviction(name) for name in ("evicted", "waiting", "resumed", "ended")]
     fresh = [10, 11, 12, 13]
     blocks = {"evicted": [5], "other": None, "resumed": fresh}
     ours._update_states(step(blocks, "resumed"))
@@ -295,7 +295,7 @@ def test_v2_rewrites_rows_before_it_appends_blocks() -> None:
     """Once, and only of requests that are in its table."""
     tables = BlockTables(other=PROMPT, evicted=PROMPT)
     ours = runner_v2(tables)
-    ours.shrunk = [eviction(name) for name in ("evicted", "ended")]
+    ours.changed_rows = [eviction(name) for name in ("evicted", "ended")]
     update_v2(ours, step({"evicted": [5], "other": [6]}))
     assert tables.rows() == [[*PROMPT, 6], [*COMPRESSED, 5]]
     assert tables.rows(0) == [in_groups([*PROMPT, last])[0] for last in (6, 5)]
@@ -311,7 +311,7 @@ def test_v2_keeps_the_new_row_of_a_request_that_is_resumed_at_once() -> None:
     """
     tables = BlockTables(ended=PROMPT, resumed=PROMPT, evicted=PROMPT, preempted=PROMPT)
     ours = runner_v2(tables)
-    ours.shrunk = [eviction(name) for name in ("resumed", "evicted", "preempted")]
+    ours.changed_rows = [eviction(name) for name in ("resumed", "evicted", "preempted")]
     output = step({"evicted": [5]})
     output.finished_req_ids = {"ended"}
     output.preempted_req_ids = {"resumed", "preempted"}

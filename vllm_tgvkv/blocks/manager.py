@@ -13,7 +13,9 @@ k of them retained, T tail blocks):
           that running out is vLLM's ordinary back-pressure; never hashed
     tail  the partial last prompt block and decoded tokens: vLLM appends to it
 
-A later cut does the same with region and full tail blocks in place of p. If a guard (budget
+A later cut does the same with region and full tail blocks in place of p. Under pressure a cut's
+fresh blocks are reserved when it is decided, some tokens ahead; and as long as the pool has not
+reused any p, the row can have them back. If a guard (budget
 `auto`) finds that fewer than k blocks are enough, the last of them become null as well, once the
 scheduler is told.
 
@@ -23,13 +25,14 @@ finish in the order of `admission.py`; decoding requests count by the blocks the
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from vllm.utils.math_utils import cdiv
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import (
     FullAttentionManager,
     MambaManager,
@@ -67,6 +70,13 @@ class Compression:
     """Whether the evicting chunk had to wait for fresh blocks."""
     num_reusable: int = 0
     """Tokens of its prompt where a hit of the prefix cache ends, if not before."""
+    was_cut: bool = False
+    """Whether the keys of its answer depend on what a cut kept."""
+    may_be_restored: bool = False
+    """Whether the blocks that its first cut gives back are remembered."""
+    given_back: Sequence[tuple[KVCacheBlock, BlockHashWithGroupId | None]] = ()
+    """The prompt's blocks that the first cut gave back, with their hashes; () if one of them is
+    known to be lost."""
 
     @property
     def swapped(self) -> bool:
@@ -89,6 +99,13 @@ class EvictingManager(FullAttentionManager):
         self.order = PrefillOrder()
         self._admission: tuple[str, Prefill] | None = None
         """The request that vLLM is about to admit."""
+        self.num_kept_free = 0
+        """Free blocks that no request is admitted into, for the growth of running requests and the
+        fresh blocks of cuts under pressure."""
+        self.num_watermark = 0
+        """Free blocks that vLLM admits no request into."""
+        self.refused: tuple[str, int] | None = None
+        """The first request that this step had no blocks for, and how many it needs."""
         self.released: list[int] = []
         """First block ids of regions dropped since the last drain."""
         self.others = OtherBlocks()
@@ -122,7 +139,7 @@ class EvictingManager(FullAttentionManager):
         tokens take the place of blocks that the prompt gave back.
         """
         usable = self.block_pool.num_gpu_blocks - 1  # the null block is never handed out
-        return max(cuts.peaks()) + self.others.most <= usable
+        return max(cuts.peaks(), default=0) + self.others.most <= usable
 
     def get_num_blocks_to_allocate(
         self,
@@ -154,14 +171,23 @@ class EvictingManager(FullAttentionManager):
         if request_id in self.req_to_blocks:
             return num_blocks
         if not apply_admission_cap:
-            return num_blocks + self.order.needed()
+            return self._with_kept_free(request_id, num_blocks + self.order.needed())
         num_shared = sum(block.ref_cnt > 0 for block in new_computed_blocks)
         cut = compression.cut if compression else None
         prefill = self._prefill(cut, num_tokens, num_shared)
         self._admission = request_id, prefill
         # The prompt gives blocks back before the tokens that follow it are computed again.
         num_blocks -= min(prefill.num_replayed, prefill.num_returned)
-        return max(num_blocks - self.order.net_change(num_shared), 0)
+        num_blocks = max(num_blocks - self.order.net_change(num_shared), 0)
+        return self._with_kept_free(request_id, num_blocks)
+
+    def _with_kept_free(self, request_id: str, num_blocks: int) -> int:
+        """Return the free blocks without which a request is not admitted."""
+        wanted = num_blocks + self.num_kept_free
+        num_free = self.block_pool.get_num_free_blocks() - self.others.most - self.num_watermark
+        if wanted > num_free and self.refused is None:
+            self.refused = request_id, num_blocks
+        return wanted
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
@@ -184,6 +210,7 @@ class EvictingManager(FullAttentionManager):
     def new_step_starts(self) -> None:
         super().new_step_starts()
         self.order.begin_step()
+        self.refused = None
 
     def may_take(self, request: Request, num_tokens: int) -> bool:
         """Return whether a request may grow to `num_tokens` now, and earlier prefills finish."""
@@ -219,6 +246,59 @@ class EvictingManager(FullAttentionManager):
         compression = self.compressions.get(request_id)
         return compression is not None and compression.swapped
 
+    def was_cut(self, request_id: str) -> bool:
+        """Return whether the keys of the request's answer depend on what a cut kept."""
+        compression = self.compressions.get(request_id)
+        return compression is not None and compression.was_cut
+
+    # -- under pressure -----------------------------------------------------------------
+
+    def plan_cut(self, request: Request, cut: Cut) -> None:
+        """Reserve the fresh blocks of a cut that is due some tokens later."""
+        self.expect(request, cut)
+        fresh = self.block_pool.get_new_blocks(cut.num_retained)
+        compression = self.compressions[request.request_id]
+        compression.reserved, compression.may_be_restored = tuple(fresh), True
+
+    def num_freed(self, request_id: str, cut: Cut) -> float:
+        """Return the blocks that the pool gains by a cut.
+
+        Of blocks that n requests share, each frees a part of 1 / n: once all are cut, they are
+        free. Only first blocks are shared.
+        """
+        compression = self.compressions[request_id]
+        if compression.swapped:
+            return compression.num_retained - cut.num_retained
+        blocks = self.req_to_blocks[request_id][: cut.num_replaced]
+        num_shared = bisect_left(blocks, True, key=lambda block: block.ref_cnt <= 1)
+        of_shared = num_shared / blocks[num_shared - 1].ref_cnt if num_shared else 0
+        return len(blocks) - num_shared + of_shared - cut.num_retained
+
+    def num_to_restore(self, request_id: str) -> int | None:
+        """Return the free blocks that it takes to give a request its whole prompt back, net.
+
+        None if one of the prompt's blocks was reused meanwhile, or never had a hash.
+        """
+        compression = self.compressions[request_id]
+        if not all(hash and block.block_hash == hash for block, hash in compression.given_back):
+            compression.given_back = ()
+        if not compression.given_back:
+            return None
+        num_free = sum(block.ref_cnt == 0 for block, _ in compression.given_back)
+        return num_free - compression.num_retained
+
+    def restore(self, request_id: str) -> None:
+        """Put the prompt's blocks back in their place; `num_to_restore` has found all of them."""
+        compression, blocks = self.compressions[request_id], self.req_to_blocks[request_id]
+        region = blocks[: compression.num_retained]
+        whole = [block for block, _ in compression.given_back]
+        self.block_pool.touch(whole)
+        blocks[: len(whole)] = whole
+        self.released.append(region[0].block_id)
+        compression.num_retained = compression.num_replaced = 0
+        compression.given_back = ()
+        self._give_back(region)
+
     # -- the swap, right after the evicting chunk was scheduled -------------------------
 
     def swap(self, request_id: str) -> int:
@@ -239,9 +319,11 @@ class EvictingManager(FullAttentionManager):
         old = [block for block in blocks[: cut.num_replaced] if not block.is_null]
         if compression.swapped:
             self.released.append(blocks[0].block_id)  # the worker hears of it with the next step
+        elif compression.may_be_restored:
+            compression.given_back = [(block, block.block_hash) for block in old]
         nulls = [self._null_block] * (cut.num_replaced - len(fresh))
         blocks[: cut.num_replaced] = [*fresh, *nulls]
-        compression.reserved, compression.cut = (), None
+        compression.reserved, compression.cut, compression.was_cut = (), None, True
         compression.num_retained, compression.num_replaced = cut.num_retained, cut.num_replaced
         free_before = self.block_pool.get_num_free_blocks()
         self._give_back(old)
@@ -291,7 +373,7 @@ class EvictingManager(FullAttentionManager):
     def cache_blocks(self, request: Request, *args: Any, **kwargs: Any) -> None:
         # Keys decoded after an eviction depend on what was kept, so these blocks must never
         # serve as another request's prefix.
-        if not self.is_compressed(request.request_id):
+        if not self.was_cut(request.request_id):
             super().cache_blocks(request, *args, **kwargs)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
@@ -303,6 +385,7 @@ class EvictingManager(FullAttentionManager):
                 self.released.append(blocks[0].block_id)
             blocks.extend(compression.reserved)
             compression.reserved, compression.num_retained = (), 0
+            compression.was_cut, compression.given_back = False, ()
         self._record_freed(blocks)
         return blocks
 
@@ -334,7 +417,7 @@ class OtherLayersManager:
 
     def cache_blocks(self, request: Request, *args: Any, **kwargs: Any) -> None:
         # What follows an eviction depends on what was kept, in all layers.
-        if self.evicting.is_compressed(request.request_id):
+        if self.evicting.was_cut(request.request_id):
             return
         # Of windows and states vLLM caches only what the same prompt would hit again: its end. Ours
         # ends a hit where rows vote.

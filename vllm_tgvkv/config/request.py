@@ -13,13 +13,13 @@ import difflib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from vllm_tgvkv.config.removed import refuse_removed
 from vllm_tgvkv.config.server import CONFIG_KEY, NONE, Again, EvictionConfig, check_method
 from vllm_tgvkv.config.settings import check_count
 from vllm_tgvkv.shared.budget import Budget, Schedule, parse_schedule, written
-from vllm_tgvkv.shared.cuts import Ceiling
+from vllm_tgvkv.shared.cuts import Ceiling, When
 from vllm_tgvkv.shared.errors import EvictionConfigError, choose, quoted
 
 T = TypeVar("T")
@@ -27,6 +27,7 @@ T = TypeVar("T")
 REQUEST_KEYS = (
     "kv_eviction",
     "kv_eviction_budget",
+    "kv_eviction_when",
     "kv_eviction_defer",
     "kv_eviction_schedule",
     "kv_eviction_max_tokens",
@@ -44,7 +45,8 @@ class RequestOptions:
     budget: Budget
     """Of the first eviction."""
     defer: int = 0
-    """Tokens of the answer that the first eviction waits for."""
+    """Tokens of the answer that the first eviction waits for; that vote, under pressure."""
+    when: When = "always"
     later: Schedule = ()
     """Evictions of the prompt after the first one."""
     ceiling: Ceiling | None = None
@@ -70,6 +72,8 @@ class RequestOptions:
     def __str__(self) -> str:
         """Return how much is kept, in words."""
         text = str(self.budget)
+        if self.when == "pressure":
+            return f"down to {text} when memory is short"
         if self.ceiling is not None:
             least, most = self.ceiling.max_tokens, self.ceiling.max_tokens + self.ceiling.buffer
             return f"{text}, then {least} to {most} tokens per head"
@@ -102,9 +106,10 @@ class RequestOptions:
         method = given.get("kv_eviction", config.policy)
         budget, defer, later, ceiling = _evictions(config, given, method)
         again = _again(config, given, bool(later) or ceiling is not None)
-        policy = check_method(config, method, budget, defer, "vllm_xargs.kv_eviction", again)
+        when = _when(config, given, again)
+        policy = check_method(config, method, budget, defer, "vllm_xargs.kv_eviction", again, when)
         if policy == NONE:
-            later, ceiling = (), None
+            later, ceiling, when = (), None, "always"
         elif again.happens:
             _check_room(config, given, again, ceiling, block_size)
         report, trace = (
@@ -115,7 +120,7 @@ class RequestOptions:
                 "vllm_xargs.kv_eviction_trace is 1, and this server keeps no traces: start it with "
                 "max_traces of at least 1 in --kv-eviction-config, or leave it out"
             )
-        return cls(policy, budget, defer, later, ceiling, report, trace)
+        return cls(policy, budget, defer, when, later, ceiling, report, trace)
 
 
 def _is_meant_for_us(key: str) -> bool:
@@ -200,6 +205,28 @@ def _again(config: EvictionConfig, given: Mapping[str, Any], happens: bool) -> A
     return Again(happens, source, f'set {key or "kv_eviction_schedule"}: "{NONE}" to evict once')
 
 
+def _when(config: EvictionConfig, given: Mapping[str, Any], again: Again) -> When:
+    """Return when the request is evicted; one with later evictions of its own says it by them.
+
+    Raises:
+        EvictionConfigError: for another value, or on a server without memory for it.
+    """
+    key = "kv_eviction_when"
+    if key not in given:
+        return "always" if again.happens else config.when or "always"
+    value, known = given[key], get_args(When)
+    if value not in known:
+        raise EvictionConfigError(f"vllm_xargs.{key} is {quoted(value)}: {choose(value, known)}")
+    if value == "pressure" and not config.keeps_positions:
+        raise EvictionConfigError(
+            f"vllm_xargs.{key} is 'pressure', and this server has set no memory aside for "
+            'evictions in stages: start it with --kv-eviction-when pressure or {"decode": '
+            '{"on_request": true}} in --kv-eviction-config, or leave it out'
+        )
+    found: When = value
+    return found
+
+
 def _check_room(
     config: EvictionConfig,
     given: Mapping[str, Any],
@@ -212,7 +239,7 @@ def _check_room(
     Raises:
         EvictionConfigError: naming the field, its value and the way out.
     """
-    if not config.cuts_again:  # so they are not the server's
+    if not config.keeps_positions:  # so they are not the server's
         value = given[again.source.removeprefix("vllm_xargs.")]
         raise EvictionConfigError(
             f"{again.source} is {quoted(value)}, which evicts while the answer grows, and this "

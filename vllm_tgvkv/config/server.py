@@ -31,7 +31,7 @@ from vllm_tgvkv.policies.registry import (
     recipe_of,
 )
 from vllm_tgvkv.shared.budget import Budget, Schedule, parse_schedule
-from vllm_tgvkv.shared.cuts import Ceiling
+from vllm_tgvkv.shared.cuts import Ceiling, When
 from vllm_tgvkv.shared.errors import EvictionConfigError, choose, quoted
 from vllm_tgvkv.shared.prompt import ANSWER_ROWS, WINDOW
 
@@ -203,6 +203,14 @@ class EvictionConfig:
         unset="the method's own: 0.1, 0.2 with `reach`",
         in_status=True,
     )
+    when: When | None = setting(
+        None,
+        help="`always`: every prompt is evicted, at the end of its prefill or after `defer`. "
+        "`pressure`: a prompt is evicted only once requests wait for memory, in stages down to its "
+        "budget, and gets everything back when there is room.",
+        unset="the method's own: `always`, `pressure` with `reach`; `always` with `decode`",
+        in_status=True,
+    )
     observation_window: int = setting(
         128,
         at_least=1,
@@ -215,8 +223,8 @@ class EvictionConfig:
         at_least=0,
         help="Number of answer tokens to wait for: the prompt is evicted once they are computed, "
         "and they vote with the method's own rows. Answers that are not longer are never evicted "
-        "for.",
-        unset="the method's own: 0, 4 with `reach`",
+        "for. Under pressure: the number of tokens that vote, which are the next ones.",
+        unset="the method's own: 0, 4 with `reach`; 4 under pressure",
         in_status=True,
     )
     decode: DecodeOptions | None = setting(
@@ -317,6 +325,10 @@ class EvictionConfig:
                 )
             defer, budget = config.decode.schedule[0]
             config = dataclasses.replace(config, defer=defer, budget=budget)
+        if config.when is None:
+            again = config.decode is not None and config.decode.cuts_again
+            own = "always" if again else config.recipe_of(config.policy).when
+            config = dataclasses.replace(config, when=own)
         check_methods(config, policy_source)
         if config.most_deferred < 0:
             raise EvictionConfigError(
@@ -329,7 +341,7 @@ class EvictionConfig:
     @property
     def waits(self) -> bool:
         """Whether tokens of answers vote, unless a request says otherwise."""
-        return self.first_eviction(self.policy)[1] > 0 or self.decode is not None
+        return self.first_eviction(self.policy)[1] > 0 or self.keeps_positions
 
     def first_eviction(self, method: Any) -> tuple[Budget, int]:
         """Return the budget and the wait of a method's first eviction, if a request has none.
@@ -337,16 +349,20 @@ class EvictionConfig:
         They are the server's where it has some, and else those that the method recommends. An
         unknown method, which is refused elsewhere, gets what most methods have.
         """
-        mix = self.methods.get(method) if isinstance(method, str) else None
-        name = mix.base if mix else method
-        own = POLICIES[name] if name in method_names() else Recipe
+        own = self.recipe_of(method)
         budget = Budget(fraction=own.budget) if self.budget is None else self.budget
         return budget, own.defer if self.defer is None else self.defer
 
+    def recipe_of(self, method: Any) -> Recipe | type[Recipe]:
+        """Return the recipe of a method or of a mix's base; of an unknown one, what most have."""
+        mix = self.methods.get(method) if isinstance(method, str) else None
+        name = mix.base if mix else method
+        return POLICIES[name] if name in method_names() else Recipe
+
     @property
-    def cuts_again(self) -> bool:
+    def keeps_positions(self) -> bool:
         """Whether there may be evictions after the first one, so that positions are stored."""
-        return self.decode is not None and (self.decode.cuts_again or self.decode.on_request)
+        return self.decode is not None or self.when == "pressure"
 
     def least_ceiling(self, block_size: int) -> int:
         """Return the lowest ceiling that leaves every head its floor, in tokens."""
@@ -361,7 +377,7 @@ class EvictionConfig:
     @property
     def num_answer_rows(self) -> int:
         """Rows of the answer that vote at each eviction after the first, at most."""
-        return 0 if self.decode is None else ANSWER_ROWS
+        return ANSWER_ROWS if self.keeps_positions else 0
 
     @property
     def num_query_rows(self) -> int:
@@ -429,12 +445,14 @@ def check_method(
     defer: int,
     source: str,
     again: Again | None = None,
+    when: When | None = None,
 ) -> str:
     """Return a method's name after checking it against a budget, a wait and later evictions.
 
     Args:
         source: the flag or field of the method, for messages.
         again: the later evictions; by default, the server's.
+        when: by default, the server's.
 
     Raises:
         EvictionConfigError: for an unknown method, or one that cannot run with them.
@@ -453,12 +471,14 @@ def check_method(
         cuts_again = config.decode is not None and config.decode.cuts_again
         again = Again(cuts_again, "decode", "start the server without decode")
     named = f"{source} is {quoted(name)}"
+    under_pressure = (when or config.when) == "pressure"
     for problem in itertools.chain(
         _problems_of_summaries(config, policy, named),
+        _problems_of_pressure(policy, budget, named, again) if under_pressure else (),
         _problems_of_auto(policy, f"budget auto with {source} {name!r}", again)
         if budget.is_auto
         else (),
-        _problems_of_cuts(policy, named, defer, again),
+        () if under_pressure else _problems_of_cuts(policy, named, defer, again),
     ):
         raise EvictionConfigError(problem)
     return str(name)
@@ -471,6 +491,33 @@ def _problems_of_summaries(config: EvictionConfig, policy: Policy, named: str) -
             "with such a method as kv_eviction.policy, or with a mix with summaries in "
             "kv_eviction.methods"
         )
+
+
+def _problems_of_pressure(
+    policy: Policy, budget: Budget, named: str, again: Again
+) -> Iterator[str]:
+    always = "or evict every prompt: when: always, in a request kv_eviction_when"
+    if not policy.cuts_again:
+        yield (
+            f"{named}, which {_why_once(policy)}, and under pressure (`when`) a prompt is evicted "
+            f"in stages: choose another method, such as reach, {always}"
+        )
+    if budget.is_auto:
+        yield (
+            f"budget auto with {named}: under pressure (`when`) the scheduler has to know how many "
+            f"blocks an eviction frees; give a fraction, {always}"
+        )
+    if again.happens:
+        yield (
+            f"when is 'pressure' beside {again.source}, which says itself when the cache is cut: "
+            f"{again.way_out}, {always}"
+        )
+
+
+def _why_once(policy: Policy) -> str:
+    """Return why a method evicts only once."""
+    why = "merges tokens" if policy.merge else "is not defined on what is left"
+    return f"{why} after the first eviction"
 
 
 def _problems_of_auto(policy: Policy, auto: str, again: Again) -> Iterator[str]:
@@ -493,9 +540,8 @@ def _problems_of_auto(policy: Policy, auto: str, again: Again) -> Iterator[str]:
 
 def _problems_of_cuts(policy: Policy, named: str, defer: int, again: Again) -> Iterator[str]:
     if again.happens and not policy.cuts_again:
-        why = "merges tokens" if policy.merge else "is not defined on what is left"
         yield (
-            f"{named}, which {why} after the first eviction, and {again.source} evicts again: "
+            f"{named}, which {_why_once(policy)}, and {again.source} evicts again: "
             f"choose another method, such as snapkv, or {again.way_out}"
         )
     if policy.needs_answer and not defer:

@@ -30,5 +30,6 @@ POLICIES.add(
         reduce="max",
         budget=0.2,
         defer=4,
+        when="pressure",
     ),
 )

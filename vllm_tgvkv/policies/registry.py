@@ -28,6 +28,7 @@ from vllm_tgvkv.policies.base import (
 )
 from vllm_tgvkv.policies.head_scores import COMMAND, HeadScores
 from vllm_tgvkv.policies.pooling import Pooling
+from vllm_tgvkv.shared.cuts import When
 from vllm_tgvkv.shared.errors import EvictionConfigError, choose, quoted
 from vllm_tgvkv.shared.prompt import RowSet
 from vllm_tgvkv.summaries.options import KINDS, Summaries
@@ -101,6 +102,8 @@ class Recipe:
     """Share of the prompt that is kept where neither server nor request says how much."""
     defer: int = 0
     """Tokens of the answer to wait for, likewise."""
+    when: When = "always"
+    """When prompts are evicted where the server does not say it."""
     summaries: Summaries | None = None
 
 

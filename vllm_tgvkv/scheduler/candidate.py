@@ -13,27 +13,42 @@ from vllm_tgvkv.config.request import RequestOptions
 from vllm_tgvkv.config.server import NONE, EvictionConfig
 from vllm_tgvkv.policies import Policy, Summaries
 from vllm_tgvkv.shared.budget import Guard
-from vllm_tgvkv.shared.cuts import Cut, Cuts, plan_cuts
+from vllm_tgvkv.shared.cuts import STAGES, Cut, Cuts, plan_cuts
 from vllm_tgvkv.shared.plan import ColumnSumChunk, Eviction, Observation
-from vllm_tgvkv.shared.prompt import PromptMap, Voters, map_prompt, voters
+from vllm_tgvkv.shared.prompt import (
+    PRESSURE_ROWS,
+    PromptMap,
+    RowSet,
+    Voters,
+    map_prompt,
+    voters,
+)
 
 
 @dataclass
 class Candidate:
-    """A request that is evicted at the end of its prefill, or after some tokens of its answer."""
+    """A request that is evicted: at tokens that are known before, or when memory is short."""
 
     options: RequestOptions
     prompt: PromptMap
+    kinds: tuple[RowSet, ...]
+    """Row sets that its method reads."""
     voters: Voters
-    """Rows that vote at the first cut."""
+    """Rows that vote at a first cut that is known before."""
     cuts: Cuts
     guard: Guard | None
     cut: Cut | None
-    """The next cut."""
+    """The next cut; under pressure, None until one is due."""
     num_answer_rows: int
-    """Last rows of the answer that vote at later cuts."""
+    """Last rows of the answer that vote at all other cuts."""
+    stages: tuple[int, ...] = ()
+    """Blocks k to which pressure may cut the prompt, descending; () for other requests."""
     summaries: Summaries | None = None
     """How evicted tokens are summarised; None if they are dropped."""
+    cut_in_step: int = 0
+    """Step in which it was cut last."""
+    num_cuts: int = 0
+    """Cuts so far; a preemption undoes them."""
     num_cut: int = 0
     """Tokens at the last cut. Queries before it are not stored for the next one."""
     has_failed: bool = False
@@ -53,34 +68,41 @@ class Candidate:
 
     @property
     def voters_of_cut(self) -> Voters:
-        """Rows that vote at the next cut: at later ones, the last since the cut before.
+        """Rows that vote at the next cut.
 
-        They take the place of every row set of the method.
+        At later cuts and under pressure they are the newest ones since the cut before, in place of
+        every row set of the method.
         """
         # The scheduler asks for every request in every step; comparing fields takes longer.
         if self.cut is None or self.cut is self.cuts.first:
             return self.voters
-        kinds = self.voters.kinds
         first = max(self.cut.at - self.num_answer_rows, self.num_cut)
-        rows = np.arange(first if kinds else self.cut.at, self.cut.at)
-        return Voters(dict.fromkeys(kinds, rows), rows, every_row=False)
+        rows = np.arange(first if self.kinds else self.cut.at, self.cut.at)
+        return Voters(dict.fromkeys(self.kinds, rows), rows, every_row=False)
 
     def most_cached(self, num_known: int, num_drafts: int) -> int:
         """Return the most tokens that the request may take from the prefix cache.
 
         The step that evicts must run, even if a preempted request has all of its tokens and more in
-        the cache.
+        the cache. Under pressure it is a later one.
 
         Args:
             num_known: tokens of the prompt and of the answer so far.
             num_drafts: tokens that the server drafts a step. vLLM pads a first step of one token
                 with draft positions, which would lie after the tokens that the eviction sees.
         """
+        if self.cuts.first is None:
+            return num_known
         limit = self.cuts.first.at - 1
         if num_drafts:
             limit = min(limit - 1, num_known - 2)
         last_cached = self.voters.last_cached
         return limit if last_cached is None else min(limit, last_cached)
+
+    @property
+    def num_votes(self) -> int:
+        """Tokens between the decision of a cut under pressure and the cut."""
+        return self.num_answer_rows if self.kinds else 1
 
     def num_kept(self, cut: Cut, block_size: int) -> int:
         """Return the tokens per head that a cut without a guard keeps of the prompt."""
@@ -129,6 +151,7 @@ class Candidate:
         old_blocks: np.ndarray,
         row_blocks: np.ndarray,
         stored: np.ndarray | None,
+        is_whole: bool,
     ) -> Eviction:
         """Return the next cut, whose blocks are swapped, for the worker.
 
@@ -136,14 +159,14 @@ class Candidate:
             old_blocks: block ids of the tokens before the swap, int32.
             row_blocks: block ids of the row after it, int32.
             stored: rows of the query pool with the queries of the rows that vote, int64.
+            is_whole: whether the row was not compressed.
         """
-        is_first = cut == self.cuts.first
         return Eviction(
             request_id=request_id,
             method=self.options.policy,
             prompt=self.prompt,
             voters=self.voters_of_cut,
-            num_cached=self.num_cached if is_first else 0,
+            num_cached=self.num_cached if is_whole else 0,
             guard=self.guard,
             traced_budget=str(self.options) if self.options.trace else None,
             old_blocks=old_blocks,
@@ -151,7 +174,8 @@ class Candidate:
             row_blocks=row_blocks,
             num_answer=cut.at - self.prompt.num_tokens,
             num_replaced=cut.num_replaced,
-            is_first=is_first,
+            is_first=self.num_cuts == 0,
+            is_whole=is_whole,
             stored=stored,
             is_reported=self.options.report,
         )
@@ -162,12 +186,13 @@ class Candidate:
         """Go on to the cut after the next one, which is made now."""
         assert self.cut is not None
         self.was_evicted = True
+        self.num_cuts += 1
         self.num_cut = self.cut.at
         self.cut = self.cuts.after(self.cut)
 
     def restart(self) -> None:
-        """Begin again with the first cut, after a preemption."""
-        self.cut, self.num_cut, self.num_given_back = self.cuts.first, 0, 0
+        """Begin again after a preemption, with the whole cache."""
+        self.cut, self.num_cut, self.num_cuts, self.num_given_back = self.cuts.first, 0, 0, 0
 
 
 def make_candidate(
@@ -187,14 +212,18 @@ def make_candidate(
         return "unsupported_request"
     if options.policy == NONE:
         return "policy_none"
-    if longest_answer <= options.defer + 1:
-        return "answer_too_short" if options.defer else "single_token"
+    is_late = options.when == "pressure"
+    if longest_answer <= 1 or (longest_answer <= options.defer + 1 and not is_late):
+        return "answer_too_short" if longest_answer > 1 or options.defer else "single_token"
     if num_tokens < block_size or (is_short and options.ceiling is None):
         return "prompt_too_short"
     policy = config.build_policy(options.policy)
     prompt = map_prompt(num_tokens, request.mm_features, model)
     if reason := _refused_prompt(prompt, policy, config):
         return reason
+    if is_late:
+        cuts = Cuts((), None, block_size, longest)
+        return _late_candidate(options, prompt, policy, cuts) or "budget_covers_prompt"
     num_full = num_tokens // block_size
     # A budget `auto` counts on text and sinks being kept.
     is_certain = ~prompt.is_vision()[: num_full * block_size]
@@ -205,15 +234,27 @@ def make_candidate(
     scheduled = [(options.defer, num_retained)]
     scheduled += [(n, b.retained_blocks(num_tokens, block_size)) for n, b in options.later]
     cuts = plan_cuts(num_tokens, scheduled, options.ceiling, block_size, longest)
-    covers_prompt = cuts.first.num_retained >= num_full and guard is None
+    first = cuts.scheduled[0]
+    covers_prompt = first.num_retained >= num_full and guard is None
     # A first cut that keeps everything is only made for the sake of those that follow.
-    serves = cuts.after(cuts.first) is not None or config.debug.evict_at_full_budget
+    serves = cuts.after(first) is not None or config.debug.evict_at_full_budget
     if covers_prompt and not serves:
         return "prompt_too_short" if is_short else "budget_covers_prompt"
-    rows = voters(prompt, policy.row_sets, config.observation_window, options.defer)
-    return Candidate(
-        options, prompt, rows, cuts, guard, cuts.first, config.num_answer_rows, policy.summaries
-    )
+    kinds, num_rows = policy.row_sets, config.num_answer_rows
+    rows = voters(prompt, kinds, config.observation_window, options.defer)
+    more = num_rows, (), policy.summaries
+    return Candidate(options, prompt, kinds, rows, cuts, guard, first, *more)
+
+
+def _late_candidate(
+    options: RequestOptions, prompt: PromptMap, policy: Policy, cuts: Cuts
+) -> Candidate | None:
+    """Return a candidate that only pressure cuts; None if its budget covers the prompt."""
+    stages = options.budget.stages(STAGES, prompt.num_tokens, cuts.block_size)
+    nobody = Voters({}, np.empty(0, np.int64), every_row=False)
+    more = options.defer or PRESSURE_ROWS, stages, policy.summaries
+    found = Candidate(options, prompt, policy.row_sets, nobody, cuts, None, None, *more)
+    return found if stages else None
 
 
 def _refused_prompt(prompt: PromptMap, policy: Policy, config: EvictionConfig) -> str | None:

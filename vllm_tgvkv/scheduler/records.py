@@ -20,7 +20,7 @@ from vllm_tgvkv.shared.counters import EvictionCounters
 from vllm_tgvkv.shared.cuts import Cut
 from vllm_tgvkv.shared.metrics import LAYERS, MetricsBuffer
 from vllm_tgvkv.shared.plan import Outcome
-from vllm_tgvkv.shared.report import CutReport, EvictionReport, MemoryReport
+from vllm_tgvkv.shared.report import Cause, CutReport, EvictionReport, MemoryReport
 
 logger = init_logger("vllm.tgvkv")
 
@@ -48,6 +48,7 @@ class Records:
             cdiv(request.num_prompt_tokens, self._manager.block_size),
             budget=options.budget.value,
             defer=options.defer,
+            when=options.when,
             decode=options.decode,
         )
 
@@ -76,6 +77,7 @@ class Records:
         num_before: int,
         num_retained: int,
         num_kept: int,
+        is_first: bool,
     ) -> None:
         """Record a cut.
 
@@ -83,16 +85,19 @@ class Records:
             num_before: blocks that the request held.
             num_retained: blocks of the region.
             num_kept: tokens per head in the region, and the prompt's tokens in the tail.
+            is_first: whether it is the request's first one, or the first since a preemption.
         """
         num_tokens, options = request.num_prompt_tokens, candidate.options
         num_answer = cut.at - num_tokens
         num_after = cdiv(cut.at, self._manager.block_size) - cut.num_replaced + num_retained
-        if cut == candidate.cuts.first:
+        cause: Cause = "first" if is_first else "later"
+        if options.when == "pressure":
+            cause = "pressure"
+        self.counters.cut(options.policy, cause)
+        if is_first:
             self.counters.evicted(options.policy, num_tokens, num_kept)
-        else:
-            self.counters.cut_again(options.policy)
         if report := self.reports.get(request.request_id):
-            report.add_cut(CutReport(num_answer, num_before, num_after, num_kept))
+            report.add_cut(CutReport(num_answer, num_before, num_after, num_kept, cause))
             report.memory = self._memory(request, candidate, cut, report.blocks_before, num_after)
             report.trace = request.request_id if options.trace else None
         logger.debug(
@@ -107,6 +112,21 @@ class Records:
             num_before,
             num_after,
         )
+
+    def restored(self, request: Request, candidate: Candidate) -> None:
+        """Record that a request has its whole prompt back."""
+        self.counters.restored(candidate.options.policy)
+        if report := self.reports.get(request.request_id):
+            num_tokens = request.num_prompt_tokens
+            num_answer = request.num_computed_tokens - num_tokens
+            num_after = self._manager.num_held_by(request.request_id)
+            num_before = report.blocks_after or num_after
+            report.add_cut(CutReport(num_answer, num_before, num_after, num_tokens, "restored"))
+
+    def ended(self, candidate: Candidate) -> None:
+        """Record the end of a request that only pressure would cut."""
+        if not candidate.was_evicted:
+            self.counters.stayed_whole(candidate.options.policy)
 
     def outcome(self, outcome: Outcome) -> None:
         """Record what only the worker knows of an eviction."""

@@ -23,11 +23,20 @@ from vllm_tgvkv.config.request import RequestOptions
 from vllm_tgvkv.config.server import CONFIG_KEY, config_of
 from vllm_tgvkv.scheduler.candidate import Candidate, make_candidate
 from vllm_tgvkv.scheduler.chunks import ChunkLimits
+from vllm_tgvkv.scheduler.pressure import Pressure
 from vllm_tgvkv.scheduler.query_rows import QueryRows
 from vllm_tgvkv.scheduler.records import Records
 from vllm_tgvkv.shared.cuts import Cut
 from vllm_tgvkv.shared.errors import EvictionConfigError, UnsupportedByEvictionError
-from vllm_tgvkv.shared.plan import Eviction, Failure, Outcome, StepPlan, attach_plan, outcomes_of
+from vllm_tgvkv.shared.plan import (
+    Eviction,
+    Failure,
+    Outcome,
+    Restored,
+    StepPlan,
+    attach_plan,
+    outcomes_of,
+)
 from vllm_tgvkv.shared.vllm_versions import end_with_error
 
 logger = init_logger("vllm.tgvkv")
@@ -65,6 +74,15 @@ class EvictionScheduler(Scheduler):
         self.candidates: dict[str, Candidate] = {}
         """Requests that are evicted, now or later, by id."""
         self.query_rows = QueryRows(config.num_query_rows)
+        self.manager.num_watermark = self.kv_cache_manager.watermark_blocks
+        self.pressure = Pressure(
+            self.manager,
+            self.candidates,
+            self.query_rows,
+            self.max_model_len,
+            step_tokens=self.max_num_scheduled_tokens,
+            max_running=self.max_num_running_reqs,
+        )
         self._chunk_limits = ChunkLimits(
             self.manager,
             self.query_rows,
@@ -170,11 +188,12 @@ class EvictionScheduler(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._chunk_limits.begin_step()
+        restored = self._relieve() if self.eviction_config.keeps_positions else []
         output = super().schedule(*args, **kwargs)
         scheduled = output.num_scheduled_tokens
         self.query_rows.end_step(scheduled)
         released, freed = self.manager.drain()
-        plan = StepPlan(released, self._forgotten, poisoned=freed)
+        plan = StepPlan(released, restored, self._forgotten, poisoned=freed)
         self._forgotten = []
         for request_id, num_scheduled in scheduled.items():
             candidate = self.candidates.get(request_id)
@@ -189,6 +208,14 @@ class EvictionScheduler(Scheduler):
         if self.eviction_config.debug.check_integrity:
             check_integrity(self.manager, self.other_managers, self.requests.keys())
         return attach_plan(output, plan)
+
+    def _relieve(self) -> list[Restored]:
+        """Let requests shrink if memory is short, or give one its prompt back if it is not."""
+        request = self.pressure.begin_step(self.running, self.waiting)
+        if request is None:
+            return []
+        self.records.restored(request, self.candidates[request.request_id])
+        return [Restored(request.request_id, self.manager.block_ids(request.request_id))]
 
     def _plan_chunk(
         self, plan: StepPlan, request: Request, candidate: Candidate, num_scheduled: int
@@ -211,18 +238,22 @@ class EvictionScheduler(Scheduler):
         request_id, manager = request.request_id, self.manager
         old_blocks = manager.block_ids(request_id, cut.at)
         num_before = manager.num_held_by(request_id)
+        is_whole = not manager.is_compressed(request_id)
+        is_first = candidate.num_cuts == 0
         if manager.compressions[request_id].deferred:
             self.records.counters.deferred(candidate.options.policy)
         self.records.give_back(candidate, manager.swap(request_id))
         row_blocks, stored = manager.block_ids(request_id), self.query_rows.of(request_id)
-        eviction = candidate.eviction(request_id, cut, old_blocks, row_blocks, stored)
+        eviction = candidate.eviction(request_id, cut, old_blocks, row_blocks, stored, is_whole)
         # Free from now on: the rows are read in this step, and written by later ones.
         self.query_rows.give_back([request_id])
         candidate.advance()
+        self.pressure.made(request_id)
         manager.expect(request, candidate.cut)
         if candidate.guard is None:
             num_kept = candidate.num_kept(cut, self.tokens_per_block)
-            self.records.cut(request, candidate, cut, num_before, cut.num_retained, num_kept)
+            sizes = num_before, cut.num_retained, num_kept
+            self.records.cut(request, candidate, cut, *sizes, is_first=is_first)
         else:
             candidate.num_pending += 1
         return eviction
@@ -265,8 +296,9 @@ class EvictionScheduler(Scheduler):
             return
         self.records.give_back(candidate, num_freed)
         request, cut = self.requests[outcome.request_id], candidate.cuts.first
+        assert cut is not None, "only a cut that is known before has a guard"
         num_before, num_kept = cdiv(cut.at, self.tokens_per_block), sum(outcome.kept.values())
-        self.records.cut(request, candidate, cut, num_before, num_retained, num_kept)
+        self.records.cut(request, candidate, cut, num_before, num_retained, num_kept, is_first=True)
 
     # -- end of a request ---------------------------------------------------------------
 
@@ -276,6 +308,7 @@ class EvictionScheduler(Scheduler):
         if candidate := self.candidates.get(request.request_id):
             self._forgotten.append(request.request_id)
             self.query_rows.give_back([request.request_id])
+            self.pressure.forget(request.request_id)
             candidate.restart()
             self.manager.expect(request, candidate.cut)
             candidate.num_stale = candidate.num_pending
@@ -286,8 +319,11 @@ class EvictionScheduler(Scheduler):
         kv_params, ec_params = super()._free_request(request, *args, **kwargs)
         if candidate := self.candidates.pop(request.request_id, None):
             was_counted = candidate.was_evicted or candidate.has_failed
-            if candidate.options.defer and not was_counted:
+            if candidate.stages:
+                self.records.ended(candidate)
+            elif candidate.options.defer and not was_counted:
                 self.records.skip(request, candidate.options.policy, "answer_too_short")
+            self.pressure.forget(request.request_id)
             self._forgotten.append(request.request_id)
             self.query_rows.give_back([request.request_id])
             self.manager.forget(request.request_id)

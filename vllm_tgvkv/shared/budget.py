@@ -102,6 +102,22 @@ class Budget:
         allowance = (self.fraction or 0) * num_prompt_tokens
         return _blocks_within(allowance, num_prompt_tokens, block_size)
 
+    def stages(
+        self, shares: Sequence[float], num_prompt_tokens: int, block_size: int
+    ) -> tuple[int, ...]:
+        """Return the blocks k for each of descending shares, and for the budget, which ends them.
+
+        Shares that keep no more than the budget, or no fewer blocks than the one before, are left
+        out. They descend, and each is less than the full blocks of the prompt.
+        """
+        least = self.retained_blocks(num_prompt_tokens, block_size)
+        full = num_prompt_tokens // block_size
+        found = {
+            Budget(fraction=share).retained_blocks(num_prompt_tokens, block_size)
+            for share in shares
+        }
+        return tuple(sorted((k for k in found | {least} if least <= k < full), reverse=True))
+
     def guard(self, num_prompt_tokens: int, num_certain: int, block_size: int) -> Guard | None:
         """Return the guarantee of `auto` for a prompt; None for other budgets.
 

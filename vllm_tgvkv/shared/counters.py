@@ -37,8 +37,12 @@ class EvictionCounters:
     """Prompt tokens of evicted requests."""
     prompt_tokens_kept: int = 0
     """Prompt tokens kept of them: region and tail, mean over layers and heads."""
-    later_cuts: int = 0
-    """Evictions of requests that were evicted before, while they decode."""
+    cuts: Counter[str] = field(default_factory=Counter)
+    """Evictions by cause: `first`, `later`, `pressure`. A request may have several."""
+    requests_restored: int = 0
+    """Times that a request got its whole prompt back."""
+    requests_whole: int = 0
+    """Requests that ended without a cut, because memory was never short (`when: pressure`)."""
     blocks_given_back: int = 0
     """Blocks returned to the pool, less the fresh ones taken. Blocks shared with another request
     are not returned."""
@@ -60,9 +64,17 @@ class EvictionCounters:
         self._count("requests", policy)
         self._observe("kept_fraction", policy, value=num_kept / num_prompt_tokens)
 
-    def cut_again(self, policy: str) -> None:
-        self.later_cuts += 1
-        self._count("later_cuts", policy)
+    def cut(self, policy: str, cause: str) -> None:
+        self.cuts[cause] += 1
+        self._count("cuts", policy, cause)
+
+    def restored(self, policy: str) -> None:
+        self.requests_restored += 1
+        self._count("restored_requests", policy)
+
+    def stayed_whole(self, policy: str) -> None:
+        self.requests_whole += 1
+        self._count("whole_requests", policy)
 
     def gave_back(self, policy: str, num_blocks: int) -> None:
         self.blocks_given_back += num_blocks
@@ -101,7 +113,8 @@ class EvictionCounters:
         """Return one line for the log."""
         skipped = ", ".join(f"{reason} {n}" for reason, n in self.requests_skipped.items())
         return (
-            f"{self.requests_evicted} requests evicted, "
+            f"{self.requests_evicted} requests evicted, {self.requests_whole} left whole, "
+            f"{self.requests_restored} restored, "
             f"{self.requests_skipped.total()} skipped{f' ({skipped})' if skipped else ''}, "
             f"{self.prompt_tokens_kept} of {self.prompt_tokens_seen} prompt tokens kept, "
             f"{self.blocks_given_back} blocks given back"
@@ -114,6 +127,8 @@ class EvictionCounters:
             "requests_skipped": dict(self.requests_skipped),
             "prompt_tokens_seen": self.prompt_tokens_seen,
             "prompt_tokens_kept": self.prompt_tokens_kept,
-            "later_cuts": self.later_cuts,
+            "cuts": dict(self.cuts),
+            "requests_restored": self.requests_restored,
+            "requests_whole": self.requests_whole,
             "blocks_given_back": self.blocks_given_back,
         }

@@ -10,6 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+When = Literal["pressure", "always"]
+"""`always`: at a token that is known before. `pressure`: once memory is short, if ever."""
+
+STAGES = (0.5, 0.2, 0.1, 0.05, 0.02)
+"""Shares of the prompt that a request is cut to under pressure, as long as its budget is less."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +65,9 @@ class Cuts:
     """Tokens that the request may have in the end. A cut at the last ones would serve no token."""
 
     @property
-    def first(self) -> Cut:
-        return self.scheduled[0]
+    def first(self) -> Cut | None:
+        """The first cut; None if only pressure cuts the request."""
+        return self.scheduled[0] if self.scheduled else None
 
     def after(self, cut: Cut) -> Cut | None:
         """Return the cut that follows `cut`, or None."""
@@ -74,7 +82,7 @@ class Cuts:
 
         Under a ceiling, the cuts after the third are like the third and left out.
         """
-        cut: Cut | None = self.first
+        cut = self.first
         num_spared = 0
         for _ in range(max(len(self.scheduled), 3)):
             if cut is None:

@@ -60,9 +60,21 @@ METRICS = {
             ("policy", "modality"),
         ),
         Metric(
-            "later_cuts",
+            "cuts",
             "counter",
-            "Evictions of requests that were evicted before, while they decode.",
+            "Evictions by cause: first, later, pressure. A request may have several.",
+            ("policy", "cause"),
+        ),
+        Metric(
+            "restored_requests",
+            "counter",
+            "Times that a request got its whole prompt back, because there was room again.",
+            ("policy",),
+        ),
+        Metric(
+            "whole_requests",
+            "counter",
+            "Requests that ended with their whole cache, because memory was never short.",
             ("policy",),
         ),
         Metric(

@@ -76,6 +76,8 @@ class Eviction:
     num_answer: int = 0
     """Tokens of the answer that are computed by then."""
     is_first: bool = True
+    """Whether it is the request's first eviction, which is the one that metrics count."""
+    is_whole: bool = True
     """Whether the row is not compressed before. If it is, `old_blocks` has zeros after its region,
     as the row has."""
     stored: np.ndarray | None = None
@@ -105,12 +107,22 @@ class Eviction:
         return int(np.searchsorted(self.voters.rows, self.num_cached))
 
 
+@dataclass(frozen=True)
+class Restored:
+    """A request that has its whole prompt back from this step on."""
+
+    request_id: str
+    row_blocks: np.ndarray
+    """Block ids of its row, int32."""
+
+
 @dataclass
 class StepPlan:
     """All eviction work of a step; the worker goes through the lists in this order."""
 
     released: list[int] = field(default_factory=list)
-    """First block ids of regions whose requests ended or were preempted."""
+    """First block ids of regions whose requests ended, were preempted or got their prompt back."""
+    restored: list[Restored] = field(default_factory=list)
     forgotten: list[str] = field(default_factory=list)
     """Requests whose observation state can be dropped."""
     poisoned: list[int] = field(default_factory=list)

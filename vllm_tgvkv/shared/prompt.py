@@ -35,6 +35,9 @@ first tokens of the answer, these vote in each of the sets but `none`; `answer` 
 WINDOW = 32
 """Number of rows in the row set `window`."""
 
+PRESSURE_ROWS = 4
+"""Next tokens that vote at an eviction under pressure, where the method does not wait for more."""
+
 ANSWER_ROWS = 32
 """Last tokens of the answer that vote at an eviction after the first, at most those since the
 eviction before."""

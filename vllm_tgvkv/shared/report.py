@@ -4,14 +4,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+from vllm_tgvkv.shared.cuts import When
 from vllm_tgvkv.shared.plan import Outcome, sums
+
+Cause = Literal["first", "later", "pressure", "restored"]
+"""Why a request's cache changed: an eviction at a known token, the first one or a later one; one
+because memory was short; or the whole prompt came back."""
 
 
 @dataclass
 class CutReport:
-    """One eviction of a request."""
+    """One change of a request's cache: an eviction, or the prompt's return."""
 
     answer_tokens: int
     """Tokens of the answer that were computed by then."""
@@ -20,6 +25,7 @@ class CutReport:
     kept_tokens: int
     """Tokens in full blocks kept, and tokens of the prompt's last block, mean over layers and
     heads."""
+    cause: Cause = "first"
 
 
 @dataclass
@@ -53,6 +59,8 @@ class EvictionReport:
     """Budget of the first eviction, as settings have it."""
     defer: int
     """Tokens of the answer that the first eviction waits for."""
+    when: When
+    """`pressure` if only a lack of memory evicts the request."""
     decode: dict[str, Any] | None
     """Later evictions, as the setting `decode` has them; None if there are none."""
     kept_tokens: int | None = None
@@ -74,7 +82,7 @@ class EvictionReport:
     memory: MemoryReport | None = None
     """Of all layers; None if nothing was evicted."""
     cuts: list[CutReport] = field(default_factory=list)
-    """All evictions of the request, in order."""
+    """All changes of the request's cache, in order."""
 
     def add_cut(self, cut: CutReport) -> None:
         """Add a cut; cuts from its token of the answer on were undone by a preemption."""

@@ -23,7 +23,7 @@ from vllm_tgvkv.cache.pages import FP8, page_pool
 from vllm_tgvkv.config.server import config_of
 from vllm_tgvkv.gates.tap import attach_taps
 from vllm_tgvkv.shared.counters import EvictionCounters
-from vllm_tgvkv.shared.plan import Eviction, attach_outcomes, plan_of
+from vllm_tgvkv.shared.plan import Eviction, Restored, attach_outcomes, plan_of
 from vllm_tgvkv.worker.evictor import Evictor
 from vllm_tgvkv.worker.model_runner import RowsV1, RowsV2
 from vllm_tgvkv.worker.outcomes import Outcomes
@@ -146,7 +146,8 @@ class EvictingWorker:
         self, scheduler_output: SchedulerOutput
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
         plan = plan_of(scheduler_output)
-        self.rewrite_rows(self._shrunk)
+        # Rows shrink after the step that evicts, and are whole again before the next one.
+        self.rewrite_rows([*self._shrunk, *plan.restored])
         self._shrunk = plan.evictions
         self._counters = plan.counters or self._counters
         self.evictor.begin_step(plan)
@@ -170,10 +171,10 @@ class EvictingWorker:
         """Return how the model runner stores rows of its batch."""
         return RowsV1
 
-    def rewrite_rows(self, evictions: list[Eviction]) -> None:
-        """Replace rows of prompts by their compressed rows, before the next step is built."""
-        for eviction in evictions:
-            self.rows.rewrite(eviction)
+    def rewrite_rows(self, changes: list[Eviction | Restored]) -> None:
+        """Replace rows that shrank or are whole again, before the next step is built."""
+        for change in changes:
+            self.rows.rewrite(change)
 
     def kv_eviction_stats(self) -> dict[str, Any]:
         """Return totals of `EvictionCounters` as of the last step, for `collective_rpc`."""

@@ -29,7 +29,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from vllm_tgvkv.blocks.states import evicted_specs, with_plain_specs
 from vllm_tgvkv.cache.pages import CacheShape
 from vllm_tgvkv.config.server import config_of
-from vllm_tgvkv.shared.plan import Eviction
+from vllm_tgvkv.shared.plan import Eviction, Restored
 from vllm_tgvkv.worker.base import EvictingWorker
 from vllm_tgvkv.worker.context import WORKSPACE_BYTES
 from vllm_tgvkv.worker.memory import Memory, Sizes, memory_outside_pool
@@ -81,9 +81,9 @@ class EvictionGPUWorker(EvictingWorker, Worker):
     def rows_class(self) -> type[RowsV1] | type[RowsV2]:
         return RowsV2 if self.use_v2_model_runner else RowsV1
 
-    def rewrite_rows(self, evictions: list[Eviction]) -> None:
+    def rewrite_rows(self, changes: list[Eviction | Restored]) -> None:
         """Leave the rows to the model runner, which rewrites them when it updates its own."""
-        self.model_runner.shrunk = evictions
+        self.model_runner.changed_rows = changes
 
 
 def memory_of(vllm_config: VllmConfig, specs: Mapping[str, FullAttentionSpec]) -> Memory:
@@ -104,32 +104,32 @@ def memory_of(vllm_config: VllmConfig, specs: Mapping[str, FullAttentionSpec]) -
     return memory_outside_pool(config_of(vllm_config), sizes)
 
 
-class ShrinkingRows:
-    """The common part of both model runners: rows that shrink."""
+class ChangingRows:
+    """The common part of both model runners: rows that change."""
 
     def __init__(
         self, vllm_config: VllmConfig, device: torch.device, worker: EvictionGPUWorker
     ) -> None:
         super().__init__(vllm_config, device)  # type: ignore[call-arg]
         self.worker = worker
-        self.shrunk: list[Eviction] = []
+        self.changed_rows: list[Eviction | Restored] = []
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> Any:
         config = with_plain_specs(kv_cache_config)  # for a trial run as well
         return super().initialize_kv_cache(config, *args, **kwargs)  # type: ignore[misc]
 
-    def rewrite_shrunk_rows(self) -> None:
-        for eviction in self.shrunk:
-            self.worker.rows.rewrite(eviction)
-        self.shrunk = []
+    def rewrite_changed_rows(self) -> None:
+        for change in self.changed_rows:
+            self.worker.rows.rewrite(change)
+        self.changed_rows = []
 
 
-class EvictingModelRunnerV1(ShrinkingRows, GPUModelRunnerV1):
-    """Model runner V1 with rows that shrink."""
+class EvictingModelRunnerV1(ChangingRows, GPUModelRunnerV1):
+    """Model runner V1 with rows that change."""
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Callable[..., Any] | None:
         # Here the copy of the last step's block table has certainly ended.
-        self.rewrite_shrunk_rows()
+        self.rewrite_changed_rows()
         return super()._update_states(scheduler_output)
 
     def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
@@ -138,8 +138,8 @@ class EvictingModelRunnerV1(ShrinkingRows, GPUModelRunnerV1):
         return super()._determine_batch_execution_and_padding(*args, **kwargs)
 
 
-class EvictingModelRunnerV2(ShrinkingRows, GPUModelRunnerV2):
-    """Model runner V2 with rows that shrink."""
+class EvictingModelRunnerV2(ChangingRows, GPUModelRunnerV2):
+    """Model runner V2 with rows that change."""
 
     batch: BatchReqState | None = None
     """The requests of the step, row by row; None in a trial run."""
@@ -147,8 +147,8 @@ class EvictingModelRunnerV2(ShrinkingRows, GPUModelRunnerV2):
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
         # A request that was preempted and is resumed in this step has its new row already.
         added = {request.req_id for request in scheduler_output.scheduled_new_reqs}
-        self.shrunk = [eviction for eviction in self.shrunk if eviction.request_id not in added]
-        self.rewrite_shrunk_rows()
+        self.changed_rows = [row for row in self.changed_rows if row.request_id not in added]
+        self.rewrite_changed_rows()
         super().update_requests(scheduler_output)
 
     def gather_batch_req_state(

@@ -70,7 +70,7 @@ class Evictor:
         self.stages = stages
         device, num_blocks = pool.raw.device, pool.num_blocks
         queries = QueryPool(config.num_query_rows, shape, query_dtype or pool.raw.dtype, device)
-        self.regions = Regions(num_blocks, shape, device, config.decode is not None)
+        self.regions = Regions(num_blocks, shape, device, config.keeps_positions)
         self.summaries = SummaryBlocks(pool, self.regions, config.summarises)
         gate_outputs = None
         if config.gates is not None:

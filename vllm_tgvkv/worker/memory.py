@@ -96,7 +96,7 @@ def memory_outside_pool(config: EvictionConfig, sizes: Sizes) -> Memory:
     method = max(methods, key=lambda name: sum(methods[name].values()))
     # The state of a region; of each key its position, if regions are cut again, and its gate's
     # output.
-    of_keys = (config.decode is not None) + (config.gates is not None)
+    of_keys = config.keeps_positions + (config.gates is not None)
     of_block = 4 * (shape.num_pairs + 4 + of_keys * shape.num_pairs * shape.block_size)
     return Memory({**_of_server(config, sizes), **methods[method]}, of_block, method)
 
@@ -149,7 +149,7 @@ def _of_method(config: EvictionConfig, policy: Policy, sizes: Sizes) -> dict[str
         stacked + _of_copy(policy, sizes, num_sets),
         stacked + (bytes_of_writing(shape, tokens) if policy.summaries is not None else 0),
     )
-    if config.decode is not None:  # to find the keys of a compressed request, see `RaggedKeys`
+    if config.keeps_positions:  # to find the keys of a compressed request, see `RaggedKeys`
         work += 64 * shape.num_pairs * tokens
     return {**lines, "work": work}
 

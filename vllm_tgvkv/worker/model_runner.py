@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_tgvkv.shared.plan import Eviction
+from vllm_tgvkv.shared.plan import Eviction, Restored
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
@@ -27,19 +27,19 @@ class RowsV1:
     def request_at(self, row: int) -> str:
         return self._runner.input_batch.req_ids[row]
 
-    def rewrite(self, eviction: Eviction) -> None:
-        """Replace a prompt's row by its compressed row.
+    def rewrite(self, change: Eviction | Restored) -> None:
+        """Replace a request's row by a compressed one, or by the whole one.
 
         A request that has ended is gone from the runner. A preempted one has no row in the batch
         until it is scheduled again.
         """
-        state = self._runner.requests.get(eviction.request_id)
+        state = self._runner.requests.get(change.request_id)
         if state is None:
             return
-        blocks = eviction.row_blocks
+        blocks = change.row_blocks
         ids = state.block_ids[self._group]
         ids[: len(blocks)] = blocks.tolist()
-        row = self.find_row(eviction.request_id)
+        row = self.find_row(change.request_id)
         if row is not None:
             table = self._runner.input_batch.block_table[self._group].block_table.np
             table[row, : len(blocks)] = blocks.astype(np.int32)
@@ -67,8 +67,8 @@ class RowsV2:
         assert self._runner.batch is not None
         return self._runner.batch.req_ids[row]
 
-    def rewrite(self, eviction: Eviction) -> None:
-        """Stage a compressed row in place of its prompt's; it is written with the step's blocks.
+    def rewrite(self, change: Eviction | Restored) -> None:
+        """Stage another row in place of a request's; it is written with the step's blocks.
 
         The row keeps its length, and rows of other groups stay.
 
@@ -76,7 +76,7 @@ class RowsV2:
         before it appends the step's new blocks. Never call it for a request that vLLM adds in this
         step: the kernel that writes both rows does so in any order.
         """
-        index = self._runner.req_states.req_id_to_index.get(eviction.request_id)
+        index = self._runner.req_states.req_id_to_index.get(change.request_id)
         if index is not None:
             table = self._runner.block_tables.block_tables[self._group]
-            table.stage_write(index, 0, eviction.row_blocks.tolist())
+            table.stage_write(index, 0, change.row_blocks.tolist())

@@ -103,7 +103,7 @@ class PromptObservation:
         context = self._context
         row = context.to_device(eviction.old_blocks), eviction.observed.num_tokens
         keys: RowKeys | None = None
-        if not eviction.is_first:
+        if not eviction.is_whole:
             # It takes memory, which may be short.
             keys = self.attempt(partial(RaggedKeys.of_row, *row, context.regions))
         keys = keys or RowKeys.of_blocks(*row, context.shape)

@@ -49,7 +49,7 @@ def warm_up(evictor: Evictor) -> None:
     num_answer = min(defer, size - 1)  # as many as the tail holds
     blocks = (_PROMPT_BLOCKS, first_region, size)
     plans = [made_up_step(config, prompt, guard, *blocks, num_answer)]
-    if config.cuts_again and policy.cuts_again:
+    if config.keeps_positions and policy.cuts_again:
         plans.append(_later_step(plans[0].evictions[0], size, second_region))
     # Statistics of long prompts exceed the workspace and use other kernels.
     for workspace_bytes in (0, evictor.context.workspace_bytes):
@@ -158,5 +158,6 @@ def _later_step(first: Eviction, block_size: int, region: np.ndarray) -> StepPla
         num_replaced=num_full,
         guard=None,
         is_first=False,
+        is_whole=False,
     )
     return StepPlan(observations=[Observation(_NAME, num_tokens, rows, None)], evictions=[eviction])

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who shrinks when memory is short, and who gets the whole prompt back when it is not.
+
+Before each step, the blocks that running requests will take and those that a waiting request was
+refused for are compared with the free ones. If they are short, running requests are cut, a few
+tokens ahead: the next tokens vote, and the fresh blocks of the cut are reserved at once. So a cut
+never waits for memory, and nothing is done in steps without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.request import Request
+
+from vllm_tgvkv.blocks.manager import EvictingManager
+from vllm_tgvkv.scheduler.candidate import Candidate
+from vllm_tgvkv.scheduler.query_rows import QueryRows
+from vllm_tgvkv.shared.cuts import Cut
+from vllm_tgvkv.shared.prompt import PRESSURE_ROWS
+
+_NEAR = PRESSURE_ROWS + 2
+"""Tokens of every request until the memory of a cut that is decided now is free: those that vote,
+and two steps that are scheduled ahead."""
+_FAR = 2 * _NEAR
+"""Cuts are decided if memory is short for as many tokens; when it is short for the near ones, there
+would be no room for their fresh blocks."""
+_MOST_STEPS = 64
+"""Waiting requests that are considered together, at most."""
+_RESTORE_EVERY = 8
+"""Steps between two looks for a request that may be restored."""
+_RESTORE_AFTER = 4 * _RESTORE_EVERY
+"""Steps after its last cut before a request is restored, so that it is not cut again at once."""
+_ROOM = 0.1
+"""Part of the pool that stays free after a request is restored."""
+
+
+@dataclass(frozen=True)
+class _Growth:
+    """Blocks that running requests take until they have as many more tokens."""
+
+    near: int
+    far: int
+    end: int
+    """Until they end, if no answer stops by itself."""
+
+
+@dataclass(frozen=True)
+class _Option:
+    """A cut that may be made; options are ordered, the one with the least loss first."""
+
+    share: float
+    """Part of the prompt that it leaves."""
+    num_freed: float
+    arrival: float
+    request: Request
+    cut: Cut
+
+    @property
+    def rank(self) -> tuple[float, float, float]:
+        return -self.share, -self.num_freed, self.arrival
+
+
+class Pressure:
+    """Decides cuts under pressure, and restores."""
+
+    def __init__(
+        self,
+        manager: EvictingManager,
+        candidates: Mapping[str, Candidate],
+        query_rows: QueryRows,
+        max_model_len: int,
+        step_tokens: int,
+        max_running: int,
+    ) -> None:
+        """Make it for a scheduler.
+
+        Args:
+            candidates: by request id; the scheduler changes it.
+            step_tokens: tokens that a step computes at most.
+            max_running: requests that run at the same time at most.
+        """
+        self._manager = manager
+        self._candidates = candidates
+        self._query_rows = query_rows
+        self._max_model_len = max_model_len
+        self._step_tokens = step_tokens
+        self._max_running = max_running
+        self._step = 0
+        self._due: dict[str, float] = {}
+        """Blocks that the cuts which are decided and not made yet will free, by request id."""
+        self._shrunk: dict[str, None] = {}
+        """Requests that may be restored, the longest shrunk first."""
+
+    def begin_step(self, running: Sequence[Request], waiting: Iterable[Request]) -> Request | None:
+        """Decide cuts for the coming steps, or restore a request, which is returned."""
+        self._step += 1
+        manager, refused = self._manager, self._manager.refused
+        manager.num_kept_free = 0
+        num_free = manager.block_pool.get_num_free_blocks()
+        first = next(iter(waiting), None) if len(running) < self._max_running else None
+        is_quiet = first is None and not manager.order.prefills
+        most = cdiv(_FAR, manager.block_size) + 1
+        looks = bool(self._shrunk) and self._step % _RESTORE_EVERY == 0
+        if not running or (is_quiet and not looks and num_free >= 2 * most * len(running)):
+            return None
+        growth = self._growth(running)
+        if first is None:
+            needed = growth.end
+        else:
+            needed = growth.end + cdiv(self._longest(first), manager.block_size)
+            needed += manager.others.most
+        if needed > num_free:
+            shrinkable = list(self._shrinkable(running))
+            least = min((c.stages[-1] for _, c in shrinkable), default=0)
+            if first is not None and (candidate := self._candidates.get(first.request_id)):
+                least = max(least, *candidate.stages[-1:], 0)
+            manager.num_kept_free = growth.far + least
+            wanted = manager.num_kept_free - num_free - sum(self._due.values())
+            if refused is not None and first is not None:
+                wanted += self._blocks_of(waiting, *refused, len(running))
+            if wanted > 0 and shrinkable:
+                self._decide(shrinkable, wanted, num_free - growth.near)
+                return None
+        return self._restore(running, growth, num_free) if looks and is_quiet else None
+
+    def made(self, request_id: str) -> None:
+        """Record that a cut which was decided is made."""
+        if self._due.pop(request_id, None) is not None:
+            self._candidates[request_id].cut_in_step = self._step
+            self._shrunk.setdefault(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request that ended or was preempted."""
+        self._due.pop(request_id, None)
+        self._shrunk.pop(request_id, None)
+
+    # -- what is needed -----------------------------------------------------------------
+
+    def _longest(self, request: Request) -> int:
+        return min(request.num_prompt_tokens + request.max_tokens, self._max_model_len)
+
+    def _growth(self, running: Sequence[Request]) -> _Growth:
+        rows, size = self._manager.req_to_blocks, self._manager.block_size
+        near = far = end = 0
+        for request in running:
+            num_blocks, longest = len(rows[request.request_id]), self._longest(request)
+            num_known = max(request.num_computed_tokens, request.num_tokens)
+            near += max(-(-min(num_known + _NEAR, longest) // size) - num_blocks, 0)
+            far += max(-(-min(num_known + _FAR, longest) // size) - num_blocks, 0)
+            end += max(-(-longest // size) - num_blocks, 0)
+        return _Growth(near, far, end)
+
+    def _blocks_of(
+        self, waiting: Iterable[Request], refused: str, num_blocks: int, num_running: int
+    ) -> int:
+        """Return the blocks of the refused request and of those that could prefill with it.
+
+        All of them fit into the steps that a cut takes. What the prefix cache has of them is known
+        for the refused one only.
+        """
+        num_tokens, size = _NEAR * self._step_tokens, self._manager.block_size
+        for request in islice(waiting, min(self._max_running - num_running, _MOST_STEPS)):
+            if request.request_id == refused:
+                num_tokens -= request.num_tokens
+                continue
+            num_tokens -= request.num_tokens
+            if num_tokens < 0:
+                break
+            num_blocks += cdiv(request.num_tokens, size)
+        return num_blocks
+
+    # -- cuts ---------------------------------------------------------------------------
+
+    def _shrinkable(self, running: Sequence[Request]) -> Iterator[tuple[Request, Candidate]]:
+        """Yield the requests that decode and may be cut further."""
+        for request in running:
+            candidate = self._candidates.get(request.request_id)
+            if candidate is None or not candidate.stages or candidate.cut is not None:
+                continue
+            if request.num_computed_tokens < max(request.num_prompt_tokens, request.num_tokens - 1):
+                continue
+            compression = self._manager.compressions[request.request_id]
+            held = compression.num_retained or candidate.stages[0] + 1
+            at = request.num_computed_tokens + candidate.num_votes
+            if candidate.stages[-1] < held and at + 1 < candidate.cuts.longest:
+                yield request, candidate
+
+    def _decide(
+        self, shrinkable: Sequence[tuple[Request, Candidate]], wanted: float, num_free: int
+    ) -> None:
+        """Decide cuts that free `wanted` blocks, with at most `num_free` fresh ones.
+
+        All requests are cut to the first stage before one is cut to the second; among those of a
+        stage the one that frees most comes first. Where there is no room for the fresh blocks of a
+        stage, a lower one takes its place, which needs fewer.
+        """
+        options = sorted(self._options(shrinkable), key=lambda option: option.rank)
+        chosen: dict[str, _Option] = {}
+        for option in options:
+            if wanted <= 0:
+                break
+            name = option.request.request_id
+            wanted -= option.num_freed - (chosen[name].num_freed if name in chosen else 0)
+            chosen[name] = option
+        num_rows = self._query_rows.num_free
+        for name, option in chosen.items():
+            lower = (o for o in options if o.request is option.request and o.share <= option.share)
+            fitting = next((each for each in lower if each.cut.num_retained <= num_free), None)
+            num_rows -= self._candidates[name].num_votes
+            if fitting is None or num_rows < 0:
+                continue
+            num_free -= fitting.cut.num_retained
+            self._manager.plan_cut(fitting.request, fitting.cut)
+            self._candidates[name].cut = fitting.cut
+            self._due[name] = fitting.num_freed + fitting.cut.num_retained
+
+    def _options(self, shrinkable: Iterable[tuple[Request, Candidate]]) -> Iterator[_Option]:
+        manager = self._manager
+        for request, candidate in shrinkable:
+            name, num_full = request.request_id, request.num_prompt_tokens // manager.block_size
+            held = manager.compressions[name].num_retained or num_full
+            at = request.num_computed_tokens + candidate.num_votes
+            for num_retained in candidate.stages:
+                cut = Cut(at, num_retained, num_full)
+                if num_retained < held and (num_freed := manager.num_freed(name, cut)) > 0:
+                    share = num_retained / num_full
+                    yield _Option(share, num_freed, request.arrival_time, request, cut)
+
+    # -- restoring ----------------------------------------------------------------------
+
+    def _restore(
+        self, running: Sequence[Request], growth: _Growth, num_free: int
+    ) -> Request | None:
+        """Restore the request that has been shrunk longest, if all of its prompt is there."""
+        manager = self._manager
+        num_free -= growth.far + int(_ROOM * manager.block_pool.num_gpu_blocks)
+        for name in tuple(self._shrunk):
+            candidate = self._candidates[name]
+            if candidate.cut is not None or self._step - candidate.cut_in_step < _RESTORE_AFTER:
+                return None
+            num_taken = manager.num_to_restore(name)
+            if num_taken is None:
+                del self._shrunk[name]
+                continue
+            if num_taken > num_free:
+                return None
+            manager.restore(name)
+            del self._shrunk[name]
+            return next(request for request in running if request.request_id == name)
+        return None

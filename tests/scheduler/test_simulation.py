@@ -20,6 +20,7 @@ import pytest
 from tests.scheduler.double import Double, Job, Setup
 from vllm_tgvkv.blocks.admission import PrefillOrder
 from vllm_tgvkv.blocks.manager import EvictingManager
+from vllm_tgvkv.scheduler import pressure
 
 NUM_WORKLOADS = int(os.environ.get("SCHEDULER_WORKLOADS", "120"))
 FIRST = int(os.environ.get("SCHEDULER_FIRST", "0"))
@@ -47,9 +48,9 @@ def make_workload(seed: int) -> Workload:
     chunk = rng.choice((size, 3 * size + 1, 8 * size, 64 * size))
     policy, window = rng.choice(POLICIES), rng.choice((1, 2 * size))
     cuts = make_cuts(rng, size, longest, window)
-    decode = cuts.get("decode", {})
+    decode, has_cuts = cuts.get("decode", {}), bool(cuts.keys() & {"decode", "when"})
     # `auto` guards attention, which `streaming` does not compute, and has no later cuts.
-    guarded = () if policy == "streaming" or decode else GUARDS
+    guarded = () if policy == "streaming" or decode or "when" in cuts else GUARDS
     setup = Setup(
         # Room for one request at a time up to room for all.
         num_blocks=int((longest // size) * rng.choice((1.0, 1.0, 1.1, 1.3, 3))) + rng.randint(1, 6),
@@ -76,12 +77,55 @@ def make_workload(seed: int) -> Workload:
     heads = [tuple(rng.randrange(3, 1000) for _ in range(longest)) for _ in range(3)]
     gap = rng.choice((0.0, 0.3, 2.0))
     jobs = [
-        make_job(rng, f"r{i}", heads, size, longest, int(i * gap * rng.random()), bool(decode))
+        make_job(rng, f"r{i}", heads, size, longest, int(i * gap * rng.random()), has_cuts)
         for i in range(rng.randint(2, 24))
     ]
     aborts = {rng.randrange(60): job.name for job in jobs if rng.random() < 0.1}
     resets = {rng.randrange(80)} if rng.random() < 0.2 else set()
     preemptions = {rng.randrange(120): rng.randrange(64) for _ in range(rng.choice((0, 1, 6)))}
+    return Workload(setup, jobs, aborts, resets, preemptions)
+
+
+def make_pressed(seed: int) -> Workload:
+    """Return bursts of requests on a server that holds a few of them whole."""
+    rng = random.Random(seed)
+    size = rng.choice((4, 16))
+    longest, chunk = rng.choice((24, 40)) * size, rng.choice((3 * size + 1, 8 * size, 64 * size))
+    setup = Setup(
+        num_blocks=int((longest // size) * rng.uniform(1, 5)) + 1,
+        block_size=size,
+        max_num_seqs=rng.choice((4, min(chunk, 64))),
+        chunk=chunk,
+        max_model_len=longest,
+        policy=rng.choice(("fcfs", "fcfs", "priority")),
+        prefix_caching=rng.random() < 0.8,
+        ahead=rng.random() < 0.5,
+        watermark=rng.choice((0.0, 0.0, 0.05)),
+        states=rng.choice((0, 0, 0, 2)),
+        eviction={
+            "policy": rng.choice(("reach", "reach", "snapkv", "streaming")),
+            "when": "pressure",
+            "budget": rng.choice((0.05, 0.2, 0.4)),
+            "text_only": "evict",
+            "min_prompt_tokens": size,
+            "debug": {"poison": rng.random() < 0.5},
+        },
+    )
+    setup = dataclasses.replace(setup, num_blocks=setup.num_blocks + 8 * setup.states)
+    heads = [tuple(rng.randrange(3, 1000) for _ in range(longest)) for _ in range(2)]
+    jobs = []
+    for i in range(rng.randint(4, 30)):
+        num_prompt = rng.randint(longest // 4, longest - 8)
+        shared = rng.choice((0, 0, 0, num_prompt // 2, num_prompt))
+        prompt = rng.choice(heads)[:shared]
+        prompt += tuple(rng.randrange(3, 1000) for _ in range(num_prompt - shared))
+        options = {"kv_eviction_when": "always"} if rng.random() < 0.1 else {}
+        answer = rng.randint(1, longest - num_prompt)
+        job = Job(f"r{i}", prompt, answer, xargs=options, arrival=rng.choice((0, 40, 90)) + i)
+        jobs.append(dataclasses.replace(job, priority=rng.randrange(3)))
+    aborts = {rng.randrange(60): job.name for job in jobs if rng.random() < 0.05}
+    preemptions = {rng.randrange(120): rng.randrange(64) for _ in range(rng.choice((0, 0, 3)))}
+    resets = {rng.randrange(80)} if rng.random() < 0.1 else set()
     return Workload(setup, jobs, aborts, resets, preemptions)
 
 
@@ -105,6 +149,8 @@ def make_cuts(rng: random.Random, size: int, longest: int, window: int) -> dict[
             {"decode": {"schedule": [list(step) for step in steps]}},
             {"defer": defer, "decode": {"on_request": True}},
             {"defer": defer, "decode": {"max_tokens": ceiling}},
+            {"defer": defer, "when": "pressure"},
+            {"defer": min(defer, size), "when": "pressure"},
         )
     )
     found["answer_rows"] = rows
@@ -125,6 +171,8 @@ def make_options(rng: random.Random, size: int, longest: int, has_cuts: bool) ->
         "kv_eviction_report": 1 if rng.random() < 0.3 else None,
         "kv_eviction_defer": rng.choice((0, 3, 8)) if rng.random() < 0.2 else None,
     }
+    if has_cuts and rng.random() < 0.3:
+        options["kv_eviction_when"] = rng.choice(("pressure", "always"))
     found = {name: value for name, value in options.items() if value is not None}
     kind = rng.choice(("server", "server", "none", "schedule", "ceiling", "ceiling"))
     if not has_cuts or kind == "server":
@@ -136,7 +184,9 @@ def make_options(rng: random.Random, size: int, longest: int, has_cuts: bool) ->
         found["kv_eviction_schedule"] = ",".join(f"{n}:{budget}" for n, budget in steps)
         found.pop("kv_eviction_budget", None)
         found.pop("kv_eviction_defer", None)
+        found.pop("kv_eviction_when", None)
     if kind == "ceiling":
+        found.pop("kv_eviction_when", None)
         found["kv_eviction_max_tokens"] = rng.choice((size, 3 * size - 1, longest // 3))
     return found
 
@@ -206,6 +256,12 @@ def run(workload: Workload, seed: int) -> Double:
     return double
 
 
+@pytest.fixture(autouse=True)
+def restored_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("_RESTORE_EVERY", 1), ("_RESTORE_AFTER", 3), ("_ROOM", 0.0)):
+        monkeypatch.setattr(pressure, name, value)
+
+
 def run_all(make: Callable[[int], Workload], number: int) -> Counter[str]:
     """Run workloads with the seeds 0, 1, ...; return the numbers of events in all of them."""
     totals: Counter[str] = Counter()
@@ -219,6 +275,8 @@ def run_all(make: Callable[[int], Workload], number: int) -> Counter[str]:
         totals["later cuts"] += double.worker.num_later
         totals["preemptions"] += double.num_preemptions
         totals["errors"] += len(double.errors)
+        totals["under pressure"] += double.scheduler.records.counters.cuts["pressure"]
+        totals["restored"] += double.worker.num_restored
         totals["hits"] += sum(cached > 0 for cached in double.worker.num_cached.values())
         if not (seed + 1) % 500:
             print(f"{seed + 1} workloads: {dict(totals)}", flush=True)

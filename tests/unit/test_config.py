@@ -90,6 +90,7 @@ def test_every_field_is_read() -> None:
     plain = {
         "policy": "snapkv",
         "observation_window": 64,
+        "when": "pressure",
         "sinks": 0,
         "floor_pages": 2,
         "min_prompt_tokens": 1000,
@@ -228,7 +229,7 @@ def test_a_method_has_its_own_budget_and_wait(
     config = EvictionConfig.from_mapping(server)
     options = RequestOptions.resolve(config, request_has)
     assert (options.budget.fraction, options.defer) == found
-    assert config.waits == (config.first_eviction(config.policy)[1] > 0 or "decode" in server)
+    assert config.waits == (config.first_eviction(config.policy)[1] > 0 or config.keeps_positions)
     if "decode" not in server:
         method = request_has.pop("kv_eviction", server["policy"])
         file = tmp_path / "defaults.json"

@@ -214,6 +214,7 @@ class Request:
             num_answer=num_answer,
             num_replaced=cut.num_replaced,
             is_first=is_first,
+            is_whole=is_first,
             is_reported=self.is_reported,
         )
         plan.evictions.append(eviction)

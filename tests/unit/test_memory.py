@@ -152,7 +152,7 @@ def most_bytes(config: EvictionConfig, num_tokens: int, later: bool = False) -> 
         row = np.zeros_like(old)
         row[:num_retained] = new
         again = replace(first, voters=voting, old_blocks=row, new_blocks=old[:num_retained])
-        again = replace(again, is_first=False)
+        again = replace(again, is_first=False, is_whole=False)
         most = most_of(
             StepPlan(observations=[Observation("warm-up", 0, rows, None)], evictions=[again])
         )
@@ -169,7 +169,8 @@ def test_an_eviction_takes_no_more_than_is_set_aside(
     """Nor much less: with every budget, guarded, the whole prompt in one chunk."""
     if method == "rkv":
         num_tokens = min(num_tokens, MOST_TOKENS_OF_RKV)
-    config = settings(method, granularity, observation_window=512, query_rows=544, defer=0)
+    once = {"query_rows": 544, "defer": 0, "when": "always"}
+    config = settings(method, granularity, observation_window=512, **once)
     most = most_bytes(config, num_tokens)
     # What one chunk of all tokens takes, without a second prompt that ends in the same step.
     lines = lines_of(config, max_tokens=num_tokens, step_tokens=num_tokens)

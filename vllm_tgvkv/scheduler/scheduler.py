@@ -304,8 +304,11 @@ class EvictionScheduler(Scheduler):
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         uncache_uncomputed((self.manager, *self.other_managers), request)
+        candidate = self.candidates.get(request.request_id)
+        if candidate is not None and candidate.stages:
+            self.records.preempted(request)  # vLLM forgets next what is computed
         super()._preempt_request(request, *args, **kwargs)
-        if candidate := self.candidates.get(request.request_id):
+        if candidate is not None:
             self._forgotten.append(request.request_id)
             self.query_rows.give_back([request.request_id])
             self.pressure.forget(request.request_id)

@@ -122,6 +122,7 @@ class Pressure:
             wanted = manager.num_kept_free - num_free - sum(self._due.values())
             if refused is not None and first is not None:
                 wanted += self._blocks_of(waiting, *refused, len(running))
+                wanted += manager.others.most + manager.num_watermark
             if wanted > 0 and shrinkable:
                 self._decide(shrinkable, wanted, num_free - growth.near)
                 return None

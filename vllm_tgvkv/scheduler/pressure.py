@@ -161,18 +161,18 @@ class Pressure:
         """Return the blocks of the refused request and of those that could prefill with it.
 
         All of them fit into the steps that a cut takes. What the prefix cache has of them is known
-        for the refused one only.
+        for the refused one only, which may have been aborted meanwhile.
         """
-        num_tokens, size = _NEAR * self._step_tokens, self._manager.block_size
+        num_tokens, size, total = _NEAR * self._step_tokens, self._manager.block_size, 0
         for request in islice(waiting, min(self._max_running - num_running, _MOST_STEPS)):
-            if request.request_id == refused:
-                num_tokens -= request.num_tokens
-                continue
             num_tokens -= request.num_tokens
-            if num_tokens < 0:
+            if request.request_id == refused:
+                total += num_blocks
+            elif num_tokens < 0:
                 break
-            num_blocks += cdiv(request.num_tokens, size)
-        return num_blocks
+            else:
+                total += cdiv(request.num_tokens, size)
+        return total
 
     # -- cuts ---------------------------------------------------------------------------
 

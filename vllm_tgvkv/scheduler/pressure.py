@@ -211,9 +211,10 @@ class Pressure:
         for name, option in chosen.items():
             lower = (o for o in options if o.request is option.request and o.share <= option.share)
             fitting = next((each for each in lower if each.cut.num_retained <= num_free), None)
-            num_rows -= self._candidates[name].num_votes
-            if fitting is None or num_rows < 0:
+            num_stored = self._candidates[name].num_stored
+            if fitting is None or num_stored > num_rows:
                 continue
+            num_rows -= num_stored
             num_free -= fitting.cut.num_retained
             self._manager.plan_cut(fitting.request, fitting.cut)
             self._candidates[name].cut = fitting.cut

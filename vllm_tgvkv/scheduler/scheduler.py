@@ -82,6 +82,7 @@ class EvictionScheduler(Scheduler):
             self.max_model_len,
             step_tokens=self.max_num_scheduled_tokens,
             max_running=self.max_num_running_reqs,
+            num_drafts=self.num_spec_tokens,
         )
         self._chunk_limits = ChunkLimits(
             self.manager,

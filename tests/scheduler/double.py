@@ -753,6 +753,8 @@ class Double:
             assert is_whole or aborted or job.name in self.errors
             return
         num_waited = min(self.worker.planned.get(job.name) or [0]) - len(job.prompt)
+        if job.name in self.worker.late:
+            num_waited = job.answer  # for a cut that was not made
         if job.name in self.errors:
             assert has_failed, f"{job.name} ends with an error and nothing failed"
             assert len(answer) <= num_waited + 1  # the last one in the step that failed

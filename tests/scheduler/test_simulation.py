@@ -293,6 +293,16 @@ def test_random_workloads_end_and_leave_nothing_behind() -> None:
     assert totals["errors"] > NUM_WORKLOADS // 20
 
 
+def test_random_workloads_under_pressure_end_and_leave_nothing_behind() -> None:
+    """Half as many: their requests are more and longer."""
+    number = (NUM_WORKLOADS + 1) // 2
+    totals = run_all(make_pressed, number)
+    assert totals["under pressure"] > 3 * number
+    assert totals["later cuts"] > number // 2
+    assert totals["restored"] > number // 8
+    assert totals["preemptions"] > number // 2
+
+
 def prompt(seed: int, length: int) -> tuple[int, ...]:
     rng = random.Random(seed)
     return tuple(rng.randrange(3, 1000) for _ in range(length))

@@ -11,6 +11,7 @@ import os
 import random
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -22,6 +23,7 @@ from hypothesis.stateful import (
 )
 
 from tests.scheduler.double import Double, Job, Setup
+from vllm_tgvkv.scheduler import pressure
 
 NUM_EXAMPLES = int(os.environ.get("SCHEDULER_EXAMPLES", "220"))
 SIZE = 4
@@ -38,8 +40,11 @@ CUTS: tuple[dict[str, Any], ...] = (
     {"decode": {"max_tokens": 8}, "answer_rows": 6, "defer": 2, "query_rows": 42},
     {"decode": {"max_tokens": 24}, "answer_rows": 40, "query_rows": 50},
     {"decode": {"on_request": True}, "answer_rows": 5, "query_rows": 50},
+    {"when": "pressure", "query_rows": 43},
+    {"when": "pressure", "defer": 2, "query_rows": 50},
+    {"when": "pressure", "defer": 7, "query_rows": 60},
 )
-"""Settings of waits and later cuts. One request fits the query pool, seldom two."""
+"""Settings of waits, later cuts and pressure. One request fits the query pool, seldom two."""
 
 OWN: tuple[dict[str, Any], ...] = (
     {},
@@ -48,8 +53,11 @@ OWN: tuple[dict[str, Any], ...] = (
     {"kv_eviction_schedule": [[0, 0.5], [6, 0.2]]},
     {"kv_eviction_max_tokens": 12},
     {"kv_eviction": "none"},
+    {"kv_eviction_when": "pressure"},
+    {"kv_eviction_when": "pressure", "kv_eviction_budget": 0.1},
+    {"kv_eviction_when": "always"},
 )
-"""Options of requests; a server without `decode` refuses some of them."""
+"""Options of requests; a server without memory for later cuts refuses some of them."""
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -60,6 +68,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     num_later = 0
     num_preemptions = 0
     num_errors = 0
+    num_under_pressure = 0
+    num_restored = 0
 
     @initialize(
         num_blocks=st.integers(LONGEST // SIZE, 3 * LONGEST // SIZE),
@@ -86,7 +96,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         **options: Any,
     ) -> None:
         given = {} if "schedule" in cuts.get("decode", ()) else {"budget": budget}
-        if "decode" in cuts and isinstance(budget, str):
+        if cuts.keys() & {"decode", "when"} and isinstance(budget, str):
             given.update(dict.fromkeys(given, 0.6))
         eviction = {
             "policy": method,
@@ -199,14 +209,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         cls.num_later += double.worker.num_later
         cls.num_preemptions += double.num_preemptions
         cls.num_errors += len(double.errors)
+        cls.num_under_pressure += double.scheduler.records.counters.cuts["pressure"]
+        cls.num_restored += double.worker.num_restored
 
 
-def test_no_order_of_events_loses_a_block_or_a_token() -> None:
+def test_no_order_of_events_loses_a_block_or_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("_RESTORE_EVERY", 1), ("_RESTORE_AFTER", 3), ("_ROOM", 0.0)):
+        monkeypatch.setattr(pressure, name, value)
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         SchedulerMachine,
         settings=settings(
             max_examples=NUM_EXAMPLES,
             stateful_step_count=50,
+            deadline=None,
             database=None,
             derandomize="SCHEDULER_EXAMPLES" not in os.environ,
             suppress_health_check=list(HealthCheck),
@@ -215,10 +230,13 @@ def test_no_order_of_events_loses_a_block_or_a_token() -> None:
     found = SchedulerMachine
     print(
         f"{found.num_steps} steps, {found.num_evictions} evictions, {found.num_later} of them "
-        f"later cuts, {found.num_preemptions} preemptions, {found.num_errors} prompts that failed"
+        f"later cuts, {found.num_preemptions} preemptions, {found.num_errors} prompts that failed, "
+        f"{found.num_under_pressure} cuts under pressure, {found.num_restored} prompts restored"
     )
     assert found.num_steps > 30 * NUM_EXAMPLES  # more than 6,000, as it is run in CI
     assert found.num_evictions > NUM_EXAMPLES
     assert found.num_later > NUM_EXAMPLES // 4
     assert found.num_preemptions > NUM_EXAMPLES
     assert found.num_errors > NUM_EXAMPLES // 4
+    assert found.num_under_pressure > NUM_EXAMPLES // 4
+    assert found.num_restored > NUM_EXAMPLES // 50

@@ -173,7 +173,7 @@ def test_growing_answers_shrink_before_blocks_run_out(ahead: bool, defer: int) -
 def test_what_the_watermark_keeps_free_is_cut_as_well(ahead: bool) -> None:
     double = Double(setup(3 * 50, ahead=ahead, chunk=64, watermark=0.2))
     start(double, job("a", 160, 150), job("b", 160, 150))
-    double.arrive(job("new", 100, 20))
+    double.arrive(job("new", 160, 20))
     steps(double, 20)
     assert "new" in double.running or "new" in double.finished
     double.run([])
@@ -182,10 +182,10 @@ def test_what_the_watermark_keeps_free_is_cut_as_well(ahead: bool) -> None:
 
 def test_nothing_is_cut_for_who_is_gone(ahead: bool) -> None:
     """The request that blocks were short for is aborted; a smaller one behind it fits."""
-    double = Double(setup(3 * 50, ahead=ahead, chunk=64))
-    start(double, job("a", 160, 30), job("b", 160, 30))
+    double = Double(setup(165, ahead=ahead, chunk=64))
+    start(double, job("a", 160, 150), job("b", 160, 150))
     double.arrive(crowd(num_prompt=400))
-    double.arrive(job("small", 20, 4))
+    double.arrive(job("small", 20, 40))
     double.schedule()
     assert double.scheduler.manager.refused
     double.abort("crowd")

@@ -6,11 +6,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 
 from oracle.emulation import Answer, Change, Eviction, Oracle
 from tests.engine.running import Ask, SteppedEngine
+from vllm_tgvkv.scheduler import pressure
 from vllm_tgvkv.shared.prompt import PRESSURE_ROWS
+
+
+def restore_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let requests have their prompts back soon after a cut, however little is free."""
+    for name, value in (("_RESTORE_EVERY", 1), ("_RESTORE_AFTER", 6), ("_ROOM", 0.0)):
+        monkeypatch.setattr(pressure, name, value)
+
+
+def causes_of(output: Any) -> list[str]:
+    """Return the causes of a request's changes, in order."""
+    return [cut["cause"] for cut in output.kv_transfer_params["kv_eviction"]["cuts"]]
 
 
 def changes_of(output: Any, size: int, num_rows: int | None = None) -> tuple[Change, ...]:

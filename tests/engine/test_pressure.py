@@ -19,10 +19,9 @@ import pytest
 
 from oracle.emulation import Oracle
 from tests.engine import flash_on_cpu
-from tests.engine.changes import assert_changes_agree
+from tests.engine.changes import assert_changes_agree, causes_of, restore_soon
 from tests.engine.questions import DEBUG, question
 from tests.engine.running import Ask, SteppedEngine, engine
-from vllm_tgvkv.scheduler import pressure
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -58,18 +57,14 @@ def started(request: pytest.FixtureRequest, folder: Path) -> Iterator[SteppedEng
 @pytest.fixture
 def running(started: SteppedEngine, monkeypatch: pytest.MonkeyPatch) -> SteppedEngine:
     """Return it with an empty prefix cache; requests get their prompts back soon."""
-    for name, value in (("_RESTORE_EVERY", 1), ("_RESTORE_AFTER", 6), ("_ROOM", 0.0)):
-        monkeypatch.setattr(pressure, name, value)
+    restore_soon(monkeypatch)
     assert started.scheduler.reset_prefix_cache()
     started.evictor.kept.clear()
     return started
 
 
 def causes(outputs: Sequence[Any]) -> list[list[str]]:
-    return [
-        [cut["cause"] for cut in output.kv_transfer_params["kv_eviction"]["cuts"]]
-        for output in outputs
-    ]
+    return [causes_of(output) for output in outputs]
 
 
 def test_with_room_answers_are_those_of_the_whole_cache(

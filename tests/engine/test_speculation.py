@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 from llvmlite.binding import ffi
 
 from oracle.emulation import Oracle
+from tests.engine.changes import assert_changes_agree, causes_of, restore_soon
 from tests.engine.questions import DEBUG
 from tests.engine.running import Ask, SteppedEngine, engine
 from tests.engine.test_sampling import SAMPLINGS, numbers
@@ -262,6 +264,27 @@ def test_drafts_of_a_waiting_request_change_nothing(
     drafting.assert_empty()
     rows = drafting.scheduler.query_rows
     assert rows.num_free == drafting.scheduler.eviction_config.num_query_rows
+
+
+def test_drafts_under_pressure_change_nothing(
+    drafting: SteppedEngine, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cuts and returns are between tokens that were accepted; the oracle agrees."""
+    restore_soon(monkeypatch)
+    asks = []
+    for number, method in enumerate(("reach", "snapkv", "tgv", "streaming") * 2):
+        more = {"kv_eviction_when": "pressure", "kv_eviction_report": 1}
+        asks.append(question(70 + number, 130 + 11 * number, method, 0.1, arrival=8 * number))
+        asks[-1].xargs.update(more)
+    drafting.llm.reset_prefix_cache()
+    drafting.evictor.kept.clear()
+    _, accepted = draft_counts(drafting)
+    outputs = drafting.run(asks)
+    assert_changes_agree(drafting, Oracle(folder), asks, outputs)
+    found = Counter(cause for each in outputs for cause in causes_of(each))
+    assert found["pressure"] >= 6
+    assert found["restored"]
+    assert draft_counts(drafting)[1] > accepted + 10
 
 
 def test_a_prompt_that_is_cached_to_its_last_token_ends_with_it(drafting: SteppedEngine) -> None:

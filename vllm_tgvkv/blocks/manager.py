@@ -26,6 +26,7 @@ finish in the order of `admission.py`; decoding requests count by the blocks the
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -339,6 +340,13 @@ class EvictingManager(FullAttentionManager):
             if each.swapped
         ]
         return len(blocks), sum(blocks)
+
+    def states(self) -> Counter[str]:
+        """Return the number of requests in each of `STATES`."""
+        return Counter(
+            "shrunk" if each.swapped else "restored" if each.was_cut else "whole"
+            for each in self.compressions.values()
+        )
 
     def num_held_by(self, request_id: str) -> int:
         """Return the blocks of a request's row, null blocks not counted."""

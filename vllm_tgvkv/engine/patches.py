@@ -56,7 +56,13 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.tgvkv")
 
-FLAGS = ("kv_eviction", "kv_eviction_budget", "kv_eviction_config", "kv_eviction_gates")
+FLAGS = (
+    "kv_eviction",
+    "kv_eviction_budget",
+    "kv_eviction_when",
+    "kv_eviction_config",
+    "kv_eviction_gates",
+)
 """The flags that `vllm serve` gets, as argparse names them."""
 
 _READ = "_kv_eviction_read"
@@ -126,7 +132,7 @@ def is_wrapped(owner: type, name: str) -> bool:
 
 def _add_flags(original: Callable[..., Any], parser: Any) -> Any:
     parser = original(parser)
-    policy, budget, *others = settings_of(EvictionConfig)
+    policy, budget, when, *others = settings_of(EvictionConfig)
     group = parser.add_argument_group(
         title="KVEviction",
         description="KV-cache eviction at the end of a prompt (vllm-tgvkv).",
@@ -150,6 +156,12 @@ def _add_flags(original: Callable[..., Any], parser: Any) -> Any:
         "--kv-eviction-budget",
         f"{budget.help} Default: {budget.default_text}. A request can override it "
         'with `vllm_xargs: {"kv_eviction_budget": 0.2}`.',
+    )
+    add(
+        "--kv-eviction-when",
+        f"{when.help} Default: {when.default_text}. A request can override it with "
+        '`vllm_xargs: {"kv_eviction_when": "always"}`.',
+        metavar=f"{{{','.join(when.choices)}}}",
     )
     add(
         "--kv-eviction-config",
@@ -241,7 +253,8 @@ def _settings_in_flags(flags: Mapping[str, Any]) -> tuple[dict[str, Any], Evicti
     Raises:
         EvictionConfigError: naming the flag, its value and what it may be.
     """
-    named = {"policy": flags.get("kv_eviction"), "budget": flags.get("kv_eviction_budget")}
+    fields = {"policy": "", "budget": "_budget", "when": "_when"}
+    named = {name: flags.get(f"kv_eviction{suffix}") for name, suffix in fields.items()}
     if (gates := flags.get("kv_eviction_gates")) is not None:
         named["gates"] = os.path.abspath(gates)
     given = {name: value for name, value in named.items() if value is not None}
@@ -255,8 +268,8 @@ def _settings_in_flags(flags: Mapping[str, Any]) -> tuple[dict[str, Any], Evicti
     values = {**(extra or {}), **given}
     if "policy" not in values:
         raise EvictionConfigError(
-            "--kv-eviction-budget, --kv-eviction-config or --kv-eviction-gates is given without "
-            f"--kv-eviction: name a method, such as --kv-eviction {method_names()[0]}"
+            "--kv-eviction-budget, -when, -config or -gates is given without --kv-eviction: name a "
+            "method, such as --kv-eviction reach"
         )
     before: tuple[dict[str, Any], EvictionConfig] | None = flags.get(_READ)
     if before is not None and before[0] == values:  # else a program has changed the arguments

@@ -18,7 +18,7 @@ from vllm_tgvkv.config.request import RequestOptions
 from vllm_tgvkv.scheduler.candidate import Candidate
 from vllm_tgvkv.shared.counters import EvictionCounters
 from vllm_tgvkv.shared.cuts import Cut
-from vllm_tgvkv.shared.metrics import LAYERS, MetricsBuffer
+from vllm_tgvkv.shared.metrics import LAYERS, STATES, MetricsBuffer
 from vllm_tgvkv.shared.plan import Outcome
 from vllm_tgvkv.shared.report import Cause, CutReport, EvictionReport, MemoryReport
 
@@ -146,6 +146,9 @@ class Records:
                 num_requests, num_blocks = manager.num_held()
                 names = filter(manager.is_compressed, manager.compressions)
                 metrics.set("compressed_requests", num_requests)
+                states = manager.states()
+                for state in STATES:
+                    metrics.set("requests_by_state", states[state], state)
                 held = (num_blocks, *manager.others.held(names))
                 for layers, num_held in zip(LAYERS, held, strict=True):
                     metrics.set("blocks_held", num_held, layers)

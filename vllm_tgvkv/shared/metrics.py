@@ -19,6 +19,9 @@ _PREFIX = "kv_eviction"
 LAYERS = ("evicted", "window", "state")
 """Values of the label `layers`: eviction does not reach the last two."""
 
+STATES = ("whole", "shrunk", "restored")
+"""Values of the label `state`."""
+
 _SEPARATOR = "\x1f"
 """Separates the parts of a name; occurs in no method or skip reason."""
 
@@ -90,6 +93,13 @@ METRICS = {
             ("policy",),
         ),
         Metric("compressed_requests", "gauge", "Running requests that are compressed."),
+        Metric(
+            "requests_by_state",
+            "gauge",
+            "Unfinished requests that are or may be evicted, by their cache: whole, shrunk, or "
+            "restored, which is whole after it was shrunk.",
+            ("state",),
+        ),
         Metric(
             "blocks_held",
             "gauge",

@@ -268,8 +268,8 @@ def _settings_in_flags(flags: Mapping[str, Any]) -> tuple[dict[str, Any], Evicti
     values = {**(extra or {}), **given}
     if "policy" not in values:
         raise EvictionConfigError(
-            "--kv-eviction-budget, -when, -config or -gates is given without --kv-eviction: name a "
-            "method, such as --kv-eviction reach"
+            "--kv-eviction-budget, --kv-eviction-when, --kv-eviction-config or --kv-eviction-gates "
+            "is given without --kv-eviction: name a method, such as --kv-eviction reach"
         )
     before: tuple[dict[str, Any], EvictionConfig] | None = flags.get(_READ)
     if before is not None and before[0] == values:  # else a program has changed the arguments

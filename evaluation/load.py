@@ -151,7 +151,7 @@ CROWDS = {
         ),
         lambda: model_folder(MODELS),
         _text_writer,
-        seconds=1.1,
+        seconds=1.3,
     ),
     "pages": Crowd(
         "Pages",
@@ -162,11 +162,11 @@ CROWDS = {
         ),
         lambda: page_model_folder(MODELS, side=_SIDE),
         _page_writer,
-        seconds=1.4,
+        seconds=1.7,
     ),
 }
 """By the name on the command line: an answer from one place, a long one, and one from three places.
-Prompts are short, so that a run of one kind takes half an hour on two cores."""
+Prompts are short, so that a run of one kind takes less than an hour on two cores."""
 
 
 # -- asking ---------------------------------------------------------------------------------

@@ -97,6 +97,28 @@ class Asked:
         )
 
 
+def turns(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return a conversation's text, up to the assistant's next turn."""
+    text: str = tokenizer.apply_chat_template(
+        list(messages), add_generation_prompt=True, tokenize=False
+    )
+    return text
+
+
+class TextWriter:
+    """Writes questions about texts whose prompts have a length by a tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._count = lru_cache(maxsize=1 << 14)(
+            lambda text: len(tokenizer.encode(text, add_special_tokens=False))
+        )
+        self._frame = self._count(turns(tokenizer, [{"role": "user", "content": ""}]))
+
+    def __call__(self, question: TextQuestion) -> TextExample:
+        """Return the question's words."""
+        return question.example(self._frame, self._count)
+
+
 class LanguageEngine(LocalEngine):
     """SmolLM2 in vLLM, and the questions of a field."""
 
@@ -160,11 +182,7 @@ class LanguageEngine(LocalEngine):
         return ids
 
     def _turns(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return a conversation's text, up to the assistant's next turn."""
-        text: str = self._tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=False
-        )
-        return text
+        return turns(self._tokenizer, messages)
 
 
 class TextEngine(LanguageEngine):
@@ -177,12 +195,11 @@ class TextEngine(LanguageEngine):
             WeightsMissingError: if the package with the weights is not installed.
         """
         super().__init__(model_folder(MODELS), settings, arms)
-        self._count = lru_cache(maxsize=1 << 14)(lambda text: len(self._encode(text)))
-        self._frame = len(self._encode(self._turns([{"role": "user", "content": ""}])))
+        self._write = TextWriter(self._tokenizer)
 
     def example(self, question: TextQuestion) -> tuple[TextExample, dict[str, Any]]:
         """Return the question's words, and the tokens of its prompt."""
-        example = question.example(self._frame, self._count)
+        example = self._write(question)
         text = self._turns([{"role": "user", "content": example.message}]) + example.start
         return example, {"prompt_token_ids": self._encode(text)}
 

@@ -28,7 +28,6 @@ from tqdm import tqdm
 from loadtests.mix import MIXES, Case, make_cases
 from loadtests.model import model_folder
 from loadtests.run import ROOT, add_arguments, facts
-from loadtests.samples import Scraper, drain, scrape
 from loadtests.soak_report import write_report
 from loadtests.verdict import (
     ANSWERED,
@@ -44,6 +43,7 @@ from loadtests.verdict import (
     failures,
     undecided,
 )
+from measure.samples import Scraper, drain, scrape
 from measure.serving import Server, ServingError, log_errors, serving
 
 OUTPUT = ROOT / "build" / "soak"

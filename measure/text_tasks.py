@@ -25,7 +25,7 @@ from measure.text_words import (
     python_prose,
 )
 
-Kind = Literal["number", "fact", "passage", "copy"]
+Kind = Literal["number", "numbers", "fact", "passage", "copy"]
 Haystack = Literal["noise", "prose", "needles"]
 TokenCounter = Callable[[str], int]
 """Returns the number of tokens of a text."""
@@ -49,6 +49,13 @@ def split_of(number: int) -> str:
     return "fresh" if number >= FRESH else "test"
 
 
+def asked_for(kind: Kind, keys: int) -> str:
+    """Return what a question is for, for a reader, such as `one of 4 numbers`."""
+    if kind in ("numbers", "copy"):
+        return f"{keys} numbers" if kind == "numbers" else f"a list of {keys} numbers"
+    return f"a {kind}" if keys == 1 else f"one of {keys} {kind}s"
+
+
 @dataclass(frozen=True)
 class TextTask:
     """A kind of question about a text of a length."""
@@ -58,7 +65,7 @@ class TextTask:
     tokens: int
     """Most tokens of a prompt; the text is cut after the last sentence that fits."""
     keys: int = 1
-    """Numbers, passages or facts, of which one is asked for, or numbers of a list to be copied."""
+    """Numbers, passages or facts, of which one is asked for, or numbers that all are."""
 
     @property
     def name(self) -> str:
@@ -68,11 +75,8 @@ class TextTask:
     @property
     def title(self) -> str:
         """Return its description for a reader, such as `one of 4 numbers, prose of 1024 tokens`."""
-        what = f"a {self.kind}" if self.keys == 1 else f"one of {self.keys} {self.kind}s"
-        if self.kind == "copy":
-            what = f"a list of {self.keys} numbers"
         where = {"needles": "among others, text"}.get(self.haystack, self.haystack)
-        return f"{what}, {where} of {self.tokens} tokens"
+        return f"{asked_for(self.kind, self.keys)}, {where} of {self.tokens} tokens"
 
 
 @dataclass(frozen=True)
@@ -219,6 +223,18 @@ def _number(write: _Writer) -> TextExample:
     return TextExample(f"{head}{text}{question}", start, values[asked], task.kind)
 
 
+def _numbers(write: _Writer) -> TextExample:
+    """Ask for all of several numbers, which stand in several places: RULER's `niah_multiquery`."""
+    keys = write.distinct(write.task.keys)
+    values = write.numbers(len(keys))
+    head, names = _head(several=True), f"{', '.join(keys[:-1])}, and {keys[-1]}"
+    topic = f"special magic numbers for {names} mentioned in the provided text"
+    question, start = f"\nWhat are all the {topic}?", f"The {topic} are"
+    text = write.hide(write.needles_of(keys, values), write.room(head, question, start))
+    answer = f"{', '.join(values[:-1])}, and {values[-1]}"
+    return TextExample(f"{head}{text}{question}", start, answer, "numbers", tuple(values))
+
+
 def _head(several: bool) -> str:
     return (
         f"{'Some special magic numbers are' if several else 'A special magic number is'} hidden "
@@ -305,6 +321,7 @@ def _copy(write: _Writer) -> TextExample:
 
 _WRITERS: dict[Kind, Callable[[_Writer], TextExample]] = {
     "number": _number,
+    "numbers": _numbers,
     "fact": _fact,
     "passage": _passages,
     "copy": _copy,

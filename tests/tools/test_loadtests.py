@@ -23,8 +23,8 @@ from loadtests.model import NAME
 from loadtests.profile import Pages, Profile, ProfileError
 from loadtests.record import FILE, Record
 from loadtests.report import failures, write_report
-from loadtests.samples import parse
 from measure.arm import Arm
+from measure.samples import parse
 from measure.serving import Server, ServingError
 
 pytestmark = pytest.mark.apparatus

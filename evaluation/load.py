@@ -43,7 +43,8 @@ EVICTING = {
 }
 ARMS = (
     Arm(name="stock"),
-    Arm(name="always", server=EVICTING),
+    Arm(name="always", server={**EVICTING, "kv-eviction-when": "always"}),
+    Arm(name="pressure", server={**EVICTING, "kv-eviction-when": "pressure"}),
 )
 """The first is what the others are compared with."""
 

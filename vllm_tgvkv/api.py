@@ -55,6 +55,8 @@ class EvictionOptions:
     """Evictions in steps, such as `"8:0.3,32:0.1"`, in place of budget and wait; `none` for one."""
     max_tokens: int | str | None = None
     """Ceiling of prompt and answer together in tokens per KV head, or `none`."""
+    protect: str | None = None
+    """`system` keeps what stands before the first user's message; `none` does not."""
     report: bool = True
     """Whether the answer comes with a report, see `report_of`."""
     trace: bool = False

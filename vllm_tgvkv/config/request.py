@@ -30,10 +30,18 @@ REQUEST_KEYS = (
     "kv_eviction_defer",
     "kv_eviction_schedule",
     "kv_eviction_max_tokens",
+    "kv_eviction_protect",
+    "kv_eviction_protected_tokens",
     "kv_eviction_report",
     "kv_eviction_trace",
 )
 """Keys that a request may set in its `vllm_xargs`."""
+
+PROTECTED_TOKENS = "kv_eviction_protected_tokens"
+"""The key that the front end sets for a chat, see `engine.instructions`."""
+
+PROTECT = ("system", NONE)
+"""Values of `kv_eviction_protect`."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,8 @@ class RequestOptions:
     """Whether the response reports the eviction, under `kv_transfer_params.kv_eviction`."""
     trace: bool = False
     """Whether the server keeps a trace, for `GET /kv-eviction/requests`."""
+    protected: int = 0
+    """First tokens of the prompt that every layer and head keeps."""
 
     @property
     def cuts_again(self) -> bool:
@@ -115,7 +125,8 @@ class RequestOptions:
                 "vllm_xargs.kv_eviction_trace is 1, and this server keeps no traces: start it with "
                 "max_traces of at least 1 in --kv-eviction-config, or leave it out"
             )
-        return cls(policy, budget, defer, later, ceiling, report, trace)
+        protected = _protected(config, given)
+        return cls(policy, budget, defer, later, ceiling, report, trace, protected)
 
 
 def _is_meant_for_us(key: str) -> bool:
@@ -236,3 +247,14 @@ def _switch(given: Mapping[str, Any], name: str, what: str) -> bool:
             f"vllm_xargs.{name} is {quoted(value)}: give 1 for a {what}, or 0"
         )
     return bool(value)
+
+
+def _protected(config: EvictionConfig, given: Mapping[str, Any]) -> int:
+    """Return the protected tokens that a request names, if it is to protect some."""
+    setting, source = given.get("kv_eviction_protect", config.protect), "vllm_xargs.kv_eviction"
+    if setting not in PROTECT:
+        raise EvictionConfigError(
+            f"{source}_protect is {quoted(setting)}: {choose(setting, PROTECT)}"
+        )
+    number = check_count(given.get(PROTECTED_TOKENS, 0), 0, f"vllm_xargs.{PROTECTED_TOKENS}")
+    return 0 if setting == NONE else number

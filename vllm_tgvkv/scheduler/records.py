@@ -49,6 +49,7 @@ class Records:
             budget=options.budget.value,
             defer=options.defer,
             decode=options.decode,
+            protected_tokens=min(options.protected, request.num_prompt_tokens),
         )
 
     def close_report(self, request_id: str) -> dict[str, Any] | None:

@@ -55,12 +55,14 @@ class EvictionOptions:
     """Evictions in steps, such as `"8:0.3,32:0.1"`, in place of budget and wait; `none` for one."""
     max_tokens: int | str | None = None
     """Ceiling of prompt and answer together in tokens per KV head, or `none`."""
-    protect: str | None = None
-    """`system` keeps what stands before the first user's message; `none` does not."""
     report: bool = True
     """Whether the answer comes with a report, see `report_of`."""
     trace: bool = False
     """Whether the engine keeps positions and scores, see `kept_tokens`."""
+    protect: str | None = None
+    """`system` keeps what stands before the first user's message of a chat; `none` does not."""
+    protected_tokens: int | None = None
+    """Number of first tokens to keep in its place, for prompts that are no chat."""
 
     def extra_args(self) -> dict[str, Any]:
         """Return the value of `SamplingParams(extra_args=...)`, or of `vllm_xargs` over HTTP."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Literal
 
@@ -93,7 +93,7 @@ class TextExample:
     kind: Kind
     items: tuple[str, ...] = ()
     """Words that a list has to name, in any order. Empty for answers compared from their start."""
-    system: str = ""
+    system: str = field(default="", repr=False)
     """System prompt, which stands before the message."""
 
     def found(self, text: str) -> str:

@@ -143,6 +143,7 @@ def test_answer_tells_what_was_evicted(server: ChatServer) -> None:
         "budget": 0.1,
         "defer": 0,
         "decode": None,
+        "protected_tokens": 0,
         **sizes,
         "vision_tokens": VISION_TOKENS,
         "skip_reason": None,

@@ -11,7 +11,6 @@ anything else.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -61,7 +60,8 @@ class Chat:
 class Instructions:
     """The beginnings of prompts by the instructions that they were rendered from."""
 
-    known: OrderedDict[str, Tokens] = field(default_factory=OrderedDict)
+    known: dict[str, Tokens] = field(default_factory=dict)
+    """By a digest, the last used one at the end."""
 
     def chats(
         self,
@@ -87,8 +87,7 @@ class Instructions:
             key = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
             chat = Chat(key, before, engine_input)
             if key in self.known:
-                self.known.move_to_end(key)
-                chat.mark(self.known[key])
+                self._store(chat, self.known.pop(key))
             else:
                 yield chat
 
@@ -109,7 +108,7 @@ class Instructions:
     def _store(self, chat: Chat, beginning: Tokens) -> None:
         self.known[chat.key] = beginning
         if len(self.known) > MOST_KNOWN:
-            self.known.popitem(last=False)
+            del self.known[next(iter(self.known))]
         chat.mark(beginning)
 
 

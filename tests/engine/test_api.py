@@ -138,6 +138,16 @@ def test_the_lines_of_the_page_run(
             (answer,) = llm.chat(question, sampling)
             with pytest.raises(ValueError, match=reason):
                 api.kept_tokens(llm, answer)
+        # What stands before the question, by the template.
+        system = {"role": "system", "content": "Be brief."}
+        sampling = found["SamplingParams"](
+            max_tokens=2, extra_args=api.EvictionOptions(protect="system").extra_args()
+        )
+        (answer,) = llm.chat([system, *question], sampling)
+        report = api.report_of(answer)
+        assert report is not None
+        protected = llm.get_tokenizer().decode(answer.prompt_token_ids[: report.protected_tokens])
+        assert protected == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
         sampling = found["SamplingParams"](extra_args={"kv_eviction": "snapkb"})
         with pytest.raises(VLLMValidationError, match="did you mean snapkv"):
             llm.chat(question, sampling)

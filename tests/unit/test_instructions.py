@@ -175,9 +175,8 @@ def test_images_follow() -> None:
     assert Renderer(_CHAT_TEMPLATE).protected([SYSTEM, user]) == ENDS["tiny"]
 
 
-def test_a_template_that_refuses_the_probes_protects_nothing(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_template_that_refuses_the_probes_protects_nothing() -> None:
+    """And is not asked again."""
     only_known = "{% if messages[-1].content | length < 3 %}{{ raise_exception('too short') }}"
     renderer = Renderer(only_known + "{% endif %}" + QWEN)
     for _ in range(2):

@@ -3,15 +3,16 @@
 
 They are the system prompt, the descriptions of tools, and what else the chat template puts there.
 The template itself says where they end: the messages before the first user's one are rendered twice
-more, with two different words in its place. What both prompts and the real one begin with is
-protected, token by token, so a template that puts the instructions elsewhere protects less, never
-anything else.
+more, with two different words in its place. What both of these prompts and the real one begin with,
+token by token, is protected. So a template that puts the instructions elsewhere protects less, and
+never anything else.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -21,98 +22,100 @@ from vllm.logger import init_logger
 from vllm_tgvkv.config.request import PROTECTED_TOKENS
 
 if TYPE_CHECKING:
-    from vllm.renderers import ChatParams
+    from vllm.renderers import ChatParams, TokenizeParams
 
 logger = init_logger("vllm.tgvkv")
 
 WORDS = ("0", "x")
-"""Two messages that have no token in common."""
+"""Two messages that share no token."""
 
 MOST_KNOWN = 128
-"""Instructions that are remembered."""
+"""Instructions whose tokens are remembered."""
 
 Conversation = Sequence[Mapping[str, Any]]
 Tokens = Sequence[int]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Chat:
-    """A rendered conversation with instructions before its first user's message."""
+    """A rendered conversation that has messages or tools before its first user's message."""
 
-    key: str
     before: Conversation
     """The messages before it."""
+    digest: str
+    """Of these and of all else that the beginning of the prompt depends on."""
     engine_input: dict[str, Any]
-    """What the renderer made of it, which is marked."""
+    """The rendered conversation."""
+    probed: Sequence[dict[str, Any]] = ()
+    """The rendered probes."""
 
     @property
-    def probes(self) -> list[list[Mapping[str, Any]]]:
+    def probes(self) -> list[Conversation]:
         """Return two conversations that differ from the first user's message on."""
         return [[*self.before, {"role": "user", "content": word}] for word in WORDS]
-
-    def mark(self, beginning: Tokens) -> None:
-        """Store the number of protected tokens; `beginning` is what both probes begin with."""
-        shared = shared_beginning(beginning, self.engine_input["prompt_token_ids"])
-        self.engine_input[PROTECTED_TOKENS] = len(shared)
 
 
 @dataclass
 class Instructions:
-    """The beginnings of prompts by the instructions that they were rendered from."""
+    """What prompts begin with, by the instructions in it, for one renderer."""
 
+    is_active: bool
+    """Whether the renderer's engine evicts."""
     known: dict[str, Tokens] = field(default_factory=dict)
-    """By a digest, the last used one at the end."""
+    """By the chat's digest, the last used one at the end."""
 
-    def chats(
+    def new_chats(
         self,
         conversations: Sequence[Conversation],
         params: ChatParams,
+        tokenization: TokenizeParams | None,
         engine_inputs: Sequence[dict[str, Any]],
-        special_tokens: bool | None,
     ) -> Iterator[Chat]:
-        """Mark rendered conversations whose instructions are known, and yield the others.
-
-        Args:
-            special_tokens: whether the tokenizer adds special tokens; None for its default.
-        """
+        """Store the number of protected tokens in rendered chats; yield those not known yet."""
+        if not self.is_active:
+            return
+        given = params.chat_template_kwargs
+        special = tokenization and tokenization.add_special_tokens
+        settings = params.chat_template, params.chat_template_content_format, given, special
         for conversation, engine_input in zip(conversations, engine_inputs, strict=True):
             before = _before_user(conversation)
-            given = params.chat_template_kwargs
-            if before is None or not (before or given.get("tools")):
+            has_instructions = before is not None and (before or given.get("tools"))
+            if not has_instructions or "prompt_token_ids" not in engine_input:
                 continue
-            if "prompt_token_ids" not in engine_input:
-                continue
-            settings = params.chat_template, params.chat_template_content_format, given
-            text = repr((before, settings, special_tokens))
-            key = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
-            chat = Chat(key, before, engine_input)
-            if key in self.known:
-                self._store(chat, self.known.pop(key))
+            text = repr((before, settings)).encode(errors="surrogatepass")
+            chat = Chat(before or (), hashlib.sha256(text).hexdigest(), engine_input)
+            if chat.digest in self.known:
+                self._store(chat, self.known.pop(chat.digest))
             else:
                 yield chat
 
-    def learn(self, chat: Chat, probes: Sequence[dict[str, Any]]) -> None:
-        """Remember what the rendered probes of a chat begin with, and mark the chat."""
-        one, other = (probe["prompt_token_ids"] for probe in probes)
-        self._store(chat, shared_beginning(one, other))
+    @contextmanager
+    def learning(self, chat: Chat) -> Iterator[None]:
+        """Remember what a chat's probes begin with, which the block renders.
 
-    def give_up(self, chat: Chat, error: Exception) -> None:
-        """Protect nothing where the template refuses a probe."""
-        logger.warning(
-            "KV eviction: the chat template refuses the system prompt with another user's message "
-            "(%s), so protect: system does nothing for it",
-            error,
-        )
-        self._store(chat, ())
+        If the template refuses them, nothing is protected.
+        """
+        beginning: Tokens = ()
+        try:
+            yield
+            beginning = _common(*(probe["prompt_token_ids"] for probe in chat.probed))
+        except Exception as error:
+            logger.warning(
+                "KV eviction: the chat template refuses the system prompt or tools with another "
+                "user's message (%s), so protect: system does nothing for them",
+                error,
+            )
+        self._store(chat, beginning)
 
     def _store(self, chat: Chat, beginning: Tokens) -> None:
-        self.known[chat.key] = beginning
+        self.known[chat.digest] = beginning
         if len(self.known) > MOST_KNOWN:
             del self.known[next(iter(self.known))]
-        chat.mark(beginning)
+        protected = _common(beginning, chat.engine_input["prompt_token_ids"])
+        chat.engine_input[PROTECTED_TOKENS] = len(protected)
 
 
-def shared_beginning(one: Tokens, other: Tokens) -> Tokens:
+def _common(one: Tokens, other: Tokens) -> Tokens:
     """Return the tokens that two prompts begin with."""
     pairs = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
     return [token for token, _ in pairs]

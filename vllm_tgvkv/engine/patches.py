@@ -22,7 +22,7 @@ import argparse
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
@@ -48,7 +48,7 @@ from vllm_tgvkv.engine.compatibility import (
     check_vllm_config,
     clear_nominal_window,
 )
-from vllm_tgvkv.engine.instructions import Chat, Instructions
+from vllm_tgvkv.engine.instructions import Instructions
 from vllm_tgvkv.policies import method_names
 from vllm_tgvkv.shared.errors import EvictionConfigError
 
@@ -353,14 +353,12 @@ def _render_chat(
     **kwargs: Any,
 ) -> Any:
     rendered = original(renderer, conversations, chat_params, tok_params, **kwargs)
-    known, new = _chats(renderer, conversations, chat_params, tok_params, rendered)
-    for chat in new:
-        try:
-            _, probes = original(renderer, chat.probes, chat_params, tok_params, skip_mm_cache=True)
-        except Exception as error:
-            known.give_up(chat, error)
-        else:
-            known.learn(chat, probes)
+    known = _instructions_of(renderer)
+    for chat in known.new_chats(conversations, chat_params, tok_params, rendered[1]):
+        with known.learning(chat):
+            _, chat.probed = original(
+                renderer, chat.probes, chat_params, tok_params, skip_mm_cache=True
+            )
     return rendered
 
 
@@ -373,30 +371,16 @@ async def _render_chat_async(
     **kwargs: Any,
 ) -> Any:
     rendered = await original(renderer, conversations, chat_params, tok_params, **kwargs)
-    known, new = _chats(renderer, conversations, chat_params, tok_params, rendered)
-    for chat in new:
-        try:
-            _, probes = await original(
+    known = _instructions_of(renderer)
+    for chat in known.new_chats(conversations, chat_params, tok_params, rendered[1]):
+        with known.learning(chat):
+            _, chat.probed = await original(
                 renderer, chat.probes, chat_params, tok_params, skip_mm_cache=True
             )
-        except Exception as error:
-            known.give_up(chat, error)
-        else:
-            known.learn(chat, probes)
     return rendered
 
 
-def _chats(
-    renderer: BaseRenderer,
-    conversations: Any,
-    chat_params: ChatParams,
-    tok_params: TokenizeParams | None,
-    rendered: Any,
-) -> tuple[Instructions, Iterable[Chat]]:
-    """Return a renderer's known instructions, and those chats whose own are not among them."""
-    known = _instructions.setdefault(renderer, Instructions())
-    if not config_of(renderer.config).active:
-        return known, ()
-    _, engine_inputs = rendered
-    special = None if tok_params is None else tok_params.add_special_tokens
-    return known, known.chats(conversations, chat_params, engine_inputs, special)
+def _instructions_of(renderer: BaseRenderer) -> Instructions:
+    if renderer not in _instructions:
+        _instructions[renderer] = Instructions(config_of(renderer.config).active)
+    return _instructions[renderer]

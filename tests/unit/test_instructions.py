@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.renderers import ChatParams, TokenizeParams
+from vllm.sampling_params import SamplingParams
 
 from measure.folders import byte_tokenizer
 from tests.models import _CHAT_TEMPLATE
-from vllm_tgvkv.config.request import PROTECTED_TOKENS
-from vllm_tgvkv.config.server import CONFIG_KEY
+from vllm_tgvkv.config.request import PROTECTED_TOKENS, RequestOptions
+from vllm_tgvkv.config.server import CONFIG_KEY, EvictionConfig
 from vllm_tgvkv.engine import patches
 from vllm_tgvkv.engine.instructions import MOST_KNOWN, WORDS
 
@@ -115,6 +117,13 @@ class Renderer:
             return None
         text: str = self.tokenizer.decode(found["prompt_token_ids"][: found[PROTECTED_TOKENS]])
         return text
+
+
+@dataclass(eq=False)
+class Processor:
+    """What the wrapper sees of vLLM's input processor."""
+
+    vllm_config: Any
 
 
 TEMPLATES = {"tiny": _CHAT_TEMPLATE, "qwen": QWEN, "llama": LLAMA, "gemma": GEMMA}
@@ -221,3 +230,34 @@ def test_a_token_that_joins_template_and_message_is_not_protected() -> None:
     renderer.tokens = words.__get__(renderer)  # type: ignore[method-assign]
     found = renderer.chat([SYSTEM, USER])
     assert found[PROTECTED_TOKENS] == len(SYSTEM["content"].split())
+
+
+@pytest.mark.parametrize(
+    ("server", "options", "wanted"),
+    [
+        ("system", {}, 41),
+        ("none", {}, 0),
+        ("none", {"protect": "system"}, 41),
+        ("system", {"protect": "none"}, 0),
+        ("system", {"protected_tokens": 7}, 7),
+        ("none", {"protected_tokens": 7}, 7),
+    ],
+)
+def test_the_number_reaches_the_engine_among_the_options(
+    server: str, options: dict[str, Any], wanted: int
+) -> None:
+    """The caller's own parameters, which may serve several requests, stay as they are."""
+    params = SamplingParams(extra_args={f"kv_eviction_{k}": v for k, v in options.items()})
+    given = dict(params.extra_args or {})
+    prompt = {"type": "token", "prompt_token_ids": [1] * 50, PROTECTED_TOKENS: 41}
+    config = Renderer(QWEN, protect=server).config
+    config.cache_config = SimpleNamespace(block_size=16)
+
+    def process(self: Any, request_id: str, prompt: Any, params: Any) -> Any:
+        return SimpleNamespace(sampling_params=params.clone())
+
+    args: Any = (process, Processor(config), "a", prompt, params)
+    request = patches._process_request(*args)
+    assert params.extra_args == given
+    found = RequestOptions.resolve(EvictionConfig(), request.sampling_params.extra_args)
+    assert found.protected == wanted

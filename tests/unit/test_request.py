@@ -37,6 +37,7 @@ def test_options_of_a_request() -> None:
         ({"kv_eviction_protect": "system"}, {}),
         ({"kv_eviction_protect": "system", "kv_eviction_protected_tokens": 9}, {"protected": 9}),
         ({"kv_eviction_protect": "none", "kv_eviction_protected_tokens": 9}, {}),
+        ({"kv_eviction_protected_tokens": 9}, {"protected": 9}),
     ):
         wanted = replace(RequestOptions("tgv", SERVER.budget), **changes)  # type: ignore[arg-type]
         assert RequestOptions.resolve(SERVER, extra_args) == wanted

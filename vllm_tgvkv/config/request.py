@@ -24,24 +24,22 @@ from vllm_tgvkv.shared.errors import EvictionConfigError, choose, quoted
 
 T = TypeVar("T")
 
+PROTECT = "kv_eviction_protect"
+PROTECTED_TOKENS = "kv_eviction_protected_tokens"
+"""The key that the front end sets for a chat whose instructions are protected."""
+
 REQUEST_KEYS = (
     "kv_eviction",
     "kv_eviction_budget",
     "kv_eviction_defer",
     "kv_eviction_schedule",
     "kv_eviction_max_tokens",
-    "kv_eviction_protect",
-    "kv_eviction_protected_tokens",
+    PROTECT,
+    PROTECTED_TOKENS,
     "kv_eviction_report",
     "kv_eviction_trace",
 )
 """Keys that a request may set in its `vllm_xargs`."""
-
-PROTECTED_TOKENS = "kv_eviction_protected_tokens"
-"""The key that the front end sets for a chat, see `engine.instructions`."""
-
-PROTECT = ("system", NONE)
-"""Values of `kv_eviction_protect`."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +123,7 @@ class RequestOptions:
                 "vllm_xargs.kv_eviction_trace is 1, and this server keeps no traces: start it with "
                 "max_traces of at least 1 in --kv-eviction-config, or leave it out"
             )
-        protected = _protected(config, given)
-        return cls(policy, budget, defer, later, ceiling, report, trace, protected)
+        return cls(policy, budget, defer, later, ceiling, report, trace, _protected(given))
 
 
 def _is_meant_for_us(key: str) -> bool:
@@ -249,12 +246,10 @@ def _switch(given: Mapping[str, Any], name: str, what: str) -> bool:
     return bool(value)
 
 
-def _protected(config: EvictionConfig, given: Mapping[str, Any]) -> int:
-    """Return the protected tokens that a request names, if it is to protect some."""
-    setting, source = given.get("kv_eviction_protect", config.protect), "vllm_xargs.kv_eviction"
-    if setting not in PROTECT:
-        raise EvictionConfigError(
-            f"{source}_protect is {quoted(setting)}: {choose(setting, PROTECT)}"
-        )
+def _protected(given: Mapping[str, Any]) -> int:
+    """Return the protected tokens of a request; the front end counts them where it wants some."""
+    setting, source = given.get(PROTECT, "system"), f"vllm_xargs.{PROTECT}"
+    if setting not in (known := ("system", NONE)):
+        raise EvictionConfigError(f"{source} is {quoted(setting)}: {choose(setting, known)}")
     number = check_count(given.get(PROTECTED_TOKENS, 0), 0, f"vllm_xargs.{PROTECTED_TOKENS}")
     return 0 if setting == NONE else number

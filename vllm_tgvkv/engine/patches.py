@@ -33,7 +33,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_tgvkv.config.defaults import Defaults
-from vllm_tgvkv.config.request import PROTECTED_TOKENS, RequestOptions
+from vllm_tgvkv.config.request import PROTECT, PROTECTED_TOKENS, RequestOptions
 from vllm_tgvkv.config.server import (
     CONFIG_KEY,
     NONE,
@@ -333,9 +333,10 @@ def _process_request(
         _defaults[processor] = Defaults(config_of(processor.vllm_config))
     defaults, sampling = _defaults[processor], request.sampling_params
     if defaults.config.active and sampling is not None:
-        if isinstance(prompt, dict) and PROTECTED_TOKENS in prompt:
-            found = {PROTECTED_TOKENS: prompt[PROTECTED_TOKENS]}
-            sampling.extra_args = {**found, **(sampling.extra_args or {})}
+        given = sampling.extra_args or {}
+        is_wanted = given.get(PROTECT, defaults.config.protect) == "system"
+        if is_wanted and isinstance(prompt, dict) and PROTECTED_TOKENS in prompt:
+            sampling.extra_args = {PROTECTED_TOKENS: prompt[PROTECTED_TOKENS], **given}
         try:
             block_size = processor.vllm_config.cache_config.block_size
             RequestOptions.resolve(defaults.current(), sampling.extra_args, block_size)

@@ -165,7 +165,7 @@ class LanguageEngine(LocalEngine):
 
         for question, same in groupby(work, key=lambda item: item[0]):
             example, given = self.example(question)
-            (prompt,) = self.llm.renderer.render_cmpl([given])
+            (prompt,) = self._rendered(given)
             pieces = tuple(self._tokenizer.decode([i]) for i in self._encode(example.answer))
             for _, arm in same:
                 asked = Asked(question.task.name, question.number, arm, example, pieces)
@@ -176,6 +176,20 @@ class LanguageEngine(LocalEngine):
                 )
                 name = f"{question.task.name}/{question.number}/{arm.key}"
                 yield Request(name, asked, prompt, sampling)
+
+    def _rendered(self, given: dict[str, Any]) -> list[Any]:
+        """Return vLLM's input for a prompt, or for messages whose last one is to be continued."""
+        from vllm.renderers import ChatParams
+
+        renderer = self.llm.renderer
+        if "messages" not in given:
+            rendered: list[Any] = renderer.render_cmpl([given])
+            return rendered
+        kwargs = {"add_generation_prompt": False, "continue_final_message": True}
+        _, rendered = renderer.render_chat(
+            [given["messages"]], ChatParams(chat_template_kwargs=kwargs)
+        )
+        return rendered
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
@@ -200,6 +214,11 @@ class TextEngine(LanguageEngine):
     def example(self, question: TextQuestion) -> tuple[TextExample, dict[str, Any]]:
         """Return the question's words, and the tokens of its prompt."""
         example = self._write(question)
+        if example.system:  # as a chat, so that the plugin finds it
+            turns = ("system", "user", "assistant")
+            contents = (example.system, example.message, example.start)
+            messages = [{"role": r, "content": c} for r, c in zip(turns, contents, strict=True)]
+            return example, {"messages": messages}
         text = self._turns([{"role": "user", "content": example.message}]) + example.start
         return example, {"prompt_token_ids": self._encode(text)}
 

@@ -61,6 +61,10 @@ class EvictionOptions:
     """Whether the answer comes with a report, see `report_of`."""
     trace: bool = False
     """Whether the engine keeps positions and scores, see `kept_tokens`."""
+    protect: str | None = None
+    """`system` keeps what stands before the first user's message of a chat; `none` does not."""
+    protected_tokens: int | None = None
+    """Number of first tokens to keep in its place, for prompts that are no chat."""
 
     def extra_args(self) -> dict[str, Any]:
         """Return the value of `SamplingParams(extra_args=...)`, or of `vllm_xargs` over HTTP."""

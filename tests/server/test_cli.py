@@ -325,7 +325,7 @@ def read_in_a_fresh_process(args: argparse.Namespace) -> tuple[dict[str, Any], b
     from vllm.v1.engine.input_processor import InputProcessor
 
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
-    wrapped = patches.is_wrapped(InputProcessor, "_validate_params")
+    wrapped = patches.is_wrapped(InputProcessor, "process_inputs")
     return config.additional_config, wrapped
 
 

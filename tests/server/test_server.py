@@ -143,12 +143,32 @@ def test_answer_tells_what_was_evicted(server: ChatServer) -> None:
         "budget": 0.1,
         "defer": 0,
         "decode": None,
+        "protected_tokens": 0,
         **sizes,
         "vision_tokens": VISION_TOKENS,
         "skip_reason": None,
         "trace": None,
         "cuts": [{"answer_tokens": 0, **sizes}],
     }
+
+
+def test_a_system_prompt_is_kept_in_every_head(server: ChatServer) -> None:
+    """Found by the template, once for all questions about it."""
+    system = {"role": "system", "content": random_text(70, 100)}
+    xargs = {**REPORT, "kv_eviction_trace": 1, "kv_eviction": "snapkv"}
+    for seed in (70, 71):
+        asked = [system, *messages(seed)]
+        answer = server.ask({**xargs, "kv_eviction_protect": "system"}, messages=asked)
+        report = report_of(answer)
+        # "<|im_start|>system\n", the text, "<|im_end|>\n<|im_start|>user\n": a token a byte.
+        assert report["protected_tokens"] == 8 + 100 + 2 + 6
+        assert report["blocks_after"] == 4 + 1 + 1  # the system prompt, the floor and the tail
+        trace = httpx.get(f"{server.url}/kv-eviction/requests/{answer.id}").json()
+        everyone = trace["layers"] * trace["kv_heads"]
+        assert trace["kept_by"][:116] == [everyone] * 116
+    without = server.ask({**xargs, "kv_eviction_protect": "none"}, messages=asked)
+    assert report_of(without)["protected_tokens"] == 0
+    assert report_of(without)["blocks_after"] == 1 + 1
 
 
 def test_options_of_a_request(server: ChatServer) -> None:

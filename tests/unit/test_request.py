@@ -34,6 +34,10 @@ def test_options_of_a_request() -> None:
         ({"kv_eviction_report": 0}, {}),
         ({"kv_eviction_trace": 1}, {"trace": True}),
         ({"kv_eviction_trace": 0}, {}),
+        ({"kv_eviction_protect": "system"}, {}),
+        ({"kv_eviction_protect": "system", "kv_eviction_protected_tokens": 9}, {"protected": 9}),
+        ({"kv_eviction_protect": "none", "kv_eviction_protected_tokens": 9}, {}),
+        ({"kv_eviction_protected_tokens": 9}, {"protected": 9}),
     ):
         wanted = replace(RequestOptions("tgv", SERVER.budget), **changes)  # type: ignore[arg-type]
         assert RequestOptions.resolve(SERVER, extra_args) == wanted

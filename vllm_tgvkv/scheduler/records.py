@@ -50,6 +50,7 @@ class Records:
             defer=options.defer,
             when=options.when,
             decode=options.decode,
+            protected_tokens=min(options.protected, request.num_prompt_tokens),
         )
 
     def close_report(self, request_id: str) -> dict[str, Any] | None:

@@ -51,6 +51,25 @@ from oracle.token_sets import WINDOW
 
 
 @dataclass(frozen=True)
+class Change:
+    """A change of the cache at any token of an answer.
+
+    Attributes:
+        after: answer tokens whose rows have been computed.
+        blocks: k that a cut leaves of the prompt's full blocks; None if the whole prompt comes
+            back, behind any cut after the same token.
+        rows: m, the last rows of the answer, which vote at a cut, whatever rows the method names.
+        recomputes: whether the keys of the answer are computed again as well, from the whole
+            prompt, as a preemption does.
+    """
+
+    after: int
+    blocks: int | None
+    rows: int = 0
+    recomputes: bool = False
+
+
+@dataclass(frozen=True)
 class Eviction(Settings):
     """A method and the settings it works under.
 
@@ -67,6 +86,8 @@ class Eviction(Settings):
             at least a block.
         summaries: most blocks of those that a cut leaves which hold summaries in place of tokens.
             One block at least holds tokens, and all do where all tokens are left.
+        changes: if given, these in place of all other cuts, in order. A cut of the whole prompt
+            chooses among all of it, a further one among what the last one left.
     """
 
     method: str | Mix = "tgv"
@@ -77,6 +98,14 @@ class Eviction(Settings):
     ceiling: int | None = None
     buffer: int = 0
     summaries: int = 0
+    changes: tuple[Change, ...] | None = None
+
+    @property
+    def whole_after(self) -> dict[int, bool]:
+        """By answer tokens after which the whole prompt comes back: whether keys of the answer
+        are computed again."""
+        changes = self.changes or ()
+        return {each.after: each.recomputes for each in changes if each.blocks is None}
 
     @property
     def merges(self) -> bool:
@@ -222,9 +251,16 @@ class Cutter:
         before = len(self.cuts)
         if not layout.images and eviction.text_only == "keep":
             return None
-        if eviction.merges and (eviction.schedule or eviction.ceiling is not None):
+        has_later = eviction.schedule or eviction.ceiling is not None or eviction.changes
+        if eviction.merges and has_later:
             raise ValueError(f"{eviction.method} merges; that is defined for one cut only")
         kept, so_far = moment.kept, replace(layout, length=moment.length, answer=moment.answer)
+        if eviction.changes is not None:
+            for change in eviction.changes:
+                if change.after == moment.answer and change.blocks is not None:
+                    tokens = change.blocks * size + layout.length % size
+                    kept = self._cut(moment, so_far, tokens, kept, change.rows)
+            return kept if len(self.cuts) > before else None
         if moment.answer == eviction.defer:
             kept = self._cut(moment, so_far, self._first_budget(), None)
         for after, budget in eviction.schedule:
@@ -257,8 +293,14 @@ class Cutter:
         layout: Layout,
         budget: Any,
         kept: torch.Tensor | None,
+        answer_rows: int | None = None,
     ) -> torch.Tensor:
-        """Decide one cut; `kept` is what the cuts before it left, None for the first one."""
+        """Decide one cut.
+
+        Args:
+            kept: what the cuts before it left; None for the first one.
+            answer_rows: last rows of the answer that vote; None for those since the cut before.
+        """
         eviction, size = self.eviction, self.eviction.block_size
         self.taken.append(0)
         if eviction.summaries:
@@ -270,8 +312,10 @@ class Cutter:
         settings, earlier = replace(eviction, budget=budget), None
         if kept is not None:
             since = max((cut.after for cut in self.cuts if cut.after < moment.answer), default=0)
-            first = moment.length - min(eviction.answer_rows, moment.answer - since)
-            earlier = Earlier(kept, tuple(range(first, moment.length)))
+            if answer_rows is None:
+                answer_rows = min(eviction.answer_rows, moment.answer - since)
+            voters = range(moment.length - answer_rows, moment.length)
+            earlier = Earlier(kept, tuple(voters))
         attention = moment.attention()
         given = (eviction.method, attention, layout, self.kv_heads, settings)
         states = moment.states()
@@ -453,7 +497,8 @@ class Oracle:
         cutter = Cutter(eviction, prompt.layout, self.kv_heads, stages)
         full = len(prompt.token_ids) // eviction.block_size * eviction.block_size
         merging = full if eviction.merges else 0
-        answer = self.decode(prompt, max_tokens, cutter, tokens, merging)
+        whole_after = eviction.whole_after
+        answer = self.decode(prompt, max_tokens, cutter, tokens, merging, whole_after=whole_after)
         return replace(answer, cuts=cutter.cuts)
 
     @torch.no_grad()
@@ -465,18 +510,23 @@ class Oracle:
         tokens: Sequence[int] | None = None,
         merging: int = 0,
         absorb: Callable[[Moment, torch.Tensor], Absorbed] | None = None,
+        whole_after: Mapping[int, bool] | None = None,
     ) -> Answer:
         """Return `max_tokens` greedy tokens, generated one by one under a mask that changes.
 
         Args:
             cut: called at the end of each step, it returns what every later query may see, bool
                 [L, H, n], or None for no change. A mapping has the same by answer tokens whose
-                rows have been computed. What was hidden once stays hidden.
+                rows have been computed. What was hidden once stays hidden until everything
+                comes back.
             tokens: answer to follow in place of the greedy one.
             merging: among this many first positions, those that a cut hides are merged into those
                 that it leaves.
             absorb: called with what a cut looked at and what it leaves, it returns what later
                 queries read of the rest, in place of what the cut before returned.
+            whole_after: by answer tokens whose rows have been computed, behind any cut: nothing is
+                hidden any more, and whether these tokens' keys are computed again so. Otherwise
+                they stay as they are.
         """
         given = list(tokens[:max_tokens]) if tokens is not None else None
         number = max_tokens if given is None else len(given)
@@ -512,12 +562,34 @@ class Oracle:
                     absorbed = absorb(moment, kept)
                 if merging:
                     self._merge(cache, kept, merging)
+            if (recomputes := (whole_after or {}).get(moment.answer)) is not None:
+                kept, absorbed = torch.ones_like(kept), None
+                if recomputes:
+                    cache, gates = self._computed_again(prompt, chosen)
             best = int(logprobs[-1].argmax())
             chosen.append(best if given is None else given[len(chosen)])
             if len(chosen) == number:
                 return Answer(chosen, torch.stack(logprobs))
             inputs = {"input_ids": torch.tensor([chosen[-1:]])}
             kept = torch.nn.functional.pad(kept, (0, 1), value=True)
+
+    def _computed_again(
+        self, prompt: Prompt, tokens: Sequence[int]
+    ) -> tuple[Any, torch.Tensor | None]:
+        """Return the whole cache of a prompt and the first tokens of its answer, and the gates."""
+        inputs = dict(prompt.inputs)
+        for name, each in inputs.items():
+            if each.shape == (1, len(prompt.token_ids)):  # token ids, and a mask of ones
+                more = each.new_ones(1, len(tokens))
+                if name == "input_ids":
+                    more = torch.tensor([list(tokens)], dtype=each.dtype)
+                elif name != "attention_mask":
+                    more = torch.zeros_like(more)
+                inputs[name] = torch.cat((each, more), dim=1)
+        self._forget_positions()
+        with self._gated() as gated:
+            output = self.model(**inputs, use_cache=True)
+        return output.past_key_values, torch.stack(gated) if gated else None
 
     @contextmanager
     def _masked(self, kept: torch.Tensor | None, merging: int) -> Iterator[None]:

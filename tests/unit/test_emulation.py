@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from oracle.emulation import Eviction, Oracle, Prompt
+from oracle.emulation import Change, Eviction, Oracle, Prompt
 from oracle.kernels import apportion, ranking
 from oracle.methods import (
     HEAD,
@@ -367,3 +367,50 @@ def test_ceiling(oracle: Oracle, prompt: Prompt, granularity: str, defer: int) -
     assert alive[..., :4].all()
     masks = {cut.after: cut.selection.kept for cut in answer.cuts}
     assert oracle.decode(prompt, 110, masks).tokens == answer.tokens
+
+
+# -- changes at any token -----------------------------------------------------------------------
+
+
+def test_what_was_cut_comes_back(oracle: Oracle, prompt: Prompt) -> None:
+    """A further cut chooses among what is left, and one after a return among everything."""
+    size, length = 16, len(prompt.token_ids)
+    changes = (
+        Change(9, 8, rows=4),
+        Change(20, 3, rows=4),
+        Change(26, None),
+        Change(40, 3, rows=2),
+        Change(50, None, recomputes=True),
+    )
+    eviction = Eviction(0.5, size, HEAD, method="snapkv", changes=changes)
+    answer = oracle.answer(prompt, 70, eviction)
+    first, second, third = answer.cuts
+    assert [cut.after for cut in answer.cuts] == [9, 20, 40]
+    assert [cut.selection.blocks for cut in answer.cuts] == [8, 3, 3]
+    assert [len(cut.earlier.voters) for cut in answer.cuts if cut.earlier] == [4, 4, 2]
+    for cut in answer.cuts:
+        assert cut.earlier
+        assert cut.earlier.voters[-1] == length + cut.after - 1
+        assert cut.selection.kept[..., length // size * size :].all()
+    assert first.earlier.kept.all()
+    assert third.earlier.kept.all()
+    assert torch.equal(second.earlier.kept[..., :length], first.selection.kept[..., :length])
+    assert not (second.selection.kept[..., :length] & ~first.selection.kept[..., :length]).any()
+    assert (third.selection.kept[..., :length] & ~first.selection.kept[..., :length]).any()
+
+    # What follows a return sees the whole prompt, and keys of the answer as they were.
+    kept = {cut.after: cut.selection.kept for cut in answer.cuts}
+    whole = {26: False, 50: True}
+    assert oracle.decode(prompt, 70, kept, whole_after=whole).tokens == answer.tokens
+    plain = oracle.decode(prompt, 70, tokens=answer.tokens)
+    torch.testing.assert_close(answer.logprobs[:10], plain.logprobs[:10])
+    for part, is_plain in ((slice(10, 27), False), (slice(27, 51), False), (slice(51, 70), True)):
+        assert is_plain == torch.allclose(answer.logprobs[part], plain.logprobs[part], atol=1e-4)
+
+
+def test_nothing_changes_if_nothing_is_cut(oracle: Oracle, prompt: Prompt) -> None:
+    """A return of the prompt, with or without new keys, changes nothing then."""
+    changes = (Change(7, None), Change(12, None, recomputes=True))
+    answer = oracle.answer(prompt, 30, Eviction(0.1, 16, method="tgv", changes=changes))
+    assert not answer.cuts
+    assert answer.tokens == oracle.generate(prompt, 30)

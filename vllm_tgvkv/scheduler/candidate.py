@@ -105,6 +105,11 @@ class Candidate:
         """Tokens between the decision of a cut under pressure and the cut."""
         return self.num_answer_rows if self.kinds else 1
 
+    @property
+    def num_stored(self) -> int:
+        """Queries that are stored until a cut under pressure; none if nobody votes."""
+        return self.num_answer_rows if self.kinds else 0
+
     def num_kept(self, cut: Cut, block_size: int) -> int:
         """Return the tokens per head that a cut without a guard keeps of the prompt."""
         num_filled, has_vision = cut.num_retained, self.prompt.has_vision

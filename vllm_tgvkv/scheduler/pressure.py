@@ -22,13 +22,11 @@ from vllm_tgvkv.scheduler.query_rows import QueryRows
 from vllm_tgvkv.shared.cuts import Cut
 from vllm_tgvkv.shared.prompt import PRESSURE_ROWS
 
-_NEAR = PRESSURE_ROWS + 2
-"""Tokens of every request until the memory of a cut that is decided now is free: those that vote,
-and two steps that are scheduled ahead."""
-_FAR = 2 * _NEAR
-"""Cuts are decided if memory is short for as many tokens; when it is short for the near ones, there
-would be no room for their fresh blocks."""
-_MOST_STEPS = 64
+_STEPS_AHEAD = 2
+"""Steps that are scheduled and not computed when a cut is made."""
+_CUT_STEPS = PRESSURE_ROWS + _STEPS_AHEAD
+"""Steps until a cut that is decided now has freed memory, if as many tokens vote."""
+_MOST_TOGETHER = 64
 """Waiting requests that are considered together, at most."""
 _RESTORE_EVERY = 8
 """Steps between two looks for a request that may be restored."""
@@ -40,10 +38,14 @@ _ROOM = 0.1
 
 @dataclass(frozen=True)
 class _Growth:
-    """Blocks that running requests take until they have as many more tokens."""
+    """Blocks that running requests take until they have some more tokens."""
 
     near: int
+    """Until the memory of a cut that is decided now is free: until the last of those who could be
+    cut has voted, and two more steps are scheduled."""
     far: int
+    """Until twice as many tokens. Cuts are decided if memory is short for these; when it is short
+    for the near ones, there would be no room for their fresh blocks."""
     end: int
     """Until they end, if no answer stops by itself."""
 
@@ -75,6 +77,7 @@ class Pressure:
         max_model_len: int,
         step_tokens: int,
         max_running: int,
+        num_drafts: int = 0,
     ) -> None:
         """Make it for a scheduler.
 
@@ -82,6 +85,7 @@ class Pressure:
             candidates: by request id; the scheduler changes it.
             step_tokens: tokens that a step computes at most.
             max_running: requests that run at the same time at most.
+            num_drafts: tokens that are drafted for each request in a step.
         """
         self._manager = manager
         self._candidates = candidates
@@ -89,6 +93,7 @@ class Pressure:
         self._max_model_len = max_model_len
         self._step_tokens = step_tokens
         self._max_running = max_running
+        self._num_ahead = _STEPS_AHEAD * (1 + num_drafts)
         self._step = 0
         self._due: dict[str, float] = {}
         """Blocks that the cuts which are decided and not made yet will free, by request id."""
@@ -103,11 +108,14 @@ class Pressure:
         num_free = manager.block_pool.get_num_free_blocks()
         first = next(iter(waiting), None) if len(running) < self._max_running else None
         is_quiet = first is None and not manager.order.prefills
-        most = cdiv(_FAR, manager.block_size) + 1
-        looks = bool(self._shrunk) and self._step % _RESTORE_EVERY == 0
-        if not running or (is_quiet and not looks and num_free >= 2 * most * len(running)):
+        if not running:
             return None
-        growth = self._growth(running)
+        num_near = self._num_near(running)
+        most = cdiv(2 * num_near, manager.block_size) + 1
+        looks = bool(self._shrunk) and self._step % _RESTORE_EVERY == 0
+        if is_quiet and not looks and num_free >= 2 * most * len(running):
+            return None
+        growth = self._growth(running, num_near)
         if first is None:
             needed = growth.end
         else:
@@ -122,6 +130,7 @@ class Pressure:
             wanted = manager.num_kept_free - num_free - sum(self._due.values())
             if refused is not None and first is not None:
                 wanted += self._blocks_of(waiting, *refused, len(running))
+                wanted += manager.others.most + manager.num_watermark
             if wanted > 0 and shrinkable:
                 self._decide(shrinkable, wanted, num_free - growth.near)
                 return None
@@ -143,14 +152,20 @@ class Pressure:
     def _longest(self, request: Request) -> int:
         return min(request.num_prompt_tokens + request.max_tokens, self._max_model_len)
 
-    def _growth(self, running: Sequence[Request]) -> _Growth:
+    def _num_near(self, running: Sequence[Request]) -> int:
+        """Return the tokens of each request until a cut that is decided now has freed memory."""
+        candidates = (self._candidates.get(request.request_id) for request in running)
+        votes = (each.num_votes for each in candidates if each is not None and each.stages)
+        return max(votes, default=PRESSURE_ROWS) + self._num_ahead
+
+    def _growth(self, running: Sequence[Request], num_near: int) -> _Growth:
         rows, size = self._manager.req_to_blocks, self._manager.block_size
         near = far = end = 0
         for request in running:
             num_blocks, longest = len(rows[request.request_id]), self._longest(request)
             num_known = max(request.num_computed_tokens, request.num_tokens)
-            near += max(-(-min(num_known + _NEAR, longest) // size) - num_blocks, 0)
-            far += max(-(-min(num_known + _FAR, longest) // size) - num_blocks, 0)
+            near += max(-(-min(num_known + num_near, longest) // size) - num_blocks, 0)
+            far += max(-(-min(num_known + 2 * num_near, longest) // size) - num_blocks, 0)
             end += max(-(-longest // size) - num_blocks, 0)
         return _Growth(near, far, end)
 
@@ -160,18 +175,18 @@ class Pressure:
         """Return the blocks of the refused request and of those that could prefill with it.
 
         All of them fit into the steps that a cut takes. What the prefix cache has of them is known
-        for the refused one only.
+        for the refused one only, which may have been aborted meanwhile.
         """
-        num_tokens, size = _NEAR * self._step_tokens, self._manager.block_size
-        for request in islice(waiting, min(self._max_running - num_running, _MOST_STEPS)):
-            if request.request_id == refused:
-                num_tokens -= request.num_tokens
-                continue
+        num_tokens, size, total = _CUT_STEPS * self._step_tokens, self._manager.block_size, 0
+        for request in islice(waiting, min(self._max_running - num_running, _MOST_TOGETHER)):
             num_tokens -= request.num_tokens
-            if num_tokens < 0:
+            if request.request_id == refused:
+                total += num_blocks
+            elif num_tokens < 0:
                 break
-            num_blocks += cdiv(request.num_tokens, size)
-        return num_blocks
+            else:
+                total += cdiv(request.num_tokens, size)
+        return total
 
     # -- cuts ---------------------------------------------------------------------------
 
@@ -210,9 +225,10 @@ class Pressure:
         for name, option in chosen.items():
             lower = (o for o in options if o.request is option.request and o.share <= option.share)
             fitting = next((each for each in lower if each.cut.num_retained <= num_free), None)
-            num_rows -= self._candidates[name].num_votes
-            if fitting is None or num_rows < 0:
+            num_stored = self._candidates[name].num_stored
+            if fitting is None or num_stored > num_rows:
                 continue
+            num_rows -= num_stored
             num_free -= fitting.cut.num_retained
             self._manager.plan_cut(fitting.request, fitting.cut)
             self._candidates[name].cut = fitting.cut

@@ -117,12 +117,24 @@ class Records:
     def restored(self, request: Request, candidate: Candidate) -> None:
         """Record that a request has its whole prompt back."""
         self.counters.restored(candidate.options.policy)
+        self._came_back(request, "restored")
+
+    def preempted(self, request: Request) -> None:
+        """Record that a preemption undoes the cuts of a request that only pressure cuts.
+
+        Its next cut is at a later token, in place of the same ones.
+        """
+        report = self.reports.get(request.request_id)
+        if report and report.cuts and report.cuts[-1].cause != "preempted":
+            self._came_back(request, "preempted")
+
+    def _came_back(self, request: Request, cause: Cause) -> None:
         if report := self.reports.get(request.request_id):
-            num_tokens = request.num_prompt_tokens
-            num_answer = request.num_computed_tokens - num_tokens
-            num_after = self._manager.num_held_by(request.request_id)
+            num_tokens, num_computed = request.num_prompt_tokens, request.num_computed_tokens
+            num_after = cdiv(num_computed, self._manager.block_size)
             num_before = report.blocks_after or num_after
-            report.add_cut(CutReport(num_answer, num_before, num_after, num_tokens, "restored"))
+            answer = num_computed - num_tokens
+            report.add_cut(CutReport(answer, num_before, num_after, num_tokens, cause))
 
     def ended(self, candidate: Candidate) -> None:
         """Record the end of a request that only pressure would cut."""

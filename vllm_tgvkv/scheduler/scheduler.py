@@ -82,6 +82,7 @@ class EvictionScheduler(Scheduler):
             self.max_model_len,
             step_tokens=self.max_num_scheduled_tokens,
             max_running=self.max_num_running_reqs,
+            num_drafts=self.num_spec_tokens,
         )
         self._chunk_limits = ChunkLimits(
             self.manager,
@@ -304,8 +305,11 @@ class EvictionScheduler(Scheduler):
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         uncache_uncomputed((self.manager, *self.other_managers), request)
+        candidate = self.candidates.get(request.request_id)
+        if candidate is not None and candidate.stages:
+            self.records.preempted(request)  # vLLM forgets next what is computed
         super()._preempt_request(request, *args, **kwargs)
-        if candidate := self.candidates.get(request.request_id):
+        if candidate is not None:
             self._forgotten.append(request.request_id)
             self.query_rows.give_back([request.request_id])
             self.pressure.forget(request.request_id)

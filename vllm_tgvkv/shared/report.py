@@ -9,9 +9,10 @@ from typing import Any, Literal
 from vllm_tgvkv.shared.cuts import When
 from vllm_tgvkv.shared.plan import Outcome, sums
 
-Cause = Literal["first", "later", "pressure", "restored"]
+Cause = Literal["first", "later", "pressure", "restored", "preempted"]
 """Why a request's cache changed: an eviction at a known token, the first one or a later one; one
-because memory was short; or the whole prompt came back."""
+because memory was short; the whole prompt came back; or a preemption undid evictions under
+pressure, so that prompt and answer are computed again, whole."""
 
 
 @dataclass
@@ -87,8 +88,9 @@ class EvictionReport:
     """All changes of the request's cache, in order."""
 
     def add_cut(self, cut: CutReport) -> None:
-        """Add a cut; cuts from its token of the answer on were undone by a preemption."""
-        if self.cuts and self.cuts[-1].answer_tokens >= cut.answer_tokens:
+        """Add a cut; if it is at a known token, a preemption undid those from this token on."""
+        is_known = cut.cause in ("first", "later")
+        if is_known and self.cuts and self.cuts[-1].answer_tokens >= cut.answer_tokens:
             self.cuts.clear()
         self.cuts.append(cut)
         self.blocks_before = self.cuts[0].blocks_before

@@ -26,6 +26,7 @@ from tests.server.serving import (
     serve,
 )
 from vllm_tgvkv.policies import POLICY_NAMES
+from vllm_tgvkv.shared.metrics import STATES
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -87,7 +88,7 @@ def test_metrics(server: ChatServer) -> None:
     fraction = report["kept_tokens"] / report["prompt_tokens"]
     assert grown["kept_fraction_sum", "random"] == pytest.approx(fraction, abs=1e-3)
     # No request is running, and none holds blocks.
-    assert after["compressed_requests",] == 0
+    assert [after["requests_by_state", state] for state in STATES] == [0, 0, 0]
     assert [after["blocks_held", layers] for layers in ("evicted", "window", "state")] == [0, 0, 0]
     for part in ("statistics", "selection", "copy"):
         assert grown["seconds_count", "random", part] == 1

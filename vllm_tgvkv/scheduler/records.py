@@ -156,13 +156,11 @@ class Records:
             if now - self._last_gauges >= _GAUGE_SECONDS or is_idle:
                 self._last_gauges = now
                 manager = self._manager
-                num_requests, num_blocks = manager.num_held()
                 names = filter(manager.is_compressed, manager.compressions)
-                metrics.set("compressed_requests", num_requests)
                 states = manager.states()
                 for state in STATES:
                     metrics.set("requests_by_state", states[state], state)
-                held = (num_blocks, *manager.others.held(names))
+                held = (manager.num_held(), *manager.others.held(names))
                 for layers, num_held in zip(LAYERS, held, strict=True):
                     metrics.set("blocks_held", num_held, layers)
             metrics.move_to(stats.waiting_lora_adapters)

@@ -92,7 +92,6 @@ METRICS = {
             "Requests whose eviction had to wait because blocks to copy into were not free.",
             ("policy",),
         ),
-        Metric("compressed_requests", "gauge", "Running requests that are compressed."),
         Metric(
             "requests_by_state",
             "gauge",
@@ -103,7 +102,7 @@ METRICS = {
         Metric(
             "blocks_held",
             "gauge",
-            "KV blocks held by compressed requests, by layers: those that are evicted, and those "
+            "KV blocks held by shrunk requests, by layers: those that are evicted, and those "
             "with a window or a state, which eviction does not reach.",
             ("layers",),
         ),
